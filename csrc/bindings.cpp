@@ -1,0 +1,13 @@
+// The Python face of the C++ core. Each area binds its own classes; none of them knows torch.
+#include <pybind11/pybind11.h>
+
+namespace mpk {
+void bind_graph(pybind11::module_& m);     // TaskRegistry, Program, TBGraph
+void bind_schedule(pybind11::module_& m);  // Target, Schedule
+}  // namespace mpk
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The C++ core of torch_mpk: task graph, schedule, code generation and runtimes.";
+  mpk::bind_graph(m);
+  mpk::bind_schedule(m);
+}
