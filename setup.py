@@ -1,4 +1,4 @@
-"""Builds torch_mpk._C, the C++ core, with nothing but a C++20 compiler and pybind11: it needs neither torch nor CUDA."""
+"""Builds torch_mpk._C, the C++ core. It needs a C++20 compiler and pybind11, but neither torch nor CUDA."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ class BuildExt(build_ext):
 
 
 class BuildPy(build_py):
-    """Puts the headers, which generated kernels include, beside the package. An editable install reads them in place."""
+    """Puts the headers, which generated kernels include, into the package. An editable install reads them in place."""
 
     def run(self) -> None:
         super().run()
@@ -72,7 +72,7 @@ class BuildPy(build_py):
 
 
 setup(
-    license="Apache-2.0",  # here because the table of pyproject.toml is spelled differently before and after setuptools 77
+    license="Apache-2.0",  # here because pyproject.toml spells it differently before and after setuptools 77
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
     ext_modules=[
         Extension(
