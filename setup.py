@@ -1,5 +1,6 @@
 """Builds torch_mpk._C, the C++ core. It needs a C++20 compiler and pybind11, but neither torch nor CUDA."""
 
+import hashlib
 import os
 import shutil
 import sys
@@ -13,25 +14,36 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 
-def pybind11_include_dir() -> str:
+def pybind11_include_dir() -> Path:
     """pybind11's headers: its own package's, or those that come with torch (an offline machine may have only these)."""
     for package in ("pybind11", "torch"):
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
             include_dir = Path(spec.origin).parent / "include"
             if (include_dir / "pybind11" / "pybind11.h").is_file():
-                return str(include_dir)
+                return include_dir
     raise SystemExit("pybind11 not found: pip install 'pybind11>=3.0', or build without --no-build-isolation")
 
 
+def objects_dir() -> str:
+    """Where objects are kept: a folder for everything that goes into them beside the files of this tree."""
+    toolchain = [Path(__file__).read_bytes(), (PYBIND11 / "pybind11" / "detail" / "common.h").read_bytes()]
+    flags = [os.environ.get(name, "").encode() for name in ("CXX", "CC", "CXXFLAGS", "CFLAGS", "CPPFLAGS")]
+    key = hashlib.sha256(b"\0".join(toolchain + flags)).hexdigest()[:8]
+    return f"build/objects-{sys.implementation.cache_tag}-{key}"
+
+
 def is_current(object_file: Path) -> bool:
-    """Whether an object is newer than this file and than every file the compiler read for it."""
+    """Whether an object is newer than every file of this tree that the compiler read for it."""
     depfile = object_file.with_suffix(".d")
     if not object_file.is_file() or not depfile.is_file():
         return False
     inputs = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
     built = object_file.stat().st_mtime_ns
-    return all(os.path.isfile(f) and os.stat(f).st_mtime_ns <= built for f in [__file__, *inputs])
+    return all(os.path.isfile(f) and os.stat(f).st_mtime_ns <= built for f in inputs)
+
+
+PYBIND11 = pybind11_include_dir()
 
 
 class BuildExt(build_ext):
@@ -40,7 +52,7 @@ class BuildExt(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         # An editable install builds in a folder of its own each time; objects kept here make the next one quick.
-        self.build_temp = f"build/objects-{sys.implementation.cache_tag}"
+        self.build_temp = objects_dir()
 
     def build_extensions(self) -> None:
         compile_sources = self.compiler.compile
@@ -78,9 +90,13 @@ setup(
         Extension(
             "torch_mpk._C",
             sorted(glob("csrc/**/*.cpp", recursive=True)),
-            include_dirs=["include", pybind11_include_dir()],
+            include_dirs=["include"],
             language="c++",
-            extra_compile_args=["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", "-MMD"],
+            extra_compile_args=[
+                *("-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"),
+                *("-isystem", str(PYBIND11)),
+                "-MMD",  # leaves the list of this tree's files that went into an object
+            ],
             extra_link_args=["-ldl", "-pthread"],
         )
     ],
