@@ -1,12 +1,13 @@
 """One decode step of a Hugging Face causal language model, set up the way tests, benchmarks and examples measure it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedConfig, PreTrainedModel, StaticCache
 
-Step = Callable[..., object]  # the model, or what torch.compile made of it
+Step = Callable[..., Any]  # the model, or what torch.compile made of it
 
 
 @torch.inference_mode()
@@ -17,7 +18,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, max_cache_len: int) -> tu
     return cache, logits[:, -1]
 
 
-def copy_cache(cache: StaticCache, config: object, dtype: torch.dtype | None = None) -> StaticCache:
+def copy_cache(cache: StaticCache, config: PreTrainedConfig, dtype: torch.dtype | None = None) -> StaticCache:
     """A cache of the same contents in memory of its own, in ``dtype`` if one is given."""
     copy = StaticCache(config=config, max_cache_len=cache.layers[0].max_cache_len)
     for new, old in zip(copy.layers, cache.layers, strict=True):
@@ -36,11 +37,12 @@ def rewind(cache: StaticCache, position: int) -> None:
 
 @torch.inference_mode()
 def decode_logits(step: Step, cache: StaticCache, tokens: Tensor) -> Tensor:
-    """Feeds tokens[B, S] one position at a time. Returns the logits[S, B, V], as float32."""
+    """Feeds tokens[B, S] one position at a time. Returns the logits[S, B, V], float32 or wider."""
     logits = []
     for token in tokens.unbind(1):
         output = step(input_ids=token[:, None].contiguous(), past_key_values=cache)
-        logits.append(output.logits[:, -1].float().clone())  # a CUDA-graphed step reuses its outputs
+        last = output.logits[:, -1]
+        logits.append(last.to(torch.promote_types(last.dtype, torch.float32), copy=True))  # CUDA graphs reuse outputs
     return torch.stack(logits)
 
 
