@@ -54,7 +54,9 @@ def test_a_norm_with_another_reader_is_stored() -> None:
     b = Builder()
     decoder(layers=0)  # registers the tasks
     x = b.buffer("input", "x", "float32", [1, 8])
-    normed = b.node("rms_norm", [("x", x)], b.buffer("workspace", "n", "float32", [1, 8]), {"eps": 1e-6, "style": "llama"})
+    normed = b.node(
+        "rms_norm", [("x", x)], b.buffer("workspace", "n", "float32", [1, 8]), {"eps": 1e-6, "style": "llama"}
+    )
     weight = b.buffer("input", "w", "float32", [8, 8])
     y = b.node("linear", [("x", normed), ("weight", weight)], b.buffer("workspace", "y", "float32", [1, 8]))
     b.pointwise("add", [normed, y], b.buffer("output", "z", "float32", [1, 8]))
@@ -68,7 +70,9 @@ def test_the_loader_waits_for_what_the_launch_computes() -> None:
     b = Builder()
     decoder(layers=0)
     x = b.buffer("input", "x", "float32", [1, 8])
-    weight = b.pointwise("neg", [b.buffer("input", "w", "float32", [8, 8])], b.buffer("workspace", "nw", "float32", [8, 8]))
+    weight = b.pointwise(
+        "neg", [b.buffer("input", "w", "float32", [8, 8])], b.buffer("workspace", "nw", "float32", [8, 8])
+    )
     b.node("linear", [("x", x), ("weight", weight)], b.buffer("output", "y", "float32", [1, 8]))
     schedule = _C.make_schedule(b.graph, CUDA)
     _C.validate(schedule)
