@@ -91,6 +91,15 @@ def test_an_update_in_place_is_not_fused_over_its_readers() -> None:
     assert len(schedule.phases) == 2
 
 
+def test_tagged_vectors_spare_all_but_one_wait_a_layer() -> None:
+    schedule = _C.make_schedule(decoder(layers=3), _C.Target("cuda", 90, 132, 232448, True, True))
+    _C.validate(schedule)
+    waiting = [p for p, phase in enumerate(schedule.phases) if phase.waits]
+    assert waiting == [2, 7, 12]  # o needs attention's output
+    tagged = {schedule.graph.buffers[b].name.removeprefix("layers.0.") for b, t in enumerate(schedule.tagged) if t}
+    assert {"q", "k", "v", "residual", "act", "output"} <= tagged and "attended" not in tagged
+
+
 def test_json_describes_the_schedule() -> None:
     schedule = _C.make_schedule(decoder(layers=1), CUDA)
     parsed = json.loads(schedule.to_json())
@@ -130,9 +139,9 @@ def random_graphs(draw: st.DrawFn) -> _C.TBGraph:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(random_graphs(), st.booleans())
-def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool) -> None:
-    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, fuse))
+@given(random_graphs(), st.booleans(), st.booleans())
+def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool, tagged: bool) -> None:
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, fuse, tagged))
     _C.validate(schedule)
     run = {n for p in schedule.phases for j in p.jobs for n in [*j.prologue, *j.body, *j.epilogue]}
     assert run == set(range(len(graph.nodes)))
