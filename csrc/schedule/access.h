@@ -1,0 +1,131 @@
+// How the nodes of a schedule touch memory; shared by the scheduler, which decides, and the validator, which checks.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk {
+
+// A task's result: its last operand.
+inline const Operand& output(const Node& node) { return node.operands.back(); }
+
+inline std::vector<const Operand*> outputs(const Node& node) {
+  std::vector<const Operand*> written;
+  for (const Operand& operand : node.operands)
+    if (operand.is_write) written.push_back(&operand);
+  return written;
+}
+
+inline bool same_view(const Tensor& a, const Tensor& b) {
+  return a.buffer == b.buffer && a.dtype == b.dtype && a.offset == b.offset && a.shape == b.shape && a.strides == b.strides;
+}
+
+// Both are the same elements in the same order, though perhaps of another rank.
+inline bool covers(const Tensor& made, const Tensor& read) {
+  return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset && made.numel() == read.numel() &&
+         made.is_contiguous() && read.is_contiguous();
+}
+
+inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * shape[d];
+  return strides;
+}
+
+// Strides address point i of the domain at element i; dimensions of size 1 may have any stride.
+inline bool is_identity(const Program& program, const std::vector<int64_t>& strides) {
+  const std::vector<int64_t> expected = contiguous_strides(program.domain);
+  for (size_t d = 0; d < strides.size(); d++)
+    if (program.domain[d] != 1 && strides[d] != expected[d]) return false;
+  return true;
+}
+
+// Every access of the program to `made` is to the element whose index is the point's.
+inline bool reads_at_same_point(const Node& node, const Operand& made) {
+  if (!node.program || made.tensor.numel() != node.program->num_points() || !made.tensor.is_contiguous()) return false;
+  bool found = false;
+  for (const Instr& instr : node.program->instrs) {
+    if (instr.op != Op::kLoad && instr.op != Op::kStore) continue;
+    const Tensor& accessed = node.operands[instr.operand].tensor;
+    if (accessed.buffer != made.tensor.buffer) continue;
+    if (instr.op == Op::kStore || !instr.args.empty() || accessed.offset != made.tensor.offset || accessed.dtype != made.tensor.dtype ||
+        !is_identity(*node.program, instr.strides))
+      return false;
+    found = true;
+  }
+  return found;
+}
+
+// The same of every result of `maker` that the program touches.
+inline bool reads_at_same_point(const Node& node, const Node& maker) {
+  bool found = false;
+  for (const Operand* made : outputs(maker)) {
+    const int b = made->tensor.buffer;
+    if (std::none_of(node.operands.begin(), node.operands.end(), [&](const Operand& o) { return o.tensor.buffer == b; })) continue;
+    if (!reads_at_same_point(node, *made)) return false;
+    found = true;
+  }
+  return found;
+}
+
+// Each point stores to places of its own, at addresses known at compile time.
+inline bool writes_each_point_once(const Node& node) {
+  for (const Instr& instr : node.program->instrs) {
+    if (instr.op != Op::kStore) continue;
+    if (instr.args.size() > 1) return false;
+    for (size_t d = 0; d < instr.strides.size(); d++)
+      if (node.program->domain[d] != 1 && instr.strides[d] == 0) return false;
+  }
+  return true;
+}
+
+// Whether the loader, which runs ahead of its phase, reads this operand of a stream task. Activations are the consumers'.
+inline bool loader_reads(const Operand& operand) {
+  static constexpr const char* kConsumers[] = {"x", "q", "k_new", "v_new", "slot", "mask", "bias"};
+  return operand.is_read && std::find(std::begin(kConsumers), std::end(kConsumers), operand.name) == std::end(kConsumers);
+}
+
+// Bytes a buffer occupies in the workspace: a tagged element is a word of twice its size.
+inline int64_t stored_bytes(const Schedule& schedule, int buffer) {
+  const int64_t bytes = schedule.graph.buffers()[buffer].bytes;
+  return schedule.tagged[buffer] ? 2 * bytes : bytes;
+}
+
+// The last phase that may still run while `phase` does: up to the next one that waits for everybody.
+inline int last_concurrent(const Schedule& schedule, int phase) {
+  const int num_phases = static_cast<int>(schedule.phases.size());
+  while (phase + 1 < num_phases && schedule.phases[phase + 1].waits.empty()) phase++;
+  return phase;
+}
+
+// The phases in which a workspace buffer holds a value somebody may need, both ends included.
+struct Lifetime {
+  int first = -1, last = -1;
+
+  bool used() const { return first >= 0; }
+  void extend(int phase) {
+    first = used() ? std::min(first, phase) : phase;
+    last = std::max(last, phase);
+  }
+  bool overlaps(const Lifetime& other) const { return first <= other.last && other.first <= last; }
+};
+
+inline std::vector<Lifetime> buffer_lifetimes(const Schedule& schedule) {
+  std::vector<Lifetime> lifetimes(schedule.graph.buffers().size());
+  for (size_t p = 0; p < schedule.phases.size(); p++)
+    for (const Job& job : schedule.phases[p].jobs)
+      for (const auto* list : {&job.prologue, &job.body, &job.epilogue})
+        for (int n : *list)
+          for (const Operand& operand : schedule.graph.nodes()[n].operands) {
+            const int b = operand.tensor.buffer;
+            const bool unstored = std::find(job.unstored.begin(), job.unstored.end(), b) != job.unstored.end();
+            if (schedule.graph.buffers()[b].kind == BufferKind::kWorkspace && !unstored) lifetimes[b].extend(static_cast<int>(p));
+          }
+  for (Lifetime& lifetime : lifetimes)
+    if (lifetime.used()) lifetime.last = last_concurrent(schedule, lifetime.last);
+  return lifetimes;
+}
+
+}  // namespace mpk

@@ -1,0 +1,140 @@
+"""A hand-made TBGraph of a small decoder: what lowering produces for a Qwen3 decode step, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from torch_mpk import _C
+
+SIZES = {"int64": 8, "bfloat16": 2, "float32": 4}
+
+TASKS = {
+    "linear": ("stream", [("x", "RK"), ("weight", "NK"), ("bias?", "N"), ("y=", "RN")], []),
+    "rms_norm": ("row", [("x", "RH"), ("weight?", "H"), ("y=", "RH")], ["eps", "style"]),
+    "rope": ("row", [("x", "BHD"), ("cos", "BD"), ("sin", "BD"), ("y=", "BHD")], []),
+    "attention": (
+        "stream",
+        [("q", "BHD"), ("k_new?", "BGD"), ("v_new?", "BGD"), ("slot?", "1"), ("k_cache!", "BGLD"), ("v_cache!", "BGLD")]
+        + [("mask?", "BHL"), ("limit?", "B"), ("y=", "BHD")],
+        ["scale"],
+    ),
+}  # fmt: skip
+
+
+def register_tasks() -> None:
+    """Register the hand-written tasks, unless the package already did."""
+    for name, (role, operands, attrs) in TASKS.items():
+        if name in _C.task_names():
+            continue
+        specs = [
+            (o.rstrip("?!="), list(dims), o.endswith("?"), not o.endswith("="), o[-1] in "!=") for o, dims in operands
+        ]
+        _C.register_task(name, role, specs, attrs, f"torch_mpk/device/tasks/{name}.cuh")
+
+
+def contiguous(shape: list[int]) -> list[int]:
+    return [prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+@dataclass
+class Builder:
+    graph: _C.TBGraph = field(default_factory=_C.TBGraph)
+    num_inputs: int = 0
+    num_outputs: int = 0
+
+    def buffer(self, kind: str, name: str, dtype: str, shape: list[int]) -> _C.Tensor:
+        index = -1
+        if kind == "input":
+            index, self.num_inputs = self.num_inputs, self.num_inputs + 1
+        if kind == "output":
+            index, self.num_outputs = self.num_outputs, self.num_outputs + 1
+        buffer = self.graph.add_buffer(name, kind, index, prod(shape) * SIZES[dtype])
+        return _C.Tensor(buffer, dtype, shape, contiguous(shape))
+
+    def view(self, t: _C.Tensor, shape: list[int]) -> _C.Tensor:
+        return _C.Tensor(t.buffer, t.dtype, shape, contiguous(shape), t.offset)
+
+    def node(self, task: str, operands: list, out: _C.Tensor, attrs: dict | None = None, label: str = "") -> _C.Tensor:
+        rows = [(name, t, True, name.endswith("cache")) for name, t in operands]
+        self.graph.add_node(task, [*rows, ("y", out, False, True)], attrs or {}, None, label)
+        return out
+
+    def pointwise(self, op: str, inputs: list[_C.Tensor], out: _C.Tensor, label: str = "") -> _C.Tensor:
+        """``out = op(*inputs)`` element by element; operands are contiguous and of one size."""
+        program = _C.Program(out.shape)
+        strides = contiguous(out.shape)
+        loads = [program.emit("load", t.dtype, operand=i, strides=strides) for i, t in enumerate(inputs)]
+        value = program.emit(op, out.dtype, loads)
+        program.emit("store", out.dtype, [value], operand=len(inputs), strides=strides)
+        operands = [(f"in{i}", self.view(t, out.shape), True, False) for i, t in enumerate(inputs)]
+        self.graph.add_node("pointwise", [*operands, ("out0", out, False, True)], {}, program, label)
+        return out
+
+    def increment(self, counters: list[_C.Tensor]) -> None:
+        """Add one to each counter in place: one node for all."""
+        program = _C.Program([])
+        one = program.emit("const", "int64", imm=1)
+        for i in range(len(counters)):
+            value = program.emit("add", "int64", [program.emit("load", "int64", operand=i), one])
+            program.emit("store", "int64", [value], operand=i)
+        operands = [(f"in{i}", self.view(c, []), True, True) for i, c in enumerate(counters)]
+        self.graph.add_node("pointwise", operands, {}, program, "counters")
+
+
+def decoder(
+    *, batch: int = 1, hidden: int = 64, heads: int = 4, groups: int = 2, head_dim: int = 16, ffn: int = 96,
+    length: int = 40, vocab: int = 100, layers: int = 2, dtype: str = "bfloat16",
+) -> _C.TBGraph:  # fmt: skip
+    """A decode step: hidden state in, logits out; KV caches and counters updated in place."""
+    register_tasks()
+    b = Builder()
+    x = b.buffer("input", "x", dtype, [batch, hidden])
+    cos, sin = (b.buffer("input", name, dtype, [batch, head_dim]) for name in ("cos", "sin"))
+    limit = b.buffer("input", "limit", "int64", [batch])
+    counters = []
+    norm_attrs = {"eps": 1e-6, "style": "llama"}
+
+    def weight(name: str, *shape: int) -> _C.Tensor:
+        return b.buffer("input", name, dtype, list(shape))
+
+    def value(name: str, *shape: int) -> _C.Tensor:
+        return b.buffer("workspace", name, dtype, list(shape))
+
+    def norm(name: str, t: _C.Tensor) -> _C.Tensor:
+        operands = [("x", t), ("weight", weight(f"{name}.weight", t.shape[1]))]
+        return b.node("rms_norm", operands, value(name, *t.shape), norm_attrs, name)
+
+    def linear(name: str, t: _C.Tensor, n: int) -> _C.Tensor:
+        operands = [("x", t), ("weight", weight(f"{name}.weight", n, t.shape[1]))]
+        return b.node("linear", operands, value(name, batch, n), {}, name)
+
+    def rope(name: str, t: _C.Tensor, num_heads: int) -> _C.Tensor:
+        operands = [("x", b.view(t, [batch, num_heads, head_dim])), ("cos", cos), ("sin", sin)]
+        return b.node("rope", operands, value(name, batch, num_heads, head_dim), {}, name)
+
+    for i in range(layers):
+        at = f"layers.{i}."
+        counters.append(b.buffer("input", f"{at}counter", "int64", [1]))
+        caches = [b.buffer("input", at + c, dtype, [batch, groups, length, head_dim]) for c in ("k_cache", "v_cache")]
+        normed = norm(f"{at}input_norm", x)
+        q, k, v = (linear(at + n, normed, h * head_dim) for n, h in (("q", heads), ("k", groups), ("v", groups)))
+        q = norm(f"{at}q_norm", b.view(q, [batch * heads, head_dim]))
+        k = norm(f"{at}k_norm", b.view(k, [batch * groups, head_dim]))
+        q, k = rope(f"{at}q_rope", q, heads), rope(f"{at}k_rope", k, groups)
+        operands = [("q", q), ("k_new", k), ("v_new", b.view(v, [batch, groups, head_dim])), ("slot", counters[-1])]
+        operands += [("k_cache", caches[0]), ("v_cache", caches[1]), ("limit", limit)]
+        attended = value(f"{at}attended", batch, heads, head_dim)
+        b.node("attention", operands, attended, {"scale": head_dim**-0.5}, f"{at}attention")
+        o = linear(f"{at}o", b.view(attended, [batch, heads * head_dim]), hidden)
+        x = b.pointwise("add", [x, o], value(f"{at}residual", batch, hidden), f"{at}residual")
+        normed = norm(f"{at}post_norm", x)
+        gate, up = linear(f"{at}gate", normed, ffn), linear(f"{at}up", normed, ffn)
+        act = b.pointwise("mul", [gate, up], value(f"{at}act", batch, ffn), f"{at}act")
+        down = linear(f"{at}down", act, hidden)
+        x = b.pointwise("add", [x, down], value(f"{at}output", batch, hidden), f"{at}output")
+    final = norm("norm", x)
+    logits = b.buffer("output", "logits", dtype, [batch, vocab])
+    b.node("linear", [("x", final), ("weight", weight("head.weight", vocab, hidden))], logits, {}, "head")
+    b.increment(counters)
+    return b.graph

@@ -1,0 +1,147 @@
+"""What the scheduler fuses, and that the validator accepts every schedule it makes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from decoder_graph import Builder, decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_mpk import _C
+
+CUDA = _C.Target("cuda", 90, 132, 232448, True)
+CPU = _C.Target("cpu", 0, 2, 0, False)
+
+
+def label(schedule: _C.Schedule, nodes: list[int]) -> list[str]:
+    return [schedule.graph.nodes[n].label for n in nodes]
+
+
+def test_a_layer_is_five_phases() -> None:
+    schedule = _C.make_schedule(decoder(layers=3), CUDA)
+    _C.validate(schedule)
+    assert len(schedule.phases) == 5 * 3 + 1
+    jobs = [phase.jobs[0] for phase in schedule.phases[:5]]
+    parts = [[label(schedule, p) for p in (j.prologue, j.body, j.epilogue)] for j in jobs]
+    at = "layers.0."
+    assert parts[0] == [[at + "input_norm"], [at + "q", at + "k", at + "v"], []]
+    assert parts[1] == [[at + "q_norm", at + "k_norm", at + "q_rope", at + "k_rope"], [at + "attention"], []]
+    assert parts[2] == [[], [at + "o"], [at + "residual"]]
+    assert parts[3] == [[at + "post_norm"], [at + "gate", at + "up"], [at + "act"]]
+    assert parts[4] == [[], [at + "down"], [at + "output"]]
+    assert [label(schedule, j.body) for j in schedule.phases[-1].jobs] == [["head"], ["counters"]]
+
+
+def test_fused_intermediates_are_not_stored() -> None:
+    schedule = _C.make_schedule(decoder(layers=1), CUDA)
+    names = {schedule.graph.buffers[b].name for p in schedule.phases for j in p.jobs for b in j.unstored}
+    at = "layers.0."
+    stored = {at + n for n in ("q", "k", "v", "attended", "residual", "act", "output")}
+    assert names == {b.name for b in schedule.graph.buffers if b.kind == "workspace"} - stored
+
+
+def test_without_fusion_every_node_is_a_job() -> None:
+    schedule = _C.make_schedule(decoder(), CPU)
+    _C.validate(schedule)
+    jobs = [job for phase in schedule.phases for job in phase.jobs]
+    assert sorted(n for j in jobs for n in j.body) == list(range(len(schedule.graph.nodes)))
+    assert all(len(j.body) == 1 and not j.prologue and not j.epilogue and not j.unstored for j in jobs)
+
+
+def test_a_norm_with_another_reader_is_stored() -> None:
+    b = Builder()
+    decoder(layers=0)  # registers the tasks
+    x = b.buffer("input", "x", "float32", [1, 8])
+    normed = b.node(
+        "rms_norm", [("x", x)], b.buffer("workspace", "n", "float32", [1, 8]), {"eps": 1e-6, "style": "llama"}
+    )
+    weight = b.buffer("input", "w", "float32", [8, 8])
+    y = b.node("linear", [("x", normed), ("weight", weight)], b.buffer("workspace", "y", "float32", [1, 8]))
+    b.pointwise("add", [normed, y], b.buffer("output", "z", "float32", [1, 8]))
+    schedule = _C.make_schedule(b.graph, CUDA)
+    _C.validate(schedule)
+    assert [[j.body for j in p.jobs] for p in schedule.phases] == [[[0]], [[1]]]
+    assert schedule.phases[1].jobs[0].epilogue == [2]
+
+
+def test_the_loader_waits_for_what_the_launch_computes() -> None:
+    b = Builder()
+    decoder(layers=0)
+    x = b.buffer("input", "x", "float32", [1, 8])
+    weight = b.pointwise(
+        "neg", [b.buffer("input", "w", "float32", [8, 8])], b.buffer("workspace", "nw", "float32", [8, 8])
+    )
+    b.node("linear", [("x", x), ("weight", weight)], b.buffer("output", "y", "float32", [1, 8]))
+    schedule = _C.make_schedule(b.graph, CUDA)
+    _C.validate(schedule)
+    assert schedule.phases[1].jobs[0].loader_waits == [0]
+
+
+def test_an_update_in_place_is_not_fused_over_its_readers() -> None:
+    b = Builder()
+    decoder(layers=0)
+    x = b.buffer("input", "x", "float32", [1, 8])
+    weight = b.buffer("input", "w", "float32", [8, 8])
+    y = b.node("linear", [("x", x), ("weight", weight)], b.buffer("workspace", "y", "float32", [1, 8]))
+    b.pointwise("neg", [y], x)  # x.copy_(-y): every worker still reads x for the linear
+    schedule = _C.make_schedule(b.graph, CUDA)
+    _C.validate(schedule)
+    assert len(schedule.phases) == 2
+
+
+def test_tagged_vectors_spare_all_but_one_wait_a_layer() -> None:
+    schedule = _C.make_schedule(decoder(layers=3), _C.Target("cuda", 90, 132, 232448, True, True))
+    _C.validate(schedule)
+    waiting = [p for p, phase in enumerate(schedule.phases) if phase.waits]
+    assert waiting == [2, 7, 12]  # o needs attention's output
+    tagged = {schedule.graph.buffers[b].name.removeprefix("layers.0.") for b, t in enumerate(schedule.tagged) if t}
+    assert {"q", "k", "v", "residual", "act", "output"} <= tagged and "attended" not in tagged
+
+
+def test_json_describes_the_schedule() -> None:
+    schedule = _C.make_schedule(decoder(layers=1), CUDA)
+    parsed = json.loads(schedule.to_json())
+    assert len(parsed["phases"]) == 6
+    assert json.loads(schedule.graph.to_json())["nodes"][0]["task"] == "rms_norm"
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_a_target_has_workers(workers: int) -> None:
+    with pytest.raises(ValueError, match="at least one worker"):
+        _C.make_schedule(decoder(layers=1), _C.Target("cuda", 90, workers, 232448, True))
+
+
+@st.composite
+def random_graphs(draw: st.DrawFn) -> _C.TBGraph:
+    """Linears, norms and pointwise nodes over a growing pool of values, some of them updated in place."""
+    b = Builder()
+    decoder(layers=0)
+    pool = [b.buffer("input", f"x{i}", "float32", [1, 8]) for i in range(2)]
+    for i in range(draw(st.integers(1, 12))):
+        kind = draw(st.sampled_from(["linear", "norm", "unary", "add", "in_place"]))
+        source = draw(st.sampled_from(pool))
+        out = b.buffer(draw(st.sampled_from(["workspace", "workspace", "output"])), f"v{i}", "float32", [1, 8])
+        if kind == "linear":
+            b.node("linear", [("x", source), ("weight", b.buffer("input", f"w{i}", "float32", [8, 8]))], out)
+        elif kind == "norm":
+            b.node("rms_norm", [("x", source)], out, {"eps": 1e-6, "style": "llama"})
+        elif kind == "unary":
+            b.pointwise("neg", [source], out)
+        elif kind == "add":
+            b.pointwise("add", [source, draw(st.sampled_from(pool))], out)
+        else:
+            b.pointwise("neg", [source], draw(st.sampled_from(pool[:2])))
+            continue
+        pool.append(out)
+    return b.graph
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(random_graphs(), st.booleans(), st.booleans())
+def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool, tagged: bool) -> None:
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, fuse, tagged))
+    _C.validate(schedule)
+    run = {n for p in schedule.phases for j in p.jobs for n in [*j.prologue, *j.body, *j.epilogue]}
+    assert run == set(range(len(graph.nodes)))

@@ -1,0 +1,80 @@
+"""What the backend declines before it tries: calls and graphs that are better off, or only right, in eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_mpk.capture import Captured, source_line
+from torch_mpk.errors import MpkError, UnsupportedError
+
+aten = torch.ops.aten
+
+
+class Declined(MpkError):
+    """The graph runs eagerly, as intended: worth a line in the log, not a warning."""
+
+
+def check_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> torch.device:
+    """Checks the state around a call, which Dynamo guards: grad mode, autocast, devices.
+
+    Returns the one device of the inputs. Raises UnsupportedError.
+    """
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError(
+            "grad mode is on and an input requires grad: wrap the call in torch.inference_mode() or torch.no_grad()"
+        )
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if not devices:
+        raise UnsupportedError("the graph has no tensor input")
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"the inputs are on several devices ({', '.join(devices)}): load the model on one, device_map={devices[-1]!r}"
+        )
+    device = tensors[0].device
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"the inputs are on {device}, and torch_mpk runs on cpu and cuda")
+    if torch.is_autocast_enabled(device.type):
+        raise UnsupportedError(f"autocast is enabled for {device.type}: load the model in the dtype it should run in instead")
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            raise UnsupportedError(f"an input is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor")
+    return device
+
+
+def check_graph(captured: Captured) -> None:
+    """Checks what kind of step a graph is.
+
+    Raises UnsupportedError for a cache that grows, and Declined for a prefill, which is compute-bound and stays eager.
+    """
+    nodes = captured.graph_module.graph.nodes
+    sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
+    results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
+    for node in nodes:
+        if node.target is aten.cat.default and node in results:
+            grown = [part for part in node.args[0] if "past_key_values" in sources.get(part, "")]
+            if grown:
+                raise UnsupportedError(
+                    f"{sources[grown[0]]} grows with every call: use a transformers.StaticCache as past_key_values "
+                    "(generate: cache_implementation='static')",
+                    node.name,
+                    source_line(node),
+                )
+    for node in nodes:
+        length = _query_length(node)
+        if length > 1:
+            raise Declined(f"a step over {length} positions (prefill) runs eagerly; steps over one run as a megakernel")
+
+
+def _query_length(node: torch.fx.Node) -> int:
+    """Positions a node of a transformer works on at once; 1 where the node does not tell."""
+    if node.target is aten.scaled_dot_product_attention.default:
+        length = node.args[0].meta["val"].shape[-2]
+    elif node.target is aten.embedding.default and node.args[1].meta["val"].dim() == 2:
+        length = node.args[1].meta["val"].shape[-1]
+    else:
+        return 1
+    return length if isinstance(length, int) else length.node.hint
