@@ -20,6 +20,17 @@ void bind_schedule(py::module_& m) {
       .def_readonly("fuse", &Target::fuse);
 
   py::class_<Job>(m, "Job")
+      .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue, std::vector<int> loader_waits,
+                       std::vector<int> unstored) {
+             Job job;
+             job.prologue = std::move(prologue);
+             job.body = std::move(body);
+             job.epilogue = std::move(epilogue);
+             job.loader_waits = std::move(loader_waits);
+             job.unstored = std::move(unstored);
+             return job;
+           }),
+           py::arg("prologue"), py::arg("body"), py::arg("epilogue"), py::arg("loader_waits"), py::arg("unstored"))
       .def_readonly("prologue", &Job::prologue)
       .def_readonly("body", &Job::body)
       .def_readonly("epilogue", &Job::epilogue)
@@ -28,9 +39,17 @@ void bind_schedule(py::module_& m) {
       .def_readonly("unstored", &Job::unstored)
       .def_property_readonly("assignment", [](const Job& j) { return j.assignment == Assignment::kClaimed ? "claimed" : "static"; });
 
-  py::class_<Phase>(m, "Phase").def_readonly("jobs", &Phase::jobs).def_readonly("waits", &Phase::waits);
+  py::class_<Phase>(m, "Phase")
+      .def(py::init([](std::vector<Job> jobs, std::vector<int> waits) { return Phase{std::move(jobs), std::move(waits)}; }), py::arg("jobs"),
+           py::arg("waits"))
+      .def_readonly("jobs", &Phase::jobs).def_readonly("waits", &Phase::waits);
 
-  py::class_<Schedule>(m, "Schedule")
+  py::class_<Schedule>(m, "Schedule", "Made by make_schedule; the constructor is for schedules made by hand, which `validate` must see.")
+      .def(py::init([](const TBGraph& graph, const Target& target, std::vector<Phase> phases, std::vector<int64_t> workspace_offsets,
+                       int64_t workspace_bytes) {
+             return Schedule{graph, target, std::move(phases), std::move(workspace_offsets), workspace_bytes};
+           }),
+           py::arg("graph"), py::arg("target"), py::arg("phases"), py::arg("workspace_offsets"), py::arg("workspace_bytes"))
       .def_readonly("graph", &Schedule::graph)
       .def_readonly("target", &Schedule::target)
       .def_readonly("phases", &Schedule::phases)
