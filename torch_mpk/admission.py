@@ -45,14 +45,10 @@ def check_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> torch
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"the inputs are on {device}, and torch_mpk runs on cpu and cuda")
     if torch.is_autocast_enabled(device.type):
-        raise UnsupportedError(
-            f"autocast is enabled for {device.type}: load the model in the dtype it should run in instead"
-        )
+        raise UnsupportedError(f"autocast is enabled for {device.type}: load the model in the dtype it should run in instead")
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            raise UnsupportedError(
-                f"an input is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor"
-            )
+            raise UnsupportedError(f"an input is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor")
     return device
 
 

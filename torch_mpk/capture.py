@@ -135,9 +135,7 @@ class _Fakes:
                 return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             return self.size(value if isinstance(example, int) else example, specialize)
-        raise UnsupportedError(
-            f"input {node.name} ({_source(node)}) is a {type(value).__name__}, not a tensor or integer"
-        )
+        raise UnsupportedError(f"input {node.name} ({_source(node)}) is a {type(value).__name__}, not a tensor or integer")
 
     def size(self, dim: int | torch.SymInt, specialize: bool) -> int | torch.SymInt:
         if isinstance(dim, int):
@@ -245,9 +243,7 @@ def _source(node: torch.fx.Node) -> str:
 
 def source_line(node: torch.fx.Node) -> str | None:
     """The innermost line of the user's model that ``node`` comes from, as ``file.py:line in function``."""
-    frames = [
-        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
-    ]
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
     if not frames:
         return None
     file, line, function = (part.strip() for part in frames[-1].split(",", 2))

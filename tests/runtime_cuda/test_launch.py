@@ -222,9 +222,7 @@ def test_threads_share_an_executable(fake, make_executable):
         ({"fail_call": b"cuModuleLoadDataEx", "fail_result": 222}, "serves CUDA 13.0: update it"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(
-    fake, make_executable, tmp_path, monkeypatch, fake_library, change, message
-):
+def test_what_cannot_run_is_refused_with_the_reason(fake, make_executable, tmp_path, monkeypatch, fake_library, change, message):
     if "version" in change:  # a driver is asked for its version once
         copy = tmp_path / "libold.so"
         copy.write_bytes(fake_library.read_bytes())
@@ -252,13 +250,7 @@ def test_no_driver_says_what_to_do(monkeypatch, make_program):
 
 def test_device_info(fake):
     info = _C.device_info(0)
-    assert (info.name, info.arch, info.num_sms, info.smem_optin_bytes, info.driver_version) == (
-        "Fake GPU",
-        90,
-        132,
-        232448,
-        13000,
-    )
+    assert (info.name, info.arch, info.num_sms, info.smem_optin_bytes, info.driver_version) == ("Fake GPU", 90, 132, 232448, 13000)
     assert _C.num_devices() == 1
 
 

@@ -118,9 +118,7 @@ class Cache:
         # Who can write here can run code in our process.
         for path in (self.root, self._kernels):
             if stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
-                raise CacheError(
-                    f"{path} is writable for everyone: run chmod o-w {path}, or set TORCH_MPK_CACHE_DIR elsewhere"
-                )
+                raise CacheError(f"{path} is writable for everyone: run chmod o-w {path}, or set TORCH_MPK_CACHE_DIR elsewhere")
 
     def _remove(self, path: Path) -> None:
         # Out of sight in one step, so that nobody reads half an entry.

@@ -54,8 +54,6 @@ def find_compiler(name: str = "auto") -> Compiler:
         except CompilerNotFound as error:
             reasons.append(str(error))
     raise CompilerNotFound(
-        "no CUDA compiler found ("
-        + "; ".join(reasons)
-        + "). Install the CUDA toolkit 12.8 or newer and set CUDA_HOME, "
+        "no CUDA compiler found (" + "; ".join(reasons) + "). Install the CUDA toolkit 12.8 or newer and set CUDA_HOME, "
         "or pip install nvidia-cuda-nvrtc nvidia-cuda-runtime in the versions of your torch"
     )

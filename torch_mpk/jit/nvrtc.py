@@ -51,9 +51,7 @@ class Nvrtc(Compiler):
                     "(pip install nvidia-cuda-runtime brings them)"
                 )
             return Nvrtc(library, version, headers)
-        raise CompilerNotFound(
-            "nvrtc: " + ("; ".join(rejected) or "libnvrtc.so not found in the nvidia wheels or the system")
-        )
+        raise CompilerNotFound("nvrtc: " + ("; ".join(rejected) or "libnvrtc.so not found in the nvidia wheels or the system"))
 
     def flags(self, arch: str, ptx: bool) -> list[str]:
         target = arch.replace("sm_", "compute_") if ptx else arch
