@@ -46,7 +46,11 @@ def written_args(node: fx.Node) -> list[fx.Node]:
         given = dict(zip((a.name for a in arguments), node.args)) | dict(node.kwargs)
         written: list[fx.Node] = []
         for argument in arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write and given.get(argument.name) is not None:
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and given.get(argument.name) is not None
+            ):
                 fx.node.map_arg(given[argument.name], written.append)
         return written
     if isinstance(node.target, torch._ops.HigherOrderOperator):

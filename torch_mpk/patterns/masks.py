@@ -14,7 +14,17 @@ import torch
 from torch import fx
 
 from torch_mpk.aliasing import value
-from torch_mpk.patterns.rewriter import Rewriter, argument, aten, dtype, is_call, is_tensor, numel, reshape_source, shape
+from torch_mpk.patterns.rewriter import (
+    Rewriter,
+    argument,
+    aten,
+    dtype,
+    is_call,
+    is_tensor,
+    numel,
+    reshape_source,
+    shape,
+)
 
 _ANDS = (aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default)
 _TRUES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
