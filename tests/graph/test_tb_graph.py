@@ -75,7 +75,9 @@ def test_dependencies_follow_program_order_and_bytes() -> None:
     halves = [_C.Tensor(x.buffer, "float32", [4], [1], 4 * i) for i in range(2)]
     first = g.add_node("pointwise", [("in0", x, True, False), ("out0", y, False, True)], {}, copy_program(8))
     low = g.add_node("pointwise", [("in0", y, True, False), ("out0", halves[0], False, True)], {}, copy_program(4))
-    high = g.add_node("pointwise", [("in0", halves[0], True, False), ("out0", halves[1], False, True)], {}, copy_program(4))
+    high = g.add_node(
+        "pointwise", [("in0", halves[0], True, False), ("out0", halves[1], False, True)], {}, copy_program(4)
+    )
     edges = {(d.source, d.target, d.hazard) for d in g.dependencies()}
     assert edges == {(first, low, "RAW"), (first, low, "WAR"), (low, high, "RAW"), (first, high, "WAR")}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from decoder_graph import decoder
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torch_mpk import _C
@@ -21,16 +21,18 @@ class Parts:
     phases: list[tuple[list[dict], list[int]]]
     offsets: list[int]
     workspace_bytes: int
+    tagged: list[bool]
 
     @classmethod
     def of(cls, s: _C.Schedule) -> Parts:
         fields = ("prologue", "body", "epilogue", "loader_waits", "unstored")
         phases = [([{f: list(getattr(j, f)) for f in fields} for j in p.jobs], list(p.waits)) for p in s.phases]
-        return cls(s, phases, list(s.workspace_offsets), s.workspace_bytes)
+        return cls(s, phases, list(s.workspace_offsets), s.workspace_bytes, list(s.tagged))
 
     def build(self) -> _C.Schedule:
         phases = [_C.Phase([_C.Job(**job) for job in jobs], waits) for jobs, waits in self.phases]
-        return _C.Schedule(self.schedule.graph, self.schedule.target, phases, self.offsets, self.workspace_bytes)
+        s = self.schedule
+        return _C.Schedule(s.graph, s.target, phases, self.offsets, self.workspace_bytes, self.tagged)
 
     def jobs(self, part: str) -> list[dict]:
         return [job for jobs, _ in self.phases for job in jobs if job[part]]
@@ -54,7 +56,8 @@ def run_twice(parts: Parts, draw: st.DrawFn) -> None:
 
 
 def drop_wait(parts: Parts, draw: st.DrawFn) -> None:
-    parts.phases[pick(draw, list(range(1, len(parts.phases))))][1].clear()
+    waiting = [waits for _, waits in parts.phases if waits]
+    pick(draw, waiting).clear()
 
 
 def wait_forward(parts: Parts, draw: st.DrawFn) -> None:
@@ -117,14 +120,20 @@ def outside_workspace(parts: Parts, draw: st.DrawFn) -> None:
     parts.offsets[b] = pick(draw, [-256, parts.workspace_bytes])
 
 
+def untag(parts: Parts, draw: st.DrawFn) -> None:
+    tagged = [b for b, t in enumerate(parts.tagged) if t and parts.offsets[b] >= 0]
+    assume(tagged)
+    parts.tagged[pick(draw, tagged)] = False
+
+
 MUTATIONS = [
-    drop_node, run_twice, drop_wait, wait_forward, swap_phases, merge_phases, unstore_what_others_read, drop_prologue,
+    untag, drop_node, run_twice, drop_wait, wait_forward, swap_phases, merge_phases, unstore_what_others_read, drop_prologue,
     body_in_epilogue, epilogue_before_body, overlap_workspace, outside_workspace,
 ]  # fmt: skip
 
 SCHEDULES = [
-    _C.make_schedule(decoder(layers=layers, batch=batch), _C.Target("cuda", 90, 132, 232448, True))
-    for layers, batch in ((1, 1), (2, 3), (4, 1))
+    _C.make_schedule(decoder(layers=layers, batch=batch), _C.Target("cuda", 90, 132, 232448, True, tagged))
+    for layers, batch, tagged in ((1, 1, False), (2, 3, False), (4, 1, False), (3, 1, True))
 ]
 
 
