@@ -246,6 +246,10 @@ def product(lx: Lowerer, a: Value, b: Value, dtype: torch.dtype) -> Value:
     def at_right(idx: Index) -> Index:
         return [*broadcast(idx[:lead], b.shape[:-2]), idx[-1], idx[lead + 1]]
 
+    if depth > 1:
+        for source in (lx.read(a), lx.read(b)):
+            if source.cost > 4:
+                lx.realise(source)  # each element is used many times
     left, right = lx.mapped(a, shape, at_left), lx.mapped(b, shape, at_right)
     elements = lx.pointwise(compute, shape, lambda x, y: E.apply("mul", compute, x, y), [left, right])
     if depth == 1:
