@@ -87,7 +87,20 @@ inline bool loader_reads(const Operand& operand) {
   return operand.is_read && std::find(std::begin(kConsumers), std::end(kConsumers), operand.name) == std::end(kConsumers);
 }
 
-// The phases in which a workspace buffer holds a value somebody needs, both ends included.
+// Bytes a buffer occupies in the workspace: a tagged element is a word of twice its size.
+inline int64_t stored_bytes(const Schedule& schedule, int buffer) {
+  const int64_t bytes = schedule.graph.buffers()[buffer].bytes;
+  return schedule.tagged[buffer] ? 2 * bytes : bytes;
+}
+
+// The last phase that may still run while `phase` does: up to the next one that waits for everybody.
+inline int last_concurrent(const Schedule& schedule, int phase) {
+  const int num_phases = static_cast<int>(schedule.phases.size());
+  while (phase + 1 < num_phases && schedule.phases[phase + 1].waits.empty()) phase++;
+  return phase;
+}
+
+// The phases in which a workspace buffer holds a value somebody may need, both ends included.
 struct Lifetime {
   int first = -1, last = -1;
 
@@ -110,6 +123,8 @@ inline std::vector<Lifetime> buffer_lifetimes(const Schedule& schedule) {
             const bool unstored = std::find(job.unstored.begin(), job.unstored.end(), b) != job.unstored.end();
             if (schedule.graph.buffers()[b].kind == BufferKind::kWorkspace && !unstored) lifetimes[b].extend(static_cast<int>(p));
           }
+  for (Lifetime& lifetime : lifetimes)
+    if (lifetime.used()) lifetime.last = last_concurrent(schedule, lifetime.last);
   return lifetimes;
 }
 

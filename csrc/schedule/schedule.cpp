@@ -17,6 +17,10 @@ constexpr int64_t kMaxStagedFraction = 2;
 // Fewer tiles per worker than this are balanced well enough without an atomic per claim.
 constexpr int64_t kMinClaimedTiles = 12;
 constexpr int64_t kRingSlotBytes = 8192;
+// Words cost twice the bytes at every reader; beyond this the event is cheaper.
+constexpr int64_t kMaxTaggedElements = 16384;
+
+int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 class Scheduler {
  public:
@@ -41,8 +45,9 @@ class Scheduler {
       if (job_of_[n] < 0 && !is_prologue_[n]) new_job({n});
     if (target_.fuse) attach_prologues();
     assign_levels();
-    Schedule schedule{graph_, target_, {}, {}, 0};
+    Schedule schedule{graph_, target_, {}, {}, 0, std::vector<bool>(graph_.buffers().size(), false)};
     build_phases(schedule);
+    if (target_.tagged) choose_handover(schedule);
     place_workspace(schedule);
     return schedule;
   }
@@ -352,6 +357,60 @@ class Scheduler {
     std::sort(job.loader_waits.begin(), job.loader_waits.end());
   }
 
+  // A vector that linears make and stream tasks stage travels as tagged words. What a phase reads otherwise, it reads
+  // behind a completed event; one such phase a layer also bounds how far workers drift apart.
+  void choose_handover(Schedule& schedule) const {
+    for (int n = 0; n < num_nodes_; n++)
+      for (const Operand* made : outputs(node(n))) schedule.tagged[made->tensor.buffer] = travels_tagged(n, *made);
+    struct Place {
+      int phase;
+      const Job* job;
+    };
+    std::vector<std::vector<Place>> places(num_nodes_);
+    for (size_t p = 0; p < schedule.phases.size(); p++)
+      for (const Job& job : schedule.phases[p].jobs)
+        for (int n : members(job)) places[n].push_back({static_cast<int>(p), &job});
+    std::vector<int> newest(schedule.phases.size(), -1);  // the newest phase whose plain results a phase needs
+    for (const Dependency& edge : edges_) {
+      if (edge.hazard == Hazard::kReadAfterWrite && (schedule.tagged[edge.buffer] || is_prologue_[edge.from])) continue;
+      for (const Place& to : places[edge.to])
+        for (const Place& from : places[edge.from])
+          if (from.job != to.job) newest[to.phase] = std::max(newest[to.phase], from.phase);
+    }
+    int complete = -1;  // all phases up to here are over for every worker
+    for (int p = 1; p < static_cast<int>(schedule.phases.size()); p++) {
+      if (newest[p] > complete) {
+        complete = p - 1;
+      } else {
+        schedule.phases[p].waits.clear();
+      }
+    }
+  }
+
+  bool travels_tagged(int n, const Operand& made) const {
+    const Tensor& t = made.tensor;
+    const bool from_linear = is(n, "linear") || (job_of_[n] >= 0 && is(jobs_[job_of_[n]].body.front(), "linear"));
+    if (!from_linear || graph_.buffers()[t.buffer].kind != BufferKind::kWorkspace || !is_float(t.dtype) || size_bytes(t.dtype) > 4 ||
+        t.numel() > kMaxTaggedElements || !t.is_contiguous() || t.numel() * size_bytes(t.dtype) != graph_.buffers()[t.buffer].bytes)
+      return false;
+    for (const Dependency* edge : out_[n]) {
+      if (edge->buffer != t.buffer) continue;
+      if (edge->hazard != Hazard::kReadAfterWrite) return false;
+      const Node& reader = node(edge->to);
+      if (reader.def->role == Role::kRow) {
+        if (!is_prologue_[reader.id] || reader.operands.front().tensor.buffer != t.buffer) return false;
+        for (size_t i = 1; i < reader.operands.size(); i++)
+          if (reader.operands[i].tensor.buffer == t.buffer) return false;
+      } else if (reader.def->role == Role::kStream) {
+        for (const Operand& operand : reader.operands)
+          if (operand.tensor.buffer == t.buffer && loader_reads(operand)) return false;
+      } else if (jobs_[job_of_[reader.id]].epilogue.empty() || !reads_at_same_point(reader, made)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   // First fit in order of first use; a byte is reused only after the phase of its last use.
   void place_workspace(Schedule& schedule) const {
     const std::vector<Lifetime> lifetimes = buffer_lifetimes(schedule);
@@ -362,12 +421,12 @@ class Scheduler {
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return lifetimes[a].first < lifetimes[b].first; });
     std::vector<int> placed;
     for (int b : order) {
-      const int64_t bytes = (graph_.buffers()[b].bytes + kAlignment - 1) / kAlignment * kAlignment;
+      const int64_t bytes = align(stored_bytes(schedule, b));
       std::vector<std::pair<int64_t, int64_t>> taken;
       for (int other : placed)
-        if (lifetimes[other].overlaps(lifetimes[b])) {
+        if (lifetimes[other].overlaps(lifetimes[b]) || schedule.tagged[other] != schedule.tagged[b]) {
           const int64_t begin = schedule.workspace_offsets[other];
-          taken.emplace_back(begin, begin + (graph_.buffers()[other].bytes + kAlignment - 1) / kAlignment * kAlignment);
+          taken.emplace_back(begin, begin + align(stored_bytes(schedule, other)));
         }
       std::sort(taken.begin(), taken.end());
       int64_t offset = 0;
@@ -415,7 +474,8 @@ std::string Schedule::to_json() const {
   return "{\"target\": {\"device\": " + json::quote(target.device) + ", \"arch\": " + std::to_string(target.arch) + ", \"workers\": " +
          std::to_string(target.num_workers) + ", \"smem_bytes\": " + std::to_string(target.smem_bytes) + ", \"fuse\": " +
          (target.fuse ? "true" : "false") + "},\n\"workspace_bytes\": " + std::to_string(workspace_bytes) + ",\n\"workspace_offsets\": " +
-         json::numbers(workspace_offsets) + ",\n\"phases\": " +
+         json::numbers(workspace_offsets) + ",\n\"tagged\": " + json::array(tagged, [](bool t) { return t ? "true" : "false"; }) +
+         ",\n\"phases\": " +
          json::array(phases, [&](const Phase& p) {
            return "{\"waits\": " + json::numbers(p.waits) + ", \"jobs\": " + json::array(p.jobs, job, ",\n    ") + "}";
          }, ",\n  ") + "}\n";

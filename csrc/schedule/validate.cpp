@@ -23,6 +23,7 @@ class Validator {
   explicit Validator(const Schedule& schedule) : s_(schedule), num_phases_(static_cast<int>(schedule.phases.size())) {}
 
   void run() {
+    if (s_.tagged.size() != s_.graph.buffers().size()) fail("it does not say of every buffer whether it is tagged");
     check_waits();
     place_nodes();
     for (const Dependency& edge : s_.graph.dependencies()) check_dependency(edge);
@@ -46,9 +47,11 @@ class Validator {
       for (int w : s_.phases[p].waits) {
         if (w < 0 || w >= p) fail("phase " + std::to_string(p) + " waits for phase " + std::to_string(w) + ", which does not precede it");
         happens_before_[w][p] = true;
-        for (int q = 0; q < w; q++)
-          if (happens_before_[q][w]) happens_before_[q][p] = true;
+        // Every worker runs the phases in order, so a complete event also orders what came before its phase.
+        for (int q = 0; q < w; q++) happens_before_[q][p] = true;
       }
+    for (int p = 1; p < num_phases_; p++)  // and what a worker has waited for once, it need not wait for again
+      for (int q = 0; q < p; q++) happens_before_[q][p] = happens_before_[q][p] || happens_before_[q][p - 1];
   }
 
   void place_nodes() {
@@ -91,7 +94,8 @@ class Validator {
       if (edge.hazard == Hazard::kReadAfterWrite) {
         bool satisfied = false;
         for (const Place& from : places_[edge.from])
-          satisfied |= from.same_job(to) ? passes_inside(edge, from, to) : happens_before(from, to) && !unstored(from, edge.buffer);
+          satisfied |= from.same_job(to) ? passes_inside(edge, from, to)
+                                         : !unstored(from, edge.buffer) && (happens_before(from, to) || announced(edge, from, to));
         if (!satisfied) fail(what + "no write happens before the read");
       } else {
         // Every earlier access, wherever it is repeated, must be over before the write.
@@ -99,6 +103,11 @@ class Validator {
           if (!happens_before(from, to)) fail(what + "the later write may overtake the earlier access");
       }
     }
+  }
+
+  // Readers of a tagged buffer poll its words, in a later phase: then the writer cannot depend on them.
+  bool announced(const Dependency& edge, const Place& from, const Place& to) const {
+    return s_.tagged[edge.buffer] && from.phase < to.phase;
   }
 
   // Inside a job values pass from prologue to body through shared memory, and from body to epilogue point by point.
@@ -117,12 +126,13 @@ class Validator {
     if (s_.workspace_offsets.size() != lifetimes.size()) fail("it places " + std::to_string(s_.workspace_offsets.size()) + " of " + std::to_string(lifetimes.size()) + " buffers");
     for (size_t a = 0; a < lifetimes.size(); a++) {
       if (!lifetimes[a].used()) continue;
-      const int64_t begin = s_.workspace_offsets[a], end = begin + s_.graph.buffers()[a].bytes;
+      const int64_t begin = s_.workspace_offsets[a], end = begin + stored_bytes(s_, static_cast<int>(a));
       if (begin < 0 || end > s_.workspace_bytes) fail(name_buffer(a) + " lies outside the workspace");
       for (size_t b = 0; b < a; b++) {
         if (!lifetimes[b].used()) continue;
         const int64_t other = s_.workspace_offsets[b];
-        if (begin >= other + s_.graph.buffers()[b].bytes || other >= end) continue;
+        if (begin >= other + stored_bytes(s_, static_cast<int>(b)) || other >= end) continue;
+        if (s_.tagged[a] != s_.tagged[b]) fail(name_buffer(a) + " and " + name_buffer(b) + " share workspace, but only one is tagged");
         // Sharing bytes is sound when all use of one happens before all use of the other.
         const auto [first, second] = lifetimes[a].last < lifetimes[b].first ? std::pair(lifetimes[a], lifetimes[b]) : std::pair(lifetimes[b], lifetimes[a]);
         if (first.last >= second.first || !happens_before_[first.last][second.first])

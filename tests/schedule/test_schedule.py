@@ -54,7 +54,9 @@ def test_a_norm_with_another_reader_is_stored() -> None:
     b = Builder()
     decoder(layers=0)  # registers the tasks
     x = b.buffer("input", "x", "float32", [1, 8])
-    normed = b.node("rms_norm", [("x", x)], b.buffer("workspace", "n", "float32", [1, 8]), {"eps": 1e-6, "style": "llama"})
+    normed = b.node(
+        "rms_norm", [("x", x)], b.buffer("workspace", "n", "float32", [1, 8]), {"eps": 1e-6, "style": "llama"}
+    )
     weight = b.buffer("input", "w", "float32", [8, 8])
     y = b.node("linear", [("x", normed), ("weight", weight)], b.buffer("workspace", "y", "float32", [1, 8]))
     b.pointwise("add", [normed, y], b.buffer("output", "z", "float32", [1, 8]))
@@ -68,7 +70,9 @@ def test_the_loader_waits_for_what_the_launch_computes() -> None:
     b = Builder()
     decoder(layers=0)
     x = b.buffer("input", "x", "float32", [1, 8])
-    weight = b.pointwise("neg", [b.buffer("input", "w", "float32", [8, 8])], b.buffer("workspace", "nw", "float32", [8, 8]))
+    weight = b.pointwise(
+        "neg", [b.buffer("input", "w", "float32", [8, 8])], b.buffer("workspace", "nw", "float32", [8, 8])
+    )
     b.node("linear", [("x", x), ("weight", weight)], b.buffer("output", "y", "float32", [1, 8]))
     schedule = _C.make_schedule(b.graph, CUDA)
     _C.validate(schedule)
@@ -85,6 +89,15 @@ def test_an_update_in_place_is_not_fused_over_its_readers() -> None:
     schedule = _C.make_schedule(b.graph, CUDA)
     _C.validate(schedule)
     assert len(schedule.phases) == 2
+
+
+def test_tagged_vectors_spare_all_but_one_wait_a_layer() -> None:
+    schedule = _C.make_schedule(decoder(layers=3), _C.Target("cuda", 90, 132, 232448, True, True))
+    _C.validate(schedule)
+    waiting = [p for p, phase in enumerate(schedule.phases) if phase.waits]
+    assert waiting == [2, 7, 12]  # o needs attention's output
+    tagged = {schedule.graph.buffers[b].name.removeprefix("layers.0.") for b, t in enumerate(schedule.tagged) if t}
+    assert {"q", "k", "v", "residual", "act", "output"} <= tagged and "attended" not in tagged
 
 
 def test_json_describes_the_schedule() -> None:
@@ -126,9 +139,9 @@ def random_graphs(draw: st.DrawFn) -> _C.TBGraph:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(random_graphs(), st.booleans())
-def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool) -> None:
-    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, fuse))
+@given(random_graphs(), st.booleans(), st.booleans())
+def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool, tagged: bool) -> None:
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, fuse, tagged))
     _C.validate(schedule)
     run = {n for p in schedule.phases for j in p.jobs for n in [*j.prologue, *j.body, *j.epilogue]}
     assert run == set(range(len(graph.nodes)))

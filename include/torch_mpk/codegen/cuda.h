@@ -13,7 +13,8 @@ struct CudaProgram {
   std::string source;          // includes only torch_mpk/device/*.cuh and cuda_{bf16,fp16}.h
   std::string kernel_name;
   std::vector<uint8_t> table;  // read-only, copied to the device once
-  int num_threads = 0;
+  int num_workers = 0;         // CTAs of the launch, all resident at once
+  int num_threads = 0;         // of each
   int64_t smem_bytes = 0;      // dynamic shared memory
   int64_t workspace_bytes = 0;
   int64_t control_bytes = 0;   // Control and everything behind it

@@ -1,0 +1,300 @@
+#include "torch_mpk/runtime/cuda_executable.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "stall_report.h"
+
+namespace mpk {
+namespace {
+
+constexpr size_t kMaxStreams = 16;  // lanes kept for direct launches; beyond, the least recently used one moves
+constexpr int64_t kAlignment = 256;
+
+int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Makes a context current for a scope; free when it is already, as it is under PyTorch.
+class ContextGuard {
+ public:
+  ContextGuard(const cu::Driver& driver, cu::Context context) : driver_(driver) {
+    cu::Context current = nullptr;
+    driver_.ctx_get_current(&current);
+    if (current == context) return;
+    driver_.check(driver_.ctx_push_current(context), "cuCtxPushCurrent");
+    pushed_ = true;
+  }
+  ~ContextGuard() {
+    cu::Context popped;
+    if (pushed_) driver_.ctx_pop_current(&popped);
+  }
+
+ private:
+  const cu::Driver& driver_;
+  bool pushed_ = false;
+};
+
+// Lets this thread allocate and synchronise while some stream of the process is being captured.
+class RelaxedCaptureGuard {
+ public:
+  explicit RelaxedCaptureGuard(const cu::Driver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
+  ~RelaxedCaptureGuard() { driver_.exchange_capture_mode(&mode_); }
+
+ private:
+  const cu::Driver& driver_;
+  int mode_ = cu::kCaptureModeRelaxed;
+};
+
+}  // namespace
+
+CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& image, int device, uint64_t watchdog_ns)
+    : driver_(cu::driver()),
+      device_(cu::device_info(device)),
+      kernel_name_(program.kernel_name),
+      phase_names_(program.phase_names),
+      input_alignment_(program.input_alignment),
+      num_inputs_(program.num_inputs),
+      num_outputs_(program.num_outputs),
+      num_scalars_(program.num_scalars),
+      num_workers_(program.num_workers),
+      num_threads_(program.num_threads),
+      smem_bytes_(program.smem_bytes),
+      workspace_bytes_(program.workspace_bytes),
+      control_bytes_(program.control_bytes),
+      stalls_offset_(program.stalls_offset),
+      watchdog_ns_(watchdog_ns) {
+  const size_t num_pointers = num_inputs_ + num_outputs_;
+  if (num_pointers > std::size(LaunchBlock{}.pointers) || num_scalars_ > kMaxScalars)
+    throw std::invalid_argument("a launch takes at most " + std::to_string(std::size(LaunchBlock{}.pointers)) + " tensors and " +
+                                std::to_string(kMaxScalars) + " sizes, this graph has " + std::to_string(num_pointers) + " and " +
+                                std::to_string(num_scalars_) + ": split the model into several compiled parts");
+  if (input_alignment_.size() != static_cast<size_t>(num_inputs_))
+    throw std::invalid_argument("CudaProgram: input_alignment has " + std::to_string(input_alignment_.size()) + " entries for " +
+                                std::to_string(num_inputs_) + " inputs");
+  for (int alignment : input_alignment_)
+    if (alignment < 1 || (alignment & (alignment - 1)))
+      throw std::invalid_argument("CudaProgram: an input alignment of " + std::to_string(alignment) + " bytes is not a power of two");
+  if (stalls_offset_ + num_workers_ * static_cast<int64_t>(sizeof(StallRecord)) > control_bytes_)
+    throw std::invalid_argument("CudaProgram: the control block has no room for one StallRecord a worker");
+  cu::Device handle;
+  driver_.check(driver_.device_get(&handle, device), "cuDeviceGet");
+  driver_.check(driver_.primary_ctx_retain(&context_, handle), "cuDevicePrimaryCtxRetain");
+  try {
+    const ContextGuard current(driver_, context_);
+    const RelaxedCaptureGuard relaxed(driver_);
+    load(image);
+    check_residency();
+    driver_.check(driver_.stream_create(&service_stream_, cu::kStreamNonBlocking), "cuStreamCreate");
+    void* flag = nullptr;
+    driver_.check(driver_.mem_host_alloc(&flag, sizeof(uint32_t), cu::kHostAllocPortable | cu::kHostAllocDeviceMap), "cuMemHostAlloc");
+    host_abort_ = static_cast<uint32_t*>(flag);
+    *host_abort_ = 0;
+    driver_.check(driver_.mem_host_get_device_pointer(&host_abort_on_device_, flag, 0), "cuMemHostGetDevicePointer");
+    if (!program.table.empty()) {
+      driver_.check(driver_.mem_alloc(&table_, program.table.size()), "allocating the kernel's table");
+      driver_.check(driver_.memcpy_htod_async(table_, program.table.data(), program.table.size(), service_stream_), "cuMemcpyHtoDAsync");
+      driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
+    }
+    spare_ = allocate();
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+CudaExecutable::~CudaExecutable() { release(); }
+
+void CudaExecutable::load(const std::string& image) {
+  char log[4096] = {};
+  int options[] = {cu::kJitErrorLogBuffer, cu::kJitErrorLogBufferSizeBytes};
+  void* values[] = {log, reinterpret_cast<void*>(sizeof(log) - 1)};
+  const cu::Result loaded = driver_.module_load_data_ex(&module_, image.c_str(), 2, options, values);
+  const std::string where = " on " + device_.name + " (compute capability " + std::to_string(device_.arch / 10) + "." +
+                            std::to_string(device_.arch % 10) + ")";
+  driver_.check(loaded, "loading kernel " + kernel_name_ + where + (log[0] ? " [" + std::string(log) + "]" : ""));
+  driver_.check(driver_.module_get_function(&function_, module_, kernel_name_.c_str()), "finding kernel " + kernel_name_);
+  // Lazy loading would otherwise load it at the first launch, which may be inside a graph capture.
+  if (driver_.func_load) driver_.check(driver_.func_load(function_), "loading kernel " + kernel_name_ + where);
+  if (driver_.func_get_param_info) {
+    size_t offset = 0, size = 0;
+    driver_.check(driver_.func_get_param_info(function_, 0, &offset, &size), "cuFuncGetParamInfo");
+    if (size != param_bytes())
+      throw std::invalid_argument("kernel " + kernel_name_ + " takes " + std::to_string(size) + " bytes of parameters, a launch has " +
+                                  std::to_string(param_bytes()));
+  }
+}
+
+void CudaExecutable::check_residency() {
+  const auto attribute = [&](int id) {
+    int value = 0;
+    driver_.check(driver_.func_get_attribute(&value, id, function_), "cuFuncGetAttribute");
+    return value;
+  };
+  const int64_t static_bytes = attribute(cu::kFuncAttributeSharedSizeBytes);
+  if (smem_bytes_ + static_bytes > device_.smem_optin_bytes)
+    throw std::runtime_error("kernel " + kernel_name_ + " needs " + std::to_string(smem_bytes_) + " + " + std::to_string(static_bytes) +
+                             " bytes of shared memory, " + device_.name + " has " + std::to_string(device_.smem_optin_bytes) +
+                             ": compile the model for this device");
+  driver_.check(driver_.func_set_attribute(function_, cu::kFuncAttributeMaxDynamicSharedSizeBytes, smem_bytes_), "cuFuncSetAttribute");
+  // Workers wait for each other, so every one must be resident: one on each multiprocessor.
+  int per_sm = 0;
+  driver_.check(driver_.occupancy(&per_sm, function_, num_threads_, smem_bytes_), "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  if (per_sm < 1)
+    throw std::runtime_error("kernel " + kernel_name_ + " does not fit on a multiprocessor of " + device_.name + ": " +
+                             std::to_string(num_threads_) + " threads of " + std::to_string(attribute(cu::kFuncAttributeNumRegs)) +
+                             " registers, " + std::to_string(smem_bytes_ + static_bytes) + " bytes of shared memory");
+  if (num_workers_ < 1 || num_workers_ > device_.num_sms)
+    throw std::runtime_error("kernel " + kernel_name_ + " has " + std::to_string(num_workers_) + " workers, one for each multiprocessor, but " +
+                             device_.name + " has " + std::to_string(device_.num_sms) + ": compile the model for this device");
+}
+
+cu::DevicePtr CudaExecutable::allocate() {
+  const RelaxedCaptureGuard relaxed(driver_);
+  cu::DevicePtr memory = 0;
+  const int64_t bytes = round_up(control_bytes_) + workspace_bytes_;
+  driver_.check(driver_.mem_alloc(&memory, bytes), "allocating " + std::to_string(bytes) + " bytes of workspace");
+  try {
+    driver_.check(driver_.memset_d8_async(memory, 0, control_bytes_, service_stream_), "cuMemsetD8Async");
+    driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
+  } catch (...) {
+    driver_.mem_free(memory);
+    throw;
+  }
+  return memory;
+}
+
+cu::DevicePtr CudaExecutable::memory_of(cu::Stream stream, uint64_t capture) {
+  size_t num_streams = 0;
+  Lane* oldest = nullptr;
+  for (Lane& lane : lanes_) {
+    if (lane.stream == stream && lane.capture == capture) {
+      lane.last_used = ++num_runs_;
+      return lane.memory;
+    }
+    if (lane.capture) continue;  // belongs to its graph for as long as this executable lives
+    num_streams++;
+    if (!oldest || lane.last_used < oldest->last_used) oldest = &lane;
+  }
+  if (!capture && num_streams >= kMaxStreams) {
+    const RelaxedCaptureGuard relaxed(driver_);
+    driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");  // the oldest lane's stream may no longer exist
+    oldest->stream = stream;
+    oldest->last_used = ++num_runs_;
+    return oldest->memory;
+  }
+  lanes_.reserve(lanes_.size() + 1);
+  cu::DevicePtr memory = capture ? std::exchange(spare_, 0) : 0;
+  if (!memory) memory = allocate();
+  lanes_.push_back(Lane{stream, capture, memory, ++num_runs_});
+  return memory;
+}
+
+void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
+  check_pointers(block);
+  const std::lock_guard lock(mutex_);
+  const ContextGuard current(driver_, context_);
+  int status = cu::kCaptureStatusNone;
+  uint64_t capture = 0;
+  driver_.check(driver_.stream_get_capture_info(stream, &status, &capture, nullptr, nullptr, nullptr), "cuStreamGetCaptureInfo");
+  if (status == cu::kCaptureStatusNone) capture = 0;
+  if (aborted()) {
+    if (capture) throw LaunchAborted("an earlier launch of this megakernel was aborted, and a graph capture cannot report it: call torch_mpk.synchronize() before the capture");
+    report_abort();
+  }
+  if (!capture && !spare_) spare_ = allocate();
+
+  const cu::DevicePtr memory = memory_of(stream, capture);
+  block.params.table = reinterpret_cast<const void*>(table_);
+  block.params.workspace = reinterpret_cast<uint8_t*>(memory + round_up(control_bytes_));
+  block.params.control = reinterpret_cast<Control*>(memory);
+  block.params.host_abort = reinterpret_cast<uint32_t*>(host_abort_on_device_);
+  block.params.watchdog_ns = watchdog_ns_;
+  block.params.jitter = jitter.load(std::memory_order_relaxed);
+  block.params.reserved = 0;
+
+  cu::LaunchAttribute cooperative{};
+  cooperative.id = cu::kLaunchAttributeCooperative;
+  cooperative.value.cooperative = 1;
+  const cu::LaunchConfig config{
+      .grid = {static_cast<unsigned>(num_workers_), 1, 1},
+      .block = {static_cast<unsigned>(num_threads_), 1, 1},
+      .shared_bytes = static_cast<unsigned>(smem_bytes_),
+      .stream = stream,
+      .attributes = &cooperative,
+      .num_attributes = 1,
+  };
+  void* parameters[] = {&block};
+  driver_.check(driver_.launch_kernel_ex(&config, function_, parameters, nullptr), "launching kernel " + kernel_name_);
+}
+
+void CudaExecutable::check_pointers(const LaunchBlock& block) const {
+  for (int i = 0; i < num_inputs_ + num_outputs_; i++) {
+    const bool is_input = i < num_inputs_;
+    const uint64_t pointer = block.pointers[i];
+    const uint64_t alignment = is_input ? input_alignment_[i] : 1;
+    if (pointer != 0 && (pointer & (alignment - 1)) == 0) continue;
+    const std::string name = (is_input ? "input " : "output ") + std::to_string(is_input ? i : i - num_inputs_);
+    if (pointer == 0) throw std::invalid_argument(name + " of the megakernel has a null address: pass a tensor with at least one element");
+    throw std::invalid_argument(name + " of the megakernel: expected an address that is a multiple of " + std::to_string(alignment) +
+                                " bytes, got one that is " + std::to_string(pointer % alignment) +
+                                " bytes past it (a slice of a larger tensor?): pass tensor.clone()");
+  }
+}
+
+void CudaExecutable::check() {
+  const std::lock_guard lock(mutex_);
+  if (!aborted()) return;
+  const ContextGuard current(driver_, context_);
+  report_abort();
+}
+
+// The kernel writes the flag while other threads of this process read it.
+bool CudaExecutable::aborted() const { return std::atomic_ref<uint32_t>(*host_abort_).load(std::memory_order_acquire) != 0; }
+
+void CudaExecutable::report_abort() {
+  const RelaxedCaptureGuard relaxed(driver_);
+  driver_.check(driver_.ctx_synchronize(), "waiting for an aborted megakernel");
+  std::string text;
+  for (const Lane& lane : lanes_) {
+    std::vector<uint8_t> bytes(control_bytes_);
+    driver_.check(driver_.memcpy_dtoh_async(bytes.data(), lane.memory, bytes.size(), service_stream_), "cuMemcpyDtoHAsync");
+    driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
+    Control control;
+    std::memcpy(&control, bytes.data(), sizeof(control));
+    if (!control.aborted) continue;
+    std::vector<StallRecord> stalls(num_workers_);
+    std::memcpy(stalls.data(), bytes.data() + stalls_offset_, num_workers_ * sizeof(StallRecord));
+    text += describe_stalls(stalls, phase_names_);
+    driver_.check(driver_.memset_d8_async(lane.memory, 0, control_bytes_, service_stream_), "cuMemsetD8Async");
+    driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
+  }
+  std::atomic_ref<uint32_t>(*host_abort_).store(0, std::memory_order_release);
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%g", watchdog_ns_ / 1e9);
+  throw LaunchAborted("kernel " + kernel_name_ + " on " + device_.name + " made no progress for " + seconds +
+                      " s and was aborted: the outputs of that launch, and of later ones on its stream, are not valid.\n" + text +
+                      "The next call runs normally. If this repeats without a debugger or other work on the device, please report it with "
+                      "the files that TORCH_MPK_DUMP=<folder> leaves");
+}
+
+void CudaExecutable::release() noexcept {
+  // At exit the driver may be gone already; every call then fails, which is as good.
+  cu::Context popped;
+  if (driver_.ctx_push_current(context_) != 0) return;
+  {
+    const RelaxedCaptureGuard relaxed(driver_);
+    driver_.ctx_synchronize();
+    for (const Lane& lane : lanes_) driver_.mem_free(lane.memory);
+    if (spare_) driver_.mem_free(spare_);
+    if (table_) driver_.mem_free(table_);
+    if (host_abort_) driver_.mem_free_host(host_abort_);
+    if (service_stream_) driver_.stream_destroy(service_stream_);
+    if (module_) driver_.module_unload(module_);
+  }
+  driver_.ctx_pop_current(&popped);
+  driver_.primary_ctx_release(device_.ordinal);
+}
+
+}  // namespace mpk

@@ -1,0 +1,63 @@
+#include "stall_report.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace mpk {
+namespace {
+
+constexpr int kNumColumns = 7;
+using Row = std::array<std::string, kNumColumns>;
+
+std::string phase_name(uint32_t phase, const std::vector<std::string>& names) {
+  return phase < names.size() ? std::to_string(phase) + " " + names[phase] : std::to_string(phase) + " (no such phase)";
+}
+
+std::string awaited(const StallRecord& stall, const std::vector<std::string>& names) {
+  switch (stall.waiting) {
+    case 0: return "event of phase " + phase_name(stall.event, names);
+    case 1: return "full ring slot " + std::to_string(stall.event);
+    case 2: return "free ring slot " + std::to_string(stall.event);
+    case 3: return "the loader's progress";
+    default: return "unknown (" + std::to_string(stall.waiting) + ")";
+  }
+}
+
+Row describe(size_t first, size_t last, const StallRecord& stall, const std::vector<std::string>& names) {
+  const std::string workers = first == last ? std::to_string(first) : std::to_string(first) + "-" + std::to_string(last);
+  if (!stall.valid) return {workers, "-", "-", "nothing: left when it saw the abort", "-", "-", "-"};
+  return {workers,
+          phase_name(stall.phase, names),
+          stall.role == 0 ? "consumer" : "loader",
+          awaited(stall, names),
+          std::to_string(stall.seen),
+          std::to_string(stall.expected),
+          std::to_string(stall.entry)};
+}
+
+}  // namespace
+
+std::string describe_stalls(const std::vector<StallRecord>& stalls, const std::vector<std::string>& phase_names) {
+  std::vector<Row> rows = {{"workers", "in phase", "role", "waits for", "seen", "expected", "entry"}};
+  for (size_t first = 0; first < stalls.size();) {
+    size_t last = first;
+    while (last + 1 < stalls.size() && std::memcmp(&stalls[first], &stalls[last + 1], sizeof(StallRecord)) == 0) last++;
+    rows.push_back(describe(first, last, stalls[first], phase_names));
+    first = last + 1;
+  }
+  std::array<size_t, kNumColumns> widths{};
+  for (const Row& row : rows)
+    for (int i = 0; i < kNumColumns; i++) widths[i] = std::max(widths[i], row[i].size());
+  std::string text;
+  for (const Row& row : rows) {
+    for (int i = 0; i < kNumColumns; i++) {
+      text += row[i];
+      if (i + 1 < kNumColumns) text += std::string(widths[i] - row[i].size() + 2, ' ');
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+}  // namespace mpk

@@ -1,0 +1,14 @@
+// Turns what the workers of an aborted launch left behind into words.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "torch_mpk/abi.h"
+
+namespace mpk {
+
+// A table with one line for each run of workers that wait in the same place; `stalls` has one record a worker.
+std::string describe_stalls(const std::vector<StallRecord>& stalls, const std::vector<std::string>& phase_names);
+
+}  // namespace mpk

@@ -1,0 +1,94 @@
+// A megakernel loaded on one device, and its launches.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/abi.h"
+#include "torch_mpk/codegen/cuda.h"
+#include "torch_mpk/runtime/driver.h"
+
+namespace mpk {
+
+// A launch that the kernel's watchdog gave up. what(): which worker waited for what.
+struct LaunchAborted : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The kernel's only parameter. The caller of `run` fills scalars and pointers, `run` the rest.
+struct LaunchBlock {
+  LaunchParams params;
+  uint64_t pointers[(kMaxLaunchBytes - sizeof(LaunchParams)) / sizeof(uint64_t)];  // inputs, then outputs
+};
+
+// Launches are asynchronous and may come from any thread, on any stream of the device: each stream has a workspace and a
+// control block of its own, and so has each stream of each graph capture, because a captured launch may run again beside
+// any other. A stream that was destroyed must have finished its work before another gets its handle.
+class CudaExecutable {
+ public:
+  // Loads `image` (a cubin, or PTX text) and allocates everything a launch needs. `watchdog_ns` 0: wait forever.
+  // Throws std::runtime_error when there is no driver, when the image does not load, or when the workers do not all fit
+  // on the device at once.
+  CudaExecutable(const CudaProgram& program, const std::string& image, int device, uint64_t watchdog_ns);
+  ~CudaExecutable();
+  CudaExecutable(const CudaExecutable&) = delete;
+  CudaExecutable& operator=(const CudaExecutable&) = delete;
+
+  int num_inputs() const { return num_inputs_; }
+  int num_outputs() const { return num_outputs_; }
+  int num_scalars() const { return num_scalars_; }
+
+  // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that was
+  // given up (this one is then not made, and the next may be), std::runtime_error when the driver refuses.
+  void run(LaunchBlock& block, cu::Stream stream);
+
+  // Throws LaunchAborted when a launch was given up since the last call. Does not wait for launches in flight.
+  void check();
+
+  std::atomic<uint32_t> jitter{0};  // see LaunchParams
+
+ private:
+  struct Lane {
+    cu::Stream stream;
+    uint64_t capture;  // id of the graph capture; 0 for launches made directly
+    cu::DevicePtr memory;  // the control block, then the workspace
+    uint64_t last_used;
+  };
+
+  size_t param_bytes() const { return sizeof(LaunchParams) + (num_inputs_ + num_outputs_) * sizeof(uint64_t); }
+  void load(const std::string& image);
+  void check_residency();
+  void check_pointers(const LaunchBlock& block) const;
+  cu::DevicePtr allocate();
+  cu::DevicePtr memory_of(cu::Stream stream, uint64_t capture);
+  bool aborted() const;
+  [[noreturn]] void report_abort();
+  void release() noexcept;
+
+  const cu::Driver& driver_;
+  const cu::DeviceInfo device_;
+  const std::string kernel_name_;
+  const std::vector<std::string> phase_names_;
+  const std::vector<int> input_alignment_;
+  const int num_inputs_, num_outputs_, num_scalars_, num_workers_, num_threads_;
+  const int64_t smem_bytes_, workspace_bytes_, control_bytes_, stalls_offset_;
+  const uint64_t watchdog_ns_;
+
+  std::mutex mutex_;  // of everything below; never held by a thread that waits for Python's lock
+  cu::Context context_ = nullptr;
+  cu::Module module_ = nullptr;
+  cu::Function function_ = nullptr;
+  cu::Stream service_stream_ = nullptr;  // for what the host itself copies
+  cu::DevicePtr table_ = 0;
+  uint32_t* host_abort_ = nullptr;
+  cu::DevicePtr host_abort_on_device_ = 0;
+  cu::DevicePtr spare_ = 0;  // for a capture, which should allocate nothing
+  std::vector<Lane> lanes_;
+  uint64_t num_runs_ = 0;
+};
+
+}  // namespace mpk

@@ -1,0 +1,35 @@
+"""Every test runs from a known seed, on few threads; tests marked ``gpu`` run only where there is a CUDA device."""
+
+import os
+import random
+import sys
+
+import pytest
+import torch
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves GPU tests out where there is no GPU, rather than skipping each; ``-m gpu`` then means one was expected."""
+    if torch.cuda.is_available():
+        return
+    if config.option.markexpr == "gpu":
+        raise pytest.UsageError("-m gpu: torch sees no CUDA device")
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=gpu)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        torch.compiler.reset()
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device a test of the whole pipeline runs on: the GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

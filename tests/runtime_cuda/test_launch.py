@@ -1,0 +1,267 @@
+"""CudaExecutable against a driver without a device: what reaches cuLaunchKernelEx, and what happens when things go wrong."""
+
+import ctypes
+import gc
+import struct
+import threading
+
+import pytest
+import torch
+
+from torch_mpk import _C
+from torch_mpk.errors import MegakernelTimeout
+
+INPUTS = [4096, 8200]
+OUTPUTS = [12288]
+STREAM = 0xABC0
+
+
+class Launch:
+    """The parameter block of the last launch."""
+
+    def __init__(self, fake):
+        data = bytes(fake.params)
+        self.table, self.workspace, self.control, self.host_abort, self.watchdog_ns = struct.unpack_from("<5Q", data)
+        self.jitter, self.reserved = struct.unpack_from("<2I", data, 40)
+        self.scalars = struct.unpack_from("<16q", data, 48)
+        self.pointers = struct.unpack_from("<3Q", data, 176)
+
+
+def poke(address: int, *words: int) -> None:
+    ctypes.memmove(address, struct.pack(f"<{len(words)}I", *words), 4 * len(words))
+
+
+def abort(fake, stalls: dict[int, tuple[int, ...]]) -> Launch:
+    """Do what a kernel does that gives up: records, the control block's flag, the host's flag."""
+    launch = Launch(fake)
+    for worker, record in stalls.items():
+        poke(launch.control + 384 + 32 * worker, *record)
+    poke(launch.control, 7, 0, 1)  # epoch, exited, aborted
+    poke(launch.host_abort, 1)
+    return launch
+
+
+def test_launch_arguments_byte_for_byte(fake, make_executable):
+    executable = make_executable(watchdog_ns=123)
+    executable.jitter = 99
+    executable.run(INPUTS, OUTPUTS, [-5], STREAM)
+    launch = Launch(fake)
+    assert launch.pointers == (*INPUTS, *OUTPUTS)
+    assert launch.scalars == (-5, *[0] * 15)
+    assert (launch.watchdog_ns, launch.jitter, launch.reserved) == (123, 99, 0)
+    assert ctypes.string_at(launch.table, 15) == b"read-only table"
+    assert ctypes.string_at(launch.control, 512) == bytes(512)
+    assert ctypes.string_at(launch.host_abort, 4) == bytes(4)
+    assert launch.workspace == launch.control + 512
+    assert (fake.grid, fake.block, fake.shared_bytes, fake.cooperative) == (4, 288, 200_000, 1)
+    assert fake.stream == STREAM
+    assert fake.max_dynamic_shared == 200_000
+    assert fake.kernel == b"mpk_kernel"
+    assert fake.image == b"// ptx\n"
+
+
+def test_tensors_and_parameters_give_their_addresses(fake, make_executable):
+    x, y = torch.zeros(64), torch.nn.Parameter(torch.zeros(64))
+    out = torch.zeros(64)
+    make_executable().run((x, y), [out], (3,), STREAM)
+    assert Launch(fake).pointers == (x.data_ptr(), y.data_ptr(), out.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "scalars", "error", "message"),
+    [
+        ([4096 + 8, 8200], OUTPUTS, [0], ValueError, r"input 0 .* multiple of 16 bytes, got one that is 8 bytes past"),
+        ([4096, 8192 + 4], OUTPUTS, [0], ValueError, r"input 1 .* multiple of 8 bytes, got one that is 4 bytes past"),
+        ([0, 8200], OUTPUTS, [0], ValueError, "input 0 .* null address"),
+        (INPUTS, [0], [0], ValueError, "output 0 .* null address"),
+        ([4096], OUTPUTS, [0], ValueError, "expects 2 inputs, got 1"),
+        (INPUTS, [1, 2], [0], ValueError, "expects 1 outputs, got 2"),
+        (INPUTS, OUTPUTS, [], ValueError, "expects 1 sizes, got 0"),
+        ([4096, "x"], OUTPUTS, [0], TypeError, "input 1 .* expected a tensor or an address, got str"),
+        ([4096, -1], OUTPUTS, [0], TypeError, "input 1 .* expected a tensor or an address, got int"),
+        (None, OUTPUTS, [0], TypeError, "not iterable"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_launch(fake, make_executable, inputs, outputs, scalars, error, message):
+    executable = make_executable()
+    with pytest.raises(error, match=message):
+        executable.run(inputs, outputs, scalars, STREAM)
+    assert fake.num_launches == 0
+
+
+def test_each_stream_has_its_own_memory(fake, make_executable):
+    executable = make_executable()
+    controls = []
+    for stream in (STREAM, 0, STREAM, 64):
+        executable.run(INPUTS, OUTPUTS, [0], stream)
+        controls.append(Launch(fake).control)
+    assert controls[0] == controls[2]
+    assert len(set(controls)) == 3
+
+
+def test_the_number_of_streams_is_bounded(fake, make_executable):
+    executable = make_executable()
+    controls = set()
+    for stream in range(1, 101):
+        executable.run(INPUTS, OUTPUTS, [0], stream)
+        controls.add(Launch(fake).control)
+    assert len(controls) == 16
+
+
+def test_a_capture_allocates_nothing_and_keeps_its_memory(fake, make_executable):
+    executable = make_executable()
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    direct, num_allocations = Launch(fake).control, fake.num_allocations
+    fake.capturing_stream, fake.capture_id = STREAM, 5
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    captured = Launch(fake).control
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)  # the next node of the same graph
+    assert Launch(fake).control == captured != direct
+    assert fake.num_allocations == num_allocations
+    fake.capture_id = 6  # another graph, with no launch in between: allocates, in the relaxed mode
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert Launch(fake).control not in (captured, direct)
+    fake.capturing_stream = 0
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert Launch(fake).control == direct
+
+
+def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executable):
+    executable = make_executable()
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    launch = abort(
+        fake,
+        {
+            0: (1, 2, 0, 0, 1, 3, 4, 17),
+            1: (1, 2, 0, 0, 1, 3, 4, 17),
+            2: (1, 1, 1, 2, 6, 8, 9, 5),
+        },
+    )
+    with pytest.raises(MegakernelTimeout, match="mpk_kernel on Fake GPU made no progress for 2 s") as info:
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert fake.num_launches == 1
+    table = [line.split() for line in str(info.value).splitlines()[1:5]]
+    assert table == [
+        "workers in phase role waits for seen expected entry".split(),
+        "0-1 2 attention consumer event of phase 1 qkv 3 4 17".split(),
+        "2 1 qkv loader free ring slot 6 8 9 5".split(),
+        "3 - - nothing: left when it saw the abort - - -".split(),
+    ]
+    assert ctypes.string_at(launch.control, 512) == bytes(512)
+    executable.check()
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert fake.num_launches == 2
+
+
+def test_check_reports_an_abort_of_a_replayed_capture(fake, make_executable):
+    executable = make_executable()
+    fake.capturing_stream, fake.capture_id = STREAM, 5
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.capturing_stream = 0
+    abort(fake, {0: (1, 0, 1, 3, 0, 0, 0, 0)})
+    with pytest.raises(MegakernelTimeout, match="the loader's progress"):
+        executable.check()
+    executable.check()
+
+
+def test_a_capture_refuses_to_hide_an_abort(fake, make_executable):
+    executable = make_executable()
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    abort(fake, {0: (1, 0, 1, 3, 0, 0, 0, 0)})
+    fake.capturing_stream, fake.capture_id = STREAM, 5
+    with pytest.raises(MegakernelTimeout, match="before the capture"):
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.capturing_stream = 0
+    with pytest.raises(MegakernelTimeout, match="the loader's progress"):
+        executable.check()
+
+
+def test_garbage_in_a_stall_record_is_printed_not_followed(fake, make_executable):
+    executable = make_executable()
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    abort(fake, {0: (1, 1 << 31, 0, 0, 1 << 30, 0, 0, 0), 1: (1, 0, 0, 77, 0, 0, 0, 0)})
+    with pytest.raises(MegakernelTimeout, match=r"2147483648 \(no such phase\)(.|\n)*unknown \(77\)"):
+        executable.check()
+
+
+def test_everything_is_freed(fake, make_executable):
+    executable = make_executable()
+    for stream in (1, 2, 3):
+        executable.run(INPUTS, OUTPUTS, [0], stream)
+    assert fake.num_live > 3
+    del executable
+    gc.collect()
+    assert fake.num_live == 0
+
+
+def test_threads_share_an_executable(fake, make_executable):
+    executable = make_executable()
+
+    def launch(stream: int) -> None:
+        for _ in range(200):
+            executable.run(INPUTS, OUTPUTS, [0], stream)
+
+    threads = [threading.Thread(target=launch, args=(stream,)) for stream in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fake.num_launches == 1600
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 11080}, "driver is too old: it serves CUDA 11.8.*Update"),
+        ({"num_devices": 0}, "CUDA device 0: cuDeviceGet failed"),
+        ({"occupancy": 0}, "does not fit on a multiprocessor of Fake GPU: 288 threads of 168 registers, 200016 bytes"),
+        ({"num_sms": 3}, "has 4 workers, one for each multiprocessor, but Fake GPU has 3"),
+        ({"smem_optin": 101376}, r"needs 200000 \+ 16 bytes of shared memory, Fake GPU has 101376"),
+        ({"fail_call": b"cuMemAlloc", "fail_result": 2}, "OUT_OF_MEMORY.*empty_cache"),
+        ({"fail_call": b"cuModuleLoadDataEx", "fail_result": 218}, r"compute capability 9.0\) \[ptxas says no\]"),
+        ({"fail_call": b"cuModuleLoadDataEx", "fail_result": 222}, "serves CUDA 13.0: update it"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_reason(fake, make_executable, tmp_path, monkeypatch, fake_library, change, message):
+    if "version" in change:  # a driver is asked for its version once
+        copy = tmp_path / "libold.so"
+        copy.write_bytes(fake_library.read_bytes())
+        monkeypatch.setenv("TORCH_MPK_LIBCUDA", str(copy))
+        fake = type(fake).in_dll(ctypes.CDLL(str(copy)), "fake")
+    for name, value in change.items():
+        setattr(fake, name, value)
+    with pytest.raises(RuntimeError, match=message):
+        make_executable()
+    assert fake.num_live == 0
+
+
+def test_a_kernel_of_other_parameters_is_refused(fake, make_program):
+    fake.param_bytes = 160
+    with pytest.raises(ValueError, match="takes 160 bytes of parameters, a launch has 200"):
+        _C.CudaExecutable(make_program(), b"", 0, 0)
+
+
+def test_no_driver_says_what_to_do(monkeypatch, make_program):
+    monkeypatch.setenv("TORCH_MPK_LIBCUDA", "/nonexistent/libcuda.so")
+    with pytest.raises(RuntimeError, match="no CUDA driver: .*Install NVIDIA's driver"):
+        _C.CudaExecutable(make_program(), b"", 0, 0)
+    assert _C.num_devices() == 0
+
+
+def test_device_info(fake):
+    info = _C.device_info(0)
+    assert (info.name, info.arch, info.num_sms, info.smem_optin_bytes, info.driver_version) == ("Fake GPU", 90, 132, 232448, 13000)
+    assert _C.num_devices() == 1
+
+
+def test_a_launch_of_many_tensors(fake, make_executable):
+    tensors = [torch.zeros(16) for _ in range(400)]
+    executable = make_executable(num_inputs=400, input_alignment=[16] * 400)
+    executable.run(tensors, OUTPUTS, [0], STREAM)
+    pointers = struct.unpack_from("<401Q", bytes(fake.params), 176)
+    assert pointers == (*(t.data_ptr() for t in tensors), *OUTPUTS)
+
+
+def test_more_tensors_than_a_launch_can_carry(make_executable):
+    with pytest.raises(ValueError, match="at most 4073 tensors"):
+        make_executable(num_inputs=5000, input_alignment=[16] * 5000)

@@ -1,0 +1,31 @@
+"""The examples run, as a user runs them."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_generate_streams_and_agrees_with_eager() -> None:
+    command = [sys.executable, "examples/generate.py", "--max-new-tokens", "24", "--prompt", "import os\n"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("import os\n")
+    assert re.search(r"^mpk +[\d.]+ +[\d.]+ +(1|-)$", result.stdout, re.MULTILINE), result.stdout
+    assert "tokens agree: " in result.stdout
+    assert "compiling" in result.stderr
+
+
+def test_training_lowers_the_loss() -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "train_tiny.py"))
+    text = example["as_tokens"](b"def f(x):\n    return x + 1\n" * 400, torch.device("cpu"))
+    model = Qwen3ForCausalLM(example["CONFIG"])
+    before = example["perplexity"](model, text, num_crops=2)
+    example["train"](model, text, minutes=0.1, batch=1, peak_lr=3e-3)
+    assert example["perplexity"](model, text, num_crops=2) < 0.5 * before

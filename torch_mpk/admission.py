@@ -1,0 +1,100 @@
+"""What the backend declines before it tries: calls and graphs that are better off, or only right, in eager PyTorch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_mpk.capture import Captured, GraphInput, source_line
+from torch_mpk.errors import MpkError, UnsupportedError
+
+aten = torch.ops.aten
+
+_CACHE_SOURCE = re.compile(r"past_key_values|\.layers\[\d+\]\.(keys|values)$")
+
+
+class Declined(MpkError):
+    """A graph that no build could take. ``is_intended``: worth a line in the log, not a warning."""
+
+    def __init__(self, message: str, is_intended: bool = False) -> None:
+        self.is_intended = is_intended
+        super().__init__(message)
+
+
+def check_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> torch.device:
+    """Checks the state around a call, which Dynamo guards: grad mode, autocast, devices.
+
+    Returns the one device of the inputs. Raises UnsupportedError.
+    """
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError(
+            "grad mode is on and an input requires grad: wrap the call in torch.inference_mode() or torch.no_grad()"
+        )
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if not devices:
+        raise UnsupportedError("the graph has no tensor input")
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"the inputs are on several devices ({', '.join(devices)}): load the model on one, device_map={devices[-1]!r}"
+        )
+    device = tensors[0].device
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"the inputs are on {device}, and torch_mpk runs on cpu and cuda")
+    if torch.is_autocast_enabled(device.type):
+        raise UnsupportedError(f"autocast is enabled for {device.type}: load the model in the dtype it should run in instead")
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            raise UnsupportedError(f"an input is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor")
+    return device
+
+
+def check_graph(captured: Captured) -> None:
+    """Raises Declined for a cache that grows, and for a prefill, which is compute-bound and stays eager as intended."""
+    nodes = captured.graph_module.graph.nodes
+    sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
+    results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
+    for node in nodes:
+        if node.target is aten.cat.default and node in results:
+            grown = [sources[part] for part in node.args[0] if _CACHE_SOURCE.search(sources.get(part, ""))]
+            if grown:
+                raise Declined(
+                    f"{grown[0]} grows with every call, at {source_line(node)}: pass a transformers.StaticCache as "
+                    "past_key_values (or cache_implementation='static' to generate)"
+                )
+    for node in nodes:
+        length = _query_length(node)
+        if length > 1:
+            raise Declined(f"a step over {length} positions (prefill) runs eagerly; steps over one run as a megakernel", True)
+
+
+def check_mutations(captured: Captured, inputs: Sequence[Any]) -> None:
+    """Raises Declined where writing to inputs in place would differ from eager: where they overlap others."""
+    extents = []
+    for graph_input, tensor in zip(captured.inputs, inputs, strict=True):
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+        begin = tensor.data_ptr()
+        extents.append((begin, begin + (last + 1) * tensor.element_size(), graph_input))
+    extents.sort(key=lambda extent: extent[0])
+    reach: tuple[int, GraphInput] | None = None  # the input that reaches furthest so far
+    for begin, end, graph_input in extents:
+        if reach is not None and begin < reach[0] and (graph_input.is_mutated or reach[1].is_mutated):
+            raise Declined(f"{graph_input.source} and {reach[1].source} share memory, and one of them is written in place")
+        if reach is None or end > reach[0]:
+            reach = (end, graph_input)
+
+
+def _query_length(node: torch.fx.Node) -> int:
+    """Positions a node of a transformer works on at once; 1 where the node does not tell."""
+    if node.target is aten.scaled_dot_product_attention.default:
+        length = node.args[0].meta["val"].shape[-2]
+    elif node.target is aten.embedding.default and node.args[1].meta["val"].dim() == 2:
+        length = node.args[1].meta["val"].shape[-1]
+    else:
+        return 1
+    return length if isinstance(length, int) else length.node.hint

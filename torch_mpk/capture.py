@@ -1,0 +1,250 @@
+"""Stage 1, capture: Dynamo's graph -> a pre-dispatch ATen graph, with in-place operations kept.
+
+Dynamo's graph is replayed on fake tensors under ``make_fx(pre_dispatch=True)``, which normalises names to ``OpOverload``s
+and keeps ``linear``, ``scaled_dot_product_attention`` and the in-place cache writes whole. AOTAutograd would lose all of
+them and copy whole caches. The replay has a fake mode and symbols of its own: a guard it adds must not reach Dynamo, where
+it would cause another compilation with every new size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from torch_mpk.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphInput:
+    """One argument of the captured graph, in the order of its placeholders."""
+
+    name: str
+    value: torch.Tensor | torch.SymInt  # a fake tensor, or a symbol of the captured graph
+    is_parameter: bool
+    is_mutated: bool  # written in place, itself or through a view
+    source: str  # where Dynamo found it: "L['kwargs']['past_key_values'].layers[0].keys"
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.value, torch.Tensor)
+
+
+@dataclasses.dataclass
+class Captured:
+    """A captured graph.
+
+    Each node has ``meta["val"]`` (fake tensors or symbols), and ``stack_trace`` and ``nn_module_stack`` from the user's
+    model.
+    """
+
+    graph_module: torch.fx.GraphModule
+    inputs: list[GraphInput]
+
+    @property
+    def is_symbolic(self) -> bool:
+        return any(isinstance(graph_input.value, torch.SymInt) for graph_input in self.inputs)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{node.name}: {_describe(graph_input)}"
+            for node, graph_input in zip(self.graph_module.graph.nodes, self.inputs, strict=False)
+        ]
+        return "\n".join([*lines, "", self.graph_module.print_readable(print_output=False)])
+
+    def key(self) -> str:
+        """Hash of everything a build of this graph depends on: equal keys may share one executable."""
+        digest = hashlib.sha256()
+
+        def add(*parts: Any) -> None:
+            digest.update(repr(parts).encode())
+
+        for node in self.graph_module.graph.nodes:
+            add(node.op, node.name, str(node.target), node.args, node.kwargs)
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                add(value.dtype, value.size(), value.stride(), value.device)
+            if node.op == "get_attr":
+                constant = getattr(self.graph_module, node.target)
+                add(constant.tolist() if isinstance(constant, torch.Tensor) else id(constant))
+        return digest.hexdigest()
+
+
+def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, specialize: bool = False) -> Captured:
+    """Captures ``gm``, as Dynamo hands it to a backend.
+
+    Args:
+        gm: Dynamo's graph; it is not changed.
+        example_inputs: tensors, ints and SymInts, one per placeholder. Their values are not read.
+        specialize: replace each SymInt by its value, so that the graph has concrete shapes.
+
+    Raises:
+        UnsupportedError: an input is neither tensor nor integer, the graph cannot be replayed on fake tensors, or it would
+            hold only for some values of its SymInts (then ``specialize``).
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    fakes = _Fakes()
+    args = [fakes.make(node, value, specialize) for node, value in zip(placeholders, example_inputs, strict=True)]
+    replay = _Replay(gm)
+    try:
+        with fakes.mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+            traced = make_fx(replay.run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*args)
+    except Exception as error:
+        node = replay.node
+        raise UnsupportedError(
+            f"it cannot be traced on fake tensors ({type(error).__name__}: {error})",
+            node.name if node else None,
+            source_line(node) if node else None,
+        ) from error
+    _clean(traced)
+    mutated = _mutated_storages(traced)
+    inputs = [
+        GraphInput(node.name, arg, _is_parameter(node, value), _storage(arg) in mutated, _source(node))
+        for node, value, arg in zip(placeholders, example_inputs, args, strict=True)
+    ]
+    if fakes.shape_env.guards:  # Dynamo does not check them, so the graph holds for no other sizes
+        conditions = ", ".join(str(guard.expr) for guard in fakes.shape_env.guards)
+        raise UnsupportedError(f"its sizes must satisfy {conditions}")
+    return Captured(traced, inputs)
+
+
+class _Fakes:
+    """Fake stand-ins for a graph's inputs that share no symbol with Dynamo's."""
+
+    def __init__(self) -> None:
+        self.shape_env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def make(self, node: torch.fx.Node, value: Any, specialize: bool) -> torch.Tensor | torch.SymInt | int:
+        example = node.meta.get("example_value", value)
+        if isinstance(value, torch.Tensor):
+            like = value if specialize else example
+            size, stride = ([self.size(dim, specialize) for dim in dims] for dims in (like.size(), like.stride()))
+            with self.mode:
+                return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            return self.size(value if isinstance(example, int) else example, specialize)
+        raise UnsupportedError(f"input {node.name} ({_source(node)}) is a {type(value).__name__}, not a tensor or integer")
+
+    def size(self, dim: int | torch.SymInt, specialize: bool) -> int | torch.SymInt:
+        if isinstance(dim, int):
+            return dim
+        hint = dim.node.hint  # int(dim) would make Dynamo specialise on the value
+        if specialize:
+            return hint
+        expr = dim.node.expr
+        for symbol in sorted(expr.free_symbols, key=str):
+            if symbol not in self.symbols:
+                source = ConstantSource(f"symbol_{symbol}")
+                value = int(dim.node.shape_env.backed_var_to_val[symbol])
+                self.symbols[symbol] = self.shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+        return self.shape_env.create_symintnode(expr.xreplace(self.symbols), hint=hint)
+
+
+# Calls that do nothing when the graph runs without autograd, as ours do. Disabled autocast is the surrounding state:
+# under autocast nothing is captured.
+_STATE_CALLS = {
+    torch._C._set_grad_enabled,
+    torch._C._log_api_usage_once,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+}
+
+
+class _Replay(torch.fx.Interpreter):
+    node: torch.fx.Node | None = None  # the one that runs, for error messages
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _STATE_CALLS:
+            if target is torch.amp.autocast_mode._enter_autocast and args[2]:
+                raise UnsupportedError("autocast is entered inside the graph")
+            return None
+        return super().call_function(target, args, kwargs)
+
+
+def _clean(gm: torch.fx.GraphModule) -> None:
+    """Removes dead nodes and aliases of a whole tensor, and turns scalar constants from attributes into ``full`` nodes."""
+    for node in gm.graph.nodes:
+        if node.target in (aten.alias.default, aten.detach.default, aten.detach_.default, aten.lift_fresh.default):
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.lift_fresh_copy.default and (constant := _scalar_constant(gm, node.args[0])) is not None:
+            with gm.graph.inserting_before(node):
+                kwargs = {"dtype": constant.dtype, "device": constant.device}
+                full = gm.graph.call_function(aten.full.default, ([], constant.item()), kwargs)
+            full.meta = dict(node.meta)
+            node.replace_all_uses_with(full)
+        else:
+            continue
+        gm.graph.erase_node(node)
+    gm.graph.eliminate_dead_code(_has_effects)
+    gm.recompile()
+
+
+def _scalar_constant(gm: torch.fx.GraphModule, node: torch.fx.Node) -> torch.Tensor | None:
+    constant = getattr(gm, node.target) if node.op == "get_attr" else None
+    return constant if isinstance(constant, torch.Tensor) and constant.dim() == 0 else None
+
+
+def _has_effects(node: torch.fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def _describe(graph_input: GraphInput) -> str:
+    value = graph_input.value
+    kind = "parameter" if graph_input.is_parameter else "mutated" if graph_input.is_mutated else "input"
+    if not isinstance(value, torch.Tensor):
+        return f"{kind} {value} {graph_input.source}"
+    return f"{kind} {value.dtype}{list(value.size())} strides {list(value.stride())} {value.device} {graph_input.source}"
+
+
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _mutated_storages(gm: torch.fx.GraphModule) -> set[int | None]:
+    mutated = set()
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            values = (*node.args, *(node.kwargs.get(a.name) for a in schema.arguments[len(node.args) :]))
+            for argument, value in zip(schema.arguments, values):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.fx.Node):
+                    mutated.add(_storage(value.meta["val"]))
+    return mutated - {None}
+
+
+def _is_parameter(node: torch.fx.Node, value: Any) -> bool:
+    return isinstance(value, torch.nn.Parameter) or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+
+
+def _source(node: torch.fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", node.name)
+    return name() if callable(name) else name
+
+
+def source_line(node: torch.fx.Node) -> str | None:
+    """The innermost line of the user's model that ``node`` comes from, as ``file.py:line in function``."""
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
+    if not frames:
+        return None
+    file, line, function = (part.strip() for part in frames[-1].split(",", 2))
+    return f"{file.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')} {function}"

@@ -1,0 +1,144 @@
+"""Every option of the backend and every ``TORCH_MPK_*`` environment variable, typed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch_mpk.errors import OptionError
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+FALLBACKS = ("eager", "inductor", "error")
+
+
+def _closest(name: str, known: list[str]) -> str:
+    match = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``torch.compile(..., backend="mpk", options={...})`` accepts."""
+
+    fallback: Literal["eager", "inductor", "error"] = "eager"
+    """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead."""
+    num_threads: int | None = None
+    """Worker threads of the CPU runtime. None: TORCH_MPK_NUM_THREADS, else ``torch.get_num_threads()``."""
+    watchdog_seconds: float | None = None
+    """A launch without progress for so long is aborted; 0 waits forever. None: TORCH_MPK_WATCHDOG_SECONDS, else 10."""
+    arch: int | None = None
+    """CUDA code to generate: 90 (sm_90a) or 80 (sm_80 and newer). None: what the device has."""
+    fuse: bool = True
+    """Let the scheduler fuse row and pointwise tasks into their neighbours (CUDA only; the CPU never fuses)."""
+
+    @classmethod
+    def parse(cls, mode: str | None, options: Mapping[str, Any] | None) -> Options:
+        """Checks what ``torch.compile`` passes on.
+
+        ``mode`` may be any of PyTorch's; all mean the same here, because there is one way to run a graph.
+
+        Raises:
+            OptionError: naming the option, what was expected and what was given.
+        """
+        if mode is not None and mode not in MODES:
+            raise OptionError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}{_closest(str(mode), [*MODES])}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options or {}:
+            if name not in known:
+                raise OptionError(f"unknown option {name!r}{_closest(name, known)}: the options are {', '.join(known)}")
+        return cls(**(options or {}))
+
+    def __post_init__(self) -> None:
+        def expect(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise OptionError(f"option {name!r}: expected {expected}, got {getattr(self, name)!r}")
+
+        expect(
+            self.fallback in FALLBACKS,
+            "fallback",
+            f"one of {', '.join(FALLBACKS)}{_closest(str(self.fallback), [*FALLBACKS])}",
+        )
+        expect(self.num_threads is None or _is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0")
+        seconds = self.watchdog_seconds
+        is_number = _is_int(seconds) or isinstance(seconds, float)
+        expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")
+        expect(self.arch in (None, 80, 90), "arch", "80, 90 or None")
+        expect(isinstance(self.fuse, bool), "fuse", "True or False")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Environment:
+    """The ``TORCH_MPK_*`` variables. Each is read when it is used, so a test or a notebook can set it late."""
+
+    @property
+    def disable(self) -> bool:
+        """TORCH_MPK_DISABLE=1: ``torch.compile(backend="mpk")`` runs the captured graph eagerly."""
+        return self._flag("TORCH_MPK_DISABLE")
+
+    @property
+    def dump(self) -> Path | None:
+        """TORCH_MPK_DUMP: folder in which each built graph leaves the artefacts of its stages, in a numbered folder."""
+        return self._path("TORCH_MPK_DUMP")
+
+    @property
+    def cache_dir(self) -> Path:
+        """TORCH_MPK_CACHE_DIR: compiled kernels. Default: ``$XDG_CACHE_HOME/torch_mpk`` or ``~/.cache/torch_mpk``."""
+        default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_mpk"
+        return self._path("TORCH_MPK_CACHE_DIR") or default
+
+    @property
+    def compiler(self) -> str | None:
+        """TORCH_MPK_COMPILER: the CUDA compiler to use: "nvcc", "nvrtc" or the path of an nvcc."""
+        return os.environ.get("TORCH_MPK_COMPILER") or None
+
+    @property
+    def num_threads(self) -> int | None:
+        """TORCH_MPK_NUM_THREADS: worker threads of the CPU runtime."""
+        return self._number("TORCH_MPK_NUM_THREADS", int, 1)
+
+    @property
+    def watchdog_seconds(self) -> float | None:
+        """TORCH_MPK_WATCHDOG_SECONDS: see ``Options.watchdog_seconds``."""
+        return self._number("TORCH_MPK_WATCHDOG_SECONDS", float, 0)
+
+    @property
+    def cpu_isa(self) -> str | None:
+        """TORCH_MPK_CPU_ISA: the instruction set of the CPU runtime ("scalar", "avx2", "avx512"). Default: the best."""
+        return os.environ.get("TORCH_MPK_CPU_ISA") or None
+
+    @staticmethod
+    def _flag(name: str) -> bool:
+        value = os.environ.get(name, "").lower()
+        if value in ("", "0", "false", "off", "no"):
+            return False
+        if value in ("1", "true", "on", "yes"):
+            return True
+        raise OptionError(f"{name}: expected 0 or 1, got {value!r}")
+
+    @staticmethod
+    def _path(name: str) -> Path | None:
+        value = os.environ.get(name)
+        return Path(value).expanduser() if value else None
+
+    @staticmethod
+    def _number(name: str, kind: type, least: int) -> Any:
+        text = os.environ.get(name)
+        if not text:
+            return None
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value < 1e9:
+            raise OptionError(f"{name}: expected a number >= {least}, got {text!r}")
+        return value
+
+
+env = Environment()

@@ -1,0 +1,187 @@
+"""A directory of compiled kernels, found by a key of everything that went into them.
+
+An entry is a directory, moved into place in one step, so that a reader or another process sees all of it or nothing:
+no locks. ``report.json`` lists size and hash of the other files; an entry that does not match is built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_REPORT = "report.json"
+_ABANDONED_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that died
+
+
+class CacheError(RuntimeError):
+    """The cache directory cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    key: str
+    path: Path
+    files: dict[str, bytes]
+    report: dict
+
+
+class Cache:
+    """``root`` holds ``kernels/<key>/``, ``failed/<key>/`` (sources that did not compile) and ``tmp/``."""
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        self.root = root
+        self.limit_bytes = limit_bytes
+        self._kernels, self._failed, self._tmp = (root / name for name in ("kernels", "failed", "tmp"))
+
+    def get(self, key: str) -> Entry | None:
+        """The entry, its files checked against their hashes; None when there is none or it is damaged."""
+        path = self._kernels / key
+        if not path.is_dir():
+            return None
+        self._check_permissions()
+        entry = _read(path)
+        if entry is not None:
+            with contextlib.suppress(OSError):  # a cache we may only read
+                os.utime(path)
+        return entry
+
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[Path]:
+        """A new directory to build an entry in; what ``put`` or ``keep_failed`` did not move away is deleted.
+
+        Raises CacheError when it cannot be made.
+        """
+        try:
+            for path in (self._kernels, self._failed, self._tmp):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_permissions()
+            path = Path(tempfile.mkdtemp(dir=self._tmp))
+        except OSError as error:
+            message = f"cannot write to the kernel cache: {error}. Set TORCH_MPK_CACHE_DIR to a directory of yours"
+            raise CacheError(message) from error
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def put(self, key: str, workspace: Path, report: dict) -> Entry:
+        """Make ``workspace`` the entry of ``key``, on disk before it is visible, and evict what the limit has no room for."""
+        files = {path.name: path.read_bytes() for path in sorted(workspace.iterdir())}
+        index = {name: _fingerprint(data) for name, data in files.items()}
+        (workspace / _REPORT).write_text(json.dumps({"report": report, "files": index}, indent=2))
+        for path in [*workspace.iterdir(), workspace]:
+            _fsync(path)
+        target = self._kernels / key
+        while True:
+            with contextlib.suppress(OSError):
+                workspace.rename(target)
+                break
+            entry = _read(target)  # another process was faster, or the entry is damaged
+            if entry is not None:
+                return entry
+            self._remove(target)
+        _fsync(self._kernels)
+        self._evict(keep=target)
+        return Entry(key, target, files, report)
+
+    def keep_failed(self, key: str, workspace: Path) -> Path:
+        """Keep a build that failed, for its author to look at; replaces an earlier one of the same key."""
+        target = self._failed / key
+        self._remove(target)
+        with contextlib.suppress(OSError):  # another process was faster
+            workspace.rename(target)
+        self._evict(keep=target)
+        return target
+
+    def entries(self) -> list[Entry]:
+        """The intact entries, least recently used first."""
+        return [entry for path in _by_age(self._kernels) if (entry := _read(path)) is not None]
+
+    def clear(self) -> int:
+        """Delete everything, and return the number of kernels there were."""
+        num_kernels = len(_by_age(self._kernels))
+        for parent in (self._kernels, self._failed, self._tmp):
+            for path in _by_age(parent):
+                self._remove(path)
+        return num_kernels
+
+    def _check_permissions(self) -> None:
+        # Who can write here can run code in our process.
+        for path in (self.root, self._kernels):
+            if stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
+                raise CacheError(f"{path} is writable for everyone: run chmod o-w {path}, or set TORCH_MPK_CACHE_DIR elsewhere")
+
+    def _remove(self, path: Path) -> None:
+        # Out of sight in one step, so that nobody reads half an entry.
+        doomed = self._tmp / f"{path.name}.{os.getpid()}.{time.monotonic_ns()}"
+        with contextlib.suppress(OSError):
+            path.rename(doomed)
+            path = doomed
+        shutil.rmtree(path, ignore_errors=True)
+
+    def _evict(self, keep: Path) -> None:
+        for path in _by_age(self._tmp):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True)
+        paths = sorted([*_by_age(self._kernels), *_by_age(self._failed)], key=_age)
+        sizes = {path: _size(path) for path in paths}
+        total = sum(sizes.values())
+        for path in paths:
+            if total <= self.limit_bytes:
+                return
+            if path != keep:
+                self._remove(path)
+                total -= sizes[path]
+
+
+def _fingerprint(data: bytes) -> dict:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _read(path: Path) -> Entry | None:
+    try:
+        index = json.loads((path / _REPORT).read_text())
+        files = {name: (path / name).read_bytes() for name in index["files"]}
+        intact = all(_fingerprint(files[name]) == known for name, known in index["files"].items())
+        return Entry(path.name, path, files, index["report"]) if intact else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _by_age(parent: Path) -> list[Path]:
+    try:
+        return sorted(parent.iterdir(), key=_age)
+    except OSError:
+        return []
+
+
+def _size(path: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in path.iterdir())
+    except OSError:
+        return 0
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,112 @@
+"""NVRTC through ctypes: needs neither a toolkit nor a host compiler, only the library that torch's CUDA wheels bring."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import shlex
+from pathlib import Path
+
+from .compiler import MIN_VERSION, Compiled, Compiler, CompilerNotFound
+from .headers import cuda_roots, cuda_version_of, find_cuda_headers, include_dir, nvidia_packages
+
+_SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
+
+
+class Nvrtc(Compiler):
+    name = "nvrtc"
+
+    def __init__(self, library: ctypes.CDLL, version: str, cuda_headers: Path) -> None:
+        self._library = library
+        self._cuda_headers = cuda_headers
+        self.version = version
+        self.identity = f"nvrtc {version}, CUDA headers {cuda_version_of(cuda_headers)}"
+
+    @staticmethod
+    @functools.cache
+    def find() -> Nvrtc:
+        """Raises CompilerNotFound, saying why, without libnvrtc of ``MIN_VERSION`` or newer or without CUDA's headers."""
+        folders = [package / name / "lib" for package in nvidia_packages() for name in ("cu13", "cuda_nvrtc")]
+        folders += [root / "lib64" for root in cuda_roots()]
+        names = [str(folder / name) for folder in folders for name in _SONAMES if (folder / name).exists()]
+        rejected = []
+        for name in [*names, *_SONAMES]:
+            try:
+                # NVRTC opens its builtins by name alone, and finds them only when they are loaded already.
+                for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(builtins))
+                library = ctypes.CDLL(name)
+            except OSError:
+                continue
+            version = _version(library)
+            numbers = tuple(map(int, version.split(".")))
+            if numbers < MIN_VERSION:
+                rejected.append(f"{name} is version {version}")
+                continue
+            headers = find_cuda_headers(numbers[:2])
+            if headers is None:
+                raise CompilerNotFound(
+                    "nvrtc: cuda_bf16.h and cuda_fp16.h not found in the nvidia wheels, CUDA_HOME, /usr/local/cuda or triton "
+                    "(pip install nvidia-cuda-runtime brings them)"
+                )
+            return Nvrtc(library, version, headers)
+        raise CompilerNotFound("nvrtc: " + ("; ".join(rejected) or "libnvrtc.so not found in the nvidia wheels or the system"))
+
+    def flags(self, arch: str, ptx: bool) -> list[str]:
+        target = arch.replace("sm_", "compute_") if ptx else arch
+        flags = [f"--gpu-architecture={target}", "--std=c++17"]
+        return flags if ptx else [*flags, "--ptxas-options=-v"]
+
+    def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
+        own_std = include_dir() / "torch_mpk" / "nvrtc"
+        options = [*flags, *(f"-I{path}" for path in [*include_dirs, own_std, self._cuda_headers])]
+        with _Program(self._library, source.read_text(), source.name) as program:
+            ok = program.compile(options)
+            if ok:
+                output.write_bytes(program.get_text("PTX") if output.suffix == ".ptx" else program.get("CUBIN"))
+            log = program.get_text("ProgramLog").decode(errors="replace")
+        return Compiled(ok, shlex.join(["nvrtc", *options, source.name]), log)
+
+
+class _Program:
+    """An nvrtcProgram."""
+
+    def __init__(self, library: ctypes.CDLL, source: str, name: str) -> None:
+        self._library = library
+        self._handle = ctypes.c_void_p()
+        self._call("CreateProgram", ctypes.byref(self._handle), source.encode(), name.encode(), 0, None, None)
+
+    def __enter__(self) -> _Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._call("DestroyProgram", ctypes.byref(self._handle))
+
+    def compile(self, options: list[str]) -> bool:
+        array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        return self._library.nvrtcCompileProgram(self._handle, len(options), array) == 0
+
+    def get(self, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"Get{what}Size", self._handle, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{what}", self._handle, buffer)
+        return buffer.raw
+
+    def get_text(self, what: str) -> bytes:
+        return self.get(what).rstrip(b"\0")
+
+    def _call(self, function: str, *args: object) -> None:
+        status = getattr(self._library, f"nvrtc{function}")(*args)
+        if status != 0:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(f"nvrtc{function} failed: {self._library.nvrtcGetErrorString(status).decode()}")
+
+
+def _version(library: ctypes.CDLL) -> str:
+    """With the patch level, which nvrtcVersion does not tell but the PTX of an empty program does."""
+    with _Program(library, "", "version.cu") as program:
+        program.compile([])
+        found = re.search(rb"\bV(\d+\.\d+\.\d+)", program.get("PTX"))
+    return found[1].decode() if found else "0.0.0"

@@ -1,0 +1,1 @@
+"""What tests, benchmarks and examples share. Nothing in torch_mpk imports it."""

@@ -1,0 +1,57 @@
+"""One decode step of a Hugging Face causal language model, set up the way tests, benchmarks and examples measure it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, StaticCache
+
+Step = Callable[..., Any]  # the model, or what torch.compile made of it
+
+
+@torch.inference_mode()
+def prefill(model: PreTrainedModel, input_ids: Tensor, max_cache_len: int) -> tuple[StaticCache, Tensor]:
+    """Runs input_ids[B, S] eagerly. Returns the static cache they filled and the logits[B, V] of the last position."""
+    cache = StaticCache(config=model.config, max_cache_len=max_cache_len)
+    logits = model(input_ids=input_ids, past_key_values=cache, logits_to_keep=1).logits
+    return cache, logits[:, -1]
+
+
+def copy_cache(cache: StaticCache, config: PreTrainedConfig, dtype: torch.dtype | None = None) -> StaticCache:
+    """A cache of the same contents in memory of its own, in ``dtype`` if one is given."""
+    copy = StaticCache(config=config, max_cache_len=cache.layers[0].max_cache_len)
+    for new, old in zip(copy.layers, cache.layers, strict=True):
+        new.lazy_initialization(old.keys.to(dtype or old.keys.dtype), old.values.to(dtype or old.values.dtype))
+        new.keys.copy_(old.keys)
+        new.values.copy_(old.values)
+        new.cumulative_length.copy_(old.cumulative_length)
+    return copy
+
+
+def rewind(cache: StaticCache, position: int) -> None:
+    """Makes the cache forget what lies at and beyond ``position``."""
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(position)
+
+
+@torch.inference_mode()
+def decode_logits(step: Step, cache: StaticCache, tokens: Tensor) -> Tensor:
+    """Feeds tokens[B, S] one position at a time. Returns the logits[S, B, V], float32 or wider."""
+    logits = []
+    for token in tokens.unbind(1):
+        output = step(input_ids=token[:, None].contiguous(), past_key_values=cache)
+        last = output.logits[:, -1]
+        logits.append(last.to(torch.promote_types(last.dtype, torch.float32), copy=True))  # CUDA graphs reuse outputs
+    return torch.stack(logits)
+
+
+def count_launches(function: Callable[[], object]) -> int:
+    """Kernels that one call launches on the CUDA device, as the profiler counts them. Copies and fills count too."""
+    from torch.autograd import DeviceType
+
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profile.events())
