@@ -20,7 +20,9 @@ def include_dir() -> Path:
         if (candidate / "torch_mpk" / "abi.h").is_file():
             return candidate
     places = " or ".join(map(str, candidates))
-    raise FileNotFoundError(f"torch_mpk/abi.h not found in {places}: the installation is incomplete, reinstall torch_mpk")
+    raise FileNotFoundError(
+        f"torch_mpk/abi.h not found in {places}: the installation is incomplete, reinstall torch_mpk"
+    )
 
 
 def header_files() -> Iterator[tuple[str, bytes]]:
