@@ -1,0 +1,69 @@
+// Waiting without ever hanging: the watchdog, and the events that end phases.
+#pragma once
+
+#include "torch_mpk/device/ptx.cuh"
+
+namespace mpk {
+
+enum class Waiting : uint32_t { kEvent, kFullSlot, kFreeSlot, kLoader };
+enum class WarpRole : uint32_t { kConsumer, kLoader };
+
+inline constexpr int kEventStride = 8;  // events and tickets stand 32 bytes apart: one sector each
+
+// What every wait needs in order to give up. One per CTA, in shared memory.
+struct Watchdog {
+  Control* control;
+  StallRecord* stall;  // this CTA's
+  uint64_t limit_ns;
+};
+
+// Called every few thousand polls of a wait. Returns 0 when the launch has to be given up, and records what this CTA was
+// waiting for; otherwise the time to pass to the next call. Out of line: inlined, it costs every wait registers.
+__device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
+  const uint64_t time = ptx::global_time_ns();
+  if (since == 0) since = time;
+  const bool late = dog.limit_ns != 0 && time - since > dog.limit_ns;
+  if (!late && ptx::load_relaxed_gpu(&dog.control->aborted) == 0) return since;
+  if (atomicExch(&dog.stall->valid, 1u) == 0) {  // the first warp of the CTA to notice
+    now.valid = 1;
+    *dog.stall = now;
+  }
+  __threadfence();
+  atomicExch(&dog.control->aborted, 1u);
+  return 0;
+}
+
+// Polls `ready()` until it is true; false when the launch was given up. `report()` says what was waited for.
+template <class Ready, class Report>
+MPK_DEVICE bool spin(const Watchdog& dog, Ready ready, Report report) {
+  uint64_t since = 0;
+  for (uint32_t i = 1; !ready(); i++)
+    if ((i & 4095) == 0 && (since = keep_waiting(dog, report(), since)) == 0) return false;
+  return true;
+}
+
+// Counters grow by num_workers in every launch and wrap: compare by signed difference.
+MPK_DEVICE bool reached(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
+
+// Waits until every worker has signalled `event` in this launch. Called by one thread, or by all lanes of a warp.
+MPK_DEVICE bool wait_event(const Watchdog& dog, const uint32_t* event, uint32_t target, uint32_t phase, WarpRole role,
+                           uint32_t event_idx) {
+  uint32_t seen = 0;
+  return spin(
+      dog, [&] { return reached(seen = ptx::load_acquire_gpu(event), target); },
+      [&] {
+        return StallRecord{0,    phase, static_cast<uint32_t>(role), static_cast<uint32_t>(Waiting::kEvent), event_idx,
+                           seen, target, 0};
+      });
+}
+
+// A random delay of up to 4 microseconds: with jitter, any order of events that is legal happens sooner or later.
+MPK_DEVICE void delay(uint32_t jitter, uint32_t worker, uint32_t step) {
+  if (jitter == 0) return;
+  uint32_t h = jitter * 0x9e3779b1u ^ worker * 0x85ebca77u ^ step * 0xc2b2ae3du;
+  h = (h ^ (h >> 15)) * 0x2c1b3c6du;
+  h = (h ^ (h >> 12)) * 0x297a2d39u;
+  __nanosleep((h ^ (h >> 15)) & 4095);
+}
+
+}  // namespace mpk

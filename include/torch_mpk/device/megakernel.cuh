@@ -1,0 +1,290 @@
+// The persistent kernel: roles, phases, and the way out.
+//
+// One CTA runs on each multiprocessor. Twelve consumer warps go through the phases in order; within a phase each runs its
+// share of every job, and the CTA then signals the phase's event once. A loader warp goes through the same phases as far
+// ahead of them as the ring allows, streaming what the jobs will need. Generated code supplies a `Kernel`:
+//
+//   static constexpr int kNumPhases, kNumWorkers, kSlots, kNumOutputs;
+//   static constexpr int kStagedOffset, kRingOffset, kDynamicBytes;      // shared memory, see Shared
+//   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
+//   template <class C> static void compute(C& c, const Job& job);        // a switch over the job's variant
+//   template <class L> static void load(L& l, const Job& job);
+//
+// Giving up: a wait that is given up returns false. A consumer warp then sets `failed`, does no more work, and goes on to
+// the next barrier of the group, where all twelve learn of it and leave; so no barrier is left waiting.
+#pragma once
+
+#include "torch_mpk/device/ring.cuh"
+#include "torch_mpk/device/table.h"
+
+namespace mpk {
+
+inline constexpr int kConsumerWarps = 12;
+inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
+inline constexpr int kThreads = kConsumerThreads + 32;
+
+// The fixed part of dynamic shared memory; behind it the staged activations (kStagedOffset), then the ring (kRingOffset).
+struct Shared {
+  RingState ring;
+  Watchdog watchdog;
+  uint32_t described;        // phases whose rows the loader has brought
+  uint32_t done;             // phases the consumers have finished
+  uint32_t word;             // for broadcasts within the group
+  float partials[2][kConsumerWarps];
+  alignas(16) uint8_t rows[kPhasesAhead][kPhaseRowBytes];
+};
+
+// A job of the running phase, as tasks see it.
+struct Job {
+  const JobRow* row;
+  const LaunchParams* params;
+  void* const* pointers;
+
+  template <class T>
+  MPK_DEVICE T* pointer(int i) const {
+    const uint64_t ref = reinterpret_cast<const uint64_t*>(row + 1)[i];
+    const uint32_t index = static_cast<uint32_t>(ref >> 48);
+    uint8_t* base = index == kWorkspaceIndex ? params->workspace : static_cast<uint8_t*>(pointers[index]);
+    return reinterpret_cast<T*>(base + (ref & 0xffffffffffffull));
+  }
+  MPK_DEVICE const uint32_t* loader_waits() const {
+    return reinterpret_cast<const uint32_t*>(reinterpret_cast<const uint64_t*>(row + 1) + row->num_refs);
+  }
+};
+
+MPK_DEVICE const PhaseRow* find_row(const uint8_t* table, const uint8_t* row) {
+  const PhaseRow* phase = reinterpret_cast<const PhaseRow*>(row);
+  return phase->overflow == 0 ? phase : reinterpret_cast<const PhaseRow*>(table + phase->overflow);
+}
+MPK_DEVICE const uint32_t* waits_of(const PhaseRow* phase) { return reinterpret_cast<const uint32_t*>(phase + 1); }
+MPK_DEVICE const JobRow* first_job(const PhaseRow* phase) {
+  return reinterpret_cast<const JobRow*>(waits_of(phase) + (phase->num_waits + 3) / 4 * 4);
+}
+MPK_DEVICE const JobRow* next_job(const JobRow* job) {
+  return reinterpret_cast<const JobRow*>(reinterpret_cast<const uint8_t*>(job) + job->bytes);
+}
+
+// What both roles know of the launch.
+template <class Kernel>
+struct Launch {
+  const LaunchParams& params;
+  void* const* pointers;
+  Shared& shared;
+  uint8_t* smem;
+  uint32_t epoch;
+
+  MPK_DEVICE uint32_t* event(uint32_t phase) const { return control_word(Kernel::kEventsOffset) + phase * kEventStride; }
+  MPK_DEVICE uint32_t* ticket(uint32_t phase) const { return control_word(Kernel::kTicketsOffset) + phase * kEventStride; }
+  MPK_DEVICE uint32_t event_target() const { return (epoch + 1) * Kernel::kNumWorkers; }
+  MPK_DEVICE uint32_t* control_word(int64_t offset) const {
+    return reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(params.control) + offset);
+  }
+  MPK_DEVICE const uint8_t* table() const { return static_cast<const uint8_t*>(params.table); }
+};
+
+// A consumer thread's view: the group's barrier, shared memory, the ring. `rank` is the thread's within the group.
+template <class Kernel>
+struct Consumer : Launch<Kernel> {
+  using Config = Kernel;
+  int rank, warp, lane;
+  RingReader<Kernel::kSlots> ring;
+  uint32_t phase = 0;
+  uint32_t entry = 0;   // the ring entry the running job begins with
+  bool failed = false;  // this warp gave up a wait
+  bool alive = true;    // no warp of the group has, as far as the group knows
+  uint32_t flip = 0;
+
+  MPK_DEVICE Consumer(const Launch<Kernel>& launch, int thread)
+      : Launch<Kernel>(launch), rank(thread), warp(thread / 32), lane(thread % 32),
+        ring{launch.shared.ring, launch.smem + Kernel::kRingOffset, launch.shared.watchdog, thread % 32} {}
+
+  // The barrier of the consumer group. False, for all of them, when one has given up: return at once.
+  MPK_DEVICE bool sync() {
+    if (alive) alive = !ptx::barrier_or<kConsumerThreads>(failed);
+    return alive;
+  }
+
+  // Shared memory for the running job, Kernel::kRingOffset - Kernel::kStagedOffset bytes, aligned to 128.
+  MPK_DEVICE uint8_t* staged() const { return this->smem + Kernel::kStagedOffset; }
+
+  // This worker's number as the job sees it.
+  MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
+
+  MPK_DEVICE bool begin_phase() {
+    if (rank == 0) failed = !await_phase();
+    return sync();
+  }
+
+  MPK_DEVICE bool end_phase() {
+    if (!sync()) return false;
+    if (rank == 0) {
+      delay(this->params.jitter, blockIdx.x, 2 * phase + 1);
+      ptx::add_release_gpu(this->event(phase), 1);
+      ptx::store_release_cta(&this->shared.done, phase + 1);
+    }
+    phase++;
+    return true;
+  }
+
+ private:
+  MPK_DEVICE bool await_phase() {
+    Shared& s = this->shared;
+    uint32_t seen = 0;
+    const bool described = spin(
+        s.watchdog, [&] { return (seen = ptx::load_acquire_cta(&s.described)) > phase; },
+        [&] {
+          return StallRecord{0,    phase,     static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(Waiting::kLoader),
+                             phase, seen, phase + 1, entry};
+        });
+    if (!described) return false;
+    delay(this->params.jitter, blockIdx.x, 2 * phase);
+    const PhaseRow* row = find_row(this->table(), s.rows[phase % kPhasesAhead]);
+    for (uint32_t i = 0; i < row->num_waits; i++) {
+      const uint32_t event = waits_of(row)[i];
+      if (!wait_event(s.watchdog, this->event(event), this->event_target(), phase, WarpRole::kConsumer, event)) return false;
+    }
+    return true;
+  }
+};
+
+// The loader warp's view. All 32 lanes run its code together.
+template <class Kernel>
+struct Loader : Launch<Kernel> {
+  using Config = Kernel;
+  int lane;
+  RingWriter<Kernel::kSlots> ring;
+  uint32_t phase = 0;
+  bool failed = false;
+
+  MPK_DEVICE Loader(const Launch<Kernel>& launch, int lane)
+      : Launch<Kernel>(launch), lane(lane),
+        ring{launch.shared.ring, launch.smem + Kernel::kRingOffset, launch.shared.watchdog, lane} {}
+
+  MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
+
+  // Opens a ring entry; false when the launch was given up: return at once.
+  MPK_DEVICE bool begin(uint32_t bytes) {
+    if (!failed) failed = !ring.begin(bytes, phase);
+    return !failed;
+  }
+
+  // For a job whose copies depend on what the launch computes: waits until it is computed.
+  MPK_DEVICE bool await_inputs(const Job& job) {
+    for (uint32_t i = 0; i < job.row->num_loader_waits; i++) {
+      const uint32_t event = job.loader_waits()[i];
+      const bool ok =
+          wait_event(this->shared.watchdog, this->event(event), this->event_target(), phase, WarpRole::kLoader, event);
+      if (!__all_sync(~0u, ok)) failed = true;
+    }
+    if (job.row->num_loader_waits != 0) ptx::fence_proxy_async();
+    return !failed;
+  }
+
+  // Brings `row`, loaded earlier, into shared memory once its place there is free.
+  MPK_DEVICE bool publish_row(uint4 row) {
+    Shared& s = this->shared;
+    uint32_t seen = 0;
+    const bool ok = spin(
+        s.watchdog, [&] { return static_cast<int32_t>((seen = ptx::load_acquire_cta(&s.done)) + kPhasesAhead - phase) > 0; },
+        [&] {
+          return StallRecord{0,    phase, static_cast<uint32_t>(WarpRole::kLoader), static_cast<uint32_t>(Waiting::kFreeSlot),
+                             phase, seen,  phase, ring.entry};
+        });
+    if (!__all_sync(~0u, ok)) return false;
+    reinterpret_cast<uint4*>(s.rows[phase % kPhasesAhead])[lane] = row;
+    __syncwarp();
+    if (lane == 0) ptx::store_release_cta(&s.described, phase + 1);
+    return true;
+  }
+};
+
+template <class Kernel>
+MPK_DEVICE void run_loader(const Launch<Kernel>& launch, int lane) {
+  Loader<Kernel> l(launch, lane);
+  const uint4* rows = reinterpret_cast<const uint4*>(launch.table());
+  uint4 next = __ldg(rows + lane);
+  for (; l.phase < Kernel::kNumPhases; l.phase++) {
+    delay(launch.params.jitter, blockIdx.x, ~l.phase);
+    if (!l.publish_row(next)) break;
+    if (l.phase + 1 < Kernel::kNumPhases) next = __ldg(rows + (l.phase + 1) * (kPhaseRowBytes / 16) + lane);
+    const PhaseRow* row = find_row(launch.table(), launch.shared.rows[l.phase % kPhasesAhead]);
+    const JobRow* job = first_job(row);
+    for (uint32_t j = 0; j < row->num_jobs && !l.failed; j++, job = next_job(job))
+      Kernel::load(l, Job{job, &launch.params, launch.pointers});
+    if (l.failed) break;
+    l.ring.end_phase(l.phase);
+  }
+  l.ring.drain();
+}
+
+template <class Kernel>
+MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
+  while (c.phase < Kernel::kNumPhases) {
+    if (!c.begin_phase()) return;
+    const PhaseRow* row = find_row(c.table(), c.shared.rows[c.phase % kPhasesAhead]);
+    const JobRow* job = first_job(row);
+    for (uint32_t j = 0; j < row->num_jobs; j++, job = next_job(job)) {
+      if (j > 0 && !c.sync()) return;  // the previous job's staged data is no longer read
+      Kernel::compute(c, Job{job, &c.params, c.pointers});
+      if (!c.alive) return;
+    }
+    if (!c.end_phase()) return;
+  }
+}
+
+// The last CTA to leave closes the launch: all others have finished. Called by all consumer threads.
+template <class Kernel>
+MPK_DEVICE void leave(Consumer<Kernel>& c) {
+  Control& control = *c.params.control;
+  c.failed = false;  // all threads come here past the same barrier, whether the launch was completed or given up
+  c.alive = true;
+  if (c.rank == 0)
+    c.shared.word = ptx::fetch_inc_acq_rel_gpu(&control.exited, Kernel::kNumWorkers - 1) == Kernel::kNumWorkers - 1;
+  c.sync();
+  if (c.shared.word == 0) return;
+  if (ptx::load_acquire_gpu(&control.aborted) == 0) {
+    if (c.rank == 0) control.epoch = c.epoch + 1;
+    return;
+  }
+  const OutputRow* outputs = reinterpret_cast<const OutputRow*>(c.table() + Kernel::kOutputsOffset);
+  for (int i = 0; i < Kernel::kNumOutputs; i++) {
+    const OutputRow out = outputs[i];
+    uint8_t* data = static_cast<uint8_t*>(c.pointers[out.index]);
+    for (uint64_t b = c.rank * out.element; b < out.bytes; b += kConsumerThreads * out.element) {
+      if (out.element == 2) *reinterpret_cast<uint16_t*>(data + b) = static_cast<uint16_t>(out.nan);
+      if (out.element == 4) *reinterpret_cast<uint32_t*>(data + b) = static_cast<uint32_t>(out.nan);
+      if (out.element == 8) *reinterpret_cast<uint64_t*>(data + b) = out.nan;
+    }
+  }
+  __threadfence_system();
+  c.sync();
+  if (c.rank == 0) ptx::store_release_sys(c.params.host_abort, 1);
+}
+
+template <class Kernel>
+MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  Shared& shared = *reinterpret_cast<Shared*>(smem);
+  static_assert(sizeof(Shared) <= Kernel::kStagedOffset, "codegen and device disagree on the fixed shared memory");
+  if (threadIdx.x == 0) {
+    init_ring(shared.ring, Kernel::kSlots);
+    uint8_t* control = reinterpret_cast<uint8_t*>(params.control);
+    shared.watchdog = {params.control, reinterpret_cast<StallRecord*>(control + Kernel::kStallsOffset) + blockIdx.x,
+                       params.watchdog_ns};
+    shared.described = shared.done = 0;
+  }
+  const uint32_t epoch = ptx::load_relaxed_gpu(&params.control->epoch);
+  const bool aborted = ptx::load_relaxed_gpu(&params.control->aborted) != 0;  // by an earlier launch: run nothing
+  const Launch<Kernel> launch{params, pointers, shared, smem, epoch};
+  const bool skip = __syncthreads_or(aborted);
+  const int warp = threadIdx.x / 32;
+  if (warp == kConsumerWarps) {
+    if (!skip) run_loader(launch, threadIdx.x % 32);
+    return;
+  }
+  Consumer<Kernel> c(launch, threadIdx.x);
+  if (!skip) run_consumer(c);
+  leave(c);
+}
+
+}  // namespace mpk

@@ -1,0 +1,128 @@
+// Jobs generated from programs: a function at every point of a domain, or a reduction over its last dimension.
+#pragma once
+
+#include "torch_mpk/device/row.cuh"
+
+namespace mpk {
+
+// V: Index, kPoints; point(job, i).
+template <class V, class C>
+MPK_DEVICE void run_points(C& c, const Job& job) {
+  using Index = typename V::Index;
+  for (Index i = Index(c.worker(job)) * kConsumerThreads + c.rank; i < V::kPoints; i += C::Config::kNumWorkers * kConsumerThreads)
+    V::point(job, i);
+}
+
+// Reductions. `Value` is what a point gives, `State` what is accumulated.
+namespace reduce {
+
+template <class T>
+struct Sum {
+  using State = T;
+  static MPK_DEVICE State first() { return T(0); }
+  static MPK_DEVICE State of(T v, int64_t) { return v; }
+  static MPK_DEVICE State combine(State a, State b) { return a + b; }
+  static MPK_DEVICE T result(State s, int64_t) { return s; }
+};
+
+template <class T>
+struct Mean : Sum<T> {
+  static MPK_DEVICE T result(T s, int64_t n) { return s / T(n); }
+};
+
+template <class T>
+struct Prod : Sum<T> {
+  static MPK_DEVICE T first() { return T(1); }
+  static MPK_DEVICE T combine(T a, T b) { return a * b; }
+};
+
+template <class T>
+struct Any : Sum<T> {
+  static MPK_DEVICE T of(T v, int64_t) { return T(v != T(0)); }
+  static MPK_DEVICE T combine(T a, T b) { return T(a != T(0) || b != T(0)); }
+};
+
+template <class T>
+struct All : Any<T> {
+  static MPK_DEVICE T first() { return T(1); }
+  static MPK_DEVICE T combine(T a, T b) { return T(a != T(0) && b != T(0)); }
+};
+
+// The extreme value and the first place that has it; NaN is more extreme than any number.
+template <class T, bool kMax>
+struct Extreme {
+  struct State {
+    T value;
+    int64_t index;  // -1: nothing yet
+  };
+  static MPK_DEVICE State first() { return {T(0), -1}; }
+  static MPK_DEVICE State of(T v, int64_t i) { return {v, i}; }
+  static MPK_DEVICE State combine(State a, State b) {
+    if (a.index < 0) return b;
+    if (b.index < 0) return a;
+    const bool a_nan = a.value != a.value, b_nan = b.value != b.value;
+    const bool tie = (a_nan && b_nan) || a.value == b.value;
+    const bool take_a = tie ? a.index < b.index : a_nan || (!b_nan && (kMax ? a.value > b.value : a.value < b.value));
+    return take_a ? a : b;
+  }
+  static MPK_DEVICE T result(State s, int64_t) { return s.value; }
+};
+template <class T>
+using AMax = Extreme<T, true>;
+template <class T>
+using AMin = Extreme<T, false>;
+template <class T>
+struct ArgMax : AMax<T> {
+  static MPK_DEVICE int64_t result(typename AMax<T>::State s, int64_t) { return s.index; }
+};
+template <class T>
+struct ArgMin : AMin<T> {
+  static MPK_DEVICE int64_t result(typename AMin<T>::State s, int64_t) { return s.index; }
+};
+
+}  // namespace reduce
+
+// Moves a state of 4-byte words to another lane.
+template <class S>
+MPK_DEVICE S shuffle_xor(S s, int offset) {
+  if constexpr (sizeof(S) < 4) {
+    return static_cast<S>(__shfl_xor_sync(~0u, static_cast<int>(s), offset));
+  } else {
+    union {
+      S state;
+      uint32_t words[sizeof(S) / 4];
+    } u{s};
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(S) / 4; i++) u.words[i] = __shfl_xor_sync(~0u, u.words[i], offset);
+    return u.state;
+  }
+}
+
+// V: Op (one of reduce::), kOuter, kInner; value(job, outer, inner), finish(job, outer, result). Fixed order: lane l adds
+// elements l, l + size, ...; then the tree of lanes; then the warps in order.
+template <class V, class C>
+MPK_DEVICE void run_reduce(C& c, const Job& job) {
+  using Op = typename V::Op;
+  using State = typename Op::State;
+  constexpr bool kWarpRows = V::kInner <= 1024;
+  constexpr uint32_t kWorkers = C::Config::kNumWorkers;
+  const int size = kWarpRows ? 32 : kConsumerThreads, rank = kWarpRows ? c.lane : c.rank;
+  const int64_t step = kWarpRows ? kWorkers * kConsumerWarps : kWorkers;
+  State* partials = reinterpret_cast<State*>(c.staged());
+  for (int64_t outer = c.worker(job) + (kWarpRows ? c.warp * kWorkers : 0); outer < V::kOuter; outer += step) {
+    State state = Op::first();
+    for (int64_t i = rank; i < V::kInner; i += size) state = Op::combine(state, Op::of(V::value(job, outer, i), i));
+#pragma unroll
+    for (int o = 16; o > 0; o /= 2) state = Op::combine(state, shuffle_xor(state, o));
+    if constexpr (!kWarpRows) {
+      if (c.lane == 0) partials[c.warp] = state;
+      if (!c.sync()) return;
+      state = partials[0];
+      for (int w = 1; w < kConsumerWarps; w++) state = Op::combine(state, partials[w]);
+      if (!c.sync()) return;
+    }
+    if (rank == 0) V::finish(job, outer, Op::result(state, V::kInner));
+  }
+}
+
+}  // namespace mpk

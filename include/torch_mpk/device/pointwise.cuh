@@ -1,0 +1,155 @@
+// The vocabulary of generated elementwise code: conversions, the operations of pointwise_ops.h, memory accesses.
+//
+// Compile with --fmad=false: every operation rounds where the eager graph does, whatever it is fused with.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "torch_mpk/device/ptx.cuh"
+#include "torch_mpk/pointwise_ops.h"
+
+namespace mpk {
+
+// ---- conversions
+
+template <class T>
+MPK_DEVICE float to_float(T v) {
+  return static_cast<float>(v);
+}
+template <>
+MPK_DEVICE float to_float(__nv_bfloat16 v) {
+  return __bfloat162float(v);
+}
+template <>
+MPK_DEVICE float to_float(__half v) {
+  return __half2float(v);
+}
+
+template <class T>
+inline constexpr bool kIsReduced = false;
+template <>
+inline constexpr bool kIsReduced<__nv_bfloat16> = true;
+template <>
+inline constexpr bool kIsReduced<__half> = true;
+
+// PyTorch's conversion from any element type to any other: reduced floats go through float, everything nonzero is true.
+template <class To, class From>
+struct Convert {
+  static MPK_DEVICE To apply(From v) {
+    if constexpr (kIsReduced<From>)
+      return Convert<To, float>::apply(to_float(v));
+    else
+      return static_cast<To>(v);
+  }
+};
+template <class T>
+struct Convert<T, T> {
+  static MPK_DEVICE T apply(T v) { return v; }
+};
+template <class From>
+struct Convert<__nv_bfloat16, From> {
+  static MPK_DEVICE __nv_bfloat16 apply(From v) { return __float2bfloat16_rn(to_float(v)); }
+};
+template <>
+struct Convert<__nv_bfloat16, __nv_bfloat16> {
+  static MPK_DEVICE __nv_bfloat16 apply(__nv_bfloat16 v) { return v; }
+};
+template <class From>
+struct Convert<__half, From> {
+  static MPK_DEVICE __half apply(From v) { return __float2half_rn(to_float(v)); }
+};
+template <>
+struct Convert<__half, __half> {
+  static MPK_DEVICE __half apply(__half v) { return v; }
+};
+
+template <class To, class From>
+MPK_DEVICE To cast(From v) {
+  return Convert<To, From>::apply(v);
+}
+
+// The type an operation on T computes in.
+template <class T>
+struct ComputeType {
+  using type = T;
+};
+template <>
+struct ComputeType<__nv_bfloat16> {
+  using type = float;
+};
+template <>
+struct ComputeType<__half> {
+  using type = float;
+};
+template <class T>
+using Compute = typename ComputeType<T>::type;
+
+// ---- operations
+
+namespace math {
+#define MPK_MATH(name)                                    \
+  MPK_DEVICE float name(float a) { return ::name##f(a); } \
+  MPK_DEVICE double name(double a) { return ::name(a); }
+MPK_MATH(sqrt) MPK_MATH(exp) MPK_MATH(log) MPK_MATH(sin) MPK_MATH(cos) MPK_MATH(tanh) MPK_MATH(erf) MPK_MATH(floor)
+MPK_MATH(ceil) MPK_MATH(log1p)
+#undef MPK_MATH
+MPK_DEVICE float pow(float a, float b) { return ::powf(a, b); }
+MPK_DEVICE double pow(double a, double b) { return ::pow(a, b); }
+}  // namespace math
+
+// ops::name<T>(arguments of compute type T)
+namespace ops {
+#define MPK_PARAMETERS_1 T a
+#define MPK_PARAMETERS_2 T a, T b
+#define MPK_OPERATION(name, arity, expression)      \
+  template <class T>                                \
+  MPK_DEVICE T name(MPK_PARAMETERS_##arity) {       \
+    return static_cast<T>(expression);              \
+  }
+#define MPK_COMPARISON(name, arity, expression)     \
+  template <class T>                                \
+  MPK_DEVICE bool name(MPK_PARAMETERS_##arity) {    \
+    return expression;                              \
+  }
+MPK_POINTWISE_ARITHMETIC(MPK_OPERATION)
+MPK_POINTWISE_FLOAT(MPK_OPERATION)
+MPK_POINTWISE_INTEGER(MPK_OPERATION)
+MPK_POINTWISE_COMPARE(MPK_COMPARISON)
+#undef MPK_PARAMETERS_1
+#undef MPK_PARAMETERS_2
+#undef MPK_OPERATION
+#undef MPK_COMPARISON
+}  // namespace ops
+
+// ---- memory
+
+// A value this launch does not write: it may come from the read-only cache.
+template <class T>
+MPK_DEVICE T load_constant(const T* p) {
+  if constexpr (sizeof(T) == 1) {
+    const unsigned char v = __ldg(reinterpret_cast<const unsigned char*>(p));
+    return *reinterpret_cast<const T*>(&v);
+  } else {
+    return __ldg(p);
+  }
+}
+template <>
+MPK_DEVICE bool load_constant(const bool* p) {
+  return __ldg(reinterpret_cast<const unsigned char*>(p)) != 0;
+}
+template <>
+MPK_DEVICE int64_t load_constant(const int64_t* p) {
+  return __ldg(reinterpret_cast<const long long*>(p));
+}
+
+// N elements moved as one access of at most 16 bytes.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T v[N];
+};
+
+template <class T>
+inline constexpr int kVecSize = 16 / sizeof(T);
+
+}  // namespace mpk

@@ -1,0 +1,146 @@
+// The instructions CUDA C++ has no name for. With ring.cuh the only place that differs between architectures.
+#pragma once
+
+#include "torch_mpk/abi.h"
+
+#define MPK_DEVICE __device__ __forceinline__
+
+namespace mpk::ptx {
+
+MPK_DEVICE uint32_t smem_addr(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// ---- mbarrier: the barrier in shared memory on which copies complete
+
+MPK_DEVICE void mbar_init(uint64_t* bar, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)), "r"(count) : "memory");
+}
+
+MPK_DEVICE void mbar_arrive(uint64_t* bar) {
+  asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.shared::cta.b64 t, [%0];\n}" ::"r"(smem_addr(bar)) : "memory");
+}
+
+// Whether the phase of this parity is complete. On sm_90 the hardware may suspend the thread for a while first.
+MPK_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
+  uint32_t done;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+#else
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+#endif
+  return done;
+}
+
+#if __CUDA_ARCH__ >= 900
+MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
+}
+
+// Contiguous global bytes to shared memory; both ends and the size are multiples of 16.
+MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_addr(dst)), "l"(src), "r"(bytes), "r"(smem_addr(bar))
+               : "memory");
+}
+#else
+MPK_DEVICE void copy_async_16(void* dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
+}
+
+// Arrives at `bar` when this thread's copies so far have landed.
+MPK_DEVICE void copy_async_arrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
+}
+#endif
+
+// Makes mbarrier initialisations visible to the copy engine.
+MPK_DEVICE void fence_mbar_init() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// Orders this thread's ordinary accesses with the copy engine's.
+MPK_DEVICE void fence_proxy_async() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+// ---- words that synchronise
+
+MPK_DEVICE uint32_t load_acquire_cta(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(smem_addr(p)) : "memory");
+  return v;
+}
+
+MPK_DEVICE uint64_t load_acquire_cta(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.cta.shared::cta.u64 %0, [%1];" : "=l"(v) : "r"(smem_addr(p)) : "memory");
+  return v;
+}
+
+MPK_DEVICE void store_release_cta(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_addr(p)), "r"(v) : "memory");
+}
+
+MPK_DEVICE void store_release_cta(uint64_t* p, uint64_t v) {
+  asm volatile("st.release.cta.shared::cta.u64 [%0], %1;" ::"r"(smem_addr(p)), "l"(v) : "memory");
+}
+
+MPK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+MPK_DEVICE uint32_t load_relaxed_gpu(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+MPK_DEVICE void add_release_gpu(uint32_t* p, uint32_t v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+MPK_DEVICE uint32_t fetch_add_relaxed_gpu(uint32_t* p, uint32_t v) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+
+// Counts 0, 1, ..., last, 0, ...; returns the value before.
+MPK_DEVICE uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(last) : "memory");
+  return old;
+}
+
+MPK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// ---- the rest
+
+// Barrier 1 among `threads` threads; true for all when `value` is true for any.
+template <int threads>
+MPK_DEVICE bool barrier_or(bool value) {
+  uint32_t any;
+  __syncwarp();
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 q, %1, 0;\nbarrier.cta.red.or.aligned.pred p, 1, %2, q;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(any) : "r"(static_cast<uint32_t>(value)), "n"(threads) : "memory");
+  return any;
+}
+
+MPK_DEVICE uint64_t global_time_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+MPK_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+}  // namespace mpk::ptx

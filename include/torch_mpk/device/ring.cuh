@@ -1,0 +1,179 @@
+// The ring of shared-memory slots through which the loader warp streams large operands to the consumer warps.
+//
+// Entries are numbered 0, 1, 2, ... over the whole launch; entry g lives in slot g mod slots. The loader fills an entry's
+// metadata, starts its copies and publishes the count `issued`; the one consumer warp that owns the entry awaits
+// `issued > g`, then the slot's `full` barrier, and frees the slot through its `empty` barrier. Because the consumer
+// looks at `full` only after the loader has armed it for entry g, its parity cannot be mistaken for that of an earlier
+// or a later round, whichever warps share a slot.
+#pragma once
+
+#include "torch_mpk/device/event.cuh"
+
+namespace mpk {
+
+inline constexpr int kSlotBytes = 8192;
+inline constexpr int kMaxSlots = 28;
+inline constexpr int kPhasesAhead = 8;  // rows of phases kept in shared memory
+
+struct RingState {
+  uint64_t full[kMaxSlots];
+  uint64_t empty[kMaxSlots];
+  uint32_t tile[kMaxSlots];           // the tile an entry begins, when tiles are claimed
+  uint64_t phase_end[kPhasesAhead];   // phase + 1 in the upper half, entries issued by its end in the lower
+  uint32_t issued;
+};
+
+#if __CUDA_ARCH__ >= 900
+inline constexpr uint32_t kFullArrivals = 1;  // the copy engine counts bytes; one arrival announces how many
+#else
+inline constexpr uint32_t kFullArrivals = 32;  // each lane of the loader warp arrives when its copies have landed
+#endif
+
+MPK_DEVICE void init_ring(RingState& ring, int slots) {
+  for (int i = 0; i < slots; i++) {
+    ptx::mbar_init(&ring.full[i], kFullArrivals);
+    ptx::mbar_init(&ring.empty[i], 1);
+  }
+  for (int i = 0; i < kPhasesAhead; i++) ring.phase_end[i] = 0;
+  ring.issued = 0;
+  ptx::fence_mbar_init();
+}
+
+// The loader's end. All lanes of the warp call all functions, with the same arguments.
+template <int slots>
+struct RingWriter {
+  RingState& ring;
+  uint8_t* data;
+  const Watchdog& dog;
+  int lane;
+  uint32_t entry = 0;  // the next
+  int slot = 0;        // entry mod slots
+  uint32_t parity = 1; // of the previous round through the slots
+
+  // Opens the next entry for copies of `bytes` in total; false when the launch was given up.
+  MPK_DEVICE bool begin(uint32_t bytes, uint32_t phase) {
+    if (entry >= slots) {
+      const bool ok = spin(
+          dog, [&] { return ptx::mbar_test(&ring.empty[slot], parity); },
+          [&] {
+            return StallRecord{0, phase, static_cast<uint32_t>(WarpRole::kLoader), static_cast<uint32_t>(Waiting::kFreeSlot),
+                               static_cast<uint32_t>(slot), 0, 0, entry};
+          });
+      if (!__all_sync(~0u, ok)) return false;
+    }
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) ptx::mbar_arrive_expect(&ring.full[slot], bytes);
+    __syncwarp();
+#endif
+    return true;
+  }
+
+  // `rows` rows of `row_bytes`, `src_pitch` bytes apart in memory and `dst_pitch` in the slot. Multiples of 16.
+  MPK_DEVICE void copy(uint32_t dst, uint32_t dst_pitch, const uint8_t* src, int64_t src_pitch, uint32_t rows,
+                       uint32_t row_bytes) {
+    if (dst_pitch == row_bytes && src_pitch == row_bytes) {
+      row_bytes *= rows;
+      rows = rows > 0;
+    }
+    uint8_t* to = data + slot * kSlotBytes + dst;
+#if __CUDA_ARCH__ >= 900
+    for (uint32_t r = lane; r < rows; r += 32)
+      ptx::bulk_load(to + r * dst_pitch, src + r * src_pitch, row_bytes, &ring.full[slot]);
+#else
+    for (uint32_t r = 0; r < rows; r++)
+      for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16)
+        ptx::copy_async_16(to + r * dst_pitch + i, src + r * src_pitch + i);
+#endif
+  }
+
+  // Closes the entry and shows it to the consumers.
+  MPK_DEVICE void commit(uint32_t tile) {
+#if __CUDA_ARCH__ < 900
+    ptx::copy_async_arrive(&ring.full[slot]);
+#endif
+    __syncwarp();
+    entry++;
+    if (lane == 0) {
+      ring.tile[slot] = tile;
+      ptx::store_release_cta(&ring.issued, entry);
+    }
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+
+  MPK_DEVICE void end_phase(uint32_t phase) {
+    if (lane == 0) ptx::store_release_cta(&ring.phase_end[phase % kPhasesAhead], (uint64_t(phase + 1) << 32) | entry);
+  }
+
+  // Waits for the copies in flight: they must not land in the shared memory of a CTA that has exited.
+  MPK_DEVICE void drain() {
+    for (uint32_t g = entry > slots ? entry - slots : 0; g < entry; g++)
+      while (!ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1)) {
+      }
+  }
+};
+
+// A consumer warp's end. All lanes call all functions.
+template <int slots>
+struct RingReader {
+  RingState& ring;
+  uint8_t* data;
+  const Watchdog& dog;
+  int lane;
+  uint32_t issued = 0;  // what has been seen of ring.issued
+
+  // Waits until entry g has been issued, or, if `claimed`, until it is known that the phase ends before it: `ended`.
+  MPK_DEVICE bool wait_issued(uint32_t g, uint32_t phase, bool claimed, bool& ended) {
+    ended = false;
+    if (static_cast<int32_t>(issued - g) > 0) return true;
+    const bool ok = spin(
+        dog,
+        [&] {
+          issued = ptx::load_acquire_cta(&ring.issued);
+          if (static_cast<int32_t>(issued - g) > 0) return true;
+          if (!claimed) return false;
+          const uint64_t end = ptx::load_acquire_cta(&ring.phase_end[phase % kPhasesAhead]);
+          ended = (end >> 32) == phase + 1 && static_cast<int32_t>(g - static_cast<uint32_t>(end)) >= 0;
+          return ended;
+        },
+        [&] { return report(Waiting::kLoader, phase, issued, g); });
+    if (!__all_sync(~0u, ok)) return false;
+    ended = __any_sync(~0u, ended);
+    return true;
+  }
+
+  // Waits for the data of entry g, which has been issued.
+  MPK_DEVICE bool wait_full(uint32_t g, uint32_t phase) {
+    const bool ok = spin(
+        dog, [&] { return ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1); },
+        [&] { return report(Waiting::kFullSlot, phase, issued, g); });
+    return __all_sync(~0u, ok);
+  }
+
+  // Both; for entries that are known to come.
+  MPK_DEVICE bool wait(uint32_t g, uint32_t phase) {
+    bool ended;
+    return wait_issued(g, phase, false, ended) && wait_full(g, phase);
+  }
+
+  MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * kSlotBytes; }
+  MPK_DEVICE uint32_t tile(uint32_t g) const { return ring.tile[g % slots]; }
+
+  // The number of entries issued by the end of a phase, which wait_issued has found ended.
+  MPK_DEVICE uint32_t phase_end(uint32_t phase) const { return static_cast<uint32_t>(ring.phase_end[phase % kPhasesAhead]); }
+
+  MPK_DEVICE void release(uint32_t g) {
+    __syncwarp();
+    if (lane == 0) ptx::mbar_arrive(&ring.empty[g % slots]);
+  }
+
+ private:
+  MPK_DEVICE StallRecord report(Waiting what, uint32_t phase, uint32_t seen, uint32_t g) const {
+    return StallRecord{0, phase, static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(what), g % slots, seen,
+                       g + 1, g};
+  }
+};
+
+}  // namespace mpk

@@ -1,0 +1,98 @@
+// Groups of threads that work on a row together, and jobs made of rows.
+//
+// A row task is a class constructed by every thread of a group with the job's operands, which it may start to fetch, and
+// applied to a row in shared memory, in place:
+//
+//   template <class V, class Group> struct Task {
+//     Task(const Group& group, const Job& job, uint32_t row);   // V: sizes and attributes; V::kRefs: its first operand
+//     void apply(Group& group, T* row);                         // the row is complete on entry; no barrier at the end
+//   };
+//
+// Every thread touches elements in the order of its rank, so the result does not depend on which group does the work.
+#pragma once
+
+#include "torch_mpk/device/megakernel.cuh"
+#include "torch_mpk/device/pointwise.cuh"
+
+namespace mpk {
+
+MPK_DEVICE float warp_sum(float v) {
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+
+MPK_DEVICE float warp_max(float v) {
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+
+struct WarpThreads {
+  static constexpr int kSize = 32;
+  int rank;
+  MPK_DEVICE float sum(float v) { return warp_sum(v); }
+  MPK_DEVICE void sync() { __syncwarp(); }
+};
+
+// All consumer threads of the CTA.
+template <class C>
+struct CtaThreads {
+  static constexpr int kSize = kConsumerThreads;
+  C& c;
+  int rank;
+  MPK_DEVICE explicit CtaThreads(C& c) : c(c), rank(c.rank) {}
+
+  // Alternating buffers: one barrier a sum.
+  MPK_DEVICE float sum(float v) {
+    float* partials = c.shared.partials[c.flip];
+    c.flip ^= 1;
+    v = warp_sum(v);
+    if (c.lane == 0) partials[c.warp] = v;
+    c.sync();
+    float total = partials[0];
+#pragma unroll
+    for (int w = 1; w < kConsumerWarps; w++) total += partials[w];
+    return total;
+  }
+  MPK_DEVICE void sync() { c.sync(); }
+};
+
+// A row of at most this many bytes belongs to one warp, a longer one to the CTA; fused or not, for equal bits.
+inline constexpr int kWarpRowBytes = 2048;
+
+// Copies a row of N elements between memory and shared memory. The same thread of a group always has the same elements.
+template <class T, int N, bool vectorized, class Group>
+MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
+  if constexpr (vectorized) {
+    for (int i = group.rank; i < N / kVecSize<T>; i += Group::kSize)
+      reinterpret_cast<uint4*>(dst)[i] = reinterpret_cast<const uint4*>(src)[i];
+  } else {
+    for (int i = group.rank; i < N; i += Group::kSize) dst[i] = src[i];
+  }
+}
+
+// A job of row tasks alone. V: kRows, kSize, kVectorized, T; source(job, row), target(job, row); apply(group, job, row, data).
+template <class V, class C>
+MPK_DEVICE void run_rows(C& c, const Job& job) {
+  using T = typename V::T;
+  constexpr int kPitch = (V::kSize * sizeof(T) + 15) / 16 * 16;
+  const uint32_t worker = c.worker(job);
+  if constexpr (V::kSize * sizeof(T) <= kWarpRowBytes) {
+    WarpThreads group{c.lane};
+    T* data = reinterpret_cast<T*>(c.staged() + c.warp * kPitch);
+    for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows; row += kConsumerWarps * C::Config::kNumWorkers) {
+      V::run(group, job, row, data);
+      group.sync();
+    }
+  } else {
+    CtaThreads<C> group(c);
+    T* data = reinterpret_cast<T*>(c.staged());
+    for (uint32_t row = worker; row < V::kRows; row += C::Config::kNumWorkers) {
+      V::run(group, job, row, data);
+      if (!c.sync()) return;
+    }
+  }
+}
+
+}  // namespace mpk

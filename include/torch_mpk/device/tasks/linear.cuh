@@ -1,0 +1,336 @@
+// linear: y[r, n] = sum over k of x[r, k] * weight[n, k], with the weights streamed through the ring.
+//
+// A tile is a few complete output rows (rows of the weight) and belongs to one warp; its bytes come as consecutive ring
+// entries ("chunks") of at most one slot. Which k a lane takes and in which order it adds depends on k alone, so a value
+// has the same bits whatever tile it is part of.
+//
+// A variant V describes one job:
+//   T                      element type of x, weights and results
+//   kBatch, kSize          rows of x (at most 16); K
+//   kSegments, kParts      linears one after the other in row space, or linears whose row n is computed side by side
+//   kTileRows              rows a tile has of each part
+//   kChunkParts, kChunkSize  parts and k that share a chunk
+//   kNumTiles, first_tile(s), num_rows(s)
+//   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
+//   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
+//   weight(job, i), weight_pitch(i)      of segment or part i, in bytes
+//   x(job, row), run_prologue(group, job, row, data)
+//   Extra, preload(job, segment, r, n), finish(job, segment, r, n, sums, extra)   bias, epilogue, stores
+#pragma once
+
+#include "torch_mpk/device/partition.h"
+#include "torch_mpk/device/row.cuh"
+
+namespace mpk::linear {
+
+template <class T>
+struct Unpack;
+template <>
+struct Unpack<float> {
+  static MPK_DEVICE void apply(const uint4& v, float (&f)[4]) {
+    f[0] = __uint_as_float(v.x);
+    f[1] = __uint_as_float(v.y);
+    f[2] = __uint_as_float(v.z);
+    f[3] = __uint_as_float(v.w);
+  }
+};
+template <>
+struct Unpack<__nv_bfloat16> {
+  static MPK_DEVICE void apply(const uint4& v, float (&f)[8]) {
+    const uint32_t u[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      f[2 * i] = __uint_as_float(u[i] << 16);
+      f[2 * i + 1] = __uint_as_float(u[i] & 0xffff0000u);
+    }
+  }
+};
+template <>
+struct Unpack<__half> {
+  static MPK_DEVICE void apply(const uint4& v, float (&f)[8]) {
+    const uint32_t u[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&u[i]));
+      f[2 * i] = pair.x;
+      f[2 * i + 1] = pair.y;
+    }
+  }
+};
+
+// Sums each of N values (a power of two up to 32) over the warp; lane l returns the sum of value l / (32 / N). Every value
+// goes through the same tree of lanes, whatever N is.
+template <int N>
+MPK_DEVICE float sum_values(float (&v)[N], int lane) {
+#pragma unroll
+  for (int m = N, o = 16; o > 0; m /= 2, o /= 2) {
+    if (m > 1) {
+      const bool upper = lane & o;
+#pragma unroll
+      for (int i = 0; i < N / 2; i++)
+        if (i < m / 2) {
+          const float send = upper ? v[i] : v[i + m / 2];
+          const float keep = upper ? v[i + m / 2] : v[i];
+          v[i] = keep + __shfl_xor_sync(~0u, send, o);
+        }
+    } else {
+      v[0] += __shfl_xor_sync(~0u, v[0], o);
+    }
+  }
+  return v[0];
+}
+
+constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
+
+// What follows from a variant.
+template <class V>
+struct Shape {
+  using T = typename V::T;
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kRows = V::kChunkParts * V::kTileRows;                       // weight rows in a chunk
+  static constexpr int kChunksAlongK = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
+  static constexpr int kChunks = V::kParts / V::kChunkParts * kChunksAlongK;        // ring entries of a tile
+  static constexpr int kSums = kRows * V::kBatch;                                   // that a warp holds
+  static constexpr int kResults = V::kParts * V::kTileRows * V::kBatch;             // of a tile
+  static constexpr int kScratchFloats = (kResults + 3) / 4 * 4;                     // per warp, before the staged x
+  static constexpr int kScratchBytes = kConsumerWarps * kScratchFloats * 4;
+  static constexpr int kPitch = (V::kSize * int(sizeof(T)) + 15) / 16 * 16;         // of staged x
+  static constexpr int kStagedBytes = kScratchBytes + (V::kStaged ? V::kBatch * kPitch : 0);
+
+  static MPK_DEVICE int chunk_size(int along_k) { return min(V::kChunkSize, V::kSize - along_k * V::kChunkSize); }
+  static MPK_DEVICE int segment_of(uint32_t tile) {
+    int s = 0;
+#pragma unroll
+    for (int i = 1; i < V::kSegments; i++) s += tile >= V::first_tile(i);
+    return s;
+  }
+};
+
+// The loader's part.
+template <class V, class L>
+MPK_DEVICE void load_tile(L& l, const Job& job, uint32_t tile) {
+  using S = Shape<V>;
+  constexpr int kElement = sizeof(typename V::T);
+  const int segment = S::segment_of(tile);
+  const uint32_t row = (tile - V::first_tile(segment)) * V::kTileRows;
+  const uint32_t rows = min(uint32_t(V::kTileRows), V::num_rows(segment) - row);
+  for (int first = 0; first < V::kParts; first += V::kChunkParts)
+    for (int k = 0; k < S::kChunksAlongK; k++) {
+      const uint32_t row_bytes = S::chunk_size(k) * kElement;
+      if (!l.begin(V::kChunkParts * rows * row_bytes)) return;
+#pragma unroll
+      for (int i = 0; i < V::kChunkParts; i++) {
+        const int which = V::kParts > 1 ? first + i : segment;
+        const int64_t pitch = V::weight_pitch(which);
+        l.ring.copy(i * V::kTileRows * row_bytes, row_bytes, V::weight(job, which) + row * pitch + k * V::kChunkSize * kElement,
+                    pitch, rows, row_bytes);
+      }
+      l.ring.commit(tile);
+    }
+}
+
+template <class V, class L>
+MPK_DEVICE void load(L& l, const Job& job) {
+  if (!l.await_inputs(job)) return;
+  constexpr uint32_t kWorkers = L::Config::kNumWorkers;
+  if constexpr (V::kClaimed) {
+    // Each worker draws until it draws in vain once, so the counter advances by a known amount in every launch and is
+    // never reset.
+    constexpr Tickets kTickets = make_tickets(V::kNumTiles, kWorkers);
+    constexpr uint32_t kNumTickets = kTickets.quads + kTickets.pairs + kTickets.singles;
+    uint32_t* counter = l.ticket(l.phase);
+    const uint32_t base = l.epoch * (kNumTickets + kWorkers);
+    uint32_t drawn = l.lane == 0 ? ptx::fetch_add_relaxed_gpu(counter, 1) - base : 0;
+    for (;;) {
+      const uint32_t ticket = __shfl_sync(~0u, drawn, 0);
+      if (ticket >= kNumTickets) return;
+      if (l.lane == 0) drawn = ptx::fetch_add_relaxed_gpu(counter, 1) - base;  // in flight while this one is loaded
+      const Span tiles = ticket_tiles(kTickets, ticket);
+      for (uint32_t tile = tiles.begin; tile < tiles.end; tile++) {
+        load_tile<V>(l, job, tile);
+        if (l.failed) return;
+      }
+    }
+  } else {
+    const Span tiles = static_span(V::kNumTiles, l.worker(job), kWorkers);
+    for (uint32_t tile = tiles.begin; tile < tiles.end && !l.failed; tile++) load_tile<V>(l, job, tile);
+  }
+}
+
+// Brings x into shared memory, through the row tasks in front of the linear.
+template <class V, class C>
+MPK_DEVICE void stage(C& c, const Job& job, typename V::T* x) {
+  using S = Shape<V>;
+  using T = typename V::T;
+  constexpr int kRowElements = S::kPitch / sizeof(T);
+  if constexpr (V::kSize * sizeof(T) <= kWarpRowBytes || !V::kRowTasks) {
+    if constexpr (V::kRowTasks) {
+      WarpThreads group{c.lane};
+      for (int r = c.warp; r < V::kBatch; r += kConsumerWarps) V::run_prologue(group, job, r, x + r * kRowElements);
+    } else {
+      CtaThreads<C> group(c);
+#pragma unroll 4
+      for (int r = 0; r < V::kBatch; r++) V::run_prologue(group, job, r, x + r * kRowElements);
+    }
+  } else {
+    CtaThreads<C> group(c);
+    for (int r = 0; r < V::kBatch; r++) V::run_prologue(group, job, r, x + r * kRowElements);
+  }
+}
+
+// Adds the products of one chunk.
+template <class V, int kAccumulators>
+MPK_DEVICE void multiply(const uint8_t* slot, int pieces, const uint4* x, int x_pitch, int lane,
+                         float (&sums)[Shape<V>::kSums][kAccumulators]) {
+  using S = Shape<V>;
+  using T = typename V::T;
+  const uint4* weights = reinterpret_cast<const uint4*>(slot);
+  constexpr int kUnroll = S::kSums <= 2 ? 4 : S::kSums <= 8 ? 2 : 1;
+#pragma unroll kUnroll
+  for (int j = lane; j < pieces; j += 32) {
+    float w[S::kRows][S::kVec];
+#pragma unroll
+    for (int row = 0; row < S::kRows; row++) Unpack<T>::apply(weights[row * pieces + j], w[row]);
+#pragma unroll
+    for (int r = 0; r < V::kBatch; r++) {
+      float v[S::kVec];
+      Unpack<T>::apply(x[r * x_pitch + j], v);
+#pragma unroll
+      for (int row = 0; row < S::kRows; row++)
+#pragma unroll
+        for (int e = 0; e < S::kVec; e++) {
+          float& sum = sums[row * V::kBatch + r][e % kAccumulators];
+          sum = fmaf(w[row][e], v[e], sum);
+        }
+    }
+  }
+}
+
+// One tile, from its first ring entry to its stores.
+template <class V, class C>
+MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch, float* scratch) {
+  using S = Shape<V>;
+  constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
+  constexpr int kValues = next_power_of_two(S::kSums);
+  constexpr int kOutputs = V::kTileRows * V::kBatch;
+  const int segment = S::segment_of(tile);
+  const uint32_t first_row = (tile - V::first_tile(segment)) * V::kTileRows;
+  const uint32_t end_row = V::num_rows(segment);
+  auto row_of = [&](int i) { return first_row + i % V::kTileRows; };
+
+  // What the first round of results needs from memory is fetched while the tile is multiplied.
+  typename V::Extra extra{};
+  if (c.lane < kOutputs && row_of(c.lane) < end_row) extra = V::preload(job, segment, c.lane / V::kTileRows, row_of(c.lane));
+
+  for (int part = 0; part < V::kParts; part += V::kChunkParts) {
+    float sums[S::kSums][kAccumulators] = {};
+    for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
+      if (!c.ring.wait(entry, c.phase)) return false;
+      multiply<V>(c.ring.slot(entry), S::chunk_size(k) / S::kVec, x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
+      c.ring.release(entry);
+    }
+    constexpr int kRound = kValues < 32 ? kValues : 32;
+#pragma unroll
+    for (int base = 0; base < S::kSums; base += kRound) {
+      float values[kRound];
+#pragma unroll
+      for (int i = 0; i < kRound; i++)
+        values[i] = base + i < S::kSums ? (kAccumulators == 2 ? sums[base + i][0] + sums[base + i][kAccumulators - 1] : sums[base + i][0]) : 0.0f;
+      const float sum = sum_values<kRound>(values, c.lane);
+      const int i = base + c.lane / (32 / kRound);
+      if (c.lane % (32 / kRound) == 0 && i < S::kSums) scratch[part * V::kTileRows * V::kBatch + i] = sum;
+    }
+  }
+  __syncwarp();
+  for (int i = c.lane; i < kOutputs; i += 32) {
+    const int r = i / V::kTileRows;
+    const uint32_t n = row_of(i);
+    if (n < end_row) {
+      if (i != c.lane) extra = V::preload(job, segment, r, n);
+      float results[V::kParts];
+#pragma unroll
+      for (int p = 0; p < V::kParts; p++) results[p] = scratch[(p * V::kTileRows + i % V::kTileRows) * V::kBatch + r];
+      V::finish(job, segment, r, n, results, extra);
+    }
+  }
+  __syncwarp();
+  return true;
+}
+
+// The consumers' part.
+template <class V, class C>
+MPK_DEVICE void compute(C& c, const Job& job) {
+  using S = Shape<V>;
+  using T = typename V::T;
+  static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  float* scratch = reinterpret_cast<float*>(c.staged()) + c.warp * S::kScratchFloats;
+  T* staged = reinterpret_cast<T*>(c.staged() + S::kScratchBytes);
+  const uint4* x;
+  int x_pitch;
+  if constexpr (V::kStaged) {
+    stage<V>(c, job, staged);
+    if (!c.sync()) return;
+    x = reinterpret_cast<const uint4*>(staged);
+    x_pitch = S::kPitch / 16;
+  } else {
+    x = reinterpret_cast<const uint4*>(V::x(job, 0));
+    x_pitch = V::kPitchX / S::kVec;
+  }
+  if constexpr (V::kClaimed) {
+    for (uint32_t i = c.warp;; i += kConsumerWarps) {
+      const uint32_t entry = c.entry + i * S::kChunks;
+      bool ended;
+      if (!c.ring.wait_issued(entry, c.phase, true, ended)) {
+        c.failed = true;
+        break;
+      }
+      if (ended) {
+        c.entry = c.ring.phase_end(c.phase);
+        break;
+      }
+      if (!compute_tile<V>(c, job, c.ring.tile(entry), entry, x, x_pitch, scratch)) {
+        c.failed = true;
+        break;
+      }
+    }
+  } else {
+    const Span tiles = static_span(V::kNumTiles, c.worker(job), C::Config::kNumWorkers);
+    const uint32_t count = tiles.end - tiles.begin;
+    for (uint32_t i = c.warp; i < count; i += kConsumerWarps)
+      if (!compute_tile<V>(c, job, tiles.begin + i, c.entry + i * S::kChunks, x, x_pitch, scratch)) {
+        c.failed = true;
+        break;
+      }
+    c.entry += count * S::kChunks;
+  }
+}
+
+// Weights whose rows are not multiples of 16 bytes: no ring, each warp reads rows where they are.
+template <class V, class C>
+MPK_DEVICE void compute_direct(C& c, const Job& job) {
+  using S = Shape<V>;
+  using T = typename V::T;
+  T* x = reinterpret_cast<T*>(c.staged() + S::kScratchBytes);
+  stage<V>(c, job, x);
+  if (!c.sync()) return;
+  const uint32_t worker = c.worker(job);
+  for (uint32_t tile = worker + c.warp * C::Config::kNumWorkers; tile < V::kNumTiles; tile += kConsumerWarps * C::Config::kNumWorkers) {
+    const int segment = S::segment_of(tile);
+    const uint32_t n = tile - V::first_tile(segment);
+    for (int r = 0; r < V::kBatch; r++) {
+      float results[V::kParts];
+#pragma unroll
+      for (int p = 0; p < V::kParts; p++) {
+        const int which = V::kParts > 1 ? p : segment;
+        const T* row = reinterpret_cast<const T*>(V::weight(job, which) + n * V::weight_pitch(which));
+        float sum = 0;
+        for (int k = c.lane; k < V::kSize; k += 32)
+          sum = fmaf(to_float(row[k]), to_float(x[r * (S::kPitch / int(sizeof(T))) + k]), sum);
+        results[p] = warp_sum(sum);
+      }
+      if (c.lane == 0) V::finish(job, segment, r, n, results, V::preload(job, segment, r, n));
+    }
+  }
+}
+
+}  // namespace mpk::linear
