@@ -96,6 +96,20 @@ def test_an_edited_header_with_an_old_time_is_seen(root, compiler, own_headers):
     assert compiler.runs == 2
 
 
+def test_an_edited_header_of_a_user_is_seen(root, compiler, tmp_path):
+    for name, text in {
+        "task.cuh": '#pragma once\n#include "part.cuh"\n',
+        "part.cuh": '#pragma once\n#include "task.cuh"\n',
+    }.items():
+        (tmp_path / name).write_text(text)
+    source = f'#include "{tmp_path}/task.cuh"\n#include "torch_mpk/abi.h"\n'
+    keys = {compile_cuda(source, 90, compiler=compiler).key}
+    for name in ("task.cuh", "part.cuh"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
+        keys.add(compile_cuda(source, 90, compiler=compiler).key)
+    assert len(keys) == compiler.runs == 3
+
+
 def test_times_and_paths_are_not_in_the_key(root, compiler, own_headers, monkeypatch):
     before = compile_cuda("a", 90, compiler=compiler)
     for path in own_headers.rglob("*"):

@@ -8,12 +8,13 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch_mpk.config import env
 from torch_mpk.errors import CompileError
 from torch_mpk.jit.cache import Cache, Entry
 from torch_mpk.jit.compiler import Compiled, Compiler, find_compiler
-from torch_mpk.jit.headers import header_files, include_dir
+from torch_mpk.jit.headers import header_files, include_dir, users_headers
 from torch_mpk.jit.report import Resources, parse_resources
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ class Cubin:
     resources: Resources
     compiler: str  # name and version
     seconds: float  # the compiler took, whenever that was
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the image, for dumps and reports."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "image"}
+        return fields | {"path": str(self.path), "resources": dataclasses.asdict(self.resources)}
 
 
 def compile_cuda(source: str, arch: int, *, ptx: bool = False, compiler: Compiler | None = None) -> Cubin:
@@ -73,7 +79,7 @@ def cache_key(source: str, flags: list[str], compiler: Compiler) -> str:
 
     for text in (str(_SCHEMA), compiler.identity, *flags):
         add(text.encode())
-    for name, content in header_files():
+    for name, content in (*header_files(), *users_headers(source)):
         add(name.encode())
         add(content)
     add(source.encode())

@@ -33,6 +33,22 @@ def header_files() -> Iterator[tuple[str, bytes]]:
             yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
+def users_headers(source: str) -> Iterator[tuple[str, bytes]]:
+    """Path and content of the headers a source includes by absolute path, as a user's task does, and of those that
+    lie beside them and are included by them."""
+    pending, seen = [(source, Path("/"))], set()
+    while pending:
+        text, folder = pending.pop()
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE):
+            path = folder / name
+            if path in seen or not path.is_file():
+                continue
+            seen.add(path)
+            content = path.read_bytes()
+            pending.append((content.decode(errors="replace"), path.parent))
+            yield str(path), content
+
+
 def cuda_roots() -> list[Path]:
     """CUDA toolkits of this machine, the preferred one first; they may not exist."""
     named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]

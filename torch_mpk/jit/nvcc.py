@@ -21,7 +21,9 @@ class Nvcc(Compiler):
     def __init__(self, path: str, version: str) -> None:
         self.path = path
         self.version = version
-        self.identity = f"nvcc {version}"  # its headers are its toolkit's
+        # Its headers are its toolkit's; the two variables change every command line.
+        flags = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
+        self.identity = " ".join(["nvcc", version, *flags]).strip()
 
     @staticmethod
     def at(path: str) -> Nvcc:

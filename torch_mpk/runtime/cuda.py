@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from torch_mpk import _C
@@ -44,7 +46,7 @@ def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Du
     is_same_generation = arch // 10 == _C.device_info(ordinal).arch // 10
     cubin = compile_cuda(program.source, arch, ptx=not is_same_generation)
     dump.write(f"7.kernel.{cubin.kind}", cubin.image)
-    dump.write("7.report.json", (cubin.path / "report.json").read_bytes())
+    dump.write("7.report.json", json.dumps(cubin.describe(), indent=2))
     return _C.CudaExecutable(program, cubin.image, ordinal, watchdog_ns(options))
 
 
