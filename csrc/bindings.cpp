@@ -6,6 +6,7 @@ void bind_graph(pybind11::module_& m);     // TaskRegistry, Program, TBGraph
 void bind_schedule(pybind11::module_& m);  // Target, Schedule
 void bind_codegen(pybind11::module_& m);   // CudaProgram, generate_cuda
 void bind_runtime(pybind11::module_& m);   // CudaExecutable, device_info
+void bind_cpu(pybind11::module_& m);       // CpuExecutable
 }  // namespace mpk
 
 PYBIND11_MODULE(_C, m) {
@@ -14,4 +15,5 @@ PYBIND11_MODULE(_C, m) {
   mpk::bind_schedule(m);
   mpk::bind_codegen(m);
   mpk::bind_runtime(m);
+  mpk::bind_cpu(m);
 }

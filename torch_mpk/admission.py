@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torch_mpk.capture import Captured, source_line
+from torch_mpk.capture import Captured, GraphInput, source_line
 from torch_mpk.errors import MpkError, UnsupportedError
 
 aten = torch.ops.aten
 
+_CACHE_SOURCE = re.compile(r"past_key_values|\.layers\[\d+\]\.(keys|values)$")
+
 
 class Declined(MpkError):
-    """The graph runs eagerly, as intended: worth a line in the log, not a warning."""
+    """A graph that no build could take. ``is_intended``: worth a line in the log, not a warning."""
+
+    def __init__(self, message: str, is_intended: bool = False) -> None:
+        self.is_intended = is_intended
+        super().__init__(message)
 
 
 def check_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> torch.device:
@@ -46,27 +53,40 @@ def check_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> torch
 
 
 def check_graph(captured: Captured) -> None:
-    """Checks what kind of step a graph is.
-
-    Raises UnsupportedError for a cache that grows, and Declined for a prefill, which is compute-bound and stays eager.
-    """
+    """Raises Declined for a cache that grows, and for a prefill, which is compute-bound and stays eager as intended."""
     nodes = captured.graph_module.graph.nodes
     sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
     results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
     for node in nodes:
         if node.target is aten.cat.default and node in results:
-            grown = [part for part in node.args[0] if "past_key_values" in sources.get(part, "")]
+            grown = [sources[part] for part in node.args[0] if _CACHE_SOURCE.search(sources.get(part, ""))]
             if grown:
-                raise UnsupportedError(
-                    f"{sources[grown[0]]} grows with every call: use a transformers.StaticCache as past_key_values "
-                    "(generate: cache_implementation='static')",
-                    node.name,
-                    source_line(node),
+                raise Declined(
+                    f"{grown[0]} grows with every call, at {source_line(node)}: pass a transformers.StaticCache as "
+                    "past_key_values (or cache_implementation='static' to generate)"
                 )
     for node in nodes:
         length = _query_length(node)
         if length > 1:
-            raise Declined(f"a step over {length} positions (prefill) runs eagerly; steps over one run as a megakernel")
+            raise Declined(f"a step over {length} positions (prefill) runs eagerly; steps over one run as a megakernel", True)
+
+
+def check_mutations(captured: Captured, inputs: Sequence[Any]) -> None:
+    """Raises Declined where writing to inputs in place would differ from eager: where they overlap others."""
+    extents = []
+    for graph_input, tensor in zip(captured.inputs, inputs, strict=True):
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+        begin = tensor.data_ptr()
+        extents.append((begin, begin + (last + 1) * tensor.element_size(), graph_input))
+    extents.sort(key=lambda extent: extent[0])
+    reach: tuple[int, GraphInput] | None = None  # the input that reaches furthest so far
+    for begin, end, graph_input in extents:
+        if reach is not None and begin < reach[0] and (graph_input.is_mutated or reach[1].is_mutated):
+            raise Declined(f"{graph_input.source} and {reach[1].source} share memory, and one of them is written in place")
+        if reach is None or end > reach[0]:
+            reach = (end, graph_input)
 
 
 def _query_length(node: torch.fx.Node) -> int:

@@ -3,7 +3,7 @@
 Dynamo's graph is replayed on fake tensors under ``make_fx(pre_dispatch=True)``, which normalises names to ``OpOverload``s
 and keeps ``linear``, ``scaled_dot_product_attention`` and the in-place cache writes whole. AOTAutograd would lose all of
 them and copy whole caches. The replay has a fake mode and symbols of its own: a guard it adds must not reach Dynamo, where
-it would cause another compilation instead of being one of the reasons to specialise (see ``Captured.guards``).
+it would cause another compilation with every new size.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class GraphInput:
     name: str
     value: torch.Tensor | torch.SymInt  # a fake tensor, or a symbol of the captured graph
     is_parameter: bool
+    is_mutated: bool  # written in place, itself or through a view
     source: str  # where Dynamo found it: "L['kwargs']['past_key_values'].layers[0].keys"
 
     @property
@@ -44,16 +45,22 @@ class Captured:
     """A captured graph.
 
     Each node has ``meta["val"]`` (fake tensors or symbols), and ``stack_trace`` and ``nn_module_stack`` from the user's
-    model. ``guards`` are conditions on the SymInt inputs under which the graph is valid, beyond those Dynamo checks.
+    model.
     """
 
     graph_module: torch.fx.GraphModule
     inputs: list[GraphInput]
-    guards: list[sympy.Basic]
 
     @property
     def is_symbolic(self) -> bool:
         return any(isinstance(graph_input.value, torch.SymInt) for graph_input in self.inputs)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{node.name}: {_describe(graph_input)}"
+            for node, graph_input in zip(self.graph_module.graph.nodes, self.inputs, strict=False)
+        ]
+        return "\n".join([*lines, "", self.graph_module.print_readable(print_output=False)])
 
     def key(self) -> str:
         """Hash of everything a build of this graph depends on: equal keys may share one executable."""
@@ -70,7 +77,6 @@ class Captured:
             if node.op == "get_attr":
                 constant = getattr(self.graph_module, node.target)
                 add(constant.tolist() if isinstance(constant, torch.Tensor) else id(constant))
-        add(self.guards)
         return digest.hexdigest()
 
 
@@ -83,7 +89,8 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
         specialize: replace each SymInt by its value, so that the graph has concrete shapes.
 
     Raises:
-        UnsupportedError: an input is neither tensor nor integer, or the graph cannot be replayed on fake tensors.
+        UnsupportedError: an input is neither tensor nor integer, the graph cannot be replayed on fake tensors, or it would
+            hold only for some values of its SymInts (then ``specialize``).
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     fakes = _Fakes()
@@ -100,11 +107,15 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
             source_line(node) if node else None,
         ) from error
     _clean(traced)
+    mutated = _mutated_storages(traced)
     inputs = [
-        GraphInput(node.name, arg, _is_parameter(node, value), _source(node))
+        GraphInput(node.name, arg, _is_parameter(node, value), _storage(arg) in mutated, _source(node))
         for node, value, arg in zip(placeholders, example_inputs, args, strict=True)
     ]
-    return Captured(traced, inputs, [guard.expr for guard in fakes.shape_env.guards])
+    if fakes.shape_env.guards:  # Dynamo does not check them, so the graph holds for no other sizes
+        conditions = ", ".join(str(guard.expr) for guard in fakes.shape_env.guards)
+        raise UnsupportedError(f"its sizes must satisfy {conditions}")
+    return Captured(traced, inputs)
 
 
 class _Fakes:
@@ -171,14 +182,12 @@ def _clean(gm: torch.fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.target in (aten.alias.default, aten.detach.default, aten.detach_.default, aten.lift_fresh.default):
             node.replace_all_uses_with(node.args[0])
-        elif node.target is aten.lift_fresh_copy.default and node.args[0].op == "get_attr":
-            constant = getattr(gm, node.args[0].target)
-            if constant.dim() == 0:
-                with gm.graph.inserting_before(node):
-                    kwargs = {"dtype": constant.dtype, "device": constant.device}
-                    full = gm.graph.call_function(aten.full.default, ([], constant.item()), kwargs)
-                full.meta = dict(node.meta)
-                node.replace_all_uses_with(full)
+        elif node.target is aten.lift_fresh_copy.default and (constant := _scalar_constant(gm, node.args[0])) is not None:
+            with gm.graph.inserting_before(node):
+                kwargs = {"dtype": constant.dtype, "device": constant.device}
+                full = gm.graph.call_function(aten.full.default, ([], constant.item()), kwargs)
+            full.meta = dict(node.meta)
+            node.replace_all_uses_with(full)
         else:
             continue
         gm.graph.erase_node(node)
@@ -186,11 +195,40 @@ def _clean(gm: torch.fx.GraphModule) -> None:
     gm.recompile()
 
 
+def _scalar_constant(gm: torch.fx.GraphModule, node: torch.fx.Node) -> torch.Tensor | None:
+    constant = getattr(gm, node.target) if node.op == "get_attr" else None
+    return constant if isinstance(constant, torch.Tensor) and constant.dim() == 0 else None
+
+
 def _has_effects(node: torch.fx.Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def _describe(graph_input: GraphInput) -> str:
+    value = graph_input.value
+    kind = "parameter" if graph_input.is_parameter else "mutated" if graph_input.is_mutated else "input"
+    if not isinstance(value, torch.Tensor):
+        return f"{kind} {value} {graph_input.source}"
+    return f"{kind} {value.dtype}{list(value.size())} strides {list(value.stride())} {value.device} {graph_input.source}"
+
+
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _mutated_storages(gm: torch.fx.GraphModule) -> set[int | None]:
+    mutated = set()
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            values = (*node.args, *(node.kwargs.get(a.name) for a in schema.arguments[len(node.args) :]))
+            for argument, value in zip(schema.arguments, values):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.fx.Node):
+                    mutated.add(_storage(value.meta["val"]))
+    return mutated - {None}
 
 
 def _is_parameter(node: torch.fx.Node, value: Any) -> bool:

@@ -1,0 +1,233 @@
+"""Every task's reference against an independent formula in fp32, and its torch.library operator."""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+
+import pytest
+import torch
+
+import torch_mpk.ops
+import torch_mpk.tasks
+from torch_mpk import registry
+
+CASES = [pytest.param(t, s, id=f"{t.name}-{i}") for t in registry.tasks() for i, s in enumerate(t.samples)]
+ULP = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+
+
+def linear(x, weight, bias):
+    y = torch.einsum("rk,nk->rn", x, weight)
+    return y if bias is None else y + bias
+
+
+def rms_norm(x, weight, eps, style):
+    y = x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5
+    if weight is None:
+        return y
+    return y * (1 + weight) if style == "gemma" else y * weight
+
+
+def rope(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    (cos_a, cos_b), (sin_a, sin_b) = cos[:, None].chunk(2, -1), sin[:, None].chunk(2, -1)
+    return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), -1)
+
+
+def kv_write(cache, new, slot):
+    cache[:, :, slot.item()] = new
+
+
+def attention(q, k_new, v_new, slot, k_cache, v_cache, mask, limit, scale, style):
+    if k_new is not None:
+        kv_write(k_cache, k_new, slot)
+        kv_write(v_cache, v_new, slot)
+    y = torch.zeros_like(q)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            g = h * k_cache.shape[1] // q.shape[1]
+            scores = scale * k_cache[b, g] @ q[b, h]
+            if mask is not None:
+                row = mask[b, h]
+                scores = scores.masked_fill(~row, -math.inf) if row.dtype == torch.bool else scores + row
+            if limit is not None:
+                scores = scores[: limit[b]]
+            if (scores > -math.inf).any():
+                weights = (scores - scores.max()).exp()
+                y[b, h] = weights / weights.sum() @ v_cache[b, g, : len(weights)]
+    return y
+
+
+def embedding(ids, weight):
+    return torch.nn.functional.one_hot(ids, weight.shape[0]).to(weight.dtype) @ weight
+
+
+def silu_mul(gate, up):
+    return gate / (1 + (-gate).exp()) * up
+
+
+def gelu_mul(gate, up, approximate):
+    if approximate == "tanh":
+        inner = (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + inner.tanh()) * up
+    return 0.5 * gate * (1 + torch.erf(gate / 2**0.5)) * up
+
+
+def argmax(x):
+    return (x == x.amax(-1, keepdim=True)).to(torch.int8).argmax(-1)
+
+
+def softmax(x):
+    e = (x - x.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", ULP, ids=str)
+@pytest.mark.parametrize("task, sample", CASES)
+def test_reference_equals_formula(task, sample, dtype):
+    operands, attrs = task.sample(sample, dtype)
+    wide = [t.float() if t is not None and t.is_floating_point() else t for t in operands]
+    wide = [t if t is None else t.clone() for t in wide]
+    result, expected = task(*operands, **attrs), globals()[task.name](*wide, **attrs)
+    if task.outputs:
+        assert result.dtype == (torch.int64 if task.name == "argmax" else dtype)
+        torch.testing.assert_close(result.to(expected.dtype), expected, rtol=2 * ULP[dtype], atol=2 * ULP[dtype])
+    for operand, t, w in zip(task.inputs, operands, wide):
+        if t is not None:  # written as the formula does, or untouched
+            assert torch.equal(t.to(w.dtype), w), operand.name
+
+
+@pytest.mark.parametrize("task, sample", CASES)
+def test_operator(task, sample):
+    operands, attrs = task.sample(sample, torch.float32)
+    torch.library.opcheck(getattr(torch.ops.mpk, task.name).default, tuple(operands), attrs)
+
+
+@pytest.mark.parametrize("task", registry.tasks(), ids=repr)
+def test_declaration(task):
+    assert task.samples
+    assert task.name in registry._C.task_names()
+    assert bool(task.header) == (task.role in ("row", "stream"))
+
+
+def test_every_file_declares_a_task_of_its_name():
+    assert {m.name for m in pkgutil.iter_modules(torch_mpk.tasks.__path__)} <= {t.name for t in registry.tasks()}
+
+
+@pytest.mark.parametrize("slot", [-1, 8, 1 << 40])
+def test_a_slot_outside_the_cache_writes_nothing(slot):
+    cache, new = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 4)
+    before = cache.clone()
+    torch.ops.mpk.kv_write(cache, new, torch.tensor([slot]))
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("style", ["sdpa", "eager"])
+def test_rows_without_a_live_key(style):
+    q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 10, 16), torch.randn(3, 2, 10, 16)
+
+    def attend(mask, limit):
+        return torch.ops.mpk.attention(q, None, None, None, k, v, mask, limit, scale=0.25, style=style)
+
+    bool_mask = torch.ones(3, 4, 10, dtype=torch.bool)
+    bool_mask[1, 2] = False
+    y = attend(bool_mask, None)
+    assert not y[1, 2].any() and y[1, 1].any()
+
+    float_mask = torch.zeros(3, 4, 10)
+    float_mask[1] = torch.finfo(torch.float32).min
+    y = attend(float_mask, torch.tensor([10, 10, 10]))
+    torch.testing.assert_close(y[1], v[1].mean(1).repeat_interleave(2, 0))
+
+    y = attend(None, torch.tensor([4, 0, 99]))
+    assert not y[1].any()
+    torch.testing.assert_close(y[2], attend(None, None)[2])
+    torch.testing.assert_close(y[0], attend((torch.arange(10) < 4).expand(3, 4, 10), None)[0])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: registry.get("rms_norm")(torch.ones(2, 4096), torch.ones(2048), eps=1e-6, style="llama"),
+            "rms_norm: weight has H=2048, but H=4096 was bound by x (signature: x[R, H], weight[H]? -> y[R, H])",
+        ),
+        (
+            lambda: torch.ops.mpk.linear(torch.ones(8), torch.ones(4, 8)),
+            "linear: x has shape (8,), expected 2 dimensions: x[R, K]",
+        ),
+        (
+            lambda: registry.get("silu_mul")(torch.ones(2, 3, 4), torch.ones(2, 4)),
+            "silu_mul: up has ...=(2, 4), but ...=(2, 3, 4) was bound by gate",
+        ),
+        (
+            lambda: registry.get("embedding")(torch.ones(1), torch.ones(4, 8)),
+            "embedding: ids is torch.float32, expected torch.int64",
+        ),
+        (lambda: registry.get("linear")(torch.ones(1, 8), None), "linear: weight is required"),
+        (
+            lambda: registry.get("kv_write")(torch.ones(1, 1, 4, 8), torch.ones(1, 1, 8), torch.tensor([1, 2])),
+            "kv_write: slot has 1=2, but 1=1 was bound by the signature",
+        ),
+        (
+            lambda: registry.get("attention")(
+                torch.ones(1, 3, 8), None, None, None, torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8), scale=1.0
+            ),
+            "attention: q has H=3, expected a multiple of k_cache's G=2",
+        ),
+        (
+            lambda: registry.get("rms_norm")(torch.ones(1, 8), eps=1e-6, style="t5"),
+            "rms_norm: style is 't5', expected one of llama, torch, gemma",
+        ),
+    ],
+)
+def test_bad_operands_are_named(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert message in str(error.value)
+
+
+def test_bad_attributes_are_named():
+    with pytest.raises(TypeError, match=r"rms_norm: attribute \['eps'\] is missing; it takes \['eps', 'style'\]"):
+        registry.get("rms_norm")(torch.ones(1, 8), style="llama")
+    with pytest.raises(TypeError, match=r"rope: unknown attribute \['theta'\]"):
+        registry.get("rope")(torch.ones(1, 1, 8), torch.ones(1, 8), torch.ones(1, 8), theta=1.0)
+
+
+@pytest.mark.parametrize(
+    "signature, message",
+    [
+        ("x[R] y[R]", "needs one '->'"),
+        ("x[R], weight -> y[R]", "cannot read ', weight'"),
+        ("a[R] -> y[R]", "must be the signature's operands"),
+        ("x[R, ...] -> y[R]", "'...' can only stand first"),
+    ],
+)
+def test_bad_declarations_are_refused(signature, message):
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with pytest.raises(ValueError, match="broken: ") as error:
+        registry.task(signature, role="pointwise")(broken)
+    assert message in str(error.value)
+    assert "broken" not in registry._C.task_names()
+
+
+def test_a_name_is_declared_once():
+    with pytest.raises(ValueError, match="task 'linear' is already declared in torch_mpk.tasks.linear"):
+        registry.task("x[R], bias[R]? -> y[R]", role="pointwise")(_named("linear"))
+
+
+def test_a_new_task_becomes_an_operator():
+    double = registry.task("x[...], bias[...]? -> y[...]", role="pointwise")(_named("double_for_test"))
+    x = torch.randn(2, 3)
+    assert torch.equal(torch.ops.mpk.double_for_test(x), 2 * x)
+    assert registry.get("double_for_test") is double
+
+
+def _named(name):
+    def reference(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return x * 2
+
+    reference.__name__ = name
+    return reference

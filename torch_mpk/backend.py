@@ -1,0 +1,92 @@
+"""The backend: ``torch.compile(model, backend="mpk")``, from Dynamo's graph to a launch, top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from torch_mpk.admission import check_call, check_graph, check_mutations
+from torch_mpk.capture import Captured, capture
+from torch_mpk.config import Options, env
+from torch_mpk.dump import Dump
+from torch_mpk.errors import UnsupportedError
+from torch_mpk.fallback import check_coverage, fall_back
+from torch_mpk.partition import partition
+from torch_mpk.patterns import apply
+from torch_mpk.runtime import Program
+from torch_mpk.specialize import per_shape
+
+logger = logging.getLogger(__name__)
+
+_programs: weakref.WeakValueDictionary[tuple[Any, ...], Program] = weakref.WeakValueDictionary()
+
+
+def mpk(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compiles one graph of Dynamo's.
+
+    What cannot be compiled runs as ``options["fallback"]`` says, and one warning names the node, its source line and why.
+
+    Raises:
+        OptionError: ``mode`` or ``options`` has a name or value that is not known.
+        MpkError: with ``options={"fallback": "error"}``, what would have been a fallback.
+    """
+    settings = Options.parse(mode, options)
+    if env.disable:
+        return gm.forward
+    try:
+        device = check_call(gm, example_inputs)
+        symbols = [position for position, value in enumerate(example_inputs) if isinstance(value, torch.SymInt)]
+        try:
+            return compile_graph(gm, example_inputs, device, settings)
+        except UnsupportedError as error:
+            if not symbols:
+                raise
+            logger.info("building for each shape, because no build holds for all: %s", error)
+            return per_shape(symbols, partial(compile_shape, gm, device, settings))
+    except Exception as error:
+        return fall_back(gm, example_inputs, settings, error)
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.device, options: Options, specialize: bool = False
+) -> Callable[..., Any]:
+    captured = capture(gm, inputs, specialize=specialize)
+    check_graph(captured)
+    check_mutations(captured, inputs)
+    return build(captured, device, options).callable(gm.forward)
+
+
+def compile_shape(
+    gm: torch.fx.GraphModule, device: torch.device, options: Options, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    try:
+        return compile_graph(gm, inputs, device, options, specialize=True)
+    except Exception as error:
+        return fall_back(gm, inputs, options, error)
+
+
+def build(captured: Captured, device: torch.device, options: Options) -> Program:
+    """Stages 2 to 8. A graph that was built before and is still in use is not built again."""
+    key = (captured.key(), device, options)
+    program = _programs.get(key)
+    if program is None:
+        dump = Dump.next()
+        dump.write("1.capture.txt", str(captured))
+        tasks = apply(captured.graph_module)
+        dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
+        partitioned = partition(tasks)
+        dump.write("3.segments.txt", str(partitioned))
+        check_coverage(partitioned, captured, options)
+        program = _programs[key] = Program(partitioned, device, options, dump)
+    return program

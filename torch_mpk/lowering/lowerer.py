@@ -1,0 +1,533 @@
+"""Walks a segment in program order, keeps every value virtual as long as that is sound, and emits steps."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from torch_mpk.errors import UnsupportedError
+from torch_mpk.lowering import expr as E
+from torch_mpk.lowering.expr import Expr
+from torch_mpk.lowering.steps import (
+    REDUCE,
+    PointwiseStep,
+    ReduceStep,
+    Step,
+    Store,
+    TaskStep,
+    loads,
+    pointwise_step,
+    store_roots,
+)
+from torch_mpk.lowering.values import (
+    Buffer,
+    Index,
+    Inner,
+    Lazy,
+    Load,
+    Mapped,
+    Size,
+    Value,
+    View,
+    contiguous_strides,
+    is_dense,
+    is_static,
+    strided,
+)
+
+MAX_COST = 64  # instructions of one virtual tensor's expression before its operands get memory of their own
+SHARED_COST = 16  # the same for a value that several nodes consume, and that would be computed by each
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What the fake tensor of a node says."""
+
+    dtype: torch.dtype
+    shape: tuple[Size, ...]
+    strides: tuple[int, ...] | None  # None when known only at run time
+    device: torch.device
+
+
+@dataclass(eq=False)
+class Write:
+    """A write to a buffer that has been issued but not emitted: reads of the old contents may still come before it."""
+
+    buffer: Buffer
+    version: int
+    shape: tuple[int, ...]
+    sources: tuple[Lazy, ...]
+    place: Callable[[Index], tuple[Expr, Expr | None]]  # index -> (address, predicate)
+    value: Callable[[Index], Expr]
+    label: str
+
+
+class Lowerer:
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.buffers: list[Buffer] = []
+        self.symbols: dict[object, int] = {}  # sympy expression of a SymInt placeholder -> scalar number
+        self.frames: list[dict[fx.Node, object]] = []
+        self.label = ""
+        self.node: fx.Node | None = None
+
+    # ---- values of nodes ----
+
+    @property
+    def env(self) -> dict[fx.Node, object]:
+        return self.frames[-1]
+
+    def size(self, value: int | torch.SymInt) -> Size:
+        if isinstance(value, int):
+            return int(value)
+        return self._symbolic(value.node.expr)
+
+    def _symbolic(self, e: object) -> Size:
+        if e in self.symbols:
+            return E.size(self.symbols[e])
+        if getattr(e, "is_Integer", False):
+            return int(e)
+        kind = type(e).__name__
+        if kind in ("Add", "Mul"):
+            fold, total = (E.iadd, E.const(0, E.INT64)) if kind == "Add" else (E.imul, E.const(1, E.INT64))
+            for arg in e.args:
+                total = fold(total, self._symbolic(arg))
+            return int(total.attr) if E.is_const(total) else total
+        raise UnsupportedError(f"the size {e} is known only at run time and is not a scalar input of the graph")
+
+    def meta(self, val: torch.Tensor) -> Meta:
+        if val.dtype not in E.DTYPES:
+            raise UnsupportedError(f"dtype {E.dtype_name(val.dtype)} is not supported")
+        if val.layout != torch.strided:
+            raise UnsupportedError(f"layout {val.layout} is not supported")
+        shape = tuple(self.size(n) for n in val.shape)
+        strides = tuple(self.size(n) for n in val.stride()) if is_static(shape) else None
+        return Meta(val.dtype, shape, strides if strides is not None and is_static(strides) else None, val.device)
+
+    def add_input(self, name: str, index: int, val: torch.Tensor) -> View:
+        meta = self.meta(val)
+        strides = tuple(self.size(n) for n in val.stride())
+        buffer = Buffer(name, "input", index, meta.dtype, meta.shape, strides)
+        self.buffers.append(buffer)
+        return View(buffer, meta.shape, strides)
+
+    def resolve(self, value: Value) -> Value:
+        """The view that the value stands for, or the value itself while it is virtual."""
+        if isinstance(value, Lazy) and value.view is not None:
+            return value.view
+        if isinstance(value, Mapped):
+            base = self.resolve(value.base)
+            if isinstance(base, View):
+                return base.mapped(value.shape, value.index_map) or value
+        return value
+
+    def read(self, value: Value) -> Lazy:
+        """The value's present contents, unaffected by later writes."""
+        resolved = self.resolve(value)
+        if not isinstance(resolved, View):
+            return resolved
+        if isinstance(value, Lazy) and value.view is resolved and value.version == resolved.buffer.issued:
+            return value
+        return Load(resolved)
+
+    def mapped(self, value: Value, shape: Sequence[Size], index_map: Callable[[Index], Index]) -> Value:
+        """A view operation: an alias where the value has memory, a virtual tensor where it has none."""
+        resolved = self.resolve(value)
+        if isinstance(resolved, View):
+            view = resolved.mapped(shape, index_map)
+            if view is not None:
+                return view
+            return Mapped(self.read(resolved), shape, index_map)
+        return Mapped(resolved, shape, index_map)
+
+    def lazy(self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Value], inner: Inner, cost: int = 1) -> Lazy:
+        """A virtual tensor over sources that ``read`` returned; large ones get memory first."""
+        if cost + sum(s.cost for s in sources) > MAX_COST:
+            for source in sorted(sources, key=lambda s: -s.cost):
+                if source.cost > 1 and is_static(source.shape):
+                    self.realise(source)
+        return Lazy(dtype, shape, sources, inner, cost)
+
+    def pointwise(
+        self, dtype: torch.dtype, shape: Sequence[Size], fn: Callable[..., Expr], values: Sequence[Value], cost: int = 1
+    ) -> Lazy:
+        """fn of the broadcast values, element by element."""
+        sources = [self.read(v) for v in values]
+
+        def inner(idx: Index, predicate: Expr | None) -> Expr:
+            return fn(*(s.at(broadcast(idx, s.shape), predicate) for s in sources))
+
+        return self.lazy(dtype, shape, sources, inner, cost)
+
+    # ---- giving memory to virtual tensors ----
+
+    def new_buffer(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None) -> View:
+        strides = tuple(strides) if strides is not None and is_dense(shape, strides) else contiguous_strides(shape)
+        strides = tuple(c if n == 1 else s for n, s, c in zip(shape, strides, contiguous_strides(shape)))
+        number = sum(b.kind == "workspace" for b in self.buffers)
+        buffer = Buffer(f"t{number}", "workspace", -1, dtype, tuple(shape), strides)
+        self.buffers.append(buffer)
+        return View(buffer, shape, strides)
+
+    def realise(self, value: Value) -> View:
+        """Give the value memory; a virtual view gets its base's where that is no larger and leaves it strided."""
+        resolved = self.resolve(value)
+        if isinstance(resolved, View):
+            return resolved
+        assert isinstance(value, Lazy)
+        if isinstance(value, Mapped) and value.base.view is None and not isinstance(value.base, Load):
+            if is_static(value.base.shape) and value.base.numel <= value.numel:
+                self.realise(value.base)
+                resolved = self.resolve(value)
+                if isinstance(resolved, View):
+                    return resolved
+        return self._materialise(value)
+
+    def _materialise(self, value: Lazy) -> View:
+        if value.numel == 0:
+            raise UnsupportedError("a tensor without elements needs memory")
+        self.flush(value.refs())
+        if value.view is not None:  # flushing a write made a copy of what it overwrites
+            return value.view
+        view = self.new_buffer(value.dtype, value.shape, value.eager_strides)
+        self._emit(view.shape, view.strides, [(view.buffer, lambda i: (view.address(i), None), lambda i: value.at(i, None))])
+        value.realised_as(view)
+        return view
+
+    def _emit(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        items: Sequence[tuple[Buffer, Callable[[Index], tuple[Expr, Expr | None]], Callable[[Index], Expr]]],
+    ) -> None:
+        self.steps.append(self._pointwise_step(shape, strides, items))
+
+    def _pointwise_step(self, shape: Sequence[int], strides: Sequence[int], items: Sequence[tuple]) -> PointwiseStep:
+        domain, idx = domain_of(shape, strides)
+        stores = []
+        for buffer, place, value in items:
+            address, predicate = place(idx)
+            stores.append(Store(buffer, address, predicate, E.cast(value(idx), buffer.dtype)))
+        return pointwise_step(domain, stores, self.label)
+
+    def owned_view(self, value: Value) -> View:
+        """The memory of a value that is about to be written in place."""
+        resolved = self.resolve(value)
+        if isinstance(resolved, View):
+            return resolved
+        root = resolved.root if isinstance(resolved, Mapped) else resolved
+        assert isinstance(root, Lazy)
+        if isinstance(root, Load):
+            raise UnsupportedError("an in-place write to a view that has no strides")
+        self._materialise(root)
+        resolved = self.resolve(value)
+        if not isinstance(resolved, View):
+            raise UnsupportedError("an in-place write to a view that has no strides")
+        return resolved
+
+    # ---- order of reads and writes ----
+
+    def flush(self, refs: set) -> None:
+        """Emit the pending writes whose results are about to be read."""
+        for ref in sorted(refs, key=lambda r: (r.buffer.kind, r.buffer.index, r.buffer.name, r.version)):
+            self._commit(ref.buffer, ref.version)
+
+    def flush_all(self) -> None:
+        for buffer in self.buffers:
+            self._commit(buffer, buffer.issued)
+
+    def _commit(self, buffer: Buffer, version: int) -> None:
+        while buffer.pending and buffer.committed < version:
+            write: Write = buffer.pending[0]
+            for source in write.sources:
+                self.flush(source.refs())
+            if buffer.pending and buffer.pending[0] is write:
+                self._emit_write(write)
+
+    def _emit_write(self, write: Write) -> None:
+        buffer = write.buffer
+        self._keep_old(buffer, write.version, write)
+        label, self.label = self.label, write.label
+        order = contiguous_strides(write.shape)
+        items = [(buffer, write.place, write.value)]
+        step = self._pointwise_step(write.shape, order, items)
+        (store,) = step.stores
+        if any(e.attr.buffer is buffer and not _same_element(e, store) for e in loads(store_roots([store]))):
+            for source in write.sources:  # a point would read what another point writes
+                self._keep(source, buffer, write.version)
+            step = self._pointwise_step(write.shape, order, items)
+        self.steps.append(step)
+        self.label = label
+        buffer.pending.remove(write)
+        buffer.committed = write.version
+
+    def _live(self, exclude: Write | None) -> Iterator[Lazy]:
+        for frame in self.frames:
+            for value in list(frame.values()):
+                for v in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(v, Lazy):
+                        yield v
+        for buffer in self.buffers:
+            for write in buffer.pending:
+                if write is not exclude:
+                    yield from write.sources
+
+    def _keep_old(self, buffer: Buffer, version: int, write: Write | None = None) -> None:
+        """Copy what live values still read of the buffer before it is written for the ``version``-th time."""
+        for lazy in list(self._live(write)):
+            self._keep(lazy, buffer, version)
+
+    def _keep(self, lazy: Lazy, buffer: Buffer, version: int) -> None:
+        refs = lazy.refs()
+        if lazy.view is not None or not any(r.buffer is buffer and r.version < version for r in refs):
+            return
+        if is_static(lazy.shape) and all(r.version <= r.buffer.committed for r in refs):
+            if isinstance(lazy, Mapped) and lazy.base.view is None and is_static(lazy.base.shape) and lazy.base.numel <= lazy.numel:
+                self._keep(lazy.base, buffer, version)
+            else:
+                self._materialise(lazy)
+        elif lazy.sources:
+            for source in lazy.sources:
+                self._keep(source, buffer, version)
+        else:
+            raise UnsupportedError("a tensor whose size is known only at run time is overwritten while it is still needed")
+
+    def write(
+        self,
+        target: View,
+        shape: Sequence[int],
+        sources: Sequence[Lazy],
+        place: Callable[[Index], tuple[Expr, Expr | None]],
+        value: Callable[[Index], Expr],
+    ) -> None:
+        """Issue an in-place write of ``value`` at ``place``, for every index of ``shape``."""
+        buffer = target.buffer
+        if buffer.extent is None:
+            raise UnsupportedError("an in-place write to a tensor whose size is known only at run time")
+        if math.prod(shape) == 0:
+            return
+        buffer.issued += 1
+        buffer.pending.append(Write(buffer, buffer.issued, tuple(shape), tuple(sources), place, value, self.label))
+
+    def write_elements(self, target: View, value: Lazy) -> None:
+        """target[...] = value, broadcast."""
+        if not _injective(target):
+            raise UnsupportedError("an in-place write to an expanded tensor")
+        self.write(
+            target,
+            target.shape,
+            [value],
+            lambda idx: (target.address(idx), None),
+            lambda idx: value.at(broadcast(idx, value.shape), None),
+        )
+
+    def has_views(self, lazy: Lazy) -> bool:
+        """Whether a later node may use a view of this virtual tensor."""
+        return any(isinstance(v, Mapped) and v.root is lazy for v in self._live(None))
+
+    def rebind(self, old: Lazy, new: Lazy) -> None:
+        """Every node that stood for ``old`` stands for ``new``."""
+        for frame in self.frames:
+            for node, value in frame.items():
+                if value is old:
+                    frame[node] = new
+
+    # ---- reductions ----
+
+    def reduce(self, op: str, out_dtype: torch.dtype, value: Lazy, dims: Sequence[int], keepdim: bool) -> Value:
+        """Reduce over dims; the result has memory. ``op`` is one of the reduce task's."""
+        if not is_static(value.shape):
+            raise UnsupportedError("a reduction of a tensor whose size is known only at run time")
+        kept = [d for d in range(len(value.shape)) if d not in dims]
+        kept_shape = [value.shape[d] for d in kept]
+        reduced_shape = [value.shape[d] for d in sorted(dims)]
+        count = math.prod(reduced_shape)
+        if count == 0 or math.prod(kept_shape) == 0:
+            raise UnsupportedError("a reduction over no elements")
+        self.flush(value.refs())
+        domain, idx = domain_of(kept_shape, contiguous_strides(kept_shape))
+        inner = E.unravel(E.index(len(domain), count), reduced_shape)
+        full = dict(zip(kept, idx)) | dict(zip(sorted(dims), inner))
+        element = value.at([full[d] for d in range(len(value.shape))], None)
+        view = self.new_buffer(out_dtype, kept_shape)
+        reads = {e.attr.buffer for e in loads([element])}
+        out = View(view.buffer, domain, contiguous_strides(domain))
+        self.steps.append(ReduceStep(REDUCE, self.label, reads, {view.buffer}, (*domain, count), element, op, out))
+        if not keepdim:
+            return view
+        shape = [1 if d in dims else n for d, n in enumerate(value.shape)]
+        return self.mapped(view, shape, lambda i: [i[d] for d in kept])
+
+    # ---- operands of tasks ----
+
+    def operand(self, value: Value) -> View:
+        """A view for reading: the value's own memory, what it is a plain copy of, or new memory."""
+        resolved = self.resolve(value)
+        if isinstance(resolved, View):
+            self._commit(resolved.buffer, resolved.buffer.issued)
+            return resolved
+        assert isinstance(resolved, Lazy)
+        if is_static(resolved.shape):
+            refs = resolved.refs()
+            self.flush(refs)
+            if resolved.view is None and len(refs) == 1:
+                element = resolved.at([E.index(d, n) for d, n in enumerate(resolved.shape)], None)
+                if element.op == "load" and len(element.args) == 1:
+                    view = strided(element.attr.buffer, resolved.shape, element.args[0])
+                    if view is not None and element.attr.version == view.buffer.committed:
+                        return view
+        return self.realise(resolved)
+
+    def copy(self, view: View, eager_strides: Sequence[int] | None = None) -> View:
+        """Memory of its own with the view's contents."""
+        source = Load(view)
+        source.eager_strides = eager_strides
+        return self._materialise(source)
+
+    def task(
+        self,
+        name: str,
+        operands: Sequence[tuple[str, View, bool, bool]],
+        attrs: dict[str, int | float | str],
+    ) -> None:
+        """Emit a row or stream task; its reads have been committed by ``operand``."""
+        reads = {v.buffer for _, v, is_read, _ in operands if is_read}
+        writes = {v.buffer for _, v, _, is_write in operands if is_write}
+        for buffer in writes:
+            self._commit(buffer, buffer.issued)
+            self._keep_old(buffer, buffer.issued + 1)
+        self.steps.append(TaskStep(name, self.label, reads, writes, list(operands), attrs))
+        for buffer in writes:
+            buffer.issued += 1
+            buffer.committed = buffer.issued
+
+    # ---- walking a graph ----
+
+    def run(self, graph: fx.Graph, module: torch.nn.Module, args: Sequence[object]) -> list[object]:
+        """Lower every node; returns the graph's outputs. ``args`` are the placeholders' values."""
+        remaining = {n: len(n.users) for n in graph.nodes}
+        frame: dict[fx.Node, object] = {}
+        self.frames.append(frame)
+        inputs = iter(args)
+        result: list[object] = []
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                frame[node] = next(inputs)
+            elif node.op == "output":
+                out = node.args[0]
+                result = [self.value_of(a) for a in (out if isinstance(out, (tuple, list)) else (out,))]
+            else:
+                frame[node] = self.call(node, module)
+            for used in node.all_input_nodes:
+                remaining[used] -= 1
+                if remaining[used] == 0 and node.op != "output":
+                    frame.pop(used, None)
+        self.frames.pop()
+        return result
+
+    def value_of(self, arg: object) -> object:
+        return fx.node.map_arg(arg, lambda n: self.env[n])
+
+    def call(self, node: fx.Node, module: torch.nn.Module) -> object:
+        from torch_mpk.lowering.tasks import lower_task
+        from torch_mpk.lowering.rules import RULES, constant, decompose
+
+        outer, outer_label = self.node, self.label
+        self.node, self.label = node, label_of(node) or self.label
+        try:
+            if node.op == "get_attr":
+                return constant(self, operator.attrgetter(node.target)(module))
+            if node.op != "call_function":
+                raise UnsupportedError(f"a graph node of kind {node.op} is not supported")
+            val = node.meta.get("val")
+            if val is None or isinstance(val, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                if isinstance(val, (int, torch.SymInt)):
+                    return self.size(val)
+                if isinstance(val, float):
+                    return val
+                if node.target is not operator.getitem:
+                    raise UnsupportedError(f"{node.target} does not make a tensor")
+            args = [self.value_of(a) for a in node.args]
+            kwargs = {k: self.value_of(a) for k, a in node.kwargs.items()}
+            if node.target is operator.getitem:
+                return args[0][args[1]]
+            check_devices(node)
+            if isinstance(node.target, torch._ops.OpOverload):
+                rule = RULES.get(node.target)
+                out = rule(self, node, *args, **kwargs) if rule else decompose(self, node)
+            elif hasattr(node.target, "reference"):
+                out = lower_task(self, node, args, kwargs)
+            else:
+                raise UnsupportedError(f"{getattr(node.target, '__name__', node.target)} is not an operation torch_mpk lowers")
+            return self._finish(node, out)
+        except UnsupportedError as error:
+            if error.node is None:
+                raise UnsupportedError(error.reason, node.name, node.meta.get("stack_trace", "").strip() or None) from error
+            raise
+        finally:
+            self.node, self.label = outer, outer_label
+
+    def _finish(self, node: fx.Node, out: object) -> object:
+        """Remember eager's strides, and give memory now to a value too costly to be computed by each consumer."""
+        if isinstance(out, Lazy) and out.view is None:
+            if out.eager_strides is None:
+                out.eager_strides = self.meta(node.meta["val"]).strides
+            if len(node.users) > 1 and out.cost > SHARED_COST and is_static(out.shape) and not isinstance(out, (Mapped, Load)):
+                self.realise(out)
+        return out
+
+
+def broadcast(idx: Index, shape: Sequence[Size]) -> Index:
+    """The index into a tensor that broadcasts to where idx points."""
+    tail = idx[len(idx) - len(shape) :] if shape else ()
+    return [E.const(0, E.INT64) if n == 1 and isinstance(n, int) else i for i, n in zip(tail, shape)]
+
+
+def domain_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], list[Expr]]:
+    """A program's domain for a tensor, outermost stride first and without sizes of 1; and the tensor's index at a point."""
+    order = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: -strides[d])
+    idx = [E.const(0, E.INT64)] * len(shape)
+    for position, d in enumerate(order):
+        idx[d] = E.index(position, shape[d])
+    return tuple(shape[d] for d in order) or (1,), idx
+
+
+def _same_element(e: Expr, store: Store) -> bool:
+    return e.args[0] is store.address and (e.args[1] if len(e.args) > 1 else None) is store.predicate
+
+
+def _injective(view: View) -> bool:
+    if not is_static((*view.shape, *view.strides)):
+        return False
+    reach = 0
+    for stride, n in sorted((s, n) for s, n in zip(view.strides, view.shape) if n != 1):
+        if stride <= reach:
+            return False
+        reach += stride * (n - 1)
+    return True
+
+
+def check_devices(node: fx.Node) -> None:
+    vals = [a.meta.get("val") for a in node.all_input_nodes if a.op != "get_attr"]
+    out = node.meta.get("val")
+    vals += list(out) if isinstance(out, (list, tuple)) else [out]
+    devices = {v.device for v in vals if isinstance(v, torch.Tensor)}
+    if len(devices) > 1:
+        raise UnsupportedError(f"tensors on several devices: {', '.join(sorted(map(str, devices)))}")
+
+
+def label_of(node: fx.Node) -> str:
+    """The path of the module the node comes from: "model.layers.0.self_attn.q_proj"."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
+    return path.removeprefix("L.self").lstrip(".")

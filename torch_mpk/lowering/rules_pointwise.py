@@ -1,0 +1,411 @@
+"""Element by element operations, casts and tensors made from nothing."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from torch_mpk.errors import UnsupportedError
+from torch_mpk.lowering import expr as E
+from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr
+from torch_mpk.lowering.lowerer import Lowerer
+from torch_mpk.lowering.rules import aten, out_meta, rule, scalar
+from torch_mpk.lowering.values import Lazy, Value
+
+Number = bool | int | float
+
+
+def common_dtype(*args: Value | Number) -> torch.dtype:
+    """PyTorch's promoted dtype of tensors and Python numbers."""
+    stand_ins = [torch.empty((1,) * min(len(a.shape), 1), dtype=a.dtype) if isinstance(a, Value) else a for a in args]
+    if len(stand_ins) == 1:
+        return stand_ins[0].dtype
+    dtype = torch.result_type(stand_ins[0], stand_ins[1])
+    for other in stand_ins[2:]:
+        dtype = torch.result_type(torch.empty((1,), dtype=dtype), other)
+    return dtype
+
+
+def elementwise(lx: Lowerer, node: fx.Node, fn, args: list[Value | Number], dtype: torch.dtype | None = None, compute=None, cost=1):
+    """fn of the arguments, each cast to ``compute`` (numbers kept in fp32 for half types), with the node's shape."""
+    meta = out_meta(lx, node)
+    compute = compute or meta.dtype
+    values = [a for a in args if isinstance(a, Value)]
+
+    def combine(*elements: Expr) -> Expr:
+        rest = iter(elements)
+        return fn(*(E.cast(next(rest), compute) if isinstance(a, Value) else scalar(a, compute) for a in args))
+
+    return lx.pointwise(dtype or meta.dtype, meta.shape, combine, values, cost)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which operations on ``dtype`` are computed before they are rounded to it."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _binary(op: str):
+    def lower(lx: Lowerer, node: fx.Node, a, b, **kwargs):
+        dtype = out_meta(lx, node).dtype
+        return elementwise(lx, node, lambda x, y: E.apply(op, dtype, x, y), [a, b])
+
+    return lower
+
+
+def _unary(op: str):
+    def lower(lx: Lowerer, node: fx.Node, a, **kwargs):
+        dtype = out_meta(lx, node).dtype
+        return elementwise(lx, node, lambda x: E.apply(op, dtype, x), [a])
+
+    return lower
+
+
+@rule(aten.add.Tensor, aten.add.Scalar)
+def _add(lx, node, a, b, alpha: Number = 1):
+    return _add_or_sub(lx, node, "add", a, b, alpha)
+
+
+@rule(aten.sub.Tensor, aten.sub.Scalar)
+def _sub(lx, node, a, b, alpha: Number = 1):
+    return _add_or_sub(lx, node, "sub", a, b, alpha)
+
+
+def _add_or_sub(lx, node, op: str, a, b, alpha: Number):
+    meta = out_meta(lx, node)
+    if meta.device.type == "cpu" and meta.dtype in FLOATS:  # where eager's kernel, unlike the GPU's, first rounds a number
+        a, b = (E.const(x, meta.dtype).attr if isinstance(x, (int, float)) else x for x in (a, b))
+    return elementwise(lx, node, add_with_alpha(meta.dtype, op, alpha), [a, b])
+
+
+@rule(aten.rsub.Tensor, aten.rsub.Scalar)
+def _rsub(lx, node, a, b, alpha: Number = 1):
+    return _sub(lx, node, b, a, alpha)
+
+
+def add_with_alpha(dtype: torch.dtype, op: str, alpha: Number):
+    op = "logical_or" if dtype == BOOL and op == "add" else op
+
+    def fn(x: Expr, y: Expr) -> Expr:
+        if alpha != 1:
+            y = E.apply("mul", wide(dtype), y, scalar(alpha, dtype))
+        return E.apply(op, dtype, x, y)
+
+    return fn
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(lx, node, a, b):
+    dtype = out_meta(lx, node).dtype
+    return elementwise(lx, node, lambda x, y: E.apply("logical_and" if dtype == BOOL else "mul", dtype, x, y), [a, b])
+
+
+@rule(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
+def _div(lx, node, a, b):
+    dtype = out_meta(lx, node).dtype
+    return elementwise(lx, node, lambda x, y: E.apply("div", dtype, x, y), [a, b], cost=2)
+
+
+@rule(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar)
+def _floor_div(lx, node, a, b, rounding_mode: str | None = "floor"):
+    dtype = out_meta(lx, node).dtype
+    if rounding_mode is None:
+        return _div(lx, node, a, b)
+    if rounding_mode != "floor" or dtype in FLOATS:
+        raise UnsupportedError(f"division of {E.dtype_name(dtype)} with rounding_mode={rounding_mode!r}")
+    return elementwise(lx, node, lambda x, y: E.apply("floordiv", dtype, x, y), [a, b])
+
+
+@rule(aten.remainder.Tensor, aten.remainder.Scalar)
+def _remainder(lx, node, a, b):
+    dtype = out_meta(lx, node).dtype
+    if dtype in FLOATS:
+        raise UnsupportedError("remainder of floating dtypes")
+    return elementwise(lx, node, lambda x, y: E.apply("remainder", dtype, x, y), [a, b])
+
+
+@rule(aten.pow.Tensor_Scalar)
+def _pow(lx, node, a, exponent: Number):
+    dtype = out_meta(lx, node).dtype
+    if exponent == 2 or exponent == 3:
+        square = "square" if dtype in FLOATS else "mul"
+
+        def power(x: Expr) -> Expr:
+            if exponent == 2:
+                return E.apply(square, dtype, *([x] if square == "square" else [x, x]))
+            return E.apply("mul", dtype, E.apply("mul", wide(dtype), x, x), x)
+
+        return elementwise(lx, node, power, [a])
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"{E.dtype_name(dtype)} to the power {exponent}")
+    special = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}.get(exponent)
+    if special:
+        return elementwise(lx, node, lambda x: E.apply(special, dtype, x), [a])
+    return elementwise(lx, node, lambda x: E.apply("pow", dtype, x, scalar(exponent, dtype)), [a], cost=4)
+
+
+@rule(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def _pow_tensor(lx, node, a, b):
+    dtype = out_meta(lx, node).dtype
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"{E.dtype_name(dtype)} to a power given by a tensor")
+    return elementwise(lx, node, lambda x, y: E.apply("pow", dtype, x, y), [a, b], cost=4)
+
+
+for name in ("rsqrt", "sqrt", "exp", "log", "sin", "cos", "tanh", "erf", "sigmoid", "silu", "reciprocal"):
+    rule(getattr(aten, name).default)(_unary(name))
+
+
+@rule(aten.neg.default)
+def _neg(lx, node, a):
+    return _unary("neg")(lx, node, a)
+
+
+@rule(aten.abs.default, aten.relu.default)
+def _abs(lx, node, a):
+    op = "abs" if node.target is aten.abs.default else "relu"
+    dtype = out_meta(lx, node).dtype
+    if op == "relu" and dtype not in FLOATS:
+        return elementwise(lx, node, lambda x: E.apply("maximum", dtype, x, scalar(0, dtype)), [a])
+    return _unary(op)(lx, node, a)
+
+
+@rule(aten.floor.default, aten.ceil.default)
+def _floor(lx, node, a):
+    if a.dtype not in FLOATS:
+        return lx.read(a)
+    return _unary(node.target._schema.name.split("::")[1])(lx, node, a)
+
+
+@rule(aten.gelu.default)
+def _gelu(lx, node, a, approximate: str = "none"):
+    return _unary("gelu_tanh" if approximate == "tanh" else "gelu")(lx, node, a)
+
+
+@rule(aten.softplus.default)
+def _softplus(lx, node, a, beta: Number = 1, threshold: Number = 20):
+    if beta != 1 or threshold != 20:
+        raise UnsupportedError(f"softplus with beta={beta}, threshold={threshold}")
+    return _unary("softplus")(lx, node, a)
+
+
+@rule(aten.maximum.default, aten.minimum.default)
+def _maximum(lx, node, a, b):
+    return _binary(node.target._schema.name.split("::")[1])(lx, node, a, b)
+
+
+@rule(aten.max.other, aten.min.other)
+def _max_other(lx, node, a, b):
+    return _binary({"aten::max": "maximum", "aten::min": "minimum"}[node.target._schema.name])(lx, node, a, b)
+
+
+@rule(aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor)
+def _clamp(lx, node, a, min=None, max=None):
+    dtype = out_meta(lx, node).dtype
+    limits = [(op, x) for op, x in (("maximum", min), ("minimum", max)) if x is not None]
+
+    def fn(x: Expr, *rest: Expr) -> Expr:
+        for (op, _), y in zip(limits, rest):
+            x = E.apply(op, dtype, x, E.cast(y, dtype))
+        return x
+
+    return elementwise(lx, node, fn, [a, *(x for _, x in limits)], cost=len(limits))
+
+
+@rule(aten.clamp_max.default, aten.clamp_max.Tensor)
+def _clamp_max(lx, node, a, max):
+    return _clamp(lx, node, a, None, max)
+
+
+def _compare(op: str):
+    def lower(lx: Lowerer, node: fx.Node, a, b):
+        compute = common_dtype(a, b)
+
+        def fn(x: Expr, y: Expr) -> Expr:
+            return E.apply(op, BOOL, E.cast(x, compute), E.cast(y, compute))
+
+        return elementwise(lx, node, fn, [a, b], compute=compute)
+
+    return lower
+
+
+for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    rule(getattr(aten, name).Tensor, getattr(aten, name).Scalar)(_compare(name))
+
+
+@rule(aten.logical_and.default, aten.logical_or.default)
+def _logical(lx, node, a, b):
+    op = node.target._schema.name.split("::")[1]
+    return elementwise(lx, node, lambda x, y: E.apply(op, BOOL, x, y), [a, b], compute=BOOL)
+
+
+@rule(aten.logical_xor.default)
+def _logical_xor(lx, node, a, b):
+    return elementwise(lx, node, lambda x, y: E.apply("ne", BOOL, x, y), [a, b], compute=BOOL)
+
+
+@rule(aten.logical_not.default)
+def _logical_not(lx, node, a):
+    return elementwise(lx, node, E.logical_not, [a], compute=BOOL)
+
+
+@rule(aten.bitwise_not.default)
+def _bitwise_not(lx, node, a):
+    if a.dtype == BOOL:
+        return _logical_not(lx, node, a)
+    return elementwise(lx, node, lambda x: E.apply("bit_xor", a.dtype, x, E.const(-1, a.dtype)), [a])
+
+
+_BITWISE = {"and": ("bit_and", "logical_and"), "or": ("bit_or", "logical_or"), "xor": ("bit_xor", "ne")}
+for name, (bits, logical) in _BITWISE.items():
+
+    def _bitwise(lx, node, a, b, bits=bits, logical=logical):
+        dtype = out_meta(lx, node).dtype
+        return elementwise(lx, node, lambda x, y: E.apply(logical if dtype == BOOL else bits, dtype, x, y), [a, b])
+
+    for packet in (getattr(aten, f"__{name}__"), getattr(aten, f"bitwise_{name}")):
+        rule(packet.Tensor, packet.Scalar)(_bitwise)
+
+
+@rule(aten.isnan.default)
+def _isnan(lx, node, a):
+    if a.dtype not in FLOATS:
+        return elementwise(lx, node, lambda x: E.const(False, BOOL), [a], compute=a.dtype)
+    return elementwise(lx, node, lambda x: E.apply("isnan", BOOL, x), [a], compute=a.dtype)
+
+
+@rule(aten.isinf.default)
+def _isinf(lx, node, a):
+    if a.dtype not in FLOATS:
+        return elementwise(lx, node, lambda x: E.const(False, BOOL), [a], compute=a.dtype)
+    infinity = E.const(math.inf, a.dtype)
+    return elementwise(lx, node, lambda x: E.compare("eq", E.apply("abs", a.dtype, x), infinity), [a], compute=a.dtype)
+
+
+@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def _where(lx, node, condition, a, b):
+    meta = out_meta(lx, node)
+    values = [condition, *(v for v in (a, b) if isinstance(v, Value))]
+
+    def fn(c: Expr, *rest: Expr) -> Expr:
+        it = iter(rest)
+        x, y = (E.cast(next(it), meta.dtype) if isinstance(v, Value) else E.const(v, meta.dtype) for v in (a, b))
+        return E.where(E.cast(c, BOOL), x, y)
+
+    return lx.pointwise(meta.dtype, meta.shape, fn, values)
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def _masked_fill(lx, node, a, mask, value):
+    return _where(lx, node, mask, value, a)
+
+
+@rule(aten.addcmul.default)
+def _addcmul(lx, node, a, b, c, value: Number = 1):
+    dtype = out_meta(lx, node).dtype
+
+    def fn(x: Expr, y: Expr, z: Expr) -> Expr:
+        scaled = y if value == 1 else E.apply("mul", wide(dtype), scalar(value, dtype), y)
+        return E.apply("add", dtype, x, E.apply("mul", wide(dtype), scaled, z))
+
+    return elementwise(lx, node, fn, [a, b, c], cost=3)
+
+
+@rule(aten.dropout.default)
+def _dropout(lx, node, a, p: float, train: bool):
+    if train and p != 0:
+        raise UnsupportedError(f"dropout in training mode with p={p}")
+    return a
+
+
+# ---- casts ----
+
+
+def cast(lx: Lowerer, a: Value, dtype: torch.dtype) -> Lazy:
+    return lx.pointwise(dtype, a.shape, lambda x: E.cast(x, dtype), [a])
+
+
+def copy_of(lx: Lowerer, a: Value) -> Lazy:
+    """A value of its own with a's present contents."""
+    source = lx.read(a)
+    return Lazy(source.dtype, source.shape, [source], source.at, cost=0)
+
+
+@rule(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default)
+def _to(lx, node, a, *args, copy: bool = False, **kwargs):
+    dtype = out_meta(lx, node).dtype
+    copies = copy or any(x is True for x in _to_copies(node))
+    return cast(lx, a, dtype) if dtype != a.dtype else copy_of(lx, a) if copies else a
+
+
+def _to_copies(node: fx.Node) -> list[object]:
+    names = [argument.name for argument in node.target._schema.arguments]
+    return [value for name, value in zip(names, node.args) if name == "copy"]
+
+
+@rule(aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default)
+def _copy(lx, node, a, **kwargs):
+    dtype = out_meta(lx, node).dtype
+    return cast(lx, a, dtype) if dtype != a.dtype else copy_of(lx, a)
+
+
+# ---- tensors made from nothing ----
+
+
+def filled(lx: Lowerer, node: fx.Node, value: Number) -> Lazy:
+    meta = out_meta(lx, node)
+    return Lazy(meta.dtype, meta.shape, (), lambda idx, predicate: E.const(value, meta.dtype))
+
+
+@rule(aten.full.default, aten.full_like.default, aten.new_full.default)
+def _full(lx, node, a, *args, **kwargs):
+    value = args[0] if args else kwargs["fill_value"]
+    if not isinstance(value, (bool, int, float)):
+        raise UnsupportedError("a tensor filled with a value that is known only at run time")
+    return filled(lx, node, value)
+
+
+@rule(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+@rule(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
+def _zeros(lx, node, *args, **kwargs):
+    return filled(lx, node, 0)
+
+
+@rule(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def _ones(lx, node, *args, **kwargs):
+    return filled(lx, node, 1)
+
+
+@rule(aten.scalar_tensor.default)
+def _scalar_tensor(lx, node, value, **kwargs):
+    if isinstance(value, Expr):
+        return Lazy(out_meta(lx, node).dtype, (), (), lambda idx, p: E.cast(value, out_meta(lx, node).dtype))
+    return filled(lx, node, value)
+
+
+@rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def _arange(lx, node, *args, **kwargs):
+    meta = out_meta(lx, node)
+    start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
+    if meta.dtype in FLOATS and not all(isinstance(x, int) or (isinstance(x, float) and x.is_integer()) for x in (start, step)):
+        raise UnsupportedError("arange with a fractional start or step")
+    start, step = (int(x) if isinstance(x, float) else x for x in (start, step))
+    return Lazy(meta.dtype, meta.shape, (), lambda idx, p: E.cast(E.iadd(E.imul(idx[0], step), start), meta.dtype))
+
+
+@rule(torch.ops.prims.iota.default)
+def _iota(lx, node, length, *, start, step, dtype, **kwargs):
+    return Lazy(dtype, (length,), (), lambda idx, p: E.cast(E.iadd(E.imul(idx[0], step), start), dtype), cost=2)
+
+
+@rule(aten.tril.default, aten.triu.default)
+def _tril(lx, node, a, diagonal: int = 0):
+    lower = node.target is aten.tril.default
+    source = lx.read(a)
+
+    def inner(idx, predicate):
+        keep = E.compare("le" if lower else "ge", E.iadd(idx[-1], idx[-2], -1), E.const(diagonal, INT64))
+        return E.where(keep, source.at(idx, predicate), E.const(0, source.dtype))
+
+    return lx.lazy(source.dtype, source.shape, [source], inner, cost=3)

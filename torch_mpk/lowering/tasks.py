@@ -1,0 +1,80 @@
+"""Calls of tasks: named programs are lowered from their reference; row and stream tasks become nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_mpk.errors import UnsupportedError
+from torch_mpk.lowering.lowerer import Lowerer
+from torch_mpk.lowering.values import Buffer, Value, View, is_static
+from torch_mpk.registry import Task
+
+PROGRAM_ROLES = ("pointwise", "reduce")
+
+
+def lower_task(lx: Lowerer, node: fx.Node, args: Sequence[object], kwargs: dict[str, object]) -> Value | None:
+    """``args`` are the operands' values, in the signature's order; ``kwargs`` the attributes."""
+    task: Task = node.target
+    if task.role in PROGRAM_ROLES:
+        return _inline(lx, node, task, args, kwargs)
+    attrs = task.bind_attrs(kwargs)
+    present = [(spec, value) for spec, value in zip(task.inputs, args) if value is not None]
+    operands = _operands(lx, task, present)
+    result = None
+    for spec in task.outputs:
+        meta = lx.meta(node.meta["val"])
+        if not is_static(meta.shape):
+            raise UnsupportedError(f"{task.name}: the size of {spec.name} is known only at run time")
+        result = lx.new_buffer(meta.dtype, meta.shape)
+        operands.append((spec.name, result, False, True))
+    lx.task(task.name, operands, {name: task.attrs[name].type(value) for name, value in attrs.items()})
+    return result
+
+
+def _operands(lx: Lowerer, task: Task, present: Sequence[tuple]) -> list[tuple[str, View, bool, bool]]:
+    written = [_in_place(lx, task, spec, value).buffer for spec, value in present if spec.is_write]
+    for spec, value in present:
+        if not spec.is_write:
+            lx.operand(value)
+    # Giving one operand memory may emit a write that overwrites another's: that one is found in its copy now.
+    return [
+        (spec.name, _in_place(lx, task, spec, value) if spec.is_write else _read(lx, value, written), spec.is_read, spec.is_write)
+        for spec, value in present
+    ]
+
+
+def _read(lx: Lowerer, value: Value, written: Sequence[Buffer]) -> View:
+    view = lx.operand(value)
+    if not is_static((*view.shape, *view.strides)):
+        raise UnsupportedError("an operand whose size is known only at run time")
+    if view.shape and view.shape[-1] != 1 and view.strides[-1] != 1 or view.buffer in written:
+        return lx.copy(view)
+    return view
+
+
+def _in_place(lx: Lowerer, task: Task, spec: object, value: Value) -> View:
+    view = lx.owned_view(value)
+    if not is_static((*view.shape, *view.strides)):
+        raise UnsupportedError(f"{task.name}: the size of {spec.name} is known only at run time")
+    if view.shape[-1] != 1 and view.strides[-1] != 1:
+        raise UnsupportedError(f"{task.name}: {spec.name} is written in place and has inner stride {view.strides[-1]}, expected 1")
+    return view
+
+
+def _inline(lx: Lowerer, node: fx.Node, task: Task, args: Sequence[object], kwargs: dict[str, object]) -> Value | None:
+    """Lower the ATen operations of the task's reference in the node's place."""
+    nodes = [a for a in node.args if isinstance(a, fx.Node)]
+    fakes = [n.meta["val"] for n in nodes]
+
+    def body(*values: torch.Tensor) -> object:
+        rest = iter(values)
+        operands = [next(rest) if isinstance(a, fx.Node) else a for a in node.args]
+        return task.reference(*operands, *[None] * (len(task.inputs) - len(operands)), **task.bind_attrs(kwargs))
+
+    module = make_fx(body, tracing_mode="real", pre_dispatch=True)(*fakes)
+    outputs = lx.run(module.graph, module, [v for a, v in zip(node.args, args) if isinstance(a, fx.Node)])
+    return outputs[0] if outputs else None

@@ -1,0 +1,326 @@
+"""Executes task graphs and schedules in Python, with the tasks' references and a vectorised interpreter for programs.
+
+It is the oracle of lowering and scheduling: with a seed it runs a schedule in a random order that its events allow, as the
+workers of a device might, after poisoning the workspace, so that a missing dependency shows as a wrong result.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torch_mpk import _C, registry
+
+_POISON = 0x5A  # workspace bytes of integers before anything is written; floating dtypes get NaN
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+class Memory:
+    """The buffers of a graph as flat tensors: inputs and outputs alias the caller's, workspace is poisoned."""
+
+    def __init__(self, graph: _C.TBGraph, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        given = {"input": inputs, "output": outputs}
+        self.graph = graph
+        self.flat: list[torch.Tensor | None] = []
+        for buffer in graph.buffers:
+            self.flat.append(None if buffer.kind == "workspace" else flat(given[buffer.kind][buffer.index]))
+
+    def tensor(self, buffer: int, dtype: str) -> torch.Tensor:
+        """The buffer's elements, flat."""
+        if self.flat[buffer] is None:
+            self.flat[buffer] = poisoned(self.graph.buffers[buffer].bytes, dtype_of(dtype))
+        found = self.flat[buffer]
+        if found.dtype != dtype_of(dtype):
+            raise ValueError(f"buffer '{self.graph.buffers[buffer].name}' holds {found.dtype}, an operand reads {dtype}")
+        return found
+
+    def view(self, t: _C.Tensor) -> torch.Tensor:
+        base = self.tensor(t.buffer, t.dtype)
+        return torch.as_strided(base, t.shape, t.strides, base.storage_offset() + t.offset)
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """Every element from t's first to its last, in memory order."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+    return torch.as_strided(t, (extent,), (1,), t.storage_offset())
+
+
+def poisoned(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.full((nbytes // dtype.itemsize,), torch.nan, dtype=dtype)
+    raw = torch.full((nbytes,), 1 if dtype == torch.bool else _POISON, dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+# ---- programs ----
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return _WIDE.get(dtype, dtype)
+
+
+def _select(keep_first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable:
+    return lambda a, b: torch.where((a != a) | keep_first(a, b), a, b)
+
+
+_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "maximum": _select(torch.gt),
+    "minimum": _select(torch.lt),
+    "div": torch.div,
+    "pow": torch.pow,
+    "square": lambda a: a * a,
+    "reciprocal": torch.reciprocal,
+    "sqrt": torch.sqrt,
+    "rsqrt": lambda a: 1 / torch.sqrt(a),
+    "exp": torch.exp,
+    "log": torch.log,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "sigmoid": torch.sigmoid,
+    "silu": lambda a: a / (1 + torch.exp(-a)),
+    "gelu": lambda a: a * 0.5 * (1 + torch.erf(a * 0.70710678118654752440)),
+    "gelu_tanh": lambda a: a * 0.5 * (1 + torch.tanh(0.79788456080286535588 * (a + 0.044715 * a * a * a))),
+    "relu": torch.relu,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "softplus": lambda a: torch.where(a > 20, a, torch.log1p(torch.exp(a))),
+    "floordiv": lambda a, b: torch.where(b == 0, 0, torch.floor_divide(a, torch.where(b == 0, 1, b))),
+    "remainder": lambda a, b: torch.where(b == 0, 0, torch.remainder(a, torch.where(b == 0, 1, b))),
+    "bit_and": torch.bitwise_and,
+    "bit_or": torch.bitwise_or,
+    "bit_xor": torch.bitwise_xor,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "logical_and": torch.logical_and,
+    "logical_or": torch.logical_or,
+    "logical_not": torch.logical_not,
+    "isnan": torch.isnan,
+}
+_COMPARES = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan"}
+
+
+def evaluate(
+    program: _C.Program, bases: Sequence[tuple[torch.Tensor, int]], scalars: Sequence[int], points: torch.Tensor
+) -> torch.Tensor | None:
+    """Run a program at the points, given as row-major numbers of its domain; ``bases`` are operands as (flat, offset).
+
+    Returns the last instruction's value, None for a store. Raises IndexError where an access leaves its buffer.
+    """
+    coordinates = []
+    rest = points
+    for n in reversed(program.domain):
+        coordinates.append(rest % n)
+        rest = rest // n
+    coordinates.reverse()
+    values: list[torch.Tensor | None] = []
+
+    def address(instr: _C.Instr, args: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        base, offset = bases[instr.operand]
+        at = torch.full_like(points, offset)
+        for i, stride in zip(coordinates, instr.strides):
+            at = at + i * stride
+        if args:
+            at = at + values[args[0]]
+        keep = values[args[1]].expand(points.shape) if len(args) > 1 else torch.ones_like(points, dtype=torch.bool)
+        bad = keep & ((at < 0) | (at >= base.numel()))
+        if bool(bad.any()):
+            raise IndexError(f"{instr.op} reaches element {at[bad][0]} of {base.numel()} in operand {instr.operand}")
+        return base, at, keep
+
+    for instr in program.instrs:
+        dtype = dtype_of(instr.dtype)
+        args = [values[a] for a in instr.args] if instr.op != "store" else []
+        if instr.op == "const":
+            out = torch.full(points.shape, instr.imm, dtype=dtype)
+        elif instr.op == "index":
+            out = coordinates[instr.operand]
+        elif instr.op == "size":
+            out = torch.full(points.shape, scalars[instr.operand], dtype=torch.int64)
+        elif instr.op == "load":
+            base, at, keep = address(instr, instr.args)
+            out = torch.where(keep, base[torch.where(keep, at, 0)], torch.zeros((), dtype=dtype)) if base.numel() else None
+            if base.dtype != dtype:
+                raise ValueError(f"load of {dtype} from an operand of {base.dtype}")
+        elif instr.op == "store":
+            base, at, keep = address(instr, instr.args[1:])
+            value = values[instr.args[0]]
+            if value.dtype != base.dtype:
+                raise ValueError(f"store of {value.dtype} to an operand of {base.dtype}")
+            base[at[keep]] = value[keep]
+            out = None
+        elif instr.op == "cast":
+            out = args[0].to(dtype)
+        elif instr.op == "where":
+            out = torch.where(args[0], args[1].to(dtype), args[2].to(dtype))
+        else:
+            compute = torch.promote_types(args[0].dtype, args[-1].dtype) if instr.op in _COMPARES else dtype
+            out = _OPS[instr.op](*(a.to(_compute_dtype(compute)) for a in args)).to(dtype)
+        values.append(out)
+    return values[-1]
+
+
+_WIDE_SUM = {torch.float64: torch.float64}
+
+
+def _reduce(op: str, value: torch.Tensor) -> torch.Tensor:
+    if value.dtype.is_floating_point:
+        value = value.to(_WIDE_SUM.get(value.dtype, torch.float32))
+    elif op in ("sum", "prod"):
+        value = value.to(torch.int64)
+    return getattr(torch, op)(value, dim=-1)
+
+
+class Machine:
+    """Runs single nodes on a memory."""
+
+    def __init__(self, graph: _C.TBGraph, memory: Memory, scalars: Sequence[int]) -> None:
+        self.nodes, self.memory, self.scalars = graph.nodes, memory, scalars
+
+    def num_points(self, node_id: int) -> int:
+        """Independent pieces of a node: points of a pointwise program, 1 for anything else."""
+        node = self.nodes[node_id]
+        return max(1, torch.Size(node.program.domain).numel()) if node.role == "pointwise" else 1
+
+    def run(self, node_id: int, points: torch.Tensor | None = None) -> None:
+        """All of a node, or some points of a pointwise one."""
+        node = self.nodes[node_id]
+        if node.program is None:
+            self._run_task(node)
+            return
+        bases = [(self.memory.tensor(o.tensor.buffer, o.tensor.dtype), o.tensor.offset) for o in node.operands]
+        if points is None:
+            points = torch.arange(torch.Size(node.program.domain).numel())
+        value = evaluate(node.program, bases, self.scalars, points)
+        if node.role == "reduce":
+            out = self.memory.view(node.operands[-1].tensor)
+            out.copy_(_reduce(node.attrs["op"], value.reshape(node.program.domain)).reshape(out.shape))
+
+    def _run_task(self, node: _C.Node) -> None:
+        task = registry.get(node.task)
+        views = {o.name: self.memory.view(o.tensor) for o in node.operands}
+        attrs = {name: node.attrs[name] for name in task.attrs if name in node.attrs}
+        result = task.reference(*(views.get(o.name) for o in task.inputs), **attrs)
+        for spec in task.outputs:
+            views[spec.name].copy_(result)
+
+
+def run_graph(
+    graph: _C.TBGraph,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    scalars: Sequence[int] = (),
+) -> None:
+    """Run the nodes in program order: ``inputs`` and ``outputs`` are the buffers' tensors, written in place."""
+    machine = Machine(graph, Memory(graph, inputs, outputs), scalars)
+    with torch.no_grad():
+        for node in graph.nodes:
+            machine.run(node.id)
+
+
+# ---- schedules ----
+
+
+def run(
+    schedule: _C.Schedule,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    scalars: Sequence[int] = (),
+    *,
+    seed: int | None = None,
+) -> None:
+    """Run a schedule on CPU tensors; ``inputs`` and ``outputs`` are the buffers' tensors, written in place.
+
+    Without a seed phases and jobs run in order. With one, workers advance through the phases at random speeds, as far as
+    the phases' waits allow, each with its own share of every job. Workspace buffers live at the schedule's offsets of one
+    poisoned allocation; what a job does not store is visible to that job only.
+    """
+    order = random.Random(seed) if seed is not None else None
+    memory = ScheduledMemory(schedule, inputs, outputs)
+    machine = Machine(schedule.graph, memory, scalars)
+    with torch.no_grad():
+        for phase, job in _interleaving(schedule, order):
+            _run_job(machine, memory, schedule.phases[phase].jobs[job], order)
+
+
+class ScheduledMemory(Memory):
+    """Workspace at the schedule's offsets; buffers that a job does not store are private to it."""
+
+    def __init__(self, schedule: _C.Schedule, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__(schedule.graph, inputs, outputs)
+        self.offsets = schedule.workspace_offsets
+        # 0xFF bytes are NaN in every floating dtype, -1 in integers; bool is poisoned as True.
+        self.workspace = torch.full((schedule.workspace_bytes,), 0xFF, dtype=torch.uint8)
+        self.private: dict[int, torch.Tensor | None] = {}
+
+    def tensor(self, buffer: int, dtype: str) -> torch.Tensor:
+        info = self.graph.buffers[buffer]
+        if info.kind != "workspace":
+            return super().tensor(buffer, dtype)
+        if buffer in self.private:
+            if self.private[buffer] is None:
+                self.private[buffer] = poisoned(info.bytes, dtype_of(dtype))
+            return self.private[buffer]
+        start = self.offsets[buffer]
+        if start < 0:
+            raise ValueError(f"buffer '{info.name}' is used outside the job that keeps it to itself")
+        return self.workspace[start : start + info.bytes].view(dtype_of(dtype))
+
+
+def _run_job(machine: Machine, memory: ScheduledMemory, job: _C.Job, order: random.Random | None) -> None:
+    memory.private = dict.fromkeys(job.unstored)
+    nodes = list(job.body)
+    if order:
+        order.shuffle(nodes)  # several linears of one input: no order among them
+    for node in [*job.prologue, *nodes, *job.epilogue]:
+        if order is None or machine.num_points(node) == 1:
+            machine.run(node)
+            continue
+        generator = torch.Generator().manual_seed(order.randrange(2**31))
+        for points in torch.randperm(machine.num_points(node), generator=generator).chunk(order.randint(1, 4)):
+            machine.run(node, points)
+    memory.private = {}
+
+
+def _interleaving(schedule: _C.Schedule, order: random.Random | None) -> list[tuple[int, int]]:
+    """(phase, job) in an order the events allow. Each worker passes the phases in order and owns some of the jobs."""
+    phases = schedule.phases
+    if order is None:
+        return [(p, j) for p, phase in enumerate(phases) for j in range(len(phase.jobs))]
+    num_workers = order.randint(2, 4)
+    owned = [[[] for _ in phases] for _ in range(num_workers)]
+    for p, phase in enumerate(phases):
+        for j in order.sample(range(len(phase.jobs)), len(phase.jobs)):
+            order.choice(owned)[p].append(j)
+    position = [0] * num_workers  # the phase each worker is in
+    out = []
+
+    def may_run(worker: int) -> bool:
+        p = position[worker]
+        return p < len(phases) and all(min(position) > w for w in phases[p].waits)
+
+    while min(position) < len(phases):
+        worker = order.choice([w for w in range(num_workers) if may_run(w)])
+        p = position[worker]
+        if owned[worker][p]:
+            out.append((p, owned[worker][p].pop()))
+        else:
+            position[worker] += 1
+    return out

@@ -1,0 +1,58 @@
+"""A built graph: its segments in program order, each an executable or, where it falls back, the captured nodes."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.lowering import lower
+from torch_mpk.partition import Partitioned
+from torch_mpk.runtime.segment import Segment
+
+_live: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+class Program:
+    """What a build leaves. The callables made from it share its executables."""
+
+    def __init__(self, partitioned: Partitioned, device: torch.device, options: Options, dump: Dump) -> None:
+        ours = [segment for segment in partitioned.segments if segment.ours]
+        self._segments = {
+            segment.name: Segment(lower(segment.gm), device, options, dump.segment(index, len(ours)))
+            for index, segment in enumerate(ours)
+        }
+        self._partitioned = partitioned
+        self._is_whole = len(partitioned.segments) == len(ours) == 1
+        _live.update(self._segments.values())
+        launch = {name: segment.describe() for name, segment in self._segments.items()}
+        dump.write("8.launch.json", json.dumps(launch, indent=2))
+
+    def callable(self, eager: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the captured graph's arguments; ``eager`` is the graph as PyTorch runs it."""
+        if self._is_whole:
+            return next(iter(self._segments.values())).callable(eager)
+        modules = dict(self._partitioned.gm.named_children())
+        modules.update({name: _Call(segment.callable(modules[name])) for name, segment in self._segments.items()})
+        return torch.fx.GraphModule(modules, self._partitioned.gm.graph).forward
+
+
+class _Call(torch.nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = call
+
+
+def synchronize() -> None:
+    """Waits for every launch of every model, and raises the error of one that was aborted.
+
+    Raises:
+        MegakernelTimeout: a launch was aborted by its watchdog; its outputs are NaN and its counters did not advance.
+    """
+    for segment in list(_live):
+        segment.synchronize()

@@ -1,0 +1,77 @@
+"""Attention of one query position per batch row over a static cache, which it can extend first."""
+
+import torch
+import torch.nn.functional as F
+
+from torch_mpk.registry import task
+from torch_mpk.tasks.kv_write import kv_write
+
+STYLES = ("sdpa", "eager")
+
+
+@task(
+    "q[B, H, D], k_new[B, G, D]?, v_new[B, G, D]?, slot[1]?: int64 < L, k_cache[B, G, L, D]!, v_cache[B, G, L, D]!, "
+    "mask[B, H, L]?, limit[B]?: int64 < L -> y[B, H, D]",
+    role="stream",
+    samples=[
+        {"B": 1, "H": 4, "G": 2, "L": 24, "D": 16, "scale": 0.25, "mask": None},
+        {"B": 3, "H": 4, "G": 4, "L": 40, "D": 32, "scale": 0.2, "mask": torch.bool},
+        {"B": 2, "H": 8, "G": 2, "L": 33, "D": 64, "scale": 0.125, "limit": None, "style": "eager"},
+        {"B": 2, "H": 6, "G": 1, "L": 16, "D": 16, "scale": 0.3, "k_new": None, "v_new": None, "slot": None},
+    ],
+)
+def attention(
+    q: torch.Tensor,
+    k_new: torch.Tensor | None,
+    v_new: torch.Tensor | None,
+    slot: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    limit: torch.Tensor | None = None,
+    *,
+    scale: float,
+    style: str = "sdpa",
+) -> torch.Tensor:
+    """``softmax(scale * q @ k_cache.T + mask) @ v_cache`` per head, H query heads sharing G cache heads in groups of H / G.
+
+    With ``k_new``, ``v_new`` and ``slot`` it first writes row ``slot`` of both caches (see ``kv_write``). ``mask`` is bool
+    (True: attend) or a float to add. Positions at or beyond ``limit`` are ignored; a limit beyond L means L. A row whose
+    limit is below 1, and a head whose bool mask is False everywhere below it, gives zeros. ``style`` only matters to the
+    bits of this reference: "sdpa" rounds as ``F.scaled_dot_product_attention``, "eager" as the matmul and softmax it
+    stands for. Raises ValueError when H is not a multiple of G, or part of ``k_new``, ``v_new``, ``slot`` is missing.
+    """
+    heads, (groups, length) = q.shape[1], k_cache.shape[1:3]
+    if heads % groups:
+        raise ValueError(f"attention: q has H={heads}, expected a multiple of k_cache's G={groups}")
+    if len({k_new is None, v_new is None, slot is None}) != 1:
+        raise ValueError("attention: k_new, v_new and slot belong together: give all of them or none")
+    if style not in STYLES:
+        raise ValueError(f"attention: style is {style!r}, expected one of {', '.join(STYLES)}")
+    if k_new is not None:
+        kv_write(k_cache, k_new, slot)
+        kv_write(v_cache, v_new, slot)
+
+    k, v = (cache.unsqueeze(2).expand(-1, -1, heads // groups, -1, -1).flatten(1, 2) for cache in (k_cache, v_cache))
+    q = q.unsqueeze(2)
+    dead = None  # [B, 1 or H, 1, 1]: nothing to attend to
+    if mask is not None:
+        mask = mask.unsqueeze(2)
+    if limit is not None:
+        below = torch.arange(length, device=q.device) < limit[:, None, None, None]
+        dead = limit[:, None, None, None] < 1
+        if mask is None:
+            mask = below
+        else:
+            mask = mask & below if mask.dtype == torch.bool else mask.masked_fill(~below, -torch.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        dead = ~mask.any(-1, keepdim=True)
+
+    if style == "sdpa":
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    else:
+        scores = torch.matmul(q, k.transpose(2, 3)) * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        y = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
+    return (y if dead is None else y.masked_fill(dead, 0)).squeeze(2)
