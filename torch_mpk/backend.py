@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._guards import tracing
 
 from torch_mpk.admission import check_call, check_graph, check_mutations
 from torch_mpk.capture import Captured, capture
@@ -83,10 +84,11 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
     if program is None:
         dump = Dump.next()
         dump.write("1.capture.txt", str(captured))
-        tasks = apply(captured.graph_module)
-        dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
-        partitioned = partition(tasks)
-        dump.write("3.segments.txt", str(partitioned))
-        check_coverage(partitioned, captured, options)
-        program = _programs[key] = Program(partitioned, device, options, dump)
+        with tracing(None):  # Dynamo's context, whose fake mode is not the captured graph's
+            tasks = apply(captured.graph_module)
+            dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
+            partitioned = partition(tasks)
+            dump.write("3.segments.txt", str(partitioned))
+            check_coverage(partitioned, captured, options)
+            program = _programs[key] = Program(partitioned, device, options, dump)
     return program
