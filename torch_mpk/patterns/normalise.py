@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from torch_mpk import registry
@@ -19,7 +18,7 @@ from torch_mpk.patterns.rewriter import argument, aten, is_call, is_tensor
 
 
 def normalise(graph: fx.Graph) -> None:
-    """Drop ops that change nothing, let uses of in-place results read the tensor updated, and call tasks by ``Task``."""
+    """Drop ops that change nothing, read in-place results from the tensor updated, and call tasks by ``Task``."""
     read_through_inplace(graph)
     for node in list(graph.nodes):
         if is_call(node, aten.detach_.default):  # without autograd it has no effect
@@ -41,9 +40,9 @@ def _unchanged(node: fx.Node, written: frozenset[int]) -> fx.Node | None:
     """The argument that ``node`` returns as it is."""
     if not is_tensor(node) or written_args(node):
         return None
-    if is_call(node, aten.dropout.default) and (argument(node, "p") == 0 or not argument(node, "train")):
-        is_copy = True
-    elif is_call(node, aten.lift_fresh_copy.default, aten.lift_fresh.default):
+    if (is_call(node, aten.dropout.default) and (argument(node, "p") == 0 or not argument(node, "train"))) or is_call(
+        node, aten.lift_fresh_copy.default, aten.lift_fresh.default
+    ):
         is_copy = True
     else:
         tensors = filter(is_tensor, node.all_input_nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def has_same_layout(a: fx.Node, b: fx.Node) -> bool:
     """The same dtype, sizes and strides, but for the strides of dimensions of size 1."""
     if dtype(a) != dtype(b) or shape(a) != shape(b):
         return False
-    return all(size == 1 or s == t for size, s, t in zip(shape(a), value(a).stride(), value(b).stride()))
+    return all(size == 1 or s == t for size, s, t in zip(shape(a), value(a).stride(), value(b).stride(), strict=True))
 
 
 def cast_source(node: Any) -> fx.Node | None:
@@ -90,7 +90,7 @@ def cast_source(node: Any) -> fx.Node | None:
 
 
 def reshape_source(node: fx.Node) -> fx.Node | None:
-    """The tensor with the same elements in the same row-major order that ``node`` was made from; None if there is none."""
+    """The tensor that ``node`` was made from with the same elements in the same row-major order, or None."""
     if is_call(node, *_RESHAPES):
         return node.args[0]
     if is_call(node, aten.transpose.int, aten.permute.default) and None not in shape(node):
@@ -171,7 +171,7 @@ class Rewriter:
             return False
         if len(a.args) != len(b.args) or a.kwargs != b.kwargs:
             return False
-        if not all(self.is_same_value(x, y) for x, y in zip(a.args, b.args)):
+        if not all(self.is_same_value(x, y) for x, y in zip(a.args, b.args, strict=True)):
             return False
         touched = frozenset().union(*map(storages, (*a.all_input_nodes, *b.all_input_nodes)))
         return not self.is_written_between(touched, min(a, b), max(a, b))
