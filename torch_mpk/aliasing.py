@@ -26,6 +26,12 @@ def value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
+def evaluate(target: Any, args: Any, kwargs: Any) -> Any:
+    """The example value of a call."""
+    with torch.no_grad():
+        return target(*fx.node.map_arg(args, value), **fx.node.map_arg(kwargs, value))
+
+
 def tensors(node: fx.Node) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(value(node)) if isinstance(t, torch.Tensor)]
 

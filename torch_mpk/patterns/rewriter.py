@@ -11,7 +11,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from torch_mpk import registry
-from torch_mpk.aliasing import is_impure, is_view, storages, value, written_args, written_storages
+from torch_mpk.aliasing import evaluate, is_impure, is_view, storages, value, written_args, written_storages
 
 aten = torch.ops.aten
 
@@ -178,8 +178,8 @@ class Rewriter:
 
     def call(self, target: Any, *args: Any, after: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A new node before the anchor, or right after ``after``, with its example value."""
-        with torch.no_grad(), self.fake_mode:
-            example = target(*fx.node.map_arg(args, value), **fx.node.map_arg(kwargs, value))
+        with self.fake_mode:
+            example = evaluate(target, args, kwargs)
         if after is not None and after.op == "placeholder":
             after = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         with self.graph.inserting_before(self.anchor) if after is None else self.graph.inserting_after(after):
