@@ -67,7 +67,7 @@ def check(fn: Callable, *args: torch.Tensor, exact: bool = True, tolerance: floa
     actual = run(lowered, our_args)
     rtol = 0 if exact else tolerance
     assert len(actual) == len(expected)
-    for ours, eager in zip([*actual, *our_args], [*expected, *eager_args]):
+    for ours, eager in zip([*actual, *our_args], [*expected, *eager_args], strict=False):
         if ours is None:
             assert eager is None
             continue

@@ -13,6 +13,7 @@ from torch import fx
 
 from torch_mpk import _C
 from torch_mpk.errors import UnsupportedError
+from torch_mpk.lowering import rules  # noqa: F401  (they enter themselves into the table)
 from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.lowering.steps import build, merge
@@ -85,7 +86,7 @@ def lower(segment: fx.GraphModule) -> Lowered:
     nodes = output if isinstance(output, (tuple, list)) else (output,)
     lx.frames.append(dict(enumerate(results)))  # writes still pending keep what the results read
     outputs = _Outputs(lx, args, inputs)
-    for node, result in zip(nodes, results):
+    for node, result in zip(nodes, results, strict=False):
         try:
             outputs.add(node, result)
         except UnsupportedError as error:
@@ -129,7 +130,7 @@ def _is_all_of_its_buffer(view: View, eager: torch.Tensor) -> bool:
     if not is_dense(view.shape, view.strides) or view.numel != view.buffer.extent:
         return False
     wanted = eager.stride() if is_dense(view.shape, eager.stride()) else contiguous_strides(view.shape)
-    return all(a == b for a, b, n in zip(view.strides, wanted, view.shape) if n != 1)
+    return all(a == b for a, b, n in zip(view.strides, wanted, view.shape, strict=False) if n != 1)
 
 
 def supports(node: fx.Node) -> str | None:
@@ -174,5 +175,3 @@ def _collect_symbols(lx: Lowerer, val: object) -> None:
         if isinstance(size, torch.SymInt):
             for symbol in sorted(size.node.expr.free_symbols, key=str):
                 lx.symbols.setdefault(symbol, len(lx.symbols))
-
-
