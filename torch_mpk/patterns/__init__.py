@@ -1,8 +1,8 @@
 """Stage 2: an ATen graph becomes a graph in which known subgraphs are calls of tasks.
 
-A file of this folder declares patterns with ``@pattern(op, ...)``: functions that are given a node of such an op, the last
-of the subgraph, and return the node to take its place, or None where the subgraph is another one. The whole folder is
-imported on the first ``apply``.
+A file of this folder declares patterns with ``@pattern(op, ...)``: functions that are given a node of such an op, the
+last of the subgraph, and return the node to take its place, or None where the subgraph is another one. The whole folder
+is imported with the package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_mpk.aliasing import eliminate_dead_code, is_view
 from torch_mpk.patterns.normalise import normalise
 from torch_mpk.patterns.rewriter import Rewriter, aten, has_same_layout, is_call, reshape_source, shape
 from torch_mpk.patterns.table import patterns_of
-from torch_mpk.provenance import Provenance, provenance
+from torch_mpk.provenance import where
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
@@ -29,12 +29,12 @@ class Lift:
     """A subgraph that was replaced: by which pattern, and where it came from."""
 
     pattern: str
-    anchor: str
-    provenance: Provenance
+    anchor: str  # the name of the last node of the subgraph
+    where: str | None  # source line and module path
 
 
 def apply(gm: fx.GraphModule) -> fx.GraphModule:
-    """A new module in which known subgraphs are calls of tasks (``node.target`` is a ``Task``); it computes the same bits.
+    """A new module that computes the same bits, with known subgraphs as calls of tasks (``node.target`` is a ``Task``).
 
     ``gm`` holds ATen overloads with example values in ``node.meta["val"]``, in-place ops in program order. The result's
     ``meta["lifts"]`` lists the replacements in program order.
@@ -52,7 +52,7 @@ def apply(gm: fx.GraphModule) -> fx.GraphModule:
             if replacement is None or not has_same_layout(replacement, anchor) or not rewriter.is_movable():
                 rewriter.rollback()
                 continue
-            lifts.append(Lift(pattern.__name__, anchor.name, provenance(anchor)))
+            lifts.append(Lift(pattern.__name__, anchor.name, where(anchor)))
             rewriter.commit(replacement)
             break
     _fold_views(rewriter)

@@ -11,7 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from torch_mpk.patterns.rewriter import Rewriter, argument, aten, cast_source, dtype, is_call, is_tensor, numel, shape, swapped
+from torch_mpk.patterns.rewriter import (
+    Rewriter,
+    argument,
+    aten,
+    cast_source,
+    dtype,
+    is_call,
+    is_tensor,
+    numel,
+    shape,
+    swapped,
+)
 from torch_mpk.patterns.table import pattern
 
 _CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default)
@@ -121,7 +132,11 @@ def _normalised(node: fx.Node) -> _Normalised | None:
             continue
         square, dims, keepdim = (argument(mean, name) for name in ("self", "dim", "keepdim"))
         rank = len(shape(x32))
-        if [d % rank for d in dims] != [rank - 1] or not keepdim or argument(mean, "dtype") not in (None, torch.float32):
+        if (
+            [d % rank for d in dims] != [rank - 1]
+            or not keepdim
+            or argument(mean, "dtype") not in (None, torch.float32)
+        ):
             continue
         if _is_square_of(square, x32) and dtype(x32) == torch.float32:
             return _Normalised(x32, float(eps), [node, inverse, shifted, mean, square])
