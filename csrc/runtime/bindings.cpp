@@ -130,8 +130,6 @@ void bind_runtime(py::module_& m) {
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
            "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
            "flight.")
-      .def("synchronize", &CudaExecutable::synchronize, py::call_guard<py::gil_scoped_release>(),
-           "Wait for all work on the device, then check.")
       .def_property(
           "jitter", [](const CudaExecutable& e) { return e.jitter.load(); },
           [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },

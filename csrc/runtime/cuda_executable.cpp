@@ -266,14 +266,6 @@ void CudaExecutable::check() {
   report_abort();
 }
 
-void CudaExecutable::synchronize() {
-  {
-    const ContextGuard current(driver_, context_);
-    driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");
-  }
-  check();
-}
-
 // The kernel writes the flag while other threads of this process read it.
 bool CudaExecutable::aborted() const {
   return std::atomic_ref<uint32_t>(*host_abort_).load(std::memory_order_acquire) != 0;

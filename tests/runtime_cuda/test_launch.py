@@ -153,15 +153,14 @@ def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executab
     assert fake.num_launches == 2
 
 
-def test_synchronize_reports_an_abort_of_a_replayed_capture(fake, make_executable):
+def test_check_reports_an_abort_of_a_replayed_capture(fake, make_executable):
     executable = make_executable()
     fake.capturing_stream, fake.capture_id = STREAM, 5
     executable.run(INPUTS, OUTPUTS, [0], STREAM)
     fake.capturing_stream = 0
     abort(fake, {0: (1, 0, 1, 3, 0, 0, 0, 0)})
     with pytest.raises(MegakernelTimeout, match="the loader's progress"):
-        executable.synchronize()
-    executable.synchronize()
+        executable.check()
     executable.check()
 
 

@@ -49,9 +49,6 @@ class CudaExecutable {
   // Throws LaunchAborted when a launch was given up since the last call. Does not wait for launches in flight.
   void check();
 
-  // Waits for all work on the device, then checks.
-  void synchronize();
-
   std::atomic<uint32_t> jitter{0};  // see LaunchParams
 
  private:
