@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torch_mpk import _C
-from torch_mpk.errors import MegakernelTimeout
+from torch_mpk.errors import LaunchError, MegakernelTimeout
 
 INPUTS = [4096, 8200]
 OUTPUTS = [12288]
@@ -194,6 +194,16 @@ def test_everything_is_freed(fake, make_executable):
     assert fake.num_live == 0
 
 
+def test_a_failed_launch_is_an_error_of_this_call_alone(fake, make_executable):
+    executable = make_executable()
+    fake.fail_call, fake.fail_result = b"cuLaunchKernelEx", 701
+    with pytest.raises(LaunchError, match="launching kernel mpk_kernel failed: CUDA_ERROR_FAKE: as the test asked for"):
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.fail_call = b""
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert fake.num_launches == 1
+
+
 def test_threads_share_an_executable(fake, make_executable):
     executable = make_executable()
 
@@ -232,7 +242,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
         fake = type(fake).in_dll(ctypes.CDLL(str(copy)), "fake")
     for name, value in change.items():
         setattr(fake, name, value)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(LaunchError, match=message):
         make_executable()
     assert fake.num_live == 0
 
@@ -245,7 +255,7 @@ def test_a_kernel_of_other_parameters_is_refused(fake, make_program):
 
 def test_no_driver_says_what_to_do(monkeypatch, make_program):
     monkeypatch.setenv("TORCH_MPK_LIBCUDA", "/nonexistent/libcuda.so")
-    with pytest.raises(RuntimeError, match=r"no CUDA driver: .*Install NVIDIA's driver"):
+    with pytest.raises(LaunchError, match=r"no CUDA driver: .*Install NVIDIA's driver"):
         _C.CudaExecutable(make_program(), b"", 0, 0)
     assert _C.num_devices() == 0
 

@@ -36,7 +36,8 @@ def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Du
 
     Raises:
         CompileError: see ``compile_cuda``.
-        RuntimeError: a node cannot be generated, or the driver cannot load the kernel.
+        LaunchError: the driver cannot load the kernel.
+        RuntimeError: a node cannot be generated.
     """
     program = _C.generate_cuda(schedule)
     dump.write("6.kernel.cu", program.source)
