@@ -5,6 +5,7 @@ namespace mpk {
 void bind_graph(pybind11::module_& m);     // TaskRegistry, Program, TBGraph
 void bind_schedule(pybind11::module_& m);  // Target, Schedule
 void bind_runtime(pybind11::module_& m);   // CudaExecutable, device_info
+void bind_cpu(pybind11::module_& m);       // CpuExecutable
 }  // namespace mpk
 
 PYBIND11_MODULE(_C, m) {
@@ -12,4 +13,5 @@ PYBIND11_MODULE(_C, m) {
   mpk::bind_graph(m);
   mpk::bind_schedule(m);
   mpk::bind_runtime(m);
+  mpk::bind_cpu(m);
 }

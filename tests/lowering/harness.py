@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_mpk import lowering, reference_vm
-from torch_mpk.lowering import Lowered
+from torch_mpk.lowering import Alias, Fresh, Literal, Lowered
 
 
 def capture(fn: Callable, *args: torch.Tensor, mode: str = "fake") -> fx.GraphModule:
@@ -20,32 +21,33 @@ def capture(fn: Callable, *args: torch.Tensor, mode: str = "fake") -> fx.GraphMo
 def allocate(lowered: Lowered) -> list[torch.Tensor]:
     """Output buffers, poisoned."""
     out = []
-    for fresh in lowered.fresh:
-        t = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype)
-        out.append(t.fill_(torch.nan if fresh.dtype.is_floating_point else 77))
+    for fresh in lowered.outputs:
+        if isinstance(fresh, Fresh):
+            t = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype)
+            out.append(t.fill_(torch.nan if fresh.dtype.is_floating_point else 77))
     return out
 
 
-def results(lowered: Lowered, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scalars: Sequence[int] = ()):
-    out = []
+def results(lowered: Lowered, args: Sequence[object], outputs: Sequence[torch.Tensor]) -> list:
+    fresh = iter(outputs)
+    out: list = []
     for spec in lowered.outputs:
-        if spec.kind in ("value", "scalar"):
-            out.append(spec.value if spec.kind == "value" else scalars[spec.index])
-            continue
-        base = inputs[spec.index] if spec.kind == "input" else outputs[spec.index]
-        if not spec.whole:
-            base = torch.as_strided(base, spec.shape, spec.stride, base.storage_offset() + spec.offset)
-        out.append(base)
+        if isinstance(spec, Alias):
+            base = args[spec.argument] if spec.fresh is None else outputs[spec.fresh]
+            out.append(torch.as_strided(base, spec.shape, spec.stride, base.storage_offset() + spec.offset))
+        elif isinstance(spec, Literal):
+            out.append(spec.value)
+        else:
+            out.append(next(fresh) if isinstance(spec, Fresh) else args[spec])
     return out
 
 
 def run(lowered: Lowered, args: Sequence[object], runner: Callable | None = None) -> list:
     """Run a lowered segment on its arguments, in the order of the segment's placeholders."""
-    inputs = [a for a in args if isinstance(a, torch.Tensor)]
-    scalars = [a for a in args if isinstance(a, int)]
     outputs = allocate(lowered)
-    (runner or (lambda *a: reference_vm.run_graph(lowered.graph, *a)))(inputs, outputs, scalars)
-    return results(lowered, inputs, outputs, scalars)
+    runner = runner or functools.partial(reference_vm.run_graph, lowered.graph)
+    runner([args[i] for i in lowered.inputs], outputs, [args[i] for i in lowered.scalars])
+    return results(lowered, args, outputs)
 
 
 def clone(args: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -125,9 +125,10 @@ def test_a_slot_outside_the_cache_writes_nothing(slot):
 @pytest.mark.parametrize("style", ["sdpa", "eager"])
 def test_rows_without_a_live_key(style):
     q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 10, 16), torch.randn(3, 2, 10, 16)
-    attend = lambda mask, limit: torch.ops.mpk.attention(  # noqa: E731
-        q, None, None, None, k, v, mask, limit, scale=0.25, style=style
-    )
+
+    def attend(mask, limit):
+        return torch.ops.mpk.attention(q, None, None, None, k, v, mask, limit, scale=0.25, style=style)
+
     bool_mask = torch.ones(3, 4, 10, dtype=torch.bool)
     bool_mask[1, 2] = False
     y = attend(bool_mask, None)

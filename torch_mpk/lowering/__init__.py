@@ -16,14 +16,14 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.lowering.steps import build, merge
-from torch_mpk.lowering.values import Lazy, Value, View, is_dense, is_static
+from torch_mpk.lowering.values import Value, View, contiguous_strides, is_dense, is_static
 
-__all__ = ["Fresh", "Lowered", "Output", "lower", "supports"]
+__all__ = ["Alias", "Fresh", "Literal", "Lowered", "lower", "supports"]
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """What to allocate for one output buffer before each call; ``Lowered.fresh`` is in the order of buffer indices."""
+    """A result that is a new tensor at every call; the n-th one is the output buffer of index n."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,31 +31,31 @@ class Fresh:
 
 
 @dataclass(frozen=True)
-class Output:
-    """One result of the segment: ``as_strided(shape, stride, offset)`` of an output or input buffer, or ``value`` itself.
+class Alias:
+    """A result that is a strided view of an argument, or of the n-th new tensor: exactly one of the two is given."""
 
-    ``kind`` is "output" (``index`` counts ``Lowered.fresh``), "input" (``index`` counts ``Lowered.inputs``; the result is
-    that tensor where ``whole``, else a view of it), "scalar" (``Lowered.scalars[index]``) or "value". ``offset`` is in
-    elements from the buffer's first.
-    """
+    argument: int | None
+    fresh: int | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements from the viewed tensor's first
 
-    kind: str
-    index: int = -1
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-    whole: bool = False
-    value: object = None
+
+@dataclass(frozen=True)
+class Literal:
+    """A result that is no tensor."""
+
+    value: object
 
 
 @dataclass(frozen=True)
 class Lowered:
+    """A task graph and how the segment's arguments and results map to it. Positions count the segment's placeholders."""
+
     graph: _C.TBGraph
-    inputs: tuple[fx.Node, ...]  # the placeholders that are tensors, in the order of input buffer indices
-    scalars: tuple[fx.Node, ...]  # the placeholders that are SymInts, in the order of ``size`` instructions
-    outputs: tuple[Output, ...]
-    fresh: tuple[Fresh, ...]
+    inputs: tuple[int, ...]  # positions of the tensors, in the order of input buffer indices
+    scalars: tuple[int, ...]  # positions of the SymInts, in the order of the programs' ``size`` numbers
+    outputs: tuple[int | Fresh | Alias | Literal, ...]  # an int: the argument at that position itself
 
 
 def lower(segment: fx.GraphModule) -> Lowered:
@@ -64,69 +64,72 @@ def lower(segment: fx.GraphModule) -> Lowered:
     Raises UnsupportedError naming the node where the segment cannot be lowered; ``supports`` tells per node beforehand.
     """
     lx = Lowerer()
-    inputs: list[fx.Node] = []
-    scalars: list[fx.Node] = []
-    placeholders = [n for n in segment.graph.nodes if n.op == "placeholder"]
-    for node in placeholders:
-        if isinstance(node.meta["val"], torch.SymInt):
-            lx.symbols[node.meta["val"].node.expr] = len(scalars)
-            scalars.append(node)
+    inputs: list[int] = []
+    scalars: list[int] = []
+    vals = [n.meta["val"] for n in segment.graph.nodes if n.op == "placeholder"]
+    names = [n.name for n in segment.graph.nodes if n.op == "placeholder"]
+    for position, val in enumerate(vals):
+        if isinstance(val, torch.SymInt):
+            lx.symbols[val.node.expr] = len(scalars)
+            scalars.append(position)
     args: list[object] = []
-    for node in placeholders:
-        val = node.meta["val"]
+    for position, val in enumerate(vals):
         if isinstance(val, torch.Tensor):
-            args.append(lx.add_input(node.name, len(inputs), val))
-            inputs.append(node)
+            args.append(lx.add_input(names[position], len(inputs), val))
+            inputs.append(position)
         else:
             args.append(lx.size(val) if isinstance(val, (int, torch.SymInt)) else val)
 
     results = lx.run(segment.graph, segment, args)
-    output_node = next(n for n in segment.graph.nodes if n.op == "output")
-    nodes = output_node.args[0] if isinstance(output_node.args[0], (tuple, list)) else output_node.args
-    fresh: list[Fresh] = []
-    lx.frames.append(dict(zip(range(len(results)), results)))  # later writes keep what the outputs still read
-    outputs = []
+    output = next(n for n in segment.graph.nodes if n.op == "output").args[0]
+    nodes = output if isinstance(output, (tuple, list)) else (output,)
+    lx.frames.append(dict(enumerate(results)))  # writes still pending keep what the results read
+    outputs = _Outputs(lx, args, inputs)
     for node, result in zip(nodes, results):
         try:
-            outputs.append(_output(lx, node, result, args, fresh))
+            outputs.add(node, result)
         except UnsupportedError as error:
-            raise UnsupportedError(f"as an output: {error.reason}", error.node or str(node)) from error
+            raise UnsupportedError(f"as a result: {error.reason}", error.node or str(node), error.source) from error
     lx.flush_all()
-    return Lowered(build(merge(lx.steps), lx.buffers), tuple(inputs), tuple(scalars), tuple(outputs), tuple(fresh))
+    return Lowered(build(merge(lx.steps), lx.buffers), tuple(inputs), tuple(scalars), tuple(outputs.specs))
 
 
-def _output(lx: Lowerer, node: object, result: object, args: list[object], fresh: list[Fresh]) -> Output:
-    if isinstance(result, Expr):
-        if result.op != "size":
+class _Outputs:
+    def __init__(self, lx: Lowerer, args: list[object], inputs: list[int]) -> None:
+        self.lx, self.args, self.inputs = lx, args, inputs
+        self.specs: list[int | Fresh | Alias | Literal] = []
+        self.num_fresh = 0
+
+    def add(self, node: object, result: object) -> None:
+        if isinstance(result, (Value, Expr)) and any(result is arg for arg in self.args):
+            self.specs.append(next(i for i, arg in enumerate(self.args) if arg is result))
+        elif isinstance(result, Expr):
             raise UnsupportedError("a size computed from sizes")
-        return Output("scalar", result.attr)
-    if not isinstance(result, Value):
-        return Output("value", value=result)
-    view = lx.realise(result) if isinstance(result, Lazy) else result
-    assert isinstance(view, View)
-    if view.buffer.kind == "input":
-        if not is_static((*view.shape, *view.strides)) and view not in args:
-            raise UnsupportedError("a view of an input whose size is known only at run time")
-        whole = view in args
-        static = () if not is_static((*view.shape, *view.strides)) else (view.shape, view.strides)
-        shape, stride = static or ((), ())
-        return Output("input", view.buffer.index, view.dtype, shape, stride, view.offset, whole)
-    eager = lx.meta(node.meta["val"]) if isinstance(node, fx.Node) else None
-    if eager is not None and view.buffer.kind == "workspace" and _must_copy(view, eager.strides):
-        view = lx.copy(view, eager.strides)
-    buffer = view.buffer
-    if buffer.kind == "workspace":
-        buffer.kind, buffer.index = "output", len(fresh)
-        fresh.append(Fresh(buffer.dtype, buffer.shape, buffer.strides))
-    return Output("output", buffer.index, view.dtype, view.shape, view.strides, view.offset)
+        elif not isinstance(result, Value):
+            self.specs.append(Literal(result))
+        else:
+            self.specs.append(self._tensor(self.lx.realise(result), node.meta["val"]))
+
+    def _tensor(self, view: View, eager: torch.Tensor) -> Fresh | Alias:
+        if not is_static((*view.shape, *view.strides)):
+            raise UnsupportedError("a view of an argument whose size is known only at run time")
+        if view.buffer.kind == "input":
+            return Alias(self.inputs[view.buffer.index], None, view.shape, view.strides, int(view.offset))
+        if view.buffer.kind == "output":
+            return Alias(None, view.buffer.index, view.shape, view.strides, int(view.offset))
+        if not _is_all_of_its_buffer(view, eager):
+            view = self.lx.copy(view, tuple(eager.stride()))
+        view.buffer.kind, view.buffer.index = "output", self.num_fresh
+        self.num_fresh += 1
+        return Fresh(view.dtype, view.shape, view.strides)
 
 
-def _must_copy(view: View, eager: tuple[int, ...] | None) -> bool:
-    """Whether returning a view of its buffer would waste memory, or show strides that eager's result does not have."""
-    if eager is None or not is_dense(view.shape, eager):
+def _is_all_of_its_buffer(view: View, eager: torch.Tensor) -> bool:
+    """Whether a view wastes no memory when it keeps its buffer alive, and has the strides of eager's result."""
+    if not is_dense(view.shape, view.strides) or view.numel != view.buffer.extent:
         return False
-    wanted = [s for s, n in zip(eager, view.shape) if n != 1]
-    return view.numel < view.buffer.extent or [s for s, n in zip(view.strides, view.shape) if n != 1] != wanted
+    wanted = eager.stride() if is_dense(view.shape, eager.stride()) else contiguous_strides(view.shape)
+    return all(a == b for a, b, n in zip(view.strides, wanted, view.shape) if n != 1)
 
 
 def supports(node: fx.Node) -> str | None:

@@ -89,7 +89,7 @@ def decompose(lx: Lowerer, node: fx.Node) -> object:
 
     fakes = [t.meta["val"] for t in tensors]
     try:
-        module = make_fx(body, decomposition_table=core_aten_decompositions(), tracing_mode="real")(*fakes)
+        module = make_fx(body, decomposition_table=core_aten_decompositions(), tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     except Exception as error:
         raise UnsupportedError(f"{name} is not supported: its decomposition failed: {error}") from error
     if any(n.target is node.target for n in module.graph.nodes):

@@ -64,12 +64,19 @@ def _unary(op: str):
 
 @rule(aten.add.Tensor, aten.add.Scalar)
 def _add(lx, node, a, b, alpha: Number = 1):
-    return elementwise(lx, node, add_with_alpha(out_meta(lx, node).dtype, "add", alpha), [a, b])
+    return _add_or_sub(lx, node, "add", a, b, alpha)
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def _sub(lx, node, a, b, alpha: Number = 1):
-    return elementwise(lx, node, add_with_alpha(out_meta(lx, node).dtype, "sub", alpha), [a, b])
+    return _add_or_sub(lx, node, "sub", a, b, alpha)
+
+
+def _add_or_sub(lx, node, op: str, a, b, alpha: Number):
+    meta = out_meta(lx, node)
+    if meta.device.type == "cpu" and meta.dtype in FLOATS:  # where eager's kernel, unlike the GPU's, first rounds a number
+        a, b = (E.const(x, meta.dtype).attr if isinstance(x, (int, float)) else x for x in (a, b))
+    return elementwise(lx, node, add_with_alpha(meta.dtype, op, alpha), [a, b])
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)

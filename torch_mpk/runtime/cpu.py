@@ -23,3 +23,7 @@ def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Du
 
 def current_stream(device: torch.device) -> int:
     return 0
+
+
+def synchronize(executable: _C.CpuExecutable, device: torch.device) -> None:
+    """Nothing to wait for: a run on the CPU returns when it is done."""

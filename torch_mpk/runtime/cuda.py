@@ -31,13 +31,15 @@ def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Du
     dump.write("6.kernel.cu", program.source)
     cubin = jit.compile_cuda(program.source, schedule.target.arch)
     dump.write("7.kernel.cubin", cubin.image)
-    watchdog_ns = int(1e9 * next(s for s in (options.watchdog_seconds, env.watchdog_seconds, 10.0) if s is not None))
-    return _C.CudaExecutable(program, cubin.image, current_device(device), watchdog_ns)
-
-
-def current_device(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    choices = (options.watchdog_seconds, env.watchdog_seconds, DEFAULT_WATCHDOG_SECONDS)
+    watchdog_ns = int(1e9 * next(seconds for seconds in choices if seconds is not None))
+    return _C.CudaExecutable(program, cubin.image, device.index, watchdog_ns)
 
 
 def current_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(current_device(device))
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def synchronize(executable: _C.CudaExecutable, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    executable.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -14,6 +15,8 @@ from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.lowering import Lowered
+
+logger = logging.getLogger(__name__)
 
 
 def backend_of(device: torch.device) -> ModuleType:
@@ -39,13 +42,14 @@ class Segment:
         self.lowered = lowered
         self.device = device
         self.executable = backend.load(schedule, device, options, dump)
+        self._backend = backend
         self._stream = functools.partial(backend.current_stream, device)
 
     def launch(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scalars: Sequence[int]) -> None:
         self.executable.run(inputs, outputs, scalars, self._stream())
 
     def synchronize(self) -> None:
-        self.executable.synchronize()
+        self._backend.synchronize(self.executable, self.device)
 
     def describe(self) -> dict[str, Any]:
         """What a launch passes, for the dump."""
@@ -70,7 +74,7 @@ class Segment:
         return [self.lowered.inputs[buffer.index] for buffer in written if buffer.kind == "input"]
 
     def callable(self, eager: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs the segment on the arguments of its graph, and ``eager`` where PyTorch would refuse the call.
+        """What runs the segment on the arguments of its graph, or ``eager`` where the executable cannot take them.
 
         Outputs are new tensors at every call. There is no Python work for each argument: the executable itself asks the
         tensors for their addresses.
@@ -91,9 +95,13 @@ class Segment:
         def call(*args: Any) -> Any:
             written = pick_written(args)
             if not is_inference_mode() and any(map(is_inference, written)):
-                return eager(*args)  # raises: such a tensor may change in inference mode only
+                return eager(*args)  # which raises: such tensors may change in inference mode only
             outputs = [make() for make in makers]
-            launch(pick_inputs(args), outputs, pick_scalars(args))
+            try:
+                launch(pick_inputs(args), outputs, pick_scalars(args))
+            except ValueError as error:  # nothing was launched: an input's address is not aligned as the kernel needs
+                logger.debug("this call runs eagerly: %s", error)
+                return eager(*args)
             increment_version(written)
             if only_fresh:
                 return outputs

@@ -1,0 +1,120 @@
+"""Which storages the nodes of a captured graph share, read and write.
+
+The graph keeps in-place ops, so data flow does not say everything: two nodes may be views of one tensor. The example values
+of the capture (``node.meta["val"]``) share storage exactly where eager tensors do, so storages are compared, not schemas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from torch_mpk.registry import Task
+
+
+def value(node: fx.Node) -> Any:
+    """The node's example value: fake tensors, SymInts, or lists of them; a ``get_attr`` node's is the attribute itself."""
+    if node.op == "get_attr":
+        owner = node.graph.owning_module
+        for name in str(node.target).split("."):
+            owner = getattr(owner, name)
+        return owner
+    return node.meta.get("val")
+
+
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(value(node)) if isinstance(t, torch.Tensor)]
+
+
+def storages(node: fx.Node) -> frozenset[int]:
+    """Identities of the storages behind the node's tensors."""
+    return frozenset(t.untyped_storage()._cdata for t in tensors(node))
+
+
+def written_args(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the node writes in place."""
+    if node.op != "call_function":
+        return [] if node.op in ("placeholder", "get_attr", "output") else list(node.all_input_nodes)
+    if isinstance(node.target, Task):
+        named = zip(node.target.inputs, node.args)
+        return [arg for operand, arg in named if operand.is_write and isinstance(arg, fx.Node)]
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        given = dict(zip((a.name for a in arguments), node.args)) | dict(node.kwargs)
+        written: list[fx.Node] = []
+        for argument in arguments:
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and given.get(argument.name) is not None
+            ):
+                fx.node.map_arg(given[argument.name], written.append)
+        return written
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes)  # its body may write any of them
+    return []
+
+
+def written_storages(node: fx.Node) -> frozenset[int]:
+    return frozenset().union(*map(storages, written_args(node)))
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Must stay even if nothing uses its result."""
+    if node.op in ("placeholder", "output") or written_args(node):
+        return True
+    return not isinstance(node.target, Task) and node.is_impure()
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Computes Python numbers from Python numbers and shapes: no device work, no effect."""
+    return (
+        node.op == "call_function"
+        and node.target not in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+        and isinstance(value(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Only looks at its arguments' storage in another way: no device work, no effect."""
+    if node.op != "call_function" or written_args(node):
+        return False
+    if any(_is_list(arg) and not is_view(arg) for arg in node.all_input_nodes):
+        return False  # an element of a computed tuple belongs to what computed it
+    own = storages(node)
+    return bool(own) and own <= frozenset().union(*map(storages, node.all_input_nodes))
+
+
+def _is_list(node: fx.Node) -> bool:
+    return isinstance(value(node), (list, tuple))
+
+
+def is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same elements at the same place: one could stand for the other."""
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.dtype == b.dtype
+        and a.ndim == b.ndim
+        and statically_known_true(a.storage_offset() == b.storage_offset())
+        and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape))
+        and all(statically_known_true(x == y) for x, y in zip(a.stride(), b.stride()))
+    )
+
+
+def read_through_inplace(graph: fx.Graph) -> None:
+    """Let every use of an in-place op's result read the tensor that it updated: they are one, and order is program order."""
+    for node in graph.nodes:
+        for arg in written_args(node):
+            if node.op == "call_function" and isinstance(value(node), torch.Tensor):
+                if is_same_tensor(value(node), value(arg)):
+                    node.replace_all_uses_with(arg)
+                    break
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if not node.users and not is_impure(node):
+            graph.erase_node(node)

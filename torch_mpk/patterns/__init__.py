@@ -1,0 +1,81 @@
+"""Stage 2: an ATen graph becomes a graph in which known subgraphs are calls of tasks.
+
+A file of this folder declares patterns with ``@pattern(op, ...)``: functions that are given a node of such an op, the last
+of the subgraph, and return the node to take its place, or None where the subgraph is another one. The whole folder is
+imported with the package.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+
+from torch import fx
+
+from torch_mpk.aliasing import eliminate_dead_code, is_view
+from torch_mpk.patterns.normalise import normalise
+from torch_mpk.patterns.rewriter import Rewriter, aten, has_same_layout, is_call, reshape_source, shape
+from torch_mpk.patterns.table import patterns_of
+from torch_mpk.provenance import where
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+
+@dataclass(frozen=True)
+class Lift:
+    """A subgraph that was replaced: by which pattern, and where it came from."""
+
+    pattern: str
+    anchor: str  # the name of the last node of the subgraph
+    where: str | None  # source line and module path
+
+
+def apply(gm: fx.GraphModule) -> fx.GraphModule:
+    """A new module in which known subgraphs are calls of tasks (``node.target`` is a ``Task``); it computes the same bits.
+
+    ``gm`` holds ATen overloads with example values in ``node.meta["val"]``, in-place ops in program order. The result's
+    ``meta["lifts"]`` lists the replacements in program order.
+    """
+    gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    normalise(gm.graph)
+    rewriter = Rewriter(gm.graph)
+    lifts: list[Lift] = []
+    for anchor in reversed(list(gm.graph.nodes)):  # from the end, so that the largest subgraph is met first
+        if anchor._erased:
+            continue
+        for pattern in patterns_of(anchor):
+            rewriter.begin(anchor)
+            replacement = pattern(rewriter, anchor)
+            if replacement is None or not has_same_layout(replacement, anchor) or not rewriter.is_movable():
+                rewriter.rollback()
+                continue
+            lifts.append(Lift(pattern.__name__, anchor.name, where(anchor)))
+            rewriter.commit(replacement)
+            break
+    _fold_views(rewriter)
+    eliminate_dead_code(gm.graph)
+    gm.recompile()
+    gm.meta["lifts"] = lifts[::-1]
+    return gm
+
+
+def _fold_views(rw: Rewriter) -> None:
+    """Views of views become views of the tensor below, one for each shape."""
+    folded: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+    for node in list(rw.graph.nodes):
+        if node.op != "call_function" or not is_view(node) or reshape_source(node) is None or None in shape(node):
+            continue
+        rw.begin(node)
+        view = rw.reshape(node.args[0], shape(node))
+        if is_call(view, aten.reshape.default) or not has_same_layout(view, node):
+            rw.rollback()
+            continue
+        if rw.made:
+            first = folded.setdefault((view.args[0], shape(node)), view)
+            if first is not view:
+                rw.rollback()
+                view = first
+        rw.commit(view)

@@ -1,0 +1,189 @@
+"""Attention of one query position over a static cache, with the cache writes that precede it.
+
+Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention. Grouped heads may be
+repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from torch_mpk.aliasing import is_same_tensor, is_view, storages, value, written_args, written_storages
+from torch_mpk.patterns.masks import lift_mask
+from torch_mpk.patterns.rewriter import (
+    Rewriter,
+    argument,
+    aten,
+    cast_source,
+    dtype,
+    is_call,
+    is_tensor,
+    reshape_source,
+    shape,
+    swapped,
+)
+from torch_mpk.patterns.table import pattern
+
+
+@pattern(aten.scaled_dot_product_attention.default)
+def sdpa(rw: Rewriter, node: fx.Node) -> fx.Node | None:
+    q, k, v, mask = (argument(node, name) for name in ("query", "key", "value", "attn_mask"))
+    if argument(node, "dropout_p") != 0 or argument(node, "is_causal"):
+        return None
+    scale = argument(node, "scale")
+    if scale is None:
+        scale = 1 / math.sqrt(shape(q)[-1])
+    return _attention(rw, node, q, k, v, mask, scale, "sdpa")
+
+
+@pattern(aten.matmul.default)
+def eager_attention(rw: Rewriter, node: fx.Node) -> fx.Node | None:
+    weights, v = node.args
+    softmax = cast_source(weights)
+    if softmax is None:
+        softmax = weights
+    if not is_call(softmax, aten.softmax.int) or dtype(softmax) != torch.float32 or len(shape(softmax)) != 4:
+        return None
+    if softmax.args[1] not in (-1, 3):
+        return None
+    rw.see(node, weights, softmax)
+    masked = softmax.args[0]
+    for scaled, mask in [(masked, None), *(swapped(masked.args) if is_call(masked, aten.add.Tensor) else [])]:
+        if mask is not None and (not is_tensor(mask) or dtype(mask) != dtype(node) or argument(masked, "alpha") != 1):
+            continue
+        if not is_call(scaled, aten.mul.Tensor) or not isinstance(scaled.args[1], (int, float)):
+            continue
+        product, scale = scaled.args
+        if not is_call(product, aten.matmul.default) or dtype(masked) != dtype(node):
+            continue
+        q, transposed = product.args
+        if not is_call(transposed, aten.transpose.int) or {d % 4 for d in transposed.args[1:]} != {2, 3}:
+            continue
+        rw.see(masked, scaled, product, transposed)
+        return _attention(rw, node, q, transposed.args[0], v, mask, float(scale), "eager")
+    return None
+
+
+def _attention(
+    rw: Rewriter,
+    node: fx.Node,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    mask: fx.Node | None,
+    scale: float,
+    style: str,
+) -> fx.Node | None:
+    if any(len(shape(t)) != 4 or None in shape(t) for t in (q, k, v)) or len({dtype(q), dtype(k), dtype(v)}) != 1:
+        return None
+    batch, heads, num_queries, size = shape(q)
+    length = shape(k)[2]
+    if num_queries != 1 or shape(k) != shape(v) or shape(k)[0] != batch or shape(k)[3] != size:
+        return None
+    if not dtype(q).is_floating_point or length == 0:
+        return None
+
+    rw.see(node)
+    k_cache, v_cache = _ungrouped(rw, k), _ungrouped(rw, v)
+    if shape(k_cache) != shape(v_cache) or heads % shape(k_cache)[1]:
+        return None
+    is_grouped_by_op = style == "sdpa" and argument(node, "enable_gqa")
+    if shape(k)[1] != heads and not is_grouped_by_op:
+        return None
+    limits = (None, None)
+    if mask is not None:
+        limits = lift_mask(rw, mask, batch, heads, length, dtype(q))
+        if limits is None:
+            return None
+    new: tuple[fx.Node | None, ...] = (None, None, None)
+    writes = _cache_writes(rw, k_cache, v_cache, [t for t in (q, *limits) if t is not None])
+    if writes is not None:
+        k_write, v_write = writes
+        rw.absorb(k_write.node, v_write.node)
+        rows = (batch, shape(k_cache)[1], size)
+        new = (rw.reshape(k_write.new, rows), rw.reshape(v_write.new, rows), k_write.slot)
+        k_cache, v_cache = k_write.cache, v_write.cache
+    q = rw.reshape(q, (batch, heads, size))
+    y = rw.task("attention", q, *new, k_cache, v_cache, *limits, scale=scale, style=style)
+    return rw.reshape(y, shape(node))
+
+
+def _ungrouped(rw: Rewriter, node: fx.Node) -> fx.Node:
+    """[B, G, L, D], of which ``node`` [B, H, L, D] repeats each head H / G times; ``node`` itself where it does not."""
+    batch, heads, length, size = shape(node)
+    chain = [node]
+    while not is_call(chain[-1], aten.expand.default):
+        source = reshape_source(chain[-1])
+        if source is None:
+            return node
+        chain.append(source)
+    expand = chain[-1]
+    base = expand.args[0]
+    groups = shape(base)[1]
+    if shape(base) != (batch, groups, 1, length, size) or shape(expand) != (
+        batch,
+        groups,
+        heads // groups,
+        length,
+        size,
+    ):
+        return node
+    chain.append(base)
+    while shape(base) != (batch, groups, length, size):
+        base = reshape_source(base)
+        if base is None:
+            return node
+        chain.append(base)
+    rw.see(*chain[:-1])
+    return base
+
+
+class _CacheWrite(NamedTuple):
+    """``cache[:, :, slot] = new``, with ``new`` [B, G, 1, D] and ``slot`` [1]."""
+
+    node: fx.Node
+    cache: fx.Node
+    new: fx.Node
+    slot: fx.Node
+
+
+def _cache_writes(
+    rw: Rewriter, k_cache: fx.Node, v_cache: fx.Node, others: list[fx.Node]
+) -> tuple[_CacheWrite, _CacheWrite] | None:
+    """The last writes of both caches, where the attention can do them without anybody noticing."""
+    k, v = _last_write(rw, k_cache), _last_write(rw, v_cache)
+    if k is None or v is None or not rw.is_same_value(k.slot, v.slot):
+        return None
+    k_storage, v_storage = storages(k.cache), storages(v.cache)
+    caches = k_storage | v_storage
+    if k_storage & v_storage or any(caches & storages(node) for node in (k.new, v.new, k.slot, *others)):
+        return None
+    absorbed = (k.node, v.node)
+    node = min(absorbed)
+    while (node := node.next) is not rw.anchor:
+        touches = caches & (written_storages(node).union(*map(storages, node.all_input_nodes)))
+        if touches and node not in absorbed and not is_view(node):
+            if written_args(node) or node not in rw.interior or rw.survives(node):
+                return None
+    return k, v
+
+
+def _last_write(rw: Rewriter, cache: fx.Node) -> _CacheWrite | None:
+    touched = storages(cache)
+    writers = [node for node in rw.writers if node < rw.anchor and touched & written_storages(node)]
+    if not writers:
+        return None
+    node = max(writers)
+    if not is_call(node, aten.index_copy_.default):
+        return None
+    target, dim, slot, new = node.args
+    batch, groups, _, size = shape(cache)
+    if not is_same_tensor(value(target), value(cache)) or dim not in (2, -2):
+        return None
+    if shape(slot) != (1,) or dtype(slot) != torch.int64 or shape(new) != (batch, groups, 1, size):
+        return None
+    return _CacheWrite(node, target, new, slot)

@@ -1,0 +1,240 @@
+"""What patterns match and build with: reading through views, making nodes, and proving that a lift keeps every read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from torch_mpk import registry
+from torch_mpk.aliasing import is_impure, is_view, storages, value, written_args, written_storages
+
+aten = torch.ops.aten
+
+_RESHAPES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.contiguous.default,
+    aten.alias.default,
+)
+_CASTS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten.type_as.default,
+    aten._to_copy.default,
+)
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+def shape(node: fx.Node) -> tuple[Any, ...]:
+    """Sizes as plain integers, None where one is only known at run time."""
+    return tuple(size if isinstance(size, int) else size.node.maybe_as_int() for size in value(node).shape)
+
+
+def numel(node: fx.Node) -> int:
+    return math.prod(shape(node))
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    return value(node).dtype
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An ATen call's argument by its schema name, or the schema's default."""
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, declared.default_value)
+    raise KeyError(name)
+
+
+def swapped(pair: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Both orders of a commutative operation's two arguments."""
+    a, b = pair[:2]
+    return [(a, b), (b, a)]
+
+
+def has_same_layout(a: fx.Node, b: fx.Node) -> bool:
+    """The same dtype, sizes and strides, but for the strides of dimensions of size 1."""
+    if dtype(a) != dtype(b) or shape(a) != shape(b):
+        return False
+    return all(size == 1 or s == t for size, s, t in zip(shape(a), value(a).stride(), value(b).stride()))
+
+
+def cast_source(node: Any) -> fx.Node | None:
+    """What ``node`` converts to another dtype; None when it is no conversion on one device."""
+    if not is_call(node, *_CASTS):
+        return None
+    source = node.args[0]
+    return source if value(source).device == value(node).device and dtype(source) != dtype(node) else None
+
+
+def reshape_source(node: fx.Node) -> fx.Node | None:
+    """The tensor with the same elements in the same row-major order that ``node`` was made from; None if there is none."""
+    if is_call(node, *_RESHAPES):
+        return node.args[0]
+    if is_call(node, aten.transpose.int, aten.permute.default) and None not in shape(node):
+        source = node.args[0]
+        order = list(range(len(shape(source))))
+        if node.target is aten.permute.default:
+            order = [d % len(order) for d in node.args[1]]
+        else:
+            a, b = (d % len(order) for d in node.args[1:3])
+            order[a], order[b] = b, a
+        moved = [d for d in order if shape(source)[d] != 1]
+        return source if moved == sorted(moved) else None
+    return None
+
+
+class Rewriter:
+    """One graph being rewritten. Between ``begin`` and ``commit`` or ``rollback`` it holds one lift in the making."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.fake_mode = detect_fake_mode([value(n) for n in graph.nodes if is_tensor(n) and n.op != "get_attr"])
+        self.writers = [node for node in graph.nodes if written_args(node)]
+        # Eager raises where one of these is out of range, so each may be taken to be in range.
+        self.checked_indices = [node.args[2] for node in graph.nodes if is_call(node, aten.index_copy_.default)]
+        self.limits: dict[tuple[Any, ...], fx.Node] = {}  # attention limits made so far, by what they were made from
+
+    def begin(self, anchor: fx.Node) -> None:
+        self.anchor = anchor
+        self.made: list[fx.Node] = []
+        self.interior: list[fx.Node] = []
+        self.trusted: list[fx.Node] = []
+        self.absorbed: list[fx.Node] = []
+
+    def see(self, *nodes: fx.Node) -> None:
+        """Note interior nodes of the match: what they read is now read at the anchor."""
+        self.interior += nodes
+
+    def trust(self, *nodes: fx.Node) -> None:
+        """Note nodes whose values the match relies on, without reading again what they read."""
+        self.trusted += nodes
+
+    def absorb(self, *writers: fx.Node) -> None:
+        """Note in-place nodes that the replacement performs itself."""
+        self.interior += writers
+        self.absorbed += writers
+
+    def is_movable(self) -> bool:
+        """Whether nothing that the interior reads, or made, is written by others between there and the anchor."""
+        watched = [(node, storages(node).union(*map(storages, node.all_input_nodes))) for node in self.interior]
+        watched += [(node, storages(node)) for node in self.trusted]
+        return not any(
+            node < writer < self.anchor and touched & written_storages(writer)
+            for writer in self.writers
+            if writer not in self.absorbed and writer not in self.made
+            for node, touched in watched
+        )
+
+    def is_written_between(self, touched: frozenset[int], start: fx.Node, end: fx.Node) -> bool:
+        return any(start < writer < end and touched & written_storages(writer) for writer in self.writers)
+
+    def survives(self, node: fx.Node) -> bool:
+        """Whether an interior node is still needed once the anchor is replaced."""
+        return any(
+            user is not self.anchor and (user not in self.interior or self.survives(user)) for user in node.users
+        )
+
+    def is_same_value(self, a: Any, b: Any) -> bool:
+        """Whether two nodes compute the same from the same, with no write to what they read in between."""
+        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+            return a is b or (type(a) is type(b) and a == b)
+        while is_view(a) and (source := reshape_source(a)) is not None:
+            a = source
+        while is_view(b) and (source := reshape_source(b)) is not None:
+            b = source
+        if a is b:
+            return True
+        if not is_call(b, a.target) or not isinstance(a.target, torch._ops.OpOverload) or is_impure(a):
+            return False
+        if len(a.args) != len(b.args) or a.kwargs != b.kwargs:
+            return False
+        if not all(self.is_same_value(x, y) for x, y in zip(a.args, b.args)):
+            return False
+        touched = frozenset().union(*map(storages, (*a.all_input_nodes, *b.all_input_nodes)))
+        return not self.is_written_between(touched, min(a, b), max(a, b))
+
+    def call(self, target: Any, *args: Any, after: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+        """A new node before the anchor, or right after ``after``, with its example value."""
+        with torch.no_grad(), self.fake_mode:
+            example = target(*fx.node.map_arg(args, value), **fx.node.map_arg(kwargs, value))
+        if after is not None and after.op == "placeholder":
+            after = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_before(self.anchor) if after is None else self.graph.inserting_after(after):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {key: self.anchor.meta[key] for key in _PROVENANCE if key in self.anchor.meta}
+        node.meta["val"] = example
+        self.made.append(node)
+        return node
+
+    def task(self, name: str, *operands: fx.Node | None, **attrs: Any) -> fx.Node:
+        """A call of a task with every operand (None where absent) and every attribute given."""
+        task = registry.get(name)
+        operands += (None,) * (len(task.inputs) - len(operands))
+        node = self.call(task, *operands, **task.bind_attrs(attrs))
+        if task.is_mutating:
+            self.writers.append(node)
+        return node
+
+    def reshape(self, node: fx.Node, to: Sequence[int]) -> fx.Node:
+        """``node`` in another shape: a view of what it is itself a view of, where the strides allow."""
+        to, source = tuple(to), node
+        while shape(source) != to and is_view(source) and (below := reshape_source(source)) is not None:
+            source = below
+        if shape(source) == to:
+            return source
+        for tensor in (source, node):
+            try:
+                return self.call(aten.view.default, tensor, list(to))
+            except (RuntimeError, ValueError):  # the strides do not allow it
+                continue
+        return self.call(aten.reshape.default, node, list(to))
+
+    def rollback(self) -> None:
+        self.limits = {key: node for key, node in self.limits.items() if node not in self.made}
+        for node in reversed(self.made):
+            self._erase(node)
+
+    def commit(self, replacement: fx.Node) -> None:
+        # Example values of later views share the anchor's storage: the replacement's must do so too.
+        node, is_viewed = replacement, True
+        with torch.no_grad(), self.fake_mode:
+            while is_viewed and node in self.made:
+                is_viewed = is_view(node)
+                node.meta["val"] = value(self.anchor).view(value(node).shape)
+                node = node.args[0]
+        self.anchor.replace_all_uses_with(replacement)
+        for node in [self.anchor, *self.absorbed]:
+            self._erase(node, and_unused_inputs=True)
+
+    def _erase(self, node: fx.Node, and_unused_inputs: bool = False) -> None:
+        inputs = node.all_input_nodes
+        if node in self.writers:
+            self.writers.remove(node)
+        self.graph.erase_node(node)
+        if and_unused_inputs:
+            for below in inputs:
+                if not below._erased and not below.users and not is_impure(below):
+                    self._erase(below, and_unused_inputs=True)

@@ -1,0 +1,31 @@
+"""The table that ``@pattern`` fills."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+if TYPE_CHECKING:
+    from torch_mpk.patterns.rewriter import Rewriter
+
+Pattern = Callable[["Rewriter", fx.Node], "fx.Node | None"]
+
+_patterns: dict[Any, list[Pattern]] = defaultdict(list)
+
+
+def pattern(*ops: Any) -> Callable[[Pattern], Pattern]:
+    """Try the decorated function on every node that calls one of ``ops``."""
+
+    def declare(function: Pattern) -> Pattern:
+        for op in ops:
+            _patterns[op].append(function)
+        return function
+
+    return declare
+
+
+def patterns_of(node: fx.Node) -> Sequence[Pattern]:
+    return _patterns.get(node.target, ()) if node.op == "call_function" else ()

@@ -1,0 +1,25 @@
+"""Where a node of a captured graph comes from in the user's program."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from torch_mpk.capture import source_line
+
+_INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
+
+
+def module_path(node: fx.Node) -> str | None:
+    """The innermost module of the user's model that ``node`` runs in, as "model.layers.0.self_attn.k_proj"."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return None
+    path = _INDEX.sub(r".\1", stack[-1][0])  # "L['self'].layers[0].mlp" -> "L.self.layers.0.mlp"
+    return path.replace("._modules", "").removeprefix("L.").removeprefix("self").lstrip(".") or None
+
+
+def where(node: fx.Node) -> str | None:
+    """Source line and module path of a node; None where the capture recorded neither."""
+    return ", ".join(filter(None, (source_line(node), module_path(node)))) or None
