@@ -27,7 +27,11 @@ class UnsupportedError(MpkError):
 
 
 class CompileError(MpkError):
-    """The device compiler rejected generated code, or no compiler was found."""
+    """The device compiler rejected generated code, no compiler was found, or compiling is forbidden."""
+
+
+class CacheError(MpkError):
+    """The directory of compiled kernels cannot be used."""
 
 
 class LaunchError(MpkError):

@@ -20,18 +20,21 @@ void read_pointers(py::handle sequence, int num_expected, const char* what, uint
   if (!tuple) throw py::error_already_set();
   const Py_ssize_t size = PyTuple_GET_SIZE(tuple.ptr());
   if (size != num_expected)
-    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " " + what + "s, got " + std::to_string(size));
+    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " " + what + "s, got " +
+                          std::to_string(size));
   for (Py_ssize_t i = 0; i < size; i++) {
     PyObject* item = PyTuple_GET_ITEM(tuple.ptr(), i);
     py::object number;
     if (PyLong_Check(item)) {
       number = py::reinterpret_borrow<py::object>(item);
     } else {
-      number = py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(data_ptr, &item, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+      number = py::reinterpret_steal<py::object>(
+          PyObject_VectorcallMethod(data_ptr, &item, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
     }
     if (number) pointers[i] = PyLong_AsUnsignedLongLong(number.ptr());
     if (PyErr_Occurred()) {
-      const std::string message = std::string(what) + " " + std::to_string(i) + " of the megakernel: expected a tensor or an address, got " + Py_TYPE(item)->tp_name;
+      const std::string message = std::string(what) + " " + std::to_string(i) +
+                                  " of the megakernel: expected a tensor or an address, got " + Py_TYPE(item)->tp_name;
       py::raise_from(PyExc_TypeError, message.c_str());
       throw py::error_already_set();
     }
@@ -43,7 +46,8 @@ void read_scalars(py::handle sequence, int num_expected, int64_t* scalars) {
   if (!tuple) throw py::error_already_set();
   const Py_ssize_t size = PyTuple_GET_SIZE(tuple.ptr());
   if (size != num_expected)
-    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " sizes, got " + std::to_string(size));
+    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " sizes, got " +
+                          std::to_string(size));
   for (Py_ssize_t i = 0; i < size; i++) scalars[i] = py::cast<int64_t>(PyTuple_GET_ITEM(tuple.ptr(), i));
 }
 
@@ -118,13 +122,19 @@ void bind_runtime(py::module_& m) {
            }),
            py::arg("program"), py::arg("image"), py::arg("device"), py::arg("watchdog_ns"))
       .def("run", &run, py::arg("inputs"), py::arg("outputs"), py::arg("scalars"), py::arg("stream"),
-           "Launch on a stream (its handle as int) and return at once. Inputs and outputs: tensors of this device, or addresses.\n\n"
-           "Raises ValueError for a wrong number of arguments or an unaligned address, MegakernelTimeout when an earlier launch was\n"
+           "Launch on a stream (its handle as int) and return at once. Inputs and outputs: tensors of this device, or "
+           "addresses.\n\n"
+           "Raises ValueError for a wrong number of arguments or an unaligned address, MegakernelTimeout when an "
+           "earlier launch was\n"
            "aborted, RuntimeError when the driver refuses.")
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
-           "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in flight.")
+           "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
+           "flight.")
+      .def("synchronize", &CudaExecutable::synchronize, py::call_guard<py::gil_scoped_release>(),
+           "Wait for all work on the device, then check.")
       .def_property(
-          "jitter", [](const CudaExecutable& e) { return e.jitter.load(); }, [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },
+          "jitter", [](const CudaExecutable& e) { return e.jitter.load(); },
+          [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },
           "Nonzero: random delays in the kernel, seeded by it, to test its synchronisation.");
 }
 

@@ -1,4 +1,4 @@
-"""CudaExecutable against a driver without a device: what reaches cuLaunchKernelEx, and what happens when things go wrong."""
+"""CudaExecutable against a driver without a device: what a launch passes, and what happens when it goes wrong."""
 
 import ctypes
 import gc
@@ -140,12 +140,12 @@ def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executab
     with pytest.raises(MegakernelTimeout, match="mpk_kernel on Fake GPU made no progress for 2 s") as info:
         executable.run(INPUTS, OUTPUTS, [0], STREAM)
     assert fake.num_launches == 1
-    table = [line.split() for line in str(info.value).splitlines()[1:5]]
+    table = [" ".join(line.split()) for line in str(info.value).splitlines()[1:5]]
     assert table == [
-        "workers in phase role waits for seen expected entry".split(),
-        "0-1 2 attention consumer event of phase 1 qkv 3 4 17".split(),
-        "2 1 qkv loader free ring slot 6 8 9 5".split(),
-        "3 - - nothing: left when it saw the abort - - -".split(),
+        "workers in phase role waits for seen expected entry",
+        "0-1 2 attention consumer event of phase 1 qkv 3 4 17",
+        "2 1 qkv loader free ring slot 6 8 9 5",
+        "3 - - nothing: left when it saw the abort - - -",
     ]
     assert ctypes.string_at(launch.control, 512) == bytes(512)
     executable.check()
@@ -153,14 +153,15 @@ def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executab
     assert fake.num_launches == 2
 
 
-def test_check_reports_an_abort_of_a_replayed_capture(fake, make_executable):
+def test_synchronize_reports_an_abort_of_a_replayed_capture(fake, make_executable):
     executable = make_executable()
     fake.capturing_stream, fake.capture_id = STREAM, 5
     executable.run(INPUTS, OUTPUTS, [0], STREAM)
     fake.capturing_stream = 0
     abort(fake, {0: (1, 0, 1, 3, 0, 0, 0, 0)})
     with pytest.raises(MegakernelTimeout, match="the loader's progress"):
-        executable.check()
+        executable.synchronize()
+    executable.synchronize()
     executable.check()
 
 
@@ -222,7 +223,9 @@ def test_threads_share_an_executable(fake, make_executable):
         ({"fail_call": b"cuModuleLoadDataEx", "fail_result": 222}, "serves CUDA 13.0: update it"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(fake, make_executable, tmp_path, monkeypatch, fake_library, change, message):
+def test_what_cannot_run_is_refused_with_the_reason(
+    fake, make_executable, tmp_path, monkeypatch, fake_library, change, message
+):
     if "version" in change:  # a driver is asked for its version once
         copy = tmp_path / "libold.so"
         copy.write_bytes(fake_library.read_bytes())
@@ -243,14 +246,20 @@ def test_a_kernel_of_other_parameters_is_refused(fake, make_program):
 
 def test_no_driver_says_what_to_do(monkeypatch, make_program):
     monkeypatch.setenv("TORCH_MPK_LIBCUDA", "/nonexistent/libcuda.so")
-    with pytest.raises(RuntimeError, match="no CUDA driver: .*Install NVIDIA's driver"):
+    with pytest.raises(RuntimeError, match=r"no CUDA driver: .*Install NVIDIA's driver"):
         _C.CudaExecutable(make_program(), b"", 0, 0)
     assert _C.num_devices() == 0
 
 
 def test_device_info(fake):
     info = _C.device_info(0)
-    assert (info.name, info.arch, info.num_sms, info.smem_optin_bytes, info.driver_version) == ("Fake GPU", 90, 132, 232448, 13000)
+    assert (info.name, info.arch, info.num_sms, info.smem_optin_bytes, info.driver_version) == (
+        "Fake GPU",
+        90,
+        132,
+        232448,
+        13000,
+    )
     assert _C.num_devices() == 1
 
 

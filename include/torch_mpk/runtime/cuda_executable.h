@@ -25,9 +25,9 @@ struct LaunchBlock {
   uint64_t pointers[(kMaxLaunchBytes - sizeof(LaunchParams)) / sizeof(uint64_t)];  // inputs, then outputs
 };
 
-// Launches are asynchronous and may come from any thread, on any stream of the device: each stream has a workspace and a
-// control block of its own, and so has each stream of each graph capture, because a captured launch may run again beside
-// any other. A stream that was destroyed must have finished its work before another gets its handle.
+// Launches are asynchronous and may come from any thread, on any stream of the device: each stream has a workspace and
+// a control block of its own, and so has each stream of each graph capture, because a captured launch may run again
+// beside any other. A stream that was destroyed must have finished its work before another gets its handle.
 class CudaExecutable {
  public:
   // Loads `image` (a cubin, or PTX text) and allocates everything a launch needs. `watchdog_ns` 0: wait forever.
@@ -42,19 +42,22 @@ class CudaExecutable {
   int num_outputs() const { return num_outputs_; }
   int num_scalars() const { return num_scalars_; }
 
-  // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that was
-  // given up (this one is then not made, and the next may be), std::runtime_error when the driver refuses.
+  // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that
+  // was given up (this one is then not made, and the next may be), std::runtime_error when the driver refuses.
   void run(LaunchBlock& block, cu::Stream stream);
 
   // Throws LaunchAborted when a launch was given up since the last call. Does not wait for launches in flight.
   void check();
+
+  // Waits for all work on the device, then checks.
+  void synchronize();
 
   std::atomic<uint32_t> jitter{0};  // see LaunchParams
 
  private:
   struct Lane {
     cu::Stream stream;
-    uint64_t capture;  // id of the graph capture; 0 for launches made directly
+    uint64_t capture;      // id of the graph capture; 0 for launches made directly
     cu::DevicePtr memory;  // the control block, then the workspace
     uint64_t last_used;
   };

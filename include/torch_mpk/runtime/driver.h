@@ -1,5 +1,6 @@
 // The part of the CUDA driver interface that the runtime uses, found with dlopen when it is first needed, so that
-// neither building nor importing torch_mpk needs CUDA. Types are declared as cuda.h lays them out; tests compare the two.
+// neither building nor importing torch_mpk needs CUDA. Types are declared as cuda.h lays them out; tests compare the
+// two.
 #pragma once
 
 #include <cstddef>
@@ -89,8 +90,7 @@ struct LaunchConfig {
   X(stream_create, cuStreamCreate, (Stream*, unsigned))                                                                \
   X(stream_destroy, cuStreamDestroy_v2, (Stream))                                                                      \
   X(stream_synchronize, cuStreamSynchronize, (Stream))                                                                 \
-  X(stream_get_capture_info, cuStreamGetCaptureInfo_v2,                                                                \
-    (Stream, int*, uint64_t*, Graph*, const GraphNode**, size_t*))                                                     \
+  X(stream_get_capture_info, cuStreamGetCaptureInfo_v2, (Stream, int*, uint64_t*, Graph*, const GraphNode**, size_t*)) \
   X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int*))                                                  \
   X(launch_kernel_ex, cuLaunchKernelEx, (const LaunchConfig*, Function, void**, void**))
 

@@ -14,7 +14,7 @@
 //   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
 //   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
 //   weight(job, i), weight_pitch(i)      of segment or part i, in bytes
-//   x(job, row), run_prologue(group, job, row, data)
+//   x(job), kPitchX, run_prologue(group, job, row, data)
 //   Extra, preload(job, segment, r, n), finish(job, segment, r, n, sums, extra)   bias, epilogue, stores
 #pragma once
 
@@ -273,7 +273,7 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     x = reinterpret_cast<const uint4*>(staged);
     x_pitch = S::kPitch / 16;
   } else {
-    x = reinterpret_cast<const uint4*>(V::x(job, 0));
+    x = reinterpret_cast<const uint4*>(V::x(job));
     x_pitch = V::kPitchX / S::kVec;
   }
   if constexpr (V::kClaimed) {
