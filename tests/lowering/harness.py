@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_mpk import lowering, reference_vm
-from torch_mpk.lowering import Alias, Fresh, Literal, Lowered
+from torch_mpk.lowering import Lowered
 
 
 def capture(fn: Callable, *args: torch.Tensor, mode: str = "fake") -> fx.GraphModule:
@@ -20,34 +20,26 @@ def capture(fn: Callable, *args: torch.Tensor, mode: str = "fake") -> fx.GraphMo
 
 def allocate(lowered: Lowered) -> list[torch.Tensor]:
     """Output buffers, poisoned."""
-    out = []
-    for fresh in lowered.outputs:
-        if isinstance(fresh, Fresh):
-            t = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype)
-            out.append(t.fill_(torch.nan if fresh.dtype.is_floating_point else 77))
-    return out
-
-
-def results(lowered: Lowered, args: Sequence[object], outputs: Sequence[torch.Tensor]) -> list:
-    fresh = iter(outputs)
-    out: list = []
-    for spec in lowered.outputs:
-        if isinstance(spec, Alias):
-            base = args[spec.argument] if spec.fresh is None else outputs[spec.fresh]
-            out.append(torch.as_strided(base, spec.shape, spec.stride, base.storage_offset() + spec.offset))
-        elif isinstance(spec, Literal):
-            out.append(spec.value)
-        else:
-            out.append(next(fresh) if isinstance(spec, Fresh) else args[spec])
-    return out
+    empty = (torch.empty_strided(f.shape, f.stride, dtype=f.dtype) for f in lowered.fresh)
+    return [t.fill_(torch.nan if t.dtype.is_floating_point else 77) for t in empty]
 
 
 def run(lowered: Lowered, args: Sequence[object], runner: Callable | None = None) -> list:
-    """Run a lowered segment on its arguments, in the order of the segment's placeholders."""
+    """Run a lowered segment on its arguments, in the order of the segment's placeholders; returns its results."""
+    node = (*lowered.inputs, *lowered.scalars)[0] if args else None
+    placeholders = [n for n in node.graph.nodes if n.op == "placeholder"] if node else []
+    given = dict(zip(placeholders, args, strict=True))
+    inputs, scalars = ([given[n] for n in nodes] for nodes in (lowered.inputs, lowered.scalars))
     outputs = allocate(lowered)
-    runner = runner or functools.partial(reference_vm.run_graph, lowered.graph)
-    runner([args[i] for i in lowered.inputs], outputs, [args[i] for i in lowered.scalars])
-    return results(lowered, args, outputs)
+    (runner or functools.partial(reference_vm.run_graph, lowered.graph))(inputs, outputs, scalars)
+    sources = {"input": inputs, "output": outputs, "scalar": scalars}
+    results = []
+    for spec in lowered.outputs:
+        result = spec.value if spec.kind == "value" else sources[spec.kind][spec.index]
+        if isinstance(result, torch.Tensor) and not spec.whole:
+            result = torch.as_strided(result, spec.shape, spec.stride, result.storage_offset() + spec.offset)
+        results.append(result)
+    return results
 
 
 def clone(args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,10 +59,10 @@ def check(fn: Callable, *args: torch.Tensor, exact: bool = True, tolerance: floa
     actual = run(lowered, our_args)
     rtol = 0 if exact else tolerance
     assert len(actual) == len(expected)
-    for ours, eager in zip([*actual, *our_args], [*expected, *eager_args]):
+    for ours, eager in zip([*actual, *our_args], [*expected, *eager_args], strict=False):
         if ours is None:
             assert eager is None
             continue
-        assert ours.shape == eager.shape and ours.dtype == eager.dtype
+        assert (ours.shape, ours.dtype) == (eager.shape, eager.dtype)
         torch.testing.assert_close(ours, eager, rtol=rtol, atol=rtol, equal_nan=True)
     return lowered

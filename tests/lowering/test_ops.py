@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-
 from harness import check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -45,10 +44,24 @@ EXACT: dict[str, Callable] = {
     "where_scalar": lambda x, y: (torch.where(x > 0, x, -1.0), torch.where(x > 0, 2.0, y)),
     "masked_fill": lambda x, y: x.masked_fill(y > 0, 0.25),
     "isnan": lambda x, y: torch.isnan(torch.where(x > 0, x, torch.nan)),
-    "casts": lambda x, y: (x.float(), x.to(torch.bfloat16), x.half(), x.double(), x.int(), x.bool(), (x > 0).to(x.dtype)),
+    "casts": lambda x, y: (
+        x.float(),
+        x.to(torch.bfloat16),
+        x.half(),
+        x.double(),
+        x.int(),
+        x.bool(),
+        (x > 0).to(x.dtype),
+    ),
     "floor_ceil": lambda x, y: (x.floor(), x.ceil()),
     "tril": lambda x, y: (torch.tril(x), torch.triu(x, 1)),
-    "full": lambda x, y: (torch.full((2, 3), 1.5), torch.zeros(4), torch.ones_like(x), x.new_zeros(2, 2), torch.full_like(x, 2)),
+    "full": lambda x, y: (
+        torch.full((2, 3), 1.5),
+        torch.zeros(4),
+        torch.ones_like(x),
+        x.new_zeros(2, 2),
+        torch.full_like(x, 2),
+    ),
     "arange": lambda x, y: (torch.arange(7), torch.arange(2, 9), torch.arange(1, 8, 2), torch.arange(3.0)),
     "clone": lambda x, y: (x.clone(), x.detach() + 1, x.contiguous() * 1),
     "dropout": lambda x, y: F.dropout(x, 0.5, training=False) + 1,

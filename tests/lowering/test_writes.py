@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from harness import capture, check, run
+
 from torch_mpk import lowering
 
 WRITES: dict[str, Callable] = {
@@ -49,7 +49,9 @@ WRITES: dict[str, Callable] = {
     "written_then_gathered": lambda x, y, i: (x.index_copy_(0, i, y[:2]), x[i])[1],
     "two_writes_one_buffer": lambda x, y, i: (x[0].add_(1), x[0].mul_(2), x[:, 0].copy_(y[0]))[:0] or x * 1,
     "empty_then_fill": lambda x, y, i: torch.empty(3).fill_(2.0),
-    "zeros_then_setitem": lambda x, y, i: (lambda z: (z.__setitem__((slice(None), 1), y[:, 0]), z)[1])(torch.zeros(4, 4)),
+    "zeros_then_setitem": lambda x, y, i: (lambda z: (z.__setitem__((slice(None), 1), y[:, 0]), z)[1])(
+        torch.zeros(4, 4)
+    ),
     "returned_argument": lambda x, y, i: (x, x.add_(1), x.t(), x[0]),
 }
 
@@ -88,4 +90,3 @@ def test_counter_increments_become_one_node() -> None:
     written = [{o.tensor.buffer for o in node.operands if o.is_write} for node in lowered.graph.nodes]
     assert set(range(6)) in written
     assert len(lowered.graph.nodes) == 2
-

@@ -13,17 +13,18 @@ from torch import fx
 
 from torch_mpk import _C
 from torch_mpk.errors import UnsupportedError
+from torch_mpk.lowering import rules  # noqa: F401  (they enter themselves into the table)
 from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.lowering.steps import build, merge
 from torch_mpk.lowering.values import Value, View, contiguous_strides, is_dense, is_static
 
-__all__ = ["Alias", "Fresh", "Literal", "Lowered", "lower", "supports"]
+__all__ = ["Fresh", "Lowered", "Output", "lower", "supports"]
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """A result that is a new tensor at every call; the n-th one is the output buffer of index n."""
+    """A tensor to allocate before each call: an output buffer."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,97 +32,101 @@ class Fresh:
 
 
 @dataclass(frozen=True)
-class Alias:
-    """A result that is a strided view of an argument, or of the n-th new tensor: exactly one of the two is given."""
+class Output:
+    """One result of the segment.
 
-    argument: int | None
-    fresh: int | None
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # elements from the viewed tensor's first
+    ``kind`` is "output": ``as_strided(shape, stride, offset)`` of ``Lowered.fresh[index]``; "input": the tensor
+    ``Lowered.inputs[index]`` itself where ``whole``, else that of its elements; "scalar": ``Lowered.scalars[index]``; or
+    "value": ``value``. ``offset`` counts elements from the viewed tensor's first.
+    """
 
-
-@dataclass(frozen=True)
-class Literal:
-    """A result that is no tensor."""
-
-    value: object
+    kind: str
+    index: int = -1
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    whole: bool = False
+    value: object = None
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A task graph and how the segment's arguments and results map to it. Positions count the segment's placeholders."""
+    """A task graph, and how the segment's arguments and results map to it."""
 
     graph: _C.TBGraph
-    inputs: tuple[int, ...]  # positions of the tensors, in the order of input buffer indices
-    scalars: tuple[int, ...]  # positions of the SymInts, in the order of the programs' ``size`` numbers
-    outputs: tuple[int | Fresh | Alias | Literal, ...]  # an int: the argument at that position itself
+    inputs: tuple[fx.Node, ...]  # the placeholders that are tensors, in the order of input buffer indices
+    scalars: tuple[fx.Node, ...]  # the placeholders that are SymInts, in the order of the programs' ``size`` numbers
+    outputs: tuple[Output, ...]
+    fresh: tuple[Fresh, ...]  # in the order of output buffer indices
 
 
 def lower(segment: fx.GraphModule) -> Lowered:
-    """The task graph of a segment: pre-dispatch ATen operations and task calls, with fake tensors in ``node.meta["val"]``.
+    """The task graph of a segment: ATen operations and task calls, with fake tensors in ``node.meta["val"]``.
 
     Raises UnsupportedError naming the node where the segment cannot be lowered; ``supports`` tells per node beforehand.
     """
     lx = Lowerer()
-    inputs: list[int] = []
-    scalars: list[int] = []
-    vals = [n.meta["val"] for n in segment.graph.nodes if n.op == "placeholder"]
-    names = [n.name for n in segment.graph.nodes if n.op == "placeholder"]
-    for position, val in enumerate(vals):
-        if isinstance(val, torch.SymInt):
-            lx.symbols[val.node.expr] = len(scalars)
-            scalars.append(position)
-    args: list[object] = []
-    for position, val in enumerate(vals):
-        if isinstance(val, torch.Tensor):
-            args.append(lx.add_input(names[position], len(inputs), val))
-            inputs.append(position)
-        else:
-            args.append(lx.size(val) if isinstance(val, (int, torch.SymInt)) else val)
+    placeholders = [n for n in segment.graph.nodes if n.op == "placeholder"]
+    inputs = [n for n in placeholders if isinstance(n.meta["val"], torch.Tensor)]
+    scalars = [n for n in placeholders if isinstance(n.meta["val"], torch.SymInt)]
+    lx.symbols = {n.meta["val"].node.expr: number for number, n in enumerate(scalars)}
+    args = [_argument(lx, n, inputs) for n in placeholders]
 
     results = lx.run(segment.graph, segment, args)
     output = next(n for n in segment.graph.nodes if n.op == "output").args[0]
     nodes = output if isinstance(output, (tuple, list)) else (output,)
     lx.frames.append(dict(enumerate(results)))  # writes still pending keep what the results read
-    outputs = _Outputs(lx, args, inputs)
-    for node, result in zip(nodes, results):
+    outputs = _Outputs(lx, args)
+    for node, result in zip(nodes, results, strict=True):
         try:
             outputs.add(node, result)
         except UnsupportedError as error:
             raise UnsupportedError(f"as a result: {error.reason}", error.node or str(node), error.source) from error
     lx.flush_all()
-    return Lowered(build(merge(lx.steps), lx.buffers), tuple(inputs), tuple(scalars), tuple(outputs.specs))
+    graph = build(merge(lx.steps), lx.buffers)
+    return Lowered(graph, tuple(inputs), tuple(scalars), tuple(outputs.specs), tuple(outputs.fresh))
+
+
+def _argument(lx: Lowerer, node: fx.Node, inputs: list[fx.Node]) -> object:
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return lx.add_input(node.name, inputs.index(node), val)
+    return lx.size(val) if isinstance(val, (int, torch.SymInt)) else val
 
 
 class _Outputs:
-    def __init__(self, lx: Lowerer, args: list[object], inputs: list[int]) -> None:
-        self.lx, self.args, self.inputs = lx, args, inputs
-        self.specs: list[int | Fresh | Alias | Literal] = []
-        self.num_fresh = 0
+    """The results of a segment, given memory one by one."""
+
+    def __init__(self, lx: Lowerer, args: list[object]) -> None:
+        self.lx, self.args = lx, args
+        self.specs: list[Output] = []
+        self.fresh: list[Fresh] = []
 
     def add(self, node: object, result: object) -> None:
-        if isinstance(result, (Value, Expr)) and any(result is arg for arg in self.args):
-            self.specs.append(next(i for i, arg in enumerate(self.args) if arg is result))
-        elif isinstance(result, Expr):
-            raise UnsupportedError("a size computed from sizes")
-        elif not isinstance(result, Value):
-            self.specs.append(Literal(result))
+        if isinstance(result, Value):
+            self.specs.append(self._tensor(result, node.meta["val"]))
+        elif not isinstance(result, Expr):
+            self.specs.append(Output("value", value=result))
+        elif result.op == "size":
+            self.specs.append(Output("scalar", result.attr))
         else:
-            self.specs.append(self._tensor(self.lx.realise(result), node.meta["val"]))
+            raise UnsupportedError("a size computed from sizes")
 
-    def _tensor(self, view: View, eager: torch.Tensor) -> Fresh | Alias:
+    def _tensor(self, value: Value, eager: torch.Tensor) -> Output:
+        if value in self.args:
+            return Output("input", value.buffer.index, value.dtype, whole=True)
+        view = self.lx.realise(value)
         if not is_static((*view.shape, *view.strides)):
             raise UnsupportedError("a view of an argument whose size is known only at run time")
-        if view.buffer.kind == "input":
-            return Alias(self.inputs[view.buffer.index], None, view.shape, view.strides, int(view.offset))
-        if view.buffer.kind == "output":
-            return Alias(None, view.buffer.index, view.shape, view.strides, int(view.offset))
-        if not _is_all_of_its_buffer(view, eager):
-            view = self.lx.copy(view, tuple(eager.stride()))
-        view.buffer.kind, view.buffer.index = "output", self.num_fresh
-        self.num_fresh += 1
-        return Fresh(view.dtype, view.shape, view.strides)
+        buffer = view.buffer
+        if buffer.kind == "workspace":
+            if not _is_all_of_its_buffer(view, eager):
+                view = self.lx.copy(view, tuple(eager.stride()))
+                buffer = view.buffer
+            buffer.kind, buffer.index = "output", len(self.fresh)
+            self.fresh.append(Fresh(view.dtype, view.shape, view.strides))
+        return Output(buffer.kind, buffer.index, view.dtype, view.shape, view.strides, int(view.offset))
 
 
 def _is_all_of_its_buffer(view: View, eager: torch.Tensor) -> bool:
@@ -129,7 +134,7 @@ def _is_all_of_its_buffer(view: View, eager: torch.Tensor) -> bool:
     if not is_dense(view.shape, view.strides) or view.numel != view.buffer.extent:
         return False
     wanted = eager.stride() if is_dense(view.shape, eager.stride()) else contiguous_strides(view.shape)
-    return all(a == b for a, b, n in zip(view.strides, wanted, view.shape) if n != 1)
+    return all(a == b for a, b, n in zip(view.strides, wanted, view.shape, strict=False) if n != 1)
 
 
 def supports(node: fx.Node) -> str | None:
@@ -174,5 +179,3 @@ def _collect_symbols(lx: Lowerer, val: object) -> None:
         if isinstance(size, torch.SymInt):
             for symbol in sorted(size.node.expr.free_symbols, key=str):
                 lx.symbols.setdefault(symbol, len(lx.symbols))
-
-

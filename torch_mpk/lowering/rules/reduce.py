@@ -12,9 +12,10 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
-from torch_mpk.lowering.rules import aten, normalise_dim, out_meta, rule
-from torch_mpk.lowering.rules_pointwise import cast, wide
-from torch_mpk.lowering.rules_view import permuted, reshaped
+from torch_mpk.lowering.rules.common import aten, normalise_dim, op_name, out_meta, wide
+from torch_mpk.lowering.rules.pointwise import cast
+from torch_mpk.lowering.rules.view import permuted, reshaped
+from torch_mpk.lowering.table import rule
 from torch_mpk.lowering.values import Index, Lazy, Size, Value, is_static
 
 MAX_PRODUCTS = 1 << 22  # multiply-adds of a matrix product that becomes a plain reduction
@@ -43,7 +44,7 @@ def _sum(lx, node, a, dim=None, keepdim=False, dtype=None):
     out = out_meta(lx, node).dtype
     if dtype is not None and dtype != a.dtype:
         a = cast(lx, a, dtype)
-    return reduced(lx, node.target._schema.name.split("::")[1], a, dim, keepdim, out)
+    return reduced(lx, op_name(node), a, dim, keepdim, out)
 
 
 @rule(aten.prod.default)
@@ -60,7 +61,7 @@ def _prod_dim(lx, node, a, dim, keepdim=False, dtype=None):
 
 @rule(aten.amax.default, aten.amin.default)
 def _amax(lx, node, a, dim=(), keepdim=False):
-    return reduced(lx, node.target._schema.name.split("::")[1], a, list(dim), keepdim, a.dtype)
+    return reduced(lx, op_name(node), a, list(dim), keepdim, a.dtype)
 
 
 @rule(aten.max.default, aten.min.default)
@@ -80,7 +81,7 @@ def _max_dim(lx, node, a, dim, keepdim=False):
 
 @rule(aten.argmax.default, aten.argmin.default)
 def _argmax(lx, node, a, dim=None, keepdim=False):
-    return reduced(lx, node.target._schema.name.split("::")[1], a, None if dim is None else [dim], keepdim, INT64)
+    return reduced(lx, op_name(node), a, None if dim is None else [dim], keepdim, INT64)
 
 
 @rule(aten.any.default, aten.all.default)
@@ -91,15 +92,17 @@ def _any_all(lx, node, a):
 @rule(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims)
 def _any(lx, node, a, dim=None, keepdim=False):
     dims = [dim] if isinstance(dim, int) else dim
-    return reduced(lx, node.target._schema.name.split("::")[1], a, dims, keepdim, out_meta(lx, node).dtype)
+    return reduced(lx, op_name(node), a, dims, keepdim, out_meta(lx, node).dtype)
 
 
-@rule(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten._safe_softmax.default)
+@rule(
+    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten._safe_softmax.default
+)
 def _softmax(lx, node, a, dim, dtype=None):
     out = out_meta(lx, node).dtype
     if isinstance(dtype, torch.dtype) and dtype != a.dtype:
         a = cast(lx, a, dtype)
-    name = node.target._schema.name.split("::")[1]
+    name = op_name(node)
     if name == "_safe_softmax":
         return safe_softmax(lx, a, dim, out)
     x, highest, exps, total = _exponentials(lx, a, dim, out)
@@ -142,11 +145,15 @@ def _moments(lx: Lowerer, a: Value, dims: list[int], divisor: float | None = Non
     compute = wide(a.dtype)
     x = lx.read(cast(lx, a, compute))
     mean = lx.read(reduced(lx, "mean", x, dims, True, compute))
-    squares = lx.pointwise(compute, x.shape, lambda e, m: E.apply("square", compute, E.apply("sub", compute, e, m)), [x, mean])
+    squares = lx.pointwise(
+        compute, x.shape, lambda e, m: E.apply("square", compute, E.apply("sub", compute, e, m)), [x, mean]
+    )
     if divisor is None:
         return x, mean, lx.read(reduced(lx, "mean", squares, dims, True, compute))
     total = lx.read(reduced(lx, "sum", squares, dims, True, compute))
-    scaled = lx.pointwise(compute, total.shape, lambda e: E.apply("div", compute, e, E.const(divisor, compute)), [total])
+    scaled = lx.pointwise(
+        compute, total.shape, lambda e: E.apply("div", compute, e, E.const(divisor, compute)), [total]
+    )
     return x, mean, scaled
 
 
@@ -164,7 +171,9 @@ def _var(lx, node, a, dim=None, unbiased=True, keepdim=False, correction=None):
     return reshaped(lx, cast(lx, variance, meta.dtype), meta.shape)
 
 
-def _normalised(lx: Lowerer, node: fx.Node, x: Value, mean: Value | None, power: Value, eps: float, weight, bias) -> Value:
+def _normalised(
+    lx: Lowerer, node: fx.Node, x: Value, mean: Value | None, power: Value, eps: float, weight, bias
+) -> Value:
     """(x - mean) / sqrt(power + eps) * weight + bias, rounded once."""
     meta = out_meta(lx, node)
     compute = x.dtype
@@ -209,10 +218,16 @@ def _logsumexp(lx, node, a, dim, keepdim=False):
     highest = reduced(lx, "amax", x, list(dim), True, compute)
 
     def offset(top):  # an infinite maximum must not make inf - inf
-        return E.where(E.compare("eq", E.apply("abs", compute, top), E.const(math.inf, compute)), E.const(0, compute), top)
+        return E.where(
+            E.compare("eq", E.apply("abs", compute, top), E.const(math.inf, compute)), E.const(0, compute), top
+        )
 
     exps = lx.pointwise(
-        compute, x.shape, lambda e, top: E.apply("exp", compute, E.apply("sub", compute, e, offset(top))), [x, highest], cost=6
+        compute,
+        x.shape,
+        lambda e, top: E.apply("exp", compute, E.apply("sub", compute, e, offset(top))),
+        [x, highest],
+        cost=6,
     )
     total = reduced(lx, "sum", exps, list(dim), True, compute)
     out = lx.pointwise(
@@ -288,7 +303,9 @@ def _attention(lx, node, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False
         k, v = (_repeat_heads(lx, t, q.shape[-3]) for t in (k, v))
     compute = wide(meta.dtype)
     factor = E.const(1 / math.sqrt(q.shape[-1]) if scale is None else scale, compute)
-    scores = lx.read(product(lx, q, permuted(lx, k, [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]), compute))
+    scores = lx.read(
+        product(lx, q, permuted(lx, k, [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]), compute)
+    )
     dead = E.const(-math.inf, compute)
 
     def masked(x: Expr, *mask: Expr) -> Expr:
@@ -302,7 +319,11 @@ def _attention(lx, node, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False
     if is_causal:
         inner = scores.at
         scores = lx.lazy(
-            compute, scores.shape, [scores], lambda i, p: E.where(E.compare("le", i[-1], i[-2]), inner(i, p), dead), cost=3
+            compute,
+            scores.shape,
+            [scores],
+            lambda i, p: E.where(E.compare("le", i[-1], i[-2]), inner(i, p), dead),
+            cost=3,
         )
     weights = lx.read(safe_softmax(lx, scores, -1, compute))
     return product(lx, weights, v, meta.dtype)
@@ -320,5 +341,8 @@ def _outer(lx, node, a, b):
     meta = out_meta(lx, node)
     column, row = lx.mapped(a, meta.shape, lambda i: [i[0]]), lx.mapped(b, meta.shape, lambda i: [i[1]])
     return lx.pointwise(
-        meta.dtype, meta.shape, lambda x, y: E.apply("mul", meta.dtype, E.cast(x, meta.dtype), E.cast(y, meta.dtype)), [column, row]
+        meta.dtype,
+        meta.shape,
+        lambda x, y: E.apply("mul", meta.dtype, E.cast(x, meta.dtype), E.cast(y, meta.dtype)),
+        [column, row],
     )
