@@ -124,24 +124,22 @@ struct RingReader {
   int lane;
   uint32_t issued = 0;  // what the warp has seen of ring.issued
 
-  // Waits until entry g has been issued, or, if `claimed`, until it is known that the phase ends before it: `ended`.
+  // Waits until entry g has been issued for this phase, or, where tiles are `claimed`, until it is known that the phase
+  // ends before it: `ended`. The loader announces the end of a phase before it issues entries of the next one.
   MPK_DEVICE bool wait_issued(uint32_t g, uint32_t phase, bool claimed, bool& ended) {
     ended = false;
-    if (static_cast<int32_t>(issued - g) > 0) return true;
-    const bool ok = spin(
-        dog,
-        [&] {
-          issued = ptx::load_acquire_cta(&ring.issued);
-          if (static_cast<int32_t>(issued - g) > 0) return true;
-          if (!claimed) return false;
-          const uint64_t end = ptx::load_acquire_cta(&ring.phase_end[phase % kPhasesAhead]);
-          ended = (end >> 32) == phase + 1 && static_cast<int32_t>(g - static_cast<uint32_t>(end)) >= 0;
-          return ended;
-        },
-        [&] { return report(Waiting::kLoader, phase, issued, g); });
-    if (!__all_sync(~0u, ok)) return false;
-    issued = __shfl_sync(~0u, issued, 0);  // lanes must agree on it, or some would skip the vote above
-    ended = __any_sync(~0u, ended);
+    if (!is_issued(g)) {
+      const bool ok = spin(
+          dog,
+          [&] {
+            issued = ptx::load_acquire_cta(&ring.issued);
+            return is_issued(g) || (claimed && (ended = ends_before(g, phase)));
+          },
+          [&] { return report(Waiting::kLoader, phase, issued, g); });
+      if (!__all_sync(~0u, ok)) return false;
+      issued = __shfl_sync(~0u, issued, 0);  // lanes must agree on it, or some would skip the vote above
+    }
+    ended = claimed && ends_before(g, phase);
     return true;
   }
 
@@ -171,6 +169,11 @@ struct RingReader {
   }
 
  private:
+  MPK_DEVICE bool is_issued(uint32_t g) const { return static_cast<int32_t>(issued - g) > 0; }
+  MPK_DEVICE bool ends_before(uint32_t g, uint32_t phase) const {
+    const uint64_t end = ptx::load_acquire_cta(&ring.phase_end[phase % kPhasesAhead]);
+    return (end >> 32) == phase + 1 && static_cast<int32_t>(g - static_cast<uint32_t>(end)) >= 0;
+  }
   MPK_DEVICE StallRecord report(Waiting what, uint32_t phase, uint32_t seen, uint32_t g) const {
     return StallRecord{0, phase, static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(what), g % slots, seen,
                        g + 1, g};
