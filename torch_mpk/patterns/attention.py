@@ -157,6 +157,9 @@ def _cache_writes(
     caches = k_storage | v_storage
     if k_storage & v_storage or any(caches & storages(node) for node in (k.new, v.new, k.slot, *others)):
         return None
+    for write in (k, v):
+        if rw.is_written_between(storages(write.new) | storages(write.slot), write.node, rw.anchor):
+            return None
     absorbed = (k.node, v.node)
     node = min(absorbed)
     while (node := node.next) is not rw.anchor:
