@@ -94,6 +94,9 @@ setup(
             language="c++",
             extra_compile_args=[
                 *("-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"),
+                # The CPU rounds after every operation, as eager does: no contraction to fma. The other two flags only
+                # drop errno and traps, which nobody reads; never -ffast-math.
+                *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
                 *("-isystem", str(PYBIND11)),
                 "-MMD",  # leaves the list of this tree's files that went into an object
             ],

@@ -193,6 +193,7 @@ def main() -> None:
     prompt = args.prompt or default_prompt
     input_ids = torch.tensor([text.encode(prompt)], device=args.device)
 
+    end = None if args.config else model.generation_config.eos_token_id  # random weights end by accident
     ours = Stream(text)
     compiling = Progress("compiling the decode step:")
 
@@ -206,7 +207,7 @@ def main() -> None:
         ours.show()
 
     try:
-        torch_mpk.generate(model, input_ids, args.max_new_tokens, callback=on_token)
+        torch_mpk.generate(model, input_ids, args.max_new_tokens, eos_token_id=end, callback=on_token)
     finally:
         compiling.stop()
     print(flush=True)

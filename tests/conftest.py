@@ -6,7 +6,10 @@ import sys
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.register_profile("here", derandomize=True, deadline=None)
+settings.load_profile("here")
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 

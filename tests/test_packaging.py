@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[1]
 USE = """
 import torch, torch_mpk, warnings
 from pathlib import Path
-from torch_mpk import jit
+from torch_mpk import _C, jit
 from torch_mpk.errors import MpkWarning
 
 site = Path({site!r})
 assert Path(torch_mpk.__file__).is_relative_to(site), torch_mpk.__file__
-assert Path(torch_mpk._C.__file__).is_relative_to(site), torch_mpk._C.__file__
+assert Path(_C.__file__).is_relative_to(site), _C.__file__
 include_dir = Path(jit.include_dir())
 assert include_dir.is_relative_to(site) and (include_dir / "torch_mpk" / "abi.h").is_file(), include_dir
 

@@ -36,7 +36,9 @@ class Memory:
             self.flat[buffer] = poisoned(self.graph.buffers[buffer].bytes, dtype_of(dtype))
         found = self.flat[buffer]
         if found.dtype != dtype_of(dtype):
-            raise ValueError(f"buffer '{self.graph.buffers[buffer].name}' holds {found.dtype}, an operand reads {dtype}")
+            raise ValueError(
+                f"buffer '{self.graph.buffers[buffer].name}' holds {found.dtype}, an operand reads {dtype}"
+            )
         return found
 
     def view(self, t: _C.Tensor) -> torch.Tensor:
@@ -46,7 +48,7 @@ class Memory:
 
 def flat(t: torch.Tensor) -> torch.Tensor:
     """Every element from t's first to its last, in memory order."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=False)) if t.numel() else 0
     return torch.as_strided(t, (extent,), (1,), t.storage_offset())
 
 
@@ -135,7 +137,7 @@ def evaluate(
     def address(instr: _C.Instr, args: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         base, offset = bases[instr.operand]
         at = torch.full_like(points, offset)
-        for i, stride in zip(coordinates, instr.strides):
+        for i, stride in zip(coordinates, instr.strides, strict=False):
             at = at + i * stride
         if args:
             at = at + values[args[0]]
@@ -156,7 +158,11 @@ def evaluate(
             out = torch.full(points.shape, scalars[instr.operand], dtype=torch.int64)
         elif instr.op == "load":
             base, at, keep = address(instr, instr.args)
-            out = torch.where(keep, base[torch.where(keep, at, 0)], torch.zeros((), dtype=dtype)) if base.numel() else None
+            out = (
+                torch.where(keep, base[torch.where(keep, at, 0)], torch.zeros((), dtype=dtype))
+                if base.numel()
+                else None
+            )
             if base.dtype != dtype:
                 raise ValueError(f"load of {dtype} from an operand of {base.dtype}")
         elif instr.op == "store":

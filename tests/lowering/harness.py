@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,38 +20,33 @@ def capture(fn: Callable, *args: torch.Tensor, mode: str = "fake") -> fx.GraphMo
 
 def allocate(lowered: Lowered) -> list[torch.Tensor]:
     """Output buffers, poisoned."""
-    out = []
-    for fresh in lowered.fresh:
-        t = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype)
-        out.append(t.fill_(torch.nan if fresh.dtype.is_floating_point else 77))
-    return out
-
-
-def results(lowered: Lowered, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scalars: Sequence[int] = ()):
-    out = []
-    for spec in lowered.outputs:
-        if spec.kind in ("value", "scalar"):
-            out.append(spec.value if spec.kind == "value" else scalars[spec.index])
-            continue
-        base = inputs[spec.index] if spec.kind == "input" else outputs[spec.index]
-        if not spec.whole:
-            base = torch.as_strided(base, spec.shape, spec.stride, base.storage_offset() + spec.offset)
-        out.append(base)
-    return out
+    empty = (torch.empty_strided(f.shape, f.stride, dtype=f.dtype) for f in lowered.fresh)
+    return [t.fill_(torch.nan if t.dtype.is_floating_point else 77) for t in empty]
 
 
 def run(lowered: Lowered, args: Sequence[object], runner: Callable | None = None) -> list:
-    """Run a lowered segment on its arguments, in the order of the segment's placeholders."""
-    inputs = [a for a in args if isinstance(a, torch.Tensor)]
-    scalars = [a for a in args if isinstance(a, int)]
+    """Run a lowered segment on its arguments, in the order of the segment's placeholders; returns its results."""
+    node = (*lowered.inputs, *lowered.scalars)[0] if args else None
+    placeholders = [n for n in node.graph.nodes if n.op == "placeholder"] if node else []
+    given = dict(zip(placeholders, args, strict=True))
+    inputs, scalars = ([given[n] for n in nodes] for nodes in (lowered.inputs, lowered.scalars))
     outputs = allocate(lowered)
-    (runner or (lambda *a: reference_vm.run_graph(lowered.graph, *a)))(inputs, outputs, scalars)
-    return results(lowered, inputs, outputs, scalars)
+    (runner or functools.partial(reference_vm.run_graph, lowered.graph))(inputs, outputs, scalars)
+    sources = {"input": inputs, "output": outputs, "scalar": scalars}
+    results = []
+    for spec in lowered.outputs:
+        result = spec.value if spec.kind == "value" else sources[spec.kind][spec.index]
+        if isinstance(result, torch.Tensor) and not spec.whole:
+            result = torch.as_strided(result, spec.shape, spec.stride, result.storage_offset() + spec.offset)
+        results.append(result)
+    return results
 
 
 def clone(args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies with the same strides."""
-    return [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) for a in args]
+    return [
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) if isinstance(a, torch.Tensor) else a for a in args
+    ]
 
 
 def check(fn: Callable, *args: torch.Tensor, exact: bool = True, tolerance: float = 1e-5) -> Lowered:
@@ -65,10 +61,10 @@ def check(fn: Callable, *args: torch.Tensor, exact: bool = True, tolerance: floa
     actual = run(lowered, our_args)
     rtol = 0 if exact else tolerance
     assert len(actual) == len(expected)
-    for ours, eager in zip([*actual, *our_args], [*expected, *eager_args]):
+    for ours, eager in zip([*actual, *our_args], [*expected, *eager_args], strict=False):
         if ours is None:
             assert eager is None
             continue
-        assert ours.shape == eager.shape and ours.dtype == eager.dtype
+        assert (ours.shape, ours.dtype) == (eager.shape, eager.dtype)
         torch.testing.assert_close(ours, eager, rtol=rtol, atol=rtol, equal_nan=True)
     return lowered

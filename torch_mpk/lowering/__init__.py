@@ -13,17 +13,18 @@ from torch import fx
 
 from torch_mpk import _C
 from torch_mpk.errors import UnsupportedError
+from torch_mpk.lowering import rules  # noqa: F401  (they enter themselves into the table)
 from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.lowering.steps import build, merge
-from torch_mpk.lowering.values import Lazy, Value, View, is_dense, is_static
+from torch_mpk.lowering.values import Value, View, contiguous_strides, is_dense, is_static
 
 __all__ = ["Fresh", "Lowered", "Output", "lower", "supports"]
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """What to allocate for one output buffer before each call; ``Lowered.fresh`` is in the order of buffer indices."""
+    """A tensor to allocate before each call: an output buffer."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -32,11 +33,11 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Output:
-    """One result of the segment: ``as_strided(shape, stride, offset)`` of an output or input buffer, or ``value`` itself.
+    """One result of the segment.
 
-    ``kind`` is "output" (``index`` counts ``Lowered.fresh``), "input" (``index`` counts ``Lowered.inputs``; the result is
-    that tensor where ``whole``, else a view of it), "scalar" (``Lowered.scalars[index]``) or "value". ``offset`` is in
-    elements from the buffer's first.
+    ``kind`` is "output": ``as_strided(shape, stride, offset)`` of ``Lowered.fresh[index]``; "input": the tensor
+    ``Lowered.inputs[index]`` itself where ``whole``, else that of its elements; "scalar": ``Lowered.scalars[index]``; or
+    "value": ``value``. ``offset`` counts elements from the viewed tensor's first.
     """
 
     kind: str
@@ -51,82 +52,89 @@ class Output:
 
 @dataclass(frozen=True)
 class Lowered:
+    """A task graph, and how the segment's arguments and results map to it."""
+
     graph: _C.TBGraph
     inputs: tuple[fx.Node, ...]  # the placeholders that are tensors, in the order of input buffer indices
-    scalars: tuple[fx.Node, ...]  # the placeholders that are SymInts, in the order of ``size`` instructions
+    scalars: tuple[fx.Node, ...]  # the placeholders that are SymInts, in the order of the programs' ``size`` numbers
     outputs: tuple[Output, ...]
-    fresh: tuple[Fresh, ...]
+    fresh: tuple[Fresh, ...]  # in the order of output buffer indices
 
 
 def lower(segment: fx.GraphModule) -> Lowered:
-    """The task graph of a segment: pre-dispatch ATen operations and task calls, with fake tensors in ``node.meta["val"]``.
+    """The task graph of a segment: ATen operations and task calls, with fake tensors in ``node.meta["val"]``.
 
     Raises UnsupportedError naming the node where the segment cannot be lowered; ``supports`` tells per node beforehand.
     """
     lx = Lowerer()
-    inputs: list[fx.Node] = []
-    scalars: list[fx.Node] = []
     placeholders = [n for n in segment.graph.nodes if n.op == "placeholder"]
-    for node in placeholders:
-        if isinstance(node.meta["val"], torch.SymInt):
-            lx.symbols[node.meta["val"].node.expr] = len(scalars)
-            scalars.append(node)
-    args: list[object] = []
-    for node in placeholders:
-        val = node.meta["val"]
-        if isinstance(val, torch.Tensor):
-            args.append(lx.add_input(node.name, len(inputs), val))
-            inputs.append(node)
-        else:
-            args.append(lx.size(val) if isinstance(val, (int, torch.SymInt)) else val)
+    inputs = [n for n in placeholders if isinstance(n.meta["val"], torch.Tensor)]
+    scalars = [n for n in placeholders if isinstance(n.meta["val"], torch.SymInt)]
+    lx.symbols = {n.meta["val"].node.expr: number for number, n in enumerate(scalars)}
+    args = [_argument(lx, n, inputs) for n in placeholders]
 
     results = lx.run(segment.graph, segment, args)
-    output_node = next(n for n in segment.graph.nodes if n.op == "output")
-    nodes = output_node.args[0] if isinstance(output_node.args[0], (tuple, list)) else output_node.args
-    fresh: list[Fresh] = []
-    lx.frames.append(dict(zip(range(len(results)), results)))  # later writes keep what the outputs still read
-    outputs = []
-    for node, result in zip(nodes, results):
+    output = next(n for n in segment.graph.nodes if n.op == "output").args[0]
+    nodes = output if isinstance(output, (tuple, list)) else (output,)
+    lx.frames.append(dict(enumerate(results)))  # writes still pending keep what the results read
+    outputs = _Outputs(lx, args)
+    for node, result in zip(nodes, results, strict=True):
         try:
-            outputs.append(_output(lx, node, result, args, fresh))
+            outputs.add(node, result)
         except UnsupportedError as error:
-            raise UnsupportedError(f"as an output: {error.reason}", error.node or str(node)) from error
+            raise UnsupportedError(f"as a result: {error.reason}", error.node or str(node), error.source) from error
     lx.flush_all()
-    return Lowered(build(merge(lx.steps), lx.buffers), tuple(inputs), tuple(scalars), tuple(outputs), tuple(fresh))
+    graph = build(merge(lx.steps), lx.buffers)
+    return Lowered(graph, tuple(inputs), tuple(scalars), tuple(outputs.specs), tuple(outputs.fresh))
 
 
-def _output(lx: Lowerer, node: object, result: object, args: list[object], fresh: list[Fresh]) -> Output:
-    if isinstance(result, Expr):
-        if result.op != "size":
+def _argument(lx: Lowerer, node: fx.Node, inputs: list[fx.Node]) -> object:
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return lx.add_input(node.name, inputs.index(node), val)
+    return lx.size(val) if isinstance(val, (int, torch.SymInt)) else val
+
+
+class _Outputs:
+    """The results of a segment, given memory one by one."""
+
+    def __init__(self, lx: Lowerer, args: list[object]) -> None:
+        self.lx, self.args = lx, args
+        self.specs: list[Output] = []
+        self.fresh: list[Fresh] = []
+
+    def add(self, node: object, result: object) -> None:
+        if isinstance(result, Value):
+            self.specs.append(self._tensor(result, node.meta["val"]))
+        elif not isinstance(result, Expr):
+            self.specs.append(Output("value", value=result))
+        elif result.op == "size":
+            self.specs.append(Output("scalar", result.attr))
+        else:
             raise UnsupportedError("a size computed from sizes")
-        return Output("scalar", result.attr)
-    if not isinstance(result, Value):
-        return Output("value", value=result)
-    view = lx.realise(result) if isinstance(result, Lazy) else result
-    assert isinstance(view, View)
-    if view.buffer.kind == "input":
-        if not is_static((*view.shape, *view.strides)) and view not in args:
-            raise UnsupportedError("a view of an input whose size is known only at run time")
-        whole = view in args
-        static = () if not is_static((*view.shape, *view.strides)) else (view.shape, view.strides)
-        shape, stride = static or ((), ())
-        return Output("input", view.buffer.index, view.dtype, shape, stride, view.offset, whole)
-    eager = lx.meta(node.meta["val"]) if isinstance(node, fx.Node) else None
-    if eager is not None and view.buffer.kind == "workspace" and _must_copy(view, eager.strides):
-        view = lx.copy(view, eager.strides)
-    buffer = view.buffer
-    if buffer.kind == "workspace":
-        buffer.kind, buffer.index = "output", len(fresh)
-        fresh.append(Fresh(buffer.dtype, buffer.shape, buffer.strides))
-    return Output("output", buffer.index, view.dtype, view.shape, view.strides, view.offset)
+
+    def _tensor(self, value: Value, eager: torch.Tensor) -> Output:
+        if value in self.args:
+            return Output("input", value.buffer.index, value.dtype, whole=True)
+        view = self.lx.realise(value)
+        if not is_static((*view.shape, *view.strides)):
+            raise UnsupportedError("a view of an argument whose size is known only at run time")
+        buffer = view.buffer
+        if buffer.kind == "workspace":
+            if not _is_all_of_its_buffer(view, eager):
+                view = self.lx.copy(view, tuple(eager.stride()))
+                buffer = view.buffer
+            buffer.kind, buffer.index = "output", len(self.fresh)
+            self.fresh.append(Fresh(view.dtype, view.shape, view.strides))
+        return Output(buffer.kind, buffer.index, view.dtype, view.shape, view.strides, int(view.offset))
 
 
-def _must_copy(view: View, eager: tuple[int, ...] | None) -> bool:
-    """Whether returning a view of its buffer would waste memory, or show strides that eager's result does not have."""
-    if eager is None or not is_dense(view.shape, eager):
+def _is_all_of_its_buffer(view: View, eager: torch.Tensor) -> bool:
+    """Whether a view wastes no memory when it keeps its buffer alive, and has the strides of eager's result."""
+    if not is_dense(view.shape, view.strides) or view.numel != view.buffer.extent:
         return False
-    wanted = [s for s, n in zip(eager, view.shape) if n != 1]
-    return view.numel < view.buffer.extent or [s for s, n in zip(view.strides, view.shape) if n != 1] != wanted
+    wanted = eager.stride() if is_dense(view.shape, eager.stride()) else contiguous_strides(view.shape)
+    return all(a == b for a, b, n in zip(view.strides, wanted, view.shape, strict=False) if n != 1)
 
 
 def supports(node: fx.Node) -> str | None:
@@ -171,5 +179,3 @@ def _collect_symbols(lx: Lowerer, val: object) -> None:
         if isinstance(size, torch.SymInt):
             for symbol in sorted(size.node.expr.free_symbols, key=str):
                 lx.symbols.setdefault(symbol, len(lx.symbols))
-
-

@@ -31,7 +31,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Expr:
     """One scalar operation; ``attr`` holds a constant's value, a dimension, a scalar's number or what a load reads."""
 
-    __slots__ = ("op", "dtype", "args", "attr", "key", "__weakref__")
+    __slots__ = ("__weakref__", "args", "attr", "dtype", "key", "op")
     _interned: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()
     _keys = itertools.count()
 
@@ -57,7 +57,7 @@ class Expr:
         return f"{self.op}:{dtype_name(self.dtype)}({inner}{'' if self.attr is None else f' #{self.attr}'})"
 
 
-def const(value: bool | int | float, dtype: torch.dtype) -> Expr:
+def const(value: bool | float, dtype: torch.dtype) -> Expr:
     """A constant, rounded or wrapped to dtype."""
     if dtype in FLOATS:
         value = float(value)
@@ -98,7 +98,7 @@ def terms(e: Expr) -> tuple[dict[Expr, int], int]:
         return {}, int(e.attr)
     if e.op == "affine":
         coefficients, constant = e.attr
-        return dict(zip(e.args, coefficients)), constant
+        return dict(zip(e.args, coefficients, strict=False)), constant
     return {e: 1}, 0
 
 
@@ -173,9 +173,9 @@ def bounds(e: Expr) -> tuple[float, float]:
     if e.op == "affine":
         coefficients, constant = e.attr
         low = high = constant
-        for atom, c in zip(e.args, coefficients):
-            l, h = bounds(atom)
-            low, high = low + min(c * l, c * h), high + max(c * l, c * h)
+        for atom, c in zip(e.args, coefficients, strict=False):
+            lowest, highest = bounds(atom)
+            low, high = low + min(c * lowest, c * highest), high + max(c * lowest, c * highest)
         return low, high
     if e.op == "remainder" and is_const(e.args[1]) and e.args[1].attr > 0:
         low, high = bounds(e.args[0])
@@ -330,6 +330,6 @@ def unravel(linear: Expr, shape: Sequence[int | Expr]) -> list[Expr]:
 
 def ravel(idx: Sequence[Expr], shape: Sequence[int | Expr]) -> Expr:
     linear = const(0, INT64)
-    for i, extent in zip(idx, shape):
+    for i, extent in zip(idx, shape, strict=False):
         linear = iadd(imul(linear, extent), i)
     return linear

@@ -13,7 +13,9 @@ from torch import fx
 
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
+from torch_mpk.lowering.constants import constant
 from torch_mpk.lowering.expr import Expr
+from torch_mpk.lowering.inline import decompose
 from torch_mpk.lowering.steps import (
     REDUCE,
     PointwiseStep,
@@ -25,6 +27,8 @@ from torch_mpk.lowering.steps import (
     pointwise_step,
     store_roots,
 )
+from torch_mpk.lowering.table import RULES
+from torch_mpk.lowering.tasks import lower_task
 from torch_mpk.lowering.values import (
     Buffer,
     Index,
@@ -40,9 +44,10 @@ from torch_mpk.lowering.values import (
     is_static,
     strided,
 )
+from torch_mpk.registry import Task
 
 MAX_COST = 64  # instructions of one virtual tensor's expression before its operands get memory of their own
-SHARED_COST = 16  # the same for a value that several nodes consume, and that would be computed by each
+SHARED_COST = 32  # the same for a value that several nodes consume, and that would be computed by each
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,9 @@ class Lowerer:
             return Mapped(self.read(resolved), shape, index_map)
         return Mapped(resolved, shape, index_map)
 
-    def lazy(self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Value], inner: Inner, cost: int = 1) -> Lazy:
+    def lazy(
+        self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Value], inner: Inner, cost: int = 1
+    ) -> Lazy:
         """A virtual tensor over sources that ``read`` returned; large ones get memory first."""
         if cost + sum(s.cost for s in sources) > MAX_COST:
             for source in sorted(sources, key=lambda s: -s.cost):
@@ -169,7 +176,7 @@ class Lowerer:
 
     def new_buffer(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None) -> View:
         strides = tuple(strides) if strides is not None and is_dense(shape, strides) else contiguous_strides(shape)
-        strides = tuple(c if n == 1 else s for n, s, c in zip(shape, strides, contiguous_strides(shape)))
+        strides = tuple(c if n == 1 else s for n, s, c in zip(shape, strides, contiguous_strides(shape), strict=False))
         number = sum(b.kind == "workspace" for b in self.buffers)
         buffer = Buffer(f"t{number}", "workspace", -1, dtype, tuple(shape), strides)
         self.buffers.append(buffer)
@@ -181,12 +188,11 @@ class Lowerer:
         if isinstance(resolved, View):
             return resolved
         assert isinstance(value, Lazy)
-        if isinstance(value, Mapped) and value.base.view is None and not isinstance(value.base, Load):
-            if is_static(value.base.shape) and value.base.numel <= value.numel:
-                self.realise(value.base)
-                resolved = self.resolve(value)
-                if isinstance(resolved, View):
-                    return resolved
+        if _prefers_base(value):
+            self.realise(value.base)
+            resolved = self.resolve(value)
+            if isinstance(resolved, View):
+                return resolved
         return self._materialise(value)
 
     def _materialise(self, value: Lazy) -> View:
@@ -196,7 +202,9 @@ class Lowerer:
         if value.view is not None:  # flushing a write made a copy of what it overwrites
             return value.view
         view = self.new_buffer(value.dtype, value.shape, value.eager_strides)
-        self._emit(view.shape, view.strides, [(view.buffer, lambda i: (view.address(i), None), lambda i: value.at(i, None))])
+        self._emit(
+            view.shape, view.strides, [(view.buffer, lambda i: (view.address(i), None), lambda i: value.at(i, None))]
+        )
         value.realised_as(view)
         return view
 
@@ -288,7 +296,7 @@ class Lowerer:
         if lazy.view is not None or not any(r.buffer is buffer and r.version < version for r in refs):
             return
         if is_static(lazy.shape) and all(r.version <= r.buffer.committed for r in refs):
-            if isinstance(lazy, Mapped) and lazy.base.view is None and is_static(lazy.base.shape) and lazy.base.numel <= lazy.numel:
+            if _prefers_base(lazy):
                 self._keep(lazy.base, buffer, version)
             else:
                 self._materialise(lazy)
@@ -296,7 +304,9 @@ class Lowerer:
             for source in lazy.sources:
                 self._keep(source, buffer, version)
         else:
-            raise UnsupportedError("a tensor whose size is known only at run time is overwritten while it is still needed")
+            raise UnsupportedError(
+                "a tensor whose size is known only at run time is overwritten while it is still needed"
+            )
 
     def write(
         self,
@@ -353,7 +363,7 @@ class Lowerer:
         self.flush(value.refs())
         domain, idx = domain_of(kept_shape, contiguous_strides(kept_shape))
         inner = E.unravel(E.index(len(domain), count), reduced_shape)
-        full = dict(zip(kept, idx)) | dict(zip(sorted(dims), inner))
+        full = dict(zip(kept, idx, strict=False)) | dict(zip(sorted(dims), inner, strict=False))
         element = value.at([full[d] for d in range(len(value.shape))], None)
         view = self.new_buffer(out_dtype, kept_shape)
         reads = {e.attr.buffer for e in loads([element])}
@@ -435,14 +445,11 @@ class Lowerer:
         return fx.node.map_arg(arg, lambda n: self.env[n])
 
     def call(self, node: fx.Node, module: torch.nn.Module) -> object:
-        from torch_mpk.lowering.tasks import lower_task
-        from torch_mpk.lowering.rules import RULES, constant, decompose
-
         outer, outer_label = self.node, self.label
         self.node, self.label = node, label_of(node) or self.label
         try:
             if node.op == "get_attr":
-                return constant(self, operator.attrgetter(node.target)(module))
+                return constant(operator.attrgetter(node.target)(module))
             if node.op != "call_function":
                 raise UnsupportedError(f"a graph node of kind {node.op} is not supported")
             val = node.meta.get("val")
@@ -461,14 +468,18 @@ class Lowerer:
             if isinstance(node.target, torch._ops.OpOverload):
                 rule = RULES.get(node.target)
                 out = rule(self, node, *args, **kwargs) if rule else decompose(self, node)
-            elif hasattr(node.target, "reference"):
+            elif isinstance(node.target, Task):
                 out = lower_task(self, node, args, kwargs)
             else:
-                raise UnsupportedError(f"{getattr(node.target, '__name__', node.target)} is not an operation torch_mpk lowers")
+                raise UnsupportedError(
+                    f"{getattr(node.target, '__name__', node.target)} is not an operation torch_mpk lowers"
+                )
             return self._finish(node, out)
         except UnsupportedError as error:
             if error.node is None:
-                raise UnsupportedError(error.reason, node.name, node.meta.get("stack_trace", "").strip() or None) from error
+                raise UnsupportedError(
+                    error.reason, node.name, node.meta.get("stack_trace", "").strip() or None
+                ) from error
             raise
         finally:
             self.node, self.label = outer, outer_label
@@ -478,15 +489,32 @@ class Lowerer:
         if isinstance(out, Lazy) and out.view is None:
             if out.eager_strides is None:
                 out.eager_strides = self.meta(node.meta["val"]).strides
-            if len(node.users) > 1 and out.cost > SHARED_COST and is_static(out.shape) and not isinstance(out, (Mapped, Load)):
+            if (
+                len(node.users) > 1
+                and out.cost > SHARED_COST
+                and is_static(out.shape)
+                and not isinstance(out, (Mapped, Load))
+            ):
                 self.realise(out)
         return out
+
+
+def _prefers_base(value: Lazy) -> bool:
+    """Whether to give memory to what a virtual view is of: other views of it then share that memory."""
+    return (
+        isinstance(value, Mapped)
+        and value.base.view is None
+        and not isinstance(value.base, Load)
+        and is_static(value.base.shape)
+        and value.base.numel <= value.numel
+        and not value.repeats_innermost()  # tasks want their innermost dimension in memory
+    )
 
 
 def broadcast(idx: Index, shape: Sequence[Size]) -> Index:
     """The index into a tensor that broadcasts to where idx points."""
     tail = idx[len(idx) - len(shape) :] if shape else ()
-    return [E.const(0, E.INT64) if n == 1 and isinstance(n, int) else i for i, n in zip(tail, shape)]
+    return [E.const(0, E.INT64) if n == 1 and isinstance(n, int) else i for i, n in zip(tail, shape, strict=False)]
 
 
 def domain_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], list[Expr]]:
@@ -506,7 +534,7 @@ def _injective(view: View) -> bool:
     if not is_static((*view.shape, *view.strides)):
         return False
     reach = 0
-    for stride, n in sorted((s, n) for s, n in zip(view.strides, view.shape) if n != 1):
+    for stride, n in sorted((s, n) for s, n in zip(view.strides, view.shape, strict=False) if n != 1):
         if stride <= reach:
             return False
         reach += stride * (n - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch_mpk import _C
 from torch_mpk.lowering.expr import INT64, Expr, const, dtype_name, from_terms, terms
@@ -184,7 +184,7 @@ class ProgramBuilder:
         if e.op == "affine":
             coefficients, constant = e.attr
             total = None
-            for arg, c in zip(args, coefficients):
+            for arg, c in zip(args, coefficients, strict=False):
                 term = arg if c == 1 else emit("mul", dtype, [arg, self._constant(c)])
                 total = term if total is None else emit("add", dtype, [total, term])
             return total if constant == 0 else emit("add", dtype, [total, self._constant(constant)])

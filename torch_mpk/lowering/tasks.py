@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_mpk.errors import UnsupportedError
-from torch_mpk.lowering.lowerer import Lowerer
+from torch_mpk.lowering.inline import inline
 from torch_mpk.lowering.values import Buffer, Value, View, is_static
 from torch_mpk.registry import Task
+
+if TYPE_CHECKING:
+    from torch_mpk.lowering.lowerer import Lowerer
 
 PROGRAM_ROLES = ("pointwise", "reduce")
 
@@ -20,9 +23,8 @@ def lower_task(lx: Lowerer, node: fx.Node, args: Sequence[object], kwargs: dict[
     """``args`` are the operands' values, in the signature's order; ``kwargs`` the attributes."""
     task: Task = node.target
     if task.role in PROGRAM_ROLES:
-        return _inline(lx, node, task, args, kwargs)
-    attrs = task.bind_attrs(kwargs)
-    present = [(spec, value) for spec, value in zip(task.inputs, args) if value is not None]
+        return _program(lx, node, task)
+    present = [(spec, value) for spec, value in zip(task.inputs, args, strict=False) if value is not None]
     operands = _operands(lx, task, present)
     result = None
     for spec in task.outputs:
@@ -31,7 +33,9 @@ def lower_task(lx: Lowerer, node: fx.Node, args: Sequence[object], kwargs: dict[
             raise UnsupportedError(f"{task.name}: the size of {spec.name} is known only at run time")
         result = lx.new_buffer(meta.dtype, meta.shape)
         operands.append((spec.name, result, False, True))
-    lx.task(task.name, operands, {name: task.attrs[name].type(value) for name, value in attrs.items()})
+    lx.task(
+        task.name, operands, {name: task.attrs[name].type(value) for name, value in task.bind_attrs(kwargs).items()}
+    )
     return result
 
 
@@ -42,7 +46,12 @@ def _operands(lx: Lowerer, task: Task, present: Sequence[tuple]) -> list[tuple[s
             lx.operand(value)
     # Giving one operand memory may emit a write that overwrites another's: that one is found in its copy now.
     return [
-        (spec.name, _in_place(lx, task, spec, value) if spec.is_write else _read(lx, value, written), spec.is_read, spec.is_write)
+        (
+            spec.name,
+            _in_place(lx, task, spec, value) if spec.is_write else _read(lx, value, written),
+            spec.is_read,
+            spec.is_write,
+        )
         for spec, value in present
     ]
 
@@ -51,7 +60,7 @@ def _read(lx: Lowerer, value: Value, written: Sequence[Buffer]) -> View:
     view = lx.operand(value)
     if not is_static((*view.shape, *view.strides)):
         raise UnsupportedError("an operand whose size is known only at run time")
-    if view.shape and view.shape[-1] != 1 and view.strides[-1] != 1 or view.buffer in written:
+    if (view.shape and view.shape[-1] != 1 and view.strides[-1] != 1) or view.buffer in written:
         return lx.copy(view)
     return view
 
@@ -61,20 +70,17 @@ def _in_place(lx: Lowerer, task: Task, spec: object, value: Value) -> View:
     if not is_static((*view.shape, *view.strides)):
         raise UnsupportedError(f"{task.name}: the size of {spec.name} is known only at run time")
     if view.shape[-1] != 1 and view.strides[-1] != 1:
-        raise UnsupportedError(f"{task.name}: {spec.name} is written in place and has inner stride {view.strides[-1]}, expected 1")
+        raise UnsupportedError(
+            f"{task.name}: {spec.name} is written in place and has inner stride {view.strides[-1]}, expected 1"
+        )
     return view
 
 
-def _inline(lx: Lowerer, node: fx.Node, task: Task, args: Sequence[object], kwargs: dict[str, object]) -> Value | None:
+def _program(lx: Lowerer, node: fx.Node, task: Task) -> Value | None:
     """Lower the ATen operations of the task's reference in the node's place."""
-    nodes = [a for a in node.args if isinstance(a, fx.Node)]
-    fakes = [n.meta["val"] for n in nodes]
 
-    def body(*values: torch.Tensor) -> object:
-        rest = iter(values)
-        operands = [next(rest) if isinstance(a, fx.Node) else a for a in node.args]
-        return task.reference(*operands, *[None] * (len(task.inputs) - len(operands)), **task.bind_attrs(kwargs))
+    def call(*operands: torch.Tensor | None, **attrs: object) -> object:
+        missing = len(task.inputs) - len(operands)
+        return task.reference(*operands, *[None] * missing, **task.bind_attrs(attrs))
 
-    module = make_fx(body, tracing_mode="real", pre_dispatch=True)(*fakes)
-    outputs = lx.run(module.graph, module, [v for a, v in zip(node.args, args) if isinstance(a, fx.Node)])
-    return outputs[0] if outputs else None
+    return inline(lx, node, call)[0]

@@ -32,7 +32,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the strides address every element once and leave no gap."""
     step = 1
-    for stride, extent in sorted((s, n) for s, n in zip(strides, shape) if n != 1):
+    for stride, extent in sorted((s, n) for s, n in zip(strides, shape, strict=False) if n != 1):
         if stride != step:
             return False
         step *= extent
@@ -62,7 +62,7 @@ class Buffer:
         """Elements from the first to one past the last; None when known only at run time."""
         if not is_static(self.shape) or not is_static(self.strides):
             return None
-        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides))
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=False))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ class Value:
     @property
     def numel(self) -> int:
         if not is_static(self.shape):
-            raise UnsupportedError(f"a tensor of shape {_shape_text(self.shape)}, which is known only at run time, needs memory")
+            raise UnsupportedError(
+                f"a tensor of shape {_shape_text(self.shape)}, which is known only at run time, needs memory"
+            )
         return math.prod(self.shape)
 
 
@@ -97,7 +99,7 @@ class View(Value):
 
     def address(self, idx: Index) -> Expr:
         address = E.as_index(self.offset)
-        for i, stride in zip(idx, self.strides):
+        for i, stride in zip(idx, self.strides, strict=False):
             address = E.iadd(address, E.imul(i, stride))
         return address
 
@@ -129,7 +131,9 @@ class Lazy(Value):
 
     epoch = 0  # counts realisations: memoised expressions do not outlive one, since they would bypass the new buffer
 
-    def __init__(self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Lazy], inner: Inner, cost: int = 1) -> None:
+    def __init__(
+        self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Lazy], inner: Inner, cost: int = 1
+    ) -> None:
         self.dtype, self.shape, self.sources, self.inner = dtype, tuple(shape), tuple(sources), inner
         self.cost = cost + sum(s.cost for s in self.sources)  # instructions of a program that computes it, at most
         self.eager_strides: tuple[int, ...] | None = None
@@ -139,7 +143,9 @@ class Lazy(Value):
         self._memo_epoch = -1
 
     def at(self, idx: Index, predicate: Expr | None) -> Expr:
-        idx = tuple(E.const(0, E.INT64) if n == 1 and isinstance(n, int) else i for i, n in zip(idx, self.shape))
+        idx = tuple(
+            E.const(0, E.INT64) if n == 1 and isinstance(n, int) else i for i, n in zip(idx, self.shape, strict=False)
+        )
         if self.view is not None:
             return E.load(Ref(self.view.buffer, self.version), self.dtype, self.view.address(idx), predicate)
         if self._memo_epoch != Lazy.epoch:
@@ -190,6 +196,15 @@ class Mapped(Lazy):
     def __init__(self, base: Lazy, shape: Sequence[Size], index_map: Callable[[Index], Index]) -> None:
         super().__init__(base.dtype, shape, (base,), lambda idx, p: base.at(index_map(idx), p), cost=0)
         self.base, self.index_map = base, index_map
+
+    def repeats_innermost(self) -> bool:
+        """Whether every element along the last dimension is the same one."""
+        extent = self.shape[-1] if self.shape else 1
+        if extent == 1 or not isinstance(extent, int):
+            return False
+        last = E.index(0, extent)
+        idx = [*(E.const(0, E.INT64) for _ in self.shape[1:]), last]
+        return all(last is not i and last not in E.terms(i)[0] for i in self.index_map(idx))
 
     @property
     def root(self) -> Lazy:

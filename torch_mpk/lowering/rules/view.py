@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -11,8 +11,9 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import INT64, Expr
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
-from torch_mpk.lowering.rules import aten, normalise_dim, out_meta, rule
-from torch_mpk.lowering.rules_pointwise import copy_of
+from torch_mpk.lowering.rules.common import aten, normalise_dim, out_meta
+from torch_mpk.lowering.rules.pointwise import copy_of
+from torch_mpk.lowering.table import rule
 from torch_mpk.lowering.values import Index, Size, Value, is_static
 
 
@@ -30,7 +31,10 @@ def reshaped(lx: Lowerer, a: Value, shape: Sequence[Size]) -> Value:
     while front < min(len(a.shape), len(shape)) and a.shape[front] == shape[front]:
         front += 1
     back = 0
-    while back < min(len(a.shape), len(shape)) - front and a.shape[len(a.shape) - 1 - back] == shape[len(shape) - 1 - back]:
+    while (
+        back < min(len(a.shape), len(shape)) - front
+        and a.shape[len(a.shape) - 1 - back] == shape[len(shape) - 1 - back]
+    ):
         back += 1
     old, new = a.shape[front : len(a.shape) - back], shape[front : len(shape) - back]
 
@@ -76,7 +80,7 @@ def permuted(lx: Lowerer, a: Value, order: Sequence[int]) -> Value:
 
     def index_map(idx: Index) -> Index:
         out: list[Expr] = [E.const(0, INT64)] * len(order)
-        for i, d in zip(idx, order):
+        for i, d in zip(idx, order, strict=False):
             out[d] = i
         return out
 
@@ -186,10 +190,11 @@ def _split(lx, node, a, sizes, dim=0):
 @rule(aten.flip.default)
 def _flip(lx, node, a, dims):
     dims = [normalise_dim(d, len(a.shape)) for d in dims]
-    flip: Callable[[Index], Index] = lambda idx: [
-        E.iadd(E.iadd(a.shape[d], -1), i, -1) if d in dims else i for d, i in enumerate(idx)
-    ]
-    return copy_of(lx, lx.mapped(a, a.shape, flip))
+
+    def index_map(idx: Index) -> Index:
+        return [E.iadd(E.iadd(a.shape[d], -1), i, -1) if d in dims else i for d, i in enumerate(idx)]
+
+    return copy_of(lx, lx.mapped(a, a.shape, index_map))
 
 
 @rule(aten.repeat.default, aten.tile.default)
@@ -198,7 +203,9 @@ def _repeat(lx, node, a, repeats):
     if not is_static(a.shape) or not is_static(shape):
         raise UnsupportedError("a repeat of a tensor whose size is known only at run time")
     lead = len(shape) - len(a.shape)
-    return copy_of(lx, lx.mapped(a, shape, lambda idx: [E.remainder(i, n) for i, n in zip(idx[lead:], a.shape)]))
+    return copy_of(
+        lx, lx.mapped(a, shape, lambda idx: [E.remainder(i, n) for i, n in zip(idx[lead:], a.shape, strict=False)])
+    )
 
 
 @rule(aten.roll.default)
@@ -209,7 +216,7 @@ def _roll(lx, node, a, shifts, dims=()):
         flat = reshaped(lx, a, [a.numel])
         rolled = lx.mapped(flat, flat.shape, lambda idx: [E.remainder(E.iadd(idx[0], -shifts[0]), a.numel)])
         return copy_of(lx, reshaped(lx, rolled, a.shape))
-    by = {normalise_dim(d, len(a.shape)): s for d, s in zip(dims, shifts)}
+    by = {normalise_dim(d, len(a.shape)): s for d, s in zip(dims, shifts, strict=False)}
 
     def index_map(idx: Index) -> Index:
         return [E.remainder(E.iadd(i, -by[d]), a.shape[d]) if d in by else i for d, i in enumerate(idx)]

@@ -10,8 +10,9 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import INT64, Expr
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
-from torch_mpk.lowering.rules import aten, normalise_dim, out_meta, rule
-from torch_mpk.lowering.rules_pointwise import cast
+from torch_mpk.lowering.rules.common import aten, normalise_dim, out_meta
+from torch_mpk.lowering.rules.pointwise import cast
+from torch_mpk.lowering.table import rule
 from torch_mpk.lowering.values import Index, Lazy, Size, Value
 
 INDEX_DTYPES = (INT64, torch.int32)
@@ -21,7 +22,11 @@ INDEX_DTYPES = (INT64, torch.int32)
 def _cat(lx, node, tensors, dim=0):
     meta = out_meta(lx, node)
     dim = normalise_dim(dim, len(meta.shape))
-    parts = [cast(lx, t, meta.dtype) if t.dtype != meta.dtype else lx.read(t) for t in tensors if len(t.shape) == len(meta.shape)]
+    parts = [
+        cast(lx, t, meta.dtype) if t.dtype != meta.dtype else lx.read(t)
+        for t in tensors
+        if len(t.shape) == len(meta.shape)
+    ]
     parts = [p for p in parts if p.shape[dim] != 0]
     return joined(lx, parts, dim, meta.shape)
 
@@ -42,7 +47,7 @@ def joined(lx: Lowerer, parts: Sequence[Lazy], dim: int, shape: Sequence[Size]) 
 
     def inner(idx: Index, predicate: Expr | None) -> Expr:
         out: Expr | None = None
-        for part, start, end in reversed(list(zip(parts, starts, starts[1:]))):
+        for part, start, end in reversed(list(zip(parts, starts, starts[1:], strict=False))):
             i = idx[dim]
             before_end = E.compare("lt", i, end)
             inside = E.both(E.compare("ge", i, start), before_end)
@@ -97,7 +102,9 @@ def wrapped(i: Expr, extent: Size) -> Expr:
 
 def check_index(value: Value) -> None:
     if value.dtype not in INDEX_DTYPES:
-        raise UnsupportedError(f"indexing with a tensor of {E.dtype_name(value.dtype)}: only int64 and int32 indices are supported")
+        raise UnsupportedError(
+            f"indexing with a tensor of {E.dtype_name(value.dtype)}: only int64 and int32 indices are supported"
+        )
 
 
 def index_places(indices: Sequence[Value | None], shape: Sequence[Size]):
@@ -122,7 +129,7 @@ def index_places(indices: Sequence[Value | None], shape: Sequence[Size]):
     def place(idx: Index, elements: Sequence[Expr]) -> tuple[list[Expr], Expr | None]:
         rest = iter([*idx[:start], *idx[start + len(joint) :]])
         out, inside = [], None
-        picked = dict(zip(used, elements))
+        picked = dict(zip(used, elements, strict=False))
         for d, extent in enumerate(shape):
             if d in picked:
                 i = wrapped(picked[d], extent)
@@ -181,5 +188,3 @@ def _index_select(lx, node, a, dim, index):
 def _gather(lx, node, a, dim, index, sparse_grad=False):
     dim = normalise_dim(dim, len(a.shape))
     return picked(lx, a, dim, out_meta(lx, node).shape, index, lambda idx: (list(idx), list(idx)))
-
-

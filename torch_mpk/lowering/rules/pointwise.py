@@ -11,7 +11,8 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr
 from torch_mpk.lowering.lowerer import Lowerer
-from torch_mpk.lowering.rules import aten, out_meta, rule, scalar
+from torch_mpk.lowering.rules.common import aten, op_name, out_meta, scalar, wide
+from torch_mpk.lowering.table import rule
 from torch_mpk.lowering.values import Lazy, Value
 
 Number = bool | int | float
@@ -28,7 +29,9 @@ def common_dtype(*args: Value | Number) -> torch.dtype:
     return dtype
 
 
-def elementwise(lx: Lowerer, node: fx.Node, fn, args: list[Value | Number], dtype: torch.dtype | None = None, compute=None, cost=1):
+def elementwise(
+    lx: Lowerer, node: fx.Node, fn, args: list[Value | Number], dtype: torch.dtype | None = None, compute=None, cost=1
+):
     """fn of the arguments, each cast to ``compute`` (numbers kept in fp32 for half types), with the node's shape."""
     meta = out_meta(lx, node)
     compute = compute or meta.dtype
@@ -39,11 +42,6 @@ def elementwise(lx: Lowerer, node: fx.Node, fn, args: list[Value | Number], dtyp
         return fn(*(E.cast(next(rest), compute) if isinstance(a, Value) else scalar(a, compute) for a in args))
 
     return lx.pointwise(dtype or meta.dtype, meta.shape, combine, values, cost)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which operations on ``dtype`` are computed before they are rounded to it."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _binary(op: str):
@@ -64,12 +62,21 @@ def _unary(op: str):
 
 @rule(aten.add.Tensor, aten.add.Scalar)
 def _add(lx, node, a, b, alpha: Number = 1):
-    return elementwise(lx, node, add_with_alpha(out_meta(lx, node).dtype, "add", alpha), [a, b])
+    return _add_or_sub(lx, node, "add", a, b, alpha)
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def _sub(lx, node, a, b, alpha: Number = 1):
-    return elementwise(lx, node, add_with_alpha(out_meta(lx, node).dtype, "sub", alpha), [a, b])
+    return _add_or_sub(lx, node, "sub", a, b, alpha)
+
+
+def _add_or_sub(lx, node, op: str, a, b, alpha: Number):
+    meta = out_meta(lx, node)
+    if (
+        meta.device.type == "cpu" and meta.dtype in FLOATS
+    ):  # where eager's kernel, unlike the GPU's, first rounds a number
+        a, b = (E.const(x, meta.dtype).attr if isinstance(x, (int, float)) else x for x in (a, b))
+    return elementwise(lx, node, add_with_alpha(meta.dtype, op, alpha), [a, b])
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
@@ -168,7 +175,7 @@ def _abs(lx, node, a):
 def _floor(lx, node, a):
     if a.dtype not in FLOATS:
         return lx.read(a)
-    return _unary(node.target._schema.name.split("::")[1])(lx, node, a)
+    return _unary(op_name(node))(lx, node, a)
 
 
 @rule(aten.gelu.default)
@@ -185,7 +192,7 @@ def _softplus(lx, node, a, beta: Number = 1, threshold: Number = 20):
 
 @rule(aten.maximum.default, aten.minimum.default)
 def _maximum(lx, node, a, b):
-    return _binary(node.target._schema.name.split("::")[1])(lx, node, a, b)
+    return _binary(op_name(node))(lx, node, a, b)
 
 
 @rule(aten.max.other, aten.min.other)
@@ -194,12 +201,12 @@ def _max_other(lx, node, a, b):
 
 
 @rule(aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor)
-def _clamp(lx, node, a, min=None, max=None):
+def _clamp(lx, node, a, min=None, max=None):  # noqa: A002  (ATen's names)
     dtype = out_meta(lx, node).dtype
     limits = [(op, x) for op, x in (("maximum", min), ("minimum", max)) if x is not None]
 
     def fn(x: Expr, *rest: Expr) -> Expr:
-        for (op, _), y in zip(limits, rest):
+        for (op, _), y in zip(limits, rest, strict=False):
             x = E.apply(op, dtype, x, E.cast(y, dtype))
         return x
 
@@ -207,7 +214,7 @@ def _clamp(lx, node, a, min=None, max=None):
 
 
 @rule(aten.clamp_max.default, aten.clamp_max.Tensor)
-def _clamp_max(lx, node, a, max):
+def _clamp_max(lx, node, a, max):  # noqa: A002
     return _clamp(lx, node, a, None, max)
 
 
@@ -229,7 +236,7 @@ for name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 @rule(aten.logical_and.default, aten.logical_or.default)
 def _logical(lx, node, a, b):
-    op = node.target._schema.name.split("::")[1]
+    op = op_name(node)
     return elementwise(lx, node, lambda x, y: E.apply(op, BOOL, x, y), [a, b], compute=BOOL)
 
 
@@ -334,7 +341,7 @@ def _to(lx, node, a, *args, copy: bool = False, **kwargs):
 
 def _to_copies(node: fx.Node) -> list[object]:
     names = [argument.name for argument in node.target._schema.arguments]
-    return [value for name, value in zip(names, node.args) if name == "copy"]
+    return [value for name, value in zip(names, node.args, strict=False) if name == "copy"]
 
 
 @rule(aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default)
@@ -381,7 +388,9 @@ def _scalar_tensor(lx, node, value, **kwargs):
 def _arange(lx, node, *args, **kwargs):
     meta = out_meta(lx, node)
     start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
-    if meta.dtype in FLOATS and not all(isinstance(x, int) or (isinstance(x, float) and x.is_integer()) for x in (start, step)):
+    if meta.dtype in FLOATS and not all(
+        isinstance(x, int) or (isinstance(x, float) and x.is_integer()) for x in (start, step)
+    ):
         raise UnsupportedError("arange with a fractional start or step")
     start, step = (int(x) if isinstance(x, float) else x for x in (start, step))
     return Lazy(meta.dtype, meta.shape, (), lambda idx, p: E.cast(E.iadd(E.imul(idx[0], step), start), meta.dtype))

@@ -9,9 +9,10 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
-from torch_mpk.lowering.rules import RULES, aten, normalise_dim, rule
-from torch_mpk.lowering.rules_index import check_index, index_places, wrapped
-from torch_mpk.lowering.rules_pointwise import cast
+from torch_mpk.lowering.rules.common import aten, normalise_dim
+from torch_mpk.lowering.rules.index import check_index, index_places, wrapped
+from torch_mpk.lowering.rules.pointwise import cast
+from torch_mpk.lowering.table import RULES, rule
 from torch_mpk.lowering.values import Index, Lazy, Mapped, Value, View
 
 

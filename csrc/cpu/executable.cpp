@@ -1,0 +1,176 @@
+#include "torch_mpk/cpu/executable.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+#include <stdexcept>
+
+#include "torch_mpk/cpu/thread_pool.h"
+
+namespace mpk::cpu {
+namespace {
+
+constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster on one thread than behind a barrier
+constexpr int64_t kHugePage = 2 << 20;
+
+}  // namespace
+
+CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::string& isa)
+    : schedule_(std::move(schedule)),
+      kernels_(kernels(parse_isa(isa))),
+      num_threads_(num_threads == 0 ? num_available_cpus() : num_threads),
+      generation_(fork_generation()) {
+  if (num_threads < 0) throw std::invalid_argument("num_threads is " + std::to_string(num_threads) + ", expected 0 (all processors) or more");
+  const TBGraph& graph = schedule_.graph;
+  used_.resize(graph.buffers().size());
+  for (const Node& node : graph.nodes()) {
+    for (const Operand& operand : node.operands)
+      if (operand.tensor.numel() > 0) used_[operand.tensor.buffer] = true;
+    if (node.program)
+      for (const Instr& instr : node.program->instrs)
+        if (instr.op == Op::kSize) num_scalars_ = std::max(num_scalars_, instr.operand + 1);
+  }
+  for (const Buffer& buffer : graph.buffers()) {
+    if (buffer.kind == BufferKind::kInput) num_inputs_ = std::max(num_inputs_, buffer.index + 1);
+    if (buffer.kind == BufferKind::kOutput) num_outputs_ = std::max(num_outputs_, buffer.index + 1);
+  }
+  for (const Phase& phase : schedule_.phases) plan_phase(phase);
+  for (const auto& body : bodies_) scratch_bytes_ = std::max(scratch_bytes_, round_up(body->scratch_bytes(), 64));
+  workspace_ = allocate(schedule_.workspace_bytes);
+  scratch_ = allocate(scratch_bytes_ * num_threads_);
+  buffers_.resize(graph.buffers().size());
+  for (size_t b = 0; b < buffers_.size(); b++)
+    if (schedule_.workspace_offsets[b] >= 0) buffers_[b] = workspace_.get() + schedule_.workspace_offsets[b];
+}
+
+std::unique_ptr<uint8_t, CpuExecutable::FreeAligned> CpuExecutable::allocate(int64_t bytes) {
+  const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
+  const int64_t size = round_up(std::max<int64_t>(bytes, 64), alignment);
+  std::unique_ptr<uint8_t, FreeAligned> memory(static_cast<uint8_t*>(std::aligned_alloc(alignment, size)));
+  if (memory == nullptr) throw std::bad_alloc();
+  if (alignment == kHugePage) madvise(memory.get(), size, MADV_HUGEPAGE);  // a hint: failure changes nothing
+  return memory;
+}
+
+// Lays the units of all jobs of the phase end to end, weighted by cost, and gives each worker one piece.
+void CpuExecutable::plan_phase(const Phase& phase) {
+  PhasePlan plan;
+  plan.shares.resize(num_threads_);
+  std::vector<Body*> bodies;
+  double total = 0;
+  for (const Job& job : phase.jobs) {
+    if (!job.prologue.empty() || !job.epilogue.empty() || !job.unstored.empty())
+      throw std::invalid_argument("the CPU runs unfused schedules: make this one with Target(fuse=False)");
+    for (int id : job.body) {
+      const Node& node = schedule_.graph.nodes()[id];
+      if (const BodyFactory* factory = BodyRegistry::global().find(*node.def)) {
+        bodies_.push_back((*factory)(node, kernels_));
+        bodies.push_back(bodies_.back().get());
+        total += bodies.back()->unit_cost() * static_cast<double>(bodies.back()->num_units());
+      } else {
+        references_.try_emplace(node.def->name);
+        plan.references.push_back(&node);
+      }
+    }
+  }
+  const int num_workers = total < kMinParallelNs ? 1 : num_threads_;
+  double start = 0;
+  for (Body* body : bodies) {
+    const double cost = std::max(body->unit_cost(), 1e-6);
+    const auto boundary = [&](int worker) -> int64_t {
+      if (worker == num_workers) return body->num_units();
+      const double units = std::round((total * worker / num_workers - start) / cost);
+      return static_cast<int64_t>(std::clamp(units, 0.0, static_cast<double>(body->num_units())));
+    };
+    for (int w = 0; w < num_workers; w++) {
+      const int64_t begin = boundary(w), end = boundary(w + 1);
+      if (begin >= end) continue;
+      plan.shares[w].push_back({body, begin, end});
+      plan.parallel |= w > 0;
+    }
+    start += body->unit_cost() * static_cast<double>(body->num_units());
+  }
+  phases_.push_back(std::move(plan));
+}
+
+void CpuExecutable::set_reference(const std::string& task, Reference reference) {
+  const auto found = references_.find(task);
+  if (found == references_.end()) throw std::invalid_argument("no node of this schedule needs a reference for task '" + task + "'");
+  found->second = std::move(reference);
+}
+
+std::vector<std::string> CpuExecutable::missing_references() const {
+  std::vector<std::string> missing;
+  for (const auto& [task, reference] : references_)
+    if (!reference) missing.push_back(task);
+  return missing;
+}
+
+void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars) {
+  const auto check = [](const char* what, size_t got, int expected, bool more) {
+    if (got == static_cast<size_t>(expected) || (more && got > static_cast<size_t>(expected))) return;
+    throw std::invalid_argument("run: got " + std::to_string(got) + " " + what + ", expected " + std::to_string(expected) +
+                                ", as the graph has");
+  };
+  check("inputs", inputs.size(), num_inputs_, false);
+  check("outputs", outputs.size(), num_outputs_, false);
+  check("scalars", scalars.size(), num_scalars_, true);
+  const std::vector<Buffer>& list = schedule_.graph.buffers();
+  for (size_t b = 0; b < list.size(); b++) {
+    if (list[b].kind == BufferKind::kWorkspace) continue;
+    const bool is_input = list[b].kind == BufferKind::kInput;
+    void* pointer = (is_input ? inputs : outputs)[list[b].index];
+    if (pointer == nullptr && used_[b])
+      throw std::invalid_argument(std::string("run: ") + (is_input ? "input " : "output ") + std::to_string(list[b].index) + " ('" +
+                                  list[b].name + "') has no memory: its data_ptr() is 0");
+    buffers_[b] = static_cast<uint8_t*>(pointer);
+  }
+  scalars_.assign(scalars.begin(), scalars.end());
+}
+
+void CpuExecutable::forget_lock_of_another_process() {
+  if (generation_ == fork_generation()) return;
+  generation_ = fork_generation();
+  mutex_.release();  // destroying a locked mutex is undefined: leak it
+  mutex_ = std::make_unique<std::mutex>();
+  for (const auto& body : bodies_) body->reset();
+}
+
+void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars) {
+  std::lock_guard lock(*mutex_);
+  if (const auto missing = missing_references(); !missing.empty())
+    throw std::invalid_argument("task '" + missing.front() + "' has no CPU body: call set_reference('" + missing.front() + "', fn) first");
+  fill_frame(inputs, outputs, scalars);
+  const Frame frame{buffers_.data(), scalars_.data()};
+  const int num_workers = inside_parallel_run() ? 1 : num_threads_;
+  try {
+    parallel_run(num_workers, [&](int worker, SpinBarrier& barrier) { work(frame, worker, num_workers, barrier); });
+  } catch (...) {
+    for (const auto& body : bodies_) body->reset();
+    throw;
+  }
+}
+
+void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBarrier& barrier) {
+  uint8_t* scratch = scratch_.get() + worker * scratch_bytes_;
+  for (size_t p = 0; p < phases_.size(); p++) {
+    const PhasePlan& phase = phases_[p];
+    if (worker == 0)
+      for (const Node* node : phase.references) call_reference(frame, *node);
+    for (int share = worker; share < num_threads_; share += num_workers)
+      for (const Share& s : phase.shares[share]) s.body->run(frame, s.begin, s.end, scratch);
+    // Phases that only worker 0 takes part in follow each other without a barrier; the last one ends with the run.
+    const bool last = p + 1 == phases_.size();
+    if (num_workers > 1 && !last && (phase.parallel || phases_[p + 1].parallel) && !barrier.arrive_and_wait()) return;
+  }
+}
+
+void CpuExecutable::call_reference(const Frame& frame, const Node& node) {
+  std::vector<uint8_t*> operands;
+  for (const Operand& operand : node.operands) operands.push_back(Place(operand.tensor).at(frame));
+  references_.at(node.def->name)(node, operands);
+}
+
+}  // namespace mpk::cpu

@@ -1,0 +1,65 @@
+#include "torch_mpk/cpu/isa.h"
+
+#include <stdexcept>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace mpk::cpu {
+namespace {
+
+#if defined(__x86_64__)
+struct CpuidLeaf {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  CpuidLeaf(unsigned leaf, unsigned subleaf) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
+};
+
+bool all_set(unsigned value, unsigned mask) { return (value & mask) == mask; }
+
+// __builtin_cpu_supports of the oldest compiler we build with does not know every feature, so ask the processor. A
+// feature counts only when the operating system saves its registers (XCR0).
+void detect_x86(std::vector<Isa>& isas) {
+  const CpuidLeaf base(1, 0), features(7, 0), more(7, 1);
+  constexpr unsigned kFma = 1u << 12, kOsxsave = 1u << 27, kF16c = 1u << 29;
+  if (!all_set(base.ecx, kFma | kOsxsave | kF16c)) return;
+  unsigned xcr0, high;
+  asm volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
+  constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6;
+  constexpr unsigned kBmi = 1u << 3, kAvx2 = 1u << 5, kBmi2 = 1u << 8;
+  if (!all_set(xcr0, kYmmState) || !all_set(features.ebx, kBmi | kAvx2 | kBmi2)) return;
+  isas.push_back(Isa::kAvx2);
+  constexpr unsigned kAvx512 = 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31;  // F, DQ, CD, BW, VL
+  if (!all_set(xcr0, kZmmState) || !all_set(features.ebx, kAvx512)) return;
+  isas.push_back(Isa::kAvx512);
+  constexpr unsigned kAvx512Bf16 = 1u << 5;
+  if (all_set(more.eax, kAvx512Bf16)) isas.push_back(Isa::kAvx512Bf16);
+}
+#endif
+
+std::vector<Isa> detect() {
+  std::vector<Isa> isas = {Isa::kGeneric};
+#if defined(__x86_64__)
+  detect_x86(isas);
+#endif
+  return isas;
+}
+
+}  // namespace
+
+const std::vector<Isa>& supported_isas() {
+  static const std::vector<Isa> isas = detect();
+  return isas;
+}
+
+Isa parse_isa(const std::string& name) {
+  if (name.empty()) return supported_isas().back();
+  std::string known;
+  for (Isa isa : supported_isas()) {
+    if (name == kIsaNames[static_cast<int>(isa)]) return isa;
+    known += (known.empty() ? "'" : ", '") + std::string(kIsaNames[static_cast<int>(isa)]) + "'";
+  }
+  throw std::invalid_argument("isa '" + name + "' is not available: this machine has " + known + " (leave it empty for the fastest)");
+}
+
+}  // namespace mpk::cpu

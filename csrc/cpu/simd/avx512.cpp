@@ -1,0 +1,19 @@
+// x86-64-v4.
+#include "includes.h"
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,movbe,avx512f,avx512bw,avx512dq,avx512vl,avx512cd"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,movbe,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,prefer-vector-width=512")
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own intrinsics
+#endif
+#define MPK_TIER_AVX512
+#define MPK_TIER avx512_kernels
+#define MPK_TIER_ISA Isa::kAvx512
+#define MPK_VEC_BYTES 64
+#include "tier.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif  // __x86_64__

@@ -1,0 +1,96 @@
+// The whole table of one tier. A tier's .cpp defines MPK_TIER (its function), MPK_TIER_ISA and MPK_VEC_BYTES, sets its target and
+// includes this file; everything below has internal linkage.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace mpk::cpu {
+namespace {
+
+// clang-format off: each builds on the ones before
+#include "simd.h"
+#include "linear.h"
+#include "values.h"
+#include "ops.h"
+#include "attention.h"
+// clang-format on
+
+template <ValueClass c>
+void fill_class(Kernels& t) {
+  using V = typename ValueType<c>::type;
+#define X(name, arity, expression) t.arith[static_cast<int>(Op::k_##name)][c] = arith_values<Op_##name, c, false>;
+  MPK_POINTWISE_ARITHMETIC(X)
+  if constexpr (c == kFloat || c == kDouble) { MPK_POINTWISE_FLOAT(X) }
+  if constexpr (c == kTruth) { MPK_POINTWISE_INTEGER(X) }
+#undef X
+  if constexpr (c == kInt) {
+    t.arith[static_cast<int>(Op::k_floordiv)][c] = divide_ints<Op_floordiv>;
+    t.arith[static_cast<int>(Op::k_remainder)][c] = divide_ints<Op_remainder>;
+    t.arith[static_cast<int>(Op::k_bit_and)][c] = arith_values<Op_bit_and, c, false>;
+    t.arith[static_cast<int>(Op::k_bit_or)][c] = arith_values<Op_bit_or, c, false>;
+    t.arith[static_cast<int>(Op::k_bit_xor)][c] = arith_values<Op_bit_xor, c, false>;
+  }
+#define X(name, arity, expression) t.arith[static_cast<int>(Op::k_##name)][c] = arith_values<Op_##name, c, true>;
+  MPK_POINTWISE_COMPARE(X)
+#undef X
+  t.where[c] = where_values<V>;
+  t.reduce[static_cast<int>(Reduction::kSum)][c] = reduce_values<Reduction::kSum, V>;
+  t.reduce[static_cast<int>(Reduction::kProd)][c] = reduce_values<Reduction::kProd, V>;
+  t.reduce[static_cast<int>(Reduction::kMax)][c] = reduce_values<Reduction::kMax, V>;
+  t.reduce[static_cast<int>(Reduction::kMin)][c] = reduce_values<Reduction::kMin, V>;
+}
+
+template <DType d>
+void fill_dtype(Kernels& t) {
+  constexpr int i = static_cast<int>(d);
+  t.load[i] = load_values<d>;
+  t.store[i] = store_values<d>;
+  t.gather[i] = gather_values<d>;
+  t.scatter[i] = scatter_values<d>;
+  t.cast[kFloat][i] = cast_values<kFloat, d>;
+  t.cast[kDouble][i] = cast_values<kDouble, d>;
+  t.cast[kInt][i] = cast_values<kInt, d>;
+  t.cast[kTruth][i] = cast_values<kTruth, d>;
+  if (class_dtype(Storage<d>::kClass) != d) t.round[i] = round_values<d>;
+}
+
+Kernels make_table() {
+  Kernels t = {};
+  t.isa = MPK_TIER_ISA;
+  fill_class<kFloat>(t);
+  fill_class<kDouble>(t);
+  fill_class<kInt>(t);
+  fill_class<kTruth>(t);
+  fill_dtype<DType::kBool>(t);
+  fill_dtype<DType::kU8>(t);
+  fill_dtype<DType::kI8>(t);
+  fill_dtype<DType::kI16>(t);
+  fill_dtype<DType::kI32>(t);
+  fill_dtype<DType::kI64>(t);
+  fill_dtype<DType::kF16>(t);
+  fill_dtype<DType::kBF16>(t);
+  fill_dtype<DType::kF32>(t);
+  fill_dtype<DType::kF64>(t);
+  t.linear[static_cast<int>(DType::kF16)] = linear<ChunkF16>;
+  t.linear[static_cast<int>(DType::kBF16)] = linear<ChunkBF16>;
+  t.linear[static_cast<int>(DType::kF32)] = linear<ChunkF32>;
+  t.linear[static_cast<int>(DType::kF64)] = linear_f64;
+  t.attention_tile[static_cast<int>(DType::kF16)] = attention_tile<f16>;
+  t.attention_tile[static_cast<int>(DType::kBF16)] = attention_tile<bf16>;
+  t.attention_tile[static_cast<int>(DType::kF32)] = attention_tile<float>;
+  t.attention_tile[static_cast<int>(DType::kF64)] = attention_tile_f64;
+  t.linear_scratch_bytes = linear_scratch_bytes;
+  t.read_words = read_words;
+  return t;
+}
+
+}  // namespace
+
+const Kernels& MPK_TIER() {
+  static const Kernels table = make_table();
+  return table;
+}
+
+}  // namespace mpk::cpu

@@ -1,0 +1,103 @@
+// A body executes one node of the task graph on the CPU.
+//
+// Its work is cut into units that any thread may take; which results a unit computes, and in which order it adds them,
+// depends on the node alone, so that every number of threads gives the same bits.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/cpu/kernels.h"
+#include "torch_mpk/graph/tb_graph.h"
+
+namespace mpk::cpu {
+
+// What a run provides: where each buffer lies and the call's scalars.
+struct Frame {
+  uint8_t* const* buffers;
+  const int64_t* scalars;
+};
+
+// An operand's place: resolved against the frame of each run.
+struct Place {
+  int buffer = -1;
+  int64_t offset_bytes = 0;
+
+  Place() = default;
+  explicit Place(const Tensor& t) : buffer(t.buffer), offset_bytes(t.offset * size_bytes(t.dtype)) {}
+  explicit operator bool() const { return buffer >= 0; }
+  uint8_t* at(const Frame& frame) const { return buffer < 0 ? nullptr : frame.buffers[buffer] + offset_bytes; }
+};
+
+class Body {
+ public:
+  virtual ~Body() = default;
+  // Work for units [begin, end). `scratch` is the calling thread's own, of scratch_bytes(), aligned to 64 bytes.
+  virtual void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) = 0;
+
+  // A run was aborted somewhere: forget what its units left behind.
+  virtual void reset() {}
+
+  int64_t num_units() const { return num_units_; }
+  double unit_cost() const { return unit_cost_; }  // nanoseconds on one thread, roughly: balances the threads
+  int64_t scratch_bytes() const { return scratch_bytes_; }
+
+ protected:
+  int64_t num_units_ = 1;
+  double unit_cost_ = 0;
+  int64_t scratch_bytes_ = 0;
+};
+
+// What one core moves or computes, for unit_cost.
+inline constexpr double kBytesPerNs = 16;
+inline constexpr double kPointsPerNs = 2;
+
+using BodyFactory = std::function<std::unique_ptr<Body>(const Node&, const Kernels&)>;
+
+// Bodies by task name; programs (roles pointwise and reduce) have one body for all.
+class BodyRegistry {
+ public:
+  static BodyRegistry& global();
+  bool add(const std::string& task, BodyFactory factory);  // returns true, for use in a static initialiser
+  const BodyFactory* find(const TaskDef& def) const;       // nullptr when the task has no body
+
+ private:
+  std::map<std::string, BodyFactory> factories_;
+};
+
+// Throws std::invalid_argument: "<task> (<label>): <what>".
+[[noreturn]] void fail(const Node& node, const std::string& what);
+
+// The operand's dtype, which must be one of the floating types; with `like`, that operand's dtype.
+DType float_dtype(const Node& node, const Operand& operand, const Operand* like = nullptr);
+
+// Requires the operand's last dimension to have stride 1 (or at most one element).
+void require_inner_stride(const Node& node, const Operand& operand);
+
+// Counts the units of one result; the last to arrive combines their partial results, in a fixed order.
+class Arrivals {
+ public:
+  Arrivals(int64_t num_results, int64_t num_units) : counts_(num_results), num_units_(num_units) {}
+  bool is_last(int64_t result) {
+    if (num_units_ == 1) return true;
+    if (counts_[result].fetch_add(1, std::memory_order_acq_rel) + 1 < num_units_) return false;
+    counts_[result].store(0, std::memory_order_relaxed);
+    return true;
+  }
+  void reset() {
+    for (auto& count : counts_) count.store(0, std::memory_order_relaxed);
+  }
+
+ private:
+  std::vector<std::atomic<int64_t>> counts_;
+  int64_t num_units_;
+};
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace mpk::cpu

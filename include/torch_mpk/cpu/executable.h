@@ -1,0 +1,81 @@
+// Runs a Schedule on the CPU: persistent worker threads walk through its phases, each with a fixed share of every phase.
+#pragma once
+
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk::cpu {
+
+// Executes a node whose task has no CPU body; `operands` are the addresses of the node's operands, in order.
+using Reference = std::function<void(const Node& node, std::span<uint8_t* const> operands)>;
+
+class CpuExecutable {
+ public:
+  // num_threads 0: one per processor this process may use. isa "": the fastest tier of this machine.
+  // Throws std::invalid_argument for a fused schedule, or a node its body cannot execute.
+  CpuExecutable(Schedule schedule, int num_threads = 0, const std::string& isa = "");
+
+  // Throws std::invalid_argument when a pointer or scalar is missing. One run at a time: a second caller waits.
+  void run(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
+
+  // Call before `run`, with the callers' lock on this object held. In a forked child, the thread that held the run lock
+  // may not exist; the lock is then made anew.
+  void forget_lock_of_another_process();
+
+  // What executes the nodes of a task without a CPU body. It is called on the thread that calls `run`.
+  void set_reference(const std::string& task, Reference reference);
+  std::vector<std::string> missing_references() const;
+
+  int num_threads() const { return num_threads_; }
+  Isa isa() const { return kernels_.isa; }
+  const Schedule& schedule() const { return schedule_; }
+  int num_inputs() const { return num_inputs_; }
+  int num_outputs() const { return num_outputs_; }
+
+ private:
+  struct Share {
+    Body* body;
+    int64_t begin, end;
+  };
+  struct PhasePlan {
+    std::vector<std::vector<Share>> shares;  // by worker
+    std::vector<const Node*> references;     // run by worker 0
+    bool parallel = false;                   // some worker other than 0 has a share
+  };
+  struct FreeAligned {
+    void operator()(uint8_t* p) const { std::free(p); }
+  };
+
+  void plan_phase(const Phase& phase);
+  void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier);
+  void call_reference(const Frame& frame, const Node& node);
+  void fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
+  static std::unique_ptr<uint8_t, FreeAligned> allocate(int64_t bytes);
+
+  Schedule schedule_;
+  const Kernels& kernels_;
+  int num_threads_;
+  std::vector<std::unique_ptr<Body>> bodies_;
+  std::vector<PhasePlan> phases_;
+  std::map<std::string, Reference> references_;  // of each task without a body; empty until set
+  std::vector<bool> used_;                       // buffers with at least one element that some node touches
+  int num_inputs_ = 0, num_outputs_ = 0, num_scalars_ = 0;
+  std::unique_ptr<uint8_t, FreeAligned> workspace_;
+  std::unique_ptr<uint8_t, FreeAligned> scratch_;  // one part per worker
+  int64_t scratch_bytes_ = 0;
+  std::vector<uint8_t*> buffers_;
+  std::vector<int64_t> scalars_;
+  std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();
+  int generation_;
+};
+
+}  // namespace mpk::cpu

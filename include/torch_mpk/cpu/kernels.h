@@ -1,0 +1,107 @@
+// The inner loops of the CPU bodies: one table of functions per instruction-set tier, all made from the same source
+// (csrc/cpu/simd). Everything here works on raw pointers and has been checked by its caller.
+//
+// Inside a program a value lives in the compute type of its class: float for float16, bfloat16 and float32, double for
+// float64, int64_t for integers, uint8_t (0 or 1) for bool.
+#pragma once
+
+#include <cstdint>
+
+#include "torch_mpk/cpu/isa.h"
+#include "torch_mpk/dtype.h"
+#include "torch_mpk/graph/program.h"
+
+namespace mpk::cpu {
+
+enum ValueClass : uint8_t { kFloat, kDouble, kInt, kTruth };
+inline constexpr int kNumClasses = 4;
+inline constexpr int kClassBytes[kNumClasses] = {4, 8, 8, 1};
+
+inline ValueClass class_of(DType t) {
+  if (t == DType::kBool) return kTruth;
+  if (t == DType::kF64) return kDouble;
+  return is_float(t) ? kFloat : kInt;
+}
+inline DType class_dtype(ValueClass c) {
+  constexpr DType kDTypes[] = {DType::kF32, DType::kF64, DType::kI64, DType::kBool};
+  return kDTypes[c];
+}
+
+inline constexpr int kBlock = 256;           // points a program handles per instruction
+inline constexpr int kReduceLanes = 64;      // partial results of a reduction: fixes its order on every tier
+inline constexpr int kLinearRowBlock = 16;   // rows of x that one pass over a weight row serves
+inline constexpr int kAttentionTile = 64;    // key positions per step of the online softmax
+inline constexpr int kHeadDimPad = 16;
+
+// y[r, n] = sum_k x[r, k] * weight[n, k] + bias[n] for n in [begin, end). Strides in bytes.
+struct LinearArgs {
+  const uint8_t* x;
+  const uint8_t* weight;
+  const uint8_t* bias;  // or nullptr
+  uint8_t* y;
+  int64_t x_stride, weight_stride, y_stride;
+  int64_t num_rows, k;
+  int64_t begin, end;
+  uint8_t* scratch;  // linear_scratch_bytes
+};
+
+// One step of the online softmax: up to kAttentionTile key positions of one (batch, key head), for the `num_heads` query
+// heads that share it. C is float, or double for float64. Rows of q and acc are padded with zeros to a multiple of
+// kHeadDimPad elements.
+struct AttentionTileArgs {
+  const uint8_t* k;  // the cache rows of (batch, key head)
+  const uint8_t* v;
+  int64_t k_stride, v_stride;  // bytes
+  const int32_t* positions;    // [num_positions], those that some head attends to
+  int num_positions;
+  const void* mask;  // C [num_heads, kAttentionTile], added to the scaled scores; nullptr adds nothing
+  const void* q;     // C [num_heads, padded head_dim]
+  int num_heads;
+  int64_t head_dim;
+  double scale;
+  void* max;     // C [num_heads]: running maximum of the scores; -inf before the first live key
+  void* sum;     // C [num_heads]: sum of exp(score - max)
+  void* acc;     // C [num_heads, padded head_dim]: sum of exp(score - max) * value
+  void* scores;  // C [num_heads, kAttentionTile]: scratch
+};
+
+enum class Reduction : uint8_t { kSum, kProd, kMax, kMin };
+inline constexpr int kNumReductions = 4;
+
+struct Kernels {
+  using Linear = void (*)(const LinearArgs&);
+  using AttentionTile = void (*)(const AttentionTileArgs&);
+  using Load = void (*)(const void* from, int64_t stride, void* values, int n);
+  using Store = void (*)(const void* values, void* to, int64_t stride, int n);
+  // Element i at from[stride * i + offsets[i]], 0 where !predicate[i]; either array may be nullptr.
+  using Gather = void (*)(const void* from, int64_t stride, const int64_t* offsets, const uint8_t* predicate, void* values, int n);
+  using Scatter = void (*)(const void* values, void* to, int64_t stride, const int64_t* offsets, const uint8_t* predicate, int n);
+  using Cast = void (*)(const void* values, void* result, int n);
+  using Round = void (*)(void* values, int n);
+  using Arith = void (*)(const void* a, const void* b, void* result, int n);
+  using Where = void (*)(const uint8_t* condition, const void* a, const void* b, void* result, int n);
+  using Reduce = void (*)(void* lanes, const void* values, int n);
+
+  Isa isa;
+  Linear linear[kNumDTypes];        // floating dtypes only
+  AttentionTile attention_tile[kNumDTypes];  // floating dtypes only
+  Load load[kNumDTypes];
+  Store store[kNumDTypes];  // of values already rounded to the dtype
+  Gather gather[kNumDTypes];
+  Scatter scatter[kNumDTypes];
+  Cast cast[kNumClasses][kNumDTypes];  // as torch's .to(dtype)
+  Round round[kNumDTypes];             // nullptr where the class holds exactly the dtype's values
+  Arith arith[static_cast<int>(Op::kNumOps)][kNumClasses];  // the class of the arguments; nullptr where not defined
+  Where where[kNumClasses];
+  Reduce reduce[kNumReductions][kNumClasses];  // into kReduceLanes lanes: value i into lane i % kReduceLanes
+  int64_t (*linear_scratch_bytes)(int64_t num_rows, int64_t k);
+  uint64_t (*read_words)(const uint64_t* words, int64_t n);  // their sum, as fast as memory can deliver them
+
+  Load load_of(DType t) const { return load[static_cast<int>(t)]; }
+  Store store_of(DType t) const { return store[static_cast<int>(t)]; }
+  Round round_of(DType t) const { return round[static_cast<int>(t)]; }
+};
+
+const Kernels& kernels(Isa isa);
+
+}  // namespace mpk::cpu

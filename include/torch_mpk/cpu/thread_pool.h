@@ -1,0 +1,38 @@
+// The threads that execute schedules: one pool per process, shared by all executables.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+
+namespace mpk::cpu {
+
+// Separates the phases of one run. Waiting threads spin, then yield, then sleep.
+class SpinBarrier {
+ public:
+  explicit SpinBarrier(int num_threads) : num_threads_(num_threads) {}
+  // Returns false when the run was aborted: the caller must leave.
+  bool arrive_and_wait();
+  void abort();
+
+ private:
+  const int num_threads_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  std::atomic<bool> aborted_{false};
+};
+
+// Calls fn(worker, barrier) on `num_threads` threads, worker 0 being the caller, and returns when all have returned.
+// The first exception aborts the barrier and is thrown here. Runs of several threads queue for the pool; a run inside a
+// run (from a task's reference) must do with one thread. Works in the child of a fork, where the pool starts anew.
+void parallel_run(int num_threads, const std::function<void(int, SpinBarrier&)>& fn);
+bool inside_parallel_run();
+
+// Processors this process may run on.
+int num_available_cpus();
+
+// How often this process was forked from one that had loaded this library; a lock made in another generation may be
+// held by a thread that does not exist.
+int fork_generation();
+
+}  // namespace mpk::cpu

@@ -1,0 +1,182 @@
+"""Decode steps of Hugging Face models under ``torch.compile(backend="mpk")``, against eager PyTorch."""
+
+import pytest
+import torch
+
+from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
+
+STRICT = {"fallback": "error"}
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="mpk", options=STRICT | options)
+
+
+def run_both(model, step, *, batch=1, mask="none", num_steps=4, prompt_length=5):
+    """Decodes the same tokens with ``step`` and eagerly; compares logits and everything a step writes."""
+    prompt = random_ids(batch, prompt_length, model.device)
+    ours, eager = Decoding(model, prompt, mask=mask), Decoding(model, prompt, mask=mask)
+    results = []
+    with torch.inference_mode():
+        for _ in range(num_steps):
+            token = random_ids(batch, 1, model.device)
+            actual, expected = ours.step(step, token), eager.step(model, token)
+            assert actual.dtype == expected.dtype
+            assert_close(actual, expected)
+            results.append(actual)
+    for actual, expected in zip(ours.state(), eager.state(), strict=True):
+        assert_close(actual, expected)
+    assert all(layer.cumulative_length == prompt_length + num_steps for layer in ours.cache.layers)
+    assert len({result.data_ptr() for result in results}) == num_steps, "a later step reused an output's memory"
+
+
+def assert_close(actual, expected):
+    if actual.dtype == torch.int64:
+        assert torch.equal(actual, expected)
+        return
+    # Both round at the same places and differ in the order of sums; a wrong position or mask is off by the values' size.
+    unit = expected.float().abs().max().clamp(min=1e-3) * torch.finfo(expected.dtype).eps
+    assert (actual.float() - expected.float()).abs().max() <= (32 if expected.dtype == torch.float32 else 8) * unit
+
+
+VARIANTS = [
+    # arch, attention, dtype, batch, mask, tied head; chosen so that every pair of values meets
+    ("qwen3", "sdpa", torch.bfloat16, 1, "none", False),
+    ("qwen3", "sdpa", torch.float32, 3, "2d", True),
+    ("qwen3", "eager", torch.bfloat16, 3, "4d", True),
+    ("qwen3", "eager", torch.float32, 1, "2d", False),
+    ("llama", "sdpa", torch.bfloat16, 3, "2d", False),
+    ("llama", "sdpa", torch.float32, 1, "4d", True),
+    ("llama", "eager", torch.bfloat16, 1, "2d", True),
+    ("llama", "eager", torch.float32, 3, "none", False),
+]
+
+
+@pytest.mark.parametrize(("arch", "attention", "dtype", "batch", "mask", "tied"), VARIANTS)
+def test_decode_equals_eager(device, arch, attention, dtype, batch, mask, tied):
+    model = tiny_model(arch, attention=attention, dtype=dtype, device=device, tie_word_embeddings=tied)
+    run_both(model, compiled(model), batch=batch, mask=mask)
+
+
+def test_a_growing_mask_makes_at_most_two_builds(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(num_layers=1)
+    step = compiled(model)
+    decoding = Decoding(model, random_ids(2, 4), mask="2d", max_cache_len=110)
+    with torch.inference_mode():
+        for _ in range(100):
+            decoding.step(step, random_ids(2, 1))
+    assert len(list(tmp_path.iterdir())) <= 2
+
+
+def test_a_new_cache_needs_no_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model()
+    step = compiled(model)
+    for _ in range(3):
+        run_both(model, step)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_equal_model_shares_the_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    first, second = tiny_model(), tiny_model()
+    first_step, second_step = compiled(first), compiled(second)
+    run_both(first, first_step)
+    run_both(second, second_step)
+    run_both(first, first_step)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_several_batch_sizes_and_cache_lengths():
+    model = tiny_model()
+    step = compiled(model)
+    for batch, prompt_length in ((1, 3), (4, 5), (2, 7), (4, 5)):
+        run_both(model, step, batch=batch, prompt_length=prompt_length, num_steps=2)
+    prompt = random_ids(1, 3)
+    for length in (16, 24, 40):
+        ours, eager = (Decoding(model, prompt, max_cache_len=length) for _ in range(2))
+        with torch.inference_mode():
+            token = random_ids(1, 1)
+            assert_close(ours.step(step, token), eager.step(model, token))
+
+
+def _in_place(model):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.9)
+
+
+def _data(model):
+    for weight in model.parameters():
+        weight.data = weight.data.flip(0).clone()
+
+
+def _load(model):
+    model.load_state_dict({name: weight * 0.8 for name, weight in model.state_dict().items()})
+
+
+def _assign(model):
+    model.load_state_dict({name: weight * 0.8 for name, weight in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [_in_place, _data, _load, _assign])
+def test_changed_weights_are_seen(change):
+    model = tiny_model()
+    step = compiled(model)
+    run_both(model, step, num_steps=1)
+    change(model)
+    run_both(model, step, num_steps=2)
+
+
+def test_no_grad_works_and_bumps_versions():
+    model = tiny_model()
+    step = compiled(model)
+    prompt, token = random_ids(1, 5), random_ids(1, 1)
+    with torch.no_grad():
+        ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+        versions = [tensor._version for tensor in ours.state()]
+        assert_close(ours.step(step, token), eager.step(model, token))
+    assert all(tensor._version > version for tensor, version in zip(ours.state(), versions, strict=True))
+
+
+def test_a_cache_made_in_inference_mode_is_refused_outside_as_in_eager():
+    model = tiny_model()
+    prompt, token = random_ids(1, 5), random_ids(1, 1)
+    ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+    for decoding, run in ((ours, compiled(model)), (eager, model)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="inference tensor"):
+            decoding.step(run, token)
+    assert all(map(torch.equal, ours.state(), eager.state()))
+
+
+def test_a_full_cache_gives_what_eager_gives():
+    model = tiny_model()
+    step = compiled(model)
+    ours, eager = (Decoding(model, torch.ones(1, 6, dtype=torch.int64), max_cache_len=8) for _ in range(2))
+    with torch.inference_mode():
+        for _ in range(2):
+            token = random_ids(1, 1)
+            assert_close(ours.step(step, token), eager.step(model, token))
+        keys = [layer.keys.clone() for layer in ours.cache.layers]
+        with pytest.raises((RuntimeError, IndexError), match="out of range|index"):
+            eager.step(model, token)
+        try:
+            ours.step(step, token)
+        except (RuntimeError, IndexError) as error:
+            assert "out of range" in str(error) or "index" in str(error)
+    assert all(torch.equal(layer.keys, old) for layer, old in zip(ours.cache.layers, keys, strict=True))
+
+
+def test_other_dtypes_and_shapes_fail_or_work_as_in_eager():
+    model = tiny_model()
+    step = compiled(model)
+    run_both(model, step, num_steps=1)
+    decoding = Decoding(model, random_ids(2, 5))
+    with torch.inference_mode():
+        for wrong in (random_ids(2, 1).float(), random_ids(3, 1)):
+            with pytest.raises((RuntimeError, IndexError, ValueError)):
+                model(input_ids=wrong, past_key_values=decoding.cache)
+            with pytest.raises((RuntimeError, IndexError, ValueError)):
+                step(input_ids=wrong, past_key_values=decoding.cache)
+    run_both(model, step, num_steps=1)

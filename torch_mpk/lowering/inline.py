@@ -1,0 +1,53 @@
+"""Nodes that become other nodes: operations through PyTorch's decompositions, tasks through their references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+from torch._decomp import core_aten_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_mpk.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch_mpk.lowering.lowerer import Lowerer
+
+
+def inline(lx: Lowerer, node: fx.Node, call: Callable[..., object], decompositions: dict | None = None) -> list[object]:
+    """Trace ``call`` on the node's arguments and lower what it does; returns its results."""
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if len(tensors) != len(node.all_input_nodes):
+        raise UnsupportedError("an argument is no tensor known when the graph is captured")
+
+    def body(*values: torch.Tensor) -> object:
+        given = dict(zip(tensors, values, strict=False))
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: given[n])
+        return call(*args, **kwargs)
+
+    module = make_fx(
+        body,
+        decomposition_table=decompositions,
+        tracing_mode="real",
+        pre_dispatch=decompositions is None,
+        _allow_non_fake_inputs=True,
+    )(*(t.meta["val"] for t in tensors))
+    if any(n.target is node.target for n in module.graph.nodes):
+        raise UnsupportedError("it has no decomposition")
+    return lx.run(module.graph, module, [lx.env[t] for t in tensors])
+
+
+def decompose(lx: Lowerer, node: fx.Node) -> object:
+    """Lower an operation that has no rule through PyTorch's own decomposition of it."""
+    target = node.target
+    table = core_aten_decompositions()
+    if target._schema.is_mutable or (target not in table and not target._can_decompose()):
+        raise UnsupportedError(f"{target} is not supported")
+    try:
+        results = inline(lx, node, target, table)
+    except Exception as error:
+        reason = error.reason if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+        raise UnsupportedError(f"{target} is not supported: {reason}") from error
+    return results if isinstance(node.meta["val"], (tuple, list)) else results[0]

@@ -1,0 +1,35 @@
+"""What the rules share."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from torch_mpk.lowering import expr as E
+from torch_mpk.lowering.expr import Expr
+from torch_mpk.lowering.lowerer import Lowerer, Meta
+
+aten = torch.ops.aten
+
+
+def out_meta(lx: Lowerer, node: fx.Node) -> Meta:
+    return lx.meta(node.meta["val"])
+
+
+def op_name(node: fx.Node) -> str:
+    """The operation's name without its overload: "softmax"."""
+    return node.target._schema.name.removeprefix("aten::")
+
+
+def normalise_dim(dim: int, rank: int) -> int:
+    return dim + max(rank, 1) if dim < 0 else dim
+
+
+def scalar(value: float | Expr, dtype: torch.dtype) -> Expr:
+    """A Python number as an argument of an operation computed in ``dtype``: half types compute in fp32."""
+    return E.cast(value, dtype) if isinstance(value, Expr) else E.const(value, wide(dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which operations on ``dtype`` are computed before they are rounded to it."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,348 @@
+"""Reductions, softmax, and matrix products small enough to be reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from torch_mpk.errors import UnsupportedError
+from torch_mpk.lowering import expr as E
+from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr
+from torch_mpk.lowering.lowerer import Lowerer, broadcast
+from torch_mpk.lowering.rules.common import aten, normalise_dim, op_name, out_meta, wide
+from torch_mpk.lowering.rules.pointwise import cast
+from torch_mpk.lowering.rules.view import permuted, reshaped
+from torch_mpk.lowering.table import rule
+from torch_mpk.lowering.values import Index, Lazy, Size, Value, is_static
+
+MAX_PRODUCTS = 1 << 22  # multiply-adds of a matrix product that becomes a plain reduction
+
+
+def reduced(lx: Lowerer, op: str, a: Value, dims: list[int] | None, keepdim: bool, dtype: torch.dtype) -> Value:
+    rank = len(a.shape)
+    dims = sorted({normalise_dim(d, rank) for d in dims}) if dims else list(range(rank))
+    if rank == 0:
+        dims = []
+    source = lx.read(a)
+    if op in ("sum", "prod") and dtype not in FLOATS:
+        source = cast(lx, source, INT64)
+    if op in ("any", "all"):
+        source = cast(lx, source, BOOL)
+    return lx.reduce(op, dtype, source, dims, keepdim)
+
+
+@rule(aten.sum.default, aten.mean.default)
+def _sum_all(lx, node, a, dtype=None):
+    return _sum(lx, node, a, None, False, dtype)
+
+
+@rule(aten.sum.dim_IntList, aten.mean.dim)
+def _sum(lx, node, a, dim=None, keepdim=False, dtype=None):
+    out = out_meta(lx, node).dtype
+    if dtype is not None and dtype != a.dtype:
+        a = cast(lx, a, dtype)
+    return reduced(lx, op_name(node), a, dim, keepdim, out)
+
+
+@rule(aten.prod.default)
+def _prod(lx, node, a, dtype=None):
+    out = out_meta(lx, node).dtype
+    return reduced(lx, "prod", cast(lx, a, out), None, False, out)
+
+
+@rule(aten.prod.dim_int)
+def _prod_dim(lx, node, a, dim, keepdim=False, dtype=None):
+    out = out_meta(lx, node).dtype
+    return reduced(lx, "prod", cast(lx, a, out), [dim], keepdim, out)
+
+
+@rule(aten.amax.default, aten.amin.default)
+def _amax(lx, node, a, dim=(), keepdim=False):
+    return reduced(lx, op_name(node), a, list(dim), keepdim, a.dtype)
+
+
+@rule(aten.max.default, aten.min.default)
+def _max_all(lx, node, a):
+    return reduced(lx, "amax" if node.target is aten.max.default else "amin", a, None, False, a.dtype)
+
+
+@rule(aten.max.dim, aten.min.dim)
+def _max_dim(lx, node, a, dim, keepdim=False):
+    """The values and the indices; each only where it is used."""
+    name = "max" if node.target is aten.max.dim else "min"
+    used = {user.args[1] for user in node.users} or {0, 1}
+    values = reduced(lx, f"a{name}", a, [dim], keepdim, a.dtype) if 0 in used else None
+    indices = reduced(lx, f"arg{name}", a, [dim], keepdim, INT64) if 1 in used else None
+    return values, indices
+
+
+@rule(aten.argmax.default, aten.argmin.default)
+def _argmax(lx, node, a, dim=None, keepdim=False):
+    return reduced(lx, op_name(node), a, None if dim is None else [dim], keepdim, INT64)
+
+
+@rule(aten.any.default, aten.all.default)
+def _any_all(lx, node, a):
+    return _any(lx, node, a, None)
+
+
+@rule(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims)
+def _any(lx, node, a, dim=None, keepdim=False):
+    dims = [dim] if isinstance(dim, int) else dim
+    return reduced(lx, op_name(node), a, dims, keepdim, out_meta(lx, node).dtype)
+
+
+@rule(
+    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten._safe_softmax.default
+)
+def _softmax(lx, node, a, dim, dtype=None):
+    out = out_meta(lx, node).dtype
+    if isinstance(dtype, torch.dtype) and dtype != a.dtype:
+        a = cast(lx, a, dtype)
+    name = op_name(node)
+    if name == "_safe_softmax":
+        return safe_softmax(lx, a, dim, out)
+    x, highest, exps, total = _exponentials(lx, a, dim, out)
+    compute = x.dtype
+    if "log" not in name:
+        return lx.pointwise(out, x.shape, lambda e, s: E.apply("div", out, e, s), [exps, total], cost=2)
+
+    def log(e: Expr, top: Expr, s: Expr) -> Expr:
+        return E.apply("sub", out, E.apply("sub", compute, e, top), E.apply("log", compute, s))
+
+    return lx.pointwise(out, x.shape, log, [x, highest, total], cost=4)
+
+
+def _exponentials(lx: Lowerer, a: Value, dim: int, out: torch.dtype) -> tuple[Lazy, Lazy, Lazy, Lazy]:
+    """a in the dtype softmax computes in, its maximum along dim, exp of the difference, and that one's sum."""
+    compute = wide(out)
+    x = lx.read(cast(lx, a, compute))
+    if x.cost > 4 and is_static(x.shape):
+        lx.realise(x)  # read three times
+    highest = lx.read(reduced(lx, "amax", x, [dim], True, compute))
+    exps = lx.pointwise(
+        compute, x.shape, lambda e, top: E.apply("exp", compute, E.apply("sub", compute, e, top)), [x, highest], cost=4
+    )
+    return x, highest, exps, lx.read(reduced(lx, "sum", exps, [dim], True, compute))
+
+
+def safe_softmax(lx: Lowerer, a: Value, dim: int, out: torch.dtype) -> Lazy:
+    """Softmax in which a row of nothing but -inf gives zeros."""
+    x, highest, exps, total = _exponentials(lx, a, dim, out)
+    dead = E.const(-math.inf, x.dtype)
+
+    def fn(e: Expr, top: Expr, s: Expr) -> Expr:
+        return E.where(E.compare("eq", top, dead), E.const(0, out), E.apply("div", out, e, s))
+
+    return lx.pointwise(out, x.shape, fn, [exps, highest, total], cost=4)
+
+
+def _moments(lx: Lowerer, a: Value, dims: list[int], divisor: float | None = None) -> tuple[Value, Value, Value]:
+    """a in its compute dtype, its mean over dims, and the sum of squared deviations over ``divisor`` (default: the count)."""
+    compute = wide(a.dtype)
+    x = lx.read(cast(lx, a, compute))
+    mean = lx.read(reduced(lx, "mean", x, dims, True, compute))
+    squares = lx.pointwise(
+        compute, x.shape, lambda e, m: E.apply("square", compute, E.apply("sub", compute, e, m)), [x, mean]
+    )
+    if divisor is None:
+        return x, mean, lx.read(reduced(lx, "mean", squares, dims, True, compute))
+    total = lx.read(reduced(lx, "sum", squares, dims, True, compute))
+    scaled = lx.pointwise(
+        compute, total.shape, lambda e: E.apply("div", compute, e, E.const(divisor, compute)), [total]
+    )
+    return x, mean, scaled
+
+
+@rule(aten.var.dim, aten.var.correction)
+def _var(lx, node, a, dim=None, unbiased=True, keepdim=False, correction=None):
+    meta = out_meta(lx, node)
+    rank = len(a.shape)
+    dims = sorted({normalise_dim(d, rank) for d in dim}) if dim else list(range(rank))
+    if node.target is aten.var.dim:
+        correction = 1 if unbiased else 0
+    count = math.prod(a.shape[d] for d in dims) - (1 if correction is None else correction)
+    if count <= 0:
+        raise UnsupportedError("the variance of too few elements")
+    _, _, variance = _moments(lx, a, dims, float(count))
+    return reshaped(lx, cast(lx, variance, meta.dtype), meta.shape)
+
+
+def _normalised(
+    lx: Lowerer, node: fx.Node, x: Value, mean: Value | None, power: Value, eps: float, weight, bias
+) -> Value:
+    """(x - mean) / sqrt(power + eps) * weight + bias, rounded once."""
+    meta = out_meta(lx, node)
+    compute = x.dtype
+    extras = [v for v in (mean, weight, bias) if v is not None]
+
+    def fn(e, p, *rest):
+        it = iter(rest)
+        if mean is not None:
+            e = E.apply("sub", compute, e, next(it))
+        e = E.apply("mul", compute, e, E.apply("rsqrt", compute, E.apply("add", compute, p, E.const(eps, compute))))
+        if weight is not None:
+            e = E.apply("mul", compute, e, E.cast(next(it), compute))
+        if bias is not None:
+            e = E.apply("add", compute, e, E.cast(next(it), compute))
+        return E.cast(e, meta.dtype)
+
+    return lx.pointwise(meta.dtype, meta.shape, fn, [x, power, *extras], cost=6)
+
+
+@rule(aten.layer_norm.default)
+def _layer_norm(lx, node, a, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+    rank = len(a.shape)
+    x, mean, variance = _moments(lx, a, list(range(rank - len(normalized_shape), rank)))
+    return _normalised(lx, node, x, mean, variance, eps, weight, bias)
+
+
+@rule(aten.rms_norm.default)
+def _rms_norm(lx, node, a, normalized_shape, weight=None, eps=None):
+    compute = wide(a.dtype)
+    x = lx.read(cast(lx, a, compute))
+    rank = len(a.shape)
+    squares = lx.pointwise(compute, x.shape, lambda e: E.apply("square", compute, e), [x])
+    power = reduced(lx, "mean", squares, list(range(rank - len(normalized_shape), rank)), True, compute)
+    return _normalised(lx, node, x, None, power, torch.finfo(compute).eps if eps is None else eps, weight, None)
+
+
+@rule(aten.logsumexp.default)
+def _logsumexp(lx, node, a, dim, keepdim=False):
+    meta = out_meta(lx, node)
+    compute = wide(meta.dtype)
+    x = lx.read(cast(lx, a, compute))
+    highest = reduced(lx, "amax", x, list(dim), True, compute)
+
+    def offset(top):  # an infinite maximum must not make inf - inf
+        return E.where(
+            E.compare("eq", E.apply("abs", compute, top), E.const(math.inf, compute)), E.const(0, compute), top
+        )
+
+    exps = lx.pointwise(
+        compute,
+        x.shape,
+        lambda e, top: E.apply("exp", compute, E.apply("sub", compute, e, offset(top))),
+        [x, highest],
+        cost=6,
+    )
+    total = reduced(lx, "sum", exps, list(dim), True, compute)
+    out = lx.pointwise(
+        meta.dtype,
+        total.shape,
+        lambda s, top: E.apply("add", meta.dtype, E.apply("log", compute, s), offset(top)),
+        [total, highest],
+        cost=5,
+    )
+    return reshaped(lx, out, meta.shape)
+
+
+def product(lx: Lowerer, a: Value, b: Value, dtype: torch.dtype) -> Value:
+    """a[..., M, K] @ b[..., K, N], broadcast over the leading dimensions."""
+    lead = max(len(a.shape), len(b.shape)) - 2
+    depth = a.shape[-1]
+    batch = [_broadcast_size(a.shape, b.shape, position) for position in range(lead + 2, 2, -1)]
+    out_shape = [*batch, a.shape[-2], b.shape[-1]]
+    if not is_static((*out_shape, depth)):
+        raise UnsupportedError("a matrix product whose size is known only at run time")
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"a matrix product of {E.dtype_name(dtype)}")
+    if math.prod(out_shape) * depth > MAX_PRODUCTS:
+        raise UnsupportedError("a matrix product that is not a linear layer or attention of a known form")
+    compute = wide(dtype) if depth > 1 else dtype
+    shape = [*out_shape, depth]
+
+    def at_left(idx: Index) -> Index:
+        return [*broadcast(idx[:lead], a.shape[:-2]), idx[lead], idx[-1]]
+
+    def at_right(idx: Index) -> Index:
+        return [*broadcast(idx[:lead], b.shape[:-2]), idx[-1], idx[lead + 1]]
+
+    if depth > 1:
+        for source in (lx.read(a), lx.read(b)):
+            if source.cost > 4:
+                lx.realise(source)  # each element is used many times
+    left, right = lx.mapped(a, shape, at_left), lx.mapped(b, shape, at_right)
+    elements = lx.pointwise(compute, shape, lambda x, y: E.apply("mul", compute, x, y), [left, right])
+    if depth == 1:
+        return reshaped(lx, elements, out_shape)
+    return lx.reduce("sum", dtype, elements, [len(shape) - 1], False)
+
+
+def _broadcast_size(a: Sequence[Size], b: Sequence[Size], from_end: int) -> Size:
+    sizes = [s[-from_end] for s in (a, b) if len(s) >= from_end]
+    return next((n for n in sizes if n != 1), 1)
+
+
+@rule(aten.matmul.default, aten.bmm.default, aten.mm.default)
+def _matmul(lx, node, a, b):
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        raise UnsupportedError("a matrix product with a vector")
+    return product(lx, a, b, out_meta(lx, node).dtype)
+
+
+@rule(aten.linear.default)
+def _linear(lx, node, a, weight, bias=None):
+    meta = out_meta(lx, node)
+    rows = a if len(a.shape) > 1 else reshaped(lx, a, [1, *a.shape])
+    out = product(lx, rows, permuted(lx, weight, [1, 0]), meta.dtype if bias is None else wide(meta.dtype))
+    if bias is not None:
+        out = lx.pointwise(meta.dtype, out.shape, lambda x, y: E.apply("add", meta.dtype, x, y), [out, bias])
+    return reshaped(lx, out, meta.shape)
+
+
+@rule(aten.scaled_dot_product_attention.default)
+def _attention(lx, node, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    meta = out_meta(lx, node)
+    if dropout_p:
+        raise UnsupportedError(f"attention with dropout_p={dropout_p}")
+    if enable_gqa:
+        k, v = (_repeat_heads(lx, t, q.shape[-3]) for t in (k, v))
+    compute = wide(meta.dtype)
+    factor = E.const(1 / math.sqrt(q.shape[-1]) if scale is None else scale, compute)
+    scores = lx.read(
+        product(lx, q, permuted(lx, k, [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]), compute)
+    )
+    dead = E.const(-math.inf, compute)
+
+    def masked(x: Expr, *mask: Expr) -> Expr:
+        x = E.apply("mul", compute, x, factor)
+        if mask and mask[0].dtype == BOOL:
+            return E.where(mask[0], x, dead)
+        return E.apply("add", compute, x, E.cast(mask[0], compute)) if mask else x
+
+    masks = [attn_mask] if attn_mask is not None else []
+    scores = lx.pointwise(compute, scores.shape, masked, [scores, *masks], cost=2)
+    if is_causal:
+        inner = scores.at
+        scores = lx.lazy(
+            compute,
+            scores.shape,
+            [scores],
+            lambda i, p: E.where(E.compare("le", i[-1], i[-2]), inner(i, p), dead),
+            cost=3,
+        )
+    weights = lx.read(safe_softmax(lx, scores, -1, compute))
+    return product(lx, weights, v, meta.dtype)
+
+
+def _repeat_heads(lx: Lowerer, a: Value, heads: int) -> Value:
+    """Each of a's heads (third dimension from the end) as often as it takes to have ``heads``."""
+    groups = a.shape[-3]
+    shape = [*a.shape[:-3], heads, *a.shape[-2:]]
+    return lx.mapped(a, shape, lambda i: [*i[:-3], E.floordiv(i[-3], heads // groups), *i[-2:]])
+
+
+@rule(aten.outer.default)
+def _outer(lx, node, a, b):
+    meta = out_meta(lx, node)
+    column, row = lx.mapped(a, meta.shape, lambda i: [i[0]]), lx.mapped(b, meta.shape, lambda i: [i[1]])
+    return lx.pointwise(
+        meta.dtype,
+        meta.shape,
+        lambda x, y: E.apply("mul", meta.dtype, E.cast(x, meta.dtype), E.cast(y, meta.dtype)),
+        [column, row],
+    )

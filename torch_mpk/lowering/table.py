@@ -1,0 +1,19 @@
+"""Which rule lowers which ATen operation. The rules are in ``rules/`` and enter themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Rule = Callable[..., object]  # (lowerer, node, *args, **kwargs) -> the node's value
+RULES: dict[torch._ops.OpOverload, Rule] = {}
+
+
+def rule(*targets: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
+    def register(fn: Rule) -> Rule:
+        for target in targets:
+            RULES[target] = fn
+        return fn
+
+    return register
