@@ -54,8 +54,9 @@ def shape(node: fx.Node) -> tuple[Any, ...]:
     return tuple(size if isinstance(size, int) else size.node.maybe_as_int() for size in value(node).shape)
 
 
-def numel(node: fx.Node) -> int:
-    return math.prod(shape(node))
+def numel(node: fx.Node) -> int | None:
+    """None where it is only known at run time."""
+    return None if None in shape(node) else math.prod(shape(node))
 
 
 def dtype(node: fx.Node) -> torch.dtype:
