@@ -63,8 +63,8 @@ def captured(gm: torch.fx.GraphModule, args: list) -> Captured:
 def assert_equal(ours: list, eager: list, tolerance: float = 0) -> None:
     for a, b in zip(ours, eager, strict=True):
         if isinstance(a, torch.Tensor):
-            tolerance = tolerance if a.is_floating_point() else 0
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            allowed = tolerance if a.is_floating_point() else 0
+            torch.testing.assert_close(a, b, rtol=allowed, atol=allowed)
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,8 @@ class Lowerer:
 
     def write_elements(self, target: View, value: Lazy) -> None:
         """target[...] = value, broadcast."""
+        if not is_static((*target.shape, *target.strides)):
+            raise UnsupportedError("an in-place write to a tensor whose size is known only at run time")
         if not _injective(target):
             raise UnsupportedError("an in-place write to an expanded tensor")
         self.write(
@@ -531,8 +533,7 @@ def _same_element(e: Expr, store: Store) -> bool:
 
 
 def _injective(view: View) -> bool:
-    if not is_static((*view.shape, *view.strides)):
-        return False
+    """Whether no two indices share an element, as far as sorted strides tell."""
     reach = 0
     for stride, n in sorted((s, n) for s, n in zip(view.strides, view.shape, strict=False) if n != 1):
         if stride <= reach:
