@@ -27,7 +27,9 @@ SIZES = {
 MODELS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 
 
-def decode_steps(arch: str, attention: str, batch: int, dtype: torch.dtype, padded: bool, steps: int = 3, **sizes: int) -> list:
+def decode_steps(
+    arch: str, attention: str, batch: int, dtype: torch.dtype, padded: bool, steps: int = 3, **sizes: int
+) -> list:
     """Dynamo's graphs with the arguments of each decode step: (graph module, arguments)."""
     config_type, model_type = MODELS[arch]
     config = config_type(**SIZES | sizes, attn_implementation=attention)

@@ -38,6 +38,9 @@ WRITES: dict[str, Callable] = {
     "write_to_temporary": lambda x, y, i: (lambda t: (t.add_(1), t)[1])(x * y),
     "write_to_view_of_temporary": lambda x, y, i: (lambda t: (t[0].zero_(), t)[1])(x * y),
     "view_of_temporary_sees_write": lambda x, y, i: (lambda t, v: (t.add_(1), v + 0)[1])(*(lambda t: (t, t[1]))(x * y)),
+    "whole_view_of_temporary_written": lambda x, y, i: (lambda t: (t.view(4, 4).copy_(y), t, t.view(4, 4), t.sum(0)))(
+        x * 2
+    ),
     "value_before_write_to_temporary": lambda x, y, i: (lambda t: (lambda u: (t[0].zero_(), u, t))(t + 1))(x * y)[1:],
     "reversed_onto_itself": lambda x, y, i: x.copy_(x.flip(0)),
     "transposed_onto_itself": lambda x, y, i: x.copy_(x.t().contiguous()),

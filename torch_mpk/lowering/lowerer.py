@@ -196,16 +196,21 @@ class Lowerer:
         return self._materialise(value)
 
     def _materialise(self, value: Lazy) -> View:
+        self.flush(value.refs())
+        if value.view is None:  # else flushing a write has made a copy of what it overwrites
+            value.realised_as(self._copied(value))
+        assert value.view is not None
+        return value.view
+
+    def _copied(self, value: Lazy) -> View:
+        """New memory with the value's elements."""
         if value.numel == 0:
             raise UnsupportedError("a tensor without elements needs memory")
         self.flush(value.refs())
-        if value.view is not None:  # flushing a write made a copy of what it overwrites
-            return value.view
         view = self.new_buffer(value.dtype, value.shape, value.eager_strides)
         self._emit(
             view.shape, view.strides, [(view.buffer, lambda i: (view.address(i), None), lambda i: value.at(i, None))]
         )
-        value.realised_as(view)
         return view
 
     def _emit(
@@ -275,12 +280,16 @@ class Lowerer:
         buffer.pending.remove(write)
         buffer.committed = write.version
 
-    def _live(self, exclude: Write | None) -> Iterator[Lazy]:
+    def _node_values(self) -> Iterator[Lazy]:
         for frame in self.frames:
             for value in list(frame.values()):
                 for v in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(v, Lazy):
                         yield v
+
+    def _live(self, exclude: Write | None) -> Iterator[Lazy]:
+        """What will still be read. A node's value that has memory is no snapshot: it sees writes."""
+        yield from (v for v in self._node_values() if not isinstance(self.resolve(v), View))
         for buffer in self.buffers:
             for write in buffer.pending:
                 if write is not exclude:
@@ -293,14 +302,16 @@ class Lowerer:
 
     def _keep(self, lazy: Lazy, buffer: Buffer, version: int) -> None:
         refs = lazy.refs()
-        if lazy.view is not None or not any(r.buffer is buffer and r.version < version for r in refs):
+        if not any(r.buffer is buffer and r.version < version for r in refs):
             return
         if is_static(lazy.shape) and all(r.version <= r.buffer.committed for r in refs):
             if _prefers_base(lazy):
                 self._keep(lazy.base, buffer, version)
+            elif isinstance(self.resolve(lazy), View):
+                lazy.kept_as(self._copied(lazy))
             else:
                 self._materialise(lazy)
-        elif lazy.sources:
+        elif lazy.sources and lazy.view is None:
             for source in lazy.sources:
                 self._keep(source, buffer, version)
         else:
@@ -341,7 +352,7 @@ class Lowerer:
 
     def has_views(self, lazy: Lazy) -> bool:
         """Whether a later node may use a view of this virtual tensor."""
-        return any(isinstance(v, Mapped) and v.root is lazy for v in self._live(None))
+        return any(isinstance(v, Mapped) and v.root is lazy for v in self._node_values())
 
     def rebind(self, old: Lazy, new: Lazy) -> None:
         """Every node that stood for ``old`` stands for ``new``."""
@@ -400,7 +411,7 @@ class Lowerer:
         """Memory of its own with the view's contents."""
         source = Load(view)
         source.eager_strides = eager_strides
-        return self._materialise(source)
+        return self._copied(source)
 
     def task(
         self,
@@ -520,7 +531,7 @@ def broadcast(idx: Index, shape: Sequence[Size]) -> Index:
 
 
 def domain_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], list[Expr]]:
-    """A program's domain for a tensor, outermost stride first and without sizes of 1; and the tensor's index at a point."""
+    """A program's domain for a tensor, outermost stride first, without sizes of 1; and the tensor's index at a point."""
     order = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: -strides[d])
     idx = [E.const(0, E.INT64)] * len(shape)
     for position, d in enumerate(order):

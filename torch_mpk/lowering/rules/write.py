@@ -17,7 +17,7 @@ from torch_mpk.lowering.values import Index, Lazy, Mapped, Value, View
 
 
 def assign(lx: Lowerer, target: Value, value: Lazy) -> Value:
-    """target[...] = value. A virtual target of which there is no view becomes the value; others are written in memory."""
+    """target[...] = value. A virtual target without views becomes the value; others are written in memory."""
     resolved = lx.resolve(target)
     if isinstance(resolved, Lazy) and not isinstance(resolved, Mapped) and not lx.has_views(resolved):
         new = lx.pointwise(target.dtype, target.shape, lambda x: E.cast(x, target.dtype), [value], cost=0)
