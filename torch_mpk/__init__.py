@@ -1,1 +1,19 @@
 """torch_mpk: run a whole model forward as one persistent GPU kernel, through ``torch.compile(model, backend="mpk")``."""
+
+from torch_mpk import ops, tasks  # declares torch.ops.mpk and the tasks behind it
+from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError
+from torch_mpk.generate import generate
+from torch_mpk.registry import task
+from torch_mpk.runtime import synchronize
+
+__all__ = [
+    "MegakernelTimeout",
+    "MpkError",
+    "MpkWarning",
+    "UnsupportedError",
+    "generate",
+    "ops",
+    "synchronize",
+    "task",
+    "tasks",
+]

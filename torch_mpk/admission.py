@@ -24,12 +24,12 @@ class Declined(MpkError):
         super().__init__(message)
 
 
-def check_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> torch.device:
+def check_call(inputs: Sequence[Any]) -> torch.device:
     """Checks the state around a call, which Dynamo guards: grad mode, autocast, devices.
 
     Returns the one device of the inputs. Raises UnsupportedError.
     """
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise UnsupportedError(
             "grad mode is on and an input requires grad: wrap the call in torch.inference_mode() or torch.no_grad()"

@@ -1,7 +1,8 @@
 """Which storages the nodes of a captured graph share, read and write.
 
-The graph keeps in-place ops, so data flow does not say everything: two nodes may be views of one tensor. The example values
-of the capture (``node.meta["val"]``) share storage exactly where eager tensors do, so storages are compared, not schemas.
+The graph keeps in-place ops, so data flow does not say everything: two nodes may be views of one tensor. The example
+values of the capture (``node.meta["val"]``) share storage exactly where eager tensors do, so storages are compared, not
+schemas.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from torch_mpk.registry import Task
 
 
 def value(node: fx.Node) -> Any:
-    """The node's example value: fake tensors, SymInts, or lists of them; a ``get_attr`` node's is the attribute itself."""
+    """The node's example value: fake tensors, SymInts, or lists; a ``get_attr`` node's is the attribute itself."""
     if node.op == "get_attr":
         owner = node.graph.owning_module
         for name in str(node.target).split("."):
             owner = getattr(owner, name)
         return owner
     return node.meta.get("val")
+
+
+def evaluate(target: Any, args: Any, kwargs: Any) -> Any:
+    """The example value of a call."""
+    with torch.no_grad():
+        return target(*fx.node.map_arg(args, value), **fx.node.map_arg(kwargs, value))
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
@@ -39,11 +46,11 @@ def written_args(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return [] if node.op in ("placeholder", "get_attr", "output") else list(node.all_input_nodes)
     if isinstance(node.target, Task):
-        named = zip(node.target.inputs, node.args)
+        named = zip(node.target.inputs, node.args, strict=False)
         return [arg for operand, arg in named if operand.is_write and isinstance(arg, fx.Node)]
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = node.target._schema.arguments
-        given = dict(zip((a.name for a in arguments), node.args)) | dict(node.kwargs)
+        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
         written: list[fx.Node] = []
         for argument in arguments:
             if (
@@ -99,16 +106,16 @@ def is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.dtype == b.dtype
         and a.ndim == b.ndim
         and statically_known_true(a.storage_offset() == b.storage_offset())
-        and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape))
-        and all(statically_known_true(x == y) for x, y in zip(a.stride(), b.stride()))
+        and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True))
+        and all(statically_known_true(x == y) for x, y in zip(a.stride(), b.stride(), strict=True))
     )
 
 
 def read_through_inplace(graph: fx.Graph) -> None:
-    """Let every use of an in-place op's result read the tensor that it updated: they are one, and order is program order."""
+    """Let every use of an in-place op's result read the tensor it updated: they are one, and order is program order."""
     for node in graph.nodes:
-        for arg in written_args(node):
-            if node.op == "call_function" and isinstance(value(node), torch.Tensor):
+        if node.op == "call_function" and isinstance(value(node), torch.Tensor):
+            for arg in written_args(node):
                 if is_same_tensor(value(node), value(arg)):
                     node.replace_all_uses_with(arg)
                     break

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._guards import tracing
 
 from torch_mpk.admission import check_call, check_graph, check_mutations
-from torch_mpk.capture import Captured, capture
+from torch_mpk.capture import Captured, capture, number_positions
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
@@ -19,7 +20,7 @@ from torch_mpk.fallback import check_coverage, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime import Program
-from torch_mpk.specialize import per_shape
+from torch_mpk.specialize import per_call_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +46,15 @@ def mpk(
     if env.disable:
         return gm.forward
     try:
-        device = check_call(gm, example_inputs)
-        symbols = [position for position, value in enumerate(example_inputs) if isinstance(value, torch.SymInt)]
+        numbers = number_positions(gm, example_inputs)
+        device = check_call([value for i, value in enumerate(example_inputs) if i not in numbers])
         try:
             return compile_graph(gm, example_inputs, device, settings)
         except UnsupportedError as error:
-            if not symbols:
+            if not numbers:
                 raise
-            logger.info("building for each shape, because no build holds for all: %s", error)
-            return per_shape(symbols, partial(compile_shape, gm, device, settings))
+            logger.info("building for each shape, because one build cannot hold for all: %s", error)
+            return per_call_numbers(numbers, partial(compile_shape, gm, device, settings))
     except Exception as error:
         return fall_back(gm, example_inputs, settings, error)
 
@@ -83,10 +84,11 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
     if program is None:
         dump = Dump.next()
         dump.write("1.capture.txt", str(captured))
-        tasks = apply(captured.graph_module)
-        dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
-        partitioned = partition(tasks)
-        dump.write("3.segments.txt", str(partitioned))
-        check_coverage(partitioned, captured, options)
-        program = _programs[key] = Program(partitioned, device, options, dump)
+        with tracing(None):  # Dynamo's context, whose fake mode is not the captured graph's
+            tasks = apply(captured.graph_module)
+            dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
+            partitioned = partition(tasks)
+            dump.write("3.segments.txt", str(partitioned))
+            check_coverage(partitioned, captured, options)
+            program = _programs[key] = Program(partitioned, device, options, dump)
     return program

@@ -30,7 +30,7 @@ class GraphInput:
     """One argument of the captured graph, in the order of its placeholders."""
 
     name: str
-    value: torch.Tensor | torch.SymInt  # a fake tensor, or a symbol of the captured graph
+    value: torch.Tensor | torch.SymInt | int | float  # a fake tensor, a symbol of the captured graph, or a constant of it
     is_parameter: bool
     is_mutated: bool  # written in place, itself or through a view
     source: str  # where Dynamo found it: "L['kwargs']['past_key_values'].layers[0].keys"
@@ -86,19 +86,21 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
     Args:
         gm: Dynamo's graph; it is not changed.
         example_inputs: tensors, ints and SymInts, one per placeholder. Their values are not read.
-        specialize: replace each SymInt by its value, so that the graph has concrete shapes.
+        specialize: replace each number among the inputs by its value, so that the graph has concrete shapes.
 
     Raises:
         UnsupportedError: an input is neither tensor nor integer, the graph cannot be replayed on fake tensors, or it would
-            hold only for some values of its SymInts (then ``specialize``).
+            hold only for some values of the numbers among its inputs (then ``specialize``).
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    fakes = _Fakes()
-    args = [fakes.make(node, value, specialize) for node, value in zip(placeholders, example_inputs, strict=True)]
+    fakes = _Fakes(specialize)
+    args = [fakes.make(node, value) for node, value in zip(placeholders, example_inputs, strict=True)]
     replay = _Replay(gm)
     try:
         with fakes.mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
             traced = make_fx(replay.run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*args)
+    except UnsupportedError:
+        raise
     except Exception as error:
         node = replay.node
         raise UnsupportedError(
@@ -107,6 +109,8 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
             source_line(node) if node else None,
         ) from error
     _clean(traced)
+    for node, arg in zip(traced.graph.nodes, args, strict=False):
+        node.meta["val"] = arg
     mutated = _mutated_storages(traced)
     inputs = [
         GraphInput(node.name, arg, _is_parameter(node, value), _storage(arg) in mutated, _source(node))
@@ -118,38 +122,54 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
     return Captured(traced, inputs)
 
 
+def number_positions(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
+    """The positions of the inputs that are numbers: sizes, and Python floats, which Dynamo passes in tensors."""
+    placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")
+    inputs = zip(placeholders, example_inputs, strict=True)
+    return [i for i, (node, value) in enumerate(inputs) if not isinstance(value, torch.Tensor) or _is_number(node)]
+
+
+def _is_number(placeholder: torch.fx.Node) -> bool:
+    users = list(placeholder.users)
+    return bool(users) and all(user.op == "call_method" and user.target == "item" for user in users)
+
+
 class _Fakes:
     """Fake stand-ins for a graph's inputs that share no symbol with Dynamo's."""
 
-    def __init__(self) -> None:
+    def __init__(self, specialize: bool) -> None:
         self.shape_env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
-        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._specialize = specialize
+        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
 
-    def make(self, node: torch.fx.Node, value: Any, specialize: bool) -> torch.Tensor | torch.SymInt | int:
+    def make(self, node: torch.fx.Node, value: Any) -> torch.Tensor | torch.SymInt | int | float:
         example = node.meta.get("example_value", value)
         if isinstance(value, torch.Tensor):
-            like = value if specialize else example
-            size, stride = ([self.size(dim, specialize) for dim in dims] for dims in (like.size(), like.stride()))
+            if _is_number(node):
+                if not self._specialize:
+                    raise UnsupportedError(f"{_source(node)} is a Python number that differs from call to call")
+                return value.item()
+            like = value if self._specialize else example
+            size, stride = ([self._size(dim) for dim in dims] for dims in (like.size(), like.stride()))
             with self.mode:
                 return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-            return self.size(value if isinstance(example, int) else example, specialize)
+            return self._size(value if isinstance(example, int) else example)
         raise UnsupportedError(f"input {node.name} ({_source(node)}) is a {type(value).__name__}, not a tensor or integer")
 
-    def size(self, dim: int | torch.SymInt, specialize: bool) -> int | torch.SymInt:
+    def _size(self, dim: int | torch.SymInt) -> int | torch.SymInt:
         if isinstance(dim, int):
             return dim
-        hint = dim.node.hint  # int(dim) would make Dynamo specialise on the value
-        if specialize:
-            return hint
+        if self._specialize:
+            return dim.node.hint  # int(dim) would make Dynamo specialise on the value
         expr = dim.node.expr
         for symbol in sorted(expr.free_symbols, key=str):
-            if symbol not in self.symbols:
+            if symbol not in self._symbols:
                 source = ConstantSource(f"symbol_{symbol}")
                 value = int(dim.node.shape_env.backed_var_to_val[symbol])
-                self.symbols[symbol] = self.shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
-        return self.shape_env.create_symintnode(expr.xreplace(self.symbols), hint=hint)
+                self._symbols[symbol] = self.shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+        return self.shape_env.create_symintnode(expr.xreplace(self._symbols), hint=dim.node.hint)
 
 
 # Calls that do nothing when the graph runs without autograd, as ours do. Disabled autocast is the surrounding state:
@@ -175,6 +195,11 @@ class _Replay(torch.fx.Interpreter):
                 raise UnsupportedError("autocast is entered inside the graph")
             return None
         return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target == "item" and isinstance(args[0], (int, float)):  # a number that was specialised
+            return args[0]
+        return super().call_method(target, args, kwargs)
 
 
 def _clean(gm: torch.fx.GraphModule) -> None:

@@ -94,9 +94,20 @@ class Environment:
         return self._path("TORCH_MPK_CACHE_DIR") or default
 
     @property
-    def compiler(self) -> str | None:
-        """TORCH_MPK_COMPILER: the CUDA compiler to use: "nvcc", "nvrtc" or the path of an nvcc."""
-        return os.environ.get("TORCH_MPK_COMPILER") or None
+    def cache_bytes(self) -> int:
+        """TORCH_MPK_CACHE_GB: how much the compiled kernels may take, in GiB. Default: 4."""
+        gigabytes = self._number("TORCH_MPK_CACHE_GB", float, 0)
+        return int((4 if gigabytes is None else gigabytes) * 2**30)
+
+    @property
+    def compiler(self) -> str:
+        """TORCH_MPK_COMPILER: "nvcc", the path of an nvcc, "nvrtc", or "auto": nvcc if there is one. Default: auto."""
+        return os.environ.get("TORCH_MPK_COMPILER") or "auto"
+
+    @property
+    def forbid_compile(self) -> bool:
+        """TORCH_MPK_FORBID_COMPILE=1: a kernel that is not in the cache is an error, for machines in production."""
+        return self._flag("TORCH_MPK_FORBID_COMPILE")
 
     @property
     def num_threads(self) -> int | None:

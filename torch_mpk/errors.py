@@ -27,11 +27,15 @@ class UnsupportedError(MpkError):
 
 
 class CompileError(MpkError):
-    """The device compiler rejected generated code, or no compiler was found."""
+    """The device compiler rejected generated code, no compiler was found, or compiling is forbidden."""
+
+
+class CacheError(MpkError):
+    """The directory of compiled kernels cannot be used."""
 
 
 class LaunchError(MpkError):
-    """A launch failed or was aborted; its outputs are not valid."""
+    """The driver could not load or launch a kernel, or a launch was aborted and its outputs are not valid."""
 
 
 class MegakernelTimeout(LaunchError):

@@ -1,8 +1,8 @@
 """Stage 3: a graph becomes program-order segments, each either ours or run by PyTorch.
 
-Segments follow each other in program order and a node never moves across another one, so in-place effects keep their order
-whatever falls back. Views and sizes cost nothing: each segment makes those it needs again, and only tensors with memory of
-their own pass from one segment to another.
+Segments follow each other in program order and a node never moves across another one, so in-place effects keep their
+order whatever falls back. Views and sizes cost nothing: each segment makes those it needs again, and only tensors with
+memory of their own pass from one segment to another.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class _Run:
 def partition(gm: fx.GraphModule) -> Partitioned:
     """Split a graph of ATen and task calls, with example values in ``node.meta["val"]``, into segments.
 
-    Ours are the runs of nodes that lowering supports, where they hold a stream task: without one they are not worth a launch.
+    Ours are the runs of nodes that lowering supports, where they hold a stream task: without one they are not worth a
+    launch.
     """
     graph = copy.deepcopy(gm.graph)
     gm = fx.GraphModule(gm, graph)
@@ -134,7 +135,7 @@ def _reasons(graph: fx.Graph) -> dict[fx.Node, str]:
     for node in work:  # a tuple and its items stay together
         if _is_item(node) and ((node in reasons) != (node.args[0] in reasons)):
             why = reasons.get(node) or reasons[node.args[0]]
-            reasons |= {other: why for other in (node.args[0], *node.args[0].users)}
+            reasons |= dict.fromkeys((node.args[0], *node.args[0].users), why)
     return {node: reasons[node] for node in work if node in reasons}
 
 
@@ -174,8 +175,8 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
 def _choose_outputs(graph: fx.Graph, runs: list[_Run]) -> None:
     """Decide what each run returns: what later runs read of it, and the graph's results.
 
-    A result that is a whole fresh tensor in another shape is returned as it is. Other views, and what belongs to an input,
-    are made at the end by PyTorch.
+    A result that is a whole fresh tensor in another shape is returned as it is. Other views, and what belongs to an
+    input, are made at the end by PyTorch.
     """
     home = {node: run for run in runs for node in run.nodes}
     needed: dict[fx.Node, None] = {}
@@ -222,14 +223,8 @@ def _assemble(gm: fx.GraphModule, runs: list[_Run], fallbacks: list[Fallback]) -
     segments: list[Segment] = []
     modules: dict[str, torch.nn.Module] = {}
     for i, run in enumerate(runs):
-        inside = set(run.nodes)
-        used = {
-            s
-            for n in (*run.nodes, *run.outputs)
-            for a in (n, *n.all_input_nodes)
-            for s in _sources(a)
-            if s not in inside
-        }
+        read = {arg for node in (*run.nodes, *run.outputs) for arg in (node, *node.all_input_nodes)}
+        used = {source for arg in read for source in _sources(arg)} - set(run.nodes)
         inputs = placeholders if is_one else sorted(used, key=position.__getitem__)
         outputs = output.args[0] if is_one else tuple(run.outputs)
         segment = Segment(f"segment_{i}", run.ours, _segment_module(gm, run.nodes, inputs, outputs))

@@ -91,7 +91,7 @@ class Task:
         return result
 
     def bind_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """All attributes, in declaration order, with defaults filled in. Raises TypeError for unknown or missing ones."""
+        """All attributes, in declaration order, with defaults filled in. Raises TypeError where names do not fit."""
         unknown = attrs.keys() - self.attrs.keys()
         missing = [a.name for a in self.attrs.values() if a.required and a.name not in attrs]
         if unknown or missing:
@@ -107,10 +107,9 @@ class Task:
         Raises ValueError naming task, operand, expected, actual and the signature.
         """
         if len(shapes) != len(self.inputs):
-            raise ValueError(
-                f"{self.name}: expected {len(self.inputs)} operands, got {len(shapes)} (signature: {self.signature})"
-            )
-        for operand, dtype in zip(self.inputs, dtypes):
+            expected = f"expected {len(self.inputs)} operands, got {len(shapes)}"
+            raise ValueError(f"{self.name}: {expected} (signature: {self.signature})")
+        for operand, dtype in zip(self.inputs, dtypes, strict=True):
             if operand.dtype is not None and dtype is not None and dtype != operand.dtype:
                 raise ValueError(
                     f"{self.name}: {operand.name} is {dtype}, expected {operand.dtype} (signature: {self.signature})"
@@ -122,7 +121,8 @@ class Task:
     ) -> tuple[list[torch.Tensor | None], dict[str, Any]]:
         """Fresh random operands and the attributes for one of ``samples``.
 
-        A sample maps dimensions to sizes, attributes to values, and operands to None (absent) or to a dtype of their own.
+        A sample maps dimensions to sizes, attributes to values, and operands to None (absent) or to a dtype of their
+        own.
         """
         operands = [
             None if sample.get(o.name, o) is None else self._sample_operand(o, sample, dtype, device)
@@ -156,7 +156,7 @@ def bind_dims(
     sizes: dict[str, tuple[Any, str]],
 ) -> dict[str, tuple[Any, str]]:
     """Bind the operands' named dimensions to sizes, on top of ``sizes``; raises ValueError where one disagrees."""
-    for operand, shape in zip(operands, shapes):
+    for operand, shape in zip(operands, shapes, strict=True):
         if shape is None:
             if not operand.optional:
                 raise ValueError(f"{name}: {operand.name} is required (signature: {signature})")
@@ -168,9 +168,10 @@ def bind_dims(
             _bind(name, signature, operand, "...", leading, sizes)
         if len(dims) != len(tail):
             raise ValueError(
-                f"{name}: {operand.name} has shape {tuple(shape)}, expected {len(operand.dims)} dimensions: {operand} (signature: {signature})"
+                f"{name}: {operand.name} has shape {tuple(shape)}, expected {len(operand.dims)} dimensions: {operand} "
+                f"(signature: {signature})"
             )
-        for dim, size in zip(dims, tail):
+        for dim, size in zip(dims, tail, strict=True):
             _bind(name, signature, operand, dim, size, sizes)
     return sizes
 
@@ -245,10 +246,11 @@ def task(
 ) -> Callable[[Callable[..., Any]], Task]:
     """Declare a task: ``@task("x[R, K], weight[N, K], bias[N]? -> y[R, N]", role="stream")`` on its eager reference.
 
-    The reference takes the inputs in order and the attributes keyword-only, and returns a new tensor (None where there is
-    no output). Operands marked "?" may be None, those marked "!" are read and updated in place. Row and stream tasks have
-    device code in ``header``, by default ``torch_mpk/device/tasks/<name>.cuh``. ``samples`` are what tests and benchmarks
-    run: see ``Task.sample``. Raises ValueError for a signature that does not fit the reference or a name already taken.
+    The reference takes the inputs in order and the attributes keyword-only, and returns a new tensor (None where there
+    is no output). Operands marked "?" may be None, those marked "!" are read and updated in place. Row and stream tasks
+    have device code in ``header``, by default ``torch_mpk/device/tasks/<name>.cuh``. ``samples`` are what tests and
+    benchmarks run: see ``Task.sample``. Raises ValueError for a signature that does not fit the reference or a name
+    already taken.
     """
 
     def declare(reference: Callable[..., Any]) -> Task:

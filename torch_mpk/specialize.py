@@ -1,4 +1,4 @@
-"""Graphs with SymInt inputs that cannot be built symbolically: one build for each concrete shape, at its first call."""
+"""Graphs whose number inputs cannot stay symbolic: one build for each combination of values, at its first call."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MAX_SHAPES = 16
+MAX_BUILDS = 16
 
 
-def per_shape(
-    symbols: Sequence[int], build: Callable[[tuple[Any, ...]], Callable[..., Any]], limit: int = MAX_SHAPES
+def per_call_numbers(
+    positions: Sequence[int], build: Callable[[tuple[Any, ...]], Callable[..., Any]], limit: int = MAX_BUILDS
 ) -> Callable[..., Any]:
-    """A callable that hands each call to a build for the values of its integer arguments.
+    """A callable that hands each call to a build for the values of its numbers.
 
     Args:
-        symbols: positions of the integer arguments.
+        positions: of the numbers among the arguments: sizes, or tensors of one element that hold a Python float.
         build: makes the callable for the arguments of a first call. It must not fail.
         limit: builds that are kept; the one not used for the longest time is dropped.
     """
-    built: OrderedDict[tuple[int, ...], Callable[..., Any]] = OrderedDict()
+    built: OrderedDict[tuple[float, ...], Callable[..., Any]] = OrderedDict()
     lock = threading.Lock()
 
     def call(*args: Any) -> Any:
-        key = tuple(int(args[position]) for position in symbols)
+        values = (args[position] for position in positions)
+        key = tuple(value if isinstance(value, int) else value.item() for value in values)
         with lock:
             run = built.get(key)
             if run is None:

@@ -20,18 +20,21 @@ void read_pointers(py::handle sequence, int num_expected, const char* what, uint
   if (!tuple) throw py::error_already_set();
   const Py_ssize_t size = PyTuple_GET_SIZE(tuple.ptr());
   if (size != num_expected)
-    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " " + what + "s, got " + std::to_string(size));
+    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " " + what + "s, got " +
+                          std::to_string(size));
   for (Py_ssize_t i = 0; i < size; i++) {
     PyObject* item = PyTuple_GET_ITEM(tuple.ptr(), i);
     py::object number;
     if (PyLong_Check(item)) {
       number = py::reinterpret_borrow<py::object>(item);
     } else {
-      number = py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(data_ptr, &item, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+      number = py::reinterpret_steal<py::object>(
+          PyObject_VectorcallMethod(data_ptr, &item, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
     }
     if (number) pointers[i] = PyLong_AsUnsignedLongLong(number.ptr());
     if (PyErr_Occurred()) {
-      const std::string message = std::string(what) + " " + std::to_string(i) + " of the megakernel: expected a tensor or an address, got " + Py_TYPE(item)->tp_name;
+      const std::string message = std::string(what) + " " + std::to_string(i) +
+                                  " of the megakernel: expected a tensor or an address, got " + Py_TYPE(item)->tp_name;
       py::raise_from(PyExc_TypeError, message.c_str());
       throw py::error_already_set();
     }
@@ -43,7 +46,8 @@ void read_scalars(py::handle sequence, int num_expected, int64_t* scalars) {
   if (!tuple) throw py::error_already_set();
   const Py_ssize_t size = PyTuple_GET_SIZE(tuple.ptr());
   if (size != num_expected)
-    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " sizes, got " + std::to_string(size));
+    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " sizes, got " +
+                          std::to_string(size));
   for (Py_ssize_t i = 0; i < size; i++) scalars[i] = py::cast<int64_t>(PyTuple_GET_ITEM(tuple.ptr(), i));
 }
 
@@ -80,9 +84,9 @@ CudaProgram read_program(py::handle object) {
   return program;
 }
 
-void set_timeout_error(const LaunchAborted& error) {
+void set_error(const char* type, const std::exception& error) {
   try {
-    py::set_error(py::module_::import("torch_mpk.errors").attr("MegakernelTimeout"), error.what());
+    py::set_error(py::module_::import("torch_mpk.errors").attr(type), error.what());
   } catch (py::error_already_set& import_error) {
     import_error.restore();
   }
@@ -95,7 +99,9 @@ void bind_runtime(py::module_& m) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const LaunchAborted& error) {
-      set_timeout_error(error);
+      set_error("MegakernelTimeout", error);
+    } catch (const cu::Error& error) {
+      set_error("LaunchError", error);
     }
   });
 
@@ -107,7 +113,7 @@ void bind_runtime(py::module_& m) {
       .def_readonly("smem_optin_bytes", &cu::DeviceInfo::smem_optin_bytes, "Shared memory one CTA may use.")
       .def_readonly("driver_version", &cu::DeviceInfo::driver_version, "12080 is CUDA 12.8.");
   m.def("num_devices", &cu::num_devices, "CUDA devices of this process; 0 without a driver.");
-  m.def("device_info", &cu::device_info, py::arg("ordinal"), "Raises RuntimeError without a driver or such a device.");
+  m.def("device_info", &cu::device_info, py::arg("ordinal"), "Raises LaunchError without a driver or such a device.");
 
   py::class_<CudaExecutable>(m, "CudaExecutable", "A megakernel loaded on one device.")
       .def(py::init([](py::handle program, const py::bytes& image, int device, uint64_t watchdog_ns) {
@@ -118,13 +124,17 @@ void bind_runtime(py::module_& m) {
            }),
            py::arg("program"), py::arg("image"), py::arg("device"), py::arg("watchdog_ns"))
       .def("run", &run, py::arg("inputs"), py::arg("outputs"), py::arg("scalars"), py::arg("stream"),
-           "Launch on a stream (its handle as int) and return at once. Inputs and outputs: tensors of this device, or addresses.\n\n"
-           "Raises ValueError for a wrong number of arguments or an unaligned address, MegakernelTimeout when an earlier launch was\n"
-           "aborted, RuntimeError when the driver refuses.")
+           "Launch on a stream (its handle as int) and return at once. Inputs and outputs: tensors of this device, or "
+           "addresses.\n\n"
+           "Raises ValueError for a wrong number of arguments or an unaligned address, MegakernelTimeout when an "
+           "earlier launch was\n"
+           "aborted, LaunchError when the driver refuses.")
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
-           "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in flight.")
+           "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
+           "flight.")
       .def_property(
-          "jitter", [](const CudaExecutable& e) { return e.jitter.load(); }, [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },
+          "jitter", [](const CudaExecutable& e) { return e.jitter.load(); },
+          [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },
           "Nonzero: random delays in the kernel, seeded by it, to test its synchronisation.");
 }
 

@@ -67,15 +67,17 @@ CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& im
       watchdog_ns_(watchdog_ns) {
   const size_t num_pointers = num_inputs_ + num_outputs_;
   if (num_pointers > std::size(LaunchBlock{}.pointers) || num_scalars_ > kMaxScalars)
-    throw std::invalid_argument("a launch takes at most " + std::to_string(std::size(LaunchBlock{}.pointers)) + " tensors and " +
-                                std::to_string(kMaxScalars) + " sizes, this graph has " + std::to_string(num_pointers) + " and " +
-                                std::to_string(num_scalars_) + ": split the model into several compiled parts");
+    throw std::invalid_argument("a launch takes at most " + std::to_string(std::size(LaunchBlock{}.pointers)) +
+                                " tensors and " + std::to_string(kMaxScalars) + " sizes, this graph has " +
+                                std::to_string(num_pointers) + " and " + std::to_string(num_scalars_) +
+                                ": split the model into several compiled parts");
   if (input_alignment_.size() != static_cast<size_t>(num_inputs_))
-    throw std::invalid_argument("CudaProgram: input_alignment has " + std::to_string(input_alignment_.size()) + " entries for " +
-                                std::to_string(num_inputs_) + " inputs");
+    throw std::invalid_argument("CudaProgram: input_alignment has " + std::to_string(input_alignment_.size()) +
+                                " entries for " + std::to_string(num_inputs_) + " inputs");
   for (int alignment : input_alignment_)
     if (alignment < 1 || (alignment & (alignment - 1)))
-      throw std::invalid_argument("CudaProgram: an input alignment of " + std::to_string(alignment) + " bytes is not a power of two");
+      throw std::invalid_argument("CudaProgram: an input alignment of " + std::to_string(alignment) +
+                                  " bytes is not a power of two");
   if (stalls_offset_ + num_workers_ * static_cast<int64_t>(sizeof(StallRecord)) > control_bytes_)
     throw std::invalid_argument("CudaProgram: the control block has no room for one StallRecord a worker");
   cu::Device handle;
@@ -88,13 +90,15 @@ CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& im
     check_residency();
     driver_.check(driver_.stream_create(&service_stream_, cu::kStreamNonBlocking), "cuStreamCreate");
     void* flag = nullptr;
-    driver_.check(driver_.mem_host_alloc(&flag, sizeof(uint32_t), cu::kHostAllocPortable | cu::kHostAllocDeviceMap), "cuMemHostAlloc");
+    driver_.check(driver_.mem_host_alloc(&flag, sizeof(uint32_t), cu::kHostAllocPortable | cu::kHostAllocDeviceMap),
+                  "cuMemHostAlloc");
     host_abort_ = static_cast<uint32_t*>(flag);
     *host_abort_ = 0;
     driver_.check(driver_.mem_host_get_device_pointer(&host_abort_on_device_, flag, 0), "cuMemHostGetDevicePointer");
     if (!program.table.empty()) {
       driver_.check(driver_.mem_alloc(&table_, program.table.size()), "allocating the kernel's table");
-      driver_.check(driver_.memcpy_htod_async(table_, program.table.data(), program.table.size(), service_stream_), "cuMemcpyHtoDAsync");
+      driver_.check(driver_.memcpy_htod_async(table_, program.table.data(), program.table.size(), service_stream_),
+                    "cuMemcpyHtoDAsync");
       driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
     }
     spare_ = allocate();
@@ -114,15 +118,16 @@ void CudaExecutable::load(const std::string& image) {
   const std::string where = " on " + device_.name + " (compute capability " + std::to_string(device_.arch / 10) + "." +
                             std::to_string(device_.arch % 10) + ")";
   driver_.check(loaded, "loading kernel " + kernel_name_ + where + (log[0] ? " [" + std::string(log) + "]" : ""));
-  driver_.check(driver_.module_get_function(&function_, module_, kernel_name_.c_str()), "finding kernel " + kernel_name_);
+  driver_.check(driver_.module_get_function(&function_, module_, kernel_name_.c_str()),
+                "finding kernel " + kernel_name_);
   // Lazy loading would otherwise load it at the first launch, which may be inside a graph capture.
   if (driver_.func_load) driver_.check(driver_.func_load(function_), "loading kernel " + kernel_name_ + where);
   if (driver_.func_get_param_info) {
     size_t offset = 0, size = 0;
     driver_.check(driver_.func_get_param_info(function_, 0, &offset, &size), "cuFuncGetParamInfo");
     if (size != param_bytes())
-      throw std::invalid_argument("kernel " + kernel_name_ + " takes " + std::to_string(size) + " bytes of parameters, a launch has " +
-                                  std::to_string(param_bytes()));
+      throw std::invalid_argument("kernel " + kernel_name_ + " takes " + std::to_string(size) +
+                                  " bytes of parameters, a launch has " + std::to_string(param_bytes()));
   }
 }
 
@@ -134,20 +139,24 @@ void CudaExecutable::check_residency() {
   };
   const int64_t static_bytes = attribute(cu::kFuncAttributeSharedSizeBytes);
   if (smem_bytes_ + static_bytes > device_.smem_optin_bytes)
-    throw std::runtime_error("kernel " + kernel_name_ + " needs " + std::to_string(smem_bytes_) + " + " + std::to_string(static_bytes) +
-                             " bytes of shared memory, " + device_.name + " has " + std::to_string(device_.smem_optin_bytes) +
-                             ": compile the model for this device");
-  driver_.check(driver_.func_set_attribute(function_, cu::kFuncAttributeMaxDynamicSharedSizeBytes, smem_bytes_), "cuFuncSetAttribute");
+    throw cu::Error("kernel " + kernel_name_ + " needs " + std::to_string(smem_bytes_) + " + " +
+                    std::to_string(static_bytes) + " bytes of shared memory, " + device_.name + " has " +
+                    std::to_string(device_.smem_optin_bytes) + ": compile the model for this device");
+  driver_.check(driver_.func_set_attribute(function_, cu::kFuncAttributeMaxDynamicSharedSizeBytes, smem_bytes_),
+                "cuFuncSetAttribute");
   // Workers wait for each other, so every one must be resident: one on each multiprocessor.
   int per_sm = 0;
-  driver_.check(driver_.occupancy(&per_sm, function_, num_threads_, smem_bytes_), "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  driver_.check(driver_.occupancy(&per_sm, function_, num_threads_, smem_bytes_),
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor");
   if (per_sm < 1)
-    throw std::runtime_error("kernel " + kernel_name_ + " does not fit on a multiprocessor of " + device_.name + ": " +
-                             std::to_string(num_threads_) + " threads of " + std::to_string(attribute(cu::kFuncAttributeNumRegs)) +
-                             " registers, " + std::to_string(smem_bytes_ + static_bytes) + " bytes of shared memory");
+    throw cu::Error("kernel " + kernel_name_ + " does not fit on a multiprocessor of " + device_.name + ": " +
+                    std::to_string(num_threads_) + " threads of " +
+                    std::to_string(attribute(cu::kFuncAttributeNumRegs)) + " registers, " +
+                    std::to_string(smem_bytes_ + static_bytes) + " bytes of shared memory");
   if (num_workers_ < 1 || num_workers_ > device_.num_sms)
-    throw std::runtime_error("kernel " + kernel_name_ + " has " + std::to_string(num_workers_) + " workers, one for each multiprocessor, but " +
-                             device_.name + " has " + std::to_string(device_.num_sms) + ": compile the model for this device");
+    throw cu::Error("kernel " + kernel_name_ + " has " + std::to_string(num_workers_) +
+                    " workers, one for each multiprocessor, but " + device_.name + " has " +
+                    std::to_string(device_.num_sms) + ": compile the model for this device");
 }
 
 cu::DevicePtr CudaExecutable::allocate() {
@@ -197,10 +206,14 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   const ContextGuard current(driver_, context_);
   int status = cu::kCaptureStatusNone;
   uint64_t capture = 0;
-  driver_.check(driver_.stream_get_capture_info(stream, &status, &capture, nullptr, nullptr, nullptr), "cuStreamGetCaptureInfo");
+  driver_.check(driver_.stream_get_capture_info(stream, &status, &capture, nullptr, nullptr, nullptr),
+                "cuStreamGetCaptureInfo");
   if (status == cu::kCaptureStatusNone) capture = 0;
   if (aborted()) {
-    if (capture) throw LaunchAborted("an earlier launch of this megakernel was aborted, and a graph capture cannot report it: call torch_mpk.synchronize() before the capture");
+    if (capture)
+      throw LaunchAborted(
+          "an earlier launch of this megakernel was aborted, and a graph capture cannot report it: call "
+          "torch_mpk.synchronize() before the capture");
     report_abort();
   }
   if (!capture && !spare_) spare_ = allocate();
@@ -236,9 +249,12 @@ void CudaExecutable::check_pointers(const LaunchBlock& block) const {
     const uint64_t alignment = is_input ? input_alignment_[i] : 1;
     if (pointer != 0 && (pointer & (alignment - 1)) == 0) continue;
     const std::string name = (is_input ? "input " : "output ") + std::to_string(is_input ? i : i - num_inputs_);
-    if (pointer == 0) throw std::invalid_argument(name + " of the megakernel has a null address: pass a tensor with at least one element");
-    throw std::invalid_argument(name + " of the megakernel: expected an address that is a multiple of " + std::to_string(alignment) +
-                                " bytes, got one that is " + std::to_string(pointer % alignment) +
+    if (pointer == 0)
+      throw std::invalid_argument(name +
+                                  " of the megakernel has a null address: pass a tensor with at least one element");
+    throw std::invalid_argument(name + " of the megakernel: expected an address that is a multiple of " +
+                                std::to_string(alignment) + " bytes, got one that is " +
+                                std::to_string(pointer % alignment) +
                                 " bytes past it (a slice of a larger tensor?): pass tensor.clone()");
   }
 }
@@ -251,7 +267,9 @@ void CudaExecutable::check() {
 }
 
 // The kernel writes the flag while other threads of this process read it.
-bool CudaExecutable::aborted() const { return std::atomic_ref<uint32_t>(*host_abort_).load(std::memory_order_acquire) != 0; }
+bool CudaExecutable::aborted() const {
+  return std::atomic_ref<uint32_t>(*host_abort_).load(std::memory_order_acquire) != 0;
+}
 
 void CudaExecutable::report_abort() {
   const RelaxedCaptureGuard relaxed(driver_);
@@ -259,7 +277,8 @@ void CudaExecutable::report_abort() {
   std::string text;
   for (const Lane& lane : lanes_) {
     std::vector<uint8_t> bytes(control_bytes_);
-    driver_.check(driver_.memcpy_dtoh_async(bytes.data(), lane.memory, bytes.size(), service_stream_), "cuMemcpyDtoHAsync");
+    driver_.check(driver_.memcpy_dtoh_async(bytes.data(), lane.memory, bytes.size(), service_stream_),
+                  "cuMemcpyDtoHAsync");
     driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
     Control control;
     std::memcpy(&control, bytes.data(), sizeof(control));
@@ -273,10 +292,12 @@ void CudaExecutable::report_abort() {
   std::atomic_ref<uint32_t>(*host_abort_).store(0, std::memory_order_release);
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%g", watchdog_ns_ / 1e9);
-  throw LaunchAborted("kernel " + kernel_name_ + " on " + device_.name + " made no progress for " + seconds +
-                      " s and was aborted: the outputs of that launch, and of later ones on its stream, are not valid.\n" + text +
-                      "The next call runs normally. If this repeats without a debugger or other work on the device, please report it with "
-                      "the files that TORCH_MPK_DUMP=<folder> leaves");
+  throw LaunchAborted(
+      "kernel " + kernel_name_ + " on " + device_.name + " made no progress for " + seconds +
+      " s and was aborted: the outputs of that launch, and of later ones on its stream, are not valid.\n" + text +
+      "The next call runs normally. If this repeats without a debugger or other work on the device, please report it "
+      "with "
+      "the files that TORCH_MPK_DUMP=<folder> leaves");
 }
 
 void CudaExecutable::release() noexcept {

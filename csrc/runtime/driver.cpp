@@ -6,25 +6,26 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 
 namespace mpk::cu {
 namespace {
 
 constexpr int kMinVersion = 12000;
 
-std::string version_string(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
+std::string version_string(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
 
 std::unique_ptr<Driver> load(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library)
-    throw std::runtime_error("no CUDA driver: " + std::string(dlerror()) +
-                             ". Install NVIDIA's driver (in a container: start it with --gpus), or run the model on the CPU");
+    throw Error("no CUDA driver: " + std::string(dlerror()) +
+                ". Install NVIDIA's driver (in a container: start it with --gpus), or run the model on the CPU");
   auto driver = std::make_unique<Driver>();
   std::string missing;
   const auto find = [&](const char* symbol) { return dlsym(library, symbol); };
-#define X(member, symbol, parameters)                                                   \
-  driver->member = reinterpret_cast<decltype(driver->member)>(find(#symbol));           \
+#define X(member, symbol, parameters)                                         \
+  driver->member = reinterpret_cast<decltype(driver->member)>(find(#symbol)); \
   if (!driver->member && missing.empty()) missing = #symbol;
   MPK_CUDA_DRIVER_FUNCTIONS(X)
 #undef X
@@ -34,9 +35,9 @@ std::unique_ptr<Driver> load(const std::string& path) {
   driver->version = 0;
   if (driver->driver_get_version) driver->driver_get_version(&driver->version);
   if (!missing.empty() || driver->version < kMinVersion)
-    throw std::runtime_error("the CUDA driver is too old: it serves CUDA " + version_string(driver->version) +
-                             (missing.empty() ? "" : " and has no " + missing) + ", torch_mpk needs CUDA " +
-                             version_string(kMinVersion) + " or newer. Update NVIDIA's driver");
+    throw Error("the CUDA driver is too old: it serves CUDA " + version_string(driver->version) +
+                (missing.empty() ? "" : " and has no " + missing) + ", torch_mpk needs CUDA " +
+                version_string(kMinVersion) + " or newer. Update NVIDIA's driver");
   driver->check(driver->init(0), "cuInit");
   return driver;
 }
@@ -58,13 +59,21 @@ void Driver::check(Result result, const std::string& what) const {
   std::string message = what + " failed: " + (name ? name : "error " + std::to_string(result));
   if (text) message += std::string(": ") + text;
   switch (result) {
-    case kErrorOutOfMemory: message += ". Free memory on the device; torch.cuda.empty_cache() returns what PyTorch holds unused"; break;
-    case kErrorNotInitialized: message += ". CUDA does not survive fork(): start processes with the spawn method"; break;
-    case kErrorNoBinaryForGpu: message += ". The kernel was built for another architecture than this device's"; break;
+    case kErrorOutOfMemory:
+      message += ". Free memory on the device; torch.cuda.empty_cache() returns what PyTorch holds unused";
+      break;
+    case kErrorNotInitialized:
+      message += ". CUDA does not survive fork(): start processes with the spawn method";
+      break;
+    case kErrorNoBinaryForGpu:
+      message += ". The kernel was built for another architecture than this device's";
+      break;
     case kErrorUnsupportedPtxVersion:
-      message += ". The driver serves CUDA " + version_string(version) + ": update it, or use a compiler of that release"; break;
+      message +=
+          ". The driver serves CUDA " + version_string(version) + ": update it, or use a compiler of that release";
+      break;
   }
-  throw std::runtime_error(message);
+  throw Error(message);
 }
 
 const Driver& driver() {
@@ -82,7 +91,7 @@ int num_devices() {
   try {
     int count = 0;
     return driver().device_get_count(&count) == 0 ? count : 0;
-  } catch (const std::runtime_error&) {
+  } catch (const Error&) {
     return 0;
   }
 }
@@ -96,7 +105,8 @@ DeviceInfo device_info(int ordinal) {
   return DeviceInfo{
       .ordinal = ordinal,
       .name = name,
-      .arch = 10 * attribute(d, kAttributeComputeCapabilityMajor, device) + attribute(d, kAttributeComputeCapabilityMinor, device),
+      .arch = 10 * attribute(d, kAttributeComputeCapabilityMajor, device) +
+              attribute(d, kAttributeComputeCapabilityMinor, device),
       .num_sms = attribute(d, kAttributeMultiprocessorCount, device),
       .smem_optin_bytes = attribute(d, kAttributeMaxSharedMemoryPerBlockOptin, device),
       .driver_version = d.version,

@@ -16,16 +16,22 @@ std::string phase_name(uint32_t phase, const std::vector<std::string>& names) {
 
 std::string awaited(const StallRecord& stall, const std::vector<std::string>& names) {
   switch (stall.waiting) {
-    case 0: return "event of phase " + phase_name(stall.event, names);
-    case 1: return "full ring slot " + std::to_string(stall.event);
-    case 2: return "free ring slot " + std::to_string(stall.event);
-    case 3: return "the loader's progress";
-    default: return "unknown (" + std::to_string(stall.waiting) + ")";
+    case 0:
+      return "event of phase " + phase_name(stall.event, names);
+    case 1:
+      return "full ring slot " + std::to_string(stall.event);
+    case 2:
+      return "free ring slot " + std::to_string(stall.event);
+    case 3:
+      return "the loader's progress";
+    default:
+      return "unknown (" + std::to_string(stall.waiting) + ")";
   }
 }
 
 Row describe(size_t first, size_t last, const StallRecord& stall, const std::vector<std::string>& names) {
-  const std::string workers = first == last ? std::to_string(first) : std::to_string(first) + "-" + std::to_string(last);
+  const std::string workers =
+      first == last ? std::to_string(first) : std::to_string(first) + "-" + std::to_string(last);
   if (!stall.valid) return {workers, "-", "-", "nothing: left when it saw the abort", "-", "-", "-"};
   return {workers,
           phase_name(stall.phase, names),

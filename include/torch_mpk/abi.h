@@ -5,18 +5,7 @@
 // memory written once (`table`) or state that survives from launch to launch (`control`).
 #pragma once
 
-#ifdef __CUDACC_RTC__  // NVRTC has no standard headers
-typedef signed char int8_t;
-typedef short int16_t;
-typedef int int32_t;
-typedef long int64_t;
-typedef unsigned char uint8_t;
-typedef unsigned short uint16_t;
-typedef unsigned int uint32_t;
-typedef unsigned long uint64_t;
-#else
 #include <cstdint>
-#endif
 
 namespace mpk {
 

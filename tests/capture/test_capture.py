@@ -226,3 +226,24 @@ def test_equal_keys_mean_equal_graphs():
     others.append(key(lambda x: x * 2, x.t()[:3].t()))
     constants = [key(lambda x: x * torch.tensor([1.0, v, 3.0, 4.0]), x) for v in (2.0, 5.0)]
     assert len({base, *others, *constants}) == 8
+
+
+def test_a_python_float_that_changes_is_specialised():
+    def function(x, scale):
+        return x * scale
+
+    captured, refused = [], []
+
+    def backend(gm, example_inputs):
+        try:
+            captured.append(capture(gm, example_inputs))
+        except UnsupportedError as error:
+            refused.append(str(error))
+            captured.append(capture(gm, example_inputs, specialize=True))
+        return gm.forward
+
+    compiled = torch.compile(function, backend=backend)
+    for scale in (0.5, 0.25, 0.125):
+        compiled(torch.ones(3), scale)
+    assert refused == ["L['scale'] is a Python number that differs from call to call"]
+    assert captured[-1].graph_module(torch.full((3,), 8.0), 7.0)[0].tolist() == [2.0] * 3

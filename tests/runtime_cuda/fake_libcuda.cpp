@@ -1,5 +1,5 @@
-// A CUDA driver without a device, for tests of the launcher: device memory is host memory, a launch is recorded, and the
-// exported `fake` tells what was done and decides what happens next.
+// A CUDA driver without a device, for tests of the launcher: device memory is host memory, a launch is recorded, and
+// the exported `fake` tells what was done and decides what happens next.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -11,11 +11,11 @@ constexpr int kMaxBytes = 32768;
 struct Fake {
   // Set by the test.
   int version, arch, num_sms, smem_optin, occupancy, num_devices;
-  int fail_result;            // what the call named fail_call returns
+  int fail_result;  // what the call named fail_call returns
   char fail_call[64];
   uint64_t capturing_stream;  // 0: none
   uint64_t capture_id;
-  int param_bytes;            // the kernel's; what a launch copies
+  int param_bytes;  // the kernel's; what a launch copies
   // Read by the test.
   int num_launches, num_allocations, num_live, num_context_pushes, context_depth;
   int num_violations;  // calls that would break a capture: unsafe ones, made in another mode than relaxed
@@ -43,26 +43,71 @@ Fake fake = {};
 #define UNSAFE() \
   if (fake.capturing_stream && capture_mode != 2) fake.num_violations++
 
-int cuInit(unsigned) { FAIL(cuInit); return 0; }
-int cuDriverGetVersion(int* version) { *version = fake.version; return 0; }
-int cuGetErrorName(int result, const char** name) { *name = result == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE"; return 0; }
-int cuGetErrorString(int, const char** text) { *text = "as the test asked for"; return 0; }
-int cuDeviceGetCount(int* count) { *count = fake.num_devices; return 0; }
-int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return ordinal < fake.num_devices ? 0 : 101; }
-int cuDeviceGetName(char* name, int size, int) { std::strncpy(name, "Fake GPU", size); return 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 16 ? fake.num_sms : attribute == 75 ? fake.arch / 10 : attribute == 76 ? fake.arch % 10 : fake.smem_optin;
+int cuInit(unsigned) {
+  FAIL(cuInit);
   return 0;
 }
-int cuDevicePrimaryCtxRetain(Context** out, int) { *out = &context; return 0; }
+int cuDriverGetVersion(int* version) {
+  *version = fake.version;
+  return 0;
+}
+int cuGetErrorName(int result, const char** name) {
+  *name = result == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE";
+  return 0;
+}
+int cuGetErrorString(int, const char** text) {
+  *text = "as the test asked for";
+  return 0;
+}
+int cuDeviceGetCount(int* count) {
+  *count = fake.num_devices;
+  return 0;
+}
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return ordinal < fake.num_devices ? 0 : 101;
+}
+int cuDeviceGetName(char* name, int size, int) {
+  std::strncpy(name, "Fake GPU", size);
+  return 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 16   ? fake.num_sms
+           : attribute == 75 ? fake.arch / 10
+           : attribute == 76 ? fake.arch % 10
+                             : fake.smem_optin;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(Context** out, int) {
+  *out = &context;
+  return 0;
+}
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
-int cuCtxGetCurrent(Context** out) { *out = current; return 0; }
-int cuCtxPushCurrent_v2(Context* c) { if (!c) return 201; current = c; fake.num_context_pushes++; fake.context_depth++; return 0; }
-int cuCtxPopCurrent_v2(Context** out) { *out = current; current = nullptr; fake.context_depth--; return 0; }
-int cuCtxSynchronize() { UNSAFE(); return 0; }
+int cuCtxGetCurrent(Context** out) {
+  *out = current;
+  return 0;
+}
+int cuCtxPushCurrent_v2(Context* c) {
+  if (!c) return 201;
+  current = c;
+  fake.num_context_pushes++;
+  fake.context_depth++;
+  return 0;
+}
+int cuCtxPopCurrent_v2(Context** out) {
+  *out = current;
+  current = nullptr;
+  fake.context_depth--;
+  return 0;
+}
+int cuCtxSynchronize() {
+  UNSAFE();
+  return 0;
+}
 int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, void** values) {
   std::strncpy(fake.image, static_cast<const char*>(image), sizeof(fake.image) - 1);
-  if (std::strcmp(fake.fail_call, "cuModuleLoadDataEx") == 0) std::strcpy(static_cast<char*>(values[0]), "ptxas says no");
+  if (std::strcmp(fake.fail_call, "cuModuleLoadDataEx") == 0)
+    std::strcpy(static_cast<char*>(values[0]), "ptxas says no");
   FAIL(cuModuleLoadDataEx);
   *module = &context;
   return 0;
@@ -73,10 +118,23 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
   *function = &context;
   return 0;
 }
-int cuFuncGetAttribute(int* value, int attribute, void*) { *value = attribute == 1 ? 16 : 168; return 0; }
-int cuFuncSetAttribute(void*, int attribute, int value) { if (attribute == 8) fake.max_dynamic_shared = value; return 0; }
-int cuFuncGetParamInfo(void*, size_t, size_t* offset, size_t* size) { *offset = 0; *size = fake.param_bytes; return 0; }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int, size_t) { *blocks = fake.occupancy; return 0; }
+int cuFuncGetAttribute(int* value, int attribute, void*) {
+  *value = attribute == 1 ? 16 : 168;
+  return 0;
+}
+int cuFuncSetAttribute(void*, int attribute, int value) {
+  if (attribute == 8) fake.max_dynamic_shared = value;
+  return 0;
+}
+int cuFuncGetParamInfo(void*, size_t, size_t* offset, size_t* size) {
+  *offset = 0;
+  *size = fake.param_bytes;
+  return 0;
+}
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int, size_t) {
+  *blocks = fake.occupancy;
+  return 0;
+}
 int cuMemAlloc_v2(unsigned long long* out, size_t bytes) {
   UNSAFE();
   FAIL(cuMemAlloc);
@@ -87,26 +145,79 @@ int cuMemAlloc_v2(unsigned long long* out, size_t bytes) {
   fake.num_live++;
   return 0;
 }
-int cuMemFree_v2(unsigned long long memory) { UNSAFE(); std::free(reinterpret_cast<void*>(memory)); fake.num_live--; return 0; }
-int cuMemHostAlloc(void** out, size_t bytes, unsigned) { UNSAFE(); *out = std::calloc(1, bytes); fake.num_live++; return 0; }
-int cuMemHostGetDevicePointer_v2(unsigned long long* out, void* host, unsigned) { *out = reinterpret_cast<unsigned long long>(host); return 0; }
-int cuMemFreeHost(void* host) { std::free(host); fake.num_live--; return 0; }
-int cuMemsetD8Async(unsigned long long memory, unsigned char value, size_t bytes, void*) { std::memset(reinterpret_cast<void*>(memory), value, bytes); return 0; }
-int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t bytes, void*) { std::memcpy(reinterpret_cast<void*>(to), from, bytes); return 0; }
-int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t bytes, void*) { std::memcpy(to, reinterpret_cast<void*>(from), bytes); return 0; }
-int cuStreamCreate(void** stream, unsigned) { *stream = std::malloc(1); fake.num_live++; return 0; }
-int cuStreamDestroy_v2(void* stream) { std::free(stream); fake.num_live--; return 0; }
-int cuStreamSynchronize(void*) { UNSAFE(); return 0; }
+int cuMemFree_v2(unsigned long long memory) {
+  UNSAFE();
+  std::free(reinterpret_cast<void*>(memory));
+  fake.num_live--;
+  return 0;
+}
+int cuMemHostAlloc(void** out, size_t bytes, unsigned) {
+  UNSAFE();
+  *out = std::calloc(1, bytes);
+  fake.num_live++;
+  return 0;
+}
+int cuMemHostGetDevicePointer_v2(unsigned long long* out, void* host, unsigned) {
+  *out = reinterpret_cast<unsigned long long>(host);
+  return 0;
+}
+int cuMemFreeHost(void* host) {
+  std::free(host);
+  fake.num_live--;
+  return 0;
+}
+int cuMemsetD8Async(unsigned long long memory, unsigned char value, size_t bytes, void*) {
+  std::memset(reinterpret_cast<void*>(memory), value, bytes);
+  return 0;
+}
+int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t bytes, void*) {
+  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  return 0;
+}
+int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t bytes, void*) {
+  std::memcpy(to, reinterpret_cast<void*>(from), bytes);
+  return 0;
+}
+int cuStreamCreate(void** stream, unsigned) {
+  *stream = std::malloc(1);
+  fake.num_live++;
+  return 0;
+}
+int cuStreamDestroy_v2(void* stream) {
+  std::free(stream);
+  fake.num_live--;
+  return 0;
+}
+int cuStreamSynchronize(void*) {
+  UNSAFE();
+  return 0;
+}
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void*, const void**, size_t*) {
   const bool capturing = fake.capturing_stream && reinterpret_cast<uint64_t>(stream) == fake.capturing_stream;
   *status = capturing ? 1 : 0;
   *id = fake.capture_id;
   return 0;
 }
-int cuThreadExchangeStreamCaptureMode(int* mode) { const int old = capture_mode; capture_mode = *mode; *mode = old; return 0; }
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  const int old = capture_mode;
+  capture_mode = *mode;
+  *mode = old;
+  return 0;
+}
 
-struct Attribute { int id, padding; union { char bytes[64]; int cooperative; }; };
-struct Config { unsigned grid[3], block[3], shared; void* stream; Attribute* attributes; unsigned num_attributes; };
+struct Attribute {
+  int id, padding;
+  union {
+    char bytes[64];
+    int cooperative;
+  };
+};
+struct Config {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  Attribute* attributes;
+  unsigned num_attributes;
+};
 int cuLaunchKernelEx(const Config* config, void*, void** params, void**) {
   FAIL(cuLaunchKernelEx);
   fake.num_launches++;
@@ -114,7 +225,8 @@ int cuLaunchKernelEx(const Config* config, void*, void** params, void**) {
   fake.block = config->block[0] * config->block[1] * config->block[2];
   fake.shared_bytes = config->shared;
   fake.stream = reinterpret_cast<uint64_t>(config->stream);
-  fake.cooperative = config->num_attributes == 1 && config->attributes[0].id == 2 && config->attributes[0].cooperative == 1;
+  fake.cooperative =
+      config->num_attributes == 1 && config->attributes[0].id == 2 && config->attributes[0].cooperative == 1;
   std::memcpy(fake.params, params[0], fake.param_bytes);
   return 0;
 }

@@ -1,4 +1,4 @@
-"""CudaExecutable against a driver without a device: what reaches cuLaunchKernelEx, and what happens when things go wrong."""
+"""CudaExecutable against a driver without a device: what a launch passes, and what happens when it goes wrong."""
 
 import ctypes
 import gc
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torch_mpk import _C
-from torch_mpk.errors import MegakernelTimeout
+from torch_mpk.errors import LaunchError, MegakernelTimeout
 
 INPUTS = [4096, 8200]
 OUTPUTS = [12288]
@@ -140,12 +140,12 @@ def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executab
     with pytest.raises(MegakernelTimeout, match="mpk_kernel on Fake GPU made no progress for 2 s") as info:
         executable.run(INPUTS, OUTPUTS, [0], STREAM)
     assert fake.num_launches == 1
-    table = [line.split() for line in str(info.value).splitlines()[1:5]]
+    table = [" ".join(line.split()) for line in str(info.value).splitlines()[1:5]]
     assert table == [
-        "workers in phase role waits for seen expected entry".split(),
-        "0-1 2 attention consumer event of phase 1 qkv 3 4 17".split(),
-        "2 1 qkv loader free ring slot 6 8 9 5".split(),
-        "3 - - nothing: left when it saw the abort - - -".split(),
+        "workers in phase role waits for seen expected entry",
+        "0-1 2 attention consumer event of phase 1 qkv 3 4 17",
+        "2 1 qkv loader free ring slot 6 8 9 5",
+        "3 - - nothing: left when it saw the abort - - -",
     ]
     assert ctypes.string_at(launch.control, 512) == bytes(512)
     executable.check()
@@ -194,6 +194,16 @@ def test_everything_is_freed(fake, make_executable):
     assert fake.num_live == 0
 
 
+def test_a_failed_launch_is_an_error_of_this_call_alone(fake, make_executable):
+    executable = make_executable()
+    fake.fail_call, fake.fail_result = b"cuLaunchKernelEx", 701
+    with pytest.raises(LaunchError, match="launching kernel mpk_kernel failed: CUDA_ERROR_FAKE: as the test asked for"):
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.fail_call = b""
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert fake.num_launches == 1
+
+
 def test_threads_share_an_executable(fake, make_executable):
     executable = make_executable()
 
@@ -222,7 +232,9 @@ def test_threads_share_an_executable(fake, make_executable):
         ({"fail_call": b"cuModuleLoadDataEx", "fail_result": 222}, "serves CUDA 13.0: update it"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(fake, make_executable, tmp_path, monkeypatch, fake_library, change, message):
+def test_what_cannot_run_is_refused_with_the_reason(
+    fake, make_executable, tmp_path, monkeypatch, fake_library, change, message
+):
     if "version" in change:  # a driver is asked for its version once
         copy = tmp_path / "libold.so"
         copy.write_bytes(fake_library.read_bytes())
@@ -230,7 +242,7 @@ def test_what_cannot_run_is_refused_with_the_reason(fake, make_executable, tmp_p
         fake = type(fake).in_dll(ctypes.CDLL(str(copy)), "fake")
     for name, value in change.items():
         setattr(fake, name, value)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(LaunchError, match=message):
         make_executable()
     assert fake.num_live == 0
 
@@ -243,14 +255,20 @@ def test_a_kernel_of_other_parameters_is_refused(fake, make_program):
 
 def test_no_driver_says_what_to_do(monkeypatch, make_program):
     monkeypatch.setenv("TORCH_MPK_LIBCUDA", "/nonexistent/libcuda.so")
-    with pytest.raises(RuntimeError, match="no CUDA driver: .*Install NVIDIA's driver"):
+    with pytest.raises(LaunchError, match=r"no CUDA driver: .*Install NVIDIA's driver"):
         _C.CudaExecutable(make_program(), b"", 0, 0)
     assert _C.num_devices() == 0
 
 
 def test_device_info(fake):
     info = _C.device_info(0)
-    assert (info.name, info.arch, info.num_sms, info.smem_optin_bytes, info.driver_version) == ("Fake GPU", 90, 132, 232448, 13000)
+    assert (info.name, info.arch, info.num_sms, info.smem_optin_bytes, info.driver_version) == (
+        "Fake GPU",
+        90,
+        132,
+        232448,
+        13000,
+    )
     assert _C.num_devices() == 1
 
 

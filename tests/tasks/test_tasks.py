@@ -83,7 +83,7 @@ def softmax(x):
 
 
 @pytest.mark.parametrize("dtype", ULP, ids=str)
-@pytest.mark.parametrize("task, sample", CASES)
+@pytest.mark.parametrize(("task", "sample"), CASES)
 def test_reference_equals_formula(task, sample, dtype):
     operands, attrs = task.sample(sample, dtype)
     wide = [t.float() if t is not None and t.is_floating_point() else t for t in operands]
@@ -92,12 +92,12 @@ def test_reference_equals_formula(task, sample, dtype):
     if task.outputs:
         assert result.dtype == (torch.int64 if task.name == "argmax" else dtype)
         torch.testing.assert_close(result.to(expected.dtype), expected, rtol=2 * ULP[dtype], atol=2 * ULP[dtype])
-    for operand, t, w in zip(task.inputs, operands, wide):
+    for operand, t, w in zip(task.inputs, operands, wide, strict=True):
         if t is not None:  # written as the formula does, or untouched
             assert torch.equal(t.to(w.dtype), w), operand.name
 
 
-@pytest.mark.parametrize("task, sample", CASES)
+@pytest.mark.parametrize(("task", "sample"), CASES)
 def test_operator(task, sample):
     operands, attrs = task.sample(sample, torch.float32)
     torch.library.opcheck(getattr(torch.ops.mpk, task.name).default, tuple(operands), attrs)
@@ -132,7 +132,8 @@ def test_rows_without_a_live_key(style):
     bool_mask = torch.ones(3, 4, 10, dtype=torch.bool)
     bool_mask[1, 2] = False
     y = attend(bool_mask, None)
-    assert not y[1, 2].any() and y[1, 1].any()
+    assert not y[1, 2].any()
+    assert y[1, 1].any()
 
     float_mask = torch.zeros(3, 4, 10)
     float_mask[1] = torch.finfo(torch.float32).min
@@ -146,7 +147,7 @@ def test_rows_without_a_live_key(style):
 
 
 @pytest.mark.parametrize(
-    "call, message",
+    ("call", "message"),
     [
         (
             lambda: registry.get("rms_norm")(torch.ones(2, 4096), torch.ones(2048), eps=1e-6, style="llama"),
@@ -195,7 +196,7 @@ def test_bad_attributes_are_named():
 
 
 @pytest.mark.parametrize(
-    "signature, message",
+    ("signature", "message"),
     [
         ("x[R] y[R]", "needs one '->'"),
         ("x[R], weight -> y[R]", "cannot read ', weight'"),

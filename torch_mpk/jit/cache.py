@@ -18,12 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_mpk.errors import CacheError
+
 _REPORT = "report.json"
 _ABANDONED_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that died
-
-
-class CacheError(RuntimeError):
-    """The cache directory cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Cache:
         Raises CacheError when it cannot be made.
         """
         try:
-            for path in (self._kernels, self._failed, self._tmp):
+            for path in (self.root, self._kernels, self._failed, self._tmp):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_permissions()
             path = Path(tempfile.mkdtemp(dir=self._tmp))
@@ -74,7 +72,7 @@ class Cache:
             shutil.rmtree(path, ignore_errors=True)
 
     def put(self, key: str, workspace: Path, report: dict) -> Entry:
-        """Make ``workspace`` the entry of ``key``, on disk before it is visible, and evict what the limit has no room for."""
+        """Make ``workspace`` the entry of ``key``, on disk before it is visible; evict what there is no room for."""
         files = {path.name: path.read_bytes() for path in sorted(workspace.iterdir())}
         index = {name: _fingerprint(data) for name, data in files.items()}
         (workspace / _REPORT).write_text(json.dumps({"report": report, "files": index}, indent=2))
@@ -118,7 +116,9 @@ class Cache:
         # Who can write here can run code in our process.
         for path in (self.root, self._kernels):
             if stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
-                raise CacheError(f"{path} is writable for everyone: run chmod o-w {path}, or set TORCH_MPK_CACHE_DIR elsewhere")
+                raise CacheError(
+                    f"{path} is writable for everyone: run chmod o-w {path}, or set TORCH_MPK_CACHE_DIR elsewhere"
+                )
 
     def _remove(self, path: Path) -> None:
         # Out of sight in one step, so that nobody reads half an entry.

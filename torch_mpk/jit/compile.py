@@ -8,25 +8,19 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from . import settings
-from .cache import Cache, Entry
-from .compiler import Compiled, Compiler, find_compiler
-from .headers import header_files, include_dir
-from .report import Resources, parse_resources
+from torch_mpk.config import env
+from torch_mpk.errors import CompileError
+from torch_mpk.jit.cache import Cache, Entry
+from torch_mpk.jit.compiler import Compiled, Compiler, find_compiler
+from torch_mpk.jit.headers import header_files, include_dir, users_headers
+from torch_mpk.jit.report import Resources, parse_resources
 
 logger = logging.getLogger(__name__)
 
 _SCHEMA = 1  # of a cache entry; another number makes every earlier entry unreachable
 _NUM_ERROR_LINES = 12
-
-
-class CompilerError(RuntimeError):
-    """A kernel's source did not compile; the message has the command, the first errors and where the source is kept."""
-
-
-class CompileForbiddenError(RuntimeError):
-    """A kernel is not in the cache, and TORCH_MPK_FORBID_COMPILE is set."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +33,11 @@ class Cubin:
     compiler: str  # name and version
     seconds: float  # the compiler took, whenever that was
 
+    def describe(self) -> dict[str, Any]:
+        """Everything but the image, for dumps and reports."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "image"}
+        return fields | {"path": str(self.path), "resources": dataclasses.asdict(self.resources)}
+
 
 def compile_cuda(source: str, arch: int, *, ptx: bool = False, compiler: Compiler | None = None) -> Cubin:
     """Compile one translation unit for a compute capability (90 is sm_90a, with wgmma and setmaxnreg; 80 is sm_80).
@@ -47,19 +46,23 @@ def compile_cuda(source: str, arch: int, *, ptx: bool = False, compiler: Compile
     choice by default. The result comes from the cache when the same source, headers, flags, compiler and CUDA headers
     were compiled before; modification times and paths play no part.
 
-    Raises CompilerNotFound, CompilerError, CacheError, or CompileForbiddenError naming the missing key.
+    Raises:
+        CompileError: no compiler was found; or the source does not compile (the message has the command, the first
+            errors and where the source is kept); or TORCH_MPK_FORBID_COMPILE is set and the kernel, whose key it names,
+            is not in the cache.
+        CacheError: the cache directory cannot be used.
     """
-    compiler = compiler or find_compiler(settings.compiler())
+    compiler = compiler or find_compiler(env.compiler)
     arch_name = f"sm_{arch}a" if arch >= 90 and not ptx else f"sm_{arch}"
     flags = compiler.flags(arch_name, ptx)
     key = cache_key(source, flags, compiler)
-    cache = settings.cache()
+    cache = Cache(env.cache_dir, env.cache_bytes)
     entry = cache.get(key)
     if entry is None:
-        if settings.forbid_compile():
-            raise CompileForbiddenError(
-                f"kernel {key} is not in {cache.root} and TORCH_MPK_FORBID_COMPILE is set: compile it beforehand by running the "
-                f"model once without it, with the same {compiler.identity}, torch_mpk and TORCH_MPK_CACHE_DIR"
+        if env.forbid_compile:
+            raise CompileError(
+                f"kernel {key} is not in {cache.root} and TORCH_MPK_FORBID_COMPILE is set: run the model once without "
+                f"it, with the same {compiler.identity}, torch_mpk and TORCH_MPK_CACHE_DIR"
             )
         _progress(f"compiling a kernel for {arch_name} with {compiler.name} {compiler.version} (kept in {cache.root})")
         entry = _build(source, key, flags, ptx, compiler, cache)
@@ -76,7 +79,7 @@ def cache_key(source: str, flags: list[str], compiler: Compiler) -> str:
 
     for text in (str(_SCHEMA), compiler.identity, *flags):
         add(text.encode())
-    for name, content in header_files():
+    for name, content in (*header_files(), *users_headers(source)):
         add(name.encode())
         add(content)
     add(source.encode())
@@ -94,7 +97,7 @@ def _build(source: str, key: str, flags: list[str], ptx: bool, compiler: Compile
         (folder / "log.txt").write_text(f"{compiled.command}\n{compiled.log}")
         if not compiled.ok:
             kept = cache.keep_failed(key, folder)
-            raise CompilerError(_failure(compiled, kept / path.name))
+            raise CompileError(_failure(compiled, kept / path.name))
         report = {
             "image": image.name,
             "compiler": f"{compiler.name} {compiler.version}",
@@ -109,8 +112,8 @@ def _failure(compiled: Compiled, source: Path) -> str:
     first = next((i for i, line in enumerate(lines) if "error" in line.lower() or "fatal" in line.lower()), 0)
     errors = "\n".join(lines[first : first + _NUM_ERROR_LINES])
     return (
-        f"a generated kernel does not compile:\n{errors}\ncommand: {compiled.command}\nsource: {source} (all messages in "
-        f"log.txt beside it)\nPlease report this with both files; torch.compile(..., backend='eager') runs without torch_mpk."
+        f"a generated kernel does not compile:\n{errors}\ncommand: {compiled.command}\nsource: {source}\n"
+        "log.txt beside it has all messages. Please report this with both files"
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_mpk.errors import CompileError, OptionError
+
 MIN_VERSION = (12, 8)
-
-
-class CompilerNotFound(RuntimeError):  # noqa: N818
-    """No usable CUDA compiler on this machine; the message says what to install."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +36,33 @@ class Compiler(ABC):
 
 
 def find_compiler(name: str = "auto") -> Compiler:
-    """The compiler called ``name`` (nvcc or nvrtc); for auto nvcc where there is one, because it spills less.
+    """The compiler called ``nvcc``, the path of one, ``nvrtc``, or ``auto``: nvcc if there is one, as it spills less.
 
-    Raises CompilerNotFound saying what was looked for and what to install.
+    Raises:
+        CompileError: not found; the message says where it was looked for and what to install.
+        OptionError: the name is none of these.
     """
-    from .nvcc import Nvcc
-    from .nvrtc import Nvrtc
+    from torch_mpk.jit.nvcc import Nvcc
+    from torch_mpk.jit.nvrtc import Nvrtc
 
-    kinds = {kind.name: kind for kind in (Nvcc, Nvrtc)}
-    if name != "auto" and name not in kinds:
-        raise ValueError(f"TORCH_MPK_COMPILER is {name!r}: expected auto, {' or '.join(kinds)}")
+    if Path(name).is_absolute():
+        return Nvcc.at(name)
+    finders: dict[str, list[Callable[[], Compiler]]] = {
+        "auto": [Nvcc.find, Nvrtc.find],
+        "nvcc": [Nvcc.find],
+        "nvrtc": [Nvrtc.find],
+    }
+    if name not in finders:
+        raise OptionError(
+            f"TORCH_MPK_COMPILER: expected auto, nvcc, nvrtc or the absolute path of an nvcc, got {name!r}"
+        )
     reasons = []
-    for kind in kinds.values() if name == "auto" else [kinds[name]]:
+    for find in finders[name]:
         try:
-            return kind.find()
-        except CompilerNotFound as error:
+            return find()
+        except CompileError as error:
             reasons.append(str(error))
-    raise CompilerNotFound(
-        "no CUDA compiler found (" + "; ".join(reasons) + "). Install the CUDA toolkit 12.8 or newer and set CUDA_HOME, "
-        "or pip install nvidia-cuda-nvrtc nvidia-cuda-runtime in the versions of your torch"
+    raise CompileError(
+        f"no CUDA compiler found ({'; '.join(reasons)}). Install the CUDA toolkit 12.8 or newer and set CUDA_HOME, or "
+        "pip install nvidia-cuda-nvrtc and nvidia-cuda-runtime in the versions of your torch"
     )

@@ -20,7 +20,9 @@ def include_dir() -> Path:
         if (candidate / "torch_mpk" / "abi.h").is_file():
             return candidate
     places = " or ".join(map(str, candidates))
-    raise FileNotFoundError(f"torch_mpk/abi.h not found in {places}: the installation is incomplete, reinstall torch_mpk")
+    raise FileNotFoundError(
+        f"torch_mpk/abi.h not found in {places}: the installation is incomplete, reinstall torch_mpk"
+    )
 
 
 def header_files() -> Iterator[tuple[str, bytes]]:
@@ -29,6 +31,22 @@ def header_files() -> Iterator[tuple[str, bytes]]:
     for path in sorted((root / "torch_mpk").rglob("*")):
         if path.is_file():
             yield path.relative_to(root).as_posix(), path.read_bytes()
+
+
+def users_headers(source: str) -> Iterator[tuple[str, bytes]]:
+    """Path and content of the headers a source includes by absolute path, as a user's task does, and of those that
+    lie beside them and are included by them."""
+    pending, seen = [(source, Path("/"))], set()
+    while pending:
+        text, folder = pending.pop()
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE):
+            path = folder / name
+            if path in seen or not path.is_file():
+                continue
+            seen.add(path)
+            content = path.read_bytes()
+            pending.append((content.decode(errors="replace"), path.parent))
+            yield str(path), content
 
 
 def cuda_roots() -> list[Path]:

@@ -10,8 +10,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from .compiler import MIN_VERSION, Compiled, Compiler, CompilerNotFound
-from .headers import cuda_roots
+from torch_mpk.errors import CompileError
+from torch_mpk.jit.compiler import MIN_VERSION, Compiled, Compiler
+from torch_mpk.jit.headers import cuda_roots
 
 
 class Nvcc(Compiler):
@@ -20,28 +21,42 @@ class Nvcc(Compiler):
     def __init__(self, path: str, version: str) -> None:
         self.path = path
         self.version = version
-        self.identity = f"nvcc {version}"  # its headers are its toolkit's
+        # Its headers are its toolkit's; the two variables change every command line.
+        flags = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
+        self.identity = " ".join(["nvcc", version, *flags]).strip()
+
+    @staticmethod
+    def at(path: str) -> Nvcc:
+        """Raises CompileError when there is no nvcc that works and is of ``MIN_VERSION`` or newer."""
+        if shutil.which(os.environ.get("NVCC_CCBIN", "g++")) is None:
+            raise CompileError("nvcc needs a host compiler, and there is no g++ on PATH")
+        version = _version(path)
+        if tuple(map(int, version.split("."))) < MIN_VERSION:
+            raise CompileError(
+                f"{path} is version {version}, torch_mpk needs {'.'.join(map(str, MIN_VERSION))} or newer"
+            )
+        return Nvcc(path, version)
 
     @staticmethod
     def find() -> Nvcc:
-        """Raises CompilerNotFound, saying why, when no nvcc of ``MIN_VERSION`` or newer works here."""
-        if shutil.which(os.environ.get("NVCC_CCBIN", "g++")) is None:
-            raise CompilerNotFound("nvcc: needs a host compiler, and there is no g++ on PATH")
-        rejected = []
-        for path in filter(None, [shutil.which("nvcc"), *(shutil.which("nvcc", path=r / "bin") for r in cuda_roots())]):
-            version = _version(path)
-            if tuple(map(int, version.split("."))) >= MIN_VERSION:
-                return Nvcc(path, version)
-            rejected.append(f"{path} is version {version}")
-        why = "; ".join(rejected) or "not on PATH, in CUDA_HOME or in /usr/local/cuda"
-        raise CompilerNotFound(f"nvcc: {why}")
+        """The first usable one of PATH, CUDA_HOME and /usr/local/cuda. Raises CompileError, saying why, without one."""
+        paths = [shutil.which("nvcc"), *(shutil.which("nvcc", path=root / "bin") for root in cuda_roots())]
+        reasons = []
+        for path in filter(None, paths):
+            try:
+                return Nvcc.at(path)
+            except CompileError as error:
+                reasons.append(str(error))
+        raise CompileError("; ".join(reasons) or "nvcc is not on PATH, in CUDA_HOME or in /usr/local/cuda")
 
     def flags(self, arch: str, ptx: bool) -> list[str]:
         # -arch=sm_90a would also assemble for generic sm_90, which has neither wgmma nor setmaxnreg.
         number = arch.removeprefix("sm_")
         code = f"compute_{number}" if ptx else arch
         output = "-ptx" if ptx else "-cubin"
-        return [output, "-gencode", f"arch=compute_{number},code={code}", "-std=c++17", "-O3", "-Xptxas", "-v"]
+        gencode = f"arch=compute_{number},code={code}"
+        # Relaxed: device code calls constexpr functions that the host calls too.
+        return [output, "-gencode", gencode, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
 
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
         includes = [f"-I{path}" for path in include_dirs]

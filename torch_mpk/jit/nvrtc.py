@@ -1,15 +1,18 @@
-"""NVRTC through ctypes: needs neither a toolkit nor a host compiler, only the library that torch's CUDA wheels bring."""
+"""NVRTC through ctypes: needs neither a toolkit nor a host compiler, only the library torch's CUDA wheels bring."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
-from .compiler import MIN_VERSION, Compiled, Compiler, CompilerNotFound
-from .headers import cuda_roots, cuda_version_of, find_cuda_headers, include_dir, nvidia_packages
+from torch_mpk.errors import CompileError
+from torch_mpk.jit.compiler import MIN_VERSION, Compiled, Compiler
+from torch_mpk.jit.headers import cuda_roots, cuda_version_of, find_cuda_headers, include_dir, nvidia_packages
 
 _SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
@@ -26,47 +29,52 @@ class Nvrtc(Compiler):
     @staticmethod
     @functools.cache
     def find() -> Nvrtc:
-        """Raises CompilerNotFound, saying why, without libnvrtc of ``MIN_VERSION`` or newer or without CUDA's headers."""
-        folders = [package / name / "lib" for package in nvidia_packages() for name in ("cu13", "cuda_nvrtc")]
-        folders += [root / "lib64" for root in cuda_roots()]
-        names = [str(folder / name) for folder in folders for name in _SONAMES if (folder / name).exists()]
+        """Raises CompileError, saying why, without libnvrtc of ``MIN_VERSION`` or newer or without CUDA's headers."""
         rejected = []
-        for name in [*names, *_SONAMES]:
-            try:
-                # NVRTC opens its builtins by name alone, and finds them only when they are loaded already.
-                for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):
-                    ctypes.CDLL(str(builtins))
-                library = ctypes.CDLL(name)
-            except OSError:
-                continue
+        for name, library in _libraries():
             version = _version(library)
             numbers = tuple(map(int, version.split(".")))
             if numbers < MIN_VERSION:
                 rejected.append(f"{name} is version {version}")
                 continue
-            headers = find_cuda_headers(numbers[:2])
+            headers = find_cuda_headers((numbers[0], numbers[1]))
             if headers is None:
-                raise CompilerNotFound(
-                    "nvrtc: cuda_bf16.h and cuda_fp16.h not found in the nvidia wheels, CUDA_HOME, /usr/local/cuda or triton "
-                    "(pip install nvidia-cuda-runtime brings them)"
+                raise CompileError(
+                    "for nvrtc: cuda_bf16.h and cuda_fp16.h not found in the nvidia wheels, CUDA_HOME, /usr/local/cuda "
+                    "or triton (pip install nvidia-cuda-runtime brings them)"
                 )
             return Nvrtc(library, version, headers)
-        raise CompilerNotFound("nvrtc: " + ("; ".join(rejected) or "libnvrtc.so not found in the nvidia wheels or the system"))
+        raise CompileError("; ".join(rejected) or "libnvrtc.so is neither in the nvidia wheels nor on the system")
 
     def flags(self, arch: str, ptx: bool) -> list[str]:
         target = arch.replace("sm_", "compute_") if ptx else arch
-        flags = [f"--gpu-architecture={target}", "--std=c++17"]
+        # For the constexpr functions that host and device share.
+        flags = [f"--gpu-architecture={target}", "--std=c++17", "--device-as-default-execution-space"]
         return flags if ptx else [*flags, "--ptxas-options=-v"]
 
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
         own_std = include_dir() / "torch_mpk" / "nvrtc"
         options = [*flags, *(f"-I{path}" for path in [*include_dirs, own_std, self._cuda_headers])]
-        with _Program(self._library, source.read_text(), source.name) as program:
+        with _program(self._library, source.read_text(), source.name) as program:
             ok = program.compile(options)
             if ok:
                 output.write_bytes(program.get_text("PTX") if output.suffix == ".ptx" else program.get("CUBIN"))
             log = program.get_text("ProgramLog").decode(errors="replace")
         return Compiled(ok, shlex.join(["nvrtc", *options, source.name]), log)
+
+
+def _libraries() -> Iterator[tuple[str, ctypes.CDLL]]:
+    folders = [package / name / "lib" for package in nvidia_packages() for name in ("cu13", "cuda_nvrtc")]
+    folders += [root / "lib64" for root in cuda_roots()]
+    for path in [folder / name for folder in folders for name in _SONAMES if (folder / name).exists()]:
+        with contextlib.suppress(OSError):
+            # NVRTC opens its builtins by name alone, and finds them only when they are loaded already.
+            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
+            yield str(path), ctypes.CDLL(str(path))
+    for name in _SONAMES:
+        with contextlib.suppress(OSError):
+            yield name, ctypes.CDLL(name)
 
 
 class _Program:
@@ -77,10 +85,7 @@ class _Program:
         self._handle = ctypes.c_void_p()
         self._call("CreateProgram", ctypes.byref(self._handle), source.encode(), name.encode(), 0, None, None)
 
-    def __enter__(self) -> _Program:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def destroy(self) -> None:
         self._call("DestroyProgram", ctypes.byref(self._handle))
 
     def compile(self, options: list[str]) -> bool:
@@ -104,9 +109,18 @@ class _Program:
             raise RuntimeError(f"nvrtc{function} failed: {self._library.nvrtcGetErrorString(status).decode()}")
 
 
+@contextlib.contextmanager
+def _program(library: ctypes.CDLL, source: str, name: str) -> Iterator[_Program]:
+    program = _Program(library, source, name)
+    try:
+        yield program
+    finally:
+        program.destroy()
+
+
 def _version(library: ctypes.CDLL) -> str:
     """With the patch level, which nvrtcVersion does not tell but the PTX of an empty program does."""
-    with _Program(library, "", "version.cu") as program:
+    with _program(library, "", "version.cu") as program:
         program.compile([])
         found = re.search(rb"\bV(\d+\.\d+\.\d+)", program.get("PTX"))
     return found[1].decode() if found else "0.0.0"

@@ -1,8 +1,8 @@
 """Stage 2: an ATen graph becomes a graph in which known subgraphs are calls of tasks.
 
-A file of this folder declares patterns with ``@pattern(op, ...)``: functions that are given a node of such an op, the last
-of the subgraph, and return the node to take its place, or None where the subgraph is another one. The whole folder is
-imported with the package.
+A file of this folder declares patterns with ``@pattern(op, ...)``: functions that are given a node of such an op, the
+last of the subgraph, and return the node to take its place, or None where the subgraph is another one. The whole folder
+is imported with the package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Lift:
 
 
 def apply(gm: fx.GraphModule) -> fx.GraphModule:
-    """A new module in which known subgraphs are calls of tasks (``node.target`` is a ``Task``); it computes the same bits.
+    """A new module that computes the same bits, with known subgraphs as calls of tasks (``node.target`` is a ``Task``).
 
     ``gm`` holds ATen overloads with example values in ``node.meta["val"]``, in-place ops in program order. The result's
     ``meta["lifts"]`` lists the replacements in program order.

@@ -1,7 +1,7 @@
 """Attention of one query position over a static cache, with the cache writes that precede it.
 
-Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention. Grouped heads may be
-repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``.
+Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention. Grouped heads
+may be repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``.
 """
 
 from __future__ import annotations
@@ -124,13 +124,8 @@ def _ungrouped(rw: Rewriter, node: fx.Node) -> fx.Node:
     expand = chain[-1]
     base = expand.args[0]
     groups = shape(base)[1]
-    if shape(base) != (batch, groups, 1, length, size) or shape(expand) != (
-        batch,
-        groups,
-        heads // groups,
-        length,
-        size,
-    ):
+    repeated = (batch, groups, heads // groups, length, size)
+    if shape(base) != (batch, groups, 1, length, size) or shape(expand) != repeated:
         return node
     chain.append(base)
     while shape(base) != (batch, groups, length, size):
@@ -166,9 +161,10 @@ def _cache_writes(
     node = min(absorbed)
     while (node := node.next) is not rw.anchor:
         touches = caches & (written_storages(node).union(*map(storages, node.all_input_nodes)))
-        if touches and node not in absorbed and not is_view(node):
-            if written_args(node) or node not in rw.interior or rw.survives(node):
-                return None
+        if not touches or node in absorbed or is_view(node):
+            continue
+        if written_args(node) or node not in rw.interior or rw.survives(node):
+            return None
     return k, v
 
 

@@ -1,13 +1,13 @@
 """What an attention mask says about the positions that must be read.
 
-A static cache is mostly empty, and reading it is what decode attention costs, so every lifted attention with a mask gets a
-``limit``: no position at or beyond it is attended to. It comes from the comparison that made the mask, where the graph shows
-one, and otherwise from the mask's own values. Where the comparison is all there is to the mask, the mask itself goes.
+A static cache is mostly empty, and reading it is what decode attention costs, so every lifted attention with a mask
+gets a ``limit``: no position at or beyond it is attended to. It comes from the comparison that made the mask, where the
+graph shows one, and otherwise from the mask's own values. Where the comparison is all there is to the mask, the mask
+itself goes.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch import fx
 from torch_mpk.aliasing import value
 from torch_mpk.patterns.rewriter import (
     Rewriter,
-    argument,
     aten,
     dtype,
     is_call,
@@ -94,7 +93,7 @@ def _find_causal(rw: Rewriter, condition: fx.Node, batch: int, length: int) -> t
 
 
 def _broadcast_source(node: fx.Node, rank: int, length: int) -> fx.Node | None:
-    """What ``node`` repeats, where the last dimension stays the position and the other ones stay in place or are of size 1."""
+    """What ``node`` repeats, where the last dimension stays the position and the others stay in place."""
     if is_call(node, aten.expand.default):
         return node.args[0]
     source = reshape_source(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from torch_mpk import registry
-from torch_mpk.aliasing import is_impure, is_view, storages, value, written_args, written_storages
+from torch_mpk.aliasing import evaluate, is_impure, is_view, storages, value, written_args, written_storages
 
 aten = torch.ops.aten
 
@@ -78,7 +78,7 @@ def has_same_layout(a: fx.Node, b: fx.Node) -> bool:
     """The same dtype, sizes and strides, but for the strides of dimensions of size 1."""
     if dtype(a) != dtype(b) or shape(a) != shape(b):
         return False
-    return all(size == 1 or s == t for size, s, t in zip(shape(a), value(a).stride(), value(b).stride()))
+    return all(size == 1 or s == t for size, s, t in zip(shape(a), value(a).stride(), value(b).stride(), strict=True))
 
 
 def cast_source(node: Any) -> fx.Node | None:
@@ -90,7 +90,7 @@ def cast_source(node: Any) -> fx.Node | None:
 
 
 def reshape_source(node: fx.Node) -> fx.Node | None:
-    """The tensor with the same elements in the same row-major order that ``node`` was made from; None if there is none."""
+    """The tensor that ``node`` was made from with the same elements in the same row-major order, or None."""
     if is_call(node, *_RESHAPES):
         return node.args[0]
     if is_call(node, aten.transpose.int, aten.permute.default) and None not in shape(node):
@@ -171,15 +171,15 @@ class Rewriter:
             return False
         if len(a.args) != len(b.args) or a.kwargs != b.kwargs:
             return False
-        if not all(self.is_same_value(x, y) for x, y in zip(a.args, b.args)):
+        if not all(self.is_same_value(x, y) for x, y in zip(a.args, b.args, strict=True)):
             return False
         touched = frozenset().union(*map(storages, (*a.all_input_nodes, *b.all_input_nodes)))
         return not self.is_written_between(touched, min(a, b), max(a, b))
 
     def call(self, target: Any, *args: Any, after: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A new node before the anchor, or right after ``after``, with its example value."""
-        with torch.no_grad(), self.fake_mode:
-            example = target(*fx.node.map_arg(args, value), **fx.node.map_arg(kwargs, value))
+        with self.fake_mode:
+            example = evaluate(target, args, kwargs)
         if after is not None and after.op == "placeholder":
             after = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         with self.graph.inserting_before(self.anchor) if after is None else self.graph.inserting_after(after):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from torch_mpk import _C
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
+from torch_mpk.registry import Task, get
 
 
 def num_threads(options: Options) -> int:
@@ -18,7 +24,28 @@ def target(device: torch.device, options: Options) -> _C.Target:
 
 
 def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Dump) -> _C.CpuExecutable:
-    return _C.CpuExecutable(schedule, num_threads(options), env.cpu_isa)
+    executable = _C.CpuExecutable(schedule, num_threads(options), env.cpu_isa or "")
+    for name in executable.missing_references:
+        executable.set_reference(name, functools.partial(_run_reference, get(name)))
+    return executable
+
+
+def _run_reference(task: Task, operands: dict[str, tuple[int, str, list[int], list[int]]], attrs: dict[str, Any]) -> None:
+    """Runs a task that has no CPU body by its reference, on the memory of its operands."""
+    tensors = {name: _tensor_at(*operand) for name, operand in operands.items()}
+    with torch.inference_mode():
+        result = task(*(tensors.get(operand.name) for operand in task.inputs), **attrs)
+        for output in task.outputs:
+            tensors[output.name].copy_(result)
+
+
+def _tensor_at(address: int, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    element_type = getattr(torch, dtype)
+    if 0 in shape:
+        return torch.empty(shape, dtype=element_type)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (extent * element_type.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=element_type, count=extent).as_strided(shape, strides)
 
 
 def current_stream(device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.lowering import lower
 from torch_mpk.partition import Partitioned
 from torch_mpk.runtime.segment import Segment
 
@@ -24,14 +22,12 @@ class Program:
     def __init__(self, partitioned: Partitioned, device: torch.device, options: Options, dump: Dump) -> None:
         ours = [segment for segment in partitioned.segments if segment.ours]
         self._segments = {
-            segment.name: Segment(lower(segment.gm), device, options, dump.segment(index, len(ours)))
+            segment.name: Segment(segment.gm, device, options, dump.segment(index, len(ours)))
             for index, segment in enumerate(ours)
         }
         self._partitioned = partitioned
         self._is_whole = len(partitioned.segments) == len(ours) == 1
         _live.update(self._segments.values())
-        launch = {name: segment.describe() for name, segment in self._segments.items()}
-        dump.write("8.launch.json", json.dumps(launch, indent=2))
 
     def callable(self, eager: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the captured graph's arguments; ``eager`` is the graph as PyTorch runs it."""

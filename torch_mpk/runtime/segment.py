@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.lowering import Lowered
+from torch_mpk.lowering import Output, lower
 
 logger = logging.getLogger(__name__)
 
@@ -33,45 +34,42 @@ def backend_of(device: torch.device) -> ModuleType:
 class Segment:
     """A segment of a captured graph as an executable. It holds no tensor: several callables may share it."""
 
-    def __init__(self, lowered: Lowered, device: torch.device, options: Options, dump: Dump) -> None:
+    def __init__(self, gm: torch.fx.GraphModule, device: torch.device, options: Options, dump: Dump) -> None:
         backend = backend_of(device)
+        lowered = lower(gm)
         dump.write("4.graph.json", lowered.graph.to_json())
         schedule = _C.make_schedule(lowered.graph, backend.target(device, options))
         dump.write("5.schedule.json", schedule.to_json())
         _C.validate(schedule)
-        self.lowered = lowered
+        positions = {node: i for i, node in enumerate(node for node in gm.graph.nodes if node.op == "placeholder")}
+        self.inputs = [positions[node] for node in lowered.inputs]
+        self.scalars = [positions[node] for node in lowered.scalars]
+        self.written = [self.inputs[index] for index in _written_inputs(lowered.graph)]
+        self.fresh, self.outputs = lowered.fresh, lowered.outputs
         self.device = device
         self.executable = backend.load(schedule, device, options, dump)
-        self._backend = backend
         self._stream = functools.partial(backend.current_stream, device)
+        self._synchronize = functools.partial(backend.synchronize, self.executable, device)
+        dump.write("8.launch.json", json.dumps(self.describe(), indent=2))
+
+    def describe(self) -> dict[str, Any]:
+        """What a launch passes, as positions among the segment's arguments, and what it returns."""
+        fresh = [[str(buffer.dtype), list(buffer.shape), list(buffer.stride)] for buffer in self.fresh]
+        outputs = [str(output) for output in self.outputs]
+        return {
+            "device": str(self.device),
+            "inputs": self.inputs,
+            "written": self.written,
+            "scalars": self.scalars,
+            "fresh": fresh,
+            "outputs": outputs,
+        }
 
     def launch(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scalars: Sequence[int]) -> None:
         self.executable.run(inputs, outputs, scalars, self._stream())
 
     def synchronize(self) -> None:
-        self._backend.synchronize(self.executable, self.device)
-
-    def describe(self) -> dict[str, Any]:
-        """What a launch passes, for the dump."""
-        outputs = [
-            output if isinstance(output, int) else [str(output.dtype), list(output.shape), list(output.stride)]
-            for output in self.lowered.outputs
-        ]
-        return {
-            "device": str(self.device),
-            "inputs": list(self.lowered.inputs),
-            "written_inputs": self.written_inputs(),
-            "scalars": list(self.lowered.scalars),
-            "outputs": outputs,
-        }
-
-    def written_inputs(self) -> list[int]:
-        """The arguments the segment writes in place."""
-        graph = self.lowered.graph
-        operands = (operand for node in graph.nodes for operand in node.operands)
-        buffers = {operand.tensor.buffer for operand in operands if operand.is_write}
-        written = (graph.buffers[buffer] for buffer in sorted(buffers))
-        return [self.lowered.inputs[buffer.index] for buffer in written if buffer.kind == "input"]
+        self._synchronize()
 
     def callable(self, eager: Callable[..., Any]) -> Callable[..., Any]:
         """What runs the segment on the arguments of its graph, or ``eager`` where the executable cannot take them.
@@ -79,40 +77,60 @@ class Segment:
         Outputs are new tensors at every call. There is no Python work for each argument: the executable itself asks the
         tensors for their addresses.
         """
-        lowered, launch = self.lowered, self.launch
-        pick_inputs, pick_scalars = _picker(lowered.inputs), _picker(lowered.scalars)
-        pick_written = _picker(self.written_inputs())
+        launch = self.launch
+        pick_inputs, pick_scalars, pick_written = map(_picker, (self.inputs, self.scalars, self.written))
+        allocate = [
+            functools.partial(torch.empty_strided, buffer.shape, buffer.stride, dtype=buffer.dtype, device=self.device)
+            for buffer in self.fresh
+        ]
+        results = [self._result(output) for output in self.outputs]
+        fresh_only = [output.index for output in self.outputs] == list(range(len(self.fresh))) and all(
+            output.kind == "output" and (output.shape, output.stride, output.offset) == (buffer.shape, buffer.stride, 0)
+            for output, buffer in zip(self.outputs, self.fresh, strict=True)
+        )
         increment_version, is_inference = torch.autograd.graph.increment_version, torch.Tensor.is_inference
         is_inference_mode = torch.is_inference_mode_enabled
-        makers = [
-            functools.partial(torch.empty_strided, output.shape, output.stride, dtype=output.dtype, device=self.device)
-            for output in lowered.outputs
-            if not isinstance(output, int)
-        ]
-        places = [output if isinstance(output, int) else None for output in lowered.outputs]
-        only_fresh = all(place is None for place in places)
 
         def call(*args: Any) -> Any:
             written = pick_written(args)
             if not is_inference_mode() and any(map(is_inference, written)):
                 return eager(*args)  # which raises: such tensors may change in inference mode only
-            outputs = [make() for make in makers]
+            fresh = [make() for make in allocate]
             try:
-                launch(pick_inputs(args), outputs, pick_scalars(args))
-            except ValueError as error:  # nothing was launched: an input's address is not aligned as the kernel needs
+                launch(pick_inputs(args), fresh, pick_scalars(args))
+            except ValueError as error:  # nothing was launched: an address is null, or not aligned as the kernel needs
                 logger.debug("this call runs eagerly: %s", error)
                 return eager(*args)
             increment_version(written)
-            if only_fresh:
-                return outputs
-            fresh = iter(outputs)
-            return [next(fresh) if place is None else args[place] for place in places]
+            return fresh if fresh_only else [result(args, fresh) for result in results]
 
         return call
 
+    def _result(self, output: Output) -> Callable[[tuple[Any, ...], list[torch.Tensor]], Any]:
+        """How to make one result from the call's arguments and the buffers that were allocated for it."""
+        if output.kind == "value":
+            return lambda args, fresh: output.value
+        if output.kind == "scalar":
+            position = self.scalars[output.index]
+            return lambda args, fresh: args[position]
+        if output.kind == "output":
+            return lambda args, fresh: fresh[output.index].as_strided(output.shape, output.stride, output.offset)
+        position = self.inputs[output.index]
+        if output.whole:
+            return lambda args, fresh: args[position]
+        return lambda args, fresh: args[position].as_strided(
+            output.shape, output.stride, args[position].storage_offset() + output.offset
+        )
 
-def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function that takes these places out of a tuple."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda args: tuple(args[place] for place in places)
+
+def _written_inputs(graph: _C.TBGraph) -> list[int]:
+    operands = (operand for node in graph.nodes for operand in node.operands)
+    written = {operand.tensor.buffer for operand in operands if operand.is_write}
+    return [buffer.index for i, buffer in enumerate(graph.buffers) if i in written and buffer.kind == "input"]
+
+
+def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that takes these positions out of a tuple."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda args: tuple(args[position] for position in positions)

@@ -33,13 +33,14 @@ def attention(
     scale: float,
     style: str = "sdpa",
 ) -> torch.Tensor:
-    """``softmax(scale * q @ k_cache.T + mask) @ v_cache`` per head, H query heads sharing G cache heads in groups of H / G.
+    """``softmax(scale * q @ k_cache.T + mask) @ v_cache`` per head; H / G neighbouring query heads share a cache head.
 
-    With ``k_new``, ``v_new`` and ``slot`` it first writes row ``slot`` of both caches (see ``kv_write``). ``mask`` is bool
-    (True: attend) or a float to add. Positions at or beyond ``limit`` are ignored; a limit beyond L means L. A row whose
-    limit is below 1, and a head whose bool mask is False everywhere below it, gives zeros. ``style`` only matters to the
-    bits of this reference: "sdpa" rounds as ``F.scaled_dot_product_attention``, "eager" as the matmul and softmax it
-    stands for. Raises ValueError when H is not a multiple of G, or part of ``k_new``, ``v_new``, ``slot`` is missing.
+    With ``k_new``, ``v_new`` and ``slot`` it first writes row ``slot`` of both caches (see ``kv_write``). ``mask`` is
+    bool (True: attend) or a float to add. Positions at or beyond ``limit`` are ignored; a limit beyond L means L. A row
+    whose limit is below 1, and a head whose bool mask is False everywhere below it, gives zeros. ``style`` only matters
+    to the bits of this reference: "sdpa" rounds as ``F.scaled_dot_product_attention``, "eager" as the matmul and
+    softmax it stands for. Raises ValueError when H is not a multiple of G, or part of ``k_new``, ``v_new``, ``slot`` is
+    missing.
     """
     heads, (groups, length) = q.shape[1], k_cache.shape[1:3]
     if heads % groups:

@@ -21,8 +21,9 @@ STYLES = ("llama", "torch", "gemma")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float, style: str) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps)``, times the weight.
 
-    ``style`` says where values round to x's dtype: "llama" before and after the weight multiply, "torch" (``F.rms_norm``)
-    once at the end, "gemma" once at the end of ``normalised * (1 + weight)``. Raises ValueError for another style.
+    ``style`` says where values round to x's dtype: "llama" before and after the weight multiply, "torch"
+    (``F.rms_norm``) once at the end, "gemma" once at the end of ``normalised * (1 + weight)``. Raises ValueError for
+    another style.
     """
     if style not in STYLES:
         raise ValueError(f"rms_norm: style is {style!r}, expected one of {', '.join(STYLES)}")

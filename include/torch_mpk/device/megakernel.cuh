@@ -44,7 +44,9 @@ struct Job {
   MPK_DEVICE T* pointer(int i) const {
     const uint64_t ref = reinterpret_cast<const uint64_t*>(row + 1)[i];
     const uint32_t index = static_cast<uint32_t>(ref >> 48);
-    uint8_t* base = index == kWorkspaceIndex ? params->workspace : static_cast<uint8_t*>(pointers[index]);
+    uint8_t* base = index == kWorkspaceIndex ? params->workspace
+                    : index == kControlIndex ? reinterpret_cast<uint8_t*>(params->control)
+                                             : static_cast<uint8_t*>(pointers[index]);
     return reinterpret_cast<T*>(base + (ref & 0xffffffffffffull));
   }
   MPK_DEVICE const uint32_t* loader_waits() const {
@@ -115,7 +117,8 @@ struct Consumer : Launch<Kernel> {
     return sync();
   }
 
-  MPK_DEVICE bool end_phase() {
+  MPK_DEVICE bool end_phase(bool publishes) {
+    if (publishes) ptx::fence_proxy_async();
     if (!sync()) return false;
     if (rank == 0) {
       delay(this->params.jitter, blockIdx.x, 2 * phase + 1);
@@ -228,7 +231,7 @@ MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
       Kernel::compute(c, Job{job, &c.params, c.pointers});
       if (!c.alive) return;
     }
-    if (!c.end_phase()) return;
+    if (!c.end_phase(row->publishes != 0)) return;
   }
 }
 

@@ -21,7 +21,7 @@ struct Sum {
   using State = T;
   static MPK_DEVICE State first() { return T(0); }
   static MPK_DEVICE State of(T v, int64_t) { return v; }
-  static MPK_DEVICE State combine(State a, State b) { return a + b; }
+  static MPK_DEVICE State combine(State a, State b) { return ops::add<T>(a, b); }
   static MPK_DEVICE T result(State s, int64_t) { return s; }
 };
 

@@ -1,6 +1,5 @@
 // The vocabulary of generated elementwise code: conversions, the operations of pointwise_ops.h, memory accesses.
-//
-// Compile with --fmad=false: every operation rounds where the eager graph does, whatever it is fused with.
+// Every operation rounds where the eager graph does, whatever it is fused with: sums are never contracted with products.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -113,6 +112,22 @@ namespace ops {
     return expression;                              \
   }
 MPK_POINTWISE_ARITHMETIC(MPK_OPERATION)
+template <>
+MPK_DEVICE float add(float a, float b) {
+  return __fadd_rn(a, b);
+}
+template <>
+MPK_DEVICE float sub(float a, float b) {
+  return __fsub_rn(a, b);
+}
+template <>
+MPK_DEVICE double add(double a, double b) {
+  return __dadd_rn(a, b);
+}
+template <>
+MPK_DEVICE double sub(double a, double b) {
+  return __dsub_rn(a, b);
+}
 MPK_POINTWISE_FLOAT(MPK_OPERATION)
 MPK_POINTWISE_INTEGER(MPK_OPERATION)
 MPK_POINTWISE_COMPARE(MPK_COMPARISON)
@@ -142,6 +157,8 @@ template <>
 MPK_DEVICE int64_t load_constant(const int64_t* p) {
   return __ldg(reinterpret_cast<const long long*>(p));
 }
+
+MPK_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // N elements moved as one access of at most 16 bytes.
 template <class T, int N>

@@ -9,14 +9,14 @@
 namespace mpk {
 
 inline constexpr int kPhaseRowBytes = 512;  // one 16-byte load for each lane of the loader warp
-inline constexpr uint32_t kWorkspaceIndex = 0xffff;
+inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe;
 
 // A phase: PhaseRow, uint32_t waits[num_waits] padded to 16 bytes, then the jobs.
 struct PhaseRow {
   uint32_t num_jobs;
   uint32_t num_waits;  // phases whose events come before this phase's computation
   uint32_t overflow;   // nonzero: the whole row stands at this byte offset of the table instead
-  uint32_t reserved;
+  uint32_t publishes;  // nonzero: a loader waits for this phase, so its stores must reach the copy engine
 };
 
 // A job: JobRow, uint64_t refs[num_refs], uint32_t loader_waits[num_loader_waits] padded to 16 bytes.
@@ -28,7 +28,7 @@ struct JobRow {
   uint32_t num_refs;
 };
 
-// Which pointer (kWorkspaceIndex: the workspace), and the byte offset from it.
+// Which of the call's pointers (or the workspace, or the control block), and the byte offset from it.
 inline constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) { return (uint64_t(index) << 48) | byte_offset; }
 
 // A float output, filled with NaN when a launch is aborted.

@@ -25,14 +25,14 @@ struct LaunchBlock {
   uint64_t pointers[(kMaxLaunchBytes - sizeof(LaunchParams)) / sizeof(uint64_t)];  // inputs, then outputs
 };
 
-// Launches are asynchronous and may come from any thread, on any stream of the device: each stream has a workspace and a
-// control block of its own, and so has each stream of each graph capture, because a captured launch may run again beside
-// any other. A stream that was destroyed must have finished its work before another gets its handle.
+// Launches are asynchronous and may come from any thread, on any stream of the device: each stream has a workspace and
+// a control block of its own, and so has each stream of each graph capture, because a captured launch may run again
+// beside any other. A stream that was destroyed must have finished its work before another gets its handle.
 class CudaExecutable {
  public:
   // Loads `image` (a cubin, or PTX text) and allocates everything a launch needs. `watchdog_ns` 0: wait forever.
-  // Throws std::runtime_error when there is no driver, when the image does not load, or when the workers do not all fit
-  // on the device at once.
+  // Throws cu::Error when there is no driver, when the image does not load, or when the workers do not all fit on the
+  // device at once; std::invalid_argument when the program and the image do not belong together.
   CudaExecutable(const CudaProgram& program, const std::string& image, int device, uint64_t watchdog_ns);
   ~CudaExecutable();
   CudaExecutable(const CudaExecutable&) = delete;
@@ -42,8 +42,8 @@ class CudaExecutable {
   int num_outputs() const { return num_outputs_; }
   int num_scalars() const { return num_scalars_; }
 
-  // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that was
-  // given up (this one is then not made, and the next may be), std::runtime_error when the driver refuses.
+  // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that
+  // was given up (this one is then not made, and the next may be), cu::Error when the driver refuses.
   void run(LaunchBlock& block, cu::Stream stream);
 
   // Throws LaunchAborted when a launch was given up since the last call. Does not wait for launches in flight.
@@ -54,7 +54,7 @@ class CudaExecutable {
  private:
   struct Lane {
     cu::Stream stream;
-    uint64_t capture;  // id of the graph capture; 0 for launches made directly
+    uint64_t capture;      // id of the graph capture; 0 for launches made directly
     cu::DevicePtr memory;  // the control block, then the workspace
     uint64_t last_used;
   };

@@ -105,7 +105,7 @@ struct Softmax {
   MPK_DEVICE Softmax() {
 #pragma unroll
     for (int h = 0; h < V::kHeads; h++) {
-      max[h] = -INFINITY;
+      max[h] = -infinity();
       sum[h] = 0;
 #pragma unroll
       for (int i = 0; i < S::kQuadsPerLane; i++) out[h][i][0] = out[h][i][1] = out[h][i][2] = out[h][i][3] = 0;
@@ -118,9 +118,9 @@ struct Softmax {
     for (int h = 0; h < V::kHeads; h++) {
       const float old = max[h];
       max[h] = fmaxf(old, warp_max(scores[h]));
-      const bool empty = max[h] == -INFINITY;
+      const bool empty = max[h] == -infinity();
       const float keep = empty ? 1.0f : expf(old - max[h]);
-      const float weight = scores[h] == -INFINITY ? 0.0f : expf(scores[h] - max[h]);  // NaN stays NaN
+      const float weight = scores[h] == -infinity() ? 0.0f : expf(scores[h] - max[h]);  // NaN stays NaN
       sum[h] = fmaf(sum[h], keep, lane < S::kTile ? weight : 0.0f);
 #pragma unroll
       for (int i = 0; i < S::kQuadsPerLane; i++)
@@ -187,13 +187,13 @@ struct Combined {
 };
 template <int kSize, class Partial>
 MPK_DEVICE Combined combine(int count, int d, Partial partial) {
-  Combined c{0, -INFINITY, 0};
+  Combined c{0, -infinity(), 0};
 #pragma unroll 4
   for (int i = 0; i < count; i++) c.max = fmaxf(c.max, partial(i)[kSize]);
 #pragma unroll 4
   for (int i = 0; i < count; i++) {
     const float* p = partial(i);
-    const float keep = c.max == -INFINITY ? 1.0f : expf(p[kSize] - c.max);
+    const float keep = c.max == -infinity() ? 1.0f : expf(p[kSize] - c.max);
     c.out = fmaf(p[d], keep, c.out);
     c.sum = fmaf(p[kSize + 1], keep, c.sum);
   }
@@ -301,7 +301,7 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvRun& run, uint32_t tile, 
   for (int h = 0; h < V::kHeads; h++) {
 #pragma unroll
     for (int o = S::kTile; o < 32; o *= 2) scores[h] += __shfl_xor_sync(~0u, scores[h], o);
-    scores[h] = counts ? __fadd_rn(__fmul_rn(scores[h], V::kScale), mask[V::kMaskPerHead ? h : 0]) : -INFINITY;
+    scores[h] = counts ? __fadd_rn(__fmul_rn(scores[h], V::kScale), mask[V::kMaskPerHead ? h : 0]) : -infinity();
   }
   softmax.add_scores(scores, weights, lane);
 

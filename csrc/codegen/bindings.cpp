@@ -1,0 +1,31 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "torch_mpk/codegen/cuda.h"
+
+namespace py = pybind11;
+
+namespace mpk {
+
+void bind_codegen(py::module_& m) {
+  py::class_<CudaProgram>(m, "CudaProgram", "One kernel's source and the tables it reads.")
+      .def_readonly("source", &CudaProgram::source)
+      .def_readonly("kernel_name", &CudaProgram::kernel_name)
+      .def_property_readonly("table", [](const CudaProgram& p) { return py::bytes(reinterpret_cast<const char*>(p.table.data()), p.table.size()); })
+      .def_readonly("num_workers", &CudaProgram::num_workers)
+      .def_readonly("num_threads", &CudaProgram::num_threads)
+      .def_readonly("smem_bytes", &CudaProgram::smem_bytes)
+      .def_readonly("workspace_bytes", &CudaProgram::workspace_bytes)
+      .def_readonly("control_bytes", &CudaProgram::control_bytes)
+      .def_readonly("stalls_offset", &CudaProgram::stalls_offset)
+      .def_readonly("num_phases", &CudaProgram::num_phases)
+      .def_readonly("num_inputs", &CudaProgram::num_inputs)
+      .def_readonly("num_outputs", &CudaProgram::num_outputs)
+      .def_readonly("num_scalars", &CudaProgram::num_scalars)
+      .def_readonly("input_alignment", &CudaProgram::input_alignment)
+      .def_readonly("phase_names", &CudaProgram::phase_names);
+  m.def("generate_cuda", &generate_cuda, py::arg("schedule"),
+        "Write the kernel of a schedule for a CUDA target. Raises RuntimeError naming the node that cannot be generated.");
+}
+
+}  // namespace mpk

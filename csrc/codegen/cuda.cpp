@@ -1,0 +1,237 @@
+// Schedule -> the source of one kernel, and its table.
+#include "torch_mpk/codegen/cuda.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <stdexcept>
+
+#include "emit.h"
+#include "torch_mpk/abi.h"
+#include "torch_mpk/device/table.h"
+
+namespace mpk {
+namespace codegen {
+
+constexpr int64_t kEventBytes = 32;  // events and tickets, one sector each
+
+Plan::Plan(const Schedule& schedule) : schedule(schedule), workspace_bytes(schedule.workspace_bytes) {
+  const TBGraph& graph = schedule.graph;
+  written.assign(graph.buffers().size(), false);
+  for (const Buffer& buffer : graph.buffers()) {
+    if (buffer.kind == BufferKind::kInput) num_inputs = std::max(num_inputs, buffer.index + 1);
+    if (buffer.kind == BufferKind::kOutput) num_outputs = std::max(num_outputs, buffer.index + 1);
+  }
+  input_alignment.assign(num_inputs, 1);
+  for (const Node& node : graph.nodes()) {
+    for (const Operand& operand : node.operands) {
+      const Buffer& buffer = graph.buffers()[operand.tensor.buffer];
+      if (operand.is_write) written[operand.tensor.buffer] = true;
+      if (buffer.kind == BufferKind::kInput)
+        input_alignment[buffer.index] = std::max<int>(input_alignment[buffer.index], size_bytes(operand.tensor.dtype));
+    }
+    if (node.program)
+      for (const Instr& instr : node.program->instrs)
+        if (instr.op == Op::kSize) num_scalars = std::max(num_scalars, instr.operand + 1);
+  }
+}
+
+namespace {
+
+template <class T>
+void append(std::vector<uint8_t>& bytes, const T& value) {
+  const size_t at = bytes.size();
+  bytes.resize(at + sizeof(T));
+  std::memcpy(bytes.data() + at, &value, sizeof(T));
+}
+
+void pad(std::vector<uint8_t>& bytes, size_t multiple) { bytes.resize((bytes.size() + multiple - 1) / multiple * multiple); }
+
+uint64_t nan_bits(DType t) {
+  switch (t) {
+    case DType::kF16: return 0x7e00;
+    case DType::kBF16: return 0x7fc0;
+    case DType::kF32: return 0x7fc00000;
+    default: return 0x7ff8000000000000;
+  }
+}
+
+class Generator {
+ public:
+  explicit Generator(const Schedule& schedule) : schedule_(schedule), plan_(schedule) {}
+
+  CudaProgram run() {
+    check_target();
+    const int num_phases = static_cast<int>(schedule_.phases.size());
+    events_offset_ = 32;
+    tickets_offset_ = events_offset_ + num_phases * kEventBytes;
+    plan_.control_bytes = tickets_offset_ + num_phases * kEventBytes;
+    for (int p = 0; p < num_phases; p++)
+      for (const Job& job : schedule_.phases[p].jobs) awaited_.insert(job.loader_waits.begin(), job.loader_waits.end());
+
+    std::vector<std::vector<uint8_t>> rows;
+    for (int p = 0; p < num_phases; p++) rows.push_back(phase_row(p));
+    CudaProgram program;
+    program.table = make_table(rows);
+    program.kernel_name = "torch_mpk_kernel";
+    program.num_workers = schedule_.target.num_workers;
+    program.num_threads = kNumThreads;
+    program.smem_bytes = schedule_.target.smem_bytes;
+    program.workspace_bytes = plan_.workspace_bytes;
+    program.stalls_offset = (plan_.control_bytes + 31) / 32 * 32;
+    program.control_bytes = program.stalls_offset + static_cast<int64_t>(sizeof(StallRecord)) * program.num_workers;
+    program.num_phases = num_phases;
+    program.num_inputs = plan_.num_inputs;
+    program.num_outputs = plan_.num_outputs;
+    program.num_scalars = plan_.num_scalars;
+    program.input_alignment = plan_.input_alignment;
+    for (int p = 0; p < num_phases; p++) program.phase_names.push_back(phase_name(schedule_.phases[p]));
+    program.source = source(program);
+    return program;
+  }
+
+ private:
+  static constexpr int kNumThreads = 416;  // twelve consumer warps and the loader: megakernel.cuh asserts it
+
+  void check_target() const {
+    const Target& target = schedule_.target;
+    if (target.device != "cuda" || target.arch < 80)
+      throw std::runtime_error("codegen: the schedule is for device '" + target.device + "', arch " + str(target.arch) +
+                               "; expected cuda with compute capability 8.0 or newer");
+    if (schedule_.phases.empty()) throw std::runtime_error("codegen: the schedule has no phases");
+    if (plan_.num_scalars > kMaxScalars)
+      throw std::runtime_error("codegen: the graph takes " + str(plan_.num_scalars) + " sizes, a launch at most " + str(kMaxScalars));
+    const int64_t bytes = static_cast<int64_t>(sizeof(LaunchParams)) + 8 * (plan_.num_inputs + plan_.num_outputs);
+    if (bytes > kMaxLaunchBytes)
+      throw std::runtime_error("codegen: the graph has " + str(plan_.num_inputs) + " inputs and " + str(plan_.num_outputs) +
+                               " outputs, whose pointers do not fit the " + str(kMaxLaunchBytes) + " bytes of a launch");
+    for (size_t b = 0; b < schedule_.tagged.size(); b++)
+      if (schedule_.tagged[b])
+        throw std::runtime_error("codegen: buffer '" + schedule_.graph.buffers()[b].name + "' is tagged, which CUDA code does not support");
+  }
+
+  // The same text as before gets the same number.
+  uint32_t variant(const JobCode& code) {
+    const auto [found, fresh] = numbers_.try_emplace(code.kind + code.compute + code.body, static_cast<uint32_t>(variants_.size()));
+    if (fresh) variants_.push_back(code);
+    return found->second;
+  }
+
+  std::vector<uint8_t> phase_row(int p) {
+    const Phase& phase = schedule_.phases[p];
+    const uint32_t num_workers = schedule_.target.num_workers;
+    std::vector<uint8_t> row;
+    append(row, PhaseRow{static_cast<uint32_t>(phase.jobs.size()), static_cast<uint32_t>(phase.waits.size()), 0, awaited_.count(p) != 0});
+    for (int wait : phase.waits) append(row, static_cast<uint32_t>(wait));
+    pad(row, 16);
+    int num_streams = 0;
+    for (const Job& job : phase.jobs) num_streams += plan_.node(job.body.front()).def->role == Role::kStream;
+    uint32_t rotation = 0;
+    for (const Job& job : phase.jobs) {
+      const JobCode code = emit_job(plan_, p, job, num_streams == 1);
+      const size_t at = row.size();
+      JobRow head{variant(code), 0, static_cast<uint16_t>(rotation), static_cast<uint16_t>(job.loader_waits.size()),
+                  static_cast<uint32_t>(code.refs.size())};
+      append(row, head);
+      for (uint64_t ref : code.refs) append(row, ref);
+      for (int wait : job.loader_waits) append(row, static_cast<uint32_t>(wait));
+      pad(row, 16);
+      head.bytes = static_cast<uint32_t>(row.size() - at);
+      std::memcpy(row.data() + at, &head, sizeof(head));
+      rotation = (rotation + code.num_small_workers) % num_workers;
+    }
+    return row;
+  }
+
+  std::vector<uint8_t> make_table(const std::vector<std::vector<uint8_t>>& rows) {
+    std::vector<uint8_t> table(rows.size() * kPhaseRowBytes);
+    for (size_t p = 0; p < rows.size(); p++) {
+      if (rows[p].size() <= static_cast<size_t>(kPhaseRowBytes)) {
+        std::copy(rows[p].begin(), rows[p].end(), table.begin() + p * kPhaseRowBytes);
+        continue;
+      }
+      const PhaseRow elsewhere{0, 0, static_cast<uint32_t>(table.size()), 0};
+      std::memcpy(table.data() + p * kPhaseRowBytes, &elsewhere, sizeof(elsewhere));
+      table.insert(table.end(), rows[p].begin(), rows[p].end());
+    }
+    outputs_offset_ = static_cast<int64_t>(table.size());
+    std::set<int> seen;
+    for (const Node& node : schedule_.graph.nodes())
+      for (const Operand& operand : node.operands) {
+        const Buffer& buffer = schedule_.graph.buffers()[operand.tensor.buffer];
+        const DType dtype = operand.tensor.dtype;
+        if (!operand.is_write || buffer.kind != BufferKind::kOutput || !is_float(dtype) || !seen.insert(operand.tensor.buffer).second) continue;
+        append(table, OutputRow{static_cast<uint64_t>(buffer.bytes), static_cast<uint32_t>(plan_.num_inputs + buffer.index),
+                                static_cast<uint32_t>(size_bytes(dtype)), nan_bits(dtype)});
+        num_output_rows_++;
+      }
+    return table;
+  }
+
+  std::string phase_name(const Phase& phase) const {
+    std::string name;
+    for (const Job& job : phase.jobs)
+      for (int n : job.body) {
+        const Node& node = plan_.node(n);
+        name += (name.empty() ? "" : ", ") + node.def->name + (node.label.empty() ? "" : " " + node.label);
+      }
+    return name;
+  }
+
+  std::string source(const CudaProgram& program) const {
+    std::set<std::string> headers = {"torch_mpk/device/points.cuh"};
+    for (const JobCode& code : variants_) headers.insert(code.headers.begin(), code.headers.end());
+    std::string text = "// Generated by torch_mpk from a schedule of " + str(program.num_phases) + " phases.\n";
+    for (const std::string& header : headers) text += "#include \"" + header + "\"\n";
+    text += "\nnamespace torch_mpk_kernel_parts {\n\nusing namespace mpk;\n\n";
+    std::string compute, load, staged = "256";
+    for (size_t i = 0; i < variants_.size(); i++) {
+      const JobCode& code = variants_[i];
+      const std::string number = str(static_cast<int64_t>(i)), name = code.kind + number;
+      text += "struct " + name + " {\n" + code.body + "};\n\n";
+      const std::string label = "      case " + number + ": return ";
+      compute += label + code.compute + "<" + name + ">(c, job);\n";
+      if (!code.load.empty()) load += label + code.load + "<" + name + ">(l, job);\n";
+      std::string bytes = code.staged_bytes;
+      if (bytes.empty()) continue;
+      for (size_t at = bytes.find("<V>"); at != std::string::npos; at = bytes.find("<V>")) bytes.replace(at, 3, "<" + name + ">");
+      staged = "larger(" + staged + ",\n      " + bytes + ")";
+    }
+    text += "constexpr int larger(int a, int b) { return a > b ? a : b; }\nconstexpr int round_up(int v) { return (v + 127) / 128 * 128; }\n\n";
+    auto constant = [](const char* type, const char* name, const std::string& value) {
+      return std::string("  static constexpr ") + type + " " + name + " = " + value + ";\n";
+    };
+    text += "struct Kernel {\n" + constant("int", "kNumPhases", str(program.num_phases)) +
+            constant("int", "kNumWorkers", str(program.num_workers)) + constant("int", "kNumOutputs", str(num_output_rows_)) +
+            constant("int64_t", "kEventsOffset", str(events_offset_)) + constant("int64_t", "kTicketsOffset", str(tickets_offset_)) +
+            constant("int64_t", "kStallsOffset", str(program.stalls_offset)) + constant("int64_t", "kOutputsOffset", str(outputs_offset_)) +
+            constant("int", "kStagedOffset", "round_up(sizeof(Shared))") + constant("int", "kStagedBytes", staged) +
+            constant("int", "kRingOffset", "kStagedOffset + round_up(kStagedBytes)") +
+            constant("int", "kFittingSlots", "(" + str(program.smem_bytes) + " - kRingOffset) / kSlotBytes") +
+            constant("int", "kSlots", "kFittingSlots < kMaxSlots ? kFittingSlots : kMaxSlots") +
+            "  static_assert(kSlots >= 2, \"no shared memory is left for the ring\");\n\n" +
+            "  template <class C>\n  static MPK_DEVICE void compute(C& c, const Job& job) {\n    switch (job.row->variant) {\n" + compute +
+            "    }\n  }\n\n  template <class L>\n  static MPK_DEVICE void load(L& l, const Job& job) {\n    switch (job.row->variant) {\n" + load +
+            "      default: break;\n    }\n  }\n};\n\n";
+    text += "struct LaunchBlock {\n  LaunchParams params;\n  void* pointers[" + str(std::max(1, plan_.num_inputs + plan_.num_outputs)) +
+            "];\n};\n\n}  // namespace torch_mpk_kernel_parts\n\nextern \"C\" __global__ void __launch_bounds__(mpk::kThreads, 1) " + program.kernel_name +
+            "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  static_assert(mpk::kThreads == " + str(program.num_threads) +
+            ");\n  mpk::run<torch_mpk_kernel_parts::Kernel>(block.params, block.pointers);\n}\n";
+    return text;
+  }
+
+  const Schedule& schedule_;
+  Plan plan_;
+  std::map<std::string, uint32_t> numbers_;
+  std::vector<JobCode> variants_;
+  std::set<int> awaited_;  // phases some loader waits for
+  int64_t events_offset_ = 0, tickets_offset_ = 0, outputs_offset_ = 0;
+  int num_output_rows_ = 0;
+};
+
+}  // namespace
+}  // namespace codegen
+
+CudaProgram generate_cuda(const Schedule& schedule) { return codegen::Generator(schedule).run(); }
+
+}  // namespace mpk

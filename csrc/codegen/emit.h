@@ -1,0 +1,129 @@
+// Writing the code of one job. A job becomes the body of a struct (its "variant") that holds everything static, and the
+// list of references to memory that its row of the table carries; jobs with equal bodies share code.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk::codegen {
+
+// What is known of the whole kernel.
+struct Plan {
+  const Schedule& schedule;
+  int num_inputs = 0, num_outputs = 0, num_scalars = 0;
+  std::vector<bool> written;         // per buffer: by some node of this launch
+  std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
+  int64_t workspace_bytes = 0;       // the schedule's and what tasks need besides
+  int64_t control_bytes = 0;         // allocated so far
+
+  struct Scratch {
+    int phase;  // the last that uses it
+    int64_t offset, bytes;
+  };
+  std::vector<Scratch> scratch;  // attention's partial results
+
+  explicit Plan(const Schedule& schedule);
+  const TBGraph& graph() const { return schedule.graph; }
+  const Node& node(int id) const { return schedule.graph.nodes()[id]; }
+};
+
+struct JobCode {
+  std::string kind;          // the variant's name, but for its number: "Linear"
+  std::string compute;       // the consumers' function, called with (c, job)
+  std::string load;          // the loader's; empty: nothing to load
+  std::string staged_bytes;  // expression of the shared memory it stages, <V> standing for the variant; empty: none
+  std::string body;          // of the variant's struct
+  std::vector<std::string> headers;
+  std::vector<uint64_t> refs;
+  uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another one
+};
+
+// Throws std::runtime_error naming the node when it cannot be generated.
+JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim);
+
+[[noreturn]] void fail(const Node& node, const std::string& why);
+
+// ---- shared by the writers
+
+std::string str(int64_t v);
+std::string float_literal(double v);
+inline const char* cuda_type(DType t) { return info(t).cuda_type; }
+
+// An access pattern up to the rank it is written in: sizes and strides without unit dimensions, mergeable ones merged.
+struct Pattern {
+  int64_t offset = 0;
+  std::vector<std::pair<int64_t, int64_t>> dims;
+  bool operator==(const Pattern&) const = default;
+};
+Pattern pattern(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset);
+inline Pattern pattern(const Tensor& t) { return pattern(t.shape, t.strides, t.offset); }
+
+// The element offset of row number `row` (an expression) among a tensor's leading dimensions.
+std::string row_offset(const Tensor& t, const std::string& row);
+
+// Whether 16-byte accesses to rows of the tensor are aligned; an input's pointer is then demanded to be, unless it is an
+// activation, which may come from anywhere.
+bool aligned_rows(Plan& plan, const Tensor& t, bool is_activation);
+
+// References to memory, numbered in the order of use.
+class Refs {
+ public:
+  Refs(const Plan& plan, std::vector<uint64_t>& refs) : plan_(plan), refs_(refs) {}
+  std::string pointer(const Node& node, const Tensor& t, bool writable = false);  // "job.template pointer<const float>(3)"
+  int add(const Node& node, const Tensor& t);
+  int add_raw(uint32_t index, uint64_t offset);
+
+ private:
+  const Plan& plan_;
+  std::vector<uint64_t>& refs_;
+};
+
+// Values that exist only inside a job: an access that matches takes the variable instead of memory.
+struct LocalValue {
+  int buffer;
+  Pattern where;
+  std::string variable;
+  DType dtype;
+};
+
+struct ProgramCode {
+  std::string preload_fields, preload;  // members and statements for loads that can be issued early
+  std::string body;
+  std::string result;                   // variable of the last instruction's value
+};
+
+struct ProgramOptions {
+  std::string prefix = "";               // of variables
+  std::string index_type = "int32_t";
+  std::string point = "";                // expression of the point's number in the domain, row-major
+  std::string inner = "";                // nonempty: the index in the last dimension; `point` numbers the others
+  bool early_loads = false;              // put unconditional loads into `preload`, as fields of `extra`
+  std::vector<LocalValue>* locals = nullptr;
+  const std::vector<int>* unstored = nullptr;
+};
+
+ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options);
+
+// Row tasks applied one after the other to a row in shared memory, the first reading memory. Found by following `operand`
+// back through the nodes of `prologue`.
+struct Chain {
+  std::vector<const Node*> tasks;
+  const Tensor* source;  // of the first
+};
+Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node& node, const Tensor& operand);
+
+// Traits of the chain's tasks, and the statements that run it on `row` into `data` (shared memory) with `group`.
+struct ChainCode {
+  std::string traits, body;
+  bool vectorized;
+  std::vector<std::string> headers;
+};
+ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const std::string& prefix, const Tensor* target);
+
+}  // namespace mpk::codegen

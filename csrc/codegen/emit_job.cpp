@@ -1,0 +1,374 @@
+// One function per kind of job.
+#include <algorithm>
+
+#include "emit.h"
+#include "torch_mpk/device/table.h"
+
+namespace mpk::codegen {
+namespace {
+
+constexpr int64_t kSlotBytes = 8192;
+constexpr int64_t kConsumerThreads = 384;
+constexpr int64_t kMaxBatch = 16;
+
+std::string constant(const std::string& name, int64_t v) { return "  static constexpr int " + name + " = " + str(v) + ";\n"; }
+std::string flag(const std::string& name, bool v) {
+  return "  static constexpr bool " + name + " = " + (v ? "true" : "false") + ";\n";
+}
+std::string function(const std::string& result, const std::string& signature, const std::string& body) {
+  return "  static MPK_DEVICE " + result + " " + signature + " {\n" + body + "  }\n";
+}
+std::string returning(const std::string& result, const std::string& signature, const std::string& value) {
+  return function(result, signature, "    return " + value + ";\n");
+}
+std::string group_function(const std::string& signature, const std::string& body) {
+  return "  template <class Group>\n  static MPK_DEVICE void " + signature + " {\n" + body + "  }\n";
+}
+
+// switch (i) over values; the last is the default.
+std::string choose(const std::string& i, const std::vector<std::string>& values) {
+  if (std::all_of(values.begin(), values.end(), [&](const std::string& v) { return v == values.front(); })) return values.front();
+  std::string text;
+  for (size_t k = 0; k + 1 < values.size(); k++) text += i + " == " + str(static_cast<int64_t>(k)) + " ? " + values[k] + " : ";
+  return text + values.back();
+}
+
+bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }
+
+void require(bool condition, const Node& node, const std::string& why) {
+  if (!condition) fail(node, why);
+}
+
+void check_dtype(const Node& node, const Operand& operand, DType expected) {
+  require(operand.tensor.dtype == expected, node,
+          "operand " + operand.name + " is " + info(operand.tensor.dtype).name + ", expected " + info(expected).name);
+}
+
+void require_stream_dtype(const Node& node, DType t) {
+  require(is_float(t) && t != DType::kF64, node, std::string(info(t).name) + " is not supported, expected float32, float16 or bfloat16");
+}
+
+// ---- programs
+
+JobCode emit_points(Plan& plan, const Node& node) {
+  JobCode code{"Points", "run_points", "", "", "", {}, {}, 0};
+  Refs refs(plan, code.refs);
+  const int64_t points = node.program->num_points();
+  const bool wide = points > (int64_t(1) << 31) - kConsumerThreads * plan.schedule.target.num_workers - 1;
+  const std::string index = wide ? "int64_t" : "int32_t";
+  const ProgramCode program = emit_program(plan, refs, node, {.prefix = "", .index_type = index, .point = "point"});
+  code.body = "  using Index = " + index + ";\n  static constexpr Index kPoints = " + str(points) + ";\n" +
+              function("void", "point(const Job& job, Index point)", program.body);
+  code.num_small_workers = static_cast<uint32_t>(std::min<int64_t>((points + kConsumerThreads - 1) / kConsumerThreads, 1 << 20));
+  return code;
+}
+
+JobCode emit_reduce(Plan& plan, const Node& node) {
+  JobCode code{"Reduce", "run_reduce", "", "256", "", {}, {}, 0};
+  Refs refs(plan, code.refs);
+  const Program& program = *node.program;
+  const std::string op = node.string_attr("op");
+  const std::map<std::string, std::string> classes = {{"sum", "Sum"},   {"mean", "Mean"},     {"prod", "Prod"},
+                                                      {"amax", "AMax"}, {"amin", "AMin"},     {"any", "Any"},
+                                                      {"all", "All"},   {"argmax", "ArgMax"}, {"argmin", "ArgMin"}};
+  const auto found = classes.find(op);
+  require(found != classes.end(), node, "unknown reduction '" + op + "'");
+  const DType value_type = program.instrs.back().dtype;
+  const std::string computed = value_type == DType::kF64 ? "double" : is_float(value_type) ? "float" : "int64_t";
+  const int64_t inner = program.domain.back(), outer = inner == 0 ? 0 : program.num_points() / inner;
+  const ProgramCode value = emit_program(plan, refs, node, {.prefix = "", .index_type = "int64_t", .point = "outer", .inner = "inner"});
+  const Operand& out = node.operands.back();
+  Tensor rows = out.tensor;  // every element a row
+  rows.shape.push_back(1);
+  rows.strides.push_back(1);
+  const std::string out_type = cuda_type(out.tensor.dtype);
+  code.body = "  using Op = reduce::" + found->second + "<" + computed + ">;\n  static constexpr int64_t kOuter = " + str(outer) +
+              ", kInner = " + str(inner) + ";\n" +
+              function(computed, "value(const Job& job, int64_t outer, int64_t inner)",
+                       value.body + "    return cast<" + computed + ">(" + value.result + ");\n") +
+              "  template <class R>\n" +
+              function("void", "finish(const Job& job, int64_t outer, R result)",
+                       "    " + refs.pointer(node, out.tensor, true) + "[" + row_offset(rows, "outer") + "] = cast<" + out_type + ">(result);\n");
+  return code;
+}
+
+// ---- row tasks
+
+JobCode emit_row(Plan& plan, const Node& node) {
+  JobCode code{"Row", "run_rows", "", "kRowStagedBytes<V>", "", {}, {}, 0};
+  Refs refs(plan, code.refs);
+  const Tensor& x = node.operands.front().tensor;
+  const Chain chain{{&node}, &x};
+  const ChainCode rows = emit_chain(plan, refs, node, chain, "t", &node.operands.back().tensor);
+  const int64_t size = x.shape.back();
+  code.headers = rows.headers;
+  code.body = "  using T = " + std::string(cuda_type(x.dtype)) + ";\n" + constant("kRows", x.numel() / std::max<int64_t>(size, 1)) +
+              constant("kSize", size) + rows.traits + group_function("run(Group& group, const Job& job, uint32_t row, T* data)", rows.body);
+  return code;
+}
+
+// ---- linear
+
+struct LinearShape {
+  int64_t batch, size, parts, element;
+  int64_t tile_rows, chunk_parts, chunk_size;
+};
+
+// Chunks are one slot where rows are long enough. With several rows of x, a chunk holds several weight rows, so that a
+// value of x read from shared memory is used more than once. Among the tile sizes left, the one that balances best.
+LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t element, const std::vector<int64_t>& rows, int64_t workers) {
+  LinearShape s{batch, size, parts, element, 1, 1, size};
+  const int64_t slot = kSlotBytes / element;  // elements
+  const int64_t wanted = batch == 1 ? 4 : batch <= 4 ? 2 : batch <= 8 ? 4 : 2;  // weight rows in a chunk
+  int64_t fit = wanted;
+  if (batch == 1) fit = std::clamp<int64_t>(slot / size, 1, wanted);
+  s.chunk_parts = parts <= fit ? parts : 1;
+  const int64_t most = std::max<int64_t>(fit / s.chunk_parts, 1);
+  int64_t best = -1;
+  for (int64_t tile_rows = 1; tile_rows <= most; tile_rows *= 2) {
+    int64_t tiles = 0;
+    for (int64_t n : rows) tiles += (n + tile_rows - 1) / tile_rows;
+    const int64_t load = (tiles + workers - 1) / workers * tile_rows;
+    if (best < 0 || load <= best) {
+      best = load;
+      s.tile_rows = tile_rows;
+    }
+  }
+  const int64_t rows_in_chunk = s.chunk_parts * s.tile_rows;
+  if (rows_in_chunk * size > slot) s.chunk_size = std::max<int64_t>(slot / rows_in_chunk / 256, 1) * 256;
+  return s;
+}
+
+JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
+  const Node& first = plan.node(job.body.front());
+  JobCode code{"Linear", "linear::compute", "linear::load", "linear::Shape<V>::kStagedBytes", "", {first.def->header}, {}, 0};
+  Refs refs(plan, code.refs);
+  const Tensor& x = first.operand("x").tensor;
+  const DType dtype = x.dtype;
+  const std::string type = cuda_type(dtype);
+  const int64_t batch = x.shape[0], size = x.shape[1], element = size_bytes(dtype);
+  require_stream_dtype(first, dtype);
+  require(batch >= 1 && batch <= kMaxBatch, first, "x has " + str(batch) + " rows, at most " + str(kMaxBatch) + " are supported");
+  require(size >= 1, first, "x has no columns");
+  const bool paired = !job.epilogue.empty();
+  const int64_t parts = paired ? static_cast<int64_t>(job.body.size()) : 1;
+  std::vector<int64_t> rows;
+  bool aligned = size * element % 16 == 0;
+  for (int n : job.body) {
+    const Node& node = plan.node(n);
+    for (const Operand& operand : node.operands) {
+      check_dtype(node, operand, dtype);
+      require(operand.tensor.shape.back() == 1 || operand.tensor.strides.back() == 1, node,
+              "operand " + operand.name + " needs stride 1 in its last dimension");
+    }
+    require(pattern(node.operand("x").tensor) == pattern(x) && node.operand("x").tensor.buffer == x.buffer, node,
+            "linears of one job must have one input");
+    aligned &= aligned_rows(plan, node.operand("weight").tensor, false);
+    rows.push_back(node.operand("weight").tensor.shape[0]);
+    require(!paired || rows.back() == rows.front(), node, "linears with a common epilogue must have equally many rows");
+  }
+
+  const Chain chain = find_chain(plan, job.prologue, first, x);
+  const bool staged = !chain.tasks.empty() || !aligned || batch * size * element <= plan.schedule.target.smem_bytes / 2;
+  require(!staged || batch * ((size * element + 15) / 16 * 16) <= plan.schedule.target.smem_bytes * 3 / 5, first,
+          "x of " + str(batch) + " x " + str(size) + " elements does not fit shared memory" +
+              (chain.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
+  require(staged || aligned_rows(plan, x, true), first, "x is too large to stage and not aligned to 16 bytes");
+  LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
+                                   plan.schedule.target.num_workers);
+  if (!aligned) {
+    shape.tile_rows = 1;
+    shape.chunk_parts = 1;
+    shape.chunk_size = size;
+    code.compute = "linear::compute_direct";
+    code.load = "";
+  }
+
+  std::vector<std::string> first_tile, num_rows, weights, pitches;
+  int64_t tiles = 0;
+  for (size_t i = 0; i < job.body.size(); i++) {
+    const Node& node = plan.node(job.body[i]);
+    const Tensor& weight = node.operand("weight").tensor;
+    first_tile.push_back(str(tiles) + "u");
+    num_rows.push_back(str(rows[i]) + "u");
+    if (!paired || i == 0) tiles += (rows[i] + shape.tile_rows - 1) / shape.tile_rows;
+    weights.push_back("job.pointer<const uint8_t>(" + str(refs.add(node, weight)) + ")");
+    pitches.push_back("int64_t(" + str(weight.strides[0] * element) + ")");
+  }
+  if (paired) first_tile = {"0u"}, num_rows = {num_rows.front()};
+  const bool claimed = may_claim && aligned && job.assignment == Assignment::kClaimed;
+
+  const ChainCode prologue = emit_chain(plan, refs, first, chain, "t", nullptr);
+  code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());
+  std::string& body = code.body;
+  body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kSize", size) +
+         constant("kSegments", static_cast<int64_t>(first_tile.size())) + constant("kParts", parts) + constant("kTileRows", shape.tile_rows) +
+         constant("kChunkParts", shape.chunk_parts) + constant("kChunkSize", shape.chunk_size) + "  static constexpr uint32_t kNumTiles = " + str(tiles) + ";\n" + flag("kStaged", staged) +
+         flag("kRowTasks", !chain.tasks.empty()) + flag("kClaimed", claimed) +
+         returning("uint32_t", "first_tile(int i)", choose("i", first_tile)) + returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) +
+         returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
+         returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.traits +
+         group_function("run_prologue(Group& group, const Job& job, uint32_t row, T* data)", prologue.body);
+  if (!staged) body += constant("kPitchX", x.strides[0]) + returning("const T*", "x(const Job& job)", refs.pointer(first, x));
+
+  // What becomes of a value: bias, rounding, the linear's own result, the epilogue.
+  std::string fields, preload, finish;
+  std::vector<LocalValue> locals;
+  for (size_t i = 0; i < job.body.size(); i++) {
+    const Node& node = plan.node(job.body[i]);
+    const Tensor& y = node.operands.back().tensor;
+    const std::string number = str(static_cast<int64_t>(i));
+    const std::string part = paired ? number : "0";
+    std::string value = "results[" + part + "]", store;
+    if (const Operand* bias = node.find("bias")) {
+      const std::string field = paired ? "bias" + number : "bias0";
+      if (fields.find(" " + field + ";") == std::string::npos) fields += "    T " + field + ";\n";
+      const std::string load = "extra." + field + " = " + refs.pointer(node, bias->tensor) + "[n];\n";
+      preload += "    " + (paired ? load : "if (segment == " + number + ") " + load);
+      value += " + to_float(extra." + field + ")";
+    }
+    const std::string name = "y" + number;
+    if (!contains(job.unstored, y.buffer))
+      store = "    " + refs.pointer(node, y, true) + "[int64_t(r) * " + str(y.strides[0]) + " + n] = " + name + ";\n";
+    std::string statements = "    const T " + name + " = cast<T>(" + value + ");\n" + store;
+    if (!paired && job.body.size() > 1) statements = "    if (segment == " + number + ") {\n" + statements + "    }\n";
+    finish += statements;
+    if (paired) locals.push_back({y.buffer, pattern(y), name, dtype});
+  }
+  if (paired) {
+    const int64_t n = rows.front();
+    require(batch * n < (int64_t(1) << 31), first, "more than 2^31 results");
+    finish += "    const int32_t point = r * " + str(n) + " + n;\n";
+    std::string epilogue_preload;
+    for (size_t i = 0; i < job.epilogue.size(); i++) {
+      const Node& node = plan.node(job.epilogue[i]);
+      require(node.program && node.program->num_points() == batch * n, node,
+              "an epilogue of " + str(batch * n) + " results must have as many points");
+      const ProgramCode program = emit_program(plan, refs, node, {.prefix = "e" + str(static_cast<int64_t>(i)) + "_", .point = "point",
+                                                                 .early_loads = true, .locals = &locals, .unstored = &job.unstored});
+      fields += program.preload_fields;
+      epilogue_preload += program.preload;
+      finish += program.body;
+    }
+    if (!epilogue_preload.empty()) preload += "    const int32_t point = r * " + str(n) + " + n;\n" + epilogue_preload;
+  }
+  body += "  struct Extra {\n" + fields + "  };\n" +
+          function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)", "    Extra extra{};\n" + preload + "    return extra;\n") +
+          function("void", "finish(const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const Extra& extra)", finish);
+  return code;
+}
+
+// ---- attention
+
+int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
+  // Partial results are read within their phase; a phase that waits for it may use the place again.
+  const std::vector<int>& waits = plan.schedule.phases[phase].waits;
+  bytes = (bytes + 255) / 256 * 256;
+  for (Plan::Scratch& place : plan.scratch)
+    if (place.phase < phase && place.bytes >= bytes && std::any_of(waits.begin(), waits.end(), [&](int w) { return w >= place.phase; })) {
+      place.phase = phase;
+      return place.offset;
+    }
+  const int64_t offset = (plan.workspace_bytes + 255) / 256 * 256;
+  plan.scratch.push_back({phase, offset, bytes});
+  plan.workspace_bytes = offset + bytes;
+  return offset;
+}
+
+JobCode emit_attention(Plan& plan, int phase, const Job& job) {
+  const Node& node = plan.node(job.body.front());
+  require(job.body.size() == 1 && job.epilogue.empty(), node, "attention takes no companions and no epilogue");
+  JobCode code{"Attention", "attention::compute", "attention::load", "attention::Shape<V>::kStagedBytes", "", {node.def->header}, {}, 0};
+  Refs refs(plan, code.refs);
+  const Tensor& q = node.operand("q").tensor;
+  const Operand& k_cache = node.operand("k_cache");
+  const Operand& v_cache = node.operand("v_cache");
+  const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new"), *slot = node.find("slot"), *mask = node.find("mask"),
+                *limit = node.find("limit");
+  const Tensor& y = node.operands.back().tensor;
+  const DType dtype = q.dtype;
+  const std::string type = cuda_type(dtype);
+  const int64_t element = size_bytes(dtype);
+  const int64_t batch = q.shape[0], heads = q.shape[1], size = q.shape[2], groups = k_cache.tensor.shape[1], length = k_cache.tensor.shape[2];
+  require_stream_dtype(node, dtype);
+  require(groups > 0 && heads % groups == 0, node, str(heads) + " heads are no multiple of " + str(groups) + " groups");
+  require(size % 8 == 0 && size >= 8 && size <= 256, node, "the head size must be a multiple of 8 up to 256, got " + str(size));
+  require(length > 0 && length < (int64_t(1) << 31), node, "a cache of " + str(length) + " positions is not supported");
+  require((k_new == nullptr) == (v_new == nullptr) && (k_new == nullptr) == (slot == nullptr), node,
+          "k_new, v_new and slot go together");
+  for (const Operand* operand : {&k_cache, &v_cache}) {
+    check_dtype(node, *operand, dtype);
+    require(aligned_rows(plan, operand->tensor, false), node,
+            "operand " + operand->name + " needs offsets and strides that are multiples of 16 bytes");
+  }
+  for (const Operand& operand : node.operands)
+    if (operand.name != "mask" && operand.name != "limit" && operand.name != "slot")
+      require(operand.tensor.strides.back() == 1, node, "operand " + operand.name + " needs stride 1 in its last dimension");
+  if (slot) check_dtype(node, *slot, DType::kI64);
+  if (limit) check_dtype(node, *limit, DType::kI64);
+
+  // Heads that share a key-value head, at most 8 rows of 32 lanes by 4 elements at a time.
+  const int64_t shared = heads / groups, most = std::max<int64_t>(8 / ((size + 127) / 128), 1);
+  int64_t passes = 1;
+  while (shared % passes != 0 || shared / passes > most) passes++;
+  const int64_t at_a_time = shared / passes;
+
+  std::string& body = code.body;
+  body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kGroups", groups) + constant("kPasses", passes) +
+         constant("kHeads", at_a_time) + constant("kSize", size) + constant("kLength", length) +
+         "  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" + flag("kHasNew", k_new != nullptr) +
+         flag("kHasMask", mask != nullptr) + flag("kMaskPerHead", mask && heads > 1 && mask->tensor.strides[1] != 0) +
+         "  static constexpr int64_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +
+         ", kPitchV = " + str(v_cache.tensor.strides[2] * element) + ";\n";
+  body += returning("int64_t", "limit(const Job& job, uint32_t b)",
+                    limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]" : "kLength");
+  body += returning("int64_t", "slot(const Job& job)", slot ? "*" + refs.pointer(node, slot->tensor) : "-1");
+  for (const Operand* cache : {&k_cache, &v_cache})
+    body += returning("T*", cache->name + "(const Job& job, uint32_t b, uint32_t g)",
+                      refs.pointer(node, cache->tensor, true) + " + int64_t(b) * " + str(cache->tensor.strides[0]) + " + int64_t(g) * " +
+                          str(cache->tensor.strides[1]));
+  if (mask) {
+    const Tensor& m = mask->tensor;
+    require(m.dtype == DType::kBool || (is_float(m.dtype) && m.dtype != DType::kF64), node, "the mask must be bool, float32, float16 or bfloat16");
+    const std::string at = refs.pointer(node, m) + "[int64_t(b) * " + str(m.strides[0]) + " + int64_t(h) * " + str(m.strides[1]) +
+                           " + int64_t(position) * " + str(m.strides[2]) + "]";
+    body += returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t position)",
+                      m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
+  }
+  body += returning("T*", "y(const Job& job, uint32_t b, uint32_t h)",
+                    refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
+  for (const char* name : {"q", "k", "v"}) {
+    const Operand* operand = name[0] == 'q' ? node.find("q") : name[0] == 'k' ? k_new : v_new;
+    if (!operand) continue;
+    check_dtype(node, *operand, dtype);
+    const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor), std::string(name) + "_", nullptr);
+    body += chain.traits + group_function("prepare_" + std::string(name) + "(Group& group, const Job& job, uint32_t b, uint32_t h, T* data)",
+                                          "    const uint32_t row = b * " + str(operand->tensor.shape[1]) + " + h;\n" + chain.body);
+    code.headers.insert(code.headers.end(), chain.headers.begin(), chain.headers.end());
+  }
+  const int64_t partial_bytes = plan.schedule.target.num_workers * 2 * at_a_time * (size + 4) * 4;
+  body += returning("float*", "partials(const Job& job)",
+                    "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, allocate_partials(plan, phase, partial_bytes))) + ")");
+  body += returning("uint32_t*", "arrivals(const Job& job)", "job.pointer<uint32_t>(" + str(refs.add_raw(kControlIndex, plan.control_bytes)) + ")");
+  plan.control_bytes += batch * groups * passes * 4;
+  return code;
+}
+
+}  // namespace
+
+JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim) {
+  const Node& node = plan.node(job.body.front());
+  const bool alone = job.body.size() == 1 && job.prologue.empty() && job.epilogue.empty();
+  if (node.def->name == "linear") return emit_linear(plan, job, may_claim);
+  if (node.def->name == "attention") return emit_attention(plan, phase, job);
+  require(alone, node, "only linear and attention take companions");
+  switch (node.def->role) {
+    case Role::kPointwise: return emit_points(plan, node);
+    case Role::kReduce: return emit_reduce(plan, node);
+    case Role::kRow: return emit_row(plan, node);
+    case Role::kStream: break;
+  }
+  fail(node, "this stream task has no CUDA code");
+}
+
+}  // namespace mpk::codegen

@@ -1,0 +1,302 @@
+"""Normalisation, rotary embedding, linear, gated activations and embedding: what is lifted, and what must not be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import operands_of, rewritten, tasks_of
+
+import torch_mpk.ops  # noqa: F401
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def llama(x, w, eps=1e-5):
+    wide = x.float()
+    return (w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype),)
+
+
+def llama_swapped(x, w):
+    wide = x.to(torch.float32)
+    return ((torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * wide).type_as(x) * w,)
+
+
+def gemma(x, w):
+    wide = x.float()
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return ((y * (1.0 + w.float())).type_as(x),)
+
+
+def unweighted(x, w):
+    wide = x.float()
+    return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) + w,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("function", "attrs"),
+    [
+        (llama, {"eps": 1e-5, "style": "llama"}),
+        (llama_swapped, {"eps": 1e-5, "style": "llama"}),
+        (gemma, {"eps": 1e-6, "style": "gemma"}),
+        (unweighted, {"eps": 1e-5, "style": "llama"}),
+        (lambda x, w: (F.rms_norm(x, (48,), w, 1e-4),), {"eps": 1e-4, "style": "torch"}),
+        (lambda x, w: (F.rms_norm(x, (48,)) * w,), {"eps": torch.finfo(torch.float32).eps, "style": "torch"}),
+    ],
+)
+def test_rms_norm(function, attrs, dtype):
+    gm = rewritten(function, torch.randn(2, 3, 48).to(dtype), torch.randn(48).to(dtype))
+    (call,) = operands_of(gm, "rms_norm")
+    assert {name: call[name] for name in attrs} == attrs
+    assert ("weight" in call) == (
+        "unweighted" not in function.__name__ and attrs["eps"] != torch.finfo(torch.float32).eps
+    )
+    others = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not torch.ops.aten.view.default]
+    assert len(others) == (1 if "weight" in call else 2)
+
+
+def weight_before_cast(x, w):
+    wide = x.float()
+    return ((w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5))).to(x.dtype),)
+
+
+def no_eps(x, w):
+    wide = x.float()
+    return (w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))).to(x.dtype),)
+
+
+def other_dim(x, w):
+    wide = x.float()
+    return (w * (wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-5)).to(x.dtype),)
+
+
+def cube(x, w):
+    wide = x.float()
+    return (w * (wide * torch.rsqrt(wide.abs().pow(3).mean(-1, keepdim=True) + 1e-5)).to(x.dtype),)
+
+
+def other_tensor(x, w):
+    wide = x.float()
+    return (w * (wide * torch.rsqrt((wide + 1).pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype),)
+
+
+def scaled_eps(x, w):
+    wide = x.float()
+    variance = torch.add(wide.pow(2).mean(-1, keepdim=True), 1e-5, alpha=2)
+    return (w * (wide * torch.rsqrt(variance)).to(x.dtype),)
+
+
+def narrow_variance(x, w):
+    return (w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),)
+
+
+def input_overwritten_between(x, w):
+    wide = x.float()
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    x.zero_()
+    return (w * (wide * torch.rsqrt(variance + 1e-5)).to(x.dtype),)
+
+
+def gemma_plus_two(x, w):
+    wide = x.float()
+    return ((wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (2.0 + w.float())).type_as(x),)
+
+
+def double(x, w):
+    return (F.rms_norm(x.double(), (48,), w.double(), 1e-5),)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        weight_before_cast,
+        no_eps,
+        other_dim,
+        cube,
+        other_tensor,
+        scaled_eps,
+        narrow_variance,
+        input_overwritten_between,
+        gemma_plus_two,
+        double,
+    ],
+)
+def test_what_is_no_rms_norm(function):
+    gm = rewritten(function, torch.randn(2, 3, 48).bfloat16(), torch.randn(48).bfloat16())
+    assert tasks_of(gm) == {}
+
+
+def test_rms_norm_needs_a_weight_of_its_dtype_and_size():
+    x = torch.randn(2, 3, 48).bfloat16()
+    assert "weight" not in operands_of(rewritten(llama, x, torch.randn(48)), "rms_norm")[0]
+    assert "weight" not in operands_of(rewritten(llama, x, torch.randn(1).bfloat16()), "rms_norm")[0]
+
+
+def test_an_interior_value_used_elsewhere_is_kept():
+    def function(x, w):
+        wide = x.float()
+        variance = wide.pow(2).mean(-1, keepdim=True) + 1e-5
+        return w * (wide * torch.rsqrt(variance)).to(x.dtype), variance
+
+    gm = rewritten(function, torch.randn(2, 48).bfloat16(), torch.randn(48).bfloat16())
+    assert tasks_of(gm) == {"rms_norm": 1}
+
+
+def rotate_half(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def rope(x, cos, sin):
+    return (x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1),)
+
+
+def rope_swapped(x, cos, sin):
+    return (sin.unsqueeze(1) * rotate_half(x) + cos.unsqueeze(1) * x,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("function", [rope, rope_swapped])
+def test_rope(function, rows, dtype):
+    def projected(x, cos, sin):
+        return function(x.view(3, 1, 4, 16).transpose(1, 2), cos, sin)
+
+    gm = rewritten(projected, *(torch.randn(*s).to(dtype) for s in ((3, 1, 64), (rows, 1, 16), (rows, 1, 16))))
+    assert tasks_of(gm) == {"rope": 1}
+
+
+def partial(x, cos, sin):
+    part, rest = x[..., :8], x[..., 8:]
+    return (torch.cat((rope(part, cos[..., :8], sin[..., :8])[0], rest), -1),)
+
+
+def wrong_sign(x, cos, sin):
+    turned = torch.cat((x[..., 8:], -x[..., :8]), -1)
+    return (x * cos.unsqueeze(1) + turned * sin.unsqueeze(1),)
+
+
+def wrong_halves(x, cos, sin):
+    turned = torch.cat((-x[..., :8], x[..., 8:]), -1)
+    return (x * cos.unsqueeze(1) + turned * sin.unsqueeze(1),)
+
+
+def minus(x, cos, sin):
+    return (x * cos.unsqueeze(1) - rotate_half(x) * sin.unsqueeze(1),)
+
+
+def two_tensors(x, cos, sin):
+    return (x.exp() * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1),)
+
+
+@pytest.mark.parametrize("function", [wrong_sign, wrong_halves, minus, two_tensors])
+def test_what_is_no_rope(function):
+    gm = rewritten(function, torch.randn(3, 4, 1, 16), torch.randn(3, 1, 16), torch.randn(3, 1, 16))
+    assert tasks_of(gm) == {}
+
+
+def test_rope_takes_one_position_of_a_whole_head():
+    assert tasks_of(rewritten(rope, torch.randn(3, 4, 2, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16))) == {}
+    per_head = torch.randn(3, 4, 1, 16)
+    assert tasks_of(rewritten(lambda x, c, s: (x * c + rotate_half(x) * s,), per_head, per_head, per_head)) == {}
+    gm = rewritten(partial, torch.randn(3, 4, 1, 16), torch.randn(3, 1, 16), torch.randn(3, 1, 16))
+    assert [call["x"].meta["val"].shape for call in operands_of(gm, "rope")] == [(3, 4, 8)]  # the part that rotates
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("function", "num_tasks"),
+    [
+        (lambda x, w, b: (F.linear(x, w),), 1),
+        (lambda x, w, b: (F.linear(x, w, b),), 1),
+        (lambda x, w, b: (F.linear(x[0, 0], w, b),), 1),
+        (lambda x, w, b: (x @ w.t(),), 1),
+        (lambda x, w, b: (torch.mm(x[0], w.transpose(0, 1)),), 1),
+        (lambda x, w, b: (torch.addmm(b, x[0], w.t()),), 1),
+        (lambda x, w, b: (torch.addmm(b, x[0], w.t(), alpha=2),), 0),
+        (lambda x, w, b: (torch.addmm(x[0, :, :24], x[0], w.t()),), 0),
+        (lambda x, w, b: (x @ w[:24, :24].expand(2, 24, 24).mT.repeat(1, 2, 1),), 0),
+    ],
+)
+def test_linear(function, num_tasks, dtype):
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((2, 3, 48), (24, 48), (24,)))
+    assert tasks_of(rewritten(function, x, weight, bias))["linear"] == num_tasks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("function", "tasks"),
+    [
+        (lambda a, b: (F.silu(a) * b,), {"silu_mul": 1}),
+        (lambda a, b: (b * F.silu(a),), {"silu_mul": 1}),
+        (lambda a, b: (F.gelu(a) * b,), {"gelu_mul": 1}),
+        (lambda a, b: (F.gelu(a, approximate="tanh") * b,), {"gelu_mul": 1}),
+        (lambda a, b: (F.silu(a) * b[:1],), {}),
+        (lambda a, b: (F.silu(a) * 2,), {}),
+        (lambda a, b: (F.silu(a) + b,), {}),
+        (lambda a, b: (F.silu(a) * b.double(),), {}),
+    ],
+)
+def test_gated(function, tasks, dtype):
+    assert tasks_of(rewritten(function, torch.randn(3, 40).to(dtype), torch.randn(3, 40).to(dtype))) == tasks
+
+
+def test_a_gate_overwritten_before_the_product_is_not_read_after_it():
+    def function(gate, up):
+        activated = F.silu(gate)
+        gate.zero_()
+        return (activated * up,)
+
+    assert tasks_of(rewritten(function, torch.randn(3, 40), torch.randn(3, 40))) == {}
+
+
+def test_embedding():
+    assert tasks_of(rewritten(lambda i, w: (F.embedding(i, w),), torch.tensor([[3], [1]]), torch.randn(7, 8)))[
+        "embedding"
+    ]
+    ids = torch.tensor([[3], [1]], dtype=torch.int32)
+    assert tasks_of(rewritten(lambda i, w: (F.embedding(i, w),), ids, torch.randn(7, 8))) == {}
+
+
+def test_a_product_over_one_element_is_a_multiplication():
+    gm = rewritten(lambda a, b: (a @ b, a[0] @ b[0], a @ a.mT), torch.randn(2, 8, 1), torch.randn(2, 1, 3))
+    targets = [node.target for node in gm.graph.nodes]
+    assert targets.count(torch.ops.aten.mul.Tensor) == 3
+    assert torch.ops.aten.matmul.default not in targets
+
+
+def test_operators_of_tasks_become_their_tasks():
+    def function(x, w, cache, slot):
+        torch.ops.mpk.kv_write(cache, x[:, None].contiguous(), slot)
+        return torch.ops.mpk.rms_norm(x, style="torch", eps=1e-6, weight=w), torch.ops.mpk.linear(x, cache[:, 0, 0])
+
+    x, w, cache, slot = torch.randn(8, 8), torch.randn(8), torch.randn(8, 1, 4, 8), torch.tensor([2])
+    gm = rewritten(function, x, w, cache, slot)
+    assert tasks_of(gm) == {"kv_write": 1, "rms_norm": 1, "linear": 1}
+
+
+def test_what_changes_nothing_is_dropped():
+    def function(x):
+        y = F.dropout(x.to(torch.float32).contiguous().expand(2, 6).view(2, 6)[:], 0.0).detach()
+        return (y.type_as(x) + 1, F.dropout(x, 0.5, training=False) * 2)
+
+    gm = rewritten(function, torch.randn(2, 6))
+    assert sum(node.op == "call_function" for node in gm.graph.nodes) == 2
+
+
+def test_lifts_are_reported_in_program_order():
+    def function(x, w, n):
+        return (F.linear(llama(x, n)[0], w),)
+
+    gm = rewritten(function, torch.randn(2, 48), torch.randn(24, 48), torch.randn(48))
+    assert [lift.pattern for lift in gm.meta["lifts"]] == ["llama_rms_norm", "linear"]
+
+
+def test_a_view_of_a_lifted_result_still_shares_its_memory():
+    def function(x, w):
+        y = F.linear(x, w)
+        y[0].add_(1)
+        return (F.silu(y) * y,)
+
+    assert tasks_of(rewritten(function, torch.randn(2, 48), torch.randn(24, 48))) == {"linear": 1, "silu_mul": 1}

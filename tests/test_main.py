@@ -1,0 +1,41 @@
+"""``python -m torch_mpk``."""
+
+import subprocess
+import sys
+
+import pytest
+
+from torch_mpk.__main__ import main
+from torch_mpk.jit import Cache
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
+    cache = Cache(tmp_path / "cache", 2**20)
+    for key in ("a" * 64, "b" * 64):
+        with cache.workspace() as folder:
+            (folder / "kernel.cu").write_text("source")
+            cache.put(key, folder, {"compiler": "nvcc 13.0.88", "seconds": 1.5})
+    return cache
+
+
+def test_cache_show_and_clear(cache, capsys):
+    main(["cache", "show"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:16] for line in lines[:2]] == ["a" * 16, "b" * 16]
+    assert lines[2].startswith("2 kernels")
+    main(["cache", "clear"])
+    assert capsys.readouterr().out.startswith("deleted 2 kernels")
+    assert cache.entries() == []
+
+
+def test_environment_runs_without_a_gpu_and_shows_settings():
+    command = [sys.executable, "-m", "torch_mpk", "env"]
+    environment = {"TORCH_MPK_COMPILER": "nvrtc", "TORCH_MPK_LIBCUDA": "/nonexistent", "PATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    names = [line.split(": ")[0] for line in done.stdout.splitlines()]
+    assert {"torch_mpk", "torch", "python", "headers", "nvcc", "nvrtc", "cache"} <= set(names)
+    assert "TORCH_MPK_COMPILER: nvrtc" in done.stdout
+    assert not any(name.startswith("cuda:") for name in names)

@@ -1,0 +1,77 @@
+"""``python -m torch_mpk env`` for reports, ``python -m torch_mpk cache show|clear`` for the compiled kernels."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterator
+from datetime import datetime
+
+import torch
+
+from torch_mpk import _C
+from torch_mpk.config import env
+from torch_mpk.errors import CompileError
+from torch_mpk.jit import Cache, find_compiler, include_dir
+
+
+def environment() -> Iterator[tuple[str, str]]:
+    """What a report about a problem should say of the machine, as (name, value)."""
+    yield "torch_mpk", importlib.metadata.version("torch_mpk")
+    yield "torch", f"{torch.__version__} (CUDA {torch.version.cuda})"
+    yield "python", f"{platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs"
+    yield "headers", str(include_dir())
+    for name in ("nvcc", "nvrtc"):
+        try:
+            yield name, find_compiler(name).identity
+        except CompileError as error:
+            yield name, str(error)
+    for ordinal in range(_C.num_devices()):
+        info = _C.device_info(ordinal)
+        driver = f"driver for CUDA {info.driver_version // 1000}.{info.driver_version % 1000 // 10}"
+        memory = f"{info.smem_optin_bytes} bytes of shared memory"
+        yield f"cuda:{ordinal}", f"{info.name}, sm_{info.arch}, {info.num_sms} multiprocessors, {memory}, {driver}"
+    yield "cache", f"{env.cache_dir}, limit {env.cache_bytes / 2**30:g} GiB"
+    for name in sorted(os.environ):
+        if name.startswith("TORCH_MPK_"):
+            yield name, os.environ[name]
+
+
+def show_environment(_: Cache) -> None:
+    for name, value in environment():
+        print(f"{name}: {value}")
+
+
+def show_cache(cache: Cache) -> None:
+    entries = cache.entries()
+    for entry in entries:
+        size = sum(map(len, entry.files.values()))
+        used = datetime.fromtimestamp(entry.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        report = entry.report
+        print(f"{entry.key[:16]}  {used}  {size / 1024:7.0f} KiB  {report['compiler']}  {report['seconds']} s")
+    total = sum(len(data) for entry in entries for data in entry.files.values())
+    print(f"{len(entries)} kernels, {total / 2**20:.1f} MiB in {cache.root}")
+
+
+def clear_cache(cache: Cache) -> None:
+    print(f"deleted {cache.clear()} kernels from {cache.root}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m torch_mpk", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+
+    def add(parent: argparse._SubParsersAction, name: str, run: Callable[[Cache], None], text: str) -> None:
+        parent.add_parser(name, help=text, description=text).set_defaults(run=run)
+
+    add(commands, "env", show_environment, "print versions, compilers, devices and settings")
+    cache = commands.add_parser("cache", help="the compiled kernels").add_subparsers(required=True)
+    add(cache, "show", show_cache, "list the compiled kernels, least recently used first")
+    add(cache, "clear", clear_cache, "delete the compiled kernels")
+    parser.parse_args(arguments).run(Cache(env.cache_dir, env.cache_bytes))
+
+
+if __name__ == "__main__":
+    main()
