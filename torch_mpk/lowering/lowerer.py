@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from torch_mpk.capture import source_line
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.constants import constant
@@ -44,6 +44,7 @@ from torch_mpk.lowering.values import (
     is_static,
     strided,
 )
+from torch_mpk.provenance import module_path
 from torch_mpk.registry import Task
 
 MAX_COST = 64  # instructions of one virtual tensor's expression before its operands get memory of their own
@@ -459,7 +460,7 @@ class Lowerer:
 
     def call(self, node: fx.Node, module: torch.nn.Module) -> object:
         outer, outer_label = self.node, self.label
-        self.node, self.label = node, label_of(node) or self.label
+        self.node, self.label = node, module_path(node) or self.label
         try:
             if node.op == "get_attr":
                 return constant(operator.attrgetter(node.target)(module))
@@ -489,11 +490,12 @@ class Lowerer:
                 )
             return self._finish(node, out)
         except UnsupportedError as error:
-            if error.node is None:
-                raise UnsupportedError(
-                    error.reason, node.name, node.meta.get("stack_trace", "").strip() or None
-                ) from error
-            raise
+            if error.node is not None:
+                raise
+            raise UnsupportedError(error.reason, node.name, source_line(node)) from error
+        except Exception as error:  # a form of the operation that its rule does not know
+            reason = f"{node.target} cannot be lowered in this form ({type(error).__name__}: {error})"
+            raise UnsupportedError(reason, node.name, source_line(node)) from error
         finally:
             self.node, self.label = outer, outer_label
 
@@ -531,7 +533,7 @@ def broadcast(idx: Index, shape: Sequence[Size]) -> Index:
 
 
 def domain_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], list[Expr]]:
-    """A program's domain for a tensor, outermost stride first, without sizes of 1; and the tensor's index at a point."""
+    """A tensor's points as a domain, outermost stride first, without sizes of 1, and the tensor's index at a point."""
     order = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: -strides[d])
     idx = [E.const(0, E.INT64)] * len(shape)
     for position, d in enumerate(order):
@@ -560,14 +562,3 @@ def check_devices(node: fx.Node) -> None:
     devices = {v.device for v in vals if isinstance(v, torch.Tensor)}
     if len(devices) > 1:
         raise UnsupportedError(f"tensors on several devices: {', '.join(sorted(map(str, devices)))}")
-
-
-def label_of(node: fx.Node) -> str:
-    """The path of the module the node comes from: "model.layers.0.self_attn.q_proj"."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
-    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
-    return path.removeprefix("L.self").lstrip(".")
