@@ -1,4 +1,5 @@
-// Runs a Schedule on the CPU: persistent worker threads walk through its phases, each with a fixed share of every phase.
+// Runs a Schedule on the CPU: persistent worker threads walk through its phases, each with a fixed share of every
+// phase.
 #pragma once
 
 #include <cstdlib>
