@@ -15,6 +15,17 @@ namespace {
 constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster on one thread than behind a barrier
 constexpr int64_t kHugePage = 2 << 20;
 
+// Records the thread inside a run for as long as it is.
+class Running {
+ public:
+  explicit Running(std::atomic<std::thread::id>& on) : on_(on) { on_.store(std::this_thread::get_id()); }
+  ~Running() { on_.store({}); }
+  Running(const Running&) = delete;
+
+ private:
+  std::atomic<std::thread::id>& on_;
+};
+
 }  // namespace
 
 CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::string& isa)
@@ -140,12 +151,16 @@ void CpuExecutable::forget_lock_of_another_process() {
   generation_ = fork_generation();
   mutex_.release();  // destroying a locked mutex is undefined: leak it
   mutex_ = std::make_unique<std::mutex>();
+  running_on_.store({});
   for (const auto& body : bodies_) body->reset();
 }
 
 void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> outputs,
                         std::span<const int64_t> scalars) {
+  if (running_on_.load() == std::this_thread::get_id())
+    throw std::logic_error("run: a task's reference runs the executable it belongs to");
   std::lock_guard lock(*mutex_);
+  const Running running(running_on_);
   if (const auto missing = missing_references(); !missing.empty())
     throw std::invalid_argument("task '" + missing.front() + "' has no CPU body: call set_reference('" +
                                 missing.front() + "', fn) first");

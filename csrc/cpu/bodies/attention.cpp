@@ -159,14 +159,9 @@ class Attention : public Body {
   // Lists the positions of a tile that some head attends to, and their mask values.
   int select(const Frame& frame, int64_t b, int64_t g, int64_t first, int count, C lowest, int32_t* positions,
              C* mask) {
-    for (int64_t h = 0; h < heads_per_group_; h++) {
-      C* row = mask + h * kAttentionTile;
-      if (h > 0 && mask_.strides[1] == 0) {
-        std::copy(mask, mask + count, row);
-      } else {
-        load_mask(frame, b, g * heads_per_group_ + h, first, count, row);
-      }
-    }
+    if (mask_.strides[1] == 0) return select_shared(frame, b, first, count, lowest, positions, mask);
+    for (int64_t h = 0; h < heads_per_group_; h++)
+      load_mask(frame, b, g * heads_per_group_ + h, first, count, mask + h * kAttentionTile);
     int kept = 0;
     for (int i = 0; i < count; i++) {
       bool live = false;
@@ -178,6 +173,22 @@ class Attention : public Body {
       }
       if (live) positions[kept++] = static_cast<int32_t>(first + i);
     }
+    return kept;
+  }
+
+  // The same where one row serves all heads, as in most models: tiles that are all live or all dead are quickly told.
+  int select_shared(const Frame& frame, int64_t b, int64_t first, int count, C lowest, int32_t* positions, C* mask) {
+    load_mask(frame, b, 0, first, count, mask);
+    int num_dead = 0;
+    for (int i = 0; i < count; i++) num_dead += mask[i] <= lowest;
+    if (num_dead == count) return 0;
+    int kept = 0;
+    for (int i = 0; i < count; i++) {
+      positions[kept] = static_cast<int32_t>(first + i);
+      mask[kept] = mask[i];
+      kept += !(mask[i] <= lowest);
+    }
+    for (int64_t h = 1; h < heads_per_group_; h++) std::copy(mask, mask + kept, mask + h * kAttentionTile);
     return kept;
   }
 

@@ -11,6 +11,7 @@ constexpr int kLanes = kVecBytes / 4;
 
 typedef float vf __attribute__((vector_size(kVecBytes)));
 typedef uint32_t vu __attribute__((vector_size(kVecBytes)));
+typedef int32_t vi __attribute__((vector_size(kVecBytes)));
 typedef uint16_t vh __attribute__((vector_size(kVecBytes / 2)));  // as many 16-bit elements as vf has lanes
 typedef float vf_unaligned __attribute__((vector_size(kVecBytes), aligned(1), may_alias));
 typedef uint32_t vu_unaligned __attribute__((vector_size(kVecBytes), aligned(1), may_alias));
@@ -100,7 +101,7 @@ MPK_INLINE vf load_vec(const f16* p) {
   const vu h = __builtin_convertvector((vh) * reinterpret_cast<const vh_unaligned*>(p), vu);  // as f16_to_float
   const vu magnitude = (h & 0x7fffu) << 13;
   const vu scaled = (vu)((vf)magnitude * 0x1p112f);
-  const vu special = (vu)(magnitude >= (0x7c00u << 13));
+  const vu special = (vu)((vi)magnitude >= static_cast<int32_t>(0x7c00u << 13));  // signed: SSE2 has no other
   return (vf)(((magnitude | 0x7f800000u) & special) | (scaled & ~special) | (h & 0x8000u) << 16);
 #endif
 }
