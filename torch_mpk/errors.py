@@ -35,7 +35,7 @@ class CacheError(MpkError):
 
 
 class LaunchError(MpkError):
-    """A launch failed or was aborted; its outputs are not valid."""
+    """The driver could not load or launch a kernel, or a launch was aborted and its outputs are not valid."""
 
 
 class MegakernelTimeout(LaunchError):

@@ -2,6 +2,7 @@
 // list of references to memory that its row of the table carries; jobs with equal bodies share code.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -20,7 +21,12 @@ struct Plan {
   std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
   int64_t workspace_bytes = 0;       // the schedule's and what tasks need besides
   int64_t control_bytes = 0;         // allocated so far
-  std::vector<std::pair<int, int64_t>> scratch;  // attention's partial results: last phase that uses it, offset
+
+  struct Scratch {
+    int phase;  // the last that uses it
+    int64_t offset, bytes;
+  };
+  std::vector<Scratch> scratch;  // attention's partial results
 
   explicit Plan(const Schedule& schedule);
   const TBGraph& graph() const { return schedule.graph; }
@@ -28,13 +34,12 @@ struct Plan {
 };
 
 struct JobCode {
-  std::string kind;          // the namespace-like part of its name: "linear"
-  std::string header;        // that the code needs: "torch_mpk/device/tasks/linear.cuh"
+  std::string kind;          // the variant's name, but for its number: "Linear"
+  std::string compute;       // the consumers' function, called with (c, job)
+  std::string load;          // the loader's; empty: nothing to load
+  std::string staged_bytes;  // expression of the shared memory it stages, <V> standing for the variant; empty: none
   std::string body;          // of the variant's struct
-  std::string compute;       // function called with (c, job)
-  std::string load;          // the same for the loader; empty: nothing to load
-  std::string staged_bytes;  // expression of the shared memory it stages, "V" standing for the variant
-  std::vector<std::string> extra_headers;
+  std::vector<std::string> headers;
   std::vector<uint64_t> refs;
   uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another one
 };
@@ -94,10 +99,10 @@ struct ProgramCode {
 };
 
 struct ProgramOptions {
-  std::string prefix;                    // of variables
+  std::string prefix = "";               // of variables
   std::string index_type = "int32_t";
-  std::string point;                     // expression of the point's number in the domain, row-major
-  std::string inner;                     // nonempty: the index in the last dimension; `point` numbers the others
+  std::string point = "";                // expression of the point's number in the domain, row-major
+  std::string inner = "";                // nonempty: the index in the last dimension; `point` numbers the others
   bool early_loads = false;              // put unconditional loads into `preload`, as fields of `extra`
   std::vector<LocalValue>* locals = nullptr;
   const std::vector<int>* unstored = nullptr;

@@ -1,7 +1,5 @@
 // One function per kind of job.
 #include <algorithm>
-#include <functional>
-#include <numeric>
 
 #include "emit.h"
 #include "torch_mpk/device/table.h"
@@ -53,7 +51,7 @@ void require_stream_dtype(const Node& node, DType t) {
 // ---- programs
 
 JobCode emit_points(Plan& plan, const Node& node) {
-  JobCode code{.kind = "Points", .compute = "run_points"};
+  JobCode code{"Points", "run_points", "", "", "", {}, {}, 0};
   Refs refs(plan, code.refs);
   const int64_t points = node.program->num_points();
   const bool wide = points > (int64_t(1) << 31) - kConsumerThreads * plan.schedule.target.num_workers - 1;
@@ -66,7 +64,7 @@ JobCode emit_points(Plan& plan, const Node& node) {
 }
 
 JobCode emit_reduce(Plan& plan, const Node& node) {
-  JobCode code{.kind = "Reduce", .compute = "run_reduce", .staged_bytes = "256"};
+  JobCode code{"Reduce", "run_reduce", "", "256", "", {}, {}, 0};
   Refs refs(plan, code.refs);
   const Program& program = *node.program;
   const std::string op = node.string_attr("op");
@@ -97,15 +95,15 @@ JobCode emit_reduce(Plan& plan, const Node& node) {
 // ---- row tasks
 
 JobCode emit_row(Plan& plan, const Node& node) {
-  JobCode code{.kind = "Row", .header = node.def->header, .compute = "run_rows"};
+  JobCode code{"Row", "run_rows", "", "kRowStagedBytes<V>", "", {}, {}, 0};
   Refs refs(plan, code.refs);
   const Tensor& x = node.operands.front().tensor;
   const Chain chain{{&node}, &x};
   const ChainCode rows = emit_chain(plan, refs, node, chain, "t", &node.operands.back().tensor);
   const int64_t size = x.shape.back();
+  code.headers = rows.headers;
   code.body = "  using T = " + std::string(cuda_type(x.dtype)) + ";\n" + constant("kRows", x.numel() / std::max<int64_t>(size, 1)) +
               constant("kSize", size) + rows.traits + group_function("run(Group& group, const Job& job, uint32_t row, T* data)", rows.body);
-  code.staged_bytes = "row_bytes<V>()";
   return code;
 }
 
@@ -143,7 +141,7 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
 
 JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
   const Node& first = plan.node(job.body.front());
-  JobCode code{.kind = "Linear", .header = first.def->header, .compute = "linear::compute", .load = "linear::load"};
+  JobCode code{"Linear", "linear::compute", "linear::load", "linear::Shape<V>::kStagedBytes", "", {first.def->header}, {}, 0};
   Refs refs(plan, code.refs);
   const Tensor& x = first.operand("x").tensor;
   const DType dtype = x.dtype;
@@ -172,9 +170,9 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
 
   const Chain chain = find_chain(plan, job.prologue, first, x);
   const bool staged = !chain.tasks.empty() || !aligned || batch * size * element <= plan.schedule.target.smem_bytes / 2;
-  require(batch * ((size * element + 15) / 16 * 16) <= plan.schedule.target.smem_bytes * 3 / 5, first,
-          !staged ? "" : "x of " + str(batch) + " x " + str(size) + " elements does not fit shared memory" +
-                  (chain.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
+  require(!staged || batch * ((size * element + 15) / 16 * 16) <= plan.schedule.target.smem_bytes * 3 / 5, first,
+          "x of " + str(batch) + " x " + str(size) + " elements does not fit shared memory" +
+              (chain.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
   require(staged || aligned_rows(plan, x, true), first, "x is too large to stage and not aligned to 16 bytes");
   LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
                                    plan.schedule.target.num_workers);
@@ -201,18 +199,17 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
   const bool claimed = may_claim && aligned && job.assignment == Assignment::kClaimed;
 
   const ChainCode prologue = emit_chain(plan, refs, first, chain, "t", nullptr);
-  code.extra_headers = prologue.headers;
+  code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());
   std::string& body = code.body;
   body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kSize", size) +
          constant("kSegments", static_cast<int64_t>(first_tile.size())) + constant("kParts", parts) + constant("kTileRows", shape.tile_rows) +
-         constant("kChunkParts", shape.chunk_parts) + constant("kChunkSize", shape.chunk_size) + constant("kPitchX", x.strides[0]) +
-         "  static constexpr uint32_t kNumTiles = " + str(tiles) + ";\n" + flag("kStaged", staged) +
+         constant("kChunkParts", shape.chunk_parts) + constant("kChunkSize", shape.chunk_size) + "  static constexpr uint32_t kNumTiles = " + str(tiles) + ";\n" + flag("kStaged", staged) +
          flag("kRowTasks", !chain.tasks.empty()) + flag("kClaimed", claimed) +
          returning("uint32_t", "first_tile(int i)", choose("i", first_tile)) + returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) +
          returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
          returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.traits +
          group_function("run_prologue(Group& group, const Job& job, uint32_t row, T* data)", prologue.body);
-  if (!staged) body += returning("const T*", "x(const Job& job)", refs.pointer(first, x));
+  if (!staged) body += constant("kPitchX", x.strides[0]) + returning("const T*", "x(const Job& job)", refs.pointer(first, x));
 
   // What becomes of a value: bias, rounding, the linear's own result, the epilogue.
   std::string fields, preload, finish;
@@ -258,7 +255,6 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
   body += "  struct Extra {\n" + fields + "  };\n" +
           function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)", "    Extra extra{};\n" + preload + "    return extra;\n") +
           function("void", "finish(const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const Extra& extra)", finish);
-  code.staged_bytes = "linear::Shape<V>::kStagedBytes";
   return code;
 }
 
@@ -268,13 +264,13 @@ int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
   // Partial results are read within their phase; a phase that waits for it may use the place again.
   const std::vector<int>& waits = plan.schedule.phases[phase].waits;
   bytes = (bytes + 255) / 256 * 256;
-  for (auto& [last, offset] : plan.scratch)
-    if (last < phase && std::any_of(waits.begin(), waits.end(), [&](int w) { return w >= last; }) && offset + bytes <= plan.workspace_bytes) {
-      last = phase;
-      return offset;
+  for (Plan::Scratch& place : plan.scratch)
+    if (place.phase < phase && place.bytes >= bytes && std::any_of(waits.begin(), waits.end(), [&](int w) { return w >= place.phase; })) {
+      place.phase = phase;
+      return place.offset;
     }
   const int64_t offset = (plan.workspace_bytes + 255) / 256 * 256;
-  plan.scratch.emplace_back(phase, offset);
+  plan.scratch.push_back({phase, offset, bytes});
   plan.workspace_bytes = offset + bytes;
   return offset;
 }
@@ -282,7 +278,7 @@ int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
 JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   const Node& node = plan.node(job.body.front());
   require(job.body.size() == 1 && job.epilogue.empty(), node, "attention takes no companions and no epilogue");
-  JobCode code{.kind = "Attention", .header = node.def->header, .compute = "attention::compute", .load = "attention::load"};
+  JobCode code{"Attention", "attention::compute", "attention::load", "attention::Shape<V>::kStagedBytes", "", {node.def->header}, {}, 0};
   Refs refs(plan, code.refs);
   const Tensor& q = node.operand("q").tensor;
   const Operand& k_cache = node.operand("k_cache");
@@ -338,8 +334,6 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
                            " + int64_t(position) * " + str(m.strides[2]) + "]";
     body += returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t position)",
                       m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
-  } else {
-    body += returning("float", "mask(const Job&, uint32_t, uint32_t, uint32_t)", "0.0f");
   }
   body += returning("T*", "y(const Job& job, uint32_t b, uint32_t h)",
                     refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
@@ -350,14 +344,13 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
     const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor), std::string(name) + "_", nullptr);
     body += chain.traits + group_function("prepare_" + std::string(name) + "(Group& group, const Job& job, uint32_t b, uint32_t h, T* data)",
                                           "    const uint32_t row = b * " + str(operand->tensor.shape[1]) + " + h;\n" + chain.body);
-    code.extra_headers.insert(code.extra_headers.end(), chain.headers.begin(), chain.headers.end());
+    code.headers.insert(code.headers.end(), chain.headers.begin(), chain.headers.end());
   }
   const int64_t partial_bytes = plan.schedule.target.num_workers * 2 * at_a_time * (size + 4) * 4;
   body += returning("float*", "partials(const Job& job)",
                     "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, allocate_partials(plan, phase, partial_bytes))) + ")");
   body += returning("uint32_t*", "arrivals(const Job& job)", "job.pointer<uint32_t>(" + str(refs.add_raw(kControlIndex, plan.control_bytes)) + ")");
   plan.control_bytes += batch * groups * passes * 4;
-  code.staged_bytes = "attention::Shape<V>::kStagedBytes";
   return code;
 }
 

@@ -88,20 +88,21 @@ void bind_cpu(py::module_& m) {
   }, "The instruction-set tiers this machine can run, slowest first.");
 
   m.def(
-      "cpu_read",
-      [](uintptr_t address, int64_t bytes, int num_threads) {
+      "cpu_read_words",
+      [](uintptr_t address, int64_t num_words, int num_threads) {
         const cpu::Kernels& kernels = cpu::kernels(cpu::supported_isas().back());
+        const auto* words = reinterpret_cast<const uint64_t*>(address);
+        const int64_t n = num_threads == 0 ? cpu::num_available_cpus() : num_threads;
         std::atomic<uint64_t> sum{0};
         py::gil_scoped_release release;
-        cpu::parallel_run(num_threads == 0 ? cpu::num_available_cpus() : num_threads, [&](int worker, cpu::SpinBarrier&) {
-          const int64_t n = num_threads == 0 ? cpu::num_available_cpus() : num_threads;
-          const int64_t begin = bytes * worker / n / 64 * 64, end = worker + 1 == n ? bytes : bytes * (worker + 1) / n / 64 * 64;
-          sum += kernels.read(reinterpret_cast<const void*>(address + begin), end - begin);
+        cpu::parallel_run(static_cast<int>(n), [&](int worker, cpu::SpinBarrier&) {
+          const int64_t begin = num_words * worker / n, end = num_words * (worker + 1) / n;
+          sum += kernels.read_words(words + begin, end - begin);
         });
         return sum.load();
       },
-      py::arg("address"), py::arg("bytes"), py::arg("num_threads") = 0,
-      "Read memory with the runtime's threads and do nothing with it: the ceiling of every memory-bound benchmark.");
+      py::arg("address"), py::arg("num_words"), py::arg("num_threads") = 0,
+      "Add up 64-bit words with the runtime's threads: how fast memory can be read, the ceiling of a decode step.");
 }
 
 }  // namespace mpk

@@ -84,9 +84,9 @@ CudaProgram read_program(py::handle object) {
   return program;
 }
 
-void set_timeout_error(const LaunchAborted& error) {
+void set_error(const char* type, const std::exception& error) {
   try {
-    py::set_error(py::module_::import("torch_mpk.errors").attr("MegakernelTimeout"), error.what());
+    py::set_error(py::module_::import("torch_mpk.errors").attr(type), error.what());
   } catch (py::error_already_set& import_error) {
     import_error.restore();
   }
@@ -99,7 +99,9 @@ void bind_runtime(py::module_& m) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const LaunchAborted& error) {
-      set_timeout_error(error);
+      set_error("MegakernelTimeout", error);
+    } catch (const cu::Error& error) {
+      set_error("LaunchError", error);
     }
   });
 
@@ -111,7 +113,7 @@ void bind_runtime(py::module_& m) {
       .def_readonly("smem_optin_bytes", &cu::DeviceInfo::smem_optin_bytes, "Shared memory one CTA may use.")
       .def_readonly("driver_version", &cu::DeviceInfo::driver_version, "12080 is CUDA 12.8.");
   m.def("num_devices", &cu::num_devices, "CUDA devices of this process; 0 without a driver.");
-  m.def("device_info", &cu::device_info, py::arg("ordinal"), "Raises RuntimeError without a driver or such a device.");
+  m.def("device_info", &cu::device_info, py::arg("ordinal"), "Raises LaunchError without a driver or such a device.");
 
   py::class_<CudaExecutable>(m, "CudaExecutable", "A megakernel loaded on one device.")
       .def(py::init([](py::handle program, const py::bytes& image, int device, uint64_t watchdog_ns) {
@@ -126,12 +128,10 @@ void bind_runtime(py::module_& m) {
            "addresses.\n\n"
            "Raises ValueError for a wrong number of arguments or an unaligned address, MegakernelTimeout when an "
            "earlier launch was\n"
-           "aborted, RuntimeError when the driver refuses.")
+           "aborted, LaunchError when the driver refuses.")
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
            "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
            "flight.")
-      .def("synchronize", &CudaExecutable::synchronize, py::call_guard<py::gil_scoped_release>(),
-           "Wait for all work on the device, then check.")
       .def_property(
           "jitter", [](const CudaExecutable& e) { return e.jitter.load(); },
           [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },

@@ -139,9 +139,9 @@ void CudaExecutable::check_residency() {
   };
   const int64_t static_bytes = attribute(cu::kFuncAttributeSharedSizeBytes);
   if (smem_bytes_ + static_bytes > device_.smem_optin_bytes)
-    throw std::runtime_error("kernel " + kernel_name_ + " needs " + std::to_string(smem_bytes_) + " + " +
-                             std::to_string(static_bytes) + " bytes of shared memory, " + device_.name + " has " +
-                             std::to_string(device_.smem_optin_bytes) + ": compile the model for this device");
+    throw cu::Error("kernel " + kernel_name_ + " needs " + std::to_string(smem_bytes_) + " + " +
+                    std::to_string(static_bytes) + " bytes of shared memory, " + device_.name + " has " +
+                    std::to_string(device_.smem_optin_bytes) + ": compile the model for this device");
   driver_.check(driver_.func_set_attribute(function_, cu::kFuncAttributeMaxDynamicSharedSizeBytes, smem_bytes_),
                 "cuFuncSetAttribute");
   // Workers wait for each other, so every one must be resident: one on each multiprocessor.
@@ -149,14 +149,14 @@ void CudaExecutable::check_residency() {
   driver_.check(driver_.occupancy(&per_sm, function_, num_threads_, smem_bytes_),
                 "cuOccupancyMaxActiveBlocksPerMultiprocessor");
   if (per_sm < 1)
-    throw std::runtime_error("kernel " + kernel_name_ + " does not fit on a multiprocessor of " + device_.name + ": " +
-                             std::to_string(num_threads_) + " threads of " +
-                             std::to_string(attribute(cu::kFuncAttributeNumRegs)) + " registers, " +
-                             std::to_string(smem_bytes_ + static_bytes) + " bytes of shared memory");
+    throw cu::Error("kernel " + kernel_name_ + " does not fit on a multiprocessor of " + device_.name + ": " +
+                    std::to_string(num_threads_) + " threads of " +
+                    std::to_string(attribute(cu::kFuncAttributeNumRegs)) + " registers, " +
+                    std::to_string(smem_bytes_ + static_bytes) + " bytes of shared memory");
   if (num_workers_ < 1 || num_workers_ > device_.num_sms)
-    throw std::runtime_error("kernel " + kernel_name_ + " has " + std::to_string(num_workers_) +
-                             " workers, one for each multiprocessor, but " + device_.name + " has " +
-                             std::to_string(device_.num_sms) + ": compile the model for this device");
+    throw cu::Error("kernel " + kernel_name_ + " has " + std::to_string(num_workers_) +
+                    " workers, one for each multiprocessor, but " + device_.name + " has " +
+                    std::to_string(device_.num_sms) + ": compile the model for this device");
 }
 
 cu::DevicePtr CudaExecutable::allocate() {
@@ -264,14 +264,6 @@ void CudaExecutable::check() {
   if (!aborted()) return;
   const ContextGuard current(driver_, context_);
   report_abort();
-}
-
-void CudaExecutable::synchronize() {
-  {
-    const ContextGuard current(driver_, context_);
-    driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");
-  }
-  check();
 }
 
 // The kernel writes the flag while other threads of this process read it.

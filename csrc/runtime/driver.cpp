@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 
 namespace mpk::cu {
 namespace {
@@ -20,9 +19,8 @@ std::string version_string(int version) {
 std::unique_ptr<Driver> load(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library)
-    throw std::runtime_error(
-        "no CUDA driver: " + std::string(dlerror()) +
-        ". Install NVIDIA's driver (in a container: start it with --gpus), or run the model on the CPU");
+    throw Error("no CUDA driver: " + std::string(dlerror()) +
+                ". Install NVIDIA's driver (in a container: start it with --gpus), or run the model on the CPU");
   auto driver = std::make_unique<Driver>();
   std::string missing;
   const auto find = [&](const char* symbol) { return dlsym(library, symbol); };
@@ -37,9 +35,9 @@ std::unique_ptr<Driver> load(const std::string& path) {
   driver->version = 0;
   if (driver->driver_get_version) driver->driver_get_version(&driver->version);
   if (!missing.empty() || driver->version < kMinVersion)
-    throw std::runtime_error("the CUDA driver is too old: it serves CUDA " + version_string(driver->version) +
-                             (missing.empty() ? "" : " and has no " + missing) + ", torch_mpk needs CUDA " +
-                             version_string(kMinVersion) + " or newer. Update NVIDIA's driver");
+    throw Error("the CUDA driver is too old: it serves CUDA " + version_string(driver->version) +
+                (missing.empty() ? "" : " and has no " + missing) + ", torch_mpk needs CUDA " +
+                version_string(kMinVersion) + " or newer. Update NVIDIA's driver");
   driver->check(driver->init(0), "cuInit");
   return driver;
 }
@@ -75,7 +73,7 @@ void Driver::check(Result result, const std::string& what) const {
           ". The driver serves CUDA " + version_string(version) + ": update it, or use a compiler of that release";
       break;
   }
-  throw std::runtime_error(message);
+  throw Error(message);
 }
 
 const Driver& driver() {
@@ -93,7 +91,7 @@ int num_devices() {
   try {
     int count = 0;
     return driver().device_get_count(&count) == 0 ? count : 0;
-  } catch (const std::runtime_error&) {
+  } catch (const Error&) {
     return 0;
   }
 }

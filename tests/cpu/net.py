@@ -38,7 +38,7 @@ class Net:
         self.outputs: list[torch.Tensor] = []
 
     def _external(self, kind: str, t: torch.Tensor, tensors: list[torch.Tensor]) -> _C.Tensor:
-        reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+        reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
         name = f"{kind}{len(tensors)}"
         buffer = self.graph.add_buffer(name, kind, len(tensors), reach * t.element_size())
         tensors.append(t)
@@ -80,5 +80,5 @@ class Net:
         """Any number of threads, run after run, gives the same bits. For graphs that change no input."""
         first = self.run(1, isa, scalars)
         for num_threads in (1, 2, 3):
-            for a, b in zip(first, self.run(num_threads, isa, scalars)):
+            for a, b in zip(first, self.run(num_threads, isa, scalars), strict=True):
                 assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -11,6 +11,9 @@ from torch_mpk.tasks.attention import attention as reference
 NAMES = ("q", "k_new", "v_new", "slot", "k_cache", "v_cache", "mask", "limit")
 
 
+SHAPES = [(1, 4, 2, 40, 16), (2, 7, 1, 333, 64), (3, 16, 8, 70, 128), (1, 2, 2, 1, 5), (1, 3, 1, 1500, 80)]
+
+
 def net_of(operands: dict[str, torch.Tensor | None], scale: float) -> Net:
     net = Net()
     attrs = {"scale": scale, "style": "sdpa"}
@@ -35,7 +38,9 @@ def check(operands: dict[str, torch.Tensor | None], isa: str = "") -> torch.Tens
     return y
 
 
-def operands_of(batch: int, heads: int, groups: int, length: int, dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
+def operands_of(
+    batch: int, heads: int, groups: int, length: int, dim: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor | None]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape).to(dtype)
 
@@ -46,8 +51,7 @@ def operands_of(batch: int, heads: int, groups: int, length: int, dim: int, dtyp
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("batch, heads, groups, length, dim", [(1, 4, 2, 40, 16), (2, 7, 1, 333, 64), (3, 16, 8, 70, 128), (1, 2, 2, 1, 5),
-                                                               (1, 3, 1, 1500, 80)])  # fmt: skip
+@pytest.mark.parametrize(("batch", "heads", "groups", "length", "dim"), SHAPES)
 def test_shapes(isa: str, dtype: torch.dtype, batch: int, heads: int, groups: int, length: int, dim: int) -> None:
     operands = operands_of(batch, heads, groups, length, dim, dtype)
     check(operands, isa)
@@ -104,7 +108,7 @@ def test_a_slot_outside_the_cache_writes_nothing(slot: int) -> None:
     assert torch.equal(before, operands["k_cache"])
 
 
-@pytest.mark.parametrize("limit, slot", [(3, 200), (0, 0), (700, 699)])
+@pytest.mark.parametrize(("limit", "slot"), [(3, 200), (0, 0), (700, 699)])
 def test_a_slot_is_written_whatever_the_limit(limit: int, slot: int) -> None:
     operands = operands_of(1, 4, 2, 700, 16, torch.float32)
     check({**operands, "slot": torch.tensor([slot]), "limit": torch.tensor([limit])})

@@ -7,6 +7,12 @@ import torch
 from net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 
 
+SHAPES = [
+    (1, 256, 40, False), (1, 257, 7, True), (3, 31, 65, True), (16, 128, 33, False), (5, 1, 1, True),
+    (18, 100, 20, False), (7, 64, 3, True),
+]  # fmt: skip
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> Net:
     net = Net()
     operands = {"x": net.input(x), "weight": net.input(weight), "bias": None if bias is None else net.input(bias)}
@@ -21,8 +27,7 @@ def expected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows, k, n, bias", [(1, 256, 40, False), (1, 257, 7, True), (3, 31, 65, True), (16, 128, 33, False),
-                                              (5, 1, 1, True), (18, 100, 20, False), (7, 64, 3, True)])  # fmt: skip
+@pytest.mark.parametrize(("rows", "k", "n", "bias"), SHAPES)
 def test_shapes(isa: str, dtype: torch.dtype, rows: int, k: int, n: int, bias: bool) -> None:
     x, weight = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype)
     b = torch.randn(n).to(dtype) if bias else None
@@ -40,7 +45,8 @@ def test_strided_operands(isa: str, dtype: torch.dtype) -> None:
     whole.zero_()
     net.compile(2, isa).run(net.inputs, net.outputs)
     assert rms_error(whole[:, 20:70], expected(x, weight, None)) < TOLERANCE[dtype]
-    assert not whole[:, :20].any() and not whole[:, 70:].any()  # and nothing beside it
+    assert not whole[:, :20].any()
+    assert not whole[:, 70:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -75,7 +81,8 @@ def test_non_finite_values_spread_as_in_eager(isa: str, dtype: torch.dtype) -> N
     x[0, 69], weight[4, 2] = torch.inf, torch.nan
     [y] = linear(x, weight, None, torch.empty(2, 9, dtype=dtype)).run(isa=isa)
     eager = torch.nn.functional.linear(x, weight)
-    assert torch.equal(y.isnan(), eager.isnan()) and torch.equal(y.isinf(), eager.isinf())
+    assert torch.equal(y.isnan(), eager.isnan())
+    assert torch.equal(y.isinf(), eager.isinf())
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "avx512_bf16"])  # whose dot product flushes denormals

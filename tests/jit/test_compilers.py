@@ -69,6 +69,13 @@ def test_ptx_for_newer_devices(compiler):
     assert b"\0" not in cubin.image
 
 
+def test_every_device_header_compiles(compiler):
+    root = include_dir()
+    headers = sorted((root / "torch_mpk" / "device").rglob("*.*h"))
+    assert headers
+    compile_cuda("".join(f'#include "{header.relative_to(root)}"\n' for header in headers), 90, compiler=compiler)
+
+
 def test_error(compiler):
     with pytest.raises(CompileError, match='identifier "nonsense" is undefined'):
         compile_cuda(KERNEL.replace("__syncthreads()", "nonsense"), 90, compiler=compiler)

@@ -132,29 +132,22 @@ def test_changed_weights_are_seen(change):
 def test_no_grad_works_and_bumps_versions():
     model = tiny_model()
     step = compiled(model)
-    prompt = random_ids(1, 5)
+    prompt, token = random_ids(1, 5), random_ids(1, 1)
     with torch.no_grad():
-        from transformers import StaticCache
-
-        caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
-        for cache in caches:
-            model(input_ids=prompt, past_key_values=cache)
-        versions = [caches[0].layers[1].keys._version, caches[0].layers[1].cumulative_length._version]
-        token = random_ids(1, 1)
-        actual, expected = (run(input_ids=token, past_key_values=c).logits for run, c in zip((step, model), caches, strict=True))
-    assert_close(actual, expected)
-    assert caches[0].layers[1].keys._version > versions[0]
-    assert caches[0].layers[1].cumulative_length._version > versions[1]
+        ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+        versions = [tensor._version for tensor in ours.state()]
+        assert_close(ours.step(step, token), eager.step(model, token))
+    assert all(tensor._version > version for tensor, version in zip(ours.state(), versions, strict=True))
 
 
 def test_a_cache_made_in_inference_mode_is_refused_outside_as_in_eager():
     model = tiny_model()
-    step = compiled(model)
-    decoding = Decoding(model, random_ids(1, 5))
-    keys = decoding.cache.layers[0].keys.clone()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="inference tensor"):
-        decoding.step(step, random_ids(1, 1))
-    assert torch.equal(decoding.cache.layers[0].keys, keys)
+    prompt, token = random_ids(1, 5), random_ids(1, 1)
+    ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+    for decoding, run in ((ours, compiled(model)), (eager, model)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="inference tensor"):
+            decoding.step(run, token)
+    assert all(map(torch.equal, ours.state(), eager.state()))
 
 
 def test_a_full_cache_gives_what_eager_gives():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torch_mpk import _C
-from torch_mpk.errors import MegakernelTimeout
+from torch_mpk.errors import LaunchError, MegakernelTimeout
 
 INPUTS = [4096, 8200]
 OUTPUTS = [12288]
@@ -153,15 +153,14 @@ def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executab
     assert fake.num_launches == 2
 
 
-def test_synchronize_reports_an_abort_of_a_replayed_capture(fake, make_executable):
+def test_check_reports_an_abort_of_a_replayed_capture(fake, make_executable):
     executable = make_executable()
     fake.capturing_stream, fake.capture_id = STREAM, 5
     executable.run(INPUTS, OUTPUTS, [0], STREAM)
     fake.capturing_stream = 0
     abort(fake, {0: (1, 0, 1, 3, 0, 0, 0, 0)})
     with pytest.raises(MegakernelTimeout, match="the loader's progress"):
-        executable.synchronize()
-    executable.synchronize()
+        executable.check()
     executable.check()
 
 
@@ -193,6 +192,16 @@ def test_everything_is_freed(fake, make_executable):
     del executable
     gc.collect()
     assert fake.num_live == 0
+
+
+def test_a_failed_launch_is_an_error_of_this_call_alone(fake, make_executable):
+    executable = make_executable()
+    fake.fail_call, fake.fail_result = b"cuLaunchKernelEx", 701
+    with pytest.raises(LaunchError, match="launching kernel mpk_kernel failed: CUDA_ERROR_FAKE: as the test asked for"):
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.fail_call = b""
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert fake.num_launches == 1
 
 
 def test_threads_share_an_executable(fake, make_executable):
@@ -233,7 +242,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
         fake = type(fake).in_dll(ctypes.CDLL(str(copy)), "fake")
     for name, value in change.items():
         setattr(fake, name, value)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(LaunchError, match=message):
         make_executable()
     assert fake.num_live == 0
 
@@ -246,7 +255,7 @@ def test_a_kernel_of_other_parameters_is_refused(fake, make_program):
 
 def test_no_driver_says_what_to_do(monkeypatch, make_program):
     monkeypatch.setenv("TORCH_MPK_LIBCUDA", "/nonexistent/libcuda.so")
-    with pytest.raises(RuntimeError, match=r"no CUDA driver: .*Install NVIDIA's driver"):
+    with pytest.raises(LaunchError, match=r"no CUDA driver: .*Install NVIDIA's driver"):
         _C.CudaExecutable(make_program(), b"", 0, 0)
     assert _C.num_devices() == 0
 

@@ -48,7 +48,8 @@ class Nvrtc(Compiler):
 
     def flags(self, arch: str, ptx: bool) -> list[str]:
         target = arch.replace("sm_", "compute_") if ptx else arch
-        flags = [f"--gpu-architecture={target}", "--std=c++17"]
+        # For the constexpr functions that host and device share.
+        flags = [f"--gpu-architecture={target}", "--std=c++17", "--device-as-default-execution-space"]
         return flags if ptx else [*flags, "--ptxas-options=-v"]
 
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:

@@ -47,7 +47,7 @@ from torch_mpk.lowering.values import (
 from torch_mpk.registry import Task
 
 MAX_COST = 64  # instructions of one virtual tensor's expression before its operands get memory of their own
-SHARED_COST = 16  # the same for a value that several nodes consume, and that would be computed by each
+SHARED_COST = 32  # the same for a value that several nodes consume, and that would be computed by each
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,11 @@ class Lowerer:
         if isinstance(resolved, View):
             return resolved
         assert isinstance(value, Lazy)
-        if isinstance(value, Mapped) and value.base.view is None and not isinstance(value.base, Load):
-            if is_static(value.base.shape) and value.base.numel <= value.numel:
-                self.realise(value.base)
-                resolved = self.resolve(value)
-                if isinstance(resolved, View):
-                    return resolved
+        if _prefers_base(value):
+            self.realise(value.base)
+            resolved = self.resolve(value)
+            if isinstance(resolved, View):
+                return resolved
         return self._materialise(value)
 
     def _materialise(self, value: Lazy) -> View:
@@ -297,12 +296,7 @@ class Lowerer:
         if lazy.view is not None or not any(r.buffer is buffer and r.version < version for r in refs):
             return
         if is_static(lazy.shape) and all(r.version <= r.buffer.committed for r in refs):
-            if (
-                isinstance(lazy, Mapped)
-                and lazy.base.view is None
-                and is_static(lazy.base.shape)
-                and lazy.base.numel <= lazy.numel
-            ):
+            if _prefers_base(lazy):
                 self._keep(lazy.base, buffer, version)
             else:
                 self._materialise(lazy)
@@ -503,6 +497,18 @@ class Lowerer:
             ):
                 self.realise(out)
         return out
+
+
+def _prefers_base(value: Lazy) -> bool:
+    """Whether to give memory to what a virtual view is of: other views of it then share that memory."""
+    return (
+        isinstance(value, Mapped)
+        and value.base.view is None
+        and not isinstance(value.base, Load)
+        and is_static(value.base.shape)
+        and value.base.numel <= value.numel
+        and not value.repeats_innermost()  # tasks want their innermost dimension in memory
+    )
 
 
 def broadcast(idx: Index, shape: Sequence[Size]) -> Index:

@@ -197,6 +197,15 @@ class Mapped(Lazy):
         super().__init__(base.dtype, shape, (base,), lambda idx, p: base.at(index_map(idx), p), cost=0)
         self.base, self.index_map = base, index_map
 
+    def repeats_innermost(self) -> bool:
+        """Whether every element along the last dimension is the same one."""
+        extent = self.shape[-1] if self.shape else 1
+        if extent == 1 or not isinstance(extent, int):
+            return False
+        last = E.index(0, extent)
+        idx = [*(E.const(0, E.INT64) for _ in self.shape[1:]), last]
+        return all(last is not i and last not in E.terms(i)[0] for i in self.index_map(idx))
+
     @property
     def root(self) -> Lazy:
         base: Lazy = self.base

@@ -21,7 +21,7 @@ def target(device: torch.device, options: Options) -> _C.Target:
     Raises:
         UnsupportedError: the device is too old, or ``options.arch`` names code that it cannot run.
     """
-    info = _C.device_info(current_device(device))
+    info = _C.device_info(device.index)
     capability = f"{info.name} has compute capability {info.arch // 10}.{info.arch % 10}"
     if info.arch < 80:
         raise UnsupportedError(f"{capability}, torch_mpk needs 8.0 or newer")
@@ -36,18 +36,18 @@ def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Du
 
     Raises:
         CompileError: see ``compile_cuda``.
-        RuntimeError: a node cannot be generated, or the driver cannot load the kernel.
+        LaunchError: the driver cannot load the kernel.
+        RuntimeError: a node cannot be generated.
     """
-    ordinal = current_device(device)
     program = _C.generate_cuda(schedule)
     dump.write("6.kernel.cu", program.source)
     arch = schedule.target.arch
     # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
-    is_same_generation = arch // 10 == _C.device_info(ordinal).arch // 10
+    is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
     cubin = compile_cuda(program.source, arch, ptx=not is_same_generation)
     dump.write(f"7.kernel.{cubin.kind}", cubin.image)
     dump.write("7.report.json", json.dumps(cubin.describe(), indent=2))
-    return _C.CudaExecutable(program, cubin.image, ordinal, watchdog_ns(options))
+    return _C.CudaExecutable(program, cubin.image, device.index, watchdog_ns(options))
 
 
 def watchdog_ns(options: Options) -> int:
@@ -55,9 +55,10 @@ def watchdog_ns(options: Options) -> int:
     return int(1e9 * next(seconds for seconds in settings if seconds is not None))
 
 
-def current_device(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 def current_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(current_device(device))
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def synchronize(executable: _C.CudaExecutable, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    executable.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,8 @@ def random_ids(batch: int, length: int, device: torch.device | str = "cpu") -> t
 class Decoding:
     """A batch being decoded on a cache of its own: eager prefill, then steps that any callable runs.
 
+    The cache is made under the caller's ``no_grad``, or else in inference mode.
+
     ``mask`` is what the steps are given: "none"; "2d", the int64[batch, length so far] mask of a left-padded batch, which
     grows; or "4d", the bool[batch, 1, 1, cache length] mask that ``generate`` makes.
     """
@@ -63,7 +66,7 @@ class Decoding:
         if mask != "none":
             self.present[0, : prompt.shape[1] // 2] = 0
         self.max_cache_len = max_cache_len
-        with torch.inference_mode():
+        with contextlib.nullcontext() if not torch.is_grad_enabled() else torch.inference_mode():
             model(input_ids=prompt, past_key_values=self.cache, **({} if mask == "none" else self._prefill_kwargs()))
 
     def step(self, run: Step, token: torch.Tensor) -> torch.Tensor:

@@ -174,13 +174,21 @@ int64_t linear_scratch_bytes(int64_t num_rows, int64_t k) {
   return rows * (k * 4 + 2 * kVecBytes);
 }
 
-uint64_t read_bytes(const void* from, int64_t bytes) {
-  const uint8_t* p = static_cast<const uint8_t*>(from);
-  vu sums[4] = {};
-  for (int64_t i = 0; i + 4 * kVecBytes <= bytes; i += 4 * kVecBytes)
-    for (int j = 0; j < 4; j++) sums[j] += *reinterpret_cast<const vu_unaligned*>(p + i + j * kVecBytes);
-  const vu sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+uint64_t read_words(const uint64_t* words, int64_t n) {
+  typedef uint64_t vw __attribute__((vector_size(kVecBytes)));
+  typedef uint64_t vw_unaligned __attribute__((vector_size(kVecBytes), aligned(1), may_alias));
+  constexpr int kWords = kVecBytes / 8;
+  const int64_t length = n / kRowStreams / kWords * kWords;
+  vw sums[kRowStreams] = {};
+  for (int64_t i = 0; i < length; i += kWords)
+    for (int s = 0; s < kRowStreams; s++) {
+      const uint64_t* p = words + s * length + i;
+      __builtin_prefetch(reinterpret_cast<const uint8_t*>(p) + kPrefetchBytes);
+      sums[s] += *reinterpret_cast<const vw_unaligned*>(p);
+    }
   uint64_t total = 0;
-  for (int i = 0; i < kLanes; i++) total += sum[i];
+  for (int64_t i = kRowStreams * length; i < n; i++) total += words[i];
+  for (const vw& sum : sums)
+    for (int i = 0; i < kWords; i++) total += sum[i];
   return total;
 }

@@ -82,7 +82,7 @@ Kernels make_table() {
   t.attention_tile[static_cast<int>(DType::kF32)] = attention_tile<float>;
   t.attention_tile[static_cast<int>(DType::kF64)] = attention_tile_f64;
   t.linear_scratch_bytes = linear_scratch_bytes;
-  t.read = read_bytes;
+  t.read_words = read_words;
   return t;
 }
 

@@ -95,7 +95,7 @@ struct Kernels {
   Where where[kNumClasses];
   Reduce reduce[kNumReductions][kNumClasses];  // into kReduceLanes lanes: value i into lane i % kReduceLanes
   int64_t (*linear_scratch_bytes)(int64_t num_rows, int64_t k);
-  uint64_t (*read)(const void* from, int64_t bytes);  // reads every byte: what the memory can deliver
+  uint64_t (*read_words)(const uint64_t* words, int64_t n);  // their sum, as fast as memory can deliver them
 
   Load load_of(DType t) const { return load[static_cast<int>(t)]; }
   Store store_of(DType t) const { return store[static_cast<int>(t)]; }

@@ -26,7 +26,7 @@ struct Tickets {
   uint32_t quads, pairs, singles;
 };
 
-constexpr Tickets make_tickets(uint32_t num_tiles, uint32_t num_workers) {
+MPK_HOST_DEVICE constexpr Tickets make_tickets(uint32_t num_tiles, uint32_t num_workers) {
   const uint32_t singles = num_tiles < 2 * num_workers ? num_tiles : 2 * num_workers;
   const uint32_t rest = num_tiles - singles;
   const uint32_t pairs = rest < 4 * num_workers ? rest / 2 : 2 * num_workers;

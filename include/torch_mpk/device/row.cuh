@@ -73,22 +73,18 @@ MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
 }
 
 template <class V>
-constexpr int row_pitch() {
-  return (V::kSize * int(sizeof(typename V::T)) + 15) / 16 * 16;
-}
-template <class V>
-constexpr int row_bytes() {
-  return row_pitch<V>() <= kWarpRowBytes ? kConsumerWarps * row_pitch<V>() : row_pitch<V>();
-}
+inline constexpr int kRowPitch = (V::kSize * int(sizeof(typename V::T)) + 15) / 16 * 16;
+template <class V>  // of shared memory
+inline constexpr int kRowStagedBytes = kRowPitch<V> <= kWarpRowBytes ? kConsumerWarps * kRowPitch<V> : kRowPitch<V>;
 
 // A job of row tasks alone. V: T, kRows, kSize; run(group, job, row, data) brings a row through shared memory.
 template <class V, class C>
 MPK_DEVICE void run_rows(C& c, const Job& job) {
   using T = typename V::T;
   const uint32_t worker = c.worker(job);
-  if constexpr (row_pitch<V>() <= kWarpRowBytes) {
+  if constexpr (kRowPitch<V> <= kWarpRowBytes) {
     WarpThreads group{c.lane};
-    T* data = reinterpret_cast<T*>(c.staged() + c.warp * row_pitch<V>());
+    T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
     for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows; row += kConsumerWarps * C::Config::kNumWorkers) {
       V::run(group, job, row, data);
       group.sync();

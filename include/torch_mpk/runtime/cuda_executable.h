@@ -31,8 +31,8 @@ struct LaunchBlock {
 class CudaExecutable {
  public:
   // Loads `image` (a cubin, or PTX text) and allocates everything a launch needs. `watchdog_ns` 0: wait forever.
-  // Throws std::runtime_error when there is no driver, when the image does not load, or when the workers do not all fit
-  // on the device at once.
+  // Throws cu::Error when there is no driver, when the image does not load, or when the workers do not all fit on the
+  // device at once; std::invalid_argument when the program and the image do not belong together.
   CudaExecutable(const CudaProgram& program, const std::string& image, int device, uint64_t watchdog_ns);
   ~CudaExecutable();
   CudaExecutable(const CudaExecutable&) = delete;
@@ -43,14 +43,11 @@ class CudaExecutable {
   int num_scalars() const { return num_scalars_; }
 
   // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that
-  // was given up (this one is then not made, and the next may be), std::runtime_error when the driver refuses.
+  // was given up (this one is then not made, and the next may be), cu::Error when the driver refuses.
   void run(LaunchBlock& block, cu::Stream stream);
 
   // Throws LaunchAborted when a launch was given up since the last call. Does not wait for launches in flight.
   void check();
-
-  // Waits for all work on the device, then checks.
-  void synchronize();
 
   std::atomic<uint32_t> jitter{0};  // see LaunchParams
 

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 
 namespace mpk::cu {
@@ -94,6 +95,11 @@ struct LaunchConfig {
   X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int*))                                                  \
   X(launch_kernel_ex, cuLaunchKernelEx, (const LaunchConfig*, Function, void**, void**))
 
+// There is no usable driver or device, or the driver refused a call: what(), with what to do where that is known.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 struct Driver {
 #define X(member, symbol, parameters) Result(*member) parameters;
   MPK_CUDA_DRIVER_FUNCTIONS(X)
@@ -104,12 +110,12 @@ struct Driver {
 
   int version;  // 12080 is CUDA 12.8
 
-  // Throws std::runtime_error: `what`, the driver's words for the error, and what to do where that is known.
+  // Throws Error for any result but success.
   void check(Result result, const std::string& what) const;
 };
 
-// The driver of this process, initialised. Throws std::runtime_error saying what to do when there is none or it is too
-// old. TORCH_MPK_LIBCUDA names another library than libcuda.so.1, for tests.
+// The driver of this process, initialised. Throws Error when there is none or it is too old. TORCH_MPK_LIBCUDA names
+// another library than libcuda.so.1, for tests.
 const Driver& driver();
 
 struct DeviceInfo {

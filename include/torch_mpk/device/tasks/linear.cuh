@@ -91,6 +91,7 @@ struct Shape {
   static constexpr int kChunksAlongK = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
   static constexpr int kChunks = V::kParts / V::kChunkParts * kChunksAlongK;        // ring entries of a tile
   static constexpr int kSums = kRows * V::kBatch;                                   // that a warp holds
+  static constexpr int kRound = kSums <= 32 ? next_power_of_two(kSums) : 32;         // summed over the warp at a time
   static constexpr int kResults = V::kParts * V::kTileRows * V::kBatch;             // of a tile
   static constexpr int kScratchFloats = (kResults + 3) / 4 * 4;                     // per warp, before the staged x
   static constexpr int kScratchBytes = kConsumerWarps * kScratchFloats * 4;
@@ -211,7 +212,6 @@ template <class V, class C>
 MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch, float* scratch) {
   using S = Shape<V>;
   constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
-  constexpr int kValues = next_power_of_two(S::kSums);
   constexpr int kOutputs = V::kTileRows * V::kBatch;
   const int segment = S::segment_of(tile);
   const uint32_t first_row = (tile - V::first_tile(segment)) * V::kTileRows;
@@ -229,7 +229,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
       multiply<V>(c.ring.slot(entry), S::chunk_size(k) / S::kVec, x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
       c.ring.release(entry);
     }
-    constexpr int kRound = kValues < 32 ? kValues : 32;
+    constexpr int kRound = S::kRound;
 #pragma unroll
     for (int base = 0; base < S::kSums; base += kRound) {
       float values[kRound];

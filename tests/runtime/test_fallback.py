@@ -1,0 +1,184 @@
+"""What torch_mpk does not take runs as without it, announced once."""
+
+import copy
+import logging
+import pickle
+import re
+import warnings
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from torch_mpk import fallback
+from torch_mpk.errors import MpkWarning, OptionError
+from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings():
+    fallback._warned.clear()
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="mpk", options=options)
+
+
+def test_grad_mode_runs_eagerly_and_gives_gradients():
+    model = tiny_model(num_layers=1, dtype=torch.float32)
+    step = compiled(model)
+    token = random_ids(1, 1)
+    with pytest.warns(MpkWarning, match=r"wrap the call in torch\.inference_mode\(\)") as record:
+        step(input_ids=token, use_cache=False).logits.sum().backward()
+        step(input_ids=token, use_cache=False)
+    assert len(record) == 1
+    ours = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+    model(input_ids=token, use_cache=False).logits.sum().backward()
+    assert all(torch.equal(grad, weight.grad) for grad, weight in zip(ours, model.parameters(), strict=True))
+
+
+def test_autocast_runs_eagerly():
+    model = tiny_model(num_layers=1, dtype=torch.float32)
+    step = compiled(model)
+    prompt, token = random_ids(1, 5), random_ids(1, 1)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+        with pytest.warns(MpkWarning, match="autocast is enabled for cpu") as record:
+            actual = ours.step(step, token)
+        assert torch.equal(actual, eager.step(model, token))
+    assert len(record) == 1
+
+
+def test_a_growing_cache_runs_eagerly():
+    model = tiny_model(num_layers=1)
+    step = compiled(model)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with torch.inference_mode(), pytest.warns(MpkWarning, match=r"StaticCache") as record:
+        prompt = random_ids(1, 5)
+        for cache in caches:
+            model(input_ids=prompt, past_key_values=cache)
+        for _ in range(3):
+            token = random_ids(1, 1)
+            actual, expected = (
+                run(input_ids=token, past_key_values=cache).logits
+                for run, cache in zip((step, model), caches, strict=True)
+            )
+            assert torch.equal(actual, expected)
+    assert len({str(warning.message) for warning in record}) == len(record) <= 2
+    assert "layers[0].keys grows with every call" in str(record[0].message)
+
+
+def test_prefill_runs_eagerly_without_a_warning(caplog):
+    model = tiny_model(num_layers=1)
+    step = compiled(model, fallback="error")
+    decoding = Decoding(model, random_ids(1, 3))
+    with torch.inference_mode(), warnings.catch_warnings(), caplog.at_level(logging.INFO, "torch_mpk"):
+        warnings.simplefilter("error", MpkWarning)
+        step(input_ids=random_ids(1, 4), past_key_values=decoding.cache)
+    assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
+
+
+def test_an_unsupported_node_is_named_once():
+    def function(x):
+        return torch.linalg.inv(x + 1)
+
+    x = torch.eye(3)
+    step = compiled(function)
+    with torch.inference_mode(), pytest.warns(MpkWarning) as record:
+        assert torch.equal(step(x), function(x))
+        assert torch.equal(step(x), function(x))
+    assert len(record) == 1
+    assert re.search(r"eagerly: .*linalg_inv.* from .*test_fallback\.py:\d+ in function", str(record[0].message))
+
+
+def test_the_fallback_may_be_inductor(monkeypatch):
+    def inductor(gm, inputs):
+        return lambda *args: [result + 100 for result in gm(*args)]  # tells it from eager
+
+    monkeypatch.setattr(fallback, "lookup_backend", {"inductor": inductor}.__getitem__)
+    with torch.inference_mode(), pytest.warns(MpkWarning, match="leaves this graph to inductor: .*linalg_inv"):
+        assert compiled(torch.linalg.inv, fallback="inductor")(torch.ones(1, 1)).item() == 101
+
+
+def test_an_unsupported_node_raises_where_asked_to():
+    step = compiled(lambda x: torch.linalg.inv(x), fallback="error")
+    with torch.inference_mode(), pytest.raises(Exception, match="linalg_inv"):
+        step(torch.eye(3))
+
+
+def test_a_part_that_is_not_supported_runs_between_ours():
+    weight = torch.randn(8, 8)
+    state = torch.zeros(8)
+
+    def function(x, state):
+        y = torch.nn.functional.linear(x, weight)
+        state.add_(y[0])
+        z = torch.linalg.inv(y.reshape(1, 8, 8) + 9 * torch.eye(8)).reshape(8, 8)
+        state.mul_(2)
+        return torch.nn.functional.linear(z, weight) + state, y
+
+    x, other = torch.randn(8, 8), state.clone()
+    with torch.inference_mode(), pytest.warns(MpkWarning, match="runs a part of this graph eagerly: linalg_inv"):
+        actual, expected = compiled(function)(x, state), function(x, other)
+    for left, right in zip((*actual, state), (*expected, other), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_inputs_that_share_memory_run_eagerly():
+    def function(x, y):
+        x.add_(torch.nn.functional.linear(y, torch.ones(4, 4)))
+        return y * 2
+
+    def call(run):
+        memory = torch.arange(20.0)
+        result = run(memory[:16].view(4, 4), memory[4:].view(4, 4))
+        return result, memory
+
+    with torch.inference_mode(), pytest.warns(MpkWarning, match="share memory"):
+        actual = call(compiled(function))
+    assert all(map(torch.equal, actual, call(function)))
+
+
+def test_disabled_is_eager(monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DISABLE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled(lambda x: torch.linalg.inv(x), fallback="error")(torch.eye(2)).equal(torch.eye(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_thread": 1}, r"unknown option 'num_thread' \(did you mean 'num_threads'\?\): the options are fallback, "),
+        ({"fallback": "eagre"}, "fallback.*one of eager, inductor, error.*did you mean 'eager'"),
+        ({"num_threads": 0}, "num_threads.*an int > 0, got 0"),
+        ({"arch": 75}, "arch.*80, 90 or None, got 75"),
+    ],
+)
+def test_wrong_options_are_an_error(options, message):
+    with pytest.raises(OptionError, match=message):
+        torch._dynamo.lookup_backend("mpk")(None, [], options=options)
+    with pytest.raises(Exception, match="option"):
+        compiled(lambda x: x + 1, **options)(torch.ones(2))
+
+
+def test_any_mode_of_torch_is_accepted():
+    for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
+        step = torch.compile(torch.linalg.inv, backend="mpk", mode=mode)
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", MpkWarning)
+            assert step(torch.eye(2)).equal(torch.eye(2))
+    with pytest.raises(OptionError, match="mode: expected one of .*, got 'fast'"):
+        torch._dynamo.lookup_backend("mpk")(None, [], mode="fast")
+
+
+def test_a_compiled_model_can_be_copied_and_pickled():
+    model = tiny_model(num_layers=1)
+    prompt, token = random_ids(1, 5), random_ids(1, 1)
+    step = compiled(model, fallback="error")
+    with torch.inference_mode():
+        expected = Decoding(model, prompt).step(step, token)
+        copied, unpickled = copy.deepcopy(step), pickle.loads(pickle.dumps(model))
+        assert torch.equal(Decoding(model, prompt).step(copied, token), expected)
+        assert torch.equal(Decoding(unpickled, prompt).step(compiled(unpickled, fallback="error"), token), expected)

@@ -1,0 +1,67 @@
+"""From a device and a schedule to a loaded executable, up to the driver."""
+
+import json
+
+import pytest
+import torch
+
+from torch_mpk import _C
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.errors import UnsupportedError
+from torch_mpk.runtime import cuda
+
+DEVICE = torch.device("cuda", 0)
+SOURCE = """
+#include "torch_mpk/abi.h"
+extern "C" __global__ void mpk_kernel(const __grid_constant__ mpk::LaunchParams params) { params.control->exited++; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("device_arch", "option", "arch"), [(90, None, 90), (80, None, 80), (86, None, 80), (100, None, 80), (90, 80, 80)]
+)
+def test_target_is_the_whole_device(fake, device_arch, option, arch):
+    fake.arch, fake.num_sms, fake.smem_optin = device_arch, 78, 166912
+    target = cuda.target(DEVICE, Options(arch=option, fuse=False))
+    assert (target.device, target.arch, target.num_workers, target.smem_bytes) == ("cuda", arch, 78, 166912)
+    assert not target.fuse
+
+
+@pytest.mark.parametrize(("device_arch", "option"), [(75, None), (86, 90), (100, 90)])
+def test_target_refuses_what_the_device_cannot_run(fake, device_arch, option):
+    fake.arch = device_arch
+    with pytest.raises(UnsupportedError, match=f"Fake GPU has compute capability {device_arch / 10}, "):
+        cuda.target(DEVICE, Options(arch=option))
+
+
+@pytest.mark.parametrize(
+    ("device_arch", "arch", "kind"),
+    [(90, 90, "cubin"), (80, 80, "cubin"), (86, 80, "cubin"), (90, 80, "ptx"), (100, 80, "ptx")],
+)
+def test_load_compiles_for_the_device(fake, make_program, monkeypatch, tmp_path, device_arch, arch, kind):
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
+    program = make_program(source=SOURCE)
+    monkeypatch.setattr(_C, "generate_cuda", lambda schedule: program, raising=False)
+    schedule = _C.make_schedule(_C.TBGraph(), _C.Target("cuda", arch, 4, 200_000))
+    fake.arch = device_arch
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    executable = cuda.load(schedule, DEVICE, Options(watchdog_seconds=0.5), Dump(dump))
+    executable.run([16, 32], [48], [0], 64)
+    assert fake.num_launches == 1
+    assert int.from_bytes(bytes(fake.params[32:40]), "little") == 500_000_000
+    assert (dump / "6.kernel.cu").read_text() == SOURCE
+    image = (dump / f"7.kernel.{kind}").read_bytes()
+    assert image.startswith(b"\x7fELF" if kind == "cubin" else b"//")
+    assert fake.image[:4] == image[: len(fake.image[:4])]
+    report = json.loads((dump / "7.report.json").read_text())
+    assert report["kind"] == kind
+    assert (report["resources"]["registers"] > 0) == (kind == "cubin")
+
+
+def test_the_watchdog_of_the_option_goes_before_that_of_the_environment(monkeypatch):
+    assert cuda.watchdog_ns(Options()) == 10**10
+    monkeypatch.setenv("TORCH_MPK_WATCHDOG_SECONDS", "3")
+    assert cuda.watchdog_ns(Options()) == 3 * 10**9
+    assert cuda.watchdog_ns(Options(watchdog_seconds=0)) == 0
