@@ -11,7 +11,9 @@ void bind_codegen(py::module_& m) {
   py::class_<CudaProgram>(m, "CudaProgram", "One kernel's source and the tables it reads.")
       .def_readonly("source", &CudaProgram::source)
       .def_readonly("kernel_name", &CudaProgram::kernel_name)
-      .def_property_readonly("table", [](const CudaProgram& p) { return py::bytes(reinterpret_cast<const char*>(p.table.data()), p.table.size()); })
+      .def_property_readonly(
+          "table",
+          [](const CudaProgram& p) { return py::bytes(reinterpret_cast<const char*>(p.table.data()), p.table.size()); })
       .def_readonly("num_workers", &CudaProgram::num_workers)
       .def_readonly("num_threads", &CudaProgram::num_threads)
       .def_readonly("smem_bytes", &CudaProgram::smem_bytes)
@@ -25,7 +27,8 @@ void bind_codegen(py::module_& m) {
       .def_readonly("input_alignment", &CudaProgram::input_alignment)
       .def_readonly("phase_names", &CudaProgram::phase_names);
   m.def("generate_cuda", &generate_cuda, py::arg("schedule"),
-        "Write the kernel of a schedule for a CUDA target. Raises RuntimeError naming the node that cannot be generated.");
+        "Write the kernel of a schedule for a CUDA target. Raises RuntimeError naming the node that cannot be "
+        "generated.");
 }
 
 }  // namespace mpk

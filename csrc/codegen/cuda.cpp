@@ -45,14 +45,20 @@ void append(std::vector<uint8_t>& bytes, const T& value) {
   std::memcpy(bytes.data() + at, &value, sizeof(T));
 }
 
-void pad(std::vector<uint8_t>& bytes, size_t multiple) { bytes.resize((bytes.size() + multiple - 1) / multiple * multiple); }
+void pad(std::vector<uint8_t>& bytes, size_t multiple) {
+  bytes.resize((bytes.size() + multiple - 1) / multiple * multiple);
+}
 
 uint64_t nan_bits(DType t) {
   switch (t) {
-    case DType::kF16: return 0x7e00;
-    case DType::kBF16: return 0x7fc0;
-    case DType::kF32: return 0x7fc00000;
-    default: return 0x7ff8000000000000;
+    case DType::kF16:
+      return 0x7e00;
+    case DType::kBF16:
+      return 0x7fc0;
+    case DType::kF32:
+      return 0x7fc00000;
+    default:
+      return 0x7ff8000000000000;
   }
 }
 
@@ -100,19 +106,23 @@ class Generator {
                                "; expected cuda with compute capability 8.0 or newer");
     if (schedule_.phases.empty()) throw std::runtime_error("codegen: the schedule has no phases");
     if (plan_.num_scalars > kMaxScalars)
-      throw std::runtime_error("codegen: the graph takes " + str(plan_.num_scalars) + " sizes, a launch at most " + str(kMaxScalars));
+      throw std::runtime_error("codegen: the graph takes " + str(plan_.num_scalars) + " sizes, a launch at most " +
+                               str(kMaxScalars));
     const int64_t bytes = static_cast<int64_t>(sizeof(LaunchParams)) + 8 * (plan_.num_inputs + plan_.num_outputs);
     if (bytes > kMaxLaunchBytes)
-      throw std::runtime_error("codegen: the graph has " + str(plan_.num_inputs) + " inputs and " + str(plan_.num_outputs) +
-                               " outputs, whose pointers do not fit the " + str(kMaxLaunchBytes) + " bytes of a launch");
+      throw std::runtime_error("codegen: the graph has " + str(plan_.num_inputs) + " inputs and " +
+                               str(plan_.num_outputs) + " outputs, whose pointers do not fit the " +
+                               str(kMaxLaunchBytes) + " bytes of a launch");
     for (size_t b = 0; b < schedule_.tagged.size(); b++)
       if (schedule_.tagged[b])
-        throw std::runtime_error("codegen: buffer '" + schedule_.graph.buffers()[b].name + "' is tagged, which CUDA code does not support");
+        throw std::runtime_error("codegen: buffer '" + schedule_.graph.buffers()[b].name +
+                                 "' is tagged, which CUDA code does not support");
   }
 
   // The same text as before gets the same number.
   uint32_t variant(const JobCode& code) {
-    const auto [found, fresh] = numbers_.try_emplace(code.kind + code.compute + code.body, static_cast<uint32_t>(variants_.size()));
+    const auto [found, fresh] =
+        numbers_.try_emplace(code.kind + code.compute + code.body, static_cast<uint32_t>(variants_.size()));
     if (fresh) variants_.push_back(code);
     return found->second;
   }
@@ -121,7 +131,8 @@ class Generator {
     const Phase& phase = schedule_.phases[p];
     const uint32_t num_workers = schedule_.target.num_workers;
     std::vector<uint8_t> row;
-    append(row, PhaseRow{static_cast<uint32_t>(phase.jobs.size()), static_cast<uint32_t>(phase.waits.size()), 0, awaited_.count(p) != 0});
+    append(row, PhaseRow{static_cast<uint32_t>(phase.jobs.size()), static_cast<uint32_t>(phase.waits.size()), 0,
+                         awaited_.count(p) != 0});
     for (int wait : phase.waits) append(row, static_cast<uint32_t>(wait));
     pad(row, 16);
     int num_streams = 0;
@@ -160,9 +171,12 @@ class Generator {
       for (const Operand& operand : node.operands) {
         const Buffer& buffer = schedule_.graph.buffers()[operand.tensor.buffer];
         const DType dtype = operand.tensor.dtype;
-        if (!operand.is_write || buffer.kind != BufferKind::kOutput || !is_float(dtype) || !seen.insert(operand.tensor.buffer).second) continue;
-        append(table, OutputRow{static_cast<uint64_t>(buffer.bytes), static_cast<uint32_t>(plan_.num_inputs + buffer.index),
-                                static_cast<uint32_t>(size_bytes(dtype)), nan_bits(dtype)});
+        if (!operand.is_write || buffer.kind != BufferKind::kOutput || !is_float(dtype) ||
+            !seen.insert(operand.tensor.buffer).second)
+          continue;
+        append(table,
+               OutputRow{static_cast<uint64_t>(buffer.bytes), static_cast<uint32_t>(plan_.num_inputs + buffer.index),
+                         static_cast<uint32_t>(size_bytes(dtype)), nan_bits(dtype)});
         num_output_rows_++;
       }
     return table;
@@ -194,28 +208,41 @@ class Generator {
       if (!code.load.empty()) load += label + code.load + "<" + name + ">(l, job);\n";
       std::string bytes = code.staged_bytes;
       if (bytes.empty()) continue;
-      for (size_t at = bytes.find("<V>"); at != std::string::npos; at = bytes.find("<V>")) bytes.replace(at, 3, "<" + name + ">");
+      for (size_t at = bytes.find("<V>"); at != std::string::npos; at = bytes.find("<V>"))
+        bytes.replace(at, 3, "<" + name + ">");
       staged = "larger(" + staged + ",\n      " + bytes + ")";
     }
-    text += "constexpr int larger(int a, int b) { return a > b ? a : b; }\nconstexpr int round_up(int v) { return (v + 127) / 128 * 128; }\n\n";
+    text +=
+        "constexpr int larger(int a, int b) { return a > b ? a : b; }\nconstexpr int round_up(int v) { return (v + "
+        "127) / 128 * 128; }\n\n";
     auto constant = [](const char* type, const char* name, const std::string& value) {
       return std::string("  static constexpr ") + type + " " + name + " = " + value + ";\n";
     };
     text += "struct Kernel {\n" + constant("int", "kNumPhases", str(program.num_phases)) +
-            constant("int", "kNumWorkers", str(program.num_workers)) + constant("int", "kNumOutputs", str(num_output_rows_)) +
-            constant("int64_t", "kEventsOffset", str(events_offset_)) + constant("int64_t", "kTicketsOffset", str(tickets_offset_)) +
-            constant("int64_t", "kStallsOffset", str(program.stalls_offset)) + constant("int64_t", "kOutputsOffset", str(outputs_offset_)) +
+            constant("int", "kNumWorkers", str(program.num_workers)) +
+            constant("int", "kNumOutputs", str(num_output_rows_)) +
+            constant("int64_t", "kEventsOffset", str(events_offset_)) +
+            constant("int64_t", "kTicketsOffset", str(tickets_offset_)) +
+            constant("int64_t", "kStallsOffset", str(program.stalls_offset)) +
+            constant("int64_t", "kOutputsOffset", str(outputs_offset_)) +
             constant("int", "kStagedOffset", "round_up(sizeof(Shared))") + constant("int", "kStagedBytes", staged) +
             constant("int", "kRingOffset", "kStagedOffset + round_up(kStagedBytes)") +
             constant("int", "kFittingSlots", "(" + str(program.smem_bytes) + " - kRingOffset) / kSlotBytes") +
             constant("int", "kSlots", "kFittingSlots < kMaxSlots ? kFittingSlots : kMaxSlots") +
             "  static_assert(kSlots >= 2, \"no shared memory is left for the ring\");\n\n" +
-            "  template <class C>\n  static MPK_DEVICE void compute(C& c, const Job& job) {\n    switch (job.row->variant) {\n" + compute +
-            "    }\n  }\n\n  template <class L>\n  static MPK_DEVICE void load(L& l, const Job& job) {\n    switch (job.row->variant) {\n" + load +
-            "      default: break;\n    }\n  }\n};\n\n";
-    text += "struct LaunchBlock {\n  LaunchParams params;\n  void* pointers[" + str(std::max(1, plan_.num_inputs + plan_.num_outputs)) +
-            "];\n};\n\n}  // namespace torch_mpk_kernel_parts\n\nextern \"C\" __global__ void __launch_bounds__(mpk::kThreads, 1) " + program.kernel_name +
-            "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  static_assert(mpk::kThreads == " + str(program.num_threads) +
+            "  template <class C>\n  static MPK_DEVICE void compute(C& c, const Job& job) {\n    switch "
+            "(job.row->variant) {\n" +
+            compute +
+            "    }\n  }\n\n  template <class L>\n  static MPK_DEVICE void load(L& l, const Job& job) {\n    switch "
+            "(job.row->variant) {\n" +
+            load + "      default: break;\n    }\n  }\n};\n\n";
+    text += "struct LaunchBlock {\n  LaunchParams params;\n  void* pointers[" +
+            str(std::max(1, plan_.num_inputs + plan_.num_outputs)) +
+            "];\n};\n\n}  // namespace torch_mpk_kernel_parts\n\nextern \"C\" __global__ void "
+            "__launch_bounds__(mpk::kThreads, 1) " +
+            program.kernel_name +
+            "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  static_assert(mpk::kThreads == " +
+            str(program.num_threads) +
             ");\n  mpk::run<torch_mpk_kernel_parts::Kernel>(block.params, block.pointers);\n}\n";
     return text;
   }

@@ -67,15 +67,16 @@ inline Pattern pattern(const Tensor& t) { return pattern(t.shape, t.strides, t.o
 // The element offset of row number `row` (an expression) among a tensor's leading dimensions.
 std::string row_offset(const Tensor& t, const std::string& row);
 
-// Whether 16-byte accesses to rows of the tensor are aligned; an input's pointer is then demanded to be, unless it is an
-// activation, which may come from anywhere.
+// Whether 16-byte accesses to rows of the tensor are aligned; an input's pointer is then demanded to be, unless it is
+// an activation, which may come from anywhere.
 bool aligned_rows(Plan& plan, const Tensor& t, bool is_activation);
 
 // References to memory, numbered in the order of use.
 class Refs {
  public:
   Refs(const Plan& plan, std::vector<uint64_t>& refs) : plan_(plan), refs_(refs) {}
-  std::string pointer(const Node& node, const Tensor& t, bool writable = false);  // "job.template pointer<const float>(3)"
+  std::string pointer(const Node& node, const Tensor& t,
+                      bool writable = false);  // "job.template pointer<const float>(3)"
   int add(const Node& node, const Tensor& t);
   int add_raw(uint32_t index, uint64_t offset);
 
@@ -95,23 +96,23 @@ struct LocalValue {
 struct ProgramCode {
   std::string preload_fields, preload;  // members and statements for loads that can be issued early
   std::string body;
-  std::string result;                   // variable of the last instruction's value
+  std::string result;  // variable of the last instruction's value
 };
 
 struct ProgramOptions {
-  std::string prefix = "";               // of variables
+  std::string prefix = "";  // of variables
   std::string index_type = "int32_t";
-  std::string point = "";                // expression of the point's number in the domain, row-major
-  std::string inner = "";                // nonempty: the index in the last dimension; `point` numbers the others
-  bool early_loads = false;              // put unconditional loads into `preload`, as fields of `extra`
+  std::string point = "";    // expression of the point's number in the domain, row-major
+  std::string inner = "";    // nonempty: the index in the last dimension; `point` numbers the others
+  bool early_loads = false;  // put unconditional loads into `preload`, as fields of `extra`
   std::vector<LocalValue>* locals = nullptr;
   const std::vector<int>* unstored = nullptr;
 };
 
 ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options);
 
-// Row tasks applied one after the other to a row in shared memory, the first reading memory. Found by following `operand`
-// back through the nodes of `prologue`.
+// Row tasks applied one after the other to a row in shared memory, the first reading memory. Found by following
+// `operand` back through the nodes of `prologue`.
 struct Chain {
   std::vector<const Node*> tasks;
   const Tensor* source;  // of the first
@@ -124,6 +125,7 @@ struct ChainCode {
   bool vectorized;
   std::vector<std::string> headers;
 };
-ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const std::string& prefix, const Tensor* target);
+ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const std::string& prefix,
+                     const Tensor* target);
 
 }  // namespace mpk::codegen

@@ -11,7 +11,9 @@ constexpr int64_t kSlotBytes = 8192;
 constexpr int64_t kConsumerThreads = 384;
 constexpr int64_t kMaxBatch = 16;
 
-std::string constant(const std::string& name, int64_t v) { return "  static constexpr int " + name + " = " + str(v) + ";\n"; }
+std::string constant(const std::string& name, int64_t v) {
+  return "  static constexpr int " + name + " = " + str(v) + ";\n";
+}
 std::string flag(const std::string& name, bool v) {
   return "  static constexpr bool " + name + " = " + (v ? "true" : "false") + ";\n";
 }
@@ -27,9 +29,11 @@ std::string group_function(const std::string& signature, const std::string& body
 
 // switch (i) over values; the last is the default.
 std::string choose(const std::string& i, const std::vector<std::string>& values) {
-  if (std::all_of(values.begin(), values.end(), [&](const std::string& v) { return v == values.front(); })) return values.front();
+  if (std::all_of(values.begin(), values.end(), [&](const std::string& v) { return v == values.front(); }))
+    return values.front();
   std::string text;
-  for (size_t k = 0; k + 1 < values.size(); k++) text += i + " == " + str(static_cast<int64_t>(k)) + " ? " + values[k] + " : ";
+  for (size_t k = 0; k + 1 < values.size(); k++)
+    text += i + " == " + str(static_cast<int64_t>(k)) + " ? " + values[k] + " : ";
   return text + values.back();
 }
 
@@ -45,7 +49,8 @@ void check_dtype(const Node& node, const Operand& operand, DType expected) {
 }
 
 void require_stream_dtype(const Node& node, DType t) {
-  require(is_float(t) && t != DType::kF64, node, std::string(info(t).name) + " is not supported, expected float32, float16 or bfloat16");
+  require(is_float(t) && t != DType::kF64, node,
+          std::string(info(t).name) + " is not supported, expected float32, float16 or bfloat16");
 }
 
 // ---- programs
@@ -59,7 +64,8 @@ JobCode emit_points(Plan& plan, const Node& node) {
   const ProgramCode program = emit_program(plan, refs, node, {.prefix = "", .index_type = index, .point = "point"});
   code.body = "  using Index = " + index + ";\n  static constexpr Index kPoints = " + str(points) + ";\n" +
               function("void", "point(const Job& job, Index point)", program.body);
-  code.num_small_workers = static_cast<uint32_t>(std::min<int64_t>((points + kConsumerThreads - 1) / kConsumerThreads, 1 << 20));
+  code.num_small_workers =
+      static_cast<uint32_t>(std::min<int64_t>((points + kConsumerThreads - 1) / kConsumerThreads, 1 << 20));
   return code;
 }
 
@@ -76,19 +82,21 @@ JobCode emit_reduce(Plan& plan, const Node& node) {
   const DType value_type = program.instrs.back().dtype;
   const std::string computed = value_type == DType::kF64 ? "double" : is_float(value_type) ? "float" : "int64_t";
   const int64_t inner = program.domain.back(), outer = inner == 0 ? 0 : program.num_points() / inner;
-  const ProgramCode value = emit_program(plan, refs, node, {.prefix = "", .index_type = "int64_t", .point = "outer", .inner = "inner"});
+  const ProgramCode value =
+      emit_program(plan, refs, node, {.prefix = "", .index_type = "int64_t", .point = "outer", .inner = "inner"});
   const Operand& out = node.operands.back();
   Tensor rows = out.tensor;  // every element a row
   rows.shape.push_back(1);
   rows.strides.push_back(1);
   const std::string out_type = cuda_type(out.tensor.dtype);
-  code.body = "  using Op = reduce::" + found->second + "<" + computed + ">;\n  static constexpr int64_t kOuter = " + str(outer) +
-              ", kInner = " + str(inner) + ";\n" +
+  code.body = "  using Op = reduce::" + found->second + "<" + computed +
+              ">;\n  static constexpr int64_t kOuter = " + str(outer) + ", kInner = " + str(inner) + ";\n" +
               function(computed, "value(const Job& job, int64_t outer, int64_t inner)",
                        value.body + "    return cast<" + computed + ">(" + value.result + ");\n") +
               "  template <class R>\n" +
               function("void", "finish(const Job& job, int64_t outer, R result)",
-                       "    " + refs.pointer(node, out.tensor, true) + "[" + row_offset(rows, "outer") + "] = cast<" + out_type + ">(result);\n");
+                       "    " + refs.pointer(node, out.tensor, true) + "[" + row_offset(rows, "outer") + "] = cast<" +
+                           out_type + ">(result);\n");
   return code;
 }
 
@@ -102,8 +110,9 @@ JobCode emit_row(Plan& plan, const Node& node) {
   const ChainCode rows = emit_chain(plan, refs, node, chain, "t", &node.operands.back().tensor);
   const int64_t size = x.shape.back();
   code.headers = rows.headers;
-  code.body = "  using T = " + std::string(cuda_type(x.dtype)) + ";\n" + constant("kRows", x.numel() / std::max<int64_t>(size, 1)) +
-              constant("kSize", size) + rows.traits + group_function("run(Group& group, const Job& job, uint32_t row, T* data)", rows.body);
+  code.body = "  using T = " + std::string(cuda_type(x.dtype)) + ";\n" +
+              constant("kRows", x.numel() / std::max<int64_t>(size, 1)) + constant("kSize", size) + rows.traits +
+              group_function("run(Group& group, const Job& job, uint32_t row, T* data)", rows.body);
   return code;
 }
 
@@ -116,9 +125,10 @@ struct LinearShape {
 
 // Chunks are one slot where rows are long enough. With several rows of x, a chunk holds several weight rows, so that a
 // value of x read from shared memory is used more than once. Among the tile sizes left, the one that balances best.
-LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t element, const std::vector<int64_t>& rows, int64_t workers) {
+LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t element, const std::vector<int64_t>& rows,
+                         int64_t workers) {
   LinearShape s{batch, size, parts, element, 1, 1, size};
-  const int64_t slot = kSlotBytes / element;  // elements
+  const int64_t slot = kSlotBytes / element;                                    // elements
   const int64_t wanted = batch == 1 ? 4 : batch <= 4 ? 2 : batch <= 8 ? 4 : 2;  // weight rows in a chunk
   int64_t fit = wanted;
   if (batch == 1) fit = std::clamp<int64_t>(slot / size, 1, wanted);
@@ -141,14 +151,16 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
 
 JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
   const Node& first = plan.node(job.body.front());
-  JobCode code{"Linear", "linear::compute", "linear::load", "linear::Shape<V>::kStagedBytes", "", {first.def->header}, {}, 0};
+  JobCode code{
+      "Linear", "linear::compute", "linear::load", "linear::Shape<V>::kStagedBytes", "", {first.def->header}, {}, 0};
   Refs refs(plan, code.refs);
   const Tensor& x = first.operand("x").tensor;
   const DType dtype = x.dtype;
   const std::string type = cuda_type(dtype);
   const int64_t batch = x.shape[0], size = x.shape[1], element = size_bytes(dtype);
   require_stream_dtype(first, dtype);
-  require(batch >= 1 && batch <= kMaxBatch, first, "x has " + str(batch) + " rows, at most " + str(kMaxBatch) + " are supported");
+  require(batch >= 1 && batch <= kMaxBatch, first,
+          "x has " + str(batch) + " rows, at most " + str(kMaxBatch) + " are supported");
   require(size >= 1, first, "x has no columns");
   const bool paired = !job.epilogue.empty();
   const int64_t parts = paired ? static_cast<int64_t>(job.body.size()) : 1;
@@ -202,14 +214,17 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
   code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());
   std::string& body = code.body;
   body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kSize", size) +
-         constant("kSegments", static_cast<int64_t>(first_tile.size())) + constant("kParts", parts) + constant("kTileRows", shape.tile_rows) +
-         constant("kChunkParts", shape.chunk_parts) + constant("kChunkSize", shape.chunk_size) + "  static constexpr uint32_t kNumTiles = " + str(tiles) + ";\n" + flag("kStaged", staged) +
-         flag("kRowTasks", !chain.tasks.empty()) + flag("kClaimed", claimed) +
-         returning("uint32_t", "first_tile(int i)", choose("i", first_tile)) + returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) +
+         constant("kSegments", static_cast<int64_t>(first_tile.size())) + constant("kParts", parts) +
+         constant("kTileRows", shape.tile_rows) + constant("kChunkParts", shape.chunk_parts) +
+         constant("kChunkSize", shape.chunk_size) + "  static constexpr uint32_t kNumTiles = " + str(tiles) + ";\n" +
+         flag("kStaged", staged) + flag("kRowTasks", !chain.tasks.empty()) + flag("kClaimed", claimed) +
+         returning("uint32_t", "first_tile(int i)", choose("i", first_tile)) +
+         returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) +
          returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
          returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.traits +
          group_function("run_prologue(Group& group, const Job& job, uint32_t row, T* data)", prologue.body);
-  if (!staged) body += constant("kPitchX", x.strides[0]) + returning("const T*", "x(const Job& job)", refs.pointer(first, x));
+  if (!staged)
+    body += constant("kPitchX", x.strides[0]) + returning("const T*", "x(const Job& job)", refs.pointer(first, x));
 
   // What becomes of a value: bias, rounding, the linear's own result, the epilogue.
   std::string fields, preload, finish;
@@ -244,17 +259,26 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
       const Node& node = plan.node(job.epilogue[i]);
       require(node.program && node.program->num_points() == batch * n, node,
               "an epilogue of " + str(batch * n) + " results must have as many points");
-      const ProgramCode program = emit_program(plan, refs, node, {.prefix = "e" + str(static_cast<int64_t>(i)) + "_", .point = "point",
-                                                                 .early_loads = true, .locals = &locals, .unstored = &job.unstored});
+      const ProgramCode program = emit_program(plan, refs, node,
+                                               {.prefix = "e" + str(static_cast<int64_t>(i)) + "_",
+                                                .point = "point",
+                                                .early_loads = true,
+                                                .locals = &locals,
+                                                .unstored = &job.unstored});
       fields += program.preload_fields;
       epilogue_preload += program.preload;
       finish += program.body;
     }
     if (!epilogue_preload.empty()) preload += "    const int32_t point = r * " + str(n) + " + n;\n" + epilogue_preload;
   }
-  body += "  struct Extra {\n" + fields + "  };\n" +
-          function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)", "    Extra extra{};\n" + preload + "    return extra;\n") +
-          function("void", "finish(const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const Extra& extra)", finish);
+  body +=
+      "  struct Extra {\n" + fields + "  };\n" +
+      function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
+               "    Extra extra{};\n" + preload + "    return extra;\n") +
+      function(
+          "void",
+          "finish(const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const Extra& extra)",
+          finish);
   return code;
 }
 
@@ -265,7 +289,8 @@ int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
   const std::vector<int>& waits = plan.schedule.phases[phase].waits;
   bytes = (bytes + 255) / 256 * 256;
   for (Plan::Scratch& place : plan.scratch)
-    if (place.phase < phase && place.bytes >= bytes && std::any_of(waits.begin(), waits.end(), [&](int w) { return w >= place.phase; })) {
+    if (place.phase < phase && place.bytes >= bytes &&
+        std::any_of(waits.begin(), waits.end(), [&](int w) { return w >= place.phase; })) {
       place.phase = phase;
       return place.offset;
     }
@@ -278,21 +303,30 @@ int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
 JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   const Node& node = plan.node(job.body.front());
   require(job.body.size() == 1 && job.epilogue.empty(), node, "attention takes no companions and no epilogue");
-  JobCode code{"Attention", "attention::compute", "attention::load", "attention::Shape<V>::kStagedBytes", "", {node.def->header}, {}, 0};
+  JobCode code{"Attention",
+               "attention::compute",
+               "attention::load",
+               "attention::Shape<V>::kStagedBytes",
+               "",
+               {node.def->header},
+               {},
+               0};
   Refs refs(plan, code.refs);
   const Tensor& q = node.operand("q").tensor;
   const Operand& k_cache = node.operand("k_cache");
   const Operand& v_cache = node.operand("v_cache");
-  const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new"), *slot = node.find("slot"), *mask = node.find("mask"),
-                *limit = node.find("limit");
+  const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new"), *slot = node.find("slot"),
+                *mask = node.find("mask"), *limit = node.find("limit");
   const Tensor& y = node.operands.back().tensor;
   const DType dtype = q.dtype;
   const std::string type = cuda_type(dtype);
   const int64_t element = size_bytes(dtype);
-  const int64_t batch = q.shape[0], heads = q.shape[1], size = q.shape[2], groups = k_cache.tensor.shape[1], length = k_cache.tensor.shape[2];
+  const int64_t batch = q.shape[0], heads = q.shape[1], size = q.shape[2], groups = k_cache.tensor.shape[1],
+                length = k_cache.tensor.shape[2];
   require_stream_dtype(node, dtype);
   require(groups > 0 && heads % groups == 0, node, str(heads) + " heads are no multiple of " + str(groups) + " groups");
-  require(size % 8 == 0 && size >= 8 && size <= 256, node, "the head size must be a multiple of 8 up to 256, got " + str(size));
+  require(size % 8 == 0 && size >= 8 && size <= 256, node,
+          "the head size must be a multiple of 8 up to 256, got " + str(size));
   require(length > 0 && length < (int64_t(1) << 31), node, "a cache of " + str(length) + " positions is not supported");
   require((k_new == nullptr) == (v_new == nullptr) && (k_new == nullptr) == (slot == nullptr), node,
           "k_new, v_new and slot go together");
@@ -303,7 +337,8 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   }
   for (const Operand& operand : node.operands)
     if (operand.name != "mask" && operand.name != "limit" && operand.name != "slot")
-      require(operand.tensor.strides.back() == 1, node, "operand " + operand.name + " needs stride 1 in its last dimension");
+      require(operand.tensor.strides.back() == 1, node,
+              "operand " + operand.name + " needs stride 1 in its last dimension");
   if (slot) check_dtype(node, *slot, DType::kI64);
   if (limit) check_dtype(node, *limit, DType::kI64);
 
@@ -314,42 +349,51 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   const int64_t at_a_time = shared / passes;
 
   std::string& body = code.body;
-  body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kGroups", groups) + constant("kPasses", passes) +
-         constant("kHeads", at_a_time) + constant("kSize", size) + constant("kLength", length) +
-         "  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" + flag("kHasNew", k_new != nullptr) +
-         flag("kHasMask", mask != nullptr) + flag("kMaskPerHead", mask && heads > 1 && mask->tensor.strides[1] != 0) +
+  body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kGroups", groups) +
+         constant("kPasses", passes) + constant("kHeads", at_a_time) + constant("kSize", size) +
+         constant("kLength", length) + "  static constexpr float kScale = " + float_literal(node.float_attr("scale")) +
+         ";\n" + flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
+         flag("kMaskPerHead", mask && heads > 1 && mask->tensor.strides[1] != 0) +
          "  static constexpr int64_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +
          ", kPitchV = " + str(v_cache.tensor.strides[2] * element) + ";\n";
-  body += returning("int64_t", "limit(const Job& job, uint32_t b)",
-                    limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]" : "kLength");
+  body += returning(
+      "int64_t", "limit(const Job& job, uint32_t b)",
+      limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]" : "kLength");
   body += returning("int64_t", "slot(const Job& job)", slot ? "*" + refs.pointer(node, slot->tensor) : "-1");
   for (const Operand* cache : {&k_cache, &v_cache})
     body += returning("T*", cache->name + "(const Job& job, uint32_t b, uint32_t g)",
-                      refs.pointer(node, cache->tensor, true) + " + int64_t(b) * " + str(cache->tensor.strides[0]) + " + int64_t(g) * " +
-                          str(cache->tensor.strides[1]));
+                      refs.pointer(node, cache->tensor, true) + " + int64_t(b) * " + str(cache->tensor.strides[0]) +
+                          " + int64_t(g) * " + str(cache->tensor.strides[1]));
   if (mask) {
     const Tensor& m = mask->tensor;
-    require(m.dtype == DType::kBool || (is_float(m.dtype) && m.dtype != DType::kF64), node, "the mask must be bool, float32, float16 or bfloat16");
-    const std::string at = refs.pointer(node, m) + "[int64_t(b) * " + str(m.strides[0]) + " + int64_t(h) * " + str(m.strides[1]) +
-                           " + int64_t(position) * " + str(m.strides[2]) + "]";
+    require(m.dtype == DType::kBool || (is_float(m.dtype) && m.dtype != DType::kF64), node,
+            "the mask must be bool, float32, float16 or bfloat16");
+    const std::string at = refs.pointer(node, m) + "[int64_t(b) * " + str(m.strides[0]) + " + int64_t(h) * " +
+                           str(m.strides[1]) + " + int64_t(position) * " + str(m.strides[2]) + "]";
     body += returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t position)",
                       m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
   }
-  body += returning("T*", "y(const Job& job, uint32_t b, uint32_t h)",
-                    refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
+  body += returning(
+      "T*", "y(const Job& job, uint32_t b, uint32_t h)",
+      refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
   for (const char* name : {"q", "k", "v"}) {
     const Operand* operand = name[0] == 'q' ? node.find("q") : name[0] == 'k' ? k_new : v_new;
     if (!operand) continue;
     check_dtype(node, *operand, dtype);
-    const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor), std::string(name) + "_", nullptr);
-    body += chain.traits + group_function("prepare_" + std::string(name) + "(Group& group, const Job& job, uint32_t b, uint32_t h, T* data)",
-                                          "    const uint32_t row = b * " + str(operand->tensor.shape[1]) + " + h;\n" + chain.body);
+    const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor),
+                                       std::string(name) + "_", nullptr);
+    body += chain.traits +
+            group_function(
+                "prepare_" + std::string(name) + "(Group& group, const Job& job, uint32_t b, uint32_t h, T* data)",
+                "    const uint32_t row = b * " + str(operand->tensor.shape[1]) + " + h;\n" + chain.body);
     code.headers.insert(code.headers.end(), chain.headers.begin(), chain.headers.end());
   }
   const int64_t partial_bytes = plan.schedule.target.num_workers * 2 * at_a_time * (size + 4) * 4;
-  body += returning("float*", "partials(const Job& job)",
-                    "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, allocate_partials(plan, phase, partial_bytes))) + ")");
-  body += returning("uint32_t*", "arrivals(const Job& job)", "job.pointer<uint32_t>(" + str(refs.add_raw(kControlIndex, plan.control_bytes)) + ")");
+  body += returning(
+      "float*", "partials(const Job& job)",
+      "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, allocate_partials(plan, phase, partial_bytes))) + ")");
+  body += returning("uint32_t*", "arrivals(const Job& job)",
+                    "job.pointer<uint32_t>(" + str(refs.add_raw(kControlIndex, plan.control_bytes)) + ")");
   plan.control_bytes += batch * groups * passes * 4;
   return code;
 }
@@ -363,10 +407,14 @@ JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim) {
   if (node.def->name == "attention") return emit_attention(plan, phase, job);
   require(alone, node, "only linear and attention take companions");
   switch (node.def->role) {
-    case Role::kPointwise: return emit_points(plan, node);
-    case Role::kReduce: return emit_reduce(plan, node);
-    case Role::kRow: return emit_row(plan, node);
-    case Role::kStream: break;
+    case Role::kPointwise:
+      return emit_points(plan, node);
+    case Role::kReduce:
+      return emit_reduce(plan, node);
+    case Role::kRow:
+      return emit_row(plan, node);
+    case Role::kStream:
+      break;
   }
   fail(node, "this stream task has no CUDA code");
 }

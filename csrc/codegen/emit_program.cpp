@@ -110,10 +110,18 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
     auto argument = [&](size_t k, const std::string& as) { return "cast<" + as + ">(" + value(i.args[k]) + ")"; };
     std::string expression;
     switch (i.op) {
-      case Op::kConst: expression = constant(i); break;
-      case Op::kIndex: expression = "static_cast<int64_t>(" + coordinate[i.operand] + ")"; break;
-      case Op::kSize: expression = "job.params->scalars[" + str(i.operand) + "]"; break;
-      case Op::kCast: expression = argument(0, type); break;
+      case Op::kConst:
+        expression = constant(i);
+        break;
+      case Op::kIndex:
+        expression = "static_cast<int64_t>(" + coordinate[i.operand] + ")";
+        break;
+      case Op::kSize:
+        expression = "job.params->scalars[" + str(i.operand) + "]";
+        break;
+      case Op::kCast:
+        expression = argument(0, type);
+        break;
       case Op::kWhere:
         expression = argument(0, "bool") + " ? " + argument(1, type) + " : " + argument(2, type);
         break;
@@ -124,9 +132,10 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
           for (const LocalValue& candidate : *options.locals)
             if (candidate.buffer == t.buffer) local = &candidate;  // the newest
         if (local) {
-          if (!i.args.empty() || !(pattern(program.domain, i.strides, t.offset) == local->where) || local->dtype != t.dtype)
-            fail(node, "operand " + node.operands[i.operand].name + " reads a result of its own job at another point; " +
-                           "schedule it as a job of its own");
+          if (!i.args.empty() || !(pattern(program.domain, i.strides, t.offset) == local->where) ||
+              local->dtype != t.dtype)
+            fail(node, "operand " + node.operands[i.operand].name +
+                           " reads a result of its own job at another point; " + "schedule it as a job of its own");
           expression = "cast<" + type + ">(" + local->variable + ")";
           break;
         }
@@ -147,10 +156,13 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
       case Op::kStore: {
         const Tensor& t = node.operands[i.operand].tensor;
         const std::string stored = x + "s" + str(static_cast<int64_t>(n));
-        code.body += "    const " + std::string(cuda_type(t.dtype)) + " " + stored + " = " + argument(0, cuda_type(t.dtype)) + ";\n";
+        code.body += "    const " + std::string(cuda_type(t.dtype)) + " " + stored + " = " +
+                     argument(0, cuda_type(t.dtype)) + ";\n";
         if (options.locals && i.args.size() == 1)
           options.locals->push_back({t.buffer, pattern(program.domain, i.strides, t.offset), stored, t.dtype});
-        if (options.unstored && std::find(options.unstored->begin(), options.unstored->end(), t.buffer) != options.unstored->end()) continue;
+        if (options.unstored &&
+            std::find(options.unstored->begin(), options.unstored->end(), t.buffer) != options.unstored->end())
+          continue;
         std::string store = refs.pointer(node, t, true) + "[" + address(i, 1) + "] = " + stored + ";";
         if (i.args.size() > 2) store = "if (" + argument(2, "bool") + ") " + store;
         code.body += "    " + store + "\n";

@@ -8,8 +8,8 @@
 namespace mpk::codegen {
 
 void fail(const Node& node, const std::string& why) {
-  throw std::runtime_error("codegen: node " + str(node.id) + ", " + node.def->name + (node.label.empty() ? "" : " (" + node.label + ")") +
-                           ": " + why);
+  throw std::runtime_error("codegen: node " + str(node.id) + ", " + node.def->name +
+                           (node.label.empty() ? "" : " (" + node.label + ")") + ": " + why);
 }
 
 int Refs::add_raw(uint32_t index, uint64_t offset) {
@@ -79,7 +79,8 @@ Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node&
       const Node& task = plan.node(n);
       if (output_of(task).buffer != chain.source->buffer) continue;
       if (!(pattern(output_of(task)) == pattern(*chain.source)) || output_of(task).dtype != chain.source->dtype)
-        fail(node, "reads the result of " + task.def->name + " in front of it as another view; schedule that as a job of its own");
+        fail(node, "reads the result of " + task.def->name +
+                       " in front of it as another view; schedule that as a job of its own");
       chain.tasks.insert(chain.tasks.begin(), &task);
       chain.source = &input_of(task);
       found = true;
@@ -89,24 +90,29 @@ Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node&
   return chain;
 }
 
-ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const std::string& prefix, const Tensor* target) {
+ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const std::string& prefix,
+                     const Tensor* target) {
   ChainCode code;
   const Tensor& source = *chain.source;
   const int64_t size = source.shape.back();
   const std::string type = cuda_type(source.dtype);
   const int64_t width = 16 / size_bytes(source.dtype);
   if (!is_float(source.dtype) || source.dtype == DType::kF64)
-    fail(node, "rows of " + std::string(info(source.dtype).name) + " are not supported, expected float32, float16 or bfloat16");
+    fail(node, "rows of " + std::string(info(source.dtype).name) +
+                   " are not supported, expected float32, float16 or bfloat16");
   for (const Node* task : chain.tasks)
     for (const Operand& operand : task->operands) check_inner_stride(*task, operand);
-  code.vectorized = size % width == 0 && aligned_rows(plan, source, true) && (target == nullptr || aligned_rows(plan, *target, true));
+  code.vectorized =
+      size % width == 0 && aligned_rows(plan, source, true) && (target == nullptr || aligned_rows(plan, *target, true));
   std::string tasks, applied;
   for (size_t i = 0; i < chain.tasks.size(); i++) {
     const Node& task = *chain.tasks[i];
     const std::string name = prefix + str(static_cast<int64_t>(i)), trait = "T" + name;
-    if (input_of(task).shape.back() != size || input_of(task).dtype != source.dtype || output_of(task).dtype != source.dtype)
+    if (input_of(task).shape.back() != size || input_of(task).dtype != source.dtype ||
+        output_of(task).dtype != source.dtype)
       fail(task, "expected rows of " + str(size) + " elements of " + info(source.dtype).name + " on both sides");
-    code.traits += "  struct " + trait + " {\n    using T = " + type + ";\n    static constexpr int kSize = " + str(size) + ";\n";
+    code.traits +=
+        "  struct " + trait + " {\n    using T = " + type + ";\n    static constexpr int kSize = " + str(size) + ";\n";
     if (task.def->name == "rms_norm") {
       const Operand* weight = task.find("weight");
       const std::string style = task.string_attr("style");
@@ -116,22 +122,26 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
       if (found == std::end(names)) fail(task, "unknown style '" + style + "', expected llama, torch or gemma");
       const bool vectorized = code.vectorized && (!weight || aligned_rows(plan, weight->tensor, false));
       code.vectorized &= vectorized;
-      code.traits += "    using Weight = " + std::string(weight ? cuda_type(weight->tensor.dtype) : type) +
-                     ";\n    static constexpr float kEps = " + float_literal(task.float_attr("eps")) +
-                     ";\n    static constexpr rms_norm::Style kStyle = rms_norm::Style::" + values[found - std::begin(names)] +
-                     ";\n    static constexpr bool kHasWeight = " + (weight ? "true" : "false") +
-                     ", kVectorized = " + (vectorized ? "true" : "false") + ";\n";
+      code.traits +=
+          "    using Weight = " + std::string(weight ? cuda_type(weight->tensor.dtype) : type) +
+          ";\n    static constexpr float kEps = " + float_literal(task.float_attr("eps")) +
+          ";\n    static constexpr rms_norm::Style kStyle = rms_norm::Style::" + values[found - std::begin(names)] +
+          ";\n    static constexpr bool kHasWeight = " + (weight ? "true" : "false") +
+          ", kVectorized = " + (vectorized ? "true" : "false") + ";\n";
       if (weight)
-        code.traits += "    static MPK_DEVICE const Weight* weight(const Job& job) { return " + refs.pointer(task, weight->tensor) + "; }\n";
+        code.traits += "    static MPK_DEVICE const Weight* weight(const Job& job) { return " +
+                       refs.pointer(task, weight->tensor) + "; }\n";
     } else if (task.def->name == "rope") {
       const Tensor& x = input_of(task);
       if (size % 2 != 0) fail(task, "the head size must be even, got " + str(size));
       code.traits += "    static constexpr int kRowsPerAngle = " + str(x.shape[1]) + ";\n";
       for (const char* angle : {"cos", "sin"}) {
         const Tensor& t = task.operand(angle).tensor;
-        if (t.dtype != source.dtype) fail(task, std::string("expected ") + angle + " of x's dtype " + info(source.dtype).name);
-        code.traits += "    static MPK_DEVICE const T* " + std::string(angle) + "(const Job& job, uint32_t row) { return " +
-                       refs.pointer(task, t) + " + " + row_offset(t, "row") + "; }\n";
+        if (t.dtype != source.dtype)
+          fail(task, std::string("expected ") + angle + " of x's dtype " + info(source.dtype).name);
+        code.traits += "    static MPK_DEVICE const T* " + std::string(angle) +
+                       "(const Job& job, uint32_t row) { return " + refs.pointer(task, t) + " + " +
+                       row_offset(t, "row") + "; }\n";
       }
     } else {
       fail(task, "this row task has no CUDA code");
@@ -141,8 +151,10 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
     tasks += "    " + task.def->name + "::Task<" + trait + ", Group> " + name + "(group, job, row);\n";
     applied += (i > 0 ? "    group.sync();\n" : "") + std::string("    ") + name + ".apply(group, data);\n";
   }
-  const std::string copy = "copy_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") + ">(group, ";
-  code.body = tasks + "    " + copy + "data, " + refs.pointer(node, source) + " + " + row_offset(source, "row") + ");\n";
+  const std::string copy =
+      "copy_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") + ">(group, ";
+  code.body =
+      tasks + "    " + copy + "data, " + refs.pointer(node, source) + " + " + row_offset(source, "row") + ");\n";
   if (!code.vectorized && !chain.tasks.empty()) code.body += "    group.sync();\n";
   code.body += applied;
   if (target != nullptr) {

@@ -45,9 +45,15 @@ class EmulatedKernel:
         self.host_abort = aligned(4)
 
     def launch(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scalars: Sequence[int] = (), *, seed: int = 0,
-        jitter: int = 0, watchdog_ns: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        scalars: Sequence[int] = (),
+        *,
+        seed: int = 0,
+        jitter: int = 0,
+        watchdog_ns: int = 0,
+    ) -> None:
         for tensor, alignment in zip(inputs, self.program.input_alignment):
             assert tensor.data_ptr() % alignment == 0
         pointers = [t.data_ptr() for t in (self.table, self.workspace, self.control, self.host_abort)]

@@ -7,7 +7,7 @@ from math import prod
 
 from torch_mpk import _C
 
-SIZES = {"int64": 8, "bfloat16": 2, "float32": 4}
+SIZES = {"bool": 1, "int64": 8, "bfloat16": 2, "float32": 4}
 
 TASKS = {
     "linear": ("stream", [("x", "RK"), ("weight", "NK"), ("bias?", "N"), ("y=", "RN")], []),

@@ -17,14 +17,16 @@ struct Watchdog {
   uint64_t limit_ns;
 };
 
-// Called every few thousand polls of a wait. Returns 0 when the launch has to be given up, and records what this CTA was
-// waiting for; otherwise the time to pass to the next call. Out of line: inlined, it costs every wait registers.
+// Called every few thousand polls of a wait. Returns 0 when the launch has to be given up, and records what this CTA
+// was waiting for; otherwise the time to pass to the next call. Out of line: inlined, it costs every wait registers.
 __device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
   const uint64_t time = ptx::global_time_ns();
   if (since == 0) since = time;
   const bool late = dog.limit_ns != 0 && time - since > dog.limit_ns;
   if (!late && ptx::load_relaxed_gpu(&dog.control->aborted) == 0) return since;
-  if (atomicExch(&dog.stall->valid, 1u) == 0) {  // the first warp of the CTA to notice
+  // The first warp of the CTA to notice. A loader without a free slot only tells that consumers wait for something
+  // else.
+  if (now.waiting != static_cast<uint32_t>(Waiting::kFreeSlot) && atomicExch(&dog.stall->valid, 1u) == 0) {
     now.valid = 1;
     *dog.stall = now;
   }
@@ -52,8 +54,8 @@ MPK_DEVICE bool wait_event(const Watchdog& dog, const uint32_t* event, uint32_t 
   return spin(
       dog, [&] { return reached(seen = ptx::load_acquire_gpu(event), target); },
       [&] {
-        return StallRecord{0,    phase, static_cast<uint32_t>(role), static_cast<uint32_t>(Waiting::kEvent), event_idx,
-                           seen, target, 0};
+        return StallRecord{
+            0, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(Waiting::kEvent), event_idx, seen, target, 0};
       });
 }
 

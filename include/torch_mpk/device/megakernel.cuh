@@ -1,8 +1,8 @@
 // The persistent kernel: roles, phases, and the way out.
 //
-// One CTA runs on each multiprocessor. Twelve consumer warps go through the phases in order; within a phase each runs its
-// share of every job, and the CTA then signals the phase's event once. A loader warp goes through the same phases as far
-// ahead of them as the ring allows, streaming what the jobs will need. Generated code supplies a `Kernel`:
+// One CTA runs on each multiprocessor. Twelve consumer warps go through the phases in order; within a phase each runs
+// its share of every job, and the CTA then signals the phase's event once. A loader warp goes through the same phases
+// as far ahead of them as the ring allows, streaming what the jobs will need. Generated code supplies a `Kernel`:
 //
 //   static constexpr int kNumPhases, kNumWorkers, kSlots, kNumOutputs;
 //   static constexpr int kStagedOffset, kRingOffset, kDynamicBytes;      // shared memory, see Shared
@@ -10,8 +10,8 @@
 //   template <class C> static void compute(C& c, const Job& job);        // a switch over the job's variant
 //   template <class L> static void load(L& l, const Job& job);
 //
-// Giving up: a wait that is given up returns false. A consumer warp then sets `failed`, does no more work, and goes on to
-// the next barrier of the group, where all twelve learn of it and leave; so no barrier is left waiting.
+// Giving up: a wait that is given up returns false. A consumer warp then sets `failed`, does no more work, and goes on
+// to the next barrier of the group, where all twelve learn of it and leave; so no barrier is left waiting.
 #pragma once
 
 #include "torch_mpk/device/ring.cuh"
@@ -23,13 +23,14 @@ inline constexpr int kConsumerWarps = 12;
 inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
 inline constexpr int kThreads = kConsumerThreads + 32;
 
-// The fixed part of dynamic shared memory; behind it the staged activations (kStagedOffset), then the ring (kRingOffset).
+// The fixed part of dynamic shared memory; behind it the staged activations (kStagedOffset), then the ring
+// (kRingOffset).
 struct Shared {
   RingState ring;
   Watchdog watchdog;
-  uint32_t described;        // phases whose rows the loader has brought
-  uint32_t done;             // phases the consumers have finished
-  uint32_t word;             // for broadcasts within the group
+  uint32_t described;  // phases whose rows the loader has brought
+  uint32_t done;       // phases the consumers have finished
+  uint32_t word;       // for broadcasts within the group
   float partials[2][kConsumerWarps];
   alignas(16) uint8_t rows[kPhasesAhead][kPhaseRowBytes];
 };
@@ -75,8 +76,12 @@ struct Launch {
   uint8_t* smem;
   uint32_t epoch;
 
-  MPK_DEVICE uint32_t* event(uint32_t phase) const { return control_word(Kernel::kEventsOffset) + phase * kEventStride; }
-  MPK_DEVICE uint32_t* ticket(uint32_t phase) const { return control_word(Kernel::kTicketsOffset) + phase * kEventStride; }
+  MPK_DEVICE uint32_t* event(uint32_t phase) const {
+    return control_word(Kernel::kEventsOffset) + phase * kEventStride;
+  }
+  MPK_DEVICE uint32_t* ticket(uint32_t phase) const {
+    return control_word(Kernel::kTicketsOffset) + phase * kEventStride;
+  }
   MPK_DEVICE uint32_t event_target() const { return (epoch + 1) * Kernel::kNumWorkers; }
   MPK_DEVICE uint32_t* control_word(int64_t offset) const {
     return reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(params.control) + offset);
@@ -97,7 +102,10 @@ struct Consumer : Launch<Kernel> {
   uint32_t flip = 0;
 
   MPK_DEVICE Consumer(const Launch<Kernel>& launch, int thread)
-      : Launch<Kernel>(launch), rank(thread), warp(thread / 32), lane(thread % 32),
+      : Launch<Kernel>(launch),
+        rank(thread),
+        warp(thread / 32),
+        lane(thread % 32),
         ring{launch.shared.ring, launch.smem + Kernel::kRingOffset, launch.shared.watchdog, thread % 32} {}
 
   // The barrier of the consumer group. False, for all of them, when one has given up: return at once.
@@ -136,15 +144,22 @@ struct Consumer : Launch<Kernel> {
     const bool described = spin(
         s.watchdog, [&] { return (seen = ptx::load_acquire_cta(&s.described)) > phase; },
         [&] {
-          return StallRecord{0,    phase,     static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(Waiting::kLoader),
-                             phase, seen, phase + 1, entry};
+          return StallRecord{0,
+                             phase,
+                             static_cast<uint32_t>(WarpRole::kConsumer),
+                             static_cast<uint32_t>(Waiting::kLoader),
+                             phase,
+                             seen,
+                             phase + 1,
+                             entry};
         });
     if (!described) return false;
     delay(this->params.jitter, blockIdx.x, 2 * phase);
     const PhaseRow* row = find_row(this->table(), s.rows[phase % kPhasesAhead]);
     for (uint32_t i = 0; i < row->num_waits; i++) {
       const uint32_t event = waits_of(row)[i];
-      if (!wait_event(s.watchdog, this->event(event), this->event_target(), phase, WarpRole::kConsumer, event)) return false;
+      if (!wait_event(s.watchdog, this->event(event), this->event_target(), phase, WarpRole::kConsumer, event))
+        return false;
     }
     return true;
   }
@@ -160,7 +175,8 @@ struct Loader : Launch<Kernel> {
   bool failed = false;
 
   MPK_DEVICE Loader(const Launch<Kernel>& launch, int lane)
-      : Launch<Kernel>(launch), lane(lane),
+      : Launch<Kernel>(launch),
+        lane(lane),
         ring{launch.shared.ring, launch.smem + Kernel::kRingOffset, launch.shared.watchdog, lane} {}
 
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
@@ -188,10 +204,17 @@ struct Loader : Launch<Kernel> {
     Shared& s = this->shared;
     uint32_t seen = 0;
     const bool ok = spin(
-        s.watchdog, [&] { return static_cast<int32_t>((seen = ptx::load_acquire_cta(&s.done)) + kPhasesAhead - phase) > 0; },
+        s.watchdog,
+        [&] { return static_cast<int32_t>((seen = ptx::load_acquire_cta(&s.done)) + kPhasesAhead - phase) > 0; },
         [&] {
-          return StallRecord{0,    phase, static_cast<uint32_t>(WarpRole::kLoader), static_cast<uint32_t>(Waiting::kFreeSlot),
-                             phase, seen,  phase, ring.entry};
+          return StallRecord{0,
+                             phase,
+                             static_cast<uint32_t>(WarpRole::kLoader),
+                             static_cast<uint32_t>(Waiting::kFreeSlot),
+                             phase,
+                             seen,
+                             phase,
+                             ring.entry};
         });
     if (!__all_sync(~0u, ok)) return false;
     reinterpret_cast<uint4*>(s.rows[phase % kPhasesAhead])[lane] = row;

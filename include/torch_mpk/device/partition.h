@@ -21,7 +21,8 @@ MPK_HOST_DEVICE Span static_span(uint32_t num_tiles, uint32_t worker, uint32_t n
           static_cast<uint32_t>(uint64_t(num_tiles) * (worker + 1) / num_workers)};
 }
 
-// Tickets that workers draw for tiles: of four tiles each, near the end of two, then of one, so that all finish together.
+// Tickets that workers draw for tiles: of four tiles each, near the end of two, then of one, so that all finish
+// together.
 struct Tickets {
   uint32_t quads, pairs, singles;
 };
@@ -42,7 +43,8 @@ MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t ticket) {
   return {single, single + 1};
 }
 
-// Attention's key-value tiles, lined up by batch row, then group, then position, and cut into one equal piece per worker.
+// Attention's key-value tiles, lined up by batch row, then group, then position, and cut into one equal piece per
+// worker.
 struct KvPiece {
   uint32_t length;      // tiles of every piece but the last ones
   uint32_t begin, end;  // this worker's

@@ -9,7 +9,8 @@ namespace mpk {
 template <class V, class C>
 MPK_DEVICE void run_points(C& c, const Job& job) {
   using Index = typename V::Index;
-  for (Index i = Index(c.worker(job)) * kConsumerThreads + c.rank; i < V::kPoints; i += C::Config::kNumWorkers * kConsumerThreads)
+  for (Index i = Index(c.worker(job)) * kConsumerThreads + c.rank; i < V::kPoints;
+       i += C::Config::kNumWorkers * kConsumerThreads)
     V::point(job, i);
 }
 
@@ -98,8 +99,8 @@ MPK_DEVICE S shuffle_xor(S s, int offset) {
   }
 }
 
-// V: Op (one of reduce::), kOuter, kInner; value(job, outer, inner), finish(job, outer, result). Fixed order: lane l adds
-// elements l, l + size, ...; then the tree of lanes; then the warps in order.
+// V: Op (one of reduce::), kOuter, kInner; value(job, outer, inner), finish(job, outer, result). Fixed order: lane l
+// adds elements l, l + size, ...; then the tree of lanes; then the warps in order.
 template <class V, class C>
 MPK_DEVICE void run_reduce(C& c, const Job& job) {
   using Op = typename V::Op;

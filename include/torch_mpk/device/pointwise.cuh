@@ -1,5 +1,6 @@
 // The vocabulary of generated elementwise code: conversions, the operations of pointwise_ops.h, memory accesses.
-// Every operation rounds where the eager graph does, whatever it is fused with: sums are never contracted with products.
+// Every operation rounds where the eager graph does, whatever it is fused with: sums are never contracted with
+// products.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -90,10 +91,13 @@ namespace math {
 #define MPK_MATH(name)                                    \
   MPK_DEVICE float name(float a) { return ::name##f(a); } \
   MPK_DEVICE double name(double a) { return ::name(a); }
-MPK_MATH(sqrt) MPK_MATH(exp) MPK_MATH(log) MPK_MATH(sin) MPK_MATH(cos) MPK_MATH(tanh) MPK_MATH(erf) MPK_MATH(floor)
-MPK_MATH(ceil) MPK_MATH(log1p)
+MPK_MATH(sqrt)
+MPK_MATH(exp) MPK_MATH(log) MPK_MATH(sin) MPK_MATH(cos) MPK_MATH(tanh) MPK_MATH(erf) MPK_MATH(floor) MPK_MATH(ceil)
+    MPK_MATH(log1p)
 #undef MPK_MATH
-MPK_DEVICE float pow(float a, float b) { return ::powf(a, b); }
+        MPK_DEVICE float pow(float a, float b) {
+  return ::powf(a, b);
+}
 MPK_DEVICE double pow(double a, double b) { return ::pow(a, b); }
 }  // namespace math
 
@@ -101,15 +105,15 @@ MPK_DEVICE double pow(double a, double b) { return ::pow(a, b); }
 namespace ops {
 #define MPK_PARAMETERS_1 T a
 #define MPK_PARAMETERS_2 T a, T b
-#define MPK_OPERATION(name, arity, expression)      \
-  template <class T>                                \
-  MPK_DEVICE T name(MPK_PARAMETERS_##arity) {       \
-    return static_cast<T>(expression);              \
+#define MPK_OPERATION(name, arity, expression) \
+  template <class T>                           \
+  MPK_DEVICE T name(MPK_PARAMETERS_##arity) {  \
+    return static_cast<T>(expression);         \
   }
-#define MPK_COMPARISON(name, arity, expression)     \
-  template <class T>                                \
-  MPK_DEVICE bool name(MPK_PARAMETERS_##arity) {    \
-    return expression;                              \
+#define MPK_COMPARISON(name, arity, expression)  \
+  template <class T>                             \
+  MPK_DEVICE bool name(MPK_PARAMETERS_##arity) { \
+    return expression;                           \
   }
 MPK_POINTWISE_ARITHMETIC(MPK_OPERATION)
 template <>

@@ -24,10 +24,14 @@ MPK_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
   uint32_t done;
 #if __CUDA_ARCH__ >= 900
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+               : "=r"(done)
+               : "r"(smem_addr(bar)), "r"(parity)
+               : "memory");
 #else
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+               : "=r"(done)
+               : "r"(smem_addr(bar)), "r"(parity)
+               : "memory");
 #endif
   return done;
 }
@@ -39,9 +43,10 @@ MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
 
 // Contiguous global bytes to shared memory; both ends and the size are multiples of 16.
 MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   smem_addr(dst)), "l"(src), "r"(bytes), "r"(smem_addr(bar))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_addr(dst)),
+      "l"(src), "r"(bytes), "r"(smem_addr(bar))
+      : "memory");
 }
 #else
 MPK_DEVICE void copy_async_16(void* dst, const void* src) {
@@ -130,8 +135,12 @@ template <int threads>
 MPK_DEVICE bool barrier_or(bool value) {
   uint32_t any;
   __syncwarp();
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 q, %1, 0;\nbarrier.cta.red.or.aligned.pred p, 1, %2, q;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(any) : "r"(static_cast<uint32_t>(value)), "n"(threads) : "memory");
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 q, %1, 0;\nbarrier.cta.red.or.aligned.pred p, 1, %2, q;\nselp.u32 %0, 1, 0, "
+      "p;\n}"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(value)), "n"(threads)
+      : "memory");
   return any;
 }
 

@@ -1,10 +1,10 @@
 // The ring of shared-memory slots through which the loader warp streams large operands to the consumer warps.
 //
-// Entries are numbered 0, 1, 2, ... over the whole launch; entry g lives in slot g mod slots. The loader fills an entry's
-// metadata, starts its copies and publishes the count `issued`; the one consumer warp that owns the entry awaits
-// `issued > g`, then the slot's `full` barrier, and frees the slot through its `empty` barrier. Because the consumer
-// looks at `full` only after the loader has armed it for entry g, its parity cannot be mistaken for that of an earlier
-// or a later round, whichever warps share a slot.
+// Entries are numbered 0, 1, 2, ... over the whole launch; entry g lives in slot g mod slots. The loader fills an
+// entry's metadata, starts its copies and publishes the count `issued`; the one consumer warp that owns the entry
+// awaits `issued > g`, then the slot's `full` barrier, and frees the slot through its `empty` barrier. Because the
+// consumer looks at `full` only after the loader has armed it for entry g, its parity cannot be mistaken for that of an
+// earlier or a later round, whichever warps share a slot.
 #pragma once
 
 #include "torch_mpk/device/event.cuh"
@@ -18,8 +18,8 @@ inline constexpr int kPhasesAhead = 8;  // rows of phases kept in shared memory
 struct RingState {
   uint64_t full[kMaxSlots];
   uint64_t empty[kMaxSlots];
-  uint32_t tile[kMaxSlots];           // the tile an entry begins, when tiles are claimed
-  uint64_t phase_end[kPhasesAhead];   // phase + 1 in the upper half, entries issued by its end in the lower
+  uint32_t tile[kMaxSlots];          // the tile an entry begins, when tiles are claimed
+  uint64_t phase_end[kPhasesAhead];  // phase + 1 in the upper half, entries issued by its end in the lower
   uint32_t issued;
 };
 
@@ -46,9 +46,9 @@ struct RingWriter {
   uint8_t* data;
   const Watchdog& dog;
   int lane;
-  uint32_t entry = 0;  // the next
-  int slot = 0;        // entry mod slots
-  uint32_t parity = 1; // of the previous round through the slots
+  uint32_t entry = 0;   // the next
+  int slot = 0;         // entry mod slots
+  uint32_t parity = 1;  // of the previous round through the slots
 
   // Opens the next entry for copies of `bytes` in total; false when the launch was given up.
   MPK_DEVICE bool begin(uint32_t bytes, uint32_t phase) {
@@ -56,8 +56,14 @@ struct RingWriter {
       const bool ok = spin(
           dog, [&] { return ptx::mbar_test(&ring.empty[slot], parity); },
           [&] {
-            return StallRecord{0, phase, static_cast<uint32_t>(WarpRole::kLoader), static_cast<uint32_t>(Waiting::kFreeSlot),
-                               static_cast<uint32_t>(slot), 0, 0, entry};
+            return StallRecord{0,
+                               phase,
+                               static_cast<uint32_t>(WarpRole::kLoader),
+                               static_cast<uint32_t>(Waiting::kFreeSlot),
+                               static_cast<uint32_t>(slot),
+                               0,
+                               0,
+                               entry};
           });
       if (!__all_sync(~0u, ok)) return false;
     }
@@ -161,7 +167,9 @@ struct RingReader {
   MPK_DEVICE uint32_t tile(uint32_t g) const { return ring.tile[g % slots]; }
 
   // The number of entries issued by the end of a phase, which wait_issued has found ended.
-  MPK_DEVICE uint32_t phase_end(uint32_t phase) const { return static_cast<uint32_t>(ring.phase_end[phase % kPhasesAhead]); }
+  MPK_DEVICE uint32_t phase_end(uint32_t phase) const {
+    return static_cast<uint32_t>(ring.phase_end[phase % kPhasesAhead]);
+  }
 
   MPK_DEVICE void release(uint32_t g) {
     __syncwarp();
@@ -175,8 +183,8 @@ struct RingReader {
     return (end >> 32) == phase + 1 && static_cast<int32_t>(g - static_cast<uint32_t>(end)) >= 0;
   }
   MPK_DEVICE StallRecord report(Waiting what, uint32_t phase, uint32_t seen, uint32_t g) const {
-    return StallRecord{0, phase, static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(what), g % slots, seen,
-                       g + 1, g};
+    return StallRecord{
+        0, phase, static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(what), g % slots, seen, g + 1, g};
   }
 };
 

@@ -1,7 +1,7 @@
 // Groups of threads that work on a row together, and jobs made of rows.
 //
-// A row task is a class constructed by every thread of a group with the job's operands, which it may start to fetch, and
-// applied to a row in shared memory, in place:
+// A row task is a class constructed by every thread of a group with the job's operands, which it may start to fetch,
+// and applied to a row in shared memory, in place:
 //
 //   template <class V, class Group> struct Task {
 //     Task(const Group& group, const Job& job, uint32_t row);   // V: sizes and attributes; V::kRefs: its first operand
@@ -85,7 +85,8 @@ MPK_DEVICE void run_rows(C& c, const Job& job) {
   if constexpr (kRowPitch<V> <= kWarpRowBytes) {
     WarpThreads group{c.lane};
     T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
-    for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows; row += kConsumerWarps * C::Config::kNumWorkers) {
+    for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows;
+         row += kConsumerWarps * C::Config::kNumWorkers) {
       V::run(group, job, row, data);
       group.sync();
     }

@@ -100,7 +100,8 @@ void land(size_t i) {
 }
 
 void run_cta(const torch_mpk_kernel_parts::LaunchBlock* block, int index, int num_threads, uint32_t seed) {
-  Cta self{num_threads, block, std::vector<Fiber>(num_threads), std::vector<Warp>(num_threads / 32), {}, {}, std::mt19937(seed + index), {}};
+  Cta self{num_threads, block, std::vector<Fiber>(num_threads), std::vector<Warp>(num_threads / 32),
+           {},          {},    std::mt19937(seed + index),      {}};
   cta = &self;
   blockIdx = {static_cast<unsigned>(index), 0, 0};
   std::memset(mpk::smem, 0xff, sizeof(mpk::smem));
@@ -108,7 +109,8 @@ void run_cta(const torch_mpk_kernel_parts::LaunchBlock* block, int index, int nu
     alive = false;
     for (int w = 0; w < num_threads / 32; w++)
       // As long as lanes meet, the warp goes on.
-      for (uint32_t before = self.warps[w].generation, i = 0; i < 64 && (i == 0 || before != self.warps[w].generation); i++) {
+      for (uint32_t before = self.warps[w].generation, i = 0; i < 64 && (i == 0 || before != self.warps[w].generation);
+           i++) {
         before = self.warps[w].generation;
         for (int t = 32 * w; t < 32 * w + 32; t++)
           if (!self.fibers[t].done) {
@@ -143,7 +145,9 @@ void warp_collect(const void* value, size_t bytes) {
   while (warp.generation == mine) yield();
 }
 
-const void* warp_value(int lane) { return cta->warps[threadIdx.x / 32].values[cta->fibers[threadIdx.x].collected & 1][lane]; }
+const void* warp_value(int lane) {
+  return cta->warps[threadIdx.x / 32].values[cta->fibers[threadIdx.x].collected & 1][lane];
+}
 
 bool barrier(int threads, bool value) {
   auto& b = cta->barriers[threads != 0];
@@ -172,7 +176,8 @@ void barrier_arrive(uint64_t* bar, uint32_t expected_bytes) {
 bool barrier_test(uint64_t* bar, uint32_t parity) { return bits(bar)->phase != parity; }
 
 void copy_async(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
-  if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16 || reinterpret_cast<uintptr_t>(dst) % 16) abort();
+  if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16 || reinterpret_cast<uintptr_t>(dst) % 16)
+    abort();
   const uint8_t* from = static_cast<const uint8_t*>(src);
   cta->in_flight.push_back({dst, {from, from + bytes}, bar});
   std::memset(dst, 0xff, bytes);
@@ -191,13 +196,15 @@ void arrive_after_copies(uint64_t* bar) {
 }  // namespace emulator
 
 uint64_t mpk::ptx::global_time_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // One launch. `block`: LaunchParams and the pointers behind it, as on the device.
 extern "C" void emulate(const void* block, int num_ctas, int num_threads, uint32_t seed) {
   std::vector<std::thread> ctas;
   for (int i = 0; i < num_ctas; i++)
-    ctas.emplace_back(emulator::run_cta, static_cast<const torch_mpk_kernel_parts::LaunchBlock*>(block), i, num_threads, seed);
+    ctas.emplace_back(emulator::run_cta, static_cast<const torch_mpk_kernel_parts::LaunchBlock*>(block), i, num_threads,
+                      seed);
   for (std::thread& t : ctas) t.join();
 }

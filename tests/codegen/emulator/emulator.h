@@ -1,8 +1,8 @@
 // Runs a generated kernel on the CPU: every CUDA thread a fiber, every CTA an OS thread.
 //
-// Included before everything else. It supplies what CUDA C++ has built in; torch_mpk/device/ptx.cuh beside it replaces the
-// file of that name. Copies of the copy engine land late and in random order, and until then the target holds NaN, so
-// that code which does not wait for them fails.
+// Included before everything else. It supplies what CUDA C++ has built in; torch_mpk/device/ptx.cuh beside it replaces
+// the file of that name. Copies of the copy engine land late and in random order, and until then the target holds NaN,
+// so that code which does not wait for them fails.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,7 +26,7 @@
 
 namespace emulator {
 
-void yield();  // lets the other fibers of the CTA run
+void yield();                                        // lets the other fibers of the CTA run
 void warp_collect(const void* value, size_t bytes);  // blocks until all lanes of the warp have called it
 const void* warp_value(int lane);                    // what that lane gave; valid until the next call
 bool barrier(int threads, bool value);               // the OR of the values

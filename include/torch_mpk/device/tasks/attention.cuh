@@ -1,9 +1,9 @@
 // attention: one query position per row of the batch against a key-value cache, softmax in fp32.
 //
-// The visible tiles of all caches are lined up and cut into one piece per worker (partition.h), so ragged batches and long
-// contexts use the whole device. The loader streams a tile as two ring entries, keys then values, for one warp. Within a
-// piece warps combine in tile order; a group cut across workers is combined in piece order by whichever worker finishes
-// it last. Nothing is added in order of arrival.
+// The visible tiles of all caches are lined up and cut into one piece per worker (partition.h), so ragged batches and
+// long contexts use the whole device. The loader streams a tile as two ring entries, keys then values, for one warp.
+// Within a piece warps combine in tile order; a group cut across workers is combined in piece order by whichever worker
+// finishes it last. Nothing is added in order of arrival.
 //
 // A variant V describes one job:
 //   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kScale
@@ -45,10 +45,12 @@ struct Shape {
   // A partial result: the unnormalised output, the maximum, the sum of exponentials, padding.
   static constexpr int kPartial = V::kSize + 4;
   static constexpr int kRoundFit = 13 * 1024 / (kConsumerWarps * kPartial * 4);
-  static constexpr int kRound = kRoundFit < 1 ? 1 : kRoundFit < V::kHeads ? kRoundFit : V::kHeads;  // heads combined at a time
+  static constexpr int kRound = kRoundFit < 1           ? 1
+                                : kRoundFit < V::kHeads ? kRoundFit
+                                                        : V::kHeads;  // heads combined at a time
   // Shared memory, in bytes from the staged area.
-  static constexpr int kRowsOffset = V::kHeads * V::kSize * 4;                           // behind q as float
-  static constexpr int kWeightsOffset = kRowsOffset + (V::kHeads + 2) * kRowBytes;      // rows as T: q, k_new, v_new
+  static constexpr int kRowsOffset = V::kHeads * V::kSize * 4;                      // behind q as float
+  static constexpr int kWeightsOffset = kRowsOffset + (V::kHeads + 2) * kRowBytes;  // rows as T: q, k_new, v_new
   static constexpr int kCombineOffset = kWeightsOffset + kConsumerWarps * V::kHeads * kTile * 4;
   static constexpr int kStagedBytes = kCombineOffset + kConsumerWarps * kRound * kPartial * 4;
 };
@@ -75,7 +77,8 @@ MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
   if (!l.await_inputs(job)) return;
   const TilesOf<V> tiles_of{job};
-  const KvPiece piece = kv_piece(tiles_of, V::kBatch, S::kGroups, kMinPieceTiles, l.worker(job), L::Config::kNumWorkers);
+  const KvPiece piece =
+      kv_piece(tiles_of, V::kBatch, S::kGroups, kMinPieceTiles, l.worker(job), L::Config::kNumWorkers);
   for (uint32_t unit = piece.begin; unit < piece.end;) {
     const KvRun run = kv_run(tiles_of, S::kGroups, unit, piece.end);
     const uint32_t limit = visible<V>(job, run.row), group = run.group / V::kPasses;
@@ -94,8 +97,8 @@ MPK_DEVICE void load(L& l, const Job& job) {
   }
 }
 
-// The running softmax of one warp over its tiles of a run. Maxima are the same in all lanes; `sum` is a lane's own share,
-// counted once per position.
+// The running softmax of one warp over its tiles of a run. Maxima are the same in all lanes; `sum` is a lane's own
+// share, counted once per position.
 template <class V>
 struct Softmax {
   using S = Shape<V>;
@@ -112,7 +115,8 @@ struct Softmax {
     }
   }
 
-  // scores: of this lane's position (-inf where it does not count). weights: shared memory of this warp, [head][position].
+  // scores: of this lane's position (-inf where it does not count). weights: shared memory of this warp,
+  // [head][position].
   MPK_DEVICE void add_scores(const float (&scores)[V::kHeads], float* weights, int lane) {
 #pragma unroll
     for (int h = 0; h < V::kHeads; h++) {
@@ -209,8 +213,8 @@ MPK_DEVICE int query_place(int d) {
   return (e / 4) * (S::kChunks * 4) + chunk * 4 + e % 4;
 }
 
-// Query rows (through their row tasks, then as float) and the new key and value rows into shared memory. The worker with
-// the first tile of a group also writes the new rows to the caches.
+// Query rows (through their row tasks, then as float) and the new key and value rows into shared memory. The worker
+// with the first tile of a group also writes the new rows to the caches.
 template <class V, class C>
 MPK_DEVICE void stage(C& c, const Job& job, const KvRun& run, int64_t slot) {
   using S = Shape<V>;
@@ -235,7 +239,8 @@ MPK_DEVICE void stage(C& c, const Job& job, const KvRun& run, int64_t slot) {
         V::prepare_v(threads, job, run.row, group, row);
       __syncwarp();
       if (run.first_tile == 0 && pass == 0 && slot >= 0 && slot < V::kLength) {
-        uint8_t* cache = reinterpret_cast<uint8_t*>(is_key ? V::k_cache(job, run.row, group) : V::v_cache(job, run.row, group));
+        uint8_t* cache =
+            reinterpret_cast<uint8_t*>(is_key ? V::k_cache(job, run.row, group) : V::v_cache(job, run.row, group));
         T* to = reinterpret_cast<T*>(cache + slot * (is_key ? V::kPitchK : V::kPitchV));
         for (int d = c.lane; d < V::kSize; d += 32) to[d] = row[d];
       }
@@ -245,8 +250,8 @@ MPK_DEVICE void stage(C& c, const Job& job, const KvRun& run, int64_t slot) {
 
 // One tile of keys and values; false when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool add_tile(C& c, const Job& job, const KvRun& run, uint32_t tile, uint32_t limit, int64_t slot, uint32_t entry,
-                         Softmax<V>& softmax) {
+MPK_DEVICE bool add_tile(C& c, const Job& job, const KvRun& run, uint32_t tile, uint32_t limit, int64_t slot,
+                         uint32_t entry, Softmax<V>& softmax) {
   using S = Shape<V>;
   using T = typename V::T;
   const float* queries = reinterpret_cast<const float*>(c.staged());
@@ -355,7 +360,8 @@ MPK_DEVICE void compute(C& c, const Job& job) {
 
     const uint32_t skipped = unit - piece.begin;  // tiles of this piece before the run
     Softmax<V> softmax;
-    for (uint32_t t = (c.warp + kConsumerWarps - skipped % kConsumerWarps) % kConsumerWarps; t < run.num_tiles; t += kConsumerWarps)
+    for (uint32_t t = (c.warp + kConsumerWarps - skipped % kConsumerWarps) % kConsumerWarps; t < run.num_tiles;
+         t += kConsumerWarps)
       if (!add_tile<V>(c, job, run, run.first_tile + t, limit, slot, c.entry + 2 * (skipped + t), softmax)) {
         c.failed = true;
         break;

@@ -1,8 +1,8 @@
 // linear: y[r, n] = sum over k of x[r, k] * weight[n, k], with the weights streamed through the ring.
 //
 // A tile is a few complete output rows (rows of the weight) and belongs to one warp; its bytes come as consecutive ring
-// entries ("chunks") of at most one slot. Which k a lane takes and in which order it adds depends on k alone, so a value
-// has the same bits whatever tile it is part of.
+// entries ("chunks") of at most one slot. Which k a lane takes and in which order it adds depends on k alone, so a
+// value has the same bits whatever tile it is part of.
 //
 // A variant V describes one job:
 //   T                      element type of x, weights and results
@@ -58,8 +58,8 @@ struct Unpack<__half> {
   }
 };
 
-// Sums each of N values (a power of two up to 32) over the warp; lane l returns the sum of value l / (32 / N). Every value
-// goes through the same tree of lanes, whatever N is.
+// Sums each of N values (a power of two up to 32) over the warp; lane l returns the sum of value l / (32 / N). Every
+// value goes through the same tree of lanes, whatever N is.
 template <int N>
 MPK_DEVICE float sum_values(float (&v)[N], int lane) {
 #pragma unroll
@@ -87,15 +87,15 @@ template <class V>
 struct Shape {
   using T = typename V::T;
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kRows = V::kChunkParts * V::kTileRows;                       // weight rows in a chunk
+  static constexpr int kRows = V::kChunkParts * V::kTileRows;  // weight rows in a chunk
   static constexpr int kChunksAlongK = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
-  static constexpr int kChunks = V::kParts / V::kChunkParts * kChunksAlongK;        // ring entries of a tile
-  static constexpr int kSums = kRows * V::kBatch;                                   // that a warp holds
-  static constexpr int kRound = kSums <= 32 ? next_power_of_two(kSums) : 32;         // summed over the warp at a time
-  static constexpr int kResults = V::kParts * V::kTileRows * V::kBatch;             // of a tile
-  static constexpr int kScratchFloats = (kResults + 3) / 4 * 4;                     // per warp, before the staged x
+  static constexpr int kChunks = V::kParts / V::kChunkParts * kChunksAlongK;  // ring entries of a tile
+  static constexpr int kSums = kRows * V::kBatch;                             // that a warp holds
+  static constexpr int kRound = kSums <= 32 ? next_power_of_two(kSums) : 32;  // summed over the warp at a time
+  static constexpr int kResults = V::kParts * V::kTileRows * V::kBatch;       // of a tile
+  static constexpr int kScratchFloats = (kResults + 3) / 4 * 4;               // per warp, before the staged x
   static constexpr int kScratchBytes = kConsumerWarps * kScratchFloats * 4;
-  static constexpr int kPitch = (V::kSize * int(sizeof(T)) + 15) / 16 * 16;         // of staged x
+  static constexpr int kPitch = (V::kSize * int(sizeof(T)) + 15) / 16 * 16;  // of staged x
   static constexpr int kStagedBytes = kScratchBytes + (V::kStaged ? V::kBatch * kPitch : 0);
 
   static MPK_DEVICE int chunk_size(int along_k) { return min(V::kChunkSize, V::kSize - along_k * V::kChunkSize); }
@@ -123,8 +123,8 @@ MPK_DEVICE void load_tile(L& l, const Job& job, uint32_t tile) {
       for (int i = 0; i < V::kChunkParts; i++) {
         const int which = V::kParts > 1 ? first + i : segment;
         const int64_t pitch = V::weight_pitch(which);
-        l.ring.copy(i * V::kTileRows * row_bytes, row_bytes, V::weight(job, which) + row * pitch + k * V::kChunkSize * kElement,
-                    pitch, rows, row_bytes);
+        l.ring.copy(i * V::kTileRows * row_bytes, row_bytes,
+                    V::weight(job, which) + row * pitch + k * V::kChunkSize * kElement, pitch, rows, row_bytes);
       }
       l.ring.commit(tile);
     }
@@ -209,7 +209,8 @@ MPK_DEVICE void multiply(const uint8_t* slot, int pieces, const uint4* x, int x_
 
 // One tile, from its first ring entry to its stores.
 template <class V, class C>
-MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch, float* scratch) {
+MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch,
+                             float* scratch) {
   using S = Shape<V>;
   constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
   constexpr int kOutputs = V::kTileRows * V::kBatch;
@@ -220,13 +221,15 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
 
   // What the first round of results needs from memory is fetched while the tile is multiplied.
   typename V::Extra extra{};
-  if (c.lane < kOutputs && row_of(c.lane) < end_row) extra = V::preload(job, segment, c.lane / V::kTileRows, row_of(c.lane));
+  if (c.lane < kOutputs && row_of(c.lane) < end_row)
+    extra = V::preload(job, segment, c.lane / V::kTileRows, row_of(c.lane));
 
   for (int part = 0; part < V::kParts; part += V::kChunkParts) {
     float sums[S::kSums][kAccumulators] = {};
     for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
       if (!c.ring.wait(entry, c.phase)) return false;
-      multiply<V>(c.ring.slot(entry), S::chunk_size(k) / S::kVec, x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
+      multiply<V>(c.ring.slot(entry), S::chunk_size(k) / S::kVec, x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane,
+                  sums);
       c.ring.release(entry);
     }
     constexpr int kRound = S::kRound;
@@ -235,7 +238,9 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
       float values[kRound];
 #pragma unroll
       for (int i = 0; i < kRound; i++)
-        values[i] = base + i < S::kSums ? (kAccumulators == 2 ? sums[base + i][0] + sums[base + i][kAccumulators - 1] : sums[base + i][0]) : 0.0f;
+        values[i] = base + i < S::kSums ? (kAccumulators == 2 ? sums[base + i][0] + sums[base + i][kAccumulators - 1]
+                                                              : sums[base + i][0])
+                                        : 0.0f;
       const float sum = sum_values<kRound>(values, c.lane);
       const int i = base + c.lane / (32 / kRound);
       if (c.lane % (32 / kRound) == 0 && i < S::kSums) scratch[part * V::kTileRows * V::kBatch + i] = sum;
@@ -314,7 +319,8 @@ MPK_DEVICE void compute_direct(C& c, const Job& job) {
   stage<V>(c, job, x);
   if (!c.sync()) return;
   const uint32_t worker = c.worker(job);
-  for (uint32_t tile = worker + c.warp * C::Config::kNumWorkers; tile < V::kNumTiles; tile += kConsumerWarps * C::Config::kNumWorkers) {
+  for (uint32_t tile = worker + c.warp * C::Config::kNumWorkers; tile < V::kNumTiles;
+       tile += kConsumerWarps * C::Config::kNumWorkers) {
     const int segment = S::segment_of(tile);
     const uint32_t n = tile - V::first_tile(segment);
     for (int r = 0; r < V::kBatch; r++) {

@@ -15,7 +15,9 @@ inline bool mbar_test(uint64_t* bar, uint32_t parity) {
   return false;
 }
 inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) { emulator::barrier_arrive(bar, bytes); }
-inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) { emulator::copy_async(dst, src, bytes, bar); }
+inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  emulator::copy_async(dst, src, bytes, bar);
+}
 inline void copy_async_16(void* dst, const void* src) { emulator::copy_thread(dst, src, 16); }
 inline void copy_async_arrive(uint64_t* bar) { emulator::arrive_after_copies(bar); }
 inline void fence_mbar_init() {}
