@@ -36,7 +36,7 @@ def mpk(
 ) -> Callable[..., Any]:
     """Compiles one graph of Dynamo's.
 
-    What cannot be compiled runs as ``options["fallback"]`` says, and one warning names the node, its source line and why.
+    What cannot be compiled runs as ``options["fallback"]`` says, and one warning names node, source line and reason.
 
     Raises:
         OptionError: ``mode`` or ``options`` has a name or value that is not known.
