@@ -76,11 +76,14 @@ class BuildPy(build_py):
     """Puts the headers, which generated kernels include, into the package. An editable install reads them in place."""
 
     def run(self) -> None:
+        package = Path(self.build_lib, "torch_mpk")
+        if not self.editable_mode:
+            shutil.rmtree(
+                package, ignore_errors=True
+            )  # an earlier build may have left files that are gone from the tree
         super().run()
         if not self.editable_mode:
-            headers = Path(self.build_lib, "torch_mpk", "include")
-            shutil.rmtree(headers, ignore_errors=True)  # an earlier build may have left one that is gone
-            shutil.copytree("include", headers)
+            shutil.copytree("include", package / "include")
 
 
 setup(
@@ -100,7 +103,8 @@ setup(
                 *("-isystem", str(PYBIND11)),
                 "-MMD",  # leaves the list of this tree's files that went into an object
             ],
-            extra_link_args=["-ldl", "-pthread"],
+            # Where only a static libstdc++ is installed, its symbols must not mix with the shared one torch has loaded.
+            extra_link_args=["-ldl", "-pthread", "-Wl,--exclude-libs,ALL"],
         )
     ],
 )

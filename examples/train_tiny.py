@@ -12,6 +12,7 @@ import math
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -79,13 +80,20 @@ def optimizer_for(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
-def train(model: Qwen3ForCausalLM, tokens: Tensor, minutes: float, batch: int, peak_lr: float) -> int:
+def train(
+    model: Qwen3ForCausalLM,
+    tokens: Tensor,
+    minutes: float,
+    batch: int,
+    peak_lr: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
     """AdamW on random crops for so many minutes: a warm-up, then a cosine over the time. Returns the steps taken."""
     optimizer = optimizer_for(model)
     generator = torch.Generator().manual_seed(0)
     within = torch.arange(CONTEXT + 1)
-    begin, step, reported = time.monotonic(), 0, 0.0
-    while (progress := (time.monotonic() - begin) / (60 * minutes)) < 1:
+    begin, step, reported = clock(), 0, 0.0
+    while (progress := (clock() - begin) / (60 * minutes)) < 1:
         lr = peak_lr * min(1.0, (step + 1) / 100, 0.02 + 0.98 * (1 + math.cos(math.pi * progress)) / 2)
         for group in optimizer.param_groups:
             group["lr"] = lr

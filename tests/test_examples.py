@@ -1,5 +1,7 @@
 """The examples run, as a user runs them."""
 
+import copy
+import itertools
 import re
 import runpy
 import subprocess
@@ -25,7 +27,12 @@ def test_generate_streams_and_agrees_with_eager() -> None:
 def test_training_lowers_the_loss() -> None:
     example = runpy.run_path(str(ROOT / "examples" / "train_tiny.py"))
     text = example["as_tokens"](b"def f(x):\n    return x + 1\n" * 400, torch.device("cpu"))
-    model = Qwen3ForCausalLM(example["CONFIG"])
+    config = copy.deepcopy(example["CONFIG"])
+    config.num_hidden_layers = 1
+    model = Qwen3ForCausalLM(config)
     before = example["perplexity"](model, text, num_crops=2)
-    example["train"](model, text, minutes=0.1, batch=1, peak_lr=3e-3)
+    seconds = (
+        itertools.count().__next__
+    )  # every look at the clock finds a second gone: 30 steps, however long they take
+    assert example["train"](model, text, minutes=0.5, batch=1, peak_lr=1e-2, clock=seconds) > 20
     assert example["perplexity"](model, text, num_crops=2) < 0.5 * before

@@ -54,7 +54,9 @@ class Nvcc(Compiler):
         number = arch.removeprefix("sm_")
         code = f"compute_{number}" if ptx else arch
         output = "-ptx" if ptx else "-cubin"
-        return [output, "-gencode", f"arch=compute_{number},code={code}", "-std=c++17", "-O3", "-Xptxas", "-v"]
+        gencode = f"arch=compute_{number},code={code}"
+        # Relaxed: device code calls constexpr functions that the host calls too.
+        return [output, "-gencode", gencode, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
 
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
         includes = [f"-I{path}" for path in include_dirs]

@@ -48,7 +48,7 @@ class Nvrtc(Compiler):
 
     def flags(self, arch: str, ptx: bool) -> list[str]:
         target = arch.replace("sm_", "compute_") if ptx else arch
-        # For the constexpr functions that host and device share: nvcc lets device code use them in constants anyway.
+        # For the constexpr functions that host and device share.
         flags = [f"--gpu-architecture={target}", "--std=c++17", "--device-as-default-execution-space"]
         return flags if ptx else [*flags, "--ptxas-options=-v"]
 
