@@ -96,7 +96,7 @@ def _check(
     top_k: int | None,
     top_p: float | None,
 ) -> None:
-    def expect(ok: bool, name: str, expected: str, value: Any) -> None:
+    def expect(ok: Any, name: str, expected: str, value: Any) -> None:
         if not ok:
             raise ValueError(f"{name}: expected {expected}, got {value}")
 

@@ -40,7 +40,7 @@ class Program:
             modules = dict(self._root.named_children())
             modules.update({name: _Call(segment.callable(modules[name])) for name, segment in self._segments.items()})
             call = _Call(torch.fx.GraphModule(modules, self._root.graph).forward)
-        call.program = self
+        call.__dict__["program"] = self
         return call
 
 
