@@ -119,9 +119,10 @@ struct Chain {
 };
 Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node& node, const Tensor& operand);
 
-// Traits of the chain's tasks, and the statements that run it on `row` into `data` (shared memory) with `group`.
+// Traits of the chain's tasks, the statements that run it on `row` into `data` (shared memory) with `group`, and those
+// by which the loader's lanes fetch its parameters ahead.
 struct ChainCode {
-  std::string traits, body;
+  std::string traits, body, prefetch;
   bool vectorized;
   std::vector<std::string> headers;
 };

@@ -223,6 +223,7 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
          returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
          returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.traits +
          group_function("run_prologue(Group& group, const Job& job, uint32_t row, T* data)", prologue.body);
+  body += function("void", "prefetch(const Job& job, int lane)", prologue.prefetch);
   if (!staged)
     body += constant("kPitchX", x.strides[0]) + returning("const T*", "x(const Job& job)", refs.pointer(first, x));
 
@@ -376,18 +377,21 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   body += returning(
       "T*", "y(const Job& job, uint32_t b, uint32_t h)",
       refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
+  std::string prefetch;
   for (const char* name : {"q", "k", "v"}) {
     const Operand* operand = name[0] == 'q' ? node.find("q") : name[0] == 'k' ? k_new : v_new;
     if (!operand) continue;
     check_dtype(node, *operand, dtype);
     const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor),
                                        std::string(name) + "_", nullptr);
+    prefetch += chain.prefetch;
     body += chain.traits +
             group_function(
                 "prepare_" + std::string(name) + "(Group& group, const Job& job, uint32_t b, uint32_t h, T* data)",
                 "    const uint32_t row = b * " + str(operand->tensor.shape[1]) + " + h;\n" + chain.body);
     code.headers.insert(code.headers.end(), chain.headers.begin(), chain.headers.end());
   }
+  body += function("void", "prefetch(const Job& job, int lane)", prefetch);
   const int64_t partial_bytes = plan.schedule.target.num_workers * 2 * at_a_time * (size + 4) * 4;
   body += returning(
       "float*", "partials(const Job& job)",

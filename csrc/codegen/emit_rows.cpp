@@ -128,9 +128,11 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
           ";\n    static constexpr rms_norm::Style kStyle = rms_norm::Style::" + values[found - std::begin(names)] +
           ";\n    static constexpr bool kHasWeight = " + (weight ? "true" : "false") +
           ", kVectorized = " + (vectorized ? "true" : "false") + ";\n";
-      if (weight)
-        code.traits += "    static MPK_DEVICE const Weight* weight(const Job& job) { return " +
-                       refs.pointer(task, weight->tensor) + "; }\n";
+      if (weight) {
+        const std::string pointer = refs.pointer(task, weight->tensor);
+        code.traits += "    static MPK_DEVICE const Weight* weight(const Job& job) { return " + pointer + "; }\n";
+        code.prefetch += "    prefetch_lines(" + pointer + ", " + str(size) + ", lane);\n";
+      }
     } else if (task.def->name == "rope") {
       const Tensor& x = input_of(task);
       if (size % 2 != 0) fail(task, "the head size must be even, got " + str(size));

@@ -74,22 +74,13 @@ def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
     assert all(map(torch.equal, *left_behind))
 
 
+SLOT_OUTSIDE = {"batch": 2, "heads": 6, "groups": 2, "head_dim": 80, "length": 300}
+ROWS_OFF_16_BYTES = {"hidden": 70, "heads": 16, "groups": 1, "head_dim": 256, "ffn": 130, "length": 200}
+
+
 @pytest.mark.parametrize(
     ("arch", "sizes", "limits", "slot"),
-    [
-        (
-            80,
-            {"batch": 2, "heads": 6, "groups": 2, "head_dim": 80, "length": 300},
-            [300, 7],
-            300,
-        ),  # a slot outside the cache
-        (
-            90,
-            {"hidden": 70, "heads": 16, "groups": 1, "head_dim": 256, "ffn": 130, "length": 200},
-            [150],
-            3,
-        ),  # rows off 16 bytes
-    ],
+    [(80, SLOT_OUTSIDE, [300, 7], 300), (90, ROWS_OFF_16_BYTES, [150], 3)],
 )
 def test_decoder_in_fp32(tmp_path: Path, arch: int, sizes: dict, limits: list[int], slot: int) -> None:
     kernel = EmulatedKernel(decoder(layers=1, dtype="float32", **sizes), tmp_path, arch=arch)

@@ -92,10 +92,10 @@ namespace math {
   MPK_DEVICE float name(float a) { return ::name##f(a); } \
   MPK_DEVICE double name(double a) { return ::name(a); }
 MPK_MATH(sqrt)
-MPK_MATH(exp) MPK_MATH(log) MPK_MATH(sin) MPK_MATH(cos) MPK_MATH(tanh) MPK_MATH(erf) MPK_MATH(floor) MPK_MATH(ceil)
-    MPK_MATH(log1p)
+MPK_MATH(exp)
+MPK_MATH(log) MPK_MATH(sin) MPK_MATH(cos) MPK_MATH(tanh) MPK_MATH(erf) MPK_MATH(floor) MPK_MATH(ceil) MPK_MATH(log1p)
 #undef MPK_MATH
-        MPK_DEVICE float pow(float a, float b) {
+    MPK_DEVICE float pow(float a, float b) {
   return ::powf(a, b);
 }
 MPK_DEVICE double pow(double a, double b) { return ::pow(a, b); }
@@ -163,6 +163,13 @@ MPK_DEVICE int64_t load_constant(const int64_t* p) {
 }
 
 MPK_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+// Brings parameters into L2 while the loader warp runs ahead, so that consumers need not fetch them from memory.
+template <class T>
+MPK_DEVICE void prefetch_lines(const T* p, int count, int lane) {
+  const char* bytes = reinterpret_cast<const char*>(p);
+  for (int i = lane * 128; i < count * int(sizeof(T)); i += 32 * 128) ptx::prefetch_l2(bytes + i);
+}
 
 // N elements moved as one access of at most 16 bytes.
 template <class T, int N>

@@ -12,6 +12,7 @@
 //   limit(job, b), slot(job), mask(job, b, h, position), y(job, b, h)
 //   k_cache(job, b, g), v_cache(job, b, g)
 //   prepare_q(group, job, b, h, row), prepare_k(group, job, b, g, row), prepare_v(group, job, b, g, row)
+//   prefetch(job, lane)              parameters of the row tasks, into L2
 //   partials(job), arrivals(job)     this job's scratch: floats in the workspace, counters in the control block
 #pragma once
 
@@ -75,6 +76,7 @@ struct TilesOf {
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
+  V::prefetch(job, l.lane);
   if (!l.await_inputs(job)) return;
   const TilesOf<V> tiles_of{job};
   const KvPiece piece =

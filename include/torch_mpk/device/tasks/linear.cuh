@@ -14,7 +14,7 @@
 //   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
 //   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
 //   weight(job, i), weight_pitch(i)      of segment or part i, in bytes
-//   x(job), kPitchX, run_prologue(group, job, row, data)
+//   x(job), kPitchX, run_prologue(group, job, row, data), prefetch(job, lane)
 //   Extra, preload(job, segment, r, n), finish(job, segment, r, n, sums, extra)   bias, epilogue, stores
 #pragma once
 
@@ -132,6 +132,7 @@ MPK_DEVICE void load_tile(L& l, const Job& job, uint32_t tile) {
 
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
+  V::prefetch(job, l.lane);
   if (!l.await_inputs(job)) return;
   constexpr uint32_t kWorkers = L::Config::kNumWorkers;
   if constexpr (V::kClaimed) {
