@@ -1,6 +1,6 @@
 """Times one decode step of full-size models with random weights: eager, torch.compile with CUDA graphs, and mpk.
 
-    python benchmarks/decode.py --models qwen3-0.6b llama-3.2-1b qwen3-8b --batch 1 --position 512
+    python benchmarks/decode.py --models qwen3-0.6b llama-1b qwen3-8b --batch 1 --position 512
 
 Each variant of each model runs in a process of its own, under a time limit: what one breaks, leaks or leaves compiled
 touches no other. Writes decode_<device>_<date>.json and .md, and prints the table last. What the columns mean is in
@@ -250,7 +250,7 @@ def write(report: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-3.2-1b", "qwen3-8b"]
+        "--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-1b", "qwen3-8b"]
     )
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--batch", type=int, default=1)

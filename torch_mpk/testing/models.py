@@ -51,7 +51,7 @@ CONFIGS = {
     "qwen3-0.6b": lambda: _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": lambda: _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-8b": lambda: _qwen3(4096, 12288, 36, 32, tied=False),
-    "llama-3.2-1b": _llama_3_2_1b,
+    "llama-1b": _llama_3_2_1b,
 }
 
 
