@@ -103,7 +103,8 @@ setup(
                 *("-isystem", str(PYBIND11)),
                 "-MMD",  # leaves the list of this tree's files that went into an object
             ],
-            extra_link_args=["-ldl", "-pthread"],
+            # Where only a static libstdc++ is installed, its symbols must not mix with the shared one torch has loaded.
+            extra_link_args=["-ldl", "-pthread", "-Wl,--exclude-libs,ALL"],
         )
     ],
 )

@@ -14,11 +14,11 @@ torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves GPU tests out where there is no GPU, rather than skipping each; ``-m gpu`` then means one was expected."""
+    """Leaves GPU tests out where there is no GPU, rather than skipping each; ``-m gpu`` means one was expected."""
     if torch.cuda.is_available():
         return
-    if config.option.markexpr == "gpu":
-        raise pytest.UsageError("-m gpu: torch sees no CUDA device")
+    if config.option.markexpr == "gpu" or os.environ.get("TORCH_MPK_EXPECT_GPU") == "1":
+        raise pytest.UsageError("a GPU was expected (-m gpu or TORCH_MPK_EXPECT_GPU=1), and torch sees no CUDA device")
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=gpu)

@@ -1,4 +1,4 @@
-"""torch_mpk: run a whole model forward as one persistent GPU kernel, through ``torch.compile(model, backend="mpk")``."""
+"""torch_mpk runs a whole model forward as one persistent GPU kernel: ``torch.compile(model, backend="mpk")``."""
 
 from torch_mpk import ops, tasks  # declares torch.ops.mpk and the tasks behind it
 from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError

@@ -39,16 +39,20 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
         raise UnsupportedError("the graph has no tensor input")
     if len(devices) > 1:
         raise UnsupportedError(
-            f"the inputs are on several devices ({', '.join(devices)}): load the model on one, device_map={devices[-1]!r}"
+            f"the inputs are on several devices ({', '.join(devices)}): use one: device_map={devices[-1]!r}"
         )
     device = tensors[0].device
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"the inputs are on {device}, and torch_mpk runs on cpu and cuda")
     if torch.is_autocast_enabled(device.type):
-        raise UnsupportedError(f"autocast is enabled for {device.type}: load the model in the dtype it should run in instead")
+        raise UnsupportedError(
+            f"autocast is enabled for {device.type}: load the model in the dtype it should run in instead"
+        )
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            raise UnsupportedError(f"an input is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor")
+            raise UnsupportedError(
+                f"an input is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor"
+            )
     return device
 
 
@@ -68,7 +72,9 @@ def check_graph(captured: Captured) -> None:
     for node in nodes:
         length = _query_length(node)
         if length > 1:
-            raise Declined(f"a step over {length} positions (prefill) runs eagerly; steps over one run as a megakernel", True)
+            raise Declined(
+                f"a step over {length} positions (prefill) runs eagerly; steps over one run as a megakernel", True
+            )
 
 
 def check_mutations(captured: Captured, inputs: Sequence[Any]) -> None:
@@ -84,7 +90,9 @@ def check_mutations(captured: Captured, inputs: Sequence[Any]) -> None:
     reach: tuple[int, GraphInput] | None = None  # the input that reaches furthest so far
     for begin, end, graph_input in extents:
         if reach is not None and begin < reach[0] and (graph_input.is_mutated or reach[1].is_mutated):
-            raise Declined(f"{graph_input.source} and {reach[1].source} share memory, and one of them is written in place")
+            raise Declined(
+                f"{graph_input.source} and {reach[1].source} share memory, and one of them is written in place"
+            )
         if reach is None or end > reach[0]:
             reach = (end, graph_input)
 

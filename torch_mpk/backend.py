@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def mpk(
 ) -> Callable[..., Any]:
     """Compiles one graph of Dynamo's.
 
-    What cannot be compiled runs as ``options["fallback"]`` says, and one warning names the node, its source line and why.
+    What cannot be compiled runs as ``options["fallback"]`` says, and one warning names node, source line and reason.
 
     Raises:
         OptionError: ``mode`` or ``options`` has a name or value that is not known.
@@ -54,7 +53,11 @@ def mpk(
             if not numbers:
                 raise
             logger.info("building for each shape, because one build cannot hold for all: %s", error)
-            return per_call_numbers(numbers, partial(compile_shape, gm, device, settings))
+            return per_call_numbers(
+                numbers,
+                build=lambda inputs: compile_graph(gm, inputs, device, settings, specialize=True),
+                give_up=lambda inputs, error: fall_back(gm, inputs, settings, error),
+            )
     except Exception as error:
         return fall_back(gm, example_inputs, settings, error)
 
@@ -66,15 +69,6 @@ def compile_graph(
     check_graph(captured)
     check_mutations(captured, inputs)
     return build(captured, device, options).callable(gm.forward)
-
-
-def compile_shape(
-    gm: torch.fx.GraphModule, device: torch.device, options: Options, inputs: Sequence[Any]
-) -> Callable[..., Any]:
-    try:
-        return compile_graph(gm, inputs, device, options, specialize=True)
-    except Exception as error:
-        return fall_back(gm, inputs, options, error)
 
 
 def build(captured: Captured, device: torch.device, options: Options) -> Program:

@@ -1,9 +1,9 @@
 """Stage 1, capture: Dynamo's graph -> a pre-dispatch ATen graph, with in-place operations kept.
 
-Dynamo's graph is replayed on fake tensors under ``make_fx(pre_dispatch=True)``, which normalises names to ``OpOverload``s
-and keeps ``linear``, ``scaled_dot_product_attention`` and the in-place cache writes whole. AOTAutograd would lose all of
-them and copy whole caches. The replay has a fake mode and symbols of its own: a guard it adds must not reach Dynamo, where
-it would cause another compilation with every new size.
+Dynamo's graph is replayed on fake tensors under ``make_fx(pre_dispatch=True)``, which normalises names to
+``OpOverload``s and keeps ``linear``, ``scaled_dot_product_attention`` and the in-place cache writes whole. AOTAutograd
+would lose all of them and copy whole caches. The replay has a fake mode and symbols of its own: a guard it adds must
+not reach Dynamo, where it would cause another compilation with every new size.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from torch_mpk.aliasing import written_storages
 from torch_mpk.errors import UnsupportedError
 
 aten = torch.ops.aten
@@ -30,7 +31,8 @@ class GraphInput:
     """One argument of the captured graph, in the order of its placeholders."""
 
     name: str
-    value: torch.Tensor | torch.SymInt | int | float  # a fake tensor, a symbol of the captured graph, or a constant of it
+    # a fake tensor, a symbol of the captured graph, or a constant of it
+    value: torch.Tensor | torch.SymInt | int | float
     is_parameter: bool
     is_mutated: bool  # written in place, itself or through a view
     source: str  # where Dynamo found it: "L['kwargs']['past_key_values'].layers[0].keys"
@@ -89,8 +91,8 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
         specialize: replace each number among the inputs by its value, so that the graph has concrete shapes.
 
     Raises:
-        UnsupportedError: an input is neither tensor nor integer, the graph cannot be replayed on fake tensors, or it would
-            hold only for some values of the numbers among its inputs (then ``specialize``).
+        UnsupportedError: an input is neither tensor nor number, the graph cannot be replayed on fake tensors, or it
+            would hold only for some values of the numbers among its inputs (then ``specialize``).
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     fakes = _Fakes(specialize)
@@ -111,7 +113,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
     _clean(traced)
     for node, arg in zip(traced.graph.nodes, args, strict=False):
         node.meta["val"] = arg
-    mutated = _mutated_storages(traced)
+    mutated = frozenset().union(*map(written_storages, traced.graph.nodes))
     inputs = [
         GraphInput(node.name, arg, _is_parameter(node, value), _storage(arg) in mutated, _source(node))
         for node, value, arg in zip(placeholders, example_inputs, args, strict=True)
@@ -155,8 +157,10 @@ class _Fakes:
             with self.mode:
                 return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-            return self._size(value if isinstance(example, int) else example)
-        raise UnsupportedError(f"input {node.name} ({_source(node)}) is a {type(value).__name__}, not a tensor or integer")
+            return self._size(value if self._specialize else example)
+        raise UnsupportedError(
+            f"input {node.name} ({_source(node)}) is a {type(value).__name__}, not a tensor or integer"
+        )
 
     def _size(self, dim: int | torch.SymInt) -> int | torch.SymInt:
         if isinstance(dim, int):
@@ -203,11 +207,13 @@ class _Replay(torch.fx.Interpreter):
 
 
 def _clean(gm: torch.fx.GraphModule) -> None:
-    """Removes dead nodes and aliases of a whole tensor, and turns scalar constants from attributes into ``full`` nodes."""
+    """Removes dead nodes and aliases of a whole tensor, and makes scalar constants ``full`` nodes."""
     for node in gm.graph.nodes:
         if node.target in (aten.alias.default, aten.detach.default, aten.detach_.default, aten.lift_fresh.default):
             node.replace_all_uses_with(node.args[0])
-        elif node.target is aten.lift_fresh_copy.default and (constant := _scalar_constant(gm, node.args[0])) is not None:
+        elif (
+            node.target is aten.lift_fresh_copy.default and (constant := _scalar_constant(gm, node.args[0])) is not None
+        ):
             with gm.graph.inserting_before(node):
                 kwargs = {"dtype": constant.dtype, "device": constant.device}
                 full = gm.graph.call_function(aten.full.default, ([], constant.item()), kwargs)
@@ -237,23 +243,13 @@ def _describe(graph_input: GraphInput) -> str:
     kind = "parameter" if graph_input.is_parameter else "mutated" if graph_input.is_mutated else "input"
     if not isinstance(value, torch.Tensor):
         return f"{kind} {value} {graph_input.source}"
-    return f"{kind} {value.dtype}{list(value.size())} strides {list(value.stride())} {value.device} {graph_input.source}"
+    return (
+        f"{kind} {value.dtype}{list(value.size())} strides {list(value.stride())} {value.device} {graph_input.source}"
+    )
 
 
 def _storage(value: Any) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def _mutated_storages(gm: torch.fx.GraphModule) -> set[int | None]:
-    mutated = set()
-    for node in gm.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            values = (*node.args, *(node.kwargs.get(a.name) for a in schema.arguments[len(node.args) :]))
-            for argument, value in zip(schema.arguments, values):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.fx.Node):
-                    mutated.add(_storage(value.meta["val"]))
-    return mutated - {None}
 
 
 def _is_parameter(node: torch.fx.Node, value: Any) -> bool:
@@ -268,7 +264,9 @@ def _source(node: torch.fx.Node) -> str:
 
 def source_line(node: torch.fx.Node) -> str | None:
     """The innermost line of the user's model that ``node`` comes from, as ``file.py:line in function``."""
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
+    frames = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
+    ]
     if not frames:
         return None
     file, line, function = (part.strip() for part in frames[-1].split(",", 2))

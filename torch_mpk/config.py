@@ -62,7 +62,9 @@ class Options:
             "fallback",
             f"one of {', '.join(FALLBACKS)}{_closest(str(self.fallback), [*FALLBACKS])}",
         )
-        expect(self.num_threads is None or _is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0")
+        expect(
+            self.num_threads is None or _is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0"
+        )
         seconds = self.watchdog_seconds
         is_number = _is_int(seconds) or isinstance(seconds, float)
         expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")

@@ -1,4 +1,4 @@
-"""What happens to a graph, or a part of one, that torch_mpk does not take: it runs as the user chose, announced once."""
+"""A graph, or a part of one, that torch_mpk does not take runs as the user chose, announced once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fall_back(
     reason = str(error) if isinstance(error, MpkError) else f"{type(error).__name__}: {error}"
     if options.fallback == "inductor":
         warn(f"torch_mpk leaves this graph to inductor: {reason}")
-        return lookup_backend("inductor")(gm, inputs)
+        return lookup_backend("inductor")(gm, list(inputs))
     warn(f"torch_mpk runs this graph eagerly: {reason}")
     logger.info("the error behind the warning", exc_info=error)
     return gm.forward

@@ -1,8 +1,8 @@
 """A decode loop for Hugging Face causal language models: eager prefill, then one compiled step for each token.
 
-It does what ``model.generate`` does for greedy search and sampling, without its cost per token: the step's inputs stay at
-the same addresses and are updated inside the compiled graph, Dynamo's guards are checked once a call instead of once a
-token, and the host reads a token while the next one is being computed.
+It does what ``model.generate`` does for greedy search and sampling, without its cost per token: the step's inputs stay
+at the same addresses and are updated inside the compiled graph, Dynamo's guards are checked once a call instead of once
+a token, and the host reads a token while the next one is being computed.
 """
 
 from __future__ import annotations
@@ -71,14 +71,17 @@ def generate(
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
     eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
-    batch, prompt = _check(input_ids, max_new_tokens, attention_mask, temperature, top_k, top_p)
+    _check(input_ids, max_new_tokens, attention_mask, temperature, top_k, top_p)
+    prompt = input_ids.shape[1]
     needed = prompt + max_new_tokens - 1  # the last token is not written to the cache
     length = max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
     if length < needed:
         raise ValueError(f"max_cache_len: {prompt} + {max_new_tokens} tokens need {needed}, got {max_cache_len}")
     decode = _Decode(model, input_ids, attention_mask, length, options)
     if do_sample:
-        decode.choose = functools.partial(_sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        decode.choose = functools.partial(
+            _sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+        )
     pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
     collected = _collect(decode.tokens(max_new_tokens), torch.tensor(eos), pad, callback)
     synchronize()
@@ -92,8 +95,8 @@ def _check(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-) -> tuple[int, int]:
-    def expect(ok: bool, name: str, expected: str, value: Any) -> None:
+) -> None:
+    def expect(ok: Any, name: str, expected: str, value: Any) -> None:
         if not ok:
             raise ValueError(f"{name}: expected {expected}, got {value}")
 
@@ -108,7 +111,6 @@ def _check(
         expect(list(attention_mask.shape) == shape, "attention_mask", f"the shape {shape}", list(attention_mask.shape))
         ends = attention_mask[:, -1].bool().all().item()
         expect(ends, "attention_mask", "padding on the left", "a last column with zeros")
-    return shape[0], shape[1]
 
 
 class _Decode:
@@ -130,7 +132,7 @@ class _Decode:
         self.cache = StaticCache(config=model.config, max_cache_len=length)
         self.mask = self.position_ids = None
         if attention_mask is not None and not attention_mask.all():
-            # Later slots count as present: the causal part of the mask, which the graph makes, hides them until written.
+            # Later slots count as present: the causal part of the mask, made in the graph, hides them until written.
             batch, prompt = attention_mask.shape
             self.mask = torch.ones(batch, length, dtype=torch.bool, device=input_ids.device)
             self.mask[:, :prompt] = attention_mask

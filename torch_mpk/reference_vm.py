@@ -1,7 +1,7 @@
 """Executes task graphs and schedules in Python, with the tasks' references and a vectorised interpreter for programs.
 
-It is the oracle of lowering and scheduling: with a seed it runs a schedule in a random order that its events allow, as the
-workers of a device might, after poisoning the workspace, so that a missing dependency shows as a wrong result.
+It is the oracle of lowering and scheduling: with a seed it runs a schedule in a random order that its events allow, as
+the workers of a device might, after poisoning the workspace, so that a missing dependency shows as a wrong result.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ def run(
 ) -> None:
     """Run a schedule on CPU tensors; ``inputs`` and ``outputs`` are the buffers' tensors, written in place.
 
-    Without a seed phases and jobs run in order. With one, workers advance through the phases at random speeds, as far as
-    the phases' waits allow, each with its own share of every job. Workspace buffers live at the schedule's offsets of one
+    Without a seed phases and jobs run in order. With one, workers advance through the phases at random speeds, as far
+    as the phases' waits allow, each with some of the jobs. Workspace buffers live at the schedule's offsets of one
     poisoned allocation; what a job does not store is visible to that job only.
     """
     order = random.Random(seed) if seed is not None else None

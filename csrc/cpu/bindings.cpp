@@ -14,7 +14,8 @@ using cpu::CpuExecutable;
 // The addresses of a sequence's items: tensors (anything with data_ptr()) or integers.
 std::vector<void*> pointers(const py::handle& items, const char* what) {
   static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-  const auto sequence = py::reinterpret_steal<py::object>(PySequence_Fast(items.ptr(), "run: inputs and outputs must be sequences"));
+  const auto sequence =
+      py::reinterpret_steal<py::object>(PySequence_Fast(items.ptr(), "run: inputs and outputs must be sequences"));
   if (!sequence) throw py::error_already_set();
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(sequence.ptr());
   std::vector<void*> out(n);
@@ -37,7 +38,8 @@ std::vector<void*> pointers(const py::handle& items, const char* what) {
   return out;
 }
 
-// fn(operands, attrs), operands being {name: (address, dtype, shape, strides)}. It is called, and in the end freed, with the GIL.
+// fn(operands, attrs), operands being {name: (address, dtype, shape, strides)}. It is called, and in the end freed,
+// with the GIL.
 cpu::Reference python_reference(const py::function& fn) {
   const std::shared_ptr<py::function> shared(new py::function(fn), [](py::function* f) {
     py::gil_scoped_acquire gil;
@@ -49,7 +51,8 @@ cpu::Reference python_reference(const py::function& fn) {
     for (size_t i = 0; i < addresses.size(); i++) {
       const Tensor& t = node.operands[i].tensor;
       operands[py::str(node.operands[i].name)] =
-          py::make_tuple(reinterpret_cast<uintptr_t>(addresses[i]), info(t.dtype).name, py::tuple(py::cast(t.shape)), py::tuple(py::cast(t.strides)));
+          py::make_tuple(reinterpret_cast<uintptr_t>(addresses[i]), info(t.dtype).name, py::tuple(py::cast(t.shape)),
+                         py::tuple(py::cast(t.strides)));
     }
     (*shared)(operands, py::cast(node.attrs));
   };
@@ -59,33 +62,45 @@ cpu::Reference python_reference(const py::function& fn) {
 
 void bind_cpu(py::module_& m) {
   py::class_<CpuExecutable>(m, "CpuExecutable", "Runs an unfused schedule on worker threads of this process.")
-      .def(py::init<Schedule, int, const std::string&>(), py::arg("schedule"), py::arg("num_threads") = 0, py::arg("isa") = "",
-           "num_threads 0 is one per processor; isa '' is the fastest of cpu_isas(). Raises ValueError naming the node that cannot run.")
+      .def(py::init<Schedule, int, const std::string&>(), py::arg("schedule"), py::arg("num_threads") = 0,
+           py::arg("isa") = "",
+           "num_threads 0 is one per processor; isa '' is the fastest of cpu_isas(). Raises ValueError naming the node "
+           "that cannot run.")
       .def(
           "run",
-          [](CpuExecutable& self, const py::object& inputs, const py::object& outputs, const std::vector<int64_t>& scalars, int64_t) {
+          [](CpuExecutable& self, const py::object& inputs, const py::object& outputs,
+             const std::vector<int64_t>& scalars, int64_t) {
             const std::vector<void*> in = pointers(inputs, "input"), out = pointers(outputs, "output");
             self.forget_lock_of_another_process();
             py::gil_scoped_release release;
             self.run(in, out, scalars);
           },
           py::arg("inputs"), py::arg("outputs"), py::arg("scalars") = std::vector<int64_t>{}, py::arg("stream") = 0,
-          "Execute once. Inputs and outputs are tensors or addresses in the order of the graph's buffer indices; scalars are the "
+          "Execute once. Inputs and outputs are tensors or addresses in the order of the graph's buffer indices; "
+          "scalars are the "
           "call's SymInts; stream is ignored. Raises ValueError when something is missing.")
       .def(
-          "set_reference", [](CpuExecutable& self, const std::string& task, const py::function& fn) { self.set_reference(task, python_reference(fn)); },
+          "set_reference",
+          [](CpuExecutable& self, const std::string& task, const py::function& fn) {
+            self.set_reference(task, python_reference(fn));
+          },
           py::arg("task"), py::arg("fn"),
-          "Execute the nodes of a task that has no CPU body with fn(operands, attrs), where operands maps names to (address, dtype, shape, "
+          "Execute the nodes of a task that has no CPU body with fn(operands, attrs), where operands maps names to "
+          "(address, dtype, shape, "
           "strides). It runs on the calling thread and writes its results in place.")
       .def_property_readonly("missing_references", &CpuExecutable::missing_references)
       .def_property_readonly("num_threads", &CpuExecutable::num_threads)
-      .def_property_readonly("isa", [](const CpuExecutable& self) { return cpu::kIsaNames[static_cast<int>(self.isa())]; });
+      .def_property_readonly("isa",
+                             [](const CpuExecutable& self) { return cpu::kIsaNames[static_cast<int>(self.isa())]; });
 
-  m.def("cpu_isas", [] {
-    std::vector<std::string> names;
-    for (cpu::Isa isa : cpu::supported_isas()) names.emplace_back(cpu::kIsaNames[static_cast<int>(isa)]);
-    return names;
-  }, "The instruction-set tiers this machine can run, slowest first.");
+  m.def(
+      "cpu_isas",
+      [] {
+        std::vector<std::string> names;
+        for (cpu::Isa isa : cpu::supported_isas()) names.emplace_back(cpu::kIsaNames[static_cast<int>(isa)]);
+        return names;
+      },
+      "The instruction-set tiers this machine can run, slowest first.");
 
   m.def(
       "cpu_read_words",

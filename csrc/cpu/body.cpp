@@ -10,7 +10,8 @@ BodyRegistry& BodyRegistry::global() {
 }
 
 bool BodyRegistry::add(const std::string& task, BodyFactory factory) {
-  if (!factories_.emplace(task, std::move(factory)).second) throw std::logic_error("task '" + task + "' has two CPU bodies");
+  if (!factories_.emplace(task, std::move(factory)).second)
+    throw std::logic_error("task '" + task + "' has two CPU bodies");
   return true;
 }
 
@@ -27,7 +28,8 @@ void fail(const Node& node, const std::string& what) {
 DType float_dtype(const Node& node, const Operand& operand, const Operand* like) {
   const DType dtype = operand.tensor.dtype;
   if (like != nullptr && dtype != like->tensor.dtype)
-    fail(node, operand.name + " is " + info(dtype).name + ", expected " + like->name + "'s dtype " + info(like->tensor.dtype).name);
+    fail(node, operand.name + " is " + info(dtype).name + ", expected " + like->name + "'s dtype " +
+                   info(like->tensor.dtype).name);
   if (!is_float(dtype)) fail(node, operand.name + " is " + info(dtype).name + ", expected a floating dtype");
   return dtype;
 }
@@ -35,7 +37,8 @@ DType float_dtype(const Node& node, const Operand& operand, const Operand* like)
 void require_inner_stride(const Node& node, const Operand& operand) {
   const Tensor& t = operand.tensor;
   if (!t.shape.empty() && t.shape.back() > 1 && t.strides.back() != 1)
-    fail(node, operand.name + " has inner stride " + std::to_string(t.strides.back()) + ", expected 1: copy it to a contiguous tensor first");
+    fail(node, operand.name + " has inner stride " + std::to_string(t.strides.back()) +
+                   ", expected 1: copy it to a contiguous tensor first");
 }
 
 }  // namespace mpk::cpu

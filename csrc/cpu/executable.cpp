@@ -15,6 +15,17 @@ namespace {
 constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster on one thread than behind a barrier
 constexpr int64_t kHugePage = 2 << 20;
 
+// Records the thread inside a run for as long as it is.
+class Running {
+ public:
+  explicit Running(std::atomic<std::thread::id>& on) : on_(on) { on_.store(std::this_thread::get_id()); }
+  ~Running() { on_.store({}); }
+  Running(const Running&) = delete;
+
+ private:
+  std::atomic<std::thread::id>& on_;
+};
+
 }  // namespace
 
 CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::string& isa)
@@ -22,7 +33,9 @@ CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::stri
       kernels_(kernels(parse_isa(isa))),
       num_threads_(num_threads == 0 ? num_available_cpus() : num_threads),
       generation_(fork_generation()) {
-  if (num_threads < 0) throw std::invalid_argument("num_threads is " + std::to_string(num_threads) + ", expected 0 (all processors) or more");
+  if (num_threads < 0)
+    throw std::invalid_argument("num_threads is " + std::to_string(num_threads) +
+                                ", expected 0 (all processors) or more");
   const TBGraph& graph = schedule_.graph;
   used_.resize(graph.buffers().size());
   for (const Node& node : graph.nodes()) {
@@ -97,7 +110,8 @@ void CpuExecutable::plan_phase(const Phase& phase) {
 
 void CpuExecutable::set_reference(const std::string& task, Reference reference) {
   const auto found = references_.find(task);
-  if (found == references_.end()) throw std::invalid_argument("no node of this schedule needs a reference for task '" + task + "'");
+  if (found == references_.end())
+    throw std::invalid_argument("no node of this schedule needs a reference for task '" + task + "'");
   found->second = std::move(reference);
 }
 
@@ -108,11 +122,12 @@ std::vector<std::string> CpuExecutable::missing_references() const {
   return missing;
 }
 
-void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars) {
+void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* const> outputs,
+                               std::span<const int64_t> scalars) {
   const auto check = [](const char* what, size_t got, int expected, bool more) {
     if (got == static_cast<size_t>(expected) || (more && got > static_cast<size_t>(expected))) return;
-    throw std::invalid_argument("run: got " + std::to_string(got) + " " + what + ", expected " + std::to_string(expected) +
-                                ", as the graph has");
+    throw std::invalid_argument("run: got " + std::to_string(got) + " " + what + ", expected " +
+                                std::to_string(expected) + ", as the graph has");
   };
   check("inputs", inputs.size(), num_inputs_, false);
   check("outputs", outputs.size(), num_outputs_, false);
@@ -123,8 +138,9 @@ void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* co
     const bool is_input = list[b].kind == BufferKind::kInput;
     void* pointer = (is_input ? inputs : outputs)[list[b].index];
     if (pointer == nullptr && used_[b])
-      throw std::invalid_argument(std::string("run: ") + (is_input ? "input " : "output ") + std::to_string(list[b].index) + " ('" +
-                                  list[b].name + "') has no memory: its data_ptr() is 0");
+      throw std::invalid_argument(std::string("run: ") + (is_input ? "input " : "output ") +
+                                  std::to_string(list[b].index) + " ('" + list[b].name +
+                                  "') has no memory: its data_ptr() is 0");
     buffers_[b] = static_cast<uint8_t*>(pointer);
   }
   scalars_.assign(scalars.begin(), scalars.end());
@@ -135,13 +151,19 @@ void CpuExecutable::forget_lock_of_another_process() {
   generation_ = fork_generation();
   mutex_.release();  // destroying a locked mutex is undefined: leak it
   mutex_ = std::make_unique<std::mutex>();
+  running_on_.store({});
   for (const auto& body : bodies_) body->reset();
 }
 
-void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars) {
+void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> outputs,
+                        std::span<const int64_t> scalars) {
+  if (running_on_.load() == std::this_thread::get_id())
+    throw std::logic_error("run: a task's reference runs the executable it belongs to");
   std::lock_guard lock(*mutex_);
+  const Running running(running_on_);
   if (const auto missing = missing_references(); !missing.empty())
-    throw std::invalid_argument("task '" + missing.front() + "' has no CPU body: call set_reference('" + missing.front() + "', fn) first");
+    throw std::invalid_argument("task '" + missing.front() + "' has no CPU body: call set_reference('" +
+                                missing.front() + "', fn) first");
   fill_frame(inputs, outputs, scalars);
   const Frame frame{buffers_.data(), scalars_.data()};
   const int num_workers = inside_parallel_run() ? 1 : num_threads_;

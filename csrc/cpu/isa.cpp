@@ -59,7 +59,8 @@ Isa parse_isa(const std::string& name) {
     if (name == kIsaNames[static_cast<int>(isa)]) return isa;
     known += (known.empty() ? "'" : ", '") + std::string(kIsaNames[static_cast<int>(isa)]) + "'";
   }
-  throw std::invalid_argument("isa '" + name + "' is not available: this machine has " + known + " (leave it empty for the fastest)");
+  throw std::invalid_argument("isa '" + name + "' is not available: this machine has " + known +
+                              " (leave it empty for the fastest)");
 }
 
 }  // namespace mpk::cpu

@@ -14,11 +14,15 @@ const Kernels& avx512_bf16_kernels();
 const Kernels& kernels(Isa isa) {
   switch (isa) {
 #if defined(__x86_64__)
-    case Isa::kAvx2: return avx2_kernels();
-    case Isa::kAvx512: return avx512_kernels();
-    case Isa::kAvx512Bf16: return avx512_bf16_kernels();
+    case Isa::kAvx2:
+      return avx2_kernels();
+    case Isa::kAvx512:
+      return avx512_kernels();
+    case Isa::kAvx512Bf16:
+      return avx512_bf16_kernels();
 #endif
-    default: return generic_kernels();
+    default:
+      return generic_kernels();
   }
 }
 

@@ -15,8 +15,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A thread that waits spins, then offers its processor to others but stays ready, then sleeps. The first covers a phase
-// that is nearly done; the second costs nothing on an idle machine and much less than spinning on a busy one; the sum is
-// about the time between two decode steps.
+// that is nearly done; the second costs nothing on an idle machine and much less than spinning on a busy one; the sum
+// is about the time between two decode steps.
 constexpr auto kSpinTime = std::chrono::microseconds(20);
 constexpr auto kReadyTime = std::chrono::microseconds(100);
 constexpr int kPausesPerCheck = 64;
@@ -64,7 +64,9 @@ class ThreadPool {
  private:
   void grow(int num_threads) {
     for (; num_workers_ < num_threads - 1; num_workers_++)
-      std::thread([this, id = num_workers_ + 1, seen = command_.load()] { work(static_cast<uint32_t>(id), seen); }).detach();
+      std::thread([this, id = num_workers_ + 1, seen = command_.load()] {
+        work(static_cast<uint32_t>(id), seen);
+      }).detach();
   }
 
   void work(uint32_t id, uint32_t seen) {
@@ -126,7 +128,8 @@ void SpinBarrier::abort() {
 
 void parallel_run(int num_threads, const std::function<void(int, SpinBarrier&)>& fn) {
   if (num_threads < 1 || num_threads > kMaxThreads)
-    throw std::invalid_argument("the CPU runtime runs on 1 to " + std::to_string(kMaxThreads) + " threads, not " + std::to_string(num_threads));
+    throw std::invalid_argument("the CPU runtime runs on 1 to " + std::to_string(kMaxThreads) + " threads, not " +
+                                std::to_string(num_threads));
   SpinBarrier barrier(num_threads);
   std::exception_ptr error;
   std::once_flag first;

@@ -212,6 +212,14 @@ def test_a_reference_may_run_another_executable() -> None:
     assert torch.equal(mlp.net.outputs[0], expected)
 
 
+def test_a_reference_may_not_run_the_executable_it_belongs_to() -> None:
+    net, _ = with_user_task()
+    executable = net.compile()
+    executable.set_reference("test_cumsum", lambda operands, attrs: executable.run(net.inputs, net.outputs))
+    with pytest.raises(RuntimeError, match="a task's reference runs the executable it belongs to"):
+        executable.run(net.inputs, net.outputs)
+
+
 # ---- arguments ----
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 
-
 SHAPES = [
     (1, 256, 40, False), (1, 257, 7, True), (3, 31, 65, True), (16, 128, 33, False), (5, 1, 1, True),
     (18, 100, 20, False), (7, 64, 3, True),

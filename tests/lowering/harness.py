@@ -45,7 +45,8 @@ def run(lowered: Lowered, args: Sequence[object], runner: Callable | None = None
 def clone(args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies with the same strides."""
     return [
-        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) if isinstance(a, torch.Tensor) else a for a in args
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) if isinstance(a, torch.Tensor) else a
+        for a in args
     ]
 
 

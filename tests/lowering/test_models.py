@@ -27,7 +27,9 @@ SIZES = {
 MODELS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 
 
-def decode_steps(arch: str, attention: str, batch: int, dtype: torch.dtype, padded: bool, steps: int = 3, **sizes: int) -> list:
+def decode_steps(
+    arch: str, attention: str, batch: int, dtype: torch.dtype, padded: bool, steps: int = 3, **sizes: int
+) -> list:
     """Dynamo's graphs with the arguments of each decode step: (graph module, arguments)."""
     config_type, model_type = MODELS[arch]
     config = config_type(**SIZES | sizes, attn_implementation=attention)
@@ -63,8 +65,8 @@ def captured(gm: torch.fx.GraphModule, args: list) -> Captured:
 def assert_equal(ours: list, eager: list, tolerance: float = 0) -> None:
     for a, b in zip(ours, eager, strict=True):
         if isinstance(a, torch.Tensor):
-            tolerance = tolerance if a.is_floating_point() else 0
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            allowed = tolerance if a.is_floating_point() else 0
+            torch.testing.assert_close(a, b, rtol=allowed, atol=allowed)
 
 
 @pytest.mark.parametrize(

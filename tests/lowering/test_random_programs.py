@@ -135,9 +135,7 @@ def run_recipe(recipe: list[tuple[int, int, int, int]], *inputs: torch.Tensor) -
     return values[len(inputs) :]
 
 
-@settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEP, min_size=1, max_size=9))
 def test_random_programs_are_bitwise_eager(recipe: list[tuple[int, int, int, int]]) -> None:
     torch.manual_seed(1)

@@ -27,6 +27,7 @@ WRITES: dict[str, Callable] = {
     "index_put_2": lambda x, y, i: x.index_put_((i, i - 1), y[0, :2]),
     "index_put_none": lambda x, y, i: x.__setitem__((slice(None), i), 1.5),
     "index_fill_": lambda x, y, i: x.index_fill_(1, i, 9.0),
+    "functional": lambda x, y, i: (x.index_copy(0, i, y[:2]), x.index_put((i,), y[0]), x.index_fill(1, i, 2.0), x + 1),
     "counter": lambda x, y, i: (i + torch.arange(1), i.add_(1), i * 2)[::2],
     "old_value_kept": lambda x, y, i: (lambda old: (x.add_(1), old)[1])(x * 2),
     "old_value_kept_twice": lambda x, y, i: (lambda a: (x.add_(1), x.mul_(2), a, a + x))(x + y)[2:],
@@ -37,6 +38,9 @@ WRITES: dict[str, Callable] = {
     "write_to_temporary": lambda x, y, i: (lambda t: (t.add_(1), t)[1])(x * y),
     "write_to_view_of_temporary": lambda x, y, i: (lambda t: (t[0].zero_(), t)[1])(x * y),
     "view_of_temporary_sees_write": lambda x, y, i: (lambda t, v: (t.add_(1), v + 0)[1])(*(lambda t: (t, t[1]))(x * y)),
+    "whole_view_of_temporary_written": lambda x, y, i: (lambda t: (t.view(4, 4).copy_(y), t, t.view(4, 4), t.sum(0)))(
+        x * 2
+    ),
     "value_before_write_to_temporary": lambda x, y, i: (lambda t: (lambda u: (t[0].zero_(), u, t))(t + 1))(x * y)[1:],
     "reversed_onto_itself": lambda x, y, i: x.copy_(x.flip(0)),
     "transposed_onto_itself": lambda x, y, i: x.copy_(x.t().contiguous()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,12 @@ from torch_mpk.registry import Task
 
 def graph_of(function: Callable[..., Any], *args: torch.Tensor) -> fx.GraphModule:
     """The captured graph of a function that returns a tuple of tensors."""
+
+    def traced(*args: torch.Tensor) -> Any:
+        return function(*args)
+
     graph = fx.Graph()
-    graph.output(graph.call_function(function, tuple(graph.placeholder(f"arg{i}") for i in range(len(args)))))
+    graph.output(graph.call_function(traced, tuple(graph.placeholder(f"arg{i}") for i in range(len(args)))))
     return capture(fx.GraphModule({}, graph), args).graph_module
 
 
@@ -48,12 +52,13 @@ def assert_same_bits(expected: fx.GraphModule, actual: fx.GraphModule, *args: An
         assert torch.equal(torch.as_tensor(a).nan_to_num(7.0), torch.as_tensor(b).nan_to_num(7.0))
 
 
-def rewritten(function: Callable[..., Any], *args: torch.Tensor) -> fx.GraphModule:
-    """The rewritten graph, having checked that it computes the same bits."""
+def rewritten(function: Callable[..., Any], *args: torch.Tensor, also: Sequence[Any] = ()) -> fx.GraphModule:
+    """The rewritten graph, having checked that it computes the same bits, for the other arguments in ``also`` too."""
     gm = graph_of(function, *args)
     before = str(gm.graph)
     result = patterns.apply(gm)
     assert str(gm.graph) == before, "apply changed its argument"
     result.graph.lint()
-    assert_same_bits(gm, result, *args)
+    for values in (args, *also):
+        assert_same_bits(gm, result, *values)
     return result

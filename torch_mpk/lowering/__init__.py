@@ -36,7 +36,7 @@ class Output:
     """One result of the segment.
 
     ``kind`` is "output": ``as_strided(shape, stride, offset)`` of ``Lowered.fresh[index]``; "input": the tensor
-    ``Lowered.inputs[index]`` itself where ``whole``, else that of its elements; "scalar": ``Lowered.scalars[index]``; or
+    ``Lowered.inputs[index]`` itself where ``whole``, else such a view of it; "scalar": ``Lowered.scalars[index]``; or
     "value": ``value``. ``offset`` counts elements from the viewed tensor's first.
     """
 

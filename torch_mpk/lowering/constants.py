@@ -18,7 +18,7 @@ def constant(value: object) -> Lazy:
         raise UnsupportedError(f"a graph attribute of type {type(value).__name__}")
     if isinstance(value, torch._subclasses.FakeTensor) or value.numel() > MAX_CONSTANT:
         raise UnsupportedError(
-            f"a tensor constant of {value.numel()} elements is held by the graph; at most {MAX_CONSTANT} become part of it"
+            f"the graph holds a tensor constant of {value.numel()} elements; at most {MAX_CONSTANT} are supported"
         )
     dtype = value.dtype
     shape = [int(n) for n in value.shape]

@@ -1,8 +1,8 @@
 """Scalar expressions: what a virtual tensor's element is, as a function of its index.
 
 Expressions are interned, so equal ones are the same object: ``is`` compares them and a program built from them has no
-common subexpressions. int64 sums and products by constants are kept as one flat ``affine`` expression, so that addresses
-become strides and index arithmetic made by composed views cancels.
+common subexpressions. int64 sums and products by constants are kept as one flat ``affine`` expression, so that
+addresses become strides and index arithmetic made by composed views cancels.
 """
 
 from __future__ import annotations

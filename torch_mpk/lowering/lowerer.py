@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from torch_mpk.capture import source_line
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.constants import constant
@@ -44,6 +44,7 @@ from torch_mpk.lowering.values import (
     is_static,
     strided,
 )
+from torch_mpk.provenance import module_path
 from torch_mpk.registry import Task
 
 MAX_COST = 64  # instructions of one virtual tensor's expression before its operands get memory of their own
@@ -196,16 +197,21 @@ class Lowerer:
         return self._materialise(value)
 
     def _materialise(self, value: Lazy) -> View:
+        self.flush(value.refs())
+        if value.view is None:  # else flushing a write has made a copy of what it overwrites
+            value.realised_as(self._copied(value))
+        assert value.view is not None
+        return value.view
+
+    def _copied(self, value: Lazy) -> View:
+        """New memory with the value's elements."""
         if value.numel == 0:
             raise UnsupportedError("a tensor without elements needs memory")
         self.flush(value.refs())
-        if value.view is not None:  # flushing a write made a copy of what it overwrites
-            return value.view
         view = self.new_buffer(value.dtype, value.shape, value.eager_strides)
         self._emit(
             view.shape, view.strides, [(view.buffer, lambda i: (view.address(i), None), lambda i: value.at(i, None))]
         )
-        value.realised_as(view)
         return view
 
     def _emit(
@@ -275,12 +281,16 @@ class Lowerer:
         buffer.pending.remove(write)
         buffer.committed = write.version
 
-    def _live(self, exclude: Write | None) -> Iterator[Lazy]:
+    def _node_values(self) -> Iterator[Lazy]:
         for frame in self.frames:
             for value in list(frame.values()):
                 for v in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(v, Lazy):
                         yield v
+
+    def _live(self, exclude: Write | None) -> Iterator[Lazy]:
+        """What will still be read. A node's value that has memory is no snapshot: it sees writes."""
+        yield from (v for v in self._node_values() if not isinstance(self.resolve(v), View))
         for buffer in self.buffers:
             for write in buffer.pending:
                 if write is not exclude:
@@ -293,14 +303,16 @@ class Lowerer:
 
     def _keep(self, lazy: Lazy, buffer: Buffer, version: int) -> None:
         refs = lazy.refs()
-        if lazy.view is not None or not any(r.buffer is buffer and r.version < version for r in refs):
+        if not any(r.buffer is buffer and r.version < version for r in refs):
             return
         if is_static(lazy.shape) and all(r.version <= r.buffer.committed for r in refs):
             if _prefers_base(lazy):
                 self._keep(lazy.base, buffer, version)
+            elif isinstance(self.resolve(lazy), View):
+                lazy.kept_as(self._copied(lazy))
             else:
                 self._materialise(lazy)
-        elif lazy.sources:
+        elif lazy.sources and lazy.view is None:
             for source in lazy.sources:
                 self._keep(source, buffer, version)
         else:
@@ -327,6 +339,8 @@ class Lowerer:
 
     def write_elements(self, target: View, value: Lazy) -> None:
         """target[...] = value, broadcast."""
+        if not is_static((*target.shape, *target.strides)):
+            raise UnsupportedError("an in-place write to a tensor whose size is known only at run time")
         if not _injective(target):
             raise UnsupportedError("an in-place write to an expanded tensor")
         self.write(
@@ -339,7 +353,7 @@ class Lowerer:
 
     def has_views(self, lazy: Lazy) -> bool:
         """Whether a later node may use a view of this virtual tensor."""
-        return any(isinstance(v, Mapped) and v.root is lazy for v in self._live(None))
+        return any(isinstance(v, Mapped) and v.root is lazy for v in self._node_values())
 
     def rebind(self, old: Lazy, new: Lazy) -> None:
         """Every node that stood for ``old`` stands for ``new``."""
@@ -398,7 +412,7 @@ class Lowerer:
         """Memory of its own with the view's contents."""
         source = Load(view)
         source.eager_strides = eager_strides
-        return self._materialise(source)
+        return self._copied(source)
 
     def task(
         self,
@@ -446,7 +460,7 @@ class Lowerer:
 
     def call(self, node: fx.Node, module: torch.nn.Module) -> object:
         outer, outer_label = self.node, self.label
-        self.node, self.label = node, label_of(node) or self.label
+        self.node, self.label = node, module_path(node) or self.label
         try:
             if node.op == "get_attr":
                 return constant(operator.attrgetter(node.target)(module))
@@ -476,11 +490,12 @@ class Lowerer:
                 )
             return self._finish(node, out)
         except UnsupportedError as error:
-            if error.node is None:
-                raise UnsupportedError(
-                    error.reason, node.name, node.meta.get("stack_trace", "").strip() or None
-                ) from error
-            raise
+            if error.node is not None:
+                raise
+            raise UnsupportedError(error.reason, node.name, source_line(node)) from error
+        except Exception as error:  # a form of the operation that its rule does not know
+            reason = f"{node.target} cannot be lowered in this form ({type(error).__name__}: {error})"
+            raise UnsupportedError(reason, node.name, source_line(node)) from error
         finally:
             self.node, self.label = outer, outer_label
 
@@ -518,7 +533,7 @@ def broadcast(idx: Index, shape: Sequence[Size]) -> Index:
 
 
 def domain_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], list[Expr]]:
-    """A program's domain for a tensor, outermost stride first and without sizes of 1; and the tensor's index at a point."""
+    """A tensor's points as a domain, outermost stride first, without sizes of 1, and the tensor's index at a point."""
     order = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: -strides[d])
     idx = [E.const(0, E.INT64)] * len(shape)
     for position, d in enumerate(order):
@@ -531,8 +546,7 @@ def _same_element(e: Expr, store: Store) -> bool:
 
 
 def _injective(view: View) -> bool:
-    if not is_static((*view.shape, *view.strides)):
-        return False
+    """Whether no two indices share an element, as far as sorted strides tell."""
     reach = 0
     for stride, n in sorted((s, n) for s, n in zip(view.strides, view.shape, strict=False) if n != 1):
         if stride <= reach:
@@ -548,14 +562,3 @@ def check_devices(node: fx.Node) -> None:
     devices = {v.device for v in vals if isinstance(v, torch.Tensor)}
     if len(devices) > 1:
         raise UnsupportedError(f"tensors on several devices: {', '.join(sorted(map(str, devices)))}")
-
-
-def label_of(node: fx.Node) -> str:
-    """The path of the module the node comes from: "model.layers.0.self_attn.q_proj"."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
-    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
-    return path.removeprefix("L.self").lstrip(".")

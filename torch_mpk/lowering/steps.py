@@ -90,13 +90,14 @@ def merge(steps: list[Step]) -> list[Step]:
 
 
 def _mergeable(earlier: list[Step], step: PointwiseStep) -> int | None:
+    """The position of the last step that can take this one in: none from there on may conflict with it."""
     for position in range(len(earlier) - 1, -1, -1):
         other = earlier[position]
         if _conflict(other, step):
             return None
-        if isinstance(other, PointwiseStep) and other.domain == step.domain:
-            if len(other.stores) + len(step.stores) <= MAX_MERGED_STORES:
-                return position
+        has_room = isinstance(other, PointwiseStep) and len(other.stores) + len(step.stores) <= MAX_MERGED_STORES
+        if has_room and other.domain == step.domain:
+            return position
     return None
 
 

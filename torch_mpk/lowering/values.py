@@ -45,7 +45,7 @@ def is_static(shape: Iterable[Size]) -> bool:
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of the task graph. ``issued`` counts the writes of the program so far, ``committed`` those already emitted."""
+    """Memory of the task graph. ``issued`` counts the program's writes so far, ``committed`` those already emitted."""
 
     name: str
     kind: str  # "input", "output", "workspace"
@@ -126,7 +126,9 @@ def strided(buffer: Buffer, shape: Sequence[int], address: Expr) -> View | None:
 class Lazy(Value):
     """A virtual tensor: ``inner`` gives the expression of one element; loads in it happen where the predicate holds.
 
-    It reads through ``sources``. Once realised it stands for ``view`` at ``version``.
+    It reads through ``sources``. Once realised it stands for ``view`` at ``version``: expressions read that version,
+    while the node's own value is the view with whatever is written to it later. ``kept`` is a copy of the version, made
+    when a write was about to replace it.
     """
 
     epoch = 0  # counts realisations: memoised expressions do not outlive one, since they would bypass the new buffer
@@ -139,6 +141,7 @@ class Lazy(Value):
         self.eager_strides: tuple[int, ...] | None = None
         self.view: View | None = None
         self.version = 0
+        self.kept: View | None = None
         self._memo: dict[tuple, Expr] = {}
         self._memo_epoch = -1
 
@@ -146,6 +149,8 @@ class Lazy(Value):
         idx = tuple(
             E.const(0, E.INT64) if n == 1 and isinstance(n, int) else i for i, n in zip(idx, self.shape, strict=False)
         )
+        if self.kept is not None:
+            return E.load(Ref(self.kept.buffer, 0), self.dtype, self.kept.address(idx), predicate)
         if self.view is not None:
             return E.load(Ref(self.view.buffer, self.version), self.dtype, self.view.address(idx), predicate)
         if self._memo_epoch != Lazy.epoch:
@@ -161,6 +166,10 @@ class Lazy(Value):
         self.cost = 1
         Lazy.epoch += 1
 
+    def kept_as(self, view: View) -> None:
+        self.kept = view
+        Lazy.epoch += 1
+
     def refs(self) -> set[Ref]:
         """What evaluating it now would load."""
         seen: set[int] = set()
@@ -170,7 +179,9 @@ class Lazy(Value):
             if id(lazy) in seen:
                 return
             seen.add(id(lazy))
-            if lazy.view is not None:
+            if lazy.kept is not None:
+                found.add(Ref(lazy.kept.buffer, 0))
+            elif lazy.view is not None:
                 found.add(Ref(lazy.view.buffer, lazy.version))
             elif isinstance(lazy, Load):
                 found.add(lazy.ref)

@@ -94,13 +94,13 @@ def _attention(
     is_grouped_by_op = style == "sdpa" and argument(node, "enable_gqa")
     if shape(k)[1] != heads and not is_grouped_by_op:
         return None
-    limits = (None, None)
+    visible: tuple[fx.Node | None, fx.Node | None] | None = (None, None)
     if mask is not None:
-        limits = lift_mask(rw, mask, batch, heads, length, dtype(q))
-        if limits is None:
-            return None
+        visible = lift_mask(rw, mask, batch, heads, length, dtype(q))
+    if visible is None:
+        return None
     new: tuple[fx.Node | None, ...] = (None, None, None)
-    writes = _cache_writes(rw, k_cache, v_cache, [t for t in (q, *limits) if t is not None])
+    writes = _cache_writes(rw, k_cache, v_cache, [t for t in (q, *visible) if t is not None])
     if writes is not None:
         k_write, v_write = writes
         rw.absorb(k_write.node, v_write.node)
@@ -108,7 +108,7 @@ def _attention(
         new = (rw.reshape(k_write.new, rows), rw.reshape(v_write.new, rows), k_write.slot)
         k_cache, v_cache = k_write.cache, v_write.cache
     q = rw.reshape(q, (batch, heads, size))
-    y = rw.task("attention", q, *new, k_cache, v_cache, *limits, scale=scale, style=style)
+    y = rw.task("attention", q, *new, k_cache, v_cache, *visible, scale=scale, style=style)
     return rw.reshape(y, shape(node))
 
 
@@ -123,6 +123,8 @@ def _ungrouped(rw: Rewriter, node: fx.Node) -> fx.Node:
         chain.append(source)
     expand = chain[-1]
     base = expand.args[0]
+    if len(shape(base)) != 5 or not shape(base)[1]:
+        return node
     groups = shape(base)[1]
     repeated = (batch, groups, heads // groups, length, size)
     if shape(base) != (batch, groups, 1, length, size) or shape(expand) != repeated:
@@ -157,6 +159,9 @@ def _cache_writes(
     caches = k_storage | v_storage
     if k_storage & v_storage or any(caches & storages(node) for node in (k.new, v.new, k.slot, *others)):
         return None
+    for write in (k, v):
+        if rw.is_written_between(storages(write.new) | storages(write.slot), write.node, rw.anchor):
+            return None
     absorbed = (k.node, v.node)
     node = min(absorbed)
     while (node := node.next) is not rw.anchor:

@@ -8,7 +8,7 @@ itself goes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -146,7 +146,7 @@ def _where_condition(rw: Rewriter, mask: fx.Node) -> fx.Node | None:
     return condition
 
 
-def _constant(node: object) -> float | None:
+def _constant(node: Any) -> float | None:
     """The number that a scalar argument, or a constant tensor of one element, stands for."""
     if isinstance(node, (int, float)):
         return float(node)
@@ -186,17 +186,16 @@ def _limit_of_values(rw: Rewriter, mask: fx.Node, length: int) -> fx.Node:
     if key in rw.limits:
         return rw.limits[key]
 
-    def then(target, *args):
+    last = mask
+
+    def then(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         nonlocal last
-        last = rw.call(target, *args, after=last)
+        last = rw.call(target, *args, after=last, **kwargs)
         return last
 
-    last, live = mask, mask
+    live = mask
     batch, heads, _, _ = (1,) * (4 - len(shape(mask))) + shape(mask)
-    positions = then(aten.arange.start, 1, length + 1)
-    if value(positions).device != value(mask).device:
-        positions.kwargs = {"device": value(mask).device}
-        positions.meta["val"] = positions.meta["val"].to(value(mask).device)
+    positions = then(aten.arange.start, 1, length + 1, device=value(mask).device)
     if dtype(mask) != torch.bool:
         live = then(aten.gt.Scalar, mask, torch.finfo(dtype(mask)).min)
     limits = then(aten.amax.default, then(aten.where.ScalarOther, live, positions, 0), [-1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
+import torch_mpk.tasks  # noqa: F401  (declares them)
 from torch_mpk import registry
 from torch_mpk.aliasing import evaluate, is_impure, is_view, storages, value, written_args, written_storages
 
@@ -52,8 +54,9 @@ def shape(node: fx.Node) -> tuple[Any, ...]:
     return tuple(size if isinstance(size, int) else size.node.maybe_as_int() for size in value(node).shape)
 
 
-def numel(node: fx.Node) -> int:
-    return math.prod(shape(node))
+def numel(node: fx.Node) -> int | None:
+    """None where it is only known at run time."""
+    return None if None in shape(node) else math.prod(shape(node))
 
 
 def dtype(node: fx.Node) -> torch.dtype:
@@ -111,7 +114,10 @@ class Rewriter:
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
-        self.fake_mode = detect_fake_mode([value(n) for n in graph.nodes if is_tensor(n) and n.op != "get_attr"])
+        # Not detect_fake_mode(): inside a backend that is Dynamo's mode, and the capture has one of its own.
+        self.fake_mode = next(
+            (value(node).fake_mode for node in graph.nodes if isinstance(value(node), FakeTensor)), nullcontext()
+        )
         self.writers = [node for node in graph.nodes if written_args(node)]
         # Eager raises where one of these is out of range, so each may be taken to be in range.
         self.checked_indices = [node.args[2] for node in graph.nodes if is_call(node, aten.index_copy_.default)]

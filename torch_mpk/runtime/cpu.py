@@ -30,7 +30,9 @@ def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Du
     return executable
 
 
-def _run_reference(task: Task, operands: dict[str, tuple[int, str, list[int], list[int]]], attrs: dict[str, Any]) -> None:
+def _run_reference(
+    task: Task, operands: dict[str, tuple[int, str, list[int], list[int]]], attrs: dict[str, Any]
+) -> None:
     """Runs a task that has no CPU body by its reference, on the memory of its operands."""
     tensors = {name: _tensor_at(*operand) for name, operand in operands.items()}
     with torch.inference_mode():

@@ -25,17 +25,23 @@ class Program:
             segment.name: Segment(segment.gm, device, options, dump.segment(index, len(ours)))
             for index, segment in enumerate(ours)
         }
-        self._partitioned = partitioned
-        self._is_whole = len(partitioned.segments) == len(ours) == 1
+        is_whole = len(partitioned.segments) == len(ours) == 1
+        self._root = None if is_whole else partitioned.gm  # calls the segments by their names
         _live.update(self._segments.values())
 
     def callable(self, eager: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the captured graph's arguments; ``eager`` is the graph as PyTorch runs it."""
-        if self._is_whole:
-            return next(iter(self._segments.values())).callable(eager)
-        modules = dict(self._partitioned.gm.named_children())
-        modules.update({name: _Call(segment.callable(modules[name])) for name, segment in self._segments.items()})
-        return torch.fx.GraphModule(modules, self._partitioned.gm.graph).forward
+        """A function of the captured graph's arguments; ``eager`` is the graph as PyTorch runs it.
+
+        The program lives as long as one of its callables.
+        """
+        if self._root is None:
+            call = next(iter(self._segments.values())).callable(eager)
+        else:
+            modules = dict(self._root.named_children())
+            modules.update({name: _Call(segment.callable(modules[name])) for name, segment in self._segments.items()})
+            call = _Call(torch.fx.GraphModule(modules, self._root.graph).forward)
+        call.__dict__["program"] = self
+        return call
 
 
 class _Call(torch.nn.Module):

@@ -23,8 +23,8 @@ def error_ratio(
 ) -> float:
     """Root-mean-square error of the compiled logits over that of the eager ones, pooled over seeds and positions.
 
-    The yardstick is the same weights in float32, or in float64 where the model is float32. Each seed draws new weights into
-    one model, so that it is compiled once.
+    The yardstick is the same weights in float32, or in float64 where the model is float32. Each seed draws new weights
+    into one model, so that it is compiled once.
 
     Returns:
         the ratio; ``LIMIT`` is the most a release accepts.

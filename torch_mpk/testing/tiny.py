@@ -53,8 +53,8 @@ class Decoding:
 
     The cache is made under the caller's ``no_grad``, or else in inference mode.
 
-    ``mask`` is what the steps are given: "none"; "2d", the int64[batch, length so far] mask of a left-padded batch, which
-    grows; or "4d", the bool[batch, 1, 1, cache length] mask that ``generate`` makes.
+    ``mask`` is what the steps are given: "none"; "2d", the int64[batch, length so far] mask of a left-padded batch,
+    which grows; or "4d", the bool[batch, 1, 1, cache length] mask that ``generate`` makes.
     """
 
     def __init__(

@@ -8,22 +8,23 @@
 namespace mpk::cpu {
 namespace {
 
-constexpr int64_t kMinSplit = 256;   // positions that are worth a unit of their own
+constexpr int64_t kMinSplit = 256;    // positions that are worth a unit of their own
 constexpr int64_t kWantedUnits = 64;  // enough for many threads; a constant, so that the bits never depend on them
 
 // A mask entry at or below this counts as "not attended" wherever its row attends to anything at all: what it would add
 // is exp(-1e30) = 0. Models fill masks with the smallest finite number of bfloat16 or float32.
 constexpr double kLowest = -1e30;
 
-// One unit is a range of positions of one key head of one batch row: it writes its part of the new keys and values, then
-// attends for all query heads that share the key head. The last unit of a key head combines the ranges.
-// C is the accumulation type: float, or double for float64.
+// One unit is a range of positions of one key head of one batch row: it writes its part of the new keys and values,
+// then attends for all query heads that share the key head. The last unit of a key head combines the ranges. C is the
+// accumulation type: float, or double for float64.
 template <class C>
 class Attention : public Body {
  public:
   Attention(const Node& node, const Kernels& kernels)
       : kernels_(kernels), arrivals_(key_heads(node), count_splits(node)), num_splits_(count_splits(node)) {
-    const Operand &q = node.operand("q"), &k = node.operand("k_cache"), &v = node.operand("v_cache"), &y = node.operand("y");
+    const Operand &q = node.operand("q"), &k = node.operand("k_cache"), &v = node.operand("v_cache"),
+                  &y = node.operand("y");
     const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new"), *slot = node.find("slot");
     const Operand *mask = node.find("mask"), *limit = node.find("limit");
     dtype_ = float_dtype(node, q);
@@ -86,7 +87,9 @@ class Attention : public Body {
       for (size_t d = 0; d < t.strides.size(); d++) strides[d] = t.strides[d] * size_bytes(t.dtype);
     }
     explicit operator bool() const { return static_cast<bool>(place); }
-    uint8_t* at(const Frame& frame, int64_t i, int64_t j = 0) const { return place.at(frame) + i * strides[0] + j * strides[1]; }
+    uint8_t* at(const Frame& frame, int64_t i, int64_t j = 0) const {
+      return place.at(frame) + i * strides[0] + j * strides[1];
+    }
   };
 
   struct State {
@@ -129,8 +132,11 @@ class Attention : public Body {
       case kTruth:
         for (int i = 0; i < count; i++) out[i] = raw[i] ? C(0) : -std::numeric_limits<C>::infinity();
         break;
-      case kDouble: copy(reinterpret_cast<const double*>(raw)); break;
-      default: copy(reinterpret_cast<const float*>(raw));
+      case kDouble:
+        copy(reinterpret_cast<const double*>(raw));
+        break;
+      default:
+        copy(reinterpret_cast<const float*>(raw));
     }
   }
 
@@ -151,15 +157,11 @@ class Attention : public Body {
   }
 
   // Lists the positions of a tile that some head attends to, and their mask values.
-  int select(const Frame& frame, int64_t b, int64_t g, int64_t first, int count, C lowest, int32_t* positions, C* mask) {
-    for (int64_t h = 0; h < heads_per_group_; h++) {
-      C* row = mask + h * kAttentionTile;
-      if (h > 0 && mask_.strides[1] == 0) {
-        std::copy(mask, mask + count, row);
-      } else {
-        load_mask(frame, b, g * heads_per_group_ + h, first, count, row);
-      }
-    }
+  int select(const Frame& frame, int64_t b, int64_t g, int64_t first, int count, C lowest, int32_t* positions,
+             C* mask) {
+    if (mask_.strides[1] == 0) return select_shared(frame, b, first, count, lowest, positions, mask);
+    for (int64_t h = 0; h < heads_per_group_; h++)
+      load_mask(frame, b, g * heads_per_group_ + h, first, count, mask + h * kAttentionTile);
     int kept = 0;
     for (int i = 0; i < count; i++) {
       bool live = false;
@@ -174,6 +176,22 @@ class Attention : public Body {
     return kept;
   }
 
+  // The same where one row serves all heads, as in most models: tiles that are all live or all dead are quickly told.
+  int select_shared(const Frame& frame, int64_t b, int64_t first, int count, C lowest, int32_t* positions, C* mask) {
+    load_mask(frame, b, 0, first, count, mask);
+    int num_dead = 0;
+    for (int i = 0; i < count; i++) num_dead += mask[i] <= lowest;
+    if (num_dead == count) return 0;
+    int kept = 0;
+    for (int i = 0; i < count; i++) {
+      positions[kept] = static_cast<int32_t>(first + i);
+      mask[kept] = mask[i];
+      kept += !(mask[i] <= lowest);
+    }
+    for (int64_t h = 1; h < heads_per_group_; h++) std::copy(mask, mask + kept, mask + h * kAttentionTile);
+    return kept;
+  }
+
   void attend(const Frame& frame, int64_t b, int64_t g, int64_t split, uint8_t* scratch) {
     int64_t live = length_;
     if (limit_) {
@@ -182,7 +200,8 @@ class Attention : public Body {
       live = std::clamp<int64_t>(limit, 0, length_);
     }
     // The ranges follow the live length, so that all units have something to do in a cache that is mostly empty.
-    const int64_t range = std::max<int64_t>(kAttentionTile, round_up((live + num_splits_ - 1) / num_splits_, kAttentionTile));
+    const int64_t range =
+        std::max<int64_t>(kAttentionTile, round_up((live + num_splits_ - 1) / num_splits_, kAttentionTile));
     if (slot_) {
       int64_t slot;
       std::memcpy(&slot, slot_.at(frame), sizeof slot);
@@ -205,7 +224,8 @@ class Attention : public Body {
       std::fill(row + head_dim_, row + padded_dim_, C(0));
     }
     // The smallest float16 is too small a number for the shortcut: a score could outweigh it.
-    const bool shortcut = mask_ && is_float(mask_dtype_) && mask_dtype_ != DType::kF16 && attends_somewhere(frame, b, g, live);
+    const bool shortcut =
+        mask_ && is_float(mask_dtype_) && mask_dtype_ != DType::kF16 && attends_somewhere(frame, b, g, live);
     const C lowest = shortcut ? C(kLowest) : -std::numeric_limits<C>::infinity();
     int32_t positions[kAttentionTile];
     AttentionTileArgs args = {};

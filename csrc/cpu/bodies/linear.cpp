@@ -28,7 +28,8 @@ class Linear : public Body {
     args_.k = x.tensor.shape[1];
     num_weight_rows_ = weight.tensor.shape[0];
     num_units_ = args_.num_rows == 0 ? 0 : (num_weight_rows_ + kRowsPerUnit - 1) / kRowsPerUnit;
-    unit_cost_ = static_cast<double>(kRowsPerUnit * args_.k * bytes) * std::max(1.0, args_.num_rows / 4.0) / kBytesPerNs;
+    unit_cost_ =
+        static_cast<double>(kRowsPerUnit * args_.k * bytes) * std::max(1.0, args_.num_rows / 4.0) / kBytesPerNs;
     scratch_bytes_ = kernels.linear_scratch_bytes(args_.num_rows, args_.k);
   }
 
@@ -51,8 +52,8 @@ class Linear : public Body {
   int64_t num_weight_rows_;
 };
 
-[[maybe_unused]] const bool kRegistered =
-    BodyRegistry::global().add("linear", [](const Node& n, const Kernels& k) { return std::make_unique<Linear>(n, k); });
+[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(
+    "linear", [](const Node& n, const Kernels& k) { return std::make_unique<Linear>(n, k); });
 
 }  // namespace
 }  // namespace mpk::cpu

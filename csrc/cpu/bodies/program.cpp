@@ -20,7 +20,8 @@ bool is_compare(Op op) {
     MPK_POINTWISE_COMPARE(X)
 #undef X
     return true;
-    default: return false;
+    default:
+      return false;
   }
 }
 
@@ -35,7 +36,8 @@ DType wider(DType a, DType b) {
 ProgramRunner::ProgramRunner(const Node& node, const Kernels& kernels, bool keep_inner) : kernels_(kernels) {
   merge_dims(*node.program, keep_inner);
   if (sizes_.size() > kMaxDims)
-    fail(node, "its program has " + std::to_string(sizes_.size()) + " dimensions that cannot be merged, at most " + std::to_string(kMaxDims) + " are supported");
+    fail(node, "its program has " + std::to_string(sizes_.size()) + " dimensions that cannot be merged, at most " +
+                   std::to_string(kMaxDims) + " are supported");
   compile(node);
   allocate();
 }
@@ -122,8 +124,8 @@ void ProgramRunner::compile(const Node& node) {
       case Op::kStore: {
         const Tensor& tensor = node.operands[instr.operand].tensor;
         if (tensor.dtype != instr.dtype)
-          fail(node, "instruction " + std::to_string(i) + " accesses " + node.operands[instr.operand].name + " as " + info(instr.dtype).name +
-                         ", but it is " + info(tensor.dtype).name);
+          fail(node, "instruction " + std::to_string(i) + " accesses " + node.operands[instr.operand].name + " as " +
+                         info(instr.dtype).name + ", but it is " + info(tensor.dtype).name);
         step.place = Place(tensor);
         step.element_bytes = size_bytes(tensor.dtype);
         for (const auto& dims : members_) step.strides.push_back(dims.empty() ? 0 : instr.strides[dims.back()]);
@@ -136,7 +138,8 @@ void ProgramRunner::compile(const Node& node) {
         break;
       case Op::kWhere:
         for (int a : {1, 2}) step.args[a] = convert(step.args[a], instr.dtype);
-        step.invariant = steps_[step.args[0]].invariant && steps_[step.args[1]].invariant && steps_[step.args[2]].invariant;
+        step.invariant =
+            steps_[step.args[0]].invariant && steps_[step.args[1]].invariant && steps_[step.args[2]].invariant;
         break;
       default: {
         DType dtype = instr.dtype;
@@ -152,7 +155,8 @@ void ProgramRunner::compile(const Node& node) {
           step.invariant &= steps_[step.args[a]].invariant;
         }
         step.arith = kernels_.arith[static_cast<int>(instr.op)][class_of(dtype)];
-        if (step.arith == nullptr) fail(node, std::string("operation ") + op_name(instr.op) + " is not defined for " + info(dtype).name);
+        if (step.arith == nullptr)
+          fail(node, std::string("operation ") + op_name(instr.op) + " is not defined for " + info(dtype).name);
       }
     }
     step_of[i] = add(std::move(step));
@@ -194,7 +198,8 @@ void ProgramRunner::allocate() {
       free.pop_back();
     }
     for (size_t j = 0; j <= i; j++)
-      if (last_use[j] == static_cast<int>(i) && steps_[j].op != Op::kStore && !steps_[j].invariant && static_cast<int>(j) != result_step_)
+      if (last_use[j] == static_cast<int>(i) && steps_[j].op != Op::kStore && !steps_[j].invariant &&
+          static_cast<int>(j) != result_step_)
         free.push_back(steps_[j].out_offset / kRegisterBytes);
   }
   scratch_bytes_ = num_registers * kRegisterBytes;
@@ -228,25 +233,39 @@ void ProgramRunner::run_block(const Frame& frame, int64_t first, int count, uint
     if (!step.invariant) execute(step, frame, runs, num_runs, count, scratch);
 }
 
-void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* runs, int num_runs, int count, uint8_t* scratch) const {
+void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* runs, int num_runs, int count,
+                            uint8_t* scratch) const {
   uint8_t* out = scratch + step.out_offset;
-  const auto arg = [&](int i) -> uint8_t* { return step.args[i] < 0 ? nullptr : scratch + steps_[step.args[i]].out_offset; };
+  const auto arg = [&](int i) -> uint8_t* {
+    return step.args[i] < 0 ? nullptr : scratch + steps_[step.args[i]].out_offset;
+  };
   const int inner = static_cast<int>(sizes_.size()) - 1;
   switch (step.op) {
     case Op::kConst:
       switch (step.value_class) {
-        case kFloat: fill(out, static_cast<float>(step.imm)); break;
-        case kDouble: fill(out, step.imm); break;
-        case kInt: fill(out, step.imm_int); break;
-        case kTruth: fill(out, static_cast<uint8_t>(step.imm_int != 0)); break;
+        case kFloat:
+          fill(out, static_cast<float>(step.imm));
+          break;
+        case kDouble:
+          fill(out, step.imm);
+          break;
+        case kInt:
+          fill(out, step.imm_int);
+          break;
+        case kTruth:
+          fill(out, static_cast<uint8_t>(step.imm_int != 0));
+          break;
       }
       if (step.round != nullptr) step.round(out, kBlock);
       break;
-    case Op::kSize: fill(out, frame.scalars[step.scalar]); break;
+    case Op::kSize:
+      fill(out, frame.scalars[step.scalar]);
+      break;
     case Op::kIndex: {
       auto* values = reinterpret_cast<int64_t*>(out);
       for (int r = 0; r < num_runs; r++)
-        for (int i = 0; i < runs[r].count; i++) values[runs[r].begin + i] = runs[r].coords[step.dim] + (step.dim == inner ? i : 0);
+        for (int i = 0; i < runs[r].count; i++)
+          values[runs[r].begin + i] = runs[r].coords[step.dim] + (step.dim == inner ? i : 0);
       break;
     }
     case Op::kLoad:
@@ -268,7 +287,8 @@ void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* run
         const int64_t* part_offsets = offsets == nullptr ? nullptr : offsets + run.begin;
         const uint8_t* part_predicate = predicate == nullptr ? nullptr : predicate + run.begin;
         if (offsets == nullptr) {
-          is_store ? kernels_.store[dtype](part, memory, stride, run.count) : kernels_.load[dtype](memory, stride, part, run.count);
+          is_store ? kernels_.store[dtype](part, memory, stride, run.count)
+                   : kernels_.load[dtype](memory, stride, part, run.count);
         } else if (is_store) {
           kernels_.scatter[dtype](part, memory, stride, part_offsets, part_predicate, run.count);
         } else {
@@ -277,8 +297,12 @@ void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* run
       }
       break;
     }
-    case Op::kCast: step.cast(arg(0), out, count); break;
-    case Op::kWhere: kernels_.where[step.value_class](arg(0), arg(1), arg(2), out, count); break;
+    case Op::kCast:
+      step.cast(arg(0), out, count);
+      break;
+    case Op::kWhere:
+      kernels_.where[step.value_class](arg(0), arg(1), arg(2), out, count);
+      break;
     default:
       step.arith(arg(0), arg(1), out, count);
       if (step.round != nullptr) step.round(out, count);

@@ -32,15 +32,15 @@ class ProgramRunner {
   struct Step {
     Op op = Op::kConst;
     DType dtype = DType::kF32;
-    ValueClass value_class = kFloat;   // of the result
-    int args[3] = {-1, -1, -1};        // steps
-    int64_t out_offset = 0;            // of its register in the scratch memory
+    ValueClass value_class = kFloat;  // of the result
+    int args[3] = {-1, -1, -1};       // steps
+    int64_t out_offset = 0;           // of its register in the scratch memory
     bool invariant = false;
     Place place;
     int64_t element_bytes = 0;
-    std::vector<int64_t> strides;      // one per merged dimension
-    int dim = -1;                      // kIndex: merged dimension
-    int scalar = -1;                   // kSize
+    std::vector<int64_t> strides;  // one per merged dimension
+    int dim = -1;                  // kIndex: merged dimension
+    int scalar = -1;               // kSize
     double imm = 0;
     int64_t imm_int = 0;
     Kernels::Arith arith = nullptr;
@@ -62,8 +62,8 @@ class ProgramRunner {
   void execute(const Step& step, const Frame& frame, const Run* runs, int num_runs, int count, uint8_t* scratch) const;
 
   const Kernels& kernels_;
-  std::vector<int64_t> sizes_;              // of the merged dimensions
-  std::vector<std::vector<int>> members_;   // program dimensions of each merged dimension
+  std::vector<int64_t> sizes_;             // of the merged dimensions
+  std::vector<std::vector<int>> members_;  // program dimensions of each merged dimension
   std::vector<Step> steps_;
   int result_step_ = -1;
   int64_t result_offset_ = 0;

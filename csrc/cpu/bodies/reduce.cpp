@@ -11,7 +11,8 @@ constexpr int64_t kChunk = 32 * kBlock;  // points of one unit: a constant, so t
 enum class Reducer { kSum, kMean, kAmax, kAmin, kProd, kArgmax, kArgmin, kAny, kAll };
 
 Reducer parse_reducer(const Node& node) {
-  constexpr const char* kNames[] = {"sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all"};  // in the order of Reducer
+  constexpr const char* kNames[] = {"sum",    "mean",   "amax", "amin", "prod",
+                                    "argmax", "argmin", "any",  "all"};  // in the order of Reducer
   const std::string name = node.string_attr("op");
   std::string known;
   for (size_t i = 0; i < std::size(kNames); i++) {
@@ -24,12 +25,16 @@ Reducer parse_reducer(const Node& node) {
 Reduction reduction_of(Reducer reducer) {
   switch (reducer) {
     case Reducer::kSum:
-    case Reducer::kMean: return Reduction::kSum;
-    case Reducer::kProd: return Reduction::kProd;
+    case Reducer::kMean:
+      return Reduction::kSum;
+    case Reducer::kProd:
+      return Reduction::kProd;
     case Reducer::kAmin:
     case Reducer::kArgmin:
-    case Reducer::kAll: return Reduction::kMin;
-    default: return Reduction::kMax;
+    case Reducer::kAll:
+      return Reduction::kMin;
+    default:
+      return Reduction::kMax;
   }
 }
 
@@ -37,20 +42,28 @@ template <class V>
 V identity(Reduction reduction) {
   using Limits = std::numeric_limits<V>;
   switch (reduction) {
-    case Reduction::kSum: return V(0);
-    case Reduction::kProd: return V(1);
-    case Reduction::kMax: return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
-    default: return Limits::has_infinity ? Limits::infinity() : Limits::max();
+    case Reduction::kSum:
+      return V(0);
+    case Reduction::kProd:
+      return V(1);
+    case Reduction::kMax:
+      return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
+    default:
+      return Limits::has_infinity ? Limits::infinity() : Limits::max();
   }
 }
 
 template <class V>
 V combine(Reduction reduction, V a, V b) {
   switch (reduction) {
-    case Reduction::kSum: return a + b;
-    case Reduction::kProd: return a * b;
-    case Reduction::kMax: return (b != b || b > a) ? b : a;
-    default: return (b != b || b < a) ? b : a;
+    case Reduction::kSum:
+      return a + b;
+    case Reduction::kProd:
+      return a * b;
+    case Reduction::kMax:
+      return (b != b || b > a) ? b : a;
+    default:
+      return (b != b || b < a) ? b : a;
   }
 }
 
@@ -74,7 +87,8 @@ class Reduce : public Body {
     out_shape_ = out.tensor.shape;
     out_strides_ = out.tensor.strides;
     const bool arg = reducer_ == Reducer::kArgmax || reducer_ == Reducer::kArgmin;
-    if (row_ == 0 && (arg || reducer_ == Reducer::kAmax || reducer_ == Reducer::kAmin)) fail(node, "reduces a dimension of size 0, which has no extremum");
+    if (row_ == 0 && (arg || reducer_ == Reducer::kAmax || reducer_ == Reducer::kAmin))
+      fail(node, "reduces a dimension of size 0, which has no extremum");
     num_units_ = num_rows_ * num_chunks_;
     unit_cost_ = runner_.point_cost() * static_cast<double>(std::min(kChunk, row_));
     scratch_bytes_ = runner_.scratch_bytes();
@@ -182,7 +196,8 @@ class Reduce : public Body {
 };
 
 std::unique_ptr<Body> make(const Node& node, const Kernels& kernels) {
-  if (node.program->domain.empty() || node.program->instrs.empty()) fail(node, "its program has no dimension or no value to reduce");
+  if (node.program->domain.empty() || node.program->instrs.empty())
+    fail(node, "its program has no dimension or no value to reduce");
   const Reducer reducer = parse_reducer(node);
   ProgramRunner runner(node, kernels, true);
   if (reducer == Reducer::kAny || reducer == Reducer::kAll) {
@@ -191,10 +206,14 @@ std::unique_ptr<Body> make(const Node& node, const Kernels& kernels) {
     runner.require_result(DType::kI64);
   }
   switch (runner.result_class()) {
-    case kFloat: return std::make_unique<Reduce<float, kFloat>>(node, kernels, std::move(runner));
-    case kDouble: return std::make_unique<Reduce<double, kDouble>>(node, kernels, std::move(runner));
-    case kInt: return std::make_unique<Reduce<int64_t, kInt>>(node, kernels, std::move(runner));
-    default: return std::make_unique<Reduce<uint8_t, kTruth>>(node, kernels, std::move(runner));
+    case kFloat:
+      return std::make_unique<Reduce<float, kFloat>>(node, kernels, std::move(runner));
+    case kDouble:
+      return std::make_unique<Reduce<double, kDouble>>(node, kernels, std::move(runner));
+    case kInt:
+      return std::make_unique<Reduce<int64_t, kInt>>(node, kernels, std::move(runner));
+    default:
+      return std::make_unique<Reduce<uint8_t, kTruth>>(node, kernels, std::move(runner));
   }
 }
 

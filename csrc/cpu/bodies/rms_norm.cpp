@@ -20,7 +20,8 @@ Style parse_style(const Node& node) {
 template <class V>
 class RmsNorm : public Body {
  public:
-  RmsNorm(const Node& node, const Kernels& kernels) : kernels_(kernels), style_(parse_style(node)), eps_(static_cast<V>(node.float_attr("eps"))) {
+  RmsNorm(const Node& node, const Kernels& kernels)
+      : kernels_(kernels), style_(parse_style(node)), eps_(static_cast<V>(node.float_attr("eps"))) {
     const Operand &x = node.operand("x"), &y = node.operand("y");
     const Operand* weight = node.find("weight");
     dtype_ = float_dtype(node, x);
@@ -28,7 +29,8 @@ class RmsNorm : public Body {
     weight_dtype_ = weight == nullptr ? dtype_ : float_dtype(node, *weight);
     for (const Operand* o : {&x, weight, &y}) {
       if (o == nullptr) continue;
-      if (class_of(o->tensor.dtype) != class_of(dtype_)) fail(node, o->name + " and x must both be float64, or neither");
+      if (class_of(o->tensor.dtype) != class_of(dtype_))
+        fail(node, o->name + " and x must both be float64, or neither");
       require_inner_stride(node, *o);
     }
     x_ = Place(x.tensor), y_ = Place(y.tensor);

@@ -8,7 +8,8 @@ template <class V>
 class Rope : public Body {
  public:
   Rope(const Node& node, const Kernels& kernels) : kernels_(kernels) {
-    const Operand &x = node.operand("x"), &cos = node.operand("cos"), &sin = node.operand("sin"), &y = node.operand("y");
+    const Operand &x = node.operand("x"), &cos = node.operand("cos"), &sin = node.operand("sin"),
+                  &y = node.operand("y");
     dtype_ = float_dtype(node, x);
     for (const Operand* o : {&cos, &sin, &y}) float_dtype(node, *o, &x);
     for (const Operand* o : {&x, &cos, &sin, &y}) require_inner_stride(node, *o);

@@ -73,8 +73,10 @@ void attention_pass(const AttentionTileArgs& a, int first) {
   float* acc = static_cast<float*>(a.acc) + first * stride;
   for (int i = 0; i < a.num_positions; i++) {
     const uint8_t* v = a.v + a.positions[i] * a.v_stride;
-    for (int64_t byte = 0; byte < a.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(v + byte);
-    score_row<T, kHeads>(reinterpret_cast<const T*>(a.k + a.positions[i] * a.k_stride), q, stride, a.head_dim, scores + i);
+    for (int64_t byte = 0; byte < a.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64)
+      __builtin_prefetch(v + byte);
+    score_row<T, kHeads>(reinterpret_cast<const T*>(a.k + a.positions[i] * a.k_stride), q, stride, a.head_dim,
+                         scores + i);
   }
   for (int h = 0; h < kHeads; h++) {
     const float factor = softmax_step<float>(a, first + h, scores + h * kAttentionTile);
@@ -88,10 +90,17 @@ void attention_tile(const AttentionTileArgs& a) {
   static_assert(kHeadDimPad % kLanes == 0);
   for (int first = 0; first < a.num_heads; first += kHeadsPerPass) {
     switch (a.num_heads - first) {
-      case 1: attention_pass<T, 1>(a, first); break;
-      case 2: attention_pass<T, 2>(a, first); break;
-      case 3: attention_pass<T, 3>(a, first); break;
-      default: attention_pass<T, kHeadsPerPass>(a, first);
+      case 1:
+        attention_pass<T, 1>(a, first);
+        break;
+      case 2:
+        attention_pass<T, 2>(a, first);
+        break;
+      case 3:
+        attention_pass<T, 3>(a, first);
+        break;
+      default:
+        attention_pass<T, kHeadsPerPass>(a, first);
     }
   }
 }

@@ -42,10 +42,13 @@ struct ChunkBF16 {
   using X = W;
   static MPK_INLINE W load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
   static MPK_INLINE X expand(const uint8_t* p) { return load(p); }
-  static MPK_INLINE vf fma(vf acc, const W& w, const X& x) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w.pairs, (__m512bh)x.pairs); }
+  static MPK_INLINE vf fma(vf acc, const W& w, const X& x) {
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w.pairs, (__m512bh)x.pairs);
+  }
 };
 #else
-// A 32-bit lane holds two elements. Shifting or masking makes a float of each, so x is kept as even and odd elements too.
+// A 32-bit lane holds two elements. Shifting or masking makes a float of each, so x is kept as even and odd elements
+// too.
 struct ChunkBF16 {
   using T = bf16;
   static constexpr int kElems = 2 * kLanes;
@@ -64,9 +67,9 @@ struct ChunkBF16 {
 };
 #endif
 
-constexpr int kRowStreams = 4;                       // weight rows read at a time
-constexpr int kMaxCols = kVecBytes == 64 ? 4 : 2;    // rows of x per pass over them, what the registers hold
-constexpr int64_t kPrefetchBytes = 1024;             // ahead in each stream
+constexpr int kRowStreams = 4;                     // weight rows read at a time
+constexpr int kMaxCols = kVecBytes == 64 ? 4 : 2;  // rows of x per pass over them, what the registers hold
+constexpr int64_t kPrefetchBytes = 1024;           // ahead in each stream
 
 MPK_INLINE float from_storage(float v) { return v; }
 MPK_INLINE float from_storage(bf16 v) { return bf16_to_float(v); }
@@ -77,7 +80,8 @@ MPK_INLINE void to_storage(float v, f16* p) { *p = float_to_f16(v); }
 
 // kRows weight rows times kCols rows of x.
 template <class C, int kRows, int kCols>
-MPK_INLINE void dot_rows(const LinearArgs& a, const int64_t* rows, const typename C::X* x, int64_t x_chunks, int64_t first_col) {
+MPK_INLINE void dot_rows(const LinearArgs& a, const int64_t* rows, const typename C::X* x, int64_t x_chunks,
+                         int64_t first_col) {
   using T = typename C::T;
   const int64_t chunks = a.k / C::kElems, tail = a.k % C::kElems;
   const uint8_t* w[kRows];
@@ -112,7 +116,8 @@ MPK_INLINE void dot_rows(const LinearArgs& a, const int64_t* rows, const typenam
 }
 
 template <class C, int kRows, int kCols = kMaxCols>
-MPK_INLINE void dot_cols(const LinearArgs& a, const int64_t* rows, const typename C::X* x, int64_t x_chunks, int64_t first_col, int64_t num_cols) {
+MPK_INLINE void dot_cols(const LinearArgs& a, const int64_t* rows, const typename C::X* x, int64_t x_chunks,
+                         int64_t first_col, int64_t num_cols) {
   while (num_cols >= kCols) {
     dot_rows<C, kRows, kCols>(a, rows, x, x_chunks, first_col);
     x += kCols * x_chunks;
@@ -146,7 +151,8 @@ void linear(const LinearArgs& a) {
       for (int i = 0; i < kRowStreams; i++) rows[i] = a.begin + i * length + n;
       dot_cols<C, kRowStreams>(a, rows, x, x_chunks, first, num_cols);
     }
-    for (int64_t n = a.begin + kRowStreams * length; n < a.end; n++) dot_cols<C, 1>(a, &n, x, x_chunks, first, num_cols);
+    for (int64_t n = a.begin + kRowStreams * length; n < a.end; n++)
+      dot_cols<C, 1>(a, &n, x, x_chunks, first, num_cols);
   }
 }
 

@@ -8,7 +8,7 @@ namespace math {
 // denormal and overflow becomes infinity.
 MPK_INLINE float exp(float x) {
   x = x > 89.0f ? 89.0f : x;
-  x = x < -104.0f ? -104.0f : x;  // a NaN passes both
+  x = x < -104.0f ? -104.0f : x;         // a NaN passes both
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   const float shifted = x * 1.44269504f + kRound;
   const int32_t n = static_cast<int32_t>(as_bits(shifted)) - static_cast<int32_t>(as_bits(kRound));
@@ -26,31 +26,36 @@ MPK_INLINE float exp(float x) {
 }
 MPK_INLINE double exp(double x) { return __builtin_exp(x); }
 
-#define MPK_MATH1(name)                                                    \
-  MPK_INLINE float name(float x) { return __builtin_##name##f(x); }        \
+#define MPK_MATH1(name)                                             \
+  MPK_INLINE float name(float x) { return __builtin_##name##f(x); } \
   MPK_INLINE double name(double x) { return __builtin_##name(x); }
-MPK_MATH1(sqrt) MPK_MATH1(log) MPK_MATH1(sin) MPK_MATH1(cos) MPK_MATH1(tanh) MPK_MATH1(erf)
-MPK_MATH1(floor) MPK_MATH1(ceil) MPK_MATH1(log1p)
+MPK_MATH1(sqrt)
+MPK_MATH1(log)
+MPK_MATH1(sin) MPK_MATH1(cos) MPK_MATH1(tanh) MPK_MATH1(erf) MPK_MATH1(floor) MPK_MATH1(ceil) MPK_MATH1(log1p)
 #undef MPK_MATH1
-MPK_INLINE float pow(float x, float y) { return __builtin_powf(x, y); }
+    MPK_INLINE float pow(float x, float y) {
+  return __builtin_powf(x, y);
+}
 MPK_INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
 
 }  // namespace math
 
 // One struct per operation: eval<T>(a, b).
-#define X(name, arity, expression)                                             \
-  struct Op_##name {                                                           \
-    static constexpr int kArity = arity;                                       \
-    template <class T>                                                         \
-    static MPK_INLINE auto eval([[maybe_unused]] T a, [[maybe_unused]] T b) {  \
-      return expression;                                                       \
-    }                                                                          \
+#define X(name, arity, expression)                                            \
+  struct Op_##name {                                                          \
+    static constexpr int kArity = arity;                                      \
+    template <class T>                                                        \
+    static MPK_INLINE auto eval([[maybe_unused]] T a, [[maybe_unused]] T b) { \
+      return expression;                                                      \
+    }                                                                         \
   };
-MPK_POINTWISE_ARITHMETIC(X) MPK_POINTWISE_FLOAT(X) MPK_POINTWISE_INTEGER(X) MPK_POINTWISE_COMPARE(X)
+MPK_POINTWISE_ARITHMETIC(X)
+MPK_POINTWISE_FLOAT(X)
+MPK_POINTWISE_INTEGER(X) MPK_POINTWISE_COMPARE(X)
 #undef X
 
-template <class O, ValueClass c, bool kCompare>
-void arith_values(const void* a, const void* b, void* result, int n) {
+    template <class O, ValueClass c, bool kCompare>
+    void arith_values(const void* a, const void* b, void* result, int n) {
   using V = typename ValueType<c>::type;
   using R = std::conditional_t<kCompare, uint8_t, V>;
   const V* __restrict x = static_cast<const V*>(a);

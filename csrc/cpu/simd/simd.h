@@ -1,7 +1,7 @@
 // Vectors of one tier: GCC/Clang vector extensions, with intrinsics only where those have no word for it.
 //
-// Included inside the tier's own (unnamed) namespace, after its target pragma; see tier.h. Nothing in here may be shared
-// between tiers: a linker that merged two copies could pick the one this processor cannot run.
+// Included inside the tier's own (unnamed) namespace, after its target pragma; see tier.h. Nothing in here may be
+// shared between tiers: a linker that merged two copies could pick the one this processor cannot run.
 #pragma once
 
 #define MPK_INLINE inline __attribute__((always_inline))
@@ -11,6 +11,7 @@ constexpr int kLanes = kVecBytes / 4;
 
 typedef float vf __attribute__((vector_size(kVecBytes)));
 typedef uint32_t vu __attribute__((vector_size(kVecBytes)));
+typedef int32_t vi __attribute__((vector_size(kVecBytes)));
 typedef uint16_t vh __attribute__((vector_size(kVecBytes / 2)));  // as many 16-bit elements as vf has lanes
 typedef float vf_unaligned __attribute__((vector_size(kVecBytes), aligned(1), may_alias));
 typedef uint32_t vu_unaligned __attribute__((vector_size(kVecBytes), aligned(1), may_alias));
@@ -89,7 +90,7 @@ MPK_INLINE f16 float_to_f16(float value) {
 // One vector of consecutive elements, as floats.
 MPK_INLINE vf load_vec(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
 MPK_INLINE vf load_vec(const bf16* p) {
-  return (vf)(__builtin_convertvector((vh)*reinterpret_cast<const vh_unaligned*>(p), vu) << 16);
+  return (vf)(__builtin_convertvector((vh) * reinterpret_cast<const vh_unaligned*>(p), vu) << 16);
 }
 MPK_INLINE vf load_vec(const f16* p) {
 #if defined(MPK_TIER_AVX512)
@@ -97,10 +98,10 @@ MPK_INLINE vf load_vec(const f16* p) {
 #elif defined(MPK_TIER_AVX2)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
-  const vu h = __builtin_convertvector((vh)*reinterpret_cast<const vh_unaligned*>(p), vu);  // as f16_to_float
+  const vu h = __builtin_convertvector((vh) * reinterpret_cast<const vh_unaligned*>(p), vu);  // as f16_to_float
   const vu magnitude = (h & 0x7fffu) << 13;
   const vu scaled = (vu)((vf)magnitude * 0x1p112f);
-  const vu special = (vu)(magnitude >= (0x7c00u << 13));
+  const vu special = (vu)((vi)magnitude >= static_cast<int32_t>(0x7c00u << 13));  // signed: SSE2 has no other
   return (vf)(((magnitude | 0x7f800000u) & special) | (scaled & ~special) | (h & 0x8000u) << 16);
 #endif
 }

@@ -1,5 +1,5 @@
-// The whole table of one tier. A tier's .cpp defines MPK_TIER (its function), MPK_TIER_ISA and MPK_VEC_BYTES, sets its target and
-// includes this file; everything below has internal linkage.
+// The whole table of one tier. A tier's .cpp defines MPK_TIER (its function), MPK_TIER_ISA and MPK_VEC_BYTES, sets its
+// target and includes this file; everything below has internal linkage.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -22,8 +22,12 @@ void fill_class(Kernels& t) {
   using V = typename ValueType<c>::type;
 #define X(name, arity, expression) t.arith[static_cast<int>(Op::k_##name)][c] = arith_values<Op_##name, c, false>;
   MPK_POINTWISE_ARITHMETIC(X)
-  if constexpr (c == kFloat || c == kDouble) { MPK_POINTWISE_FLOAT(X) }
-  if constexpr (c == kTruth) { MPK_POINTWISE_INTEGER(X) }
+  if constexpr (c == kFloat || c == kDouble) {
+    MPK_POINTWISE_FLOAT(X)
+  }
+  if constexpr (c == kTruth) {
+    MPK_POINTWISE_INTEGER(X)
+  }
 #undef X
   if constexpr (c == kInt) {
     t.arith[static_cast<int>(Op::k_floordiv)][c] = divide_ints<Op_floordiv>;

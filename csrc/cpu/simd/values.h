@@ -3,22 +3,34 @@
 
 template <ValueClass c>
 struct ValueType;
-template <> struct ValueType<kFloat> { using type = float; };
-template <> struct ValueType<kDouble> { using type = double; };
-template <> struct ValueType<kInt> { using type = int64_t; };
-template <> struct ValueType<kTruth> { using type = uint8_t; };
+template <>
+struct ValueType<kFloat> {
+  using type = float;
+};
+template <>
+struct ValueType<kDouble> {
+  using type = double;
+};
+template <>
+struct ValueType<kInt> {
+  using type = int64_t;
+};
+template <>
+struct ValueType<kTruth> {
+  using type = uint8_t;
+};
 
 // The storage type of each dtype, its class, and the way in and out. `from_value` takes a value already rounded.
 template <DType t>
 struct Storage;
-#define MPK_STORAGE(dtype, storage, value_class, to_value, from_value)                    \
-  template <>                                                                             \
-  struct Storage<dtype> {                                                                 \
-    using T = storage;                                                                    \
-    static constexpr ValueClass kClass = value_class;                                     \
-    using V = ValueType<kClass>::type;                                                    \
-    static MPK_INLINE V to(T s) { return to_value; }                                      \
-    static MPK_INLINE T from(V v) { return from_value; }                                  \
+#define MPK_STORAGE(dtype, storage, value_class, to_value, from_value) \
+  template <>                                                          \
+  struct Storage<dtype> {                                              \
+    using T = storage;                                                 \
+    static constexpr ValueClass kClass = value_class;                  \
+    using V = ValueType<kClass>::type;                                 \
+    static MPK_INLINE V to(T s) { return to_value; }                   \
+    static MPK_INLINE T from(V v) { return from_value; }               \
   };
 MPK_STORAGE(DType::kBool, uint8_t, kTruth, s != 0, v)
 MPK_STORAGE(DType::kU8, uint8_t, kInt, s, static_cast<uint8_t>(v))
@@ -52,11 +64,13 @@ void load_values(const void* from, int64_t stride, void* values, int n) {
 
 #if defined(MPK_TIER_AVX512)
 MPK_INLINE void store_halves(f16* p, vf v) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #elif defined(MPK_TIER_AVX2)
 MPK_INLINE void store_halves(f16* p, vf v) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #else
 MPK_INLINE void store_halves(f16* p, vf v) {
@@ -80,7 +94,8 @@ void store_values(const void* values, void* to, int64_t stride, int n) {
 }
 
 template <DType t>
-void gather_values(const void* from, int64_t stride, const int64_t* offsets, const uint8_t* predicate, void* values, int n) {
+void gather_values(const void* from, int64_t stride, const int64_t* offsets, const uint8_t* predicate, void* values,
+                   int n) {
   using S = Storage<t>;
   const auto* p = static_cast<const typename S::T*>(from);
   auto* out = static_cast<typename S::V*>(values);
@@ -94,7 +109,8 @@ void gather_values(const void* from, int64_t stride, const int64_t* offsets, con
 }
 
 template <DType t>
-void scatter_values(const void* values, void* to, int64_t stride, const int64_t* offsets, const uint8_t* predicate, int n) {
+void scatter_values(const void* values, void* to, int64_t stride, const int64_t* offsets, const uint8_t* predicate,
+                    int n) {
   using S = Storage<t>;
   const auto* in = static_cast<const typename S::V*>(values);
   auto* p = static_cast<typename S::T*>(to);

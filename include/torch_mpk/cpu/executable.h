@@ -1,6 +1,8 @@
-// Runs a Schedule on the CPU: persistent worker threads walk through its phases, each with a fixed share of every phase.
+// Runs a Schedule on the CPU: persistent worker threads walk through its phases, each with a fixed share of every
+// phase.
 #pragma once
 
+#include <atomic>
 #include <cstdlib>
 #include <functional>
 #include <map>
@@ -8,6 +10,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "torch_mpk/cpu/body.h"
@@ -24,7 +27,8 @@ class CpuExecutable {
   // Throws std::invalid_argument for a fused schedule, or a node its body cannot execute.
   CpuExecutable(Schedule schedule, int num_threads = 0, const std::string& isa = "");
 
-  // Throws std::invalid_argument when a pointer or scalar is missing. One run at a time: a second caller waits.
+  // Throws std::invalid_argument when a pointer or scalar is missing. One run at a time: a second caller waits; a run
+  // from within a run, by a reference, throws std::logic_error.
   void run(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
 
   // Call before `run`, with the callers' lock on this object held. In a forked child, the thread that held the run lock
@@ -75,6 +79,7 @@ class CpuExecutable {
   std::vector<uint8_t*> buffers_;
   std::vector<int64_t> scalars_;
   std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();
+  std::atomic<std::thread::id> running_on_;  // the thread inside `run`
   int generation_;
 };
 

@@ -27,10 +27,10 @@ inline DType class_dtype(ValueClass c) {
   return kDTypes[c];
 }
 
-inline constexpr int kBlock = 256;           // points a program handles per instruction
-inline constexpr int kReduceLanes = 64;      // partial results of a reduction: fixes its order on every tier
-inline constexpr int kLinearRowBlock = 16;   // rows of x that one pass over a weight row serves
-inline constexpr int kAttentionTile = 64;    // key positions per step of the online softmax
+inline constexpr int kBlock = 256;          // points a program handles per instruction
+inline constexpr int kReduceLanes = 64;     // partial results of a reduction: fixes its order on every tier
+inline constexpr int kLinearRowBlock = 16;  // rows of x that one pass over a weight row serves
+inline constexpr int kAttentionTile = 64;   // key positions per step of the online softmax
 inline constexpr int kHeadDimPad = 16;
 
 // y[r, n] = sum_k x[r, k] * weight[n, k] + bias[n] for n in [begin, end). Strides in bytes.
@@ -45,9 +45,9 @@ struct LinearArgs {
   uint8_t* scratch;  // linear_scratch_bytes
 };
 
-// One step of the online softmax: up to kAttentionTile key positions of one (batch, key head), for the `num_heads` query
-// heads that share it. C is float, or double for float64. Rows of q and acc are padded with zeros to a multiple of
-// kHeadDimPad elements.
+// One step of the online softmax: up to kAttentionTile key positions of one (batch, key head), for the `num_heads`
+// query heads that share it. C is float, or double for float64. Rows of q and acc are padded with zeros to a multiple
+// of kHeadDimPad elements.
 struct AttentionTileArgs {
   const uint8_t* k;  // the cache rows of (batch, key head)
   const uint8_t* v;
@@ -74,8 +74,10 @@ struct Kernels {
   using Load = void (*)(const void* from, int64_t stride, void* values, int n);
   using Store = void (*)(const void* values, void* to, int64_t stride, int n);
   // Element i at from[stride * i + offsets[i]], 0 where !predicate[i]; either array may be nullptr.
-  using Gather = void (*)(const void* from, int64_t stride, const int64_t* offsets, const uint8_t* predicate, void* values, int n);
-  using Scatter = void (*)(const void* values, void* to, int64_t stride, const int64_t* offsets, const uint8_t* predicate, int n);
+  using Gather = void (*)(const void* from, int64_t stride, const int64_t* offsets, const uint8_t* predicate,
+                          void* values, int n);
+  using Scatter = void (*)(const void* values, void* to, int64_t stride, const int64_t* offsets,
+                           const uint8_t* predicate, int n);
   using Cast = void (*)(const void* values, void* result, int n);
   using Round = void (*)(void* values, int n);
   using Arith = void (*)(const void* a, const void* b, void* result, int n);
@@ -83,14 +85,14 @@ struct Kernels {
   using Reduce = void (*)(void* lanes, const void* values, int n);
 
   Isa isa;
-  Linear linear[kNumDTypes];        // floating dtypes only
+  Linear linear[kNumDTypes];                 // floating dtypes only
   AttentionTile attention_tile[kNumDTypes];  // floating dtypes only
   Load load[kNumDTypes];
   Store store[kNumDTypes];  // of values already rounded to the dtype
   Gather gather[kNumDTypes];
   Scatter scatter[kNumDTypes];
-  Cast cast[kNumClasses][kNumDTypes];  // as torch's .to(dtype)
-  Round round[kNumDTypes];             // nullptr where the class holds exactly the dtype's values
+  Cast cast[kNumClasses][kNumDTypes];                       // as torch's .to(dtype)
+  Round round[kNumDTypes];                                  // nullptr where the class holds exactly the dtype's values
   Arith arith[static_cast<int>(Op::kNumOps)][kNumClasses];  // the class of the arguments; nullptr where not defined
   Where where[kNumClasses];
   Reduce reduce[kNumReductions][kNumClasses];  // into kReduceLanes lanes: value i into lane i % kReduceLanes

@@ -122,7 +122,7 @@ struct RingReader {
   uint8_t* data;
   const Watchdog& dog;
   int lane;
-  uint32_t issued = 0;  // what has been seen of ring.issued
+  uint32_t issued = 0;  // what the warp has seen of ring.issued
 
   // Waits until entry g has been issued, or, if `claimed`, until it is known that the phase ends before it: `ended`.
   MPK_DEVICE bool wait_issued(uint32_t g, uint32_t phase, bool claimed, bool& ended) {
@@ -140,6 +140,7 @@ struct RingReader {
         },
         [&] { return report(Waiting::kLoader, phase, issued, g); });
     if (!__all_sync(~0u, ok)) return false;
+    issued = __shfl_sync(~0u, issued, 0);  // lanes must agree on it, or some would skip the vote above
     ended = __any_sync(~0u, ended);
     return true;
   }

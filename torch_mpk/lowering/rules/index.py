@@ -110,8 +110,8 @@ def check_index(value: Value) -> None:
 def index_places(indices: Sequence[Value | None], shape: Sequence[Size]):
     """How advanced indexing addresses a tensor of ``shape``.
 
-    Returns the shape the indices broadcast to, where it stands in the result, and a function from the result's index and
-    the elements of the index tensors to the tensor's index and the predicate that it lies inside.
+    Returns the shape the indices broadcast to, where it stands in the result, and a function from the result's index
+    and the elements of the index tensors to the tensor's index and the predicate that it lies inside.
     """
     used = [d for d, i in enumerate(indices) if i is not None]
     joint: list[Size] = []

@@ -141,7 +141,7 @@ def safe_softmax(lx: Lowerer, a: Value, dim: int, out: torch.dtype) -> Lazy:
 
 
 def _moments(lx: Lowerer, a: Value, dims: list[int], divisor: float | None = None) -> tuple[Value, Value, Value]:
-    """a in its compute dtype, its mean over dims, and the sum of squared deviations over ``divisor`` (default: the count)."""
+    """a in its compute dtype, its mean over dims, its squared deviations' sum over ``divisor`` (default: the count)."""
     compute = wide(a.dtype)
     x = lx.read(cast(lx, a, compute))
     mean = lx.read(reduced(lx, "mean", x, dims, True, compute))

@@ -11,13 +11,13 @@ from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
 from torch_mpk.lowering.rules.common import aten, normalise_dim
 from torch_mpk.lowering.rules.index import check_index, index_places, wrapped
-from torch_mpk.lowering.rules.pointwise import cast
+from torch_mpk.lowering.rules.pointwise import cast, copy_of
 from torch_mpk.lowering.table import RULES, rule
 from torch_mpk.lowering.values import Index, Lazy, Mapped, Value, View
 
 
 def assign(lx: Lowerer, target: Value, value: Lazy) -> Value:
-    """target[...] = value. A virtual target of which there is no view becomes the value; others are written in memory."""
+    """target[...] = value. A virtual target without views becomes the value; others are written in memory."""
     resolved = lx.resolve(target)
     if isinstance(resolved, Lazy) and not isinstance(resolved, Mapped) and not lx.has_views(resolved):
         new = lx.pointwise(target.dtype, target.shape, lambda x: E.cast(x, target.dtype), [value], cost=0)
@@ -138,3 +138,18 @@ def _index_fill_(lx, node, a, dim, index, value):
     shape = [(index.shape[0] if index.shape else 1) if d == dim else n for d, n in enumerate(a.shape)]
     _scatter(lx, target, shape, constant, [positions], place)
     return a
+
+
+def _on_a_copy(in_place: torch._ops.OpOverload):
+    def lower(lx: Lowerer, node: fx.Node, a: Value, *args, **kwargs):
+        return RULES[in_place](lx, node, copy_of(lx, a), *args, **kwargs)
+
+    return lower
+
+
+for functional, in_place in (
+    (aten.index_copy.default, aten.index_copy_.default),
+    (aten.index_put.default, aten.index_put_.default),
+    (aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar),
+):
+    rule(functional)(_on_a_copy(in_place))

@@ -1,0 +1,94 @@
+// Runs a generated kernel on the CPU: every CUDA thread a fiber, every CTA an OS thread.
+//
+// Included before everything else. It supplies what CUDA C++ has built in; torch_mpk/device/ptx.cuh beside it replaces the
+// file of that name. Copies of the copy engine land late and in random order, and until then the target holds NaN, so
+// that code which does not wait for them fails.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <vector_functions.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#define __CUDA_ARCH__ EMULATED_ARCH
+#undef __shared__
+#define __shared__ __thread
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
+#undef __noinline__
+#define __noinline__
+
+namespace emulator {
+
+void yield();  // lets the other fibers of the CTA run
+void warp_collect(const void* value, size_t bytes);  // blocks until all lanes of the warp have called it
+const void* warp_value(int lane);                    // what that lane gave; valid until the next call
+bool barrier(int threads, bool value);               // the OR of the values
+void barrier_init(uint64_t* bar, uint32_t count);
+void barrier_arrive(uint64_t* bar, uint32_t expected_bytes);
+bool barrier_test(uint64_t* bar, uint32_t parity);
+void copy_async(void* dst, const void* src, uint32_t bytes, uint64_t* bar);  // completes `bytes` on `bar`
+void copy_thread(void* dst, const void* src, uint32_t bytes);                // belongs to the calling thread
+void arrive_after_copies(uint64_t* bar);
+
+template <class T>
+T exchange(T v, int lane) {
+  warp_collect(&v, sizeof(v));
+  T other;
+  std::memcpy(&other, warp_value(lane), sizeof(other));
+  return other;
+}
+
+}  // namespace emulator
+
+extern __thread uint3 threadIdx, blockIdx;
+
+inline int lane_id() { return threadIdx.x % 32; }
+template <class T>
+T __shfl_xor_sync(unsigned, T v, int o) {
+  return emulator::exchange(v, lane_id() ^ o);
+}
+template <class T>
+T __shfl_sync(unsigned, T v, int lane) {
+  return emulator::exchange(v, lane);
+}
+inline bool __any_sync(unsigned, bool v) {
+  emulator::warp_collect(&v, sizeof(v));
+  bool any = false;
+  for (int i = 0; i < 32; i++) any |= *static_cast<const bool*>(emulator::warp_value(i));
+  return any;
+}
+inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
+inline void __syncwarp() { emulator::warp_collect(nullptr, 0); }
+inline bool __syncthreads_or(bool v) { return emulator::barrier(0, v); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __threadfence(); }
+inline void __nanosleep(unsigned ns) {
+  for (unsigned i = 0; i < ns / 256; i++) emulator::yield();
+}
+inline unsigned atomicExch(unsigned* p, unsigned v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+inline float __int_as_float(int v) {
+  float f;
+  std::memcpy(&f, &v, 4);
+  return f;
+}
+inline float __uint_as_float(unsigned v) { return __int_as_float(static_cast<int>(v)); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+template <class A, class B>
+std::common_type_t<A, B> min(A a, B b) {
+  return a < b ? a : b;
+}

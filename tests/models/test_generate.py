@@ -1,0 +1,147 @@
+"""``torch_mpk.generate``, and Hugging Face's ``generate`` through the backend, against Hugging Face's own."""
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+import torch_mpk
+from torch_mpk.testing.tiny import random_ids, tiny_model
+
+STRICT = {"fallback": "error"}
+
+
+def left_padded(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    mask[0, :2] = 0
+    return random_ids(batch, length), mask
+
+
+@pytest.fixture
+def model(device):
+    # Float32 and distinct logits: greedy choices must not hang on the order of a sum.
+    return tiny_model("qwen3", dtype=torch.float32, device=device, num_layers=1)
+
+
+def test_greedy_tokens_are_eagers(model):
+    ids, mask = (tensor.to(model.device) for tensor in left_padded(3, 5))
+    for kwargs in ({}, {"attention_mask": mask}):
+        expected = model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0, **kwargs)
+        for _ in range(2):
+            assert torch.equal(torch_mpk.generate(model, ids, 10, options=STRICT, **kwargs), expected)
+
+
+def test_one_build_serves_every_call(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    for length, count in ((5, 10), (9, 4), (2, 20)):
+        ids = random_ids(2, length, model.device)
+        expected = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        assert torch.equal(torch_mpk.generate(model, ids, count, options=STRICT), expected)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_rows_stop_behind_their_end_of_sequence(model):
+    ids = random_ids(2, 5, model.device)
+    free = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    eos = int(free[0, 8])
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=eos, eos_token_id=eos)
+    seen = []
+    actual = torch_mpk.generate(model, ids, 12, eos_token_id=eos, callback=seen.append, options=STRICT)
+    assert torch.equal(actual, expected)
+    assert torch.equal(torch.stack(seen, dim=1), expected[:, 5:].cpu())
+    stopped = torch_mpk.generate(model, ids[:1], 12, eos_token_id=[eos], options=STRICT)
+    assert stopped[0].tolist() == free[0, : free[0, 5:].tolist().index(eos) + 6].tolist()
+
+
+def test_changed_weights_and_settings_are_seen_by_the_next_call(model):
+    ids = random_ids(1, 5, model.device)
+    torch_mpk.generate(model, ids, 6, options=STRICT)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(-1.3)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(torch_mpk.generate(model, ids, 6, options=STRICT), expected)
+    model.config.rms_norm_eps = 10.0
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 10.0
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(torch_mpk.generate(model, ids, 6, options=STRICT), expected)
+
+
+def test_samples_follow_the_distribution(model):
+    ids = random_ids(1, 5, model.device).expand(64, 5).contiguous()
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9, "options": STRICT}
+
+    def draw(seed):
+        generator = torch.Generator(model.device).manual_seed(seed)
+        return torch_mpk.generate(model, ids, 2, generator=generator, **settings)[:, 5:]
+
+    first, again, other = draw(0), draw(0), draw(1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    with torch.inference_mode():
+        probabilities = (model(ids[:1]).logits[0, -1].float() / 0.7).softmax(-1)
+    ordered, order = probabilities.topk(12)
+    ordered /= ordered.sum()
+    kept = order[ordered.cumsum(0) - ordered < 0.9].tolist()
+    assert set(first[:, 0].tolist()) <= set(kept)
+    counts = torch.bincount(torch.cat([first[:, 0], other[:, 0]]), minlength=order.max() + 1)
+    assert counts[kept[0]] > 128 * 0.5 * float(probabilities[kept[0]])
+
+
+def test_top_k_of_one_is_greedy(model):
+    ids = random_ids(2, 4, model.device)
+    expected = torch_mpk.generate(model, ids, 5, options=STRICT)
+    assert torch.equal(torch_mpk.generate(model, ids, 5, do_sample=True, top_k=1, options=STRICT), expected)
+
+
+def test_a_model_is_not_kept_alive():
+    import gc
+    import weakref
+
+    model = tiny_model(num_layers=1)
+    alive = weakref.ref(model)
+    torch_mpk.generate(model, random_ids(1, 3), 3, options=STRICT)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": torch.ones(3, dtype=torch.int64)}, r"input_ids: expected a shape \[batch, prompt\], got \[3\]"),
+        ({"input_ids": torch.ones(1, 3)}, "input_ids: expected int64, got torch.float32"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ({"temperature": 0.0}, "temperature: expected a number > 0"),
+        ({"top_p": 1.5}, r"top_p: expected a number in \(0, 1\], got 1.5"),
+        ({"top_k": 0}, "top_k: expected at least 1"),
+        ({"attention_mask": torch.ones(1, 2)}, r"attention_mask: expected the shape \[1, 3\], got \[1, 2\]"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask: expected padding on the left"),
+        ({"max_cache_len": 4}, r"max_cache_len: 3 \+ 4 tokens need 6, got 4"),
+    ],
+)
+def test_wrong_arguments_are_an_error(changes, message):
+    arguments = {"input_ids": torch.ones(1, 3, dtype=torch.int64), "max_new_tokens": 4} | changes
+    with pytest.raises(ValueError, match=message):
+        torch_mpk.generate(None, **arguments)
+
+
+def test_hugging_face_generate_runs_through_the_backend(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    ids, mask = (tensor.to(model.device) for tensor in left_padded(2, 5))
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    config = CompileConfig(backend="mpk", mode=None, options=STRICT)
+    config._compile_all_devices = True
+    for _ in range(2):
+        actual = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=8,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="static",
+            compile_config=config,
+        )
+        assert torch.equal(actual, expected)
+    assert len(list(tmp_path.iterdir())) == 1

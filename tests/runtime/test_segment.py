@@ -1,0 +1,88 @@
+"""The callable around an executable."""
+
+import json
+
+import pytest
+import torch
+
+from torch_mpk.capture import capture
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.partition import partition
+from torch_mpk.patterns import apply
+from torch_mpk.runtime import Program, synchronize
+
+
+def build(function, *inputs, dump=None) -> Program:
+    captured = capture(torch.fx.symbolic_trace(function), inputs)
+    partitioned = partition(apply(captured.graph_module))
+    assert not partitioned.fallbacks
+    return Program(partitioned, torch.device("cpu"), Options(num_threads=1), Dump(dump))
+
+
+def step(x, weight, state):
+    state.add_(1)
+    return (torch.nn.functional.linear(x, weight),)
+
+
+@pytest.fixture
+def inputs():
+    return torch.randn(2, 8), torch.randn(4, 8), torch.zeros(3)
+
+
+def test_results_are_new_tensors_and_inputs_are_updated(inputs):
+    x, weight, state = inputs
+    call = build(step, *inputs).callable(eager=None)
+    first, second = call(x, weight, state), call(x, weight, state)
+    torch.testing.assert_close(first[0], x @ weight.T)
+    assert state.tolist() == [2, 2, 2]
+    assert first[0].data_ptr() != second[0].data_ptr()
+
+
+def test_results_may_be_inputs_and_views(inputs):
+    def function(x, weight, state):
+        y = torch.nn.functional.linear(x, weight)
+        return y, state.add_(1), y.unsqueeze(0), x.t(), 7
+
+    x, weight, state = inputs
+    y, same, view, transposed, number = build(function, *inputs).callable(eager=None)(x, weight, state)
+    torch.testing.assert_close(y, x @ weight.T)
+    assert same is state
+    assert state.tolist() == [1, 1, 1]
+    assert view.shape == (1, 2, 4)
+    assert view.data_ptr() == y.data_ptr()
+    assert torch.equal(transposed, x.t())
+    assert number == 7
+
+
+def test_versions_count_what_is_written(inputs):
+    x, weight, state = inputs
+    build(step, *inputs).callable(eager=None)(x, weight, state)
+    assert (x._version, weight._version, state._version) == (0, 0, 1)
+
+
+def test_an_address_the_executable_refuses_makes_the_call_eager(inputs):
+    program = build(step, *inputs)
+    (segment,) = program._segments.values()
+
+    class Refusing:
+        def run(self, *args):
+            raise ValueError("input 0 of the megakernel: the address is not a multiple of 16")
+
+    segment.executable = Refusing()
+    assert program.callable(eager=lambda *args: "eager")(*inputs) == "eager"
+    assert inputs[2]._version == 0
+
+
+def test_the_dump_has_an_artefact_of_each_stage(inputs, tmp_path):
+    build(step, *inputs, dump=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4.graph.json", "5.schedule.json", "8.launch.json"]
+    launch = json.loads((tmp_path / "8.launch.json").read_text())
+    assert (launch["device"], launch["inputs"], launch["written"]) == ("cpu", [0, 1, 2], [2])
+
+
+def test_synchronize_without_launches_in_flight_returns(inputs):
+    program = build(step, *inputs)
+    synchronize()
+    del program
+    synchronize()

@@ -1,0 +1,39 @@
+"""One build for each combination of numbers."""
+
+import torch
+
+from torch_mpk.specialize import per_call_numbers
+
+
+def test_each_combination_is_built_once_and_the_oldest_is_dropped():
+    built = []
+
+    def build(args):
+        built.append((args[0], float(args[2])))
+        return lambda *later: (args[0], *later)
+
+    call = per_call_numbers([0, 2], build, give_up=None, limit=2)
+    half, one = torch.tensor(0.5, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    assert call(1, "x", half) == (1, 1, "x", half)
+    call(1, "y", one)
+    call(1, "y", torch.tensor(0.5, dtype=torch.float64))
+    assert built == [(1, 0.5), (1, 1.0)]
+    call(2, "y", one)  # drops (1, 1.0), which was used least recently
+    call(1, "y", half)
+    assert len(built) == 3
+    call(1, "y", one)
+    assert built[3:] == [(1, 1.0)]
+
+
+def test_after_a_failure_no_other_numbers_are_tried():
+    tried = []
+
+    def build(args):
+        tried.append(args[0])
+        if args[0] == 2:
+            raise RuntimeError("too odd")
+        return lambda *later: "built"
+
+    call = per_call_numbers([0], build, give_up=lambda args, error: lambda *later: f"{error}: {later}")
+    assert [call(1), call(2), call(3), call(1)] == ["built", "too odd: (2,)", "too odd: (3,)", "built"]
+    assert tried == [1, 2]
