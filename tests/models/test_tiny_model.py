@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from torch_mpk.testing.decode import copy_cache, decode_logits, prefill
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "tiny-qwen3-bytes"
-BATCH, PROMPT, STEPS = 8, 64, 160  # excerpts of the held-out text, bytes given, bytes predicted one by one
+BATCH, PROMPT, STEPS = 16, 64, 64  # excerpts of the held-out text, bytes given, bytes predicted one by one
 
 
 @dataclass
@@ -22,6 +22,7 @@ class Runs:
     eager: Tensor
     exact: Tensor  # the model in a wider dtype
     targets: Tensor  # [STEPS, BATCH], the bytes that came
+    is_half: bool
 
 
 def load(dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -36,8 +37,9 @@ def excerpts(device: torch.device) -> Tensor:
     return torch.stack([text[start : start + length] for start in starts]).to(device)
 
 
-def perplexity(logits: Tensor, targets: Tensor) -> float:
-    return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten()).exp().item()
+def surprise(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats of each byte that came; the exponential of their mean is the perplexity."""
+    return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -50,17 +52,25 @@ def runs(request: pytest.FixtureRequest) -> Runs:
     cache, _ = prefill(model, tokens[:, :PROMPT], PROMPT + STEPS)
     decoded = tokens[:, PROMPT:-1]
     return Runs(
-        ours=decode_logits(torch.compile(model, backend="mpk"), copy_cache(cache, model.config), decoded),
+        ours=decode_logits(
+            torch.compile(model, backend="mpk", options={"num_threads": 1}), copy_cache(cache, model.config), decoded
+        ),
         eager=decode_logits(model, copy_cache(cache, model.config), decoded),
         exact=decode_logits(exact_model, copy_cache(cache, model.config, wider), decoded),
         targets=tokens[:, PROMPT + 1 :].T,
+        is_half=dtype == torch.bfloat16,
     )
 
 
 def test_perplexity_is_eagers(runs: Runs) -> None:
-    eager = perplexity(runs.eager, runs.targets)
-    assert eager < 8, "the shipped weights do not know the standard library"
-    assert perplexity(runs.ours, runs.targets) == pytest.approx(eager, rel=1e-3)
+    ours, eager = surprise(runs.ours, runs.targets), surprise(runs.eager, runs.targets)
+    assert eager.mean().exp() < 8, "the shipped weights do not know the standard library"
+    # 0.1 %, and what rounding alone may do to a mean over so few bytes: in float32 nothing; in bfloat16 a byte's
+    # surprise moves by some 0.04 nats either way, as eager's own does against the exact run's.
+    difference = ours - eager
+    noise = difference.std().item() / len(difference) ** 0.5
+    assert abs(difference.mean().item()) <= 1e-3 + 3 * noise
+    assert noise < (3e-3 if runs.is_half else 1e-5)
 
 
 def test_error_is_no_larger_than_eagers(runs: Runs) -> None:
