@@ -249,9 +249,7 @@ def write(report: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-1b", "qwen3-8b"]
-    )
+    parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-1b", "qwen3-8b"])
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--position", type=int, default=512, help="tokens in the cache when the step begins")

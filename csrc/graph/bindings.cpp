@@ -8,9 +8,9 @@ namespace py = pybind11;
 namespace mpk {
 namespace {
 
-constexpr const char* kRoleNames[] = {"pointwise", "reduce", "row", "stream"};      // in the order of Role
-constexpr const char* kKindNames[] = {"input", "output", "workspace"};               // in the order of BufferKind
-constexpr const char* kHazardNames[] = {"RAW", "WAR", "WAW"};                        // in the order of Hazard
+constexpr const char* kRoleNames[] = {"pointwise", "reduce", "row", "stream"};  // in the order of Role
+constexpr const char* kKindNames[] = {"input", "output", "workspace"};          // in the order of BufferKind
+constexpr const char* kHazardNames[] = {"RAW", "WAR", "WAW"};                   // in the order of Hazard
 
 template <class Enum, size_t n>
 Enum parse(const char* const (&names)[n], const std::string& name, const char* what) {
@@ -22,8 +22,8 @@ Enum parse(const char* const (&names)[n], const std::string& name, const char* w
   throw std::invalid_argument(std::string(what) + " '" + name + "' is not one of " + known);
 }
 
-int emit(Program& program, const std::string& op, const std::string& dtype, std::vector<int> args, int operand, std::vector<int64_t> strides,
-         const py::object& imm) {
+int emit(Program& program, const std::string& op, const std::string& dtype, std::vector<int> args, int operand,
+         std::vector<int64_t> strides, const py::object& imm) {
   Instr instr{parse_op(op), parse_dtype(dtype), std::move(args), operand, std::move(strides)};
   if (!imm.is_none()) {
     if (is_float(instr.dtype)) {
@@ -38,8 +38,8 @@ int emit(Program& program, const std::string& op, const std::string& dtype, std:
 
 using OperandTuple = std::tuple<std::string, Tensor, bool, bool>;
 
-int add_node(TBGraph& graph, const std::string& task, const std::vector<OperandTuple>& operands, std::map<std::string, Attr> attrs,
-             std::optional<Program> program, std::string label) {
+int add_node(TBGraph& graph, const std::string& task, const std::vector<OperandTuple>& operands,
+             std::map<std::string, Attr> attrs, std::optional<Program> program, std::string label) {
   std::vector<Operand> list;
   for (const auto& [name, tensor, is_read, is_write] : operands) list.push_back({name, tensor, is_read, is_write});
   return graph.add_node(task, std::move(list), std::move(attrs), std::move(program), std::move(label));
@@ -50,11 +50,14 @@ int add_node(TBGraph& graph, const std::string& task, const std::vector<OperandT
 void bind_graph(py::module_& m) {
   m.def(
       "register_task",
-      [](std::string name, const std::string& role, const std::vector<std::tuple<std::string, std::vector<std::string>, bool, bool, bool>>& operands,
+      [](std::string name, const std::string& role,
+         const std::vector<std::tuple<std::string, std::vector<std::string>, bool, bool, bool>>& operands,
          std::vector<std::string> attrs, std::string header) {
         std::vector<OperandSpec> specs;
-        for (const auto& [operand, dims, optional, is_read, is_write] : operands) specs.push_back({operand, dims, optional, is_read, is_write});
-        TaskRegistry::global().add({std::move(name), parse<Role>(kRoleNames, role, "role"), std::move(specs), std::move(attrs), std::move(header)});
+        for (const auto& [operand, dims, optional, is_read, is_write] : operands)
+          specs.push_back({operand, dims, optional, is_read, is_write});
+        TaskRegistry::global().add({std::move(name), parse<Role>(kRoleNames, role, "role"), std::move(specs),
+                                    std::move(attrs), std::move(header)});
       },
       py::arg("name"), py::arg("role"), py::arg("operands"), py::arg("attrs"), py::arg("header"),
       "Register a task kind. Raises ValueError when the name is taken by another signature.");
@@ -75,15 +78,17 @@ void bind_graph(py::module_& m) {
 
   py::class_<Program>(m, "Program")
       .def(py::init([](std::vector<int64_t> domain) { return Program{std::move(domain), {}}; }), py::arg("domain"))
-      .def("emit", &emit, py::arg("op"), py::arg("dtype"), py::arg("args") = std::vector<int>{}, py::arg("operand") = -1,
-           py::arg("strides") = std::vector<int64_t>{}, py::arg("imm") = py::none(), "Append an instruction; returns its index.")
+      .def("emit", &emit, py::arg("op"), py::arg("dtype"), py::arg("args") = std::vector<int>{},
+           py::arg("operand") = -1, py::arg("strides") = std::vector<int64_t>{}, py::arg("imm") = py::none(),
+           "Append an instruction; returns its index.")
       .def("check", [](const Program& p, int num_operands) { check(p, num_operands); })
       .def_readonly("domain", &Program::domain)
       .def_readonly("instrs", &Program::instrs)
       .def("__str__", [](const Program& p) { return to_string(p); });
 
   py::class_<Tensor>(m, "Tensor")
-      .def(py::init([](int buffer, const std::string& dtype, std::vector<int64_t> shape, std::vector<int64_t> strides, int64_t offset) {
+      .def(py::init([](int buffer, const std::string& dtype, std::vector<int64_t> shape, std::vector<int64_t> strides,
+                       int64_t offset) {
              return Tensor{buffer, parse_dtype(dtype), std::move(shape), std::move(strides), offset};
            }),
            py::arg("buffer"), py::arg("dtype"), py::arg("shape"), py::arg("strides"), py::arg("offset") = 0)
@@ -122,12 +127,16 @@ void bind_graph(py::module_& m) {
 
   py::class_<TBGraph>(m, "TBGraph")
       .def(py::init<>())
-      .def("add_buffer", [](TBGraph& g, std::string name, const std::string& kind, int index, int64_t bytes) {
-             return g.add_buffer(std::move(name), parse<BufferKind>(kKindNames, kind, "buffer kind"), index, bytes);
-           }, py::arg("name"), py::arg("kind"), py::arg("index"), py::arg("bytes"))
-      .def("add_node", &add_node, py::arg("task"), py::arg("operands"), py::arg("attrs") = std::map<std::string, Attr>{},
-           py::arg("program") = py::none(), py::arg("label") = "",
-           "Append a node; operands are (name, Tensor, is_read, is_write). Raises ValueError naming task, operand, expected and actual.")
+      .def(
+          "add_buffer",
+          [](TBGraph& g, std::string name, const std::string& kind, int index, int64_t bytes) {
+            return g.add_buffer(std::move(name), parse<BufferKind>(kKindNames, kind, "buffer kind"), index, bytes);
+          },
+          py::arg("name"), py::arg("kind"), py::arg("index"), py::arg("bytes"))
+      .def("add_node", &add_node, py::arg("task"), py::arg("operands"),
+           py::arg("attrs") = std::map<std::string, Attr>{}, py::arg("program") = py::none(), py::arg("label") = "",
+           "Append a node; operands are (name, Tensor, is_read, is_write). Raises ValueError naming task, operand, "
+           "expected and actual.")
       .def_property_readonly("buffers", &TBGraph::buffers)
       .def_property_readonly("nodes", &TBGraph::nodes)
       .def("dependencies", &TBGraph::dependencies)

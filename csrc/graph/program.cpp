@@ -14,21 +14,24 @@ struct OpInfo {
   Family family;
 };
 
-constexpr OpInfo kOps[] = {
-    {"const", 0, 0, Family::kStructural}, {"index", 0, 0, Family::kStructural}, {"size", 0, 0, Family::kStructural},
-    {"load", 0, 2, Family::kStructural},  {"store", 1, 3, Family::kStructural}, {"cast", 1, 1, Family::kStructural},
-    {"where", 3, 3, Family::kStructural},
+constexpr OpInfo kOps[] = {{"const", 0, 0, Family::kStructural},
+                           {"index", 0, 0, Family::kStructural},
+                           {"size", 0, 0, Family::kStructural},
+                           {"load", 0, 2, Family::kStructural},
+                           {"store", 1, 3, Family::kStructural},
+                           {"cast", 1, 1, Family::kStructural},
+                           {"where", 3, 3, Family::kStructural},
 #define X(name, arity, expression) {#name, arity, arity, Family::kArithmetic},
-    MPK_POINTWISE_ARITHMETIC(X)
+                           MPK_POINTWISE_ARITHMETIC(X)
 #undef X
 #define X(name, arity, expression) {#name, arity, arity, Family::kFloat},
-    MPK_POINTWISE_FLOAT(X)
+                               MPK_POINTWISE_FLOAT(X)
 #undef X
 #define X(name, arity, expression) {#name, arity, arity, Family::kInteger},
-    MPK_POINTWISE_INTEGER(X)
+                                   MPK_POINTWISE_INTEGER(X)
 #undef X
 #define X(name, arity, expression) {#name, arity, arity, Family::kCompare},
-    MPK_POINTWISE_COMPARE(X)
+                                       MPK_POINTWISE_COMPARE(X)
 #undef X
 };
 static_assert(std::size(kOps) == static_cast<size_t>(Op::kNumOps));
@@ -59,7 +62,8 @@ int64_t Program::num_points() const {
 
 void check(const Program& program, int num_operands) {
   auto fail = [&](size_t i, const std::string& what) {
-    throw std::invalid_argument("program instruction " + std::to_string(i) + " (" + op_name(program.instrs[i].op) + "): " + what);
+    throw std::invalid_argument("program instruction " + std::to_string(i) + " (" + op_name(program.instrs[i].op) +
+                                "): " + what);
   };
   for (int64_t size : program.domain)
     if (size < 0) throw std::invalid_argument("program: negative domain size " + std::to_string(size));
@@ -68,28 +72,35 @@ void check(const Program& program, int num_operands) {
     const OpInfo& op = op_info(instr.op);
     const int num_args = static_cast<int>(instr.args.size());
     if (num_args < op.min_args || num_args > op.max_args)
-      fail(i, "expected " + std::to_string(op.min_args) + " to " + std::to_string(op.max_args) + " arguments, got " + std::to_string(num_args));
+      fail(i, "expected " + std::to_string(op.min_args) + " to " + std::to_string(op.max_args) + " arguments, got " +
+                  std::to_string(num_args));
     for (int arg : instr.args) {
       if (arg < 0 || arg >= static_cast<int>(i)) fail(i, "argument " + std::to_string(arg) + " does not precede it");
-      if (program.instrs[arg].op == Op::kStore) fail(i, "argument " + std::to_string(arg) + " is a store, which has no value");
+      if (program.instrs[arg].op == Op::kStore)
+        fail(i, "argument " + std::to_string(arg) + " is a store, which has no value");
     }
     const bool accesses = instr.op == Op::kLoad || instr.op == Op::kStore;
     if (accesses) {
       if (instr.operand < 0 || instr.operand >= num_operands)
         fail(i, "operand " + std::to_string(instr.operand) + " of " + std::to_string(num_operands));
       if (instr.strides.size() != program.domain.size())
-        fail(i, "expected " + std::to_string(program.domain.size()) + " strides, got " + std::to_string(instr.strides.size()));
+        fail(i, "expected " + std::to_string(program.domain.size()) + " strides, got " +
+                    std::to_string(instr.strides.size()));
       const size_t first = instr.op == Op::kStore ? 1 : 0;
-      if (instr.args.size() > first && program.instrs[instr.args[first]].dtype != DType::kI64) fail(i, "the offset must be int64");
+      if (instr.args.size() > first && program.instrs[instr.args[first]].dtype != DType::kI64)
+        fail(i, "the offset must be int64");
       if (instr.args.size() > first + 1 && program.instrs[instr.args[first + 1]].dtype != DType::kBool)
         fail(i, "the predicate must be bool");
     }
     if (instr.op == Op::kIndex && (instr.operand < 0 || instr.operand >= static_cast<int>(program.domain.size())))
       fail(i, "dimension " + std::to_string(instr.operand) + " of " + std::to_string(program.domain.size()));
     if ((instr.op == Op::kIndex || instr.op == Op::kSize) && instr.dtype != DType::kI64) fail(i, "its dtype is int64");
-    if (instr.op == Op::kWhere && program.instrs[instr.args[0]].dtype != DType::kBool) fail(i, "the condition must be bool");
-    if (op.family == Family::kFloat && !is_float(instr.dtype)) fail(i, std::string("needs a floating dtype, got ") + info(instr.dtype).name);
-    if (op.family == Family::kInteger && is_float(instr.dtype)) fail(i, std::string("needs an integer dtype, got ") + info(instr.dtype).name);
+    if (instr.op == Op::kWhere && program.instrs[instr.args[0]].dtype != DType::kBool)
+      fail(i, "the condition must be bool");
+    if (op.family == Family::kFloat && !is_float(instr.dtype))
+      fail(i, std::string("needs a floating dtype, got ") + info(instr.dtype).name);
+    if (op.family == Family::kInteger && is_float(instr.dtype))
+      fail(i, std::string("needs an integer dtype, got ") + info(instr.dtype).name);
     if (op.family == Family::kCompare && instr.dtype != DType::kBool) fail(i, "its dtype is bool");
   }
 }

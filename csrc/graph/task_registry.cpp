@@ -6,10 +6,13 @@ namespace mpk {
 namespace {
 
 bool same(const TaskDef& a, const TaskDef& b) {
-  if (a.role != b.role || a.attrs != b.attrs || a.header != b.header || a.operands.size() != b.operands.size()) return false;
+  if (a.role != b.role || a.attrs != b.attrs || a.header != b.header || a.operands.size() != b.operands.size())
+    return false;
   for (size_t i = 0; i < a.operands.size(); i++) {
     const OperandSpec &x = a.operands[i], &y = b.operands[i];
-    if (x.name != y.name || x.dims != y.dims || x.optional != y.optional || x.is_read != y.is_read || x.is_write != y.is_write) return false;
+    if (x.name != y.name || x.dims != y.dims || x.optional != y.optional || x.is_read != y.is_read ||
+        x.is_write != y.is_write)
+      return false;
   }
   return true;
 }
@@ -31,7 +34,8 @@ const TaskDef& TaskRegistry::add(TaskDef def) {
   auto found = defs_.find(def.name);
   if (found != defs_.end()) {
     if (!same(*found->second, def))
-      throw std::invalid_argument("task '" + def.name + "' is already registered with another signature; give yours another name");
+      throw std::invalid_argument("task '" + def.name +
+                                  "' is already registered with another signature; give yours another name");
     return *found->second;
   }
   std::string name = def.name;

@@ -38,25 +38,29 @@ void check_signature(const TaskDef& def, const std::vector<Operand>& operands) {
     const Operand& operand = operands[next++];
     const std::vector<int64_t>& shape = operand.tensor.shape;
     if (shape.size() != spec.dims.size())
-      throw std::invalid_argument(def.name + ": " + spec.name + " has " + std::to_string(shape.size()) + " dimensions " + shape_text(shape) +
-                                  ", but its signature has " + std::to_string(spec.dims.size()));
+      throw std::invalid_argument(def.name + ": " + spec.name + " has " + std::to_string(shape.size()) +
+                                  " dimensions " + shape_text(shape) + ", but its signature has " +
+                                  std::to_string(spec.dims.size()));
     for (size_t d = 0; d < shape.size(); d++) {
       const std::string& dim = spec.dims[d];
       if (dim.find_first_not_of("0123456789") == std::string::npos) {
         if (shape[d] != std::stoll(dim))
-          throw std::invalid_argument(def.name + ": " + spec.name + " has size " + std::to_string(shape[d]) + " in dimension " +
-                                      std::to_string(d) + ", expected " + dim);
+          throw std::invalid_argument(def.name + ": " + spec.name + " has size " + std::to_string(shape[d]) +
+                                      " in dimension " + std::to_string(d) + ", expected " + dim);
         continue;
       }
       auto [it, fresh] = bound.try_emplace(dim, shape[d], spec.name);
       if (!fresh && it->second.first != shape[d])
-        throw std::invalid_argument(def.name + ": " + spec.name + " has " + dim + "=" + std::to_string(shape[d]) + ", but " + dim + "=" +
-                                    std::to_string(it->second.first) + " was bound by " + it->second.second);
+        throw std::invalid_argument(def.name + ": " + spec.name + " has " + dim + "=" + std::to_string(shape[d]) +
+                                    ", but " + dim + "=" + std::to_string(it->second.first) + " was bound by " +
+                                    it->second.second);
     }
     if (operand.is_read != spec.is_read || operand.is_write != spec.is_write)
-      throw std::invalid_argument(def.name + ": " + spec.name + " must be " + (spec.is_write ? "written" : "read only"));
+      throw std::invalid_argument(def.name + ": " + spec.name + " must be " +
+                                  (spec.is_write ? "written" : "read only"));
   }
-  if (next != operands.size()) throw std::invalid_argument(def.name + ": unexpected operand '" + operands[next].name + "'");
+  if (next != operands.size())
+    throw std::invalid_argument(def.name + ": unexpected operand '" + operands[next].name + "'");
 }
 
 }  // namespace
@@ -91,7 +95,8 @@ namespace {
 template <class T>
 const T& attr(const Node& node, const std::string& name, const char* type) {
   auto found = node.attrs.find(name);
-  if (found == node.attrs.end()) throw std::invalid_argument(node.def->name + " (" + node.label + "): attribute '" + name + "' is missing");
+  if (found == node.attrs.end())
+    throw std::invalid_argument(node.def->name + " (" + node.label + "): attribute '" + name + "' is missing");
   if (const T* value = std::get_if<T>(&found->second)) return *value;
   throw std::invalid_argument(node.def->name + " (" + node.label + "): attribute '" + name + "' is not a " + type);
 }
@@ -114,17 +119,19 @@ int TBGraph::add_node(const std::string& task, std::vector<Operand> operands, st
     const Tensor& t = operand.tensor;
     const std::string where = task + ": " + operand.name;
     if (t.buffer < 0 || t.buffer >= static_cast<int>(buffers_.size()))
-      throw std::invalid_argument(where + " refers to buffer " + std::to_string(t.buffer) + " of " + std::to_string(buffers_.size()));
+      throw std::invalid_argument(where + " refers to buffer " + std::to_string(t.buffer) + " of " +
+                                  std::to_string(buffers_.size()));
     if (t.shape.size() != t.strides.size()) throw std::invalid_argument(where + " has as many strides as dimensions");
     const Buffer& buffer = buffers_[t.buffer];
     const Extent e = extent(t);
     if (e.begin < 0 || (buffer.bytes > 0 && e.end > buffer.bytes))
-      throw std::invalid_argument(where + " reaches byte " + std::to_string(e.begin < 0 ? e.begin : e.end) + " of buffer '" + buffer.name +
-                                  "', which has " + std::to_string(buffer.bytes));
+      throw std::invalid_argument(where + " reaches byte " + std::to_string(e.begin < 0 ? e.begin : e.end) +
+                                  " of buffer '" + buffer.name + "', which has " + std::to_string(buffer.bytes));
   }
   const bool has_program = def.role == Role::kPointwise || def.role == Role::kReduce;
   if (has_program != program.has_value())
-    throw std::invalid_argument(task + ": a program is " + (has_program ? "required for this role" : "only for pointwise and reduce tasks"));
+    throw std::invalid_argument(task + ": a program is " +
+                                (has_program ? "required for this role" : "only for pointwise and reduce tasks"));
   if (program) {
     check(*program, static_cast<int>(operands.size()));
   } else {
@@ -157,7 +164,9 @@ std::vector<Dependency> TBGraph::dependencies() const {
     for (size_t j = 0; j < list.size(); j++)
       for (size_t i = 0; i < j; i++) {
         const Access &earlier = list[i], &later = list[j];
-        if (earlier.node == later.node || earlier.extent.end <= later.extent.begin || later.extent.end <= earlier.extent.begin) continue;
+        if (earlier.node == later.node || earlier.extent.end <= later.extent.begin ||
+            later.extent.end <= earlier.extent.begin)
+          continue;
         auto add = [&](Hazard hazard) { edges.push_back({earlier.node, later.node, static_cast<int>(b), hazard}); };
         if (earlier.write && later.read) add(Hazard::kReadAfterWrite);
         if (earlier.read && later.write) add(Hazard::kWriteAfterRead);
@@ -179,14 +188,16 @@ std::string TBGraph::to_json() const {
   static constexpr const char* kKinds[] = {"input", "output", "workspace"};
   static constexpr const char* kHazards[] = {"read after write", "write after read", "write after write"};
   auto tensor = [&](const Tensor& t) {
-    return "{\"buffer\": " + std::to_string(t.buffer) + ", \"dtype\": " + json::quote(info(t.dtype).name) + ", \"shape\": " +
-           json::numbers(t.shape) + ", \"strides\": " + json::numbers(t.strides) + ", \"offset\": " + std::to_string(t.offset) + "}";
+    return "{\"buffer\": " + std::to_string(t.buffer) + ", \"dtype\": " + json::quote(info(t.dtype).name) +
+           ", \"shape\": " + json::numbers(t.shape) + ", \"strides\": " + json::numbers(t.strides) +
+           ", \"offset\": " + std::to_string(t.offset) + "}";
   };
   auto node = [&](const Node& n) {
-    std::string out = "{\"id\": " + std::to_string(n.id) + ", \"task\": " + json::quote(n.def->name) + ", \"label\": " + json::quote(n.label);
+    std::string out = "{\"id\": " + std::to_string(n.id) + ", \"task\": " + json::quote(n.def->name) +
+                      ", \"label\": " + json::quote(n.label);
     out += ", \"operands\": " + json::array(n.operands, [&](const Operand& o) {
-             return "{\"name\": " + json::quote(o.name) + ", \"read\": " + (o.is_read ? "true" : "false") + ", \"write\": " +
-                    (o.is_write ? "true" : "false") + ", \"tensor\": " + tensor(o.tensor) + "}";
+             return "{\"name\": " + json::quote(o.name) + ", \"read\": " + (o.is_read ? "true" : "false") +
+                    ", \"write\": " + (o.is_write ? "true" : "false") + ", \"tensor\": " + tensor(o.tensor) + "}";
            });
     out += ", \"attrs\": {";
     bool first = true;
@@ -206,15 +217,24 @@ std::string TBGraph::to_json() const {
     if (n.program) out += ", \"program\": " + json::quote(to_string(*n.program));
     return out + "}";
   };
-  return "{\"buffers\": " + json::array(buffers_, [&](const Buffer& b) {
-           return "{\"name\": " + json::quote(b.name) + ", \"kind\": \"" + kKinds[static_cast<int>(b.kind)] + "\", \"index\": " +
-                  std::to_string(b.index) + ", \"bytes\": " + std::to_string(b.bytes) + "}";
-         }, ",\n  ") +
+  return "{\"buffers\": " +
+         json::array(
+             buffers_,
+             [&](const Buffer& b) {
+               return "{\"name\": " + json::quote(b.name) + ", \"kind\": \"" + kKinds[static_cast<int>(b.kind)] +
+                      "\", \"index\": " + std::to_string(b.index) + ", \"bytes\": " + std::to_string(b.bytes) + "}";
+             },
+             ",\n  ") +
          ",\n\"nodes\": " + json::array(nodes_, node, ",\n  ") + ",\n\"dependencies\": " +
-         json::array(dependencies(), [&](const Dependency& d) {
-           return "{\"from\": " + std::to_string(d.from) + ", \"to\": " + std::to_string(d.to) + ", \"buffer\": " + std::to_string(d.buffer) +
-                  ", \"hazard\": \"" + kHazards[static_cast<int>(d.hazard)] + "\"}";
-         }, ",\n  ") + "}\n";
+         json::array(
+             dependencies(),
+             [&](const Dependency& d) {
+               return "{\"from\": " + std::to_string(d.from) + ", \"to\": " + std::to_string(d.to) +
+                      ", \"buffer\": " + std::to_string(d.buffer) + ", \"hazard\": \"" +
+                      kHazards[static_cast<int>(d.hazard)] + "\"}";
+             },
+             ",\n  ") +
+         "}\n";
 }
 
 }  // namespace mpk

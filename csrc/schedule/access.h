@@ -19,13 +19,14 @@ inline std::vector<const Operand*> outputs(const Node& node) {
 }
 
 inline bool same_view(const Tensor& a, const Tensor& b) {
-  return a.buffer == b.buffer && a.dtype == b.dtype && a.offset == b.offset && a.shape == b.shape && a.strides == b.strides;
+  return a.buffer == b.buffer && a.dtype == b.dtype && a.offset == b.offset && a.shape == b.shape &&
+         a.strides == b.strides;
 }
 
 // Both are the same elements in the same order, though perhaps of another rank.
 inline bool covers(const Tensor& made, const Tensor& read) {
-  return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset && made.numel() == read.numel() &&
-         made.is_contiguous() && read.is_contiguous();
+  return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset &&
+         made.numel() == read.numel() && made.is_contiguous() && read.is_contiguous();
 }
 
 inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
@@ -50,8 +51,8 @@ inline bool reads_at_same_point(const Node& node, const Operand& made) {
     if (instr.op != Op::kLoad && instr.op != Op::kStore) continue;
     const Tensor& accessed = node.operands[instr.operand].tensor;
     if (accessed.buffer != made.tensor.buffer) continue;
-    if (instr.op == Op::kStore || !instr.args.empty() || accessed.offset != made.tensor.offset || accessed.dtype != made.tensor.dtype ||
-        !is_identity(*node.program, instr.strides))
+    if (instr.op == Op::kStore || !instr.args.empty() || accessed.offset != made.tensor.offset ||
+        accessed.dtype != made.tensor.dtype || !is_identity(*node.program, instr.strides))
       return false;
     found = true;
   }
@@ -63,7 +64,9 @@ inline bool reads_at_same_point(const Node& node, const Node& maker) {
   bool found = false;
   for (const Operand* made : outputs(maker)) {
     const int b = made->tensor.buffer;
-    if (std::none_of(node.operands.begin(), node.operands.end(), [&](const Operand& o) { return o.tensor.buffer == b; })) continue;
+    if (std::none_of(node.operands.begin(), node.operands.end(),
+                     [&](const Operand& o) { return o.tensor.buffer == b; }))
+      continue;
     if (!reads_at_same_point(node, *made)) return false;
     found = true;
   }
@@ -81,10 +84,12 @@ inline bool writes_each_point_once(const Node& node) {
   return true;
 }
 
-// Whether the loader, which runs ahead of its phase, reads this operand of a stream task. Activations are the consumers'.
+// Whether the loader, which runs ahead of its phase, reads this operand of a stream task. Activations are the
+// consumers'.
 inline bool loader_reads(const Operand& operand) {
   static constexpr const char* kConsumers[] = {"x", "q", "k_new", "v_new", "slot", "mask", "bias"};
-  return operand.is_read && std::find(std::begin(kConsumers), std::end(kConsumers), operand.name) == std::end(kConsumers);
+  return operand.is_read &&
+         std::find(std::begin(kConsumers), std::end(kConsumers), operand.name) == std::end(kConsumers);
 }
 
 // Bytes a buffer occupies in the workspace: a tagged element is a word of twice its size.
@@ -121,7 +126,8 @@ inline std::vector<Lifetime> buffer_lifetimes(const Schedule& schedule) {
           for (const Operand& operand : schedule.graph.nodes()[n].operands) {
             const int b = operand.tensor.buffer;
             const bool unstored = std::find(job.unstored.begin(), job.unstored.end(), b) != job.unstored.end();
-            if (schedule.graph.buffers()[b].kind == BufferKind::kWorkspace && !unstored) lifetimes[b].extend(static_cast<int>(p));
+            if (schedule.graph.buffers()[b].kind == BufferKind::kWorkspace && !unstored)
+              lifetimes[b].extend(static_cast<int>(p));
           }
   for (Lifetime& lifetime : lifetimes)
     if (lifetime.used()) lifetime.last = last_concurrent(schedule, lifetime.last);

@@ -12,8 +12,8 @@ void bind_schedule(py::module_& m) {
       .def(py::init([](std::string device, int arch, int num_workers, int64_t smem_bytes, bool fuse, bool tagged) {
              return Target{std::move(device), arch, num_workers, smem_bytes, fuse, tagged};
            }),
-           py::arg("device"), py::arg("arch") = 0, py::arg("num_workers") = 1, py::arg("smem_bytes") = 0, py::arg("fuse") = true,
-           py::arg("tagged") = false)
+           py::arg("device"), py::arg("arch") = 0, py::arg("num_workers") = 1, py::arg("smem_bytes") = 0,
+           py::arg("fuse") = true, py::arg("tagged") = false)
       .def_readonly("device", &Target::device)
       .def_readonly("arch", &Target::arch)
       .def_readonly("num_workers", &Target::num_workers)
@@ -22,8 +22,8 @@ void bind_schedule(py::module_& m) {
       .def_readonly("tagged", &Target::tagged);
 
   py::class_<Job>(m, "Job")
-      .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue, std::vector<int> loader_waits,
-                       std::vector<int> unstored) {
+      .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue,
+                       std::vector<int> loader_waits, std::vector<int> unstored) {
              Job job;
              job.prologue = std::move(prologue);
              job.body = std::move(body);
@@ -39,19 +39,25 @@ void bind_schedule(py::module_& m) {
       .def_readonly("num_tiles", &Job::num_tiles)
       .def_readonly("loader_waits", &Job::loader_waits)
       .def_readonly("unstored", &Job::unstored)
-      .def_property_readonly("assignment", [](const Job& j) { return j.assignment == Assignment::kClaimed ? "claimed" : "static"; });
+      .def_property_readonly("assignment",
+                             [](const Job& j) { return j.assignment == Assignment::kClaimed ? "claimed" : "static"; });
 
   py::class_<Phase>(m, "Phase")
-      .def(py::init([](std::vector<Job> jobs, std::vector<int> waits) { return Phase{std::move(jobs), std::move(waits)}; }), py::arg("jobs"),
-           py::arg("waits"))
-      .def_readonly("jobs", &Phase::jobs).def_readonly("waits", &Phase::waits);
+      .def(py::init(
+               [](std::vector<Job> jobs, std::vector<int> waits) { return Phase{std::move(jobs), std::move(waits)}; }),
+           py::arg("jobs"), py::arg("waits"))
+      .def_readonly("jobs", &Phase::jobs)
+      .def_readonly("waits", &Phase::waits);
 
-  py::class_<Schedule>(m, "Schedule", "Made by make_schedule; the constructor is for schedules made by hand, which `validate` must see.")
-      .def(py::init([](const TBGraph& graph, const Target& target, std::vector<Phase> phases, std::vector<int64_t> workspace_offsets,
-                       int64_t workspace_bytes, std::vector<bool> tagged) {
-             return Schedule{graph, target, std::move(phases), std::move(workspace_offsets), workspace_bytes, std::move(tagged)};
+  py::class_<Schedule>(
+      m, "Schedule", "Made by make_schedule; the constructor is for schedules made by hand, which `validate` must see.")
+      .def(py::init([](const TBGraph& graph, const Target& target, std::vector<Phase> phases,
+                       std::vector<int64_t> workspace_offsets, int64_t workspace_bytes, std::vector<bool> tagged) {
+             return Schedule{graph,           target,           std::move(phases), std::move(workspace_offsets),
+                             workspace_bytes, std::move(tagged)};
            }),
-           py::arg("graph"), py::arg("target"), py::arg("phases"), py::arg("workspace_offsets"), py::arg("workspace_bytes"), py::arg("tagged"))
+           py::arg("graph"), py::arg("target"), py::arg("phases"), py::arg("workspace_offsets"),
+           py::arg("workspace_bytes"), py::arg("tagged"))
       .def_readonly("graph", &Schedule::graph)
       .def_readonly("target", &Schedule::target)
       .def_readonly("phases", &Schedule::phases)
@@ -60,8 +66,10 @@ void bind_schedule(py::module_& m) {
       .def_readonly("tagged", &Schedule::tagged)
       .def("to_json", &Schedule::to_json);
 
-  m.def("make_schedule", &make_schedule, py::arg("graph"), py::arg("target"), "Place the graph's nodes on the target. A pure function.");
-  m.def("validate", &validate, py::arg("schedule"), "Raise RuntimeError, naming phase, node and buffer, when the schedule is unsound.");
+  m.def("make_schedule", &make_schedule, py::arg("graph"), py::arg("target"),
+        "Place the graph's nodes on the target. A pure function.");
+  m.def("validate", &validate, py::arg("schedule"),
+        "Raise RuntimeError, naming phase, node and buffer, when the schedule is unsound.");
 }
 
 }  // namespace mpk

@@ -25,7 +25,10 @@ int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kA
 class Scheduler {
  public:
   Scheduler(const TBGraph& graph, const Target& target)
-      : graph_(graph), target_(target), edges_(graph.dependencies()), num_nodes_(static_cast<int>(graph.nodes().size())) {
+      : graph_(graph),
+        target_(target),
+        edges_(graph.dependencies()),
+        num_nodes_(static_cast<int>(graph.nodes().size())) {
     job_of_.assign(num_nodes_, -1);
     in_.resize(num_nodes_);
     out_.resize(num_nodes_);
@@ -130,7 +133,8 @@ class Scheduler {
         fusable = true;
         body.clear();
         epilogue.clear();
-        for (int m : job_of_[last] >= 0 ? job_nodes(job_of_[last]) : std::vector<int>{last}) (is(m, "linear") ? body : epilogue).push_back(m);
+        for (int m : job_of_[last] >= 0 ? job_nodes(job_of_[last]) : std::vector<int>{last})
+          (is(m, "linear") ? body : epilogue).push_back(m);
       }
       if (!fusable || !writes_each_point_once(node(n))) continue;
       for (int m : body)  // all linears of a job share one index space
@@ -142,7 +146,8 @@ class Scheduler {
       if (!contractible(all) || overwrites_input(n, body) || overwrites_input(n, epilogue)) continue;
       std::vector<int> merged;
       for (int m : body)
-        if (job_of_[m] >= 0 && std::find(merged.begin(), merged.end(), job_of_[m]) == merged.end()) merged.push_back(job_of_[m]);
+        if (job_of_[m] >= 0 && std::find(merged.begin(), merged.end(), job_of_[m]) == merged.end())
+          merged.push_back(job_of_[m]);
       const int j = merged.empty() ? new_job(body) : merged.front();
       for (size_t k = 1; k < merged.size(); k++) jobs_[merged[k]] = {};
       jobs_[j].body = body;
@@ -155,7 +160,9 @@ class Scheduler {
   // Whether `n` writes memory that other workers may still be reading for the same phase.
   bool overwrites_input(int n, const std::vector<int>& readers) const {
     for (const Dependency* edge : in_[n])
-      if (edge->hazard != Hazard::kReadAfterWrite && std::find(readers.begin(), readers.end(), edge->from) != readers.end()) return true;
+      if (edge->hazard != Hazard::kReadAfterWrite &&
+          std::find(readers.begin(), readers.end(), edge->from) != readers.end())
+        return true;
     return false;
   }
 
@@ -189,7 +196,8 @@ class Scheduler {
     is_prologue_.assign(num_nodes_, false);
     for (int n = num_nodes_; n-- > 0;) {
       const Node& row = node(n);
-      if (row.def->role != Role::kRow || graph_.buffers()[output(row).tensor.buffer].kind != BufferKind::kWorkspace) continue;
+      if (row.def->role != Role::kRow || graph_.buffers()[output(row).tensor.buffer].kind != BufferKind::kWorkspace)
+        continue;
       bool fusable = !out_[n].empty();
       for (const Dependency* edge : out_[n]) {
         const Node& reader = node(edge->to);
@@ -278,13 +286,15 @@ class Scheduler {
       for (int a : after[j])
         if (--pending[a] == 0) ready.push_back(a);
     }
-    if (done != jobs_.size()) throw std::logic_error("schedule: fusion made a cycle; please report the graph (TORCH_MPK_DUMP)");
+    if (done != jobs_.size())
+      throw std::logic_error("schedule: fusion made a cycle; please report the graph (TORCH_MPK_DUMP)");
     // In-place updates of the caller's tensors that nothing waits for go last: an aborted launch leaves counters alone.
     for (size_t j = 0; j < jobs_.size(); j++) {
       const Job& job = jobs_[j];
       if (job.body.size() != 1 || node(job.body[0]).def->role != Role::kPointwise || !after[j].empty()) continue;
       bool in_place = true;
-      for (const Operand* made : outputs(node(job.body[0]))) in_place &= graph_.buffers()[made->tensor.buffer].kind == BufferKind::kInput;
+      for (const Operand* made : outputs(node(job.body[0])))
+        in_place &= graph_.buffers()[made->tensor.buffer].kind == BufferKind::kInput;
       if (in_place) levels_[j] = num_levels - 1;
     }
   }
@@ -349,10 +359,12 @@ class Scheduler {
         for (const Dependency* edge : in_[n]) {
           if (edge->hazard == Hazard::kWriteAfterRead) continue;
           const std::vector<Operand>& operands = node(n).operands;
-          if (std::none_of(operands.begin(), operands.end(), [&](const Operand& o) { return o.tensor.buffer == edge->buffer && loader_reads(o); }))
+          if (std::none_of(operands.begin(), operands.end(),
+                           [&](const Operand& o) { return o.tensor.buffer == edge->buffer && loader_reads(o); }))
             continue;
           const int p = phase_of_node[edge->from];
-          if (p >= 0 && std::find(job.loader_waits.begin(), job.loader_waits.end(), p) == job.loader_waits.end()) job.loader_waits.push_back(p);
+          if (p >= 0 && std::find(job.loader_waits.begin(), job.loader_waits.end(), p) == job.loader_waits.end())
+            job.loader_waits.push_back(p);
         }
     std::sort(job.loader_waits.begin(), job.loader_waits.end());
   }
@@ -390,8 +402,9 @@ class Scheduler {
   bool travels_tagged(int n, const Operand& made) const {
     const Tensor& t = made.tensor;
     const bool from_linear = is(n, "linear") || (job_of_[n] >= 0 && is(jobs_[job_of_[n]].body.front(), "linear"));
-    if (!from_linear || graph_.buffers()[t.buffer].kind != BufferKind::kWorkspace || !is_float(t.dtype) || size_bytes(t.dtype) > 4 ||
-        t.numel() > kMaxTaggedElements || !t.is_contiguous() || t.numel() * size_bytes(t.dtype) != graph_.buffers()[t.buffer].bytes)
+    if (!from_linear || graph_.buffers()[t.buffer].kind != BufferKind::kWorkspace || !is_float(t.dtype) ||
+        size_bytes(t.dtype) > 4 || t.numel() > kMaxTaggedElements || !t.is_contiguous() ||
+        t.numel() * size_bytes(t.dtype) != graph_.buffers()[t.buffer].bytes)
       return false;
     for (const Dependency* edge : out_[n]) {
       if (edge->buffer != t.buffer) continue;
@@ -454,7 +467,9 @@ class Scheduler {
 }  // namespace
 
 Schedule make_schedule(const TBGraph& graph, const Target& target) {
-  if (target.num_workers < 1) throw std::invalid_argument("schedule: a target needs at least one worker, got " + std::to_string(target.num_workers));
+  if (target.num_workers < 1)
+    throw std::invalid_argument("schedule: a target needs at least one worker, got " +
+                                std::to_string(target.num_workers));
   return Scheduler(graph, target).run();
 }
 
@@ -466,19 +481,26 @@ std::string Schedule::to_json() const {
         return json::quote(std::to_string(n) + " " + node.def->name + (node.label.empty() ? "" : " " + node.label));
       });
     };
-    return "{\"prologue\": " + tasks(j.prologue) + ", \"body\": " + tasks(j.body) + ", \"epilogue\": " + tasks(j.epilogue) +
-           ", \"tiles\": " + std::to_string(j.num_tiles) + ", \"assignment\": \"" +
-           (j.assignment == Assignment::kClaimed ? "claimed" : "static") + "\", \"loader_waits\": " + json::numbers(j.loader_waits) +
-           ", \"unstored\": " + json::numbers(j.unstored) + "}";
+    return "{\"prologue\": " + tasks(j.prologue) + ", \"body\": " + tasks(j.body) +
+           ", \"epilogue\": " + tasks(j.epilogue) + ", \"tiles\": " + std::to_string(j.num_tiles) +
+           ", \"assignment\": \"" + (j.assignment == Assignment::kClaimed ? "claimed" : "static") +
+           "\", \"loader_waits\": " + json::numbers(j.loader_waits) + ", \"unstored\": " + json::numbers(j.unstored) +
+           "}";
   };
-  return "{\"target\": {\"device\": " + json::quote(target.device) + ", \"arch\": " + std::to_string(target.arch) + ", \"workers\": " +
-         std::to_string(target.num_workers) + ", \"smem_bytes\": " + std::to_string(target.smem_bytes) + ", \"fuse\": " +
-         (target.fuse ? "true" : "false") + "},\n\"workspace_bytes\": " + std::to_string(workspace_bytes) + ",\n\"workspace_offsets\": " +
-         json::numbers(workspace_offsets) + ",\n\"tagged\": " + json::array(tagged, [](bool t) { return t ? "true" : "false"; }) +
-         ",\n\"phases\": " +
-         json::array(phases, [&](const Phase& p) {
-           return "{\"waits\": " + json::numbers(p.waits) + ", \"jobs\": " + json::array(p.jobs, job, ",\n    ") + "}";
-         }, ",\n  ") + "}\n";
+  return "{\"target\": {\"device\": " + json::quote(target.device) + ", \"arch\": " + std::to_string(target.arch) +
+         ", \"workers\": " + std::to_string(target.num_workers) +
+         ", \"smem_bytes\": " + std::to_string(target.smem_bytes) + ", \"fuse\": " + (target.fuse ? "true" : "false") +
+         "},\n\"workspace_bytes\": " + std::to_string(workspace_bytes) +
+         ",\n\"workspace_offsets\": " + json::numbers(workspace_offsets) +
+         ",\n\"tagged\": " + json::array(tagged, [](bool t) { return t ? "true" : "false"; }) + ",\n\"phases\": " +
+         json::array(
+             phases,
+             [&](const Phase& p) {
+               return "{\"waits\": " + json::numbers(p.waits) + ", \"jobs\": " + json::array(p.jobs, job, ",\n    ") +
+                      "}";
+             },
+             ",\n  ") +
+         "}\n";
 }
 
 }  // namespace mpk

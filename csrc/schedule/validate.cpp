@@ -45,7 +45,8 @@ class Validator {
     happens_before_.assign(num_phases_, std::vector<bool>(num_phases_, false));
     for (int p = 0; p < num_phases_; p++)
       for (int w : s_.phases[p].waits) {
-        if (w < 0 || w >= p) fail("phase " + std::to_string(p) + " waits for phase " + std::to_string(w) + ", which does not precede it");
+        if (w < 0 || w >= p)
+          fail("phase " + std::to_string(p) + " waits for phase " + std::to_string(w) + ", which does not precede it");
         happens_before_[w][p] = true;
         // Every worker runs the phases in order, so a complete event also orders what came before its phase.
         for (int q = 0; q < w; q++) happens_before_[q][p] = true;
@@ -66,18 +67,22 @@ class Validator {
         for (const auto& [part, list] : parts)
           for (size_t i = 0; i < list->size(); i++) {
             const int n = (*list)[i];
-            if (n < 0 || n >= num_nodes) fail("phase " + std::to_string(p) + " runs node " + std::to_string(n) + ", which does not exist");
+            if (n < 0 || n >= num_nodes)
+              fail("phase " + std::to_string(p) + " runs node " + std::to_string(n) + ", which does not exist");
             places_[n].push_back({p, static_cast<int>(j), part, static_cast<int>(i)});
             const Role role = s_.graph.nodes()[n].def->role;
-            if (part == Part::kPrologue && role != Role::kRow) fail(name(n) + " is no row task, but stands in a prologue");
-            if (part == Part::kEpilogue && role != Role::kPointwise) fail(name(n) + " is not pointwise, but stands in an epilogue");
+            if (part == Part::kPrologue && role != Role::kRow)
+              fail(name(n) + " is no row task, but stands in a prologue");
+            if (part == Part::kEpilogue && role != Role::kPointwise)
+              fail(name(n) + " is not pointwise, but stands in an epilogue");
           }
       }
     for (int n = 0; n < num_nodes; n++) {
       if (places_[n].empty()) fail(name(n) + " is never run");
       bool recomputed = true;
       for (const Place& place : places_[n]) recomputed &= place.part == Part::kPrologue;
-      if (places_[n].size() > 1 && !recomputed) fail(name(n) + " is run " + std::to_string(places_[n].size()) + " times");
+      if (places_[n].size() > 1 && !recomputed)
+        fail(name(n) + " is run " + std::to_string(places_[n].size()) + " times");
     }
   }
 
@@ -94,8 +99,9 @@ class Validator {
       if (edge.hazard == Hazard::kReadAfterWrite) {
         bool satisfied = false;
         for (const Place& from : places_[edge.from])
-          satisfied |= from.same_job(to) ? passes_inside(edge, from, to)
-                                         : !unstored(from, edge.buffer) && (happens_before(from, to) || announced(edge, from, to));
+          satisfied |= from.same_job(to)
+                           ? passes_inside(edge, from, to)
+                           : !unstored(from, edge.buffer) && (happens_before(from, to) || announced(edge, from, to));
         if (!satisfied) fail(what + "no write happens before the read");
       } else {
         // Every earlier access, wherever it is repeated, must be over before the write.
@@ -123,7 +129,9 @@ class Validator {
 
   void check_workspace() const {
     const std::vector<Lifetime> lifetimes = buffer_lifetimes(s_);
-    if (s_.workspace_offsets.size() != lifetimes.size()) fail("it places " + std::to_string(s_.workspace_offsets.size()) + " of " + std::to_string(lifetimes.size()) + " buffers");
+    if (s_.workspace_offsets.size() != lifetimes.size())
+      fail("it places " + std::to_string(s_.workspace_offsets.size()) + " of " + std::to_string(lifetimes.size()) +
+           " buffers");
     for (size_t a = 0; a < lifetimes.size(); a++) {
       if (!lifetimes[a].used()) continue;
       const int64_t begin = s_.workspace_offsets[a], end = begin + stored_bytes(s_, static_cast<int>(a));
@@ -132,9 +140,11 @@ class Validator {
         if (!lifetimes[b].used()) continue;
         const int64_t other = s_.workspace_offsets[b];
         if (begin >= other + stored_bytes(s_, static_cast<int>(b)) || other >= end) continue;
-        if (s_.tagged[a] != s_.tagged[b]) fail(name_buffer(a) + " and " + name_buffer(b) + " share workspace, but only one is tagged");
+        if (s_.tagged[a] != s_.tagged[b])
+          fail(name_buffer(a) + " and " + name_buffer(b) + " share workspace, but only one is tagged");
         // Sharing bytes is sound when all use of one happens before all use of the other.
-        const auto [first, second] = lifetimes[a].last < lifetimes[b].first ? std::pair(lifetimes[a], lifetimes[b]) : std::pair(lifetimes[b], lifetimes[a]);
+        const auto [first, second] = lifetimes[a].last < lifetimes[b].first ? std::pair(lifetimes[a], lifetimes[b])
+                                                                            : std::pair(lifetimes[b], lifetimes[a]);
         if (first.last >= second.first || !happens_before_[first.last][second.first])
           fail(name_buffer(a) + " and " + name_buffer(b) + " share workspace while both are needed");
       }
@@ -152,8 +162,12 @@ class Validator {
         for (const Operand& operand : reader.operands) {
           if (operand.tensor.buffer != edge.buffer || !loader_reads(operand)) continue;
           for (const Place& from : places_[edge.from]) {
-            const bool ordered = std::any_of(waits.begin(), waits.end(), [&](int w) { return w == from.phase || (w >= 0 && w < num_phases_ && happens_before_[from.phase][w]); });
-            if (!ordered) fail("the loader of " + name(edge.to) + " may read " + name_buffer(edge.buffer) + " before " + name(edge.from) + " writes it");
+            const bool ordered = std::any_of(waits.begin(), waits.end(), [&](int w) {
+              return w == from.phase || (w >= 0 && w < num_phases_ && happens_before_[from.phase][w]);
+            });
+            if (!ordered)
+              fail("the loader of " + name(edge.to) + " may read " + name_buffer(edge.buffer) + " before " +
+                   name(edge.from) + " writes it");
           }
         }
       }

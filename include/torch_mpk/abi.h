@@ -15,13 +15,13 @@ inline constexpr int kMaxLaunchBytes = 32764;  // kernel parameter space since C
 // Written by a CTA that gives up waiting; read by the host after an aborted launch.
 struct StallRecord {
   uint32_t valid;
-  uint32_t phase;     // the phase the warp was in
-  uint32_t role;      // 0: consumer, 1: loader
-  uint32_t waiting;   // what for: 0 event, 1 full ring slot, 2 free ring slot, 3 the loader's progress
-  uint32_t event;     // phase whose event it waited for, or ring slot
+  uint32_t phase;    // the phase the warp was in
+  uint32_t role;     // 0: consumer, 1: loader
+  uint32_t waiting;  // what for: 0 event, 1 full ring slot, 2 free ring slot, 3 the loader's progress
+  uint32_t event;    // phase whose event it waited for, or ring slot
   uint32_t seen;
   uint32_t expected;
-  uint32_t entry;     // ring entry or tile the warp had reached
+  uint32_t entry;  // ring entry or tile the warp had reached
 };
 
 // Device memory, one per executable and stream, zeroed by the host when created and after an aborted launch.
@@ -35,12 +35,12 @@ struct Control {
 };
 
 struct LaunchParams {
-  const void* table;         // CudaProgram::table
+  const void* table;  // CudaProgram::table
   uint8_t* workspace;
   Control* control;
-  uint32_t* host_abort;      // pinned host memory: set to 1 before an aborted kernel exits
-  uint64_t watchdog_ns;      // give up after so long without progress; 0 waits forever
-  uint32_t jitter;           // nonzero: random delays per CTA and phase, seeded by it (stress tests)
+  uint32_t* host_abort;  // pinned host memory: set to 1 before an aborted kernel exits
+  uint64_t watchdog_ns;  // give up after so long without progress; 0 waits forever
+  uint32_t jitter;       // nonzero: random delays per CTA and phase, seeded by it (stress tests)
   uint32_t reserved;
   int64_t scalars[kMaxScalars];
   // void* pointers[num_inputs + num_outputs];

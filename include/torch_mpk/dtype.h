@@ -18,9 +18,9 @@ struct DTypeInfo {
 };
 
 inline constexpr DTypeInfo kDTypeInfo[kNumDTypes] = {
-    {"bool", "bool", 1},         {"uint8", "uint8_t", 1},           {"int8", "int8_t", 1},      {"int16", "int16_t", 2},
-    {"int32", "int32_t", 4},     {"int64", "int64_t", 8},           {"float16", "__half", 2},   {"bfloat16", "__nv_bfloat16", 2},
-    {"float32", "float", 4},     {"float64", "double", 8},
+    {"bool", "bool", 1},     {"uint8", "uint8_t", 1},  {"int8", "int8_t", 1},    {"int16", "int16_t", 2},
+    {"int32", "int32_t", 4}, {"int64", "int64_t", 8},  {"float16", "__half", 2}, {"bfloat16", "__nv_bfloat16", 2},
+    {"float32", "float", 4}, {"float64", "double", 8},
 };
 
 inline const DTypeInfo& info(DType t) { return kDTypeInfo[static_cast<int>(t)]; }
@@ -31,7 +31,8 @@ inline bool is_reduced_float(DType t) { return t == DType::kF16 || t == DType::k
 inline DType parse_dtype(const std::string& name) {
   for (int i = 0; i < kNumDTypes; i++)
     if (name == kDTypeInfo[i].name) return static_cast<DType>(i);
-  throw std::invalid_argument("dtype '" + name + "' is not supported by torch_mpk: expected a bool, integer or floating type of PyTorch");
+  throw std::invalid_argument("dtype '" + name +
+                              "' is not supported by torch_mpk: expected a bool, integer or floating type of PyTorch");
 }
 
 }  // namespace mpk

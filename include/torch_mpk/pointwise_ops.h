@@ -1,63 +1,62 @@
 // The scalar operations of pointwise programs, stated once.
 //
 // X(name, number of arguments, expression). The expression is valid in C++ and in CUDA; `a`, `b`, `c` are the arguments
-// after conversion to the operation's compute type T (float for bf16, fp16 and fp32; double for fp64; the type itself for
-// integers and bool), and the result is rounded to the instruction's dtype. `math::` is cmath on the host and CUDA's
-// accurate functions on the device. The CPU interpreter, the CUDA code generator and the list Python sees are all made
-// from this table.
+// after conversion to the operation's compute type T (float for bf16, fp16 and fp32; double for fp64; the type itself
+// for integers and bool), and the result is rounded to the instruction's dtype. `math::` is cmath on the host and
+// CUDA's accurate functions on the device. The CPU interpreter, the CUDA code generator and the list Python sees are
+// all made from this table.
 #pragma once
 
 // Result type: the instruction's dtype.
-#define MPK_POINTWISE_ARITHMETIC(X)                                                                                     \
-  X(add, 2, a + b)                                                                                                      \
-  X(sub, 2, a - b)                                                                                                      \
-  X(mul, 2, a * b)                                                                                                      \
-  X(neg, 1, -a)                                                                                                         \
-  X(abs, 1, a < T(0) ? -a : a)                                                                                          \
-  X(maximum, 2, (a != a || a > b) ? a : b)                                                                              \
+#define MPK_POINTWISE_ARITHMETIC(X)        \
+  X(add, 2, a + b)                         \
+  X(sub, 2, a - b)                         \
+  X(mul, 2, a* b)                          \
+  X(neg, 1, -a)                            \
+  X(abs, 1, a < T(0) ? -a : a)             \
+  X(maximum, 2, (a != a || a > b) ? a : b) \
   X(minimum, 2, (a != a || a < b) ? a : b)
 
 // Floating types only.
-#define MPK_POINTWISE_FLOAT(X)                                                                                          \
-  X(div, 2, a / b)                                                                                                      \
-  X(pow, 2, math::pow(a, b))                                                                                            \
-  X(square, 1, a * a)                                                                                                   \
-  X(reciprocal, 1, T(1) / a)                                                                                            \
-  X(sqrt, 1, math::sqrt(a))                                                                                             \
-  X(rsqrt, 1, T(1) / math::sqrt(a))                                                                                     \
-  X(exp, 1, math::exp(a))                                                                                               \
-  X(log, 1, math::log(a))                                                                                               \
-  X(sin, 1, math::sin(a))                                                                                               \
-  X(cos, 1, math::cos(a))                                                                                               \
-  X(tanh, 1, math::tanh(a))                                                                                             \
-  X(erf, 1, math::erf(a))                                                                                               \
-  X(sigmoid, 1, T(1) / (T(1) + math::exp(-a)))                                                                          \
-  X(silu, 1, a / (T(1) + math::exp(-a)))                                                                                \
-  X(gelu, 1, a * T(0.5) * (T(1) + math::erf(a * T(0.70710678118654752440))))                                            \
-  X(gelu_tanh, 1,                                                                                                       \
-    a * T(0.5) * (T(1) + math::tanh(T(0.79788456080286535588) * (a + T(0.044715) * a * a * a))))                         \
-  X(relu, 1, (a != a || a > T(0)) ? a : T(0))                                                                           \
-  X(floor, 1, math::floor(a))                                                                                           \
-  X(ceil, 1, math::ceil(a))                                                                                             \
+#define MPK_POINTWISE_FLOAT(X)                                                                                \
+  X(div, 2, a / b)                                                                                            \
+  X(pow, 2, math::pow(a, b))                                                                                  \
+  X(square, 1, a* a)                                                                                          \
+  X(reciprocal, 1, T(1) / a)                                                                                  \
+  X(sqrt, 1, math::sqrt(a))                                                                                   \
+  X(rsqrt, 1, T(1) / math::sqrt(a))                                                                           \
+  X(exp, 1, math::exp(a))                                                                                     \
+  X(log, 1, math::log(a))                                                                                     \
+  X(sin, 1, math::sin(a))                                                                                     \
+  X(cos, 1, math::cos(a))                                                                                     \
+  X(tanh, 1, math::tanh(a))                                                                                   \
+  X(erf, 1, math::erf(a))                                                                                     \
+  X(sigmoid, 1, T(1) / (T(1) + math::exp(-a)))                                                                \
+  X(silu, 1, a / (T(1) + math::exp(-a)))                                                                      \
+  X(gelu, 1, a* T(0.5) * (T(1) + math::erf(a * T(0.70710678118654752440))))                                   \
+  X(gelu_tanh, 1, a* T(0.5) * (T(1) + math::tanh(T(0.79788456080286535588) * (a + T(0.044715) * a * a * a)))) \
+  X(relu, 1, (a != a || a > T(0)) ? a : T(0))                                                                 \
+  X(floor, 1, math::floor(a))                                                                                 \
+  X(ceil, 1, math::ceil(a))                                                                                   \
   X(softplus, 1, a > T(20) ? a : math::log1p(math::exp(a)))
 
 // Integer types only; division rounds toward minus infinity, as PyTorch's floor_divide and remainder do.
-#define MPK_POINTWISE_INTEGER(X)                                                                                        \
-  X(floordiv, 2, b == T(0) ? T(0) : T(a / b - ((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? 1 : 0)))                   \
-  X(remainder, 2, b == T(0) ? T(0) : T((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? a % b + b : a % b))               \
-  X(bit_and, 2, a & b)                                                                                                  \
-  X(bit_or, 2, a | b)                                                                                                   \
+#define MPK_POINTWISE_INTEGER(X)                                                                           \
+  X(floordiv, 2, b == T(0) ? T(0) : T(a / b - ((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? 1 : 0)))    \
+  X(remainder, 2, b == T(0) ? T(0) : T((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? a % b + b : a % b)) \
+  X(bit_and, 2, a& b)                                                                                      \
+  X(bit_or, 2, a | b)                                                                                      \
   X(bit_xor, 2, a ^ b)
 
 // Result bool; the compute type is the arguments'.
-#define MPK_POINTWISE_COMPARE(X)                                                                                        \
-  X(eq, 2, a == b)                                                                                                      \
-  X(ne, 2, a != b)                                                                                                      \
-  X(lt, 2, a < b)                                                                                                       \
-  X(le, 2, a <= b)                                                                                                      \
-  X(gt, 2, a > b)                                                                                                       \
-  X(ge, 2, a >= b)                                                                                                      \
-  X(logical_and, 2, a != T(0) && b != T(0))                                                                             \
-  X(logical_or, 2, a != T(0) || b != T(0))                                                                              \
-  X(logical_not, 1, a == T(0))                                                                                          \
+#define MPK_POINTWISE_COMPARE(X)            \
+  X(eq, 2, a == b)                          \
+  X(ne, 2, a != b)                          \
+  X(lt, 2, a < b)                           \
+  X(le, 2, a <= b)                          \
+  X(gt, 2, a > b)                           \
+  X(ge, 2, a >= b)                          \
+  X(logical_and, 2, a != T(0) && b != T(0)) \
+  X(logical_or, 2, a != T(0) || b != T(0))  \
+  X(logical_not, 1, a == T(0))              \
   X(isnan, 1, a != a)

@@ -31,7 +31,8 @@ MPK_INLINE double exp(double x) { return __builtin_exp(x); }
   MPK_INLINE double name(double x) { return __builtin_##name(x); }
 MPK_MATH1(sqrt)
 MPK_MATH1(log)
-MPK_MATH1(sin) MPK_MATH1(cos) MPK_MATH1(tanh) MPK_MATH1(erf) MPK_MATH1(floor) MPK_MATH1(ceil) MPK_MATH1(log1p)
+MPK_MATH1(sin)
+MPK_MATH1(cos) MPK_MATH1(tanh) MPK_MATH1(erf) MPK_MATH1(floor) MPK_MATH1(ceil) MPK_MATH1(log1p)
 #undef MPK_MATH1
     MPK_INLINE float pow(float x, float y) {
   return __builtin_powf(x, y);
@@ -51,7 +52,8 @@ MPK_INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
   };
 MPK_POINTWISE_ARITHMETIC(X)
 MPK_POINTWISE_FLOAT(X)
-MPK_POINTWISE_INTEGER(X) MPK_POINTWISE_COMPARE(X)
+MPK_POINTWISE_INTEGER(X)
+MPK_POINTWISE_COMPARE(X)
 #undef X
 
     template <class O, ValueClass c, bool kCompare>

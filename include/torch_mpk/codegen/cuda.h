@@ -10,18 +10,18 @@
 namespace mpk {
 
 struct CudaProgram {
-  std::string source;          // includes only torch_mpk/device/*.cuh and cuda_{bf16,fp16}.h
+  std::string source;  // includes only torch_mpk/device/*.cuh and cuda_{bf16,fp16}.h
   std::string kernel_name;
   std::vector<uint8_t> table;  // read-only, copied to the device once
   int num_workers = 0;         // CTAs of the launch, all resident at once
   int num_threads = 0;         // of each
   int64_t smem_bytes = 0;      // dynamic shared memory
   int64_t workspace_bytes = 0;
-  int64_t control_bytes = 0;   // Control and everything behind it
-  int64_t stalls_offset = 0;   // of StallRecord[num_workers] in the control block
+  int64_t control_bytes = 0;  // Control and everything behind it
+  int64_t stalls_offset = 0;  // of StallRecord[num_workers] in the control block
   int num_phases = 0;
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
-  std::vector<int> input_alignment;  // bytes each input's pointer must be a multiple of
+  std::vector<int> input_alignment;      // bytes each input's pointer must be a multiple of
   std::vector<std::string> phase_names;  // for error messages and profiles
 };
 

@@ -1,8 +1,8 @@
 // A pointwise program: straight-line scalar code evaluated once at every point of an index domain.
 //
 // It expresses what stands between a model's matrix products: arithmetic, comparisons, casts, broadcasting, views,
-// concatenation, padding, gathers and in-place writes. Each value has a dtype, and an operation rounds its result to it,
-// exactly where the eager graph does.
+// concatenation, padding, gathers and in-place writes. Each value has a dtype, and an operation rounds its result to
+// it, exactly where the eager graph does.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,15 @@ enum class Op : uint8_t {
   kConst,  // imm
   kIndex,  // the point's coordinate along dimension `operand`, int64
   kSize,   // the call's scalar argument number `operand` (a SymInt of the captured graph), int64
-  kLoad,   // operand[sum(strides * index) + offset]; args: [offset (int64)] or [offset, predicate]; 0 where the predicate is false
+  kLoad,   // operand[sum(strides * index) + offset]; args: [offset (int64)] or [offset, predicate]; 0 where the
+           // predicate is false
   kStore,  // args: [value] or [value, offset] or [value, offset, predicate]; addressing as kLoad; no result
   kCast,   // args: [value]
   kWhere,  // args: [condition, value if true, value if false]
 #define X(name, arity, expression) k_##name,
   MPK_POINTWISE_ARITHMETIC(X) MPK_POINTWISE_FLOAT(X) MPK_POINTWISE_INTEGER(X) MPK_POINTWISE_COMPARE(X)
 #undef X
-  kNumOps
+      kNumOps
 };
 
 struct Instr {

@@ -1,5 +1,5 @@
-// The registry of task kinds. It is filled from the declarations in torch_mpk/tasks (and from user packages); everything
-// that needs a list of tasks derives it from here.
+// The registry of task kinds. It is filled from the declarations in torch_mpk/tasks (and from user packages);
+// everything that needs a list of tasks derives it from here.
 #pragma once
 
 #include <map>
@@ -14,7 +14,7 @@ enum class Role : uint8_t {
   kPointwise,  // a Program per point; fuses as an epilogue of the phase that makes its input
   kReduce,     // a Program per point, reduced over the last domain dimension
   kRow,        // each output row depends on the same row of the first operand; fuses as a prologue
-  kStream,     // streams large operands through the loader's ring; has a phase of its own, takes prologues and epilogues
+  kStream,  // streams large operands through the loader's ring; has a phase of its own, takes prologues and epilogues
 };
 
 struct OperandSpec {
@@ -30,13 +30,13 @@ struct TaskDef {
   Role role;
   std::vector<OperandSpec> operands;  // inputs, then outputs, as declared
   std::vector<std::string> attrs;     // required attributes, by name
-  std::string header;                 // device header, relative to include/: "torch_mpk/device/tasks/linear.cuh"; empty for programs
+  std::string header;  // device header, relative to include/: "torch_mpk/device/tasks/linear.cuh"; empty for programs
 };
 
 class TaskRegistry {
  public:
   static TaskRegistry& global();
-  const TaskDef& add(TaskDef def);               // throws on a different definition of the same name
+  const TaskDef& add(TaskDef def);                    // throws on a different definition of the same name
   const TaskDef& get(const std::string& name) const;  // throws std::invalid_argument listing the known names
   const TaskDef* find(const std::string& name) const;
   std::vector<std::string> names() const;

@@ -16,7 +16,8 @@ struct Target {
   int num_workers = 1;     // multiprocessors, or CPU threads
   int64_t smem_bytes = 0;  // shared memory one CTA may use; 0 on the CPU
   bool fuse = true;        // false: every node is a job of its own (the CPU; the oracle of every fusion)
-  bool tagged = false;     // hand small vectors over as tagged words instead of behind a completed event (see Schedule::tagged)
+  bool tagged =
+      false;  // hand small vectors over as tagged words instead of behind a completed event (see Schedule::tagged)
 };
 
 enum class Assignment : uint8_t { kStatic, kClaimed };
@@ -42,11 +43,12 @@ struct Phase {
 struct Schedule {
   TBGraph graph;
   Target target;
-  std::vector<Phase> phases;                // event i belongs to phase i and expects `num_workers` signals
-  std::vector<int64_t> workspace_offsets;   // per buffer, bytes; -1 for inputs, outputs and unstored buffers
+  std::vector<Phase> phases;               // event i belongs to phase i and expects `num_workers` signals
+  std::vector<int64_t> workspace_offsets;  // per buffer, bytes; -1 for inputs, outputs and unstored buffers
   int64_t workspace_bytes = 0;
-  // Per buffer: its elements travel as words of {element, tag}, where the tag names launch and phase. Readers poll the words
-  // themselves, so that no worker waits for the slowest one's fence. Tagged buffers share bytes with tagged buffers only.
+  // Per buffer: its elements travel as words of {element, tag}, where the tag names launch and phase. Readers poll the
+  // words themselves, so that no worker waits for the slowest one's fence. Tagged buffers share bytes with tagged
+  // buffers only.
   std::vector<bool> tagged;
 
   std::string to_json() const;
@@ -55,8 +57,9 @@ struct Schedule {
 Schedule make_schedule(const TBGraph& graph, const Target& target);
 
 // Throws std::runtime_error naming phase, node and buffer when a schedule is unsound: a node missing or run twice, a
-// cyclic or forward wait, a read that no write happens before (nor a tag announces), a write that does not happen after an earlier read or
-// write of the same bytes, jobs of one phase that depend on each other, or workspace reused while it is still needed.
+// cyclic or forward wait, a read that no write happens before (nor a tag announces), a write that does not happen after
+// an earlier read or write of the same bytes, jobs of one phase that depend on each other, or workspace reused while it
+// is still needed.
 void validate(const Schedule& schedule);
 
 }  // namespace mpk
