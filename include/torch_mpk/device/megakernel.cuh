@@ -181,9 +181,10 @@ struct Loader : Launch<Kernel> {
 
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
-  // Opens a ring entry; false when the launch was given up: return at once.
-  MPK_DEVICE bool begin(uint32_t bytes) {
-    if (!failed) failed = !ring.begin(bytes, phase);
+  // Fills ring entries, see RingWriter::fill; false when the launch was given up: return at once.
+  template <class Source>
+  MPK_DEVICE bool fill(uint32_t count, const Source& source) {
+    if (!failed) failed = !ring.fill(count, phase, source);
     return !failed;
   }
 

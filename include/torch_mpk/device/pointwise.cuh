@@ -94,7 +94,8 @@ namespace math {
 MPK_MATH(sqrt)
 MPK_MATH(exp)
 MPK_MATH(log)
-MPK_MATH(sin) MPK_MATH(cos) MPK_MATH(tanh) MPK_MATH(erf) MPK_MATH(floor) MPK_MATH(ceil) MPK_MATH(log1p)
+MPK_MATH(sin)
+MPK_MATH(cos) MPK_MATH(tanh) MPK_MATH(erf) MPK_MATH(floor) MPK_MATH(ceil) MPK_MATH(log1p)
 #undef MPK_MATH
     MPK_DEVICE float pow(float a, float b) {
   return ::powf(a, b);

@@ -23,10 +23,15 @@ struct RingState {
   uint32_t issued;
 };
 
+// Entries the loader fills at once. One multiprocessor's share of the memory bandwidth is a slot every 240 ns, less
+// than a lone thread needs to fill one; so with the copy engine (sm_90) each of a few lanes fills an entry of its own,
+// and the instructions are paid once. Without it all lanes copy parts of one entry.
 #if __CUDA_ARCH__ >= 900
+inline constexpr int kFillWidth = 4;
 inline constexpr uint32_t kFullArrivals = 1;  // the copy engine counts bytes; one arrival announces how many
 #else
-inline constexpr uint32_t kFullArrivals = 32;  // each lane of the loader warp arrives when its copies have landed
+inline constexpr int kFillWidth = 1;
+inline constexpr uint32_t kFullArrivals = 32;  // each lane arrives when its copies have landed
 #endif
 
 MPK_DEVICE void init_ring(RingState& ring, int slots) {
@@ -39,6 +44,29 @@ MPK_DEVICE void init_ring(RingState& ring, int slots) {
   ptx::fence_mbar_init();
 }
 
+// Copies into one slot.
+struct SlotWriter {
+  uint8_t* slot;
+  uint64_t* full;
+  int lane;
+
+  // `rows` rows of `row_bytes`, `src_pitch` bytes apart in memory, side by side in the slot. Multiples of 16.
+  MPK_DEVICE void copy(uint32_t dst, const uint8_t* src, int64_t src_pitch, uint32_t rows, uint32_t row_bytes) const {
+    if (rows != 0 && src_pitch == row_bytes) {
+      row_bytes *= rows;
+      rows = 1;
+    }
+#if __CUDA_ARCH__ >= 900
+    for (uint32_t r = 0; r < rows; r++)
+      ptx::bulk_load(slot + dst + r * row_bytes, src + r * src_pitch, row_bytes, full);
+#else
+    for (uint32_t r = 0; r < rows; r++)
+      for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16)
+        ptx::copy_async_16(slot + dst + r * row_bytes + i, src + r * src_pitch + i);
+#endif
+  }
+};
+
 // The loader's end. All lanes of the warp call all functions, with the same arguments.
 template <int slots>
 struct RingWriter {
@@ -46,67 +74,38 @@ struct RingWriter {
   uint8_t* data;
   const Watchdog& dog;
   int lane;
-  uint32_t entry = 0;   // the next
-  int slot = 0;         // entry mod slots
-  uint32_t parity = 1;  // of the previous round through the slots
+  uint32_t entry = 0;  // the next
 
-  // Opens the next entry for copies of `bytes` in total; false when the launch was given up.
-  MPK_DEVICE bool begin(uint32_t bytes, uint32_t phase) {
-    if (entry >= slots) {
-      const bool ok = spin(
-          dog, [&] { return ptx::mbar_test(&ring.empty[slot], parity); },
-          [&] {
-            return StallRecord{0,
-                               phase,
-                               static_cast<uint32_t>(WarpRole::kLoader),
-                               static_cast<uint32_t>(Waiting::kFreeSlot),
-                               static_cast<uint32_t>(slot),
-                               0,
-                               0,
-                               entry};
-          });
-      if (!__all_sync(~0u, ok)) return false;
-    }
+  // Fills the next `count` entries and shows them to the consumers; false when the launch was given up. Of entry i of
+  // these, `source` tells the tile(i) it belongs to, its bytes(i), and makes its copies: copy(i, SlotWriter).
+  template <class Source>
+  MPK_DEVICE bool fill(uint32_t count, uint32_t phase, const Source& source) {
+    for (uint32_t first = 0; first < count; first += kFillWidth) {
+      const uint32_t n = min(uint32_t(kFillWidth), count - first);
+      const uint32_t mine = kFillWidth == 1 ? 0 : lane, i = first + mine, g = entry + mine, slot = g % slots;
+      bool ok = true;
+      if (mine < n) {
+        if (g >= slots) ok = await_free(g, phase);
+        if (ok) {
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) ptx::mbar_arrive_expect(&ring.full[slot], bytes);
-    __syncwarp();
+          ptx::mbar_arrive_expect(&ring.full[slot], source.bytes(i));
 #endif
-    return true;
-  }
-
-  // `rows` rows of `row_bytes`, `src_pitch` bytes apart in memory and `dst_pitch` in the slot. Multiples of 16.
-  MPK_DEVICE void copy(uint32_t dst, uint32_t dst_pitch, const uint8_t* src, int64_t src_pitch, uint32_t rows,
-                       uint32_t row_bytes) {
-    if (dst_pitch == row_bytes && src_pitch == row_bytes) {
-      row_bytes *= rows;
-      rows = rows > 0;
-    }
-    uint8_t* to = data + slot * kSlotBytes + dst;
-#if __CUDA_ARCH__ >= 900
-    for (uint32_t r = lane; r < rows; r += 32)
-      ptx::bulk_load(to + r * dst_pitch, src + r * src_pitch, row_bytes, &ring.full[slot]);
-#else
-    for (uint32_t r = 0; r < rows; r++)
-      for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16)
-        ptx::copy_async_16(to + r * dst_pitch + i, src + r * src_pitch + i);
-#endif
-  }
-
-  // Closes the entry and shows it to the consumers.
-  MPK_DEVICE void commit(uint32_t tile) {
+          source.copy(i, SlotWriter{data + slot * kSlotBytes, &ring.full[slot], lane});
 #if __CUDA_ARCH__ < 900
-    ptx::copy_async_arrive(&ring.full[slot]);
+          ptx::copy_async_arrive(&ring.full[slot]);
 #endif
-    __syncwarp();
-    entry++;
-    if (lane == 0) {
-      ring.tile[slot] = tile;
-      ptx::store_release_cta(&ring.issued, entry);
+          if (kFillWidth > 1 || lane == 0) ring.tile[slot] = source.tile(i);
+        }
+      }
+      if (!__all_sync(~0u, ok)) {
+        // Given up: `drain` knows nothing of what some lanes have begun.
+        if (mine < n && ok) await_copies(g);
+        return false;
+      }
+      entry += n;
+      if (lane == 0) ptx::store_release_cta(&ring.issued, entry);
     }
-    if (++slot == slots) {
-      slot = 0;
-      parity ^= 1;
-    }
+    return true;
   }
 
   MPK_DEVICE void end_phase(uint32_t phase) {
@@ -115,9 +114,24 @@ struct RingWriter {
 
   // Waits for the copies in flight: they must not land in the shared memory of a CTA that has exited.
   MPK_DEVICE void drain() {
-    for (uint32_t g = entry > slots ? entry - slots : 0; g < entry; g++)
-      while (!ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1)) {
-      }
+    for (uint32_t g = entry > slots ? entry - slots : 0; g < entry; g++) await_copies(g);
+  }
+
+ private:
+  MPK_DEVICE void await_copies(uint32_t g) const {
+    while (!ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1)) {
+    }
+  }
+
+  MPK_DEVICE bool await_free(uint32_t g, uint32_t phase) {
+    const uint32_t slot = g % slots;
+    return spin(
+        dog, [&] { return ptx::mbar_test(&ring.empty[slot], (g / slots - 1) & 1); },
+        [&] {
+          return StallRecord{
+              0, phase, static_cast<uint32_t>(WarpRole::kLoader), static_cast<uint32_t>(Waiting::kFreeSlot), slot, 0,
+              0, g};
+        });
   }
 };
 

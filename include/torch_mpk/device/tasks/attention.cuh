@@ -73,6 +73,22 @@ struct TilesOf {
 };
 
 // The loader's part.
+// The ring entries of a run: of each tile the keys, then the values.
+template <class V>
+struct KvTiles {
+  using S = Shape<V>;
+  const uint8_t *k, *v;
+  uint32_t first_tile, limit;
+
+  MPK_DEVICE uint32_t tile(uint32_t i) const { return first_tile + i / 2; }
+  MPK_DEVICE uint32_t rows(uint32_t i) const { return min(uint32_t(S::kTile), limit - tile(i) * S::kTile); }
+  MPK_DEVICE uint32_t bytes(uint32_t i) const { return rows(i) * S::kRowBytes; }
+  MPK_DEVICE void copy(uint32_t i, const SlotWriter& to) const {
+    const int64_t pitch = i % 2 ? V::kPitchV : V::kPitchK;
+    to.copy(0, (i % 2 ? v : k) + int64_t(tile(i) * S::kTile) * pitch, pitch, rows(i), S::kRowBytes);
+  }
+};
+
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
@@ -83,18 +99,11 @@ MPK_DEVICE void load(L& l, const Job& job) {
       kv_piece(tiles_of, V::kBatch, S::kGroups, kMinPieceTiles, l.worker(job), L::Config::kNumWorkers);
   for (uint32_t unit = piece.begin; unit < piece.end;) {
     const KvRun run = kv_run(tiles_of, S::kGroups, unit, piece.end);
-    const uint32_t limit = visible<V>(job, run.row), group = run.group / V::kPasses;
-    const uint8_t* k = reinterpret_cast<const uint8_t*>(V::k_cache(job, run.row, group));
-    const uint8_t* v = reinterpret_cast<const uint8_t*>(V::v_cache(job, run.row, group));
-    for (uint32_t t = run.first_tile; t < run.first_tile + run.num_tiles; t++) {
-      const uint32_t first = t * S::kTile, rows = min(uint32_t(S::kTile), limit - first);
-      if (!l.begin(rows * S::kRowBytes)) return;
-      l.ring.copy(0, S::kRowBytes, k + int64_t(first) * V::kPitchK, V::kPitchK, rows, S::kRowBytes);
-      l.ring.commit(t);
-      if (!l.begin(rows * S::kRowBytes)) return;
-      l.ring.copy(0, S::kRowBytes, v + int64_t(first) * V::kPitchV, V::kPitchV, rows, S::kRowBytes);
-      l.ring.commit(t);
-    }
+    const uint32_t group = run.group / V::kPasses;
+    const KvTiles<V> tiles{reinterpret_cast<const uint8_t*>(V::k_cache(job, run.row, group)),
+                           reinterpret_cast<const uint8_t*>(V::v_cache(job, run.row, group)), run.first_tile,
+                           visible<V>(job, run.row)};
+    if (!l.fill(2 * run.num_tiles, tiles)) return;
     unit += run.num_tiles;
   }
 }

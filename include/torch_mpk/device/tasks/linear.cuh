@@ -107,34 +107,55 @@ struct Shape {
   }
 };
 
-// The loader's part.
-template <class V, class L>
-MPK_DEVICE void load_tile(L& l, const Job& job, uint32_t tile) {
+// The loader's part: the ring entries of consecutive tiles. Where the weights are is looked up once per job.
+template <class V>
+struct Tiles {
   using S = Shape<V>;
-  constexpr int kElement = sizeof(typename V::T);
-  const int segment = S::segment_of(tile);
-  const uint32_t row = (tile - V::first_tile(segment)) * V::kTileRows;
-  const uint32_t rows = min(uint32_t(V::kTileRows), V::num_rows(segment) - row);
-  for (int first = 0; first < V::kParts; first += V::kChunkParts)
-    for (int k = 0; k < S::kChunksAlongK; k++) {
-      const uint32_t row_bytes = S::chunk_size(k) * kElement;
-      if (!l.begin(V::kChunkParts * rows * row_bytes)) return;
+  static constexpr int kElement = sizeof(typename V::T);
+  static constexpr int kCount = V::kParts > 1 ? V::kParts : V::kSegments;
+  const uint8_t* weights[kCount];
+  uint32_t first = 0;
+
+  MPK_DEVICE explicit Tiles(const Job& job) {
 #pragma unroll
-      for (int i = 0; i < V::kChunkParts; i++) {
-        const int which = V::kParts > 1 ? first + i : segment;
-        const int64_t pitch = V::weight_pitch(which);
-        l.ring.copy(i * V::kTileRows * row_bytes, row_bytes,
-                    V::weight(job, which) + row * pitch + k * V::kChunkSize * kElement, pitch, rows, row_bytes);
-      }
-      l.ring.commit(tile);
+    for (int i = 0; i < kCount; i++) weights[i] = V::weight(job, i);
+  }
+
+  MPK_DEVICE uint32_t tile(uint32_t i) const { return first + i / S::kChunks; }
+  MPK_DEVICE uint32_t along_k(uint32_t i) const { return i % S::kChunks % S::kChunksAlongK; }
+  MPK_DEVICE uint32_t row_bytes(uint32_t i) const { return S::chunk_size(along_k(i)) * kElement; }
+  MPK_DEVICE uint32_t row(uint32_t i, int segment) const { return (tile(i) - V::first_tile(segment)) * V::kTileRows; }
+  MPK_DEVICE uint32_t rows(uint32_t i, int segment) const {
+    return min(uint32_t(V::kTileRows), V::num_rows(segment) - row(i, segment));
+  }
+  MPK_DEVICE uint32_t bytes(uint32_t i) const {
+    return V::kChunkParts * rows(i, S::segment_of(tile(i))) * row_bytes(i);
+  }
+  MPK_DEVICE void copy(uint32_t i, const SlotWriter& to) const {
+    const int segment = S::segment_of(tile(i));
+    const int first_part = i % S::kChunks / S::kChunksAlongK * V::kChunkParts;
+#pragma unroll
+    for (int part = 0; part < V::kChunkParts; part++) {
+      const int which = V::kParts > 1 ? first_part + part : segment;
+      const uint8_t* weight = weights[0];
+#pragma unroll
+      for (int w = 1; w < kCount; w++)
+        if (which == w) weight = weights[w];
+      const int64_t pitch = V::weight_pitch(which);
+      to.copy(part * V::kTileRows * row_bytes(i),
+              weight + row(i, segment) * pitch + along_k(i) * V::kChunkSize * kElement, pitch, rows(i, segment),
+              row_bytes(i));
     }
-}
+  }
+};
 
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
+  using S = Shape<V>;
   V::prefetch(job, l.lane);
   if (!l.await_inputs(job)) return;
   constexpr uint32_t kWorkers = L::Config::kNumWorkers;
+  Tiles<V> tiles(job);
   if constexpr (V::kClaimed) {
     // Each worker draws until it draws in vain once, so the counter advances by a known amount in every launch and is
     // never reset.
@@ -147,15 +168,14 @@ MPK_DEVICE void load(L& l, const Job& job) {
       const uint32_t ticket = __shfl_sync(~0u, drawn, 0);
       if (ticket >= kNumTickets) return;
       if (l.lane == 0) drawn = ptx::fetch_add_relaxed_gpu(counter, 1) - base;  // in flight while this one is loaded
-      const Span tiles = ticket_tiles(kTickets, ticket);
-      for (uint32_t tile = tiles.begin; tile < tiles.end; tile++) {
-        load_tile<V>(l, job, tile);
-        if (l.failed) return;
-      }
+      const Span claimed = ticket_tiles(kTickets, ticket);
+      tiles.first = claimed.begin;
+      if (!l.fill((claimed.end - claimed.begin) * S::kChunks, tiles)) return;
     }
   } else {
-    const Span tiles = static_span(V::kNumTiles, l.worker(job), kWorkers);
-    for (uint32_t tile = tiles.begin; tile < tiles.end && !l.failed; tile++) load_tile<V>(l, job, tile);
+    const Span mine = static_span(V::kNumTiles, l.worker(job), kWorkers);
+    tiles.first = mine.begin;
+    l.fill((mine.end - mine.begin) * S::kChunks, tiles);
   }
 }
 
