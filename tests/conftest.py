@@ -1,4 +1,4 @@
-"""Every test runs from a known seed, on few threads; tests marked ``gpu`` run only where there is a CUDA device."""
+"""Every test runs from a known seed and on few threads; tests marked ``gpu`` run only where there is a CUDA device."""
 
 import os
 import random
@@ -10,7 +10,10 @@ from hypothesis import settings
 
 settings.register_profile("here", derandomize=True, deadline=None)
 settings.load_profile("here")
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Eager's threads spin while they wait for each other: on a busy machine several of them take many times as long as one.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+os.environ.setdefault("TORCH_MPK_NUM_THREADS", "2")  # the CPU runtime's sleep, and tests are to see several
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

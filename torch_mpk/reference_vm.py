@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -32,9 +33,9 @@ class Memory:
 
     def tensor(self, buffer: int, dtype: str) -> torch.Tensor:
         """The buffer's elements, flat."""
-        if self.flat[buffer] is None:
-            self.flat[buffer] = poisoned(self.graph.buffers[buffer].bytes, dtype_of(dtype))
         found = self.flat[buffer]
+        if found is None:
+            found = self.flat[buffer] = poisoned(self.graph.buffers[buffer].bytes, dtype_of(dtype))
         if found.dtype != dtype_of(dtype):
             raise ValueError(
                 f"buffer '{self.graph.buffers[buffer].name}' holds {found.dtype}, an operand reads {dtype}"
@@ -132,7 +133,8 @@ def evaluate(
         coordinates.append(rest % n)
         rest = rest // n
     coordinates.reverse()
-    values: list[torch.Tensor | None] = []
+    values: list[Any] = []  # a tensor each; None for a store
+    out: torch.Tensor | None
 
     def address(instr: _C.Instr, args: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         base, offset = bases[instr.operand]
@@ -216,6 +218,7 @@ class Machine:
             points = torch.arange(torch.Size(node.program.domain).numel())
         value = evaluate(node.program, bases, self.scalars, points)
         if node.role == "reduce":
+            assert value is not None  # its program stores nothing
             out = self.memory.view(node.operands[-1].tensor)
             out.copy_(_reduce(node.attrs["op"], value.reshape(node.program.domain)).reshape(out.shape))
 
@@ -281,9 +284,10 @@ class ScheduledMemory(Memory):
         if info.kind != "workspace":
             return super().tensor(buffer, dtype)
         if buffer in self.private:
-            if self.private[buffer] is None:
-                self.private[buffer] = poisoned(info.bytes, dtype_of(dtype))
-            return self.private[buffer]
+            private = self.private[buffer]
+            if private is None:
+                private = self.private[buffer] = poisoned(info.bytes, dtype_of(dtype))
+            return private
         start = self.offsets[buffer]
         if start < 0:
             raise ValueError(f"buffer '{info.name}' is used outside the job that keeps it to itself")
@@ -311,7 +315,7 @@ def _interleaving(schedule: _C.Schedule, order: random.Random | None) -> list[tu
     if order is None:
         return [(p, j) for p, phase in enumerate(phases) for j in range(len(phase.jobs))]
     num_workers = order.randint(2, 4)
-    owned = [[[] for _ in phases] for _ in range(num_workers)]
+    owned: list[list[list[int]]] = [[[] for _ in phases] for _ in range(num_workers)]
     for p, phase in enumerate(phases):
         for j in order.sample(range(len(phase.jobs)), len(phase.jobs)):
             order.choice(owned)[p].append(j)

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from decoder_graph import decoder
+from programs_graph import programs_and_reductions
+from torch._guards import tracing
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
-from torch_mpk import _C
-from torch_mpk.jit.compile import compile_cuda
+from torch_mpk import _C, lowering
+from torch_mpk.capture import capture
+from torch_mpk.jit import compile_cuda
+from torch_mpk.jit.report import Resources
+from torch_mpk.patterns import apply
+from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 QWEN3_06B = {"hidden": 1024, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "length": 1024, "vocab": 151936}
 SMEM_BYTES = {90: 232448, 80: 166912}
+
+
+def compiled(graph: _C.TBGraph, arch: int) -> Resources:
+    """Compilers' output is kept by content: where no kernel has changed since the last run, nothing is compiled."""
+    program = _C.generate_cuda(_C.make_schedule(graph, _C.Target("cuda", arch, 132, SMEM_BYTES[arch])))
+    assert program.num_threads == 416
+    resources = compile_cuda(program.source, arch).resources
+    assert resources.warnings == ()
+    assert resources.registers <= 128  # 416 threads share 65,536, in units of 128 threads
+    return resources
 
 
 @pytest.mark.parametrize(
@@ -18,14 +35,37 @@ SMEM_BYTES = {90: 232448, 80: 166912}
     [(90, 1, 64), (90, 8, 256), (80, 1, 64)],
 )
 def test_a_decoder_compiles(arch: int, batch: int, spill_budget: int) -> None:
-    graph = decoder(batch=batch, **QWEN3_06B)
-    schedule = _C.make_schedule(graph, _C.Target("cuda", arch, 132, SMEM_BYTES[arch]))
-    program = _C.generate_cuda(schedule)
-    resources = compile_cuda(program.source, arch).resources
-    assert resources.warnings == ()
-    assert resources.registers <= 128  # 416 threads share 65,536, in units of 128 threads
-    assert resources.spill_store_bytes <= spill_budget
-    assert program.num_threads == 416
+    assert compiled(decoder(batch=batch, **QWEN3_06B), arch).spill_store_bytes <= spill_budget
+
+
+def graph_of_a_step(arch: str, attention: str, dtype: torch.dtype, batch: int, mask: str) -> _C.TBGraph:
+    """What the stages before scheduling make of a decode step."""
+    graphs = []
+
+    def backend(gm, inputs):
+        with tracing(None):
+            graphs.append(lowering.lower(apply(capture(gm, inputs).graph_module)).graph)
+        return gm.forward
+
+    model = tiny_model(arch, attention=attention, dtype=dtype, num_layers=1)
+    with torch.inference_mode():
+        decoding = Decoding(model, random_ids(batch, 5), mask=mask)
+        decoding.step(torch.compile(model, backend=backend), random_ids(batch, 1))
+    [graph] = graphs
+    return graph
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize(
+    "step", [("qwen3", "sdpa", torch.float16, 16, "4d"), ("llama", "eager", torch.float32, 3, "2d")], ids=str
+)
+def test_steps_of_other_dtypes_and_with_masks_compile(arch: int, step: tuple) -> None:
+    compiled(graph_of_a_step(*step), arch)
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+def test_programs_and_reductions_compile(arch: int) -> None:
+    compiled(programs_and_reductions(), arch)
 
 
 def test_depth_adds_table_rows_only() -> None:

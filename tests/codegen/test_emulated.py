@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_graph import Builder, decoder
+from decoder_graph import decoder
 from emulated_kernel import EmulatedKernel, allocate, reference, tensors
+from programs_graph import programs_and_reductions
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
 from torch_mpk import _C
@@ -113,72 +114,15 @@ def test_a_stalled_launch_is_given_up_and_the_next_one_works(tmp_path: Path) -> 
 
 
 def test_programs_and_reductions(tmp_path: Path) -> None:
-    """Views, broadcasts, gathers, predicates, casts, in-place stores, sizes, and every reduction."""
-    b = Builder()
-    x = b.buffer("input", "x", "float32", [4, 6])
-    ids = b.buffer("input", "ids", "int64", [5])
-    half = b.buffer("input", "half", "bfloat16", [4, 1500])
-
-    def pointwise(p: _C.Program, operands: list[tuple[_C.Tensor, bool, bool]]) -> None:
-        named = [(f"{'out0' if write else 'in'}{i}", t, read, write) for i, (t, read, write) in enumerate(operands)]
-        b.graph.add_node("pointwise", named, {}, p)
-
-    # y[i, j] = where(j < size, silu(x.T) + 0.3, -inf) as bf16, gathered by ids where an id is below 4, else 0
-    y = b.buffer("output", "y", "bfloat16", [5, 6])
-    p = _C.Program([5, 6])
-    index = p.emit("load", "int64", operand=1, strides=[1, 0])
-    row = p.emit("mul", "int64", [index, p.emit("const", "int64", imm=6)])
-    in_range = p.emit("lt", "bool", [index, p.emit("const", "int64", imm=4)])
-    value = p.emit("silu", "float32", [p.emit("load", "float32", [row, in_range], operand=0, strides=[0, 1])])
-    value = p.emit("add", "bfloat16", [p.emit("cast", "bfloat16", [value]), p.emit("const", "float32", imm=0.3)])
-    below = p.emit("lt", "bool", [p.emit("index", "int64", operand=1), p.emit("size", "int64", operand=0)])
-    value = p.emit("where", "bfloat16", [below, value, p.emit("const", "bfloat16", imm=float("-inf"))])
-    p.emit("store", "bfloat16", [value], operand=2, strides=[6, 1])
-    pointwise(p, [(x, True, False), (ids, True, False), (y, False, True)])
-
-    # z = floor(x * 4).to(int64) // -3, of x transposed
-    z = b.buffer("output", "z", "int64", [6, 4])
-    p = _C.Program([6, 4])
-    scaled = p.emit(
-        "mul", "float32", [p.emit("load", "float32", operand=0, strides=[1, 6]), p.emit("const", "float32", imm=4)]
-    )
-    whole = p.emit("cast", "int64", [p.emit("floor", "float32", [scaled])])
-    p.emit(
-        "store",
-        "int64",
-        [p.emit("floordiv", "int64", [whole, p.emit("const", "int64", imm=-3)])],
-        operand=1,
-        strides=[4, 1],
-    )
-    pointwise(p, [(x, True, False), (z, False, True)])
-
-    b.increment([b.buffer("input", "counter", "int64", [1])])
-
-    def reduction(op: str, source: _C.Tensor, dtype: str) -> None:
-        out = b.buffer("output", op, dtype, source.shape[:-1])
-        program = _C.Program(source.shape)
-        program.emit("load", source.dtype, operand=0, strides=source.strides)
-        if op in ("any", "all"):
-            program.emit("gt", "bool", [0, program.emit("const", "float32", imm=2.5)])
-        b.graph.add_node("reduce", [("in0", source, True, False), ("out0", out, False, True)], {"op": op}, program)
-
-    for op in ("sum", "mean"):
-        reduction(op, half, "bfloat16")
-    for op in ("amax", "amin", "prod"):
-        reduction(op, x, "float32")
-    for op in ("argmax", "argmin"):
-        reduction(op, half, "int64")
-    for op in ("any", "all"):
-        reduction(op, x, "bool")
-
-    kernel = EmulatedKernel(b.graph, tmp_path)
-    inputs = [allocate(t) for t in tensors(b.graph, "input")]
+    graph = programs_and_reductions()
+    kernel = EmulatedKernel(graph, tmp_path)
+    inputs = [allocate(t) for t in tensors(graph, "input")]
     for t, values in zip(inputs, (torch.randn(4, 6), torch.tensor([3, 0, 9, 1, 2]), torch.randn(4, 1500), 41)):
         t.copy_(torch.as_tensor(values))
     inputs[0][2, 3] = inputs[2][2, 500] = float("nan")
     inputs[2][1, 1234] = inputs[2][1, 77] = 9.0  # a tie
-    wanted_inputs, wanted = reference(b.graph, inputs, [4])
-    outputs = [allocate(t) for t in tensors(b.graph, "output")]
+    wanted_inputs, wanted = reference(graph, inputs, [4])
+    outputs = [allocate(t) for t in tensors(graph, "output")]
     kernel.launch(inputs, outputs, [4])
     for got, want in zip([*outputs, *inputs], [*wanted, *wanted_inputs], strict=True):
         tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5}.get(got.dtype, 0)

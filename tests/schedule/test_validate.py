@@ -127,8 +127,8 @@ def untag(parts: Parts, draw: st.DrawFn) -> None:
 
 
 MUTATIONS = [
-    untag, drop_node, run_twice, drop_wait, wait_forward, swap_phases, merge_phases, unstore_what_others_read, drop_prologue,
-    body_in_epilogue, epilogue_before_body, overlap_workspace, outside_workspace,
+    untag, drop_node, run_twice, drop_wait, wait_forward, swap_phases, merge_phases, unstore_what_others_read,
+    drop_prologue, body_in_epilogue, epilogue_before_body, overlap_workspace, outside_workspace,
 ]  # fmt: skip
 
 SCHEDULES = [

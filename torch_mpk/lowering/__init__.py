@@ -7,6 +7,7 @@ pointwise and indexing operations, and written into the programs of the nodes th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -103,7 +104,7 @@ class _Outputs:
         self.specs: list[Output] = []
         self.fresh: list[Fresh] = []
 
-    def add(self, node: object, result: object) -> None:
+    def add(self, node: Any, result: object) -> None:
         if isinstance(result, Value):
             self.specs.append(self._tensor(result, node.meta["val"]))
         elif not isinstance(result, Expr):
@@ -114,24 +115,25 @@ class _Outputs:
             raise UnsupportedError("a size computed from sizes")
 
     def _tensor(self, value: Value, eager: torch.Tensor) -> Output:
-        if value in self.args:
+        if isinstance(value, View) and value in self.args:
             return Output("input", value.buffer.index, value.dtype, whole=True)
         view = self.lx.realise(value)
-        if not is_static((*view.shape, *view.strides)):
+        if view.buffer.kind == "workspace" and not _is_all_of_its_buffer(view, eager):
+            view = self.lx.copy(view, tuple(eager.stride()))
+        buffer, shape, strides, offset = view.buffer, view.shape, view.strides, view.offset
+        if not (is_static(shape) and is_static(strides) and isinstance(offset, int)):
             raise UnsupportedError("a view of an argument whose size is known only at run time")
-        buffer = view.buffer
         if buffer.kind == "workspace":
-            if not _is_all_of_its_buffer(view, eager):
-                view = self.lx.copy(view, tuple(eager.stride()))
-                buffer = view.buffer
             buffer.kind, buffer.index = "output", len(self.fresh)
-            self.fresh.append(Fresh(view.dtype, view.shape, view.strides))
-        return Output(buffer.kind, buffer.index, view.dtype, view.shape, view.strides, int(view.offset))
+            self.fresh.append(Fresh(view.dtype, shape, strides))
+        return Output(buffer.kind, buffer.index, view.dtype, shape, strides, offset)
 
 
 def _is_all_of_its_buffer(view: View, eager: torch.Tensor) -> bool:
     """Whether a view wastes no memory when it keeps its buffer alive, and has the strides of eager's result."""
-    if not is_dense(view.shape, view.strides) or view.numel != view.buffer.extent:
+    if not (is_static(view.shape) and is_static(view.strides) and is_dense(view.shape, view.strides)):
+        return False
+    if view.numel != view.buffer.extent:
         return False
     wanted = eager.stride() if is_dense(view.shape, eager.stride()) else contiguous_strides(view.shape)
     return all(a == b for a, b, n in zip(view.strides, wanted, view.shape, strict=False) if n != 1)

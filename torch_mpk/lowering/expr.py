@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,7 +39,7 @@ class Expr:
     op: str
     dtype: torch.dtype
     args: tuple[Expr, ...]
-    attr: object
+    attr: Any  # by op
     key: int  # creation order: gives sums a canonical order
 
     @classmethod
@@ -291,13 +292,13 @@ def apply(op: str, dtype: torch.dtype, *args: Expr) -> Expr:
         return compare(op, *args)
     if dtype == INT64 and all(a.dtype == INT64 for a in args):
         if op == "add":
-            return iadd(*args)
+            return iadd(args[0], args[1])
         if op == "sub":
-            return iadd(*args, -1)
+            return iadd(args[0], args[1], -1)
         if op == "neg":
             return iadd(0, args[0], -1)
         if op == "mul":
-            return imul(*args)
+            return imul(args[0], args[1])
         if op in ("floordiv", "remainder") and is_const(args[1]):
             return (floordiv if op == "floordiv" else remainder)(args[0], args[1].attr)
     if op == "mul" and dtype in FLOATS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch_mpk.lowering.lowerer import Lowerer
 
 
-def inline(lx: Lowerer, node: fx.Node, call: Callable[..., object], decompositions: dict | None = None) -> list[object]:
+def inline(lx: Lowerer, node: fx.Node, call: Callable[..., object], decompositions: dict | None = None) -> list[Any]:
     """Trace ``call`` on the node's arguments and lower what it does; returns its results."""
     tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     if len(tensors) != len(node.all_input_nodes):

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -94,7 +95,7 @@ class Lowerer:
             return int(value)
         return self._symbolic(value.node.expr)
 
-    def _symbolic(self, e: object) -> Size:
+    def _symbolic(self, e: Any) -> Size:
         if e in self.symbols:
             return E.size(self.symbols[e])
         if getattr(e, "is_Integer", False):
@@ -123,7 +124,7 @@ class Lowerer:
         self.buffers.append(buffer)
         return View(buffer, meta.shape, strides)
 
-    def resolve(self, value: Value) -> Value:
+    def resolve(self, value: Value) -> View | Lazy:
         """The view that the value stands for, or the value itself while it is virtual."""
         if isinstance(value, Lazy) and value.view is not None:
             return value.view
@@ -131,6 +132,7 @@ class Lowerer:
             base = self.resolve(value.base)
             if isinstance(base, View):
                 return base.mapped(value.shape, value.index_map) or value
+        assert isinstance(value, (View, Lazy))
         return value
 
     def read(self, value: Value) -> Lazy:
@@ -153,7 +155,7 @@ class Lowerer:
         return Mapped(resolved, shape, index_map)
 
     def lazy(
-        self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Value], inner: Inner, cost: int = 1
+        self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Lazy], inner: Inner, cost: int = 1
     ) -> Lazy:
         """A virtual tensor over sources that ``read`` returned; large ones get memory first."""
         if cost + sum(s.cost for s in sources) > MAX_COST:
@@ -208,9 +210,11 @@ class Lowerer:
         if value.numel == 0:
             raise UnsupportedError("a tensor without elements needs memory")
         self.flush(value.refs())
+        assert is_static(value.shape)
         view = self.new_buffer(value.dtype, value.shape, value.eager_strides)
+        assert is_static(view.strides)
         self._emit(
-            view.shape, view.strides, [(view.buffer, lambda i: (view.address(i), None), lambda i: value.at(i, None))]
+            value.shape, view.strides, [(view.buffer, lambda i: (view.address(i), None), lambda i: value.at(i, None))]
         )
         return view
 
@@ -339,9 +343,9 @@ class Lowerer:
 
     def write_elements(self, target: View, value: Lazy) -> None:
         """target[...] = value, broadcast."""
-        if not is_static((*target.shape, *target.strides)):
+        if not (is_static(target.shape) and is_static(target.strides)):
             raise UnsupportedError("an in-place write to a tensor whose size is known only at run time")
-        if not _injective(target):
+        if not _injective(target.shape, target.strides):
             raise UnsupportedError("an in-place write to an expanded tensor")
         self.write(
             target,
@@ -411,7 +415,7 @@ class Lowerer:
     def copy(self, view: View, eager_strides: Sequence[int] | None = None) -> View:
         """Memory of its own with the view's contents."""
         source = Load(view)
-        source.eager_strides = eager_strides
+        source.eager_strides = None if eager_strides is None else tuple(eager_strides)
         return self._copied(source)
 
     def task(
@@ -455,7 +459,7 @@ class Lowerer:
         self.frames.pop()
         return result
 
-    def value_of(self, arg: object) -> object:
+    def value_of(self, arg: object) -> Any:
         return fx.node.map_arg(arg, lambda n: self.env[n])
 
     def call(self, node: fx.Node, module: torch.nn.Module) -> object:
@@ -514,7 +518,7 @@ class Lowerer:
         return out
 
 
-def _prefers_base(value: Lazy) -> bool:
+def _prefers_base(value: Lazy) -> TypeGuard[Mapped]:
     """Whether to give memory to what a virtual view is of: other views of it then share that memory."""
     return (
         isinstance(value, Mapped)
@@ -545,10 +549,10 @@ def _same_element(e: Expr, store: Store) -> bool:
     return e.args[0] is store.address and (e.args[1] if len(e.args) > 1 else None) is store.predicate
 
 
-def _injective(view: View) -> bool:
+def _injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether no two indices share an element, as far as sorted strides tell."""
     reach = 0
-    for stride, n in sorted((s, n) for s, n in zip(view.strides, view.shape, strict=False) if n != 1):
+    for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=False) if n != 1):
         if stride <= reach:
             return False
         reach += stride * (n - 1)

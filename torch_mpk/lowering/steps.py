@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch_mpk import _C
 from torch_mpk.lowering.expr import INT64, Expr, const, dtype_name, from_terms, terms
@@ -80,24 +81,25 @@ def merge(steps: list[Step]) -> list[Step]:
     """Join each pointwise step with an earlier one of its domain that nothing forces it to follow."""
     merged: list[Step] = []
     for step in steps:
-        position = _mergeable(merged, step) if isinstance(step, PointwiseStep) else None
-        if position is None:
+        found = _mergeable(merged, step) if isinstance(step, PointwiseStep) else None
+        if found is None:
             merged.append(step)
         else:
-            earlier = merged[position]
-            merged[position] = pointwise_step(earlier.domain, earlier.stores + step.stores, earlier.label)
+            position, joined = found
+            merged[position] = joined
     return merged
 
 
-def _mergeable(earlier: list[Step], step: PointwiseStep) -> int | None:
-    """The position of the last step that can take this one in: none from there on may conflict with it."""
+def _mergeable(earlier: list[Step], step: PointwiseStep) -> tuple[int, PointwiseStep] | None:
+    """The last step that can take this one in, as its position and what both become: none from there on conflicts."""
     for position in range(len(earlier) - 1, -1, -1):
         other = earlier[position]
         if _conflict(other, step):
             return None
-        has_room = isinstance(other, PointwiseStep) and len(other.stores) + len(step.stores) <= MAX_MERGED_STORES
-        if has_room and other.domain == step.domain:
-            return position
+        if isinstance(other, PointwiseStep) and other.domain == step.domain:
+            stores = other.stores + step.stores
+            if len(stores) <= MAX_MERGED_STORES:
+                return position, pointwise_step(step.domain, stores, other.label)
     return None
 
 
@@ -184,7 +186,7 @@ class ProgramBuilder:
             return emit("load", dtype, args, self.position[e.attr.buffer], strides)
         if e.op == "affine":
             coefficients, constant = e.attr
-            total = None
+            total: Any = None
             for arg, c in zip(args, coefficients, strict=False):
                 term = arg if c == 1 else emit("mul", dtype, [arg, self._constant(c)])
                 total = term if total is None else emit("add", dtype, [total, term])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-Rule = Callable[..., object]  # (lowerer, node, *args, **kwargs) -> the node's value
+Rule = Callable[..., Any]  # (lowerer, node, *args, **kwargs) -> the node's value
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering.inline import inline
 from torch_mpk.lowering.values import Buffer, Value, View, is_static
-from torch_mpk.registry import Task
+from torch_mpk.registry import Operand, Task
 
 if TYPE_CHECKING:
     from torch_mpk.lowering.lowerer import Lowerer
@@ -65,7 +65,7 @@ def _read(lx: Lowerer, value: Value, written: Sequence[Buffer]) -> View:
     return view
 
 
-def _in_place(lx: Lowerer, task: Task, spec: object, value: Value) -> View:
+def _in_place(lx: Lowerer, task: Task, spec: Operand, value: Value) -> View:
     view = lx.owned_view(value)
     if not is_static((*view.shape, *view.strides)):
         raise UnsupportedError(f"{task.name}: the size of {spec.name} is known only at run time")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 
@@ -39,7 +40,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def is_static(shape: Iterable[Size]) -> bool:
+def is_static(shape: Iterable[Size]) -> TypeGuard[tuple[int, ...]]:
     return all(isinstance(n, int) for n in shape)
 
 
@@ -137,7 +138,7 @@ class Lazy(Value):
         self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Lazy], inner: Inner, cost: int = 1
     ) -> None:
         self.dtype, self.shape, self.sources, self.inner = dtype, tuple(shape), tuple(sources), inner
-        self.cost = cost + sum(s.cost for s in self.sources)  # instructions of a program that computes it, at most
+        self.cost: int = cost + sum(s.cost for s in self.sources)  # instructions of a program that computes it, at most
         self.eager_strides: tuple[int, ...] | None = None
         self.view: View | None = None
         self.version = 0

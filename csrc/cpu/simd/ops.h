@@ -32,11 +32,14 @@ MPK_INLINE double exp(double x) { return __builtin_exp(x); }
 MPK_MATH1(sqrt)
 MPK_MATH1(log)
 MPK_MATH1(sin)
-MPK_MATH1(cos) MPK_MATH1(tanh) MPK_MATH1(erf) MPK_MATH1(floor) MPK_MATH1(ceil) MPK_MATH1(log1p)
+MPK_MATH1(cos)
+MPK_MATH1(tanh)
+MPK_MATH1(erf)
+MPK_MATH1(floor)
+MPK_MATH1(ceil)
+MPK_MATH1(log1p)
 #undef MPK_MATH1
-    MPK_INLINE float pow(float x, float y) {
-  return __builtin_powf(x, y);
-}
+MPK_INLINE float pow(float x, float y) { return __builtin_powf(x, y); }
 MPK_INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
 
 }  // namespace math
@@ -56,8 +59,8 @@ MPK_POINTWISE_INTEGER(X)
 MPK_POINTWISE_COMPARE(X)
 #undef X
 
-    template <class O, ValueClass c, bool kCompare>
-    void arith_values(const void* a, const void* b, void* result, int n) {
+template <class O, ValueClass c, bool kCompare>
+void arith_values(const void* a, const void* b, void* result, int n) {
   using V = typename ValueType<c>::type;
   using R = std::conditional_t<kCompare, uint8_t, V>;
   const V* __restrict x = static_cast<const V*>(a);

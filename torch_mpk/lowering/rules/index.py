@@ -113,9 +113,10 @@ def index_places(indices: Sequence[Value | None], shape: Sequence[Size]):
     Returns the shape the indices broadcast to, where it stands in the result, and a function from the result's index
     and the elements of the index tensors to the tensor's index and the predicate that it lies inside.
     """
-    used = [d for d, i in enumerate(indices) if i is not None]
+    tensors = {d: i for d, i in enumerate(indices) if i is not None}
+    used = list(tensors)
     joint: list[Size] = []
-    for i in (indices[d] for d in used):
+    for i in tensors.values():
         check_index(i)
         for position, n in enumerate(reversed(i.shape)):
             if position == len(joint):

@@ -18,15 +18,10 @@ from torch_mpk.lowering.values import Lazy, Value
 Number = bool | int | float
 
 
-def common_dtype(*args: Value | Number) -> torch.dtype:
-    """PyTorch's promoted dtype of tensors and Python numbers."""
-    stand_ins = [torch.empty((1,) * min(len(a.shape), 1), dtype=a.dtype) if isinstance(a, Value) else a for a in args]
-    if len(stand_ins) == 1:
-        return stand_ins[0].dtype
-    dtype = torch.result_type(stand_ins[0], stand_ins[1])
-    for other in stand_ins[2:]:
-        dtype = torch.result_type(torch.empty((1,), dtype=dtype), other)
-    return dtype
+def common_dtype(*pair: Value | Number) -> torch.dtype:
+    """PyTorch's promoted dtype of two tensors or Python numbers."""
+    a, b = (torch.empty((1,) * min(len(x.shape), 1), dtype=x.dtype) if isinstance(x, Value) else x for x in pair)
+    return torch.result_type(a, b)
 
 
 def elementwise(

@@ -246,7 +246,7 @@ def product(lx: Lowerer, a: Value, b: Value, dtype: torch.dtype) -> Value:
     depth = a.shape[-1]
     batch = [_broadcast_size(a.shape, b.shape, position) for position in range(lead + 2, 2, -1)]
     out_shape = [*batch, a.shape[-2], b.shape[-1]]
-    if not is_static((*out_shape, depth)):
+    if not (is_static(out_shape) and isinstance(depth, int)):
         raise UnsupportedError("a matrix product whose size is known only at run time")
     if dtype not in FLOATS:
         raise UnsupportedError(f"a matrix product of {E.dtype_name(dtype)}")
@@ -332,6 +332,8 @@ def _attention(lx, node, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False
 def _repeat_heads(lx: Lowerer, a: Value, heads: int) -> Value:
     """Each of a's heads (third dimension from the end) as often as it takes to have ``heads``."""
     groups = a.shape[-3]
+    if not isinstance(groups, int):
+        raise UnsupportedError("attention whose number of heads is known only at run time")
     shape = [*a.shape[:-3], heads, *a.shape[-2:]]
     return lx.mapped(a, shape, lambda i: [*i[:-3], E.floordiv(i[-3], heads // groups), *i[-2:]])
 
