@@ -17,7 +17,7 @@ constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster 
 constexpr int64_t kHugePage = 2 << 20;
 
 void check_indices(const IndexBound& expected, const uint8_t* elements) {
-  for (int64_t i = 0; i < expected.num_elements; i++, elements += expected.element_bytes) {
+  for (int64_t i = 0; i < expected.num_elements; i++, elements += expected.stride * expected.element_bytes) {
     int64_t index;
     if (expected.element_bytes == 8) {
       std::memcpy(&index, elements, 8);

@@ -17,10 +17,14 @@ from torch_mpk.tasks.embedding import embedding
 
 
 class IndexBound(NamedTuple):
-    """``num_elements`` integers, the whole of input ``input``, that must be in [0, ``bound``)."""
+    """``num_elements`` integers, the whole of input ``input``, that must be in [0, ``bound``).
+
+    They lie ``stride`` elements apart.
+    """
 
     input: int  # among the inputs of a launch
     num_elements: int
+    stride: int
     element_bytes: int
     bound: int
     message: str  # what is wrong when they are not, and what to do
@@ -37,15 +41,17 @@ def _cache_positions(graph: _C.TBGraph) -> Iterator[IndexBound]:
     for node in graph.nodes:
         operands = {operand.name: operand.tensor for operand in node.operands}
         slot = operands.get("slot") if node.task == "attention" else None
-        if slot is not None and graph.buffers[slot.buffer].kind == "input" and slot.buffer not in written:
+        buffer = None if slot is None else graph.buffers[slot.buffer]
+        if buffer and buffer.kind == "input" and slot.offset == 0 and slot.buffer not in written:
             length = operands["k_cache"].shape[2]
             yield IndexBound(
-                graph.buffers[slot.buffer].index,
-                1,
-                8,
-                length,
-                f"{node.label}: the key/value cache is full: make the StaticCache longer (max_cache_len); expected a "
-                f"position from 0 to {length - 1}",
+                buffer.index,
+                num_elements=1,
+                stride=1,
+                element_bytes=8,
+                bound=length,
+                message=f"{node.label}: the key/value cache is full: make the StaticCache longer "
+                f"(max_cache_len); expected a position from 0 to {length - 1}",
             )
         written.update(operand.tensor.buffer for operand in node.operands if operand.is_write)
 
@@ -61,7 +67,7 @@ def _token_ids(gm: fx.GraphModule, lowered: Lowered) -> Iterator[IndexBound]:
                 source = reshaped
             if (
                 source in lowered.inputs
-                and value(source).is_contiguous()
+                and (stride := _only_stride(value(source))) is not None
                 and isinstance(tensor.numel(), int)
                 and tensor.numel() == value(source).numel()
                 and not storages(source) & written
@@ -69,8 +75,17 @@ def _token_ids(gm: fx.GraphModule, lowered: Lowered) -> Iterator[IndexBound]:
                 yield IndexBound(
                     lowered.inputs.index(source),
                     tensor.numel(),
+                    stride,
                     tensor.dtype.itemsize,
                     rows,
                     f"{module_path(node) or 'embedding'}: expected token ids from 0 to {rows - 1}",
                 )
         written |= written_storages(node)
+
+
+def _only_stride(tensor: torch.Tensor) -> int | None:
+    """The distance between neighbours of a tensor whose elements are evenly spaced, else None."""
+    if tensor.is_contiguous():
+        return 1
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return strides[0] if len(strides) == 1 and isinstance(strides[0], int) else None

@@ -26,6 +26,7 @@ using Reference = std::function<void(const Node& node, std::span<uint8_t* const>
 struct IndexBound {
   int input = 0;  // among the run's inputs
   int64_t num_elements = 0;
+  int64_t stride = 1;     // from one to the next, in elements
   int element_bytes = 8;  // 8 (int64) or 4 (int32)
   int64_t bound = 0;
   std::string message;
