@@ -88,6 +88,17 @@ void bind_cpu(py::module_& m) {
           "Execute the nodes of a task that has no CPU body with fn(operands, attrs), where operands maps names to "
           "(address, dtype, shape, "
           "strides). It runs on the calling thread and writes its results in place.")
+      .def(
+          "expect_index",
+          [](CpuExecutable& self, int input, int64_t num_elements, int64_t stride, int element_bytes, int64_t bound,
+             const std::string& message) {
+            self.expect_index({input, num_elements, stride, element_bytes, bound, message});
+          },
+          py::arg("input"), py::arg("num_elements"), py::arg("stride"), py::arg("element_bytes"), py::arg("bound"),
+          py::arg("message"),
+          "Every run first checks that the elements of an input (int64 or int32, `stride` elements apart) are in [0, "
+          "bound), or "
+          "raises IndexError with the message and the element, and writes nothing.")
       .def_property_readonly("missing_references", &CpuExecutable::missing_references)
       .def_property_readonly("num_threads", &CpuExecutable::num_threads)
       .def_property_readonly("isa",

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 
@@ -14,6 +15,21 @@ namespace {
 
 constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster on one thread than behind a barrier
 constexpr int64_t kHugePage = 2 << 20;
+
+void check_indices(const IndexBound& expected, const uint8_t* elements) {
+  for (int64_t i = 0; i < expected.num_elements; i++, elements += expected.stride * expected.element_bytes) {
+    int64_t index;
+    if (expected.element_bytes == 8) {
+      std::memcpy(&index, elements, 8);
+    } else {
+      int32_t narrow;
+      std::memcpy(&narrow, elements, 4);
+      index = narrow;
+    }
+    if (index < 0 || index >= expected.bound)
+      throw std::out_of_range(expected.message + ", got " + std::to_string(index));
+  }
+}
 
 // Records the thread inside a run for as long as it is.
 class Running {
@@ -122,6 +138,16 @@ std::vector<std::string> CpuExecutable::missing_references() const {
   return missing;
 }
 
+void CpuExecutable::expect_index(IndexBound bound) {
+  if (bound.input < 0 || bound.input >= num_inputs_)
+    throw std::invalid_argument("expect_index: input is " + std::to_string(bound.input) + ", expected 0 to " +
+                                std::to_string(num_inputs_ - 1));
+  if (bound.element_bytes != 4 && bound.element_bytes != 8)
+    throw std::invalid_argument("expect_index: element_bytes is " + std::to_string(bound.element_bytes) +
+                                ", expected 4 or 8");
+  index_bounds_.push_back(std::move(bound));
+}
+
 void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* const> outputs,
                                std::span<const int64_t> scalars) {
   const auto check = [](const char* what, size_t got, int expected, bool more) {
@@ -143,6 +169,8 @@ void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* co
                                   "') has no memory: its data_ptr() is 0");
     buffers_[b] = static_cast<uint8_t*>(pointer);
   }
+  for (const IndexBound& bound : index_bounds_)
+    if (inputs[bound.input] != nullptr) check_indices(bound, static_cast<const uint8_t*>(inputs[bound.input]));
   scalars_.assign(scalars.begin(), scalars.end());
 }
 

@@ -13,7 +13,7 @@
   X(sub, 2, a - b)                         \
   X(mul, 2, a* b)                          \
   X(neg, 1, -a)                            \
-  X(abs, 1, a < T(0) ? -a : a)             \
+  X(abs, 1, a <= T(0) ? T(0) - a : a)      \
   X(maximum, 2, (a != a || a > b) ? a : b) \
   X(minimum, 2, (a != a || a < b) ? a : b)
 
@@ -40,12 +40,18 @@
   X(ceil, 1, math::ceil(a))                                                                                   \
   X(softplus, 1, a > T(20) ? a : math::log1p(math::exp(a)))
 
-// Integer types only; division rounds toward minus infinity, as PyTorch's floor_divide and remainder do.
-#define MPK_POINTWISE_INTEGER(X)                                                                           \
-  X(floordiv, 2, b == T(0) ? T(0) : T(a / b - ((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? 1 : 0)))    \
-  X(remainder, 2, b == T(0) ? T(0) : T((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? a % b + b : a % b)) \
-  X(bit_and, 2, a& b)                                                                                      \
-  X(bit_or, 2, a | b)                                                                                      \
+// Integer types only; division rounds toward minus infinity, as PyTorch's floor_divide and remainder do. Dividing by -1
+// is negation modulo 2^n, because x86 traps where the smallest integer is divided by it.
+#define MPK_POINTWISE_INTEGER(X)                                                                                    \
+  X(floordiv, 2,                                                                                                    \
+    b == T(0)                  ? T(0)                                                                               \
+    : (b < T(0) && b == T(-1)) ? T(0ull - static_cast<unsigned long long>(a))                                       \
+                               : T(a / b - ((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? 1 : 0)))                \
+  X(remainder, 2,                                                                                                   \
+    (b == T(0) || (b < T(0) && b == T(-1))) ? T(0)                                                                  \
+                                            : T((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? a % b + b : a % b)) \
+  X(bit_and, 2, a& b)                                                                                               \
+  X(bit_or, 2, a | b)                                                                                               \
   X(bit_xor, 2, a ^ b)
 
 // Result bool; the compute type is the arguments'.

@@ -87,10 +87,24 @@ def test_operations(op: str, isa: str) -> None:
         )
 
 
-def test_dividing_the_smallest_integer_by_minus_one_does_not_trap() -> None:
-    a, b = torch.tensor([-(2**63), 5, 5]), torch.tensor([-1, 0, -1])
-    assert apply("floordiv", [a, b], torch.int64).tolist() == [-(2**63), 0, -5]
-    assert apply("remainder", [a, b], torch.int64).tolist() == [0, 0, 0]
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
+def test_dividing_the_smallest_integer_by_minus_one_does_not_trap(dtype: torch.dtype) -> None:
+    least = torch.iinfo(dtype).min
+    a, b = torch.tensor([least, 5, 5, -5], dtype=dtype), torch.tensor([-1, 0, -1, -1], dtype=dtype)
+    assert apply("floordiv", [a, b], dtype).tolist() == [least, 0, -5, 5]
+    assert apply("remainder", [a, b], dtype).tolist() == [0, 0, 0, 0]
+
+
+def test_an_unsigned_maximum_is_not_minus_one() -> None:
+    a, b = torch.tensor([255, 7, 254], dtype=torch.uint8), torch.tensor([255, 255, 2], dtype=torch.uint8)
+    assert apply("floordiv", [a, b], torch.uint8).tolist() == [1, 0, 127]
+    assert apply("remainder", [a, b], torch.uint8).tolist() == [0, 7, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_abs_of_negative_zero_has_no_sign(dtype: torch.dtype) -> None:
+    values = torch.tensor([-0.0, 0.0, -2.0, -torch.inf], dtype=dtype)
+    assert torch.equal(torch.signbit(apply("abs", [values], dtype)), torch.zeros(4, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("isa", ISAS)

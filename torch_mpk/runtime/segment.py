@@ -16,6 +16,7 @@ from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.lowering import Output, lower
+from torch_mpk.runtime.bounds import index_bounds
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class Segment:
         self.fresh, self.outputs = lowered.fresh, lowered.outputs
         self.device = device
         self.executable = backend.load(schedule, device, options, dump)
+        if device.type == "cpu":  # a CUDA launch reads its indices on the device, where those outside are left out
+            for bound in index_bounds(gm, lowered):
+                self.executable.expect_index(*bound)
         self._stream = functools.partial(backend.current_stream, device)
         self._synchronize = functools.partial(backend.synchronize, self.executable, device)
         dump.write("8.launch.json", json.dumps(self.describe(), indent=2))

@@ -33,13 +33,11 @@ MPK_MATH1(sqrt)
 MPK_MATH1(log)
 MPK_MATH1(sin)
 MPK_MATH1(cos)
-MPK_MATH1(tanh)
-MPK_MATH1(erf)
-MPK_MATH1(floor)
-MPK_MATH1(ceil)
-MPK_MATH1(log1p)
+MPK_MATH1(tanh) MPK_MATH1(erf) MPK_MATH1(floor) MPK_MATH1(ceil) MPK_MATH1(log1p)
 #undef MPK_MATH1
-MPK_INLINE float pow(float x, float y) { return __builtin_powf(x, y); }
+    MPK_INLINE float pow(float x, float y) {
+  return __builtin_powf(x, y);
+}
 MPK_INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
 
 }  // namespace math
@@ -73,19 +71,6 @@ void arith_values(const void* a, const void* b, void* result, int n) {
     } else {
       out[i] = value;
     }
-  }
-}
-
-// Division of the smallest integer by -1 traps on x86.
-template <class O>
-void divide_ints(const void* a, const void* b, void* result, int n) {
-  const auto* x = static_cast<const int64_t*>(a);
-  const auto* y = static_cast<const int64_t*>(b);
-  auto* out = static_cast<int64_t*>(result);
-  constexpr bool kQuotient = std::is_same_v<O, Op_floordiv>;
-  for (int i = 0; i < n; i++) {
-    const auto negated = static_cast<int64_t>(0 - static_cast<uint64_t>(x[i]));
-    out[i] = y[i] == -1 ? (kQuotient ? negated : 0) : O::template eval<int64_t>(x[i], y[i]);
   }
 }
 

@@ -25,17 +25,10 @@ void fill_class(Kernels& t) {
   if constexpr (c == kFloat || c == kDouble) {
     MPK_POINTWISE_FLOAT(X)
   }
-  if constexpr (c == kTruth) {
+  if constexpr (c == kInt || c == kTruth) {
     MPK_POINTWISE_INTEGER(X)
   }
 #undef X
-  if constexpr (c == kInt) {
-    t.arith[static_cast<int>(Op::k_floordiv)][c] = divide_ints<Op_floordiv>;
-    t.arith[static_cast<int>(Op::k_remainder)][c] = divide_ints<Op_remainder>;
-    t.arith[static_cast<int>(Op::k_bit_and)][c] = arith_values<Op_bit_and, c, false>;
-    t.arith[static_cast<int>(Op::k_bit_or)][c] = arith_values<Op_bit_or, c, false>;
-    t.arith[static_cast<int>(Op::k_bit_xor)][c] = arith_values<Op_bit_xor, c, false>;
-  }
 #define X(name, arity, expression) t.arith[static_cast<int>(Op::k_##name)][c] = arith_values<Op_##name, c, true>;
   MPK_POINTWISE_COMPARE(X)
 #undef X

@@ -21,15 +21,29 @@ namespace mpk::cpu {
 // Executes a node whose task has no CPU body; `operands` are the addresses of the node's operands, in order.
 using Reference = std::function<void(const Node& node, std::span<uint8_t* const> operands)>;
 
+// Elements of an input that each run must find in [0, bound), or it throws std::out_of_range with `message` and the
+// element before it writes anything.
+struct IndexBound {
+  int input = 0;  // among the run's inputs
+  int64_t num_elements = 0;
+  int64_t stride = 1;     // from one to the next, in elements
+  int element_bytes = 8;  // 8 (int64) or 4 (int32)
+  int64_t bound = 0;
+  std::string message;
+};
+
 class CpuExecutable {
  public:
   // num_threads 0: one per processor this process may use. isa "": the fastest tier of this machine.
   // Throws std::invalid_argument for a fused schedule, or a node its body cannot execute.
   CpuExecutable(Schedule schedule, int num_threads = 0, const std::string& isa = "");
 
-  // Throws std::invalid_argument when a pointer or scalar is missing. One run at a time: a second caller waits; a run
-  // from within a run, by a reference, throws std::logic_error.
+  // Throws std::invalid_argument when a pointer or scalar is missing, std::out_of_range as expect_index says. One run
+  // at a time: a second caller waits; a run from within a run, by a reference, throws std::logic_error.
   void run(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
+
+  // Throws std::invalid_argument for an input or element size that there is not.
+  void expect_index(IndexBound bound);
 
   // Call before `run`, with the callers' lock on this object held. In a forked child, the thread that held the run lock
   // may not exist; the lock is then made anew.
@@ -71,7 +85,8 @@ class CpuExecutable {
   std::vector<std::unique_ptr<Body>> bodies_;
   std::vector<PhasePlan> phases_;
   std::map<std::string, Reference> references_;  // of each task without a body; empty until set
-  std::vector<bool> used_;                       // buffers with at least one element that some node touches
+  std::vector<IndexBound> index_bounds_;
+  std::vector<bool> used_;  // buffers with at least one element that some node touches
   int num_inputs_ = 0, num_outputs_ = 0, num_scalars_ = 0;
   std::unique_ptr<uint8_t, FreeAligned> workspace_;
   std::unique_ptr<uint8_t, FreeAligned> scratch_;  // one part per worker

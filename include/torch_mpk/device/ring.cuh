@@ -83,25 +83,19 @@ struct RingWriter {
     for (uint32_t first = 0; first < count; first += kFillWidth) {
       const uint32_t n = min(uint32_t(kFillWidth), count - first);
       const uint32_t mine = kFillWidth == 1 ? 0 : lane, i = first + mine, g = entry + mine, slot = g % slots;
-      bool ok = true;
+      const bool is_free = mine >= n || g < slots || await_free(g, phase);
+      if (!__all_sync(~0u, is_free)) return false;
       if (mine < n) {
-        if (g >= slots) ok = await_free(g, phase);
-        if (ok) {
 #if __CUDA_ARCH__ >= 900
-          ptx::mbar_arrive_expect(&ring.full[slot], source.bytes(i));
+        ptx::mbar_arrive_expect(&ring.full[slot], source.bytes(i));
 #endif
-          source.copy(i, SlotWriter{data + slot * kSlotBytes, &ring.full[slot], lane});
+        source.copy(i, SlotWriter{data + slot * kSlotBytes, &ring.full[slot], lane});
 #if __CUDA_ARCH__ < 900
-          ptx::copy_async_arrive(&ring.full[slot]);
+        ptx::copy_async_arrive(&ring.full[slot]);
 #endif
-          if (kFillWidth > 1 || lane == 0) ring.tile[slot] = source.tile(i);
-        }
+        if (kFillWidth > 1 || lane == 0) ring.tile[slot] = source.tile(i);
       }
-      if (!__all_sync(~0u, ok)) {
-        // Given up: `drain` knows nothing of what some lanes have begun.
-        if (mine < n && ok) await_copies(g);
-        return false;
-      }
+      __syncwarp();
       entry += n;
       if (lane == 0) ptx::store_release_cta(&ring.issued, entry);
     }
@@ -114,15 +108,12 @@ struct RingWriter {
 
   // Waits for the copies in flight: they must not land in the shared memory of a CTA that has exited.
   MPK_DEVICE void drain() {
-    for (uint32_t g = entry > slots ? entry - slots : 0; g < entry; g++) await_copies(g);
+    for (uint32_t g = entry > slots ? entry - slots : 0; g < entry; g++)
+      while (!ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1)) {
+      }
   }
 
  private:
-  MPK_DEVICE void await_copies(uint32_t g) const {
-    while (!ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1)) {
-    }
-  }
-
   MPK_DEVICE bool await_free(uint32_t g, uint32_t phase) {
     const uint32_t slot = g % slots;
     return spin(
