@@ -33,11 +33,13 @@ MPK_MATH1(sqrt)
 MPK_MATH1(log)
 MPK_MATH1(sin)
 MPK_MATH1(cos)
-MPK_MATH1(tanh) MPK_MATH1(erf) MPK_MATH1(floor) MPK_MATH1(ceil) MPK_MATH1(log1p)
+MPK_MATH1(tanh)
+MPK_MATH1(erf)
+MPK_MATH1(floor)
+MPK_MATH1(ceil)
+MPK_MATH1(log1p)
 #undef MPK_MATH1
-    MPK_INLINE float pow(float x, float y) {
-  return __builtin_powf(x, y);
-}
+MPK_INLINE float pow(float x, float y) { return __builtin_powf(x, y); }
 MPK_INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
 
 }  // namespace math

@@ -95,11 +95,14 @@ MPK_MATH(sqrt)
 MPK_MATH(exp)
 MPK_MATH(log)
 MPK_MATH(sin)
-MPK_MATH(cos) MPK_MATH(tanh) MPK_MATH(erf) MPK_MATH(floor) MPK_MATH(ceil) MPK_MATH(log1p)
+MPK_MATH(cos)
+MPK_MATH(tanh)
+MPK_MATH(erf)
+MPK_MATH(floor)
+MPK_MATH(ceil)
+MPK_MATH(log1p)
 #undef MPK_MATH
-    MPK_DEVICE float pow(float a, float b) {
-  return ::powf(a, b);
-}
+MPK_DEVICE float pow(float a, float b) { return ::powf(a, b); }
 MPK_DEVICE double pow(double a, double b) { return ::pow(a, b); }
 }  // namespace math
 
