@@ -29,6 +29,11 @@ inline bool covers(const Tensor& made, const Tensor& read) {
          made.numel() == read.numel() && made.is_contiguous() && read.is_contiguous();
 }
 
+// The same elements in rows of one length: what a row task makes is what the reader stages.
+inline bool same_rows(const Tensor& made, const Tensor& read) {
+  return covers(made, read) && !made.shape.empty() && !read.shape.empty() && made.shape.back() == read.shape.back();
+}
+
 inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * shape[d];

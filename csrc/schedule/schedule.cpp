@@ -203,7 +203,7 @@ class Scheduler {
         const Node& reader = node(edge->to);
         bool staged = edge->hazard == Hazard::kReadAfterWrite;
         if (reader.def->role == Role::kRow) {
-          staged &= is_prologue_[reader.id] && covers(output(row).tensor, reader.operands.front().tensor);
+          staged &= is_prologue_[reader.id] && same_rows(output(row).tensor, reader.operands.front().tensor);
         } else if (reader.def->name == "linear") {
           staged &= reads_whole(reader, "x", output(row).tensor) && fits_staging(reader);
         } else if (reader.def->name == "attention") {
@@ -219,7 +219,7 @@ class Scheduler {
 
   bool reads_whole(const Node& reader, const char* name, const Tensor& made) const {
     const Operand* operand = reader.find(name);
-    return operand && covers(made, operand->tensor) && made.buffer == operand->tensor.buffer;
+    return operand && same_rows(made, operand->tensor);
   }
 
   bool fits_staging(const Node& linear) const {

@@ -66,6 +66,22 @@ def test_a_norm_with_another_reader_is_stored() -> None:
     assert schedule.phases[1].jobs[0].epilogue == [2]
 
 
+def test_a_norm_over_all_heads_is_not_staged_by_head() -> None:
+    b = Builder()
+    decoder(layers=0)
+    x = b.buffer("input", "x", "float32", [1, 16])
+    tables = [(name, b.buffer("input", name, "float32", [1, 8])) for name in ("cos", "sin")]
+    norm = {"eps": 1e-6, "style": "llama"}
+    normed = b.node("rms_norm", [("x", x)], b.buffer("workspace", "n", "float32", [1, 16]), norm)
+    q = b.buffer("workspace", "q", "float32", [1, 2, 8])
+    b.node("rope", [("x", b.view(normed, [1, 2, 8])), *tables], q)
+    caches = [(name, b.buffer("input", name, "float32", [1, 2, 4, 8])) for name in ("k_cache", "v_cache")]
+    b.node("attention", [("q", q), *caches], b.buffer("output", "y", "float32", [1, 2, 8]), {"scale": 1.0})
+    schedule = _C.make_schedule(b.graph, CUDA)
+    _C.validate(schedule)
+    assert [[(j.prologue, j.body) for j in p.jobs] for p in schedule.phases] == [[([], [0])], [([1], [2])]]
+
+
 def test_the_loader_waits_for_what_the_launch_computes() -> None:
     b = Builder()
     decoder(layers=0)

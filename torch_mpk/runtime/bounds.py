@@ -41,11 +41,10 @@ def _cache_positions(graph: _C.TBGraph) -> Iterator[IndexBound]:
     for node in graph.nodes:
         operands = {operand.name: operand.tensor for operand in node.operands}
         slot = operands.get("slot") if node.task == "attention" else None
-        buffer = None if slot is None else graph.buffers[slot.buffer]
-        if buffer and buffer.kind == "input" and slot.offset == 0 and slot.buffer not in written:
+        if slot and graph.buffers[slot.buffer].kind == "input" and slot.offset == 0 and slot.buffer not in written:
             length = operands["k_cache"].shape[2]
             yield IndexBound(
-                buffer.index,
+                graph.buffers[slot.buffer].index,
                 num_elements=1,
                 stride=1,
                 element_bytes=8,
