@@ -188,9 +188,7 @@ def _logits_step(
 def _greedy_step(
     model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    logits = model(input_ids=input_ids, position_ids=position_ids, **inputs).logits[:, -1]
-    if position_ids is not None:
-        position_ids.add_(1)
+    logits = _logits_step(model, input_ids, position_ids, inputs)
     token = logits.argmax(-1, keepdim=True)
     input_ids.copy_(token)
     return token

@@ -23,15 +23,12 @@ inline bool same_view(const Tensor& a, const Tensor& b) {
          a.strides == b.strides;
 }
 
-// Both are the same elements in the same order, though perhaps of another rank.
-inline bool covers(const Tensor& made, const Tensor& read) {
-  return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset &&
-         made.numel() == read.numel() && made.is_contiguous() && read.is_contiguous();
-}
-
-// The same elements in rows of one length: what a row task makes is what the reader stages.
+// The same elements in rows of one length, though perhaps of another rank: what a row task makes is what its reader
+// stages.
 inline bool same_rows(const Tensor& made, const Tensor& read) {
-  return covers(made, read) && !made.shape.empty() && !read.shape.empty() && made.shape.back() == read.shape.back();
+  return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset &&
+         made.numel() == read.numel() && made.is_contiguous() && read.is_contiguous() && !made.shape.empty() &&
+         !read.shape.empty() && made.shape.back() == read.shape.back();
 }
 
 inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
