@@ -32,6 +32,8 @@ class Options:
     """A launch without progress for so long is aborted; 0 waits forever. None: TORCH_MPK_WATCHDOG_SECONDS, else 10."""
     arch: int | None = None
     """CUDA code to generate: 90 (sm_90a) or 80 (sm_80 and newer). None: what the device has."""
+    profile: bool = False
+    """Build kernels that note when each worker passes each phase (``benchmarks/breakdown.py``); CUDA only."""
     fuse: bool = True
     """Let the scheduler fuse row and pointwise tasks into their neighbours (CUDA only; the CPU never fuses)."""
 
@@ -69,7 +71,8 @@ class Options:
         is_number = _is_int(seconds) or isinstance(seconds, float)
         expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")
         expect(self.arch in (None, 80, 90), "arch", "80, 90 or None")
-        expect(isinstance(self.fuse, bool), "fuse", "True or False")
+        for name in ("profile", "fuse"):
+            expect(isinstance(getattr(self, name), bool), name, "True or False")
 
 
 def _is_int(value: Any) -> bool:

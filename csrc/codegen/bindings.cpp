@@ -20,13 +20,14 @@ void bind_codegen(py::module_& m) {
       .def_readonly("workspace_bytes", &CudaProgram::workspace_bytes)
       .def_readonly("control_bytes", &CudaProgram::control_bytes)
       .def_readonly("stalls_offset", &CudaProgram::stalls_offset)
+      .def_readonly("stamps_offset", &CudaProgram::stamps_offset)
       .def_readonly("num_phases", &CudaProgram::num_phases)
       .def_readonly("num_inputs", &CudaProgram::num_inputs)
       .def_readonly("num_outputs", &CudaProgram::num_outputs)
       .def_readonly("num_scalars", &CudaProgram::num_scalars)
       .def_readonly("input_alignment", &CudaProgram::input_alignment)
       .def_readonly("phase_names", &CudaProgram::phase_names);
-  m.def("generate_cuda", &generate_cuda, py::arg("schedule"),
+  m.def("generate_cuda", &generate_cuda, py::arg("schedule"), py::arg("profiled") = false,
         "Write the kernel of a schedule for a CUDA target. Raises RuntimeError naming the node that cannot be "
         "generated.");
 }

@@ -23,6 +23,11 @@ Plan::Plan(const Schedule& schedule) : schedule(schedule), workspace_bytes(sched
     if (buffer.kind == BufferKind::kOutput) num_outputs = std::max(num_outputs, buffer.index + 1);
   }
   input_alignment.assign(num_inputs, 1);
+  phases_of.resize(graph.nodes().size());
+  for (size_t p = 0; p < schedule.phases.size(); p++)
+    for (const Job& job : schedule.phases[p].jobs)
+      for (const std::vector<int>* nodes : {&job.prologue, &job.body, &job.epilogue})
+        for (int n : *nodes) phases_of[n].push_back(static_cast<int>(p));
   for (const Node& node : graph.nodes()) {
     for (const Operand& operand : node.operands) {
       const Buffer& buffer = graph.buffers()[operand.tensor.buffer];
@@ -34,6 +39,23 @@ Plan::Plan(const Schedule& schedule) : schedule(schedule), workspace_bytes(sched
       for (const Instr& instr : node.program->instrs)
         if (instr.op == Op::kSize) num_scalars = std::max(num_scalars, instr.operand + 1);
   }
+}
+
+bool Plan::happens_before(int a, int b) const {
+  for (int p = 0; p <= b; p++)
+    for (int wait : schedule.phases[p].waits)
+      if (wait >= a) return true;
+  return false;
+}
+
+bool Plan::known_before(int buffer, int phase) const {
+  for (const Node& node : schedule.graph.nodes())
+    for (const Operand& operand : node.operands) {
+      if (!operand.is_write || operand.tensor.buffer != buffer) continue;
+      for (int writer : phases_of[node.id])
+        if (writer == phase || (writer < phase && !happens_before(writer, phase - 1))) return false;
+    }
+  return true;
 }
 
 namespace {
@@ -64,7 +86,7 @@ uint64_t nan_bits(DType t) {
 
 class Generator {
  public:
-  explicit Generator(const Schedule& schedule) : schedule_(schedule), plan_(schedule) {}
+  Generator(const Schedule& schedule, bool profiled) : schedule_(schedule), profiled_(profiled), plan_(schedule) {}
 
   CudaProgram run() {
     check_target();
@@ -86,6 +108,10 @@ class Generator {
     program.workspace_bytes = plan_.workspace_bytes;
     program.stalls_offset = (plan_.control_bytes + 31) / 32 * 32;
     program.control_bytes = program.stalls_offset + static_cast<int64_t>(sizeof(StallRecord)) * program.num_workers;
+    if (profiled_) {
+      program.stamps_offset = program.control_bytes;
+      program.control_bytes += static_cast<int64_t>(sizeof(PhaseStamps)) * program.num_workers * num_phases;
+    }
     program.num_phases = num_phases;
     program.num_inputs = plan_.num_inputs;
     program.num_outputs = plan_.num_outputs;
@@ -224,6 +250,7 @@ class Generator {
             constant("int64_t", "kEventsOffset", str(events_offset_)) +
             constant("int64_t", "kTicketsOffset", str(tickets_offset_)) +
             constant("int64_t", "kStallsOffset", str(program.stalls_offset)) +
+            constant("int64_t", "kStampsOffset", str(program.stamps_offset)) +
             constant("int64_t", "kOutputsOffset", str(outputs_offset_)) +
             constant("int", "kStagedOffset", "round_up(sizeof(Shared))") + constant("int", "kStagedBytes", staged) +
             constant("int", "kRingOffset", "kStagedOffset + round_up(kStagedBytes)") +
@@ -248,6 +275,7 @@ class Generator {
   }
 
   const Schedule& schedule_;
+  const bool profiled_;
   Plan plan_;
   std::map<std::string, uint32_t> numbers_;
   std::vector<JobCode> variants_;
@@ -259,6 +287,8 @@ class Generator {
 }  // namespace
 }  // namespace codegen
 
-CudaProgram generate_cuda(const Schedule& schedule) { return codegen::Generator(schedule).run(); }
+CudaProgram generate_cuda(const Schedule& schedule, bool profiled) {
+  return codegen::Generator(schedule, profiled).run();
+}
 
 }  // namespace mpk

@@ -28,7 +28,18 @@ struct Plan {
   };
   std::vector<Scratch> scratch;  // attention's partial results
 
+  struct Handed {
+    const Node* attention;
+    int64_t partials, shares;
+  };
+  std::map<int, Handed> handed;               // buffers whose readers put them together from partial results
+  std::vector<std::vector<int>> phases_of;    // per node: the phases that run it
+
   explicit Plan(const Schedule& schedule);
+  // Whether everything of phase `a` is visible to phase `b` once that has awaited its events.
+  bool happens_before(int a, int b) const;
+  // Whether what a phase reads of the buffer is visible before it awaits its events.
+  bool known_before(int buffer, int phase) const;
   const TBGraph& graph() const { return schedule.graph; }
   const Node& node(int id) const { return schedule.graph.nodes()[id]; }
 };
@@ -119,14 +130,23 @@ struct Chain {
 };
 Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node& node, const Tensor& operand);
 
-// Traits of the chain's tasks, the statements that run it on `row` into `data` (shared memory) with `group`, and those
-// by which the loader's lanes fetch its parameters ahead.
+// The class of the chain (see row.cuh) with the traits of its tasks, and the statements by which the loader's lanes
+// fetch its parameters ahead.
 struct ChainCode {
-  std::string traits, body, prefetch;
-  bool vectorized;
+  std::string text, prefetch;
+  bool vectorized = true;
+  bool early = true;  // what the constructor reads is known before the phase's events
   std::vector<std::string> headers;
 };
-ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const std::string& prefix,
-                     const Tensor* target);
+
+struct ChainOptions {
+  int phase;
+  std::string name = "Chain";
+  const Tensor* target = nullptr;  // where the row is stored besides
+};
+ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options);
+
+// What is known of an attention's work by itself and by the readers of its partial results.
+std::string emit_work(Plan& plan, Refs& refs, const Node& attention, int64_t partials, int64_t shares);
 
 }  // namespace mpk::codegen

@@ -10,6 +10,10 @@ namespace {
 constexpr int64_t kSlotBytes = 8192;
 constexpr int64_t kConsumerThreads = 384;
 constexpr int64_t kMaxBatch = 16;
+// Readers of attention's result put it together from at most so many pieces, and read at most so many bytes for it: more
+// takes them longer than the exchange it saves.
+constexpr int64_t kMaxShares = 4;
+constexpr int64_t kMaxSharedBytes = 64 << 10;
 
 std::string constant(const std::string& name, int64_t v) {
   return "  static constexpr int " + name + " = " + str(v) + ";\n";
@@ -23,10 +27,6 @@ std::string function(const std::string& result, const std::string& signature, co
 std::string returning(const std::string& result, const std::string& signature, const std::string& value) {
   return function(result, signature, "    return " + value + ";\n");
 }
-std::string group_function(const std::string& signature, const std::string& body) {
-  return "  template <class Group>\n  static MPK_DEVICE void " + signature + " {\n" + body + "  }\n";
-}
-
 // switch (i) over values; the last is the default.
 std::string choose(const std::string& i, const std::vector<std::string>& values) {
   if (std::all_of(values.begin(), values.end(), [&](const std::string& v) { return v == values.front(); }))
@@ -35,6 +35,11 @@ std::string choose(const std::string& i, const std::vector<std::string>& values)
   for (size_t k = 0; k + 1 < values.size(); k++)
     text += i + " == " + str(static_cast<int64_t>(k)) + " ? " + values[k] + " : ";
   return text + values.back();
+}
+
+bool writes(const Node& node, int buffer) {
+  return std::any_of(node.operands.begin(), node.operands.end(),
+                     [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == buffer; });
 }
 
 bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }
@@ -102,21 +107,27 @@ JobCode emit_reduce(Plan& plan, const Node& node) {
 
 // ---- row tasks
 
-JobCode emit_row(Plan& plan, const Node& node) {
+JobCode emit_row(Plan& plan, int phase, const Node& node) {
   JobCode code{"Row", "run_rows", "", "kRowStagedBytes<V>", "", {}, {}, 0};
   Refs refs(plan, code.refs);
   const Tensor& x = node.operands.front().tensor;
   const Chain chain{{&node}, &x};
-  const ChainCode rows = emit_chain(plan, refs, node, chain, "t", &node.operands.back().tensor);
+  const ChainCode rows =
+      emit_chain(plan, refs, node, chain, {.phase = phase, .target = &node.operands.back().tensor});
   const int64_t size = x.shape.back();
   code.headers = rows.headers;
   code.body = "  using T = " + std::string(cuda_type(x.dtype)) + ";\n" +
-              constant("kRows", x.numel() / std::max<int64_t>(size, 1)) + constant("kSize", size) + rows.traits +
-              group_function("run(Group& group, const Job& job, uint32_t row, T* data)", rows.body);
+              constant("kRows", x.numel() / std::max<int64_t>(size, 1)) + constant("kSize", size) + rows.text;
   return code;
 }
 
 // ---- linear
+
+// Whether x is small enough to be brought into shared memory.
+bool stages(const Plan& plan, const Node& linear) {
+  const Tensor& x = linear.operand("x").tensor;
+  return x.numel() * size_bytes(x.dtype) <= plan.schedule.target.smem_bytes / 2;
+}
 
 struct LinearShape {
   int64_t batch, size, parts, element;
@@ -149,7 +160,7 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
   return s;
 }
 
-JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
+JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   const Node& first = plan.node(job.body.front());
   JobCode code{
       "Linear", "linear::compute", "linear::load", "linear::Shape<V>::kStagedBytes", "", {first.def->header}, {}, 0};
@@ -181,7 +192,7 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
   }
 
   const Chain chain = find_chain(plan, job.prologue, first, x);
-  const bool staged = !chain.tasks.empty() || !aligned || batch * size * element <= plan.schedule.target.smem_bytes / 2;
+  const bool staged = !chain.tasks.empty() || !aligned || stages(plan, first);
   require(!staged || batch * ((size * element + 15) / 16 * 16) <= plan.schedule.target.smem_bytes * 3 / 5, first,
           "x of " + str(batch) + " x " + str(size) + " elements does not fit shared memory" +
               (chain.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
@@ -210,7 +221,7 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
   if (paired) first_tile = {"0u"}, num_rows = {num_rows.front()};
   const bool claimed = may_claim && aligned && job.assignment == Assignment::kClaimed;
 
-  const ChainCode prologue = emit_chain(plan, refs, first, chain, "t", nullptr);
+  const ChainCode prologue = emit_chain(plan, refs, first, chain, {.phase = phase});
   code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());
   std::string& body = code.body;
   body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kSize", size) +
@@ -221,11 +232,21 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
          returning("uint32_t", "first_tile(int i)", choose("i", first_tile)) +
          returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) +
          returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
-         returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.traits +
-         group_function("run_prologue(Group& group, const Job& job, uint32_t row, T* data)", prologue.body);
+         returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.text;
   body += function("void", "prefetch(const Job& job, int lane)", prologue.prefetch);
   if (!staged)
     body += constant("kPitchX", x.strides[0]) + returning("const T*", "x(const Job& job)", refs.pointer(first, x));
+
+  bool early = prologue.early;
+  for (const std::vector<int>* nodes : {&job.body, &job.epilogue})
+    for (int n : *nodes)
+      for (const Operand& operand : plan.node(n).operands) {
+        const int b = operand.tensor.buffer;
+        const bool made_here = std::any_of(job.body.begin(), job.body.end(), [&](int m) { return writes(plan.node(m), b); }) ||
+                               std::any_of(job.epilogue.begin(), job.epilogue.end(), [&](int m) { return writes(plan.node(m), b); });
+        if (!operand.is_write && operand.name != "x" && !made_here) early &= plan.known_before(b, phase);
+      }
+  body += flag("kEarly", early);
 
   // What becomes of a value: bias, rounding, the linear's own result, the epilogue.
   std::string fields, preload, finish;
@@ -285,20 +306,53 @@ JobCode emit_linear(Plan& plan, const Job& job, bool may_claim) {
 
 // ---- attention
 
-int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
-  // Partial results are read within their phase; a phase that waits for it may use the place again.
-  const std::vector<int>& waits = plan.schedule.phases[phase].waits;
+// Scratch for partial results that are last read in phase `last`; its place may be used again by phases behind that.
+int64_t allocate_partials(Plan& plan, int phase, int last, int64_t bytes) {
   bytes = (bytes + 255) / 256 * 256;
   for (Plan::Scratch& place : plan.scratch)
-    if (place.phase < phase && place.bytes >= bytes &&
-        std::any_of(waits.begin(), waits.end(), [&](int w) { return w >= place.phase; })) {
-      place.phase = phase;
+    if (place.phase < phase && place.bytes >= bytes && plan.happens_before(place.phase, phase)) {
+      place.phase = last;
       return place.offset;
     }
   const int64_t offset = (plan.workspace_bytes + 255) / 256 * 256;
-  plan.scratch.push_back({phase, offset, bytes});
+  plan.scratch.push_back({last, offset, bytes});
   plan.workspace_bytes = offset + bytes;
   return offset;
+}
+
+// Readers may put a result together where all of them stage it, whole rows of it. The last of their phases, else -1.
+int last_reader(const Plan& plan, const Node& attention) {
+  const Tensor& y = attention.operands.back().tensor;
+  const Buffer& buffer = plan.graph().buffers()[y.buffer];
+  if (buffer.kind != BufferKind::kWorkspace || !y.is_contiguous() || y.offset != 0 ||
+      y.numel() * size_bytes(y.dtype) != buffer.bytes)
+    return -1;
+  const int64_t row = y.shape[1] * y.shape[2];
+  int last = -1;
+  for (const Node& node : plan.graph().nodes())
+    for (const Operand& operand : node.operands) {
+      const Tensor& t = operand.tensor;
+      if (t.buffer != y.buffer || node.id == attention.id) continue;
+      if (node.def->name != "linear" || operand.name != "x" || !t.is_contiguous() || t.shape[1] != row ||
+          !stages(plan, node))
+        return -1;
+      for (int phase : plan.phases_of[node.id]) last = std::max(last, phase);
+    }
+  return last;
+}
+
+struct Passes {
+  int64_t number, heads;
+};
+
+// Heads that share a key-value head are worked on together, as far as tensor cores (8) or registers hold them.
+Passes passes_of(const Node& attention) {
+  const Tensor& q = attention.operand("q").tensor;
+  const int64_t shared = q.shape[1] / attention.operand("k_cache").tensor.shape[1];
+  const int64_t most = size_bytes(q.dtype) == 2 ? 8 : std::max<int64_t>(8 / ((q.shape[2] + 127) / 128), 1);
+  int64_t passes = 1;
+  while (shared % passes != 0 || shared / passes > most) passes++;
+  return {passes, shared / passes};
 }
 
 JobCode emit_attention(Plan& plan, int phase, const Job& job) {
@@ -343,24 +397,26 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   if (slot) check_dtype(node, *slot, DType::kI64);
   if (limit) check_dtype(node, *limit, DType::kI64);
 
-  // Heads that share a key-value head, at most 8 rows of 32 lanes by 4 elements at a time.
-  const int64_t shared = heads / groups, most = std::max<int64_t>(8 / ((size + 127) / 128), 1);
-  int64_t passes = 1;
-  while (shared % passes != 0 || shared / passes > most) passes++;
-  const int64_t at_a_time = shared / passes;
+  const Passes passes = passes_of(node);
+  const int64_t workers = plan.schedule.target.num_workers;
+  const int last = last_reader(plan, node);
+  int64_t shares = std::min<int64_t>(kMaxSharedBytes / (batch * heads * size * 4), kMaxShares);
+  if (last < 0 || shares < 2) shares = 0;
+  const int64_t units = batch * groups * passes.number, pieces = (units + workers - 1) / workers * workers;
+  const int64_t partials = allocate_partials(plan, phase, std::max(phase, last), pieces * passes.heads * (size + 4) * 4);
+  if (shares != 0) plan.handed[y.buffer] = {&node, partials, shares};
 
   std::string& body = code.body;
-  body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kGroups", groups) +
-         constant("kPasses", passes) + constant("kHeads", at_a_time) + constant("kSize", size) +
-         constant("kLength", length) + "  static constexpr float kScale = " + float_literal(node.float_attr("scale")) +
-         ";\n" + flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
+  body = "  using T = " + type + ";\n  struct Work {\n" + emit_work(plan, refs, node, partials, shares) +
+         "  };\n  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" +
+         flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
          flag("kMaskPerHead", mask && heads > 1 && mask->tensor.strides[1] != 0) +
          "  static constexpr int64_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +
          ", kPitchV = " + str(v_cache.tensor.strides[2] * element) + ";\n";
-  body += returning(
-      "int64_t", "limit(const Job& job, uint32_t b)",
-      limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]" : "kLength");
   body += returning("int64_t", "slot(const Job& job)", slot ? "*" + refs.pointer(node, slot->tensor) : "-1");
+  bool early = true;
+  for (const Operand* first : {slot, limit})
+    if (first) early &= plan.known_before(first->tensor.buffer, phase);
   for (const Operand* cache : {&k_cache, &v_cache})
     body += returning("T*", cache->name + "(const Job& job, uint32_t b, uint32_t g)",
                       refs.pointer(node, cache->tensor, true) + " + int64_t(b) * " + str(cache->tensor.strides[0]) +
@@ -382,32 +438,43 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
     const Operand* operand = name[0] == 'q' ? node.find("q") : name[0] == 'k' ? k_new : v_new;
     if (!operand) continue;
     check_dtype(node, *operand, dtype);
-    const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor),
-                                       std::string(name) + "_", nullptr);
+    const char upper[] = {'C', 'h', 'a', 'i', 'n', static_cast<char>(name[0] - 'a' + 'A'), 0};
+    const ChainCode chain =
+        emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor), {.phase = phase, .name = upper});
     prefetch += chain.prefetch;
-    body += chain.traits +
-            group_function(
-                "prepare_" + std::string(name) + "(Group& group, const Job& job, uint32_t b, uint32_t h, T* data)",
-                "    const uint32_t row = b * " + str(operand->tensor.shape[1]) + " + h;\n" + chain.body);
+    early &= chain.early;
+    body += chain.text;
     code.headers.insert(code.headers.end(), chain.headers.begin(), chain.headers.end());
   }
-  body += function("void", "prefetch(const Job& job, int lane)", prefetch);
-  const int64_t partial_bytes = plan.schedule.target.num_workers * 2 * at_a_time * (size + 4) * 4;
-  body += returning(
-      "float*", "partials(const Job& job)",
-      "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, allocate_partials(plan, phase, partial_bytes))) + ")");
+  body += flag("kEarly", early) + function("void", "prefetch(const Job& job, int lane)", prefetch);
   body += returning("uint32_t*", "arrivals(const Job& job)",
                     "job.pointer<uint32_t>(" + str(refs.add_raw(kControlIndex, plan.control_bytes)) + ")");
-  plan.control_bytes += batch * groups * passes * 4;
+  plan.control_bytes += units * 4;
   return code;
 }
 
 }  // namespace
 
+std::string emit_work(Plan& plan, Refs& refs, const Node& attention, int64_t partials, int64_t shares) {
+  const Tensor& q = attention.operand("q").tensor;
+  const Tensor& cache = attention.operand("k_cache").tensor;
+  const Operand* limit = attention.find("limit");
+  const Passes passes = passes_of(attention);
+  return "  using T = " + std::string(cuda_type(q.dtype)) + ";\n" + constant("kBatch", q.shape[0]) +
+         constant("kGroups", cache.shape[1]) + constant("kPasses", passes.number) + constant("kHeads", passes.heads) +
+         constant("kSize", q.shape[2]) + constant("kLength", cache.shape[2]) + constant("kShares", shares) +
+         constant("kWorkers", plan.schedule.target.num_workers) +
+         returning("int64_t", "limit(const Job& job, uint32_t b)",
+                   limit ? refs.pointer(attention, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
+                         : "kLength") +
+         returning("float*", "partials(const Job& job)",
+                   "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")");
+}
+
 JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim) {
   const Node& node = plan.node(job.body.front());
   const bool alone = job.body.size() == 1 && job.prologue.empty() && job.epilogue.empty();
-  if (node.def->name == "linear") return emit_linear(plan, job, may_claim);
+  if (node.def->name == "linear") return emit_linear(plan, phase, job, may_claim);
   if (node.def->name == "attention") return emit_attention(plan, phase, job);
   require(alone, node, "only linear and attention take companions");
   switch (node.def->role) {
@@ -416,7 +483,7 @@ JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim) {
     case Role::kReduce:
       return emit_reduce(plan, node);
     case Role::kRow:
-      return emit_row(plan, node);
+      return emit_row(plan, phase, node);
     case Role::kStream:
       break;
   }

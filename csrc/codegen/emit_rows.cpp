@@ -90,9 +90,9 @@ Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node&
   return chain;
 }
 
-ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const std::string& prefix,
-                     const Tensor* target) {
+ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options) {
   ChainCode code;
+  const Tensor* target = options.target;
   const Tensor& source = *chain.source;
   const int64_t size = source.shape.back();
   const std::string type = cuda_type(source.dtype);
@@ -104,14 +104,15 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
     for (const Operand& operand : task->operands) check_inner_stride(*task, operand);
   code.vectorized =
       size % width == 0 && aligned_rows(plan, source, true) && (target == nullptr || aligned_rows(plan, *target, true));
-  std::string tasks, applied;
+  std::string members, constructed, applied;
+  auto reads_first = [&](const Tensor& t) { code.early &= plan.known_before(t.buffer, options.phase); };
   for (size_t i = 0; i < chain.tasks.size(); i++) {
     const Node& task = *chain.tasks[i];
-    const std::string name = prefix + str(static_cast<int64_t>(i)), trait = "T" + name;
+    const std::string name = "task" + str(static_cast<int64_t>(i)), trait = options.name + "Task" + str(static_cast<int64_t>(i));
     if (input_of(task).shape.back() != size || input_of(task).dtype != source.dtype ||
         output_of(task).dtype != source.dtype)
       fail(task, "expected rows of " + str(size) + " elements of " + info(source.dtype).name + " on both sides");
-    code.traits +=
+    code.text +=
         "  struct " + trait + " {\n    using T = " + type + ";\n    static constexpr int kSize = " + str(size) + ";\n";
     if (task.def->name == "rms_norm") {
       const Operand* weight = task.find("weight");
@@ -122,47 +123,64 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
       if (found == std::end(names)) fail(task, "unknown style '" + style + "', expected llama, torch or gemma");
       const bool vectorized = code.vectorized && (!weight || aligned_rows(plan, weight->tensor, false));
       code.vectorized &= vectorized;
-      code.traits +=
+      code.text +=
           "    using Weight = " + std::string(weight ? cuda_type(weight->tensor.dtype) : type) +
           ";\n    static constexpr float kEps = " + float_literal(task.float_attr("eps")) +
           ";\n    static constexpr rms_norm::Style kStyle = rms_norm::Style::" + values[found - std::begin(names)] +
           ";\n    static constexpr bool kHasWeight = " + (weight ? "true" : "false") +
           ", kVectorized = " + (vectorized ? "true" : "false") + ";\n";
       if (weight) {
+        reads_first(weight->tensor);
         const std::string pointer = refs.pointer(task, weight->tensor);
-        code.traits += "    static MPK_DEVICE const Weight* weight(const Job& job) { return " + pointer + "; }\n";
+        code.text += "    static MPK_DEVICE const Weight* weight(const Job& job) { return " + pointer + "; }\n";
         code.prefetch += "    prefetch_lines(" + pointer + ", " + str(size) + ", lane);\n";
       }
     } else if (task.def->name == "rope") {
       const Tensor& x = input_of(task);
       if (size % 2 != 0) fail(task, "the head size must be even, got " + str(size));
-      code.traits += "    static constexpr int kRowsPerAngle = " + str(x.shape[1]) + ";\n";
+      code.text += "    static constexpr int kRowsPerAngle = " + str(x.shape[1]) + ";\n";
       for (const char* angle : {"cos", "sin"}) {
         const Tensor& t = task.operand(angle).tensor;
+        reads_first(t);
         if (t.dtype != source.dtype)
           fail(task, std::string("expected ") + angle + " of x's dtype " + info(source.dtype).name);
-        code.traits += "    static MPK_DEVICE const T* " + std::string(angle) +
+        code.text += "    static MPK_DEVICE const T* " + std::string(angle) +
                        "(const Job& job, uint32_t row) { return " + refs.pointer(task, t) + " + " +
                        row_offset(t, "row") + "; }\n";
       }
     } else {
       fail(task, "this row task has no CUDA code");
     }
-    code.traits += "  };\n";
+    code.text += "  };\n";
     code.headers.push_back(task.def->header);
-    tasks += "    " + task.def->name + "::Task<" + trait + ", Group> " + name + "(group, job, row);\n";
-    applied += (i > 0 ? "    group.sync();\n" : "") + std::string("    ") + name + ".apply(group, data);\n";
+    members += "    " + task.def->name + "::Task<" + trait + ", Group> " + name + ";\n";
+    constructed += (constructed.empty() ? "" : ", ") + name + "(group, job, row)";
+    applied += (i > 0 ? "      group.sync();\n" : "") + std::string("      ") + name + ".apply(group, data);\n";
   }
   const std::string copy =
       "copy_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") + ">(group, ";
-  code.body =
-      tasks + "    " + copy + "data, " + refs.pointer(node, source) + " + " + row_offset(source, "row") + ");\n";
-  if (!code.vectorized && !chain.tasks.empty()) code.body += "    group.sync();\n";
-  code.body += applied;
-  if (target != nullptr) {
-    if (!code.vectorized) code.body += "    group.sync();\n";
-    code.body += "    " + copy + refs.pointer(node, *target, true) + " + " + row_offset(*target, "row") + ", data);\n";
+  const std::string row = refs.pointer(node, source) + " + " + row_offset(source, "row");
+  std::string body = "      " + copy + "data, " + row + ");\n";
+  if (const auto handed = plan.handed.find(source.buffer); handed != plan.handed.end()) {
+    const Plan::Handed& from = handed->second;
+    code.text += "  struct Work {\n" + emit_work(plan, refs, *from.attention, from.partials, from.shares) + "  };\n";
+    code.headers.push_back(from.attention->def->header);
+    members = "    attention::Reader<Work> source;\n" + members;
+    constructed = "source(job)" + (constructed.empty() ? "" : ", " + constructed);
+    body = "      source.read(group, job, row, data, " + row + ");\n";
+    if (const Operand* limit = from.attention->find("limit")) reads_first(limit->tensor);
   }
+  if (!code.vectorized && !chain.tasks.empty()) body += "      group.sync();\n";
+  body += applied;
+  if (target != nullptr) {
+    if (!code.vectorized) body += "      group.sync();\n";
+    body += "      " + copy + refs.pointer(node, *target, true) + " + " + row_offset(*target, "row") + ", data);\n";
+  }
+  code.text += "  template <class Group>\n  struct " + options.name + " {\n" + members + "    MPK_DEVICE " + options.name +
+               "(const Group& group, const Job& job, uint32_t row)" +
+               (constructed.empty() ? "" : " : " + constructed) +
+               " {}\n    MPK_DEVICE void run(Group& group, const Job& job, uint32_t row, " + type + "* data) {\n" + body +
+               "    }\n  };\n";
   return code;
 }
 

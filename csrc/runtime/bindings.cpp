@@ -73,6 +73,7 @@ CudaProgram read_program(py::handle object) {
   MPK_READ(workspace_bytes);
   MPK_READ(control_bytes);
   MPK_READ(stalls_offset);
+  MPK_READ(stamps_offset);
   MPK_READ(num_inputs);
   MPK_READ(num_outputs);
   MPK_READ(num_scalars);
@@ -132,6 +133,15 @@ void bind_runtime(py::module_& m) {
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
            "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
            "flight.")
+      .def_property_readonly("phase_names", &CudaExecutable::phase_names)
+      .def(
+          "stamps",
+          [](CudaExecutable& e) {
+            const std::vector<PhaseStamps> stamps = e.stamps();
+            return py::bytes(reinterpret_cast<const char*>(stamps.data()), stamps.size() * sizeof(PhaseStamps));
+          },
+          "PhaseStamps[num_workers][num_phases] of the latest launch of a profiled kernel, uint32 each; empty if it is "
+          "not.")
       .def_property(
           "jitter", [](const CudaExecutable& e) { return e.jitter.load(); },
           [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },

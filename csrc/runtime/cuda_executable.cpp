@@ -64,6 +64,7 @@ CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& im
       workspace_bytes_(program.workspace_bytes),
       control_bytes_(program.control_bytes),
       stalls_offset_(program.stalls_offset),
+      stamps_offset_(program.stamps_offset),
       watchdog_ns_(watchdog_ns) {
   const size_t num_pointers = num_inputs_ + num_outputs_;
   if (num_pointers > std::size(LaunchBlock{}.pointers) || num_scalars_ > kMaxScalars)
@@ -257,6 +258,22 @@ void CudaExecutable::check_pointers(const LaunchBlock& block) const {
                                 std::to_string(pointer % alignment) +
                                 " bytes past it (a slice of a larger tensor?): pass tensor.clone()");
   }
+}
+
+std::vector<PhaseStamps> CudaExecutable::stamps() {
+  const std::lock_guard lock(mutex_);
+  const ContextGuard current(driver_, context_);
+  const Lane* latest = nullptr;
+  for (const Lane& lane : lanes_)
+    if (!lane.capture && (!latest || lane.last_used > latest->last_used)) latest = &lane;
+  std::vector<PhaseStamps> stamps(stamps_offset_ && latest ? num_workers_ * phase_names_.size() : 0);
+  if (stamps.empty()) return stamps;
+  driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");
+  driver_.check(driver_.memcpy_dtoh_async(stamps.data(), latest->memory + stamps_offset_,
+                                          stamps.size() * sizeof(PhaseStamps), service_stream_),
+                "cuMemcpyDtoHAsync");
+  driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
+  return stamps;
 }
 
 void CudaExecutable::check() {

@@ -24,9 +24,20 @@ struct StallRecord {
   uint32_t entry;  // ring entry or tile the warp had reached
 };
 
+// What a worker of a profiled kernel writes of each phase, in cycles of its multiprocessor's clock (which wraps).
+struct PhaseStamps {
+  uint32_t begin;      // came to the phase
+  uint32_t ready;      // the phase's events had been seen
+  uint32_t staged;     // the activations stood in shared memory; 0 where a task does not say
+  uint32_t computed;   // one warp was done
+  uint32_t finished;   // all warps were
+  uint32_t signalled;  // the event had been signalled
+};
+
 // Device memory, one per executable and stream, zeroed by the host when created and after an aborted launch.
 // Followed by: uint32_t events[num_phases] (one per 32 bytes), uint32_t tickets[num_phases] (one per 32 bytes),
-// uint32_t arrivals[...] (whatever the kernel's tasks need), StallRecord stalls[num_workers].
+// uint32_t arrivals[...] (whatever the kernel's tasks need), StallRecord stalls[num_workers], and, where the kernel is
+// profiled, PhaseStamps stamps[num_workers][num_phases].
 struct Control {
   uint32_t epoch;    // launches completed; the last CTA to exit increments it
   uint32_t exited;   // CTAs of the running launch that have exited

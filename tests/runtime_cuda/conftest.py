@@ -80,6 +80,7 @@ def make_program() -> Callable[..., SimpleNamespace]:
             "workspace_bytes": 1024,
             "control_bytes": 512,
             "stalls_offset": 384,
+            "stamps_offset": 0,
             "num_inputs": 2,
             "num_outputs": 1,
             "num_scalars": 1,

@@ -39,7 +39,7 @@ def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Du
         LaunchError: the driver cannot load the kernel.
         RuntimeError: a node cannot be generated.
     """
-    program = _C.generate_cuda(schedule)
+    program = _C.generate_cuda(schedule, options.profile)
     dump.write("6.kernel.cu", program.source)
     arch = schedule.target.arch
     # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.

@@ -50,11 +50,16 @@ class _Call(torch.nn.Module):
         self.forward = call
 
 
+def live_segments() -> list[Segment]:
+    """The executables in use."""
+    return list(_live)
+
+
 def synchronize() -> None:
     """Waits for every launch of every model, and raises the error of one that was aborted.
 
     Raises:
         MegakernelTimeout: a launch was aborted by its watchdog; its outputs are NaN and its counters did not advance.
     """
-    for segment in list(_live):
+    for segment in live_segments():
         segment.synchronize()

@@ -19,13 +19,15 @@ struct CudaProgram {
   int64_t workspace_bytes = 0;
   int64_t control_bytes = 0;  // Control and everything behind it
   int64_t stalls_offset = 0;  // of StallRecord[num_workers] in the control block
+  int64_t stamps_offset = 0;  // of PhaseStamps[num_workers][num_phases] there; 0: not profiled
   int num_phases = 0;
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
   std::vector<int> input_alignment;      // bytes each input's pointer must be a multiple of
   std::vector<std::string> phase_names;  // for error messages and profiles
 };
 
-// Throws std::runtime_error naming the node when a task cannot be generated for the schedule's target.
-CudaProgram generate_cuda(const Schedule& schedule);
+// `profiled`: the kernel notes when each worker passes each phase. Throws std::runtime_error naming the node when a task
+// cannot be generated for the schedule's target.
+CudaProgram generate_cuda(const Schedule& schedule, bool profiled = false);
 
 }  // namespace mpk

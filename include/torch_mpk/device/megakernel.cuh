@@ -7,6 +7,7 @@
 //   static constexpr int kNumPhases, kNumWorkers, kSlots, kNumOutputs;
 //   static constexpr int kStagedOffset, kRingOffset, kDynamicBytes;      // shared memory, see Shared
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
+//   static constexpr int64_t kStampsOffset;                              // 0: not profiled
 //   template <class C> static void compute(C& c, const Job& job);        // a switch over the job's variant
 //   template <class L> static void load(L& l, const Job& job);
 //
@@ -99,7 +100,9 @@ struct Consumer : Launch<Kernel> {
   uint32_t entry = 0;   // the ring entry the running job begins with
   bool failed = false;  // this warp gave up a wait
   bool alive = true;    // no warp of the group has, as far as the group knows
+  bool awaited = false;  // the events of this phase have come
   uint32_t flip = 0;
+  PhaseStamps stamps{};
 
   MPK_DEVICE Consumer(const Launch<Kernel>& launch, int thread)
       : Launch<Kernel>(launch),
@@ -114,35 +117,25 @@ struct Consumer : Launch<Kernel> {
     return alive;
   }
 
+  // Notes the time in a profiled kernel; nothing otherwise.
+  MPK_DEVICE void stamp(uint32_t PhaseStamps::* when) {
+    if constexpr (Kernel::kStampsOffset != 0) stamps.*when = ptx::clock();
+  }
+
   // Shared memory for the running job, Kernel::kRingOffset - Kernel::kStagedOffset bytes, aligned to 128.
   MPK_DEVICE uint8_t* staged() const { return this->smem + Kernel::kStagedOffset; }
 
   // This worker's number as the job sees it.
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
+  // Until the loader has brought the phase's rows.
   MPK_DEVICE bool begin_phase() {
-    if (rank == 0) failed = !await_phase();
-    return sync();
-  }
-
-  MPK_DEVICE bool end_phase(bool publishes) {
-    if (publishes) ptx::fence_proxy_async();
-    if (!sync()) return false;
-    if (rank == 0) {
-      delay(this->params.jitter, blockIdx.x, 2 * phase + 1);
-      ptx::add_release_gpu(this->event(phase), 1);
-      ptx::store_release_cta(&this->shared.done, phase + 1);
-    }
-    phase++;
-    return true;
-  }
-
- private:
-  MPK_DEVICE bool await_phase() {
-    Shared& s = this->shared;
+    stamps = {};
+    stamp(&PhaseStamps::begin);
+    awaited = false;
     uint32_t seen = 0;
     const bool described = spin(
-        s.watchdog, [&] { return (seen = ptx::load_acquire_cta(&s.described)) > phase; },
+        this->shared.watchdog, [&] { return (seen = ptx::load_acquire_cta(&this->shared.described)) > phase; },
         [&] {
           return StallRecord{0,
                              phase,
@@ -153,7 +146,45 @@ struct Consumer : Launch<Kernel> {
                              phase + 1,
                              entry};
         });
-    if (!described) return false;
+    if (__all_sync(~0u, described)) return true;
+    failed = true;
+    return sync();
+  }
+
+  // Until the events of the phase have come, once a phase. A job calls it where it first reads what earlier phases of
+  // this launch wrote, or may have written since the phase before the last. False when the launch was given up.
+  MPK_DEVICE bool await() {
+    if (awaited) return alive;
+    awaited = true;
+    if (rank == 0) failed = !await_events();
+    if (!sync()) return false;
+    stamp(&PhaseStamps::ready);
+    return true;
+  }
+
+  MPK_DEVICE bool end_phase(bool publishes) {
+    if (!await()) return false;
+    stamp(&PhaseStamps::computed);
+    if (publishes) ptx::fence_proxy_async();
+    if (!sync()) return false;
+    stamp(&PhaseStamps::finished);
+    if (rank == 0) {
+      delay(this->params.jitter, blockIdx.x, 2 * phase + 1);
+      ptx::add_release_gpu(this->event(phase), 1);
+      ptx::store_release_cta(&this->shared.done, phase + 1);
+      if constexpr (Kernel::kStampsOffset != 0) {
+        stamp(&PhaseStamps::signalled);
+        reinterpret_cast<PhaseStamps*>(this->control_word(
+            Kernel::kStampsOffset))[blockIdx.x * Kernel::kNumPhases + phase] = stamps;
+      }
+    }
+    phase++;
+    return true;
+  }
+
+ private:
+  MPK_DEVICE bool await_events() {
+    Shared& s = this->shared;
     delay(this->params.jitter, blockIdx.x, 2 * phase);
     const PhaseRow* row = find_row(this->table(), s.rows[phase % kPhasesAhead]);
     for (uint32_t i = 0; i < row->num_waits; i++) {

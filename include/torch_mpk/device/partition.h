@@ -15,10 +15,11 @@ struct Span {
   uint32_t begin, end;
 };
 
-// The tiles of one worker when they are dealt out beforehand: nearly equal runs.
-MPK_HOST_DEVICE Span static_span(uint32_t num_tiles, uint32_t worker, uint32_t num_workers) {
-  return {static_cast<uint32_t>(uint64_t(num_tiles) * worker / num_workers),
-          static_cast<uint32_t>(uint64_t(num_tiles) * (worker + 1) / num_workers)};
+// The `index`-th of `count` nearly equal runs of `total` things.
+MPK_HOST_DEVICE Span static_span(uint32_t total, uint32_t index, uint32_t count) {
+  const uint32_t least = total / count, longer = total % count;
+  const uint32_t begin = index * least + (index < longer ? index : longer);
+  return {begin, begin + least + (index < longer ? 1 : 0)};
 }
 
 // Tickets that workers draw for tiles: of four tiles each, near the end of two, then of one, so that all finish
@@ -43,52 +44,70 @@ MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t ticket) {
   return {single, single + 1};
 }
 
-// Attention's key-value tiles, lined up by batch row, then group, then position, and cut into one equal piece per
-// worker.
+// Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of nearly equal length; the pieces of
+// all, in the order of row, group and position, are dealt out to the workers. A group's partial results are put together
+// by who reads them, where the pieces are few, or else by the worker that finishes the last of them.
+struct KvPlan {
+  uint32_t length;  // tiles of a piece, at most
+  bool handed;      // partial results are handed to the readers
+};
+
 struct KvPiece {
-  uint32_t length;      // tiles of every piece but the last ones
-  uint32_t begin, end;  // this worker's
-};
-
-// The part of a piece that lies in one (batch row, group).
-struct KvRun {
   uint32_t row, group;
-  uint32_t first_tile, num_tiles;  // within the group's tiles
-  uint32_t start, total;           // of the group: place in the line, number of tiles
-
-  MPK_HOST_DEVICE bool complete() const { return num_tiles == total; }
-  MPK_HOST_DEVICE Span pieces(uint32_t length) const { return {start / length, (start + total - 1) / length + 1}; }
+  uint32_t first_tile, num_tiles;
+  uint32_t index, count;  // of the group's pieces
+  uint32_t first;         // the number of the group's first piece among all
 };
 
-// At most two runs of a piece are part of a larger group: the first and the last. Where run's partial result goes.
-MPK_HOST_DEVICE uint32_t partial_slot(uint32_t piece, uint32_t length, uint32_t group_start) {
-  return 2 * piece + (piece * length < group_start ? 1 : 0);
+MPK_HOST_DEVICE uint32_t kv_count(uint32_t tiles, uint32_t length) { return (tiles + length - 1) / length; }
+
+// tiles_of(row): the tiles of a group of that batch row, at least 1.
+template <class TilesOf>
+MPK_HOST_DEVICE uint32_t kv_pieces(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t length) {
+  uint32_t pieces = 0;
+  for (uint32_t row = 0; row < rows; row++) pieces += kv_count(tiles_of(row), length) * groups;
+  return pieces;
 }
 
-// tiles_of(row): tiles of one group of a batch row, at least 1.
-template <class TilesOf>
-MPK_HOST_DEVICE KvPiece kv_piece(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t min_length, uint32_t worker,
-                                 uint32_t num_workers) {
-  uint32_t total = 0;
-  for (uint32_t row = 0; row < rows; row++) total += tiles_of(row) * groups;
-  const uint32_t equal = (total + num_workers - 1) / num_workers;
-  const uint32_t length = equal < min_length ? min_length : equal;
-  const uint32_t begin = worker * length < total ? worker * length : total;
-  return {length, begin, begin + length < total ? begin + length : total};
+MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t rows, uint32_t groups, uint32_t workers) {
+  return (rows * groups + workers - 1) / workers * workers;
 }
 
-// The run of the piece that begins at `unit`, a place in the line.
+// A piece has at least `least` tiles if there are as many, so that each warp has one. Readers put together up to
+// `shares` pieces of up to twice that; longer caches are cut into as many pieces as there are workers.
 template <class TilesOf>
-MPK_HOST_DEVICE KvRun kv_run(TilesOf tiles_of, uint32_t groups, uint32_t unit, uint32_t end) {
-  uint32_t row = 0, start = 0, tiles = tiles_of(0);
-  while (unit >= start + tiles * groups) {
-    start += tiles * groups;
-    tiles = tiles_of(++row);
+MPK_HOST_DEVICE KvPlan kv_plan(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t least, uint32_t shares,
+                               uint32_t workers) {
+  const uint32_t max_pieces = kv_max_pieces(rows, groups, workers);
+  uint32_t total = 0, most = 0;
+  for (uint32_t row = 0; row < rows; row++) {
+    const uint32_t tiles = tiles_of(row);
+    total += tiles * groups;
+    most = tiles > most ? tiles : most;
   }
-  const uint32_t group = (unit - start) / tiles;
-  start += group * tiles;
-  const uint32_t stop = start + tiles < end ? start + tiles : end;
-  return {row, group, unit - start, stop - unit, start, tiles};
+  if (shares != 0) {
+    const uint32_t equal = kv_count(most, shares), length = equal > least ? equal : least;
+    if (length <= 2 * least && kv_pieces(tiles_of, rows, groups, length) <= max_pieces) return {length, true};
+  }
+  const uint32_t equal = kv_count(total, max_pieces);
+  uint32_t length = equal > least ? equal : least;
+  while (kv_pieces(tiles_of, rows, groups, length) > max_pieces) length += 1 + length / 16;
+  return {length, false};
+}
+
+// Piece number `number` of all.
+template <class TilesOf>
+MPK_HOST_DEVICE KvPiece kv_piece(TilesOf tiles_of, uint32_t groups, uint32_t length, uint32_t number) {
+  uint32_t row = 0, first = 0, tiles = tiles_of(0), count = kv_count(tiles, length);
+  while (number >= first + count * groups) {
+    first += count * groups;
+    tiles = tiles_of(++row);
+    count = kv_count(tiles, length);
+  }
+  const uint32_t group = (number - first) / count;
+  first += group * count;
+  const Span span = static_span(tiles, number - first, count);
+  return {row, group, span.begin, span.end - span.begin, number - first, count, first};
 }
 
 }  // namespace mpk

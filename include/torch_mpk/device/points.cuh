@@ -9,6 +9,7 @@ namespace mpk {
 template <class V, class C>
 MPK_DEVICE void run_points(C& c, const Job& job) {
   using Index = typename V::Index;
+  if (!c.await()) return;
   for (Index i = Index(c.worker(job)) * kConsumerThreads + c.rank; i < V::kPoints;
        i += C::Config::kNumWorkers * kConsumerThreads)
     V::point(job, i);
@@ -105,6 +106,7 @@ template <class V, class C>
 MPK_DEVICE void run_reduce(C& c, const Job& job) {
   using Op = typename V::Op;
   using State = typename Op::State;
+  if (!c.await()) return;
   constexpr bool kWarpRows = V::kInner <= 1024;
   constexpr uint32_t kWorkers = C::Config::kNumWorkers;
   const int size = kWarpRows ? 32 : kConsumerThreads, rank = kWarpRows ? c.lane : c.rank;

@@ -1,6 +1,9 @@
 // The instructions CUDA C++ has no name for. With ring.cuh the only place that differs between architectures.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "torch_mpk/abi.h"
 
 #define MPK_DEVICE __device__ __forceinline__
@@ -128,6 +131,43 @@ MPK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) {
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// ---- tensor cores: D = A B + D with A[16][16], B[16][8], D[16][8], of bf16 or fp16, summed in fp32
+
+struct Pair {
+  uint32_t v[2];
+};
+struct Quad {
+  uint32_t v[4];
+};
+
+template <class T>
+MPK_DEVICE void mma(float (&d)[4], Quad a, Pair b);
+template <>
+MPK_DEVICE void mma<__nv_bfloat16>(float (&d)[4], Quad a, Pair b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[0]), "r"(b.v[1]));
+}
+template <>
+MPK_DEVICE void mma<__half>(float (&d)[4], Quad a, Pair b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[0]), "r"(b.v[1]));
+}
+
+// An 8 x 8 matrix of 16-bit elements, two of a row in each lane, transposed.
+MPK_DEVICE uint32_t transpose(uint32_t v) {
+  uint32_t t;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
+  return t;
+}
+
+// The lower (upper) 16 bits of both words, a's first.
+MPK_DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
+MPK_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+
 // ---- the rest
 
 // Barrier 1 among `threads` threads; true for all when `value` is true for any.
@@ -147,6 +187,12 @@ MPK_DEVICE bool barrier_or(bool value) {
 MPK_DEVICE uint64_t global_time_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+MPK_DEVICE uint32_t clock() {
+  uint32_t t;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
   return t;
 }
 

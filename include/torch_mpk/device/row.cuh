@@ -9,6 +9,12 @@
 //   };
 //
 // Every thread touches elements in the order of its rank, so the result does not depend on which group does the work.
+// Generated code puts the tasks of a row into a chain:
+//
+//   template <class Group> struct Chain {
+//     Chain(const Group& group, const Job& job, uint32_t row);                   // constructs the tasks
+//     void run(Group& group, const Job& job, uint32_t row, T* data);             // the row, from memory, into `data`
+//   };
 #pragma once
 
 #include "torch_mpk/device/megakernel.cuh"
@@ -58,8 +64,11 @@ struct CtaThreads {
   MPK_DEVICE void sync() { c.sync(); }
 };
 
-// A row of at most this many bytes belongs to one warp, a longer one to the CTA; fused or not, for equal bits.
-inline constexpr int kWarpRowBytes = 2048;
+// Whether rows are shared out among the warps, or the whole CTA works on each. The same rule for all jobs, for equal
+// bits.
+constexpr bool rows_by_warp(int row_bytes, int64_t num_rows) {
+  return row_bytes <= 512 || (row_bytes <= 2048 && num_rows >= 4);
+}
 
 // Copies a row of N elements between memory and shared memory. The same thread of a group always has the same elements.
 template <class T, int N, bool vectorized, class Group>
@@ -74,27 +83,30 @@ MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
 
 template <class V>
 inline constexpr int kRowPitch = (V::kSize * int(sizeof(typename V::T)) + 15) / 16 * 16;
+template <class V>
+inline constexpr bool kByWarp = rows_by_warp(kRowPitch<V>, V::kRows);
 template <class V>  // of shared memory
-inline constexpr int kRowStagedBytes = kRowPitch<V> <= kWarpRowBytes ? kConsumerWarps * kRowPitch<V> : kRowPitch<V>;
+inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * kRowPitch<V> : kRowPitch<V>;
 
-// A job of row tasks alone. V: T, kRows, kSize; run(group, job, row, data) brings a row through shared memory.
+// A job of row tasks alone. V: T, kRows, kSize; Chain<Group>, which also stores the row.
 template <class V, class C>
 MPK_DEVICE void run_rows(C& c, const Job& job) {
   using T = typename V::T;
+  if (!c.await()) return;
   const uint32_t worker = c.worker(job);
-  if constexpr (kRowPitch<V> <= kWarpRowBytes) {
+  if constexpr (kByWarp<V>) {
     WarpThreads group{c.lane};
     T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
     for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows;
          row += kConsumerWarps * C::Config::kNumWorkers) {
-      V::run(group, job, row, data);
+      typename V::template Chain<WarpThreads>(group, job, row).run(group, job, row, data);
       group.sync();
     }
   } else {
     CtaThreads<C> group(c);
     T* data = reinterpret_cast<T*>(c.staged());
     for (uint32_t row = worker; row < V::kRows; row += C::Config::kNumWorkers) {
-      V::run(group, job, row, data);
+      typename V::template Chain<CtaThreads<C>>(group, job, row).run(group, job, row, data);
       if (!c.sync()) return;
     }
   }

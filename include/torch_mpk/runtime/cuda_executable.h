@@ -41,10 +41,14 @@ class CudaExecutable {
   int num_inputs() const { return num_inputs_; }
   int num_outputs() const { return num_outputs_; }
   int num_scalars() const { return num_scalars_; }
+  const std::vector<std::string>& phase_names() const { return phase_names_; }
 
   // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that
   // was given up (this one is then not made, and the next may be), cu::Error when the driver refuses.
   void run(LaunchBlock& block, cu::Stream stream);
+
+  // What the latest direct launch wrote, if the program is profiled: see CudaProgram::stamps_offset. Waits for it.
+  std::vector<PhaseStamps> stamps();
 
   // Throws LaunchAborted when a launch was given up since the last call. Does not wait for launches in flight.
   void check();
@@ -75,7 +79,7 @@ class CudaExecutable {
   const std::vector<std::string> phase_names_;
   const std::vector<int> input_alignment_;
   const int num_inputs_, num_outputs_, num_scalars_, num_workers_, num_threads_;
-  const int64_t smem_bytes_, workspace_bytes_, control_bytes_, stalls_offset_;
+  const int64_t smem_bytes_, workspace_bytes_, control_bytes_, stalls_offset_, stamps_offset_;
   const uint64_t watchdog_ns_;
 
   std::mutex mutex_;  // of everything below; never held by a thread that waits for Python's lock

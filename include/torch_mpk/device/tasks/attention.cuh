@@ -1,19 +1,22 @@
 // attention: one query position per row of the batch against a key-value cache, softmax in fp32.
 //
-// The visible tiles of all caches are lined up and cut into one piece per worker (partition.h), so ragged batches and
-// long contexts use the whole device. The loader streams a tile as two ring entries, keys then values, for one warp.
-// Within a piece warps combine in tile order; a group cut across workers is combined in piece order by whichever worker
-// finishes it last. Nothing is added in order of arrival.
+// The visible positions of every (batch row, group) are cut into pieces, see KvPlan in partition.h: ragged batches and
+// long contexts use the whole device. The loader streams a piece tile by tile, keys and values of a few positions, each
+// tile for one warp. Within a piece warps combine in tile order, and pieces combine in the order of their positions:
+// nothing is added in order of arrival.
+//
+// Work W, what the result's readers know too:
+//   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kShares, kWorkers
+//     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
+//     readers put together up to kShares pieces
+//   limit(job, b), partials(job)
 //
 // A variant V describes one job:
-//   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kScale
-//     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew
-//   kHasNew, kHasMask, kMaskPerHead, kPitchK, kPitchV (bytes from position to position)
-//   limit(job, b), slot(job), mask(job, b, h, position), y(job, b, h)
-//   k_cache(job, b, g), v_cache(job, b, g)
-//   prepare_q(group, job, b, h, row), prepare_k(group, job, b, g, row), prepare_v(group, job, b, g, row)
-//   prefetch(job, lane)              parameters of the row tasks, into L2
-//   partials(job), arrivals(job)     this job's scratch: floats in the workspace, counters in the control block
+//   Work, kScale, kHasNew, kHasMask, kMaskPerHead, kPitchK, kPitchV (bytes from position to position)
+//   slot(job), mask(job, b, h, position), y(job, b, h), k_cache(job, b, g), v_cache(job, b, g), arrivals(job)
+//   ChainQ<Group>, ChainK<Group>, ChainV<Group>   how the rows of q and of the new position come
+//   kEarly                        limits, the slot and what the chains fetch first are known before the phase's events
+//   prefetch(job, lane)           parameters of the row tasks, into L2
 #pragma once
 
 #include "torch_mpk/device/partition.h"
@@ -22,180 +25,387 @@
 
 namespace mpk::attention {
 
-inline constexpr int kMinPieceTiles = 4;
-inline constexpr int kMaxTilePositions = 32;
-
 constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
 
-template <class V>
-struct Shape {
-  using T = typename V::T;
-  static constexpr int kGroups = V::kGroups * V::kPasses;
-  static constexpr int kRowBytes = V::kSize * int(sizeof(T));
-  static constexpr int kFit = floor_power_of_two(kSlotBytes / kRowBytes);
-  static constexpr int kTile = kFit < kMaxTilePositions ? kFit : kMaxTilePositions;  // positions
-  // Scores: 32 / kTile lanes share a position, and take its 16-byte chunks in turn.
-  static constexpr int kVec = kVecSize<T>;
-  static constexpr int kChunks = V::kSize / kVec;
-  static constexpr int kLanesPerPosition = 32 / kTile;
-  // Values: kRowLanes lanes cover a row, four elements each; 32 / kRowLanes sets of lanes take positions in turn.
-  static constexpr int kQuads = V::kSize / 4;
-  static constexpr int kRowLanes = kQuads >= 32 ? 32 : linear::next_power_of_two(kQuads);
-  static constexpr int kSets = 32 / kRowLanes;
-  static constexpr int kQuadsPerLane = (kQuads + kRowLanes - 1) / kRowLanes;
-  // A partial result: the unnormalised output, the maximum, the sum of exponentials, padding.
-  static constexpr int kPartial = V::kSize + 4;
-  static constexpr int kRoundFit = 13 * 1024 / (kConsumerWarps * kPartial * 4);
-  static constexpr int kRound = kRoundFit < 1           ? 1
-                                : kRoundFit < V::kHeads ? kRoundFit
-                                                        : V::kHeads;  // heads combined at a time
-  // Shared memory, in bytes from the staged area.
-  static constexpr int kRowsOffset = V::kHeads * V::kSize * 4;                      // behind q as float
-  static constexpr int kWeightsOffset = kRowsOffset + (V::kHeads + 2) * kRowBytes;  // rows as T: q, k_new, v_new
-  static constexpr int kCombineOffset = kWeightsOffset + kConsumerWarps * V::kHeads * kTile * 4;
-  static constexpr int kStagedBytes = kCombineOffset + kConsumerWarps * kRound * kPartial * 4;
-};
+// A partial result: the unnormalised output, the maximum, the sum of exponentials, padding.
+template <class W>
+inline constexpr int kPartial = W::kSize + 4;
 
-template <class V>
+template <class W>
 MPK_DEVICE uint32_t visible(const Job& job, uint32_t row) {
-  const int64_t limit = V::limit(job, row);
-  return limit < 0 ? 0 : limit > V::kLength ? V::kLength : static_cast<uint32_t>(limit);
+  const int64_t limit = W::limit(job, row);
+  return limit < 0 ? 0 : limit > W::kLength ? W::kLength : static_cast<uint32_t>(limit);
 }
 
-template <class V>
-struct TilesOf {
+// Positions of a tile: what the tensor cores take at once, if keys fit a ring entry.
+template <class W>
+inline constexpr int kTile = floor_power_of_two(kSlotBytes / (W::kSize * int(sizeof(typename W::T)))) < 16
+                                 ? floor_power_of_two(kSlotBytes / (W::kSize * int(sizeof(typename W::T))))
+                                 : 16;
+
+// How the work is cut. Limits are read once where there is one row, and again wherever they are asked for otherwise.
+template <class W>
+struct Cut {
   const Job& job;
-  MPK_DEVICE uint32_t operator()(uint32_t row) const {
-    constexpr uint32_t kTile = Shape<V>::kTile;
-    const uint32_t tiles = (visible<V>(job, row) + kTile - 1) / kTile;
-    return tiles == 0 ? 1 : tiles;  // a row without keys still gives zeros
+  uint32_t first;
+  KvPlan plan;
+
+  MPK_DEVICE explicit Cut(const Job& job) : job(job), first(tiles(job, 0)), plan{} {
+    plan = kv_plan(*this, W::kBatch, W::kGroups * W::kPasses, kConsumerWarps, W::kShares, W::kWorkers);
+  }
+  static MPK_DEVICE uint32_t tiles(const Job& job, uint32_t row) {
+    const uint32_t tiles = (visible<W>(job, row) + kTile<W> - 1) / kTile<W>;
+    return tiles == 0 ? 1 : tiles;  // a row without keys still has a result
+  }
+  MPK_DEVICE uint32_t operator()(uint32_t row) const { return W::kBatch == 1 ? first : tiles(job, row); }
+  MPK_DEVICE uint32_t pieces() const { return kv_pieces(*this, W::kBatch, W::kGroups * W::kPasses, plan.length); }
+  MPK_DEVICE KvPiece piece(uint32_t number) const {
+    return kv_piece(*this, W::kGroups * W::kPasses, plan.length, number);
   }
 };
 
-// The loader's part.
-// The ring entries of a run: of each tile the keys, then the values.
+template <class V>
+struct Shape {
+  using W = typename V::Work;
+  using T = typename W::T;
+  static constexpr int kHeads = W::kHeads, kSize = W::kSize, kTile = attention::kTile<W>;
+  static constexpr int kRowBytes = kSize * int(sizeof(T));
+  static constexpr bool kTogether = 2 * kTile * kRowBytes <= kSlotBytes;  // keys and values in one ring entry
+  static constexpr int kEntries = kTogether ? 1 : 2;                      // of a tile
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
+  static constexpr bool kTensorCores = sizeof(T) == 2 && kTile == 16;
+  static constexpr int kRoundFit = 13 * 1024 / (kConsumerWarps * kPartial<W> * 4);
+  static constexpr int kRound = kRoundFit < 1        ? 1
+                                : kRoundFit < kHeads ? kRoundFit
+                                                     : kHeads;  // heads combined at a time
+  // Shared memory, in bytes from the staged area: rows of q, k_new and v_new, for tensor cores with 8 rows of q.
+  static constexpr int kNewRow = kTensorCores ? 8 : kHeads;
+  static constexpr int kScratchOffset = (kNewRow + 2) * kRowBytes;
+  static constexpr int kScratchFloats = kTensorCores ? 0 : kHeads * kTile;  // per warp
+  static constexpr int kFloatsOffset = kScratchOffset + kConsumerWarps * kScratchFloats * 4;
+  static constexpr int kCombineOffset = kFloatsOffset + (kTensorCores ? 0 : kHeads * kSize * 4);
+  static constexpr int kStagedBytes = kCombineOffset + kConsumerWarps * kRound * kPartial<W> * 4;
+};
+
+// ---- the loader's part
+
+// The ring entries of a piece.
 template <class V>
 struct KvTiles {
   using S = Shape<V>;
   const uint8_t *k, *v;
   uint32_t first_tile, limit;
 
-  MPK_DEVICE uint32_t tile(uint32_t i) const { return first_tile + i / 2; }
-  MPK_DEVICE uint32_t rows(uint32_t i) const { return min(uint32_t(S::kTile), limit - tile(i) * S::kTile); }
-  MPK_DEVICE uint32_t bytes(uint32_t i) const { return rows(i) * S::kRowBytes; }
+  MPK_DEVICE uint32_t tile(uint32_t i) const { return first_tile + i / S::kEntries; }
+  MPK_DEVICE uint32_t rows(uint32_t i) const {
+    const uint32_t first = tile(i) * S::kTile;
+    return first >= limit ? 0 : min(uint32_t(S::kTile), limit - first);
+  }
+  MPK_DEVICE uint32_t bytes(uint32_t i) const { return (S::kTogether ? 2 : 1) * rows(i) * S::kRowBytes; }
   MPK_DEVICE void copy(uint32_t i, const SlotWriter& to) const {
-    const int64_t pitch = i % 2 ? V::kPitchV : V::kPitchK;
-    to.copy(0, (i % 2 ? v : k) + int64_t(tile(i) * S::kTile) * pitch, pitch, rows(i), S::kRowBytes);
+    const int64_t first = int64_t(tile(i)) * S::kTile;
+    if (S::kTogether || i % 2 == 0) to.copy(0, k + first * V::kPitchK, V::kPitchK, rows(i), S::kRowBytes);
+    if (S::kTogether || i % 2 == 1)
+      to.copy(S::kTogether ? S::kTile * S::kRowBytes : 0, v + first * V::kPitchV, V::kPitchV, rows(i), S::kRowBytes);
   }
 };
 
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
+  using W = typename V::Work;
   V::prefetch(job, l.lane);
   if (!l.await_inputs(job)) return;
-  const TilesOf<V> tiles_of{job};
-  const KvPiece piece =
-      kv_piece(tiles_of, V::kBatch, S::kGroups, kMinPieceTiles, l.worker(job), L::Config::kNumWorkers);
-  for (uint32_t unit = piece.begin; unit < piece.end;) {
-    const KvRun run = kv_run(tiles_of, S::kGroups, unit, piece.end);
-    const uint32_t group = run.group / V::kPasses;
-    const KvTiles<V> tiles{reinterpret_cast<const uint8_t*>(V::k_cache(job, run.row, group)),
-                           reinterpret_cast<const uint8_t*>(V::v_cache(job, run.row, group)), run.first_tile,
-                           visible<V>(job, run.row)};
-    if (!l.fill(2 * run.num_tiles, tiles)) return;
-    unit += run.num_tiles;
+  const Cut<W> cut(job);
+  const uint32_t pieces = cut.pieces();
+  for (uint32_t number = l.worker(job); number < pieces; number += W::kWorkers) {
+    const KvPiece piece = cut.piece(number);
+    const uint32_t group = piece.group / W::kPasses;
+    const KvTiles<V> tiles{reinterpret_cast<const uint8_t*>(V::k_cache(job, piece.row, group)),
+                           reinterpret_cast<const uint8_t*>(V::v_cache(job, piece.row, group)), piece.first_tile,
+                           visible<W>(job, piece.row)};
+    if (!l.fill(S::kEntries * piece.num_tiles, tiles)) return;
   }
 }
 
-// The running softmax of one warp over its tiles of a run. Maxima are the same in all lanes; `sum` is a lane's own
-// share, counted once per position.
-template <class V>
-struct Softmax {
-  using S = Shape<V>;
-  float max[V::kHeads], sum[V::kHeads];
-  float out[V::kHeads][S::kQuadsPerLane][4];
+// ---- one warp's tiles: the running softmax
 
-  MPK_DEVICE Softmax() {
+// A tile in shared memory, as a warp meets it.
+template <class V>
+struct Tile {
+  using T = typename V::Work::T;
+  const T *keys, *values;  // [position][kSize]
+  int rows;                // positions that count
+};
+
+// The exponential of a score, 0 for one that does not count; NaN stays NaN.
+MPK_DEVICE float weigh(float score, float max) { return score == -infinity() ? 0.0f : expf(score - max); }
+MPK_DEVICE float rescale(float old_max, float new_max) {
+  return new_max == -infinity() ? 1.0f : expf(old_max - new_max);
+}
+
+// On tensor cores, 16 positions by 8 heads: S = K Q^T, then Out^T = V^T P, with P split into a rounded part and the rest
+// of it, so that P is as good as fp32. Lane 4g + t holds scores of positions g and g + 8, heads 2t and 2t + 1. Which
+// element stands where along the summed dimension is free as long as both factors agree, so fragments are read in
+// 16-byte chunks.
+template <class V>
+struct TensorCoreSoftmax {
+  using S = Shape<V>;
+  using T = typename S::T;
+  static constexpr int kEighths = (S::kChunks + 7) / 8;
+  float max[2], sum[2];            // of heads 2t, 2t + 1; the sum is a lane's own share
+  float mask[4] = {};              // of the tile at hand
+  float out[kEighths][4][4] = {};  // [i][j]: elements 8 (g + 8 i) + 2j, + 1 of heads 2t, 2t + 1
+
+  MPK_DEVICE TensorCoreSoftmax() : max{-infinity(), -infinity()}, sum{} {}
+
+  // Begins to read the masks of a tile.
+  MPK_DEVICE void fetch_mask(const Job& job, const KvPiece& piece, int first, int rows, int lane) {
+    if constexpr (V::kHasMask) {
 #pragma unroll
-    for (int h = 0; h < V::kHeads; h++) {
-      max[h] = -infinity();
-      sum[h] = 0;
-#pragma unroll
-      for (int i = 0; i < S::kQuadsPerLane; i++) out[h][i][0] = out[h][i][1] = out[h][i][2] = out[h][i][3] = 0;
+      for (int i = 0; i < 4; i++) {
+        const int place = lane / 4 + i / 2 * 8, head = V::kMaskPerHead ? lane % 4 * 2 + i % 2 : 0;
+        if (i % 2 == 1 && !V::kMaskPerHead)
+          mask[i] = mask[i - 1];
+        else if (place < rows && head < S::kHeads)
+          mask[i] = V::mask(job, piece.row, piece.group * S::kHeads + head, first + place);
+      }
     }
   }
 
-  // scores: of this lane's position (-inf where it does not count). weights: shared memory of this warp,
-  // [head][position].
-  MPK_DEVICE void add_scores(const float (&scores)[V::kHeads], float* weights, int lane) {
+  template <class Values>  // values(): waits for the tile's values
+  MPK_DEVICE bool add(const Tile<V>& tile, uint8_t* staged, int, int lane, Values values) {
+    const int g = lane / 4, t = lane % 4;
+    const uint4 zero{};
+    float scores[4] = {};
+    const T* q = reinterpret_cast<const T*>(staged);
 #pragma unroll
-    for (int h = 0; h < V::kHeads; h++) {
+    for (int i = 0; i < S::kChunks; i += 4) {
+      const int chunk = i + t;
+      const bool in = S::kChunks % 4 == 0 || chunk < S::kChunks;
+      const uint4 low = in ? reinterpret_cast<const uint4*>(tile.keys + g * S::kSize)[chunk] : zero;
+      const uint4 high = in ? reinterpret_cast<const uint4*>(tile.keys + (g + 8) * S::kSize)[chunk] : zero;
+      const uint4 query = in ? reinterpret_cast<const uint4*>(q + g * S::kSize)[chunk] : zero;
+      ptx::mma<T>(scores, {low.x, high.x, low.y, high.y}, {query.x, query.y});
+      ptx::mma<T>(scores, {low.z, high.z, low.w, high.w}, {query.z, query.w});
+    }
+    float weights[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      scores[i] =
+          g + i / 2 * 8 < tile.rows ? __fadd_rn(__fmul_rn(scores[i], V::kScale), mask[i]) : -infinity();
+    float keep[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float top = fmaxf(scores[h], scores[h + 2]);
+#pragma unroll
+      for (int o = 4; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+      const float old = max[h];
+      max[h] = fmaxf(old, top);
+      keep[h] = rescale(old, max[h]);
+      weights[h] = weigh(scores[h], max[h]);
+      weights[h + 2] = weigh(scores[h + 2], max[h]);
+      sum[h] = fmaf(sum[h], keep[h], weights[h] + weights[h + 2]);
+    }
+    uint32_t rounded[2], rest[2];  // positions 0 to 7, 8 to 15
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const Vec<T, 2> r{cast<T>(weights[2 * i]), cast<T>(weights[2 * i + 1])};
+      const Vec<T, 2> d{cast<T>(weights[2 * i] - to_float(r.v[0])), cast<T>(weights[2 * i + 1] - to_float(r.v[1]))};
+      rounded[i] = ptx::transpose(bits_of(r));
+      rest[i] = ptx::transpose(bits_of(d));
+    }
+    if (!values()) return false;
+#pragma unroll
+    for (int i = 0; i < kEighths; i++) {
+      const int chunk = g + 8 * i;
+      const bool in = S::kChunks % 8 == 0 || chunk < S::kChunks;
+      uint4 rows[4];
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const int place = 2 * t + r % 2 + r / 2 * 8;
+        rows[r] = in && place < tile.rows ? reinterpret_cast<const uint4*>(tile.values + place * S::kSize)[chunk] : zero;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const uint32_t words[4] = {word(rows[0], j), word(rows[1], j), word(rows[2], j), word(rows[3], j)};
+        const ptx::Quad v{ptx::low_halves(words[0], words[1]), ptx::high_halves(words[0], words[1]),
+                          ptx::low_halves(words[2], words[3]), ptx::high_halves(words[2], words[3])};
+#pragma unroll
+        for (int e = 0; e < 4; e++) out[i][j][e] *= keep[e % 2];
+        ptx::mma<T>(out[i][j], v, {rounded[0], rounded[1]});
+        ptx::mma<T>(out[i][j], v, {rest[0], rest[1]});
+      }
+    }
+    return true;
+  }
+
+  // Writes heads [first, first + kRound) as partials.
+  MPK_DEVICE void store(int first, float* partials, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float total = sum[h];
+#pragma unroll
+      for (int o = 4; o < 32; o *= 2) total += __shfl_xor_sync(~0u, total, o);
+      const int head = 2 * t + h;
+      if (head < first || head >= first + S::kRound || head >= S::kHeads) continue;
+      float* to = partials + (head - first) * kPartial<typename V::Work>;
+#pragma unroll
+      for (int i = 0; i < kEighths; i++) {
+        if (S::kChunks % 8 != 0 && g + 8 * i >= S::kChunks) continue;
+        float4* quads = reinterpret_cast<float4*>(to + 8 * (g + 8 * i));
+        quads[0] = make_float4(out[i][0][h], out[i][0][h + 2], out[i][1][h], out[i][1][h + 2]);
+        quads[1] = make_float4(out[i][2][h], out[i][2][h + 2], out[i][3][h], out[i][3][h + 2]);
+      }
+      if (g == 0) {
+        to[S::kSize] = max[h];
+        to[S::kSize + 1] = total;
+      }
+    }
+  }
+
+ private:
+  static MPK_DEVICE uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+  static MPK_DEVICE uint32_t bits_of(const Vec<T, 2>& v) { return *reinterpret_cast<const uint32_t*>(&v); }
+};
+
+// With fused multiply-adds, for fp32. Maxima are the same in all lanes; `sum` is a lane's own share.
+template <class V>
+struct FmaSoftmax {
+  using S = Shape<V>;
+  using T = typename S::T;
+  // Scores: 32 / kTile lanes share a position, and take its 16-byte chunks in turn.
+  static constexpr int kLanesPerPosition = 32 / S::kTile;
+  // Values: kRowLanes lanes cover a row, four elements each; 32 / kRowLanes sets of lanes take positions in turn.
+  static constexpr int kQuads = S::kSize / 4;
+  static constexpr int kRowLanes = kQuads >= 32 ? 32 : linear::next_power_of_two(kQuads);
+  static constexpr int kSets = 32 / kRowLanes;
+  static constexpr int kQuadsPerLane = (kQuads + kRowLanes - 1) / kRowLanes;
+  float max[S::kHeads], sum[S::kHeads] = {};
+  float out[S::kHeads][kQuadsPerLane][4] = {};
+  static constexpr int kMasks = V::kMaskPerHead ? S::kHeads : 1;
+  float mask[kMasks] = {};  // of the tile at hand
+
+  MPK_DEVICE FmaSoftmax() {
+#pragma unroll
+    for (int h = 0; h < S::kHeads; h++) max[h] = -infinity();
+  }
+
+  // Where element d of a query head stands: the quads of a 16-byte chunk side by side, so that lanes reading different
+  // chunks meet different banks.
+  static MPK_DEVICE int query_place(int d) {
+    const int chunk = d / S::kVec, e = d % S::kVec;
+    return (e / 4) * (S::kChunks * 4) + chunk * 4 + e % 4;
+  }
+
+  MPK_DEVICE void fetch_mask(const Job& job, const KvPiece& piece, int first, int rows, int lane) {
+    if constexpr (V::kHasMask)
+      if (lane % S::kTile < rows) {
+#pragma unroll
+        for (int h = 0; h < kMasks; h++)
+          mask[h] = V::mask(job, piece.row, piece.group * S::kHeads + h, first + lane % S::kTile);
+      }
+  }
+
+  template <class Values>
+  MPK_DEVICE bool add(const Tile<V>& tile, uint8_t* staged, int warp, int lane, Values values) {
+    const float* queries = reinterpret_cast<const float*>(staged + S::kFloatsOffset);
+    float* weights = reinterpret_cast<float*>(staged + S::kScratchOffset) + warp * S::kScratchFloats;
+    const int place = lane % S::kTile, share = lane / S::kTile;
+    const bool counts = place < tile.rows;
+    float scores[S::kHeads] = {};
+    const uint4* keys = reinterpret_cast<const uint4*>(tile.keys + place * S::kSize);
+    const int start = place % S::kChunks;  // rows begin in the same bank: lanes begin at different chunks
+#pragma unroll 4
+    for (int i = share; i < S::kChunks; i += kLanesPerPosition) {
+      const int chunk = i + start < S::kChunks ? i + start : i + start - S::kChunks;
+      float k[S::kVec];
+      linear::Unpack<T>::apply(keys[chunk], k);
+#pragma unroll
+      for (int h = 0; h < S::kHeads; h++)
+#pragma unroll
+        for (int e = 0; e < S::kVec; e += 4) {
+          const float4 q = *reinterpret_cast<const float4*>(queries + h * S::kSize + e * S::kChunks + chunk * 4);
+          scores[h] = fmaf(q.x, k[e], scores[h]);
+          scores[h] = fmaf(q.y, k[e + 1], scores[h]);
+          scores[h] = fmaf(q.z, k[e + 2], scores[h]);
+          scores[h] = fmaf(q.w, k[e + 3], scores[h]);
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < S::kHeads; h++) {
+#pragma unroll
+      for (int o = S::kTile; o < 32; o *= 2) scores[h] += __shfl_xor_sync(~0u, scores[h], o);
+      scores[h] = counts ? __fadd_rn(__fmul_rn(scores[h], V::kScale), mask[V::kMaskPerHead ? h : 0]) : -infinity();
       const float old = max[h];
       max[h] = fmaxf(old, warp_max(scores[h]));
-      const bool empty = max[h] == -infinity();
-      const float keep = empty ? 1.0f : expf(old - max[h]);
-      const float weight = scores[h] == -infinity() ? 0.0f : expf(scores[h] - max[h]);  // NaN stays NaN
+      const float keep = rescale(old, max[h]), weight = weigh(scores[h], max[h]);
       sum[h] = fmaf(sum[h], keep, lane < S::kTile ? weight : 0.0f);
 #pragma unroll
-      for (int i = 0; i < S::kQuadsPerLane; i++)
+      for (int i = 0; i < kQuadsPerLane; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) out[h][i][e] *= keep;
       if (lane < S::kTile) weights[h * S::kTile + lane] = weight;
     }
     __syncwarp();
-  }
-
-  MPK_DEVICE void add_values(const typename V::T* values, const float* weights, int rows, int lane) {
-    using T = typename V::T;
-    const int column = lane % S::kRowLanes;
+    if (!values()) return false;
+    const int column = lane % kRowLanes;
 #pragma unroll 4
-    for (int p = lane / S::kRowLanes; p < rows; p += S::kSets) {
+    for (int p = lane / kRowLanes; p < tile.rows; p += kSets) {
 #pragma unroll
-      for (int i = 0; i < S::kQuadsPerLane; i++) {
-        const int quad = column + i * S::kRowLanes;
-        if (S::kQuads % S::kRowLanes != 0 && quad >= S::kQuads) continue;
-        const Vec<T, 4> v = reinterpret_cast<const Vec<T, 4>*>(values + p * V::kSize)[quad];
-        float f[4];
+      for (int i = 0; i < kQuadsPerLane; i++) {
+        const int quad = column + i * kRowLanes;
+        if (kQuads % kRowLanes != 0 && quad >= kQuads) continue;
+        const Vec<T, 4> v = reinterpret_cast<const Vec<T, 4>*>(tile.values + p * S::kSize)[quad];
 #pragma unroll
-        for (int e = 0; e < 4; e++) f[e] = to_float(v.v[e]);
+        for (int h = 0; h < S::kHeads; h++)
 #pragma unroll
-        for (int h = 0; h < V::kHeads; h++) {
-          const float weight = weights[h * S::kTile + p];
-#pragma unroll
-          for (int e = 0; e < 4; e++) out[h][i][e] = fmaf(weight, f[e], out[h][i][e]);
-        }
+          for (int e = 0; e < 4; e++) out[h][i][e] = fmaf(weights[h * S::kTile + p], to_float(v.v[e]), out[h][i][e]);
       }
     }
     __syncwarp();
+    return true;
   }
 
-  // Writes heads [first, first + kRound) as partials, kPartial floats each.
+  // Writes heads [first, first + kRound) as partials.
   MPK_DEVICE void store(int first, float* partials, int lane) {
 #pragma unroll
-    for (int h = 0; h < V::kHeads; h++) {
+    for (int h = 0; h < S::kHeads; h++) {
       if (h < first || h >= first + S::kRound) continue;
-      float* to = partials + (h - first) * S::kPartial;
+      float* to = partials + (h - first) * kPartial<typename V::Work>;
       const float total = warp_sum(sum[h]);
 #pragma unroll
-      for (int i = 0; i < S::kQuadsPerLane; i++) {
+      for (int i = 0; i < kQuadsPerLane; i++) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
 #pragma unroll
-          for (int o = 16; o >= S::kRowLanes; o /= 2) out[h][i][e] += __shfl_xor_sync(~0u, out[h][i][e], o);
-        const int quad = lane + i * S::kRowLanes;
-        if (lane < S::kRowLanes && quad < S::kQuads)
+          for (int o = 16; o >= kRowLanes; o /= 2) out[h][i][e] += __shfl_xor_sync(~0u, out[h][i][e], o);
+        const int quad = lane + i * kRowLanes;
+        if (lane < kRowLanes && quad < kQuads)
           reinterpret_cast<float4*>(to)[quad] = make_float4(out[h][i][0], out[h][i][1], out[h][i][2], out[h][i][3]);
       }
       if (lane == 0) {
-        to[V::kSize] = max[h];
-        to[V::kSize + 1] = total;
+        to[S::kSize] = max[h];
+        to[S::kSize + 1] = total;
       }
     }
   }
 };
 
-// Element d of several partials combined in order; partial(i) points to the i-th.
+template <bool tensor_cores, class V>
+struct SoftmaxOf {
+  using Type = FmaSoftmax<V>;
+};
+template <class V>
+struct SoftmaxOf<true, V> {
+  using Type = TensorCoreSoftmax<V>;
+};
+
+// ---- combining
+
+// Element d of several partials in order; partial(i) points to the i-th.
 struct Combined {
   float out, max, sum;
   MPK_DEVICE float result() const { return sum == 0 ? 0.0f : out / sum; }  // no key at all: zero
@@ -208,209 +418,243 @@ MPK_DEVICE Combined combine(int count, int d, Partial partial) {
 #pragma unroll 4
   for (int i = 0; i < count; i++) {
     const float* p = partial(i);
-    const float keep = c.max == -infinity() ? 1.0f : expf(p[kSize] - c.max);
+    const float keep = rescale(p[kSize], c.max);
     c.out = fmaf(p[d], keep, c.out);
     c.sum = fmaf(p[kSize + 1], keep, c.sum);
   }
   return c;
 }
 
-// Where element e of 16-byte chunk c of a query head stands: chunks of four floats side by side, so that lanes reading
-// different chunks meet different banks.
-template <class V>
-MPK_DEVICE int query_place(int d) {
-  using S = Shape<V>;
-  const int chunk = d / S::kVec, e = d % S::kVec;
-  return (e / 4) * (S::kChunks * 4) + chunk * 4 + e % 4;
-}
+// The result as its readers bring it to shared memory: row by row, put together from the pieces that were handed over.
+template <class W>
+struct Reader {
+  using T = typename W::T;
+  static constexpr int kRow = W::kGroups * W::kPasses * W::kHeads * W::kSize;  // elements
+  Cut<W> cut;
 
-// Query rows (through their row tasks, then as float) and the new key and value rows into shared memory. The worker
-// with the first tile of a group also writes the new rows to the caches.
-template <class V, class C>
-MPK_DEVICE void stage(C& c, const Job& job, const KvRun& run, int64_t slot) {
-  using S = Shape<V>;
-  using T = typename V::T;
-  float* queries = reinterpret_cast<float*>(c.staged());
-  T* rows = reinterpret_cast<T*>(c.staged() + S::kRowsOffset);
-  const uint32_t group = run.group / V::kPasses, pass = run.group % V::kPasses;
-  WarpThreads threads{c.lane};
-  for (int i = c.warp; i < V::kHeads + (V::kHasNew ? 2 : 0); i += kConsumerWarps) {
-    T* row = rows + i * V::kSize;
-    if (i < V::kHeads) {
-      V::prepare_q(threads, job, run.row, (group * V::kPasses + pass) * V::kHeads + i, row);
-      __syncwarp();
-      for (int d = c.lane; d < V::kSize; d += 32) queries[i * V::kSize + query_place<V>(d)] = to_float(row[d]);
-      continue;
-    }
-    if constexpr (V::kHasNew) {
-      const bool is_key = i == V::kHeads;
-      if (is_key)
-        V::prepare_k(threads, job, run.row, group, row);
-      else
-        V::prepare_v(threads, job, run.row, group, row);
-      __syncwarp();
-      if (run.first_tile == 0 && pass == 0 && slot >= 0 && slot < V::kLength) {
-        uint8_t* cache =
-            reinterpret_cast<uint8_t*>(is_key ? V::k_cache(job, run.row, group) : V::v_cache(job, run.row, group));
-        T* to = reinterpret_cast<T*>(cache + slot * (is_key ? V::kPitchK : V::kPitchV));
-        for (int d = c.lane; d < V::kSize; d += 32) to[d] = row[d];
-      }
-    }
-  }
-}
+  MPK_DEVICE explicit Reader(const Job& job) : cut(job) {}
+  MPK_DEVICE Reader& operator=(const Reader&) { return *this; }  // the cut is the same for every row
 
-// One tile of keys and values; false when the launch was given up.
-template <class V, class C>
-MPK_DEVICE bool add_tile(C& c, const Job& job, const KvRun& run, uint32_t tile, uint32_t limit, int64_t slot,
-                         uint32_t entry, Softmax<V>& softmax) {
-  using S = Shape<V>;
-  using T = typename V::T;
-  const float* queries = reinterpret_cast<const float*>(c.staged());
-  const T* new_rows = reinterpret_cast<const T*>(c.staged() + S::kRowsOffset) + V::kHeads * V::kSize;
-  float* weights = reinterpret_cast<float*>(c.staged() + S::kWeightsOffset) + c.warp * V::kHeads * S::kTile;
-  const int lane = c.lane, first = tile * S::kTile, rows = min(S::kTile, int(limit) - first);
-  const int place = lane % S::kTile, share = lane / S::kTile;
-  const bool counts = place < rows;
-  const int new_place = V::kHasNew && slot >= first && slot < first + rows ? int(slot - first) : -1;
-
-  constexpr int kMasks = V::kMaskPerHead ? V::kHeads : 1;
-  float mask[kMasks] = {};
-  if constexpr (V::kHasMask) {
-    if (counts) {
+  template <class Group>
+  MPK_DEVICE void read(const Group& group, const Job& job, uint32_t row, T* data, const T* y) const {
+    constexpr int kShares = W::kShares;
+    if (!cut.plan.handed) return copy_row<T, kRow, true>(group, data, y);
+    uint32_t first = kv_pieces(cut, row, W::kGroups * W::kPasses, cut.plan.length);
+    const uint32_t count = kv_count(cut(row), cut.plan.length);
+    const float* partials = W::partials(job);
+    constexpr int kSteps = (kRow / 4 + Group::kSize - 1) / Group::kSize;
+#pragma unroll(kSteps * kShares <= 16 ? kSteps : 1)
+    for (int s = 0; s < kSteps; s++) {
+      const int i = s * Group::kSize + group.rank;
+      if (i >= kRow / 4) break;
+      const int head = 4 * i / W::kSize, d = 4 * i % W::kSize;
+      const float* from =
+          partials + ((first + head / W::kHeads * count) * W::kHeads + head % W::kHeads) * kPartial<W>;
+      float4 out[kShares];
+      float2 scale[kShares];  // maximum and sum
 #pragma unroll
-      for (int h = 0; h < kMasks; h++) mask[h] = V::mask(job, run.row, run.group * V::kHeads + h, first + place);
-    }
-  }
-
-  if (!c.ring.wait(entry, c.phase)) return false;
-  auto replace_row = [&](uint8_t* data, const T* row) {  // the cache may still hold what was there before this launch
-    if (new_place < 0) return;
-    for (int d = lane; d < V::kSize; d += 32) reinterpret_cast<T*>(data)[new_place * V::kSize + d] = row[d];
-    __syncwarp();
-  };
-  uint8_t* data = c.ring.slot(entry);
-  replace_row(data, new_rows);
-  float scores[V::kHeads] = {};
-  {
-    const uint4* keys = reinterpret_cast<const uint4*>(data + place * S::kRowBytes);
-    const int start = place % S::kChunks;  // rows begin in the same bank: lanes begin at different chunks
-#pragma unroll 4
-    for (int i = share; i < S::kChunks; i += S::kLanesPerPosition) {
-      const int chunk = i + start < S::kChunks ? i + start : i + start - S::kChunks;
-      float k[S::kVec];
-      linear::Unpack<T>::apply(keys[chunk], k);
-#pragma unroll
-      for (int h = 0; h < V::kHeads; h++)
-#pragma unroll
-        for (int e = 0; e < S::kVec; e += 4) {
-          const float4 q = *reinterpret_cast<const float4*>(queries + h * V::kSize + e * S::kChunks + chunk * 4);
-          scores[h] = fmaf(q.x, k[e], scores[h]);
-          scores[h] = fmaf(q.y, k[e + 1], scores[h]);
-          scores[h] = fmaf(q.z, k[e + 2], scores[h]);
-          scores[h] = fmaf(q.w, k[e + 3], scores[h]);
+      for (int p = 0; p < kShares; p++)
+        if (p < count) {
+          const float* piece = from + p * W::kHeads * kPartial<W>;
+          out[p] = *reinterpret_cast<const float4*>(piece + d);
+          scale[p] = *reinterpret_cast<const float2*>(piece + W::kSize);
         }
+      float max = -infinity();
+#pragma unroll
+      for (int p = 0; p < kShares; p++)
+        if (p < count) max = fmaxf(max, scale[p].x);
+      Combined c[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) c[e] = {0, max, 0};
+#pragma unroll
+      for (int p = 0; p < kShares; p++)
+        if (p < count) {
+          const float keep = rescale(scale[p].x, max);
+          const float values[4] = {out[p].x, out[p].y, out[p].z, out[p].w};
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            c[e].out = fmaf(values[e], keep, c[e].out);
+            c[e].sum = fmaf(scale[p].y, keep, c[e].sum);
+          }
+        }
+      Vec<T, 4> result;
+#pragma unroll
+      for (int e = 0; e < 4; e++) result.v[e] = cast<T>(c[e].result());
+      reinterpret_cast<Vec<T, 4>*>(data)[i] = result;
     }
   }
-  if (new_place >= 0) ptx::fence_proxy_async();
-  c.ring.release(entry);
-#pragma unroll
-  for (int h = 0; h < V::kHeads; h++) {
-#pragma unroll
-    for (int o = S::kTile; o < 32; o *= 2) scores[h] += __shfl_xor_sync(~0u, scores[h], o);
-    scores[h] = counts ? __fadd_rn(__fmul_rn(scores[h], V::kScale), mask[V::kMaskPerHead ? h : 0]) : -infinity();
-  }
-  softmax.add_scores(scores, weights, lane);
+};
 
-  entry++;
-  if (!c.ring.wait(entry, c.phase)) return false;
-  data = c.ring.slot(entry);
-  replace_row(data, new_rows + V::kSize);
-  softmax.add_values(reinterpret_cast<const T*>(data), weights, rows, lane);
-  if (new_place >= 0) ptx::fence_proxy_async();
-  c.ring.release(entry);
+// ---- the consumers' part
+
+// One row, through its chain, into shared memory.
+template <class Chain, class V, class C>
+MPK_DEVICE bool stage_row(C& c, const Job& job, uint32_t row, typename V::Work::T* data) {
+  WarpThreads threads{c.lane};
+  Chain chain(threads, job, row);
+  if (V::kEarly && !c.await()) return false;
+  chain.run(threads, job, row, data);
+  __syncwarp();
   return true;
 }
 
-// The worker that completes a group which several pieces share combines them.
+// The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a group
+// also writes them to the caches. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvRun& run, uint32_t length) {
+MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
   using S = Shape<V>;
-  const Span pieces = run.pieces(length);
+  using W = typename V::Work;
+  using T = typename W::T;
+  static_assert(W::kHeads + 2 <= kConsumerWarps);
+  T* rows = reinterpret_cast<T*>(c.staged());
+  const uint32_t group = piece.group / W::kPasses;
+  auto write_cache = [&](T* cache, int64_t pitch, const T* row) {
+    if (piece.first_tile != 0 || piece.group % W::kPasses != 0 || slot < 0 || slot >= W::kLength) return;
+    T* to = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + slot * pitch);
+    for (int d = c.lane; d < S::kSize; d += 32) to[d] = row[d];
+  };
+  if (c.warp < W::kHeads) {
+    T* row = rows + c.warp * S::kSize;
+    const uint32_t head = piece.group * W::kHeads + c.warp;
+    if (!stage_row<typename V::template ChainQ<WarpThreads>, V>(
+            c, job, piece.row * (W::kGroups * W::kPasses * W::kHeads) + head, row))
+      return false;
+    if constexpr (!S::kTensorCores) {
+      float* queries = reinterpret_cast<float*>(c.staged() + S::kFloatsOffset) + c.warp * S::kSize;
+      for (int d = c.lane; d < S::kSize; d += 32) queries[FmaSoftmax<V>::query_place(d)] = to_float(row[d]);
+    }
+  } else if (V::kHasNew && c.warp < W::kHeads + 2) {
+    if constexpr (V::kHasNew) {
+      const bool is_key = c.warp == W::kHeads;
+      const uint32_t r = piece.row * W::kGroups + group;
+      T* row = rows + (S::kNewRow + (is_key ? 0 : 1)) * S::kSize;
+      if (!(is_key ? stage_row<typename V::template ChainK<WarpThreads>, V>(c, job, r, row)
+                   : stage_row<typename V::template ChainV<WarpThreads>, V>(c, job, r, row)))
+        return false;
+      if (is_key)
+        write_cache(V::k_cache(job, piece.row, group), V::kPitchK, row);
+      else
+        write_cache(V::v_cache(job, piece.row, group), V::kPitchV, row);
+    }
+  } else if (!c.await()) {
+    return false;
+  }
+  return c.sync();
+}
+
+// One tile of keys and values; false when the launch was given up.
+template <class V, class C, class Softmax>
+MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t index, uint32_t limit, int64_t slot,
+                         Softmax& softmax) {
+  using S = Shape<V>;
+  using T = typename S::T;
+  const T* new_rows = reinterpret_cast<const T*>(c.staged()) + S::kNewRow * S::kSize;
+  const uint32_t entry = c.entry + index * S::kEntries;
+  const int first = (piece.first_tile + index) * S::kTile, rows = min(S::kTile, int(limit) - first);
+  const bool has_new = V::kHasNew && slot >= first && slot < first + rows;
+  auto data_of = [&](uint32_t e) { return reinterpret_cast<T*>(c.ring.slot(e)); };
+  auto replace_row = [&](T* data, const T* row) {  // the cache may still hold what was there before this launch
+    if (!has_new) return;
+    for (int d = c.lane; d < S::kSize; d += 32) data[(slot - first) * S::kSize + d] = row[d];
+    __syncwarp();
+  };
+  auto release = [&](uint32_t e) {
+    if (has_new) ptx::fence_proxy_async();
+    c.ring.release(e);
+  };
+  softmax.fetch_mask(job, piece, first, rows, c.lane);
+  if (!c.ring.wait(entry, c.phase)) return false;
+  T* keys = data_of(entry);
+  T* values = S::kTogether ? keys + S::kTile * S::kSize : data_of(entry + 1);
+  replace_row(keys, new_rows);
+  if (S::kTogether) replace_row(values, new_rows + S::kSize);
+  auto await_values = [&] {
+    if (S::kTogether) return true;
+    release(entry);
+    if (!c.ring.wait(entry + 1, c.phase)) return false;
+    replace_row(values, new_rows + S::kSize);
+    return true;
+  };
+  if (!softmax.add(Tile<V>{keys, values, rows}, c.staged(), c.warp, c.lane, await_values)) return false;
+  release(entry + S::kEntries - 1);
+  return true;
+}
+
+// The worker that completes a group combines its pieces.
+template <class V, class C>
+MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvPiece& piece) {
+  using W = typename V::Work;
   if (!c.sync()) return;
   if (c.rank == 0) {
-    uint32_t* arrivals = V::arrivals(job) + run.row * S::kGroups + run.group;
-    const uint32_t last = pieces.end - pieces.begin - 1;
-    c.shared.word = ptx::fetch_inc_acq_rel_gpu(arrivals, last) == last;
+    uint32_t* arrivals = V::arrivals(job) + piece.row * (W::kGroups * W::kPasses) + piece.group;
+    c.shared.word = ptx::fetch_inc_acq_rel_gpu(arrivals, piece.count - 1) == piece.count - 1;
   }
   if (!c.sync() || c.shared.word == 0) return;
-  const float* partials = V::partials(job);
-  for (int i = c.rank; i < V::kHeads * V::kSize; i += kConsumerThreads) {
-    const int h = i / V::kSize, d = i % V::kSize;
-    const Combined all = combine<V::kSize>(pieces.end - pieces.begin, d, [&](int p) {
-      return partials + (partial_slot(pieces.begin + p, length, run.start) * V::kHeads + h) * S::kPartial;
+  const float* partials = W::partials(job);
+  for (int i = c.rank; i < W::kHeads * W::kSize; i += kConsumerThreads) {
+    const int h = i / W::kSize, d = i % W::kSize;
+    const Combined all = combine<W::kSize>(piece.count, d, [&](int p) {
+      return partials + ((piece.first + p) * W::kHeads + h) * kPartial<W>;
     });
-    V::y(job, run.row, run.group * V::kHeads + h)[d] = cast<typename V::T>(all.result());
+    V::y(job, piece.row, piece.group * W::kHeads + h)[d] = cast<typename W::T>(all.result());
   }
 }
 
-// The consumers' part.
 template <class V, class C>
 MPK_DEVICE void compute(C& c, const Job& job) {
   using S = Shape<V>;
+  using W = typename V::Work;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
-  const TilesOf<V> tiles_of{job};
-  const uint32_t worker = c.worker(job);
-  const KvPiece piece = kv_piece(tiles_of, V::kBatch, S::kGroups, kMinPieceTiles, worker, C::Config::kNumWorkers);
+  if (!V::kEarly && !c.await()) return;
+  const Cut<W> cut(job);
   const int64_t slot = V::slot(job);
-  for (uint32_t unit = piece.begin; unit < piece.end;) {
-    if (unit > piece.begin && !c.sync()) return;  // the previous run's queries are no longer read
-    const KvRun run = kv_run(tiles_of, S::kGroups, unit, piece.end);
-    const uint32_t limit = visible<V>(job, run.row);
-    stage<V>(c, job, run, slot);
-    if (!c.sync()) return;
+  const uint32_t worker = c.worker(job), pieces = cut.pieces();
+  for (uint32_t number = worker; number < pieces; number += W::kWorkers) {
+    if (number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
+    const KvPiece piece = cut.piece(number);
+    const uint32_t limit = visible<W>(job, piece.row);
+    if (!stage<V>(c, job, piece, slot)) return;
+    c.stamp(&PhaseStamps::staged);
 
-    const uint32_t skipped = unit - piece.begin;  // tiles of this piece before the run
-    Softmax<V> softmax;
-    for (uint32_t t = (c.warp + kConsumerWarps - skipped % kConsumerWarps) % kConsumerWarps; t < run.num_tiles;
-         t += kConsumerWarps)
-      if (!add_tile<V>(c, job, run, run.first_tile + t, limit, slot, c.entry + 2 * (skipped + t), softmax)) {
+    typename SoftmaxOf<S::kTensorCores, V>::Type softmax;
+    for (uint32_t t = c.warp; t < piece.num_tiles; t += kConsumerWarps)
+      if (!add_tile<V>(c, job, piece, t, limit, slot, softmax)) {
         c.failed = true;
         break;
       }
+    c.entry += S::kEntries * piece.num_tiles;
 
-    const int active = min(uint32_t(kConsumerWarps), run.num_tiles);
-    const int turn = (c.warp + kConsumerWarps - skipped % kConsumerWarps) % kConsumerWarps;  // this warp's first tile
+    const int active = min(uint32_t(kConsumerWarps), piece.num_tiles);
+    const bool complete = piece.count == 1 && !cut.plan.handed;
     float* round = reinterpret_cast<float*>(c.staged() + S::kCombineOffset);
-    float* partials = V::partials(job) + partial_slot(worker, piece.length, run.start) * V::kHeads * S::kPartial;
-#pragma unroll
-    for (int first = 0; first < V::kHeads; first += S::kRound) {
+    float* partials = W::partials(job) + (piece.first + piece.index) * W::kHeads * kPartial<W>;
+#pragma unroll 1
+    for (int first = 0; first < W::kHeads; first += S::kRound) {
       if (first > 0 && !c.sync()) return;
-      if (turn < active) softmax.store(first, round + turn * S::kRound * S::kPartial, c.lane);
+      if (c.warp < active) softmax.store(first, round + c.warp * S::kRound * kPartial<W>, c.lane);
       if (!c.sync()) return;
-      const int heads = min(S::kRound, V::kHeads - first);
-      for (int i = c.rank; i < heads * V::kSize; i += kConsumerThreads) {
-        const int h = i / V::kSize, d = i % V::kSize;
+      const int heads = min(S::kRound, W::kHeads - first);
+      for (int i = c.rank; i < heads * W::kSize; i += kConsumerThreads) {
+        const int h = i / W::kSize, d = i % W::kSize;
         const Combined all =
-            combine<V::kSize>(active, d, [&](int w) { return round + (w * S::kRound + h) * S::kPartial; });
-        if (run.complete()) {
-          V::y(job, run.row, run.group * V::kHeads + first + h)[d] = cast<typename V::T>(all.result());
+            combine<W::kSize>(active, d, [&](int w) { return round + (w * S::kRound + h) * kPartial<W>; });
+        if (complete) {
+          V::y(job, piece.row, piece.group * W::kHeads + first + h)[d] = cast<typename W::T>(all.result());
         } else {
-          float* to = partials + (first + h) * S::kPartial;
+          float* to = partials + (first + h) * kPartial<W>;
           to[d] = all.out;
           if (d == 0) {
-            to[V::kSize] = all.max;
-            to[V::kSize + 1] = all.sum;
+            to[W::kSize] = all.max;
+            to[W::kSize + 1] = all.sum;
           }
         }
       }
     }
-    if (!run.complete()) {
-      combine_pieces<V>(c, job, run, piece.length);
+    if (!complete && !cut.plan.handed) {
+      combine_pieces<V>(c, job, piece);
       if (!c.alive) return;
     }
-    unit += run.num_tiles;
   }
-  c.entry += 2 * (piece.end - piece.begin);
 }
 
 }  // namespace mpk::attention

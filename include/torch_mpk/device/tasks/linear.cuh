@@ -14,8 +14,9 @@
 //   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
 //   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
 //   weight(job, i), weight_pitch(i)      of segment or part i, in bytes
-//   x(job), kPitchX, run_prologue(group, job, row, data), prefetch(job, lane)
+//   x(job), kPitchX, Chain<Group>, prefetch(job, lane)      how a row of x is brought to shared memory, or where it is
 //   Extra, preload(job, segment, r, n), finish(job, segment, r, n, sums, extra)   bias, epilogue, stores
+//   kEarly                 what chains and extras fetch first is known before the phase's events
 #pragma once
 
 #include "torch_mpk/device/partition.h"
@@ -179,25 +180,33 @@ MPK_DEVICE void load(L& l, const Job& job) {
   }
 }
 
-// Brings x into shared memory, through the row tasks in front of the linear.
+// Rows first, first + step, ... of x into shared memory, by one group of threads.
+template <class V, class C, class Group>
+MPK_DEVICE bool stage_rows(C& c, const Job& job, Group& group, int first, int step, typename V::T* x) {
+  using Chain = typename V::template Chain<Group>;
+  constexpr int kPitch = Shape<V>::kPitch / int(sizeof(typename V::T));
+  if (!V::kEarly && !c.await()) return false;
+  if (first >= V::kBatch) return c.await();
+  Chain chain(group, job, first);
+  if (V::kEarly && !c.await()) return false;
+  for (int r = first;;) {
+    chain.run(group, job, r, x + r * kPitch);
+    if ((r += step) >= V::kBatch) return true;
+    chain = Chain(group, job, r);
+  }
+}
+
+// Brings x into shared memory, through the row tasks in front of the linear. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE void stage(C& c, const Job& job, typename V::T* x) {
-  using S = Shape<V>;
-  using T = typename V::T;
-  constexpr int kRowElements = S::kPitch / sizeof(T);
-  if constexpr (V::kSize * sizeof(T) <= kWarpRowBytes || !V::kRowTasks) {
-    if constexpr (V::kRowTasks) {
-      WarpThreads group{c.lane};
-      for (int r = c.warp; r < V::kBatch; r += kConsumerWarps) V::run_prologue(group, job, r, x + r * kRowElements);
-    } else {
-      CtaThreads<C> group(c);
-#pragma unroll 4
-      for (int r = 0; r < V::kBatch; r++) V::run_prologue(group, job, r, x + r * kRowElements);
-    }
+MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x) {
+  if constexpr (V::kRowTasks && rows_by_warp(Shape<V>::kPitch, V::kBatch)) {
+    WarpThreads group{c.lane};
+    if (!stage_rows<V>(c, job, group, c.warp, kConsumerWarps, x)) return false;
   } else {
     CtaThreads<C> group(c);
-    for (int r = 0; r < V::kBatch; r++) V::run_prologue(group, job, r, x + r * kRowElements);
+    if (!stage_rows<V>(c, job, group, 0, 1, x)) return false;
   }
+  return c.sync();
 }
 
 // Adds the products of one chunk.
@@ -228,10 +237,19 @@ MPK_DEVICE void multiply(const uint8_t* slot, int pieces, const uint4* x, int x_
   }
 }
 
+// What the first round of a tile's results needs from memory.
+template <class V>
+MPK_DEVICE typename V::Extra preload(const Job& job, uint32_t tile, int lane) {
+  const int segment = Shape<V>::segment_of(tile);
+  const uint32_t row = (tile - V::first_tile(segment)) * V::kTileRows + lane % V::kTileRows;
+  if (lane >= V::kTileRows * V::kBatch || row >= V::num_rows(segment)) return {};
+  return V::preload(job, segment, lane / V::kTileRows, row);
+}
+
 // One tile, from its first ring entry to its stores.
 template <class V, class C>
 MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch,
-                             float* scratch) {
+                             float* scratch, typename V::Extra extra) {
   using S = Shape<V>;
   constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
   constexpr int kOutputs = V::kTileRows * V::kBatch;
@@ -239,11 +257,6 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
   const uint32_t first_row = (tile - V::first_tile(segment)) * V::kTileRows;
   const uint32_t end_row = V::num_rows(segment);
   auto row_of = [&](int i) { return first_row + i % V::kTileRows; };
-
-  // What the first round of results needs from memory is fetched while the tile is multiplied.
-  typename V::Extra extra{};
-  if (c.lane < kOutputs && row_of(c.lane) < end_row)
-    extra = V::preload(job, segment, c.lane / V::kTileRows, row_of(c.lane));
 
   for (int part = 0; part < V::kParts; part += V::kChunkParts) {
     float sums[S::kSums][kAccumulators] = {};
@@ -291,17 +304,27 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   float* scratch = reinterpret_cast<float*>(c.staged()) + c.warp * S::kScratchFloats;
   T* staged = reinterpret_cast<T*>(c.staged() + S::kScratchBytes);
+  const uint32_t worker = c.worker(job);
+  const Span tiles = V::kClaimed ? Span{} : static_span(V::kNumTiles, worker, C::Config::kNumWorkers);
+  const uint32_t count = tiles.end - tiles.begin;
+  typename V::Extra extra{};  // of this warp's first tile
+  auto preload_first = [&] {
+    if (!V::kClaimed && c.warp < count) extra = preload<V>(job, tiles.begin + c.warp, c.lane);
+  };
+  if constexpr (V::kEarly) preload_first();
   const uint4* x;
   int x_pitch;
   if constexpr (V::kStaged) {
-    stage<V>(c, job, staged);
-    if (!c.sync()) return;
+    if (!stage<V>(c, job, staged)) return;
+    c.stamp(&PhaseStamps::staged);
     x = reinterpret_cast<const uint4*>(staged);
     x_pitch = S::kPitch / 16;
   } else {
+    if (!c.await()) return;
     x = reinterpret_cast<const uint4*>(V::x(job));
     x_pitch = V::kPitchX / S::kVec;
   }
+  if constexpr (!V::kEarly) preload_first();
   if constexpr (V::kClaimed) {
     for (uint32_t i = c.warp;; i += kConsumerWarps) {
       const uint32_t entry = c.entry + i * S::kChunks;
@@ -314,19 +337,20 @@ MPK_DEVICE void compute(C& c, const Job& job) {
         c.entry = c.ring.phase_end(c.phase);
         break;
       }
-      if (!compute_tile<V>(c, job, c.ring.tile(entry), entry, x, x_pitch, scratch)) {
+      const uint32_t tile = c.ring.tile(entry);
+      if (!compute_tile<V>(c, job, tile, entry, x, x_pitch, scratch, preload<V>(job, tile, c.lane))) {
         c.failed = true;
         break;
       }
     }
   } else {
-    const Span tiles = static_span(V::kNumTiles, c.worker(job), C::Config::kNumWorkers);
-    const uint32_t count = tiles.end - tiles.begin;
-    for (uint32_t i = c.warp; i < count; i += kConsumerWarps)
-      if (!compute_tile<V>(c, job, tiles.begin + i, c.entry + i * S::kChunks, x, x_pitch, scratch)) {
+    for (uint32_t i = c.warp; i < count; i += kConsumerWarps) {
+      if (i >= kConsumerWarps) extra = preload<V>(job, tiles.begin + i, c.lane);
+      if (!compute_tile<V>(c, job, tiles.begin + i, c.entry + i * S::kChunks, x, x_pitch, scratch, extra)) {
         c.failed = true;
         break;
       }
+    }
     c.entry += count * S::kChunks;
   }
 }
@@ -337,8 +361,7 @@ MPK_DEVICE void compute_direct(C& c, const Job& job) {
   using S = Shape<V>;
   using T = typename V::T;
   T* x = reinterpret_cast<T*>(c.staged() + S::kScratchBytes);
-  stage<V>(c, job, x);
-  if (!c.sync()) return;
+  if (!stage<V>(c, job, x)) return;
   const uint32_t worker = c.worker(job);
   for (uint32_t tile = worker + c.warp * C::Config::kNumWorkers; tile < V::kNumTiles;
        tile += kConsumerWarps * C::Config::kNumWorkers) {

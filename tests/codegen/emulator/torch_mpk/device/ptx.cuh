@@ -49,6 +49,54 @@ bool barrier_or(bool value) {
   return emulator::barrier(threads, value);
 }
 
+struct Pair {
+  uint32_t v[2];
+};
+struct Quad {
+  uint32_t v[4];
+};
+
+template <class T>
+T half_of(uint32_t word, int i) {
+  const uint16_t bits = static_cast<uint16_t>(word >> (16 * i));
+  T v;
+  std::memcpy(&v, &bits, 2);
+  return v;
+}
+
+template <class T>
+void mma(float (&d)[4], Quad a, Pair b) {
+  Quad as[32];
+  Pair bs[32];
+  emulator::warp_collect(&a, sizeof(a));
+  for (int i = 0; i < 32; i++) std::memcpy(&as[i], emulator::warp_value(i), sizeof(a));
+  emulator::warp_collect(&b, sizeof(b));
+  for (int i = 0; i < 32; i++) std::memcpy(&bs[i], emulator::warp_value(i), sizeof(b));
+  for (int i = 0; i < 4; i++) {
+    const int row = lane_id() / 4 + i / 2 * 8, column = lane_id() % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const int word = k / 8, lane = k % 8 / 2;
+      const T x = half_of<T>(as[row % 8 * 4 + lane].v[2 * word + row / 8], k % 2);
+      const T y = half_of<T>(bs[column * 4 + lane].v[word], k % 2);
+      d[i] = std::fma(static_cast<float>(x), static_cast<float>(y), d[i]);
+    }
+  }
+}
+
+inline uint32_t transpose(uint32_t v) {
+  emulator::warp_collect(&v, sizeof(v));
+  uint16_t halves[2];
+  for (int i = 0; i < 2; i++) {
+    const int row = lane_id() % 4 * 2 + i, column = lane_id() / 4;
+    std::memcpy(&halves[i], static_cast<const uint8_t*>(emulator::warp_value(4 * row + column / 2)) + column % 2 * 2, 2);
+  }
+  return halves[0] | static_cast<uint32_t>(halves[1]) << 16;
+}
+
+inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
+inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000); }
+
+inline uint32_t clock() { return 0; }
 uint64_t global_time_ns();
 inline void prefetch_l2(const void*) {}
 

@@ -1,0 +1,100 @@
+"""Where a decode step's time goes, phase by phase, from clock stamps that every worker takes.
+
+    python benchmarks/breakdown.py --models qwen3-0.6b llama-1b --position 512
+
+A phase is split, per worker, into waiting for its event, bringing the activations into shared memory, computing (until
+the warp that stamps is done), the tail (until the worker's last warp is) and signalling. Phases of the same tasks are
+averaged. "least" and "most" are over workers: the least wait is what the event itself costs, the worker with the most
+work is whom the others wait for. Needs a GPU.
+"""
+
+import argparse
+import collections
+import statistics
+
+import numpy as np
+import torch
+from ceiling import measure_ceiling
+from decode import Clock, bytes_read
+
+from torch_mpk.runtime.program import live_segments
+from torch_mpk.testing.decode import prefill
+from torch_mpk.testing.models import CONFIGS, random_model
+
+PARTS = ("wait", "stage", "compute", "tail", "signal")
+
+
+def durations(stamps: np.ndarray) -> np.ndarray:
+    """Cycles[phase, worker, part] of PhaseStamps[worker, phase]."""
+    begin, ready, staged, computed, finished, signalled = (stamps[..., i] for i in range(6))
+    staged = np.where(staged == 0, ready, staged)
+    parts = [ready - begin, staged - ready, computed - staged, finished - computed, signalled - finished]
+    return np.stack(parts, axis=-1).astype(np.float64).transpose(1, 0, 2)  # differences of a wrapping clock are right
+
+
+@torch.inference_mode()
+def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
+    config = CONFIGS[name]()
+    config.num_hidden_layers = args.layers or config.num_hidden_layers
+    model = random_model(config, "cuda")
+    tokens = torch.randint(config.vocab_size, (args.batch, args.position), device="cuda")
+    cache, _ = prefill(model, tokens, args.cache)
+    token = tokens[:, :1].contiguous()
+
+    def clock_of(options: dict[str, bool]) -> Clock:
+        torch.compiler.reset()
+        step = torch.compile(model, backend="mpk", options=options)
+        clock = Clock(lambda: step(input_ids=token, past_key_values=cache), cache, args.position)
+        clock.loop_ms(5)
+        return clock
+
+    def device_ms(clock: Clock) -> float:
+        return statistics.median(clock.device_ms(1.0) for _ in range(args.steps))
+
+    plain_ms = device_ms(clock_of({}))
+    share = bytes_read(model, args.batch, args.position) / ceiling / plain_ms / 1e9
+    print(f"\n{name}, {config.num_hidden_layers} layers, position {args.position}, batch {args.batch}:", end=" ")
+    print(f"{plain_ms:.4f} ms, {100 * share:.1f} % of the ceiling")
+
+    clock = clock_of({"profile": True})
+    profiled_ms = device_ms(clock)
+    [executable] = [s.executable for s in live_segments() if len(s.executable.stamps())]
+    names = executable.phase_names
+    runs = []
+    for _ in range(args.steps):
+        clock.device_ms(1.0)
+        stamps = np.frombuffer(executable.stamps(), dtype=np.uint32).reshape(-1, len(names), 6)
+        runs.append(durations(stamps))
+    cycles = np.median(runs, axis=0)
+    per_us = cycles.sum(axis=(0, 2)).max() / (1e3 * profiled_ms)
+    print(f"{len(names)} phases, {profiled_ms:.4f} ms with stamps, {per_us:.0f} cycles per us; us per phase:")
+    groups = collections.defaultdict(list)
+    for phase, phase_name in enumerate(names):
+        kinds = [task.split()[0] + "".join(c for c in task.split()[-1] if not c.isdigit())[-12:] for task in phase_name.split(", ")]
+        groups[", ".join(dict.fromkeys(kinds))[:60]].append(cycles[phase] / per_us)
+    print(f"{'tasks':<62}{'count':>6}{'total':>8}" + "".join(f"{part:>24}" for part in PARTS))
+    for kinds, phases in groups.items():
+        means = np.mean(phases, axis=0)  # [worker, part]
+        cells = [f"{m:.2f} ({lo:.2f}-{hi:.2f})" for m, lo, hi in zip(means.mean(0), means.min(0), means.max(0))]
+        print(f"{kinds:<62}{len(phases):>6}{means.sum(1).mean():>8.2f}" + "".join(f"{cell:>24}" for cell in cells))
+    totals = cycles.mean(axis=1).sum(axis=0) / per_us
+    print("of the step, us: " + ", ".join(f"{part} {total:.0f}" for part, total in zip(PARTS, totals)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b"])
+    parser.add_argument("--layers", type=int, help="build only so many")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--position", type=int, default=512)
+    parser.add_argument("--cache", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    ceiling = measure_ceiling()["tb_per_s"]
+    print(f"ceiling {ceiling:.2f} TB/s")
+    for name in args.models:
+        measure(name, args, ceiling)
+
+
+if __name__ == "__main__":
+    main()
