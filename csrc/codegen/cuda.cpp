@@ -98,12 +98,13 @@ class Generator {
       for (const Job& job : schedule_.phases[p].jobs) awaited_.insert(job.loader_waits.begin(), job.loader_waits.end());
 
     std::vector<std::vector<uint8_t>> rows;
-    for (int p = 0; p < num_phases; p++) rows.push_back(phase_row(p));
+    for (int p = 0; p < num_phases; p++) append_rows(rows, p);
+    num_rows_ = static_cast<int>(rows.size());
     CudaProgram program;
     program.table = make_table(rows);
     program.kernel_name = "torch_mpk_kernel";
     program.num_workers = schedule_.target.num_workers;
-    program.num_threads = kNumThreads;
+    program.num_threads = kThreads;
     program.smem_bytes = schedule_.target.smem_bytes;
     program.workspace_bytes = plan_.workspace_bytes;
     program.stalls_offset = (plan_.control_bytes + 31) / 32 * 32;
@@ -123,8 +124,6 @@ class Generator {
   }
 
  private:
-  static constexpr int kNumThreads = 416;  // twelve consumer warps and the loader: megakernel.cuh asserts it
-
   void check_target() const {
     const Target& target = schedule_.target;
     if (target.device != "cuda" || target.arch < 80)
@@ -153,44 +152,58 @@ class Generator {
     return found->second;
   }
 
-  std::vector<uint8_t> phase_row(int p) {
-    const Phase& phase = schedule_.phases[p];
-    const uint32_t num_workers = schedule_.target.num_workers;
+  std::vector<uint8_t> job_row(int p, const Job& job, bool may_claim, uint32_t& rotation) {
+    const JobCode code = emit_job(plan_, p, job, may_claim);
     std::vector<uint8_t> row;
-    append(row, PhaseRow{static_cast<uint32_t>(phase.jobs.size()), static_cast<uint32_t>(phase.waits.size()), 0,
-                         awaited_.count(p) != 0});
-    for (int wait : phase.waits) append(row, static_cast<uint32_t>(wait));
+    JobRow head{variant(code), 0, static_cast<uint16_t>(rotation), static_cast<uint16_t>(job.loader_waits.size()),
+                static_cast<uint32_t>(code.refs.size())};
+    append(row, head);
+    for (uint64_t ref : code.refs) append(row, ref);
+    for (int wait : job.loader_waits) append(row, static_cast<uint32_t>(wait));
     pad(row, 16);
-    int num_streams = 0;
-    for (const Job& job : phase.jobs) num_streams += plan_.node(job.body.front()).def->role == Role::kStream;
-    uint32_t rotation = 0;
-    for (const Job& job : phase.jobs) {
-      const JobCode code = emit_job(plan_, p, job, num_streams == 1);
-      const size_t at = row.size();
-      JobRow head{variant(code), 0, static_cast<uint16_t>(rotation), static_cast<uint16_t>(job.loader_waits.size()),
-                  static_cast<uint32_t>(code.refs.size())};
-      append(row, head);
-      for (uint64_t ref : code.refs) append(row, ref);
-      for (int wait : job.loader_waits) append(row, static_cast<uint32_t>(wait));
-      pad(row, 16);
-      head.bytes = static_cast<uint32_t>(row.size() - at);
-      std::memcpy(row.data() + at, &head, sizeof(head));
-      rotation = (rotation + code.num_small_workers) % num_workers;
-    }
+    head.bytes = static_cast<uint32_t>(row.size());
+    std::memcpy(row.data(), &head, sizeof(head));
+    rotation = (rotation + code.num_small_workers) % schedule_.target.num_workers;
     return row;
   }
 
-  std::vector<uint8_t> make_table(const std::vector<std::vector<uint8_t>>& rows) {
-    std::vector<uint8_t> table(rows.size() * kPhaseRowBytes);
-    for (size_t p = 0; p < rows.size(); p++) {
-      if (rows[p].size() <= static_cast<size_t>(kPhaseRowBytes)) {
-        std::copy(rows[p].begin(), rows[p].end(), table.begin() + p * kPhaseRowBytes);
-        continue;
+  // The rows of a phase: as few as hold its jobs.
+  void append_rows(std::vector<std::vector<uint8_t>>& rows, int p) {
+    const Phase& phase = schedule_.phases[p];
+    int num_streams = 0;
+    for (const Job& job : phase.jobs) num_streams += plan_.node(job.body.front()).def->role == Role::kStream;
+    PhaseRow head{0, static_cast<uint32_t>(phase.waits.size()), 0, awaited_.count(p) != 0};
+    std::vector<uint8_t> row;
+    append(row, head);
+    for (int wait : phase.waits) append(row, static_cast<uint32_t>(wait));
+    pad(row, 16);
+    auto finish = [&](bool last) {
+      head.last = last;
+      std::memcpy(row.data(), &head, sizeof(head));
+      row.resize(kRowBytes);
+      rows.push_back(row);
+    };
+    uint32_t rotation = 0;
+    for (const Job& job : phase.jobs) {
+      const std::vector<uint8_t> next = job_row(p, job, num_streams == 1, rotation);
+      if (row.size() + next.size() > kRowBytes) {
+        if (head.num_jobs == 0)
+          fail(plan_.node(job.body.front()), "its operands need " + str(next.size()) + " bytes, a row of the table has " +
+                                                 str(kRowBytes) + ": split the expression");
+        finish(false);
+        head = {0, 0, 0, head.publishes};
+        row.clear();
+        append(row, head);
       }
-      const PhaseRow elsewhere{0, 0, static_cast<uint32_t>(table.size()), 0};
-      std::memcpy(table.data() + p * kPhaseRowBytes, &elsewhere, sizeof(elsewhere));
-      table.insert(table.end(), rows[p].begin(), rows[p].end());
+      row.insert(row.end(), next.begin(), next.end());
+      head.num_jobs++;
     }
+    finish(true);
+  }
+
+  std::vector<uint8_t> make_table(const std::vector<std::vector<uint8_t>>& rows) {
+    std::vector<uint8_t> table;
+    for (const std::vector<uint8_t>& row : rows) table.insert(table.end(), row.begin(), row.end());
     outputs_offset_ = static_cast<int64_t>(table.size());
     std::set<int> seen;
     for (const Node& node : schedule_.graph.nodes())
@@ -244,7 +257,7 @@ class Generator {
     auto constant = [](const char* type, const char* name, const std::string& value) {
       return std::string("  static constexpr ") + type + " " + name + " = " + value + ";\n";
     };
-    text += "struct Kernel {\n" + constant("int", "kNumPhases", str(program.num_phases)) +
+    text += "struct Kernel {\n" + constant("int", "kNumRows", str(num_rows_)) + constant("int", "kNumPhases", str(program.num_phases)) +
             constant("int", "kNumWorkers", str(program.num_workers)) +
             constant("int", "kNumOutputs", str(num_output_rows_)) +
             constant("int64_t", "kEventsOffset", str(events_offset_)) +
@@ -268,9 +281,7 @@ class Generator {
             "];\n};\n\n}  // namespace torch_mpk_kernel_parts\n\nextern \"C\" __global__ void "
             "__launch_bounds__(mpk::kThreads, 1) " +
             program.kernel_name +
-            "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  static_assert(mpk::kThreads == " +
-            str(program.num_threads) +
-            ");\n  mpk::run<torch_mpk_kernel_parts::Kernel>(block.params, block.pointers);\n}\n";
+            "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  mpk::run<torch_mpk_kernel_parts::Kernel>(block.params, block.pointers);\n}\n";
     return text;
   }
 
@@ -281,7 +292,7 @@ class Generator {
   std::vector<JobCode> variants_;
   std::set<int> awaited_;  // phases some loader waits for
   int64_t events_offset_ = 0, tickets_offset_ = 0, outputs_offset_ = 0;
-  int num_output_rows_ = 0;
+  int num_rows_ = 0, num_output_rows_ = 0;
 };
 
 }  // namespace

@@ -7,8 +7,6 @@
 namespace mpk::codegen {
 namespace {
 
-constexpr int64_t kSlotBytes = 8192;
-constexpr int64_t kConsumerThreads = 384;
 constexpr int64_t kMaxBatch = 16;
 // Readers of attention's result put it together from at most so many pieces, and read at most so many bytes for it: more
 // takes them longer than the exchange it saves.

@@ -17,19 +17,20 @@ struct Watchdog {
   uint64_t limit_ns;
 };
 
-// Called every few thousand polls of a wait. Returns 0 when the launch has to be given up, and records what this CTA
-// was waiting for; otherwise the time to pass to the next call. Out of line: inlined, it costs every wait registers.
-__device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
+// Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up, and
+// records what this CTA was waiting for; otherwise the time to pass to the next call. Out of line, and with words for
+// arguments: a structure would stand in local memory.
+__device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, uint32_t phase, uint32_t role, uint32_t waiting,
+                                              uint32_t event, uint32_t seen, uint32_t expected, uint32_t entry,
+                                              uint64_t since) {
   const uint64_t time = ptx::global_time_ns();
   if (since == 0) since = time;
   const bool late = dog.limit_ns != 0 && time - since > dog.limit_ns;
   if (!late && ptx::load_relaxed_gpu(&dog.control->aborted) == 0) return since;
   // The first warp of the CTA to notice. A loader without a free slot only tells that consumers wait for something
   // else.
-  if (now.waiting != static_cast<uint32_t>(Waiting::kFreeSlot) && atomicExch(&dog.stall->valid, 1u) == 0) {
-    now.valid = 1;
-    *dog.stall = now;
-  }
+  if (waiting != static_cast<uint32_t>(Waiting::kFreeSlot) && atomicExch(&dog.stall->valid, 1u) == 0)
+    *dog.stall = {1, phase, role, waiting, event, seen, expected, entry};
   __threadfence();
   atomicExch(&dog.control->aborted, 1u);
   return 0;
@@ -39,8 +40,12 @@ __device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, StallRecord n
 template <class Ready, class Report>
 MPK_DEVICE bool spin(const Watchdog& dog, Ready ready, Report report) {
   uint64_t since = 0;
-  for (uint32_t i = 1; !ready(); i++)
-    if ((i & 4095) == 0 && (since = keep_waiting(dog, report(), since)) == 0) return false;
+  for (uint32_t i = 1; !ready(); i++) {
+    if ((i & 4095) != 0) continue;
+    const StallRecord now = report();
+    since = keep_waiting(dog, now.phase, now.role, now.waiting, now.event, now.seen, now.expected, now.entry, since);
+    if (since == 0) return false;
+  }
   return true;
 }
 

@@ -1,10 +1,10 @@
 // The persistent kernel: roles, phases, and the way out.
 //
-// One CTA runs on each multiprocessor. Twelve consumer warps go through the phases in order; within a phase each runs
+// One CTA runs on each multiprocessor. Consumer warps go through the phases in order; within a phase each runs
 // its share of every job, and the CTA then signals the phase's event once. A loader warp goes through the same phases
 // as far ahead of them as the ring allows, streaming what the jobs will need. Generated code supplies a `Kernel`:
 //
-//   static constexpr int kNumPhases, kNumWorkers, kSlots, kNumOutputs;
+//   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kNumOutputs;
 //   static constexpr int kStagedOffset, kRingOffset, kDynamicBytes;      // shared memory, see Shared
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
 //   static constexpr int64_t kStampsOffset;                              // 0: not profiled
@@ -12,54 +12,41 @@
 //   template <class L> static void load(L& l, const Job& job);
 //
 // Giving up: a wait that is given up returns false. A consumer warp then sets `failed`, does no more work, and goes on
-// to the next barrier of the group, where all twelve learn of it and leave; so no barrier is left waiting.
+// to the next barrier of the group, where all learn of it and leave; so no barrier is left waiting.
 #pragma once
 
 #include "torch_mpk/device/ring.cuh"
-#include "torch_mpk/device/table.h"
 
 namespace mpk {
-
-inline constexpr int kConsumerWarps = 12;
-inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
-inline constexpr int kThreads = kConsumerThreads + 32;
 
 // The fixed part of dynamic shared memory; behind it the staged activations (kStagedOffset), then the ring
 // (kRingOffset).
 struct Shared {
   RingState ring;
   Watchdog watchdog;
-  uint32_t described;  // phases whose rows the loader has brought
-  uint32_t done;       // phases the consumers have finished
+  uint32_t described;  // rows of the table that the loader has brought
+  uint32_t done;       // rows that the consumers have finished
   uint32_t word;       // for broadcasts within the group
   float partials[2][kConsumerWarps];
-  alignas(16) uint8_t rows[kPhasesAhead][kPhaseRowBytes];
+  alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
 };
 
 // A job of the running phase, as tasks see it.
 struct Job {
   const JobRow* row;
   const LaunchParams* params;
-  void* const* pointers;
 
   template <class T>
   MPK_DEVICE T* pointer(int i) const {
-    const uint64_t ref = reinterpret_cast<const uint64_t*>(row + 1)[i];
-    const uint32_t index = static_cast<uint32_t>(ref >> 48);
-    uint8_t* base = index == kWorkspaceIndex ? params->workspace
-                    : index == kControlIndex ? reinterpret_cast<uint8_t*>(params->control)
-                                             : static_cast<uint8_t*>(pointers[index]);
-    return reinterpret_cast<T*>(base + (ref & 0xffffffffffffull));
+    T* p = reinterpret_cast<T*>(reinterpret_cast<const uint64_t*>(row + 1)[i]);
+    __builtin_assume(__isGlobal(p));
+    return p;
   }
   MPK_DEVICE const uint32_t* loader_waits() const {
     return reinterpret_cast<const uint32_t*>(reinterpret_cast<const uint64_t*>(row + 1) + row->num_refs);
   }
 };
 
-MPK_DEVICE const PhaseRow* find_row(const uint8_t* table, const uint8_t* row) {
-  const PhaseRow* phase = reinterpret_cast<const PhaseRow*>(row);
-  return phase->overflow == 0 ? phase : reinterpret_cast<const PhaseRow*>(table + phase->overflow);
-}
 MPK_DEVICE const uint32_t* waits_of(const PhaseRow* phase) { return reinterpret_cast<const uint32_t*>(phase + 1); }
 MPK_DEVICE const JobRow* first_job(const PhaseRow* phase) {
   return reinterpret_cast<const JobRow*>(waits_of(phase) + (phase->num_waits + 3) / 4 * 4);
@@ -96,12 +83,11 @@ struct Consumer : Launch<Kernel> {
   using Config = Kernel;
   int rank, warp, lane;
   RingReader<Kernel::kSlots> ring;
-  uint32_t phase = 0;
+  uint32_t row = 0, phase = 0;
   uint32_t entry = 0;   // the ring entry the running job begins with
-  bool failed = false;  // this warp gave up a wait
-  bool alive = true;    // no warp of the group has, as far as the group knows
+  bool failed = false;   // this warp gave up a wait
+  bool alive = true;     // no warp of the group has, as far as the group knows
   bool awaited = false;  // the events of this phase have come
-  uint32_t flip = 0;
   PhaseStamps stamps{};
 
   MPK_DEVICE Consumer(const Launch<Kernel>& launch, int thread)
@@ -117,6 +103,14 @@ struct Consumer : Launch<Kernel> {
     return alive;
   }
 
+  // At the beginning of a job: the compiler would otherwise compute what all jobs derive from these once for the whole
+  // launch, and spill it.
+  MPK_DEVICE void begin_job() {
+    rank = ptx::thread_index();
+    warp = rank / 32;
+    lane = ring.lane = rank % 32;
+  }
+
   // Notes the time in a profiled kernel; nothing otherwise.
   MPK_DEVICE void stamp(uint32_t PhaseStamps::* when) {
     if constexpr (Kernel::kStampsOffset != 0) stamps.*when = ptx::clock();
@@ -128,14 +122,11 @@ struct Consumer : Launch<Kernel> {
   // This worker's number as the job sees it.
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
-  // Until the loader has brought the phase's rows.
-  MPK_DEVICE bool begin_phase() {
-    stamps = {};
-    stamp(&PhaseStamps::begin);
-    awaited = false;
+  // Waits for the next row of the table; null when the launch was given up.
+  MPK_DEVICE const PhaseRow* next_row() {
     uint32_t seen = 0;
     const bool described = spin(
-        this->shared.watchdog, [&] { return (seen = ptx::load_acquire_cta(&this->shared.described)) > phase; },
+        this->shared.watchdog, [&] { return (seen = ptx::load_acquire_cta(&this->shared.described)) > row; },
         [&] {
           return StallRecord{0,
                              phase,
@@ -143,12 +134,15 @@ struct Consumer : Launch<Kernel> {
                              static_cast<uint32_t>(Waiting::kLoader),
                              phase,
                              seen,
-                             phase + 1,
+                             row + 1,
                              entry};
         });
-    if (__all_sync(~0u, described)) return true;
-    failed = true;
-    return sync();
+    if (!__all_sync(~0u, described)) {
+      failed = true;
+      sync();
+      return nullptr;
+    }
+    return current_row();
   }
 
   // Until the events of the phase have come, once a phase. A job calls it where it first reads what earlier phases of
@@ -162,6 +156,15 @@ struct Consumer : Launch<Kernel> {
     return true;
   }
 
+  // Ends a row whose phase goes on.
+  MPK_DEVICE bool end_row() {
+    if (!sync()) return false;
+    if (rank == 0) ptx::store_release_cta(&this->shared.done, row + 1);
+    row++;
+    return true;
+  }
+
+  // Ends the last row of a phase, and signals its event.
   MPK_DEVICE bool end_phase(bool publishes) {
     if (!await()) return false;
     stamp(&PhaseStamps::computed);
@@ -171,24 +174,32 @@ struct Consumer : Launch<Kernel> {
     if (rank == 0) {
       delay(this->params.jitter, blockIdx.x, 2 * phase + 1);
       ptx::add_release_gpu(this->event(phase), 1);
-      ptx::store_release_cta(&this->shared.done, phase + 1);
+      ptx::store_release_cta(&this->shared.done, row + 1);
       if constexpr (Kernel::kStampsOffset != 0) {
         stamp(&PhaseStamps::signalled);
-        reinterpret_cast<PhaseStamps*>(this->control_word(
-            Kernel::kStampsOffset))[blockIdx.x * Kernel::kNumPhases + phase] = stamps;
+        reinterpret_cast<PhaseStamps*>(
+            this->control_word(Kernel::kStampsOffset))[blockIdx.x * Kernel::kNumPhases + phase] = stamps;
+        stamps = {};
+        stamp(&PhaseStamps::begin);
       }
     }
+    row++;
     phase++;
+    awaited = false;
     return true;
   }
 
  private:
+  MPK_DEVICE const PhaseRow* current_row() const {
+    return reinterpret_cast<const PhaseRow*>(this->shared.rows[row % kPhasesAhead]);
+  }
+
   MPK_DEVICE bool await_events() {
     Shared& s = this->shared;
     delay(this->params.jitter, blockIdx.x, 2 * phase);
-    const PhaseRow* row = find_row(this->table(), s.rows[phase % kPhasesAhead]);
-    for (uint32_t i = 0; i < row->num_waits; i++) {
-      const uint32_t event = waits_of(row)[i];
+    const PhaseRow* waiting = current_row();
+    for (uint32_t i = 0; i < waiting->num_waits; i++) {
+      const uint32_t event = waits_of(waiting)[i];
       if (!wait_event(s.watchdog, this->event(event), this->event_target(), phase, WarpRole::kConsumer, event))
         return false;
     }
@@ -231,13 +242,13 @@ struct Loader : Launch<Kernel> {
     return !failed;
   }
 
-  // Brings `row`, loaded earlier, into shared memory once its place there is free.
-  MPK_DEVICE bool publish_row(uint4 row) {
+  // Brings a row, loaded earlier, into shared memory once its place there is free. Null when the launch was given up.
+  MPK_DEVICE const PhaseRow* publish_row(uint32_t number, const uint4 (&row)[2]) {
     Shared& s = this->shared;
     uint32_t seen = 0;
     const bool ok = spin(
         s.watchdog,
-        [&] { return static_cast<int32_t>((seen = ptx::load_acquire_cta(&s.done)) + kPhasesAhead - phase) > 0; },
+        [&] { return static_cast<int32_t>((seen = ptx::load_acquire_cta(&s.done)) + kPhasesAhead - number) > 0; },
         [&] {
           return StallRecord{0,
                              phase,
@@ -245,48 +256,79 @@ struct Loader : Launch<Kernel> {
                              static_cast<uint32_t>(Waiting::kFreeSlot),
                              phase,
                              seen,
-                             phase,
+                             number,
                              ring.entry};
         });
-    if (!__all_sync(~0u, ok)) return false;
-    reinterpret_cast<uint4*>(s.rows[phase % kPhasesAhead])[lane] = row;
+    if (!__all_sync(~0u, ok)) return nullptr;
+    uint8_t* place = s.rows[number % kPhasesAhead];
+    reinterpret_cast<uint4*>(place)[lane] = row[0];
+    reinterpret_cast<uint4*>(place)[lane + 32] = row[1];
     __syncwarp();
-    if (lane == 0) ptx::store_release_cta(&s.described, phase + 1);
-    return true;
+    const PhaseRow* phase_row = reinterpret_cast<const PhaseRow*>(place);
+    const JobRow* job = first_job(phase_row);
+    for (uint32_t j = 0; j < phase_row->num_jobs; j++, job = next_job(job)) {
+      uint64_t* refs = reinterpret_cast<uint64_t*>(place + (reinterpret_cast<const uint8_t*>(job + 1) - place));
+      for (uint32_t i = lane; i < job->num_refs; i += 32) refs[i] = address(refs[i]);
+    }
+    __syncwarp();
+    if (lane == 0) ptx::store_release_cta(&s.described, number + 1);
+    return phase_row;
+  }
+
+ private:
+  MPK_DEVICE uint64_t address(uint64_t ref) const {
+    const uint32_t index = static_cast<uint32_t>(ref >> 48);
+    const void* base = index == kWorkspaceIndex ? this->params.workspace
+                       : index == kControlIndex ? static_cast<const void*>(this->params.control)
+                                                : this->pointers[index];
+    return reinterpret_cast<uint64_t>(base) + (ref & 0xffffffffffffull);
   }
 };
 
 template <class Kernel>
 MPK_DEVICE void run_loader(const Launch<Kernel>& launch, int lane) {
   Loader<Kernel> l(launch, lane);
-  const uint4* rows = reinterpret_cast<const uint4*>(launch.table());
-  uint4 next = __ldg(rows + lane);
-  for (; l.phase < Kernel::kNumPhases; l.phase++) {
-    delay(launch.params.jitter, blockIdx.x, ~l.phase);
-    if (!l.publish_row(next)) break;
-    if (l.phase + 1 < Kernel::kNumPhases) next = __ldg(rows + (l.phase + 1) * (kPhaseRowBytes / 16) + lane);
-    const PhaseRow* row = find_row(launch.table(), launch.shared.rows[l.phase % kPhasesAhead]);
+  const uint4* rows = reinterpret_cast<const uint4*>(launch.table()) + lane;
+  uint4 next[2] = {__ldg(rows), __ldg(rows + 32)};
+#pragma unroll 1
+  for (uint32_t number = 0; number < Kernel::kNumRows; number++) {
+    delay(launch.params.jitter, blockIdx.x, ~number);
+    const PhaseRow* row = l.publish_row(number, next);
+    if (row == nullptr) break;
+    if (number + 1 < Kernel::kNumRows) {
+      rows += kRowBytes / 16;
+      next[0] = __ldg(rows);
+      next[1] = __ldg(rows + 32);
+    }
     const JobRow* job = first_job(row);
-    for (uint32_t j = 0; j < row->num_jobs && !l.failed; j++, job = next_job(job))
-      Kernel::load(l, Job{job, &launch.params, launch.pointers});
+    const uint32_t num_jobs = row->num_jobs;
+    const bool last = row->last != 0;
+#pragma unroll 1
+    for (uint32_t j = 0; j < num_jobs && !l.failed; j++, job = next_job(job)) {
+      l.lane = l.ring.lane = ptx::thread_index() % 32;
+      Kernel::load(l, Job{job, &launch.params});
+    }
     if (l.failed) break;
-    l.ring.end_phase(l.phase);
+    if (last) l.ring.end_phase(l.phase++);
   }
   l.ring.drain();
 }
 
 template <class Kernel>
 MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
-  while (c.phase < Kernel::kNumPhases) {
-    if (!c.begin_phase()) return;
-    const PhaseRow* row = find_row(c.table(), c.shared.rows[c.phase % kPhasesAhead]);
+  c.stamp(&PhaseStamps::begin);
+  while (c.row < Kernel::kNumRows) {
+    const PhaseRow* row = c.next_row();
+    if (row == nullptr) return;
     const JobRow* job = first_job(row);
+#pragma unroll 1
     for (uint32_t j = 0; j < row->num_jobs; j++, job = next_job(job)) {
       if (j > 0 && !c.sync()) return;  // the previous job's staged data is no longer read
-      Kernel::compute(c, Job{job, &c.params, c.pointers});
+      c.begin_job();
+      Kernel::compute(c, Job{job, &c.params});
       if (!c.alive) return;
     }
-    if (!c.end_phase(row->publishes != 0)) return;
+    if (row->last == 0 ? !c.end_row() : !c.end_phase(row->publishes != 0)) return;
   }
 }
 

@@ -190,6 +190,13 @@ MPK_DEVICE uint64_t global_time_ns() {
   return t;
 }
 
+// threadIdx.x, read anew: what is computed from it is not kept in registers from one job to the next.
+MPK_DEVICE int thread_index() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
+
 MPK_DEVICE uint32_t clock() {
   uint32_t t;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");

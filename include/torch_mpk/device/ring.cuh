@@ -8,12 +8,12 @@
 #pragma once
 
 #include "torch_mpk/device/event.cuh"
+#include "torch_mpk/device/table.h"
 
 namespace mpk {
 
-inline constexpr int kSlotBytes = 8192;
 inline constexpr int kMaxSlots = 28;
-inline constexpr int kPhasesAhead = 8;  // rows of phases kept in shared memory
+inline constexpr int kPhasesAhead = 4;  // phases, and rows of the table, that the loader may be ahead
 
 struct RingState {
   uint64_t full[kMaxSlots];

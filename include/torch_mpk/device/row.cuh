@@ -47,12 +47,13 @@ struct CtaThreads {
   static constexpr int kSize = kConsumerThreads;
   C& c;
   int rank;
+  int flip = 0;
   MPK_DEVICE explicit CtaThreads(C& c) : c(c), rank(c.rank) {}
 
   // Alternating buffers: one barrier a sum.
   MPK_DEVICE float sum(float v) {
-    float* partials = c.shared.partials[c.flip];
-    c.flip ^= 1;
+    float* partials = c.shared.partials[flip];
+    flip ^= 1;
     v = warp_sum(v);
     if (c.lane == 0) partials[c.warp] = v;
     c.sync();

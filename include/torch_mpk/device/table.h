@@ -1,7 +1,6 @@
-// The read-only table behind a kernel: what differs between two jobs that share code. Written by codegen, read on the
-// device.
+// What codegen and the kernel agree on: sizes, and the read-only table of what differs between two jobs that share code.
 //
-// The table starts with one row of kPhaseRowBytes per phase, then rows too long for that, then one OutputRow per
+// The table starts with rows of kRowBytes, one per phase or, where a phase has many jobs, several; then one OutputRow per
 // output.
 #pragma once
 
@@ -9,14 +8,21 @@
 
 namespace mpk {
 
-inline constexpr int kPhaseRowBytes = 512;  // one 16-byte load for each lane of the loader warp
+// The warps of a CTA. Threads are charged registers in units of 128 threads: 12 warps may have 168 registers each, 13 only
+// 128, and the tasks need more.
+inline constexpr int kConsumerWarps = 11;
+inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
+inline constexpr int kThreads = kConsumerThreads + 32;  // and the loader
+inline constexpr int kSlotBytes = 8192;                 // of the ring
+
+inline constexpr int kRowBytes = 1024;  // two 16-byte loads for each lane of the loader warp
 inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe;
 
-// A phase: PhaseRow, uint32_t waits[num_waits] padded to 16 bytes, then the jobs.
+// Jobs of a phase: PhaseRow, uint32_t waits[num_waits] padded to 16 bytes, then the jobs.
 struct PhaseRow {
   uint32_t num_jobs;
-  uint32_t num_waits;  // phases whose events come before this phase's computation
-  uint32_t overflow;   // nonzero: the whole row stands at this byte offset of the table instead
+  uint32_t num_waits;  // phases whose events come before this phase's computation; in the phase's first row
+  uint32_t last;       // nonzero: the phase ends with this row
   uint32_t publishes;  // nonzero: a loader waits for this phase, so its stores must reach the copy engine
 };
 
@@ -30,7 +36,8 @@ struct JobRow {
   uint32_t num_refs;
 };
 
-// Which of the call's pointers (or the workspace, or the control block), and the byte offset from it.
+// Which of the call's pointers (or the workspace, or the control block), and the byte offset from it. The loader turns
+// references into addresses as it brings a row to shared memory.
 inline constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) {
   return (uint64_t(index) << 48) | byte_offset;
 }

@@ -23,6 +23,7 @@
 #define __grid_constant__
 #undef __noinline__
 #define __noinline__
+#define __builtin_assume(condition)
 
 namespace emulator {
 

@@ -450,8 +450,8 @@ struct Reader {
       const int head = 4 * i / W::kSize, d = 4 * i % W::kSize;
       const float* from =
           partials + ((first + head / W::kHeads * count) * W::kHeads + head % W::kHeads) * kPartial<W>;
-      float4 out[kShares];
-      float2 scale[kShares];  // maximum and sum
+      float4 out[kShares] = {};
+      float2 scale[kShares] = {};  // maximum and sum
 #pragma unroll
       for (int p = 0; p < kShares; p++)
         if (p < count) {

@@ -17,7 +17,8 @@ struct Task {
   static constexpr bool kKeepWeight = V::kHasWeight && kSteps <= 4;
 
   const Weight* weight = nullptr;
-  Vec<Weight, kWidth> kept[kKeepWeight ? kSteps : 1];
+  // Always given a value: what is set in some threads only stays in a register from one job to the next.
+  Vec<Weight, kWidth> kept[kKeepWeight ? kSteps : 1] = {};
 
   MPK_DEVICE Task(const Group& group, const Job& job, uint32_t) {
     if constexpr (V::kHasWeight) weight = V::weight(job);

@@ -12,7 +12,7 @@ struct Task {
   static constexpr int kHalf = V::kSize / 2;
   static constexpr int kSteps = (kHalf + Group::kSize - 1) / Group::kSize;
 
-  T cos[kSteps][2], sin[kSteps][2];  // of elements i and i + kHalf
+  T cos[kSteps][2] = {}, sin[kSteps][2] = {};  // of elements i and i + kHalf
 
   MPK_DEVICE Task(const Group& group, const Job& job, uint32_t row) {
     const T* cos_row = V::cos(job, row / V::kRowsPerAngle);

@@ -96,6 +96,7 @@ inline uint32_t transpose(uint32_t v) {
 inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
 inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000); }
 
+inline int thread_index() { return threadIdx.x; }
 inline uint32_t clock() { return 0; }
 uint64_t global_time_ns();
 inline void prefetch_l2(const void*) {}
