@@ -188,8 +188,9 @@ class Generator {
       const std::vector<uint8_t> next = job_row(p, job, num_streams == 1, rotation);
       if (row.size() + next.size() > kRowBytes) {
         if (head.num_jobs == 0)
-          fail(plan_.node(job.body.front()), "its operands need " + str(next.size()) + " bytes, a row of the table has " +
-                                                 str(kRowBytes) + ": split the expression");
+          fail(plan_.node(job.body.front()), "its operands need " + str(next.size()) +
+                                                 " bytes, a row of the table has " + str(kRowBytes) +
+                                                 ": split the expression");
         finish(false);
         head = {0, 0, 0, head.publishes};
         row.clear();
@@ -257,7 +258,8 @@ class Generator {
     auto constant = [](const char* type, const char* name, const std::string& value) {
       return std::string("  static constexpr ") + type + " " + name + " = " + value + ";\n";
     };
-    text += "struct Kernel {\n" + constant("int", "kNumRows", str(num_rows_)) + constant("int", "kNumPhases", str(program.num_phases)) +
+    text += "struct Kernel {\n" + constant("int", "kNumRows", str(num_rows_)) +
+            constant("int", "kNumPhases", str(program.num_phases)) +
             constant("int", "kNumWorkers", str(program.num_workers)) +
             constant("int", "kNumOutputs", str(num_output_rows_)) +
             constant("int64_t", "kEventsOffset", str(events_offset_)) +
@@ -281,7 +283,8 @@ class Generator {
             "];\n};\n\n}  // namespace torch_mpk_kernel_parts\n\nextern \"C\" __global__ void "
             "__launch_bounds__(mpk::kThreads, 1) " +
             program.kernel_name +
-            "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  mpk::run<torch_mpk_kernel_parts::Kernel>(block.params, block.pointers);\n}\n";
+            "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  "
+            "mpk::run<torch_mpk_kernel_parts::Kernel>(block.params, block.pointers);\n}\n";
     return text;
   }
 

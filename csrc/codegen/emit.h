@@ -32,8 +32,8 @@ struct Plan {
     const Node* attention;
     int64_t partials, shares;
   };
-  std::map<int, Handed> handed;               // buffers whose readers put them together from partial results
-  std::vector<std::vector<int>> phases_of;    // per node: the phases that run it
+  std::map<int, Handed> handed;             // buffers whose readers put them together from partial results
+  std::vector<std::vector<int>> phases_of;  // per node: the phases that run it
 
   explicit Plan(const Schedule& schedule);
   // Whether everything of phase `a` is visible to phase `b` once that has awaited its events.

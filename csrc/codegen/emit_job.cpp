@@ -8,8 +8,8 @@ namespace mpk::codegen {
 namespace {
 
 constexpr int64_t kMaxBatch = 16;
-// Readers of attention's result put it together from at most so many pieces, and read at most so many bytes for it: more
-// takes them longer than the exchange it saves.
+// Readers of attention's result put it together from at most so many pieces, and read at most so many bytes for it:
+// more takes them longer than the exchange it saves.
 constexpr int64_t kMaxShares = 4;
 constexpr int64_t kMaxSharedBytes = 64 << 10;
 
@@ -110,8 +110,7 @@ JobCode emit_row(Plan& plan, int phase, const Node& node) {
   Refs refs(plan, code.refs);
   const Tensor& x = node.operands.front().tensor;
   const Chain chain{{&node}, &x};
-  const ChainCode rows =
-      emit_chain(plan, refs, node, chain, {.phase = phase, .target = &node.operands.back().tensor});
+  const ChainCode rows = emit_chain(plan, refs, node, chain, {.phase = phase, .target = &node.operands.back().tensor});
   const int64_t size = x.shape.back();
   code.headers = rows.headers;
   code.body = "  using T = " + std::string(cuda_type(x.dtype)) + ";\n" +
@@ -232,16 +231,17 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
          returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
          returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.text;
   body += function("void", "prefetch(const Job& job, int lane)", prologue.prefetch);
-  if (!staged)
-    body += constant("kPitchX", x.strides[0]) + returning("const T*", "x(const Job& job)", refs.pointer(first, x));
+  body += constant("kPitchX", x.strides[0]) +
+          returning("const T*", "x(const Job& job)", staged ? "nullptr" : refs.pointer(first, x));
 
   bool early = prologue.early;
   for (const std::vector<int>* nodes : {&job.body, &job.epilogue})
     for (int n : *nodes)
       for (const Operand& operand : plan.node(n).operands) {
         const int b = operand.tensor.buffer;
-        const bool made_here = std::any_of(job.body.begin(), job.body.end(), [&](int m) { return writes(plan.node(m), b); }) ||
-                               std::any_of(job.epilogue.begin(), job.epilogue.end(), [&](int m) { return writes(plan.node(m), b); });
+        const bool made_here =
+            std::any_of(job.body.begin(), job.body.end(), [&](int m) { return writes(plan.node(m), b); }) ||
+            std::any_of(job.epilogue.begin(), job.epilogue.end(), [&](int m) { return writes(plan.node(m), b); });
         if (!operand.is_write && operand.name != "x" && !made_here) early &= plan.known_before(b, phase);
       }
   body += flag("kEarly", early);
@@ -401,7 +401,8 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   int64_t shares = std::min<int64_t>(kMaxSharedBytes / (batch * heads * size * 4), kMaxShares);
   if (last < 0 || shares < 2) shares = 0;
   const int64_t units = batch * groups * passes.number, pieces = (units + workers - 1) / workers * workers;
-  const int64_t partials = allocate_partials(plan, phase, std::max(phase, last), pieces * passes.heads * (size + 4) * 4);
+  const int64_t partials =
+      allocate_partials(plan, phase, std::max(phase, last), pieces * passes.heads * (size + 4) * 4);
   if (shares != 0) plan.handed[y.buffer] = {&node, partials, shares};
 
   std::string& body = code.body;
@@ -437,8 +438,8 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
     if (!operand) continue;
     check_dtype(node, *operand, dtype);
     const char upper[] = {'C', 'h', 'a', 'i', 'n', static_cast<char>(name[0] - 'a' + 'A'), 0};
-    const ChainCode chain =
-        emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor), {.phase = phase, .name = upper});
+    const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor),
+                                       {.phase = phase, .name = upper});
     prefetch += chain.prefetch;
     early &= chain.early;
     body += chain.text;
@@ -463,8 +464,9 @@ std::string emit_work(Plan& plan, Refs& refs, const Node& attention, int64_t par
          constant("kSize", q.shape[2]) + constant("kLength", cache.shape[2]) + constant("kShares", shares) +
          constant("kWorkers", plan.schedule.target.num_workers) +
          returning("int64_t", "limit(const Job& job, uint32_t b)",
-                   limit ? refs.pointer(attention, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
-                         : "kLength") +
+                   limit
+                       ? refs.pointer(attention, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
+                       : "kLength") +
          returning("float*", "partials(const Job& job)",
                    "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")");
 }

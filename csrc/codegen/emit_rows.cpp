@@ -108,7 +108,8 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
   auto reads_first = [&](const Tensor& t) { code.early &= plan.known_before(t.buffer, options.phase); };
   for (size_t i = 0; i < chain.tasks.size(); i++) {
     const Node& task = *chain.tasks[i];
-    const std::string name = "task" + str(static_cast<int64_t>(i)), trait = options.name + "Task" + str(static_cast<int64_t>(i));
+    const std::string name = "task" + str(static_cast<int64_t>(i)),
+                      trait = options.name + "Task" + str(static_cast<int64_t>(i));
     if (input_of(task).shape.back() != size || input_of(task).dtype != source.dtype ||
         output_of(task).dtype != source.dtype)
       fail(task, "expected rows of " + str(size) + " elements of " + info(source.dtype).name + " on both sides");
@@ -145,8 +146,8 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
         if (t.dtype != source.dtype)
           fail(task, std::string("expected ") + angle + " of x's dtype " + info(source.dtype).name);
         code.text += "    static MPK_DEVICE const T* " + std::string(angle) +
-                       "(const Job& job, uint32_t row) { return " + refs.pointer(task, t) + " + " +
-                       row_offset(t, "row") + "; }\n";
+                     "(const Job& job, uint32_t row) { return " + refs.pointer(task, t) + " + " + row_offset(t, "row") +
+                     "; }\n";
       }
     } else {
       fail(task, "this row task has no CUDA code");
@@ -176,11 +177,11 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
     if (!code.vectorized) body += "      group.sync();\n";
     body += "      " + copy + refs.pointer(node, *target, true) + " + " + row_offset(*target, "row") + ", data);\n";
   }
-  code.text += "  template <class Group>\n  struct " + options.name + " {\n" + members + "    MPK_DEVICE " + options.name +
-               "(const Group& group, const Job& job, uint32_t row)" +
+  code.text += "  template <class Group>\n  struct " + options.name + " {\n" + members + "    MPK_DEVICE " +
+               options.name + "(const Group& group, const Job& job, uint32_t row)" +
                (constructed.empty() ? "" : " : " + constructed) +
-               " {}\n    MPK_DEVICE void run(Group& group, const Job& job, uint32_t row, " + type + "* data) {\n" + body +
-               "    }\n  };\n";
+               " {}\n    MPK_DEVICE void run(Group& group, const Job& job, uint32_t row, " + type + "* data) {\n" +
+               body + "    }\n  };\n";
   return code;
 }
 

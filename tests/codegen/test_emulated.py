@@ -75,6 +75,16 @@ def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
     assert all(map(torch.equal, *left_behind))
 
 
+@pytest.mark.parametrize(("groups", "length"), [(1, 700), (2, 450), (1, 2000)])
+def test_decoder_with_caches_cut_into_pieces(tmp_path: Path, groups: int, length: int) -> None:
+    """Pieces that the readers of the result put together, and pieces that the last worker does."""
+    sizes = {"heads": 4, "groups": groups, "head_dim": 64, "ffn": 96, "length": length, "layers": 1}
+    kernel = EmulatedKernel(decoder(**sizes), tmp_path, workers=6)
+    for limit in (length, 30):
+        torch.manual_seed(limit)
+        check_decoder(kernel, [limit], limit - 1, 2e-2)
+
+
 SLOT_OUTSIDE = {"batch": 2, "heads": 6, "groups": 2, "head_dim": 80, "length": 300}
 ROWS_OFF_16_BYTES = {"hidden": 70, "heads": 16, "groups": 1, "head_dim": 256, "ffn": 130, "length": 200}
 

@@ -26,8 +26,8 @@ struct CudaProgram {
   std::vector<std::string> phase_names;  // for error messages and profiles
 };
 
-// `profiled`: the kernel notes when each worker passes each phase. Throws std::runtime_error naming the node when a task
-// cannot be generated for the schedule's target.
+// `profiled`: the kernel notes when each worker passes each phase. Throws std::runtime_error naming the node when a
+// task cannot be generated for the schedule's target.
 CudaProgram generate_cuda(const Schedule& schedule, bool profiled = false);
 
 }  // namespace mpk

@@ -17,9 +17,9 @@ struct Watchdog {
   uint64_t limit_ns;
 };
 
-// Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up, and
-// records what this CTA was waiting for; otherwise the time to pass to the next call. Out of line, and with words for
-// arguments: a structure would stand in local memory.
+// Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up,
+// and records what this CTA was waiting for; otherwise the time to pass to the next call. Out of line, and with words
+// for arguments: a structure would stand in local memory.
 __device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, uint32_t phase, uint32_t role, uint32_t waiting,
                                               uint32_t event, uint32_t seen, uint32_t expected, uint32_t entry,
                                               uint64_t since) {

@@ -84,7 +84,7 @@ struct Consumer : Launch<Kernel> {
   int rank, warp, lane;
   RingReader<Kernel::kSlots> ring;
   uint32_t row = 0, phase = 0;
-  uint32_t entry = 0;   // the ring entry the running job begins with
+  uint32_t entry = 0;    // the ring entry the running job begins with
   bool failed = false;   // this warp gave up a wait
   bool alive = true;     // no warp of the group has, as far as the group knows
   bool awaited = false;  // the events of this phase have come

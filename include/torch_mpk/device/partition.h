@@ -44,9 +44,9 @@ MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t ticket) {
   return {single, single + 1};
 }
 
-// Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of nearly equal length; the pieces of
-// all, in the order of row, group and position, are dealt out to the workers. A group's partial results are put together
-// by who reads them, where the pieces are few, or else by the worker that finishes the last of them.
+// Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of nearly equal length; the pieces
+// of all, in the order of row, group and position, are dealt out to the workers. A group's partial results are put
+// together by who reads them, where the pieces are few, or else by the worker that finishes the last of them.
 struct KvPlan {
   uint32_t length;  // tiles of a piece, at most
   bool handed;      // partial results are handed to the readers

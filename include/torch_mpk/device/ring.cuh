@@ -168,6 +168,12 @@ struct RingReader {
     return wait_issued(g, phase, false, ended) && wait_full(g, phase);
   }
 
+  // Whether the data of entry g is there already. The same in all lanes.
+  MPK_DEVICE bool is_full(uint32_t g) {
+    if (!is_issued(g)) issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0);
+    return is_issued(g) && __all_sync(~0u, ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1));
+  }
+
   MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * kSlotBytes; }
   MPK_DEVICE uint32_t tile(uint32_t g) const { return ring.tile[g % slots]; }
 

@@ -1,15 +1,16 @@
-// What codegen and the kernel agree on: sizes, and the read-only table of what differs between two jobs that share code.
+// What codegen and the kernel agree on: sizes, and the read-only table of what differs between two jobs that share
+// code.
 //
-// The table starts with rows of kRowBytes, one per phase or, where a phase has many jobs, several; then one OutputRow per
-// output.
+// The table starts with rows of kRowBytes, one per phase or, where a phase has many jobs, several; then one OutputRow
+// per output.
 #pragma once
 
 #include "torch_mpk/abi.h"
 
 namespace mpk {
 
-// The warps of a CTA. Threads are charged registers in units of 128 threads: 12 warps may have 168 registers each, 13 only
-// 128, and the tasks need more.
+// The warps of a CTA. Threads are charged registers in units of 128 threads: 12 warps may have 168 registers each, 13
+// only 128, and the tasks need more.
 inline constexpr int kConsumerWarps = 11;
 inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
 inline constexpr int kThreads = kConsumerThreads + 32;  // and the loader

@@ -145,9 +145,9 @@ MPK_DEVICE float rescale(float old_max, float new_max) {
   return new_max == -infinity() ? 1.0f : expf(old_max - new_max);
 }
 
-// On tensor cores, 16 positions by 8 heads: S = K Q^T, then Out^T = V^T P, with P split into a rounded part and the rest
-// of it, so that P is as good as fp32. Lane 4g + t holds scores of positions g and g + 8, heads 2t and 2t + 1. Which
-// element stands where along the summed dimension is free as long as both factors agree, so fragments are read in
+// On tensor cores, 16 positions by 8 heads: S = K Q^T, then Out^T = V^T P, with P split into a rounded part and the
+// rest of it, so that P is as good as fp32. Lane 4g + t holds scores of positions g and g + 8, heads 2t and 2t + 1.
+// Which element stands where along the summed dimension is free as long as both factors agree, so fragments are read in
 // 16-byte chunks.
 template <class V>
 struct TensorCoreSoftmax {
@@ -193,8 +193,7 @@ struct TensorCoreSoftmax {
     float weights[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      scores[i] =
-          g + i / 2 * 8 < tile.rows ? __fadd_rn(__fmul_rn(scores[i], V::kScale), mask[i]) : -infinity();
+      scores[i] = g + i / 2 * 8 < tile.rows ? __fadd_rn(__fmul_rn(scores[i], V::kScale), mask[i]) : -infinity();
     float keep[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -225,7 +224,8 @@ struct TensorCoreSoftmax {
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         const int place = 2 * t + r % 2 + r / 2 * 8;
-        rows[r] = in && place < tile.rows ? reinterpret_cast<const uint4*>(tile.values + place * S::kSize)[chunk] : zero;
+        rows[r] =
+            in && place < tile.rows ? reinterpret_cast<const uint4*>(tile.values + place * S::kSize)[chunk] : zero;
       }
 #pragma unroll
       for (int j = 0; j < 4; j++) {
@@ -405,24 +405,43 @@ struct SoftmaxOf<true, V> {
 
 // ---- combining
 
-// Element d of several partials in order; partial(i) points to the i-th.
 struct Combined {
   float out, max, sum;
   MPK_DEVICE float result() const { return sum == 0 ? 0.0f : out / sum; }  // no key at all: zero
 };
+
+// Element d (one in each lane) of several partials, added in order; partial(i) points to the i-th. Lanes weigh 32 of
+// them at a time, each one for all.
 template <int kSize, class Partial>
-MPK_DEVICE Combined combine(int count, int d, Partial partial) {
+MPK_DEVICE Combined combine(int count, int d, int lane, Partial partial) {
   Combined c{0, -infinity(), 0};
+#pragma unroll 1
+  for (int first = 0; first < count; first += 32) {
+    const int n = min(32, count - first);
+    const float* mine = partial(first + (lane < n ? lane : 0));
+    const float max = lane < n ? mine[kSize] : -infinity(), sum = mine[kSize + 1];
+    const float before = c.max;
+    c.max = fmaxf(before, warp_max(max));
+    const float keep = rescale(max, c.max);
+    c.out *= rescale(before, c.max);
+    c.sum *= rescale(before, c.max);
 #pragma unroll 4
-  for (int i = 0; i < count; i++) c.max = fmaxf(c.max, partial(i)[kSize]);
-#pragma unroll 4
-  for (int i = 0; i < count; i++) {
-    const float* p = partial(i);
-    const float keep = rescale(p[kSize], c.max);
-    c.out = fmaf(p[d], keep, c.out);
-    c.sum = fmaf(p[kSize + 1], keep, c.sum);
+    for (int i = 0; i < n; i++) {
+      const float weight = __shfl_sync(~0u, keep, i);
+      c.out = fmaf(partial(first + i)[d < kSize ? d : 0], weight, c.out);
+      c.sum = fmaf(__shfl_sync(~0u, sum, i), weight, c.sum);
+    }
   }
   return c;
+}
+
+// Calls combined(head, d) for every element of `heads` heads, all lanes of a warp with the same head; d may lie
+// outside.
+template <int kSize, class Combine>
+MPK_DEVICE void for_each_element(int heads, int warp, int lane, Combine combine) {
+  constexpr int kStrips = (kSize + 31) / 32;
+#pragma unroll 1
+  for (int i = warp; i < heads * kStrips; i += kConsumerWarps) combine(i / kStrips, i % kStrips * 32 + lane);
 }
 
 // The result as its readers bring it to shared memory: row by row, put together from the pieces that were handed over.
@@ -443,13 +462,12 @@ struct Reader {
     const uint32_t count = kv_count(cut(row), cut.plan.length);
     const float* partials = W::partials(job);
     constexpr int kSteps = (kRow / 4 + Group::kSize - 1) / Group::kSize;
-#pragma unroll(kSteps * kShares <= 16 ? kSteps : 1)
+#pragma unroll(kSteps* kShares <= 16 ? kSteps : 1)
     for (int s = 0; s < kSteps; s++) {
       const int i = s * Group::kSize + group.rank;
       if (i >= kRow / 4) break;
       const int head = 4 * i / W::kSize, d = 4 * i % W::kSize;
-      const float* from =
-          partials + ((first + head / W::kHeads * count) * W::kHeads + head % W::kHeads) * kPartial<W>;
+      const float* from = partials + ((first + head / W::kHeads * count) * W::kHeads + head % W::kHeads) * kPartial<W>;
       float4 out[kShares] = {};
       float2 scale[kShares] = {};  // maximum and sum
 #pragma unroll
@@ -498,8 +516,8 @@ MPK_DEVICE bool stage_row(C& c, const Job& job, uint32_t row, typename V::Work::
   return true;
 }
 
-// The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a group
-// also writes them to the caches. False when the launch was given up.
+// The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a
+// group also writes them to the caches. False when the launch was given up.
 template <class V, class C>
 MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
   using S = Shape<V>;
@@ -542,16 +560,16 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
   return c.sync();
 }
 
-// One tile of keys and values; false when the launch was given up.
+// One tile of keys and values; false when the launch was given up. A rehearsal (see linear.cuh) changes nothing.
 template <class V, class C, class Softmax>
 MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t index, uint32_t limit, int64_t slot,
-                         Softmax& softmax) {
+                         Softmax& softmax, bool rehearsal) {
   using S = Shape<V>;
   using T = typename S::T;
   const T* new_rows = reinterpret_cast<const T*>(c.staged()) + S::kNewRow * S::kSize;
   const uint32_t entry = c.entry + index * S::kEntries;
   const int first = (piece.first_tile + index) * S::kTile, rows = min(S::kTile, int(limit) - first);
-  const bool has_new = V::kHasNew && slot >= first && slot < first + rows;
+  const bool has_new = V::kHasNew && !rehearsal && slot >= first && slot < first + rows;
   auto data_of = [&](uint32_t e) { return reinterpret_cast<T*>(c.ring.slot(e)); };
   auto replace_row = [&](T* data, const T* row) {  // the cache may still hold what was there before this launch
     if (!has_new) return;
@@ -559,10 +577,11 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
     __syncwarp();
   };
   auto release = [&](uint32_t e) {
+    if (rehearsal) return;
     if (has_new) ptx::fence_proxy_async();
     c.ring.release(e);
   };
-  softmax.fetch_mask(job, piece, first, rows, c.lane);
+  if (!rehearsal) softmax.fetch_mask(job, piece, first, rows, c.lane);
   if (!c.ring.wait(entry, c.phase)) return false;
   T* keys = data_of(entry);
   T* values = S::kTogether ? keys + S::kTile * S::kSize : data_of(entry + 1);
@@ -591,13 +610,11 @@ MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvPiece& piece) {
   }
   if (!c.sync() || c.shared.word == 0) return;
   const float* partials = W::partials(job);
-  for (int i = c.rank; i < W::kHeads * W::kSize; i += kConsumerThreads) {
-    const int h = i / W::kSize, d = i % W::kSize;
-    const Combined all = combine<W::kSize>(piece.count, d, [&](int p) {
-      return partials + ((piece.first + p) * W::kHeads + h) * kPartial<W>;
-    });
-    V::y(job, piece.row, piece.group * W::kHeads + h)[d] = cast<typename W::T>(all.result());
-  }
+  for_each_element<W::kSize>(W::kHeads, c.warp, c.lane, [&](int h, int d) {
+    const Combined all = combine<W::kSize>(
+        piece.count, d, c.lane, [&](int p) { return partials + ((piece.first + p) * W::kHeads + h) * kPartial<W>; });
+    if (d < W::kSize) V::y(job, piece.row, piece.group * W::kHeads + h)[d] = cast<typename W::T>(all.result());
+  });
 }
 
 template <class V, class C>
@@ -613,15 +630,27 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     if (number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const KvPiece piece = cut.piece(number);
     const uint32_t limit = visible<W>(job, piece.row);
-    if (!stage<V>(c, job, piece, slot)) return;
-    c.stamp(&PhaseStamps::staged);
-
-    typename SoftmaxOf<S::kTensorCores, V>::Type softmax;
-    for (uint32_t t = c.warp; t < piece.num_tiles; t += kConsumerWarps)
-      if (!add_tile<V>(c, job, piece, t, limit, slot, softmax)) {
+    using Softmax = typename SoftmaxOf<S::kTensorCores, V>::Type;
+    Softmax softmax;
+    bool ready = false, rehearsal = V::kEarly && number == worker && c.warp != 0 && c.warp < piece.num_tiles &&
+                                    c.ring.is_full(c.entry + c.warp * S::kEntries + S::kEntries - 1);
+    uint32_t t = c.warp;
+#pragma unroll 1
+    for (;;) {
+      if (!rehearsal && !ready) {
+        if (!stage<V>(c, job, piece, slot)) return;
+        c.stamp(&PhaseStamps::staged);
+        softmax = Softmax();
+        ready = true;
+      }
+      if (t >= piece.num_tiles) break;
+      if (!add_tile<V>(c, job, piece, t, limit, slot, softmax, rehearsal)) {
         c.failed = true;
         break;
       }
+      if (!rehearsal) t += kConsumerWarps;
+      rehearsal = false;
+    }
     c.entry += S::kEntries * piece.num_tiles;
 
     const int active = min(uint32_t(kConsumerWarps), piece.num_tiles);
@@ -634,10 +663,10 @@ MPK_DEVICE void compute(C& c, const Job& job) {
       if (c.warp < active) softmax.store(first, round + c.warp * S::kRound * kPartial<W>, c.lane);
       if (!c.sync()) return;
       const int heads = min(S::kRound, W::kHeads - first);
-      for (int i = c.rank; i < heads * W::kSize; i += kConsumerThreads) {
-        const int h = i / W::kSize, d = i % W::kSize;
+      for_each_element<W::kSize>(heads, c.warp, c.lane, [&](int h, int d) {
         const Combined all =
-            combine<W::kSize>(active, d, [&](int w) { return round + (w * S::kRound + h) * kPartial<W>; });
+            combine<W::kSize>(active, d, c.lane, [&](int w) { return round + (w * S::kRound + h) * kPartial<W>; });
+        if (d >= W::kSize) return;
         if (complete) {
           V::y(job, piece.row, piece.group * W::kHeads + first + h)[d] = cast<typename W::T>(all.result());
         } else {
@@ -648,7 +677,7 @@ MPK_DEVICE void compute(C& c, const Job& job) {
             to[W::kSize + 1] = all.sum;
           }
         }
-      }
+      });
     }
     if (!complete && !cut.plan.handed) {
       combine_pieces<V>(c, job, piece);

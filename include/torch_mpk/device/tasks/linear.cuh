@@ -211,14 +211,18 @@ MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x) {
 
 // Adds the products of one chunk.
 template <class V, int kAccumulators>
-MPK_DEVICE void multiply(const uint8_t* slot, int pieces, const uint4* x, int x_pitch, int lane,
+MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, int x_pitch, int lane,
                          float (&sums)[Shape<V>::kSums][kAccumulators]) {
   using S = Shape<V>;
   using T = typename V::T;
   const uint4* weights = reinterpret_cast<const uint4*>(slot);
-  constexpr int kUnroll = S::kSums <= 2 ? 4 : S::kSums <= 8 ? 2 : 1;
+  constexpr bool kEqual = V::kSize % V::kChunkSize == 0 && V::kChunkSize % (32 * S::kVec) == 0;
+  const int pieces = (kEqual ? V::kChunkSize : chunk_size) / S::kVec;
+  constexpr int kUnroll = S::kSums <= 1 ? 4 : S::kSums <= 2 ? 2 : 1;
 #pragma unroll kUnroll
-  for (int j = lane; j < pieces; j += 32) {
+  for (int i = 0; i < (kEqual ? pieces / 32 : (pieces + 31) / 32); i++) {
+    const int j = 32 * i + lane;
+    if (!kEqual && j >= pieces) break;
     float w[S::kRows][S::kVec];
 #pragma unroll
     for (int row = 0; row < S::kRows; row++) Unpack<T>::apply(weights[row * pieces + j], w[row]);
@@ -246,10 +250,11 @@ MPK_DEVICE typename V::Extra preload(const Job& job, uint32_t tile, int lane) {
   return V::preload(job, segment, lane / V::kTileRows, row);
 }
 
-// One tile, from its first ring entry to its stores.
+// One tile, from its first ring entry to its stores; false when the launch was given up. A rehearsal stops short of
+// what others see.
 template <class V, class C>
 MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch,
-                             float* scratch, typename V::Extra extra) {
+                             float* scratch, typename V::Extra extra, bool rehearsal) {
   using S = Shape<V>;
   constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
   constexpr int kOutputs = V::kTileRows * V::kBatch;
@@ -262,8 +267,8 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
     float sums[S::kSums][kAccumulators] = {};
     for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
       if (!c.ring.wait(entry, c.phase)) return false;
-      multiply<V>(c.ring.slot(entry), S::chunk_size(k) / S::kVec, x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane,
-                  sums);
+      multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
+      if (rehearsal) break;
       c.ring.release(entry);
     }
     constexpr int kRound = S::kRound;
@@ -281,6 +286,8 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
     }
   }
   __syncwarp();
+  if (rehearsal) return true;
+#pragma unroll 1
   for (int i = c.lane; i < kOutputs; i += 32) {
     const int r = i / V::kTileRows;
     const uint32_t n = row_of(i);
@@ -312,47 +319,56 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     if (!V::kClaimed && c.warp < count) extra = preload<V>(job, tiles.begin + c.warp, c.lane);
   };
   if constexpr (V::kEarly) preload_first();
-  const uint4* x;
-  int x_pitch;
-  if constexpr (V::kStaged) {
-    if (!stage<V>(c, job, staged)) return;
-    c.stamp(&PhaseStamps::staged);
-    x = reinterpret_cast<const uint4*>(staged);
-    x_pitch = S::kPitch / 16;
-  } else {
-    if (!c.await()) return;
-    x = reinterpret_cast<const uint4*>(V::x(job));
-    x_pitch = V::kPitchX / S::kVec;
-  }
-  if constexpr (!V::kEarly) preload_first();
-  if constexpr (V::kClaimed) {
-    for (uint32_t i = c.warp;; i += kConsumerWarps) {
-      const uint32_t entry = c.entry + i * S::kChunks;
+  const uint4* x = reinterpret_cast<const uint4*>(V::kStaged ? staged : V::x(job));
+  constexpr int kPitchX = (V::kStaged ? S::kPitch : V::kPitchX * int(sizeof(T))) / 16;
+  // While the events are awaited, all warps but the one that polls go through their first tile, if its weights are
+  // there, with whatever stands where x will be: the multiprocessor then has the instructions at hand, which it else
+  // fetches while everybody waits for it.
+  bool ready = false,
+       rehearsal = c.warp != 0 && (V::kClaimed || c.warp < count) && c.ring.is_full(c.entry + c.warp * S::kChunks);
+  uint32_t i = c.warp;
+#pragma unroll 1
+  for (;;) {
+    if (!rehearsal && !ready) {
+      if constexpr (V::kStaged) {
+        if (!stage<V>(c, job, staged)) return;
+        c.stamp(&PhaseStamps::staged);
+      } else if (!c.await()) {
+        return;
+      }
+      if constexpr (!V::kEarly) preload_first();
+      ready = true;
+    }
+    const uint32_t entry = c.entry + i * S::kChunks;
+    uint32_t tile = tiles.begin + i;
+    if constexpr (V::kClaimed) {
       bool ended;
       if (!c.ring.wait_issued(entry, c.phase, true, ended)) {
         c.failed = true;
-        break;
+        return;
+      }
+      if (ended && rehearsal) {
+        rehearsal = false;
+        continue;
       }
       if (ended) {
         c.entry = c.ring.phase_end(c.phase);
-        break;
+        return;
       }
-      const uint32_t tile = c.ring.tile(entry);
-      if (!compute_tile<V>(c, job, tile, entry, x, x_pitch, scratch, preload<V>(job, tile, c.lane))) {
-        c.failed = true;
-        break;
-      }
+      tile = c.ring.tile(entry);
+      extra = preload<V>(job, tile, c.lane);
+    } else {
+      if (i >= count) break;
+      if (i >= kConsumerWarps) extra = preload<V>(job, tile, c.lane);
     }
-  } else {
-    for (uint32_t i = c.warp; i < count; i += kConsumerWarps) {
-      if (i >= kConsumerWarps) extra = preload<V>(job, tiles.begin + i, c.lane);
-      if (!compute_tile<V>(c, job, tiles.begin + i, c.entry + i * S::kChunks, x, x_pitch, scratch, extra)) {
-        c.failed = true;
-        break;
-      }
+    if (!compute_tile<V>(c, job, tile, entry, x, kPitchX, scratch, extra, rehearsal)) {
+      c.failed = true;
+      return;
     }
-    c.entry += count * S::kChunks;
+    if (!rehearsal) i += kConsumerWarps;
+    rehearsal = false;
   }
+  c.entry += count * S::kChunks;
 }
 
 // Weights whose rows are not multiples of 16 bytes: no ring, each warp reads rows where they are.

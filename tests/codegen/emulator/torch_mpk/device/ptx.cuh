@@ -88,7 +88,8 @@ inline uint32_t transpose(uint32_t v) {
   uint16_t halves[2];
   for (int i = 0; i < 2; i++) {
     const int row = lane_id() % 4 * 2 + i, column = lane_id() / 4;
-    std::memcpy(&halves[i], static_cast<const uint8_t*>(emulator::warp_value(4 * row + column / 2)) + column % 2 * 2, 2);
+    std::memcpy(&halves[i], static_cast<const uint8_t*>(emulator::warp_value(4 * row + column / 2)) + column % 2 * 2,
+                2);
   }
   return halves[0] | static_cast<uint32_t>(halves[1]) << 16;
 }
