@@ -343,6 +343,9 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   if (slot) check_dtype(node, *slot, DType::kI64);
   if (limit) check_dtype(node, *limit, DType::kI64);
 
+  const std::string style = node.string_attr("style");
+  require(style == "sdpa" || style == "eager", node, "the style must be sdpa or eager, got " + style);
+
   // Heads that share a key-value head, at most 8 rows of 32 lanes by 4 elements at a time.
   const int64_t shared = heads / groups, most = std::max<int64_t>(8 / ((size + 127) / 128), 1);
   int64_t passes = 1;
@@ -355,6 +358,7 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
          constant("kLength", length) + "  static constexpr float kScale = " + float_literal(node.float_attr("scale")) +
          ";\n" + flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
          flag("kMaskPerHead", mask && heads > 1 && mask->tensor.strides[1] != 0) +
+         flag("kZeroWithoutKeys", style == "sdpa") +
          "  static constexpr int64_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +
          ", kPitchV = " + str(v_cache.tensor.strides[2] * element) + ";\n";
   body += returning(

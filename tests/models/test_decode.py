@@ -58,6 +58,48 @@ def test_decode_equals_eager(device, arch, attention, dtype, batch, mask, tied):
     run_both(model, compiled(model), batch=batch, mask=mask)
 
 
+def masks_users_make(dtype, length, written, device):
+    """Masks for a batch of two and four heads: the first row attends to nothing, the second to what was written."""
+
+    def added(dead, live=0.0):
+        mask = torch.full((2, 1, 1, length), dead, dtype=dtype, device=device)
+        mask[1, ..., :written] = live
+        return mask
+
+    yield added(-torch.inf)
+    yield added(torch.finfo(dtype).min)
+    yield added(-1.5, live=0.5)  # only a bias
+    with_nan = added(-torch.inf, live=0.5)
+    with_nan[1, ..., length - 1] = torch.nan
+    yield with_nan
+    yield added(-torch.inf) == 0
+    yield added(-torch.inf).float()
+    yield torch.cat([added(-torch.inf), added(0.0), added(-torch.inf).roll(1, 0), added(-torch.inf, 0.5)], dim=1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_masks_users_make(device, attention):
+    model = tiny_model(attention=attention, device=device, num_layers=1)
+    step, prompt, token = compiled(model), random_ids(2, 5, device), random_ids(2, 1, device)
+    num_with_nan = 0
+    for mask in masks_users_make(model.dtype, 32, 6, device):
+        ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+        with torch.inference_mode():
+            try:
+                expected = eager.step(model, token, attention_mask=mask)
+            except RuntimeError as error:  # sdpa refuses a mask of another dtype
+                with pytest.raises(type(error)):
+                    ours.step(step, token, attention_mask=mask)
+                continue
+            actual = ours.step(step, token, attention_mask=mask)
+        num_with_nan += int(expected.isnan().any())
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert_close(actual.nan_to_num(), expected.nan_to_num())
+        for left, right in zip(ours.state(), eager.state(), strict=True):
+            assert_close(left, right)
+    assert num_with_nan == (4 if attention == "eager" else 1)
+
+
 def test_a_growing_mask_makes_at_most_two_builds(device, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = tiny_model(device=device, num_layers=1)

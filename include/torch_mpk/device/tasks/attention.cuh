@@ -9,6 +9,7 @@
 //   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kScale
 //     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew
 //   kHasNew, kHasMask, kMaskPerHead, kPitchK, kPitchV (bytes from position to position)
+//   kZeroWithoutKeys: what a head that attends to nothing gives; otherwise it gives NaN
 //   limit(job, b), slot(job), mask(job, b, h, position), y(job, b, h)
 //   k_cache(job, b, g), v_cache(job, b, g)
 //   prepare_q(group, job, b, h, row), prepare_k(group, job, b, g, row), prepare_v(group, job, b, g, row)
@@ -68,7 +69,7 @@ struct TilesOf {
   MPK_DEVICE uint32_t operator()(uint32_t row) const {
     constexpr uint32_t kTile = Shape<V>::kTile;
     const uint32_t tiles = (visible<V>(job, row) + kTile - 1) / kTile;
-    return tiles == 0 ? 1 : tiles;  // a row without keys still gives zeros
+    return tiles == 0 ? 1 : tiles;  // a row without keys still has a result
   }
 };
 
@@ -198,7 +199,7 @@ struct Softmax {
 // Element d of several partials combined in order; partial(i) points to the i-th.
 struct Combined {
   float out, max, sum;
-  MPK_DEVICE float result() const { return sum == 0 ? 0.0f : out / sum; }  // no key at all: zero
+  MPK_DEVICE float result(bool zero_without_keys) const { return sum == 0 && zero_without_keys ? 0.0f : out / sum; }
 };
 template <int kSize, class Partial>
 MPK_DEVICE Combined combine(int count, int d, Partial partial) {
@@ -349,7 +350,7 @@ MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvRun& run, uint32_t 
     const Combined all = combine<V::kSize>(pieces.end - pieces.begin, d, [&](int p) {
       return partials + (partial_slot(pieces.begin + p, length, run.start) * V::kHeads + h) * S::kPartial;
     });
-    V::y(job, run.row, run.group * V::kHeads + h)[d] = cast<typename V::T>(all.result());
+    V::y(job, run.row, run.group * V::kHeads + h)[d] = cast<typename V::T>(all.result(V::kZeroWithoutKeys));
   }
 }
 
@@ -393,7 +394,7 @@ MPK_DEVICE void compute(C& c, const Job& job) {
         const Combined all =
             combine<V::kSize>(active, d, [&](int w) { return round + (w * S::kRound + h) * S::kPartial; });
         if (run.complete()) {
-          V::y(job, run.row, run.group * V::kHeads + first + h)[d] = cast<typename V::T>(all.result());
+          V::y(job, run.row, run.group * V::kHeads + first + h)[d] = cast<typename V::T>(all.result(V::kZeroWithoutKeys));
         } else {
           float* to = partials + (first + h) * S::kPartial;
           to[d] = all.out;
