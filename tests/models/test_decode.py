@@ -1,5 +1,8 @@
 """Decode steps of Hugging Face models under ``torch.compile(backend="mpk")``, against eager PyTorch."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from stepping import assert_close, compiled, run_both
@@ -146,6 +149,36 @@ def test_changed_weights_are_seen(device, change):
     run_both(model, step, num_steps=1)
     change(model)
     run_both(model, step, num_steps=2)
+
+
+def test_models_run_at_once_in_threads(device):
+    """Three threads, each on a stream of its own; two of them share a model."""
+    first, second = (tiny_model(arch, device=device, num_layers=1) for arch in ("qwen3", "llama"))
+    jobs = []
+    for model, step in ((first, step_of_first := compiled(first)), (second, compiled(second)), (first, step_of_first)):
+        run_both(model, step, num_steps=1)  # builds
+        prompt, tokens = random_ids(1, 5, device), random_ids(16, 1, device).split(1)
+        ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+        with torch.inference_mode():
+            jobs.append((step, ours, tokens, [eager.step(model, token) for token in tokens]))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = threading.Barrier(len(jobs))
+
+    def decode(job):
+        step, ours, tokens, _ = job
+        stream = torch.cuda.Stream() if device.type == "cuda" else None
+        start.wait(60)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            results = [ours.step(step, token) for token in tokens]
+        if stream is not None:
+            stream.synchronize()
+        return results
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for results, (*_, expected) in zip(pool.map(decode, jobs), jobs, strict=True):
+            for actual, wanted in zip(results, expected, strict=True):
+                assert_close(actual, wanted)
 
 
 def test_no_grad_works_and_bumps_versions(device):
