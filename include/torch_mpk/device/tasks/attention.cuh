@@ -394,7 +394,8 @@ MPK_DEVICE void compute(C& c, const Job& job) {
         const Combined all =
             combine<V::kSize>(active, d, [&](int w) { return round + (w * S::kRound + h) * S::kPartial; });
         if (run.complete()) {
-          V::y(job, run.row, run.group * V::kHeads + first + h)[d] = cast<typename V::T>(all.result(V::kZeroWithoutKeys));
+          V::y(job, run.row, run.group * V::kHeads + first + h)[d] =
+              cast<typename V::T>(all.result(V::kZeroWithoutKeys));
         } else {
           float* to = partials + (first + h) * S::kPartial;
           to[d] = all.out;
