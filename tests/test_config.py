@@ -23,7 +23,8 @@ def test_variables_are_read_when_they_are_used(monkeypatch):
     monkeypatch.setenv("TORCH_MPK_WATCHDOG_SECONDS", "0.5")
     monkeypatch.setenv("TORCH_MPK_DUMP", "~/dump")
     monkeypatch.setenv("TORCH_MPK_DISABLE", "off")
-    assert (env.num_threads, env.watchdog_seconds, env.disable) == (3, 0.5, False)
+    monkeypatch.setenv("TORCH_MPK_ARCH", "80")
+    assert (env.num_threads, env.watchdog_seconds, env.disable, env.arch) == (3, 0.5, False, 80)
     assert env.dump == Path.home() / "dump"
 
 
@@ -34,6 +35,7 @@ def test_variables_are_read_when_they_are_used(monkeypatch):
         ("TORCH_MPK_NUM_THREADS", "num_threads", "0"),
         ("TORCH_MPK_WATCHDOG_SECONDS", "watchdog_seconds", "nan"),
         ("TORCH_MPK_DISABLE", "disable", "maybe"),
+        ("TORCH_MPK_ARCH", "arch", "75"),
     ],
 )
 def test_a_wrong_variable_is_named(monkeypatch, name, attribute, value):

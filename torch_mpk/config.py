@@ -13,6 +13,7 @@ from torch_mpk.errors import OptionError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 FALLBACKS = ("eager", "inductor", "error")
+ARCHS = (80, 90)
 
 
 def _closest(name: str, known: list[str]) -> str:
@@ -31,7 +32,7 @@ class Options:
     watchdog_seconds: float | None = None
     """A launch without progress for so long is aborted; 0 waits forever. None: TORCH_MPK_WATCHDOG_SECONDS, else 10."""
     arch: int | None = None
-    """CUDA code to generate: 90 (sm_90a) or 80 (sm_80 and newer). None: what the device has."""
+    """CUDA code to generate: 90 (sm_90a) or 80 (sm_80 and newer). None: TORCH_MPK_ARCH, else what the device has."""
     profile: bool = False
     """Build kernels that note when each worker passes each phase (``benchmarks/breakdown.py``); CUDA only."""
     fuse: bool = True
@@ -70,7 +71,7 @@ class Options:
         seconds = self.watchdog_seconds
         is_number = _is_int(seconds) or isinstance(seconds, float)
         expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")
-        expect(self.arch in (None, 80, 90), "arch", "80, 90 or None")
+        expect(self.arch in (None, *ARCHS), "arch", "80, 90 or None")
         for name in ("profile", "fuse"):
             expect(isinstance(getattr(self, name), bool), name, "True or False")
 
@@ -108,6 +109,14 @@ class Environment:
     def compiler(self) -> str:
         """TORCH_MPK_COMPILER: "nvcc", the path of an nvcc, "nvrtc", or "auto": nvcc if there is one. Default: auto."""
         return os.environ.get("TORCH_MPK_COMPILER") or "auto"
+
+    @property
+    def arch(self) -> int | None:
+        """TORCH_MPK_ARCH: see ``Options.arch``."""
+        value = os.environ.get("TORCH_MPK_ARCH")
+        if value and value not in map(str, ARCHS):
+            raise OptionError(f"TORCH_MPK_ARCH: expected 80 or 90, got {value!r}")
+        return int(value) if value else None
 
     @property
     def forbid_compile(self) -> bool:

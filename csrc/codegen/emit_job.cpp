@@ -459,10 +459,12 @@ std::string emit_work(Plan& plan, Refs& refs, const Node& attention, int64_t par
   const Tensor& cache = attention.operand("k_cache").tensor;
   const Operand* limit = attention.find("limit");
   const Passes passes = passes_of(attention);
+  const std::string style = attention.string_attr("style");
+  require(style == "sdpa" || style == "eager", attention, "the style must be sdpa or eager, got " + style);
   return "  using T = " + std::string(cuda_type(q.dtype)) + ";\n" + constant("kBatch", q.shape[0]) +
          constant("kGroups", cache.shape[1]) + constant("kPasses", passes.number) + constant("kHeads", passes.heads) +
          constant("kSize", q.shape[2]) + constant("kLength", cache.shape[2]) + constant("kShares", shares) +
-         constant("kWorkers", plan.schedule.target.num_workers) +
+         flag("kZeroWithoutKeys", style == "sdpa") + constant("kWorkers", plan.schedule.target.num_workers) +
          returning("int64_t", "limit(const Job& job, uint32_t b)",
                    limit
                        ? refs.pointer(attention, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"

@@ -142,6 +142,11 @@ void bind_runtime(py::module_& m) {
           },
           "PhaseStamps[num_workers][num_phases] of the latest launch of a profiled kernel, uint32 each; empty if it is "
           "not.")
+      .def(
+          "control_address",
+          [](CudaExecutable& e, uint64_t stream) { return e.control_address(reinterpret_cast<cu::Stream>(stream)); },
+          py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+          "The device address of the control block that launches on a stream use, for tests that damage it.")
       .def_property(
           "jitter", [](const CudaExecutable& e) { return e.jitter.load(); },
           [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },

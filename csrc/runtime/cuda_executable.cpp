@@ -243,6 +243,12 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   driver_.check(driver_.launch_kernel_ex(&config, function_, parameters, nullptr), "launching kernel " + kernel_name_);
 }
 
+cu::DevicePtr CudaExecutable::control_address(cu::Stream stream) {
+  const std::lock_guard lock(mutex_);
+  const ContextGuard current(driver_, context_);
+  return memory_of(stream, 0);
+}
+
 void CudaExecutable::check_pointers(const LaunchBlock& block) const {
   for (int i = 0; i < num_inputs_ + num_outputs_; i++) {
     const bool is_input = i < num_inputs_;

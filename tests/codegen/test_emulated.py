@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_graph import decoder
+from decoder_graph import Builder, decoder, register_tasks
 from emulated_kernel import EmulatedKernel, allocate, reference, tensors
 from programs_graph import programs_and_reductions
 
@@ -83,6 +83,39 @@ def test_decoder_with_caches_cut_into_pieces(tmp_path: Path, groups: int, length
     for limit in (length, 30):
         torch.manual_seed(limit)
         check_decoder(kernel, [limit], limit - 1, 2e-2)
+
+
+@pytest.mark.parametrize("style", ["sdpa", "eager"])
+def test_heads_without_a_key_give_what_their_form_gives(tmp_path: Path, style: str) -> None:
+    """One launch of two attentions, one whose cache is shared by all workers, with a float and a bool mask."""
+    register_tasks()
+    b = Builder()
+    inputs, batch, heads = [], 2, 4
+
+    def given(name: str, value: torch.Tensor) -> tuple[str, _C.Tensor]:
+        inputs.append(value)
+        return name, b.buffer("input", name, str(value.dtype).removeprefix("torch."), list(value.shape))
+
+    for length in (24, 700):
+        keep = torch.rand(batch, heads, length) < 0.5
+        keep[0, 1] = False
+        added = torch.zeros(batch, heads, length).masked_fill(~keep, -torch.inf)
+        added[1, 0, length // 2] = torch.nan
+        for mask in (added, keep):
+            operands = [given("q", torch.randn(batch, heads, 16))]
+            operands += [given(name, torch.randn(batch, 2, length, 16)) for name in ("k_cache", "v_cache")]
+            operands += [given("mask", mask), given("limit", torch.tensor([length, 0 if mask is keep else length]))]
+            y = b.buffer("output", "y", "float32", [batch, heads, 16])
+            b.node("attention", operands, y, {"scale": 0.25, "style": style})
+    kernel = EmulatedKernel(b.graph, tmp_path)
+    _, wanted = reference(b.graph, inputs)
+    given_inputs = [allocate(t).copy_(x) for t, x in zip(tensors(b.graph, "input"), inputs, strict=True)]
+    outputs = [allocate(t) for t in tensors(b.graph, "output")]
+    kernel.launch(given_inputs, outputs)
+    for is_bool, got, want in zip((False, True) * 2, outputs, wanted, strict=True):
+        empty = [want[0, 1], want[1]] if is_bool else [want[0, 1]]
+        assert all(head.isnan().all() if style == "eager" else not head.any() for head in empty)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 SLOT_OUTSIDE = {"batch": 2, "heads": 6, "groups": 2, "head_dim": 80, "length": 300}

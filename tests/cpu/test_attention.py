@@ -14,9 +14,9 @@ NAMES = ("q", "k_new", "v_new", "slot", "k_cache", "v_cache", "mask", "limit")
 SHAPES = [(1, 4, 2, 40, 16), (2, 7, 1, 333, 64), (3, 16, 8, 70, 128), (1, 2, 2, 1, 5), (1, 3, 1, 1500, 80)]
 
 
-def net_of(operands: dict[str, torch.Tensor | None], scale: float) -> Net:
+def net_of(operands: dict[str, torch.Tensor | None], scale: float, style: str = "sdpa") -> Net:
     net = Net()
-    attrs = {"scale": scale, "style": "sdpa"}
+    attrs = {"scale": scale, "style": style}
     net.node("attention", attrs, **{n: None if operands.get(n) is None else net.input(operands[n]) for n in NAMES},
              y=net.output(torch.empty(operands["q"].shape, dtype=operands["q"].dtype)))  # fmt: skip
     return net
@@ -87,6 +87,27 @@ def test_rows_without_a_live_key(dtype: torch.dtype, length: int) -> None:
     [y] = net_of({**operands, "mask": lowest}, 0.25).run()
     assert rms_error(y[0, 1], operands["v_cache"][0, 0].double().mean(0)) < 2 * TOLERANCE[dtype]  # the average
     assert not check({**operands, "limit": torch.tensor([0, 7])})[0].any()
+
+
+@pytest.mark.parametrize("length", [20, 600])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("style", ["sdpa", "eager"])
+def test_heads_without_a_key_give_what_their_form_gives(style: str, dtype: torch.dtype, length: int) -> None:
+    operands = operands_of(2, 4, 2, length, 16, dtype)
+    keep = torch.rand(2, 4, length) < 0.5
+    keep[:, :, 1] = True
+    keep[0, 1] = False
+    added = torch.zeros(2, 4, length, dtype=dtype).masked_fill(~keep, -torch.inf)
+    with_nan = added.clone()
+    with_nan[1, 2, length // 2] = torch.nan
+    forms = [{"mask": keep}, {"mask": added}, {"mask": with_nan}]
+    forms += [{"limit": torch.tensor([0, 7])}, {"mask": added, "limit": torch.tensor([0, 7])}]
+    for form in forms:
+        wide_operands = {n: wide(t) for n, t in {**operands, **form}.items()}
+        exact = reference(*(wide_operands.get(n) for n in NAMES), scale=0.25, style=style)
+        [y] = net_of({**operands, **form}, 0.25, style).run()
+        assert exact.isnan().any() == (style == "eager" or form.get("mask") is with_nan)
+        torch.testing.assert_close(y.double(), exact, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
 def test_masked_slots_are_not_read() -> None:

@@ -1,43 +1,13 @@
 """Decode steps of Hugging Face models under ``torch.compile(backend="mpk")``, against eager PyTorch."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from stepping import assert_close, compiled, run_both
 
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
-
-STRICT = {"fallback": "error"}
-
-
-def compiled(model, **options):
-    return torch.compile(model, backend="mpk", options=STRICT | options)
-
-
-def run_both(model, step, *, batch=1, mask="none", num_steps=4, prompt_length=5):
-    """Decodes the same tokens with ``step`` and eagerly; compares logits and everything a step writes."""
-    prompt = random_ids(batch, prompt_length, model.device)
-    ours, eager = Decoding(model, prompt, mask=mask), Decoding(model, prompt, mask=mask)
-    results = []
-    with torch.inference_mode():
-        for _ in range(num_steps):
-            token = random_ids(batch, 1, model.device)
-            actual, expected = ours.step(step, token), eager.step(model, token)
-            assert actual.dtype == expected.dtype
-            assert_close(actual, expected)
-            results.append(actual)
-    for actual, expected in zip(ours.state(), eager.state(), strict=True):
-        assert_close(actual, expected)
-    assert all(layer.cumulative_length == prompt_length + num_steps for layer in ours.cache.layers)
-    assert len({result.data_ptr() for result in results}) == num_steps, "a later step reused an output's memory"
-
-
-def assert_close(actual, expected):
-    if actual.dtype == torch.int64:
-        assert torch.equal(actual, expected)
-        return
-    # Both round at the same places and differ in the order of sums; a wrong position or mask is off by whole values.
-    unit = expected.float().abs().max().clamp(min=1e-3) * torch.finfo(expected.dtype).eps
-    assert (actual.float() - expected.float()).abs().max() <= (32 if expected.dtype == torch.float32 else 8) * unit
-
 
 VARIANTS = [
     # arch, attention, dtype, batch, mask, tied head; chosen so that every pair of values meets
@@ -56,6 +26,48 @@ VARIANTS = [
 def test_decode_equals_eager(device, arch, attention, dtype, batch, mask, tied):
     model = tiny_model(arch, attention=attention, dtype=dtype, device=device, tie_word_embeddings=tied)
     run_both(model, compiled(model), batch=batch, mask=mask)
+
+
+def masks_users_make(dtype, length, written, device):
+    """Masks for a batch of two and four heads: the first row attends to nothing, the second to what was written."""
+
+    def added(dead, live=0.0):
+        mask = torch.full((2, 1, 1, length), dead, dtype=dtype, device=device)
+        mask[1, ..., :written] = live
+        return mask
+
+    yield added(-torch.inf)
+    yield added(torch.finfo(dtype).min)
+    yield added(-1.5, live=0.5)  # only a bias
+    with_nan = added(-torch.inf, live=0.5)
+    with_nan[1, ..., length - 1] = torch.nan
+    yield with_nan
+    yield added(-torch.inf) == 0
+    yield added(-torch.inf).float()
+    yield torch.cat([added(-torch.inf), added(0.0), added(-torch.inf).roll(1, 0), added(-torch.inf, 0.5)], dim=1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_masks_users_make(device, attention):
+    model = tiny_model(attention=attention, device=device, num_layers=1)
+    step, prompt, token = compiled(model), random_ids(2, 5, device), random_ids(2, 1, device)
+    num_with_nan = 0
+    for mask in masks_users_make(model.dtype, 32, 6, device):
+        ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+        with torch.inference_mode():
+            try:
+                expected = eager.step(model, token, attention_mask=mask)
+            except RuntimeError as error:  # sdpa refuses a mask of another dtype
+                with pytest.raises(type(error)):
+                    ours.step(step, token, attention_mask=mask)
+                continue
+            actual = ours.step(step, token, attention_mask=mask)
+        num_with_nan += int(expected.isnan().any())
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert_close(actual.nan_to_num(), expected.nan_to_num())
+        for left, right in zip(ours.state(), eager.state(), strict=True):
+            assert_close(left, right)
+    assert num_with_nan == (4 if attention == "eager" else 1)
 
 
 def test_a_growing_mask_makes_at_most_two_builds(device, tmp_path, monkeypatch):
@@ -137,6 +149,36 @@ def test_changed_weights_are_seen(device, change):
     run_both(model, step, num_steps=1)
     change(model)
     run_both(model, step, num_steps=2)
+
+
+def test_models_run_at_once_in_threads(device):
+    """Three threads, each on a stream of its own; two of them share a model."""
+    first, second = (tiny_model(arch, device=device, num_layers=1) for arch in ("qwen3", "llama"))
+    jobs = []
+    for model, step in ((first, step_of_first := compiled(first)), (second, compiled(second)), (first, step_of_first)):
+        run_both(model, step, num_steps=1)  # builds
+        prompt, tokens = random_ids(1, 5, device), random_ids(16, 1, device).split(1)
+        ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+        with torch.inference_mode():
+            jobs.append((step, ours, tokens, [eager.step(model, token) for token in tokens]))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = threading.Barrier(len(jobs))
+
+    def decode(job):
+        step, ours, tokens, _ = job
+        stream = torch.cuda.Stream() if device.type == "cuda" else None
+        start.wait(60)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            results = [ours.step(step, token) for token in tokens]
+        if stream is not None:
+            stream.synchronize()
+        return results
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for results, (*_, expected) in zip(pool.map(decode, jobs), jobs, strict=True):
+            for actual, wanted in zip(results, expected, strict=True):
+                assert_close(actual, wanted)
 
 
 def test_no_grad_works_and_bumps_versions(device):

@@ -157,6 +157,11 @@ FLOAT_MASKS = {
     "and more": (lambda c: added(causal(c) & (torch.arange(L) % 3 != 1)), True),
     "none live in a row": (lambda c: added(causal(c) & (torch.arange(B) > 0)[:, None, None, None]), True),
     "none live in a head": (lambda c: added(causal(c) & (torch.arange(H) > 0)[:, None, None], heads=H), True),
+    "-inf in a row": (lambda c: added((torch.arange(B) > 0)[:, None, None, None], -torch.inf).expand(B, 1, 1, L), True),
+    "-inf in a head": (
+        lambda c: added(causal(c) & (torch.arange(H) > 0)[:, None, None], -torch.inf, heads=H),
+        True,
+    ),
     "bias": (lambda c: torch.linspace(-1, 1, L).expand(1, 1, 1, L), True),
 }
 
@@ -188,6 +193,16 @@ def test_limits_read_from_a_mask(is_float):
     (actual,) = gm(inputs()[0], *inputs()[3:5], given)
     dead = L if is_float else 0
     assert actual.tolist() == [max(dead if n is None else n for n in row) for row in live_positions(mask)]
+
+
+@pytest.mark.parametrize("attend", [sdpa, eager])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, MIN])
+def test_numbers_in_a_mask(number, attend):
+    given = torch.zeros(B, 1, 1, L)
+    given[..., 9:] = -torch.inf
+    given[0, ..., 15] = number
+    given[1] = number
+    rewritten(lambda q, k, v, m: (attend(q, k, v, m),), inputs()[0], *inputs()[3:5], given)
 
 
 def test_one_limit_serves_every_layer():

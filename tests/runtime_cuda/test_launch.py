@@ -95,6 +95,7 @@ def test_each_stream_has_its_own_memory(fake, make_executable):
     for stream in (STREAM, 0, STREAM, 64):
         executable.run(INPUTS, OUTPUTS, [0], stream)
         controls.append(Launch(fake).control)
+        assert executable.control_address(stream) == controls[-1]
     assert controls[0] == controls[2]
     assert len(set(controls)) == 3
 

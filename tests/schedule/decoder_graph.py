@@ -17,7 +17,7 @@ TASKS = {
         "stream",
         [("q", "BHD"), ("k_new?", "BGD"), ("v_new?", "BGD"), ("slot?", "1"), ("k_cache!", "BGLD"), ("v_cache!", "BGLD")]
         + [("mask?", "BHL"), ("limit?", "B"), ("y=", "BHD")],
-        ["scale"],
+        ["scale", "style"],
     ),
 }  # fmt: skip
 
@@ -125,7 +125,7 @@ def decoder(
         operands = [("q", q), ("k_new", k), ("v_new", b.view(v, [batch, groups, head_dim])), ("slot", counters[-1])]
         operands += [("k_cache", caches[0]), ("v_cache", caches[1]), ("limit", limit)]
         attended = value(f"{at}attended", batch, heads, head_dim)
-        b.node("attention", operands, attended, {"scale": head_dim**-0.5}, f"{at}attention")
+        b.node("attention", operands, attended, {"scale": head_dim**-0.5, "style": "sdpa"}, f"{at}attention")
         o = linear(f"{at}o", b.view(attended, [batch, heads * head_dim]), hidden)
         x = b.pointwise("add", [x, o], value(f"{at}residual", batch, hidden), f"{at}residual")
         normed = norm(f"{at}post_norm", x)

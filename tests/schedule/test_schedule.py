@@ -76,7 +76,8 @@ def test_a_norm_over_all_heads_is_not_staged_by_head() -> None:
     q = b.buffer("workspace", "q", "float32", [1, 2, 8])
     b.node("rope", [("x", b.view(normed, [1, 2, 8])), *tables], q)
     caches = [(name, b.buffer("input", name, "float32", [1, 2, 4, 8])) for name in ("k_cache", "v_cache")]
-    b.node("attention", [("q", q), *caches], b.buffer("output", "y", "float32", [1, 2, 8]), {"scale": 1.0})
+    attrs = {"scale": 1.0, "style": "sdpa"}
+    b.node("attention", [("q", q), *caches], b.buffer("output", "y", "float32", [1, 2, 8]), attrs)
     schedule = _C.make_schedule(b.graph, CUDA)
     _C.validate(schedule)
     assert [[(j.prologue, j.body) for j in p.jobs] for p in schedule.phases] == [[([], [0])], [([1], [2])]]

@@ -193,12 +193,13 @@ def _limit_of_values(rw: Rewriter, mask: fx.Node, length: int) -> fx.Node:
         last = rw.call(target, *args, after=last, **kwargs)
         return last
 
-    live = mask
     batch, heads, _, _ = (1,) * (4 - len(shape(mask))) + shape(mask)
     positions = then(aten.arange.start, 1, length + 1, device=value(mask).device)
-    if dtype(mask) != torch.bool:
-        live = then(aten.gt.Scalar, mask, torch.finfo(dtype(mask)).min)
-    limits = then(aten.amax.default, then(aten.where.ScalarOther, live, positions, 0), [-1])
+    if dtype(mask) == torch.bool:
+        ends = then(aten.where.ScalarOther, mask, positions, 0)
+    else:  # NaN counts as attended to: it makes its row NaN
+        ends = then(aten.where.ScalarSelf, then(aten.le.Scalar, mask, torch.finfo(dtype(mask)).min), 0, positions)
+    limits = then(aten.amax.default, ends, [-1])
     limits = then(aten.view.default, limits, [batch, heads])
     if dtype(mask) != torch.bool:
         limits = then(aten.where.ScalarOther, then(aten.ne.Scalar, limits, 0), limits, length)

@@ -19,15 +19,16 @@ def target(device: torch.device, options: Options) -> _C.Target:
     """The whole device: a worker on each multiprocessor, each with all the shared memory one CTA may have.
 
     Raises:
-        UnsupportedError: the device is too old, or ``options.arch`` names code that it cannot run.
+        UnsupportedError: the device is too old, or the code asked for is such that it cannot run.
     """
     info = _C.device_info(device.index)
     capability = f"{info.name} has compute capability {info.arch // 10}.{info.arch % 10}"
     if info.arch < 80:
         raise UnsupportedError(f"{capability}, torch_mpk needs 8.0 or newer")
-    if options.arch == 90 != info.arch:
-        raise UnsupportedError(f"{capability}, and option arch=90 generates code for 9.0 alone: leave the option out")
-    arch = options.arch or (90 if info.arch == 90 else 80)
+    asked = options.arch or env.arch
+    if asked == 90 != info.arch:
+        raise UnsupportedError(f"{capability}, and arch=90 generates code for 9.0 alone: leave the option out")
+    arch = asked or (90 if info.arch == 90 else 80)
     return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse)
 
 

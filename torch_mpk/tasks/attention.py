@@ -36,10 +36,11 @@ def attention(
     """``softmax(scale * q @ k_cache.T + mask) @ v_cache`` per head; H / G neighbouring query heads share a cache head.
 
     With ``k_new``, ``v_new`` and ``slot`` it first writes row ``slot`` of both caches (see ``kv_write``). ``mask`` is
-    bool (True: attend) or a float to add. Positions at or beyond ``limit`` are ignored; a limit beyond L means L. A row
-    whose limit is below 1, and a head whose bool mask is False everywhere below it, gives zeros. ``style`` only matters
-    to the bits of this reference: "sdpa" rounds as ``F.scaled_dot_product_attention``, "eager" as the matmul and
-    softmax it stands for. Raises ValueError when H is not a multiple of G, or part of ``k_new``, ``v_new``, ``slot`` is
+    bool (True: attend) or a float to add. Positions at or beyond ``limit`` are ignored; a limit beyond L means L.
+    ``style`` is the form this stands for: "sdpa" is ``F.scaled_dot_product_attention``, "eager" a matmul, a softmax in
+    fp32 and a matmul. A head without a key, because the limit is below 1 or the mask False or -inf everywhere below it,
+    gives zeros in the first and NaN in the second; otherwise ``style`` only matters to the bits of this reference.
+    Raises ValueError for another style, when H is not a multiple of G, or part of ``k_new``, ``v_new``, ``slot`` is
     missing.
     """
     heads, (groups, length) = q.shape[1], k_cache.shape[1:3]
@@ -55,24 +56,23 @@ def attention(
 
     k, v = (cache.unsqueeze(2).expand(-1, -1, heads // groups, -1, -1).flatten(1, 2) for cache in (k_cache, v_cache))
     q = q.unsqueeze(2)
-    dead = None  # [B, 1 or H, 1, 1]: nothing to attend to
     if mask is not None:
         mask = mask.unsqueeze(2)
     if limit is not None:
         below = torch.arange(length, device=q.device) < limit[:, None, None, None]
-        dead = limit[:, None, None, None] < 1
         if mask is None:
             mask = below
         else:
             mask = mask & below if mask.dtype == torch.bool else mask.masked_fill(~below, -torch.inf)
-    if mask is not None and mask.dtype == torch.bool:
-        dead = ~mask.any(-1, keepdim=True)
 
     if style == "sdpa":
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        if mask is not None:  # one of PyTorch's kernels averages where nothing is attended to
+            live = mask if mask.dtype == torch.bool else mask != -torch.inf
+            y = y.masked_fill(~live.any(-1, keepdim=True), 0)
     else:
         scores = torch.matmul(q, k.transpose(2, 3)) * scale
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         y = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
-    return (y if dead is None else y.masked_fill(dead, 0)).squeeze(2)
+    return y.squeeze(2)

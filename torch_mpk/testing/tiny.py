@@ -69,10 +69,10 @@ class Decoding:
         with contextlib.nullcontext() if not torch.is_grad_enabled() else torch.inference_mode():
             model(input_ids=prompt, past_key_values=self.cache, **({} if mask == "none" else self._prefill_kwargs()))
 
-    def step(self, run: Step, token: torch.Tensor) -> torch.Tensor:
+    def step(self, run: Step, token: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Feeds token[batch, 1] through ``run`` and returns the logits[batch, vocabulary]."""
         self.present = torch.cat([self.present, torch.ones_like(token)], dim=1)
-        return run(input_ids=token, past_key_values=self.cache, **self._kwargs()).logits[:, -1]
+        return run(input_ids=token, past_key_values=self.cache, **self._kwargs(), **kwargs).logits[:, -1]
 
     def state(self) -> list[torch.Tensor]:
         """Everything a step writes: keys, values and counter of every layer."""

@@ -44,6 +44,9 @@ class Attention : public Body {
       fail(node, "H=" + std::to_string(num_heads_) + " is not a multiple of G=" + std::to_string(num_groups_));
     heads_per_group_ = num_heads_ / num_groups_;
     scale_ = node.float_attr("scale");
+    const std::string style = node.string_attr("style");
+    if (style != "sdpa" && style != "eager") fail(node, "style is '" + style + "', expected 'sdpa' or 'eager'");
+    without_keys_ = style == "sdpa" ? C(0) : std::numeric_limits<C>::quiet_NaN();
     q_ = View(q.tensor), k_ = View(k.tensor), v_ = View(v.tensor), y_ = View(y.tensor);
     if (slot != nullptr) {
       slot_ = Place(slot->tensor);
@@ -251,7 +254,7 @@ class Attention : public Body {
     }
   }
 
-  // Brings the ranges of one key head to a common maximum and writes its heads' rows; zeros where no key is live.
+  // Brings the ranges of one key head to a common maximum and writes its heads' rows.
   void combine(const Frame& frame, int64_t b, int64_t g) {
     const State first = state(b, g, 0);
     for (int64_t h = 0; h < heads_per_group_; h++) {
@@ -268,8 +271,7 @@ class Attention : public Body {
         const C* from = s.acc + h * padded_dim_;
         for (int64_t d = 0; d < head_dim_; d++) acc[d] = (i == 0 ? C(0) : acc[d]) + from[d] * factor;
       }
-      if (sum != 0)
-        for (int64_t d = 0; d < head_dim_; d++) acc[d] /= sum;
+      for (int64_t d = 0; d < head_dim_; d++) acc[d] = sum == 0 ? without_keys_ : acc[d] / sum;
       kernels_.store_of(dtype_)(acc, y_.at(frame, b, g * heads_per_group_ + h), 1, static_cast<int>(head_dim_));
     }
   }
@@ -283,6 +285,7 @@ class Attention : public Body {
   int64_t batch_, num_heads_, num_groups_, heads_per_group_, length_, head_dim_, padded_dim_;
   int64_t state_size_, q_bytes_, tile_bytes_;
   double scale_;
+  C without_keys_;
   std::vector<C> partials_;
 };
 

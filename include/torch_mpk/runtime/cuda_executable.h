@@ -55,6 +55,9 @@ class CudaExecutable {
 
   std::atomic<uint32_t> jitter{0};  // see LaunchParams
 
+  // The device address of the control block that launches on `stream` use, for tests that damage it.
+  cu::DevicePtr control_address(cu::Stream stream);
+
  private:
   struct Lane {
     cu::Stream stream;

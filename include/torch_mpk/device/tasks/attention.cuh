@@ -9,6 +9,7 @@
 //   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kShares, kWorkers
 //     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
 //     readers put together up to kShares pieces
+//   kZeroWithoutKeys     what a head that attends to nothing gives; otherwise it gives NaN
 //   limit(job, b), partials(job)
 //
 // A variant V describes one job:
@@ -407,7 +408,8 @@ struct SoftmaxOf<true, V> {
 
 struct Combined {
   float out, max, sum;
-  MPK_DEVICE float result() const { return sum == 0 ? 0.0f : out / sum; }  // no key at all: zero
+  // Without any key: zero or NaN.
+  MPK_DEVICE float result(bool zero_without_keys) const { return sum == 0 && zero_without_keys ? 0.0f : out / sum; }
 };
 
 // Element d (one in each lane) of several partials, added in order; partial(i) points to the i-th. Lanes weigh 32 of
@@ -497,7 +499,7 @@ struct Reader {
         }
       Vec<T, 4> result;
 #pragma unroll
-      for (int e = 0; e < 4; e++) result.v[e] = cast<T>(c[e].result());
+      for (int e = 0; e < 4; e++) result.v[e] = cast<T>(c[e].result(W::kZeroWithoutKeys));
       reinterpret_cast<Vec<T, 4>*>(data)[i] = result;
     }
   }
@@ -613,7 +615,8 @@ MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvPiece& piece) {
   for_each_element<W::kSize>(W::kHeads, c.warp, c.lane, [&](int h, int d) {
     const Combined all = combine<W::kSize>(
         piece.count, d, c.lane, [&](int p) { return partials + ((piece.first + p) * W::kHeads + h) * kPartial<W>; });
-    if (d < W::kSize) V::y(job, piece.row, piece.group * W::kHeads + h)[d] = cast<typename W::T>(all.result());
+    if (d < W::kSize)
+      V::y(job, piece.row, piece.group * W::kHeads + h)[d] = cast<typename W::T>(all.result(W::kZeroWithoutKeys));
   });
 }
 
@@ -668,7 +671,8 @@ MPK_DEVICE void compute(C& c, const Job& job) {
             combine<W::kSize>(active, d, c.lane, [&](int w) { return round + (w * S::kRound + h) * kPartial<W>; });
         if (d >= W::kSize) return;
         if (complete) {
-          V::y(job, piece.row, piece.group * W::kHeads + first + h)[d] = cast<typename W::T>(all.result());
+          V::y(job, piece.row, piece.group * W::kHeads + first + h)[d] =
+              cast<typename W::T>(all.result(W::kZeroWithoutKeys));
         } else {
           float* to = partials + (first + h) * kPartial<W>;
           to[d] = all.out;
