@@ -32,6 +32,12 @@ def durations(stamps: np.ndarray) -> np.ndarray:
     return np.stack(parts, axis=-1).astype(np.float64).transpose(1, 0, 2)  # differences of a wrapping clock are right
 
 
+def kinds_of(phase_name: str) -> str:
+    """The phase's tasks without the number of their layer."""
+    kinds = [task.split()[0] + " " + task.split(".")[-1] for task in phase_name.split(", ")]
+    return ", ".join(dict.fromkeys(kinds))[:60]
+
+
 @torch.inference_mode()
 def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     config = CONFIGS[name]()
@@ -70,8 +76,7 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     print(f"{len(names)} phases, {profiled_ms:.4f} ms with stamps, {per_us:.0f} cycles per us; us per phase:")
     groups = collections.defaultdict(list)
     for phase, phase_name in enumerate(names):
-        kinds = [task.split()[0] + "".join(c for c in task.split()[-1] if not c.isdigit())[-12:] for task in phase_name.split(", ")]
-        groups[", ".join(dict.fromkeys(kinds))[:60]].append(cycles[phase] / per_us)
+        groups[kinds_of(phase_name)].append(cycles[phase] / per_us)
     print(f"{'tasks':<62}{'count':>6}{'total':>8}" + "".join(f"{part:>24}" for part in PARTS))
     for kinds, phases in groups.items():
         means = np.mean(phases, axis=0)  # [worker, part]

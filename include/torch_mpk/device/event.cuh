@@ -18,19 +18,16 @@ struct Watchdog {
 };
 
 // Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up,
-// and records what this CTA was waiting for; otherwise the time to pass to the next call. Out of line, and with words
-// for arguments: a structure would stand in local memory.
-__device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, uint32_t phase, uint32_t role, uint32_t waiting,
-                                              uint32_t event, uint32_t seen, uint32_t expected, uint32_t entry,
-                                              uint64_t since) {
+// and records what this CTA was waiting for; otherwise the time to pass to the next call.
+MPK_DEVICE uint64_t keep_waiting(const Watchdog& dog, const StallRecord& now, uint64_t since) {
   const uint64_t time = ptx::global_time_ns();
   if (since == 0) since = time;
   const bool late = dog.limit_ns != 0 && time - since > dog.limit_ns;
   if (!late && ptx::load_relaxed_gpu(&dog.control->aborted) == 0) return since;
   // The first warp of the CTA to notice. A loader without a free slot only tells that consumers wait for something
   // else.
-  if (waiting != static_cast<uint32_t>(Waiting::kFreeSlot) && atomicExch(&dog.stall->valid, 1u) == 0)
-    *dog.stall = {1, phase, role, waiting, event, seen, expected, entry};
+  if (now.waiting != static_cast<uint32_t>(Waiting::kFreeSlot) && atomicExch(&dog.stall->valid, 1u) == 0)
+    *dog.stall = now;
   __threadfence();
   atomicExch(&dog.control->aborted, 1u);
   return 0;
@@ -40,27 +37,49 @@ __device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, uint32_t phas
 template <class Ready, class Report>
 MPK_DEVICE bool spin(const Watchdog& dog, Ready ready, Report report) {
   uint64_t since = 0;
-  for (uint32_t i = 1; !ready(); i++) {
-    if ((i & 4095) != 0) continue;
-    const StallRecord now = report();
-    since = keep_waiting(dog, now.phase, now.role, now.waiting, now.event, now.seen, now.expected, now.entry, since);
-    if (since == 0) return false;
-  }
+  for (uint32_t i = 1; !ready(); i++)
+    if ((i & 4095) == 0 && (since = keep_waiting(dog, report(), since)) == 0) return false;
   return true;
 }
 
-// Counters grow by num_workers in every launch and wrap: compare by signed difference.
+// Counters wrap: compare by signed difference.
 MPK_DEVICE bool reached(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
 
-// Waits until every worker has signalled `event` in this launch. Called by one thread, or by all lanes of a warp.
-MPK_DEVICE bool wait_event(const Watchdog& dog, const uint32_t* event, uint32_t target, uint32_t phase, WarpRole role,
-                           uint32_t event_idx) {
+// The waits themselves are out of line: there are dozens of places that wait, and code that is not there need not be
+// fetched. Each returns false, or a count short of `target`, when the launch was given up.
+
+// Until every worker has signalled `event` in this launch; it grows by num_workers in every launch.
+__device__ __noinline__ bool wait_event(const Watchdog& dog, const uint32_t* event, uint32_t target, uint32_t phase,
+                                        WarpRole role, uint32_t event_idx) {
   uint32_t seen = 0;
   return spin(
       dog, [&] { return reached(seen = ptx::load_acquire_gpu(event), target); },
       [&] {
         return StallRecord{
-            0, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(Waiting::kEvent), event_idx, seen, target, 0};
+            1, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(Waiting::kEvent), event_idx, seen, target, 0};
+      });
+}
+
+// Until a count in shared memory has reached `target`. Returns the count.
+__device__ __noinline__ uint32_t wait_count(const Watchdog& dog, const uint32_t* count, uint32_t target, uint32_t phase,
+                                            WarpRole role, Waiting waiting, uint32_t entry) {
+  uint32_t seen = 0;
+  spin(
+      dog, [&] { return reached(seen = ptx::load_acquire_cta(count), target); },
+      [&] {
+        return StallRecord{1,      phase, static_cast<uint32_t>(role), static_cast<uint32_t>(waiting), phase, seen,
+                           target, entry};
+      });
+  return seen;
+}
+
+// Until a slot's barrier has passed the phase of this parity.
+__device__ __noinline__ bool wait_barrier(const Watchdog& dog, uint64_t* barrier, uint32_t parity, uint32_t phase,
+                                          WarpRole role, Waiting waiting, uint32_t slot, uint32_t entry) {
+  return spin(
+      dog, [&] { return ptx::mbar_test(barrier, parity); },
+      [&] {
+        return StallRecord{1, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(waiting), slot, 0, 0, entry};
       });
 }
 

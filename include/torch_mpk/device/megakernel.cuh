@@ -124,20 +124,10 @@ struct Consumer : Launch<Kernel> {
 
   // Waits for the next row of the table; null when the launch was given up.
   MPK_DEVICE const PhaseRow* next_row() {
-    uint32_t seen = 0;
-    const bool described = spin(
-        this->shared.watchdog, [&] { return (seen = ptx::load_acquire_cta(&this->shared.described)) > row; },
-        [&] {
-          return StallRecord{0,
-                             phase,
-                             static_cast<uint32_t>(WarpRole::kConsumer),
-                             static_cast<uint32_t>(Waiting::kLoader),
-                             phase,
-                             seen,
-                             row + 1,
-                             entry};
-        });
-    if (!__all_sync(~0u, described)) {
+    const uint32_t target = row + 1;
+    const uint32_t seen = wait_count(this->shared.watchdog, &this->shared.described, target, phase, WarpRole::kConsumer,
+                                     Waiting::kLoader, entry);
+    if (!__all_sync(~0u, reached(seen, target))) {
       failed = true;
       sync();
       return nullptr;
@@ -245,21 +235,10 @@ struct Loader : Launch<Kernel> {
   // Brings a row, loaded earlier, into shared memory once its place there is free. Null when the launch was given up.
   MPK_DEVICE const PhaseRow* publish_row(uint32_t number, const uint4 (&row)[2]) {
     Shared& s = this->shared;
-    uint32_t seen = 0;
-    const bool ok = spin(
-        s.watchdog,
-        [&] { return static_cast<int32_t>((seen = ptx::load_acquire_cta(&s.done)) + kPhasesAhead - number) > 0; },
-        [&] {
-          return StallRecord{0,
-                             phase,
-                             static_cast<uint32_t>(WarpRole::kLoader),
-                             static_cast<uint32_t>(Waiting::kFreeSlot),
-                             phase,
-                             seen,
-                             number,
-                             ring.entry};
-        });
-    if (!__all_sync(~0u, ok)) return nullptr;
+    const uint32_t target = number + 1 - kPhasesAhead;
+    const uint32_t seen =
+        wait_count(s.watchdog, &s.done, target, phase, WarpRole::kLoader, Waiting::kFreeSlot, ring.entry);
+    if (!__all_sync(~0u, reached(seen, target))) return nullptr;
     uint8_t* place = s.rows[number % kPhasesAhead];
     reinterpret_cast<uint4*>(place)[lane] = row[0];
     reinterpret_cast<uint4*>(place)[lane + 32] = row[1];

@@ -115,16 +115,36 @@ struct RingWriter {
 
  private:
   MPK_DEVICE bool await_free(uint32_t g, uint32_t phase) {
-    const uint32_t slot = g % slots;
-    return spin(
-        dog, [&] { return ptx::mbar_test(&ring.empty[slot], (g / slots - 1) & 1); },
-        [&] {
-          return StallRecord{
-              0, phase, static_cast<uint32_t>(WarpRole::kLoader), static_cast<uint32_t>(Waiting::kFreeSlot), slot, 0,
-              0, g};
-        });
+    const uint32_t slot = g % slots, parity = (g / slots - 1) & 1;
+    return ptx::mbar_test(&ring.empty[slot], parity) ||
+           wait_barrier(dog, &ring.empty[slot], parity, phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, g);
   }
 };
+
+// Whether the phase ends before entry g.
+MPK_DEVICE bool ends_before(const RingState& ring, uint32_t g, uint32_t phase) {
+  const uint64_t end = ptx::load_acquire_cta(&ring.phase_end[phase % kPhasesAhead]);
+  return (end >> 32) == phase + 1 && reached(g, static_cast<uint32_t>(end));
+}
+
+// Until entry g is issued, or the phase is known to end before it. Returns the count of entries issued.
+__device__ __noinline__ uint32_t wait_issued_or_end(const RingState& ring, const Watchdog& dog, uint32_t g,
+                                                    uint32_t phase) {
+  uint32_t seen = 0;
+  spin(
+      dog, [&] { return reached(seen = ptx::load_acquire_cta(&ring.issued), g + 1) || ends_before(ring, g, phase); },
+      [&] {
+        return StallRecord{1,
+                           phase,
+                           static_cast<uint32_t>(WarpRole::kConsumer),
+                           static_cast<uint32_t>(Waiting::kLoader),
+                           phase,
+                           seen,
+                           g + 1,
+                           g};
+      });
+  return seen;
+}
 
 // A consumer warp's end. All lanes call all functions.
 template <int slots>
@@ -138,27 +158,25 @@ struct RingReader {
   // Waits until entry g has been issued for this phase, or, where tiles are `claimed`, until it is known that the phase
   // ends before it: `ended`. The loader announces the end of a phase before it issues entries of the next one.
   MPK_DEVICE bool wait_issued(uint32_t g, uint32_t phase, bool claimed, bool& ended) {
-    ended = false;
+    if (!is_issued(g)) look();
     if (!is_issued(g)) {
-      const bool ok = spin(
-          dog,
-          [&] {
-            issued = ptx::load_acquire_cta(&ring.issued);
-            return is_issued(g) || (claimed && (ended = ends_before(g, phase)));
-          },
-          [&] { return report(Waiting::kLoader, phase, issued, g); });
+      const uint32_t seen = claimed
+                                ? wait_issued_or_end(ring, dog, g, phase)
+                                : wait_count(dog, &ring.issued, g + 1, phase, WarpRole::kConsumer, Waiting::kLoader, g);
+      const bool ok = reached(seen, g + 1) || (claimed && ends_before(ring, g, phase));
       if (!__all_sync(~0u, ok)) return false;
-      issued = __shfl_sync(~0u, issued, 0);  // lanes must agree on it, or some would skip the vote above
+      issued = __shfl_sync(~0u, seen, 0);  // lanes must agree on it, or some would skip the vote above
     }
-    ended = claimed && ends_before(g, phase);
+    ended = claimed && ends_before(ring, g, phase);
     return true;
   }
 
   // Waits for the data of entry g, which has been issued.
   MPK_DEVICE bool wait_full(uint32_t g, uint32_t phase) {
-    const bool ok = spin(
-        dog, [&] { return ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1); },
-        [&] { return report(Waiting::kFullSlot, phase, issued, g); });
+    const uint32_t slot = g % slots, parity = (g / slots) & 1;
+    if (__all_sync(~0u, ptx::mbar_test(&ring.full[slot], parity))) return true;
+    const bool ok =
+        wait_barrier(dog, &ring.full[slot], parity, phase, WarpRole::kConsumer, Waiting::kFullSlot, slot, g);
     return __all_sync(~0u, ok);
   }
 
@@ -170,7 +188,7 @@ struct RingReader {
 
   // Whether the data of entry g is there already. The same in all lanes.
   MPK_DEVICE bool is_full(uint32_t g) {
-    if (!is_issued(g)) issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0);
+    if (!is_issued(g)) look();
     return is_issued(g) && __all_sync(~0u, ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1));
   }
 
@@ -188,15 +206,8 @@ struct RingReader {
   }
 
  private:
-  MPK_DEVICE bool is_issued(uint32_t g) const { return static_cast<int32_t>(issued - g) > 0; }
-  MPK_DEVICE bool ends_before(uint32_t g, uint32_t phase) const {
-    const uint64_t end = ptx::load_acquire_cta(&ring.phase_end[phase % kPhasesAhead]);
-    return (end >> 32) == phase + 1 && static_cast<int32_t>(g - static_cast<uint32_t>(end)) >= 0;
-  }
-  MPK_DEVICE StallRecord report(Waiting what, uint32_t phase, uint32_t seen, uint32_t g) const {
-    return StallRecord{
-        0, phase, static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(what), g % slots, seen, g + 1, g};
-  }
+  MPK_DEVICE bool is_issued(uint32_t g) const { return reached(issued, g + 1); }
+  MPK_DEVICE void look() { issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0); }
 };
 
 }  // namespace mpk
