@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -68,11 +69,12 @@ def compile_graph(
     captured = capture(gm, inputs, specialize=specialize)
     check_graph(captured)
     check_mutations(captured, inputs)
-    return build(captured, device, options).callable(gm.forward)
+    return build(captured, device, options).callable(gm.forward, options.freeze)
 
 
 def build(captured: Captured, device: torch.device, options: Options) -> Program:
     """Stages 2 to 8. A graph that was built before and is still in use is not built again."""
+    options = dataclasses.replace(options, freeze=False)  # which is a matter of calls
     key = (captured.key(), device, options)
     program = _programs.get(key)
     if program is None:
@@ -84,5 +86,5 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
             partitioned = partition(tasks)
             dump.write("3.segments.txt", str(partitioned))
             check_coverage(partitioned, captured, options)
-            program = _programs[key] = Program(partitioned, device, options, dump)
+            program = _programs[key] = Program.build(partitioned, device, options, dump)
     return program

@@ -34,6 +34,14 @@ class Options:
     """CUDA code to generate: 90 (sm_90a) or 80 (sm_80 and newer). None: what the device has."""
     fuse: bool = True
     """Let the scheduler fuse row and pointwise tasks into their neighbours (CUDA only; the CPU never fuses)."""
+    freeze: bool = False
+    """Take the addresses of weights, caches and other inputs once, and assume that they stay.
+
+    A tensor object that a call shares with the call before is taken to be where it was. Its contents may change, and
+    another object in its place (another cache, ``load_state_dict(assign=True)``) is noticed. What is not noticed is the
+    same object in other memory, after ``tensor.data = other``, ``set_()``, ``resize_()`` or ``module.to()`` there and
+    back: call ``torch.compiler.reset()`` before the next step, or the kernel reads and writes the old memory. Each
+    compiled graph keeps the tensors of its last call alive."""
 
     @classmethod
     def parse(cls, mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -70,6 +78,7 @@ class Options:
         expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")
         expect(self.arch in (None, 80, 90), "arch", "80, 90 or None")
         expect(isinstance(self.fuse, bool), "fuse", "True or False")
+        expect(isinstance(self.freeze, bool), "freeze", "True or False")
 
 
 def _is_int(value: Any) -> bool:

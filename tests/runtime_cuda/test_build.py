@@ -10,6 +10,7 @@ from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.runtime import cuda
+from torch_mpk.runtime.plan import Plan
 
 DEVICE = torch.device("cuda", 0)
 SOURCE = """
@@ -45,9 +46,11 @@ def test_load_compiles_for_the_device(fake, make_program, monkeypatch, tmp_path,
     monkeypatch.setattr(_C, "generate_cuda", lambda schedule: program, raising=False)
     schedule = _C.make_schedule(_C.TBGraph(), _C.Target("cuda", arch, 4, 200_000))
     fake.arch = device_arch
+    options = Options(arch=arch, watchdog_seconds=0.5)
     dump = tmp_path / "dump"
     dump.mkdir()
-    executable = cuda.load(schedule, DEVICE, Options(watchdog_seconds=0.5), Dump(dump))
+    plan = Plan(cuda.generate(schedule, Dump(dump)), (0, 1), (2,), (), (), (), ())
+    executable = cuda.load(plan, DEVICE, options, Dump(dump))
     executable.run([16, 32], [48], [0], 64)
     assert fake.num_launches == 1
     assert int.from_bytes(bytes(fake.params[32:40]), "little") == 500_000_000

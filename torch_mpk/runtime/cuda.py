@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,10 @@ from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
+from torch_mpk.timing import stage
+
+if TYPE_CHECKING:
+    from torch_mpk.runtime.plan import Plan
 
 DEFAULT_WATCHDOG_SECONDS = 10.0
 
@@ -31,23 +36,29 @@ def target(device: torch.device, options: Options) -> _C.Target:
     return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse)
 
 
-def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
-    """Generate, compile and load the kernel of a schedule; everything a launch needs is allocated.
+def generate(schedule: _C.Schedule, dump: Dump) -> _C.CudaProgram:
+    """Raises RuntimeError naming the node that cannot be generated."""
+    program = _C.generate_cuda(schedule)
+    dump.write("6.kernel.cu", program.source)
+    return program
+
+
+def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
+    """Compile and load the kernel of a plan for this device; everything a launch needs is allocated.
 
     Raises:
         CompileError: see ``compile_cuda``.
         LaunchError: the driver cannot load the kernel.
-        RuntimeError: a node cannot be generated.
     """
-    program = _C.generate_cuda(schedule)
-    dump.write("6.kernel.cu", program.source)
-    arch = schedule.target.arch
+    arch = target(device, options).arch
     # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
     is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
-    cubin = compile_cuda(program.source, arch, ptx=not is_same_generation)
+    with stage("compile"):
+        cubin = compile_cuda(plan.program.source, arch, ptx=not is_same_generation)
     dump.write(f"7.kernel.{cubin.kind}", cubin.image)
     dump.write("7.report.json", json.dumps(cubin.describe(), indent=2))
-    return _C.CudaExecutable(program, cubin.image, device.index, watchdog_ns(options))
+    with stage("load"):
+        return _C.CudaExecutable(plan.program, cubin.image, device.index, watchdog_ns(options))
 
 
 def watchdog_ns(options: Options) -> int:
