@@ -9,16 +9,20 @@ one, the CUDA path runs up to a driver that does nothing, so that launching itse
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import simulated_gpu
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
 from torch_mpk.backend import mpk
 from torch_mpk.testing.models import CONFIGS
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "runtime_cuda"))
+import simulated_gpu
 
 Call = Callable[..., Any]
 
@@ -74,7 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     is_cuda = torch.cuda.is_available()
     if not is_cuda:
-        simulated_gpu.install(compile_kernels=False)
+        simulated_gpu.install()
     calls, args = calls_of(*uninitialised_step(options.model, "cuda" if is_cuda else "cpu"))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(options.repeat):

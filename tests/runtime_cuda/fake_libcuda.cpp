@@ -12,7 +12,7 @@ struct Fake {
   // Set by the test.
   int version, arch, num_sms, smem_optin, occupancy, num_devices;
   int static_shared;  // bytes, the kernel's
-  int fail_result;  // what the call named fail_call returns
+  int fail_result;    // what the call named fail_call returns
   char fail_call[64];
   uint64_t capturing_stream;  // 0: none
   uint64_t capture_id;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +43,20 @@ def generate(schedule: _C.Schedule, dump: Dump) -> _C.CudaProgram:
     program = _C.generate_cuda(schedule)
     dump.write("6.kernel.cu", program.source)
     return program
+
+
+def pack(program: _C.CudaProgram) -> dict[str, bytes]:
+    """A program as files."""
+    names = [name for name in dir(_C.CudaProgram) if not name.startswith("_")]
+    fields = {name: getattr(program, name) for name in names}
+    source, table = fields.pop("source"), fields.pop("table")
+    return {"kernel.cu": source.encode(), "table.bin": table, "program.json": json.dumps(fields).encode()}
+
+
+def unpack(files: Mapping[str, bytes]) -> SimpleNamespace:
+    """What ``pack`` made into files. Raises KeyError or ValueError where they are not that."""
+    source, table = files["kernel.cu"].decode(), files["table.bin"]
+    return SimpleNamespace(source=source, table=table, **json.loads(files["program.json"]))
 
 
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
