@@ -1,5 +1,6 @@
 """A build that an earlier process has left: when it is used, and that it launches what that process launched."""
 
+import ast
 import ctypes
 import os
 import struct
@@ -60,7 +61,7 @@ def test_another_process_goes_straight_to_the_same_launch(simulated, tmp_path):
     pointers, geometry, table, stages = decode_step(simulated)
     assert stages == ["look-up", "compile", "load"]
     assert pointers.count(-1) == 1  # the logits
-    expected = eval(other.stdout.splitlines()[-1])
+    expected = ast.literal_eval(other.stdout.splitlines()[-1])
     assert {"capture", "patterns", "partition", "lowering", "codegen"} <= set(expected[3])
     assert (pointers, geometry, table) == expected[:3]
     (entry,) = Cache(tmp_path, 2**30, "builds").entries()
