@@ -1,12 +1,17 @@
 // The Python face of the C++ core. Each area binds its own classes; none of them knows torch.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "arguments.h"
+
+namespace py = pybind11;
 
 namespace mpk {
-void bind_graph(pybind11::module_& m);     // TaskRegistry, Program, TBGraph
-void bind_schedule(pybind11::module_& m);  // Target, Schedule
-void bind_codegen(pybind11::module_& m);   // CudaProgram, generate_cuda
-void bind_runtime(pybind11::module_& m);   // CudaExecutable, device_info
-void bind_cpu(pybind11::module_& m);       // CpuExecutable
+void bind_graph(py::module_& m);     // TaskRegistry, Program, TBGraph
+void bind_schedule(py::module_& m);  // Target, Schedule
+void bind_codegen(py::module_& m);   // CudaProgram, generate_cuda
+void bind_runtime(py::module_& m);   // CudaExecutable, device_info
+void bind_cpu(py::module_& m);       // CpuExecutable
 }  // namespace mpk
 
 PYBIND11_MODULE(_C, m) {
@@ -14,6 +19,11 @@ PYBIND11_MODULE(_C, m) {
   mpk::bind_graph(m);
   mpk::bind_schedule(m);
   mpk::bind_codegen(m);
+  py::class_<mpk::Arguments>(m, "Arguments", "Which of a call's arguments are the inputs and sizes of an executable.")
+      .def(py::init<std::vector<int>, std::vector<int>, bool>(), py::arg("inputs"), py::arg("sizes"),
+           py::arg("freeze") = false,
+           "Positions among the arguments. With freeze, a tensor that is the same object as in the last call is taken "
+           "to be where it was, and the last call's arguments are kept alive.");
   mpk::bind_runtime(m);
   mpk::bind_cpu(m);
 }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
-from torch_mpk.capture import Captured, GraphInput, source_line
+from torch_mpk.capture import Captured, source_line
 from torch_mpk.errors import MpkError, UnsupportedError
 
 aten = torch.ops.aten
@@ -77,24 +77,26 @@ def check_graph(captured: Captured) -> None:
             )
 
 
-def check_mutations(captured: Captured, inputs: Sequence[Any]) -> None:
-    """Raises Declined where writing to inputs in place would differ from eager: where they overlap others."""
+def check_mutations(sources: Sequence[str], mutated: Container[int], inputs: Sequence[Any]) -> None:
+    """Raises Declined where writing to the inputs at ``mutated`` in place would differ from eager: where they overlap
+    others. ``sources`` says where Dynamo found each input.
+    """
     extents = []
-    for graph_input, tensor in zip(captured.inputs, inputs, strict=True):
+    for position, tensor in enumerate(inputs):
         if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
             continue
         last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
         begin = tensor.data_ptr()
-        extents.append((begin, begin + (last + 1) * tensor.element_size(), graph_input))
-    extents.sort(key=lambda extent: extent[0])
-    reach: tuple[int, GraphInput] | None = None  # the input that reaches furthest so far
-    for begin, end, graph_input in extents:
-        if reach is not None and begin < reach[0] and (graph_input.is_mutated or reach[1].is_mutated):
+        extents.append((begin, begin + (last + 1) * tensor.element_size(), position))
+    extents.sort()
+    reach: tuple[int, int] | None = None  # end and position of the input that reaches furthest so far
+    for begin, end, position in extents:
+        if reach is not None and begin < reach[0] and (position in mutated or reach[1] in mutated):
             raise Declined(
-                f"{graph_input.source} and {reach[1].source} share memory, and one of them is written in place"
+                f"{sources[position]} and {sources[reach[1]]} share memory, and one of them is written in place"
             )
         if reach is None or end > reach[0]:
-            reach = (end, graph_input)
+            reach = (end, position)
 
 
 def _query_length(node: torch.fx.Node) -> int:

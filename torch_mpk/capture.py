@@ -124,6 +124,11 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
     return Captured(traced, inputs)
 
 
+def input_sources(gm: torch.fx.GraphModule) -> list[str]:
+    """Where Dynamo found each input: ``GraphInput.source``."""
+    return [_source(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+
 def number_positions(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
     """The positions of the inputs that are numbers: sizes, and Python floats, which Dynamo passes in tensors."""
     placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")

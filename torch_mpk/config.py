@@ -37,6 +37,14 @@ class Options:
     """Build kernels that note when each worker passes each phase (``benchmarks/breakdown.py``); CUDA only."""
     fuse: bool = True
     """Let the scheduler fuse row and pointwise tasks into their neighbours (CUDA only; the CPU never fuses)."""
+    freeze: bool = False
+    """Take the addresses of weights, caches and other inputs once, and assume that they stay.
+
+    A tensor object that a call shares with the call before is taken to be where it was. Its contents may change, and
+    another object in its place (another cache, ``load_state_dict(assign=True)``) is noticed. What is not noticed is the
+    same object in other memory, after ``tensor.data = other``, ``set_()``, ``resize_()`` or ``module.to()`` there and
+    back: call ``torch.compiler.reset()`` before the next step, or the kernel reads and writes the old memory. Each
+    compiled graph keeps the tensors of its last call alive."""
 
     @classmethod
     def parse(cls, mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -72,7 +80,7 @@ class Options:
         is_number = _is_int(seconds) or isinstance(seconds, float)
         expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")
         expect(self.arch in (None, *ARCHS), "arch", "80, 90 or None")
-        for name in ("profile", "fuse"):
+        for name in ("profile", "fuse", "freeze"):
             expect(isinstance(getattr(self, name), bool), name, "True or False")
 
 

@@ -1,30 +1,35 @@
 """A decode loop for Hugging Face causal language models: eager prefill, then one compiled step for each token.
 
-It does what ``model.generate`` does for greedy search and sampling, without its cost per token: the step's inputs stay
-at the same addresses and are updated inside the compiled graph, Dynamo's guards are checked once a call instead of once
-a token, and the host reads a token while the next one is being computed.
+It does what ``model.generate`` does for greedy search and sampling, without its cost per token. The step's inputs stay
+the same tensors and are updated by the step itself, so what Dynamo does before and after the graph, guards and 400
+attribute look-ups, is the same every time: the first steps go through it, the others call the graph. Sampling runs on
+the device, and the host reads tokens and checks for the end some steps behind it, so it never waits for the newest.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import logging
+import operator
+import time
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from torch_mpk.runtime import synchronize
 
+logger = logging.getLogger(__name__)
+
 _CACHE_LENGTH_MULTIPLE = 128  # so that prompts of similar length share a compiled step
 _MAX_STEPS = 8  # compiled steps kept for one model
+_STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain when all rows have ended
 
-Step = Callable[..., torch.Tensor]
-_steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], Step]] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] = WeakKeyDictionary()
 
 
 @torch.inference_mode()
@@ -44,6 +49,7 @@ def generate(
     generator: torch.Generator | None = None,
     max_cache_len: int | None = None,
     options: dict[str, Any] | None = None,
+    stats: dict[str, float] | None = None,
 ) -> torch.Tensor:
     """Generates tokens with a Hugging Face causal language model.
 
@@ -62,6 +68,9 @@ def generate(
         generator: of the model's device, for sampling.
         max_cache_len: length of the key/value cache. Default: what is needed, rounded up to a multiple of 128.
         options: of the backend, as ``torch.compile(options=...)`` takes them.
+        stats: gets "first_token_seconds" (the prompt), "seconds" (all later tokens, with the first call's compilation)
+            and "tokens_per_second" (later tokens of all rows in that time, those behind a row's end included). The log
+            has the same.
 
     Returns:
         int64[batch, prompt + generated].
@@ -83,8 +92,23 @@ def generate(
             _sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
         )
     pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
-    collected = _collect(decode.tokens(max_new_tokens), torch.tensor(eos), pad, callback)
+    start = time.perf_counter()
+    tokens = decode.tokens(max_new_tokens)
+    first = next(tokens)
+    first.tolist()  # waits
+    prompt_done = time.perf_counter()
+    collected = _collect(itertools.chain([first], tokens), eos, pad, callback)
     synchronize()
+    seconds = time.perf_counter() - prompt_done
+    num_later = collected.numel() - len(collected)
+    speed = {
+        "first_token_seconds": prompt_done - start,
+        "seconds": seconds,
+        "tokens_per_second": num_later / seconds,
+    }
+    logger.info("%d tokens behind the first in %.3f s: %.1f tokens/s", num_later, seconds, speed["tokens_per_second"])
+    if stats is not None:
+        stats.update(speed)
     return torch.cat([input_ids, collected.to(input_ids.device)], dim=1)
 
 
@@ -127,9 +151,12 @@ class _Decode:
         options: dict[str, Any] | None,
     ) -> None:
         from transformers import StaticCache
+        from transformers.cache_utils import StaticLayer
 
         self.model, self.prompt, self.options = model, input_ids, options
         self.cache = StaticCache(config=model.config, max_cache_len=length)
+        # Other layers, of sliding windows, count in Python.
+        self.is_replayable = all(type(layer) is StaticLayer for layer in self.cache.layers)
         self.mask = self.position_ids = None
         if attention_mask is not None and not attention_mask.all():
             # Later slots count as present: the causal part of the mask, made in the graph, hides them until written.
@@ -147,33 +174,91 @@ class _Decode:
         token = self.choose(logits) if self.choose else logits.argmax(-1, keepdim=True)
         yield token
         input_ids = token.clone()
-        step = self._step()
-        for index in range(1, count):
-            # Within one call nothing that Dynamo guards can change, so the guards of its first step do for all.
-            skip_guards = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if index > 1 else nullcontext()
-            with skip_guards:
-                token = step(self.model, input_ids, self.position_ids, inputs)
+        step = self._step().prepare((self.model, input_ids, self.position_ids, inputs), self.is_replayable)
+        for _ in range(1, count):
+            token = step()
             if self.choose:
                 token = self.choose(token)
                 input_ids.copy_(token)
             yield token
 
-    def _step(self) -> Step:
-        """The compiled step, made once for a model and a kind of call.
-
-        Each has a code object of its own, because Dynamo counts recompilations, and looks up graphs, by code object.
-        """
+    def _step(self) -> _Step:
+        """The compiled step, made once for a model and a kind of call."""
         steps = _steps.setdefault(self.model, OrderedDict())
         options = tuple(sorted((self.options or {}).items()))
         key = (self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, self.choose is None, options)
         if key not in steps:
             plain = _greedy_step if self.choose is None else _logits_step
-            own = types.FunctionType(plain.__code__.replace(), plain.__globals__)
-            steps[key] = torch.compile(own, backend="mpk", dynamic=False, options=self.options)
+            steps[key] = _Step(plain, self.options)
             if len(steps) > _MAX_STEPS:
                 steps.popitem(last=False)
         steps.move_to_end(key)
         return steps[key]
+
+
+class _Step:
+    """A step function, compiled, that can be called again with the same arguments without Dynamo."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], options: dict[str, Any] | None) -> None:
+        # A code object of its own, because Dynamo counts recompilations, and looks up graphs, by code object.
+        own = types.FunctionType(function.__code__.replace(), function.__globals__)
+        self._recorder = _Recorder()
+        self._compiled = torch.compile(own, backend=self._recorder, dynamic=False, options=options)
+
+    def prepare(self, args: Sequence[Any], is_replayable: bool) -> Callable[[], torch.Tensor]:
+        """A function that runs the step on these arguments.
+
+        ``is_replayable``: the step changes nothing but tensors, in place. The first two calls then go through Dynamo,
+        and if they were one call each, of the same graph with the same objects, the others call the graph directly.
+        """
+        previous: _GraphCall | None = None
+        result_index: int | None = None
+
+        def step() -> torch.Tensor:
+            nonlocal previous, result_index
+            if previous is not None and result_index is not None:
+                return previous.graph(*previous.args)[result_index]
+            self._recorder.calls.clear()
+            result = self._compiled(*args)
+            calls = list(self._recorder.calls)
+            self._recorder.calls.clear()
+            current = calls[0] if is_replayable and len(calls) == 1 else None
+            if current is not None:
+                if previous is not None and previous.is_same(current):
+                    result_index = next((i for i, tensor in enumerate(current.results) if tensor is result), None)
+                previous = current._replace(results=())
+            return result
+
+        return step
+
+
+class _Recorder:
+    """The backend, noting calls of its graphs. Dynamo keeps it for good, so it holds nothing else of a step."""
+
+    def __init__(self) -> None:
+        self.calls: list[_GraphCall] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        from torch_mpk.backend import mpk  # which needs Dynamo, and importing torch_mpk should not
+
+        graph = mpk(gm, inputs, **kwargs)
+
+        def call(*args: Any) -> Any:
+            results = graph(*args)
+            self.calls.append(_GraphCall(graph, args, results))
+            return results
+
+        return call
+
+
+class _GraphCall(NamedTuple):
+    graph: Callable[..., Any]
+    args: tuple[Any, ...]
+    results: Sequence[Any]
+
+    def is_same(self, other: _GraphCall) -> bool:
+        same_args = len(self.args) == len(other.args) and all(map(operator.is_, self.args, other.args))
+        return self.graph is other.graph and same_args
 
 
 def _logits_step(
@@ -212,44 +297,55 @@ def _sample(
         probabilities = ordered.softmax(-1)
         beyond = probabilities.cumsum(-1) - probabilities >= top_p  # never the most likely token
         logits = logits.masked_fill(beyond.gather(-1, order.argsort()), -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+    # The first of several clocks with these rates to ring; torch.multinomial does the same, but waits for the device.
+    probabilities = logits.softmax(-1)
+    times = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / times).argmax(-1, keepdim=True)
 
 
 def _collect(
-    tokens: Iterator[torch.Tensor], eos: torch.Tensor, pad: int, callback: Callable[[torch.Tensor], Any] | None
+    tokens: Iterator[torch.Tensor], eos: Sequence[int], pad: int, callback: Callable[[torch.Tensor], Any] | None
 ) -> torch.Tensor:
-    """Reads new tokens, one step behind the device, until all rows have ended. Returns int64[batch, generated]."""
-    if not eos.numel() and callback is None:
+    """Reads new tokens, some steps behind the device, until all rows have ended. Returns int64[batch, generated]."""
+    if not eos and callback is None:
         return torch.cat(list(tokens), dim=1)
-    columns: list[torch.Tensor] = []
-    ended: torch.Tensor | None = None
-    pending: Callable[[], torch.Tensor] | None = None
-    for token in itertools.chain(tokens, [None]):
-        if pending is not None:
-            column = pending()
-            ended = torch.zeros_like(column, dtype=torch.bool) if ended is None else ended
-            column = torch.where(ended, pad, column)
-            ended = ended | torch.isin(column, eos)
-            columns.append(column)
-            if callback is not None:
-                callback(column)
-            if ended.all():
-                break
-        pending = None if token is None else _read(token)
-    return torch.stack(columns, dim=1)
+    columns: list[list[int]] = []
+    ended: list[bool] = []
+    pending: deque[Callable[[], list[int]]] = deque()
+
+    def read_one() -> bool:
+        """Whether all rows have ended."""
+        nonlocal ended
+        column = pending.popleft()()
+        ended = ended or [False] * len(column)
+        column = [pad if end else token for token, end in zip(column, ended, strict=True)]
+        ended = [end or token in eos for token, end in zip(column, ended, strict=True)]
+        columns.append(column)
+        if callback is not None:
+            callback(torch.tensor(column))
+        return all(ended)
+
+    is_over = False
+    for token in tokens:
+        pending.append(_read(token))
+        if len(pending) > (0 if token.device.type == "cpu" else _STEPS_BEHIND) and (is_over := read_one()):
+            break
+    while pending and not is_over:
+        is_over = read_one()
+    return torch.tensor(columns).t()
 
 
-def _read(token: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begins to copy int64[batch, 1] to the CPU; the result waits and gives int64[batch]."""
+def _read(token: torch.Tensor) -> Callable[[], list[int]]:
+    """Begins to copy int64[batch, 1] to the CPU; the result waits and gives the elements."""
     if token.device.type == "cpu":
-        return lambda: token[:, 0]
+        return token[:, 0].tolist
     host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
     host.copy_(token, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
-    def wait() -> torch.Tensor:
+    def wait() -> list[int]:
         copied.synchronize()
-        return host[:, 0]
+        return host[:, 0].tolist()
 
     return wait

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "../arguments.h"
 #include "torch_mpk/cpu/executable.h"
 #include "torch_mpk/cpu/thread_pool.h"
 
@@ -11,30 +12,21 @@ namespace {
 
 using cpu::CpuExecutable;
 
-// The addresses of a sequence's items: tensors (anything with data_ptr()) or integers.
-std::vector<void*> pointers(const py::handle& items, const char* what) {
-  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-  const auto sequence =
-      py::reinterpret_steal<py::object>(PySequence_Fast(items.ptr(), "run: inputs and outputs must be sequences"));
-  if (!sequence) throw py::error_already_set();
-  const Py_ssize_t n = PySequence_Fast_GET_SIZE(sequence.ptr());
-  std::vector<void*> out(n);
-  for (Py_ssize_t i = 0; i < n; i++) {
-    PyObject* item = PySequence_Fast_GET_ITEM(sequence.ptr(), i);
-    py::object address;
-    if (!PyLong_Check(item)) {
-      address = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(item, data_ptr));
-      if (!address && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        throw py::type_error(std::string("run: ") + what + " " + std::to_string(i) + " is a " + Py_TYPE(item)->tp_name +
-                             ", expected a tensor (an object with data_ptr()) or an address");
-      }
-      if (!address) throw py::error_already_set();
-      item = address.ptr();
-    }
-    out[i] = PyLong_AsVoidPtr(item);
-    if (out[i] == nullptr && PyErr_Occurred()) throw py::error_already_set();
-  }
+void run_at(CpuExecutable& executable, const std::vector<uint64_t>& inputs, const std::vector<uint64_t>& outputs,
+            const std::vector<int64_t>& scalars) {
+  const auto pointers = [](const std::vector<uint64_t>& addresses) {
+    std::vector<void*> out;
+    for (uint64_t address : addresses) out.push_back(reinterpret_cast<void*>(address));
+    return out;
+  };
+  executable.forget_lock_of_another_process();
+  const py::gil_scoped_release release;
+  executable.run(pointers(inputs), pointers(outputs), scalars);
+}
+
+std::vector<uint64_t> addresses(const py::sequence& items, const char* what) {
+  std::vector<uint64_t> out(items.size());
+  read_addresses(items, what, out);
   return out;
 }
 
@@ -68,17 +60,23 @@ void bind_cpu(py::module_& m) {
            "that cannot run.")
       .def(
           "run",
-          [](CpuExecutable& self, const py::object& inputs, const py::object& outputs,
-             const std::vector<int64_t>& scalars, int64_t) {
-            const std::vector<void*> in = pointers(inputs, "input"), out = pointers(outputs, "output");
-            self.forget_lock_of_another_process();
-            py::gil_scoped_release release;
-            self.run(in, out, scalars);
-          },
+          [](CpuExecutable& self, const py::sequence& inputs, const py::sequence& outputs,
+             const std::vector<int64_t>& scalars,
+             int64_t) { run_at(self, addresses(inputs, "input"), addresses(outputs, "output"), scalars); },
           py::arg("inputs"), py::arg("outputs"), py::arg("scalars") = std::vector<int64_t>{}, py::arg("stream") = 0,
           "Execute once. Inputs and outputs are tensors or addresses in the order of the graph's buffer indices; "
           "scalars are the "
           "call's SymInts; stream is ignored. Raises ValueError when something is missing.")
+      .def(
+          "call",
+          [](CpuExecutable& self, Arguments& arguments, const py::tuple& args, const py::sequence& outputs, int64_t) {
+            std::vector<uint64_t> inputs(arguments.num_inputs());
+            std::vector<int64_t> sizes(arguments.num_sizes());
+            arguments.read(args, inputs, sizes);
+            run_at(self, inputs, addresses(outputs, "output"), sizes);
+          },
+          py::arg("arguments"), py::arg("args"), py::arg("outputs"), py::arg("stream") = 0,
+          "run, with inputs and sizes taken out of the arguments of a call.")
       .def(
           "set_reference",
           [](CpuExecutable& self, const std::string& task, const py::function& fn) {

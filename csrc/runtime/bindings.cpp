@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <memory>
+#include <span>
 
+#include "../arguments.h"
 #include "torch_mpk/runtime/cuda_executable.h"
 
 namespace py = pybind11;
@@ -11,55 +13,40 @@ namespace py = pybind11;
 namespace mpk {
 namespace {
 
-// The addresses of a sequence of tensors, or of ints. Called for every tensor of every launch: no attribute lookup by
-// string, no argument tuple, no pybind11 cast.
-void read_pointers(py::handle sequence, int num_expected, const char* what, uint64_t* pointers) {
-  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-  // A tuple: data_ptr() may run Python code, which must not change the sequence under us.
-  const auto tuple = py::reinterpret_steal<py::object>(PySequence_Tuple(sequence.ptr()));
-  if (!tuple) throw py::error_already_set();
-  const Py_ssize_t size = PyTuple_GET_SIZE(tuple.ptr());
-  if (size != num_expected)
-    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " " + what + "s, got " +
-                          std::to_string(size));
-  for (Py_ssize_t i = 0; i < size; i++) {
-    PyObject* item = PyTuple_GET_ITEM(tuple.ptr(), i);
-    py::object number;
-    if (PyLong_Check(item)) {
-      number = py::reinterpret_borrow<py::object>(item);
-    } else {
-      number = py::reinterpret_steal<py::object>(
-          PyObject_VectorcallMethod(data_ptr, &item, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
-    }
-    if (number) pointers[i] = PyLong_AsUnsignedLongLong(number.ptr());
-    if (PyErr_Occurred()) {
-      const std::string message = std::string(what) + " " + std::to_string(i) +
-                                  " of the megakernel: expected a tensor or an address, got " + Py_TYPE(item)->tp_name;
-      py::raise_from(PyExc_TypeError, message.c_str());
-      throw py::error_already_set();
-    }
+// A launch's parameters, 32 KB of which only what the kernel reads is written.
+struct Launch {
+  explicit Launch(const CudaExecutable& executable)
+      : inputs(block.pointers, executable.num_inputs()),
+        outputs(block.pointers + executable.num_inputs(), executable.num_outputs()),
+        sizes(block.params.scalars, executable.num_scalars()) {
+    std::fill(std::begin(block.params.scalars), std::end(block.params.scalars), 0);
   }
-}
 
-void read_scalars(py::handle sequence, int num_expected, int64_t* scalars) {
-  const auto tuple = py::reinterpret_steal<py::object>(PySequence_Tuple(sequence.ptr()));
-  if (!tuple) throw py::error_already_set();
-  const Py_ssize_t size = PyTuple_GET_SIZE(tuple.ptr());
-  if (size != num_expected)
-    throw py::value_error("the megakernel expects " + std::to_string(num_expected) + " sizes, got " +
-                          std::to_string(size));
-  for (Py_ssize_t i = 0; i < size; i++) scalars[i] = py::cast<int64_t>(PyTuple_GET_ITEM(tuple.ptr(), i));
-}
+  void make(CudaExecutable& executable, uint64_t stream) {
+    // Launching blocks while the device's queue is full, and the executable's mutex must not be awaited under the GIL.
+    const py::gil_scoped_release release;
+    executable.run(block, reinterpret_cast<cu::Stream>(stream));
+  }
+
+  LaunchBlock block;
+  const std::span<uint64_t> inputs, outputs;
+  const std::span<int64_t> sizes;
+};
 
 void run(CudaExecutable& executable, py::handle inputs, py::handle outputs, py::handle scalars, uint64_t stream) {
-  LaunchBlock block;  // 32 KB, of which only what the kernel reads is written
-  read_pointers(inputs, executable.num_inputs(), "input", block.pointers);
-  read_pointers(outputs, executable.num_outputs(), "output", block.pointers + executable.num_inputs());
-  std::fill(std::begin(block.params.scalars), std::end(block.params.scalars), 0);
-  read_scalars(scalars, executable.num_scalars(), block.params.scalars);
-  // Launching blocks while the device's queue is full, and the executable's mutex must not be awaited under the GIL.
-  const py::gil_scoped_release release;
-  executable.run(block, reinterpret_cast<cu::Stream>(stream));
+  Launch launch(executable);
+  read_addresses(inputs, "input", launch.inputs);
+  read_addresses(outputs, "output", launch.outputs);
+  read_sizes(scalars, launch.sizes);
+  launch.make(executable, stream);
+}
+
+void call(CudaExecutable& executable, Arguments& arguments, const py::tuple& args, py::handle outputs,
+          uint64_t stream) {
+  Launch launch(executable);
+  arguments.read(args, launch.inputs, launch.sizes);
+  read_addresses(outputs, "output", launch.outputs);
+  launch.make(executable, stream);
 }
 
 // Any object with CudaProgram's fields: what code generation returns, or what a test writes by hand.
@@ -130,6 +117,8 @@ void bind_runtime(py::module_& m) {
            "Raises ValueError for a wrong number of arguments or an unaligned address, MegakernelTimeout when an "
            "earlier launch was\n"
            "aborted, LaunchError when the driver refuses.")
+      .def("call", &call, py::arg("arguments"), py::arg("args"), py::arg("outputs"), py::arg("stream"),
+           "run, with inputs and sizes taken out of the arguments of a call.")
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
            "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
            "flight.")

@@ -1,5 +1,7 @@
 """``torch_mpk.generate``, and Hugging Face's ``generate`` through the backend, against Hugging Face's own."""
 
+import sys
+
 import pytest
 import torch
 from transformers import CompileConfig
@@ -50,6 +52,19 @@ def test_rows_stop_behind_their_end_of_sequence(model):
     assert torch.equal(torch.stack(seen, dim=1), expected[:, 5:].cpu())
     stopped = torch_mpk.generate(model, ids[:1], 12, eos_token_id=[eos], options=STRICT)
     assert stopped[0].tolist() == free[0, : free[0, 5:].tolist().index(eos) + 6].tolist()
+
+
+def test_all_but_two_steps_of_a_call_go_around_dynamo(model, monkeypatch):
+    ids, stats = random_ids(2, 5, model.device), {}
+    expected = torch_mpk.generate(model, ids, 10, options=STRICT, stats=stats)
+    assert stats["seconds"] > 0
+    assert stats["tokens_per_second"] == pytest.approx(18 / stats["seconds"])
+    (step,) = sys.modules["torch_mpk.generate"]._steps[model].values()
+    calls = []
+    compiled = step._compiled
+    monkeypatch.setattr(step, "_compiled", lambda *args: (calls.append(args), compiled(*args))[1])
+    assert torch.equal(torch_mpk.generate(model, ids, 10, options=STRICT), expected)
+    assert len(calls) == 2
 
 
 def test_changed_weights_and_settings_are_seen_by_the_next_call(model):

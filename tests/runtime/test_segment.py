@@ -17,7 +17,7 @@ def build(function, *inputs, dump=None) -> Program:
     captured = capture(torch.fx.symbolic_trace(function), inputs)
     partitioned = partition(apply(captured.graph_module))
     assert not partitioned.fallbacks
-    return Program(partitioned, torch.device("cpu"), Options(num_threads=1), Dump(dump))
+    return Program.build(partitioned, torch.device("cpu"), Options(num_threads=1), Dump(dump))
 
 
 def step(x, weight, state):
@@ -66,7 +66,7 @@ def test_an_address_the_executable_refuses_makes_the_call_eager(inputs):
     (segment,) = program._segments.values()
 
     class Refusing:
-        def run(self, *args):
+        def call(self, *args):
             raise ValueError("input 0 of the megakernel: the address is not a multiple of 16")
 
     segment.executable = Refusing()

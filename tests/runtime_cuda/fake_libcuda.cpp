@@ -11,7 +11,8 @@ constexpr int kMaxBytes = 32768;
 struct Fake {
   // Set by the test.
   int version, arch, num_sms, smem_optin, occupancy, num_devices;
-  int fail_result;  // what the call named fail_call returns
+  int static_shared;  // bytes, the kernel's
+  int fail_result;    // what the call named fail_call returns
   char fail_call[64];
   uint64_t capturing_stream;  // 0: none
   uint64_t capture_id;
@@ -119,7 +120,7 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
   return 0;
 }
 int cuFuncGetAttribute(int* value, int attribute, void*) {
-  *value = attribute == 1 ? 16 : 168;
+  *value = attribute == 1 ? fake.static_shared : 168;
   return 0;
 }
 int cuFuncSetAttribute(void*, int attribute, int value) {

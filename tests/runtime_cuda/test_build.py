@@ -10,6 +10,7 @@ from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.runtime import cuda
+from torch_mpk.runtime.plan import Plan
 
 DEVICE = torch.device("cuda", 0)
 SOURCE = """
@@ -42,12 +43,14 @@ def test_target_refuses_what_the_device_cannot_run(fake, device_arch, option):
 def test_load_compiles_for_the_device(fake, make_program, monkeypatch, tmp_path, device_arch, arch, kind):
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
     program = make_program(source=SOURCE)
-    monkeypatch.setattr(_C, "generate_cuda", lambda schedule: program, raising=False)
+    monkeypatch.setattr(_C, "generate_cuda", lambda schedule, profiled: program, raising=False)
     schedule = _C.make_schedule(_C.TBGraph(), _C.Target("cuda", arch, 4, 200_000))
     fake.arch = device_arch
+    options = Options(arch=arch, watchdog_seconds=0.5)
     dump = tmp_path / "dump"
     dump.mkdir()
-    executable = cuda.load(schedule, DEVICE, Options(watchdog_seconds=0.5), Dump(dump))
+    plan = Plan(cuda.generate(schedule, options, Dump(dump)), (0, 1), (2,), (), (), (), ())
+    executable = cuda.load(plan, DEVICE, options, Dump(dump))
     executable.run([16, 32], [48], [0], 64)
     assert fake.num_launches == 1
     assert int.from_bytes(bytes(fake.params[32:40]), "little") == 500_000_000

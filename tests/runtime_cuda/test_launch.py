@@ -4,6 +4,7 @@ import ctypes
 import gc
 import struct
 import threading
+import weakref
 
 import pytest
 import torch
@@ -284,3 +285,59 @@ def test_a_launch_of_many_tensors(fake, make_executable):
 def test_more_tensors_than_a_launch_can_carry(make_executable):
     with pytest.raises(ValueError, match="at most 4073 tensors"):
         make_executable(num_inputs=5000, input_alignment=[16] * 5000)
+
+
+def test_a_call_takes_inputs_and_sizes_out_of_its_arguments(fake, make_executable):
+    x, y = torch.zeros(64), torch.nn.Parameter(torch.zeros(64))
+    out = torch.zeros(64)
+    arguments = _C.Arguments(inputs=[3, 0], sizes=[2, 1])  # the kernel reads one size
+    make_executable().call(arguments, (y, "unused", 7, x), [out], STREAM)
+    assert Launch(fake).pointers == (x.data_ptr(), y.data_ptr(), out.data_ptr())
+    assert Launch(fake).scalars[0] == 7
+
+
+def test_frozen_arguments_are_read_again_only_where_the_object_is_another(fake, make_executable):
+    class Moving:
+        address = 4096
+
+        def data_ptr(self):
+            self.address += 16
+            return self.address
+
+    executable, frozen, exact = make_executable(), _C.Arguments([0, 1], [2], True), _C.Arguments([0, 1], [2])
+    x, y = Moving(), Moving()
+
+    def pointers(arguments, *args):
+        executable.call(arguments, args, OUTPUTS, STREAM)
+        return Launch(fake).pointers[:2]
+
+    assert [pointers(exact, x, y, 0) for _ in range(2)] == [(4112, 4112), (4128, 4128)]
+    assert [pointers(frozen, x, y, 0) for _ in range(2)] == [(4144, 4144), (4144, 4144)]
+    assert pointers(frozen, x, Moving(), 0) == (4144, 4112)
+    assert pointers(frozen, x, y, 0) == (4144, 4160)
+    kept = weakref.ref(x)
+    del x
+    gc.collect()
+    assert kept() is not None  # else another object could get its place in memory, and be taken for it
+    pointers(frozen, y, y, 0)
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_failed_call_freezes_nothing(fake, make_executable):
+    executable, arguments = make_executable(), _C.Arguments([0, 1], [2], True)
+    x = torch.zeros(64)
+    for args, error in (((x, "x", 0), TypeError), ((x, x), ValueError), ((x, x, 1.5), TypeError)):
+        with pytest.raises(error):
+            executable.call(arguments, args, OUTPUTS, STREAM)
+    executable.call(arguments, (x, x, 0), OUTPUTS, STREAM)
+    assert Launch(fake).pointers[:2] == (x.data_ptr(), x.data_ptr())
+    assert fake.num_launches == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sizes", "message"), [([0], [1], "2 inputs, got 1"), ([0, 1], [], "1 sizes, got 0"), ([-1], [], "is -1")]
+)
+def test_arguments_of_another_executable_are_refused(fake, make_executable, inputs, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_executable().call(_C.Arguments(inputs, sizes), (4096, 4096), OUTPUTS, STREAM)

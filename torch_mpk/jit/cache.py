@@ -1,4 +1,4 @@
-"""A directory of compiled kernels, found by a key of everything that went into them.
+"""A directory of compiled kernels, and of builds that use them, found by a key of everything that went into them.
 
 An entry is a directory, moved into place in one step, so that a reader or another process sees all of it or nothing:
 no locks. ``report.json`` lists size and hash of the other files; an entry that does not match is built again.
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torch_mpk.errors import CacheError
 
@@ -33,16 +34,18 @@ class Entry:
 
 
 class Cache:
-    """``root`` holds ``kernels/<key>/``, ``failed/<key>/`` (sources that did not compile) and ``tmp/``."""
+    """``root`` holds ``<kind>/<key>/``, ``failed/<key>/`` (sources that did not compile) and ``tmp/``. One object looks
+    at one kind of entry; the limit is for all of them."""
 
-    def __init__(self, root: Path, limit_bytes: int) -> None:
+    def __init__(self, root: Path, limit_bytes: int, kind: Literal["kernels", "builds"] = "kernels") -> None:
         self.root = root
         self.limit_bytes = limit_bytes
-        self._kernels, self._failed, self._tmp = (root / name for name in ("kernels", "failed", "tmp"))
+        self._entries, self._failed, self._tmp = (root / name for name in (kind, "failed", "tmp"))
+        self._all = [root / name for name in ("kernels", "builds", "failed")]
 
     def get(self, key: str) -> Entry | None:
         """The entry, its files checked against their hashes; None when there is none or it is damaged."""
-        path = self._kernels / key
+        path = self._entries / key
         if not path.is_dir():
             return None
         self._check_permissions()
@@ -59,7 +62,7 @@ class Cache:
         Raises CacheError when it cannot be made.
         """
         try:
-            for path in (self.root, self._kernels, self._failed, self._tmp):
+            for path in (self.root, self._entries, self._failed, self._tmp):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_permissions()
             path = Path(tempfile.mkdtemp(dir=self._tmp))
@@ -78,7 +81,7 @@ class Cache:
         (workspace / _REPORT).write_text(json.dumps({"report": report, "files": index}, indent=2))
         for path in [*workspace.iterdir(), workspace]:
             _fsync(path)
-        target = self._kernels / key
+        target = self._entries / key
         while True:
             with contextlib.suppress(OSError):
                 workspace.rename(target)
@@ -87,7 +90,7 @@ class Cache:
             if entry is not None:
                 return entry
             self._remove(target)
-        _fsync(self._kernels)
+        _fsync(self._entries)
         self._evict(keep=target)
         return Entry(key, target, files, report)
 
@@ -102,19 +105,19 @@ class Cache:
 
     def entries(self) -> list[Entry]:
         """The intact entries, least recently used first."""
-        return [entry for path in _by_age(self._kernels) if (entry := _read(path)) is not None]
+        return [entry for path in _by_age(self._entries) if (entry := _read(path)) is not None]
 
     def clear(self) -> int:
-        """Delete everything, and return the number of kernels there were."""
-        num_kernels = len(_by_age(self._kernels))
-        for parent in (self._kernels, self._failed, self._tmp):
+        """Delete everything, and return the number of entries of this kind there were."""
+        num_entries = len(_by_age(self._entries))
+        for parent in (*self._all, self._tmp):
             for path in _by_age(parent):
                 self._remove(path)
-        return num_kernels
+        return num_entries
 
     def _check_permissions(self) -> None:
         # Who can write here can run code in our process.
-        for path in (self.root, self._kernels):
+        for path in (self.root, self._entries):
             if stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
                 raise CacheError(
                     f"{path} is writable for everyone: run chmod o-w {path}, or set TORCH_MPK_CACHE_DIR elsewhere"
@@ -133,7 +136,7 @@ class Cache:
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
-        paths = sorted([*_by_age(self._kernels), *_by_age(self._failed)], key=_age)
+        paths = sorted((path for parent in self._all for path in _by_age(parent)), key=_age)
         sizes = {path: _size(path) for path in paths}
         total = sum(sizes.values())
         for path in paths:

@@ -27,5 +27,10 @@ def pattern(*ops: Any) -> Callable[[Pattern], Pattern]:
     return declare
 
 
+def patterns() -> list[Pattern]:
+    """Every pattern there is."""
+    return [function for functions in _patterns.values() for function in functions]
+
+
 def patterns_of(node: fx.Node) -> Sequence[Pattern]:
     return _patterns.get(node.target, ()) if node.op == "call_function" else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,10 @@ from torch_mpk import _C
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.registry import Task, get
+from torch_mpk.timing import stage
+
+if TYPE_CHECKING:
+    from torch_mpk.runtime.plan import Plan
 
 
 def num_threads(options: Options) -> int:
@@ -23,10 +27,18 @@ def target(device: torch.device, options: Options) -> _C.Target:
     return _C.Target("cpu", num_workers=num_threads(options), fuse=False)
 
 
-def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Dump) -> _C.CpuExecutable:
-    executable = _C.CpuExecutable(schedule, num_threads(options), env.cpu_isa or "")
+def generate(schedule: _C.Schedule, options: Options, dump: Dump) -> _C.Schedule:
+    """The schedule is the program: threads walk through it."""
+    return schedule
+
+
+def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CpuExecutable:
+    with stage("load"):
+        executable = _C.CpuExecutable(plan.program, num_threads(options), env.cpu_isa or "")
     for name in executable.missing_references:
         executable.set_reference(name, functools.partial(_run_reference, get(name)))
+    for bound in plan.index_bounds:
+        executable.expect_index(*bound)
     return executable
 
 

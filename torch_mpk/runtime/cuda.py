@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +14,10 @@ from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
+from torch_mpk.timing import stage
+
+if TYPE_CHECKING:
+    from torch_mpk.runtime.plan import Plan
 
 DEFAULT_WATCHDOG_SECONDS = 10.0
 
@@ -32,23 +39,43 @@ def target(device: torch.device, options: Options) -> _C.Target:
     return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse)
 
 
-def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
-    """Generate, compile and load the kernel of a schedule; everything a launch needs is allocated.
+def generate(schedule: _C.Schedule, options: Options, dump: Dump) -> _C.CudaProgram:
+    """Raises RuntimeError naming the node that cannot be generated."""
+    program = _C.generate_cuda(schedule, options.profile)
+    dump.write("6.kernel.cu", program.source)
+    return program
+
+
+def pack(program: _C.CudaProgram) -> dict[str, bytes]:
+    """A program as files."""
+    names = [name for name in dir(_C.CudaProgram) if not name.startswith("_")]
+    fields = {name: getattr(program, name) for name in names}
+    source, table = fields.pop("source"), fields.pop("table")
+    return {"kernel.cu": source.encode(), "table.bin": table, "program.json": json.dumps(fields).encode()}
+
+
+def unpack(files: Mapping[str, bytes]) -> SimpleNamespace:
+    """What ``pack`` made into files. Raises KeyError or ValueError where they are not that."""
+    source, table = files["kernel.cu"].decode(), files["table.bin"]
+    return SimpleNamespace(source=source, table=table, **json.loads(files["program.json"]))
+
+
+def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
+    """Compile and load the kernel of a plan for this device; everything a launch needs is allocated.
 
     Raises:
         CompileError: see ``compile_cuda``.
         LaunchError: the driver cannot load the kernel.
-        RuntimeError: a node cannot be generated.
     """
-    program = _C.generate_cuda(schedule, options.profile)
-    dump.write("6.kernel.cu", program.source)
-    arch = schedule.target.arch
+    arch = target(device, options).arch
     # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
     is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
-    cubin = compile_cuda(program.source, arch, ptx=not is_same_generation)
+    with stage("compile"):
+        cubin = compile_cuda(plan.program.source, arch, ptx=not is_same_generation)
     dump.write(f"7.kernel.{cubin.kind}", cubin.image)
     dump.write("7.report.json", json.dumps(cubin.describe(), indent=2))
-    return _C.CudaExecutable(program, cubin.image, device.index, watchdog_ns(options))
+    with stage("load"):
+        return _C.CudaExecutable(plan.program, cubin.image, device.index, watchdog_ns(options))
 
 
 def watchdog_ns(options: Options) -> int:

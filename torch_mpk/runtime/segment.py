@@ -1,4 +1,4 @@
-"""One lowered segment with its executable, and the callable that launches it."""
+"""One segment with its executable, and the callable that launches it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,82 +14,46 @@ import torch
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.lowering import Output, lower
-from torch_mpk.runtime.bounds import index_bounds
+from torch_mpk.lowering import Output
+from torch_mpk.runtime.device import backend_of
+from torch_mpk.runtime.plan import Plan
 
 logger = logging.getLogger(__name__)
-
-
-def backend_of(device: torch.device) -> ModuleType:
-    """The module that builds and loads for a kind of device."""
-    if device.type == "cuda":
-        from torch_mpk.runtime import cuda  # needs the JIT
-
-        return cuda
-    from torch_mpk.runtime import cpu
-
-    return cpu
 
 
 class Segment:
     """A segment of a captured graph as an executable. It holds no tensor: several callables may share it."""
 
-    def __init__(self, gm: torch.fx.GraphModule, device: torch.device, options: Options, dump: Dump) -> None:
+    def __init__(self, plan: Plan, device: torch.device, options: Options, dump: Dump) -> None:
         backend = backend_of(device)
-        lowered = lower(gm)
-        dump.write("4.graph.json", lowered.graph.to_json())
-        schedule = _C.make_schedule(lowered.graph, backend.target(device, options))
-        dump.write("5.schedule.json", schedule.to_json())
-        _C.validate(schedule)
-        positions = {node: i for i, node in enumerate(node for node in gm.graph.nodes if node.op == "placeholder")}
-        self.inputs = [positions[node] for node in lowered.inputs]
-        self.scalars = [positions[node] for node in lowered.scalars]
-        self.written = [self.inputs[index] for index in _written_inputs(lowered.graph)]
-        self.fresh, self.outputs = lowered.fresh, lowered.outputs
-        self.device = device
-        self.executable = backend.load(schedule, device, options, dump)
-        if device.type == "cpu":  # a CUDA launch reads its indices on the device, where those outside are left out
-            for bound in index_bounds(gm, lowered):
-                self.executable.expect_index(*bound)
+        self.plan, self.device = plan, device
+        self.executable = backend.load(plan, device, options, dump)
         self._stream = functools.partial(backend.current_stream, device)
         self._synchronize = functools.partial(backend.synchronize, self.executable, device)
-        dump.write("8.launch.json", json.dumps(self.describe(), indent=2))
-
-    def describe(self) -> dict[str, Any]:
-        """What a launch passes, as positions among the segment's arguments, and what it returns."""
-        fresh = [[str(buffer.dtype), list(buffer.shape), list(buffer.stride)] for buffer in self.fresh]
-        outputs = [str(output) for output in self.outputs]
-        return {
-            "device": str(self.device),
-            "inputs": self.inputs,
-            "written": self.written,
-            "scalars": self.scalars,
-            "fresh": fresh,
-            "outputs": outputs,
-        }
-
-    def launch(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scalars: Sequence[int]) -> None:
-        self.executable.run(inputs, outputs, scalars, self._stream())
+        dump.write("8.launch.json", json.dumps({"device": str(device)} | plan.describe(), indent=2))
 
     def synchronize(self) -> None:
         self._synchronize()
 
-    def callable(self, eager: Callable[..., Any]) -> Callable[..., Any]:
+    def callable(self, eager: Callable[..., Any], freeze: bool = False) -> Callable[..., Any]:
         """What runs the segment on the arguments of its graph, or ``eager`` where the executable cannot take them.
+        ``freeze``: see ``Options``.
 
         Outputs are new tensors at every call. There is no Python work for each argument: the executable itself asks the
         tensors for their addresses.
         """
-        launch = self.launch
-        pick_inputs, pick_scalars, pick_written = map(_picker, (self.inputs, self.scalars, self.written))
+        launch, stream = self.executable.call, self._stream
+        plan = self.plan
+        arguments = _C.Arguments(plan.inputs, plan.scalars, freeze)
+        pick_written = _picker(plan.written)
         allocate = [
             functools.partial(torch.empty_strided, buffer.shape, buffer.stride, dtype=buffer.dtype, device=self.device)
-            for buffer in self.fresh
+            for buffer in plan.fresh
         ]
-        results = [self._result(output) for output in self.outputs]
-        fresh_only = [output.index for output in self.outputs] == list(range(len(self.fresh))) and all(
+        results = [self._result(output) for output in plan.outputs]
+        fresh_only = [output.index for output in plan.outputs] == list(range(len(plan.fresh))) and all(
             output.kind == "output" and (output.shape, output.stride, output.offset) == (buffer.shape, buffer.stride, 0)
-            for output, buffer in zip(self.outputs, self.fresh, strict=True)
+            for output, buffer in zip(plan.outputs, plan.fresh, strict=True)
         )
         increment_version, is_inference = torch.autograd.graph.increment_version, torch.Tensor.is_inference
         is_inference_mode = torch.is_inference_mode_enabled
@@ -101,7 +64,7 @@ class Segment:
                 return eager(*args)  # which raises: such tensors may change in inference mode only
             fresh = [make() for make in allocate]
             try:
-                launch(pick_inputs(args), fresh, pick_scalars(args))
+                launch(arguments, args, fresh, stream())
             except ValueError as error:  # nothing was launched: an address is null, or not aligned as the kernel needs
                 logger.debug("this call runs eagerly: %s", error)
                 return eager(*args)
@@ -115,22 +78,16 @@ class Segment:
         if output.kind == "value":
             return lambda args, fresh: output.value
         if output.kind == "scalar":
-            position = self.scalars[output.index]
+            position = self.plan.scalars[output.index]
             return lambda args, fresh: args[position]
         if output.kind == "output":
             return lambda args, fresh: fresh[output.index].as_strided(output.shape, output.stride, output.offset)
-        position = self.inputs[output.index]
+        position = self.plan.inputs[output.index]
         if output.whole:
             return lambda args, fresh: args[position]
         return lambda args, fresh: args[position].as_strided(
             output.shape, output.stride, args[position].storage_offset() + output.offset
         )
-
-
-def _written_inputs(graph: _C.TBGraph) -> list[int]:
-    operands = (operand for node in graph.nodes for operand in node.operands)
-    written = {operand.tensor.buffer for operand in operands if operand.is_write}
-    return [buffer.index for i, buffer in enumerate(graph.buffers) if i in written and buffer.kind == "input"]
 
 
 def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -1,0 +1,51 @@
+"""A CUDA driver without a device, compiled from fake_libcuda.cpp."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+
+class Fake(ctypes.Structure):
+    """``struct Fake`` of fake_libcuda.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("version", "arch", "num_sms", "smem_optin", "occupancy", "num_devices")),
+        ("static_shared", ctypes.c_int),
+        ("fail_result", ctypes.c_int),
+        ("fail_call", ctypes.c_char * 64),
+        ("capturing_stream", ctypes.c_uint64),
+        ("capture_id", ctypes.c_uint64),
+        ("param_bytes", ctypes.c_int),
+        *((f"num_{name}", ctypes.c_int) for name in ("launches", "allocations", "live", "context_pushes")),
+        ("context_depth", ctypes.c_int),
+        ("num_violations", ctypes.c_int),
+        *((name, ctypes.c_uint) for name in ("grid", "block", "shared_bytes")),
+        *((name, ctypes.c_int) for name in ("cooperative", "max_dynamic_shared")),
+        ("stream", ctypes.c_uint64),
+        ("kernel", ctypes.c_char * 64),
+        ("image", ctypes.c_char * 256),
+        ("params", ctypes.c_ubyte * 32768),
+    ]
+
+    def reset(self) -> None:
+        """An H200 without memory of what was done, and a kernel that takes 2 inputs and 1 output."""
+        ctypes.memset(ctypes.addressof(self), 0, ctypes.sizeof(self))
+        self.version, self.arch, self.num_sms, self.smem_optin = 13000, 90, 132, 232448
+        self.occupancy, self.num_devices, self.static_shared = 1, 1, 16
+        self.set_pointers(3)
+
+    def set_pointers(self, count: int) -> None:
+        """How many tensors the kernel takes."""
+        self.param_bytes = 176 + 8 * count
+
+
+def build(folder: Path) -> Path:
+    """Compiles the library, which TORCH_MPK_LIBCUDA may then name."""
+    library = folder / "libfakecuda.so"
+    source = Path(__file__).with_name("fake_libcuda.cpp")
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-O1", source, "-o", library], check=True)
+    return library
+
+
+def state_of(library: Path) -> Fake:
+    return Fake.in_dll(ctypes.CDLL(str(library)), "fake")

@@ -1,0 +1,142 @@
+"""A build that an earlier process has left: when it is used, and that it launches what that process launched."""
+
+import ast
+import ctypes
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+import simulated_gpu
+import torch
+
+from torch_mpk import backend, build_cache, registry, timing
+from torch_mpk.build_cache import build_key
+from torch_mpk.config import Options
+from torch_mpk.jit import Cache
+from torch_mpk.runtime import cuda
+from torch_mpk.runtime.device import BACKENDS
+from torch_mpk.testing.decode import prefill
+from torch_mpk.testing.tiny import random_ids, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def decode_step(driver) -> tuple[list[int], tuple, tuple[int, ...], list[str]]:
+    """Input positions by address, the launch's geometry, its table, and the stages that the build went through."""
+    torch.manual_seed(0)
+    model = tiny_model(num_layers=1)
+    cache, _ = prefill(model, random_ids(1, 3), 32)
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    token = random_ids(1, 1)
+    with torch.inference_mode():
+        logits = step(input_ids=token, past_key_values=cache).logits
+    assert logits.shape == (1, 1, 96)
+    assert logits.dtype == torch.bfloat16
+    layer = cache.layers[0]
+    tensors = [*model.parameters(), *model.buffers(), token, layer.keys, layer.values, layer.cumulative_length]
+    known = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
+    data = bytes(driver.params)[: driver.param_bytes]
+    table, *_ = struct.unpack_from("<Q", data)
+    pointers = struct.unpack_from(f"<{(len(data) - 176) // 8}Q", data, 176)
+    geometry = (driver.grid, driver.block, driver.shared_bytes, len(data))
+    stages = list(timing.recent[-1].stages)
+    return [known.get(p, -1) for p in pointers], geometry, tuple(ctypes.string_at(table, 256)), stages
+
+
+@pytest.fixture
+def simulated(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(BACKENDS, "cpu", "simulated_gpu")
+    monkeypatch.setattr(cuda, "compile_cuda", simulated_gpu.not_compiled)
+    monkeypatch.setattr(simulated_gpu, "driver", fake, raising=False)
+    return fake
+
+
+def test_another_process_goes_straight_to_the_same_launch(simulated, tmp_path):
+    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    other = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert other.returncode == 0, other.stderr
+    pointers, geometry, table, stages = decode_step(simulated)
+    assert stages == ["look-up", "compile", "load"]
+    assert pointers.count(-1) == 1  # the logits
+    expected = ast.literal_eval(other.stdout.splitlines()[-1])
+    assert {"capture", "patterns", "partition", "lowering", "codegen"} <= set(expected[3])
+    assert (pointers, geometry, table) == expected[:3]
+    (entry,) = Cache(tmp_path, 2**30, "builds").entries()
+    (entry.path / "table.bin").write_bytes(b"")
+    torch.compiler.reset()
+    backend._programs.clear()
+    again = decode_step(simulated)
+    assert "capture" in again[3]
+    assert again[:3] == (pointers, geometry, table)
+
+
+def test_a_build_that_cannot_be_read_is_made_again(simulated, tmp_path):
+    cache = Cache(tmp_path, 2**30, "builds")
+    for key, text in (("a", "not json"), ("b", "{}"), ("c", '{"graph": "", "mutated": [], "plan": {"inputs": 3}}')):
+        with cache.workspace() as folder:
+            (folder / "plan.json").write_text(text)
+            cache.put(key, folder, {})
+        assert build_cache.get(key, CPU) is None
+
+
+def traced(function, *inputs):
+    gm = torch.fx.symbolic_trace(function)
+    for node, value in zip(gm.graph.nodes, inputs, strict=False):
+        node.meta["example_value"] = value
+    return gm, inputs
+
+
+def linear(x, w):
+    return (torch.nn.functional.linear(x, w),)
+
+
+X, W = torch.ones(2, 8), torch.ones(4, 8)
+
+
+def test_the_key_changes_with_whatever_decides_the_build(simulated, monkeypatch):
+    def scaled(x, w):
+        return (torch.nn.functional.linear(x, w) * 0.5,)
+
+    keys = {
+        "itself": build_key(*traced(linear, X, W), CPU, Options()),
+        "code": build_key(*traced(scaled, X, W), CPU, Options()),
+        "shape": build_key(*traced(linear, torch.ones(1, 8), W), CPU, Options()),
+        "stride": build_key(*traced(linear, torch.ones(8, 2).t(), W), CPU, Options()),
+        "dtype": build_key(*traced(linear, X.half(), W.half()), CPU, Options()),
+        "parameter": build_key(*traced(linear, X, torch.nn.Parameter(W)), CPU, Options()),
+        "options": build_key(*traced(linear, X, W), CPU, Options(fuse=False)),
+    }
+    simulated.num_sms = 78
+    keys["device"] = build_key(*traced(linear, X, W), CPU, Options())
+    simulated.num_sms = 132
+    monkeypatch.setattr(build_cache, "_fingerprint", lambda: "another torch_mpk")
+    keys["version"] = build_key(*traced(linear, X, W), CPU, Options())
+    monkeypatch.undo()
+    assert None not in keys.values()
+    assert len(set(keys.values())) == len(keys)
+
+
+def test_what_the_key_would_not_cover_is_not_kept(simulated, monkeypatch, tmp_path):
+    assert build_key(*traced(linear, X, W), CPU, Options()) is not None
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(random_ids, (graph.placeholder("x"), 1)),))
+    assert build_key(torch.fx.GraphModule({}, graph), [X], CPU, Options()) is None
+    graph = torch.fx.Graph()
+    graph.output((graph.get_attr("constant"),))
+    assert build_key(torch.fx.GraphModule({"constant": X}, graph), [], CPU, Options()) is None
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    assert build_key(*traced(linear, X, W), CPU, Options()) is None
+    monkeypatch.delenv("TORCH_MPK_DUMP")
+    monkeypatch.setattr(registry.get("linear"), "__module__", "users_file")
+    assert build_key(*traced(linear, X, W), CPU, Options()) is None
+
+
+def test_the_cpu_keeps_nothing():
+    assert build_key(*traced(linear, X, W), CPU, Options()) is None
+
+
+if __name__ == "__main__":
+    print(decode_step(simulated_gpu.install()))

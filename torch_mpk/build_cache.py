@@ -1,0 +1,167 @@
+"""Builds of earlier processes: a graph that one of them has built goes from Dynamo straight to loading its kernel.
+
+A build is found by a hash of all that decides it: Dynamo's code and what it says of each input, options, the target,
+PyTorch's version and the content of torch_mpk itself. It is JSON, source and bytes beside the compiled kernels, checked
+like them by hash. What does not fit that form is not kept: graphs with sizes or several segments, the CPU's programs,
+and whatever user code had a part in.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx.node import _get_qualified_name
+
+from torch_mpk import _C
+from torch_mpk.capture import input_sources, number_positions
+from torch_mpk.config import Options, env
+from torch_mpk.errors import CacheError
+from torch_mpk.jit import Cache
+from torch_mpk.lowering import Fresh, Output
+from torch_mpk.lowering.table import RULES
+from torch_mpk.patterns.table import patterns
+from torch_mpk.registry import tasks
+from torch_mpk.runtime.bounds import IndexBound
+from torch_mpk.runtime.device import backend_of
+from torch_mpk.runtime.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+_PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    plan: Plan
+    graph: str  # Captured.key()
+    mutated: tuple[int, ...]  # positions of the inputs that the graph writes in place
+
+
+def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.device, options: Options) -> str | None:
+    """The key of a graph of Dynamo's, or None where its build is not kept."""
+    backend = backend_of(device)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    is_kept = (
+        hasattr(backend, "pack")
+        and env.dump is None  # a hit would leave no artefacts
+        and not number_positions(gm, inputs)
+        and not any(_is_symbolic(node.meta.get("example_value")) for node in placeholders)
+        and all(map(_is_known, gm.graph.nodes))
+        and not _has_extensions()
+    )
+    if not is_kept:
+        return None
+    digest = hashlib.sha256()
+
+    def add(*parts: Any) -> None:
+        digest.update(repr(parts).encode())
+
+    target = backend.target(device, options)
+    add(_fingerprint(), torch.__version__, torch.get_default_dtype(), torch.get_default_device(), options, device)
+    add({name: getattr(target, name) for name in dir(_C.Target) if not name.startswith("_")})
+    add(gm.code)
+    for source, value in zip(input_sources(gm), inputs, strict=True):
+        add(source, type(value), value.dtype, value.size(), value.stride(), value.device)
+    return digest.hexdigest()
+
+
+def get(key: str, device: torch.device) -> Stored | None:
+    entry = _cache().get(key)
+    if entry is None:
+        return None
+    try:
+        return _unpack(entry.files, backend_of(device))
+    except (KeyError, TypeError, ValueError) as error:
+        logger.warning("build %s is of no use, and made again: %s", entry.path, error)
+        return None
+
+
+def put(key: str, stored: Stored, device: torch.device) -> None:
+    files = _pack(stored, backend_of(device))
+    if files is None:
+        return
+    try:
+        with _cache().workspace() as folder:
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            _cache().put(key, folder, {})
+    except CacheError as error:
+        logger.info("the build is not kept: %s", error)
+
+
+def _cache() -> Cache:
+    return Cache(env.cache_dir, env.cache_bytes, "builds")
+
+
+def _is_symbolic(example: Any) -> bool:
+    return isinstance(example, torch.Tensor) and not all(
+        isinstance(n, int) for n in (*example.size(), *example.stride())
+    )
+
+
+def _is_known(node: torch.fx.Node) -> bool:
+    """Whether the graph's code says all about a node: it calls nothing but PyTorch and Python's operators."""
+    if node.op == "call_function":
+        try:
+            name = _get_qualified_name(node.target)
+        except (AttributeError, RuntimeError):  # it has none
+            return False
+        return name.split(".")[0] in ("torch", "_operator", "math")
+    return node.op in ("placeholder", "output", "call_method")
+
+
+def _has_extensions() -> bool:
+    """Whether a task, pattern or rule comes from elsewhere: the fingerprint does not cover it."""
+    return any(
+        not declared.__module__.startswith("torch_mpk.") for declared in (*tasks(), *patterns(), *RULES.values())
+    )
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Hash of torch_mpk: its Python files and its C++ core."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in (*sorted(package.rglob("*.py")), Path(_C.__file__)):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _pack(stored: Stored, backend: Any) -> dict[str, bytes] | None:
+    plan = stored.plan
+    if any(type(output.value) not in (type(None), bool, int, float, str) for output in plan.outputs):
+        return None
+    fields = {name: value for name, value in vars(plan).items() if name not in ("program", "fresh", "outputs")}
+    fields["fresh"] = [asdict(buffer) for buffer in plan.fresh]
+    fields["outputs"] = [asdict(output) for output in plan.outputs]
+    text = json.dumps({"graph": stored.graph, "mutated": stored.mutated, "plan": fields}, default=_dtype_name)
+    return {_PLAN: text.encode(), **backend.pack(plan.program)}
+
+
+def _unpack(files: dict[str, bytes], backend: Any) -> Stored:
+    stored = json.loads(files[_PLAN])
+    fields = {name: tuple(value) for name, value in stored["plan"].items()}
+    fields["fresh"] = tuple(Fresh(**_typed(buffer)) for buffer in fields["fresh"])
+    fields["outputs"] = tuple(Output(**_typed(output)) for output in fields["outputs"])
+    fields["index_bounds"] = tuple(IndexBound(*bound) for bound in fields["index_bounds"])
+    return Stored(Plan(program=backend.unpack(files), **fields), stored["graph"], tuple(stored["mutated"]))
+
+
+def _dtype_name(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise TypeError(f"{value!r} has no form in JSON")
+
+
+def _typed(fields: dict[str, Any]) -> dict[str, Any]:
+    dtype = fields["dtype"] and getattr(torch, fields["dtype"])
+    return fields | {"dtype": dtype, "shape": tuple(fields["shape"]), "stride": tuple(fields["stride"])}
