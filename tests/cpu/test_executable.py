@@ -90,6 +90,25 @@ def test_nothing_of_an_earlier_run_is_left() -> None:
     assert torch.equal(mlp.net.outputs[0], expected)
 
 
+def test_more_threads_than_cores_take_each_others_work_once() -> None:
+    net, x = Net(), torch.randn(2, 512).bfloat16()
+    weight, arrivals = torch.randn(20000, 512).bfloat16(), torch.zeros(1 << 17, dtype=torch.int64)
+    net.node("linear", x=net.input(x), weight=net.input(weight), y=net.output(torch.empty(2, 20000).bfloat16()))
+    counted = net.input(arrivals)
+    program = _C.Program(counted.shape)
+    value = program.emit("load", counted.dtype, operand=0, strides=[1])
+    one = program.emit("const", counted.dtype, imm=1)
+    program.emit("store", counted.dtype, [program.emit("add", counted.dtype, [value, one])], operand=1, strides=[1])
+    net.program("pointwise", program, [counted], [counted])
+    [expected] = net.run(1)
+    executable = net.compile(12)
+    for _ in range(20):
+        net.outputs[0].fill_(torch.nan)
+        executable.run(net.inputs, net.outputs)
+        assert torch.equal(net.outputs[0], expected)
+    assert (arrivals == 21).all()  # a block done twice would have counted twice
+
+
 def in_threads(*functions: Callable[[], None]) -> None:
     errors: list[BaseException] = []
 
