@@ -7,14 +7,15 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
+#include "torch_mpk/cpu/huge_pages.h"
 #include "torch_mpk/cpu/thread_pool.h"
 
 namespace mpk::cpu {
 namespace {
 
 constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster on one thread than behind a barrier
-constexpr int64_t kHugePage = 2 << 20;
 constexpr double kChunkNs = 16000;       // long beside claiming it, short beside a phase
 
 void check_indices(const IndexBound& expected, const uint8_t* elements) {
@@ -76,11 +77,11 @@ CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::stri
 }
 
 std::unique_ptr<uint8_t, CpuExecutable::FreeAligned> CpuExecutable::allocate(int64_t bytes) {
-  const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
+  const int64_t alignment = bytes >= kHugePageBytes ? kHugePageBytes : 64;
   const int64_t size = round_up(std::max<int64_t>(bytes, 64), alignment);
   std::unique_ptr<uint8_t, FreeAligned> memory(static_cast<uint8_t*>(std::aligned_alloc(alignment, size)));
   if (memory == nullptr) throw std::bad_alloc();
-  if (alignment == kHugePage) madvise(memory.get(), size, MADV_HUGEPAGE);  // a hint: failure changes nothing
+  if (alignment == kHugePageBytes) madvise(memory.get(), size, MADV_HUGEPAGE);  // a hint: failure changes nothing
   return memory;
 }
 
@@ -186,6 +187,20 @@ void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* co
   scalars_.assign(scalars.begin(), scalars.end());
 }
 
+// Once, for the tensors of the first run: weights rarely change places, and moving takes longer than many steps.
+void CpuExecutable::move_weights() {
+  const std::vector<Buffer>& list = schedule_.graph.buffers();
+  std::vector<bool> is_written(list.size());
+  for (const Node& node : schedule_.graph.nodes())
+    for (const Operand& operand : node.operands)
+      if (operand.is_write) is_written[operand.tensor.buffer] = true;
+  std::vector<std::span<const uint8_t>> weights;
+  for (size_t b = 0; b < list.size(); b++)
+    if (list[b].kind == BufferKind::kInput && !is_written[b] && used_[b])
+      weights.emplace_back(buffers_[b], static_cast<size_t>(list[b].bytes));
+  move_to_huge_pages(std::move(weights));
+}
+
 void CpuExecutable::forget_lock_of_another_process() {
   if (generation_ == fork_generation()) return;
   generation_ = fork_generation();
@@ -205,6 +220,7 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
     throw std::invalid_argument("task '" + missing.front() + "' has no CPU body: call set_reference('" +
                                 missing.front() + "', fn) first");
   fill_frame(inputs, outputs, scalars);
+  if (!std::exchange(weights_moved_, true)) move_weights();
   const Frame frame{buffers_.data(), scalars_.data()};
   const int num_workers = inside_parallel_run() ? 1 : num_threads_;
   if (!phases_.empty()) phases_.front().offer_shares(0, 1);

@@ -85,6 +85,7 @@ class CpuExecutable {
   void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier);
   void call_reference(const Frame& frame, const Node& node);
   void fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
+  void move_weights();
   static std::unique_ptr<uint8_t, FreeAligned> allocate(int64_t bytes);
 
   Schedule schedule_;
@@ -101,6 +102,7 @@ class CpuExecutable {
   int64_t scratch_bytes_ = 0;
   std::vector<uint8_t*> buffers_;
   std::vector<int64_t> scalars_;
+  bool weights_moved_ = false;
   std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();
   std::atomic<std::thread::id> running_on_;  // the thread inside `run`
   int generation_;
