@@ -32,8 +32,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         bars = axes[0].bar(places, medians, width, yerr=(below, above), label=variant, color=color)
         axes[0].bar_label(bars, fmt="%.3g", fontsize=7)
         with_ceiling = [(x, 100 * r["of_ceiling"]) for x, r in zip(places, mine, strict=True) if r.get("of_ceiling")]
-        bars = axes[1].bar(*zip(*with_ceiling, strict=True), width, color=color) if with_ceiling else []
         if with_ceiling:
+            bars = axes[1].bar(*zip(*with_ceiling, strict=True), width, color=color)
             axes[1].bar_label(bars, fmt="%.0f", fontsize=7)
     for axis, label in zip(axes, ("ms per step (logarithmic)", "% of the ceiling"), strict=True):
         axis.set_xticks(range(len(cases)), cases)
