@@ -15,10 +15,10 @@ import statistics
 import numpy as np
 import torch
 from ceiling import measure_ceiling
-from decode import Clock, bytes_read
+from decode import Clock
 
 from torch_mpk.runtime.program import live_segments
-from torch_mpk.testing.decode import prefill
+from torch_mpk.testing.decode import bytes_read, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 
 PARTS = ("wait", "stage", "compute", "tail", "signal")

@@ -1,130 +1,254 @@
-"""How close the CPU runtime's linears come to the memory bandwidth, alone and as the linears of one decode step.
+"""Times one batch-1 decode step on the CPU: eager, Inductor, mpk, and a plain read of the same bytes.
 
-    python benchmarks/cpu_decode.py --threads 1 2 --rows 1 8
+    python benchmarks/cpu_decode.py --models qwen3-0.6b llama-1b --dtypes bfloat16 float32 --threads 2
+    python benchmarks/cpu_decode.py --linear --threads 1 2 4 8 16
 
-Prints GB/s of weights for a plain read by the same threads, for PyTorch and for every instruction-set tier, then the
-time of all linears of a Qwen3-0.6B decode step. Times are the best of several: others may use the machine too.
+All variants of a case run in one process, in rounds of changing order, so that whatever else the machine does meets
+each of them alike. mpk has a copy of the model to itself, because it moves its weights to huge pages. With --linear the
+times are those of one large matrix times one row, per instruction-set tier. Writes cpu_decode_<cpu>_<date>.json and .md
+(or cpu_linear_…), which benchmarks/chart.py draws; benchmarks/results/README.md explains the columns.
 """
 
 import argparse
+import copy
+import itertools
+import json
+import random
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import RESULTS, Report, Result, environment, processor, run_child, spread, summary, table, write
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import torch_mpk.tasks  # noqa: F401 - registers the tasks
 from torch_mpk import _C
+from torch_mpk.testing.decode import Step, bytes_read, decode_logits, prefill, rewind
+from torch_mpk.testing.models import CONFIGS, random_model
 
-WEIGHT_BYTES = 256 << 20  # far beyond the caches
-HIDDEN, FFN, LAYERS, VOCAB = 1024, 3072, 28, 151936  # Qwen3-0.6B
-Q_SIZE, KV_SIZE = 16 * 128, 8 * 128
-
-
-def best_seconds(fn: Callable[[], object], repeats: int) -> float:
-    fn()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        fn()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {
+    "eager": lambda model: model,
+    "inductor": lambda model: torch.compile(model),
+    "inductor-freezing": lambda model: torch.compile(model, options={"freezing": True}),
+}
+LINEAR_BYTES = 256 << 20  # far beyond the caches
+LINEAR_SIZES = (1024, 4096)
 
 
-class Linears:
-    """A graph of linears on given tensors."""
-
-    def __init__(self) -> None:
-        self.graph, self.inputs, self.outputs = _C.TBGraph(), [], []
-
-    def tensor(self, kind: str, t: torch.Tensor) -> _C.Tensor:
-        tensors = {"input": self.inputs, "output": self.outputs}.get(kind, [])
-        buffer = self.graph.add_buffer(kind, kind, -1 if kind == "workspace" else len(tensors), t.nbytes)
-        tensors.append(t)
-        return _C.Tensor(buffer, str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride()))
-
-    def add(self, x: _C.Tensor, weight: torch.Tensor, kind: str = "workspace") -> _C.Tensor:
-        y = self.tensor(kind, torch.empty(x.shape[0], len(weight), dtype=weight.dtype))
-        operands = [("x", x, True, False), ("weight", self.tensor("input", weight), True, False), ("y", y, False, True)]
-        self.graph.add_node("linear", operands)
-        return y
-
-    def compile(self, num_threads: int, isa: str = "") -> Callable[[], None]:
-        schedule = _C.make_schedule(self.graph, _C.Target("cpu", num_workers=num_threads, fuse=False))
-        executable = _C.CpuExecutable(schedule, num_threads, isa)
-        return lambda: executable.run(self.inputs, self.outputs)
+def interleave(variants: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, dict[str, float]]:
+    """Milliseconds per call: each round runs every variant once to wake its threads, then ``calls`` times."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, call in random.sample(list(variants.items()), len(variants)):
+            call()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times[name].append(1e3 * (time.perf_counter() - begin) / calls)
+    return {name: summary(ms) for name, ms in times.items()}
 
 
-def linear_bandwidth(dtype: torch.dtype, rows: int, k: int, num_threads: int, repeats: int) -> dict[str, float]:
-    """GB/s of weights by what reads them."""
-    weight = torch.randn(WEIGHT_BYTES // (k * dtype.itemsize), k).to(dtype)
-    x = torch.randn(rows, k).to(dtype)
-    linears = Linears()
-    linears.add(linears.tensor("input", x), weight, "output")
-    torch.set_num_threads(num_threads)
-    variants: dict[str, Callable[[], object]] = {
-        "read": lambda: _C.cpu_read_words(weight.data_ptr(), weight.nbytes // 8, num_threads),
-        "torch": lambda: F.linear(x, weight),
+def readers(tensors: list[Tensor], num_threads: int) -> dict[str, Callable[[], object]]:
+    """Two ways to read all of the tensors with all threads; the faster one is the ceiling."""
+    words = [t.detach().flatten().view(torch.float32) for t in tensors]
+    return {
+        "read by mpk's threads": lambda: [_C.cpu_read_words(t.data_ptr(), t.nbytes // 8, num_threads) for t in tensors],
+        "read by torch.sum": lambda: [t.sum() for t in words],
     }
-    variants |= {isa: linears.compile(num_threads, isa) for isa in _C.cpu_isas()}
-    return {name: weight.nbytes / best_seconds(fn, repeats) / 1e9 for name, fn in variants.items()}
 
 
-def decode_step(rows: int, num_threads: int, repeats: int) -> dict[str, float]:
-    """Milliseconds for the linears of one step, each on the results of the one before, as a step must run them."""
+def wait_for_huge_pages(limit_s: float = 120) -> float:
+    """Waits until no more memory moves to huge pages. Returns how many bytes of the process lie in them."""
 
-    def matrix(n: int, k: int) -> torch.Tensor:
-        return torch.randn(n, k, dtype=torch.bfloat16).mul_(k**-0.5)
+    def huge_bytes() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
 
-    shapes = ((Q_SIZE, HIDDEN), (KV_SIZE, HIDDEN), (KV_SIZE, HIDDEN), (HIDDEN, Q_SIZE), (FFN, HIDDEN), (FFN, HIDDEN))
-    layers = [[matrix(*shape) for shape in (*shapes, (HIDDEN, FFN))] for _ in range(LAYERS)]
-    head, token = matrix(VOCAB, HIDDEN), torch.randn(rows, HIDDEN).bfloat16()
+    deadline, before, now = time.monotonic() + limit_s, -1, huge_bytes()
+    while now != before and time.monotonic() < deadline:
+        time.sleep(2)
+        before, now = now, huge_bytes()
+    return now
 
-    def eager() -> torch.Tensor:
-        x = token
-        for q, k, v, o, gate, up, down in layers:
-            heads = F.linear(x, q)
-            F.linear(x, k), F.linear(x, v)
-            x = F.linear(heads, o)
-            hidden = F.linear(x, gate)
-            F.linear(x, up)
-            x = F.linear(hidden, down)
-        return F.linear(x, head)
 
-    linears = Linears()
-    x = linears.tensor("input", token)
-    for q, k, v, o, gate, up, down in layers:
-        heads, _, _ = (linears.add(x, w) for w in (q, k, v))
-        x = linears.add(heads, o)
-        hidden, _ = (linears.add(x, w) for w in (gate, up))
-        x = linears.add(hidden, down)
-    linears.add(x, head, "output")
-    step = linears.compile(num_threads)
+# A decode step, in the child process.
+
+
+@torch.inference_mode()
+def measure_step(case: dict[str, Any]) -> list[Result]:
+    position, num_threads = case["position"], case["threads"]
     torch.set_num_threads(num_threads)
-    num_bytes = sum(w.nbytes for layer in layers for w in layer) + head.nbytes
-    times = {"torch": 1e3 * best_seconds(eager, repeats), "mpk": 1e3 * best_seconds(step, repeats)}
-    error = (linears.outputs[0].float() - eager().float()).norm() / eager().float().norm()
-    assert error < 0.05, f"the results differ by {error:.1%}"
-    return times | {"mpk GB/s": num_bytes / times["mpk"] / 1e6}
+    config = CONFIGS[case["model"]]()
+    if case["layers"]:
+        config.num_hidden_layers = case["layers"]
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: case["layers"]]
+    model = random_model(config, "cpu", getattr(torch, case["dtype"]))
+    token = torch.randint(config.vocab_size, (1, 1), generator=torch.Generator().manual_seed(1))
+    max_cache_len = -(-(position + 1 + case["calls"]) // 1024) * 1024
+    cache, _ = prefill(model, token, max_cache_len)
+    for layer in cache.layers:  # a step costs the same whatever the keys are
+        layer.keys.normal_()
+        layer.values.normal_()
+    rewind(cache, position)
+
+    ours = copy.deepcopy(model)
+    steps = {name: BASELINES[name](model) for name in case["baselines"]}
+    steps["mpk"] = torch.compile(ours, backend="mpk")
+    expected = decode_logits(model, cache, token)
+    build_s, difference = {}, {}
+    for name, step in steps.items():
+        rewind(cache, position)
+        begin = time.perf_counter()
+        logits = decode_logits(step, cache, token)
+        build_s[name] = time.perf_counter() - begin
+        difference[name] = ((logits - expected).norm() / expected.norm()).item()
+    huge_bytes = wait_for_huge_pages()
+
+    def decode(step: Step) -> None:
+        if int(cache.layers[0].cumulative_length) > position + case["calls"]:
+            rewind(cache, position)
+        step(input_ids=token, past_key_values=cache)
+
+    large = [p for p in ours.parameters() if p.nbytes >= 1 << 16]
+    calls: dict[str, Callable[[], object]] = {name: lambda step=step: decode(step) for name, step in steps.items()}
+    times = interleave(calls | readers(large, num_threads), case["rounds"], case["calls"])
+
+    rates = {name: sum(p.nbytes for p in large) / ms["median"] / 1e6 for name, ms in times.items() if "read" in name}
+    ceiling, num_bytes = max(rates.values()), bytes_read(model, cache, position)
+    results: list[Result] = []
+    for name in steps:
+        rate = num_bytes / times[name]["median"] / 1e6
+        results.append(
+            {
+                "variant": name,
+                "step_ms": times[name],
+                "gb_per_s": rate,
+                "of_ceiling": rate / ceiling,
+                "mpk_is_faster_by": times[name]["median"] / times["mpk"]["median"],
+                "differs_from_eager": difference[name],
+                "build_s": build_s[name],
+            }
+        )
+    fastest = times[max(rates, key=rates.__getitem__)]
+    scale = num_bytes / ceiling / 1e6 / fastest["median"]  # the readers leave out small tensors and the cache
+    read_ms = {edge: scale * ms for edge, ms in fastest.items()}
+    results.append({"variant": "read", "step_ms": read_ms, "gb_per_s": ceiling, "of_ceiling": 1.0, "rates": rates})
+    return [result | {"bytes_read": num_bytes, "huge_page_bytes": huge_bytes} for result in results]
+
+
+# One linear, in the child process.
+
+
+def linear(x: Tensor, weight: Tensor, num_threads: int, isa: str) -> Callable[[], None]:
+    graph = _C.TBGraph()
+    y = torch.empty(len(x), len(weight), dtype=x.dtype)
+    operands = []
+    for name, t, kind, index in (("x", x, "input", 0), ("weight", weight, "input", 1), ("y", y, "output", 0)):
+        buffer = graph.add_buffer(name, kind, index, t.nbytes)
+        tensor = _C.Tensor(buffer, str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride()))
+        operands.append((name, tensor, kind == "input", kind == "output"))
+    graph.add_node("linear", operands)
+    schedule = _C.make_schedule(graph, _C.Target("cpu", num_workers=num_threads, fuse=False))
+    executable = _C.CpuExecutable(schedule, num_threads, isa)
+    return lambda: executable.run([x, weight], [y])
+
+
+@torch.inference_mode()
+def measure_linear(case: dict[str, Any]) -> list[Result]:
+    k, num_threads = case["k"], case["threads"]
+    dtype = getattr(torch, case["dtype"])
+    torch.set_num_threads(num_threads)
+    weight = torch.randn(LINEAR_BYTES // (k * dtype.itemsize), k).to(dtype)
+    x = torch.randn(1, k).to(dtype)
+    variants = {"F.linear": lambda: F.linear(x, weight)}
+    variants |= {isa: linear(x, weight, num_threads, isa) for isa in _C.cpu_isas()}
+    for call in variants.values():
+        call()
+    wait_for_huge_pages()  # under all of them: this compares kernels
+    variants |= readers([weight], num_threads)
+    times = interleave(variants, case["rounds"], case["calls"])
+    ceiling = min(ms["median"] for name, ms in times.items() if name.startswith("read"))
+    return [
+        {
+            "variant": name,
+            "step_ms": ms,
+            "gb_per_s": weight.nbytes / ms["median"] / 1e6,
+            "of_ceiling": ceiling / ms["median"],
+        }
+        for name, ms in times.items()
+    ]
+
+
+# All of them, in the parent.
+
+
+def row(result: Result) -> list[str]:
+    case = [result["case"].replace("\n", ", "), result.get("variant", "–")]
+    if "error" in result:
+        return [*case, result["error"]]
+    cells = [*case, spread(result["step_ms"]), f"{result['gb_per_s']:.1f}", f"{100 * result['of_ceiling']:.0f} %"]
+    if "build_s" in result:
+        cells += [
+            f"{result['mpk_is_faster_by']:.2f}",
+            f"{result['differs_from_eager']:.1e}",
+            f"{result['build_s']:.1f}",
+        ]
+    return cells
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1])
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-1b"])
+    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, nargs="+", help="default: 2, or with --linear 1, 2, 4, 8, 16")
+    parser.add_argument("--baselines", nargs="*", choices=list(BASELINES), default=list(BASELINES))
+    parser.add_argument("--position", type=int, default=512, help="tokens in the cache when the step begins")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
+    parser.add_argument("--linear", action="store_true", help="one large linear instead of a model")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=3, help="timed calls of each variant per round")
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for one case")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    with torch.inference_mode():
-        for num_threads in args.threads:
-            for rows in args.rows:
-                for dtype in (torch.bfloat16, torch.float32):
-                    for k in (1024, 4096):
-                        row = linear_bandwidth(dtype, rows, k, num_threads, args.repeats)
-                        text = "  ".join(f"{name} {value:.1f}" for name, value in row.items())
-                        print(f"{dtype} K={k} R={rows} threads={num_threads} GB/s: {text}", flush=True)
-                step = decode_step(rows, num_threads, args.repeats)
-                text = "  ".join(f"{name} {value:.1f}" for name, value in step.items())
-                print(f"Qwen3-0.6B linears bfloat16 R={rows} threads={num_threads} ms: {text}", flush=True)
+    if args.child:
+        case, result_file = json.loads(args.child[0]), Path(args.child[1])
+        result_file.write_text(json.dumps(measure_linear(case) if "k" in case else measure_step(case)))
+        return
+
+    columns = ["case", "variant", "ms", "GB/s", "of the read"]
+    if args.linear:
+        threads = args.threads or [1, 2, 4, 8, 16]
+        dimensions = {"threads": threads, "dtype": args.dtypes, "k": LINEAR_SIZES}
+        title = f"A linear of {LINEAR_BYTES >> 20} MiB times one row, on the CPU"
+    else:
+        dimensions = {"model": args.models, "dtype": args.dtypes, "threads": args.threads or [2]}
+        columns += ["× mpk's time", "differs from eager", "build s"]
+        title = f"One decode step on the CPU, batch 1, position {args.position}, random weights"
+    shared = {name: getattr(args, name) for name in ("position", "layers", "rounds", "calls", "baselines")}
+    report: Report = {
+        "title": title,
+        "environment": environment() | {"device": processor()},
+        "setting": shared,
+        "ceiling": {},
+        "results": [],
+    }
+    for values in itertools.product(*dimensions.values()):
+        case = dict(zip(dimensions, values, strict=True))
+        print(case, file=sys.stderr, flush=True)
+        results = run_child(case | shared, args.limit)
+        name = ", ".join(f"{key} {value}" if isinstance(value, int) else str(value) for key, value in case.items())
+        for result in results if isinstance(results, list) else [results]:
+            report["results"].append({"case": name} | case | result)
+        text = table(columns, [row(result) for result in report["results"]])
+        write(report, text, args.out, "cpu_linear" if args.linear else "cpu_decode")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,78 @@
-"""Times one decode step of full-size models with random weights: eager, torch.compile with CUDA graphs, and mpk.
+"""Times one decode step of full-size models with random weights: eager, torch.compile in several modes, and mpk.
 
-    python benchmarks/decode.py --models qwen3-0.6b llama-1b qwen3-8b --batch 1 --position 512
+    python benchmarks/decode.py --models qwen3-0.6b llama-1b qwen3-8b --batch 1 8 --position 512 4096
+    python benchmarks/decode.py --baselines eager default reduce-overhead max-autotune
 
-Each variant of each model runs in a process of its own, under a time limit: what one breaks, leaks or leaves compiled
-touches no other. Writes decode_<device>_<date>.json and .md, and prints the table last. What the columns mean is in
-benchmarks/results/README.md. Without a GPU the times are the host's.
+Each variant of each case runs in a process of its own, under a time limit: what one breaks, leaks or leaves compiled
+touches no other. Writes decode_<device>_<date>.json and .md, and prints the table last; benchmarks/chart.py draws the
+JSON. What the columns mean is in benchmarks/results/README.md. Without a GPU the times are the host's; the benchmark
+made for the CPU is benchmarks/cpu_decode.py.
 """
 
 import argparse
 import copy
-import datetime
 import gc
+import itertools
 import json
-import platform
 import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from ceiling import measure_ceiling
+from harness import RESULTS, Report, Result, environment, run_child, spread, summary, table, write
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from torch_mpk.testing.decode import Step, copy_cache, count_launches, decode_logits, prefill, rewind
+from torch_mpk.testing.decode import Step, bytes_read, copy_cache, count_launches, decode_logits, prefill, rewind
 from torch_mpk.testing.models import CONFIGS, random_model
 
-VARIANTS: dict[str, Callable[[PreTrainedModel], Step]] = {
-    "eager": lambda model: model,
-    "reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
-    "mpk": lambda model: torch.compile(model, backend="mpk"),
-}
 NUM_WARMUP_STEPS = 5
 NUM_ACCURACY_STEPS = 8
 GPU_CYCLES_PER_MS = 2_000_000  # at most: only sets how long the GPU sleeps while the host enqueues a step
 
 
-# One variant of one model, in the child process.
+class OuterGraph:
+    """A step in a CUDA graph of its own, captured at the first call and replayed on that call's cache."""
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, input_ids: Tensor, past_key_values: StaticCache) -> Any:
+        if self.graph is None:
+            position = int(past_key_values.layers[0].cumulative_length)
+            self.input_ids = input_ids.clone()
+            for _ in range(3):  # compiles, and lets kernels be tuned
+                self.step(input_ids=self.input_ids, past_key_values=past_key_values)
+            rewind(past_key_values, position)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.output = self.step(input_ids=self.input_ids, past_key_values=past_key_values)
+        self.input_ids.copy_(input_ids)
+        self.graph.replay()
+        return self.output
+
+
+def max_autotune(model: PreTrainedModel) -> Step:
+    step = torch.compile(model, mode="max-autotune-no-cudagraphs")
+    return OuterGraph(step) if torch.cuda.is_available() else step
+
+
+BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {
+    "eager": lambda model: model,
+    "default": lambda model: torch.compile(model),
+    "reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
+    "max-autotune": max_autotune,
+}
+VARIANTS = BASELINES | {"mpk": lambda model: torch.compile(model, backend="mpk")}
+
+
+# One variant of one case, in the child process.
 
 
 class Clock:
@@ -79,15 +109,6 @@ class Clock:
         return begin.elapsed_time(end)
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    ordered = sorted(times)
-    return {
-        "median": statistics.median(ordered),
-        "p10": ordered[len(ordered) // 10],
-        "p90": ordered[-1 - len(ordered) // 10],
-    }
-
-
 def used_bytes() -> int:
     """Memory in use: as the driver counts it on a GPU, else the process's peak."""
     if not torch.cuda.is_available():
@@ -96,32 +117,23 @@ def used_bytes() -> int:
     return total - free
 
 
-def bytes_read(model: PreTrainedModel, batch: int, position: int) -> int:
-    """What a step cannot avoid reading: every weight but an untied embedding, and the keys and values so far."""
-    config = model.config
-    weights = sum(p.nbytes for p in model.parameters())
-    if not config.tie_word_embeddings:
-        weights -= model.get_input_embeddings().weight.nbytes
-    kv_row = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    return weights + batch * position * kv_row
-
-
 def relative_l2(logits: Tensor, exact: Tensor) -> float:
     return ((logits - exact).norm() / exact.norm()).item()
 
 
 @torch.inference_mode()
-def measure(args: argparse.Namespace, model_name: str, variant: str, exact_file: Path) -> dict[str, Any]:
+def measure(case: dict[str, Any]) -> Result:
+    batch, position, exact_file = case["batch"], case["position"], Path(case["exact_file"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.zeros(1, device=device)
     used_before = used_bytes()
-    model = random_model(CONFIGS[model_name](), device)
+    model = random_model(CONFIGS[case["model"]](), device)
     generator = torch.Generator().manual_seed(1)
-    shape = (args.batch, args.position + NUM_ACCURACY_STEPS)
-    tokens = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
-    cache, _ = prefill(model, tokens[:, : args.position], args.cache)
-    decoded = tokens[:, args.position :]
-    if variant == "eager":  # others compare with the same exact run
+    tokens = torch.randint(model.config.vocab_size, (batch, position + NUM_ACCURACY_STEPS), generator=generator)
+    tokens = tokens.to(device)
+    cache, _ = prefill(model, tokens[:, :position], case["cache"])
+    decoded = tokens[:, position:]
+    if not exact_file.is_file():  # the other variants compare with the same exact run
         exact_model = copy.deepcopy(model).float()
         exact_cache = copy_cache(cache, model.config, torch.float32)
         torch.save(decode_logits(exact_model, exact_cache, decoded).cpu(), exact_file)
@@ -130,160 +142,112 @@ def measure(args: argparse.Namespace, model_name: str, variant: str, exact_file:
     if device == "cuda":
         torch.cuda.empty_cache()
 
-    step = VARIANTS[variant](model)
+    step = VARIANTS[case["variant"]](model)
     begin = time.perf_counter()
     logits = decode_logits(step, cache, decoded).cpu()
-    first_steps_s = time.perf_counter() - begin
-    result: dict[str, Any] = {"build_s": first_steps_s}
-    if exact_file.is_file():
-        result["relative_l2"] = relative_l2(logits, torch.load(exact_file))
+    result: Result = {"build_s": time.perf_counter() - begin}
+    result["relative_l2"] = relative_l2(logits, torch.load(exact_file))
 
     token = decoded[:, :1].contiguous()
-    clock = Clock(lambda: step(input_ids=token, past_key_values=cache), cache, args.position)
+    clock = Clock(lambda: step(input_ids=token, past_key_values=cache), cache, position)
     clock.loop_ms(NUM_WARMUP_STEPS)
-    loops = [clock.loop_ms(args.steps) for _ in range(5)]
+    loops = [clock.loop_ms(case["steps"]) for _ in range(5)]
     result["loop_ms"] = summary([loop for loop, _ in loops])
     result["host_ms"] = summary([host for _, host in loops])
     if device == "cuda":
         host_ms = result["host_ms"]["median"]
-        result["device_ms"] = summary([clock.device_ms(host_ms) for _ in range(args.steps)])
-        result["memory_bytes"] = used_bytes() - used_before
-        rewind(cache, args.position)
+        result["device_ms"] = summary([clock.device_ms(host_ms) for _ in range(case["steps"])])
+    result["memory_bytes"] = used_bytes() - used_before
+    if device == "cuda":
+        rewind(cache, position)
         result["launches"] = count_launches(clock.step)
-    else:
-        result["memory_bytes"] = used_bytes() - used_before
-    result["bytes_read"] = bytes_read(model, args.batch, args.position)
+    result["bytes_read"] = bytes_read(model, cache, position)
     return result
 
 
 # All of them, in the parent.
 
 
-def run_child(model_name: str, variant: str, exact_file: Path, limit_s: float) -> dict[str, Any]:
-    """What ``measure`` returned in a process of its own, or {"error": why there is none}."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as result_file:
-        child = ["--child", model_name, variant, str(exact_file), result_file.name]
-        try:
-            process = subprocess.run([sys.executable, *sys.argv, *child], timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return {"error": f"did not finish in {limit_s:.0f} s"}
-        if process.returncode:
-            return {"error": f"exit status {process.returncode}, see the log"}
-        return json.loads(Path(result_file.name).read_text())
+def finish(result: Result, tb_per_s: float | None) -> Result:
+    """Adds what the chart draws: the step's time, and the share of the ceiling it reaches."""
+    if "error" not in result:
+        result["step_ms"] = result.get("device_ms", result["loop_ms"])
+        floor_ms = result["bytes_read"] / tb_per_s / 1e9 if tb_per_s else None
+        result["of_ceiling"] = floor_ms and floor_ms / result["step_ms"]["median"]
+    return result
 
 
-def output_of(*command: str) -> str:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+COLUMNS = "case|variant|device ms|loop ms|host ms|launches|of the ceiling|rel. L2|GB|build s".split("|")
 
 
-def environment() -> dict[str, str]:
-    is_cuda = torch.cuda.is_available()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if is_cuda else f"CPU, {torch.get_num_threads()} threads",
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if is_cuda else "-",
-        "nvcc": output_of("nvcc", "--version").splitlines()[-1],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "torch_mpk": version("torch_mpk"),
-        "commit": output_of("git", "describe", "--always", "--dirty"),
-        "command": " ".join(["python", "benchmarks/decode.py", *sys.argv[1:]]),
-    }
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown, one row per model and variant."""
-    ceiling = report["ceiling"]["tb_per_s"]
-
-    def ms(times: dict[str, float] | None) -> str:
-        return f"{times['median']:.3f} ({times['p10']:.3f}–{times['p90']:.3f})" if times else "–"
-
-    columns = [
-        "model",
-        "variant",
-        "device ms",
-        "loop ms",
-        "host ms",
-        "launches",
-        "of the ceiling",
-        "rel. L2",
-        "GB",
-        "build s",
+def row(result: Result) -> list[str]:
+    case = [result["case"].replace("\n", ", "), result["variant"]]
+    if "error" in result:
+        return [*case, result["error"]]
+    return [
+        *case,
+        spread(result.get("device_ms")),
+        spread(result["loop_ms"]),
+        f"{result['host_ms']['median']:.3f}",
+        str(result.get("launches", "–")),
+        f"{100 * result['of_ceiling']:.0f} %" if result["of_ceiling"] else "–",
+        f"{result['relative_l2']:.2e}",
+        f"{result['memory_bytes'] / 1e9:.3f}",
+        f"{result['build_s']:.1f}",
     ]
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    for model_name, variants in report["models"].items():
-        for variant, result in variants.items():
-            if "error" in result:
-                lines.append(f"| {model_name} | {variant} | {result['error']} " + "| " * (len(columns) - 3) + "|")
-                continue
-            best = result.get("device_ms", result["loop_ms"])["median"]
-            share = f"{100 * result['bytes_read'] / ceiling / best / 1e9:.0f} %" if ceiling else "–"
-            accuracy = f"{result['relative_l2']:.2e}" if "relative_l2" in result else "–"
-            lines.append(
-                f"| {model_name} | {variant} | {ms(result.get('device_ms'))} | {ms(result['loop_ms'])} "
-                f"| {result['host_ms']['median']:.3f} | {result.get('launches', '–')} | {share} "
-                f"| {accuracy} | {result['memory_bytes'] / 1e9:.3f} | {result['build_s']:.1f} |"
-            )
-    return "\n".join(lines)
-
-
-def markdown(report: dict[str, Any]) -> str:
-    setting = report["setting"]
-    facts = [f"- {name}: {value}" for name, value in (report["environment"] | report["ceiling"]).items()]
-    title = f"# Decode, batch {setting['batch']}, position {setting['position']}, bfloat16, random weights"
-    return "\n\n".join([title, "\n".join(facts), table(report)]) + "\n"
-
-
-def write(report: dict[str, Any], folder: Path) -> None:
-    device = report["environment"]["device"].split(",")[0].lower().replace(" ", "-")
-    stem = folder / f"decode_{device}_{report['environment']['date']}_batch{report['setting']['batch']}"
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
-    stem.with_suffix(".md").write_text(markdown(report))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-1b", "qwen3-8b"])
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--position", type=int, default=512, help="tokens in the cache when the step begins")
-    parser.add_argument("--cache", type=int, default=1024, help="positions that the StaticCache holds")
+    parser.add_argument(
+        "--baselines",
+        nargs="*",
+        choices=list(BASELINES),
+        default=["eager", "reduce-overhead"],
+        help="what mpk is compared with; max-autotune is max-autotune-no-cudagraphs in a CUDA graph of the benchmark's",
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--position", type=int, nargs="+", default=[512], help="tokens in the cache when the step begins"
+    )
+    parser.add_argument("--cache", type=int, help="positions that the StaticCache holds (default: rounded up to 1024)")
     parser.add_argument(
         "--steps", type=int, default=100, help="steps timed, five times over in a loop and once one by one"
     )
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one variant of one model")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one variant of one case")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.position + max(args.steps, NUM_ACCURACY_STEPS) > args.cache:
+    if args.child:
+        case, result_file = args.child
+        Path(result_file).write_text(json.dumps(measure(json.loads(case))))
+        return
+    needed = max(args.steps, NUM_ACCURACY_STEPS)
+    if args.cache and max(args.position) + needed > args.cache:
         parser.error("the cache is too short for the position and the steps")
 
-    if args.child:
-        model_name, variant, exact_file, result_file = args.child
-        Path(result_file).write_text(json.dumps(measure(args, model_name, variant, Path(exact_file))))
-        return
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {
+    ceiling = measure_ceiling() if torch.cuda.is_available() else {"method": "not measured", "tb_per_s": None}
+    report: Report = {
+        "title": "One decode step, bfloat16, random weights",
         "environment": environment(),
-        "setting": {name: getattr(args, name) for name in ("batch", "position", "cache", "steps")},
-        "ceiling": measure_ceiling() if torch.cuda.is_available() else {"method": "not measured", "tb_per_s": None},
-        "models": {},
+        "setting": {"steps": args.steps},
+        "ceiling": ceiling,
+        "results": [],
     }
-    for model_name in args.models:
-        results = report["models"][model_name] = {}
+    for model, batch, position in itertools.product(args.models, args.batch, args.position):
         with tempfile.TemporaryDirectory() as folder:
-            for variant in args.variants:
-                print(f"{model_name}, {variant}", file=sys.stderr, flush=True)
-                results[variant] = run_child(model_name, variant, Path(folder, "exact.pt"), args.limit)
-                write(report, args.out)  # what is known so far, should a later one take the machine down
-    print(table(report))
+            for variant in (*args.baselines, "mpk"):
+                cache = args.cache or -(-(position + needed) // 1024) * 1024
+                case = {"model": model, "batch": batch, "position": position, "cache": cache, "variant": variant}
+                print(case, file=sys.stderr, flush=True)
+                child = {"steps": args.steps, "exact_file": str(Path(folder, "exact.pt"))}
+                result = finish(run_child(case | child, args.limit), ceiling["tb_per_s"])
+                name = f"{model}\nbatch {batch}, position {position}"
+                report["results"].append({"case": name} | case | result)
+                # What is known so far, should a later one take the machine down.
+                write(report, table(COLUMNS, [row(r) for r in report["results"]]), args.out, "decode")
+    print(table(COLUMNS, [row(r) for r in report["results"]]))
 
 
 if __name__ == "__main__":

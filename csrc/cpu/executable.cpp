@@ -7,14 +7,16 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
+#include "torch_mpk/cpu/huge_pages.h"
 #include "torch_mpk/cpu/thread_pool.h"
 
 namespace mpk::cpu {
 namespace {
 
 constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster on one thread than behind a barrier
-constexpr int64_t kHugePage = 2 << 20;
+constexpr double kChunkNs = 16000;       // long beside claiming it, short beside a phase
 
 void check_indices(const IndexBound& expected, const uint8_t* elements) {
   for (int64_t i = 0; i < expected.num_elements; i++, elements += expected.stride * expected.element_bytes) {
@@ -75,19 +77,19 @@ CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::stri
 }
 
 std::unique_ptr<uint8_t, CpuExecutable::FreeAligned> CpuExecutable::allocate(int64_t bytes) {
-  const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
+  const int64_t alignment = bytes >= kHugePageBytes ? kHugePageBytes : 64;
   const int64_t size = round_up(std::max<int64_t>(bytes, 64), alignment);
   std::unique_ptr<uint8_t, FreeAligned> memory(static_cast<uint8_t*>(std::aligned_alloc(alignment, size)));
   if (memory == nullptr) throw std::bad_alloc();
-  if (alignment == kHugePage) madvise(memory.get(), size, MADV_HUGEPAGE);  // a hint: failure changes nothing
+  if (alignment == kHugePageBytes) madvise(memory.get(), size, MADV_HUGEPAGE);  // a hint: failure changes nothing
   return memory;
 }
 
-// Lays the units of all jobs of the phase end to end, weighted by cost, and gives each worker one piece.
+// Lays the units of all jobs of the phase end to end, weighted by cost, and cuts them into shares of chunks.
 void CpuExecutable::plan_phase(const Phase& phase) {
   PhasePlan plan;
-  plan.shares.resize(num_threads_);
   std::vector<Body*> bodies;
+  int64_t num_units = 0;
   double total = 0;
   for (const Job& job : phase.jobs) {
     if (!job.prologue.empty() || !job.epilogue.empty() || !job.unstored.empty())
@@ -97,6 +99,7 @@ void CpuExecutable::plan_phase(const Phase& phase) {
       if (const BodyFactory* factory = BodyRegistry::global().find(*node.def)) {
         bodies_.push_back((*factory)(node, kernels_));
         bodies.push_back(bodies_.back().get());
+        num_units += bodies.back()->num_units();
         total += bodies.back()->unit_cost() * static_cast<double>(bodies.back()->num_units());
       } else {
         references_.try_emplace(node.def->name);
@@ -104,24 +107,34 @@ void CpuExecutable::plan_phase(const Phase& phase) {
       }
     }
   }
-  const int num_workers = total < kMinParallelNs ? 1 : num_threads_;
-  double start = 0;
-  for (Body* body : bodies) {
-    const double cost = std::max(body->unit_cost(), 1e-6);
-    const auto boundary = [&](int worker) -> int64_t {
-      if (worker == num_workers) return body->num_units();
-      const double units = std::round((total * worker / num_workers - start) / cost);
-      return static_cast<int64_t>(std::clamp(units, 0.0, static_cast<double>(body->num_units())));
-    };
-    for (int w = 0; w < num_workers; w++) {
-      const int64_t begin = boundary(w), end = boundary(w + 1);
-      if (begin >= end) continue;
-      plan.shares[w].push_back({body, begin, end});
-      plan.parallel |= w > 0;
+  const int num_shares = total < kMinParallelNs ? 1 : static_cast<int>(std::clamp<int64_t>(num_units, 1, num_threads_));
+  if (num_shares > 1) plan.shares = std::vector<Share>(num_shares);
+  for (int w = 0; w < num_shares; w++) {
+    const int first_chunk = static_cast<int>(plan.chunks.size());
+    double start = 0;
+    for (Body* body : bodies) {
+      const double cost = std::max(body->unit_cost(), 1e-6);
+      const auto boundary = [&](int share) -> int64_t {
+        if (share == num_shares) return body->num_units();
+        const double units = std::round((total * share / num_shares - start) / cost);
+        return static_cast<int64_t>(std::clamp(units, 0.0, static_cast<double>(body->num_units())));
+      };
+      const int64_t end = boundary(w + 1), step = std::max<int64_t>(1, static_cast<int64_t>(kChunkNs / cost));
+      for (int64_t begin = boundary(w); begin < end; begin += step)
+        plan.chunks.push_back({body, begin, std::min(end, begin + step)});
+      start += body->unit_cost() * static_cast<double>(body->num_units());
     }
-    start += body->unit_cost() * static_cast<double>(body->num_units());
+    if (plan.parallel()) {
+      plan.shares[w].begin = first_chunk;
+      plan.shares[w].end = static_cast<int>(plan.chunks.size());
+    }
   }
   phases_.push_back(std::move(plan));
+}
+
+void CpuExecutable::PhasePlan::offer_shares(int worker, int num_workers) {
+  for (size_t i = worker; i < shares.size(); i += num_workers)
+    shares[i].next.store(shares[i].begin, std::memory_order_relaxed);
 }
 
 void CpuExecutable::set_reference(const std::string& task, Reference reference) {
@@ -174,6 +187,20 @@ void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* co
   scalars_.assign(scalars.begin(), scalars.end());
 }
 
+// Once, for the tensors of the first run: weights rarely change places, and moving takes longer than many steps.
+void CpuExecutable::move_weights() {
+  const std::vector<Buffer>& list = schedule_.graph.buffers();
+  std::vector<bool> is_written(list.size());
+  for (const Node& node : schedule_.graph.nodes())
+    for (const Operand& operand : node.operands)
+      if (operand.is_write) is_written[operand.tensor.buffer] = true;
+  std::vector<std::span<const uint8_t>> weights;
+  for (size_t b = 0; b < list.size(); b++)
+    if (list[b].kind == BufferKind::kInput && !is_written[b] && used_[b])
+      weights.emplace_back(buffers_[b], static_cast<size_t>(list[b].bytes));
+  move_to_huge_pages(std::move(weights));
+}
+
 void CpuExecutable::forget_lock_of_another_process() {
   if (generation_ == fork_generation()) return;
   generation_ = fork_generation();
@@ -193,8 +220,10 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
     throw std::invalid_argument("task '" + missing.front() + "' has no CPU body: call set_reference('" +
                                 missing.front() + "', fn) first");
   fill_frame(inputs, outputs, scalars);
+  if (!std::exchange(weights_moved_, true)) move_weights();
   const Frame frame{buffers_.data(), scalars_.data()};
   const int num_workers = inside_parallel_run() ? 1 : num_threads_;
+  if (!phases_.empty()) phases_.front().offer_shares(0, 1);
   try {
     parallel_run(num_workers, [&](int worker, SpinBarrier& barrier) { work(frame, worker, num_workers, barrier); });
   } catch (...) {
@@ -205,15 +234,22 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
 
 void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBarrier& barrier) {
   uint8_t* scratch = scratch_.get() + worker * scratch_bytes_;
+  const auto run = [&](const Chunk& chunk) { chunk.body->run(frame, chunk.begin, chunk.end, scratch); };
   for (size_t p = 0; p < phases_.size(); p++) {
-    const PhasePlan& phase = phases_[p];
-    if (worker == 0)
+    PhasePlan& phase = phases_[p];
+    if (worker == 0) {
       for (const Node* node : phase.references) call_reference(frame, *node);
-    for (int share = worker; share < num_threads_; share += num_workers)
-      for (const Share& s : phase.shares[share]) s.body->run(frame, s.begin, s.end, scratch);
-    // Phases that only worker 0 takes part in follow each other without a barrier; the last one ends with the run.
-    const bool last = p + 1 == phases_.size();
-    if (num_workers > 1 && !last && (phase.parallel || phases_[p + 1].parallel) && !barrier.arrive_and_wait()) return;
+      if (!phase.parallel())
+        for (const Chunk& chunk : phase.chunks) run(chunk);
+    }
+    for (size_t i = 0; i < phase.shares.size(); i++) {
+      Share& share = phase.shares[(worker + i) % phase.shares.size()];
+      for (int c; (c = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) run(phase.chunks[c]);
+    }
+    if (p + 1 == phases_.size()) return;  // the run's end is the last phase's barrier
+    phases_[p + 1].offer_shares(worker, num_workers);
+    // Phases that only worker 0 takes part in follow each other without a barrier.
+    if (num_workers > 1 && (phase.parallel() || phases_[p + 1].parallel()) && !barrier.arrive_and_wait()) return;
   }
 }
 

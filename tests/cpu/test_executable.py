@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 import multiprocessing
+import re
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +91,53 @@ def test_nothing_of_an_earlier_run_is_left() -> None:
     mlp.x.copy_(good)
     executable.run(mlp.net.inputs, mlp.net.outputs)
     assert torch.equal(mlp.net.outputs[0], expected)
+
+
+def test_more_threads_than_cores_take_each_others_work_once() -> None:
+    net, x = Net(), torch.randn(2, 512).bfloat16()
+    weight, arrivals = torch.randn(20000, 512).bfloat16(), torch.zeros(1 << 17, dtype=torch.int64)
+    net.node("linear", x=net.input(x), weight=net.input(weight), y=net.output(torch.empty(2, 20000).bfloat16()))
+    counted = net.input(arrivals)
+    program = _C.Program(counted.shape)
+    value = program.emit("load", counted.dtype, operand=0, strides=[1])
+    one = program.emit("const", counted.dtype, imm=1)
+    program.emit("store", counted.dtype, [program.emit("add", counted.dtype, [value, one])], operand=1, strides=[1])
+    net.program("pointwise", program, [counted], [counted])
+    [expected] = net.run(1)
+    executable = net.compile(12)
+    for _ in range(20):
+        net.outputs[0].fill_(torch.nan)
+        executable.run(net.inputs, net.outputs)
+        assert torch.equal(net.outputs[0], expected)
+    assert (arrivals == 21).all()  # a block done twice would have counted twice
+
+
+def huge_page_bytes(t: torch.Tensor) -> int:
+    """How much of the mapping that holds a tensor's middle lies in huge pages."""
+    address, inside = t.data_ptr() + t.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("AnonHugePages"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def test_weights_move_to_huge_pages_under_a_running_step() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.is_file() or "[never]" in setting.read_text():
+        pytest.skip("this system has no transparent huge pages")
+    net, x, weight = Net(), torch.randn(1, 1024), torch.randn(8192, 1024)
+    net.node("linear", x=net.input(x), weight=net.input(weight), y=net.output(torch.empty(1, 8192)))
+    copy, executable, deadline = weight.clone(), net.compile(2), time.monotonic() + 30
+    executable.run(net.inputs, net.outputs)
+    expected = net.outputs[0].clone()
+    while huge_page_bytes(weight) < weight.nbytes // 2 and time.monotonic() < deadline:
+        net.outputs[0].fill_(torch.nan)
+        executable.run(net.inputs, net.outputs)
+        assert torch.equal(net.outputs[0], expected)
+    assert huge_page_bytes(weight) >= weight.nbytes // 2
+    assert torch.equal(weight, copy)
 
 
 def in_threads(*functions: Callable[[], None]) -> None:

@@ -35,6 +35,14 @@ def rewind(cache: StaticCache, position: int) -> None:
         layer.cumulative_length.fill_(position)
 
 
+def bytes_read(model: PreTrainedModel, cache: StaticCache, position: int) -> int:
+    """What a step cannot avoid reading: every weight but an untied embedding, and the keys and values so far."""
+    weights = sum(p.nbytes for p in model.parameters())
+    if not model.config.tie_word_embeddings:
+        weights -= model.get_input_embeddings().weight.nbytes
+    return weights + sum(t[..., :position, :].nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+
+
 @torch.inference_mode()
 def decode_logits(step: Step, cache: StaticCache, tokens: Tensor) -> Tensor:
     """Feeds tokens[B, S] one position at a time. Returns the logits[S, B, V], float32 or wider."""

@@ -1,7 +1,19 @@
 """Full-size models with random weights, from the public configurations: real shapes without a download."""
 
+from collections.abc import Callable
+
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, tied: bool) -> Qwen3Config:
@@ -22,15 +34,32 @@ def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads:
     )
 
 
-def _llama_3_2_1b() -> LlamaConfig:
+def _qwen2_5(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+        bos_token_id=151643,
+        eos_token_id=151645,
+    )
+
+
+def _llama_3_2(hidden_size: int, num_layers: int, num_heads: int, head_dim: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=128256,
-        hidden_size=2048,
+        hidden_size=hidden_size,
         intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
         num_key_value_heads=8,
-        head_dim=64,
+        head_dim=head_dim,
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         rope_parameters={
@@ -47,11 +76,76 @@ def _llama_3_2_1b() -> LlamaConfig:
     )
 
 
-CONFIGS = {
+def _phi_3_mini_4k() -> Phi3Config:
+    return Phi3Config(
+        vocab_size=32064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=32000,
+        pad_token_id=32000,
+    )
+
+
+def _gemma_2b() -> GemmaConfig:
+    return GemmaConfig(
+        vocab_size=256000,
+        hidden_size=2048,
+        intermediate_size=16384,
+        num_hidden_layers=18,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=256,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+    )
+
+
+def _granite_3_2b() -> GraniteConfig:
+    return GraniteConfig(
+        vocab_size=49155,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=40,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attention_multiplier=0.015625,
+        embedding_multiplier=12.0,
+        logits_scaling=8.0,
+        residual_multiplier=0.22,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen2.5-0.5b": lambda: _qwen2_5(896, 4864, 24, 14),  # biases
+    "qwen2.5-1.5b": lambda: _qwen2_5(1536, 8960, 28, 12),
     "qwen3-0.6b": lambda: _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": lambda: _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": lambda: _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-8b": lambda: _qwen3(4096, 12288, 36, 32, tied=False),
-    "llama-1b": _llama_3_2_1b,
+    "qwen3-14b": lambda: _qwen3(5120, 17408, 40, 40, tied=False),
+    "llama-1b": lambda: _llama_3_2(2048, 16, 32, 64),
+    "llama-3.2-3b": lambda: _llama_3_2(3072, 28, 24, 128),
+    "phi-3-mini": _phi_3_mini_4k,  # head size 96, fused projections
+    "gemma-2b": _gemma_2b,  # head size 256, one key head
+    "granite-3-2b": _granite_3_2b,  # an odd vocabulary
 }
 
 

@@ -5,7 +5,8 @@
 namespace mpk::cpu {
 namespace {
 
-constexpr int64_t kRowsPerUnit = 8;
+// Rows of weights that a unit has: enough to be worth preparing x for, unless that left too few units to share.
+constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 32, kWantedUnits = 64;
 
 class Linear : public Body {
  public:
@@ -27,9 +28,11 @@ class Linear : public Body {
     args_.num_rows = x.tensor.shape[0];
     args_.k = x.tensor.shape[1];
     num_weight_rows_ = weight.tensor.shape[0];
-    num_units_ = args_.num_rows == 0 ? 0 : (num_weight_rows_ + kRowsPerUnit - 1) / kRowsPerUnit;
+    rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
+                                kMaxRowsPerUnit);
+    num_units_ = args_.num_rows == 0 ? 0 : (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
     unit_cost_ =
-        static_cast<double>(kRowsPerUnit * args_.k * bytes) * std::max(1.0, args_.num_rows / 4.0) / kBytesPerNs;
+        static_cast<double>(rows_per_unit_ * args_.k * bytes) * std::max(1.0, args_.num_rows / 4.0) / kBytesPerNs;
     scratch_bytes_ = kernels.linear_scratch_bytes(args_.num_rows, args_.k);
   }
 
@@ -39,8 +42,8 @@ class Linear : public Body {
     args.weight = weight_.at(frame);
     args.bias = bias_.at(frame);
     args.y = y_.at(frame);
-    args.begin = begin * kRowsPerUnit;
-    args.end = std::min(end * kRowsPerUnit, num_weight_rows_);
+    args.begin = begin * rows_per_unit_;
+    args.end = std::min(end * rows_per_unit_, num_weight_rows_);
     args.scratch = scratch;
     run_(args);
   }
@@ -49,7 +52,7 @@ class Linear : public Body {
   Kernels::Linear run_;
   Place x_, weight_, bias_, y_;
   LinearArgs args_ = {};
-  int64_t num_weight_rows_;
+  int64_t num_weight_rows_, rows_per_unit_;
 };
 
 [[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(

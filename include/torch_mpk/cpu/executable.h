@@ -1,5 +1,5 @@
-// Runs a Schedule on the CPU: persistent worker threads walk through its phases, each with a fixed share of every
-// phase.
+// Runs a Schedule on the CPU: persistent worker threads walk through its phases. Each has a share of every phase, and
+// takes from the others' when it is done with its own: cores are slowed down by what else a machine does.
 #pragma once
 
 #include <atomic>
@@ -60,14 +60,22 @@ class CpuExecutable {
   int num_outputs() const { return num_outputs_; }
 
  private:
-  struct Share {
+  struct Chunk {
     Body* body;
     int64_t begin, end;
   };
+  // The chunks [begin, end) of a phase are one worker's share; `next` is the first that nobody has taken.
+  struct alignas(64) Share {
+    std::atomic<int> next{0};
+    int begin = 0, end = 0;
+  };
   struct PhasePlan {
-    std::vector<std::vector<Share>> shares;  // by worker
-    std::vector<const Node*> references;     // run by worker 0
-    bool parallel = false;                   // some worker other than 0 has a share
+    std::vector<Chunk> chunks;
+    std::vector<Share> shares;            // by worker; none where the phase is too short for more than worker 0
+    std::vector<const Node*> references;  // run by worker 0
+
+    bool parallel() const { return !shares.empty(); }
+    void offer_shares(int worker, int num_workers);
   };
   struct FreeAligned {
     void operator()(uint8_t* p) const { std::free(p); }
@@ -77,6 +85,7 @@ class CpuExecutable {
   void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier);
   void call_reference(const Frame& frame, const Node& node);
   void fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
+  void move_weights();
   static std::unique_ptr<uint8_t, FreeAligned> allocate(int64_t bytes);
 
   Schedule schedule_;
@@ -93,6 +102,7 @@ class CpuExecutable {
   int64_t scratch_bytes_ = 0;
   std::vector<uint8_t*> buffers_;
   std::vector<int64_t> scalars_;
+  bool weights_moved_ = false;
   std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();
   std::atomic<std::thread::id> running_on_;  // the thread inside `run`
   int generation_;

@@ -1,0 +1,103 @@
+"""What the benchmarks share: child processes, medians and spread, the environment, reports as JSON and Markdown.
+
+A report is a dictionary of ``title``, ``environment``, ``setting``, ``ceiling`` and ``results``, a dictionary for each
+case and variant. ``benchmarks/chart.py`` reads of a result: ``case``, ``variant``, ``step_ms`` and ``of_ceiling``.
+"""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+Report = dict[str, Any]
+Result = dict[str, Any]
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Median and 10th and 90th percentile."""
+    ordered = sorted(times)
+    return {
+        "median": statistics.median(ordered),
+        "p10": ordered[len(ordered) // 10],
+        "p90": ordered[-1 - len(ordered) // 10],
+    }
+
+
+def spread(times: dict[str, float] | None) -> str:
+    return f"{times['median']:.3f} ({times['p10']:.3f}–{times['p90']:.3f})" if times else "–"
+
+
+def run_child(case: dict[str, Any], limit_s: float) -> Any:
+    """This script again, with ``--child``: what it wrote into its result file, or {"error": why there is nothing}.
+
+    What one case breaks, leaks or leaves compiled touches no other.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".json") as result_file:
+        child = [sys.executable, sys.argv[0], "--child", json.dumps(case), result_file.name]
+        try:
+            process = subprocess.run(child, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return {"error": f"did not finish in {limit_s:.0f} s"}
+        if process.returncode:
+            return {"error": f"exit status {process.returncode}, see the log"}
+        return json.loads(Path(result_file.name).read_text())
+
+
+def output_of(*command: str) -> str:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
+
+
+def environment() -> dict[str, str]:
+    is_cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if is_cuda else processor(),
+        "cores": str(os.cpu_count()),
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if is_cuda else "-",
+        "nvcc": output_of("nvcc", "--version").splitlines()[-1],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "torch_mpk": version("torch_mpk"),
+        "commit": output_of("git", "describe", "--always", "--dirty"),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+    }
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown. Rows that are too short end in empty cells."""
+    lines = [columns, ["---"] * len(columns), *([*row, *[""] * (len(columns) - len(row))] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write(report: Report, text: str, folder: Path, stem: str) -> None:
+    """``<stem>_<device>_<date>.json`` and ``.md``, the second with ``text`` below what was measured where."""
+    facts = [f"- {name}: {value}" for name, value in (report["environment"] | report["ceiling"]).items()]
+    device = report["environment"]["device"].lower()
+    device = "-".join("".join(c if c.isalnum() else " " for c in device).split())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}_{device}_{report['environment']['date']}"
+    Path(f"{path}.json").write_text(json.dumps(report, indent=2) + "\n")
+    Path(f"{path}.md").write_text("\n\n".join([f"# {report['title']}", "\n".join(facts), text]) + "\n")

@@ -1,0 +1,48 @@
+"""The models of the benchmarks are the public ones, and a decode step of each is one segment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_mpk.testing.decode import copy_cache, decode_logits, prefill
+from torch_mpk.testing.models import CONFIGS, random_model
+
+# As the model cards say; shared embeddings count once.
+MILLIONS_OF_PARAMETERS = {
+    "qwen2.5-0.5b": 494.0,
+    "qwen2.5-1.5b": 1543.7,
+    "qwen3-0.6b": 596.0,
+    "qwen3-1.7b": 1720.6,
+    "qwen3-4b": 4022.5,
+    "qwen3-8b": 8190.7,
+    "qwen3-14b": 14768.3,
+    "llama-1b": 1235.8,
+    "llama-3.2-3b": 3212.7,
+    "phi-3-mini": 3821.1,
+    "gemma-2b": 2506.2,
+    "granite-3-2b": 2533.5,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_has_the_size_of_the_public_model(name: str) -> None:
+    model = random_model(CONFIGS[name](), "meta")
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(MILLIONS_OF_PARAMETERS[name], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "phi-3-mini", "gemma-2b", "granite-3-2b"])  # one per architecture
+def test_a_layer_with_the_model_s_head_size_is_one_segment(name: str) -> None:
+    config = CONFIGS[name]()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config.num_attention_heads, config.num_key_value_heads = 2, min(2, config.num_key_value_heads)
+    config.hidden_size, config.intermediate_size, config.vocab_size = 2 * head_dim, 160, 97
+    config.num_hidden_layers, config.pad_token_id, config.initializer_range = 1, None, 0.2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    model = random_model(config, "cpu", torch.float32)
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    tokens = torch.randint(97, (2, 9))
+    cache, _ = prefill(model, tokens[:, :6], 16)
+    expected = decode_logits(model, copy_cache(cache, config), tokens[:, 6:])
+    torch.testing.assert_close(decode_logits(step, cache, tokens[:, 6:]), expected, rtol=1e-4, atol=1e-4)
