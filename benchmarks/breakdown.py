@@ -58,7 +58,7 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
         return statistics.median(clock.device_ms(1.0) for _ in range(args.steps))
 
     plain_ms = device_ms(clock_of({}))
-    share = bytes_read(model, args.batch, args.position) / ceiling / plain_ms / 1e9
+    share = bytes_read(model, cache, args.position) / ceiling / plain_ms / 1e9
     print(f"\n{name}, {config.num_hidden_layers} layers, position {args.position}, batch {args.batch}:", end=" ")
     print(f"{plain_ms:.4f} ms, {100 * share:.1f} % of the ceiling")
 
