@@ -23,10 +23,19 @@ SMEM_BYTES = 232448
 class EmulatedKernel:
     """A schedule's kernel as a shared library. State (epoch, events, tickets) lives from launch to launch."""
 
-    def __init__(self, graph: _C.TBGraph, folder: Path, *, workers: int = 3, arch: int = 90, fuse: bool = True) -> None:
+    def __init__(
+        self,
+        graph: _C.TBGraph,
+        folder: Path,
+        *,
+        workers: int = 3,
+        arch: int = 90,
+        fuse: bool = True,
+        profiled: bool = False,
+    ) -> None:
         self.schedule = _C.make_schedule(graph, _C.Target("cuda", arch, workers, SMEM_BYTES, fuse))
         _C.validate(self.schedule)
-        self.program = _C.generate_cuda(self.schedule)
+        self.program = _C.generate_cuda(self.schedule, profiled)
         source = folder / "kernel.cu"
         source.write_text(self.program.source)
         library = folder / "kernel.so"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,18 @@ def test_a_stalled_launch_is_given_up_and_the_next_one_works(tmp_path: Path) -> 
     kernel.launch(inputs, outputs)
     for got, want in zip([*outputs, *inputs], [*wanted, *wanted_inputs], strict=True):
         assert relative_error(got, want) < 1e-5
+
+
+def test_a_profiled_kernel_stamps_every_phase_of_every_worker(tmp_path: Path) -> None:
+    kernel = EmulatedKernel(decoder(layers=1, dtype="float32"), tmp_path, profiled=True)
+    check_decoder(kernel, [40], 5, 1e-5)
+    program = kernel.program
+    stamps = kernel.control[program.stamps_offset :].view(torch.int32).view(program.num_workers, program.num_phases, 6)
+    assert stamps.count_nonzero() > 0
+    begin, ready, staged, computed, finished, signalled = stamps.unbind(-1)
+    staged = torch.where(staged == 0, ready, staged)
+    for earlier, later in pairwise([begin, ready, staged, computed, finished, signalled]):
+        assert ((later - earlier) >= 0).all()  # of a clock that wraps
 
 
 def test_programs_and_reductions(tmp_path: Path) -> None:

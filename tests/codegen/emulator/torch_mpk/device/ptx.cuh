@@ -98,8 +98,8 @@ inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 
 inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000); }
 
 inline int thread_index() { return threadIdx.x; }
-inline uint32_t clock() { return 0; }
 uint64_t global_time_ns();
+inline uint32_t clock() { return static_cast<uint32_t>(global_time_ns()); }
 inline void prefetch_l2(const void*) {}
 
 }  // namespace mpk::ptx
