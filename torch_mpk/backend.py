@@ -83,6 +83,6 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
             dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
             partitioned = partition(tasks)
             dump.write("3.segments.txt", str(partitioned))
-            check_coverage(partitioned, captured, options)
+            check_coverage(partitioned, options)
             program = _programs[key] = Program(partitioned, device, options, dump)
     return program
