@@ -19,7 +19,7 @@ from torch_mpk.fallback import check_coverage, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime import Program
-from torch_mpk.specialize import per_call_numbers
+from torch_mpk.specialize import per_call_numbers, warn_at_recompile_limit
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ def mpk(
     settings = Options.parse(mode, options)
     if env.disable:
         return gm.forward
+    warn_at_recompile_limit(gm)
     try:
         numbers = number_positions(gm, example_inputs)
         device = check_call([value for i, value in enumerate(example_inputs) if i not in numbers])
