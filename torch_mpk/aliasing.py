@@ -104,6 +104,8 @@ def is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         a.untyped_storage()._cdata == b.untyped_storage()._cdata
         and a.dtype == b.dtype
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
         and a.ndim == b.ndim
         and statically_known_true(a.storage_offset() == b.storage_offset())
         and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True))

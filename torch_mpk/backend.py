@@ -23,7 +23,7 @@ from torch_mpk.fallback import check_coverage, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime import Program
-from torch_mpk.specialize import per_call_numbers
+from torch_mpk.specialize import per_call_numbers, warn_at_recompile_limit
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ def mpk(
     settings = Options.parse(mode, options)
     if env.disable:
         return gm.forward
+    warn_at_recompile_limit(gm)
     with timing.build():
         return _compile(gm, example_inputs, settings)
 
@@ -114,5 +115,5 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
         with timing.stage("partition"):
             partitioned = partition(tasks)
         dump.write("3.segments.txt", str(partitioned))
-        check_coverage(partitioned, captured, options)
+        check_coverage(partitioned, options)
         return Program.build(partitioned, device, options, dump)

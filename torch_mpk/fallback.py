@@ -11,7 +11,6 @@ import torch
 from torch._dynamo import lookup_backend
 
 from torch_mpk.admission import Declined
-from torch_mpk.capture import Captured
 from torch_mpk.config import Options
 from torch_mpk.errors import MpkError, MpkWarning, UnsupportedError
 from torch_mpk.partition import Partitioned
@@ -21,13 +20,13 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-def check_coverage(partitioned: Partitioned, captured: Captured, options: Options) -> None:
+def check_coverage(partitioned: Partitioned, options: Options) -> None:
     """Raises UnsupportedError unless everything is ours, or what is not may run eagerly between our segments."""
     if not partitioned.fallbacks:
         return
     node, source, why = partitioned.fallbacks[0]
     error = UnsupportedError(why, str(node), source)
-    if captured.is_symbolic or options.fallback != "eager" or not any(s.ours for s in partitioned.segments):
+    if options.fallback != "eager" or not any(s.ours for s in partitioned.segments):
         raise error
     others = len(partitioned.fallbacks) - 1
     warn(f"torch_mpk runs a part of this graph eagerly: {error}" + (f" (and {others} more nodes)" if others else ""))

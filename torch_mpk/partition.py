@@ -217,6 +217,7 @@ def _assemble(gm: fx.GraphModule, runs: list[_Run], fallbacks: list[Fallback]) -
     placeholders = gm.graph.find_nodes(op="placeholder")
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
     (output,) = gm.graph.find_nodes(op="output")
+    numbers = {node for node in placeholders if isinstance(value(node), torch.SymInt)}  # sizes of any segment's tensors
     is_one = len(runs) == 1
     top = fx.Graph()
     values = {node: top.node_copy(node) for node in placeholders}
@@ -224,7 +225,7 @@ def _assemble(gm: fx.GraphModule, runs: list[_Run], fallbacks: list[Fallback]) -
     modules: dict[str, torch.nn.Module] = {}
     for i, run in enumerate(runs):
         read = {arg for node in (*run.nodes, *run.outputs) for arg in (node, *node.all_input_nodes)}
-        used = {source for arg in read for source in _sources(arg)} - set(run.nodes)
+        used = {source for arg in read for source in _sources(arg)} - set(run.nodes) | numbers
         inputs = placeholders if is_one else sorted(used, key=position.__getitem__)
         outputs = output.args[0] if is_one else tuple(run.outputs)
         segment = Segment(f"segment_{i}", run.ours, _segment_module(gm, run.nodes, inputs, outputs))

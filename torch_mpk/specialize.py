@@ -1,4 +1,7 @@
-"""Graphs whose number inputs cannot stay symbolic: one build for each combination of values, at its first call."""
+"""Shapes and numbers that change from call to call.
+
+Graphs whose number inputs cannot stay symbolic get one build for each combination of values, at its first call.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch._guards import CompileContext
+
+from torch_mpk.capture import source_line
+from torch_mpk.fallback import warn
 
 MAX_BUILDS = 16
 
@@ -47,3 +56,18 @@ def per_call_numbers(
         return run(*args)
 
     return call
+
+
+def warn_at_recompile_limit(gm: torch.fx.GraphModule) -> None:
+    """Announces the last compile of a function that Dynamo allows: it calls no backend after it, and says nothing."""
+    limit = torch._dynamo.config.recompile_limit
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_compile_id != limit - 1:
+        return
+    place = next(filter(None, map(source_line, gm.graph.nodes)), "a function")
+    warn(
+        f"{place} has been compiled {limit} times, all that Dynamo allows: calls with yet other shapes or arguments "
+        "will run eagerly, or raise with fullgraph=True. TORCH_LOGS=recompiles says what differs from call to call. "
+        "Keep max_cache_len and the batch the same, do not pass dynamic=False, or allow more compiles: "
+        f"torch._dynamo.config.recompile_limit = {8 * limit}"
+    )

@@ -167,6 +167,7 @@ REDUCTIONS: dict[str, Callable] = {
         F.scaled_dot_product_attention(x[None], x[None, :1], x[None, :1], attn_mask=x[0, :, :3], enable_gqa=True),
     ),
     "matmul": lambda x: (x @ x.mT, x[0] @ x[1].t(), torch.bmm(x, x.mT)),
+    "addmm": lambda x: torch.addmm(x[0, :, 0], x[0], x[1].t()),
 }
 
 

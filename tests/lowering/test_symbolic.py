@@ -61,6 +61,20 @@ def test_reading_and_slicing_a_tensor_of_unknown_size() -> None:
             assert torch.equal(ours, eager)
 
 
+def test_the_larger_and_the_smaller_of_sizes() -> None:
+    """As where a window begins that slides over a mask of unknown length."""
+
+    def fn(s, position: torch.Tensor) -> torch.Tensor:
+        first, last = torch.sym_max(s - 3, 0), torch.sym_min(s, 6)
+        return torch.arange(LENGTH) + first <= position + last
+
+    module = capture_symbolic(fn, torch.tensor(4), size=5)
+    lowered = lowering.lower(module)
+    for s in (2, 3, 6, 11):
+        (ours,) = run(lowered, [s, torch.tensor(2)])
+        assert torch.equal(ours, fn(s, torch.tensor(2)))
+
+
 @pytest.mark.parametrize(
     "fn",
     [

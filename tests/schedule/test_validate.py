@@ -126,19 +126,45 @@ def untag(parts: Parts, draw: st.DrawFn) -> None:
     parts.tagged[pick(draw, tagged)] = False
 
 
+def tag(parts: Parts, draw: st.DrawFn) -> None:
+    spans = [(o, o + b.bytes, i) for i, (o, b) in enumerate(zip(parts.offsets, parts.schedule.graph.buffers)) if o >= 0]
+    sharing = [i for b, e, i in spans for c, f, k in spans if i != k and b < f and c < e and not parts.tagged[i]]
+    assume(sharing)
+    parts.tagged[pick(draw, sharing)] = True
+
+
+def shrink_workspace(parts: Parts, draw: st.DrawFn) -> None:
+    parts.workspace_bytes -= draw(st.integers(256, parts.workspace_bytes))
+
+
+def unknown_node(parts: Parts, draw: st.DrawFn) -> None:
+    count = len(parts.schedule.graph.nodes)
+    pick(draw, parts.jobs("body"))["body"].append(pick(draw, [-1, count, count + 7]))
+
+
+def job_without_body(parts: Parts, draw: st.DrawFn) -> None:
+    pick(draw, pick(draw, parts.phases)[0])["body"].clear()
+
+
+def delay_phase(parts: Parts, draw: st.DrawFn) -> None:
+    parts.phases.append(parts.phases.pop(pick(draw, range(len(parts.phases) - 1))))
+
+
 MUTATIONS = [
-    untag, drop_node, run_twice, drop_wait, wait_forward, swap_phases, merge_phases, unstore_what_others_read,
-    drop_prologue, body_in_epilogue, epilogue_before_body, overlap_workspace, outside_workspace,
+    untag, tag, shrink_workspace, unknown_node, job_without_body, delay_phase, drop_node, run_twice, drop_wait,
+    wait_forward, swap_phases, merge_phases, unstore_what_others_read, drop_prologue, body_in_epilogue,
+    epilogue_before_body, overlap_workspace, outside_workspace,
 ]  # fmt: skip
 
 SCHEDULES = [
     _C.make_schedule(decoder(layers=layers, batch=batch), _C.Target("cuda", 90, 132, 232448, True, tagged))
-    for layers, batch, tagged in ((1, 1, False), (2, 3, False), (4, 1, False), (3, 1, True))
+    for tagged, sizes in ((False, [(1, 1), (2, 3), (4, 1), (3, 8)]), (True, [(3, 1), (2, 2)]))
+    for layers, batch in sizes
 ]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda m: m.__name__)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_broken_schedule_is_caught(mutate, data) -> None:
     parts = Parts.of(data.draw(st.sampled_from(SCHEDULES)))

@@ -106,6 +106,12 @@ class Lowerer:
             for arg in e.args:
                 total = fold(total, self._symbolic(arg))
             return int(total.attr) if E.is_const(total) else total
+        if kind in ("Max", "Min"):
+            order = "ge" if kind == "Max" else "le"
+            chosen, *rest = (E.as_index(self._symbolic(arg)) for arg in e.args)
+            for other in rest:
+                chosen = E.where(E.compare(order, chosen, other), chosen, other)
+            return chosen
         raise UnsupportedError(f"the size {e} is known only at run time and is not a scalar input of the graph")
 
     def meta(self, val: torch.Tensor) -> Meta:

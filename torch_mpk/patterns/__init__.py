@@ -15,6 +15,7 @@ from pkgutil import iter_modules
 from torch import fx
 
 from torch_mpk.aliasing import eliminate_dead_code, is_view
+from torch_mpk.patterns.complex_numbers import expand
 from torch_mpk.patterns.normalise import normalise
 from torch_mpk.patterns.rewriter import Rewriter, aten, has_same_layout, is_call, reshape_source, shape
 from torch_mpk.patterns.table import patterns_of
@@ -42,6 +43,7 @@ def apply(gm: fx.GraphModule) -> fx.GraphModule:
     gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     normalise(gm.graph)
     rewriter = Rewriter(gm.graph)
+    expand(rewriter)
     lifts: list[Lift] = []
     for anchor in reversed(list(gm.graph.nodes)):  # from the end, so that the largest subgraph is met first
         if anchor._erased:

@@ -284,6 +284,16 @@ def _matmul(lx, node, a, b):
     return product(lx, a, b, out_meta(lx, node).dtype)
 
 
+@rule(aten.addmm.default)
+def _addmm(lx, node, bias, a, b, *, beta=1, alpha=1):
+    """The product is rounded once, with the bias in it."""
+    meta = out_meta(lx, node)
+    if beta != 1 or alpha != 1:
+        raise UnsupportedError(f"addmm with beta={beta}, alpha={alpha}")
+    out = product(lx, a, b, wide(meta.dtype))
+    return lx.pointwise(meta.dtype, meta.shape, lambda x, y: E.apply("add", meta.dtype, x, y), [out, bias])
+
+
 @rule(aten.linear.default)
 def _linear(lx, node, a, weight, bias=None):
     meta = out_meta(lx, node)
