@@ -13,6 +13,7 @@ from torch_mpk import _C
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.registry import Task, get
+from torch_mpk.stages import stage
 
 
 def num_threads(options: Options) -> int:
@@ -24,7 +25,8 @@ def target(device: torch.device, options: Options) -> _C.Target:
 
 
 def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Dump) -> _C.CpuExecutable:
-    executable = _C.CpuExecutable(schedule, num_threads(options), env.cpu_isa or "")
+    with stage("runtime"):
+        executable = _C.CpuExecutable(schedule, num_threads(options), env.cpu_isa or "")
     for name in executable.missing_references:
         executable.set_reference(name, functools.partial(_run_reference, get(name)))
     return executable

@@ -11,6 +11,7 @@ from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
+from torch_mpk.stages import stage
 
 DEFAULT_WATCHDOG_SECONDS = 10.0
 
@@ -39,15 +40,18 @@ def load(schedule: _C.Schedule, device: torch.device, options: Options, dump: Du
         LaunchError: the driver cannot load the kernel.
         RuntimeError: a node cannot be generated.
     """
-    program = _C.generate_cuda(schedule)
+    with stage("codegen"):
+        program = _C.generate_cuda(schedule)
     dump.write("6.kernel.cu", program.source)
     arch = schedule.target.arch
     # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
     is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
-    cubin = compile_cuda(program.source, arch, ptx=not is_same_generation)
+    with stage("jit"):
+        cubin = compile_cuda(program.source, arch, ptx=not is_same_generation)
     dump.write(f"7.kernel.{cubin.kind}", cubin.image)
     dump.write("7.report.json", json.dumps(cubin.describe(), indent=2))
-    return _C.CudaExecutable(program, cubin.image, device.index, watchdog_ns(options))
+    with stage("runtime"):
+        return _C.CudaExecutable(program, cubin.image, device.index, watchdog_ns(options))
 
 
 def watchdog_ns(options: Options) -> int:

@@ -1,4 +1,4 @@
-"""A built graph: its segments in program order, each an executable or, where it falls back, the captured nodes."""
+"""A built graph: its segments in program order, each an executable or what runs it instead."""
 
 from __future__ import annotations
 
@@ -17,29 +17,39 @@ _live: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
 class Program:
-    """What a build leaves. The callables made from it share its executables."""
+    """What a build leaves. The callables made from it share its executables.
+
+    Attributes:
+        partitioned: the graph's segments.
+        segments: the executables of those that are ours, by name.
+        others: what runs segments that are not ours, by name; those without run as captured.
+        seconds: what each stage of the build took.
+    """
 
     def __init__(self, partitioned: Partitioned, device: torch.device, options: Options, dump: Dump) -> None:
         ours = [segment for segment in partitioned.segments if segment.ours]
-        self._segments = {
+        self.partitioned = partitioned
+        self.segments = {
             segment.name: Segment(segment.gm, device, options, dump.segment(index, len(ours)))
             for index, segment in enumerate(ours)
         }
-        is_whole = len(partitioned.segments) == len(ours) == 1
-        self._root = None if is_whole else partitioned.gm  # calls the segments by their names
-        _live.update(self._segments.values())
+        self.others: dict[str, Callable[..., Any]] = {}
+        self.seconds: dict[str, float] = {}
+        _live.update(self.segments.values())
 
     def callable(self, eager: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the captured graph's arguments; ``eager`` is the graph as PyTorch runs it.
 
         The program lives as long as one of its callables.
         """
-        if self._root is None:
-            call = next(iter(self._segments.values())).callable(eager)
+        if len(self.partitioned.segments) == len(self.segments) == 1:
+            call = next(iter(self.segments.values())).callable(eager)
         else:
-            modules = dict(self._root.named_children())
-            modules.update({name: _Call(segment.callable(modules[name])) for name, segment in self._segments.items()})
-            call = _Call(torch.fx.GraphModule(modules, self._root.graph).forward)
+            root = self.partitioned.gm  # calls the segments by their names
+            modules = dict(root.named_children())
+            ours = {name: segment.callable(modules[name]) for name, segment in self.segments.items()}
+            modules |= {name: _Call(run) for name, run in (self.others | ours).items()}
+            call = _Call(torch.fx.GraphModule(modules, root.graph).forward)
         call.__dict__["program"] = self
         return call
 

@@ -17,6 +17,7 @@ from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.lowering import Output, lower
 from torch_mpk.runtime.bounds import index_bounds
+from torch_mpk.stages import stage
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +38,20 @@ class Segment:
 
     def __init__(self, gm: torch.fx.GraphModule, device: torch.device, options: Options, dump: Dump) -> None:
         backend = backend_of(device)
-        lowered = lower(gm)
+        with stage("lowering"):
+            lowered = lower(gm)
         dump.write("4.graph.json", lowered.graph.to_json())
-        schedule = _C.make_schedule(lowered.graph, backend.target(device, options))
-        dump.write("5.schedule.json", schedule.to_json())
-        _C.validate(schedule)
+        with stage("schedule"):
+            schedule = _C.make_schedule(lowered.graph, backend.target(device, options))
+            dump.write("5.schedule.json", schedule.to_json())
+            _C.validate(schedule)
         positions = {node: i for i, node in enumerate(node for node in gm.graph.nodes if node.op == "placeholder")}
         self.inputs = [positions[node] for node in lowered.inputs]
         self.scalars = [positions[node] for node in lowered.scalars]
         self.written = [self.inputs[index] for index in _written_inputs(lowered.graph)]
         self.fresh, self.outputs = lowered.fresh, lowered.outputs
         self.device = device
+        self.schedule = schedule
         self.executable = backend.load(schedule, device, options, dump)
         if device.type == "cpu":  # a CUDA launch reads its indices on the device, where those outside are left out
             for bound in index_bounds(gm, lowered):
