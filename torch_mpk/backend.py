@@ -15,11 +15,12 @@ from torch_mpk.capture import Captured, capture, number_positions
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
-from torch_mpk.fallback import check_coverage, fall_back
+from torch_mpk.fallback import check_coverage, compile_others, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime import Program
 from torch_mpk.specialize import per_call_numbers
+from torch_mpk.stages import stage, timed
 
 logger = logging.getLogger(__name__)
 
@@ -45,30 +46,39 @@ def mpk(
     if env.disable:
         return gm.forward
     try:
-        numbers = number_positions(gm, example_inputs)
-        device = check_call([value for i, value in enumerate(example_inputs) if i not in numbers])
-        try:
-            return compile_graph(gm, example_inputs, device, settings)
-        except UnsupportedError as error:
-            if not numbers:
-                raise
-            logger.info("building for each shape, because one build cannot hold for all: %s", error)
-            return per_call_numbers(
-                numbers,
-                build=lambda inputs: compile_graph(gm, inputs, device, settings, specialize=True),
-                give_up=lambda inputs, error: fall_back(gm, inputs, settings, error),
-            )
+        return compile_call(gm, example_inputs, settings)
     except Exception as error:
         return fall_back(gm, example_inputs, settings, error)
+
+
+def compile_call(gm: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """What runs a graph of Dynamo's. Raises whatever makes it one that we do not run."""
+    numbers = number_positions(gm, inputs)
+    device = check_call([value for i, value in enumerate(inputs) if i not in numbers])
+    try:
+        return compile_graph(gm, inputs, device, options)
+    except UnsupportedError as error:
+        if not numbers:
+            raise
+        logger.info("building for each shape, because one build cannot hold for all: %s", error)
+        return per_call_numbers(
+            numbers,
+            build=lambda inputs: compile_graph(gm, inputs, device, options, specialize=True),
+            give_up=lambda inputs, error: fall_back(gm, inputs, options, error),
+        )
 
 
 def compile_graph(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.device, options: Options, specialize: bool = False
 ) -> Callable[..., Any]:
-    captured = capture(gm, inputs, specialize=specialize)
-    check_graph(captured)
-    check_mutations(captured, inputs)
-    return build(captured, device, options).callable(gm.forward)
+    with timed() as seconds:
+        with stage("capture"):
+            captured = capture(gm, inputs, specialize=specialize)
+            check_graph(captured)
+            check_mutations(captured, inputs)
+        program = build(captured, device, options)
+    program.seconds = program.seconds or seconds
+    return program.callable(gm.forward)
 
 
 def build(captured: Captured, device: torch.device, options: Options) -> Program:
@@ -79,10 +89,16 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
         dump = Dump.next()
         dump.write("1.capture.txt", str(captured))
         with tracing(None):  # Dynamo's context, whose fake mode is not the captured graph's
-            tasks = apply(captured.graph_module)
+            with stage("patterns"):
+                tasks = apply(captured.graph_module)
             dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
-            partitioned = partition(tasks)
+            with stage("partition"):
+                partitioned = partition(tasks, options.min_segment_nodes)
             dump.write("3.segments.txt", str(partitioned))
-            check_coverage(partitioned, captured, options)
-            program = _programs[key] = Program(partitioned, device, options, dump)
+            check_coverage(partitioned, captured, device, options)
+            program = Program(partitioned, device, options, dump)
+            if partitioned.fallbacks:
+                with stage("fallback"):
+                    program.others = compile_others(partitioned, device, options)
+            _programs[key] = program
     return program

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch_mpk.errors import OptionError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-FALLBACKS = ("eager", "inductor", "error")
+FALLBACKS = ("inductor", "eager", "error")
 
 
 def _closest(name: str, known: list[str]) -> str:
@@ -24,8 +24,11 @@ def _closest(name: str, known: list[str]) -> str:
 class Options:
     """What ``torch.compile(..., backend="mpk", options={...})`` accepts."""
 
-    fallback: Literal["eager", "inductor", "error"] = "eager"
-    """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead."""
+    fallback: Literal["inductor", "eager", "error"] | None = None
+    """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead; what Inductor cannot
+    take runs eagerly. None: "inductor" on CUDA, "eager" on the CPU."""
+    min_segment_nodes: int | None = None
+    """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
     num_threads: int | None = None
     """Worker threads of the CPU runtime. None: TORCH_MPK_NUM_THREADS, else ``torch.get_num_threads()``."""
     watchdog_seconds: float | None = None
@@ -58,18 +61,23 @@ class Options:
                 raise OptionError(f"option {name!r}: expected {expected}, got {getattr(self, name)!r}")
 
         expect(
-            self.fallback in FALLBACKS,
+            self.fallback is None or self.fallback in FALLBACKS,
             "fallback",
             f"one of {', '.join(FALLBACKS)}{_closest(str(self.fallback), [*FALLBACKS])}",
         )
         expect(
             self.num_threads is None or _is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0"
         )
+        nodes = self.min_segment_nodes
+        expect(nodes is None or _is_int(nodes) and nodes > 0, "min_segment_nodes", "an int > 0")
         seconds = self.watchdog_seconds
         is_number = _is_int(seconds) or isinstance(seconds, float)
         expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")
         expect(self.arch in (None, 80, 90), "arch", "80, 90 or None")
         expect(isinstance(self.fuse, bool), "fuse", "True or False")
+
+    def fallback_on(self, device_type: str) -> str:
+        return self.fallback or ("inductor" if device_type == "cuda" else "eager")
 
 
 def _is_int(value: Any) -> bool:
