@@ -21,6 +21,7 @@ from torch_mpk.patterns import apply
 from torch_mpk.runtime import Program
 from torch_mpk.specialize import per_call_numbers
 from torch_mpk.stages import stage, timed
+from torch_mpk.verify import verified
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,11 @@ def compile_graph(
             check_mutations(captured, inputs)
         program = build(captured, device, options)
     program.seconds = program.seconds or seconds
-    return program.callable(gm.forward)
+    call = program.callable(gm.forward)
+    if options.verify:
+        written = [i for i, graph_input in enumerate(captured.inputs) if graph_input.is_mutated]
+        call = verified(call, program, gm.forward, written, device, options)
+    return call
 
 
 def build(captured: Captured, device: torch.device, options: Options) -> Program:

@@ -29,6 +29,8 @@ class Options:
     take runs eagerly. None: "inductor" on CUDA, "eager" on the CPU."""
     min_segment_nodes: int | None = None
     """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
+    verify: bool | int = False
+    """Compare with eager, on copies of what a call writes: True the first call, n the first and every n-th after it."""
     num_threads: int | None = None
     """Worker threads of the CPU runtime. None: TORCH_MPK_NUM_THREADS, else ``torch.get_num_threads()``."""
     watchdog_seconds: float | None = None
@@ -70,6 +72,7 @@ class Options:
         )
         nodes = self.min_segment_nodes
         expect(nodes is None or _is_int(nodes) and nodes > 0, "min_segment_nodes", "an int > 0")
+        expect(isinstance(self.verify, int) and self.verify >= 0, "verify", "True, False or an int >= 0")
         seconds = self.watchdog_seconds
         is_number = _is_int(seconds) or isinstance(seconds, float)
         expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")

@@ -42,5 +42,12 @@ class MegakernelTimeout(LaunchError):
     """The watchdog aborted a launch that made no progress for ``watchdog_seconds``."""
 
 
+class VerificationError(MpkError):
+    """With ``options={"verify": ...}`` a call differed from eager."""
+
+    def __init__(self, difference: str, culprit: str) -> None:
+        super().__init__(f"{difference}. The first to differ: {culprit}")
+
+
 class MpkWarning(UserWarning):
     """The backend runs something the way it would have run without torch_mpk."""

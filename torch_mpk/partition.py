@@ -4,7 +4,7 @@ Segments follow each other in program order and a node never moves across anothe
 order whatever falls back. Views and sizes cost nothing: each segment makes those it needs again, and only tensors with
 memory of their own pass from one segment to another.
 
-Where some nodes fall back, what lies between them is ours only if it pays. The same bytes travel either way; beyond that
+Where some nodes fall back, what lies between them is ours only if it pays. The same bytes travel either way; beside it
 PyTorch takes about ``KERNEL_US`` for each operation, and a segment of ours ``LAUNCH_US`` once and ``PHASE_US`` for each
 input of matrix products or attention. A graph that is ours whole is one launch, whatever its size.
 """
