@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torch_mpk.errors import OptionError
+from torch_mpk.errors import OptionError, UnknownOptionError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 FALLBACKS = ("inductor", "eager", "error")
@@ -50,17 +50,18 @@ class Options:
             OptionError: naming the option, what was expected and what was given.
         """
         if mode is not None and mode not in MODES:
-            raise OptionError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}{_closest(str(mode), [*MODES])}")
+            hint = _closest(str(mode), [*MODES])
+            raise OptionError(name="mode", expected=f"one of {', '.join(MODES)}", value=mode, hint=hint)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options or {}:
             if name not in known:
-                raise OptionError(f"unknown option {name!r}{_closest(name, known)}: the options are {', '.join(known)}")
+                raise UnknownOptionError(name=name, hint=_closest(name, known), known=", ".join(known))
         return cls(**(options or {}))
 
     def __post_init__(self) -> None:
         def expect(ok: bool, name: str, expected: str) -> None:
             if not ok:
-                raise OptionError(f"option {name!r}: expected {expected}, got {getattr(self, name)!r}")
+                raise OptionError(name=f"option {name!r}", expected=expected, value=getattr(self, name))
 
         expect(
             self.fallback is None or self.fallback in FALLBACKS,
@@ -144,7 +145,7 @@ class Environment:
             return False
         if value in ("1", "true", "on", "yes"):
             return True
-        raise OptionError(f"{name}: expected 0 or 1, got {value!r}")
+        raise OptionError(name=name, expected="0 or 1", value=value)
 
     @staticmethod
     def _path(name: str) -> Path | None:
@@ -161,7 +162,7 @@ class Environment:
         except ValueError:
             value = None
         if value is None or not least <= value < 1e9:
-            raise OptionError(f"{name}: expected a number >= {least}, got {text!r}")
+            raise OptionError(name=name, expected=f"a number >= {least}", value=text)
         return value
 
 

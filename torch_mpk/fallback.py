@@ -12,10 +12,9 @@ import torch
 from torch import fx
 from torch._dynamo import lookup_backend
 
-from torch_mpk.admission import Declined
 from torch_mpk.capture import Captured
 from torch_mpk.config import Options
-from torch_mpk.errors import MpkError, MpkWarning, UnsupportedError
+from torch_mpk.errors import InternalError, MpkError, MpkWarning, PrefillDeclined, UnsupportedError
 from torch_mpk.partition import Partitioned
 
 logger = logging.getLogger(__name__)
@@ -54,11 +53,13 @@ def compile_others(partitioned: Partitioned, device: torch.device, options: Opti
 
 def fall_back(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, error: Exception) -> Callable[..., Any]:
     """What runs a graph that we do not: Inductor or eager PyTorch."""
-    if isinstance(error, Declined) and error.is_intended:
+    if isinstance(error, PrefillDeclined):
         logger.info("%s", error)
         return gm.forward
     if options.fallback == "error":
-        raise error
+        if isinstance(error, MpkError):
+            raise error
+        raise InternalError(reason(error)) from error
     is_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     how = options.fallback_on("cuda" if is_cuda else "cpu")
     warn(_announcement("this graph", how, reason(error)))

@@ -53,15 +53,15 @@ def verified(
         if not is_due or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             calls += 1
             return call(*args)
-        before = _copied(args, written)
+        before = copied(args, written)
         results = call(*args)
         difference = _difference(results, args, eager, before, written)
         if difference is not None:
-            culprit = _Search(device, options).in_program(program, _copied(before, written))
+            culprit = _Search(device, options).in_program(program, copied(before, written))
             if culprit is not None:
                 for position in written:
                     args[position].copy_(before[position])
-                raise VerificationError(difference, culprit)
+                raise VerificationError(difference=difference, culprit=culprit)
             logger.info("verified, but for a choice between near equals: %s", difference)
         calls += 1
         return results
@@ -113,8 +113,8 @@ class _Search:
         suspects = [node for node in gm.graph.nodes if node.name in names[first:last]]
         parts = split(gm, [cut for cut in (first, last) if 0 < cut < len(names)])
         index = 1 if first else 0
-        segment, inputs = next(itertools.islice(_walk(parts, _copied(args, _written(gm)), self._build), index, None))
-        _, eagers = next(itertools.islice(_walk(parts, _copied(args, _written(gm))), index, None))
+        segment, inputs = next(itertools.islice(_walk(parts, copied(args, _written(gm)), self._build), index, None))
+        _, eagers = next(itertools.islice(_walk(parts, copied(args, _written(gm))), index, None))
         alone = self._build(segment.gm)
         agrees_alone = alone is not None and not _differs(alone, segment.gm, inputs)
         if agrees_alone and not all(map(_same_choice, segment.gm(*inputs), segment.gm(*eagers))):
@@ -149,7 +149,7 @@ def _walk(
 def _differs(run: Run, gm: fx.GraphModule, args: Sequence[Any]) -> bool:
     """Whether ``run`` and the graph's nodes give different results or writes; ``args`` are not changed."""
     written = _written(gm)
-    own = _copied(args, written)
+    own = copied(args, written)
     return _difference(run(*own), own, gm, args, written) is not None
 
 
@@ -166,7 +166,7 @@ def _same_choice(a: Any, b: Any) -> bool:
 # ---- comparing ----
 
 
-def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+def copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
     """The arguments with copies of the tensors at these positions, strides and all."""
     copied = list(args)
     for i in positions:
@@ -182,11 +182,11 @@ def _difference(
     results: Sequence[Any], args: Sequence[Any], eager: Run, before: Sequence[Any], written: Sequence[int]
 ) -> str | None:
     """How results and inputs differ from what ``eager`` makes of ``before``, which stays; None where they do not."""
-    expected_args = _copied(before, written)
+    expected_args = copied(before, written)
     expected = [*eager(*expected_args), *(expected_args[i] for i in written)]
     try:
         exact_args = [arg if isinstance(arg, torch.nn.Parameter) else _widened(arg) for arg in before]
-        exact_args = _copied(exact_args, [i for i in written if exact_args[i] is before[i]])
+        exact_args = copied(exact_args, [i for i in written if exact_args[i] is before[i]])
         with _Float64():
             exact = [*eager(*exact_args), *(exact_args[i] for i in written)]
     except Exception as error:
