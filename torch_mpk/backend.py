@@ -106,4 +106,8 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
                 with stage("fallback"):
                     program.others = compile_others(partitioned, device, options)
             _programs[key] = program
+            parts = [(segment.num_operations, segment.ours) for segment in partitioned.segments]
+            total, num_ours = sum(count for count, _ in parts), sum(is_ours for _, is_ours in parts)
+            rest = sum(count for count, is_ours in parts if not is_ours)
+            logger.info("a graph of %d operations is %d megakernel(s); %d operations fall back", total, num_ours, rest)
     return program
