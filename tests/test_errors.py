@@ -48,7 +48,7 @@ def test_options():
 def test_graphs_that_are_not_ours():
     x = torch.eye(4)
     with torch.no_grad(), pytest.raises(errors.UnsupportedError, match="linalg_inv"):
-        compile_strictly(lambda x: torch.linalg.inv(x), x)
+        compile_strictly(lambda x: (torch.linalg.inv(x),), x)
     with pytest.raises(errors.GradModeError, match=r"torch\.inference_mode\(\) or torch\.no_grad\(\)"):
         compile_strictly(lambda x: x + 1, x.clone().requires_grad_())
     with (
@@ -59,7 +59,7 @@ def test_graphs_that_are_not_ours():
     with pytest.raises(errors.SeveralDevicesError, match=r"several devices \(cpu, meta\): put model and inputs on one"):
         compile_strictly(lambda x, y: x + y, x, x.to("meta"))
     with pytest.raises(errors.GrowingCacheError, match="past_key_values grows with every call"):
-        compile_strictly(lambda past_key_values, k: torch.cat([past_key_values, k]), x, x)
+        compile_strictly(lambda past_key_values, k: (torch.cat([past_key_values, k]),), x, x)
     with pytest.raises(errors.SharedMemoryError, match="share memory, and one of them is written in place: clone one"):
         compile_strictly(lambda x, y: (x.add_(1), y * 2), x[:3], x[1:])
 

@@ -75,9 +75,11 @@ def test_what_falls_back_is_listed_with_its_place_and_reason():
     assert 0 < report.share("flops") <= 1
     assert 0 < report.share("num_operations") < 1
     text = str(report)
-    assert "a call is 2 megakernels and 2 operations of PyTorch's" in text
-    assert "segment_1: fallback, 2 operations" in text
-    assert "falls back: linalg_inv_ex from " in text
+    left = report.parts[1].num_operations
+    assert 0 < left == report.num_operations < 5
+    assert f"a call is 2 megakernels and {left} operation" in text
+    assert f"segment_1: fallback, {left} operation" in text
+    assert "falls back: linalg_inv from " in text
     assert "test_explain.py:" in text
     assert "is not supported" in text
 

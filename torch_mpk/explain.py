@@ -25,7 +25,7 @@ from torch_mpk.backend import compile_call
 from torch_mpk.capture import capture
 from torch_mpk.config import Options
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
-from torch_mpk.fallback import reason
+from torch_mpk.fallback import quiet, reason
 from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
 from torch_mpk.runtime import Program, synchronize
 from torch_mpk.runtime.cpu import num_threads
@@ -122,9 +122,9 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     """What ``torch.compile(model, backend="mpk", options=options)(*args, **kwargs)`` does, under ``inference_mode``.
 
     The call is captured and built, run in eager for its results, and its graphs are timed. All of that works on deep
-    copies of the arguments (where they can be copied) and on copies of the model's tensors that a graph writes, so
-    caches, buffers and random state are afterwards what they were. Python attributes that ``forward`` sets on the model
-    are set, as by any call. It takes memory for one such copy, and for a second of what is written.
+    copies of the arguments (but for modules, and what cannot be copied) and on copies of the model's tensors that a
+    graph writes, so caches, buffers and random state are afterwards what they were. Python attributes that ``forward``
+    sets on the model are set, as by any call. It takes memory for one such copy, and for a second of what is written.
 
     Args:
         model: a module or function, compiled already or not.
@@ -138,7 +138,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
         Exception: whatever the model itself raises for these arguments.
     """
     settings = dataclasses.replace(Options.parse(None, options), verify=False)
-    model = getattr(model, "_orig_mod", model)
+    fn = getattr(model, "_orig_mod", model)  # the name that torch.compile's own wrapper uses: provenance.py knows it
     graphs: list[Graph] = []
     devices: list[torch.device] = []
     start = time.perf_counter()
@@ -150,14 +150,15 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
         return lambda *args: gm(*_copies(args))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
+        return fn(*args, **kwargs)
 
     # A code object of its own: Dynamo counts recompilations by it.
     call = types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.inference_mode(), torch.random.fork_rng(cuda):
+    modules = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)}
+    with torch.inference_mode(), torch.random.fork_rng(cuda), quiet():
         with contextlib.suppress(RuntimeError, TypeError):  # of tensors with a history, handles of the system
-            args, kwargs = copy.deepcopy((args, kwargs))
+            args, kwargs = copy.deepcopy((args, kwargs), modules)
         torch.compile(call, backend=backend, dynamic=False)(*args, **kwargs)
     device = devices[0] if devices else torch.device("cpu")
     return Report(graphs, device, _bytes_per_second(device, settings))
@@ -290,7 +291,7 @@ def _bytes_per_second(device: torch.device, options: Options) -> float | None:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    rest = f" and {report.num_operations} operations of PyTorch's" if report.num_operations else ""
+    rest = f" and {_count(report.num_operations, 'operation')} of PyTorch's" if report.num_operations else ""
     yield f"torch_mpk on {report.device}: a call is {_count(report.num_megakernels, 'megakernel')}{rest}"
     shares = {"FLOPs": "flops", "bytes": "num_bytes", "operations": "num_operations"}
     yield "in megakernels: " + ", ".join(f"{report.share(key):.1%} of {what}" for what, key in shares.items())
@@ -306,7 +307,9 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
     yield f"graph {number}: " + (f"not ours, because {graph.why}" if graph.why else _count(len(graph.parts), "part"))
     for part in graph.parts:
         kind = "megakernel" if part.is_megakernel else "fallback"
-        amounts = f"{part.num_operations} operations, {part.flops / 1e9:.3g} GFLOP, {_mib(part.num_bytes)} read"
+        amounts = (
+            f"{_count(part.num_operations, 'operation')}, {part.flops / 1e9:.3g} GFLOP, {_mib(part.num_bytes)} read"
+        )
         yield f"  {part.name}: {kind}, {amounts}"
         if part.is_megakernel:
             yield f"    {_phases(part)}"

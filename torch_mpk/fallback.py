@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +87,18 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any] |
         warn(f"inductor cannot compile what torch_mpk leaves to it, so that runs eagerly: {reason(error)}")
         logger.info("inductor's error", exc_info=error)
         return None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing is announced inside, so that it still can be afterwards."""
+    before = set(_warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MpkWarning)
+        try:
+            yield
+        finally:
+            _warned.intersection_update(before)
 
 
 def warn(message: str) -> None:
