@@ -1,7 +1,8 @@
 """torch_mpk runs a whole model forward as one persistent GPU kernel: ``torch.compile(model, backend="mpk")``."""
 
 from torch_mpk import ops, tasks  # declares torch.ops.mpk and the tasks behind it
-from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError
+from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError, VerificationError
+from torch_mpk.explain import explain
 from torch_mpk.generate import generate
 from torch_mpk.registry import task
 from torch_mpk.runtime import synchronize
@@ -11,6 +12,8 @@ __all__ = [
     "MpkError",
     "MpkWarning",
     "UnsupportedError",
+    "VerificationError",
+    "explain",
     "generate",
     "ops",
     "synchronize",

@@ -1,4 +1,4 @@
-"""``python -m torch_mpk env`` for reports, ``python -m torch_mpk cache show|clear`` for the compiled kernels."""
+"""``python -m torch_mpk``: ``env`` for reports, ``cache show|clear`` for compiled kernels, ``explain`` for a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 from torch_mpk import _C
 from torch_mpk.config import env
-from torch_mpk.errors import CompileError
+from torch_mpk.errors import CompileError, catalogue
+from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
 
 
@@ -39,12 +40,17 @@ def environment() -> Iterator[tuple[str, str]]:
             yield name, os.environ[name]
 
 
-def show_environment(_: Cache) -> None:
+def show_environment(_: argparse.Namespace) -> None:
     for name, value in environment():
         print(f"{name}: {value}")
 
 
-def show_cache(cache: Cache) -> None:
+def _cache() -> Cache:
+    return Cache(env.cache_dir, env.cache_bytes)
+
+
+def show_cache(_: argparse.Namespace) -> None:
+    cache = _cache()
     entries = cache.entries()
     for entry in entries:
         size = sum(map(len, entry.files.values()))
@@ -55,22 +61,50 @@ def show_cache(cache: Cache) -> None:
     print(f"{len(entries)} kernels, {total / 2**20:.1f} MiB in {cache.root}")
 
 
-def clear_cache(cache: Cache) -> None:
+def clear_cache(_: argparse.Namespace) -> None:
+    cache = _cache()
     print(f"deleted {cache.clear()} kernels from {cache.root}")
+
+
+def explain_model(arguments: argparse.Namespace) -> None:
+    from transformers import AutoConfig
+
+    from torch_mpk.testing.decode import prefill
+    from torch_mpk.testing.models import CONFIGS, random_model
+
+    name = arguments.model
+    config = CONFIGS[name]() if name in CONFIGS else AutoConfig.from_pretrained(name)
+    model = random_model(config, arguments.device, getattr(torch, arguments.dtype))
+    prompt = torch.zeros(arguments.batch, 1, dtype=torch.int64, device=arguments.device)
+    cache, _ = prefill(model, prompt, arguments.length)
+    print(explain(model, input_ids=prompt, past_key_values=cache))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m torch_mpk", description=__doc__)
     commands = parser.add_subparsers(required=True)
 
-    def add(parent: argparse._SubParsersAction, name: str, run: Callable[[Cache], None], text: str) -> None:
-        parent.add_parser(name, help=text, description=text).set_defaults(run=run)
+    def add(
+        parent: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], None], text: str
+    ) -> argparse.ArgumentParser:
+        command = parent.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
 
     add(commands, "env", show_environment, "print versions, compilers, devices and settings")
     cache = commands.add_parser("cache", help="the compiled kernels").add_subparsers(required=True)
     add(cache, "show", show_cache, "list the compiled kernels, least recently used first")
     add(cache, "clear", clear_cache, "delete the compiled kernels")
-    parser.parse_args(arguments).run(Cache(env.cache_dir, env.cache_bytes))
+    add(commands, "errors", lambda _: print(catalogue(), end=""), "print docs/errors.md")
+    text = "show what becomes of a decode step of a causal language model, with random weights"
+    command = add(commands, "explain", explain_model, text)
+    command.add_argument("model", help="qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama-1b, or a path or hub id of a config")
+    command.add_argument("--batch", type=int, default=1, help="sequences (default: 1)")
+    command.add_argument("--length", type=int, default=1024, help="positions of the cache (default: 1024)")
+    command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parsed = parser.parse_args(arguments)
+    parsed.run(parsed)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from torch_mpk.capture import Captured, source_line
-from torch_mpk.errors import MpkError, UnsupportedError
+from torch_mpk.errors import (
+    AutocastError,
+    GradModeError,
+    GrowingCacheError,
+    PrefillDeclined,
+    SeveralDevicesError,
+    SharedMemoryError,
+    UnsupportedError,
+)
 
 aten = torch.ops.aten
 
 _CACHE_SOURCE = re.compile(r"past_key_values|\.layers\[\d+\]\.(keys|values)$")
-
-
-class Declined(MpkError):
-    """A graph that no build could take. ``is_intended``: worth a line in the log, not a warning."""
-
-    def __init__(self, message: str, is_intended: bool = False) -> None:
-        self.is_intended = is_intended
-        super().__init__(message)
 
 
 def check_call(inputs: Sequence[Any]) -> torch.device:
@@ -31,23 +31,17 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise UnsupportedError(
-            "grad mode is on and an input requires grad: wrap the call in torch.inference_mode() or torch.no_grad()"
-        )
+        raise GradModeError
     devices = sorted({str(tensor.device) for tensor in tensors})
     if not devices:
         raise UnsupportedError("the graph has no tensor input")
     if len(devices) > 1:
-        raise UnsupportedError(
-            f"the inputs are on several devices ({', '.join(devices)}): use one: device_map={devices[-1]!r}"
-        )
+        raise SeveralDevicesError(devices=", ".join(devices))
     device = tensors[0].device
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"the inputs are on {device}, and torch_mpk runs on cpu and cuda")
     if torch.is_autocast_enabled(device.type):
-        raise UnsupportedError(
-            f"autocast is enabled for {device.type}: load the model in the dtype it should run in instead"
-        )
+        raise AutocastError(device=device.type)
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             raise UnsupportedError(
@@ -57,7 +51,7 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
 
 
 def check_graph(captured: Captured) -> None:
-    """Raises Declined for a cache that grows, and for a prefill, which is compute-bound and stays eager as intended."""
+    """Raises DeclinedError for a cache that grows, and for a prefill, which is bound by compute and stays eager."""
     nodes = captured.graph_module.graph.nodes
     sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
     results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
@@ -65,21 +59,16 @@ def check_graph(captured: Captured) -> None:
         if node.target is aten.cat.default and node in results:
             grown = [sources[part] for part in node.args[0] if _CACHE_SOURCE.search(sources.get(part, ""))]
             if grown:
-                raise Declined(
-                    f"{grown[0]} grows with every call, at {source_line(node)}: pass a transformers.StaticCache as "
-                    "past_key_values (or cache_implementation='static' to generate)"
-                )
+                raise GrowingCacheError(source=grown[0], line=source_line(node))
     for node in nodes:
         length = _query_length(node)
         if length > 1:
-            raise Declined(
-                f"a step over {length} positions (prefill) runs eagerly; steps over one run as a megakernel", True
-            )
+            raise PrefillDeclined(length=length)
 
 
 def check_mutations(sources: Sequence[str], mutated: Container[int], inputs: Sequence[Any]) -> None:
-    """Raises Declined where writing to the inputs at ``mutated`` in place would differ from eager: where they overlap
-    others. ``sources`` says where Dynamo found each input.
+    """Raises SharedMemoryError where writing to the inputs at ``mutated`` in place would differ from eager: where they
+    overlap others. ``sources`` says where Dynamo found each input.
     """
     extents = []
     for position, tensor in enumerate(inputs):
@@ -92,9 +81,7 @@ def check_mutations(sources: Sequence[str], mutated: Container[int], inputs: Seq
     reach: tuple[int, int] | None = None  # end and position of the input that reaches furthest so far
     for begin, end, position in extents:
         if reach is not None and begin < reach[0] and (position in mutated or reach[1] in mutated):
-            raise Declined(
-                f"{sources[position]} and {sources[reach[1]]} share memory, and one of them is written in place"
-            )
+            raise SharedMemoryError(first=sources[position], second=sources[reach[1]])
         if reach is None or end > reach[0]:
             reach = (end, position)
 

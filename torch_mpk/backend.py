@@ -19,11 +19,12 @@ from torch_mpk.capture import Captured, capture, input_sources, number_positions
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
-from torch_mpk.fallback import check_coverage, fall_back
+from torch_mpk.fallback import check_coverage, compile_others, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime import Program
 from torch_mpk.specialize import per_call_numbers, warn_at_recompile_limit
+from torch_mpk.verify import verified
 
 logger = logging.getLogger(__name__)
 
@@ -50,37 +51,51 @@ def mpk(
         return gm.forward
     warn_at_recompile_limit(gm)
     with timing.build():
-        return _compile(gm, example_inputs, settings)
-
-
-def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
-    try:
-        numbers = number_positions(gm, example_inputs)
-        device = check_call([value for i, value in enumerate(example_inputs) if i not in numbers])
         try:
-            return compile_graph(gm, example_inputs, device, settings)
-        except UnsupportedError as error:
-            if not numbers:
-                raise
-            logger.info("building for each shape, because one build cannot hold for all: %s", error)
-            return per_call_numbers(
-                numbers,
-                build=lambda inputs: compile_graph(gm, inputs, device, settings, specialize=True),
-                give_up=lambda inputs, error: fall_back(gm, inputs, settings, error),
-            )
-    except Exception as error:
-        return fall_back(gm, example_inputs, settings, error)
+            return compile_call(gm, example_inputs, settings)
+        except Exception as error:
+            return fall_back(gm, example_inputs, settings, error)
+
+
+def compile_call(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, needs_graph: bool = False
+) -> Callable[..., Any]:
+    """What runs a graph of Dynamo's. ``needs_graph``: see ``compile_graph``.
+
+    Raises whatever makes it a graph that we do not run.
+    """
+    numbers = number_positions(gm, inputs)
+    device = check_call([value for i, value in enumerate(inputs) if i not in numbers])
+    try:
+        return compile_graph(gm, inputs, device, options, needs_graph=needs_graph)
+    except UnsupportedError as error:
+        if not numbers:
+            raise
+        logger.info("building for each shape, because one build cannot hold for all: %s", error)
+        return per_call_numbers(
+            numbers,
+            build=lambda inputs: compile_graph(gm, inputs, device, options, specialize=True),
+            give_up=lambda inputs, error: fall_back(gm, inputs, options, error),
+        )
 
 
 def compile_graph(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.device, options: Options, specialize: bool = False
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    device: torch.device,
+    options: Options,
+    specialize: bool = False,
+    needs_graph: bool = False,
 ) -> Callable[..., Any]:
+    """``needs_graph``: the program must have the graph it was made from, which an earlier process's build has not."""
+    needs_graph = needs_graph or bool(options.verify)
     built_with = dataclasses.replace(options, freeze=False)  # which is a matter of calls
     with timing.stage("look-up"):
-        key = build_key(gm, inputs, device, built_with)
+        key = None if needs_graph else build_key(gm, inputs, device, built_with)
         stored = build_cache.get(key, device) if key else None
     if stored is not None:
-        check_mutations(input_sources(gm), stored.mutated, inputs)
+        mutated = stored.mutated
+        check_mutations(input_sources(gm), mutated, inputs)
         make = functools.partial(Program.of_plan, stored.plan, device, built_with)
         program = _shared((stored.graph, device, built_with), make)
     else:
@@ -90,17 +105,20 @@ def compile_graph(
         mutated = tuple(i for i, graph_input in enumerate(captured.inputs) if graph_input.is_mutated)
         check_mutations([graph_input.source for graph_input in captured.inputs], mutated, inputs)
         graph = captured.key()
-        program = _shared((graph, device, built_with), functools.partial(build, captured, device, built_with))
+        make = functools.partial(build, captured, device, built_with)
+        program = _shared((graph, device, built_with), make, needs_graph)
         if key and program.plan is not None:
             build_cache.put(key, Stored(program.plan, graph, mutated), device)
-    return program.callable(gm.forward, options.freeze)
+    call = program.callable(gm.forward, options.freeze)
+    return verified(call, program, gm.forward, mutated, device, options) if options.verify else call
 
 
-def _shared(key: tuple[Any, ...], make: Callable[[], Program]) -> Program:
+def _shared(key: tuple[Any, ...], make: Callable[[], Program], needs_graph: bool = False) -> Program:
     """A graph that was built before and is still in use is not built again."""
     program = _programs.get(key)
-    if program is None:
+    if program is None or needs_graph and program.partitioned is None:
         program = _programs[key] = make()
+        program.seconds = timing.stages()
     return program
 
 
@@ -113,7 +131,15 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
             tasks = apply(captured.graph_module)
         dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
         with timing.stage("partition"):
-            partitioned = partition(tasks)
+            partitioned = partition(tasks, options.min_segment_nodes)
         dump.write("3.segments.txt", str(partitioned))
-        check_coverage(partitioned, options)
-        return Program.build(partitioned, device, options, dump)
+        check_coverage(partitioned, captured, options)
+        program = Program.build(partitioned, device, options, dump)
+        if partitioned.fallbacks:
+            with timing.stage("fallback"):
+                program.others = compile_others(partitioned, options)
+    parts = [(segment.num_operations, segment.ours) for segment in partitioned.segments]
+    total, num_ours = sum(count for count, _ in parts), sum(is_ours for _, is_ours in parts)
+    rest = sum(count for count, is_ours in parts if not is_ours)
+    logger.info("a graph of %d operations is %d megakernel(s); %d operations fall back", total, num_ours, rest)
+    return program

@@ -140,7 +140,7 @@ def _pack(stored: Stored, backend: Any) -> dict[str, bytes] | None:
     plan = stored.plan
     if any(type(output.value) not in (type(None), bool, int, float, str) for output in plan.outputs):
         return None
-    fields = {name: value for name, value in vars(plan).items() if name not in ("program", "fresh", "outputs")}
+    fields = {name: getattr(plan, name) for name in ("inputs", "scalars", "written", "index_bounds")}
     fields["fresh"] = [asdict(buffer) for buffer in plan.fresh]
     fields["outputs"] = [asdict(output) for output in plan.outputs]
     text = json.dumps({"graph": stored.graph, "mutated": stored.mutated, "plan": fields}, default=_dtype_name)

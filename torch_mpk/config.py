@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torch_mpk.errors import OptionError
+from torch_mpk.errors import OptionError, UnknownOptionError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-FALLBACKS = ("eager", "inductor", "error")
+FALLBACKS = ("inductor", "eager", "error")
 ARCHS = (80, 90)
 
 
@@ -25,8 +25,13 @@ def _closest(name: str, known: list[str]) -> str:
 class Options:
     """What ``torch.compile(..., backend="mpk", options={...})`` accepts."""
 
-    fallback: Literal["eager", "inductor", "error"] = "eager"
-    """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead."""
+    fallback: Literal["inductor", "eager", "error"] = "eager"
+    """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead. "inductor" takes a
+    graph with symbolic sizes as a whole, and what it cannot take runs eagerly."""
+    min_segment_nodes: int | None = None
+    """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
+    verify: bool | int = False
+    """Compare with eager, on copies of what a call writes: True the first call, n the first and every n-th after it."""
     num_threads: int | None = None
     """Worker threads of the CPU runtime. None: TORCH_MPK_NUM_THREADS, else ``torch.get_num_threads()``."""
     watchdog_seconds: float | None = None
@@ -56,17 +61,18 @@ class Options:
             OptionError: naming the option, what was expected and what was given.
         """
         if mode is not None and mode not in MODES:
-            raise OptionError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}{_closest(str(mode), [*MODES])}")
+            hint = _closest(str(mode), [*MODES])
+            raise OptionError(name="mode", expected=f"one of {', '.join(MODES)}", value=mode, hint=hint)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options or {}:
             if name not in known:
-                raise OptionError(f"unknown option {name!r}{_closest(name, known)}: the options are {', '.join(known)}")
+                raise UnknownOptionError(name=name, hint=_closest(name, known), known=", ".join(known))
         return cls(**(options or {}))
 
     def __post_init__(self) -> None:
         def expect(ok: bool, name: str, expected: str) -> None:
             if not ok:
-                raise OptionError(f"option {name!r}: expected {expected}, got {getattr(self, name)!r}")
+                raise OptionError(name=f"option {name!r}", expected=expected, value=getattr(self, name))
 
         expect(
             self.fallback in FALLBACKS,
@@ -76,6 +82,9 @@ class Options:
         expect(
             self.num_threads is None or _is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0"
         )
+        nodes = self.min_segment_nodes
+        expect(nodes is None or _is_int(nodes) and nodes > 0, "min_segment_nodes", "an int > 0")
+        expect(isinstance(self.verify, int) and self.verify >= 0, "verify", "True, False or an int >= 0")
         seconds = self.watchdog_seconds
         is_number = _is_int(seconds) or isinstance(seconds, float)
         expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")
@@ -123,7 +132,7 @@ class Environment:
         """TORCH_MPK_ARCH: see ``Options.arch``."""
         value = os.environ.get("TORCH_MPK_ARCH")
         if value and value not in map(str, ARCHS):
-            raise OptionError(f"TORCH_MPK_ARCH: expected 80 or 90, got {value!r}")
+            raise OptionError(name="TORCH_MPK_ARCH", expected="80 or 90", value=value)
         return int(value) if value else None
 
     @property
@@ -153,7 +162,7 @@ class Environment:
             return False
         if value in ("1", "true", "on", "yes"):
             return True
-        raise OptionError(f"{name}: expected 0 or 1, got {value!r}")
+        raise OptionError(name=name, expected="0 or 1", value=value)
 
     @staticmethod
     def _path(name: str) -> Path | None:
@@ -170,7 +179,7 @@ class Environment:
         except ValueError:
             value = None
         if value is None or not least <= value < 1e9:
-            raise OptionError(f"{name}: expected a number >= {least}, got {text!r}")
+            raise OptionError(name=name, expected=f"a number >= {least}", value=text)
         return value
 
 

@@ -1,18 +1,60 @@
-"""Every error and warning class of torch_mpk."""
+"""Every error and warning of torch_mpk. ``catalogue`` is docs/errors.md."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
 
 class MpkError(RuntimeError):
-    """Base class of every error torch_mpk raises on purpose."""
+    """Base class of every error torch_mpk raises on purpose.
+
+    A message is the class's ``template`` with the fields that it is raised with; ``remedy`` is what to do about it.
+    """
+
+    template: ClassVar[str] = "{what}"
+    remedy: ClassVar[str] = ""
+
+    def __init__(self, what: str = "", **fields: Any) -> None:
+        super().__init__(self.template.format(what=what, remedy=self.remedy, **fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(cls: type[MpkError], args: tuple[Any, ...], state: dict[str, Any]) -> MpkError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class OptionError(MpkError, ValueError):
-    """An option of the backend or a ``TORCH_MPK_*`` variable has an unknown name or a value that cannot be used."""
+    """An option of the backend or a ``TORCH_MPK_*`` variable has a value that cannot be used."""
+
+    template = "{name}: expected {expected}, got {value!r}{hint}"
+    remedy = "Options and variables are described, each once, in torch_mpk/config.py."
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**{"hint": ""} | fields)
+
+
+class UnknownOptionError(OptionError):
+    """An option of the backend has an unknown name."""
+
+    template = "unknown option {name!r}{hint}: the options are {known}"
+
+
+class ArgumentError(MpkError, ValueError):
+    """An argument of ``torch_mpk.generate`` has a wrong shape, type or range."""
+
+    template = "{name}: expected {expected}, got {value}"
+    remedy = "The docstring of torch_mpk.generate says what each argument takes."
 
 
 class UnsupportedError(MpkError):
-    """A compile stage cannot take a node of the user's graph; the backend falls back.
+    """A compile stage cannot take a node of the user's graph, or the graph.
 
     Attributes:
         reason: why, in words that follow "because".
@@ -20,27 +62,193 @@ class UnsupportedError(MpkError):
         source: the user's source line it comes from, ``file.py:line in function``, or None.
     """
 
-    def __init__(self, reason: str, node: str | None = None, source: str | None = None) -> None:
-        self.reason, self.node, self.source = reason, node, source
-        at = f" from {source}" if source else ""
-        super().__init__(f"{node}{at}: {reason}" if node else reason)
+    template = "{place}{what}"
+    remedy = (
+        "Nothing need be done: options['fallback'] says what runs it instead, and only 'error' raises. "
+        "torch_mpk.explain lists all that falls back; rewriting the named line brings it into the kernel."
+    )
+
+    def __init__(self, reason: str = "", node: str | None = None, source: str | None = None, **fields: Any) -> None:
+        place = f"{node}{f' from {source}' if source else ''}: " if node else ""
+        super().__init__(reason, place=place, **fields)
+        self.reason, self.node, self.source = reason or str(self), node, source
+
+
+class GradModeError(UnsupportedError):
+    """Gradients would be recorded, and a megakernel has no backward."""
+
+    template = "grad mode is on and an input requires grad: {remedy}"
+    remedy = "wrap the call in torch.inference_mode() or torch.no_grad()"
+
+
+class AutocastError(UnsupportedError):
+    """Autocast chooses dtypes that the captured graph does not show."""
+
+    template = "autocast is enabled for {device}: {remedy}"
+    remedy = "load the model in the dtype it should run in instead"
+
+
+class SeveralDevicesError(UnsupportedError):
+    """A megakernel runs on one device."""
+
+    template = "the inputs are on several devices ({devices}): {remedy}"
+    remedy = "put model and inputs on one, as with device_map='cuda:0'"
+
+
+class DeclinedError(MpkError):
+    """A graph that no build could take, whatever the values of its numbers."""
+
+
+class PrefillDeclined(DeclinedError):
+    """A step over more than one position, which is bound by compute: it runs eagerly, with a line in the log."""
+
+    template = "a step over {length} positions (prefill) runs eagerly; {remedy}"
+    remedy = "steps over one run as a megakernel"
+
+
+class GrowingCacheError(DeclinedError):
+    """A key/value cache that is a new, longer tensor after each call."""
+
+    template = "{source} grows with every call, at {line}: {remedy}"
+    remedy = "pass a transformers.StaticCache as past_key_values (or cache_implementation='static' to generate)"
+
+
+class SharedMemoryError(DeclinedError):
+    """An input that is written in place overlaps another one, so that the order of reads and writes would count."""
+
+    template = "{first} and {second} share memory, and one of them is written in place: {remedy}"
+    remedy = "clone one of them to have the graph compiled"
+
+
+class IndexRangeError(MpkError, IndexError):
+    """A token id or cache position of a call lies outside its tensor. Nothing was written. On the CPU only."""
+
+    remedy = "Make the StaticCache longer (max_cache_len), or check the token ids."
+
+
+class TaskError(MpkError, ValueError):
+    """A task was declared or called with operands that its signature does not allow."""
+
+    remedy = "The message quotes the signature: make the named operand's shape or dtype fit it."
+
+
+class TaskAttributeError(MpkError, TypeError):
+    """A task was called with an attribute it does not have, or without one that it needs."""
+
+    remedy = "The message lists the attributes."
+
+
+class UnknownTaskError(MpkError, KeyError):
+    """No task has that name."""
+
+    template = "no task is named {name!r}; declared are: {known}"
+    remedy = "Import the module that declares it."
+
+    __str__ = Exception.__str__  # KeyError would show its repr
+
+
+class InternalError(MpkError):
+    """A stage failed in a way it should not, as on a schedule that its own validation rejects."""
+
+    template = "{what}. {remedy}"
+    remedy = "This is a bug of torch_mpk: please report it with the files that TORCH_MPK_DUMP=<folder> leaves"
+
+
+class VerificationError(MpkError):
+    """With ``options={"verify": ...}`` a call differed from eager. Its inputs are as they were before it."""
+
+    template = "{difference}. The first to differ: {culprit}. {remedy}"
+    remedy = "This is a bug of torch_mpk: please report it; until then TORCH_MPK_DISABLE=1 runs the model eagerly"
 
 
 class CompileError(MpkError):
-    """The device compiler rejected generated code, no compiler was found, or compiling is forbidden."""
+    """A device compiler cannot be used."""
+
+
+class NoCompilerError(CompileError):
+    """There is no device compiler."""
+
+    template = "no CUDA compiler found ({reasons}). {remedy}"
+    remedy = (
+        "Install the CUDA toolkit 12.8 or newer and set CUDA_HOME, or pip install nvidia-cuda-nvrtc and "
+        "nvidia-cuda-runtime in the versions of your torch"
+    )
+
+
+class KernelCompileError(CompileError):
+    """The device compiler rejected generated code."""
+
+    template = "a generated kernel does not compile:\n{errors}\ncommand: {command}\nsource: {source}\n{remedy}"
+    remedy = "log.txt beside it has all messages. Please report this with both files"
+
+
+class CompileForbiddenError(CompileError):
+    """A kernel is not in the cache, and compiling is forbidden."""
+
+    template = "kernel {key} is not in {cache} and TORCH_MPK_FORBID_COMPILE is set: {remedy}"
+    remedy = "run the model once without it, with the same compiler, torch_mpk and TORCH_MPK_CACHE_DIR"
+
+
+class InstallationError(CompileError):
+    """The headers that generated kernels include are missing."""
+
+    template = "torch_mpk/abi.h not found in {places}: {remedy}"
+    remedy = "the installation is incomplete, reinstall torch_mpk"
 
 
 class CacheError(MpkError):
     """The directory of compiled kernels cannot be used."""
 
+    template = "{what}. {remedy}"
+    remedy = "Set TORCH_MPK_CACHE_DIR to a directory of yours"
+
 
 class LaunchError(MpkError):
     """The driver could not load or launch a kernel, or a launch was aborted and its outputs are not valid."""
+
+    remedy = "The message has the driver's reason. python -m torch_mpk env prints versions and devices."
 
 
 class MegakernelTimeout(LaunchError):
     """The watchdog aborted a launch that made no progress for ``watchdog_seconds``."""
 
+    remedy = (
+        "The next call runs normally. Under a debugger or a profiler raise watchdog_seconds; else please report the "
+        "table with the files that TORCH_MPK_DUMP=<folder> leaves."
+    )
+
 
 class MpkWarning(UserWarning):
     """The backend runs something the way it would have run without torch_mpk."""
+
+
+def errors(base: type[MpkError] = MpkError) -> Iterator[type[MpkError]]:
+    """Every error class below ``base``, each before those derived from it."""
+    for cls in base.__subclasses__():
+        if cls.__module__ == __name__:
+            yield cls
+            yield from errors(cls)
+
+
+def catalogue() -> str:
+    """Every error in Markdown: what it is, its message, and what to do."""
+    lines = ["# Errors", "", inspect.cleandoc(_INTRODUCTION)]
+    for cls in errors():
+        bases = " and ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        message = cls.template.replace("{remedy}", "…")
+        lines += ["", f"## {cls.__name__}", "", f"Derived from {bases}. {summary}"]
+        if message != "{what}":
+            lines += ["", "```text", message, "```"]
+        if cls.remedy:
+            remedy = cls.remedy[0].upper() + cls.remedy[1:].rstrip(".")
+            lines += ["", f"What to do: {remedy}."]
+    return "\n".join(lines) + "\n"
+
+
+_INTRODUCTION = """
+<!-- python -m torch_mpk errors > docs/errors.md -->
+
+Each is a class of `torch_mpk.errors`. While a graph is being compiled, `torch.compile` wraps an error in its own
+`BackendCompilerFailed`, whose `inner_exception` it is. Braces stand for what the message fills in, … for what to do.
+"""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
+from torch import fx
 from torch._dynamo import lookup_backend
 
-from torch_mpk.admission import Declined
+from torch_mpk.capture import Captured
 from torch_mpk.config import Options
-from torch_mpk.errors import MpkError, MpkWarning, UnsupportedError
+from torch_mpk.errors import InternalError, MpkError, MpkWarning, PrefillDeclined, UnsupportedError
 from torch_mpk.partition import Partitioned
 
 logger = logging.getLogger(__name__)
@@ -20,34 +22,82 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-def check_coverage(partitioned: Partitioned, options: Options) -> None:
-    """Raises UnsupportedError unless everything is ours, or what is not may run eagerly between our segments."""
+def check_coverage(partitioned: Partitioned, captured: Captured, options: Options) -> None:
+    """Raises UnsupportedError unless everything is ours, or what is not may run between our segments."""
     if not partitioned.fallbacks:
         return
     node, source, why = partitioned.fallbacks[0]
     error = UnsupportedError(why, str(node), source)
-    if options.fallback != "eager" or not any(s.ours for s in partitioned.segments):
+    # Inductor compiles whole graphs with sizes in them, but not the parts that would be cut out of one.
+    needs_whole = captured.is_symbolic and options.fallback == "inductor"
+    if needs_whole or options.fallback == "error" or not any(s.ours for s in partitioned.segments):
         raise error
     others = len(partitioned.fallbacks) - 1
-    warn(f"torch_mpk runs a part of this graph eagerly: {error}" + (f" (and {others} more nodes)" if others else ""))
+    more = f" (and {others} more nodes)" if others else ""
+    warn(_announcement("a part of this graph", options.fallback, f"{error}{more}"))
 
 
-def fall_back(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, error: Exception
-) -> Callable[..., Any]:
-    """What runs a graph that we do not: eager PyTorch, or what the user chose."""
-    if isinstance(error, Declined) and error.is_intended:
+def compile_others(partitioned: Partitioned, options: Options) -> dict[str, Callable[..., Any]]:
+    """What runs the segments that are not ours, where that is more than PyTorch running their nodes one by one."""
+    if options.fallback != "inductor":
+        return {}
+    compiled: dict[str, Callable[..., Any]] = {}
+    for segment in partitioned.segments:
+        if segment.ours or not segment.num_operations:
+            continue
+        placeholders = segment.gm.graph.find_nodes(op="placeholder")
+        gm = fx.GraphModule(segment.gm, copy.deepcopy(segment.gm.graph))  # Inductor changes what it is given
+        run = _inductor(gm, [node.meta["val"] for node in placeholders])
+        if run is not None:
+            compiled[segment.name] = run
+    return compiled
+
+
+def fall_back(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, error: Exception) -> Callable[..., Any]:
+    """What runs a graph that we do not: Inductor or eager PyTorch."""
+    if isinstance(error, PrefillDeclined):
         logger.info("%s", error)
         return gm.forward
     if options.fallback == "error":
-        raise error
-    reason = str(error) if isinstance(error, MpkError) else f"{type(error).__name__}: {error}"
-    if options.fallback == "inductor":
-        warn(f"torch_mpk leaves this graph to inductor: {reason}")
-        return lookup_backend("inductor")(gm, list(inputs))
-    warn(f"torch_mpk runs this graph eagerly: {reason}")
+        if isinstance(error, MpkError):
+            raise error
+        raise InternalError(reason(error)) from error
+    warn(_announcement("this graph", options.fallback, reason(error)))
     logger.info("the error behind the warning", exc_info=error)
-    return gm.forward
+    return (_inductor(gm, inputs) if options.fallback == "inductor" else None) or gm.forward
+
+
+def reason(error: Exception) -> str:
+    """Why a graph is not ours, in a line."""
+    return str(error) if isinstance(error, MpkError) else f"{type(error).__name__}: {error}"
+
+
+def _announcement(what: str, how: str, why: str) -> str:
+    return (
+        f"torch_mpk leaves {what} to inductor: {why}" if how == "inductor" else f"torch_mpk runs {what} eagerly: {why}"
+    )
+
+
+def _inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+    """The graph compiled by Inductor, before anything of a call has run; None where it fails."""
+    try:
+        return lookup_backend("inductor")(gm, list(inputs))
+    except Exception as error:
+        warn(f"inductor cannot compile what torch_mpk leaves to it, so that runs eagerly: {reason(error)}")
+        logger.info("inductor's error", exc_info=error)
+        return None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing is announced inside, so that it still can be afterwards."""
+    before = set(_warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MpkWarning)
+        try:
+            yield
+        finally:
+            _warned.intersection_update(before)
 
 
 def warn(message: str) -> None:

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from torch_mpk.errors import ArgumentError
 from torch_mpk.runtime import synchronize
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def generate(
         int64[batch, prompt + generated].
 
     Raises:
-        ValueError: an argument has a wrong shape, type or range.
+        ArgumentError: an argument has a wrong shape, type or range.
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
     eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
@@ -85,7 +86,8 @@ def generate(
     needed = prompt + max_new_tokens - 1  # the last token is not written to the cache
     length = max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
     if length < needed:
-        raise ValueError(f"max_cache_len: {prompt} + {max_new_tokens} tokens need {needed}, got {max_cache_len}")
+        expected = f"at least {needed} for {prompt} + {max_new_tokens} tokens"
+        raise ArgumentError(name="max_cache_len", expected=expected, value=max_cache_len)
     decode = _Decode(model, input_ids, attention_mask, length, options)
     if do_sample:
         decode.choose = functools.partial(
@@ -122,7 +124,7 @@ def _check(
 ) -> None:
     def expect(ok: Any, name: str, expected: str, value: Any) -> None:
         if not ok:
-            raise ValueError(f"{name}: expected {expected}, got {value}")
+            raise ArgumentError(name=name, expected=expected, value=value)
 
     shape = list(input_ids.shape)
     expect(input_ids.dtype == torch.int64, "input_ids", "int64", input_ids.dtype)

@@ -3,13 +3,18 @@
 Segments follow each other in program order and a node never moves across another one, so in-place effects keep their
 order whatever falls back. Views and sizes cost nothing: each segment makes those it needs again, and only tensors with
 memory of their own pass from one segment to another.
+
+Where some nodes fall back, what lies between them is ours only if it pays. The same bytes travel either way; beside it
+PyTorch takes about ``KERNEL_US`` for each operation, and a segment of ours ``LAUNCH_US`` once and ``PHASE_US`` for each
+input of matrix products or attention. A graph that is ours whole is one launch, whatever its size.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +26,11 @@ from torch_mpk.lowering import supports
 from torch_mpk.provenance import where
 from torch_mpk.registry import Task
 
+# Microseconds on an H200: docs/performance.md.
+KERNEL_US = 4
+LAUNCH_US = 20
+PHASE_US = 8
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -29,6 +39,11 @@ class Segment:
     name: str
     ours: bool
     gm: fx.GraphModule
+
+    @property
+    def num_operations(self) -> int:
+        """Nodes that work: neither views nor sizes."""
+        return len(_work(self.gm.graph))
 
 
 class Fallback(NamedTuple):
@@ -50,7 +65,7 @@ class Partitioned:
 
     def __str__(self) -> str:
         parts = [
-            f"{s.name} ({'ours' if s.ours else 'eager'})\n{s.gm.print_readable(print_output=False)}"
+            f"{s.name} ({'ours' if s.ours else 'fallback'})\n{s.gm.print_readable(print_output=False)}"
             for s in self.segments
         ]
         reasons = [f"{node}: {why}" + (f" ({source})" if source else "") for node, source, why in self.fallbacks]
@@ -64,32 +79,72 @@ class _Run:
     outputs: list[fx.Node] = field(default_factory=list)
 
 
-def partition(gm: fx.GraphModule) -> Partitioned:
+def partition(gm: fx.GraphModule, min_segment_nodes: int | None = None) -> Partitioned:
     """Split a graph of ATen and task calls, with example values in ``node.meta["val"]``, into segments.
 
-    Ours are the runs of nodes that lowering supports, where they hold a stream task: without one they are not worth a
-    launch.
+    Ours are the runs of nodes that lowering supports, where they hold a stream task and pay for a launch, or have
+    ``min_segment_nodes`` if that is given.
     """
-    graph = copy.deepcopy(gm.graph)
-    gm = fx.GraphModule(gm, graph)
-    read_through_inplace(graph)
-    _keep_items_with_their_tuple(graph)
-
+    gm, graph = _prepared(gm)
     reasons = _reasons(graph)
     runs = _runs(graph, reasons)
     fallbacks = [Fallback(node.name, where(node), why) for node, why in reasons.items()]
     for run in runs:
-        if run.ours and not any(map(_is_stream_task, run.nodes)):
+        why = _why_not_worth(run, bool(reasons), min_segment_nodes) if run.ours else None
+        if why is not None:
             run.ours = False
-            why = "it and its neighbours hold no matrix product or attention, and are not worth a launch"
             fallbacks.append(Fallback(run.nodes[0].name, where(run.nodes[0]), why))
     runs = _merged(runs)
     _choose_outputs(graph, runs)
     return _assemble(gm, runs, fallbacks)
 
 
+def operations(gm: fx.GraphModule) -> list[str]:
+    """The names of the nodes that ``split`` counts, in program order."""
+    return [node.name for node in _work(_prepared(gm)[1])]
+
+
+def split(gm: fx.GraphModule, cuts: Sequence[int]) -> Partitioned:
+    """Split before the operations of these numbers. All segments are ours, but for one at the end of mere views."""
+    gm, graph = _prepared(gm)
+    work = _work(graph)
+    bounds = [0, *cuts, len(work)]
+    runs = [_Run(True, work[begin:end]) for begin, end in itertools.pairwise(bounds) if begin < end]
+    _choose_outputs(graph, runs)
+    return _assemble(gm, runs, [])
+
+
+def _prepared(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.Graph]:
+    """A copy whose every write is read through the tensor it updates, and whose tuples are followed by their items."""
+    graph = copy.deepcopy(gm.graph)
+    copied = fx.GraphModule(gm, graph)
+    read_through_inplace(copied.graph)
+    _keep_items_with_their_tuple(copied.graph)
+    return copied, copied.graph
+
+
+def _why_not_worth(run: _Run, is_part: bool, min_nodes: int | None) -> str | None:
+    stream_tasks = [node for node in run.nodes if _is_stream_task(node)]
+    if not stream_tasks:
+        return "it and its neighbours hold no matrix product or attention, and are not worth a launch"
+    if not is_part:
+        return None
+    if min_nodes is not None:
+        is_worth = len(run.nodes) >= min_nodes
+    else:
+        num_phases = len({node.args[0] for node in stream_tasks})
+        is_worth = KERNEL_US * len(run.nodes) >= LAUNCH_US + PHASE_US * num_phases
+    if is_worth:
+        return None
+    return f"it and its neighbours, {len(run.nodes)} operations between what falls back, are not worth a launch"
+
+
 def _is_stream_task(node: fx.Node) -> bool:
     return isinstance(node.target, Task) and node.target.role == "stream"
+
+
+def _work(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _is_free(node)]
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -109,7 +164,7 @@ def _keep_items_with_their_tuple(graph: fx.Graph) -> None:
 
 def _reasons(graph: fx.Graph) -> dict[fx.Node, str]:
     """The nodes that are not ours, in program order, and why."""
-    work = [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _is_free(node)]
+    work = _work(graph)
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in work):
         return dict.fromkeys(work, "the graph changes a tensor's shape in place")
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -141,9 +196,7 @@ def _reasons(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def _runs(graph: fx.Graph, reasons: Iterable[fx.Node]) -> list[_Run]:
     runs: list[_Run] = []
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output") or _is_free(node):
-            continue
+    for node in _work(graph):
         if not runs or runs[-1].ours != (node not in reasons):
             runs.append(_Run(node not in reasons, []))
         runs[-1].nodes.append(node)

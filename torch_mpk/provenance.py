@@ -8,6 +8,7 @@ from torch import fx
 
 from torch_mpk.capture import source_line
 
+_ROOT = re.compile(r"^L\.(self|fn)\b\.?|^L\.")  # the model, called as itself or through torch.compile's wrapper
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 
 
@@ -17,7 +18,7 @@ def module_path(node: fx.Node) -> str | None:
     if not stack:
         return None
     path = _INDEX.sub(r".\1", stack[-1][0])  # "L['self'].layers[0].mlp" -> "L.self.layers.0.mlp"
-    return path.replace("._modules", "").removeprefix("L.").removeprefix("self").lstrip(".") or None
+    return _ROOT.sub("", path.replace("._modules", "")) or None
 
 
 def where(node: fx.Node) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import torch
 
 from torch_mpk import _C
+from torch_mpk.errors import TaskAttributeError, TaskError, UnknownTaskError
 
 _ROLES_WITH_DEVICE_CODE = ("row", "stream")
 _ATTR_TYPES = (float, int, bool, str)
@@ -91,12 +92,12 @@ class Task:
         return result
 
     def bind_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """All attributes, in declaration order, with defaults filled in. Raises TypeError where names do not fit."""
+        """All attributes, in declaration order, with defaults. Raises TaskAttributeError where names do not fit."""
         unknown = attrs.keys() - self.attrs.keys()
         missing = [a.name for a in self.attrs.values() if a.required and a.name not in attrs]
         if unknown or missing:
             problem = f"unknown attribute {sorted(unknown)}" if unknown else f"attribute {missing} is missing"
-            raise TypeError(f"{self.name}: {problem}; it takes {list(self.attrs)}")
+            raise TaskAttributeError(f"{self.name}: {problem}; it takes {list(self.attrs)}")
         return {a.name: attrs.get(a.name, a.default) for a in self.attrs.values()}
 
     def check(
@@ -104,14 +105,14 @@ class Task:
     ) -> dict[str, tuple[Any, str]]:
         """Check the operands' shapes and dtypes; returns each named dimension's (size, operand that bound it).
 
-        Raises ValueError naming task, operand, expected, actual and the signature.
+        Raises TaskError naming task, operand, expected, actual and the signature.
         """
         if len(shapes) != len(self.inputs):
             expected = f"expected {len(self.inputs)} operands, got {len(shapes)}"
-            raise ValueError(f"{self.name}: {expected} (signature: {self.signature})")
+            raise TaskError(f"{self.name}: {expected} (signature: {self.signature})")
         for operand, dtype in zip(self.inputs, dtypes, strict=True):
             if operand.dtype is not None and dtype is not None and dtype != operand.dtype:
-                raise ValueError(
+                raise TaskError(
                     f"{self.name}: {operand.name} is {dtype}, expected {operand.dtype} (signature: {self.signature})"
                 )
         return bind_dims(self.name, self.signature, self.inputs, shapes, {})
@@ -155,11 +156,11 @@ def bind_dims(
     shapes: Sequence[Sequence[int] | None],
     sizes: dict[str, tuple[Any, str]],
 ) -> dict[str, tuple[Any, str]]:
-    """Bind the operands' named dimensions to sizes, on top of ``sizes``; raises ValueError where one disagrees."""
+    """Bind the operands' named dimensions to sizes, on top of ``sizes``; raises TaskError where one disagrees."""
     for operand, shape in zip(operands, shapes, strict=True):
         if shape is None:
             if not operand.optional:
-                raise ValueError(f"{name}: {operand.name} is required (signature: {signature})")
+                raise TaskError(f"{name}: {operand.name} is required (signature: {signature})")
             continue
         dims, tail = operand.dims, list(shape)
         if dims[:1] == ("...",):
@@ -167,7 +168,7 @@ def bind_dims(
             leading, tail = tuple(tail[: max(num_leading, 0)]), tail[max(num_leading, 0) :]
             _bind(name, signature, operand, "...", leading, sizes)
         if len(dims) != len(tail):
-            raise ValueError(
+            raise TaskError(
                 f"{name}: {operand.name} has shape {tuple(shape)}, expected {len(operand.dims)} dimensions: {operand} "
                 f"(signature: {signature})"
             )
@@ -179,7 +180,7 @@ def bind_dims(
 def _bind(name: str, signature: str, operand: Operand, dim: str, size: Any, sizes: dict[str, tuple[Any, str]]) -> None:
     expected, by = (int(dim), "the signature") if dim.isdigit() else sizes.setdefault(dim, (size, operand.name))
     if size != expected:
-        raise ValueError(
+        raise TaskError(
             f"{name}: {operand.name} has {dim}={size}, but {dim}={expected} was bound by {by} (signature: {signature})"
         )
 
@@ -187,7 +188,7 @@ def _bind(name: str, signature: str, operand: Operand, dim: str, size: Any, size
 def _parse_signature(name: str, signature: str) -> tuple[list[Operand], list[Operand]]:
     sides = signature.split("->")
     if len(sides) != 2:
-        raise ValueError(f"{name}: the signature needs one '->' between inputs and outputs: {signature!r}")
+        raise TaskError(f"{name}: the signature needs one '->' between inputs and outputs: {signature!r}")
     inputs, outputs = (_parse_operands(name, side, is_output) for is_output, side in enumerate(sides))
     return inputs, outputs
 
@@ -211,11 +212,11 @@ def _parse_operands(name: str, text: str, is_output: int) -> list[Operand]:
             )
         )
     if text[end:].strip():
-        raise ValueError(
+        raise TaskError(
             f"{name}: cannot read {text[end:].strip()!r} in the signature; write operands as 'weight[N, K]'"
         )
     if any("..." in operand.dims[1:] for operand in operands):
-        raise ValueError(f"{name}: '...' can only stand first: {text.strip()!r}")
+        raise TaskError(f"{name}: '...' can only stand first: {text.strip()!r}")
     return operands
 
 
@@ -224,7 +225,7 @@ def _parse_parameters(name: str, reference: Callable[..., Any], inputs: list[Ope
     hints = get_type_hints(reference)
     positional = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     if positional != [operand.name for operand in inputs]:
-        raise ValueError(
+        raise TaskError(
             f"{name}: the reference's positional parameters {positional} must be the signature's operands "
             f"{[operand.name for operand in inputs]}; attributes are keyword-only"
         )
@@ -232,7 +233,7 @@ def _parse_parameters(name: str, reference: Callable[..., Any], inputs: list[Ope
     for p in parameters:
         if p.kind is inspect.Parameter.KEYWORD_ONLY:
             if hints.get(p.name) not in _ATTR_TYPES:
-                raise ValueError(f"{name}: attribute {p.name} needs one of the types float, int, bool, str")
+                raise TaskError(f"{name}: attribute {p.name} needs one of the types float, int, bool, str")
             attrs[p.name] = Attr(p.name, hints[p.name], p.default)
     return attrs
 
@@ -249,14 +250,14 @@ def task(
     The reference takes the inputs in order and the attributes keyword-only, and returns a new tensor (None where there
     is no output). Operands marked "?" may be None, those marked "!" are read and updated in place. Row and stream tasks
     have device code in ``header``, by default ``torch_mpk/device/tasks/<name>.cuh``. ``samples`` are what tests and
-    benchmarks run: see ``Task.sample``. Raises ValueError for a signature that does not fit the reference or a name
+    benchmarks run: see ``Task.sample``. Raises TaskError for a signature that does not fit the reference or a name
     already taken.
     """
 
     def declare(reference: Callable[..., Any]) -> Task:
         declared = Task(reference, signature, role, samples, header)
         if declared.name in _tasks:
-            raise ValueError(f"task {declared.name!r} is already declared in {_tasks[declared.name].__module__}")
+            raise TaskError(f"task {declared.name!r} is already declared in {_tasks[declared.name].__module__}")
         _C.register_task(
             declared.name,
             role,
@@ -278,9 +279,9 @@ def tasks() -> tuple[Task, ...]:
 
 
 def get(name: str) -> Task:
-    """The task of that name. Raises KeyError listing the known ones."""
+    """The task of that name. Raises UnknownTaskError listing the known ones."""
     if name not in _tasks:
-        raise KeyError(f"no task is named {name!r}; declared are: {', '.join(_tasks)}")
+        raise UnknownTaskError(name=name, known=", ".join(_tasks))
     return _tasks[name]
 
 

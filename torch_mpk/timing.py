@@ -44,6 +44,12 @@ def build() -> Iterator[Build]:
         logger.info("a graph took %s", record)
 
 
+def stages() -> dict[str, float]:
+    """The stages of the build that runs, as they are recorded; empty where none runs."""
+    record = _current.get()
+    return {} if record is None else record.stages
+
+
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
     """Times a stage of the build that runs, if one does. Stages of several segments add up."""

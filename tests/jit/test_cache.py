@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_mpk.errors import CacheError, CompileError
+from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileError
 from torch_mpk.jit import Cache, compile_cuda
 from torch_mpk.jit import headers as headers_module
 from torch_mpk.jit.compiler import Compiled, Compiler
@@ -142,7 +142,7 @@ def test_a_damaged_entry_is_built_again(root, compiler, damage):
 
 
 def test_a_compiler_error_shows_command_errors_and_source(root, compiler):
-    with pytest.raises(CompileError) as info:
+    with pytest.raises(KernelCompileError) as info:
         compile_cuda("broken", 90, compiler=compiler)
     message = str(info.value)
     assert message.splitlines()[1] == "kernel.cu(3): error: broken is broken"
@@ -150,7 +150,7 @@ def test_a_compiler_error_shows_command_errors_and_source(root, compiler):
     source = Path(message.split("source: ")[1].splitlines()[0])
     assert source.read_text() == "broken"
     assert "note: reading" in source.with_name("log.txt").read_text()
-    with pytest.raises(CompileError, match="broken is broken"):  # a failure is kept, but not taken for a result
+    with pytest.raises(KernelCompileError, match="broken is broken"):  # a failure is kept, but not taken for a result
         compile_cuda("broken", 90, compiler=compiler)
     assert compiler.runs == 2
 
@@ -159,9 +159,8 @@ def test_compiling_can_be_forbidden(root, compiler, monkeypatch):
     known = compile_cuda("a", 90, compiler=compiler)
     monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
     assert compile_cuda("a", 90, compiler=compiler) == known
-    with pytest.raises(
-        CompileError, match=r"kernel [0-9a-f]{64} is not in .*cache and TORCH_MPK_FORBID_COMPILE is set"
-    ):
+    message = r"kernel [0-9a-f]{64} is not in .*cache and TORCH_MPK_FORBID_COMPILE is set: run the model once"
+    with pytest.raises(CompileForbiddenError, match=message):
         compile_cuda("b", 90, compiler=compiler)
     assert compiler.runs == 1
 

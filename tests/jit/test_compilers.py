@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_mpk.errors import CompileError, OptionError
+from torch_mpk.errors import CompileError, NoCompilerError, OptionError
 from torch_mpk.jit import compile_cuda, find_compiler
 from torch_mpk.jit.headers import find_cuda_headers, include_dir
 from torch_mpk.jit.report import parse_resources
@@ -127,7 +127,7 @@ def test_an_old_nvcc_is_refused(tmp_path):
 def test_no_compiler_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("torch_mpk.jit.nvcc.cuda_roots", list)
-    with pytest.raises(CompileError, match=r"nvcc is not on PATH.*Install the CUDA toolkit 12\.8"):
+    with pytest.raises(NoCompilerError, match=r"nvcc is not on PATH.*Install the CUDA toolkit 12\.8"):
         find_compiler("nvcc")
 
 

@@ -8,6 +8,7 @@ import torch
 from stepping import assert_close, compiled, run_both
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torch_mpk.errors import IndexRangeError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 VARIANTS = [
@@ -216,7 +217,7 @@ def test_a_full_cache_is_not_written_beyond(device):
         before = [tensor.clone() for tensor in ours.state()]
         if device.type == "cpu":  # on CUDA the host does not know the position: its row is left out
             with pytest.raises(
-                IndexError, match=r"layers\.0\.self_attn: the key/value cache is full.*max_cache_len.*got 8"
+                IndexRangeError, match=r"layers\.0\.self_attn: the key/value cache is full.*max_cache_len.*got 8"
             ):
                 ours.step(step, token)
             assert all(map(torch.equal, ours.state(), before))
@@ -240,7 +241,7 @@ def test_a_token_outside_the_vocabulary_is_an_error(token):
             torch.compiler.reset()  # else the second stride becomes a symbol, which is not checked
             with pytest.raises(IndexError):
                 decoding.step(model, tokens)
-            with pytest.raises(IndexError, match=rf"expected token ids from 0 to 95, got {token}"):
+            with pytest.raises(IndexRangeError, match=rf"expected token ids from 0 to 95, got {token}"):
                 decoding.step(step, tokens)
     assert all(map(torch.equal, decoding.state(), before))
 

@@ -134,7 +134,7 @@ def test_a_model_is_not_kept_alive():
         ({"top_k": 0}, "top_k: expected at least 1"),
         ({"attention_mask": torch.ones(1, 2)}, r"attention_mask: expected the shape \[1, 3\], got \[1, 2\]"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask: expected padding on the left"),
-        ({"max_cache_len": 4}, r"max_cache_len: 3 \+ 4 tokens need 6, got 4"),
+        ({"max_cache_len": 4}, r"max_cache_len: expected at least 6 for 3 \+ 4 tokens, got 4"),
     ],
 )
 def test_wrong_arguments_are_an_error(changes, message):

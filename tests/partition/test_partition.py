@@ -63,7 +63,7 @@ def assert_well_formed(partitioned: stage.Partitioned) -> None:
 
 def partition_with(monkeypatch: pytest.MonkeyPatch, gm: fx.GraphModule, *unsupported: Any) -> stage.Partitioned:
     monkeypatch.setattr(stage, "supports", lambda node: "refused" if node.target in unsupported else None)
-    partitioned = stage.partition(gm)
+    partitioned = stage.partition(gm, min_segment_nodes=1)
     assert_well_formed(partitioned)
     return partitioned
 
@@ -100,6 +100,29 @@ def test_a_run_without_a_stream_task_falls_back(monkeypatch):
     assert partitioned.fallbacks[-1].node == "exp"
     assert "not worth a launch" in partitioned.fallbacks[-1].why
     assert_same_effect(gm, partitioned, X, W)
+
+
+def test_a_small_run_between_fallbacks_is_left_to_them(monkeypatch):
+    def function(x, w):
+        for size in (1, 6, 30):
+            x = x.sort().values
+            for _ in range(size):
+                x = (F.linear(x, w).sin() + 1).cos()
+        return (x,)
+
+    gm = graph_of(function, X, W)
+    monkeypatch.setattr(stage, "supports", lambda node: "refused" if node.target is aten.sort.default else None)
+    monkeypatch.setattr(stage, "KERNEL_US", 4)
+    monkeypatch.setattr(stage, "LAUNCH_US", 20)
+    monkeypatch.setattr(stage, "PHASE_US", 8)
+    partitioned = stage.partition(gm)  # 4 operations for each phase: 16 us against 8, so 20 us need 3 of them
+    assert_well_formed(partitioned)
+    assert ours(partitioned) == [False, True, False, True]
+    assert [segment.num_operations for segment in partitioned.segments] == [8, 24, 2, 120]
+    assert partitioned.fallbacks[-1].why.startswith("it and its neighbours, 4 operations between what falls back")
+    assert_same_effect(gm, partitioned, X, W)
+    whole = graph_of(lambda x, w: (F.linear(x, w),), X, W)
+    assert ours(stage.partition(whole)) == [True], "a graph that is ours whole is one launch, however small"
 
 
 def test_in_place_effects_keep_their_order(monkeypatch):
@@ -212,7 +235,7 @@ def test_it_can_be_read(monkeypatch):
     gm = graph_of(lambda x, w: (F.linear(F.linear(x, w).sort().values, w),), X, W)
     text = str(partition_with(monkeypatch, gm, aten.sort.default))
     assert "segment_0 (ours)" in text
-    assert "segment_1 (eager)" in text
+    assert "segment_1 (fallback)" in text
     assert "sort: refused" in text
 
 
@@ -251,6 +274,24 @@ def run_steps(steps):
 
 OPS = [aten.linear.default, aten.add.Tensor, aten.sin.default, aten.sort.default, aten.add_.Tensor, aten.copy_.default]
 OPS += [aten.mul_.Tensor, aten.flip.default, aten.cat.default, aten.clone.default, aten.t.default]
+
+
+def test_a_split_keeps_effects_wherever_it_cuts():
+    def function(x, w, counter):
+        y = F.linear(x, w) * counter
+        x.add_(1)
+        values, indices = y.sort()
+        view = values[0]
+        counter.add_(1)
+        return values + indices, view, F.linear(x, w) * counter, x.t()
+
+    gm = graph_of(function, X.clone(), W, torch.tensor(3.0))
+    count = len(stage.operations(gm))
+    assert count == 10
+    for cuts in [(), *((cut,) for cut in range(count + 1)), (2, 3), (3, 7), (0, 5, 5, count)]:
+        partitioned = stage.split(gm, cuts)
+        assert all(segment.ours for segment in partitioned.segments[:-1])
+        assert_same_effect(gm, partitioned, X, W, torch.tensor(3.0))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from torch_mpk import fallback
+from torch_mpk import backend, fallback
 from torch_mpk.errors import MpkWarning, OptionError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
@@ -115,22 +115,83 @@ def test_an_unsupported_node_raises_where_asked_to():
         step(torch.eye(3))
 
 
+def in_parts(x, weight, state):
+    """Ours, a part that is not supported, ours; each writes ``state`` and reads what the others wrote."""
+    y = torch.nn.functional.linear(x, weight)
+    state.add_(y[0])
+    z = torch.linalg.inv(y.reshape(1, 8, 8) + 9 * torch.eye(8, device=x.device)).reshape(8, 8) * state
+    state.mul_(2)
+    return torch.nn.functional.linear(z, weight) + state, y, state[1:]
+
+
+def assert_in_parts(device="cpu", **options):
+    x, weight, state = torch.randn(8, 8, device=device), torch.randn(8, 8, device=device), torch.zeros(8, device=device)
+    other = state.clone()
+    step = compiled(in_parts, min_segment_nodes=1, **options)
+    with torch.inference_mode():
+        for _ in range(2):
+            actual, expected = step(x, weight, state), in_parts(x, weight, other)
+            for ours, eager in zip((*actual, state), (*expected, other), strict=True):
+                torch.testing.assert_close(ours, eager)
+        assert actual[2].data_ptr() == state[1:].data_ptr()
+
+
 def test_a_part_that_is_not_supported_runs_between_ours():
-    weight = torch.randn(8, 8)
-    state = torch.zeros(8)
+    with pytest.warns(MpkWarning, match="runs a part of this graph eagerly: linalg_inv") as record:
+        assert_in_parts()
+    assert len(record) == 1
 
-    def function(x, state):
-        y = torch.nn.functional.linear(x, weight)
-        state.add_(y[0])
-        z = torch.linalg.inv(y.reshape(1, 8, 8) + 9 * torch.eye(8)).reshape(8, 8)
-        state.mul_(2)
-        return torch.nn.functional.linear(z, weight) + state, y
 
-    x, other = torch.randn(8, 8), state.clone()
-    with torch.inference_mode(), pytest.warns(MpkWarning, match="runs a part of this graph eagerly: linalg_inv"):
-        actual, expected = compiled(function)(x, state), function(x, other)
-    for left, right in zip((*actual, state), (*expected, other), strict=True):
-        torch.testing.assert_close(left, right)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_part_that_is_not_supported_is_compiled_by_inductor(device):
+    options = {"fallback": "inductor"}
+    with pytest.warns(MpkWarning, match="leaves a part of this graph to inductor: linalg_inv") as record:
+        assert_in_parts(device, **options)
+    assert sum(warning.category is MpkWarning for warning in record) == 1
+
+
+def test_what_inductor_cannot_compile_runs_eagerly(monkeypatch):
+    def inductor(gm, inputs):
+        raise NotImplementedError("too odd")
+
+    monkeypatch.setattr(fallback, "lookup_backend", {"inductor": inductor}.__getitem__)
+    with pytest.warns(MpkWarning) as record:
+        assert_in_parts(fallback="inductor")
+        with torch.inference_mode():
+            assert compiled(torch.linalg.inv, fallback="inductor")(torch.full((1, 1), 2.0)).item() == 0.5
+    parts, failed, whole = (str(warning.message) for warning in record)
+    assert "leaves a part of this graph to inductor" in parts
+    assert "inductor cannot compile what torch_mpk leaves to it, so that runs eagerly: NotImplementedError" in failed
+    assert "leaves this graph to inductor" in whole
+
+
+def test_parts_are_an_error_where_asked_to():
+    with torch.inference_mode(), pytest.raises(Exception, match="linalg_inv"):
+        compiled(in_parts, fallback="error", min_segment_nodes=1)(torch.randn(8, 8), torch.randn(8, 8), torch.zeros(8))
+
+
+class Block(torch.nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.RMSNorm(16), torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+        self.activation = activation
+
+    def forward(self, x):
+        return x + self.down(self.activation(self.up(self.norm(x))))
+
+
+def test_one_unsupported_operation_costs_a_part_of_a_deep_model():
+    silu = torch.nn.functional.silu
+    layers = [Block(silu) for _ in range(36)]
+    layers[17].activation = lambda x: x.sort(dim=-1).values
+    model = torch.nn.Sequential(*layers)
+    x = torch.randn(2, 16)
+    with torch.inference_mode(), pytest.warns(MpkWarning, match=r"a part of this graph eagerly: sort from .*, 17: "):
+        step = compiled(model)
+        torch.testing.assert_close(step(x), model(x))
+    (program,) = backend._programs.values()
+    operations = [(segment.ours, segment.num_operations) for segment in program.partitioned.segments]
+    assert operations == [(True, 17 * 5 + 2), (False, 2), (True, 2 + 18 * 5)]
 
 
 def test_inputs_that_share_memory_run_eagerly():
@@ -162,7 +223,7 @@ def test_disabled_is_eager(monkeypatch):
             {"num_thread": 1},
             r"unknown option 'num_thread' \(did you mean 'num_threads'\?\): the options are fallback, ",
         ),
-        ({"fallback": "eagre"}, "fallback.*one of eager, inductor, error.*did you mean 'eager'"),
+        ({"fallback": "eagre"}, "fallback.*one of inductor, eager, error.*did you mean 'eager'"),
         ({"num_threads": 0}, "num_threads.*an int > 0, got 0"),
         ({"arch": 75}, "arch.*80, 90 or None, got 75"),
     ],

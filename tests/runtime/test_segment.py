@@ -63,7 +63,7 @@ def test_versions_count_what_is_written(inputs):
 
 def test_an_address_the_executable_refuses_makes_the_call_eager(inputs):
     program = build(step, *inputs)
-    (segment,) = program._segments.values()
+    (segment,) = program.segments.values()
 
     class Refusing:
         def call(self, *args):

@@ -96,6 +96,23 @@ def linear(x, w):
 X, W = torch.ones(2, 8), torch.ones(4, 8)
 
 
+def test_explaining_and_verifying_need_the_graph_and_build_it(simulated):
+    def build(options, needs_graph=False):
+        with timing.build() as record, torch.inference_mode():
+            call = backend.compile_call(*traced(linear, X, W), options, needs_graph)
+        return call, "lowering" in record.stages
+
+    assert build(Options())[1]
+    backend._programs.clear()
+    found, is_built = build(Options())
+    assert not is_built
+    assert found.program.partitioned is None
+    explained, is_built = build(Options(), needs_graph=True)
+    assert is_built
+    assert len(explained.program.plan.schedule.phases) == 1
+    assert build(Options(verify=True))[1]
+
+
 def test_the_key_changes_with_whatever_decides_the_build(simulated, monkeypatch):
     def scaled(x, w):
         return (torch.nn.functional.linear(x, w) * 0.5,)

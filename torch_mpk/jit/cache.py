@@ -67,8 +67,7 @@ class Cache:
             self._check_permissions()
             path = Path(tempfile.mkdtemp(dir=self._tmp))
         except OSError as error:
-            message = f"cannot write to the kernel cache: {error}. Set TORCH_MPK_CACHE_DIR to a directory of yours"
-            raise CacheError(message) from error
+            raise CacheError(f"cannot write to the kernel cache: {error}") from error
         try:
             yield path
         finally:
@@ -119,9 +118,7 @@ class Cache:
         # Who can write here can run code in our process.
         for path in (self.root, self._entries):
             if stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
-                raise CacheError(
-                    f"{path} is writable for everyone: run chmod o-w {path}, or set TORCH_MPK_CACHE_DIR elsewhere"
-                )
+                raise CacheError(f"{path} is writable for everyone: run chmod o-w {path}")
 
     def _remove(self, path: Path) -> None:
         # Out of sight in one step, so that nobody reads half an entry.

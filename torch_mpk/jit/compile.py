@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_mpk.config import env
-from torch_mpk.errors import CompileError
+from torch_mpk.errors import CompileForbiddenError, KernelCompileError
 from torch_mpk.jit.cache import Cache, Entry
-from torch_mpk.jit.compiler import Compiled, Compiler, find_compiler
+from torch_mpk.jit.compiler import Compiler, find_compiler
 from torch_mpk.jit.headers import header_files, include_dir, users_headers
 from torch_mpk.jit.report import Resources, parse_resources
 
@@ -47,9 +47,10 @@ def compile_cuda(source: str, arch: int, *, ptx: bool = False, compiler: Compile
     were compiled before; modification times and paths play no part.
 
     Raises:
-        CompileError: no compiler was found; or the source does not compile (the message has the command, the first
-            errors and where the source is kept); or TORCH_MPK_FORBID_COMPILE is set and the kernel, whose key it names,
-            is not in the cache.
+        NoCompilerError: there is none, or none that can be used.
+        KernelCompileError: the source does not compile; the message has the command, the first errors and where the
+            source is kept.
+        CompileForbiddenError: TORCH_MPK_FORBID_COMPILE is set and the kernel is not in the cache.
         CacheError: the cache directory cannot be used.
     """
     compiler = compiler or find_compiler(env.compiler)
@@ -60,10 +61,7 @@ def compile_cuda(source: str, arch: int, *, ptx: bool = False, compiler: Compile
     entry = cache.get(key)
     if entry is None:
         if env.forbid_compile:
-            raise CompileError(
-                f"kernel {key} is not in {cache.root} and TORCH_MPK_FORBID_COMPILE is set: run the model once without "
-                f"it, with the same {compiler.identity}, torch_mpk and TORCH_MPK_CACHE_DIR"
-            )
+            raise CompileForbiddenError(key=key, cache=cache.root)
         _progress(f"compiling a kernel for {arch_name} with {compiler.name} {compiler.version} (kept in {cache.root})")
         entry = _build(source, key, flags, ptx, compiler, cache)
     return _cubin(entry)
@@ -97,7 +95,9 @@ def _build(source: str, key: str, flags: list[str], ptx: bool, compiler: Compile
         (folder / "log.txt").write_text(f"{compiled.command}\n{compiled.log}")
         if not compiled.ok:
             kept = cache.keep_failed(key, folder)
-            raise CompileError(_failure(compiled, kept / path.name))
+            raise KernelCompileError(
+                errors=_first_errors(compiled.log), command=compiled.command, source=kept / path.name
+            )
         report = {
             "image": image.name,
             "compiler": f"{compiler.name} {compiler.version}",
@@ -107,14 +107,10 @@ def _build(source: str, key: str, flags: list[str], ptx: bool, compiler: Compile
         return cache.put(key, folder, report)
 
 
-def _failure(compiled: Compiled, source: Path) -> str:
-    lines = [line for line in compiled.log.splitlines() if line.strip()]
+def _first_errors(log: str) -> str:
+    lines = [line for line in log.splitlines() if line.strip()]
     first = next((i for i, line in enumerate(lines) if "error" in line.lower() or "fatal" in line.lower()), 0)
-    errors = "\n".join(lines[first : first + _NUM_ERROR_LINES])
-    return (
-        f"a generated kernel does not compile:\n{errors}\ncommand: {compiled.command}\nsource: {source}\n"
-        "log.txt beside it has all messages. Please report this with both files"
-    )
+    return "\n".join(lines[first : first + _NUM_ERROR_LINES])
 
 
 def _cubin(entry: Entry) -> Cubin:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_mpk.errors import CompileError, OptionError
+from torch_mpk.errors import CompileError, NoCompilerError, OptionError
 
 MIN_VERSION = (12, 8)
 
@@ -39,7 +39,7 @@ def find_compiler(name: str = "auto") -> Compiler:
     """The compiler called ``nvcc``, the path of one, ``nvrtc``, or ``auto``: nvcc if there is one, as it spills less.
 
     Raises:
-        CompileError: not found; the message says where it was looked for and what to install.
+        NoCompilerError: not found; the message says where it was looked for and what to install.
         OptionError: the name is none of these.
     """
     from torch_mpk.jit.nvcc import Nvcc
@@ -53,16 +53,12 @@ def find_compiler(name: str = "auto") -> Compiler:
         "nvrtc": [Nvrtc.find],
     }
     if name not in finders:
-        raise OptionError(
-            f"TORCH_MPK_COMPILER: expected auto, nvcc, nvrtc or the absolute path of an nvcc, got {name!r}"
-        )
+        expected = "auto, nvcc, nvrtc or the absolute path of an nvcc"
+        raise OptionError(name="TORCH_MPK_COMPILER", expected=expected, value=name)
     reasons = []
     for find in finders[name]:
         try:
             return find()
         except CompileError as error:
             reasons.append(str(error))
-    raise CompileError(
-        f"no CUDA compiler found ({'; '.join(reasons)}). Install the CUDA toolkit 12.8 or newer and set CUDA_HOME, or "
-        "pip install nvidia-cuda-nvrtc and nvidia-cuda-runtime in the versions of your torch"
-    )
+    raise NoCompilerError(reasons="; ".join(reasons))

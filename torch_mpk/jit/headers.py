@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch_mpk.errors import InstallationError
+
 
 def include_dir() -> Path:
     """The directory that holds ``torch_mpk/abi.h``: inside an installed package, or at the root of a source tree.
 
-    Raises FileNotFoundError when neither has it.
+    Raises InstallationError when neither has it.
     """
     package = Path(__file__).resolve().parents[1]
     candidates = [package / "include", package.parent / "include"]
@@ -20,9 +22,7 @@ def include_dir() -> Path:
         if (candidate / "torch_mpk" / "abi.h").is_file():
             return candidate
     places = " or ".join(map(str, candidates))
-    raise FileNotFoundError(
-        f"torch_mpk/abi.h not found in {places}: the installation is incomplete, reinstall torch_mpk"
-    )
+    raise InstallationError(places=places)
 
 
 def header_files() -> Iterator[tuple[str, bytes]]:

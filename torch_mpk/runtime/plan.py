@@ -27,6 +27,7 @@ class Plan:
     fresh: tuple[Fresh, ...]
     outputs: tuple[Output, ...]
     index_bounds: tuple[IndexBound, ...]  # CPU only: a CUDA kernel reads its indices on the device
+    schedule: _C.Schedule | None = None  # what the program was made from; None where an earlier process made it
 
     def describe(self) -> dict[str, Any]:
         """What a launch passes and returns."""
@@ -68,6 +69,7 @@ def make_plan(gm: torch.fx.GraphModule, device: torch.device, options: Options, 
         fresh=lowered.fresh,
         outputs=lowered.outputs,
         index_bounds=tuple(index_bounds(gm, lowered)) if device.type == "cpu" else (),
+        schedule=schedule,
     )
 
 

@@ -1,4 +1,4 @@
-"""A built graph: its segments in program order, each an executable or, where it falls back, the captured nodes."""
+"""A built graph: its segments in program order, each an executable or what runs it instead."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ _live: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
 class Program:
-    """What a build leaves. The callables made from it share its executables."""
+    """What a build leaves. The callables made from it share its executables.
 
-    def __init__(self, segments: dict[str, Segment], root: torch.fx.GraphModule | None) -> None:
-        """``root`` calls the segments by their names; None where there is one, which is the whole graph."""
-        self._segments, self._root = segments, root
+    Attributes:
+        partitioned: the graph's segments; None where the build is an earlier process's.
+        segments: the executables of those that are ours, by name.
+        others: what runs segments that are not ours, by name; those without run as captured.
+        seconds: what each stage of the build took.
+    """
+
+    def __init__(self, segments: dict[str, Segment], partitioned: Partitioned | None) -> None:
+        self.segments, self.partitioned = segments, partitioned
+        self.others: dict[str, Callable[..., Any]] = {}
+        self.seconds: dict[str, float] = {}
         _live.update(segments.values())
 
     @classmethod
@@ -33,8 +41,7 @@ class Program:
             folder = dump.segment(index, len(ours))
             plan = make_plan(segment.gm, device, options, folder)
             segments[segment.name] = Segment(plan, device, options, folder)
-        is_whole = len(partitioned.segments) == len(ours) == 1
-        return cls(segments, None if is_whole else partitioned.gm)
+        return cls(segments, partitioned)
 
     @classmethod
     def of_plan(cls, plan: Plan, device: torch.device, options: Options) -> Program:
@@ -44,7 +51,12 @@ class Program:
     @property
     def plan(self) -> Plan | None:
         """What ``of_plan`` takes, where the graph is one segment."""
-        return next(iter(self._segments.values())).plan if self._root is None else None
+        return next(iter(self.segments.values())).plan if self._is_whole else None
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the one segment is all of the graph."""
+        return self.partitioned is None or len(self.partitioned.segments) == len(self.segments) == 1
 
     def callable(self, eager: Callable[..., Any], freeze: bool = False) -> Callable[..., Any]:
         """A function of the captured graph's arguments; ``eager`` is the graph as PyTorch runs it. ``freeze``: see
@@ -52,13 +64,15 @@ class Program:
 
         The program lives as long as one of its callables.
         """
-        if self._root is None:
-            call = next(iter(self._segments.values())).callable(eager, freeze)
+        if self._is_whole:
+            call = next(iter(self.segments.values())).callable(eager, freeze)
         else:
-            modules = dict(self._root.named_children())
-            for name, segment in self._segments.items():
-                modules[name] = _Call(segment.callable(modules[name], freeze))
-            call = _Call(torch.fx.GraphModule(modules, self._root.graph).forward)
+            assert self.partitioned is not None
+            root = self.partitioned.gm  # calls the segments by their names
+            modules = dict(root.named_children())
+            ours = {name: segment.callable(modules[name], freeze) for name, segment in self.segments.items()}
+            modules |= {name: _Call(run) for name, run in (self.others | ours).items()}
+            call = _Call(torch.fx.GraphModule(modules, root.graph).forward)
         call.__dict__["program"] = self
         return call
 

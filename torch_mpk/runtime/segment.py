@@ -14,6 +14,7 @@ import torch
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
+from torch_mpk.errors import IndexRangeError
 from torch_mpk.lowering import Output
 from torch_mpk.runtime.device import backend_of
 from torch_mpk.runtime.plan import Plan
@@ -68,6 +69,8 @@ class Segment:
             except ValueError as error:  # nothing was launched: an address is null, or not aligned as the kernel needs
                 logger.debug("this call runs eagerly: %s", error)
                 return eager(*args)
+            except IndexError as error:
+                raise IndexRangeError(str(error)) from None
             increment_version(written)
             return fresh if fresh_only else [result(args, fresh) for result in results]
 

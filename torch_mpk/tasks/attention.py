@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
 from torch_mpk.tasks.kv_write import kv_write
 
@@ -45,11 +46,11 @@ def attention(
     """
     heads, (groups, length) = q.shape[1], k_cache.shape[1:3]
     if heads % groups:
-        raise ValueError(f"attention: q has H={heads}, expected a multiple of k_cache's G={groups}")
+        raise TaskError(f"attention: q has H={heads}, expected a multiple of k_cache's G={groups}")
     if len({k_new is None, v_new is None, slot is None}) != 1:
-        raise ValueError("attention: k_new, v_new and slot belong together: give all of them or none")
+        raise TaskError("attention: k_new, v_new and slot belong together: give all of them or none")
     if style not in STYLES:
-        raise ValueError(f"attention: style is {style!r}, expected one of {', '.join(STYLES)}")
+        raise TaskError(f"attention: style is {style!r}, expected one of {', '.join(STYLES)}")
     if k_new is not None:
         kv_write(k_cache, k_new, slot)
         kv_write(v_cache, v_new, slot)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
 
 STYLES = ("llama", "torch", "gemma")
@@ -26,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float,
     another style.
     """
     if style not in STYLES:
-        raise ValueError(f"rms_norm: style is {style!r}, expected one of {', '.join(STYLES)}")
+        raise TaskError(f"rms_norm: style is {style!r}, expected one of {', '.join(STYLES)}")
     if style == "torch":
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     x32 = x.to(torch.float32)

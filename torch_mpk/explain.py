@@ -1,0 +1,349 @@
+"""What becomes of a model under ``torch.compile(backend="mpk")``: how much of it is ours, what is not and why, and what
+a call costs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import re
+import statistics
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode, tracing
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_mpk import _C, timing
+from torch_mpk.aliasing import tensors
+from torch_mpk.backend import compile_call
+from torch_mpk.capture import capture
+from torch_mpk.config import Options
+from torch_mpk.errors import PrefillDeclined, UnsupportedError
+from torch_mpk.fallback import quiet, reason
+from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
+from torch_mpk.runtime import Program, synchronize
+from torch_mpk.runtime.cpu import num_threads
+from torch_mpk.tasks.embedding import embedding
+from torch_mpk.verify import copied
+
+aten = torch.ops.aten
+
+_NUM_RUNS = 5  # timed, after one that is not
+_GATHERS = {embedding: 1, aten.embedding.default: 0, aten.index_select.default: 0}  # -> the argument they read rows of
+_LAYER = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")  # "model.layers.7.mlp" -> "model.layers.7"
+_PROBE_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Part:
+    """A segment of a graph. ``num_bytes`` are those of inputs and constants, each counted once, caches in full."""
+
+    name: str
+    is_megakernel: bool
+    num_operations: int
+    flops: int  # of matrix products and attention
+    num_bytes: int
+    phases: list[str] = field(default_factory=list)  # the module path that each phase of a megakernel comes from
+    num_awaited: int = 0  # events that its phases wait for
+    workspace_bytes: int = 0
+    result_bytes: int = 0  # allocated for each call
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph that Dynamo captured. ``why`` says what keeps it from being ours, if anything keeps all of it."""
+
+    parts: list[Part]
+    fallbacks: list[Fallback]
+    why: str | None
+    seconds: Mapping[str, float]  # stages of the build
+    measured_us: float | None  # of a call, from Python on the CPU, of the device's work on CUDA
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``explain`` found. Print it, or read the fields."""
+
+    graphs: list[Graph]
+    device: torch.device
+    bytes_per_second: float | None  # of the device's memory
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for graph in self.graphs for part in graph.parts]
+
+    @property
+    def num_megakernels(self) -> int:
+        """Megakernel launches of a call."""
+        return sum(part.is_megakernel for part in self.parts)
+
+    @property
+    def num_operations(self) -> int:
+        """Operations that a call leaves to Inductor or PyTorch."""
+        return sum(part.num_operations for part in self.parts if not part.is_megakernel)
+
+    def share(self, what: str) -> float:
+        """The part of ``flops``, ``num_bytes`` or ``num_operations`` that megakernels do, in [0, 1]."""
+        total = sum(getattr(part, what) for part in self.parts)
+        return sum(getattr(part, what) for part in self.parts if part.is_megakernel) / total if total else 0.0
+
+    @property
+    def floor_us(self) -> float | None:
+        """The time that memory takes to deliver the bytes."""
+        if self.bytes_per_second is None:
+            return None
+        return 1e6 * sum(part.num_bytes for part in self.parts) / self.bytes_per_second
+
+    @property
+    def estimated_us(self) -> float | None:
+        """The floor, and what launches and dependent phases add on CUDA (docs/performance.md)."""
+        if self.floor_us is None or self.device.type != "cuda":
+            return None
+        num_phases = sum(len(part.phases) for part in self.parts)
+        fixed = LAUNCH_US * self.num_megakernels + PHASE_US * num_phases + KERNEL_US * self.num_operations
+        return self.floor_us + fixed
+
+    @property
+    def measured_us(self) -> float | None:
+        times = [graph.measured_us for graph in self.graphs]
+        return sum(t for t in times if t is not None) if times and None not in times else None
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+    """What ``torch.compile(model, backend="mpk", options=options)(*args, **kwargs)`` does, under ``inference_mode``.
+
+    The call is captured and built, run in eager for its results, and its graphs are timed. All of that works on deep
+    copies of the arguments (but for modules, and what cannot be copied) and on copies of the model's tensors that a
+    graph writes, so caches, buffers and random state are afterwards what they were. Python attributes that ``forward``
+    sets on the model are set, as by any call. It takes memory for one such copy, and for a second of what is written.
+
+    Args:
+        model: a module or function, compiled already or not.
+        options: of the backend. ``verify`` plays no part.
+
+    Returns:
+        a report; ``print`` shows it.
+
+    Raises:
+        OptionError: an option has an unknown name or a value that cannot be used.
+        Exception: whatever the model itself raises for these arguments.
+    """
+    settings = dataclasses.replace(Options.parse(None, options), verify=False)
+    fn = getattr(model, "_orig_mod", model)  # the name that torch.compile's own wrapper uses: provenance.py knows it
+    graphs: list[Graph] = []
+    devices: list[torch.device] = []
+    start = time.perf_counter()
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        dynamo = {} if graphs else {"dynamo": time.perf_counter() - start}
+        devices.extend(value.device for value in inputs if isinstance(value, torch.Tensor))
+        graphs.append(_explain_graph(gm, inputs, settings, dynamo))
+        return lambda *args: gm(*_copies(args))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    # A code object of its own: Dynamo counts recompilations by it.
+    call = types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    modules = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)}
+    with torch.inference_mode(), torch.random.fork_rng(cuda), quiet():
+        with contextlib.suppress(RuntimeError, TypeError):  # of tensors with a history, handles of the system
+            args, kwargs = copy.deepcopy((args, kwargs), modules)
+        torch.compile(call, backend=backend, dynamic=False)(*args, **kwargs)
+    device = devices[0] if devices else torch.device("cpu")
+    return Report(graphs, device, _bytes_per_second(device, settings))
+
+
+def _explain_graph(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, seconds: dict[str, float]) -> Graph:
+    try:
+        with timing.build():
+            call = compile_call(gm, inputs, options, needs_graph=True)
+        program: Program | None = getattr(call, "program", None)
+        why = "it is built for each value of the numbers it is called with" if program is None else None
+    except Exception as error:
+        program = None
+        why = reason(error) + (" (as intended)" if isinstance(error, PrefillDeclined) else "")
+    with tracing(None):
+        if program is None:
+            return Graph([_whole(gm, inputs)], [], why, seconds, None)
+        assert program.partitioned is not None
+        parts = [_part(segment, program) for segment in program.partitioned.segments if _is_work(segment)]
+    return Graph(parts, program.partitioned.fallbacks, None, seconds | program.seconds, _measure(call, inputs))
+
+
+def _whole(gm: fx.GraphModule, inputs: Sequence[Any]) -> Part:
+    try:
+        gm = capture(gm, inputs).graph_module
+    except UnsupportedError:
+        return Part("graph", False, sum(node.op.startswith("call") for node in gm.graph.nodes), 0, 0)
+    return Part("graph", False, len(operations(gm)), _flops(gm), _num_bytes(gm))
+
+
+def _is_work(segment: Segment) -> bool:
+    return segment.ours or segment.num_operations > 0
+
+
+def _part(segment: Segment, program: Program) -> Part:
+    part = Part(segment.name, segment.ours, segment.num_operations, _flops(segment.gm), _num_bytes(segment.gm))
+    if not segment.ours:
+        return part
+    plan = program.segments[segment.name].plan
+    schedule = plan.schedule
+    assert schedule is not None
+    nodes, phases = schedule.graph.nodes, schedule.phases
+    return dataclasses.replace(
+        part,
+        phases=[nodes[phase.jobs[0].body[0]].label for phase in phases],
+        num_awaited=sum(len(phase.waits) for phase in phases),
+        workspace_bytes=schedule.workspace_bytes,
+        result_bytes=sum(fresh.dtype.itemsize * torch.Size(fresh.shape).numel() for fresh in plan.fresh),
+    )
+
+
+def _flops(gm: fx.GraphModule) -> int:
+    """Floating-point operations of the graph's matrix products, on its example values."""
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    fake_mode = detect_fake_mode(values)
+    uncounted = {aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=uncounted)
+    try:
+        with torch.no_grad(), fake_mode or torch.no_grad(), counter:
+            gm(*values)
+    except Exception:  # an operation that gives other sizes for other values
+        pass
+    return int(counter.get_total_flops())
+
+
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """Of q[B, H, S, D], k[B, G, L, D], v[B, G, L, E], given as shapes."""
+    return 2 * q.numel() // q[-1] * k[-2] * (q[-1] + v[-1])
+
+
+def _num_bytes(gm: fx.GraphModule) -> int:
+    """Bytes of the arguments and constants that the graph's nodes read, each once; of a table, the rows looked up."""
+    read: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        for arg in node.all_input_nodes if node.op == "call_function" else ():
+            if arg.op not in ("placeholder", "get_attr"):
+                continue
+            position = _GATHERS.get(node.target)
+            is_table = position is not None and node.args[position] is arg
+            needed = sum(map(_extent_bytes, tensors(node if is_table else arg)))
+            read[arg] = max(read.get(arg, 0), needed)
+    return sum(read.values())
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements, those that a stride of 0 repeats counted once."""
+    sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
+    return torch.Size(sizes).numel() * tensor.dtype.itemsize
+
+
+def _copies(values: Sequence[Any]) -> list[Any]:
+    """The values, but copies of the tensors that a graph may write: all that are not parameters."""
+    return copied(values, [i for i, tensor in enumerate(values) if not isinstance(tensor, torch.nn.Parameter)])
+
+
+def _measure(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
+    """Median microseconds of a call on copies of the inputs, made new for each."""
+    times = []
+    for _ in range(1 + _NUM_RUNS):
+        args = _copies(inputs)
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        if tensor.is_cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(tensor.device)
+            begin.record()
+            call(*args)
+            end.record()
+            end.synchronize()
+            times.append(1e3 * begin.elapsed_time(end))
+        else:
+            start = time.perf_counter()
+            call(*args)
+            times.append(1e6 * (time.perf_counter() - start))
+    synchronize()
+    return statistics.median(times[1:])
+
+
+def _bytes_per_second(device: torch.device, options: Options) -> float | None:
+    """What the device's memory delivers: by its data sheet on CUDA, measured on the CPU; None where unknown."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        clock_khz = getattr(properties, "memory_clock_rate", 0)
+        bits = getattr(properties, "memory_bus_width", 0)
+        return 2 * 1e3 * clock_khz * bits / 8 or None
+    if device.type != "cpu":
+        return None
+    probe = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        _C.cpu_read_words(probe.data_ptr(), _PROBE_BYTES // 8, num_threads(options))
+        seconds.append(time.perf_counter() - start)
+    return _PROBE_BYTES / min(seconds)
+
+
+# ---- in words ----
+
+
+def _lines(report: Report) -> Iterator[str]:
+    rest = f" and {_count(report.num_operations, 'operation')} of PyTorch's" if report.num_operations else ""
+    yield f"torch_mpk on {report.device}: a call is {_count(report.num_megakernels, 'megakernel')}{rest}"
+    shares = {"FLOPs": "flops", "bytes": "num_bytes", "operations": "num_operations"}
+    yield "in megakernels: " + ", ".join(f"{report.share(key):.1%} of {what}" for what, key in shares.items())
+    for number, graph in enumerate(report.graphs):
+        yield from _graph_lines(number, graph)
+    times = {"memory floor": report.floor_us, "estimated": report.estimated_us, "measured": report.measured_us}
+    known = [f"{name} {us / 1e3:.3f} ms" for name, us in times.items() if us is not None]
+    yield "time of a call: " + (", ".join(known) or "not known")
+
+
+def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
+    yield ""
+    yield f"graph {number}: " + (f"not ours, because {graph.why}" if graph.why else _count(len(graph.parts), "part"))
+    for part in graph.parts:
+        kind = "megakernel" if part.is_megakernel else "fallback"
+        amounts = (
+            f"{_count(part.num_operations, 'operation')}, {part.flops / 1e9:.3g} GFLOP, {_mib(part.num_bytes)} read"
+        )
+        yield f"  {part.name}: {kind}, {amounts}"
+        if part.is_megakernel:
+            yield f"    {_phases(part)}"
+            memory = f"{_mib(part.workspace_bytes)} of workspace, {_mib(part.result_bytes)} of results a call"
+            yield f"    memory: {memory}; weights are read in place"
+    for node, source, why in graph.fallbacks:
+        yield f"  falls back: {node}" + (f" from {source}" if source else "") + f": {why}"
+    if graph.seconds:
+        yield "  compile time: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in graph.seconds.items())
+
+
+def _phases(part: Part) -> str:
+    layers = [match[1] for path in part.phases if (match := _LAYER.match(path))]
+    text = f"{_count(len(part.phases), 'phase')}, waiting for {_count(part.num_awaited, 'event')}"
+    if not layers:
+        return text
+    count = len(set(layers))
+    return (
+        f"{text}: {len(layers) / count:.3g} phases in each of {count} layers, {len(part.phases) - len(layers)} outside"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.3g} MiB"
