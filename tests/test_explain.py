@@ -27,7 +27,7 @@ def test_a_step_of_a_model_is_one_megakernel_and_changes_nothing():
     weights = sum(weight.numel() for weight in model.parameters()) - model.get_input_embeddings().weight.numel()
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2) - 96 * 64
     attention = 2 * 2 * 4 * 32 * 16  # products, multiply and add, heads, positions, head size
-    assert part.flops == 2 * matrices + attention
+    assert 2 * matrices + attention <= part.flops < 1.01 * (2 * matrices + attention)  # and the angles of rope
     caches = 2 * 2 * 32 * 16 * 2  # keys and values, heads, positions, head size, bytes
     assert 2 * weights + caches < part.num_bytes < 1.01 * (2 * weights + caches)
     assert report.measured_us > 0

@@ -211,13 +211,19 @@ def _flops(gm: fx.GraphModule) -> int:
     """Floating-point operations of the graph's matrix products, on its example values."""
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     fake_mode = detect_fake_mode(values)
-    counter = FlopCounterMode(display=False)
+    uncounted = {aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=uncounted)
     try:
         with torch.no_grad(), fake_mode or torch.no_grad(), counter:
             gm(*values)
     except Exception:  # an operation that gives other sizes for other values
         pass
     return int(counter.get_total_flops())
+
+
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """Of q[B, H, S, D], k[B, G, L, D], v[B, G, L, E], given as shapes."""
+    return 2 * q.numel() // q[-1] * k[-2] * (q[-1] + v[-1])
 
 
 def _num_bytes(gm: fx.GraphModule) -> int:
