@@ -1,71 +1,73 @@
-"""Architectures that torch_mpk was not made for run through the same call: right, whole or in parts."""
+"""Every model of docs/models.md runs through the backend as it does in eager, in as many launches as that page says."""
 
-import warnings
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-from torch_mpk.errors import MpkWarning
 from torch_mpk.testing.tiny import random_ids
+from torch_mpk.testing.zoo import MODELS, PROMPT_LENGTH, Decoder, DecodeSteps
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+LAUNCHES = {
+    name: int(launches) for name, launches in re.findall(r"^\| ([^|]+?) \| [^|]* \| (\d+) \|", PAGE, flags=re.MULTILINE)
 }
 
-# architecture, what its configuration adds, whether all of a step is ours
-ARCHITECTURES = [
-    ("qwen2", {}, True),  # biases of q, k, v
-    ("ministral", {"head_dim": 8, "sliding_window": 4}, True),  # a cache that slides
-    (
-        "gemma2",
-        {
-            "num_hidden_layers": 2,
-            "head_dim": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "sliding_window": 4,
-        },
-        True,
-    ),
-    ("gpt_neox", {"num_key_value_heads": 4}, True),  # LayerNorm, rotates a part of each head
-    ("cohere", {}, True),  # attention and MLP side by side, interleaved rope
-    ("olmo2", {}, True),  # norms behind attention and MLP
-    ("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}, False),  # learned positions, Conv1D
-    ("mixtral", {"num_local_experts": 4}, False),  # experts
-]
+
+def launches_of(folder: Path) -> int:
+    """The segments of ours in the graphs built so far."""
+    return sum(path.read_text().count(" (ours)\n") for path in folder.glob("*/3.segments.txt"))
 
 
-@pytest.mark.parametrize(("arch", "extra", "is_whole"), ARCHITECTURES, ids=[arch for arch, *_ in ARCHITECTURES])
-def test_decode_equals_eager(device, arch, extra, is_whole):
-    sizes = extra | {"vocab_size": 96} if arch == "gpt2" else SIZES | extra
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **sizes), dtype=torch.float32)
-    model = model.eval().to(device)
+def test_the_page_lists_every_model():
+    assert list(LAUNCHES) == list(MODELS)
+
+
+def test_dense_models_are_one_launch():
+    for name, model in MODELS.items():
+        assert model.is_dense == (LAUNCHES[name] == 1), name
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if isinstance(model, Decoder)])
+def test_decode_equals_eager(device, name, batch, tmp_path, monkeypatch):
+    """A window that slides is filled and left behind, under a mask that grows."""
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = MODELS[name].make().to(device)
     step = torch.compile(model, backend="mpk")
-    prompt = random_ids(2, 3, device)
-    caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
-    with torch.inference_mode(), warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always", MpkWarning)
-        for cache in caches:
-            model(input_ids=prompt, past_key_values=cache)
-        for _ in range(4):
-            token = random_ids(2, 1, device)
-            actual, expected = (
-                run(input_ids=token, past_key_values=cache).logits
-                for run, cache in zip((step, model), caches, strict=True)
-            )
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    assert is_whole == all(warning.category is not MpkWarning for warning in record)
-    for ours, eager in zip(caches[0].layers, caches[1].layers, strict=True):
-        torch.testing.assert_close(ours.keys, eager.keys, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(ours.values, eager.values, rtol=1e-4, atol=1e-4)
-        assert ours.get_seq_length() == eager.get_seq_length() == 7
+    prompt = random_ids(batch, PROMPT_LENGTH, device)
+    slides = MODELS[name].slides
+    ours, eager = (DecodeSteps(model, prompt, mask_grows=slides) for _ in range(2))
+    with torch.inference_mode():
+        for i in range(6 if slides else 3):
+            token = random_ids(batch, 1, device)
+            assert_close(ours.step(step, token), eager.step(model, token))
+            if i == 0 and device.type == "cpu":
+                assert launches_of(tmp_path) == LAUNCHES[name]
+    for actual, expected in zip(ours.state(), eager.state(), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not isinstance(model, Decoder)])
+def test_a_module_equals_eager(device, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = MODELS[name].make().to(device)
+    step = torch.compile(model, backend="mpk")
+    with torch.inference_mode():
+        for batch in (1, 3):
+            inputs = [tensor.to(device) for tensor in MODELS[name].inputs(batch)]
+            buffers = [buffer.clone() for buffer in model.buffers()]
+            expected = model(*inputs)
+            after = [buffer.clone() for buffer in model.buffers()]
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            assert_close(step(*inputs), expected)
+            for buffer, wanted in zip(model.buffers(), after, strict=True):
+                assert_close(buffer, wanted)
+            if batch == 1:
+                assert launches_of(tmp_path) == LAUNCHES[name]
+
+
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -63,18 +63,19 @@ def _parts(rw: Rewriter, node: fx.Node, parts: dict[fx.Node, Pair]) -> Pair:
         return rw.call(aten.select.int, node.args[0], -1, 0), rw.call(aten.select.int, node.args[0], -1, 1)
     if node.target is aten.polar.default:
         length, angle = node.args
-        return tuple(  # type: ignore[return-value]
-            rw.call(aten.mul.Tensor, length, rw.call(f, angle)) for f in (aten.cos.default, aten.sin.default)
-        )
+        cos, sin = (rw.call(aten.mul.Tensor, length, rw.call(f, angle)) for f in (aten.cos.default, aten.sin.default))
+        return cos, sin
     if node.target is aten.mul.Tensor:
-        return _product(rw, *node.args, parts)  # type: ignore[arg-type]
+        return _product(rw, node.args[0], node.args[1], parts)
     if node.target in (aten.add.Tensor, aten.sub.Tensor) and argument(node, "alpha") == 1:
         a, b = node.args
         if a in parts and b in parts:
-            return tuple(rw.call(node.target, x, y) for x, y in zip(parts[a], parts[b]))  # type: ignore[return-value]
+            real, imaginary = (rw.call(node.target, x, y) for x, y in zip(parts[a], parts[b]))
+            return real, imaginary
     if node.target in _EACH and node.args[0] in parts and not any(_is_complex(arg) for arg in node.args[1:]):
         rest, kwargs = node.args[1:], node.kwargs
-        return tuple(rw.call(node.target, part, *rest, **kwargs) for part in parts[node.args[0]])  # type: ignore[return-value]
+        real, imaginary = (rw.call(node.target, part, *rest, **kwargs) for part in parts[node.args[0]])
+        return real, imaginary
     if node.target is aten._conj.default and node.args[0] in parts:
         real, imaginary = parts[node.args[0]]
         return real, rw.call(aten.neg.default, imaginary)

@@ -1,0 +1,170 @@
+"""Runs a random program through torch_mpk and compares every result and effect with eager PyTorch."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+
+import torch
+from random_programs import INPUTS, Program
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_mpk import _C, lowering, reference_vm, runtime
+from torch_mpk.admission import check_call, check_graph, check_mutations
+from torch_mpk.capture import capture
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.errors import DeclinedError, MpkWarning, UnsupportedError
+from torch_mpk.partition import Partitioned, partition
+from torch_mpk.patterns import apply
+
+NOISY_RUNS = 3
+# How much further than noisy runs of eager from the plain one a right result may lie.
+MARGIN = 8
+
+
+# Makes a callable of a graph, for inputs like these, and tells how many of its segments are torch_mpk's.
+Way = Callable[[fx.GraphModule, list[Tensor]], tuple[Callable, int]]
+
+
+class Wrong(AssertionError):
+    """A program whose results differ from eager's."""
+
+
+def graph_of(program: Program) -> fx.GraphModule:
+    """The program as one node, which the capture traces into."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in INPUTS]
+    graph.output(graph.call_function(program.run, tuple(inputs)))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def check(program: Program, how: Way, device: torch.device | str = "cpu", seed: int = 0) -> int:
+    """Runs the program twice, on new values, with the callable that ``how`` makes of its graph.
+
+    Returns how many segments of the graph were torch_mpk's: 0 where all of it was left to PyTorch.
+
+    Raises Wrong where a result, an effect on an input, or what shares memory with what is not eager's.
+    """
+    gm = graph_of(program)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", MpkWarning)
+        try:
+            run, num_segments = how(gm, program.inputs(device, seed))
+        except (UnsupportedError, DeclinedError):
+            return 0
+        for again in (seed, seed + 1):
+            compare(program, run, device, again)
+    return num_segments
+
+
+def compare(program: Program, run: Callable, device: torch.device | str, seed: int) -> None:
+    inputs = program.inputs(device, seed)
+    expected, allowed = _expectation(program, device, seed)
+    actual = run(*inputs)
+    everything = [*actual, *inputs]
+    names = [*(f"result {i}" for i in range(len(actual))), *(f"input {i}" for i in range(len(inputs)))]
+    for name, ours, eager, tolerance in zip(names, everything, expected, allowed, strict=True):
+        if (ours.shape, ours.dtype) != (eager.shape, eager.dtype):
+            raise Wrong(f"{name} is {ours.dtype}{list(ours.shape)}, expected {eager.dtype}{list(eager.shape)}")
+        if ours.numel() and not _agree(ours, eager, tolerance):
+            raise Wrong(f"{name} is off by {_distance(ours, eager)}, allowed {tolerance}:\n{ours}\n{eager}")
+    if _sharing(everything) != _sharing(expected):
+        raise Wrong(f"memory shared with: {_sharing(everything)}, expected {_sharing(expected)}")
+
+
+def _expectation(program: Program, device: torch.device | str, seed: int) -> tuple[list[Tensor], list[float]]:
+    """Eager's results and inputs afterwards, and the difference that rounding in another order may make to each."""
+    inputs = program.inputs(device, seed)
+    plain = [*program.run(*inputs), *inputs]
+    spread = [0.0] * len(plain)
+    for i in range(NOISY_RUNS):
+        inputs = program.inputs(device, seed)
+        noisy = [*program.run(*inputs, noise=torch.Generator().manual_seed(i)), *inputs]
+        spread = [max(s, _distance(n, p)) for s, n, p in zip(spread, noisy, plain, strict=True)]
+    return plain, [MARGIN * s for s in spread]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().nan_to_num(0, posinf=0).max()) if a.numel() else 0.0
+
+
+def _agree(ours: Tensor, eager: Tensor, tolerance: float) -> bool:
+    if tolerance == 0:
+        return bool(((ours == eager) | (ours.isnan() & eager.isnan())).all())
+    difference = (ours.double() - eager.double()).abs()
+    return bool(((difference <= tolerance) | (ours == eager) | (ours.isnan() & eager.isnan())).all())
+
+
+def _sharing(tensors: list[Tensor]) -> list[int]:
+    """For each tensor the first that lies in the same memory."""
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [storages.index(storage) for storage in storages]
+
+
+# ---- ways to run a graph ----
+
+
+def _partitioned(gm: fx.GraphModule, inputs: list[Tensor]) -> Partitioned:
+    check_call(inputs)
+    captured = capture(gm, inputs)
+    check_graph(captured)
+    mutated = [i for i, graph_input in enumerate(captured.inputs) if graph_input.is_mutated]
+    check_mutations([graph_input.source for graph_input in captured.inputs], mutated, inputs)
+    return partition(apply(captured.graph_module), 1)
+
+
+def _num_ours(partitioned: Partitioned) -> int:
+    return sum(segment.ours for segment in partitioned.segments)
+
+
+def by_stages(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
+    """The backend without Dynamo, and without the net that turns an error of ours into a fallback."""
+    partitioned = _partitioned(gm, inputs)
+    program = runtime.Program.build(partitioned, inputs[0].device, Options(fallback="eager"), Dump.next())
+    return program.callable(gm.forward), _num_ours(partitioned)
+
+
+def by_dynamo(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
+    torch.compiler.reset()
+    aten = make_fx(gm, pre_dispatch=True, tracing_mode="fake")(*inputs)
+    return torch.compile(aten, backend="mpk"), 1
+
+
+def by_reference_vm(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
+    """Each segment of ours as a fused schedule, proven and then run in an order its events allow."""
+    partitioned = _partitioned(gm, inputs)
+    for i, segment in enumerate(partitioned.segments):
+        if segment.ours:
+            partitioned.gm.register_module(segment.name, _Interleaved(segment.gm, seed=i))
+    return partitioned.gm, _num_ours(partitioned)
+
+
+class _Interleaved(torch.nn.Module):
+    def __init__(self, gm: fx.GraphModule, seed: int) -> None:
+        super().__init__()
+        self.order = random.Random(seed)
+        self.lowered = lowering.lower(gm)
+        self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        target = _C.Target("cuda", 90, self.order.choice([1, 4, 132]), 232448, True, self.order.random() < 0.5)
+        self.schedule = _C.make_schedule(self.lowered.graph, target)
+        _C.validate(self.schedule)
+
+    def forward(self, *args):
+        given = dict(zip(self.placeholders, args, strict=True))
+        inputs = [given[node] for node in self.lowered.inputs]
+        fresh = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype) for f in self.lowered.fresh]
+        for tensor in fresh:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
+        reference_vm.run(self.schedule, inputs, fresh, seed=self.order.randrange(1 << 30))
+        results = []
+        for output in self.lowered.outputs:
+            if output.kind == "value":
+                results.append(output.value)
+                continue
+            source = {"input": inputs, "output": fresh}[output.kind][output.index]
+            view = source.as_strided(output.shape, output.stride, source.storage_offset() + output.offset)
+            results.append(source if output.whole else view)
+        return tuple(results)

@@ -1,0 +1,61 @@
+"""Random programs through the backend are eager PyTorch, bit for bit where the operations are exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from checking import Wrong, by_dynamo, by_reference_vm, by_stages, check
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_programs import KINDS, Program, Step, write
+
+PROGRAMS = st.randoms(use_true_random=False).map(lambda rng: Program.draw(rng, max_steps=7))
+RANDOM = {"database": None, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=80, **RANDOM)
+@given(PROGRAMS)
+def test_stages_compute_what_eager_does(program: Program) -> None:
+    check(program, by_stages)
+
+
+@settings(max_examples=30, **RANDOM)
+@given(PROGRAMS)
+def test_fused_schedules_compute_it_in_any_legal_order(program: Program) -> None:
+    check(program, by_reference_vm)
+
+
+@settings(max_examples=10, **RANDOM)
+@given(PROGRAMS)
+def test_so_does_torch_compile(program: Program) -> None:
+    check(program, by_dynamo)
+
+
+@pytest.mark.gpu
+@settings(max_examples=20, **RANDOM)
+@given(PROGRAMS)
+def test_kernels_compute_what_eager_does(program: Program) -> None:
+    check(program, by_stages, "cuda")
+
+
+def lost_writes(gm, inputs):
+    return lambda *args: gm(*(arg.clone() for arg in args)), 1
+
+
+def lost_aliases(gm, inputs):
+    return lambda *args: [result.clone() for result in gm(*args)], 1
+
+
+def shifted(gm, inputs):
+    return lambda *args: [result.to(result.dtype) + 1 for result in gm(*args)], 1
+
+
+@pytest.mark.parametrize("way", [lost_writes, lost_aliases, shifted])
+def test_what_is_not_eagers_is_seen(way) -> None:
+    fill = Step(KINDS.index(write), first=7, second=0, choices=4 + 5 * 4)  # x.fill_(4)
+    program = dataclasses.replace(Program.draw(random.Random(0)), steps=(fill,), results=(8,))
+    check(program, by_stages)
+    with pytest.raises(Wrong):
+        check(program, way)

@@ -1,0 +1,72 @@
+"""Batch, query length, cache length and masks that change from call to call."""
+
+import pytest
+import torch
+
+from torch_mpk.errors import MpkWarning
+from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
+from torch_mpk.testing.zoo import MODELS, PROMPT_LENGTH, DecodeSteps
+
+CALLS = [
+    # batch, prompt length, cache length, mask
+    (1, 3, 16, "none"),
+    (2, 40, 64, "2d"),
+    (2, 7, 64, "none"),
+    (3, 200, 256, "4d"),
+    (1, 11, 64, "2d"),
+]
+
+
+def test_any_order_of_shapes_is_right_and_none_is_built_twice(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(device=device, num_layers=1)
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    builds = []
+    for _ in range(2):
+        for batch, prompt_length, max_cache_len, mask in CALLS:
+            prompt = random_ids(batch, prompt_length, device)
+            ours, eager = (Decoding(model, prompt, mask=mask, max_cache_len=max_cache_len) for _ in range(2))
+            with torch.inference_mode():
+                token = random_ids(batch, 1, device)
+                torch.testing.assert_close(ours.step(step, token), eager.step(model, token), rtol=0.05, atol=0.05)
+        builds.append(len(list(tmp_path.iterdir())))
+    assert builds[0] == builds[1]
+
+
+def test_prompts_of_any_length_run_without_a_build(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(device=device, num_layers=1)
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    with torch.inference_mode():
+        for length in (2, 5, 64, 300):
+            prompt = random_ids(2, 1, device)
+            ours, eager = (Decoding(model, prompt, max_cache_len=512) for _ in range(2))
+            tokens = random_ids(2, length, device)
+            assert torch.equal(ours.step(step, tokens), eager.step(model, tokens))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen3-MoE"])  # with a window that slides; in several segments
+def test_the_length_of_a_mask_is_no_reason_to_build(device, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = MODELS[name].make().to(device)
+    step = torch.compile(model, backend="mpk", options={"fallback": "eager"})
+    prompt = random_ids(2, PROMPT_LENGTH, device)
+    ours, eager = (DecodeSteps(model, prompt, mask_grows=True) for _ in range(2))
+    with torch.inference_mode():
+        for _ in range(9):
+            token = random_ids(2, 1, device)
+            torch.testing.assert_close(ours.step(step, token), eager.step(model, token), rtol=1e-4, atol=1e-4)
+    assert len(list(tmp_path.iterdir())) <= 3  # the first length, any other, and any with a full window
+
+
+def test_the_last_compile_that_dynamo_allows_is_announced(device):
+    linear = torch.nn.Linear(8, 8, device=device)
+    step = torch.compile(linear, backend="mpk", dynamic=False)
+    rows = [torch.randn(n, 8, device=device) for n in (1, 2, 3)]
+    with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=2):
+        step(rows[0])
+        with pytest.warns(MpkWarning, match=r"compiled 2 times, all that Dynamo allows.*recompile_limit = 16"):
+            step(rows[1])
+        for x in rows:
+            torch.testing.assert_close(step(x), linear(x))
