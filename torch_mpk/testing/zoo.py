@@ -110,6 +110,10 @@ class AlibiDecoder(nn.Module):
     ``forward(x[B, H], position[1])`` appends to the module's own cache.
     """
 
+    slopes: Tensor
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, batch: int = 3, hidden: int = 32, heads: int = 4) -> None:
         super().__init__()
         size = hidden // heads
