@@ -103,7 +103,9 @@ def test_a_wrong_task_of_a_later_part_is_named(monkeypatch):
     call_net()
     torch.compiler.reset()
     corrupt(monkeypatch, "rms_norm", "norm", eps=0.5)
-    with pytest.raises(VerificationError, match=r"differ: rms_norm\w* \(mpk\.rms_norm\) from .*, norm\. This is"):
+    with pytest.raises(
+        VerificationError, match=r"first to differ: rms_norm\w* \(mpk\.rms_norm\) from .*, norm\. This is"
+    ):
         call_net()
 
 
@@ -162,7 +164,7 @@ def test_a_difference_that_does_not_come_back_is_an_error():
 
     captured = capture(torch.fx.symbolic_trace(function), [x, weight, state])
     device = torch.device("cpu")
-    program = Program(partition(apply(captured.graph_module)), device, Options(), Dump(None))
+    program = Program.build(partition(apply(captured.graph_module)), device, Options(), Dump(None))
 
     def wrong(x, weight, state):
         state.sub_(7)
