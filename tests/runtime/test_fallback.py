@@ -186,10 +186,11 @@ def test_one_unsupported_operation_costs_a_part_of_a_deep_model():
     layers[17].activation = lambda x: x.sort(dim=-1).values
     model = torch.nn.Sequential(*layers)
     x = torch.randn(2, 16)
+    others = list(backend._programs.values())  # what earlier tests compiled may still be alive
     with torch.inference_mode(), pytest.warns(MpkWarning, match=r"a part of this graph eagerly: sort from .*, 17: "):
         step = compiled(model)
         torch.testing.assert_close(step(x), model(x))
-    (program,) = backend._programs.values()
+    (program,) = [program for program in backend._programs.values() if program not in others]
     operations = [(segment.ours, segment.num_operations) for segment in program.partitioned.segments]
     assert operations == [(True, 17 * 5 + 2), (False, 2), (True, 2 + 18 * 5)]
 
