@@ -130,10 +130,9 @@ struct Chain {
 };
 Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node& node, const Tensor& operand);
 
-// The class of the chain (see row.cuh) with the traits of its tasks, and the statements by which the loader's lanes
-// fetch its parameters ahead.
+// The class of the chain (see row.cuh) with the traits of its tasks and `prefetch`.
 struct ChainCode {
-  std::string text, prefetch;
+  std::string text, fetch;  // `fetch`: the part of `text` that fetches the row
   bool vectorized = true;
   bool early = true;  // what the constructor reads is known before the phase's events
   std::vector<std::string> headers;
@@ -141,8 +140,8 @@ struct ChainCode {
 
 struct ChainOptions {
   int phase;
-  std::string name = "Chain";
   const Tensor* target = nullptr;  // where the row is stored besides
+  bool batch_row = false;          // the row of the batch is given, not computed from the row
 };
 ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options);
 

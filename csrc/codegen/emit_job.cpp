@@ -230,7 +230,6 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
          returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) +
          returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
          returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.text;
-  body += function("void", "prefetch(const Job& job, int lane)", prologue.prefetch);
   body += constant("kPitchX", x.strides[0]) +
           returning("const T*", "x(const Job& job)", staged ? "nullptr" : refs.pointer(first, x));
 
@@ -432,20 +431,31 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   body += returning(
       "T*", "y(const Job& job, uint32_t b, uint32_t h)",
       refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
-  std::string prefetch;
-  for (const char* name : {"q", "k", "v"}) {
-    const Operand* operand = name[0] == 'q' ? node.find("q") : name[0] == 'k' ? k_new : v_new;
+  // Chains number their references from 0, so that equal chains have equal code.
+  std::vector<ChainCode> chains;
+  std::vector<bool> applies;
+  using Named = std::pair<const char*, const Operand*>;
+  for (const auto& [name, operand] : {Named{"Q", node.find("q")}, Named{"K", k_new}, Named{"V", v_new}}) {
     if (!operand) continue;
     check_dtype(node, *operand, dtype);
-    const char upper[] = {'C', 'h', 'a', 'i', 'n', static_cast<char>(name[0] - 'a' + 'A'), 0};
-    const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor),
-                                       {.phase = phase, .name = upper});
-    prefetch += chain.prefetch;
-    early &= chain.early;
-    body += chain.text;
-    code.headers.insert(code.headers.end(), chain.headers.begin(), chain.headers.end());
+    const Chain chain = find_chain(plan, job.prologue, node, operand->tensor);
+    std::vector<uint64_t> numbered;
+    Refs own(plan, numbered);
+    chains.push_back(emit_chain(plan, own, node, chain, {.phase = phase, .batch_row = true}));
+    applies.push_back(!chain.tasks.empty());
+    const ChainCode& made = chains.back();
+    const std::string first = std::string("kRefs") + name;
+    body += "  static constexpr uint32_t " + first + " = " + str(static_cast<int64_t>(code.refs.size())) + ";\n" +
+            (made.text == chains.front().text && chains.size() > 1
+                 ? std::string("  using Rows") + name + " = RowsQ;\n"
+                 : std::string("  struct Rows") + name + " {\n" + made.text + "  };\n");
+    code.refs.insert(code.refs.end(), numbered.begin(), numbered.end());
+    early &= made.early;
+    code.headers.insert(code.headers.end(), made.headers.begin(), made.headers.end());
   }
-  body += flag("kEarly", early) + function("void", "prefetch(const Job& job, int lane)", prefetch);
+  body += flag("kOneChain", chains.size() == 3 && chains[0].text == chains[1].text && !applies[2] &&
+                                chains[2].fetch == chains[0].fetch);
+  body += flag("kEarly", early);
   body += returning("uint32_t*", "arrivals(const Job& job)",
                     "job.pointer<uint32_t>(" + str(refs.add_raw(kControlIndex, plan.control_bytes)) + ")");
   plan.control_bytes += units * 4;

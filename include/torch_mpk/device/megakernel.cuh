@@ -35,10 +35,14 @@ struct Shared {
 struct Job {
   const JobRow* row;
   const LaunchParams* params;
+  uint32_t first_ref = 0;
+
+  // The same job, seen by code whose references begin with number `first`.
+  MPK_DEVICE Job from(uint32_t first) const { return {row, params, first}; }
 
   template <class T>
   MPK_DEVICE T* pointer(int i) const {
-    T* p = reinterpret_cast<T*>(reinterpret_cast<const uint64_t*>(row + 1)[i]);
+    T* p = reinterpret_cast<T*>(reinterpret_cast<const uint64_t*>(row + 1)[first_ref + i]);
     __builtin_assume(__isGlobal(p));
     return p;
   }
@@ -53,6 +57,17 @@ MPK_DEVICE const JobRow* first_job(const PhaseRow* phase) {
 }
 MPK_DEVICE const JobRow* next_job(const JobRow* job) {
   return reinterpret_cast<const JobRow*>(reinterpret_cast<const uint8_t*>(job) + job->bytes);
+}
+
+// Until the events of a phase have come. Out of line as the other waits are, see event.cuh.
+__device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events,
+                                         uint32_t target, uint32_t phase, uint32_t jitter) {
+  delay(jitter, blockIdx.x, 2 * phase);
+  for (uint32_t i = 0; i < waiting->num_waits; i++) {
+    const uint32_t event = waits_of(waiting)[i];
+    if (!wait_event(dog, events + event * kEventStride, target, phase, WarpRole::kConsumer, event)) return false;
+  }
+  return true;
 }
 
 // What both roles know of the launch.
@@ -140,7 +155,9 @@ struct Consumer : Launch<Kernel> {
   MPK_DEVICE bool await() {
     if (awaited) return alive;
     awaited = true;
-    if (rank == 0) failed = !await_events();
+    if (rank == 0)
+      failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
+                            this->params.jitter);
     if (!sync()) return false;
     stamp(&PhaseStamps::ready);
     return true;
@@ -182,18 +199,6 @@ struct Consumer : Launch<Kernel> {
  private:
   MPK_DEVICE const PhaseRow* current_row() const {
     return reinterpret_cast<const PhaseRow*>(this->shared.rows[row % kPhasesAhead]);
-  }
-
-  MPK_DEVICE bool await_events() {
-    Shared& s = this->shared;
-    delay(this->params.jitter, blockIdx.x, 2 * phase);
-    const PhaseRow* waiting = current_row();
-    for (uint32_t i = 0; i < waiting->num_waits; i++) {
-      const uint32_t event = waits_of(waiting)[i];
-      if (!wait_event(s.watchdog, this->event(event), this->event_target(), phase, WarpRole::kConsumer, event))
-        return false;
-    }
-    return true;
   }
 };
 

@@ -4,7 +4,7 @@
 // and applied to a row in shared memory, in place:
 //
 //   template <class V, class Group> struct Task {
-//     Task(const Group& group, const Job& job, uint32_t row);   // V: sizes and attributes; V::kRefs: its first operand
+//     Task(const Group& group, const Job& job, uint32_t row);   // V: sizes, attributes, where operands are
 //     void apply(Group& group, T* row);                         // the row is complete on entry; no barrier at the end
 //   };
 //
@@ -13,8 +13,10 @@
 //
 //   template <class Group> struct Chain {
 //     Chain(const Group& group, const Job& job, uint32_t row);                   // constructs the tasks
-//     void run(Group& group, const Job& job, uint32_t row, T* data);             // the row, from memory, into `data`
+//     void fetch(Group& group, const Job& job, uint32_t row, T* data);           // the row, from memory, into `data`
+//     void apply(Group& group, const Job& job, uint32_t row, T* data);           // the tasks
 //   };
+//   static void prefetch(const Job& job, int lane);                              // their parameters, into L2
 #pragma once
 
 #include "torch_mpk/device/megakernel.cuh"
@@ -89,6 +91,13 @@ inline constexpr bool kByWarp = rows_by_warp(kRowPitch<V>, V::kRows);
 template <class V>  // of shared memory
 inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * kRowPitch<V> : kRowPitch<V>;
 
+template <class Chain, class Group, class T>
+MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
+  Chain chain(group, job, row);
+  chain.fetch(group, job, row, data);
+  chain.apply(group, job, row, data);
+}
+
 // A job of row tasks alone. V: T, kRows, kSize; Chain<Group>, which also stores the row.
 template <class V, class C>
 MPK_DEVICE void run_rows(C& c, const Job& job) {
@@ -100,14 +109,14 @@ MPK_DEVICE void run_rows(C& c, const Job& job) {
     T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
     for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows;
          row += kConsumerWarps * C::Config::kNumWorkers) {
-      typename V::template Chain<WarpThreads>(group, job, row).run(group, job, row, data);
+      run_chain<typename V::template Chain<WarpThreads>>(group, job, row, data);
       group.sync();
     }
   } else {
     CtaThreads<C> group(c);
     T* data = reinterpret_cast<T*>(c.staged());
     for (uint32_t row = worker; row < V::kRows; row += C::Config::kNumWorkers) {
-      typename V::template Chain<CtaThreads<C>>(group, job, row).run(group, job, row, data);
+      run_chain<typename V::template Chain<CtaThreads<C>>>(group, job, row, data);
       if (!c.sync()) return;
     }
   }

@@ -84,6 +84,9 @@ inline float __int_as_float(int v) {
   return f;
 }
 inline float __uint_as_float(unsigned v) { return __int_as_float(static_cast<int>(v)); }
+inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline float __expf(float v) { return std::exp(v); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

@@ -14,7 +14,8 @@
 //   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
 //   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
 //   weight(job, i), weight_pitch(i)      of segment or part i, in bytes
-//   x(job), kPitchX, Chain<Group>, prefetch(job, lane)      how a row of x is brought to shared memory, or where it is
+//   Chain<Group>, prefetch(job, lane)    how a row of x is brought to shared memory, see row.cuh
+//   x(job), kPitchX                      where x is, if it is read there
 //   Extra, preload(job, segment, r, n), finish(job, segment, r, n, sums, extra)   bias, epilogue, stores
 //   kEarly                 what chains and extras fetch first is known before the phase's events
 #pragma once
@@ -190,7 +191,8 @@ MPK_DEVICE bool stage_rows(C& c, const Job& job, Group& group, int first, int st
   Chain chain(group, job, first);
   if (V::kEarly && !c.await()) return false;
   for (int r = first;;) {
-    chain.run(group, job, r, x + r * kPitch);
+    chain.fetch(group, job, r, x + r * kPitch);
+    chain.apply(group, job, r, x + r * kPitch);
     if ((r += step) >= V::kBatch) return true;
     chain = Chain(group, job, r);
   }
@@ -324,8 +326,8 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   // While the events are awaited, all warps but the one that polls go through their first tile, if its weights are
   // there, with whatever stands where x will be: the multiprocessor then has the instructions at hand, which it else
   // fetches while everybody waits for it.
-  bool ready = false,
-       rehearsal = c.warp != 0 && (V::kClaimed || c.warp < count) && c.ring.is_full(c.entry + c.warp * S::kChunks);
+  bool ready = false, rehearsal = !c.awaited && c.warp != 0 && (V::kClaimed || c.warp < count) &&
+                                  c.ring.is_full(c.entry + c.warp * S::kChunks);
   uint32_t i = c.warp;
 #pragma unroll 1
   for (;;) {
@@ -343,7 +345,7 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     uint32_t tile = tiles.begin + i;
     if constexpr (V::kClaimed) {
       bool ended;
-      if (!c.ring.wait_issued(entry, c.phase, true, ended)) {
+      if (!c.ring.wait_issued_or_end(entry, c.phase, ended)) {
         c.failed = true;
         return;
       }
