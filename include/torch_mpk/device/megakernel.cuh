@@ -31,6 +31,11 @@ struct Shared {
   alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
 };
 
+enum class Rehearsal { kNone, kTile, kStaging, kCombining };
+
+// The last warp's: the last ones have fewer neighbours to share their scheduler with.
+inline constexpr int kPollingThread = kConsumerThreads - 32;
+
 // A job of the running phase, as tasks see it.
 struct Job {
   const JobRow* row;
@@ -126,6 +131,17 @@ struct Consumer : Launch<Kernel> {
     lane = ring.lane = rank % 32;
   }
 
+  // What this warp rehearses of a job before it awaits the phase's events. The multiprocessor fetches instructions far
+  // slower than it executes them, and each phase's are others: so while one thread polls, the warps go through the job
+  // with whatever stands where its operands will be. Schedulers of the multiprocessor, four of them, have instruction
+  // caches of their own, so each part is rehearsed by a warp of each. A job that has no such part skips it. Nothing
+  // that a rehearsal computes is seen by others, and it takes part in no barrier.
+  MPK_DEVICE Rehearsal rehearsal() const {
+    constexpr int kSchedulers = 4;
+    if (awaited || warp == kPollingThread / 32) return Rehearsal::kNone;
+    return warp < kSchedulers ? Rehearsal::kTile : warp < 2 * kSchedulers ? Rehearsal::kStaging : Rehearsal::kCombining;
+  }
+
   // Notes the time in a profiled kernel; nothing otherwise.
   MPK_DEVICE void stamp(uint32_t PhaseStamps::* when) {
     if constexpr (Kernel::kStampsOffset != 0) stamps.*when = ptx::clock();
@@ -155,7 +171,7 @@ struct Consumer : Launch<Kernel> {
   MPK_DEVICE bool await() {
     if (awaited) return alive;
     awaited = true;
-    if (rank == 0)
+    if (rank == kPollingThread)
       failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
                             this->params.jitter);
     if (!sync()) return false;

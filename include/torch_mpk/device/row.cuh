@@ -39,6 +39,7 @@ MPK_DEVICE float warp_max(float v) {
 struct WarpThreads {
   static constexpr int kSize = 32;
   int rank;
+  bool rehearsal = false;  // reads no operands, see Consumer::rehearsal
   MPK_DEVICE float sum(float v) { return warp_sum(v); }
   MPK_DEVICE void sync() { __syncwarp(); }
 };
@@ -49,8 +50,9 @@ struct CtaThreads {
   static constexpr int kSize = kConsumerThreads;
   C& c;
   int rank;
+  bool rehearsal;
   int flip = 0;
-  MPK_DEVICE explicit CtaThreads(C& c) : c(c), rank(c.rank) {}
+  MPK_DEVICE explicit CtaThreads(C& c, bool rehearsal = false) : c(c), rank(c.rank), rehearsal(rehearsal) {}
 
   // Alternating buffers: one barrier a sum.
   MPK_DEVICE float sum(float v) {
@@ -58,13 +60,15 @@ struct CtaThreads {
     flip ^= 1;
     v = warp_sum(v);
     if (c.lane == 0) partials[c.warp] = v;
-    c.sync();
+    sync();
     float total = partials[0];
 #pragma unroll
     for (int w = 1; w < kConsumerWarps; w++) total += partials[w];
     return total;
   }
-  MPK_DEVICE void sync() { c.sync(); }
+  MPK_DEVICE void sync() {
+    if (!rehearsal) c.sync();
+  }
 };
 
 // Whether rows are shared out among the warps, or the whole CTA works on each. The same rule for all jobs, for equal
@@ -77,9 +81,12 @@ constexpr bool rows_by_warp(int row_bytes, int64_t num_rows) {
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
   if constexpr (vectorized) {
-    for (int i = group.rank; i < N / kVecSize<T>; i += Group::kSize)
-      reinterpret_cast<uint4*>(dst)[i] = reinterpret_cast<const uint4*>(src)[i];
-  } else {
+    for (int i = group.rank; i < N / kVecSize<T>; i += Group::kSize) {
+      uint4 v{};
+      if (!group.rehearsal) v = reinterpret_cast<const uint4*>(src)[i];
+      reinterpret_cast<uint4*>(dst)[i] = v;
+    }
+  } else if (!group.rehearsal) {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = src[i];
   }
 }

@@ -498,7 +498,7 @@ struct Reader {
     const uint32_t count = kv_count(cut(row), cut.plan.length);
     const float* partials = W::partials(job);
 #pragma unroll 1
-    for (int i = group.rank; i < kRow / 4; i += Group::kSize) {
+    for (int i = group.rank; i < kRow / 4; i += group.rehearsal ? kRow : Group::kSize) {
       const int head = 4 * i / W::kSize, d = 4 * i % W::kSize;
       const float* from = partials + ((first + head / W::kHeads * count) * W::kHeads + head % W::kHeads) * kPartial<W>;
       reinterpret_cast<Vec<T, 4>*>(data)[i] =
@@ -512,10 +512,10 @@ struct Reader {
 // The row of this warp: fetched by Rows, whose tasks are applied unless it is the row of a value that comes with keys'.
 template <class Rows, class V, class C>
 MPK_DEVICE bool stage_row(C& c, const Job& params, const Job& source, uint32_t row, uint32_t batch_row, bool applied,
-                          typename V::Work::T* data) {
-  WarpThreads threads{c.lane};
+                          typename V::Work::T* data, bool rehearsal) {
+  WarpThreads threads{c.lane, rehearsal};
   typename Rows::template Chain<WarpThreads> chain(threads, params, row, batch_row);
-  if (!c.await()) return false;
+  if (!rehearsal && !c.await()) return false;
   if (data == nullptr) return true;
   chain.fetch(threads, source, row, data);
   if (applied) chain.apply(threads, params, row, data);
@@ -526,34 +526,37 @@ MPK_DEVICE bool stage_row(C& c, const Job& params, const Job& source, uint32_t r
 // The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a
 // group also writes them to the caches. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
+MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot, bool rehearsal) {
   using S = Shape<V>;
   using W = typename V::Work;
   using T = typename W::T;
   static_assert(W::kHeads + 2 <= kConsumerWarps);
   const uint32_t group = piece.group / W::kPasses;
-  const bool is_query = c.warp < W::kHeads, is_key = V::kHasNew && c.warp == W::kHeads,
-             is_value = V::kHasNew && c.warp == W::kHeads + 1;
-  const uint32_t row = is_query ? piece.row * (W::kGroups * W::kPasses * W::kHeads) + piece.group * W::kHeads + c.warp
+  const int place = rehearsal ? 0 : c.warp;  // a rehearsal is for the first query, into memory that nobody uses yet
+  const bool is_query = place < W::kHeads, is_key = V::kHasNew && place == W::kHeads,
+             is_value = V::kHasNew && place == W::kHeads + 1;
+  const uint32_t row = is_query ? piece.row * (W::kGroups * W::kPasses * W::kHeads) + piece.group * W::kHeads + place
                                 : piece.row * W::kGroups + group;
   T* rows = reinterpret_cast<T*>(c.staged());
-  T* data = is_query             ? rows + c.warp * S::kSize
+  T* data = rehearsal            ? reinterpret_cast<T*>(c.staged() + S::kCombineOffset + c.warp * kPartial<W> * 4)
+            : is_query           ? rows + place * S::kSize
             : is_key || is_value ? rows + (S::kNewRow + (is_key ? 0 : 1)) * S::kSize
                                  : nullptr;
   bool ok = true;
   if constexpr (V::kOneChain) {
     const uint32_t source = is_query ? V::kRefsQ : is_value ? V::kRefsV : V::kRefsK;
     ok = stage_row<typename V::RowsQ, V>(c, job.from(is_query ? V::kRefsQ : V::kRefsK), job.from(source), row,
-                                         piece.row, !is_value, data);
+                                         piece.row, !is_value, data, rehearsal);
   } else {
     const Job q = job.from(V::kRefsQ);
-    if (is_query) ok = stage_row<typename V::RowsQ, V>(c, q, q, row, piece.row, true, data);
+    if (is_query) ok = stage_row<typename V::RowsQ, V>(c, q, q, row, piece.row, true, data, rehearsal);
     if constexpr (V::kHasNew) {
       const Job k = job.from(V::kRefsK), v = job.from(V::kRefsV);
-      if (is_key) ok = stage_row<typename V::RowsK, V>(c, k, k, row, piece.row, true, data);
-      if (is_value) ok = stage_row<typename V::RowsV, V>(c, v, v, row, piece.row, true, data);
+      if (is_key) ok = stage_row<typename V::RowsK, V>(c, k, k, row, piece.row, true, data, rehearsal);
+      if (is_value) ok = stage_row<typename V::RowsV, V>(c, v, v, row, piece.row, true, data, rehearsal);
     }
   }
+  if (rehearsal) return ok;
   if (!ok || !c.await()) return false;
   if constexpr (!S::kTensorCores) {
     float* queries = reinterpret_cast<float*>(c.staged() + S::kFloatsOffset) + c.warp * S::kSize;
@@ -569,7 +572,7 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
   return c.sync();
 }
 
-// One tile of keys and values; false when the launch was given up. A rehearsal (see linear.cuh) changes nothing.
+// One tile of keys and values; false when the launch was given up. A rehearsal changes nothing.
 template <class V, class C, class Softmax>
 MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t index, uint32_t limit, int64_t slot,
                          Softmax& softmax, bool rehearsal) {
@@ -627,11 +630,44 @@ MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvPiece& piece) {
   });
 }
 
+// The warps' results of a piece, put together and written: the result where the piece is all there is, else a partial
+// one. False when the launch was given up.
+template <class V, class C, class Softmax>
+MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, bool complete, Softmax& softmax,
+                              bool rehearsal) {
+  using S = Shape<V>;
+  using W = typename V::Work;
+  using T = typename W::T;
+  const int active = min(uint32_t(kConsumerWarps), piece.num_tiles);
+  float* round = reinterpret_cast<float*>(c.staged() + S::kCombineOffset);
+  float* partials = W::partials(job) + (piece.first + piece.index) * W::kHeads * kPartial<W>;
+#pragma unroll 1
+  for (int first = 0; first < W::kHeads; first += S::kRound) {
+    if (first > 0 && !c.sync()) return false;
+    if (rehearsal || c.warp < active) softmax.store(first, round + c.warp * S::kRound * kPartial<W>, c.lane);
+    if (!rehearsal && !c.sync()) return false;
+    const int heads = min(S::kRound, W::kHeads - first);
+    for_each_quad<W::kSize>(heads, rehearsal ? c.lane : c.rank, [&](int h, int d) {
+      const float* from = round + h * kPartial<W>;
+      const Combined all = combine<T>(from + d, from + W::kSize, S::kRound * kPartial<W>, active);
+      if (rehearsal) return;
+      if (complete) {
+        store_quad(V::y(job, piece.row, piece.group * W::kHeads + first + h) + d, result<W>(all));
+      } else {
+        float* to = partials + (first + h) * kPartial<W>;
+        *reinterpret_cast<float4*>(to + d) = all.out;
+        if (d == 0) *reinterpret_cast<float2*>(to + W::kSize) = make_float2(all.max, all.sum);
+      }
+    });
+    if (rehearsal) break;
+  }
+  return true;
+}
+
 template <class V, class C>
 MPK_DEVICE void compute(C& c, const Job& job) {
   using S = Shape<V>;
   using W = typename V::Work;
-  using T = typename W::T;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!V::kEarly && !c.await()) return;
   const Cut<W> cut(job);
@@ -641,51 +677,43 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     if (number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const KvPiece piece = cut.piece(number);
     const uint32_t limit = visible<W>(job, piece.row);
+    const bool complete = piece.count == 1 && !cut.plan.handed;
     using Softmax = typename SoftmaxOf<S::kTensorCores, V>::Type;
     Softmax softmax;
-    bool ready = false, rehearsal = !c.awaited && number == worker && c.warp != 0 && c.warp < piece.num_tiles &&
-                                    c.ring.is_full(c.entry + c.warp * S::kEntries + S::kEntries - 1);
+    Rehearsal part = c.rehearsal();
+    if (part == Rehearsal::kTile &&
+        (c.warp >= piece.num_tiles || !c.ring.is_full(c.entry + c.warp * S::kEntries + S::kEntries - 1)))
+      part = Rehearsal::kNone;
+    bool ready = false;
     uint32_t t = c.warp;
 #pragma unroll 1
     for (;;) {
-      if (!rehearsal && !ready) {
-        if (!stage<V>(c, job, piece, slot)) return;
-        c.stamp(&PhaseStamps::staged);
-        softmax = Softmax();
+      if (part == Rehearsal::kStaging || (part == Rehearsal::kNone && !ready)) {
+        if (!stage<V>(c, job, piece, slot, part == Rehearsal::kStaging)) return;
+        if (part == Rehearsal::kNone) {
+          c.stamp(&PhaseStamps::staged);
+          softmax = Softmax();
+          ready = true;
+        }
+        part = Rehearsal::kNone;
+        continue;
+      }
+      if (part == Rehearsal::kCombining || (part == Rehearsal::kNone && t >= piece.num_tiles)) {
+        if (!combine_warps<V>(c, job, piece, complete, softmax, part == Rehearsal::kCombining)) return;
+        if (part == Rehearsal::kNone) break;
+        part = Rehearsal::kNone;
+        continue;
+      }
+      const bool ok = add_tile<V>(c, job, piece, t, limit, slot, softmax, part == Rehearsal::kTile);
+      if (part == Rehearsal::kNone) t += kConsumerWarps;
+      part = Rehearsal::kNone;
+      if (!ok) {
+        c.failed = true;
+        t = piece.num_tiles;  // on to the barrier where all learn of it
         ready = true;
       }
-      if (t >= piece.num_tiles) break;
-      if (!add_tile<V>(c, job, piece, t, limit, slot, softmax, rehearsal)) {
-        c.failed = true;
-        break;
-      }
-      if (!rehearsal) t += kConsumerWarps;
-      rehearsal = false;
     }
     c.entry += S::kEntries * piece.num_tiles;
-
-    const int active = min(uint32_t(kConsumerWarps), piece.num_tiles);
-    const bool complete = piece.count == 1 && !cut.plan.handed;
-    float* round = reinterpret_cast<float*>(c.staged() + S::kCombineOffset);
-    float* partials = W::partials(job) + (piece.first + piece.index) * W::kHeads * kPartial<W>;
-#pragma unroll 1
-    for (int first = 0; first < W::kHeads; first += S::kRound) {
-      if (first > 0 && !c.sync()) return;
-      if (c.warp < active) softmax.store(first, round + c.warp * S::kRound * kPartial<W>, c.lane);
-      if (!c.sync()) return;
-      const int heads = min(S::kRound, W::kHeads - first);
-      for_each_quad<W::kSize>(heads, c.rank, [&](int h, int d) {
-        const float* from = round + h * kPartial<W>;
-        const Combined all = combine<T>(from + d, from + W::kSize, S::kRound * kPartial<W>, active);
-        if (complete) {
-          store_quad(V::y(job, piece.row, piece.group * W::kHeads + first + h) + d, result<W>(all));
-        } else {
-          float* to = partials + (first + h) * kPartial<W>;
-          *reinterpret_cast<float4*>(to + d) = all.out;
-          if (d == 0) *reinterpret_cast<float2*>(to + W::kSize) = make_float2(all.max, all.sum);
-        }
-      });
-    }
     if (!complete && !cut.plan.handed) {
       combine_pieces<V>(c, job, piece);
       if (!c.alive) return;

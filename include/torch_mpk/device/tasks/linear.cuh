@@ -183,32 +183,32 @@ MPK_DEVICE void load(L& l, const Job& job) {
 
 // Rows first, first + step, ... of x into shared memory, by one group of threads.
 template <class V, class C, class Group>
-MPK_DEVICE bool stage_rows(C& c, const Job& job, Group& group, int first, int step, typename V::T* x) {
+MPK_DEVICE bool stage_rows(C& c, const Job& job, Group group, int first, int step, typename V::T* x) {
   using Chain = typename V::template Chain<Group>;
   constexpr int kPitch = Shape<V>::kPitch / int(sizeof(typename V::T));
-  if (!V::kEarly && !c.await()) return false;
-  if (first >= V::kBatch) return c.await();
+  auto await = [&] { return group.rehearsal || c.await(); };
+  if (!V::kEarly && !await()) return false;
+  if (first >= V::kBatch) return await();
   Chain chain(group, job, first);
-  if (V::kEarly && !c.await()) return false;
+  if (V::kEarly && !await()) return false;
   for (int r = first;;) {
     chain.fetch(group, job, r, x + r * kPitch);
     chain.apply(group, job, r, x + r * kPitch);
-    if ((r += step) >= V::kBatch) return true;
+    if ((r += step) >= V::kBatch || group.rehearsal) return true;
     chain = Chain(group, job, r);
   }
 }
 
 // Brings x into shared memory, through the row tasks in front of the linear. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x) {
+MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x, bool rehearsal = false) {
+  bool ok;
   if constexpr (V::kRowTasks && rows_by_warp(Shape<V>::kPitch, V::kBatch)) {
-    WarpThreads group{c.lane};
-    if (!stage_rows<V>(c, job, group, c.warp, kConsumerWarps, x)) return false;
+    ok = stage_rows<V>(c, job, WarpThreads{c.lane, rehearsal}, rehearsal ? 0 : c.warp, kConsumerWarps, x);
   } else {
-    CtaThreads<C> group(c);
-    if (!stage_rows<V>(c, job, group, 0, 1, x)) return false;
+    ok = stage_rows<V>(c, job, CtaThreads<C>(c, rehearsal), 0, 1, x);
   }
-  return c.sync();
+  return ok && (rehearsal || c.sync());
 }
 
 // Adds the products of one chunk.
@@ -323,17 +323,22 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   if constexpr (V::kEarly) preload_first();
   const uint4* x = reinterpret_cast<const uint4*>(V::kStaged ? staged : V::x(job));
   constexpr int kPitchX = (V::kStaged ? S::kPitch : V::kPitchX * int(sizeof(T))) / 16;
-  // While the events are awaited, all warps but the one that polls go through their first tile, if its weights are
-  // there, with whatever stands where x will be: the multiprocessor then has the instructions at hand, which it else
-  // fetches while everybody waits for it.
-  bool ready = false, rehearsal = !c.awaited && c.warp != 0 && (V::kClaimed || c.warp < count) &&
-                                  c.ring.is_full(c.entry + c.warp * S::kChunks);
+  Rehearsal part = c.rehearsal();
+  if (part == Rehearsal::kCombining) part = Rehearsal::kTile;
+  if (part == Rehearsal::kStaging ? !V::kStaged
+                                  : (!V::kClaimed && c.warp >= count) || !c.ring.is_full(c.entry + c.warp * S::kChunks))
+    part = Rehearsal::kNone;
+  bool ready = false;
   uint32_t i = c.warp;
 #pragma unroll 1
   for (;;) {
-    if (!rehearsal && !ready) {
+    if (part != Rehearsal::kTile && !ready) {
       if constexpr (V::kStaged) {
-        if (!stage<V>(c, job, staged)) return;
+        if (!stage<V>(c, job, staged, part == Rehearsal::kStaging)) return;
+        if (part == Rehearsal::kStaging) {
+          part = Rehearsal::kNone;
+          continue;
+        }
         c.stamp(&PhaseStamps::staged);
       } else if (!c.await()) {
         return;
@@ -349,8 +354,8 @@ MPK_DEVICE void compute(C& c, const Job& job) {
         c.failed = true;
         return;
       }
-      if (ended && rehearsal) {
-        rehearsal = false;
+      if (ended && part == Rehearsal::kTile) {
+        part = Rehearsal::kNone;
         continue;
       }
       if (ended) {
@@ -363,12 +368,12 @@ MPK_DEVICE void compute(C& c, const Job& job) {
       if (i >= count) break;
       if (i >= kConsumerWarps) extra = preload<V>(job, tile, c.lane);
     }
-    if (!compute_tile<V>(c, job, tile, entry, x, kPitchX, scratch, extra, rehearsal)) {
+    if (!compute_tile<V>(c, job, tile, entry, x, kPitchX, scratch, extra, part == Rehearsal::kTile)) {
       c.failed = true;
       return;
     }
-    if (!rehearsal) i += kConsumerWarps;
-    rehearsal = false;
+    if (part == Rehearsal::kNone) i += kConsumerWarps;
+    part = Rehearsal::kNone;
   }
   c.entry += count * S::kChunks;
 }
