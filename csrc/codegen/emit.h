@@ -40,6 +40,7 @@ struct Plan {
   bool happens_before(int a, int b) const;
   // Whether what a phase reads of the buffer is visible before it awaits its events.
   bool known_before(int buffer, int phase) const;
+  bool tagged(int buffer) const { return schedule.tagged[buffer]; }
   const TBGraph& graph() const { return schedule.graph; }
   const Node& node(int id) const { return schedule.graph.nodes()[id]; }
 };
@@ -90,6 +91,7 @@ class Refs {
                       bool writable = false);  // "job.template pointer<const float>(3)"
   int add(const Node& node, const Tensor& t);
   int add_raw(uint32_t index, uint64_t offset);
+  std::string tag(int buffer);  // of the words of a tagged buffer: "job.tag(4)"
 
  private:
   const Plan& plan_;
@@ -119,6 +121,10 @@ struct ProgramOptions {
   std::vector<LocalValue>* locals = nullptr;
   const std::vector<int>* unstored = nullptr;
 };
+
+// The statement that stores a value at an index (an expression) of an operand.
+std::string emit_store(const Plan& plan, Refs& refs, const Node& node, const Tensor& t, const std::string& index,
+                       const std::string& value);
 
 ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options);
 

@@ -194,6 +194,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
           "x of " + str(batch) + " x " + str(size) + " elements does not fit shared memory" +
               (chain.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
   require(staged || aligned_rows(plan, x, true), first, "x is too large to stage and not aligned to 16 bytes");
+  require(staged || !plan.tagged(x.buffer), first, "x is too large to stage, but tagged");
   LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
                                    plan.schedule.target.num_workers);
   if (!aligned) {
@@ -241,7 +242,8 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
         const bool made_here =
             std::any_of(job.body.begin(), job.body.end(), [&](int m) { return writes(plan.node(m), b); }) ||
             std::any_of(job.epilogue.begin(), job.epilogue.end(), [&](int m) { return writes(plan.node(m), b); });
-        if (!operand.is_write && operand.name != "x" && !made_here) early &= plan.known_before(b, phase);
+        if (!operand.is_write && operand.name != "x" && !made_here)
+          early &= plan.tagged(b) || plan.known_before(b, phase);
       }
   body += flag("kEarly", early);
 
@@ -263,7 +265,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     }
     const std::string name = "y" + number;
     if (!contains(job.unstored, y.buffer))
-      store = "    " + refs.pointer(node, y, true) + "[int64_t(r) * " + str(y.strides[0]) + " + n] = " + name + ";\n";
+      store = "    " + emit_store(plan, refs, node, y, "int64_t(r) * " + str(y.strides[0]) + " + n", name) + "\n";
     std::string statements = "    const T " + name + " = cast<T>(" + value + ");\n" + store;
     if (!paired && job.body.size() > 1) statements = "    if (segment == " + number + ") {\n" + statements + "    }\n";
     finish += statements;
@@ -290,14 +292,14 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     }
     if (!epilogue_preload.empty()) preload += "    const int32_t point = r * " + str(n) + " + n;\n" + epilogue_preload;
   }
-  body +=
-      "  struct Extra {\n" + fields + "  };\n" +
-      function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
-               "    Extra extra{};\n" + preload + "    return extra;\n") +
-      function(
-          "void",
-          "finish(const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const Extra& extra)",
-          finish);
+  body += "  struct Extra {\n" + fields + "  };\n" +
+          function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
+                   "    Extra extra{};\n" + preload + "    return extra;\n") +
+          "  template <class C>\n" +
+          function("void",
+                   "finish(C& c, const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const "
+                   "Extra& extra)",
+                   finish);
   return code;
 }
 

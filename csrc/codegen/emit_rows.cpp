@@ -19,7 +19,7 @@ int Refs::add_raw(uint32_t index, uint64_t offset) {
 
 int Refs::add(const Node& node, const Tensor& t) {
   const Buffer& buffer = plan_.graph().buffers()[t.buffer];
-  const int64_t offset = t.offset * size_bytes(t.dtype);
+  const int64_t offset = t.offset * size_bytes(t.dtype) * (plan_.tagged(t.buffer) ? 2 : 1);
   if (buffer.kind == BufferKind::kInput) return add_raw(buffer.index, offset);
   if (buffer.kind == BufferKind::kOutput) return add_raw(plan_.num_inputs + buffer.index, offset);
   const int64_t place = plan_.schedule.workspace_offsets[t.buffer];
@@ -28,7 +28,16 @@ int Refs::add(const Node& node, const Tensor& t) {
 }
 
 std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {
-  return "job.pointer<" + std::string(writable ? "" : "const ") + cuda_type(t.dtype) + ">(" + str(add(node, t)) + ")";
+  const std::string type = plan_.tagged(t.buffer) ? "uint32_t" : cuda_type(t.dtype);
+  return "job.pointer<" + std::string(writable ? "" : "const ") + type + ">(" + str(add(node, t)) + ")";
+}
+
+std::string Refs::tag(int buffer) {
+  for (const Node& node : plan_.graph().nodes())
+    for (const Operand& operand : node.operands)
+      if (operand.is_write && operand.tensor.buffer == buffer)
+        return "job.tag(" + str(add_raw(kTagIndex, plan_.phases_of[node.id].back())) + ")";
+  throw std::logic_error("codegen: nothing writes the tagged buffer " + str(buffer));
 }
 
 std::string row_offset(const Tensor& t, const std::string& row) {
@@ -105,6 +114,7 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
   code.vectorized =
       size % width == 0 && aligned_rows(plan, source, true) && (target == nullptr || aligned_rows(plan, *target, true));
   const std::string place = refs.pointer(node, source) + " + " + row_offset(source, "row");
+  const std::string tag = plan.tagged(source.buffer) ? refs.tag(source.buffer) : "";
   std::string members, constructed, applied, prefetch;
   auto reads_first = [&](const Tensor& t) { code.early &= plan.known_before(t.buffer, options.phase); };
   for (size_t i = 0; i < chain.tasks.size(); i++) {
@@ -162,6 +172,9 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
   const std::string copy =
       "copy_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") + ">(group, ";
   code.fetch = "      " + copy + "data, " + place + ");\n";
+  if (plan.tagged(source.buffer))
+    code.fetch = "      copy_tagged_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") +
+                 ">(group, data, " + place + ", " + tag + ");\n";
   if (const auto handed = plan.handed.find(source.buffer); handed != plan.handed.end()) {
     const Plan::Handed& from = handed->second;
     code.text += "  struct Work {\n" + emit_work(plan, refs, *from.attention, from.partials, from.shares) + "  };\n";

@@ -36,10 +36,14 @@ MPK_DEVICE float warp_max(float v) {
   return v;
 }
 
+template <class C>
 struct WarpThreads {
   static constexpr int kSize = 32;
+  C& c;
   int rank;
-  bool rehearsal = false;  // reads no operands, see Consumer::rehearsal
+  bool rehearsal;  // reads no operands, see Consumer::rehearsal
+  MPK_DEVICE explicit WarpThreads(C& c, bool rehearsal = false) : c(c), rank(c.lane), rehearsal(rehearsal) {}
+
   MPK_DEVICE float sum(float v) { return warp_sum(v); }
   MPK_DEVICE void sync() { __syncwarp(); }
 };
@@ -112,11 +116,11 @@ MPK_DEVICE void run_rows(C& c, const Job& job) {
   if (!c.await()) return;
   const uint32_t worker = c.worker(job);
   if constexpr (kByWarp<V>) {
-    WarpThreads group{c.lane};
+    WarpThreads<C> group(c);
     T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
     for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows;
          row += kConsumerWarps * C::Config::kNumWorkers) {
-      run_chain<typename V::template Chain<WarpThreads>>(group, job, row, data);
+      run_chain<typename V::template Chain<WarpThreads<C>>>(group, job, row, data);
       group.sync();
     }
   } else {

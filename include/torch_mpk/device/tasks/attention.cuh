@@ -513,8 +513,8 @@ struct Reader {
 template <class Rows, class V, class C>
 MPK_DEVICE bool stage_row(C& c, const Job& params, const Job& source, uint32_t row, uint32_t batch_row, bool applied,
                           typename V::Work::T* data, bool rehearsal) {
-  WarpThreads threads{c.lane, rehearsal};
-  typename Rows::template Chain<WarpThreads> chain(threads, params, row, batch_row);
+  WarpThreads<C> threads(c, rehearsal);
+  typename Rows::template Chain<WarpThreads<C>> chain(threads, params, row, batch_row);
   if (!rehearsal && !c.await()) return false;
   if (data == nullptr) return true;
   chain.fetch(threads, source, row, data);

@@ -16,12 +16,12 @@
 //   weight(job, i), weight_pitch(i)      of segment or part i, in bytes
 //   Chain<Group>, prefetch(job, lane)    how a row of x is brought to shared memory, see row.cuh
 //   x(job), kPitchX                      where x is, if it is read there
-//   Extra, preload(job, segment, r, n), finish(job, segment, r, n, sums, extra)   bias, epilogue, stores
+//   Extra, preload(job, segment, r, n), finish(c, job, segment, r, n, sums, extra)   bias, epilogue, stores
 //   kEarly                 what chains and extras fetch first is known before the phase's events
 #pragma once
 
 #include "torch_mpk/device/partition.h"
-#include "torch_mpk/device/row.cuh"
+#include "torch_mpk/device/tagged.cuh"
 
 namespace mpk::linear {
 
@@ -204,7 +204,7 @@ template <class V, class C>
 MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x, bool rehearsal = false) {
   bool ok;
   if constexpr (V::kRowTasks && rows_by_warp(Shape<V>::kPitch, V::kBatch)) {
-    ok = stage_rows<V>(c, job, WarpThreads{c.lane, rehearsal}, rehearsal ? 0 : c.warp, kConsumerWarps, x);
+    ok = stage_rows<V>(c, job, WarpThreads<C>(c, rehearsal), rehearsal ? 0 : c.warp, kConsumerWarps, x);
   } else {
     ok = stage_rows<V>(c, job, CtaThreads<C>(c, rehearsal), 0, 1, x);
   }
@@ -298,7 +298,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
       float results[V::kParts];
 #pragma unroll
       for (int p = 0; p < V::kParts; p++) results[p] = scratch[(p * V::kTileRows + i % V::kTileRows) * V::kBatch + r];
-      V::finish(job, segment, r, n, results, extra);
+      V::finish(c, job, segment, r, n, results, extra);
     }
   }
   __syncwarp();
@@ -401,7 +401,7 @@ MPK_DEVICE void compute_direct(C& c, const Job& job) {
           sum = fmaf(to_float(row[k]), to_float(x[r * (S::kPitch / int(sizeof(T))) + k]), sum);
         results[p] = warp_sum(sum);
       }
-      if (c.lane == 0) V::finish(job, segment, r, n, results, V::preload(job, segment, r, n));
+      if (c.lane == 0) V::finish(c, job, segment, r, n, results, V::preload(job, segment, r, n));
     }
   }
 }
