@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_graph import Builder, decoder, register_tasks
-from emulated_kernel import EmulatedKernel, allocate, reference, tensors
+from emulated_kernel import SMEM_BYTES, EmulatedKernel, allocate, reference, tensors
 from programs_graph import programs_and_reductions
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
-from torch_mpk import _C
+from torch_mpk import _C, reference_vm
 
 
 def decoder_inputs(graph: _C.TBGraph, limits: list[int], slot: int) -> list[torch.Tensor]:
@@ -131,6 +131,17 @@ ROWS_OFF_16_BYTES = {"hidden": 70, "heads": 16, "groups": 1, "head_dim": 256, "f
 def test_decoder_in_fp32(tmp_path: Path, arch: int, sizes: dict, limits: list[int], slot: int) -> None:
     kernel = EmulatedKernel(decoder(layers=1, dtype="float32", **sizes), tmp_path, arch=arch)
     check_decoder(kernel, limits, slot, 1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_readers_of_tagged_words_wait_for_them_in_the_reference_vm(seed: int) -> None:
+    schedule = _C.make_schedule(decoder(), _C.Target("cuda", 90, 3, SMEM_BYTES, True, True))
+    assert any(phase > 0 and not p.waits for phase, p in enumerate(schedule.phases))
+    inputs = decoder_inputs(schedule.graph, [40], 5)
+    wanted = reference(schedule.graph, inputs)
+    outputs = [allocate(t) for t in tensors(schedule.graph, "output")]
+    reference_vm.run(schedule, inputs, outputs, seed=seed)
+    assert all(map(torch.equal, [*inputs, *outputs], [*wanted[0], *wanted[1]]))
 
 
 @pytest.mark.parametrize("tagged", [False, True])
