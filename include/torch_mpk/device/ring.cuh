@@ -80,11 +80,13 @@ struct RingWriter {
   // these, `source` tells the tile(i) it belongs to, its bytes(i), and makes its copies: copy(i, SlotWriter).
   template <class Source>
   MPK_DEVICE bool fill(uint32_t count, uint32_t phase, const Source& source) {
-    for (uint32_t first = 0; first < count; first += kFillWidth) {
-      const uint32_t n = min(uint32_t(kFillWidth), count - first);
+    for (uint32_t first = 0; first < count;) {
       const uint32_t mine = kFillWidth == 1 ? 0 : lane, i = first + mine, g = entry + mine, slot = g % slots;
-      const bool is_free = mine >= n || g < slots || await_free(g, phase);
-      if (!__all_sync(~0u, is_free)) return false;
+      // The first is waited for; those behind it that are free, too, are filled with it.
+      const bool is_free = mine < min(uint32_t(kFillWidth), count - first) &&
+                           (g < slots || (mine == 0 ? await_free(g, phase) : peek_free(g)));
+      const uint32_t n = kFillWidth == 1 ? __all_sync(~0u, is_free) : __ffs(~__ballot_sync(~0u, is_free)) - 1;
+      if (n == 0) return false;
       if (mine < n) {
 #if __CUDA_ARCH__ >= 900
         ptx::mbar_arrive_expect(&ring.full[slot], source.bytes(i));
@@ -97,6 +99,7 @@ struct RingWriter {
       }
       __syncwarp();
       entry += n;
+      first += n;
       if (lane == 0) ptx::store_release_cta(&ring.issued, entry);
     }
     return true;
@@ -114,6 +117,7 @@ struct RingWriter {
   }
 
  private:
+  MPK_DEVICE bool peek_free(uint32_t g) { return ptx::mbar_peek(&ring.empty[g % slots], (g / slots - 1) & 1); }
   MPK_DEVICE bool await_free(uint32_t g, uint32_t phase) {
     const uint32_t slot = g % slots, parity = (g / slots - 1) & 1;
     return ptx::mbar_test(&ring.empty[slot], parity) ||
@@ -168,7 +172,7 @@ __device__ __noinline__ uint32_t wait_entry(RingState& ring, const Watchdog& dog
 template <int slots>
 __device__ __noinline__ bool is_full(RingState& ring, uint32_t g) {
   const uint32_t issued = ptx::load_acquire_cta(&ring.issued);
-  return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1));
+  return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
 }
 
 // A consumer warp's end. All lanes call all functions.

@@ -14,6 +14,7 @@ inline bool mbar_test(uint64_t* bar, uint32_t parity) {
   emulator::yield();
   return false;
 }
+inline bool mbar_peek(uint64_t* bar, uint32_t parity) { return mbar_test(bar, parity); }
 inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) { emulator::barrier_arrive(bar, bytes); }
 inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
   emulator::copy_async(dst, src, bytes, bar);
