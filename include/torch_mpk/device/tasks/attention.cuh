@@ -336,7 +336,7 @@ struct FmaSoftmax {
     for (int i = share; i < S::kChunks; i += kLanesPerPosition) {
       const int chunk = i + start < S::kChunks ? i + start : i + start - S::kChunks;
       float k[S::kVec];
-      linear::Unpack<T>::apply(keys[chunk], k);
+      linear::unpack(keys[chunk], k);
 #pragma unroll
       for (int h = 0; h < S::kHeads; h++)
 #pragma unroll

@@ -25,40 +25,12 @@
 
 namespace mpk::linear {
 
-template <class T>
-struct Unpack;
-template <>
-struct Unpack<float> {
-  static MPK_DEVICE void apply(const uint4& v, float (&f)[4]) {
-    f[0] = __uint_as_float(v.x);
-    f[1] = __uint_as_float(v.y);
-    f[2] = __uint_as_float(v.z);
-    f[3] = __uint_as_float(v.w);
-  }
-};
-template <>
-struct Unpack<__nv_bfloat16> {
-  static MPK_DEVICE void apply(const uint4& v, float (&f)[8]) {
-    const uint32_t u[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      f[2 * i] = __uint_as_float(u[i] << 16);
-      f[2 * i + 1] = __uint_as_float(u[i] & 0xffff0000u);
-    }
-  }
-};
-template <>
-struct Unpack<__half> {
-  static MPK_DEVICE void apply(const uint4& v, float (&f)[8]) {
-    const uint32_t u[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&u[i]));
-      f[2 * i] = pair.x;
-      f[2 * i + 1] = pair.y;
-    }
-  }
-};
+MPK_DEVICE void unpack(const uint4& v, float (&f)[4]) {
+  f[0] = __uint_as_float(v.x);
+  f[1] = __uint_as_float(v.y);
+  f[2] = __uint_as_float(v.z);
+  f[3] = __uint_as_float(v.w);
+}
 
 // Sums each of N values (a power of two up to 32) over the warp; lane l returns the sum of value l / (32 / N). Every
 // value goes through the same tree of lanes, whatever N is.
@@ -211,35 +183,99 @@ MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x, bool rehearsal = f
   return ok && (rehearsal || c.sync());
 }
 
-// Adds the products of one chunk.
-template <class V, int kAccumulators>
-MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, int x_pitch, int lane,
-                         float (&sums)[Shape<V>::kSums][kAccumulators]) {
+// What a warp has summed of its weight rows' products with the rows of x. Lane l takes pieces l, l + 32, ... of 16
+// bytes; value(i, lane) is a lane's share of sum i, which is row i / kBatch of the weights with row i % kBatch of x.
+// Either class adds in an order that depends on the piece alone.
+
+// With fused multiply-adds, for fp32.
+template <class V>
+struct FmaSums {
   using S = Shape<V>;
-  using T = typename V::T;
+  static constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
+  float sums[S::kSums][kAccumulators] = {};
+
+  template <class X>
+  MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
+#pragma unroll
+    for (int r = 0; r < V::kBatch; r++) {
+      float v[4];
+      unpack(x(r), v);
+#pragma unroll
+      for (int row = 0; row < S::kRows; row++) {
+        float w[4];
+        unpack(weights[row], w);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          float& sum = sums[row * V::kBatch + r][e % kAccumulators];
+          sum = fmaf(w[e], v[e], sum);
+        }
+      }
+    }
+  }
+  MPK_DEVICE float value(int i, int) const {
+    return kAccumulators == 2 ? sums[i][0] + sums[i][kAccumulators - 1] : sums[i][0];
+  }
+};
+
+// On tensor cores, which spare unpacking: 8 weights of a lane take one instruction instead of 16. They multiply 16 rows
+// by 8 columns, and here there is one row of x at a time. So lanes 4 g to 4 g + 3 put their pieces of two weight rows
+// into rows g and g + 8 of the first factor, and their piece of x into column g of the second: of the products, those
+// on the two diagonals are wanted.
+template <class V>
+struct TensorCoreSums {
+  using S = Shape<V>;
+  static constexpr int kPairs = (S::kRows + 1) / 2;
+  static constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;  // shorter chains
+  float products[kPairs][V::kBatch][kAccumulators][4] = {};
+
+  template <class X>
+  MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
+#pragma unroll
+    for (int r = 0; r < V::kBatch; r++) {
+      const uint4 column = x(r);
+#pragma unroll
+      for (int p = 0; p < kPairs; p++) {
+        const uint4 a = weights[2 * p], b = 2 * p + 1 < S::kRows ? weights[(2 * p + 1) % S::kRows] : uint4{};
+        float (&sums)[kAccumulators][4] = products[p][r];
+        ptx::mma<typename V::T>(sums[0], {a.x, b.x, a.y, b.y}, {column.x, column.y});
+        ptx::mma<typename V::T>(sums[kAccumulators - 1], {a.z, b.z, a.w, b.w}, {column.z, column.w});
+      }
+    }
+  }
+  MPK_DEVICE float value(int i, int lane) const {
+    const int row = i / V::kBatch, half = row % 2 * 2, g = lane / 4;
+    const float (&sums)[kAccumulators][4] = products[row / 2][i % V::kBatch];
+    float v = g % 2 == 0 ? sums[0][half] : sums[0][half + 1];
+    if constexpr (kAccumulators == 2) v += g % 2 == 0 ? sums[1][half] : sums[1][half + 1];
+    return lane % 4 == g / 2 ? v : 0.0f;
+  }
+};
+
+template <bool tensor_cores, class V>
+struct SumsOf {
+  using Type = FmaSums<V>;
+};
+template <class V>
+struct SumsOf<true, V> {
+  using Type = TensorCoreSums<V>;
+};
+
+// Adds the products of one chunk.
+template <class V, class Sums>
+MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, int x_pitch, int lane, Sums& sums) {
+  using S = Shape<V>;
   const uint4* weights = reinterpret_cast<const uint4*>(slot);
   constexpr bool kEqual = V::kSize % V::kChunkSize == 0 && V::kChunkSize % (32 * S::kVec) == 0;
   const int pieces = (kEqual ? V::kChunkSize : chunk_size) / S::kVec;
-  constexpr int kUnroll = S::kSums <= 1 ? 4 : S::kSums <= 2 ? 2 : 1;
+  constexpr int kUnroll = S::kSums <= 2 ? 4 : S::kSums <= 4 ? 2 : 1;
 #pragma unroll kUnroll
   for (int i = 0; i < (kEqual ? pieces / 32 : (pieces + 31) / 32); i++) {
     const int j = 32 * i + lane;
-    if (!kEqual && j >= pieces) break;
-    float w[S::kRows][S::kVec];
+    const bool in = kEqual || j < pieces;
+    uint4 w[S::kRows];
 #pragma unroll
-    for (int row = 0; row < S::kRows; row++) Unpack<T>::apply(weights[row * pieces + j], w[row]);
-#pragma unroll
-    for (int r = 0; r < V::kBatch; r++) {
-      float v[S::kVec];
-      Unpack<T>::apply(x[r * x_pitch + j], v);
-#pragma unroll
-      for (int row = 0; row < S::kRows; row++)
-#pragma unroll
-        for (int e = 0; e < S::kVec; e++) {
-          float& sum = sums[row * V::kBatch + r][e % kAccumulators];
-          sum = fmaf(w[row][e], v[e], sum);
-        }
-    }
+    for (int row = 0; row < S::kRows; row++) w[row] = in ? weights[row * pieces + j] : uint4{};
+    sums.add(w, [&](int r) { return in ? x[r * x_pitch + j] : uint4{}; });
   }
 }
 
@@ -258,7 +294,6 @@ template <class V, class C>
 MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch,
                              float* scratch, typename V::Extra extra, bool rehearsal) {
   using S = Shape<V>;
-  constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
   constexpr int kOutputs = V::kTileRows * V::kBatch;
   const int segment = S::segment_of(tile);
   const uint32_t first_row = (tile - V::first_tile(segment)) * V::kTileRows;
@@ -266,7 +301,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
   auto row_of = [&](int i) { return first_row + i % V::kTileRows; };
 
   for (int part = 0; part < V::kParts; part += V::kChunkParts) {
-    float sums[S::kSums][kAccumulators] = {};
+    typename SumsOf<sizeof(typename V::T) == 2, V>::Type sums;
     for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
       if (!c.ring.wait(entry, c.phase)) return false;
       multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
@@ -278,10 +313,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
     for (int base = 0; base < S::kSums; base += kRound) {
       float values[kRound];
 #pragma unroll
-      for (int i = 0; i < kRound; i++)
-        values[i] = base + i < S::kSums ? (kAccumulators == 2 ? sums[base + i][0] + sums[base + i][kAccumulators - 1]
-                                                              : sums[base + i][0])
-                                        : 0.0f;
+      for (int i = 0; i < kRound; i++) values[i] = base + i < S::kSums ? sums.value(base + i, c.lane) : 0.0f;
       const float sum = sum_values<kRound>(values, c.lane);
       const int i = base + c.lane / (32 / kRound);
       if (c.lane % (32 / kRound) == 0 && i < S::kSums) scratch[part * V::kTileRows * V::kBatch + i] = sum;
