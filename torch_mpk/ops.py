@@ -21,7 +21,8 @@ def schema(task: Task) -> str:
     arguments = [text if i <= last_required else f"{text}=None" for i, text in enumerate(arguments)]
     if task.attrs:
         arguments += ["*", *map(_attribute, task.attrs.values())]
-    return f"{task.name}({', '.join(arguments)}) -> {'Tensor' if task.outputs else '()'}"
+    results = ", ".join(["Tensor"] * len(task.outputs))
+    return f"{task.name}({', '.join(arguments)}) -> {results if len(task.outputs) == 1 else f'({results})'}"
 
 
 def _argument(operand: Operand, aliases) -> str:

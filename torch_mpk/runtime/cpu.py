@@ -49,8 +49,8 @@ def _run_reference(
     tensors = {name: _tensor_at(*operand) for name, operand in operands.items()}
     with torch.inference_mode():
         result = task(*(tensors.get(operand.name) for operand in task.inputs), **attrs)
-        for output in task.outputs:
-            tensors[output.name].copy_(result)
+        for output, value in zip(task.outputs, task.results(result), strict=True):
+            tensors[output.name].copy_(value)
 
 
 def _tensor_at(address: int, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
