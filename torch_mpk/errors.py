@@ -47,10 +47,10 @@ class UnknownOptionError(OptionError):
 
 
 class ArgumentError(MpkError, ValueError):
-    """An argument of ``torch_mpk.generate`` has a wrong shape, type or range."""
+    """An argument of ``torch_mpk.generate``, or of the command line, has a wrong shape, type or range."""
 
     template = "{name}: expected {expected}, got {value}"
-    remedy = "The docstring of torch_mpk.generate says what each argument takes."
+    remedy = "The docstring of torch_mpk.generate says what each argument takes, and --help what a command does."
 
 
 class UnsupportedError(MpkError):
@@ -136,6 +136,13 @@ class TaskAttributeError(MpkError, TypeError):
     """A task was called with an attribute it does not have, or without one that it needs."""
 
     remedy = "The message lists the attributes."
+
+
+class NoDerivativeError(MpkError):
+    """An operator ``torch.ops.mpk.*`` was called where autograd would record it, and tasks have no derivatives."""
+
+    template = "{op} has no derivative, grad mode is on and an operand requires grad: {remedy}"
+    remedy = "wrap the call in torch.inference_mode() or torch.no_grad(), or detach the operands"
 
 
 class UnknownTaskError(MpkError, KeyError):
