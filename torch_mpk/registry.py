@@ -67,6 +67,7 @@ class Task:
         samples: Sequence[Mapping[str, Any]],
         header: str | None,
         tile: str | Mapping[str, int] | None,
+        pattern: bool,
     ):
         self.reference = reference
         self.name = self.__name__ = self.__qualname__ = reference.__name__
@@ -78,6 +79,9 @@ class Task:
         self.attrs = _parse_parameters(self.name, reference, self.inputs)
         self.samples = samples
         self.tile = _parse_tile(self, tile)
+        self.pattern = pattern
+        if pattern and (self.is_mutating or len(self.outputs) != 1 or not samples):
+            raise TaskError(f"{self.name}: pattern=True takes one output, nothing updated in place, and samples")
         self.header = header or (f"torch_mpk/device/tasks/{self.name}.cuh" if role in ("row", "stream") else "")
         self.headers: dict[int, str] = {}
         if role == "tile":
@@ -354,6 +358,7 @@ def task(
     tile: str | Mapping[str, int] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
     header: str | None = None,
+    pattern: bool = False,
 ) -> Callable[[Callable[..., Any]], Task]:
     """Declare a task: ``@task("x[R, H], weight[H]? -> y[R, H]", tile="R")`` on its eager reference.
 
@@ -371,13 +376,14 @@ def task(
         header: device code, relative to the declaring file; by default ``<name>.cuh`` beside it. Without one the task
             runs on the CPU alone. A file of that name in a folder ``sm90`` beside it takes its place on that
             architecture. See ``torch_mpk/device/tile.cuh`` for what is in it.
+        pattern: in models, the task takes the place of the operations that its reference is made of.
 
     Raises:
         TaskError: the signature does not fit the reference, tiles would write the same memory, or the name is taken.
     """
 
     def declare(reference: Callable[..., Any]) -> Task:
-        declared = Task(reference, signature, role, samples, header, tile)
+        declared = Task(reference, signature, role, samples, header, tile, pattern)
         if declared.name in _tasks:
             raise TaskError(f"task {declared.name!r} is already declared in {_tasks[declared.name].__module__}")
         _C.register_task(
