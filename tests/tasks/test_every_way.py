@@ -9,28 +9,30 @@ from pathlib import Path
 import plugin  # noqa: F401  declares tasks
 import pytest
 import torch
-from calls import Calls, samples_of
-from emulated_kernel import SMEM_BYTES, EmulatedKernel, aligned
+from emulated_kernel import EmulatedKernel, aligned
 
-from torch_mpk import _C, reference_vm, registry
+from torch_mpk import registry
 from torch_mpk.jit import compile_cuda
+from torch_mpk.testing.tasks import DTYPES, Calls, samples_of
 
 TASKS = [task for task in registry.tasks() if task.samples]
 CUSTOM = [task for task in TASKS if task.role == "tile"]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SAMPLES = [pytest.param(task, s, id=f"{task.name}-{i}") for task in TASKS for i, s in enumerate(task.samples)]
 
 
 def test_the_plugin_is_there() -> None:
     assert {"squared_relu_gate", "layer_norm", "causal_conv", "top_k"} <= {task.name for task in CUSTOM}
 
 
+@pytest.mark.parametrize(("task", "sample"), SAMPLES)
+def test_operator(task: registry.Task, sample: dict) -> None:
+    operands, attrs = task.sample(sample, torch.float32)
+    torch.library.opcheck(getattr(torch.ops.mpk, task.name).default, tuple(operands), attrs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tiles_in_any_order_make_the_whole(dtype: torch.dtype) -> None:
-    calls = Calls(samples_of(TASKS, dtype))
-    for fuse in (False, True):
-        schedule = _C.make_schedule(calls.lowered.graph, _C.Target("cuda", 90, 4, SMEM_BYTES, fuse))
-        _C.validate(schedule)
-        calls.check_graph(functools.partial(reference_vm.run, schedule, seed=1))
+    Calls(samples_of(TASKS, dtype)).check_schedule(seed=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,21 +61,10 @@ def launch(
         t.copy_(copy)
 
 
-@pytest.mark.parametrize(
-    ("task", "sample"),
-    [pytest.param(task, s, id=f"{task.name}-{i}") for task in TASKS for i, s in enumerate(task.samples)],
-)
-def test_operator(task: registry.Task, sample: dict) -> None:
-    operands, attrs = task.sample(sample, torch.float32)
-    torch.library.opcheck(getattr(torch.ops.mpk, task.name).default, tuple(operands), attrs)
-
-
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tile_tasks_compile(dtype: torch.dtype, arch: int) -> None:
-    graph = Calls(samples_of(CUSTOM, dtype)).lowered.graph
-    target = _C.Target("cuda", arch, 132, {90: 232448, 80: 166912}[arch])
-    program = _C.generate_cuda(_C.make_schedule(graph, target))
+    program = Calls(samples_of(CUSTOM, dtype)).program(arch)
     assert ("plugin/sm90/squared_relu_gate.cuh" in program.source) == (arch == 90)
     resources = compile_cuda(program.source, arch).resources
     assert resources.warnings == ()
@@ -83,4 +74,4 @@ def test_tile_tasks_compile(dtype: torch.dtype, arch: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cuda(dtype: torch.dtype) -> None:
-    Calls(samples_of(TASKS, dtype, "cuda")).check_pipeline(torch.device("cuda"))
+    Calls(samples_of(TASKS, dtype, "cuda")).check_pipeline(torch.device("cuda", 0))
