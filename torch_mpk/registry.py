@@ -67,6 +67,7 @@ class Task:
         samples: Sequence[Mapping[str, Any]],
         header: str | None,
         tile: str | Mapping[str, int] | None,
+        cpu: str | None,
         pattern: bool,
     ):
         self.reference = reference
@@ -84,8 +85,10 @@ class Task:
             raise TaskError(f"{self.name}: pattern=True takes one output, nothing updated in place, and samples")
         self.header = header or (f"torch_mpk/device/tasks/{self.name}.cuh" if role in ("row", "stream") else "")
         self.headers: dict[int, str] = {}
+        self.cpu_body = ""
         if role == "tile":
             self.header, self.headers = _find_headers(self.name, reference, header)
+            self.cpu_body = _find_file(self.name, reference, cpu, f"{self.name}.cpp")
 
     def __repr__(self) -> str:
         return f"mpk.{self.name}"
@@ -329,12 +332,23 @@ def _check_distinct(name: str, names: Sequence[str]) -> None:
 
 def _find_headers(name: str, reference: Callable[..., Any], header: str | None) -> tuple[str, dict[int, str]]:
     """The device code beside the Python file, and in folders sm80, sm90, ... beside it that for one architecture."""
-    folder = Path(reference.__code__.co_filename).resolve().parent
-    path = folder / (header or f"{name}.cuh")
-    if header is not None and not path.is_file():
-        raise TaskError(f"{name}: header {header!r} is not there: {path}")
-    headers = {int(variant.parent.name[2:]): str(variant) for variant in path.parent.glob(f"sm[0-9]*/{path.name}")}
-    return str(path) if path.is_file() else "", headers
+    general = _find_file(name, reference, header, f"{name}.cuh")
+    path = Path(general or _beside(reference, f"{name}.cuh"))
+    variants = path.parent.glob(f"sm[0-9][0-9]*/{path.name}")
+    return general, {int(variant.parent.name[2:]): str(variant) for variant in variants}
+
+
+def _find_file(name: str, reference: Callable[..., Any], given: str | None, default: str) -> str:
+    path = _beside(reference, given or default)
+    if path.is_file():
+        return str(path)
+    if given is not None:
+        raise TaskError(f"{name}: {given!r} is not there: expected {path}")
+    return ""
+
+
+def _beside(reference: Callable[..., Any], file: str) -> Path:
+    return Path(reference.__code__.co_filename).resolve().parent / file
 
 
 def _slice(t: torch.Tensor, spec: Operand, begins: Mapping[str, tuple[Any, Any]]) -> torch.Tensor:
@@ -358,6 +372,7 @@ def task(
     tile: str | Mapping[str, int] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
     header: str | None = None,
+    cpu: str | None = None,
     pattern: bool = False,
 ) -> Callable[[Callable[..., Any]], Task]:
     """Declare a task: ``@task("x[R, H], weight[H]? -> y[R, H]", tile="R")`` on its eager reference.
@@ -376,6 +391,8 @@ def task(
         header: device code, relative to the declaring file; by default ``<name>.cuh`` beside it. Without one the task
             runs on the CPU alone. A file of that name in a folder ``sm90`` beside it takes its place on that
             architecture. See ``torch_mpk/device/tile.cuh`` for what is in it.
+        cpu: C++ code for the CPU, by default ``<name>.cpp``, in the same form; ``header`` itself where it keeps to what
+            tile.cuh lists. Without one, or without a compiler, the reference runs there.
         pattern: in models, the task takes the place of the operations that its reference is made of.
 
     Raises:
@@ -383,7 +400,7 @@ def task(
     """
 
     def declare(reference: Callable[..., Any]) -> Task:
-        declared = Task(reference, signature, role, samples, header, tile, pattern)
+        declared = Task(reference, signature, role, samples, header, tile, cpu, pattern)
         if declared.name in _tasks:
             raise TaskError(f"task {declared.name!r} is already declared in {_tasks[declared.name].__module__}")
         _C.register_task(
@@ -394,6 +411,7 @@ def task(
             declared.header,
             declared.headers,
             list(declared.tile.items()),
+            declared.cpu_body,
         )
         _tasks[declared.name] = declared
         for subscriber in _subscribers:

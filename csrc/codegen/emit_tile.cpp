@@ -1,7 +1,10 @@
 // Tile tasks: what a task's function is told of a node at compile time, and where a tile's slices begin.
 #include <algorithm>
+#include <functional>
+#include <set>
 
 #include "emit.h"
+#include "torch_mpk/codegen/cpu.h"
 #include "torch_mpk/graph/tiling.h"
 
 namespace mpk::codegen {
@@ -36,12 +39,18 @@ std::string attribute(const std::string& name, const Attr& value) {
   return "  static constexpr " + type + " k" + camel(name) + " = " + text + ";\n";
 }
 
+// What differs between devices: how a type is called, where an operand is, and what its address is a multiple of.
+struct Dialect {
+  std::function<std::string(DType)> type;
+  std::function<std::string(const Operand&)> pointer;
+  std::function<int64_t(const Tensor&)> alignment;
+};
+
 class TileWriter {
  public:
-  TileWriter(Plan& plan, const Node& node, std::vector<uint64_t>& refs)
-      : plan_(plan), node_(node), refs_(plan, refs), tiling_(tiling(node)) {}
+  TileWriter(const Node& node, Dialect dialect) : node_(node), dialect_(std::move(dialect)), tiling_(tiling(node)) {}
 
-  std::string body() {
+  std::string body() const {
     const int64_t num_tiles = tiling_.num_tiles();
     if (num_tiles < 1 || num_tiles >= int64_t(1) << 31)
       fail(node_, "it is cut into " + str(num_tiles) + " tiles, expected 1 to 2^31 - 1: cut it in another size");
@@ -89,22 +98,19 @@ class TileWriter {
         strides += (d + 1 < count ? "d == " + str(static_cast<int64_t>(d)) + " ? " : "") + str(t.strides[leading + d]) +
                    (d + 1 < count ? " : " : "");
     }
-    return "  struct " + camel(spec.name) + " {\n    using T = " + cuda_type(t.dtype) +
+    return "  struct " + camel(spec.name) + " {\n    using T = " + dialect_.type(t.dtype) +
            ";\n    static constexpr bool kPresent = " + (operand ? "true" : "false") +
            ";\n    static constexpr int kAlignment = " + str(operand ? alignment(spec, t) : 16) +
            ";\n    static constexpr int64_t stride([[maybe_unused]] int d) { return " +
            (strides.empty() ? "0" : strides) + "; }\n  };\n";
   }
 
-  // Bytes that the address of every tile's slice is known to be a multiple of. Inputs may come from anywhere.
+  // Bytes that the address of every tile's slice is known to be a multiple of.
   int64_t alignment(const OperandSpec& spec, const Tensor& t) const {
-    const int64_t element = size_bytes(t.dtype);
-    if (plan_.graph().buffers()[t.buffer].kind == BufferKind::kInput) return element;
-    int64_t known = 16;
+    int64_t known = dialect_.alignment(t);
     const auto limit = [&](int64_t elements) {
-      while (elements * element % known != 0) known /= 2;
+      while (elements * size_bytes(t.dtype) % known != 0) known /= 2;
     };
-    limit(t.offset);
     for (size_t d = 0; d < t.shape.size(); d++)
       if (const TiledDim* dim = dim_of(spec, t, d); dim && dim->count() > 1) limit(dim->step * t.strides[d]);
     return known;
@@ -119,10 +125,10 @@ class TileWriter {
     return bytes;
   }
 
-  std::string argument(const OperandSpec& spec, const Operand* operand) {
+  std::string argument(const OperandSpec& spec, const Operand* operand) const {
     if (operand == nullptr) return "static_cast<const typename " + camel(spec.name) + "::T*>(nullptr)";
     const Tensor& t = operand->tensor;
-    std::string text = refs_.pointer(node_, t, operand->is_write);
+    std::string text = dialect_.pointer(*operand);
     const size_t leading = num_leading(spec, t);
     if (leading > 0) {
       Tensor rows = t;
@@ -156,9 +162,8 @@ class TileWriter {
            "    Tile tile;\n" + statements + "    return tile;\n  }\n";
   }
 
-  Plan& plan_;
   const Node& node_;
-  Refs refs_;
+  const Dialect dialect_;
   const Tiling tiling_;
 };
 
@@ -168,10 +173,61 @@ JobCode emit_tile(Plan& plan, const Node& node) {
   const std::string& header = node.def->header_for(plan.schedule.target.arch);
   if (header.empty()) fail(node, "it has no device code: declare its header with @task(header=...)");
   JobCode code{"Tile", "run_tiles", "", "kTileStagedBytes<V>", "", {"torch_mpk/device/tile.cuh", header}, {}, 0};
-  TileWriter writer(plan, node, code.refs);
+  Refs refs(plan, code.refs);
+  Dialect cuda;
+  cuda.type = cuda_type;
+  cuda.pointer = [&](const Operand& operand) { return refs.pointer(node, operand.tensor, operand.is_write); };
+  cuda.alignment = [&](const Tensor& t) -> int64_t {  // inputs may come from anywhere
+    int64_t known = 16;
+    while (t.offset * size_bytes(t.dtype) % known != 0) known /= 2;
+    const bool is_input = plan.graph().buffers()[t.buffer].kind == BufferKind::kInput;
+    return is_input ? size_bytes(t.dtype) : known;
+  };
+  const TileWriter writer(node, cuda);
   code.body = writer.body();
   code.num_small_workers = std::min<uint32_t>(writer.num_tiles(), 1 << 20);
   return code;
 }
 
 }  // namespace mpk::codegen
+
+namespace mpk {
+
+CpuTiles generate_cpu_tiles(const TBGraph& graph) {
+  using namespace codegen;
+  std::set<std::string> headers = {"torch_mpk/cpu/tile.h"};
+  std::map<std::string, int> numbers;
+  std::vector<std::string> bodies;
+  CpuTiles tiles;
+  for (const Node& node : graph.nodes()) {
+    if (node.def->cpu_body.empty()) continue;
+    headers.insert(node.def->cpu_body);
+    Dialect cpu;
+    cpu.type = [](DType t) -> std::string {
+      return t == DType::kF16 ? "Float16" : t == DType::kBF16 ? "BFloat16" : cuda_type(t);
+    };
+    cpu.pointer = [&](const Operand& operand) {
+      const std::string type = (operand.is_write ? "" : "const ") + cpu.type(operand.tensor.dtype);
+      return "job.pointer<" + type + ">(" + str(&operand - node.operands.data()) + ")";
+    };
+    cpu.alignment = [](const Tensor& t) { return size_bytes(t.dtype); };
+    const std::string body = TileWriter(node, cpu).body();
+    const auto [found, fresh] = numbers.try_emplace(body, static_cast<int>(bodies.size()));
+    if (fresh) bodies.push_back(body);
+    tiles.functions.emplace_back(node.id, found->second);
+  }
+  if (bodies.empty()) return tiles;
+  for (const std::string& header : headers) tiles.source += "#include \"" + header + "\"\n";
+  tiles.source += "\nnamespace {\n\nusing namespace mpk;\n\n";
+  std::string table;
+  for (size_t i = 0; i < bodies.size(); i++) {
+    const std::string name = "Tile" + std::to_string(i);
+    tiles.source += "struct " + name + " {\n" + bodies[i] + "};\n\n";
+    table += (i > 0 ? ", " : "") + ("kTileCode<" + name + ">");
+  }
+  tiles.source += "}  // namespace\n\nextern \"C\" __attribute__((visibility(\"default\"))) const mpk::TileCode " +
+                  std::string("torch_mpk_tiles[] = {") + table + "};\n";
+  return tiles;
+}
+
+}  // namespace mpk

@@ -38,7 +38,6 @@ struct WarpThreads {
   static constexpr int kSize = 32;
   int rank;
   MPK_DEVICE float sum(float v) { return warp_sum(v); }
-  MPK_DEVICE float max(float v) { return warp_max(v); }
   MPK_DEVICE void sync() { __syncwarp(); }
 };
 
@@ -51,31 +50,19 @@ struct CtaThreads {
   int flip = 0;
   MPK_DEVICE explicit CtaThreads(C& c) : c(c), rank(c.rank) {}
 
+  // Alternating buffers: one barrier a sum.
   MPK_DEVICE float sum(float v) {
-    const float* partials = gather(warp_sum(v));
+    float* partials = c.shared.partials[flip];
+    flip ^= 1;
+    v = warp_sum(v);
+    if (c.lane == 0) partials[c.warp] = v;
+    c.sync();
     float total = partials[0];
 #pragma unroll
     for (int w = 1; w < kConsumerWarps; w++) total += partials[w];
     return total;
   }
-  MPK_DEVICE float max(float v) {
-    const float* partials = gather(warp_max(v));
-    float most = partials[0];
-#pragma unroll
-    for (int w = 1; w < kConsumerWarps; w++) most = fmaxf(most, partials[w]);
-    return most;
-  }
   MPK_DEVICE void sync() { c.sync(); }
-
- private:
-  // The warps' values. Alternating buffers: one barrier each time.
-  MPK_DEVICE const float* gather(float v) {
-    float* partials = c.shared.partials[flip];
-    flip ^= 1;
-    if (c.lane == 0) partials[c.warp] = v;
-    c.sync();
-    return partials;
-  }
 };
 
 // Whether rows are shared out among the warps, or the whole CTA works on each. The same rule for all jobs, for equal

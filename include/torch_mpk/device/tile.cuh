@@ -20,29 +20,46 @@
 //   V::Weight::kPresent
 //   V::Tile                           // of `tile`: tile.R.begin, tile.R.size, tile.R.index; "..." is tile.Leading
 //
-// The group is a warp or more: threads.rank of Threads::kSize, threads.sync(), and sums and maxima over it. Its size
-// decides the order of sums, and depends on the node alone. Nothing is to be read from threadIdx or blockIdx.
+// The group is a warp or more: threads.rank of Threads::kSize, threads.sync(), and over what all threads give,
+// threads.sum(float) and threads.max(float), which passes over NaN. Its size decides the order of sums, and depends on
+// the node alone. Nothing is to be read from threadIdx or blockIdx. Conversions are to_float(v) and cast<To>(v);
+// Compute<T> is the type to compute in.
+//
+// Code that keeps to that, and to the C library's functions, can serve the CPU too: there the group is one thread.
 #pragma once
 
+#if defined(__CUDACC__) || defined(__CUDA_ARCH__)
+
 #include "torch_mpk/device/row.cuh"
+#include "torch_mpk/tile.h"
 
 namespace mpk {
 
-// What a tile has of a dimension: `size` from `begin` on; the tile is number `index` along it.
-struct Range {
-  int64_t index, begin, size;
+struct WarpTile {
+  static constexpr int kSize = 32;
+  int rank;
+
+  MPK_DEVICE float sum(float v) { return warp_sum(v); }
+  MPK_DEVICE float max(float v) { return warp_max(v); }
+  MPK_DEVICE void sync() { __syncwarp(); }
 };
 
-MPK_DEVICE Range range(uint32_t index, int64_t step, int64_t size) {
-  const int64_t begin = index * step;
-  return {index, begin, size - begin < step ? size - begin : step};
-}
+template <class C>
+struct CtaTile : CtaThreads<C> {
+  using CtaThreads<C>::CtaThreads;
 
-// Whether a string attribute has this value: if constexpr (is(V::kStyle, "torch")).
-constexpr bool is(const char* value, const char* name) {
-  while (*value != 0 && *value == *name) value++, name++;
-  return *value == *name;
-}
+  MPK_DEVICE float max(float v) {
+    float* partials = this->c.shared.partials[this->flip];
+    this->flip ^= 1;
+    v = warp_max(v);
+    if (this->c.lane == 0) partials[this->c.warp] = v;
+    this->sync();
+    float most = partials[0];
+#pragma unroll
+    for (int w = 1; w < kConsumerWarps; w++) most = fmaxf(most, partials[w]);
+    return most;
+  }
+};
 
 inline constexpr int kMaxTileBytes = 96 << 10;  // of shared memory: the ring needs the rest
 
@@ -61,14 +78,14 @@ MPK_DEVICE void run_tiles(C& c, const Job& job) {
   constexpr uint32_t kWorkers = C::Config::kNumWorkers;
   if (!c.await()) return;
   if constexpr (kTilesByWarp<V>) {
-    WarpThreads threads{c.lane};
+    WarpTile threads{c.lane};
     uint8_t* shared = c.staged() + c.warp * kTilePitch<V>;
     for (uint32_t number = c.worker(job) + c.warp * kWorkers; number < V::kTiles; number += kConsumerWarps * kWorkers) {
       V::template compute<V>(threads, job, number, shared);
       threads.sync();
     }
   } else {
-    CtaThreads<C> threads(c);
+    CtaTile<C> threads(c);
     for (uint32_t number = c.worker(job); number < V::kTiles; number += kWorkers) {
       V::template compute<V>(threads, job, number, c.staged());
       if (!c.sync()) return;
@@ -77,3 +94,7 @@ MPK_DEVICE void run_tiles(C& c, const Job& job) {
 }
 
 }  // namespace mpk
+
+#else  // for the CPU
+#include "torch_mpk/cpu/tile.h"
+#endif

@@ -8,6 +8,7 @@ from torch_mpk import task
 
 @task(
     "x[..., H], weight[H]?, bias[H]? -> y[..., H]",
+    cpu="layer_norm.cuh",
     samples=[
         {"...": (1,), "H": 96},
         {"...": (3, 2), "H": 64, "bias": None, "eps": 1e-3},

@@ -8,6 +8,7 @@ from torch_mpk import task
 @task(
     "x[R, N] -> values[R, K], indices[R, K]",
     tile="R",
+    cpu="top_k.cuh",
     samples=[{"R": 1, "N": 50, "count": 1}, {"R": 3, "N": 1500, "count": 5}, {"R": 6, "N": 64, "count": 8}],
 )
 def top_k(x: torch.Tensor, *, count: int) -> tuple[torch.Tensor, torch.Tensor]:
