@@ -300,12 +300,11 @@ def _parse_tile(task: Task, tile: str | Mapping[str, int] | None) -> dict[str, i
     else:
         cut = dict(tile)
     if any("..." in operand.dims for operand in written):
-        cut["..."] = 1
+        cut.setdefault("...", 1)
     for dim, size in cut.items():
         if not isinstance(size, int) or size < 1 or (dim == "..." and size != 1):
-            raise TaskError(
-                f"{task.name}: a tile has {size!r} of {dim}, expected 1{'' if dim == '...' else ' or more'}"
-            )
+            expected = "1" if dim == "..." else "1 or more"
+            raise TaskError(f"{task.name}: a tile has {size!r} of dimension {dim}, expected {expected}")
         for operand in written:
             if dim not in operand.dims:
                 raise TaskError(
