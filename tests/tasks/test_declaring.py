@@ -52,6 +52,12 @@ def declare(signature: str, name: str = "refused", **options: object) -> registr
         ("x[R, H] -> y[R, H]", {"cpu": "none.cpp"}, "'none.cpp' is not there"),
         ("x[R, Scale] -> y[R, Scale]", {}, "'scale' and 'Scale' have one name in device code, Scale: rename 'scale'"),
         ("x[R, H] -> x[R, H]", {}, "'x' and 'x' have one name"),
+        ("x[R, H] -> y[R, H]", {"stream": "y"}, "stream='y', expected an operand that is read only and always there"),
+        (
+            "x[R, H] -> y[R, H]",
+            {"tile": "R, H", "stream": "x"},
+            "stream='x', expected .* whose last dimension is not cut",
+        ),
         ("x[R, tiles] -> y[R, tiles]", {}, "'tiles' and 'their number' have one name in device code, Tiles"),
         (
             "x[R, H] -> y[R, H]",
