@@ -56,7 +56,7 @@ def declare(signature: str, name: str = "refused", **options: object) -> registr
         (
             "x[R, H] -> y[R, H]",
             {"tile": "R, H", "stream": "x"},
-            "stream='x', expected .* whose last dimension is not cut",
+            "stream='x', expected .* last dimension is not cut",
         ),
         ("x[R, tiles] -> y[R, tiles]", {}, "'tiles' and 'their number' have one name in device code, Tiles"),
         (
