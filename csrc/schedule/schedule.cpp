@@ -7,6 +7,7 @@
 
 #include "../graph/json.h"
 #include "access.h"
+#include "torch_mpk/graph/tiling.h"
 
 namespace mpk {
 namespace {
@@ -340,6 +341,8 @@ class Scheduler {
         job.num_tiles += weight.shape[0];
         streamed_bytes += weight.numel() * size_bytes(weight.dtype);
       }
+    } else if (first.def->role == Role::kTile) {
+      job.num_tiles = tiling(first).num_tiles();
     } else {
       const Tensor& y = output(first).tensor;
       job.num_tiles = y.shape.empty() ? 1 : y.shape[0];
@@ -360,13 +363,14 @@ class Scheduler {
       }
     }
     // What the loader reads is known before the launch, or its maker must have signalled.
-    if (first.def->role == Role::kStream)
+    if (streams(*first.def))
       for (int n : job.body)
         for (const Dependency* edge : in_[n]) {
           if (edge->hazard == Hazard::kWriteAfterRead) continue;
           const std::vector<Operand>& operands = node(n).operands;
-          if (std::none_of(operands.begin(), operands.end(),
-                           [&](const Operand& o) { return o.tensor.buffer == edge->buffer && loader_reads(o); }))
+          if (std::none_of(operands.begin(), operands.end(), [&](const Operand& o) {
+                return o.tensor.buffer == edge->buffer && loader_reads(*first.def, o);
+              }))
             continue;
           const int p = phase_of_node[edge->from];
           if (p >= 0 && std::find(job.loader_waits.begin(), job.loader_waits.end(), p) == job.loader_waits.end())
