@@ -34,7 +34,9 @@ void store_release_cta(T* p, std::type_identity_t<T> v) {
 }
 inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_acquire_cta(p); }
 inline uint32_t load_relaxed_gpu(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline void add_release_gpu(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+inline void add_release_gpu(uint32_t* p, uint32_t v) {
+  if (!emulator::at_fault(p)) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+}
 inline uint32_t fetch_add_relaxed_gpu(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 inline uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
   uint32_t old = __atomic_load_n(p, __ATOMIC_ACQUIRE);
