@@ -137,7 +137,8 @@ class Environment:
 
     @property
     def forbid_compile(self) -> bool:
-        """TORCH_MPK_FORBID_COMPILE=1: a kernel that is not in the cache is an error, for machines in production."""
+        """TORCH_MPK_FORBID_COMPILE=1: no kernel is compiled, for machines in production. One that is not in the cache
+        (``torch_mpk.precompile`` puts it there) is an error, which ``Options.fallback`` deals with."""
         return self._flag("TORCH_MPK_FORBID_COMPILE")
 
     @property

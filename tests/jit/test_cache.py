@@ -208,7 +208,7 @@ def test_compiling_can_be_forbidden(root, compiler, monkeypatch):
     known = compile_cuda("a", 90, compiler=compiler)
     monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
     assert compile_cuda("a", 90, compiler=compiler) == known
-    message = r"kernel [0-9a-f]{64} is not in .*cache and TORCH_MPK_FORBID_COMPILE is set: run the model once"
+    message = r"kernel [0-9a-f]{64} is not in .*cache and TORCH_MPK_FORBID_COMPILE is set: call torch_mpk.precompile"
     with pytest.raises(CompileForbiddenError, match=message):
         compile_cuda("b", 90, compiler=compiler)
     assert compiler.runs == 1

@@ -241,20 +241,18 @@ def test_memory_for_another_stream_runs_out(fake, make_executable):
 
 
 def test_the_child_of_a_fork_is_told_to_spawn(fake, make_executable):
-    executable = make_executable()
-    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    executables = [make_executable()]
+    executables[0].run(INPUTS, OUTPUTS, [0], STREAM)
     receive, send = multiprocessing.Pipe(duplex=False)
 
     def child():
-        nonlocal executable
-        for call in (lambda: executable.run(INPUTS, OUTPUTS, [0], STREAM), executable.check):
+        for call in (lambda: executables[0].run(INPUTS, OUTPUTS, [0], STREAM), lambda: executables[0].check()):
             try:
                 call()
             except LaunchError as error:
                 send.send(str(error))
         num_live = fake.num_live
-        del call, executable  # what the parent has is not the child's to free
-        gc.collect()
+        executables.clear()  # what the parent has is not the child's to free
         send.send((fake.num_launches, fake.num_live - num_live))
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -267,7 +265,7 @@ def test_the_child_of_a_fork_is_told_to_spawn(fake, make_executable):
     assert "CUDA does not survive fork(): start processes with the spawn method" in of_run
     assert of_check == of_run
     assert counts == (1, 0)
-    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    executables[0].run(INPUTS, OUTPUTS, [0], STREAM)
     assert fake.num_launches == 2
 
 

@@ -1,0 +1,59 @@
+"""Calls of a model that leave everything as it was: for what has to run it, but not for its effects."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Written = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id: tensors, and copies of what they were
+_written: contextvars.ContextVar[Written | None] = contextvars.ContextVar("torch_mpk rehearsal", default=None)
+
+
+@contextlib.contextmanager
+def rehearsal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]]]:
+    """Gives deep copies of a call's arguments, but for modules and what cannot be copied, and restores random state
+    and the tensors that ``will_write`` was told of inside."""
+    modules = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)}
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(cuda):
+        with contextlib.suppress(RuntimeError, TypeError):  # of tensors with a history, handles of the system
+            with _SameKind():
+                args, kwargs = copy.deepcopy((args, kwargs), modules)
+        token = _written.set({})
+        try:
+            yield args, kwargs
+        finally:
+            written = _written.get()
+            _written.reset(token)
+            with torch.inference_mode():
+                for tensor, before in (written or {}).values():
+                    tensor.copy_(before)
+
+
+class _SameKind(TorchFunctionMode):
+    """Copies of tensors are inference tensors where these are, and only there: Dynamo tells them apart."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **kwargs or {})
+        with torch.inference_mode(args[0].is_inference()):
+            return func(*args, **kwargs or {})
+
+
+def will_write(values: Iterable[Any]) -> None:
+    """Notes the tensors that a graph may write, before it runs: all of its inputs but parameters and what is expanded.
+
+    Without a rehearsal it does nothing.
+    """
+    written = _written.get()
+    if written is None:
+        return
+    for value in values:
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and 0 not in value.stride():
+            written.setdefault(id(value), (value, value.clone()))
