@@ -18,9 +18,9 @@ def precompile(
     """Builds all that ``torch.compile(model, backend="mpk", options=options)(*args, **kwargs)`` needs.
 
     Calls like this one then only launch, be they of the result or of another ``torch.compile`` of the model with the
-    same options. On CUDA a later process that precompiles, or calls, finds the kernels in the cache
-    (``TORCH_MPK_CACHE_DIR``), even where ``TORCH_MPK_FORBID_COMPILE`` forbids it to compile. Call it for each batch size
-    and kind of mask, in ``inference_mode`` or ``no_grad`` as the calls will be; the default is ``inference_mode``.
+    same options. On CUDA a later process finds the kernels in the cache (``TORCH_MPK_CACHE_DIR``), even where
+    ``TORCH_MPK_FORBID_COMPILE`` forbids it to compile. Call it for each batch size and kind of mask, in
+    ``inference_mode`` or ``no_grad`` as the calls will be; the default is ``inference_mode``.
 
     The call is made, so that errors of a launch show here, but leaves caches, buffers and random state as they were: it
     gets deep copies of its arguments, but for modules and what cannot be copied, and the model's buffers and whatever

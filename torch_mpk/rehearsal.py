@@ -22,9 +22,9 @@ def rehearsal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[
     modules = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)}
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(cuda):
-        with contextlib.suppress(RuntimeError, TypeError):  # of tensors with a history, handles of the system
-            with _SameKind():
-                args, kwargs = copy.deepcopy((args, kwargs), modules)
+        # Tensors with a history and handles of the system cannot be copied.
+        with contextlib.suppress(RuntimeError, TypeError), _SameKind():
+            args, kwargs = copy.deepcopy((args, kwargs), modules)
         token = _written.set({})
         try:
             yield args, kwargs

@@ -102,6 +102,20 @@ def test_what_one_process_has_precompiled_another_need_not_compile(fake, monkeyp
     assert fake.num_launches == 2
 
 
+def test_no_memory_for_a_kernel_is_said_and_the_next_call_works(simulated):
+    x, model = torch.ones(2, 8), torch.nn.Linear(8, 8)
+    simulated.fail_call, simulated.fail_result = b"cuMemAlloc", 2
+    with torch.inference_mode():
+        with pytest.raises(Exception, match=r"OUT_OF_MEMORY.* torch\.cuda\.empty_cache"):
+            torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
+        with pytest.warns(MpkWarning, match=r"runs this graph eagerly: .*OUT_OF_MEMORY.* torch\.cuda\.empty_cache"):
+            assert torch.equal(torch.compile(model, backend="mpk")(x), model(x))
+        assert simulated.num_live == simulated.num_launches == 0
+        simulated.fail_call = b""
+        torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
+    assert simulated.num_launches == 1
+
+
 def test_a_build_that_cannot_be_read_is_made_again(simulated, tmp_path):
     cache = Cache(tmp_path, 2**30, "builds")
     for key, text in (("a", "not json"), ("b", "{}"), ("c", '{"graph": "", "mutated": [], "plan": {"inputs": 3}}')):
