@@ -42,7 +42,7 @@ def precompile(
     """
     Options.parse(None, options)
     fn = getattr(model, "_orig_mod", model)
-    compiled = torch.compile(fn, backend="mpk", options=options)
+    compiled = torch.compile(fn, backend="mpk", options=None if options is None else dict(options))
     mode = torch.inference_mode() if torch.is_grad_enabled() else contextlib.nullcontext()
     with mode, rehearsal(args, kwargs) as (copied_args, copied_kwargs):
         if isinstance(fn, torch.nn.Module):  # its graphs may have been compiled before
