@@ -4,6 +4,7 @@ from torch_mpk import ops, plugins, tasks  # declares torch.ops.mpk and the task
 from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError, VerificationError
 from torch_mpk.explain import explain
 from torch_mpk.generate import generate
+from torch_mpk.precompile import precompile
 from torch_mpk.registry import task
 from torch_mpk.runtime import synchronize
 
@@ -16,6 +17,7 @@ __all__ = [
     "explain",
     "generate",
     "ops",
+    "precompile",
     "synchronize",
     "task",
     "tasks",

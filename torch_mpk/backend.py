@@ -22,6 +22,7 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.fallback import check_coverage, compile_others, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
+from torch_mpk.rehearsal import will_write
 from torch_mpk.runtime import Program
 from torch_mpk.specialize import per_call_numbers, warn_at_recompile_limit
 from torch_mpk.verify import verified
@@ -50,6 +51,7 @@ def mpk(
     if env.disable:
         return gm.forward
     warn_at_recompile_limit(gm)
+    will_write(example_inputs)
     with timing.build():
         try:
             return compile_call(gm, example_inputs, settings)

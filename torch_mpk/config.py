@@ -35,7 +35,8 @@ class Options:
     num_threads: int | None = None
     """Worker threads of the CPU runtime. None: TORCH_MPK_NUM_THREADS, else ``torch.get_num_threads()``."""
     watchdog_seconds: float | None = None
-    """A launch without progress for so long is aborted; 0 waits forever. None: TORCH_MPK_WATCHDOG_SECONDS, else 10."""
+    """A launch without progress for so long is aborted, waiting for multiprocessors aside, and on the CPU a task's
+    reference that takes longer is given up; 0 waits forever. None: TORCH_MPK_WATCHDOG_SECONDS, else 10."""
     arch: int | None = None
     """CUDA code to generate: 90 (sm_90a) or 80 (sm_80 and newer). None: TORCH_MPK_ARCH, else what the device has."""
     profile: bool = False
@@ -137,7 +138,8 @@ class Environment:
 
     @property
     def forbid_compile(self) -> bool:
-        """TORCH_MPK_FORBID_COMPILE=1: a kernel that is not in the cache is an error, for machines in production."""
+        """TORCH_MPK_FORBID_COMPILE=1: no kernel is compiled, for machines in production. One that is not in the cache
+        (``torch_mpk.precompile`` puts it there) is an error, which ``Options.fallback`` deals with."""
         return self._flag("TORCH_MPK_FORBID_COMPILE")
 
     @property

@@ -200,7 +200,10 @@ class CompileForbiddenError(CompileError):
     """A kernel is not in the cache, and compiling is forbidden."""
 
     template = "kernel {key} is not in {cache} and TORCH_MPK_FORBID_COMPILE is set: {remedy}"
-    remedy = "run the model once without it, with the same compiler, torch_mpk and TORCH_MPK_CACHE_DIR"
+    remedy = (
+        "call torch_mpk.precompile for this model and inputs like these once without it, with the same compiler, "
+        "torch_mpk and TORCH_MPK_CACHE_DIR"
+    )
 
 
 class InstallationError(CompileError):
@@ -224,7 +227,7 @@ class LaunchError(MpkError):
 
 
 class MegakernelTimeout(LaunchError):
-    """The watchdog aborted a launch that made no progress for ``watchdog_seconds``."""
+    """The watchdog aborted a launch that made no progress for ``watchdog_seconds``, or gave up a task's reference."""
 
     remedy = (
         "The next call runs normally. Under a debugger or a profiler raise watchdog_seconds; else please report the "

@@ -3,8 +3,6 @@ a call costs."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import re
 import statistics
@@ -27,6 +25,7 @@ from torch_mpk.config import Options
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import quiet, reason
 from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
+from torch_mpk.rehearsal import rehearsal
 from torch_mpk.runtime import Program, synchronize
 from torch_mpk.runtime.cpu import num_threads
 from torch_mpk.tasks.embedding import embedding
@@ -154,12 +153,8 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
 
     # A code object of its own: Dynamo counts recompilations by it.
     call = types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    modules = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)}
-    with torch.inference_mode(), torch.random.fork_rng(cuda), quiet():
-        with contextlib.suppress(RuntimeError, TypeError):  # of tensors with a history, handles of the system
-            args, kwargs = copy.deepcopy((args, kwargs), modules)
-        torch.compile(call, backend=backend, dynamic=False)(*args, **kwargs)
+    with torch.inference_mode(), quiet(), rehearsal(args, kwargs) as (copied_args, copied_kwargs):
+        torch.compile(call, backend=backend, dynamic=False)(*copied_args, **copied_kwargs)
     device = devices[0] if devices else torch.device("cpu")
     return Report(graphs, device, _bytes_per_second(device, settings))
 

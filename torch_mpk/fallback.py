@@ -59,7 +59,7 @@ def fall_back(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, error
         logger.info("%s", error)
         return gm.forward
     if options.fallback == "error":
-        if isinstance(error, MpkError):
+        if isinstance(error, (MpkError, MemoryError)):
             raise error
         raise InternalError(reason(error)) from error
     warn(_announcement("this graph", options.fallback, reason(error)))

@@ -30,14 +30,14 @@ std::vector<uint64_t> addresses(const py::sequence& items, const char* what) {
   return out;
 }
 
-// fn(operands, attrs), operands being {name: (address, dtype, shape, strides)}. It is called, and in the end freed,
-// with the GIL.
+// fn(operands, attrs, phase), operands being {name: (address, dtype, shape, strides)}. It is called, and in the end
+// freed, with the GIL.
 cpu::Reference python_reference(const py::function& fn) {
   const std::shared_ptr<py::function> shared(new py::function(fn), [](py::function* f) {
     py::gil_scoped_acquire gil;
     delete f;
   });
-  return [shared](const Node& node, std::span<uint8_t* const> addresses) {
+  return [shared](const Node& node, size_t phase, std::span<uint8_t* const> addresses) {
     py::gil_scoped_acquire gil;
     py::dict operands;
     for (size_t i = 0; i < addresses.size(); i++) {
@@ -46,7 +46,7 @@ cpu::Reference python_reference(const py::function& fn) {
           py::make_tuple(reinterpret_cast<uintptr_t>(addresses[i]), info(t.dtype).name, py::tuple(py::cast(t.shape)),
                          py::tuple(py::cast(t.strides)));
     }
-    (*shared)(operands, py::cast(node.attrs));
+    (*shared)(operands, py::cast(node.attrs), std::to_string(phase) + " " + node.label);
   };
 }
 
@@ -89,9 +89,10 @@ void bind_cpu(py::module_& m) {
             self.set_reference(task, python_reference(fn));
           },
           py::arg("task"), py::arg("fn"),
-          "Execute the nodes of a task that has no CPU body with fn(operands, attrs), where operands maps names to "
-          "(address, dtype, shape, "
-          "strides). It runs on the calling thread and writes its results in place.")
+          "Execute the nodes of a task that has no CPU body with fn(operands, attrs, phase), where operands maps names "
+          "to (address, dtype, shape, strides) and phase is number and name. It is called on the thread that calls "
+          "run, "
+          "and writes its results in place.")
       .def(
           "expect_index",
           [](CpuExecutable& self, int input, int64_t num_elements, int64_t stride, int element_bytes, int64_t bound,
@@ -107,6 +108,9 @@ void bind_cpu(py::module_& m) {
       .def_property_readonly("num_threads", &CpuExecutable::num_threads)
       .def_property_readonly("isa",
                              [](const CpuExecutable& self) { return cpu::kIsaNames[static_cast<int>(self.isa())]; });
+
+  m.def("cpu_enter_run", &cpu::enter_parallel_run,
+        "The calling thread is one that a reference has begun: what it runs may not wait for the runtime's threads.");
 
   m.def(
       "cpu_isas",

@@ -241,7 +241,7 @@ void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBa
   for (size_t p = 0; p < phases_.size(); p++) {
     PhasePlan& phase = phases_[p];
     if (worker == 0) {
-      for (const Node* node : phase.references) call_reference(frame, *node);
+      for (const Node* node : phase.references) call_reference(frame, *node, p);
       if (!phase.parallel())
         for (const Chunk& chunk : phase.chunks) run(chunk);
     }
@@ -256,10 +256,10 @@ void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBa
   }
 }
 
-void CpuExecutable::call_reference(const Frame& frame, const Node& node) {
+void CpuExecutable::call_reference(const Frame& frame, const Node& node, size_t phase) {
   std::vector<uint8_t*> operands;
   for (const Operand& operand : node.operands) operands.push_back(Place(operand.tensor).at(frame));
-  references_.at(node.def->name)(node, operands);
+  references_.at(node.def->name)(node, phase, operands);
 }
 
 }  // namespace mpk::cpu

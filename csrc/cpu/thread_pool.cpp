@@ -156,6 +156,8 @@ void parallel_run(int num_threads, const std::function<void(int, SpinBarrier&)>&
 
 bool inside_parallel_run() { return inside_run; }
 
+void enter_parallel_run() { inside_run = true; }
+
 int num_available_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);

@@ -1,5 +1,7 @@
 #include "torch_mpk/runtime/cuda_executable.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
@@ -65,7 +67,8 @@ CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& im
       control_bytes_(program.control_bytes),
       stalls_offset_(program.stalls_offset),
       stamps_offset_(program.stamps_offset),
-      watchdog_ns_(watchdog_ns) {
+      watchdog_ns_(watchdog_ns),
+      process_(getpid()) {
   const size_t num_pointers = num_inputs_ + num_outputs_;
   if (num_pointers > std::size(LaunchBlock{}.pointers) || num_scalars_ > kMaxScalars)
     throw std::invalid_argument("a launch takes at most " + std::to_string(std::size(LaunchBlock{}.pointers)) +
@@ -201,8 +204,31 @@ cu::DevicePtr CudaExecutable::memory_of(cu::Stream stream, uint64_t capture) {
   return memory;
 }
 
+// Before anything is locked: in the child of a fork, the thread that held the lock may not exist.
+void CudaExecutable::check_process() const {
+  if (getpid() != process_)
+    throw cu::Error("kernel " + kernel_name_ +
+                    " was loaded by the process that this one was forked from, and CUDA does not survive fork(): start "
+                    "processes with the spawn method, and compile the model in each");
+}
+
+// Stream 0 is the current context's. Of a green context it is not a stream of the context that the kernel is in.
+void CudaExecutable::check_stream(cu::Stream stream) const {
+  if (stream != nullptr) return;
+  cu::Context current = nullptr;
+  driver_.ctx_get_current(&current);
+  if (current == nullptr || current == context_) return;
+  cu::Device device = -1;
+  if (driver_.ctx_get_device(&device) == 0 && device == device_.ordinal)
+    throw cu::Error("launching kernel " + kernel_name_ +
+                    ": another context of the device is current, a green context perhaps, and a megakernel needs all "
+                    "multiprocessors: leave that context, or launch on a stream that was made outside of it");
+}
+
 void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
+  check_process();
   check_pointers(block);
+  check_stream(stream);
   const std::lock_guard lock(mutex_);
   const ContextGuard current(driver_, context_);
   int status = cu::kCaptureStatusNone;
@@ -283,6 +309,7 @@ std::vector<PhaseStamps> CudaExecutable::stamps() {
 }
 
 void CudaExecutable::check() {
+  check_process();
   const std::lock_guard lock(mutex_);
   if (!aborted()) return;
   const ContextGuard current(driver_, context_);
@@ -325,6 +352,7 @@ void CudaExecutable::report_abort() {
 }
 
 void CudaExecutable::release() noexcept {
+  if (getpid() != process_) return;
   // At exit the driver may be gone already; every call then fails, which is as good.
   cu::Context popped;
   if (driver_.ctx_push_current(context_) != 0) return;

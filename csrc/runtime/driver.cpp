@@ -65,6 +65,11 @@ void Driver::check(Result result, const std::string& what) const {
     case kErrorNotInitialized:
       message += ". CUDA does not survive fork(): start processes with the spawn method";
       break;
+    case kErrorCooperativeLaunchTooLarge:
+      message +=
+          ". All workers of a megakernel run at once, one on each multiprocessor of the device, and this stream may use "
+          "fewer: launch outside of green contexts and MPS partitions";
+      break;
     case kErrorNoBinaryForGpu:
       message += ". The kernel was built for another architecture than this device's";
       break;

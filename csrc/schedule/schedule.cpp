@@ -380,7 +380,7 @@ class Scheduler {
   }
 
   // A vector that linears make and stream tasks stage travels as tagged words. What a phase reads otherwise, it reads
-  // behind a completed event; one such phase a layer also bounds how far workers drift apart.
+  // behind a completed event; one such phase a layer also bounds how far workers drift apart. So does the last phase.
   void choose_handover(Schedule& schedule) const {
     for (int n = 0; n < num_nodes_; n++)
       for (const Operand* made : outputs(node(n))) schedule.tagged[made->tensor.buffer] = travels_tagged(n, *made);
@@ -399,9 +399,10 @@ class Scheduler {
         for (const Place& from : places[edge.from])
           if (from.job != to.job) newest[to.phase] = std::max(newest[to.phase], from.phase);
     }
-    int complete = -1;  // all phases up to here are over for every worker
-    for (int p = 1; p < static_cast<int>(schedule.phases.size()); p++) {
-      if (newest[p] > complete) {
+    int complete = -1;                                              // all phases up to here are over for every worker
+    const int last = static_cast<int>(schedule.phases.size()) - 1;  // advances counters, for a launch that succeeds
+    for (int p = 1; p <= last; p++) {
+      if (newest[p] > complete || p == last) {
         complete = p - 1;
       } else {
         schedule.phases[p].waits.clear();

@@ -53,6 +53,8 @@ class Validator {
       }
     for (int p = 1; p < num_phases_; p++)  // and what a worker has waited for once, it need not wait for again
       for (int q = 0; q < p; q++) happens_before_[q][p] = happens_before_[q][p] || happens_before_[q][p - 1];
+    if (num_phases_ > 1 && !happens_before_[num_phases_ - 2][num_phases_ - 1])
+      fail("the last phase, which advances counters, does not wait for the one before it");
   }
 
   void place_nodes() {

@@ -43,7 +43,7 @@ struct Control {
   uint32_t epoch;    // launches completed; the last CTA to exit increments it
   uint32_t exited;   // CTAs of the running launch that have exited
   uint32_t aborted;  // a CTA gave up; all others leave as soon as they see it
-  uint32_t reserved;
+  uint32_t started;  // CTAs of the running launch that run, or have
 };
 
 struct LaunchParams {

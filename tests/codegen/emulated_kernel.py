@@ -18,6 +18,13 @@ from torch_mpk.reference_vm import dtype_of, run_graph
 HERE = Path(__file__).parent
 INCLUDE = HERE.parents[1] / "include"
 SMEM_BYTES = 232448
+EVENTS_OFFSET = EVENT_BYTES = 32  # of the control block, see abi.h
+
+
+class Fault(ctypes.Structure):
+    """``emulated_fault`` of emulator.cpp."""
+
+    _fields_ = [("event", ctypes.c_void_p), *((name, ctypes.c_uint32) for name in ("cta", "is_late", "queued_ms"))]
 
 
 class EmulatedKernel:
@@ -53,6 +60,19 @@ class EmulatedKernel:
         self.control = aligned(self.program.control_bytes)
         self.workspace = aligned(self.program.workspace_bytes, 0xFF)
         self.host_abort = aligned(4)
+        self.fault = Fault.in_dll(self.library, "emulated_fault")
+
+    def spoil(self, phase: int, worker: int, is_late: bool = False) -> None:
+        """The worker's signal at the end of the phase is lost, or comes when another worker has given up."""
+        self.fault.event = self.control[EVENTS_OFFSET:].data_ptr() + EVENT_BYTES * phase
+        self.fault.cta, self.fault.is_late = worker, is_late
+
+    def repair(self) -> None:
+        """Nothing is spoilt any more, and memory is as the host leaves it after an aborted launch."""
+        self.fault.event, self.fault.queued_ms = None, 0
+        self.control.zero_()
+        self.workspace.zero_()
+        self.host_abort.zero_()
 
     def launch(
         self,
@@ -102,3 +122,23 @@ def reference(graph: _C.TBGraph, inputs: Sequence[torch.Tensor], scalars: Sequen
     outputs = [allocate(t) for t in tensors(graph, "output")]
     run_graph(graph, copies, outputs, scalars)
     return copies, outputs
+
+
+def decoder_inputs(graph: _C.TBGraph, limits: list[int], slot: int) -> list[torch.Tensor]:
+    """Random inputs of ``decoder_graph.decoder``."""
+    names = {b.index: b.name for b in graph.buffers if b.kind == "input"}
+    inputs = []
+    for i, t in enumerate(tensors(graph, "input")):
+        x = allocate(t)
+        if names[i] == "limit":
+            x.copy_(torch.tensor(limits))
+        elif t.dtype == "int64":
+            x.fill_(slot)
+        else:
+            x.copy_(torch.randn(t.shape) / (t.shape[-1] ** 0.5 if "weight" in names[i] and len(t.shape) > 1 else 1))
+        inputs.append(x)
+    return inputs
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()

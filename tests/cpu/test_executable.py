@@ -214,7 +214,8 @@ def with_user_task() -> tuple[Net, torch.Tensor]:
     return net, x
 
 
-def cumsum(operands: dict, attrs: dict) -> None:
+def cumsum(operands: dict, attrs: dict, phase: str) -> None:
+    assert phase == "0 node"
     x, y = tensor_at(*operands["x"]), tensor_at(*operands["y"])
     torch.mul(x.cumsum(1), attrs["factor"], out=y)
 
@@ -237,7 +238,7 @@ def test_a_task_without_a_body_calls_its_reference() -> None:
 def test_a_failing_reference_raises_and_leaves_the_executable_usable() -> None:
     net, x = with_user_task()
     executable = net.compile(3)
-    executable.set_reference("test_cumsum", lambda operands, attrs: 1 / 0)
+    executable.set_reference("test_cumsum", lambda *_: 1 / 0)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             executable.run(net.inputs, net.outputs)
@@ -252,9 +253,9 @@ def test_a_reference_may_run_another_executable() -> None:
     [expected] = mlp.net.run()
     inner, executable = mlp.net.compile(2), net.compile(2)
 
-    def reference(operands: dict, attrs: dict) -> None:
+    def reference(*args: object) -> None:
         inner.run(mlp.net.inputs, mlp.net.outputs)
-        cumsum(operands, attrs)
+        cumsum(*args)
 
     executable.set_reference("test_cumsum", reference)
     executable.run(net.inputs, net.outputs)
@@ -265,7 +266,7 @@ def test_a_reference_may_run_another_executable() -> None:
 def test_a_reference_may_not_run_the_executable_it_belongs_to() -> None:
     net, _ = with_user_task()
     executable = net.compile()
-    executable.set_reference("test_cumsum", lambda operands, attrs: executable.run(net.inputs, net.outputs))
+    executable.set_reference("test_cumsum", lambda *_: executable.run(net.inputs, net.outputs))
     with pytest.raises(RuntimeError, match="a task's reference runs the executable it belongs to"):
         executable.run(net.inputs, net.outputs)
 

@@ -4,6 +4,9 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileErr
 from torch_mpk.jit import Cache, compile_cuda
 from torch_mpk.jit import headers as headers_module
 from torch_mpk.jit.compiler import Compiled, Compiler
+from torch_mpk.jit.nvcc import Nvcc
 
 
 class FakeCompiler(Compiler):
@@ -155,11 +159,56 @@ def test_a_compiler_error_shows_command_errors_and_source(root, compiler):
     assert compiler.runs == 2
 
 
+@pytest.fixture
+def slow_nvcc(tmp_path):
+    """An nvcc whose compiler, a process of its own, runs until ``fast`` is there."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        f"""#!/bin/bash
+if [ "$1" = --version ]; then echo V13.0.1; exit; fi
+while [ $# -gt 0 ]; do [ "$1" = -o ] && output=$2; shift; done
+if [ ! -e {tmp_path}/fast ]; then mktemp > /dev/null; sleep 60 & echo $! $$ > {tmp_path}/pids; wait; fi
+echo image > $output
+"""
+    )
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+def test_an_interrupted_build_leaves_no_process_and_no_entry(root, slow_nvcc, tmp_path):
+    def interrupt():
+        while not pids.exists() or not pids.read_text().endswith("\n"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def is_alive(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] not in "ZX"
+        except OSError:
+            return False
+
+    pids, compiler = tmp_path / "pids", Nvcc.at(str(slow_nvcc))
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        compile_cuda("a", 90, compiler=compiler)
+    thread.join()
+    started = pids.read_text().split()
+    assert len(started) == 2
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, started)) and time.monotonic() < deadline:  # a signal takes a moment
+        time.sleep(0.01)
+    assert not any(map(is_alive, started))
+    assert os.listdir(root / "tmp") == os.listdir(root / "kernels") == os.listdir(root / "failed") == []
+    (tmp_path / "fast").touch()
+    assert compile_cuda("a", 90, compiler=compiler).image == b"image\n"
+
+
 def test_compiling_can_be_forbidden(root, compiler, monkeypatch):
     known = compile_cuda("a", 90, compiler=compiler)
     monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
     assert compile_cuda("a", 90, compiler=compiler) == known
-    message = r"kernel [0-9a-f]{64} is not in .*cache and TORCH_MPK_FORBID_COMPILE is set: run the model once"
+    message = r"kernel [0-9a-f]{64} is not in .*cache and TORCH_MPK_FORBID_COMPILE is set: call torch_mpk.precompile"
     with pytest.raises(CompileForbiddenError, match=message):
         compile_cuda("b", 90, compiler=compiler)
     assert compiler.runs == 1

@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from stepping import assert_close, compiled, run_both
+from torch.cuda.green_contexts import GreenContext
 
 import torch_mpk
 from torch_mpk import _C
-from torch_mpk.errors import MegakernelTimeout
+from torch_mpk.errors import LaunchError, MegakernelTimeout
+from torch_mpk.jit import compile_cuda
 from torch_mpk.runtime.program import _live
 from torch_mpk.testing.decode import count_launches
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
@@ -79,7 +82,16 @@ def test_a_captured_step_can_be_replayed():
         assert_close(actual, expected)
 
 
-def test_a_launch_that_makes_no_progress_is_aborted_and_reported():
+def lose_signals(control):
+    control[8] -= 9  # the event of phase 0: nine workers seem never to signal it
+
+
+def expect_too_many_signals(control):
+    control[0] += 1  # the epoch: a launch more than there was
+
+
+@pytest.mark.parametrize("fault", [lose_signals, expect_too_many_signals])
+def test_a_launch_that_makes_no_progress_is_aborted_and_reported(fault):
     model = tiny_model(device=DEVICE)
     step, prompt, token = compiled(model, watchdog_seconds=0.25), random_ids(1, 5, DEVICE), random_ids(1, 1, DEVICE)
     ours, eager = Decoding(model, prompt), Decoding(model, prompt)
@@ -88,13 +100,84 @@ def test_a_launch_that_makes_no_progress_is_aborted_and_reported():
         for report in (torch_mpk.synchronize, lambda: ours.step(step, token)):
             before = [tensor.clone() for tensor in ours.state()]
             control = torch.as_tensor(ControlBlock(executable), device=DEVICE)
-            control[8] -= 9  # the event of phase 0: nine workers seem never to signal it
+            fault(control)
             assert ours.step(step, token).isnan().all()
             assert all(map(torch.equal, ours.state(), before)), "an aborted launch changed the cache or a counter"
             with pytest.raises(MegakernelTimeout, match=r"no progress for 0.25 s(.|\n)*waits for(.|\n)*of phase 0 "):
                 report()
             torch_mpk.synchronize()  # reported once
             assert_close(ours.step(step, token), eager.step(model, token))
+
+
+HOG = """
+#include "torch_mpk/abi.h"
+extern "C" __global__ void hog(const __grid_constant__ mpk::LaunchParams params) {
+  int64_t begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  while (now - begin < params.scalars[0]);
+}
+"""
+
+
+def hog(num_workers: int) -> _C.CudaExecutable:
+    """A kernel that leaves no shared memory of so many multiprocessors to others, for as many nanoseconds as asked."""
+    arch = _C.device_info(0).arch
+    cubin = compile_cuda(HOG, 90 if arch == 90 else 80, ptx=arch not in (80, 90))
+    program = SimpleNamespace(
+        kernel_name="hog",
+        table=b"",
+        num_workers=num_workers,
+        num_threads=32,
+        smem_bytes=_C.device_info(0).smem_optin_bytes,
+        workspace_bytes=0,
+        control_bytes=32 * (1 + num_workers),
+        stalls_offset=32,
+        stamps_offset=0,
+        num_inputs=0,
+        num_outputs=0,
+        num_scalars=1,
+        input_alignment=[],
+        phase_names=[],
+    )
+    return _C.CudaExecutable(program, cubin.image, 0, 0)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_waiting_for_multiprocessors_is_not_being_stuck(share):
+    """A kernel on one, half or all of them runs much longer than the watchdog would wait."""
+    model = tiny_model(device=DEVICE)
+    step, prompt, token = compiled(model, watchdog_seconds=0.25), random_ids(1, 5, DEVICE), random_ids(1, 1, DEVICE)
+    ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+    other, kernel = torch.cuda.Stream(), hog(max(1, int(share * _C.device_info(0).num_sms)))
+    with torch.inference_mode():
+        assert_close(ours.step(step, token), eager.step(model, token))
+        expected = eager.step(model, token)
+        torch.cuda.synchronize()
+        kernel.run([], [], [1_500_000_000], other.cuda_stream)
+        actual = ours.step(step, token)
+        assert not other.query(), "the other kernel is over already"
+        assert_close(actual, expected)
+        torch_mpk.synchronize()
+        assert_close(ours.step(step, token), eager.step(model, token))
+
+
+def test_a_green_context_is_refused_and_leaving_it_is_enough():
+    model = tiny_model(device=DEVICE, num_layers=1)
+    step, prompt, token = compiled(model), random_ids(1, 5, DEVICE), random_ids(1, 1, DEVICE)
+    ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+    with torch.inference_mode():
+        assert_close(ours.step(step, token), eager.step(model, token))
+        before = [tensor.clone() for tensor in ours.state()]
+        context = GreenContext.create(num_sms=16, device_id=0)
+        context.set_context()
+        try:
+            with pytest.raises(LaunchError, match="green context"):
+                ours.step(step, token)
+        finally:
+            context.pop_context()
+        assert all(map(torch.equal, ours.state(), before))
+        assert_close(ours.step(step, token), eager.step(model, token))
 
 
 def test_random_delays_change_no_bit():

@@ -44,6 +44,7 @@ static_assert(offsetof(cu::LaunchAttribute, value) == offsetof(CUlaunchAttribute
 static_assert(cu::kErrorOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
 static_assert(cu::kErrorNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(cu::kErrorNoBinaryForGpu == CUDA_ERROR_NO_BINARY_FOR_GPU);
+static_assert(cu::kErrorCooperativeLaunchTooLarge == CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE);
 static_assert(cu::kErrorUnsupportedPtxVersion == CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
 static_assert(cu::kAttributeMultiprocessorCount == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 static_assert(cu::kAttributeComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);

@@ -15,7 +15,7 @@ class Fake(ctypes.Structure):
         ("fail_call", ctypes.c_char * 64),
         ("capturing_stream", ctypes.c_uint64),
         ("capture_id", ctypes.c_uint64),
-        ("param_bytes", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("param_bytes", "foreign_context")),
         *((f"num_{name}", ctypes.c_int) for name in ("launches", "allocations", "live", "context_pushes")),
         ("context_depth", ctypes.c_int),
         ("num_violations", ctypes.c_int),

@@ -16,7 +16,8 @@ struct Fake {
   char fail_call[64];
   uint64_t capturing_stream;  // 0: none
   uint64_t capture_id;
-  int param_bytes;  // the kernel's; what a launch copies
+  int param_bytes;      // the kernel's; what a launch copies
+  int foreign_context;  // whether another context of the device is current
   // Read by the test.
   int num_launches, num_allocations, num_live, num_context_pushes, context_depth;
   int num_violations;  // calls that would break a capture: unsafe ones, made in another mode than relaxed
@@ -29,7 +30,7 @@ struct Fake {
 };
 
 struct Context {
-} context;
+} context, foreign;
 thread_local Context* current = nullptr;
 thread_local int capture_mode = 0;
 
@@ -85,7 +86,11 @@ int cuDevicePrimaryCtxRetain(Context** out, int) {
 }
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 int cuCtxGetCurrent(Context** out) {
-  *out = current;
+  *out = current || !fake.foreign_context ? current : &foreign;
+  return 0;
+}
+int cuCtxGetDevice(int* device) {
+  *device = 0;
   return 0;
 }
 int cuCtxPushCurrent_v2(Context* c) {

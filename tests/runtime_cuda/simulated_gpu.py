@@ -17,7 +17,7 @@ from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.runtime import cuda
-from torch_mpk.runtime.cuda import generate, pack, unpack  # noqa: F401  (the backend finds them here)
+from torch_mpk.runtime.cuda import generate, keep, pack, unpack  # noqa: F401  (the backend finds them here)
 from torch_mpk.runtime.device import BACKENDS
 from torch_mpk.runtime.plan import Plan
 

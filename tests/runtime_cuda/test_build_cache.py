@@ -11,9 +11,10 @@ import pytest
 import simulated_gpu
 import torch
 
-from torch_mpk import backend, build_cache, registry, timing
+from torch_mpk import backend, build_cache, precompile, registry, timing
 from torch_mpk.build_cache import build_key
 from torch_mpk.config import Options
+from torch_mpk.errors import MpkWarning
 from torch_mpk.jit import Cache
 from torch_mpk.runtime import cuda
 from torch_mpk.runtime.device import BACKENDS
@@ -71,6 +72,48 @@ def test_another_process_goes_straight_to_the_same_launch(simulated, tmp_path):
     again = decode_step(simulated)
     assert "capture" in again[3]
     assert again[:3] == (pointers, geometry, table)
+
+
+def test_what_one_process_has_precompiled_another_need_not_compile(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(BACKENDS, "cpu", "simulated_gpu")
+    monkeypatch.setattr(simulated_gpu, "driver", fake, raising=False)
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text('#!/bin/bash\nif [ "$1" = --version ]; then echo V13.0.1; else echo image > "${@: -1}"; fi')
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("TORCH_MPK_COMPILER", str(nvcc))
+    monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
+    x, model = torch.ones(2, 8), torch.nn.Linear(8, 8)
+    with pytest.raises(Exception, match=r"FORBID_COMPILE is set: call torch_mpk\.precompile"):
+        precompile(model, x, options={"fallback": "error"})
+    with torch.inference_mode(), pytest.warns(MpkWarning, match=r"graph eagerly: .* call torch_mpk\.precompile"):
+        assert torch.equal(precompile(model, x)(x), model(x))
+    assert fake.num_launches == 0
+    monkeypatch.delenv("TORCH_MPK_FORBID_COMPILE")
+    torch.compiler.reset()
+    precompile(model, x, options={"fallback": "error"})
+    assert fake.num_launches == 1
+    monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
+    torch.compiler.reset()  # as good as another process
+    backend._programs.clear()
+    with torch.inference_mode():
+        torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
+    assert list(timing.recent[-1].stages) == ["look-up", "compile", "load"]
+    assert fake.num_launches == 2
+
+
+def test_no_memory_for_a_kernel_is_said_and_the_next_call_works(simulated):
+    x, model = torch.ones(2, 8), torch.nn.Linear(8, 8)
+    simulated.fail_call, simulated.fail_result = b"cuMemAlloc", 2
+    with torch.inference_mode():
+        with pytest.raises(Exception, match=r"OUT_OF_MEMORY.* torch\.cuda\.empty_cache"):
+            torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
+        with pytest.warns(MpkWarning, match=r"runs this graph eagerly: .*OUT_OF_MEMORY.* torch\.cuda\.empty_cache"):
+            assert torch.equal(torch.compile(model, backend="mpk")(x), model(x))
+        assert simulated.num_live == simulated.num_launches == 0
+        simulated.fail_call = b""
+        torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
+    assert simulated.num_launches == 1
 
 
 def test_a_build_that_cannot_be_read_is_made_again(simulated, tmp_path):

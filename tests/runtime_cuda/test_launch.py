@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import multiprocessing
 import struct
 import threading
 import weakref
@@ -204,6 +205,68 @@ def test_a_failed_launch_is_an_error_of_this_call_alone(fake, make_executable):
     fake.fail_call = b""
     executable.run(INPUTS, OUTPUTS, [0], STREAM)
     assert fake.num_launches == 1
+
+
+def test_a_stream_with_fewer_multiprocessors_says_so(fake, make_executable):
+    executable = make_executable()
+    fake.fail_call, fake.fail_result = b"cuLaunchKernelEx", 720
+    with pytest.raises(LaunchError, match="this stream may use fewer: launch outside of green contexts and MPS"):
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+
+
+def test_the_default_stream_of_another_context_is_refused(fake, make_executable):
+    executable = make_executable()
+    fake.foreign_context = 1
+    with pytest.raises(LaunchError, match="another context of the device is current, a green context perhaps"):
+        executable.run(INPUTS, OUTPUTS, [0], 0)
+    assert fake.num_launches == 0
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)  # which says itself whose it is
+    fake.foreign_context = 0
+    executable.run(INPUTS, OUTPUTS, [0], 0)
+    assert fake.num_launches == 2
+
+
+def test_memory_for_another_stream_runs_out(fake, make_executable):
+    executable = make_executable()
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    num_live = fake.num_live
+    fake.fail_call, fake.fail_result = b"cuMemAlloc", 2
+    with pytest.raises(LaunchError, match="allocating .* bytes of workspace failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        executable.run(INPUTS, OUTPUTS, [0], 64)
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)  # has its own
+    assert fake.num_live == num_live
+    fake.fail_call = b""
+    executable.run(INPUTS, OUTPUTS, [0], 64)
+    assert fake.num_launches == 3
+
+
+def test_the_child_of_a_fork_is_told_to_spawn(fake, make_executable):
+    executables = [make_executable()]
+    executables[0].run(INPUTS, OUTPUTS, [0], STREAM)
+    receive, send = multiprocessing.Pipe(duplex=False)
+
+    def child():
+        for call in (lambda: executables[0].run(INPUTS, OUTPUTS, [0], STREAM), lambda: executables[0].check()):
+            try:
+                call()
+            except LaunchError as error:
+                send.send(str(error))
+        num_live = fake.num_live
+        executables.clear()  # what the parent has is not the child's to free
+        send.send((fake.num_launches, fake.num_live - num_live))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    messages = []
+    while len(messages) < 3 and receive.poll(30):
+        messages.append(receive.recv())
+    process.join(30)
+    of_run, of_check, counts = messages
+    assert "CUDA does not survive fork(): start processes with the spawn method" in of_run
+    assert of_check == of_run
+    assert counts == (1, 0)
+    executables[0].run(INPUTS, OUTPUTS, [0], STREAM)
+    assert fake.num_launches == 2
 
 
 def test_threads_share_an_executable(fake, make_executable):

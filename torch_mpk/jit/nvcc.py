@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -62,10 +64,33 @@ class Nvcc(Compiler):
         includes = [f"-I{path}" for path in include_dirs]
         command = [self.path, *flags, *includes, source.name, "-o", output.name]
         # A path relative to the build's own directory, so that the image does not depend on where it was built.
-        done = subprocess.run(
-            command, cwd=source.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-        return Compiled(done.returncode == 0, shlex.join(command), done.stdout)
+        code, log = _run(command, source.parent)
+        return Compiled(code == 0, shlex.join(command), log)
+
+
+def _run(command: list[str], folder: Path) -> tuple[int, str]:
+    """Runs a command in a folder; returns its exit code and what it wrote.
+
+    Where the caller is interrupted, nvcc and the compilers it has started end with it: they are a process group.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder.resolve())},  # what it does not clear up goes with the folder
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with process:
+        try:
+            log, _ = process.communicate()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, log
 
 
 @functools.cache

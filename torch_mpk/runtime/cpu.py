@@ -13,9 +13,11 @@ import torch
 from torch_mpk import _C
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
-from torch_mpk.errors import NoHostCompilerError
+from torch_mpk.errors import MegakernelTimeout, NoHostCompilerError
 from torch_mpk.jit import compile_host
 from torch_mpk.registry import Task, get
+from torch_mpk.runtime.device import watchdog_seconds
+from torch_mpk.runtime.patience import OverdueError, call_within, keep  # noqa: F401  (``keep`` is for Segment)
 from torch_mpk.timing import stage
 
 if TYPE_CHECKING:
@@ -44,8 +46,9 @@ def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.C
         compiled = _compile_tiles(plan.program.graph, dump)
     with stage("load"):
         executable = _C.CpuExecutable(plan.program, num_threads(options), env.cpu_isa or "", compiled)
+    watchdog = watchdog_seconds(options), executable.num_threads
     for name in executable.missing_references:
-        executable.set_reference(name, functools.partial(_run_reference, get(name)))
+        executable.set_reference(name, functools.partial(_run_reference, get(name), *watchdog))
     for bound in plan.index_bounds:
         executable.expect_index(*bound)
     return executable
@@ -67,14 +70,38 @@ def _compile_tiles(graph: _C.TBGraph, dump: Dump) -> dict[int, int]:
 
 
 def _run_reference(
-    task: Task, operands: dict[str, tuple[int, str, list[int], list[int]]], attrs: dict[str, Any]
+    task: Task,
+    seconds: float,
+    num_workers: int,
+    operands: dict[str, tuple[int, str, list[int], list[int]]],
+    attrs: dict[str, Any],
+    phase: str,
 ) -> None:
-    """Runs a task that has no CPU body by its reference, on the memory of its operands."""
+    """Runs a task that has no CPU body by its reference, on the memory of its operands.
+
+    Raises MegakernelTimeout when that takes longer than ``seconds``, unless they are 0.
+    """
     tensors = {name: _tensor_at(*operand) for name, operand in operands.items()}
+    call = functools.partial(task, *(tensors.get(operand.name) for operand in task.inputs), **attrs)
+    try:
+        result = call_within(seconds, call)
+    except OverdueError:
+        raise MegakernelTimeout(
+            f"the reference of task {task.name} has run for {seconds:g} s and was given up: the call has no results, "
+            "and its in-place updates may be made, or still come. The reference's thread goes on until it returns, and "
+            f"keeps the call's tensors.\n{_who_waits(task, num_workers, phase)}\n{MegakernelTimeout.remedy}"
+        ) from None
     with torch.inference_mode():
-        result = task(*(tensors.get(operand.name) for operand in task.inputs), **attrs)
         for output, value in zip(task.outputs, task.results(result), strict=True):
             tensors[output.name].copy_(value)
+
+
+def _who_waits(task: Task, num_workers: int, phase: str) -> str:
+    rows = [("workers", "in phase", "waits for"), ("0", phase, f"the reference of task {task.name}")]
+    if num_workers > 1:
+        rows.append((f"1-{num_workers - 1}", phase, f"event of phase {phase}"))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _tensor_at(address: int, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

@@ -14,12 +14,11 @@ from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
+from torch_mpk.runtime.device import watchdog_seconds
 from torch_mpk.timing import stage
 
 if TYPE_CHECKING:
     from torch_mpk.runtime.plan import Plan
-
-DEFAULT_WATCHDOG_SECONDS = 10.0
 
 
 def target(device: torch.device, options: Options) -> _C.Target:
@@ -75,16 +74,15 @@ def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.C
     dump.write(f"7.kernel.{cubin.kind}", cubin.image)
     dump.write("7.report.json", json.dumps(cubin.describe(), indent=2))
     with stage("load"):
-        return _C.CudaExecutable(plan.program, cubin.image, device.index, watchdog_ns(options))
-
-
-def watchdog_ns(options: Options) -> int:
-    settings = (options.watchdog_seconds, env.watchdog_seconds, DEFAULT_WATCHDOG_SECONDS)
-    return int(1e9 * next(seconds for seconds in settings if seconds is not None))
+        return _C.CudaExecutable(plan.program, cubin.image, device.index, int(1e9 * watchdog_seconds(options)))
 
 
 def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def keep(*objects: object) -> None:
+    """Nothing: what a launch that was given up has read, it reads no more."""
 
 
 def synchronize(executable: _C.CudaExecutable, device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import IndexRangeError
+from torch_mpk.errors import IndexRangeError, MegakernelTimeout
 from torch_mpk.lowering import Output
 from torch_mpk.runtime.device import backend_of
 from torch_mpk.runtime.plan import Plan
@@ -29,6 +29,7 @@ class Segment:
         backend = backend_of(device)
         self.plan, self.device = plan, device
         self.executable = backend.load(plan, device, options, dump)
+        self._keep = backend.keep
         self._stream = functools.partial(backend.current_stream, device)
         self._synchronize = functools.partial(backend.synchronize, self.executable, device)
         dump.write("8.launch.json", json.dumps({"device": str(device)} | plan.describe(), indent=2))
@@ -43,7 +44,7 @@ class Segment:
         Outputs are new tensors at every call. There is no Python work for each argument: the executable itself asks the
         tensors for their addresses.
         """
-        launch, stream = self.executable.call, self._stream
+        launch, stream, keep = self.executable.call, self._stream, self._keep
         plan = self.plan
         arguments = _C.Arguments(plan.inputs, plan.scalars, freeze)
         pick_written = _picker(plan.written)
@@ -71,6 +72,9 @@ class Segment:
                 return eager(*args)
             except IndexError as error:
                 raise IndexRangeError(str(error)) from None
+            except (MegakernelTimeout, KeyboardInterrupt):
+                keep(self, args, fresh)
+                raise
             increment_version(written)
             return fresh if fresh_only else [result(args, fresh) for result in results]
 

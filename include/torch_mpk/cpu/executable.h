@@ -22,8 +22,8 @@ struct TileCode;
 
 namespace mpk::cpu {
 
-// Executes a node whose task has no CPU body; `operands` are the addresses of the node's operands, in order.
-using Reference = std::function<void(const Node& node, std::span<uint8_t* const> operands)>;
+// Executes a node of a phase whose task has no CPU body; `operands` are the addresses of the node's operands, in order.
+using Reference = std::function<void(const Node& node, size_t phase, std::span<uint8_t* const> operands)>;
 
 // Elements of an input that each run must find in [0, bound), or it throws std::out_of_range with `message` and the
 // element before it writes anything.
@@ -89,7 +89,7 @@ class CpuExecutable {
 
   void plan_phase(const Phase& phase, const std::map<int, const TileCode*>& compiled);
   void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier);
-  void call_reference(const Frame& frame, const Node& node);
+  void call_reference(const Frame& frame, const Node& node, size_t phase);
   void fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
   void move_weights();
   static std::unique_ptr<uint8_t, FreeAligned> allocate(int64_t bytes);

@@ -27,6 +27,7 @@ class SpinBarrier {
 // run (from a task's reference) must do with one thread. Works in the child of a fork, where the pool starts anew.
 void parallel_run(int num_threads, const std::function<void(int, SpinBarrier&)>& fn);
 bool inside_parallel_run();
+void enter_parallel_run();  // for good: this thread works for a run, though the run did not begin it
 
 // Processors this process may run on.
 int num_available_cpus();

@@ -15,13 +15,15 @@ struct Watchdog {
   Control* control;
   StallRecord* stall;  // this CTA's
   uint64_t limit_ns;
+  uint32_t num_workers;
 };
 
 // Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up,
 // and records what this CTA was waiting for; otherwise the time to pass to the next call.
 MPK_DEVICE uint64_t keep_waiting(const Watchdog& dog, const StallRecord& now, uint64_t since) {
   const uint64_t time = ptx::global_time_ns();
-  if (since == 0) since = time;
+  // Workers that another kernel's multiprocessors are still denied are queued, and nobody is stuck.
+  if (since == 0 || ptx::load_relaxed_gpu(&dog.control->started) < dog.num_workers) since = time;
   const bool late = dog.limit_ns != 0 && time - since > dog.limit_ns;
   if (!late && ptx::load_relaxed_gpu(&dog.control->aborted) == 0) return since;
   // The first warp of the CTA to notice. A loader without a free slot only tells that consumers wait for something

@@ -68,9 +68,11 @@ MPK_DEVICE const JobRow* next_job(const JobRow* job) {
   return reinterpret_cast<const JobRow*>(reinterpret_cast<const uint8_t*>(job) + job->bytes);
 }
 
-// Until the events of a phase have come. Out of line as the other waits are, see event.cuh.
+// Until the events of a phase have come. Out of line as the other waits are, see event.cuh. The last phase, which
+// advances counters, does not begin where another worker has given up: one that stalled may have signalled since.
 __device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events,
-                                         uint32_t target, uint32_t num_workers, uint32_t phase, uint32_t jitter) {
+                                         uint32_t target, uint32_t num_workers, uint32_t phase, bool is_last,
+                                         uint32_t jitter) {
   delay(jitter, blockIdx.x, 2 * phase);
   // Tagged words are polled when half of the workers have written theirs: earlier, all would only load the memory.
   if (waiting->num_waits == 0 && phase != 0)
@@ -79,7 +81,7 @@ __device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* wa
     const uint32_t event = waits_of(waiting)[i];
     if (!wait_event(dog, events + event * kEventStride, target, phase, WarpRole::kConsumer, event)) return false;
   }
-  return true;
+  return !is_last || ptx::load_relaxed_gpu(&dog.control->aborted) == 0;
 }
 
 // What both roles know of the launch.
@@ -181,7 +183,7 @@ struct Consumer : Launch<Kernel> {
     awaited = true;
     if (rank == kPollingThread)
       failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(),
-                            Kernel::kNumWorkers, phase, this->params.jitter);
+                            Kernel::kNumWorkers, phase, phase + 1 == Kernel::kNumPhases, this->params.jitter);
     if (!sync()) return false;
     stamp(&PhaseStamps::ready);
     return true;
@@ -354,6 +356,7 @@ MPK_DEVICE void leave(Consumer<Kernel>& c) {
     c.shared.word = ptx::fetch_inc_acq_rel_gpu(&control.exited, Kernel::kNumWorkers - 1) == Kernel::kNumWorkers - 1;
   c.sync();
   if (c.shared.word == 0) return;
+  if (c.rank == 0) control.started = 0;
   if (ptx::load_acquire_gpu(&control.aborted) == 0) {
     if (c.rank == 0) control.epoch = c.epoch + 1;
     return;
@@ -382,7 +385,8 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
     init_ring(shared.ring, Kernel::kSlots);
     uint8_t* control = reinterpret_cast<uint8_t*>(params.control);
     shared.watchdog = {params.control, reinterpret_cast<StallRecord*>(control + Kernel::kStallsOffset) + blockIdx.x,
-                       params.watchdog_ns};
+                       params.watchdog_ns, Kernel::kNumWorkers};
+    ptx::fetch_add_relaxed_gpu(&params.control->started, 1);
     shared.described = shared.done = 0;
   }
   const uint32_t epoch = ptx::load_relaxed_gpu(&params.control->epoch);

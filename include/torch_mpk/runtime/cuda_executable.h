@@ -1,6 +1,8 @@
 // A megakernel loaded on one device, and its launches.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -44,7 +46,8 @@ class CudaExecutable {
   const std::vector<std::string>& phase_names() const { return phase_names_; }
 
   // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that
-  // was given up (this one is then not made, and the next may be), cu::Error when the driver refuses.
+  // was given up (this one is then not made, and the next may be), cu::Error when the driver refuses, or in the child
+  // of a fork.
   void run(LaunchBlock& block, cu::Stream stream);
 
   // What the latest direct launch wrote, if the program is profiled: see CudaProgram::stamps_offset. Waits for it.
@@ -69,7 +72,9 @@ class CudaExecutable {
   size_t param_bytes() const { return sizeof(LaunchParams) + (num_inputs_ + num_outputs_) * sizeof(uint64_t); }
   void load(const std::string& image);
   void check_residency();
+  void check_process() const;
   void check_pointers(const LaunchBlock& block) const;
+  void check_stream(cu::Stream stream) const;
   cu::DevicePtr allocate();
   cu::DevicePtr memory_of(cu::Stream stream, uint64_t capture);
   bool aborted() const;
@@ -84,6 +89,7 @@ class CudaExecutable {
   const int num_inputs_, num_outputs_, num_scalars_, num_workers_, num_threads_;
   const int64_t smem_bytes_, workspace_bytes_, control_bytes_, stalls_offset_, stamps_offset_;
   const uint64_t watchdog_ns_;
+  const pid_t process_;  // the one that loaded it
 
   std::mutex mutex_;  // of everything below; never held by a thread that waits for Python's lock
   cu::Context context_ = nullptr;

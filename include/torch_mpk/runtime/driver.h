@@ -24,6 +24,7 @@ inline constexpr Result kErrorOutOfMemory = 2;
 inline constexpr Result kErrorNotInitialized = 3;
 inline constexpr Result kErrorNoBinaryForGpu = 209;
 inline constexpr Result kErrorUnsupportedPtxVersion = 222;
+inline constexpr Result kErrorCooperativeLaunchTooLarge = 720;
 inline constexpr int kAttributeMultiprocessorCount = 16;
 inline constexpr int kAttributeComputeCapabilityMajor = 75;
 inline constexpr int kAttributeComputeCapabilityMinor = 76;
@@ -71,6 +72,7 @@ struct LaunchConfig {
   X(primary_ctx_retain, cuDevicePrimaryCtxRetain, (Context*, Device))                                                  \
   X(primary_ctx_release, cuDevicePrimaryCtxRelease_v2, (Device))                                                       \
   X(ctx_get_current, cuCtxGetCurrent, (Context*))                                                                      \
+  X(ctx_get_device, cuCtxGetDevice, (Device*))                                                                         \
   X(ctx_push_current, cuCtxPushCurrent_v2, (Context))                                                                  \
   X(ctx_pop_current, cuCtxPopCurrent_v2, (Context*))                                                                   \
   X(ctx_synchronize, cuCtxSynchronize, ())                                                                             \

@@ -57,9 +57,9 @@ struct Schedule {
 Schedule make_schedule(const TBGraph& graph, const Target& target);
 
 // Throws std::runtime_error naming phase, node and buffer when a schedule is unsound: a node missing or run twice, a
-// cyclic or forward wait, a read that no write happens before (nor a tag announces), a write that does not happen after
-// an earlier read or write of the same bytes, jobs of one phase that depend on each other, or workspace reused while it
-// is still needed.
+// cyclic or forward wait, a last phase (where counters advance) that does not wait for the one before it, a read that
+// no write happens before (nor a tag announces), a write that does not happen after an earlier read or write of the
+// same bytes, jobs of one phase that depend on each other, or workspace reused while it is still needed.
 void validate(const Schedule& schedule);
 
 }  // namespace mpk

@@ -12,6 +12,15 @@
 #include KERNEL_SOURCE
 
 __thread uint3 threadIdx, blockIdx;
+
+// What goes wrong in launches, set by tests: the signal of an event by one CTA.
+extern "C" struct {
+  const uint32_t* event;  // null: nothing does
+  uint32_t cta;
+  uint32_t is_late;    // until another CTA has given up; otherwise the signal is lost
+  uint32_t queued_ms;  // how long the CTA waits for a multiprocessor
+} emulated_fault = {};
+
 namespace mpk {
 alignas(1024) __thread uint8_t smem[232448];
 }
@@ -103,6 +112,8 @@ void run_cta(const torch_mpk_kernel_parts::LaunchBlock* block, int index, int nu
   Cta self{num_threads, block, std::vector<Fiber>(num_threads), std::vector<Warp>(num_threads / 32),
            {},          {},    std::mt19937(seed + index),      {}};
   cta = &self;
+  if (emulated_fault.cta == static_cast<uint32_t>(index))
+    std::this_thread::sleep_for(std::chrono::milliseconds(emulated_fault.queued_ms));
   blockIdx = {static_cast<unsigned>(index), 0, 0};
   std::memset(mpk::smem, 0xff, sizeof(mpk::smem));
   for (bool alive = true; alive;) {
@@ -191,6 +202,13 @@ void arrive_after_copies(uint64_t* bar) {
   for (const Copy& copy : cta->fibers[threadIdx.x].copies) std::memcpy(copy.dst, copy.data.data(), copy.data.size());
   cta->fibers[threadIdx.x].copies.clear();
   barrier_arrive(bar, 0);
+}
+
+bool at_fault(const uint32_t* event) {
+  if (event != emulated_fault.event || blockIdx.x != emulated_fault.cta) return false;
+  if (emulated_fault.is_late == 0) return true;
+  while (__atomic_load_n(&cta->block->params.control->aborted, __ATOMIC_ACQUIRE) == 0) std::this_thread::yield();
+  return false;
 }
 
 }  // namespace emulator

@@ -42,8 +42,12 @@ inline uint4 load_relaxed_gpu_v4(const uint32_t* p) {
   return {load_relaxed_gpu(p), load_relaxed_gpu(p + 1), load_relaxed_gpu(p + 2), load_relaxed_gpu(p + 3)};
 }
 inline void store_relaxed_gpu(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
-inline void add_relaxed_gpu(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
-inline void add_release_gpu(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+inline void add_relaxed_gpu(uint32_t* p, uint32_t v) {
+  if (!emulator::at_fault(p)) __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+inline void add_release_gpu(uint32_t* p, uint32_t v) {
+  if (!emulator::at_fault(p)) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+}
 inline uint32_t fetch_add_relaxed_gpu(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 inline uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
   uint32_t old = __atomic_load_n(p, __ATOMIC_ACQUIRE);

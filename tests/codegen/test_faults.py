@@ -1,0 +1,136 @@
+"""Launches in which something goes wrong, on the emulator: given up, said why, and of no harm to the next one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from decoder_graph import decoder
+from emulated_kernel import EmulatedKernel, allocate, decoder_inputs, reference, relative_error, tensors
+
+import torch_mpk.tasks  # noqa: F401  declares the tasks
+
+WORKERS = 3
+WATCHDOG_NS = 5 * 10**7
+CONSUMER, EVENT = 0, 0  # role and waiting of a StallRecord
+
+
+class Launches:
+    """A decoder's kernel, and what its launches should give."""
+
+    def __init__(self, kernel: EmulatedKernel) -> None:
+        self.kernel, self.last_phase = kernel, kernel.program.num_phases - 1
+        graph = kernel.schedule.graph
+        self.tolerance = 2e-2 if any(kernel.schedule.tagged) else 1e-5
+        self.inputs = decoder_inputs(graph, [40], 5)
+        self.outputs = [allocate(t) for t in tensors(graph, "output")]
+        self.before = [x.clone() for x in self.inputs]
+        wanted_inputs, wanted = reference(graph, self.inputs)
+        self.wanted = [*wanted, *wanted_inputs]
+
+    def launch(self, watchdog_ns: int = WATCHDOG_NS) -> None:
+        for out in self.outputs:
+            out.zero_()
+        self.kernel.launch(self.inputs, self.outputs, watchdog_ns=watchdog_ns)
+
+    def check_given_up(self) -> list[list[int]]:
+        """Returns the workers' stall records without the first word, which says that there is one."""
+        kernel = self.kernel
+        assert kernel.host_abort[0] == 1
+        assert all(out.isnan().all() for out in self.outputs)
+        for x, before in zip(self.inputs, self.before, strict=True):
+            assert x.is_floating_point() or torch.equal(x, before), "a launch that was given up advanced a counter"
+        assert kernel.control.view(torch.int32)[1:4].tolist() == [0, 1, 0]  # exited, aborted, started
+        records = kernel.control[kernel.program.stalls_offset :].view(torch.int32).view(-1, 8)[:WORKERS].tolist()
+        assert all(valid in (0, 1) for valid, *_ in records)
+        return [record for valid, *record in records if valid]
+
+    def restore(self) -> None:
+        """As before any launch, with nothing spoilt."""
+        self.kernel.repair()
+        for x, before in zip(self.inputs, self.before, strict=True):
+            x.copy_(before)
+
+    def check_next_is_right(self) -> None:
+        self.restore()
+        self.launch(watchdog_ns=0)
+        assert self.kernel.host_abort[0] == 0
+        for got, want in zip([*self.outputs, *self.inputs], self.wanted, strict=True):
+            assert relative_error(got, want) < self.tolerance
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernel:
+    return EmulatedKernel(decoder(layers=1, dtype="float32"), tmp_path_factory.mktemp("kernel"), workers=WORKERS)
+
+
+@pytest.fixture
+def launches(kernel: EmulatedKernel) -> Launches:
+    launches = Launches(kernel)
+    launches.restore()
+    return launches
+
+
+def test_a_lost_signal(launches: Launches) -> None:
+    for phase in (0, 1, launches.last_phase - 1):
+        launches.kernel.spoil(phase, worker=phase % WORKERS)
+        start = time.monotonic_ns()
+        launches.launch()
+        assert time.monotonic_ns() - start > WATCHDOG_NS, "given up too soon"
+        records = launches.check_given_up()
+        assert len(records) == WORKERS  # the worker whose signal is lost waits like the others
+        for record in records:
+            assert record[:6] == [phase + 1, CONSUMER, EVENT, phase, WORKERS - 1, WORKERS]
+        launches.restore()
+    launches.check_next_is_right()
+
+
+def test_an_event_that_expects_too_many_signals(launches: Launches) -> None:
+    launches.kernel.control.view(torch.int32)[0] = 1  # the epoch: launches before this one, which have signalled
+    launches.launch()
+    for record in launches.check_given_up():
+        assert record[:6] == [1, CONSUMER, EVENT, 0, WORKERS, 2 * WORKERS]
+    launches.check_next_is_right()
+
+
+def test_a_worker_that_stalls_and_goes_on_when_the_others_have_given_up(launches: Launches) -> None:
+    last = launches.last_phase - 1
+    for phase, worker in [(0, 0), (1, 2), *((last, worker) for worker in range(WORKERS))]:
+        launches.kernel.spoil(phase, worker, is_late=True)
+        launches.launch()
+        launches.check_given_up()
+        launches.restore()
+    launches.check_next_is_right()
+
+
+def test_a_worker_that_waits_for_a_multiprocessor_is_not_stuck(launches: Launches) -> None:
+    launches.kernel.fault.cta, launches.kernel.fault.queued_ms = 1, 4 * WATCHDOG_NS // 10**6
+    launches.launch()
+    assert launches.kernel.host_abort[0] == 0
+    for got, want in zip([*launches.outputs, *launches.inputs], launches.wanted, strict=True):
+        assert relative_error(got, want) < 1e-5
+
+
+def test_tagged_words_that_never_come(tmp_path: Path) -> None:
+    kernel = EmulatedKernel(decoder(layers=1), tmp_path, workers=WORKERS, tagged=True)
+    launches = Launches(kernel)
+    waiting = [p for p, phase in enumerate(kernel.schedule.phases) if phase.waits]
+    for phase in waiting:  # those that wait for nobody go on when half of the workers have signalled
+        kernel.spoil(phase - 1, worker=1)
+        launches.launch()
+        assert launches.check_given_up()
+        launches.restore()
+    launches.check_next_is_right()
+
+
+def test_a_launch_behind_one_that_was_given_up_runs_nothing_and_does_not_wait(launches: Launches) -> None:
+    launches.kernel.spoil(0, worker=1)
+    launches.launch()
+    launches.kernel.host_abort.zero_()
+    left_behind = [x.clone() for x in launches.inputs]
+    launches.launch(watchdog_ns=0)
+    launches.check_given_up()
+    assert all(map(torch.equal, launches.inputs, left_behind))
+    launches.check_next_is_right()
