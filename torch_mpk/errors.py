@@ -175,11 +175,18 @@ class NoCompilerError(CompileError):
     )
 
 
-class KernelCompileError(CompileError):
-    """The device compiler rejected generated code."""
+class NoHostCompilerError(CompileError):
+    """There is no C++ compiler for code that runs on the CPU."""
 
-    template = "a generated kernel does not compile:\n{errors}\ncommand: {command}\nsource: {source}\n{remedy}"
-    remedy = "log.txt beside it has all messages. Please report this with both files"
+    template = "no C++ compiler found: {reason}. {remedy}"
+    remedy = "Install g++ 10, clang++ 12 or newer (apt install g++), or name one in CXX"
+
+
+class KernelCompileError(CompileError):
+    """A compiler rejected a kernel."""
+
+    template = "a kernel does not compile:\n{errors}\ncommand: {command}\nsource: {source}\n{remedy}"
+    remedy = "log.txt beside it has all messages. If the source is not yours, please report this with both files"
 
 
 class CompileForbiddenError(CompileError):
