@@ -147,7 +147,7 @@ Operand read_operand(py::handle object) {
           .numel_slot = object.attr("numel_slot").cast<int>(),
           .is_optional = object.attr("optional").cast<bool>(),
           .is_output = object.attr("is_output").cast<bool>(),
-          .is_written = object.attr("is_written").cast<bool>()};
+          .is_written = object.attr("is_write").cast<bool>()};
 }
 
 Kernel::Kernel(py::handle declaration, py::object compile, py::object dispatch)

@@ -133,7 +133,8 @@ def build_once(source: str, build: Build) -> Entry:
                     errors=_first_errors(compiled.log), command=compiled.command, source=kept / path.name
                 )
             if build.key() == key:  # else a header was edited meanwhile, and may be in the image or not
-                return cache.put(key, folder, {"image": image.name, "compiler": build.compiler, "seconds": seconds})
+                report = {"image": image.name, "target": build.target, "compiler": build.compiler, "seconds": seconds}
+                return cache.put(key, folder, report)
 
 
 def _first_errors(log: str) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn, get_type_hints
 
 import torch
 
+from torch_mpk import registry
 from torch_mpk.errors import KernelSignatureError
 
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -22,26 +24,26 @@ _OPERAND = re.compile(r"(\w+)\s*\[([^\];]*)(?:;([^\]]*))?\]\s*([?!]*)\s*(?::\s*(
 _LAUNCH = re.compile(r"([\w:]+)\s*(?:<(?!<<)([^<>]*)>)?\s*(?:<<<(.*)>>>)?\s*\((.*)\)", re.DOTALL)
 _OPS = {ast.Add: 2, ast.Sub: 3, ast.Mult: 4, ast.FloorDiv: 5, ast.Mod: 6}  # as in include/torch_mpk/jit/launch.h
 _FUNCTIONS = {"cdiv": 7, "min": 8, "max": 9}
+_MAX_ARGUMENTS = 64  # of an operator of PyTorch, and slots of a call, as in signature.h
 _SLOT, _LITERAL, _ANY = range(3)  # kinds of an extent, as in include/torch_mpk/jit/signature.h
 _POINTER, _INTEGER, _FLOAT = range(3)  # kinds of an argument, as in launch.h
 
 
-@dataclass
-class Operand:
+@dataclass(frozen=True)
+class Operand(registry.Operand):
     """A tensor of the signature, as in ``x[M, K; S, 1]?: T=float32|bfloat16``: sizes; strides, marks, dtype."""
 
-    name: str
-    dims: tuple[str, ...]  # "..." may stand first
     strides: tuple[str, ...]  # a name, a number or "_"; none: contiguous
-    optional: bool
-    is_written: bool
-    is_output: bool
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # that are accepted
     dtype_name: str | None  # a variable's
-    size_extents: list[tuple[int, int]] = field(default_factory=list)
-    stride_extents: list[tuple[int, int]] = field(default_factory=list)
-    dtype_slot: int = -1
+    size_extents: tuple[tuple[int, int], ...]
+    stride_extents: tuple[tuple[int, int], ...]
+    dtype_slot: int
     numel_slot: int = -1
+
+    @property
+    def is_output(self) -> bool:
+        return not self.is_read
 
     @property
     def has_leading(self) -> bool:
@@ -102,17 +104,16 @@ class Declaration:
         self.name: str = function.__name__
         self.signature = " ".join(signature.split())
         self.slots: list[str] = []
+        if not self.name.isidentifier():
+            self.fail("a kernel needs a function with a name")
         sides = self.signature.split("->")
         if len(sides) > 2:
             self.fail("there is more than one '->'")
         self.operands = [operand for i, side in enumerate(sides) for operand in self._parse_operands(side, i == 1)]
-        self.inputs = [operand for operand in self.operands if not operand.is_output]
-        self.outputs = [operand for operand in self.operands if operand.is_output]
-        names = [operand.name for operand in self.operands]
-        if len(set(names)) < len(names):
-            self.fail("two tensors have the same name")
-        self._bind_slots()
+        self._check_operands()
         self.attributes = self._parse_parameters(function)
+        if len(self.operands) + len(self.attributes) > _MAX_ARGUMENTS or len(self.slots) > _MAX_ARGUMENTS:
+            self.fail(f"a kernel takes at most {_MAX_ARGUMENTS} tensors and parameters, and as many names of sizes")
         self._parse_launch(" ".join(launch.split()))
         self.cluster = (
             [self._constant(extent) for extent in self._three(cluster)] if self.is_cuda and cluster != 1 else []
@@ -125,12 +126,20 @@ class Declaration:
         raise KernelSignatureError(f"{self.name}: {what} (signature: {self.signature})")
 
     @property
+    def inputs(self) -> list[Operand]:
+        return [operand for operand in self.operands if operand.is_read]
+
+    @property
+    def outputs(self) -> list[Operand]:
+        return [operand for operand in self.operands if operand.is_output]
+
+    @property
     def schema(self) -> str:
         """The operator's."""
         last_required = max((i for i, operand in enumerate(self.inputs) if not operand.optional), default=-1)
         arguments = []
         for i, operand in enumerate(self.inputs):
-            alias = f"(a{i}!)" if operand.is_written else ""
+            alias = f"(a{i}!)" if operand.is_write else ""
             default = "" if i <= last_required else "=None"
             arguments.append(f"Tensor{alias}{'?' * operand.optional} {operand.name}{default}")
         if self.attributes:
@@ -160,7 +169,7 @@ class Declaration:
                 operand = self.operands[argument.index]
                 dtype = operand.dtypes[0] if operand.dtype_slot < 0 else values[self.slots[operand.dtype_slot]]
                 cpp = cpp_type(dtype)
-                if operand.is_written:
+                if operand.is_write:
                     yield f"Write<{cpp}>", f"{argument.text} is {dtype} and written", f"{cpp}* or void*"
                 else:
                     constant = f"const {cpp}* or const void*"
@@ -179,49 +188,49 @@ class Declaration:
             unknown = [word for word in chosen if word not in DTYPES]
             if unknown or dtype_name in DTYPES:
                 self.fail(f"{name} has dtype {(unknown or [dtype_name])[0]}; the dtypes are {', '.join(DTYPES)}")
-            operand = Operand(
+            sizes, apart = _words(dims), _words(strides or "")
+            if "..." in sizes[1:]:
+                self.fail(f"{name}: '...' can only stand first")
+            if apart and ("..." in sizes or len(apart) != len(sizes)):
+                self.fail(f"{name} needs as many strides as sizes, and no '...'")
+            if is_output and (apart or marks):
+                self.fail(f"{name} is allocated by the call: it is contiguous and has no marks")
+            yield Operand(
                 name=name,
-                dims=_words(dims),
-                strides=_words(strides or ""),
+                dims=sizes,
                 optional="?" in marks,
-                is_written=is_output or "!" in marks,
-                is_output=is_output,
+                is_read=not is_output,
+                is_write=is_output or "!" in marks,
+                dtype=getattr(torch, chosen[0]) if len(chosen) == 1 else None,
+                bound=None,
+                strides=apart,
                 dtypes=chosen or DTYPES,
                 dtype_name=dtype_name,
+                size_extents=tuple(self._extent(name, size) for size in sizes if size != "..."),
+                stride_extents=tuple(self._extent(name, stride, is_stride=True) for stride in apart),
+                dtype_slot=self._slot(dtype_name or f"{name}.dtype") if dtype_name or len(chosen) != 1 else -1,
             )
-            if "..." in operand.dims[1:]:
-                self.fail(f"{name}: '...' can only stand first")
-            if operand.strides and (operand.has_leading or len(operand.strides) != len(operand.dims)):
-                self.fail(f"{name} needs as many strides as sizes, and no '...'")
-            if is_output and (operand.strides or marks):
-                self.fail(f"{name} is allocated by the call: it is contiguous and has no marks")
-            yield operand
         if text[end:].strip():
             self.fail(f"cannot read {text[end:].strip()!r}; write tensors as 'x[M, K]: float32'")
 
-    def _bind_slots(self) -> None:
-        dtype_names = {operand.dtype_name for operand in self.operands if operand.dtype_name}
+    def _check_operands(self) -> None:
+        names = [operand.name for operand in self.operands]
+        if len(set(names)) < len(names):
+            self.fail("two tensors have the same name")
+        extents = {o.name: {*o.size_extents, *o.stride_extents} for o in self.operands}
+        dtype_slots = {operand.dtype_slot for operand in self.operands}
         for operand in self.operands:
-            dims = operand.dims[1:] if operand.has_leading else operand.dims
-            operand.size_extents = [self._extent(operand, dim) for dim in dims]
-            operand.stride_extents = [self._extent(operand, stride, is_stride=True) for stride in operand.strides]
-            if dtype_names & {*dims, *operand.strides}:
+            if any(kind == _SLOT and value in dtype_slots for kind, value in extents[operand.name]):
                 self.fail(f"{operand.name}: a name stands for a dtype and for a size")
-            if operand.dtype_name or len(operand.dtypes) > 1:
-                operand.dtype_slot = self._slot(operand.dtype_name or f"{operand.name}.dtype")
-        bound = {extent for operand in self.inputs for extent in (*operand.size_extents, *operand.stride_extents)}
+        bound = {extent for operand in self.inputs for extent in extents[operand.name]}
         for operand in self.outputs:
-            free = [
-                self.slots[value]
-                for kind, value in operand.size_extents
-                if kind == _SLOT and (kind, value) not in bound
-            ]
+            free = [self.slots[value] for kind, value in extents[operand.name] - bound if kind == _SLOT]
             if free or (operand.has_leading and not any(other.has_leading for other in self.inputs)):
                 self.fail(f"no input has {operand.name}'s size {(free or ['...'])[0]}")
             if operand.dtype_slot >= 0 and all(other.dtype_slot != operand.dtype_slot for other in self.inputs):
                 self.fail(f"give {operand.name} one dtype, or one that an input has")
 
-    def _extent(self, operand: Operand, text: str, is_stride: bool = False) -> tuple[int, int]:
+    def _extent(self, operand: str, text: str, is_stride: bool = False) -> tuple[int, int]:
         if text.isdigit():
             return _LITERAL, int(text)
         if text == "_" and is_stride:
@@ -315,6 +324,8 @@ class Declaration:
             yield 0, int(node.value)
         elif isinstance(node, ast.Name):
             yield 1, self._integer_slot(node.id)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            yield from ((0, 0), *self._code(node.operand), (_OPS[ast.Sub], 0))
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPS:
             yield from (*self._code(node.left), *self._code(node.right), (_OPS[type(node.op)], 0))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
@@ -328,11 +339,14 @@ class Declaration:
         if function in _FUNCTIONS and len(arguments) == 2:
             yield from (*self._code(arguments[0]), *self._code(arguments[1]), (_FUNCTIONS[function], 0))
             return
-        operand = next((o for o in self.operands if [o.name] == [ast.unparse(node) for node in arguments]), None)
-        if function != "numel" or operand is None or operand.optional:
-            self.fail(f"cannot read '{text}' in the launch: the functions are {_known()}")
-        operand.numel_slot = self._slot(f"numel({operand.name})")
-        yield 1, operand.numel_slot
+        names = [ast.unparse(node) for node in arguments]
+        for i, operand in enumerate(self.operands):
+            if function == "numel" and names == [operand.name] and not operand.optional:
+                slot = self._slot(f"numel({operand.name})")
+                self.operands[i] = dataclasses.replace(operand, numel_slot=slot)
+                yield 1, slot
+                return
+        self.fail(f"cannot read '{text}' in the launch: the functions are {_known()}")
 
     def _integer_slot(self, name: str) -> int:
         types = {attribute.name: attribute.type for attribute in self.attributes}

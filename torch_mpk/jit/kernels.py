@@ -12,23 +12,15 @@ from typing import Any
 import torch
 
 from torch_mpk import _C
-from torch_mpk.config import env
-from torch_mpk.errors import KernelSignatureError, OptionError, TaskError
+from torch_mpk.errors import KernelSignatureError, TaskError
 from torch_mpk.jit.compile import Cubin, compile_cuda
 from torch_mpk.jit.declaration import Declaration
-from torch_mpk.jit.host import compile_host
+from torch_mpk.jit.host import compile_host, tier_flags
 from torch_mpk.registry import bind_dims
 
 _NAMESPACE = "mpk_jit"
 _library = torch.library.Library(_NAMESPACE, "DEF")
 _kernels: dict[str, Kernel] = {}  # by the name of their operator; a cell of a notebook that runs again replaces its own
-
-_HOST_TIERS = {
-    "generic": [],
-    "avx2": ["-march=x86-64-v3"],
-    "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
-    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
-}
 
 
 def kernel(
@@ -98,7 +90,7 @@ class Kernel:
                 declaration.fail(f"there is no file {path}; code itself has more than one line")
             self._code, origin = f'#include "{path.name}"', str(source)
             self._include_dirs = [path.parent, *include_dirs]
-        text = "\0".join((function.__module__, origin, declaration.signature, launch_text(declaration)))
+        text = "\0".join((str(function.__module__), origin, declaration.signature, launch_text(declaration)))
         self.name = f"{declaration.name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         self.op = _define(self)
         self._call = _C.JitKernel(declaration, self._load, self.op)
@@ -135,7 +127,7 @@ class Kernel:
         if arch is not None:
             flags = ["-std=c++20", *self._flags]
             return compile_cuda(source, arch, include_dirs=self._include_dirs, flags=flags)
-        return compile_host(source, include_dirs=self._include_dirs, flags=[*_HOST_TIERS[host_tier()], *self._flags])
+        return compile_host(source, include_dirs=self._include_dirs, flags=[*tier_flags(), *self._flags])
 
     def _unit(self, values: dict[str, Any]) -> str:
         """The translation unit: the source, and what instantiates the function and checks its parameters."""
@@ -186,15 +178,6 @@ extern "C" __attribute__((visibility("default"))) void mpk_run(void** parameters
 extern "C" __attribute__((visibility("default"))) const int* mpk_parameter_bytes() {{ return mpk_entry::bytes; }}"""
 
 
-def host_tier() -> str:
-    """The instruction set that CPU kernels are compiled for: TORCH_MPK_CPU_ISA, else the best this machine has."""
-    tiers = _C.cpu_isas()
-    chosen = env.cpu_isa or tiers[-1]
-    if chosen not in tiers:
-        raise OptionError(name="TORCH_MPK_CPU_ISA", expected=f"one of {', '.join(tiers)}", value=chosen)
-    return chosen
-
-
 def launch_text(declaration: Declaration) -> str:
     return repr(
         (declaration.function, declaration.template, declaration.grid, declaration.block, declaration.arguments)
@@ -242,6 +225,6 @@ def _fake(name: str, *tensors: torch.Tensor | None, **_: Any) -> Any:
         for dim in output.dims:
             shape += sizes[dim][0] if dim == "..." else [int(dim) if dim.isdigit() else sizes[dim][0]]
         same = [tensor.dtype for operand, tensor in given if operand.dtype_slot == output.dtype_slot >= 0]
-        dtype = same[0] if same else getattr(torch, output.dtypes[0])
+        dtype = same[0] if same else output.dtype
         results.append(torch.empty(shape, dtype=dtype, device=given[0][1].device))
     return None if not results else results[0] if len(results) == 1 else tuple(results)
