@@ -57,6 +57,7 @@ def test_in_a_cuda_graph_and_on_another_stream(folder):
     doubled = importlib.import_module("doubled").doubled
     scaled = importlib.import_module("scaled").scaled
     x, weight = torch.randn(1000, device="cuda"), torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)  # a launch on another stream would not see the value below
