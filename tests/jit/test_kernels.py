@@ -1,7 +1,11 @@
 """Single kernels on the CPU: what they compute, what they refuse, and how PyTorch sees them."""
 
+import copy
+import inspect
 import multiprocessing
 import os
+import pickle
+import subprocess
 import threading
 from pathlib import Path
 
@@ -259,6 +263,20 @@ def test_several_processes_and_threads_at_once(tmp_path):
     for thread in threads:
         thread.join()
     assert len(results) == 4 and all(torch.equal(result, x * 7) for result in results)
+
+
+def test_dlpack_is_declared_as_pytorch_has_it():
+    root = Path(__file__).parents[2]
+    includes = [f"-I{root / 'include'}", f"-I{Path(torch.__file__).parent / 'include'}"]
+    source = Path(__file__).with_name("dlpack_abi.cpp")
+    subprocess.run(["g++", "-std=c++20", "-fsyntax-only", *includes, source], check=True)
+
+
+def test_a_kernel_is_copied_and_pickled_by_name_as_a_function_is():
+    assert copy.deepcopy(scaled) is scaled
+    assert pickle.dumps(scaled) == pickle.dumps(scaled)
+    assert "scaled: x[M, K]: T=float32|bfloat16|float16, bias" in repr(scaled)
+    assert list(inspect.signature(scaled).parameters) == ["x", "bias", "TIMES", "alpha"]
 
 
 @pytest.mark.parametrize("tier", _C.cpu_isas())

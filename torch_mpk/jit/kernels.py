@@ -78,6 +78,7 @@ class Kernel:
         flags: list[str],
     ) -> None:
         functools.update_wrapper(self, function)
+        self._qualname = function.__qualname__
         self.declaration = declaration
         self._flags = flags
         home = Path(function.__code__.co_filename)
@@ -94,6 +95,9 @@ class Kernel:
         self.name = f"{declaration.name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         self.op = _define(self)
         self._call = _C.JitKernel(declaration, self._load, self.op)
+
+    def __reduce__(self) -> str:
+        return self._qualname  # copied and pickled as the function would be
 
     def __repr__(self) -> str:
         return f"<torch_mpk.jit.kernel {self.declaration.name}: {self.declaration.signature}>"
