@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "../errors.h"
 #include "torch_mpk/jit/launch.h"
@@ -97,7 +98,7 @@ class Kernel {
   // False, and a Python error set, for a tensor without memory that can be read: a fake one, or one of a transform.
   bool read_tensor(PyObject* object, int operand, Binding& binding) const;
   py::object allocate(int operand, PyObject* device, Binding& binding) const;
-  Code& find(const Binding& binding);
+  Code& code_for(const Binding& binding);
 
   const Torch& torch_ = Torch::get();
   std::unique_ptr<const Signature> signature_;
@@ -109,11 +110,25 @@ class Kernel {
   py::object compile_, dispatch_;
 };
 
+// The position of a name in a list, which is that of an enum's constants.
+template <class Enum, size_t n>
+Enum read_enum(py::handle name, const char* const (&names)[n]) {
+  const auto text = name.cast<std::string>();
+  const auto found = std::find(std::begin(names), std::end(names), text);
+  if (found == std::end(names)) throw std::invalid_argument("there is no '" + text + "'");
+  return static_cast<Enum>(found - std::begin(names));
+}
+
+constexpr const char* kOps[] = {"constant", "slot", "+", "-", "*", "//", "%", "cdiv", "min", "max"};
+constexpr const char* kExtents[] = {"slot", "literal", "any"};
+constexpr const char* kArguments[] = {"pointer", "integer", "float"};
+constexpr const char* kAttributes[] = {"int", "float", "bool", "ScalarType"};
+
 std::vector<Extent> read_extents(py::handle sequence) {
   std::vector<Extent> extents;
   for (py::handle item : sequence) {
-    const auto [kind, value] = item.cast<std::pair<int, int64_t>>();
-    extents.push_back({static_cast<Extent::Kind>(kind), value});
+    const auto [kind, value] = item.cast<std::pair<py::object, int64_t>>();
+    extents.push_back({read_enum<Extent::Kind>(kind, kExtents), value});
   }
   return extents;
 }
@@ -122,8 +137,8 @@ Expression read_expression(py::handle object) {
   Expression expression;
   expression.text = object.attr("text").cast<std::string>();
   for (py::handle item : object.attr("code")) {
-    const auto [op, operand] = item.cast<std::pair<int, int64_t>>();
-    expression.code.push_back({static_cast<Op>(op), operand});
+    const auto [op, operand] = item.cast<std::pair<py::object, int64_t>>();
+    expression.code.push_back({read_enum<Op>(op, kOps), operand});
   }
   return expression;
 }
@@ -157,7 +172,7 @@ Kernel::Kernel(py::handle declaration, py::object compile, py::object dispatch)
   num_inputs_ = static_cast<int>(
       std::count_if(operands.begin(), operands.end(), [](const Operand& operand) { return !operand.is_output; }));
   for (py::handle object : declaration.attr("attributes")) {
-    const auto type = static_cast<Attribute::Type>(object.attr("type_code").cast<int>());
+    const auto type = read_enum<Attribute::Type>(object.attr("type_name"), kAttributes);
     const py::object given = object.attr("default");
     attributes_.push_back({type, object.attr("name").cast<std::string>(), object.attr("slot").cast<int>(),
                            !given.is_none(), given.is_none() ? 0 : attribute_value(type, given).value()});
@@ -176,7 +191,7 @@ Kernel::Kernel(py::handle declaration, py::object compile, py::object dispatch)
   plan_.pdl = declaration.attr("pdl").cast<bool>();
   for (py::handle object : declaration.attr("arguments")) {
     Argument argument = {
-        static_cast<Argument::Kind>(object.attr("kind").cast<int>()), object.attr("index").cast<int>(), {}};
+        read_enum<Argument::Kind>(object.attr("kind"), kArguments), object.attr("index").cast<int>(), {}};
     if (argument.kind == Argument::kInteger) argument.value = read_expression(object.attr("value"));
     plan_.arguments.push_back(std::move(argument));
   }
@@ -245,21 +260,21 @@ py::object Kernel::allocate(int operand, PyObject* device, Binding& binding) con
   return tensor;
 }
 
-Code& Kernel::find(const Binding& binding) {
+Code& Kernel::code_for(const Binding& binding) {
   const auto fits = [&](const Specialization& s) {
     for (size_t i = 0; i < key_slots_.size(); i++)
       if (s.key[i] != binding.values[key_slots_[i]]) return false;
     return s.key.back() == binding.device.id;
   };
-  const auto find = [&] { return std::find_if(specializations_.begin(), specializations_.end(), fits); };
-  auto found = find();
+  const auto look_up = [&] { return std::find_if(specializations_.begin(), specializations_.end(), fits); };
+  auto found = look_up();
   if (found == specializations_.end()) {
     std::vector<int64_t> key;
     for (int slot : key_slots_) key.push_back(binding.values[slot]);
     auto code = compile_(py::tuple(py::cast(key)), binding.device.id).cast<std::shared_ptr<Code>>();
     if (code->parameter_bytes().size() != plan_.arguments.size())
       throw std::runtime_error("a compiled kernel has other parameters than its launch has arguments");
-    found = find();  // another thread may have been faster
+    found = look_up();  // another thread may have been faster
     if (found == specializations_.end()) {
       key.push_back(binding.device.id);
       found = specializations_.insert(specializations_.end(), {std::move(key), std::move(code)});
@@ -311,7 +326,7 @@ py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dis
       results.append(allocate(static_cast<int>(i), device.ptr(), binding));
   }
 
-  Code& code = find(binding);
+  Code& code = code_for(binding);
   const Geometry geometry = plan_.geometry(binding, *signature_);
   Parameters parameters(plan_, code.parameter_bytes(), binding, *signature_);
   void* stream = nullptr;
@@ -338,6 +353,9 @@ void bind(py::module_& m) {
       set_error("KernelSignatureError", error);
     }
   });
+  py::list dtypes;
+  for (const DTypeInfo& dtype : kDTypeInfo) dtypes.append(dtype.name);
+  m.attr("DTYPES") = py::tuple(dtypes);
   py::class_<Code, std::shared_ptr<Code>>(m, "JitCode", "A function compiled for one choice of template arguments.");
   py::class_<CpuCode, Code, std::shared_ptr<CpuCode>>(m, "CpuCode")
       .def(py::init<const std::string&>(), py::arg("library"));

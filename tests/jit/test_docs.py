@@ -42,7 +42,7 @@ def test_the_page_s_examples(folder):
 def test_its_cuda_kernels_compile_for_sm_90a(folder, name):
     kernel: Kernel = getattr(importlib.import_module(name), name)
     for dtype in (torch.float32, torch.bfloat16):
-        cubin = kernel.compile(arch=90, T=dtype)
+        cubin = kernel.compile(arch=90, **({"T": dtype} if name == "scaled" else {}))
         assert isinstance(cubin, Cubin)
         assert (cubin.kind, len(cubin.kernels), cubin.resources.spill_store_bytes) == ("cubin", 1, 0)
 

@@ -308,5 +308,24 @@ def test_an_unknown_tier(monkeypatch):
 def test_compiling_ahead():
     library = scaled.compile(T=torch.bfloat16, TIMES=11)
     assert library.name == "kernel.so"
-    with pytest.raises(KernelSignatureError, match="to compile it, give T"):
-        scaled.compile()
+    for values, message in [
+        ({}, "compile takes T, TIMES: T is missing"),
+        ({"T": torch.int8, "ALPHA": 3}, "compile takes T, TIMES: ALPHA is unknown"),
+        ({"T": torch.float32, "arch": 90}, "a CUDA kernel is compiled for an arch, as in arch=90, and no other"),
+    ]:
+        with pytest.raises(KernelSignatureError, match=message):
+            scaled.compile(**values)
+
+
+def test_kernels_that_differ_are_different_operators():
+    def f(x): ...
+
+    def g(x, *, A: int = 1): ...  # noqa: N803
+
+    g.__name__ = "f"
+    kernels = [
+        kernel("void f(float*) {}\n", "x[N]!: float32", "f(x)", **options)(function)
+        for function, options in [(f, {}), (g, {}), (f, {"flags": ["-DA"]}), (f, {"include_dirs": ["/"]}), (f, {})]
+    ]
+    assert len({each.op for each in kernels}) == 4
+    assert kernels[0].op is kernels[4].op

@@ -8,25 +8,25 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
 
-from torch_mpk import registry
+from torch_mpk import _C, registry
 from torch_mpk.errors import KernelSignatureError
 
-DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+DTYPES: tuple[str, ...] = _C.DTYPES  # that kernels take
 _CPP_TYPES = {"float16": "mpk::fp16_t", "bfloat16": "mpk::bf16_t", "float32": "float", "float64": "double"}
-_ATTRIBUTE_TYPES = (int, float, bool, torch.dtype)
-_CPP_ATTRIBUTES = ("int", "float", "bool", "ScalarType")  # as an operator's schema names them
+_SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 
 _OPERAND = re.compile(r"(\w+)\s*\[([^\];]*)(?:;([^\]]*))?\]\s*([?!]*)\s*(?::\s*(?:(\w+)\s*=\s*)?([\w\s|]+))?")
 _LAUNCH = re.compile(r"([\w:]+)\s*(?:<(?!<<)([^<>]*)>)?\s*(?:<<<(.*)>>>)?\s*\((.*)\)", re.DOTALL)
-_OPS = {ast.Add: 2, ast.Sub: 3, ast.Mult: 4, ast.FloorDiv: 5, ast.Mod: 6}  # as in include/torch_mpk/jit/launch.h
-_FUNCTIONS = {"cdiv": 7, "min": 8, "max": 9}
+_OPS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}
+_FUNCTIONS = ("cdiv", "min", "max")
 _MAX_ARGUMENTS = 64  # of an operator of PyTorch, and slots of a call, as in signature.h
-_SLOT, _LITERAL, _ANY = range(3)  # kinds of an extent, as in include/torch_mpk/jit/signature.h
-_POINTER, _INTEGER, _FLOAT = range(3)  # kinds of an argument, as in launch.h
+
+Extent = tuple[Literal["slot", "literal", "any"], int]  # a size or stride: its slot, its value, or nothing
+Instruction = tuple[str, int]  # "constant" or "slot" and which, or an operation
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Operand(registry.Operand):
     strides: tuple[str, ...]  # a name, a number or "_"; none: contiguous
     dtypes: tuple[str, ...]  # that are accepted
     dtype_name: str | None  # a variable's
-    size_extents: tuple[tuple[int, int], ...]
-    stride_extents: tuple[tuple[int, int], ...]
+    size_extents: tuple[Extent, ...]
+    stride_extents: tuple[Extent, ...]
     dtype_slot: int
     numel_slot: int = -1
 
@@ -64,12 +64,13 @@ class Attribute:
     slot: int
 
     @property
-    def type_code(self) -> int:
-        return _ATTRIBUTE_TYPES.index(self.type)
+    def type_name(self) -> str:
+        """As an operator's schema has it."""
+        return _SCHEMA_TYPES[self.type]
 
     @property
     def schema(self) -> str:
-        text = f"{_CPP_ATTRIBUTES[self.type_code]} {self.name}"
+        text = f"{self.type_name} {self.name}"
         if self.default is None:
             return text
         return f"{text}={str(self.default).removeprefix('torch.')}"
@@ -78,14 +79,14 @@ class Attribute:
 @dataclass(frozen=True)
 class Expression:
     text: str
-    code: tuple[tuple[int, int], ...]  # postfix
+    code: tuple[Instruction, ...]  # postfix
 
 
 @dataclass(frozen=True)
 class Argument:
-    kind: int
-    index: int
-    value: Expression | None
+    kind: Literal["pointer", "integer", "float"]
+    index: int  # of the operand, or of the slot of a float
+    value: Expression | None  # an integer's
     text: str
 
 
@@ -112,15 +113,19 @@ class Declaration:
         self.operands = [operand for i, side in enumerate(sides) for operand in self._parse_operands(side, i == 1)]
         self._check_operands()
         self.attributes = self._parse_parameters(function)
+        self.launch = " ".join(launch.split())
+        self._parse_launch(self.launch)
         if len(self.operands) + len(self.attributes) > _MAX_ARGUMENTS or len(self.slots) > _MAX_ARGUMENTS:
             self.fail(f"a kernel takes at most {_MAX_ARGUMENTS} tensors and parameters, and as many names of sizes")
-        self._parse_launch(" ".join(launch.split()))
-        self.cluster = (
-            [self._constant(extent) for extent in self._three(cluster)] if self.is_cuda and cluster != 1 else []
-        )
+        self.cluster = [self._expression(ast.Constant(extent)) for extent in self._three(cluster)]
         self.cooperative, self.pdl = cooperative, pdl
         if not self.is_cuda and (cluster != 1 or cooperative or pdl):
             self.fail("cluster, cooperative and pdl are for CUDA: the launch has no <<<grid, block>>>")
+
+    def __repr__(self) -> str:
+        cluster = [extent.text for extent in self.cluster]
+        options = [f"cluster={cluster}", f"cooperative={self.cooperative}", f"pdl={self.pdl}"]
+        return f"{self.name}{self.schema}: {self.signature}; {self.launch}; {', '.join(options)}"
 
     def fail(self, what: str) -> NoReturn:
         raise KernelSignatureError(f"{self.name}: {what} (signature: {self.signature})")
@@ -161,9 +166,9 @@ class Declaration:
     def parameters(self, values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         """For each argument of the launch: what ``parameters.h`` calls it, how to describe it, and what to declare."""
         for argument in self.arguments:
-            if argument.kind == _INTEGER:
+            if argument.kind == "integer":
                 yield "Integer", f"{argument.text} is an integer", "int or int64_t"
-            elif argument.kind == _FLOAT:
+            elif argument.kind == "float":
                 yield "Float", f"{argument.text} is a float", "float or double"
             else:
                 operand = self.operands[argument.index]
@@ -220,24 +225,26 @@ class Declaration:
         extents = {o.name: {*o.size_extents, *o.stride_extents} for o in self.operands}
         dtype_slots = {operand.dtype_slot for operand in self.operands}
         for operand in self.operands:
-            if any(kind == _SLOT and value in dtype_slots for kind, value in extents[operand.name]):
-                self.fail(f"{operand.name}: a name stands for a dtype and for a size")
-        bound = {extent for operand in self.inputs for extent in extents[operand.name]}
+            sizes = {self.slots[value] for kind, value in extents[operand.name] if kind == "slot"}
+            if sizes & {*names, *(self.slots[slot] for slot in dtype_slots if slot >= 0)}:
+                self.fail(f"{operand.name}: a name stands for a size, and for a dtype or a tensor")
+        required = [operand for operand in self.inputs if not operand.optional]
+        bound = {extent for operand in required for extent in extents[operand.name]}
         for operand in self.outputs:
-            free = [self.slots[value] for kind, value in extents[operand.name] - bound if kind == _SLOT]
-            if free or (operand.has_leading and not any(other.has_leading for other in self.inputs)):
-                self.fail(f"no input has {operand.name}'s size {(free or ['...'])[0]}")
+            free = [self.slots[value] for kind, value in extents[operand.name] - bound if kind == "slot"]
+            if free or (operand.has_leading and not any(other.has_leading for other in required)):
+                self.fail(f"no required input has {operand.name}'s size {(free or ['...'])[0]}")
             if operand.dtype_slot >= 0 and all(other.dtype_slot != operand.dtype_slot for other in self.inputs):
                 self.fail(f"give {operand.name} one dtype, or one that an input has")
 
-    def _extent(self, operand: str, text: str, is_stride: bool = False) -> tuple[int, int]:
+    def _extent(self, operand: str, text: str, is_stride: bool = False) -> Extent:
         if text.isdigit():
-            return _LITERAL, int(text)
+            return "literal", int(text)
         if text == "_" and is_stride:
-            return _ANY, 0
+            return "any", 0
         if not text.isidentifier() or text == "_":
             self.fail(f"cannot read {text!r} in {operand}: it must be a name or a number")
-        return _SLOT, self._slot(text)
+        return "slot", self._slot(text)
 
     def _slot(self, name: str) -> int:
         if name not in self.slots:
@@ -254,9 +261,9 @@ class Declaration:
         attributes = []
         for p in parameters:
             if p.kind is inspect.Parameter.KEYWORD_ONLY:
-                if hints.get(p.name) not in _ATTRIBUTE_TYPES:
+                if hints.get(p.name) not in _SCHEMA_TYPES:
                     self.fail(f"{p.name} must be annotated as int, float, bool or torch.dtype")
-                if p.name in self.slots:
+                if p.name in (*self.slots, *(operand.name for operand in self.operands)):
                     self.fail(f"{p.name} is a parameter and a name of the signature")
                 default = None if p.default is inspect.Parameter.empty else p.default
                 attributes.append(Attribute(p.name, hints[p.name], default, self._slot(p.name)))
@@ -286,9 +293,8 @@ class Declaration:
 
     def _three(self, extent: Any) -> list[Any]:
         """A grid, a block or a cluster, which may have fewer dimensions."""
-        parts = (
-            extent.elts if isinstance(extent, ast.Tuple) else extent if isinstance(extent, (tuple, list)) else [extent]
-        )
+        elements = extent.elts if isinstance(extent, ast.Tuple) else extent
+        parts = [*elements] if isinstance(elements, (tuple, list)) else [elements]
         if not 1 <= len(parts) <= 3:
             self.fail("a grid, a block and a cluster have one to three dimensions")
         one = ast.Constant(1) if isinstance(extent, ast.expr) else 1
@@ -298,34 +304,34 @@ class Declaration:
         try:
             call = ast.parse(f"f({text})", mode="eval").body
         except SyntaxError:
+            call = None
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords:
             self.fail(f"cannot read {text!r} in the launch")
-        assert isinstance(call, ast.Call)
         return call.args
 
     def _argument(self, node: ast.expr) -> Argument:
         text = ast.unparse(node)
         for i, operand in enumerate(self.operands):
             if text == operand.name:
-                return Argument(_POINTER, i, None, text)
+                return Argument("pointer", i, None, text)
         for attribute in self.attributes:
             if text == attribute.name and attribute.type is float:
-                return Argument(_FLOAT, attribute.slot, None, text)
-        return Argument(_INTEGER, 0, self._expression(node), text)
+                return Argument("float", attribute.slot, None, text)
+        return Argument("integer", 0, self._expression(node), text)
 
     def _expression(self, node: ast.expr) -> Expression:
         return Expression(ast.unparse(node), tuple(self._code(node)))
 
-    def _constant(self, value: Any) -> Expression:
-        return self._expression(ast.Constant(value))
-
-    def _code(self, node: ast.expr) -> Iterator[tuple[int, int]]:
+    def _code(self, node: ast.expr) -> Iterator[Instruction]:
         text = ast.unparse(node)
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            yield 0, int(node.value)
+            if not -(2**63) <= node.value < 2**63:
+                self.fail(f"'{text}' is beyond 64 bits")
+            yield "constant", int(node.value)
         elif isinstance(node, ast.Name):
-            yield 1, self._integer_slot(node.id)
+            yield "slot", self._integer_slot(node.id)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            yield from ((0, 0), *self._code(node.operand), (_OPS[ast.Sub], 0))
+            yield from (("constant", 0), *self._code(node.operand), (_OPS[ast.Sub], 0))
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPS:
             yield from (*self._code(node.left), *self._code(node.right), (_OPS[type(node.op)], 0))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
@@ -335,16 +341,16 @@ class Declaration:
         else:
             self.fail(f"cannot read '{text}' in the launch: it may have names, ints, + - * // %, {_known()}")
 
-    def _call(self, function: str, arguments: list[ast.expr], text: str) -> Iterator[tuple[int, int]]:
+    def _call(self, function: str, arguments: list[ast.expr], text: str) -> Iterator[Instruction]:
         if function in _FUNCTIONS and len(arguments) == 2:
-            yield from (*self._code(arguments[0]), *self._code(arguments[1]), (_FUNCTIONS[function], 0))
+            yield from (*self._code(arguments[0]), *self._code(arguments[1]), (function, 0))
             return
         names = [ast.unparse(node) for node in arguments]
         for i, operand in enumerate(self.operands):
             if function == "numel" and names == [operand.name] and not operand.optional:
                 slot = self._slot(f"numel({operand.name})")
                 self.operands[i] = dataclasses.replace(operand, numel_slot=slot)
-                yield 1, slot
+                yield "slot", slot
                 return
         self.fail(f"cannot read '{text}' in the launch: the functions are {_known()}")
 
@@ -358,7 +364,7 @@ class Declaration:
         return slot
 
     def _check_is_always_bound(self, slot: int) -> None:
-        extent = (_SLOT, slot)
+        extent = ("slot", slot)
         by = [o for o in self.inputs if extent in (*o.size_extents, *o.stride_extents) or o.dtype_slot == slot]
         if by and all(operand.optional for operand in by):
             self.fail(f"{self.slots[slot]} is known only where {by[0].name} is given, which is optional")

@@ -91,8 +91,8 @@ class Kernel:
                 declaration.fail(f"there is no file {path}; code itself has more than one line")
             self._code, origin = f'#include "{path.name}"', str(source)
             self._include_dirs = [path.parent, *include_dirs]
-        text = "\0".join((str(function.__module__), origin, declaration.signature, launch_text(declaration)))
-        self.name = f"{declaration.name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        identity = (function.__module__, origin, declaration, include_dirs, flags)
+        self.name = f"{declaration.name}_{hashlib.sha256(repr(identity).encode()).hexdigest()[:8]}"
         self.op = _define(self)
         self._call = _C.JitKernel(declaration, self._load, self.op)
 
@@ -114,24 +114,28 @@ class Kernel:
         ``values`` are what the template arguments and dtypes stand for, by name, where they have no default.
         """
         declaration = self.declaration
+        names = [declaration.slots[slot] for slot in declaration.key_slots]
         known = {attribute.name: attribute.default for attribute in declaration.attributes} | values
-        chosen = {}
-        for slot in declaration.key_slots:
-            name = declaration.slots[slot]
-            if known.get(name) is None:
-                declaration.fail(f"to compile it, give {name}")
-            value = known[name]
-            chosen[name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        missing = [name for name in names if known.get(name) is None]
+        unknown = values.keys() - set(names)
+        if missing or unknown:
+            declaration.fail(
+                f"compile takes {', '.join(names) or 'no values'}: {[*missing, *unknown][0]} is "
+                f"{'missing' if missing else 'unknown'}"
+            )
+        if declaration.is_cuda != (arch is not None):
+            declaration.fail("a CUDA kernel is compiled for an arch, as in arch=90, and no other")
+        chosen = {name: known[name] for name in names}
+        for name, value in chosen.items():
+            if isinstance(value, torch.dtype):
+                chosen[name] = str(value).removeprefix("torch.")
         return self._compile(chosen, arch)
 
     def _compile(self, values: dict[str, Any], arch: int | None) -> Cubin | Path:
-        if arch is None and self.declaration.is_cuda:
-            self.declaration.fail("to compile it, give arch, as in 90")
         source = self._unit(values)
-        if arch is not None:
-            flags = ["-std=c++20", *self._flags]
-            return compile_cuda(source, arch, include_dirs=self._include_dirs, flags=flags)
-        return compile_host(source, include_dirs=self._include_dirs, flags=[*tier_flags(), *self._flags])
+        if arch is None:
+            return compile_host(source, include_dirs=self._include_dirs, flags=[*tier_flags(), *self._flags])
+        return compile_cuda(source, arch, include_dirs=self._include_dirs, flags=["-std=c++20", *self._flags])
 
     def _unit(self, values: dict[str, Any]) -> str:
         """The translation unit: the source, and what instantiates the function and checks its parameters."""
@@ -153,7 +157,7 @@ class Kernel:
                 f"namespace mpk_launch {{ using P = mpk::jit::Parameters<decltype(&{function})>;",
                 *checks,
                 "}",
-                entry.format(function=function, count=len(parameters)),
+                entry.format(function=function),
             ]
         )
 
@@ -180,12 +184,6 @@ _CUDA_ENTRY = "void* mpk_kernel() {{ return (void*)&{function}; }}"
 _CPU_ENTRY = """using mpk_entry = mpk::jit::Entry<&{function}>;
 extern "C" __attribute__((visibility("default"))) void mpk_run(void** parameters) {{ mpk_entry::run(parameters); }}
 extern "C" __attribute__((visibility("default"))) const int* mpk_parameter_bytes() {{ return mpk_entry::bytes; }}"""
-
-
-def launch_text(declaration: Declaration) -> str:
-    return repr(
-        (declaration.function, declaration.template, declaration.grid, declaration.block, declaration.arguments)
-    )
 
 
 def _define(kernel: Kernel) -> Any:

@@ -44,7 +44,7 @@ struct Geometry {
 
 // How the operands of a call become a launch.
 struct Plan {
-  std::vector<Expression> grid, block, cluster;  // three each; all empty on the CPU
+  std::vector<Expression> grid, block, cluster;  // three each; no grid and block on the CPU
   Expression shared_bytes;
   bool cooperative, pdl;
   std::vector<Argument> arguments;
