@@ -214,6 +214,8 @@ def test_a_wrong_source_is_the_compiler_s_error():
         compile_with("void f(const float* x) { nonsense; }")
     with pytest.raises(KernelCompileError, match=r"parameter 1: x is float32 and only read, declare it const float\*"):
         compile_with("void f(float* x) {}")
+    with pytest.raises(KernelCompileError, match="undefined reference to `missing"):
+        compile_with("void missing(); void f(const float* x) { missing(); }")
     with pytest.raises(KernelCompileError, match="the launch passes 2 arguments"):
         compile_with("void f(const float* x) {}", "f(x, N)")
 

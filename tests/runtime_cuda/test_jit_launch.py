@@ -165,3 +165,69 @@ def test_instructions_of_sm_90a_and_headers_of_the_user(tmp_path):
     assert first.kind == "cubin"
     (tmp_path / "part.cuh").write_text("#define PART\n")
     assert declared.compile(90).key != first.key
+
+
+@kernel(
+    """
+    __global__ void probe(int* out) {
+      extern __shared__ int shared[];
+      unsigned cluster = 1, bytes;
+    #if __CUDA_ARCH__ >= 900
+      asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster));
+    #endif
+      asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+      shared[bytes / 4 - 1 - threadIdx.x] = threadIdx.x;
+      __syncthreads();
+      if (threadIdx.x < 2) out[2 * blockIdx.x + threadIdx.x] = threadIdx.x ? bytes : cluster * shared[bytes / 4 - 2];
+    }
+    """,
+    "out[B, 2]!: int32",
+    "probe<<<B, 32, 1000 * KB>>>(out)",
+    cluster=2,
+    pdl=True,
+)
+def probe(out, *, KB: int): ...  # noqa: N803
+
+
+@kernel(
+    "__global__ void meet(int* out) {\n  atomicAdd(out, 1);\n}",
+    "out[1]!: int32",
+    "meet<<<B, 32>>>(out)",
+    cooperative=True,
+)
+def meet(out, *, B: int): ...  # noqa: N803
+
+
+def test_what_runs_on_a_device_compiles():
+    for declared in (probe, meet):
+        assert len(declared.compile(90).kernels) == 1
+
+
+@pytest.mark.gpu
+def test_clusters_shared_memory_and_cooperative_launches_of_a_device():
+    for kilobytes in (1, 120, 60):
+        out = torch.zeros(8, 2, dtype=torch.int32, device="cuda")
+        probe(out, KB=kilobytes)
+        assert out.tolist() == [[2, 1000 * kilobytes]] * 8
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    meet(out, B=4)
+    assert out.item() == 4 * 32
+    with pytest.raises(LaunchError, match=r"launching kernel meet with grid \(1000000, 1, 1\)"):
+        meet(out, B=1000000)
+    with pytest.raises(LaunchError, match="probe needs 1000000 . 0 bytes of shared memory"):
+        probe(torch.zeros(8, 2, dtype=torch.int32, device="cuda"), KB=1000)
+    meet(out, B=1)  # a launch that was refused leaves nothing behind
+    assert out.item() == 5 * 32
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_device_are_checked():
+    with pytest.raises(KernelSignatureError, match="meet: out is on the CPU, expected a CUDA device"):
+        meet(torch.zeros(1, dtype=torch.int32), B=1)
+    scaled = declare(LAUNCH)
+    x = torch.randn(9, 100, device="cuda")
+    y = torch.empty_like(x)
+    scaled(x, y, beta=0)
+    assert torch.equal(y, x * 0.5)
+    with pytest.raises(KernelSignatureError, match="scaled: y is on the CPU, expected a CUDA device"):
+        scaled(x, y.cpu())

@@ -139,7 +139,8 @@ def build_once(source: str, build: Build) -> Entry:
 
 def _first_errors(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
-    first = next((i for i, line in enumerate(lines) if "error" in line.lower() or "fatal" in line.lower()), 0)
+    signs = ("error", "fatal", "undefined reference")
+    first = next((i for i, line in enumerate(lines) if any(sign in line.lower() for sign in signs)), 0)
     return "\n".join(lines[first : first + _NUM_ERROR_LINES])
 
 

@@ -29,11 +29,14 @@ _FLAGS = [
     "-Wl,--exclude-libs,ALL",
 ]
 
+# Highway wants to see AES beside AVX2, which processors of these tiers need not have.
+_HIGHWAY = "-DHWY_DISABLE_PCLMUL_AES"
+_AVX512 = ["-march=x86-64-v4", "-mprefer-vector-width=512", _HIGHWAY]
 _TIERS = {
     "generic": [],
-    "avx2": ["-march=x86-64-v3"],
-    "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
-    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
+    "avx2": ["-march=x86-64-v3", _HIGHWAY],
+    "avx512": _AVX512,
+    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
 }
 
 

@@ -134,7 +134,9 @@ class Kernel:
     def _compile(self, values: dict[str, Any], arch: int | None) -> Cubin | Path:
         source = self._unit(values)
         if arch is None:
-            return compile_host(source, include_dirs=self._include_dirs, flags=[*tier_flags(), *self._flags])
+            # What is defined nowhere is the linker's error, not the loader's.
+            flags = [*tier_flags(), "-Wl,-z,defs", *self._flags]
+            return compile_host(source, include_dirs=self._include_dirs, flags=flags)
         return compile_cuda(source, arch, include_dirs=self._include_dirs, flags=["-std=c++20", *self._flags])
 
     def _unit(self, values: dict[str, Any]) -> str:
