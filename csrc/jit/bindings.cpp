@@ -12,7 +12,8 @@
 
 namespace py = pybind11;
 
-namespace mpk::jit {
+namespace mpk {
+namespace jit {
 namespace {
 
 py::object from_torch(const char* module, const char* name) { return py::module_::import(module).attr(name); }
@@ -76,7 +77,9 @@ std::optional<int64_t> attribute_value(Attribute::Type type, py::handle value) {
     return bits;
   }
   if (type == Attribute::kBool ? !PyBool_Check(value.ptr()) : !PyLong_Check(value.ptr())) return std::nullopt;
-  return value.cast<int64_t>();
+  int overflow;
+  const long long number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  return overflow ? std::nullopt : std::optional<int64_t>(number);
 }
 
 class Kernel {
@@ -210,7 +213,7 @@ void Kernel::read_attributes(const py::kwargs& kwargs, PyObject** operands, Bind
         std::find_if(attributes_.begin(), attributes_.end(), [&](const Attribute& a) { return a.name == name; });
     if (attribute != attributes_.end()) {
       const std::optional<int64_t> given = attribute_value(attribute->type, value);
-      constexpr const char* kTypes[] = {"an int", "a float", "a bool", "a dtype that kernels take"};
+      constexpr const char* kTypes[] = {"an int of 64 bits", "a float", "a bool", "a dtype that kernels take"};
       if (!given)
         signature_->fail(name + " is " + py::repr(value).cast<std::string>() + ", expected " + kTypes[attribute->type]);
       binding.values[attribute->slot] = *given;
@@ -345,7 +348,10 @@ py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dis
 
 }  // namespace
 
-void bind(py::module_& m) {
+}  // namespace jit
+
+void bind_jit(py::module_& m) {
+  using namespace jit;
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -381,4 +387,4 @@ void bind(py::module_& m) {
           "A call whose arguments come from PyTorch's dispatcher.");
 }
 
-}  // namespace mpk::jit
+}  // namespace mpk

@@ -113,6 +113,11 @@ def test_other_things_that_are_refused():
         KernelSignatureError, match="untyped: alpha must be annotated as int, float, bool or torch.dtype"
     ):
         declare("x[N]", "f(x)", untyped)
+    for annotation, default in [("int", "1.5"), ("float", "'x'"), ("bool", "1"), ("torch.dtype", "torch.complex64")]:
+        namespace: dict = {"torch": torch}
+        exec(f"def take(x, *, a: {annotation} = {default}): ...", namespace)
+        with pytest.raises(KernelSignatureError, match=f"take: a is {default} by default, which is not what it is"):
+            declare("x[N]", "f(x)", namespace["take"])
     with pytest.raises(KernelSignatureError, match="N is a parameter and a name of the signature"):
         declare("x[N]", "f(x)", twice)
     with pytest.raises(KernelSignatureError, match="cluster, cooperative and pdl are for CUDA"):
@@ -126,7 +131,7 @@ def test_other_things_that_are_refused():
     with pytest.raises(KernelSignatureError, match="<lambda>: a kernel needs a function with a name"):
         declare("x[N]", "f(x)", lambda x: None)
     names = [f"x{i}" for i in range(65)]
-    namespace: dict = {}
+    namespace = {}
     exec(f"def many({', '.join(names)}): ...", namespace)
     with pytest.raises(KernelSignatureError, match="many: a kernel takes at most 64 tensors"):
         declare(", ".join(f"{name}[N]: int8" for name in names), "f(x0)", namespace["many"])

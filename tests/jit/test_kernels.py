@@ -119,6 +119,7 @@ def test_arguments_that_do_not_fit(arguments, message):
 def test_keywords_that_do_not_fit():
     for keywords, message in [
         ({"TIMES": 1.5}, "TIMES is 1.5, expected an int"),
+        ({"TIMES": 2**63}, "TIMES is 9223372036854775808, expected an int of 64 bits"),
         ({"alpha": "1"}, "alpha is '1', expected a float"),
         ({"beta": 1}, "there is no argument beta"),
         ({"x": X}, "x was given twice"),

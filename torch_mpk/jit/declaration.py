@@ -266,6 +266,8 @@ class Declaration:
                 if p.name in (*self.slots, *(operand.name for operand in self.operands)):
                     self.fail(f"{p.name} is a parameter and a name of the signature")
                 default = None if p.default is inspect.Parameter.empty else p.default
+                if default is not None and not _is_a(hints[p.name], default):
+                    self.fail(f"{p.name} is {default!r} by default, which is not what it is annotated as")
                 attributes.append(Attribute(p.name, hints[p.name], default, self._slot(p.name)))
         return attributes
 
@@ -384,6 +386,12 @@ class Declaration:
 def cpp_type(dtype: str) -> str:
     """The element type of a dtype in kernels."""
     return _CPP_TYPES.get(dtype) or ("bool" if dtype == "bool" else f"{dtype}_t")
+
+
+def _is_a(type_: type, value: Any) -> bool:
+    if type_ is torch.dtype:
+        return str(value).removeprefix("torch.") in DTYPES
+    return isinstance(value, (int, float) if type_ is float else type_)
 
 
 def _cpp(value: Any) -> str:
