@@ -163,8 +163,12 @@ def test_instructions_of_sm_90a_and_headers_of_the_user(tmp_path):
     declared = kernel(source, "x[N]!: float32", "exact<<<1, 128>>>(x)", include_dirs=[tmp_path])(exact)
     first = declared.compile(90)
     assert first.kind == "cubin"
-    (tmp_path / "part.cuh").write_text("#define PART\n")
-    assert declared.compile(90).key != first.key
+    keys = {first.key}
+    (tmp_path / "part.cuh").write_text("#define PART\n#if 0\n#include MORE\n#endif\n#define MORE <more.cuh>\n")
+    keys.add(declared.compile(90).key)
+    (tmp_path / "more.cuh").write_text("")
+    keys.add(declared.compile(90).key)
+    assert len(keys) == 3
 
 
 @kernel(

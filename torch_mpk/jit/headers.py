@@ -35,18 +35,18 @@ def header_files() -> Iterator[tuple[str, bytes]]:
 
 def users_headers(source: str, include_dirs: Sequence[Path] = ()) -> Iterator[tuple[str, bytes]]:
     """Name and content of the files a source may include, and those they do: by absolute path, from their own folder or
-    from ``include_dirs``. What stands in an #if that is not taken counts too, and so does a name behind #define."""
+    from ``include_dirs``. All that a name may mean count, and so do those in an #if not taken or behind a #define."""
     pending, seen = [(source, Path("/"))], set()
     while pending:
         text, folder = pending.pop()
         for name in re.findall(r'^\s*#\s*(?:include|define\s+\w+)\s*["<]([^">]+)[">]', text, re.MULTILINE):
-            path = next((path for parent in (folder, *include_dirs) if (path := parent / name).is_file()), None)
-            if path is None or path in seen:
-                continue
-            seen.add(path)
-            content = path.read_bytes()
-            pending.append((content.decode(errors="replace"), path.parent))
-            yield name, content
+            for path in dict.fromkeys(parent / name for parent in (folder, *include_dirs)):
+                if path in seen or not path.is_file():
+                    continue
+                seen.add(path)
+                content = path.read_bytes()
+                pending.append((content.decode(errors="replace"), path.parent))
+                yield name, content
 
 
 def cuda_roots() -> list[Path]:
