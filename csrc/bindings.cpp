@@ -12,6 +12,7 @@ void bind_schedule(py::module_& m);  // Target, Schedule
 void bind_codegen(py::module_& m);   // CudaProgram, generate_cuda
 void bind_runtime(py::module_& m);   // CudaExecutable, device_info
 void bind_cpu(py::module_& m);       // CpuExecutable
+void bind_jit(py::module_& m);       // JitKernel
 }  // namespace mpk
 
 PYBIND11_MODULE(_C, m) {
@@ -26,4 +27,5 @@ PYBIND11_MODULE(_C, m) {
            "to be where it was, and the last call's arguments are kept alive.");
   mpk::bind_runtime(m);
   mpk::bind_cpu(m);
+  mpk::bind_jit(m);
 }

@@ -16,7 +16,7 @@ def cache(tmp_path, monkeypatch):
     for key in ("a" * 64, "b" * 64):
         with cache.workspace() as folder:
             (folder / "kernel.cu").write_text("source")
-            cache.put(key, folder, {"compiler": "nvcc 13.0.88", "seconds": 1.5})
+            cache.put(key, folder, {"target": "sm_90a", "compiler": "nvcc 13.0.88", "seconds": 1.5})
     return cache
 
 
@@ -24,6 +24,7 @@ def test_cache_show_and_clear(cache, capsys):
     main(["cache", "show"])
     lines = capsys.readouterr().out.splitlines()
     assert [line[:16] for line in lines[:2]] == ["a" * 16, "b" * 16]
+    assert lines[0].endswith("sm_90a, nvcc 13.0.88, 1.5 s")
     assert lines[2].startswith("2 kernels")
     main(["cache", "clear"])
     assert capsys.readouterr().out.startswith("deleted 2 kernels")
@@ -36,6 +37,8 @@ def test_environment_runs_without_a_gpu_and_shows_settings():
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     names = [line.split(": ")[0] for line in done.stdout.splitlines()]
-    assert {"torch_mpk", "torch", "python", "headers", "nvcc", "nvrtc", "cache"} <= set(names)
+    assert {"torch_mpk", "torch", "python", "headers", "nvcc", "nvrtc", "host compiler", "SIMD tier", "cache"} <= set(
+        names
+    )
     assert "TORCH_MPK_COMPILER: nvrtc" in done.stdout
     assert not any(name.startswith("cuda:") for name in names)

@@ -19,6 +19,7 @@ from torch_mpk.config import env
 from torch_mpk.errors import ArgumentError, CompileError, catalogue
 from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
+from torch_mpk.jit.host import HostCompiler, host_tier
 
 
 def environment() -> Iterator[tuple[str, str]]:
@@ -32,6 +33,11 @@ def environment() -> Iterator[tuple[str, str]]:
             yield name, find_compiler(name).identity
         except CompileError as error:
             yield name, str(error)
+    try:
+        yield "host compiler", HostCompiler.find().version
+    except CompileError as error:
+        yield "host compiler", str(error)
+    yield "SIMD tier", f"{host_tier()} of {', '.join(_C.cpu_isas())}"
     for ordinal in range(_C.num_devices()):
         info = _C.device_info(ordinal)
         driver = f"driver for CUDA {info.driver_version // 1000}.{info.driver_version % 1000 // 10}"
@@ -59,7 +65,8 @@ def show_cache(_: argparse.Namespace) -> None:
         size = sum(map(len, entry.files.values()))
         used = datetime.fromtimestamp(entry.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         report = entry.report
-        print(f"{entry.key[:16]}  {used}  {size / 1024:7.0f} KiB  {report['compiler']}  {report['seconds']} s")
+        what = f"{report.get('target', 'an earlier version')}, {report['compiler']}, {report['seconds']} s"
+        print(f"{entry.key[:16]}  {used}  {size / 1024:7.0f} KiB  {what}")
     total = sum(len(data) for entry in entries for data in entry.files.values())
     print(f"{len(entries)} kernels, {total / 2**20:.1f} MiB in {cache.root}")
 

@@ -154,7 +154,8 @@ class Environment:
 
     @property
     def cpu_isa(self) -> str | None:
-        """TORCH_MPK_CPU_ISA: of the CPU runtime: generic, avx2, avx512 or avx512_bf16. Default: the best there is."""
+        """TORCH_MPK_CPU_ISA: the instruction set of the CPU runtime and of CPU kernels ("generic", "avx2", "avx512",
+        "avx512_bf16"). Default: the best."""
         return os.environ.get("TORCH_MPK_CPU_ISA") or None
 
     @staticmethod

@@ -168,6 +168,12 @@ class VerificationError(MpkError):
     remedy = "This is a bug of torch_mpk: please report it; until then TORCH_MPK_DISABLE=1 runs the model eagerly"
 
 
+class KernelSignatureError(MpkError, ValueError):
+    """A kernel of ``torch_mpk.jit`` was declared in a way that does not fit, or called with arguments that do not."""
+
+    remedy = "The message names the argument and the dimension, what was expected and what came, and the signature."
+
+
 class CompileError(MpkError):
     """A device compiler cannot be used."""
 

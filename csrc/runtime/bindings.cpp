@@ -6,6 +6,7 @@
 #include <span>
 
 #include "../arguments.h"
+#include "../errors.h"
 #include "torch_mpk/runtime/cuda_executable.h"
 
 namespace py = pybind11;
@@ -70,14 +71,6 @@ CudaProgram read_program(py::handle object) {
   const std::string table = py::bytes(object.attr("table"));
   program.table.assign(table.begin(), table.end());
   return program;
-}
-
-void set_error(const char* type, const std::exception& error) {
-  try {
-    py::set_error(py::module_::import("torch_mpk.errors").attr(type), error.what());
-  } catch (py::error_already_set& import_error) {
-    import_error.restore();
-  }
 }
 
 }  // namespace

@@ -18,37 +18,6 @@ constexpr int64_t kAlignment = 256;
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// Makes a context current for a scope; free when it is already, as it is under PyTorch.
-class ContextGuard {
- public:
-  ContextGuard(const cu::Driver& driver, cu::Context context) : driver_(driver) {
-    cu::Context current = nullptr;
-    driver_.ctx_get_current(&current);
-    if (current == context) return;
-    driver_.check(driver_.ctx_push_current(context), "cuCtxPushCurrent");
-    pushed_ = true;
-  }
-  ~ContextGuard() {
-    cu::Context popped;
-    if (pushed_) driver_.ctx_pop_current(&popped);
-  }
-
- private:
-  const cu::Driver& driver_;
-  bool pushed_ = false;
-};
-
-// Lets this thread allocate and synchronise while some stream of the process is being captured.
-class RelaxedCaptureGuard {
- public:
-  explicit RelaxedCaptureGuard(const cu::Driver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
-  ~RelaxedCaptureGuard() { driver_.exchange_capture_mode(&mode_); }
-
- private:
-  const cu::Driver& driver_;
-  int mode_ = cu::kCaptureModeRelaxed;
-};
-
 }  // namespace
 
 CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& image, int device, uint64_t watchdog_ns)
@@ -88,8 +57,8 @@ CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& im
   driver_.check(driver_.device_get(&handle, device), "cuDeviceGet");
   driver_.check(driver_.primary_ctx_retain(&context_, handle), "cuDevicePrimaryCtxRetain");
   try {
-    const ContextGuard current(driver_, context_);
-    const RelaxedCaptureGuard relaxed(driver_);
+    const cu::ContextGuard current(driver_, context_);
+    const cu::RelaxedCaptureGuard relaxed(driver_);
     load(image);
     check_residency();
     driver_.check(driver_.stream_create(&service_stream_, cu::kStreamNonBlocking), "cuStreamCreate");
@@ -164,7 +133,7 @@ void CudaExecutable::check_residency() {
 }
 
 cu::DevicePtr CudaExecutable::allocate() {
-  const RelaxedCaptureGuard relaxed(driver_);
+  const cu::RelaxedCaptureGuard relaxed(driver_);
   cu::DevicePtr memory = 0;
   const int64_t bytes = round_up(control_bytes_) + workspace_bytes_;
   driver_.check(driver_.mem_alloc(&memory, bytes), "allocating " + std::to_string(bytes) + " bytes of workspace");
@@ -191,7 +160,7 @@ cu::DevicePtr CudaExecutable::memory_of(cu::Stream stream, uint64_t capture) {
     if (!oldest || lane.last_used < oldest->last_used) oldest = &lane;
   }
   if (!capture && num_streams >= kMaxStreams) {
-    const RelaxedCaptureGuard relaxed(driver_);
+    const cu::RelaxedCaptureGuard relaxed(driver_);
     driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");  // the oldest lane's stream may no longer exist
     oldest->stream = stream;
     oldest->last_used = ++num_runs_;
@@ -230,7 +199,7 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   check_pointers(block);
   check_stream(stream);
   const std::lock_guard lock(mutex_);
-  const ContextGuard current(driver_, context_);
+  const cu::ContextGuard current(driver_, context_);
   int status = cu::kCaptureStatusNone;
   uint64_t capture = 0;
   driver_.check(driver_.stream_get_capture_info(stream, &status, &capture, nullptr, nullptr, nullptr),
@@ -271,7 +240,7 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
 
 cu::DevicePtr CudaExecutable::control_address(cu::Stream stream) {
   const std::lock_guard lock(mutex_);
-  const ContextGuard current(driver_, context_);
+  const cu::ContextGuard current(driver_, context_);
   return memory_of(stream, 0);
 }
 
@@ -294,7 +263,7 @@ void CudaExecutable::check_pointers(const LaunchBlock& block) const {
 
 std::vector<PhaseStamps> CudaExecutable::stamps() {
   const std::lock_guard lock(mutex_);
-  const ContextGuard current(driver_, context_);
+  const cu::ContextGuard current(driver_, context_);
   const Lane* latest = nullptr;
   for (const Lane& lane : lanes_)
     if (!lane.capture && (!latest || lane.last_used > latest->last_used)) latest = &lane;
@@ -312,7 +281,7 @@ void CudaExecutable::check() {
   check_process();
   const std::lock_guard lock(mutex_);
   if (!aborted()) return;
-  const ContextGuard current(driver_, context_);
+  const cu::ContextGuard current(driver_, context_);
   report_abort();
 }
 
@@ -322,7 +291,7 @@ bool CudaExecutable::aborted() const {
 }
 
 void CudaExecutable::report_abort() {
-  const RelaxedCaptureGuard relaxed(driver_);
+  const cu::RelaxedCaptureGuard relaxed(driver_);
   driver_.check(driver_.ctx_synchronize(), "waiting for an aborted megakernel");
   std::string text;
   for (const Lane& lane : lanes_) {
@@ -357,7 +326,7 @@ void CudaExecutable::release() noexcept {
   cu::Context popped;
   if (driver_.ctx_push_current(context_) != 0) return;
   {
-    const RelaxedCaptureGuard relaxed(driver_);
+    const cu::RelaxedCaptureGuard relaxed(driver_);
     driver_.ctx_synchronize();
     for (const Lane& lane : lanes_) driver_.mem_free(lane.memory);
     if (spare_) driver_.mem_free(spare_);

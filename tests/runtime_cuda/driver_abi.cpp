@@ -53,6 +53,7 @@ static_assert(cu::kAttributeMaxSharedMemoryPerBlockOptin == CU_DEVICE_ATTRIBUTE_
 static_assert(cu::kFuncAttributeSharedSizeBytes == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
 static_assert(cu::kFuncAttributeNumRegs == CU_FUNC_ATTRIBUTE_NUM_REGS);
 static_assert(cu::kFuncAttributeMaxDynamicSharedSizeBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+static_assert(cu::kFuncAttributeNonPortableClusterSizeAllowed == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED);
 static_assert(cu::kJitErrorLogBuffer == CU_JIT_ERROR_LOG_BUFFER);
 static_assert(cu::kJitErrorLogBufferSizeBytes == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES);
 static_assert(cu::kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
@@ -61,3 +62,8 @@ static_assert(cu::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(cu::kCaptureStatusNone == CU_STREAM_CAPTURE_STATUS_NONE);
 static_assert(cu::kCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(cu::kLaunchAttributeCooperative == CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
+static_assert(cu::kLaunchAttributeClusterDimension == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+static_assert(cu::kLaunchAttributeProgrammaticStreamSerialization ==
+              CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+static_assert(offsetof(CUlaunchAttributeValue, clusterDim.x) == 0 && sizeof(CUlaunchAttributeValue::clusterDim) == 12);
+static_assert(offsetof(CUlaunchAttributeValue, programmaticStreamSerializationAllowed) == 0);

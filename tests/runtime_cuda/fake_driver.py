@@ -15,12 +15,17 @@ class Fake(ctypes.Structure):
         ("fail_call", ctypes.c_char * 64),
         ("capturing_stream", ctypes.c_uint64),
         ("capture_id", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("param_bytes", "foreign_context")),
+        ("param_bytes", ctypes.c_int * 16),
+        ("foreign_context", ctypes.c_int),
         *((f"num_{name}", ctypes.c_int) for name in ("launches", "allocations", "live", "context_pushes")),
         ("context_depth", ctypes.c_int),
         ("num_violations", ctypes.c_int),
-        *((name, ctypes.c_uint) for name in ("grid", "block", "shared_bytes")),
-        *((name, ctypes.c_int) for name in ("cooperative", "max_dynamic_shared")),
+        *((name, ctypes.c_uint * 3) for name in ("grid", "block", "cluster")),
+        ("shared_bytes", ctypes.c_uint),
+        *(
+            (name, ctypes.c_int)
+            for name in ("cooperative", "programmatic", "max_dynamic_shared", "non_portable_cluster")
+        ),
         ("stream", ctypes.c_uint64),
         ("kernel", ctypes.c_char * 64),
         ("image", ctypes.c_char * 256),
@@ -35,8 +40,12 @@ class Fake(ctypes.Structure):
         self.set_pointers(3)
 
     def set_pointers(self, count: int) -> None:
-        """How many tensors the kernel takes."""
-        self.param_bytes = 176 + 8 * count
+        """How many tensors the megakernel takes."""
+        self.set_parameters(176 + 8 * count)
+
+    def set_parameters(self, *sizes: int) -> None:
+        """The bytes of each of the kernel's parameters."""
+        self.param_bytes[:] = [*sizes, *[0] * (16 - len(sizes))]
 
 
 def build(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 // A CUDA driver without a device, for tests of the launcher: device memory is host memory, a launch is recorded, and
 // the exported `fake` tells what was done and decides what happens next.
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -16,13 +17,13 @@ struct Fake {
   char fail_call[64];
   uint64_t capturing_stream;  // 0: none
   uint64_t capture_id;
-  int param_bytes;      // the kernel's; what a launch copies
+  int param_bytes[16];  // of each of the kernel's parameters, up to a 0; what a launch copies, one behind the other
   int foreign_context;  // whether another context of the device is current
   // Read by the test.
   int num_launches, num_allocations, num_live, num_context_pushes, context_depth;
   int num_violations;  // calls that would break a capture: unsafe ones, made in another mode than relaxed
-  unsigned grid, block, shared_bytes;
-  int cooperative, max_dynamic_shared;
+  unsigned grid[3], block[3], cluster[3], shared_bytes;
+  int cooperative, programmatic, max_dynamic_shared, non_portable_cluster;
   uint64_t stream;
   char kernel[64];
   char image[256];
@@ -130,12 +131,13 @@ int cuFuncGetAttribute(int* value, int attribute, void*) {
 }
 int cuFuncSetAttribute(void*, int attribute, int value) {
   if (attribute == 8) fake.max_dynamic_shared = value;
+  if (attribute == 14) fake.non_portable_cluster = value;
   return 0;
 }
-int cuFuncGetParamInfo(void*, size_t, size_t* offset, size_t* size) {
+int cuFuncGetParamInfo(void*, size_t index, size_t* offset, size_t* size) {
   *offset = 0;
-  *size = fake.param_bytes;
-  return 0;
+  *size = fake.param_bytes[index];
+  return *size ? 0 : 1;
 }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int, size_t) {
   *blocks = fake.occupancy;
@@ -215,7 +217,8 @@ struct Attribute {
   int id, padding;
   union {
     char bytes[64];
-    int cooperative;
+    int number;
+    unsigned cluster[3];
   };
 };
 struct Config {
@@ -227,13 +230,20 @@ struct Config {
 int cuLaunchKernelEx(const Config* config, void*, void** params, void**) {
   FAIL(cuLaunchKernelEx);
   fake.num_launches++;
-  fake.grid = config->grid[0] * config->grid[1] * config->grid[2];
-  fake.block = config->block[0] * config->block[1] * config->block[2];
+  std::copy_n(config->grid, 3, fake.grid);
+  std::copy_n(config->block, 3, fake.block);
   fake.shared_bytes = config->shared;
   fake.stream = reinterpret_cast<uint64_t>(config->stream);
-  fake.cooperative =
-      config->num_attributes == 1 && config->attributes[0].id == 2 && config->attributes[0].cooperative == 1;
-  std::memcpy(fake.params, params[0], fake.param_bytes);
+  fake.cooperative = fake.programmatic = 0;
+  std::fill_n(fake.cluster, 3, 0);
+  for (unsigned i = 0; i < config->num_attributes; i++) {
+    const Attribute& attribute = config->attributes[i];
+    if (attribute.id == 2) fake.cooperative = attribute.number;
+    if (attribute.id == 4) std::copy_n(attribute.cluster, 3, fake.cluster);
+    if (attribute.id == 6) fake.programmatic = attribute.number;
+  }
+  unsigned char* out = fake.params;
+  for (int i = 0; fake.param_bytes[i]; out += fake.param_bytes[i++]) std::memcpy(out, params[i], fake.param_bytes[i]);
   return 0;
 }
 

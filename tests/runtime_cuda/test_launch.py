@@ -55,7 +55,7 @@ def test_launch_arguments_byte_for_byte(fake, make_executable):
     assert ctypes.string_at(launch.control, 512) == bytes(512)
     assert ctypes.string_at(launch.host_abort, 4) == bytes(4)
     assert launch.workspace == launch.control + 512
-    assert (fake.grid, fake.block, fake.shared_bytes, fake.cooperative) == (4, 288, 200_000, 1)
+    assert (fake.grid[:], fake.block[:], fake.shared_bytes, fake.cooperative) == ([4, 1, 1], [288, 1, 1], 200_000, 1)
     assert fake.stream == STREAM
     assert fake.max_dynamic_shared == 200_000
     assert fake.kernel == b"mpk_kernel"
@@ -313,7 +313,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
 
 
 def test_a_kernel_of_other_parameters_is_refused(fake, make_program):
-    fake.param_bytes = 160
+    fake.set_parameters(160)
     with pytest.raises(ValueError, match="takes 160 bytes of parameters, a launch has 200"):
         _C.CudaExecutable(make_program(), b"", 0, 0)
 

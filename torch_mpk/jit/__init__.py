@@ -1,10 +1,22 @@
-"""Stage 7: source to an image: CUDA for the driver, C++ for the host."""
+"""Stage 7: source to an image, CUDA for the driver and C++ for the host; and single kernels of a user's own."""
 
 from torch_mpk.jit.cache import Cache
 from torch_mpk.jit.compile import Cubin, compile_cuda
 from torch_mpk.jit.compiler import Compiler, find_compiler
 from torch_mpk.jit.headers import include_dir
 from torch_mpk.jit.host import compile_host
+from torch_mpk.jit.kernels import Kernel, kernel
 from torch_mpk.jit.report import Resources
 
-__all__ = ["Cache", "Compiler", "Cubin", "Resources", "compile_cuda", "compile_host", "find_compiler", "include_dir"]
+__all__ = [
+    "Cache",
+    "Compiler",
+    "Cubin",
+    "Kernel",
+    "Resources",
+    "compile_cuda",
+    "compile_host",
+    "find_compiler",
+    "include_dir",
+    "kernel",
+]

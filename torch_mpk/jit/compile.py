@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch_mpk.errors import CompileForbiddenError, KernelCompileError
 from torch_mpk.jit.cache import Cache, Entry
 from torch_mpk.jit.compiler import Compiled, Compiler, find_compiler
 from torch_mpk.jit.headers import header_files, include_dir, users_headers
-from torch_mpk.jit.report import Resources, parse_resources
+from torch_mpk.jit.report import Resources, parse_kernels, parse_resources
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Cubin:
     kind: str  # "cubin" or "ptx"
     key: str  # of the cache
     path: Path  # the cache entry: kernel.cu, the image, log.txt, report.json
+    kernels: tuple[str, ...]  # their symbols; none for PTX
     resources: Resources
     compiler: str  # name and version
     seconds: float  # the compiler took, whenever that was
@@ -40,12 +41,21 @@ class Cubin:
         return fields | {"path": str(self.path), "resources": dataclasses.asdict(self.resources)}
 
 
-def compile_cuda(source: str, arch: int, *, ptx: bool = False, compiler: Compiler | None = None) -> Cubin:
+def compile_cuda(
+    source: str,
+    arch: int,
+    *,
+    ptx: bool = False,
+    compiler: Compiler | None = None,
+    include_dirs: Sequence[Path] = (),
+    flags: Sequence[str] = (),
+) -> Cubin:
     """Compile one translation unit for a compute capability (90 is sm_90a, with wgmma and setmaxnreg; 80 is sm_80).
 
     ``ptx`` stops at PTX, which the driver assembles for its own, newer device. ``compiler`` is TORCH_MPK_COMPILER's
-    choice by default. The result comes from the cache when the same source, headers, flags, compiler and CUDA headers
-    were compiled before; modification times and paths play no part.
+    choice by default. ``include_dirs`` are searched before our own headers, and ``flags`` come after ours; a -std among
+    them takes the place of ours. The result comes from the cache when the same source, headers, flags, compiler and
+    CUDA headers were compiled before; modification times and paths play no part.
 
     Raises:
         NoCompilerError: there is none, or none that can be used.
@@ -56,22 +66,26 @@ def compile_cuda(source: str, arch: int, *, ptx: bool = False, compiler: Compile
     """
     chosen = compiler or find_compiler(env.compiler)
     arch_name = f"sm_{arch}a" if arch >= 90 and not ptx else f"sm_{arch}"
-    flags = chosen.flags(arch_name, ptx)
+    ours = chosen.flags(arch_name, ptx)
+    if any("-std=" in flag for flag in flags):
+        ours = [flag for flag in ours if "-std=" not in flag]
+    all_flags = [*ours, *flags]
+    folders = [*include_dirs, include_dir()]
     build = Build(
         source_name="kernel.cu",
         image_name="kernel.ptx" if ptx else "kernel.cubin",
         compiler=f"{chosen.name} {chosen.version}",
         target=arch_name,
-        key=lambda: cache_key(source, flags, chosen),
-        run=lambda path, image: chosen.compile(path, image, flags, [include_dir()]),
+        key=lambda: cache_key(source, all_flags, chosen, include_dirs),
+        run=lambda path, image: chosen.compile(path, image, all_flags, folders),
     )
     return _cubin(build_once(source, build))
 
 
-def cache_key(source: str, flags: list[str], compiler: Compiler) -> str:
+def cache_key(source: str, flags: Sequence[str], compiler: Compiler, include_dirs: Sequence[Path] = ()) -> str:
     """Hash of everything that decides the image. The flags carry the architecture."""
-    headers = [part for name, content in (*header_files(), *users_headers(source)) for part in (name.encode(), content)]
-    return hash_of(compiler.identity, *flags, *headers, source)
+    headers = [*header_files(), *users_headers(source, include_dirs)]
+    return hash_of(compiler.identity, *flags, *(part for header in headers for part in header), source)
 
 
 def hash_of(*parts: str | bytes) -> str:
@@ -119,23 +133,27 @@ def build_once(source: str, build: Build) -> Entry:
                     errors=_first_errors(compiled.log), command=compiled.command, source=kept / path.name
                 )
             if build.key() == key:  # else a header was edited meanwhile, and may be in the image or not
-                return cache.put(key, folder, {"image": image.name, "compiler": build.compiler, "seconds": seconds})
+                report = {"image": image.name, "target": build.target, "compiler": build.compiler, "seconds": seconds}
+                return cache.put(key, folder, report)
 
 
 def _first_errors(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
-    first = next((i for i, line in enumerate(lines) if "error" in line.lower() or "fatal" in line.lower()), 0)
+    signs = ("error", "fatal", "undefined reference")
+    first = next((i for i, line in enumerate(lines) if any(sign in line.lower() for sign in signs)), 0)
     return "\n".join(lines[first : first + _NUM_ERROR_LINES])
 
 
 def _cubin(entry: Entry) -> Cubin:
     report = entry.report
+    log = entry.files["log.txt"].decode(errors="replace")
     return Cubin(
         image=entry.files[report["image"]],
         kind=Path(report["image"]).suffix.removeprefix("."),
         key=entry.key,
         path=entry.path,
-        resources=parse_resources(entry.files["log.txt"].decode(errors="replace")),
+        kernels=parse_kernels(log),
+        resources=parse_resources(log),
         compiler=report["compiler"],
         seconds=report["seconds"],
     )

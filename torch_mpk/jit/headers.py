@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch_mpk.errors import InstallationError
@@ -33,20 +33,20 @@ def header_files() -> Iterator[tuple[str, bytes]]:
             yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
-def users_headers(source: str) -> Iterator[tuple[str, bytes]]:
-    """Path and content of the headers a source includes by absolute path, as a user's task does, and of those that
-    lie beside them and are included by them."""
+def users_headers(source: str, include_dirs: Sequence[Path] = ()) -> Iterator[tuple[str, bytes]]:
+    """Name and content of the files a source may include, and those they do: by absolute path, from their own folder or
+    from ``include_dirs``. All that a name may mean count, and so do those in an #if not taken or behind a #define."""
     pending, seen = [(source, Path("/"))], set()
     while pending:
         text, folder = pending.pop()
-        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE):
-            path = folder / name
-            if path in seen or not path.is_file():
-                continue
-            seen.add(path)
-            content = path.read_bytes()
-            pending.append((content.decode(errors="replace"), path.parent))
-            yield str(path), content
+        for name in re.findall(r'^\s*#\s*(?:include|define\s+\w+)\s*["<]([^">]+)[">]', text, re.MULTILINE):
+            for path in dict.fromkeys(parent / name for parent in (folder, *include_dirs)):
+                if path in seen or not path.is_file():
+                    continue
+                seen.add(path)
+                content = path.read_bytes()
+                pending.append((content.decode(errors="replace"), path.parent))
+                yield name, content
 
 
 def cuda_roots() -> list[Path]:

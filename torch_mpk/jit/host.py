@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_mpk.errors import NoHostCompilerError
+from torch_mpk import _C
+from torch_mpk.config import env
+from torch_mpk.errors import NoHostCompilerError, OptionError
 from torch_mpk.jit.compile import Build, build_once, hash_of
 from torch_mpk.jit.compiler import Compiled
 from torch_mpk.jit.headers import include_dir
@@ -27,6 +29,16 @@ _FLAGS = [
     "-Wl,--exclude-libs,ALL",
 ]
 
+# Highway wants to see AES beside AVX2, which processors of these tiers need not have.
+_HIGHWAY = "-DHWY_DISABLE_PCLMUL_AES"
+_AVX512 = ["-march=x86-64-v4", "-mprefer-vector-width=512", _HIGHWAY]
+_TIERS = {
+    "generic": [],
+    "avx2": ["-march=x86-64-v3", _HIGHWAY],
+    "avx512": _AVX512,
+    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
+}
+
 
 def compile_host(source: str, *, include_dirs: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
     """Compile one C++20 translation unit to a shared library, and return its path in the cache.
@@ -34,8 +46,8 @@ def compile_host(source: str, *, include_dirs: Sequence[Path] = (), flags: Seque
     ``include_dirs`` are searched before torch_mpk's own headers, and ``flags`` come after the default ones. Symbols are
     hidden unless the source exports them: ``extern "C" __attribute__((visibility("default")))``. The library comes from
     the cache when the same source, flags, compiler and content of every included file, the system's too, were compiled
-    before; modification times and paths play no part. Code for instructions that not every machine has belongs into
-    functions of its own (``__attribute__((target("avx2,fma")))``), called where ``__builtin_cpu_supports`` allows.
+    before; modification times and paths play no part. The code runs on every processor of the architecture; with
+    ``flags=tier_flags()`` it may use all that this machine has.
 
     Raises:
         NoHostCompilerError: there is none, or CXX names one that does not run.
@@ -53,6 +65,20 @@ def compile_host(source: str, *, include_dirs: Sequence[Path] = (), flags: Seque
         run=lambda path, image: compiler.compile(path, image, all_flags, folders),
     )
     return build_once(source, build).path / build.image_name
+
+
+def host_tier() -> str:
+    """The instruction set that CPU kernels are compiled for: TORCH_MPK_CPU_ISA, else the best this machine has."""
+    tiers = _C.cpu_isas()
+    chosen = env.cpu_isa or tiers[-1]
+    if chosen not in tiers:
+        raise OptionError(name="TORCH_MPK_CPU_ISA", expected=f"one of {', '.join(tiers)}", value=chosen)
+    return chosen
+
+
+def tier_flags() -> list[str]:
+    """What lets the compiler use the instructions of ``host_tier()``."""
+    return _TIERS[host_tier()]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_KERNEL = re.compile(r"Compiling entry function '(\S+)'")
 _WARNING = re.compile(r"^.*\((C75\d\d)\).*$", re.MULTILINE)
 
 
@@ -35,3 +36,8 @@ def parse_resources(log: str) -> Resources:
         spill_load_bytes=sum(frame[2] for frame in frames),
         warnings=tuple(line.group(0).strip() for line in _WARNING.finditer(log)),
     )
+
+
+def parse_kernels(log: str) -> tuple[str, ...]:
+    """The symbols of the kernels that an image has."""
+    return tuple(_KERNEL.findall(log))

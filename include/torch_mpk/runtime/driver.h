@@ -32,6 +32,7 @@ inline constexpr int kAttributeMaxSharedMemoryPerBlockOptin = 97;
 inline constexpr int kFuncAttributeSharedSizeBytes = 1;
 inline constexpr int kFuncAttributeNumRegs = 4;
 inline constexpr int kFuncAttributeMaxDynamicSharedSizeBytes = 8;
+inline constexpr int kFuncAttributeNonPortableClusterSizeAllowed = 14;
 inline constexpr int kJitErrorLogBuffer = 5;
 inline constexpr int kJitErrorLogBufferSizeBytes = 6;
 inline constexpr unsigned kHostAllocPortable = 1;
@@ -40,6 +41,8 @@ inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr int kCaptureStatusNone = 0;
 inline constexpr int kCaptureModeRelaxed = 2;
 inline constexpr int kLaunchAttributeCooperative = 2;
+inline constexpr int kLaunchAttributeClusterDimension = 4;
+inline constexpr int kLaunchAttributeProgrammaticStreamSerialization = 6;
 
 struct LaunchAttribute {
   int id;
@@ -47,6 +50,8 @@ struct LaunchAttribute {
   union {
     char bytes[64];
     int cooperative;
+    unsigned cluster[3];
+    int programmatic;
   } value;
 };
 
@@ -119,6 +124,37 @@ struct Driver {
 // The driver of this process, initialised. Throws Error when there is none or it is too old. TORCH_MPK_LIBCUDA names
 // another library than libcuda.so.1, for tests.
 const Driver& driver();
+
+// Makes a context current for a scope; free when it is already, as it is under PyTorch.
+class ContextGuard {
+ public:
+  ContextGuard(const Driver& driver, Context context) : driver_(driver) {
+    Context current = nullptr;
+    driver_.ctx_get_current(&current);
+    if (current == context) return;
+    driver_.check(driver_.ctx_push_current(context), "cuCtxPushCurrent");
+    pushed_ = true;
+  }
+  ~ContextGuard() {
+    Context popped;
+    if (pushed_) driver_.ctx_pop_current(&popped);
+  }
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+// Lets this thread allocate and synchronise while some stream of the process is being captured.
+class RelaxedCaptureGuard {
+ public:
+  explicit RelaxedCaptureGuard(const Driver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
+  ~RelaxedCaptureGuard() { driver_.exchange_capture_mode(&mode_); }
+
+ private:
+  const Driver& driver_;
+  int mode_ = kCaptureModeRelaxed;
+};
 
 struct DeviceInfo {
   int ordinal;

@@ -1,0 +1,137 @@
+"""What a declaration may say, and what is refused when it is made."""
+
+import pytest
+import torch
+
+from torch_mpk.errors import KernelSignatureError
+from torch_mpk.jit import kernel
+
+SOURCE = "void f() {}\n"
+
+
+def take(x): ...
+
+
+def declare(signature, launch, function=take, **options):
+    return kernel(SOURCE, signature, launch, **options)(function).declaration
+
+
+def test_the_parts_of_a_signature():
+    def f(x, index, mask, *, ALPHA: float, PDL: bool = True, T2: torch.dtype): ...  # noqa: N803
+
+    signature = "x[..., K]: T=float16|bfloat16, index[B, 2; S, _]: int64, mask[B]? -> y[..., K]: T, z[B]: float32"
+    with pytest.raises(
+        KernelSignatureError, match=r"f: mask.dtype is known only where mask is given, which is optional"
+    ):
+        declare(signature, "f(x)", f)
+    declared = declare(signature.replace("]? ->", "]?: bool ->"), "ns::f<T, K, PDL, T2, 7>(x, y, z, B * 2, ALPHA)", f)
+    assert [str(operand) for operand in declared.operands] == [
+        "x[..., K]",
+        "index[B, 2; S, _]",
+        "mask[B]",
+        "y[..., K]",
+        "z[B]",
+    ]
+    tensors, attributes = "Tensor x, Tensor index, Tensor? mask=None", "float ALPHA, bool PDL=True, ScalarType T2"
+    assert declared.schema == f"({tensors}, *, {attributes}) -> (Tensor, Tensor)"
+    assert declared.slots == ["K", "T", "B", "S", "ALPHA", "PDL", "T2"]
+    assert [declared.slots[slot] for slot in declared.key_slots] == ["K", "T", "PDL", "T2"]
+    values = declared.decode((64, 7, 1, 4))
+    assert values == {"K": 64, "T": "bfloat16", "PDL": True, "T2": "int32"}
+    assert declared.function_name(values) == "ns::f<mpk::bf16_t, 64, true, int32_t, 7>"
+
+
+def test_a_launch_is_read_as_in_cuda():
+    launch = declare("x[M, K]!", "f<<<(cdiv(M, 2) + 1, min(K, 4)), 32 * 4, -M % 3 + 4 * numel(x)>>>(x, 1)")
+    assert launch.is_cuda
+    assert [e.text for e in launch.grid] == ["cdiv(M, 2) + 1", "min(K, 4)", "1"]
+    assert [e.text for e in launch.block] == ["32 * 4", "1", "1"]
+    assert not declare("x[M]!", "f<4>(x)").is_cuda
+
+
+@pytest.mark.parametrize(
+    ("signature", "message"),
+    [
+        ("x[N] y[N]", r"cannot read 'y\[N\]'; write tensors as 'x\[M, K\]: float32'"),
+        ("x", "cannot read 'x'"),
+        ("x[N] -> y[N] -> z[N]", "more than one '->'"),
+        ("x[N], x[N]", "two tensors have the same name"),
+        ("x[N + 1]", r"cannot read 'N \+ 1' in x: it must be a name or a number"),
+        ("x[N, ...]", r"x: '\.\.\.' can only stand first"),
+        ("x[N, M; S]", "x needs as many strides as sizes"),
+        ("x[..., N; 1, 1]", "x needs as many strides as sizes, and no"),
+        ("x[N]: float33|int8", "x has dtype float33; the dtypes are bool, uint8"),
+        ("x[N]: int8=float32", "x has dtype int8"),
+        ("x[N]: N", "x: a name stands for a size, and for a dtype or a tensor"),
+        ("x[x]", "x: a name stands for a size, and for a dtype or a tensor"),
+        ("x[N]?: int8 -> y[N]: int8", "no required input has y's size N"),
+        ("x[N] -> y[M]: int8", "no required input has y's size M"),
+        ("x[N] -> y[...]: int8", r"no required input has y's size \.\.\."),
+        ("x[N] -> y[N]", "give y one dtype, or one that an input has"),
+        ("x[N] -> y[N; 1]: int8", "y is allocated by the call"),
+        ("z[N]", r"the function's parameters are \['x'\], the signature's tensors \['z'\]"),
+    ],
+)
+def test_signatures_that_are_refused(signature, message):
+    with pytest.raises(KernelSignatureError, match=rf"take: .*{message}"):
+        declare(signature, "f(x)")
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ("f", "cannot read the launch 'f'; write it as"),
+        ("f<<<1>>>(x)", "<<<1>>> must be grid, block"),
+        ("f<<<(1, 1, 1, 1), 1>>>(x)", "have one to three dimensions"),
+        ("f(x, N / 2)", r"'N / 2' is not an integer: write // or cdiv\(a, b\)"),
+        ("f(x, N ** 2)", r"cannot read 'N \*\* 2' in the launch"),
+        ("f(x, M)", "M is not an integer of the signature"),
+        ("f(x, T)", "T is not an integer of the signature"),
+        ("f(x, 1.5)", "cannot read '1.5'"),
+        ("f(x, abs(N))", r"cannot read 'abs\(N\)' in the launch: the functions are cdiv\(a, b\), min"),
+        ("f(x, numel(N))", r"cannot read 'numel\(N\)'"),
+        ("f(x, min(N))", r"cannot read 'min\(N\)'"),
+        ("f(x, N[)", "cannot read"),
+        ("f(x)(N)", "cannot read"),
+        ("f(x), f(N)", "cannot read"),
+        ("f(x, n=N)", "cannot read"),
+        ("f(x, *N)", "cannot read"),
+        ("f(x, 2 * 9223372036854775808)", "'9223372036854775808' is beyond 64 bits"),
+    ],
+)
+def test_launches_that_are_refused(launch, message):
+    with pytest.raises(KernelSignatureError, match=message):
+        declare("x[N]: T", launch)
+
+
+def test_other_things_that_are_refused():
+    def untyped(x, *, alpha=1): ...
+
+    def twice(x, *, N: int): ...  # noqa: N803
+
+    with pytest.raises(
+        KernelSignatureError, match="untyped: alpha must be annotated as int, float, bool or torch.dtype"
+    ):
+        declare("x[N]", "f(x)", untyped)
+    for annotation, default in [("int", "1.5"), ("float", "'x'"), ("bool", "1"), ("torch.dtype", "torch.complex64")]:
+        namespace: dict = {"torch": torch}
+        exec(f"def take(x, *, a: {annotation} = {default}): ...", namespace)
+        with pytest.raises(KernelSignatureError, match=f"take: a is {default} by default, which is not what it is"):
+            declare("x[N]", "f(x)", namespace["take"])
+    with pytest.raises(KernelSignatureError, match="N is a parameter and a name of the signature"):
+        declare("x[N]", "f(x)", twice)
+    with pytest.raises(KernelSignatureError, match="cluster, cooperative and pdl are for CUDA"):
+        declare("x[N]", "f(x)", pdl=True)
+    with pytest.raises(KernelSignatureError, match="have one to three dimensions"):
+        declare("x[N]", "f<<<1, 1>>>(x)", cluster=(1, 1, 1, 2))
+    with pytest.raises(
+        KernelSignatureError, match=r"there is no file .*jit/missing.cuh; code itself has more than one"
+    ):
+        kernel("missing.cuh", "x[N]", "f<<<1, 1>>>(x)")(take)
+    with pytest.raises(KernelSignatureError, match="<lambda>: a kernel needs a function with a name"):
+        declare("x[N]", "f(x)", lambda x: None)
+    names = [f"x{i}" for i in range(65)]
+    namespace = {}
+    exec(f"def many({', '.join(names)}): ...", namespace)
+    with pytest.raises(KernelSignatureError, match="many: a kernel takes at most 64 tensors"):
+        declare(", ".join(f"{name}[N]: int8" for name in names), "f(x0)", namespace["many"])
