@@ -36,7 +36,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             bars = axes[1].bar(*zip(*with_ceiling, strict=True), width, color=color)
             axes[1].bar_label(bars, fmt="%.0f", fontsize=7)
     for axis, label in zip(axes, ("ms per step (logarithmic)", "% of the ceiling"), strict=True):
-        axis.set_xticks(range(len(cases)), cases)
+        axis.set_xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases])
         axis.set_ylabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yscale("log")

@@ -49,12 +49,12 @@ def calls_of(model: Call, arguments: dict[str, Any]) -> tuple[list[Call], Sequen
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call:
         plain, frozen = (mpk(gm, inputs, options={"fallback": "error", "freeze": f}) for f in (False, True))
-        prepared = plain(*inputs)
-        made.extend([lambda *args: prepared, plain, frozen])
 
         def call(*args: Any) -> Any:
+            results = plain(*args)
+            made.extend([lambda *args: results, plain, frozen])
             given.append(args)
-            return plain(*args)
+            return results
 
         return call
 

@@ -152,7 +152,7 @@ class Environment:
 
     @property
     def cpu_isa(self) -> str | None:
-        """TORCH_MPK_CPU_ISA: the instruction set of the CPU runtime ("scalar", "avx2", "avx512"). Default: the best."""
+        """TORCH_MPK_CPU_ISA: of the CPU runtime: generic, avx2, avx512 or avx512_bf16. Default: the best there is."""
         return os.environ.get("TORCH_MPK_CPU_ISA") or None
 
     @staticmethod

@@ -319,8 +319,25 @@ def _run_job(machine: Machine, memory: ScheduledMemory, job: _C.Job, order: rand
     memory.private = {}
 
 
+def _polled(schedule: _C.Schedule) -> dict[tuple[int, int], set[tuple[int, int]]]:
+    """Per job, as (phase, number), the jobs that write the tagged words it reads."""
+    jobs = {(p, j): job for p, phase in enumerate(schedule.phases) for j, job in enumerate(phase.jobs)}
+    writers = {node: place for place, job in jobs.items() for node in [*job.body, *job.epilogue]}
+    polled: dict[tuple[int, int], set[tuple[int, int]]] = {place: set() for place in jobs}
+    for edge in schedule.graph.dependencies():
+        if edge.hazard != "RAW" or not schedule.tagged[edge.buffer] or edge.source not in writers:
+            continue
+        for place, job in jobs.items():
+            if edge.target in [*job.prologue, *job.body, *job.epilogue] and place != writers[edge.source]:
+                polled[place].add(writers[edge.source])
+    return polled
+
+
 def _interleaving(schedule: _C.Schedule, order: random.Random | None) -> list[tuple[int, int]]:
-    """(phase, job) in an order the events allow. Each worker passes the phases in order and owns some of the jobs."""
+    """(phase, job) in an order that events and tags allow.
+
+    Each worker passes the phases in order, owns some of the jobs, and polls what they read of tagged buffers.
+    """
     phases = schedule.phases
     if order is None:
         return [(p, j) for p, phase in enumerate(phases) for j in range(len(phase.jobs))]
@@ -330,11 +347,14 @@ def _interleaving(schedule: _C.Schedule, order: random.Random | None) -> list[tu
         for j in order.sample(range(len(phase.jobs)), len(phase.jobs)):
             order.choice(owned)[p].append(j)
     position = [0] * num_workers  # the phase each worker is in
-    out = []
+    out: list[tuple[int, int]] = []
+    polled = _polled(schedule)
 
     def may_run(worker: int) -> bool:
         p = position[worker]
-        return p < len(phases) and all(min(position) > w for w in phases[p].waits)
+        if p == len(phases) or any(min(position) <= w for w in phases[p].waits):
+            return False
+        return not owned[worker][p] or polled[p, owned[worker][p][-1]] <= set(out)
 
     while min(position) < len(phases):
         worker = order.choice([w for w in range(num_workers) if may_run(w)])

@@ -95,7 +95,10 @@ class Generator {
     tickets_offset_ = events_offset_ + num_phases * kEventBytes;
     plan_.control_bytes = tickets_offset_ + num_phases * kEventBytes;
     for (int p = 0; p < num_phases; p++)
-      for (const Job& job : schedule_.phases[p].jobs) awaited_.insert(job.loader_waits.begin(), job.loader_waits.end());
+      for (const Job& job : schedule_.phases[p].jobs)
+        for (int wait : job.loader_waits) signals_[wait] |= kPublishes | kReleases;
+    for (const Phase& phase : schedule_.phases)
+      for (int wait : phase.waits) signals_[wait] |= kReleases;
 
     std::vector<std::vector<uint8_t>> rows;
     for (int p = 0; p < num_phases; p++) append_rows(rows, p);
@@ -138,10 +141,6 @@ class Generator {
       throw std::runtime_error("codegen: the graph has " + str(plan_.num_inputs) + " inputs and " +
                                str(plan_.num_outputs) + " outputs, whose pointers do not fit the " +
                                str(kMaxLaunchBytes) + " bytes of a launch");
-    for (size_t b = 0; b < schedule_.tagged.size(); b++)
-      if (schedule_.tagged[b])
-        throw std::runtime_error("codegen: buffer '" + schedule_.graph.buffers()[b].name +
-                                 "' is tagged, which CUDA code does not support");
   }
 
   // The same text as before gets the same number.
@@ -171,11 +170,8 @@ class Generator {
   void append_rows(std::vector<std::vector<uint8_t>>& rows, int p) {
     const Phase& phase = schedule_.phases[p];
     int num_streams = 0;
-    for (const Job& job : phase.jobs) {
-      const TaskDef& def = *plan_.node(job.body.front()).def;
-      num_streams += def.role == Role::kStream || !def.stream.empty();
-    }
-    PhaseRow head{0, static_cast<uint32_t>(phase.waits.size()), 0, awaited_.count(p) != 0};
+    for (const Job& job : phase.jobs) num_streams += plan_.node(job.body.front()).def->streams();
+    PhaseRow head{0, static_cast<uint32_t>(phase.waits.size()), 0, signals_[p]};
     std::vector<uint8_t> row;
     append(row, head);
     for (int wait : phase.waits) append(row, static_cast<uint32_t>(wait));
@@ -195,7 +191,7 @@ class Generator {
                                                  " bytes, a row of the table has " + str(kRowBytes) +
                                                  ": split the expression");
         finish(false);
-        head = {0, 0, 0, head.publishes};
+        head = {0, 0, 0, head.signal};
         row.clear();
         append(row, head);
       }
@@ -296,7 +292,7 @@ class Generator {
   Plan plan_;
   std::map<std::string, uint32_t> numbers_;
   std::vector<JobCode> variants_;
-  std::set<int> awaited_;  // phases some loader waits for
+  std::map<int, uint32_t> signals_;  // per phase, see Signal
   int64_t events_offset_ = 0, tickets_offset_ = 0, outputs_offset_ = 0;
   int num_rows_ = 0, num_output_rows_ = 0;
 };

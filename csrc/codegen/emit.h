@@ -40,6 +40,7 @@ struct Plan {
   bool happens_before(int a, int b) const;
   // Whether what a phase reads of the buffer is visible before it awaits its events.
   bool known_before(int buffer, int phase) const;
+  bool tagged(int buffer) const { return schedule.tagged[buffer]; }
   const TBGraph& graph() const { return schedule.graph; }
   const Node& node(int id) const { return schedule.graph.nodes()[id]; }
 };
@@ -92,6 +93,7 @@ class Refs {
                       bool writable = false);  // "job.template pointer<const float>(3)"
   int add(const Node& node, const Tensor& t);
   int add_raw(uint32_t index, uint64_t offset);
+  std::string tag(int buffer);  // of the words of a tagged buffer: "job.tag(4)"
 
  private:
   const Plan& plan_;
@@ -122,6 +124,10 @@ struct ProgramOptions {
   const std::vector<int>* unstored = nullptr;
 };
 
+// The statement that stores a value at an index (an expression) of an operand.
+std::string emit_store(const Plan& plan, Refs& refs, const Node& node, const Tensor& t, const std::string& index,
+                       const std::string& value);
+
 ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options);
 
 // Row tasks applied one after the other to a row in shared memory, the first reading memory. Found by following
@@ -132,10 +138,9 @@ struct Chain {
 };
 Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node& node, const Tensor& operand);
 
-// The class of the chain (see row.cuh) with the traits of its tasks, and the statements by which the loader's lanes
-// fetch its parameters ahead.
+// The class of the chain (see row.cuh) with the traits of its tasks and `prefetch`.
 struct ChainCode {
-  std::string text, prefetch;
+  std::string text, fetch;  // `fetch`: the part of `text` that fetches the row
   bool vectorized = true;
   bool early = true;  // what the constructor reads is known before the phase's events
   std::vector<std::string> headers;
@@ -143,8 +148,8 @@ struct ChainCode {
 
 struct ChainOptions {
   int phase;
-  std::string name = "Chain";
   const Tensor* target = nullptr;  // where the row is stored besides
+  bool batch_row = false;          // the row of the batch is given, not computed from the row
 };
 ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options);
 

@@ -194,6 +194,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
           "x of " + str(batch) + " x " + str(size) + " elements does not fit shared memory" +
               (chain.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
   require(staged || aligned_rows(plan, x, true), first, "x is too large to stage and not aligned to 16 bytes");
+  require(staged || !plan.tagged(x.buffer), first, "x is too large to stage, but tagged");
   LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
                                    plan.schedule.target.num_workers);
   if (!aligned) {
@@ -230,7 +231,6 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
          returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) +
          returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
          returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.text;
-  body += function("void", "prefetch(const Job& job, int lane)", prologue.prefetch);
   body += constant("kPitchX", x.strides[0]) +
           returning("const T*", "x(const Job& job)", staged ? "nullptr" : refs.pointer(first, x));
 
@@ -242,7 +242,8 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
         const bool made_here =
             std::any_of(job.body.begin(), job.body.end(), [&](int m) { return writes(plan.node(m), b); }) ||
             std::any_of(job.epilogue.begin(), job.epilogue.end(), [&](int m) { return writes(plan.node(m), b); });
-        if (!operand.is_write && operand.name != "x" && !made_here) early &= plan.known_before(b, phase);
+        if (!operand.is_write && operand.name != "x" && !made_here)
+          early &= plan.tagged(b) || plan.known_before(b, phase);
       }
   body += flag("kEarly", early);
 
@@ -264,7 +265,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     }
     const std::string name = "y" + number;
     if (!contains(job.unstored, y.buffer))
-      store = "    " + refs.pointer(node, y, true) + "[int64_t(r) * " + str(y.strides[0]) + " + n] = " + name + ";\n";
+      store = "    " + emit_store(plan, refs, node, y, "int64_t(r) * " + str(y.strides[0]) + " + n", name) + "\n";
     std::string statements = "    const T " + name + " = cast<T>(" + value + ");\n" + store;
     if (!paired && job.body.size() > 1) statements = "    if (segment == " + number + ") {\n" + statements + "    }\n";
     finish += statements;
@@ -291,14 +292,14 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     }
     if (!epilogue_preload.empty()) preload += "    const int32_t point = r * " + str(n) + " + n;\n" + epilogue_preload;
   }
-  body +=
-      "  struct Extra {\n" + fields + "  };\n" +
-      function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
-               "    Extra extra{};\n" + preload + "    return extra;\n") +
-      function(
-          "void",
-          "finish(const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const Extra& extra)",
-          finish);
+  body += "  struct Extra {\n" + fields + "  };\n" +
+          function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
+                   "    Extra extra{};\n" + preload + "    return extra;\n") +
+          "  template <class C>\n" +
+          function("void",
+                   "finish(C& c, const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const "
+                   "Extra& extra)",
+                   finish);
   return code;
 }
 
@@ -432,20 +433,31 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   body += returning(
       "T*", "y(const Job& job, uint32_t b, uint32_t h)",
       refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
-  std::string prefetch;
-  for (const char* name : {"q", "k", "v"}) {
-    const Operand* operand = name[0] == 'q' ? node.find("q") : name[0] == 'k' ? k_new : v_new;
+  // Chains number their references from 0, so that equal chains have equal code.
+  std::vector<ChainCode> chains;
+  std::vector<bool> applies;
+  using Named = std::pair<const char*, const Operand*>;
+  for (const auto& [name, operand] : {Named{"Q", node.find("q")}, Named{"K", k_new}, Named{"V", v_new}}) {
     if (!operand) continue;
     check_dtype(node, *operand, dtype);
-    const char upper[] = {'C', 'h', 'a', 'i', 'n', static_cast<char>(name[0] - 'a' + 'A'), 0};
-    const ChainCode chain = emit_chain(plan, refs, node, find_chain(plan, job.prologue, node, operand->tensor),
-                                       {.phase = phase, .name = upper});
-    prefetch += chain.prefetch;
-    early &= chain.early;
-    body += chain.text;
-    code.headers.insert(code.headers.end(), chain.headers.begin(), chain.headers.end());
+    const Chain chain = find_chain(plan, job.prologue, node, operand->tensor);
+    std::vector<uint64_t> numbered;
+    Refs own(plan, numbered);
+    chains.push_back(emit_chain(plan, own, node, chain, {.phase = phase, .batch_row = true}));
+    applies.push_back(!chain.tasks.empty());
+    const ChainCode& made = chains.back();
+    const std::string first = std::string("kRefs") + name;
+    body += "  static constexpr uint32_t " + first + " = " + str(static_cast<int64_t>(code.refs.size())) + ";\n" +
+            (made.text == chains.front().text && chains.size() > 1
+                 ? std::string("  using Rows") + name + " = RowsQ;\n"
+                 : std::string("  struct Rows") + name + " {\n" + made.text + "  };\n");
+    code.refs.insert(code.refs.end(), numbered.begin(), numbered.end());
+    early &= made.early;
+    code.headers.insert(code.headers.end(), made.headers.begin(), made.headers.end());
   }
-  body += flag("kEarly", early) + function("void", "prefetch(const Job& job, int lane)", prefetch);
+  body += flag("kOneChain", chains.size() == 3 && chains[0].text == chains[1].text && !applies[2] &&
+                                chains[2].fetch == chains[0].fetch);
+  body += flag("kEarly", early);
   body += returning("uint32_t*", "arrivals(const Job& job)",
                     "job.pointer<uint32_t>(" + str(refs.add_raw(kControlIndex, plan.control_bytes)) + ")");
   plan.control_bytes += units * 4;

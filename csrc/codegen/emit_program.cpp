@@ -65,6 +65,14 @@ Pattern pattern(const std::vector<int64_t>& sizes, const std::vector<int64_t>& s
   return p;
 }
 
+std::string emit_store(const Plan& plan, Refs& refs, const Node& node, const Tensor& t, const std::string& index,
+                       const std::string& value) {
+  const std::string pointer = refs.pointer(node, t, true);
+  if (plan.tagged(t.buffer))
+    return "store_word(" + pointer + " + (" + index + "), " + value + ", " + refs.tag(t.buffer) + ");";
+  return pointer + "[" + index + "] = " + value + ";";
+}
+
 ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options) {
   const Program& program = *node.program;
   const std::string& x = options.prefix;
@@ -142,7 +150,14 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
         const bool is_constant = plan.graph().buffers()[t.buffer].kind == BufferKind::kInput && !plan.written[t.buffer];
         const std::string pointer = refs.pointer(node, t) + " + (" + address(i, 0) + ")";
         const std::string load = is_constant ? "load_constant(" + pointer + ")" : "*(" + pointer + ")";
-        if (options.early_loads && i.args.empty()) {
+        if (plan.tagged(t.buffer)) {
+          if (!options.early_loads || !i.args.empty())
+            fail(node, "operand " + node.operands[i.operand].name + " is tagged, but not read at its own point");
+          code.preload_fields += "    uint32_t " + result + ";\n";
+          code.preload += "    extra." + result + " = ptx::load_relaxed_gpu(" + pointer + ");\n";
+          expression = "cast<" + type + ">(element_of<" + std::string(cuda_type(t.dtype)) + ">(c, extra." + result +
+                       ", " + pointer + ", " + refs.tag(t.buffer) + "))";
+        } else if (options.early_loads && i.args.empty()) {
           code.preload_fields += "    " + std::string(cuda_type(t.dtype)) + " " + result + ";\n";
           code.preload += "    extra." + result + " = " + load + ";\n";
           expression = "cast<" + type + ">(extra." + result + ")";
@@ -163,7 +178,7 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
         if (options.unstored &&
             std::find(options.unstored->begin(), options.unstored->end(), t.buffer) != options.unstored->end())
           continue;
-        std::string store = refs.pointer(node, t, true) + "[" + address(i, 1) + "] = " + stored + ";";
+        std::string store = emit_store(plan, refs, node, t, address(i, 1), stored);
         if (i.args.size() > 2) store = "if (" + argument(2, "bool") + ") " + store;
         code.body += "    " + store + "\n";
         continue;

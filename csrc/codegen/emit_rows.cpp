@@ -19,7 +19,7 @@ int Refs::add_raw(uint32_t index, uint64_t offset) {
 
 int Refs::add(const Node& node, const Tensor& t) {
   const Buffer& buffer = plan_.graph().buffers()[t.buffer];
-  const int64_t offset = t.offset * size_bytes(t.dtype);
+  const int64_t offset = t.offset * size_bytes(t.dtype) * (plan_.tagged(t.buffer) ? 2 : 1);
   if (buffer.kind == BufferKind::kInput) return add_raw(buffer.index, offset);
   if (buffer.kind == BufferKind::kOutput) return add_raw(plan_.num_inputs + buffer.index, offset);
   const int64_t place = plan_.schedule.workspace_offsets[t.buffer];
@@ -28,7 +28,16 @@ int Refs::add(const Node& node, const Tensor& t) {
 }
 
 std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {
-  return "job.pointer<" + std::string(writable ? "" : "const ") + cuda_type(t.dtype) + ">(" + str(add(node, t)) + ")";
+  const std::string type = plan_.tagged(t.buffer) ? "uint32_t" : cuda_type(t.dtype);
+  return "job.pointer<" + std::string(writable ? "" : "const ") + type + ">(" + str(add(node, t)) + ")";
+}
+
+std::string Refs::tag(int buffer) {
+  for (const Node& node : plan_.graph().nodes())
+    for (const Operand& operand : node.operands)
+      if (operand.is_write && operand.tensor.buffer == buffer)
+        return "job.tag(" + str(add_raw(kTagIndex, plan_.phases_of[node.id].back())) + ")";
+  throw std::logic_error("codegen: nothing writes the tagged buffer " + str(buffer));
 }
 
 std::string row_offset(const Tensor& t, const std::string& row) {
@@ -104,12 +113,14 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
     for (const Operand& operand : task->operands) check_inner_stride(*task, operand);
   code.vectorized =
       size % width == 0 && aligned_rows(plan, source, true) && (target == nullptr || aligned_rows(plan, *target, true));
-  std::string members, constructed, applied;
+  const std::string place = refs.pointer(node, source) + " + " + row_offset(source, "row");
+  const std::string tag = plan.tagged(source.buffer) ? refs.tag(source.buffer) : "";
+  std::string members, constructed, applied, prefetch;
   auto reads_first = [&](const Tensor& t) { code.early &= plan.known_before(t.buffer, options.phase); };
   for (size_t i = 0; i < chain.tasks.size(); i++) {
     const Node& task = *chain.tasks[i];
-    const std::string name = "task" + str(static_cast<int64_t>(i)),
-                      trait = options.name + "Task" + str(static_cast<int64_t>(i));
+    const std::string name = "task" + str(static_cast<int64_t>(i)), trait = "Task" + str(static_cast<int64_t>(i));
+    std::string row = "row";
     if (input_of(task).shape.back() != size || input_of(task).dtype != source.dtype ||
         output_of(task).dtype != source.dtype)
       fail(task, "expected rows of " + str(size) + " elements of " + info(source.dtype).name + " on both sides");
@@ -134,12 +145,12 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
         reads_first(weight->tensor);
         const std::string pointer = refs.pointer(task, weight->tensor);
         code.text += "    static MPK_DEVICE const Weight* weight(const Job& job) { return " + pointer + "; }\n";
-        code.prefetch += "    prefetch_lines(" + pointer + ", " + str(size) + ", lane);\n";
+        prefetch += "    prefetch_lines(" + pointer + ", " + str(size) + ", lane);\n";
       }
     } else if (task.def->name == "rope") {
       const Tensor& x = input_of(task);
       if (size % 2 != 0) fail(task, "the head size must be even, got " + str(size));
-      code.text += "    static constexpr int kRowsPerAngle = " + str(x.shape[1]) + ";\n";
+      row = options.batch_row ? "batch_row" : "row / " + str(x.shape[1]);
       for (const char* angle : {"cos", "sin"}) {
         const Tensor& t = task.operand(angle).tensor;
         reads_first(t);
@@ -155,33 +166,36 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
     code.text += "  };\n";
     code.headers.push_back(task.def->header);
     members += "    " + task.def->name + "::Task<" + trait + ", Group> " + name + ";\n";
-    constructed += (constructed.empty() ? "" : ", ") + name + "(group, job, row)";
+    constructed += (constructed.empty() ? "" : ", ") + name + "(group, job, " + row + ")";
     applied += (i > 0 ? "      group.sync();\n" : "") + std::string("      ") + name + ".apply(group, data);\n";
   }
   const std::string copy =
       "copy_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") + ">(group, ";
-  const std::string row = refs.pointer(node, source) + " + " + row_offset(source, "row");
-  std::string body = "      " + copy + "data, " + row + ");\n";
+  code.fetch = "      " + copy + "data, " + place + ");\n";
+  if (plan.tagged(source.buffer))
+    code.fetch = "      copy_tagged_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") +
+                 ">(group, data, " + place + ", " + tag + ");\n";
   if (const auto handed = plan.handed.find(source.buffer); handed != plan.handed.end()) {
     const Plan::Handed& from = handed->second;
     code.text += "  struct Work {\n" + emit_work(plan, refs, *from.attention, from.partials, from.shares) + "  };\n";
     code.headers.push_back(from.attention->def->header);
     members = "    attention::Reader<Work> source;\n" + members;
     constructed = "source(job)" + (constructed.empty() ? "" : ", " + constructed);
-    body = "      source.read(group, job, row, data, " + row + ");\n";
+    code.fetch = "      source.read(group, job, row, data, " + place + ");\n";
     if (const Operand* limit = from.attention->find("limit")) reads_first(limit->tensor);
   }
-  if (!code.vectorized && !chain.tasks.empty()) body += "      group.sync();\n";
-  body += applied;
+  if (!code.vectorized && !chain.tasks.empty()) applied = "      group.sync();\n" + applied;
   if (target != nullptr) {
-    if (!code.vectorized) body += "      group.sync();\n";
-    body += "      " + copy + refs.pointer(node, *target, true) + " + " + row_offset(*target, "row") + ", data);\n";
+    if (!code.vectorized) applied += "      group.sync();\n";
+    applied += "      " + copy + refs.pointer(node, *target, true) + " + " + row_offset(*target, "row") + ", data);\n";
   }
-  code.text += "  template <class Group>\n  struct " + options.name + " {\n" + members + "    MPK_DEVICE " +
-               options.name + "(const Group& group, const Job& job, uint32_t row)" +
-               (constructed.empty() ? "" : " : " + constructed) +
-               " {}\n    MPK_DEVICE void run(Group& group, const Job& job, uint32_t row, " + type + "* data) {\n" +
-               body + "    }\n  };\n";
+  const std::string parameters = "(Group& group, const Job& job, uint32_t row, " + type + "* data) {\n";
+  code.text += "  template <class Group>\n  struct Chain {\n" + members +
+               "    MPK_DEVICE Chain(const Group& group, const Job& job, uint32_t row" +
+               (options.batch_row ? ", uint32_t batch_row)" : ")") + (constructed.empty() ? "" : " : " + constructed) +
+               " {}\n    MPK_DEVICE void fetch" + parameters + code.fetch + "    }\n    MPK_DEVICE void apply" +
+               parameters + applied + "    }\n  };\n  static MPK_DEVICE void prefetch(const Job& job, int lane) {\n" +
+               prefetch + "  }\n";
   return code;
 }
 

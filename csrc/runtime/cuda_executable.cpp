@@ -166,7 +166,7 @@ cu::DevicePtr CudaExecutable::allocate() {
   const int64_t bytes = round_up(control_bytes_) + workspace_bytes_;
   driver_.check(driver_.mem_alloc(&memory, bytes), "allocating " + std::to_string(bytes) + " bytes of workspace");
   try {
-    driver_.check(driver_.memset_d8_async(memory, 0, control_bytes_, service_stream_), "cuMemsetD8Async");
+    driver_.check(driver_.memset_d8_async(memory, 0, bytes, service_stream_), "cuMemsetD8Async");
     driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
   } catch (...) {
     driver_.mem_free(memory);
@@ -309,7 +309,8 @@ void CudaExecutable::report_abort() {
     std::vector<StallRecord> stalls(num_workers_);
     std::memcpy(stalls.data(), bytes.data() + stalls_offset_, num_workers_ * sizeof(StallRecord));
     text += describe_stalls(stalls, phase_names_);
-    driver_.check(driver_.memset_d8_async(lane.memory, 0, control_bytes_, service_stream_), "cuMemsetD8Async");
+    driver_.check(driver_.memset_d8_async(lane.memory, 0, round_up(control_bytes_) + workspace_bytes_, service_stream_),
+                  "cuMemsetD8Async");
     driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
   }
   std::atomic_ref<uint32_t>(*host_abort_).store(0, std::memory_order_release);

@@ -24,6 +24,8 @@ std::string awaited(const StallRecord& stall, const std::vector<std::string>& na
       return "free ring slot " + std::to_string(stall.event);
     case 3:
       return "the loader's progress";
+    case 4:
+      return "tagged words, whose tag it expects";
     default:
       return "unknown (" + std::to_string(stall.waiting) + ")";
   }

@@ -21,6 +21,12 @@ constexpr int64_t kRingSlotBytes = 8192;
 // Words cost twice the bytes at every reader; beyond this the event is cheaper.
 constexpr int64_t kMaxTaggedElements = 16384;
 
+// The operands of stream tasks that consumers bring to shared memory row by row.
+bool is_staged(const Operand& operand) {
+  static constexpr const char* kStaged[] = {"x", "q", "k_new", "v_new"};
+  return std::find(std::begin(kStaged), std::end(kStaged), operand.name) != std::end(kStaged);
+}
+
 int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 class Scheduler {
@@ -357,7 +363,7 @@ class Scheduler {
       }
     }
     // What the loader reads is known before the launch, or its maker must have signalled.
-    if (streams(*first.def))
+    if (first.def->streams())
       for (int n : job.body)
         for (const Dependency* edge : in_[n]) {
           if (edge->hazard == Hazard::kWriteAfterRead) continue;
@@ -407,7 +413,7 @@ class Scheduler {
     const Tensor& t = made.tensor;
     const bool from_linear = is(n, "linear") || (job_of_[n] >= 0 && is(jobs_[job_of_[n]].body.front(), "linear"));
     if (!from_linear || graph_.buffers()[t.buffer].kind != BufferKind::kWorkspace || !is_float(t.dtype) ||
-        size_bytes(t.dtype) > 4 || t.numel() > kMaxTaggedElements || !t.is_contiguous() ||
+        size_bytes(t.dtype) != 2 || t.numel() > kMaxTaggedElements || !t.is_contiguous() ||
         t.numel() * size_bytes(t.dtype) != graph_.buffers()[t.buffer].bytes)
       return false;
     for (const Dependency* edge : out_[n]) {
@@ -420,7 +426,7 @@ class Scheduler {
           if (reader.operands[i].tensor.buffer == t.buffer) return false;
       } else if (reader.def->role == Role::kStream) {
         for (const Operand& operand : reader.operands)
-          if (operand.tensor.buffer == t.buffer && loader_reads(*reader.def, operand)) return false;
+          if (operand.tensor.buffer == t.buffer && !is_staged(operand)) return false;
       } else if (jobs_[job_of_[reader.id]].epilogue.empty() || !reads_at_same_point(reader, made)) {
         return false;
       }

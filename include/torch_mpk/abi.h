@@ -17,8 +17,8 @@ struct StallRecord {
   uint32_t valid;
   uint32_t phase;    // the phase the warp was in
   uint32_t role;     // 0: consumer, 1: loader
-  uint32_t waiting;  // what for: 0 event, 1 full ring slot, 2 free ring slot, 3 the loader's progress
-  uint32_t event;    // phase whose event it waited for, or ring slot
+  uint32_t waiting;  // what for: 0 event, 1 full ring slot, 2 free ring slot, 3 the loader's progress, 4 tagged words
+  uint32_t event;    // phase whose event it waited for, or ring slot, or for words the phase it was in
   uint32_t seen;
   uint32_t expected;
   uint32_t entry;  // ring entry or tile the warp had reached
@@ -34,7 +34,8 @@ struct PhaseStamps {
   uint32_t signalled;  // the event had been signalled
 };
 
-// Device memory, one per executable and stream, zeroed by the host when created and after an aborted launch.
+// Device memory, one per executable and stream, zeroed with the workspace by the host when created and after an aborted
+// launch.
 // Followed by: uint32_t events[num_phases] (one per 32 bytes), uint32_t tickets[num_phases] (one per 32 bytes),
 // uint32_t arrivals[...] (whatever the kernel's tasks need), StallRecord stalls[num_workers], and, where the kernel is
 // profiled, PhaseStamps stamps[num_workers][num_phases].

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_graph import Builder, decoder, register_tasks
-from emulated_kernel import EmulatedKernel, allocate, reference, tensors
+from emulated_kernel import SMEM_BYTES, EmulatedKernel, allocate, reference, tensors
 from programs_graph import programs_and_reductions
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
-from torch_mpk import _C
+from torch_mpk import _C, reference_vm
 
 
 def decoder_inputs(graph: _C.TBGraph, limits: list[int], slot: int) -> list[torch.Tensor]:
@@ -62,10 +62,11 @@ def check_decoder(kernel: EmulatedKernel, limits: list[int], slot: int, toleranc
 def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
     sizes = {"batch": 3, "heads": 8, "groups": 2, "head_dim": 32, "ffn": 200, "length": 520, "vocab": 5000}
     left_behind = []
-    for fuse in (True, False):
-        folder = tmp_path / str(fuse)
+    for fuse, tagged in ((True, True), (True, False), (False, False)):
+        folder = tmp_path / f"{fuse}{tagged}"
         folder.mkdir()
-        kernel = EmulatedKernel(decoder(**sizes), folder, fuse=fuse)
+        kernel = EmulatedKernel(decoder(**sizes), folder, fuse=fuse, tagged=tagged)
+        assert any(kernel.schedule.tagged) == tagged
         if fuse:
             jobs = [job for phase in kernel.schedule.phases for job in phase.jobs]
             assert any(job.assignment == "claimed" for job in jobs)
@@ -73,14 +74,14 @@ def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
             assert any(job.epilogue for job in jobs)
         torch.manual_seed(1)
         left_behind.append(check_decoder(kernel, [0, 133, 520], 132, 2e-2))
-    assert all(map(torch.equal, *left_behind))
+    assert all(torch.equal(*pair) for other in left_behind[1:] for pair in zip(left_behind[0], other, strict=True))
 
 
 @pytest.mark.parametrize(("groups", "length"), [(1, 700), (2, 450), (1, 2000)])
 def test_decoder_with_caches_cut_into_pieces(tmp_path: Path, groups: int, length: int) -> None:
     """Pieces that the readers of the result put together, and pieces that the last worker does."""
     sizes = {"heads": 4, "groups": groups, "head_dim": 64, "ffn": 96, "length": length, "layers": 1}
-    kernel = EmulatedKernel(decoder(**sizes), tmp_path, workers=6)
+    kernel = EmulatedKernel(decoder(**sizes), tmp_path, workers=6, tagged=True)
     for limit in (length, 30):
         torch.manual_seed(limit)
         check_decoder(kernel, [limit], limit - 1, 2e-2)
@@ -132,8 +133,20 @@ def test_decoder_in_fp32(tmp_path: Path, arch: int, sizes: dict, limits: list[in
     check_decoder(kernel, limits, slot, 1e-5)
 
 
-def test_a_stalled_launch_is_given_up_and_the_next_one_works(tmp_path: Path) -> None:
-    kernel = EmulatedKernel(decoder(layers=1, dtype="float32"), tmp_path)
+@pytest.mark.parametrize("seed", range(4))
+def test_readers_of_tagged_words_wait_for_them_in_the_reference_vm(seed: int) -> None:
+    schedule = _C.make_schedule(decoder(), _C.Target("cuda", 90, 3, SMEM_BYTES, True, True))
+    assert any(phase > 0 and not p.waits for phase, p in enumerate(schedule.phases))
+    inputs = decoder_inputs(schedule.graph, [40], 5)
+    wanted = reference(schedule.graph, inputs)
+    outputs = [allocate(t) for t in tensors(schedule.graph, "output")]
+    reference_vm.run(schedule, inputs, outputs, seed=seed)
+    assert all(map(torch.equal, [*inputs, *outputs], [*wanted[0], *wanted[1]]))
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_a_stalled_launch_is_given_up_and_the_next_one_works(tmp_path: Path, tagged: bool) -> None:
+    kernel = EmulatedKernel(decoder(layers=1), tmp_path, tagged=tagged)
     graph = kernel.schedule.graph
     inputs = decoder_inputs(graph, [40], 5)
     wanted_inputs, wanted = reference(graph, inputs)
@@ -152,9 +165,10 @@ def test_a_stalled_launch_is_given_up_and_the_next_one_works(tmp_path: Path) -> 
     for valid, phase, role, waiting, event, *_ in stalls.tolist():  # consumers in phase 1 wait for the event of phase 0
         assert (valid, phase, role, waiting, event) == (1, 1, 0, 0, 0)
     kernel.control.zero_()
+    kernel.workspace.zero_()
     kernel.launch(inputs, outputs)
     for got, want in zip([*outputs, *inputs], [*wanted, *wanted_inputs], strict=True):
-        assert relative_error(got, want) < 1e-5
+        assert relative_error(got, want) < 2e-2
 
 
 def test_a_profiled_kernel_stamps_every_phase_of_every_worker(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 
 namespace mpk {
 
-enum class Waiting : uint32_t { kEvent, kFullSlot, kFreeSlot, kLoader };
+enum class Waiting : uint32_t { kEvent, kFullSlot, kFreeSlot, kLoader, kWord };
 enum class WarpRole : uint32_t { kConsumer, kLoader };
 
 inline constexpr int kEventStride = 8;  // events and tickets stand 32 bytes apart: one sector each
@@ -57,6 +57,24 @@ __device__ __noinline__ bool wait_event(const Watchdog& dog, const uint32_t* eve
       [&] {
         return StallRecord{
             1, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(Waiting::kEvent), event_idx, seen, target, 0};
+      });
+}
+
+// Until `event` has counted so many arrivals, which orders nothing: before a look at tagged words.
+__device__ __noinline__ bool wait_arrivals(const Watchdog& dog, const uint32_t* event, uint32_t target, uint32_t phase,
+                                           uint32_t event_idx) {
+  uint32_t seen = 0;
+  return spin(
+      dog, [&] { return reached(seen = ptx::load_relaxed_gpu(event), target); },
+      [&] {
+        return StallRecord{1,
+                           phase,
+                           static_cast<uint32_t>(WarpRole::kConsumer),
+                           static_cast<uint32_t>(Waiting::kEvent),
+                           event_idx,
+                           seen,
+                           target,
+                           0};
       });
 }
 

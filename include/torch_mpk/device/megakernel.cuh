@@ -31,16 +31,29 @@ struct Shared {
   alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
 };
 
+enum class Rehearsal { kNone, kTile, kStaging, kCombining };
+
+// The last warp's: the last ones have fewer neighbours to share their scheduler with.
+inline constexpr int kPollingThread = kConsumerThreads - 32;
+
 // A job of the running phase, as tasks see it.
 struct Job {
   const JobRow* row;
   const LaunchParams* params;
+  uint32_t first_ref = 0;
+
+  // The same job, seen by code whose references begin with number `first`.
+  MPK_DEVICE Job from(uint32_t first) const { return {row, params, first}; }
 
   template <class T>
   MPK_DEVICE T* pointer(int i) const {
-    T* p = reinterpret_cast<T*>(reinterpret_cast<const uint64_t*>(row + 1)[i]);
+    T* p = reinterpret_cast<T*>(reinterpret_cast<const uint64_t*>(row + 1)[first_ref + i]);
     __builtin_assume(__isGlobal(p));
     return p;
+  }
+  // The tag of the words that a phase writes in this launch; see tagged.cuh.
+  MPK_DEVICE uint32_t tag(int i) const {
+    return static_cast<uint32_t>(reinterpret_cast<const uint64_t*>(row + 1)[first_ref + i]);
   }
   MPK_DEVICE const uint32_t* loader_waits() const {
     return reinterpret_cast<const uint32_t*>(reinterpret_cast<const uint64_t*>(row + 1) + row->num_refs);
@@ -53,6 +66,20 @@ MPK_DEVICE const JobRow* first_job(const PhaseRow* phase) {
 }
 MPK_DEVICE const JobRow* next_job(const JobRow* job) {
   return reinterpret_cast<const JobRow*>(reinterpret_cast<const uint8_t*>(job) + job->bytes);
+}
+
+// Until the events of a phase have come. Out of line as the other waits are, see event.cuh.
+__device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events,
+                                         uint32_t target, uint32_t num_workers, uint32_t phase, uint32_t jitter) {
+  delay(jitter, blockIdx.x, 2 * phase);
+  // Tagged words are polled when half of the workers have written theirs: earlier, all would only load the memory.
+  if (waiting->num_waits == 0 && phase != 0)
+    return wait_arrivals(dog, events + (phase - 1) * kEventStride, target - num_workers / 2, phase, phase - 1);
+  for (uint32_t i = 0; i < waiting->num_waits; i++) {
+    const uint32_t event = waits_of(waiting)[i];
+    if (!wait_event(dog, events + event * kEventStride, target, phase, WarpRole::kConsumer, event)) return false;
+  }
+  return true;
 }
 
 // What both roles know of the launch.
@@ -111,6 +138,17 @@ struct Consumer : Launch<Kernel> {
     lane = ring.lane = rank % 32;
   }
 
+  // What this warp rehearses of a job before it awaits the phase's events. The multiprocessor fetches instructions far
+  // slower than it executes them, and each phase's are others: so while one thread polls, the warps go through the job
+  // with whatever stands where its operands will be. Schedulers of the multiprocessor, four of them, have instruction
+  // caches of their own, so each part is rehearsed by a warp of each. A job that has no such part skips it. Nothing
+  // that a rehearsal computes is seen by others, and it takes part in no barrier.
+  MPK_DEVICE Rehearsal rehearsal() const {
+    constexpr int kSchedulers = 4;
+    if (awaited || warp == kPollingThread / 32) return Rehearsal::kNone;
+    return warp < kSchedulers ? Rehearsal::kTile : warp < 2 * kSchedulers ? Rehearsal::kStaging : Rehearsal::kCombining;
+  }
+
   // Notes the time in a profiled kernel; nothing otherwise.
   MPK_DEVICE void stamp(uint32_t PhaseStamps::* when) {
     if constexpr (Kernel::kStampsOffset != 0) stamps.*when = ptx::clock();
@@ -136,11 +174,14 @@ struct Consumer : Launch<Kernel> {
   }
 
   // Until the events of the phase have come, once a phase. A job calls it where it first reads what earlier phases of
-  // this launch wrote, or may have written since the phase before the last. False when the launch was given up.
+  // this launch wrote, or may have written since the phase before the last; behind it tagged words are polled. False
+  // when the launch was given up.
   MPK_DEVICE bool await() {
     if (awaited) return alive;
     awaited = true;
-    if (rank == 0) failed = !await_events();
+    if (rank == kPollingThread)
+      failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(),
+                            Kernel::kNumWorkers, phase, this->params.jitter);
     if (!sync()) return false;
     stamp(&PhaseStamps::ready);
     return true;
@@ -155,15 +196,18 @@ struct Consumer : Launch<Kernel> {
   }
 
   // Ends the last row of a phase, and signals its event.
-  MPK_DEVICE bool end_phase(bool publishes) {
+  MPK_DEVICE bool end_phase(uint32_t signal) {
     if (!await()) return false;
     stamp(&PhaseStamps::computed);
-    if (publishes) ptx::fence_proxy_async();
+    if (signal & kPublishes) ptx::fence_proxy_async();
     if (!sync()) return false;
     stamp(&PhaseStamps::finished);
     if (rank == 0) {
       delay(this->params.jitter, blockIdx.x, 2 * phase + 1);
-      ptx::add_release_gpu(this->event(phase), 1);
+      if (signal & kReleases)
+        ptx::add_release_gpu(this->event(phase), 1);
+      else
+        ptx::add_relaxed_gpu(this->event(phase), 1);
       ptx::store_release_cta(&this->shared.done, row + 1);
       if constexpr (Kernel::kStampsOffset != 0) {
         stamp(&PhaseStamps::signalled);
@@ -182,18 +226,6 @@ struct Consumer : Launch<Kernel> {
  private:
   MPK_DEVICE const PhaseRow* current_row() const {
     return reinterpret_cast<const PhaseRow*>(this->shared.rows[row % kPhasesAhead]);
-  }
-
-  MPK_DEVICE bool await_events() {
-    Shared& s = this->shared;
-    delay(this->params.jitter, blockIdx.x, 2 * phase);
-    const PhaseRow* waiting = current_row();
-    for (uint32_t i = 0; i < waiting->num_waits; i++) {
-      const uint32_t event = waits_of(waiting)[i];
-      if (!wait_event(s.watchdog, this->event(event), this->event_target(), phase, WarpRole::kConsumer, event))
-        return false;
-    }
-    return true;
   }
 };
 
@@ -257,6 +289,7 @@ struct Loader : Launch<Kernel> {
  private:
   MPK_DEVICE uint64_t address(uint64_t ref) const {
     const uint32_t index = static_cast<uint32_t>(ref >> 48);
+    if (index == kTagIndex) return 1 + (this->epoch * Kernel::kNumPhases + static_cast<uint32_t>(ref)) % 0xffffu;
     const void* base = index == kWorkspaceIndex ? this->params.workspace
                        : index == kControlIndex ? static_cast<const void*>(this->params.control)
                                                 : this->pointers[index];
@@ -307,7 +340,7 @@ MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
       Kernel::compute(c, Job{job, &c.params});
       if (!c.alive) return;
     }
-    if (row->last == 0 ? !c.end_row() : !c.end_phase(row->publishes != 0)) return;
+    if (row->last == 0 ? !c.end_row() : !c.end_phase(row->signal)) return;
   }
 }
 

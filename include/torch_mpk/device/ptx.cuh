@@ -22,21 +22,28 @@ MPK_DEVICE void mbar_arrive(uint64_t* bar) {
   asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.shared::cta.b64 t, [%0];\n}" ::"r"(smem_addr(bar)) : "memory");
 }
 
-// Whether the phase of this parity is complete. On sm_90 the hardware may suspend the thread for a while first.
-MPK_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
+// Whether the phase of this parity is complete, at once.
+MPK_DEVICE bool mbar_peek(uint64_t* bar, uint32_t parity) {
   uint32_t done;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(smem_addr(bar)), "r"(parity)
-               : "memory");
-#else
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(done)
                : "r"(smem_addr(bar)), "r"(parity)
                : "memory");
-#endif
   return done;
+}
+
+// The same. On sm_90 the hardware may suspend the thread for a while first.
+MPK_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(smem_addr(bar)), "r"(parity)
+               : "memory");
+  return done;
+#else
+  return mbar_peek(bar, parity);
+#endif
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -108,6 +115,23 @@ MPK_DEVICE uint32_t load_relaxed_gpu(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
+}
+
+MPK_DEVICE uint4 load_relaxed_gpu_v4(const uint32_t* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+MPK_DEVICE void store_relaxed_gpu(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+MPK_DEVICE void add_relaxed_gpu(uint32_t* p, uint32_t v) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 MPK_DEVICE void add_release_gpu(uint32_t* p, uint32_t v) {

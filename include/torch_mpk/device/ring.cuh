@@ -80,11 +80,13 @@ struct RingWriter {
   // these, `source` tells the tile(i) it belongs to, its bytes(i), and makes its copies: copy(i, SlotWriter).
   template <class Source>
   MPK_DEVICE bool fill(uint32_t count, uint32_t phase, const Source& source) {
-    for (uint32_t first = 0; first < count; first += kFillWidth) {
-      const uint32_t n = min(uint32_t(kFillWidth), count - first);
+    for (uint32_t first = 0; first < count;) {
       const uint32_t mine = kFillWidth == 1 ? 0 : lane, i = first + mine, g = entry + mine, slot = g % slots;
-      const bool is_free = mine >= n || g < slots || await_free(g, phase);
-      if (!__all_sync(~0u, is_free)) return false;
+      // The first is waited for; those behind it that are free, too, are filled with it.
+      const bool is_free = mine < min(uint32_t(kFillWidth), count - first) &&
+                           (g < slots || (mine == 0 ? await_free(g, phase) : peek_free(g)));
+      const uint32_t n = kFillWidth == 1 ? __all_sync(~0u, is_free) : __ffs(~__ballot_sync(~0u, is_free)) - 1;
+      if (n == 0) return false;
       if (mine < n) {
 #if __CUDA_ARCH__ >= 900
         ptx::mbar_arrive_expect(&ring.full[slot], source.bytes(i));
@@ -97,6 +99,7 @@ struct RingWriter {
       }
       __syncwarp();
       entry += n;
+      first += n;
       if (lane == 0) ptx::store_release_cta(&ring.issued, entry);
     }
     return true;
@@ -114,6 +117,7 @@ struct RingWriter {
   }
 
  private:
+  MPK_DEVICE bool peek_free(uint32_t g) { return ptx::mbar_peek(&ring.empty[g % slots], (g / slots - 1) & 1); }
   MPK_DEVICE bool await_free(uint32_t g, uint32_t phase) {
     const uint32_t slot = g % slots, parity = (g / slots - 1) & 1;
     return ptx::mbar_test(&ring.empty[slot], parity) ||
@@ -146,6 +150,31 @@ __device__ __noinline__ uint32_t wait_issued_or_end(const RingState& ring, const
   return seen;
 }
 
+// Until entry g, which is known to come, is issued and its data there. `issued` is the count of entries that the warp
+// has seen issued; returns the count seen now, or one short of the entry when the launch was given up. Called by all
+// lanes, out of line: every tile of every task comes here.
+template <int slots>
+__device__ __noinline__ uint32_t wait_entry(RingState& ring, const Watchdog& dog, uint32_t g, uint32_t phase,
+                                            uint32_t issued) {
+  if (!reached(issued, g + 1)) {
+    const uint32_t seen = wait_count(dog, &ring.issued, g + 1, phase, WarpRole::kConsumer, Waiting::kLoader, g);
+    if (!__all_sync(~0u, reached(seen, g + 1))) return g;
+    issued = __shfl_sync(~0u, seen, 0);  // lanes must agree on it
+  }
+  const uint32_t slot = g % slots, parity = (g / slots) & 1;
+  bool there = ptx::mbar_test(&ring.full[slot], parity);
+  if (!there)
+    there = wait_barrier(dog, &ring.full[slot], parity, phase, WarpRole::kConsumer, Waiting::kFullSlot, slot, g);
+  return __all_sync(~0u, there) ? issued : g;
+}
+
+// Whether the data of entry g is there already. The same in all lanes, which all call it.
+template <int slots>
+__device__ __noinline__ bool is_full(RingState& ring, uint32_t g) {
+  const uint32_t issued = ptx::load_acquire_cta(&ring.issued);
+  return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
+}
+
 // A consumer warp's end. All lanes call all functions.
 template <int slots>
 struct RingReader {
@@ -155,47 +184,32 @@ struct RingReader {
   int lane;
   uint32_t issued = 0;  // what the warp has seen of ring.issued
 
-  // Waits until entry g has been issued for this phase, or, where tiles are `claimed`, until it is known that the phase
-  // ends before it: `ended`. The loader announces the end of a phase before it issues entries of the next one.
-  MPK_DEVICE bool wait_issued(uint32_t g, uint32_t phase, bool claimed, bool& ended) {
+  // For claimed tiles: waits until entry g has been issued for this phase, or it is known that the phase ends before
+  // it: `ended`. The loader announces the end of a phase before it issues entries of the next one.
+  MPK_DEVICE bool wait_issued_or_end(uint32_t g, uint32_t phase, bool& ended) {
     if (!is_issued(g)) look();
     if (!is_issued(g)) {
-      const uint32_t seen = claimed
-                                ? wait_issued_or_end(ring, dog, g, phase)
-                                : wait_count(dog, &ring.issued, g + 1, phase, WarpRole::kConsumer, Waiting::kLoader, g);
-      const bool ok = reached(seen, g + 1) || (claimed && ends_before(ring, g, phase));
-      if (!__all_sync(~0u, ok)) return false;
+      const uint32_t seen = mpk::wait_issued_or_end(ring, dog, g, phase);
+      if (!__all_sync(~0u, reached(seen, g + 1) || ends_before(ring, g, phase))) return false;
       issued = __shfl_sync(~0u, seen, 0);  // lanes must agree on it, or some would skip the vote above
     }
-    ended = claimed && ends_before(ring, g, phase);
+    ended = ends_before(ring, g, phase);
     return true;
   }
 
-  // Waits for the data of entry g, which has been issued.
-  MPK_DEVICE bool wait_full(uint32_t g, uint32_t phase) {
-    const uint32_t slot = g % slots, parity = (g / slots) & 1;
-    if (__all_sync(~0u, ptx::mbar_test(&ring.full[slot], parity))) return true;
-    const bool ok =
-        wait_barrier(dog, &ring.full[slot], parity, phase, WarpRole::kConsumer, Waiting::kFullSlot, slot, g);
-    return __all_sync(~0u, ok);
-  }
-
-  // Both; for entries that are known to come.
+  // Waits for the data of entry g, which is known to come.
   MPK_DEVICE bool wait(uint32_t g, uint32_t phase) {
-    bool ended;
-    return wait_issued(g, phase, false, ended) && wait_full(g, phase);
+    issued = wait_entry<slots>(ring, dog, g, phase, issued);
+    return reached(issued, g + 1);
   }
 
   // Whether the data of entry g is there already. The same in all lanes.
-  MPK_DEVICE bool is_full(uint32_t g) {
-    if (!is_issued(g)) look();
-    return is_issued(g) && __all_sync(~0u, ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1));
-  }
+  MPK_DEVICE bool is_full(uint32_t g) { return mpk::is_full<slots>(ring, g); }
 
   MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * kSlotBytes; }
   MPK_DEVICE uint32_t tile(uint32_t g) const { return ring.tile[g % slots]; }
 
-  // The number of entries issued by the end of a phase, which wait_issued has found ended.
+  // The number of entries issued by the end of a phase, which wait_issued_or_end has found ended.
   MPK_DEVICE uint32_t phase_end(uint32_t phase) const {
     return static_cast<uint32_t>(ring.phase_end[phase % kPhasesAhead]);
   }

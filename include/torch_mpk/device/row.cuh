@@ -4,7 +4,7 @@
 // and applied to a row in shared memory, in place:
 //
 //   template <class V, class Group> struct Task {
-//     Task(const Group& group, const Job& job, uint32_t row);   // V: sizes and attributes; V::kRefs: its first operand
+//     Task(const Group& group, const Job& job, uint32_t row);   // V: sizes, attributes, where operands are
 //     void apply(Group& group, T* row);                         // the row is complete on entry; no barrier at the end
 //   };
 //
@@ -13,8 +13,10 @@
 //
 //   template <class Group> struct Chain {
 //     Chain(const Group& group, const Job& job, uint32_t row);                   // constructs the tasks
-//     void run(Group& group, const Job& job, uint32_t row, T* data);             // the row, from memory, into `data`
+//     void fetch(Group& group, const Job& job, uint32_t row, T* data);           // the row, from memory, into `data`
+//     void apply(Group& group, const Job& job, uint32_t row, T* data);           // the tasks
 //   };
+//   static void prefetch(const Job& job, int lane);                              // their parameters, into L2
 #pragma once
 
 #include "torch_mpk/device/megakernel.cuh"
@@ -34,9 +36,14 @@ MPK_DEVICE float warp_max(float v) {
   return v;
 }
 
+template <class C>
 struct WarpThreads {
   static constexpr int kSize = 32;
+  C& c;
   int rank;
+  bool rehearsal;  // reads no operands, see Consumer::rehearsal
+  MPK_DEVICE explicit WarpThreads(C& c, bool rehearsal = false) : c(c), rank(c.lane), rehearsal(rehearsal) {}
+
   MPK_DEVICE float sum(float v) { return warp_sum(v); }
   MPK_DEVICE void sync() { __syncwarp(); }
 };
@@ -47,8 +54,9 @@ struct CtaThreads {
   static constexpr int kSize = kConsumerThreads;
   C& c;
   int rank;
+  bool rehearsal;
   int flip = 0;
-  MPK_DEVICE explicit CtaThreads(C& c) : c(c), rank(c.rank) {}
+  MPK_DEVICE explicit CtaThreads(C& c, bool rehearsal = false) : c(c), rank(c.rank), rehearsal(rehearsal) {}
 
   // Alternating buffers: one barrier a sum.
   MPK_DEVICE float sum(float v) {
@@ -56,13 +64,15 @@ struct CtaThreads {
     flip ^= 1;
     v = warp_sum(v);
     if (c.lane == 0) partials[c.warp] = v;
-    c.sync();
+    sync();
     float total = partials[0];
 #pragma unroll
     for (int w = 1; w < kConsumerWarps; w++) total += partials[w];
     return total;
   }
-  MPK_DEVICE void sync() { c.sync(); }
+  MPK_DEVICE void sync() {
+    if (!rehearsal) c.sync();
+  }
 };
 
 // Whether rows are shared out among the warps, or the whole CTA works on each. The same rule for all jobs, for equal
@@ -75,9 +85,12 @@ constexpr bool rows_by_warp(int row_bytes, int64_t num_rows) {
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
   if constexpr (vectorized) {
-    for (int i = group.rank; i < N / kVecSize<T>; i += Group::kSize)
-      reinterpret_cast<uint4*>(dst)[i] = reinterpret_cast<const uint4*>(src)[i];
-  } else {
+    for (int i = group.rank; i < N / kVecSize<T>; i += Group::kSize) {
+      uint4 v{};
+      if (!group.rehearsal) v = reinterpret_cast<const uint4*>(src)[i];
+      reinterpret_cast<uint4*>(dst)[i] = v;
+    }
+  } else if (!group.rehearsal) {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = src[i];
   }
 }
@@ -89,6 +102,13 @@ inline constexpr bool kByWarp = rows_by_warp(kRowPitch<V>, V::kRows);
 template <class V>  // of shared memory
 inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * kRowPitch<V> : kRowPitch<V>;
 
+template <class Chain, class Group, class T>
+MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
+  Chain chain(group, job, row);
+  chain.fetch(group, job, row, data);
+  chain.apply(group, job, row, data);
+}
+
 // A job of row tasks alone. V: T, kRows, kSize; Chain<Group>, which also stores the row.
 template <class V, class C>
 MPK_DEVICE void run_rows(C& c, const Job& job) {
@@ -96,18 +116,18 @@ MPK_DEVICE void run_rows(C& c, const Job& job) {
   if (!c.await()) return;
   const uint32_t worker = c.worker(job);
   if constexpr (kByWarp<V>) {
-    WarpThreads group{c.lane};
+    WarpThreads<C> group(c);
     T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
     for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows;
          row += kConsumerWarps * C::Config::kNumWorkers) {
-      typename V::template Chain<WarpThreads>(group, job, row).run(group, job, row, data);
+      run_chain<typename V::template Chain<WarpThreads<C>>>(group, job, row, data);
       group.sync();
     }
   } else {
     CtaThreads<C> group(c);
     T* data = reinterpret_cast<T*>(c.staged());
     for (uint32_t row = worker; row < V::kRows; row += C::Config::kNumWorkers) {
-      typename V::template Chain<CtaThreads<C>>(group, job, row).run(group, job, row, data);
+      run_chain<typename V::template Chain<CtaThreads<C>>>(group, job, row, data);
       if (!c.sync()) return;
     }
   }

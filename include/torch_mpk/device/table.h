@@ -17,14 +17,21 @@ inline constexpr int kThreads = kConsumerThreads + 32;  // and the loader
 inline constexpr int kSlotBytes = 8192;                 // of the ring
 
 inline constexpr int kRowBytes = 1024;  // two 16-byte loads for each lane of the loader warp
-inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe;
+inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kTagIndex = 0xfffd;
+
+// A signal that nobody awaits only counts arrivals.
+enum Signal : uint32_t {
+  kReleases = 1,   // a phase awaits this one's event: all that was written is visible to it
+  kPublishes = 2,  // a loader does: the stores must reach the copy engine, too
+};
 
 // Jobs of a phase: PhaseRow, uint32_t waits[num_waits] padded to 16 bytes, then the jobs.
 struct PhaseRow {
   uint32_t num_jobs;
-  uint32_t num_waits;  // phases whose events come before this phase's computation; in the phase's first row
+  uint32_t num_waits;  // phases whose events come before this phase's computation; in the phase's first row. None: what
+                       // it reads of earlier phases is tagged, or known
   uint32_t last;       // nonzero: the phase ends with this row
-  uint32_t publishes;  // nonzero: a loader waits for this phase, so its stores must reach the copy engine
+  uint32_t signal;     // what its signal says, see Signal
 };
 
 // A job: JobRow, uint64_t refs[num_refs], uint32_t loader_waits[num_loader_waits] padded to 16 bytes.
@@ -37,8 +44,9 @@ struct JobRow {
   uint32_t num_refs;
 };
 
-// Which of the call's pointers (or the workspace, or the control block), and the byte offset from it. The loader turns
-// references into addresses as it brings a row to shared memory.
+// Which of the call's pointers (or the workspace, or the control block), and the byte offset from it; or, with kTagIndex,
+// a phase, for the tag of its words. The loader turns references into addresses, or tags, as it brings a row to shared
+// memory.
 inline constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) {
   return (uint64_t(index) << 48) | byte_offset;
 }

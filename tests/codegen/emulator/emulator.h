@@ -65,6 +65,13 @@ inline bool __any_sync(unsigned, bool v) {
   for (int i = 0; i < 32; i++) any |= *static_cast<const bool*>(emulator::warp_value(i));
   return any;
 }
+inline unsigned __ballot_sync(unsigned, bool v) {
+  emulator::warp_collect(&v, sizeof(v));
+  unsigned votes = 0;
+  for (int i = 0; i < 32; i++) votes |= unsigned(*static_cast<const bool*>(emulator::warp_value(i))) << i;
+  return votes;
+}
+inline int __ffs(int v) { return __builtin_ffs(v); }
 inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
 inline void __syncwarp() { emulator::warp_collect(nullptr, 0); }
 inline bool __syncthreads_or(bool v) { return emulator::barrier(0, v); }
@@ -84,6 +91,9 @@ inline float __int_as_float(int v) {
   return f;
 }
 inline float __uint_as_float(unsigned v) { return __int_as_float(static_cast<int>(v)); }
+inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline float __expf(float v) { return std::exp(v); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

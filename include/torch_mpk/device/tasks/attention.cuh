@@ -15,9 +15,11 @@
 // A variant V describes one job:
 //   Work, kScale, kHasNew, kHasMask, kMaskPerHead, kPitchK, kPitchV (bytes from position to position)
 //   slot(job), mask(job, b, h, position), y(job, b, h), k_cache(job, b, g), v_cache(job, b, g), arrivals(job)
-//   ChainQ<Group>, ChainK<Group>, ChainV<Group>   how the rows of q and of the new position come
+//   RowsQ, RowsK, RowsV           how the rows of q and of the new position come: Chain<Group>, see row.cuh,
+//   constructed
+//                                 with the row of the batch too; their references begin with kRefsQ, kRefsK, kRefsV
+//   kOneChain                     RowsK is RowsQ, and RowsV fetches as RowsQ does and applies nothing
 //   kEarly                        limits, the slot and what the chains fetch first are known before the phase's events
-//   prefetch(job, lane)           parameters of the row tasks, into L2
 #pragma once
 
 #include "torch_mpk/device/partition.h"
@@ -116,7 +118,8 @@ template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
   using W = typename V::Work;
-  V::prefetch(job, l.lane);
+  V::RowsQ::prefetch(job.from(V::kRefsQ), l.lane);
+  if constexpr (V::kHasNew) V::RowsK::prefetch(job.from(V::kRefsK), l.lane);
   if (!l.await_inputs(job)) return;
   const Cut<W> cut(job);
   const uint32_t pieces = cut.pieces();
@@ -140,10 +143,20 @@ struct Tile {
   int rows;                // positions that count
 };
 
+// The hardware's exponential is good to a millionth of the result: enough where that is rounded to 16 bits.
+template <class T>
+MPK_DEVICE float exponential(float x) {
+  return sizeof(T) == 2 ? __expf(x) : expf(x);
+}
+
 // The exponential of a score, 0 for one that does not count; NaN stays NaN.
-MPK_DEVICE float weigh(float score, float max) { return score == -infinity() ? 0.0f : expf(score - max); }
+template <class T>
+MPK_DEVICE float weigh(float score, float max) {
+  return score == -infinity() ? 0.0f : exponential<T>(score - max);
+}
+template <class T>
 MPK_DEVICE float rescale(float old_max, float new_max) {
-  return new_max == -infinity() ? 1.0f : expf(old_max - new_max);
+  return new_max == -infinity() ? 1.0f : exponential<T>(old_max - new_max);
 }
 
 // On tensor cores, 16 positions by 8 heads: S = K Q^T, then Out^T = V^T P, with P split into a rounded part and the
@@ -203,9 +216,9 @@ struct TensorCoreSoftmax {
       for (int o = 4; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
       const float old = max[h];
       max[h] = fmaxf(old, top);
-      keep[h] = rescale(old, max[h]);
-      weights[h] = weigh(scores[h], max[h]);
-      weights[h + 2] = weigh(scores[h + 2], max[h]);
+      keep[h] = rescale<T>(old, max[h]);
+      weights[h] = weigh<T>(scores[h], max[h]);
+      weights[h + 2] = weigh<T>(scores[h + 2], max[h]);
       sum[h] = fmaf(sum[h], keep[h], weights[h] + weights[h + 2]);
     }
     uint32_t rounded[2], rest[2];  // positions 0 to 7, 8 to 15
@@ -323,7 +336,7 @@ struct FmaSoftmax {
     for (int i = share; i < S::kChunks; i += kLanesPerPosition) {
       const int chunk = i + start < S::kChunks ? i + start : i + start - S::kChunks;
       float k[S::kVec];
-      linear::Unpack<T>::apply(keys[chunk], k);
+      linear::unpack(keys[chunk], k);
 #pragma unroll
       for (int h = 0; h < S::kHeads; h++)
 #pragma unroll
@@ -342,7 +355,7 @@ struct FmaSoftmax {
       scores[h] = counts ? __fadd_rn(__fmul_rn(scores[h], V::kScale), mask[V::kMaskPerHead ? h : 0]) : -infinity();
       const float old = max[h];
       max[h] = fmaxf(old, warp_max(scores[h]));
-      const float keep = rescale(old, max[h]), weight = weigh(scores[h], max[h]);
+      const float keep = rescale<T>(old, max[h]), weight = weigh<T>(scores[h], max[h]);
       sum[h] = fmaf(sum[h], keep, lane < S::kTile ? weight : 0.0f);
 #pragma unroll
       for (int i = 0; i < kQuadsPerLane; i++)
@@ -406,44 +419,66 @@ struct SoftmaxOf<true, V> {
 
 // ---- combining
 
+// Four elements of a result: their unnormalised sums, the maximum, the sum of exponentials.
 struct Combined {
-  float out, max, sum;
-  // Without any key: zero or NaN.
-  MPK_DEVICE float result(bool zero_without_keys) const { return sum == 0 && zero_without_keys ? 0.0f : out / sum; }
+  float4 out;
+  float max, sum;
 };
 
-// Element d (one in each lane) of several partials, added in order; partial(i) points to the i-th. Lanes weigh 32 of
-// them at a time, each one for all.
-template <int kSize, class Partial>
-MPK_DEVICE Combined combine(int count, int d, int lane, Partial partial) {
-  Combined c{0, -infinity(), 0};
+// Four elements of `count` partials, `stride` floats apart, added in order; `scale` points to the first one's maximum
+// and sum. Four partials are fetched at a time, with their maxima. Out of line: warps, pieces and readers use the same
+// code.
+template <class T>
+__device__ __noinline__ Combined combine(const float* out, const float* scale, int stride, int count) {
+  Combined c{make_float4(0, 0, 0, 0), -infinity(), 0};
 #pragma unroll 1
-  for (int first = 0; first < count; first += 32) {
-    const int n = min(32, count - first);
-    const float* mine = partial(first + (lane < n ? lane : 0));
-    const float max = lane < n ? mine[kSize] : -infinity(), sum = mine[kSize + 1];
-    const float before = c.max;
-    c.max = fmaxf(before, warp_max(max));
-    const float keep = rescale(max, c.max);
-    c.out *= rescale(before, c.max);
-    c.sum *= rescale(before, c.max);
-#pragma unroll 4
-    for (int i = 0; i < n; i++) {
-      const float weight = __shfl_sync(~0u, keep, i);
-      c.out = fmaf(partial(first + i)[d < kSize ? d : 0], weight, c.out);
-      c.sum = fmaf(__shfl_sync(~0u, sum, i), weight, c.sum);
+  for (int first = 0; first < count; first += 4, out += 4 * stride, scale += 4 * stride) {
+    float4 outs[4];
+    float2 scales[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool in = first + i < count;
+      outs[i] = in ? *reinterpret_cast<const float4*>(out + i * stride) : make_float4(0, 0, 0, 0);
+      scales[i] = in ? *reinterpret_cast<const float2*>(scale + i * stride) : make_float2(-infinity(), 0);
     }
+    const float before = c.max;
+#pragma unroll
+    for (int i = 0; i < 4; i++) c.max = fmaxf(c.max, scales[i].x);
+    auto scale_by = [&](float keep, const float4& more, float more_sum, float keep_more) {
+      c.out.x = fmaf(more.x, keep_more, c.out.x * keep);
+      c.out.y = fmaf(more.y, keep_more, c.out.y * keep);
+      c.out.z = fmaf(more.z, keep_more, c.out.z * keep);
+      c.out.w = fmaf(more.w, keep_more, c.out.w * keep);
+      c.sum = fmaf(more_sum, keep_more, c.sum * keep);
+    };
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      scale_by(i == 0 ? rescale<T>(before, c.max) : 1.0f, outs[i], scales[i].y, rescale<T>(scales[i].x, c.max));
   }
   return c;
 }
 
-// Calls combined(head, d) for every element of `heads` heads, all lanes of a warp with the same head; d may lie
-// outside.
+// Four elements of a result, rounded. Without any key: zero or NaN.
+template <class W>
+MPK_DEVICE Vec<typename W::T, 4> result(const Combined& c) {
+  using T = typename W::T;
+  const bool zero = W::kZeroWithoutKeys && c.sum == 0;
+  auto divide = [&](float v) { return zero ? 0.0f : sizeof(T) == 2 ? __fdividef(v, c.sum) : v / c.sum; };
+  return {cast<T>(divide(c.out.x)), cast<T>(divide(c.out.y)), cast<T>(divide(c.out.z)), cast<T>(divide(c.out.w))};
+}
+
+// y may stand anywhere.
+template <class T>
+MPK_DEVICE void store_quad(T* y, const Vec<T, 4>& v) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) y[i] = v.v[i];
+}
+
+// Calls combined(head, d) for every fourth element of `heads` heads.
 template <int kSize, class Combine>
-MPK_DEVICE void for_each_element(int heads, int warp, int lane, Combine combine) {
-  constexpr int kStrips = (kSize + 31) / 32;
+MPK_DEVICE void for_each_quad(int heads, int rank, Combine combined) {
 #pragma unroll 1
-  for (int i = warp; i < heads * kStrips; i += kConsumerWarps) combine(i / kStrips, i % kStrips * 32 + lane);
+  for (int i = rank; i < heads * (kSize / 4); i += kConsumerThreads) combined(i / (kSize / 4), i % (kSize / 4) * 4);
 }
 
 // The result as its readers bring it to shared memory: row by row, put together from the pieces that were handed over.
@@ -458,62 +493,32 @@ struct Reader {
 
   template <class Group>
   MPK_DEVICE void read(const Group& group, const Job& job, uint32_t row, T* data, const T* y) const {
-    constexpr int kShares = W::kShares;
     if (!cut.plan.handed) return copy_row<T, kRow, true>(group, data, y);
-    uint32_t first = kv_pieces(cut, row, W::kGroups * W::kPasses, cut.plan.length);
+    const uint32_t first = kv_pieces(cut, row, W::kGroups * W::kPasses, cut.plan.length);
     const uint32_t count = kv_count(cut(row), cut.plan.length);
     const float* partials = W::partials(job);
-    constexpr int kSteps = (kRow / 4 + Group::kSize - 1) / Group::kSize;
-#pragma unroll(kSteps* kShares <= 16 ? kSteps : 1)
-    for (int s = 0; s < kSteps; s++) {
-      const int i = s * Group::kSize + group.rank;
-      if (i >= kRow / 4) break;
+#pragma unroll 1
+    for (int i = group.rank; i < kRow / 4; i += group.rehearsal ? kRow : Group::kSize) {
       const int head = 4 * i / W::kSize, d = 4 * i % W::kSize;
       const float* from = partials + ((first + head / W::kHeads * count) * W::kHeads + head % W::kHeads) * kPartial<W>;
-      float4 out[kShares] = {};
-      float2 scale[kShares] = {};  // maximum and sum
-#pragma unroll
-      for (int p = 0; p < kShares; p++)
-        if (p < count) {
-          const float* piece = from + p * W::kHeads * kPartial<W>;
-          out[p] = *reinterpret_cast<const float4*>(piece + d);
-          scale[p] = *reinterpret_cast<const float2*>(piece + W::kSize);
-        }
-      float max = -infinity();
-#pragma unroll
-      for (int p = 0; p < kShares; p++)
-        if (p < count) max = fmaxf(max, scale[p].x);
-      Combined c[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) c[e] = {0, max, 0};
-#pragma unroll
-      for (int p = 0; p < kShares; p++)
-        if (p < count) {
-          const float keep = rescale(scale[p].x, max);
-          const float values[4] = {out[p].x, out[p].y, out[p].z, out[p].w};
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            c[e].out = fmaf(values[e], keep, c[e].out);
-            c[e].sum = fmaf(scale[p].y, keep, c[e].sum);
-          }
-        }
-      Vec<T, 4> result;
-#pragma unroll
-      for (int e = 0; e < 4; e++) result.v[e] = cast<T>(c[e].result(W::kZeroWithoutKeys));
-      reinterpret_cast<Vec<T, 4>*>(data)[i] = result;
+      reinterpret_cast<Vec<T, 4>*>(data)[i] =
+          result<W>(combine<T>(from + d, from + W::kSize, W::kHeads * kPartial<W>, count));
     }
   }
 };
 
 // ---- the consumers' part
 
-// One row, through its chain, into shared memory.
-template <class Chain, class V, class C>
-MPK_DEVICE bool stage_row(C& c, const Job& job, uint32_t row, typename V::Work::T* data) {
-  WarpThreads threads{c.lane};
-  Chain chain(threads, job, row);
-  if (V::kEarly && !c.await()) return false;
-  chain.run(threads, job, row, data);
+// The row of this warp: fetched by Rows, whose tasks are applied unless it is the row of a value that comes with keys'.
+template <class Rows, class V, class C>
+MPK_DEVICE bool stage_row(C& c, const Job& params, const Job& source, uint32_t row, uint32_t batch_row, bool applied,
+                          typename V::Work::T* data, bool rehearsal) {
+  WarpThreads<C> threads(c, rehearsal);
+  typename Rows::template Chain<WarpThreads<C>> chain(threads, params, row, batch_row);
+  if (!rehearsal && !c.await()) return false;
+  if (data == nullptr) return true;
+  chain.fetch(threads, source, row, data);
+  if (applied) chain.apply(threads, params, row, data);
   __syncwarp();
   return true;
 }
@@ -521,48 +526,53 @@ MPK_DEVICE bool stage_row(C& c, const Job& job, uint32_t row, typename V::Work::
 // The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a
 // group also writes them to the caches. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
+MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot, bool rehearsal) {
   using S = Shape<V>;
   using W = typename V::Work;
   using T = typename W::T;
   static_assert(W::kHeads + 2 <= kConsumerWarps);
-  T* rows = reinterpret_cast<T*>(c.staged());
   const uint32_t group = piece.group / W::kPasses;
-  auto write_cache = [&](T* cache, int64_t pitch, const T* row) {
-    if (piece.first_tile != 0 || piece.group % W::kPasses != 0 || slot < 0 || slot >= W::kLength) return;
-    T* to = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + slot * pitch);
-    for (int d = c.lane; d < S::kSize; d += 32) to[d] = row[d];
-  };
-  if (c.warp < W::kHeads) {
-    T* row = rows + c.warp * S::kSize;
-    const uint32_t head = piece.group * W::kHeads + c.warp;
-    if (!stage_row<typename V::template ChainQ<WarpThreads>, V>(
-            c, job, piece.row * (W::kGroups * W::kPasses * W::kHeads) + head, row))
-      return false;
-    if constexpr (!S::kTensorCores) {
-      float* queries = reinterpret_cast<float*>(c.staged() + S::kFloatsOffset) + c.warp * S::kSize;
-      for (int d = c.lane; d < S::kSize; d += 32) queries[FmaSoftmax<V>::query_place(d)] = to_float(row[d]);
-    }
-  } else if (V::kHasNew && c.warp < W::kHeads + 2) {
+  const int place = rehearsal ? 0 : c.warp;  // a rehearsal is for the first query, into memory that nobody uses yet
+  const bool is_query = place < W::kHeads, is_key = V::kHasNew && place == W::kHeads,
+             is_value = V::kHasNew && place == W::kHeads + 1;
+  const uint32_t row = is_query ? piece.row * (W::kGroups * W::kPasses * W::kHeads) + piece.group * W::kHeads + place
+                                : piece.row * W::kGroups + group;
+  T* rows = reinterpret_cast<T*>(c.staged());
+  T* data = rehearsal            ? reinterpret_cast<T*>(c.staged() + S::kCombineOffset + c.warp * kPartial<W> * 4)
+            : is_query           ? rows + place * S::kSize
+            : is_key || is_value ? rows + (S::kNewRow + (is_key ? 0 : 1)) * S::kSize
+                                 : nullptr;
+  bool ok = true;
+  if constexpr (V::kOneChain) {
+    const uint32_t source = is_query ? V::kRefsQ : is_value ? V::kRefsV : V::kRefsK;
+    ok = stage_row<typename V::RowsQ, V>(c, job.from(is_query ? V::kRefsQ : V::kRefsK), job.from(source), row,
+                                         piece.row, !is_value, data, rehearsal);
+  } else {
+    const Job q = job.from(V::kRefsQ);
+    if (is_query) ok = stage_row<typename V::RowsQ, V>(c, q, q, row, piece.row, true, data, rehearsal);
     if constexpr (V::kHasNew) {
-      const bool is_key = c.warp == W::kHeads;
-      const uint32_t r = piece.row * W::kGroups + group;
-      T* row = rows + (S::kNewRow + (is_key ? 0 : 1)) * S::kSize;
-      if (!(is_key ? stage_row<typename V::template ChainK<WarpThreads>, V>(c, job, r, row)
-                   : stage_row<typename V::template ChainV<WarpThreads>, V>(c, job, r, row)))
-        return false;
-      if (is_key)
-        write_cache(V::k_cache(job, piece.row, group), V::kPitchK, row);
-      else
-        write_cache(V::v_cache(job, piece.row, group), V::kPitchV, row);
+      const Job k = job.from(V::kRefsK), v = job.from(V::kRefsV);
+      if (is_key) ok = stage_row<typename V::RowsK, V>(c, k, k, row, piece.row, true, data, rehearsal);
+      if (is_value) ok = stage_row<typename V::RowsV, V>(c, v, v, row, piece.row, true, data, rehearsal);
     }
-  } else if (!c.await()) {
-    return false;
+  }
+  if (rehearsal) return ok;
+  if (!ok || !c.await()) return false;
+  if constexpr (!S::kTensorCores) {
+    float* queries = reinterpret_cast<float*>(c.staged() + S::kFloatsOffset) + c.warp * S::kSize;
+    if (is_query)
+      for (int d = c.lane; d < S::kSize; d += 32) queries[FmaSoftmax<V>::query_place(d)] = to_float(data[d]);
+  }
+  if ((is_key || is_value) && piece.first_tile == 0 && piece.group % W::kPasses == 0 && slot >= 0 &&
+      slot < W::kLength) {
+    T* cache = is_key ? V::k_cache(job, piece.row, group) : V::v_cache(job, piece.row, group);
+    T* to = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + slot * (is_key ? V::kPitchK : V::kPitchV));
+    for (int i = c.lane; i < S::kChunks; i += 32) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<uint4*>(data)[i];
   }
   return c.sync();
 }
 
-// One tile of keys and values; false when the launch was given up. A rehearsal (see linear.cuh) changes nothing.
+// One tile of keys and values; false when the launch was given up. A rehearsal changes nothing.
 template <class V, class C, class Softmax>
 MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t index, uint32_t limit, int64_t slot,
                          Softmax& softmax, bool rehearsal) {
@@ -605,6 +615,7 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
 template <class V, class C>
 MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvPiece& piece) {
   using W = typename V::Work;
+  using T = typename W::T;
   if (!c.sync()) return;
   if (c.rank == 0) {
     uint32_t* arrivals = V::arrivals(job) + piece.row * (W::kGroups * W::kPasses) + piece.group;
@@ -612,12 +623,45 @@ MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvPiece& piece) {
   }
   if (!c.sync() || c.shared.word == 0) return;
   const float* partials = W::partials(job);
-  for_each_element<W::kSize>(W::kHeads, c.warp, c.lane, [&](int h, int d) {
-    const Combined all = combine<W::kSize>(
-        piece.count, d, c.lane, [&](int p) { return partials + ((piece.first + p) * W::kHeads + h) * kPartial<W>; });
-    if (d < W::kSize)
-      V::y(job, piece.row, piece.group * W::kHeads + h)[d] = cast<typename W::T>(all.result(W::kZeroWithoutKeys));
+  for_each_quad<W::kSize>(W::kHeads, c.rank, [&](int h, int d) {
+    const float* from = partials + (piece.first * W::kHeads + h) * kPartial<W>;
+    store_quad(V::y(job, piece.row, piece.group * W::kHeads + h) + d,
+               result<W>(combine<T>(from + d, from + W::kSize, W::kHeads * kPartial<W>, piece.count)));
   });
+}
+
+// The warps' results of a piece, put together and written: the result where the piece is all there is, else a partial
+// one. False when the launch was given up.
+template <class V, class C, class Softmax>
+MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, bool complete, Softmax& softmax,
+                              bool rehearsal) {
+  using S = Shape<V>;
+  using W = typename V::Work;
+  using T = typename W::T;
+  const int active = min(uint32_t(kConsumerWarps), piece.num_tiles);
+  float* round = reinterpret_cast<float*>(c.staged() + S::kCombineOffset);
+  float* partials = W::partials(job) + (piece.first + piece.index) * W::kHeads * kPartial<W>;
+#pragma unroll 1
+  for (int first = 0; first < W::kHeads; first += S::kRound) {
+    if (first > 0 && !c.sync()) return false;
+    if (rehearsal || c.warp < active) softmax.store(first, round + c.warp * S::kRound * kPartial<W>, c.lane);
+    if (!rehearsal && !c.sync()) return false;
+    const int heads = min(S::kRound, W::kHeads - first);
+    for_each_quad<W::kSize>(heads, rehearsal ? c.lane : c.rank, [&](int h, int d) {
+      const float* from = round + h * kPartial<W>;
+      const Combined all = combine<T>(from + d, from + W::kSize, S::kRound * kPartial<W>, active);
+      if (rehearsal) return;
+      if (complete) {
+        store_quad(V::y(job, piece.row, piece.group * W::kHeads + first + h) + d, result<W>(all));
+      } else {
+        float* to = partials + (first + h) * kPartial<W>;
+        *reinterpret_cast<float4*>(to + d) = all.out;
+        if (d == 0) *reinterpret_cast<float2*>(to + W::kSize) = make_float2(all.max, all.sum);
+      }
+    });
+    if (rehearsal) break;
+  }
+  return true;
 }
 
 template <class V, class C>
@@ -633,56 +677,43 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     if (number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const KvPiece piece = cut.piece(number);
     const uint32_t limit = visible<W>(job, piece.row);
+    const bool complete = piece.count == 1 && !cut.plan.handed;
     using Softmax = typename SoftmaxOf<S::kTensorCores, V>::Type;
     Softmax softmax;
-    bool ready = false, rehearsal = V::kEarly && number == worker && c.warp != 0 && c.warp < piece.num_tiles &&
-                                    c.ring.is_full(c.entry + c.warp * S::kEntries + S::kEntries - 1);
+    Rehearsal part = c.rehearsal();
+    if (part == Rehearsal::kTile &&
+        (c.warp >= piece.num_tiles || !c.ring.is_full(c.entry + c.warp * S::kEntries + S::kEntries - 1)))
+      part = Rehearsal::kNone;
+    bool ready = false;
     uint32_t t = c.warp;
 #pragma unroll 1
     for (;;) {
-      if (!rehearsal && !ready) {
-        if (!stage<V>(c, job, piece, slot)) return;
-        c.stamp(&PhaseStamps::staged);
-        softmax = Softmax();
+      if (part == Rehearsal::kStaging || (part == Rehearsal::kNone && !ready)) {
+        if (!stage<V>(c, job, piece, slot, part == Rehearsal::kStaging)) return;
+        if (part == Rehearsal::kNone) {
+          c.stamp(&PhaseStamps::staged);
+          softmax = Softmax();
+          ready = true;
+        }
+        part = Rehearsal::kNone;
+        continue;
+      }
+      if (part == Rehearsal::kCombining || (part == Rehearsal::kNone && t >= piece.num_tiles)) {
+        if (!combine_warps<V>(c, job, piece, complete, softmax, part == Rehearsal::kCombining)) return;
+        if (part == Rehearsal::kNone) break;
+        part = Rehearsal::kNone;
+        continue;
+      }
+      const bool ok = add_tile<V>(c, job, piece, t, limit, slot, softmax, part == Rehearsal::kTile);
+      if (part == Rehearsal::kNone) t += kConsumerWarps;
+      part = Rehearsal::kNone;
+      if (!ok) {
+        c.failed = true;
+        t = piece.num_tiles;  // on to the barrier where all learn of it
         ready = true;
       }
-      if (t >= piece.num_tiles) break;
-      if (!add_tile<V>(c, job, piece, t, limit, slot, softmax, rehearsal)) {
-        c.failed = true;
-        break;
-      }
-      if (!rehearsal) t += kConsumerWarps;
-      rehearsal = false;
     }
     c.entry += S::kEntries * piece.num_tiles;
-
-    const int active = min(uint32_t(kConsumerWarps), piece.num_tiles);
-    const bool complete = piece.count == 1 && !cut.plan.handed;
-    float* round = reinterpret_cast<float*>(c.staged() + S::kCombineOffset);
-    float* partials = W::partials(job) + (piece.first + piece.index) * W::kHeads * kPartial<W>;
-#pragma unroll 1
-    for (int first = 0; first < W::kHeads; first += S::kRound) {
-      if (first > 0 && !c.sync()) return;
-      if (c.warp < active) softmax.store(first, round + c.warp * S::kRound * kPartial<W>, c.lane);
-      if (!c.sync()) return;
-      const int heads = min(S::kRound, W::kHeads - first);
-      for_each_element<W::kSize>(heads, c.warp, c.lane, [&](int h, int d) {
-        const Combined all =
-            combine<W::kSize>(active, d, c.lane, [&](int w) { return round + (w * S::kRound + h) * kPartial<W>; });
-        if (d >= W::kSize) return;
-        if (complete) {
-          V::y(job, piece.row, piece.group * W::kHeads + first + h)[d] =
-              cast<typename W::T>(all.result(W::kZeroWithoutKeys));
-        } else {
-          float* to = partials + (first + h) * kPartial<W>;
-          to[d] = all.out;
-          if (d == 0) {
-            to[W::kSize] = all.max;
-            to[W::kSize + 1] = all.sum;
-          }
-        }
-      });
-    }
     if (!complete && !cut.plan.handed) {
       combine_pieces<V>(c, job, piece);
       if (!c.alive) return;

@@ -14,50 +14,23 @@
 //   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
 //   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
 //   weight(job, i), weight_pitch(i)      of segment or part i, in bytes
-//   x(job), kPitchX, Chain<Group>, prefetch(job, lane)      how a row of x is brought to shared memory, or where it is
-//   Extra, preload(job, segment, r, n), finish(job, segment, r, n, sums, extra)   bias, epilogue, stores
+//   Chain<Group>, prefetch(job, lane)    how a row of x is brought to shared memory, see row.cuh
+//   x(job), kPitchX                      where x is, if it is read there
+//   Extra, preload(job, segment, r, n), finish(c, job, segment, r, n, sums, extra)   bias, epilogue, stores
 //   kEarly                 what chains and extras fetch first is known before the phase's events
 #pragma once
 
 #include "torch_mpk/device/partition.h"
-#include "torch_mpk/device/row.cuh"
+#include "torch_mpk/device/tagged.cuh"
 
 namespace mpk::linear {
 
-template <class T>
-struct Unpack;
-template <>
-struct Unpack<float> {
-  static MPK_DEVICE void apply(const uint4& v, float (&f)[4]) {
-    f[0] = __uint_as_float(v.x);
-    f[1] = __uint_as_float(v.y);
-    f[2] = __uint_as_float(v.z);
-    f[3] = __uint_as_float(v.w);
-  }
-};
-template <>
-struct Unpack<__nv_bfloat16> {
-  static MPK_DEVICE void apply(const uint4& v, float (&f)[8]) {
-    const uint32_t u[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      f[2 * i] = __uint_as_float(u[i] << 16);
-      f[2 * i + 1] = __uint_as_float(u[i] & 0xffff0000u);
-    }
-  }
-};
-template <>
-struct Unpack<__half> {
-  static MPK_DEVICE void apply(const uint4& v, float (&f)[8]) {
-    const uint32_t u[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&u[i]));
-      f[2 * i] = pair.x;
-      f[2 * i + 1] = pair.y;
-    }
-  }
-};
+MPK_DEVICE void unpack(const uint4& v, float (&f)[4]) {
+  f[0] = __uint_as_float(v.x);
+  f[1] = __uint_as_float(v.y);
+  f[2] = __uint_as_float(v.z);
+  f[3] = __uint_as_float(v.w);
+}
 
 // Sums each of N values (a power of two up to 32) over the warp; lane l returns the sum of value l / (32 / N). Every
 // value goes through the same tree of lanes, whatever N is.
@@ -182,62 +155,127 @@ MPK_DEVICE void load(L& l, const Job& job) {
 
 // Rows first, first + step, ... of x into shared memory, by one group of threads.
 template <class V, class C, class Group>
-MPK_DEVICE bool stage_rows(C& c, const Job& job, Group& group, int first, int step, typename V::T* x) {
+MPK_DEVICE bool stage_rows(C& c, const Job& job, Group group, int first, int step, typename V::T* x) {
   using Chain = typename V::template Chain<Group>;
   constexpr int kPitch = Shape<V>::kPitch / int(sizeof(typename V::T));
-  if (!V::kEarly && !c.await()) return false;
-  if (first >= V::kBatch) return c.await();
+  auto await = [&] { return group.rehearsal || c.await(); };
+  if (!V::kEarly && !await()) return false;
+  if (first >= V::kBatch) return await();
   Chain chain(group, job, first);
-  if (V::kEarly && !c.await()) return false;
+  if (V::kEarly && !await()) return false;
   for (int r = first;;) {
-    chain.run(group, job, r, x + r * kPitch);
-    if ((r += step) >= V::kBatch) return true;
+    chain.fetch(group, job, r, x + r * kPitch);
+    chain.apply(group, job, r, x + r * kPitch);
+    if ((r += step) >= V::kBatch || group.rehearsal) return true;
     chain = Chain(group, job, r);
   }
 }
 
 // Brings x into shared memory, through the row tasks in front of the linear. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x) {
+MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x, bool rehearsal = false) {
+  bool ok;
   if constexpr (V::kRowTasks && rows_by_warp(Shape<V>::kPitch, V::kBatch)) {
-    WarpThreads group{c.lane};
-    if (!stage_rows<V>(c, job, group, c.warp, kConsumerWarps, x)) return false;
+    ok = stage_rows<V>(c, job, WarpThreads<C>(c, rehearsal), rehearsal ? 0 : c.warp, kConsumerWarps, x);
   } else {
-    CtaThreads<C> group(c);
-    if (!stage_rows<V>(c, job, group, 0, 1, x)) return false;
+    ok = stage_rows<V>(c, job, CtaThreads<C>(c, rehearsal), 0, 1, x);
   }
-  return c.sync();
+  return ok && (rehearsal || c.sync());
 }
 
-// Adds the products of one chunk.
-template <class V, int kAccumulators>
-MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, int x_pitch, int lane,
-                         float (&sums)[Shape<V>::kSums][kAccumulators]) {
+// What a warp has summed of its weight rows' products with the rows of x. Lane l takes pieces l, l + 32, ... of 16
+// bytes; value(i, lane) is a lane's share of sum i, which is row i / kBatch of the weights with row i % kBatch of x.
+// Either class adds in an order that depends on the piece alone.
+
+// With fused multiply-adds, for fp32.
+template <class V>
+struct FmaSums {
   using S = Shape<V>;
-  using T = typename V::T;
+  static constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
+  float sums[S::kSums][kAccumulators] = {};
+
+  template <class X>
+  MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
+#pragma unroll
+    for (int r = 0; r < V::kBatch; r++) {
+      float v[4];
+      unpack(x(r), v);
+#pragma unroll
+      for (int row = 0; row < S::kRows; row++) {
+        float w[4];
+        unpack(weights[row], w);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          float& sum = sums[row * V::kBatch + r][e % kAccumulators];
+          sum = fmaf(w[e], v[e], sum);
+        }
+      }
+    }
+  }
+  MPK_DEVICE float value(int i, int) const {
+    return kAccumulators == 2 ? sums[i][0] + sums[i][kAccumulators - 1] : sums[i][0];
+  }
+};
+
+// On tensor cores, which spare unpacking: 8 weights of a lane take one instruction instead of 16. They multiply 16 rows
+// by 8 columns, and here there is one row of x at a time. So lanes 4 g to 4 g + 3 put their pieces of two weight rows
+// into rows g and g + 8 of the first factor, and their piece of x into column g of the second: of the products, those
+// on the two diagonals are wanted.
+template <class V>
+struct TensorCoreSums {
+  using S = Shape<V>;
+  static constexpr int kPairs = (S::kRows + 1) / 2;
+  static constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;  // shorter chains
+  float products[kPairs][V::kBatch][kAccumulators][4] = {};
+
+  template <class X>
+  MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
+#pragma unroll
+    for (int r = 0; r < V::kBatch; r++) {
+      const uint4 column = x(r);
+#pragma unroll
+      for (int p = 0; p < kPairs; p++) {
+        const uint4 a = weights[2 * p], b = 2 * p + 1 < S::kRows ? weights[(2 * p + 1) % S::kRows] : uint4{};
+        float (&sums)[kAccumulators][4] = products[p][r];
+        ptx::mma<typename V::T>(sums[0], {a.x, b.x, a.y, b.y}, {column.x, column.y});
+        ptx::mma<typename V::T>(sums[kAccumulators - 1], {a.z, b.z, a.w, b.w}, {column.z, column.w});
+      }
+    }
+  }
+  MPK_DEVICE float value(int i, int lane) const {
+    const int row = i / V::kBatch, half = row % 2 * 2, g = lane / 4;
+    const float (&sums)[kAccumulators][4] = products[row / 2][i % V::kBatch];
+    float v = g % 2 == 0 ? sums[0][half] : sums[0][half + 1];
+    if constexpr (kAccumulators == 2) v += g % 2 == 0 ? sums[1][half] : sums[1][half + 1];
+    return lane % 4 == g / 2 ? v : 0.0f;
+  }
+};
+
+template <bool tensor_cores, class V>
+struct SumsOf {
+  using Type = FmaSums<V>;
+};
+template <class V>
+struct SumsOf<true, V> {
+  using Type = TensorCoreSums<V>;
+};
+
+// Adds the products of one chunk.
+template <class V, class Sums>
+MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, int x_pitch, int lane, Sums& sums) {
+  using S = Shape<V>;
   const uint4* weights = reinterpret_cast<const uint4*>(slot);
   constexpr bool kEqual = V::kSize % V::kChunkSize == 0 && V::kChunkSize % (32 * S::kVec) == 0;
   const int pieces = (kEqual ? V::kChunkSize : chunk_size) / S::kVec;
-  constexpr int kUnroll = S::kSums <= 1 ? 4 : S::kSums <= 2 ? 2 : 1;
+  constexpr int kUnroll = S::kSums <= 2 ? 4 : S::kSums <= 4 ? 2 : 1;
 #pragma unroll kUnroll
   for (int i = 0; i < (kEqual ? pieces / 32 : (pieces + 31) / 32); i++) {
     const int j = 32 * i + lane;
-    if (!kEqual && j >= pieces) break;
-    float w[S::kRows][S::kVec];
+    const bool in = kEqual || j < pieces;
+    uint4 w[S::kRows];
 #pragma unroll
-    for (int row = 0; row < S::kRows; row++) Unpack<T>::apply(weights[row * pieces + j], w[row]);
-#pragma unroll
-    for (int r = 0; r < V::kBatch; r++) {
-      float v[S::kVec];
-      Unpack<T>::apply(x[r * x_pitch + j], v);
-#pragma unroll
-      for (int row = 0; row < S::kRows; row++)
-#pragma unroll
-        for (int e = 0; e < S::kVec; e++) {
-          float& sum = sums[row * V::kBatch + r][e % kAccumulators];
-          sum = fmaf(w[row][e], v[e], sum);
-        }
-    }
+    for (int row = 0; row < S::kRows; row++) w[row] = in ? weights[row * pieces + j] : uint4{};
+    sums.add(w, [&](int r) { return in ? x[r * x_pitch + j] : uint4{}; });
   }
 }
 
@@ -256,7 +294,6 @@ template <class V, class C>
 MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch,
                              float* scratch, typename V::Extra extra, bool rehearsal) {
   using S = Shape<V>;
-  constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
   constexpr int kOutputs = V::kTileRows * V::kBatch;
   const int segment = S::segment_of(tile);
   const uint32_t first_row = (tile - V::first_tile(segment)) * V::kTileRows;
@@ -264,7 +301,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
   auto row_of = [&](int i) { return first_row + i % V::kTileRows; };
 
   for (int part = 0; part < V::kParts; part += V::kChunkParts) {
-    float sums[S::kSums][kAccumulators] = {};
+    typename SumsOf<sizeof(typename V::T) == 2, V>::Type sums;
     for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
       if (!c.ring.wait(entry, c.phase)) return false;
       multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
@@ -276,10 +313,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
     for (int base = 0; base < S::kSums; base += kRound) {
       float values[kRound];
 #pragma unroll
-      for (int i = 0; i < kRound; i++)
-        values[i] = base + i < S::kSums ? (kAccumulators == 2 ? sums[base + i][0] + sums[base + i][kAccumulators - 1]
-                                                              : sums[base + i][0])
-                                        : 0.0f;
+      for (int i = 0; i < kRound; i++) values[i] = base + i < S::kSums ? sums.value(base + i, c.lane) : 0.0f;
       const float sum = sum_values<kRound>(values, c.lane);
       const int i = base + c.lane / (32 / kRound);
       if (c.lane % (32 / kRound) == 0 && i < S::kSums) scratch[part * V::kTileRows * V::kBatch + i] = sum;
@@ -296,7 +330,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
       float results[V::kParts];
 #pragma unroll
       for (int p = 0; p < V::kParts; p++) results[p] = scratch[(p * V::kTileRows + i % V::kTileRows) * V::kBatch + r];
-      V::finish(job, segment, r, n, results, extra);
+      V::finish(c, job, segment, r, n, results, extra);
     }
   }
   __syncwarp();
@@ -321,17 +355,22 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   if constexpr (V::kEarly) preload_first();
   const uint4* x = reinterpret_cast<const uint4*>(V::kStaged ? staged : V::x(job));
   constexpr int kPitchX = (V::kStaged ? S::kPitch : V::kPitchX * int(sizeof(T))) / 16;
-  // While the events are awaited, all warps but the one that polls go through their first tile, if its weights are
-  // there, with whatever stands where x will be: the multiprocessor then has the instructions at hand, which it else
-  // fetches while everybody waits for it.
-  bool ready = false,
-       rehearsal = c.warp != 0 && (V::kClaimed || c.warp < count) && c.ring.is_full(c.entry + c.warp * S::kChunks);
+  Rehearsal part = c.rehearsal();
+  if (part == Rehearsal::kCombining) part = Rehearsal::kTile;
+  if (part == Rehearsal::kStaging ? !V::kStaged
+                                  : (!V::kClaimed && c.warp >= count) || !c.ring.is_full(c.entry + c.warp * S::kChunks))
+    part = Rehearsal::kNone;
+  bool ready = false;
   uint32_t i = c.warp;
 #pragma unroll 1
   for (;;) {
-    if (!rehearsal && !ready) {
+    if (part != Rehearsal::kTile && !ready) {
       if constexpr (V::kStaged) {
-        if (!stage<V>(c, job, staged)) return;
+        if (!stage<V>(c, job, staged, part == Rehearsal::kStaging)) return;
+        if (part == Rehearsal::kStaging) {
+          part = Rehearsal::kNone;
+          continue;
+        }
         c.stamp(&PhaseStamps::staged);
       } else if (!c.await()) {
         return;
@@ -343,12 +382,12 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     uint32_t tile = tiles.begin + i;
     if constexpr (V::kClaimed) {
       bool ended;
-      if (!c.ring.wait_issued(entry, c.phase, true, ended)) {
+      if (!c.ring.wait_issued_or_end(entry, c.phase, ended)) {
         c.failed = true;
         return;
       }
-      if (ended && rehearsal) {
-        rehearsal = false;
+      if (ended && part == Rehearsal::kTile) {
+        part = Rehearsal::kNone;
         continue;
       }
       if (ended) {
@@ -361,12 +400,12 @@ MPK_DEVICE void compute(C& c, const Job& job) {
       if (i >= count) break;
       if (i >= kConsumerWarps) extra = preload<V>(job, tile, c.lane);
     }
-    if (!compute_tile<V>(c, job, tile, entry, x, kPitchX, scratch, extra, rehearsal)) {
+    if (!compute_tile<V>(c, job, tile, entry, x, kPitchX, scratch, extra, part == Rehearsal::kTile)) {
       c.failed = true;
       return;
     }
-    if (!rehearsal) i += kConsumerWarps;
-    rehearsal = false;
+    if (part == Rehearsal::kNone) i += kConsumerWarps;
+    part = Rehearsal::kNone;
   }
   c.entry += count * S::kChunks;
 }
@@ -394,7 +433,7 @@ MPK_DEVICE void compute_direct(C& c, const Job& job) {
           sum = fmaf(to_float(row[k]), to_float(x[r * (S::kPitch / int(sizeof(T))) + k]), sum);
         results[p] = warp_sum(sum);
       }
-      if (c.lane == 0) V::finish(job, segment, r, n, results, V::preload(job, segment, r, n));
+      if (c.lane == 0) V::finish(c, job, segment, r, n, results, V::preload(job, segment, r, n));
     }
   }
 }

@@ -43,7 +43,7 @@ struct Task {
         for (int e = 0; e < kWidth; e++) sum = fmaf(to_float(x.v[e]), to_float(x.v[e]), sum);
       }
     }
-    const float scale = 1.0f / sqrtf(group.sum(sum) / V::kSize + V::kEps);
+    const float scale = rsqrtf(group.sum(sum) * (1.0f / V::kSize) + V::kEps);
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       const int i = s * Group::kSize + group.rank;

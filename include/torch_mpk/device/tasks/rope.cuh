@@ -5,7 +5,7 @@
 
 namespace mpk::rope {
 
-// V: T, kSize (the head size), kRowsPerAngle (heads that share a row of cos and sin); cos(job, angle), sin(job, angle).
+// V: T, kSize (the head size); cos(job, angle), sin(job, angle): rows of the table.
 template <class V, class Group>
 struct Task {
   using T = typename V::T;
@@ -14,9 +14,9 @@ struct Task {
 
   T cos[kSteps][2] = {}, sin[kSteps][2] = {};  // of elements i and i + kHalf
 
-  MPK_DEVICE Task(const Group& group, const Job& job, uint32_t row) {
-    const T* cos_row = V::cos(job, row / V::kRowsPerAngle);
-    const T* sin_row = V::sin(job, row / V::kRowsPerAngle);
+  MPK_DEVICE Task(const Group& group, const Job& job, uint32_t angle) {
+    const T* cos_row = V::cos(job, angle);
+    const T* sin_row = V::sin(job, angle);
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       const int i = s * Group::kSize + group.rank;

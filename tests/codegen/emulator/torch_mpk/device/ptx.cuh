@@ -14,6 +14,7 @@ inline bool mbar_test(uint64_t* bar, uint32_t parity) {
   emulator::yield();
   return false;
 }
+inline bool mbar_peek(uint64_t* bar, uint32_t parity) { return mbar_test(bar, parity); }
 inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) { emulator::barrier_arrive(bar, bytes); }
 inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
   emulator::copy_async(dst, src, bytes, bar);
@@ -33,7 +34,15 @@ void store_release_cta(T* p, std::type_identity_t<T> v) {
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_acquire_cta(p); }
-inline uint32_t load_relaxed_gpu(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline uint32_t load_relaxed_gpu(const uint32_t* p) {
+  emulator::yield();
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+inline uint4 load_relaxed_gpu_v4(const uint32_t* p) {
+  return {load_relaxed_gpu(p), load_relaxed_gpu(p + 1), load_relaxed_gpu(p + 2), load_relaxed_gpu(p + 3)};
+}
+inline void store_relaxed_gpu(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline void add_relaxed_gpu(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 inline void add_release_gpu(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 inline uint32_t fetch_add_relaxed_gpu(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 inline uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {

@@ -1,0 +1,95 @@
+// Tagged words: how a small vector travels from one phase to the next without a completed event (Schedule::tagged).
+//
+// A word holds an element of 16 bits and, above it, the tag of the launch and phase that wrote it. Whoever needs an
+// element polls its word: it then has the element after one trip to L2 behind its maker's store, where an event takes a
+// fence, a signal, a poll, a barrier and a load. Words are read and written with relaxed operations, which go to L2; a
+// word orders nothing but itself. Tags are never 0, so zeroed memory holds no element, and neighbouring launches share
+// none.
+#pragma once
+
+#include "torch_mpk/device/row.cuh"
+
+namespace mpk {
+
+template <class T>
+MPK_DEVICE void store_word(uint32_t* p, T v, uint32_t tag) {
+  static_assert(sizeof(T) == 2);
+  ptx::store_relaxed_gpu(p, tag << 16 | *reinterpret_cast<const uint16_t*>(&v));
+}
+
+// Every few thousand polls; see keep_waiting.
+__device__ __noinline__ uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint32_t seen, uint32_t tag,
+                                              uint64_t since) {
+  const StallRecord now{
+      1, phase, static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(Waiting::kWord), phase, seen, tag, 0};
+  return keep_waiting(dog, now, since);
+}
+
+// The word at p once it has the tag, or another when the launch was given up.
+__device__ __noinline__ uint32_t wait_word(const Watchdog& dog, const uint32_t* p, uint32_t tag, uint32_t phase) {
+  uint64_t since = 0;
+  uint32_t word = ptx::load_relaxed_gpu(p);
+  for (uint32_t i = 1; word >> 16 != tag; i++) {
+    if ((i & 4095) == 0 && (since = keep_polling(dog, phase, word >> 16, tag, since)) == 0) break;
+    word = ptx::load_relaxed_gpu(p);
+  }
+  return word;
+}
+
+// The element at p, whose word has been read already, though perhaps too early.
+template <class T, class C>
+MPK_DEVICE T element_of(C& c, uint32_t word, const uint32_t* p, uint32_t tag) {
+  if (word >> 16 != tag) {
+    word = wait_word(c.shared.watchdog, p, tag, c.phase);
+    if (word >> 16 != tag) c.failed = true;
+  }
+  const uint16_t bits = static_cast<uint16_t>(word);
+  return *reinterpret_cast<const T*>(&bits);
+}
+
+MPK_DEVICE uint32_t differing(const uint4& words, uint32_t tags) {
+  return ((words.x ^ tags) | (words.y ^ tags) | (words.z ^ tags) | (words.w ^ tags)) >> 16;
+}
+
+// copy_row from tagged words. All of a thread's loads are in flight before the first tag is looked at.
+template <class T, int N, bool vectorized, class Group>
+MPK_DEVICE void copy_tagged_row(Group& group, T* dst, const uint32_t* src, uint32_t tag) {
+  if (group.rehearsal) return;
+  if constexpr (!vectorized) {
+    for (int i = group.rank; i < N; i += Group::kSize) dst[i] = element_of<T>(group.c, 0, src + i, tag);
+  } else {
+    constexpr int kVec = kVecSize<T>, kSteps = (N / kVec + Group::kSize - 1) / Group::kSize;
+    const uint32_t tags = tag << 16;
+    uint4 words[kSteps][2];
+    uint64_t since = 0;
+    for (uint32_t polls = 1;; polls++) {
+      uint32_t missing = 0;
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        const int i = s * Group::kSize + group.rank;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          words[s][half] =
+              i < N / kVec ? ptx::load_relaxed_gpu_v4(src + i * kVec + half * 4) : make_uint4(tags, tags, tags, tags);
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) missing |= differing(words[s][0], tags) | differing(words[s][1], tags);
+      if (missing == 0) break;
+      if ((polls & 4095) == 0 &&
+          (since = keep_polling(group.c.shared.watchdog, group.c.phase, words[0][0].x >> 16, tag, since)) == 0) {
+        group.c.failed = true;
+        return;
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      const int i = s * Group::kSize + group.rank;
+      const uint4 a = words[s][0], b = words[s][1];
+      if (i < N / kVec)
+        reinterpret_cast<uint4*>(dst)[i] = make_uint4(ptx::low_halves(a.x, a.y), ptx::low_halves(a.z, a.w),
+                                                      ptx::low_halves(b.x, b.y), ptx::low_halves(b.z, b.w));
+    }
+  }
+}
+
+}  // namespace mpk
