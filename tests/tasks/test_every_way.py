@@ -52,8 +52,7 @@ def test_emulated_kernel(tmp_path: Path, dtype: torch.dtype, arch: int) -> None:
     calls.check_graph(functools.partial(launch, kernel))
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_emulated_chain_of_tasks_that_share_the_ring(tmp_path: Path, fuse: bool) -> None:
+def test_emulated_chain_of_tasks_that_share_the_ring(tmp_path: Path) -> None:
     """A linear whose tiles are claimed, a task that streams what it can load ahead, one that does not, and a linear."""
 
     def step(x, wide, weight, scale, norm, out):
@@ -65,7 +64,7 @@ def test_emulated_chain_of_tasks_that_share_the_ring(tmp_path: Path, fuse: bool)
     shapes = [(2, 64), (5000, 64), (70, 5000), (70,), (70,), (33, 70)]
     args = [torch.randn(shape) / shape[-1] ** 0.5 for shape in shapes]
     lowered = lower(apply(capture(torch.fx.symbolic_trace(step), args).graph_module))
-    kernel = EmulatedKernel(lowered.graph, tmp_path, fuse=fuse)
+    kernel = EmulatedKernel(lowered.graph, tmp_path)
     jobs = [job for phase in kernel.schedule.phases for job in phase.jobs]
     assert any(job.assignment == "claimed" for job in jobs)
     for seed in range(2):
