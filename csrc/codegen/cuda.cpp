@@ -170,10 +170,7 @@ class Generator {
   void append_rows(std::vector<std::vector<uint8_t>>& rows, int p) {
     const Phase& phase = schedule_.phases[p];
     int num_streams = 0;
-    for (const Job& job : phase.jobs) {
-      const TaskDef& def = *plan_.node(job.body.front()).def;
-      num_streams += def.role == Role::kStream || !def.stream.empty();
-    }
+    for (const Job& job : phase.jobs) num_streams += plan_.node(job.body.front()).def->streams();
     PhaseRow head{0, static_cast<uint32_t>(phase.waits.size()), 0, signals_[p]};
     std::vector<uint8_t> row;
     append(row, head);

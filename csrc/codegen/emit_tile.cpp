@@ -70,7 +70,8 @@ class TileWriter {
       if (operand != nullptr) most = std::max(most, slice_bytes(spec, operand->tensor));
     }
     const std::string task = "tasks::" + node_.def->name;
-    text += "  static constexpr int64_t kTileBytes = " + str(most) + ";  // of the largest slice\n";
+    text +=
+        "  static constexpr int kTileBytes = " + str(std::min<int64_t>(most, 1 << 30)) + ";  // of the largest slice\n";
     text += tile() + stream;
     // Names that end in _ are none of the signature's.
     text +=

@@ -363,7 +363,7 @@ class Scheduler {
       }
     }
     // What the loader reads is known before the launch, or its maker must have signalled.
-    if (streams(*first.def))
+    if (first.def->streams())
       for (int n : job.body)
         for (const Dependency* edge : in_[n]) {
           if (edge->hazard == Hazard::kWriteAfterRead) continue;

@@ -24,6 +24,16 @@ from torch_mpk.testing.tiny import random_ids, tiny_model
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _only_our_patterns():
+    """Other tests of this process may have declared tasks with patterns, and with those nothing is kept."""
+    ours = {name: list(filter(build_cache._is_ours, getattr(build_cache, name)())) for name in ("tasks", "patterns")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, declared in ours.items():
+            patch.setattr(build_cache, name, lambda declared=declared: declared)
+        yield
+
+
 def decode_step(driver) -> tuple[list[int], tuple, tuple[int, ...], list[str]]:
     """Input positions by address, the launch's geometry, its table, and the stages that the build went through."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import torch
 from emulated_kernel import EmulatedKernel, aligned
 
 from torch_mpk import _C, registry
+from torch_mpk.capture import capture
 from torch_mpk.jit import compile_cuda
 from torch_mpk.lowering import lower
+from torch_mpk.patterns import apply
 from torch_mpk.testing.tasks import DTYPES, Calls, samples_of
 
 TASKS = [task for task in registry.tasks() if task.samples]
@@ -47,6 +50,29 @@ def test_emulated_kernel(tmp_path: Path, dtype: torch.dtype, arch: int) -> None:
     calls = Calls(samples_of(TASKS, dtype))
     kernel = EmulatedKernel(calls.lowered.graph, tmp_path, arch=arch)
     calls.check_graph(functools.partial(launch, kernel))
+
+
+def test_emulated_chain_of_tasks_that_share_the_ring(tmp_path: Path) -> None:
+    """A linear whose tiles are claimed, a task that streams what it can load ahead, one that does not, and a linear."""
+
+    def step(x, wide, weight, scale, norm, out):
+        y = torch.ops.mpk.linear(x, wide)
+        y = torch.ops.mpk.scaled_linear(y, weight, scale)
+        y = torch.ops.mpk.layer_norm(y, norm)
+        return torch.ops.mpk.linear(y, out), torch.ops.mpk.scaled_linear(x, wide[:50], scale[:50])
+
+    shapes = [(2, 64), (5000, 64), (70, 5000), (70,), (70,), (33, 70)]
+    args = [torch.randn(shape) / shape[-1] ** 0.5 for shape in shapes]
+    lowered = lower(apply(capture(torch.fx.symbolic_trace(step), args).graph_module))
+    kernel = EmulatedKernel(lowered.graph, tmp_path)
+    jobs = [job for phase in kernel.schedule.phases for job in phase.jobs]
+    assert any(job.assignment == "claimed" for job in jobs)
+    for seed in range(2):
+        inputs = [aligned(t.numel() * 4).view(torch.float32).view(t.shape).copy_(t) for t in args]
+        outputs = [aligned(4 * math.prod(f.shape), 0xFF).view(torch.float32).view(f.shape) for f in lowered.fresh]
+        kernel.launch(inputs, outputs, seed=seed, jitter=seed)
+        for got, want in zip([outputs[o.index] for o in lowered.outputs], step(*args), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def launch(

@@ -43,6 +43,9 @@ struct TaskDef {
   std::string stream;    // kTile: the operand that comes through the ring; empty: none
   std::string cpu_body;  // kTile: C++ code for the CPU, an absolute path; empty: none
 
+  // Whether the loader, which runs ahead of its phase, reads something of it.
+  bool streams() const { return role == Role::kStream || !stream.empty(); }
+
   const std::string& header_for(int arch) const {
     const auto found = headers.find(arch);
     return found == headers.end() ? header : found->second;
