@@ -76,7 +76,7 @@ def _run(command: list[str], folder: Path) -> tuple[int, str]:
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env=os.environ | {"TMPDIR": str(folder)},  # what it does not clear up goes with the folder
+        env=os.environ | {"TMPDIR": str(folder.resolve())},  # what it does not clear up goes with the folder
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
