@@ -44,6 +44,7 @@ class Counting(torch.nn.Module):
         self.linear = torch.nn.Linear(8, 8)
         self.register_buffer("calls", torch.zeros(8))
         self.history = torch.zeros(8)  # no buffer
+        self.part = self.history[2:5]
 
     def forward(self, x, seen):
         self.calls.add_(1)
@@ -52,6 +53,7 @@ class Counting(torch.nn.Module):
         y = self.linear(x)
         torch._dynamo.graph_break()
         x.add_(1)
+        self.part.mul_(3)
         return F.linear(y, self.linear.weight) + self.calls + torch.rand(8)
 
 

@@ -24,7 +24,7 @@ def precompile(
 
     The call is made, so that errors of a launch show here, but leaves caches, buffers and random state as they were: it
     gets deep copies of its arguments, but for modules and what cannot be copied, and the model's buffers and whatever
-    else the graphs compiled here may write are restored. Until it returns it takes memory for two copies of these.
+    else the graphs compiled here may write are restored. Until it returns it takes memory for one copy of all these.
     Python attributes that ``forward`` sets on the model are set. The device must be there: a kernel is made for its
     number of multiprocessors.
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-Written = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id: tensors, and copies of what they were
+# By id: tensors, and copies of what they were; None where it is of no interest.
+Written = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 _written: contextvars.ContextVar[Written | None] = contextvars.ContextVar("torch_mpk rehearsal", default=None)
 
 
@@ -21,29 +22,36 @@ def rehearsal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[
     and the tensors that ``will_write`` was told of inside."""
     modules = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)}
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    written: Written = {}
     with torch.random.fork_rng(cuda):
         # Tensors with a history and handles of the system cannot be copied.
-        with contextlib.suppress(RuntimeError, TypeError), _SameKind():
+        with contextlib.suppress(RuntimeError, TypeError), _Copying(written):
             args, kwargs = copy.deepcopy((args, kwargs), modules)
-        token = _written.set({})
+        token = _written.set(written)
         try:
             yield args, kwargs
         finally:
-            written = _written.get()
             _written.reset(token)
             with torch.inference_mode():
-                for tensor, before in (written or {}).values():
-                    tensor.copy_(before)
+                for tensor, before in reversed(written.values()):  # later ones may be views of earlier ones
+                    if before is not None:
+                        tensor.copy_(before)
 
 
-class _SameKind(TorchFunctionMode):
-    """Copies of tensors are inference tensors where these are, and only there: Dynamo tells them apart."""
+class _Copying(TorchFunctionMode):
+    """Copies of tensors need not be restored, and are inference tensors where these are: Dynamo tells them apart."""
+
+    def __init__(self, written: Written) -> None:
+        super().__init__()
+        self._written = written
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.__deepcopy__:
             return func(*args, **kwargs or {})
         with torch.inference_mode(args[0].is_inference()):
-            return func(*args, **kwargs or {})
+            made = func(*args, **kwargs or {})
+        self._written[id(made)] = (made, None)
+        return made
 
 
 def will_write(values: Iterable[Any]) -> None:
@@ -55,5 +63,7 @@ def will_write(values: Iterable[Any]) -> None:
     if written is None:
         return
     for value in values:
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and 0 not in value.stride():
-            written.setdefault(id(value), (value, value.clone()))
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or 0 in value.stride():
+            continue
+        if id(value) not in written:
+            written[id(value)] = (value, value.clone())
