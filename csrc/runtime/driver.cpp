@@ -67,8 +67,8 @@ void Driver::check(Result result, const std::string& what) const {
       break;
     case kErrorCooperativeLaunchTooLarge:
       message +=
-          ". All workers of a megakernel run at once, one on each multiprocessor of the device, and this stream may use "
-          "fewer: launch outside of green contexts and MPS partitions";
+          ". All workers of a megakernel run at once, one on each multiprocessor of the device, and this stream may "
+          "use fewer: launch outside of green contexts and MPS partitions";
       break;
     case kErrorNoBinaryForGpu:
       message += ". The kernel was built for another architecture than this device's";

@@ -74,7 +74,7 @@ def launches(kernel: EmulatedKernel) -> Launches:
 
 
 def test_a_lost_signal(launches: Launches) -> None:
-    for phase in (0, 1, launches.last_phase - 1):
+    for phase in (0, launches.last_phase - 1):
         launches.kernel.spoil(phase, worker=phase % WORKERS)
         start = time.monotonic_ns()
         launches.launch()
@@ -96,9 +96,8 @@ def test_an_event_that_expects_too_many_signals(launches: Launches) -> None:
 
 
 def test_a_worker_that_stalls_and_goes_on_when_the_others_have_given_up(launches: Launches) -> None:
-    last = launches.last_phase - 1
-    for phase, worker in [(0, 0), (1, 2), *((last, worker) for worker in range(WORKERS))]:
-        launches.kernel.spoil(phase, worker, is_late=True)
+    for worker in range(WORKERS):  # one of which would advance the counter
+        launches.kernel.spoil(launches.last_phase - 1, worker, is_late=True)
         launches.launch()
         launches.check_given_up()
         launches.restore()
