@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,6 +16,8 @@ from torch_mpk import _C
 from torch_mpk.errors import TaskAttributeError, TaskError, UnknownTaskError
 
 _ATTR_TYPES = (float, int, bool, str)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MAX_KNOWN_CALLS = 256  # of a task, which are not checked again
 _OPERAND = re.compile(
     r"(?P<name>[A-Za-z_]\w*)\s*\[(?P<dims>[^\]]*)\](?P<marks>[?!]*)(\s*:\s*(?P<dtype>\w+)(\s*<\s*(?P<bound>\w+))?)?"
 )
@@ -80,6 +82,7 @@ class Task:
         self.inputs, self.outputs = _parse_signature(self.name, self.signature)
         self.attrs = _parse_parameters(self.name, reference, self.inputs)
         self.samples = samples
+        self._known_calls: dict[Hashable, dict[str, Any]] = {}
         self.tile = _parse_tile(self, tile)
         self.stream = _check_stream(self, stream)
         self.pattern = pattern
@@ -101,6 +104,19 @@ class Task:
 
     def __call__(self, *operands: torch.Tensor | None, **attrs: Any) -> Any:
         operands += (None,) * (len(self.inputs) - len(operands))
+        call = _key(operands, attrs)
+        bound = self._known_calls.get(call) if call else None
+        if bound is None:
+            result, bound = self._checked(operands, attrs)
+            if call:
+                if len(self._known_calls) == _MAX_KNOWN_CALLS:
+                    self._known_calls.clear()
+                self._known_calls[call] = bound
+            return result
+        return self.reference(*operands, **bound)
+
+    def _checked(self, operands: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The reference's result, with operands and result checked against the signature, and all attributes."""
         attrs = self.bind_attrs(attrs)
         sizes = self.check(
             [None if t is None else t.shape for t in operands], [t if t is None else t.dtype for t in operands]
@@ -109,7 +125,7 @@ class Task:
         if self.outputs:
             results = self.results(result)
             bind_dims(self.name, self.signature, self.outputs, [t.shape for t in results], sizes)
-        return result
+        return result, attrs
 
     def results(self, result: Any) -> tuple[torch.Tensor, ...]:
         """What the reference returned, as a tuple. Raises TaskError where it is not as many tensors as the signature
@@ -195,6 +211,13 @@ class Task:
             if dtype.is_floating_point
             else torch.rand(shape, device=device) < 0.5
         )
+
+
+def _key(operands: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]) -> Hashable:
+    """What decides whether a call fits its task's signature; None where sizes may be symbols."""
+    if not all(t is None or type(t) in _PLAIN_TENSORS for t in operands):
+        return None
+    return tuple([t if t is None else (t.shape, t.dtype) for t in operands]), tuple(attrs.items())
 
 
 def bind_dims(
