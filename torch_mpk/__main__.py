@@ -11,11 +11,12 @@ from datetime import datetime
 
 import torch
 
-from torch_mpk import _C
+from torch_mpk import _C, registry, tasks
 from torch_mpk.config import env
 from torch_mpk.errors import CompileError, catalogue
 from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
+from torch_mpk.persistent_kernel.task_layers import stub
 
 
 def environment() -> Iterator[tuple[str, str]]:
@@ -80,6 +81,11 @@ def explain_model(arguments: argparse.Namespace) -> None:
     print(explain(model, input_ids=prompt, past_key_values=cache))
 
 
+def print_stub(_: argparse.Namespace) -> None:
+    own = [task for task in registry.tasks() if task.__module__.startswith(f"{tasks.__name__}.")]
+    print(stub(own), end="")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m torch_mpk", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -96,6 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     add(cache, "show", show_cache, "list the compiled kernels, least recently used first")
     add(cache, "clear", clear_cache, "delete the compiled kernels")
     add(commands, "errors", lambda _: print(catalogue(), end=""), "print docs/errors.md")
+    add(commands, "stub", print_stub, "print torch_mpk/persistent_kernel/task_layers.pyi")
     text = "show what becomes of a decode step of a causal language model, with random weights"
     command = add(commands, "explain", explain_model, text)
     command.add_argument("model", help="qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama-1b, or a path or hub id of a config")

@@ -50,7 +50,10 @@ class Attr:
 
 
 class Task:
-    """A node kind of the task graph. Calling it checks the operands against the signature and runs the reference."""
+    """A node kind of the task graph. Calling it checks the operands against the signature and runs the reference.
+
+    With ``out``, a tensor of the result's shape and dtype, the result is written there instead of to new memory.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Task:
     def is_mutating(self) -> bool:
         return any(operand.is_write for operand in self.inputs)
 
-    def __call__(self, *operands: torch.Tensor | None, **attrs: Any) -> Any:
+    def __call__(self, *operands: torch.Tensor | None, out: torch.Tensor | None = None, **attrs: Any) -> Any:
         operands += (None,) * (len(self.inputs) - len(operands))
         attrs = self.bind_attrs(attrs)
         sizes = self.check(
@@ -89,7 +92,7 @@ class Task:
         result = self.reference(*operands, **attrs)
         if self.outputs:
             bind_dims(self.name, self.signature, self.outputs, [result.shape], sizes)
-        return result
+        return result if out is None else out.copy_(result)
 
     def bind_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """All attributes, in declaration order, with defaults. Raises TaskAttributeError where names do not fit."""

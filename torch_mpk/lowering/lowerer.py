@@ -482,7 +482,8 @@ class Lowerer:
                     return self.size(val)
                 if isinstance(val, float):
                     return val
-                if node.target is not operator.getitem:
+                is_effect = isinstance(node.target, Task) and not node.target.outputs
+                if node.target is not operator.getitem and not is_effect:
                     raise UnsupportedError(f"{node.target} does not make a tensor")
             args = [self.value_of(a) for a in node.args]
             kwargs = {k: self.value_of(a) for k, a in node.kwargs.items()}

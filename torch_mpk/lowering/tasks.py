@@ -20,14 +20,16 @@ PROGRAM_ROLES = ("pointwise", "reduce")
 
 
 def lower_task(lx: Lowerer, node: fx.Node, args: Sequence[object], kwargs: dict[str, object]) -> Value | None:
-    """``args`` are the operands' values, in the signature's order; ``kwargs`` the attributes."""
+    """``args`` are the operands' values, in the signature's order; ``kwargs`` the attributes, and ``out``."""
     task: Task = node.target
     if task.role in PROGRAM_ROLES:
         return _program(lx, node, task)
+    out = kwargs.pop("out", None)
     present = [(spec, value) for spec, value in zip(task.inputs, args, strict=False) if value is not None]
-    operands = _operands(lx, task, present)
-    result = None
-    for spec in task.outputs:
+    given = [(spec, out) for spec in task.outputs if isinstance(out, Value)]
+    operands = _operands(lx, task, present + given)
+    result = operands[-1][1] if given else None
+    for spec in task.outputs[len(given) :]:
         meta = lx.meta(node.meta["val"])
         if not is_static(meta.shape):
             raise UnsupportedError(f"{task.name}: the size of {spec.name} is known only at run time")
@@ -79,8 +81,9 @@ def _in_place(lx: Lowerer, task: Task, spec: Operand, value: Value) -> View:
 def _program(lx: Lowerer, node: fx.Node, task: Task) -> Value | None:
     """Lower the ATen operations of the task's reference in the node's place."""
 
-    def call(*operands: torch.Tensor | None, **attrs: object) -> object:
+    def call(*operands: torch.Tensor | None, out: torch.Tensor | None = None, **attrs: object) -> object:
         missing = len(task.inputs) - len(operands)
-        return task.reference(*operands, *[None] * missing, **task.bind_attrs(attrs))
+        result = task.reference(*operands, *[None] * missing, **task.bind_attrs(attrs))
+        return result if out is None else out.copy_(result)
 
     return inline(lx, node, call)[0]
