@@ -1,4 +1,4 @@
-"""``python -m torch_mpk``: ``env`` for reports, ``cache show|clear`` for compiled kernels, ``explain`` for a model."""
+"""``python -m torch_mpk``: ``env`` for reports, ``cache`` for kernels, ``explain`` for models, ``graph`` for builds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from pathlib import Path
 
 import torch
 
-from torch_mpk import _C, registry, tasks
+from torch_mpk import _C, graph_view, registry, tasks
 from torch_mpk.config import env
-from torch_mpk.errors import CompileError, catalogue
+from torch_mpk.errors import CompileError, GraphFileError, catalogue
 from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
 from torch_mpk.persistent_kernel.task_layers import stub
@@ -81,6 +83,23 @@ def explain_model(arguments: argparse.Namespace) -> None:
     print(explain(model, input_ids=prompt, past_key_values=cache))
 
 
+def show_graph(arguments: argparse.Namespace) -> None:
+    file = graph_view.read(arguments.file)
+    for option, what in (("task", graph_view.task), ("event", graph_view.event)):
+        if (value := getattr(arguments, option)) is not None:
+            print(what(file, value))
+    if arguments.critical_path:
+        print(graph_view.critical_path(file))
+    if arguments.dot:
+        print(graph_view.to_dot(file), end="")
+    for option, draw in (("svg", graph_view.to_svg), ("html", graph_view.to_html)):
+        if (out := getattr(arguments, option)) is not None:
+            out.write_text(draw(file))
+    asked = {"task", "event", "critical_path", "dot", "svg", "html"}
+    if not any(vars(arguments)[name] not in (None, False) for name in asked):
+        print(graph_view.summary(file))
+
+
 def print_stub(_: argparse.Namespace) -> None:
     own = [task for task in registry.tasks() if task.__module__.startswith(f"{tasks.__name__}.")]
     print(stub(own), end="")
@@ -102,6 +121,16 @@ def main(arguments: list[str] | None = None) -> None:
     add(cache, "show", show_cache, "list the compiled kernels, least recently used first")
     add(cache, "clear", clear_cache, "delete the compiled kernels")
     add(commands, "errors", lambda _: print(catalogue(), end=""), "print docs/errors.md")
+    command = add(
+        commands, "graph", show_graph, "show a task graph that a build left: its summary, or what is asked for"
+    )
+    command.add_argument("file", type=Path, help="4.graph.json, 5.schedule.json, or the folder they are in")
+    command.add_argument("--task", metavar="NAME", help="nodes of a task, or whose label has this in it, in full")
+    command.add_argument("--event", type=int, metavar="N", help="who signals event N, and who waits for it")
+    command.add_argument("--critical-path", action="store_true", help="the dependent nodes that move the most bytes")
+    command.add_argument("--dot", action="store_true", help="print a Graphviz source")
+    command.add_argument("--svg", type=Path, metavar="OUT", help="draw an SVG, where Graphviz is installed")
+    command.add_argument("--html", type=Path, metavar="OUT", help="write a page to pan, zoom, search and click in")
     add(commands, "stub", print_stub, "print torch_mpk/persistent_kernel/task_layers.pyi")
     text = "show what becomes of a decode step of a causal language model, with random weights"
     command = add(commands, "explain", explain_model, text)
@@ -111,7 +140,10 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parsed = parser.parse_args(arguments)
-    parsed.run(parsed)
+    try:
+        parsed.run(parsed)
+    except GraphFileError as error:  # a matter of what was typed: no traceback
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

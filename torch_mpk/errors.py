@@ -168,6 +168,16 @@ class KernelStateError(MpkError):
     remedy = "the order is attach_input, layers, compile, then runs, and finalize at the end"
 
 
+class GraphFileError(MpkError, ValueError):
+    """``python -m torch_mpk graph`` cannot read a file, or cannot show what it was asked for."""
+
+    template = "{path}: {what}"
+    remedy = (
+        "It reads 4.graph.json and 5.schedule.json, or the folder they are in, as TORCH_MPK_DUMP and "
+        "PersistentKernel.compile(output_dir) leave them."
+    )
+
+
 class InternalError(MpkError):
     """A stage failed in a way it should not, as on a schedule that its own validation rejects."""
 
