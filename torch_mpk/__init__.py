@@ -1,6 +1,6 @@
 """torch_mpk runs a whole model forward as one persistent GPU kernel: ``torch.compile(model, backend="mpk")``."""
 
-from torch_mpk import ops, tasks  # declares torch.ops.mpk and the tasks behind it
+from torch_mpk import ops, plugins, tasks  # declares torch.ops.mpk and the tasks behind it
 from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError, VerificationError
 from torch_mpk.explain import explain
 from torch_mpk.generate import generate
@@ -25,3 +25,5 @@ __all__ = [
     "task",
     "tasks",
 ]
+
+plugins.load()  # last: they import this package

@@ -1,9 +1,10 @@
-"""``python -m torch_mpk``: ``env`` for reports, ``cache`` for kernels, ``explain`` for models, ``graph`` for builds."""
+"""``python -m torch_mpk``: reports, compiled kernels, what becomes of a model, and tasks of one's own."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from torch_mpk import _C, graph_view, registry, tasks
+from torch_mpk import _C, graph_view, new_task, registry, tasks
 from torch_mpk.config import env
-from torch_mpk.errors import CompileError, GraphFileError, catalogue
+from torch_mpk.errors import ArgumentError, CompileError, GraphFileError, catalogue
 from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
 from torch_mpk.persistent_kernel.task_layers import stub
@@ -105,6 +106,26 @@ def print_stub(_: argparse.Namespace) -> None:
     print(stub(own), end="")
 
 
+def write_task(arguments: argparse.Namespace) -> None:
+    paths = new_task.write(arguments.name, arguments.dir)
+    print(f"wrote {' and '.join(map(str, paths))}; check them with: python -m torch_mpk check-task {paths[0]}")
+
+
+def check_tasks(arguments: argparse.Namespace) -> None:
+    from torch_mpk.testing.tasks import check_task
+
+    path = arguments.file.resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ArgumentError(name="FILE", expected="a Python file that declares tasks", value=arguments.file)
+    before = registry.tasks()
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    declared = [task for task in registry.tasks() if task not in before]
+    for task in declared:
+        check_task(task, report=print)
+    print(f"{len(declared)} tasks pass")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m torch_mpk", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -139,6 +160,11 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--length", type=int, default=1024, help="positions of the cache (default: 1024)")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command = add(commands, "new-task", write_task, "write the two files of a task, a working example to start from")
+    command.add_argument("name", metavar="NAME", help="of the task, as in torch.ops.mpk.NAME")
+    command.add_argument("--dir", type=Path, default=Path(), help="where to write them (default: here)")
+    command = add(commands, "check-task", check_tasks, "run the samples of a file's tasks in every way they can run")
+    command.add_argument("file", metavar="FILE", type=Path, help="the Python file that declares them")
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)

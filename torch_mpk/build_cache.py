@@ -28,6 +28,7 @@ from torch_mpk.jit import Cache
 from torch_mpk.lowering import Fresh, Output
 from torch_mpk.lowering.table import RULES
 from torch_mpk.patterns.table import patterns
+from torch_mpk.registry import get as get_task
 from torch_mpk.registry import tasks
 from torch_mpk.runtime.bounds import IndexBound
 from torch_mpk.runtime.device import backend_of
@@ -55,7 +56,7 @@ def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.dev
         and not number_positions(gm, inputs)
         and not any(_is_symbolic(node.meta.get("example_value")) for node in placeholders)
         and all(map(_is_known, gm.graph.nodes))
-        and not _has_extensions()
+        and not _has_user_patterns()
     )
     if not is_kept:
         return None
@@ -108,21 +109,26 @@ def _is_symbolic(example: Any) -> bool:
 
 
 def _is_known(node: torch.fx.Node) -> bool:
-    """Whether the graph's code says all about a node: it calls nothing but PyTorch and Python's operators."""
+    """Whether the graph's code says all about a node: it calls nothing but PyTorch, Python and our tasks."""
     if node.op == "call_function":
         try:
             name = _get_qualified_name(node.target)
         except (AttributeError, RuntimeError):  # it has none
             return False
+        if name.startswith("torch.ops.mpk."):
+            return _is_ours(get_task(name.split(".")[3]))
         return name.split(".")[0] in ("torch", "_operator", "math")
     return node.op in ("placeholder", "output", "call_method")
 
 
-def _has_extensions() -> bool:
-    """Whether a task, pattern or rule comes from elsewhere: the fingerprint does not cover it."""
-    return any(
-        not declared.__module__.startswith("torch_mpk.") for declared in (*tasks(), *patterns(), *RULES.values())
-    )
+def _has_user_patterns() -> bool:
+    """Whether a pattern or rule comes from elsewhere: the fingerprint does not cover it, nor the task it leads to."""
+    declared = [*patterns(), *RULES.values(), *(task for task in tasks() if task.pattern)]
+    return not all(map(_is_ours, declared))
+
+
+def _is_ours(declared: Any) -> bool:
+    return declared.__module__.startswith("torch_mpk.")
 
 
 @functools.cache

@@ -47,10 +47,10 @@ class UnknownOptionError(OptionError):
 
 
 class ArgumentError(MpkError, ValueError):
-    """An argument of ``torch_mpk.generate`` has a wrong shape, type or range."""
+    """An argument of ``torch_mpk.generate``, or of the command line, has a wrong shape, type or range."""
 
     template = "{name}: expected {expected}, got {value}"
-    remedy = "The docstring of torch_mpk.generate says what each argument takes."
+    remedy = "The docstring of torch_mpk.generate says what each argument takes, and --help what a command does."
 
 
 class UnsupportedError(MpkError):
@@ -138,6 +138,13 @@ class TaskAttributeError(MpkError, TypeError):
     remedy = "The message lists the attributes."
 
 
+class NoDerivativeError(MpkError):
+    """An operator ``torch.ops.mpk.*`` was called where autograd would record it, and tasks have no derivatives."""
+
+    template = "{op} has no derivative, grad mode is on and an operand requires grad: {remedy}"
+    remedy = "wrap the call in torch.inference_mode() or torch.no_grad(), or detach the operands"
+
+
 class UnknownTaskError(MpkError, KeyError):
     """No task has that name."""
 
@@ -206,11 +213,18 @@ class NoCompilerError(CompileError):
     )
 
 
-class KernelCompileError(CompileError):
-    """The device compiler rejected generated code."""
+class NoHostCompilerError(CompileError):
+    """There is no C++ compiler for code that runs on the CPU."""
 
-    template = "a generated kernel does not compile:\n{errors}\ncommand: {command}\nsource: {source}\n{remedy}"
-    remedy = "log.txt beside it has all messages. Please report this with both files"
+    template = "no C++ compiler found: {reason}. {remedy}"
+    remedy = "Install g++ 10, clang++ 12 or newer (apt install g++), or name one in CXX"
+
+
+class KernelCompileError(CompileError):
+    """A compiler rejected a kernel."""
+
+    template = "a kernel does not compile:\n{errors}\ncommand: {command}\nsource: {source}\n{remedy}"
+    remedy = "log.txt beside it has all messages. If the source is not yours, please report this with both files"
 
 
 class CompileForbiddenError(CompileError):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import torch_mpk.tasks  # noqa: F401  (declares them)
 from torch_mpk import registry
+from torch_mpk.errors import NoDerivativeError
 from torch_mpk.registry import Attr, Operand, Task
 
 _library = torch.library.Library("mpk", "DEF")
@@ -21,7 +24,8 @@ def schema(task: Task) -> str:
     arguments = [text if i <= last_required else f"{text}=None" for i, text in enumerate(arguments)]
     if task.attrs:
         arguments += ["*", *map(_attribute, task.attrs.values())]
-    return f"{task.name}({', '.join(arguments)}) -> {'Tensor' if task.outputs else '()'}"
+    results = ", ".join(["Tensor"] * len(task.outputs))
+    return f"{task.name}({', '.join(arguments)}) -> {results if len(task.outputs) == 1 else f'({results})'}"
 
 
 def _argument(operand: Operand, aliases) -> str:
@@ -37,7 +41,20 @@ def _attribute(attr: Attr) -> str:
 def _define(task: Task) -> None:
     _library.define(schema(task), tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(task.name, task, "CompositeExplicitAutograd")
+    _library.impl(task.name, _refusing_autograd(task), "Autograd", with_keyset=True)
     torch.library.register_fake(f"mpk::{task.name}", task, lib=_library)
+
+
+def _refusing_autograd(task: Task) -> Callable[..., Any]:
+    """What stands in front of the operator's kernel where an operand may require grad."""
+    op = getattr(torch.ops.mpk, task.name).default
+
+    def call(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            raise NoDerivativeError(op=f"torch.ops.mpk.{task.name}")
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return call
 
 
 registry.subscribe(_define)

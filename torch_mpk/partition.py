@@ -124,23 +124,23 @@ def _prepared(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.Graph]:
 
 
 def _why_not_worth(run: _Run, is_part: bool, min_nodes: int | None) -> str | None:
-    stream_tasks = [node for node in run.nodes if _is_stream_task(node)]
-    if not stream_tasks:
+    own_phases = [node for node in run.nodes if _has_own_phase(node)]
+    if not own_phases:
         return "it and its neighbours hold no matrix product or attention, and are not worth a launch"
     if not is_part:
         return None
     if min_nodes is not None:
         is_worth = len(run.nodes) >= min_nodes
     else:
-        num_phases = len({node.args[0] for node in stream_tasks})
+        num_phases = len({node.args[0] for node in own_phases})
         is_worth = KERNEL_US * len(run.nodes) >= LAUNCH_US + PHASE_US * num_phases
     if is_worth:
         return None
     return f"it and its neighbours, {len(run.nodes)} operations between what falls back, are not worth a launch"
 
 
-def _is_stream_task(node: fx.Node) -> bool:
-    return isinstance(node.target, Task) and node.target.role == "stream"
+def _has_own_phase(node: fx.Node) -> bool:
+    return isinstance(node.target, Task) and node.target.role in ("stream", "tile")
 
 
 def _work(graph: fx.Graph) -> list[fx.Node]:

@@ -203,15 +203,19 @@ class Machine:
         self.nodes, self.memory, self.scalars = graph.nodes, memory, scalars
 
     def num_points(self, node_id: int) -> int:
-        """Independent pieces of a node: points of a pointwise program, 1 for anything else."""
+        """Independent pieces of a node: points of a pointwise program, a task's tiles, 1 for anything else."""
         node = self.nodes[node_id]
+        if node.program is None:
+            return len(self._tiles(node))
         return max(1, torch.Size(node.program.domain).numel()) if node.role == "pointwise" else 1
 
     def run(self, node_id: int, points: torch.Tensor | None = None) -> None:
-        """All of a node, or some points of a pointwise one."""
+        """All of a node, or some of its pieces."""
         node = self.nodes[node_id]
         if node.program is None:
-            self._run_task(node)
+            tiles = self._tiles(node)
+            for number in range(len(tiles)) if points is None else points.tolist():
+                self._run_tile(node, tiles[number])
             return
         bases = [(self.memory.tensor(o.tensor.buffer, o.tensor.dtype), o.tensor.offset) for o in node.operands]
         if points is None:
@@ -222,13 +226,19 @@ class Machine:
             out = self.memory.view(node.operands[-1].tensor)
             out.copy_(_reduce(node.attrs["op"], value.reshape(node.program.domain)).reshape(out.shape))
 
-    def _run_task(self, node: _C.Node) -> None:
+    def _tiles(self, node: _C.Node) -> list[list[torch.Tensor | None]]:
+        """The inputs and outputs of each tile."""
         task = registry.get(node.task)
         views = {o.name: self.memory.view(o.tensor) for o in node.operands}
+        return list(task.tiles([views.get(o.name) for o in (*task.inputs, *task.outputs)]))
+
+    def _run_tile(self, node: _C.Node, operands: list[torch.Tensor | None]) -> None:
+        task = registry.get(node.task)
         attrs = {name: node.attrs[name] for name in task.attrs if name in node.attrs}
-        result = task.reference(*(views.get(o.name) for o in task.inputs), **attrs)
-        for spec in task.outputs:
-            views[spec.name].copy_(result)
+        inputs, outputs = operands[: len(task.inputs)], operands[len(task.inputs) :]
+        for output, result in zip(outputs, task.results(task.reference(*inputs, **attrs)), strict=True):
+            assert output is not None
+            output.copy_(result)
 
 
 def run_graph(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
@@ -13,7 +15,6 @@ import torch
 from torch_mpk import _C
 from torch_mpk.errors import TaskAttributeError, TaskError, UnknownTaskError
 
-_ROLES_WITH_DEVICE_CODE = ("row", "stream")
 _ATTR_TYPES = (float, int, bool, str)
 _OPERAND = re.compile(
     r"(?P<name>[A-Za-z_]\w*)\s*\[(?P<dims>[^\]]*)\](?P<marks>[?!]*)(\s*:\s*(?P<dtype>\w+)(\s*<\s*(?P<bound>\w+))?)?"
@@ -35,6 +36,12 @@ class Operand:
     def __str__(self) -> str:
         return f"{self.name}[{', '.join(self.dims)}]{'?' if self.optional else ''}"
 
+    def dims_of(self, rank: int) -> tuple[str, ...]:
+        """The dimensions of a tensor of that rank: "..." stands for as many as there are."""
+        if self.dims[:1] != ("...",):
+            return self.dims
+        return ("...",) * (rank - len(self.dims) + 1) + self.dims[1:]
+
 
 @dataclass(frozen=True)
 class Attr:
@@ -52,7 +59,7 @@ class Attr:
 class Task:
     """A node kind of the task graph. Calling it checks the operands against the signature and runs the reference.
 
-    With ``out``, a tensor of the result's shape and dtype, the result is written there instead of to new memory.
+    With ``out``, a tensor of the only result's shape and dtype, the result is written there instead of to new memory.
     """
 
     def __init__(
@@ -62,6 +69,9 @@ class Task:
         role: str,
         samples: Sequence[Mapping[str, Any]],
         header: str | None,
+        tile: str | Mapping[str, int] | None,
+        cpu: str | None,
+        pattern: bool,
     ):
         self.reference = reference
         self.name = self.__name__ = self.__qualname__ = reference.__name__
@@ -72,9 +82,16 @@ class Task:
         self.inputs, self.outputs = _parse_signature(self.name, self.signature)
         self.attrs = _parse_parameters(self.name, reference, self.inputs)
         self.samples = samples
-        if header is None and role in _ROLES_WITH_DEVICE_CODE:
-            header = f"torch_mpk/device/tasks/{self.name}.cuh"
-        self.header = header or ""
+        self.tile = _parse_tile(self, tile)
+        self.pattern = pattern
+        if pattern and (self.is_mutating or len(self.outputs) != 1 or not samples):
+            raise TaskError(f"{self.name}: pattern=True takes one output, nothing updated in place, and samples")
+        self.header = header or (f"torch_mpk/device/tasks/{self.name}.cuh" if role in ("row", "stream") else "")
+        self.headers: dict[int, str] = {}
+        self.cpu_body = ""
+        if role == "tile":
+            self.header, self.headers = _find_headers(self.name, reference, header)
+            self.cpu_body = _find_file(self.name, reference, cpu, f"{self.name}.cpp")
 
     def __repr__(self) -> str:
         return f"mpk.{self.name}"
@@ -91,8 +108,37 @@ class Task:
         )
         result = self.reference(*operands, **attrs)
         if self.outputs:
-            bind_dims(self.name, self.signature, self.outputs, [result.shape], sizes)
+            results = self.results(result)
+            bind_dims(self.name, self.signature, self.outputs, [t.shape for t in results], sizes)
         return result if out is None else out.copy_(result)
+
+    def results(self, result: Any) -> tuple[torch.Tensor, ...]:
+        """What the reference returned, as a tuple. Raises TaskError where it is not as many tensors as the signature
+        has outputs."""
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        if len(results) != len(self.outputs) or not all(isinstance(t, torch.Tensor) for t in results):
+            got = ", ".join(type(value).__name__ for value in results) or "nothing"
+            raise TaskError(
+                f"{self.name}: the reference returned {got}, expected "
+                f"{', '.join(map(str, self.outputs)) or 'nothing'} (signature: {self.signature})"
+            )
+        return results
+
+    def tiles(self, tensors: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
+        """The slices of inputs and outputs that each tile has, in the order of the tiles' numbers."""
+        specs = [*self.inputs, *self.outputs]
+        shapes = [None if t is None else t.shape for t in tensors]
+        sizes = bind_dims(self.name, self.signature, specs, shapes, {})
+        cuts = [self._cuts(dim, sizes[dim][0]) for dim in sizes if dim in self.tile]
+        for tile in itertools.product(*cuts):
+            begins = {dim: (begin, size) for dim, begin, size in tile}
+            yield [None if t is None else _slice(t, spec, begins) for spec, t in zip(specs, tensors, strict=True)]
+
+    def _cuts(self, dim: str, size: Any) -> list[tuple[str, Any, Any]]:
+        if dim == "...":
+            return [(dim, index, 1) for index in itertools.product(*map(range, size))]
+        step = self.tile[dim]
+        return [(dim, begin, min(step, size - begin)) for begin in range(0, size, step)]
 
     def bind_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """All attributes, in declaration order, with defaults. Raises TaskAttributeError where names do not fit."""
@@ -241,24 +287,123 @@ def _parse_parameters(name: str, reference: Callable[..., Any], inputs: list[Ope
     return attrs
 
 
+def _parse_tile(task: Task, tile: str | Mapping[str, int] | None) -> dict[str, int]:
+    """Each dimension that is cut, with the size of a tile in it."""
+    if task.role != "tile":
+        if tile is not None:
+            raise TaskError(f"{task.name}: tile= is for tasks of role 'tile', this one's is {task.role!r}")
+        return {}
+    written = [operand for operand in (*task.inputs, *task.outputs) if operand.is_write]
+    if not written:
+        raise TaskError(f"{task.name}: it writes nothing; give it an output, or mark what it updates: 'cache[B, L]!'")
+    if tile is None:
+        cut = dict.fromkeys((dim for dim in written[-1].dims[:-1] if not dim.isdigit()), 1)
+    elif isinstance(tile, str):
+        cut = dict.fromkeys(re.findall(r"[^\s,]+", tile), 1)
+    else:
+        cut = dict(tile)
+    if any("..." in operand.dims for operand in written):
+        cut["..."] = 1
+    for dim, size in cut.items():
+        if not isinstance(size, int) or size < 1 or (dim == "..." and size != 1):
+            raise TaskError(
+                f"{task.name}: a tile has {size!r} of {dim}, expected 1{'' if dim == '...' else ' or more'}"
+            )
+        for operand in written:
+            if dim not in operand.dims:
+                raise TaskError(
+                    f"{task.name}: {operand} is written by every tile along {dim}, but tiles must write different "
+                    f"memory: cut along dimensions that all it writes have (signature: {task.signature})"
+                )
+    names = [*{dim for operand in (*task.inputs, *task.outputs) for dim in operand.dims if not dim.isdigit()}]
+    _check_distinct(task.name, [*names, *task.attrs])
+    _check_distinct(task.name, [operand.name for operand in (*task.inputs, *task.outputs)])
+    return cut
+
+
+def _check_distinct(name: str, names: Sequence[str]) -> None:
+    """In device code k_cache is KCache, and an attribute or a dimension kKCache."""
+    spelled = {"Leading": "...", "T": "T", "Tile": "a tile", "Tiles": "their number", "TileBytes": "a tile's size"}
+    for each in names:
+        camel = "".join(part[:1].upper() + part[1:] for part in each.split("_"))
+        if each != "..." and camel in spelled:
+            raise TaskError(
+                f"{name}: {each!r} and {spelled[camel]!r} have one name in device code, {camel}: rename {each!r}"
+            )
+        spelled[camel] = each
+
+
+def _find_headers(name: str, reference: Callable[..., Any], header: str | None) -> tuple[str, dict[int, str]]:
+    """The device code beside the Python file, and in folders sm80, sm90, ... beside it that for one architecture."""
+    general = _find_file(name, reference, header, f"{name}.cuh")
+    path = Path(general or _beside(reference, f"{name}.cuh"))
+    variants = path.parent.glob(f"sm[0-9][0-9]*/{path.name}")
+    return general, {int(variant.parent.name[2:]): str(variant) for variant in variants}
+
+
+def _find_file(name: str, reference: Callable[..., Any], given: str | None, default: str) -> str:
+    path = _beside(reference, given or default)
+    if path.is_file():
+        return str(path)
+    if given is not None:
+        raise TaskError(f"{name}: {given!r} is not there: expected {path}")
+    return ""
+
+
+def _beside(reference: Callable[..., Any], file: str) -> Path:
+    return Path(reference.__code__.co_filename).resolve().parent / file
+
+
+def _slice(t: torch.Tensor, spec: Operand, begins: Mapping[str, tuple[Any, Any]]) -> torch.Tensor:
+    dims = spec.dims_of(t.dim())
+    for d, dim in enumerate(dims):
+        if dim == "..." and dim in begins:
+            t = t.narrow(d, begins[dim][0][d], 1)
+        elif dim in begins:
+            t = t.narrow(d, *begins[dim])
+    return t
+
+
 _tasks: dict[str, Task] = {}
 _subscribers: list[Callable[[Task], None]] = []
 
 
 def task(
-    signature: str, *, role: str, samples: Sequence[Mapping[str, Any]] = (), header: str | None = None
+    signature: str,
+    *,
+    role: str = "tile",
+    tile: str | Mapping[str, int] | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+    header: str | None = None,
+    cpu: str | None = None,
+    pattern: bool = False,
 ) -> Callable[[Callable[..., Any]], Task]:
-    """Declare a task: ``@task("x[R, K], weight[N, K], bias[N]? -> y[R, N]", role="stream")`` on its eager reference.
+    """Declare a task: ``@task("x[R, H], weight[H]? -> y[R, H]", tile="R")`` on its eager reference.
 
-    The reference takes the inputs in order and the attributes keyword-only, and returns a new tensor (None where there
-    is no output). Operands marked "?" may be None, those marked "!" are read and updated in place. Row and stream tasks
-    have device code in ``header``, by default ``torch_mpk/device/tasks/<name>.cuh``. ``samples`` are what tests and
-    benchmarks run: see ``Task.sample``. Raises TaskError for a signature that does not fit the reference or a name
-    already taken.
+    The reference takes the inputs in order and the attributes keyword-only, and returns a new tensor (a tuple where
+    there are several outputs, None where there is none). Operands marked "?" may be None, those marked "!" are read and
+    updated in place.
+
+    Args:
+        signature: operands with named dimensions; see ``Operand``.
+        role: "tile", or one of those that torch_mpk's own tasks have: see docs/architecture.md.
+        tile: the dimensions along which the work is cut into tiles that need nothing of each other: "R" or "B, H" for
+            one index each, {"R": 1, "N": 64} for more. The reference of a slice must be the slice of the reference. By
+            default all but the last dimension of the (last) output; "..." is always cut.
+        samples: what tests and benchmarks run: see ``Task.sample``.
+        header: device code, relative to the declaring file; by default ``<name>.cuh`` beside it. Without one the task
+            runs on the CPU alone. A file of that name in a folder ``sm90`` beside it takes its place on that
+            architecture. See ``torch_mpk/device/tile.cuh`` for what is in it.
+        cpu: C++ code for the CPU, by default ``<name>.cpp``, in the same form; ``header`` itself where it keeps to what
+            tile.cuh lists. Without one, or without a compiler, the reference runs there.
+        pattern: in models, the task takes the place of the operations that its reference is made of.
+
+    Raises:
+        TaskError: the signature does not fit the reference, tiles would write the same memory, or the name is taken.
     """
 
     def declare(reference: Callable[..., Any]) -> Task:
-        declared = Task(reference, signature, role, samples, header)
+        declared = Task(reference, signature, role, samples, header, tile, cpu, pattern)
         if declared.name in _tasks:
             raise TaskError(f"task {declared.name!r} is already declared in {_tasks[declared.name].__module__}")
         _C.register_task(
@@ -267,6 +412,9 @@ def task(
             [(o.name, list(o.dims), o.optional, o.is_read, o.is_write) for o in declared.inputs + declared.outputs],
             [a.name for a in declared.attrs.values() if a.required],
             declared.header,
+            declared.headers,
+            list(declared.tile.items()),
+            declared.cpu_body,
         )
         _tasks[declared.name] = declared
         for subscriber in _subscribers:

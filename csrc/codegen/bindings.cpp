@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "torch_mpk/codegen/cpu.h"
 #include "torch_mpk/codegen/cuda.h"
 
 namespace py = pybind11;
@@ -30,6 +31,15 @@ void bind_codegen(py::module_& m) {
   m.def("generate_cuda", &generate_cuda, py::arg("schedule"), py::arg("profiled") = false,
         "Write the kernel of a schedule for a CUDA target. Raises RuntimeError naming the node that cannot be "
         "generated.");
+  m.def(
+      "generate_cpu_tiles",
+      [](const TBGraph& graph) {
+        const CpuTiles tiles = generate_cpu_tiles(graph);
+        return std::pair(tiles.source, tiles.functions);
+      },
+      py::arg("graph"),
+      "The C++ source of what tasks with a body for the CPU compute in a graph, empty where there is none, and "
+      "[(node, place in its table torch_mpk_tiles)].");
 }
 
 }  // namespace mpk

@@ -57,6 +57,7 @@ struct JobCode {
 
 // Throws std::runtime_error naming the node when it cannot be generated.
 JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim);
+JobCode emit_tile(Plan& plan, const Node& node);  // of role kTile
 
 [[noreturn]] void fail(const Node& node, const std::string& why);
 
@@ -64,6 +65,7 @@ JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim);
 
 std::string str(int64_t v);
 std::string float_literal(double v);
+std::string double_literal(double v);
 inline const char* cuda_type(DType t) { return info(t).cuda_type; }
 
 // An access pattern up to the rank it is written in: sizes and strides without unit dimensions, mergeable ones merged.

@@ -486,6 +486,8 @@ JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim) {
       return emit_reduce(plan, node);
     case Role::kRow:
       return emit_row(plan, phase, node);
+    case Role::kTile:
+      return emit_tile(plan, node);
     case Role::kStream:
       break;
   }

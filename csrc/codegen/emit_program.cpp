@@ -20,8 +20,6 @@ std::string float_literal(double v) {
   return literal + "f";
 }
 
-namespace {
-
 std::string double_literal(double v) {
   if (std::isnan(v)) return "static_cast<double>(__int_as_float(0x7fc00000))";
   if (std::isinf(v)) return v > 0 ? "static_cast<double>(infinity())" : "static_cast<double>(-infinity())";
@@ -30,6 +28,8 @@ std::string double_literal(double v) {
   std::string literal = text;
   return literal.find_first_of(".e") == std::string::npos ? literal + ".0" : literal;
 }
+
+namespace {
 
 std::string constant(const Instr& i) {
   const std::string type = cuda_type(i.dtype);

@@ -54,10 +54,16 @@ cpu::Reference python_reference(const py::function& fn) {
 
 void bind_cpu(py::module_& m) {
   py::class_<CpuExecutable>(m, "CpuExecutable", "Runs an unfused schedule on worker threads of this process.")
-      .def(py::init<Schedule, int, const std::string&>(), py::arg("schedule"), py::arg("num_threads") = 0,
-           py::arg("isa") = "",
-           "num_threads 0 is one per processor; isa '' is the fastest of cpu_isas(). Raises ValueError naming the node "
-           "that cannot run.")
+      .def(py::init([](Schedule schedule, int num_threads, const std::string& isa,
+                       const std::map<int, uintptr_t>& compiled) {
+             std::map<int, const TileCode*> code;
+             for (const auto& [node, address] : compiled) code[node] = reinterpret_cast<const TileCode*>(address);
+             return std::make_unique<CpuExecutable>(std::move(schedule), num_threads, isa, code);
+           }),
+           py::arg("schedule"), py::arg("num_threads") = 0, py::arg("isa") = "",
+           py::arg("compiled") = std::map<int, uintptr_t>{},
+           "num_threads 0 is one per processor; isa '' is the fastest of cpu_isas(); compiled has the addresses of "
+           "nodes' TileCode. Raises ValueError naming the node that cannot run.")
       .def(
           "run",
           [](CpuExecutable& self, const py::sequence& inputs, const py::sequence& outputs,

@@ -46,7 +46,8 @@ class Running {
 
 }  // namespace
 
-CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::string& isa)
+CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::string& isa,
+                             const std::map<int, const TileCode*>& compiled)
     : schedule_(std::move(schedule)),
       kernels_(kernels(parse_isa(isa))),
       num_threads_(num_threads == 0 ? num_available_cpus() : num_threads),
@@ -67,7 +68,7 @@ CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::stri
     if (buffer.kind == BufferKind::kInput) num_inputs_ = std::max(num_inputs_, buffer.index + 1);
     if (buffer.kind == BufferKind::kOutput) num_outputs_ = std::max(num_outputs_, buffer.index + 1);
   }
-  for (const Phase& phase : schedule_.phases) plan_phase(phase);
+  for (const Phase& phase : schedule_.phases) plan_phase(phase, compiled);
   for (const auto& body : bodies_) scratch_bytes_ = std::max(scratch_bytes_, round_up(body->scratch_bytes(), 64));
   workspace_ = allocate(schedule_.workspace_bytes);
   scratch_ = allocate(scratch_bytes_ * num_threads_);
@@ -86,7 +87,7 @@ std::unique_ptr<uint8_t, CpuExecutable::FreeAligned> CpuExecutable::allocate(int
 }
 
 // Lays the units of all jobs of the phase end to end, weighted by cost, and cuts them into shares of chunks.
-void CpuExecutable::plan_phase(const Phase& phase) {
+void CpuExecutable::plan_phase(const Phase& phase, const std::map<int, const TileCode*>& compiled) {
   PhasePlan plan;
   std::vector<Body*> bodies;
   int64_t num_units = 0;
@@ -96,8 +97,10 @@ void CpuExecutable::plan_phase(const Phase& phase) {
       throw std::invalid_argument("the CPU runs unfused schedules: make this one with Target(fuse=False)");
     for (int id : job.body) {
       const Node& node = schedule_.graph.nodes()[id];
-      if (const BodyFactory* factory = BodyRegistry::global().find(*node.def)) {
-        bodies_.push_back((*factory)(node, kernels_));
+      const BodyFactory* factory = BodyRegistry::global().find(*node.def);
+      const auto tile = compiled.find(id);
+      if (factory != nullptr || tile != compiled.end()) {
+        bodies_.push_back(factory != nullptr ? (*factory)(node, kernels_) : make_tile_body(node, *tile->second));
         bodies.push_back(bodies_.back().get());
         num_units += bodies.back()->num_units();
         total += bodies.back()->unit_cost() * static_cast<double>(bodies.back()->num_units());

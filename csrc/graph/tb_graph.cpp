@@ -27,7 +27,8 @@ Extent extent(const Tensor& t) {
 }
 
 void check_signature(const TaskDef& def, const std::vector<Operand>& operands) {
-  std::map<std::string, std::pair<int64_t, std::string>> bound;  // dimension -> size, operand that bound it
+  std::map<std::string, std::pair<int64_t, std::string>> bound;         // dimension -> size, operand that bound it
+  std::optional<std::pair<std::vector<int64_t>, std::string>> leading;  // the same of "..."
   size_t next = 0;
   for (const OperandSpec& spec : def.operands) {
     if (next >= operands.size() || operands[next].name != spec.name) {
@@ -37,12 +38,21 @@ void check_signature(const TaskDef& def, const std::vector<Operand>& operands) {
     }
     const Operand& operand = operands[next++];
     const std::vector<int64_t>& shape = operand.tensor.shape;
-    if (shape.size() != spec.dims.size())
+    const size_t num_named = spec.dims.size() - spec.has_leading();
+    if (shape.size() < num_named || (shape.size() > num_named && !spec.has_leading()))
       throw std::invalid_argument(def.name + ": " + spec.name + " has " + std::to_string(shape.size()) +
                                   " dimensions " + shape_text(shape) + ", but its signature has " +
                                   std::to_string(spec.dims.size()));
-    for (size_t d = 0; d < shape.size(); d++) {
-      const std::string& dim = spec.dims[d];
+    const size_t num_leading = shape.size() - num_named;
+    if (spec.has_leading()) {
+      const std::vector<int64_t> sizes(shape.begin(), shape.begin() + static_cast<int64_t>(num_leading));
+      if (!leading) leading = {sizes, spec.name};
+      if (leading->first != sizes)
+        throw std::invalid_argument(def.name + ": " + spec.name + " has leading dimensions " + shape_text(sizes) +
+                                    ", but " + shape_text(leading->first) + " were bound by " + leading->second);
+    }
+    for (size_t d = num_leading; d < shape.size(); d++) {
+      const std::string& dim = spec.dims[d - num_leading + spec.has_leading()];
       if (dim.find_first_not_of("0123456789") == std::string::npos) {
         if (shape[d] != std::stoll(dim))
           throw std::invalid_argument(def.name + ": " + spec.name + " has size " + std::to_string(shape[d]) +

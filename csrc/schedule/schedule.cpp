@@ -7,6 +7,7 @@
 
 #include "../graph/json.h"
 #include "access.h"
+#include "torch_mpk/graph/tiling.h"
 
 namespace mpk {
 namespace {
@@ -334,6 +335,8 @@ class Scheduler {
         job.num_tiles += weight.shape[0];
         streamed_bytes += weight.numel() * size_bytes(weight.dtype);
       }
+    } else if (first.def->role == Role::kTile) {
+      job.num_tiles = tiling(first).num_tiles();
     } else {
       const Tensor& y = output(first).tensor;
       job.num_tiles = y.shape.empty() ? 1 : y.shape[0];

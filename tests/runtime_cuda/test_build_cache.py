@@ -147,7 +147,16 @@ def test_what_the_key_would_not_cover_is_not_kept(simulated, monkeypatch, tmp_pa
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     assert build_key(*traced(linear, X, W), CPU, Options()) is None
     monkeypatch.delenv("TORCH_MPK_DUMP")
+
+    def task(x, w):
+        return (torch.ops.mpk.linear(x, w),)
+
+    assert build_key(*traced(task, X, W), CPU, Options()) is not None
     monkeypatch.setattr(registry.get("linear"), "__module__", "users_file")
+    assert build_key(*traced(task, X, W), CPU, Options()) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(build_cache, "patterns", lambda: [random_ids])
+    monkeypatch.setattr(random_ids, "__module__", "users_file")
     assert build_key(*traced(linear, X, W), CPU, Options()) is None
 
 

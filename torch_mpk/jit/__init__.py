@@ -1,9 +1,10 @@
-"""Stage 7: CUDA source to an image the driver loads."""
+"""Stage 7: source to an image: CUDA for the driver, C++ for the host."""
 
 from torch_mpk.jit.cache import Cache
 from torch_mpk.jit.compile import Cubin, compile_cuda
 from torch_mpk.jit.compiler import Compiler, find_compiler
 from torch_mpk.jit.headers import include_dir
+from torch_mpk.jit.host import compile_host
 from torch_mpk.jit.report import Resources
 
-__all__ = ["Cache", "Compiler", "Cubin", "Resources", "compile_cuda", "find_compiler", "include_dir"]
+__all__ = ["Cache", "Compiler", "Cubin", "Resources", "compile_cuda", "compile_host", "find_compiler", "include_dir"]

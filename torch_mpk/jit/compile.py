@@ -1,4 +1,4 @@
-"""CUDA source to an image the driver loads, compiled once for each content."""
+"""Source to an image, compiled once for each content: CUDA here, C++ for the host in host.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 from torch_mpk.config import env
 from torch_mpk.errors import CompileForbiddenError, KernelCompileError
 from torch_mpk.jit.cache import Cache, Entry
-from torch_mpk.jit.compiler import Compiler, find_compiler
+from torch_mpk.jit.compiler import Compiled, Compiler, find_compiler
 from torch_mpk.jit.headers import header_files, include_dir, users_headers
 from torch_mpk.jit.report import Resources, parse_resources
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = 1  # of a cache entry; another number makes every earlier entry unreachable
+_SCHEMA = 2  # of a cache entry; another number makes every earlier entry unreachable
 _NUM_ERROR_LINES = 12
 
 
@@ -53,58 +54,72 @@ def compile_cuda(source: str, arch: int, *, ptx: bool = False, compiler: Compile
         CompileForbiddenError: TORCH_MPK_FORBID_COMPILE is set and the kernel is not in the cache.
         CacheError: the cache directory cannot be used.
     """
-    compiler = compiler or find_compiler(env.compiler)
+    chosen = compiler or find_compiler(env.compiler)
     arch_name = f"sm_{arch}a" if arch >= 90 and not ptx else f"sm_{arch}"
-    flags = compiler.flags(arch_name, ptx)
-    key = cache_key(source, flags, compiler)
-    cache = Cache(env.cache_dir, env.cache_bytes)
-    entry = cache.get(key)
-    if entry is None:
-        if env.forbid_compile:
-            raise CompileForbiddenError(key=key, cache=cache.root)
-        _progress(f"compiling a kernel for {arch_name} with {compiler.name} {compiler.version} (kept in {cache.root})")
-        entry = _build(source, key, flags, ptx, compiler, cache)
-    return _cubin(entry)
+    flags = chosen.flags(arch_name, ptx)
+    build = Build(
+        source_name="kernel.cu",
+        image_name="kernel.ptx" if ptx else "kernel.cubin",
+        compiler=f"{chosen.name} {chosen.version}",
+        target=arch_name,
+        key=lambda: cache_key(source, flags, chosen),
+        run=lambda path, image: chosen.compile(path, image, flags, [include_dir()]),
+    )
+    return _cubin(build_once(source, build))
 
 
 def cache_key(source: str, flags: list[str], compiler: Compiler) -> str:
     """Hash of everything that decides the image. The flags carry the architecture."""
+    headers = [part for name, content in (*header_files(), *users_headers(source)) for part in (name.encode(), content)]
+    return hash_of(compiler.identity, *flags, *headers, source)
+
+
+def hash_of(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
-
-    def add(part: bytes) -> None:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-
-    for text in (str(_SCHEMA), compiler.identity, *flags):
-        add(text.encode())
-    for name, content in (*header_files(), *users_headers(source)):
-        add(name.encode())
-        add(content)
-    add(source.encode())
+    for part in (str(_SCHEMA), *parts):
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
     return digest.hexdigest()
 
 
-def _build(source: str, key: str, flags: list[str], ptx: bool, compiler: Compiler, cache: Cache) -> Entry:
-    with cache.workspace() as folder:
-        path = folder / "kernel.cu"
-        path.write_text(source)
-        image = folder / ("kernel.ptx" if ptx else "kernel.cubin")
-        start = time.perf_counter()
-        compiled = compiler.compile(path, image, flags, [include_dir()])
-        seconds = time.perf_counter() - start
-        (folder / "log.txt").write_text(f"{compiled.command}\n{compiled.log}")
-        if not compiled.ok:
-            kept = cache.keep_failed(key, folder)
-            raise KernelCompileError(
-                errors=_first_errors(compiled.log), command=compiled.command, source=kept / path.name
-            )
-        report = {
-            "image": image.name,
-            "compiler": f"{compiler.name} {compiler.version}",
-            "seconds": round(seconds, 3),
-            "resources": dataclasses.asdict(parse_resources(compiled.log)),
-        }
-        return cache.put(key, folder, report)
+@dataclass(frozen=True)
+class Build:
+    """One way from a source to an image."""
+
+    source_name: str
+    image_name: str
+    compiler: str  # name and version
+    target: str
+    key: Callable[[], str]  # reads the files that the source includes
+    run: Callable[[Path, Path], Compiled]  # source and image, in one new folder
+
+
+def build_once(source: str, build: Build) -> Entry:
+    """The cache's entry of a build, made if there is none: the source, the image, ``log.txt`` and ``report.json``."""
+    cache = Cache(env.cache_dir, env.cache_bytes)
+    while True:
+        key = build.key()
+        entry = cache.get(key)
+        if entry is not None:
+            return entry
+        if env.forbid_compile:
+            raise CompileForbiddenError(key=key, cache=cache.root)
+        _progress(f"compiling a kernel for {build.target} with {build.compiler} (kept in {cache.root})")
+        with cache.workspace() as folder:
+            path, image = folder / build.source_name, folder / build.image_name
+            path.write_text(source)
+            start = time.perf_counter()
+            compiled = build.run(path, image)
+            seconds = round(time.perf_counter() - start, 3)
+            (folder / "log.txt").write_text(f"{compiled.command}\n{compiled.log}")
+            if not compiled.ok:
+                kept = cache.keep_failed(key, folder)
+                raise KernelCompileError(
+                    errors=_first_errors(compiled.log), command=compiled.command, source=kept / path.name
+                )
+            if build.key() == key:  # else a header was edited meanwhile, and may be in the image or not
+                return cache.put(key, folder, {"image": image.name, "compiler": build.compiler, "seconds": seconds})
 
 
 def _first_errors(log: str) -> str:
@@ -114,14 +129,13 @@ def _first_errors(log: str) -> str:
 
 
 def _cubin(entry: Entry) -> Cubin:
-    report = dict(entry.report)
-    resources = dict(report["resources"], warnings=tuple(report["resources"]["warnings"]))
+    report = entry.report
     return Cubin(
         image=entry.files[report["image"]],
         kind=Path(report["image"]).suffix.removeprefix("."),
         key=entry.key,
         path=entry.path,
-        resources=Resources(**resources),
+        resources=parse_resources(entry.files["log.txt"].decode(errors="replace")),
         compiler=report["compiler"],
         seconds=report["seconds"],
     )

@@ -42,6 +42,7 @@ from torch_mpk.lowering.values import (
     View,
     contiguous_strides,
     is_dense,
+    is_injective,
     is_static,
     strided,
 )
@@ -351,7 +352,7 @@ class Lowerer:
         """target[...] = value, broadcast."""
         if not (is_static(target.shape) and is_static(target.strides)):
             raise UnsupportedError("an in-place write to a tensor whose size is known only at run time")
-        if not _injective(target.shape, target.strides):
+        if not is_injective(target.shape, target.strides):
             raise UnsupportedError("an in-place write to an expanded tensor")
         self.write(
             target,
@@ -554,16 +555,6 @@ def domain_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, 
 
 def _same_element(e: Expr, store: Store) -> bool:
     return e.args[0] is store.address and (e.args[1] if len(e.args) > 1 else None) is store.predicate
-
-
-def _injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two indices share an element, as far as sorted strides tell."""
-    reach = 0
-    for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=False) if n != 1):
-        if stride <= reach:
-            return False
-        reach += stride * (n - 1)
-    return True
 
 
 def check_devices(node: fx.Node) -> None:

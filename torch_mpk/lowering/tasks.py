@@ -10,7 +10,7 @@ from torch import fx
 
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering.inline import inline
-from torch_mpk.lowering.values import Buffer, Value, View, is_static
+from torch_mpk.lowering.values import Buffer, Value, View, is_injective, is_static
 from torch_mpk.registry import Operand, Task
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 PROGRAM_ROLES = ("pointwise", "reduce")
 
 
-def lower_task(lx: Lowerer, node: fx.Node, args: Sequence[object], kwargs: dict[str, object]) -> Value | None:
+def lower_task(
+    lx: Lowerer, node: fx.Node, args: Sequence[object], kwargs: dict[str, object]
+) -> Value | list[Value] | None:
     """``args`` are the operands' values, in the signature's order; ``kwargs`` the attributes, and ``out``."""
     task: Task = node.target
     if task.role in PROGRAM_ROLES:
@@ -28,17 +30,36 @@ def lower_task(lx: Lowerer, node: fx.Node, args: Sequence[object], kwargs: dict[
     present = [(spec, value) for spec, value in zip(task.inputs, args, strict=False) if value is not None]
     given = [(spec, out) for spec in task.outputs if isinstance(out, Value)]
     operands = _operands(lx, task, present + given)
-    result = operands[-1][1] if given else None
-    for spec in task.outputs[len(given) :]:
-        meta = lx.meta(node.meta["val"])
+    results: list[Value] = [view for _, view, *_ in operands[len(present) :]]
+    made = [] if given else zip(task.outputs, task.results(node.meta["val"]), strict=True)
+    for spec, val in made:
+        meta = lx.meta(val)
         if not is_static(meta.shape):
             raise UnsupportedError(f"{task.name}: the size of {spec.name} is known only at run time")
         result = lx.new_buffer(meta.dtype, meta.shape)
         operands.append((spec.name, result, False, True))
+        results.append(result)
+    if task.role == "tile":
+        _check_tiles(lx, node, task, [(name, view) for name, view, _, is_write in operands if is_write])
     lx.task(
         task.name, operands, {name: task.attrs[name].type(value) for name, value in task.bind_attrs(kwargs).items()}
     )
-    return result
+    return results if len(results) > 1 else next(iter(results), None)
+
+
+def _check_tiles(lx: Lowerer, node: fx.Node, task: Task, written: Sequence[tuple[str, View]]) -> None:
+    """What the scheduler takes for granted: there are tiles, they have code, and no two write the same memory."""
+    buffers = [view.buffer for _, view in written]
+    for name, view in written:
+        if view.numel == 0:
+            raise UnsupportedError(f"{task.name}: {name} has no elements")
+        if is_static(view.shape) and is_static(view.strides) and not is_injective(view.shape, view.strides):
+            raise UnsupportedError(f"{task.name}: {name} is written in place and has elements that share memory")
+        if buffers.count(view.buffer) > 1:
+            raise UnsupportedError(f"{task.name}: {name} and another operand written in place may share memory")
+    devices = {arg.meta["val"].device.type for arg in node.all_input_nodes}
+    if "cuda" in devices and not (task.header or task.headers):
+        raise UnsupportedError(f"{task.name} has no device code: write {task.name}.cuh beside its Python file")
 
 
 def _operands(lx: Lowerer, task: Task, present: Sequence[tuple]) -> list[tuple[str, View, bool, bool]]:
@@ -86,4 +107,5 @@ def _program(lx: Lowerer, node: fx.Node, task: Task) -> Value | None:
         result = task.reference(*operands, *[None] * missing, **task.bind_attrs(attrs))
         return result if out is None else out.copy_(result)
 
-    return inline(lx, node, call)[0]
+    results = inline(lx, node, call)
+    return results[0] if task.outputs else None

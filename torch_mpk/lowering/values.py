@@ -40,6 +40,16 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two indices share an element, as far as sorted strides tell."""
+    reach = 0
+    for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=False) if n != 1):
+        if stride <= reach:
+            return False
+        reach += stride * (n - 1)
+    return True
+
+
 def is_static(shape: Iterable[Size]) -> TypeGuard[tuple[int, ...]]:
     return all(isinstance(n, int) for n in shape)
 

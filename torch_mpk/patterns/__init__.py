@@ -17,6 +17,7 @@ from torch import fx
 from torch_mpk.aliasing import eliminate_dead_code, is_view
 from torch_mpk.patterns.complex_numbers import expand
 from torch_mpk.patterns.normalise import normalise
+from torch_mpk.patterns.references import declare_patterns
 from torch_mpk.patterns.rewriter import Rewriter, aten, has_same_layout, is_call, reshape_source, shape
 from torch_mpk.patterns.table import patterns_of
 from torch_mpk.provenance import where
@@ -40,6 +41,7 @@ def apply(gm: fx.GraphModule) -> fx.GraphModule:
     ``gm`` holds ATen overloads with example values in ``node.meta["val"]``, in-place ops in program order. The result's
     ``meta["lifts"]`` lists the replacements in program order.
     """
+    declare_patterns()
     gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     normalise(gm.graph)
     rewriter = Rewriter(gm.graph)

@@ -16,12 +16,12 @@ Pattern = Callable[["Rewriter", fx.Node], "fx.Node | None"]
 _patterns: dict[Any, list[Pattern]] = defaultdict(list)
 
 
-def pattern(*ops: Any) -> Callable[[Pattern], Pattern]:
-    """Try the decorated function on every node that calls one of ``ops``."""
+def pattern(*ops: Any, first: bool = False) -> Callable[[Pattern], Pattern]:
+    """Try the decorated function on every node that calls one of ``ops``, ``first`` or after those declared before."""
 
     def declare(function: Pattern) -> Pattern:
         for op in ops:
-            _patterns[op].append(function)
+            _patterns[op].insert(0 if first else len(_patterns[op]), function)
         return function
 
     return declare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_mpk.aliasing import evaluate
 from torch_mpk.errors import GridError, LayerError
+from torch_mpk.lowering.values import is_injective
 from torch_mpk.persistent_kernel.grid import Sizes, as_grid, check_grid, sizes_of, split_dims
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
 from torch_mpk.registry import Task, bind_dims
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+Made = GlobalTensor | tuple[GlobalTensor, ...] | None  # by a layer
 Operands = Mapping[str, GlobalTensor | None]
 
 
@@ -121,11 +124,19 @@ class Builder:
         if output.parts:
             what = f"{output.name} is made of {', '.join(part.name for part in output.parts)}: write those"
             raise LayerError(layer=self.layer, what=what)
+        if output.attached is not None:
+            self._check_writable(output)
         if (value.shape, value.dtype) != (output.shape, output.dtype):
             what = f"{output.name} is {output.dtype} {list(output.shape)}, expected {value.dtype} {list(value.shape)}"
             raise LayerError(layer=self.layer, what=what)
         output.layout = None
         return output
+
+    def _check_writable(self, tensor: GlobalTensor) -> None:
+        attached = tensor.attached
+        if attached is not None and not is_injective(attached.shape, attached.stride()):
+            what = f"{tensor.name} is written and has elements that share memory: attach a tensor that has its own"
+            raise LayerError(layer=self.layer, what=what)
 
     # ---- tasks ----
 
@@ -142,9 +153,12 @@ class Builder:
                 bind_dims(task.name, task.signature, [spec], [output.shape], sizes)
         return sizes_of(sizes)
 
-    def task(self, task: Task, operands: Operands, attrs: Mapping[str, Any]) -> GlobalTensor | None:
+    def task(self, task: Task, operands: Operands, attrs: Mapping[str, Any]) -> Made:
         """Append a task on operands that ``sizes`` has seen; an output that is absent is a new tensor."""
         inputs = {spec.name: operands.get(spec.name) for spec in task.inputs}
+        for spec in task.inputs:
+            if spec.is_write and (written := inputs[spec.name]) is not None:
+                self._check_writable(written)
         weight = inputs.get("weight") if task is linear else None
         if weight is not None and weight.layout and weight.parts and weight.layout.dim == 0:
             return self._linear_of_parts(inputs, weight.parts, weight.layout, operands.get("y"))
@@ -152,6 +166,9 @@ class Builder:
         call = self.call(task, *nodes, **task.bind_attrs(attrs))
         if not task.outputs:
             return None
+        if len(task.outputs) > 1:
+            items = [self.call(operator.getitem, call, i) for i in range(len(task.outputs))]
+            return tuple(self.store(operands.get(spec.name), item) for spec, item in zip(task.outputs, items))
         output = operands.get(task.outputs[0].name)
         if output is None or output.attached is None:
             return self.store(output, call)

@@ -41,6 +41,8 @@ def split_dims(task: Task, sizes: Sizes) -> list[str]:
     written = task.outputs or [operand for operand in task.inputs if operand.is_write]
     last = task.inputs[0].dims[-1] if task.inputs and task.inputs[0].dims else None
     names = [name for name in sizes if all(name in operand.dims or name[:3] in operand.dims for operand in written)]
+    if task.role == "tile":
+        return [name for name in names if name in task.tile or name[:3] in task.tile]
     if task.role == "pointwise":
         return names
     if last == "...":

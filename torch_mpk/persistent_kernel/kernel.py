@@ -16,7 +16,7 @@ from torch_mpk.admission import check_call, check_mutations
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import GradModeError, InternalError, KernelStateError, LayerError, MpkError
-from torch_mpk.persistent_kernel.builder import Builder
+from torch_mpk.persistent_kernel.builder import Builder, Made
 from torch_mpk.persistent_kernel.grid import check_block
 from torch_mpk.persistent_kernel.layers import Layers
 from torch_mpk.persistent_kernel.tb_graph import TBGraph
@@ -248,10 +248,8 @@ class PersistentKernel(Layers):
 
     # ---- layers ----
 
-    def register_task(
-        self, graph: TBGraph, name: str, params: Sequence[Any] | Mapping[str, Any] = ()
-    ) -> GlobalTensor | None:
-        """Append a task with the operands and partition of a ``TBGraph``; returns what it writes, if it has an output.
+    def register_task(self, graph: TBGraph, name: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> Made:
+        """Append a task with the operands and partition of a ``TBGraph``; returns its output, or several, or None.
 
         Args:
             params: the attributes, in the order in which the task declares them, or by name.

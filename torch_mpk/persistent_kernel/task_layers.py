@@ -12,6 +12,7 @@ from torch_mpk.persistent_kernel.tensor import GlobalTensor
 from torch_mpk.registry import Operand, Task
 
 _LAUNCH = ("grid_dim", "block_dim")
+_RESULTS, _SEVERAL = {0: "None", 1: GlobalTensor.__name__}, f"tuple[{GlobalTensor.__name__}, ...]"
 
 
 class TaskLayers:
@@ -47,13 +48,12 @@ def signature(task: Task, mirage: bool = False) -> inspect.Signature:
     inputs = list(task.inputs)
     if mirage:
         inputs = inputs[:1] if is_packable(task) else inputs
-        names |= {spec.name: "input" for spec in inputs[:1]} | {spec.name: "output" for spec in task.outputs}
+        names |= {spec.name: "input" for spec in inputs[:1]}
+        names |= {spec.name: "output" for spec in task.outputs if len(task.outputs) == 1}
     parameters = [operand(spec, names[spec.name]) for spec in (*inputs, *task.outputs)]
     parameters += [keyword(attr.name, attr.type.__name__, attr.default) for attr in task.attrs.values()]
     parameters += [keyword(name, "Dim3", None) for name in _LAUNCH]
-    return inspect.Signature(
-        parameters, return_annotation=f"{GlobalTensor.__name__}{'' if task.outputs else ' | None'}"
-    )
+    return inspect.Signature(parameters, return_annotation=_RESULTS.get(len(task.outputs), _SEVERAL))
 
 
 def _documentation(task: Task) -> str:
@@ -66,17 +66,17 @@ def _documentation(task: Task) -> str:
             "``grid_dim[0]``, else one.",
         ]
     else:
-        output = f", ``output`` for ``{task.outputs[0].name}``" if task.outputs else ""
+        output = f", ``output`` for ``{task.outputs[0].name}``" if len(task.outputs) == 1 else ""
         lines += [f"``input`` may be written for ``{task.inputs[0].name}``{output}, as in Mirage."]
     if task.outputs:
         lines += ["Returns what it writes: a new intermediate tensor where that is left out."]
     return "\n".join(lines)
 
 
-def _layer(task: Task) -> Callable[..., GlobalTensor | None]:
+def _layer(task: Task) -> Callable[..., Any]:
     name, forms = layer_name(task), [signature(task), signature(task, mirage=True)]
 
-    def layer(self: Any, **given: Any) -> GlobalTensor | None:
+    def layer(self: Any, **given: Any) -> Any:
         own, mirage = forms
         form = own if given.keys() <= own.parameters.keys() else mirage
         try:
@@ -88,7 +88,7 @@ def _layer(task: Task) -> Callable[..., GlobalTensor | None]:
         grid_dim, block_dim = (values.arguments.pop(key) for key in _LAUNCH)
         attrs = {key: values.arguments.pop(key) for key in task.attrs}
         tensors = list(values.arguments.values())
-        output = tensors[-1] if task.outputs else None
+        output = tensors[-len(task.outputs)] if task.outputs else None
         builder = self._begin(name, output, block_dim)
         if form is mirage and is_packable(task):
             return builder.packed_task(task, tensors[0], output, attrs, grid_dim)

@@ -114,7 +114,7 @@ class TaskLayers:
         slot: GlobalTensor,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
-    ) -> GlobalTensor | None: ...
+    ) -> None: ...
     @overload
     def kv_write_layer(
         self,
@@ -124,7 +124,7 @@ class TaskLayers:
         slot: GlobalTensor,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
-    ) -> GlobalTensor | None: ...
+    ) -> None: ...
     @overload
     def linear_layer(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,17 @@ import torch
 from torch_mpk import _C
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
+from torch_mpk.errors import NoHostCompilerError
+from torch_mpk.jit import compile_host
 from torch_mpk.registry import Task, get
 from torch_mpk.timing import stage
 
 if TYPE_CHECKING:
     from torch_mpk.runtime.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+_TILE_CODE_BYTES = 16  # of mpk::TileCode, a pointer and a size
 
 
 def num_threads(options: Options) -> int:
@@ -33,13 +40,30 @@ def generate(schedule: _C.Schedule, options: Options, dump: Dump) -> _C.Schedule
 
 
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CpuExecutable:
+    with stage("compile"):
+        compiled = _compile_tiles(plan.program.graph, dump)
     with stage("load"):
-        executable = _C.CpuExecutable(plan.program, num_threads(options), env.cpu_isa or "")
+        executable = _C.CpuExecutable(plan.program, num_threads(options), env.cpu_isa or "", compiled)
     for name in executable.missing_references:
         executable.set_reference(name, functools.partial(_run_reference, get(name)))
     for bound in plan.index_bounds:
         executable.expect_index(*bound)
     return executable
+
+
+def _compile_tiles(graph: _C.TBGraph, dump: Dump) -> dict[int, int]:
+    """The addresses of the code of nodes whose tasks have a C++ body; none where there is no compiler."""
+    source, functions = _C.generate_cpu_tiles(graph)
+    if not source:
+        return {}
+    dump.write("6.tiles.cpp", source)
+    try:
+        library = ctypes.CDLL(str(compile_host(source)))  # which is never unloaded
+    except NoHostCompilerError as error:
+        logger.info("tasks with C++ bodies run by their references: %s", error)
+        return {}
+    table = ctypes.addressof(ctypes.c_char.in_dll(library, "torch_mpk_tiles"))
+    return {node: table + place * _TILE_CODE_BYTES for node, place in functions}
 
 
 def _run_reference(
@@ -49,8 +73,8 @@ def _run_reference(
     tensors = {name: _tensor_at(*operand) for name, operand in operands.items()}
     with torch.inference_mode():
         result = task(*(tensors.get(operand.name) for operand in task.inputs), **attrs)
-        for output in task.outputs:
-            tensors[output.name].copy_(result)
+        for output, value in zip(task.outputs, task.results(result), strict=True):
+            tensors[output.name].copy_(value)
 
 
 def _tensor_at(address: int, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

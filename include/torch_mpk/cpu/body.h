@@ -15,6 +15,10 @@
 #include "torch_mpk/cpu/kernels.h"
 #include "torch_mpk/graph/tb_graph.h"
 
+namespace mpk {
+struct TileCode;
+}
+
 namespace mpk::cpu {
 
 // What a run provides: where each buffer lies and the call's scalars.
@@ -69,6 +73,9 @@ class BodyRegistry {
  private:
   std::map<std::string, BodyFactory> factories_;
 };
+
+// The body of a tile task whose code was compiled for this node.
+std::unique_ptr<Body> make_tile_body(const Node& node, const TileCode& code);
 
 // Throws std::invalid_argument: "<task> (<label>): <what>".
 [[noreturn]] void fail(const Node& node, const std::string& what);

@@ -16,6 +16,10 @@
 #include "torch_mpk/cpu/body.h"
 #include "torch_mpk/schedule/schedule.h"
 
+namespace mpk {
+struct TileCode;
+}
+
 namespace mpk::cpu {
 
 // Executes a node whose task has no CPU body; `operands` are the addresses of the node's operands, in order.
@@ -34,9 +38,11 @@ struct IndexBound {
 
 class CpuExecutable {
  public:
-  // num_threads 0: one per processor this process may use. isa "": the fastest tier of this machine.
-  // Throws std::invalid_argument for a fused schedule, or a node its body cannot execute.
-  CpuExecutable(Schedule schedule, int num_threads = 0, const std::string& isa = "");
+  // num_threads 0: one per processor this process may use. isa "": the fastest tier of this machine. `compiled`: code
+  // of tile tasks, by node; it must outlive this object. Throws std::invalid_argument for a fused schedule, or a node
+  // its body cannot execute.
+  CpuExecutable(Schedule schedule, int num_threads = 0, const std::string& isa = "",
+                const std::map<int, const TileCode*>& compiled = {});
 
   // Throws std::invalid_argument when a pointer or scalar is missing, std::out_of_range as expect_index says. One run
   // at a time: a second caller waits; a run from within a run, by a reference, throws std::logic_error.
@@ -81,7 +87,7 @@ class CpuExecutable {
     void operator()(uint8_t* p) const { std::free(p); }
   };
 
-  void plan_phase(const Phase& phase);
+  void plan_phase(const Phase& phase, const std::map<int, const TileCode*>& compiled);
   void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier);
   void call_reference(const Frame& frame, const Node& node);
   void fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);

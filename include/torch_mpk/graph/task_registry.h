@@ -2,9 +2,11 @@
 // everything that needs a list of tasks derives it from here.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mpk {
@@ -15,14 +17,17 @@ enum class Role : uint8_t {
   kReduce,     // a Program per point, reduced over the last domain dimension
   kRow,        // each output row depends on the same row of the first operand; fuses as a prologue
   kStream,  // streams large operands through the loader's ring; has a phase of its own, takes prologues and epilogues
+  kTile,    // cut along named dimensions into tiles that depend on each other in nothing; has a phase of its own
 };
 
 struct OperandSpec {
   std::string name;
-  std::vector<std::string> dims;  // named ("B", "K") or literal ("1") sizes
+  std::vector<std::string> dims;  // named ("B", "K") or literal ("1") sizes; "..." stands first for any number of them
   bool optional = false;
   bool is_read = true;
   bool is_write = false;
+
+  bool has_leading() const { return !dims.empty() && dims.front() == "..."; }
 };
 
 struct TaskDef {
@@ -30,7 +35,17 @@ struct TaskDef {
   Role role;
   std::vector<OperandSpec> operands;  // inputs, then outputs, as declared
   std::vector<std::string> attrs;     // required attributes, by name
-  std::string header;  // device header, relative to include/: "torch_mpk/device/tasks/linear.cuh"; empty for programs
+  // Device code: a file below include/ ("torch_mpk/device/tasks/linear.cuh") or, of a user's task, an absolute path.
+  std::string header;                                 // empty: none
+  std::map<int, std::string> headers;                 // in place of that one, by architecture
+  std::vector<std::pair<std::string, int64_t>> tile;  // kTile: the dimensions that are cut, and a tile's size in each
+
+  std::string cpu_body;  // kTile: C++ code for the CPU, an absolute path; empty: none
+
+  const std::string& header_for(int arch) const {
+    const auto found = headers.find(arch);
+    return found == headers.end() ? header : found->second;
+  }
 };
 
 class TaskRegistry {

@@ -1,26 +1,22 @@
-"""The code of docs/ runs as it is written."""
+"""The code of docs/test-mode.md runs as it is written."""
 
-import os
 import re
 from pathlib import Path
 
-import pytest
-
 from torch_mpk.__main__ import main
 
-DOCS = Path(__file__).parents[1] / "docs"
+PAGE = Path(__file__).parents[2] / "docs" / "test-mode.md"
 
 
-@pytest.mark.parametrize("name", ["test-mode.md"])
-def test_blocks_of_code_run(name, tmp_path, monkeypatch, capsys):
+def test_blocks_of_code_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / name).read_text()
+    text = PAGE.read_text()
     blocks = re.findall(r"^```(python|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == text.count("\n```python\n") + text.count("\n```console\n") > 0
     names: dict[str, object] = {}
     for language, block in blocks:
         if language == "python":
-            exec(compile(block, f"{os.fspath(DOCS / name)}", "exec"), names)
+            exec(compile(block, PAGE, "exec"), names)
             continue
         for command in re.findall(r"^\$ python -m torch_mpk (.*)$", block, re.MULTILINE):
             main(command.split())

@@ -1,0 +1,20 @@
+// Codegen for the CPU: one translation unit of what tasks with a C++ body compute in a graph.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torch_mpk/graph/tb_graph.h"
+
+namespace mpk {
+
+struct CpuTiles {
+  std::string source;  // exports `const mpk::TileCode torch_mpk_tiles[]`; empty without such tasks
+  std::vector<std::pair<int, int>> functions;  // a node, and its place in that table
+};
+
+// Throws std::runtime_error naming the node when it cannot be generated.
+CpuTiles generate_cpu_tiles(const TBGraph& graph);
+
+}  // namespace mpk
