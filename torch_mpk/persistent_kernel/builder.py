@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_mpk.aliasing import evaluate
 from torch_mpk.errors import GridError, LayerError
@@ -64,6 +65,20 @@ class Builder:
         node.meta["nn_module_stack"] = {"layer": (self._label, None)}
         self._first_call = self._first_call or node
         return node
+
+    def trace(self, function: Callable[..., Any], *nodes: fx.Node | None) -> Any:
+        """Append the operations that a function of the nodes' values does; returns the nodes of its results."""
+        given = [node for node in nodes if node is not None]
+        with self._fake_mode:
+            module = make_fx(function, pre_dispatch=True)(*(node.meta["val"] for node in given))
+        copies = dict(zip(module.graph.find_nodes(op="placeholder"), given))
+        arguments = set(copies)
+        result = self.graph.graph_copy(module.graph, copies)
+        for traced, node in copies.items():
+            if traced not in arguments:
+                node.meta["nn_module_stack"] = {"layer": (self._label, None)}
+                self._first_call = self._first_call or node
+        return result
 
     def interleave(self, parts: Sequence[fx.Node], layout: Interleaved) -> fx.Node:
         """One tensor of several."""

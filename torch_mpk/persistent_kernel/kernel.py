@@ -51,8 +51,7 @@ class PersistentKernel(Layers):
         num_local_schedulers: 0, as ``get_configurations_from_gpu`` says.
         max_num_batched_tokens, max_num_batched_requests: for programs that give them; sizes are those of the tensors.
         use_cutlass_kernel: False; linear layers have one implementation.
-        meta_tensors: by name, what describes a batch of requests, as "qo_indptr_buffer": kept as ``meta_tensors`` for
-            those who attach them.
+        meta_tensors: by name, what describes a batch of requests: "qo_indptr_buffer" and others that layers ask for.
         options: of the backend, as ``torch.compile`` takes them.
 
     Raises:
@@ -92,6 +91,7 @@ class PersistentKernel(Layers):
         self._builder = Builder(self)
         self._attached: dict[str, torch.Tensor] = {}
         self._names: set[str] = set()
+        self._meta: dict[str, GlobalTensor] = {}
         self._call: Callable[..., Any] | None = None
         self._program: Program | None = None
         self._is_finalized = False
@@ -268,6 +268,20 @@ class PersistentKernel(Layers):
         attrs = params if isinstance(params, Mapping) else dict(zip(task.attrs, params))
         graph.check_partition(task, operands, builder.sizes(task, operands))
         return builder.task(task, operands, attrs)
+
+    def _meta_tensor(self, name: str) -> GlobalTensor:
+        """A meta tensor as an input: attached when the first layer asks for it."""
+        if name not in self._meta:
+            if name not in self.meta_tensors:
+                what = (
+                    f"it needs the meta tensor {name!r}, int32: pass PersistentKernel(meta_tensors={{{name!r}: ...}})"
+                )
+                raise LayerError(layer=self._builder.layer, what=what)
+            if self.meta_tensors[name].dtype != torch.int32:
+                what = f"meta tensor {name!r} is {self.meta_tensors[name].dtype}, expected torch.int32"
+                raise LayerError(layer=self._builder.layer, what=what)
+            self._meta[name] = self.attach_input(self.meta_tensors[name], name)
+        return self._meta[name]
 
     def _begin(self, layer: str, output: GlobalTensor | None = None, block_dim: Dim3 = None) -> Builder:
         self._check_building(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_mpk.persistent_kernel.builder import aten
+from torch_mpk.persistent_kernel.paged import META_TENSORS, attend
 from torch_mpk.persistent_kernel.task_layers import TaskLayers
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor
 
@@ -117,3 +118,45 @@ class Layers(TaskLayers):
         """``output = input``."""
         builder = self._begin("identity_layer", output, block_dim)
         return builder.store(output, builder.call(aten.clone.default, builder.read("input", input)), grid_dim)
+
+    def paged_attention_layer(
+        self,
+        input: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        q_norm: GlobalTensor | None,
+        k_norm: GlobalTensor | None,
+        cos_pos_embed: GlobalTensor,
+        sin_pos_embed: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+        *,
+        eps: float = 1e-6,
+        style: str = "llama",
+        scale: float | None = None,
+    ) -> GlobalTensor:
+        """Attention of the tokens of several requests, which it first writes to the pages of their caches.
+
+        The requests are what the meta tensors say at each run, all int32: tokens ``qo_indptr_buffer[r : r + 2]``, pages
+        ``paged_kv_indices_buffer[paged_kv_indptr_buffer[r] : paged_kv_indptr_buffer[r + 1]]``, and
+        ``paged_kv_last_page_len_buffer[r]`` positions in the last page, the new tokens among them.
+
+        Args:
+            input: [tokens, (heads + 2 * cache heads) * D], as a linear layer of fused q, k and v weights wrote it, or
+                in as many groups of q, k and v as there are cache heads.
+            k_cache, v_cache: [pages, page size, cache heads, D].
+            q_norm, k_norm: [D], of a normalisation before the rotation, with ``eps`` and ``style``; None for none.
+            cos_pos_embed, sin_pos_embed: [positions, D], as many positions as requests may reach.
+            scale: None means D ** -0.5.
+
+        Returns:
+            [tokens, heads * D]. Rows of tokens that no request has are zeros.
+        """
+        builder = self._begin("paged_attention_layer", output, block_dim)
+        tensors = {
+            "input": input, "k_cache": k_cache, "v_cache": v_cache, "q_norm": q_norm, "k_norm": k_norm,
+            "cos_pos_embed": cos_pos_embed, "sin_pos_embed": sin_pos_embed,
+        }  # fmt: skip
+        meta = {name: self._meta_tensor(name) for name in META_TENSORS}
+        return builder.store(output, attend(builder, tensors, meta, eps, style, scale), grid_dim)

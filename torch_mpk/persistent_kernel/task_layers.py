@@ -128,6 +128,7 @@ def _stub_lines(tasks: Iterable[Task]) -> Iterator[str]:
     for function in (stub, is_packable):
         yield f"def {function.__name__}{inspect.signature(function)}: ...".replace("'", "")
     yield from ("", "class TaskLayers:")
+    yield "    def _meta_tensor(self, name: str) -> GlobalTensor: ..."
     yield "    def _begin(self, layer: str, output: GlobalTensor | None = ..., block_dim: Dim3 = ...) -> Any: ..."
     for task in sorted(tasks, key=lambda task: task.name):
         for form in (signature(task), signature(task, mirage=True)):

@@ -9,6 +9,7 @@ def stub(tasks: Iterable[Task]) -> str: ...
 def is_packable(task: Task) -> bool: ...
 
 class TaskLayers:
+    def _meta_tensor(self, name: str) -> GlobalTensor: ...
     def _begin(self, layer: str, output: GlobalTensor | None = ..., block_dim: Dim3 = ...) -> Any: ...
     @overload
     def argmax_layer(
@@ -147,6 +148,56 @@ class TaskLayers:
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
+    @overload
+    def paged_decode_layer(
+        self,
+        *,
+        q: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        pages: GlobalTensor,
+        first: GlobalTensor,
+        limit: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        scale: float,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def paged_decode_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        pages: GlobalTensor,
+        first: GlobalTensor,
+        limit: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        scale: float,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def paged_kv_write_layer(
+        self,
+        *,
+        cache: GlobalTensor,
+        new: GlobalTensor,
+        slot: GlobalTensor,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> None: ...
+    @overload
+    def paged_kv_write_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        new: GlobalTensor,
+        slot: GlobalTensor,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> None: ...
     @overload
     def rms_norm_layer(
         self,
