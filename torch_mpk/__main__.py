@@ -112,17 +112,19 @@ def write_task(arguments: argparse.Namespace) -> None:
 
 
 def check_tasks(arguments: argparse.Namespace) -> None:
-    from torch_mpk.testing.tasks import check_task
+    from torch_mpk.testing.tasks import DTYPES, check_task
 
     path = arguments.file.resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ArgumentError(name="FILE", expected="a Python file that declares tasks", value=arguments.file)
     before = registry.tasks()
+    sys.path.insert(0, str(path.parent))  # as if it were run
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     declared = [task for task in registry.tasks() if task not in before]
+    dtypes = [getattr(torch, name) for name in arguments.dtype] or DTYPES
     for task in declared:
-        check_task(task, report=print)
+        check_task(task, dtypes, report=print)
     print(f"{len(declared)} tasks pass")
 
 
@@ -165,6 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--dir", type=Path, default=Path(), help="where to write them (default: here)")
     command = add(commands, "check-task", check_tasks, "run the samples of a file's tasks in every way they can run")
     command.add_argument("file", metavar="FILE", type=Path, help="the Python file that declares them")
+    dtypes = ("float32", "bfloat16", "float16")
+    command.add_argument("--dtype", choices=dtypes, action="append", default=[], help="of operands (default: each)")
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)

@@ -70,6 +70,7 @@ class Task:
         samples: Sequence[Mapping[str, Any]],
         header: str | None,
         tile: str | Mapping[str, int] | None,
+        stream: str | None,
         cpu: str | None,
         pattern: bool,
     ):
@@ -83,6 +84,7 @@ class Task:
         self.attrs = _parse_parameters(self.name, reference, self.inputs)
         self.samples = samples
         self.tile = _parse_tile(self, tile)
+        self.stream = _check_stream(self, stream)
         self.pattern = pattern
         if pattern and (self.is_mutating or len(self.outputs) != 1 or not samples):
             raise TaskError(f"{self.name}: pattern=True takes one output, nothing updated in place, and samples")
@@ -303,12 +305,11 @@ def _parse_tile(task: Task, tile: str | Mapping[str, int] | None) -> dict[str, i
     else:
         cut = dict(tile)
     if any("..." in operand.dims for operand in written):
-        cut["..."] = 1
+        cut.setdefault("...", 1)
     for dim, size in cut.items():
         if not isinstance(size, int) or size < 1 or (dim == "..." and size != 1):
-            raise TaskError(
-                f"{task.name}: a tile has {size!r} of {dim}, expected 1{'' if dim == '...' else ' or more'}"
-            )
+            expected = "1" if dim == "..." else "1 or more"
+            raise TaskError(f"{task.name}: a tile has {size!r} of dimension {dim}, expected {expected}")
         for operand in written:
             if dim not in operand.dims:
                 raise TaskError(
@@ -321,9 +322,25 @@ def _parse_tile(task: Task, tile: str | Mapping[str, int] | None) -> dict[str, i
     return cut
 
 
+def _check_stream(task: Task, stream: str | None) -> str:
+    if stream is None:
+        return ""
+    operand = next((operand for operand in task.inputs if operand.name == stream), None)
+    dims = [dim for dim in operand.dims if dim != "..."] if operand else []
+    if operand is None or operand.is_write or operand.optional or len(dims) not in (1, 2) or dims[-1] in task.tile:
+        raise TaskError(
+            f"{task.name}: stream={stream!r}, expected an operand that is read only and always there, a vector or a "
+            f"matrix whose last dimension is not cut (signature: {task.signature})"
+        )
+    if task.role != "tile":
+        raise TaskError(f"{task.name}: stream= is for tasks of role 'tile', this one's is {task.role!r}")
+    return stream
+
+
 def _check_distinct(name: str, names: Sequence[str]) -> None:
     """In device code k_cache is KCache, and an attribute or a dimension kKCache."""
     spelled = {"Leading": "...", "T": "T", "Tile": "a tile", "Tiles": "their number", "TileBytes": "a tile's size"}
+    spelled |= dict.fromkeys(("StreamT", "StreamRows", "StreamSize", "StreamPitch"), "what is streamed")
     for each in names:
         camel = "".join(part[:1].upper() + part[1:] for part in each.split("_"))
         if each != "..." and camel in spelled:
@@ -375,6 +392,7 @@ def task(
     tile: str | Mapping[str, int] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
     header: str | None = None,
+    stream: str | None = None,
     cpu: str | None = None,
     pattern: bool = False,
 ) -> Callable[[Callable[..., Any]], Task]:
@@ -394,6 +412,8 @@ def task(
         header: device code, relative to the declaring file; by default ``<name>.cuh`` beside it. Without one the task
             runs on the CPU alone. A file of that name in a folder ``sm90`` beside it takes its place on that
             architecture. See ``torch_mpk/device/tile.cuh`` for what is in it.
+        stream: an operand, usually the largest, whose slices a megakernel brings to shared memory ahead of time: a
+            vector or a matrix whose last dimension is not cut. Slices of 8 to 64 KiB serve best.
         cpu: C++ code for the CPU, by default ``<name>.cpp``, in the same form; ``header`` itself where it keeps to what
             tile.cuh lists. Without one, or without a compiler, the reference runs there.
         pattern: in models, the task takes the place of the operations that its reference is made of.
@@ -403,7 +423,7 @@ def task(
     """
 
     def declare(reference: Callable[..., Any]) -> Task:
-        declared = Task(reference, signature, role, samples, header, tile, cpu, pattern)
+        declared = Task(reference, signature, role, samples, header, tile, stream, cpu, pattern)
         if declared.name in _tasks:
             raise TaskError(f"task {declared.name!r} is already declared in {_tasks[declared.name].__module__}")
         _C.register_task(
@@ -414,6 +434,7 @@ def task(
             declared.header,
             declared.headers,
             list(declared.tile.items()),
+            declared.stream,
             declared.cpu_body,
         )
         _tasks[declared.name] = declared

@@ -171,7 +171,10 @@ class Generator {
   void append_rows(std::vector<std::vector<uint8_t>>& rows, int p) {
     const Phase& phase = schedule_.phases[p];
     int num_streams = 0;
-    for (const Job& job : phase.jobs) num_streams += plan_.node(job.body.front()).def->role == Role::kStream;
+    for (const Job& job : phase.jobs) {
+      const TaskDef& def = *plan_.node(job.body.front()).def;
+      num_streams += def.role == Role::kStream || !def.stream.empty();
+    }
     PhaseRow head{0, static_cast<uint32_t>(phase.waits.size()), 0, awaited_.count(p) != 0};
     std::vector<uint8_t> row;
     append(row, head);

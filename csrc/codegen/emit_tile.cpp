@@ -50,7 +50,8 @@ class TileWriter {
  public:
   TileWriter(const Node& node, Dialect dialect) : node_(node), dialect_(std::move(dialect)), tiling_(tiling(node)) {}
 
-  std::string body() const {
+  // `through_ring`: the streamed operand is.
+  std::string body(bool through_ring = false) const {
     const int64_t num_tiles = tiling_.num_tiles();
     if (num_tiles < 1 || num_tiles >= int64_t(1) << 31)
       fail(node_, "it is cut into " + str(num_tiles) + " tiles, expected 1 to 2^31 - 1: cut it in another size");
@@ -58,23 +59,30 @@ class TileWriter {
     for (const TiledDim& dim : tiling_.dims)
       text += "  static constexpr int64_t k" + camel(dim.name) + " = " + str(dim.size) + ";\n";
     for (const auto& [name, value] : node_.attrs) text += attribute(name, value);
-    std::string arguments;
+    std::string arguments, stream;
     int64_t most = 0;
     for (const OperandSpec& spec : node_.def->operands) {
       const Operand* operand = node_.find(spec.name);
       text += traits(spec, operand);
-      arguments += ",\n        " + argument(spec, operand);
+      const bool streamed = operand != nullptr && spec.name == node_.def->stream;
+      arguments += ",\n        " + (streamed ? "stream" : argument(spec, operand));
+      if (streamed) stream = stream_members(spec, *operand);
       if (operand != nullptr) most = std::max(most, slice_bytes(spec, operand->tensor));
     }
-    text += "  static constexpr int64_t kTileBytes = " + str(most) + ";  // of the largest slice\n";
-    text += tile();
     const std::string task = "tasks::" + node_.def->name;
+    text += "  static constexpr int64_t kTileBytes = " + str(most) + ";  // of the largest slice\n";
+    text += tile() + stream;
     // Names that end in _ are none of the signature's.
-    return text + "  template <class V_>\n  static constexpr int shared_bytes() {\n    return " + task +
-           "::kSharedBytes<V_>;\n  }\n  template <class V_, class Threads_>\n" +
-           "  static MPK_DEVICE void compute(Threads_& threads, const mpk::Job& job, uint32_t number, uint8_t* shared) "
-           "{\n    const Tile tile = at(number);\n    " +
-           task + "::compute<V_>(threads, tile, shared" + arguments + ");\n  }\n";
+    text +=
+        "  template <class V_>\n  static constexpr int shared_bytes() {\n    return " + task +
+        "::kSharedBytes<V_>;\n  }\n  template <class V_, class Threads_" + (through_ring ? ", class Stream_" : "") +
+        ">\n  static MPK_DEVICE void compute(Threads_& threads, const mpk::Job& job, uint32_t number, uint8_t* shared" +
+        (through_ring ? ", Stream_& stream" : "") + ") {\n    const Tile tile = at(number);\n";
+    if (!stream.empty() && !through_ring)
+      text +=
+          "    mpk::DirectStream<StreamT> stream{stream_data(job, tile), stream_rows(tile), kStreamSize, "
+          "kStreamPitch};\n";
+    return text + "    " + task + "::compute<V_>(threads, tile, shared" + arguments + ");\n  }\n";
   }
 
   uint32_t num_tiles() const { return static_cast<uint32_t>(tiling_.num_tiles()); }
@@ -144,6 +152,25 @@ class TileWriter {
     return text;
   }
 
+  // The slice of the streamed operand: rows of its last dimension, which is not cut.
+  std::string stream_members(const OperandSpec& spec, const Operand& operand) const {
+    const Tensor& t = operand.tensor;
+    const bool is_matrix = t.shape.size() - num_leading(spec, t) == 2;
+    const TiledDim* dim = is_matrix ? dim_of(spec, t, t.shape.size() - 2) : nullptr;
+    const int64_t rows = !is_matrix ? 1 : dim ? dim->step : t.shape[t.shape.size() - 2];
+    const auto constant = [](const char* name, int64_t v) {
+      return std::string("  static constexpr int64_t ") + name + " = " + str(v) + ";\n";
+    };
+    return "  using StreamT = " + dialect_.type(t.dtype) + ";\n" + constant("kStreamRows", rows) +
+           constant("kStreamSize", t.shape.back()) +
+           constant("kStreamPitch", is_matrix ? t.strides[t.strides.size() - 2] : t.shape.back()) +
+           "  static MPK_DEVICE const StreamT* stream_data(const mpk::Job& job, [[maybe_unused]] const Tile& tile) "
+           "{\n" +
+           "    return " + argument(spec, &operand) + ";\n  }\n" +
+           "  static MPK_DEVICE int64_t stream_rows([[maybe_unused]] const Tile& tile) { return " +
+           (dim ? "tile." + camel(dim->name) + ".size" : "kStreamRows") + "; }\n";
+  }
+
   // Tile number `number`: of each dimension, what it has of it.
   std::string tile() const {
     std::string fields, statements;
@@ -184,7 +211,14 @@ JobCode emit_tile(Plan& plan, const Node& node) {
     return is_input ? size_bytes(t.dtype) : known;
   };
   const TileWriter writer(node, cuda);
-  code.body = writer.body();
+  const Operand* streamed = node.find(node.def->stream);
+  const bool through_ring = streamed != nullptr && aligned_rows(plan, streamed->tensor, false);
+  if (through_ring) {
+    code.compute = "run_stream_tiles";
+    code.load = "load_tiles";
+    code.staged_bytes = "kStreamStagedBytes<V>";
+  }
+  code.body = writer.body(through_ring);
   code.num_small_workers = std::min<uint32_t>(writer.num_tiles(), 1 << 20);
   return code;
 }

@@ -53,18 +53,18 @@ void bind_graph(py::module_& m) {
       [](std::string name, const std::string& role,
          const std::vector<std::tuple<std::string, std::vector<std::string>, bool, bool, bool>>& operands,
          std::vector<std::string> attrs, std::string header, std::map<int, std::string> headers,
-         std::vector<std::pair<std::string, int64_t>> tile, std::string cpu_body) {
+         std::vector<std::pair<std::string, int64_t>> tile, std::string stream, std::string cpu_body) {
         std::vector<OperandSpec> specs;
         for (const auto& [operand, dims, optional, is_read, is_write] : operands)
           specs.push_back({operand, dims, optional, is_read, is_write});
         TaskRegistry::global().add({std::move(name), parse<Role>(kRoleNames, role, "role"), std::move(specs),
                                     std::move(attrs), std::move(header), std::move(headers), std::move(tile),
-                                    std::move(cpu_body)});
+                                    std::move(stream), std::move(cpu_body)});
       },
       py::arg("name"), py::arg("role"), py::arg("operands"), py::arg("attrs"), py::arg("header"),
       py::arg("headers") = std::map<int, std::string>{},
-      py::arg("tile") = std::vector<std::pair<std::string, int64_t>>{}, py::arg("cpu_body") = "",
-      "Register a task kind. Raises ValueError when the name is taken by another signature.");
+      py::arg("tile") = std::vector<std::pair<std::string, int64_t>>{}, py::arg("stream") = "",
+      py::arg("cpu_body") = "", "Register a task kind. Raises ValueError when the name is taken by another signature.");
   m.def("task_names", [] { return TaskRegistry::global().names(); });
   m.def("op_names", &op_names, "The operations of pointwise programs.");
 

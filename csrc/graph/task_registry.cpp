@@ -7,7 +7,7 @@ namespace {
 
 bool same(const TaskDef& a, const TaskDef& b) {
   if (a.role != b.role || a.attrs != b.attrs || a.header != b.header || a.headers != b.headers || a.tile != b.tile ||
-      a.cpu_body != b.cpu_body || a.operands.size() != b.operands.size())
+      a.stream != b.stream || a.cpu_body != b.cpu_body || a.operands.size() != b.operands.size())
     return false;
   for (size_t i = 0; i < a.operands.size(); i++) {
     const OperandSpec &x = a.operands[i], &y = b.operands[i];
@@ -24,8 +24,8 @@ TaskRegistry& TaskRegistry::global() {
   static TaskRegistry registry = [] {
     TaskRegistry r;
     // What lowering makes from plain ATen nodes; their operands are whatever their program accesses.
-    r.add({"pointwise", Role::kPointwise, {}, {}, "", {}, {}, ""});
-    r.add({"reduce", Role::kReduce, {}, {"op"}, "", {}, {}, ""});
+    r.add({"pointwise", Role::kPointwise, {}, {}, "", {}, {}, "", ""});
+    r.add({"reduce", Role::kReduce, {}, {"op"}, "", {}, {}, "", ""});
     return r;
   }();
   return registry;

@@ -86,9 +86,12 @@ inline bool writes_each_point_once(const Node& node) {
   return true;
 }
 
-// Whether the loader, which runs ahead of its phase, reads this operand of a stream task. Activations are the
-// consumers'.
-inline bool loader_reads(const Operand& operand) {
+// Whether the loader, which runs ahead of its phase, reads something of a task.
+inline bool streams(const TaskDef& def) { return def.role == Role::kStream || !def.stream.empty(); }
+
+// Whether it reads this operand. Activations of stream tasks are the consumers'.
+inline bool loader_reads(const TaskDef& def, const Operand& operand) {
+  if (def.role != Role::kStream) return operand.name == def.stream;
   static constexpr const char* kConsumers[] = {"x", "q", "k_new", "v_new", "slot", "mask", "bias"};
   return operand.is_read &&
          std::find(std::begin(kConsumers), std::end(kConsumers), operand.name) == std::end(kConsumers);

@@ -357,13 +357,14 @@ class Scheduler {
       }
     }
     // What the loader reads is known before the launch, or its maker must have signalled.
-    if (first.def->role == Role::kStream)
+    if (streams(*first.def))
       for (int n : job.body)
         for (const Dependency* edge : in_[n]) {
           if (edge->hazard == Hazard::kWriteAfterRead) continue;
           const std::vector<Operand>& operands = node(n).operands;
-          if (std::none_of(operands.begin(), operands.end(),
-                           [&](const Operand& o) { return o.tensor.buffer == edge->buffer && loader_reads(o); }))
+          if (std::none_of(operands.begin(), operands.end(), [&](const Operand& o) {
+                return o.tensor.buffer == edge->buffer && loader_reads(*first.def, o);
+              }))
             continue;
           const int p = phase_of_node[edge->from];
           if (p >= 0 && std::find(job.loader_waits.begin(), job.loader_waits.end(), p) == job.loader_waits.end())
@@ -419,7 +420,7 @@ class Scheduler {
           if (reader.operands[i].tensor.buffer == t.buffer) return false;
       } else if (reader.def->role == Role::kStream) {
         for (const Operand& operand : reader.operands)
-          if (operand.tensor.buffer == t.buffer && loader_reads(operand)) return false;
+          if (operand.tensor.buffer == t.buffer && loader_reads(*reader.def, operand)) return false;
       } else if (jobs_[job_of_[reader.id]].epilogue.empty() || !reads_at_same_point(reader, made)) {
         return false;
       }

@@ -156,11 +156,11 @@ class Validator {
     for (const Dependency& edge : s_.graph.dependencies()) {
       if (edge.hazard == Hazard::kWriteAfterRead) continue;
       const Node& reader = s_.graph.nodes()[edge.to];
-      if (reader.def->role != Role::kStream) continue;
+      if (!streams(*reader.def)) continue;
       for (const Place& to : places_[edge.to]) {
         const std::vector<int>& waits = job_at(to).loader_waits;
         for (const Operand& operand : reader.operands) {
-          if (operand.tensor.buffer != edge.buffer || !loader_reads(operand)) continue;
+          if (operand.tensor.buffer != edge.buffer || !loader_reads(*reader.def, operand)) continue;
           for (const Place& from : places_[edge.from]) {
             const bool ordered = std::any_of(waits.begin(), waits.end(), [&](int w) {
               return w == from.phase || (w >= 0 && w < num_phases_ && happens_before_[from.phase][w]);

@@ -15,6 +15,19 @@ constexpr Range range(uint32_t index, int64_t step, int64_t size) {
   return {index, begin, size - begin < step ? size - begin : step};
 }
 
+// The slice of the operand that a task streams, where it is read from where it lies: `rows` rows of `size` elements.
+template <class T>
+struct DirectStream {
+  const T* data;
+  int64_t rows, size, pitch;
+
+  // f(piece, row, begin, count): `count` elements of a row of the slice, from `begin` on.
+  template <class F>
+  constexpr void for_each(F f) {
+    for (int64_t r = 0; r < rows; r++) f(data + r * pitch, r, int64_t{0}, size);
+  }
+};
+
 // Whether a string attribute has this value: if constexpr (is(V::kStyle, "torch")).
 constexpr bool is(const char* value, const char* name) {
   while (*value != 0 && *value == *name) value++, name++;

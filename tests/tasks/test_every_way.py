@@ -11,8 +11,9 @@ import pytest
 import torch
 from emulated_kernel import EmulatedKernel, aligned
 
-from torch_mpk import registry
+from torch_mpk import _C, registry
 from torch_mpk.jit import compile_cuda
+from torch_mpk.lowering import lower
 from torch_mpk.testing.tasks import DTYPES, Calls, samples_of
 
 TASKS = [task for task in registry.tasks() if task.samples]
@@ -21,7 +22,8 @@ SAMPLES = [pytest.param(task, s, id=f"{task.name}-{i}") for task in TASKS for i,
 
 
 def test_the_plugin_is_there() -> None:
-    assert {"squared_relu_gate", "layer_norm", "causal_conv", "top_k"} <= {task.name for task in CUSTOM}
+    names = {"squared_relu_gate", "layer_norm", "causal_conv", "top_k", "scaled_linear"}
+    assert names <= {task.name for task in CUSTOM}
 
 
 @pytest.mark.parametrize(("task", "sample"), SAMPLES)
@@ -59,6 +61,37 @@ def launch(
     kernel.launch(given, results, scalars, jitter=3)
     for t, copy in zip([*inputs, *outputs], [*given, *results], strict=True):
         t.copy_(copy)
+
+
+def test_what_is_streamed_comes_through_the_ring_where_it_can() -> None:
+    """Rows of 37 elements are not a multiple of 16 bytes: they are read from where they lie."""
+    [task] = [task for task in CUSTOM if task.stream]
+    source = Calls(samples_of([task], torch.float32)).program(90).source
+    assert source.count("return run_stream_tiles<") == source.count("return load_tiles<") == len(task.samples) - 1
+    assert source.count("return run_tiles<") == 1
+
+
+def test_the_loader_waits_for_what_is_streamed() -> None:
+    """A weight that the launch itself computes: the schedule says so, and one that does not is refused."""
+    [task] = [task for task in CUSTOM if task.stream]
+    graph = torch.fx.Graph()
+    x, weight, scale = (graph.placeholder(name) for name in ("x", "weight", "scale"))
+    x.meta["val"], weight.meta["val"], scale.meta["val"] = torch.randn(2, 64), torch.randn(12, 64), torch.randn(12)
+    made = graph.call_function(registry.get("softmax"), (weight,))
+    made.meta["val"] = weight.meta["val"]
+    y = graph.call_function(task, (x, made, scale))
+    y.meta["val"] = torch.empty(2, 12)
+    graph.output((y,))
+    schedule = _C.make_schedule(lower(torch.fx.GraphModule({}, graph)).graph, _C.Target("cuda", 90, 4, 232448))
+    _C.validate(schedule)
+    assert schedule.phases[-1].jobs[0].loader_waits != []
+    phases = list(schedule.phases)
+    jobs = [_C.Job(job.prologue, job.body, job.epilogue, [], job.unstored) for job in phases[-1].jobs]
+    phases[-1] = _C.Phase(jobs, phases[-1].waits)
+    offsets, size, tagged = schedule.workspace_offsets, schedule.workspace_bytes, schedule.tagged
+    broken = _C.Schedule(schedule.graph, schedule.target, phases, offsets, size, tagged)
+    with pytest.raises(RuntimeError, match="the loader of scaled_linear .* may read buffer .* before pointwise"):
+        _C.validate(broken)
 
 
 @pytest.mark.parametrize("arch", [90, 80])

@@ -25,6 +25,11 @@
 // the node alone. Nothing is to be read from threadIdx or blockIdx. Conversions are to_float(v) and cast<To>(v);
 // Compute<T> is the type to compute in.
 //
+// The operand named by @task(stream=...) comes as a `Stream&` in place of its pointer, and its slice in pieces that the
+// loader has brought to shared memory ahead of time: stream.for_each([&](const T* piece, int64_t row, int64_t begin,
+// int64_t count) {...}), once for all pieces, in order; `piece` holds `count` elements of that row from `begin` on. The
+// group is a warp then.
+//
 // Code that keeps to that, and to the C library's functions, can serve the CPU too: there the group is one thread.
 #pragma once
 
@@ -91,6 +96,106 @@ MPK_DEVICE void run_tiles(C& c, const Job& job) {
       if (!c.sync()) return;
     }
   }
+}
+
+// ---- with an operand that is streamed. V: StreamT, kStreamRows (of a tile), kStreamSize (elements of a row, a
+// multiple of 16 bytes), kStreamPitch; stream_data(job, tile), stream_rows(tile).
+
+// Entries of the ring hold several rows, or a part of one. All tiles have as many entries: some of the last may be
+// empty.
+template <class V>
+struct StreamShape {
+  using T = typename V::StreamT;
+  static constexpr int64_t kSlot = kSlotBytes / int64_t(sizeof(T));  // elements
+  static constexpr int64_t kParts = (V::kStreamSize + kSlot - 1) / kSlot;
+  static constexpr int64_t kRows = kParts > 1 ? 1 : kSlot / V::kStreamSize;
+  static constexpr uint32_t kEntries = (V::kStreamRows + kRows - 1) / kRows * kParts;
+};
+
+// What an entry has of a slice of `rows` rows.
+template <class V>
+struct StreamPiece {
+  using S = StreamShape<V>;
+  int64_t row, rows, begin, count;
+
+  MPK_DEVICE StreamPiece(uint32_t index, int64_t slice_rows)
+      : row(index / S::kParts * S::kRows),
+        rows(slice_rows - row < 0          ? 0
+             : slice_rows - row < S::kRows ? slice_rows - row
+                                           : S::kRows),
+        begin(index % S::kParts * S::kSlot),
+        count(V::kStreamSize - begin < S::kSlot ? V::kStreamSize - begin : S::kSlot) {}
+};
+
+template <class V, class L>
+MPK_DEVICE void load_tiles(L& l, const Job& job) {
+  using T = typename V::StreamT;
+  struct Source {
+    const T* data;
+    int64_t rows;
+    uint32_t number;
+
+    MPK_DEVICE uint32_t tile(uint32_t) const { return number; }
+    MPK_DEVICE uint32_t bytes(uint32_t i) const {
+      const StreamPiece<V> piece(i, rows);
+      return piece.rows * piece.count * sizeof(T);
+    }
+    MPK_DEVICE void copy(uint32_t i, const SlotWriter& slot) const {
+      const StreamPiece<V> piece(i, rows);
+      slot.copy(0, reinterpret_cast<const uint8_t*>(data + piece.row * V::kStreamPitch + piece.begin),
+                V::kStreamPitch * sizeof(T), piece.rows, piece.count * sizeof(T));
+    }
+  };
+  if (!l.await_inputs(job)) return;
+  for (uint32_t number = l.worker(job); number < V::kTiles; number += L::Config::kNumWorkers) {
+    const typename V::Tile tile = V::at(number);
+    const Source source{V::stream_data(job, tile), V::stream_rows(tile), number};
+    if (!l.fill(StreamShape<V>::kEntries, source)) return;
+  }
+}
+
+template <class V, class C>
+struct RingStream {
+  C& c;
+  uint32_t entry;  // the first of the tile
+  int64_t rows;
+  uint32_t next = 0;
+
+  template <class F>
+  MPK_DEVICE void for_each(F f) {
+    for (; next < StreamShape<V>::kEntries; next++) {
+      if (c.failed || !c.ring.wait(entry + next, c.phase)) {
+        c.failed = true;
+        return;
+      }
+      const StreamPiece<V> piece(next, rows);
+      const auto* data = reinterpret_cast<const typename V::StreamT*>(c.ring.slot(entry + next));
+      for (int64_t r = 0; r < piece.rows; r++) f(data + r * piece.count, piece.row + r, piece.begin, piece.count);
+      c.ring.release(entry + next);
+    }
+  }
+};
+
+template <class V>
+inline constexpr int kStreamStagedBytes = kTilePitch<V> * kConsumerWarps;
+
+// A warp takes every eleventh of the worker's tiles, in the order in which the loader brings them.
+template <class V, class C>
+MPK_DEVICE void run_stream_tiles(C& c, const Job& job) {
+  static_assert(kStreamStagedBytes<V> <= kMaxTileBytes,
+                "kSharedBytes of a task, for each warp, is above kMaxTileBytes");
+  constexpr uint32_t kWorkers = C::Config::kNumWorkers;
+  if (!c.await()) return;
+  const uint32_t worker = c.worker(job), count = worker < V::kTiles ? (V::kTiles - worker - 1) / kWorkers + 1 : 0;
+  WarpTile threads{c.lane};
+  for (uint32_t i = c.warp; i < count && !c.failed; i += kConsumerWarps) {
+    const uint32_t number = worker + i * kWorkers;
+    RingStream<V, C> stream{c, c.entry + i * StreamShape<V>::kEntries, V::stream_rows(V::at(number))};
+    V::template compute<V>(threads, job, number, c.staged() + c.warp * kTilePitch<V>, stream);
+    stream.for_each([](const auto*, int64_t, int64_t, int64_t) {});  // gives back what was not read
+    threads.sync();
+  }
+  c.entry += count * StreamShape<V>::kEntries;
 }
 
 }  // namespace mpk

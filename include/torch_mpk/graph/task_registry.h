@@ -40,6 +40,7 @@ struct TaskDef {
   std::map<int, std::string> headers;                 // in place of that one, by architecture
   std::vector<std::pair<std::string, int64_t>> tile;  // kTile: the dimensions that are cut, and a tile's size in each
 
+  std::string stream;    // kTile: the operand that comes through the ring; empty: none
   std::string cpu_body;  // kTile: C++ code for the CPU, an absolute path; empty: none
 
   const std::string& header_for(int arch) const {

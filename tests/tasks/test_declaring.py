@@ -1,0 +1,229 @@
+"""Declaring tasks outside torch_mpk: what is refused, what becomes of a call, packages, and the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import plugin
+import pytest
+import torch
+from plugin.causal_conv import causal_conv
+from plugin.layer_norm import layer_norm
+from plugin.squared_relu_gate import squared_relu_gate
+from plugin.top_k import top_k
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from torch_mpk import _C, lowering, registry
+from torch_mpk.__main__ import main
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.errors import ArgumentError, KernelCompileError, NoDerivativeError, TaskError
+from torch_mpk.explain import explain
+from torch_mpk.jit import compile_cuda
+from torch_mpk.runtime import cpu
+from torch_mpk.runtime.plan import make_plan
+from torch_mpk.testing import check_task
+from torch_mpk.testing.tasks import Calls, samples_of
+
+ops = torch.ops.mpk
+
+
+def declare(signature: str, name: str = "refused", **options: object) -> registry.Task:
+    def reference(x: torch.Tensor, *, scale: float = 1) -> torch.Tensor:
+        return x * scale
+
+    reference.__name__ = name
+    return registry.task(signature, **options)(reference)
+
+
+@pytest.mark.parametrize(
+    ("signature", "options", "message"),
+    [
+        ("x[R, H] -> y[R]", {"tile": "R, H"}, r"y\[R\] is written by every tile along H.*all it writes have"),
+        ("x[R, H] -> y[R, H]", {"tile": "Q"}, r"y\[R, H\] is written by every tile along Q"),
+        ("x[R, H] -> y[R, H]", {"tile": {"R": 0}}, "a tile has 0 of dimension R, expected 1 or more"),
+        ("x[..., H] -> y[..., H]", {"tile": {"...": 2}}, "a tile has 2 of dimension ..., expected 1$"),
+        ("x[R, H] -> y[R, H]", {"role": "row", "tile": "R"}, "tile= is for tasks of role 'tile', this one's is 'row'"),
+        ("x[R, H] ->", {}, "it writes nothing; give it an output, or mark what it updates"),
+        ("x[R, H] -> y[R, H]", {"header": "none.cuh"}, r"'none.cuh' is not there: expected .*tests/tasks/none.cuh"),
+        ("x[R, H] -> y[R, H]", {"cpu": "none.cpp"}, "'none.cpp' is not there"),
+        ("x[R, Scale] -> y[R, Scale]", {}, "'scale' and 'Scale' have one name in device code, Scale: rename 'scale'"),
+        ("x[R, H] -> x[R, H]", {}, "'x' and 'x' have one name"),
+        ("x[R, H] -> y[R, H]", {"stream": "y"}, "stream='y', expected an operand that is read only and always there"),
+        (
+            "x[R, H] -> y[R, H]",
+            {"tile": "R, H", "stream": "x"},
+            "stream='x', expected .* last dimension is not cut",
+        ),
+        ("x[R, tiles] -> y[R, tiles]", {}, "'tiles' and 'their number' have one name in device code, Tiles"),
+        (
+            "x[R, H] -> y[R, H]",
+            {"pattern": True},
+            "pattern=True takes one output, nothing updated in place, and samples",
+        ),
+    ],
+)
+def test_refused(signature: str, options: dict, message: str) -> None:
+    with pytest.raises(TaskError, match=f"refused: {message}"):
+        declare(signature, **options)
+    assert "refused" not in _C.task_names()
+
+
+def test_what_the_reference_returns_is_checked() -> None:
+    double = declare("x[R] -> y[R], z[R]", "two_for_test")
+    with pytest.raises(TaskError, match=r"the reference returned Tensor, expected y\[R\], z\[R\]"):
+        double(torch.ones(3))
+    with pytest.raises(TaskError, match="there is nothing to check it with: declare samples"):
+        check_task(double)
+
+
+def test_code_is_found_beside_the_file() -> None:
+    folder = Path(plugin.__file__).parent
+    assert layer_norm.header == layer_norm.cpu_body == str(folder / "layer_norm.cuh")
+    assert causal_conv.cpu_body == str(folder / "causal_conv.cpp")
+    assert squared_relu_gate.headers == {90: str(folder / "sm90" / "squared_relu_gate.cuh")}
+    assert squared_relu_gate.cpu_body == ""
+
+
+def test_without_a_host_compiler_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(samples_of([layer_norm, causal_conv], torch.float32))
+    plan = make_plan(calls.gm, torch.device("cpu"), Options(), Dump(None))
+    assert cpu.load(plan, torch.device("cpu"), Options(), Dump(None)).missing_references == []
+    compiled = cpu._compile_tiles(plan.schedule.graph, Dump(None))
+    assert set(compiled) == {node.id for node in plan.schedule.graph.nodes}
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    assert cpu._compile_tiles(plan.schedule.graph, Dump(None)) == {}
+    calls.check_pipeline(torch.device("cpu"))
+
+
+class Model(torch.nn.Module):
+    """Linears with plugin tasks between them, one of which it spells out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(24, 80), torch.nn.Linear(40, 12)
+        self.conv = torch.nn.Parameter(torch.randn(40, 4))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = self.up(ops.layer_norm(x)).chunk(2, -1)
+        mixed = ops.causal_conv(torch.relu(gate).square() * up, state, self.conv)
+        return ops.top_k(self.down(mixed), count=3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_model_is_one_megakernel(device: str) -> None:
+    model, x, state = Model().to(device), torch.randn(2, 24, device=device), torch.randn(2, 40, 4, device=device)
+    ours = state.clone()
+    with torch.inference_mode():
+        step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+        for _ in range(3):
+            for got, want in zip(step(x, ours), model(x, state), strict=True):
+                torch.testing.assert_close(got, want)
+            torch.testing.assert_close(ours, state)
+        report = explain(model, x, ours)
+    assert (report.num_megakernels, report.num_operations) == (1, 0)
+
+
+def test_a_task_without_device_code_falls_back_by_name() -> None:
+    declared = declare("x[R, H] -> y[R, H]", "cpu_only_for_test", samples=[{"R": 1, "H": 3}])
+    [call] = [node for node in Calls(samples_of([declared], torch.float32)).gm.graph.nodes if node.target is declared]
+    assert lowering.supports(call) is None
+    on_cuda = FakeTensor(FakeTensorMode(), torch.empty(1, 3, device="meta"), torch.device("cuda", 0))
+    call.meta["val"] = call.args[0].meta["val"] = on_cuda
+    assert "cpu_only_for_test has no device code: write cpu_only_for_test.cuh" in str(lowering.supports(call))
+
+
+def all_operators(calls: list) -> list[torch.Tensor]:
+    results = []
+    for call in calls:
+        out = getattr(ops, call.task.name)(*call.operands, **call.attrs)
+        results += call.task.results(out)
+    return [*results, *(t for call in calls for t in call.operands if t is not None)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_operators_under_other_backends(backend: str) -> None:
+    """All of them in one graph."""
+    tasks = [task for task in registry.tasks() if task.samples]
+    eager, compiled = samples_of(tasks, torch.float32), samples_of(tasks, torch.float32)
+    for a, b in zip(eager, compiled, strict=True):
+        b.operands = [None if t is None else t.clone() for t in a.operands]
+    with torch.no_grad():
+        expected = all_operators(eager)
+        got = torch.compile(all_operators, backend=backend, fullgraph=True)(compiled)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("task", [t for t in registry.tasks() if t.samples], ids=repr)
+def test_operators_are_exported_and_count_what_they_update(task: registry.Task) -> None:
+    operands, attrs = task.sample(task.samples[0], torch.float32)
+
+    class Call(torch.nn.Module):
+        def forward(self, *operands: torch.Tensor) -> object:
+            return getattr(ops, task.name)(*operands, **attrs)
+
+    program = torch.export.export(Call(), tuple(operands))
+    assert any(f"mpk.{task.name}" in str(node.target) for node in program.graph.nodes)
+    before = [None if t is None else t._version for t in operands]
+    Call()(*operands)
+    for operand, t, version in zip(task.inputs, operands, before, strict=True):
+        assert t is None or (t._version > version) == operand.is_write, operand.name
+
+
+@pytest.mark.parametrize("task", [top_k, causal_conv, registry.get("linear"), registry.get("kv_write")], ids=repr)
+def test_autograd_is_refused(task: registry.Task) -> None:
+    for position in range(len(task.inputs)):
+        operands, attrs = task.sample(task.samples[0], torch.float32)
+        if operands[position] is None or not operands[position].is_floating_point():
+            continue
+        operands[position].requires_grad_()
+        with pytest.raises(NoDerivativeError, match=rf"torch.ops.mpk.{task.name} has no derivative.*no_grad"):
+            getattr(ops, task.name)(*operands, **attrs)
+        with torch.no_grad():
+            getattr(ops, task.name)(*operands, **attrs)
+
+
+def test_packages_are_imported_and_broken_ones_named(tmp_path: Path) -> None:
+    for name, content in {"fine": "import plugin.top_k", "broken": "import not_there"}.items():
+        (tmp_path / f"{name}_tasks.py").write_text(content)
+        info = tmp_path / f"{name}_package-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-package\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[torch_mpk.tasks]\n{name} = {name}_tasks\n")
+    script = "import torch, torch_mpk; print(torch.ops.mpk.top_k(torch.eye(2), count=1)[1].tolist())"
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=path)
+    )
+    assert done.stdout == "[[0], [1]]\n", done.stderr
+    expected = "the tasks 'broken' (broken_tasks) of broken-package are left out: ModuleNotFoundError: No module named"
+    assert f"MpkWarning: {expected} 'not_there'" in done.stderr
+
+
+def test_new_task_writes_what_check_task_passes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    main(["new-task", "fresh_for_test", "--dir", str(tmp_path)])
+    main(["check-task", str(tmp_path / "fresh_for_test.py"), "--dtype", "bfloat16"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "fresh_for_test.cuh; check them with: python -m torch_mpk check-task" in lines[0]
+    assert lines[-1] == "1 tasks pass"
+    assert "mpk.fresh_for_test torch.bfloat16: tiles in random order" in lines
+    for name, message in {"fresh_for_test": "is not taken", "class": "a name such as", "a-b": "a name such as"}.items():
+        with pytest.raises(ArgumentError, match=message):
+            main(["new-task", name, "--dir", str(tmp_path)])
+    with pytest.raises(ArgumentError, match="a folder that exists"):
+        main(["new-task", "other", "--dir", str(tmp_path / "none")])
+    with pytest.raises(ArgumentError, match="a Python file that declares tasks"):
+        main(["check-task", str(tmp_path / "none.py")])
+
+
+def test_an_error_in_device_code_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
+    program = Calls(samples_of([squared_relu_gate], torch.float32)).program(80)
+    header = tmp_path / "broken.cuh"
+    header.write_text(Path(squared_relu_gate.header).read_text().replace("tile.N.size", "tile.M.size"))
+    with pytest.raises(KernelCompileError, match=rf"{header}\(\d+\): error: .*no member \"M\""):
+        compile_cuda(program.source.replace(squared_relu_gate.header, str(header)), 80)
