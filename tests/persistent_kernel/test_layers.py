@@ -99,6 +99,18 @@ def test_a_pipeline(are_attached, device):
         torch.testing.assert_close(tensors["out"], eager_mlp(tensors), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("are_attached", [True, False])
+def test_addresses_that_the_executable_refuses_make_a_run_eager(are_attached, monkeypatch):
+    def refuse(*_):
+        raise ValueError("input 0 of the megakernel: the address is not a multiple of 16")
+
+    monkeypatch.setattr(_C.CpuExecutable, "call", refuse)
+    with PersistentKernel(test_mode=True) as kernel:
+        tensors = mlp(kernel, are_attached)
+        run(kernel)
+    torch.testing.assert_close(tensors["out"], eager_mlp(tensors), rtol=1e-4, atol=1e-5)
+
+
 def test_the_generated_kernel_of_a_pipeline(tmp_path):
     with PersistentKernel(test_mode=True) as kernel:
         tensors = mlp(kernel, are_attached=True)

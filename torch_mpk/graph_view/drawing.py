@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_mpk.errors import GraphFileError
 from torch_mpk.graph_view.reader import GraphFile, Node
-from torch_mpk.graph_view.text import count, size
+from torch_mpk.graph_view.text import count, describe, size
 
 _FLOW = "read after write"  # the hazard that hands values over; the others only order
 
@@ -83,10 +83,9 @@ def _page_data(file: GraphFile) -> dict[str, Any]:
             "size": size(n.bytes),
         }  # fmt: skip
 
-    target = file.target
     return {
         "title": str(file.path),
-        "target": f"{target['device']} sm_{target['arch']}, {target['workers']} workers" if target else "no schedule",
+        "target": describe(file.target) if file.target else "no schedule",
         "nodes": [node(n) for n in file.nodes.values()],
         "edges": [
             {"source": e.source, "target": e.target, "flows": e.hazard == _FLOW, "why": f"{e.hazard}: {name}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any
 
 from torch_mpk.errors import GraphFileError
 from torch_mpk.graph_view.reader import GraphFile, Node
@@ -22,11 +23,9 @@ def _summary(file: GraphFile) -> Iterator[str]:
         if buffers:
             yield f"  {kind}: {count(buffers, 'buffer')}, {size(sum(buffer.bytes for buffer in buffers))}"
     if file.target is not None:
-        target = file.target
-        arch = f" sm_{target['arch']}" if target["arch"] else ""
         jobs = [job for phase in file.phases for job in phase.jobs]
         events = sorted({event for phase in file.phases for event in phase.waits})
-        yield f"  target: {target['device']}{arch}, {target['workers']} workers"
+        yield f"  target: {describe(file.target)}"
         yield (
             f"  schedule: {count(file.phases, 'phase')}, {count(jobs, 'job')}, {count(events, 'event')} waited for, "
             f"workspace {size(file.workspace_bytes)}"
@@ -118,6 +117,11 @@ def critical_path(file: GraphFile) -> str:
     total, of = sum(node.bytes for node in path), sum(node.bytes for node in file.nodes.values())
     head = f"critical path: {len(path)} of {count(file.nodes, 'node')}, {size(total)} of {size(of)}"
     return "\n".join([head, *_table([(f"  {node}", size(node.bytes)) for node in path])])
+
+
+def describe(target: dict[str, Any]) -> str:
+    arch = f" sm_{target['arch']}" if target["arch"] else ""
+    return f"{target['device']}{arch}, {target['workers']} workers"
 
 
 def size(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ class PersistentKernel(Layers):
 
     Args:
         test_mode: allows ``run_test_mode``.
-        num_workers: what ``get_configurations_from_gpu`` says, or on the CPU any number of threads. None: the former.
+        num_workers: what ``get_configurations_from_gpu`` says, or on the CPU a number of threads, of which it takes at
+            most one for each processor. None: the former.
         num_local_schedulers: 0, as ``get_configurations_from_gpu`` says.
         max_num_batched_tokens, max_num_batched_requests: for programs that give them; sizes are those of the tensors.
         use_cutlass_kernel: False; linear layers have one implementation.
@@ -349,7 +351,8 @@ class PersistentKernel(Layers):
         if workers is None:
             return Options.parse(None, self.options)
         if device.type == "cpu":
-            return Options.parse(None, {"num_threads": workers} | self.options)
+            threads = min(workers, max(os.cpu_count() or 1, num_threads(Options())))
+            return Options.parse(None, {"num_threads": threads} | self.options)
         expected, _ = get_configurations_from_gpu(device.index)
         if workers != expected:
             what = f"num_workers={workers}, expected {expected}, one for each multiprocessor, or None"
