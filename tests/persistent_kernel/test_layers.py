@@ -253,6 +253,11 @@ def _fails(build, error, match):
     attached = {name: kernel.attach_input(t, name) for name, t in tensors.items()}
     with pytest.raises(error, match=match):
         build(kernel, **attached)
+    kernel.identity_layer(attached["x"], attached["x"])  # what was refused has left nothing behind that writes
+    kernel.compile()
+    before = [t.clone() for t in tensors.values()]
+    kernel()
+    assert all(map(torch.equal, tensors.values(), before))
 
 
 @pytest.mark.parametrize(
@@ -342,6 +347,22 @@ def _fails(build, error, match):
             lambda k, x, w, y, n: k.identity_layer(x, k.fuse_tensors([w, w], 0, 1, "both")),
             LayerError,
             "both is made of w, w: write those",
+        ),
+        (
+            lambda k, x, w, y, n: k.linear_layer(
+                x=x, weight=w, y=k.attach_input(torch.zeros(6).expand(4, 6), "expanded")
+            ),
+            LayerError,
+            "expanded is written and has elements that share memory",
+        ),
+        (
+            lambda k, x, w, y, n: k.kv_write_layer(
+                cache=k.fuse_tensors([k.attach_input(torch.zeros(1, 2, 4, 8), "c")] * 2, 1, 1, "caches"),
+                new=k.attach_input(torch.zeros(1, 4, 8), "new"),
+                slot=k.attach_input(torch.zeros(1, dtype=torch.int64), "slot"),
+            ),
+            LayerError,
+            "kv_write_layer: caches is made of c, c: write those",
         ),
         (lambda k, x, w, y, n: k.attach_input(torch.ones(1), "x"), LayerError, "there is a tensor 'x' already"),
         (lambda k, x, w, y, n: k.attach_input([1.0], "list"), LayerError, r"list: expected a tensor on cpu or cuda"),

@@ -135,9 +135,19 @@ def test_what_is_missing_is_named():
     kernel.meta_tensors |= {name: torch.zeros(2, dtype=torch.int64) for name in META_TENSORS}
     with pytest.raises(LayerError, match=r"'qo_indptr_buffer' is torch.int64, expected torch.int32"):
         kernel.paged_attention_layer(x, cache, cache, None, None, table, table)
-    kernel.meta_tensors |= {name: torch.zeros(2, dtype=torch.int32) for name in META_TENSORS}
+    sizes = dict(zip(META_TENSORS, (2, 2, 5, 1)))
+    kernel.meta_tensors |= {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
     with pytest.raises(LayerError, match=r"input has shape \(1, 56\), expected \[tokens, \(n \+ 2\) \* 2 \* 8\]"):
         kernel.paged_attention_layer(x, cache, cache, None, None, table, table)
+    y = kernel.attach_input(torch.zeros(1, 64), "y16")
+    half = kernel.attach_input(torch.zeros(9, 8, dtype=torch.bfloat16), "half")
+    with pytest.raises(LayerError, match=r"cos_pos_embed is torch.bfloat16, expected input's torch.float32"):
+        kernel.paged_attention_layer(y, cache, cache, None, None, half, table)
+    other = PersistentKernel(meta_tensors={name: torch.zeros(2, dtype=torch.int32) for name in META_TENSORS})
+    shapes = ((1, 64), (3, 16, 2, 8), (3, 16, 2, 8), (9, 8), (9, 8))
+    q, k, v, c, s = (other.attach_input(torch.zeros(shape), str(i)) for i, shape in enumerate(shapes))
+    with pytest.raises(LayerError, match=r"meta tensors have shapes .*expected \[requests \+ 1\] of both indptr"):
+        other.paged_attention_layer(q, k, v, None, None, c, s)
     with pytest.raises(LayerError, match=r"q_norm has shape \(9, 8\), expected \[8\]"):
         kernel.paged_attention_layer(
             kernel.attach_input(torch.zeros(1, 64), "y"), cache, cache, table, None, table, table

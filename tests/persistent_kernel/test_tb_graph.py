@@ -83,6 +83,8 @@ def test_partitions_that_do_not_fit(kernel, tensors, arguments, match):
 def test_operands_that_do_not_fit(kernel, tensors):
     with pytest.raises(LayerError, match=r"y is written: pass new_input\(..., is_write=True\)"):
         linear(kernel, tensors, writes=False)
+    with pytest.raises(GridError, match="forloop_range=0, expected 1 or more"):
+        TBGraph((1, 1, 1), None, 0)
     graph = TBGraph((1, 1, 1))
     graph.new_input(tensors["x"])
     with pytest.raises(

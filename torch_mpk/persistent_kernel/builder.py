@@ -122,34 +122,37 @@ class Builder:
 
     def store(self, output: GlobalTensor | None, node: fx.Node, grid_dim: Dim3 = None) -> GlobalTensor:
         """Make a value that of ``output``, or of a new tensor. The grid may split any dimension of it."""
-        output = self._target(output, node.meta["val"])
-        dims = {f"dimension {d}": size for d, size in enumerate(output.shape)}
-        check_grid(self.layer, grid_dim, dims, list(dims))
+        value = node.meta["val"]
+        self.check_output(output, value.shape, value.dtype, grid_dim)
+        if output is None:
+            output = self.kernel.new_tensor(value.shape, dtype=value.dtype)
+        output.layout = None
         if output.attached is None:
             output.node = node
         else:
             self.call(aten.copy_.default, output.node, node)
         return output
 
-    def _target(self, output: GlobalTensor | None, value: torch.Tensor) -> GlobalTensor:
-        """``output``, which must have the value's dtype and shape, or a new tensor that has."""
+    def check_output(
+        self, output: GlobalTensor | None, shape: Sequence[int], dtype: torch.dtype, grid_dim: Dim3 = None
+    ) -> None:
+        """Raises LayerError unless ``output`` is absent or can be written with such a value."""
+        dims = {f"dimension {d}": size for d, size in enumerate(shape)}
+        check_grid(self.layer, grid_dim, dims, list(dims))
         if output is None:
-            return self.kernel.new_tensor(value.shape, dtype=value.dtype)
-        self.check("output", output)
-        if output.parts:
-            what = f"{output.name} is made of {', '.join(part.name for part in output.parts)}: write those"
+            return
+        self.check_writable("output", output)
+        if (tuple(shape), dtype) != (output.shape, output.dtype):
+            what = f"{output.name} is {output.dtype} {list(output.shape)}, expected {dtype} {list(shape)}"
             raise LayerError(layer=self.layer, what=what)
-        if output.attached is not None:
-            self._check_writable(output)
-        if (value.shape, value.dtype) != (output.shape, output.dtype):
-            what = f"{output.name} is {output.dtype} {list(output.shape)}, expected {value.dtype} {list(value.shape)}"
-            raise LayerError(layer=self.layer, what=what)
-        output.layout = None
-        return output
 
-    def _check_writable(self, tensor: GlobalTensor) -> None:
-        attached = tensor.attached
-        if attached is not None and not is_injective(attached.shape, attached.stride()):
+    def check_writable(self, name: str, tensor: GlobalTensor) -> None:
+        """Raises LayerError where writing would miss the memory of a tensor, or meet an element of it twice."""
+        self.check(name, tensor)
+        if tensor.parts:
+            what = f"{tensor.name} is made of {', '.join(part.name for part in tensor.parts)}: write those"
+            raise LayerError(layer=self.layer, what=what)
+        if tensor.attached is not None and not is_injective(tensor.attached.shape, tensor.attached.stride()):
             what = f"{tensor.name} is written and has elements that share memory: attach a tensor that has its own"
             raise LayerError(layer=self.layer, what=what)
 
@@ -173,12 +176,17 @@ class Builder:
         inputs = {spec.name: operands.get(spec.name) for spec in task.inputs}
         for spec in task.inputs:
             if spec.is_write and (written := inputs[spec.name]) is not None:
-                self._check_writable(written)
+                self.check_writable(spec.name, written)
         weight = inputs.get("weight") if task is linear else None
         if weight is not None and weight.layout and weight.parts and weight.layout.dim == 0:
             return self._linear_of_parts(inputs, weight.parts, weight.layout, operands.get("y"))
         nodes = [None if tensor is None else self.read(name, tensor) for name, tensor in inputs.items()]
-        call = self.call(task, *nodes, **task.bind_attrs(attrs))
+        attrs = task.bind_attrs(attrs)
+        with self._fake_mode:  # before anything is appended: a layer that raises leaves nothing behind
+            results = task.results(evaluate(task, tuple(nodes), attrs))
+        for spec, result in zip(task.outputs, results):
+            self.check_output(operands.get(spec.name), result.shape, result.dtype)
+        call = self.call(task, *nodes, **attrs)
         if not task.outputs:
             return None
         if len(task.outputs) > 1:
@@ -187,10 +195,10 @@ class Builder:
         output = operands.get(task.outputs[0].name)
         if output is None or output.attached is None:
             return self.store(output, call)
-        target = self._target(output, call.meta["val"]).node
-        assert target is not None
-        call.update_kwarg("out", target)
-        call.meta["val"] = target.meta["val"]
+        assert output.node is not None
+        call.update_kwarg("out", output.node)
+        call.meta["val"] = output.node.meta["val"]
+        output.layout = None
         return output
 
     def _linear_of_parts(

@@ -159,4 +159,4 @@ class Layers(TaskLayers):
             "cos_pos_embed": cos_pos_embed, "sin_pos_embed": sin_pos_embed,
         }  # fmt: skip
         meta = {name: self._meta_tensor(name) for name in META_TENSORS}
-        return builder.store(output, attend(builder, tensors, meta, eps, style, scale), grid_dim)
+        return attend(builder, tensors, meta, output, grid_dim, eps, style, scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +10,7 @@ from torch import fx
 
 from torch_mpk.errors import LayerError
 from torch_mpk.persistent_kernel.builder import Builder, aten
-from torch_mpk.persistent_kernel.tensor import GlobalTensor, Interleaved
+from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
 from torch_mpk.registry import get
 
 META_TENSORS = (
@@ -55,15 +56,27 @@ def attend(
     builder: Builder,
     tensors: Mapping[str, GlobalTensor | None],
     meta: Mapping[str, GlobalTensor],
+    output: GlobalTensor | None,
+    grid_dim: Dim3,
     eps: float,
     style: str,
     scale: float | None,
-) -> fx.Node:
-    """Append all of the layer; returns the result, [tokens, heads * head size]."""
+) -> GlobalTensor:
+    """Append all of the layer; returns its output, [tokens, heads * head size]."""
+    for cache in ("k_cache", "v_cache"):
+        if (tensor := tensors[cache]) is not None:
+            builder.check_writable(cache, tensor)
     nodes = {name: None if t is None else builder.read(name, t) for name, t in tensors.items()}
     shapes = {name: tuple(node.meta["val"].shape) for name, node in nodes.items() if node is not None}
     tokens, heads, groups, size = _sizes(builder, shapes)
     page_size = shapes["k_cache"][1]
+    packed = tensors["input"]
+    assert packed is not None
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != packed.dtype:
+            raise LayerError(layer=builder.layer, what=f"{name} is {tensor.dtype}, expected input's {packed.dtype}")
+    _check_requests(builder, meta)
+    builder.check_output(output, (tokens, heads * size), packed.dtype, grid_dim)
     requests = [builder.read(name, tensor) for name, tensor in meta.items()]
     first, position, limit, row = builder.trace(lambda *t: places(tokens, page_size, *t), *requests)
     cos, sin = (
@@ -71,9 +84,8 @@ def attend(
         for name in ("cos_pos_embed", "sin_pos_embed")
     )
 
-    packed = tensors["input"]
     layout = Interleaved(1, groups, (heads * size, groups * size, groups * size))
-    if packed is not None and packed.layout:
+    if packed.layout:
         if packed.layout.sizes != layout.sizes:
             what = f"input holds {packed.layout.sizes} columns of its parts, expected {layout.sizes} of q, k and v"
             raise LayerError(layer=builder.layer, what=what)
@@ -96,7 +108,19 @@ def attend(
     y = builder.call(
         get("paged_decode"), q, nodes["k_cache"], nodes["v_cache"], pages, first, limit, scale=scale or size**-0.5
     )
-    return builder.call(aten.reshape.default, y, [tokens, heads * size])
+    return builder.store(output, builder.call(aten.reshape.default, y, [tokens, heads * size]))
+
+
+def _check_requests(builder: Builder, meta: Mapping[str, GlobalTensor]) -> None:
+    """Raises LayerError unless the meta tensors are of one number of requests."""
+    shapes = {name: tensor.shape for name, tensor in meta.items()}
+    pages, lengths = shapes["paged_kv_indices_buffer"], shapes["paged_kv_last_page_len_buffer"]
+    bounds = (lengths[0] + 1,) if len(lengths) == 1 else None
+    if shapes["qo_indptr_buffer"] != bounds or shapes["paged_kv_indptr_buffer"] != bounds or not math.prod(pages):
+        what = (
+            f"meta tensors have shapes {shapes}, expected [requests + 1] of both indptr, [requests] of the lengths, and"
+        )
+        raise LayerError(layer=builder.layer, what=f"{what} at least one page")
 
 
 def _sizes(builder: Builder, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int, int]:

@@ -28,11 +28,16 @@ class TBGraph:
         grid_dim: instances of the task along three axes.
         block_dim: threads of an instance; None is inferred.
         forloop_range: iterations of an instance over the dimensions that ``forloop_dim`` names.
+
+    Raises:
+        GridError: a size is not a whole number from 1.
     """
 
     def __init__(self, grid_dim: Sequence[int], block_dim: Sequence[int] | None = None, forloop_range: int = 1) -> None:
         self.grid_dim = as_grid("TBGraph", grid_dim)
         self.block_dim = None if block_dim is None else tuple(block_dim)
+        if forloop_range < 1:
+            raise GridError(layer="TBGraph", what=f"forloop_range={forloop_range}", expected="1 or more")
         self.forloop_range = forloop_range
         self.inputs: list[Input] = []
 
