@@ -57,18 +57,16 @@ def test_a_layer_runs_its_task(task, sample, dtype, device):
             assert torch.equal(tensors[operand.name], wanted), operand.name
 
 
-def mlp(kernel: PersistentKernel, are_attached: bool) -> dict[str, torch.Tensor]:
+def mlp(kernel: PersistentKernel, are_attached: bool, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Norm, gate and up in four groups, activation, down and residual; returns the caller's tensors by name."""
     shapes = {"x": (3, 64), "norm": (64,), "gate": (96, 64), "up": (96, 64), "down": (64, 96), "out": (3, 64)}
-    tensors = {
-        name: torch.randn(shape) / (shape[-1] ** 0.5 if len(shape) == 2 else 1) for name, shape in shapes.items()
-    }
+    tensors = {name: torch.randn(shape, device=device) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     attached = {name: kernel.attach_input(t, name) for name, t in tensors.items()}
 
     def made(name, *shape):
         if not are_attached:
             return kernel.new_tensor(shape, dtype=torch.float32, name=name)
-        tensors[name] = torch.full(shape, torch.nan)
+        tensors[name] = torch.full(shape, torch.nan, device=device)
         return kernel.attach_input(tensors[name], name)
 
     normed = kernel.rmsnorm_layer(attached["x"], attached["norm"], made("normed", 3, 64), eps=1e-5)
@@ -89,11 +87,11 @@ def eager_mlp(t: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("are_attached", [True, False])
 def test_a_pipeline(are_attached, device):
-    with torch.device(device), PersistentKernel(test_mode=True) as kernel:
-        tensors = mlp(kernel, are_attached)
+    with PersistentKernel(test_mode=True) as kernel:
+        tensors = mlp(kernel, are_attached, device)
         run(kernel)
         torch.testing.assert_close(tensors["out"], eager_mlp(tensors), rtol=1e-4, atol=1e-5)
-        tensors["x"].copy_(torch.randn(3, 64))  # the same kernel on new values
+        tensors["x"].normal_()  # the same kernel on new values
         kernel()
         torch_mpk.synchronize()
         torch.testing.assert_close(tensors["out"], eager_mlp(tensors), rtol=1e-4, atol=1e-5)
