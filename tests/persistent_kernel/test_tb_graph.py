@@ -26,7 +26,7 @@ def tensors(kernel):
     return {name: kernel.attach_input(t, name) for name, t in made.items()}
 
 
-def test_a_task_as_the_seed_registers_one(kernel, tensors):
+def test_a_task_as_mirage_registers_one(kernel, tensors):
     out = torch.full((4, 8), torch.nan)
     graph = TBGraph((4, 1, 1), kernel.block_dim, 1)
     graph.new_input(tensors["x"], (0, -1, -1), 1, True)

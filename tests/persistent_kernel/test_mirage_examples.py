@@ -102,7 +102,7 @@ def test_qwen3_mlp(device):
     pk.run_test_mode()
     synchronize(device)
 
-    # The layout that the seed's kernels work on: group by group, the gate's rows and then the up projection's.
+    # The layout that Mirage's kernels work on: group by group, the gate's rows and then the up projection's.
     groups = zip(w_gate.chunk(num_tasks // 2), w_up.chunk(num_tasks // 2), strict=True)
     w_gatedup = torch.cat([rows for group in groups for rows in group])
     gate, up = x @ w_gate.T, x @ w_up.T
