@@ -56,10 +56,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_carries_every_module_and_header(wheel: Path) -> None:
     carried = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("torch_mpk/")}
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "torch_mpk").rglob("*.py")}
+    files = [path for suffix in ("py", "pyi", "html", "cuh") for path in (ROOT / "torch_mpk").rglob(f"*.{suffix}")]
+    modules = {str(path.relative_to(ROOT)) for path in files}
     headers = {f"torch_mpk/{path.relative_to(ROOT)}" for path in (ROOT / "include").rglob("*") if path.is_file()}
     assert "torch_mpk/include/torch_mpk/abi.h" in headers
-    assert {name for name in carried if not name.startswith("torch_mpk/_C.")} == modules | headers
+    assert {name for name in carried if not name.endswith(".so")} == modules | headers
 
 
 def test_wheel_works_outside_the_clone(wheel: Path, tmp_path: Path) -> None:

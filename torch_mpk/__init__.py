@@ -4,18 +4,23 @@ from torch_mpk import jit, ops, plugins, tasks  # declares torch.ops.mpk and the
 from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError, VerificationError
 from torch_mpk.explain import explain
 from torch_mpk.generate import generate
+from torch_mpk.persistent_kernel import GlobalTensor, PersistentKernel, TBGraph, get_configurations_from_gpu
 from torch_mpk.precompile import precompile
 from torch_mpk.registry import task
 from torch_mpk.runtime import synchronize
 
 __all__ = [
+    "GlobalTensor",
     "MegakernelTimeout",
     "MpkError",
     "MpkWarning",
+    "PersistentKernel",
+    "TBGraph",
     "UnsupportedError",
     "VerificationError",
     "explain",
     "generate",
+    "get_configurations_from_gpu",
     "jit",
     "ops",
     "precompile",

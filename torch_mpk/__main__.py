@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 
-from torch_mpk import _C, new_task, registry
+from torch_mpk import _C, graph_view, new_task, registry, tasks
 from torch_mpk.config import env
-from torch_mpk.errors import ArgumentError, CompileError, catalogue
+from torch_mpk.errors import ArgumentError, CompileError, GraphFileError, catalogue
 from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
 from torch_mpk.jit.host import HostCompiler, host_tier
+from torch_mpk.persistent_kernel.task_layers import stub
 
 
 def environment() -> Iterator[tuple[str, str]]:
@@ -90,6 +91,28 @@ def explain_model(arguments: argparse.Namespace) -> None:
     print(explain(model, input_ids=prompt, past_key_values=cache))
 
 
+def show_graph(arguments: argparse.Namespace) -> None:
+    file = graph_view.read(arguments.file)
+    for option, what in (("task", graph_view.task), ("event", graph_view.event)):
+        if (value := getattr(arguments, option)) is not None:
+            print(what(file, value))
+    if arguments.critical_path:
+        print(graph_view.critical_path(file))
+    if arguments.dot:
+        print(graph_view.to_dot(file), end="")
+    for option, draw in (("svg", graph_view.to_svg), ("html", graph_view.to_html)):
+        if (out := getattr(arguments, option)) is not None:
+            out.write_text(draw(file))
+    asked = {"task", "event", "critical_path", "dot", "svg", "html"}
+    if not any(vars(arguments)[name] not in (None, False) for name in asked):
+        print(graph_view.summary(file))
+
+
+def print_stub(_: argparse.Namespace) -> None:
+    own = [task for task in registry.tasks() if task.__module__.startswith(f"{tasks.__name__}.")]
+    print(stub(own), end="")
+
+
 def write_task(arguments: argparse.Namespace) -> None:
     paths = new_task.write(arguments.name, arguments.dir)
     print(f"wrote {' and '.join(map(str, paths))}; check them with: python -m torch_mpk check-task {paths[0]}")
@@ -128,6 +151,17 @@ def main(arguments: list[str] | None = None) -> None:
     add(cache, "show", show_cache, "list the compiled kernels, least recently used first")
     add(cache, "clear", clear_cache, "delete the compiled kernels")
     add(commands, "errors", lambda _: print(catalogue(), end=""), "print docs/errors.md")
+    command = add(
+        commands, "graph", show_graph, "show a task graph that a build left: its summary, or what is asked for"
+    )
+    command.add_argument("file", type=Path, help="4.graph.json, 5.schedule.json, or the folder they are in")
+    command.add_argument("--task", metavar="NAME", help="nodes of a task, or whose label has this in it, in full")
+    command.add_argument("--event", type=int, metavar="N", help="who signals event N, and who waits for it")
+    command.add_argument("--critical-path", action="store_true", help="the dependent nodes that move the most bytes")
+    command.add_argument("--dot", action="store_true", help="print a Graphviz source")
+    command.add_argument("--svg", type=Path, metavar="OUT", help="draw an SVG, where Graphviz is installed")
+    command.add_argument("--html", type=Path, metavar="OUT", help="write a page to pan, zoom, search and click in")
+    add(commands, "stub", print_stub, "print torch_mpk/persistent_kernel/task_layers.pyi")
     text = "show what becomes of a decode step of a causal language model, with random weights"
     command = add(commands, "explain", explain_model, text)
     command.add_argument("model", help="qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama-1b, or a path or hub id of a config")
@@ -143,7 +177,10 @@ def main(arguments: list[str] | None = None) -> None:
     dtypes = ("float32", "bfloat16", "float16")
     command.add_argument("--dtype", choices=dtypes, action="append", default=[], help="of operands (default: each)")
     parsed = parser.parse_args(arguments)
-    parsed.run(parsed)
+    try:
+        parsed.run(parsed)
+    except GraphFileError as error:  # a matter of what was typed: no traceback
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def written_args(node: fx.Node) -> list[fx.Node]:
         return [] if node.op in ("placeholder", "get_attr", "output") else list(node.all_input_nodes)
     if isinstance(node.target, Task):
         named = zip(node.target.inputs, node.args, strict=False)
-        return [arg for operand, arg in named if operand.is_write and isinstance(arg, fx.Node)]
+        in_place = [arg for operand, arg in named if operand.is_write]
+        return [arg for arg in (*in_place, node.kwargs.get("out")) if isinstance(arg, fx.Node)]
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = node.target._schema.arguments
         given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)

@@ -27,6 +27,11 @@ class Dump:
             return cls(folder)
         raise AssertionError
 
+    @classmethod
+    def at(cls, folder: Path) -> Dump:
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder)
+
     def segment(self, index: int, num_segments: int) -> Dump:
         """The folder of one of several segments; a graph that is one segment has no folders inside."""
         if self._folder is None or num_segments == 1:

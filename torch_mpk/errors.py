@@ -154,6 +154,37 @@ class UnknownTaskError(MpkError, KeyError):
     __str__ = Exception.__str__  # KeyError would show its repr
 
 
+class LayerError(MpkError, ValueError):
+    """A layer of a ``PersistentKernel`` cannot be made from what it was given."""
+
+    template = "{layer}: {what}"
+    remedy = "The message says what would fit; help(PersistentKernel.<layer>) lists the operands."
+
+
+class GridError(LayerError):
+    """``grid_dim``, ``block_dim`` or a partition does not fit a layer's tensors or the device."""
+
+    template = "{layer}: {what}, expected {expected}. {remedy}"
+    remedy = "A layer's grid_dim and block_dim may be left out: they are inferred"
+
+
+class KernelStateError(MpkError):
+    """A ``PersistentKernel`` was asked for something out of order, as a run before it was compiled."""
+
+    template = "{what}: {remedy}"
+    remedy = "the order is attach_input, layers, compile, then runs, and finalize at the end"
+
+
+class GraphFileError(MpkError, ValueError):
+    """``python -m torch_mpk graph`` cannot read a file, or cannot show what it was asked for."""
+
+    template = "{path}: {what}"
+    remedy = (
+        "It reads 4.graph.json and 5.schedule.json, or the folder they are in, as TORCH_MPK_DUMP and "
+        "PersistentKernel.compile(output_dir) leave them."
+    )
+
+
 class InternalError(MpkError):
     """A stage failed in a way it should not, as on a schedule that its own validation rejects."""
 

@@ -59,7 +59,10 @@ class Attr:
 
 
 class Task:
-    """A node kind of the task graph. Calling it checks the operands against the signature and runs the reference."""
+    """A node kind of the task graph. Calling it checks the operands against the signature and runs the reference.
+
+    With ``out``, a tensor of the only result's shape and dtype, the result is written there instead of to new memory.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class Task:
     def is_mutating(self) -> bool:
         return any(operand.is_write for operand in self.inputs)
 
-    def __call__(self, *operands: torch.Tensor | None, **attrs: Any) -> Any:
+    def __call__(self, *operands: torch.Tensor | None, out: torch.Tensor | None = None, **attrs: Any) -> Any:
         operands += (None,) * (len(self.inputs) - len(operands))
         call = _key(operands, attrs)
         bound = self._known_calls.get(call) if call else None
@@ -112,8 +115,9 @@ class Task:
                 if len(self._known_calls) == _MAX_KNOWN_CALLS:
                     self._known_calls.clear()
                 self._known_calls[call] = bound
-            return result
-        return self.reference(*operands, **bound)
+        else:
+            result = self.reference(*operands, **bound)
+        return result if out is None else out.copy_(result)
 
     def _checked(self, operands: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The reference's result, with operands and result checked against the signature, and all attributes."""

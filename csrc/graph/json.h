@@ -14,6 +14,9 @@ inline std::string quote(const std::string& s) {
     if (c == '"' || c == '\\') out += '\\';
     if (c == '\n') {
       out += "\\n";
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      constexpr char kDigits[] = "0123456789abcdef";
+      out += std::string("\\u00") + kDigits[c >> 4] + kDigits[c & 15];
     } else {
       out += c;
     }

@@ -59,6 +59,21 @@ def attention(q, k_new, v_new, slot, k_cache, v_cache, mask, limit, scale, style
     return y
 
 
+def paged_decode(q, k_cache, v_cache, pages, first, limit, scale):
+    y = torch.zeros_like(q)
+    for n in range(q.shape[0]):
+        own = pages[first[n] :].tolist()
+        k, v = (torch.cat([cache[page] for page in own])[: limit[n]] for cache in (k_cache, v_cache))  # [L, G, D]
+        weights = (scale * torch.einsum("grd,lgd->grl", q[n], k)).softmax(-1)
+        y[n] = torch.einsum("grl,lgd->grd", weights, v)
+    return y
+
+
+def paged_kv_write(cache, new, slot):
+    for n, at in enumerate(slot.tolist()):
+        cache[at // cache.shape[1], at % cache.shape[1]] = new[n]
+
+
 def embedding(ids, weight):
     return torch.nn.functional.one_hot(ids, weight.shape[0]).to(weight.dtype) @ weight
 
@@ -102,7 +117,7 @@ def test_reference_equals_formula(task, sample, dtype):
 def test_declaration(task):
     assert task.samples
     assert task.name in registry._C.task_names()
-    assert bool(task.header) == (task.role in ("row", "stream"))
+    assert bool(task.header) == (task.role in ("row", "stream", "tile"))
 
 
 def test_every_file_declares_a_task_of_its_name():

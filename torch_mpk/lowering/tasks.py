@@ -22,14 +22,17 @@ PROGRAM_ROLES = ("pointwise", "reduce")
 def lower_task(
     lx: Lowerer, node: fx.Node, args: Sequence[object], kwargs: dict[str, object]
 ) -> Value | list[Value] | None:
-    """``args`` are the operands' values, in the signature's order; ``kwargs`` the attributes."""
+    """``args`` are the operands' values, in the signature's order; ``kwargs`` the attributes, and ``out``."""
     task: Task = node.target
     if task.role in PROGRAM_ROLES:
         return _program(lx, node, task)
+    out = kwargs.pop("out", None)
     present = [(spec, value) for spec, value in zip(task.inputs, args, strict=False) if value is not None]
-    operands = _operands(lx, task, present)
-    results: list[Value] = []
-    for spec, val in zip(task.outputs, task.results(node.meta["val"]), strict=True):
+    given = [(spec, out) for spec in task.outputs if isinstance(out, Value)]
+    operands = _operands(lx, task, present + given)
+    results: list[Value] = [view for _, view, *_ in operands[len(present) :]]
+    made = [] if given else zip(task.outputs, task.results(node.meta["val"]), strict=True)
+    for spec, val in made:
         meta = lx.meta(val)
         if not is_static(meta.shape):
             raise UnsupportedError(f"{task.name}: the size of {spec.name} is known only at run time")
@@ -99,9 +102,10 @@ def _in_place(lx: Lowerer, task: Task, spec: Operand, value: Value) -> View:
 def _program(lx: Lowerer, node: fx.Node, task: Task) -> Value | None:
     """Lower the ATen operations of the task's reference in the node's place."""
 
-    def call(*operands: torch.Tensor | None, **attrs: object) -> object:
+    def call(*operands: torch.Tensor | None, out: torch.Tensor | None = None, **attrs: object) -> object:
         missing = len(task.inputs) - len(operands)
-        return task.reference(*operands, *[None] * missing, **task.bind_attrs(attrs))
+        result = task.reference(*operands, *[None] * missing, **task.bind_attrs(attrs))
+        return result if out is None else out.copy_(result)
 
     results = inline(lx, node, call)
     return results[0] if task.outputs else None

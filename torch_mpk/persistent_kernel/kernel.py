@@ -1,0 +1,396 @@
+"""``PersistentKernel``: a task graph built layer by layer, compiled as the backend compiles one, and run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import tracing
+
+from torch_mpk import _C, registry, timing
+from torch_mpk.admission import check_call, check_mutations
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.errors import GradModeError, InternalError, KernelStateError, LayerError, MpkError
+from torch_mpk.persistent_kernel.builder import Builder, Made
+from torch_mpk.persistent_kernel.grid import check_block
+from torch_mpk.persistent_kernel.layers import Layers
+from torch_mpk.persistent_kernel.tb_graph import TBGraph
+from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
+from torch_mpk.runtime import Program
+from torch_mpk.runtime.cpu import num_threads
+from torch_mpk.runtime.plan import make_plan
+from torch_mpk.runtime.segment import Segment
+
+
+def get_configurations_from_gpu(rank: int = 0) -> tuple[int, int]:
+    """(workers, schedulers) of a device: a worker on each multiprocessor, and no schedulers, because the schedule is
+    decided when a kernel is compiled. Where there is no GPU, the threads of the CPU runtime.
+
+    Raises:
+        LaunchError: there are GPUs, but none of this rank.
+    """
+    return (_C.device_info(rank).num_sms if torch.cuda.is_available() else num_threads(Options())), 0
+
+
+class PersistentKernel(Layers):
+    """A program of layers over the caller's tensors: one persistent kernel on CUDA, persistent threads on the CPU.
+
+    ``attach_input`` every tensor that the program reads or writes, call layers in program order, ``compile``, and run
+    it as often as wanted; results are in the tensors that were attached as outputs. Each registered task is a method
+    ``<task>_layer``, which takes the operands and attributes of its signature by name; the names of Mirage's layers
+    work too. Used as a context manager it finalizes at the end.
+
+    Args:
+        test_mode: allows ``run_test_mode``.
+        num_workers: what ``get_configurations_from_gpu`` says, or on the CPU a number of threads, of which it takes at
+            most one for each processor. None: the former.
+        num_local_schedulers: 0, as ``get_configurations_from_gpu`` says.
+        max_num_batched_tokens, max_num_batched_requests: for programs that give them; sizes are those of the tensors.
+        use_cutlass_kernel: False; linear layers have one implementation.
+        meta_tensors: by name, what describes a batch of requests: "qo_indptr_buffer" and others that layers ask for.
+        options: of the backend, as ``torch.compile`` takes them.
+
+    Raises:
+        LayerError: an argument is not what this runtime has.
+        OptionError: an option has an unknown name or a wrong value.
+    """
+
+    def __init__(
+        self,
+        *,
+        test_mode: bool = False,
+        num_workers: int | None = None,
+        num_local_schedulers: int = 0,
+        max_num_batched_tokens: int | None = None,
+        max_num_batched_requests: int | None = None,
+        use_cutlass_kernel: bool = False,
+        meta_tensors: Mapping[str, torch.Tensor] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, given, expected in (
+            ("num_local_schedulers", num_local_schedulers, 0),
+            ("use_cutlass_kernel", use_cutlass_kernel, False),
+        ):
+            if given != expected:
+                raise LayerError(layer="PersistentKernel", what=f"{name}={given}, expected {expected}: leave it out")
+        for name, count in (
+            ("num_workers", num_workers),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_num_batched_requests", max_num_batched_requests),
+        ):
+            if count is not None and count < 1:
+                raise LayerError(layer="PersistentKernel", what=f"{name}={count}, expected 1 or more, or None")
+        self.test_mode, self.num_workers = test_mode, num_workers
+        self.meta_tensors = dict(meta_tensors or {})
+        self.options = dict(options or {})
+        Options.parse(None, options)
+        self._builder = Builder(self)
+        self._attached: dict[str, torch.Tensor] = {}
+        self._names: set[str] = set()
+        self._meta: dict[str, GlobalTensor] = {}
+        self._call: Callable[..., Any] | None = None
+        self._program: Program | None = None
+        self._is_finalized = False
+
+    @classmethod
+    def get_default_init_parameters(cls) -> dict[str, Any]:
+        """The constructor's arguments that programs change, with their defaults; ``test_mode`` is to be set."""
+        return {
+            "num_workers": None,
+            "num_local_schedulers": 0,
+            "max_num_batched_tokens": None,
+            "max_num_batched_requests": None,
+            "use_cutlass_kernel": False,
+            "meta_tensors": {},
+        }
+
+    def __enter__(self) -> PersistentKernel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finalize()
+
+    def __repr__(self) -> str:
+        state = "finalized" if self._is_finalized else "compiled" if self._program else "being built"
+        return f"<PersistentKernel of {', '.join(self._attached) or 'nothing'}, {state}>"
+
+    # ---- the device ----
+
+    @property
+    def device(self) -> torch.device:
+        """Of the attached tensors; before there is one, the current GPU, or the CPU where there is none."""
+        for tensor in self._attached.values():
+            return tensor.device
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
+    def target_cc(self) -> int:
+        """The device's compute capability, as 90 for 9.0; 0 for the CPU."""
+        return _C.device_info(self.device.index).arch if self.device.type == "cuda" else 0
+
+    @property
+    def block_dim(self) -> tuple[int, int, int]:
+        """What a layer's ``block_dim`` must be where it is given: 256 threads from compute capability 9.0, else 128.
+
+        That is Mirage's number, for programs that state it. Tasks are written for any number of threads.
+        """
+        return (256 if self.target_cc >= 90 else 128, 1, 1)
+
+    # ---- tensors ----
+
+    def attach_input(self, torch_tensor: torch.Tensor, name: str) -> GlobalTensor:
+        """A tensor of the caller's as a layer's input or output: it is read and written where it is.
+
+        Raises:
+            LayerError: the name is taken, or this is not a tensor on the device of the others.
+        """
+        self._check_building("attach_input")
+        if not isinstance(torch_tensor, torch.Tensor) or torch_tensor.device.type not in ("cpu", "cuda"):
+            what = f"{name}: expected a tensor on cpu or cuda, got {getattr(torch_tensor, 'device', torch_tensor)!r}"
+            raise LayerError(layer="attach_input", what=what)
+        if self._attached and torch_tensor.device != self.device:
+            what = f"{name} is on {torch_tensor.device}, what was attached before on {self.device}: put all on one"
+            raise LayerError(layer="attach_input", what=what)
+        self._take(name)
+        self._attached[name] = torch_tensor
+        node = self._builder.placeholder(name, torch_tensor)
+        return GlobalTensor(name, tuple(torch_tensor.shape), torch_tensor.dtype, self, torch_tensor, node=node)
+
+    def new_tensor(
+        self,
+        dims: Sequence[int],
+        strides: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        name: str | None = None,
+        io_category: str = "cuda_tensor",
+    ) -> GlobalTensor:
+        """An intermediate tensor: a layer writes it, later ones read it, nobody else sees it.
+
+        It need not exist in memory: layers that hand it over may be fused.
+
+        Args:
+            dims: the shape.
+            strides: of a contiguous tensor, or None.
+            io_category: "cuda_tensor"; there is no other.
+
+        Raises:
+            LayerError: the name is taken, or an argument has another value.
+        """
+        layer, shape = "new_tensor", tuple(dims)
+        self._check_building(layer)
+        if strides is not None and tuple(strides) != tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))):
+            raise LayerError(layer=layer, what=f"{name}: strides={tuple(strides)} are not contiguous: leave them out")
+        if io_category != "cuda_tensor":
+            raise LayerError(layer=layer, what=f"{name}: io_category={io_category!r}, expected 'cuda_tensor'")
+        name = name or f"tensor_{len(self._names)}"
+        self._take(name)
+        return GlobalTensor(name, shape, dtype, self)
+
+    def fuse_tensors(self, inputs: Sequence[GlobalTensor], fused_dim: int, num_groups: int, name: str) -> GlobalTensor:
+        """Several tensors as one: group g of ``fused_dim`` is group g of each input in turn.
+
+        Nothing is copied: a linear layer reads such a weight, fused along dimension 0, where its parts are. Other
+        layers gather what they read of it at each run.
+
+        Raises:
+            LayerError: the inputs differ in more than this dimension, or ``num_groups`` does not divide it.
+        """
+        return self._fuse("fuse_tensors", inputs, fused_dim, num_groups, name)
+
+    def shuffle_tensors(
+        self, inputs: Sequence[GlobalTensor], shuffled_dim: int, num_groups: int, name: str
+    ) -> GlobalTensor:
+        """``fuse_tensors`` of inputs of one shape, as the weights of a gate's and an up projection.
+
+        Raises:
+            LayerError: see ``fuse_tensors``, or the shapes differ.
+        """
+        shapes = {tuple(getattr(tensor, "shape", ())) for tensor in inputs}
+        if len(shapes) > 1:
+            what = f"{name}: the inputs have shapes {sorted(shapes)}, expected one; fuse_tensors takes several"
+            raise LayerError(layer="shuffle_tensors", what=what)
+        return self._fuse("shuffle_tensors", inputs, shuffled_dim, num_groups, name)
+
+    def _fuse(self, layer: str, inputs: Sequence[GlobalTensor], dim: int, num_groups: int, name: str) -> GlobalTensor:
+        def fail(what: str) -> LayerError:
+            return LayerError(layer=layer, what=f"{name}: {what}")
+
+        self._check_building(layer)
+        self._builder.layer = layer
+        if not inputs:
+            raise fail("expected at least one input")
+        for tensor in inputs:
+            self._builder.check("inputs", tensor)
+        first = inputs[0]
+        if not 0 <= dim < first.num_dims:
+            raise fail(f"dimension {dim}, expected 0 to {first.num_dims - 1}")
+        shape = list(first.shape)
+        for tensor in inputs:
+            expected = [*shape[:dim], *tensor.shape[dim : dim + 1], *shape[dim + 1 :]]
+            if (tensor.dtype, list(tensor.shape)) != (first.dtype, expected):
+                what = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, expected {first.dtype} {shape}"
+                raise fail(f"{what} as {first.name}, but for dimension {dim}")
+            if num_groups < 1 or tensor.shape[dim] % num_groups:
+                raise fail(f"num_groups={num_groups}, expected a divisor of {tensor.name}'s {tensor.shape[dim]}")
+        self._take(name)
+        layout = Interleaved(dim, num_groups, tuple(tensor.shape[dim] for tensor in inputs))
+        shape[dim] = sum(layout.sizes)
+        return GlobalTensor(name, tuple(shape), first.dtype, self, parts=tuple(inputs), layout=layout)
+
+    def _take(self, name: str) -> None:
+        if name in self._names:
+            raise LayerError(layer=repr(self), what=f"there is a tensor {name!r} already: choose another name")
+        self._names.add(name)
+
+    # ---- layers ----
+
+    def register_task(self, graph: TBGraph, name: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> Made:
+        """Append a task with the operands and partition of a ``TBGraph``; returns its output, or several, or None.
+
+        Args:
+            params: the attributes, in the order in which the task declares them, or by name.
+
+        Raises:
+            UnknownTaskError: there is no such task.
+            TaskError, TaskAttributeError, LayerError, GridError: operands, attributes or partition do not fit it.
+        """
+        task = registry.get(name)
+        operands = graph.bind(task)
+        output = operands.get(task.outputs[0].name) if task.outputs else None
+        builder = self._begin(name, output, graph.block_dim)
+        if len(params) > len(task.attrs):
+            what = f"{len(params)} params, expected at most {len(task.attrs)}: {', '.join(task.attrs) or 'none'}"
+            raise LayerError(layer=name, what=what)
+        attrs = params if isinstance(params, Mapping) else dict(zip(task.attrs, params))
+        graph.check_partition(task, operands, builder.sizes(task, operands))
+        return builder.task(task, operands, attrs)
+
+    def _meta_tensor(self, name: str) -> GlobalTensor:
+        """A meta tensor as an input: attached when the first layer asks for it."""
+        if name not in self._meta:
+            if name not in self.meta_tensors:
+                what = (
+                    f"it needs the meta tensor {name!r}, int32: pass PersistentKernel(meta_tensors={{{name!r}: ...}})"
+                )
+                raise LayerError(layer=self._builder.layer, what=what)
+            if self.meta_tensors[name].dtype != torch.int32:
+                what = f"meta tensor {name!r} is {self.meta_tensors[name].dtype}, expected torch.int32"
+                raise LayerError(layer=self._builder.layer, what=what)
+            self._meta[name] = self.attach_input(self.meta_tensors[name], name)
+        return self._meta[name]
+
+    def _begin(self, layer: str, output: GlobalTensor | None = None, block_dim: Dim3 = None) -> Builder:
+        self._check_building(layer)
+        check_block(layer, block_dim, self.block_dim)
+        self._builder.begin(layer, output)
+        return self._builder
+
+    def _check_building(self, what: str) -> None:
+        if self._is_finalized or self._program:
+            raise KernelStateError(what=f"{what} after {'finalize' if self._is_finalized else 'compile'}")
+
+    # ---- compiling and running ----
+
+    @property
+    def schedule(self) -> _C.Schedule:
+        """What ``compile`` has made of the layers: ``.graph`` has the nodes, ``.phases`` their order.
+
+        Raises:
+            KernelStateError: it is not compiled, or finalized.
+        """
+        if self._program is None:
+            raise KernelStateError(what=f"schedule {'after finalize' if self._is_finalized else 'before compile'}")
+        plan = self._program.plan
+        assert plan is not None
+        return plan.schedule
+
+    def compile(self, output_dir: str | Path | None = None) -> None:
+        """Schedules the graph, generates and compiles its program, and loads it.
+
+        Args:
+            output_dir: folder for the artefacts of each stage (docs/test-mode.md), as TORCH_MPK_DUMP has them for
+                models. They are what runs on this device: on the CPU there is no CUDA source among them.
+
+        Raises:
+            KernelStateError: there is no layer, or it was compiled before.
+            UnsupportedError: a layer cannot be run, or an attached tensor is not a plain one.
+            SharedMemoryError: a tensor that is written shares memory with another one.
+            CompileError: the device compiler is missing or fails.
+        """
+        self._check_building("compile")
+        graph, tensors = fx.Graph(), list(self._attached.values())
+        graph.graph_copy(self._builder.graph, {})
+        if all(node.op == "placeholder" for node in graph.nodes):
+            raise KernelStateError(what="compile without a layer")
+        with torch.no_grad():
+            device = check_call(tensors)
+        options = self._options(device)
+        dump = Dump.next() if output_dir is None else Dump.at(Path(output_dir))
+        graph.output(())
+        gm = fx.GraphModule(torch.nn.Module(), graph)
+        dump.write("2.tasks.txt", gm.print_readable(print_output=False))
+        try:
+            with timing.build(), tracing(None):
+                plan = make_plan(gm, device, options, dump)
+                check_mutations(list(self._attached), plan.written, tensors)
+                program = Program({"whole": Segment(plan, device, options, dump)}, None)
+        except MpkError:
+            raise
+        except Exception as error:
+            raise InternalError(f"{type(error).__name__}: {error}") from error
+        self._program, self._call = program, program.callable(gm.forward, options.freeze)
+
+    def _options(self, device: torch.device) -> Options:
+        workers = self.num_workers
+        if workers is None:
+            return Options.parse(None, self.options)
+        if device.type == "cpu":
+            threads = min(workers, max(os.cpu_count() or 1, num_threads(Options())))
+            return Options.parse(None, {"num_threads": threads} | self.options)
+        expected, _ = get_configurations_from_gpu(device.index)
+        if workers != expected:
+            what = f"num_workers={workers}, expected {expected}, one for each multiprocessor, or None"
+            raise LayerError(layer="PersistentKernel", what=what)
+        return Options.parse(None, self.options)
+
+    def __call__(self) -> None:
+        """Run the program once, on the current stream. On CUDA this returns before it is done.
+
+        Raises:
+            KernelStateError: it is not compiled, or finalized.
+            GradModeError: gradients would have to be recorded.
+            MegakernelTimeout: an earlier run was aborted by the watchdog.
+        """
+        if self._call is None:
+            raise KernelStateError(what=f"a run {'after finalize' if self._is_finalized else 'before compile'}")
+        tensors = self._attached.values()
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise GradModeError
+        self._call(*tensors)
+
+    def run_test_mode(self) -> None:
+        """Run the program once: ``self()``, for kernels made with ``test_mode=True``.
+
+        Raises:
+            KernelStateError: it was made without, or see ``__call__``.
+        """
+        if not self.test_mode:
+            raise KernelStateError(
+                what="run_test_mode without test_mode=True: pass it to the constructor, or call self()"
+            )
+        self()
+
+    def finalize(self) -> None:
+        """Gives up the kernel, its workspace and the attached tensors. Runs in flight are waited for."""
+        if self._program is not None and not self._is_finalized:
+            for segment in self._program.segments.values():
+                segment.synchronize()
+        self._is_finalized, self._call, self._program = True, None, None
+        self._attached.clear()
+        self._builder = Builder(self)

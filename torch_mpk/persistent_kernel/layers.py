@@ -1,0 +1,162 @@
+"""Mirage's layers under Mirage's names, each one in terms of tasks. What it hard-codes is an argument here."""
+
+from __future__ import annotations
+
+from torch_mpk.persistent_kernel.builder import aten
+from torch_mpk.persistent_kernel.paged import META_TENSORS, attend
+from torch_mpk.persistent_kernel.task_layers import TaskLayers
+from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor
+
+
+class Layers(TaskLayers):
+    """The layers whose names are not those of tasks.
+
+    R rows, H hidden size, K and N the sides of a weight. Each returns its output, a new intermediate tensor where that
+    is left out, and raises LayerError, TaskError or GridError where its arguments do not fit.
+    """
+
+    def rmsnorm_layer(
+        self,
+        input: GlobalTensor,
+        weight: GlobalTensor | None,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+        *,
+        eps: float = 1e-6,
+        style: str = "llama",
+    ) -> GlobalTensor:
+        """``output[R, H] = rms_norm(input[R, H]) * weight[H]``; ``style``: see the task ``rms_norm``."""
+        return self.rms_norm_layer(
+            x=input, weight=weight, y=output, eps=eps, style=style, grid_dim=grid_dim, block_dim=block_dim
+        )
+
+    def embed_layer(
+        self,
+        input: GlobalTensor,
+        weight: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+    ) -> GlobalTensor:
+        """``output[..., H] = weight[input[...]]`` for token ids, int64."""
+        return self.embedding_layer(ids=input, weight=weight, y=output, grid_dim=grid_dim, block_dim=block_dim)
+
+    def splitk_linear_layer(
+        self,
+        input: GlobalTensor,
+        weight: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+    ) -> GlobalTensor:
+        """``linear_layer``: how products are split is the scheduler's choice."""
+        return self.linear_layer(x=input, weight=weight, y=output, grid_dim=grid_dim, block_dim=block_dim)
+
+    def linear_with_residual_layer(
+        self,
+        input: GlobalTensor,
+        weight: GlobalTensor,
+        residual: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+    ) -> GlobalTensor:
+        """``output[R, N] = residual[R, N] + input[R, K] @ weight[N, K].T``, the product rounded before it is added."""
+        product = self.linear_layer(x=input, weight=weight, grid_dim=grid_dim, block_dim=block_dim)
+        return self.elementwise_add_layer(residual, product, output)
+
+    def rmsnorm_linear_layer(
+        self,
+        input: GlobalTensor,
+        weight_norm: GlobalTensor,
+        weight_linear: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+        *,
+        eps: float = 1e-6,
+        style: str = "llama",
+    ) -> GlobalTensor:
+        """``output[R, N] = rms_norm(input[R, K]) * weight_norm[K] @ weight_linear[N, K].T``."""
+        normed = self.rmsnorm_layer(input, weight_norm, eps=eps, style=style)
+        return self.linear_layer(x=normed, weight=weight_linear, y=output, grid_dim=grid_dim, block_dim=block_dim)
+
+    def silu_mul_linear_with_residual_layer(
+        self,
+        input: GlobalTensor,
+        weight: GlobalTensor,
+        residual: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+    ) -> GlobalTensor:
+        """``silu_mul_layer`` of ``input[R, 2K]``, then ``linear_with_residual_layer``, whose grid is given."""
+        activated = self.silu_mul_layer(input=input)
+        return self.linear_with_residual_layer(activated, weight, residual, output, grid_dim, block_dim)
+
+    def elementwise_add_layer(
+        self,
+        input_a: GlobalTensor,
+        input_b: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+    ) -> GlobalTensor:
+        """``output = input_a + input_b``, broadcast and promoted as PyTorch's ``+``."""
+        builder = self._begin("elementwise_add_layer", output, block_dim)
+        total = builder.call(aten.add.Tensor, builder.read("input_a", input_a), builder.read("input_b", input_b))
+        return builder.store(output, total, grid_dim)
+
+    def identity_layer(
+        self,
+        input: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+    ) -> GlobalTensor:
+        """``output = input``."""
+        builder = self._begin("identity_layer", output, block_dim)
+        return builder.store(output, builder.call(aten.clone.default, builder.read("input", input)), grid_dim)
+
+    def paged_attention_layer(
+        self,
+        input: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        q_norm: GlobalTensor | None,
+        k_norm: GlobalTensor | None,
+        cos_pos_embed: GlobalTensor,
+        sin_pos_embed: GlobalTensor,
+        output: GlobalTensor | None = None,
+        grid_dim: Dim3 = None,
+        block_dim: Dim3 = None,
+        *,
+        eps: float = 1e-6,
+        style: str = "llama",
+        scale: float | None = None,
+    ) -> GlobalTensor:
+        """Attention of the tokens of several requests, which it first writes to the pages of their caches.
+
+        The requests are what the meta tensors say at each run, all int32: tokens ``qo_indptr_buffer[r : r + 2]``, pages
+        ``paged_kv_indices_buffer[paged_kv_indptr_buffer[r] : paged_kv_indptr_buffer[r + 1]]``, and
+        ``paged_kv_last_page_len_buffer[r]`` positions in the last page, the new tokens among them.
+
+        Args:
+            input: [tokens, (heads + 2 * cache heads) * D], as a linear layer of fused q, k and v weights wrote it, or
+                in as many groups of q, k and v as there are cache heads.
+            k_cache, v_cache: [pages, page size, cache heads, D].
+            q_norm, k_norm: [D], of a normalisation before the rotation, with ``eps`` and ``style``; None for none.
+            cos_pos_embed, sin_pos_embed: [positions, D], as many positions as requests may reach.
+            scale: None means D ** -0.5.
+
+        Returns:
+            [tokens, heads * D]. Rows of tokens that no request has are zeros.
+        """
+        builder = self._begin("paged_attention_layer", output, block_dim)
+        tensors = {
+            "input": input, "k_cache": k_cache, "v_cache": v_cache, "q_norm": q_norm, "k_norm": k_norm,
+            "cos_pos_embed": cos_pos_embed, "sin_pos_embed": sin_pos_embed,
+        }  # fmt: skip
+        meta = {name: self._meta_tensor(name) for name in META_TENSORS}
+        return attend(builder, tensors, meta, output, grid_dim, eps, style, scale)

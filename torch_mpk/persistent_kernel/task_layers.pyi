@@ -1,0 +1,284 @@
+# python -m torch_mpk stub > torch_mpk/persistent_kernel/task_layers.pyi
+from collections.abc import Iterable
+from typing import Any, overload
+
+from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor
+from torch_mpk.registry import Task
+
+def stub(tasks: Iterable[Task]) -> str: ...
+def is_packable(task: Task) -> bool: ...
+
+class TaskLayers:
+    def _meta_tensor(self, name: str) -> GlobalTensor: ...
+    def _begin(self, layer: str, output: GlobalTensor | None = ..., block_dim: Dim3 = ...) -> Any: ...
+    @overload
+    def argmax_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def argmax_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def attention_layer(
+        self,
+        *,
+        q: GlobalTensor,
+        k_new: GlobalTensor | None = ...,
+        v_new: GlobalTensor | None = ...,
+        slot: GlobalTensor | None = ...,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        mask: GlobalTensor | None = ...,
+        limit: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        scale: float,
+        style: str = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def attention_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        k_new: GlobalTensor | None = ...,
+        v_new: GlobalTensor | None = ...,
+        slot: GlobalTensor | None = ...,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        mask: GlobalTensor | None = ...,
+        limit: GlobalTensor | None = ...,
+        output: GlobalTensor | None = ...,
+        scale: float,
+        style: str = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def embedding_layer(
+        self,
+        *,
+        ids: GlobalTensor,
+        weight: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def embedding_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        weight: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def gelu_mul_layer(
+        self,
+        *,
+        gate: GlobalTensor,
+        up: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        approximate: str,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def gelu_mul_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        approximate: str,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def kv_write_layer(
+        self,
+        *,
+        cache: GlobalTensor,
+        new: GlobalTensor,
+        slot: GlobalTensor,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> None: ...
+    @overload
+    def kv_write_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        new: GlobalTensor,
+        slot: GlobalTensor,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> None: ...
+    @overload
+    def linear_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        weight: GlobalTensor,
+        bias: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def linear_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        weight: GlobalTensor,
+        bias: GlobalTensor | None = ...,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def paged_decode_layer(
+        self,
+        *,
+        q: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        pages: GlobalTensor,
+        first: GlobalTensor,
+        limit: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        scale: float,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def paged_decode_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        pages: GlobalTensor,
+        first: GlobalTensor,
+        limit: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        scale: float,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def paged_kv_write_layer(
+        self,
+        *,
+        cache: GlobalTensor,
+        new: GlobalTensor,
+        slot: GlobalTensor,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> None: ...
+    @overload
+    def paged_kv_write_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        new: GlobalTensor,
+        slot: GlobalTensor,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> None: ...
+    @overload
+    def rms_norm_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        weight: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        eps: float,
+        style: str,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def rms_norm_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        weight: GlobalTensor | None = ...,
+        output: GlobalTensor | None = ...,
+        eps: float,
+        style: str,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def rope_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        cos: GlobalTensor,
+        sin: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def rope_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        cos: GlobalTensor,
+        sin: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def silu_mul_layer(
+        self,
+        *,
+        gate: GlobalTensor,
+        up: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def silu_mul_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def softmax_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def softmax_layer(
+        self,
+        *,
+        input: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    def __getattr__(self, name: str) -> Any: ...  # layers of other packages' tasks
