@@ -1,0 +1,239 @@
+"""Times every task alone, in each way that it can be run.
+
+    python benchmarks/tasks.py [--tasks linear attention ...] [--dtype bfloat16]
+
+"eager" is the task's reference, "op" the operator torch.ops.mpk.<task>, "mpk" a graph of that one call through all
+stages of the backend, "inductor" the compiled reference (on a GPU Triton's code), and "library" what PyTorch has
+for it: cuBLAS, the fused attention kernels. Bytes are those of all operands and results, each counted once. Tasks of
+other packages are run on the samples that they declare. Writes tasks_<device>_<date>.json and .md.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import RESULTS, Report, Result, environment, summary, table, write
+
+import torch_mpk.tasks  # noqa: F401 - registers the tasks
+from torch_mpk import _C, registry
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.registry import Task
+from torch_mpk.runtime.plan import make_plan
+from torch_mpk.runtime.segment import Segment
+from torch_mpk.testing.tasks import Call, Calls
+
+Shape = Mapping[str, Any]  # as in Task.sample; and an int for an operand fills it
+
+_VECTORS = [{"...": (rows,), "N": 151936} for rows in (1, 2, 4, 8)]
+_GATES = [{"...": (rows, size)} for rows, size in ((1, 3072), (1, 12288), (8, 12288), (16, 14336))]
+_CACHES = [(1, 16, 8, 1024), (1, 32, 8, 4096), (4, 32, 8, 4096), (1, 32, 8, 32768)]  # batch, heads, groups, length
+SHAPES: dict[str, list[Shape]] = {
+    "argmax": _VECTORS,
+    "softmax": _VECTORS,
+    "silu_mul": _GATES,
+    "gelu_mul": [shape | {"approximate": "tanh"} for shape in _GATES],
+    "embedding": [
+        {"...": (rows, 1), "V": 151936, "H": size} for rows, size in ((1, 1024), (1, 4096), (8, 4096), (16, 5120))
+    ],
+    "linear": [
+        {"R": rows, "K": k, "N": n, "bias": None}
+        for rows, k, n in ((1, 1024, 4096), (1, 4096, 4096), (1, 4096, 24576), (1, 12288, 4096), (8, 4096, 4096))
+    ],
+    "rms_norm": [
+        {"R": rows, "H": size, "eps": 1e-6, "style": "torch"}
+        for rows, size in ((1, 1024), (1, 4096), (16, 4096), (64, 128))
+    ],
+    "rope": [{"B": b, "H": h, "D": d} for b, h, d in ((1, 16, 128), (1, 32, 64), (8, 32, 128), (16, 40, 128))],
+    "kv_write": [{"B": b, "G": g, "L": length, "D": 128} for b, _, g, length in _CACHES],
+    "attention": [
+        {"B": b, "H": h, "G": g, "L": length, "D": 128, "scale": 128**-0.5}
+        | dict.fromkeys(("k_new", "v_new", "slot", "mask", "limit"))
+        for b, h, g, length in _CACHES
+    ],
+    "paged_decode": [
+        {"N": b, "G": g, "R": h // g, "D": 128, "P": b * length // 64, "S": 64, "M": length // 64, "scale": 128**-0.5}
+        | {"first": 0, "limit": length}
+        for b, h, g, length in _CACHES[:3]
+    ]
+    + [{"N": 1, "G": 8, "R": 4, "D": 128, "P": 32, "S": 128, "M": 32, "scale": 128**-0.5, "first": 0, "limit": 4096}],
+    "paged_kv_write": [
+        {"P": pages, "S": 64, "G": 8, "D": 128, "N": n} for pages, n in ((16, 1), (64, 1), (256, 8), (256, 16))
+    ],
+}
+
+
+def _attention(q, k_new, v_new, slot, k_cache, v_cache, mask=None, limit=None, *, scale, style="sdpa"):
+    y = F.scaled_dot_product_attention(q.unsqueeze(2), k_cache, v_cache, scale=scale, enable_gqa=True)
+    return y.squeeze(2)
+
+
+LIBRARY: dict[str, Callable[..., Any]] = {
+    "attention": _attention,
+    "embedding": lambda ids, weight: F.embedding(ids, weight),
+    "linear": lambda x, weight, bias: F.linear(x, weight, bias),
+    "rms_norm": lambda x, weight, *, eps, style: F.rms_norm(x, x.shape[-1:], weight, eps),
+    "softmax": lambda x: torch.softmax(x, -1),
+}
+
+
+def operands_of(task: Task, shape: Shape, dtype: torch.dtype, device: str) -> tuple[list[Any], dict[str, Any]]:
+    operands, attrs = task.sample(shape, dtype, device)
+    for operand, tensor in zip(task.inputs, operands, strict=True):
+        if tensor is not None and isinstance(shape.get(operand.name), int):
+            tensor.fill_(shape[operand.name])
+    return operands, attrs
+
+
+def pipeline(task: Task, operands: list[Any], attrs: dict[str, Any], device: torch.device) -> Callable[[], object]:
+    """A graph of this one call, through all stages."""
+
+    def eager(*operands: object) -> None:
+        raise AssertionError("the executable cannot take the operands")
+
+    plan = make_plan(Calls([Call(task, operands, attrs)]).gm, device, Options(), Dump(None))
+    run = Segment(plan, device, Options(), Dump(None)).callable(eager)
+    present = [t for t in operands if t is not None]
+    return lambda: run(*present)
+
+
+def variants_of(task: Task, operands: list[Any], attrs: dict[str, Any], device: torch.device) -> dict[str, Callable]:
+    compiled = torch.compile(task.reference, dynamic=False)
+    op = getattr(torch.ops.mpk, task.name).default
+    variants = {
+        "mpk": pipeline(task, operands, attrs, device),
+        "op": lambda: op(*operands, **attrs),
+        "eager": lambda: task.reference(*operands, **attrs),
+        "inductor": lambda: compiled(*operands, **attrs),
+    }
+    if library := LIBRARY.get(task.name):
+        variants["library"] = lambda: library(*operands, **attrs)
+    return variants
+
+
+def microseconds(variants: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, dict]:
+    """Of a call: on a GPU the device's time with a cold L2 cache, on the CPU a call's, in rounds of changing order."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        quantiles = [0.5, 0.1, 0.9]
+        times = {name: do_bench(call, quantiles=quantiles) for name, call in variants.items()}
+        return {
+            name: dict(zip(("median", "p10", "p90"), (1e3 * t for t in ts), strict=True)) for name, ts in times.items()
+        }
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, call in random.sample(list(variants.items()), len(variants)):
+            call()
+            begin = time.perf_counter()
+            call()
+            samples[name].append(1e6 * (time.perf_counter() - begin))
+    return {name: summary(us) for name, us in samples.items()}
+
+
+def bytes_of(task: Task, operands: list[Any], results: Any) -> int:
+    """Of operands and results. Rows of a table and of a cache count as far as they are touched."""
+    tensors = {o.name: t for o, t in zip(task.inputs, operands, strict=True) if t is not None}
+    results = task.results(results)
+    if task.name == "embedding":
+        del tensors["weight"]
+        results *= 2
+    if task.is_mutating and not results:  # a write into a cache
+        return 2 * tensors["new"].nbytes
+    return sum(t.nbytes for t in (*tensors.values(), *results))
+
+
+def flops_of(task: Task, shape: Shape) -> int:
+    """Of tasks that are matrix products."""
+    if task.name == "linear":
+        return 2 * shape["R"] * shape["K"] * shape["N"]
+    if task.name == "attention":
+        return 4 * shape["B"] * shape["H"] * shape["L"] * shape["D"]
+    return 0
+
+
+def cpu_gb_per_s() -> float:
+    """What all threads read of 1 GiB: the fastest of five runs."""
+    data = torch.ones(1 << 27, dtype=torch.int64)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        _C.cpu_read_words(data.data_ptr(), data.nbytes // 8, torch.get_num_threads())
+        times.append(time.perf_counter() - begin)
+    return data.nbytes / min(times) / 1e9
+
+
+@torch.inference_mode()
+def measure(
+    task: Task, shape: Shape, dtype: torch.dtype, device: torch.device, ceiling: float, rounds: int
+) -> list[Result]:
+    operands, attrs = operands_of(task, shape, dtype, str(device))
+    variants = variants_of(task, operands, attrs, device)
+    num_bytes, flops = bytes_of(task, operands, variants["eager"]()), flops_of(task, shape)
+    times = microseconds(variants, device, rounds)
+    results = []
+    for name, us in times.items():
+        rate = num_bytes / us["median"] / 1e3
+        step_ms = {edge: value / 1e3 for edge, value in us.items()}
+        result = {"variant": name, "step_ms": step_ms, "gb_per_s": rate, "of_ceiling": rate / ceiling}
+        results.append(result | {"tflop_per_s": flops / us["median"] / 1e6} if flops else result)
+    return results
+
+
+def row(result: Result) -> list[str]:
+    us = {edge: 1e3 * ms for edge, ms in result["step_ms"].items()}
+    time = f"{us['median']:.1f} ({us['p10']:.1f}–{us['p90']:.1f})"
+    cells = [
+        result["case"],
+        result["variant"],
+        time,
+        f"{result['gb_per_s']:.1f}",
+        f"{100 * result['of_ceiling']:.0f} %",
+    ]
+    return [*cells, f"{result['tflop_per_s']:.2f}"] if "tflop_per_s" in result else cells
+
+
+def main() -> None:
+    known = {task.name: task for task in registry.tasks() if task.name in SHAPES or task.samples}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=sorted(known), default=sorted(known))
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        from ceiling import measure_ceiling
+
+        ceiling = measure_ceiling()
+        gb_per_s = 1e3 * float(ceiling["tb_per_s"])
+    else:
+        gb_per_s = cpu_gb_per_s()
+        ceiling = {"method": "a read by all threads", "gb_per_s": gb_per_s}
+    report: Report = {
+        "title": f"Tasks alone, {args.dtype}",
+        "environment": environment(),
+        "setting": {"dtype": args.dtype, "rounds": args.rounds},
+        "ceiling": ceiling,
+        "results": [],
+    }
+    for name in args.tasks:
+        task = known[name]
+        for shape in SHAPES.get(name, task.samples):
+            dims = " ".join(f"{dim}={size}" for dim, size in shape.items() if isinstance(size, (int, tuple)))
+            print(name, dims, file=sys.stderr, flush=True)
+            for result in measure(task, shape, getattr(torch, args.dtype), device, gb_per_s, args.rounds):
+                report["results"].append({"case": f"{name} {dims}"} | result)
+    text = table(["case", "variant", "µs", "GB/s", "of the ceiling", "TFLOP/s"], [row(r) for r in report["results"]])
+    write(report, text, args.out, "tasks")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
