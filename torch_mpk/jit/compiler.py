@@ -1,9 +1,14 @@
-"""The interface of the two compilers, and the choice between them."""
+"""The interface of the two CUDA compilers, the choice between them, and how a compiler is run."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +22,31 @@ class Compiled:
     ok: bool
     command: str  # to repeat it by hand
     log: str
+
+
+def run(command: Sequence[str], folder: Path) -> Compiled:
+    """Runs a compiler in the folder of its build.
+
+    Where the caller is interrupted, the compiler and what it has started end with it: they are a process group.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder.resolve())},  # what it does not clear up goes with the folder
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with process:
+        try:
+            log, _ = process.communicate()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return Compiled(process.returncode == 0, shlex.join(command), log)
 
 
 class Compiler(ABC):

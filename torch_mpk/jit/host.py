@@ -16,7 +16,7 @@ from torch_mpk import _C
 from torch_mpk.config import env
 from torch_mpk.errors import NoHostCompilerError, OptionError
 from torch_mpk.jit.compile import Build, build_once, hash_of
-from torch_mpk.jit.compiler import Compiled
+from torch_mpk.jit.compiler import Compiled, run
 from torch_mpk.jit.headers import include_dir
 
 _NAMES = ("c++", "g++", "clang++")
@@ -115,10 +115,8 @@ class HostCompiler:
         return [source.encode(), *(path.read_bytes() for path in paths)]
 
     def compile(self, source: Path, output: Path, flags: Sequence[str], include_dirs: Sequence[Path]) -> Compiled:
-        arguments = [*flags, *_includes(include_dirs), source.name, "-o", output.name]
         # Names relative to the build's own directory, so that the image does not depend on where it was built.
-        done = self._run(arguments, cwd=source.parent)
-        return Compiled(done.returncode == 0, shlex.join([*self.command, *arguments]), done.stderr)
+        return run([*self.command, *flags, *_includes(include_dirs), source.name, "-o", output.name], source.parent)
 
     def _run(self, arguments: Sequence[str], **kwargs) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*self.command, *arguments], capture_output=True, text=True, errors="replace", **kwargs)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
-import shlex
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 from torch_mpk.errors import CompileError
-from torch_mpk.jit.compiler import MIN_VERSION, Compiled, Compiler
+from torch_mpk.jit.compiler import MIN_VERSION, Compiled, Compiler, run
 from torch_mpk.jit.headers import cuda_roots
 
 
@@ -64,33 +61,7 @@ class Nvcc(Compiler):
         includes = [f"-I{path}" for path in include_dirs]
         command = [self.path, *flags, *includes, source.name, "-o", output.name]
         # A path relative to the build's own directory, so that the image does not depend on where it was built.
-        code, log = _run(command, source.parent)
-        return Compiled(code == 0, shlex.join(command), log)
-
-
-def _run(command: list[str], folder: Path) -> tuple[int, str]:
-    """Runs a command in a folder; returns its exit code and what it wrote.
-
-    Where the caller is interrupted, nvcc and the compilers it has started end with it: they are a process group.
-    """
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | {"TMPDIR": str(folder.resolve())},  # what it does not clear up goes with the folder
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    with process:
-        try:
-            log, _ = process.communicate()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, log
+        return run(command, source.parent)
 
 
 @functools.cache

@@ -36,6 +36,15 @@ MPK_DEVICE float warp_max(float v) {
   return v;
 }
 
+template <bool first, class A, class B>
+struct Choose {
+  using Type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using Type = B;
+};
+
 template <class C>
 struct WarpThreads {
   static constexpr int kSize = 32;

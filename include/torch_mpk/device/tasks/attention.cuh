@@ -408,15 +408,6 @@ struct FmaSoftmax {
   }
 };
 
-template <bool tensor_cores, class V>
-struct SoftmaxOf {
-  using Type = FmaSoftmax<V>;
-};
-template <class V>
-struct SoftmaxOf<true, V> {
-  using Type = TensorCoreSoftmax<V>;
-};
-
 // ---- combining
 
 // Four elements of a result: their unnormalised sums, the maximum, the sum of exponentials.
@@ -678,7 +669,7 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     const KvPiece piece = cut.piece(number);
     const uint32_t limit = visible<W>(job, piece.row);
     const bool complete = piece.count == 1 && !cut.plan.handed;
-    using Softmax = typename SoftmaxOf<S::kTensorCores, V>::Type;
+    using Softmax = typename Choose<S::kTensorCores, TensorCoreSoftmax<V>, FmaSoftmax<V>>::Type;
     Softmax softmax;
     Rehearsal part = c.rehearsal();
     if (part == Rehearsal::kTile &&

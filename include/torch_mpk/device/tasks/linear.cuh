@@ -251,15 +251,6 @@ struct TensorCoreSums {
   }
 };
 
-template <bool tensor_cores, class V>
-struct SumsOf {
-  using Type = FmaSums<V>;
-};
-template <class V>
-struct SumsOf<true, V> {
-  using Type = TensorCoreSums<V>;
-};
-
 // Adds the products of one chunk.
 template <class V, class Sums>
 MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, int x_pitch, int lane, Sums& sums) {
@@ -301,7 +292,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
   auto row_of = [&](int i) { return first_row + i % V::kTileRows; };
 
   for (int part = 0; part < V::kParts; part += V::kChunkParts) {
-    typename SumsOf<sizeof(typename V::T) == 2, V>::Type sums;
+    typename Choose<sizeof(typename V::T) == 2, TensorCoreSums<V>, FmaSums<V>>::Type sums;
     for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
       if (!c.ring.wait(entry, c.phase)) return false;
       multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
