@@ -44,9 +44,9 @@ struct JobRow {
   uint32_t num_refs;
 };
 
-// Which of the call's pointers (or the workspace, or the control block), and the byte offset from it; or, with kTagIndex,
-// a phase, for the tag of its words. The loader turns references into addresses, or tags, as it brings a row to shared
-// memory.
+// Which of the call's pointers (or the workspace, or the control block), and the byte offset from it; or, with
+// kTagIndex, a phase, for the tag of its words. The loader turns references into addresses, or tags, as it brings a row
+// to shared memory.
 inline constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) {
   return (uint64_t(index) << 48) | byte_offset;
 }
