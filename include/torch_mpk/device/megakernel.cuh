@@ -386,7 +386,7 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
     uint8_t* control = reinterpret_cast<uint8_t*>(params.control);
     shared.watchdog = {params.control, reinterpret_cast<StallRecord*>(control + Kernel::kStallsOffset) + blockIdx.x,
                        params.watchdog_ns, Kernel::kNumWorkers};
-    ptx::fetch_add_relaxed_gpu(&params.control->started, 1);
+    ptx::add_relaxed_gpu(&params.control->started, 1);
     shared.described = shared.done = 0;
   }
   const uint32_t epoch = ptx::load_relaxed_gpu(&params.control->epoch);
