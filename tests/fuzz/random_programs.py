@@ -222,7 +222,7 @@ class _Evaluation:
         self.input = dict(zip(INPUTS, inputs, strict=True))
         self.values = [self.input[name] for name in _OFFERED]
         self.fixed = {self._storage(self.input[name]) for name in _FIXED}
-        self.inexact: set[int] = set()
+        self.inexact: dict[int, torch.UntypedStorage] = {}  # kept, or another storage would get the same address
 
     def step(self, step: Step) -> None:
         a = self.values[-1 - step.first % len(self.values)]
@@ -247,12 +247,12 @@ class _Evaluation:
             ulp = ULPS * torch.finfo(result.dtype).eps
             # sums of terms up to 64 in fp32, whatever they are rounded to
             result = (result + unit * (result.abs() * ulp + 2e-5)).to(result.dtype)
-        self.inexact.add(self._storage(result))
+        self.inexact[self._storage(result)] = result.untyped_storage()
         return result
 
     def wrote(self, target: Tensor, *sources: Tensor, exact: bool = True) -> Tensor:
         if not (exact and self.is_exact(target, *sources)):
-            self.inexact.add(self._storage(target))
+            self.inexact[self._storage(target)] = target.untyped_storage()
         return target
 
     def floating(self, a: Tensor) -> Tensor:
