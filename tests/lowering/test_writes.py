@@ -14,6 +14,8 @@ WRITES: dict[str, Callable] = {
     "add_": lambda x, y, i: x.add_(y),
     "add_alpha": lambda x, y, i: x.add_(1, alpha=3),
     "mul_": lambda x, y, i: (x.mul_(2), x + 1),
+    "wider_operand": lambda x, y, i: (x.sub_(y.double() / 3, alpha=3), x.t().mul_(y.double().t() / 7), x + 1),
+    "wider_operand_of_temporary": lambda x, y, i: (lambda t: (t.div_(y.double() + 9), t))(x * y),
     "copy_": lambda x, y, i: x.copy_(y[:1]),
     "copy_cast": lambda x, y, i: x.copy_(y.double()),
     "fill_": lambda x, y, i: x[1:3].fill_(0.5),

@@ -8,6 +8,7 @@ from torch import fx
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import Expr
+from torch_mpk.lowering.inline import inline
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
 from torch_mpk.lowering.rules.common import aten, normalise_dim
 from torch_mpk.lowering.rules.index import check_index, index_places, wrapped
@@ -30,12 +31,17 @@ def assign(lx: Lowerer, target: Value, value: Lazy) -> Value:
 
 def _in_place(functional: torch._ops.OpOverload):
     def lower(lx: Lowerer, node: fx.Node, a: Value, *args, **kwargs):
-        return assign(lx, a, lx.read(RULES[functional](lx, node, a, *args, **kwargs)))
+        example = functional(*fx.node.map_arg(node.args, lambda n: n.meta["val"]), **kwargs)
+        if example.dtype == a.dtype:
+            return assign(lx, a, lx.read(RULES[functional](lx, node, a, *args, **kwargs)))
+        # Computed in the dtype that the operands promote to, and only then rounded to the target's.
+        (written,) = inline(lx, node, lambda a, *args, **kwargs: a.copy_(functional(a, *args, **kwargs)))
+        return written
 
     return lower
 
 
-# In-place forms that compute in the result's dtype, which is the target's, as their functional forms do.
+# In-place forms that compute what their functional forms do.
 for name, overloads in {
     "add": ("Tensor", "Scalar"),
     "sub": ("Tensor", "Scalar"),
