@@ -9,6 +9,7 @@ import torch
 from harness import capture, check, run
 
 from torch_mpk import lowering
+from torch_mpk.patterns import apply
 
 WRITES: dict[str, Callable] = {
     "add_": lambda x, y, i: x.add_(y),
@@ -65,6 +66,20 @@ WRITES: dict[str, Callable] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_bitwise_eager(name: str) -> None:
     check(WRITES[name], torch.randn(4, 4), torch.randn(4, 4), torch.tensor([3, 1]))
+
+
+def test_an_operand_that_is_copied_has_the_contents_of_its_time() -> None:
+    """A clone, expanded to an operand that needs memory of its own, while a write to what it was cloned from waits."""
+
+    def fn(x, weight):
+        least = x.amin(-1, keepdim=True)
+        clone = least.clone()
+        least.add_(1)
+        return torch.nn.functional.linear(clone.expand(4, 8), weight), least
+
+    x, weight = torch.randn(4, 4), torch.randn(5, 8)
+    results = run(lowering.lower(apply(capture(fn, x, weight))), [x, weight])
+    torch.testing.assert_close(results, [*fn(x, weight)])
 
 
 @pytest.mark.parametrize("index", [[-1, 0], [4, 1], [-5, 2]])

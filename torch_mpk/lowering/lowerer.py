@@ -419,9 +419,9 @@ class Lowerer:
                         return view
         return self.realise(resolved)
 
-    def copy(self, view: View, eager_strides: Sequence[int] | None = None) -> View:
-        """Memory of its own with the view's contents."""
-        source = Load(view)
+    def copy(self, view: View, eager_strides: Sequence[int] | None = None, version: int | None = None) -> View:
+        """Memory of its own with the view's contents, after ``version`` writes to its buffer or all that are issued."""
+        source = Load(view, version)
         source.eager_strides = None if eager_strides is None else tuple(eager_strides)
         return self._copied(source)
 

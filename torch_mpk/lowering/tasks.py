@@ -84,7 +84,7 @@ def _read(lx: Lowerer, value: Value, written: Sequence[Buffer]) -> View:
     if not is_static((*view.shape, *view.strides)):
         raise UnsupportedError("an operand whose size is known only at run time")
     if (view.shape and view.shape[-1] != 1 and view.strides[-1] != 1) or view.buffer in written:
-        return lx.copy(view)
+        return lx.copy(view, version=view.buffer.committed)  # writes that are only issued come after this operation
     return view
 
 

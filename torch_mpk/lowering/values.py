@@ -205,10 +205,10 @@ class Lazy(Value):
 
 
 class Load(Lazy):
-    """The contents of a view after a given number of writes to its buffer."""
+    """The contents of a view after a given number of writes to its buffer: by default all that are issued."""
 
-    def __init__(self, view: View) -> None:
-        self.ref = Ref(view.buffer, view.buffer.issued)
+    def __init__(self, view: View, version: int | None = None) -> None:
+        self.ref = Ref(view.buffer, view.buffer.issued if version is None else version)
         super().__init__(view.dtype, view.shape, (), lambda idx, p: E.load(self.ref, view.dtype, view.address(idx), p))
 
 
