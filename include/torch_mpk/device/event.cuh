@@ -18,6 +18,12 @@ struct Watchdog {
   uint32_t num_workers;
 };
 
+// What a warp that gives up was waiting for.
+MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uint32_t event, uint32_t seen,
+                             uint32_t expected, uint32_t entry) {
+  return {1, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(waiting), event, seen, expected, entry};
+}
+
 // Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up,
 // and records what this CTA was waiting for; otherwise the time to pass to the next call.
 MPK_DEVICE uint64_t keep_waiting(const Watchdog& dog, const StallRecord& now, uint64_t since) {
@@ -56,10 +62,7 @@ __device__ __noinline__ bool wait_event(const Watchdog& dog, const uint32_t* eve
   uint32_t seen = 0;
   return spin(
       dog, [&] { return reached(seen = ptx::load_acquire_gpu(event), target); },
-      [&] {
-        return StallRecord{
-            1, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(Waiting::kEvent), event_idx, seen, target, 0};
-      });
+      [&] { return stall(phase, role, Waiting::kEvent, event_idx, seen, target, 0); });
 }
 
 // Until `event` has counted so many arrivals, which orders nothing: before a look at tagged words.
@@ -68,16 +71,7 @@ __device__ __noinline__ bool wait_arrivals(const Watchdog& dog, const uint32_t* 
   uint32_t seen = 0;
   return spin(
       dog, [&] { return reached(seen = ptx::load_relaxed_gpu(event), target); },
-      [&] {
-        return StallRecord{1,
-                           phase,
-                           static_cast<uint32_t>(WarpRole::kConsumer),
-                           static_cast<uint32_t>(Waiting::kEvent),
-                           event_idx,
-                           seen,
-                           target,
-                           0};
-      });
+      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kEvent, event_idx, seen, target, 0); });
 }
 
 // Until a count in shared memory has reached `target`. Returns the count.
@@ -86,10 +80,7 @@ __device__ __noinline__ uint32_t wait_count(const Watchdog& dog, const uint32_t*
   uint32_t seen = 0;
   spin(
       dog, [&] { return reached(seen = ptx::load_acquire_cta(count), target); },
-      [&] {
-        return StallRecord{1,      phase, static_cast<uint32_t>(role), static_cast<uint32_t>(waiting), phase, seen,
-                           target, entry};
-      });
+      [&] { return stall(phase, role, waiting, phase, seen, target, entry); });
   return seen;
 }
 
@@ -98,9 +89,7 @@ __device__ __noinline__ bool wait_barrier(const Watchdog& dog, uint64_t* barrier
                                           WarpRole role, Waiting waiting, uint32_t slot, uint32_t entry) {
   return spin(
       dog, [&] { return ptx::mbar_test(barrier, parity); },
-      [&] {
-        return StallRecord{1, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(waiting), slot, 0, 0, entry};
-      });
+      [&] { return stall(phase, role, waiting, slot, 0, 0, entry); });
 }
 
 // A random delay of up to 4 microseconds: with jitter, any order of events that is legal happens sooner or later.

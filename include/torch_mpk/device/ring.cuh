@@ -137,16 +137,7 @@ __device__ __noinline__ uint32_t wait_issued_or_end(const RingState& ring, const
   uint32_t seen = 0;
   spin(
       dog, [&] { return reached(seen = ptx::load_acquire_cta(&ring.issued), g + 1) || ends_before(ring, g, phase); },
-      [&] {
-        return StallRecord{1,
-                           phase,
-                           static_cast<uint32_t>(WarpRole::kConsumer),
-                           static_cast<uint32_t>(Waiting::kLoader),
-                           phase,
-                           seen,
-                           g + 1,
-                           g};
-      });
+      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kLoader, phase, seen, g + 1, g); });
   return seen;
 }
 

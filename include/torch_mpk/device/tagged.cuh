@@ -20,19 +20,15 @@ MPK_DEVICE void store_word(uint32_t* p, T v, uint32_t tag) {
 // Every few thousand polls; see keep_waiting.
 __device__ __noinline__ uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint32_t seen, uint32_t tag,
                                               uint64_t since) {
-  const StallRecord now{
-      1, phase, static_cast<uint32_t>(WarpRole::kConsumer), static_cast<uint32_t>(Waiting::kWord), phase, seen, tag, 0};
-  return keep_waiting(dog, now, since);
+  return keep_waiting(dog, stall(phase, WarpRole::kConsumer, Waiting::kWord, phase, seen, tag, 0), since);
 }
 
 // The word at p once it has the tag, or another when the launch was given up.
 __device__ __noinline__ uint32_t wait_word(const Watchdog& dog, const uint32_t* p, uint32_t tag, uint32_t phase) {
-  uint64_t since = 0;
-  uint32_t word = ptx::load_relaxed_gpu(p);
-  for (uint32_t i = 1; word >> 16 != tag; i++) {
-    if ((i & 4095) == 0 && (since = keep_polling(dog, phase, word >> 16, tag, since)) == 0) break;
-    word = ptx::load_relaxed_gpu(p);
-  }
+  uint32_t word = 0;
+  spin(
+      dog, [&] { return (word = ptx::load_relaxed_gpu(p)) >> 16 == tag; },
+      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kWord, phase, word >> 16, tag, 0); });
   return word;
 }
 
