@@ -28,11 +28,6 @@ struct Plan {
   };
   std::vector<Scratch> scratch;  // attention's partial results
 
-  struct Handed {
-    const Node* attention;
-    int64_t partials, shares;
-  };
-  std::map<int, Handed> handed;             // buffers whose readers put them together from partial results
   std::vector<std::vector<int>> phases_of;  // per node: the phases that run it
 
   explicit Plan(const Schedule& schedule);
@@ -152,8 +147,5 @@ struct ChainOptions {
   bool batch_row = false;          // the row of the batch is given, not computed from the row
 };
 ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options);
-
-// What is known of an attention's work by itself and by the readers of its partial results.
-std::string emit_work(Plan& plan, Refs& refs, const Node& attention, int64_t partials, int64_t shares);
 
 }  // namespace mpk::codegen

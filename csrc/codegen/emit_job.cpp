@@ -10,8 +10,6 @@ namespace {
 constexpr int64_t kMaxBatch = 16;
 // Readers of attention's result put it together from at most so many pieces, and read at most so many bytes for it:
 // more takes them longer than the exchange it saves.
-constexpr int64_t kMaxShares = 4;
-constexpr int64_t kMaxSharedBytes = 64 << 10;
 
 std::string constant(const std::string& name, int64_t v) {
   return "  static constexpr int " + name + " = " + str(v) + ";\n";
@@ -131,30 +129,47 @@ struct LinearShape {
   int64_t tile_rows, chunk_parts, chunk_size;
 };
 
-// Chunks are one slot where rows are long enough. With several rows of x, a chunk holds several weight rows, so that a
-// value of x read from shared memory is used more than once. Among the tile sizes left, the one that balances best.
+// How rows are cut into tiles. What a worker's slowest warp takes decides: it takes `rounds` tiles one after the other,
+// each of which costs its elements and, for waiting, summing over the warp and storing, as much as some more.
+//
+// Chunks of a tile fit one slot. With several rows of x, a chunk holds several weight rows, so that a value of x read
+// from shared memory is used more than once. With one, tiles that leave slots unfilled, or cut rows, are taken only
+// where the ring holds all of a worker's rows at once.
 LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t element, const std::vector<int64_t>& rows,
                          int64_t workers) {
-  LinearShape s{batch, size, parts, element, 1, 1, size};
-  const int64_t slot = kSlotBytes / element;                                    // elements
-  const int64_t wanted = batch == 1 ? 4 : batch <= 4 ? 2 : batch <= 8 ? 4 : 2;  // weight rows in a chunk
-  int64_t fit = wanted;
-  if (batch == 1) fit = std::clamp<int64_t>(slot / size, 1, wanted);
-  s.chunk_parts = parts <= fit ? parts : 1;
-  const int64_t most = std::max<int64_t>(fit / s.chunk_parts, 1);
-  int64_t best = -1;
-  for (int64_t tile_rows = 1; tile_rows <= most; tile_rows *= 2) {
+  constexpr int64_t kTileCost = 1024, kSlotsAtOnce = 20;
+  const int64_t slot = kSlotBytes / element;  // elements
+  const auto chunked = [&](int64_t tile_rows, int64_t chunk_parts) {
+    LinearShape s{batch, size, parts, element, tile_rows, chunk_parts, size};
+    const int64_t rows_in_chunk = chunk_parts * tile_rows;
+    if (rows_in_chunk * size <= slot) return s;
+    s.chunk_size = std::max<int64_t>(slot / rows_in_chunk / 256, 1) * 256;
+    for (int64_t equal = s.chunk_size; equal >= s.chunk_size / 2 && equal > 0; equal -= 256)  // equal ones are quicker
+      if (size % equal == 0) {
+        s.chunk_size = equal;
+        break;
+      }
+    return s;
+  };
+  const auto cost = [&](const LinearShape& s) {
     int64_t tiles = 0;
-    for (int64_t n : rows) tiles += (n + tile_rows - 1) / tile_rows;
-    const int64_t load = (tiles + workers - 1) / workers * tile_rows;
-    if (best < 0 || load <= best) {
-      best = load;
-      s.tile_rows = tile_rows;
-    }
+    for (int64_t n : rows) tiles += (n + s.tile_rows - 1) / s.tile_rows;
+    const int64_t mine = (tiles + workers - 1) / workers, rounds = (mine + kConsumerWarps - 1) / kConsumerWarps;
+    const int64_t chunks = (size + s.chunk_size - 1) / s.chunk_size * (parts / s.chunk_parts);
+    const bool streams_well = s.chunk_size == size && s.chunk_parts * s.tile_rows * size * 8 >= slot * 7;
+    if (batch == 1 && s.tile_rows > 1 && !streams_well && mine * chunks > kSlotsAtOnce) return int64_t{-1};
+    return rounds * (kTileCost + s.tile_rows * parts * size);
+  };
+  const int64_t most = batch == 1 ? 4 : batch <= 4 ? 2 : batch <= 8 ? 4 : 2;  // weight rows in a chunk
+  const auto parts_in_chunk = [&](int64_t tile_rows) {
+    return parts * tile_rows <= most && (batch > 1 || parts * tile_rows * size <= slot) ? parts : 1;
+  };
+  LinearShape best = chunked(1, parts_in_chunk(1));
+  for (int64_t tile_rows = 2; tile_rows <= most; tile_rows += batch == 1 ? 1 : tile_rows) {
+    const LinearShape s = chunked(tile_rows, parts_in_chunk(tile_rows));
+    if (const int64_t c = cost(s); c >= 0 && c <= cost(best)) best = s;
   }
-  const int64_t rows_in_chunk = s.chunk_parts * s.tile_rows;
-  if (rows_in_chunk * size > slot) s.chunk_size = std::max<int64_t>(slot / rows_in_chunk / 256, 1) * 256;
-  return s;
+  return best;
 }
 
 JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
@@ -305,39 +320,18 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
 
 // ---- attention
 
-// Scratch for partial results that are last read in phase `last`; its place may be used again by phases behind that.
-int64_t allocate_partials(Plan& plan, int phase, int last, int64_t bytes) {
+// Scratch for partial results of a phase; its place may be used again by phases behind that.
+int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
   bytes = (bytes + 255) / 256 * 256;
   for (Plan::Scratch& place : plan.scratch)
     if (place.phase < phase && place.bytes >= bytes && plan.happens_before(place.phase, phase)) {
-      place.phase = last;
+      place.phase = phase;
       return place.offset;
     }
   const int64_t offset = (plan.workspace_bytes + 255) / 256 * 256;
-  plan.scratch.push_back({last, offset, bytes});
+  plan.scratch.push_back({phase, offset, bytes});
   plan.workspace_bytes = offset + bytes;
   return offset;
-}
-
-// Readers may put a result together where all of them stage it, whole rows of it. The last of their phases, else -1.
-int last_reader(const Plan& plan, const Node& attention) {
-  const Tensor& y = attention.operands.back().tensor;
-  const Buffer& buffer = plan.graph().buffers()[y.buffer];
-  if (buffer.kind != BufferKind::kWorkspace || !y.is_contiguous() || y.offset != 0 ||
-      y.numel() * size_bytes(y.dtype) != buffer.bytes)
-    return -1;
-  const int64_t row = y.shape[1] * y.shape[2];
-  int last = -1;
-  for (const Node& node : plan.graph().nodes())
-    for (const Operand& operand : node.operands) {
-      const Tensor& t = operand.tensor;
-      if (t.buffer != y.buffer || node.id == attention.id) continue;
-      if (node.def->name != "linear" || operand.name != "x" || !t.is_contiguous() || t.shape[1] != row ||
-          !stages(plan, node))
-        return -1;
-      for (int phase : plan.phases_of[node.id]) last = std::max(last, phase);
-    }
-  return last;
 }
 
 struct Passes {
@@ -398,16 +392,21 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
 
   const Passes passes = passes_of(node);
   const int64_t workers = plan.schedule.target.num_workers;
-  const int last = last_reader(plan, node);
-  int64_t shares = std::min<int64_t>(kMaxSharedBytes / (batch * heads * size * 4), kMaxShares);
-  if (last < 0 || shares < 2) shares = 0;
   const int64_t units = batch * groups * passes.number, pieces = (units + workers - 1) / workers * workers;
-  const int64_t partials =
-      allocate_partials(plan, phase, std::max(phase, last), pieces * passes.heads * (size + 4) * 4);
-  if (shares != 0) plan.handed[y.buffer] = {&node, partials, shares};
+  const int64_t partials = allocate_partials(plan, phase, pieces * passes.heads * (size + 4) * 4);
+  const std::string style = node.string_attr("style");
+  require(style == "sdpa" || style == "eager", node, "the style must be sdpa or eager, got " + style);
 
   std::string& body = code.body;
-  body = "  using T = " + type + ";\n  struct Work {\n" + emit_work(plan, refs, node, partials, shares) +
+  body = "  using T = " + type + ";\n  struct Work {\n    using T = " + type + ";\n" + constant("kBatch", batch) +
+         constant("kGroups", groups) + constant("kPasses", passes.number) + constant("kHeads", passes.heads) +
+         constant("kSize", size) + constant("kLength", length) + flag("kZeroWithoutKeys", style == "sdpa") +
+         constant("kWorkers", workers) +
+         returning("int64_t", "limit(const Job& job, uint32_t b)",
+                   limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
+                         : "kLength") +
+         returning("float*", "partials(const Job& job)",
+                   "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")") +
          "  };\n  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" +
          flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
          flag("kMaskPerHead", mask && heads > 1 && mask->tensor.strides[1] != 0) +
@@ -430,8 +429,10 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
     body += returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t position)",
                       m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
   }
+  body += flag("kTagged", plan.tagged(y.buffer));
+  if (plan.tagged(y.buffer)) body += returning("uint32_t", "tag(const Job& job)", refs.tag(y.buffer));
   body += returning(
-      "T*", "y(const Job& job, uint32_t b, uint32_t h)",
+      plan.tagged(y.buffer) ? "uint32_t*" : "T*", "y(const Job& job, uint32_t b, uint32_t h)",
       refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
   // Chains number their references from 0, so that equal chains have equal code.
   std::vector<ChainCode> chains;
@@ -465,25 +466,6 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
 }
 
 }  // namespace
-
-std::string emit_work(Plan& plan, Refs& refs, const Node& attention, int64_t partials, int64_t shares) {
-  const Tensor& q = attention.operand("q").tensor;
-  const Tensor& cache = attention.operand("k_cache").tensor;
-  const Operand* limit = attention.find("limit");
-  const Passes passes = passes_of(attention);
-  const std::string style = attention.string_attr("style");
-  require(style == "sdpa" || style == "eager", attention, "the style must be sdpa or eager, got " + style);
-  return "  using T = " + std::string(cuda_type(q.dtype)) + ";\n" + constant("kBatch", q.shape[0]) +
-         constant("kGroups", cache.shape[1]) + constant("kPasses", passes.number) + constant("kHeads", passes.heads) +
-         constant("kSize", q.shape[2]) + constant("kLength", cache.shape[2]) + constant("kShares", shares) +
-         flag("kZeroWithoutKeys", style == "sdpa") + constant("kWorkers", plan.schedule.target.num_workers) +
-         returning("int64_t", "limit(const Job& job, uint32_t b)",
-                   limit
-                       ? refs.pointer(attention, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
-                       : "kLength") +
-         returning("float*", "partials(const Job& job)",
-                   "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")");
-}
 
 JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim) {
   const Node& node = plan.node(job.body.front());

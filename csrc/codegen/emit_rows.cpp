@@ -175,15 +175,6 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
   if (plan.tagged(source.buffer))
     code.fetch = "      copy_tagged_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") +
                  ">(group, data, " + place + ", " + tag + ");\n";
-  if (const auto handed = plan.handed.find(source.buffer); handed != plan.handed.end()) {
-    const Plan::Handed& from = handed->second;
-    code.text += "  struct Work {\n" + emit_work(plan, refs, *from.attention, from.partials, from.shares) + "  };\n";
-    code.headers.push_back(from.attention->def->header);
-    members = "    attention::Reader<Work> source;\n" + members;
-    constructed = "source(job)" + (constructed.empty() ? "" : ", " + constructed);
-    code.fetch = "      source.read(group, job, row, data, " + place + ");\n";
-    if (const Operand* limit = from.attention->find("limit")) reads_first(limit->tensor);
-  }
   if (!code.vectorized && !chain.tasks.empty()) applied = "      group.sync();\n" + applied;
   if (target != nullptr) {
     if (!code.vectorized) applied += "      group.sync();\n";

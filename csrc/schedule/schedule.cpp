@@ -379,8 +379,8 @@ class Scheduler {
     std::sort(job.loader_waits.begin(), job.loader_waits.end());
   }
 
-  // A vector that linears make and stream tasks stage travels as tagged words. What a phase reads otherwise, it reads
-  // behind a completed event; one such phase a layer also bounds how far workers drift apart. So does the last phase.
+  // A vector that stream tasks make and stage travels as tagged words. What a phase reads otherwise, it reads behind a
+  // completed event. So does the last phase.
   void choose_handover(Schedule& schedule) const {
     for (int n = 0; n < num_nodes_; n++)
       for (const Operand* made : outputs(node(n))) schedule.tagged[made->tensor.buffer] = travels_tagged(n, *made);
@@ -412,9 +412,9 @@ class Scheduler {
 
   bool travels_tagged(int n, const Operand& made) const {
     const Tensor& t = made.tensor;
-    const bool from_linear = is(n, "linear") || (job_of_[n] >= 0 && is(jobs_[job_of_[n]].body.front(), "linear"));
-    if (!from_linear || graph_.buffers()[t.buffer].kind != BufferKind::kWorkspace || !is_float(t.dtype) ||
-        size_bytes(t.dtype) != 2 || t.numel() > kMaxTaggedElements || !t.is_contiguous() ||
+    const int maker = job_of_[n] < 0 ? n : jobs_[job_of_[n]].body.front();
+    if (!(is(maker, "linear") || is(n, "attention")) || graph_.buffers()[t.buffer].kind != BufferKind::kWorkspace ||
+        !is_float(t.dtype) || size_bytes(t.dtype) != 2 || t.numel() > kMaxTaggedElements || !t.is_contiguous() ||
         t.numel() * size_bytes(t.dtype) != graph_.buffers()[t.buffer].bytes)
       return false;
     for (const Dependency* edge : out_[n]) {

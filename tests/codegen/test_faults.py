@@ -116,7 +116,7 @@ def test_tagged_words_that_never_come(tmp_path: Path) -> None:
     kernel = EmulatedKernel(decoder(layers=1), tmp_path, workers=WORKERS, tagged=True)
     launches = Launches(kernel)
     waiting = [p for p, phase in enumerate(kernel.schedule.phases) if phase.waits]
-    for phase in waiting:  # those that wait for nobody go on when half of the workers have signalled
+    for phase in waiting:  # the others need no signal
         kernel.spoil(phase - 1, worker=1)
         launches.launch()
         assert launches.check_given_up()

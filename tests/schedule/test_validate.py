@@ -121,9 +121,17 @@ def outside_workspace(parts: Parts, draw: st.DrawFn) -> None:
 
 
 def untag(parts: Parts, draw: st.DrawFn) -> None:
-    tagged = [b for b, t in enumerate(parts.tagged) if t and parts.offsets[b] >= 0]
-    assume(tagged)
-    parts.tagged[pick(draw, tagged)] = False
+    nodes = parts.schedule.graph.nodes
+    polled = {
+        o.tensor.buffer
+        for jobs, waits in parts.phases
+        for job in jobs
+        for n in [*job["prologue"], *job["body"]]
+        for o in nodes[n].operands
+        if o.is_read and not waits and parts.tagged[o.tensor.buffer] and parts.offsets[o.tensor.buffer] >= 0
+    }
+    assume(polled)
+    parts.tagged[pick(draw, sorted(polled))] = False
 
 
 def tag(parts: Parts, draw: st.DrawFn) -> None:

@@ -35,7 +35,7 @@ def target(device: torch.device, options: Options) -> _C.Target:
     if asked == 90 != info.arch:
         raise UnsupportedError(f"{capability}, and arch=90 generates code for 9.0 alone: leave the option out")
     arch = asked or (90 if info.arch == 90 else 80)
-    return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse)
+    return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse, True)
 
 
 def generate(schedule: _C.Schedule, options: Options, dump: Dump) -> _C.CudaProgram:

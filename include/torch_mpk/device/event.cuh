@@ -65,15 +65,6 @@ __device__ __noinline__ bool wait_event(const Watchdog& dog, const uint32_t* eve
       [&] { return stall(phase, role, Waiting::kEvent, event_idx, seen, target, 0); });
 }
 
-// Until `event` has counted so many arrivals, which orders nothing: before a look at tagged words.
-__device__ __noinline__ bool wait_arrivals(const Watchdog& dog, const uint32_t* event, uint32_t target, uint32_t phase,
-                                           uint32_t event_idx) {
-  uint32_t seen = 0;
-  return spin(
-      dog, [&] { return reached(seen = ptx::load_relaxed_gpu(event), target); },
-      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kEvent, event_idx, seen, target, 0); });
-}
-
 // Until a count in shared memory has reached `target`. Returns the count.
 __device__ __noinline__ uint32_t wait_count(const Watchdog& dog, const uint32_t* count, uint32_t target, uint32_t phase,
                                             WarpRole role, Waiting waiting, uint32_t entry) {

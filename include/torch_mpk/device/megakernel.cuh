@@ -31,8 +31,6 @@ struct Shared {
   alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
 };
 
-enum class Rehearsal { kNone, kTile, kStaging, kCombining };
-
 // The last warp's: the last ones have fewer neighbours to share their scheduler with.
 inline constexpr int kPollingThread = kConsumerThreads - 32;
 
@@ -71,12 +69,8 @@ MPK_DEVICE const JobRow* next_job(const JobRow* job) {
 // Until the events of a phase have come. Out of line as the other waits are, see event.cuh. The last phase, which
 // advances counters, does not begin where another worker has given up: one that stalled may have signalled since.
 __device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events,
-                                         uint32_t target, uint32_t num_workers, uint32_t phase, bool is_last,
-                                         uint32_t jitter) {
+                                         uint32_t target, uint32_t phase, bool is_last, uint32_t jitter) {
   delay(jitter, blockIdx.x, 2 * phase);
-  // Tagged words are polled when half of the workers have written theirs: earlier, all would only load the memory.
-  if (waiting->num_waits == 0 && phase != 0)
-    return wait_arrivals(dog, events + (phase - 1) * kEventStride, target - num_workers / 2, phase, phase - 1);
   for (uint32_t i = 0; i < waiting->num_waits; i++) {
     const uint32_t event = waits_of(waiting)[i];
     if (!wait_event(dog, events + event * kEventStride, target, phase, WarpRole::kConsumer, event)) return false;
@@ -140,17 +134,6 @@ struct Consumer : Launch<Kernel> {
     lane = ring.lane = rank % 32;
   }
 
-  // What this warp rehearses of a job before it awaits the phase's events. The multiprocessor fetches instructions far
-  // slower than it executes them, and each phase's are others: so while one thread polls, the warps go through the job
-  // with whatever stands where its operands will be. Schedulers of the multiprocessor, four of them, have instruction
-  // caches of their own, so each part is rehearsed by a warp of each. A job that has no such part skips it. Nothing
-  // that a rehearsal computes is seen by others, and it takes part in no barrier.
-  MPK_DEVICE Rehearsal rehearsal() const {
-    constexpr int kSchedulers = 4;
-    if (awaited || warp == kPollingThread / 32) return Rehearsal::kNone;
-    return warp < kSchedulers ? Rehearsal::kTile : warp < 2 * kSchedulers ? Rehearsal::kStaging : Rehearsal::kCombining;
-  }
-
   // Notes the time in a profiled kernel; nothing otherwise.
   MPK_DEVICE void stamp(uint32_t PhaseStamps::* when) {
     if constexpr (Kernel::kStampsOffset != 0) stamps.*when = ptx::clock();
@@ -181,9 +164,14 @@ struct Consumer : Launch<Kernel> {
   MPK_DEVICE bool await() {
     if (awaited) return alive;
     awaited = true;
+    if (current_row()->num_waits == 0) {
+      delay(this->params.jitter, blockIdx.x, 2 * phase);
+      stamp(&PhaseStamps::ready);
+      return alive;
+    }
     if (rank == kPollingThread)
-      failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(),
-                            Kernel::kNumWorkers, phase, phase + 1 == Kernel::kNumPhases, this->params.jitter);
+      failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
+                            phase + 1 == Kernel::kNumPhases, this->params.jitter);
     if (!sync()) return false;
     stamp(&PhaseStamps::ready);
     return true;

@@ -45,13 +45,8 @@ MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t ticket) {
 }
 
 // Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of nearly equal length; the pieces
-// of all, in the order of row, group and position, are dealt out to the workers. A group's partial results are put
-// together by who reads them, where the pieces are few, or else by the worker that finishes the last of them.
-struct KvPlan {
-  uint32_t length;  // tiles of a piece, at most
-  bool handed;      // partial results are handed to the readers
-};
-
+// of all, in the order of row, group and position, are dealt out to the workers. The worker that finishes the last of a
+// group's pieces puts their partial results together.
 struct KvPiece {
   uint32_t row, group;
   uint32_t first_tile, num_tiles;
@@ -73,11 +68,11 @@ MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t rows, uint32_t groups,
   return (rows * groups + workers - 1) / workers * workers;
 }
 
-// A piece has at least `least` tiles if there are as many, so that each warp has one. Readers put together up to
-// `shares` pieces of up to twice that; longer caches are cut into as many pieces as there are workers.
+// Tiles of a piece, at most. Up to `alone` tiles are one piece: what a few more tiles take is less than what it takes
+// to put pieces together. Otherwise there are as many pieces as there are workers, but each has at least `least` tiles.
 template <class TilesOf>
-MPK_HOST_DEVICE KvPlan kv_plan(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t least, uint32_t shares,
-                               uint32_t workers) {
+MPK_HOST_DEVICE uint32_t kv_length(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t least, uint32_t alone,
+                                   uint32_t workers) {
   const uint32_t max_pieces = kv_max_pieces(rows, groups, workers);
   uint32_t total = 0, most = 0;
   for (uint32_t row = 0; row < rows; row++) {
@@ -85,14 +80,11 @@ MPK_HOST_DEVICE KvPlan kv_plan(TilesOf tiles_of, uint32_t rows, uint32_t groups,
     total += tiles * groups;
     most = tiles > most ? tiles : most;
   }
-  if (shares != 0) {
-    const uint32_t equal = kv_count(most, shares), length = equal > least ? equal : least;
-    if (length <= 2 * least && kv_pieces(tiles_of, rows, groups, length) <= max_pieces) return {length, true};
-  }
+  if (most <= alone) return most;
   const uint32_t equal = kv_count(total, max_pieces);
   uint32_t length = equal > least ? equal : least;
   while (kv_pieces(tiles_of, rows, groups, length) > max_pieces) length += 1 + length / 16;
-  return {length, false};
+  return length;
 }
 
 // Piece number `number` of all.

@@ -159,13 +159,6 @@ __device__ __noinline__ uint32_t wait_entry(RingState& ring, const Watchdog& dog
   return __all_sync(~0u, there) ? issued : g;
 }
 
-// Whether the data of entry g is there already. The same in all lanes, which all call it.
-template <int slots>
-__device__ __noinline__ bool is_full(RingState& ring, uint32_t g) {
-  const uint32_t issued = ptx::load_acquire_cta(&ring.issued);
-  return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
-}
-
 // A consumer warp's end. All lanes call all functions.
 template <int slots>
 struct RingReader {
@@ -193,9 +186,6 @@ struct RingReader {
     issued = wait_entry<slots>(ring, dog, g, phase, issued);
     return reached(issued, g + 1);
   }
-
-  // Whether the data of entry g is there already. The same in all lanes.
-  MPK_DEVICE bool is_full(uint32_t g) { return mpk::is_full<slots>(ring, g); }
 
   MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * kSlotBytes; }
   MPK_DEVICE uint32_t tile(uint32_t g) const { return ring.tile[g % slots]; }

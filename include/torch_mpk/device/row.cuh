@@ -50,8 +50,7 @@ struct WarpThreads {
   static constexpr int kSize = 32;
   C& c;
   int rank;
-  bool rehearsal;  // reads no operands, see Consumer::rehearsal
-  MPK_DEVICE explicit WarpThreads(C& c, bool rehearsal = false) : c(c), rank(c.lane), rehearsal(rehearsal) {}
+  MPK_DEVICE explicit WarpThreads(C& c) : c(c), rank(c.lane) {}
 
   MPK_DEVICE float sum(float v) { return warp_sum(v); }
   MPK_DEVICE void sync() { __syncwarp(); }
@@ -63,9 +62,8 @@ struct CtaThreads {
   static constexpr int kSize = kConsumerThreads;
   C& c;
   int rank;
-  bool rehearsal;
   int flip = 0;
-  MPK_DEVICE explicit CtaThreads(C& c, bool rehearsal = false) : c(c), rank(c.rank), rehearsal(rehearsal) {}
+  MPK_DEVICE explicit CtaThreads(C& c) : c(c), rank(c.rank) {}
 
   // Alternating buffers: one barrier a sum.
   MPK_DEVICE float sum(float v) {
@@ -79,9 +77,7 @@ struct CtaThreads {
     for (int w = 1; w < kConsumerWarps; w++) total += partials[w];
     return total;
   }
-  MPK_DEVICE void sync() {
-    if (!rehearsal) c.sync();
-  }
+  MPK_DEVICE void sync() { c.sync(); }
 };
 
 // Whether rows are shared out among the warps, or the whole CTA works on each. The same rule for all jobs, for equal
@@ -94,12 +90,9 @@ constexpr bool rows_by_warp(int row_bytes, int64_t num_rows) {
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
   if constexpr (vectorized) {
-    for (int i = group.rank; i < N / kVecSize<T>; i += Group::kSize) {
-      uint4 v{};
-      if (!group.rehearsal) v = reinterpret_cast<const uint4*>(src)[i];
-      reinterpret_cast<uint4*>(dst)[i] = v;
-    }
-  } else if (!group.rehearsal) {
+    for (int i = group.rank; i < N / kVecSize<T>; i += Group::kSize)
+      reinterpret_cast<uint4*>(dst)[i] = reinterpret_cast<const uint4*>(src)[i];
+  } else {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = src[i];
   }
 }

@@ -47,30 +47,37 @@ MPK_DEVICE uint32_t differing(const uint4& words, uint32_t tags) {
   return ((words.x ^ tags) | (words.y ^ tags) | (words.z ^ tags) | (words.w ^ tags)) >> 16;
 }
 
-// copy_row from tagged words. All of a thread's loads are in flight before the first tag is looked at.
+// copy_row from tagged words. A thread has all its loads in flight before it looks at the first tag. Where it has many,
+// it polls its first words alone until they have come, which loads the memory less.
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_tagged_row(Group& group, T* dst, const uint32_t* src, uint32_t tag) {
-  if (group.rehearsal) return;
   if constexpr (!vectorized) {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = element_of<T>(group.c, 0, src + i, tag);
   } else {
     constexpr int kVec = kVecSize<T>, kSteps = (N / kVec + Group::kSize - 1) / Group::kSize;
     const uint32_t tags = tag << 16;
     uint4 words[kSteps][2];
+    words[0][0] = uint4{};
     uint64_t since = 0;
+    bool begun = kSteps <= 2 || group.rank >= N / kVec;
     for (uint32_t polls = 1;; polls++) {
-      uint32_t missing = 0;
+      if (!begun) {
+        words[0][0] = ptx::load_relaxed_gpu_v4(src + group.rank * kVec);
+        begun = differing(words[0][0], tags) == 0;
+      } else {
+        uint32_t missing = 0;
 #pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        const int i = s * Group::kSize + group.rank;
+        for (int s = 0; s < kSteps; s++) {
+          const int i = s * Group::kSize + group.rank;
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-          words[s][half] =
-              i < N / kVec ? ptx::load_relaxed_gpu_v4(src + i * kVec + half * 4) : make_uint4(tags, tags, tags, tags);
+          for (int half = 0; half < 2; half++)
+            words[s][half] =
+                i < N / kVec ? ptx::load_relaxed_gpu_v4(src + i * kVec + half * 4) : make_uint4(tags, tags, tags, tags);
+        }
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) missing |= differing(words[s][0], tags) | differing(words[s][1], tags);
+        if (missing == 0) break;
       }
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) missing |= differing(words[s][0], tags) | differing(words[s][1], tags);
-      if (missing == 0) break;
       if ((polls & 4095) == 0 &&
           (since = keep_polling(group.c.shared.watchdog, group.c.phase, words[0][0].x >> 16, tag, since)) == 0) {
         group.c.failed = true;

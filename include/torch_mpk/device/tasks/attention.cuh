@@ -5,15 +5,15 @@
 // tile for one warp. Within a piece warps combine in tile order, and pieces combine in the order of their positions:
 // nothing is added in order of arrival.
 //
-// Work W, what the result's readers know too:
-//   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kShares, kWorkers
-//     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
-//     readers put together up to kShares pieces
+// Work W:
+//   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kWorkers
+//     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew
 //   kZeroWithoutKeys     what a head that attends to nothing gives; otherwise it gives NaN
 //   limit(job, b), partials(job)
 //
 // A variant V describes one job:
 //   Work, kScale, kHasNew, kHasMask, kMaskPerHead, kPitchK, kPitchV (bytes from position to position)
+//   kTagged, tag(job)    y travels as tagged words, with this tag
 //   slot(job), mask(job, b, h, position), y(job, b, h), k_cache(job, b, g), v_cache(job, b, g), arrivals(job)
 //   RowsQ, RowsK, RowsV           how the rows of q and of the new position come: Chain<Group>, see row.cuh,
 //   constructed
@@ -51,20 +51,18 @@ template <class W>
 struct Cut {
   const Job& job;
   uint32_t first;
-  KvPlan plan;
+  uint32_t length = 0;  // of a piece, in tiles
 
-  MPK_DEVICE explicit Cut(const Job& job) : job(job), first(tiles(job, 0)), plan{} {
-    plan = kv_plan(*this, W::kBatch, W::kGroups * W::kPasses, kConsumerWarps, W::kShares, W::kWorkers);
+  MPK_DEVICE explicit Cut(const Job& job) : job(job), first(tiles(job, 0)) {
+    length = kv_length(*this, W::kBatch, W::kGroups * W::kPasses, kConsumerWarps, 4 * kConsumerWarps, W::kWorkers);
   }
   static MPK_DEVICE uint32_t tiles(const Job& job, uint32_t row) {
     const uint32_t tiles = (visible<W>(job, row) + kTile<W> - 1) / kTile<W>;
     return tiles == 0 ? 1 : tiles;  // a row without keys still has a result
   }
   MPK_DEVICE uint32_t operator()(uint32_t row) const { return W::kBatch == 1 ? first : tiles(job, row); }
-  MPK_DEVICE uint32_t pieces() const { return kv_pieces(*this, W::kBatch, W::kGroups * W::kPasses, plan.length); }
-  MPK_DEVICE KvPiece piece(uint32_t number) const {
-    return kv_piece(*this, W::kGroups * W::kPasses, plan.length, number);
-  }
+  MPK_DEVICE uint32_t pieces() const { return kv_pieces(*this, W::kBatch, W::kGroups * W::kPasses, length); }
+  MPK_DEVICE KvPiece piece(uint32_t number) const { return kv_piece(*this, W::kGroups * W::kPasses, length, number); }
 };
 
 template <class V>
@@ -78,13 +76,14 @@ struct Shape {
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
   static constexpr bool kTensorCores = sizeof(T) == 2 && kTile == 16;
-  static constexpr int kRoundFit = 13 * 1024 / (kConsumerWarps * kPartial<W> * 4);
+  static constexpr int kRoundFit = 24 * 1024 / (kConsumerWarps * kPartial<W> * 4);
   static constexpr int kRound = kRoundFit < 1        ? 1
                                 : kRoundFit < kHeads ? kRoundFit
                                                      : kHeads;  // heads combined at a time
   // Shared memory, in bytes from the staged area: rows of q, k_new and v_new, for tensor cores with 8 rows of q.
   static constexpr int kNewRow = kTensorCores ? 8 : kHeads;
-  static constexpr int kScratchOffset = (kNewRow + 2) * kRowBytes;
+  static constexpr int kPitch = kSize + (kTensorCores ? 32 : 0);  // elements: rows side by side in other banks
+  static constexpr int kScratchOffset = (kNewRow + 2) * kPitch * int(sizeof(T));
   static constexpr int kScratchFloats = kTensorCores ? 0 : kHeads * kTile;  // per warp
   static constexpr int kFloatsOffset = kScratchOffset + kConsumerWarps * kScratchFloats * 4;
   static constexpr int kCombineOffset = kFloatsOffset + (kTensorCores ? 0 : kHeads * kSize * 4);
@@ -194,15 +193,35 @@ struct TensorCoreSoftmax {
     const uint4 zero{};
     float scores[4] = {};
     const T* q = reinterpret_cast<const T*>(staged);
+    // Eight lanes read at a time, of two rows. Rows begin in the same bank: where lanes of odd rows read the chunks of
+    // two steps in reverse, they meet different banks.
+    constexpr bool kReversed = S::kChunks % 8 == 0;
+    const auto key_chunk = [&](int row, int chunk) {
+      if (kReversed && g % 2 == 1) chunk ^= 4;
+      const bool in = S::kChunks % 4 == 0 || chunk + t < S::kChunks;
+      return in ? reinterpret_cast<const uint4*>(tile.keys + row * S::kSize)[chunk + t] : zero;
+    };
+    constexpr int kSteps = kReversed ? 2 : 1;
 #pragma unroll
-    for (int i = 0; i < S::kChunks; i += 4) {
-      const int chunk = i + t;
-      const bool in = S::kChunks % 4 == 0 || chunk < S::kChunks;
-      const uint4 low = in ? reinterpret_cast<const uint4*>(tile.keys + g * S::kSize)[chunk] : zero;
-      const uint4 high = in ? reinterpret_cast<const uint4*>(tile.keys + (g + 8) * S::kSize)[chunk] : zero;
-      const uint4 query = in ? reinterpret_cast<const uint4*>(q + g * S::kSize)[chunk] : zero;
-      ptx::mma<T>(scores, {low.x, high.x, low.y, high.y}, {query.x, query.y});
-      ptx::mma<T>(scores, {low.z, high.z, low.w, high.w}, {query.z, query.w});
+    for (int i = 0; i < S::kChunks; i += 4 * kSteps) {
+      uint4 low[kSteps], high[kSteps];
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        low[s] = key_chunk(g, i + 4 * s);
+        high[s] = key_chunk(g + 8, i + 4 * s);
+      }
+      if (kReversed) {
+        exchange(low[0], low[kSteps - 1], g % 2 == 1);
+        exchange(high[0], high[kSteps - 1], g % 2 == 1);
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        const int chunk = i + 4 * s + t;
+        const bool in = S::kChunks % 4 == 0 || chunk < S::kChunks;
+        const uint4 query = in ? reinterpret_cast<const uint4*>(q + g * S::kPitch)[chunk] : zero;
+        ptx::mma<T>(scores, {low[s].x, high[s].x, low[s].y, high[s].y}, {query.x, query.y});
+        ptx::mma<T>(scores, {low[s].z, high[s].z, low[s].w, high[s].w}, {query.z, query.w});
+      }
     }
     float weights[4];
 #pragma unroll
@@ -230,27 +249,36 @@ struct TensorCoreSoftmax {
       rest[i] = ptx::transpose(bits_of(d));
     }
     if (!values()) return false;
+    // Here eight lanes read of four rows; every other one in reverse.
+    constexpr int kGroup = S::kChunks % 16 == 0 ? 2 : 1;
 #pragma unroll
-    for (int i = 0; i < kEighths; i++) {
-      const int chunk = g + 8 * i;
-      const bool in = S::kChunks % 8 == 0 || chunk < S::kChunks;
-      uint4 rows[4];
+    for (int first = 0; first < kEighths; first += kGroup) {
+      uint4 rows[kGroup][4];
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         const int place = 2 * t + r % 2 + r / 2 * 8;
-        rows[r] =
-            in && place < tile.rows ? reinterpret_cast<const uint4*>(tile.values + place * S::kSize)[chunk] : zero;
+#pragma unroll
+        for (int s = 0; s < kGroup; s++) {
+          const int chunk = g + 8 * (first + (kGroup == 2 ? s ^ t % 2 : s));
+          const bool in = (S::kChunks % 8 == 0 || chunk < S::kChunks) && place < tile.rows;
+          rows[s][r] = in ? reinterpret_cast<const uint4*>(tile.values + place * S::kSize)[chunk] : zero;
+        }
+        if (kGroup == 2) exchange(rows[0][r], rows[kGroup - 1][r], t % 2 == 1);
       }
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const uint32_t words[4] = {word(rows[0], j), word(rows[1], j), word(rows[2], j), word(rows[3], j)};
-        const ptx::Quad v{ptx::low_halves(words[0], words[1]), ptx::high_halves(words[0], words[1]),
-                          ptx::low_halves(words[2], words[3]), ptx::high_halves(words[2], words[3])};
+      for (int s = 0; s < kGroup; s++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) out[i][j][e] *= keep[e % 2];
-        ptx::mma<T>(out[i][j], v, {rounded[0], rounded[1]});
-        ptx::mma<T>(out[i][j], v, {rest[0], rest[1]});
-      }
+        for (int j = 0; j < 4; j++) {
+          const uint32_t words[4] = {word(rows[s][0], j), word(rows[s][1], j), word(rows[s][2], j),
+                                     word(rows[s][3], j)};
+          const ptx::Quad v{ptx::low_halves(words[0], words[1]), ptx::high_halves(words[0], words[1]),
+                            ptx::low_halves(words[2], words[3]), ptx::high_halves(words[2], words[3])};
+          float (&sums)[4] = out[first + s][j];
+#pragma unroll
+          for (int e = 0; e < 4; e++) sums[e] *= keep[e % 2];
+          ptx::mma<T>(sums, v, {rounded[0], rounded[1]});
+          ptx::mma<T>(sums, v, {rest[0], rest[1]});
+        }
     }
     return true;
   }
@@ -281,6 +309,10 @@ struct TensorCoreSoftmax {
   }
 
  private:
+  static MPK_DEVICE void exchange(uint4& a, uint4& b, bool really) {
+    const uint4 old = a;
+    if (really) a = b, b = old;
+  }
   static MPK_DEVICE uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
   static MPK_DEVICE uint32_t bits_of(const Vec<T, 2>& v) { return *reinterpret_cast<const uint32_t*>(&v); }
 };
@@ -336,7 +368,7 @@ struct FmaSoftmax {
     for (int i = share; i < S::kChunks; i += kLanesPerPosition) {
       const int chunk = i + start < S::kChunks ? i + start : i + start - S::kChunks;
       float k[S::kVec];
-      linear::unpack(keys[chunk], k);
+      linear::unpack<T>(keys[chunk], k);
 #pragma unroll
       for (int h = 0; h < S::kHeads; h++)
 #pragma unroll
@@ -458,11 +490,17 @@ MPK_DEVICE Vec<typename W::T, 4> result(const Combined& c) {
   return {cast<T>(divide(c.out.x)), cast<T>(divide(c.out.y)), cast<T>(divide(c.out.z)), cast<T>(divide(c.out.w))};
 }
 
-// y may stand anywhere.
-template <class T>
-MPK_DEVICE void store_quad(T* y, const Vec<T, 4>& v) {
+// Four elements of a result, to where they stand: anywhere, or as tagged words.
+template <class V>
+MPK_DEVICE void store_quad(const Job& job, uint32_t row, uint32_t head, int d, const Vec<typename V::Work::T, 4>& v) {
+  auto* y = V::y(job, row, head) + d;
 #pragma unroll
-  for (int i = 0; i < 4; i++) y[i] = v.v[i];
+  for (int i = 0; i < 4; i++) {
+    if constexpr (V::kTagged)
+      store_word(y + i, v.v[i], V::tag(job));
+    else
+      y[i] = v.v[i];
+  }
 }
 
 // Calls combined(head, d) for every fourth element of `heads` heads.
@@ -472,41 +510,15 @@ MPK_DEVICE void for_each_quad(int heads, int rank, Combine combined) {
   for (int i = rank; i < heads * (kSize / 4); i += kConsumerThreads) combined(i / (kSize / 4), i % (kSize / 4) * 4);
 }
 
-// The result as its readers bring it to shared memory: row by row, put together from the pieces that were handed over.
-template <class W>
-struct Reader {
-  using T = typename W::T;
-  static constexpr int kRow = W::kGroups * W::kPasses * W::kHeads * W::kSize;  // elements
-  Cut<W> cut;
-
-  MPK_DEVICE explicit Reader(const Job& job) : cut(job) {}
-  MPK_DEVICE Reader& operator=(const Reader&) { return *this; }  // the cut is the same for every row
-
-  template <class Group>
-  MPK_DEVICE void read(const Group& group, const Job& job, uint32_t row, T* data, const T* y) const {
-    if (!cut.plan.handed) return copy_row<T, kRow, true>(group, data, y);
-    const uint32_t first = kv_pieces(cut, row, W::kGroups * W::kPasses, cut.plan.length);
-    const uint32_t count = kv_count(cut(row), cut.plan.length);
-    const float* partials = W::partials(job);
-#pragma unroll 1
-    for (int i = group.rank; i < kRow / 4; i += group.rehearsal ? kRow : Group::kSize) {
-      const int head = 4 * i / W::kSize, d = 4 * i % W::kSize;
-      const float* from = partials + ((first + head / W::kHeads * count) * W::kHeads + head % W::kHeads) * kPartial<W>;
-      reinterpret_cast<Vec<T, 4>*>(data)[i] =
-          result<W>(combine<T>(from + d, from + W::kSize, W::kHeads * kPartial<W>, count));
-    }
-  }
-};
-
 // ---- the consumers' part
 
 // The row of this warp: fetched by Rows, whose tasks are applied unless it is the row of a value that comes with keys'.
 template <class Rows, class V, class C>
 MPK_DEVICE bool stage_row(C& c, const Job& params, const Job& source, uint32_t row, uint32_t batch_row, bool applied,
-                          typename V::Work::T* data, bool rehearsal) {
-  WarpThreads<C> threads(c, rehearsal);
+                          typename V::Work::T* data) {
+  WarpThreads<C> threads(c);
   typename Rows::template Chain<WarpThreads<C>> chain(threads, params, row, batch_row);
-  if (!rehearsal && !c.await()) return false;
+  if (!c.await()) return false;
   if (data == nullptr) return true;
   chain.fetch(threads, source, row, data);
   if (applied) chain.apply(threads, params, row, data);
@@ -517,37 +529,35 @@ MPK_DEVICE bool stage_row(C& c, const Job& params, const Job& source, uint32_t r
 // The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a
 // group also writes them to the caches. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot, bool rehearsal) {
+MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
   using S = Shape<V>;
   using W = typename V::Work;
   using T = typename W::T;
   static_assert(W::kHeads + 2 <= kConsumerWarps);
   const uint32_t group = piece.group / W::kPasses;
-  const int place = rehearsal ? 0 : c.warp;  // a rehearsal is for the first query, into memory that nobody uses yet
+  const int place = c.warp;
   const bool is_query = place < W::kHeads, is_key = V::kHasNew && place == W::kHeads,
              is_value = V::kHasNew && place == W::kHeads + 1;
   const uint32_t row = is_query ? piece.row * (W::kGroups * W::kPasses * W::kHeads) + piece.group * W::kHeads + place
                                 : piece.row * W::kGroups + group;
   T* rows = reinterpret_cast<T*>(c.staged());
-  T* data = rehearsal            ? reinterpret_cast<T*>(c.staged() + S::kCombineOffset + c.warp * kPartial<W> * 4)
-            : is_query           ? rows + place * S::kSize
-            : is_key || is_value ? rows + (S::kNewRow + (is_key ? 0 : 1)) * S::kSize
+  T* data = is_query             ? rows + place * S::kPitch
+            : is_key || is_value ? rows + (S::kNewRow + (is_key ? 0 : 1)) * S::kPitch
                                  : nullptr;
   bool ok = true;
   if constexpr (V::kOneChain) {
     const uint32_t source = is_query ? V::kRefsQ : is_value ? V::kRefsV : V::kRefsK;
     ok = stage_row<typename V::RowsQ, V>(c, job.from(is_query ? V::kRefsQ : V::kRefsK), job.from(source), row,
-                                         piece.row, !is_value, data, rehearsal);
+                                         piece.row, !is_value, data);
   } else {
     const Job q = job.from(V::kRefsQ);
-    if (is_query) ok = stage_row<typename V::RowsQ, V>(c, q, q, row, piece.row, true, data, rehearsal);
+    if (is_query) ok = stage_row<typename V::RowsQ, V>(c, q, q, row, piece.row, true, data);
     if constexpr (V::kHasNew) {
       const Job k = job.from(V::kRefsK), v = job.from(V::kRefsV);
-      if (is_key) ok = stage_row<typename V::RowsK, V>(c, k, k, row, piece.row, true, data, rehearsal);
-      if (is_value) ok = stage_row<typename V::RowsV, V>(c, v, v, row, piece.row, true, data, rehearsal);
+      if (is_key) ok = stage_row<typename V::RowsK, V>(c, k, k, row, piece.row, true, data);
+      if (is_value) ok = stage_row<typename V::RowsV, V>(c, v, v, row, piece.row, true, data);
     }
   }
-  if (rehearsal) return ok;
   if (!ok || !c.await()) return false;
   if constexpr (!S::kTensorCores) {
     float* queries = reinterpret_cast<float*>(c.staged() + S::kFloatsOffset) + c.warp * S::kSize;
@@ -563,16 +573,16 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot, 
   return c.sync();
 }
 
-// One tile of keys and values; false when the launch was given up. A rehearsal changes nothing.
+// One tile of keys and values; false when the launch was given up.
 template <class V, class C, class Softmax>
 MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t index, uint32_t limit, int64_t slot,
-                         Softmax& softmax, bool rehearsal) {
+                         Softmax& softmax) {
   using S = Shape<V>;
   using T = typename S::T;
-  const T* new_rows = reinterpret_cast<const T*>(c.staged()) + S::kNewRow * S::kSize;
+  const T* new_rows = reinterpret_cast<const T*>(c.staged()) + S::kNewRow * S::kPitch;
   const uint32_t entry = c.entry + index * S::kEntries;
   const int first = (piece.first_tile + index) * S::kTile, rows = min(S::kTile, int(limit) - first);
-  const bool has_new = V::kHasNew && !rehearsal && slot >= first && slot < first + rows;
+  const bool has_new = V::kHasNew && slot >= first && slot < first + rows;
   auto data_of = [&](uint32_t e) { return reinterpret_cast<T*>(c.ring.slot(e)); };
   auto replace_row = [&](T* data, const T* row) {  // the cache may still hold what was there before this launch
     if (!has_new) return;
@@ -580,21 +590,20 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
     __syncwarp();
   };
   auto release = [&](uint32_t e) {
-    if (rehearsal) return;
     if (has_new) ptx::fence_proxy_async();
     c.ring.release(e);
   };
-  if (!rehearsal) softmax.fetch_mask(job, piece, first, rows, c.lane);
+  softmax.fetch_mask(job, piece, first, rows, c.lane);
   if (!c.ring.wait(entry, c.phase)) return false;
   T* keys = data_of(entry);
   T* values = S::kTogether ? keys + S::kTile * S::kSize : data_of(entry + 1);
   replace_row(keys, new_rows);
-  if (S::kTogether) replace_row(values, new_rows + S::kSize);
+  if (S::kTogether) replace_row(values, new_rows + S::kPitch);
   auto await_values = [&] {
     if (S::kTogether) return true;
     release(entry);
     if (!c.ring.wait(entry + 1, c.phase)) return false;
-    replace_row(values, new_rows + S::kSize);
+    replace_row(values, new_rows + S::kPitch);
     return true;
   };
   if (!softmax.add(Tile<V>{keys, values, rows}, c.staged(), c.warp, c.lane, await_values)) return false;
@@ -616,16 +625,15 @@ MPK_DEVICE void combine_pieces(C& c, const Job& job, const KvPiece& piece) {
   const float* partials = W::partials(job);
   for_each_quad<W::kSize>(W::kHeads, c.rank, [&](int h, int d) {
     const float* from = partials + (piece.first * W::kHeads + h) * kPartial<W>;
-    store_quad(V::y(job, piece.row, piece.group * W::kHeads + h) + d,
-               result<W>(combine<T>(from + d, from + W::kSize, W::kHeads * kPartial<W>, piece.count)));
+    store_quad<V>(job, piece.row, piece.group * W::kHeads + h, d,
+                  result<W>(combine<T>(from + d, from + W::kSize, W::kHeads * kPartial<W>, piece.count)));
   });
 }
 
 // The warps' results of a piece, put together and written: the result where the piece is all there is, else a partial
 // one. False when the launch was given up.
 template <class V, class C, class Softmax>
-MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, bool complete, Softmax& softmax,
-                              bool rehearsal) {
+MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, bool complete, Softmax& softmax) {
   using S = Shape<V>;
   using W = typename V::Work;
   using T = typename W::T;
@@ -635,22 +643,20 @@ MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, bool c
 #pragma unroll 1
   for (int first = 0; first < W::kHeads; first += S::kRound) {
     if (first > 0 && !c.sync()) return false;
-    if (rehearsal || c.warp < active) softmax.store(first, round + c.warp * S::kRound * kPartial<W>, c.lane);
-    if (!rehearsal && !c.sync()) return false;
+    if (c.warp < active) softmax.store(first, round + c.warp * S::kRound * kPartial<W>, c.lane);
+    if (!c.sync()) return false;
     const int heads = min(S::kRound, W::kHeads - first);
-    for_each_quad<W::kSize>(heads, rehearsal ? c.lane : c.rank, [&](int h, int d) {
+    for_each_quad<W::kSize>(heads, c.rank, [&](int h, int d) {
       const float* from = round + h * kPartial<W>;
       const Combined all = combine<T>(from + d, from + W::kSize, S::kRound * kPartial<W>, active);
-      if (rehearsal) return;
       if (complete) {
-        store_quad(V::y(job, piece.row, piece.group * W::kHeads + first + h) + d, result<W>(all));
+        store_quad<V>(job, piece.row, piece.group * W::kHeads + first + h, d, result<W>(all));
       } else {
         float* to = partials + (first + h) * kPartial<W>;
         *reinterpret_cast<float4*>(to + d) = all.out;
         if (d == 0) *reinterpret_cast<float2*>(to + W::kSize) = make_float2(all.max, all.sum);
       }
     });
-    if (rehearsal) break;
   }
   return true;
 }
@@ -668,44 +674,17 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     if (number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const KvPiece piece = cut.piece(number);
     const uint32_t limit = visible<W>(job, piece.row);
-    const bool complete = piece.count == 1 && !cut.plan.handed;
+    const bool complete = piece.count == 1;
     using Softmax = typename Choose<S::kTensorCores, TensorCoreSoftmax<V>, FmaSoftmax<V>>::Type;
     Softmax softmax;
-    Rehearsal part = c.rehearsal();
-    if (part == Rehearsal::kTile &&
-        (c.warp >= piece.num_tiles || !c.ring.is_full(c.entry + c.warp * S::kEntries + S::kEntries - 1)))
-      part = Rehearsal::kNone;
-    bool ready = false;
-    uint32_t t = c.warp;
+    if (!stage<V>(c, job, piece, slot)) return;
+    c.stamp(&PhaseStamps::staged);
 #pragma unroll 1
-    for (;;) {
-      if (part == Rehearsal::kStaging || (part == Rehearsal::kNone && !ready)) {
-        if (!stage<V>(c, job, piece, slot, part == Rehearsal::kStaging)) return;
-        if (part == Rehearsal::kNone) {
-          c.stamp(&PhaseStamps::staged);
-          softmax = Softmax();
-          ready = true;
-        }
-        part = Rehearsal::kNone;
-        continue;
-      }
-      if (part == Rehearsal::kCombining || (part == Rehearsal::kNone && t >= piece.num_tiles)) {
-        if (!combine_warps<V>(c, job, piece, complete, softmax, part == Rehearsal::kCombining)) return;
-        if (part == Rehearsal::kNone) break;
-        part = Rehearsal::kNone;
-        continue;
-      }
-      const bool ok = add_tile<V>(c, job, piece, t, limit, slot, softmax, part == Rehearsal::kTile);
-      if (part == Rehearsal::kNone) t += kConsumerWarps;
-      part = Rehearsal::kNone;
-      if (!ok) {
-        c.failed = true;
-        t = piece.num_tiles;  // on to the barrier where all learn of it
-        ready = true;
-      }
-    }
+    for (uint32_t t = c.warp; t < piece.num_tiles && !c.failed; t += kConsumerWarps)
+      c.failed = !add_tile<V>(c, job, piece, t, limit, slot, softmax);
+    if (!combine_warps<V>(c, job, piece, complete, softmax)) return;
     c.entry += S::kEntries * piece.num_tiles;
-    if (!complete && !cut.plan.handed) {
+    if (!complete) {
       combine_pieces<V>(c, job, piece);
       if (!c.alive) return;
     }

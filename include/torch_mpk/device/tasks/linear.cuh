@@ -25,11 +25,19 @@
 
 namespace mpk::linear {
 
+// The elements of 16 bytes.
+template <class T>
 MPK_DEVICE void unpack(const uint4& v, float (&f)[4]) {
   f[0] = __uint_as_float(v.x);
   f[1] = __uint_as_float(v.y);
   f[2] = __uint_as_float(v.z);
   f[3] = __uint_as_float(v.w);
+}
+template <class T>
+MPK_DEVICE void unpack(const uint4& v, float (&f)[8]) {
+  const Vec<T, 8>& elements = reinterpret_cast<const Vec<T, 8>&>(v);
+#pragma unroll
+  for (int i = 0; i < 8; i++) f[i] = to_float(elements.v[i]);
 }
 
 // Sums each of N values (a power of two up to 32) over the warp; lane l returns the sum of value l / (32 / N). Every
@@ -158,38 +166,38 @@ template <class V, class C, class Group>
 MPK_DEVICE bool stage_rows(C& c, const Job& job, Group group, int first, int step, typename V::T* x) {
   using Chain = typename V::template Chain<Group>;
   constexpr int kPitch = Shape<V>::kPitch / int(sizeof(typename V::T));
-  auto await = [&] { return group.rehearsal || c.await(); };
-  if (!V::kEarly && !await()) return false;
-  if (first >= V::kBatch) return await();
+  if (!V::kEarly && !c.await()) return false;
+  if (first >= V::kBatch) return c.await();
   Chain chain(group, job, first);
-  if (V::kEarly && !await()) return false;
+  if (V::kEarly && !c.await()) return false;
   for (int r = first;;) {
     chain.fetch(group, job, r, x + r * kPitch);
     chain.apply(group, job, r, x + r * kPitch);
-    if ((r += step) >= V::kBatch || group.rehearsal) return true;
+    if ((r += step) >= V::kBatch) return true;
     chain = Chain(group, job, r);
   }
 }
 
 // Brings x into shared memory, through the row tasks in front of the linear. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x, bool rehearsal = false) {
+MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x) {
   bool ok;
   if constexpr (V::kRowTasks && rows_by_warp(Shape<V>::kPitch, V::kBatch)) {
-    ok = stage_rows<V>(c, job, WarpThreads<C>(c, rehearsal), rehearsal ? 0 : c.warp, kConsumerWarps, x);
+    ok = stage_rows<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, x);
   } else {
-    ok = stage_rows<V>(c, job, CtaThreads<C>(c, rehearsal), 0, 1, x);
+    ok = stage_rows<V>(c, job, CtaThreads<C>(c), 0, 1, x);
   }
-  return ok && (rehearsal || c.sync());
+  return ok && c.sync();
 }
 
 // What a warp has summed of its weight rows' products with the rows of x. Lane l takes pieces l, l + 32, ... of 16
 // bytes; value(i, lane) is a lane's share of sum i, which is row i / kBatch of the weights with row i % kBatch of x.
 // Either class adds in an order that depends on the piece alone.
 
-// With fused multiply-adds, for fp32.
+// With fused multiply-adds.
 template <class V>
 struct FmaSums {
+  using T = typename V::T;
   using S = Shape<V>;
   static constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
   float sums[S::kSums][kAccumulators] = {};
@@ -198,14 +206,14 @@ struct FmaSums {
   MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
 #pragma unroll
     for (int r = 0; r < V::kBatch; r++) {
-      float v[4];
-      unpack(x(r), v);
+      float v[S::kVec];
+      unpack<T>(x(r), v);
 #pragma unroll
       for (int row = 0; row < S::kRows; row++) {
-        float w[4];
-        unpack(weights[row], w);
+        float w[S::kVec];
+        unpack<T>(weights[row], w);
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
+        for (int e = 0; e < S::kVec; e++) {
           float& sum = sums[row * V::kBatch + r][e % kAccumulators];
           sum = fmaf(w[e], v[e], sum);
         }
@@ -216,6 +224,10 @@ struct FmaSums {
     return kAccumulators == 2 ? sums[i][0] + sums[i][kAccumulators - 1] : sums[i][0];
   }
 };
+
+// Whether a variant's products are worth tensor cores, whose use alone makes the whole chip run 8 % slower.
+template <class V>
+inline constexpr bool kOnTensorCores = sizeof(typename V::T) == 2 && V::kBatch > 2;
 
 // On tensor cores, which spare unpacking: 8 weights of a lane take one instruction instead of 16. They multiply 16 rows
 // by 8 columns, and here there is one row of x at a time. So lanes 4 g to 4 g + 3 put their pieces of two weight rows
@@ -279,11 +291,10 @@ MPK_DEVICE typename V::Extra preload(const Job& job, uint32_t tile, int lane) {
   return V::preload(job, segment, lane / V::kTileRows, row);
 }
 
-// One tile, from its first ring entry to its stores; false when the launch was given up. A rehearsal stops short of
-// what others see.
+// One tile, from its first ring entry to its stores; false when the launch was given up.
 template <class V, class C>
 MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch,
-                             float* scratch, typename V::Extra extra, bool rehearsal) {
+                             float* scratch, typename V::Extra extra) {
   using S = Shape<V>;
   constexpr int kOutputs = V::kTileRows * V::kBatch;
   const int segment = S::segment_of(tile);
@@ -292,11 +303,10 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
   auto row_of = [&](int i) { return first_row + i % V::kTileRows; };
 
   for (int part = 0; part < V::kParts; part += V::kChunkParts) {
-    typename Choose<sizeof(typename V::T) == 2, TensorCoreSums<V>, FmaSums<V>>::Type sums;
+    typename Choose<kOnTensorCores<V>, TensorCoreSums<V>, FmaSums<V>>::Type sums;
     for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
       if (!c.ring.wait(entry, c.phase)) return false;
       multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
-      if (rehearsal) break;
       c.ring.release(entry);
     }
     constexpr int kRound = S::kRound;
@@ -311,7 +321,6 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
     }
   }
   __syncwarp();
-  if (rehearsal) return true;
 #pragma unroll 1
   for (int i = c.lane; i < kOutputs; i += 32) {
     const int r = i / V::kTileRows;
@@ -346,29 +355,15 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   if constexpr (V::kEarly) preload_first();
   const uint4* x = reinterpret_cast<const uint4*>(V::kStaged ? staged : V::x(job));
   constexpr int kPitchX = (V::kStaged ? S::kPitch : V::kPitchX * int(sizeof(T))) / 16;
-  Rehearsal part = c.rehearsal();
-  if (part == Rehearsal::kCombining) part = Rehearsal::kTile;
-  if (part == Rehearsal::kStaging ? !V::kStaged
-                                  : (!V::kClaimed && c.warp >= count) || !c.ring.is_full(c.entry + c.warp * S::kChunks))
-    part = Rehearsal::kNone;
-  bool ready = false;
-  uint32_t i = c.warp;
+  if constexpr (V::kStaged) {
+    if (!stage<V>(c, job, staged)) return;
+    c.stamp(&PhaseStamps::staged);
+  } else if (!c.await()) {
+    return;
+  }
+  if constexpr (!V::kEarly) preload_first();
 #pragma unroll 1
-  for (;;) {
-    if (part != Rehearsal::kTile && !ready) {
-      if constexpr (V::kStaged) {
-        if (!stage<V>(c, job, staged, part == Rehearsal::kStaging)) return;
-        if (part == Rehearsal::kStaging) {
-          part = Rehearsal::kNone;
-          continue;
-        }
-        c.stamp(&PhaseStamps::staged);
-      } else if (!c.await()) {
-        return;
-      }
-      if constexpr (!V::kEarly) preload_first();
-      ready = true;
-    }
+  for (uint32_t i = c.warp;; i += kConsumerWarps) {
     const uint32_t entry = c.entry + i * S::kChunks;
     uint32_t tile = tiles.begin + i;
     if constexpr (V::kClaimed) {
@@ -376,10 +371,6 @@ MPK_DEVICE void compute(C& c, const Job& job) {
       if (!c.ring.wait_issued_or_end(entry, c.phase, ended)) {
         c.failed = true;
         return;
-      }
-      if (ended && part == Rehearsal::kTile) {
-        part = Rehearsal::kNone;
-        continue;
       }
       if (ended) {
         c.entry = c.ring.phase_end(c.phase);
@@ -391,12 +382,10 @@ MPK_DEVICE void compute(C& c, const Job& job) {
       if (i >= count) break;
       if (i >= kConsumerWarps) extra = preload<V>(job, tile, c.lane);
     }
-    if (!compute_tile<V>(c, job, tile, entry, x, kPitchX, scratch, extra, part == Rehearsal::kTile)) {
+    if (!compute_tile<V>(c, job, tile, entry, x, kPitchX, scratch, extra)) {
       c.failed = true;
       return;
     }
-    if (part == Rehearsal::kNone) i += kConsumerWarps;
-    part = Rehearsal::kNone;
   }
   c.entry += count * S::kChunks;
 }
