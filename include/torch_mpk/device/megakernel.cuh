@@ -27,7 +27,7 @@ struct Shared {
   uint32_t described;  // rows of the table that the loader has brought
   uint32_t done;       // rows that the consumers have finished
   uint32_t word;       // for broadcasts within the group
-  float partials[2][kConsumerWarps];
+  alignas(16) float partials[2][(kConsumerWarps + 3) / 4 * 4];
   alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
 };
 

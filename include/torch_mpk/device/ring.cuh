@@ -195,9 +195,10 @@ struct RingReader {
     return static_cast<uint32_t>(ring.phase_end[phase % kPhasesAhead]);
   }
 
+  MPK_DEVICE uint64_t* empty(uint32_t g) const { return &ring.empty[g % slots]; }
   MPK_DEVICE void release(uint32_t g) {
     __syncwarp();
-    if (lane == 0) ptx::mbar_arrive(&ring.empty[g % slots]);
+    if (lane == 0) ptx::mbar_arrive(empty(g));
   }
 
  private:

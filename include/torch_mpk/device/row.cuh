@@ -56,6 +56,19 @@ struct WarpThreads {
   MPK_DEVICE void sync() { __syncwarp(); }
 };
 
+// What the warps have put into Shared::partials, added in their order.
+MPK_DEVICE float sum_partials(const float* partials) {
+  float total = 0;
+#pragma unroll
+  for (int w = 0; w < kConsumerWarps; w += 4) {
+    const float4 next = *reinterpret_cast<const float4*>(partials + w);
+    const float each[4] = {next.x, next.y, next.z, next.w};
+#pragma unroll
+    for (int i = 0; i < 4 && w + i < kConsumerWarps; i++) total += each[i];
+  }
+  return total;
+}
+
 // All consumer threads of the CTA.
 template <class C>
 struct CtaThreads {
@@ -65,17 +78,17 @@ struct CtaThreads {
   int flip = 0;
   MPK_DEVICE explicit CtaThreads(C& c) : c(c), rank(c.rank) {}
 
-  // Alternating buffers: one barrier a sum.
-  MPK_DEVICE float sum(float v) {
-    float* partials = c.shared.partials[flip];
+  // Alternating: one barrier a sum.
+  MPK_DEVICE float* partials() {
     flip ^= 1;
+    return c.shared.partials[flip];
+  }
+  MPK_DEVICE float sum(float v) {
+    float* of_warps = partials();
     v = warp_sum(v);
-    if (c.lane == 0) partials[c.warp] = v;
+    if (c.lane == 0) of_warps[c.warp] = v;
     sync();
-    float total = partials[0];
-#pragma unroll
-    for (int w = 1; w < kConsumerWarps; w++) total += partials[w];
-    return total;
+    return sum_partials(of_warps);
   }
   MPK_DEVICE void sync() { c.sync(); }
 };

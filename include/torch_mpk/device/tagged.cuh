@@ -47,51 +47,61 @@ MPK_DEVICE uint32_t differing(const uint4& words, uint32_t tags) {
   return ((words.x ^ tags) | (words.y ^ tags) | (words.z ^ tags) | (words.w ^ tags)) >> 16;
 }
 
-// copy_row from tagged words. A thread has all its loads in flight before it looks at the first tag. Where it has many,
-// it polls its first words alone until they have come, which loads the memory less.
+// Pieces rank, rank + stride, ... of 16 bytes, `pieces` in all and at most kSteps for a thread, from tagged words.
+// False when the launch was given up. A thread has all its loads in flight before it looks at the first tag; where it
+// has many, it polls its first words alone until they have come, which loads the memory less. Out of line: jobs share
+// it.
+template <int kSteps>
+__device__ __noinline__ bool copy_words(uint4* dst, const uint32_t* src, uint32_t tag, int rank, int stride, int pieces,
+                                        const Watchdog& dog, uint32_t phase) {
+  __builtin_assume(__isShared(dst));
+  __builtin_assume(__isGlobal(src));
+  const uint32_t tags = tag << 16;
+  const uint4 nothing = make_uint4(tags, tags, tags, tags);
+  uint4 words[kSteps][2];
+  words[0][0] = uint4{};
+  uint64_t since = 0;
+  bool begun = kSteps <= 2 || rank >= pieces;
+  for (uint32_t polls = 1;; polls++) {
+    if (!begun) {
+      words[0][0] = ptx::load_relaxed_gpu_v4(src + rank * 8);
+      begun = differing(words[0][0], tags) == 0;
+    } else {
+      uint32_t missing = 0;
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        const int i = s * stride + rank;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          words[s][half] = i < pieces ? ptx::load_relaxed_gpu_v4(src + i * 8 + half * 4) : nothing;
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) missing |= differing(words[s][0], tags) | differing(words[s][1], tags);
+      if (missing == 0) break;
+    }
+    if ((polls & 4095) == 0 && (since = keep_polling(dog, phase, words[0][0].x >> 16, tag, since)) == 0) return false;
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    const int i = s * stride + rank;
+    const uint4 a = words[s][0], b = words[s][1];
+    if (i < pieces)
+      dst[i] = make_uint4(ptx::low_halves(a.x, a.y), ptx::low_halves(a.z, a.w), ptx::low_halves(b.x, b.y),
+                          ptx::low_halves(b.z, b.w));
+  }
+  return true;
+}
+
+// copy_row from tagged words.
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_tagged_row(Group& group, T* dst, const uint32_t* src, uint32_t tag) {
-  if constexpr (!vectorized) {
-    for (int i = group.rank; i < N; i += Group::kSize) dst[i] = element_of<T>(group.c, 0, src + i, tag);
+  if constexpr (vectorized) {
+    constexpr int kPieces = N / kVecSize<T>, kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
+    if (!copy_words<kSteps>(reinterpret_cast<uint4*>(dst), src, tag, group.rank, Group::kSize, kPieces,
+                            group.c.shared.watchdog, group.c.phase))
+      group.c.failed = true;
   } else {
-    constexpr int kVec = kVecSize<T>, kSteps = (N / kVec + Group::kSize - 1) / Group::kSize;
-    const uint32_t tags = tag << 16;
-    uint4 words[kSteps][2];
-    words[0][0] = uint4{};
-    uint64_t since = 0;
-    bool begun = kSteps <= 2 || group.rank >= N / kVec;
-    for (uint32_t polls = 1;; polls++) {
-      if (!begun) {
-        words[0][0] = ptx::load_relaxed_gpu_v4(src + group.rank * kVec);
-        begun = differing(words[0][0], tags) == 0;
-      } else {
-        uint32_t missing = 0;
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) {
-          const int i = s * Group::kSize + group.rank;
-#pragma unroll
-          for (int half = 0; half < 2; half++)
-            words[s][half] =
-                i < N / kVec ? ptx::load_relaxed_gpu_v4(src + i * kVec + half * 4) : make_uint4(tags, tags, tags, tags);
-        }
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) missing |= differing(words[s][0], tags) | differing(words[s][1], tags);
-        if (missing == 0) break;
-      }
-      if ((polls & 4095) == 0 &&
-          (since = keep_polling(group.c.shared.watchdog, group.c.phase, words[0][0].x >> 16, tag, since)) == 0) {
-        group.c.failed = true;
-        return;
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      const int i = s * Group::kSize + group.rank;
-      const uint4 a = words[s][0], b = words[s][1];
-      if (i < N / kVec)
-        reinterpret_cast<uint4*>(dst)[i] = make_uint4(ptx::low_halves(a.x, a.y), ptx::low_halves(a.z, a.w),
-                                                      ptx::low_halves(b.x, b.y), ptx::low_halves(b.z, b.w));
-    }
+    for (int i = group.rank; i < N; i += Group::kSize) dst[i] = element_of<T>(group.c, 0, src + i, tag);
   }
 }
 

@@ -54,14 +54,13 @@ struct CtaTile : CtaThreads<C> {
   using CtaThreads<C>::CtaThreads;
 
   MPK_DEVICE float max(float v) {
-    float* partials = this->c.shared.partials[this->flip];
-    this->flip ^= 1;
+    float* of_warps = this->partials();
     v = warp_max(v);
-    if (this->c.lane == 0) partials[this->c.warp] = v;
+    if (this->c.lane == 0) of_warps[this->c.warp] = v;
     this->sync();
-    float most = partials[0];
+    float most = of_warps[0];
 #pragma unroll
-    for (int w = 1; w < kConsumerWarps; w++) most = fmaxf(most, partials[w]);
+    for (int w = 1; w < kConsumerWarps; w++) most = fmaxf(most, of_warps[w]);
     return most;
   }
 };

@@ -199,8 +199,7 @@ template <class V>
 struct FmaSums {
   using T = typename V::T;
   using S = Shape<V>;
-  static constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;
-  float sums[S::kSums][kAccumulators] = {};
+  float sums[S::kSums] = {};
 
   template <class X>
   MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
@@ -213,16 +212,11 @@ struct FmaSums {
         float w[S::kVec];
         unpack<T>(weights[row], w);
 #pragma unroll
-        for (int e = 0; e < S::kVec; e++) {
-          float& sum = sums[row * V::kBatch + r][e % kAccumulators];
-          sum = fmaf(w[e], v[e], sum);
-        }
+        for (int e = 0; e < S::kVec; e++) sums[row * V::kBatch + r] = fmaf(w[e], v[e], sums[row * V::kBatch + r]);
       }
     }
   }
-  MPK_DEVICE float value(int i, int) const {
-    return kAccumulators == 2 ? sums[i][0] + sums[i][kAccumulators - 1] : sums[i][0];
-  }
+  MPK_DEVICE float value(int i, int) const { return sums[i]; }
 };
 
 // Whether a variant's products are worth tensor cores, whose use alone makes the whole chip run 8 % slower.
@@ -237,8 +231,7 @@ template <class V>
 struct TensorCoreSums {
   using S = Shape<V>;
   static constexpr int kPairs = (S::kRows + 1) / 2;
-  static constexpr int kAccumulators = V::kBatch == 1 ? 2 : 1;  // shorter chains
-  float products[kPairs][V::kBatch][kAccumulators][4] = {};
+  float products[kPairs][V::kBatch][4] = {};
 
   template <class X>
   MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
@@ -248,18 +241,15 @@ struct TensorCoreSums {
 #pragma unroll
       for (int p = 0; p < kPairs; p++) {
         const uint4 a = weights[2 * p], b = 2 * p + 1 < S::kRows ? weights[(2 * p + 1) % S::kRows] : uint4{};
-        float (&sums)[kAccumulators][4] = products[p][r];
-        ptx::mma<typename V::T>(sums[0], {a.x, b.x, a.y, b.y}, {column.x, column.y});
-        ptx::mma<typename V::T>(sums[kAccumulators - 1], {a.z, b.z, a.w, b.w}, {column.z, column.w});
+        ptx::mma<typename V::T>(products[p][r], {a.x, b.x, a.y, b.y}, {column.x, column.y});
+        ptx::mma<typename V::T>(products[p][r], {a.z, b.z, a.w, b.w}, {column.z, column.w});
       }
     }
   }
   MPK_DEVICE float value(int i, int lane) const {
     const int row = i / V::kBatch, half = row % 2 * 2, g = lane / 4;
-    const float (&sums)[kAccumulators][4] = products[row / 2][i % V::kBatch];
-    float v = g % 2 == 0 ? sums[0][half] : sums[0][half + 1];
-    if constexpr (kAccumulators == 2) v += g % 2 == 0 ? sums[1][half] : sums[1][half + 1];
-    return lane % 4 == g / 2 ? v : 0.0f;
+    const float (&sums)[4] = products[row / 2][i % V::kBatch];
+    return lane % 4 == g / 2 ? (g % 2 == 0 ? sums[half] : sums[half + 1]) : 0.0f;
   }
 };
 
@@ -282,6 +272,42 @@ MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, in
   }
 }
 
+// For one row of x, of up to four weight rows: a lane's sums, with a chunk's products added, whose slot is then freed.
+// Out of line, since most linears of a model can share it: see docs/performance.md on what fetching instructions costs.
+template <class T, int kRows>
+__device__ __noinline__ float4 add_chunk(float4 before, const uint4* weights, const uint4* x, int pieces,
+                                         uint64_t* empty) {
+  __builtin_assume(__isShared(weights));
+  __builtin_assume(__isShared(x));
+  const int lane = ptx::thread_index() % 32;
+  float sums[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll(kRows <= 2 ? 4 : 2)
+  for (int j = lane; j < pieces; j += 32) {
+    float v[kVecSize<T>];
+    unpack<T>(x[j], v);
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      float w[kVecSize<T>];
+      unpack<T>(weights[row * pieces + j], w);
+#pragma unroll
+      for (int e = 0; e < kVecSize<T>; e++) sums[row] = fmaf(w[e], v[e], sums[row]);
+    }
+  }
+  __syncwarp();
+  if (lane == 0) ptx::mbar_arrive(empty);
+  return make_float4(sums[0], sums[1], sums[2], sums[3]);
+}
+
+// sum_values of a lane's sums, likewise.
+template <int N>
+__device__ __noinline__ float sum_rows(float4 sums) {
+  float values[4] = {sums.x, sums.y, sums.z, sums.w};
+  float wanted[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) wanted[i] = values[i];
+  return sum_values<N>(wanted, ptx::thread_index() % 32);
+}
+
 // What the first round of a tile's results needs from memory.
 template <class V>
 MPK_DEVICE typename V::Extra preload(const Job& job, uint32_t tile, int lane) {
@@ -296,28 +322,45 @@ template <class V, class C>
 MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch,
                              float* scratch, typename V::Extra extra) {
   using S = Shape<V>;
+  using T = typename V::T;
   constexpr int kOutputs = V::kTileRows * V::kBatch;
   const int segment = S::segment_of(tile);
   const uint32_t first_row = (tile - V::first_tile(segment)) * V::kTileRows;
   const uint32_t end_row = V::num_rows(segment);
   auto row_of = [&](int i) { return first_row + i % V::kTileRows; };
 
+#pragma unroll 1
   for (int part = 0; part < V::kParts; part += V::kChunkParts) {
-    typename Choose<kOnTensorCores<V>, TensorCoreSums<V>, FmaSums<V>>::Type sums;
-    for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
-      if (!c.ring.wait(entry, c.phase)) return false;
-      multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
-      c.ring.release(entry);
-    }
-    constexpr int kRound = S::kRound;
+    float* results = scratch + part * V::kTileRows * V::kBatch;
+    if constexpr (V::kBatch == 1 && V::kStaged) {
+      float4 sums{};
+#pragma unroll 1
+      for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
+        if (!c.ring.wait(entry, c.phase)) return false;
+        sums =
+            add_chunk<T, S::kRows>(sums, reinterpret_cast<const uint4*>(c.ring.slot(entry)),
+                                   x + k * (V::kChunkSize / S::kVec), S::chunk_size(k) / S::kVec, c.ring.empty(entry));
+      }
+      const float sum = sum_rows<S::kRound>(sums);
+      constexpr int kLanes = 32 / S::kRound;  // with the same sum
+      if (c.lane % kLanes == 0 && c.lane / kLanes < S::kRows) results[c.lane / kLanes] = sum;
+    } else {
+      typename Choose<kOnTensorCores<V>, TensorCoreSums<V>, FmaSums<V>>::Type sums;
+      for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
+        if (!c.ring.wait(entry, c.phase)) return false;
+        multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
+        c.ring.release(entry);
+      }
+      constexpr int kRound = S::kRound;
 #pragma unroll
-    for (int base = 0; base < S::kSums; base += kRound) {
-      float values[kRound];
+      for (int base = 0; base < S::kSums; base += kRound) {
+        float values[kRound];
 #pragma unroll
-      for (int i = 0; i < kRound; i++) values[i] = base + i < S::kSums ? sums.value(base + i, c.lane) : 0.0f;
-      const float sum = sum_values<kRound>(values, c.lane);
-      const int i = base + c.lane / (32 / kRound);
-      if (c.lane % (32 / kRound) == 0 && i < S::kSums) scratch[part * V::kTileRows * V::kBatch + i] = sum;
+        for (int i = 0; i < kRound; i++) values[i] = base + i < S::kSums ? sums.value(base + i, c.lane) : 0.0f;
+        const float sum = sum_values<kRound>(values, c.lane);
+        const int i = base + c.lane / (32 / kRound);
+        if (c.lane % (32 / kRound) == 0 && i < S::kSums) results[i] = sum;
+      }
     }
   }
   __syncwarp();

@@ -7,62 +7,107 @@ namespace mpk::rms_norm {
 
 enum class Style { kLlama, kTorch, kGemma };
 
+// One element, normalised.
+template <class T, Style style, class Weight>
+MPK_DEVICE T normalised(float x, float scale, const Weight* weight) {
+  const float n = __fmul_rn(x, scale);
+  if (weight == nullptr) return cast<T>(n);
+  if (style == Style::kLlama) return cast<T>(__fmul_rn(to_float(cast<T>(n)), to_float(*weight)));
+  return cast<T>(__fmul_rn(n, style == Style::kTorch ? to_float(*weight) : __fadd_rn(1.0f, to_float(*weight))));
+}
+
+// A thread's share of a row, its pieces of 16 bytes and the weights of these.
+template <int kSteps>
+struct Kept {
+  uint4 pieces[kSteps];
+};
+
+// A row of `pieces` pieces by the whole CTA, with weights of its own dtype that are in registers. False when the launch
+// was given up. Out of line: jobs share it.
+template <class T, Style style, bool has_weight, int kSteps>
+__device__ __noinline__ bool normalise(uint4* row, Kept<kSteps> weights, int pieces, float inverse_size, float eps,
+                                       float* partials, bool failed) {
+  __builtin_assume(__isShared(row));
+  __builtin_assume(__isShared(partials));
+  constexpr int kWidth = kVecSize<T>;
+  const int rank = ptx::thread_index();
+  float sum = 0;
+  Vec<T, kWidth> kept[kSteps];
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    const int i = s * kConsumerThreads + rank;
+    if (i >= pieces) break;
+    reinterpret_cast<uint4&>(kept[s]) = row[i];
+#pragma unroll
+    for (int e = 0; e < kWidth; e++) sum = fmaf(to_float(kept[s].v[e]), to_float(kept[s].v[e]), sum);
+  }
+  sum = warp_sum(sum);
+  if (rank % 32 == 0) partials[rank / 32] = sum;
+  if (ptx::barrier_or<kConsumerThreads>(failed)) return false;
+  const float scale = rsqrtf(sum_partials(partials) * inverse_size + eps);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    const int i = s * kConsumerThreads + rank;
+    if (i >= pieces) break;
+    const Vec<T, kWidth> w = reinterpret_cast<const Vec<T, kWidth>&>(weights.pieces[s]);
+#pragma unroll
+    for (int e = 0; e < kWidth; e++)
+      kept[s].v[e] = normalised<T, style>(to_float(kept[s].v[e]), scale, has_weight ? &w.v[e] : nullptr);
+    row[i] = reinterpret_cast<const uint4&>(kept[s]);
+  }
+  return true;
+}
+
 // V: T, Weight (element types), kSize, kEps, kStyle, kHasWeight, kVectorized; weight(job).
 template <class V, class Group>
 struct Task {
   using T = typename V::T;
   using Weight = typename V::Weight;
   static constexpr int kWidth = V::kVectorized ? kVecSize<T> : 1;  // elements of one access
-  static constexpr int kSteps = (V::kSize / kWidth + Group::kSize - 1) / Group::kSize;
-  static constexpr bool kKeepWeight = V::kHasWeight && kSteps <= 4;
+  static constexpr int kPieces = V::kSize / kWidth;
+  static constexpr int kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
+  static constexpr bool kKeeps = V::kVectorized && kSteps <= 4 && sizeof(Weight) == sizeof(T);
+  static constexpr bool kOutOfLine = kKeeps && Group::kSize == kConsumerThreads;
 
   const Weight* weight = nullptr;
-  // Always given a value: what is set in some threads only stays in a register from one job to the next.
-  Vec<Weight, kWidth> kept[kKeepWeight ? kSteps : 1] = {};
+  Kept<kKeeps ? kSteps : 1> kept{};  // of the weights
 
   MPK_DEVICE Task(const Group& group, const Job& job, uint32_t) {
     if constexpr (V::kHasWeight) weight = V::weight(job);
-    if constexpr (kKeepWeight) {
+    if constexpr (V::kHasWeight && kKeeps) {
 #pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        const int i = s * Group::kSize + group.rank;
-        if (i < V::kSize / kWidth) kept[s] = reinterpret_cast<const Vec<Weight, kWidth>*>(weight)[i];
-      }
+      for (int s = 0; s < kSteps; s++)
+        if (const int i = s * Group::kSize + group.rank; i < kPieces)
+          kept.pieces[s] = reinterpret_cast<const uint4*>(weight)[i];
     }
   }
 
   MPK_DEVICE void apply(Group& group, T* row) {
-    Vec<T, kWidth>* pieces = reinterpret_cast<Vec<T, kWidth>*>(row);
-    float sum = 0;
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      const int i = s * Group::kSize + group.rank;
-      if (i < V::kSize / kWidth) {
+    if constexpr (kOutOfLine) {
+      group.c.alive = normalise<T, V::kStyle, V::kHasWeight>(
+          reinterpret_cast<uint4*>(row), kept, kPieces, 1.0f / V::kSize, V::kEps, group.partials(), group.c.failed);
+    } else {
+      Vec<T, kWidth>* pieces = reinterpret_cast<Vec<T, kWidth>*>(row);
+      float sum = 0;
+      for (int i = group.rank; i < kPieces; i += Group::kSize) {
         const Vec<T, kWidth> x = pieces[i];
 #pragma unroll
         for (int e = 0; e < kWidth; e++) sum = fmaf(to_float(x.v[e]), to_float(x.v[e]), sum);
       }
-    }
-    const float scale = rsqrtf(group.sum(sum) * (1.0f / V::kSize) + V::kEps);
+      const float scale = rsqrtf(group.sum(sum) * (1.0f / V::kSize) + V::kEps);
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      const int i = s * Group::kSize + group.rank;
-      if (i < V::kSize / kWidth) {
+      for (int s = 0; s < kSteps; s++) {
+        const int i = s * Group::kSize + group.rank;
+        if (i >= kPieces) break;
         Vec<T, kWidth> x = pieces[i];
-        Vec<Weight, kWidth> w = kept[kKeepWeight ? s : 0];
-        if constexpr (V::kHasWeight && !kKeepWeight) w = reinterpret_cast<const Vec<Weight, kWidth>*>(weight)[i];
+        Vec<Weight, kWidth> w{};
+        if constexpr (V::kHasWeight && kKeeps)
+          w = reinterpret_cast<const Vec<Weight, kWidth>&>(kept.pieces[s]);
+        else if constexpr (V::kHasWeight)
+          w = reinterpret_cast<const Vec<Weight, kWidth>*>(weight)[i];
 #pragma unroll
-        for (int e = 0; e < kWidth; e++) {
-          const float n = __fmul_rn(to_float(x.v[e]), scale);
-          if constexpr (!V::kHasWeight)
-            x.v[e] = cast<T>(n);
-          else if constexpr (V::kStyle == Style::kLlama)
-            x.v[e] = cast<T>(__fmul_rn(to_float(cast<T>(n)), to_float(w.v[e])));
-          else if constexpr (V::kStyle == Style::kTorch)
-            x.v[e] = cast<T>(__fmul_rn(n, to_float(w.v[e])));
-          else
-            x.v[e] = cast<T>(__fmul_rn(n, __fadd_rn(1.0f, to_float(w.v[e]))));
-        }
+        for (int e = 0; e < kWidth; e++)
+          x.v[e] = normalised<T, V::kStyle>(to_float(x.v[e]), scale, V::kHasWeight ? &w.v[e] : nullptr);
         pieces[i] = x;
       }
     }
