@@ -69,8 +69,7 @@ MPK_DEVICE const JobRow* next_job(const JobRow* job) {
 // Until the events of a phase have come. Out of line as the other waits are, see event.cuh. The last phase, which
 // advances counters, does not begin where another worker has given up: one that stalled may have signalled since.
 __device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events,
-                                         uint32_t target, uint32_t phase, bool is_last, uint32_t jitter) {
-  delay(jitter, blockIdx.x, 2 * phase);
+                                         uint32_t target, uint32_t phase, bool is_last) {
   for (uint32_t i = 0; i < waiting->num_waits; i++) {
     const uint32_t event = waits_of(waiting)[i];
     if (!wait_event(dog, events + event * kEventStride, target, phase, WarpRole::kConsumer, event)) return false;
@@ -165,13 +164,12 @@ struct Consumer : Launch<Kernel> {
     if (awaited) return alive;
     awaited = true;
     if (current_row()->num_waits == 0) {
-      delay(this->params.jitter, blockIdx.x, 2 * phase);
       stamp(&PhaseStamps::ready);
       return alive;
     }
     if (rank == kPollingThread)
       failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
-                            phase + 1 == Kernel::kNumPhases, this->params.jitter);
+                            phase + 1 == Kernel::kNumPhases);
     if (!sync()) return false;
     stamp(&PhaseStamps::ready);
     return true;
@@ -193,7 +191,7 @@ struct Consumer : Launch<Kernel> {
     if (!sync()) return false;
     stamp(&PhaseStamps::finished);
     if (rank == 0) {
-      delay(this->params.jitter, blockIdx.x, 2 * phase + 1);
+      delay(this->params.jitter, blockIdx.x, 2 * row + 1);
       if (signal & kReleases)
         ptx::add_release_gpu(this->event(phase), 1);
       else
@@ -322,6 +320,7 @@ MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
   while (c.row < Kernel::kNumRows) {
     const PhaseRow* row = c.next_row();
     if (row == nullptr) return;
+    delay(c.params.jitter, blockIdx.x, 2 * c.row);
     const JobRow* job = first_job(row);
 #pragma unroll 1
     for (uint32_t j = 0; j < row->num_jobs; j++, job = next_job(job)) {

@@ -131,14 +131,25 @@ MPK_DEVICE bool ends_before(const RingState& ring, uint32_t g, uint32_t phase) {
   return (end >> 32) == phase + 1 && reached(g, static_cast<uint32_t>(end));
 }
 
-// Until entry g is issued, or the phase is known to end before it. Returns the count of entries issued.
-__device__ __noinline__ uint32_t wait_issued_or_end(const RingState& ring, const Watchdog& dog, uint32_t g,
-                                                    uint32_t phase) {
-  uint32_t seen = 0;
-  spin(
-      dog, [&] { return reached(seen = ptx::load_acquire_cta(&ring.issued), g + 1) || ends_before(ring, g, phase); },
-      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kLoader, phase, seen, g + 1, g); });
-  return seen;
+// In place of a claimed tile: there is none, or the launch was given up.
+inline constexpr uint32_t kNoTile = ~0u, kGivenUp = ~0u - 1;
+
+// For claimed tiles: waits until entry g has been issued for this phase, or it is known that the phase ends before it.
+// The loader announces the end of a phase before it issues entries of the next one. Returns the tile that the entry
+// begins, and in the upper half the count of entries issued, of which the warp has seen `issued`. Out of line, as
+// wait_entry is.
+template <int slots>
+__device__ __noinline__ uint64_t next_tile(const RingState& ring, const Watchdog& dog, uint32_t g, uint32_t phase,
+                                           uint32_t issued) {
+  if (!reached(issued, g + 1)) {
+    uint32_t seen = 0;
+    spin(
+        dog, [&] { return reached(seen = ptx::load_acquire_cta(&ring.issued), g + 1) || ends_before(ring, g, phase); },
+        [&] { return stall(phase, WarpRole::kConsumer, Waiting::kLoader, phase, seen, g + 1, g); });
+    if (!__all_sync(~0u, reached(seen, g + 1) || ends_before(ring, g, phase))) return kGivenUp;
+    issued = __shfl_sync(~0u, seen, 0);  // lanes must agree on it, or some would skip the vote above
+  }
+  return uint64_t(issued) << 32 | (ends_before(ring, g, phase) ? kNoTile : ring.tile[g % slots]);
 }
 
 // Until entry g, which is known to come, is issued and its data there. `issued` is the count of entries that the warp
@@ -168,17 +179,11 @@ struct RingReader {
   int lane;
   uint32_t issued = 0;  // what the warp has seen of ring.issued
 
-  // For claimed tiles: waits until entry g has been issued for this phase, or it is known that the phase ends before
-  // it: `ended`. The loader announces the end of a phase before it issues entries of the next one.
-  MPK_DEVICE bool wait_issued_or_end(uint32_t g, uint32_t phase, bool& ended) {
-    if (!is_issued(g)) look();
-    if (!is_issued(g)) {
-      const uint32_t seen = mpk::wait_issued_or_end(ring, dog, g, phase);
-      if (!__all_sync(~0u, reached(seen, g + 1) || ends_before(ring, g, phase))) return false;
-      issued = __shfl_sync(~0u, seen, 0);  // lanes must agree on it, or some would skip the vote above
-    }
-    ended = ends_before(ring, g, phase);
-    return true;
+  // The tile that entry g begins, or kNoTile, or kGivenUp.
+  MPK_DEVICE uint32_t next_tile(uint32_t g, uint32_t phase) {
+    const uint64_t found = mpk::next_tile<slots>(ring, dog, g, phase, issued);
+    issued = static_cast<uint32_t>(found >> 32);
+    return static_cast<uint32_t>(found);
   }
 
   // Waits for the data of entry g, which is known to come.
@@ -188,9 +193,8 @@ struct RingReader {
   }
 
   MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * kSlotBytes; }
-  MPK_DEVICE uint32_t tile(uint32_t g) const { return ring.tile[g % slots]; }
 
-  // The number of entries issued by the end of a phase, which wait_issued_or_end has found ended.
+  // The number of entries issued by the end of a phase, which next_tile has found ended.
   MPK_DEVICE uint32_t phase_end(uint32_t phase) const {
     return static_cast<uint32_t>(ring.phase_end[phase % kPhasesAhead]);
   }
@@ -200,10 +204,6 @@ struct RingReader {
     __syncwarp();
     if (lane == 0) ptx::mbar_arrive(empty(g));
   }
-
- private:
-  MPK_DEVICE bool is_issued(uint32_t g) const { return reached(issued, g + 1); }
-  MPK_DEVICE void look() { issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0); }
 };
 
 }  // namespace mpk

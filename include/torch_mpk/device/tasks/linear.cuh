@@ -410,16 +410,15 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     const uint32_t entry = c.entry + i * S::kChunks;
     uint32_t tile = tiles.begin + i;
     if constexpr (V::kClaimed) {
-      bool ended;
-      if (!c.ring.wait_issued_or_end(entry, c.phase, ended)) {
-        c.failed = true;
-        return;
-      }
-      if (ended) {
+      tile = c.ring.next_tile(entry, c.phase);
+      if (tile == kNoTile) {
         c.entry = c.ring.phase_end(c.phase);
         return;
       }
-      tile = c.ring.tile(entry);
+      if (tile == kGivenUp) {
+        c.failed = true;
+        return;
+      }
       extra = preload<V>(job, tile, c.lane);
     } else {
       if (i >= count) break;
