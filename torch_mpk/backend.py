@@ -24,6 +24,7 @@ from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.rehearsal import will_write
 from torch_mpk.runtime import Program
+from torch_mpk.runtime.device import backend_of
 from torch_mpk.specialize import per_call_numbers, warn_at_recompile_limit
 from torch_mpk.verify import verified
 
@@ -133,7 +134,7 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
             tasks = apply(captured.graph_module)
         dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
         with timing.stage("partition"):
-            partitioned = partition(tasks, options.min_segment_nodes)
+            partitioned = partition(tasks, options.min_segment_nodes, backend_of(device).target(device, options))
         dump.write("3.segments.txt", str(partitioned))
         check_coverage(partitioned, captured, options)
         program = Program.build(partitioned, device, options, dump)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from torch_mpk import _C
 from torch_mpk.aliasing import is_scalar, is_view, read_through_inplace, storages, value, written_storages
 from torch_mpk.lowering import supports
 from torch_mpk.provenance import where
@@ -79,14 +80,14 @@ class _Run:
     outputs: list[fx.Node] = field(default_factory=list)
 
 
-def partition(gm: fx.GraphModule, min_segment_nodes: int | None = None) -> Partitioned:
+def partition(gm: fx.GraphModule, min_segment_nodes: int | None = None, target: _C.Target | None = None) -> Partitioned:
     """Split a graph of ATen and task calls, with example values in ``node.meta["val"]``, into segments.
 
-    Ours are the runs of nodes that lowering supports, where they hold a stream task and pay for a launch, or have
-    ``min_segment_nodes`` if that is given.
+    Ours are the runs of nodes that lowering, and codegen for ``target``, support, where they hold a stream task and pay
+    for a launch, or have ``min_segment_nodes`` if that is given.
     """
     gm, graph = _prepared(gm)
-    reasons = _reasons(graph)
+    reasons = _reasons(graph, target)
     runs = _runs(graph, reasons)
     fallbacks = [Fallback(node.name, where(node), why) for node, why in reasons.items()]
     for run in runs:
@@ -162,27 +163,16 @@ def _keep_items_with_their_tuple(graph: fx.Graph) -> None:
             node.args[0].append(node)
 
 
-def _reasons(graph: fx.Graph) -> dict[fx.Node, str]:
+def _reasons(graph: fx.Graph, target: _C.Target | None) -> dict[fx.Node, str]:
     """The nodes that are not ours, in program order, and why."""
     work = _work(graph)
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in work):
         return dict.fromkeys(work, "the graph changes a tensor's shape in place")
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     shared = [a for i, a in enumerate(map(storages, placeholders)) for b in placeholders[i + 1 :] if a & storages(b)]
-    supported: dict[fx.Node, str | None] = {}
-
-    def why_not(node: fx.Node) -> str | None:
-        if node.op == "placeholder":
-            return None
-        if node not in supported:
-            supported[node] = supports(node)
-        return supported[node] or next(
-            filter(None, (why_not(arg) for arg in node.all_input_nodes if _is_free(arg))), None
-        )
-
     reasons: dict[fx.Node, str] = {}
     for node in work:
-        why = why_not(node)
+        why = supports(node, target)
         if why is None and any(written_storages(node) & storage for storage in shared):
             why = "it writes memory that two inputs share"
         if why is not None:

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "../errors.h"
 #include "torch_mpk/codegen/cpu.h"
 #include "torch_mpk/codegen/cuda.h"
 
@@ -9,6 +10,14 @@ namespace py = pybind11;
 namespace mpk {
 
 void bind_codegen(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Unsupported& error) {
+      set_error("UnsupportedError", error);
+    }
+  });
+
   py::class_<CudaProgram>(m, "CudaProgram", "One kernel's source and the tables it reads.")
       .def_readonly("source", &CudaProgram::source)
       .def_readonly("kernel_name", &CudaProgram::kernel_name)
@@ -29,7 +38,7 @@ void bind_codegen(py::module_& m) {
       .def_readonly("input_alignment", &CudaProgram::input_alignment)
       .def_readonly("phase_names", &CudaProgram::phase_names);
   m.def("generate_cuda", &generate_cuda, py::arg("schedule"), py::arg("profiled") = false,
-        "Write the kernel of a schedule for a CUDA target. Raises RuntimeError naming the node that cannot be "
+        "Write the kernel of a schedule for a CUDA target. Raises UnsupportedError naming the node that cannot be "
         "generated.");
   m.def(
       "generate_cpu_tiles",

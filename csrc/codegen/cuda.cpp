@@ -134,13 +134,11 @@ class Generator {
                                "; expected cuda with compute capability 8.0 or newer");
     if (schedule_.phases.empty()) throw std::runtime_error("codegen: the schedule has no phases");
     if (plan_.num_scalars > kMaxScalars)
-      throw std::runtime_error("codegen: the graph takes " + str(plan_.num_scalars) + " sizes, a launch at most " +
-                               str(kMaxScalars));
+      throw Unsupported("the graph takes " + str(plan_.num_scalars) + " sizes, a launch at most " + str(kMaxScalars));
     const int64_t bytes = static_cast<int64_t>(sizeof(LaunchParams)) + 8 * (plan_.num_inputs + plan_.num_outputs);
     if (bytes > kMaxLaunchBytes)
-      throw std::runtime_error("codegen: the graph has " + str(plan_.num_inputs) + " inputs and " +
-                               str(plan_.num_outputs) + " outputs, whose pointers do not fit the " +
-                               str(kMaxLaunchBytes) + " bytes of a launch");
+      throw Unsupported("the graph has " + str(plan_.num_inputs) + " inputs and " + str(plan_.num_outputs) +
+                        " outputs, whose pointers do not fit the " + str(kMaxLaunchBytes) + " bytes of a launch");
   }
 
   // The same text as before gets the same number.

@@ -51,7 +51,7 @@ struct JobCode {
   uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another one
 };
 
-// Throws std::runtime_error naming the node when it cannot be generated.
+// Throws Unsupported naming the node when it cannot be generated.
 JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim);
 JobCode emit_tile(Plan& plan, const Node& node);  // of role kTile
 

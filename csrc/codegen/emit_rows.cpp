@@ -3,13 +3,13 @@
 #include <stdexcept>
 
 #include "emit.h"
+#include "torch_mpk/codegen/unsupported.h"
 #include "torch_mpk/device/table.h"
 
 namespace mpk::codegen {
 
 void fail(const Node& node, const std::string& why) {
-  throw std::runtime_error("codegen: node " + str(node.id) + ", " + node.def->name +
-                           (node.label.empty() ? "" : " (" + node.label + ")") + ": " + why);
+  throw Unsupported(node.def->name + (node.label.empty() ? "" : " (" + node.label + ")") + ": " + why);
 }
 
 int Refs::add_raw(uint32_t index, uint64_t offset) {

@@ -19,6 +19,7 @@ from torch_mpk.dump import Dump
 from torch_mpk.errors import DeclinedError, MpkWarning, UnsupportedError
 from torch_mpk.partition import Partitioned, partition
 from torch_mpk.patterns import apply
+from torch_mpk.runtime.device import backend_of
 
 NOISY_RUNS = 3
 # How much further than noisy runs of eager from the plain one a right result may lie.
@@ -107,13 +108,13 @@ def _sharing(tensors: list[Tensor]) -> list[int]:
 # ---- ways to run a graph ----
 
 
-def _partitioned(gm: fx.GraphModule, inputs: list[Tensor]) -> Partitioned:
+def _partitioned(gm: fx.GraphModule, inputs: list[Tensor], target: _C.Target | None = None) -> Partitioned:
     check_call(inputs)
     captured = capture(gm, inputs)
     check_graph(captured)
     mutated = [i for i, graph_input in enumerate(captured.inputs) if graph_input.is_mutated]
     check_mutations([graph_input.source for graph_input in captured.inputs], mutated, inputs)
-    return partition(apply(captured.graph_module), 1)
+    return partition(apply(captured.graph_module), 1, target)
 
 
 def _num_ours(partitioned: Partitioned) -> int:
@@ -122,9 +123,23 @@ def _num_ours(partitioned: Partitioned) -> int:
 
 def by_stages(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
     """The backend without Dynamo, and without the net that turns an error of ours into a fallback."""
-    partitioned = _partitioned(gm, inputs)
-    program = runtime.Program.build(partitioned, inputs[0].device, Options(fallback="eager"), Dump.next())
+    device, options = inputs[0].device, Options(fallback="eager")
+    partitioned = _partitioned(gm, inputs, backend_of(device).target(device, options))
+    program = runtime.Program.build(partitioned, device, options, Dump.next())
     return program.callable(gm.forward), _num_ours(partitioned)
+
+
+def by_codegen(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
+    """The graph as it is divided for an H200, run by PyTorch. What is ours and has no kernel is wrong."""
+    target = _C.Target("cuda", 90, 132, 232448, True, True)
+    partitioned = _partitioned(gm, inputs, target)
+    for segment in partitioned.segments:
+        if segment.ours:
+            try:
+                _C.generate_cuda(_C.make_schedule(lowering.lower(segment.gm).graph, target))
+            except UnsupportedError as error:
+                raise Wrong(f"{segment.name} is ours and has no kernel: {error}") from error
+    return partitioned.gm, _num_ours(partitioned)
 
 
 def by_dynamo(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:

@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 import pytest
-from checking import Wrong, by_dynamo, by_reference_vm, by_stages, check
+from checking import Wrong, by_codegen, by_dynamo, by_reference_vm, by_stages, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_programs import KINDS, Program, Step, write
@@ -31,6 +31,12 @@ def test_fused_schedules_compute_it_in_any_legal_order(program: Program) -> None
 @given(PROGRAMS)
 def test_so_does_torch_compile(program: Program) -> None:
     check(program, by_dynamo)
+
+
+@settings(max_examples=40, **RANDOM)
+@given(PROGRAMS)
+def test_there_are_kernels_for_what_partitioning_takes(program: Program) -> None:
+    check(program, by_codegen)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,21 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(examples):
-    namespace: dict = {"__name__": "example"}
-    for example in examples:
-        exec(compile(example, str(Path(__file__).with_name("jit.md")), "exec"), namespace)
+@pytest.fixture
+def run(folder, monkeypatch):
+    """Runs examples as one module, which Dynamo's guards look up by its name."""
+    module = types.ModuleType("example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def run(examples):
+        for example in examples:
+            exec(compile(example, str(Path(__file__).with_name("jit.md")), "exec"), vars(module))
+        return module
+
+    return run
 
 
-def test_the_page_s_examples(folder):
+def test_the_page_s_examples(run):
     on_cpu = [example for example in EXAMPLES if not example.startswith("# on a GPU")]
     assert (len(FILES), len(on_cpu), len(EXAMPLES)) == (6, 3, 5)
     run(on_cpu)
@@ -47,8 +56,14 @@ def test_its_cuda_kernels_compile_for_sm_90a(folder, name):
         assert (cubin.kind, len(cubin.kernels), cubin.resources.spill_store_bytes) == ("cubin", 1, 0)
 
 
+def test_dynamo_finds_what_an_example_defines(run):
+    example = run(["from added import added", "two_more = lambda x: added(x) + 1"])
+    compiled = torch.compile(lambda x: example.two_more(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(5)), torch.full((5,), 3.0))
+
+
 @pytest.mark.gpu
-def test_its_examples_on_a_gpu(folder):
+def test_its_examples_on_a_gpu(run):
     run([example for example in EXAMPLES if example.startswith("# on a GPU")])
 
 

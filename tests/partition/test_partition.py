@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import torch_mpk.partition as stage
-from torch_mpk import patterns
+from torch_mpk import _C, patterns
 from torch_mpk.aliasing import is_view, storages
 from torch_mpk.capture import capture
 
@@ -62,7 +62,7 @@ def assert_well_formed(partitioned: stage.Partitioned) -> None:
 
 
 def partition_with(monkeypatch: pytest.MonkeyPatch, gm: fx.GraphModule, *unsupported: Any) -> stage.Partitioned:
-    monkeypatch.setattr(stage, "supports", lambda node: "refused" if node.target in unsupported else None)
+    monkeypatch.setattr(stage, "supports", lambda node, target: "refused" if node.target in unsupported else None)
     partitioned = stage.partition(gm, min_segment_nodes=1)
     assert_well_formed(partitioned)
     return partitioned
@@ -111,7 +111,7 @@ def test_a_small_run_between_fallbacks_is_left_to_them(monkeypatch):
         return (x,)
 
     gm = graph_of(function, X, W)
-    monkeypatch.setattr(stage, "supports", lambda node: "refused" if node.target is aten.sort.default else None)
+    monkeypatch.setattr(stage, "supports", lambda node, target: "refused" if node.target is aten.sort.default else None)
     monkeypatch.setattr(stage, "KERNEL_US", 4)
     monkeypatch.setattr(stage, "LAUNCH_US", 20)
     monkeypatch.setattr(stage, "PHASE_US", 8)
@@ -123,6 +123,41 @@ def test_a_small_run_between_fallbacks_is_left_to_them(monkeypatch):
     assert_same_effect(gm, partitioned, X, W)
     whole = graph_of(lambda x, w: (F.linear(x, w),), X, W)
     assert ours(stage.partition(whole)) == [True], "a graph that is ours whole is one launch, however small"
+
+
+H200 = _C.Target("cuda", 90, 132, 232448, True, True)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "begin", "why"),
+    [
+        (12, 0, "attention: the head size must be a multiple of 8 up to 256, got 12"),
+        (8, 2, "attention: operand k_cache needs offsets and strides that are multiples of 16 bytes"),
+    ],
+)
+def test_only_the_attention_that_has_no_cuda_kernel_falls_back(head_size, begin, why):
+    def function(x, cache, w):
+        part = cache[..., begin : begin + head_size]
+        y = F.scaled_dot_product_attention(F.linear(x, w).view(1, 2, 1, head_size), part, part)
+        return (F.linear(y.view(1, 2 * head_size), w),)
+
+    args = torch.randn(1, 2 * head_size), torch.randn(1, 2, 5, 16), torch.randn(2 * head_size, 2 * head_size)
+    gm = graph_of(function, *args)
+    assert ours(stage.partition(gm, 1, _C.Target("cpu"))) == [True]
+    partitioned = stage.partition(gm, 1, H200)
+    assert_well_formed(partitioned)
+    assert ours(partitioned) == [True, False, True]
+    assert [(f.node, f.why) for f in partitioned.fallbacks] == [("attention", why)]
+    assert_same_effect(gm, partitioned, *args)
+
+
+def test_a_kernel_takes_more_of_what_another_one_makes():
+    """Too large for shared memory, x is read from where it lies: workspace is aligned, an input may not be."""
+    x, w = torch.randn(16, 8192), torch.randn(8, 8192)
+    assert ours(stage.partition(graph_of(lambda x, w: (F.linear(x * 2, w),), x, w), 1, H200)) == [True]
+    partitioned = stage.partition(graph_of(lambda x, w: (F.linear(x, w),), x, w), 1, H200)
+    assert ours(partitioned) == [False]
+    assert partitioned.fallbacks[0].why == "linear: x is too large to stage and not aligned to 16 bytes"
 
 
 def test_in_place_effects_keep_their_order(monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_kernel import SMEM_BYTES, EmulatedKernel
+from every_task import SAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from torch_mpk.persistent_kernel import task_layers
 from torch_mpk.persistent_kernel.task_layers import TaskLayers, layer_name
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CASES = [pytest.param(t, s, id=f"{t.name}-{i}") for t in registry.tasks() for i, s in enumerate(t.samples)]
 OWN = [task for task in registry.tasks() if task.__module__.startswith("torch_mpk.tasks.")]
 ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2.0**-16}
 
@@ -39,7 +39,7 @@ def run(kernel: PersistentKernel) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("task", "sample"), CASES)
+@pytest.mark.parametrize(("task", "sample"), SAMPLES)
 def test_a_layer_runs_its_task(task, sample, dtype, device):
     operands, attrs = task.sample(sample, dtype, device)
     expected_operands = [None if t is None else t.clone() for t in operands]

@@ -6,9 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import simulated_gpu
 from fake_driver import Fake, build, state_of
 
 from torch_mpk import _C
+from torch_mpk.runtime import cuda
+from torch_mpk.runtime.device import BACKENDS
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +37,16 @@ def fake(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     yield state
     assert state.num_violations == 0
     assert state.context_depth == 0
+
+
+@pytest.fixture
+def simulated(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
+    """What would run on the CPU takes the CUDA path, up to the launch."""
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(BACKENDS, "cpu", "simulated_gpu")
+    monkeypatch.setattr(cuda, "compile_cuda", simulated_gpu.not_compiled)
+    monkeypatch.setattr(simulated_gpu, "driver", fake, raising=False)
+    return fake
 
 
 @pytest.fixture

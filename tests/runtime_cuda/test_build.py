@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import UnsupportedError
+from torch_mpk.errors import MpkWarning, UnsupportedError
 from torch_mpk.runtime import cuda
 from torch_mpk.runtime.device import watchdog_seconds
 from torch_mpk.runtime.plan import Plan
@@ -69,3 +70,15 @@ def test_the_watchdog_of_the_option_goes_before_that_of_the_environment(monkeypa
     monkeypatch.setenv("TORCH_MPK_WATCHDOG_SECONDS", "3")
     assert watchdog_seconds(Options()) == 3
     assert watchdog_seconds(Options(watchdog_seconds=0)) == 0
+
+
+def test_attention_that_has_no_kernel_runs_between_launches(simulated):
+    def step(x, cache, w):
+        y = F.scaled_dot_product_attention(F.linear(x, w).view(1, 2, 1, 12), cache, cache)
+        return F.linear(y.view(1, 24), w)
+
+    compiled = torch.compile(step, backend="mpk", options={"fallback": "eager", "min_segment_nodes": 1})
+    args = torch.randn(1, 24), torch.randn(1, 2, 5, 12), torch.randn(24, 24)
+    with torch.inference_mode(), pytest.warns(MpkWarning, match="a part of this graph .* the head size must be"):
+        compiled(*args)
+    assert simulated.num_launches == 2

@@ -16,7 +16,6 @@ from torch_mpk.build_cache import build_key
 from torch_mpk.config import Options
 from torch_mpk.errors import MpkWarning
 from torch_mpk.jit import Cache
-from torch_mpk.runtime import cuda
 from torch_mpk.runtime.device import BACKENDS
 from torch_mpk.testing.decode import prefill
 from torch_mpk.testing.tiny import random_ids, tiny_model
@@ -54,15 +53,6 @@ def decode_step(driver) -> tuple[list[int], tuple, tuple[int, ...], list[str]]:
     geometry = (driver.grid[:], driver.block[:], driver.shared_bytes, len(data))
     stages = list(timing.recent[-1].stages)
     return [known.get(p, -1) for p in pointers], geometry, tuple(ctypes.string_at(table, 256)), stages
-
-
-@pytest.fixture
-def simulated(fake, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(BACKENDS, "cpu", "simulated_gpu")
-    monkeypatch.setattr(cuda, "compile_cuda", simulated_gpu.not_compiled)
-    monkeypatch.setattr(simulated_gpu, "driver", fake, raising=False)
-    return fake
 
 
 def test_another_process_goes_straight_to_the_same_launch(simulated, tmp_path):

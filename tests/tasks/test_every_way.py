@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import plugin  # noqa: F401  declares tasks
 import pytest
 import torch
 from emulated_kernel import EmulatedKernel, aligned
+from every_task import SAMPLES, TASKS
 
 from torch_mpk import _C, registry
 from torch_mpk.capture import capture
@@ -19,10 +19,7 @@ from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
 from torch_mpk.testing.tasks import DTYPES, Calls, samples_of
 
-TASKS = [task for task in registry.tasks() if task.samples]
 CUSTOM = [task for task in TASKS if task.role == "tile" and task.header]
-ON_DEVICE = [task for task in TASKS if task.role != "tile" or task.header]  # other tests' tasks may have no device code
-SAMPLES = [pytest.param(task, s, id=f"{task.name}-{i}") for task in TASKS for i, s in enumerate(task.samples)]
 
 
 def test_the_plugin_is_there() -> None:
@@ -48,7 +45,7 @@ def test_cpu_runtime(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "arch"), [(torch.float32, 80), (torch.bfloat16, 90)], ids=str)
 def test_emulated_kernel(tmp_path: Path, dtype: torch.dtype, arch: int) -> None:
-    calls = Calls(samples_of(ON_DEVICE, dtype))
+    calls = Calls(samples_of(TASKS, dtype))
     kernel = EmulatedKernel(calls.lowered.graph, tmp_path, arch=arch)
     calls.check_graph(functools.partial(launch, kernel))
 
@@ -134,4 +131,4 @@ def test_tile_tasks_compile(dtype: torch.dtype, arch: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cuda(dtype: torch.dtype) -> None:
-    Calls(samples_of(ON_DEVICE, dtype, "cuda")).check_pipeline(torch.device("cuda", 0))
+    Calls(samples_of(TASKS, dtype, "cuda")).check_pipeline(torch.device("cuda", 0))

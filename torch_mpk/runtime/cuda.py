@@ -39,7 +39,7 @@ def target(device: torch.device, options: Options) -> _C.Target:
 
 
 def generate(schedule: _C.Schedule, options: Options, dump: Dump) -> _C.CudaProgram:
-    """Raises RuntimeError naming the node that cannot be generated."""
+    """Raises UnsupportedError naming the node that cannot be generated."""
     program = _C.generate_cuda(schedule, options.profile)
     dump.write("6.kernel.cu", program.source)
     return program

@@ -45,8 +45,7 @@ def make_plan(gm: torch.fx.GraphModule, device: torch.device, options: Options, 
     """Lowers a segment, schedules it for the device and generates its program.
 
     Raises:
-        UnsupportedError: a node cannot be lowered, or the device is not supported.
-        RuntimeError: a node cannot be generated.
+        UnsupportedError: a node cannot be lowered or generated, or the device is not supported.
     """
     backend = backend_of(device)
     with stage("lowering"):

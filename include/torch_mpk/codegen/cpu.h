@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "torch_mpk/codegen/unsupported.h"
 #include "torch_mpk/graph/tb_graph.h"
 
 namespace mpk {
@@ -14,7 +15,7 @@ struct CpuTiles {
   std::vector<std::pair<int, int>> functions;  // a node, and its place in that table
 };
 
-// Throws std::runtime_error naming the node when it cannot be generated.
+// Throws Unsupported naming the node when it cannot be generated.
 CpuTiles generate_cpu_tiles(const TBGraph& graph);
 
 }  // namespace mpk

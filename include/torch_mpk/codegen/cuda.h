@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "torch_mpk/codegen/unsupported.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace mpk {
@@ -26,8 +27,8 @@ struct CudaProgram {
   std::vector<std::string> phase_names;  // for error messages and profiles
 };
 
-// `profiled`: the kernel notes when each worker passes each phase. Throws std::runtime_error naming the node when a
-// task cannot be generated for the schedule's target.
+// `profiled`: the kernel notes when each worker passes each phase. Throws Unsupported naming the node when a task
+// cannot be generated for the schedule's target.
 CudaProgram generate_cuda(const Schedule& schedule, bool profiled = false);
 
 }  // namespace mpk
