@@ -17,6 +17,22 @@ MPK_DEVICE void store_word(uint32_t* p, T v, uint32_t tag) {
   ptx::store_relaxed_gpu(p, tag << 16 | *reinterpret_cast<const uint16_t*>(&v));
 }
 
+template <class T, int N>
+MPK_DEVICE void store_words(uint32_t* p, const Vec<T, N>& v, uint32_t tag) {
+  if constexpr (N % 4 == 0) {
+    const uint2* pairs = reinterpret_cast<const uint2*>(&v);
+    const uint32_t high = tag << 16;
+#pragma unroll
+    for (int i = 0; i < N / 4; i++)
+      ptx::store_relaxed_gpu_v4(p + 4 * i,
+                                make_uint4(ptx::low_halves(pairs[i].x, tag), ptx::high_halves(pairs[i].x, high),
+                                           ptx::low_halves(pairs[i].y, tag), ptx::high_halves(pairs[i].y, high)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) store_word(p + i, v.v[i], tag);
+  }
+}
+
 // Every few thousand polls; see keep_waiting.
 __device__ __noinline__ uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint32_t seen, uint32_t tag,
                                               uint64_t since) {
@@ -47,12 +63,27 @@ MPK_DEVICE uint32_t differing(const uint4& words, uint32_t tags) {
   return ((words.x ^ tags) | (words.y ^ tags) | (words.z ^ tags) | (words.w ^ tags)) >> 16;
 }
 
+// Four words once they all have the tag, or others when the launch was given up.
+__device__ __noinline__ uint4 wait_words(const Watchdog& dog, const uint32_t* p, uint32_t tag, uint32_t phase) {
+  uint4 words{};
+  spin(
+      dog, [&] { return differing(words = ptx::load_relaxed_gpu_v4(p), tag << 16) == 0; },
+      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kWord, phase, words.x >> 16, tag, 0); });
+  return words;
+}
+
 // copy_row from tagged words. A thread has all its loads in flight before it looks at the first tag. Where it has many,
 // it polls its first words alone until they have come, which loads the memory less.
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_tagged_row(Group& group, T* dst, const uint32_t* src, uint32_t tag) {
   if constexpr (!vectorized) {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = element_of<T>(group.c, 0, src + i, tag);
+  } else if constexpr (kRowWidth<T, N> == 4) {
+    if (group.rank >= N / 4) return;
+    const uint4 words = wait_words(group.c.shared.watchdog, src + 4 * group.rank, tag, group.c.phase);
+    if (differing(words, tag << 16) != 0) group.c.failed = true;
+    reinterpret_cast<uint2*>(dst)[group.rank] =
+        make_uint2(ptx::low_halves(words.x, words.y), ptx::low_halves(words.z, words.w));
   } else {
     constexpr int kVec = kVecSize<T>, kSteps = (N / kVec + Group::kSize - 1) / Group::kSize;
     const uint32_t tags = tag << 16;

@@ -12,8 +12,9 @@ template <class V, class Group>
 struct Task {
   using T = typename V::T;
   using Weight = typename V::Weight;
-  static constexpr int kWidth = V::kVectorized ? kVecSize<T> : 1;  // elements of one access
+  static constexpr int kWidth = V::kVectorized ? kRowWidth<T, V::kSize> : 1;  // elements of one access
   static constexpr int kSteps = (V::kSize / kWidth + Group::kSize - 1) / Group::kSize;
+  static constexpr bool kSameTypes = kSame<T, Weight>;
   static constexpr bool kKeepWeight = V::kHasWeight && kSteps <= 4;
 
   const Weight* weight = nullptr;
@@ -48,22 +49,22 @@ struct Task {
     for (int s = 0; s < kSteps; s++) {
       const int i = s * Group::kSize + group.rank;
       if (i < V::kSize / kWidth) {
-        Vec<T, kWidth> x = pieces[i];
+        const Vec<T, kWidth> x = pieces[i];
         Vec<Weight, kWidth> w = kept[kKeepWeight ? s : 0];
         if constexpr (V::kHasWeight && !kKeepWeight) w = reinterpret_cast<const Vec<Weight, kWidth>*>(weight)[i];
+        float n[kWidth];
 #pragma unroll
         for (int e = 0; e < kWidth; e++) {
-          const float n = __fmul_rn(to_float(x.v[e]), scale);
-          if constexpr (!V::kHasWeight)
-            x.v[e] = cast<T>(n);
-          else if constexpr (V::kStyle == Style::kLlama)
-            x.v[e] = cast<T>(__fmul_rn(to_float(cast<T>(n)), to_float(w.v[e])));
-          else if constexpr (V::kStyle == Style::kTorch)
-            x.v[e] = cast<T>(__fmul_rn(n, to_float(w.v[e])));
-          else
-            x.v[e] = cast<T>(__fmul_rn(n, __fadd_rn(1.0f, to_float(w.v[e]))));
+          n[e] = __fmul_rn(to_float(x.v[e]), scale);
+          if constexpr (V::kHasWeight && V::kStyle == Style::kLlama && !kSameTypes)
+            n[e] = __fmul_rn(to_float(cast<T>(n[e])), to_float(w.v[e]));
+          else if constexpr (V::kHasWeight && V::kStyle == Style::kTorch)
+            n[e] = __fmul_rn(n[e], to_float(w.v[e]));
+          else if constexpr (V::kHasWeight && V::kStyle == Style::kGemma)
+            n[e] = __fmul_rn(n[e], __fadd_rn(1.0f, to_float(w.v[e])));
         }
-        pieces[i] = x;
+        pieces[i] = round_to<T>(n);
+        if constexpr (V::kHasWeight && V::kStyle == Style::kLlama && kSameTypes) pieces[i] = multiply(pieces[i], w);
       }
     }
   }
