@@ -151,6 +151,7 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
       const Tensor& x = input_of(task);
       if (size % 2 != 0) fail(task, "the head size must be even, got " + str(size));
       row = options.batch_row ? "batch_row" : "row / " + str(x.shape[1]);
+      bool aligned = true;
       for (const char* angle : {"cos", "sin"}) {
         const Tensor& t = task.operand(angle).tensor;
         reads_first(t);
@@ -159,7 +160,10 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
         code.text += "    static MPK_DEVICE const T* " + std::string(angle) +
                      "(const Job& job, uint32_t row) { return " + refs.pointer(task, t) + " + " + row_offset(t, "row") +
                      "; }\n";
+        aligned &= aligned_rows(plan, t, true);
       }
+      code.text += "    static constexpr bool kVectorized = " + std::string(code.vectorized ? "true" : "false") +
+                   ", kAlignedTables = " + (aligned ? "true" : "false") + ";\n";
     } else {
       fail(task, "this row task has no CUDA code");
     }

@@ -42,6 +42,7 @@ def check_decoder(kernel: EmulatedKernel, limits: list[int], slot: int, toleranc
 
 def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
     sizes = {"batch": 3, "heads": 8, "groups": 2, "head_dim": 32, "ffn": 200, "length": 520, "vocab": 5000}
+    sizes["computed_tables"] = True
     left_behind = []
     for fuse, tagged in ((True, True), (True, False), (False, False)):
         folder = tmp_path / f"{fuse}{tagged}"
@@ -56,6 +57,19 @@ def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
         torch.manual_seed(1)
         left_behind.append(check_decoder(kernel, [0, 133, 520], 132, 2e-2))
     assert all(torch.equal(*pair) for other in left_behind[1:] for pair in zip(left_behind[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim", "limit"), [(2, 2, 128, 40), (4, 1, 80, 39), (14, 2, 64, 17), (10, 1, 256, 33)]
+)
+def test_heads_of_a_group_by_number_and_size(
+    tmp_path: Path, heads: int, groups: int, head_dim: int, limit: int
+) -> None:
+    """Tensor cores take four heads at a time, lanes 2 to 8 elements, and 10 heads take two passes."""
+    sizes = {"heads": heads, "groups": groups, "head_dim": head_dim, "layers": 1, "computed_tables": True}
+    kernel = EmulatedKernel(decoder(**sizes), tmp_path, tagged=True)
+    torch.manual_seed(heads)
+    check_decoder(kernel, [limit], limit - 1, 2e-2)
 
 
 @pytest.mark.parametrize(("groups", "length"), [(1, 700), (2, 450), (1, 2000)])

@@ -84,9 +84,12 @@ class Builder:
 
 def decoder(
     *, batch: int = 1, hidden: int = 64, heads: int = 4, groups: int = 2, head_dim: int = 16, ffn: int = 96,
-    length: int = 40, vocab: int = 100, layers: int = 2, dtype: str = "bfloat16",
+    length: int = 40, vocab: int = 100, layers: int = 2, dtype: str = "bfloat16", computed_tables: bool = False,
 ) -> _C.TBGraph:  # fmt: skip
-    """A decode step: hidden state in, logits out; KV caches and counters updated in place."""
+    """A decode step: hidden state in, logits out; KV caches and counters updated in place.
+
+    With ``computed_tables`` rope's tables are made of the inputs of those names, as in a model, not given.
+    """
     register_tasks()
     b = Builder()
     x = b.buffer("input", "x", dtype, [batch, hidden])
@@ -108,6 +111,9 @@ def decoder(
     def linear(name: str, t: _C.Tensor, n: int) -> _C.Tensor:
         operands = [("x", t), ("weight", weight(f"{name}.weight", n, t.shape[1]))]
         return b.node("linear", operands, value(name, batch, n), {}, name)
+
+    if computed_tables:
+        cos, sin = (b.pointwise(op, [cos, sin], value(op, batch, head_dim)) for op in ("add", "mul"))
 
     def rope(name: str, t: _C.Tensor, num_heads: int) -> _C.Tensor:
         operands = [("x", b.view(t, [batch, num_heads, head_dim])), ("cos", cos), ("sin", sin)]

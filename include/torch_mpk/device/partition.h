@@ -54,6 +54,11 @@ struct KvPiece {
   uint32_t first;         // the number of the group's first piece among all
 };
 
+// Tiles of a piece, at most, and the pieces of all.
+struct KvCut {
+  uint32_t length, pieces;
+};
+
 MPK_HOST_DEVICE uint32_t kv_count(uint32_t tiles, uint32_t length) { return (tiles + length - 1) / length; }
 
 // tiles_of(row): the tiles of a group of that batch row, at least 1.

@@ -185,4 +185,65 @@ struct alignas(sizeof(T) * N) Vec {
 template <class T>
 inline constexpr int kVecSize = 16 / sizeof(T);
 
+// ---- several elements of a row at once: for 16 bits, two take one instruction
+
+template <class T>
+struct PairOf;
+template <>
+struct PairOf<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+  static MPK_DEVICE type round(float a, float b) { return __floats2bfloat162_rn(a, b); }
+};
+template <>
+struct PairOf<__half> {
+  using type = __half2;
+  static MPK_DEVICE type round(float a, float b) { return __floats2half2_rn(a, b); }
+};
+
+template <class T, int N>
+MPK_DEVICE Vec<T, N> round_to(const float (&v)[N]) {
+  Vec<T, N> r;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    if constexpr (kIsReduced<T> && N % 2 == 0) {
+      if (i % 2 == 0) reinterpret_cast<typename PairOf<T>::type*>(&r)[i / 2] = PairOf<T>::round(v[i], v[i + 1]);
+    } else {
+      r.v[i] = cast<T>(v[i]);
+    }
+  }
+  return r;
+}
+
+// Each result is rounded once, whether it is computed in T or in float: float has more than twice as many bits.
+template <class T, int N, class Pairs, class Singles>
+MPK_DEVICE Vec<T, N> elementwise(const Vec<T, N>& a, const Vec<T, N>& b, Pairs pairs, Singles singles) {
+  Vec<T, N> r;
+  if constexpr (kIsReduced<T> && N % 2 == 0) {
+    using Pair = typename PairOf<T>::type;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      reinterpret_cast<Pair*>(&r)[i] =
+          pairs(reinterpret_cast<const Pair*>(&a)[i], reinterpret_cast<const Pair*>(&b)[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) r.v[i] = cast<T>(singles(to_float(a.v[i]), to_float(b.v[i])));
+  }
+  return r;
+}
+template <class T, int N>
+MPK_DEVICE Vec<T, N> multiply(const Vec<T, N>& a, const Vec<T, N>& b) {
+  return elementwise(
+      a, b, [](auto x, auto y) { return __hmul2_rn(x, y); }, [](float x, float y) { return __fmul_rn(x, y); });
+}
+template <class T, int N>
+MPK_DEVICE Vec<T, N> add(const Vec<T, N>& a, const Vec<T, N>& b) {
+  return elementwise(
+      a, b, [](auto x, auto y) { return __hadd2_rn(x, y); }, [](float x, float y) { return __fadd_rn(x, y); });
+}
+template <class T, int N>
+MPK_DEVICE Vec<T, N> subtract(const Vec<T, N>& a, const Vec<T, N>& b) {
+  return elementwise(
+      a, b, [](auto x, auto y) { return __hsub2_rn(x, y); }, [](float x, float y) { return __fsub_rn(x, y); });
+}
+
 }  // namespace mpk

@@ -130,6 +130,11 @@ MPK_DEVICE void store_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+MPK_DEVICE void store_relaxed_gpu_v4(uint32_t* p, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 MPK_DEVICE void add_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -206,6 +211,13 @@ MPK_DEVICE bool barrier_or(bool value) {
       : "r"(static_cast<uint32_t>(value)), "n"(threads)
       : "memory");
   return any;
+}
+
+// 2^x to a millionth; what would be subnormal is 0.
+MPK_DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 MPK_DEVICE uint64_t global_time_ns() {

@@ -45,6 +45,11 @@ struct Choose<false, A, B> {
   using Type = B;
 };
 
+template <class A, class B>
+inline constexpr bool kSame = false;
+template <class A>
+inline constexpr bool kSame<A, A> = true;
+
 template <class C>
 struct WarpThreads {
   static constexpr int kSize = 32;
@@ -93,18 +98,31 @@ struct CtaThreads {
   MPK_DEVICE void sync() { c.sync(); }
 };
 
+// Elements that a lane takes at a time of a row that a warp works on: as few as leave it with one access, or 16 bytes.
+template <class T>
+constexpr int lane_width(int size) {
+  int width = 1;
+  while (width < kVecSize<T> && 32 * width < size) width *= 2;
+  return width;
+}
+
 // Whether rows are shared out among the warps, or the whole CTA works on each. The same rule for all jobs, for equal
 // bits.
 constexpr bool rows_by_warp(int row_bytes, int64_t num_rows) {
   return row_bytes <= 512 || (row_bytes <= 2048 && num_rows >= 4);
 }
 
+// Elements that a thread takes at a time of a row of N whose rows begin at 16 bytes: short rows keep a whole warp busy.
+template <class T, int N>
+inline constexpr int kRowWidth = N <= 4 * 32 ? 4 : kVecSize<T>;
+
 // Copies a row of N elements between memory and shared memory. The same thread of a group always has the same elements.
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
   if constexpr (vectorized) {
-    for (int i = group.rank; i < N / kVecSize<T>; i += Group::kSize)
-      reinterpret_cast<uint4*>(dst)[i] = reinterpret_cast<const uint4*>(src)[i];
+    using Piece = Vec<T, kRowWidth<T, N>>;
+    for (int i = group.rank; i < N / kRowWidth<T, N>; i += Group::kSize)
+      reinterpret_cast<Piece*>(dst)[i] = reinterpret_cast<const Piece*>(src)[i];
   } else {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = src[i];
   }

@@ -17,6 +17,22 @@ MPK_DEVICE void store_word(uint32_t* p, T v, uint32_t tag) {
   ptx::store_relaxed_gpu(p, tag << 16 | *reinterpret_cast<const uint16_t*>(&v));
 }
 
+template <class T, int N>
+MPK_DEVICE void store_words(uint32_t* p, const Vec<T, N>& v, uint32_t tag) {
+  if constexpr (N % 4 == 0) {
+    const uint2* pairs = reinterpret_cast<const uint2*>(&v);
+    const uint32_t high = tag << 16;
+#pragma unroll
+    for (int i = 0; i < N / 4; i++)
+      ptx::store_relaxed_gpu_v4(p + 4 * i,
+                                make_uint4(ptx::low_halves(pairs[i].x, tag), ptx::high_halves(pairs[i].x, high),
+                                           ptx::low_halves(pairs[i].y, tag), ptx::high_halves(pairs[i].y, high)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) store_word(p + i, v.v[i], tag);
+  }
+}
+
 // Every few thousand polls; see keep_waiting.
 __device__ __noinline__ uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint32_t seen, uint32_t tag,
                                               uint64_t since) {
@@ -45,6 +61,15 @@ MPK_DEVICE T element_of(C& c, uint32_t word, const uint32_t* p, uint32_t tag) {
 
 MPK_DEVICE uint32_t differing(const uint4& words, uint32_t tags) {
   return ((words.x ^ tags) | (words.y ^ tags) | (words.z ^ tags) | (words.w ^ tags)) >> 16;
+}
+
+// Four words once they all have the tag, or others when the launch was given up.
+__device__ __noinline__ uint4 wait_words(const Watchdog& dog, const uint32_t* p, uint32_t tag, uint32_t phase) {
+  uint4 words{};
+  spin(
+      dog, [&] { return differing(words = ptx::load_relaxed_gpu_v4(p), tag << 16) == 0; },
+      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kWord, phase, words.x >> 16, tag, 0); });
+  return words;
 }
 
 // Pieces rank, rank + stride, ... of 16 bytes, `pieces` in all and at most kSteps for a thread, from tagged words.
@@ -95,7 +120,13 @@ __device__ __noinline__ bool copy_words(uint4* dst, const uint32_t* src, uint32_
 // copy_row from tagged words.
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_tagged_row(Group& group, T* dst, const uint32_t* src, uint32_t tag) {
-  if constexpr (vectorized) {
+  if constexpr (vectorized && kRowWidth<T, N> == 4 && sizeof(T) == 2) {
+    if (group.rank >= N / 4) return;
+    const uint4 words = wait_words(group.c.shared.watchdog, src + 4 * group.rank, tag, group.c.phase);
+    if (differing(words, tag << 16) != 0) group.c.failed = true;
+    reinterpret_cast<uint2*>(dst)[group.rank] =
+        make_uint2(ptx::low_halves(words.x, words.y), ptx::low_halves(words.z, words.w));
+  } else if constexpr (vectorized) {
     constexpr int kPieces = N / kVecSize<T>, kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
     if (!copy_words<kSteps>(reinterpret_cast<uint4*>(dst), src, tag, group.rank, Group::kSize, kPieces,
                             group.c.shared.watchdog, group.c.phase))

@@ -63,14 +63,15 @@ template <class V, class Group>
 struct Task {
   using T = typename V::T;
   using Weight = typename V::Weight;
-  static constexpr int kWidth = V::kVectorized ? kVecSize<T> : 1;  // elements of one access
+  static constexpr int kWidth = V::kVectorized ? kRowWidth<T, V::kSize> : 1;  // elements of one access
   static constexpr int kPieces = V::kSize / kWidth;
   static constexpr int kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
   static constexpr bool kKeeps = V::kVectorized && kSteps <= 4 && sizeof(Weight) == sizeof(T);
-  static constexpr bool kOutOfLine = kKeeps && Group::kSize == kConsumerThreads;
+  static constexpr bool kOutOfLine = kKeeps && Group::kSize == kConsumerThreads && kWidth == kVecSize<T>;
+  using Weights = Vec<Weight, kWidth>;
 
   const Weight* weight = nullptr;
-  Kept<kKeeps ? kSteps : 1> kept{};  // of the weights
+  Weights kept[kKeeps ? kSteps : 1] = {};
 
   MPK_DEVICE Task(const Group& group, const Job& job, uint32_t) {
     if constexpr (V::kHasWeight) weight = V::weight(job);
@@ -78,14 +79,15 @@ struct Task {
 #pragma unroll
       for (int s = 0; s < kSteps; s++)
         if (const int i = s * Group::kSize + group.rank; i < kPieces)
-          kept.pieces[s] = reinterpret_cast<const uint4*>(weight)[i];
+          kept[s] = reinterpret_cast<const Weights*>(weight)[i];
     }
   }
 
   MPK_DEVICE void apply(Group& group, T* row) {
     if constexpr (kOutOfLine) {
       group.c.alive = normalise<T, V::kStyle, V::kHasWeight>(
-          reinterpret_cast<uint4*>(row), kept, kPieces, 1.0f / V::kSize, V::kEps, group.partials(), group.c.failed);
+          reinterpret_cast<uint4*>(row), reinterpret_cast<const Kept<kSteps>&>(kept), kPieces, 1.0f / V::kSize, V::kEps,
+          group.partials(), group.c.failed);
     } else {
       Vec<T, kWidth>* pieces = reinterpret_cast<Vec<T, kWidth>*>(row);
       float sum = 0;
@@ -99,16 +101,22 @@ struct Task {
       for (int s = 0; s < kSteps; s++) {
         const int i = s * Group::kSize + group.rank;
         if (i >= kPieces) break;
-        Vec<T, kWidth> x = pieces[i];
-        Vec<Weight, kWidth> w{};
+        const Vec<T, kWidth> x = pieces[i];
+        Weights w{};
         if constexpr (V::kHasWeight && kKeeps)
-          w = reinterpret_cast<const Vec<Weight, kWidth>&>(kept.pieces[s]);
+          w = kept[s];
         else if constexpr (V::kHasWeight)
-          w = reinterpret_cast<const Vec<Weight, kWidth>*>(weight)[i];
+          w = reinterpret_cast<const Weights*>(weight)[i];
+        if constexpr (V::kHasWeight && V::kStyle == Style::kLlama && kSame<T, Weight>) {
+          float n[kWidth];
 #pragma unroll
-        for (int e = 0; e < kWidth; e++)
-          x.v[e] = normalised<T, V::kStyle>(to_float(x.v[e]), scale, V::kHasWeight ? &w.v[e] : nullptr);
-        pieces[i] = x;
+          for (int e = 0; e < kWidth; e++) n[e] = __fmul_rn(to_float(x.v[e]), scale);
+          pieces[i] = multiply(round_to<T>(n), w);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kWidth; e++)
+            pieces[i].v[e] = normalised<T, V::kStyle>(to_float(x.v[e]), scale, V::kHasWeight ? &w.v[e] : nullptr);
+        }
       }
     }
   }

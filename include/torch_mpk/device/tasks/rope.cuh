@@ -5,14 +5,19 @@
 
 namespace mpk::rope {
 
-// V: T, kSize (the head size); cos(job, angle), sin(job, angle): rows of the table.
+// V: T, kSize (the head size), kVectorized (rows of x begin at 16 bytes), kAlignedTables (those of the tables, too);
+// cos(job, angle), sin(job, angle): rows of the tables.
 template <class V, class Group>
 struct Task {
   using T = typename V::T;
   static constexpr int kHalf = V::kSize / 2;
-  static constexpr int kSteps = (kHalf + Group::kSize - 1) / Group::kSize;
+  // Elements of one access: two or more, if possible, since two take one instruction.
+  static constexpr int kLane = lane_width<T>(kHalf), kLeast = kLane < 2 ? 2 : kLane;
+  static constexpr int kWidth = V::kVectorized && kHalf % kLeast == 0 ? kLeast : 1;
+  static constexpr int kSteps = (kHalf / kWidth + Group::kSize - 1) / Group::kSize;
+  using Piece = Vec<T, kWidth>;
 
-  T cos[kSteps][2] = {}, sin[kSteps][2] = {};  // of elements i and i + kHalf
+  Piece cos[kSteps][2] = {}, sin[kSteps][2] = {};  // of pieces i and i + kHalf / kWidth
 
   MPK_DEVICE Task(const Group& group, const Job& job, uint32_t angle) {
     const T* cos_row = V::cos(job, angle);
@@ -20,33 +25,41 @@ struct Task {
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       const int i = s * Group::kSize + group.rank;
-      if (i < kHalf) {
-        cos[s][0] = cos_row[i];
-        cos[s][1] = cos_row[i + kHalf];
-        sin[s][0] = sin_row[i];
-        sin[s][1] = sin_row[i + kHalf];
+      if (i < kHalf / kWidth) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          cos[s][half] = load(cos_row + half * kHalf + i * kWidth);
+          sin[s][half] = load(sin_row + half * kHalf + i * kWidth);
+        }
       }
     }
-  }
-
-  static MPK_DEVICE T combine(float x, T cos, float rotated, T sin) {
-    const T a = cast<T>(__fmul_rn(x, to_float(cos)));
-    const T b = cast<T>(__fmul_rn(rotated, to_float(sin)));
-    return cast<T>(__fadd_rn(to_float(a), to_float(b)));
   }
 
   MPK_DEVICE void apply(Group& group, T* row) {
     group.sync();  // pairs cross the threads that wrote them
+    Piece* pieces = reinterpret_cast<Piece*>(row);
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       const int i = s * Group::kSize + group.rank;
-      if (i < kHalf) {
-        const float low = to_float(row[i]), high = to_float(row[i + kHalf]);
-        row[i] = combine(low, cos[s][0], -high, sin[s][0]);
-        row[i + kHalf] = combine(high, cos[s][1], low, sin[s][1]);
+      if (i < kHalf / kWidth) {
+        const Piece low = pieces[i], high = pieces[i + kHalf / kWidth];
+        pieces[i] = subtract(multiply(low, cos[s][0]), multiply(high, sin[s][0]));
+        pieces[i + kHalf / kWidth] = add(multiply(high, cos[s][1]), multiply(low, sin[s][1]));
       }
     }
     group.sync();
+  }
+
+ private:
+  static MPK_DEVICE Piece load(const T* p) {
+    if constexpr (V::kAlignedTables) {
+      return *reinterpret_cast<const Piece*>(p);
+    } else {
+      Piece piece;
+#pragma unroll
+      for (int e = 0; e < kWidth; e++) piece.v[e] = p[e];
+      return piece;
+    }
   }
 };
 

@@ -42,6 +42,10 @@ inline uint4 load_relaxed_gpu_v4(const uint32_t* p) {
   return {load_relaxed_gpu(p), load_relaxed_gpu(p + 1), load_relaxed_gpu(p + 2), load_relaxed_gpu(p + 3)};
 }
 inline void store_relaxed_gpu(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline void store_relaxed_gpu_v4(uint32_t* p, const uint4& v) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 4; i++) store_relaxed_gpu(p + i, words[i]);
+}
 inline void add_relaxed_gpu(uint32_t* p, uint32_t v) {
   if (!emulator::at_fault(p)) __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
@@ -110,6 +114,7 @@ inline uint32_t transpose(uint32_t v) {
 inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
 inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000); }
 
+inline float exp2(float x) { return std::exp2(x); }
 inline int thread_index() { return threadIdx.x; }
 uint64_t global_time_ns();
 inline uint32_t clock() { return static_cast<uint32_t>(global_time_ns()); }
