@@ -152,13 +152,20 @@ class Generator {
   std::vector<uint8_t> job_row(int p, const Job& job, bool may_claim, uint32_t& rotation) {
     const JobCode code = emit_job(plan_, p, job, may_claim);
     std::vector<uint8_t> row;
-    JobRow head{variant(code), 0, static_cast<uint16_t>(rotation), static_cast<uint16_t>(job.loader_waits.size()),
-                static_cast<uint32_t>(code.refs.size())};
+    const bool streams = !code.load.empty() || !code.matrices.empty();
+    const std::vector<int> waits = streams ? job.loader_waits : std::vector<int>{};
+    const auto count = [](const auto& list) { return static_cast<uint16_t>(list.size()); };
+    JobRow head{
+        variant(code),       0, static_cast<uint16_t>(rotation), count(code.refs), count(code.parameters), count(waits),
+        count(code.matrices)};
     append(row, head);
     for (uint64_t ref : code.refs) append(row, ref);
-    for (int wait : job.loader_waits) append(row, static_cast<uint32_t>(wait));
+    for (const Parameter& parameter : code.parameters) append(row, parameter);
+    for (int wait : waits) append(row, static_cast<uint64_t>(wait));
+    if (!code.matrices.empty()) append(row, code.stream);
+    for (const MatrixRow& matrix : code.matrices) append(row, matrix);
     pad(row, 16);
-    head.bytes = static_cast<uint32_t>(row.size());
+    head.bytes = count(row);
     std::memcpy(row.data(), &head, sizeof(head));
     rotation = (rotation + code.num_small_workers) % schedule_.target.num_workers;
     return row;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "torch_mpk/device/table.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace mpk::codegen {
@@ -41,13 +42,16 @@ struct Plan {
 };
 
 struct JobCode {
-  std::string kind;          // the variant's name, but for its number: "Linear"
-  std::string compute;       // the consumers' function, called with (c, job)
-  std::string load;          // the loader's; empty: nothing to load
-  std::string staged_bytes;  // expression of the shared memory it stages, <V> standing for the variant; empty: none
-  std::string body;          // of the variant's struct
-  std::vector<std::string> headers;
-  std::vector<uint64_t> refs;
+  std::string kind;               // the variant's name, but for its number: "Linear"
+  std::string compute;            // the consumers' function, called with (c, job)
+  std::string load = "";          // the loader's, for what the table does not say; empty: nothing
+  std::string staged_bytes = "";  // expression of the shared memory staged, <V> standing for the variant; empty: none
+  std::string body = "";          // of the variant's struct
+  std::vector<std::string> headers = {};
+  std::vector<uint64_t> refs = {};
+  std::vector<Parameter> parameters = {};
+  StreamRow stream = {};  // of `matrices`
+  std::vector<MatrixRow> matrices = {};
   uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another one
 };
 
@@ -79,6 +83,9 @@ std::string row_offset(const Tensor& t, const std::string& row);
 // Whether 16-byte accesses to rows of the tensor are aligned; an input's pointer is then demanded to be, unless it is
 // an activation, which may come from anywhere.
 bool aligned_rows(Plan& plan, const Tensor& t, bool is_activation);
+
+// Whether the bytes of a row, and from row to row, fit the 32 bits that the loader has for them.
+bool has_short_rows(const Tensor& t);
 
 // References to memory, numbered in the order of use.
 class Refs {
@@ -133,12 +140,13 @@ struct Chain {
 };
 Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node& node, const Tensor& operand);
 
-// The class of the chain (see row.cuh) with the traits of its tasks and `prefetch`.
+// The class of the chain (see row.cuh) with the traits of its tasks.
 struct ChainCode {
   std::string text, fetch;  // `fetch`: the part of `text` that fetches the row
   bool vectorized = true;
   bool early = true;  // what the constructor reads is known before the phase's events
   std::vector<std::string> headers;
+  std::vector<Parameter> parameters;
 };
 
 struct ChainOptions {

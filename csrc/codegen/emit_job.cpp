@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "emit.h"
-#include "torch_mpk/device/table.h"
 
 namespace mpk::codegen {
 namespace {
@@ -57,7 +56,7 @@ void require_stream_dtype(const Node& node, DType t) {
 // ---- programs
 
 JobCode emit_points(Plan& plan, const Node& node) {
-  JobCode code{"Points", "run_points", "", "", "", {}, {}, 0};
+  JobCode code{"Points", "run_points"};
   Refs refs(plan, code.refs);
   const int64_t points = node.program->num_points();
   const bool wide = points > (int64_t(1) << 31) - kConsumerThreads * plan.schedule.target.num_workers - 1;
@@ -71,7 +70,7 @@ JobCode emit_points(Plan& plan, const Node& node) {
 }
 
 JobCode emit_reduce(Plan& plan, const Node& node) {
-  JobCode code{"Reduce", "run_reduce", "", "256", "", {}, {}, 0};
+  JobCode code{"Reduce", "run_reduce", "", "256"};
   Refs refs(plan, code.refs);
   const Program& program = *node.program;
   const std::string op = node.string_attr("op");
@@ -104,7 +103,7 @@ JobCode emit_reduce(Plan& plan, const Node& node) {
 // ---- row tasks
 
 JobCode emit_row(Plan& plan, int phase, const Node& node) {
-  JobCode code{"Row", "run_rows", "", "kRowStagedBytes<V>", "", {}, {}, 0};
+  JobCode code{"Row", "run_rows", "", "kRowStagedBytes<V>"};
   Refs refs(plan, code.refs);
   const Tensor& x = node.operands.front().tensor;
   const Chain chain{{&node}, &x};
@@ -174,8 +173,7 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
 
 JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   const Node& first = plan.node(job.body.front());
-  JobCode code{
-      "Linear", "linear::compute", "linear::load", "linear::Shape<V>::kStagedBytes", "", {first.def->header}, {}, 0};
+  JobCode code{"Linear", "linear::compute", "", "linear::Shape<V>::kStagedBytes", "", {first.def->header}};
   Refs refs(plan, code.refs);
   const Tensor& x = first.operand("x").tensor;
   const DType dtype = x.dtype;
@@ -198,7 +196,8 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     }
     require(pattern(node.operand("x").tensor) == pattern(x) && node.operand("x").tensor.buffer == x.buffer, node,
             "linears of one job must have one input");
-    aligned &= aligned_rows(plan, node.operand("weight").tensor, false);
+    const Tensor& weight = node.operand("weight").tensor;
+    aligned &= aligned_rows(plan, weight, false) && has_short_rows(weight);
     rows.push_back(node.operand("weight").tensor.shape[0]);
     require(!paired || rows.back() == rows.front(), node, "linears with a common epilogue must have equally many rows");
   }
@@ -217,7 +216,6 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     shape.chunk_parts = 1;
     shape.chunk_size = size;
     code.compute = "linear::compute_direct";
-    code.load = "";
   }
 
   std::vector<std::string> first_tile, num_rows, weights, pitches;
@@ -225,17 +223,27 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   for (size_t i = 0; i < job.body.size(); i++) {
     const Node& node = plan.node(job.body[i]);
     const Tensor& weight = node.operand("weight").tensor;
-    first_tile.push_back(str(tiles) + "u");
+    const int64_t first = paired ? 0 : tiles, pitch = weight.strides[0] * element;
+    first_tile.push_back(str(first) + "u");
     num_rows.push_back(str(rows[i]) + "u");
-    if (!paired || i == 0) tiles += (rows[i] + shape.tile_rows - 1) / shape.tile_rows;
+    tiles = first + (rows[i] + shape.tile_rows - 1) / shape.tile_rows;
     weights.push_back("job.pointer<const uint8_t>(" + str(refs.add(node, weight)) + ")");
-    pitches.push_back("int64_t(" + str(weight.strides[0] * element) + ")");
+    pitches.push_back("int64_t(" + str(pitch) + ")");
+    if (aligned)
+      code.matrices.push_back({static_cast<uint32_t>(pitch), static_cast<uint32_t>(rows[i]),
+                               static_cast<uint32_t>(first), static_cast<uint32_t>(tiles)});
   }
   if (paired) first_tile = {"0u"}, num_rows = {num_rows.front()};
   const bool claimed = may_claim && aligned && job.assignment == Assignment::kClaimed;
+  const int64_t chunks = (size + shape.chunk_size - 1) / shape.chunk_size;
+  const auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
+  code.stream = {{u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element),
+                  u32(shape.chunk_size * element), u32(chunks), u32(parts / shape.chunk_parts * chunks)},
+                 claimed ? make_tickets(u32(tiles), plan.schedule.target.num_workers) : Tickets{}};
 
   const ChainCode prologue = emit_chain(plan, refs, first, chain, {.phase = phase});
   code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());
+  code.parameters = prologue.parameters;
   std::string& body = code.body;
   body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kSize", size) +
          constant("kSegments", static_cast<int64_t>(first_tile.size())) + constant("kParts", parts) +
@@ -243,9 +251,10 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
          constant("kChunkSize", shape.chunk_size) + "  static constexpr uint32_t kNumTiles = " + str(tiles) + ";\n" +
          flag("kStaged", staged) + flag("kRowTasks", !chain.tasks.empty()) + flag("kClaimed", claimed) +
          returning("uint32_t", "first_tile(int i)", choose("i", first_tile)) +
-         returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) +
-         returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
-         returning("int64_t", "weight_pitch(int i)", choose("i", pitches)) + prologue.text;
+         returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) + prologue.text;
+  if (!aligned)
+    body += returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights)) +
+            returning("int64_t", "weight_pitch(int i)", choose("i", pitches));
   body += constant("kPitchX", x.strides[0]) +
           returning("const T*", "x(const Job& job)", staged ? "nullptr" : refs.pointer(first, x));
 
@@ -351,14 +360,8 @@ Passes passes_of(const Node& attention) {
 JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   const Node& node = plan.node(job.body.front());
   require(job.body.size() == 1 && job.epilogue.empty(), node, "attention takes no companions and no epilogue");
-  JobCode code{"Attention",
-               "attention::compute",
-               "attention::load",
-               "attention::Shape<V>::kStagedBytes",
-               "",
-               {node.def->header},
-               {},
-               0};
+  JobCode code{"Attention", "attention::compute", "attention::load", "attention::Shape<V>::kStagedBytes",
+               "",          {node.def->header}};
   Refs refs(plan, code.refs);
   const Tensor& q = node.operand("q").tensor;
   const Operand& k_cache = node.operand("k_cache");
@@ -380,8 +383,9 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
           "k_new, v_new and slot go together");
   for (const Operand* operand : {&k_cache, &v_cache}) {
     check_dtype(node, *operand, dtype);
-    require(aligned_rows(plan, operand->tensor, false), node,
-            "operand " + operand->name + " needs offsets and strides that are multiples of 16 bytes");
+    require(aligned_rows(plan, operand->tensor, false) && has_short_rows(operand->tensor), node,
+            "operand " + operand->name +
+                " needs offsets and strides that are multiples of 16 bytes, and less than 4 GiB between positions");
   }
   for (const Operand& operand : node.operands)
     if (operand.name != "mask" && operand.name != "limit" && operand.name != "slot")
@@ -410,7 +414,7 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
          "  };\n  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" +
          flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
          flag("kMaskPerHead", mask && heads > 1 && mask->tensor.strides[1] != 0) +
-         "  static constexpr int64_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +
+         "  static constexpr uint32_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +
          ", kPitchV = " + str(v_cache.tensor.strides[2] * element) + ";\n";
   body += returning("int64_t", "slot(const Job& job)", slot ? "*" + refs.pointer(node, slot->tensor) : "-1");
   bool early = true;
@@ -447,6 +451,8 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
     chains.push_back(emit_chain(plan, own, node, chain, {.phase = phase, .batch_row = true}));
     applies.push_back(!chain.tasks.empty());
     const ChainCode& made = chains.back();
+    for (const Parameter& p : made.parameters)
+      code.parameters.push_back({static_cast<uint32_t>(code.refs.size()) + p.ref, p.bytes});
     const std::string first = std::string("kRefs") + name;
     body += "  static constexpr uint32_t " + first + " = " + str(static_cast<int64_t>(code.refs.size())) + ";\n" +
             (made.text == chains.front().text && chains.size() > 1

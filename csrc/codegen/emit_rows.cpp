@@ -67,6 +67,12 @@ bool aligned_rows(Plan& plan, const Tensor& t, bool is_activation) {
   return true;
 }
 
+bool has_short_rows(const Tensor& t) {
+  const int64_t row = t.shape.empty() ? 1 : t.shape.back();
+  const int64_t pitch = t.shape.size() < 2 ? row : t.strides[t.strides.size() - 2];
+  return std::max(row, pitch) * size_bytes(t.dtype) < int64_t{1} << 32;
+}
+
 namespace {
 
 void check_inner_stride(const Node& node, const Operand& operand) {
@@ -115,7 +121,7 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
       size % width == 0 && aligned_rows(plan, source, true) && (target == nullptr || aligned_rows(plan, *target, true));
   const std::string place = refs.pointer(node, source) + " + " + row_offset(source, "row");
   const std::string tag = plan.tagged(source.buffer) ? refs.tag(source.buffer) : "";
-  std::string members, constructed, applied, prefetch;
+  std::string members, constructed, applied;
   auto reads_first = [&](const Tensor& t) { code.early &= plan.known_before(t.buffer, options.phase); };
   for (size_t i = 0; i < chain.tasks.size(); i++) {
     const Node& task = *chain.tasks[i];
@@ -143,9 +149,11 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
           ", kVectorized = " + (vectorized ? "true" : "false") + ";\n";
       if (weight) {
         reads_first(weight->tensor);
-        const std::string pointer = refs.pointer(task, weight->tensor);
-        code.text += "    static MPK_DEVICE const Weight* weight(const Job& job) { return " + pointer + "; }\n";
-        prefetch += "    prefetch_lines(" + pointer + ", " + str(size) + ", lane);\n";
+        const int ref = refs.add(task, weight->tensor);
+        code.text += "    static MPK_DEVICE const Weight* weight(const Job& job) { return job.pointer<const Weight>(" +
+                     str(ref) + "); }\n";
+        code.parameters.push_back(
+            {static_cast<uint32_t>(ref), static_cast<uint32_t>(size * size_bytes(weight->tensor.dtype))});
       }
     } else if (task.def->name == "rope") {
       const Tensor& x = input_of(task);
@@ -189,8 +197,7 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
                "    MPK_DEVICE Chain(const Group& group, const Job& job, uint32_t row" +
                (options.batch_row ? ", uint32_t batch_row)" : ")") + (constructed.empty() ? "" : " : " + constructed) +
                " {}\n    MPK_DEVICE void fetch" + parameters + code.fetch + "    }\n    MPK_DEVICE void apply" +
-               parameters + applied + "    }\n  };\n  static MPK_DEVICE void prefetch(const Job& job, int lane) {\n" +
-               prefetch + "  }\n";
+               parameters + applied + "    }\n  };\n";
   return code;
 }
 

@@ -200,7 +200,7 @@ class TileWriter {
 JobCode emit_tile(Plan& plan, const Node& node) {
   const std::string& header = node.def->header_for(plan.schedule.target.arch);
   if (header.empty()) fail(node, "it has no device code: declare its header with @task(header=...)");
-  JobCode code{"Tile", "run_tiles", "", "kTileStagedBytes<V>", "", {"torch_mpk/device/tile.cuh", header}, {}, 0};
+  JobCode code{"Tile", "run_tiles", "", "kTileStagedBytes<V>", "", {"torch_mpk/device/tile.cuh", header}};
   Refs refs(plan, code.refs);
   Dialect cuda;
   cuda.type = cuda_type;
@@ -213,7 +213,8 @@ JobCode emit_tile(Plan& plan, const Node& node) {
   };
   const TileWriter writer(node, cuda);
   const Operand* streamed = node.find(node.def->stream);
-  const bool through_ring = streamed != nullptr && aligned_rows(plan, streamed->tensor, false);
+  const bool through_ring =
+      streamed != nullptr && aligned_rows(plan, streamed->tensor, false) && has_short_rows(streamed->tensor);
   if (through_ring) {
     code.compute = "run_stream_tiles";
     code.load = "load_tiles";

@@ -37,11 +37,12 @@ class EmulatedKernel:
         *,
         workers: int = 3,
         arch: int = 90,
+        smem_bytes: int = SMEM_BYTES,
         fuse: bool = True,
         tagged: bool = False,
         profiled: bool = False,
     ) -> None:
-        self.schedule = _C.make_schedule(graph, _C.Target("cuda", arch, workers, SMEM_BYTES, fuse, tagged))
+        self.schedule = _C.make_schedule(graph, _C.Target("cuda", arch, workers, smem_bytes, fuse, tagged))
         _C.validate(self.schedule)
         self.program = _C.generate_cuda(self.schedule, profiled)
         source = folder / "kernel.cu"

@@ -128,6 +128,22 @@ def test_decoder_in_fp32(tmp_path: Path, arch: int, sizes: dict, limits: list[in
     check_decoder(kernel, limits, slot, 1e-5)
 
 
+def test_a_ring_of_two_slots(tmp_path: Path) -> None:
+    """Fewer than the entries that the loader fills at once elsewhere."""
+    register_tasks()
+    b = Builder()
+    names = {"x": [1, 3000], "weight": [200, 3000]}
+    operands = [(name, b.buffer("input", name, "bfloat16", shape)) for name, shape in names.items()]
+    b.node("linear", operands, b.buffer("output", "y", "bfloat16", [1, 200]))
+    kernel = EmulatedKernel(b.graph, tmp_path, smem_bytes=30 << 10)
+    inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in names.values()]
+    _, (want,) = reference(b.graph, inputs)
+    for seed in range(3):
+        outputs = [allocate(t) for t in tensors(b.graph, "output")]
+        kernel.launch(inputs, outputs, seed=seed, jitter=seed)
+        assert relative_error(outputs[0], want) < 1e-2
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_readers_of_tagged_words_wait_for_them_in_the_reference_vm(seed: int) -> None:
     schedule = _C.make_schedule(decoder(), _C.Target("cuda", 90, 3, SMEM_BYTES, True, True))

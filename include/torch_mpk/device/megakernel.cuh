@@ -9,7 +9,7 @@
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
 //   static constexpr int64_t kStampsOffset;                              // 0: not profiled
 //   template <class C> static void compute(C& c, const Job& job);        // a switch over the job's variant
-//   template <class L> static void load(L& l, const Job& job);
+//   template <class L> static void load(L& l, const Job& job);           // what the table does not say
 //
 // Giving up: a wait that is given up returns false. A consumer warp then sets `failed`, does no more work, and goes on
 // to the next barrier of the group, where all learn of it and leave; so no barrier is left waiting.
@@ -28,6 +28,8 @@ struct Shared {
   uint32_t done;       // rows that the consumers have finished
   uint32_t word;       // for broadcasts within the group
   alignas(16) float partials[2][(kConsumerWarps + 3) / 4 * 4];
+  uint64_t data[2];  // of matrices that a job's own code has the loader stream, see fill_ring
+  MatrixRow matrices[2];
   alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
 };
 
@@ -43,19 +45,15 @@ struct Job {
   // The same job, seen by code whose references begin with number `first`.
   MPK_DEVICE Job from(uint32_t first) const { return {row, params, first}; }
 
+  MPK_DEVICE const uint64_t* refs() const { return reinterpret_cast<const uint64_t*>(row + 1) + first_ref; }
   template <class T>
   MPK_DEVICE T* pointer(int i) const {
-    T* p = reinterpret_cast<T*>(reinterpret_cast<const uint64_t*>(row + 1)[first_ref + i]);
+    T* p = reinterpret_cast<T*>(refs()[i]);
     __builtin_assume(__isGlobal(p));
     return p;
   }
   // The tag of the words that a phase writes in this launch; see tagged.cuh.
-  MPK_DEVICE uint32_t tag(int i) const {
-    return static_cast<uint32_t>(reinterpret_cast<const uint64_t*>(row + 1)[first_ref + i]);
-  }
-  MPK_DEVICE const uint32_t* loader_waits() const {
-    return reinterpret_cast<const uint32_t*>(reinterpret_cast<const uint64_t*>(row + 1) + row->num_refs);
-  }
+  MPK_DEVICE uint32_t tag(int i) const { return static_cast<uint32_t>(refs()[i]); }
 };
 
 MPK_DEVICE const uint32_t* waits_of(const PhaseRow* phase) { return reinterpret_cast<const uint32_t*>(phase + 1); }
@@ -233,23 +231,34 @@ struct Loader : Launch<Kernel> {
 
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
-  // Fills ring entries, see RingWriter::fill; false when the launch was given up: return at once.
-  template <class Source>
-  MPK_DEVICE bool fill(uint32_t count, const Source& source) {
-    if (!failed) failed = !ring.fill(count, phase, source);
+  // Streams tiles, see fill_ring; false when the launch was given up: return at once.
+  MPK_DEVICE bool fill(const Stream& stream, const uint64_t* data, const MatrixRow* matrices, Span tiles) {
+    const uint32_t end = ring.entry + (tiles.end - tiles.begin) * stream.entries;
+    ring.entry = fill_ring(ring, stream, data, matrices, tiles.begin, end, phase);
+    failed = ring.entry != end;
     return !failed;
   }
 
-  // For a job whose copies depend on what the launch computes: waits until it is computed.
-  MPK_DEVICE bool await_inputs(const Job& job) {
-    for (uint32_t i = 0; i < job.row->num_loader_waits; i++) {
-      const uint32_t event = job.loader_waits()[i];
-      const bool ok =
-          wait_event(this->shared.watchdog, this->event(event), this->event_target(), phase, WarpRole::kLoader, event);
-      if (!__all_sync(~0u, ok)) failed = true;
+  // Loads what the table says of a job: all there is to load, unless it has code for the rest.
+  MPK_DEVICE void load(const Job& job) {
+    const uint32_t num_waits = job.row->num_loader_waits;
+    const auto* parameters = reinterpret_cast<const Parameter*>(job.refs() + job.row->num_refs);
+    const auto* waits = reinterpret_cast<const uint64_t*>(parameters + job.row->num_parameters);
+    const auto* stream = reinterpret_cast<const StreamRow*>(waits + num_waits);
+#pragma unroll 1
+    for (; reinterpret_cast<const uint64_t*>(parameters) != waits; parameters++)
+#pragma unroll 1
+      for (uint32_t i = lane * 128; i < parameters->bytes; i += 32 * 128)
+        ptx::prefetch_l2(job.pointer<const uint8_t>(parameters->ref) + i);
+    // Copies that depend on what the launch computes wait until it is computed.
+#pragma unroll 1
+    for (uint32_t i = 0; i < num_waits && !failed; i++) {
+      const uint32_t event = static_cast<uint32_t>(waits[i]);
+      failed = !__all_sync(~0u, wait_event(this->shared.watchdog, this->event(event), this->event_target(), phase,
+                                           WarpRole::kLoader, event));
     }
-    if (job.row->num_loader_waits != 0) ptx::fence_proxy_async();
-    return !failed;
+    if (num_waits != 0) ptx::fence_proxy_async();
+    if (!failed && job.row->num_matrices != 0) load_matrices(job, *stream);
   }
 
   // Brings a row, loaded earlier, into shared memory once its place there is free. Null when the launch was given up.
@@ -275,6 +284,37 @@ struct Loader : Launch<Kernel> {
   }
 
  private:
+  // Of each of a job's matrices the tiles that are this worker's.
+  MPK_DEVICE void load_matrices(const Job& job, const StreamRow& row) {
+    constexpr uint32_t kWorkers = Kernel::kNumWorkers;
+    const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
+    const uint32_t count = job.row->num_matrices, num_tiles = matrices[count - 1].end_tile;
+    const uint32_t num_tickets = row.tickets.quads + row.tickets.pairs + row.tickets.singles;
+    const bool claimed = num_tickets != 0;
+    Span mine = static_span(num_tiles, worker(job), kWorkers);
+    // Each worker draws until it draws in vain once, so the counter advances by a known amount in every launch and is
+    // never reset.
+    auto draw = [&] {
+      if (lane != 0) return 0u;
+      return ptx::fetch_add_relaxed_gpu(this->ticket(phase), 1) - this->epoch * (num_tickets + kWorkers);
+    };
+    uint32_t drawn = claimed ? draw() : 0;
+#pragma unroll 1
+    do {
+      if (claimed) {
+        const uint32_t ticket = __shfl_sync(~0u, drawn, 0);
+        if (ticket >= num_tickets) return;
+        drawn = draw();  // in flight while this one is loaded
+        mine = ticket_tiles(row.tickets, ticket);
+      }
+#pragma unroll 1
+      for (uint32_t i = 0; i < count; i += row.stream.parts) {
+        const Span tiles{max(mine.begin, matrices[i].first_tile), min(mine.end, matrices[i].end_tile)};
+        if (tiles.begin < tiles.end && !fill(row.stream, job.refs() + i, matrices + i, tiles)) return;
+      }
+    } while (claimed);
+  }
+
   MPK_DEVICE uint64_t address(uint64_t ref) const {
     const uint32_t index = static_cast<uint32_t>(ref >> 48);
     if (index == kTagIndex) return 1 + (this->epoch * Kernel::kNumPhases + static_cast<uint32_t>(ref)) % 0xffffu;
@@ -306,7 +346,9 @@ MPK_DEVICE void run_loader(const Launch<Kernel>& launch, int lane) {
 #pragma unroll 1
     for (uint32_t j = 0; j < num_jobs && !l.failed; j++, job = next_job(job)) {
       l.lane = l.ring.lane = ptx::thread_index() % 32;
-      Kernel::load(l, Job{job, &launch.params});
+      const Job running{job, &launch.params};
+      l.load(running);
+      if (!l.failed) Kernel::load(l, running);
     }
     if (l.failed) break;
     if (last) l.ring.end_phase(l.phase++);

@@ -169,13 +169,6 @@ MPK_DEVICE int64_t load_constant(const int64_t* p) {
 
 MPK_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
-// Brings parameters into L2 while the loader warp runs ahead, so that consumers need not fetch them from memory.
-template <class T>
-MPK_DEVICE void prefetch_lines(const T* p, int count, int lane) {
-  const char* bytes = reinterpret_cast<const char*>(p);
-  for (int i = lane * 128; i < count * int(sizeof(T)); i += 32 * 128) ptx::prefetch_l2(bytes + i);
-}
-
 // N elements moved as one access of at most 16 bytes.
 template <class T, int N>
 struct alignas(sizeof(T) * N) Vec {

@@ -44,29 +44,6 @@ MPK_DEVICE void init_ring(RingState& ring, int slots) {
   ptx::fence_mbar_init();
 }
 
-// Copies into one slot.
-struct SlotWriter {
-  uint8_t* slot;
-  uint64_t* full;
-  int lane;
-
-  // `rows` rows of `row_bytes`, `src_pitch` bytes apart in memory, side by side in the slot. Multiples of 16.
-  MPK_DEVICE void copy(uint32_t dst, const uint8_t* src, int64_t src_pitch, uint32_t rows, uint32_t row_bytes) const {
-    if (rows != 0 && src_pitch == row_bytes) {
-      row_bytes *= rows;
-      rows = 1;
-    }
-#if __CUDA_ARCH__ >= 900
-    for (uint32_t r = 0; r < rows; r++)
-      ptx::bulk_load(slot + dst + r * row_bytes, src + r * src_pitch, row_bytes, full);
-#else
-    for (uint32_t r = 0; r < rows; r++)
-      for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16)
-        ptx::copy_async_16(slot + dst + r * row_bytes + i, src + r * src_pitch + i);
-#endif
-  }
-};
-
 // The loader's end. All lanes of the warp call all functions, with the same arguments.
 template <int slots>
 struct RingWriter {
@@ -75,35 +52,6 @@ struct RingWriter {
   const Watchdog& dog;
   int lane;
   uint32_t entry = 0;  // the next
-
-  // Fills the next `count` entries and shows them to the consumers; false when the launch was given up. Of entry i of
-  // these, `source` tells the tile(i) it belongs to, its bytes(i), and makes its copies: copy(i, SlotWriter).
-  template <class Source>
-  MPK_DEVICE bool fill(uint32_t count, uint32_t phase, const Source& source) {
-    for (uint32_t first = 0; first < count;) {
-      const uint32_t mine = kFillWidth == 1 ? 0 : lane, i = first + mine, g = entry + mine, slot = g % slots;
-      // The first is waited for; those behind it that are free, too, are filled with it.
-      const bool is_free = mine < min(uint32_t(kFillWidth), count - first) &&
-                           (g < slots || (mine == 0 ? await_free(g, phase) : peek_free(g)));
-      const uint32_t n = kFillWidth == 1 ? __all_sync(~0u, is_free) : __ffs(~__ballot_sync(~0u, is_free)) - 1;
-      if (n == 0) return false;
-      if (mine < n) {
-#if __CUDA_ARCH__ >= 900
-        ptx::mbar_arrive_expect(&ring.full[slot], source.bytes(i));
-#endif
-        source.copy(i, SlotWriter{data + slot * kSlotBytes, &ring.full[slot], lane});
-#if __CUDA_ARCH__ < 900
-        ptx::copy_async_arrive(&ring.full[slot]);
-#endif
-        if (kFillWidth > 1 || lane == 0) ring.tile[slot] = source.tile(i);
-      }
-      __syncwarp();
-      entry += n;
-      first += n;
-      if (lane == 0) ptx::store_release_cta(&ring.issued, entry);
-    }
-    return true;
-  }
 
   MPK_DEVICE void end_phase(uint32_t phase) {
     if (lane == 0) ptx::store_release_cta(&ring.phase_end[phase % kPhasesAhead], (uint64_t(phase + 1) << 32) | entry);
@@ -116,14 +64,77 @@ struct RingWriter {
       }
   }
 
- private:
-  MPK_DEVICE bool peek_free(uint32_t g) { return ptx::mbar_peek(&ring.empty[g % slots], (g / slots - 1) & 1); }
-  MPK_DEVICE bool await_free(uint32_t g, uint32_t phase) {
-    const uint32_t slot = g % slots, parity = (g / slots - 1) & 1;
-    return ptx::mbar_test(&ring.empty[slot], parity) ||
-           wait_barrier(dog, &ring.empty[slot], parity, phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, g);
+  // `rows` rows, `pitch` bytes apart in memory, side by side in a slot: by the copy engine, or this lane's share.
+  MPK_DEVICE void copy(uint8_t* to, const uint8_t* from, uint32_t pitch, uint32_t rows, uint32_t row_bytes,
+                       [[maybe_unused]] uint64_t* full) const {
+    if (rows != 0 && pitch == row_bytes) {
+      row_bytes *= rows;
+      rows = 1;
+    }
+#pragma unroll 1
+    for (; rows > 0; rows--, to += row_bytes, from += pitch) {
+#if __CUDA_ARCH__ >= 900
+      ptx::bulk_load(to, from, row_bytes, full);
+#else
+      for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16) ptx::copy_async_16(to + i, from + i);
+#endif
+    }
   }
 };
+
+// Fills the next entries, up to `end`, with tiles from number `tile` on, and shows them to the consumers. `matrices`
+// and their addresses, `data`, stand in shared memory, one of each for every part. Returns the next entry: another than
+// `end` when the launch was given up. Out of line: all that is streamed comes this way, and the loader's instructions
+// compete with the consumers' for the cache. So a job brings sizes, not code.
+template <int slots>
+__device__ __noinline__ uint32_t fill_ring(RingWriter<slots> w, Stream s, const uint64_t* data,
+                                           const MatrixRow* matrices, uint32_t tile, uint32_t end, uint32_t phase) {
+  RingState& ring = w.ring;
+  const uint32_t first_tile = matrices->first_tile, num_rows = matrices->num_rows;
+  constexpr uint32_t kWidth = kFillWidth < slots ? kFillWidth : slots;  // entries of a round stand in different slots
+  // Where the lane's entry stands in the stream is counted, not divided out: a round fills only a few entries.
+  const uint32_t mine = kFillWidth == 1 ? 0 : min(uint32_t(w.lane), kWidth);
+  uint32_t chunk = mine, part = 0;
+#pragma unroll 1
+  while (w.entry != end) {
+#pragma unroll 1
+    for (; chunk >= s.chunks; chunk -= s.chunks) {
+      part += s.chunk_parts;
+      if (part == s.parts) part = 0, tile++;
+    }
+    const uint32_t g = w.entry + mine, slot = g % slots, parity = (g / slots - 1) & 1;
+    const uint32_t row = (tile - first_tile) * s.tile_rows,
+                   rows = row < num_rows ? min(s.tile_rows, num_rows - row) : 0;
+    const uint32_t begin = chunk * s.chunk_bytes, bytes = min(s.chunk_bytes, s.row_bytes - begin);
+    // The first is waited for; those behind it that are free, too, are filled with it. A new barrier counts as free.
+    bool is_free = mine < min(kWidth, end - w.entry) && ptx::mbar_peek(&ring.empty[slot], parity);
+    if (mine == 0 && !is_free)
+      is_free = wait_barrier(w.dog, &ring.empty[slot], parity, phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, g);
+    const uint32_t n = kFillWidth == 1 ? __all_sync(~0u, is_free) : __ffs(~__ballot_sync(~0u, is_free)) - 1;
+    if (n == 0) break;
+    if (mine < n) {
+      uint64_t* full = &ring.full[slot];
+#if __CUDA_ARCH__ >= 900
+      ptx::mbar_arrive_expect(full, s.chunk_parts * rows * bytes);
+#endif
+      uint8_t* to = w.data + slot * kSlotBytes;
+#pragma unroll 1
+      for (uint32_t p = part; p < part + s.chunk_parts; p++, to += s.tile_rows * bytes) {
+        const uint32_t pitch = matrices[p].pitch;
+        w.copy(to, reinterpret_cast<const uint8_t*>(data[p]) + uint64_t(row) * pitch + begin, pitch, rows, bytes, full);
+      }
+#if __CUDA_ARCH__ < 900
+      ptx::copy_async_arrive(full);
+#endif
+      if (kFillWidth > 1 || w.lane == 0) ring.tile[slot] = tile;
+    }
+    __syncwarp();
+    chunk += n;
+    w.entry += n;
+    if (w.lane == 0) ptx::store_release_cta(&ring.issued, w.entry);
+  }
+  return w.entry;
+}
 
 // Whether the phase ends before entry g.
 MPK_DEVICE bool ends_before(const RingState& ring, uint32_t g, uint32_t phase) {

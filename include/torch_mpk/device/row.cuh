@@ -16,7 +16,6 @@
 //     void fetch(Group& group, const Job& job, uint32_t row, T* data);           // the row, from memory, into `data`
 //     void apply(Group& group, const Job& job, uint32_t row, T* data);           // the tasks
 //   };
-//   static void prefetch(const Job& job, int lane);                              // their parameters, into L2
 #pragma once
 
 #include "torch_mpk/device/megakernel.cuh"

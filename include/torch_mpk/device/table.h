@@ -5,7 +5,7 @@
 // per output.
 #pragma once
 
-#include "torch_mpk/abi.h"
+#include "torch_mpk/device/partition.h"
 
 namespace mpk {
 
@@ -34,14 +34,46 @@ struct PhaseRow {
   uint32_t signal;     // what its signal says, see Signal
 };
 
-// A job: JobRow, uint64_t refs[num_refs], uint32_t loader_waits[num_loader_waits] padded to 16 bytes.
+// A job: JobRow, uint64_t refs[num_refs], Parameter parameters[num_parameters], uint64_t
+// loader_waits[num_loader_waits], and, if there are any, StreamRow and MatrixRow matrices[num_matrices]; padded to 16
+// bytes.
 struct JobRow {
   uint32_t variant;  // index of the code
-  uint32_t bytes;    // of this row
+  uint16_t bytes;    // of this row
   uint16_t
       rotation;  // worker w plays worker (w + rotation) mod num_workers: small jobs of a phase go to different ones
+  uint16_t num_refs;
+  uint16_t num_parameters;
   uint16_t num_loader_waits;
-  uint32_t num_refs;
+  uint16_t num_matrices;
+};
+
+// What a job will read early, for the loader to bring into L2.
+struct Parameter {
+  uint32_t ref, bytes;
+};
+
+// How matrices come through the ring. A tile is `tile_rows` rows of each of `parts` matrices of equally many rows. It
+// takes `entries` entries, and an entry holds a chunk of those rows, side by side, of `chunk_parts` of the parts: all
+// chunks of the first parts, then those of the next.
+struct Stream {
+  uint32_t tile_rows, parts, chunk_parts;
+  uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of 16; the last chunk of a row may be shorter
+  uint32_t chunks;                  // of a row
+  uint32_t entries;                 // parts / chunk_parts * chunks
+};
+
+struct MatrixRow {
+  uint32_t pitch;                 // bytes from row to row
+  uint32_t num_rows;              // those of a tile that are beyond do not come
+  uint32_t first_tile, end_tile;  // tiles are numbered through the matrices that a job streams one after the other
+};
+
+// Matrices that the loader streams without any code of the job, `parts` at a time. They are where the job's first
+// references say.
+struct StreamRow {
+  Stream stream;
+  Tickets tickets;  // that workers draw at run time; none: tiles are dealt out beforehand
 };
 
 // Which of the call's pointers (or the workspace, or the control block), and the byte offset from it; or, with

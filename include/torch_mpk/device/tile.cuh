@@ -129,27 +129,19 @@ struct StreamPiece {
 template <class V, class L>
 MPK_DEVICE void load_tiles(L& l, const Job& job) {
   using T = typename V::StreamT;
-  struct Source {
-    const T* data;
-    int64_t rows;
-    uint32_t number;
-
-    MPK_DEVICE uint32_t tile(uint32_t) const { return number; }
-    MPK_DEVICE uint32_t bytes(uint32_t i) const {
-      const StreamPiece<V> piece(i, rows);
-      return piece.rows * piece.count * sizeof(T);
-    }
-    MPK_DEVICE void copy(uint32_t i, const SlotWriter& slot) const {
-      const StreamPiece<V> piece(i, rows);
-      slot.copy(0, reinterpret_cast<const uint8_t*>(data + piece.row * V::kStreamPitch + piece.begin),
-                V::kStreamPitch * sizeof(T), piece.rows, piece.count * sizeof(T));
-    }
-  };
-  if (!l.await_inputs(job)) return;
+  using S = StreamShape<V>;
+  constexpr uint32_t kRowBytes = V::kStreamSize * sizeof(T),
+                     kChunkBytes = kRowBytes < kSlotBytes ? kRowBytes : kSlotBytes;
+  constexpr Stream kStream{S::kRows, 1, 1, kRowBytes, kChunkBytes, S::kParts, S::kParts};
+  constexpr uint32_t kEnd = S::kEntries / S::kParts;
   for (uint32_t number = l.worker(job); number < V::kTiles; number += L::Config::kNumWorkers) {
     const typename V::Tile tile = V::at(number);
-    const Source source{V::stream_data(job, tile), V::stream_rows(tile), number};
-    if (!l.fill(StreamShape<V>::kEntries, source)) return;
+    if (l.lane == 0) {
+      l.shared.data[0] = reinterpret_cast<uint64_t>(V::stream_data(job, tile));
+      l.shared.matrices[0] = {V::kStreamPitch * sizeof(T), static_cast<uint32_t>(V::stream_rows(tile)), 0, kEnd};
+    }
+    __syncwarp();
+    if (!l.fill(kStream, l.shared.data, l.shared.matrices, {0, kEnd})) return;
   }
 }
 

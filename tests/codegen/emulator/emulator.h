@@ -104,3 +104,7 @@ template <class A, class B>
 std::common_type_t<A, B> min(A a, B b) {
   return a < b ? a : b;
 }
+template <class A, class B>
+std::common_type_t<A, B> max(A a, B b) {
+  return a > b ? a : b;
+}

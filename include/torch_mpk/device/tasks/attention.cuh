@@ -124,43 +124,25 @@ struct Shape {
 
 // ---- the loader's part
 
-// The ring entries of a piece.
-template <class V>
-struct KvTiles {
-  using S = Shape<V>;
-  const uint8_t *k, *v;
-  uint32_t first_tile, limit;
-
-  MPK_DEVICE uint32_t tile(uint32_t i) const { return first_tile + i / S::kEntries; }
-  MPK_DEVICE uint32_t rows(uint32_t i) const {
-    const uint32_t first = tile(i) * S::kTile;
-    return first >= limit ? 0 : min(uint32_t(S::kTile), limit - first);
-  }
-  MPK_DEVICE uint32_t bytes(uint32_t i) const { return (S::kTogether ? 2 : 1) * rows(i) * S::kRowBytes; }
-  MPK_DEVICE void copy(uint32_t i, const SlotWriter& to) const {
-    const int64_t first = int64_t(tile(i)) * S::kTile;
-    if (S::kTogether || i % 2 == 0) to.copy(0, k + first * V::kPitchK, V::kPitchK, rows(i), S::kRowBytes);
-    if (S::kTogether || i % 2 == 1)
-      to.copy(S::kTogether ? S::kTile * S::kRowBytes : 0, v + first * V::kPitchV, V::kPitchV, rows(i), S::kRowBytes);
-  }
-};
-
+// Keys and values are the two parts of a tile, positions its rows.
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
   using W = typename V::Work;
-  V::RowsQ::prefetch(job.from(V::kRefsQ), l.lane);
-  if constexpr (V::kHasNew) V::RowsK::prefetch(job.from(V::kRefsK), l.lane);
-  if (!l.await_inputs(job)) return;
+  constexpr Stream kStream{S::kTile, 2, S::kTogether ? 2 : 1, S::kRowBytes, S::kRowBytes, 1, S::kEntries};
   const Cut<W> cut(job);
   const uint32_t pieces = cut.pieces();
+#pragma unroll 1
   for (uint32_t number = l.worker(job); number < pieces; number += W::kWorkers) {
     const KvPiece piece = cut.piece(number);
-    const uint32_t group = piece.group / W::kPasses;
-    const KvTiles<V> tiles{reinterpret_cast<const uint8_t*>(V::k_cache(job, piece.row, group)),
-                           reinterpret_cast<const uint8_t*>(V::v_cache(job, piece.row, group)), piece.first_tile,
-                           visible<W>(job, piece.row)};
-    if (!l.fill(S::kEntries * piece.num_tiles, tiles)) return;
+    const uint32_t group = piece.group / W::kPasses, end = piece.first_tile + piece.num_tiles;
+    if (l.lane < 2) {
+      l.shared.data[l.lane] = reinterpret_cast<uint64_t>(l.lane == 0 ? V::k_cache(job, piece.row, group)
+                                                                     : V::v_cache(job, piece.row, group));
+      l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, visible<W>(job, piece.row), 0, end};
+    }
+    __syncwarp();
+    if (!l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end})) return;
   }
 }
 

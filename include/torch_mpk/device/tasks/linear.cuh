@@ -1,4 +1,5 @@
-// linear: y[r, n] = sum over k of x[r, k] * weight[n, k], with the weights streamed through the ring.
+// linear: y[r, n] = sum over k of x[r, k] * weight[n, k], with the weights streamed through the ring, as the table
+// says.
 //
 // A tile is a few complete output rows (rows of the weight) and belongs to one warp; its bytes come as consecutive ring
 // entries ("chunks") of at most one slot. Which k a lane takes and in which order it adds depends on k alone, so a
@@ -13,8 +14,8 @@
 //   kNumTiles, first_tile(s), num_rows(s)
 //   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
 //   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
-//   weight(job, i), weight_pitch(i)      of segment or part i, in bytes
-//   Chain<Group>, prefetch(job, lane)    how a row of x is brought to shared memory, see row.cuh
+//   weight(job, i), weight_pitch(i)      of segment or part i, in bytes: where the weights are read without the ring
+//   Chain<Group>                         how a row of x is brought to shared memory, see row.cuh
 //   x(job), kPitchX                      where x is, if it is read there
 //   Extra, preload(job, segment, r, n), finish(c, job, segment, r, n, sums, extra)   bias, epilogue, stores
 //   kEarly                 what chains and extras fetch first is known before the phase's events
@@ -88,78 +89,6 @@ struct Shape {
     return s;
   }
 };
-
-// The loader's part: the ring entries of consecutive tiles. Where the weights are is looked up once per job.
-template <class V>
-struct Tiles {
-  using S = Shape<V>;
-  static constexpr int kElement = sizeof(typename V::T);
-  static constexpr int kCount = V::kParts > 1 ? V::kParts : V::kSegments;
-  const uint8_t* weights[kCount];
-  uint32_t first = 0;
-
-  MPK_DEVICE explicit Tiles(const Job& job) {
-#pragma unroll
-    for (int i = 0; i < kCount; i++) weights[i] = V::weight(job, i);
-  }
-
-  MPK_DEVICE uint32_t tile(uint32_t i) const { return first + i / S::kChunks; }
-  MPK_DEVICE uint32_t along_k(uint32_t i) const { return i % S::kChunks % S::kChunksAlongK; }
-  MPK_DEVICE uint32_t row_bytes(uint32_t i) const { return S::chunk_size(along_k(i)) * kElement; }
-  MPK_DEVICE uint32_t row(uint32_t i, int segment) const { return (tile(i) - V::first_tile(segment)) * V::kTileRows; }
-  MPK_DEVICE uint32_t rows(uint32_t i, int segment) const {
-    return min(uint32_t(V::kTileRows), V::num_rows(segment) - row(i, segment));
-  }
-  MPK_DEVICE uint32_t bytes(uint32_t i) const {
-    return V::kChunkParts * rows(i, S::segment_of(tile(i))) * row_bytes(i);
-  }
-  MPK_DEVICE void copy(uint32_t i, const SlotWriter& to) const {
-    const int segment = S::segment_of(tile(i));
-    const int first_part = i % S::kChunks / S::kChunksAlongK * V::kChunkParts;
-#pragma unroll
-    for (int part = 0; part < V::kChunkParts; part++) {
-      const int which = V::kParts > 1 ? first_part + part : segment;
-      const uint8_t* weight = weights[0];
-#pragma unroll
-      for (int w = 1; w < kCount; w++)
-        if (which == w) weight = weights[w];
-      const int64_t pitch = V::weight_pitch(which);
-      to.copy(part * V::kTileRows * row_bytes(i),
-              weight + row(i, segment) * pitch + along_k(i) * V::kChunkSize * kElement, pitch, rows(i, segment),
-              row_bytes(i));
-    }
-  }
-};
-
-template <class V, class L>
-MPK_DEVICE void load(L& l, const Job& job) {
-  using S = Shape<V>;
-  V::prefetch(job, l.lane);
-  if (!l.await_inputs(job)) return;
-  constexpr uint32_t kWorkers = L::Config::kNumWorkers;
-  Tiles<V> tiles(job);
-  if constexpr (V::kClaimed) {
-    // Each worker draws until it draws in vain once, so the counter advances by a known amount in every launch and is
-    // never reset.
-    constexpr Tickets kTickets = make_tickets(V::kNumTiles, kWorkers);
-    constexpr uint32_t kNumTickets = kTickets.quads + kTickets.pairs + kTickets.singles;
-    uint32_t* counter = l.ticket(l.phase);
-    const uint32_t base = l.epoch * (kNumTickets + kWorkers);
-    uint32_t drawn = l.lane == 0 ? ptx::fetch_add_relaxed_gpu(counter, 1) - base : 0;
-    for (;;) {
-      const uint32_t ticket = __shfl_sync(~0u, drawn, 0);
-      if (ticket >= kNumTickets) return;
-      if (l.lane == 0) drawn = ptx::fetch_add_relaxed_gpu(counter, 1) - base;  // in flight while this one is loaded
-      const Span claimed = ticket_tiles(kTickets, ticket);
-      tiles.first = claimed.begin;
-      if (!l.fill((claimed.end - claimed.begin) * S::kChunks, tiles)) return;
-    }
-  } else {
-    const Span mine = static_span(V::kNumTiles, l.worker(job), kWorkers);
-    tiles.first = mine.begin;
-    l.fill((mine.end - mine.begin) * S::kChunks, tiles);
-  }
-}
 
 // Rows first, first + step, ... of x into shared memory, by one group of threads.
 template <class V, class C, class Group>
