@@ -7,8 +7,6 @@ namespace mpk::codegen {
 namespace {
 
 constexpr int64_t kMaxBatch = 16;
-// Readers of attention's result put it together from at most so many pieces, and read at most so many bytes for it:
-// more takes them longer than the exchange it saves.
 
 std::string constant(const std::string& name, int64_t v) {
   return "  static constexpr int " + name + " = " + str(v) + ";\n";
