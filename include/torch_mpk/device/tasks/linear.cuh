@@ -210,16 +210,29 @@ __device__ __noinline__ float4 add_chunk(float4 before, const uint4* weights, co
   __builtin_assume(__isShared(x));
   const int lane = ptx::thread_index() % 32;
   float sums[4] = {before.x, before.y, before.z, before.w};
-#pragma unroll(kRows <= 2 ? 4 : 2)
-  for (int j = lane; j < pieces; j += 32) {
-    float v[kVecSize<T>];
-    unpack<T>(x[j], v);
+  constexpr int kAtOnce =
+      2;  // pieces of a lane; a remainder is padded with zeros, since a loop of its own is more code
+#pragma unroll 1
+  for (int first = lane; first < pieces; first += kAtOnce * 32) {
+    uint4 xs[kAtOnce], ws[kAtOnce][kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; row++) {
-      float w[kVecSize<T>];
-      unpack<T>(weights[row * pieces + j], w);
+    for (int i = 0; i < kAtOnce; i++) {
+      const int j = first + i * 32;
+      xs[i] = j < pieces ? x[j] : uint4{};
 #pragma unroll
-      for (int e = 0; e < kVecSize<T>; e++) sums[row] = fmaf(w[e], v[e], sums[row]);
+      for (int row = 0; row < kRows; row++) ws[i][row] = j < pieces ? weights[row * pieces + j] : uint4{};
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      float v[kVecSize<T>];
+      unpack<T>(xs[i], v);
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        float w[kVecSize<T>];
+        unpack<T>(ws[i][row], w);
+#pragma unroll
+        for (int e = 0; e < kVecSize<T>; e++) sums[row] = fmaf(w[e], v[e], sums[row]);
+      }
     }
   }
   __syncwarp();
