@@ -15,7 +15,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import torch
-from checking import Wrong, by_dynamo, by_reference_vm, by_stages, check
+from checking import Wrong, by_codegen, by_dynamo, by_reference_vm, by_stages, check
 from random_programs import Program
 
 
@@ -76,6 +76,8 @@ def judge(seed: int, device: str) -> Verdict:
         way = by_dynamo
     elif seed % 4 == 1 and device == "cpu":
         way = by_reference_vm
+    elif seed % 8 == 2 and device == "cpu":
+        way = by_codegen
     program = Program.draw(random.Random(seed))
     error = failure(program, way, device, seed)
     if not isinstance(error, Exception):
