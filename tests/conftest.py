@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 
 import pytest
@@ -14,6 +15,8 @@ settings.load_profile("here")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 os.environ.setdefault("TORCH_MPK_NUM_THREADS", "2")  # the CPU runtime's sleep, and tests are to see several
+# What a shell runs in the background ignores interrupts, and some tests interrupt themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
