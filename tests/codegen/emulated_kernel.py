@@ -49,6 +49,7 @@ class EmulatedKernel:
         source.write_text(self.program.source)
         library = folder / "kernel.so"
         command = ["g++", "-std=c++20", "-O1", "-mfma", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
+        command += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU traps
         command += [f"-DEMULATED_ARCH={arch}0", f'-DKERNEL_SOURCE="{source}"', "-include", "emulator.h"]
         command += ["-I", str(HERE / "emulator"), "-I", str(INCLUDE), "-isystem", str(find_cuda_headers((13, 0)))]
         built = subprocess.run(

@@ -187,13 +187,16 @@ void barrier_arrive(uint64_t* bar, uint32_t expected_bytes) {
 bool barrier_test(uint64_t* bar, uint32_t parity) { return bits(bar)->phase != parity; }
 
 void copy_async(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
-  if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16 || reinterpret_cast<uintptr_t>(dst) % 16)
-    abort();
+  if (bytes == 0 || bytes % 16) abort();
+  require_aligned(src);
+  require_aligned(dst);
   const uint8_t* from = static_cast<const uint8_t*>(src);
   cta->in_flight.push_back({dst, {from, from + bytes}, bar});
   std::memset(dst, 0xff, bytes);
 }
 void copy_thread(void* dst, const void* src, uint32_t bytes) {
+  require_aligned(src);
+  require_aligned(dst);
   const uint8_t* from = static_cast<const uint8_t*>(src);
   cta->fibers[threadIdx.x].copies.push_back({dst, {from, from + bytes}, nullptr});
   std::memset(dst, 0xff, bytes);

@@ -27,6 +27,10 @@
 
 namespace emulator {
 
+// Accesses of the processor itself are checked by the compiler's sanitizer.
+inline void require_aligned(const void* p) {
+  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) abort();
+}
 void yield();                                        // lets the other fibers of the CTA run
 void warp_collect(const void* value, size_t bytes);  // blocks until all lanes of the warp have called it
 const void* warp_value(int lane);                    // what that lane gave; valid until the next call

@@ -39,10 +39,12 @@ inline uint32_t load_relaxed_gpu(const uint32_t* p) {
   return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
 inline uint4 load_relaxed_gpu_v4(const uint32_t* p) {
+  emulator::require_aligned(p);
   return {load_relaxed_gpu(p), load_relaxed_gpu(p + 1), load_relaxed_gpu(p + 2), load_relaxed_gpu(p + 3)};
 }
 inline void store_relaxed_gpu(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_relaxed_gpu_v4(uint32_t* p, const uint4& v) {
+  emulator::require_aligned(p);
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
   for (int i = 0; i < 4; i++) store_relaxed_gpu(p + i, words[i]);
 }
