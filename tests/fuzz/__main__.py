@@ -6,25 +6,12 @@ Each program is drawn from a seed of its own. One whose results are wrong, or th
 
 import argparse
 import concurrent.futures
-import faulthandler
 import multiprocessing
-import random
 import sys
 import time
 from collections import Counter
-from typing import NamedTuple
 
-import torch
-from checking import Wrong, by_codegen, by_dynamo, by_reference_vm, by_stages, check
-from random_programs import Program
-
-
-class Verdict(NamedTuple):
-    seed: int
-    way: str
-    num_segments: int
-    error: str  # empty: the program is right
-    is_wrong: bool = False  # else it could not be built or run
+from judging import judge, start_process
 
 
 def main() -> int:
@@ -63,37 +50,6 @@ def verdicts(seeds: list[int], device: str, num_processes: int):
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_processes, context, start_process) as pool:
         yield from pool.map(judge, seeds, [device] * len(seeds), chunksize=4)
-
-
-def start_process() -> None:
-    faulthandler.enable()
-    torch.set_num_threads(1)
-
-
-def judge(seed: int, device: str) -> Verdict:
-    way = by_stages
-    if seed % 20 == 0:
-        way = by_dynamo
-    elif seed % 4 == 1 and device == "cpu":
-        way = by_reference_vm
-    elif seed % 8 == 2 and device == "cpu":
-        way = by_codegen
-    program = Program.draw(random.Random(seed))
-    error = failure(program, way, device, seed)
-    if not isinstance(error, Exception):
-        return Verdict(seed, way.__name__, error, "")
-    same = type(error)
-    short = program.shortened(lambda p: isinstance(failure(p, way, device, seed), same))
-    error = failure(short, way, device, seed)
-    return Verdict(seed, way.__name__, 0, f"{type(error).__name__}: {error}\n{short}", isinstance(error, Wrong))
-
-
-def failure(program: Program, way, device: str, seed: int) -> int | Exception:
-    """The number of segments, or what went wrong."""
-    try:
-        return check(program, way, device, seed)
-    except Exception as error:
-        return error
 
 
 if __name__ == "__main__":

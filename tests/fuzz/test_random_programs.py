@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from checking import Wrong, by_codegen, by_dynamo, by_reference_vm, by_stages, check
@@ -65,3 +68,10 @@ def test_what_is_not_eagers_is_seen(way) -> None:
     check(program, by_stages)
     with pytest.raises(Wrong):
         check(program, way)
+
+
+def test_a_long_run_in_processes() -> None:
+    command = [sys.executable, str(Path(__file__).parent), "--programs", "4", "--seed", "1", "--processes", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("4 programs in ")

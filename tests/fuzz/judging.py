@@ -1,0 +1,48 @@
+"""One program of a long run: a module of its own, which the processes of the run can import."""
+
+import faulthandler
+import random
+from typing import NamedTuple
+
+import torch
+from checking import Wrong, by_codegen, by_dynamo, by_reference_vm, by_stages, check
+from random_programs import Program
+
+
+class Verdict(NamedTuple):
+    seed: int
+    way: str
+    num_segments: int
+    error: str  # empty: the program is right
+    is_wrong: bool = False  # else it could not be built or run
+
+
+def start_process() -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+
+
+def judge(seed: int, device: str) -> Verdict:
+    way = by_stages
+    if seed % 20 == 0:
+        way = by_dynamo
+    elif seed % 4 == 1 and device == "cpu":
+        way = by_reference_vm
+    elif seed % 8 == 2 and device == "cpu":
+        way = by_codegen
+    program = Program.draw(random.Random(seed))
+    error = failure(program, way, device, seed)
+    if not isinstance(error, Exception):
+        return Verdict(seed, way.__name__, error, "")
+    same = type(error)
+    short = program.shortened(lambda p: isinstance(failure(p, way, device, seed), same))
+    error = failure(short, way, device, seed)
+    return Verdict(seed, way.__name__, 0, f"{type(error).__name__}: {error}\n{short}", isinstance(error, Wrong))
+
+
+def failure(program: Program, way, device: str, seed: int) -> int | Exception:
+    """The number of segments, or what went wrong."""
+    try:
+        return check(program, way, device, seed)
+    except Exception as error:
+        return error
