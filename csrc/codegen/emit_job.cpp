@@ -1,5 +1,6 @@
 // One function per kind of job.
 #include <algorithm>
+#include <map>
 
 #include "emit.h"
 
@@ -196,7 +197,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
             "linears of one job must have one input");
     const Tensor& weight = node.operand("weight").tensor;
     aligned &= aligned_rows(plan, weight, false) && has_short_rows(weight);
-    rows.push_back(node.operand("weight").tensor.shape[0]);
+    rows.push_back(weight.shape[0]);
     require(!paired || rows.back() == rows.front(), node, "linears with a common epilogue must have equally many rows");
   }
 

@@ -1,6 +1,7 @@
 // Tile tasks: what a task's function is told of a node at compile time, and where a tile's slices begin.
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <set>
 
 #include "emit.h"

@@ -16,7 +16,7 @@ MPK_DEVICE T normalised(float x, float scale, const Weight* weight) {
   return cast<T>(__fmul_rn(n, style == Style::kTorch ? to_float(*weight) : __fadd_rn(1.0f, to_float(*weight))));
 }
 
-// A thread's share of a row, its pieces of 16 bytes and the weights of these.
+// A thread's share of the weights, in pieces of 16 bytes.
 template <int kSteps>
 struct Kept {
   uint4 pieces[kSteps];
