@@ -25,9 +25,10 @@ def _closest(name: str, known: list[str]) -> str:
 class Options:
     """What ``torch.compile(..., backend="mpk", options={...})`` accepts."""
 
-    fallback: Literal["inductor", "eager", "error"] = "eager"
-    """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead. "inductor" takes a
-    graph with symbolic sizes as a whole, and what it cannot take runs eagerly."""
+    fallback: Literal["inductor", "eager", "error"] | None = None
+    """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead. What Inductor cannot
+    compile runs eagerly, and so do parts of a graph with symbolic sizes. None: Inductor on CUDA, eager on the CPU and
+    where TORCH_MPK_FORBID_COMPILE is set."""
     min_segment_nodes: int | None = None
     """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
     verify: bool | int = False
@@ -76,7 +77,7 @@ class Options:
                 raise OptionError(name=f"option {name!r}", expected=expected, value=getattr(self, name))
 
         expect(
-            self.fallback in FALLBACKS,
+            self.fallback in (None, *FALLBACKS),
             "fallback",
             f"one of {', '.join(FALLBACKS)}{_closest(str(self.fallback), [*FALLBACKS])}",
         )

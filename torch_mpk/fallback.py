@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo import lookup_backend
 
 from torch_mpk.capture import Captured
-from torch_mpk.config import Options
+from torch_mpk.config import Options, env
 from torch_mpk.errors import InternalError, MpkError, MpkWarning, PrefillDeclined, UnsupportedError
 from torch_mpk.partition import Partitioned
 
@@ -22,24 +23,32 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
+def with_fallback(options: Options, inputs: Sequence[Any]) -> Options:
+    """The options with a fallback for these inputs, where the user left that open."""
+    if options.fallback is not None:
+        return options
+    is_on_cuda = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
+    compiles = is_on_cuda and not env.forbid_compile
+    return dataclasses.replace(options, fallback="inductor" if compiles else "eager")
+
+
 def check_coverage(partitioned: Partitioned, captured: Captured, options: Options) -> None:
     """Raises UnsupportedError unless everything is ours, or what is not may run between our segments."""
     if not partitioned.fallbacks:
         return
     node, source, why = partitioned.fallbacks[0]
     error = UnsupportedError(why, str(node), source)
-    # Inductor compiles whole graphs with sizes in them, but not the parts that would be cut out of one.
-    needs_whole = captured.is_symbolic and options.fallback == "inductor"
-    if needs_whole or options.fallback == "error" or not any(s.ours for s in partitioned.segments):
+    if options.fallback == "error" or not any(segment.ours for segment in partitioned.segments):
         raise error
     others = len(partitioned.fallbacks) - 1
     more = f" (and {others} more nodes)" if others else ""
-    warn(_announcement("a part of this graph", options.fallback, f"{error}{more}"))
+    how = "inductor" if _inductor_takes_parts(captured, options) else "eager"
+    warn(_announcement("a part of this graph", how, f"{error}{more}"))
 
 
-def compile_others(partitioned: Partitioned, options: Options) -> dict[str, Callable[..., Any]]:
+def compile_others(partitioned: Partitioned, captured: Captured, options: Options) -> dict[str, Callable[..., Any]]:
     """What runs the segments that are not ours, where that is more than PyTorch running their nodes one by one."""
-    if options.fallback != "inductor":
+    if not _inductor_takes_parts(captured, options):
         return {}
     compiled: dict[str, Callable[..., Any]] = {}
     for segment in partitioned.segments:
@@ -72,7 +81,12 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, MpkError) else f"{type(error).__name__}: {error}"
 
 
-def _announcement(what: str, how: str, why: str) -> str:
+def _inductor_takes_parts(captured: Captured, options: Options) -> bool:
+    """Inductor compiles whole graphs with sizes in them, but not the parts that are cut out of one."""
+    return options.fallback == "inductor" and not captured.is_symbolic
+
+
+def _announcement(what: str, how: str | None, why: str) -> str:
     return (
         f"torch_mpk leaves {what} to inductor: {why}" if how == "inductor" else f"torch_mpk runs {what} eagerly: {why}"
     )

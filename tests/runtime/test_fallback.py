@@ -7,9 +7,11 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache
 
 from torch_mpk import backend, fallback
+from torch_mpk.config import Options
 from torch_mpk.errors import MpkWarning, OptionError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
@@ -107,6 +109,16 @@ def test_the_fallback_may_be_inductor(monkeypatch):
     monkeypatch.setattr(fallback, "lookup_backend", {"inductor": inductor}.__getitem__)
     with torch.inference_mode(), pytest.warns(MpkWarning, match="leaves this graph to inductor: .*linalg_inv"):
         assert compiled(torch.linalg.inv, fallback="inductor")(torch.ones(1, 1)).item() == 101
+
+
+def test_inductor_is_what_cuda_falls_back_to(monkeypatch):
+    with FakeTensorMode():
+        for device, expected in (("cpu", "eager"), ("cuda", "inductor")):
+            inputs = [3, torch.empty(1, device=device)]
+            assert fallback.with_fallback(Options(), inputs).fallback == expected
+            assert fallback.with_fallback(Options(fallback="error"), inputs).fallback == "error"
+        monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
+        assert fallback.with_fallback(Options(), inputs).fallback == "eager"
 
 
 def test_an_unsupported_node_raises_where_asked_to():
