@@ -401,18 +401,16 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   require(style == "sdpa" || style == "eager", node, "the style must be sdpa or eager, got " + style);
 
   std::string& body = code.body;
-  body = "  using T = " + type + ";\n  struct Work {\n    using T = " + type + ";\n" + constant("kBatch", batch) +
-         constant("kGroups", groups) + constant("kPasses", passes.number) + constant("kHeads", passes.heads) +
-         constant("kSize", size) + constant("kLength", length) + flag("kZeroWithoutKeys", style == "sdpa") +
-         constant("kWorkers", workers) +
+  body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kGroups", groups) +
+         constant("kPasses", passes.number) + constant("kHeads", passes.heads) + constant("kSize", size) +
+         constant("kLength", length) + flag("kZeroWithoutKeys", style == "sdpa") + constant("kWorkers", workers) +
          returning("int64_t", "limit(const Job& job, uint32_t b)",
                    limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
                          : "kLength") +
          returning("float*", "partials(const Job& job)",
                    "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")") +
-         "  };\n  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" +
+         "  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" +
          flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
-         flag("kMaskPerHead", mask && heads > 1 && mask->tensor.strides[1] != 0) +
          "  static constexpr uint32_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +
          ", kPitchV = " + str(v_cache.tensor.strides[2] * element) + ";\n";
   body += returning("int64_t", "slot(const Job& job)", slot ? "*" + refs.pointer(node, slot->tensor) : "-1");

@@ -9,14 +9,12 @@
 // where there are any for the dtype, one score of a head for each lane, and sums of values with fused multiply-adds, in
 // which a lane has the same elements of all heads from the tiles to the result.
 //
-// Work W:
+// A variant V describes one job:
 //   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kWorkers
 //     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew
+//   kScale, kHasNew, kHasMask, kPitchK, kPitchV (bytes from position to position)
 //   kZeroWithoutKeys     what a head that attends to nothing gives; otherwise it gives NaN
 //   limit(job, b), partials(job)
-//
-// A variant V describes one job:
-//   Work, kScale, kHasNew, kHasMask, kMaskPerHead, kPitchK, kPitchV (bytes from position to position)
 //   kTagged, tag(job)    y travels as tagged words, with this tag
 //   slot(job), mask(job, b, h, position), y(job, b, h), k_cache(job, b, g), v_cache(job, b, g), arrivals(job)
 //   RowsQ, RowsK, RowsV           how the rows of q and of the new position come: Chain<Group>, see row.cuh, made
@@ -35,45 +33,45 @@ namespace mpk::attention {
 constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
 
 // A partial result: the unnormalised output, the maximum, the sum of exponentials, padding.
-template <class W>
-inline constexpr int kPartial = W::kSize + 4;
+template <class V>
+inline constexpr int kPartial = V::kSize + 4;
 
-template <class W>
+template <class V>
 MPK_DEVICE uint32_t visible(const Job& job, uint32_t row) {
-  const int64_t limit = W::limit(job, row);
-  return limit < 0 ? 0 : limit > W::kLength ? W::kLength : static_cast<uint32_t>(limit);
+  const int64_t limit = V::limit(job, row);
+  return limit < 0 ? 0 : limit > V::kLength ? V::kLength : static_cast<uint32_t>(limit);
 }
 
 // Positions of a tile: what the tensor cores take at once, if keys fit a ring entry.
-template <class W>
-inline constexpr int kTile = floor_power_of_two(kSlotBytes / (W::kSize * int(sizeof(typename W::T)))) < 16
-                                 ? floor_power_of_two(kSlotBytes / (W::kSize * int(sizeof(typename W::T))))
+template <class V>
+inline constexpr int kTile = floor_power_of_two(kSlotBytes / (V::kSize * int(sizeof(typename V::T)))) < 16
+                                 ? floor_power_of_two(kSlotBytes / (V::kSize * int(sizeof(typename V::T))))
                                  : 16;
 
-template <class W>
+template <class V>
 MPK_DEVICE uint32_t tiles_of(uint32_t visible) {
-  const uint32_t tiles = (visible + kTile<W> - 1) / kTile<W>;
+  const uint32_t tiles = (visible + kTile<V> - 1) / kTile<V>;
   return tiles == 0 ? 1 : tiles;  // a row without keys still has a result
 }
 
-template <class W>
-inline constexpr uint32_t kUnits = W::kGroups * W::kPasses;  // of a batch row
+template <class V>
+inline constexpr uint32_t kUnits = V::kGroups * V::kPasses;  // of a batch row
 inline constexpr uint32_t kAlone = 4 * kConsumerWarps;       // tiles that are one piece
 
 // The divisions are out of line: where one row has few tiles, which is the usual case, nothing is divided.
-template <class W>
+template <class V>
 __device__ __noinline__ KvCut divide(Job job) {
-  const auto tiles = [&](uint32_t row) { return tiles_of<W>(visible<W>(job, row)); };
-  const uint32_t length = kv_length(tiles, W::kBatch, kUnits<W>, kConsumerWarps, kAlone, W::kWorkers);
-  return {length, kv_pieces(tiles, W::kBatch, kUnits<W>, length)};
+  const auto tiles = [&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); };
+  const uint32_t length = kv_length(tiles, V::kBatch, kUnits<V>, kConsumerWarps, kAlone, V::kWorkers);
+  return {length, kv_pieces(tiles, V::kBatch, kUnits<V>, length)};
 }
-template <class W>
+template <class V>
 __device__ __noinline__ KvPiece find_piece(Job job, uint32_t length, uint32_t number) {
-  return kv_piece([&](uint32_t row) { return tiles_of<W>(visible<W>(job, row)); }, kUnits<W>, length, number);
+  return kv_piece([&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); }, kUnits<V>, length, number);
 }
 
 // How the work is cut. The limit is read once where there is one row, and again wherever it is asked for otherwise.
-template <class W>
+template <class V>
 struct Cut {
   const Job& job;
   uint32_t first, tiles;  // of the first row
@@ -81,22 +79,21 @@ struct Cut {
 
   MPK_DEVICE explicit Cut(const Job& job)
       : job(job),
-        first(visible<W>(job, 0)),
-        tiles(tiles_of<W>(first)),
-        cut(W::kBatch == 1 && tiles <= kAlone ? KvCut{tiles, kUnits<W>} : divide<W>(job)) {}
-  MPK_DEVICE uint32_t limit(uint32_t row) const { return W::kBatch == 1 ? first : visible<W>(job, row); }
+        first(visible<V>(job, 0)),
+        tiles(tiles_of<V>(first)),
+        cut(V::kBatch == 1 && tiles <= kAlone ? KvCut{tiles, kUnits<V>} : divide<V>(job)) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return V::kBatch == 1 ? first : visible<V>(job, row); }
   MPK_DEVICE uint32_t pieces() const { return cut.pieces; }
   MPK_DEVICE KvPiece piece(uint32_t number) const {
-    if (W::kBatch == 1 && tiles == cut.length) return {0, number, 0, tiles, 0, 1, number};
-    return find_piece<W>(job, cut.length, number);
+    if (V::kBatch == 1 && tiles == cut.length) return {0, number, 0, tiles, 0, 1, number};
+    return find_piece<V>(job, cut.length, number);
   }
 };
 
 template <class V>
 struct Shape {
-  using W = typename V::Work;
-  using T = typename W::T;
-  static constexpr int kHeads = W::kHeads, kSize = W::kSize, kTile = attention::kTile<W>;
+  using T = typename V::T;
+  static constexpr int kHeads = V::kHeads, kSize = V::kSize, kTile = attention::kTile<V>;
   static constexpr int kRowBytes = kSize * int(sizeof(T));
   static constexpr bool kTogether = 2 * kTile * kRowBytes <= kSlotBytes;  // keys and values in one ring entry
   static constexpr int kEntries = kTogether ? 1 : 2;                      // of a tile
@@ -111,7 +108,7 @@ struct Shape {
   // Scores, then weights [position][kPad], with a row behind them: what to multiply results so far by.
   static constexpr int kPad = linear::next_power_of_two(kHeads > kAtOnce ? kHeads : kAtOnce);
   static constexpr int kWeights = ((kTile + 1) * kPad + 3) / 4 * 4;
-  static constexpr int kFit = 24 * 1024 / (kConsumerWarps * kPartial<W> * 4);
+  static constexpr int kFit = 24 * 1024 / (kConsumerWarps * kPartial<V> * 4);
   static constexpr int kStored = kFit < 1 ? 1 : kFit < kHeads ? kFit : kHeads;  // heads put together at a time
   // Shared memory, in bytes from the staged area: rows of q, four at a time for tensor cores, then k_new and v_new.
   static constexpr int kNewRow = kTensorCores ? (kHeads + 3) / 4 * 4 : kHeads;
@@ -119,7 +116,7 @@ struct Shape {
   static constexpr int kWeightsOffset = (kNewRow + 2) * kPitch * int(sizeof(T));
   static constexpr int kFloatsOffset = kWeightsOffset + kConsumerWarps * kWeights * 4;
   static constexpr int kCombineOffset = kFloatsOffset + (kTensorCores ? 0 : kHeads * kSize * 4);
-  static constexpr int kStagedBytes = kCombineOffset + kConsumerWarps * kStored * kPartial<W> * 4;
+  static constexpr int kStagedBytes = kCombineOffset + kConsumerWarps * kStored * kPartial<V> * 4;
 };
 
 // ---- the loader's part
@@ -128,18 +125,17 @@ struct Shape {
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
-  using W = typename V::Work;
   constexpr Stream kStream{S::kTile, 2, S::kTogether ? 2 : 1, S::kRowBytes, S::kRowBytes, 1, S::kEntries};
-  const Cut<W> cut(job);
+  const Cut<V> cut(job);
   const uint32_t pieces = cut.pieces();
 #pragma unroll 1
-  for (uint32_t number = l.worker(job); number < pieces; number += W::kWorkers) {
+  for (uint32_t number = l.worker(job); number < pieces; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
-    const uint32_t group = piece.group / W::kPasses, end = piece.first_tile + piece.num_tiles;
+    const uint32_t group = piece.group / V::kPasses, end = piece.first_tile + piece.num_tiles;
     if (l.lane < 2) {
       l.shared.data[l.lane] = reinterpret_cast<uint64_t>(l.lane == 0 ? V::k_cache(job, piece.row, group)
                                                                      : V::v_cache(job, piece.row, group));
-      l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, visible<W>(job, piece.row), 0, end};
+      l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, visible<V>(job, piece.row), 0, end};
     }
     __syncwarp();
     if (!l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end})) return;
@@ -151,7 +147,7 @@ MPK_DEVICE void load(L& l, const Job& job) {
 // A tile in shared memory, as a warp meets it.
 template <class V>
 struct Tile {
-  using T = typename V::Work::T;
+  using T = typename V::T;
   const T *keys, *values;  // [position][kSize]
   uint32_t rows;           // positions that count; values behind them are zero
 };
@@ -340,7 +336,7 @@ struct Softmax {
     const auto stored = [&](uint32_t h) {
       return (S::kStored == S::kHeads || h - first < S::kStored) && h < S::kHeads;
     };
-    const auto partial = [&](uint32_t h) { return partials + (h - first) * kPartial<typename V::Work>; };
+    const auto partial = [&](uint32_t h) { return partials + (h - first) * kPartial<V>; };
 #pragma unroll
     for (int h = 0; h < S::kHeads; h++)
 #pragma unroll
@@ -367,8 +363,7 @@ struct Softmax {
 template <class V>
 struct Combined {
   using S = Shape<V>;
-  using W = typename V::Work;
-  using T = typename W::T;
+  using T = typename V::T;
   using Part = Floats<S::kWidth>;
   float out[S::kSteps][S::kWidth] = {};
   float max = -infinity(), sum = 0;
@@ -407,7 +402,7 @@ struct Combined {
 
   // Rounded, to where the head stands: anywhere, or as tagged words. Without any key: zero or NaN.
   MPK_DEVICE void store(const Job& job, uint32_t row, uint32_t head, uint32_t lane) const {
-    const bool zero = W::kZeroWithoutKeys && sum == 0;
+    const bool zero = V::kZeroWithoutKeys && sum == 0;
     const float inverse = zero ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
     for (int s = 0; s < S::kSteps; s++) {
@@ -439,16 +434,15 @@ struct Combined {
 // One head of a group whose pieces are complete. Out of line, since most groups are one piece.
 template <class V>
 __device__ __noinline__ void combine_pieces(Job job, KvPiece piece, uint32_t head, uint32_t lane) {
-  using W = typename V::Work;
-  const float* partials = W::partials(job) + (piece.first * W::kHeads + head) * kPartial<W>;
-  const Combined<V> all(partials, W::kHeads * kPartial<W>, piece.count, lane);
-  all.store(job, piece.row, piece.group * W::kHeads + head, lane);
+  const float* partials = V::partials(job) + (piece.first * V::kHeads + head) * kPartial<V>;
+  const Combined<V> all(partials, V::kHeads * kPartial<V>, piece.count, lane);
+  all.store(job, piece.row, piece.group * V::kHeads + head, lane);
 }
 
 // ---- the consumers' part
 
 template <class Rows, class V, class C>
-MPK_DEVICE void stage_row(C& c, const Job& job, uint32_t row, uint32_t batch_row, typename V::Work::T* data) {
+MPK_DEVICE void stage_row(C& c, const Job& job, uint32_t row, uint32_t batch_row, typename V::T* data) {
   WarpThreads<C> threads(c);
   typename Rows::template Chain<WarpThreads<C>> chain(threads, job, row, batch_row);
   chain.fetch(threads, job, row, data);
@@ -460,16 +454,15 @@ MPK_DEVICE void stage_row(C& c, const Job& job, uint32_t row, uint32_t batch_row
 template <class V, class C>
 MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
   using S = Shape<V>;
-  using W = typename V::Work;
-  using T = typename W::T;
-  static_assert(W::kHeads + 2 <= kConsumerWarps);
-  const uint32_t group = piece.group / W::kPasses;
+  using T = typename V::T;
+  static_assert(V::kHeads + 2 <= kConsumerWarps);
+  const uint32_t group = piece.group / V::kPasses;
   const int place = c.warp;
-  const bool is_query = place < W::kHeads, is_value = place == W::kHeads + 1;
-  const bool is_new = V::kHasNew && !is_query && place < W::kHeads + 2;
-  const uint32_t row = is_query ? piece.row * (W::kGroups * W::kPasses * W::kHeads) + piece.group * W::kHeads + place
-                                : piece.row * W::kGroups + group;
-  T* data = reinterpret_cast<T*>(c.staged()) + (is_query ? place : place - W::kHeads + S::kNewRow) * S::kPitch;
+  const bool is_query = place < V::kHeads, is_value = place == V::kHeads + 1;
+  const bool is_new = V::kHasNew && !is_query && place < V::kHeads + 2;
+  const uint32_t row = is_query ? piece.row * (V::kGroups * V::kPasses * V::kHeads) + piece.group * V::kHeads + place
+                                : piece.row * V::kGroups + group;
+  T* data = reinterpret_cast<T*>(c.staged()) + (is_query ? place : place - V::kHeads + S::kNewRow) * S::kPitch;
   if constexpr (V::kOneChain) {
     WarpThreads<C> threads(c);
     const Job chained = job.from(is_query ? V::kRefsQ : V::kRefsK);
@@ -493,7 +486,7 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
     if (is_query)
       for (int d = c.lane; d < S::kSize; d += 32) queries[query_place<V>(d)] = to_float(data[d]);
   }
-  if (is_new && piece.first_tile == 0 && piece.group % W::kPasses == 0 && slot >= 0 && slot < W::kLength) {
+  if (is_new && piece.first_tile == 0 && piece.group % V::kPasses == 0 && slot >= 0 && slot < V::kLength) {
     T* cache = is_value ? V::v_cache(job, piece.row, group) : V::k_cache(job, piece.row, group);
     T* to = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + slot * (is_value ? V::kPitchV : V::kPitchK));
 #pragma unroll
@@ -563,20 +556,19 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
 template <class V, class C>
 MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, Softmax<V>& softmax) {
   using S = Shape<V>;
-  using W = typename V::Work;
   float* stored = reinterpret_cast<float*>(c.staged() + S::kCombineOffset);
 #pragma unroll 1
-  for (int first = 0; first < W::kHeads; first += S::kStored) {
+  for (int first = 0; first < V::kHeads; first += S::kStored) {
     if (first > 0 && !c.sync()) return false;
-    softmax.store(first, stored + c.warp * S::kStored * kPartial<W>, c.lane);
+    softmax.store(first, stored + c.warp * S::kStored * kPartial<V>, c.lane);
     if (!c.sync()) return false;
     const int head = first + c.warp;
-    if (c.warp >= S::kStored || head >= W::kHeads) continue;
-    const Combined<V> all(stored + c.warp * kPartial<W>, S::kStored * kPartial<W>, kConsumerWarps, c.lane);
+    if (c.warp >= S::kStored || head >= V::kHeads) continue;
+    const Combined<V> all(stored + c.warp * kPartial<V>, S::kStored * kPartial<V>, kConsumerWarps, c.lane);
     if (piece.count == 1)
-      all.store(job, piece.row, piece.group * W::kHeads + head, c.lane);
+      all.store(job, piece.row, piece.group * V::kHeads + head, c.lane);
     else
-      all.store_partial(W::partials(job) + ((piece.first + piece.index) * W::kHeads + head) * kPartial<W>, c.lane);
+      all.store_partial(V::partials(job) + ((piece.first + piece.index) * V::kHeads + head) * kPartial<V>, c.lane);
   }
   return true;
 }
@@ -584,15 +576,14 @@ MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, Softma
 template <class V, class C>
 MPK_DEVICE void compute(C& c, const Job& job) {
   using S = Shape<V>;
-  using W = typename V::Work;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!V::kEarly && !c.await()) return;
-  const Cut<W> cut(job);
+  const Cut<V> cut(job);
   const int64_t slot = V::slot(job);
   const uint32_t worker = c.worker(job), pieces = cut.pieces();
-  constexpr bool kOnce = W::kBatch * kUnits<W> <= W::kWorkers;  // then no worker has two pieces
+  constexpr bool kOnce = V::kBatch * kUnits<V> <= V::kWorkers;  // then no worker has two pieces
 #pragma unroll 1
-  for (uint32_t number = worker; number < pieces; number += W::kWorkers) {
+  for (uint32_t number = worker; number < pieces; number += V::kWorkers) {
     if (!kOnce && number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const KvPiece piece = cut.piece(number);
     const uint32_t limit = cut.limit(piece.row);
@@ -607,11 +598,11 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     if (piece.count > 1) {  // the worker that completes a group combines its pieces
       if (!c.sync()) return;
       if (c.rank == 0) {
-        uint32_t* arrivals = V::arrivals(job) + piece.row * kUnits<W> + piece.group;
+        uint32_t* arrivals = V::arrivals(job) + piece.row * kUnits<V> + piece.group;
         c.shared.word = ptx::fetch_inc_acq_rel_gpu(arrivals, piece.count - 1) == piece.count - 1;
       }
       if (!c.sync()) return;
-      if (c.shared.word != 0 && c.warp < W::kHeads) combine_pieces<V>(job, piece, c.warp, c.lane);
+      if (c.shared.word != 0 && c.warp < V::kHeads) combine_pieces<V>(job, piece, c.warp, c.lane);
     }
     if (kOnce) return;
   }
