@@ -16,7 +16,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -111,6 +111,11 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
             source_line(node) if node else None,
         ) from error
     _clean(traced)
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(traced, node.target), FakeTensor):  # associative_scan does so
+            raise UnsupportedError(
+                "an operation computes tensors that tracing does not see", node.name, source_line(node)
+            )
     for node, arg in zip(traced.graph.nodes, args, strict=False):
         node.meta["val"] = arg
     mutated = frozenset().union(*map(written_storages, traced.graph.nodes))

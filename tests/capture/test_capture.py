@@ -5,6 +5,7 @@ from collections import Counter
 import expecttest
 import pytest
 import torch
+from torch._higher_order_ops.associative_scan import associative_scan
 
 from torch_mpk.capture import Captured, capture, source_line
 from torch_mpk.errors import UnsupportedError
@@ -221,6 +222,14 @@ def test_a_node_that_cannot_be_traced_is_named():
     gm = torch.fx.symbolic_trace(lambda x: torch.relu(x) @ x)
     with pytest.raises(UnsupportedError, match="matmul: it cannot be traced on fake tensors"):
         capture(gm, [torch.ones(2, 3)])
+
+
+def test_tensors_that_tracing_does_not_see_are_refused():
+    def function(x):
+        return associative_scan(torch.add, x, dim=0, combine_mode="generic")
+
+    with pytest.raises(Exception, match="an operation computes tensors that tracing does not see"):
+        capture_call(function, torch.ones(4, 4))
 
 
 def test_an_input_that_is_no_tensor_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -300,3 +302,12 @@ def test_a_view_of_a_lifted_result_still_shares_its_memory():
         return (F.silu(y) * y,)
 
     assert tasks_of(rewritten(function, torch.randn(2, 48), torch.randn(24, 48))) == {"linear": 1, "silu_mul": 1}
+
+
+def test_a_view_may_come_again_when_its_like_is_folded_away():
+    def function(x):
+        y = x + 1
+        return (y.view(2, 3).view(3, 2) * 2, y.view(2, 3) * 2)
+
+    gm = rewritten(function, torch.randn(6))
+    assert Counter(node.target for node in gm.graph.nodes)[torch.ops.aten.view.default] == 2

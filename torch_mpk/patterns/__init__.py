@@ -78,8 +78,11 @@ def _fold_views(rw: Rewriter) -> None:
             rw.rollback()
             continue
         if rw.made:
-            first = folded.setdefault((view.args[0], shape(node)), view)
-            if first is not view:
+            key = view.args[0], shape(node)
+            first = folded.get(key)
+            if first is None or first._erased:  # it had views only, which are folded by now
+                folded[key] = view
+            else:
                 rw.rollback()
                 view = first
         rw.commit(view)
