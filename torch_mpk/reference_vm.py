@@ -87,20 +87,21 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "reciprocal": torch.reciprocal,
     "sqrt": torch.sqrt,
     "rsqrt": lambda a: 1 / torch.sqrt(a),
-    "exp": torch.exp,
-    "log": torch.log,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": torch.tanh,
-    "erf": torch.erf,
     "sigmoid": torch.sigmoid,
     "silu": lambda a: a / (1 + torch.exp(-a)),
     "gelu": lambda a: a * 0.5 * (1 + torch.erf(a * 0.70710678118654752440)),
     "gelu_tanh": lambda a: a * 0.5 * (1 + torch.tanh(0.79788456080286535588 * (a + 0.044715 * a * a * a))),
     "relu": torch.relu,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
     "softplus": lambda a: torch.where(a > 20, a, torch.log1p(torch.exp(a))),
+    **{
+        name: getattr(torch, name)
+        for name in ("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh")
+    },
+    **{
+        name: getattr(torch, name)
+        for name in ("asinh", "acosh", "atanh", "exp", "exp2", "expm1", "log", "log2", "log10")
+    },
+    **{name: getattr(torch, name) for name in ("log1p", "erf", "floor", "ceil", "round", "trunc", "fmod")},
     "floordiv": lambda a, b: torch.where(b == 0, 0, torch.floor_divide(a, torch.where(b == 0, 1, b))),
     "remainder": lambda a, b: torch.where(b == 0, 0, torch.remainder(a, torch.where(b == 0, 1, b))),
     "bit_and": torch.bitwise_and,

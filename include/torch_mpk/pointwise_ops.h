@@ -38,7 +38,25 @@
   X(relu, 1, (a != a || a > T(0)) ? a : T(0))                                                                 \
   X(floor, 1, math::floor(a))                                                                                 \
   X(ceil, 1, math::ceil(a))                                                                                   \
-  X(softplus, 1, a > T(20) ? a : math::log1p(math::exp(a)))
+  X(softplus, 1, a > T(20) ? a : math::log1p(math::exp(a)))                                                   \
+  X(tan, 1, math::tan(a))                                                                                     \
+  X(asin, 1, math::asin(a))                                                                                   \
+  X(acos, 1, math::acos(a))                                                                                   \
+  X(atan, 1, math::atan(a))                                                                                   \
+  X(sinh, 1, math::sinh(a))                                                                                   \
+  X(cosh, 1, math::cosh(a))                                                                                   \
+  X(asinh, 1, math::asinh(a))                                                                                 \
+  X(acosh, 1, math::acosh(a))                                                                                 \
+  X(atanh, 1, math::atanh(a))                                                                                 \
+  X(exp2, 1, math::exp2(a))                                                                                   \
+  X(expm1, 1, math::expm1(a))                                                                                 \
+  X(log2, 1, math::log2(a))                                                                                   \
+  X(log10, 1, math::log10(a))                                                                                 \
+  X(trunc, 1, math::trunc(a))                                                                                 \
+  X(log1p, 1, math::log1p(a))                                                                                 \
+  X(round, 1, math::rint(a))                                                                                  \
+  X(atan2, 2, math::atan2(a, b))                                                                              \
+  X(fmod, 2, math::fmod(a, b))
 
 // Integer types only; division rounds toward minus infinity, as PyTorch's floor_divide and remainder do. Dividing by -1
 // is negation modulo 2^n, because x86 traps where the smallest integer is divided by it.

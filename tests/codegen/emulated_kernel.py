@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from torch_mpk import _C
-from torch_mpk.jit.headers import find_cuda_headers
+from torch_mpk.jit.headers import cuda_roots, find_cuda_headers
 from torch_mpk.reference_vm import dtype_of, run_graph
 
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ class EmulatedKernel:
         command = ["g++", "-std=c++20", "-O1", "-mfma", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
         command += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU traps
         command += [f"-DEMULATED_ARCH={arch}0", f'-DKERNEL_SOURCE="{source}"', "-include", "emulator.h"]
-        command += ["-I", str(HERE / "emulator"), "-I", str(INCLUDE), "-isystem", str(find_cuda_headers((13, 0)))]
+        command += ["-I", str(HERE / "emulator"), "-I", str(INCLUDE), "-isystem", str(cuda_headers())]
         built = subprocess.run(
             [*command, str(HERE / "emulator" / "emulator.cpp"), "-o", str(library)], capture_output=True, text=True
         )
@@ -93,6 +93,14 @@ class EmulatedKernel:
         block = struct.pack("=4QQII16q", *pointers, watchdog_ns, jitter, 0, *sizes)
         block += b"".join(struct.pack("=Q", t.data_ptr()) for t in [*inputs, *outputs])
         self.library.emulate(block, self.program.num_workers, self.program.num_threads, seed)
+
+
+def cuda_headers() -> Path:
+    """The headers of a toolkit: those that come with torch are not all that g++ asks for."""
+    found = [root / "include" for root in cuda_roots()] + [find_cuda_headers((13, 0)) or Path("cuda")]
+    complete = [path for path in found if (path / "crt" / "host_defines.h").is_file()]
+    assert complete, f"CUDA's headers are needed to build kernels for the CPU; looked in {', '.join(map(str, found))}"
+    return complete[0]
 
 
 def aligned(nbytes: int, value: int = 0) -> torch.Tensor:

@@ -19,7 +19,7 @@ EAGER = {
     "sub": torch.sub, "bit_and": torch.bitwise_and, "bit_or": torch.bitwise_or, "bit_xor": torch.bitwise_xor,
     "floordiv": torch.floor_divide, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda a: torch.nn.functional.gelu(a, approximate="tanh"), "softplus": torch.nn.functional.softplus,
-    "div": torch.div, "pow": lambda a, b: torch.pow(a.abs(), b),
+    "div": torch.div, "atan2": torch.atan2, "fmod": torch.fmod, "pow": lambda a, b: torch.pow(a.abs(), b),
 }  # fmt: skip
 ALL_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
               torch.float16, torch.bfloat16, torch.float32, torch.float64]  # fmt: skip
@@ -58,7 +58,7 @@ def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("op", sorted(set(_C.op_names()) - STRUCTURAL))
 def test_operations(op: str, isa: str) -> None:
-    arity = 1 if op in UNARY or op not in EVERYWHERE | INTEGER | COMPARE | {"div", "pow"} else 2
+    arity = 1 if op in UNARY or op not in EVERYWHERE | INTEGER | COMPARE | {"div", "pow", "atan2", "fmod"} else 2
     eager = EAGER.get(op) or getattr(torch, op)
     for dtype in ALL_DTYPES:
         if dtype.is_floating_point and op in INTEGER:

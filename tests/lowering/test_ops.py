@@ -53,7 +53,8 @@ EXACT: dict[str, Callable] = {
         x.bool(),
         (x > 0).to(x.dtype),
     ),
-    "floor_ceil": lambda x, y: (x.floor(), x.ceil()),
+    "floor_ceil": lambda x, y: (x.floor(), x.ceil(), x.trunc(), (x * 2).round() / 2, x.sign()),
+    "remainder": lambda x, y: (x % y, x % -1.5, torch.fmod(x, y), torch.fmod(x, 0.7)),
     "tril": lambda x, y: (torch.tril(x), torch.triu(x, 1)),
     "full": lambda x, y: (
         torch.full((2, 3), 1.5),
@@ -82,7 +83,10 @@ CLOSE: dict[str, Callable] = {
     "exp": torch.exp,
     "log": lambda x: torch.log(x.abs() + 0.5),
     "sin_cos": lambda x: (torch.sin(x), torch.cos(x)),
-    "tanh": torch.tanh,
+    "more_trigonometry": lambda x: (x.tan(), x.sin().asin(), x.cos().acos(), x.atan(), torch.atan2(x, x[0] + 1)),
+    "hyperbolic": lambda x: (x.tanh(), x.sinh(), x.cosh(), x.asinh(), (x.abs() + 1.1).acosh(), (x / 20).atanh()),
+    "exponentials": lambda x: (x.exp2(), x.expm1(), x.abs().log1p(), (x.abs() + 0.5).log2(), (x.abs() + 2).log10()),
+    "log_sigmoid": lambda x: (F.logsigmoid(x), F.elu(x), F.mish(x), F.leaky_relu(x), F.hardswish(x), F.celu(x)),
     "erf": torch.erf,
     "sigmoid": torch.sigmoid,
     "silu": lambda x: F.silu(x),
@@ -94,6 +98,7 @@ CLOSE: dict[str, Callable] = {
     "log_softmax": lambda x: F.log_softmax(x, -1),
     "layer_norm": lambda x: (F.layer_norm(x, (6,)), F.layer_norm(x, (4, 6), x * 2, x)),
     "rms_norm": lambda x: (F.rms_norm(x, (6,)), F.rms_norm(x, (6,), x[0], 1e-5)),
+    "norm": lambda x: (x.norm(dim=-1), torch.linalg.vector_norm(x, 3, 0), F.normalize(x), F.group_norm(x[None], 2)),
     "var": lambda x: (x.var(-1, unbiased=False), x.var(), x.var(0, keepdim=True)),
     "logsumexp": lambda x: torch.logsumexp(x, -1),
 }
@@ -153,6 +158,7 @@ def test_views_of_strided_inputs() -> None:
 REDUCTIONS: dict[str, Callable] = {
     "sum": lambda x: (x.sum(-1), x.sum(0, keepdim=True), x.sum((0, 2)), x.sum(), x.sum((1, 2), keepdim=True)),
     "mean": lambda x: (x.mean(-1, keepdim=True), x.mean((0, 1)), x.mean(), x.mean(1, dtype=torch.float32)),
+    "cumsum": lambda x: (x.cumsum(-1), (x * 2).cumsum(0), (x > 0).cumsum(1), x.cumsum(1, dtype=torch.float32)),
     "amax": lambda x: (x.amax(-1), x.amin((0, 2)), x.max(), x.min()),
     "max_dim": lambda x: (*x.max(-1), *x.min(1, keepdim=True), x.max(0)[0], x.max(0)[1]),
     "argmax": lambda x: (x.argmax(-1), x.argmax(), x.argmin(1, keepdim=True)),
@@ -166,7 +172,14 @@ REDUCTIONS: dict[str, Callable] = {
         F.scaled_dot_product_attention(x, x, x, attn_mask=x[..., :3] > 0, scale=0.3),
         F.scaled_dot_product_attention(x[None], x[None, :1], x[None, :1], attn_mask=x[0, :, :3], enable_gqa=True),
     ),
-    "matmul": lambda x: (x @ x.mT, x[0] @ x[1].t(), torch.bmm(x, x.mT)),
+    "matmul": lambda x: (
+        x @ x.mT,
+        x @ x[0, 0],
+        x[0, :, 0] @ x[1],
+        x[0, 0] @ x[1, 1],
+        x[0] @ x[1].t(),
+        torch.bmm(x, x.mT),
+    ),
     "addmm": lambda x: torch.addmm(x[0, :, 0], x[0], x[1].t()),
 }
 

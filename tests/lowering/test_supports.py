@@ -16,7 +16,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "complex": (lambda x: x.to(torch.complex64), "complex64"),
     "sort": (lambda x: x.sort(-1)[0], "aten.sort"),
     "topk": (lambda x: x.topk(2)[0], "aten.topk"),
-    "cumsum": (lambda x: x.cumsum(-1), "aten.cumsum"),
+    "cumprod": (lambda x: x.cumprod(-1), "aten.cumprod"),
     "boolean index": (lambda x: x.index_put((x > 0,), x[0, 0]), "bool"),
     "accumulate": (lambda x: x.index_put_((torch.arange(2),), x[:2], accumulate=True), "accumulate"),
     "training dropout": (lambda x: F.dropout(x, 0.5, training=True), "dropout"),

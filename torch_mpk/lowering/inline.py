@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_mpk.errors import UnsupportedError
@@ -27,22 +30,31 @@ def inline(lx: Lowerer, node: fx.Node, call: Callable[..., object], decompositio
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: given[n])
         return call(*args, **kwargs)
 
-    module = make_fx(
-        body,
-        decomposition_table=decompositions,
-        tracing_mode="real",
-        pre_dispatch=decompositions is None,
-        _allow_non_fake_inputs=True,
-    )(*(t.meta["val"] for t in tensors))
+    examples = [t.meta["val"] for t in tensors]
+    with next(filter(None, map(maybe_get_fake_mode, examples)), nullcontext()):  # for what ``call`` makes from nothing
+        module = make_fx(
+            body,
+            decomposition_table=decompositions,
+            tracing_mode="real",
+            pre_dispatch=decompositions is None,
+            _allow_non_fake_inputs=True,
+        )(*examples)
     if any(n.target is node.target for n in module.graph.nodes):
         raise UnsupportedError("it has no decomposition")
     return lx.run(module.graph, module, [lx.env[t] for t in tensors])
 
 
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., object]]:
+    """PyTorch's, of what is not core ATen and of some that is."""
+    aten = torch.ops.aten
+    core = [aten.elu, aten.leaky_relu, aten.hardtanh, aten.linalg_vector_norm, aten.native_group_norm]
+    return {**core_aten_decompositions(), **get_decompositions(core)}
+
+
 def decompose(lx: Lowerer, node: fx.Node) -> object:
     """Lower an operation that has no rule through PyTorch's own decomposition of it."""
-    target = node.target
-    table = core_aten_decompositions()
+    target, table = node.target, _decompositions()
     if target._schema.is_mutable or (target not in table and not target._can_decompose()):
         raise UnsupportedError(f"{target} is not supported")
     try:

@@ -38,9 +38,30 @@ MPK_MATH1(erf)
 MPK_MATH1(floor)
 MPK_MATH1(ceil)
 MPK_MATH1(log1p)
+MPK_MATH1(tan)
+MPK_MATH1(asin)
+MPK_MATH1(acos)
+MPK_MATH1(atan)
+MPK_MATH1(sinh)
+MPK_MATH1(cosh)
+MPK_MATH1(asinh)
+MPK_MATH1(acosh)
+MPK_MATH1(atanh)
+MPK_MATH1(exp2)
+MPK_MATH1(expm1)
+MPK_MATH1(log2)
+MPK_MATH1(log10)
+MPK_MATH1(trunc)
+MPK_MATH1(rint)
 #undef MPK_MATH1
-MPK_INLINE float pow(float x, float y) { return __builtin_powf(x, y); }
-MPK_INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
+
+#define MPK_MATH2(name)                                                         \
+  MPK_INLINE float name(float x, float y) { return __builtin_##name##f(x, y); } \
+  MPK_INLINE double name(double x, double y) { return __builtin_##name(x, y); }
+MPK_MATH2(pow)
+MPK_MATH2(atan2)
+MPK_MATH2(fmod)
+#undef MPK_MATH2
 
 }  // namespace math
 

@@ -101,9 +101,30 @@ MPK_MATH(erf)
 MPK_MATH(floor)
 MPK_MATH(ceil)
 MPK_MATH(log1p)
+MPK_MATH(tan)
+MPK_MATH(asin)
+MPK_MATH(acos)
+MPK_MATH(atan)
+MPK_MATH(sinh)
+MPK_MATH(cosh)
+MPK_MATH(asinh)
+MPK_MATH(acosh)
+MPK_MATH(atanh)
+MPK_MATH(exp2)
+MPK_MATH(expm1)
+MPK_MATH(log2)
+MPK_MATH(log10)
+MPK_MATH(trunc)
+MPK_MATH(rint)
 #undef MPK_MATH
-MPK_DEVICE float pow(float a, float b) { return ::powf(a, b); }
-MPK_DEVICE double pow(double a, double b) { return ::pow(a, b); }
+
+#define MPK_MATH(name)                                                \
+  MPK_DEVICE float name(float a, float b) { return ::name##f(a, b); } \
+  MPK_DEVICE double name(double a, double b) { return ::name(a, b); }
+MPK_MATH(pow)
+MPK_MATH(atan2)
+MPK_MATH(fmod)
+#undef MPK_MATH
 }  // namespace math
 
 // ops::name<T>(arguments of compute type T)

@@ -55,6 +55,11 @@ def _unary(op: str):
     return lower
 
 
+def rounded(dtype: torch.dtype, *args: Value | Number) -> list[Value | Number]:
+    """The arguments, numbers first rounded to dtype, as some kernels of eager do."""
+    return [E.const(x, dtype).attr if isinstance(x, (int, float)) else x for x in args]
+
+
 @rule(aten.add.Tensor, aten.add.Scalar)
 def _add(lx, node, a, b, alpha: Number = 1):
     return _add_or_sub(lx, node, "add", a, b, alpha)
@@ -67,10 +72,8 @@ def _sub(lx, node, a, b, alpha: Number = 1):
 
 def _add_or_sub(lx, node, op: str, a, b, alpha: Number):
     meta = out_meta(lx, node)
-    if (
-        meta.device.type == "cpu" and meta.dtype in FLOATS
-    ):  # where eager's kernel, unlike the GPU's, first rounds a number
-        a, b = (E.const(x, meta.dtype).attr if isinstance(x, (int, float)) else x for x in (a, b))
+    if meta.device.type == "cpu" and meta.dtype in FLOATS:  # the GPU's kernel does not
+        a, b = rounded(meta.dtype, a, b)
     return elementwise(lx, node, add_with_alpha(meta.dtype, op, alpha), [a, b])
 
 
@@ -115,9 +118,26 @@ def _floor_div(lx, node, a, b, rounding_mode: str | None = "floor"):
 @rule(aten.remainder.Tensor, aten.remainder.Scalar)
 def _remainder(lx, node, a, b):
     dtype = out_meta(lx, node).dtype
-    if dtype in FLOATS:
-        raise UnsupportedError("remainder of floating dtypes")
-    return elementwise(lx, node, lambda x, y: E.apply("remainder", dtype, x, y), [a, b])
+    a, b = rounded(dtype, a, b)
+    if dtype not in FLOATS:
+        return elementwise(lx, node, lambda x, y: E.apply("remainder", dtype, x, y), [a, b])
+    compute = wide(dtype)
+
+    def fn(x: Expr, y: Expr) -> Expr:  # fmod has the sign of x, the result that of y
+        zero, rest = E.const(0, compute), E.apply("fmod", compute, x, y)
+        signs = (E.compare("lt", e, zero) for e in (rest, E.cast(y, compute)))
+        is_other = E.apply("logical_and", BOOL, E.compare("ne", rest, zero), E.apply("ne", BOOL, *signs))
+        return E.cast(E.where(is_other, E.apply("add", compute, rest, y), rest), dtype)
+
+    return elementwise(lx, node, fn, [a, b], cost=4)
+
+
+@rule(aten.fmod.Tensor, aten.fmod.Scalar)
+def _fmod(lx, node, a, b):
+    dtype = out_meta(lx, node).dtype
+    if dtype not in FLOATS:
+        raise UnsupportedError("fmod of integers")
+    return _binary("fmod")(lx, node, *rounded(dtype, a, b))
 
 
 @rule(aten.pow.Tensor_Scalar)
@@ -148,8 +168,28 @@ def _pow_tensor(lx, node, a, b):
     return elementwise(lx, node, lambda x, y: E.apply("pow", dtype, x, y), [a, b], cost=4)
 
 
-for name in ("rsqrt", "sqrt", "exp", "log", "sin", "cos", "tanh", "erf", "sigmoid", "silu", "reciprocal"):
+for name in (
+    *("rsqrt", "sqrt", "reciprocal", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "sigmoid", "silu"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+):
     rule(getattr(aten, name).default)(_unary(name))
+
+
+@rule(aten.atan2.default)
+def _atan2(lx, node, a, b):
+    return _binary("atan2")(lx, node, a, b)
+
+
+@rule(aten.sign.default)
+def _sign(lx, node, a):
+    if a.dtype == BOOL:
+        return lx.read(a)
+
+    def fn(x: Expr) -> Expr:
+        above, below = (E.cast(E.compare(op, x, E.const(0, a.dtype)), a.dtype) for op in ("gt", "lt"))
+        return E.apply("sub", a.dtype, above, below)
+
+    return elementwise(lx, node, fn, [a], cost=3)
 
 
 @rule(aten.neg.default)
@@ -166,7 +206,7 @@ def _abs(lx, node, a):
     return _unary(op)(lx, node, a)
 
 
-@rule(aten.floor.default, aten.ceil.default)
+@rule(aten.floor.default, aten.ceil.default, aten.trunc.default, aten.round.default)
 def _floor(lx, node, a):
     if a.dtype not in FLOATS:
         return lx.read(a)

@@ -47,6 +47,27 @@ def _sum(lx, node, a, dim=None, keepdim=False, dtype=None):
     return reduced(lx, op_name(node), a, dim, keepdim, out)
 
 
+@rule(aten.cumsum.default)
+def _cumsum(lx, node, a, dim, dtype=None):
+    """Each result a sum of its own."""
+    out, rank = out_meta(lx, node).dtype, len(a.shape)
+    source = lx.read(cast(lx, a, out if out in FLOATS else INT64))
+    if rank == 0:
+        return cast(lx, source, out)
+    if not is_static(a.shape) or math.prod(a.shape) * a.shape[dim] > MAX_PRODUCTS:
+        raise UnsupportedError("a cumulative sum over many elements")
+    if source.cost > 4:
+        lx.realise(source)  # each element is used many times
+    dim = normalise_dim(dim, rank)
+    shape = [*a.shape, a.shape[dim]]
+
+    def inner(idx: Index, predicate: Expr | None) -> Expr:
+        element = source.at([*idx[:dim], idx[-1], *idx[dim + 1 : -1]], predicate)
+        return E.where(E.compare("le", idx[-1], idx[dim]), element, E.const(0, source.dtype))
+
+    return lx.reduce("sum", out, lx.lazy(source.dtype, shape, [source], inner, cost=2), [rank], False)
+
+
 @rule(aten.prod.default)
 def _prod(lx, node, a, dtype=None):
     out = out_meta(lx, node).dtype
@@ -159,16 +180,29 @@ def _moments(lx: Lowerer, a: Value, dims: list[int], divisor: float | None = Non
 
 @rule(aten.var.dim, aten.var.correction)
 def _var(lx, node, a, dim=None, unbiased=True, keepdim=False, correction=None):
-    meta = out_meta(lx, node)
-    rank = len(a.shape)
-    dims = sorted({normalise_dim(d, rank) for d in dim}) if dim else list(range(rank))
     if node.target is aten.var.dim:
         correction = 1 if unbiased else 0
+    meta = out_meta(lx, node)
+    variance, _ = _variance_and_mean(lx, a, dim, correction)
+    return reshaped(lx, cast(lx, variance, meta.dtype), meta.shape)
+
+
+@rule(aten.var_mean.correction)
+def _var_mean(lx, node, a, dim=None, correction=None, keepdim=False):
+    metas = map(lx.meta, node.meta["val"])
+    values = _variance_and_mean(lx, a, dim, correction)
+    return tuple(reshaped(lx, cast(lx, v, meta.dtype), meta.shape) for v, meta in zip(values, metas, strict=True))
+
+
+def _variance_and_mean(lx, a, dim, correction):
+    """In the compute dtype, with every dimension kept."""
+    rank = len(a.shape)
+    dims = sorted({normalise_dim(d, rank) for d in dim}) if dim else list(range(rank))
     count = math.prod(a.shape[d] for d in dims) - (1 if correction is None else correction)
     if count <= 0:
         raise UnsupportedError("the variance of too few elements")
-    _, _, variance = _moments(lx, a, dims, float(count))
-    return reshaped(lx, cast(lx, variance, meta.dtype), meta.shape)
+    _, mean, variance = _moments(lx, a, dims, float(count))
+    return variance, mean
 
 
 def _normalised(
@@ -279,9 +313,12 @@ def _broadcast_size(a: Sequence[Size], b: Sequence[Size], from_end: int) -> Size
 
 @rule(aten.matmul.default, aten.bmm.default, aten.mm.default)
 def _matmul(lx, node, a, b):
-    if len(a.shape) < 2 or len(b.shape) < 2:
-        raise UnsupportedError("a matrix product with a vector")
-    return product(lx, a, b, out_meta(lx, node).dtype)
+    meta = out_meta(lx, node)
+    if len(a.shape) >= 2 and len(b.shape) >= 2:
+        return product(lx, a, b, meta.dtype)
+    row = reshaped(lx, a, [1, *a.shape]) if len(a.shape) == 1 else a
+    column = reshaped(lx, b, [*b.shape, 1]) if len(b.shape) == 1 else b
+    return reshaped(lx, product(lx, row, column, meta.dtype), meta.shape)
 
 
 @rule(aten.addmm.default)
