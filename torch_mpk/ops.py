@@ -1,7 +1,11 @@
-"""``torch.ops.mpk.<task>``: every declared task as a ``torch.library`` operator, generated from the registry."""
+"""``torch.ops.mpk.<task>``: every declared task as a ``torch.library`` operator, generated from the registry.
+
+Where a task's result is as large as its first operand, ``torch.ops.mpk.<task>_`` writes it there and returns nothing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import string
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +22,20 @@ _library = torch.library.Library("mpk", "DEF")
 
 def schema(task: Task) -> str:
     """The operator's schema: operands updated in place carry an alias annotation, attributes are keyword-only."""
+    results = ", ".join(["Tensor"] * len(task.outputs))
+    return f"{task.name}({_arguments(task)}) -> {results if len(task.outputs) == 1 else f'({results})'}"
+
+
+def _arguments(task: Task, writes_first: bool = False) -> str:
     aliases = iter(string.ascii_lowercase)
-    arguments = [_argument(operand, aliases) for operand in task.inputs]
+    first, *others = task.inputs
+    operands = [dataclasses.replace(first, is_write=first.is_write or writes_first), *others]
+    arguments = [_argument(operand, aliases) for operand in operands]
     last_required = max((i for i, operand in enumerate(task.inputs) if not operand.optional), default=-1)
     arguments = [text if i <= last_required else f"{text}=None" for i, text in enumerate(arguments)]
     if task.attrs:
         arguments += ["*", *map(_attribute, task.attrs.values())]
-    results = ", ".join(["Tensor"] * len(task.outputs))
-    return f"{task.name}({', '.join(arguments)}) -> {results if len(task.outputs) == 1 else f'({results})'}"
+    return ", ".join(arguments)
 
 
 def _argument(operand: Operand, aliases) -> str:
@@ -38,20 +48,36 @@ def _attribute(attr: Attr) -> str:
     return text if attr.required else f"{text}={attr.default!r}".replace("'", '"')
 
 
+def has_in_place_form(task: Task) -> bool:
+    """Whether the result has the first operand's dimensions, of a task that works on elements or rows."""
+    is_like_first = [operand.dims for operand in task.outputs] == [task.inputs[0].dims]
+    return is_like_first and not task.is_mutating and task.role in ("pointwise", "row", "reduce")
+
+
 def _define(task: Task) -> None:
-    _library.define(schema(task), tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(task.name, task, "CompositeExplicitAutograd")
-    _library.impl(task.name, _refusing_autograd(task), "Autograd", with_keyset=True)
-    torch.library.register_fake(f"mpk::{task.name}", task, lib=_library)
+    _define_operator(task.name, schema(task), task)
+    if has_in_place_form(task):
+
+        def in_place(first: torch.Tensor, *others: Any, **attrs: Any) -> None:
+            task(first, *others, out=first, **attrs)
+
+        _define_operator(f"{task.name}_", f"{task.name}_({_arguments(task, writes_first=True)}) -> ()", in_place)
 
 
-def _refusing_autograd(task: Task) -> Callable[..., Any]:
+def _define_operator(name: str, schema: str, kernel: Callable[..., Any]) -> None:
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, _refusing_autograd(name), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"mpk::{name}", kernel, lib=_library)
+
+
+def _refusing_autograd(name: str) -> Callable[..., Any]:
     """What stands in front of the operator's kernel where an operand may require grad."""
-    op = getattr(torch.ops.mpk, task.name).default
+    op = getattr(torch.ops.mpk, name).default
 
     def call(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            raise NoDerivativeError(op=f"torch.ops.mpk.{task.name}")
+            raise NoDerivativeError(op=f"torch.ops.mpk.{name}")
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     return call

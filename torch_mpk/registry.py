@@ -78,6 +78,8 @@ class Task:
     ):
         self.reference = reference
         self.name = self.__name__ = self.__qualname__ = reference.__name__
+        if self.name.endswith("_"):
+            raise TaskError(f"{self.name}: such a name is the in-place form's, drop the underscore at its end")
         self.__module__ = reference.__module__
         self.__doc__ = reference.__doc__
         self.signature = " ".join(signature.split())

@@ -73,6 +73,11 @@ def test_refused(signature: str, options: dict, message: str) -> None:
     assert "refused" not in _C.task_names()
 
 
+def test_the_name_of_an_in_place_form_is_refused() -> None:
+    with pytest.raises(TaskError, match="refused_: such a name is the in-place form's"):
+        declare("x[R, H] -> y[R, H]", "refused_")
+
+
 def test_what_the_reference_returns_is_checked() -> None:
     double = declare("x[R] -> y[R], z[R]", "two_for_test")
     with pytest.raises(TaskError, match=r"the reference returned Tensor, expected y\[R\], z\[R\]"):

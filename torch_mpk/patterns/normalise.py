@@ -53,7 +53,15 @@ def _unchanged(node: fx.Node, written: frozenset[int]) -> fx.Node | None:
 
 
 def _call_task(node: fx.Node) -> None:
-    task = registry.get(node.target._schema.name.removeprefix("mpk::"))
-    node.args = tuple(argument(node, operand.name) for operand in task.inputs)
-    node.kwargs = {name: argument(node, name) for name in task.attrs}
-    node.target = task
+    name = node.target._schema.name.removeprefix("mpk::")
+    task = registry.get(name.removesuffix("_"))
+    args = tuple(argument(node, operand.name) for operand in task.inputs)
+    kwargs = {name: argument(node, name) for name in task.attrs}
+    if not name.endswith("_"):
+        node.target, node.args, node.kwargs = task, args, kwargs
+        return
+    with node.graph.inserting_before(node):
+        result = node.graph.call_function(task, args, kwargs)
+    result.meta = node.meta | {"val": evaluate(task, args, kwargs)}
+    node.target, node.args, node.kwargs = aten.copy_.default, (args[0], result), {}
+    node.meta["val"] = value(args[0])
