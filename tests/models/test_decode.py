@@ -248,7 +248,7 @@ def test_a_token_outside_the_vocabulary_is_an_error(token):
 
 def test_other_dtypes_and_shapes_fail_or_work_as_in_eager(device):
     model = tiny_model(device=device, num_layers=1)
-    step = compiled(model)
+    step = torch.compile(model, backend="mpk")  # not strict: Dynamo may compile in parts what has raised once
     run_both(model, step, num_steps=1)
     decoding = Decoding(model, random_ids(2, 5, device))
     with torch.inference_mode():
