@@ -19,7 +19,7 @@ from torch_mpk.capture import Captured, capture, input_sources, number_positions
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
-from torch_mpk.fallback import check_coverage, compile_others, fall_back, with_fallback
+from torch_mpk.fallback import check_coverage, compile_others, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.rehearsal import will_write
@@ -48,7 +48,7 @@ def mpk(
         OptionError: ``mode`` or ``options`` has a name or value that is not known.
         MpkError: with ``options={"fallback": "error"}``, what would have been a fallback.
     """
-    settings = with_fallback(Options.parse(mode, options), example_inputs)
+    settings = Options.parse(mode, options)
     if env.disable:
         return gm.forward
     warn_at_recompile_limit(gm)

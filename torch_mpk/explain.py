@@ -23,7 +23,7 @@ from torch_mpk.backend import compile_call
 from torch_mpk.capture import capture
 from torch_mpk.config import Options
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
-from torch_mpk.fallback import quiet, reason, with_fallback
+from torch_mpk.fallback import quiet, reason
 from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
 from torch_mpk.rehearsal import rehearsal
 from torch_mpk.runtime import Program, synchronize
@@ -162,7 +162,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
 def _explain_graph(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, seconds: dict[str, float]) -> Graph:
     try:
         with timing.build():
-            call = compile_call(gm, inputs, with_fallback(options, inputs), needs_graph=True)
+            call = compile_call(gm, inputs, options, needs_graph=True)
         program: Program | None = getattr(call, "program", None)
         why = "it is built for each value of the numbers it is called with" if program is None else None
     except Exception as error:

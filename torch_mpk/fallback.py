@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +22,12 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-def with_fallback(options: Options, inputs: Sequence[Any]) -> Options:
-    """The options with a fallback for these inputs, where the user left that open."""
+def choice(options: Options, inputs: Sequence[Any]) -> str:
+    """The fallback for these inputs: the option, or where it is left open what suits their device."""
     if options.fallback is not None:
-        return options
+        return options.fallback
     is_on_cuda = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
-    compiles = is_on_cuda and not env.forbid_compile
-    return dataclasses.replace(options, fallback="inductor" if compiles else "eager")
+    return "inductor" if is_on_cuda and not env.forbid_compile else "eager"
 
 
 def check_coverage(partitioned: Partitioned, captured: Captured, options: Options) -> None:
@@ -38,17 +36,17 @@ def check_coverage(partitioned: Partitioned, captured: Captured, options: Option
         return
     node, source, why = partitioned.fallbacks[0]
     error = UnsupportedError(why, str(node), source)
-    if options.fallback == "error" or not any(segment.ours for segment in partitioned.segments):
+    how = _choice_for_parts(captured, options)
+    if how == "error" or not any(segment.ours for segment in partitioned.segments):
         raise error
     others = len(partitioned.fallbacks) - 1
     more = f" (and {others} more nodes)" if others else ""
-    how = "inductor" if _inductor_takes_parts(captured, options) else "eager"
     warn(_announcement("a part of this graph", how, f"{error}{more}"))
 
 
 def compile_others(partitioned: Partitioned, captured: Captured, options: Options) -> dict[str, Callable[..., Any]]:
     """What runs the segments that are not ours, where that is more than PyTorch running their nodes one by one."""
-    if not _inductor_takes_parts(captured, options):
+    if _choice_for_parts(captured, options) != "inductor":
         return {}
     compiled: dict[str, Callable[..., Any]] = {}
     for segment in partitioned.segments:
@@ -64,16 +62,17 @@ def compile_others(partitioned: Partitioned, captured: Captured, options: Option
 
 def fall_back(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, error: Exception) -> Callable[..., Any]:
     """What runs a graph that we do not: Inductor or eager PyTorch."""
-    if isinstance(error, PrefillDeclined):
+    if isinstance(error, PrefillDeclined):  # no reason to keep a user waiting for Inductor who has not asked for it
         logger.info("%s", error)
-        return gm.forward
-    if options.fallback == "error":
+        return (_inductor(gm, inputs) if options.fallback == "inductor" else None) or gm.forward
+    how = choice(options, inputs)
+    if how == "error":
         if isinstance(error, (MpkError, MemoryError)):
             raise error
         raise InternalError(reason(error)) from error
-    warn(_announcement("this graph", options.fallback, reason(error)))
+    warn(_announcement("this graph", how, reason(error)))
     logger.info("the error behind the warning", exc_info=error)
-    return (_inductor(gm, inputs) if options.fallback == "inductor" else None) or gm.forward
+    return (_inductor(gm, inputs) if how == "inductor" else None) or gm.forward
 
 
 def reason(error: Exception) -> str:
@@ -81,12 +80,13 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, MpkError) else f"{type(error).__name__}: {error}"
 
 
-def _inductor_takes_parts(captured: Captured, options: Options) -> bool:
-    """Inductor compiles whole graphs with sizes in them, but not the parts that are cut out of one."""
-    return options.fallback == "inductor" and not captured.is_symbolic
+def _choice_for_parts(captured: Captured, options: Options) -> str:
+    how = choice(options, [graph_input.value for graph_input in captured.inputs])
+    # Inductor compiles whole graphs with sizes in them, but not the parts that are cut out of one.
+    return "eager" if how == "inductor" and captured.is_symbolic else how
 
 
-def _announcement(what: str, how: str | None, why: str) -> str:
+def _announcement(what: str, how: str, why: str) -> str:
     return (
         f"torch_mpk leaves {what} to inductor: {why}" if how == "inductor" else f"torch_mpk runs {what} eagerly: {why}"
     )

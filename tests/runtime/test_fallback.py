@@ -85,6 +85,20 @@ def test_prefill_runs_eagerly_without_a_warning(caplog):
     assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
 
 
+def test_prefill_is_compiled_by_inductor_where_asked_to(monkeypatch):
+    calls = []
+
+    def inductor(gm, inputs):
+        return lambda *args: calls.append(len(args)) or gm(*args)
+
+    monkeypatch.setattr(fallback, "lookup_backend", {"inductor": inductor}.__getitem__)
+    model, prompt = tiny_model(num_layers=1), random_ids(1, 4)
+    with torch.inference_mode():
+        expected = model(input_ids=prompt, use_cache=False).logits
+        assert torch.equal(compiled(model, fallback="inductor")(input_ids=prompt, use_cache=False).logits, expected)
+    assert len(calls) == 1
+
+
 def test_an_unsupported_node_is_named_once():
     def function(x):
         return torch.linalg.inv(x + 1)
@@ -115,10 +129,10 @@ def test_inductor_is_what_cuda_falls_back_to(monkeypatch):
     with FakeTensorMode():
         for device, expected in (("cpu", "eager"), ("cuda", "inductor")):
             inputs = [3, torch.empty(1, device=device)]
-            assert fallback.with_fallback(Options(), inputs).fallback == expected
-            assert fallback.with_fallback(Options(fallback="error"), inputs).fallback == "error"
+            assert fallback.choice(Options(), inputs) == expected
+            assert fallback.choice(Options(fallback="error"), inputs) == "error"
         monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
-        assert fallback.with_fallback(Options(), inputs).fallback == "eager"
+        assert fallback.choice(Options(), inputs) == "eager"
 
 
 def test_an_unsupported_node_raises_where_asked_to():
