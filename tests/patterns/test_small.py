@@ -311,3 +311,11 @@ def test_a_view_may_come_again_when_its_like_is_folded_away():
 
     gm = rewritten(function, torch.randn(6))
     assert Counter(node.target for node in gm.graph.nodes)[torch.ops.aten.view.default] == 2
+
+
+def test_what_is_expanded_is_not_viewed_where_pytorch_would_not() -> None:
+    def function(x, w):
+        y = (x * 2).unsqueeze(1).expand(1, 2, 1, 7, 48).reshape(-1, 1, 7, 48)
+        return (F.linear(y, w),)
+
+    assert tasks_of(rewritten(function, torch.randn(1, 1, 7, 48), torch.randn(24, 48))) == {"linear": 1}

@@ -109,6 +109,19 @@ def reshape_source(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _may_be_viewed(node: fx.Node, to: tuple[int, ...]) -> bool:
+    """Whether the strides allow a view, as far as they are known: a fake tensor is viewed where a real one is not, as
+    strides (0, 448, 64, 1) of sizes (2, 1, 7, 64) in sizes (14, 64)."""
+    strides = value(node).stride()
+    if None in shape(node) or not all(isinstance(stride, int) for stride in strides):
+        return True
+    try:
+        torch.empty_strided(shape(node), strides, device="meta").view(to)
+    except RuntimeError:
+        return False
+    return True
+
+
 class Rewriter:
     """One graph being rewritten. Between ``begin`` and ``commit`` or ``rollback`` it holds one lift in the making."""
 
@@ -212,6 +225,8 @@ class Rewriter:
         if shape(source) == to:
             return source
         for tensor in (source, node):
+            if not _may_be_viewed(tensor, to):
+                continue
             try:
                 return self.call(aten.view.default, tensor, list(to))
             except (RuntimeError, ValueError):  # the strides do not allow it
