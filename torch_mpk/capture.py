@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torch_mpk.aliasing import written_storages
-from torch_mpk.errors import UnsupportedError
+from torch_mpk.errors import UnsupportedError, first_line
 
 aten = torch.ops.aten
 
@@ -106,7 +106,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
     except Exception as error:
         node = replay.node
         raise UnsupportedError(
-            f"it cannot be traced on fake tensors ({type(error).__name__}: {error})",
+            f"it cannot be traced on fake tensors ({first_line(error)})",
             node.name if node else None,
             source_line(node) if node else None,
         ) from error

@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 
+def first_line(error: BaseException) -> str:
+    """Somebody else's error in a line: PyTorch's go on with how to debug them."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
 class MpkError(RuntimeError):
     """Base class of every error torch_mpk raises on purpose.
 

@@ -14,7 +14,7 @@ from torch._dynamo import lookup_backend
 
 from torch_mpk.capture import Captured
 from torch_mpk.config import Options, env
-from torch_mpk.errors import InternalError, MpkError, MpkWarning, PrefillDeclined, UnsupportedError
+from torch_mpk.errors import InternalError, MpkError, MpkWarning, PrefillDeclined, UnsupportedError, first_line
 from torch_mpk.partition import Partitioned
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def fall_back(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, error
 
 def reason(error: Exception) -> str:
     """Why a graph is not ours, in a line."""
-    return str(error) if isinstance(error, MpkError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, MpkError) else first_line(error)
 
 
 def _choice_for_parts(captured: Captured, options: Options) -> str:

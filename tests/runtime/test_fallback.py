@@ -135,6 +135,17 @@ def test_inductor_is_what_cuda_falls_back_to(monkeypatch):
         assert fallback.choice(Options(), inputs) == "eager"
 
 
+def test_pytorchs_reasons_are_given_in_a_line():
+    def function(cache, position, x):
+        cache[:, position] = x  # which tracing would read the position for
+        return cache @ x
+
+    args = torch.eye(3), torch.tensor(2), torch.ones(3)
+    with torch.inference_mode(), pytest.warns(MpkWarning, match="GuardOnDataDependentSymNode") as record:
+        assert compiled(function)(*args).tolist() == [1 + 1, 1 + 1, 1]
+    assert len(str(record[0].message).splitlines()) == 1
+
+
 def test_an_unsupported_node_raises_where_asked_to():
     step = compiled(lambda x: torch.linalg.inv(x), fallback="error")
     with torch.inference_mode(), pytest.raises(Exception, match="linalg_inv"):

@@ -13,7 +13,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_mpk.errors import UnsupportedError
+from torch_mpk.errors import UnsupportedError, first_line
 
 if TYPE_CHECKING:
     from torch_mpk.lowering.lowerer import Lowerer
@@ -60,6 +60,6 @@ def decompose(lx: Lowerer, node: fx.Node) -> object:
     try:
         results = inline(lx, node, target, table)
     except Exception as error:
-        reason = error.reason if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+        reason = error.reason if isinstance(error, UnsupportedError) else first_line(error)
         raise UnsupportedError(f"{target} is not supported: {reason}") from error
     return results if isinstance(node.meta["val"], (tuple, list)) else results[0]

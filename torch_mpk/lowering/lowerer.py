@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from torch_mpk.capture import source_line
-from torch_mpk.errors import UnsupportedError
+from torch_mpk.errors import UnsupportedError, first_line
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.constants import constant
 from torch_mpk.lowering.expr import Expr
@@ -506,7 +506,7 @@ class Lowerer:
                 raise
             raise UnsupportedError(error.reason, node.name, source_line(node)) from error
         except Exception as error:  # a form of the operation that its rule does not know
-            reason = f"{node.target} cannot be lowered in this form ({type(error).__name__}: {error})"
+            reason = f"{node.target} cannot be lowered in this form ({first_line(error)})"
             raise UnsupportedError(reason, node.name, source_line(node)) from error
         finally:
             self.node, self.label = outer, outer_label

@@ -16,7 +16,7 @@ from torch_mpk import _C, registry, timing
 from torch_mpk.admission import check_call, check_mutations
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import GradModeError, InternalError, KernelStateError, LayerError, MpkError
+from torch_mpk.errors import GradModeError, InternalError, KernelStateError, LayerError, MpkError, first_line
 from torch_mpk.persistent_kernel.builder import Builder, Made
 from torch_mpk.persistent_kernel.grid import check_block
 from torch_mpk.persistent_kernel.layers import Layers
@@ -343,7 +343,7 @@ class PersistentKernel(Layers):
         except MpkError:
             raise
         except Exception as error:
-            raise InternalError(f"{type(error).__name__}: {error}") from error
+            raise InternalError(first_line(error)) from error
         self._program, self._call = program, program.callable(gm.forward, options.freeze)
 
     def _options(self, device: torch.device) -> Options:
