@@ -17,46 +17,50 @@
   X(maximum, 2, (a != a || a > b) ? a : b) \
   X(minimum, 2, (a != a || a < b) ? a : b)
 
+// Floating types only: what the C library has, by its name there.
+#define MPK_POINTWISE_MATH(X)    \
+  X(sqrt, 1, math::sqrt(a))      \
+  X(log, 1, math::log(a))        \
+  X(log2, 1, math::log2(a))      \
+  X(log10, 1, math::log10(a))    \
+  X(log1p, 1, math::log1p(a))    \
+  X(exp2, 1, math::exp2(a))      \
+  X(expm1, 1, math::expm1(a))    \
+  X(sin, 1, math::sin(a))        \
+  X(cos, 1, math::cos(a))        \
+  X(tan, 1, math::tan(a))        \
+  X(asin, 1, math::asin(a))      \
+  X(acos, 1, math::acos(a))      \
+  X(atan, 1, math::atan(a))      \
+  X(sinh, 1, math::sinh(a))      \
+  X(cosh, 1, math::cosh(a))      \
+  X(tanh, 1, math::tanh(a))      \
+  X(asinh, 1, math::asinh(a))    \
+  X(acosh, 1, math::acosh(a))    \
+  X(atanh, 1, math::atanh(a))    \
+  X(erf, 1, math::erf(a))        \
+  X(floor, 1, math::floor(a))    \
+  X(ceil, 1, math::ceil(a))      \
+  X(trunc, 1, math::trunc(a))    \
+  X(pow, 2, math::pow(a, b))     \
+  X(atan2, 2, math::atan2(a, b)) \
+  X(fmod, 2, math::fmod(a, b))
+
 // Floating types only.
 #define MPK_POINTWISE_FLOAT(X)                                                                                \
+  MPK_POINTWISE_MATH(X)                                                                                       \
   X(div, 2, a / b)                                                                                            \
-  X(pow, 2, math::pow(a, b))                                                                                  \
   X(square, 1, a* a)                                                                                          \
   X(reciprocal, 1, T(1) / a)                                                                                  \
-  X(sqrt, 1, math::sqrt(a))                                                                                   \
   X(rsqrt, 1, T(1) / math::sqrt(a))                                                                           \
   X(exp, 1, math::exp(a))                                                                                     \
-  X(log, 1, math::log(a))                                                                                     \
-  X(sin, 1, math::sin(a))                                                                                     \
-  X(cos, 1, math::cos(a))                                                                                     \
-  X(tanh, 1, math::tanh(a))                                                                                   \
-  X(erf, 1, math::erf(a))                                                                                     \
   X(sigmoid, 1, T(1) / (T(1) + math::exp(-a)))                                                                \
   X(silu, 1, a / (T(1) + math::exp(-a)))                                                                      \
   X(gelu, 1, a* T(0.5) * (T(1) + math::erf(a * T(0.70710678118654752440))))                                   \
   X(gelu_tanh, 1, a* T(0.5) * (T(1) + math::tanh(T(0.79788456080286535588) * (a + T(0.044715) * a * a * a)))) \
   X(relu, 1, (a != a || a > T(0)) ? a : T(0))                                                                 \
-  X(floor, 1, math::floor(a))                                                                                 \
-  X(ceil, 1, math::ceil(a))                                                                                   \
   X(softplus, 1, a > T(20) ? a : math::log1p(math::exp(a)))                                                   \
-  X(tan, 1, math::tan(a))                                                                                     \
-  X(asin, 1, math::asin(a))                                                                                   \
-  X(acos, 1, math::acos(a))                                                                                   \
-  X(atan, 1, math::atan(a))                                                                                   \
-  X(sinh, 1, math::sinh(a))                                                                                   \
-  X(cosh, 1, math::cosh(a))                                                                                   \
-  X(asinh, 1, math::asinh(a))                                                                                 \
-  X(acosh, 1, math::acosh(a))                                                                                 \
-  X(atanh, 1, math::atanh(a))                                                                                 \
-  X(exp2, 1, math::exp2(a))                                                                                   \
-  X(expm1, 1, math::expm1(a))                                                                                 \
-  X(log2, 1, math::log2(a))                                                                                   \
-  X(log10, 1, math::log10(a))                                                                                 \
-  X(trunc, 1, math::trunc(a))                                                                                 \
-  X(log1p, 1, math::log1p(a))                                                                                 \
-  X(round, 1, math::rint(a))                                                                                  \
-  X(atan2, 2, math::atan2(a, b))                                                                              \
-  X(fmod, 2, math::fmod(a, b))
+  X(round, 1, math::rint(a))
 
 // Integer types only; division rounds toward minus infinity, as PyTorch's floor_divide and remainder do. Dividing by -1
 // is negation modulo 2^n, because x86 traps where the smallest integer is divided by it.

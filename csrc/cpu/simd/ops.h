@@ -26,42 +26,18 @@ MPK_INLINE float exp(float x) {
 }
 MPK_INLINE double exp(double x) { return __builtin_exp(x); }
 
-#define MPK_MATH1(name)                                             \
+#define MPK_MATH_1(name)                                            \
   MPK_INLINE float name(float x) { return __builtin_##name##f(x); } \
   MPK_INLINE double name(double x) { return __builtin_##name(x); }
-MPK_MATH1(sqrt)
-MPK_MATH1(log)
-MPK_MATH1(sin)
-MPK_MATH1(cos)
-MPK_MATH1(tanh)
-MPK_MATH1(erf)
-MPK_MATH1(floor)
-MPK_MATH1(ceil)
-MPK_MATH1(log1p)
-MPK_MATH1(tan)
-MPK_MATH1(asin)
-MPK_MATH1(acos)
-MPK_MATH1(atan)
-MPK_MATH1(sinh)
-MPK_MATH1(cosh)
-MPK_MATH1(asinh)
-MPK_MATH1(acosh)
-MPK_MATH1(atanh)
-MPK_MATH1(exp2)
-MPK_MATH1(expm1)
-MPK_MATH1(log2)
-MPK_MATH1(log10)
-MPK_MATH1(trunc)
-MPK_MATH1(rint)
-#undef MPK_MATH1
-
-#define MPK_MATH2(name)                                                         \
+#define MPK_MATH_2(name)                                                        \
   MPK_INLINE float name(float x, float y) { return __builtin_##name##f(x, y); } \
   MPK_INLINE double name(double x, double y) { return __builtin_##name(x, y); }
-MPK_MATH2(pow)
-MPK_MATH2(atan2)
-MPK_MATH2(fmod)
-#undef MPK_MATH2
+#define X(name, arity, expression) MPK_MATH_##arity(name)
+MPK_POINTWISE_MATH(X)
+MPK_MATH_1(rint)
+#undef X
+#undef MPK_MATH_1
+#undef MPK_MATH_2
 
 }  // namespace math
 

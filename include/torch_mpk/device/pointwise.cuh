@@ -88,43 +88,19 @@ using Compute = typename ComputeType<T>::type;
 // ---- operations
 
 namespace math {
-#define MPK_MATH(name)                                    \
+#define MPK_MATH_1(name)                                  \
   MPK_DEVICE float name(float a) { return ::name##f(a); } \
   MPK_DEVICE double name(double a) { return ::name(a); }
-MPK_MATH(sqrt)
-MPK_MATH(exp)
-MPK_MATH(log)
-MPK_MATH(sin)
-MPK_MATH(cos)
-MPK_MATH(tanh)
-MPK_MATH(erf)
-MPK_MATH(floor)
-MPK_MATH(ceil)
-MPK_MATH(log1p)
-MPK_MATH(tan)
-MPK_MATH(asin)
-MPK_MATH(acos)
-MPK_MATH(atan)
-MPK_MATH(sinh)
-MPK_MATH(cosh)
-MPK_MATH(asinh)
-MPK_MATH(acosh)
-MPK_MATH(atanh)
-MPK_MATH(exp2)
-MPK_MATH(expm1)
-MPK_MATH(log2)
-MPK_MATH(log10)
-MPK_MATH(trunc)
-MPK_MATH(rint)
-#undef MPK_MATH
-
-#define MPK_MATH(name)                                                \
+#define MPK_MATH_2(name)                                              \
   MPK_DEVICE float name(float a, float b) { return ::name##f(a, b); } \
   MPK_DEVICE double name(double a, double b) { return ::name(a, b); }
-MPK_MATH(pow)
-MPK_MATH(atan2)
-MPK_MATH(fmod)
+#define MPK_MATH(name, arity, expression) MPK_MATH_##arity(name)
+MPK_POINTWISE_MATH(MPK_MATH)
+MPK_MATH_1(exp)
+MPK_MATH_1(rint)
 #undef MPK_MATH
+#undef MPK_MATH_1
+#undef MPK_MATH_2
 }  // namespace math
 
 // ops::name<T>(arguments of compute type T)
