@@ -73,6 +73,10 @@ def _select(keep_first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) ->
     return lambda a, b: torch.where((a != a) | keep_first(a, b), a, b)
 
 
+_AS_IN_TORCH = (
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "floor", "ceil", "round", "trunc", "fmod"),
+)
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -93,15 +97,7 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu_tanh": lambda a: a * 0.5 * (1 + torch.tanh(0.79788456080286535588 * (a + 0.044715 * a * a * a))),
     "relu": torch.relu,
     "softplus": lambda a: torch.where(a > 20, a, torch.log1p(torch.exp(a))),
-    **{
-        name: getattr(torch, name)
-        for name in ("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh")
-    },
-    **{
-        name: getattr(torch, name)
-        for name in ("asinh", "acosh", "atanh", "exp", "exp2", "expm1", "log", "log2", "log10")
-    },
-    **{name: getattr(torch, name) for name in ("log1p", "erf", "floor", "ceil", "round", "trunc", "fmod")},
+    **{name: getattr(torch, name) for name in _AS_IN_TORCH},
     "floordiv": lambda a, b: torch.where(b == 0, 0, torch.floor_divide(a, torch.where(b == 0, 1, b))),
     "remainder": lambda a, b: torch.where(b == 0, 0, torch.remainder(a, torch.where(b == 0, 1, b))),
     "bit_and": torch.bitwise_and,
