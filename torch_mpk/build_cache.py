@@ -116,7 +116,7 @@ def _is_known(node: torch.fx.Node) -> bool:
         except (AttributeError, RuntimeError):  # it has none
             return False
         if name.startswith("torch.ops.mpk."):
-            return _is_ours(get_task(name.split(".")[3]))
+            return _is_ours(get_task(name.split(".")[3].removesuffix("_")))  # or its in-place form
         return name.split(".")[0] in ("torch", "_operator", "math")
     return node.op in ("placeholder", "output", "call_method")
 

@@ -203,6 +203,14 @@ def test_what_the_key_would_not_cover_is_not_kept(simulated, monkeypatch, tmp_pa
     assert build_key(*traced(linear, X, W), CPU, Options()) is None
 
 
+def test_a_graph_with_an_in_place_form_is_kept(simulated):
+    def gate(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        torch.ops.mpk.silu_mul_(x, w)
+        return x
+
+    assert build_key(*traced(gate, X, X), CPU, Options()) is not None
+
+
 def test_the_cpu_keeps_nothing():
     assert build_key(*traced(linear, X, W), CPU, Options()) is None
 
