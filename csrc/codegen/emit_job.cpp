@@ -1,5 +1,6 @@
 // One function per kind of job.
 #include <algorithm>
+#include <bit>
 #include <map>
 
 #include "emit.h"
@@ -395,8 +396,10 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
 
   const Passes passes = passes_of(node);
   const int64_t workers = plan.schedule.target.num_workers;
-  const int64_t units = batch * groups * passes.number, pieces = (units + workers - 1) / workers * workers;
-  const int64_t partials = allocate_partials(plan, phase, pieces * passes.heads * (size + 4) * 4);
+  // Of a head of a piece: up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
+  const int64_t partial = 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32;
+  const int64_t pieces = kv_max_pieces(batch, groups * passes.number, workers);
+  const int64_t partials = allocate_partials(plan, phase, pieces * passes.heads * partial);
   const std::string style = node.string_attr("style");
   require(style == "sdpa" || style == "eager", node, "the style must be sdpa or eager, got " + style);
 
@@ -407,8 +410,9 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
          returning("int64_t", "limit(const Job& job, uint32_t b)",
                    limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
                          : "kLength") +
-         returning("float*", "partials(const Job& job)",
-                   "job.pointer<float>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")") +
+         constant("kPartialBytes", partial) +
+         returning("ulonglong2*", "partials(const Job& job)",
+                   "job.pointer<ulonglong2>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")") +
          "  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" +
          flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
          "  static constexpr uint32_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +
@@ -462,9 +466,6 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   body += flag("kOneChain", chains.size() == 3 && chains[0].text == chains[1].text && !applies[2] &&
                                 chains[2].fetch == chains[0].fetch);
   body += flag("kEarly", early);
-  body += returning("uint32_t*", "arrivals(const Job& job)",
-                    "job.pointer<uint32_t>(" + str(refs.add_raw(kControlIndex, plan.control_bytes)) + ")");
-  plan.control_bytes += units * 4;
   return code;
 }
 

@@ -44,67 +44,60 @@ MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t ticket) {
   return {single, single + 1};
 }
 
-// Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of nearly equal length; the pieces
-// of all, in the order of row, group and position, are dealt out to the workers. The worker that finishes the last of a
-// group's pieces puts their partial results together.
+// Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of one length, of which the last may
+// be shorter. Pieces are numbered in the order of row, place within the group, and group, and dealt out to the workers
+// in that order; so the other pieces of a group have lower numbers than its last, whose worker puts their results
+// together: it waits only for pieces that wait for none of its own.
 struct KvPiece {
   uint32_t row, group;
-  uint32_t first_tile, num_tiles;
-  uint32_t index, count;  // of the group's pieces
-  uint32_t first;         // the number of the group's first piece among all
+  uint32_t first_tile, num_tiles;  // none: there is no such piece
+  uint32_t index;                  // among the group's
+  bool is_last;                    // of the group's
 };
-
-// Tiles of a piece, at most, and the pieces of all.
-struct KvCut {
-  uint32_t length, pieces;
-};
-
-MPK_HOST_DEVICE uint32_t kv_count(uint32_t tiles, uint32_t length) { return (tiles + length - 1) / length; }
-
-// tiles_of(row): the tiles of a group of that batch row, at least 1.
-template <class TilesOf>
-MPK_HOST_DEVICE uint32_t kv_pieces(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t length) {
-  uint32_t pieces = 0;
-  for (uint32_t row = 0; row < rows; row++) pieces += kv_count(tiles_of(row), length) * groups;
-  return pieces;
-}
 
 MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t rows, uint32_t groups, uint32_t workers) {
   return (rows * groups + workers - 1) / workers * workers;
 }
 
-// Tiles of a piece, at most. Up to `alone` tiles are one piece: what a few more tiles take is less than what it takes
-// to put pieces together. Otherwise there are as many pieces as there are workers, but each has at least `least` tiles.
+MPK_HOST_DEVICE uint32_t kv_count(uint32_t tiles, uint32_t length) { return (tiles + length - 1) / length; }
+
+// Tiles of a piece, at most: `least`, unless that gives more pieces than there are workers. Then as few as give no
+// more. This is for one batch row; `groups`, `least` and `workers` are best constants.
+MPK_HOST_DEVICE uint32_t kv_row_length(uint32_t tiles, uint32_t groups, uint32_t least, uint32_t workers) {
+  const uint32_t equal = kv_count(tiles, kv_max_pieces(1, groups, workers) / groups);
+  return equal > least ? equal : least;
+}
+
+// The same for any number of rows. tiles_of(row): the tiles of a group of that batch row, at least 1.
 template <class TilesOf>
-MPK_HOST_DEVICE uint32_t kv_length(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t least, uint32_t alone,
-                                   uint32_t workers) {
+MPK_HOST_DEVICE uint32_t kv_length(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers) {
   const uint32_t max_pieces = kv_max_pieces(rows, groups, workers);
-  uint32_t total = 0, most = 0;
-  for (uint32_t row = 0; row < rows; row++) {
-    const uint32_t tiles = tiles_of(row);
-    total += tiles * groups;
-    most = tiles > most ? tiles : most;
-  }
-  if (most <= alone) return most;
-  const uint32_t equal = kv_count(total, max_pieces);
+  const auto pieces = [&](uint32_t length) {
+    uint32_t count = 0;
+    for (uint32_t row = 0; row < rows; row++) count += kv_count(tiles_of(row), length) * groups;
+    return count;
+  };
+  const uint32_t equal = kv_count(pieces(1), max_pieces);
   uint32_t length = equal > least ? equal : least;
-  while (kv_pieces(tiles_of, rows, groups, length) > max_pieces) length += 1 + length / 16;
+  while (pieces(length) > max_pieces) length += 1 + length / 16;
   return length;
+}
+
+// Piece number `number` of a batch row.
+MPK_HOST_DEVICE KvPiece kv_row_piece(uint32_t row, uint32_t tiles, uint32_t groups, uint32_t length, uint32_t number) {
+  const uint32_t index = number / groups, first = index * length, rest = first < tiles ? tiles - first : 0;
+  return {row, number % groups, first, rest < length ? rest : length, index, rest <= length};
 }
 
 // Piece number `number` of all.
 template <class TilesOf>
-MPK_HOST_DEVICE KvPiece kv_piece(TilesOf tiles_of, uint32_t groups, uint32_t length, uint32_t number) {
-  uint32_t row = 0, first = 0, tiles = tiles_of(0), count = kv_count(tiles, length);
-  while (number >= first + count * groups) {
-    first += count * groups;
-    tiles = tiles_of(++row);
-    count = kv_count(tiles, length);
+MPK_HOST_DEVICE KvPiece kv_piece(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t length, uint32_t number) {
+  for (uint32_t row = 0; row < rows; row++) {
+    const uint32_t tiles = tiles_of(row), pieces = kv_count(tiles, length) * groups;
+    if (number < pieces) return kv_row_piece(row, tiles, groups, length, number);
+    number -= pieces;
   }
-  const uint32_t group = (number - first) / count;
-  first += group * count;
-  const Span span = static_span(tiles, number - first, count);
-  return {row, group, span.begin, span.end - span.begin, number - first, count, first};
+  return {};
 }
 
 }  // namespace mpk

@@ -135,6 +135,17 @@ MPK_DEVICE void store_relaxed_gpu_v4(uint32_t* p, const uint4& v) {
                : "memory");
 }
 
+// Two words of 64 bits, each of which comes or goes as a whole.
+MPK_DEVICE ulonglong2 load_relaxed_gpu_v2(const ulonglong2* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
+MPK_DEVICE void store_relaxed_gpu_v2(ulonglong2* p, const ulonglong2& v) {
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y) : "memory");
+}
+
 MPK_DEVICE void add_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -117,6 +117,16 @@ __device__ __noinline__ bool copy_words(uint4* dst, const uint32_t* src, uint32_
   return true;
 }
 
+// Two floats, each with a tag of 32 bits above it.
+MPK_DEVICE ulonglong2 tagged_floats(float a, float b, uint32_t tag) {
+  const uint64_t high = uint64_t(tag) << 32;
+  return {high | __float_as_uint(a), high | __float_as_uint(b)};
+}
+MPK_DEVICE uint32_t differing(const ulonglong2& words, uint32_t tag) {
+  return (static_cast<uint32_t>(words.x >> 32) ^ tag) | (static_cast<uint32_t>(words.y >> 32) ^ tag);
+}
+MPK_DEVICE float float_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
+
 // copy_row from tagged words.
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_tagged_row(Group& group, T* dst, const uint32_t* src, uint32_t tag) {

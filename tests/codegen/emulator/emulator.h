@@ -95,6 +95,11 @@ inline float __int_as_float(int v) {
   std::memcpy(&f, &v, 4);
   return f;
 }
+inline unsigned __float_as_uint(float v) {
+  unsigned u;
+  std::memcpy(&u, &v, 4);
+  return u;
+}
 inline float __uint_as_float(unsigned v) { return __int_as_float(static_cast<int>(v)); }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }

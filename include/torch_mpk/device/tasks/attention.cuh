@@ -1,9 +1,10 @@
 // attention: one query position per row of the batch against a key-value cache, softmax in fp32.
 //
-// The visible positions of every (batch row, group) are cut into pieces, see KvPiece in partition.h: ragged batches and
-// long contexts use the whole device. The loader streams a piece tile by tile, keys and values of a few positions, each
-// tile for one warp. Within a piece warps combine in tile order, and pieces combine in the order of their positions:
-// nothing is added in order of arrival.
+// The visible positions of every (batch row, group) are cut into pieces, see KvPiece in partition.h, so that a warp has
+// one tile, if there are workers enough. The loader streams a piece tile by tile, keys and values of a few positions,
+// each tile for one warp. The worker of a group's last piece puts the results of its pieces together: the others' come
+// as tagged floats, which it polls. Within a piece warps combine in tile order, and pieces combine in the order of
+// their positions: nothing is added in order of arrival.
 //
 // A worker comes here once a layer and fetches all it executes anew, so the code is short: scores on tensor cores,
 // where there are any for the dtype, one score of a head for each lane, and sums of values with fused multiply-adds, in
@@ -14,9 +15,10 @@
 //     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew
 //   kScale, kHasNew, kHasMask, kPitchK, kPitchV (bytes from position to position)
 //   kZeroWithoutKeys     what a head that attends to nothing gives; otherwise it gives NaN
-//   limit(job, b), partials(job)
+//   limit(job, b)
+//   partials(job), kPartialBytes   scratch, and how much of it the result of a head of a piece has
 //   kTagged, tag(job)    y travels as tagged words, with this tag
-//   slot(job), mask(job, b, h, position), y(job, b, h), k_cache(job, b, g), v_cache(job, b, g), arrivals(job)
+//   slot(job), mask(job, b, h, position), y(job, b, h), k_cache(job, b, g), v_cache(job, b, g)
 //   RowsQ, RowsK, RowsV           how the rows of q and of the new position come: Chain<Group>, see row.cuh, made
 //                                 with the row of the batch too; their references begin with kRefsQ, kRefsK, kRefsV
 //   kOneChain                     RowsK is RowsQ, and RowsV fetches as RowsQ does and applies nothing
@@ -32,7 +34,7 @@ namespace mpk::attention {
 
 constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
 
-// A partial result: the unnormalised output, the maximum, the sum of exponentials, padding.
+// A warp's result: the unnormalised output, the maximum, the sum of exponentials, padding.
 template <class V>
 inline constexpr int kPartial = V::kSize + 4;
 
@@ -56,39 +58,42 @@ MPK_DEVICE uint32_t tiles_of(uint32_t visible) {
 
 template <class V>
 inline constexpr uint32_t kUnits = V::kGroups * V::kPasses;  // of a batch row
-inline constexpr uint32_t kAlone = 4 * kConsumerWarps;       // tiles that are one piece
 
-// The divisions are out of line: where one row has few tiles, which is the usual case, nothing is divided.
+// The divisions of a batch are out of line; with one row there are none but by constants.
 template <class V>
-__device__ __noinline__ KvCut divide(Job job) {
-  const auto tiles = [&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); };
-  const uint32_t length = kv_length(tiles, V::kBatch, kUnits<V>, kConsumerWarps, kAlone, V::kWorkers);
-  return {length, kv_pieces(tiles, V::kBatch, kUnits<V>, length)};
+__device__ __noinline__ uint32_t divide(Job job) {
+  return kv_length([&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); }, V::kBatch, kUnits<V>,
+                   kConsumerWarps, V::kWorkers);
 }
 template <class V>
 __device__ __noinline__ KvPiece find_piece(Job job, uint32_t length, uint32_t number) {
-  return kv_piece([&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); }, kUnits<V>, length, number);
+  return kv_piece([&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); }, V::kBatch, kUnits<V>, length,
+                  number);
 }
 
 // How the work is cut. The limit is read once where there is one row, and again wherever it is asked for otherwise.
 template <class V>
 struct Cut {
   const Job& job;
-  uint32_t first, tiles;  // of the first row
-  KvCut cut;
+  uint32_t first;   // limit, of the first row
+  uint32_t length;  // of a piece
 
   MPK_DEVICE explicit Cut(const Job& job)
       : job(job),
         first(visible<V>(job, 0)),
-        tiles(tiles_of<V>(first)),
-        cut(V::kBatch == 1 && tiles <= kAlone ? KvCut{tiles, kUnits<V>} : divide<V>(job)) {}
+        length(V::kBatch == 1 ? kv_row_length(tiles_of<V>(first), kUnits<V>, kConsumerWarps, V::kWorkers)
+                              : divide<V>(job)) {}
   MPK_DEVICE uint32_t limit(uint32_t row) const { return V::kBatch == 1 ? first : visible<V>(job, row); }
-  MPK_DEVICE uint32_t pieces() const { return cut.pieces; }
   MPK_DEVICE KvPiece piece(uint32_t number) const {
-    if (V::kBatch == 1 && tiles == cut.length) return {0, number, 0, tiles, 0, 1, number};
-    return find_piece<V>(job, cut.length, number);
+    return V::kBatch == 1 ? kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, number)
+                          : find_piece<V>(job, length, number);
   }
 };
+
+// Whether a group may be more than one piece.
+template <class V>
+inline constexpr bool kMayCut = V::kLength > kTile<V>* kConsumerWarps &&
+                                (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
 
 template <class V>
 struct Shape {
@@ -127,15 +132,15 @@ MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
   constexpr Stream kStream{S::kTile, 2, S::kTogether ? 2 : 1, S::kRowBytes, S::kRowBytes, 1, S::kEntries};
   const Cut<V> cut(job);
-  const uint32_t pieces = cut.pieces();
 #pragma unroll 1
-  for (uint32_t number = l.worker(job); number < pieces; number += V::kWorkers) {
+  for (uint32_t number = l.worker(job);; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
+    if (piece.num_tiles == 0) return;
     const uint32_t group = piece.group / V::kPasses, end = piece.first_tile + piece.num_tiles;
     if (l.lane < 2) {
       l.shared.data[l.lane] = reinterpret_cast<uint64_t>(l.lane == 0 ? V::k_cache(job, piece.row, group)
                                                                      : V::v_cache(job, piece.row, group));
-      l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, visible<V>(job, piece.row), 0, end};
+      l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, cut.limit(piece.row), 0, end};
     }
     __syncwarp();
     if (!l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end})) return;
@@ -366,38 +371,76 @@ struct Combined {
   using T = typename V::T;
   using Part = Floats<S::kWidth>;
   float out[S::kSteps][S::kWidth] = {};
-  float max = -infinity(), sum = 0;
+  float max, sum;
 
-  // Of `count` partials, `stride` floats apart, added in order. A lane looks after the factor of one.
-  MPK_DEVICE Combined(const float* partials, int stride, int count, uint32_t lane) {
-    const auto each = [&](auto apply) {
+  // As a partial result in memory: a lane's elements, two at a time, then the maximum and the sum.
+  static constexpr int kElements = S::kSteps * S::kWidth, kPairs = (kElements + 1) / 2;
+  static constexpr uint32_t kPartial = V::kPartialBytes / sizeof(ulonglong2);
+  static_assert(!kMayCut<V> || 32 * kPairs + 1 <= kPartial, "codegen and device disagree on partial results");
+  static constexpr uint32_t kAhead = 4;  // pieces
+
+  // Of the warps' results, `stride` floats apart, added in order. A lane looks after the factor of one.
+  MPK_DEVICE Combined(const float* results, int stride, uint32_t lane) {
+    const Floats<2> scale = lane < kConsumerWarps
+                                ? *reinterpret_cast<const Floats<2>*>(results + lane * stride + S::kSize)
+                                : Floats<2>{-infinity(), 0};
+    max = warp_max(scale.v[0]);
+    const float factor = exponential<T>(scale.v[0] - subtrahend(max));
+    sum = warp_sum(factor * scale.v[1]);
+#pragma unroll
+    for (int i = 0; i < kConsumerWarps; i++) {
+      const float f = __shfl_sync(~0u, factor, i);
+      const Part* from = reinterpret_cast<const Part*>(results + i * stride) + lane;
 #pragma unroll
       for (int s = 0; s < S::kSteps; s++)
         if (Softmax<V>::holds(s, lane))
 #pragma unroll
-          for (int e = 0; e < S::kWidth; e++) apply(s, e);
-    };
-    for (int first = 0; first < count; first += kConsumerWarps, partials += kConsumerWarps * stride) {
-      const uint32_t mine = min(kConsumerWarps, count - first);
-      const Floats<2> scale = lane < mine ? *reinterpret_cast<const Floats<2>*>(partials + lane * stride + S::kSize)
-                                          : Floats<2>{-infinity(), 0};
-      const float before = max;
-      max = fmaxf(max, warp_max(scale.v[0]));
-      const float less = subtrahend(max), factor = exponential<T>(scale.v[0] - less);
-      if (first > 0) {
-        const float keep = exponential<T>(before - less);
-        sum *= keep;
-        each([&](int s, int e) { out[s][e] *= keep; });
-      }
-      sum += warp_sum(factor * scale.v[1]);
+          for (int e = 0; e < S::kWidth; e++) out[s][e] = fmaf(from[32 * s].v[e], f, out[s][e]);
+    }
+  }
+
+  // Adds the results of `count` other pieces, `stride` apart, in order. Those of some pieces are all in flight before
+  // the first tag is looked at. False when the launch was given up.
+  template <class C>
+  MPK_DEVICE bool add(C& c, const ulonglong2* pieces, uint32_t stride, uint32_t count, uint32_t tag) {
+    uint64_t since = 0;
+#pragma unroll 1
+    for (; count > 0; pieces += kAhead * stride, count -= min(count, kAhead)) {
+      ulonglong2 words[kAhead][kPairs + 1];
+      for (uint32_t polls = 1;; polls++) {
+        uint32_t missing = 0;
 #pragma unroll
-      for (int i = 0; i < kConsumerWarps; i++) {
-        if (i >= mine) break;
-        const float f = __shfl_sync(~0u, factor, i);
-        const Part* from = reinterpret_cast<const Part*>(partials + i * stride) + lane;
-        each([&](int s, int e) { out[s][e] = fmaf(from[32 * s].v[e], f, out[s][e]); });
+        for (uint32_t i = 0; i < kAhead; i++)
+#pragma unroll
+          for (int j = 0; j <= kPairs; j++)
+            words[i][j] = i < count ? ptx::load_relaxed_gpu_v2(pieces + i * stride + 32 * j + (j < kPairs ? c.lane : 0))
+                                    : tagged_floats(0, 0, tag);
+#pragma unroll
+        for (uint32_t i = 0; i < kAhead; i++)
+#pragma unroll
+          for (int j = 0; j <= kPairs; j++) missing |= differing(words[i][j], tag);
+        if (missing == 0) break;
+        if ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, 0, tag, since)) == 0) return false;
+      }
+      const float before = max;
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; i++)
+        if (i < count) max = fmaxf(max, float_of(words[i][kPairs].x));
+      const float less = subtrahend(max), keep = exponential<T>(before - less);
+      sum *= keep;
+#pragma unroll
+      for (int e = 0; e < kElements; e++) element(e) *= keep;
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; i++) {
+        if (i >= count) break;
+        const float factor = exponential<T>(float_of(words[i][kPairs].x) - less);
+        sum = fmaf(float_of(words[i][kPairs].y), factor, sum);
+#pragma unroll
+        for (int e = 0; e < kElements; e++)
+          element(e) = fmaf(float_of(e % 2 == 0 ? words[i][e / 2].x : words[i][e / 2].y), factor, element(e));
       }
     }
+    return true;
   }
 
   // Rounded, to where the head stands: anywhere, or as tagged words. Without any key: zero or NaN.
@@ -421,23 +464,18 @@ struct Combined {
     }
   }
 
-  MPK_DEVICE void store_partial(float* to, uint32_t lane) const {
+  // For the worker of the group's last piece.
+  MPK_DEVICE void store_partial(ulonglong2* to, uint32_t tag, uint32_t lane) {
 #pragma unroll
-    for (int s = 0; s < S::kSteps; s++)
-      if (Softmax<V>::holds(s, lane))
-#pragma unroll
-        for (int e = 0; e < S::kWidth; e++) reinterpret_cast<Part*>(to)[lane + 32 * s].v[e] = out[s][e];
-    if (lane == 0) *reinterpret_cast<Floats<2>*>(to + S::kSize) = {max, sum};
+    for (int j = 0; j < kPairs; j++)
+      ptx::store_relaxed_gpu_v2(to + 32 * j + lane,
+                                tagged_floats(element(2 * j), 2 * j + 1 < kElements ? element(2 * j + 1) : 0, tag));
+    if (lane == 0) ptx::store_relaxed_gpu_v2(to + 32 * kPairs, tagged_floats(max, sum, tag));
   }
-};
 
-// One head of a group whose pieces are complete. Out of line, since most groups are one piece.
-template <class V>
-__device__ __noinline__ void combine_pieces(Job job, KvPiece piece, uint32_t head, uint32_t lane) {
-  const float* partials = V::partials(job) + (piece.first * V::kHeads + head) * kPartial<V>;
-  const Combined<V> all(partials, V::kHeads * kPartial<V>, piece.count, lane);
-  all.store(job, piece.row, piece.group * V::kHeads + head, lane);
-}
+ private:
+  MPK_DEVICE float& element(int i) { return out[i / S::kWidth][i % S::kWidth]; }
+};
 
 // ---- the consumers' part
 
@@ -551,10 +589,14 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
   return true;
 }
 
-// The warps' results of a piece, put together by a warp for each head and written: the result where the piece is all
-// there is, else a partial one. False when the launch was given up.
+// The warps' results of a piece, put together by a warp for each head and written: the result by the worker of the
+// group's last piece, once it has added those of the others, which are partial. False when the launch was given up.
+//
+// Tags are a launch's and a phase's alone, and have 31 bits: a group that was cut is cut no more where fewer positions
+// are visible, so a word may be as old as the workspace. What a phase has written in a place, no later one overwrites
+// before it is read, see allocate_partials in codegen.
 template <class V, class C>
-MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, Softmax<V>& softmax) {
+MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32_t number, Softmax<V>& softmax) {
   using S = Shape<V>;
   float* stored = reinterpret_cast<float*>(c.staged() + S::kCombineOffset);
 #pragma unroll 1
@@ -564,11 +606,21 @@ MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, Softma
     if (!c.sync()) return false;
     const int head = first + c.warp;
     if (c.warp >= S::kStored || head >= V::kHeads) continue;
-    const Combined<V> all(stored + c.warp * kPartial<V>, S::kStored * kPartial<V>, kConsumerWarps, c.lane);
-    if (piece.count == 1)
-      all.store(job, piece.row, piece.group * V::kHeads + head, c.lane);
-    else
-      all.store_partial(V::partials(job) + ((piece.first + piece.index) * V::kHeads + head) * kPartial<V>, c.lane);
+    Combined<V> all(stored + c.warp * kPartial<V>, S::kStored * kPartial<V>, c.lane);
+    if constexpr (kMayCut<V>) {
+      constexpr uint32_t kPiece = V::kHeads * Combined<V>::kPartial, kStride = kUnits<V> * kPiece;
+      const uint32_t tag = (c.epoch * C::Config::kNumPhases + c.phase) | 1u << 31;
+      ulonglong2* mine = V::partials(job) + number * kPiece + head * Combined<V>::kPartial;
+      if (!piece.is_last) {
+        all.store_partial(mine, tag, c.lane);
+        continue;
+      }
+      if (!all.add(c, mine - piece.index * kStride, kStride, piece.index, tag)) {
+        c.failed = true;
+        continue;
+      }
+    }
+    all.store(job, piece.row, piece.group * V::kHeads + head, c.lane);
   }
   return true;
 }
@@ -580,12 +632,13 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   if (!V::kEarly && !c.await()) return;
   const Cut<V> cut(job);
   const int64_t slot = V::slot(job);
-  const uint32_t worker = c.worker(job), pieces = cut.pieces();
+  const uint32_t worker = c.worker(job);
   constexpr bool kOnce = V::kBatch * kUnits<V> <= V::kWorkers;  // then no worker has two pieces
 #pragma unroll 1
-  for (uint32_t number = worker; number < pieces; number += V::kWorkers) {
-    if (!kOnce && number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
+  for (uint32_t number = worker;; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
+    if (piece.num_tiles == 0) return;
+    if (!kOnce && number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const uint32_t limit = cut.limit(piece.row);
     Softmax<V> softmax;
     if (!stage<V>(c, job, piece, slot)) return;
@@ -593,17 +646,8 @@ MPK_DEVICE void compute(C& c, const Job& job) {
 #pragma unroll 1
     for (uint32_t t = c.warp; t < piece.num_tiles && !c.failed; t += kConsumerWarps)
       c.failed = !add_tile<V>(c, job, piece, t, limit, slot, softmax);
-    if (!combine_warps<V>(c, job, piece, softmax)) return;
+    if (!combine_warps<V>(c, job, piece, number, softmax)) return;
     c.entry += S::kEntries * piece.num_tiles;
-    if (piece.count > 1) {  // the worker that completes a group combines its pieces
-      if (!c.sync()) return;
-      if (c.rank == 0) {
-        uint32_t* arrivals = V::arrivals(job) + piece.row * kUnits<V> + piece.group;
-        c.shared.word = ptx::fetch_inc_acq_rel_gpu(arrivals, piece.count - 1) == piece.count - 1;
-      }
-      if (!c.sync()) return;
-      if (c.shared.word != 0 && c.warp < V::kHeads) combine_pieces<V>(job, piece, c.warp, c.lane);
-    }
     if (kOnce) return;
   }
 }

@@ -48,6 +48,16 @@ inline void store_relaxed_gpu_v4(uint32_t* p, const uint4& v) {
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
   for (int i = 0; i < 4; i++) store_relaxed_gpu(p + i, words[i]);
 }
+inline ulonglong2 load_relaxed_gpu_v2(const ulonglong2* p) {
+  emulator::require_aligned(p);
+  emulator::yield();
+  return {__atomic_load_n(&p->x, __ATOMIC_RELAXED), __atomic_load_n(&p->y, __ATOMIC_RELAXED)};
+}
+inline void store_relaxed_gpu_v2(ulonglong2* p, const ulonglong2& v) {
+  emulator::require_aligned(p);
+  __atomic_store_n(&p->x, v.x, __ATOMIC_RELAXED);
+  __atomic_store_n(&p->y, v.y, __ATOMIC_RELAXED);
+}
 inline void add_relaxed_gpu(uint32_t* p, uint32_t v) {
   if (!emulator::at_fault(p)) __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
