@@ -175,6 +175,24 @@ struct alignas(sizeof(T) * N) Vec {
 template <class T>
 inline constexpr int kVecSize = 16 / sizeof(T);
 
+template <class T, int N>
+MPK_DEVICE void to_floats(const Vec<T, N>& v, float (&f)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) f[i] = to_float(v.v[i]);
+}
+// The upper half of a float: the compiler takes two instructions for every other element.
+template <int N>
+MPK_DEVICE void to_floats(const Vec<__nv_bfloat16, N>& v, float (&f)[N]) {
+  static_assert(N % 2 == 0 || N == 1);
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    const uint32_t pair = reinterpret_cast<const uint32_t*>(&v)[i];
+    f[2 * i] = __uint_as_float(pair << 16);
+    f[2 * i + 1] = __uint_as_float(pair & 0xffff0000);
+  }
+  if constexpr (N == 1) f[0] = to_float(v.v[0]);
+}
+
 // ---- several elements of a row at once: for 16 bits, two take one instruction
 
 template <class T>

@@ -83,6 +83,13 @@ MPK_DEVICE void fence_proxy_async() {
 #endif
 }
 
+// The same for shared memory alone; it does not wait for accesses to memory.
+MPK_DEVICE void fence_proxy_async_shared() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // ---- words that synchronise
 
 MPK_DEVICE uint32_t load_acquire_cta(const uint32_t* p) {

@@ -191,22 +191,24 @@ MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, const uint8_t* staged, f
   const uint4* queries[2] = {query + query_flip, query + (query_flip ^ 4)};
 #pragma unroll 1
   for (int first = 0; first < S::kHeads; first += 4) {
-    float sums[2][4] = {};
+    float sums[4][4] = {};
 #pragma unroll
     for (int i = 0; i < S::kChunks; i += 4) {
       const bool in = S::kChunks % 4 == 0 || i + t < S::kChunks;
       const uint4* k = keys[i / 4 % 2] + i / 8 * 8;
       const uint4 low = in ? k[0] : uint4{}, high = in ? k[8 * S::kChunks] : uint4{};
       const uint4 q = in ? queries[i / 4 % 2][i / 8 * 8 + first * (S::kPitch / S::kVec)] : uint4{};
-      ptx::mma<T>(sums[0], {low.x, high.x, low.y, high.y}, {q.x, q.y});
-      ptx::mma<T>(sums[1], {low.z, high.z, low.w, high.w}, {q.z, q.w});
+      ptx::mma<T>(sums[i / 4 % 2], {low.x, high.x, low.y, high.y}, {q.x, q.y});
+      ptx::mma<T>(sums[2 + i / 4 % 2], {low.z, high.z, low.w, high.w}, {q.z, q.w});
     }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[0][i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
     // A lane has positions g and g + 8 of columns 2t, 2t + 1.
     const uint32_t head = first + t % 2 * 2;
     if (t / 2 == g % 2 && head < S::kPad) {
       using Two = Floats<2>;
-      *reinterpret_cast<Two*>(scores + g * S::kPad + head) = {sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]};
-      *reinterpret_cast<Two*>(scores + (g + 8) * S::kPad + head) = {sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]};
+      *reinterpret_cast<Two*>(scores + g * S::kPad + head) = {sums[0][0], sums[0][1]};
+      *reinterpret_cast<Two*>(scores + (g + 8) * S::kPad + head) = {sums[0][2], sums[0][3]};
     }
   }
 }
@@ -310,28 +312,30 @@ struct Softmax {
     }
     __syncwarp();
     if (!values()) return false;
-    using Weights = Floats<S::kPad>;
-    const Weights* rows = reinterpret_cast<const Weights*>(weights);
-    const Weights keep = rows[S::kTile];
+    const auto keep = reinterpret_cast<const Floats<S::kPad>*>(weights)[S::kTile];
 #pragma unroll
     for (int h = 0; h < S::kHeads; h++)
 #pragma unroll
       for (int s = 0; s < S::kSteps; s++)
 #pragma unroll
         for (int e = 0; e < S::kWidth; e++) out[h][s][e] *= keep.v[h];
-    using Values4 = Vec<T, S::kWidth>;
-    const Values4* v = reinterpret_cast<const Values4*>(tile.values);
-#pragma unroll 4
-    for (int p = 0; p < S::kTile; p++) {
-      const Weights w = rows[p];
+    using Elements = Vec<T, S::kWidth>;
+    const Elements* v = reinterpret_cast<const Elements*>(tile.values);
+    constexpr int kRows = S::kTile < 4 ? S::kTile : 4;  // worked on at a time
+#pragma unroll 1
+    for (int first = 0; first < S::kTile; first += kRows) {
+      const auto w = reinterpret_cast<const Floats<kRows * S::kPad>*>(weights)[first / kRows];
 #pragma unroll
-      for (int s = 0; s < S::kSteps; s++) {
-        const Values4 x = v[p * (S::kSize / S::kWidth) + (holds(s, lane) ? lane + 32 * s : 0)];
+      for (int p = 0; p < kRows; p++)
 #pragma unroll
-        for (int h = 0; h < S::kHeads; h++)
+        for (int s = 0; s < S::kSteps; s++) {
+          float x[S::kWidth];
+          to_floats(v[(first + p) * (S::kSize / S::kWidth) + (holds(s, lane) ? lane + 32 * s : 0)], x);
 #pragma unroll
-          for (int e = 0; e < S::kWidth; e++) out[h][s][e] = fmaf(w.v[h], to_float(x.v[e]), out[h][s][e]);
-      }
+          for (int h = 0; h < S::kHeads; h++)
+#pragma unroll
+            for (int e = 0; e < S::kWidth; e++) out[h][s][e] = fmaf(w.v[p * S::kPad + h], x[e], out[h][s][e]);
+        }
     }
     return true;
   }
@@ -371,7 +375,7 @@ struct Combined {
   using T = typename V::T;
   using Part = Floats<S::kWidth>;
   float out[S::kSteps][S::kWidth] = {};
-  float max, sum;
+  float max = -infinity(), sum = 0;
 
   // As a partial result in memory: a lane's elements, two at a time, then the maximum and the sum.
   static constexpr int kElements = S::kSteps * S::kWidth, kPairs = (kElements + 1) / 2;
@@ -379,17 +383,19 @@ struct Combined {
   static_assert(!kMayCut<V> || 32 * kPairs + 1 <= kPartial, "codegen and device disagree on partial results");
   static constexpr uint32_t kAhead = 4;  // pieces
 
-  // Of the warps' results, `stride` floats apart, added in order. A lane looks after the factor of one.
+  // Of the warps' results, `stride` floats apart, added in order.
   MPK_DEVICE Combined(const float* results, int stride, uint32_t lane) {
-    const Floats<2> scale = lane < kConsumerWarps
-                                ? *reinterpret_cast<const Floats<2>*>(results + lane * stride + S::kSize)
-                                : Floats<2>{-infinity(), 0};
-    max = warp_max(scale.v[0]);
-    const float factor = exponential<T>(scale.v[0] - subtrahend(max));
-    sum = warp_sum(factor * scale.v[1]);
+    Floats<2> scales[kConsumerWarps];
 #pragma unroll
     for (int i = 0; i < kConsumerWarps; i++) {
-      const float f = __shfl_sync(~0u, factor, i);
+      scales[i] = *reinterpret_cast<const Floats<2>*>(results + i * stride + S::kSize);
+      max = fmaxf(max, scales[i].v[0]);
+    }
+    const float less = subtrahend(max);
+#pragma unroll
+    for (int i = 0; i < kConsumerWarps; i++) {
+      const float f = exponential<T>(scales[i].v[0] - less);
+      sum = fmaf(scales[i].v[1], f, sum);
       const Part* from = reinterpret_cast<const Part*>(results + i * stride) + lane;
 #pragma unroll
       for (int s = 0; s < S::kSteps; s++)
@@ -488,7 +494,8 @@ MPK_DEVICE void stage_row(C& c, const Job& job, uint32_t row, uint32_t batch_row
 }
 
 // The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a
-// group also writes them to the caches. False when the launch was given up.
+// group also writes them to the caches. False when there is no such piece, or the launch was given up. What is known of
+// the rows beforehand is fetched before it is known whether there is a piece, which takes a limit from memory.
 template <class V, class C>
 MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
   using S = Shape<V>;
@@ -505,13 +512,14 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
     WarpThreads<C> threads(c);
     const Job chained = job.from(is_query ? V::kRefsQ : V::kRefsK);
     typename V::RowsQ::template Chain<WarpThreads<C>> chain(threads, chained, row, piece.row);
+    if (piece.num_tiles == 0) return false;
     if (V::kEarly && !c.await()) return false;
     if (is_query || is_new) {
       chain.fetch(threads, is_value ? job.from(V::kRefsV) : chained, row, data);
       if (!is_value) chain.apply(threads, chained, row, data);
     }
   } else {
-    if (V::kEarly && !c.await()) return false;
+    if (piece.num_tiles == 0 || (V::kEarly && !c.await())) return false;
     if (is_query) stage_row<typename V::RowsQ, V>(c, job.from(V::kRefsQ), row, piece.row, data);
     if constexpr (V::kHasNew) {
       if (is_new && !is_value) stage_row<typename V::RowsK, V>(c, job.from(V::kRefsK), row, piece.row, data);
@@ -532,6 +540,8 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
       if (i + c.lane < S::kChunks)
         reinterpret_cast<uint4*>(to)[i + c.lane] = reinterpret_cast<const uint4*>(data)[i + c.lane];
   }
+  // The warp's first tile, so that code that is not in the instruction cache is fetched while the rows are awaited.
+  if (c.warp < piece.num_tiles && !c.ring.wait(c.entry + c.warp * S::kEntries, c.phase)) c.failed = true;
   return c.sync();
 }
 
@@ -568,11 +578,11 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
     __syncwarp();
   };
   auto release = [&](uint32_t e) {
-    if (mended) ptx::fence_proxy_async();
+    if (mended) ptx::fence_proxy_async_shared();
     c.ring.release(e);
   };
   softmax.fetch_mask(job, piece, first, rows, c.lane);
-  if (!c.ring.wait(entry, c.phase)) return false;
+  if (index >= kConsumerWarps && !c.ring.wait(entry, c.phase)) return false;  // see stage
   T* keys = data_of(entry);
   T* values = S::kTogether ? keys + S::kTile * S::kSize : data_of(entry + 1);
   mend_keys(keys);
@@ -637,7 +647,7 @@ MPK_DEVICE void compute(C& c, const Job& job) {
 #pragma unroll 1
   for (uint32_t number = worker;; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
-    if (piece.num_tiles == 0) return;
+    if (!kOnce && piece.num_tiles == 0) return;
     if (!kOnce && number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const uint32_t limit = cut.limit(piece.row);
     Softmax<V> softmax;

@@ -91,16 +91,20 @@ struct Task {
     } else {
       Vec<T, kWidth>* pieces = reinterpret_cast<Vec<T, kWidth>*>(row);
       float sum = 0;
-      for (int i = group.rank; i < kPieces; i += Group::kSize) {
-        const Vec<T, kWidth> x = pieces[i];
 #pragma unroll
-        for (int e = 0; e < kWidth; e++) sum = fmaf(to_float(x.v[e]), to_float(x.v[e]), sum);
+      for (int s = 0; s < kSteps; s++) {
+        const int i = s * Group::kSize + group.rank;
+        if (kPieces % Group::kSize != 0 && i >= kPieces) break;
+        float x[kWidth];
+        to_floats(pieces[i], x);
+#pragma unroll
+        for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
       }
       const float scale = rsqrtf(group.sum(sum) * (1.0f / V::kSize) + V::kEps);
 #pragma unroll
       for (int s = 0; s < kSteps; s++) {
         const int i = s * Group::kSize + group.rank;
-        if (i >= kPieces) break;
+        if (kPieces % Group::kSize != 0 && i >= kPieces) break;
         const Vec<T, kWidth> x = pieces[i];
         Weights w{};
         if constexpr (V::kHasWeight && kKeeps)
@@ -109,8 +113,9 @@ struct Task {
           w = reinterpret_cast<const Weights*>(weight)[i];
         if constexpr (V::kHasWeight && V::kStyle == Style::kLlama && kSame<T, Weight>) {
           float n[kWidth];
+          to_floats(x, n);
 #pragma unroll
-          for (int e = 0; e < kWidth; e++) n[e] = __fmul_rn(to_float(x.v[e]), scale);
+          for (int e = 0; e < kWidth; e++) n[e] = __fmul_rn(n[e], scale);
           pieces[i] = multiply(round_to<T>(n), w);
         } else {
 #pragma unroll

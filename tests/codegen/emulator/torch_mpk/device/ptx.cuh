@@ -23,6 +23,7 @@ inline void copy_async_16(void* dst, const void* src) { emulator::copy_thread(ds
 inline void copy_async_arrive(uint64_t* bar) { emulator::arrive_after_copies(bar); }
 inline void fence_mbar_init() {}
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_shared() {}
 
 template <class T>
 T load_acquire_cta(const T* p) {
