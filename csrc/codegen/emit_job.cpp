@@ -411,8 +411,8 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
                    limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
                          : "kLength") +
          constant("kPartialBytes", partial) +
-         returning("ulonglong2*", "partials(const Job& job)",
-                   "job.pointer<ulonglong2>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")") +
+         returning("uint8_t*", "partials(const Job& job)",
+                   "job.pointer<uint8_t>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")") +
          "  static constexpr float kScale = " + float_literal(node.float_attr("scale")) + ";\n" +
          flag("kHasNew", k_new != nullptr) + flag("kHasMask", mask != nullptr) +
          "  static constexpr uint32_t kPitchK = " + str(k_cache.tensor.strides[2] * element) +

@@ -24,7 +24,7 @@ EVENTS_OFFSET = EVENT_BYTES = 32  # of the control block, see abi.h
 class Fault(ctypes.Structure):
     """``emulated_fault`` of emulator.cpp."""
 
-    _fields_ = [("event", ctypes.c_void_p), *((name, ctypes.c_uint32) for name in ("cta", "is_late", "queued_ms"))]
+    _fields_ = [("place", ctypes.c_void_p), *((name, ctypes.c_uint32) for name in ("cta", "is_late", "queued_ms"))]
 
 
 class EmulatedKernel:
@@ -66,12 +66,12 @@ class EmulatedKernel:
 
     def spoil(self, phase: int, worker: int, is_late: bool = False) -> None:
         """The worker's signal at the end of the phase is lost, or comes when another worker has given up."""
-        self.fault.event = self.control[EVENTS_OFFSET:].data_ptr() + EVENT_BYTES * phase
+        self.fault.place = self.control[EVENTS_OFFSET:].data_ptr() + EVENT_BYTES * phase
         self.fault.cta, self.fault.is_late = worker, is_late
 
     def repair(self) -> None:
         """Nothing is spoilt any more, and memory is as the host leaves it after an aborted launch."""
-        self.fault.event, self.fault.queued_ms = None, 0
+        self.fault.place, self.fault.queued_ms = None, 0
         self.control.zero_()
         self.workspace.zero_()
         self.host_abort.zero_()

@@ -72,14 +72,32 @@ def test_heads_of_a_group_by_number_and_size(
     check_decoder(kernel, [limit], limit - 1, 2e-2)
 
 
-@pytest.mark.parametrize(("groups", "length"), [(1, 700), (2, 450), (1, 2000)])
-def test_decoder_with_caches_cut_into_pieces(tmp_path: Path, groups: int, length: int) -> None:
-    """Pieces that the readers of the result put together, and pieces that the last worker does."""
-    sizes = {"heads": 4, "groups": groups, "head_dim": 64, "ffn": 96, "length": length, "layers": 1}
-    kernel = EmulatedKernel(decoder(**sizes), tmp_path, workers=6, tagged=True)
-    for limit in (length, 30):
+@pytest.mark.parametrize(
+    ("groups", "workers", "dtype", "limits"),
+    [
+        (1, 16, "bfloat16", [2800, 30, 2800]),  # 16 pieces, 1 and, not for the first time, 16
+        (2, 6, "bfloat16", [450, 300]),  # 3 and 2
+        (1, 6, "bfloat16", [2000]),  # 6, of several tiles a warp
+        (2, 3, "bfloat16", [300]),  # 1, of several tiles a warp
+        (1, 4, "float32", [600, 300]),
+    ],
+)
+def test_decoder_with_caches_cut_into_pieces(
+    tmp_path: Path, groups: int, workers: int, dtype: str, limits: list[int]
+) -> None:
+    sizes = {"heads": 4, "groups": groups, "head_dim": 64, "ffn": 96, "length": max(limits), "layers": 1}
+    is_short = dtype == "bfloat16"
+    kernel = EmulatedKernel(decoder(dtype=dtype, **sizes), tmp_path, workers=workers, tagged=is_short)
+    for limit in limits:
         torch.manual_seed(limit)
-        check_decoder(kernel, [limit], limit - 1, 2e-2)
+        check_decoder(kernel, [limit], limit - 1, 2e-2 if is_short else 1e-5)
+
+
+def test_a_batch_whose_rows_are_cut_differently(tmp_path: Path) -> None:
+    """A worker has several pieces, and may have several of one group."""
+    sizes = {"batch": 4, "heads": 4, "groups": 2, "head_dim": 64, "length": 2400, "layers": 1}
+    kernel = EmulatedKernel(decoder(**sizes), tmp_path, workers=3, tagged=True)
+    check_decoder(kernel, [2400, 16, 0, 500], 15, 2e-2)
 
 
 @pytest.mark.parametrize("style", ["sdpa", "eager"])

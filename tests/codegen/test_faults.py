@@ -14,17 +14,17 @@ import torch_mpk.tasks  # noqa: F401  declares the tasks
 
 WORKERS = 3
 WATCHDOG_NS = 5 * 10**8  # far more than a busy machine keeps a worker from running
-CONSUMER, EVENT = 0, 0  # role and waiting of a StallRecord
+CONSUMER, EVENT, WORD = 0, 0, 4  # role and waiting of a StallRecord
 
 
 class Launches:
     """A decoder's kernel, and what its launches should give."""
 
-    def __init__(self, kernel: EmulatedKernel) -> None:
+    def __init__(self, kernel: EmulatedKernel, limit: int = 40) -> None:
         self.kernel, self.last_phase = kernel, kernel.program.num_phases - 1
         graph = kernel.schedule.graph
         self.tolerance = 2e-2 if any(kernel.schedule.tagged) else 1e-5
-        self.inputs = decoder_inputs(graph, [40], 5)
+        self.inputs = decoder_inputs(graph, [limit], 5)
         self.outputs = [allocate(t) for t in tensors(graph, "output")]
         self.before = [x.clone() for x in self.inputs]
         wanted_inputs, wanted = reference(graph, self.inputs)
@@ -121,6 +121,25 @@ def test_tagged_words_that_never_come(tmp_path: Path) -> None:
         launches.launch()
         assert launches.check_given_up()
         launches.restore()
+    launches.check_next_is_right()
+
+
+def test_a_piece_of_attention_whose_result_never_comes(tmp_path: Path) -> None:
+    graph = decoder(layers=1, groups=1, head_dim=64, length=450)
+    kernel = EmulatedKernel(graph, tmp_path, workers=WORKERS, tagged=True)
+    launches = Launches(kernel, limit=450)
+    launches.check_next_is_right()
+    (phase,) = [p for p, name in enumerate(kernel.program.phase_names) if "attention" in name]
+    words = kernel.workspace.view(torch.int64)
+    places = (words >> 32 == phase - 2**31).nonzero().flatten()  # with the tag of the phase in the first launch
+    workers = WORKERS - 1  # that store results for the last one, of four heads: elements, maximum and sum
+    assert len(places) == workers * 4 * (64 + 2)
+    for place, worker in ((places[0], 0), (places[-2], 1)):
+        launches.restore()
+        kernel.fault.place, kernel.fault.cta = words[place:].data_ptr(), worker
+        launches.launch()
+        records = launches.check_given_up()
+        assert [phase, CONSUMER, WORD] in [record[:3] for record in records]
     launches.check_next_is_right()
 
 

@@ -44,10 +44,10 @@ MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t ticket) {
   return {single, single + 1};
 }
 
-// Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of one length, of which the last may
-// be shorter. Pieces are numbered in the order of row, place within the group, and group, and dealt out to the workers
-// in that order; so the other pieces of a group have lower numbers than its last, whose worker puts their results
-// together: it waits only for pieces that wait for none of its own.
+// Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of one length, of which the last
+// may be shorter. Pieces are numbered in the order of row, place within the group, and group, and dealt out to the
+// workers in that order; so the other pieces of a group have lower numbers than its last, whose worker puts their
+// results together: it waits only for pieces that wait for none of its own.
 struct KvPiece {
   uint32_t row, group;
   uint32_t first_tile, num_tiles;  // none: there is no such piece

@@ -13,9 +13,9 @@
 
 __thread uint3 threadIdx, blockIdx;
 
-// What goes wrong in launches, set by tests: the signal of an event by one CTA.
+// What goes wrong in launches, set by tests: a signal or words that one CTA stores.
 extern "C" struct {
-  const uint32_t* event;  // null: nothing does
+  const void* place;  // of these; null: nothing does
   uint32_t cta;
   uint32_t is_late;    // until another CTA has given up; otherwise the signal is lost
   uint32_t queued_ms;  // how long the CTA waits for a multiprocessor
@@ -207,8 +207,8 @@ void arrive_after_copies(uint64_t* bar) {
   barrier_arrive(bar, 0);
 }
 
-bool at_fault(const uint32_t* event) {
-  if (event != emulated_fault.event || blockIdx.x != emulated_fault.cta) return false;
+bool at_fault(const void* p) {
+  if (p != emulated_fault.place || blockIdx.x != emulated_fault.cta) return false;
   if (emulated_fault.is_late == 0) return true;
   while (__atomic_load_n(&cta->block->params.control->aborted, __ATOMIC_ACQUIRE) == 0) std::this_thread::yield();
   return false;

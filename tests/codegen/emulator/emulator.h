@@ -41,7 +41,7 @@ bool barrier_test(uint64_t* bar, uint32_t parity);
 void copy_async(void* dst, const void* src, uint32_t bytes, uint64_t* bar);  // completes `bytes` on `bar`
 void copy_thread(void* dst, const void* src, uint32_t bytes);                // belongs to the calling thread
 void arrive_after_copies(uint64_t* bar);
-bool at_fault(const uint32_t* event);  // whether the signal that is about to be given is lost; may be late, too
+bool at_fault(const void* p);  // whether the signal or words about to be stored there are lost; may be late, too
 
 template <class T>
 T exchange(T v, int lane) {

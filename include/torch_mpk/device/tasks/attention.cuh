@@ -92,8 +92,12 @@ struct Cut {
 
 // Whether a group may be more than one piece.
 template <class V>
-inline constexpr bool kMayCut = V::kLength > kTile<V>* kConsumerWarps &&
+inline constexpr bool kMayCut = V::kLength > kTile<V> * kConsumerWarps &&
                                 (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
+
+// Of the partial results of a piece.
+template <class V>
+inline constexpr uint32_t kPieceBytes = V::kHeads * V::kPartialBytes;
 
 template <class V>
 struct Shape {
@@ -143,6 +147,12 @@ MPK_DEVICE void load(L& l, const Job& job) {
       l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, cut.limit(piece.row), 0, end};
     }
     __syncwarp();
+    // The other pieces' results come to L2 from there: then no poll brings old ones from memory.
+    if constexpr (kMayCut<V>)
+      if (piece.is_last)
+        for (uint32_t i = 1; i <= piece.index; i++)
+          for (uint32_t at = l.lane * 128; at < kPieceBytes<V>; at += 32 * 128)
+            ptx::prefetch_l2(V::partials(job) + (number - i * kUnits<V>)*kPieceBytes<V> + at);
     if (!l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end})) return;
   }
 }
@@ -379,8 +389,8 @@ struct Combined {
 
   // As a partial result in memory: a lane's elements, two at a time, then the maximum and the sum.
   static constexpr int kElements = S::kSteps * S::kWidth, kPairs = (kElements + 1) / 2;
-  static constexpr uint32_t kPartial = V::kPartialBytes / sizeof(ulonglong2);
-  static_assert(!kMayCut<V> || 32 * kPairs + 1 <= kPartial, "codegen and device disagree on partial results");
+  static_assert((32 * kPairs + 1) * sizeof(ulonglong2) <= V::kPartialBytes,
+                "codegen and device disagree on partial results");
   static constexpr uint32_t kAhead = 4;  // pieces
 
   // Of the warps' results, `stride` floats apart, added in order.
@@ -405,13 +415,14 @@ struct Combined {
     }
   }
 
-  // Adds the results of `count` other pieces, `stride` apart, in order. Those of some pieces are all in flight before
-  // the first tag is looked at. False when the launch was given up.
+  // Adds the results of the group's `count` other pieces, in order; `from`: of the first. Those of some pieces are all
+  // in flight before the first tag is looked at. False when the launch was given up.
   template <class C>
-  MPK_DEVICE bool add(C& c, const ulonglong2* pieces, uint32_t stride, uint32_t count, uint32_t tag) {
+  MPK_DEVICE bool add(C& c, const uint8_t* from, uint32_t count, uint32_t tag) {
+    constexpr uint32_t kStride = kUnits<V> * kPieceBytes<V>;
     uint64_t since = 0;
 #pragma unroll 1
-    for (; count > 0; pieces += kAhead * stride, count -= min(count, kAhead)) {
+    for (; count > 0; from += kAhead * kStride, count -= min(count, kAhead)) {
       ulonglong2 words[kAhead][kPairs + 1];
       for (uint32_t polls = 1;; polls++) {
         uint32_t missing = 0;
@@ -419,7 +430,8 @@ struct Combined {
         for (uint32_t i = 0; i < kAhead; i++)
 #pragma unroll
           for (int j = 0; j <= kPairs; j++)
-            words[i][j] = i < count ? ptx::load_relaxed_gpu_v2(pieces + i * stride + 32 * j + (j < kPairs ? c.lane : 0))
+            words[i][j] = i < count ? ptx::load_relaxed_gpu_v2(reinterpret_cast<const ulonglong2*>(from + i * kStride) +
+                                                               32 * j + (j < kPairs ? c.lane : 0))
                                     : tagged_floats(0, 0, tag);
 #pragma unroll
         for (uint32_t i = 0; i < kAhead; i++)
@@ -471,7 +483,8 @@ struct Combined {
   }
 
   // For the worker of the group's last piece.
-  MPK_DEVICE void store_partial(ulonglong2* to, uint32_t tag, uint32_t lane) {
+  MPK_DEVICE void store_partial(uint8_t* at, uint32_t tag, uint32_t lane) {
+    ulonglong2* to = reinterpret_cast<ulonglong2*>(at);
 #pragma unroll
     for (int j = 0; j < kPairs; j++)
       ptx::store_relaxed_gpu_v2(to + 32 * j + lane,
@@ -512,14 +525,13 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
     WarpThreads<C> threads(c);
     const Job chained = job.from(is_query ? V::kRefsQ : V::kRefsK);
     typename V::RowsQ::template Chain<WarpThreads<C>> chain(threads, chained, row, piece.row);
-    if (piece.num_tiles == 0) return false;
-    if (V::kEarly && !c.await()) return false;
+    if ((V::kEarly && !c.await()) || piece.num_tiles == 0) return false;
     if (is_query || is_new) {
       chain.fetch(threads, is_value ? job.from(V::kRefsV) : chained, row, data);
       if (!is_value) chain.apply(threads, chained, row, data);
     }
   } else {
-    if (piece.num_tiles == 0 || (V::kEarly && !c.await())) return false;
+    if ((V::kEarly && !c.await()) || piece.num_tiles == 0) return false;
     if (is_query) stage_row<typename V::RowsQ, V>(c, job.from(V::kRefsQ), row, piece.row, data);
     if constexpr (V::kHasNew) {
       if (is_new && !is_value) stage_row<typename V::RowsK, V>(c, job.from(V::kRefsK), row, piece.row, data);
@@ -618,14 +630,13 @@ MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32
     if (c.warp >= S::kStored || head >= V::kHeads) continue;
     Combined<V> all(stored + c.warp * kPartial<V>, S::kStored * kPartial<V>, c.lane);
     if constexpr (kMayCut<V>) {
-      constexpr uint32_t kPiece = V::kHeads * Combined<V>::kPartial, kStride = kUnits<V> * kPiece;
       const uint32_t tag = (c.epoch * C::Config::kNumPhases + c.phase) | 1u << 31;
-      ulonglong2* mine = V::partials(job) + number * kPiece + head * Combined<V>::kPartial;
+      uint8_t* partials = V::partials(job) + head * V::kPartialBytes;
       if (!piece.is_last) {
-        all.store_partial(mine, tag, c.lane);
+        all.store_partial(partials + number * kPieceBytes<V>, tag, c.lane);
         continue;
       }
-      if (!all.add(c, mine - piece.index * kStride, kStride, piece.index, tag)) {
+      if (!all.add(c, partials + (number - piece.index * kUnits<V>)*kPieceBytes<V>, piece.index, tag)) {
         c.failed = true;
         continue;
       }

@@ -56,6 +56,7 @@ inline ulonglong2 load_relaxed_gpu_v2(const ulonglong2* p) {
 }
 inline void store_relaxed_gpu_v2(ulonglong2* p, const ulonglong2& v) {
   emulator::require_aligned(p);
+  if (emulator::at_fault(p)) return;
   __atomic_store_n(&p->x, v.x, __ATOMIC_RELAXED);
   __atomic_store_n(&p->y, v.y, __ATOMIC_RELAXED);
 }
