@@ -94,7 +94,6 @@ class Generator {
     const int num_phases = static_cast<int>(schedule_.phases.size());
     events_offset_ = 32;
     tickets_offset_ = events_offset_ + num_phases * kEventBytes;
-    plan_.control_bytes = tickets_offset_ + num_phases * kEventBytes;
     for (int p = 0; p < num_phases; p++)
       for (const Job& job : schedule_.phases[p].jobs)
         for (int wait : job.loader_waits) signals_[wait] |= kPublishes | kReleases;
@@ -111,7 +110,7 @@ class Generator {
     program.num_threads = kThreads;
     program.smem_bytes = schedule_.target.smem_bytes;
     program.workspace_bytes = plan_.workspace_bytes;
-    program.stalls_offset = (plan_.control_bytes + 31) / 32 * 32;
+    program.stalls_offset = tickets_offset_ + num_phases * kEventBytes;
     program.control_bytes = program.stalls_offset + static_cast<int64_t>(sizeof(StallRecord)) * program.num_workers;
     if (profiled_) {
       program.stamps_offset = program.control_bytes;

@@ -20,7 +20,6 @@ struct Plan {
   std::vector<bool> written;         // per buffer: by some node of this launch
   std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
   int64_t workspace_bytes = 0;       // the schedule's and what tasks need besides
-  int64_t control_bytes = 0;         // allocated so far
 
   struct Scratch {
     int phase;  // the last that uses it

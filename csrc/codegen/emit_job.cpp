@@ -329,7 +329,9 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
 
 // ---- attention
 
-// Scratch for partial results of a phase; its place may be used again by phases behind that.
+// Scratch for partial results of a phase. They are polled, with no event between writer and reader, so a place is used
+// again only by a phase that begins to write, behind its events, when all workers have signalled this one or a later:
+// their polls are over. Otherwise a phase has its own. Launches follow each other.
 int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
   bytes = (bytes + 255) / 256 * 256;
   for (Plan::Scratch& place : plan.scratch)

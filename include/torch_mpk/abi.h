@@ -37,8 +37,7 @@ struct PhaseStamps {
 // Device memory, one per executable and stream, zeroed with the workspace by the host when created and after an aborted
 // launch.
 // Followed by: uint32_t events[num_phases] (one per 32 bytes), uint32_t tickets[num_phases] (one per 32 bytes),
-// uint32_t arrivals[...] (whatever the kernel's tasks need), StallRecord stalls[num_workers], and, where the kernel is
-// profiled, PhaseStamps stamps[num_workers][num_phases].
+// StallRecord stalls[num_workers], and, where the kernel is profiled, PhaseStamps stamps[num_workers][num_phases].
 struct Control {
   uint32_t epoch;    // launches completed; the last CTA to exit increments it
   uint32_t exited;   // CTAs of the running launch that have exited
