@@ -614,9 +614,9 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
 // The warps' results of a piece, put together by a warp for each head and written: the result by the worker of the
 // group's last piece, once it has added those of the others, which are partial. False when the launch was given up.
 //
-// Tags are a launch's and a phase's alone, and have 31 bits: a group that was cut is cut no more where fewer positions
-// are visible, so a word may be as old as the workspace. What a phase has written in a place, no later one overwrites
-// before it is read, see allocate_partials in codegen.
+// The tags of partial results are other than those of tagged words: not every launch writes all words, so that a word
+// may be as old as the workspace, and 16 bits would come again. These come again after 2^31 phases. No later phase
+// writes in a place before all that this one has written there is read, see allocate_partials in codegen.
 template <class V, class C>
 MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32_t number, Softmax<V>& softmax) {
   using S = Shape<V>;
