@@ -93,6 +93,12 @@ def test_decoder_with_caches_cut_into_pieces(
         check_decoder(kernel, [limit], limit - 1, 2e-2 if is_short else 1e-5)
 
 
+def test_a_ring_that_holds_fewer_tiles_than_there_are_warps(tmp_path: Path) -> None:
+    sizes = {"heads": 4, "groups": 1, "head_dim": 128, "length": 400, "layers": 1, "dtype": "float32"}
+    kernel = EmulatedKernel(decoder(**sizes), tmp_path, smem_bytes=100 << 10)  # 12 slots; a tile takes two
+    check_decoder(kernel, [400], 399, 1e-5)
+
+
 def test_a_batch_whose_rows_are_cut_differently(tmp_path: Path) -> None:
     """A worker has several pieces, and may have several of one group."""
     sizes = {"batch": 4, "heads": 4, "groups": 2, "head_dim": 64, "length": 2400, "layers": 1}

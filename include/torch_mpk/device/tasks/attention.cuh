@@ -507,6 +507,11 @@ MPK_DEVICE void stage_row(C& c, const Job& job, uint32_t row, uint32_t batch_row
   chain.apply(threads, job, row, data);
 }
 
+// Tiles of a piece that are there when it is staged: each warp's first, if the ring holds them at once.
+template <class V, class C>
+inline constexpr uint32_t kStagedTiles =
+    C::Config::kSlots / Shape<V>::kEntries < kConsumerWarps ? C::Config::kSlots / Shape<V>::kEntries : kConsumerWarps;
+
 // The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a
 // group also writes them to the caches. False when there is no such piece, or the launch was given up. What is known of
 // the rows beforehand is fetched before it is known whether there is a piece, which takes a limit from memory.
@@ -554,7 +559,8 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
         reinterpret_cast<uint4*>(to)[i + c.lane] = reinterpret_cast<const uint4*>(data)[i + c.lane];
   }
   // The warp's first tile, so that code that is not in the instruction cache is fetched while the rows are awaited.
-  if (c.warp < piece.num_tiles && !c.ring.wait(c.entry + c.warp * S::kEntries, c.phase)) c.failed = true;
+  if (c.warp < min(piece.num_tiles, kStagedTiles<V, C>) && !c.ring.wait(c.entry + c.warp * S::kEntries, c.phase))
+    c.failed = true;
   return c.sync();
 }
 
@@ -595,7 +601,7 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
     c.ring.release(e);
   };
   softmax.fetch_mask(job, piece, first, rows, c.lane);
-  if (index >= kConsumerWarps && !c.ring.wait(entry, c.phase)) return false;  // see stage
+  if (index >= kStagedTiles<V, C> && !c.ring.wait(entry, c.phase)) return false;
   T* keys = data_of(entry);
   T* values = S::kTogether ? keys + S::kTile * S::kSize : data_of(entry + 1);
   mend_keys(keys);
