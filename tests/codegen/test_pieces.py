@@ -45,8 +45,8 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Cut:
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "pieces.cpp").write_text(SOURCE)
     include = Path(__file__).parents[2] / "include"
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-I", include, folder / "pieces.cpp"]
-    subprocess.run([*command, "-o", folder / "pieces.so"], check=True)
+    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-I", str(include)]
+    subprocess.run([*command, str(folder / "pieces.cpp"), "-o", str(folder / "pieces.so")], check=True)
     library = ctypes.CDLL(str(folder / "pieces.so"))
 
     def run(tiles: list[int], groups: int, least: int, workers: int, one_row: bool) -> list[Piece]:
