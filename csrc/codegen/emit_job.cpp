@@ -237,9 +237,10 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   const bool claimed = may_claim && aligned && job.assignment == Assignment::kClaimed;
   const int64_t chunks = (size + shape.chunk_size - 1) / shape.chunk_size;
   const auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
+  const uint32_t entries = u32(parts / shape.chunk_parts * chunks);
   code.stream = {{u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element),
-                  u32(shape.chunk_size * element), u32(chunks), u32(parts / shape.chunk_parts * chunks)},
-                 claimed ? make_tickets(u32(tiles), plan.schedule.target.num_workers) : Tickets{}};
+                  u32(shape.chunk_size * element), u32(chunks), entries},
+                 claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{}};
 
   const ChainCode prologue = emit_chain(plan, refs, first, chain, {.phase = phase});
   code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());

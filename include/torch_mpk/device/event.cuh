@@ -25,8 +25,9 @@ MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uin
 }
 
 // Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up,
-// and records what this CTA was waiting for; otherwise the time to pass to the next call.
-MPK_DEVICE uint64_t keep_waiting(const Watchdog& dog, const StallRecord& now, uint64_t since) {
+// and records what this CTA was waiting for; otherwise the time to pass to the next call. Out of line, so that loops
+// that wait are short.
+__device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
   const uint64_t time = ptx::global_time_ns();
   // Workers that another kernel's multiprocessors are still denied are queued, and nobody is stuck.
   if (since == 0 || ptx::load_relaxed_gpu(&dog.control->started) < dog.num_workers) since = time;
@@ -84,12 +85,14 @@ __device__ __noinline__ bool wait_barrier(const Watchdog& dog, uint64_t* barrier
 }
 
 // A random delay of up to 4 microseconds: with jitter, any order of events that is legal happens sooner or later.
-MPK_DEVICE void delay(uint32_t jitter, uint32_t worker, uint32_t step) {
-  if (jitter == 0) return;
+__device__ __noinline__ void delay_randomly(uint32_t jitter, uint32_t worker, uint32_t step) {
   uint32_t h = jitter * 0x9e3779b1u ^ worker * 0x85ebca77u ^ step * 0xc2b2ae3du;
   h = (h ^ (h >> 15)) * 0x2c1b3c6du;
   h = (h ^ (h >> 12)) * 0x297a2d39u;
   __nanosleep((h ^ (h >> 15)) & 4095);
+}
+MPK_DEVICE void delay(uint32_t jitter, uint32_t worker, uint32_t step) {
+  if (jitter != 0) delay_randomly(jitter, worker, step);
 }
 
 }  // namespace mpk

@@ -56,6 +56,12 @@ struct Job {
   MPK_DEVICE uint32_t tag(int i) const { return static_cast<uint32_t>(refs()[i]); }
 };
 
+// What a job that streams matrices has of them; the matrices follow.
+MPK_DEVICE const StreamRow* stream_of(const Job& job) {
+  return reinterpret_cast<const StreamRow*>(job.refs() +
+                                            (job.row->num_refs + job.row->num_parameters + job.row->num_loader_waits));
+}
+
 MPK_DEVICE const uint32_t* waits_of(const PhaseRow* phase) { return reinterpret_cast<const uint32_t*>(phase + 1); }
 MPK_DEVICE const JobRow* first_job(const PhaseRow* phase) {
   return reinterpret_cast<const JobRow*>(waits_of(phase) + (phase->num_waits + 3) / 4 * 4);
@@ -145,12 +151,15 @@ struct Consumer : Launch<Kernel> {
   // Waits for the next row of the table; null when the launch was given up.
   MPK_DEVICE const PhaseRow* next_row() {
     const uint32_t target = row + 1;
-    const uint32_t seen = wait_count(this->shared.watchdog, &this->shared.described, target, phase, WarpRole::kConsumer,
-                                     Waiting::kLoader, entry);
-    if (!__all_sync(~0u, reached(seen, target))) {
-      failed = true;
-      sync();
-      return nullptr;
+    uint32_t* described = &this->shared.described;
+    if (!__all_sync(~0u, reached(ptx::load_acquire_cta(described), target))) {
+      const uint32_t seen =
+          wait_count(this->shared.watchdog, described, target, phase, WarpRole::kConsumer, Waiting::kLoader, entry);
+      if (!__all_sync(~0u, reached(seen, target))) {
+        failed = true;
+        sync();
+        return nullptr;
+      }
     }
     return current_row();
   }
@@ -231,10 +240,20 @@ struct Loader : Launch<Kernel> {
 
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
+  // A ticket to draw meanwhile, from a counter until it is drawn; lane 0 has it.
+  struct Draw {
+    uint32_t* from;
+    uint32_t ticket;
+  };
+
   // Streams tiles, see fill_ring; false when the launch was given up: return at once.
-  MPK_DEVICE bool fill(const Stream& stream, const uint64_t* data, const MatrixRow* matrices, Span tiles) {
+  MPK_DEVICE bool fill(const Stream& stream, const uint64_t* data, const MatrixRow* matrices, Span tiles,
+                       Draw* draw = nullptr) {
     const uint32_t end = ring.entry + (tiles.end - tiles.begin) * stream.entries;
-    ring.entry = fill_ring(ring, stream, data, matrices, tiles.begin, end, phase);
+    const bool draws = draw != nullptr && draw->from != nullptr;
+    const uint64_t filled = fill_ring(ring, stream, data, matrices, tiles, phase, draws ? draw->from : nullptr);
+    if (draws) *draw = {nullptr, static_cast<uint32_t>(filled >> 32)};
+    ring.entry = static_cast<uint32_t>(filled);
     failed = ring.entry != end;
     return !failed;
   }
@@ -244,7 +263,6 @@ struct Loader : Launch<Kernel> {
     const uint32_t num_waits = job.row->num_loader_waits;
     const auto* parameters = reinterpret_cast<const Parameter*>(job.refs() + job.row->num_refs);
     const auto* waits = reinterpret_cast<const uint64_t*>(parameters + job.row->num_parameters);
-    const auto* stream = reinterpret_cast<const StreamRow*>(waits + num_waits);
 #pragma unroll 1
     for (; reinterpret_cast<const uint64_t*>(parameters) != waits; parameters++)
 #pragma unroll 1
@@ -258,7 +276,7 @@ struct Loader : Launch<Kernel> {
                                            WarpRole::kLoader, event));
     }
     if (num_waits != 0) ptx::fence_proxy_async();
-    if (!failed && job.row->num_matrices != 0) load_matrices(job, *stream);
+    if (!failed && job.row->num_matrices != 0) load_matrices(job, *stream_of(job));
   }
 
   // Brings a row, loaded earlier, into shared memory once its place there is free. Null when the launch was given up.
@@ -289,30 +307,29 @@ struct Loader : Launch<Kernel> {
     constexpr uint32_t kWorkers = Kernel::kNumWorkers;
     const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
     const uint32_t count = job.row->num_matrices, num_tiles = matrices[count - 1].end_tile;
-    const uint32_t num_tickets = row.tickets.quads + row.tickets.pairs + row.tickets.singles;
-    const bool claimed = num_tickets != 0;
-    Span mine = static_span(num_tiles, worker(job), kWorkers);
-    // Each worker draws until it draws in vain once, so the counter advances by a known amount in every launch and is
-    // never reset.
-    auto draw = [&] {
-      if (lane != 0) return 0u;
-      return ptx::fetch_add_relaxed_gpu(this->ticket(phase), 1) - this->epoch * (num_tickets + kWorkers);
-    };
-    uint32_t drawn = claimed ? draw() : 0;
+    const Tickets tickets = row.tickets;
+    const bool claimed = tickets.size != 0;
+    Span mine = claimed ? Span{} : static_span(num_tiles, worker(job), kWorkers);
+    uint32_t ticket = worker(job);  // of a worker's own: every kWorkers'th
 #pragma unroll 1
-    do {
-      if (claimed) {
-        const uint32_t ticket = __shfl_sync(~0u, drawn, 0);
-        if (ticket >= num_tickets) return;
-        drawn = draw();  // in flight while this one is loaded
-        mine = ticket_tiles(row.tickets, ticket);
-      }
+    for (uint32_t number = 0;; number++) {
+      Draw draw{claimed && number + 1 >= tickets.own ? this->ticket(phase) : nullptr, 0};
+      if (number < tickets.own) mine = ticket_tiles(tickets, num_tiles, ticket);
 #pragma unroll 1
       for (uint32_t i = 0; i < count; i += row.stream.parts) {
         const Span tiles{max(mine.begin, matrices[i].first_tile), min(mine.end, matrices[i].end_tile)};
-        if (tiles.begin < tiles.end && !fill(row.stream, job.refs() + i, matrices + i, tiles)) return;
+        if (tiles.begin < tiles.end && !fill(row.stream, job.refs() + i, matrices + i, tiles, &draw)) return;
       }
-    } while (claimed);
+      if (!claimed) return;
+      ticket += kWorkers;
+      if (number + 1 < tickets.own) continue;
+      if (draw.from != nullptr) draw.ticket = lane == 0 ? ptx::fetch_add_relaxed_gpu(draw.from, 1) : 0;
+      // Each worker draws until it draws in vain once, so the counter advances by a known amount in every launch and is
+      // never reset.
+      const uint32_t drawn = __shfl_sync(~0u, draw.ticket, 0) - this->epoch * (tickets.drawn + kWorkers);
+      if (drawn >= tickets.drawn) return;
+      mine = ticket_tiles(tickets, num_tiles, tickets.own * kWorkers + drawn);
+    }
   }
 
   MPK_DEVICE uint64_t address(uint64_t ref) const {

@@ -22,26 +22,26 @@ MPK_HOST_DEVICE Span static_span(uint32_t total, uint32_t index, uint32_t count)
   return {begin, begin + least + (index < longer ? 1 : 0)};
 }
 
-// Tickets that workers draw for tiles: of four tiles each, near the end of two, then of one, so that all finish
-// together.
+// How a job's tiles are shared out at run time, since memory bandwidth is not shared evenly: `size` tiles a ticket, the
+// first `own` tickets of each worker in turn, and `drawn` that whoever is done with those draws: a quarter of all,
+// since some workers get an eighth less of the bandwidth than others, and two for each where there are few.
 struct Tickets {
-  uint32_t quads, pairs, singles;
+  uint32_t size, own, drawn;
 };
 
-MPK_HOST_DEVICE constexpr Tickets make_tickets(uint32_t num_tiles, uint32_t num_workers) {
-  const uint32_t singles = num_tiles < 2 * num_workers ? num_tiles : 2 * num_workers;
-  const uint32_t rest = num_tiles - singles;
-  const uint32_t pairs = rest < 4 * num_workers ? rest / 2 : 2 * num_workers;
-  const uint32_t quads = (rest - 2 * pairs) / 4;
-  return {quads, pairs, num_tiles - 4 * quads - 2 * pairs};
+// A ticket is worth kTicketEntries of the ring: drawing one takes about as long as filling so many.
+inline constexpr uint32_t kTicketEntries = 8;
+
+MPK_HOST_DEVICE Tickets make_tickets(uint32_t num_tiles, uint32_t entries, uint32_t num_workers) {
+  const uint32_t size = entries < kTicketEntries ? kTicketEntries / entries : 1;
+  const uint32_t count = (num_tiles + size - 1) / size, each = count / num_workers;
+  const uint32_t own = each > 2 ? each - (each / 4 > 2 ? each / 4 : 2) : 0;
+  return {size, own, count - own * num_workers};
 }
 
-MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t ticket) {
-  if (ticket < t.quads) return {4 * ticket, 4 * ticket + 4};
-  const uint32_t pair = ticket - t.quads;
-  if (pair < t.pairs) return {4 * t.quads + 2 * pair, 4 * t.quads + 2 * pair + 2};
-  const uint32_t single = 4 * t.quads + 2 * t.pairs + (pair - t.pairs);
-  return {single, single + 1};
+MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t num_tiles, uint32_t ticket) {
+  const uint32_t begin = ticket * t.size, end = begin + t.size;
+  return {begin, end < num_tiles ? end : num_tiles};
 }
 
 // Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of one length, of which the last

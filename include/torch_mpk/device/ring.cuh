@@ -23,11 +23,8 @@ struct RingState {
   uint32_t issued;
 };
 
-// Entries the loader fills at once. One multiprocessor's share of the memory bandwidth is a slot every 240 ns, less
-// than a lone thread needs to fill one; so with the copy engine (sm_90) each of a few lanes fills an entry of its own,
-// and the instructions are paid once. Without it all lanes copy parts of one entry.
 #if __CUDA_ARCH__ >= 900
-inline constexpr int kFillWidth = 4;
+inline constexpr int kFillWidth = 32;         // entries that the loader works out at once
 inline constexpr uint32_t kFullArrivals = 1;  // the copy engine counts bytes; one arrival announces how many
 #else
 inline constexpr int kFillWidth = 1;
@@ -82,58 +79,80 @@ struct RingWriter {
   }
 };
 
-// Fills the next entries, up to `end`, with tiles from number `tile` on, and shows them to the consumers. `matrices`
-// and their addresses, `data`, stand in shared memory, one of each for every part. Returns the next entry: another than
-// `end` when the launch was given up. Out of line: all that is streamed comes this way, and the loader's instructions
-// compete with the consumers' for the cache. So a job brings sizes, not code.
+// Fills the next entries with tiles and shows them to the consumers. `matrices` and their addresses, `data`, stand in
+// shared memory, one of each for every part. Returns the next entry, short of all the tiles' when the launch was given
+// up; and, in lane 0's upper half, what it has drawn meanwhile from the counter `tickets`, if there is one: the
+// counter's answer takes over a microsecond. Out of line: all that is streamed comes this way, and the loader's
+// instructions compete with the consumers' for the cache. So a job brings sizes, not code.
+//
+// One multiprocessor's share of the memory bandwidth is a slot every 240 ns, and the loader, whose instructions the
+// consumers' displace, needs longer for a round of the loop. So with the copy engine each lane works out an entry of
+// its own, once for 32 entries, and a round fills all that can be filled. Without it all lanes copy parts of one entry.
 template <int slots>
-__device__ __noinline__ uint32_t fill_ring(RingWriter<slots> w, Stream s, const uint64_t* data,
-                                           const MatrixRow* matrices, uint32_t tile, uint32_t end, uint32_t phase) {
+__device__ __noinline__ uint64_t fill_ring(RingWriter<slots> w, Stream s, const uint64_t* data,
+                                           const MatrixRow* matrices, Span tiles, uint32_t phase, uint32_t* tickets) {
+  uint32_t ticket = 0;
+  if (tickets != nullptr && w.lane == 0) ticket = ptx::fetch_add_relaxed_gpu(tickets, 1);
+  static_assert(slots < 32, "a round's entries are bits of a word, and one more");
   RingState& ring = w.ring;
-  const uint32_t first_tile = matrices->first_tile, num_rows = matrices->num_rows;
-  constexpr uint32_t kWidth = kFillWidth < slots ? kFillWidth : slots;  // entries of a round stand in different slots
-  // Where the lane's entry stands in the stream is counted, not divided out: a round fills only a few entries.
-  const uint32_t mine = kFillWidth == 1 ? 0 : min(uint32_t(w.lane), kWidth);
-  uint32_t chunk = mine, part = 0;
+  const uint32_t first = w.entry, count = (tiles.end - tiles.begin) * s.entries;
+  const uint32_t mine = kFillWidth == 1 ? 0 : w.lane;
 #pragma unroll 1
-  while (w.entry != end) {
-#pragma unroll 1
-    for (; chunk >= s.chunks; chunk -= s.chunks) {
-      part += s.chunk_parts;
-      if (part == s.parts) part = 0, tile++;
+  for (uint32_t block = 0; block < count; block += kFillWidth) {
+    // The lane's entry: which tile's, which part's or parts', from which byte of their rows on.
+    const uint32_t number = block + mine, g = first + number, slot = g % slots, parity = (g / slots - 1) & 1;
+    uint32_t tile = tiles.begin + number, part = 0, begin = 0;
+    if (s.entries != 1) {
+      tile = tiles.begin + number / s.entries;
+      const uint32_t rest = number % s.entries;
+      part = rest / s.chunks * s.chunk_parts;
+      begin = rest % s.chunks * s.chunk_bytes;
     }
-    const uint32_t g = w.entry + mine, slot = g % slots, parity = (g / slots - 1) & 1;
-    const uint32_t row = (tile - first_tile) * s.tile_rows,
-                   rows = row < num_rows ? min(s.tile_rows, num_rows - row) : 0;
-    const uint32_t begin = chunk * s.chunk_bytes, bytes = min(s.chunk_bytes, s.row_bytes - begin);
-    // The first is waited for; those behind it that are free, too, are filled with it. A new barrier counts as free.
-    bool is_free = mine < min(kWidth, end - w.entry) && ptx::mbar_peek(&ring.empty[slot], parity);
-    if (mine == 0 && !is_free)
-      is_free = wait_barrier(w.dog, &ring.empty[slot], parity, phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, g);
-    const uint32_t n = kFillWidth == 1 ? __all_sync(~0u, is_free) : __ffs(~__ballot_sync(~0u, is_free)) - 1;
-    if (n == 0) break;
-    if (mine < n) {
-      uint64_t* full = &ring.full[slot];
+    const uint32_t row = (tile - matrices->first_tile) * s.tile_rows, num_rows = matrices->num_rows;
+    const uint32_t rows = row < num_rows ? min(s.tile_rows, num_rows - row) : 0;
+    const uint32_t bytes = min(s.chunk_bytes, s.row_bytes - begin), size = min(uint32_t(kFillWidth), count - block);
+    const uint32_t pitch = number < count ? matrices[part].pitch : 0;
+    const uint8_t* from =
+        reinterpret_cast<const uint8_t*>((number < count ? data[part] : 0) + uint64_t(row) * pitch + begin);
+    uint64_t* full = &ring.full[slot];
+    uint64_t* empty = &ring.empty[slot];
+    uint8_t* to = w.data + slot * kSlotBytes;
+#pragma unroll 1
+    for (uint32_t done = 0; done < size;) {
+      // Those in front that are free are filled; the first is waited for. A new barrier counts as free. The parity says
+      // nothing of entries that are a round of the ring ahead.
+      const bool is_next = mine - done < min(size - done, uint32_t(slots));
+      bool is_free = is_next && ptx::mbar_peek(empty, parity);
+      if (mine == done && !is_free)  // not by wait_barrier: a call waits for what is in flight, the ticket
+        is_free = spin(
+            w.dog, [&] { return ptx::mbar_test(empty, parity); },
+            [&] { return stall(phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, 0, 0, g); });
+      const uint32_t n = kFillWidth == 1 ? __all_sync(~0u, is_free) : __ffs(~(__ballot_sync(~0u, is_free) >> done)) - 1;
+      if (n == 0) return w.entry;
+      if (mine - done < n) {
 #if __CUDA_ARCH__ >= 900
-      ptx::mbar_arrive_expect(full, s.chunk_parts * rows * bytes);
+        ptx::mbar_arrive_expect(full, s.chunk_parts * rows * bytes);
 #endif
-      uint8_t* to = w.data + slot * kSlotBytes;
+        w.copy(to, from, pitch, rows, bytes, full);
 #pragma unroll 1
-      for (uint32_t p = part; p < part + s.chunk_parts; p++, to += s.tile_rows * bytes) {
-        const uint32_t pitch = matrices[p].pitch;
-        w.copy(to, reinterpret_cast<const uint8_t*>(data[p]) + uint64_t(row) * pitch + begin, pitch, rows, bytes, full);
-      }
+        for (uint32_t p = 1; p < s.chunk_parts; p++) {
+          const uint32_t next_pitch = matrices[part + p].pitch;
+          w.copy(to + p * s.tile_rows * bytes,
+                 reinterpret_cast<const uint8_t*>(data[part + p] + uint64_t(row) * next_pitch + begin), next_pitch,
+                 rows, bytes, full);
+        }
 #if __CUDA_ARCH__ < 900
-      ptx::copy_async_arrive(full);
+        ptx::copy_async_arrive(full);
 #endif
-      if (kFillWidth > 1 || w.lane == 0) ring.tile[slot] = tile;
+        if (kFillWidth > 1 || w.lane == 0) ring.tile[slot] = tile;
+      }
+      __syncwarp();
+      done += n;
+      w.entry += n;
+      if (w.lane == 0) ptx::store_release_cta(&ring.issued, w.entry);
     }
-    __syncwarp();
-    chunk += n;
-    w.entry += n;
-    if (w.lane == 0) ptx::store_release_cta(&ring.issued, w.entry);
   }
-  return w.entry;
+  return uint64_t(ticket) << 32 | w.entry;
 }
 
 // Whether the phase ends before entry g.
@@ -192,6 +211,7 @@ struct RingReader {
 
   // The tile that entry g begins, or kNoTile, or kGivenUp.
   MPK_DEVICE uint32_t next_tile(uint32_t g, uint32_t phase) {
+    if (reached(issued, g + 1)) return ends_before(ring, g, phase) ? kNoTile : ring.tile[g % slots];
     const uint64_t found = mpk::next_tile<slots>(ring, dog, g, phase, issued);
     issued = static_cast<uint32_t>(found >> 32);
     return static_cast<uint32_t>(found);
@@ -199,6 +219,8 @@ struct RingReader {
 
   // Waits for the data of entry g, which is known to come.
   MPK_DEVICE bool wait(uint32_t g, uint32_t phase) {
+    const bool there = reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1);
+    if (__all_sync(~0u, there)) return true;
     issued = wait_entry<slots>(ring, dog, g, phase, issued);
     return reached(issued, g + 1);
   }

@@ -33,9 +33,8 @@ MPK_DEVICE void store_words(uint32_t* p, const Vec<T, N>& v, uint32_t tag) {
   }
 }
 
-// Every few thousand polls; see keep_waiting.
-__device__ __noinline__ uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint32_t seen, uint32_t tag,
-                                              uint64_t since) {
+// keep_waiting, for words of a phase.
+MPK_DEVICE uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint32_t seen, uint32_t tag, uint64_t since) {
   return keep_waiting(dog, stall(phase, WarpRole::kConsumer, Waiting::kWord, phase, seen, tag, 0), since);
 }
 
