@@ -243,12 +243,17 @@ class Generator {
     for (const std::string& header : headers) text += "#include \"" + header + "\"\n";
     text += "\nnamespace torch_mpk_kernel_parts {\n\nusing namespace mpk;\n\n";
     std::string compute, load, staged = "256";
+    const std::vector<std::string> sharing = names_of_shared_loop();
     for (size_t i = 0; i < variants_.size(); i++) {
       const JobCode& code = variants_[i];
       const std::string number = str(static_cast<int64_t>(i)), name = code.kind + number;
       text += "struct " + name + " {\n" + code.body + "};\n\n";
       const std::string label = "      case " + number + ": return ";
-      compute += label + code.compute + "<" + name + ">(c, job);\n";
+      if (std::find(sharing.begin(), sharing.end(), name) != sharing.end())
+        compute +=
+            "      case " + number + ":\n        if (!linear::prepare<" + name + ">(c, job)) return;\n        break;\n";
+      else
+        compute += label + code.compute + "<" + name + ">(c, job);\n";
       if (!code.load.empty()) load += label + code.load + "<" + name + ">(l, job);\n";
       std::string bytes = code.staged_bytes;
       if (bytes.empty()) continue;
@@ -262,6 +267,7 @@ class Generator {
     auto constant = [](const char* type, const char* name, const std::string& value) {
       return std::string("  static constexpr ") + type + " " + name + " = " + value + ";\n";
     };
+    if (!sharing.empty()) text += linears(sharing);
     text += "struct Kernel {\n" + constant("int", "kNumRows", str(num_rows_)) +
             constant("int", "kNumPhases", str(program.num_phases)) +
             constant("int", "kNumWorkers", str(program.num_workers)) +
@@ -278,8 +284,8 @@ class Generator {
             "  static_assert(kSlots >= 2, \"no shared memory is left for the ring\");\n\n" +
             "  template <class C>\n  static MPK_DEVICE void compute(C& c, const Job& job) {\n    switch "
             "(job.row->variant) {\n" +
-            compute +
-            "    }\n  }\n\n  template <class L>\n  static MPK_DEVICE void load(L& l, const Job& job) {\n    switch "
+            compute + "    }\n" + (sharing.empty() ? "" : "    linear::shared_tiles<Linears>(c, job);\n") +
+            "  }\n\n  template <class L>\n  static MPK_DEVICE void load(L& l, const Job& job) {\n    switch "
             "(job.row->variant) {\n" +
             load + "      default: break;\n    }\n  }\n};\n\n";
     text += "struct LaunchBlock {\n  LaunchParams params;\n  void* pointers[" +
@@ -290,6 +296,36 @@ class Generator {
             "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  "
             "mpk::run<torch_mpk_kernel_parts::Kernel>(block.params, block.pointers);\n}\n";
     return text;
+  }
+
+  // The linears that share a tile loop: those of the first element type there is. One alone needs no choice.
+  std::vector<std::string> names_of_shared_loop() const {
+    std::vector<std::string> names;
+    std::string type;
+    for (size_t i = 0; i < variants_.size(); i++) {
+      const JobCode& code = variants_[i];
+      if (type.empty()) type = code.shared_loop;
+      if (!type.empty() && code.shared_loop == type) names.push_back(code.kind + str(static_cast<int64_t>(i)));
+    }
+    return names.size() > 1 ? names : std::vector<std::string>{};
+  }
+
+  // What shared_tiles asks of them, by variant.
+  static std::string linears(const std::vector<std::string>& names) {
+    std::string extras, preload, finish;
+    for (const std::string& name : names) {
+      const std::string label = "      case " + name.substr(name.find_first_of("0123456789")) + ": ";
+      extras += "    " + name + "::Extra of_" + name + ";\n";
+      preload += label + "extra.of_" + name + " = " + name + "::preload(job, segment, 0, n); break;\n";
+      finish += label + "return linear::finish_row<" + name + ">(c, job, segment, n, values, extra.of_" + name + ");\n";
+    }
+    const std::string by_variant = "    switch (job.row->variant) {\n";
+    return "struct Linears {\n  using T = " + names.front() + "::T;\n  union Extra {\n    uint32_t none;\n" + extras +
+           "  };\n  static MPK_DEVICE Extra preload(const Job& job, int segment, uint32_t n) {\n    Extra extra{};\n" +
+           by_variant + preload + "    }\n    return extra;\n  }\n  template <class C>\n" +
+           "  static MPK_DEVICE void finish(C& c, const Job& job, int segment, uint32_t n, const float "
+           "(&values)[4],\n" +
+           "                                const Extra& extra) {\n" + by_variant + finish + "    }\n  }\n};\n\n";
   }
 
   const Schedule& schedule_;

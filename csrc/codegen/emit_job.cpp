@@ -211,6 +211,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   require(staged || !plan.tagged(x.buffer), first, "x is too large to stage, but tagged");
   LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
                                    plan.schedule.target.num_workers);
+  if (aligned && staged && batch == 1 && parts * shape.tile_rows <= 4) code.shared_loop = type;
   if (!aligned) {
     shape.tile_rows = 1;
     shape.chunk_parts = 1;

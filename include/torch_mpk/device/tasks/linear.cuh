@@ -28,17 +28,8 @@ namespace mpk::linear {
 
 // The elements of 16 bytes.
 template <class T>
-MPK_DEVICE void unpack(const uint4& v, float (&f)[4]) {
-  f[0] = __uint_as_float(v.x);
-  f[1] = __uint_as_float(v.y);
-  f[2] = __uint_as_float(v.z);
-  f[3] = __uint_as_float(v.w);
-}
-template <class T>
-MPK_DEVICE void unpack(const uint4& v, float (&f)[8]) {
-  const Vec<T, 8>& elements = reinterpret_cast<const Vec<T, 8>&>(v);
-#pragma unroll
-  for (int i = 0; i < 8; i++) f[i] = to_float(elements.v[i]);
+MPK_DEVICE void unpack(const uint4& v, float (&f)[kVecSize<T>]) {
+  to_floats(reinterpret_cast<const Vec<T, kVecSize<T>>&>(v), f);
 }
 
 // Sums each of N values (a power of two up to 32) over the warp; lane l returns the sum of value l / (32 / N). Every
@@ -72,11 +63,12 @@ struct Shape {
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kRows = V::kChunkParts * V::kTileRows;  // weight rows in a chunk
   static constexpr int kChunksAlongK = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
-  static constexpr int kChunks = V::kParts / V::kChunkParts * kChunksAlongK;  // ring entries of a tile
-  static constexpr int kSums = kRows * V::kBatch;                             // that a warp holds
-  static constexpr int kRound = kSums <= 32 ? next_power_of_two(kSums) : 32;  // summed over the warp at a time
-  static constexpr int kResults = V::kParts * V::kTileRows * V::kBatch;       // of a tile
-  static constexpr int kScratchFloats = (kResults + 3) / 4 * 4;               // per warp, before the staged x
+  static constexpr int kChunks = V::kParts / V::kChunkParts * kChunksAlongK;          // ring entries of a tile
+  static constexpr int kSums = kRows * V::kBatch;                                     // that a warp holds
+  static constexpr int kRound = kSums <= 32 ? next_power_of_two(kSums) : 32;          // summed over the warp at a time
+  static constexpr int kResults = V::kParts * V::kTileRows * V::kBatch;               // of a tile
+  static constexpr bool kSharesLoop = V::kBatch == 1 && V::kStaged && kResults <= 4;  // see shared_tiles
+  static constexpr int kScratchFloats = kSharesLoop ? 0 : (kResults + 3) / 4 * 4;     // per warp, before the staged x
   static constexpr int kScratchBytes = kConsumerWarps * kScratchFloats * 4;
   static constexpr int kPitch = (V::kSize * int(sizeof(T)) + 15) / 16 * 16;  // of staged x
   static constexpr int kStagedBytes = kScratchBytes + (V::kStaged ? V::kBatch * kPitch : 0);
@@ -123,12 +115,13 @@ MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x) {
 // bytes; value(i, lane) is a lane's share of sum i, which is row i / kBatch of the weights with row i % kBatch of x.
 // Either class adds in an order that depends on the piece alone.
 
-// With fused multiply-adds.
+// With fused multiply-adds. With one row of x, even and odd elements are summed apart, as shared_tiles does.
 template <class V>
 struct FmaSums {
   using T = typename V::T;
   using S = Shape<V>;
-  float sums[S::kSums] = {};
+  static constexpr int kApart = V::kBatch == 1 ? 2 : 1;
+  float sums[S::kSums][kApart] = {};
 
   template <class X>
   MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
@@ -141,11 +134,14 @@ struct FmaSums {
         float w[S::kVec];
         unpack<T>(weights[row], w);
 #pragma unroll
-        for (int e = 0; e < S::kVec; e++) sums[row * V::kBatch + r] = fmaf(w[e], v[e], sums[row * V::kBatch + r]);
+        for (int e = 0; e < S::kVec; e++) {
+          float& sum = sums[row * V::kBatch + r][e % kApart];
+          sum = fmaf(w[e], v[e], sum);
+        }
       }
     }
   }
-  MPK_DEVICE float value(int i, int) const { return sums[i]; }
+  MPK_DEVICE float value(int i, int) const { return kApart == 1 ? sums[i][0] : sums[i][0] + sums[i][1]; }
 };
 
 // Whether a variant's products are worth tensor cores, whose use alone makes the whole chip run 8 % slower.
@@ -201,55 +197,6 @@ MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, in
   }
 }
 
-// For one row of x, of up to four weight rows: a lane's sums, with a chunk's products added, whose slot is then freed.
-// Out of line, since most linears of a model can share it: see docs/performance.md on what fetching instructions costs.
-template <class T, int kRows>
-__device__ __noinline__ float4 add_chunk(float4 before, const uint4* weights, const uint4* x, int pieces,
-                                         uint64_t* empty) {
-  __builtin_assume(__isShared(weights));
-  __builtin_assume(__isShared(x));
-  const int lane = ptx::thread_index() % 32;
-  float sums[4] = {before.x, before.y, before.z, before.w};
-  constexpr int kAtOnce =
-      2;  // pieces of a lane; a remainder is padded with zeros, since a loop of its own is more code
-#pragma unroll 1
-  for (int first = lane; first < pieces; first += kAtOnce * 32) {
-    uint4 xs[kAtOnce], ws[kAtOnce][kRows];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const int j = first + i * 32;
-      xs[i] = j < pieces ? x[j] : uint4{};
-#pragma unroll
-      for (int row = 0; row < kRows; row++) ws[i][row] = j < pieces ? weights[row * pieces + j] : uint4{};
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      float v[kVecSize<T>];
-      unpack<T>(xs[i], v);
-#pragma unroll
-      for (int row = 0; row < kRows; row++) {
-        float w[kVecSize<T>];
-        unpack<T>(ws[i][row], w);
-#pragma unroll
-        for (int e = 0; e < kVecSize<T>; e++) sums[row] = fmaf(w[e], v[e], sums[row]);
-      }
-    }
-  }
-  __syncwarp();
-  if (lane == 0) ptx::mbar_arrive(empty);
-  return make_float4(sums[0], sums[1], sums[2], sums[3]);
-}
-
-// sum_values of a lane's sums, likewise.
-template <int N>
-__device__ __noinline__ float sum_rows(float4 sums) {
-  float values[4] = {sums.x, sums.y, sums.z, sums.w};
-  float wanted[N];
-#pragma unroll
-  for (int i = 0; i < N; i++) wanted[i] = values[i];
-  return sum_values<N>(wanted, ptx::thread_index() % 32);
-}
-
 // What the first round of a tile's results needs from memory.
 template <class V>
 MPK_DEVICE typename V::Extra preload(const Job& job, uint32_t tile, int lane) {
@@ -274,35 +221,21 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
 #pragma unroll 1
   for (int part = 0; part < V::kParts; part += V::kChunkParts) {
     float* results = scratch + part * V::kTileRows * V::kBatch;
-    if constexpr (V::kBatch == 1 && V::kStaged) {
-      float4 sums{};
-#pragma unroll 1
-      for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
-        if (!c.ring.wait(entry, c.phase)) return false;
-        sums =
-            add_chunk<T, S::kRows>(sums, reinterpret_cast<const uint4*>(c.ring.slot(entry)),
-                                   x + k * (V::kChunkSize / S::kVec), S::chunk_size(k) / S::kVec, c.ring.empty(entry));
-      }
-      const float sum = sum_rows<S::kRound>(sums);
-      constexpr int kLanes = 32 / S::kRound;  // with the same sum
-      if (c.lane % kLanes == 0 && c.lane / kLanes < S::kRows) results[c.lane / kLanes] = sum;
-    } else {
-      typename Choose<kOnTensorCores<V>, TensorCoreSums<V>, FmaSums<V>>::Type sums;
-      for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
-        if (!c.ring.wait(entry, c.phase)) return false;
-        multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
-        c.ring.release(entry);
-      }
-      constexpr int kRound = S::kRound;
+    typename Choose<kOnTensorCores<V>, TensorCoreSums<V>, FmaSums<V>>::Type sums;
+    for (int k = 0; k < S::kChunksAlongK; k++, entry++) {
+      if (!c.ring.wait(entry, c.phase)) return false;
+      multiply<V>(c.ring.slot(entry), S::chunk_size(k), x + k * (V::kChunkSize / S::kVec), x_pitch, c.lane, sums);
+      c.ring.release(entry);
+    }
+    constexpr int kRound = S::kRound;
 #pragma unroll
-      for (int base = 0; base < S::kSums; base += kRound) {
-        float values[kRound];
+    for (int base = 0; base < S::kSums; base += kRound) {
+      float values[kRound];
 #pragma unroll
-        for (int i = 0; i < kRound; i++) values[i] = base + i < S::kSums ? sums.value(base + i, c.lane) : 0.0f;
-        const float sum = sum_values<kRound>(values, c.lane);
-        const int i = base + c.lane / (32 / kRound);
-        if (c.lane % (32 / kRound) == 0 && i < S::kSums) results[i] = sum;
-      }
+      for (int i = 0; i < kRound; i++) values[i] = base + i < S::kSums ? sums.value(base + i, c.lane) : 0.0f;
+      const float sum = sum_values<kRound>(values, c.lane);
+      const int i = base + c.lane / (32 / kRound);
+      if (c.lane % (32 / kRound) == 0 && i < S::kSums) results[i] = sum;
     }
   }
   __syncwarp();
@@ -322,9 +255,9 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
   return true;
 }
 
-// The consumers' part.
+// A linear with a tile loop of its own.
 template <class V, class C>
-MPK_DEVICE void compute(C& c, const Job& job) {
+MPK_DEVICE void compute_alone(C& c, const Job& job) {
   using S = Shape<V>;
   using T = typename V::T;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
@@ -372,6 +305,174 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     }
   }
   c.entry += count * S::kChunks;
+}
+
+// ---- one row of x in shared memory: the tile loop that all such linears of a kernel share
+//
+// Instructions that a phase executes are fetched anew in each layer, see docs/performance.md. So what linears differ in
+// is read from the table.
+
+template <int n>
+struct Constant {
+  static constexpr int value = n;
+};
+
+// A lane's products of a chunk of kRows weight rows, of even elements and odd ones, each in the order of elements.
+template <class T, int kRows>
+MPK_DEVICE void add_rows(float (&sums)[4][2], const uint4* weights, const uint4* x, int pieces, int lane) {
+  constexpr int kVec = kVecSize<T>, kAtOnce = 4 / kRows;
+  const auto add = [&](auto count, int first) {
+    constexpr int kCount = decltype(count)::value;
+    uint4 xs[kCount], ws[kCount][kRows];
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      xs[i] = x[first + 32 * i];
+#pragma unroll
+      for (int row = 0; row < kRows; row++) ws[i][row] = weights[row * pieces + first + 32 * i];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      float v[kVec];
+      unpack<T>(xs[i], v);
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        float w[kVec];
+        unpack<T>(ws[i][row], w);
+#pragma unroll
+        for (int e = 0; e < kVec; e++) sums[row][e % 2] = fmaf(w[e], v[e], sums[row][e % 2]);
+      }
+    }
+  };
+  int j = lane;
+#pragma unroll 1
+  for (; j + 32 * (kAtOnce - 1) < pieces; j += 32 * kAtOnce) add(Constant<kAtOnce>{}, j);
+  if constexpr (kAtOnce > 1)
+#pragma unroll 1
+    for (; j < pieces; j += 32) add(Constant<1>{}, j);
+}
+
+// What a variant makes of the sums of its tile's row n, those of part p being values[p].
+template <class V, class C>
+MPK_DEVICE void finish_row(C& c, const Job& job, int segment, uint32_t n, const float (&values)[4],
+                           const typename V::Extra& extra) {
+  float results[V::kParts];
+#pragma unroll
+  for (int p = 0; p < V::kParts; p++) results[p] = values[p];
+  V::finish(c, job, segment, 0, n, results, extra);
+}
+
+// The linears that share the loop, when there is only one.
+template <class V>
+struct Only {
+  using T = typename V::T;
+  using Extra = typename V::Extra;
+  static MPK_DEVICE Extra preload(const Job& job, int segment, uint32_t n) { return V::preload(job, segment, 0, n); }
+  template <class C>
+  static MPK_DEVICE void finish(C& c, const Job& job, int segment, uint32_t n, const float (&values)[4],
+                                const Extra& extra) {
+    finish_row<V>(c, job, segment, n, values, extra);
+  }
+};
+
+// Brings x to shared memory; false when the launch was given up.
+template <class V, class C>
+MPK_DEVICE bool prepare(C& c, const Job& job) {
+  using S = Shape<V>;
+  static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  if (!stage<V>(c, job, reinterpret_cast<typename V::T*>(c.staged()))) return false;
+  c.stamp(&PhaseStamps::staged);
+  return true;
+}
+
+// L: T; Extra, preload and finish of the variants, see finish_row.
+template <class L, class C>
+MPK_DEVICE void shared_tiles(C& c, const Job& job) {
+  using T = typename L::T;
+  const StreamRow& row = *stream_of(job);
+  const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
+  const Stream s = row.stream;
+  const uint32_t num_tiles = matrices[job.row->num_matrices - 1].end_tile, in_chunk = s.tile_rows * s.chunk_parts;
+  const bool claimed = row.tickets.size != 0;
+  const Span tiles = claimed ? Span{} : static_span(num_tiles, c.worker(job), C::Config::kNumWorkers);
+  const uint32_t count = tiles.end - tiles.begin;
+  const uint4* x = reinterpret_cast<const uint4*>(c.staged());
+#pragma unroll 1
+  for (uint32_t i = c.warp; claimed || i < count; i += kConsumerWarps) {
+    uint32_t entry = c.entry + i * s.entries, tile = tiles.begin + i;
+    if (claimed) {
+      tile = c.ring.next_tile(entry, c.phase);
+      if (tile == kNoTile) break;
+      if (tile == kGivenUp) {
+        c.failed = true;
+        return;
+      }
+    }
+    int segment = 0;
+    const MatrixRow* matrix = matrices;
+#pragma unroll 1
+    for (; tile >= matrix->end_tile; matrix += s.parts) segment++;
+    const uint32_t lane = c.lane, n = (tile - matrix->first_tile) * s.tile_rows + lane;
+    const bool has_row = lane < s.tile_rows && n < matrix->num_rows;
+    float totals[4] = {};  // of the tile's rows of the first part, then of the next
+#pragma unroll 1
+    for (uint32_t part = 0; part < s.parts; part += s.chunk_parts) {
+      float sums[4][2] = {};
+#pragma unroll 1
+      for (uint32_t begin = 0; begin < s.row_bytes; begin += s.chunk_bytes, entry++) {
+        if (!c.ring.wait(entry, c.phase)) {
+          c.failed = true;
+          return;
+        }
+        const uint4* weights = reinterpret_cast<const uint4*>(c.ring.slot(entry));
+        const int pieces = min(s.chunk_bytes, s.row_bytes - begin) / 16;
+        switch (in_chunk) {
+          case 1:
+            add_rows<T, 1>(sums, weights, x + begin / 16, pieces, c.lane);
+            break;
+          case 2:
+            add_rows<T, 2>(sums, weights, x + begin / 16, pieces, c.lane);
+            break;
+          case 3:
+            add_rows<T, 3>(sums, weights, x + begin / 16, pieces, c.lane);
+            break;
+          default:
+            add_rows<T, 4>(sums, weights, x + begin / 16, pieces, c.lane);
+            break;
+        }
+        c.ring.release(entry);
+      }
+      const uint32_t first = part * s.tile_rows;
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        // Added, not assigned: of that the compiler would make an index into memory.
+        const float sum = t < in_chunk ? sums[t][0] + sums[t][1] : 0.0f;
+#pragma unroll
+        for (int to = t; to < 4; to++) totals[to] += first + t == to ? sum : 0.0f;
+      }
+    }
+    // Not before: where variants' ways meet, values are moved, and a move waits for what is in flight.
+    typename L::Extra extra{};
+    if (has_row) extra = L::preload(job, segment, n);
+    const float total = sum_values<4>(totals, c.lane);  // lanes 8 t to 8 t + 7 have number t
+    float values[4];
+#pragma unroll
+    for (int p = 0; p < 4; p++) values[p] = __shfl_sync(~0u, total, (p * s.tile_rows + lane) * 8 % 32);
+    if (has_row) L::finish(c, job, segment, n, values, extra);
+    __syncwarp();
+  }
+  c.entry = claimed ? c.ring.phase_end(c.phase) : c.entry + count * s.entries;
+}
+
+// ---- the consumers' part
+
+template <class V, class C>
+MPK_DEVICE void compute(C& c, const Job& job) {
+  using S = Shape<V>;
+  if constexpr (S::kSharesLoop) {
+    if (prepare<V>(c, job)) shared_tiles<Only<V>>(c, job);
+  } else {
+    compute_alone<V>(c, job);
+  }
 }
 
 // Weights whose rows are not multiples of 16 bytes: no ring, each warp reads rows where they are.
