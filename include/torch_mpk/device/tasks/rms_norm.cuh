@@ -23,23 +23,23 @@ struct Kept {
 };
 
 // A row of `pieces` pieces by the whole CTA, with weights of its own dtype that are in registers. False when the launch
-// was given up. Out of line: jobs share it.
+// was given up. Out of line: jobs share it. The row is read twice, since the registers to keep it in would be spilled.
 template <class T, Style style, bool has_weight, int kSteps>
 __device__ __noinline__ bool normalise(uint4* row, Kept<kSteps> weights, int pieces, float inverse_size, float eps,
                                        float* partials, bool failed) {
   __builtin_assume(__isShared(row));
   __builtin_assume(__isShared(partials));
   constexpr int kWidth = kVecSize<T>;
+  using Piece = Vec<T, kWidth>;
   const int rank = ptx::thread_index();
-  float sum = 0;
-  Vec<T, kWidth> kept[kSteps];
+  float sum = 0, x[kWidth];
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
     const int i = s * kConsumerThreads + rank;
     if (i >= pieces) break;
-    reinterpret_cast<uint4&>(kept[s]) = row[i];
+    to_floats(reinterpret_cast<const Piece*>(row)[i], x);
 #pragma unroll
-    for (int e = 0; e < kWidth; e++) sum = fmaf(to_float(kept[s].v[e]), to_float(kept[s].v[e]), sum);
+    for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
   }
   sum = warp_sum(sum);
   if (rank % 32 == 0) partials[rank / 32] = sum;
@@ -49,11 +49,18 @@ __device__ __noinline__ bool normalise(uint4* row, Kept<kSteps> weights, int pie
   for (int s = 0; s < kSteps; s++) {
     const int i = s * kConsumerThreads + rank;
     if (i >= pieces) break;
-    const Vec<T, kWidth> w = reinterpret_cast<const Vec<T, kWidth>&>(weights.pieces[s]);
+    const Piece w = reinterpret_cast<const Piece&>(weights.pieces[s]);
+    to_floats(reinterpret_cast<const Piece*>(row)[i], x);
+    if constexpr (has_weight && style == Style::kLlama) {
 #pragma unroll
-    for (int e = 0; e < kWidth; e++)
-      kept[s].v[e] = normalised<T, style>(to_float(kept[s].v[e]), scale, has_weight ? &w.v[e] : nullptr);
-    row[i] = reinterpret_cast<const uint4&>(kept[s]);
+      for (int e = 0; e < kWidth; e++) x[e] = __fmul_rn(x[e], scale);
+      reinterpret_cast<Piece*>(row)[i] = multiply(round_to<T>(x), w);
+    } else {
+      Piece y;
+#pragma unroll
+      for (int e = 0; e < kWidth; e++) y.v[e] = normalised<T, style>(x[e], scale, has_weight ? &w.v[e] : nullptr);
+      reinterpret_cast<Piece*>(row)[i] = y;
+    }
   }
   return true;
 }
