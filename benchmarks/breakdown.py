@@ -11,6 +11,7 @@ work is whom the others wait for. Needs a GPU.
 import argparse
 import collections
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -36,6 +37,22 @@ def kinds_of(phase_name: str) -> str:
     """The phase's tasks without the number of their layer."""
     kinds = [task.split()[0] + " " + task.split(".")[-1] for task in phase_name.split(", ")]
     return ", ".join(dict.fromkeys(kinds))[:60]
+
+
+def print_phases(names: Sequence[str], cycles: np.ndarray, ms: float) -> None:
+    """The table of a step that took ``ms``; ``cycles`` as ``durations`` gives them."""
+    per_us = cycles.sum(axis=(0, 2)).max() / (1e3 * ms)
+    print(f"{len(names)} phases, {ms:.4f} ms with stamps, {per_us:.0f} cycles per us; us per phase:")
+    groups = collections.defaultdict(list)
+    for phase, phase_name in enumerate(names):
+        groups[kinds_of(phase_name)].append(cycles[phase] / per_us)
+    print(f"{'tasks':<62}{'count':>6}{'total':>8}" + "".join(f"{part:>24}" for part in PARTS))
+    for kinds, phases in groups.items():
+        means = np.mean(phases, axis=0)  # [worker, part]
+        cells = [f"{m:.2f} ({lo:.2f}-{hi:.2f})" for m, lo, hi in zip(means.mean(0), means.min(0), means.max(0))]
+        print(f"{kinds:<62}{len(phases):>6}{means.sum(1).mean():>8.2f}" + "".join(f"{cell:>24}" for cell in cells))
+    totals = cycles.mean(axis=1).sum(axis=0) / per_us
+    print("of the step, us: " + ", ".join(f"{part} {total:.0f}" for part, total in zip(PARTS, totals)))
 
 
 @torch.inference_mode()
@@ -71,19 +88,7 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
         clock.device_ms(1.0)
         stamps = np.frombuffer(executable.stamps(), dtype=np.uint32).reshape(-1, len(names), 6)
         runs.append(durations(stamps))
-    cycles = np.median(runs, axis=0)
-    per_us = cycles.sum(axis=(0, 2)).max() / (1e3 * profiled_ms)
-    print(f"{len(names)} phases, {profiled_ms:.4f} ms with stamps, {per_us:.0f} cycles per us; us per phase:")
-    groups = collections.defaultdict(list)
-    for phase, phase_name in enumerate(names):
-        groups[kinds_of(phase_name)].append(cycles[phase] / per_us)
-    print(f"{'tasks':<62}{'count':>6}{'total':>8}" + "".join(f"{part:>24}" for part in PARTS))
-    for kinds, phases in groups.items():
-        means = np.mean(phases, axis=0)  # [worker, part]
-        cells = [f"{m:.2f} ({lo:.2f}-{hi:.2f})" for m, lo, hi in zip(means.mean(0), means.min(0), means.max(0))]
-        print(f"{kinds:<62}{len(phases):>6}{means.sum(1).mean():>8.2f}" + "".join(f"{cell:>24}" for cell in cells))
-    totals = cycles.mean(axis=1).sum(axis=0) / per_us
-    print("of the step, us: " + ", ".join(f"{part} {total:.0f}" for part, total in zip(PARTS, totals)))
+    print_phases(names, np.median(runs, axis=0), profiled_ms)
 
 
 def main() -> None:
