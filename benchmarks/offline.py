@@ -29,6 +29,7 @@ from torch_mpk.lowering import lower
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.cuda import pack, unpack
+from torch_mpk.testing.decode import bytes_read
 from torch_mpk.testing.models import CONFIGS
 
 H200 = {"arch": 90, "num_workers": 132, "smem_bytes": 232448}
@@ -66,7 +67,8 @@ def build(folder: Path, name: str, cache_length: int) -> list[tuple[Path, str]]:
         values = [node.meta["val"] for node in lowered.inputs]
         inputs = [(str(v.dtype).removeprefix("torch."), list(v.shape)) for v in values]
         outputs = [(str(f.dtype).removeprefix("torch."), list(f.shape)) for f in lowered.fresh]
-        (folder / f"{name}.json").write_text(json.dumps({"inputs": inputs, "outputs": outputs}))
+        description = {"inputs": inputs, "outputs": outputs, "bytes": [bytes_read(model, cache, n) for n in (0, 1)]}
+        (folder / f"{name}.json").write_text(json.dumps(description))
         raise _Built
 
     cache = StaticCache(config=config, max_cache_len=cache_length)
@@ -92,10 +94,10 @@ def compile_one(folder: Path, source: str) -> None:
 class Step:
     """The inputs of a model's kernels, and launches of these."""
 
-    def __init__(self, shapes: dict[str, Any], position: int) -> None:
+    def __init__(self, description: dict[str, Any], position: int) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
-        self.inputs, self.counters, self.bytes = [], [], 0
-        for dtype, shape in shapes["inputs"]:
+        self.inputs, self.counters = [], []
+        for dtype, shape in description["inputs"]:
             if dtype == "int64":  # the token; the cache's length, and its layers', which a step advances
                 tensor = torch.full(shape, position if self.inputs else 5, device="cuda")
                 self.counters += [tensor] if self.inputs else []
@@ -103,10 +105,12 @@ class Step:
                 mean, deviation = (1.0, 0.1) if len(shape) == 1 else (0.0, 0.02)
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
                 tensor.normal_(mean, deviation, generator=generator)
-                used = position / shape[2] if len(shape) == 4 else 1
-                self.bytes += int(tensor.nbytes * used)
             self.inputs.append(tensor)
-        self.outputs = [torch.empty(shape, dtype=getattr(torch, d), device="cuda") for d, shape in shapes["outputs"]]
+        self.outputs = [
+            torch.empty(shape, dtype=getattr(torch, dtype), device="cuda") for dtype, shape in description["outputs"]
+        ]
+        weights, with_one = description["bytes"]
+        self.bytes = weights + position * (with_one - weights)
         self.position = position
 
     def load(self, folder: Path) -> _C.CudaExecutable:
