@@ -54,7 +54,7 @@ def test_rms_norm(function, attrs, dtype):
     assert ("weight" in call) == (
         "unweighted" not in function.__name__ and attrs["eps"] != torch.finfo(torch.float32).eps
     )
-    others = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not torch.ops.aten.view.default]
+    others = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not torch.ops.aten.reshape.default]
     assert len(others) == (1 if "weight" in call else 2)
 
 
@@ -310,7 +310,7 @@ def test_a_view_may_come_again_when_its_like_is_folded_away():
         return (y.view(2, 3).view(3, 2) * 2, y.view(2, 3) * 2)
 
     gm = rewritten(function, torch.randn(6))
-    assert Counter(node.target for node in gm.graph.nodes)[torch.ops.aten.view.default] == 2
+    assert Counter(node.target for node in gm.graph.nodes)[torch.ops.aten.reshape.default] == 2
 
 
 def test_what_is_expanded_is_not_viewed_where_pytorch_would_not() -> None:
@@ -319,3 +319,24 @@ def test_what_is_expanded_is_not_viewed_where_pytorch_would_not() -> None:
         return (F.linear(y, w),)
 
     assert tasks_of(rewritten(function, torch.randn(1, 1, 7, 48), torch.randn(24, 48))) == {"linear": 1}
+
+
+def test_pytorch_may_lay_out_what_is_reshaped_in_another_way_than_captured() -> None:
+    """``pad`` takes a folded view's strides, which differ where its sizes are 1, for those of channels-last."""
+
+    def function(mask, w):
+        x = F.pad(mask[None].expand(2, 3, 1, 1, 7).float(), (0, 9))
+        return (F.linear(x.reshape(6, 16), w),)
+
+    mask = torch.rand(7, 1, 1, 3).gt(0.5).transpose(0, 3)
+    assert tasks_of(rewritten(function, mask, torch.randn(4, 16))) == {"linear": 1}
+
+
+def test_views_through_which_memory_is_written_are_not_made_reshapes() -> None:
+    def function(x):
+        y = x * 2
+        y.view(2, 3).view(3, 2).add_(1)
+        return (y,)
+
+    targets = Counter(node.target for node in rewritten(function, torch.randn(6)).graph.nodes)
+    assert (targets[torch.ops.aten.view.default], targets[torch.ops.aten.reshape.default]) == (2, 0)

@@ -14,11 +14,11 @@ from pkgutil import iter_modules
 
 from torch import fx
 
-from torch_mpk.aliasing import eliminate_dead_code, is_view
+from torch_mpk.aliasing import eliminate_dead_code, is_view, storages, written_storages
 from torch_mpk.patterns.complex_numbers import expand
 from torch_mpk.patterns.normalise import normalise
 from torch_mpk.patterns.references import declare_patterns
-from torch_mpk.patterns.rewriter import Rewriter, aten, has_same_layout, is_call, reshape_source, shape
+from torch_mpk.patterns.rewriter import Rewriter, has_same_layout, reshape_source, shape
 from torch_mpk.patterns.table import patterns_of
 from torch_mpk.provenance import where
 
@@ -67,14 +67,18 @@ def apply(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _fold_views(rw: Rewriter) -> None:
-    """Views of views become views of the tensor below, one for each shape."""
+    """Views of views become reshapes of the tensor below, one for each shape.
+
+    Not where anything writes their memory: a reshape that has to copy would not see it.
+    """
+    written = frozenset().union(*map(written_storages, rw.writers))
     folded: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
     for node in list(rw.graph.nodes):
-        if node.op != "call_function" or not is_view(node) or reshape_source(node) is None or None in shape(node):
+        if not is_view(node) or reshape_source(node) is None or None in shape(node) or storages(node) & written:
             continue
         rw.begin(node)
         view = rw.reshape(node.args[0], shape(node))
-        if is_call(view, aten.reshape.default) or not has_same_layout(view, node):
+        if (rw.made and not is_view(view)) or not has_same_layout(view, node):
             rw.rollback()
             continue
         if rw.made:

@@ -109,19 +109,6 @@ def reshape_source(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _may_be_viewed(node: fx.Node, to: tuple[int, ...]) -> bool:
-    """Whether the strides allow a view, as far as they are known: a fake tensor is viewed where a real one is not, as
-    strides (0, 448, 64, 1) of sizes (2, 1, 7, 64) in sizes (14, 64)."""
-    strides = value(node).stride()
-    if None in shape(node) or not all(isinstance(stride, int) for stride in strides):
-        return True
-    try:
-        torch.empty_strided(shape(node), strides, device="meta").view(to)
-    except RuntimeError:
-        return False
-    return True
-
-
 class Rewriter:
     """One graph being rewritten. Between ``begin`` and ``commit`` or ``rollback`` it holds one lift in the making."""
 
@@ -218,20 +205,16 @@ class Rewriter:
         return node
 
     def reshape(self, node: fx.Node, to: Sequence[int]) -> fx.Node:
-        """``node`` in another shape: a view of what it is itself a view of, where the strides allow."""
-        to, source = tuple(to), node
-        while shape(source) != to and is_view(source) and (below := reshape_source(source)) is not None:
-            source = below
-        if shape(source) == to:
-            return source
-        for tensor in (source, node):
-            if not _may_be_viewed(tensor, to):
-                continue
-            try:
-                return self.call(aten.view.default, tensor, list(to))
-            except (RuntimeError, ValueError):  # the strides do not allow it
-                continue
-        return self.call(aten.reshape.default, node, list(to))
+        """``node`` in another shape, made from the lowest tensor that it is itself a view of.
+
+        Never a ``view``: folding changes the strides of dimensions of size 1, by which PyTorch chooses the layout of
+        some results (``pad``), so real tensors may have other strides than their example values. A reshape may copy
+        then, hence its result must only be read, and before its memory is written, unless ``to`` merges no dimensions.
+        """
+        to = tuple(to)
+        while shape(node) != to and is_view(node) and (source := reshape_source(node)) is not None:
+            node = source
+        return node if shape(node) == to else self.call(aten.reshape.default, node, list(to))
 
     def rollback(self) -> None:
         self.limits = {key: node for key, node in self.limits.items() if node not in self.made}
