@@ -16,6 +16,23 @@ MPK_DEVICE T normalised(float x, float scale, const Weight* weight) {
   return cast<T>(__fmul_rn(n, style == Style::kTorch ? to_float(*weight) : __fadd_rn(1.0f, to_float(*weight))));
 }
 
+// Several elements.
+template <class T, Style style, bool has_weight, class Weight, int N>
+MPK_DEVICE Vec<T, N> normalised(const Vec<T, N>& x, float scale, const Vec<Weight, N>& weight) {
+  float n[N];
+  to_floats(x, n);
+  if constexpr (has_weight && style == Style::kLlama && kSame<T, Weight>) {
+#pragma unroll
+    for (int e = 0; e < N; e++) n[e] = __fmul_rn(n[e], scale);
+    return multiply(round_to<T>(n), weight);
+  } else {
+    Vec<T, N> y;
+#pragma unroll
+    for (int e = 0; e < N; e++) y.v[e] = normalised<T, style>(n[e], scale, has_weight ? &weight.v[e] : nullptr);
+    return y;
+  }
+}
+
 // A thread's share of the weights, in pieces of 16 bytes.
 template <int kSteps>
 struct Kept {
@@ -49,18 +66,8 @@ __device__ __noinline__ bool normalise(uint4* row, Kept<kSteps> weights, int pie
   for (int s = 0; s < kSteps; s++) {
     const int i = s * kConsumerThreads + rank;
     if (i >= pieces) break;
-    const Piece w = reinterpret_cast<const Piece&>(weights.pieces[s]);
-    to_floats(reinterpret_cast<const Piece*>(row)[i], x);
-    if constexpr (has_weight && style == Style::kLlama) {
-#pragma unroll
-      for (int e = 0; e < kWidth; e++) x[e] = __fmul_rn(x[e], scale);
-      reinterpret_cast<Piece*>(row)[i] = multiply(round_to<T>(x), w);
-    } else {
-      Piece y;
-#pragma unroll
-      for (int e = 0; e < kWidth; e++) y.v[e] = normalised<T, style>(x[e], scale, has_weight ? &w.v[e] : nullptr);
-      reinterpret_cast<Piece*>(row)[i] = y;
-    }
+    Piece& piece = reinterpret_cast<Piece*>(row)[i];
+    piece = normalised<T, style, has_weight>(piece, scale, reinterpret_cast<const Piece&>(weights.pieces[s]));
   }
   return true;
 }
@@ -74,7 +81,8 @@ struct Task {
   static constexpr int kPieces = V::kSize / kWidth;
   static constexpr int kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
   static constexpr bool kKeeps = V::kVectorized && kSteps <= 4 && sizeof(Weight) == sizeof(T);
-  static constexpr bool kOutOfLine = kKeeps && Group::kSize == kConsumerThreads && kWidth == kVecSize<T>;
+  static constexpr bool kOutOfLine =
+      kKeeps && kSame<T, Weight> && Group::kSize == kConsumerThreads && kWidth == kVecSize<T>;
   using Weights = Vec<Weight, kWidth>;
 
   const Weight* weight = nullptr;
@@ -112,23 +120,12 @@ struct Task {
       for (int s = 0; s < kSteps; s++) {
         const int i = s * Group::kSize + group.rank;
         if (kPieces % Group::kSize != 0 && i >= kPieces) break;
-        const Vec<T, kWidth> x = pieces[i];
         Weights w{};
         if constexpr (V::kHasWeight && kKeeps)
           w = kept[s];
         else if constexpr (V::kHasWeight)
           w = reinterpret_cast<const Weights*>(weight)[i];
-        if constexpr (V::kHasWeight && V::kStyle == Style::kLlama && kSame<T, Weight>) {
-          float n[kWidth];
-          to_floats(x, n);
-#pragma unroll
-          for (int e = 0; e < kWidth; e++) n[e] = __fmul_rn(n[e], scale);
-          pieces[i] = multiply(round_to<T>(n), w);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kWidth; e++)
-            pieces[i].v[e] = normalised<T, V::kStyle>(to_float(x.v[e]), scale, V::kHasWeight ? &w.v[e] : nullptr);
-        }
+        pieces[i] = normalised<T, V::kStyle, V::kHasWeight>(pieces[i], scale, w);
       }
     }
   }
