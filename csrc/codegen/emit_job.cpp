@@ -252,6 +252,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
          constant("kTileRows", shape.tile_rows) + constant("kChunkParts", shape.chunk_parts) +
          constant("kChunkSize", shape.chunk_size) + "  static constexpr uint32_t kNumTiles = " + str(tiles) + ";\n" +
          flag("kStaged", staged) + flag("kRowTasks", !chain.tasks.empty()) + flag("kClaimed", claimed) +
+         flag("kSharesLoop", !code.shared_loop.empty()) +
          returning("uint32_t", "first_tile(int i)", choose("i", first_tile)) +
          returning("uint32_t", "num_rows(int i)", choose("i", num_rows)) + prologue.text;
   if (!aligned)

@@ -13,6 +13,7 @@
 //   kChunkParts, kChunkSize  parts and k that share a chunk
 //   kNumTiles, first_tile(s), num_rows(s)
 //   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
+//   kSharesLoop            one row of staged x, whose tiles have up to four sums: see shared_tiles
 //   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
 //   weight(job, i), weight_pitch(i)      of segment or part i, in bytes: where the weights are read without the ring
 //   Chain<Group>                         how a row of x is brought to shared memory, see row.cuh
@@ -67,8 +68,7 @@ struct Shape {
   static constexpr int kSums = kRows * V::kBatch;                                     // that a warp holds
   static constexpr int kRound = kSums <= 32 ? next_power_of_two(kSums) : 32;          // summed over the warp at a time
   static constexpr int kResults = V::kParts * V::kTileRows * V::kBatch;               // of a tile
-  static constexpr bool kSharesLoop = V::kBatch == 1 && V::kStaged && kResults <= 4;  // see shared_tiles
-  static constexpr int kScratchFloats = kSharesLoop ? 0 : (kResults + 3) / 4 * 4;     // per warp, before the staged x
+  static constexpr int kScratchFloats = V::kSharesLoop ? 0 : (kResults + 3) / 4 * 4;  // per warp, before the staged x
   static constexpr int kScratchBytes = kConsumerWarps * kScratchFloats * 4;
   static constexpr int kPitch = (V::kSize * int(sizeof(T)) + 15) / 16 * 16;  // of staged x
   static constexpr int kStagedBytes = kScratchBytes + (V::kStaged ? V::kBatch * kPitch : 0);
@@ -467,8 +467,7 @@ MPK_DEVICE void shared_tiles(C& c, const Job& job) {
 
 template <class V, class C>
 MPK_DEVICE void compute(C& c, const Job& job) {
-  using S = Shape<V>;
-  if constexpr (S::kSharesLoop) {
+  if constexpr (V::kSharesLoop) {
     if (prepare<V>(c, job)) shared_tiles<Only<V>>(c, job);
   } else {
     compute_alone<V>(c, job);
