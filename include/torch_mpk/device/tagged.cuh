@@ -72,9 +72,8 @@ __device__ __noinline__ uint4 wait_words(const Watchdog& dog, const uint32_t* p,
 }
 
 // Pieces rank, rank + stride, ... of 16 bytes, `pieces` in all and at most kSteps for a thread, from tagged words.
-// False when the launch was given up. A thread has all its loads in flight before it looks at the first tag; where it
-// has many, it polls its first words alone until they have come, which loads the memory less. Out of line: jobs share
-// it.
+// False when the launch was given up. A thread has all its loads in flight before it looks at the first tag. Out of
+// line: jobs share it.
 template <int kSteps>
 __device__ __noinline__ bool copy_words(uint4* dst, const uint32_t* src, uint32_t tag, int rank, int stride, int pieces,
                                         const Watchdog& dog, uint32_t phase) {
@@ -83,26 +82,19 @@ __device__ __noinline__ bool copy_words(uint4* dst, const uint32_t* src, uint32_
   const uint32_t tags = tag << 16;
   const uint4 nothing = make_uint4(tags, tags, tags, tags);
   uint4 words[kSteps][2];
-  words[0][0] = uint4{};
   uint64_t since = 0;
-  bool begun = kSteps <= 2 || rank >= pieces;
   for (uint32_t polls = 1;; polls++) {
-    if (!begun) {
-      words[0][0] = ptx::load_relaxed_gpu_v4(src + rank * 8);
-      begun = differing(words[0][0], tags) == 0;
-    } else {
-      uint32_t missing = 0;
+    uint32_t missing = 0;
 #pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        const int i = s * stride + rank;
+    for (int s = 0; s < kSteps; s++) {
+      const int i = s * stride + rank;
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-          words[s][half] = i < pieces ? ptx::load_relaxed_gpu_v4(src + i * 8 + half * 4) : nothing;
-      }
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) missing |= differing(words[s][0], tags) | differing(words[s][1], tags);
-      if (missing == 0) break;
+      for (int half = 0; half < 2; half++)
+        words[s][half] = i < pieces ? ptx::load_relaxed_gpu_v4(src + i * 8 + half * 4) : nothing;
     }
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) missing |= differing(words[s][0], tags) | differing(words[s][1], tags);
+    if (missing == 0) break;
     if ((polls & 4095) == 0 && (since = keep_polling(dog, phase, words[0][0].x >> 16, tag, since)) == 0) return false;
   }
 #pragma unroll
