@@ -129,11 +129,13 @@ struct LinearShape {
 };
 
 // How rows are cut into tiles. What a worker's slowest warp takes decides: it takes `rounds` tiles one after the other,
-// each of which costs its elements and, for waiting, summing over the warp and storing, as much as some more.
+// each of which costs its elements and, for waiting, summing over the warp and storing, as much as some more. With one
+// row of x it takes runs of a tile's chunks: of rows that fit a slot all, and otherwise one.
 //
 // Chunks of a tile fit one slot. With several rows of x, a chunk holds several weight rows, so that a value of x read
-// from shared memory is used more than once. With one, tiles that leave slots unfilled, or cut rows, are taken only
-// where the ring holds all of a worker's rows at once.
+// from shared memory is used more than once. With one, tiles that leave slots unfilled, or cut rows that would fit,
+// are taken only where the ring holds all of a worker's rows at once; and rows longer than a slot stand alone, so that
+// the bits of their sums, which several warps add up, depend on their length alone.
 LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t element, const std::vector<int64_t>& rows,
                          int64_t workers) {
   constexpr int64_t kTileCost = 1024, kSlotsAtOnce = 20;
@@ -153,11 +155,15 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
   const auto cost = [&](const LinearShape& s) {
     int64_t tiles = 0;
     for (int64_t n : rows) tiles += (n + s.tile_rows - 1) / s.tile_rows;
-    const int64_t mine = (tiles + workers - 1) / workers, rounds = (mine + kConsumerWarps - 1) / kConsumerWarps;
+    const int64_t mine = (tiles + workers - 1) / workers, rows_in_chunk = s.chunk_parts * s.tile_rows;
+    const auto rounds = [](int64_t n) { return (n + kConsumerWarps - 1) / kConsumerWarps; };
+    if (batch > 1) return rounds(mine) * (kTileCost + s.tile_rows * parts * size);
     const int64_t chunks = (size + s.chunk_size - 1) / s.chunk_size * (parts / s.chunk_parts);
-    const bool streams_well = s.chunk_size == size && s.chunk_parts * s.tile_rows * size * 8 >= slot * 7;
-    if (batch == 1 && s.tile_rows > 1 && !streams_well && mine * chunks > kSlotsAtOnce) return int64_t{-1};
-    return rounds * (kTileCost + s.tile_rows * parts * size);
+    const bool streams_well = s.chunk_size == size && rows_in_chunk * size * 8 >= slot * 7;
+    if (s.tile_rows > 1 && (size > slot || (!streams_well && mine * chunks > kSlotsAtOnce))) return int64_t{-1};
+    const int64_t in_run = size > slot ? s.chunk_size : size;
+    return rounds(mine * (parts / s.chunk_parts) * ((size + in_run - 1) / in_run)) *
+           (kTileCost + rows_in_chunk * in_run);
   };
   const int64_t most = batch == 1 ? 4 : batch <= 4 ? 2 : batch <= 8 ? 4 : 2;  // weight rows in a chunk
   const auto parts_in_chunk = [&](int64_t tile_rows) {
@@ -211,7 +217,6 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   require(staged || !plan.tagged(x.buffer), first, "x is too large to stage, but tagged");
   LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
                                    plan.schedule.target.num_workers);
-  if (aligned && staged && batch == 1 && parts * shape.tile_rows <= 4) code.shared_loop = type;
   if (!aligned) {
     shape.tile_rows = 1;
     shape.chunk_parts = 1;
@@ -235,13 +240,18 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
                                static_cast<uint32_t>(first), static_cast<uint32_t>(tiles)});
   }
   if (paired) first_tile = {"0u"}, num_rows = {num_rows.front()};
-  const bool claimed = may_claim && aligned && job.assignment == Assignment::kClaimed;
   const int64_t chunks = (size + shape.chunk_size - 1) / shape.chunk_size;
   const auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
-  const uint32_t entries = u32(parts / shape.chunk_parts * chunks);
+  const uint32_t entries = u32(parts / shape.chunk_parts * chunks), run = size * element > kSlotBytes ? 1 : u32(chunks);
+  const bool keeps_sums = u32(shape.chunk_parts * shape.tile_rows) <= kSumsOfRun && mpk::keeps_sums(entries, run);
+  if (aligned && staged && batch == 1 && parts * shape.tile_rows <= 4 && (run == entries || keeps_sums))
+    code.shared_loop = type;
+  const bool claimed = may_claim && aligned && job.assignment == Assignment::kClaimed &&
+                       (run == 1 || code.shared_loop.empty());
   code.stream = {{u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element),
                   u32(shape.chunk_size * element), u32(chunks), entries},
-                 claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{}};
+                 claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{},
+                 run};
 
   const ChainCode prologue = emit_chain(plan, refs, first, chain, {.phase = phase});
   code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());

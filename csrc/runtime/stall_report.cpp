@@ -26,6 +26,8 @@ std::string awaited(const StallRecord& stall, const std::vector<std::string>& na
       return "the loader's progress";
     case 4:
       return "tagged words, whose tag it expects";
+    case 5:
+      return "another warp's sums";
     default:
       return "unknown (" + std::to_string(stall.waiting) + ")";
   }

@@ -152,14 +152,36 @@ def test_decoder_in_fp32(tmp_path: Path, arch: int, sizes: dict, limits: list[in
     check_decoder(kernel, limits, slot, 1e-5)
 
 
-def test_a_ring_of_two_slots(tmp_path: Path) -> None:
-    """Fewer than the entries that the loader fills at once elsewhere."""
+def test_entries_of_a_tile_for_several_warps_bit_by_bit(tmp_path: Path) -> None:
+    """Rows of the down projection are longer than a slot; rows of gate and up fill one each."""
+    sizes = {"hidden": 2056, "heads": 2, "groups": 1, "ffn": 4360, "length": 40, "layers": 1}
+    left_behind = []
+    for fuse in (True, False):
+        folder = tmp_path / str(fuse)
+        folder.mkdir()
+        kernel = EmulatedKernel(decoder(**sizes), folder, fuse=fuse, workers=2)
+        torch.manual_seed(1)
+        left_behind.append(check_decoder(kernel, [33], 32, 2e-2))
+    assert all(map(torch.equal, *left_behind))
+
+
+@pytest.mark.parametrize(
+    ("size", "workers", "smem_bytes", "assignment"),
+    [
+        (3000, 3, 30 << 10, "claimed"),  # two slots: fewer than the entries that the loader fills at once elsewhere
+        (9000, 3, SMEM_BYTES, "claimed"),  # rows of three chunks
+        (9000, 40, SMEM_BYTES, "static"),
+    ],
+)
+def test_one_linear(tmp_path: Path, size: int, workers: int, smem_bytes: int, assignment: str) -> None:
     register_tasks()
     b = Builder()
-    names = {"x": [1, 3000], "weight": [200, 3000]}
+    names = {"x": [1, size], "weight": [200, size]}
     operands = [(name, b.buffer("input", name, "bfloat16", shape)) for name, shape in names.items()]
     b.node("linear", operands, b.buffer("output", "y", "bfloat16", [1, 200]))
-    kernel = EmulatedKernel(b.graph, tmp_path, smem_bytes=30 << 10)
+    kernel = EmulatedKernel(b.graph, tmp_path, workers=workers, smem_bytes=smem_bytes)
+    [[job]] = [phase.jobs for phase in kernel.schedule.phases]
+    assert job.assignment == assignment
     inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in names.values()]
     _, (want,) = reference(b.graph, inputs)
     for seed in range(3):

@@ -28,6 +28,7 @@ struct Shared {
   uint32_t done;       // rows that the consumers have finished
   uint32_t word;       // for broadcasts within the group
   alignas(16) float partials[2][(kConsumerWarps + 3) / 4 * 4];
+  uint64_t run_sums[kSumsKept][kSumsOfRun];  // each below the number of the entry behind its run
   uint64_t data[2];  // of matrices that a job's own code has the loader stream, see fill_ring
   MatrixRow matrices[2];
   alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
@@ -435,6 +436,8 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
     ptx::add_relaxed_gpu(&params.control->started, 1);
     shared.described = shared.done = 0;
   }
+  for (uint32_t i = threadIdx.x; i < kSumsKept * kSumsOfRun; i += kThreads)
+    shared.run_sums[i / kSumsOfRun][i % kSumsOfRun] = 0;
   const uint32_t epoch = ptx::load_relaxed_gpu(&params.control->epoch);
   const bool aborted = ptx::load_relaxed_gpu(&params.control->aborted) != 0;  // by an earlier launch: run nothing
   const Launch<Kernel> launch{params, pointers, shared, smem, epoch};

@@ -12,7 +12,6 @@
 
 namespace mpk {
 
-inline constexpr int kMaxSlots = 28;
 inline constexpr int kPhasesAhead = 4;  // phases, and rows of the table, that the loader may be ahead
 
 struct RingState {

@@ -15,6 +15,15 @@ inline constexpr int kConsumerWarps = 11;
 inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
 inline constexpr int kThreads = kConsumerThreads + 32;  // and the loader
 inline constexpr int kSlotBytes = 8192;                 // of the ring
+inline constexpr int kMaxSlots = 28;
+
+// Sums of a tile's runs of entries wait in shared memory for each other, see linear::compute_shared: kSumsOfRun of each,
+// in a place that the number of the entry behind the run gives. When the entry kSumsKept later has come, the warp that
+// added up the tile has released entries of a later run, if this holds, since the ring is filled in order.
+inline constexpr uint32_t kSumsOfRun = 2, kSumsKept = 64;
+constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run) {
+  return tile_entries + kConsumerWarps * run <= kSumsKept - kMaxSlots;
+}
 
 inline constexpr int kRowBytes = 1024;  // two 16-byte loads for each lane of the loader warp
 inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kTagIndex = 0xfffd;
@@ -74,6 +83,7 @@ struct MatrixRow {
 struct StreamRow {
   Stream stream;
   Tickets tickets;  // that workers draw at run time; none: tiles are dealt out beforehand
+  uint32_t run;     // entries that a warp takes one after the other, where those of a tile are dealt out to warps
 };
 
 // Which of the call's pointers (or the workspace, or the control block), and the byte offset from it; or, with

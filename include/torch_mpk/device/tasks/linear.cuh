@@ -1,9 +1,10 @@
 // linear: y[r, n] = sum over k of x[r, k] * weight[n, k], with the weights streamed through the ring, as the table
 // says.
 //
-// A tile is a few complete output rows (rows of the weight) and belongs to one warp; its bytes come as consecutive ring
-// entries ("chunks") of at most one slot. Which k a lane takes and in which order it adds depends on k alone, so a
-// value has the same bits whatever tile it is part of.
+// A tile is a few complete output rows (rows of the weight); its bytes come as consecutive ring entries ("chunks") of at
+// most one slot. It belongs to one warp; with one row of x, runs of its entries are dealt out among the warps, whose sums
+// are added in order. Which k a lane takes and in which order it adds depends on k alone, so a value has the same bits
+// whatever tile it is part of.
 //
 // A variant V describes one job:
 //   T                      element type of x, weights and results
@@ -13,7 +14,7 @@
 //   kChunkParts, kChunkSize  parts and k that share a chunk
 //   kNumTiles, first_tile(s), num_rows(s)
 //   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
-//   kSharesLoop            one row of staged x, whose tiles have up to four sums: see shared_tiles
+//   kSharesLoop            one row of staged x, whose tiles have up to four sums: see compute_shared
 //   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
 //   weight(job, i), weight_pitch(i)      of segment or part i, in bytes: where the weights are read without the ring
 //   Chain<Group>                         how a row of x is brought to shared memory, see row.cuh
@@ -115,7 +116,7 @@ MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x) {
 // bytes; value(i, lane) is a lane's share of sum i, which is row i / kBatch of the weights with row i % kBatch of x.
 // Either class adds in an order that depends on the piece alone.
 
-// With fused multiply-adds. With one row of x, even and odd elements are summed apart, as shared_tiles does.
+// With fused multiply-adds. With one row of x, even and odd elements are summed apart, as compute_shared does.
 template <class V>
 struct FmaSums {
   using T = typename V::T;
@@ -361,19 +362,6 @@ MPK_DEVICE void finish_row(C& c, const Job& job, int segment, uint32_t n, const 
   V::finish(c, job, segment, 0, n, results, extra);
 }
 
-// The linears that share the loop, when there is only one.
-template <class V>
-struct Only {
-  using T = typename V::T;
-  using Extra = typename V::Extra;
-  static MPK_DEVICE Extra preload(const Job& job, int segment, uint32_t n) { return V::preload(job, segment, 0, n); }
-  template <class C>
-  static MPK_DEVICE void finish(C& c, const Job& job, int segment, uint32_t n, const float (&values)[4],
-                                const Extra& extra) {
-    finish_row<V>(c, job, segment, n, values, extra);
-  }
-};
-
 // Brings x to shared memory; false when the launch was given up.
 template <class V, class C>
 MPK_DEVICE bool prepare(C& c, const Job& job) {
@@ -384,83 +372,145 @@ MPK_DEVICE bool prepare(C& c, const Job& job) {
   return true;
 }
 
-// L: T; Extra, preload and finish of the variants, see finish_row.
+// The linears that share the loop, when there is only one.
+template <class V>
+struct Only {
+  using T = typename V::T;
+  using Extra = typename V::Extra;
+  template <class C>
+  static MPK_DEVICE bool prepare(C& c, const Job& job) {
+    return linear::prepare<V>(c, job);
+  }
+  static MPK_DEVICE Extra preload(const Job& job, int segment, uint32_t n) { return V::preload(job, segment, 0, n); }
+  template <class C>
+  static MPK_DEVICE void finish(C& c, const Job& job, int segment, uint32_t n, const float (&values)[4],
+                                const Extra& extra) {
+    finish_row<V>(c, job, segment, n, values, extra);
+  }
+};
+
+// The sum of the run that ends before `entry`, below that number, once its warp has published it; below another when the
+// launch was given up.
+__device__ __noinline__ uint64_t run_sum(const Watchdog& dog, const uint64_t* sum, uint32_t entry, uint32_t phase) {
+  uint64_t word = 0;
+  spin(
+      dog, [&] { return (word = ptx::load_acquire_cta(sum)) >> 32 == entry; },
+      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kSum, phase, uint32_t(word >> 32), entry, entry); });
+  return word;
+}
+
+// The warp of a tile's last run adds up the tile: lane l returns sum l / 8, which is a row of a part, part by part.
+template <class C>
+MPK_DEVICE float tile_sum(C& c, const Stream& s, uint32_t run, uint32_t first_entry) {
+  const uint32_t in_chunk = s.tile_rows * s.chunk_parts, number = c.lane / 8, begin = number / in_chunk * s.chunks;
+  float total = 0;
+  if (begin < s.entries)
+#pragma unroll 1
+    for (uint32_t end = begin + run; end <= begin + s.chunks; end += run) {
+      const uint32_t entry = first_entry + end;
+      const uint64_t* sum = &c.shared.run_sums[entry % kSumsKept][number % in_chunk];
+      const uint64_t word = run_sum(c.shared.watchdog, sum, entry, c.phase);
+      if (word >> 32 != entry) c.failed = true;
+      total += float_of(word);
+    }
+  return total;
+}
+
+// L: T; Extra, prepare, preload and finish of the variants, see prepare and finish_row. What the table says, and where
+// the first run stands, is read before x is awaited.
 template <class L, class C>
-MPK_DEVICE void shared_tiles(C& c, const Job& job) {
+MPK_DEVICE void compute_shared(C& c, const Job& job) {
   using T = typename L::T;
   const StreamRow& row = *stream_of(job);
   const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
   const Stream s = row.stream;
-  const uint32_t num_tiles = matrices[job.row->num_matrices - 1].end_tile, in_chunk = s.tile_rows * s.chunk_parts;
   const bool claimed = row.tickets.size != 0;
-  const Span tiles = claimed ? Span{} : static_span(num_tiles, c.worker(job), C::Config::kNumWorkers);
-  const uint32_t count = tiles.end - tiles.begin;
+  const Span tiles =
+      static_span(matrices[job.row->num_matrices - 1].end_tile, c.worker(job), C::Config::kNumWorkers);  // if not claimed
+  const uint32_t run = row.run, in_chunk = s.tile_rows * s.chunk_parts;
+  const uint32_t count = (tiles.end - tiles.begin) * s.entries;
+  struct Place {
+    uint32_t tile, n;  // the lane's row
+    uint32_t of_tile;  // which of its entries comes first
+    int segment;
+    bool has_row;
+  };
+  const auto find = [&](uint32_t i) {
+    const uint32_t whole = s.entries == 1 ? i : i / s.entries;
+    Place at{tiles.begin + whole, 0, i - whole * s.entries, 0, false};
+    if (claimed)
+      at.tile = c.ring.next_tile(c.entry + i, c.phase);
+    else if (i >= count)
+      at.tile = kNoTile;
+    if (at.tile == kGivenUp) c.failed = true;
+    if (at.tile >= kGivenUp) return at;
+    const MatrixRow* matrix = matrices;
+#pragma unroll 1
+    for (; at.tile >= matrix->end_tile; matrix += s.parts) at.segment++;
+    const uint32_t lane = c.lane;
+    at.n = (at.tile - matrix->first_tile) * s.tile_rows + lane;
+    at.has_row = lane < s.tile_rows && at.n < matrix->num_rows;
+    return at;
+  };
+  // Before x is awaited the loader can issue as many entries as the ring has slots. Runs of drawn tiles are of one entry.
+  constexpr bool kFindsEarly = C::Config::kSlots >= kConsumerWarps;
+  Place at{};
+  if (kFindsEarly) at = find(c.warp * run);
+  if (!L::prepare(c, job)) return;
+  if (!kFindsEarly) at = find(c.warp * run);
   const uint4* x = reinterpret_cast<const uint4*>(c.staged());
 #pragma unroll 1
-  for (uint32_t i = c.warp; claimed || i < count; i += kConsumerWarps) {
-    uint32_t entry = c.entry + i * s.entries, tile = tiles.begin + i;
-    if (claimed) {
-      tile = c.ring.next_tile(entry, c.phase);
-      if (tile == kNoTile) break;
-      if (tile == kGivenUp) {
+  for (uint32_t i = c.warp * run; at.tile < kGivenUp; i += kConsumerWarps * run, at = find(i)) {
+    uint32_t entry = c.entry + i, begin = 0;  // of the chunk in its rows
+    if (s.chunks != 1) begin = at.of_tile % s.chunks * s.chunk_bytes;
+    float sums[4][2] = {};
+#pragma unroll 1
+    for (const uint32_t end = entry + run; entry < end; entry++, begin += s.chunk_bytes) {
+      if (!c.ring.wait(entry, c.phase)) {
         c.failed = true;
         return;
       }
-    }
-    int segment = 0;
-    const MatrixRow* matrix = matrices;
-#pragma unroll 1
-    for (; tile >= matrix->end_tile; matrix += s.parts) segment++;
-    const uint32_t lane = c.lane, n = (tile - matrix->first_tile) * s.tile_rows + lane;
-    const bool has_row = lane < s.tile_rows && n < matrix->num_rows;
-    float totals[4] = {};  // of the tile's rows of the first part, then of the next
-#pragma unroll 1
-    for (uint32_t part = 0; part < s.parts; part += s.chunk_parts) {
-      float sums[4][2] = {};
-#pragma unroll 1
-      for (uint32_t begin = 0; begin < s.row_bytes; begin += s.chunk_bytes, entry++) {
-        if (!c.ring.wait(entry, c.phase)) {
-          c.failed = true;
-          return;
-        }
-        const uint4* weights = reinterpret_cast<const uint4*>(c.ring.slot(entry));
-        const int pieces = min(s.chunk_bytes, s.row_bytes - begin) / 16;
-        switch (in_chunk) {
-          case 1:
-            add_rows<T, 1>(sums, weights, x + begin / 16, pieces, c.lane);
-            break;
-          case 2:
-            add_rows<T, 2>(sums, weights, x + begin / 16, pieces, c.lane);
-            break;
-          case 3:
-            add_rows<T, 3>(sums, weights, x + begin / 16, pieces, c.lane);
-            break;
-          default:
-            add_rows<T, 4>(sums, weights, x + begin / 16, pieces, c.lane);
-            break;
-        }
-        c.ring.release(entry);
+      const uint4* weights = reinterpret_cast<const uint4*>(c.ring.slot(entry));
+      const int pieces = min(s.chunk_bytes, s.row_bytes - begin) / 16;
+      switch (in_chunk) {
+        case 1:
+          add_rows<T, 1>(sums, weights, x + begin / 16, pieces, c.lane);
+          break;
+        case 2:
+          add_rows<T, 2>(sums, weights, x + begin / 16, pieces, c.lane);
+          break;
+        case 3:
+          add_rows<T, 3>(sums, weights, x + begin / 16, pieces, c.lane);
+          break;
+        default:
+          add_rows<T, 4>(sums, weights, x + begin / 16, pieces, c.lane);
+          break;
       }
-      const uint32_t first = part * s.tile_rows;
-#pragma unroll
-      for (int t = 0; t < 4; t++) {
-        // Added, not assigned: of that the compiler would make an index into memory.
-        const float sum = t < in_chunk ? sums[t][0] + sums[t][1] : 0.0f;
-#pragma unroll
-        for (int to = t; to < 4; to++) totals[to] += first + t == to ? sum : 0.0f;
-      }
+      c.ring.release(entry);
     }
     // Not before: where variants' ways meet, values are moved, and a move waits for what is in flight.
+    const bool is_last = at.of_tile + run == s.entries;
     typename L::Extra extra{};
-    if (has_row) extra = L::preload(job, segment, n);
-    const float total = sum_values<4>(totals, c.lane);  // lanes 8 t to 8 t + 7 have number t
+    if (is_last && at.has_row) extra = L::preload(job, at.segment, at.n);
+    float each[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) each[t] = sums[t][0] + sums[t][1];
+    float total = sum_values<4>(each, c.lane);  // lanes 8 t to 8 t + 7 have row t of the chunk
+    if (run != s.entries) {
+      const uint32_t t = c.lane / 8;
+      if (c.lane % 8 == 0 && t < in_chunk)
+        ptx::store_release_cta(&c.shared.run_sums[entry % kSumsKept][t], uint64_t(entry) << 32 | __float_as_uint(total));
+      if (!is_last) continue;
+      total = tile_sum(c, s, run, c.entry + i - at.of_tile);
+      __syncwarp();
+    }
     float values[4];
 #pragma unroll
-    for (int p = 0; p < 4; p++) values[p] = __shfl_sync(~0u, total, (p * s.tile_rows + lane) * 8 % 32);
-    if (has_row) L::finish(c, job, segment, n, values, extra);
+    for (int p = 0; p < 4; p++) values[p] = __shfl_sync(~0u, total, (p * s.tile_rows + c.lane) * 8 % 32);
+    if (at.has_row) L::finish(c, job, at.segment, at.n, values, extra);
     __syncwarp();
   }
-  c.entry = claimed ? c.ring.phase_end(c.phase) : c.entry + count * s.entries;
+  if (!c.failed) c.entry = claimed ? c.ring.phase_end(c.phase) : c.entry + count;
 }
 
 // ---- the consumers' part
@@ -468,7 +518,7 @@ MPK_DEVICE void shared_tiles(C& c, const Job& job) {
 template <class V, class C>
 MPK_DEVICE void compute(C& c, const Job& job) {
   if constexpr (V::kSharesLoop) {
-    if (prepare<V>(c, job)) shared_tiles<Only<V>>(c, job);
+    compute_shared<Only<V>>(c, job);
   } else {
     compute_alone<V>(c, job);
   }
