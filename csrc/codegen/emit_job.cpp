@@ -246,8 +246,8 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   const bool keeps_sums = u32(shape.chunk_parts * shape.tile_rows) <= kSumsOfRun && mpk::keeps_sums(entries, run);
   if (aligned && staged && batch == 1 && parts * shape.tile_rows <= 4 && (run == entries || keeps_sums))
     code.shared_loop = type;
-  const bool claimed = may_claim && aligned && job.assignment == Assignment::kClaimed &&
-                       (run == 1 || code.shared_loop.empty());
+  const bool claimed =
+      may_claim && aligned && job.assignment == Assignment::kClaimed && (run == 1 || code.shared_loop.empty());
   code.stream = {{u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element),
                   u32(shape.chunk_size * element), u32(chunks), entries},
                  claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{},

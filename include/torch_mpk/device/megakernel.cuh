@@ -29,7 +29,7 @@ struct Shared {
   uint32_t word;       // for broadcasts within the group
   alignas(16) float partials[2][(kConsumerWarps + 3) / 4 * 4];
   uint64_t run_sums[kSumsKept][kSumsOfRun];  // each below the number of the entry behind its run
-  uint64_t data[2];  // of matrices that a job's own code has the loader stream, see fill_ring
+  uint64_t data[2];                          // of matrices that a job's own code has the loader stream, see fill_ring
   MatrixRow matrices[2];
   alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
 };

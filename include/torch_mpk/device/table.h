@@ -17,9 +17,9 @@ inline constexpr int kThreads = kConsumerThreads + 32;  // and the loader
 inline constexpr int kSlotBytes = 8192;                 // of the ring
 inline constexpr int kMaxSlots = 28;
 
-// Sums of a tile's runs of entries wait in shared memory for each other, see linear::compute_shared: kSumsOfRun of each,
-// in a place that the number of the entry behind the run gives. When the entry kSumsKept later has come, the warp that
-// added up the tile has released entries of a later run, if this holds, since the ring is filled in order.
+// Sums of a tile's runs of entries wait in shared memory for each other, see linear::compute_shared: kSumsOfRun of
+// each, in a place that the number of the entry behind the run gives. When the entry kSumsKept later has come, the warp
+// that added up the tile has released entries of a later run, if this holds, since the ring is filled in order.
 inline constexpr uint32_t kSumsOfRun = 2, kSumsKept = 64;
 constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run) {
   return tile_entries + kConsumerWarps * run <= kSumsKept - kMaxSlots;

@@ -58,16 +58,15 @@ MPK_DEVICE uint32_t tiles_of(uint32_t visible) {
 
 template <class V>
 inline constexpr uint32_t kUnits = V::kGroups * V::kPasses;  // of a batch row
-// Tiles of a piece, where there are workers enough: one tile a warp. With few heads a tile is quick, and two warps a
-// scheduler are quicker than three.
-template <class V>
-inline constexpr uint32_t kPieceTiles = V::kHeads <= 2 ? 8 : kConsumerWarps;
+// Tiles of a piece, where there are workers enough: one tile a warp, for eight of them, since two warps a scheduler are
+// quicker than three.
+inline constexpr uint32_t kPieceTiles = 8;
 
 // The divisions of a batch are out of line; with one row there are none but by constants.
 template <class V>
 __device__ __noinline__ uint32_t divide(Job job) {
-  return kv_length([&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); }, V::kBatch, kUnits<V>,
-                   kPieceTiles<V>, V::kWorkers);
+  return kv_length([&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); }, V::kBatch, kUnits<V>, kPieceTiles,
+                   V::kWorkers);
 }
 template <class V>
 __device__ __noinline__ KvPiece find_piece(Job job, uint32_t length, uint32_t number) {
@@ -85,7 +84,7 @@ struct Cut {
   MPK_DEVICE explicit Cut(const Job& job)
       : job(job),
         first(visible<V>(job, 0)),
-        length(V::kBatch == 1 ? kv_row_length(tiles_of<V>(first), kUnits<V>, kPieceTiles<V>, V::kWorkers)
+        length(V::kBatch == 1 ? kv_row_length(tiles_of<V>(first), kUnits<V>, kPieceTiles, V::kWorkers)
                               : divide<V>(job)) {}
   MPK_DEVICE uint32_t limit(uint32_t row) const { return V::kBatch == 1 ? first : visible<V>(job, row); }
   MPK_DEVICE KvPiece piece(uint32_t number) const {
@@ -96,8 +95,8 @@ struct Cut {
 
 // Whether a group may be more than one piece.
 template <class V>
-inline constexpr bool kMayCut = V::kLength > kTile<V>* kPieceTiles<V> &&
-                                (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
+inline constexpr bool kMayCut =
+    V::kLength > kTile<V> * kPieceTiles && (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
 
 // Of the partial results of a piece.
 template <class V>

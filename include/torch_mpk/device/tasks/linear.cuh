@@ -1,10 +1,10 @@
 // linear: y[r, n] = sum over k of x[r, k] * weight[n, k], with the weights streamed through the ring, as the table
 // says.
 //
-// A tile is a few complete output rows (rows of the weight); its bytes come as consecutive ring entries ("chunks") of at
-// most one slot. It belongs to one warp; with one row of x, runs of its entries are dealt out among the warps, whose sums
-// are added in order. Which k a lane takes and in which order it adds depends on k alone, so a value has the same bits
-// whatever tile it is part of.
+// A tile is a few complete output rows (rows of the weight); its bytes come as consecutive ring entries ("chunks") of
+// at most one slot. It belongs to one warp; with one row of x, runs of its entries are dealt out among the warps, whose
+// sums are added in order. Which k a lane takes and in which order it adds depends on k alone, so a value has the same
+// bits whatever tile it is part of.
 //
 // A variant V describes one job:
 //   T                      element type of x, weights and results
@@ -389,8 +389,8 @@ struct Only {
   }
 };
 
-// The sum of the run that ends before `entry`, below that number, once its warp has published it; below another when the
-// launch was given up.
+// The sum of the run that ends before `entry`, below that number, once its warp has published it; below another when
+// the launch was given up.
 __device__ __noinline__ uint64_t run_sum(const Watchdog& dog, const uint64_t* sum, uint32_t entry, uint32_t phase) {
   uint64_t word = 0;
   spin(
@@ -425,8 +425,8 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
   const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
   const Stream s = row.stream;
   const bool claimed = row.tickets.size != 0;
-  const Span tiles =
-      static_span(matrices[job.row->num_matrices - 1].end_tile, c.worker(job), C::Config::kNumWorkers);  // if not claimed
+  const Span tiles = static_span(matrices[job.row->num_matrices - 1].end_tile, c.worker(job),
+                                 C::Config::kNumWorkers);  // if not claimed
   const uint32_t run = row.run, in_chunk = s.tile_rows * s.chunk_parts;
   const uint32_t count = (tiles.end - tiles.begin) * s.entries;
   struct Place {
@@ -452,7 +452,8 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
     at.has_row = lane < s.tile_rows && at.n < matrix->num_rows;
     return at;
   };
-  // Before x is awaited the loader can issue as many entries as the ring has slots. Runs of drawn tiles are of one entry.
+  // Before x is awaited the loader can issue as many entries as the ring has slots. Runs of drawn tiles are of one
+  // entry.
   constexpr bool kFindsEarly = C::Config::kSlots >= kConsumerWarps;
   Place at{};
   if (kFindsEarly) at = find(c.warp * run);
@@ -499,7 +500,8 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
     if (run != s.entries) {
       const uint32_t t = c.lane / 8;
       if (c.lane % 8 == 0 && t < in_chunk)
-        ptx::store_release_cta(&c.shared.run_sums[entry % kSumsKept][t], uint64_t(entry) << 32 | __float_as_uint(total));
+        ptx::store_release_cta(&c.shared.run_sums[entry % kSumsKept][t],
+                               uint64_t(entry) << 32 | __float_as_uint(total));
       if (!is_last) continue;
       total = tile_sum(c, s, run, c.entry + i - at.of_tile);
       __syncwarp();
