@@ -3,6 +3,7 @@
 #include <bit>
 #include <map>
 
+#include "../schedule/access.h"
 #include "emit.h"
 
 namespace mpk::codegen {
@@ -30,11 +31,6 @@ std::string choose(const std::string& i, const std::vector<std::string>& values)
   for (size_t k = 0; k + 1 < values.size(); k++)
     text += i + " == " + str(static_cast<int64_t>(k)) + " ? " + values[k] + " : ";
   return text + values.back();
-}
-
-bool writes(const Node& node, int buffer) {
-  return std::any_of(node.operands.begin(), node.operands.end(),
-                     [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == buffer; });
 }
 
 bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }

@@ -1,4 +1,5 @@
-// How the nodes of a schedule touch memory; shared by the scheduler, which decides, and the validator, which checks.
+// How the nodes of a schedule touch memory; shared by the scheduler, which decides, the validator, which checks, and
+// codegen.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +17,11 @@ inline std::vector<const Operand*> outputs(const Node& node) {
   for (const Operand& operand : node.operands)
     if (operand.is_write) written.push_back(&operand);
   return written;
+}
+
+inline bool writes(const Node& node, int buffer) {
+  return std::any_of(node.operands.begin(), node.operands.end(),
+                     [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == buffer; });
 }
 
 inline bool same_view(const Tensor& a, const Tensor& b) {
@@ -119,20 +125,25 @@ struct Lifetime {
   bool overlaps(const Lifetime& other) const { return first <= other.last && other.first <= last; }
 };
 
+// A buffer that every job leaves unstored has none. Where one stores it, a later job that updates it in place and
+// leaves the update unstored still reads what was there.
 inline std::vector<Lifetime> buffer_lifetimes(const Schedule& schedule) {
   std::vector<Lifetime> lifetimes(schedule.graph.buffers().size());
+  std::vector<bool> stored(lifetimes.size(), false);
   for (size_t p = 0; p < schedule.phases.size(); p++)
     for (const Job& job : schedule.phases[p].jobs)
       for (const auto* list : {&job.prologue, &job.body, &job.epilogue})
         for (int n : *list)
           for (const Operand& operand : schedule.graph.nodes()[n].operands) {
             const int b = operand.tensor.buffer;
-            const bool unstored = std::find(job.unstored.begin(), job.unstored.end(), b) != job.unstored.end();
-            if (schedule.graph.buffers()[b].kind == BufferKind::kWorkspace && !unstored)
-              lifetimes[b].extend(static_cast<int>(p));
+            if (schedule.graph.buffers()[b].kind != BufferKind::kWorkspace) continue;
+            lifetimes[b].extend(static_cast<int>(p));
+            if (std::find(job.unstored.begin(), job.unstored.end(), b) == job.unstored.end()) stored[b] = true;
           }
-  for (Lifetime& lifetime : lifetimes)
-    if (lifetime.used()) lifetime.last = last_concurrent(schedule, lifetime.last);
+  for (size_t b = 0; b < lifetimes.size(); b++) {
+    if (!stored[b]) lifetimes[b] = {};
+    if (lifetimes[b].used()) lifetimes[b].last = last_concurrent(schedule, lifetimes[b].last);
+  }
   return lifetimes;
 }
 

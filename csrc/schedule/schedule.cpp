@@ -417,10 +417,13 @@ class Scheduler {
         !is_float(t.dtype) || size_bytes(t.dtype) != 2 || t.numel() > kMaxTaggedElements || !t.is_contiguous() ||
         t.numel() * size_bytes(t.dtype) != graph_.buffers()[t.buffer].bytes)
       return false;
+    // The tag says which phase made a word, so only one does.
+    for (const Dependency* edge : in_[n])
+      if (edge->buffer == t.buffer) return false;
     for (const Dependency* edge : out_[n]) {
       if (edge->buffer != t.buffer) continue;
-      if (edge->hazard != Hazard::kReadAfterWrite) return false;
       const Node& reader = node(edge->to);
+      if (edge->hazard != Hazard::kReadAfterWrite || writes(reader, t.buffer)) return false;
       if (reader.def->role == Role::kRow) {
         if (!is_prologue_[reader.id] || reader.operands.front().tensor.buffer != t.buffer) return false;
         for (size_t i = 1; i < reader.operands.size(); i++)

@@ -26,6 +26,7 @@ class Validator {
     if (s_.tagged.size() != s_.graph.buffers().size()) fail("it does not say of every buffer whether it is tagged");
     check_waits();
     place_nodes();
+    check_makers();
     for (const Dependency& edge : s_.graph.dependencies()) check_dependency(edge);
     check_workspace();
     check_loader_waits();
@@ -86,6 +87,19 @@ class Validator {
       if (places_[n].size() > 1 && !recomputed)
         fail(name(n) + " is run " + std::to_string(places_[n].size()) + " times");
     }
+  }
+
+  // The tag that readers of a tagged buffer expect is its maker's.
+  void check_makers() const {
+    std::vector<int> maker(s_.tagged.size(), -1);
+    for (size_t n = 0; n < s_.graph.nodes().size(); n++)
+      for (const Operand* made : outputs(s_.graph.nodes()[n])) {
+        const int b = made->tensor.buffer;
+        if (s_.tagged[b] && maker[b] >= 0 && maker[b] != static_cast<int>(n))
+          fail(name_buffer(b) + " is tagged, but " + name(maker[b]) + " and " + name(static_cast<int>(n)) +
+               " write it");
+        maker[b] = static_cast<int>(n);
+      }
   }
 
   const Job& job_at(const Place& place) const { return s_.phases[place.phase].jobs[place.job]; }

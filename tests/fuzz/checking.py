@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from random_programs import INPUTS, Program
@@ -20,6 +23,9 @@ from torch_mpk.errors import DeclinedError, MpkWarning, UnsupportedError
 from torch_mpk.partition import Partitioned, partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.device import backend_of
+
+sys.path.append(str(Path(__file__).parents[1] / "codegen"))
+from emulated_kernel import EmulatedKernel
 
 NOISY_RUNS = 3
 # How much further than noisy runs of eager from the plain one a right result may lie.
@@ -150,22 +156,32 @@ def by_dynamo(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
 
 def by_reference_vm(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
     """Each segment of ours as a fused schedule, proven and then run in an order its events allow."""
-    partitioned = _partitioned(gm, inputs)
+    return _with_ours(_partitioned(gm, inputs), _Interleaved)
+
+
+def by_emulator(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
+    """The graph as it is divided for an H200, and its kernels run thread by thread."""
+    return _with_ours(_partitioned(gm, inputs, _C.Target("cuda", 90, 132, 232448, True, True)), _Emulated)
+
+
+def _with_ours(partitioned: Partitioned, run: type[_Lowered]) -> tuple[Callable, int]:
     for i, segment in enumerate(partitioned.segments):
         if segment.ours:
-            partitioned.gm.register_module(segment.name, _Interleaved(segment.gm, seed=i))
+            partitioned.gm.register_module(segment.name, run(segment.gm, seed=i))
     return partitioned.gm, _num_ours(partitioned)
 
 
-class _Interleaved(torch.nn.Module):
+class _Lowered(torch.nn.Module):
+    """A lowered segment, in place of its graph; ``launch`` computes it from memory to memory."""
+
     def __init__(self, gm: fx.GraphModule, seed: int) -> None:
         super().__init__()
         self.order = random.Random(seed)
         self.lowered = lowering.lower(gm)
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        target = _C.Target("cuda", 90, self.order.choice([1, 4, 132]), 232448, True, self.order.random() < 0.5)
-        self.schedule = _C.make_schedule(self.lowered.graph, target)
-        _C.validate(self.schedule)
+
+    def launch(self, inputs: list[Tensor], fresh: list[Tensor]) -> None:
+        raise NotImplementedError
 
     def forward(self, *args):
         given = dict(zip(self.placeholders, args, strict=True))
@@ -173,7 +189,7 @@ class _Interleaved(torch.nn.Module):
         fresh = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype) for f in self.lowered.fresh]
         for tensor in fresh:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
-        reference_vm.run(self.schedule, inputs, fresh, seed=self.order.randrange(1 << 30))
+        self.launch(inputs, fresh)
         results = []
         for output in self.lowered.outputs:
             if output.kind == "value":
@@ -183,3 +199,36 @@ class _Interleaved(torch.nn.Module):
             view = source.as_strided(output.shape, output.stride, source.storage_offset() + output.offset)
             results.append(source if output.whole else view)
         return tuple(results)
+
+
+class _Interleaved(_Lowered):
+    def __init__(self, gm: fx.GraphModule, seed: int) -> None:
+        super().__init__(gm, seed)
+        target = _C.Target("cuda", 90, self.order.choice([1, 4, 132]), 232448, True, self.order.random() < 0.5)
+        self.schedule = _C.make_schedule(self.lowered.graph, target)
+        _C.validate(self.schedule)
+
+    def launch(self, inputs: list[Tensor], fresh: list[Tensor]) -> None:
+        reference_vm.run(self.schedule, inputs, fresh, seed=self.order.randrange(1 << 30))
+
+
+class _Emulated(_Lowered):
+    def __init__(self, gm: fx.GraphModule, seed: int) -> None:
+        super().__init__(gm, seed)
+        workers = self.order.choice([1, 2, 5])
+        with tempfile.TemporaryDirectory() as folder:
+            self.kernel = EmulatedKernel(self.lowered.graph, Path(folder), workers=workers, tagged=True)
+
+    def launch(self, inputs: list[Tensor], fresh: list[Tensor]) -> None:
+        """Copies inputs that a kernel cannot take where they lie, there and back; the runtime leaves them to eager."""
+        aligned = [t if self._is_aligned(i, t) else t.clone() for i, t in enumerate(inputs)]
+        seed = self.order.randrange(1 << 30)
+        self.kernel.launch(aligned, fresh, seed=seed, jitter=seed % 3, watchdog_ns=20_000_000_000)
+        if self.kernel.host_abort.any():
+            raise Wrong("the kernel gave up")
+        for given, used in zip(inputs, aligned, strict=True):
+            if used is not given:
+                given.copy_(used)
+
+    def _is_aligned(self, i: int, tensor: Tensor) -> bool:
+        return tensor.data_ptr() % self.kernel.program.input_alignment[i] == 0

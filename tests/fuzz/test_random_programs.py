@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checking import Wrong, by_codegen, by_dynamo, by_reference_vm, by_stages, check
+from checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_programs import KINDS, Program, Step, write
@@ -40,6 +40,17 @@ def test_so_does_torch_compile(program: Program) -> None:
 @given(PROGRAMS)
 def test_there_are_kernels_for_what_partitioning_takes(program: Program) -> None:
     check(program, by_codegen)
+
+
+@settings(max_examples=6, **RANDOM)
+@given(PROGRAMS)
+def test_so_do_kernels(program: Program) -> None:
+    check(program, by_emulator)
+
+
+@pytest.mark.parametrize("seed", [23])  # what its tagged words stood in was used again before an update read them
+def test_kernels_of_programs_that_were_wrong_once(seed: int) -> None:
+    check(Program.draw(random.Random(seed)), by_emulator, seed=seed)
 
 
 @pytest.mark.gpu
