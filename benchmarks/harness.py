@@ -75,7 +75,9 @@ def environment() -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if is_cuda else processor(),
         "cores": str(os.cpu_count()),
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if is_cuda else "-",
+        "driver": output_of("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
+        if is_cuda
+        else "-",
         "nvcc": output_of("nvcc", "--version").splitlines()[-1],
         "python": platform.python_version(),
         "torch": torch.__version__,
