@@ -122,6 +122,13 @@ bool stages(const Plan& plan, const Node& linear) {
 struct LinearShape {
   int64_t batch, size, parts, element;
   int64_t tile_rows, chunk_parts, chunk_size;
+
+  int64_t rows_in_chunk() const { return chunk_parts * tile_rows; }
+  int64_t chunks() const { return (size + chunk_size - 1) / chunk_size; }  // of a row
+  int64_t entries() const { return parts / chunk_parts * chunks(); }       // of a tile
+  bool exceeds_slot() const { return size * element > kSlotBytes; }        // a row
+  // Entries that a warp takes one after the other, with one row of x.
+  int64_t run() const { return exceeds_slot() ? 1 : chunks(); }
 };
 
 // How rows are cut into tiles. What a worker's slowest warp takes decides: it takes `rounds` tiles one after the other,
@@ -138,9 +145,8 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
   const int64_t slot = kSlotBytes / element;  // elements
   const auto chunked = [&](int64_t tile_rows, int64_t chunk_parts) {
     LinearShape s{batch, size, parts, element, tile_rows, chunk_parts, size};
-    const int64_t rows_in_chunk = chunk_parts * tile_rows;
-    if (rows_in_chunk * size <= slot) return s;
-    s.chunk_size = std::max<int64_t>(slot / rows_in_chunk / 256, 1) * 256;
+    if (s.rows_in_chunk() * size <= slot) return s;
+    s.chunk_size = std::max<int64_t>(slot / s.rows_in_chunk() / 256, 1) * 256;
     for (int64_t equal = s.chunk_size; equal >= s.chunk_size / 2 && equal > 0; equal -= 256)  // equal ones are quicker
       if (size % equal == 0) {
         s.chunk_size = equal;
@@ -151,15 +157,14 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
   const auto cost = [&](const LinearShape& s) {
     int64_t tiles = 0;
     for (int64_t n : rows) tiles += (n + s.tile_rows - 1) / s.tile_rows;
-    const int64_t mine = (tiles + workers - 1) / workers, rows_in_chunk = s.chunk_parts * s.tile_rows;
+    const int64_t mine = (tiles + workers - 1) / workers;
     const auto rounds = [](int64_t n) { return (n + kConsumerWarps - 1) / kConsumerWarps; };
     if (batch > 1) return rounds(mine) * (kTileCost + s.tile_rows * parts * size);
-    const int64_t chunks = (size + s.chunk_size - 1) / s.chunk_size * (parts / s.chunk_parts);
-    const bool streams_well = s.chunk_size == size && rows_in_chunk * size * 8 >= slot * 7;
-    if (s.tile_rows > 1 && (size > slot || (!streams_well && mine * chunks > kSlotsAtOnce))) return int64_t{-1};
-    const int64_t in_run = size > slot ? s.chunk_size : size;
-    return rounds(mine * (parts / s.chunk_parts) * ((size + in_run - 1) / in_run)) *
-           (kTileCost + rows_in_chunk * in_run);
+    const bool streams_well = s.chunk_size == size && s.rows_in_chunk() * size * 8 >= slot * 7;
+    if (s.tile_rows > 1 && (s.exceeds_slot() || (!streams_well && mine * s.entries() > kSlotsAtOnce)))
+      return int64_t{-1};
+    return rounds(mine * s.entries() / s.run()) *
+           (kTileCost + s.rows_in_chunk() * std::min(size, s.run() * s.chunk_size));
   };
   const int64_t most = batch == 1 ? 4 : batch <= 4 ? 2 : batch <= 8 ? 4 : 2;  // weight rows in a chunk
   const auto parts_in_chunk = [&](int64_t tile_rows) {
@@ -236,16 +241,15 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
                                static_cast<uint32_t>(first), static_cast<uint32_t>(tiles)});
   }
   if (paired) first_tile = {"0u"}, num_rows = {num_rows.front()};
-  const int64_t chunks = (size + shape.chunk_size - 1) / shape.chunk_size;
   const auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
-  const uint32_t entries = u32(parts / shape.chunk_parts * chunks), run = size * element > kSlotBytes ? 1 : u32(chunks);
-  const bool keeps_sums = u32(shape.chunk_parts * shape.tile_rows) <= kSumsOfRun && mpk::keeps_sums(entries, run);
+  const uint32_t entries = u32(shape.entries()), run = u32(shape.run());
+  const bool keeps_sums = u32(shape.rows_in_chunk()) <= kSumsOfRun && mpk::keeps_sums(entries, run);
   if (aligned && staged && batch == 1 && parts * shape.tile_rows <= 4 && (run == entries || keeps_sums))
     code.shared_loop = type;
   const bool claimed =
       may_claim && aligned && job.assignment == Assignment::kClaimed && (run == 1 || code.shared_loop.empty());
   code.stream = {{u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element),
-                  u32(shape.chunk_size * element), u32(chunks), entries},
+                  u32(shape.chunk_size * element), u32(shape.chunks()), entries},
                  claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{},
                  run};
 
