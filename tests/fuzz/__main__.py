@@ -10,7 +10,9 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "codegen"))  # the emulator; other processes inherit it
 from judging import judge, start_process
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from emulated_kernel import EmulatedKernel
 from random_programs import INPUTS, Program
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,10 +24,8 @@ from torch_mpk.partition import Partitioned, partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.device import backend_of
 
-sys.path.append(str(Path(__file__).parents[1] / "codegen"))
-from emulated_kernel import EmulatedKernel
-
 NOISY_RUNS = 3
+H200 = _C.Target("cuda", 90, 132, 232448, True, True)
 # How much further than noisy runs of eager from the plain one a right result may lie.
 MARGIN = 8
 
@@ -137,12 +135,11 @@ def by_stages(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
 
 def by_codegen(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
     """The graph as it is divided for an H200, run by PyTorch. What is ours and has no kernel is wrong."""
-    target = _C.Target("cuda", 90, 132, 232448, True, True)
-    partitioned = _partitioned(gm, inputs, target)
+    partitioned = _partitioned(gm, inputs, H200)
     for segment in partitioned.segments:
         if segment.ours:
             try:
-                _C.generate_cuda(_C.make_schedule(lowering.lower(segment.gm).graph, target))
+                _C.generate_cuda(_C.make_schedule(lowering.lower(segment.gm).graph, H200))
             except UnsupportedError as error:
                 raise Wrong(f"{segment.name} is ours and has no kernel: {error}") from error
     return partitioned.gm, _num_ours(partitioned)
@@ -161,7 +158,7 @@ def by_reference_vm(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable,
 
 def by_emulator(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
     """The graph as it is divided for an H200, and its kernels run thread by thread."""
-    return _with_ours(_partitioned(gm, inputs, _C.Target("cuda", 90, 132, 232448, True, True)), _Emulated)
+    return _with_ours(_partitioned(gm, inputs, H200), _Emulated)
 
 
 def _with_ours(partitioned: Partitioned, run: type[_Lowered]) -> tuple[Callable, int]:

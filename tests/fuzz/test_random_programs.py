@@ -44,12 +44,12 @@ def test_there_are_kernels_for_what_partitioning_takes(program: Program) -> None
 
 @settings(max_examples=6, **RANDOM)
 @given(PROGRAMS)
-def test_so_do_kernels(program: Program) -> None:
+def test_emulated_kernels_compute_what_eager_does(program: Program) -> None:
     check(program, by_emulator)
 
 
 @pytest.mark.parametrize("seed", [23])  # what its tagged words stood in was used again before an update read them
-def test_kernels_of_programs_that_were_wrong_once(seed: int) -> None:
+def test_emulated_kernels_of_programs_that_were_wrong_once(seed: int) -> None:
     check(Program.draw(random.Random(seed)), by_emulator, seed=seed)
 
 
