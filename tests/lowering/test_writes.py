@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import capture, check, run
 
-from torch_mpk import lowering
+from torch_mpk import _C, lowering
 from torch_mpk.patterns import apply
 
 WRITES: dict[str, Callable] = {
@@ -111,3 +111,14 @@ def test_counter_increments_become_one_node() -> None:
     written = [{o.tensor.buffer for o in node.operands if o.is_write} for node in lowered.graph.nodes]
     assert set(range(6)) in written
     assert len(lowered.graph.nodes) == 2
+
+
+def test_counters_of_a_deep_model_become_nodes_that_a_kernel_can_hold() -> None:
+    def step(*counters):
+        for counter in counters:
+            counter.add_(1)
+        return counters[0] + 0
+
+    graph = check(step, *(torch.tensor([i]) for i in range(80))).graph
+    program = _C.generate_cuda(_C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448)))
+    assert program.num_phases <= 2

@@ -11,7 +11,7 @@ from torch_mpk.lowering.expr import INT64, Expr, const, dtype_name, from_terms, 
 from torch_mpk.lowering.values import Buffer, View, is_static
 
 POINTWISE, REDUCE = "pointwise", "reduce"  # the task names of nodes that are nothing but a program
-MAX_MERGED_STORES = 64
+MAX_MERGED_OPERANDS = 96  # of a step that others were merged into: a row of a kernel's table has room for some 120
 
 
 @dataclass(eq=False)
@@ -97,9 +97,9 @@ def _mergeable(earlier: list[Step], step: PointwiseStep) -> tuple[int, Pointwise
         if _conflict(other, step):
             return None
         if isinstance(other, PointwiseStep) and other.domain == step.domain:
-            stores = other.stores + step.stores
-            if len(stores) <= MAX_MERGED_STORES:
-                return position, pointwise_step(step.domain, stores, other.label)
+            joined = pointwise_step(step.domain, other.stores + step.stores, other.label)
+            if len(joined.reads) + len(joined.writes) <= MAX_MERGED_OPERANDS:
+                return position, joined
     return None
 
 
