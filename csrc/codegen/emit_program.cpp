@@ -111,6 +111,10 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
     return text.empty() ? std::string("0") : text;
   };
 
+  // A step advances a counter for each layer. Without fences the compiler fetches all their addresses at once, which
+  // take more registers than all else that the kernel does.
+  constexpr int kStoresAtOnce = 4;
+  int num_stores = 0;
   for (size_t n = 0; n < program.instrs.size(); n++) {
     const Instr& i = program.instrs[n];
     const std::string type = cuda_type(i.dtype);
@@ -181,6 +185,7 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
         std::string store = emit_store(plan, refs, node, t, address(i, 1), stored);
         if (i.args.size() > 2) store = "if (" + argument(2, "bool") + ") " + store;
         code.body += "    " + store + "\n";
+        if (++num_stores % kStoresAtOnce == 0) code.body += "    ptx::compiler_fence();\n";
         continue;
       }
       default: {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoder_graph import decoder
+from decoder_graph import Builder, decoder
 from programs_graph import programs_and_reductions
 from torch._guards import tracing
 
@@ -67,6 +67,17 @@ def test_steps_of_other_dtypes_and_with_masks_compile(arch: int, step: tuple) ->
 @pytest.mark.parametrize("arch", [90, 80])
 def test_programs_and_reductions_compile(arch: int) -> None:
     compiled(programs_and_reductions(), arch)
+
+
+def test_advancing_many_counters_takes_few_registers() -> None:
+    """A step advances one for each layer; with all their addresses at hand it would take more than all else."""
+
+    def registers(num_counters: int) -> int:
+        b = Builder()
+        b.increment([b.buffer("input", f"length{i}", "int64", [1]) for i in range(num_counters)])
+        return compiled(b.graph, 90).registers
+
+    assert registers(48) <= registers(4) + 8
 
 
 def test_depth_adds_table_rows_only() -> None:

@@ -238,6 +238,9 @@ MPK_DEVICE float exp2(float x) {
   return y;
 }
 
+// What stands in front of it is not moved behind it, nor the other way round, by the compiler.
+MPK_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
+
 MPK_DEVICE uint64_t global_time_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));

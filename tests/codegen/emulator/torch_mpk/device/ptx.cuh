@@ -130,6 +130,7 @@ inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xff
 
 inline float exp2(float x) { return std::exp2(x); }
 inline int thread_index() { return threadIdx.x; }
+inline void compiler_fence() {}
 uint64_t global_time_ns();
 inline uint32_t clock() { return static_cast<uint32_t>(global_time_ns()); }
 inline void prefetch_l2(const void*) {}
