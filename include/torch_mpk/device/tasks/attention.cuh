@@ -419,43 +419,55 @@ struct Combined {
   }
 
   // Adds the results of the group's `count` other pieces, in order; `from`: of the first. Those of some pieces are all
-  // in flight before the first tag is looked at. False when the launch was given up.
+  // in flight before the first tag is looked at; a lane has the maximum and the sum of one of them. False when the
+  // launch was given up.
   template <class C>
   MPK_DEVICE bool add(C& c, const uint8_t* from, uint32_t count, uint32_t tag) {
     constexpr uint32_t kStride = kUnits<V> * kPieceBytes<V>;
     uint64_t since = 0;
 #pragma unroll 1
     for (; count > 0; from += kAhead * kStride, count -= min(count, kAhead)) {
-      ulonglong2 words[kAhead][kPairs + 1];
+      ulonglong2 words[kAhead][kPairs], scale;
+      const uint32_t lane = c.lane;
+      const auto load = [&](uint32_t piece, uint32_t place) {
+        return piece < count && piece < kAhead
+                   ? ptx::load_relaxed_gpu_v2(reinterpret_cast<const ulonglong2*>(from + piece * kStride) + place)
+                   : tagged_floats(0, 0, tag);
+      };
+      bool are_there = false;
       for (uint32_t polls = 1;; polls++) {
-        uint32_t missing = 0;
 #pragma unroll
         for (uint32_t i = 0; i < kAhead; i++)
 #pragma unroll
-          for (int j = 0; j <= kPairs; j++)
-            words[i][j] = i < count ? ptx::load_relaxed_gpu_v2(reinterpret_cast<const ulonglong2*>(from + i * kStride) +
-                                                               32 * j + (j < kPairs ? c.lane : 0))
-                                    : tagged_floats(0, 0, tag);
+          for (int j = 0; j < kPairs; j++) words[i][j] = load(i, 32 * j + lane);
+        scale = load(lane, 32 * kPairs);
+        uint32_t missing = differing(scale, tag);
 #pragma unroll
         for (uint32_t i = 0; i < kAhead; i++)
 #pragma unroll
-          for (int j = 0; j <= kPairs; j++) missing |= differing(words[i][j], tag);
-        if (missing == 0) break;
-        if ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, 0, tag, since)) == 0) return false;
+          for (int j = 0; j < kPairs; j++) missing |= differing(words[i][j], tag);
+        are_there = missing == 0;
+        if (are_there ||
+            ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, 0, tag, since)) == 0))
+          break;
       }
+      if (!__all_sync(~0u, are_there)) return false;
       const float before = max;
 #pragma unroll
-      for (uint32_t i = 0; i < kAhead; i++)
-        if (i < count) max = fmaxf(max, float_of(words[i][kPairs].x));
+      for (uint32_t i = 0; i < kAhead; i++) {
+        const float of_piece = __shfl_sync(~0u, float_of(scale.x), i);
+        if (i < count) max = fmaxf(max, of_piece);
+      }
       const float less = subtrahend(max), keep = exponential<T>(before - less);
+      const float factors = exponential<T>(float_of(scale.x) - less);  // the lane's piece's
       sum *= keep;
 #pragma unroll
       for (int e = 0; e < kElements; e++) element(e) *= keep;
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; i++) {
-        if (i >= count) break;
-        const float factor = exponential<T>(float_of(words[i][kPairs].x) - less);
-        sum = fmaf(float_of(words[i][kPairs].y), factor, sum);
+        const float factor = __shfl_sync(~0u, factors, i), of_piece = __shfl_sync(~0u, float_of(scale.y), i);
+        if (i >= count) continue;
+        sum = fmaf(of_piece, factor, sum);
 #pragma unroll
         for (int e = 0; e < kElements; e++)
           element(e) = fmaf(float_of(e % 2 == 0 ? words[i][e / 2].x : words[i][e / 2].y), factor, element(e));
