@@ -282,10 +282,10 @@ class Generator {
             constant("int", "kSlots", "kFittingSlots < kMaxSlots ? kFittingSlots : kMaxSlots") +
             "  static_assert(kSlots >= 2, \"no shared memory is left for the ring\");\n\n" +
             "  template <class C>\n  static MPK_DEVICE void compute(C& c, const Job& job) {\n    switch "
-            "(job.row->variant) {\n" +
+            "(job.variant) {\n" +
             compute + shared + (sharing.empty() ? "" : "        return linear::compute_shared<Linears>(c, job);\n") +
             "    }\n  }\n\n  template <class L>\n  static MPK_DEVICE void load(L& l, const Job& job) {\n    switch "
-            "(job.row->variant) {\n" +
+            "(job.variant) {\n" +
             load + "      default: break;\n    }\n  }\n};\n\n";
     text += "struct LaunchBlock {\n  LaunchParams params;\n  void* pointers[" +
             str(std::max(1, plan_.num_inputs + plan_.num_outputs)) +
@@ -319,7 +319,7 @@ class Generator {
       preload += label + "extra.of_" + name + " = " + name + "::preload(job, segment, 0, n); break;\n";
       finish += label + "return linear::finish_row<" + name + ">(c, job, segment, n, values, extra.of_" + name + ");\n";
     }
-    const std::string by_variant = "    switch (job.row->variant) {\n";
+    const std::string by_variant = "    switch (job.variant) {\n";
     return "struct Linears {\n  using T = " + names.front() + "::T;\n  union Extra {\n    uint32_t none;\n" + extras +
            "  };\n  template <class C>\n  static MPK_DEVICE bool prepare(C& c, const Job& job) {\n" + by_variant +
            prepare + "    }\n    return false;\n  }\n" +

@@ -41,10 +41,17 @@ inline constexpr int kPollingThread = kConsumerThreads - 32;
 struct Job {
   const JobRow* row;
   const LaunchParams* params;
+  uint32_t variant;  // the row's
   uint32_t first_ref = 0;
 
+  MPK_DEVICE Job(const JobRow* row, const LaunchParams* params) : row(row), params(params), variant(row->variant) {}
+
   // The same job, seen by code whose references begin with number `first`.
-  MPK_DEVICE Job from(uint32_t first) const { return {row, params, first}; }
+  MPK_DEVICE Job from(uint32_t first) const {
+    Job job = *this;
+    job.first_ref = first;
+    return job;
+  }
 
   MPK_DEVICE const uint64_t* refs() const { return reinterpret_cast<const uint64_t*>(row + 1) + first_ref; }
   template <class T>

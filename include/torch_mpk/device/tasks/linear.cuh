@@ -399,16 +399,40 @@ __device__ __noinline__ uint64_t run_sum(const Watchdog& dog, const uint64_t* su
   return word;
 }
 
+// The matrices of a job's tiles, which a warp takes in the order of their numbers.
+struct Segments {
+  const MatrixRow* matrix;
+  uint32_t parts;
+  uint32_t first_tile, end_tile, num_rows;
+  int segment = 0;
+
+  MPK_DEVICE Segments(const MatrixRow* matrices, uint32_t parts) : matrix(matrices), parts(parts) { read(); }
+
+  MPK_DEVICE void find(uint32_t tile) {
+#pragma unroll 1
+    for (; tile >= end_tile; segment++) {
+      matrix += parts;
+      read();
+    }
+  }
+
+ private:
+  MPK_DEVICE void read() { first_tile = matrix->first_tile, end_tile = matrix->end_tile, num_rows = matrix->num_rows; }
+};
+
 // The warp of a tile's last run adds up the tile: lane l returns sum l / 8, which is a row of a part, part by part.
 template <class C>
 MPK_DEVICE float tile_sum(C& c, const Stream& s, uint32_t run, uint32_t first_entry) {
-  const uint32_t in_chunk = s.tile_rows * s.chunk_parts, number = c.lane / 8, begin = number / in_chunk * s.chunks;
+  static_assert(kSumsOfRun == 2);
+  const uint32_t number = c.lane / 8;
+  const bool in_pairs = s.tile_rows * s.chunk_parts == 2;
+  const uint32_t begin = (in_pairs ? number / 2 : number) * s.chunks;
   float total = 0;
   if (begin < s.entries)
 #pragma unroll 1
     for (uint32_t end = begin + run; end <= begin + s.chunks; end += run) {
       const uint32_t entry = first_entry + end;
-      const uint64_t* sum = &c.shared.run_sums[entry % kSumsKept][number % in_chunk];
+      const uint64_t* sum = &c.shared.run_sums[entry % kSumsKept][in_pairs ? number % 2 : 0];
       const uint64_t word = run_sum(c.shared.watchdog, sum, entry, c.phase);
       if (word >> 32 != entry) c.failed = true;
       total += float_of(word);
@@ -427,90 +451,99 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
   const bool claimed = row.tickets.size != 0;
   const Span tiles = static_span(matrices[job.row->num_matrices - 1].end_tile, c.worker(job),
                                  C::Config::kNumWorkers);  // if not claimed
-  const uint32_t run = row.run, in_chunk = s.tile_rows * s.chunk_parts;
+  const uint32_t run = row.run, in_chunk = s.tile_rows * s.chunk_parts, step = kConsumerWarps * run;
   const uint32_t count = (tiles.end - tiles.begin) * s.entries;
-  struct Place {
-    uint32_t tile, n;  // the lane's row
-    uint32_t of_tile;  // which of its entries comes first
-    int segment;
-    bool has_row;
-  };
-  const auto find = [&](uint32_t i) {
-    const uint32_t whole = s.entries == 1 ? i : i / s.entries;
-    Place at{tiles.begin + whole, 0, i - whole * s.entries, 0, false};
+  // The warp's run: the worker's entry i, of its tile `whole` entry of_tile. Warps take turns.
+  uint32_t i = c.warp * run, whole = i, of_tile = 0, whole_step = step, of_tile_step = 0;
+  if (s.entries != 1) {
+    whole = i / s.entries, of_tile = i - whole * s.entries;
+    whole_step = step / s.entries, of_tile_step = step - whole_step * s.entries;
+  }
+  Segments segments(matrices, s.parts);
+  uint32_t tile = 0, n = 0;  // the lane's row
+  bool has_row = false;
+  const auto find = [&] {
+    tile = tiles.begin + whole;
     if (claimed)
-      at.tile = c.ring.next_tile(c.entry + i, c.phase);
+      tile = c.ring.next_tile(c.entry + i, c.phase);
     else if (i >= count)
-      at.tile = kNoTile;
-    if (at.tile == kGivenUp) c.failed = true;
-    if (at.tile >= kGivenUp) return at;
-    const MatrixRow* matrix = matrices;
-#pragma unroll 1
-    for (; at.tile >= matrix->end_tile; matrix += s.parts) at.segment++;
+      tile = kNoTile;
+    if (tile == kGivenUp) c.failed = true;
+    if (tile >= kGivenUp) return;
+    segments.find(tile);
     const uint32_t lane = c.lane;
-    at.n = (at.tile - matrix->first_tile) * s.tile_rows + lane;
-    at.has_row = lane < s.tile_rows && at.n < matrix->num_rows;
-    return at;
+    n = (tile - segments.first_tile) * s.tile_rows + lane;
+    has_row = lane < s.tile_rows && n < segments.num_rows;
   };
   // Before x is awaited the loader can issue as many entries as the ring has slots. Runs of drawn tiles are of one
   // entry.
   constexpr bool kFindsEarly = C::Config::kSlots >= kConsumerWarps;
-  Place at{};
-  if (kFindsEarly) at = find(c.warp * run);
+  if (kFindsEarly) find();
   if (!L::prepare(c, job)) return;
-  if (!kFindsEarly) at = find(c.warp * run);
+  if (!kFindsEarly) find();
   const uint4* x = reinterpret_cast<const uint4*>(c.staged());
+  float sums[4][2] = {};
+  uint32_t in_run = 0;  // of the run's entries the next
 #pragma unroll 1
-  for (uint32_t i = c.warp * run; at.tile < kGivenUp; i += kConsumerWarps * run, at = find(i)) {
-    uint32_t entry = c.entry + i, begin = 0;  // of the chunk in its rows
-    if (s.chunks != 1) begin = at.of_tile % s.chunks * s.chunk_bytes;
-    float sums[4][2] = {};
-#pragma unroll 1
-    for (const uint32_t end = entry + run; entry < end; entry++, begin += s.chunk_bytes) {
-      if (!c.ring.wait(entry, c.phase)) {
-        c.failed = true;
-        return;
-      }
-      const uint4* weights = reinterpret_cast<const uint4*>(c.ring.slot(entry));
-      const int pieces = min(s.chunk_bytes, s.row_bytes - begin) / 16;
-      switch (in_chunk) {
-        case 1:
-          add_rows<T, 1>(sums, weights, x + begin / 16, pieces, c.lane);
-          break;
-        case 2:
-          add_rows<T, 2>(sums, weights, x + begin / 16, pieces, c.lane);
-          break;
-        case 3:
-          add_rows<T, 3>(sums, weights, x + begin / 16, pieces, c.lane);
-          break;
-        default:
-          add_rows<T, 4>(sums, weights, x + begin / 16, pieces, c.lane);
-          break;
-      }
-      c.ring.release(entry);
+  while (tile < kGivenUp) {
+    const uint32_t entry = c.entry + i + in_run;
+    if (!c.ring.wait(entry, c.phase)) {
+      c.failed = true;
+      return;
     }
+    uint32_t begin = 0;  // of the chunk in its rows
+    if (s.chunks != 1) {
+      uint32_t chunk = of_tile + in_run;
+      while (chunk >= s.chunks) chunk -= s.chunks;
+      begin = chunk * s.chunk_bytes;
+    }
+    const uint4* weights = reinterpret_cast<const uint4*>(c.ring.slot(entry));
+    const int pieces = min(s.chunk_bytes, s.row_bytes - begin) / 16;
+    switch (in_chunk) {
+      case 1:
+        add_rows<T, 1>(sums, weights, x + begin / 16, pieces, c.lane);
+        break;
+      case 2:
+        add_rows<T, 2>(sums, weights, x + begin / 16, pieces, c.lane);
+        break;
+      case 3:
+        add_rows<T, 3>(sums, weights, x + begin / 16, pieces, c.lane);
+        break;
+      default:
+        add_rows<T, 4>(sums, weights, x + begin / 16, pieces, c.lane);
+        break;
+    }
+    c.ring.release(entry);
+    if (++in_run < run) continue;
+    in_run = 0;
+    const bool is_last = of_tile + run == s.entries;  // of the tile's runs
     // Not before: where variants' ways meet, values are moved, and a move waits for what is in flight.
-    const bool is_last = at.of_tile + run == s.entries;
     typename L::Extra extra{};
-    if (is_last && at.has_row) extra = L::preload(job, at.segment, at.n);
+    if (is_last && has_row) extra = L::preload(job, segments.segment, n);
     float each[4];
 #pragma unroll
-    for (int t = 0; t < 4; t++) each[t] = sums[t][0] + sums[t][1];
+    for (int t = 0; t < 4; t++) {
+      each[t] = sums[t][0] + sums[t][1];
+      sums[t][0] = sums[t][1] = 0;
+    }
     float total = sum_values<4>(each, c.lane);  // lanes 8 t to 8 t + 7 have row t of the chunk
     if (run != s.entries) {
-      const uint32_t t = c.lane / 8;
+      const uint32_t t = c.lane / 8, end = entry + 1;
       if (c.lane % 8 == 0 && t < in_chunk)
-        ptx::store_release_cta(&c.shared.run_sums[entry % kSumsKept][t],
-                               uint64_t(entry) << 32 | __float_as_uint(total));
-      if (!is_last) continue;
-      total = tile_sum(c, s, run, c.entry + i - at.of_tile);
+        ptx::store_release_cta(&c.shared.run_sums[end % kSumsKept][t], uint64_t(end) << 32 | __float_as_uint(total));
+      if (is_last) total = tile_sum(c, s, run, end - s.entries);
       __syncwarp();
     }
-    float values[4];
+    if (is_last) {
+      float values[4];
 #pragma unroll
-    for (int p = 0; p < 4; p++) values[p] = __shfl_sync(~0u, total, (p * s.tile_rows + c.lane) * 8 % 32);
-    if (at.has_row) L::finish(c, job, at.segment, at.n, values, extra);
-    __syncwarp();
+      for (int p = 0; p < 4; p++) values[p] = __shfl_sync(~0u, total, (p * s.tile_rows + c.lane) * 8 % 32);
+      if (has_row) L::finish(c, job, segments.segment, n, values, extra);
+      __syncwarp();
+    }
+    i += step, whole += whole_step, of_tile += of_tile_step;
+    if (of_tile >= s.entries) of_tile -= s.entries, whole++;
+    find();
   }
   if (!c.failed) c.entry = claimed ? c.ring.phase_end(c.phase) : c.entry + count;
 }
