@@ -423,7 +423,7 @@ struct Segments {
 // The warp of a tile's last run adds up the tile: lane l returns sum l / 8, which is a row of a part, part by part.
 template <class C>
 MPK_DEVICE float tile_sum(C& c, const Stream& s, uint32_t run, uint32_t first_entry) {
-  static_assert(kSumsOfRun == 2);
+  static_assert(kSumsOfRun == 2, "one or two rows in a chunk");
   const uint32_t number = c.lane / 8;
   const bool in_pairs = s.tile_rows * s.chunk_parts == 2;
   const uint32_t begin = (in_pairs ? number / 2 : number) * s.chunks;
@@ -453,7 +453,7 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
                                  C::Config::kNumWorkers);  // if not claimed
   const uint32_t run = row.run, in_chunk = s.tile_rows * s.chunk_parts, step = kConsumerWarps * run;
   const uint32_t count = (tiles.end - tiles.begin) * s.entries;
-  // The warp's run: the worker's entry i, of its tile `whole` entry of_tile. Warps take turns.
+  // The run begins with the worker's entry i, which is entry of_tile of its tile number `whole`. Warps take turns.
   uint32_t i = c.warp * run, whole = i, of_tile = 0, whole_step = step, of_tile_step = 0;
   if (s.entries != 1) {
     whole = i / s.entries, of_tile = i - whole * s.entries;
