@@ -17,11 +17,11 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torch_mpk.aliasing import written_storages
 from torch_mpk.errors import UnsupportedError, first_line
+from torch_mpk.tracing import make_fx
 
 aten = torch.ops.aten
 

@@ -53,6 +53,24 @@ def test_threads_compile_at_once():
         list(pool.map(first_calls, jobs))
 
 
+def test_calls_go_on_while_another_thread_compiles():
+    """PyTorch before 2.13 would take them for a part of what that thread traces, and raise."""
+    model, x = Mlp(), torch.randn(2, 16)
+    step = compiled(model)
+    check(step, model, x)
+
+    def compile_others():
+        for rows in range(3, 7):
+            other = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.SiLU(), torch.nn.Linear(32, 16))
+            check(compiled(other), other, torch.randn(rows, 16))
+
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(compile_others)
+        while not compiling.done():
+            check(step, model, x)
+        compiling.result()
+
+
 def test_a_forked_child_calls_and_compiles():
     model, x = Mlp(), torch.randn(2, 16)
     step = compiled(model)

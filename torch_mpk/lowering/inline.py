@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_mpk.errors import UnsupportedError, first_line
+from torch_mpk.tracing import make_fx
 
 if TYPE_CHECKING:
     from torch_mpk.lowering.lowerer import Lowerer

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_mpk import registry
 from torch_mpk.aliasing import value, written_args
@@ -23,6 +22,7 @@ from torch_mpk.patterns.normalise import normalise
 from torch_mpk.patterns.rewriter import Rewriter, aten, is_call, is_tensor, shape
 from torch_mpk.patterns.table import pattern
 from torch_mpk.registry import Task
+from torch_mpk.tracing import make_fx
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a cast may be none in one of them
 _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)

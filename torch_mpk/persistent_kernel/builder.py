@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_mpk.aliasing import evaluate
 from torch_mpk.errors import GridError, LayerError
@@ -19,6 +18,7 @@ from torch_mpk.persistent_kernel.grid import Sizes, as_grid, check_grid, sizes_o
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
 from torch_mpk.registry import Task, bind_dims
 from torch_mpk.tasks.linear import linear
+from torch_mpk.tracing import make_fx
 
 if TYPE_CHECKING:
     from torch_mpk.persistent_kernel.kernel import PersistentKernel
