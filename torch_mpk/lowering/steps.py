@@ -96,10 +96,9 @@ def _mergeable(earlier: list[Step], step: PointwiseStep) -> tuple[int, Pointwise
         other = earlier[position]
         if _conflict(other, step):
             return None
-        if isinstance(other, PointwiseStep) and other.domain == step.domain:
-            joined = pointwise_step(step.domain, other.stores + step.stores, other.label)
-            if len(joined.reads) + len(joined.writes) <= MAX_MERGED_OPERANDS:
-                return position, joined
+        num_operands = len(other.reads | step.reads) + len(other.writes | step.writes)
+        if isinstance(other, PointwiseStep) and other.domain == step.domain and num_operands <= MAX_MERGED_OPERANDS:
+            return position, pointwise_step(step.domain, other.stores + step.stores, other.label)
     return None
 
 
