@@ -302,8 +302,8 @@ class Generator {
 
   // Ring entries that are on their way at a time. More do not come sooner: they queue in front of what the consumers
   // poll. On an H200, with 7 the memory is not kept busy (Llama-3.2-1B takes 3 % longer, Qwen3-8B 7 %), and with all of
-  // a ring of 25 a poll takes 1.5 microseconds. Where half of the phases stream less than that for each worker, polls
-  // are what a step waits for (Qwen3-0.6B takes 2 % less).
+  // a ring of 25 a poll takes 1.5 microseconds. Where half of the phases stream less than 8 entries for each worker,
+  // polls are what a step waits for (Qwen3-0.6B takes 2 % less).
   int in_flight() const {
     constexpr int kMost = 8;
     std::vector<int64_t> bytes = streamed_;

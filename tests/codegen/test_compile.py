@@ -82,7 +82,8 @@ def test_advancing_many_counters_takes_few_registers() -> None:
 
 @pytest.mark.parametrize(("sizes", "in_flight"), [(QWEN3_06B, 7), (QWEN3_8B, 8)], ids=["0.6B", "8B"])
 def test_short_phases_keep_fewer_entries_in_flight(sizes: dict[str, int], in_flight: int) -> None:
-    program = _C.generate_cuda(_C.make_schedule(decoder(layers=28, **sizes), _C.Target("cuda", 90, 132, 232448)))
+    target = _C.Target("cuda", 90, 132, SMEM_BYTES[90])
+    program = _C.generate_cuda(_C.make_schedule(decoder(layers=28, **sizes), target))
     assert f"kInFlight = {in_flight};" in program.source
 
 

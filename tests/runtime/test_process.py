@@ -54,7 +54,7 @@ def test_threads_compile_at_once():
 
 
 def test_calls_go_on_while_another_thread_compiles():
-    """PyTorch before 2.13 would take them for a part of what that thread traces, and raise."""
+    """PyTorch's own tracer would have them taken for a part of what that thread traces."""
     model, x = Mlp(), torch.randn(2, 16)
     step = compiled(model)
     check(step, model, x)
