@@ -324,17 +324,27 @@ class Generator {
   }
 
   // What compute_shared asks of them, by variant.
-  static std::string linears(const std::vector<std::string>& names) {
-    std::string extras, prepare, preload, finish;
+  std::string linears(const std::vector<std::string>& names) const {
+    std::string extras, prepare, preload, finish, has_extra;
+    uint32_t row_counts = 0;
     for (const std::string& name : names) {
+      const JobCode& code = variants_[std::stoul(name.substr(name.find_first_of("0123456789")))];
+      row_counts |= 1u << (code.stream.stream.tile_rows * code.stream.stream.chunk_parts);
       const std::string label = "      case " + name.substr(name.find_first_of("0123456789")) + ": ";
       extras += "    " + name + "::Extra of_" + name + ";\n";
       prepare += label + "return linear::prepare<" + name + ">(c, job);\n";
-      preload += label + "extra.of_" + name + " = " + name + "::preload(job, segment, 0, n); break;\n";
+      if (code.has_extra) {
+        preload += label + "extra.of_" + name + " = " + name + "::preload(job, segment, 0, n); break;\n";
+        has_extra += (has_extra.empty() ? "" : " || ") + std::string("job.variant == ") +
+                     name.substr(name.find_first_of("0123456789"));
+      }
       finish += label + "return linear::finish_row<" + name + ">(c, job, segment, n, values, extra.of_" + name + ");\n";
     }
     const std::string by_variant = "    switch (job.variant) {\n";
-    return "struct Linears {\n  using T = " + names.front() + "::T;\n  union Extra {\n    uint32_t none;\n" + extras +
+    return "struct Linears {\n  using T = " + names.front() +
+           "::T;\n  static constexpr uint32_t kRowCounts = " + str(row_counts) +
+           ";\n  static MPK_DEVICE bool has_extra(const Job& job) { return " +
+           (has_extra.empty() ? "false" : has_extra) + "; }\n  union Extra {\n    uint32_t none;\n" + extras +
            "  };\n  template <class C>\n  static MPK_DEVICE bool prepare(C& c, const Job& job) {\n" + by_variant +
            prepare + "    }\n    return false;\n  }\n" +
            "  static MPK_DEVICE Extra preload(const Job& job, int segment, uint32_t n) {\n    Extra extra{};\n" +

@@ -50,6 +50,7 @@ struct JobCode {
   std::vector<Parameter> parameters = {};
   StreamRow stream = {};  // of `matrices`
   std::vector<MatrixRow> matrices = {};
+  bool has_extra = false;          // linears: a tile's results need something besides, which is fetched early
   std::string shared_loop = "";    // linears: the element type with whose others it shares a loop; empty: none
   uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another one
 };

@@ -329,7 +329,8 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     }
     if (!epilogue_preload.empty()) preload += "    const int32_t point = r * " + str(n) + " + n;\n" + epilogue_preload;
   }
-  body += "  struct Extra {\n" + fields + "  };\n" +
+  code.has_extra = !fields.empty();
+  body += flag("kHasExtra", code.has_extra) + "  struct Extra {\n" + fields + "  };\n" +
           function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
                    "    Extra extra{};\n" + preload + "    return extra;\n") +
           "  template <class C>\n" +

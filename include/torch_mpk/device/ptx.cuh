@@ -108,6 +108,10 @@ MPK_DEVICE void store_release_cta(uint32_t* p, uint32_t v) {
   asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_addr(p)), "r"(v) : "memory");
 }
 
+MPK_DEVICE void store_relaxed_cta(uint64_t* p, uint64_t v) {
+  asm volatile("st.relaxed.cta.shared::cta.u64 [%0], %1;" ::"r"(smem_addr(p)), "l"(v) : "memory");
+}
+
 MPK_DEVICE void store_release_cta(uint64_t* p, uint64_t v) {
   asm volatile("st.release.cta.shared::cta.u64 [%0], %1;" ::"r"(smem_addr(p)), "l"(v) : "memory");
 }

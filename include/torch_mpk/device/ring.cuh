@@ -217,16 +217,21 @@ struct RingReader {
 
   // The tile that entry g begins, or kNoTile, or kGivenUp.
   MPK_DEVICE uint32_t next_tile(uint32_t g, uint32_t phase) {
+    if (!reached(issued, g + 1)) issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0);
     if (reached(issued, g + 1)) return ends_before(ring, g, phase) ? kNoTile : ring.tile[g % slots];
     const uint64_t found = mpk::next_tile<slots>(ring, dog, g, phase, issued);
     issued = static_cast<uint32_t>(found >> 32);
     return static_cast<uint32_t>(found);
   }
 
+  // Whether the data of entry g is there, as far as the warp knows.
+  MPK_DEVICE bool has(uint32_t g) const {
+    return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
+  }
+
   // Waits for the data of entry g, which is known to come.
-  MPK_DEVICE bool wait(uint32_t g, uint32_t phase) {
-    const bool there = reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1);
-    if (__all_sync(~0u, there)) return true;
+  MPK_DEVICE bool wait(uint32_t g, uint32_t phase) { return has(g) || wait_longer(g, phase); }
+  MPK_DEVICE bool wait_longer(uint32_t g, uint32_t phase) {
     issued = wait_entry<slots>(ring, dog, g, phase, issued);
     return reached(issued, g + 1);
   }

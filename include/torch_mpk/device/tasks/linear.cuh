@@ -20,6 +20,7 @@
 //   Chain<Group>                         how a row of x is brought to shared memory, see row.cuh
 //   x(job), kPitchX                      where x is, if it is read there
 //   Extra, preload(job, segment, r, n), finish(c, job, segment, r, n, sums, extra)   bias, epilogue, stores
+//   kHasExtra              there is something to preload
 //   kEarly                 what chains and extras fetch first is known before the phase's events
 #pragma once
 
@@ -352,6 +353,15 @@ MPK_DEVICE void add_rows(float (&sums)[4][2], const uint4* weights, const uint4*
     for (; j < pieces; j += 32) add(Constant<1>{}, j);
 }
 
+// f(Constant<rows>), where `rows` is one of those whose bits the mask has.
+template <uint32_t mask, int least = 1, class F>
+MPK_DEVICE void with_rows(uint32_t rows, F f) {
+  constexpr bool kHas = mask >> least & 1, kIsLast = mask >> (least + 1) == 0;
+  if constexpr (kHas)
+    if (kIsLast || rows == least) return f(Constant<least>{});
+  if constexpr (!kIsLast) with_rows<mask, least + 1>(rows, f);
+}
+
 // What a variant makes of the sums of its tile's row n, those of part p being values[p].
 template <class V, class C>
 MPK_DEVICE void finish_row(C& c, const Job& job, int segment, uint32_t n, const float (&values)[4],
@@ -377,6 +387,8 @@ template <class V>
 struct Only {
   using T = typename V::T;
   using Extra = typename V::Extra;
+  static constexpr uint32_t kRowCounts = 1 << Shape<V>::kRows;
+  static MPK_DEVICE bool has_extra(const Job&) { return V::kHasExtra; }
   template <class C>
   static MPK_DEVICE bool prepare(C& c, const Job& job) {
     return linear::prepare<V>(c, job);
@@ -433,15 +445,17 @@ MPK_DEVICE float tile_sum(C& c, const Stream& s, uint32_t run, uint32_t first_en
     for (uint32_t end = begin + run; end <= begin + s.chunks; end += run) {
       const uint32_t entry = first_entry + end;
       const uint64_t* sum = &c.shared.run_sums[entry % kSumsKept][in_pairs ? number % 2 : 0];
-      const uint64_t word = run_sum(c.shared.watchdog, sum, entry, c.phase);
+      uint64_t word = ptx::load_acquire_cta(sum);
+      if (word >> 32 != entry) word = run_sum(c.shared.watchdog, sum, entry, c.phase);
       if (word >> 32 != entry) c.failed = true;
       total += float_of(word);
     }
   return total;
 }
 
-// L: T; Extra, prepare, preload and finish of the variants, see prepare and finish_row. What the table says, and where
-// the first run stands, is read before x is awaited.
+// L: T; kRowCounts, the numbers of rows that chunks have, as bits; has_extra(job), whether there is anything to
+// preload; Extra, prepare, preload and finish of the variants, see prepare and finish_row. What the table says, and
+// where the first run stands, is read before x is awaited.
 template <class L, class C>
 MPK_DEVICE void compute_shared(C& c, const Job& job) {
   using T = typename L::T;
@@ -453,13 +467,16 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
                                  C::Config::kNumWorkers);  // if not claimed
   const uint32_t run = row.run, in_chunk = s.tile_rows * s.chunk_parts, step = kConsumerWarps * run;
   const uint32_t count = (tiles.end - tiles.begin) * s.entries;
-  // The run begins with the worker's entry i, which is entry of_tile of its tile number `whole`. Warps take turns.
-  uint32_t i = c.warp * run, whole = i, of_tile = 0, whole_step = step, of_tile_step = 0;
+  // The run begins with the worker's entry i, which is entry of_tile of its tile number `whole`, and with that chunk of
+  // its row. Warps take turns.
+  uint32_t i = c.warp * run, whole = i, of_tile = 0, whole_step = step, of_tile_step = 0, chunk = 0, chunk_step = 0;
   if (s.entries != 1) {
     whole = i / s.entries, of_tile = i - whole * s.entries;
     whole_step = step / s.entries, of_tile_step = step - whole_step * s.entries;
+    chunk = of_tile % s.chunks, chunk_step = of_tile_step % s.chunks;
   }
   Segments segments(matrices, s.parts);
+  const bool has_extra = L::has_extra(job);
   uint32_t tile = 0, n = 0;  // the lane's row
   bool has_row = false;
   const auto find = [&] {
@@ -487,39 +504,23 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
 #pragma unroll 1
   while (tile < kGivenUp) {
     const uint32_t entry = c.entry + i + in_run;
-    if (!c.ring.wait(entry, c.phase)) {
+    if (!c.ring.has(entry) && !c.ring.wait_longer(entry, c.phase)) {
       c.failed = true;
       return;
     }
-    uint32_t begin = 0;  // of the chunk in its rows
-    if (s.chunks != 1) {
-      uint32_t chunk = of_tile + in_run;
-      while (chunk >= s.chunks) chunk -= s.chunks;
-      begin = chunk * s.chunk_bytes;
-    }
+    const uint32_t begin = (chunk + in_run) * s.chunk_bytes;  // of the chunk in its rows
     const uint4* weights = reinterpret_cast<const uint4*>(c.ring.slot(entry));
     const int pieces = min(s.chunk_bytes, s.row_bytes - begin) / 16;
-    switch (in_chunk) {
-      case 1:
-        add_rows<T, 1>(sums, weights, x + begin / 16, pieces, c.lane);
-        break;
-      case 2:
-        add_rows<T, 2>(sums, weights, x + begin / 16, pieces, c.lane);
-        break;
-      case 3:
-        add_rows<T, 3>(sums, weights, x + begin / 16, pieces, c.lane);
-        break;
-      default:
-        add_rows<T, 4>(sums, weights, x + begin / 16, pieces, c.lane);
-        break;
-    }
+    with_rows<L::kRowCounts>(in_chunk, [&](auto rows) {
+      add_rows<T, decltype(rows)::value>(sums, weights, x + begin / 16, pieces, c.lane);
+    });
     c.ring.release(entry);
     if (++in_run < run) continue;
     in_run = 0;
     const bool is_last = of_tile + run == s.entries;  // of the tile's runs
     // Not before: where variants' ways meet, values are moved, and a move waits for what is in flight.
     typename L::Extra extra{};
-    if (is_last && has_row) extra = L::preload(job, segments.segment, n);
+    if (has_extra && is_last && has_row) extra = L::preload(job, segments.segment, n);
     float each[4];
 #pragma unroll
     for (int t = 0; t < 4; t++) {
@@ -530,19 +531,18 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
     if (run != s.entries) {
       const uint32_t t = c.lane / 8, end = entry + 1;
       if (c.lane % 8 == 0 && t < in_chunk)
-        ptx::store_release_cta(&c.shared.run_sums[end % kSumsKept][t], uint64_t(end) << 32 | __float_as_uint(total));
+        ptx::store_relaxed_cta(&c.shared.run_sums[end % kSumsKept][t], uint64_t(end) << 32 | __float_as_uint(total));
       if (is_last) total = tile_sum(c, s, run, end - s.entries);
-      __syncwarp();
     }
     if (is_last) {
       float values[4];
 #pragma unroll
       for (int p = 0; p < 4; p++) values[p] = __shfl_sync(~0u, total, (p * s.tile_rows + c.lane) * 8 % 32);
       if (has_row) L::finish(c, job, segments.segment, n, values, extra);
-      __syncwarp();
     }
-    i += step, whole += whole_step, of_tile += of_tile_step;
+    i += step, whole += whole_step, of_tile += of_tile_step, chunk += chunk_step;
     if (of_tile >= s.entries) of_tile -= s.entries, whole++;
+    if (chunk >= s.chunks) chunk -= s.chunks;
     find();
   }
   if (!c.failed) c.entry = claimed ? c.ring.phase_end(c.phase) : c.entry + count;

@@ -34,6 +34,7 @@ template <class T>
 void store_release_cta(T* p, std::type_identity_t<T> v) {
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
+inline void store_relaxed_cta(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_acquire_cta(p); }
 inline uint32_t load_relaxed_gpu(const uint32_t* p) {
   emulator::yield();
