@@ -295,10 +295,10 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     std::string value = "results[" + part + "]", store;
     if (const Operand* bias = node.find("bias")) {
       const std::string field = paired ? "bias" + number : "bias0";
-      if (fields.find(" " + field + ";") == std::string::npos) fields += "    T " + field + ";\n";
-      const std::string load = "extra." + field + " = " + refs.pointer(node, bias->tensor) + "[n];\n";
+      if (fields.find(" " + field + ";") == std::string::npos) fields += "    uint32_t " + field + ";\n";
+      const std::string load = "extra." + field + " = to_word(" + refs.pointer(node, bias->tensor) + "[n]);\n";
       preload += "    " + (paired ? load : "if (segment == " + number + ") " + load);
-      value += " + to_float(extra." + field + ")";
+      value += " + to_float(from_word<T>(extra." + field + "))";
     }
     const std::string name = "y" + number;
     if (!contains(job.unstored, y.buffer))

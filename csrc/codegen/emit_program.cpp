@@ -162,9 +162,11 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
           expression = "cast<" + type + ">(element_of<" + std::string(cuda_type(t.dtype)) + ">(c, extra." + result +
                        ", " + pointer + ", " + refs.tag(t.buffer) + "))";
         } else if (options.early_loads && i.args.empty()) {
-          code.preload_fields += "    " + std::string(cuda_type(t.dtype)) + " " + result + ";\n";
-          code.preload += "    extra." + result + " = " + load + ";\n";
-          expression = "cast<" + type + ">(extra." + result + ")";
+          const bool in_word = size_bytes(t.dtype) <= 4;
+          const std::string loaded = cuda_type(t.dtype), field = "extra." + result;
+          code.preload_fields += "    " + (in_word ? "uint32_t" : loaded) + " " + result + ";\n";
+          code.preload += "    " + field + " = " + (in_word ? "to_word(" + load + ")" : load) + ";\n";
+          expression = "cast<" + type + ">(" + (in_word ? "from_word<" + loaded + ">(" + field + ")" : field) + ")";
         } else if (i.args.size() > 1) {
           expression = argument(1, "bool") + " ? cast<" + type + ">(" + load + ") : cast<" + type + ">(0)";
         } else {

@@ -175,6 +175,20 @@ struct alignas(sizeof(T) * N) Vec {
 template <class T>
 inline constexpr int kVecSize = 16 / sizeof(T);
 
+// An element of at most four bytes as a word: put into a register of its own, a load is not waited for before it is
+// needed.
+template <class T>
+MPK_DEVICE uint32_t to_word(const T& v) {
+  if constexpr (sizeof(T) == 1) return *reinterpret_cast<const uint8_t*>(&v);
+  if constexpr (sizeof(T) == 2) return *reinterpret_cast<const uint16_t*>(&v);
+  if constexpr (sizeof(T) == 4) return *reinterpret_cast<const uint32_t*>(&v);
+}
+template <class T>
+MPK_DEVICE T from_word(uint32_t word) {
+  static_assert(sizeof(T) <= sizeof(word));
+  return *reinterpret_cast<const T*>(&word);
+}
+
 template <class T, int N>
 MPK_DEVICE void to_floats(const Vec<T, N>& v, float (&f)[N]) {
 #pragma unroll

@@ -508,6 +508,9 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
       c.failed = true;
       return;
     }
+    const bool is_last = of_tile + run == s.entries;  // of the tile's runs
+    typename L::Extra extra{};
+    if (has_extra && is_last && in_run + 1 == run && has_row) extra = L::preload(job, segments.segment, n);
     const uint32_t begin = (chunk + in_run) * s.chunk_bytes;  // of the chunk in its rows
     const uint4* weights = reinterpret_cast<const uint4*>(c.ring.slot(entry));
     const int pieces = min(s.chunk_bytes, s.row_bytes - begin) / 16;
@@ -517,10 +520,6 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
     c.ring.release(entry);
     if (++in_run < run) continue;
     in_run = 0;
-    const bool is_last = of_tile + run == s.entries;  // of the tile's runs
-    // Not before: where variants' ways meet, values are moved, and a move waits for what is in flight.
-    typename L::Extra extra{};
-    if (has_extra && is_last && has_row) extra = L::preload(job, segments.segment, n);
     float each[4];
 #pragma unroll
     for (int t = 0; t < 4; t++) {
