@@ -153,9 +153,6 @@ class Generator {
     const JobCode code = emit_job(plan_, p, job, may_claim);
     std::vector<uint8_t> row;
     const bool streams = !code.load.empty() || !code.matrices.empty();
-    int64_t streamed = 0;
-    for (const MatrixRow& matrix : code.matrices) streamed += int64_t(matrix.num_rows) * code.stream.stream.row_bytes;
-    if (streamed != 0) streamed_.push_back(streamed / schedule_.target.num_workers);
     const std::vector<int> waits = streams ? job.loader_waits : std::vector<int>{};
     const auto count = [](const auto& list) { return static_cast<uint16_t>(list.size()); };
     JobRow head{
@@ -272,7 +269,7 @@ class Generator {
     if (!sharing.empty()) text += linears(sharing);
     text += "struct Kernel {\n" + constant("int", "kNumRows", str(num_rows_)) +
             constant("int", "kNumPhases", str(program.num_phases)) +
-            constant("int", "kNumWorkers", str(program.num_workers)) + constant("int", "kInFlight", str(in_flight())) +
+            constant("int", "kNumWorkers", str(program.num_workers)) +
             constant("int", "kNumOutputs", str(num_output_rows_)) +
             constant("int64_t", "kEventsOffset", str(events_offset_)) +
             constant("int64_t", "kTicketsOffset", str(tickets_offset_)) +
@@ -298,17 +295,6 @@ class Generator {
             "(const __grid_constant__ torch_mpk_kernel_parts::LaunchBlock block) {\n  "
             "mpk::run<torch_mpk_kernel_parts::Kernel>(block.params, block.pointers);\n}\n";
     return text;
-  }
-
-  // Ring entries that are on their way at a time. More do not come sooner: they queue in front of what the consumers
-  // poll. On an H200, with 7 the memory is not kept busy (Llama-3.2-1B takes 3 % longer, Qwen3-8B 7 %), and with all of
-  // a ring of 25 a poll takes 1.5 microseconds. Where half of the phases stream less than 8 entries for each worker,
-  // polls are what a step waits for (Qwen3-0.6B takes 2 % less).
-  int in_flight() const {
-    constexpr int kMost = 8;
-    std::vector<int64_t> bytes = streamed_;
-    std::sort(bytes.begin(), bytes.end());
-    return !bytes.empty() && bytes[bytes.size() / 2] < kMost * kSlotBytes ? kMost - 1 : kMost;
   }
 
   // The linears that share a tile loop: those of the first element type there is. One alone needs no choice.
@@ -360,7 +346,6 @@ class Generator {
   std::map<std::string, uint32_t> numbers_;
   std::vector<JobCode> variants_;
   std::map<int, uint32_t> signals_;  // per phase, see Signal
-  std::vector<int64_t> streamed_;    // per job that streams matrices: a worker's bytes
   int64_t events_offset_ = 0, tickets_offset_ = 0, outputs_offset_ = 0;
   int num_rows_ = 0, num_output_rows_ = 0;
 };

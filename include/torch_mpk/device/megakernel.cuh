@@ -4,7 +4,7 @@
 // its share of every job, and the CTA then signals the phase's event once. A loader warp goes through the same phases
 // as far ahead of them as the ring allows, streaming what the jobs will need. Generated code supplies a `Kernel`:
 //
-//   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kInFlight, kNumOutputs;
+//   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kNumOutputs;
 //   static constexpr int kStagedOffset, kRingOffset, kDynamicBytes;      // shared memory, see Shared
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
 //   static constexpr int64_t kStampsOffset;                              // 0: not profiled
@@ -259,8 +259,7 @@ struct Loader : Launch<Kernel> {
                        Draw* draw = nullptr) {
     const uint32_t end = ring.entry + (tiles.end - tiles.begin) * stream.entries;
     const bool draws = draw != nullptr && draw->from != nullptr;
-    const uint64_t filled = fill_ring<Kernel::kSlots, Kernel::kInFlight>(ring, stream, data, matrices, tiles, phase,
-                                                                         draws ? draw->from : nullptr);
+    const uint64_t filled = fill_ring(ring, stream, data, matrices, tiles, phase, draws ? draw->from : nullptr);
     if (draws) *draw = {nullptr, static_cast<uint32_t>(filled >> 32)};
     ring.entry = static_cast<uint32_t>(filled);
     failed = ring.entry != end;
