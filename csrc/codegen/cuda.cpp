@@ -243,13 +243,13 @@ class Generator {
     for (const std::string& header : headers) text += "#include \"" + header + "\"\n";
     text += "\nnamespace torch_mpk_kernel_parts {\n\nusing namespace mpk;\n\n";
     std::string compute, shared, load, staged = "256";
-    const std::vector<std::string> sharing = names_of_shared_loop();
+    const std::vector<size_t> sharing = variants_of_shared_loop();
     for (size_t i = 0; i < variants_.size(); i++) {
       const JobCode& code = variants_[i];
-      const std::string number = str(static_cast<int64_t>(i)), name = code.kind + number;
+      const std::string number = str(static_cast<int64_t>(i)), name = variant_name(i);
       text += "struct " + name + " {\n" + code.body + "};\n\n";
       const std::string label = "      case " + number + ": return ";
-      if (std::find(sharing.begin(), sharing.end(), name) != sharing.end())
+      if (std::find(sharing.begin(), sharing.end(), i) != sharing.end())
         shared += "      case " + number + ":\n";
       else
         compute += label + code.compute + "<" + name + ">(c, job);\n";
@@ -297,37 +297,39 @@ class Generator {
     return text;
   }
 
+  std::string variant_name(size_t i) const { return variants_[i].kind + str(static_cast<int64_t>(i)); }
+
   // The linears that share a tile loop: those of the first element type there is. One alone needs no choice.
-  std::vector<std::string> names_of_shared_loop() const {
-    std::vector<std::string> names;
+  std::vector<size_t> variants_of_shared_loop() const {
+    std::vector<size_t> sharing;
     std::string type;
     for (size_t i = 0; i < variants_.size(); i++) {
       const JobCode& code = variants_[i];
       if (type.empty()) type = code.shared_loop;
-      if (!type.empty() && code.shared_loop == type) names.push_back(code.kind + str(static_cast<int64_t>(i)));
+      if (!type.empty() && code.shared_loop == type) sharing.push_back(i);
     }
-    return names.size() > 1 ? names : std::vector<std::string>{};
+    return sharing.size() > 1 ? sharing : std::vector<size_t>{};
   }
 
   // What compute_shared asks of them, by variant.
-  std::string linears(const std::vector<std::string>& names) const {
+  std::string linears(const std::vector<size_t>& sharing) const {
     std::string extras, prepare, preload, finish, has_extra;
     uint32_t row_counts = 0;
-    for (const std::string& name : names) {
-      const JobCode& code = variants_[std::stoul(name.substr(name.find_first_of("0123456789")))];
+    for (size_t i : sharing) {
+      const JobCode& code = variants_[i];
       row_counts |= 1u << (code.stream.stream.tile_rows * code.stream.stream.chunk_parts);
-      const std::string label = "      case " + name.substr(name.find_first_of("0123456789")) + ": ";
+      const std::string number = str(static_cast<int64_t>(i)), name = variant_name(i);
+      const std::string label = "      case " + number + ": ";
       extras += "    " + name + "::Extra of_" + name + ";\n";
       prepare += label + "return linear::prepare<" + name + ">(c, job);\n";
       if (code.has_extra) {
         preload += label + "extra.of_" + name + " = " + name + "::preload(job, segment, 0, n); break;\n";
-        has_extra += (has_extra.empty() ? "" : " || ") + std::string("job.variant == ") +
-                     name.substr(name.find_first_of("0123456789"));
+        has_extra += (has_extra.empty() ? "" : " || ") + std::string("job.variant == ") + number;
       }
       finish += label + "return linear::finish_row<" + name + ">(c, job, segment, n, values, extra.of_" + name + ");\n";
     }
     const std::string by_variant = "    switch (job.variant) {\n";
-    return "struct Linears {\n  using T = " + names.front() +
+    return "struct Linears {\n  using T = " + variant_name(sharing.front()) +
            "::T;\n  static constexpr uint32_t kRowCounts = " + str(row_counts) +
            ";\n  static MPK_DEVICE bool has_extra(const Job& job) { return " +
            (has_extra.empty() ? "false" : has_extra) + "; }\n  union Extra {\n    uint32_t none;\n" + extras +
