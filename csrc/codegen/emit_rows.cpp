@@ -121,7 +121,7 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
       size % width == 0 && aligned_rows(plan, source, true) && (target == nullptr || aligned_rows(plan, *target, true));
   const std::string place = refs.pointer(node, source) + " + " + row_offset(source, "row");
   const std::string tag = plan.tagged(source.buffer) ? refs.tag(source.buffer) : "";
-  std::string members, constructed, applied;
+  std::string members, constructed, applied, first_applied;  // of the tasks, and of the first among them
   auto reads_first = [&](const Tensor& t) { code.early &= plan.known_before(t.buffer, options.phase); };
   for (size_t i = 0; i < chain.tasks.size(); i++) {
     const Node& task = *chain.tasks[i];
@@ -179,15 +179,22 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
     code.headers.push_back(task.def->header);
     members += "    " + task.def->name + "::Task<" + trait + ", Group> " + name + ";\n";
     constructed += (constructed.empty() ? "" : ", ") + name + "(group, job, " + row + ")";
-    applied += (i > 0 ? "      group.sync();\n" : "") + std::string("      ") + name + ".apply(group, data);\n";
+    const std::string apply = "      " + name + ".apply(group, data);\n";
+    if (i == 0)
+      first_applied = apply;
+    else
+      applied += "      group.sync();\n" + apply;
   }
   const std::string copy =
       "copy_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") + ">(group, ";
   code.fetch = "      " + copy + "data, " + place + ");\n";
-  if (plan.tagged(source.buffer))
+  if (!tag.empty())
     code.fetch = "      copy_tagged_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") +
                  ">(group, data, " + place + ", " + tag + ");\n";
-  if (!code.vectorized && !chain.tasks.empty()) applied = "      group.sync();\n" + applied;
+  if (!code.vectorized && !chain.tasks.empty()) first_applied = "      group.sync();\n" + first_applied;
+  std::string brought = code.fetch + first_applied;
+  if (!tag.empty() && !chain.tasks.empty() && chain.tasks.front()->def->name == "rms_norm")
+    brought = "      task0.apply_to_words(group, data, " + place + ", " + tag + ");\n";
   if (target != nullptr) {
     if (!code.vectorized) applied += "      group.sync();\n";
     applied += "      " + copy + refs.pointer(node, *target, true) + " + " + row_offset(*target, "row") + ", data);\n";
@@ -197,7 +204,8 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
                "    MPK_DEVICE Chain(const Group& group, const Job& job, uint32_t row" +
                (options.batch_row ? ", uint32_t batch_row)" : ")") + (constructed.empty() ? "" : " : " + constructed) +
                " {}\n    MPK_DEVICE void fetch" + parameters + code.fetch + "    }\n    MPK_DEVICE void apply" +
-               parameters + applied + "    }\n  };\n";
+               parameters + first_applied + applied + "    }\n    MPK_DEVICE void bring" + parameters + brought +
+               applied + "    }\n  };\n";
   return code;
 }
 

@@ -15,6 +15,7 @@
 //     Chain(const Group& group, const Job& job, uint32_t row);                   // constructs the tasks
 //     void fetch(Group& group, const Job& job, uint32_t row, T* data);           // the row, from memory, into `data`
 //     void apply(Group& group, const Job& job, uint32_t row, T* data);           // the tasks
+//     void bring(Group& group, const Job& job, uint32_t row, T* data);           // both
 //   };
 #pragma once
 
@@ -137,8 +138,7 @@ inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * kRowPitch<V
 template <class Chain, class Group, class T>
 MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
   Chain chain(group, job, row);
-  chain.fetch(group, job, row, data);
-  chain.apply(group, job, row, data);
+  chain.bring(group, job, row, data);
 }
 
 // A job of row tasks alone. V: T, kRows, kSize; Chain<Group>, which also stores the row.

@@ -71,13 +71,12 @@ __device__ __noinline__ uint4 wait_words(const Watchdog& dog, const uint32_t* p,
   return words;
 }
 
-// Pieces rank, rank + stride, ... of 16 bytes, `pieces` in all and at most kSteps for a thread, from tagged words.
-// False when the launch was given up. A thread has all its loads in flight before it looks at the first tag. Out of
-// line: jobs share it.
+// Pieces rank, rank + stride, ... of 16 bytes, `pieces` in all and at most kSteps for a thread, from tagged words;
+// those behind the last are unspecified. False when the launch was given up. A thread has all its loads in flight
+// before it looks at the first tag.
 template <int kSteps>
-__device__ __noinline__ bool copy_words(uint4* dst, const uint32_t* src, uint32_t tag, int rank, int stride, int pieces,
-                                        const Watchdog& dog, uint32_t phase) {
-  __builtin_assume(__isShared(dst));
+MPK_DEVICE bool poll_pieces(uint4 (&to)[kSteps], const uint32_t* src, uint32_t tag, int rank, int stride, int pieces,
+                            const Watchdog& dog, uint32_t phase) {
   __builtin_assume(__isGlobal(src));
   const uint32_t tags = tag << 16;
   const uint4 nothing = make_uint4(tags, tags, tags, tags);
@@ -99,12 +98,23 @@ __device__ __noinline__ bool copy_words(uint4* dst, const uint32_t* src, uint32_
   }
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
-    const int i = s * stride + rank;
     const uint4 a = words[s][0], b = words[s][1];
-    if (i < pieces)
-      dst[i] = make_uint4(ptx::low_halves(a.x, a.y), ptx::low_halves(a.z, a.w), ptx::low_halves(b.x, b.y),
-                          ptx::low_halves(b.z, b.w));
+    to[s] = make_uint4(ptx::low_halves(a.x, a.y), ptx::low_halves(a.z, a.w), ptx::low_halves(b.x, b.y),
+                       ptx::low_halves(b.z, b.w));
   }
+  return true;
+}
+
+// The same, to shared memory. Out of line: jobs share it.
+template <int kSteps>
+__device__ __noinline__ bool copy_words(uint4* dst, const uint32_t* src, uint32_t tag, int rank, int stride, int pieces,
+                                        const Watchdog& dog, uint32_t phase) {
+  __builtin_assume(__isShared(dst));
+  uint4 polled[kSteps];
+  if (!poll_pieces(polled, src, tag, rank, stride, pieces, dog, phase)) return false;
+#pragma unroll
+  for (int s = 0; s < kSteps; s++)
+    if (const int i = s * stride + rank; i < pieces) dst[i] = polled[s];
   return true;
 }
 

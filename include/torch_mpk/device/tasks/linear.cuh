@@ -94,8 +94,7 @@ MPK_DEVICE bool stage_rows(C& c, const Job& job, Group group, int first, int ste
   Chain chain(group, job, first);
   if (V::kEarly && !c.await()) return false;
   for (int r = first;;) {
-    chain.fetch(group, job, r, x + r * kPitch);
-    chain.apply(group, job, r, x + r * kPitch);
+    chain.bring(group, job, r, x + r * kPitch);
     if ((r += step) >= V::kBatch) return true;
     chain = Chain(group, job, r);
   }

@@ -1,7 +1,7 @@
 // rms_norm: y = x / sqrt(mean(x^2) + eps), times the weight in one of three styles (see docs/architecture.md).
 #pragma once
 
-#include "torch_mpk/device/row.cuh"
+#include "torch_mpk/device/tagged.cuh"
 
 namespace mpk::rms_norm {
 
@@ -33,28 +33,43 @@ MPK_DEVICE Vec<T, N> normalised(const Vec<T, N>& x, float scale, const Vec<Weigh
   }
 }
 
-// A thread's share of the weights, in pieces of 16 bytes.
-template <int kSteps>
-struct Kept {
-  uint4 pieces[kSteps];
+// Where a row's tagged words are, and what polling them takes.
+struct Words {
+  const uint32_t* src;
+  uint32_t tag, phase;
+  const Watchdog* dog;
 };
 
-// A row of `pieces` pieces by the whole CTA, with weights of its own dtype that are in registers. False when the launch
-// was given up. Out of line: jobs share it. The row is read twice, since the registers to keep it in would be spilled.
-template <class T, Style style, bool has_weight, int kSteps>
-__device__ __noinline__ bool normalise(uint4* row, Kept<kSteps> weights, int pieces, float inverse_size, float eps,
-                                       float* partials, bool failed) {
+// A row of `pieces` pieces by the whole CTA, with weights of its own dtype; polled from tagged words where there are
+// any, and then written. False when the launch was given up. Out of line: jobs share it. It fetches the weights itself,
+// since a call waits for what is in flight.
+template <class T, Style style, bool has_weight, bool is_tagged, int kSteps>
+__device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pieces, float inverse_size, float eps,
+                                       float* partials, bool failed, Words words) {
   __builtin_assume(__isShared(row));
   __builtin_assume(__isShared(partials));
   constexpr int kWidth = kVecSize<T>;
   using Piece = Vec<T, kWidth>;
   const int rank = ptx::thread_index();
+  uint4 kept[kSteps], factors[kSteps] = {};
+  if constexpr (has_weight) {
+    __builtin_assume(__isGlobal(weights));
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+      if (const int i = s * kConsumerThreads + rank; i < pieces) factors[s] = weights[i];
+  }
+  if constexpr (is_tagged) {
+    failed |= !poll_pieces(kept, words.src, words.tag, rank, kConsumerThreads, pieces, *words.dog, words.phase);
+  } else {
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+      if (const int i = s * kConsumerThreads + rank; i < pieces) kept[s] = row[i];
+  }
   float sum = 0, x[kWidth];
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
-    const int i = s * kConsumerThreads + rank;
-    if (i >= pieces) break;
-    to_floats(reinterpret_cast<const Piece*>(row)[i], x);
+    if (s * kConsumerThreads + rank >= pieces) break;
+    to_floats(reinterpret_cast<const Piece&>(kept[s]), x);
 #pragma unroll
     for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
   }
@@ -66,8 +81,8 @@ __device__ __noinline__ bool normalise(uint4* row, Kept<kSteps> weights, int pie
   for (int s = 0; s < kSteps; s++) {
     const int i = s * kConsumerThreads + rank;
     if (i >= pieces) break;
-    Piece& piece = reinterpret_cast<Piece*>(row)[i];
-    piece = normalised<T, style, has_weight>(piece, scale, reinterpret_cast<const Piece&>(weights.pieces[s]));
+    reinterpret_cast<Piece*>(row)[i] = normalised<T, style, has_weight>(reinterpret_cast<const Piece&>(kept[s]), scale,
+                                                                        reinterpret_cast<const Piece&>(factors[s]));
   }
   return true;
 }
@@ -90,7 +105,7 @@ struct Task {
 
   MPK_DEVICE Task(const Group& group, const Job& job, uint32_t) {
     if constexpr (V::kHasWeight) weight = V::weight(job);
-    if constexpr (V::kHasWeight && kKeeps) {
+    if constexpr (V::kHasWeight && kKeeps && !kOutOfLine) {
 #pragma unroll
       for (int s = 0; s < kSteps; s++)
         if (const int i = s * Group::kSize + group.rank; i < kPieces)
@@ -98,11 +113,20 @@ struct Task {
     }
   }
 
+  // The row comes from tagged words.
+  MPK_DEVICE void apply_to_words(Group& group, T* row, const uint32_t* src, uint32_t tag) {
+    if constexpr (kOutOfLine) {
+      call<true>(group, row, {src, tag, group.c.phase, &group.c.shared.watchdog});
+    } else {
+      copy_tagged_row<T, V::kSize, V::kVectorized>(group, row, src, tag);
+      if constexpr (!V::kVectorized) group.sync();
+      apply(group, row);
+    }
+  }
+
   MPK_DEVICE void apply(Group& group, T* row) {
     if constexpr (kOutOfLine) {
-      group.c.alive = normalise<T, V::kStyle, V::kHasWeight>(
-          reinterpret_cast<uint4*>(row), reinterpret_cast<const Kept<kSteps>&>(kept), kPieces, 1.0f / V::kSize, V::kEps,
-          group.partials(), group.c.failed);
+      call<false>(group, row, {});
     } else {
       Vec<T, kWidth>* pieces = reinterpret_cast<Vec<T, kWidth>*>(row);
       float sum = 0;
@@ -128,6 +152,15 @@ struct Task {
         pieces[i] = normalised<T, V::kStyle, V::kHasWeight>(pieces[i], scale, w);
       }
     }
+  }
+
+ private:
+  template <bool is_tagged>
+  MPK_DEVICE void call(Group& group, T* row, Words words) {
+    if (!group.c.alive) return;
+    group.c.alive = normalise<T, V::kStyle, V::kHasWeight, is_tagged, kSteps>(
+        reinterpret_cast<uint4*>(row), reinterpret_cast<const uint4*>(weight), kPieces, 1.0f / V::kSize, V::kEps,
+        group.partials(), group.c.failed, words);
   }
 };
 
