@@ -2,10 +2,9 @@
 
     python benchmarks/breakdown.py --models qwen3-0.6b llama-1b --position 512
 
-A phase is split, per worker, into waiting for its event, bringing the activations into shared memory, computing (until
-the warp that stamps is done), the tail (until the worker's last warp is) and signalling. Phases of the same tasks are
-averaged. "least" and "most" are over workers: the least wait is what the event itself costs, the worker with the most
-work is whom the others wait for. Needs a GPU.
+A phase is split, per worker, into coming to its code and waiting for the worker's own warps (join), waiting for its
+event, bringing the activations into shared memory, and computing, until the warp that stamps is done. Phases of the
+same tasks are averaged; in parentheses the least and the most of a worker. Needs a GPU.
 """
 
 import argparse
@@ -22,14 +21,14 @@ from torch_mpk.runtime.program import live_segments
 from torch_mpk.testing.decode import bytes_read, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 
-PARTS = ("wait", "stage", "compute", "tail", "signal")
+PARTS = ("join", "wait", "stage", "compute")
 
 
 def durations(stamps: np.ndarray) -> np.ndarray:
     """Cycles[phase, worker, part] of PhaseStamps[worker, phase]."""
-    begin, ready, staged, computed, finished, signalled = (stamps[..., i] for i in range(6))
+    begin, joined, ready, staged, computed = (stamps[..., i] for i in range(5))
     staged = np.where(staged == 0, ready, staged)
-    parts = [ready - begin, staged - ready, computed - staged, finished - computed, signalled - finished]
+    parts = [joined - begin, ready - joined, staged - ready, computed - staged]
     return np.stack(parts, axis=-1).astype(np.float64).transpose(1, 0, 2)  # differences of a wrapping clock are right
 
 
@@ -86,7 +85,7 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     runs = []
     for _ in range(args.steps):
         clock.device_ms(1.0)
-        stamps = np.frombuffer(executable.stamps(), dtype=np.uint32).reshape(-1, len(names), 6)
+        stamps = np.frombuffer(executable.stamps(), dtype=np.uint32).reshape(-1, len(names), 5)
         runs.append(durations(stamps))
     print_phases(names, np.median(runs, axis=0), profiled_ms)
 

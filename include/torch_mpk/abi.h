@@ -26,12 +26,11 @@ struct StallRecord {
 
 // What a worker of a profiled kernel writes of each phase, in cycles of its multiprocessor's clock (which wraps).
 struct PhaseStamps {
-  uint32_t begin;      // came to the phase
-  uint32_t ready;      // the phase's events had been seen
-  uint32_t staged;     // the activations stood in shared memory; 0 where a task does not say
-  uint32_t computed;   // one warp was done
-  uint32_t finished;   // all warps were
-  uint32_t signalled;  // the event had been signalled
+  uint32_t begin;     // came to the phase
+  uint32_t joined;    // all warps of the worker were done with the phase before
+  uint32_t ready;     // the phase's events had been seen
+  uint32_t staged;    // the activations stood in shared memory; 0 where a task does not say
+  uint32_t computed;  // one warp was done
 };
 
 // Device memory, one per executable and stream, zeroed with the workspace by the host when created and after an aborted

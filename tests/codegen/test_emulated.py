@@ -205,11 +205,11 @@ def test_a_profiled_kernel_stamps_every_phase_of_every_worker(tmp_path: Path) ->
     kernel = EmulatedKernel(decoder(layers=1, dtype="float32"), tmp_path, profiled=True)
     check_decoder(kernel, [40], 5, 1e-5)
     program = kernel.program
-    stamps = kernel.control[program.stamps_offset :].view(torch.int32).view(program.num_workers, program.num_phases, 6)
+    stamps = kernel.control[program.stamps_offset :].view(torch.int32).view(program.num_workers, program.num_phases, 5)
     assert stamps.count_nonzero() > 0
-    begin, ready, staged, computed, finished, signalled = stamps.unbind(-1)
+    begin, joined, ready, staged, computed = stamps.unbind(-1)
     staged = torch.where(staged == 0, ready, staged)
-    for earlier, later in pairwise([begin, ready, staged, computed, finished, signalled]):
+    for earlier, later in pairwise([begin, joined, ready, staged, computed]):
         assert ((later - earlier) >= 0).all()  # of a clock that wraps
 
 

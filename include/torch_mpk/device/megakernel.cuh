@@ -1,8 +1,10 @@
 // The persistent kernel: roles, phases, and the way out.
 //
 // One CTA runs on each multiprocessor. Consumer warps go through the phases in order; within a phase each runs
-// its share of every job, and the CTA then signals the phase's event once. A loader warp goes through the same phases
-// as far ahead of them as the ring allows, streaming what the jobs will need. Generated code supplies a `Kernel`:
+// its share of every job. Where the phase's event is awaited, they then meet at a barrier, and the CTA signals it once;
+// otherwise they meet in the next phase, before it overwrites what some of them may still read. A loader warp goes
+// through the same phases as far ahead of them as the ring allows, streaming what the jobs will need. Generated code
+// supplies a `Kernel`:
 //
 //   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kNumOutputs;
 //   static constexpr int kStagedOffset, kRingOffset, kDynamicBytes;      // shared memory, see Shared
@@ -122,6 +124,8 @@ struct Consumer : Launch<Kernel> {
   bool failed = false;   // this warp gave up a wait
   bool alive = true;     // no warp of the group has, as far as the group knows
   bool awaited = false;  // the events of this phase have come
+  bool apart = false;    // other warps may not be done with the phase before
+  PhaseRow current{};    // the row's, in registers
   PhaseStamps stamps{};
 
   MPK_DEVICE Consumer(const Launch<Kernel>& launch, int thread)
@@ -169,23 +173,24 @@ struct Consumer : Launch<Kernel> {
         return nullptr;
       }
     }
+    current = *current_row();
     return current_row();
   }
 
-  // Until the events of the phase have come, once a phase. A job calls it where it first reads what earlier phases of
-  // this launch wrote, or may have written since the phase before the last; behind it tagged words are polled. False
-  // when the launch was given up.
+  // Until the worker's warps are done with the phase before, and the events of this one have come; once a phase. A job
+  // calls it where it first writes to shared memory, or reads what earlier phases of this launch wrote, or may have
+  // written since the phase before the last; behind it tagged words are polled. False when the launch was given up.
   MPK_DEVICE bool await() {
     if (awaited) return alive;
     awaited = true;
-    if (current_row()->num_waits == 0) {
-      stamp(&PhaseStamps::ready);
-      return alive;
+    if (apart && !join(0)) return false;
+    stamp(&PhaseStamps::joined);
+    if (current.num_waits != 0) {
+      if (rank == kPollingThread)
+        failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
+                              phase + 1 == Kernel::kNumPhases);
+      if (!sync()) return false;
     }
-    if (rank == kPollingThread)
-      failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
-                            phase + 1 == Kernel::kNumPhases);
-    if (!sync()) return false;
     stamp(&PhaseStamps::ready);
     return true;
   }
@@ -198,35 +203,39 @@ struct Consumer : Launch<Kernel> {
     return true;
   }
 
-  // Ends the last row of a phase, and signals its event.
-  MPK_DEVICE bool end_phase(uint32_t signal) {
+  // Ends the last row of a phase.
+  MPK_DEVICE bool end_phase() {
     if (!await()) return false;
     stamp(&PhaseStamps::computed);
-    if (signal & kPublishes) ptx::fence_proxy_async();
-    if (!sync()) return false;
-    stamp(&PhaseStamps::finished);
-    if (rank == 0) {
-      delay(this->params.jitter, blockIdx.x, 2 * row + 1);
-      if (signal & kReleases)
-        ptx::add_release_gpu(this->event(phase), 1);
-      else
-        ptx::add_relaxed_gpu(this->event(phase), 1);
-      ptx::store_release_cta(&this->shared.done, row + 1);
-      if constexpr (Kernel::kStampsOffset != 0) {
-        stamp(&PhaseStamps::signalled);
+    if constexpr (Kernel::kStampsOffset != 0) {
+      if (rank == 0)
         reinterpret_cast<PhaseStamps*>(
             this->control_word(Kernel::kStampsOffset))[blockIdx.x * Kernel::kNumPhases + phase] = stamps;
-        stamps = {};
-        stamp(&PhaseStamps::begin);
-      }
+      stamps = {};
+      stamp(&PhaseStamps::begin);
     }
+    const uint32_t signal = current.signal;
+    if (signal & kPublishes) ptx::fence_proxy_async();
     row++;
     phase++;
     awaited = false;
-    return true;
+    apart = true;
+    return (signal == 0 && phase < Kernel::kNumPhases) || join(signal);
   }
 
  private:
+  // All warps are done with the phase before.
+  MPK_DEVICE bool join(uint32_t signal) {
+    apart = false;
+    if (!sync()) return false;
+    if (rank == 0) {
+      delay(this->params.jitter, blockIdx.x, 2 * row - 1);
+      if (signal & kReleases) ptx::add_release_gpu(this->event(phase - 1), 1);
+      ptx::store_release_cta(&this->shared.done, row);
+    }
+    return true;
+  }
+
   MPK_DEVICE const PhaseRow* current_row() const {
     return reinterpret_cast<const PhaseRow*>(this->shared.rows[row % kPhasesAhead]);
   }
@@ -390,13 +399,13 @@ MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
     delay(c.params.jitter, blockIdx.x, 2 * c.row);
     const JobRow* job = first_job(row);
 #pragma unroll 1
-    for (uint32_t j = 0; j < row->num_jobs; j++, job = next_job(job)) {
+    for (uint32_t j = 0; j < c.current.num_jobs; j++, job = next_job(job)) {
       if (j > 0 && !c.sync()) return;  // the previous job's staged data is no longer read
       c.begin_job();
       Kernel::compute(c, Job{job, &c.params});
       if (!c.alive) return;
     }
-    if (row->last == 0 ? !c.end_row() : !c.end_phase(row->signal)) return;
+    if (c.current.last == 0 ? !c.end_row() : !c.end_phase()) return;
   }
 }
 

@@ -28,7 +28,7 @@ constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run) {
 inline constexpr int kRowBytes = 1024;  // two 16-byte loads for each lane of the loader warp
 inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kTagIndex = 0xfffd;
 
-// A signal that nobody awaits only counts arrivals.
+// What the end of a phase tells others; nothing where nobody awaits its event.
 enum Signal : uint32_t {
   kReleases = 1,   // a phase awaits this one's event: all that was written is visible to it
   kPublishes = 2,  // a loader does: the stores must reach the copy engine, too
@@ -40,7 +40,7 @@ struct PhaseRow {
   uint32_t num_waits;  // phases whose events come before this phase's computation; in the phase's first row. None: what
                        // it reads of earlier phases is tagged, or known
   uint32_t last;       // nonzero: the phase ends with this row
-  uint32_t signal;     // what its signal says, see Signal
+  uint32_t signal;     // see Signal
 };
 
 // A job: JobRow, uint64_t refs[num_refs], Parameter parameters[num_parameters], uint64_t
