@@ -115,6 +115,8 @@ struct Shape {
   // What a lane holds of every head's result: kWidth elements, and so many again for every 32 lanes.
   static constexpr int kWidth = lane_width<T>(kSize);
   static constexpr int kSteps = (kSize / kWidth + 31) / 32;
+  // Rows of values summed at a time: as many as are quick to read at once, as long as the code is short.
+  static constexpr int kAtATime = floor_power_of_two(32 / kHeads), kRows = kAtATime < kTile ? kAtATime : kTile;
   // The softmax of a tile: a lane has one score of a head, the warp kAtOnce heads.
   static constexpr int kAtOnce = 32 / kTile, kRounds = (kHeads + kAtOnce - 1) / kAtOnce;
   // Scores, then weights [position][kPad], with a row behind them: what to multiply results so far by.
@@ -334,12 +336,11 @@ struct Softmax {
         for (int e = 0; e < S::kWidth; e++) out[h][s][e] *= keep.v[h];
     using Elements = Vec<T, S::kWidth>;
     const Elements* v = reinterpret_cast<const Elements*>(tile.values);
-    constexpr int kRows = S::kTile < 4 ? S::kTile : 4;  // worked on at a time
 #pragma unroll 1
-    for (int first = 0; first < S::kTile; first += kRows) {
-      const auto w = reinterpret_cast<const Floats<kRows * S::kPad>*>(weights)[first / kRows];
+    for (int first = 0; first < S::kTile; first += S::kRows) {
+      const auto w = reinterpret_cast<const Floats<S::kRows * S::kPad>*>(weights)[first / S::kRows];
 #pragma unroll
-      for (int p = 0; p < kRows; p++)
+      for (int p = 0; p < S::kRows; p++)
 #pragma unroll
         for (int s = 0; s < S::kSteps; s++) {
           float x[S::kWidth];
