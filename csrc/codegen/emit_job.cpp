@@ -248,10 +248,11 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     code.shared_loop = type;
   const bool claimed =
       may_claim && aligned && job.assignment == Assignment::kClaimed && (run == 1 || code.shared_loop.empty());
-  code.stream = {{u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element),
-                  u32(shape.chunk_size * element), u32(shape.chunks()), entries},
-                 claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{},
-                 run};
+  code.stream = {
+      {u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element), u32(shape.chunk_size * element),
+       u32(shape.chunks()), entries, inverse(u32(shape.chunks())), inverse(entries)},
+      claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{},
+      run};
 
   const ChainCode prologue = emit_chain(plan, refs, first, chain, {.phase = phase});
   code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());

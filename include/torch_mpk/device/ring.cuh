@@ -27,10 +27,13 @@ inline constexpr int kFillWidth = 32;         // entries that the loader works o
 inline constexpr uint32_t kFullArrivals = 1;  // the copy engine counts bytes; one arrival announces how many
 // Entries in flight. More do not come sooner: they queue in front of what the consumers poll. On an H200, 6 do not keep
 // the memory busy, and with all of a ring of 25 a poll takes 1.5 microseconds.
-inline constexpr uint32_t kMaxInFlight = 8;
+inline constexpr uint32_t kMaxInFlight = 9;
+// Entries that a round waits for: a round for each would take as long as the memory does.
+inline constexpr uint32_t kLeastFilled = 2;
 #else
 inline constexpr int kFillWidth = 1;
 inline constexpr uint32_t kMaxInFlight = kMaxSlots;
+inline constexpr uint32_t kLeastFilled = 1;
 inline constexpr uint32_t kFullArrivals = 32;  // each lane arrives when its copies have landed
 #endif
 
@@ -106,10 +109,11 @@ __device__ __noinline__ uint64_t fill_ring(RingWriter<slots> w, Stream s, const 
     const uint32_t number = block + mine, g = first + number, slot = g % slots, parity = (g / slots - 1) & 1;
     uint32_t tile = tiles.begin + number, part = 0, begin = 0;
     if (s.entries != 1) {
-      tile = tiles.begin + number / s.entries;
-      const uint32_t rest = number % s.entries;
-      part = rest / s.chunks * s.chunk_parts;
-      begin = rest % s.chunks * s.chunk_bytes;
+      const uint32_t whole = quotient(number, s.by_entries), rest = number - whole * s.entries;
+      const uint32_t chunks = quotient(rest, s.by_chunks);
+      tile = tiles.begin + whole;
+      part = chunks * s.chunk_parts;
+      begin = (rest - chunks * s.chunks) * s.chunk_bytes;
     }
     const uint32_t row = (tile - matrices->first_tile) * s.tile_rows, num_rows = matrices->num_rows;
     const uint32_t rows = row < num_rows ? min(s.tile_rows, num_rows - row) : 0;
@@ -128,11 +132,11 @@ __device__ __noinline__ uint64_t fill_ring(RingWriter<slots> w, Stream s, const 
     };
 #pragma unroll 1
     for (uint32_t done = 0; done < size;) {
-      // Those in front that are free are filled; the first is waited for. A new barrier counts as free. The parity says
-      // nothing of entries that are a round of the ring ahead.
+      // Those in front that are free are filled; the first ones are waited for. A new barrier counts as free. The
+      // parity says nothing of entries that are a round of the ring ahead.
       const bool is_next = mine - done < min(size - done, uint32_t(slots));
       bool is_free = is_next && ptx::mbar_peek(empty, parity) && may_fly();
-      if (mine == done && !is_free)  // not by wait_barrier: a call waits for what is in flight, the ticket
+      if (!is_free && mine - done < min(kLeastFilled, size - done))  // not out of line: a call waits for the ticket
         is_free = spin(
             w.dog, [&] { return ptx::mbar_test(empty, parity) && may_fly(); },
             [&] { return stall(phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, 0, 0, g); });
@@ -220,15 +224,21 @@ struct RingReader {
 
   // The tile that entry g begins, or kNoTile, or kGivenUp.
   MPK_DEVICE uint32_t next_tile(uint32_t g, uint32_t phase) {
-    if (!reached(issued, g + 1)) issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0);
+    look(g);
     if (reached(issued, g + 1)) return ends_before(ring, g, phase) ? kNoTile : ring.tile[g % slots];
     const uint64_t found = mpk::next_tile<slots>(ring, dog, g, phase, issued);
     issued = static_cast<uint32_t>(found >> 32);
     return static_cast<uint32_t>(found);
   }
 
-  // Whether the data of entry g is there, as far as the warp knows.
-  MPK_DEVICE bool has(uint32_t g) const {
+  // Looks whether entry g has been issued, unless the warp knows.
+  MPK_DEVICE void look(uint32_t g) {
+    if (!reached(issued, g + 1)) issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0);
+  }
+
+  // Whether the data of entry g is there.
+  MPK_DEVICE bool has(uint32_t g) {
+    look(g);
     return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
   }
 

@@ -70,6 +70,7 @@ struct Stream {
   uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of 16; the last chunk of a row may be shorter
   uint32_t chunks;                  // of a row
   uint32_t entries;                 // parts / chunk_parts * chunks
+  uint32_t by_chunks, by_entries;   // their inverses, see quotient
 };
 
 struct MatrixRow {

@@ -132,7 +132,8 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
   using S = StreamShape<V>;
   constexpr uint32_t kRowBytes = V::kStreamSize * sizeof(T),
                      kChunkBytes = kRowBytes < kSlotBytes ? kRowBytes : kSlotBytes;
-  constexpr Stream kStream{S::kRows, 1, 1, kRowBytes, kChunkBytes, S::kParts, S::kParts};
+  constexpr Stream kStream{S::kRows,          1, 1, kRowBytes, kChunkBytes, S::kParts, S::kParts, inverse(S::kParts),
+                           inverse(S::kParts)};
   constexpr uint32_t kEnd = S::kEntries / S::kParts;
   for (uint32_t number = l.worker(job); number < V::kTiles; number += L::Config::kNumWorkers) {
     const typename V::Tile tile = V::at(number);

@@ -139,7 +139,8 @@ struct Shape {
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
-  constexpr Stream kStream{S::kTile, 2, S::kTogether ? 2 : 1, S::kRowBytes, S::kRowBytes, 1, S::kEntries};
+  constexpr Stream kStream{S::kTile, 2,           S::kTogether ? 2 : 1, S::kRowBytes,        S::kRowBytes,
+                           1,        S::kEntries, inverse(1),           inverse(S::kEntries)};
   const Cut<V> cut(job);
 #pragma unroll 1
   for (uint32_t number = l.worker(job);; number += V::kWorkers) {

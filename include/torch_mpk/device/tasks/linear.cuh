@@ -468,11 +468,13 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
   const uint32_t count = (tiles.end - tiles.begin) * s.entries;
   // The run begins with the worker's entry i, which is entry of_tile of its tile number `whole`, and with that chunk of
   // its row. Warps take turns.
-  uint32_t i = c.warp * run, whole = i, of_tile = 0, whole_step = step, of_tile_step = 0, chunk = 0, chunk_step = 0;
-  if (s.entries != 1) {
-    whole = i / s.entries, of_tile = i - whole * s.entries;
-    whole_step = step / s.entries, of_tile_step = step - whole_step * s.entries;
-    chunk = of_tile % s.chunks, chunk_step = of_tile_step % s.chunks;
+  uint32_t i = c.warp * run, whole = c.warp, of_tile = 0, whole_step = kConsumerWarps, of_tile_step = 0, chunk = 0,
+           chunk_step = 0;
+  if (run != s.entries) {
+    whole = quotient(i, s.by_entries), of_tile = i - whole * s.entries;
+    whole_step = quotient(step, s.by_entries), of_tile_step = step - whole_step * s.entries;
+    chunk = of_tile - quotient(of_tile, s.by_chunks) * s.chunks;
+    chunk_step = of_tile_step - quotient(of_tile_step, s.by_chunks) * s.chunks;
   }
   Segments segments(matrices, s.parts);
   const bool has_extra = L::has_extra(job);
@@ -482,7 +484,9 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
     tile = tiles.begin + whole;
     if (claimed)
       tile = c.ring.next_tile(c.entry + i, c.phase);
-    else if (i >= count)
+    else if (i < count)
+      c.ring.look(c.entry + i);
+    else
       tile = kNoTile;
     if (tile == kGivenUp) c.failed = true;
     if (tile >= kGivenUp) return;
@@ -538,7 +542,9 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
       for (int p = 0; p < 4; p++) values[p] = __shfl_sync(~0u, total, (p * s.tile_rows + c.lane) * 8 % 32);
       if (has_row) L::finish(c, job, segments.segment, n, values, extra);
     }
-    i += step, whole += whole_step, of_tile += of_tile_step, chunk += chunk_step;
+    i += step;
+    if (!claimed && i >= count) break;
+    whole += whole_step, of_tile += of_tile_step, chunk += chunk_step;
     if (of_tile >= s.entries) of_tile -= s.entries, whole++;
     if (chunk >= s.chunks) chunk -= s.chunks;
     find();
