@@ -100,8 +100,11 @@ class Generator {
     for (const Phase& phase : schedule_.phases)
       for (int wait : phase.waits) signals_[wait] |= kReleases;
 
+    std::vector<PhaseJobs> phases;
+    for (int p = 0; p < num_phases; p++) phases.push_back(jobs_of(p));
+    row_bytes_ = row_bytes(phases);
     std::vector<std::vector<uint8_t>> rows;
-    for (int p = 0; p < num_phases; p++) append_rows(rows, p);
+    for (const PhaseJobs& phase : phases) append_rows(rows, phase);
     num_rows_ = static_cast<int>(rows.size());
     CudaProgram program;
     program.table = make_table(rows);
@@ -171,36 +174,71 @@ class Generator {
     return row;
   }
 
-  // The rows of a phase: as few as hold its jobs.
-  void append_rows(std::vector<std::vector<uint8_t>>& rows, int p) {
+  // A phase's part of the table, yet to be cut into rows.
+  struct PhaseJobs {
+    std::vector<uint8_t> head;  // PhaseRow and waits
+    std::vector<std::vector<uint8_t>> jobs;
+
+    size_t bytes() const {
+      size_t total = head.size();
+      for (const auto& job : jobs) total += job.size();
+      return total;
+    }
+    size_t largest() const {
+      size_t largest = head.size();
+      for (const auto& job : jobs) largest = std::max(largest, head.size() + job.size());
+      return largest;
+    }
+  };
+
+  PhaseJobs jobs_of(int p) {
     const Phase& phase = schedule_.phases[p];
     int num_streams = 0;
     for (const Job& job : phase.jobs) num_streams += plan_.node(job.body.front()).def->streams();
-    PhaseRow head{0, static_cast<uint32_t>(phase.waits.size()), 0, signals_[p]};
-    std::vector<uint8_t> row;
-    append(row, head);
-    for (int wait : phase.waits) append(row, static_cast<uint32_t>(wait));
-    pad(row, 16);
-    auto finish = [&](bool last) {
-      head.last = last;
-      std::memcpy(row.data(), &head, sizeof(head));
-      row.resize(kRowBytes);
-      rows.push_back(row);
-    };
+    PhaseJobs result;
+    append(result.head, PhaseRow{0, static_cast<uint32_t>(phase.waits.size()), 0, signals_[p]});
+    for (int wait : phase.waits) append(result.head, static_cast<uint32_t>(wait));
+    pad(result.head, 16);
     uint32_t rotation = 0;
     for (const Job& job : phase.jobs) {
-      const std::vector<uint8_t> next = job_row(p, job, num_streams == 1, rotation);
-      if (row.size() + next.size() > kRowBytes) {
-        if (head.num_jobs == 0)
-          fail(plan_.node(job.body.front()), "its operands need " + str(next.size()) +
-                                                 " bytes, a row of the table has " + str(kRowBytes) +
-                                                 ": split the expression");
+      result.jobs.push_back(job_row(p, job, num_streams == 1, rotation));
+      if (const size_t bytes = result.jobs.back().size(); result.head.size() + bytes > kMaxRowBytes)
+        fail(plan_.node(job.body.front()), "its operands need " + str(static_cast<int64_t>(bytes)) +
+                                               " bytes, a row of the table has " + str(kMaxRowBytes) +
+                                               ": split the expression");
+    }
+    return result;
+  }
+
+  // So long that phases take as few rows as they can, but for the last one, which runs only once.
+  static size_t row_bytes(const std::vector<PhaseJobs>& phases) {
+    size_t most = 0;
+    for (const PhaseJobs& phase : phases) {
+      const bool is_last = &phase == &phases.back();
+      most = std::max(most, is_last ? phase.largest() : std::min<size_t>(phase.bytes(), kMaxRowBytes));
+    }
+    return most;
+  }
+
+  // The rows of a phase: as few as hold its jobs.
+  void append_rows(std::vector<std::vector<uint8_t>>& rows, const PhaseJobs& phase) const {
+    std::vector<uint8_t> row = phase.head;
+    PhaseRow head;
+    std::memcpy(&head, row.data(), sizeof(head));
+    const auto finish = [&](bool last) {
+      head.last = last;
+      std::memcpy(row.data(), &head, sizeof(head));
+      row.resize(row_bytes_);
+      rows.push_back(row);
+    };
+    for (const std::vector<uint8_t>& job : phase.jobs) {
+      if (row.size() + job.size() > row_bytes_) {
         finish(false);
         head = {0, 0, 0, head.signal};
         row.clear();
         append(row, head);
       }
-      row.insert(row.end(), next.begin(), next.end());
+      row.insert(row.end(), job.begin(), job.end());
       head.num_jobs++;
     }
     finish(true);
@@ -274,7 +312,10 @@ class Generator {
             constant("int64_t", "kStallsOffset", str(program.stalls_offset)) +
             constant("int64_t", "kStampsOffset", str(program.stamps_offset)) +
             constant("int64_t", "kOutputsOffset", str(outputs_offset_)) +
-            constant("int", "kStagedOffset", "round_up(sizeof(Shared))") + constant("int", "kStagedBytes", staged) +
+            constant("int", "kRowBytes", str(static_cast<int64_t>(row_bytes_))) +
+            constant("int", "kRowsOffset", "sizeof(Shared)") +
+            constant("int", "kStagedOffset", "round_up(kRowsOffset + kPhasesAhead * kRowBytes)") +
+            constant("int", "kStagedBytes", staged) +
             constant("int", "kRingOffset", "kStagedOffset + round_up(kStagedBytes)") +
             constant("int", "kFittingSlots", "(" + str(program.smem_bytes) + " - kRingOffset) / kSlotBytes") +
             constant("int", "kSlots", "kFittingSlots < kMaxSlots ? kFittingSlots : kMaxSlots") +
@@ -370,6 +411,7 @@ class Generator {
   std::vector<JobCode> variants_;
   std::map<int, uint32_t> signals_;  // per phase, see Signal
   int64_t events_offset_ = 0, tickets_offset_ = 0, outputs_offset_ = 0;
+  size_t row_bytes_ = 0;
   int num_rows_ = 0, num_output_rows_ = 0;
 };
 

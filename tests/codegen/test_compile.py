@@ -85,7 +85,7 @@ def test_depth_adds_table_rows_only() -> None:
     shallow, deep = (_C.generate_cuda(_C.make_schedule(decoder(layers=n, **QWEN3_06B), target)) for n in (3, 12))
     assert deep.source.count("struct ") == shallow.source.count("struct ")
     assert deep.num_phases - shallow.num_phases == 9 * 5
-    assert len(deep.table) - len(shallow.table) == 9 * 5 * 1024
+    assert 0 < len(deep.table) - len(shallow.table) < 9 * 5 * 304  # a short row a phase
 
 
 def test_what_cannot_be_generated_is_named() -> None:

@@ -11,7 +11,7 @@ from torch_mpk.lowering.expr import INT64, Expr, const, dtype_name, from_terms, 
 from torch_mpk.lowering.values import Buffer, View, is_static
 
 POINTWISE, REDUCE = "pointwise", "reduce"  # the task names of nodes that are nothing but a program
-MAX_MERGED_OPERANDS = 96  # of a step that others were merged into: a row of a kernel's table has room for some 120
+MAX_MERGED_OPERANDS = 32  # of a step that others were merged into: a kernel's ring has room for what its jobs leave
 
 
 @dataclass(eq=False)

@@ -7,7 +7,8 @@
 // supplies a `Kernel`:
 //
 //   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kNumOutputs;
-//   static constexpr int kStagedOffset, kRingOffset, kDynamicBytes;      // shared memory, see Shared
+//   static constexpr int kRowBytes;                                      // of a row of the table
+//   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
 //   static constexpr int64_t kStampsOffset;                              // 0: not profiled
 //   template <class C> static void compute(C& c, const Job& job);        // a switch over the job's variant
@@ -21,8 +22,8 @@
 
 namespace mpk {
 
-// The fixed part of dynamic shared memory; behind it the staged activations (kStagedOffset), then the ring
-// (kRingOffset).
+// The fixed part of dynamic shared memory; behind it kPhasesAhead rows of the table (kRowsOffset), the staged
+// activations (kStagedOffset), then the ring (kRingOffset).
 struct Shared {
   RingState ring;
   Watchdog watchdog;
@@ -33,7 +34,6 @@ struct Shared {
   uint64_t run_sums[kSumsKept][kSumsOfRun];  // each below the number of the entry behind its run
   uint64_t data[2];                          // of matrices that a job's own code has the loader stream, see fill_ring
   MatrixRow matrices[2];
-  alignas(16) uint8_t rows[kPhasesAhead][kRowBytes];
 };
 
 // The last warp's: the last ones have fewer neighbours to share their scheduler with.
@@ -109,6 +109,10 @@ struct Launch {
   MPK_DEVICE uint32_t event_target() const { return (epoch + 1) * Kernel::kNumWorkers; }
   MPK_DEVICE uint32_t* control_word(int64_t offset) const {
     return reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(params.control) + offset);
+  }
+  // Where a row of the table stands in shared memory.
+  MPK_DEVICE uint8_t* place_of(uint32_t row) const {
+    return smem + Kernel::kRowsOffset + row % kPhasesAhead * Kernel::kRowBytes;
   }
   MPK_DEVICE const uint8_t* table() const { return static_cast<const uint8_t*>(params.table); }
 };
@@ -236,9 +240,7 @@ struct Consumer : Launch<Kernel> {
     return true;
   }
 
-  MPK_DEVICE const PhaseRow* current_row() const {
-    return reinterpret_cast<const PhaseRow*>(this->shared.rows[row % kPhasesAhead]);
-  }
+  MPK_DEVICE const PhaseRow* current_row() const { return reinterpret_cast<const PhaseRow*>(this->place_of(row)); }
 };
 
 // The loader warp's view. All 32 lanes run its code together.
@@ -296,16 +298,31 @@ struct Loader : Launch<Kernel> {
     if (!failed && job.row->num_matrices != 0) load_matrices(job, *stream_of(job));
   }
 
+  // A row of the table, 16 bytes and, of long rows, 16 more for each lane.
+  struct Row {
+    static constexpr int kPieces = Kernel::kRowBytes > 512 ? 2 : 1;
+    uint4 pieces[kPieces];
+  };
+  MPK_DEVICE Row load_row(uint32_t number) const {
+    Row row{};
+    const uint4* from = reinterpret_cast<const uint4*>(this->table() + number * Kernel::kRowBytes);
+#pragma unroll
+    for (int i = 0; i < Row::kPieces; i++)
+      if (32 * i + lane < Kernel::kRowBytes / 16) row.pieces[i] = __ldg(from + 32 * i + lane);
+    return row;
+  }
+
   // Brings a row, loaded earlier, into shared memory once its place there is free. Null when the launch was given up.
-  MPK_DEVICE const PhaseRow* publish_row(uint32_t number, const uint4 (&row)[2]) {
+  MPK_DEVICE const PhaseRow* publish_row(uint32_t number, const Row& row) {
     Shared& s = this->shared;
     const uint32_t target = number + 1 - kPhasesAhead;
     const uint32_t seen =
         wait_count(s.watchdog, &s.done, target, phase, WarpRole::kLoader, Waiting::kFreeSlot, ring.entry);
     if (!__all_sync(~0u, reached(seen, target))) return nullptr;
-    uint8_t* place = s.rows[number % kPhasesAhead];
-    reinterpret_cast<uint4*>(place)[lane] = row[0];
-    reinterpret_cast<uint4*>(place)[lane + 32] = row[1];
+    uint8_t* place = this->place_of(number);
+#pragma unroll
+    for (int i = 0; i < Row::kPieces; i++)
+      if (32 * i + lane < Kernel::kRowBytes / 16) reinterpret_cast<uint4*>(place)[32 * i + lane] = row.pieces[i];
     __syncwarp();
     const PhaseRow* phase_row = reinterpret_cast<const PhaseRow*>(place);
     const JobRow* job = first_job(phase_row);
@@ -362,18 +379,13 @@ struct Loader : Launch<Kernel> {
 template <class Kernel>
 MPK_DEVICE void run_loader(const Launch<Kernel>& launch, int lane) {
   Loader<Kernel> l(launch, lane);
-  const uint4* rows = reinterpret_cast<const uint4*>(launch.table()) + lane;
-  uint4 next[2] = {__ldg(rows), __ldg(rows + 32)};
+  auto next = l.load_row(0);
 #pragma unroll 1
   for (uint32_t number = 0; number < Kernel::kNumRows; number++) {
     delay(launch.params.jitter, blockIdx.x, ~number);
     const PhaseRow* row = l.publish_row(number, next);
     if (row == nullptr) break;
-    if (number + 1 < Kernel::kNumRows) {
-      rows += kRowBytes / 16;
-      next[0] = __ldg(rows);
-      next[1] = __ldg(rows + 32);
-    }
+    if (number + 1 < Kernel::kNumRows) next = l.load_row(number + 1);
     const JobRow* job = first_job(row);
     const uint32_t num_jobs = row->num_jobs;
     const bool last = row->last != 0;

@@ -1,8 +1,8 @@
 // What codegen and the kernel agree on: sizes, and the read-only table of what differs between two jobs that share
 // code.
 //
-// The table starts with rows of kRowBytes, one per phase or, where a phase has many jobs, several; then one OutputRow
-// per output.
+// The table starts with rows of Kernel::kRowBytes, one per phase or, where a phase has many jobs, several; then one
+// OutputRow per output.
 #pragma once
 
 #include "torch_mpk/device/partition.h"
@@ -25,7 +25,9 @@ constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run) {
   return tile_entries + kConsumerWarps * run <= kSumsKept - kMaxSlots;
 }
 
-inline constexpr int kRowBytes = 1024;  // two 16-byte loads for each lane of the loader warp
+// Two 16-byte loads for each lane of the loader warp. A kernel's rows are as long as its phases need: the shorter, the
+// more room the ring has.
+inline constexpr int kMaxRowBytes = 1024;
 inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kTagIndex = 0xfffd;
 
 // What the end of a phase tells others; nothing where nobody awaits its event.
