@@ -17,6 +17,7 @@ import torch
 from ceiling import measure_ceiling
 from decode import Clock
 
+from torch_mpk import _C
 from torch_mpk.runtime.program import live_segments
 from torch_mpk.testing.decode import bytes_read, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
@@ -24,8 +25,9 @@ from torch_mpk.testing.models import CONFIGS, random_model
 PARTS = ("join", "wait", "stage", "compute")
 
 
-def durations(stamps: np.ndarray) -> np.ndarray:
-    """Cycles[phase, worker, part] of PhaseStamps[worker, phase]."""
+def durations(executable: _C.CudaExecutable) -> np.ndarray:
+    """Cycles[phase, worker, part] of the latest launch of a profiled kernel, from its PhaseStamps[worker, phase]."""
+    stamps = np.frombuffer(executable.stamps(), dtype=np.uint32).reshape(-1, len(executable.phase_names), 5)
     begin, joined, ready, staged, computed = (stamps[..., i] for i in range(5))
     staged = np.where(staged == 0, ready, staged)
     parts = [joined - begin, ready - joined, staged - ready, computed - staged]
@@ -81,13 +83,11 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     clock = clock_of({"profile": True})
     profiled_ms = device_ms(clock)
     [executable] = [s.executable for s in live_segments() if len(s.executable.stamps())]
-    names = executable.phase_names
     runs = []
     for _ in range(args.steps):
         clock.device_ms(1.0)
-        stamps = np.frombuffer(executable.stamps(), dtype=np.uint32).reshape(-1, len(names), 5)
-        runs.append(durations(stamps))
-    print_phases(names, np.median(runs, axis=0), profiled_ms)
+        runs.append(durations(executable))
+    print_phases(executable.phase_names, np.median(runs, axis=0), profiled_ms)
 
 
 def main() -> None:

@@ -149,8 +149,7 @@ def measure(folders: list[Path], name: str, args: argparse.Namespace, ceiling: f
             times, runs = [step.ms(executable) for _ in range(5)], []
             for _ in range(args.steps):
                 times.append(step.ms(executable))
-                stamps = np.frombuffer(executable.stamps(), dtype=np.uint32)
-                runs.append(durations(stamps.reshape(-1, len(executable.phase_names), 5)))
+                runs.append(durations(executable))
             print_phases(executable.phase_names, np.median(runs, axis=0), statistics.median(times))
 
 
