@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from decoder_graph import Builder, decoder
@@ -85,7 +87,13 @@ def test_depth_adds_table_rows_only() -> None:
     shallow, deep = (_C.generate_cuda(_C.make_schedule(decoder(layers=n, **QWEN3_06B), target)) for n in (3, 12))
     assert deep.source.count("struct ") == shallow.source.count("struct ")
     assert deep.num_phases - shallow.num_phases == 9 * 5
-    assert 0 < len(deep.table) - len(shallow.table) < 9 * 5 * 304  # a short row a phase
+    rows = []
+    for program in (shallow, deep):
+        number, length = (int(re.search(rf"{name} = (\d+);", program.source)[1]) for name in ("kNumRows", "kRowBytes"))
+        assert len(program.table) == number * length + 24  # and what an aborted launch fills
+        assert length <= 240
+        rows.append(number)
+    assert rows[1] - rows[0] == 9 * 5 + 1  # the last phase's counters take a second one
 
 
 def test_what_cannot_be_generated_is_named() -> None:
