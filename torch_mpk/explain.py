@@ -200,7 +200,7 @@ def _part(segment: Segment, program: Program) -> Part:
         part,
         phases=[nodes[phase.jobs[0].body[0]].label for phase in phases],
         num_awaited=sum(len(phase.waits) for phase in phases),
-        workspace_bytes=schedule.workspace_bytes,
+        workspace_bytes=schedule.workspace_bytes + 2 * schedule.polled_bytes,
         result_bytes=sum(fresh.dtype.itemsize * torch.Size(fresh.shape).numel() for fresh in plan.fresh),
     )
 

@@ -281,9 +281,12 @@ class ScheduledMemory(Memory):
 
     def __init__(self, schedule: _C.Schedule, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         super().__init__(schedule.graph, inputs, outputs)
-        self.offsets = schedule.workspace_offsets
-        # 0xFF bytes are NaN in every floating dtype, -1 in integers; bool is poisoned as True.
-        self.workspace = torch.full((schedule.workspace_bytes,), 0xFF, dtype=torch.uint8)
+        self.offsets, self.polled = schedule.workspace_offsets, schedule.polled
+        # 0xFF bytes are NaN in every floating dtype, -1 in integers; bool is poisoned as True. What is polled has a
+        # workspace of its own.
+        self.workspaces = [
+            torch.full((size,), 0xFF, dtype=torch.uint8) for size in (schedule.workspace_bytes, schedule.polled_bytes)
+        ]
         self.private: dict[int, torch.Tensor | None] = {}
 
     def tensor(self, buffer: int, dtype: str) -> torch.Tensor:
@@ -298,7 +301,7 @@ class ScheduledMemory(Memory):
         start = self.offsets[buffer]
         if start < 0:
             raise ValueError(f"buffer '{info.name}' is used outside the job that keeps it to itself")
-        return self.workspace[start : start + info.bytes].view(dtype_of(dtype))
+        return self.workspaces[self.polled[buffer]][start : start + info.bytes].view(dtype_of(dtype))
 
 
 def _run_job(machine: Machine, memory: ScheduledMemory, job: _C.Job, order: random.Random | None) -> None:
@@ -317,12 +320,12 @@ def _run_job(machine: Machine, memory: ScheduledMemory, job: _C.Job, order: rand
 
 
 def _polled(schedule: _C.Schedule) -> dict[tuple[int, int], set[tuple[int, int]]]:
-    """Per job, as (phase, number), the jobs that write the tagged words it reads."""
+    """Per job, as (phase, number), the jobs that write what it polls."""
     jobs = {(p, j): job for p, phase in enumerate(schedule.phases) for j, job in enumerate(phase.jobs)}
     writers = {node: place for place, job in jobs.items() for node in [*job.body, *job.epilogue]}
     polled: dict[tuple[int, int], set[tuple[int, int]]] = {place: set() for place in jobs}
     for edge in schedule.graph.dependencies():
-        if edge.hazard != "RAW" or not schedule.tagged[edge.buffer] or edge.source not in writers:
+        if edge.hazard != "RAW" or not schedule.polled[edge.buffer] or edge.source not in writers:
             continue
         for place, job in jobs.items():
             if edge.target in [*job.prologue, *job.body, *job.epilogue] and place != writers[edge.source]:
@@ -331,9 +334,9 @@ def _polled(schedule: _C.Schedule) -> dict[tuple[int, int], set[tuple[int, int]]
 
 
 def _interleaving(schedule: _C.Schedule, order: random.Random | None) -> list[tuple[int, int]]:
-    """(phase, job) in an order that events and tags allow.
+    """(phase, job) in an order that events and polls allow.
 
-    Each worker passes the phases in order, owns some of the jobs, and polls what they read of tagged buffers.
+    Each worker passes the phases in order, owns some of the jobs, and awaits what they read of polled buffers.
     """
     phases = schedule.phases
     if order is None:

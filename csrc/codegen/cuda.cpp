@@ -15,6 +15,7 @@ namespace mpk {
 namespace codegen {
 
 constexpr int64_t kEventBytes = 32;  // events and tickets, one sector each
+constexpr int64_t kPolledAlignment = 256;
 
 Plan::Plan(const Schedule& schedule) : schedule(schedule), workspace_bytes(schedule.workspace_bytes) {
   const TBGraph& graph = schedule.graph;
@@ -112,7 +113,8 @@ class Generator {
     program.num_workers = schedule_.target.num_workers;
     program.num_threads = kThreads;
     program.smem_bytes = schedule_.target.smem_bytes;
-    program.workspace_bytes = plan_.workspace_bytes;
+    polled_offset_ = (plan_.workspace_bytes + kPolledAlignment - 1) / kPolledAlignment * kPolledAlignment;
+    program.workspace_bytes = polled_offset_ + 2 * schedule_.polled_bytes;
     program.stalls_offset = tickets_offset_ + num_phases * kEventBytes;
     program.control_bytes = program.stalls_offset + static_cast<int64_t>(sizeof(StallRecord)) * program.num_workers;
     if (profiled_) {
@@ -312,6 +314,8 @@ class Generator {
             constant("int64_t", "kStallsOffset", str(program.stalls_offset)) +
             constant("int64_t", "kStampsOffset", str(program.stamps_offset)) +
             constant("int64_t", "kOutputsOffset", str(outputs_offset_)) +
+            constant("int64_t", "kPolledOffset", str(polled_offset_)) +
+            constant("int64_t", "kPolledBytes", str(schedule_.polled_bytes)) +
             constant("int", "kRowBytes", str(static_cast<int64_t>(row_bytes_))) +
             constant("int", "kRowsOffset", "sizeof(Shared)") +
             constant("int", "kStagedOffset", "round_up(kRowsOffset + kPhasesAhead * kRowBytes)") +
@@ -410,7 +414,7 @@ class Generator {
   std::map<std::string, uint32_t> numbers_;
   std::vector<JobCode> variants_;
   std::map<int, uint32_t> signals_;  // per phase, see Signal
-  int64_t events_offset_ = 0, tickets_offset_ = 0, outputs_offset_ = 0;
+  int64_t events_offset_ = 0, tickets_offset_ = 0, outputs_offset_ = 0, polled_offset_ = 0;
   size_t row_bytes_ = 0;
   int num_rows_ = 0, num_output_rows_ = 0;
 };

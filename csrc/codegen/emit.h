@@ -34,7 +34,7 @@ struct Plan {
   bool happens_before(int a, int b) const;
   // Whether what a phase reads of the buffer is visible before it awaits its events.
   bool known_before(int buffer, int phase) const;
-  bool tagged(int buffer) const { return schedule.tagged[buffer]; }
+  bool polled(int buffer) const { return schedule.polled[buffer]; }
   const TBGraph& graph() const { return schedule.graph; }
   const Node& node(int id) const { return schedule.graph.nodes()[id]; }
 };
@@ -95,7 +95,6 @@ class Refs {
                       bool writable = false);  // "job.template pointer<const float>(3)"
   int add(const Node& node, const Tensor& t);
   int add_raw(uint32_t index, uint64_t offset);
-  std::string tag(int buffer);  // of the words of a tagged buffer: "job.tag(4)"
 
  private:
   const Plan& plan_;

@@ -215,7 +215,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
           "x of " + str(batch) + " x " + str(size) + " elements does not fit shared memory" +
               (chain.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
   require(staged || aligned_rows(plan, x, true), first, "x is too large to stage and not aligned to 16 bytes");
-  require(staged || !plan.tagged(x.buffer), first, "x is too large to stage, but tagged");
+  require(staged || !plan.polled(x.buffer), first, "x is too large to stage, but polled");
   LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
                                    plan.schedule.target.num_workers);
   if (!aligned) {
@@ -281,7 +281,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
             std::any_of(job.body.begin(), job.body.end(), [&](int m) { return writes(plan.node(m), b); }) ||
             std::any_of(job.epilogue.begin(), job.epilogue.end(), [&](int m) { return writes(plan.node(m), b); });
         if (!operand.is_write && operand.name != "x" && !made_here)
-          early &= plan.tagged(b) || plan.known_before(b, phase);
+          early &= plan.polled(b) || plan.known_before(b, phase);
       }
   body += flag("kEarly", early);
 
@@ -451,10 +451,9 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
     body += returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t position)",
                       m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
   }
-  body += flag("kTagged", plan.tagged(y.buffer));
-  if (plan.tagged(y.buffer)) body += returning("uint32_t", "tag(const Job& job)", refs.tag(y.buffer));
+  body += flag("kPolled", plan.polled(y.buffer));
   body += returning(
-      plan.tagged(y.buffer) ? "uint32_t*" : "T*", "y(const Job& job, uint32_t b, uint32_t h)",
+      plan.polled(y.buffer) ? "uint16_t*" : "T*", "y(const Job& job, uint32_t b, uint32_t h)",
       refs.pointer(node, y, true) + " + int64_t(b) * " + str(y.strides[0]) + " + int64_t(h) * " + str(y.strides[1]));
   // Chains number their references from 0, so that equal chains have equal code.
   std::vector<ChainCode> chains;

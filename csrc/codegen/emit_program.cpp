@@ -68,8 +68,8 @@ Pattern pattern(const std::vector<int64_t>& sizes, const std::vector<int64_t>& s
 std::string emit_store(const Plan& plan, Refs& refs, const Node& node, const Tensor& t, const std::string& index,
                        const std::string& value) {
   const std::string pointer = refs.pointer(node, t, true);
-  if (plan.tagged(t.buffer))
-    return "store_word(" + pointer + " + (" + index + "), " + value + ", " + refs.tag(t.buffer) + ");";
+  if (plan.polled(t.buffer))
+    return "store_element(" + pointer + " + (" + index + "), " + value + ");";
   return pointer + "[" + index + "] = " + value + ";";
 }
 
@@ -154,13 +154,13 @@ ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const P
         const bool is_constant = plan.graph().buffers()[t.buffer].kind == BufferKind::kInput && !plan.written[t.buffer];
         const std::string pointer = refs.pointer(node, t) + " + (" + address(i, 0) + ")";
         const std::string load = is_constant ? "load_constant(" + pointer + ")" : "*(" + pointer + ")";
-        if (plan.tagged(t.buffer)) {
+        if (plan.polled(t.buffer)) {
           if (!options.early_loads || !i.args.empty())
-            fail(node, "operand " + node.operands[i.operand].name + " is tagged, but not read at its own point");
+            fail(node, "operand " + node.operands[i.operand].name + " is polled, but not read at its own point");
           code.preload_fields += "    uint32_t " + result + ";\n";
           code.preload += "    extra." + result + " = ptx::load_relaxed_gpu(" + pointer + ");\n";
           expression = "cast<" + type + ">(element_of<" + std::string(cuda_type(t.dtype)) + ">(c, extra." + result +
-                       ", " + pointer + ", " + refs.tag(t.buffer) + "))";
+                       ", " + pointer + "))";
         } else if (options.early_loads && i.args.empty()) {
           const bool in_word = size_bytes(t.dtype) <= 4;
           const std::string loaded = cuda_type(t.dtype), field = "extra." + result;

@@ -19,25 +19,17 @@ int Refs::add_raw(uint32_t index, uint64_t offset) {
 
 int Refs::add(const Node& node, const Tensor& t) {
   const Buffer& buffer = plan_.graph().buffers()[t.buffer];
-  const int64_t offset = t.offset * size_bytes(t.dtype) * (plan_.tagged(t.buffer) ? 2 : 1);
+  const int64_t offset = t.offset * size_bytes(t.dtype);
   if (buffer.kind == BufferKind::kInput) return add_raw(buffer.index, offset);
   if (buffer.kind == BufferKind::kOutput) return add_raw(plan_.num_inputs + buffer.index, offset);
   const int64_t place = plan_.schedule.workspace_offsets[t.buffer];
   if (place < 0) fail(node, "buffer '" + buffer.name + "' is needed in memory, but the schedule stores it nowhere");
-  return add_raw(kWorkspaceIndex, place + offset);
+  return add_raw(plan_.polled(t.buffer) ? kPolledIndex : kWorkspaceIndex, place + offset);
 }
 
 std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {
-  const std::string type = plan_.tagged(t.buffer) ? "uint32_t" : cuda_type(t.dtype);
+  const std::string type = plan_.polled(t.buffer) ? "uint16_t" : cuda_type(t.dtype);
   return "job.pointer<" + std::string(writable ? "" : "const ") + type + ">(" + str(add(node, t)) + ")";
-}
-
-std::string Refs::tag(int buffer) {
-  for (const Node& node : plan_.graph().nodes())
-    for (const Operand& operand : node.operands)
-      if (operand.is_write && operand.tensor.buffer == buffer)
-        return "job.tag(" + str(add_raw(kTagIndex, plan_.phases_of[node.id].back())) + ")";
-  throw std::logic_error("codegen: nothing writes the tagged buffer " + str(buffer));
 }
 
 std::string row_offset(const Tensor& t, const std::string& row) {
@@ -120,7 +112,7 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
   code.vectorized =
       size % width == 0 && aligned_rows(plan, source, true) && (target == nullptr || aligned_rows(plan, *target, true));
   const std::string place = refs.pointer(node, source) + " + " + row_offset(source, "row");
-  const std::string tag = plan.tagged(source.buffer) ? refs.tag(source.buffer) : "";
+  const bool polled = plan.polled(source.buffer);
   std::string members, constructed, applied, first_applied;  // of the tasks, and of the first among them
   auto reads_first = [&](const Tensor& t) { code.early &= plan.known_before(t.buffer, options.phase); };
   for (size_t i = 0; i < chain.tasks.size(); i++) {
@@ -188,13 +180,13 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
   const std::string copy =
       "copy_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") + ">(group, ";
   code.fetch = "      " + copy + "data, " + place + ");\n";
-  if (!tag.empty())
-    code.fetch = "      copy_tagged_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") +
-                 ">(group, data, " + place + ", " + tag + ");\n";
+  if (polled)
+    code.fetch = "      copy_polled_row<" + type + ", " + str(size) + ", " + (code.vectorized ? "true" : "false") +
+                 ">(group, data, " + place + ");\n";
   if (!code.vectorized && !chain.tasks.empty()) first_applied = "      group.sync();\n" + first_applied;
   std::string brought = code.fetch + first_applied;
-  if (!tag.empty() && !chain.tasks.empty() && chain.tasks.front()->def->name == "rms_norm")
-    brought = "      task0.apply_to_words(group, data, " + place + ", " + tag + ");\n";
+  if (polled && !chain.tasks.empty() && chain.tasks.front()->def->name == "rms_norm")
+    brought = "      task0.apply_to_polled(group, data, " + place + ");\n";
   if (target != nullptr) {
     if (!code.vectorized) applied += "      group.sync();\n";
     applied += "      " + copy + refs.pointer(node, *target, true) + " + " + row_offset(*target, "row") + ", data);\n";

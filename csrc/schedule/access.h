@@ -100,12 +100,6 @@ inline bool loader_reads(const TaskDef& def, const Operand& operand) {
          std::find(std::begin(kConsumers), std::end(kConsumers), operand.name) == std::end(kConsumers);
 }
 
-// Bytes a buffer occupies in the workspace: a tagged element is a word of twice its size.
-inline int64_t stored_bytes(const Schedule& schedule, int buffer) {
-  const int64_t bytes = schedule.graph.buffers()[buffer].bytes;
-  return schedule.tagged[buffer] ? 2 * bytes : bytes;
-}
-
 // The last phase that may still run while `phase` does: up to the next one that waits for everybody.
 inline int last_concurrent(const Schedule& schedule, int phase) {
   const int num_phases = static_cast<int>(schedule.phases.size());

@@ -9,17 +9,17 @@ namespace mpk {
 
 void bind_schedule(py::module_& m) {
   py::class_<Target>(m, "Target")
-      .def(py::init([](std::string device, int arch, int num_workers, int64_t smem_bytes, bool fuse, bool tagged) {
-             return Target{std::move(device), arch, num_workers, smem_bytes, fuse, tagged};
+      .def(py::init([](std::string device, int arch, int num_workers, int64_t smem_bytes, bool fuse, bool polled) {
+             return Target{std::move(device), arch, num_workers, smem_bytes, fuse, polled};
            }),
            py::arg("device"), py::arg("arch") = 0, py::arg("num_workers") = 1, py::arg("smem_bytes") = 0,
-           py::arg("fuse") = true, py::arg("tagged") = false)
+           py::arg("fuse") = true, py::arg("polled") = false)
       .def_readonly("device", &Target::device)
       .def_readonly("arch", &Target::arch)
       .def_readonly("num_workers", &Target::num_workers)
       .def_readonly("smem_bytes", &Target::smem_bytes)
       .def_readonly("fuse", &Target::fuse)
-      .def_readonly("tagged", &Target::tagged);
+      .def_readonly("polled", &Target::polled);
 
   py::class_<Job>(m, "Job")
       .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue,
@@ -52,18 +52,20 @@ void bind_schedule(py::module_& m) {
   py::class_<Schedule>(
       m, "Schedule", "Made by make_schedule; the constructor is for schedules made by hand, which `validate` must see.")
       .def(py::init([](const TBGraph& graph, const Target& target, std::vector<Phase> phases,
-                       std::vector<int64_t> workspace_offsets, int64_t workspace_bytes, std::vector<bool> tagged) {
-             return Schedule{graph,           target,           std::move(phases), std::move(workspace_offsets),
-                             workspace_bytes, std::move(tagged)};
+                       std::vector<int64_t> workspace_offsets, int64_t workspace_bytes, int64_t polled_bytes,
+                       std::vector<bool> polled) {
+             return Schedule{graph,           target,       std::move(phases), std::move(workspace_offsets),
+                             workspace_bytes, polled_bytes, std::move(polled)};
            }),
            py::arg("graph"), py::arg("target"), py::arg("phases"), py::arg("workspace_offsets"),
-           py::arg("workspace_bytes"), py::arg("tagged"))
+           py::arg("workspace_bytes"), py::arg("polled_bytes"), py::arg("polled"))
       .def_readonly("graph", &Schedule::graph)
       .def_readonly("target", &Schedule::target)
       .def_readonly("phases", &Schedule::phases)
       .def_readonly("workspace_offsets", &Schedule::workspace_offsets)
       .def_readonly("workspace_bytes", &Schedule::workspace_bytes)
-      .def_readonly("tagged", &Schedule::tagged)
+      .def_readonly("polled_bytes", &Schedule::polled_bytes)
+      .def_readonly("polled", &Schedule::polled)
       .def("to_json", &Schedule::to_json);
 
   m.def("make_schedule", &make_schedule, py::arg("graph"), py::arg("target"),

@@ -18,8 +18,8 @@ constexpr int64_t kMaxStagedFraction = 2;
 // Fewer tiles per worker than this are balanced well enough without an atomic per claim.
 constexpr int64_t kMinClaimedTiles = 12;
 constexpr int64_t kRingSlotBytes = 8192;
-// Words cost twice the bytes at every reader; beyond this the event is cheaper.
-constexpr int64_t kMaxTaggedElements = 16384;
+// Polls of long vectors delay each other; beyond this the event is cheaper.
+constexpr int64_t kMaxPolledElements = 16384;
 
 // The operands of stream tasks that consumers bring to shared memory row by row.
 bool is_staged(const Operand& operand) {
@@ -55,9 +55,9 @@ class Scheduler {
       if (job_of_[n] < 0 && !is_prologue_[n]) new_job({n});
     if (target_.fuse) attach_prologues();
     assign_levels();
-    Schedule schedule{graph_, target_, {}, {}, 0, std::vector<bool>(graph_.buffers().size(), false)};
+    Schedule schedule{graph_, target_, {}, {}, 0, 0, std::vector<bool>(graph_.buffers().size(), false)};
     build_phases(schedule);
-    if (target_.tagged) choose_handover(schedule);
+    if (target_.polled) choose_handover(schedule);
     place_workspace(schedule);
     return schedule;
   }
@@ -379,11 +379,11 @@ class Scheduler {
     std::sort(job.loader_waits.begin(), job.loader_waits.end());
   }
 
-  // A vector that stream tasks make and stage travels as tagged words. What a phase reads otherwise, it reads behind a
-  // completed event. So does the last phase.
+  // A vector that stream tasks make and stage is polled. What a phase reads otherwise, it reads behind a completed
+  // event. So does the last phase.
   void choose_handover(Schedule& schedule) const {
     for (int n = 0; n < num_nodes_; n++)
-      for (const Operand* made : outputs(node(n))) schedule.tagged[made->tensor.buffer] = travels_tagged(n, *made);
+      for (const Operand* made : outputs(node(n))) schedule.polled[made->tensor.buffer] = travels_polled(n, *made);
     struct Place {
       int phase;
       const Job* job;
@@ -394,7 +394,7 @@ class Scheduler {
         for (int n : members(job)) places[n].push_back({static_cast<int>(p), &job});
     std::vector<int> newest(schedule.phases.size(), -1);  // the newest phase whose plain results a phase needs
     for (const Dependency& edge : edges_) {
-      if (edge.hazard == Hazard::kReadAfterWrite && (schedule.tagged[edge.buffer] || is_prologue_[edge.from])) continue;
+      if (edge.hazard == Hazard::kReadAfterWrite && (schedule.polled[edge.buffer] || is_prologue_[edge.from])) continue;
       for (const Place& to : places[edge.to])
         for (const Place& from : places[edge.from])
           if (from.job != to.job) newest[to.phase] = std::max(newest[to.phase], from.phase);
@@ -410,14 +410,14 @@ class Scheduler {
     }
   }
 
-  bool travels_tagged(int n, const Operand& made) const {
+  bool travels_polled(int n, const Operand& made) const {
     const Tensor& t = made.tensor;
     const int maker = job_of_[n] < 0 ? n : jobs_[job_of_[n]].body.front();
     if (!(is(maker, "linear") || is(n, "attention")) || graph_.buffers()[t.buffer].kind != BufferKind::kWorkspace ||
-        !is_float(t.dtype) || size_bytes(t.dtype) != 2 || t.numel() > kMaxTaggedElements || !t.is_contiguous() ||
+        !is_float(t.dtype) || size_bytes(t.dtype) != 2 || t.numel() > kMaxPolledElements || !t.is_contiguous() ||
         t.numel() * size_bytes(t.dtype) != graph_.buffers()[t.buffer].bytes)
       return false;
-    // The tag says which phase made a word, so only one does.
+    // An element that has come stays as it is.
     for (const Dependency* edge : in_[n])
       if (edge->buffer == t.buffer) return false;
     for (const Dependency* edge : out_[n]) {
@@ -438,7 +438,8 @@ class Scheduler {
     return true;
   }
 
-  // First fit in order of first use; a byte is reused only after the phase of its last use.
+  // First fit in order of first use; a byte is reused only after the phase of its last use. A launch writes every
+  // polled element once: their places are not shared.
   void place_workspace(Schedule& schedule) const {
     const std::vector<Lifetime> lifetimes = buffer_lifetimes(schedule);
     schedule.workspace_offsets.assign(graph_.buffers().size(), -1);
@@ -448,12 +449,17 @@ class Scheduler {
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return lifetimes[a].first < lifetimes[b].first; });
     std::vector<int> placed;
     for (int b : order) {
-      const int64_t bytes = align(stored_bytes(schedule, b));
+      const int64_t bytes = align(graph_.buffers()[b].bytes);
+      if (schedule.polled[b]) {
+        schedule.workspace_offsets[b] = schedule.polled_bytes;
+        schedule.polled_bytes += bytes;
+        continue;
+      }
       std::vector<std::pair<int64_t, int64_t>> taken;
       for (int other : placed)
-        if (lifetimes[other].overlaps(lifetimes[b]) || schedule.tagged[other] != schedule.tagged[b]) {
+        if (lifetimes[other].overlaps(lifetimes[b])) {
           const int64_t begin = schedule.workspace_offsets[other];
-          taken.emplace_back(begin, begin + align(stored_bytes(schedule, other)));
+          taken.emplace_back(begin, begin + align(graph_.buffers()[other].bytes));
         }
       std::sort(taken.begin(), taken.end());
       int64_t offset = 0;
@@ -506,7 +512,8 @@ std::string Schedule::to_json() const {
          ", \"smem_bytes\": " + std::to_string(target.smem_bytes) + ", \"fuse\": " + (target.fuse ? "true" : "false") +
          "},\n\"workspace_bytes\": " + std::to_string(workspace_bytes) +
          ",\n\"workspace_offsets\": " + json::numbers(workspace_offsets) +
-         ",\n\"tagged\": " + json::array(tagged, [](bool t) { return t ? "true" : "false"; }) + ",\n\"phases\": " +
+         ",\n\"polled_bytes\": " + std::to_string(polled_bytes) +
+         ",\n\"polled\": " + json::array(polled, [](bool t) { return t ? "true" : "false"; }) + ",\n\"phases\": " +
          json::array(
              phases,
              [&](const Phase& p) {

@@ -23,7 +23,7 @@ class Validator {
   explicit Validator(const Schedule& schedule) : s_(schedule), num_phases_(static_cast<int>(schedule.phases.size())) {}
 
   void run() {
-    if (s_.tagged.size() != s_.graph.buffers().size()) fail("it does not say of every buffer whether it is tagged");
+    if (s_.polled.size() != s_.graph.buffers().size()) fail("it does not say of every buffer whether it is polled");
     check_waits();
     place_nodes();
     check_makers();
@@ -89,14 +89,14 @@ class Validator {
     }
   }
 
-  // The tag that readers of a tagged buffer expect is its maker's.
+  // Readers of a polled buffer take what has come for the result.
   void check_makers() const {
-    std::vector<int> maker(s_.tagged.size(), -1);
+    std::vector<int> maker(s_.polled.size(), -1);
     for (size_t n = 0; n < s_.graph.nodes().size(); n++)
       for (const Operand* made : outputs(s_.graph.nodes()[n])) {
         const int b = made->tensor.buffer;
-        if (s_.tagged[b] && maker[b] >= 0 && maker[b] != static_cast<int>(n))
-          fail(name_buffer(b) + " is tagged, but " + name(maker[b]) + " and " + name(static_cast<int>(n)) +
+        if (s_.polled[b] && maker[b] >= 0 && maker[b] != static_cast<int>(n))
+          fail(name_buffer(b) + " is polled, but " + name(maker[b]) + " and " + name(static_cast<int>(n)) +
                " write it");
         maker[b] = static_cast<int>(n);
       }
@@ -127,9 +127,9 @@ class Validator {
     }
   }
 
-  // Readers of a tagged buffer poll its words, in a later phase: then the writer cannot depend on them.
+  // Readers of a polled buffer wait for its elements, in a later phase: then the writer cannot depend on them.
   bool announced(const Dependency& edge, const Place& from, const Place& to) const {
-    return s_.tagged[edge.buffer] && from.phase < to.phase;
+    return s_.polled[edge.buffer] && from.phase < to.phase;
   }
 
   // Inside a job values pass from prologue to body through shared memory, and from body to epilogue point by point.
@@ -150,14 +150,15 @@ class Validator {
            " buffers");
     for (size_t a = 0; a < lifetimes.size(); a++) {
       if (!lifetimes[a].used()) continue;
-      const int64_t begin = s_.workspace_offsets[a], end = begin + stored_bytes(s_, static_cast<int>(a));
-      if (begin < 0 || end > s_.workspace_bytes) fail(name_buffer(a) + " lies outside the workspace");
+      const int64_t begin = s_.workspace_offsets[a], end = begin + s_.graph.buffers()[a].bytes;
+      if (begin < 0 || end > (s_.polled[a] ? s_.polled_bytes : s_.workspace_bytes))
+        fail(name_buffer(a) + " lies outside the workspace");
       for (size_t b = 0; b < a; b++) {
-        if (!lifetimes[b].used()) continue;
+        if (!lifetimes[b].used() || s_.polled[a] != s_.polled[b]) continue;
         const int64_t other = s_.workspace_offsets[b];
-        if (begin >= other + stored_bytes(s_, static_cast<int>(b)) || other >= end) continue;
-        if (s_.tagged[a] != s_.tagged[b])
-          fail(name_buffer(a) + " and " + name_buffer(b) + " share workspace, but only one is tagged");
+        if (begin >= other + s_.graph.buffers()[b].bytes || other >= end) continue;
+        if (s_.polled[a])
+          fail(name_buffer(a) + " and " + name_buffer(b) + " share workspace, but are polled: an element comes once");
         // Sharing bytes is sound when all use of one happens before all use of the other.
         const auto [first, second] = lifetimes[a].last < lifetimes[b].first ? std::pair(lifetimes[a], lifetimes[b])
                                                                             : std::pair(lifetimes[b], lifetimes[a]);

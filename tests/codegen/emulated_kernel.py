@@ -39,10 +39,10 @@ class EmulatedKernel:
         arch: int = 90,
         smem_bytes: int = SMEM_BYTES,
         fuse: bool = True,
-        tagged: bool = False,
+        polled: bool = False,
         profiled: bool = False,
     ) -> None:
-        self.schedule = _C.make_schedule(graph, _C.Target("cuda", arch, workers, smem_bytes, fuse, tagged))
+        self.schedule = _C.make_schedule(graph, _C.Target("cuda", arch, workers, smem_bytes, fuse, polled))
         _C.validate(self.schedule)
         self.program = _C.generate_cuda(self.schedule, profiled)
         source = folder / "kernel.cu"
@@ -61,6 +61,7 @@ class EmulatedKernel:
         self.table[:] = torch.frombuffer(bytearray(self.program.table), dtype=torch.uint8)
         self.control = aligned(self.program.control_bytes)
         self.workspace = aligned(self.program.workspace_bytes, 0xFF)
+        self.polled = self.workspace[self.program.workspace_bytes - 2 * self.schedule.polled_bytes :].zero_()
         self.host_abort = aligned(4)
         self.fault = Fault.in_dll(self.library, "emulated_fault")
 

@@ -14,7 +14,7 @@ import torch_mpk.tasks  # noqa: F401  declares the tasks
 
 WORKERS = 3
 WATCHDOG_NS = 5 * 10**8  # far more than a busy machine keeps a worker from running
-CONSUMER, EVENT, WORD = 0, 0, 4  # role and waiting of a StallRecord
+CONSUMER, EVENT, ELEMENT = 0, 0, 4  # role and waiting of a StallRecord
 
 
 class Launches:
@@ -23,7 +23,7 @@ class Launches:
     def __init__(self, kernel: EmulatedKernel, limit: int = 40) -> None:
         self.kernel, self.last_phase = kernel, kernel.program.num_phases - 1
         graph = kernel.schedule.graph
-        self.tolerance = 2e-2 if any(kernel.schedule.tagged) else 1e-5
+        self.tolerance = 2e-2 if any(kernel.schedule.polled) else 1e-5
         self.inputs = decoder_inputs(graph, [limit], 5)
         self.outputs = [allocate(t) for t in tensors(graph, "output")]
         self.before = [x.clone() for x in self.inputs]
@@ -112,8 +112,28 @@ def test_a_worker_that_waits_for_a_multiprocessor_is_not_stuck(launches: Launche
         assert relative_error(got, want) < 1e-5
 
 
-def test_tagged_words_that_never_come(tmp_path: Path) -> None:
-    kernel = EmulatedKernel(decoder(layers=1), tmp_path, workers=WORKERS, tagged=True)
+def test_elements_that_never_come(tmp_path: Path) -> None:
+    kernel = EmulatedKernel(decoder(layers=1), tmp_path, workers=WORKERS, polled=True)
+    launches = Launches(kernel)
+    launches.check_next_is_right()
+    stored = kernel.polled[: kernel.schedule.polled_bytes].view(torch.int16)
+    made = stored.nonzero().flatten()
+    for place in (made[0], made[len(made) // 2], made[-1]):
+        given_up = 0
+        for worker in range(WORKERS):  # one of which makes it
+            launches.restore()
+            kernel.fault.place, kernel.fault.cta = stored[place:].data_ptr(), worker
+            launches.launch()
+            if kernel.host_abort[0] == 0:
+                continue
+            given_up += 1
+            assert [CONSUMER, ELEMENT] in [record[1:3] for record in launches.check_given_up()]
+        assert given_up == 1
+    launches.check_next_is_right()
+
+
+def test_signals_that_never_come_where_most_phases_poll(tmp_path: Path) -> None:
+    kernel = EmulatedKernel(decoder(layers=1), tmp_path, workers=WORKERS, polled=True)
     launches = Launches(kernel)
     waiting = [p for p, phase in enumerate(kernel.schedule.phases) if phase.waits]
     for phase in waiting:  # the others need no signal
@@ -126,7 +146,7 @@ def test_tagged_words_that_never_come(tmp_path: Path) -> None:
 
 def test_a_piece_of_attention_whose_result_never_comes(tmp_path: Path) -> None:
     graph = decoder(layers=1, groups=1, head_dim=64, length=450)
-    kernel = EmulatedKernel(graph, tmp_path, workers=WORKERS, tagged=True)
+    kernel = EmulatedKernel(graph, tmp_path, workers=WORKERS, polled=True)
     launches = Launches(kernel, limit=450)
     launches.check_next_is_right()
     (phase,) = [p for p, name in enumerate(kernel.program.phase_names) if "attention" in name]
@@ -139,7 +159,7 @@ def test_a_piece_of_attention_whose_result_never_comes(tmp_path: Path) -> None:
         kernel.fault.place, kernel.fault.cta = words[place:].data_ptr(), worker
         launches.launch()
         records = launches.check_given_up()
-        assert [phase, CONSUMER, WORD] in [record[:3] for record in records]
+        assert [phase, CONSUMER, ELEMENT] in [record[:3] for record in records]
     launches.check_next_is_right()
 
 

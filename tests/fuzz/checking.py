@@ -214,7 +214,7 @@ class _Emulated(_Lowered):
         super().__init__(gm, seed)
         workers = self.order.choice([1, 2, 5])
         with tempfile.TemporaryDirectory() as folder:
-            self.kernel = EmulatedKernel(self.lowered.graph, Path(folder), workers=workers, tagged=True)
+            self.kernel = EmulatedKernel(self.lowered.graph, Path(folder), workers=workers, polled=True)
 
     def launch(self, inputs: list[Tensor], fresh: list[Tensor]) -> None:
         """Copies inputs that a kernel cannot take where they lie, there and back; the runtime leaves them to eager."""

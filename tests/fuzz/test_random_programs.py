@@ -48,7 +48,7 @@ def test_emulated_kernels_compute_what_eager_does(program: Program) -> None:
     check(program, by_emulator)
 
 
-@pytest.mark.parametrize("seed", [23])  # what its tagged words stood in was used again before an update read them
+@pytest.mark.parametrize("seed", [23])  # what its polled vectors stood in was used again before an update read them
 def test_emulated_kernels_of_programs_that_were_wrong_once(seed: int) -> None:
     check(Program.draw(random.Random(seed)), by_emulator, seed=seed)
 

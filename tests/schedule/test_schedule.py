@@ -108,13 +108,13 @@ def test_an_update_in_place_is_not_fused_over_its_readers() -> None:
     assert len(schedule.phases) == 2
 
 
-def test_tagged_vectors_spare_all_waits_but_the_last() -> None:
+def test_polled_vectors_spare_all_waits_but_the_last() -> None:
     schedule = _C.make_schedule(decoder(layers=3), _C.Target("cuda", 90, 132, 232448, True, True))
     _C.validate(schedule)
     waiting = [p for p, phase in enumerate(schedule.phases) if phase.waits]
     assert waiting == [15]  # which advances counters
-    tagged = {schedule.graph.buffers[b].name.removeprefix("layers.0.") for b, t in enumerate(schedule.tagged) if t}
-    assert {"q", "k", "v", "residual", "act", "output", "attended"} <= tagged
+    polled = {schedule.graph.buffers[b].name.removeprefix("layers.0.") for b, t in enumerate(schedule.polled) if t}
+    assert {"q", "k", "v", "residual", "act", "output", "attended"} <= polled
 
 
 def test_json_describes_the_schedule() -> None:
@@ -157,8 +157,8 @@ def random_graphs(draw: st.DrawFn) -> _C.TBGraph:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(random_graphs(), st.booleans(), st.booleans())
-def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool, tagged: bool) -> None:
-    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, fuse, tagged))
+def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool, polled: bool) -> None:
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, fuse, polled))
     _C.validate(schedule)
     run = {n for p in schedule.phases for j in p.jobs for n in [*j.prologue, *j.body, *j.epilogue]}
     assert run == set(range(len(graph.nodes)))

@@ -21,18 +21,20 @@ class Parts:
     phases: list[tuple[list[dict], list[int]]]
     offsets: list[int]
     workspace_bytes: int
-    tagged: list[bool]
+    polled_bytes: int
+    polled: list[bool]
 
     @classmethod
     def of(cls, s: _C.Schedule) -> Parts:
         fields = ("prologue", "body", "epilogue", "loader_waits", "unstored")
         phases = [([{f: list(getattr(j, f)) for f in fields} for j in p.jobs], list(p.waits)) for p in s.phases]
-        return cls(s, phases, list(s.workspace_offsets), s.workspace_bytes, list(s.tagged))
+        return cls(s, phases, list(s.workspace_offsets), s.workspace_bytes, s.polled_bytes, list(s.polled))
 
     def build(self) -> _C.Schedule:
         phases = [_C.Phase([_C.Job(**job) for job in jobs], waits) for jobs, waits in self.phases]
         s = self.schedule
-        return _C.Schedule(s.graph, s.target, phases, self.offsets, self.workspace_bytes, self.tagged)
+        sizes = self.workspace_bytes, self.polled_bytes
+        return _C.Schedule(s.graph, s.target, phases, self.offsets, *sizes, self.polled)
 
     def jobs(self, part: str) -> list[dict]:
         return [job for jobs, _ in self.phases for job in jobs if job[part]]
@@ -110,17 +112,18 @@ def overlap_workspace(parts: Parts, draw: st.DrawFn) -> None:
                     if parts.offsets[o.tensor.buffer] >= 0 and o.tensor.buffer not in job["unstored"]:
                         live.setdefault(o.tensor.buffer, set()).add(p)
     spans = {b: range(min(ps), max(ps) + 1) for b, ps in live.items()}
-    pairs = [(a, b) for a in spans for b in spans if a < b and set(spans[a]) & set(spans[b])]
-    a, b = pick(draw, pairs)
+    polled = parts.polled
+    pairs = [(a, b) for a in spans for b in spans if a < b and polled[a] == polled[b]]
+    a, b = pick(draw, [(a, b) for a, b in pairs if polled[a] or set(spans[a]) & set(spans[b])])
     parts.offsets[a] = parts.offsets[b]
 
 
 def outside_workspace(parts: Parts, draw: st.DrawFn) -> None:
     b = pick(draw, [b for b, o in enumerate(parts.offsets) if o >= 0])
-    parts.offsets[b] = pick(draw, [-256, parts.workspace_bytes])
+    parts.offsets[b] = pick(draw, [-256, parts.polled_bytes if parts.polled[b] else parts.workspace_bytes])
 
 
-def untag(parts: Parts, draw: st.DrawFn) -> None:
+def await_what_is_polled(parts: Parts, draw: st.DrawFn) -> None:
     nodes = parts.schedule.graph.nodes
     polled = {
         o.tensor.buffer
@@ -128,21 +131,25 @@ def untag(parts: Parts, draw: st.DrawFn) -> None:
         for job in jobs
         for n in [*job["prologue"], *job["body"]]
         for o in nodes[n].operands
-        if o.is_read and not waits and parts.tagged[o.tensor.buffer] and parts.offsets[o.tensor.buffer] >= 0
+        if o.is_read and not waits and parts.polled[o.tensor.buffer] and parts.offsets[o.tensor.buffer] >= 0
     }
     assume(polled)
-    parts.tagged[pick(draw, sorted(polled))] = False
+    parts.polled[pick(draw, sorted(polled))] = False
 
 
-def tag(parts: Parts, draw: st.DrawFn) -> None:
+def poll_what_shares_workspace(parts: Parts, draw: st.DrawFn) -> None:
     spans = [(o, o + b.bytes, i) for i, (o, b) in enumerate(zip(parts.offsets, parts.schedule.graph.buffers)) if o >= 0]
-    sharing = [i for b, e, i in spans for c, f, k in spans if i != k and b < f and c < e and not parts.tagged[i]]
+    sharing = [
+        (i, k) for b, e, i in spans for c, f, k in spans if i < k and b < f and c < e and not parts.polled[i]
+    ]
     assume(sharing)
-    parts.tagged[pick(draw, sharing)] = True
+    for buffer in pick(draw, sharing):
+        parts.polled[buffer] = True
 
 
 def shrink_workspace(parts: Parts, draw: st.DrawFn) -> None:
-    parts.workspace_bytes -= draw(st.integers(256, parts.workspace_bytes))
+    size = pick(draw, [name for name in ("workspace_bytes", "polled_bytes") if getattr(parts, name) > 0])
+    setattr(parts, size, getattr(parts, size) - draw(st.integers(256, getattr(parts, size))))
 
 
 def unknown_node(parts: Parts, draw: st.DrawFn) -> None:
@@ -159,14 +166,14 @@ def delay_phase(parts: Parts, draw: st.DrawFn) -> None:
 
 
 MUTATIONS = [
-    untag, tag, shrink_workspace, unknown_node, job_without_body, delay_phase, drop_node, run_twice, drop_wait,
+    await_what_is_polled, poll_what_shares_workspace, shrink_workspace, unknown_node, job_without_body, delay_phase, drop_node, run_twice, drop_wait,
     wait_forward, swap_phases, merge_phases, unstore_what_others_read, drop_prologue, body_in_epilogue,
     epilogue_before_body, overlap_workspace, outside_workspace,
 ]  # fmt: skip
 
 SCHEDULES = [
-    _C.make_schedule(decoder(layers=layers, batch=batch), _C.Target("cuda", 90, 132, 232448, True, tagged))
-    for tagged, sizes in ((False, [(1, 1), (2, 3), (4, 1), (3, 8)]), (True, [(3, 1), (2, 2)]))
+    _C.make_schedule(decoder(layers=layers, batch=batch), _C.Target("cuda", 90, 132, 232448, True, polled))
+    for polled, sizes in ((False, [(1, 1), (2, 3), (4, 1), (3, 8)]), (True, [(3, 1), (2, 2)]))
     for layers, batch in sizes
 ]
 

@@ -112,8 +112,8 @@ def test_the_loader_waits_for_what_is_streamed() -> None:
     phases = list(schedule.phases)
     jobs = [_C.Job(job.prologue, job.body, job.epilogue, [], job.unstored) for job in phases[-1].jobs]
     phases[-1] = _C.Phase(jobs, phases[-1].waits)
-    offsets, size, tagged = schedule.workspace_offsets, schedule.workspace_bytes, schedule.tagged
-    broken = _C.Schedule(schedule.graph, schedule.target, phases, offsets, size, tagged)
+    places = schedule.workspace_offsets, schedule.workspace_bytes, schedule.polled_bytes, schedule.polled
+    broken = _C.Schedule(schedule.graph, schedule.target, phases, *places)
     with pytest.raises(RuntimeError, match="the loader of scaled_linear .* may read buffer .* before pointwise"):
         _C.validate(broken)
 

@@ -188,7 +188,7 @@ def _ints(values: Sequence[Any]) -> tuple[int, ...]:
 def _read_schedule(file: GraphFile, content: dict[str, Any]) -> None:
     target = content["target"]
     file.target = {name: kind(target[name]) for name, kind in (("device", str), ("arch", int), ("workers", int))}
-    file.workspace_bytes = int(content["workspace_bytes"])
+    file.workspace_bytes = int(content["workspace_bytes"]) + 2 * int(content["polled_bytes"])
 
     def ids(names: Sequence[str]) -> tuple[int, ...]:
         """Nodes are written as "3 linear layers.0.q_proj"."""

@@ -101,7 +101,7 @@ def event(file: GraphFile, number: int) -> str:
     waiting = [f"phase {i}" for i, phase in enumerate(file.phases) if number in phase.waits]
     loading = [i for i, phase in enumerate(file.phases) if any(number in job.loader_waits for job in phase.jobs)]
     waiting += [f"the loader in phase {i}" for i in loading]
-    last = "nobody: it is the last" if number == len(file.phases) - 1 else "nobody: what follows polls tagged words"
+    last = "nobody: it is the last" if number == len(file.phases) - 1 else "nobody: what follows polls its results"
     return "\n".join([*lines, f"  awaited by {', '.join(waiting) or last}"])
 
 

@@ -5,7 +5,7 @@
 
 namespace mpk {
 
-enum class Waiting : uint32_t { kEvent, kFullSlot, kFreeSlot, kLoader, kWord, kSum };
+enum class Waiting : uint32_t { kEvent, kFullSlot, kFreeSlot, kLoader, kElement, kSum };
 enum class WarpRole : uint32_t { kConsumer, kLoader };
 
 inline constexpr int kEventStride = 8;  // events and tickets stand 32 bytes apart: one sector each

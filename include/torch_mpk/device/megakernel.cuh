@@ -11,6 +11,7 @@
 //   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
 //   static constexpr int64_t kStampsOffset;                              // 0: not profiled
+//   static constexpr int64_t kPolledOffset, kPolledBytes;                // of the workspace, see Launch::polled
 //   template <class C> static void compute(C& c, const Job& job);        // a switch over the job's variant
 //   template <class L> static void load(L& l, const Job& job);           // what the table does not say
 //
@@ -62,8 +63,6 @@ struct Job {
     __builtin_assume(__isGlobal(p));
     return p;
   }
-  // The tag of the words that a phase writes in this launch; see tagged.cuh.
-  MPK_DEVICE uint32_t tag(int i) const { return static_cast<uint32_t>(refs()[i]); }
 };
 
 // What a job that streams matrices has of them; the matrices follow.
@@ -113,6 +112,10 @@ struct Launch {
   // Where a row of the table stands in shared memory.
   MPK_DEVICE uint8_t* place_of(uint32_t row) const {
     return smem + Kernel::kRowsOffset + row % kPhasesAhead * Kernel::kRowBytes;
+  }
+  // Where polled vectors stand in launches of an epoch like this one.
+  MPK_DEVICE uint8_t* polled(uint32_t epoch) const {
+    return static_cast<uint8_t*>(params.workspace) + Kernel::kPolledOffset + epoch % 2 * Kernel::kPolledBytes;
   }
   MPK_DEVICE const uint8_t* table() const { return static_cast<const uint8_t*>(params.table); }
 };
@@ -183,7 +186,7 @@ struct Consumer : Launch<Kernel> {
 
   // Until the worker's warps are done with the phase before, and the events of this one have come; once a phase. A job
   // calls it where it first writes to shared memory, or reads what earlier phases of this launch wrote, or may have
-  // written since the phase before the last; behind it tagged words are polled. False when the launch was given up.
+  // written since the phase before the last; behind it elements are polled. False when the launch was given up.
   MPK_DEVICE bool await() {
     if (awaited) return alive;
     awaited = true;
@@ -368,10 +371,10 @@ struct Loader : Launch<Kernel> {
 
   MPK_DEVICE uint64_t address(uint64_t ref) const {
     const uint32_t index = static_cast<uint32_t>(ref >> 48);
-    if (index == kTagIndex) return 1 + (this->epoch * Kernel::kNumPhases + static_cast<uint32_t>(ref)) % 0xffffu;
-    const void* base = index == kWorkspaceIndex ? this->params.workspace
-                       : index == kControlIndex ? static_cast<const void*>(this->params.control)
-                                                : this->pointers[index];
+    const void* base = index == kPolledIndex      ? this->polled(this->epoch)
+                       : index == kWorkspaceIndex ? this->params.workspace
+                       : index == kControlIndex   ? static_cast<const void*>(this->params.control)
+                                                  : this->pointers[index];
     return reinterpret_cast<uint64_t>(base) + (ref & 0xffffffffffffull);
   }
 };
@@ -402,8 +405,19 @@ MPK_DEVICE void run_loader(const Launch<Kernel>& launch, int lane) {
   l.ring.drain();
 }
 
+// What the next launch polls: the one before this has read it.
+template <class Kernel>
+MPK_DEVICE void clear_polled(const Launch<Kernel>& launch) {
+  uint4* pieces = reinterpret_cast<uint4*>(launch.polled(launch.epoch + 1));
+  constexpr uint32_t kStep = Kernel::kNumWorkers * kConsumerThreads;
+#pragma unroll 1
+  for (uint32_t i = blockIdx.x * kConsumerThreads + threadIdx.x; i < Kernel::kPolledBytes / 16; i += kStep)
+    pieces[i] = uint4{};
+}
+
 template <class Kernel>
 MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
+  clear_polled(c);
   c.stamp(&PhaseStamps::begin);
   while (c.row < Kernel::kNumRows) {
     const PhaseRow* row = c.next_row();

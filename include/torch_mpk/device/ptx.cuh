@@ -122,13 +122,25 @@ MPK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
   return v;
 }
 
+MPK_DEVICE uint32_t load_relaxed_gpu(const uint16_t* p) {
+  uint16_t v;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+  return v;
+}
+
 MPK_DEVICE uint32_t load_relaxed_gpu(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 
-MPK_DEVICE uint4 load_relaxed_gpu_v4(const uint32_t* p) {
+MPK_DEVICE uint2 load_relaxed_gpu(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
+MPK_DEVICE uint4 load_relaxed_gpu(const uint4* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -137,23 +149,32 @@ MPK_DEVICE uint4 load_relaxed_gpu_v4(const uint32_t* p) {
   return v;
 }
 
-MPK_DEVICE void store_relaxed_gpu(uint32_t* p, uint32_t v) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
-MPK_DEVICE void store_relaxed_gpu_v4(uint32_t* p, const uint4& v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-// Two words of 64 bits, each of which comes or goes as a whole.
-MPK_DEVICE ulonglong2 load_relaxed_gpu_v2(const ulonglong2* p) {
+// Each half comes as a whole.
+MPK_DEVICE ulonglong2 load_relaxed_gpu(const ulonglong2* p) {
   ulonglong2 v;
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
   return v;
 }
 
-MPK_DEVICE void store_relaxed_gpu_v2(ulonglong2* p, const ulonglong2& v) {
+MPK_DEVICE void store_relaxed_gpu(uint16_t* p, uint16_t v) {
+  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
+}
+
+MPK_DEVICE void store_relaxed_gpu(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+MPK_DEVICE void store_relaxed_gpu(uint2* p, const uint2& v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+
+MPK_DEVICE void store_relaxed_gpu(uint4* p, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Each half goes as a whole.
+MPK_DEVICE void store_relaxed_gpu(ulonglong2* p, const ulonglong2& v) {
   asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y) : "memory");
 }
 

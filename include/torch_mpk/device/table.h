@@ -28,7 +28,7 @@ constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run) {
 // Two 16-byte loads for each lane of the loader warp. A kernel's rows are as long as its phases need: the shorter, the
 // more room the ring has.
 inline constexpr int kMaxRowBytes = 1024;
-inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kTagIndex = 0xfffd;
+inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kPolledIndex = 0xfffd;
 
 // What the end of a phase tells others; nothing where nobody awaits its event.
 enum Signal : uint32_t {
@@ -40,7 +40,7 @@ enum Signal : uint32_t {
 struct PhaseRow {
   uint32_t num_jobs;
   uint32_t num_waits;  // phases whose events come before this phase's computation; in the phase's first row. None: what
-                       // it reads of earlier phases is tagged, or known
+                       // it reads of earlier phases is polled, or known
   uint32_t last;       // nonzero: the phase ends with this row
   uint32_t signal;     // see Signal
 };
@@ -89,9 +89,8 @@ struct StreamRow {
   uint32_t run;     // entries that a warp takes one after the other, where those of a tile are dealt out to warps
 };
 
-// Which of the call's pointers (or the workspace, or the control block), and the byte offset from it; or, with
-// kTagIndex, a phase, for the tag of its words. The loader turns references into addresses, or tags, as it brings a row
-// to shared memory.
+// Which of the call's pointers (or the workspace, the control block, or the launch's polled vectors), and the byte
+// offset from it. The loader turns references into addresses as it brings a row to shared memory.
 inline constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) {
   return (uint64_t(index) << 48) | byte_offset;
 }

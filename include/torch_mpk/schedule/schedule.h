@@ -16,8 +16,7 @@ struct Target {
   int num_workers = 1;     // multiprocessors, or CPU threads
   int64_t smem_bytes = 0;  // shared memory one CTA may use; 0 on the CPU
   bool fuse = true;        // false: every node is a job of its own (the CPU; the oracle of every fusion)
-  bool tagged =
-      false;  // hand small vectors over as tagged words instead of behind a completed event (see Schedule::tagged)
+  bool polled = false;     // small vectors are polled instead of awaited by their maker's event (see Schedule::polled)
 };
 
 enum class Assignment : uint8_t { kStatic, kClaimed };
@@ -34,7 +33,7 @@ struct Job {
 };
 
 // A phase begins when the events it waits for are complete: every worker has then finished those phases and all before
-// them. A phase that waits for none begins when its tagged operands arrive.
+// them. A phase that waits for none begins when its polled operands arrive.
 struct Phase {
   std::vector<Job> jobs;  // mutually independent
   std::vector<int> waits;
@@ -45,11 +44,11 @@ struct Schedule {
   Target target;
   std::vector<Phase> phases;               // event i belongs to phase i and expects `num_workers` signals
   std::vector<int64_t> workspace_offsets;  // per buffer, bytes; -1 for inputs, outputs and unstored buffers
-  int64_t workspace_bytes = 0;
-  // Per buffer: its elements travel as words of {element, tag}, where the tag names launch and phase. Readers poll the
-  // words themselves, so that no worker waits for the slowest one's fence. Tagged buffers share bytes with tagged
-  // buffers only.
-  std::vector<bool> tagged;
+  int64_t workspace_bytes = 0, polled_bytes = 0;
+  // Per buffer: readers poll its elements themselves, so that no worker waits for the slowest one's fence. Polled
+  // buffers share no bytes: they stand in a workspace of their own, of polled_bytes, in which a launch finds every
+  // element absent and writes it once.
+  std::vector<bool> polled;
 
   std::string to_json() const;
 };
@@ -58,7 +57,7 @@ Schedule make_schedule(const TBGraph& graph, const Target& target);
 
 // Throws std::runtime_error naming phase, node and buffer when a schedule is unsound: a node missing or run twice, a
 // cyclic or forward wait, a last phase (where counters advance) that does not wait for the one before it, a read that
-// no write happens before (nor a tag announces), a write that does not happen after an earlier read or write of the
+// no write happens before (nor is it polled), a write that does not happen after an earlier read or write of the
 // same bytes, jobs of one phase that depend on each other, or workspace reused while it is still needed.
 void validate(const Schedule& schedule);
 

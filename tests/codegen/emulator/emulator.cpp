@@ -13,7 +13,7 @@
 
 __thread uint3 threadIdx, blockIdx;
 
-// What goes wrong in launches, set by tests: a signal or words that one CTA stores.
+// What goes wrong in launches, set by tests: a signal or result that one CTA stores.
 extern "C" struct {
   const void* place;  // of these; null: nothing does
   uint32_t cta;

@@ -41,7 +41,7 @@ bool barrier_test(uint64_t* bar, uint32_t parity);
 void copy_async(void* dst, const void* src, uint32_t bytes, uint64_t* bar);  // completes `bytes` on `bar`
 void copy_thread(void* dst, const void* src, uint32_t bytes);                // belongs to the calling thread
 void arrive_after_copies(uint64_t* bar);
-bool at_fault(const void* p);  // whether the signal or words about to be stored there are lost; may be late, too
+bool at_fault(const void* p);  // whether the signal or result about to be stored there are lost; may be late, too
 
 template <class T>
 T exchange(T v, int lane) {
@@ -101,6 +101,9 @@ inline unsigned __float_as_uint(float v) {
   return u;
 }
 inline float __uint_as_float(unsigned v) { return __int_as_float(static_cast<int>(v)); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
+}
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -17,7 +17,7 @@
 //   kZeroWithoutKeys     what a head that attends to nothing gives; otherwise it gives NaN
 //   limit(job, b)
 //   partials(job), kPartialBytes   scratch, and how much of it the result of a head of a piece has
-//   kTagged, tag(job)    y travels as tagged words, with this tag
+//   kPolled              y travels as a polled vector
 //   slot(job), mask(job, b, h, position), y(job, b, h), k_cache(job, b, g), v_cache(job, b, g)
 //   RowsQ, RowsK, RowsV           how the rows of q and of the new position come: Chain<Group>, see row.cuh, made
 //                                 with the row of the batch too; their references begin with kRefsQ, kRefsK, kRefsV
@@ -27,7 +27,7 @@
 
 #include "torch_mpk/device/partition.h"
 #include "torch_mpk/device/row.cuh"
-#include "torch_mpk/device/tagged.cuh"
+#include "torch_mpk/device/polled.cuh"
 #include "torch_mpk/device/tasks/linear.cuh"
 
 namespace mpk::attention {
@@ -383,6 +383,15 @@ struct Softmax {
 
 // ---- combining
 
+// Two floats, each with a tag above it.
+MPK_DEVICE ulonglong2 tagged_floats(float a, float b, uint32_t tag) {
+  const uint64_t high = uint64_t(tag) << 32;
+  return {high | __float_as_uint(a), high | __float_as_uint(b)};
+}
+MPK_DEVICE uint32_t differing(const ulonglong2& words, uint32_t tag) {
+  return (static_cast<uint32_t>(words.x >> 32) ^ tag) | (static_cast<uint32_t>(words.y >> 32) ^ tag);
+}
+
 // A head's result, by one warp: a lane's unnormalised elements, the maximum, the sum of exponentials.
 template <class V>
 struct Combined {
@@ -433,7 +442,7 @@ struct Combined {
       const uint32_t lane = c.lane;
       const auto load = [&](uint32_t piece, uint32_t place) {
         return piece < count && piece < kAhead
-                   ? ptx::load_relaxed_gpu_v2(reinterpret_cast<const ulonglong2*>(from + piece * kStride) + place)
+                   ? ptx::load_relaxed_gpu(reinterpret_cast<const ulonglong2*>(from + piece * kStride) + place)
                    : tagged_floats(0, 0, tag);
       };
       bool are_there = false;
@@ -450,35 +459,35 @@ struct Combined {
           for (int j = 0; j < kPairs; j++) missing |= differing(words[i][j], tag);
         are_there = missing == 0;
         if (are_there ||
-            ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, 0, tag, since)) == 0))
+            ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, since)) == 0))
           break;
       }
       if (!__all_sync(~0u, are_there)) return false;
       const float before = max;
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; i++) {
-        const float of_piece = __shfl_sync(~0u, float_of(scale.x), i);
+        const float of_piece = __shfl_sync(~0u, linear::float_of(scale.x), i);
         if (i < count) max = fmaxf(max, of_piece);
       }
       const float less = subtrahend(max), keep = exponential<T>(before - less);
-      const float factors = exponential<T>(float_of(scale.x) - less);  // the lane's piece's
+      const float factors = exponential<T>(linear::float_of(scale.x) - less);  // the lane's piece's
       sum *= keep;
 #pragma unroll
       for (int e = 0; e < kElements; e++) element(e) *= keep;
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; i++) {
-        const float factor = __shfl_sync(~0u, factors, i), of_piece = __shfl_sync(~0u, float_of(scale.y), i);
+        const float factor = __shfl_sync(~0u, factors, i), of_piece = __shfl_sync(~0u, linear::float_of(scale.y), i);
         if (i >= count) continue;
         sum = fmaf(of_piece, factor, sum);
 #pragma unroll
         for (int e = 0; e < kElements; e++)
-          element(e) = fmaf(float_of(e % 2 == 0 ? words[i][e / 2].x : words[i][e / 2].y), factor, element(e));
+          element(e) = fmaf(linear::float_of(e % 2 == 0 ? words[i][e / 2].x : words[i][e / 2].y), factor, element(e));
       }
     }
     return true;
   }
 
-  // Rounded, to where the head stands: anywhere, or as tagged words. Without any key: zero or NaN.
+  // Rounded, to where the head stands: anywhere, or in a polled vector. Without any key: zero or NaN.
   MPK_DEVICE void store(const Job& job, uint32_t row, uint32_t head, uint32_t lane) const {
     const bool zero = V::kZeroWithoutKeys && sum == 0;
     const float inverse = zero ? 0.0f : __fdividef(1.0f, sum);
@@ -490,8 +499,8 @@ struct Combined {
 #pragma unroll
       for (int e = 0; e < S::kWidth; e++) v[e] = sizeof(T) == 2 ? out[s][e] * inverse : zero ? 0.0f : out[s][e] / sum;
       const Vec<T, S::kWidth> rounded = round_to<T>(v);
-      if constexpr (V::kTagged) {
-        store_words(y, rounded, V::tag(job));
+      if constexpr (V::kPolled) {
+        store_elements(y, rounded);
       } else {
 #pragma unroll
         for (int e = 0; e < S::kWidth; e++) y[e] = rounded.v[e];
@@ -504,9 +513,9 @@ struct Combined {
     ulonglong2* to = reinterpret_cast<ulonglong2*>(at);
 #pragma unroll
     for (int j = 0; j < kPairs; j++)
-      ptx::store_relaxed_gpu_v2(to + 32 * j + lane,
+      ptx::store_relaxed_gpu(to + 32 * j + lane,
                                 tagged_floats(element(2 * j), 2 * j + 1 < kElements ? element(2 * j + 1) : 0, tag));
-    if (lane == 0) ptx::store_relaxed_gpu_v2(to + 32 * kPairs, tagged_floats(max, sum, tag));
+    if (lane == 0) ptx::store_relaxed_gpu(to + 32 * kPairs, tagged_floats(max, sum, tag));
   }
 
  private:
@@ -637,9 +646,9 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
 // The warps' results of a piece, put together by a warp for each head and written: the result by the worker of the
 // group's last piece, once it has added those of the others, which are partial. False when the launch was given up.
 //
-// The tags of partial results are other than those of tagged words: not every launch writes all words, so that a word
-// may be as old as the workspace, and 16 bits would come again. These come again after 2^31 phases. No later phase
-// writes in a place before all that this one has written there is read, see allocate_partials in codegen.
+// Partial results are tagged with launch and phase: which of them a launch writes depends on limits, so they are not
+// cleared. A tag comes again after 2^31 phases. No later phase writes in a place before all that this one has written
+// there is read, see allocate_partials in codegen.
 template <class V, class C>
 MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32_t number, Softmax<V>& softmax) {
   using S = Shape<V>;

@@ -25,7 +25,7 @@
 #pragma once
 
 #include "torch_mpk/device/partition.h"
-#include "torch_mpk/device/tagged.cuh"
+#include "torch_mpk/device/polled.cuh"
 
 namespace mpk::linear {
 
@@ -399,6 +399,9 @@ struct Only {
     finish_row<V>(c, job, segment, n, values, extra);
   }
 };
+
+// A float in the lower half of a word, below what tells whether it has come.
+MPK_DEVICE float float_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
 
 // The sum of the run that ends before `entry`, below that number, once its warp has published it; below another when
 // the launch was given up.

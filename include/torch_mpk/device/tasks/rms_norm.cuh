@@ -1,7 +1,7 @@
 // rms_norm: y = x / sqrt(mean(x^2) + eps), times the weight in one of three styles (see docs/architecture.md).
 #pragma once
 
-#include "torch_mpk/device/tagged.cuh"
+#include "torch_mpk/device/polled.cuh"
 
 namespace mpk::rms_norm {
 
@@ -33,19 +33,19 @@ MPK_DEVICE Vec<T, N> normalised(const Vec<T, N>& x, float scale, const Vec<Weigh
   }
 }
 
-// Where a row's tagged words are, and what polling them takes.
-struct Words {
-  const uint32_t* src;
-  uint32_t tag, phase;
+// Where a polled row is, and what polling it takes.
+struct Polled {
+  const uint16_t* src;
+  uint32_t phase;
   const Watchdog* dog;
 };
 
-// A row of `pieces` pieces by the whole CTA, with weights of its own dtype; polled from tagged words where there are
-// any, and then written. False when the launch was given up. Out of line: jobs share it. It fetches the weights itself,
+// A row of `pieces` pieces by the whole CTA, with weights of its own dtype; polled where it travels so,
+// and then written. False when the launch was given up. Out of line: jobs share it. It fetches the weights itself,
 // since a call waits for what is in flight.
-template <class T, Style style, bool has_weight, bool is_tagged, int kSteps>
+template <class T, Style style, bool has_weight, bool is_polled, int kSteps>
 __device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pieces, float inverse_size, float eps,
-                                       float* partials, bool failed, Words words) {
+                                       float* partials, bool failed, Polled polled) {
   __builtin_assume(__isShared(row));
   __builtin_assume(__isShared(partials));
   constexpr int kWidth = kVecSize<T>;
@@ -58,8 +58,8 @@ __device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pie
     for (int s = 0; s < kSteps; s++)
       if (const int i = s * kConsumerThreads + rank; i < pieces) factors[s] = weights[i];
   }
-  if constexpr (is_tagged) {
-    failed |= !poll_pieces(kept, words.src, words.tag, rank, kConsumerThreads, pieces, *words.dog, words.phase);
+  if constexpr (is_polled) {
+    failed |= !poll_pieces(kept, polled.src, rank, kConsumerThreads, pieces, *polled.dog, polled.phase);
   } else {
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
@@ -113,12 +113,12 @@ struct Task {
     }
   }
 
-  // The row comes from tagged words.
-  MPK_DEVICE void apply_to_words(Group& group, T* row, const uint32_t* src, uint32_t tag) {
+  // The row is a polled vector.
+  MPK_DEVICE void apply_to_polled(Group& group, T* row, const uint16_t* src) {
     if constexpr (kOutOfLine) {
-      call<true>(group, row, {src, tag, group.c.phase, &group.c.shared.watchdog});
+      call<true>(group, row, {src, group.c.phase, &group.c.shared.watchdog});
     } else {
-      copy_tagged_row<T, V::kSize, V::kVectorized>(group, row, src, tag);
+      copy_polled_row<T, V::kSize, V::kVectorized>(group, row, src);
       if constexpr (!V::kVectorized) group.sync();
       apply(group, row);
     }
@@ -155,12 +155,12 @@ struct Task {
   }
 
  private:
-  template <bool is_tagged>
-  MPK_DEVICE void call(Group& group, T* row, Words words) {
+  template <bool is_polled>
+  MPK_DEVICE void call(Group& group, T* row, Polled polled) {
     if (!group.c.alive) return;
-    group.c.alive = normalise<T, V::kStyle, V::kHasWeight, is_tagged, kSteps>(
+    group.c.alive = normalise<T, V::kStyle, V::kHasWeight, is_polled, kSteps>(
         reinterpret_cast<uint4*>(row), reinterpret_cast<const uint4*>(weight), kPieces, 1.0f / V::kSize, V::kEps,
-        group.partials(), group.c.failed, words);
+        group.partials(), group.c.failed, polled);
   }
 };
 

@@ -36,26 +36,37 @@ void store_release_cta(T* p, std::type_identity_t<T> v) {
 }
 inline void store_relaxed_cta(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_acquire_cta(p); }
-inline uint32_t load_relaxed_gpu(const uint32_t* p) {
+// Of a vector each of the pieces that its maker stores comes by itself.
+template <class T>
+T load_relaxed_piece(const T* p) {
   emulator::yield();
   return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
-inline uint4 load_relaxed_gpu_v4(const uint32_t* p) {
+inline uint32_t load_relaxed_gpu(const uint16_t* p) { return load_relaxed_piece(p); }
+inline uint32_t load_relaxed_gpu(const uint32_t* p) { return load_relaxed_piece(p); }
+inline uint2 load_relaxed_gpu(const uint2* p) { return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y)}; }
+inline uint4 load_relaxed_gpu(const uint4* p) {
   emulator::require_aligned(p);
-  return {load_relaxed_gpu(p), load_relaxed_gpu(p + 1), load_relaxed_gpu(p + 2), load_relaxed_gpu(p + 3)};
+  return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y), load_relaxed_piece(&p->z), load_relaxed_piece(&p->w)};
+}
+inline ulonglong2 load_relaxed_gpu(const ulonglong2* p) {
+  emulator::require_aligned(p);
+  return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y)};
+}
+inline void store_relaxed_gpu(uint16_t* p, uint16_t v) {
+  if (!emulator::at_fault(p)) __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
 inline void store_relaxed_gpu(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
-inline void store_relaxed_gpu_v4(uint32_t* p, const uint4& v) {
+inline void store_relaxed_gpu(uint2* p, const uint2& v) {
+  store_relaxed_gpu(&p->x, v.x);
+  store_relaxed_gpu(&p->y, v.y);
+}
+inline void store_relaxed_gpu(uint4* p, const uint4& v) {
   emulator::require_aligned(p);
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-  for (int i = 0; i < 4; i++) store_relaxed_gpu(p + i, words[i]);
+  for (int i = 0; i < 4; i++) store_relaxed_gpu(&p->x + i, words[i]);
 }
-inline ulonglong2 load_relaxed_gpu_v2(const ulonglong2* p) {
-  emulator::require_aligned(p);
-  emulator::yield();
-  return {__atomic_load_n(&p->x, __ATOMIC_RELAXED), __atomic_load_n(&p->y, __ATOMIC_RELAXED)};
-}
-inline void store_relaxed_gpu_v2(ulonglong2* p, const ulonglong2& v) {
+inline void store_relaxed_gpu(ulonglong2* p, const ulonglong2& v) {
   emulator::require_aligned(p);
   if (emulator::at_fault(p)) return;
   __atomic_store_n(&p->x, v.x, __ATOMIC_RELAXED);
