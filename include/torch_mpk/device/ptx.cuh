@@ -51,11 +51,14 @@ MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
 
-// Contiguous global bytes to shared memory; both ends and the size are multiples of 16.
+// Contiguous global bytes to shared memory; both ends and the size are multiples of 16. They are the first to leave L2:
+// a launch reads them once, and what the phases tell each other stays there.
 MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy.fractional.L2::evict_first makes it
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_addr(dst)),
-      "l"(src), "r"(bytes), "r"(smem_addr(bar))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(smem_addr(dst)),
+      "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(kEvictFirst)
       : "memory");
 }
 #else
