@@ -160,12 +160,9 @@ class Generator {
     const bool streams = !code.load.empty() || !code.matrices.empty();
     const std::vector<int> waits = streams ? job.loader_waits : std::vector<int>{};
     const auto count = [](const auto& list) { return static_cast<uint16_t>(list.size()); };
-    JobRow head{
-        variant(code),       0, static_cast<uint16_t>(rotation), count(code.refs), count(code.parameters), count(waits),
-        count(code.matrices)};
+    JobRow head{variant(code), rotation, 0, count(code.refs), count(waits), count(code.matrices)};
     append(row, head);
     for (uint64_t ref : code.refs) append(row, ref);
-    for (const Parameter& parameter : code.parameters) append(row, parameter);
     for (int wait : waits) append(row, static_cast<uint64_t>(wait));
     if (!code.matrices.empty()) append(row, code.stream);
     for (const MatrixRow& matrix : code.matrices) append(row, matrix);

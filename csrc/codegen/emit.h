@@ -47,7 +47,6 @@ struct JobCode {
   std::string body = "";          // of the variant's struct
   std::vector<std::string> headers = {};
   std::vector<uint64_t> refs = {};
-  std::vector<Parameter> parameters = {};
   StreamRow stream = {};  // of `matrices`
   std::vector<MatrixRow> matrices = {};
   bool has_extra = false;          // linears: a tile's results need something besides, which is fetched early
@@ -145,7 +144,6 @@ struct ChainCode {
   bool vectorized = true;
   bool early = true;  // what the constructor reads is known before the phase's events
   std::vector<std::string> headers;
-  std::vector<Parameter> parameters;
 };
 
 struct ChainOptions {

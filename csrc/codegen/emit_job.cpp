@@ -256,7 +256,6 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
 
   const ChainCode prologue = emit_chain(plan, refs, first, chain, {.phase = phase});
   code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());
-  code.parameters = prologue.parameters;
   std::string& body = code.body;
   body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kSize", size) +
          constant("kSegments", static_cast<int64_t>(first_tile.size())) + constant("kParts", parts) +
@@ -468,8 +467,6 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
     chains.push_back(emit_chain(plan, own, node, chain, {.phase = phase, .batch_row = true}));
     applies.push_back(!chain.tasks.empty());
     const ChainCode& made = chains.back();
-    for (const Parameter& p : made.parameters)
-      code.parameters.push_back({static_cast<uint32_t>(code.refs.size()) + p.ref, p.bytes});
     const std::string first = std::string("kRefs") + name;
     body += "  static constexpr uint32_t " + first + " = " + str(static_cast<int64_t>(code.refs.size())) + ";\n" +
             (made.text == chains.front().text && chains.size() > 1

@@ -68,8 +68,7 @@ Pattern pattern(const std::vector<int64_t>& sizes, const std::vector<int64_t>& s
 std::string emit_store(const Plan& plan, Refs& refs, const Node& node, const Tensor& t, const std::string& index,
                        const std::string& value) {
   const std::string pointer = refs.pointer(node, t, true);
-  if (plan.polled(t.buffer))
-    return "store_element(" + pointer + " + (" + index + "), " + value + ");";
+  if (plan.polled(t.buffer)) return "store_element(" + pointer + " + (" + index + "), " + value + ");";
   return pointer + "[" + index + "] = " + value + ";";
 }
 

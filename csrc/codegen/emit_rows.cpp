@@ -141,11 +141,8 @@ ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chai
           ", kVectorized = " + (vectorized ? "true" : "false") + ";\n";
       if (weight) {
         reads_first(weight->tensor);
-        const int ref = refs.add(task, weight->tensor);
         code.text += "    static MPK_DEVICE const Weight* weight(const Job& job) { return job.pointer<const Weight>(" +
-                     str(ref) + "); }\n";
-        code.parameters.push_back(
-            {static_cast<uint32_t>(ref), static_cast<uint32_t>(size * size_bytes(weight->tensor.dtype))});
+                     str(refs.add(task, weight->tensor)) + "); }\n";
       }
     } else if (task.def->name == "rope") {
       const Tensor& x = input_of(task);

@@ -17,7 +17,7 @@ struct StallRecord {
   uint32_t valid;
   uint32_t phase;    // the phase the warp was in
   uint32_t role;     // 0: consumer, 1: loader
-  uint32_t waiting;  // what for: 0 event, 1 full ring slot, 2 free ring slot, 3 the loader's progress, 4 elements it polls
+  uint32_t waiting;  // what for: 0 event, 1 full ring slot, 2 free ring slot, 3 the loader's progress, 4 what it polls
   uint32_t event;    // phase whose event it waited for, or ring slot, or where it polls the phase it was in
   uint32_t seen;
   uint32_t expected;

@@ -139,9 +139,7 @@ def await_what_is_polled(parts: Parts, draw: st.DrawFn) -> None:
 
 def poll_what_shares_workspace(parts: Parts, draw: st.DrawFn) -> None:
     spans = [(o, o + b.bytes, i) for i, (o, b) in enumerate(zip(parts.offsets, parts.schedule.graph.buffers)) if o >= 0]
-    sharing = [
-        (i, k) for b, e, i in spans for c, f, k in spans if i < k and b < f and c < e and not parts.polled[i]
-    ]
+    sharing = [(i, k) for b, e, i in spans for c, f, k in spans if i < k and b < f and c < e and not parts.polled[i]]
     assume(sharing)
     for buffer in pick(draw, sharing):
         parts.polled[buffer] = True
@@ -166,9 +164,9 @@ def delay_phase(parts: Parts, draw: st.DrawFn) -> None:
 
 
 MUTATIONS = [
-    await_what_is_polled, poll_what_shares_workspace, shrink_workspace, unknown_node, job_without_body, delay_phase, drop_node, run_twice, drop_wait,
-    wait_forward, swap_phases, merge_phases, unstore_what_others_read, drop_prologue, body_in_epilogue,
-    epilogue_before_body, overlap_workspace, outside_workspace,
+    await_what_is_polled, poll_what_shares_workspace, shrink_workspace, unknown_node, job_without_body, delay_phase,
+    drop_node, run_twice, drop_wait, wait_forward, swap_phases, merge_phases, unstore_what_others_read, drop_prologue,
+    body_in_epilogue, epilogue_before_body, overlap_workspace, outside_workspace,
 ]  # fmt: skip
 
 SCHEDULES = [

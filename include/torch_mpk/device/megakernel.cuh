@@ -67,8 +67,7 @@ struct Job {
 
 // What a job that streams matrices has of them; the matrices follow.
 MPK_DEVICE const StreamRow* stream_of(const Job& job) {
-  return reinterpret_cast<const StreamRow*>(job.refs() +
-                                            (job.row->num_refs + job.row->num_parameters + job.row->num_loader_waits));
+  return reinterpret_cast<const StreamRow*>(job.refs() + (job.row->num_refs + job.row->num_loader_waits));
 }
 
 MPK_DEVICE const uint32_t* waits_of(const PhaseRow* phase) { return reinterpret_cast<const uint32_t*>(phase + 1); }
@@ -283,13 +282,7 @@ struct Loader : Launch<Kernel> {
   // Loads what the table says of a job: all there is to load, unless it has code for the rest.
   MPK_DEVICE void load(const Job& job) {
     const uint32_t num_waits = job.row->num_loader_waits;
-    const auto* parameters = reinterpret_cast<const Parameter*>(job.refs() + job.row->num_refs);
-    const auto* waits = reinterpret_cast<const uint64_t*>(parameters + job.row->num_parameters);
-#pragma unroll 1
-    for (; reinterpret_cast<const uint64_t*>(parameters) != waits; parameters++)
-#pragma unroll 1
-      for (uint32_t i = lane * 128; i < parameters->bytes; i += 32 * 128)
-        ptx::prefetch_l2(job.pointer<const uint8_t>(parameters->ref) + i);
+    const uint64_t* waits = job.refs() + job.row->num_refs;
     // Copies that depend on what the launch computes wait until it is computed.
 #pragma unroll 1
     for (uint32_t i = 0; i < num_waits && !failed; i++) {

@@ -288,6 +288,4 @@ MPK_DEVICE uint32_t clock() {
   return t;
 }
 
-MPK_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 }  // namespace mpk::ptx

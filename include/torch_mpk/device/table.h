@@ -45,23 +45,16 @@ struct PhaseRow {
   uint32_t signal;     // see Signal
 };
 
-// A job: JobRow, uint64_t refs[num_refs], Parameter parameters[num_parameters], uint64_t
-// loader_waits[num_loader_waits], and, if there are any, StreamRow and MatrixRow matrices[num_matrices]; padded to 16
-// bytes.
+// A job: JobRow, uint64_t refs[num_refs], uint64_t loader_waits[num_loader_waits], and, if there are any, StreamRow and
+// MatrixRow matrices[num_matrices]; padded to 16 bytes.
 struct JobRow {
   uint32_t variant;  // index of the code
-  uint16_t bytes;    // of this row
-  uint16_t
-      rotation;  // worker w plays worker (w + rotation) mod num_workers: small jobs of a phase go to different ones
+  uint32_t
+      rotation;    // worker w plays worker (w + rotation) mod num_workers: small jobs of a phase go to different ones
+  uint16_t bytes;  // of this row
   uint16_t num_refs;
-  uint16_t num_parameters;
   uint16_t num_loader_waits;
   uint16_t num_matrices;
-};
-
-// What a job will read early, for the loader to bring into L2.
-struct Parameter {
-  uint32_t ref, bytes;
 };
 
 // How matrices come through the ring. A tile is `tile_rows` rows of each of `parts` matrices of equally many rows. It

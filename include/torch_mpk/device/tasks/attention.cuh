@@ -26,8 +26,8 @@
 #pragma once
 
 #include "torch_mpk/device/partition.h"
-#include "torch_mpk/device/row.cuh"
 #include "torch_mpk/device/polled.cuh"
+#include "torch_mpk/device/row.cuh"
 #include "torch_mpk/device/tasks/linear.cuh"
 
 namespace mpk::attention {
@@ -153,12 +153,6 @@ MPK_DEVICE void load(L& l, const Job& job) {
       l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, cut.limit(piece.row), 0, end};
     }
     __syncwarp();
-    // The other pieces' results come to L2 from there: then no poll brings old ones from memory.
-    if constexpr (kMayCut<V>)
-      if (piece.is_last)
-        for (uint32_t i = 1; i <= piece.index; i++)
-          for (uint32_t at = l.lane * 128; at < kPieceBytes<V>; at += 32 * 128)
-            ptx::prefetch_l2(V::partials(job) + (number - i * kUnits<V>)*kPieceBytes<V> + at);
     if (!l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end})) return;
   }
 }
@@ -458,9 +452,7 @@ struct Combined {
 #pragma unroll
           for (int j = 0; j < kPairs; j++) missing |= differing(words[i][j], tag);
         are_there = missing == 0;
-        if (are_there ||
-            ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, since)) == 0))
-          break;
+        if (are_there || ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, since)) == 0)) break;
       }
       if (!__all_sync(~0u, are_there)) return false;
       const float before = max;
@@ -514,7 +506,7 @@ struct Combined {
 #pragma unroll
     for (int j = 0; j < kPairs; j++)
       ptx::store_relaxed_gpu(to + 32 * j + lane,
-                                tagged_floats(element(2 * j), 2 * j + 1 < kElements ? element(2 * j + 1) : 0, tag));
+                             tagged_floats(element(2 * j), 2 * j + 1 < kElements ? element(2 * j + 1) : 0, tag));
     if (lane == 0) ptx::store_relaxed_gpu(to + 32 * kPairs, tagged_floats(max, sum, tag));
   }
 

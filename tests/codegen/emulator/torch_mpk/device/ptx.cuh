@@ -145,6 +145,5 @@ inline int thread_index() { return threadIdx.x; }
 inline void compiler_fence() {}
 uint64_t global_time_ns();
 inline uint32_t clock() { return static_cast<uint32_t>(global_time_ns()); }
-inline void prefetch_l2(const void*) {}
 
 }  // namespace mpk::ptx
