@@ -337,14 +337,26 @@ def _collect(
     return torch.tensor(columns).t()
 
 
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def _read(token: torch.Tensor) -> Callable[[], list[int]]:
-    """Begins to copy int64[batch, 1] to the CPU; the result waits and gives the elements."""
+    """Begins to copy int64[batch, 1] to the CPU; the result waits and gives the elements.
+
+    The copy has a stream of its own: between two steps it would keep the device from the next.
+    """
     if token.device.type == "cpu":
         return token[:, 0].tolist
     host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-    host.copy_(token, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
+    stream = _copies(token.device)
+    stream.wait_stream(torch.cuda.current_stream(token.device))
+    with torch.cuda.stream(stream):
+        host.copy_(token, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+    token.record_stream(stream)
 
     def wait() -> list[int]:
         copied.synchronize()
