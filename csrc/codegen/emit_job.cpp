@@ -65,7 +65,29 @@ JobCode emit_points(Plan& plan, const Node& node) {
   return code;
 }
 
-JobCode emit_reduce(Plan& plan, const Node& node) {
+// Scratch for partial results of a phase. They are polled, with no event between writer and reader, so a place is used
+// again only by a phase that begins to write, behind its events, when all workers have signalled this one or a later:
+// their polls are over. Otherwise a phase has its own. Launches follow each other.
+int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
+  bytes = (bytes + 255) / 256 * 256;
+  for (Plan::Scratch& place : plan.scratch)
+    if (place.phase < phase && place.bytes >= bytes && plan.happens_before(place.phase, phase)) {
+      place.phase = phase;
+      return place.offset;
+    }
+  const int64_t offset = (plan.workspace_bytes + 255) / 256 * 256;
+  plan.scratch.push_back({phase, offset, bytes});
+  plan.workspace_bytes = offset + bytes;
+  return offset;
+}
+
+// Pieces that a row is cut into: as many as there are workers for, if a row is worth it.
+int64_t pieces_of_row(int64_t outer, int64_t inner, int64_t workers) {
+  constexpr int64_t kLeast = 2048;  // elements of a piece
+  return outer == 0 ? 1 : std::max<int64_t>(std::min(workers / outer, inner / kLeast), 1);
+}
+
+JobCode emit_reduce(Plan& plan, int phase, const Node& node) {
   JobCode code{"Reduce", "run_reduce", "", "256"};
   Refs refs(plan, code.refs);
   const Program& program = *node.program;
@@ -93,6 +115,15 @@ JobCode emit_reduce(Plan& plan, const Node& node) {
               function("void", "finish(const Job& job, int64_t outer, R result)",
                        "    " + refs.pointer(node, out.tensor, true) + "[" + row_offset(rows, "outer") + "] = cast<" +
                            out_type + ">(result);\n");
+  const int64_t pieces = pieces_of_row(outer, inner, plan.schedule.target.num_workers);
+  code.body += constant("kPieces", pieces);
+  if (pieces > 1) {
+    constexpr int64_t kPieceBytes = 32;
+    const int64_t partials = allocate_partials(plan, phase, outer * pieces * kPieceBytes);
+    code.body += constant("kPieceBytes", kPieceBytes) +
+                 returning("uint8_t*", "partials(const Job& job)",
+                           "job.pointer<uint8_t>(" + str(refs.add_raw(kWorkspaceIndex, partials)) + ")");
+  }
   return code;
 }
 
@@ -343,22 +374,6 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
 
 // ---- attention
 
-// Scratch for partial results of a phase. They are polled, with no event between writer and reader, so a place is used
-// again only by a phase that begins to write, behind its events, when all workers have signalled this one or a later:
-// their polls are over. Otherwise a phase has its own. Launches follow each other.
-int64_t allocate_partials(Plan& plan, int phase, int64_t bytes) {
-  bytes = (bytes + 255) / 256 * 256;
-  for (Plan::Scratch& place : plan.scratch)
-    if (place.phase < phase && place.bytes >= bytes && plan.happens_before(place.phase, phase)) {
-      place.phase = phase;
-      return place.offset;
-    }
-  const int64_t offset = (plan.workspace_bytes + 255) / 256 * 256;
-  plan.scratch.push_back({phase, offset, bytes});
-  plan.workspace_bytes = offset + bytes;
-  return offset;
-}
-
 struct Passes {
   int64_t number, heads;
 };
@@ -494,7 +509,7 @@ JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim) {
     case Role::kPointwise:
       return emit_points(plan, node);
     case Role::kReduce:
-      return emit_reduce(plan, node);
+      return emit_reduce(plan, phase, node);
     case Role::kRow:
       return emit_row(plan, phase, node);
     case Role::kTile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decoder_graph import Builder
+from decoder_graph import Builder, register_tasks
 
 from torch_mpk import _C
 
@@ -49,20 +49,36 @@ def programs_and_reductions() -> _C.TBGraph:
 
     b.increment([b.buffer("input", "counter", "int64", [1])])
 
-    def reduction(op: str, source: _C.Tensor, dtype: str) -> None:
-        out = b.buffer("output", op, dtype, source.shape[:-1])
-        program = _C.Program(source.shape)
-        program.emit("load", source.dtype, operand=0, strides=source.strides)
-        if op in ("any", "all"):
-            program.emit("gt", "bool", [0, program.emit("const", "float32", imm=2.5)])
-        b.graph.add_node("reduce", [("in0", source, True, False), ("out0", out, False, True)], {"op": op}, program)
-
     for op in ("sum", "mean"):
-        reduction(op, half, "bfloat16")
+        reduction(b, op, half, "bfloat16")
     for op in ("amax", "amin", "prod"):
-        reduction(op, x, "float32")
+        reduction(b, op, x, "float32")
     for op in ("argmax", "argmin"):
-        reduction(op, half, "int64")
+        reduction(b, op, half, "int64")
     for op in ("any", "all"):
-        reduction(op, x, "bool")
+        reduction(b, op, x, "bool")
+    return b.graph
+
+
+def reduction(b: Builder, op: str, source: _C.Tensor, dtype: str) -> None:
+    """Over the last dimension, to an output; ``any`` and ``all`` of what is larger than 2.5."""
+    out = b.buffer("output", op, dtype, source.shape[:-1])
+    program = _C.Program(source.shape)
+    program.emit("load", source.dtype, operand=0, strides=source.strides)
+    if op in ("any", "all"):
+        program.emit("gt", "bool", [0, program.emit("const", "float32", imm=2.5)])
+    b.graph.add_node("reduce", [("in0", source, True, False), ("out0", out, False, True)], {"op": op}, program)
+
+
+def long_reductions(rows: int, size: int) -> _C.TBGraph:
+    """Every kind of state of a reduction: one word or two, with an index or without."""
+    b = Builder()
+    register_tasks()
+    x = b.buffer("input", "x", "bfloat16", [rows, size])
+    counts = b.buffer("input", "counts", "int64", [rows, size])
+    for op, source, dtype in (
+        ("mean", x, "float32"), ("amin", x, "bfloat16"), ("argmax", x, "int64"), ("any", x, "bool"),
+        ("sum", counts, "int64"), ("argmin", counts, "int64"),
+    ):  # fmt: skip
+        reduction(b, op, source, dtype)
     return b.graph

@@ -9,7 +9,7 @@ import pytest
 import torch
 from decoder_graph import Builder, decoder, register_tasks
 from emulated_kernel import SMEM_BYTES, EmulatedKernel, allocate, decoder_inputs, reference, relative_error, tensors
-from programs_graph import programs_and_reductions
+from programs_graph import long_reductions, programs_and_reductions
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
 from torch_mpk import _C, reference_vm
@@ -232,6 +232,28 @@ def test_a_profiled_kernel_stamps_every_phase_of_every_worker(tmp_path: Path) ->
     staged = torch.where(staged == 0, ready, staged)
     for earlier, later in pairwise([begin, joined, ready, staged, computed]):
         assert ((later - earlier) >= 0).all()  # of a clock that wraps
+
+
+@pytest.mark.parametrize(("rows", "size", "workers"), [(1, 9000, 5), (2, 5001, 5), (1, 90000, 40), (3, 2500, 2)])
+def test_long_rows_are_cut_into_pieces(tmp_path: Path, rows: int, size: int, workers: int) -> None:
+    graph = long_reductions(rows, size)
+    kernel = EmulatedKernel(graph, tmp_path, workers=workers)
+    assert ("partials(" in kernel.program.source) == (rows < workers)
+    x, counts = (allocate(t) for t in tensors(graph, "input"))
+    for launch in range(3):
+        torch.manual_seed(launch)
+        x.copy_(torch.randn(rows, size))
+        counts.copy_(torch.randint(-(2**40), 2**40, (rows, size)))
+        x[0, 4000 % size] = x[0, 17] = 9.0  # a tie
+        counts[-1, 4000 % size] = counts[-1, size - 1] = -(2**41)
+        x[-1, size - 3] = torch.nan if launch == 1 else 0.0
+        _, wanted = reference(graph, [x, counts])
+        outputs = [allocate(t) for t in tensors(graph, "output")]
+        kernel.launch([x, counts], outputs, seed=launch, jitter=launch, watchdog_ns=20 * 10**9)
+        assert kernel.host_abort.sum() == 0
+        for got, want in zip(outputs, wanted, strict=True):
+            tolerance = 1e-4 if got.dtype == torch.float32 else 0
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance / 100, equal_nan=True)
 
 
 def test_programs_and_reductions(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "torch_mpk/device/row.cuh"
+#include "torch_mpk/device/tagged.cuh"
 
 namespace mpk {
 
@@ -100,31 +101,104 @@ MPK_DEVICE S shuffle_xor(S s, int offset) {
   }
 }
 
-// V: Op (one of reduce::), kOuter, kInner; value(job, outer, inner), finish(job, outer, result). Fixed order: lane l
-// adds elements l, l + size, ...; then the tree of lanes; then the warps in order.
+template <class Op, class State>
+MPK_DEVICE State combine_lanes(State state) {
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) state = Op::combine(state, shuffle_xor(state, o));
+  return state;
+}
+
+// What the warps have left in shared memory, in their order; in the group's first thread. False when the launch was
+// given up.
+template <class Op, class State, class C>
+MPK_DEVICE bool combine_warps(C& c, State& state) {
+  State* of_warps = reinterpret_cast<State*>(c.staged());
+  state = combine_lanes<Op>(state);
+  if (c.lane == 0) of_warps[c.warp] = state;
+  if (!c.sync()) return false;
+  state = of_warps[0];
+  for (int w = 1; w < kConsumerWarps; w++) state = Op::combine(state, of_warps[w]);
+  return true;
+}
+
+// A state as tagged words, in a place of kPieceBytes.
+template <class State>
+union PieceState {
+  State state;
+  uint32_t words[4];
+  static_assert(sizeof(State) <= sizeof(words));
+};
+
+// The workers' pieces of rows that there are too few of: the worker of a row's last piece polls the results of all,
+// which its first warp combines. Lane l takes pieces l, l + 32, ...; then the tree of lanes.
+template <class V, class C>
+MPK_DEVICE void run_reduce_in_pieces(C& c, const Job& job) {
+  using Op = typename V::Op;
+  using State = typename Op::State;
+  constexpr int64_t kLength = (V::kInner + V::kPieces - 1) / V::kPieces;
+  static_assert(V::kOuter * V::kPieces <= C::Config::kNumWorkers, "no worker has two pieces");
+  static_assert(2 * sizeof(ulonglong2) == V::kPieceBytes, "codegen and device disagree on partial results");
+  const uint32_t number = c.worker(job), outer = number % uint32_t(V::kOuter), piece = number / uint32_t(V::kOuter);
+  if (piece >= V::kPieces) return;
+  const int64_t begin = piece * kLength, end = min(begin + kLength, V::kInner);
+  State state = Op::first();
+  for (int64_t i = begin + c.rank; i < end; i += kConsumerThreads)
+    state = Op::combine(state, Op::of(V::value(job, outer, i), i));
+  if (!combine_warps<Op>(c, state)) return;
+  const uint32_t tag = tag_of(c);
+  ulonglong2* pieces = reinterpret_cast<ulonglong2*>(V::partials(job)) + 2 * outer * V::kPieces;
+  if (c.rank == 0) {
+    PieceState<State> made{};
+    made.state = state;
+    for (int i = 0; i < 2; i++)
+      ptx::store_relaxed_gpu(pieces + 2 * piece + i, tagged(made.words[2 * i], made.words[2 * i + 1], tag));
+  }
+  if (c.warp != 0 || piece + 1 < V::kPieces) return;
+  state = Op::first();
+  for (uint32_t p = c.lane; p < V::kPieces; p += 32) {
+    ulonglong2 words[2];
+    const bool is_there = spin(
+        c.shared.watchdog,
+        [&] {
+          for (int i = 0; i < 2; i++) words[i] = ptx::load_relaxed_gpu(pieces + 2 * p + i);
+          return (differing(words[0], tag) | differing(words[1], tag)) == 0;
+        },
+        [&] { return stall(c.phase, WarpRole::kConsumer, Waiting::kElement, c.phase, 0, 0, 0); });
+    if (!is_there) c.failed = true;
+    PieceState<State> made{};
+    for (int i = 0; i < 4; i++) made.words[i] = static_cast<uint32_t>(i % 2 == 0 ? words[i / 2].x : words[i / 2].y);
+    state = Op::combine(state, made.state);
+  }
+  c.failed = __any_sync(~0u, c.failed);
+  state = combine_lanes<Op>(state);
+  if (c.lane == 0 && !c.failed) V::finish(job, outer, Op::result(state, V::kInner));
+}
+
+// V: Op (one of reduce::), kOuter, kInner; value(job, outer, inner), finish(job, outer, result); kPieces, of a row, and
+// where that is more than one kPieceBytes and partials(job). Fixed order: lane l adds elements l, l + size, ...; then
+// the tree of lanes; then the warps in order; then pieces.
 template <class V, class C>
 MPK_DEVICE void run_reduce(C& c, const Job& job) {
   using Op = typename V::Op;
   using State = typename Op::State;
   if (!c.await()) return;
-  constexpr bool kWarpRows = V::kInner <= 1024;
-  constexpr uint32_t kWorkers = C::Config::kNumWorkers;
-  const int size = kWarpRows ? 32 : kConsumerThreads, rank = kWarpRows ? c.lane : c.rank;
-  const int64_t step = kWarpRows ? kWorkers * kConsumerWarps : kWorkers;
-  State* partials = reinterpret_cast<State*>(c.staged());
-  for (int64_t outer = c.worker(job) + (kWarpRows ? c.warp * kWorkers : 0); outer < V::kOuter; outer += step) {
-    State state = Op::first();
-    for (int64_t i = rank; i < V::kInner; i += size) state = Op::combine(state, Op::of(V::value(job, outer, i), i));
-#pragma unroll
-    for (int o = 16; o > 0; o /= 2) state = Op::combine(state, shuffle_xor(state, o));
-    if constexpr (!kWarpRows) {
-      if (c.lane == 0) partials[c.warp] = state;
-      if (!c.sync()) return;
-      state = partials[0];
-      for (int w = 1; w < kConsumerWarps; w++) state = Op::combine(state, partials[w]);
-      if (!c.sync()) return;
+  if constexpr (V::kPieces > 1) {
+    run_reduce_in_pieces<V>(c, job);
+  } else {
+    constexpr bool kWarpRows = V::kInner <= 1024;
+    constexpr uint32_t kWorkers = C::Config::kNumWorkers;
+    const int size = kWarpRows ? 32 : kConsumerThreads, rank = kWarpRows ? c.lane : c.rank;
+    const int64_t step = kWarpRows ? kWorkers * kConsumerWarps : kWorkers;
+    for (int64_t outer = c.worker(job) + (kWarpRows ? c.warp * kWorkers : 0); outer < V::kOuter; outer += step) {
+      State state = Op::first();
+      for (int64_t i = rank; i < V::kInner; i += size) state = Op::combine(state, Op::of(V::value(job, outer, i), i));
+      if constexpr (kWarpRows) {
+        state = combine_lanes<Op>(state);
+      } else if (!combine_warps<Op>(c, state) || !c.sync()) {
+        return;
+      }
+      if (rank == 0) V::finish(job, outer, Op::result(state, V::kInner));
     }
-    if (rank == 0) V::finish(job, outer, Op::result(state, V::kInner));
   }
 }
 

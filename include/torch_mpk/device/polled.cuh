@@ -11,6 +11,7 @@
 #pragma once
 
 #include "torch_mpk/device/row.cuh"
+#include "torch_mpk/device/tagged.cuh"
 
 namespace mpk {
 
@@ -43,11 +44,6 @@ MPK_DEVICE void store_elements(uint16_t* p, const Vec<T, N>& v) {
     ptx::store_relaxed_gpu(reinterpret_cast<uint4*>(p), make_uint4(two_as_stored(eight.x), two_as_stored(eight.y),
                                                                    two_as_stored(eight.z), two_as_stored(eight.w)));
   }
-}
-
-// keep_waiting, for elements polled in a phase.
-MPK_DEVICE uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint64_t since) {
-  return keep_waiting(dog, stall(phase, WarpRole::kConsumer, Waiting::kElement, phase, 0, 0, 0), since);
 }
 
 // The element at p once it has come, as it is stored, or kAbsent when the launch was given up.

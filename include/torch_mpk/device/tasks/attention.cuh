@@ -3,7 +3,7 @@
 // The visible positions of every (batch row, group) are cut into pieces, see KvPiece in partition.h, so that a warp has
 // one tile, if there are workers enough. The loader streams a piece tile by tile, keys and values of a few positions,
 // each tile for one warp. The worker of a group's last piece puts the results of its pieces together: the others' come
-// as tagged floats, which it polls. Within a piece warps combine in tile order, and pieces combine in the order of
+// as tagged words, which it polls. Within a piece warps combine in tile order, and pieces combine in the order of
 // their positions: nothing is added in order of arrival.
 //
 // A worker comes here once a layer and fetches all it executes anew, so the code is short: scores on tensor cores,
@@ -377,15 +377,6 @@ struct Softmax {
 
 // ---- combining
 
-// Two floats, each with a tag above it.
-MPK_DEVICE ulonglong2 tagged_floats(float a, float b, uint32_t tag) {
-  const uint64_t high = uint64_t(tag) << 32;
-  return {high | __float_as_uint(a), high | __float_as_uint(b)};
-}
-MPK_DEVICE uint32_t differing(const ulonglong2& words, uint32_t tag) {
-  return (static_cast<uint32_t>(words.x >> 32) ^ tag) | (static_cast<uint32_t>(words.y >> 32) ^ tag);
-}
-
 // A head's result, by one warp: a lane's unnormalised elements, the maximum, the sum of exponentials.
 template <class V>
 struct Combined {
@@ -437,7 +428,7 @@ struct Combined {
       const auto load = [&](uint32_t piece, uint32_t place) {
         return piece < count && piece < kAhead
                    ? ptx::load_relaxed_gpu(reinterpret_cast<const ulonglong2*>(from + piece * kStride) + place)
-                   : tagged_floats(0, 0, tag);
+                   : tagged(0u, 0u, tag);
       };
       bool are_there = false;
       for (uint32_t polls = 1;; polls++) {
@@ -458,22 +449,22 @@ struct Combined {
       const float before = max;
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; i++) {
-        const float of_piece = __shfl_sync(~0u, linear::float_of(scale.x), i);
+        const float of_piece = __shfl_sync(~0u, float_of(scale.x), i);
         if (i < count) max = fmaxf(max, of_piece);
       }
       const float less = subtrahend(max), keep = exponential<T>(before - less);
-      const float factors = exponential<T>(linear::float_of(scale.x) - less);  // the lane's piece's
+      const float factors = exponential<T>(float_of(scale.x) - less);  // the lane's piece's
       sum *= keep;
 #pragma unroll
       for (int e = 0; e < kElements; e++) element(e) *= keep;
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; i++) {
-        const float factor = __shfl_sync(~0u, factors, i), of_piece = __shfl_sync(~0u, linear::float_of(scale.y), i);
+        const float factor = __shfl_sync(~0u, factors, i), of_piece = __shfl_sync(~0u, float_of(scale.y), i);
         if (i >= count) continue;
         sum = fmaf(of_piece, factor, sum);
 #pragma unroll
         for (int e = 0; e < kElements; e++)
-          element(e) = fmaf(linear::float_of(e % 2 == 0 ? words[i][e / 2].x : words[i][e / 2].y), factor, element(e));
+          element(e) = fmaf(float_of(e % 2 == 0 ? words[i][e / 2].x : words[i][e / 2].y), factor, element(e));
       }
     }
     return true;
@@ -506,8 +497,8 @@ struct Combined {
 #pragma unroll
     for (int j = 0; j < kPairs; j++)
       ptx::store_relaxed_gpu(to + 32 * j + lane,
-                             tagged_floats(element(2 * j), 2 * j + 1 < kElements ? element(2 * j + 1) : 0, tag));
-    if (lane == 0) ptx::store_relaxed_gpu(to + 32 * kPairs, tagged_floats(max, sum, tag));
+                             tagged(element(2 * j), 2 * j + 1 < kElements ? element(2 * j + 1) : 0.0f, tag));
+    if (lane == 0) ptx::store_relaxed_gpu(to + 32 * kPairs, tagged(max, sum, tag));
   }
 
  private:
@@ -637,10 +628,6 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
 
 // The warps' results of a piece, put together by a warp for each head and written: the result by the worker of the
 // group's last piece, once it has added those of the others, which are partial. False when the launch was given up.
-//
-// Partial results are tagged with launch and phase: which of them a launch writes depends on limits, so they are not
-// cleared. A tag comes again after 2^31 phases. No later phase writes in a place before all that this one has written
-// there is read, see allocate_partials in codegen.
 template <class V, class C>
 MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32_t number, Softmax<V>& softmax) {
   using S = Shape<V>;
@@ -654,7 +641,7 @@ MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32
     if (c.warp >= S::kStored || head >= V::kHeads) continue;
     Combined<V> all(stored + c.warp * kPartial<V>, S::kStored * kPartial<V>, c.lane);
     if constexpr (kMayCut<V>) {
-      const uint32_t tag = (c.epoch * C::Config::kNumPhases + c.phase) | 1u << 31;
+      const uint32_t tag = tag_of(c);
       uint8_t* partials = V::partials(job) + head * V::kPartialBytes;
       if (!piece.is_last) {
         all.store_partial(partials + number * kPieceBytes<V>, tag, c.lane);

@@ -400,9 +400,6 @@ struct Only {
   }
 };
 
-// A float in the lower half of a word, below what tells whether it has come.
-MPK_DEVICE float float_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
-
 // The sum of the run that ends before `entry`, below that number, once its warp has published it; below another when
 // the launch was given up.
 __device__ __noinline__ uint64_t run_sum(const Watchdog& dog, const uint64_t* sum, uint32_t entry, uint32_t phase) {
