@@ -17,7 +17,8 @@ namespace codegen {
 constexpr int64_t kEventBytes = 32;  // events and tickets, one sector each
 constexpr int64_t kPolledAlignment = 256;
 
-Plan::Plan(const Schedule& schedule) : schedule(schedule), workspace_bytes(schedule.workspace_bytes) {
+Plan::Plan(const Schedule& schedule)
+    : schedule(schedule), workspace_bytes(schedule.workspace_bytes), slot_bytes(choose_slot_bytes(schedule)) {
   const TBGraph& graph = schedule.graph;
   written.assign(graph.buffers().size(), false);
   for (const Buffer& buffer : graph.buffers()) {
@@ -318,6 +319,7 @@ class Generator {
             constant("int", "kStagedOffset", "round_up(kRowsOffset + kPhasesAhead * kRowBytes)") +
             constant("int", "kStagedBytes", staged) +
             constant("int", "kRingOffset", "kStagedOffset + round_up(kStagedBytes)") +
+            constant("int", "kSlotBytes", str(plan_.slot_bytes)) +
             constant("int", "kFittingSlots", "(" + str(program.smem_bytes) + " - kRingOffset) / kSlotBytes") +
             constant("int", "kSlots", "kFittingSlots < kMaxSlots ? kFittingSlots : kMaxSlots") +
             "  static_assert(kSlots >= 2, \"no shared memory is left for the ring\");\n\n" +

@@ -20,6 +20,7 @@ struct Plan {
   std::vector<bool> written;         // per buffer: by some node of this launch
   std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
   int64_t workspace_bytes = 0;       // the schedule's and what tasks need besides
+  int64_t slot_bytes = 0;            // of the ring
 
   struct Scratch {
     int phase;  // the last that uses it
@@ -53,6 +54,9 @@ struct JobCode {
   std::string shared_loop = "";    // linears: the element type with whose others it shares a loop; empty: none
   uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another one
 };
+
+// How large the ring's slots are: what the rows of the schedule's weights fill best.
+int64_t choose_slot_bytes(const Schedule& schedule);
 
 // Throws Unsupported naming the node when it cannot be generated.
 JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim);

@@ -151,13 +151,14 @@ bool stages(const Plan& plan, const Node& linear) {
 }
 
 struct LinearShape {
-  int64_t batch, size, parts, element;
+  int64_t batch, size, parts, element, slot_bytes;
   int64_t tile_rows, chunk_parts, chunk_size;
 
   int64_t rows_in_chunk() const { return chunk_parts * tile_rows; }
   int64_t chunks() const { return (size + chunk_size - 1) / chunk_size; }  // of a row
   int64_t entries() const { return parts / chunk_parts * chunks(); }       // of a tile
-  bool exceeds_slot() const { return size * element > kSlotBytes; }        // a row
+  bool exceeds_slot() const { return size * element > slot_bytes; }        // a row
+  int64_t entry_bytes() const { return rows_in_chunk() * chunk_size * element; }
   // Entries that a warp takes one after the other, with one row of x.
   int64_t run() const { return exceeds_slot() ? 1 : chunks(); }
 };
@@ -171,11 +172,11 @@ struct LinearShape {
 // are taken only where the ring holds all of a worker's rows at once; and rows longer than a slot stand alone, so that
 // the bits of their sums, which several warps add up, depend on their length alone.
 LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t element, const std::vector<int64_t>& rows,
-                         int64_t workers) {
-  constexpr int64_t kTileCost = 1024, kSlotsAtOnce = 20;
-  const int64_t slot = kSlotBytes / element;  // elements
+                         int64_t workers, int64_t slot_bytes) {
+  constexpr int64_t kTileCost = 1024, kBytesAtOnce = 20 * 8192;
+  const int64_t slot = slot_bytes / element;  // elements
   const auto chunked = [&](int64_t tile_rows, int64_t chunk_parts) {
-    LinearShape s{batch, size, parts, element, tile_rows, chunk_parts, size};
+    LinearShape s{batch, size, parts, element, slot_bytes, tile_rows, chunk_parts, size};
     if (s.rows_in_chunk() * size <= slot) return s;
     s.chunk_size = std::max<int64_t>(slot / s.rows_in_chunk() / 256, 1) * 256;
     for (int64_t equal = s.chunk_size; equal >= s.chunk_size / 2 && equal > 0; equal -= 256)  // equal ones are quicker
@@ -192,7 +193,7 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
     const auto rounds = [](int64_t n) { return (n + kConsumerWarps - 1) / kConsumerWarps; };
     if (batch > 1) return rounds(mine) * (kTileCost + s.tile_rows * parts * size);
     const bool streams_well = s.chunk_size == size && s.rows_in_chunk() * size * 8 >= slot * 7;
-    if (s.tile_rows > 1 && (s.exceeds_slot() || (!streams_well && mine * s.entries() > kSlotsAtOnce)))
+    if (s.tile_rows > 1 && (s.exceeds_slot() || (!streams_well && mine * s.entries() * slot_bytes > kBytesAtOnce)))
       return int64_t{-1};
     return rounds(mine * s.entries() / s.run()) *
            (kTileCost + s.rows_in_chunk() * std::min(size, s.run() * s.chunk_size));
@@ -248,7 +249,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   require(staged || aligned_rows(plan, x, true), first, "x is too large to stage and not aligned to 16 bytes");
   require(staged || !plan.polled(x.buffer), first, "x is too large to stage, but polled");
   LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
-                                   plan.schedule.target.num_workers);
+                                   plan.schedule.target.num_workers, plan.slot_bytes);
   if (!aligned) {
     shape.tile_rows = 1;
     shape.chunk_parts = 1;
@@ -279,11 +280,11 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
     code.shared_loop = type;
   const bool claimed =
       may_claim && aligned && job.assignment == Assignment::kClaimed && (run == 1 || code.shared_loop.empty());
-  code.stream = {
-      {u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element), u32(shape.chunk_size * element),
-       u32(shape.chunks()), entries, inverse(u32(shape.chunks())), inverse(entries)},
-      claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{},
-      run};
+  code.stream = {{u32(shape.tile_rows), u32(parts), u32(shape.chunk_parts), u32(size * element),
+                  u32(shape.chunk_size * element), u32(shape.chunks()), entries, inverse(u32(shape.chunks())),
+                  inverse(entries), entries_in_flight(u32(shape.entry_bytes()))},
+                 claimed ? make_tickets(u32(tiles), entries, plan.schedule.target.num_workers) : Tickets{},
+                 run};
 
   const ChainCode prologue = emit_chain(plan, refs, first, chain, {.phase = phase});
   code.headers.insert(code.headers.end(), prologue.headers.begin(), prologue.headers.end());
@@ -498,6 +499,41 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
 }
 
 }  // namespace
+
+// Candidates are compared by the bytes of the slots that a launch fills with weights; a larger one must spare a
+// twentieth, and leave slots for all warps. Linears of several rows of x do not count: there x takes the ring's room.
+int64_t choose_slot_bytes(const Schedule& schedule) {
+  const auto needed = [&](int64_t slot_bytes) {
+    double total = 0;
+    for (const Phase& phase : schedule.phases)
+      for (const Job& job : phase.jobs) {
+        const Node& first = schedule.graph.nodes()[job.body.front()];
+        if (first.def->name != "linear") continue;
+        const Tensor& x = first.operand("x").tensor;
+        if (x.shape[0] != 1 || x.shape[1] < 1) continue;
+        const bool paired = !job.epilogue.empty();
+        std::vector<int64_t> rows;
+        int64_t bytes = 0;
+        for (int n : job.body) {
+          const Tensor& weight = schedule.graph.nodes()[n].operand("weight").tensor;
+          if (rows.empty() || !paired) rows.push_back(weight.shape[0]);
+          bytes += weight.numel() * size_bytes(weight.dtype);
+        }
+        const int64_t parts = paired ? static_cast<int64_t>(job.body.size()) : 1;
+        const LinearShape shape = choose_shape(x.shape[0], x.shape[1], parts, size_bytes(x.dtype), rows,
+                                               schedule.target.num_workers, slot_bytes);
+        const int64_t row_bytes = shape.size * shape.element;
+        total += double(bytes) * double(shape.chunks() * slot_bytes) / double(shape.rows_in_chunk() * row_bytes);
+      }
+    return total;
+  };
+  constexpr int64_t kFewestSlots = 16;
+  const int64_t most = std::min<int64_t>(kMaxSlotBytes, schedule.target.smem_bytes / kFewestSlots);
+  int64_t best = kMinSlotBytes;
+  for (int64_t bytes = best + 1024; bytes <= most; bytes += 1024)
+    if (needed(bytes) < 0.95 * needed(best)) best = bytes;
+  return best;
+}
 
 JobCode emit_job(Plan& plan, int phase, const Job& job, bool may_claim) {
   const Node& node = plan.node(job.body.front());

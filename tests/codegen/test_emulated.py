@@ -81,6 +81,20 @@ def test_launches_poll_what_they_made_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("hidden", "ffn", "slot"), [(2560, 9728, 10240), (3072, 8192, 12288), (4096, 12288, 8192), (896, 4864, 8192)]
+)
+def test_rows_fill_the_slots_of_the_ring(tmp_path: Path, hidden: int, ffn: int, slot: int) -> None:
+    sizes = {"heads": 2, "groups": 1, "head_dim": 32, "layers": 1}
+    graph = decoder(hidden=hidden, ffn=ffn, vocab=32064, **sizes)
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, SMEM_BYTES, True, True))
+    assert f"kSlotBytes = {slot};" in _C.generate_cuda(schedule, False).source
+    if slot == 10240:
+        kernel = EmulatedKernel(decoder(hidden=hidden, ffn=1280, **sizes), tmp_path, polled=True)
+        assert f"kSlotBytes = {slot};" in kernel.program.source
+        check_decoder(kernel, [40], 39, 2e-2)
+
+
+@pytest.mark.parametrize(
     ("heads", "groups", "head_dim", "limit"), [(2, 2, 128, 40), (4, 1, 80, 39), (14, 2, 64, 17), (10, 1, 256, 33)]
 )
 def test_heads_of_a_group_by_number_and_size(

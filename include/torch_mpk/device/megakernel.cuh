@@ -6,7 +6,7 @@
 // through the same phases as far ahead of them as the ring allows, streaming what the jobs will need. Generated code
 // supplies a `Kernel`:
 //
-//   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kNumOutputs;
+//   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kSlotBytes, kNumOutputs;
 //   static constexpr int kRowBytes;                                      // of a row of the table
 //   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
@@ -124,7 +124,7 @@ template <class Kernel>
 struct Consumer : Launch<Kernel> {
   using Config = Kernel;
   int rank, warp, lane;
-  RingReader<Kernel::kSlots> ring;
+  RingReader<Kernel::kSlots, Kernel::kSlotBytes> ring;
   uint32_t row = 0, phase = 0;
   uint32_t entry = 0;    // the ring entry the running job begins with
   bool failed = false;   // this warp gave up a wait
@@ -250,7 +250,7 @@ template <class Kernel>
 struct Loader : Launch<Kernel> {
   using Config = Kernel;
   int lane;
-  RingWriter<Kernel::kSlots> ring;
+  RingWriter<Kernel::kSlots, Kernel::kSlotBytes> ring;
   uint32_t phase = 0;
   bool failed = false;
 

@@ -25,14 +25,10 @@ struct RingState {
 #if __CUDA_ARCH__ >= 900
 inline constexpr int kFillWidth = 32;         // entries that the loader works out at once
 inline constexpr uint32_t kFullArrivals = 1;  // the copy engine counts bytes; one arrival announces how many
-// Entries in flight. More do not come sooner: they queue in front of what the consumers poll. On an H200, 6 do not keep
-// the memory busy, and with all of a ring of 25 a poll takes 1.5 microseconds.
-inline constexpr uint32_t kMaxInFlight = 9;
 // Entries that a round waits for: a round for each would take as long as the memory does.
 inline constexpr uint32_t kLeastFilled = 2;
 #else
 inline constexpr int kFillWidth = 1;
-inline constexpr uint32_t kMaxInFlight = kMaxSlots;
 inline constexpr uint32_t kLeastFilled = 1;
 inline constexpr uint32_t kFullArrivals = 32;  // each lane arrives when its copies have landed
 #endif
@@ -48,7 +44,7 @@ MPK_DEVICE void init_ring(RingState& ring, int slots) {
 }
 
 // The loader's end. All lanes of the warp call all functions, with the same arguments.
-template <int slots>
+template <int slots, int slot_bytes>
 struct RingWriter {
   RingState& ring;
   uint8_t* data;
@@ -94,8 +90,8 @@ struct RingWriter {
 // One multiprocessor's share of the memory bandwidth is a slot every 240 ns, and the loader, whose instructions the
 // consumers' displace, needs longer for a round of the loop. So with the copy engine each lane works out an entry of
 // its own, once for 32 entries, and a round fills all that can be filled. Without it all lanes copy parts of one entry.
-template <int slots>
-__device__ __noinline__ uint64_t fill_ring(RingWriter<slots> w, Stream s, const uint64_t* data,
+template <int slots, int slot_bytes>
+__device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* data,
                                            const MatrixRow* matrices, Span tiles, uint32_t phase, uint32_t* tickets) {
   uint32_t ticket = 0;
   if (tickets != nullptr && w.lane == 0) ticket = ptx::fetch_add_relaxed_gpu(tickets, 1);
@@ -123,13 +119,12 @@ __device__ __noinline__ uint64_t fill_ring(RingWriter<slots> w, Stream s, const 
         reinterpret_cast<const uint8_t*>((number < count ? data[part] : 0) + uint64_t(row) * pitch + begin);
     uint64_t* full = &ring.full[slot];
     uint64_t* empty = &ring.empty[slot];
-    uint8_t* to = w.data + slot * kSlotBytes;
+    uint8_t* to = w.data + slot * slot_bytes;
     // All before the earlier entry have landed when it is asked for, so its barrier is not two rounds behind.
-    const uint32_t earlier = g - kMaxInFlight, earlier_parity = (earlier / slots) & 1;
+    const uint32_t earlier = g - s.in_flight, earlier_parity = (earlier / slots) & 1;
     uint64_t* earlier_full = &ring.full[earlier % slots];
-    const auto may_fly = [&] {
-      return kMaxInFlight >= slots || g < kMaxInFlight || ptx::mbar_peek(earlier_full, earlier_parity);
-    };
+    const bool has_earlier = kFillWidth > 1 && s.in_flight < slots && g >= s.in_flight;
+    const auto may_fly = [&] { return !has_earlier || ptx::mbar_peek(earlier_full, earlier_parity); };
 #pragma unroll 1
     for (uint32_t done = 0; done < size;) {
       // Those in front that are free are filled; the first ones are waited for. A new barrier counts as free. The
@@ -214,7 +209,7 @@ __device__ __noinline__ uint32_t wait_entry(RingState& ring, const Watchdog& dog
 }
 
 // A consumer warp's end. All lanes call all functions.
-template <int slots>
+template <int slots, int slot_bytes>
 struct RingReader {
   RingState& ring;
   uint8_t* data;
@@ -249,7 +244,7 @@ struct RingReader {
     return reached(issued, g + 1);
   }
 
-  MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * kSlotBytes; }
+  MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * slot_bytes; }
 
   // The number of entries issued by the end of a phase, which next_tile has found ended.
   MPK_DEVICE uint32_t phase_end(uint32_t phase) const {

@@ -14,8 +14,17 @@ namespace mpk {
 inline constexpr int kConsumerWarps = 11;
 inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
 inline constexpr int kThreads = kConsumerThreads + 32;  // and the loader
-inline constexpr int kSlotBytes = 8192;                 // of the ring
-inline constexpr int kMaxSlots = 28;
+
+// Slots of the ring. A kernel's are as large as its weights' rows fill best, see choose_slot_bytes in codegen.
+inline constexpr int kMinSlotBytes = 8192, kMaxSlotBytes = 12288, kMaxSlots = 28;
+
+// Entries in flight: of full slots, what keeps an H200's memory busy. With two thirds of them it is not, and more do
+// not come sooner: they queue in front of what the consumers poll, which takes 1.5 microseconds with all of a ring
+// of 25.
+constexpr uint32_t entries_in_flight(uint32_t entry_bytes) {
+  constexpr uint32_t kMost = 9;
+  return entry_bytes <= kMinSlotBytes ? kMost : (kMost * kMinSlotBytes + entry_bytes / 2) / entry_bytes;
+}
 
 // Sums of a tile's runs of entries wait in shared memory for each other, see linear::compute_shared: kSumsOfRun of
 // each, in a place that the number of the entry behind the run gives. When the entry kSumsKept later has come, the warp
@@ -66,6 +75,7 @@ struct Stream {
   uint32_t chunks;                  // of a row
   uint32_t entries;                 // parts / chunk_parts * chunks
   uint32_t by_chunks, by_entries;   // their inverses, see quotient
+  uint32_t in_flight;               // see entries_in_flight
 };
 
 struct MatrixRow {

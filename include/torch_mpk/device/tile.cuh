@@ -105,7 +105,7 @@ MPK_DEVICE void run_tiles(C& c, const Job& job) {
 template <class V>
 struct StreamShape {
   using T = typename V::StreamT;
-  static constexpr int64_t kSlot = kSlotBytes / int64_t(sizeof(T));  // elements
+  static constexpr int64_t kSlot = kMinSlotBytes / int64_t(sizeof(T));  // elements
   static constexpr int64_t kParts = (V::kStreamSize + kSlot - 1) / kSlot;
   static constexpr int64_t kRows = kParts > 1 ? 1 : kSlot / V::kStreamSize;
   static constexpr uint32_t kEntries = (V::kStreamRows + kRows - 1) / kRows * kParts;
@@ -131,9 +131,10 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
   using T = typename V::StreamT;
   using S = StreamShape<V>;
   constexpr uint32_t kRowBytes = V::kStreamSize * sizeof(T),
-                     kChunkBytes = kRowBytes < kSlotBytes ? kRowBytes : kSlotBytes;
-  constexpr Stream kStream{S::kRows,          1, 1, kRowBytes, kChunkBytes, S::kParts, S::kParts, inverse(S::kParts),
-                           inverse(S::kParts)};
+                     kChunkBytes = kRowBytes < kMinSlotBytes ? kRowBytes : kMinSlotBytes;
+  constexpr uint32_t kParts = S::kParts, kInverse = inverse(kParts),
+                     kInFlight = entries_in_flight(S::kRows * kChunkBytes);
+  constexpr Stream kStream{S::kRows, 1, 1, kRowBytes, kChunkBytes, kParts, kParts, kInverse, kInverse, kInFlight};
   constexpr uint32_t kEnd = S::kEntries / S::kParts;
   for (uint32_t number = l.worker(job); number < V::kTiles; number += L::Config::kNumWorkers) {
     const typename V::Tile tile = V::at(number);

@@ -46,8 +46,8 @@ MPK_DEVICE uint32_t visible(const Job& job, uint32_t row) {
 
 // Positions of a tile: what the tensor cores take at once, if keys fit a ring entry.
 template <class V>
-inline constexpr int kTile = floor_power_of_two(kSlotBytes / (V::kSize * int(sizeof(typename V::T)))) < 16
-                                 ? floor_power_of_two(kSlotBytes / (V::kSize * int(sizeof(typename V::T))))
+inline constexpr int kTile = floor_power_of_two(kMinSlotBytes / (V::kSize * int(sizeof(typename V::T)))) < 16
+                                 ? floor_power_of_two(kMinSlotBytes / (V::kSize * int(sizeof(typename V::T))))
                                  : 16;
 
 template <class V>
@@ -107,8 +107,8 @@ struct Shape {
   using T = typename V::T;
   static constexpr int kHeads = V::kHeads, kSize = V::kSize, kTile = attention::kTile<V>;
   static constexpr int kRowBytes = kSize * int(sizeof(T));
-  static constexpr bool kTogether = 2 * kTile * kRowBytes <= kSlotBytes;  // keys and values in one ring entry
-  static constexpr int kEntries = kTogether ? 1 : 2;                      // of a tile
+  static constexpr bool kTogether = 2 * kTile * kRowBytes <= kMinSlotBytes;  // keys and values in one ring entry
+  static constexpr int kEntries = kTogether ? 1 : 2;                         // of a tile
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
   static constexpr bool kTensorCores = sizeof(T) == 2 && kTile == 16;
@@ -139,8 +139,9 @@ struct Shape {
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   using S = Shape<V>;
-  constexpr Stream kStream{S::kTile, 2,           S::kTogether ? 2 : 1, S::kRowBytes,        S::kRowBytes,
-                           1,        S::kEntries, inverse(1),           inverse(S::kEntries)};
+  constexpr uint32_t kParts = S::kTogether ? 2 : 1, kBytes = S::kRowBytes, kEntries = S::kEntries;
+  constexpr uint32_t kInFlight = entries_in_flight(kParts * S::kTile * kBytes);
+  constexpr Stream kStream{S::kTile, 2, kParts, kBytes, kBytes, 1, kEntries, inverse(1), inverse(kEntries), kInFlight};
   const Cut<V> cut(job);
 #pragma unroll 1
   for (uint32_t number = l.worker(job);; number += V::kWorkers) {
