@@ -25,7 +25,7 @@ std::string awaited(const StallRecord& stall, const std::vector<std::string>& na
     case 3:
       return "the loader's progress";
     case 4:
-      return "elements of a polled vector";
+      return "results of other workers, which it polls";
     case 5:
       return "another warp's sums";
     default:
