@@ -210,6 +210,20 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
   return best;
 }
 
+// The shape of a job's tiles. Linears with a common epilogue are computed side by side, others one after the other.
+LinearShape shape_of(const Schedule& schedule, const Job& job, int64_t slot_bytes) {
+  const auto operand = [&](int n, const char* name) -> const Tensor& {
+    return schedule.graph.nodes()[n].operand(name).tensor;
+  };
+  const Tensor& x = operand(job.body.front(), "x");
+  const bool paired = !job.epilogue.empty();
+  std::vector<int64_t> rows;
+  for (int n : job.body)
+    if (rows.empty() || !paired) rows.push_back(operand(n, "weight").shape[0]);
+  return choose_shape(x.shape[0], x.shape[1], paired ? static_cast<int64_t>(job.body.size()) : 1, size_bytes(x.dtype),
+                      rows, schedule.target.num_workers, slot_bytes);
+}
+
 JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
   const Node& first = plan.node(job.body.front());
   JobCode code{"Linear", "linear::compute", "", "linear::Shape<V>::kStagedBytes", "", {first.def->header}};
@@ -248,8 +262,7 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
               (chain.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
   require(staged || aligned_rows(plan, x, true), first, "x is too large to stage and not aligned to 16 bytes");
   require(staged || !plan.polled(x.buffer), first, "x is too large to stage, but polled");
-  LinearShape shape = choose_shape(batch, size, parts, element, paired ? std::vector<int64_t>{rows.front()} : rows,
-                                   plan.schedule.target.num_workers, plan.slot_bytes);
+  LinearShape shape = shape_of(plan.schedule, job, plan.slot_bytes);
   if (!aligned) {
     shape.tile_rows = 1;
     shape.chunk_parts = 1;
@@ -511,27 +524,19 @@ int64_t choose_slot_bytes(const Schedule& schedule) {
         if (first.def->name != "linear") continue;
         const Tensor& x = first.operand("x").tensor;
         if (x.shape[0] != 1 || x.shape[1] < 1) continue;
-        const bool paired = !job.epilogue.empty();
-        std::vector<int64_t> rows;
-        int64_t bytes = 0;
-        for (int n : job.body) {
-          const Tensor& weight = schedule.graph.nodes()[n].operand("weight").tensor;
-          if (rows.empty() || !paired) rows.push_back(weight.shape[0]);
-          bytes += weight.numel() * size_bytes(weight.dtype);
-        }
-        const int64_t parts = paired ? static_cast<int64_t>(job.body.size()) : 1;
-        const LinearShape shape = choose_shape(x.shape[0], x.shape[1], parts, size_bytes(x.dtype), rows,
-                                               schedule.target.num_workers, slot_bytes);
-        const int64_t row_bytes = shape.size * shape.element;
-        total += double(bytes) * double(shape.chunks() * slot_bytes) / double(shape.rows_in_chunk() * row_bytes);
+        const LinearShape shape = shape_of(schedule, job, slot_bytes);
+        int64_t rows = 0;
+        for (int n : job.body) rows += schedule.graph.nodes()[n].operand("weight").tensor.shape[0];
+        total += double(rows) * double(shape.chunks() * slot_bytes) / double(shape.rows_in_chunk());
       }
     return total;
   };
   constexpr int64_t kFewestSlots = 16;
   const int64_t most = std::min<int64_t>(kMaxSlotBytes, schedule.target.smem_bytes / kFewestSlots);
   int64_t best = kMinSlotBytes;
+  double least = needed(best);
   for (int64_t bytes = best + 1024; bytes <= most; bytes += 1024)
-    if (needed(bytes) < 0.95 * needed(best)) best = bytes;
+    if (const double total = needed(bytes); total < 0.95 * least) best = bytes, least = total;
   return best;
 }
 
