@@ -44,15 +44,19 @@ def clones(args: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def assert_same_bits(expected: fx.GraphModule, actual: fx.GraphModule, *args: Any) -> None:
-    """Both modules return the same and leave the same in their arguments."""
+def assert_same(expected: fx.GraphModule, actual: fx.GraphModule, *args: Any, tolerance: float = 0) -> None:
+    """Both modules return the same and leave the same in their arguments: the same bits, or a relative error below
+    the tolerance."""
     left, right = clones(args), clones(args)
     results = expected(*left), actual(*right)
     for a, b in zip((*results[0], *left), (*results[1], *right), strict=True):
-        assert torch.equal(torch.as_tensor(a).nan_to_num(7.0), torch.as_tensor(b).nan_to_num(7.0))
+        x, y = torch.as_tensor(a).nan_to_num(7.0), torch.as_tensor(b).nan_to_num(7.0)
+        assert torch.equal(x, y) or (x - y).norm() < tolerance * x.norm()
 
 
-def rewritten(function: Callable[..., Any], *args: torch.Tensor, also: Sequence[Any] = ()) -> fx.GraphModule:
+def rewritten(
+    function: Callable[..., Any], *args: torch.Tensor, also: Sequence[Any] = (), tolerance: float = 0
+) -> fx.GraphModule:
     """The rewritten graph, having checked that it computes the same bits, for the other arguments in ``also`` too."""
     gm = graph_of(function, *args)
     before = str(gm.graph)
@@ -60,5 +64,5 @@ def rewritten(function: Callable[..., Any], *args: torch.Tensor, also: Sequence[
     assert str(gm.graph) == before, "apply changed its argument"
     result.graph.lint()
     for values in (args, *also):
-        assert_same_bits(gm, result, *values)
+        assert_same(gm, result, *values, tolerance=tolerance)
     return result

@@ -244,6 +244,43 @@ def test_gated(function, tasks, dtype):
     assert tasks_of(rewritten(function, torch.randn(3, 40).to(dtype), torch.randn(3, 40).to(dtype))) == tasks
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(1, 1), (2, 3)])
+@pytest.mark.parametrize(
+    "halves",
+    [
+        lambda y: y.chunk(2, -1),
+        lambda y: y.chunk(2, -1)[::-1],
+        lambda y: (y[..., :24], y[..., 24:]),
+        lambda y: y.split([24, 24], -1),
+    ],
+)
+def test_a_linear_of_gate_and_up_is_two(halves, rows, dtype):
+    def function(x, w, b):
+        gate, up = halves(F.linear(x, w, b))
+        return (F.silu(gate) * up,)
+
+    args = [torch.randn(*shape).to(dtype) for shape in ((*rows, 40), (48, 40), (48,))]
+    assert tasks_of(rewritten(function, *args, tolerance=1e-2)) == {"linear": 2, "silu_mul": 1}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: (F.silu(y[..., :24]) * y[..., 24:], y + 1),  # it is needed as a whole
+        lambda y: (F.silu(y[..., :24]) * y[..., :24],),
+        lambda y: (F.silu(y[..., :16]) * y[..., 16:32],),
+        lambda y: (F.silu(y[:, ::2]) * y[:, 1::2],),
+        lambda y: (F.silu(y[:2]) * y[2:],),
+        lambda y: (F.silu(y[:, :24]).t() * y[:, 24:].t(),),
+        lambda y: (F.silu(y[:, :24].clone()) * y[:, 24:].add_(1),),
+    ],
+)
+def test_a_linear_that_is_more_than_gate_and_up_is_one(function):
+    gm = rewritten(lambda x, w: function(F.linear(x, w)), torch.randn(4, 40), torch.randn(48, 40))
+    assert tasks_of(gm)["linear"] == 1
+
+
 def test_a_gate_overwritten_before_the_product_is_not_read_after_it():
     def function(gate, up):
         activated = F.silu(gate)

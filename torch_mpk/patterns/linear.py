@@ -39,12 +39,17 @@ def _transposed_linear(
 
 
 def _linear(rw: Rewriter, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node | None:
+    rw.see(node)
+    return linear_task(rw, x, weight, bias)
+
+
+def linear_task(rw: Rewriter, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node | None:
+    """``linear`` of x in any number of dimensions, or None for what the task does not take."""
     operands = [x, weight] if bias is None else [x, weight, bias]
     if None in shape(x) + shape(weight) or len(shape(weight)) != 2 or (bias is not None and len(shape(bias)) != 1):
         return None
     if len({dtype(operand) for operand in operands}) != 1 or not dtype(x).is_floating_point:
         return None
     *rows, depth = shape(x)
-    rw.see(node)
     y = rw.task("linear", rw.reshape(x, (math.prod(rows), depth)), weight, bias)
-    return rw.reshape(y, shape(node))
+    return rw.reshape(y, (*rows, shape(weight)[0]))
