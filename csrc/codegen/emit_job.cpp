@@ -388,18 +388,14 @@ JobCode emit_linear(Plan& plan, int phase, const Job& job, bool may_claim) {
 
 // ---- attention
 
-struct Passes {
-  int64_t number, heads;
-};
-
-// Heads that share a key-value head are worked on together, as far as tensor cores (8) or registers hold them.
-Passes passes_of(const Node& attention) {
+// Heads that share a key-value head are worked on together, as far as registers hold them.
+int64_t heads_at_a_time(const Node& attention) {
   const Tensor& q = attention.operand("q").tensor;
   const int64_t shared = q.shape[1] / attention.operand("k_cache").tensor.shape[1];
-  const int64_t most = size_bytes(q.dtype) == 2 ? 8 : std::max<int64_t>(8 / ((q.shape[2] + 127) / 128), 1);
+  const int64_t most = q.shape[2] <= 128 ? 8 : 2;
   int64_t passes = 1;
   while (shared % passes != 0 || shared / passes > most) passes++;
-  return {passes, shared / passes};
+  return shared / passes;
 }
 
 JobCode emit_attention(Plan& plan, int phase, const Job& job) {
@@ -439,19 +435,20 @@ JobCode emit_attention(Plan& plan, int phase, const Job& job) {
   if (slot) check_dtype(node, *slot, DType::kI64);
   if (limit) check_dtype(node, *limit, DType::kI64);
 
-  const Passes passes = passes_of(node);
+  const int64_t together = heads_at_a_time(node), passes = heads / groups / together;
   const int64_t workers = plan.schedule.target.num_workers;
   // Of a head of a piece: up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
   const int64_t partial = 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32;
-  const int64_t pieces = kv_max_pieces(batch, groups * passes.number, workers);
-  const int64_t partials = allocate_partials(plan, phase, pieces * passes.heads * partial);
+  const int64_t pieces = kv_max_pieces(batch, groups * passes, workers);
+  const int64_t partials = allocate_partials(plan, phase, pieces * together * partial);
   const std::string style = node.string_attr("style");
   require(style == "sdpa" || style == "eager", node, "the style must be sdpa or eager, got " + style);
 
   std::string& body = code.body;
   body = "  using T = " + type + ";\n" + constant("kBatch", batch) + constant("kGroups", groups) +
-         constant("kPasses", passes.number) + constant("kHeads", passes.heads) + constant("kSize", size) +
-         constant("kLength", length) + flag("kZeroWithoutKeys", style == "sdpa") + constant("kWorkers", workers) +
+         constant("kPasses", passes) + constant("kHeads", together) + constant("kFewHeads", together % 2 == 0 ? 2 : 1) +
+         constant("kSize", size) + constant("kLength", length) + flag("kZeroWithoutKeys", style == "sdpa") +
+         constant("kWorkers", workers) +
          returning("int64_t", "limit(const Job& job, uint32_t b)",
                    limit ? refs.pointer(node, limit->tensor) + "[int64_t(b) * " + str(limit->tensor.strides[0]) + "]"
                          : "kLength") +

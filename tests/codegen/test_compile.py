@@ -20,6 +20,12 @@ from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 QWEN3_06B = {"hidden": 1024, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "length": 1024, "vocab": 151936}
 QWEN3_8B = QWEN3_06B | {"hidden": 4096, "heads": 32, "ffn": 12288}
+DECODERS = {
+    "qwen3-0.6b": QWEN3_06B,
+    "qwen3-8b": QWEN3_8B,
+    "heads of 256": QWEN3_06B | {"heads": 8, "groups": 1, "head_dim": 256},
+    "8 heads a group": QWEN3_06B | {"heads": 32, "groups": 4},
+}
 SMEM_BYTES = {90: 232448, 80: 166912}
 
 
@@ -33,11 +39,17 @@ def compiled(graph: _C.TBGraph, arch: int) -> Resources:
     return resources
 
 
-@pytest.mark.parametrize("sizes", [QWEN3_06B, QWEN3_8B], ids=["0.6B", "8B"])
-@pytest.mark.parametrize(("arch", "batch"), [(90, 1), (90, 8), (80, 1)])
-def test_a_decoder_keeps_nothing_in_local_memory(arch: int, batch: int, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("decoder_name", "arch", "batch"),
+    [
+        *((name, *on) for name in ("qwen3-0.6b", "qwen3-8b") for on in ((90, 1), (90, 8), (80, 1))),
+        ("heads of 256", 90, 1),
+        ("8 heads a group", 90, 1),
+    ],
+)
+def test_a_decoder_keeps_nothing_in_local_memory(decoder_name: str, arch: int, batch: int) -> None:
     """Neither spilled registers nor arrays that the compiler could not split: their stores take memory bandwidth."""
-    resources = compiled(decoder(batch=batch, **sizes), arch)
+    resources = compiled(decoder(batch=batch, **DECODERS[decoder_name]), arch)
     assert (resources.stack_bytes, resources.spill_store_bytes) == (0, 0)
 
 

@@ -100,7 +100,8 @@ def test_rows_fill_the_slots_of_the_ring(tmp_path: Path, hidden: int, ffn: int, 
 def test_heads_of_a_group_by_number_and_size(
     tmp_path: Path, heads: int, groups: int, head_dim: int, limit: int
 ) -> None:
-    """Tensor cores take four heads at a time, lanes 2 to 8 elements, and 10 heads take two passes."""
+    """Tensor cores take four heads at a time, lanes 2 to 8 elements, and 10 heads take five passes; four heads are
+    shared out two by two among three workers, seven are not."""
     sizes = {"heads": heads, "groups": groups, "head_dim": head_dim, "layers": 1, "computed_tables": True}
     kernel = EmulatedKernel(decoder(**sizes), tmp_path, polled=True)
     torch.manual_seed(heads)

@@ -11,8 +11,9 @@
 // which a lane has the same elements of all heads from the tiles to the result.
 //
 // A variant V describes one job:
-//   T, kBatch, kGroups, kPasses, kHeads, kSize, kLength, kWorkers
-//     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew
+//   T, kBatch, kGroups, kPasses, kHeads, kFewHeads, kSize, kLength, kWorkers
+//     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
+//     kFewHeads divides kHeads, see Spread
 //   kScale, kHasNew, kHasMask, kPitchK, kPitchV (bytes from position to position)
 //   kZeroWithoutKeys     what a head that attends to nothing gives; otherwise it gives NaN
 //   limit(job, b)
@@ -93,6 +94,19 @@ struct Cut {
   }
 };
 
+// The variant that works on kFewHeads at a time. It has more pieces to share out, which are done sooner each, but
+// streams keys and values more often: for as few positions as leave all pieces a worker and the least length.
+template <class V>
+struct Spread : V {
+  static constexpr int kPasses = V::kPasses * (V::kHeads / V::kFewHeads), kHeads = V::kFewHeads;
+};
+template <class V>
+inline constexpr bool kMaySpread = V::kBatch == 1 && V::kFewHeads < V::kHeads;
+template <class V>
+MPK_DEVICE bool spreads(const Job& job) {
+  return kv_count(tiles_of<V>(visible<V>(job, 0)), kPieceTiles) * kUnits<Spread<V>> <= V::kWorkers;
+}
+
 // Whether a group may be more than one piece.
 template <class V>
 inline constexpr bool kMayCut =
@@ -137,7 +151,7 @@ struct Shape {
 
 // Keys and values are the two parts of a tile, positions its rows.
 template <class V, class L>
-MPK_DEVICE void load(L& l, const Job& job) {
+MPK_DEVICE void load_pieces(L& l, const Job& job) {
   using S = Shape<V>;
   constexpr uint32_t kParts = S::kTogether ? 2 : 1, kBytes = S::kRowBytes, kEntries = S::kEntries;
   constexpr uint32_t kInFlight = entries_in_flight(kParts * S::kTile * kBytes);
@@ -156,6 +170,13 @@ MPK_DEVICE void load(L& l, const Job& job) {
     __syncwarp();
     if (!l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end})) return;
   }
+}
+
+template <class V, class L>
+MPK_DEVICE void load(L& l, const Job& job) {
+  if constexpr (kMaySpread<V>)
+    if (spreads<V>(job)) return load_pieces<Spread<V>>(l, job);
+  load_pieces<V>(l, job);
 }
 
 // ---- one warp's tiles: the running softmax
@@ -659,10 +680,9 @@ MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32
 }
 
 template <class V, class C>
-MPK_DEVICE void compute(C& c, const Job& job) {
+MPK_DEVICE void compute_pieces(C& c, const Job& job) {
   using S = Shape<V>;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
-  if (!V::kEarly && !c.await()) return;
   const Cut<V> cut(job);
   const int64_t slot = V::slot(job);
   const uint32_t worker = c.worker(job);
@@ -683,6 +703,14 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     c.entry += S::kEntries * piece.num_tiles;
     if (kOnce) return;
   }
+}
+
+template <class V, class C>
+MPK_DEVICE void compute(C& c, const Job& job) {
+  if (!V::kEarly && !c.await()) return;
+  if constexpr (kMaySpread<V>)
+    if (spreads<V>(job)) return compute_pieces<Spread<V>>(c, job);
+  compute_pieces<V>(c, job);
 }
 
 }  // namespace mpk::attention
