@@ -15,8 +15,8 @@ namespace {
 constexpr int64_t kAlignment = 256;
 // Staged activations and the ring share shared memory; the ring must keep most of what covers the memory latency.
 constexpr int64_t kMaxStagedFraction = 2;
-// Fewer tiles per worker than this are balanced well enough without an atomic per claim.
-constexpr int64_t kMinClaimedTiles = 12;
+// Tiles are drawn eight at a time, so fewer than this of a worker are shared out more evenly beforehand.
+constexpr int64_t kMinClaimedTiles = 40;
 constexpr int64_t kRingSlotBytes = 8192;
 // Polls of long vectors delay each other; beyond this the event is cheaper.
 constexpr int64_t kMaxPolledElements = 16384;

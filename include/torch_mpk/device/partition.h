@@ -29,7 +29,7 @@ MPK_HOST_DEVICE Span static_span(uint32_t total, uint32_t index, uint32_t count)
 }
 
 // How a job's tiles are shared out at run time, since memory bandwidth is not shared evenly: `size` tiles a ticket, the
-// first `own` tickets of each worker in turn, and `drawn` that whoever is done with those draws: a quarter of all,
+// first `own` tickets of each worker in turn, and `drawn` that whoever is done with those draws: an eighth of all,
 // since some workers get an eighth less of the bandwidth than others, and two for each where there are few.
 struct Tickets {
   uint32_t size, own, drawn;
@@ -41,7 +41,7 @@ inline constexpr uint32_t kTicketEntries = 8;
 MPK_HOST_DEVICE Tickets make_tickets(uint32_t num_tiles, uint32_t entries, uint32_t num_workers) {
   const uint32_t size = entries < kTicketEntries ? kTicketEntries / entries : 1;
   const uint32_t count = (num_tiles + size - 1) / size, each = count / num_workers;
-  const uint32_t own = each > 2 ? each - (each / 4 > 2 ? each / 4 : 2) : 0;
+  const uint32_t own = each > 2 ? each - (each / 8 > 2 ? each / 8 : 2) : 0;
   return {size, own, count - own * num_workers};
 }
 
