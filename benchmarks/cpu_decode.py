@@ -161,28 +161,29 @@ def linear(x: Tensor, weight: Tensor, num_threads: int, isa: str) -> Callable[[]
 
 @torch.inference_mode()
 def measure_linear(case: dict[str, Any]) -> list[Result]:
-    k, num_threads = case["k"], case["threads"]
-    dtype = getattr(torch, case["dtype"])
-    torch.set_num_threads(num_threads)
+    k, dtype = case["k"], getattr(torch, case["dtype"])
     weight = torch.randn(LINEAR_BYTES // (k * dtype.itemsize), k).to(dtype)
     x = torch.randn(1, k).to(dtype)
-    variants = {"F.linear": lambda: F.linear(x, weight)}
-    variants |= {isa: linear(x, weight, num_threads, isa) for isa in _C.cpu_isas()}
-    for call in variants.values():
-        call()
-    wait_for_huge_pages()  # under all of them: this compares kernels
-    variants |= readers([weight], num_threads)
-    times = interleave(variants, case["rounds"], case["calls"])
-    ceiling = min(ms["median"] for name, ms in times.items() if name.startswith("read"))
-    return [
-        {
-            "variant": name,
-            "step_ms": ms,
-            "gb_per_s": weight.nbytes / ms["median"] / 1e6,
-            "of_ceiling": ceiling / ms["median"],
-        }
-        for name, ms in times.items()
-    ]
+    linear(x, weight, 1, _C.cpu_isas()[0])()
+    wait_for_huge_pages()  # under all variants: this compares kernels
+    results: list[Result] = []
+    for num_threads in case["threads"]:
+        torch.set_num_threads(num_threads)
+        variants = {"F.linear": lambda: F.linear(x, weight)}
+        variants |= {isa: linear(x, weight, num_threads, isa) for isa in _C.cpu_isas()}
+        times = interleave(variants | readers([weight], num_threads), case["rounds"], case["calls"])
+        ceiling = min(ms["median"] for name, ms in times.items() if name.startswith("read"))
+        results += [
+            {
+                "variant": name,
+                "threads": num_threads,
+                "step_ms": ms,
+                "gb_per_s": weight.nbytes / ms["median"] / 1e6,
+                "of_ceiling": ceiling / ms["median"],
+            }
+            for name, ms in times.items()
+        ]
+    return results
 
 
 # All of them, in the parent.
@@ -224,8 +225,7 @@ def main() -> None:
 
     columns = ["case", "variant", "ms", "GB/s", "of the read"]
     if args.linear:
-        threads = args.threads or [1, 2, 4, 8, 16]
-        dimensions = {"threads": threads, "dtype": args.dtypes, "k": LINEAR_SIZES}
+        dimensions = {"dtype": args.dtypes, "k": LINEAR_SIZES, "threads": [args.threads or [1, 2, 4, 8, 16]]}
         title = f"A linear of {LINEAR_BYTES >> 20} MiB times one row, on the CPU"
     else:
         dimensions = {"model": args.models, "dtype": args.dtypes, "threads": args.threads or [2]}
@@ -243,9 +243,10 @@ def main() -> None:
         case = dict(zip(dimensions, values, strict=True))
         print(case, file=sys.stderr, flush=True)
         results = run_child(case | shared, args.limit)
-        name = ", ".join(f"{key} {value}" if isinstance(value, int) else str(value) for key, value in case.items())
         for result in results if isinstance(results, list) else [results]:
-            report["results"].append({"case": name} | case | result)
+            one = case | result
+            named = (f"{key} {one[key]}" if isinstance(one[key], int) else str(one[key]) for key in case)
+            report["results"].append({"case": ", ".join(named)} | one)
         text = table(columns, [row(result) for result in report["results"]])
         write(report, text, args.out, "cpu_linear" if args.linear else "cpu_decode")
     print(text)
