@@ -1,6 +1,6 @@
 """Draws recorded decode steps: milliseconds, and the share of the ceiling that they reach.
 
-python benchmarks/chart.py benchmarks/results/decode_nvidia-h200_2026-11-22.json
+python benchmarks/chart.py benchmarks/results/decode_nvidia-h200_2026-11-23.json
 
 Writes a PNG beside each file. Needs matplotlib: pip install -e ".[benchmarks]".
 """
