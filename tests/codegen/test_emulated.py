@@ -41,7 +41,7 @@ def check_decoder(kernel: EmulatedKernel, limits: list[int], slot: int, toleranc
 
 
 def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
-    sizes = {"batch": 3, "heads": 8, "groups": 2, "head_dim": 32, "ffn": 200, "length": 520, "vocab": 16000}
+    sizes = {"batch": 3, "heads": 8, "groups": 2, "head_dim": 32, "ffn": 200, "length": 520, "vocab": 8000}
     sizes["computed_tables"] = True
     left_behind = []
     for fuse, polled in ((True, True), (True, False), (False, False)):
