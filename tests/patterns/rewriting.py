@@ -57,7 +57,7 @@ def assert_same(expected: fx.GraphModule, actual: fx.GraphModule, *args: Any, to
 def rewritten(
     function: Callable[..., Any], *args: torch.Tensor, also: Sequence[Any] = (), tolerance: float = 0
 ) -> fx.GraphModule:
-    """The rewritten graph, having checked that it computes the same bits, for the other arguments in ``also`` too."""
+    """The rewritten graph, having checked that it computes the same, for the other arguments in ``also`` too."""
     gm = graph_of(function, *args)
     before = str(gm.graph)
     result = patterns.apply(gm)

@@ -8,7 +8,17 @@ from torch import fx
 
 from torch_mpk.aliasing import is_view, value
 from torch_mpk.patterns.linear import linear_task
-from torch_mpk.patterns.rewriter import Rewriter, argument, aten, dtype, is_call, is_tensor, shape, swapped
+from torch_mpk.patterns.rewriter import (
+    Rewriter,
+    argument,
+    aten,
+    dtype,
+    has_same_strides,
+    is_call,
+    is_tensor,
+    shape,
+    swapped,
+)
 from torch_mpk.patterns.table import pattern
 
 
@@ -44,14 +54,10 @@ def _halves_of_linear(rw: Rewriter, gate: fx.Node, up: fx.Node) -> Sequence[fx.N
     fused, size = below(gate), shape(gate)[-1]
     if below(up) is not fused or not is_call(fused, aten.linear.default):
         return None
-    whole = value(fused)
-    begins = [value(half).storage_offset() - whole.storage_offset() for half in (gate, up)]
-    are_columns = shape(fused) == (*shape(gate)[:-1], 2 * size) and all(
-        n == 1 or s == t
-        for half in (gate, up)
-        for n, s, t in zip(shape(half), value(half).stride(), whole.stride(), strict=True)
-    )
-    if not are_columns or sorted(begins) != [0, size]:
+    if shape(fused) != (*shape(gate)[:-1], 2 * size) or not all(has_same_strides(half, fused) for half in (gate, up)):
+        return None
+    begins = [value(half).storage_offset() - value(fused).storage_offset() for half in (gate, up)]
+    if sorted(begins) != [0, size]:
         return None
     product = {fused, *views}
     if any(user not in product and user not in rw.interior for node in product for user in node.users):

@@ -79,8 +79,11 @@ def swapped(pair: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def has_same_layout(a: fx.Node, b: fx.Node) -> bool:
     """The same dtype, sizes and strides, but for the strides of dimensions of size 1."""
-    if dtype(a) != dtype(b) or shape(a) != shape(b):
-        return False
+    return dtype(a) == dtype(b) and shape(a) == shape(b) and has_same_strides(a, b)
+
+
+def has_same_strides(a: fx.Node, b: fx.Node) -> bool:
+    """In every dimension of which ``a`` has more than one index; ``b`` has as many dimensions."""
     return all(size == 1 or s == t for size, s, t in zip(shape(a), value(a).stride(), value(b).stride(), strict=True))
 
 
