@@ -1,6 +1,7 @@
 // One function per kind of job.
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <map>
 
 #include "../schedule/access.h"
@@ -173,7 +174,7 @@ struct LinearShape {
 // the bits of their sums, which several warps add up, depend on their length alone.
 LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t element, const std::vector<int64_t>& rows,
                          int64_t workers, int64_t slot_bytes) {
-  constexpr int64_t kTileCost = 1024, kBytesAtOnce = 20 * 8192;
+  constexpr int64_t kTileCost = 1024, kBytesAtOnce = 20 * 8192, kNever = std::numeric_limits<int64_t>::max();
   const int64_t slot = slot_bytes / element;  // elements
   const auto chunked = [&](int64_t tile_rows, int64_t chunk_parts) {
     LinearShape s{batch, size, parts, element, slot_bytes, tile_rows, chunk_parts, size};
@@ -193,8 +194,8 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
     const auto rounds = [](int64_t n) { return (n + kConsumerWarps - 1) / kConsumerWarps; };
     if (batch > 1) return rounds(mine) * (kTileCost + s.tile_rows * parts * size);
     const bool streams_well = s.chunk_size == size && s.rows_in_chunk() * size * 8 >= slot * 7;
-    if (s.tile_rows > 1 && (s.exceeds_slot() || (!streams_well && mine * s.entries() * slot_bytes > kBytesAtOnce)))
-      return int64_t{-1};
+    const bool fits = mine * s.entries() * slot_bytes <= kBytesAtOnce;
+    if (s.exceeds_slot() ? s.tile_rows > 1 : !streams_well && !fits) return kNever;
     return rounds(mine * s.entries() / s.run()) *
            (kTileCost + s.rows_in_chunk() * std::min(size, s.run() * s.chunk_size));
   };
@@ -205,7 +206,7 @@ LinearShape choose_shape(int64_t batch, int64_t size, int64_t parts, int64_t ele
   LinearShape best = chunked(1, parts_in_chunk(1));
   for (int64_t tile_rows = 2; tile_rows <= most; tile_rows += batch == 1 ? 1 : tile_rows) {
     const LinearShape s = chunked(tile_rows, parts_in_chunk(tile_rows));
-    if (const int64_t c = cost(s); c >= 0 && c <= cost(best)) best = s;
+    if (const int64_t c = cost(s); c != kNever && c <= cost(best)) best = s;
   }
   return best;
 }
