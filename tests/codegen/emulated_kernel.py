@@ -41,6 +41,7 @@ class EmulatedKernel:
         fuse: bool = True,
         polled: bool = False,
         profiled: bool = False,
+        racecheck: bool = False,
     ) -> None:
         self.schedule = _C.make_schedule(graph, _C.Target("cuda", arch, workers, smem_bytes, fuse, polled))
         _C.validate(self.schedule)
@@ -50,6 +51,7 @@ class EmulatedKernel:
         library = folder / "kernel.so"
         command = ["g++", "-std=c++20", "-O1", "-mfma", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
         command += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU traps
+        command += ["-DMPK_RACECHECK"] if racecheck else []
         command += [f"-DEMULATED_ARCH={arch}0", f'-DKERNEL_SOURCE="{source}"', "-include", "emulator.h"]
         command += ["-I", str(HERE / "emulator"), "-I", str(INCLUDE), "-isystem", str(cuda_headers())]
         built = subprocess.run(

@@ -237,6 +237,19 @@ def test_readers_wait_for_what_they_poll_in_the_reference_vm(seed: int) -> None:
     assert all(map(torch.equal, [*inputs, *outputs], [*wanted[0], *wanted[1]]))
 
 
+@pytest.mark.parametrize("arch", [90, 80])
+def test_a_kernel_for_racecheck_hands_over_by_barriers_bit_by_bit(tmp_path: Path, arch: int) -> None:
+    left_behind = []
+    for racecheck in (True, False):
+        folder = tmp_path / str(racecheck)
+        folder.mkdir()
+        kernel = EmulatedKernel(decoder(vocab=8000), folder, arch=arch, racecheck=racecheck)
+        assert any(job.assignment == "claimed" for phase in kernel.schedule.phases for job in phase.jobs)
+        torch.manual_seed(1)
+        left_behind.append(check_decoder(kernel, [40], 5, 2e-2))
+    assert all(map(torch.equal, *left_behind))
+
+
 def test_a_profiled_kernel_stamps_every_phase_of_every_worker(tmp_path: Path) -> None:
     kernel = EmulatedKernel(decoder(layers=1, dtype="float32"), tmp_path, profiled=True)
     check_decoder(kernel, [40], 5, 1e-5)

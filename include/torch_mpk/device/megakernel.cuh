@@ -23,9 +23,39 @@
 
 namespace mpk {
 
+// In a kernel for racecheck, what `described` and `done` say of rows of the table as barriers, too; otherwise nothing.
+struct RowBarriers {
+#ifdef MPK_RACECHECK
+  uint64_t shown[kPhasesAhead], finished[kPhasesAhead];
+
+  MPK_DEVICE void init() {
+    for (int i = 0; i < kPhasesAhead; i++) {
+      ptx::mbar_init(&shown[i], 32);
+      ptx::mbar_init(&finished[i], kConsumerThreads);
+    }
+  }
+  MPK_DEVICE void show(uint32_t row) { ptx::mbar_arrive(&shown[row % kPhasesAhead]); }
+  MPK_DEVICE void finish(uint32_t row) { ptx::mbar_arrive(&finished[row % kPhasesAhead]); }
+  MPK_DEVICE void await_shown(uint32_t row) { await(shown, row); }
+  MPK_DEVICE void await_finished(uint32_t row) { await(finished, row); }
+
+ private:
+  MPK_DEVICE void await(uint64_t* barriers, uint32_t row) {
+    while (!ptx::mbar_test(&barriers[row % kPhasesAhead], row / kPhasesAhead & 1)) {
+    }
+  }
+#else
+  MPK_DEVICE void init() {}
+  MPK_DEVICE void show(uint32_t) {}
+  MPK_DEVICE void finish(uint32_t) {}
+  MPK_DEVICE void await_shown(uint32_t) {}
+  MPK_DEVICE void await_finished(uint32_t) {}
+#endif
+};
+
 // The fixed part of dynamic shared memory; behind it kPhasesAhead rows of the table (kRowsOffset), the staged
 // activations (kStagedOffset), then the ring (kRingOffset).
-struct Shared {
+struct Shared : RowBarriers {
   RingState ring;
   Watchdog watchdog;
   uint32_t described;  // rows of the table that the loader has brought
@@ -179,6 +209,7 @@ struct Consumer : Launch<Kernel> {
         return nullptr;
       }
     }
+    this->shared.await_shown(row);
     current = *current_row();
     return current_row();
   }
@@ -204,6 +235,7 @@ struct Consumer : Launch<Kernel> {
   // Ends a row whose phase goes on.
   MPK_DEVICE bool end_row() {
     if (!sync()) return false;
+    this->shared.finish(row);
     if (rank == 0) ptx::store_release_cta(&this->shared.done, row + 1);
     row++;
     return true;
@@ -234,6 +266,7 @@ struct Consumer : Launch<Kernel> {
   MPK_DEVICE bool join(uint32_t signal) {
     apart = false;
     if (!sync()) return false;
+    this->shared.finish(row - 1);
     if (rank == 0) {
       delay(this->params.jitter, blockIdx.x, 2 * row - 1);
       if (signal & kReleases) ptx::add_release_gpu(this->event(phase - 1), 1);
@@ -315,6 +348,7 @@ struct Loader : Launch<Kernel> {
     const uint32_t seen =
         wait_count(s.watchdog, &s.done, target, phase, WarpRole::kLoader, Waiting::kFreeSlot, ring.entry);
     if (!__all_sync(~0u, reached(seen, target))) return nullptr;
+    if (number >= kPhasesAhead) s.await_finished(number - kPhasesAhead);
     uint8_t* place = this->place_of(number);
 #pragma unroll
     for (int i = 0; i < Row::kPieces; i++)
@@ -327,6 +361,7 @@ struct Loader : Launch<Kernel> {
       for (uint32_t i = lane; i < job->num_refs; i += 32) refs[i] = address(refs[i]);
     }
     __syncwarp();
+    s.show(number);
     if (lane == 0) ptx::store_release_cta(&s.described, number + 1);
     return phase_row;
   }
@@ -465,6 +500,7 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   static_assert(sizeof(Shared) <= Kernel::kStagedOffset, "codegen and device disagree on the fixed shared memory");
   if (threadIdx.x == 0) {
     init_ring(shared.ring, Kernel::kSlots);
+    shared.init();
     uint8_t* control = reinterpret_cast<uint8_t*>(params.control);
     shared.watchdog = {params.control, reinterpret_cast<StallRecord*>(control + Kernel::kStallsOffset) + blockIdx.x,
                        params.watchdog_ns, Kernel::kNumWorkers};

@@ -95,6 +95,9 @@ MPK_DEVICE void fence_proxy_async_shared() {
 
 // ---- words that synchronise
 
+#ifndef MPK_RACECHECK
+inline constexpr bool kRacecheck = false;
+
 MPK_DEVICE uint32_t load_acquire_cta(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(smem_addr(p)) : "memory");
@@ -118,6 +121,55 @@ MPK_DEVICE void store_relaxed_cta(uint64_t* p, uint64_t v) {
 MPK_DEVICE void store_release_cta(uint64_t* p, uint64_t v) {
   asm volatile("st.release.cta.shared::cta.u64 [%0], %1;" ::"r"(smem_addr(p)), "l"(v) : "memory");
 }
+
+// Words that another warp's release shows, or will show.
+template <class T>
+MPK_DEVICE T load_shown(const T* p) {
+  return *p;
+}
+template <class T>
+MPK_DEVICE void store_shown(T* p, T v) {
+  *p = v;
+}
+#else
+// compute-sanitizer's racecheck reports two accesses to shared memory unless both are atomic, or all threads of the
+// first have arrived at a barrier and all of the second have awaited it. So in a kernel compiled for it words that
+// synchronise are accessed atomically, and barriers stand beside those that show more than themselves.
+inline constexpr bool kRacecheck = true;
+
+MPK_DEVICE uint32_t load_acquire_cta(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;" : "=r"(v) : "r"(smem_addr(p)) : "memory");
+  return v;
+}
+
+MPK_DEVICE uint64_t load_acquire_cta(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("atom.acquire.cta.shared::cta.or.b64 %0, [%1], 0;" : "=l"(v) : "r"(smem_addr(p)) : "memory");
+  return v;
+}
+
+MPK_DEVICE void store_release_cta(uint32_t* p, uint32_t v) {
+  asm volatile("{\n.reg .b32 t;\natom.release.cta.shared::cta.exch.b32 t, [%0], %1;\n}" ::"r"(smem_addr(p)), "r"(v)
+               : "memory");
+}
+
+MPK_DEVICE void store_release_cta(uint64_t* p, uint64_t v) {
+  asm volatile("{\n.reg .b64 t;\natom.release.cta.shared::cta.exch.b64 t, [%0], %1;\n}" ::"r"(smem_addr(p)), "l"(v)
+               : "memory");
+}
+
+MPK_DEVICE void store_relaxed_cta(uint64_t* p, uint64_t v) { store_release_cta(p, v); }
+
+template <class T>
+MPK_DEVICE T load_shown(const T* p) {
+  return load_acquire_cta(p);
+}
+template <class T>
+MPK_DEVICE void store_shown(T* p, T v) {
+  store_release_cta(p, v);
+}
+#endif
 
 MPK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
   uint32_t v;

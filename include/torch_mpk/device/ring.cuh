@@ -36,7 +36,7 @@ inline constexpr uint32_t kFullArrivals = 32;  // each lane arrives when its cop
 MPK_DEVICE void init_ring(RingState& ring, int slots) {
   for (int i = 0; i < slots; i++) {
     ptx::mbar_init(&ring.full[i], kFullArrivals);
-    ptx::mbar_init(&ring.empty[i], 1);
+    ptx::mbar_init(&ring.empty[i], ptx::kRacecheck ? 32 : 1);
   }
   for (int i = 0; i < kPhasesAhead; i++) ring.phase_end[i] = 0;
   ring.issued = 0;
@@ -152,7 +152,7 @@ __device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stre
 #if __CUDA_ARCH__ < 900
         ptx::copy_async_arrive(full);
 #endif
-        if (kFillWidth > 1 || w.lane == 0) ring.tile[slot] = tile;
+        if (kFillWidth > 1 || w.lane == 0) ptx::store_shown(&ring.tile[slot], tile);
       }
       __syncwarp();
       done += n;
@@ -187,7 +187,7 @@ __device__ __noinline__ uint64_t next_tile(const RingState& ring, const Watchdog
     if (!__all_sync(~0u, reached(seen, g + 1) || ends_before(ring, g, phase))) return kGivenUp;
     issued = __shfl_sync(~0u, seen, 0);  // lanes must agree on it, or some would skip the vote above
   }
-  return uint64_t(issued) << 32 | (ends_before(ring, g, phase) ? kNoTile : ring.tile[g % slots]);
+  return uint64_t(issued) << 32 | (ends_before(ring, g, phase) ? kNoTile : ptx::load_shown(&ring.tile[g % slots]));
 }
 
 // Until entry g, which is known to come, is issued and its data there. `issued` is the count of entries that the warp
@@ -220,7 +220,7 @@ struct RingReader {
   // The tile that entry g begins, or kNoTile, or kGivenUp.
   MPK_DEVICE uint32_t next_tile(uint32_t g, uint32_t phase) {
     look(g);
-    if (reached(issued, g + 1)) return ends_before(ring, g, phase) ? kNoTile : ring.tile[g % slots];
+    if (reached(issued, g + 1)) return ends_before(ring, g, phase) ? kNoTile : ptx::load_shown(&ring.tile[g % slots]);
     const uint64_t found = mpk::next_tile<slots>(ring, dog, g, phase, issued);
     issued = static_cast<uint32_t>(found >> 32);
     return static_cast<uint32_t>(found);
@@ -248,13 +248,13 @@ struct RingReader {
 
   // The number of entries issued by the end of a phase, which next_tile has found ended.
   MPK_DEVICE uint32_t phase_end(uint32_t phase) const {
-    return static_cast<uint32_t>(ring.phase_end[phase % kPhasesAhead]);
+    return static_cast<uint32_t>(ptx::load_shown(&ring.phase_end[phase % kPhasesAhead]));
   }
 
   MPK_DEVICE uint64_t* empty(uint32_t g) const { return &ring.empty[g % slots]; }
   MPK_DEVICE void release(uint32_t g) {
     __syncwarp();
-    if (lane == 0) ptx::mbar_arrive(empty(g));
+    if (ptx::kRacecheck || lane == 0) ptx::mbar_arrive(empty(g));
   }
 };
 

@@ -69,7 +69,7 @@ thread_local Cta* cta;
 
 // A barrier in its 64 bits: phase, arrivals still expected, arrivals of a phase, bytes outstanding.
 struct Bits {
-  uint64_t phase : 1, pending : 8, count : 8, : 15;
+  uint64_t phase : 1, pending : 12, count : 12, : 7;
   int64_t bytes : 32;
 };
 Bits* bits(uint64_t* bar) { return reinterpret_cast<Bits*>(bar); }

@@ -35,6 +35,19 @@ void store_release_cta(T* p, std::type_identity_t<T> v) {
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 inline void store_relaxed_cta(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+template <class T>
+T load_shown(const T* p) {
+  return *p;
+}
+template <class T>
+void store_shown(T* p, T v) {
+  *p = v;
+}
+#ifdef MPK_RACECHECK
+inline constexpr bool kRacecheck = true;
+#else
+inline constexpr bool kRacecheck = false;
+#endif
 inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_acquire_cta(p); }
 // Of a vector each of the pieces that its maker stores comes by itself.
 template <class T>
