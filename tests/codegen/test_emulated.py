@@ -94,6 +94,16 @@ def test_rows_fill_the_slots_of_the_ring(tmp_path: Path, hidden: int, ffn: int, 
         check_decoder(kernel, [40], 39, 2e-2)
 
 
+def test_tiles_fill_slots_where_the_ring_does_not_hold_all_of_a_workers() -> None:
+    """Rows of q, k and v, 46 for each worker, of half a slot."""
+    graph = decoder(hidden=2560, ffn=9728, vocab=32064, heads=32, groups=8, head_dim=128, layers=1)
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, SMEM_BYTES, True, True))
+    source = _C.generate_cuda(schedule, False).source
+    structs = [part for part in source.split("\nstruct Linear")[1:] if " kSize = 2560;" in part]
+    assert len(structs) == 3  # q, k and v; gate and up; the LM head
+    assert all(" kTileRows = 2;" in part and " kChunkSize = 2560;" in part for part in structs)
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "head_dim", "limit"), [(2, 2, 128, 40), (4, 1, 80, 39), (14, 2, 64, 17), (10, 1, 256, 33)]
 )
