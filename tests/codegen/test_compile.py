@@ -83,6 +83,12 @@ def test_programs_and_reductions_compile(arch: int) -> None:
     compiled(programs_and_reductions(), arch)
 
 
+@pytest.mark.parametrize("arch", [90, 80])
+def test_a_kernel_for_racecheck_compiles(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-DMPK_RACECHECK")
+    compiled(decoder(), arch)
+
+
 def test_advancing_many_counters_takes_few_registers() -> None:
     """A step advances one for each layer; with all their addresses at hand it would take more than all else."""
 
