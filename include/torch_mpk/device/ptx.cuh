@@ -95,6 +95,9 @@ MPK_DEVICE void fence_proxy_async_shared() {
 
 // ---- words that synchronise
 
+// compute-sanitizer's racecheck reports two accesses to shared memory unless both are atomic, or all threads of the
+// first have arrived at a barrier and all of the second have awaited it. So in a kernel compiled for it words that
+// synchronise are accessed atomically, and barriers stand beside those that show more than themselves.
 #ifndef MPK_RACECHECK
 inline constexpr bool kRacecheck = false;
 
@@ -121,20 +124,7 @@ MPK_DEVICE void store_relaxed_cta(uint64_t* p, uint64_t v) {
 MPK_DEVICE void store_release_cta(uint64_t* p, uint64_t v) {
   asm volatile("st.release.cta.shared::cta.u64 [%0], %1;" ::"r"(smem_addr(p)), "l"(v) : "memory");
 }
-
-// Words that another warp's release shows, or will show.
-template <class T>
-MPK_DEVICE T load_shown(const T* p) {
-  return *p;
-}
-template <class T>
-MPK_DEVICE void store_shown(T* p, T v) {
-  *p = v;
-}
 #else
-// compute-sanitizer's racecheck reports two accesses to shared memory unless both are atomic, or all threads of the
-// first have arrived at a barrier and all of the second have awaited it. So in a kernel compiled for it words that
-// synchronise are accessed atomically, and barriers stand beside those that show more than themselves.
 inline constexpr bool kRacecheck = true;
 
 MPK_DEVICE uint32_t load_acquire_cta(const uint32_t* p) {
@@ -160,16 +150,23 @@ MPK_DEVICE void store_release_cta(uint64_t* p, uint64_t v) {
 }
 
 MPK_DEVICE void store_relaxed_cta(uint64_t* p, uint64_t v) { store_release_cta(p, v); }
+#endif
 
+// Words that another warp's release shows, or will show.
 template <class T>
 MPK_DEVICE T load_shown(const T* p) {
-  return load_acquire_cta(p);
+  if constexpr (kRacecheck)
+    return load_acquire_cta(p);
+  else
+    return *p;
 }
 template <class T>
 MPK_DEVICE void store_shown(T* p, T v) {
-  store_release_cta(p, v);
+  if constexpr (kRacecheck)
+    store_release_cta(p, v);
+  else
+    *p = v;
 }
-#endif
 
 MPK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
   uint32_t v;
