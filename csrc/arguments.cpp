@@ -67,6 +67,19 @@ int64_t as_size(PyObject* item) {
   return size;
 }
 
+// From a tensor's first byte to behind its last.
+int64_t extent_of(PyObject* item) {
+  const auto tensor = py::reinterpret_borrow<py::object>(item);
+  const py::tuple shape = tensor.attr("shape"), strides = tensor.attr("stride")();
+  int64_t last = 0;
+  for (size_t d = 0; d < shape.size(); d++) {
+    const auto size = shape[d].cast<int64_t>();
+    if (size == 0) return 0;
+    last += (size - 1) * strides[d].cast<int64_t>();
+  }
+  return (last + 1) * tensor.attr("element_size")().cast<int64_t>();
+}
+
 }  // namespace
 
 void read_addresses(py::handle sequence, const char* what, std::span<uint64_t> addresses) {
@@ -80,13 +93,24 @@ void read_sizes(py::handle sequence, std::span<int64_t> sizes) {
   for (size_t i = 0; i < sizes.size(); i++) sizes[i] = as_size(PyTuple_GET_ITEM(items.ptr(), i));
 }
 
-Arguments::Arguments(std::vector<int> inputs, std::vector<int> sizes, bool freeze)
+Arguments::Arguments(std::vector<int> inputs, std::vector<int> sizes, bool freeze,
+                     const std::vector<InputMemory>& memory)
     : inputs_(std::move(inputs)), sizes_(std::move(sizes)), freeze_(freeze) {
   for (const std::vector<int>* positions : {&inputs_, &sizes_})
     for (int position : *positions) {
       if (position < 0) throw py::value_error("a position among the arguments is " + std::to_string(position));
       num_needed_ = std::max<size_t>(num_needed_, position + 1);
     }
+  if (memory.empty()) return;
+  if (memory.size() != inputs_.size()) throw py::value_error("the memory must be said of each input or of none");
+  std::vector<size_t> written;
+  for (const auto& [name, bytes, is_written] : memory) {
+    if (is_written) written.push_back(names_.size());
+    names_.push_back(name);
+    bytes_.push_back(bytes);
+    has_unknown_bytes_ |= bytes == kUnknownBytes;
+  }
+  overlaps_ = Overlaps(memory.size(), std::move(written));
 }
 
 void Arguments::read(const py::tuple& args, std::span<uint64_t> addresses, std::span<int64_t> sizes) {
@@ -101,9 +125,31 @@ void Arguments::read(const py::tuple& args, std::span<uint64_t> addresses, std::
     const bool is_known = last_ && PyTuple_GET_ITEM(last_.ptr(), inputs_[i]) == item;
     addresses[i] = is_known ? last_addresses_[i] : address_of(item, inputs_[i]);
   }
+  if (overlaps_.may_occur()) check_apart(args, addresses);
   if (!freeze_) return;
   last_addresses_.assign(addresses.begin(), addresses.end());
   const py::object before = std::exchange(last_, args);  // freed when all is consistent: that may run Python code
+}
+
+void Arguments::check(const py::tuple& args) {
+  std::vector<uint64_t> addresses(inputs_.size());
+  std::vector<int64_t> sizes(sizes_.size());
+  read(args, addresses, sizes);
+}
+
+void Arguments::check_apart(const py::tuple& args, std::span<const uint64_t> addresses) {
+  std::vector<int64_t> extents;
+  if (has_unknown_bytes_) {
+    extents = bytes_;
+    for (size_t i = 0; i < extents.size(); i++)
+      if (extents[i] == kUnknownBytes) extents[i] = extent_of(PyTuple_GET_ITEM(args.ptr(), inputs_[i]));
+  }
+  const auto found = overlaps_.find(addresses, has_unknown_bytes_ ? extents : bytes_);
+  if (!found) return;
+  const py::object type = py::module_::import("torch_mpk.errors").attr("SharedMemoryError");
+  const py::object error = type(py::arg("first") = names_[found->first], py::arg("second") = names_[found->second]);
+  PyErr_SetObject(type.ptr(), error.ptr());
+  throw py::error_already_set();
 }
 
 }  // namespace mpk

@@ -4,10 +4,14 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from torch_mpk import registry
+from torch_mpk.patterns import declare_patterns
 
 settings.register_profile("here", derandomize=True, deadline=None)
 settings.load_profile("here")
@@ -30,12 +34,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=gpu)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _own_tasks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests see no tasks that those of other modules have declared."""
+    module = request.module.__name__
+    folder = module.rpartition(".")[0]
+
+    def is_own(task: registry.Task) -> bool:
+        home, _, name = task.__module__.rpartition(".")
+        return task.is_ours or task.__module__ == module or home.startswith(folder) and not name.startswith("test_")
+
+    with registry.hidden([task.name for task in registry.tasks() if not is_own(task)]):
+        declare_patterns()
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state() -> None:
     random.seed(0)
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:  # else nothing has been compiled
         torch.compiler.reset()
+    if "torch_mpk.backend" in sys.modules:  # which Dynamo resets only where it has called it
+        sys.modules["torch_mpk.backend"].reset()
+        sys.modules["torch_mpk.announcements"].forget()
 
 
 @pytest.fixture

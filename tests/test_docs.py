@@ -1,4 +1,4 @@
-"""The pages whose examples run one after the other and print what the page says."""
+"""Pages whose examples run one after the other print what the page says; links and mentions lead somewhere."""
 
 import contextlib
 import io
@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+from tests.thinned import thinned
+from torch_mpk.testing.tiny import random_ids, tiny_model
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 
 
-@pytest.mark.parametrize("page", ["index.md", "how-it-works.md"])
+@pytest.mark.parametrize("page", thinned(["index.md", "how-it-works.md"], 1))
 def test_a_page_says_what_its_examples_print(page: str) -> None:
     blocks = re.findall(r"^```(python|text)\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
@@ -23,3 +28,58 @@ def test_a_page_says_what_its_examples_print(page: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as stdout:
             exec(compile(text, str(DOCS / page), "exec"), namespace)
         printed = stdout.getvalue()
+
+
+def test_the_readmes_generate_compiles_on_a_cpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if "compile_config" in block)
+    exec(block, {"model": tiny_model(num_layers=1), "prompt": random_ids(1, 3)})
+    assert [folder.name for folder in tmp_path.iterdir()] == ["001"]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings, as mkdocs and GitHub make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    dead = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+                dead.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not dead
+
+
+def test_pages_that_comments_mention_exist() -> None:
+    folders = ["torch_mpk", "csrc", "include", "tests", "benchmarks", "examples", "docs"]
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
+    suffixes = {".py", ".pyi", ".cpp", ".h", ".cuh", ".hpp", ".cu", ".md"}
+    gone = [
+        f"{file.relative_to(ROOT)}: {mention}"
+        for file in files
+        if file.suffix in suffixes
+        for mention in re.findall(r"\bdocs/[\w-]+\.md\b", file.read_text())
+        if not (ROOT / mention).is_file()
+    ]
+    assert not gone
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    navigation = re.findall(r"^  - .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_experiments_have_one_form() -> None:
+    entries = re.split(r"^### ", (DOCS / "experiments.md").read_text().partition("\n### ")[2], flags=re.MULTILINE)
+    assert len(entries) > 50
+    for entry in entries:
+        fields = re.findall(r"^- \*\*(\w+)\*\*: ", entry.partition("\n## ")[0], re.MULTILINE)
+        assert fields[:3] == ["Part", "Effect", "Why"], entry
+        assert set(fields[3:]) <= {"Hazards"}, entry

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo import lookup_backend
 
-from torch_mpk import _C, admission, errors, fallback, registry
+from torch_mpk import _C, admission, errors, registry
 from torch_mpk.capture import capture
 from torch_mpk.config import Options
 from torch_mpk.generate import generate
@@ -86,7 +86,6 @@ def test_what_should_not_happen(monkeypatch):
     ):
         compile_strictly(lambda x: x @ x, torch.eye(4))
     with torch.no_grad(), pytest.warns(errors.MpkWarning, match="RuntimeError: unsound schedule"):
-        fallback._warned.clear()
         run = lookup_backend("mpk")(torch.fx.symbolic_trace(lambda x: x @ x), [torch.eye(4)])
         assert torch.equal(run(torch.eye(4)), torch.eye(4))
 
@@ -105,9 +104,16 @@ def test_tasks():
         registry.get("rms_nrom")
 
 
+def test_a_sparse_tensor_is_no_operand_of_a_task():
+    x, weight = torch.ones(1, 4), torch.ones(4)
+    torch.ops.mpk.rms_norm(x, weight, eps=1e-5, style="llama")  # from here on a call of these shapes is known
+    with pytest.raises(errors.TaskError, match=r"rms_norm: x has layout torch.sparse_coo, expected .* to_dense\(\)"):
+        torch.ops.mpk.rms_norm(x.to_sparse(), weight, eps=1e-5, style="llama")
+
+
 def test_an_incomplete_installation(monkeypatch, tmp_path):
     monkeypatch.setattr(headers, "__file__", str(tmp_path / "torch_mpk" / "jit" / "headers.py"))
-    with pytest.raises(errors.InstallationError, match="abi.h not found in .*reinstall torch_mpk"):
+    with pytest.raises(errors.InstallationError, match="abi/launch.h not found in .*reinstall torch_mpk"):
         headers.include_dir()
 
 

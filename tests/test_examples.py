@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_generate_streams_and_agrees_with_eager() -> None:
     command = [sys.executable, "examples/generate.py", "--max-new-tokens", "24", "--prompt", "import os\n"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -24,6 +26,7 @@ def test_generate_streams_and_agrees_with_eager() -> None:
     assert "compiling" in result.stderr
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss() -> None:
     example = runpy.run_path(str(ROOT / "examples" / "train_tiny.py"))
     text = example["as_tokens"](b"def f(x):\n    return x + 1\n" * 400, torch.device("cpu"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_mpk import explain
+from torch_mpk import explain, task
 from torch_mpk.__main__ import main
 from torch_mpk.errors import OptionError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
@@ -85,6 +85,36 @@ def test_what_falls_back_is_listed_with_its_place_and_reason():
     assert "is not supported" in text
 
 
+def test_it_says_why_a_tasks_own_pattern_is_not_taken():
+    @task("x[..., H] -> y[..., H]", pattern=True, samples=[{"...": (2,), "H": 8}])
+    def almost_for_test(x: torch.Tensor, *, shift: float = 0.5) -> torch.Tensor:
+        return torch.asinh(x * 3 + shift).cumsum(-1)
+
+    @task("x[..., H] -> y[..., H]", pattern=True, samples=[{"...": (2,), "H": 8}])
+    def unusable_for_test(x: torch.Tensor) -> torch.Tensor:
+        return x.clone().asinh_()
+
+    def model(x, w, factor):
+        return torch.asinh(F.linear(x, w) * factor + 1.5).cumsum(-1)
+
+    def patterns_in(report):  # of these two: other tests declare tasks, too
+        names = tuple(f"the pattern of {task.name} " for task in (almost_for_test, unusable_for_test))
+        return [line.strip() for line in str(report).splitlines() if line.strip().startswith(names)]
+
+    other = explain(model, torch.randn(4, 8), torch.randn(8, 8), 2)
+    almost, unusable = patterns_in(other)
+    assert other.num_megakernels == 1
+    assert re.fullmatch(
+        r"the pattern of almost_for_test \(.*test_explain.py:\d+\) is not taken at cumsum from .*explain.py:\d+ in "
+        r"model: other of mul \(aten.mul.Tensor\) is 2, in its reference 3",
+        almost,
+    )
+    assert re.fullmatch(
+        r"the pattern of unusable_for_test \(.*:\d+\) is not used: its reference writes in place", unusable
+    )
+    assert patterns_in(explain(model, torch.randn(4, 8), torch.randn(8, 8), 3)) == [unusable]
+
+
 def test_graphs_that_are_not_ours_count_as_such():
     def function(x, w):
         y = F.linear(x, w)
@@ -121,6 +151,7 @@ def test_the_command_line_explains_a_configuration(tmp_path, capsys):
     assert "torch_mpk on cpu: a call is 1 megakernel" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_torch_logs_shows_the_stages():
     call = "torch.compile(torch.nn.Linear(8, 8), backend='mpk')(torch.ones(1, 8))"
     script = f"import torch\nwith torch.no_grad(): {call}"

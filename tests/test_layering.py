@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from torch_mpk import _C
+from torch_mpk.registry import tasks
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
@@ -25,12 +29,12 @@ CPP_STAGES = stages(r"The C\+\+ core goes ([^.]*?), and never includes")
 HOST_SUFFIXES = {".h", ".hpp", ".cpp"}  # a .cuh is device code: only generated kernels include it
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """torch_mpk's modules that a file imports, wherever in the file, but not those imported for types alone."""
+def imported_modules(path: Path, with_types: bool = False) -> Iterator[str]:
+    """torch_mpk's modules that a file imports, wherever in the file; those imported for types alone where asked for."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if not with_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -105,11 +109,20 @@ def backward_edges(dependencies: dict[str, set[str]], order: list[str]) -> list[
 
 def test_python_imports_go_one_way() -> None:
     dependencies = python_dependencies()
+    assert sorted(PYTHON_STAGES) == sorted(dependencies), (
+        "docs/architecture.md has a rank for each of them, and for no other"
+    )
     assert backward_edges(dependencies, PYTHON_STAGES) == []
     del dependencies["__init__"]  # gathers the public names
     assert find_cycle(dependencies) is None
     users = [module for module, others in dependencies.items() if "testing" in others]
     assert users == ["__main__"], "the product imports torch_mpk.testing; only the command line may, for its models"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "torch_mpk" / "runtime").glob("*.py")), ids=lambda path: path.stem)
+def test_the_runtime_knows_no_stage_before_it(path: Path) -> None:
+    earlier = {"capture", "patterns", "partition", "lowering", "planning"}
+    assert earlier.isdisjoint(imported_modules(path, with_types=True))
 
 
 def test_cpp_includes_go_one_way() -> None:
@@ -119,7 +132,9 @@ def test_cpp_includes_go_one_way() -> None:
 
 
 def test_host_code_includes_neither_torch_nor_cuda_nor_device_code() -> None:
-    foreign = re.compile(r'#include [<"]((?:torch/|ATen/|c10/|cuda|nvrtc|cooperative_groups)[^>"]*|[^>"]*\.cuh)')
+    foreign = re.compile(
+        r'#include [<"]((?:torch/|ATen/|c10/|cuda|nvrtc|cooperative_groups|torch_mpk/device/)[^>"]*|[^>"]*\.cuh)'
+    )
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for base in (ROOT / "csrc", ROOT / "include" / "torch_mpk")
@@ -130,10 +145,101 @@ def test_host_code_includes_neither_torch_nor_cuda_nor_device_code() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    "unwanted",
-    ["torch.cuda.is_initialized()", "'transformers' in sys.modules", "'torch._inductor.compile_fx' in sys.modules"],
+def test_device_code_reads_of_ours_what_both_sides_share_alone() -> None:
+    """And a tile task's header, which is compiled for the CPU as well, what tiles are there."""
+    include = ROOT / "include" / "torch_mpk"
+    found = [
+        f"{path.relative_to(include)}: {name}"
+        for folder, allowed in (("device", ("device/", "abi/", "tile.h", "cpu/tile.h")), ("abi", ("abi/",)))
+        for path in sorted((include / folder).rglob("*.*"))
+        for name in re.findall(r'#include [<"]torch_mpk/([^>"]*)', path.read_text())
+        if not name.startswith(allowed)
+    ]
+    assert found == []
+
+
+# Where the hand-written tasks and their operands have their names: what they are, and who makes calls of them.
+ROOMS = (
+    "csrc/codegen/tasks",
+    "csrc/cpu/bodies",
+    "csrc/schedule/tasks",
+    "torch_mpk/tasks",
+    "torch_mpk/patterns",
+    "torch_mpk/persistent_kernel",
 )
-def test_import_is_light(unwanted: str) -> None:
-    script = f"import sys, torch, torch_mpk; sys.exit({unwanted})"
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+NAMESAKES = {  # words that mean something else there
+    "csrc/jit/bindings.cpp": {"slot"},
+    "torch_mpk/jit/declaration.py": {"slot"},
+    "torch_mpk/jit/expression.py": {"slot"},
+    "torch_mpk/jit/kernels.py": {"slot"},
+    "torch_mpk/new_task.py": {"weight"},
+    "torch_mpk/testing/zoo.py": {"linear"},
+}
+
+
+def test_tasks_are_named_in_their_own_rooms_alone() -> None:
+    hand_written = [task for task in tasks() if task.role in ("row", "stream")]
+    names = {name for task in hand_written for name in (task.name, *(o.name for o in task.inputs))} - {*_C.op_names()}
+    quoted = re.compile(rf'"({"|".join(sorted(names))})"')
+    found = {}
+    for base in ("csrc", "include", "torch_mpk"):
+        for path in sorted((ROOT / base).rglob("*")):
+            file = path.relative_to(ROOT).as_posix()
+            if path.suffix in (".cpp", ".h", ".cuh", ".py") and not file.startswith(ROOMS):
+                found[file] = {*quoted.findall(path.read_text())}
+    assert {file: words for file, words in found.items() if words} == NAMESAKES, "general code asks for traits instead"
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"_[a-zA-Z]\w*", name) is not None
+
+
+def private_names(path: Path) -> tuple[set[str], set[str]]:
+    """What a file defines behind an underscore, and what it reads or replaces."""
+    defined: set[object] = set()
+    read: set[object] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                defined.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                defined.add(name)
+            case ast.Attribute(attr=name) | ast.alias(name=name):
+                read.add(name)
+            case ast.Call(args=args):  # setattr's, for one
+                read.update(arg.value for arg in args if isinstance(arg, ast.Constant))
+    return {str(name) for name in defined if is_private(name)}, {str(name) for name in read if is_private(name)}
+
+
+def test_tests_leave_private_names_of_modules_that_they_do_not_test_alone() -> None:
+    homes: dict[str, set[str]] = {}  # of a private name, the modules and packages that define it
+    for path in (ROOT / "torch_mpk").rglob("*.py"):
+        for name in private_names(path)[0]:
+            homes.setdefault(name, set()).update(path.relative_to(ROOT / "torch_mpk").with_suffix("").parts)
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        tested = {part.removeprefix("test_") for part in path.relative_to(ROOT / "tests").with_suffix("").parts}
+        defined, read = private_names(path)
+        read -= {*dir(torch.Tensor)}
+        foreign = [name for name in sorted(read - defined) if name in homes and tested.isdisjoint(homes[name])]
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in foreign]
+    assert found == []
+
+
+HEAVY = (
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch_mpk.testing",
+    "transformers",
+    "triton",
+)
+
+
+def test_import_is_light() -> None:
+    """Each of these takes longer to import than torch_mpk itself, and is first needed where something compiles."""
+    found = f"[name for name in {HEAVY} if name in sys.modules], torch.cuda.is_initialized()"
+    command = [sys.executable, "-c", f"import sys, torch, torch_mpk; print({found})"]
+    run = subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True)
+    assert run.stdout == "[] False\n"

@@ -16,7 +16,8 @@ def cache(tmp_path, monkeypatch):
     for key in ("a" * 64, "b" * 64):
         with cache.workspace() as folder:
             (folder / "kernel.cu").write_text("source")
-            cache.put(key, folder, {"target": "sm_90a", "compiler": "nvcc 13.0.88", "seconds": 1.5})
+            names = {"names": [f"kernel_{key[0]}", "common"]}
+            cache.put(key, folder, {"target": "sm_90a", "compiler": "nvcc 13.0.88", "seconds": 1.5} | names)
     return cache
 
 
@@ -24,11 +25,19 @@ def test_cache_show_and_clear(cache, capsys):
     main(["cache", "show"])
     lines = capsys.readouterr().out.splitlines()
     assert [line[:16] for line in lines[:2]] == ["a" * 16, "b" * 16]
-    assert lines[0].endswith("sm_90a, nvcc 13.0.88, 1.5 s")
+    assert lines[0].endswith("kernel_a, common  sm_90a, nvcc 13.0.88, 1.5 s")
     assert lines[2].startswith("2 kernels")
     main(["cache", "clear"])
     assert capsys.readouterr().out.startswith("deleted 2 kernels")
     assert cache.entries() == []
+
+
+def test_cache_clear_of_a_kernel(cache, capsys):
+    main(["cache", "clear", "kernel_a"])
+    assert capsys.readouterr().out.startswith("deleted 1 kernels kernel_a")
+    assert [entry.key[0] for entry in cache.entries()] == ["b"]
+    with pytest.raises(SystemExit, match="NAME: expected one of common, kernel_b, got kernel_a"):
+        main(["cache", "clear", "kernel_a"])
 
 
 def test_environment_runs_without_a_gpu_and_shows_settings():
@@ -42,3 +51,11 @@ def test_environment_runs_without_a_gpu_and_shows_settings():
     )
     assert "TORCH_MPK_COMPILER: nvrtc" in done.stdout
     assert not any(name.startswith("cuda:") for name in names)
+
+
+def test_an_error_ends_a_command_without_a_traceback(tmp_path):
+    command = [sys.executable, "-m", "torch_mpk", "check-task", str(tmp_path / "none.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ArgumentError: FILE: expected a Python file that declares tasks")
+    assert "Traceback" not in done.stderr

@@ -22,7 +22,7 @@ site = Path({site!r})
 assert Path(torch_mpk.__file__).is_relative_to(site), torch_mpk.__file__
 assert Path(_C.__file__).is_relative_to(site), _C.__file__
 include_dir = Path(jit.include_dir())
-assert include_dir.is_relative_to(site) and (include_dir / "torch_mpk" / "abi.h").is_file(), include_dir
+assert include_dir.is_relative_to(site) and (include_dir / "torch_mpk" / "abi" / "launch.h").is_file(), include_dir
 
 def f(x, weight):
     return torch.nn.functional.silu(torch.nn.functional.linear(x, weight)) + x
@@ -56,13 +56,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_carries_every_module_and_header(wheel: Path) -> None:
     carried = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("torch_mpk/")}
-    files = [path for suffix in ("py", "pyi", "html", "cuh") for path in (ROOT / "torch_mpk").rglob(f"*.{suffix}")]
+    files = [
+        path
+        for suffix in ("py", "pyi", "html", "cuh", "h", "cpp")
+        for path in (ROOT / "torch_mpk").rglob(f"*.{suffix}")
+    ]
     modules = {str(path.relative_to(ROOT)) for path in files}
     headers = {f"torch_mpk/{path.relative_to(ROOT)}" for path in (ROOT / "include").rglob("*") if path.is_file()}
-    assert "torch_mpk/include/torch_mpk/abi.h" in headers
+    assert "torch_mpk/include/torch_mpk/abi/launch.h" in headers
     assert {name for name in carried if not name.endswith(".so")} == modules | headers
 
 
+@pytest.mark.slow
 def test_wheel_works_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -14,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from torch_mpk import _C, graph_view, new_task, registry, tasks
+from torch_mpk import _C, graph_view, new_task, registry
 from torch_mpk.config import env
-from torch_mpk.errors import ArgumentError, CompileError, GraphFileError, catalogue
+from torch_mpk.errors import ArgumentError, CompileError, MpkError, catalogue
 from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
 from torch_mpk.jit.host import HostCompiler, host_tier
@@ -67,13 +68,21 @@ def show_cache(_: argparse.Namespace) -> None:
         used = datetime.fromtimestamp(entry.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         report = entry.report
         what = f"{report.get('target', 'an earlier version')}, {report['compiler']}, {report['seconds']} s"
-        print(f"{entry.key[:16]}  {used}  {size / 1024:7.0f} KiB  {what}")
+        names = ", ".join(report.get("names", ())) or "-"
+        print(f"{entry.key[:16]}  {used}  {size / 1024:7.0f} KiB  {names}  {what}")
     total = sum(len(data) for entry in entries for data in entry.files.values())
     print(f"{len(entries)} kernels, {total / 2**20:.1f} MiB in {cache.root}")
 
 
-def clear_cache(_: argparse.Namespace) -> None:
+def clear_cache(arguments: argparse.Namespace) -> None:
     cache = _cache()
+    if arguments.name is not None:
+        num_deleted = cache.clear_named(arguments.name)
+        if not num_deleted:
+            known = sorted({name for entry in cache.entries() for name in entry.report.get("names", ())})
+            raise ArgumentError(name="NAME", expected=f"one of {', '.join(known) or 'none'}", value=arguments.name)
+        print(f"deleted {num_deleted} kernels {arguments.name} from {cache.root}")
+        return
     print(f"deleted {cache.clear()} kernels from {cache.root}")
 
 
@@ -109,8 +118,7 @@ def show_graph(arguments: argparse.Namespace) -> None:
 
 
 def print_stub(_: argparse.Namespace) -> None:
-    own = [task for task in registry.tasks() if task.__module__.startswith(f"{tasks.__name__}.")]
-    print(stub(own), end="")
+    print(stub([task for task in registry.tasks() if task.is_ours]), end="")
 
 
 def write_task(arguments: argparse.Namespace) -> None:
@@ -118,8 +126,8 @@ def write_task(arguments: argparse.Namespace) -> None:
     print(f"wrote {' and '.join(map(str, paths))}; check them with: python -m torch_mpk check-task {paths[0]}")
 
 
-def check_tasks(arguments: argparse.Namespace) -> None:
-    from torch_mpk.testing.tasks import DTYPES, check_task
+def check_file(arguments: argparse.Namespace) -> None:
+    from torch_mpk.testing.check import DTYPES, check_tasks
 
     path = arguments.file.resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -127,15 +135,21 @@ def check_tasks(arguments: argparse.Namespace) -> None:
         raise ArgumentError(name="FILE", expected="a Python file that declares tasks", value=arguments.file)
     before = registry.tasks()
     sys.path.insert(0, str(path.parent))  # as if it were run
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     declared = [task for task in registry.tasks() if task not in before]
+    if not declared:
+        sys.exit(f"{path}: it declares no tasks, expected functions with @torch_mpk.task")
     dtypes = [getattr(torch, name) for name in arguments.dtype] or DTYPES
-    for task in declared:
-        check_task(task, dtypes, report=print)
+    findings = check_tasks(declared, dtypes, functools.partial(print, flush=True), arguments.time_limit)
+    if findings.not_run:
+        print("not run:", *findings.not_run, sep="\n  ")
+    if findings.failures:
+        sys.exit("\n".join(["failed:", *findings.failures]))
     print(f"{len(declared)} tasks pass")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torch_mpk", description=__doc__)
     commands = parser.add_subparsers(required=True)
 
@@ -149,7 +163,8 @@ def main(arguments: list[str] | None = None) -> None:
     add(commands, "env", show_environment, "print versions, compilers, devices and settings")
     cache = commands.add_parser("cache", help="the compiled kernels").add_subparsers(required=True)
     add(cache, "show", show_cache, "list the compiled kernels, least recently used first")
-    add(cache, "clear", clear_cache, "delete the compiled kernels")
+    command = add(cache, "clear", clear_cache, "delete the compiled kernels")
+    command.add_argument("name", metavar="NAME", nargs="?", help="of the kernel to delete (default: all)")
     add(commands, "errors", lambda _: print(catalogue(), end=""), "print docs/errors.md")
     command = add(
         commands, "graph", show_graph, "show a task graph that a build left: its summary, or what is asked for"
@@ -172,15 +187,21 @@ def main(arguments: list[str] | None = None) -> None:
     command = add(commands, "new-task", write_task, "write the two files of a task, a working example to start from")
     command.add_argument("name", metavar="NAME", help="of the task, as in torch.ops.mpk.NAME")
     command.add_argument("--dir", type=Path, default=Path(), help="where to write them (default: here)")
-    command = add(commands, "check-task", check_tasks, "run the samples of a file's tasks in every way they can run")
+    command = add(commands, "check-task", check_file, "run the samples of a file's tasks in every way they can run")
     command.add_argument("file", metavar="FILE", type=Path, help="the Python file that declares them")
-    dtypes = ("float32", "bfloat16", "float16")
-    command.add_argument("--dtype", choices=dtypes, action="append", default=[], help="of operands (default: each)")
-    parsed = parser.parse_args(arguments)
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    text = "of operands (default: each but float64, which a task declares)"
+    command.add_argument("--dtype", choices=dtypes, action="append", default=[], help=text)
+    command.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds a sample may take in a way")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parsed = arguments_parser().parse_args(arguments)
     try:
         parsed.run(parsed)
-    except GraphFileError as error:  # a matter of what was typed: no traceback
-        sys.exit(str(error))
+    except MpkError as error:  # it says what to do: no traceback
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

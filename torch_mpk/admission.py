@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from torch_mpk.aliasing import value
 from torch_mpk.capture import Captured, source_line
 from torch_mpk.errors import (
     AutocastError,
@@ -15,13 +16,13 @@ from torch_mpk.errors import (
     GrowingCacheError,
     PrefillDeclined,
     SeveralDevicesError,
-    SharedMemoryError,
     UnsupportedError,
 )
 
 aten = torch.ops.aten
 
 _CACHE_SOURCE = re.compile(r"past_key_values|\.layers\[\d+\]\.(keys|values)$")
+_CACHE_CODE = re.compile(r"cache\w*\.py:\d+")
 
 
 def check_call(inputs: Sequence[Any]) -> torch.device:
@@ -64,26 +65,15 @@ def check_graph(captured: Captured) -> None:
         length = _query_length(node)
         if length > 1:
             raise PrefillDeclined(length=length)
+    for node in nodes:
+        if node.target is aten.cat.default and any(map(_is_empty_cache, node.args[0])):
+            raise GrowingCacheError(source="a key/value cache that is empty before this call", line=source_line(node))
 
 
-def check_mutations(sources: Sequence[str], mutated: Container[int], inputs: Sequence[Any]) -> None:
-    """Raises SharedMemoryError where writing to the inputs at ``mutated`` in place would differ from eager: where they
-    overlap others. ``sources`` says where Dynamo found each input.
-    """
-    extents = []
-    for position, tensor in enumerate(inputs):
-        if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
-            continue
-        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
-        begin = tensor.data_ptr()
-        extents.append((begin, begin + (last + 1) * tensor.element_size(), position))
-    extents.sort()
-    reach: tuple[int, int] | None = None  # end and position of the input that reaches furthest so far
-    for begin, end, position in extents:
-        if reach is not None and begin < reach[0] and (position in mutated or reach[1] in mutated):
-            raise SharedMemoryError(first=sources[position], second=sources[reach[1]])
-        if reach is None or end > reach[0]:
-            reach = (end, position)
+def _is_empty_cache(node: torch.fx.Node) -> bool:
+    """Whether it is what a DynamicCache begins with: made by the call itself, of no element, in a cache's code."""
+    is_empty = node.op != "placeholder" and value(node).numel() == 0
+    return is_empty and any(_CACHE_CODE.search(source_line(user) or "") for user in node.users)
 
 
 def _query_length(node: torch.fx.Node) -> int:

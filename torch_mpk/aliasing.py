@@ -7,11 +7,11 @@ schemas.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_mpk.registry import Task
 
@@ -38,6 +38,9 @@ def tensors(node: fx.Node) -> list[torch.Tensor]:
 
 def storages(node: fx.Node) -> frozenset[int]:
     """Identities of the storages behind the node's tensors."""
+    val = value(node)
+    if isinstance(val, torch.Tensor):
+        return frozenset((val.untyped_storage()._cdata,))
     return frozenset(t.untyped_storage()._cdata for t in tensors(node))
 
 
@@ -50,20 +53,22 @@ def written_args(node: fx.Node) -> list[fx.Node]:
         in_place = [arg for operand, arg in named if operand.is_write]
         return [arg for arg in (*in_place, node.kwargs.get("out")) if isinstance(arg, fx.Node)]
     if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
         written: list[fx.Node] = []
-        for argument in arguments:
-            if (
-                argument.alias_info is not None
-                and argument.alias_info.is_write
-                and given.get(argument.name) is not None
-            ):
-                fx.node.map_arg(given[argument.name], written.append)
+        for position, name in _written_arguments(node.target):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+            if given is not None:
+                fx.node.map_arg(given, written.append)
         return written
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return list(node.all_input_nodes)  # its body may write any of them
     return []
+
+
+@functools.cache
+def _written_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Positions and names."""
+    arguments = enumerate(target._schema.arguments)
+    return [(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 def written_storages(node: fx.Node) -> frozenset[int]:
@@ -102,6 +107,8 @@ def _is_list(node: fx.Node) -> bool:
 
 def is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same elements at the same place: one could stand for the other."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # which importing torch_mpk should not need
+
     return (
         a.untyped_storage()._cdata == b.untyped_storage()._cdata
         and a.dtype == b.dtype

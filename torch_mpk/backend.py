@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch._guards import tracing
 
-from torch_mpk import build_cache, timing
-from torch_mpk.admission import check_call, check_graph, check_mutations
+from torch_mpk import build_cache, registry, timing
+from torch_mpk.admission import check_call, check_graph
 from torch_mpk.build_cache import Stored, build_key
 from torch_mpk.capture import Captured, capture, input_sources, number_positions
 from torch_mpk.config import Options, env
+from torch_mpk.dry_run import will_write
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
-from torch_mpk.fallback import check_coverage, compile_others, fall_back
+from torch_mpk.fallback import check_coverage, compile_others, decline_call, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.rehearsal import will_write
-from torch_mpk.runtime import Program
-from torch_mpk.runtime.device import backend_of
+from torch_mpk.program import Program
+from torch_mpk.runtime.backend import backend_of
+from torch_mpk.runtime.overlaps import check_apart, guarded, memory_of
 from torch_mpk.specialize import per_call_numbers, warn_at_recompile_limit
 from torch_mpk.verify import verified
 
@@ -60,6 +61,14 @@ def mpk(
             return fall_back(gm, example_inputs, settings, error)
 
 
+def reset() -> None:
+    """Forgets what was built, as ``torch.compiler.reset()`` asks for; what is in use stays so."""
+    _programs.clear()
+
+
+mpk.reset = reset  # type: ignore[attr-defined]  # as Dynamo asks backends for it
+
+
 def compile_call(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, needs_graph: bool = False
 ) -> Callable[..., Any]:
@@ -78,8 +87,28 @@ def compile_call(
         return per_call_numbers(
             numbers,
             build=lambda inputs: compile_graph(gm, inputs, device, options, specialize=True),
-            give_up=lambda inputs, error: fall_back(gm, inputs, options, error),
+            give_up=lambda inputs, error: _left_to_others(gm, inputs, options, error),
         )
+
+
+def _left_to_others(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, error: Exception
+) -> Callable[..., Any]:
+    """What runs a graph for numbers for which it is not ours.
+
+    What Inductor assumes of overlaps becomes a guard of Dynamo's while that compiles; at a call it is too late for one.
+    """
+    run = fall_back(gm, inputs, options, error)
+    if run == gm.forward:
+        return run
+    try:
+        written = capture(gm, inputs, specialize=True).mutated
+    except UnsupportedError:  # so any may be
+        written = tuple(range(len(inputs)))
+    # As Dynamo knows them: what is made for these numbers may run for others.
+    known = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    memory = memory_of(input_sources(gm), known, written)
+    return guarded(run, gm.forward, memory, functools.partial(decline_call, options))
 
 
 def compile_graph(
@@ -95,29 +124,33 @@ def compile_graph(
     built_with = dataclasses.replace(options, freeze=False)  # which is a matter of calls
     with timing.stage("look-up"):
         key = None if needs_graph else build_key(gm, inputs, device, built_with)
-        stored = build_cache.get(key, device) if key else None
+        stored = build_cache.get(key) if key else None
     if stored is not None:
         mutated = stored.mutated
-        check_mutations(input_sources(gm), mutated, inputs)
+        memory = memory_of(input_sources(gm), inputs, mutated)
+        check_apart(inputs, memory)
         make = functools.partial(Program.of_plan, stored.plan, device, built_with)
         program = _shared((stored.graph, device, built_with), make)
     else:
         with timing.stage("capture"):
             captured = capture(gm, inputs, specialize=specialize)
         check_graph(captured)
-        mutated = tuple(i for i, graph_input in enumerate(captured.inputs) if graph_input.is_mutated)
-        check_mutations([graph_input.source for graph_input in captured.inputs], mutated, inputs)
+        mutated = captured.mutated
+        sources = [graph_input.source for graph_input in captured.inputs]
+        memory = memory_of(sources, [graph_input.value for graph_input in captured.inputs], mutated)
+        check_apart(inputs, memory)
         graph = captured.key()
         make = functools.partial(build, captured, device, built_with)
         program = _shared((graph, device, built_with), make, needs_graph)
         if key and program.plan is not None:
-            build_cache.put(key, Stored(program.plan, graph, mutated), device)
-    call = program.callable(gm.forward, options.freeze)
+            build_cache.put(key, Stored(program.plan, graph, mutated))
+    call = program.callable(gm.forward, options.freeze, memory, functools.partial(decline_call, options))
     return verified(call, program, gm.forward, mutated, device, options) if options.verify else call
 
 
 def _shared(key: tuple[Any, ...], make: Callable[[], Program], needs_graph: bool = False) -> Program:
-    """A graph that was built before and is still in use is not built again."""
+    """A graph that was built before and is still in use is not built again, unless there are other patterns now."""
+    key += tuple(task.name for task in registry.tasks() if task.pattern)
     program = _programs.get(key)
     if program is None or needs_graph and program.partitioned is None:
         program = _programs[key] = make()
@@ -128,14 +161,14 @@ def _shared(key: tuple[Any, ...], make: Callable[[], Program], needs_graph: bool
 def build(captured: Captured, device: torch.device, options: Options) -> Program:
     """Stages 2 to 8."""
     dump = Dump.next()
-    dump.write("1.capture.txt", str(captured))
+    dump.write("1.capture.txt", captured.__str__)
     with tracing(None):  # Dynamo's context, whose fake mode is not the captured graph's
         with timing.stage("patterns"):
             tasks = apply(captured.graph_module)
-        dump.write("2.tasks.txt", tasks.print_readable(print_output=False))
+        dump.write("2.tasks.txt", lambda: tasks.print_readable(print_output=False))
         with timing.stage("partition"):
             partitioned = partition(tasks, options.min_segment_nodes, backend_of(device).target(device, options))
-        dump.write("3.segments.txt", str(partitioned))
+        dump.write("3.segments.txt", partitioned.__str__)
         check_coverage(partitioned, captured, options)
         program = Program.build(partitioned, device, options, dump)
         if partitioned.fallbacks:

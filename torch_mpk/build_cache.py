@@ -1,9 +1,10 @@
 """Builds of earlier processes: a graph that one of them has built goes from Dynamo straight to loading its kernel.
 
 A build is found by a hash of all that decides it: Dynamo's code and what it says of each input, options, the target,
-PyTorch's version and the content of torch_mpk itself. It is JSON, source and bytes beside the compiled kernels, checked
-like them by hash. What does not fit that form is not kept: graphs with sizes or several segments, the CPU's programs,
-and whatever user code had a part in.
+PyTorch's version and the content of torch_mpk itself. What headers hold is none of that: it counts when the build's
+source is compiled or found compiled. A build is JSON, source and bytes beside the compiled kernels, checked like them
+by hash. What does not fit that form is not kept: graphs with sizes or several segments, the CPU's programs, and
+whatever user code had a part in.
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ from torch_mpk.capture import input_sources, number_positions
 from torch_mpk.config import Options, env
 from torch_mpk.errors import CacheError
 from torch_mpk.jit import Cache
-from torch_mpk.lowering import Fresh, Output
 from torch_mpk.lowering.table import RULES
 from torch_mpk.patterns.table import patterns
+from torch_mpk.plan import Fresh, IndexBound, Output, Plan, pack, unpack
 from torch_mpk.registry import get as get_task
-from torch_mpk.registry import tasks
-from torch_mpk.runtime.bounds import IndexBound
-from torch_mpk.runtime.device import backend_of
-from torch_mpk.runtime.plan import Plan
+from torch_mpk.registry import is_ours, tasks
+from torch_mpk.runtime.backend import backend_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +47,10 @@ class Stored:
 
 def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.device, options: Options) -> str | None:
     """The key of a graph of Dynamo's, or None where its build is not kept."""
-    backend = backend_of(device)
+    target = backend_of(device).target(device, options)
     placeholders = gm.graph.find_nodes(op="placeholder")
     is_kept = (
-        hasattr(backend, "pack")
+        target.device == "cuda"
         and env.dump is None  # a hit would leave no artefacts
         and not number_positions(gm, inputs)
         and not any(_is_symbolic(node.meta.get("example_value")) for node in placeholders)
@@ -65,35 +64,35 @@ def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.dev
     def add(*parts: Any) -> None:
         digest.update(repr(parts).encode())
 
-    target = backend.target(device, options)
     add(_fingerprint(), torch.__version__, torch.get_default_dtype(), torch.get_default_device(), options, device)
     add({name: getattr(target, name) for name in dir(_C.Target) if not name.startswith("_")})
+    add([(task.name, task.header, task.headers) for task in tasks() if is_ours(task)])  # a source includes some by path
     add(gm.code)
     for source, value in zip(input_sources(gm), inputs, strict=True):
         add(source, type(value), value.dtype, value.size(), value.stride(), value.device)
     return digest.hexdigest()
 
 
-def get(key: str, device: torch.device) -> Stored | None:
+def get(key: str) -> Stored | None:
     entry = _cache().get(key)
     if entry is None:
         return None
     try:
-        return _unpack(entry.files, backend_of(device))
+        return _unpack(entry.files)
     except (KeyError, TypeError, ValueError) as error:
         logger.warning("build %s is of no use, and made again: %s", entry.path, error)
         return None
 
 
-def put(key: str, stored: Stored, device: torch.device) -> None:
-    files = _pack(stored, backend_of(device))
+def put(key: str, stored: Stored) -> None:
+    files = _pack(stored)
     if files is None:
         return
+    cache = _cache()
     try:
-        with _cache().workspace() as folder:
-            for name, content in files.items():
-                (folder / name).write_bytes(content)
-            _cache().put(key, folder, {})
+        with cache.workspace() as folder:
+            cache.write(folder, files)
+            cache.put(key, folder, {})
     except CacheError as error:
         logger.info("the build is not kept: %s", error)
 
@@ -116,7 +115,7 @@ def _is_known(node: torch.fx.Node) -> bool:
         except (AttributeError, RuntimeError):  # it has none
             return False
         if name.startswith("torch.ops.mpk."):
-            return _is_ours(get_task(name.split(".")[3].removesuffix("_")))  # or its in-place form
+            return is_ours(get_task(name.split(".")[3].removesuffix("_")))  # or its in-place form
         return name.split(".")[0] in ("torch", "_operator", "math")
     return node.op in ("placeholder", "output", "call_method")
 
@@ -124,11 +123,7 @@ def _is_known(node: torch.fx.Node) -> bool:
 def _has_user_patterns() -> bool:
     """Whether a pattern or rule comes from elsewhere: the fingerprint does not cover it, nor the task it leads to."""
     declared = [*patterns(), *RULES.values(), *(task for task in tasks() if task.pattern)]
-    return not all(map(_is_ours, declared))
-
-
-def _is_ours(declared: Any) -> bool:
-    return declared.__module__.startswith("torch_mpk.")
+    return not all(map(is_ours, declared))
 
 
 @functools.cache
@@ -142,24 +137,25 @@ def _fingerprint() -> str:
     return digest.hexdigest()
 
 
-def _pack(stored: Stored, backend: Any) -> dict[str, bytes] | None:
+def _pack(stored: Stored) -> dict[str, bytes] | None:
     plan = stored.plan
-    if any(type(output.value) not in (type(None), bool, int, float, str) for output in plan.outputs):
+    values = (output.value for output in plan.outputs)
+    if plan.kernel is None or any(type(value) not in (type(None), bool, int, float, str) for value in values):
         return None
     fields = {name: getattr(plan, name) for name in ("inputs", "scalars", "written", "index_bounds")}
     fields["fresh"] = [asdict(buffer) for buffer in plan.fresh]
     fields["outputs"] = [asdict(output) for output in plan.outputs]
     text = json.dumps({"graph": stored.graph, "mutated": stored.mutated, "plan": fields}, default=_dtype_name)
-    return {_PLAN: text.encode(), **backend.pack(plan.program)}
+    return {_PLAN: text.encode(), **pack(plan.kernel)}
 
 
-def _unpack(files: dict[str, bytes], backend: Any) -> Stored:
+def _unpack(files: dict[str, bytes]) -> Stored:
     stored = json.loads(files[_PLAN])
-    fields = {name: tuple(value) for name, value in stored["plan"].items()}
+    fields: dict[str, Any] = {name: tuple(value) for name, value in stored["plan"].items()}
     fields["fresh"] = tuple(Fresh(**_typed(buffer)) for buffer in fields["fresh"])
     fields["outputs"] = tuple(Output(**_typed(output)) for output in fields["outputs"])
     fields["index_bounds"] = tuple(IndexBound(*bound) for bound in fields["index_bounds"])
-    return Stored(Plan(program=backend.unpack(files), **fields), stored["graph"], tuple(stored["mutated"]))
+    return Stored(Plan(kernel=unpack(files), **fields), stored["graph"], tuple(stored["mutated"]))
 
 
 def _dtype_name(value: Any) -> str:

@@ -11,17 +11,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torch_mpk.aliasing import written_storages
 from torch_mpk.errors import UnsupportedError, first_line
 from torch_mpk.tracing import make_fx
+
+if TYPE_CHECKING:
+    import sympy  # type: ignore[import-untyped]
 
 aten = torch.ops.aten
 
@@ -56,6 +56,11 @@ class Captured:
     @property
     def is_symbolic(self) -> bool:
         return any(isinstance(graph_input.value, torch.SymInt) for graph_input in self.inputs)
+
+    @property
+    def mutated(self) -> tuple[int, ...]:
+        """Positions of the inputs that the graph writes in place."""
+        return tuple(i for i, graph_input in enumerate(self.inputs) if graph_input.is_mutated)
 
     def __str__(self) -> str:
         lines = [
@@ -110,7 +115,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
             node.name if node else None,
             source_line(node) if node else None,
         ) from error
-    _clean(traced)
+    clean(traced)
     for node in traced.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(traced, node.target), FakeTensor):  # associative_scan does so
             raise UnsupportedError(
@@ -118,6 +123,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
             )
     for node, arg in zip(traced.graph.nodes, args, strict=False):
         node.meta["val"] = arg
+    _lay_out_as_eager(traced.graph)
     mutated = frozenset().union(*map(written_storages, traced.graph.nodes))
     inputs = [
         GraphInput(node.name, arg, _is_parameter(node, value), _storage(arg) in mutated, _source(node))
@@ -150,6 +156,8 @@ class _Fakes:
     """Fake stand-ins for a graph's inputs that share no symbol with Dynamo's."""
 
     def __init__(self, specialize: bool) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # with sympy, which importing should not need
+
         self.shape_env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self._specialize = specialize
@@ -173,6 +181,9 @@ class _Fakes:
         )
 
     def _size(self, dim: int | torch.SymInt) -> int | torch.SymInt:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
         if isinstance(dim, int):
             return dim
         if self._specialize:
@@ -196,6 +207,23 @@ _STATE_CALLS = {
 }
 
 
+# Operators whose results eager lays out in another way than PyTorch's fake tensors say, and how.
+_LAYOUTS = {
+    ("cpu", aten.log_sigmoid.default): torch.contiguous_format,
+    ("cpu", aten.index_fill.int_Scalar): torch.preserve_format,
+    ("cuda", aten.index_fill.int_Scalar): torch.preserve_format,
+}
+
+
+def _lay_out_as_eager(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        layout = _LAYOUTS.get((value.device.type, node.target)) if isinstance(value, FakeTensor) else None
+        if layout is not None:
+            with value.fake_mode:
+                node.meta["val"] = torch.empty_like(node.args[0].meta["val"], memory_format=layout)
+
+
 class _Replay(torch.fx.Interpreter):
     node: torch.fx.Node | None = None  # the one that runs, for error messages
 
@@ -216,7 +244,7 @@ class _Replay(torch.fx.Interpreter):
         return super().call_method(target, args, kwargs)
 
 
-def _clean(gm: torch.fx.GraphModule) -> None:
+def clean(gm: torch.fx.GraphModule) -> None:
     """Removes dead nodes and aliases of a whole tensor, and makes scalar constants ``full`` nodes."""
     for node in gm.graph.nodes:
         if node.target in (aten.alias.default, aten.detach.default, aten.detach_.default, aten.lift_fresh.default):

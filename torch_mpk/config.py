@@ -7,7 +7,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from torch_mpk.errors import OptionError, UnknownOptionError
 
@@ -82,21 +82,26 @@ class Options:
             f"one of {', '.join(FALLBACKS)}{_closest(str(self.fallback), [*FALLBACKS])}",
         )
         expect(
-            self.num_threads is None or _is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0"
+            self.num_threads is None or is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0"
         )
         nodes = self.min_segment_nodes
-        expect(nodes is None or _is_int(nodes) and nodes > 0, "min_segment_nodes", "an int > 0")
+        expect(nodes is None or is_int(nodes) and nodes > 0, "min_segment_nodes", "an int > 0")
         expect(isinstance(self.verify, int) and self.verify >= 0, "verify", "True, False or an int >= 0")
         seconds = self.watchdog_seconds
-        is_number = _is_int(seconds) or isinstance(seconds, float)
-        expect(seconds is None or is_number and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0")
+        expect(
+            seconds is None or is_number(seconds) and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0"
+        )
         expect(self.arch in (None, *ARCHS), "arch", "80, 90 or None")
         for name in ("profile", "fuse", "freeze"):
             expect(isinstance(getattr(self, name), bool), name, "True or False")
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return is_int(value) or isinstance(value, float)
 
 
 class Environment:

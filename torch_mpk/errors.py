@@ -170,7 +170,9 @@ class GridError(LayerError):
     """``grid_dim``, ``block_dim`` or a partition does not fit a layer's tensors or the device."""
 
     template = "{layer}: {what}, expected {expected}. {remedy}"
-    remedy = "A layer's grid_dim and block_dim may be left out: they are inferred"
+    remedy = (
+        "Where a layer takes a grid_dim or block_dim, it may be left out: it is inferred. A TBGraph needs its grid_dim"
+    )
 
 
 class KernelStateError(MpkError):
@@ -202,6 +204,33 @@ class VerificationError(MpkError):
 
     template = "{difference}. The first to differ: {culprit}. {remedy}"
     remedy = "This is a bug of torch_mpk: please report it; until then TORCH_MPK_DISABLE=1 runs the model eagerly"
+
+
+class TaskVerificationError(VerificationError):
+    """What differed from eager is a user's task: its code computes something else than its reference."""
+
+    remedy = (
+        "Its code or its reference is wrong, not torch_mpk: python -m torch_mpk check-task compares them on its "
+        "samples; until then TORCH_MPK_DISABLE=1 runs the model eagerly"
+    )
+
+
+class InductorVerificationError(VerificationError):
+    """What differed from eager is a part that torch_mpk does not take and Inductor compiled."""
+
+    remedy = (
+        "options={'fallback': 'eager'} runs such parts eagerly; if Inductor differs without torch_mpk, tell PyTorch"
+    )
+
+
+class StrayWriteError(VerificationError):
+    """With ``options={"verify": ...}`` code of a user's task wrote outside of its outputs. The call was not made."""
+
+    template = "task {task} ({place}): its {way} writes outside of {what}. {remedy}"
+    remedy = (
+        "A tile may write its slice of each output and no more: look at the bounds of its loops, which for the last "
+        "tile of a dimension are smaller"
+    )
 
 
 class KernelSignatureError(MpkError, ValueError):
@@ -241,17 +270,23 @@ class KernelCompileError(CompileError):
 class CompileForbiddenError(CompileError):
     """A kernel is not in the cache, and compiling is forbidden."""
 
-    template = "kernel {key} is not in {cache} and TORCH_MPK_FORBID_COMPILE is set: {remedy}"
-    remedy = (
-        "call torch_mpk.precompile for this model and inputs like these once without it, with the same compiler, "
-        "torch_mpk and TORCH_MPK_CACHE_DIR"
+    template = (
+        "kernel {names}{key} is not in {cache} and TORCH_MPK_FORBID_COMPILE is set: call {ahead} once without it, with "
+        "the same compiler, torch_mpk and TORCH_MPK_CACHE_DIR"
     )
+    remedy = (
+        "The message names the call that compiles it: torch_mpk.precompile for a model, and for a kernel of "
+        "torch_mpk.jit its compile. Make it where compiling is allowed"
+    )
+
+    def __init__(self, *, names: str, **fields: Any) -> None:
+        super().__init__(names=f"{names} " if names else "", **fields)
 
 
 class InstallationError(CompileError):
     """The headers that generated kernels include are missing."""
 
-    template = "torch_mpk/abi.h not found in {places}: {remedy}"
+    template = "torch_mpk/abi/launch.h not found in {places}: {remedy}"
     remedy = "the installation is incomplete, reinstall torch_mpk"
 
 
@@ -259,7 +294,7 @@ class CacheError(MpkError):
     """The directory of compiled kernels cannot be used."""
 
     template = "{what}. {remedy}"
-    remedy = "Set TORCH_MPK_CACHE_DIR to a directory of yours"
+    remedy = "Set TORCH_MPK_CACHE_DIR to a directory of yours that has room"
 
 
 class LaunchError(MpkError):

@@ -17,16 +17,19 @@ from torch import fx
 from torch._guards import detect_fake_mode, tracing
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_mpk import _C, timing
+from torch_mpk import _C, registry, timing
 from torch_mpk.aliasing import tensors
+from torch_mpk.announcements import quiet
 from torch_mpk.backend import compile_call
 from torch_mpk.capture import capture
 from torch_mpk.config import Options
+from torch_mpk.dry_run import dry_run
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
-from torch_mpk.fallback import quiet, reason
+from torch_mpk.fallback import reason
 from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
-from torch_mpk.rehearsal import rehearsal
-from torch_mpk.runtime import Program, synchronize
+from torch_mpk.patterns import apply
+from torch_mpk.program import Program
+from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.cpu import num_threads
 from torch_mpk.tasks.embedding import embedding
 from torch_mpk.verify import copied
@@ -56,13 +59,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph that Dynamo captured. ``why`` says what keeps it from being ours, if anything keeps all of it."""
+    """One graph that Dynamo captured. ``why`` says what keeps it from being ours, if anything keeps all of it;
+    ``misses`` what tasks declared with ``pattern=True`` almost took, and why they did not."""
 
     parts: list[Part]
     fallbacks: list[Fallback]
     why: str | None
     seconds: Mapping[str, float]  # stages of the build
     measured_us: float | None  # of a call, from Python on the CPU, of the device's work on CUDA
+    misses: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Report:
 
     @property
     def estimated_us(self) -> float | None:
-        """The floor, and what launches and dependent phases add on CUDA (docs/performance.md)."""
+        """The floor, and what launches and dependent phases add on CUDA (docs/architecture.md)."""
         if self.floor_us is None or self.device.type != "cuda":
             return None
         num_phases = sum(len(part.phases) for part in self.parts)
@@ -153,7 +158,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
 
     # A code object of its own: Dynamo counts recompilations by it.
     call = types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
-    with torch.inference_mode(), quiet(), rehearsal(args, kwargs) as (copied_args, copied_kwargs):
+    with torch.inference_mode(), quiet(), dry_run(args, kwargs) as (copied_args, copied_kwargs):
         torch.compile(call, backend=backend, dynamic=False)(*copied_args, **copied_kwargs)
     device = devices[0] if devices else torch.device("cpu")
     return Report(graphs, device, _bytes_per_second(device, settings))
@@ -170,10 +175,20 @@ def _explain_graph(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, 
         why = reason(error) + (" (as intended)" if isinstance(error, PrefillDeclined) else "")
     with tracing(None):
         if program is None:
-            return Graph([_whole(gm, inputs)], [], why, seconds, None)
+            return Graph([_whole(gm, inputs)], [], why, seconds, None, _misses(gm, inputs))
         assert program.partitioned is not None
         parts = [_part(segment, program) for segment in program.partitioned.segments if _is_work(segment)]
-    return Graph(parts, program.partitioned.fallbacks, None, seconds | program.seconds, _measure(call, inputs))
+        misses = _misses(gm, inputs)
+    return Graph(parts, program.partitioned.fallbacks, None, seconds | program.seconds, _measure(call, inputs), misses)
+
+
+def _misses(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
+    if not any(task.pattern for task in registry.tasks()):
+        return []
+    try:
+        return apply(capture(gm, inputs).graph_module).meta["misses"]
+    except Exception:  # why, the report says of the graph
+        return []
 
 
 def _whole(gm: fx.GraphModule, inputs: Sequence[Any]) -> Part:
@@ -321,6 +336,8 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
             yield f"    memory: {memory}; weights are read in place"
     for node, source, why in graph.fallbacks:
         yield f"  falls back: {node}" + (f" from {source}" if source else "") + f": {why}"
+    for miss in graph.misses:
+        yield f"  {miss}"
     if graph.seconds:
         yield "  compile time: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in graph.seconds.items())
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
-from torch._dynamo import lookup_backend
 
+from torch_mpk.announcements import warn
 from torch_mpk.capture import Captured
 from torch_mpk.config import Options, env
-from torch_mpk.errors import InternalError, MpkError, MpkWarning, PrefillDeclined, UnsupportedError, first_line
+from torch_mpk.errors import InternalError, MpkError, PrefillDeclined, UnsupportedError, first_line
 from torch_mpk.partition import Partitioned
 
 logger = logging.getLogger(__name__)
-
-_warned: set[str] = set()
 
 
 def choice(options: Options, inputs: Sequence[Any]) -> str:
@@ -75,6 +72,16 @@ def fall_back(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, error
     return (_inductor(gm, inputs) if how == "inductor" else None) or gm.forward
 
 
+def decline_call(options: Options, error: MpkError) -> None:
+    """Announces that one call runs eagerly, though its graph is ours: its tensors are not where a launch can take them.
+
+    Raises the error instead with ``options.fallback == "error"``.
+    """
+    if options.fallback == "error":
+        raise error
+    warn(_announcement("a call", "eager", str(error)))
+
+
 def reason(error: Exception) -> str:
     """Why a graph is not ours, in a line."""
     return str(error) if isinstance(error, MpkError) else first_line(error)
@@ -95,26 +102,8 @@ def _announcement(what: str, how: str, why: str) -> str:
 def _inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any] | None:
     """The graph compiled by Inductor, before anything of a call has run; None where it fails."""
     try:
-        return lookup_backend("inductor")(gm, list(inputs))
+        return torch._dynamo.lookup_backend("inductor")(gm, list(inputs))
     except Exception as error:
         warn(f"inductor cannot compile what torch_mpk leaves to it, so that runs eagerly: {reason(error)}")
         logger.info("inductor's error", exc_info=error)
         return None
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing is announced inside, so that it still can be afterwards."""
-    before = set(_warned)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MpkWarning)
-        try:
-            yield
-        finally:
-            _warned.intersection_update(before)
-
-
-def warn(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, MpkWarning, stacklevel=2)

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from torch_mpk.config import Options, is_int, is_number
 from torch_mpk.errors import ArgumentError
 from torch_mpk.runtime import synchronize
 
@@ -78,10 +79,12 @@ def generate(
 
     Raises:
         ArgumentError: an argument has a wrong shape, type or range.
+        OptionError: so has an option, or there is none of that name.
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
-    eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
-    _check(input_ids, max_new_tokens, attention_mask, temperature, top_k, top_p)
+    _check(input_ids, max_new_tokens, attention_mask, temperature, top_k, top_p, pad_token_id, max_cache_len)
+    eos = _token_ids("eos_token_id", eos_token_id)
+    Options.parse(None, options)
     prompt = input_ids.shape[1]
     needed = prompt + max_new_tokens - 1  # the last token is not written to the cache
     length = max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
@@ -121,11 +124,21 @@ def _check(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    pad_token_id: int | None,
+    max_cache_len: int | None,
 ) -> None:
     def expect(ok: Any, name: str, expected: str, value: Any) -> None:
         if not ok:
             raise ArgumentError(name=name, expected=expected, value=value)
 
+    for name, value in {"input_ids": input_ids, "attention_mask": attention_mask}.items():
+        is_absent = name == "attention_mask" and value is None
+        expect(is_absent or isinstance(value, torch.Tensor), name, "a tensor", repr(value))
+    expect(is_int(max_new_tokens), "max_new_tokens", "an int", repr(max_new_tokens))
+    for name, number in {"top_k": top_k, "pad_token_id": pad_token_id, "max_cache_len": max_cache_len}.items():
+        expect(number is None or is_int(number), name, "an int or None", repr(number))
+    expect(is_number(temperature), "temperature", "a number > 0", repr(temperature))
+    expect(top_p is None or is_number(top_p), "top_p", "a number in (0, 1] or None", repr(top_p))
     shape = list(input_ids.shape)
     expect(input_ids.dtype == torch.int64, "input_ids", "int64", input_ids.dtype)
     expect(len(shape) == 2 and min(shape) > 0, "input_ids", "a shape [batch, prompt]", shape)
@@ -137,6 +150,15 @@ def _check(
         expect(list(attention_mask.shape) == shape, "attention_mask", f"the shape {shape}", list(attention_mask.shape))
         ends = attention_mask[:, -1].bool().all().item()
         expect(ends, "attention_mask", "padding on the left", "a last column with zeros")
+
+
+def _token_ids(name: str, given: int | Sequence[int] | None) -> list[int]:
+    if given is None:
+        return []
+    ids = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
+    if not all(map(is_int, ids)):
+        raise ArgumentError(name=name, expected="an int, a list of ints or None", value=repr(given))
+    return list(ids)
 
 
 class _Decode:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,11 +24,13 @@ from torch import fx
 
 from torch_mpk import _C
 from torch_mpk.aliasing import is_scalar, is_view, read_through_inplace, storages, value, written_storages
+from torch_mpk.forms import Form, form_of
 from torch_mpk.lowering import supports
 from torch_mpk.provenance import where
 from torch_mpk.registry import Task
+from torch_mpk.tracing import graph_module
 
-# Microseconds on an H200: docs/performance.md.
+# Microseconds on an H200: docs/architecture.md, section Patterns and partition.
 KERNEL_US = 4
 LAUNCH_US = 20
 PHASE_US = 8
@@ -101,16 +104,20 @@ def partition(gm: fx.GraphModule, min_segment_nodes: int | None = None, target: 
 
 
 def operations(gm: fx.GraphModule) -> list[str]:
-    """The names of the nodes that ``split`` counts, in program order."""
-    return [node.name for node in _work(_prepared(gm)[1])]
+    """The names of the nodes that ``split`` counts, in program order: of a tuple and its items the tuple."""
+    return [group[0].name for group in _groups(_prepared(gm)[1])]
 
 
 def split(gm: fx.GraphModule, cuts: Sequence[int]) -> Partitioned:
     """Split before the operations of these numbers. All segments are ours, but for one at the end of mere views."""
     gm, graph = _prepared(gm)
-    work = _work(graph)
-    bounds = [0, *cuts, len(work)]
-    runs = [_Run(True, work[begin:end]) for begin, end in itertools.pairwise(bounds) if begin < end]
+    groups = _groups(graph)
+    bounds = [0, *cuts, len(groups)]
+    runs = [
+        _Run(True, list(itertools.chain(*groups[begin:end])))
+        for begin, end in itertools.pairwise(bounds)
+        if begin < end
+    ]
     _choose_outputs(graph, runs)
     return _assemble(gm, runs, [])
 
@@ -118,7 +125,7 @@ def split(gm: fx.GraphModule, cuts: Sequence[int]) -> Partitioned:
 def _prepared(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.Graph]:
     """A copy whose every write is read through the tensor it updates, and whose tuples are followed by their items."""
     graph = copy.deepcopy(gm.graph)
-    copied = fx.GraphModule(gm, graph)
+    copied = graph_module(gm, graph)
     read_through_inplace(copied.graph)
     _keep_items_with_their_tuple(copied.graph)
     return copied, copied.graph
@@ -148,6 +155,17 @@ def _work(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _is_free(node)]
 
 
+def _groups(graph: fx.Graph) -> list[list[fx.Node]]:
+    """What works, each tuple with its items: no segment hands over a tuple."""
+    groups: list[list[fx.Node]] = []
+    for node in _work(graph):
+        if _is_item(node):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
 def _is_free(node: fx.Node) -> bool:
     """Made again wherever it is used."""
     return node.op == "get_attr" or is_view(node) or is_scalar(node)
@@ -169,11 +187,16 @@ def _reasons(graph: fx.Graph, target: _C.Target | None) -> dict[fx.Node, str]:
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in work):
         return dict.fromkeys(work, "the graph changes a tensor's shape in place")
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    shared = [a for i, a in enumerate(map(storages, placeholders)) for b in placeholders[i + 1 :] if a & storages(b)]
+    uses = Counter(storage for node in placeholders for storage in storages(node))
+    shared = {storage for storage, count in uses.items() if count > 1}
     reasons: dict[fx.Node, str] = {}
+    taken: set[Form] = set()
     for node in work:
-        why = supports(node, target)
-        if why is None and any(written_storages(node) & storage for storage in shared):
+        form = form_of(node)
+        why = None if form in taken else supports(node, target)
+        if why is None and form is not None:
+            taken.add(form)
+        if why is None and written_storages(node) & shared:
             why = "it writes memory that two inputs share"
         if why is not None:
             reasons[node] = why
@@ -280,7 +303,7 @@ def _assemble(gm: fx.GraphModule, runs: list[_Run], fallbacks: list[Fallback]) -
                 values[node] = top.call_function(operator.getitem, (call, k))
                 values[node].meta = dict(node.meta)
     top.output(fx.node.map_arg(output.args[0], values.__getitem__))
-    return Partitioned(fx.GraphModule(modules, top), segments, fallbacks)
+    return Partitioned(graph_module(modules, top), segments, fallbacks)
 
 
 def _segment_module(
@@ -302,4 +325,4 @@ def _segment_module(
     for node in nodes:
         load(node)
     graph.output(fx.node.map_arg(tuple(outputs), load))
-    return fx.GraphModule(gm, graph)
+    return graph_module(gm, graph)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib.metadata import entry_points
 
-from torch_mpk.errors import MpkWarning
+from torch_mpk.announcements import warn
 
 GROUP = "torch_mpk.tasks"
 
@@ -18,4 +17,4 @@ def load() -> None:
         except Exception as error:
             package = plugin.dist.name if plugin.dist else "a package"
             tasks = f"the tasks {plugin.name!r} ({plugin.value}) of {package}"
-            warnings.warn(f"{tasks} are left out: {type(error).__name__}: {error}", MpkWarning, stacklevel=2)
+            warn(f"{tasks} are left out: {type(error).__name__}: {error}")

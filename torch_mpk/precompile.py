@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_mpk.config import Options
-from torch_mpk.rehearsal import rehearsal, will_write
+from torch_mpk.dry_run import dry_run, will_write
 
 
 def precompile(
@@ -44,7 +44,7 @@ def precompile(
     fn = getattr(model, "_orig_mod", model)
     compiled = torch.compile(fn, backend="mpk", options=None if options is None else dict(options))
     mode = torch.inference_mode() if torch.is_grad_enabled() else contextlib.nullcontext()
-    with mode, rehearsal(args, kwargs) as (copied_args, copied_kwargs):
+    with mode, dry_run(args, kwargs) as (copied_args, copied_kwargs):
         if isinstance(fn, torch.nn.Module):  # its graphs may have been compiled before
             will_write(fn.buffers())
         compiled(*copied_args, **copied_kwargs)

@@ -124,62 +124,80 @@ def evaluate(
 
     Returns the last instruction's value, None for a store. Raises IndexError where an access leaves its buffer.
     """
-    coordinates = []
-    rest = points
-    for n in reversed(program.domain):
-        coordinates.append(rest % n)
-        rest = rest // n
-    coordinates.reverse()
-    values: list[Any] = []  # a tensor each; None for a store
-    out: torch.Tensor | None
+    evaluation = _Evaluation(program.domain, bases, scalars, points)
+    for instr in program.instrs:
+        evaluation.values.append(evaluation.run(instr))
+    return evaluation.values[-1]
 
-    def address(instr: _C.Instr, args: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        base, offset = bases[instr.operand]
-        at = torch.full_like(points, offset)
-        for i, stride in zip(coordinates, instr.strides, strict=False):
+
+class _Evaluation:
+    """The values of a program's instructions at some points."""
+
+    def __init__(
+        self,
+        domain: Sequence[int],
+        bases: Sequence[tuple[torch.Tensor, int]],
+        scalars: Sequence[int],
+        points: torch.Tensor,
+    ) -> None:
+        self.bases, self.scalars, self.points = bases, scalars, points
+        self.coordinates: list[torch.Tensor] = []
+        rest = points
+        for n in reversed(domain):
+            self.coordinates.insert(0, rest % n)
+            rest = rest // n
+        self.values: list[Any] = []  # a tensor each; None for a store
+
+    def run(self, instr: _C.Instr) -> torch.Tensor | None:
+        dtype = dtype_of(instr.dtype)
+        if instr.op == "const":
+            assert instr.imm is not None
+            return torch.full(self.points.shape, instr.imm, dtype=dtype)
+        if instr.op == "index":
+            return self.coordinates[instr.operand]
+        if instr.op == "size":
+            return torch.full(self.points.shape, self.scalars[instr.operand], dtype=torch.int64)
+        if instr.op == "load":
+            return self.load(instr, dtype)
+        args = [self.values[a] for a in instr.args]
+        if instr.op == "store":
+            self.store(instr, args[0])
+            return None
+        if instr.op == "cast":
+            return args[0].to(dtype)
+        if instr.op == "where":
+            return torch.where(args[0], args[1].to(dtype), args[2].to(dtype))
+        compute = torch.promote_types(args[0].dtype, args[-1].dtype) if instr.op in _COMPARES else dtype
+        return _OPS[instr.op](*(a.to(_compute_dtype(compute)) for a in args)).to(dtype)
+
+    def load(self, instr: _C.Instr, dtype: torch.dtype) -> torch.Tensor | None:
+        base, at, keep = self.address(instr, instr.args)
+        if base.dtype != dtype:
+            raise ValueError(f"load of {dtype} from an operand of {base.dtype}")
+        if not base.numel():
+            return None
+        return torch.where(keep, base[torch.where(keep, at, 0)], torch.zeros((), dtype=dtype))
+
+    def store(self, instr: _C.Instr, value: torch.Tensor) -> None:
+        base, at, keep = self.address(instr, instr.args[1:])
+        if value.dtype != base.dtype:
+            raise ValueError(f"store of {value.dtype} to an operand of {base.dtype}")
+        base[at[keep]] = value[keep]
+
+    def address(self, instr: _C.Instr, args: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The operand, the element that each point accesses, and whether it does; ``args``: offset and predicate."""
+        base, offset = self.bases[instr.operand]
+        at = torch.full_like(self.points, offset)
+        for i, stride in zip(self.coordinates, instr.strides, strict=False):
             at = at + i * stride
         if args:
-            at = at + values[args[0]]
-        keep = values[args[1]].expand(points.shape) if len(args) > 1 else torch.ones_like(points, dtype=torch.bool)
+            at = at + self.values[args[0]]
+        shape = self.points.shape
+        keep = self.values[args[1]].expand(shape) if len(args) > 1 else torch.ones(shape, dtype=torch.bool)
         bad = keep & ((at < 0) | (at >= base.numel()))
         if bool(bad.any()):
             raise IndexError(f"{instr.op} reaches element {at[bad][0]} of {base.numel()} in operand {instr.operand}")
         return base, at, keep
-
-    for instr in program.instrs:
-        dtype = dtype_of(instr.dtype)
-        args = [values[a] for a in instr.args] if instr.op != "store" else []
-        if instr.op == "const":
-            out = torch.full(points.shape, instr.imm, dtype=dtype)
-        elif instr.op == "index":
-            out = coordinates[instr.operand]
-        elif instr.op == "size":
-            out = torch.full(points.shape, scalars[instr.operand], dtype=torch.int64)
-        elif instr.op == "load":
-            base, at, keep = address(instr, instr.args)
-            out = (
-                torch.where(keep, base[torch.where(keep, at, 0)], torch.zeros((), dtype=dtype))
-                if base.numel()
-                else None
-            )
-            if base.dtype != dtype:
-                raise ValueError(f"load of {dtype} from an operand of {base.dtype}")
-        elif instr.op == "store":
-            base, at, keep = address(instr, instr.args[1:])
-            value = values[instr.args[0]]
-            if value.dtype != base.dtype:
-                raise ValueError(f"store of {value.dtype} to an operand of {base.dtype}")
-            base[at[keep]] = value[keep]
-            out = None
-        elif instr.op == "cast":
-            out = args[0].to(dtype)
-        elif instr.op == "where":
-            out = torch.where(args[0], args[1].to(dtype), args[2].to(dtype))
-        else:
-            compute = torch.promote_types(args[0].dtype, args[-1].dtype) if instr.op in _COMPARES else dtype
-            out = _OPS[instr.op](*(a.to(_compute_dtype(compute)) for a in args)).to(dtype)
-        values.append(out)
-    return values[-1]
 
 
 _WIDE_SUM = {torch.float64: torch.float64}
@@ -221,7 +239,7 @@ class Machine:
         if node.role == "reduce":
             assert value is not None  # its program stores nothing
             out = self.memory.view(node.operands[-1].tensor)
-            out.copy_(_reduce(node.attrs["op"], value.reshape(node.program.domain)).reshape(out.shape))
+            out.copy_(_reduce(str(node.attrs["op"]), value.reshape(node.program.domain)).reshape(out.shape))
 
     def _tiles(self, node: _C.Node) -> list[list[torch.Tensor | None]]:
         """The inputs and outputs of each tile."""

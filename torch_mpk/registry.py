@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import inspect
 import itertools
+import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,13 +18,15 @@ import torch
 
 from torch_mpk import _C
 from torch_mpk.errors import TaskAttributeError, TaskError, UnknownTaskError
+from torch_mpk.streaming import Streaming
 
 _ATTR_TYPES = (float, int, bool, str)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _MAX_KNOWN_CALLS = 256  # of a task, which are not checked again
 _OPERAND = re.compile(
-    r"(?P<name>[A-Za-z_]\w*)\s*\[(?P<dims>[^\]]*)\](?P<marks>[?!]*)(\s*:\s*(?P<dtype>\w+)(\s*<\s*(?P<bound>\w+))?)?"
+    r"(?P<name>[A-Za-z_]\w*)\s*\[(?P<dims>[^\[\]]*)\](?P<marks>[?!]*)(\s*:\s*(?P<dtype>\w+)(\s*<\s*(?P<bound>\w+))?)?"
 )
+_COMPUTE = re.compile(r"\bcompute\s*\(")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class Task:
         stream: str | None,
         cpu: str | None,
         pattern: bool,
+        float64: bool,
+        streaming: Streaming | None,
     ):
         self.reference = reference
         self.name = self.__name__ = self.__qualname__ = reference.__name__
@@ -87,12 +95,15 @@ class Task:
         self.inputs, self.outputs = _parse_signature(self.name, self.signature)
         self.attrs = _parse_parameters(self.name, reference, self.inputs)
         self.samples = samples
+        _check_samples(self)
         self._known_calls: dict[Hashable, dict[str, Any]] = {}
         self.tile = _parse_tile(self, tile)
         self.stream = _check_stream(self, stream)
+        self.streaming = _check_streaming(self, streaming)
         self.pattern = pattern
-        if pattern and (self.is_mutating or len(self.outputs) != 1 or not samples):
-            raise TaskError(f"{self.name}: pattern=True takes one output, nothing updated in place, and samples")
+        self.float64 = float64
+        if pattern and (self.is_mutating or not self.outputs or not samples):
+            raise TaskError(f"{self.name}: pattern=True takes outputs, nothing updated in place, and samples")
         self.header = header or (f"torch_mpk/device/tasks/{self.name}.cuh" if role in ("row", "stream") else "")
         self.headers: dict[int, str] = {}
         self.cpu_body = ""
@@ -102,6 +113,39 @@ class Task:
 
     def __repr__(self) -> str:
         return f"mpk.{self.name}"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it comes with torch_mpk: what is wrong with a user's is for them to mend."""
+        return is_ours(self)
+
+    @property
+    def file(self) -> str:
+        """Where it is declared."""
+        return _code(self.reference).co_filename
+
+    @property
+    def place(self) -> str:
+        """Where it is declared, as ``file.py:line``."""
+        return f"{self.file}:{_code(self.reference).co_firstlineno}"
+
+    def header_for(self, arch: int) -> str:
+        """The device code for an architecture; empty where there is none."""
+        return self.headers.get(arch, self.header)
+
+    def code(self, device: str, arch: int = 0) -> str:
+        """Where what runs it on a "cpu" or "cuda" device stands, as ``file:line``: ``compute`` in a file of its own, or
+        the reference, for which ``place`` stands."""
+        file = self.cpu_body if device == "cpu" else self.header_for(arch)
+        if not Path(file).is_file():  # there is none, or it is one of ours, which has a place among the headers
+            return file or self.place
+        lines = Path(file).read_text(errors="replace").splitlines()
+        number = next((n for n, line in enumerate(lines, 1) if _COMPUTE.search(line)), 1)
+        return f"{file}:{number}"
+
+    def runs_code(self, dtypes: Iterable[torch.dtype]) -> bool:
+        """Whether its code is as right as these dtypes of its operands promise; else its reference alone is."""
+        return self.role != "tile" or self.float64 or torch.float64 not in dtypes
 
     @property
     def is_mutating(self) -> bool:
@@ -124,6 +168,12 @@ class Task:
     def _checked(self, operands: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The reference's result, with operands and result checked against the signature, and all attributes."""
         attrs = self.bind_attrs(attrs)
+        for operand, tensor in zip(self.inputs, operands):
+            if tensor is not None and tensor.layout != torch.strided:
+                raise TaskError(
+                    f"{self.name}: {operand.name} has layout {tensor.layout}, expected a dense tensor: pass its "
+                    f"to_dense() (signature: {self.signature})"
+                )
         sizes = self.check(
             [None if t is None else t.shape for t in operands], [t if t is None else t.dtype for t in operands]
         )
@@ -212,18 +262,17 @@ class Task:
                 sample[operand.bound] if operand.bound else 8, shape, dtype=operand.dtype, device=device
             )
         dtype = sample.get(operand.name, operand.dtype or dtype)
-        return (
-            torch.randn(shape, device=device).to(dtype)
-            if dtype.is_floating_point
-            else torch.rand(shape, device=device) < 0.5
-        )
+        if not dtype.is_floating_point:
+            return torch.rand(shape, device=device) < 0.5
+        drawn = torch.float64 if dtype == torch.float64 else torch.float32  # so that float64 has all of its digits
+        return torch.randn(shape, dtype=drawn, device=device).to(dtype)
 
 
 def _key(operands: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]) -> Hashable:
     """What decides whether a call fits its task's signature; None where sizes may be symbols."""
     if not all(t is None or type(t) in _PLAIN_TENSORS for t in operands):
         return None
-    return tuple([t if t is None else (t.shape, t.dtype) for t in operands]), tuple(attrs.items())
+    return tuple([t if t is None else (t.shape, t.dtype, t.layout) for t in operands]), tuple(attrs.items())
 
 
 def bind_dims(
@@ -245,8 +294,9 @@ def bind_dims(
             leading, tail = tuple(tail[: max(num_leading, 0)]), tail[max(num_leading, 0) :]
             _bind(name, signature, operand, "...", leading, sizes)
         if len(dims) != len(tail):
+            least = "at least " if dims != operand.dims else ""
             raise TaskError(
-                f"{name}: {operand.name} has shape {tuple(shape)}, expected {len(operand.dims)} dimensions: {operand} "
+                f"{name}: {operand.name} has shape {tuple(shape)}, expected {least}{len(dims)} dimensions: {operand} "
                 f"(signature: {signature})"
             )
         for dim, size in zip(dims, tail, strict=True):
@@ -276,25 +326,63 @@ def _parse_operands(name: str, text: str, is_output: int) -> list[Operand]:
         if text[end : match.start()].strip() not in (",", "" if end == 0 else ","):
             break
         end = match.end()
-        marks, dtype = match["marks"], match["dtype"]
+        marks = match["marks"]
+        dims = tuple(d.strip() for d in match["dims"].split(",") if d.strip())
+        for dim in dims:
+            if dim != "..." and not dim.isidentifier() and not dim.isdigit():
+                raise TaskError(
+                    f"{name}: {match['name']} has a dimension {dim!r}, expected a name, a number or '...': "
+                    f"{match.group().strip()!r}"
+                )
         operands.append(
             Operand(
                 name=match["name"],
-                dims=tuple(d.strip() for d in match["dims"].split(",") if d.strip()),
+                dims=dims,
                 optional="?" in marks,
                 is_read=not is_output,
                 is_write=bool(is_output) or "!" in marks,
-                dtype=getattr(torch, dtype) if dtype else None,
+                dtype=_parse_dtype(name, match["name"], match["dtype"]),
                 bound=match["bound"],
             )
         )
     if text[end:].strip():
-        raise TaskError(
-            f"{name}: cannot read {text[end:].strip()!r} in the signature; write operands as 'weight[N, K]'"
-        )
+        rest = text[end:].strip()
+        hint = "" if rest.count("[") == rest.count("]") else "; a bracket is not closed"
+        raise TaskError(f"{name}: cannot read {rest!r} in the signature{hint}; write operands as 'weight[N, K]'")
     if any("..." in operand.dims[1:] for operand in operands):
         raise TaskError(f"{name}: '...' can only stand first: {text.strip()!r}")
     return operands
+
+
+def _parse_dtype(name: str, operand: str, text: str | None) -> torch.dtype | None:
+    if text is None:
+        return None
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
+        known = [key for key, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        hint = "".join(f", did you mean {close!r}?" for close in difflib.get_close_matches(text, known, n=1))
+        raise TaskError(f"{name}: {operand} is of dtype {text!r}, expected one of torch's, as in 'ids[R]: int64'{hint}")
+    return dtype
+
+
+def _check_samples(task: Task) -> None:
+    """Raises TaskError unless each sample says how large the dimensions of its operands are, and nothing unknown."""
+    operands = {operand.name: operand for operand in task.inputs}
+    named = (dim for o in (*task.inputs, *task.outputs) for dim in (*o.dims, *filter(None, [o.bound])))
+    dims = {dim for dim in named if not dim.isdigit()}
+    known = [*sorted(dims), *operands, *task.attrs]
+    for number, sample in enumerate(task.samples):
+        unknown = [key for key in sample if key not in known]
+        given = [operand for operand in task.inputs if sample.get(operand.name, operand) is not None]
+        needed = {dim: o.name for o in given for dim in (*o.dims, *filter(None, [o.bound])) if not dim.isdigit()}
+        missing = [f"{dim} of {operand}" for dim, operand in needed.items() if dim not in sample]
+        missing += [attr.name for attr in task.attrs.values() if attr.required and attr.name not in sample]
+        if unknown or missing:
+            problem = f"has an unknown key {unknown[0]!r}" if unknown else f"does not say {missing[0]}"
+            raise TaskError(
+                f"{task.name}: samples[{number}] {problem}, expected sizes, attributes and operands' dtypes for "
+                f"{', '.join(known)}: {dict(sample)} (signature: {task.signature})"
+            )
 
 
 def _parse_parameters(name: str, reference: Callable[..., Any], inputs: list[Operand]) -> dict[str, Attr]:
@@ -311,6 +399,10 @@ def _parse_parameters(name: str, reference: Callable[..., Any], inputs: list[Ope
         if p.kind is inspect.Parameter.KEYWORD_ONLY:
             if hints.get(p.name) not in _ATTR_TYPES:
                 raise TaskError(f"{name}: attribute {p.name} needs one of the types float, int, bool, str")
+            if isinstance(p.default, float) and not math.isfinite(p.default):  # which an operator's schema cannot say
+                raise TaskError(
+                    f"{name}: attribute {p.name} is {p.default} by default, expected a finite number or none"
+                )
             attrs[p.name] = Attr(p.name, hints[p.name], p.default)
     return attrs
 
@@ -363,6 +455,22 @@ def _check_stream(task: Task, stream: str | None) -> str:
     return stream
 
 
+def _check_streaming(task: Task, streaming: Streaming | None) -> Streaming:
+    """By default the loader may read every input, and waits for what makes it."""
+    if streaming is None:
+        return Streaming(loaded=tuple(operand.name for operand in task.inputs) if task.role == "stream" else ())
+    if task.role != "stream":
+        raise TaskError(f"{task.name}: streaming= is for tasks of role 'stream', this one's is {task.role!r}")
+    unknown = {*streaming.operands()} - {operand.name for operand in task.inputs}
+    if unknown:
+        raise TaskError(
+            f"{task.name}: streaming= names {sorted(unknown)}, expected inputs (signature: {task.signature})"
+        )
+    if streaming.cursor and not any(o.name == streaming.cursor and o.bound for o in task.inputs):
+        raise TaskError(f"{task.name}: the cursor {streaming.cursor!r} needs a bound: 'slot[1]: int64 < L'")
+    return streaming
+
+
 def _check_distinct(name: str, names: Sequence[str]) -> None:
     """In device code k_cache is KCache, and an attribute or a dimension kKCache."""
     spelled = {"Leading": "...", "T": "T", "Tile": "a tile", "Tiles": "their number", "TileBytes": "a tile's size"}
@@ -394,7 +502,12 @@ def _find_file(name: str, reference: Callable[..., Any], given: str | None, defa
 
 
 def _beside(reference: Callable[..., Any], file: str) -> Path:
-    return Path(reference.__code__.co_filename).resolve().parent / file
+    return Path(_code(reference).co_filename).resolve().parent / file
+
+
+def _code(reference: Callable[..., Any]) -> types.CodeType:
+    """That of the function itself, under what decorators made of it."""
+    return inspect.unwrap(reference).__code__
 
 
 def _slice(t: torch.Tensor, spec: Operand, begins: Mapping[str, tuple[Any, Any]]) -> torch.Tensor:
@@ -407,7 +520,13 @@ def _slice(t: torch.Tensor, spec: Operand, begins: Mapping[str, tuple[Any, Any]]
     return t
 
 
+def is_ours(declared: Any) -> bool:
+    """Whether a task, a pattern or a rule comes with torch_mpk, by the module that declares it."""
+    return declared.__module__.startswith(f"{__package__}.")
+
+
 _tasks: dict[str, Task] = {}
+_hidden: frozenset[str] = frozenset()
 _subscribers: list[Callable[[Task], None]] = []
 
 
@@ -421,6 +540,8 @@ def task(
     stream: str | None = None,
     cpu: str | None = None,
     pattern: bool = False,
+    float64: bool = False,
+    streaming: Streaming | None = None,
 ) -> Callable[[Callable[..., Any]], Task]:
     """Declare a task: ``@task("x[R, H], weight[H]? -> y[R, H]", tile="R")`` on its eager reference.
 
@@ -442,16 +563,31 @@ def task(
             vector or a matrix whose last dimension is not cut. Slices of 8 to 64 KiB serve best.
         cpu: C++ code for the CPU, by default ``<name>.cpp``, in the same form; ``header`` itself where it keeps to what
             tile.cuh lists. Without one, or without a compiler, the reference runs there.
-        pattern: in models, the task takes the place of the operations that its reference is made of.
+        pattern: in models, the task takes the place of the operations that its reference is made of. ``explain`` says
+            where it nearly did, and what keeps a reference from being found.
+        float64: the code computes in double where operands are float64. By default it is taken to compute in float, and
+            is left out where that would be less than the operands promise: the reference runs there on the CPU, and
+            the call is not taken on CUDA.
+        streaming: of role "stream", what the scheduler may do with it; by default as little as possible.
+
+    Declared again as it was, as by ``importlib.reload`` or a notebook's cell, it is the task there is.
 
     Raises:
-        TaskError: the signature does not fit the reference, tiles would write the same memory, or the name is taken.
+        TaskError: the signature does not fit the reference, a sample does not fit the signature, tiles would write the
+            same memory, or another task has the name.
     """
 
     def declare(reference: Callable[..., Any]) -> Task:
-        declared = Task(reference, signature, role, samples, header, tile, stream, cpu, pattern)
-        if declared.name in _tasks:
-            raise TaskError(f"task {declared.name!r} is already declared in {_tasks[declared.name].__module__}")
+        declared = Task(reference, signature, role, samples, header, tile, stream, cpu, pattern, float64, streaming)
+        earlier = _tasks.get(declared.name)
+        if earlier is not None and _is_same(earlier, declared):
+            return earlier
+        if earlier is not None:
+            raise TaskError(
+                f"task {declared.name!r} is already declared at {earlier.place}, otherwise than at {declared.place}: "
+                "operators and compiled graphs keep what came first. Give this one another name, or restart the "
+                "process (in a notebook the kernel) to have it instead"
+            )
         _C.register_task(
             declared.name,
             role,
@@ -462,6 +598,10 @@ def task(
             list(declared.tile.items()),
             declared.stream,
             declared.cpu_body,
+            declared.streaming.of_operands(),
+            declared.streaming.joined_by,
+            declared.streaming.tiled_by,
+            declared.streaming.hands_over,
         )
         _tasks[declared.name] = declared
         for subscriber in _subscribers:
@@ -471,9 +611,40 @@ def task(
     return declare
 
 
+def _is_same(earlier: Task, declared: Task) -> bool:
+    """Whether one module has declared a task a second time and nothing that decides what it does has changed."""
+
+    def described(task: Task) -> list[Any]:
+        code, fields = _code(task.reference), vars(task).copy()
+        for name in ("reference", "_known_calls", "__doc__"):
+            del fields[name]
+        return [fields, code.co_code, code.co_consts, code.co_names]
+
+    is_plain = all(  # what decorators and closures hold may differ
+        inspect.unwrap(task.reference) is task.reference and task.reference.__closure__ is None
+        for task in (earlier, declared)
+    )
+    return is_plain and described(earlier) == described(declared)
+
+
 def tasks() -> tuple[Task, ...]:
-    """Every declared task."""
-    return tuple(_tasks.values())
+    """Every declared task that is not hidden."""
+    return tuple(task for name, task in _tasks.items() if name not in _hidden)
+
+
+@contextlib.contextmanager
+def hidden(names: Iterable[str]) -> Iterator[None]:
+    """Inside, the tasks of these names are not among ``tasks()``, nor their patterns among those that are tried.
+
+    A name cannot be declared twice in a process, so what a test has declared stays; this keeps it from the others.
+    """
+    global _hidden
+    before = _hidden
+    _hidden = before | set(names)
+    try:
+        yield
+    finally:
+        _hidden = before
 
 
 def get(name: str) -> Task:

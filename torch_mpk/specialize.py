@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch._guards import CompileContext
 
+from torch_mpk.announcements import warn
 from torch_mpk.capture import source_line
-from torch_mpk.fallback import warn
 
 MAX_BUILDS = 16
+MAX_FAILURES = 4  # after as many, a graph is taken to be none of ours whatever its numbers are
 
 
 def per_call_numbers(
@@ -27,6 +28,8 @@ def per_call_numbers(
 ) -> Callable[..., Any]:
     """A callable that hands each call to a build for the values of its numbers.
 
+    Threads may call it at once: they build one after the other, as Dynamo compiles, and calls with a build go on.
+
     Args:
         positions: of the numbers among the arguments: sizes, or tensors of one element that hold a Python float.
         build: makes the callable for the numbers among a first call's arguments.
@@ -34,25 +37,36 @@ def per_call_numbers(
         limit: builds that are kept; the one not used for the longest time is dropped.
     """
     built: OrderedDict[tuple[float, ...], Callable[..., Any]] = OrderedDict()
-    other: Callable[..., Any] | None = None
-    lock = threading.Lock()
+    given_up: list[Callable[..., Any]] = []
+    lock = threading.Lock()  # of `built`; held for moments only
+
+    def find(key: tuple[float, ...]) -> Callable[..., Any] | None:
+        with lock:
+            if key in built:
+                built.move_to_end(key)
+            return built.get(key)
+
+    def make(key: tuple[float, ...], args: tuple[Any, ...]) -> Callable[..., Any]:
+        if len(given_up) >= MAX_FAILURES:
+            return given_up[-1]
+        try:
+            run = build(args)
+        except Exception as error:
+            run = give_up(args, error)
+            given_up.append(run)
+        with lock:
+            built[key] = run
+            if len(built) > limit:
+                built.popitem(last=False)
+        return run
 
     def call(*args: Any) -> Any:
-        nonlocal other
         values = (args[position] for position in positions)
         key = tuple(value if isinstance(value, int) else value.item() for value in values)
-        with lock:
-            run = built.get(key)
-            if run is None:
-                try:
-                    run = other or build(args)
-                except Exception as error:
-                    run = other = give_up(args, error)
-                built[key] = run
-                if len(built) > limit:
-                    built.popitem(last=False)
-            else:
-                built.move_to_end(key)
+        run = find(key)
+        if run is None:
+            with torch._dynamo.convert_frame.compile_lock:
+                run = find(key) or make(key, args)  # another thread may have made it meanwhile
         return run(*args)
 
     return call

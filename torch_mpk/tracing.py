@@ -1,8 +1,9 @@
-"""PyTorch's ``make_fx``, without its effects on other threads.
+"""PyTorch's ``make_fx``, without its effects on other threads, and one thread at a time; modules of graphs.
 
 To trace modules, ``torch.fx.Tracer`` replaces ``torch.nn.Module.__call__`` and marks the whole process as tracing. A
 call of a compiled model in another thread then fails, or compiles what stands in place of the model. ``make_fx`` needs
-neither: it records what operators dispatch to, in its own thread.
+neither: it records what operators dispatch to, in its own thread. The modes that it traces with before dispatch stand
+on a stack of the process, though, so two traces may not overlap, nor may one and a trace of Dynamo's.
 """
 
 from __future__ import annotations
@@ -11,8 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph with the attributes of ``root``. Its code is written when somebody asks for it, because
+    most of the graphs between two stages are never called or printed."""
+    return _LazyGraphModule(root, graph)
 
 
 class _Tracer(PythonKeyTracer):
@@ -32,11 +41,13 @@ def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., torch
     traced = proxy_tensor.make_fx(function, **options)
 
     def trace(*args: Any) -> torch.fx.GraphModule:
-        # Where make_fx takes its tracer from. Should another thread look there meanwhile, it gets an equal one.
-        proxy_tensor.PythonKeyTracer = _Tracer
-        try:
-            return traced(*args)
-        finally:
-            proxy_tensor.PythonKeyTracer = PythonKeyTracer
+        with torch._dynamo.convert_frame.compile_lock:
+            # Where make_fx takes its tracer from. Should another thread look there meanwhile, it gets an equal one.
+            proxy_tensor.PythonKeyTracer = _Tracer
+            try:
+                with _use_lazy_graph_module(True):
+                    return traced(*args)
+            finally:
+                proxy_tensor.PythonKeyTracer = PythonKeyTracer
 
     return trace

@@ -1,5 +1,7 @@
 """``options={"verify": ...}``: a call is compared with eager, and the first task that differs is found.
 
+Before that, users' tasks run in guarded memory, one by one: what writes outside of its outputs could end the process.
+
 The yardstick is eager itself: the graph also runs in float64, and a result's error against that run may be ``_SLACK``
 times eager's largest, or as many units of rounding where eager happens to be exact. Both round at the same places, and
 in half precision that is nearly all of their error; in float32 the order of sums counts, which is ours to choose. What
@@ -10,23 +12,25 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from torch_mpk.aliasing import storages, written_storages
+from torch_mpk.aliasing import storages, value, written_storages
+from torch_mpk.calls import Call
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import VerificationError
+from torch_mpk.errors import InductorVerificationError, TaskVerificationError, UnsupportedError, VerificationError
+from torch_mpk.guards import GuardedCall, is_guarded, way_of
 from torch_mpk.partition import Partitioned, operations, split
+from torch_mpk.program import Program, build_segment
 from torch_mpk.provenance import where
-from torch_mpk.runtime import Program
-from torch_mpk.runtime.plan import make_plan
-from torch_mpk.runtime.segment import Segment
+from torch_mpk.registry import Task
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ def verified(
     Raises VerificationError; the inputs are then as they were before the call.
     """
     calls = 0
+    guards = _Guards(program, device, options)
 
     def verify(*args: Any) -> Any:
         nonlocal calls
@@ -55,6 +60,7 @@ def verified(
             calls += 1
             return call(*args)
         before = copied(args, written)
+        guards.check(copied(before, written))
         results = call(*args)
         difference = _difference(results, args, eager, before, written)
         if difference is not None:
@@ -62,12 +68,59 @@ def verified(
             if culprit is not None:
                 for position in written:
                     args[position].copy_(before[position])
-                raise VerificationError(difference=difference, culprit=culprit)
+                raise culprit.error(difference=difference, culprit=culprit.text)
             logger.info("verified, but for a choice between near equals: %s", difference)
         calls += 1
         return results
 
     return verify
+
+
+class _Guards:
+    """Runs the users' tasks of a program in guarded memory, on what they are given in eager."""
+
+    def __init__(self, program: Program, device: torch.device, options: Options) -> None:
+        assert program.partitioned is not None  # a verified build is of this process
+        self.parts, self.device, self.options = program.partitioned, device, options
+        self.calls: dict[fx.Node, GuardedCall | None] = {}  # None: it has no build of its own
+        nodes = (node for segment in self.parts.segments for node in segment.gm.graph.nodes)
+        self.is_needed = any(is_guarded(node.target, device) for node in nodes)
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raises StrayWriteError. ``args`` may change."""
+        if self.is_needed:
+            for _ in _walk(self.parts, args, build=lambda gm: _Guarding(gm, self).run):
+                pass
+
+    def call(self, node: fx.Node, operands: Sequence[Any], attrs: dict[str, Any]) -> None:
+        if node not in self.calls:
+            try:
+                self.calls[node] = GuardedCall(Call(node.target, operands, attrs), self.device, self.options)
+            except UnsupportedError as error:
+                logger.warning("%s does not run in guarded memory: %s", node.target, error)
+                self.calls[node] = None
+        guarded = self.calls[node]
+        if guarded is not None:
+            guarded.check(operands)
+
+
+class _Guarding(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, guards: _Guards) -> None:
+        super().__init__(gm)
+        self.guards = guards
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_guarded(n.target, self.guards.device):
+            operands, attrs = self.fetch_args_kwargs_from_env(n)
+            self.guards.call(n, operands, attrs)
+        return super().run_node(n)
+
+
+class _Culprit(NamedTuple):
+    """What differs first, in words, and what to raise for it."""
+
+    text: str
+    error: type[VerificationError] = VerificationError
 
 
 class _Search:
@@ -76,18 +129,23 @@ class _Search:
     def __init__(self, device: torch.device, options: Options) -> None:
         self.device, self.options = device, options
 
-    def in_program(self, program: Program, args: Sequence[Any]) -> str | None:
+    def in_program(self, program: Program, args: Sequence[Any]) -> _Culprit | None:
         """Where the program first differs from eager on these arguments, which it may change; None: see ``_judge``."""
-        assert program.partitioned is not None  # a verified build is of this process
+        assert program.partitioned is not None
         for segment, inputs in _walk(program.partitioned, args):
             if segment.name in program.segments:
                 if _differs(program.segments[segment.name].callable(segment.gm), segment.gm, inputs):
                     return self.in_segment(segment.gm, inputs)
             elif segment.name in program.others and _differs(program.others[segment.name], segment.gm, inputs):
-                return f"{segment.name}, which inductor compiled"
-        return "none, when its parts run again from the same inputs: the result is not the same every time"
+                return _Culprit(f"{segment.name}, which inductor compiled", InductorVerificationError)
+        nodes = [node for segment in program.partitioned.segments for node in segment.gm.graph.nodes]
+        text = "none, when its parts run again from the same inputs: the result is not the same every time"
+        users = [f"{task.name} ({task.place})" for task in _users_tasks(nodes)]
+        if not users:
+            return _Culprit(text)
+        return _Culprit(f"{text}, perhaps for the code of {' or '.join(users)}", TaskVerificationError)
 
-    def in_segment(self, gm: fx.GraphModule, args: Sequence[Any]) -> str | None:
+    def in_segment(self, gm: fx.GraphModule, args: Sequence[Any]) -> _Culprit | None:
         names = operations(gm)
         first, last = 0, len(names)  # the state before `first` agrees, that before `last` does not
         while True:
@@ -106,7 +164,9 @@ class _Search:
         built = self._build(segment.gm)
         return None if built is None else not _differs(built, segment.gm, inputs)
 
-    def _judge(self, gm: fx.GraphModule, names: list[str], first: int, last: int, args: Sequence[Any]) -> str | None:
+    def _judge(
+        self, gm: fx.GraphModule, names: list[str], first: int, last: int, args: Sequence[Any]
+    ) -> _Culprit | None:
         """The operations from ``first`` to ``last`` in words.
 
         None where they choose between floating values, and eager, given ours, chooses otherwise than given its own: the
@@ -118,16 +178,26 @@ class _Search:
         segment, inputs = next(itertools.islice(_walk(parts, copied(args, _written(gm)), self._build), index, None))
         _, eagers = next(itertools.islice(_walk(parts, copied(args, _written(gm))), index, None))
         alone = self._build(segment.gm)
-        agrees_alone = alone is not None and not _differs(alone, segment.gm, inputs)
-        if agrees_alone and not all(map(_same_choice, segment.gm(*inputs), segment.gm(*eagers))):
+        wrong = None if alone is None else list(_differing(alone, segment.gm, inputs))
+        if wrong == [] and not all(map(_same_choice, segment.gm(*inputs), segment.gm(*eagers))):
             return None
-        described = "; ".join(f"{node.name} ({node.target}) from {where(node) or 'the graph'}" for node in suspects)
-        return described + (", which agrees where it runs alone on the same inputs" if agrees_alone else "")
+        described = "; ".join(self._describe(node) for node in suspects)
+        if wrong:
+            described += ": " + "; ".join(f"{_name_of(segment.gm, index)} {how}" for index, how in wrong)
+        elif wrong == []:
+            described += ", which agrees where it runs alone on the same inputs"
+        return _Culprit(described, TaskVerificationError if _users_tasks(suspects) else VerificationError)
+
+    def _describe(self, node: fx.Node) -> str:
+        text = f"{node.name} ({node.target}) from {where(node) or 'the graph'}"
+        if not _users_tasks([node]):
+            return text
+        way = way_of(node.target, (value(arg).dtype for arg in node.all_input_nodes), self.device, self.options)
+        return f"{text}, the task declared at {node.target.place}, by its {way}"
 
     def _build(self, gm: fx.GraphModule) -> Run | None:
         try:
-            plan = make_plan(gm, self.device, self.options, Dump(None))
-            return Segment(plan, self.device, self.options, Dump(None)).callable(gm)
+            return build_segment(gm, self.device, self.options, Dump(None)).callable(gm)
         except Exception as error:  # a part that is cut out of the graph may hand over what the whole keeps to itself
             logger.debug("a part of the graph has no build: %s", error)
             return None
@@ -151,9 +221,38 @@ def _walk(
 
 def _differs(run: Run, gm: fx.GraphModule, args: Sequence[Any]) -> bool:
     """Whether ``run`` and the graph's nodes give different results or writes; ``args`` are not changed."""
+    return any(True for _ in _differing(run, gm, args))
+
+
+def _differing(run: Run, gm: fx.GraphModule, args: Sequence[Any]) -> Iterator[tuple[int, str]]:
+    """Which results, and then inputs that are written, differ, and how."""
     written = _written(gm)
     own = copied(args, written)
-    return _difference(run(*own), own, gm, args, written) is not None
+    yield from _differences(run(*own), own, gm, args, written)
+
+
+def _name_of(gm: fx.GraphModule, index: int) -> str:
+    """Result, or after the results written input, number ``index`` by the name it has in its task's signature."""
+    [output] = gm.graph.find_nodes(op="output")
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    node = [*output.args[0], *(placeholders[i] for i in _written(gm))][index]
+    source, item = node.args if node.target is operator.getitem else (node, 0)
+    if isinstance(source.target, Task):
+        return f"{source.target.outputs[item].name} ({_kind(node)})"
+    for user in node.users:
+        if isinstance(user.target, Task) and node in user.args:
+            return f"{user.target.inputs[user.args.index(node)].name} ({_kind(node)}), which is updated,"
+    return f"{node.name} ({_kind(node)})"
+
+
+def _kind(node: fx.Node) -> str:
+    val = value(node)
+    return f"{val.dtype}{list(val.shape)}" if isinstance(val, torch.Tensor) else type(val).__name__
+
+
+def _users_tasks(nodes: Sequence[fx.Node]) -> list[Task]:
+    called = (node.target for node in nodes if isinstance(node.target, Task))
+    return list(dict.fromkeys(task for task in called if not task.is_ours))
 
 
 def _written(gm: fx.GraphModule) -> list[int]:
@@ -180,27 +279,37 @@ def copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
     return copied
 
 
-@torch.no_grad()
 def _difference(
     results: Sequence[Any], args: Sequence[Any], eager: Run, before: Sequence[Any], written: Sequence[int]
 ) -> str | None:
     """How results and inputs differ from what ``eager`` makes of ``before``, which stays; None where they do not."""
-    expected_args = copied(before, written)
-    expected = [*eager(*expected_args), *(expected_args[i] for i in written)]
-    try:
-        exact_args = [arg if isinstance(arg, torch.nn.Parameter) else _widened(arg) for arg in before]
-        exact_args = copied(exact_args, [i for i in written if exact_args[i] is before[i]])
-        with _Float64():
-            exact = [*eager(*exact_args), *(exact_args[i] for i in written)]
-    except Exception as error:
-        logger.debug("the graph does not run in float64: %s", error)
-        exact = [None] * len(expected)
     names = [f"result {i}" for i in range(len(results))] + [f"input {i}, which is written," for i in written]
-    actual = [*results, *(args[i] for i in written)]
-    for name, ours, theirs, truth in zip(names, actual, expected, exact, strict=True):
-        if isinstance(theirs, torch.Tensor) and (how := _tensor_difference(ours, theirs, truth)):
-            return f"{name} {how}"
-    return None
+    index, how = next(_differences(results, args, eager, before, written), (0, None))
+    return f"{names[index]} {how}" if how else None
+
+
+def _differences(
+    results: Sequence[Any], args: Sequence[Any], eager: Run, before: Sequence[Any], written: Sequence[int]
+) -> Iterator[tuple[int, str]]:
+    """Each that differs, of the results and then of the inputs that are written, by its number."""
+    with torch.no_grad():
+        expected_args = copied(before, written)
+        expected = [*eager(*expected_args), *(expected_args[i] for i in written)]
+        try:
+            exact_args = [arg if isinstance(arg, torch.nn.Parameter) else _widened(arg) for arg in before]
+            exact_args = copied(exact_args, [i for i in written if exact_args[i] is before[i]])
+            with _Float64():
+                exact = [*eager(*exact_args), *(exact_args[i] for i in written)]
+        except Exception as error:
+            logger.debug("the graph does not run in float64: %s", error)
+            exact = [None] * len(expected)
+        actual = [*results, *(args[i] for i in written)]
+        different = [
+            (i, _tensor_difference(ours, theirs, truth))
+            for i, (ours, theirs, truth) in enumerate(zip(actual, expected, exact, strict=True))
+            if isinstance(theirs, torch.Tensor)
+        ]
+    yield from ((i, how) for i, how in different if how)
 
 
 def _tensor_difference(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None) -> str | None:

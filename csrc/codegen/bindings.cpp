@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "../errors.h"
+#include "torch_mpk/abi/control.h"
 #include "torch_mpk/codegen/cpu.h"
 #include "torch_mpk/codegen/cuda.h"
 
@@ -37,6 +38,9 @@ void bind_codegen(py::module_& m) {
       .def_readonly("num_scalars", &CudaProgram::num_scalars)
       .def_readonly("input_alignment", &CudaProgram::input_alignment)
       .def_readonly("phase_names", &CudaProgram::phase_names);
+  m.def(
+      "event_offset", [](int64_t phase) { return kEventsOffset + phase * kEventBytes; }, py::arg("phase"),
+      "Where the event of a phase stands in a kernel's control block.");
   m.def("generate_cuda", &generate_cuda, py::arg("schedule"), py::arg("profiled") = false,
         "Write the kernel of a schedule for a CUDA target. Raises UnsupportedError naming the node that cannot be "
         "generated.");

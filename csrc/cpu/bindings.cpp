@@ -52,6 +52,7 @@ cpu::Reference python_reference(const py::function& fn) {
 
 }  // namespace
 
+// A list of what Python sees, with nothing to follow. NOLINTNEXTLINE(readability-function-size)
 void bind_cpu(py::module_& m) {
   py::class_<CpuExecutable>(m, "CpuExecutable", "Runs an unfused schedule on worker threads of this process.")
       .def(py::init([](Schedule schedule, int num_threads, const std::string& isa,
@@ -106,6 +107,8 @@ void bind_cpu(py::module_& m) {
           "raises IndexError with the message and the element, and writes nothing.")
       .def_property_readonly("missing_references", &CpuExecutable::missing_references)
       .def_property_readonly("num_threads", &CpuExecutable::num_threads)
+      .def_property_readonly("scratch_is_intact", &CpuExecutable::scratch_is_intact,
+                             "Whether nothing was written behind the scratch memory of the last worker.")
       .def_property_readonly("isa",
                              [](const CpuExecutable& self) { return cpu::kIsaNames[static_cast<int>(self.isa())]; });
 

@@ -17,6 +17,8 @@ namespace {
 
 constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster on one thread than behind a barrier
 constexpr double kChunkNs = 16000;       // long beside claiming it, short beside a phase
+constexpr int64_t kGuardBytes = 65536;
+constexpr uint8_t kGuard = 0xa5;
 
 void check_indices(const IndexBound& expected, const uint8_t* elements) {
   for (int64_t i = 0; i < expected.num_elements; i++, elements += expected.stride * expected.element_bytes) {
@@ -71,7 +73,8 @@ CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::stri
   for (const Phase& phase : schedule_.phases) plan_phase(phase, compiled);
   for (const auto& body : bodies_) scratch_bytes_ = std::max(scratch_bytes_, round_up(body->scratch_bytes(), 64));
   workspace_ = allocate(schedule_.workspace_bytes);
-  scratch_ = allocate(scratch_bytes_ * num_threads_);
+  scratch_ = allocate(scratch_bytes_ * num_threads_ + kGuardBytes);
+  std::memset(scratch_.get() + scratch_bytes_ * num_threads_, kGuard, kGuardBytes);
   buffers_.resize(graph.buffers().size());
   for (size_t b = 0; b < buffers_.size(); b++)
     if (schedule_.workspace_offsets[b] >= 0) buffers_[b] = workspace_.get() + schedule_.workspace_offsets[b];
@@ -162,6 +165,11 @@ void CpuExecutable::expect_index(IndexBound bound) {
     throw std::invalid_argument("expect_index: element_bytes is " + std::to_string(bound.element_bytes) +
                                 ", expected 4 or 8");
   index_bounds_.push_back(std::move(bound));
+}
+
+bool CpuExecutable::scratch_is_intact() const {
+  const uint8_t* guard = scratch_.get() + scratch_bytes_ * num_threads_;
+  return std::all_of(guard, guard + kGuardBytes, [](uint8_t byte) { return byte == kGuard; });
 }
 
 void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* const> outputs,

@@ -1,6 +1,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "torch_mpk/graph/tb_graph.h"
 
 namespace py = pybind11;
@@ -36,6 +38,14 @@ int emit(Program& program, const std::string& op, const std::string& dtype, std:
   return static_cast<int>(program.instrs.size()) - 1;
 }
 
+bool& trait_of(OperandSpec& spec, const std::string& name) {
+  if (name == "loaded") return spec.is_loaded;
+  if (name == "staged") return spec.is_staged;
+  if (name == "whole") return spec.is_whole;
+  if (name == "takes_rows") return spec.takes_rows;
+  throw std::invalid_argument("trait '" + name + "' is not one of loaded, staged, whole, takes_rows");
+}
+
 using OperandTuple = std::tuple<std::string, Tensor, bool, bool>;
 
 int add_node(TBGraph& graph, const std::string& task, const std::vector<OperandTuple>& operands,
@@ -47,24 +57,33 @@ int add_node(TBGraph& graph, const std::string& task, const std::vector<OperandT
 
 }  // namespace
 
+// A list of what Python sees, with nothing to follow. NOLINTNEXTLINE(readability-function-size)
 void bind_graph(py::module_& m) {
   m.def(
       "register_task",
       [](std::string name, const std::string& role,
          const std::vector<std::tuple<std::string, std::vector<std::string>, bool, bool, bool>>& operands,
          std::vector<std::string> attrs, std::string header, std::map<int, std::string> headers,
-         std::vector<std::pair<std::string, int64_t>> tile, std::string stream, std::string cpu_body) {
+         std::vector<std::pair<std::string, int64_t>> tile, std::string stream, std::string cpu_body,
+         const std::map<std::string, std::vector<std::string>>& streaming, std::string joined_by, std::string tiled_by,
+         bool hands_over) {
         std::vector<OperandSpec> specs;
         for (const auto& [operand, dims, optional, is_read, is_write] : operands)
           specs.push_back({operand, dims, optional, is_read, is_write});
+        for (const auto& [trait, names] : streaming)
+          for (OperandSpec& spec : specs)
+            if (std::find(names.begin(), names.end(), spec.name) != names.end()) trait_of(spec, trait) = true;
         TaskRegistry::global().add({std::move(name), parse<Role>(kRoleNames, role, "role"), std::move(specs),
                                     std::move(attrs), std::move(header), std::move(headers), std::move(tile),
-                                    std::move(stream), std::move(cpu_body)});
+                                    std::move(stream), std::move(cpu_body), std::move(joined_by), std::move(tiled_by),
+                                    hands_over});
       },
       py::arg("name"), py::arg("role"), py::arg("operands"), py::arg("attrs"), py::arg("header"),
       py::arg("headers") = std::map<int, std::string>{},
       py::arg("tile") = std::vector<std::pair<std::string, int64_t>>{}, py::arg("stream") = "",
-      py::arg("cpu_body") = "", "Register a task kind. Raises ValueError when the name is taken by another signature.");
+      py::arg("cpu_body") = "", py::arg("streaming") = std::map<std::string, std::vector<std::string>>{},
+      py::arg("joined_by") = "", py::arg("tiled_by") = "", py::arg("hands_over") = false,
+      "Register a task kind. Raises ValueError when the name is taken by another signature.");
   m.def("task_names", [] { return TaskRegistry::global().names(); });
   m.def("op_names", &op_names, "The operations of pointwise programs.");
 

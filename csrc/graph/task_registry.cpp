@@ -7,18 +7,26 @@ namespace {
 
 bool same(const TaskDef& a, const TaskDef& b) {
   if (a.role != b.role || a.attrs != b.attrs || a.header != b.header || a.headers != b.headers || a.tile != b.tile ||
-      a.stream != b.stream || a.cpu_body != b.cpu_body || a.operands.size() != b.operands.size())
+      a.stream != b.stream || a.cpu_body != b.cpu_body || a.joined_by != b.joined_by || a.tiled_by != b.tiled_by ||
+      a.hands_over != b.hands_over || a.operands.size() != b.operands.size())
     return false;
   for (size_t i = 0; i < a.operands.size(); i++) {
     const OperandSpec &x = a.operands[i], &y = b.operands[i];
     if (x.name != y.name || x.dims != y.dims || x.optional != y.optional || x.is_read != y.is_read ||
-        x.is_write != y.is_write)
+        x.is_write != y.is_write || x.is_loaded != y.is_loaded || x.is_staged != y.is_staged ||
+        x.is_whole != y.is_whole || x.takes_rows != y.takes_rows)
       return false;
   }
   return true;
 }
 
 }  // namespace
+
+const OperandSpec* TaskDef::find(const std::string& operand) const {
+  for (const OperandSpec& spec : operands)
+    if (spec.name == operand) return &spec;
+  return nullptr;
+}
 
 TaskRegistry& TaskRegistry::global() {
   static TaskRegistry registry = [] {
@@ -32,6 +40,7 @@ TaskRegistry& TaskRegistry::global() {
 }
 
 const TaskDef& TaskRegistry::add(TaskDef def) {
+  for (OperandSpec& spec : def.operands) spec.is_loaded |= spec.name == def.stream;
   auto found = defs_.find(def.name);
   if (found != defs_.end()) {
     if (!same(*found->second, def))

@@ -17,7 +17,8 @@ Tiling tiling(const Node& node) {
     if (std::any_of(tiling.dims.begin(), tiling.dims.end(), is_it)) return;
     const auto& cut = node.def->tile;
     const auto found = std::find_if(cut.begin(), cut.end(), [&](const auto& dim) { return dim.first == name; });
-    tiling.dims.push_back({name, size, found == cut.end() ? size : std::min(size, found->second)});
+    const bool is_cut = found != cut.end();
+    tiling.dims.push_back({name, size, is_cut ? std::clamp<int64_t>(size, 1, found->second) : size, is_cut});
   };
   for (const OperandSpec& spec : node.def->operands) {
     const Operand* operand = node.find(spec.name);

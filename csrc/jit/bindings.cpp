@@ -91,17 +91,22 @@ class Kernel {
   // for them; else what is not a plain tensor, or requires grad, is sent there.
   py::object call(const py::args& args, const py::kwargs& kwargs, bool dispatched);
 
+  // The next call compiles, or finds what has been compiled. Calls in flight keep what they run.
+  void forget() { specializations_.clear(); }
+
  private:
+  using Codes = std::vector<std::shared_ptr<Code>>;  // of each launch
   struct Specialization {
     std::vector<int64_t> key;  // values of key_slots_, then the device
-    std::shared_ptr<Code> code;
+    std::shared_ptr<const Codes> codes;
   };
 
   void read_attributes(const py::kwargs& kwargs, PyObject** operands, Binding& binding) const;
   // False, and a Python error set, for a tensor without memory that can be read: a fake one, or one of a transform.
   bool read_tensor(PyObject* object, int operand, Binding& binding) const;
   py::object allocate(int operand, PyObject* device, Binding& binding) const;
-  Code& code_for(const Binding& binding);
+  std::shared_ptr<const Codes> codes_for(const Binding& binding);
+  void run(const Codes& codes, const Binding& binding, void* stream) const;
 
   const Torch& torch_ = Torch::get();
   std::unique_ptr<const Signature> signature_;
@@ -122,8 +127,9 @@ Enum read_enum(py::handle name, const char* const (&names)[n]) {
   return static_cast<Enum>(found - std::begin(names));
 }
 
-constexpr const char* kOps[] = {"constant", "slot", "+", "-", "*", "//", "%", "cdiv", "min", "max"};
-constexpr const char* kExtents[] = {"slot", "literal", "any"};
+constexpr const char* kOps[] = {"constant", "slot", "+", "-",  "*", "//", "%",   "cdiv", "min", "max",
+                                "==",       "!=",   "<", "<=", ">", ">=", "not", "and",  "or"};
+constexpr const char* kExtents[] = {"slot", "literal", "any", "expression"};
 constexpr const char* kArguments[] = {"pointer", "integer", "float"};
 constexpr const char* kAttributes[] = {"int", "float", "bool", "ScalarType"};
 
@@ -165,7 +171,29 @@ Operand read_operand(py::handle object) {
           .numel_slot = object.attr("numel_slot").cast<int>(),
           .is_optional = object.attr("optional").cast<bool>(),
           .is_output = object.attr("is_output").cast<bool>(),
-          .is_written = object.attr("is_write").cast<bool>()};
+          .is_written = object.attr("is_write").cast<bool>(),
+          .is_scratch = object.attr("is_scratch").cast<bool>()};
+}
+
+Launch read_launch(py::handle object) {
+  Launch launch;
+  launch.grid = read_expressions(object.attr("grid"));
+  launch.block = read_expressions(object.attr("block"));
+  if (const py::object shared = object.attr("shared_bytes"); !shared.is_none())
+    launch.shared_bytes = read_expression(shared);
+  launch.num_parameters = object.attr("num_parameters").cast<int>();
+  for (py::handle item : object.attr("arguments")) {
+    Argument argument = {.kind = read_enum<Argument::Kind>(item.attr("kind"), kArguments),
+                         .index = item.attr("index").cast<int>(),
+                         .value = {},
+                         .parameter = item.attr("parameter").cast<int>(),
+                         .is_field = !item.attr("field").is_none()};
+    if (argument.kind == Argument::kInteger) argument.value = read_expression(item.attr("value"));
+    launch.arguments.push_back(std::move(argument));
+  }
+  if (launch.num_parameters > kMaxArguments)
+    throw std::invalid_argument("a kernel takes at most " + std::to_string(kMaxArguments) + " arguments");
+  return launch;
 }
 
 Kernel::Kernel(py::handle declaration, py::object compile, py::object dispatch)
@@ -183,23 +211,13 @@ Kernel::Kernel(py::handle declaration, py::object compile, py::object dispatch)
   signature_ = std::make_unique<Signature>(
       declaration.attr("name").cast<std::string>(), declaration.attr("signature").cast<std::string>(),
       declaration.attr("is_cuda").cast<bool>() ? dlpack::kCuda : dlpack::kCpu, std::move(operands),
-      declaration.attr("slots").cast<std::vector<std::string>>());
+      declaration.attr("slots").cast<std::vector<std::string>>(), read_expressions(declaration.attr("extents")));
   key_slots_ = declaration.attr("key_slots").cast<std::vector<int>>();
-  plan_.grid = read_expressions(declaration.attr("grid"));
-  plan_.block = read_expressions(declaration.attr("block"));
+  plan_.requirements = read_expressions(declaration.attr("requirements"));
   plan_.cluster = read_expressions(declaration.attr("cluster"));
-  if (const py::object shared = declaration.attr("shared_bytes"); !shared.is_none())
-    plan_.shared_bytes = read_expression(shared);
   plan_.cooperative = declaration.attr("cooperative").cast<bool>();
-  plan_.pdl = declaration.attr("pdl").cast<bool>();
-  for (py::handle object : declaration.attr("arguments")) {
-    Argument argument = {
-        read_enum<Argument::Kind>(object.attr("kind"), kArguments), object.attr("index").cast<int>(), {}};
-    if (argument.kind == Argument::kInteger) argument.value = read_expression(object.attr("value"));
-    plan_.arguments.push_back(std::move(argument));
-  }
-  if (plan_.arguments.size() > kMaxArguments)
-    throw std::invalid_argument("a kernel takes at most " + std::to_string(kMaxArguments) + " arguments");
+  plan_.pdl = read_expression(declaration.attr("pdl"));
+  for (py::handle object : declaration.attr("launches")) plan_.launches.push_back(read_launch(object));
 }
 
 void Kernel::read_attributes(const py::kwargs& kwargs, PyObject** operands, Binding& binding) const {
@@ -248,10 +266,8 @@ py::object Kernel::allocate(int operand, PyObject* device, Binding& binding) con
   const int num_leading = o.has_leading ? binding.num_leading : 0;
   py::tuple shape(num_leading + o.sizes.size());
   for (int i = 0; i < num_leading; i++) shape[i] = binding.leading->shape[i];
-  for (size_t i = 0; i < o.sizes.size(); i++) {
-    const Extent& extent = o.sizes[i];
-    shape[num_leading + i] = extent.kind == Extent::kSlot ? binding.values[extent.value] : extent.value;
-  }
+  for (size_t i = 0; i < o.sizes.size(); i++)
+    shape[num_leading + i] = signature_->size_of(operand, o.sizes[i], binding);
   const int dtype = o.dtype_slot >= 0 ? static_cast<int>(binding.values[o.dtype_slot]) : std::countr_zero(o.dtypes);
   PyObject* const arguments[] = {shape.ptr(), torch_.dtypes[dtype].ptr(), device};
   auto tensor = py::reinterpret_steal<py::object>(
@@ -263,7 +279,7 @@ py::object Kernel::allocate(int operand, PyObject* device, Binding& binding) con
   return tensor;
 }
 
-Code& Kernel::code_for(const Binding& binding) {
+std::shared_ptr<const Kernel::Codes> Kernel::codes_for(const Binding& binding) {
   const auto fits = [&](const Specialization& s) {
     for (size_t i = 0; i < key_slots_.size(); i++)
       if (s.key[i] != binding.values[key_slots_[i]]) return false;
@@ -274,16 +290,27 @@ Code& Kernel::code_for(const Binding& binding) {
   if (found == specializations_.end()) {
     std::vector<int64_t> key;
     for (int slot : key_slots_) key.push_back(binding.values[slot]);
-    auto code = compile_(py::tuple(py::cast(key)), binding.device.id).cast<std::shared_ptr<Code>>();
-    if (code->parameter_bytes().size() != plan_.arguments.size())
-      throw std::runtime_error("a compiled kernel has other parameters than its launch has arguments");
+    auto codes = std::make_shared<const Codes>(
+        compile_(py::tuple(py::cast(key)), binding.device.id).cast<std::vector<std::shared_ptr<Code>>>());
+    for (size_t i = 0; i < plan_.launches.size(); i++) check(codes->at(i)->layout(), plan_.launches[i]);
     found = look_up();  // another thread may have been faster
     if (found == specializations_.end()) {
       key.push_back(binding.device.id);
-      found = specializations_.insert(specializations_.end(), {std::move(key), std::move(code)});
+      found = specializations_.insert(specializations_.end(), {std::move(key), std::move(codes)});
     }
   }
-  return *found->code;
+  return found->codes;
+}
+
+void Kernel::run(const Codes& codes, const Binding& binding, void* stream) const {
+  const auto prepare = [&](size_t i, bool launches) {
+    const Geometry geometry = plan_.geometry(plan_.launches[i], binding, *signature_);
+    Parameters parameters(plan_.launches[i], codes[i]->layout(), binding, *signature_);
+    if (launches) codes[i]->run(geometry, parameters.pointers(), stream);
+  };
+  // What cannot be launched is refused before anything runs.
+  for (size_t i = 1; i < codes.size(); i++) prepare(i, false);
+  for (size_t i = 0; i < codes.size(); i++) prepare(i, true);
 }
 
 py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dispatched) {
@@ -322,16 +349,15 @@ py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dis
     if (operands[i].is_written) written.append(py::handle(objects[i]));
   }
   if (binding.device_by < 0) signature_->fail("no tensor was given");
-  py::list results;
+  plan_.require(binding, *signature_);
+  py::list results, scratch;
   if (static_cast<size_t>(num_inputs_) < operands.size()) {
     const py::object device = py::handle(objects[binding.device_by]).attr("device");
     for (size_t i = num_inputs_; i < operands.size(); i++)
-      results.append(allocate(static_cast<int>(i), device.ptr(), binding));
+      (operands[i].is_scratch ? scratch : results).append(allocate(static_cast<int>(i), device.ptr(), binding));
   }
 
-  Code& code = code_for(binding);
-  const Geometry geometry = plan_.geometry(binding, *signature_);
-  Parameters parameters(plan_, code.parameter_bytes(), binding, *signature_);
+  const std::shared_ptr<const Codes> codes = codes_for(binding);
   void* stream = nullptr;
   if (binding.device.type == dlpack::kCuda &&
       torch_.api->current_stream(binding.device.type, binding.device.id, &stream) != 0)
@@ -339,7 +365,7 @@ py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dis
   {
     // The CPU's kernel runs now, and a launch blocks while the device's queue is full.
     const py::gil_scoped_release release;
-    code.run(geometry, parameters.pointers(), stream);
+    run(*codes, binding, stream);
   }
   if (!written.empty()) torch_.increment_version(written);
   if (results.empty()) return py::none();
@@ -364,27 +390,30 @@ void bind_jit(py::module_& m) {
   m.attr("DTYPES") = py::tuple(dtypes);
   py::class_<Code, std::shared_ptr<Code>>(m, "JitCode", "A function compiled for one choice of template arguments.");
   py::class_<CpuCode, Code, std::shared_ptr<CpuCode>>(m, "CpuCode")
-      .def(py::init<const std::string&>(), py::arg("library"));
+      .def(py::init<const std::string&, const std::string&>(), py::arg("library"), py::arg("entry"));
   py::class_<CudaCode, Code, std::shared_ptr<CudaCode>>(m, "CudaCode")
-      .def(py::init([](const py::bytes& image, std::string kernel, std::string symbol, int device, int num_parameters) {
+      .def(py::init([](const py::bytes& image, std::string kernel, std::string symbol, int device, int num_parameters,
+                       std::vector<std::pair<int, int>> fields) {
              const std::string copy = image;
              const py::gil_scoped_release release;
-             return std::make_shared<CudaCode>(copy, std::move(kernel), std::move(symbol), device, num_parameters);
+             return std::make_shared<CudaCode>(copy, std::move(kernel), std::move(symbol), device, num_parameters,
+                                               std::move(fields));
            }),
-           py::arg("image"), py::arg("kernel"), py::arg("symbol"), py::arg("device"), py::arg("num_parameters"));
+           py::arg("image"), py::arg("kernel"), py::arg("symbol"), py::arg("device"), py::arg("num_parameters"),
+           py::arg("fields"));
   py::class_<Kernel>(m, "JitKernel", "Checks the arguments of a single kernel and launches it.")
       .def(py::init<py::handle, py::object, py::object>(), py::arg("declaration"), py::arg("compile"),
            py::arg("dispatch"),
-           "compile(key, device) returns the code for the values of the declaration's key slots. dispatch: the "
-           "operator, "
-           "which takes tensors that are not plain ones.\n\n"
+           "compile(key, device) returns the code of each launch for the values of the declaration's key slots. "
+           "dispatch: the operator, which takes tensors that are not plain ones.\n\n"
            "A call raises KernelSignatureError, LaunchError and what compile raises.")
       .def("__call__",
            [](Kernel& k, const py::args& args, const py::kwargs& kwargs) { return k.call(args, kwargs, false); })
       .def(
           "dispatched",
           [](Kernel& k, const py::args& args, const py::kwargs& kwargs) { return k.call(args, kwargs, true); },
-          "A call whose arguments come from PyTorch's dispatcher.");
+          "A call whose arguments come from PyTorch's dispatcher.")
+      .def("forget", &Kernel::forget, "Drops the code of every choice: the next call asks compile again.");
 }
 
 }  // namespace mpk

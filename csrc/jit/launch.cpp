@@ -3,72 +3,55 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <map>
+#include <stdexcept>
 
 namespace mpk::jit {
 namespace {
-
-constexpr size_t kMaxDepth = 32;
-
-int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 
 std::string text(const unsigned (&extent)[3]) {
   return "(" + std::to_string(extent[0]) + ", " + std::to_string(extent[1]) + ", " + std::to_string(extent[2]) + ")";
 }
 
-}  // namespace
+size_t aligned(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
-int64_t Expression::evaluate(const Binding& binding, const Signature& signature) const {
-  int64_t stack[kMaxDepth];
-  size_t depth = 0;
-  for (const Instruction& instruction : code) {
-    if (instruction.op == Op::kConstant || instruction.op == Op::kSlot) {
-      if (depth == kMaxDepth) signature.fail("'" + text + "' is nested too deep");
-      stack[depth++] = instruction.op == Op::kSlot ? binding.values[instruction.operand] : instruction.operand;
-      continue;
-    }
-    const int64_t b = stack[--depth];
-    int64_t& a = stack[depth - 1];
-    bool overflows = false;
-    const bool divides = instruction.op == Op::kFloorDiv || instruction.op == Op::kMod || instruction.op == Op::kCdiv;
-    if (divides && b <= 0) signature.fail("'" + text + "' divides by " + std::to_string(b));
-    switch (instruction.op) {
-      case Op::kAdd:
-        overflows = __builtin_add_overflow(a, b, &a);
-        break;
-      case Op::kSub:
-        overflows = __builtin_sub_overflow(a, b, &a);
-        break;
-      case Op::kMul:
-        overflows = __builtin_mul_overflow(a, b, &a);
-        break;
-      case Op::kFloorDiv:
-        a = floor_div(a, b);
-        break;
-      case Op::kMod:
-        a -= floor_div(a, b) * b;
-        break;
-      case Op::kCdiv:
-        a = floor_div(a, b) + (a % b != 0);
-        break;
-      case Op::kMin:
-        a = std::min(a, b);
-        break;
-      case Op::kMax:
-        a = std::max(a, b);
-        break;
-      default:
-        break;
-    }
-    if (overflows) signature.fail("'" + text + "' is beyond 64 bits");
+uint64_t argument_value(const Argument& argument, int bytes, const Binding& binding, const Signature& signature) {
+  if (argument.kind == Argument::kPointer) {
+    const dlpack::Tensor& tensor = binding.tensors[argument.index];
+    return binding.is_present[argument.index] ? reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset : 0;
   }
-  return stack[0];
+  if (argument.kind == Argument::kInteger) {
+    const int64_t value = argument.value.evaluate(binding, signature);
+    // Signed or not, a parameter of fewer bytes holds it if the bytes that are cut off carry nothing.
+    const int num_bits = 8 * bytes;
+    const bool fits =
+        num_bits >= 64 || (value >= -(int64_t{1} << (num_bits - 1)) && value < int64_t{1} << (num_bits - 1));
+    if (!fits)
+      signature.fail("'" + argument.value.text + "' is " + std::to_string(value) + ", which the " +
+                     std::to_string(num_bits) + "-bit parameter cannot hold: declare it int64_t");
+    return static_cast<uint64_t>(value);
+  }
+  const uint64_t bits = static_cast<uint64_t>(binding.values[argument.index]);
+  if (bytes != sizeof(float)) return bits;
+  return std::bit_cast<uint32_t>(static_cast<float>(std::bit_cast<double>(bits)));
 }
 
-Geometry Plan::geometry(const Binding& binding, const Signature& signature) const {
+}  // namespace
+
+void Plan::require(const Binding& binding, const Signature& signature) const {
+  for (const Expression& requirement : requirements) {
+    if (requirement.evaluate(binding, signature)) continue;
+    const std::string values = requirement.values(binding, signature);
+    signature.fail("requires " + requirement.text + (values.empty() ? "" : ", but " + values));
+  }
+}
+
+Geometry Plan::geometry(const Launch& launch, const Binding& binding, const Signature& signature) const {
   Geometry geometry = {};
   geometry.cooperative = cooperative;
-  geometry.pdl = pdl;
+  geometry.pdl = pdl.evaluate(binding, signature) != 0;
   const auto fill = [&](const char* what, const std::vector<Expression>& expressions, unsigned (&out)[3]) {
     for (size_t i = 0; i < expressions.size(); i++) {
       const int64_t value = expressions[i].evaluate(binding, signature);
@@ -77,60 +60,86 @@ Geometry Plan::geometry(const Binding& binding, const Signature& signature) cons
       out[i] = static_cast<unsigned>(value);
     }
   };
-  fill("grid", grid, geometry.grid);
-  fill("block", block, geometry.block);
+  fill("grid", launch.grid, geometry.grid);
+  fill("block", launch.block, geometry.block);
   fill("cluster", cluster, geometry.cluster);
-  if (!shared_bytes.code.empty()) {
-    const int64_t value = shared_bytes.evaluate(binding, signature);
+  if (!launch.shared_bytes.code.empty()) {
+    const int64_t value = launch.shared_bytes.evaluate(binding, signature);
     if (value < 0 || value > INT32_MAX)
-      signature.fail("the shared memory's '" + shared_bytes.text + "' is " + std::to_string(value));
+      signature.fail("the shared memory's '" + launch.shared_bytes.text + "' is " + std::to_string(value));
     geometry.shared_bytes = static_cast<unsigned>(value);
   }
   return geometry;
 }
 
-Parameters::Parameters(const Plan& plan, const std::vector<int>& bytes, const Binding& binding,
-                       const Signature& signature) {
-  for (size_t i = 0; i < plan.arguments.size(); i++) {
-    const Argument& argument = plan.arguments[i];
-    pointers_[i] = &values_[i];
-    if (argument.kind == Argument::kPointer) {
-      const dlpack::Tensor& tensor = binding.tensors[argument.index];
-      values_[i] =
-          binding.is_present[argument.index] ? reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset : 0;
-    } else if (argument.kind == Argument::kInteger) {
-      const int64_t value = argument.value.evaluate(binding, signature);
-      // Signed or not, a parameter of fewer bytes holds it if the bytes that are cut off carry nothing.
-      const int num_bits = 8 * bytes[i];
-      const bool fits =
-          num_bits >= 64 || (value >= -(int64_t{1} << (num_bits - 1)) && value < int64_t{1} << (num_bits - 1));
-      if (!fits)
-        signature.fail("'" + argument.value.text + "' is " + std::to_string(value) + ", which the " +
-                       std::to_string(num_bits) + "-bit parameter cannot hold: declare it int64_t");
-      values_[i] = static_cast<uint64_t>(value);
-    } else {
-      double value;
-      std::memcpy(&value, &binding.values[argument.index], sizeof(value));
-      if (bytes[i] == sizeof(float)) {
-        const float rounded = static_cast<float>(value);
-        std::memcpy(&values_[i], &rounded, sizeof(rounded));
-      } else {
-        std::memcpy(&values_[i], &value, sizeof(value));
-      }
+void check(const Layout& layout, const Launch& launch) {
+  const auto num_fields = std::count_if(launch.arguments.begin(), launch.arguments.end(),
+                                        [](const Argument& argument) { return argument.is_field; });
+  bool fits = layout.parameter_bytes.size() == static_cast<size_t>(launch.num_parameters) &&
+              layout.fields.size() == static_cast<size_t>(num_fields);
+  size_t num_bytes = 0, field = 0;
+  for (int bytes : layout.parameter_bytes) num_bytes += aligned(bytes);
+  for (const Argument& argument : launch.arguments) {
+    if (!fits) break;
+    const int whole = layout.parameter_bytes[argument.parameter];
+    const auto [offset, bytes] = argument.is_field ? layout.fields[field++] : std::pair(0, whole);
+    fits = bytes <= 8 && offset >= 0 && offset + bytes <= whole;
+  }
+  if (!fits) throw std::runtime_error("a compiled kernel has other parameters than its launch has arguments");
+  if (num_bytes > kMaxParameterBytes)
+    throw std::runtime_error("a kernel's parameters have " + std::to_string(num_bytes) + " bytes, at most " +
+                             std::to_string(kMaxParameterBytes) + " can be passed");
+}
+
+Parameters::Parameters(const Launch& launch, const Layout& layout, const Binding& binding, const Signature& signature) {
+  std::byte* next = values_;
+  size_t i = 0, field = 0;
+  for (int parameter = 0; parameter < launch.num_parameters; parameter++) {
+    const int whole = layout.parameter_bytes[parameter];
+    pointers_[parameter] = next;
+    const auto is_of_it = [&] { return i < launch.arguments.size() && launch.arguments[i].parameter == parameter; };
+    if (!is_of_it() || launch.arguments[i].is_field) std::memset(next, 0, whole);  // fields that are not named are 0
+    for (; is_of_it(); i++) {
+      const Argument& argument = launch.arguments[i];
+      const auto [offset, bytes] = argument.is_field ? layout.fields[field++] : std::pair(0, whole);
+      const uint64_t value = argument_value(argument, bytes, binding, signature);
+      std::memcpy(next + offset, &value, bytes);
     }
+    next += aligned(whole);
   }
 }
 
-CpuCode::CpuCode(const std::string& library) {
+CpuCode::CpuCode(const std::string& library, const std::string& entry) {
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) throw std::runtime_error("loading a compiled kernel failed: " + std::string(dlerror()));
-  run_ = reinterpret_cast<void (*)(void**)>(dlsym(handle, "mpk_run"));
-  const auto bytes = reinterpret_cast<const int* (*)()>(dlsym(handle, "mpk_parameter_bytes"));
-  if (!run_ || !bytes) throw std::runtime_error(library + " is not a kernel of torch_mpk.jit");
-  for (const int* size = bytes(); *size; size++) parameter_bytes_.push_back(*size);
+  const auto find = [&](const std::string& name) { return dlsym(handle, (name + entry).c_str()); };
+  run_ = reinterpret_cast<void (*)(void**)>(find("mpk_run"));
+  const auto bytes = reinterpret_cast<const int* (*)()>(find("mpk_parameter_bytes"));
+  const auto fields = reinterpret_cast<const int* (*)()>(find("mpk_fields"));
+  if (!run_ || !bytes || !fields) throw std::runtime_error(library + " is not a kernel of torch_mpk.jit");
+  for (const int* size = bytes(); *size; size++) layout_.parameter_bytes.push_back(*size);
+  for (const int* field = fields(); *field >= 0; field += 2) layout_.fields.emplace_back(field[0], field[1]);
 }
 
-CudaCode::CudaCode(const std::string& image, std::string kernel, std::string symbol, int device, int num_parameters)
+cu::Module CudaCode::module_of(const std::string& image) {
+  // Functions of one image share its variables.
+  static std::mutex mutex;
+  static auto* modules = new std::map<std::pair<int, std::string>, cu::Module>;
+  const std::lock_guard lock(mutex);
+  cu::Module& module = (*modules)[{device_.ordinal, image}];
+  if (module) return module;
+  char log[4096] = {};
+  int options[] = {cu::kJitErrorLogBuffer, cu::kJitErrorLogBufferSizeBytes};
+  void* values[] = {log, reinterpret_cast<void*>(sizeof(log) - 1)};
+  const cu::Result result = driver_.module_load_data_ex(&module, image.c_str(), 2, options, values);
+  if (result != 0) module = nullptr;
+  driver_.check(result,
+                "loading kernel " + kernel_ + " on " + device_.name + (log[0] ? " [" + std::string(log) + "]" : ""));
+  return module;
+}
+
+CudaCode::CudaCode(const std::string& image, std::string kernel, std::string symbol, int device, int num_parameters,
+                   std::vector<std::pair<int, int>> fields)
     : driver_(cu::driver()), device_(cu::device_info(device)), kernel_(std::move(kernel)) {
   if (!driver_.func_get_param_info)
     throw cu::Error("torch_mpk.jit needs a driver of CUDA 12.4 or newer: update NVIDIA's driver");
@@ -139,18 +148,14 @@ CudaCode::CudaCode(const std::string& image, std::string kernel, std::string sym
   driver_.check(driver_.primary_ctx_retain(&context_, handle), "cuDevicePrimaryCtxRetain");
   const cu::ContextGuard current(driver_, context_);
   const cu::RelaxedCaptureGuard relaxed(driver_);
-  char log[4096] = {};
-  int options[] = {cu::kJitErrorLogBuffer, cu::kJitErrorLogBufferSizeBytes};
-  void* values[] = {log, reinterpret_cast<void*>(sizeof(log) - 1)};
-  driver_.check(driver_.module_load_data_ex(&module_, image.c_str(), 2, options, values),
-                "loading kernel " + kernel_ + " on " + device_.name + (log[0] ? " [" + std::string(log) + "]" : ""));
-  driver_.check(driver_.module_get_function(&function_, module_, symbol.c_str()), "finding kernel " + kernel_);
+  driver_.check(driver_.module_get_function(&function_, module_of(image), symbol.c_str()), "finding kernel " + kernel_);
   if (driver_.func_load) driver_.check(driver_.func_load(function_), "loading kernel " + kernel_);
   for (int i = 0; i < num_parameters; i++) {
     size_t offset = 0, size = 0;
     driver_.check(driver_.func_get_param_info(function_, i, &offset, &size), "cuFuncGetParamInfo");
-    parameter_bytes_.push_back(static_cast<int>(size));
+    layout_.parameter_bytes.push_back(static_cast<int>(size));
   }
+  layout_.fields = std::move(fields);
   int bytes = 0;
   driver_.check(driver_.func_get_attribute(&bytes, cu::kFuncAttributeSharedSizeBytes, function_), "cuFuncGetAttribute");
   static_shared_bytes_ = bytes;

@@ -63,12 +63,13 @@ bool is_contiguous(const dlpack::Tensor& tensor) {
 }
 
 Signature::Signature(std::string kernel, std::string text, int device_type, std::vector<Operand> operands,
-                     std::vector<std::string> slot_names)
+                     std::vector<std::string> slot_names, std::vector<Expression> expressions)
     : kernel_(std::move(kernel)),
       text_(std::move(text)),
       device_type_(device_type),
       operands_(std::move(operands)),
-      slot_names_(std::move(slot_names)) {
+      slot_names_(std::move(slot_names)),
+      expressions_(std::move(expressions)) {
   if (operands_.size() > kMaxOperands || slot_names_.size() > kMaxSlots)
     throw std::invalid_argument(kernel_ + ": a kernel takes at most " + std::to_string(kMaxOperands) +
                                 " tensors, and as many names of sizes, strides, dtypes and attributes");
@@ -94,6 +95,7 @@ void Signature::match(int operand, Binding& binding) const {
 bool Signature::bind(const Extent& extent, int64_t value, int operand, Binding& binding) const {
   if (extent.kind == Extent::kLiteral) return value == extent.value;
   if (extent.kind == Extent::kAny) return true;
+  if (extent.kind == Extent::kExpression) return expressions_[extent.value].evaluate(binding, *this) == value;
   if (binding.bound_by[extent.value] != Binding::kFree) return binding.values[extent.value] == value;
   binding.values[extent.value] = value;
   binding.bound_by[extent.value] = static_cast<int8_t>(operand);
@@ -103,6 +105,21 @@ bool Signature::bind(const Extent& extent, int64_t value, int operand, Binding& 
 std::string Signature::origin(int64_t slot, const Binding& binding) const {
   const int by = binding.bound_by[slot];
   return by == Binding::kAttribute ? " was given" : " was bound by " + operands_[by].name;
+}
+
+std::string Signature::expected(const Extent& extent, const Binding& binding) const {
+  if (extent.kind == Extent::kLiteral) return std::to_string(extent.value);
+  const Expression& expression = expressions_[extent.value];
+  return expression.text + " = " + std::to_string(expression.evaluate(binding, *this)) + ", with " +
+         expression.values(binding, *this);
+}
+
+int64_t Signature::size_of(int operand, const Extent& extent, const Binding& binding) const {
+  if (extent.kind == Extent::kLiteral) return extent.value;
+  if (extent.kind == Extent::kSlot) return binding.values[extent.value];
+  const int64_t size = expressions_[extent.value].evaluate(binding, *this);
+  if (size < 0) fail(operands_[operand].name + " would have the size " + expected(extent, binding));
+  return size;
 }
 
 void Signature::match_dtype(int operand, Binding& binding) const {
@@ -153,9 +170,9 @@ void Signature::match_sizes(int operand, Binding& binding) const {
     const int64_t size = t.shape[num_leading + i];
     if (bind(extent, size, operand, binding)) continue;
     const std::string dimension = "dimension " + std::to_string(num_leading + i);
-    if (extent.kind == Extent::kLiteral)
+    if (extent.kind != Extent::kSlot)
       fail(o.name + " has size " + std::to_string(size) + " in " + dimension + ", expected " +
-           std::to_string(extent.value));
+           expected(extent, binding));
     const std::string& name = slot_names_[extent.value];
     fail(o.name + " has " + name + "=" + std::to_string(size) + " in " + dimension + ", but " + name + "=" +
          std::to_string(binding.values[extent.value]) + origin(extent.value, binding));
@@ -178,11 +195,11 @@ void Signature::match_strides(int operand, Binding& binding) const {
   }
   for (int i = 0; i < t.ndim; i++) {
     const Extent& extent = o.strides[i];
-    if (t.shape[i] <= 1 && extent.kind == Extent::kLiteral) continue;  // no element is reached by it
+    if (t.shape[i] <= 1 && extent.kind != Extent::kSlot) continue;  // no element is reached by it
     if (bind(extent, t.strides[i], operand, binding)) continue;
     const std::string where =
         o.name + " has stride " + std::to_string(t.strides[i]) + " in dimension " + std::to_string(i);
-    if (extent.kind == Extent::kLiteral) fail(where + ", expected " + std::to_string(extent.value));
+    if (extent.kind != Extent::kSlot) fail(where + ", expected " + expected(extent, binding));
     fail(where + ", but " + slot_names_[extent.value] + "=" + std::to_string(binding.values[extent.value]) +
          origin(extent.value, binding));
   }

@@ -16,21 +16,20 @@ std::string phase_name(uint32_t phase, const std::vector<std::string>& names) {
 
 std::string awaited(const StallRecord& stall, const std::vector<std::string>& names) {
   switch (stall.waiting) {
-    case 0:
+    case Waiting::kEvent:
       return "event of phase " + phase_name(stall.event, names);
-    case 1:
+    case Waiting::kFullSlot:
       return "full ring slot " + std::to_string(stall.event);
-    case 2:
+    case Waiting::kFreeSlot:
       return "free ring slot " + std::to_string(stall.event);
-    case 3:
+    case Waiting::kLoader:
       return "the loader's progress";
-    case 4:
+    case Waiting::kElement:
       return "results of other workers, which it polls";
-    case 5:
+    case Waiting::kSum:
       return "another warp's sums";
-    default:
-      return "unknown (" + std::to_string(stall.waiting) + ")";
   }
+  return "unknown (" + std::to_string(static_cast<uint32_t>(stall.waiting)) + ")";
 }
 
 Row describe(size_t first, size_t last, const StallRecord& stall, const std::vector<std::string>& names) {
@@ -39,7 +38,7 @@ Row describe(size_t first, size_t last, const StallRecord& stall, const std::vec
   if (!stall.valid) return {workers, "-", "-", "nothing: left when it saw the abort", "-", "-", "-"};
   return {workers,
           phase_name(stall.phase, names),
-          stall.role == 0 ? "consumer" : "loader",
+          stall.role == WarpRole::kConsumer ? "consumer" : "loader",
           awaited(stall, names),
           std::to_string(stall.seen),
           std::to_string(stall.expected),

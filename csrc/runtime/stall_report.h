@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "torch_mpk/abi.h"
+#include "torch_mpk/abi/control.h"
 
 namespace mpk {
 

@@ -19,6 +19,14 @@ inline std::vector<const Operand*> outputs(const Node& node) {
   return written;
 }
 
+// All nodes that a job runs.
+inline std::vector<int> members(const Job& job) {
+  std::vector<int> nodes = job.prologue;
+  nodes.insert(nodes.end(), job.body.begin(), job.body.end());
+  nodes.insert(nodes.end(), job.epilogue.begin(), job.epilogue.end());
+  return nodes;
+}
+
 inline bool writes(const Node& node, int buffer) {
   return std::any_of(node.operands.begin(), node.operands.end(),
                      [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == buffer; });
@@ -92,12 +100,10 @@ inline bool writes_each_point_once(const Node& node) {
   return true;
 }
 
-// Whether it reads this operand. Activations of stream tasks are the consumers'.
-inline bool loader_reads(const TaskDef& def, const Operand& operand) {
-  if (def.role != Role::kStream) return operand.name == def.stream;
-  static constexpr const char* kConsumers[] = {"x", "q", "k_new", "v_new", "slot", "mask", "bias"};
-  return operand.is_read &&
-         std::find(std::begin(kConsumers), std::end(kConsumers), operand.name) == std::end(kConsumers);
+// Whether the loader does, ahead of the phase.
+inline bool loader_reads(const Node& node, const Operand& operand) {
+  const OperandSpec* spec = node.def->find(operand.name);
+  return spec != nullptr && spec->is_loaded && operand.is_read;
 }
 
 // The last phase that may still run while `phase` does: up to the next one that waits for everybody.
@@ -105,6 +111,15 @@ inline int last_concurrent(const Schedule& schedule, int phase) {
   const int num_phases = static_cast<int>(schedule.phases.size());
   while (phase + 1 < num_phases && schedule.phases[phase + 1].waits.empty()) phase++;
   return phase;
+}
+
+// Whether everything of phase `a` is visible to phase `b` once that has awaited its events: every worker runs the
+// phases in order, and what it has waited for once it need not wait for again.
+inline bool happens_before(const Schedule& schedule, int a, int b) {
+  for (int p = 0; p <= b; p++)
+    for (int wait : schedule.phases[p].waits)
+      if (wait >= a) return true;
+  return false;
 }
 
 // The phases in which a workspace buffer holds a value somebody may need, both ends included.
@@ -126,14 +141,13 @@ inline std::vector<Lifetime> buffer_lifetimes(const Schedule& schedule) {
   std::vector<bool> stored(lifetimes.size(), false);
   for (size_t p = 0; p < schedule.phases.size(); p++)
     for (const Job& job : schedule.phases[p].jobs)
-      for (const auto* list : {&job.prologue, &job.body, &job.epilogue})
-        for (int n : *list)
-          for (const Operand& operand : schedule.graph.nodes()[n].operands) {
-            const int b = operand.tensor.buffer;
-            if (schedule.graph.buffers()[b].kind != BufferKind::kWorkspace) continue;
-            lifetimes[b].extend(static_cast<int>(p));
-            if (std::find(job.unstored.begin(), job.unstored.end(), b) == job.unstored.end()) stored[b] = true;
-          }
+      for (int n : members(job))
+        for (const Operand& operand : schedule.graph.nodes()[n].operands) {
+          const int b = operand.tensor.buffer;
+          if (schedule.graph.buffers()[b].kind != BufferKind::kWorkspace) continue;
+          lifetimes[b].extend(static_cast<int>(p));
+          if (std::find(job.unstored.begin(), job.unstored.end(), b) == job.unstored.end()) stored[b] = true;
+        }
   for (size_t b = 0; b < lifetimes.size(); b++) {
     if (!stored[b]) lifetimes[b] = {};
     if (lifetimes[b].used()) lifetimes[b].last = last_concurrent(schedule, lifetimes[b].last);

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._higher_order_ops.associative_scan import associative_scan
 
+from tests.thinned import thinned
 from torch_mpk.capture import Captured, capture, source_line
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
@@ -49,6 +50,7 @@ def histogram(captured: Captured) -> Counter:
 
 
 class TestOperations(expecttest.TestCase):
+    @pytest.mark.slow
     def test_of_decode_steps(self):
         variants = [
             (arch, attention, mask)
@@ -185,7 +187,7 @@ class _Symbolic:
         return [1]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", thinned(["sdpa", "eager"], 0))
 def test_the_captured_graph_does_what_eager_does(attention):
     model = tiny_model("llama", attention=attention)
     prompt = random_ids(2, 5)

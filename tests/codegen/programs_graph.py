@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from decoder_graph import Builder, register_tasks
-
+from tests.schedule.decoder_graph import Builder
 from torch_mpk import _C
 
 
@@ -73,7 +72,6 @@ def reduction(b: Builder, op: str, source: _C.Tensor, dtype: str) -> None:
 def long_reductions(rows: int, size: int) -> _C.TBGraph:
     """Every kind of state of a reduction: one word or two, with an index or without."""
     b = Builder()
-    register_tasks()
     x = b.buffer("input", "x", "bfloat16", [rows, size])
     counts = b.buffer("input", "counts", "int64", [rows, size])
     for op, source, dtype in (

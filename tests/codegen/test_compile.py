@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 import torch
-from decoder_graph import Builder, decoder
-from programs_graph import programs_and_reductions
 from torch._guards import tracing
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
+from tests.codegen.programs_graph import programs_and_reductions
+from tests.schedule.decoder_graph import Builder, decoder
+from tests.thinned import thinned
 from torch_mpk import _C, lowering
 from torch_mpk.capture import capture
+from torch_mpk.errors import CompileError, UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.jit.report import Resources
 from torch_mpk.patterns import apply
@@ -41,11 +44,15 @@ def compiled(graph: _C.TBGraph, arch: int) -> Resources:
 
 @pytest.mark.parametrize(
     ("decoder_name", "arch", "batch"),
-    [
-        *((name, *on) for name in ("qwen3-0.6b", "qwen3-8b") for on in ((90, 1), (90, 8), (80, 1))),
-        ("heads of 256", 90, 1),
-        ("8 heads a group", 90, 1),
-    ],
+    thinned(
+        [
+            *((name, *on) for name in ("qwen3-0.6b", "qwen3-8b") for on in ((90, 1), (90, 8), (80, 1))),
+            ("heads of 256", 90, 1),
+            ("8 heads a group", 90, 1),
+        ],
+        0,
+        5,
+    ),
 )
 def test_a_decoder_keeps_nothing_in_local_memory(decoder_name: str, arch: int, batch: int) -> None:
     """Neither spilled registers nor arrays that the compiler could not split: their stores take memory bandwidth."""
@@ -70,20 +77,20 @@ def graph_of_a_step(arch: str, attention: str, dtype: torch.dtype, batch: int, m
     return graph
 
 
-@pytest.mark.parametrize("arch", [90, 80])
-@pytest.mark.parametrize(
-    "step", [("qwen3", "sdpa", torch.float16, 16, "4d"), ("llama", "eager", torch.float32, 3, "2d")], ids=str
-)
-def test_steps_of_other_dtypes_and_with_masks_compile(arch: int, step: tuple) -> None:
+STEPS = [("qwen3", "sdpa", torch.float16, 16, "4d"), ("llama", "eager", torch.float32, 3, "2d")]
+
+
+@pytest.mark.parametrize(("step", "arch"), thinned(itertools.product(STEPS, [90, 80]), 3), ids=str)
+def test_steps_of_other_dtypes_and_with_masks_compile(step: tuple, arch: int) -> None:
     compiled(graph_of_a_step(*step), arch)
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", thinned([90, 80], 0))
 def test_programs_and_reductions_compile(arch: int) -> None:
     compiled(programs_and_reductions(), arch)
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", thinned([90, 80], 0))
 def test_a_kernel_for_racecheck_compiles(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-DMPK_RACECHECK")
     compiled(decoder(), arch)
@@ -112,6 +119,41 @@ def test_depth_adds_table_rows_only() -> None:
         assert length <= 240
         rows.append(number)
     assert rows[1] - rows[0] == 9 * 5 + 1  # the last phase's counters take a second one
+
+
+@pytest.mark.parametrize(
+    ("member", "header", "concept"),
+    thinned(
+        [
+            ("int kTileRows =", "linear.cuh", "concept Sizes"),
+            ("uint32_t num_rows(", "linear.cuh", "static_assert(Variant<V, C>)"),
+            ("int kFewHeads =", "attention.cuh", "concept Sizes"),
+            ("int64_t slot(", "attention.cuh", "static_assert(Sizes<V> && Places<V>)"),
+            ("float kEps =", "rms_norm.cuh", "concept Traits"),
+        ],
+        0,
+        3,
+        4,
+    ),
+)
+def test_the_compiler_names_the_concept_that_a_variant_lacks(member: str, header: str, concept: str) -> None:
+    source = _C.generate_cuda(_C.make_schedule(decoder(layers=1), _C.Target("cuda", 90, 132, SMEM_BYTES[90]))).source
+    assert member in source
+    with pytest.raises(CompileError) as refused:
+        compile_cuda(source.replace(member, f"{member[:-1].rstrip()}_{member[-1]}"), 90)
+    message = str(refused.value)
+    assert header in message
+    assert concept in message
+
+
+def test_a_stream_task_without_an_emitter_is_named() -> None:
+    operands = [("x", ["R", "K"], False, True, False), ("y", ["R", "K"], False, False, True)]
+    _C.register_task("codegen_test_copy", "stream", operands, [], "")
+    b = Builder()
+    x, y = (b.buffer(kind, name, "bfloat16", [1, 64]) for kind, name in (("input", "x"), ("output", "y")))
+    b.node("codegen_test_copy", [("x", x)], y, label="here")
+    with pytest.raises(UnsupportedError, match=r"codegen_test_copy \(here\): this task has no CUDA code"):
+        _C.generate_cuda(_C.make_schedule(b.graph, _C.Target("cuda", 90, 132, SMEM_BYTES[90])))
 
 
 def test_what_cannot_be_generated_is_named() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from decoder_graph import Builder, decoder, register_tasks
-from emulated_kernel import SMEM_BYTES, EmulatedKernel, allocate, decoder_inputs, reference, relative_error, tensors
-from programs_graph import long_reductions, programs_and_reductions
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
+from tests.codegen.emulated_calls import allocate, decoder_inputs, reference, relative_error, tensors
+from tests.codegen.programs_graph import long_reductions, programs_and_reductions
+from tests.schedule.decoder_graph import Builder, decoder
+from tests.thinned import thinned
 from torch_mpk import _C, reference_vm
+from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, emulate
 
 
 def check_decoder(kernel: EmulatedKernel, limits: list[int], slot: int, tolerance: float) -> list[torch.Tensor]:
@@ -40,14 +41,13 @@ def check_decoder(kernel: EmulatedKernel, limits: list[int], slot: int, toleranc
     return first
 
 
-def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_decoder_in_bf16_and_its_fusions_bit_by_bit() -> None:
     sizes = {"batch": 3, "heads": 8, "groups": 2, "head_dim": 32, "ffn": 200, "length": 520, "vocab": 8000}
     sizes["computed_tables"] = True
     left_behind = []
     for fuse, polled in ((True, True), (True, False), (False, False)):
-        folder = tmp_path / f"{fuse}{polled}"
-        folder.mkdir()
-        kernel = EmulatedKernel(decoder(**sizes), folder, fuse=fuse, polled=polled)
+        kernel = emulate(decoder(**sizes), fuse=fuse, polled=polled)
         assert any(kernel.schedule.polled) == polled
         if fuse:
             jobs = [job for phase in kernel.schedule.phases for job in phase.jobs]
@@ -59,9 +59,9 @@ def test_decoder_in_bf16_and_its_fusions_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for other in left_behind[1:] for pair in zip(left_behind[0], other, strict=True))
 
 
-def test_launches_poll_what_they_made_themselves(tmp_path: Path) -> None:
+def test_launches_poll_what_they_made_themselves() -> None:
     """Each with other inputs, one of them with NaN; three places would be needed to meet an older launch's elements."""
-    kernel = EmulatedKernel(decoder(), tmp_path, polled=True)
+    kernel = emulate(decoder(), polled=True)
     graph = kernel.schedule.graph
     for launch in range(5):
         torch.manual_seed(launch)
@@ -81,15 +81,16 @@ def test_launches_poll_what_they_made_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "ffn", "slot"), [(2560, 9728, 10240), (3072, 8192, 12288), (4096, 12288, 8192), (896, 4864, 8192)]
+    ("hidden", "ffn", "slot"),
+    thinned([(2560, 9728, 10240), (3072, 8192, 12288), (4096, 12288, 8192), (896, 4864, 8192)], 1, 2, 3),
 )
-def test_rows_fill_the_slots_of_the_ring(tmp_path: Path, hidden: int, ffn: int, slot: int) -> None:
+def test_rows_fill_the_slots_of_the_ring(hidden: int, ffn: int, slot: int) -> None:
     sizes = {"heads": 2, "groups": 1, "head_dim": 32, "layers": 1}
     graph = decoder(hidden=hidden, ffn=ffn, vocab=32064, **sizes)
     schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, SMEM_BYTES, True, True))
     assert f"kSlotBytes = {slot};" in _C.generate_cuda(schedule, False).source
     if slot == 10240:
-        kernel = EmulatedKernel(decoder(hidden=hidden, ffn=1280, **sizes), tmp_path, polled=True)
+        kernel = emulate(decoder(hidden=hidden, ffn=1280, **sizes), polled=True)
         assert f"kSlotBytes = {slot};" in kernel.program.source
         check_decoder(kernel, [40], 39, 2e-2)
 
@@ -105,57 +106,58 @@ def test_tiles_fill_slots_where_the_ring_does_not_hold_all_of_a_workers() -> Non
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "head_dim", "limit"), [(2, 2, 128, 40), (4, 1, 80, 39), (14, 2, 64, 17), (10, 1, 256, 33)]
+    ("heads", "groups", "head_dim", "limit"),
+    thinned([(2, 2, 128, 40), (4, 1, 80, 39), (14, 2, 64, 17), (10, 1, 256, 33)], 1),
 )
-def test_heads_of_a_group_by_number_and_size(
-    tmp_path: Path, heads: int, groups: int, head_dim: int, limit: int
-) -> None:
+def test_heads_of_a_group_by_number_and_size(heads: int, groups: int, head_dim: int, limit: int) -> None:
     """Tensor cores take four heads at a time, lanes 2 to 8 elements, and 10 heads take five passes; four heads are
     shared out two by two among three workers, seven are not."""
     sizes = {"heads": heads, "groups": groups, "head_dim": head_dim, "layers": 1, "computed_tables": True}
-    kernel = EmulatedKernel(decoder(**sizes), tmp_path, polled=True)
+    kernel = emulate(decoder(**sizes), polled=True)
     torch.manual_seed(heads)
     check_decoder(kernel, [limit], limit - 1, 2e-2)
 
 
 @pytest.mark.parametrize(
     ("groups", "workers", "dtype", "limits"),
-    [
-        (1, 16, "bfloat16", [2800, 30, 2800]),  # 16 pieces, 1 and, not for the first time, 16
-        (2, 6, "bfloat16", [450, 300]),  # 3 and 2
-        (1, 6, "bfloat16", [2000]),  # 6, of several tiles a warp
-        (2, 3, "bfloat16", [300]),  # 1, of several tiles a warp
-        (1, 4, "float32", [600, 300]),
-    ],
+    thinned(
+        [
+            (1, 16, "bfloat16", [2800, 30, 2800]),  # 16 pieces, 1 and, not for the first time, 16
+            (2, 6, "bfloat16", [450, 300]),  # 3 and 2
+            (1, 6, "bfloat16", [2000]),  # 6, of several tiles a warp
+            (2, 3, "bfloat16", [300]),  # 1, of several tiles a warp
+            (1, 4, "float32", [600, 300]),
+        ],
+        1,
+    ),
 )
-def test_decoder_with_caches_cut_into_pieces(
-    tmp_path: Path, groups: int, workers: int, dtype: str, limits: list[int]
-) -> None:
+def test_decoder_with_caches_cut_into_pieces(groups: int, workers: int, dtype: str, limits: list[int]) -> None:
     sizes = {"heads": 4, "groups": groups, "head_dim": 64, "ffn": 96, "length": max(limits), "layers": 1}
     is_short = dtype == "bfloat16"
-    kernel = EmulatedKernel(decoder(dtype=dtype, **sizes), tmp_path, workers=workers, polled=is_short)
+    kernel = emulate(decoder(dtype=dtype, **sizes), workers=workers, polled=is_short)
     for limit in limits:
         torch.manual_seed(limit)
         check_decoder(kernel, [limit], limit - 1, 2e-2 if is_short else 1e-5)
 
 
-def test_a_ring_that_holds_fewer_tiles_than_there_are_warps(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_ring_that_holds_fewer_tiles_than_there_are_warps() -> None:
     sizes = {"heads": 4, "groups": 1, "head_dim": 128, "length": 400, "layers": 1, "dtype": "float32"}
-    kernel = EmulatedKernel(decoder(**sizes), tmp_path, smem_bytes=100 << 10)  # 12 slots; a tile takes two
+    kernel = emulate(decoder(**sizes), smem_bytes=100 << 10)  # 12 slots; a tile takes two
     check_decoder(kernel, [400], 399, 1e-5)
 
 
-def test_a_batch_whose_rows_are_cut_differently(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_batch_whose_rows_are_cut_differently() -> None:
     """A worker has several pieces, and may have several of one group."""
     sizes = {"batch": 4, "heads": 4, "groups": 2, "head_dim": 64, "length": 2400, "layers": 1}
-    kernel = EmulatedKernel(decoder(**sizes), tmp_path, workers=3, polled=True)
+    kernel = emulate(decoder(**sizes), workers=3, polled=True)
     check_decoder(kernel, [2400, 16, 0, 500], 15, 2e-2)
 
 
-@pytest.mark.parametrize("style", ["sdpa", "eager"])
-def test_heads_without_a_key_give_what_their_form_gives(tmp_path: Path, style: str) -> None:
+@pytest.mark.parametrize("style", thinned(["sdpa", "eager"], 0))
+def test_heads_without_a_key_give_what_their_form_gives(style: str) -> None:
     """One launch of two attentions, one whose cache is shared by all workers, with a float and a bool mask."""
-    register_tasks()
     b = Builder()
     inputs, batch, heads = [], 2, 4
 
@@ -174,7 +176,7 @@ def test_heads_without_a_key_give_what_their_form_gives(tmp_path: Path, style: s
             operands += [given("mask", mask), given("limit", torch.tensor([length, 0 if mask is keep else length]))]
             y = b.buffer("output", "y", "float32", [batch, heads, 16])
             b.node("attention", operands, y, {"scale": 0.25, "style": style})
-    kernel = EmulatedKernel(b.graph, tmp_path)
+    kernel = emulate(b.graph)
     _, wanted = reference(b.graph, inputs)
     given_inputs = [allocate(t).copy_(x) for t, x in zip(tensors(b.graph, "input"), inputs, strict=True)]
     outputs = [allocate(t) for t in tensors(b.graph, "output")]
@@ -191,21 +193,20 @@ ROWS_OFF_16_BYTES = {"hidden": 70, "heads": 16, "groups": 1, "head_dim": 256, "f
 
 @pytest.mark.parametrize(
     ("arch", "sizes", "limits", "slot"),
-    [(80, SLOT_OUTSIDE, [300, 7], 300), (90, ROWS_OFF_16_BYTES, [150], 3)],
+    thinned([(80, SLOT_OUTSIDE, [300, 7], 300), (90, ROWS_OFF_16_BYTES, [150], 3)], 1),
 )
-def test_decoder_in_fp32(tmp_path: Path, arch: int, sizes: dict, limits: list[int], slot: int) -> None:
-    kernel = EmulatedKernel(decoder(layers=1, dtype="float32", **sizes), tmp_path, arch=arch)
+def test_decoder_in_fp32(arch: int, sizes: dict, limits: list[int], slot: int) -> None:
+    kernel = emulate(decoder(layers=1, dtype="float32", **sizes), arch=arch)
     check_decoder(kernel, limits, slot, 1e-5)
 
 
-def test_entries_of_a_tile_for_several_warps_bit_by_bit(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_entries_of_a_tile_for_several_warps_bit_by_bit() -> None:
     """Rows of the down projection are longer than a slot; rows of gate and up fill one each."""
     sizes = {"hidden": 2056, "heads": 2, "groups": 1, "ffn": 4360, "length": 40, "layers": 1}
     left_behind = []
     for fuse in (True, False):
-        folder = tmp_path / str(fuse)
-        folder.mkdir()
-        kernel = EmulatedKernel(decoder(**sizes), folder, fuse=fuse, workers=2)
+        kernel = emulate(decoder(**sizes), fuse=fuse, workers=2)
         torch.manual_seed(1)
         left_behind.append(check_decoder(kernel, [33], 32, 2e-2))
     assert all(map(torch.equal, *left_behind))
@@ -213,19 +214,21 @@ def test_entries_of_a_tile_for_several_warps_bit_by_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "workers", "smem_bytes", "assignment"),
-    [
-        (3000, 3, 30 << 10, "claimed"),  # two slots: fewer than the entries that the loader fills at once elsewhere
-        (9000, 3, SMEM_BYTES, "claimed"),  # rows of three chunks
-        (9000, 40, SMEM_BYTES, "static"),
-    ],
+    thinned(
+        [
+            (3000, 3, 30 << 10, "claimed"),  # two slots: fewer than the entries that the loader fills at once elsewhere
+            (9000, 3, SMEM_BYTES, "claimed"),  # rows of three chunks
+            (9000, 40, SMEM_BYTES, "static"),
+        ],
+        0,
+    ),
 )
-def test_one_linear(tmp_path: Path, size: int, workers: int, smem_bytes: int, assignment: str) -> None:
-    register_tasks()
+def test_one_linear(size: int, workers: int, smem_bytes: int, assignment: str) -> None:
     b = Builder()
     names = {"x": [1, size], "weight": [200, size]}
     operands = [(name, b.buffer("input", name, "bfloat16", shape)) for name, shape in names.items()]
     b.node("linear", operands, b.buffer("output", "y", "bfloat16", [1, 200]))
-    kernel = EmulatedKernel(b.graph, tmp_path, workers=workers, smem_bytes=smem_bytes)
+    kernel = emulate(b.graph, workers=workers, smem_bytes=smem_bytes)
     [[job]] = [phase.jobs for phase in kernel.schedule.phases]
     assert job.assignment == assignment
     inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in names.values()]
@@ -247,21 +250,20 @@ def test_readers_wait_for_what_they_poll_in_the_reference_vm(seed: int) -> None:
     assert all(map(torch.equal, [*inputs, *outputs], [*wanted[0], *wanted[1]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 80])
-def test_a_kernel_for_racecheck_hands_over_by_barriers_bit_by_bit(tmp_path: Path, arch: int) -> None:
+def test_a_kernel_for_racecheck_hands_over_by_barriers_bit_by_bit(arch: int) -> None:
     left_behind = []
     for racecheck in (True, False):
-        folder = tmp_path / str(racecheck)
-        folder.mkdir()
-        kernel = EmulatedKernel(decoder(vocab=8000), folder, arch=arch, racecheck=racecheck)
+        kernel = emulate(decoder(vocab=8000), arch=arch, racecheck=racecheck)
         assert any(job.assignment == "claimed" for phase in kernel.schedule.phases for job in phase.jobs)
         torch.manual_seed(1)
         left_behind.append(check_decoder(kernel, [40], 5, 2e-2))
     assert all(map(torch.equal, *left_behind))
 
 
-def test_a_profiled_kernel_stamps_every_phase_of_every_worker(tmp_path: Path) -> None:
-    kernel = EmulatedKernel(decoder(layers=1, dtype="float32"), tmp_path, profiled=True)
+def test_a_profiled_kernel_stamps_every_phase_of_every_worker() -> None:
+    kernel = emulate(decoder(layers=1, dtype="float32"), profiled=True)
     check_decoder(kernel, [40], 5, 1e-5)
     program = kernel.program
     stamps = kernel.control[program.stamps_offset :].view(torch.int32).view(program.num_workers, program.num_phases, 5)
@@ -272,10 +274,12 @@ def test_a_profiled_kernel_stamps_every_phase_of_every_worker(tmp_path: Path) ->
         assert ((later - earlier) >= 0).all()  # of a clock that wraps
 
 
-@pytest.mark.parametrize(("rows", "size", "workers"), [(1, 9000, 5), (2, 5001, 5), (1, 90000, 40), (3, 2500, 2)])
-def test_long_rows_are_cut_into_pieces(tmp_path: Path, rows: int, size: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "size", "workers"), thinned([(1, 9000, 5), (2, 5001, 5), (1, 90000, 40), (3, 2500, 2)], 0)
+)
+def test_long_rows_are_cut_into_pieces(rows: int, size: int, workers: int) -> None:
     graph = long_reductions(rows, size)
-    kernel = EmulatedKernel(graph, tmp_path, workers=workers)
+    kernel = emulate(graph, workers=workers)
     assert ("partials(" in kernel.program.source) == (rows < workers)
     x, counts = (allocate(t) for t in tensors(graph, "input"))
     for launch in range(3):
@@ -294,9 +298,9 @@ def test_long_rows_are_cut_into_pieces(tmp_path: Path, rows: int, size: int, wor
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance / 100, equal_nan=True)
 
 
-def test_programs_and_reductions(tmp_path: Path) -> None:
+def test_programs_and_reductions() -> None:
     graph = programs_and_reductions()
-    kernel = EmulatedKernel(graph, tmp_path)
+    kernel = emulate(graph)
     inputs = [allocate(t) for t in tensors(graph, "input")]
     for t, values in zip(inputs, (torch.randn(4, 6), torch.tensor([3, 0, 9, 1, 2]), torch.randn(4, 1500), 41)):
         t.copy_(torch.as_tensor(values))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from decoder_graph import decoder
-from emulated_kernel import EmulatedKernel, allocate, decoder_inputs, reference, relative_error, tensors
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
+from tests.codegen.emulated_calls import allocate, decoder_inputs, reference, relative_error, tensors
+from tests.schedule.decoder_graph import decoder
+from torch_mpk.testing.emulator import EmulatedKernel, emulate
 
 WORKERS = 3
 WATCHDOG_NS = 5 * 10**8  # far more than a busy machine keeps a worker from running
@@ -62,8 +62,8 @@ class Launches:
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernel:
-    return EmulatedKernel(decoder(layers=1, dtype="float32"), tmp_path_factory.mktemp("kernel"), workers=WORKERS)
+def kernel() -> EmulatedKernel:
+    return emulate(decoder(layers=1, dtype="float32"), workers=WORKERS)
 
 
 @pytest.fixture
@@ -112,8 +112,9 @@ def test_a_worker_that_waits_for_a_multiprocessor_is_not_stuck(launches: Launche
         assert relative_error(got, want) < 1e-5
 
 
-def test_elements_that_never_come(tmp_path: Path) -> None:
-    kernel = EmulatedKernel(decoder(layers=1), tmp_path, workers=WORKERS, polled=True)
+@pytest.mark.slow
+def test_elements_that_never_come() -> None:
+    kernel = emulate(decoder(layers=1), workers=WORKERS, polled=True)
     launches = Launches(kernel)
     launches.check_next_is_right()
     stored = kernel.polled[: kernel.schedule.polled_bytes].view(torch.int16)
@@ -132,8 +133,8 @@ def test_elements_that_never_come(tmp_path: Path) -> None:
     launches.check_next_is_right()
 
 
-def test_signals_that_never_come_where_most_phases_poll(tmp_path: Path) -> None:
-    kernel = EmulatedKernel(decoder(layers=1), tmp_path, workers=WORKERS, polled=True)
+def test_signals_that_never_come_where_most_phases_poll() -> None:
+    kernel = emulate(decoder(layers=1), workers=WORKERS, polled=True)
     launches = Launches(kernel)
     waiting = [p for p, phase in enumerate(kernel.schedule.phases) if phase.waits]
     for phase in waiting:  # the others need no signal
@@ -144,9 +145,10 @@ def test_signals_that_never_come_where_most_phases_poll(tmp_path: Path) -> None:
     launches.check_next_is_right()
 
 
-def test_a_piece_of_attention_whose_result_never_comes(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_piece_of_attention_whose_result_never_comes() -> None:
     graph = decoder(layers=1, groups=1, head_dim=64, length=450)
-    kernel = EmulatedKernel(graph, tmp_path, workers=WORKERS, polled=True)
+    kernel = emulate(graph, workers=WORKERS, polled=True)
     launches = Launches(kernel, limit=450)
     launches.check_next_is_right()
     (phase,) = [p for p, name in enumerate(kernel.program.phase_names) if "attention" in name]

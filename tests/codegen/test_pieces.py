@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SOURCE = """
-#include "torch_mpk/device/partition.h"
+#include "torch_mpk/abi/partition.h"
 using namespace mpk;
 // Writes the pieces, as long as there are any; returns their number.
 extern "C" int cut(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 
+from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 from torch_mpk.tasks.attention import attention as reference
 
 NAMES = ("q", "k_new", "v_new", "slot", "k_cache", "v_cache", "mask", "limit")

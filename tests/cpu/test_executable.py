@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from net import CPU, ISAS, Net
 
+from tests.cpu.net import CPU, ISAS, Net
 from torch_mpk import _C
 
 HIDDEN, FFN = 192, 520

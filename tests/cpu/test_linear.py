@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from net import FLOATS, ISAS, TOLERANCE, Net, rms_error
+
+from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 
 SHAPES = [
     (1, 256, 40, False), (1, 257, 7, True), (3, 31, 65, True), (16, 128, 33, False), (5, 1, 1, True),

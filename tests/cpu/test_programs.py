@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from net import ISAS, Net, name_of
 
+from tests.cpu.net import ISAS, Net, name_of
 from torch_mpk import _C
 
 STRUCTURAL = {"const", "index", "size", "load", "store", "cast", "where"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from net import FLOATS, ISAS, TOLERANCE, Net, rms_error
+
+from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 
 
 def llama(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import random
-import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from emulated_kernel import EmulatedKernel
-from random_programs import INPUTS, Program
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_mpk import _C, lowering, reference_vm, runtime
-from torch_mpk.admission import check_call, check_graph, check_mutations
+from tests.fuzz.random_programs import INPUTS, Program
+from torch_mpk import _C, lowering, reference_vm
+from torch_mpk.admission import check_call, check_graph
 from torch_mpk.capture import capture
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import DeclinedError, MpkWarning, UnsupportedError
 from torch_mpk.partition import Partitioned, partition
 from torch_mpk.patterns import apply
-from torch_mpk.runtime.device import backend_of
+from torch_mpk.program import Program as BuiltProgram
+from torch_mpk.runtime.backend import backend_of
+from torch_mpk.runtime.overlaps import check_apart, memory_of
+from torch_mpk.testing.emulator import emulate
 
 NOISY_RUNS = 3
 H200 = _C.Target("cuda", 90, 132, 232448, True, True)
@@ -117,7 +117,7 @@ def _partitioned(gm: fx.GraphModule, inputs: list[Tensor], target: _C.Target | N
     captured = capture(gm, inputs)
     check_graph(captured)
     mutated = [i for i, graph_input in enumerate(captured.inputs) if graph_input.is_mutated]
-    check_mutations([graph_input.source for graph_input in captured.inputs], mutated, inputs)
+    check_apart(inputs, memory_of([graph_input.source for graph_input in captured.inputs], inputs, mutated))
     return partition(apply(captured.graph_module), 1, target)
 
 
@@ -129,7 +129,7 @@ def by_stages(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
     """The backend without Dynamo, and without the net that turns an error of ours into a fallback."""
     device, options = inputs[0].device, Options(fallback="eager")
     partitioned = _partitioned(gm, inputs, backend_of(device).target(device, options))
-    program = runtime.Program.build(partitioned, device, options, Dump.next())
+    program = BuiltProgram.build(partitioned, device, options, Dump.next())
     return program.callable(gm.forward), _num_ours(partitioned)
 
 
@@ -213,8 +213,7 @@ class _Emulated(_Lowered):
     def __init__(self, gm: fx.GraphModule, seed: int) -> None:
         super().__init__(gm, seed)
         workers = self.order.choice([1, 2, 5])
-        with tempfile.TemporaryDirectory() as folder:
-            self.kernel = EmulatedKernel(self.lowered.graph, Path(folder), workers=workers, polled=True)
+        self.kernel = emulate(self.lowered.graph, workers=workers, polled=True)
 
     def launch(self, inputs: list[Tensor], fresh: list[Tensor]) -> None:
         """Copies inputs that a kernel cannot take where they lie, there and back; the runtime leaves them to eager."""

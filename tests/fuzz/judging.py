@@ -5,8 +5,9 @@ import random
 from typing import NamedTuple
 
 import torch
-from checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
-from random_programs import Program
+
+from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
+from tests.fuzz.random_programs import Program
 
 
 class Verdict(NamedTuple):

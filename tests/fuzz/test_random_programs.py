@@ -6,46 +6,33 @@ import dataclasses
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_programs import KINDS, Program, Step, write
+
+from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
+from tests.fuzz.random_programs import KINDS, Program, Step, write
+from tests.thinned import thinned
 
 PROGRAMS = st.randoms(use_true_random=False).map(lambda rng: Program.draw(rng, max_steps=7))
 RANDOM = {"database": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=80, **RANDOM)
-@given(PROGRAMS)
-def test_stages_compute_what_eager_does(program: Program) -> None:
-    check(program, by_stages)
+FEW = [(by_stages, 20), (by_reference_vm, 10), (by_dynamo, 4), (by_codegen, 10)]
+MANY = [(by_stages, 200), (by_reference_vm, 60), (by_dynamo, 20), (by_codegen, 80), (by_emulator, 8)]
 
 
-@settings(max_examples=30, **RANDOM)
-@given(PROGRAMS)
-def test_fused_schedules_compute_it_in_any_legal_order(program: Program) -> None:
-    check(program, by_reference_vm)
+@pytest.mark.parametrize(("way", "num_programs"), thinned(FEW + MANY, *range(len(FEW))))
+def test_programs_compute_what_eager_does(way: Callable, num_programs: int) -> None:
+    @settings(max_examples=num_programs, **RANDOM)
+    @given(PROGRAMS)
+    def check_program(program: Program) -> None:
+        check(program, way)
 
-
-@settings(max_examples=10, **RANDOM)
-@given(PROGRAMS)
-def test_so_does_torch_compile(program: Program) -> None:
-    check(program, by_dynamo)
-
-
-@settings(max_examples=40, **RANDOM)
-@given(PROGRAMS)
-def test_there_are_kernels_for_what_partitioning_takes(program: Program) -> None:
-    check(program, by_codegen)
-
-
-@settings(max_examples=6, **RANDOM)
-@given(PROGRAMS)
-def test_emulated_kernels_compute_what_eager_does(program: Program) -> None:
-    check(program, by_emulator)
+    check_program()
 
 
 @pytest.mark.parametrize("seed", [23])  # what its polled vectors stood in was used again before an update read them
@@ -81,8 +68,9 @@ def test_what_is_not_eagers_is_seen(way) -> None:
         check(program, way)
 
 
+@pytest.mark.slow
 def test_a_long_run_in_processes() -> None:
-    command = [sys.executable, str(Path(__file__).parent), "--programs", "4", "--seed", "1", "--processes", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    command = [sys.executable, "-m", "tests.fuzz", "--programs", "4", "--seed", "1", "--processes", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=Path(__file__).parents[2])
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith("4 programs in ")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_graph import decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.schedule.decoder_graph import decoder
 from torch_mpk import _C, PersistentKernel, graph_view
 from torch_mpk.__main__ import main
 from torch_mpk.errors import GraphFileError
@@ -37,7 +37,7 @@ def test_summary(folder):
   output: 1 buffer, 200 B
   workspace: 18 buffers, 2.188 KiB
   target: cuda sm_90, 132 workers
-  schedule: 6 phases, 7 jobs, 5 events waited for, workspace 1 KiB
+  schedule: 6 phases, 7 jobs, 5 events waited for, workspace 141.2 KiB
 
 task       nodes      bytes
 linear         8  74.63 KiB
@@ -169,7 +169,7 @@ def test_the_command(folder, capsys):
 
 
 def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path):
-    with pytest.raises(SystemExit, match=f"^{tmp_path}/nothing.json: there is no such file$"):
+    with pytest.raises(SystemExit, match=f"^GraphFileError: {tmp_path}/nothing.json: there is no such file$"):
         main(["graph", str(tmp_path / "nothing.json")])
 
 

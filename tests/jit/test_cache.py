@@ -1,25 +1,30 @@
 """The cache of compiled kernels: what is built again, what is not, and what several processes see."""
 
+import errno
 import json
 import multiprocessing
 import os
+import re
+import resource
 import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileError
 from torch_mpk.jit import Cache, compile_cuda
-from torch_mpk.jit import headers as headers_module
 from torch_mpk.jit.compiler import Compiled, Compiler
+from torch_mpk.jit.manifest import Reading
 from torch_mpk.jit.nvcc import Nvcc
 
 
 class FakeCompiler(Compiler):
-    """Writes what it was given, and counts its runs in a file that other processes see."""
+    """Reads the files of lines ``reads <path>``, writes what it was given, and counts its runs in a file that other
+    processes see."""
 
     name = "fake"
 
@@ -30,19 +35,39 @@ class FakeCompiler(Compiler):
 
     @property
     def runs(self) -> int:
-        return len(self.counter.read_text()) if self.counter.exists() else 0
+        return self._count("x")
+
+    @property
+    def listings(self) -> int:
+        return self._count("l")
+
+    def _count(self, letter: str) -> int:
+        return self.counter.read_text().count(letter) if self.counter.exists() else 0
+
+    def _note(self, letter: str) -> None:
+        with self.counter.open("a") as counter:
+            counter.write(letter)
 
     def flags(self, arch: str, ptx: bool) -> list[str]:
         return [arch, str(ptx)]
 
+    def read(self, source: Path, flags: list[str], include_dirs: list[Path]) -> Reading:
+        self._note("l")
+        if "unlisted" in source.read_text():
+            return Reading([], [], "error: no list")
+        return Reading(list(_files(source)), include_dirs)
+
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
-        with self.counter.open("a") as counter:
-            counter.write("x")
-        text = source.read_text()
+        self._note("x")
+        text = "".join([source.read_text(), *(path.read_text() for path in _files(source))])
         if "broken" in text:
             return Compiled(False, "fake kernel.cu", "note: reading\nkernel.cu(3): error: broken is broken\nmore")
         output.write_text(f"image of {text} for {flags} " * 100)
         return Compiled(True, "fake kernel.cu", "ptxas info    : Used 40 registers, used 1 barriers, 64 bytes smem")
+
+
+def _files(source: Path) -> Iterator[Path]:
+    return (Path(name) for name in re.findall("^reads (.*)$", source.read_text(), re.MULTILINE))
 
 
 @pytest.fixture
@@ -58,18 +83,17 @@ def compiler(tmp_path: Path) -> FakeCompiler:
 
 
 @pytest.fixture
-def own_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of our headers that a test may edit."""
-    copy = tmp_path / "include"
-    shutil.copytree(headers_module.include_dir(), copy)
-    monkeypatch.setattr(headers_module, "include_dir", lambda: copy)
-    return copy / "torch_mpk"
+def header(tmp_path: Path) -> Path:
+    header = tmp_path / "headers" / "header.cuh"
+    header.parent.mkdir()
+    header.write_text("first")
+    return header
 
 
 def test_the_second_call_does_not_compile(root, compiler):
     first = compile_cuda("a", 90, compiler=compiler)
     second = compile_cuda("a", 90, compiler=compiler)
-    assert compiler.runs == 1
+    assert (compiler.runs, compiler.listings) == (1, 2)
     assert first == second
     assert first.image.startswith(b"image of a for ['sm_90a', 'False']")
     assert (first.kind, first.resources.registers, first.resources.shared_bytes) == ("cubin", 40, 64)
@@ -78,50 +102,117 @@ def test_the_second_call_does_not_compile(root, compiler):
     assert root.stat().st_mode & 0o777 == 0o700
 
 
-def test_everything_that_decides_the_image_is_in_the_key(root, compiler, own_headers):
+def test_everything_that_decides_the_image_is_in_the_key(root, compiler, header, monkeypatch):
     keys = {compile_cuda("a", 90, compiler=compiler).key}
     keys.add(compile_cuda("b", 90, compiler=compiler).key)
     keys.add(compile_cuda("a", 80, compiler=compiler).key)
     keys.add(compile_cuda("a", 80, ptx=True, compiler=compiler).key)
+    keys.add(compile_cuda("a", 90, flags=["-DA"], compiler=compiler).key)
     keys.add(compile_cuda("a", 90, compiler=FakeCompiler(compiler.counter, "2")).key)
-    (own_headers / "new.cuh").write_text("")
+    monkeypatch.setattr(FakeCompiler, "variables", ("FAKE_FLAGS",))
+    monkeypatch.setenv("FAKE_FLAGS", f"-DB -optf {header}")
     keys.add(compile_cuda("a", 90, compiler=compiler).key)
-    (own_headers / "new.cuh").rename(own_headers / "renamed.cuh")
+    header.write_text("-DC")
     keys.add(compile_cuda("a", 90, compiler=compiler).key)
-    assert len(keys) == compiler.runs == 7
+    assert len(keys) == compiler.runs == 8
 
 
-def test_an_edited_header_with_an_old_time_is_seen(root, compiler, own_headers):
-    header = own_headers / "abi.h"
-    before = compile_cuda("a", 90, compiler=compiler)
-    header.write_text(header.read_text().replace("kMaxScalars = 16", "kMaxScalars = 17"))
-    os.utime(header, (0, 0))
-    assert compile_cuda("a", 90, compiler=compiler).key != before.key
-    assert compiler.runs == 2
+def test_an_edited_file_with_an_old_time_is_seen(root, compiler, header):
+    source = f"reads {header}\n"
+    images = [compile_cuda(source, 90, compiler=compiler).image]
+    for text in ("other", "third"):  # as long as the first
+        header.write_text(text)
+        os.utime(header, (0, 0))
+        images.append(compile_cuda(source, 90, compiler=compiler).image)
+    assert [name in image for name, image in zip((b"first", b"other", b"third"), images)] == [True] * 3
+    header.write_text("first")
+    assert compile_cuda(source, 90, compiler=compiler).image == images[0]
+    assert compiler.runs == 3
 
 
-def test_an_edited_header_of_a_user_is_seen(root, compiler, tmp_path):
-    for name, text in {
-        "task.cuh": '#pragma once\n#include "part.cuh"\n',
-        "part.cuh": '#pragma once\n#include "task.cuh"\n',
-    }.items():
-        (tmp_path / name).write_text(text)
-    source = f'#include "{tmp_path}/task.cuh"\n#include "torch_mpk/abi.h"\n'
-    keys = {compile_cuda(source, 90, compiler=compiler).key}
-    for name in ("task.cuh", "part.cuh"):
-        (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
-        keys.add(compile_cuda(source, 90, compiler=compiler).key)
-    assert len(keys) == compiler.runs == 3
-
-
-def test_times_and_paths_are_not_in_the_key(root, compiler, own_headers, monkeypatch):
-    before = compile_cuda("a", 90, compiler=compiler)
-    for path in own_headers.rglob("*"):
-        os.utime(path)
+def test_times_and_paths_are_not_in_the_key(root, compiler, header, monkeypatch):
+    before = compile_cuda(f"reads {header}\n", 90, include_dirs=[header.parent], compiler=compiler)
+    os.utime(header)
     shutil.move(root, root.with_name("moved"))
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(root.with_name("moved")))
-    after = compile_cuda("a", 90, compiler=compiler)
-    assert (after.key, after.image, compiler.runs) == (before.key, before.image, 1)
+    after = compile_cuda(f"reads {header}\n", 90, include_dirs=[header.parent], compiler=compiler)
+    assert (after.key, after.image, compiler.runs, compiler.listings) == (before.key, before.image, 1, 2)
+    elsewhere = compile_cuda(f"reads {header}\n", 90, include_dirs=[root], compiler=compiler)
+    assert (elsewhere.key, compiler.runs, compiler.listings) == (before.key, 1, 3)
+
+
+def test_a_file_edited_during_the_build_is_not_taken_for_the_earlier_one(root, compiler, header, monkeypatch):
+    compile_it = FakeCompiler.compile
+
+    def edit_and_compile(self, *args):
+        header.write_text("later")
+        return compile_it(self, *args)
+
+    monkeypatch.setattr(FakeCompiler, "compile", edit_and_compile)
+    assert b"later" in compile_cuda(f"reads {header}\n", 90, compiler=compiler).image
+    monkeypatch.setattr(FakeCompiler, "compile", compile_it)
+    header.write_text("first")
+    assert b"first" in compile_cuda(f"reads {header}\n", 90, compiler=compiler).image
+    assert compiler.runs == 3
+
+
+def test_a_file_that_is_included_from_the_middle_of_a_build_on_counts(root, compiler, header, tmp_path, monkeypatch):
+    """The list was made before the edit, and what is read behind it shows the edit already."""
+    added, read = tmp_path / "added", FakeCompiler.read
+    added.write_text("one")
+
+    def read_includes(self, source, *args):
+        found = read(self, source, *args)
+        files = [*found.files, *([added] if "added" in header.read_text() else [])]
+        header.write_text("added")
+        return Reading(files, found.folders)
+
+    monkeypatch.setattr(FakeCompiler, "read", read_includes)
+    before = compile_cuda(f"reads {header}\n", 90, compiler=compiler)
+    added.write_text("two")
+    assert compile_cuda(f"reads {header}\n", 90, compiler=compiler).key != before.key
+
+
+def test_a_file_that_goes_away_is_the_compilers_error(root, compiler, header):
+    source = f"reads {header}\n"
+    image = compile_cuda(source, 90, compiler=compiler).image
+    header.unlink()
+    with pytest.raises(FileNotFoundError):  # as the fake one says it
+        compile_cuda(source, 90, compiler=compiler)
+    header.write_text("first")
+    assert compile_cuda(source, 90, compiler=compiler).image == image
+
+
+def test_a_compiler_that_does_not_say_what_it_reads_is_an_error(root, compiler):
+    with pytest.raises(KernelCompileError, match=r"does not say which files it reads:\nerror: no list"):
+        compile_cuda("unlisted", 90, compiler=compiler)
+    with pytest.raises(KernelCompileError, match="broken is broken"):
+        compile_cuda("unlisted broken", 90, compiler=compiler)
+    assert Cache(root, 0).entries() == []
+
+
+@pytest.mark.parametrize("damage", ["gone", "no JSON", "no report", "wrong types", "other files", "no files"])
+def test_a_damaged_manifest_is_made_again(root, compiler, header, damage):
+    source = f"reads {header}\n"
+    good = compile_cuda(source, 90, compiler=compiler)
+    (path,) = (root / "manifests").glob("*/report.json")
+    content = json.loads(path.read_text())
+    fields = content["report"]
+    if damage == "gone":
+        shutil.rmtree(path.parent)
+    elif damage == "no JSON":
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        content["report"] = {
+            "no report": [],
+            "wrong types": fields | {"files": 3, "names": [None]},
+            "other files": fields | {"files": ["/nonexistent"]},
+            "no files": fields | {"files": []},
+        }[damage]
+        path.write_text(json.dumps(content))
+    for _ in range(2):
+        assert compile_cuda(source, 90, compiler=compiler) == good
+    assert (compiler.runs, compiler.listings) == (1, 3)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "no report", "bad report", "empty"])
@@ -166,6 +257,7 @@ def slow_nvcc(tmp_path):
     nvcc.write_text(
         f"""#!/bin/bash
 if [ "$1" = --version ]; then echo V13.0.1; exit; fi
+if [[ "$*" = *" -E "* ]]; then echo kernel.o: kernel.cu > files.d; exit; fi
 while [ $# -gt 0 ]; do [ "$1" = -o ] && output=$2; shift; done
 if [ ! -e {tmp_path}/fast ]; then mktemp > /dev/null; sleep 60 & echo $! $$ > {tmp_path}/pids; wait; fi
 echo image > $output
@@ -248,6 +340,37 @@ def test_a_cache_that_cannot_be_made_says_so(tmp_path, compiler, monkeypatch):
         compile_cuda("a", 90, compiler=compiler)
 
 
+class DiskFiller(FakeCompiler):
+    """The disk is full once it has run."""
+
+    def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
+        compiled = super().compile(source, output, flags, include_dirs)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return compiled
+
+
+def test_a_full_disk_is_said_with_the_folder_and_what_was_to_be_written(root, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(CacheError) as raised:
+            compile_cuda("a", 90, compiler=DiskFiller(tmp_path / "runs"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    what = rf"cannot write \d\d+ bytes to the kernel cache {re.escape(str(root))}: File too large"
+    assert re.match(rf"{what} \(\d+ bytes are free there\)\. Set TORCH_MPK_CACHE_DIR", str(raised.value))
+    assert not list((root / "tmp").iterdir())
+    assert compile_cuda("a", 90, compiler=FakeCompiler(tmp_path / "runs")).image.startswith(b"image of a")
+
+
+def test_an_entry_that_cannot_be_moved_into_place_is_an_error_and_no_endless_loop(root, compiler, monkeypatch):
+    def rename(*args):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CacheError, match="bytes to the kernel cache .*: Disk quota exceeded"):
+        compile_cuda("a", 90, compiler=compiler)
+
+
 def _compile_all(compiler, barrier, queue) -> None:
     barrier.wait()
     queue.put([compile_cuda(f"source {i}", 90, compiler=compiler).image for i in range(20)])
@@ -265,6 +388,32 @@ def test_eight_processes_at_once(root, compiler):
     assert all(result == results[0] for result in results)
     entries = Cache(root, 0).entries()
     assert {entry.files["kernel.cu"] for entry in entries} == {f"source {i}".encode() for i in range(20)}
+    assert os.listdir(root / "tmp") == []
+
+
+def _edit_and_compile(compiler, header, texts, barrier, queue) -> None:
+    barrier.wait()
+    for text in texts:
+        new = header.with_suffix(f".{os.getpid()}")
+        new.write_text(text)
+        os.replace(new, header)
+        queue.put(compile_cuda(f"reads {header}\n", 90, compiler=compiler).image)
+
+
+def test_a_file_that_processes_edit_is_never_taken_for_another(root, compiler, header):
+    context = multiprocessing.get_context("fork")
+    barrier, queue, texts = context.Barrier(4), context.Queue(), [f"text {i}" for i in range(12)]
+    parts = [texts[i::4] for i in range(4)]
+    workers = [context.Process(target=_edit_and_compile, args=(compiler, header, p, barrier, queue)) for p in parts]
+    for worker in workers:
+        worker.start()
+    images = [queue.get(timeout=60) for _ in texts]
+    for worker in workers:
+        worker.join()
+    assert all(any(text.encode() in image for text in texts) for image in images)
+    for text in texts:
+        header.write_text(text)
+        assert compile_cuda(f"reads {header}\n", 90, compiler=compiler).image.count(f"{text} for".encode()) == 100
     assert os.listdir(root / "tmp") == []
 
 

@@ -10,7 +10,7 @@ from torch_mpk.jit.report import parse_resources
 KERNEL = """
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include "torch_mpk/abi.h"
+#include "torch_mpk/abi/launch.h"
 extern "C" __global__ void __launch_bounds__(128, 1) kernel(const __grid_constant__ mpk::LaunchParams params) {
   __shared__ float tile[128];
   auto* data = reinterpret_cast<__nv_bfloat16*>(params.workspace);
@@ -148,4 +148,4 @@ def test_headers_nearest_to_the_compiler_are_chosen(monkeypatch, tmp_path):
 
 
 def test_include_dir_has_what_kernels_include():
-    assert (include_dir() / "torch_mpk" / "abi.h").is_file()
+    assert (include_dir() / "torch_mpk" / "abi" / "launch.h").is_file()

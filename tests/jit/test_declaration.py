@@ -38,12 +38,13 @@ def test_the_parts_of_a_signature():
     assert [declared.slots[slot] for slot in declared.key_slots] == ["K", "T", "PDL", "T2"]
     values = declared.decode((64, 7, 1, 4))
     assert values == {"K": 64, "T": "bfloat16", "PDL": True, "T2": "int32"}
-    assert declared.function_name(values) == "ns::f<mpk::bf16_t, 64, true, int32_t, 7>"
+    assert declared.launches[0].function_name(values) == "ns::f<mpk::bf16_t, 64, true, int32_t, 7>"
 
 
 def test_a_launch_is_read_as_in_cuda():
-    launch = declare("x[M, K]!", "f<<<(cdiv(M, 2) + 1, min(K, 4)), 32 * 4, -M % 3 + 4 * numel(x)>>>(x, 1)")
-    assert launch.is_cuda
+    declared = declare("x[M, K]!", "f<<<(cdiv(M, 2) + 1, min(K, 4)), 32 * 4, -M % 3 + 4 * numel(x)>>>(x, 1)")
+    (launch,) = declared.launches
+    assert declared.is_cuda
     assert [e.text for e in launch.grid] == ["cdiv(M, 2) + 1", "min(K, 4)", "1"]
     assert [e.text for e in launch.block] == ["32 * 4", "1", "1"]
     assert not declare("x[M]!", "f<4>(x)").is_cuda
@@ -56,7 +57,12 @@ def test_a_launch_is_read_as_in_cuda():
         ("x", "cannot read 'x'"),
         ("x[N] -> y[N] -> z[N]", "more than one '->'"),
         ("x[N], x[N]", "two tensors have the same name"),
-        ("x[N + 1]", r"cannot read 'N \+ 1' in x: it must be a name or a number"),
+        ("x[N + 1]", "N is not an integer of the signature; those are none"),
+        ("x[N + 1, N]", r"x's 'N \+ 1' needs N, which no required tensor in front of it has for itself"),
+        ("x[N] -> y[numel(y)]: int8", r"y's 'numel\(y\)' needs numel\(y\), which no required tensor"),
+        ("x[N, N / 2]", r"'N / 2' is not an integer: write // or cdiv\(a, b\)"),
+        ("x[N~]", "cannot read 'N~' in x: it must be a name, a number, or an expression of them"),
+        ("x[N]~", "x: '~' is for what is allocated and not returned"),
         ("x[N, ...]", r"x: '\.\.\.' can only stand first"),
         ("x[N, M; S]", "x needs as many strides as sizes"),
         ("x[..., N; 1, 1]", "x needs as many strides as sizes, and no"),
@@ -81,7 +87,7 @@ def test_signatures_that_are_refused(signature, message):
     ("launch", "message"),
     [
         ("f", "cannot read the launch 'f'; write it as"),
-        ("f<<<1>>>(x)", "<<<1>>> must be grid, block"),
+        ("f<<<1>>>(x)", "in <<< >>> must be grid, block"),
         ("f<<<(1, 1, 1, 1), 1>>>(x)", "have one to three dimensions"),
         ("f(x, N / 2)", r"'N / 2' is not an integer: write // or cdiv\(a, b\)"),
         ("f(x, N ** 2)", r"cannot read 'N \*\* 2' in the launch"),
@@ -95,6 +101,15 @@ def test_signatures_that_are_refused(signature, message):
         ("f(x)(N)", "cannot read"),
         ("f(x), f(N)", "cannot read"),
         ("f(x, n=N)", "cannot read"),
+        ("f(x, {N})", r"cannot read .* in the launch: arguments are tensors, .* and structs with .* names: \{.n = N\}"),
+        ("f<1>::g<2(x)", "cannot read the launch"),
+        ("f<1>g(x)", "cannot read the launch"),
+        (
+            "f(x, [N])",
+            r"cannot read '\[N\]' in the launch: it may have names of sizes, strides, and int and bool param",
+        ),
+        ("f(x); f<<<1, 1>>>(x)", "where one has <<<grid, block>>>, all must have it"),
+        (";", "there must be a launch"),
         ("f(x, *N)", "cannot read"),
         ("f(x, 2 * 9223372036854775808)", "'9223372036854775808' is beyond 64 bits"),
     ],
@@ -135,3 +150,23 @@ def test_other_things_that_are_refused():
     exec(f"def many({', '.join(names)}): ...", namespace)
     with pytest.raises(KernelSignatureError, match="many: a kernel takes at most 64 tensors"):
         declare(", ".join(f"{name}[N]: int8" for name in names), "f(x0)", namespace["many"])
+    for require, message in [("N = 4", "cannot read 'N = 4' in a condition"), ("N in x", "cannot read 'N in x'")]:
+        with pytest.raises(
+            KernelSignatureError, match=rf"{message}.*== != < <= > >=, and these joined by and, or, not"
+        ):
+            declare("x[N]", "f(x)", require=require)
+
+
+def test_template_arguments_in_c():
+    def f(x, *, A: float = 0.5, N2: int = -3): ...  # noqa: N803
+
+    declared = declare(
+        "x[K]: T=float32|float16", "a::B<T, c::D<N2, mpk::T>, (K > 2)>::run<A, K - N2, float(A * 2)>(x)", f
+    )
+    (launch,) = declared.launches
+    assert (launch.path, launch.is_member) == (("a", "B", "run"), True)
+    name = launch.function_name({"T": "float16", "A": 0.5, "N2": -3, "K": 7})
+    number = "mpk::jit::Number{0x1.0000000000000p-1}"
+    arguments = f"<{number}, 7 - (-3), float((0x1.0000000000000p-1) * 2)>"
+    assert name == f"a::B<mpk::fp16_t, c::D<(-3), mpk::T>, (7 > 2)>::run{arguments}"
+    assert "(-9223372036854775807 - 1)" in launch.function_name({"T": "float16", "A": 0.5, "N2": -(2**63), "K": 7})

@@ -26,7 +26,7 @@ def record(tmp_path_factory):
         @kernel("void record(int64_t value, int64_t* out) {\n  *out = value;\n}", SIGNATURE, "record(M, out)")
         def record(x, out): ...
 
-        return record._load((), 0)
+        return record.load((), 0)
 
 
 def leaves():

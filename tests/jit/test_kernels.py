@@ -108,6 +108,8 @@ X, BIAS = torch.ones(3, 4), torch.ones(4)
         ((None, BIAS), "x is missing"),
         ((), "x is missing"),
         ((X, None, X), "expected 2 tensors, got 3"),
+        ((X.to_sparse(), None), r"x has layout torch.sparse_coo, expected a dense tensor: pass x.to_dense\(\)"),
+        ((X, BIAS.to_sparse()), "bias has layout torch.sparse_coo, expected a dense tensor"),
         (([1, 2], None), r"x is \[1, 2\], expected a tensor"),
     ],
 )
@@ -250,6 +252,7 @@ def run_in_process(folder, barrier, queue):
     queue.put(write_kernel(Path(folder), 41)(torch.ones(1, dtype=torch.int32)).item())
 
 
+@pytest.mark.slow
 def test_several_processes_and_threads_at_once(tmp_path):
     context = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(4), context.Queue()

@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from harness import clone, run
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 import torch_mpk.tasks  # noqa: F401  (declares them)
+from tests.lowering.harness import clone, run
+from tests.thinned import thinned
 from torch_mpk import _C, lowering, reference_vm
 from torch_mpk.capture import Captured, capture
 from torch_mpk.patterns import apply
@@ -71,12 +72,16 @@ def assert_equal(ours: list, eager: list, tolerance: float = 0) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "attention", "batch", "dtype", "padded"),
-    [
-        ("qwen3", "sdpa", 1, torch.bfloat16, False),
-        ("qwen3", "sdpa", 3, torch.bfloat16, True),
-        ("llama", "eager", 2, torch.float16, False),
-        ("llama", "sdpa", 2, torch.float32, True),
-    ],
+    thinned(
+        [
+            ("qwen3", "sdpa", 1, torch.bfloat16, False),
+            ("qwen3", "sdpa", 3, torch.bfloat16, True),
+            ("llama", "eager", 2, torch.float16, False),
+            ("llama", "sdpa", 2, torch.float32, True),
+        ],
+        1,
+        2,
+    ),
 )
 def test_decode_is_bitwise_eager(arch: str, attention: str, batch: int, dtype: torch.dtype, padded: bool) -> None:
     lowered = {}

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import check
+
+from tests.lowering.harness import check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import capture
 
+from tests.lowering.harness import capture
 from torch_mpk import lowering
 from torch_mpk.errors import UnsupportedError
 

@@ -6,14 +6,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import capture, check, run
 
+from tests.lowering.harness import capture, check, run
 from torch_mpk import _C, lowering
 from torch_mpk.patterns import apply
 
 WRITES: dict[str, Callable] = {
     "add_": lambda x, y, i: x.add_(y),
     "add_alpha": lambda x, y, i: x.add_(1, alpha=3),
+    "abs_": lambda x, y, i: x.abs_(),
+    "abs_of_view": lambda x, y, i: (x.t()[1:].abs_(), x)[1],
+    "abs_of_temporary": lambda x, y, i: (x - y).abs_(),
+    "relu_": lambda x, y, i: (x.relu_(), y.t()[1:].relu_())[0],
     "mul_": lambda x, y, i: (x.mul_(2), x + 1),
     "wider_operand": lambda x, y, i: (x.sub_(y.double() / 3, alpha=3), x.t().mul_(y.double().t() / 7), x + 1),
     "wider_operand_of_temporary": lambda x, y, i: (lambda t: (t.div_(y.double() + 9), t))(x * y),
@@ -66,6 +70,13 @@ WRITES: dict[str, Callable] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_bitwise_eager(name: str) -> None:
     check(WRITES[name], torch.randn(4, 4), torch.randn(4, 4), torch.tensor([3, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("name", ["abs_", "abs_of_view", "abs_of_temporary", "relu_"])
+def test_writes_of_other_dtypes_are_bitwise_eager(name: str, dtype: torch.dtype) -> None:
+    x, y = (torch.randint(0 if dtype == torch.uint8 else -9, 9, (4, 4)).to(dtype) for _ in range(2))
+    check(WRITES[name], x, y, torch.tensor([3, 1]))
 
 
 def test_an_operand_that_is_copied_has_the_contents_of_its_time() -> None:

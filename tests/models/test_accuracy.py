@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from tests.thinned import thinned
 from torch_mpk.testing.accuracy import LIMIT, error_ratio
 from torch_mpk.testing.tiny import tiny_model
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [("qwen3", torch.bfloat16), ("llama", torch.float32)])
+@pytest.mark.parametrize(("arch", "dtype"), thinned([("qwen3", torch.bfloat16), ("llama", torch.float32)], 0))
 def test_error_is_within_the_limit_of_eagers(device, arch, dtype):
     ratio = error_ratio(
         lambda: tiny_model(arch, dtype=dtype, device=device),

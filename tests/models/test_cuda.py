@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stepping import assert_close, compiled, run_both
 from torch.cuda.green_contexts import GreenContext
 
 import torch_mpk
+from tests.models.stepping import assert_close, compiled, run_both
 from torch_mpk import _C
 from torch_mpk.errors import LaunchError, MegakernelTimeout
 from torch_mpk.jit import compile_cuda
-from torch_mpk.runtime.program import _live
+from torch_mpk.runtime.segment import live_segments
 from torch_mpk.testing.decode import count_launches
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
@@ -24,9 +24,9 @@ DEVICE = torch.device("cuda")
 
 
 def executable_built_by(function: Callable[[], object]) -> _C.CudaExecutable:
-    before = set(_live)
+    before = set(live_segments())
     function()
-    [segment] = set(_live) - before
+    [segment] = set(live_segments()) - before
     return segment.executable
 
 
@@ -111,7 +111,7 @@ def test_a_launch_that_makes_no_progress_is_aborted_and_reported(fault):
 
 
 HOG = """
-#include "torch_mpk/abi.h"
+#include "torch_mpk/abi/launch.h"
 extern "C" __global__ void hog(const __grid_constant__ mpk::LaunchParams params) {
   int64_t begin, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));

@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from stepping import assert_close, compiled, run_both
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.models.stepping import assert_close, compiled, run_both
+from tests.thinned import thinned
 from torch_mpk.errors import IndexRangeError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
@@ -24,7 +25,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "attention", "dtype", "batch", "mask", "tied"), VARIANTS)
+@pytest.mark.parametrize(("arch", "attention", "dtype", "batch", "mask", "tied"), thinned(VARIANTS, 0, 7))
 def test_decode_equals_eager(device, arch, attention, dtype, batch, mask, tied):
     model = tiny_model(arch, attention=attention, dtype=dtype, device=device, tie_word_embeddings=tied)
     run_both(model, compiled(model), batch=batch, mask=mask)
@@ -49,7 +50,7 @@ def masks_users_make(dtype, length, written, device):
     yield torch.cat([added(-torch.inf), added(0.0), added(-torch.inf).roll(1, 0), added(-torch.inf, 0.5)], dim=1)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", thinned(["sdpa", "eager"], 1))
 def test_masks_users_make(device, attention):
     model = tiny_model(attention=attention, device=device, num_layers=1)
     step, prompt, token = compiled(model), random_ids(2, 5, device), random_ids(2, 1, device)
@@ -111,6 +112,7 @@ def test_an_equal_graph_shares_the_build(device, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_several_batch_sizes_and_cache_lengths(device, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = tiny_model(device=device, num_layers=1)
@@ -145,7 +147,7 @@ def _assign(model):
     model.load_state_dict({name: weight * 0.8 for name, weight in model.state_dict().items()}, assign=True)
 
 
-@pytest.mark.parametrize("change", [_in_place, _data, _load, _assign])
+@pytest.mark.parametrize("change", thinned([_in_place, _data, _load, _assign], 0, 3))
 def test_changed_weights_are_seen(device, change):
     model = tiny_model(device=device, num_layers=1)
     step = compiled(model)
@@ -154,6 +156,7 @@ def test_changed_weights_are_seen(device, change):
     run_both(model, step, num_steps=2)
 
 
+@pytest.mark.slow
 def test_models_run_at_once_in_threads(device):
     """Three threads, each on a stream of its own; two of them share a model."""
     first, second = (tiny_model(arch, device=device, num_layers=1) for arch in ("qwen3", "llama"))
@@ -228,7 +231,7 @@ def test_a_full_cache_is_not_written_beyond(device):
         assert_close(*(Decoding(model, prompt).step(run, token) for run in (step, model)))
 
 
-@pytest.mark.parametrize("token", [96, -1, 2**40])
+@pytest.mark.parametrize("token", thinned([96, -1, 2**40], 0))
 def test_a_token_outside_the_vocabulary_is_an_error(token):
     model = tiny_model(num_layers=1)
     step = compiled(model)

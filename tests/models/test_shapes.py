@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.thinned import thinned
 from torch_mpk.errors import MpkWarning
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 from torch_mpk.testing.zoo import MODELS, PROMPT_LENGTH, DecodeSteps
@@ -17,6 +18,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 def test_any_order_of_shapes_is_right_and_none_is_built_twice(device, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = tiny_model(device=device, num_layers=1)
@@ -46,7 +48,7 @@ def test_prompts_of_any_length_run_without_a_build(device, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["Gemma 3", "Qwen3-MoE"])  # with a window that slides; in several segments
+@pytest.mark.parametrize("name", thinned(["Gemma 3", "Qwen3-MoE"], 1))  # with a window that slides; in several segments
 def test_the_length_of_a_mask_is_no_reason_to_build(device, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = MODELS[name].make().to(device)

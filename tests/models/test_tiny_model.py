@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.thinned import thinned
 from torch_mpk.testing.decode import copy_cache, decode_logits, prefill
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "tiny-qwen3-bytes"
@@ -42,7 +43,7 @@ def surprise(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=thinned([torch.bfloat16, torch.float32], 0), ids=["bfloat16", "float32"])
 def runs(request: pytest.FixtureRequest) -> Runs:
     dtype = request.param
     wider = torch.float32 if dtype == torch.bfloat16 else torch.float64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from torch import fx
 
 import torch_mpk.partition as stage
-from torch_mpk import _C, patterns
+from torch_mpk import _C, patterns, registry
 from torch_mpk.aliasing import is_view, storages
 from torch_mpk.capture import capture
+from torch_mpk.forms import form_of
 
 aten = torch.ops.aten
 
@@ -325,10 +327,12 @@ def test_a_split_keeps_effects_wherever_it_cuts():
 
     gm = graph_of(function, X.clone(), W, torch.tensor(3.0))
     count = len(stage.operations(gm))
-    assert count == 10
+    assert count == 8
     for cuts in [(), *((cut,) for cut in range(count + 1)), (2, 3), (3, 7), (0, 5, 5, count)]:
         partitioned = stage.split(gm, cuts)
         assert all(segment.ours for segment in partitioned.segments[:-1])
+        handed_over = [node for node in partitioned.gm.graph.nodes if node.target is operator.getitem]
+        assert all(isinstance(node.meta["val"], torch.Tensor) for node in handed_over)  # never a tuple
         assert_same_effect(gm, partitioned, X, W, torch.tensor(3.0))
 
 
@@ -366,3 +370,42 @@ def test_a_tiny_model_is_one_segment():
         [n.name for n in g.find_nodes(op="placeholder")] for g in (captured.graph, partitioned.segments[0].gm.graph)
     ]
     assert names[0] == names[1]
+
+
+def layers(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+    for _ in range(4):
+        x = F.linear(x, w).relu()
+    return (x,)
+
+
+def test_nodes_of_one_form_are_tried_once(monkeypatch):
+    tried: list[str] = []
+    monkeypatch.setattr(stage, "supports", lambda node, target: tried.append(str(node.target)))
+    partitioned = stage.partition(graph_of(layers, X, W))
+    assert partitioned.segments[0].num_operations == 8
+    assert sorted(tried) == ["aten.relu.default", "mpk.linear", "mpk.linear"]  # the first linear reads an input
+
+
+def test_what_is_not_supported_is_said_of_every_node_of_a_form(monkeypatch):
+    partitioned = partition_with(monkeypatch, graph_of(layers, X, W), aten.relu.default)
+    assert [fallback.why for fallback in partitioned.fallbacks].count("refused") == 4
+
+
+def test_a_form_tells_numbers_places_and_sharing_apart():
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sums = x + 1, x + 1.0, x + True, x[:, :4] + 1, x[:, 4:] + 1, x.t() + 1, x + x, x + y, x.double() + 1
+        return (*sums, (x + y) + 1)
+
+    nodes = [node for node in graph_of(function, X, X).graph.nodes if node.target is aten.add.Tensor]
+    assert len({form_of(node) for node in nodes}) == len(nodes) - 1 == 10  # x + y is there twice
+    assert None not in map(form_of, nodes)
+
+
+def test_a_reference_gives_example_values_once_for_layers_that_are_alike(monkeypatch):
+    linear, called = registry.get("linear"), []
+    reference = linear.reference
+    monkeypatch.setattr(linear, "reference", lambda *args, **attrs: called.append(args) or reference(*args, **attrs))
+    gm = graph_of(layers, X, W)
+    calls = [node for node in gm.graph.nodes if node.target is linear]
+    assert (len(calls), len(called)) == (4, 1)
+    assert len({storages(node) for node in calls}) == 4

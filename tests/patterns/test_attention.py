@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import assert_same, clones, graph_of, operands_of, rewritten, tasks_of
 
+from tests.patterns.rewriting import assert_same, clones, graph_of, operands_of, rewritten, tasks_of
 from torch_mpk import patterns
 
 B, H, G, L, D = 3, 4, 2, 24, 16

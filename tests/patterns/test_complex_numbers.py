@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from rewriting import graph_of
 
+from tests.patterns.rewriting import graph_of
 from torch_mpk import patterns
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rewriting import assert_same, clones, operands_of, tasks_of
 
+from tests.patterns.rewriting import assert_same, clones, operands_of, tasks_of
+from tests.thinned import thinned
 from torch_mpk import patterns
 from torch_mpk.capture import capture
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
@@ -48,18 +49,22 @@ def decode_graph(arch, attention, mask, batch, dtype):
 
 @pytest.mark.parametrize(
     ("arch", "attention", "mask", "batch", "dtype"),
-    [
-        ("qwen3", "sdpa", "none", 1, torch.bfloat16),
-        ("qwen3", "sdpa", "2d", 3, torch.bfloat16),
-        ("qwen3", "sdpa", "4d", 3, torch.float32),
-        ("qwen3", "eager", "none", 3, torch.float32),
-        ("qwen3", "eager", "2d", 1, torch.bfloat16),
-        ("llama", "sdpa", "none", 3, torch.float32),
-        ("llama", "sdpa", "2d", 1, torch.float32),
-        ("llama", "sdpa", "4d", 1, torch.bfloat16),
-        ("llama", "eager", "none", 1, torch.bfloat16),
-        ("llama", "eager", "2d", 3, torch.float16),
-    ],
+    thinned(
+        [
+            ("qwen3", "sdpa", "none", 1, torch.bfloat16),
+            ("qwen3", "sdpa", "2d", 3, torch.bfloat16),
+            ("qwen3", "sdpa", "4d", 3, torch.float32),
+            ("qwen3", "eager", "none", 3, torch.float32),
+            ("qwen3", "eager", "2d", 1, torch.bfloat16),
+            ("llama", "sdpa", "none", 3, torch.float32),
+            ("llama", "sdpa", "2d", 1, torch.float32),
+            ("llama", "sdpa", "4d", 1, torch.bfloat16),
+            ("llama", "eager", "none", 1, torch.bfloat16),
+            ("llama", "eager", "2d", 3, torch.float16),
+        ],
+        1,
+        8,
+    ),
 )
 def test_decode_step(arch, attention, mask, batch, dtype):
     captured, args = decode_graph(arch, attention, mask, batch, dtype)

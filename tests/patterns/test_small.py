@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import operands_of, rewritten, tasks_of
 
 import torch_mpk.ops  # noqa: F401
+from tests.patterns.rewriting import operands_of, rewritten, tasks_of
 
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -8,7 +8,7 @@ import torch
 import torch_mpk
 from torch_mpk import PersistentKernel
 from torch_mpk.errors import GradModeError, KernelStateError, LayerError, OptionError, SharedMemoryError
-from torch_mpk.runtime.program import live_segments
+from torch_mpk.runtime.segment import live_segments
 
 
 def doubling(kernel, x, out):

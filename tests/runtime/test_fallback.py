@@ -3,10 +3,13 @@
 import copy
 import logging
 import pickle
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.backends import registry
 from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache
 
@@ -14,11 +17,6 @@ from torch_mpk import backend, fallback
 from torch_mpk.config import Options
 from torch_mpk.errors import MpkWarning, OptionError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
-
-
-@pytest.fixture(autouse=True)
-def _forget_warnings():
-    fallback._warned.clear()
 
 
 def compiled(function, **options):
@@ -31,7 +29,7 @@ def test_grad_mode_runs_eagerly_and_gives_gradients():
     token = random_ids(1, 1)
     with pytest.warns(MpkWarning, match=r"wrap the call in torch\.inference_mode\(\)"):
         step(input_ids=token, use_cache=False).logits.sum().backward()
-    torch.compiler.reset()
+    torch._dynamo.reset_code_caches()
     with warnings.catch_warnings():
         warnings.simplefilter("error", MpkWarning)
         step(input_ids=token, use_cache=False)
@@ -75,6 +73,23 @@ def test_a_growing_cache_runs_eagerly():
     assert "transformers.StaticCache" in str(warning.message)
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_first_call_without_a_static_cache_says_what_to_pass(is_given):
+    model, token = tiny_model(num_layers=1), random_ids(1, 1)
+
+    def arguments():
+        return {"input_ids": token} | ({"past_key_values": DynamicCache(config=model.config)} if is_given else {})
+
+    with torch.inference_mode(), pytest.warns(MpkWarning) as record:
+        actual = compiled(model)(**arguments()).logits
+        assert torch.equal(actual, model(**arguments()).logits)
+    (warning,) = record
+    message = (
+        r"this graph eagerly: a key/value cache that is empty before this call grows .*: pass a transformers\.Stat"
+    )
+    assert re.search(message, str(warning.message))
+
+
 def test_prefill_runs_eagerly_without_a_warning(caplog):
     model = tiny_model(num_layers=1)
     step = compiled(model, fallback="error")
@@ -91,7 +106,7 @@ def test_prefill_is_compiled_by_inductor_where_asked_to(monkeypatch):
     def inductor(gm, inputs):
         return lambda *args: calls.append(len(args)) or gm(*args)
 
-    monkeypatch.setattr(fallback, "lookup_backend", {"inductor": inductor}.__getitem__)
+    monkeypatch.setitem(registry._COMPILER_FNS, "inductor", inductor)
     model, prompt = tiny_model(num_layers=1), random_ids(1, 4)
     with torch.inference_mode():
         expected = model(input_ids=prompt, use_cache=False).logits
@@ -110,7 +125,9 @@ def test_an_unsupported_node_is_named_once():
         with pytest.warns(MpkWarning, match=place) as record:
             assert torch.equal(step(x), function(x))
         assert len(record) == 1
-        torch.compiler.reset()
+        calls = Path(__file__).read_text().splitlines()
+        assert record[0].filename == __file__ and "assert torch.equal(step(x)" in calls[record[0].lineno - 1]
+        torch._dynamo.reset_code_caches()
         with warnings.catch_warnings():
             warnings.simplefilter("error", MpkWarning)
             assert torch.equal(step(x), function(x))
@@ -120,7 +137,7 @@ def test_the_fallback_may_be_inductor(monkeypatch):
     def inductor(gm, inputs):
         return lambda *args: [result + 100 for result in gm(*args)]  # tells it from eager
 
-    monkeypatch.setattr(fallback, "lookup_backend", {"inductor": inductor}.__getitem__)
+    monkeypatch.setitem(registry._COMPILER_FNS, "inductor", inductor)
     with torch.inference_mode(), pytest.warns(MpkWarning, match="leaves this graph to inductor: .*linalg_inv"):
         assert compiled(torch.linalg.inv, fallback="inductor")(torch.ones(1, 1)).item() == 101
 
@@ -191,7 +208,7 @@ def test_what_inductor_cannot_compile_runs_eagerly(monkeypatch):
     def inductor(gm, inputs):
         raise NotImplementedError("too odd")
 
-    monkeypatch.setattr(fallback, "lookup_backend", {"inductor": inductor}.__getitem__)
+    monkeypatch.setitem(registry._COMPILER_FNS, "inductor", inductor)
     with pytest.warns(MpkWarning) as record:
         assert_in_parts(fallback="inductor")
         with torch.inference_mode():
@@ -217,19 +234,35 @@ class Block(torch.nn.Module):
         return x + self.down(self.activation(self.up(self.norm(x))))
 
 
-def test_one_unsupported_operation_costs_a_part_of_a_deep_model():
+def test_one_unsupported_operation_costs_a_part_of_a_deep_model(monkeypatch):
     silu = torch.nn.functional.silu
     layers = [Block(silu) for _ in range(36)]
     layers[17].activation = lambda x: x.sort(dim=-1).values
     model = torch.nn.Sequential(*layers)
     x = torch.randn(2, 16)
-    others = list(backend._programs.values())  # what earlier tests compiled may still be alive
+    built = []
+    build = backend.build
+    monkeypatch.setattr(backend, "build", lambda *args: built.append(build(*args)) or built[-1])
     with torch.inference_mode(), pytest.warns(MpkWarning, match=r"a part of this graph eagerly: sort from .*, 17: "):
         step = compiled(model)
         torch.testing.assert_close(step(x), model(x))
-    (program,) = [program for program in backend._programs.values() if program not in others]
+    (program,) = built
     operations = [(segment.ours, segment.num_operations) for segment in program.partitioned.segments]
     assert operations == [(True, 17 * 5 + 2), (False, 2), (True, 2 + 18 * 5)]
+
+
+def test_resetting_the_compiler_forgets_what_was_built(monkeypatch):
+    built = []
+    build = backend.build
+    monkeypatch.setattr(backend, "build", lambda *args: built.append(build(*args)) or built[-1])
+    linear = torch.nn.Linear(8, 8)
+    for num_resets in (0, 1):
+        with torch.inference_mode():
+            steps = [torch.compile(linear, backend="mpk", fullgraph=how) for how in (True, False)]
+            for step in steps:
+                step(torch.randn(2, 8))
+        assert len(built) == num_resets + 1  # one graph, compiled twice
+        torch.compiler.reset()
 
 
 def test_inputs_that_share_memory_run_eagerly():
@@ -245,6 +278,18 @@ def test_inputs_that_share_memory_run_eagerly():
     with torch.inference_mode(), pytest.warns(MpkWarning, match="share memory"):
         actual = call(compiled(function))
     assert all(map(torch.equal, actual, call(function)))
+
+
+def test_a_dump_that_cannot_be_written_is_said_once_and_the_graph_still_compiles(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path / "file"))
+    linear, x = torch.nn.Linear(8, 8), torch.ones(1, 8)
+    with torch.inference_mode(), pytest.warns(MpkWarning) as record:
+        for _ in range(2):
+            torch._dynamo.reset_code_caches()
+            torch.testing.assert_close(compiled(linear, fallback="error")(x), linear(x))
+    (warning,) = record
+    assert str(warning.message).startswith(f"TORCH_MPK_DUMP={tmp_path / 'file'}: the artefacts of a build are left out")
 
 
 def test_disabled_is_eager(monkeypatch):

@@ -3,17 +3,18 @@
 import copy
 import multiprocessing
 import pickle
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
-from stepping import assert_close, compiled, run_both
 
-from torch_mpk import backend, lowering
+from tests.models.stepping import assert_close, compiled, run_both
+from torch_mpk import lowering, planning
 from torch_mpk.errors import MpkWarning
-from torch_mpk.runtime import plan
+from torch_mpk.runtime.segment import live_segments
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 
@@ -69,6 +70,38 @@ def test_calls_go_on_while_another_thread_compiles():
         while not compiling.done():
             check(step, model, x)
         compiling.result()
+
+
+def test_threads_build_for_new_sizes_while_others_trace():
+    """A build for a size is made at the first call with it, outside of what Dynamo compiles."""
+
+    def sized_calls(order):
+        step = compiled(model)
+        start.wait(60)
+        for rows in order:
+            check(step, model, torch.randn(rows, 16))
+
+    for seed in range(3):
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.SiLU(), torch.nn.LayerNorm(32))
+        orders = [random.Random(seed + thread).sample(range(1, 10), 9) for thread in range(2)]
+        start = threading.Barrier(len(orders))
+        torch._dynamo.reset()
+        with ThreadPoolExecutor(len(orders)) as pool:
+            list(pool.map(sized_calls, orders))
+
+
+@pytest.mark.slow
+def test_threads_decode_different_batches_at_once():
+    model = tiny_model("llama", num_layers=1)
+    step = compiled(model)
+    start = threading.Barrier(8)
+
+    def decode(thread):
+        start.wait(60)
+        run_both(model, step, batch=1 + thread % 3, num_steps=1)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(decode, range(8)))
 
 
 def test_a_forked_child_calls_and_compiles():
@@ -158,6 +191,7 @@ class LoraLinear(torch.nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_adapters_beside_and_merged_into_the_weights(device):
     model = tiny_model(device=device, num_layers=1)
     step = compiled(model)
@@ -190,22 +224,22 @@ def failing_once(monkeypatch, error):
     """Lowering fails the first time."""
 
     def fail(gm):
-        monkeypatch.setattr(plan, "lower", lowering.lower)
+        monkeypatch.setattr(planning, "lower", lowering.lower)
         raise error
 
-    monkeypatch.setattr(plan, "lower", fail)
+    monkeypatch.setattr(planning, "lower", fail)
 
 
 def test_an_interrupt_while_compiling_comes_through_and_the_next_call_compiles(monkeypatch):
     model, x = Mlp(), torch.randn(2, 16)
     step = compiled(model)
-    num_programs = len(backend._programs)
+    before = set(live_segments())
     failing_once(monkeypatch, KeyboardInterrupt())
     with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
         step(x)
-    assert len(backend._programs) == num_programs
+    assert not set(live_segments()) - before
     check(step, model, x)
-    assert len(backend._programs) == num_programs + 1
+    assert len(set(live_segments()) - before) == 1
 
 
 def test_an_interrupt_while_building_for_a_number_leaves_no_lock(monkeypatch):

@@ -8,9 +8,11 @@ import torch
 from torch_mpk.capture import capture
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
+from torch_mpk.errors import UnsupportedError
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.runtime import Program, synchronize
+from torch_mpk.program import Program
+from torch_mpk.runtime import synchronize
 
 
 def build(function, *inputs, dump=None) -> Program:
@@ -70,8 +72,12 @@ def test_an_address_the_executable_refuses_makes_the_call_eager(inputs):
             raise ValueError("input 0 of the megakernel: the address is not a multiple of 16")
 
     segment.executable = Refusing()
-    assert program.callable(eager=lambda *args: "eager")(*inputs) == "eager"
+    reasons = []
+    assert program.callable(eager=lambda *args: "eager", decline=reasons.append)(*inputs) == "eager"
     assert inputs[2]._version == 0
+    assert [str(reason) for reason in reasons] == ["input 0 of the megakernel: the address is not a multiple of 16"]
+    with pytest.raises(UnsupportedError, match="the address is not a multiple of 16"):
+        program.callable(eager=None)(*inputs)
 
 
 def test_the_dump_has_an_artefact_of_each_stage(inputs, tmp_path):
@@ -86,3 +92,26 @@ def test_synchronize_without_launches_in_flight_returns(inputs):
     synchronize()
     del program
     synchronize()
+
+
+def test_a_profiler_shows_segments_and_graphs_of_several_by_name(inputs):
+    def keys(function):
+        call = build_any(function, *inputs).callable(eager=None)
+        call(*inputs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            call(*inputs)
+        return sorted((e.key, e.count) for e in profile.key_averages() if e.key.startswith("mpk "))
+
+    def split(x, weight, state):
+        y = torch.nn.functional.linear(torch.nn.functional.linear(x, weight), weight.t())
+        return (torch.nn.functional.linear(torch.linalg.det(y[:, :2])[None, None].expand(2, 8) + x, weight),)
+
+    def build_any(function, *inputs):
+        captured = capture(torch.fx.symbolic_trace(function), inputs)
+        partitioned = partition(apply(captured.graph_module), 1)
+        return Program.build(partitioned, torch.device("cpu"), Options(num_threads=1), Dump(None))
+
+    assert keys(step) == [("mpk segment segment_0", 1)]
+    found = dict(keys(split))
+    assert found.pop("mpk graph") == 1
+    assert len(found) >= 1 and all(key.startswith("mpk segment segment_") for key in found)

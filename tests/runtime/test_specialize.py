@@ -1,8 +1,11 @@
 """One build for each combination of numbers."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
-from torch_mpk.specialize import per_call_numbers
+from torch_mpk.specialize import MAX_FAILURES, per_call_numbers
 
 
 def test_each_combination_is_built_once_and_the_oldest_is_dropped():
@@ -25,7 +28,7 @@ def test_each_combination_is_built_once_and_the_oldest_is_dropped():
     assert built[3:] == [(1, 1.0)]
 
 
-def test_after_a_failure_no_other_numbers_are_tried():
+def test_a_failure_decides_for_its_own_numbers_only():
     tried = []
 
     def build(args):
@@ -35,5 +38,36 @@ def test_after_a_failure_no_other_numbers_are_tried():
         return lambda *later: "built"
 
     call = per_call_numbers([0], build, give_up=lambda args, error: lambda *later: f"{error}: {later}")
-    assert [call(1), call(2), call(3), call(1)] == ["built", "too odd: (2,)", "too odd: (3,)", "built"]
-    assert tried == [1, 2]
+    assert [call(n) for n in (1, 2, 3, 2, 1)] == ["built", "too odd: (2,)", "built", "too odd: (2,)", "built"]
+    assert tried == [1, 2, 3]
+
+
+def test_after_many_failures_no_other_numbers_are_tried():
+    tried = []
+
+    def build(args):
+        tried.append(args[0])
+        raise RuntimeError("none of ours")
+
+    call = per_call_numbers([0], build, give_up=lambda args, error: lambda *later: f"{error}: {later}")
+    assert [call(n) for n in range(9)] == [f"none of ours: ({n},)" for n in range(9)]
+    assert tried == list(range(MAX_FAILURES))
+
+
+def test_calls_run_while_another_thread_builds():
+    building, go_on = threading.Event(), threading.Event()
+
+    def build(args):
+        if args[0] == 2:
+            building.set()
+            assert go_on.wait(60)
+        return lambda n: f"built for {n}"
+
+    call = per_call_numbers([0], build, give_up=None)
+    call(1)
+    with ThreadPoolExecutor(2) as pool:
+        slow = [pool.submit(call, 2) for _ in range(2)]
+        assert building.wait(60)
+        assert call(1) == "built for 1"
+        go_on.set()
+        assert [each.result(60) for each in slow] == ["built for 2"] * 2

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from net import CPU, Net
 
+from tests.cpu.net import CPU, Net
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import MegakernelTimeout
-from torch_mpk.lowering import Fresh, Output
+from torch_mpk.plan import Fresh, Output, Plan
 from torch_mpk.runtime import cpu
-from torch_mpk.runtime.plan import Plan
 from torch_mpk.runtime.segment import Segment
 
 SHAPE, STRIDE = (2, 8), (8, 1)
@@ -27,7 +26,7 @@ SHAPE, STRIDE = (2, 8), (8, 1)
 class Doubled:
     """A task without a CPU body; ``before`` is called in its reference."""
 
-    name = "test_doubled"
+    name, is_ours, place = "test_doubled", False, "doubled.py:7"
     inputs, outputs = (SimpleNamespace(name="x"),), (SimpleNamespace(name="y"),)
     results = staticmethod(lambda result: (result,))
 
@@ -53,7 +52,7 @@ def segment_of(task, watchdog_seconds):
     net = Net()
     net.node(task.name, x=net.input(torch.empty(SHAPE)), y=net.output(torch.empty(SHAPE)))
     fresh, output = Fresh(torch.float32, SHAPE, STRIDE), Output("output", 0, torch.float32, SHAPE, STRIDE)
-    plan = Plan(_C.make_schedule(net.graph, CPU), (0,), (), (), (fresh,), (output,), ())
+    plan = Plan(None, (0,), (), (), (fresh,), (output,), (), _C.make_schedule(net.graph, CPU))
     return Segment(plan, torch.device("cpu"), Options(num_threads=3, watchdog_seconds=watchdog_seconds), Dump(None))
 
 
@@ -64,6 +63,8 @@ def test_a_reference_that_does_not_return_is_given_up(task):
     task.before = lambda: release.wait(100)
     with pytest.raises(MegakernelTimeout, match=r"reference of task test_doubled has run for 0.2 s") as info:
         call(x)
+    assert "It is declared at doubled.py:7: make it return sooner" in str(info.value)
+    assert "report" not in str(info.value)  # it is a user's
     lines = [" ".join(line.split()) for line in str(info.value).splitlines()]
     assert lines[1:4] == [
         "workers in phase waits for",

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import simulated_gpu
-from fake_driver import Fake, build, state_of
 
+from tests.runtime_cuda import simulated_gpu
+from tests.runtime_cuda.fake_driver import Fake, build, state_of
 from torch_mpk import _C
 from torch_mpk.runtime import cuda
-from torch_mpk.runtime.device import BACKENDS
+from torch_mpk.runtime.backend import BACKENDS
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def fake(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 def simulated(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     """What would run on the CPU takes the CUDA path, up to the launch."""
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(BACKENDS, "cpu", "simulated_gpu")
+    monkeypatch.setitem(BACKENDS, "cpu", simulated_gpu)
     monkeypatch.setattr(cuda, "compile_cuda", simulated_gpu.not_compiled)
     monkeypatch.setattr(simulated_gpu, "driver", fake, raising=False)
     return fake

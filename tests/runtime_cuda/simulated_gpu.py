@@ -5,21 +5,22 @@ nothing. After ``install`` the backend uses this module where it would use the C
 """
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_driver
 import torch
 
+from tests.runtime_cuda import fake_driver
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
+from torch_mpk.plan import Plan
 from torch_mpk.runtime import cuda
-from torch_mpk.runtime.cuda import generate, keep, pack, unpack  # noqa: F401  (the backend finds them here)
-from torch_mpk.runtime.device import BACKENDS
-from torch_mpk.runtime.plan import Plan
+from torch_mpk.runtime.backend import BACKENDS
+from torch_mpk.runtime.cuda import keep  # noqa: F401  (part of a backend, which this module is)
 
 DEVICE = torch.device("cuda", 0)
 
@@ -35,7 +36,7 @@ def install(compile_kernels: bool = False) -> fake_driver.Fake:
     driver.reset()
     if not compile_kernels:
         cuda.compile_cuda = not_compiled
-    BACKENDS["cpu"] = __name__
+    BACKENDS["cpu"] = sys.modules[__name__]
     return driver
 
 

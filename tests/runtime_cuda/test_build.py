@@ -6,17 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import MpkWarning, UnsupportedError
+from torch_mpk.plan import Plan
 from torch_mpk.runtime import cuda
-from torch_mpk.runtime.device import watchdog_seconds
-from torch_mpk.runtime.plan import Plan
+from torch_mpk.runtime.watchdog import watchdog_seconds
 
 DEVICE = torch.device("cuda", 0)
 SOURCE = """
-#include "torch_mpk/abi.h"
+#include "torch_mpk/abi/launch.h"
 extern "C" __global__ void mpk_kernel(const __grid_constant__ mpk::LaunchParams params) { params.control->exited++; }
 """
 
@@ -45,18 +44,15 @@ def test_target_refuses_what_the_device_cannot_run(fake, device_arch, option):
 def test_load_compiles_for_the_device(fake, make_program, monkeypatch, tmp_path, device_arch, arch, kind):
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
     program = make_program(source=SOURCE)
-    monkeypatch.setattr(_C, "generate_cuda", lambda schedule, profiled: program, raising=False)
-    schedule = _C.make_schedule(_C.TBGraph(), _C.Target("cuda", arch, 4, 200_000))
     fake.arch = device_arch
     options = Options(arch=arch, watchdog_seconds=0.5)
     dump = tmp_path / "dump"
     dump.mkdir()
-    plan = Plan(cuda.generate(schedule, options, Dump(dump)), (0, 1), (2,), (), (), (), ())
+    plan = Plan(program, (0, 1), (2,), (), (), (), ())
     executable = cuda.load(plan, DEVICE, options, Dump(dump))
     executable.run([16, 32], [48], [0], 64)
     assert fake.num_launches == 1
     assert int.from_bytes(bytes(fake.params[32:40]), "little") == 500_000_000
-    assert (dump / "6.kernel.cu").read_text() == SOURCE
     image = (dump / f"7.kernel.{kind}").read_bytes()
     assert image.startswith(b"\x7fELF" if kind == "cubin" else b"//")
     assert fake.image[:4] == image[: len(fake.image[:4])]

@@ -3,34 +3,25 @@
 import ast
 import ctypes
 import os
+import resource
 import struct
 import subprocess
 import sys
 
 import pytest
-import simulated_gpu
 import torch
 
+from tests.runtime_cuda import simulated_gpu
 from torch_mpk import backend, build_cache, precompile, registry, timing
 from torch_mpk.build_cache import build_key
 from torch_mpk.config import Options
 from torch_mpk.errors import MpkWarning
 from torch_mpk.jit import Cache
-from torch_mpk.runtime.device import BACKENDS
+from torch_mpk.runtime.backend import BACKENDS
 from torch_mpk.testing.decode import prefill
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _only_our_patterns():
-    """Other tests of this process may have declared tasks with patterns, and with those nothing is kept."""
-    ours = {name: list(filter(build_cache._is_ours, getattr(build_cache, name)())) for name in ("tasks", "patterns")}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, declared in ours.items():
-            patch.setattr(build_cache, name, lambda declared=declared: declared)
-        yield
 
 
 def decode_step(driver) -> tuple[list[int], tuple, tuple[int, ...], list[str]]:
@@ -68,20 +59,32 @@ def test_another_process_goes_straight_to_the_same_launch(simulated, tmp_path):
     (entry,) = Cache(tmp_path, 2**30, "builds").entries()
     (entry.path / "table.bin").write_bytes(b"")
     torch.compiler.reset()
-    backend._programs.clear()
     again = decode_step(simulated)
     assert "capture" in again[3]
     assert again[:3] == (pointers, geometry, table)
 
 
-def test_what_one_process_has_precompiled_another_need_not_compile(fake, monkeypatch, tmp_path):
+@pytest.fixture
+def header(fake, monkeypatch, tmp_path):
+    """All that kernels include, by the word of a compiler that is in use instead of the real one."""
+    header = tmp_path / "header.cuh"
+    header.write_text("first")
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(BACKENDS, "cpu", "simulated_gpu")
+    monkeypatch.setitem(BACKENDS, "cpu", simulated_gpu)
     monkeypatch.setattr(simulated_gpu, "driver", fake, raising=False)
     nvcc = tmp_path / "nvcc"
-    nvcc.write_text('#!/bin/bash\nif [ "$1" = --version ]; then echo V13.0.1; else echo image > "${@: -1}"; fi')
+    nvcc.write_text(
+        f"""#!/bin/bash
+if [ "$1" = --version ]; then echo V13.0.1; exit; fi
+if [[ "$*" = *" -E "* ]]; then echo kernel.o: kernel.cu {header} > files.d; else echo image > "${{@: -1}}"; fi
+"""
+    )
     nvcc.chmod(0o755)
     monkeypatch.setenv("TORCH_MPK_COMPILER", str(nvcc))
+    return header
+
+
+def test_what_one_process_has_precompiled_another_need_not_compile(fake, header, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
     x, model = torch.ones(2, 8), torch.nn.Linear(8, 8)
     with pytest.raises(Exception, match=r"FORBID_COMPILE is set: call torch_mpk\.precompile"):
@@ -95,11 +98,15 @@ def test_what_one_process_has_precompiled_another_need_not_compile(fake, monkeyp
     assert fake.num_launches == 1
     monkeypatch.setenv("TORCH_MPK_FORBID_COMPILE", "1")
     torch.compiler.reset()  # as good as another process
-    backend._programs.clear()
     with torch.inference_mode():
         torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
     assert list(timing.recent[-1].stages) == ["look-up", "compile", "load"]
     assert fake.num_launches == 2
+    header.write_text("other")  # as long as the first
+    torch.compiler.reset()
+    with torch.inference_mode(), pytest.raises(Exception, match=r"FORBID_COMPILE is set"):
+        torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
+    assert list(timing.recent[-1].stages) == ["look-up", "compile"]
 
 
 def test_no_memory_for_a_kernel_is_said_and_the_next_call_works(simulated):
@@ -122,7 +129,7 @@ def test_a_build_that_cannot_be_read_is_made_again(simulated, tmp_path):
         with cache.workspace() as folder:
             (folder / "plan.json").write_text(text)
             cache.put(key, folder, {})
-        assert build_cache.get(key, CPU) is None
+        assert build_cache.get(key) is None
 
 
 def traced(function, *inputs):
@@ -146,7 +153,6 @@ def test_explaining_and_verifying_need_the_graph_and_build_it(simulated):
         return call, "lowering" in record.stages
 
     assert build(Options())[1]
-    backend._programs.clear()
     found, is_built = build(Options())
     assert not is_built
     assert found.program.partitioned is None
@@ -172,6 +178,9 @@ def test_the_key_changes_with_whatever_decides_the_build(simulated, monkeypatch)
     simulated.num_sms = 78
     keys["device"] = build_key(*traced(linear, X, W), CPU, Options())
     simulated.num_sms = 132
+    with monkeypatch.context() as patch:
+        patch.setattr(registry.get("paged_decode"), "header", "/elsewhere/paged_decode.cuh")
+        keys["place of a header"] = build_key(*traced(linear, X, W), CPU, Options())
     monkeypatch.setattr(build_cache, "_fingerprint", lambda: "another torch_mpk")
     keys["version"] = build_key(*traced(linear, X, W), CPU, Options())
     monkeypatch.undo()
@@ -209,6 +218,20 @@ def test_a_graph_with_an_in_place_form_is_kept(simulated):
         return x
 
     assert build_key(*traced(gate, X, X), CPU, Options()) is not None
+
+
+def test_a_full_disk_costs_the_build_but_not_the_call(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build_cache, "_pack", lambda stored: {"plan.json": bytes(1000)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        with caplog.at_level("INFO", "torch_mpk"):
+            build_cache.put("key", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"the build is not kept: cannot write 1000 bytes to the kernel cache {tmp_path}" in caplog.text
+    assert build_cache.get("key") is None
 
 
 def test_the_cpu_keeps_nothing():

@@ -8,7 +8,7 @@ import torch
 
 from torch_mpk import _C
 from torch_mpk.errors import KernelCompileError, KernelSignatureError, LaunchError
-from torch_mpk.jit import Kernel, kernel
+from torch_mpk.jit import Kernel, kernel, module
 
 SOURCE = """
 template <class T, int kBlock>
@@ -49,7 +49,7 @@ def on_fake_device(fake):
             def __getattr__(self, name):
                 return getattr(declared.declaration, name)
 
-        return _C.JitKernel(OnCpu(), declared._load, declared.op)
+        return _C.JitKernel(OnCpu(), declared.load, declared.op)
 
     return convert
 
@@ -146,13 +146,106 @@ def test_parameters_that_do_not_fit_the_launch(change, message):
         declare(LAUNCH.replace(*change)).compile(90, T=torch.float32)
 
 
-def test_a_name_that_two_kernels_have(on_fake_device):
+def test_a_name_that_two_kernels_have(fake, on_fake_device):
     def scaled(x): ...
 
+    fake.set_parameters(8)
     source = "namespace a { __global__ void scaled(float* x) {} }\n__global__ void scaled(float* x) {}"
-    twice = kernel(source, "x[N]!: float32", "a::scaled<<<1, 1>>>(x)")(scaled)
+    on_fake_device(kernel(source, "x[N]!: float32", "a::scaled<<<1, 1>>>(x)")(scaled))(torch.zeros(1))
+    assert fake.kernel == b"_ZN1a6scaledEPf"
     with pytest.raises(KernelSignatureError, match=r"has 2 kernels scaled \(.*\), expected one"):
-        on_fake_device(twice)(torch.zeros(1))
+        on_fake_device(kernel(source, "x[N]!: float32", "scaled<<<1, 1>>>(x)")(scaled))(torch.zeros(1))
+
+
+SEED = """
+template <class T>
+struct Params {
+  const T* __restrict__ input;
+  int32_t count;
+  struct { float alpha; double beta; } by;
+  T* output;
+};
+template <class T, float kAlpha, class Other>
+struct Scaled {
+  static __device__ void run(const Params<T> p, int64_t row) { p.output[0] = T(float(p.input[0]) * kAlpha + p.count); }
+};
+template <class, int> struct Pair {};
+template <int kStep> __global__ void finish(float* y, double half) { y[0] += kStep * half; }
+"""
+
+
+def test_a_member_of_a_class_template_and_a_struct_by_value(fake, on_fake_device):
+    @kernel(
+        SEED,
+        "x[N]: T=float32|bfloat16, y[N]!: T",
+        "Scaled<T, ALPHA, Pair<T, 3>>::run<<<1, 32>>>({.input = x, .count = N, .by = {.beta = ALPHA}, .output = y}, 7)",
+    )
+    def scaled(x, y, *, ALPHA: float = 0.5): ...  # noqa: N803
+
+    fake.set_parameters(40, 8)
+    run = on_fake_device(scaled)
+    x, y = torch.zeros(9, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.bfloat16)
+    for alpha in (0.1, -2.0, float("inf"), float("-inf"), float("nan")):
+        run(x, y, ALPHA=alpha)
+        values = struct.unpack_from("<Qi4xf4xdQq", bytes(fake.params))
+        assert values[:3] == (x.data_ptr(), 9, 0.0) and values[4:] == (y.data_ptr(), 7)
+        assert struct.pack("<d", values[3]) == struct.pack("<d", alpha)
+    assert b"scaled_run_0" in fake.kernel
+    assert fake.num_launches == 5
+
+
+def test_two_launches_of_one_template(fake, on_fake_device):
+    @kernel(
+        SEED,
+        "x[N]!: float32",
+        "finish<1><<<N, 32>>>(x, HALF); finish<2><<<N + BAD, 64>>>(x, HALF)",
+        pdl="PDL",
+    )
+    def finish(x, *, HALF: float = 0.5, PDL: bool = False, BAD: int = 1): ...  # noqa: N803
+
+    fake.set_parameters(8, 8)
+    run = on_fake_device(finish)
+    for pdl in (False, True, False):
+        run(torch.zeros(3), PDL=pdl)
+        assert (fake.grid[0], fake.block[0], fake.programmatic) == (4, 64, pdl)
+        assert b"finishILi2E" in fake.kernel
+    assert fake.num_launches == 6
+    with pytest.raises(KernelSignatureError, match=r"the grid's 'N \+ BAD' is -6"):
+        run(torch.zeros(3), BAD=-9)
+    assert fake.num_launches == 6
+
+
+def test_kernels_of_one_module_are_one_image(fake, on_fake_device):
+    both = module(
+        "__device__ int total;\n__global__ void add(int n) { total += n; }\n__global__ void get(int* x) { *x = total; }"
+    )
+
+    @both.kernel("x[N]: int32", "add<<<1, 1>>>(N)")
+    def add(x): ...
+
+    @both.kernel("x[1]!: int32", "get<<<1, 1>>>(x)")
+    def get(x): ...
+
+    cubin = add.compile(90)
+    assert cubin == get.compile(90)
+    assert len(cubin.kernels) == 2
+    fake.set_parameters(8)
+    on_fake_device(get)(torch.zeros(1, dtype=torch.int32))
+    assert fake.kernel == b"_Z3getPi"
+
+
+def test_fields_that_do_not_fit_a_struct():
+    def f(x): ...
+
+    for struct_, fields, message in [
+        ("{ float* x; }", "{.x = x}", r"parameter 1's x: x is float32 and only read, declare it const float\*"),
+        ("{ const float* x; float n; }", "{.x = x, .n = N}", "parameter 1's n: N is an integer, declare it int"),
+        ("{ P(const P&); const float* x; }", "{.x = x}", r"parameter 1: \{...\} is passed, declare it a trivially"),
+        ("{ const float* x; }", "{.y = x}", "y"),
+    ]:
+        source = f"struct P {struct_};\n__global__ void f(const P p) {{}}"
+        with pytest.raises(KernelCompileError, match=message):
+            kernel(source, "x[N]: float32", f"f<<<1, 1>>>({fields})")(f).compile(90)
 
 
 def test_instructions_of_sm_90a_and_headers_of_the_user(tmp_path):
@@ -164,10 +257,10 @@ def test_instructions_of_sm_90a_and_headers_of_the_user(tmp_path):
     first = declared.compile(90)
     assert first.kind == "cubin"
     keys = {first.key}
-    (tmp_path / "part.cuh").write_text("#define PART\n#if 0\n#include MORE\n#endif\n#define MORE <more.cuh>\n")
-    keys.add(declared.compile(90).key)
-    (tmp_path / "more.cuh").write_text("")
-    keys.add(declared.compile(90).key)
+    (tmp_path / "part.cuh").write_text("#define PART\n#define MORE <more.cuh>\n#include MORE\n")
+    for text in ("", "// changed"):
+        (tmp_path / "more.cuh").write_text(text)
+        keys.add(declared.compile(90).key)
     assert len(keys) == 3
 
 

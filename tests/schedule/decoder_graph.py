@@ -9,29 +9,6 @@ from torch_mpk import _C
 
 SIZES = {"bool": 1, "int64": 8, "bfloat16": 2, "float32": 4}
 
-TASKS = {
-    "linear": ("stream", [("x", "RK"), ("weight", "NK"), ("bias?", "N"), ("y=", "RN")], []),
-    "rms_norm": ("row", [("x", "RH"), ("weight?", "H"), ("y=", "RH")], ["eps", "style"]),
-    "rope": ("row", [("x", "BHD"), ("cos", "BD"), ("sin", "BD"), ("y=", "BHD")], []),
-    "attention": (
-        "stream",
-        [("q", "BHD"), ("k_new?", "BGD"), ("v_new?", "BGD"), ("slot?", "1"), ("k_cache!", "BGLD"), ("v_cache!", "BGLD")]
-        + [("mask?", "BHL"), ("limit?", "B"), ("y=", "BHD")],
-        ["scale", "style"],
-    ),
-}  # fmt: skip
-
-
-def register_tasks() -> None:
-    """Register the hand-written tasks, unless the package already did."""
-    for name, (role, operands, attrs) in TASKS.items():
-        if name in _C.task_names():
-            continue
-        specs = [
-            (o.rstrip("?!="), list(dims), o.endswith("?"), not o.endswith("="), o[-1] in "!=") for o, dims in operands
-        ]
-        _C.register_task(name, role, specs, attrs, f"torch_mpk/device/tasks/{name}.cuh")
-
 
 def contiguous(shape: list[int]) -> list[int]:
     return [prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -90,13 +67,11 @@ def decoder(
 
     With ``computed_tables`` rope's tables are made of the inputs of those names, as in a model, not given.
     """
-    register_tasks()
     b = Builder()
     x = b.buffer("input", "x", dtype, [batch, hidden])
     cos, sin = (b.buffer("input", name, dtype, [batch, head_dim]) for name in ("cos", "sin"))
     limit = b.buffer("input", "limit", "int64", [batch])
     counters = []
-    norm_attrs = {"eps": 1e-6, "style": "llama"}
 
     def weight(name: str, *shape: int) -> _C.Tensor:
         return b.buffer("input", name, dtype, list(shape))
@@ -106,7 +81,7 @@ def decoder(
 
     def norm(name: str, t: _C.Tensor) -> _C.Tensor:
         operands = [("x", t), ("weight", weight(f"{name}.weight", t.shape[1]))]
-        return b.node("rms_norm", operands, value(name, *t.shape), norm_attrs, name)
+        return b.node("rms_norm", operands, value(name, *t.shape), {"eps": 1e-6, "style": "llama"}, name)
 
     def linear(name: str, t: _C.Tensor, n: int) -> _C.Tensor:
         operands = [("x", t), ("weight", weight(f"{name}.weight", n, t.shape[1]))]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from decoder_graph import Builder, decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.schedule.decoder_graph import Builder, decoder
 from torch_mpk import _C
 
 CUDA = _C.Target("cuda", 90, 132, 232448, True)
@@ -52,7 +52,6 @@ def test_without_fusion_every_node_is_a_job() -> None:
 
 def test_a_norm_with_another_reader_is_stored() -> None:
     b = Builder()
-    decoder(layers=0)  # registers the tasks
     x = b.buffer("input", "x", "float32", [1, 8])
     normed = b.node(
         "rms_norm", [("x", x)], b.buffer("workspace", "n", "float32", [1, 8]), {"eps": 1e-6, "style": "llama"}
@@ -115,6 +114,64 @@ def test_polled_vectors_spare_all_waits_but_the_last() -> None:
     assert waiting == [15]  # which advances counters
     polled = {schedule.graph.buffers[b].name.removeprefix("layers.0.") for b, t in enumerate(schedule.polled) if t}
     assert {"q", "k", "v", "residual", "act", "output", "attended"} <= polled
+
+
+def renamed(graph: _C.TBGraph, tasks: dict[str, tuple[str, dict[str, str]]]) -> _C.TBGraph:
+    """The graph with other names for tasks and their operands."""
+    copy = _C.TBGraph()
+    for buffer in graph.buffers:
+        copy.add_buffer(buffer.name, buffer.kind, buffer.index, buffer.bytes)
+    for node in graph.nodes:
+        task, names = tasks.get(node.task, (node.task, {}))
+        operands = [(names.get(o.name, o.name), o.tensor, o.is_read, o.is_write) for o in node.operands]
+        copy.add_node(task, operands, node.attrs, node.program, node.label)
+    return copy
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_task_is_scheduled_by_its_traits_whatever_its_name(polled: bool) -> None:
+    traits = {"loaded": ["matrix"], "staged": ["rows"], "whole": ["rows"], "takes_rows": ["rows"]}
+    _C.register_task(
+        "schedule_test_product",
+        "stream",
+        [
+            ("rows", ["R", "K"], False, True, False),
+            ("matrix", ["N", "K"], False, True, False),
+            ("product", ["R", "N"], False, False, True),
+        ],
+        [],
+        "",
+        streaming=traits,
+        joined_by="rows",
+        tiled_by="matrix",
+        hands_over=True,
+    )
+    graph = decoder(batch=2, layers=2, computed_tables=True)
+    names = {"x": "rows", "weight": "matrix", "y": "product"}
+    other = renamed(graph, {"linear": ("schedule_test_product", names)})
+    target = _C.Target("cuda", 90, 132, 232448, True, polled)
+    _C.validate(_C.make_schedule(other, target))
+    # Until tasks are asked themselves.
+    expected, draft = (_C.draft_schedule(g, target, "choose_staging") for g in (graph, other))
+    assert draft.replace("schedule_test_product", "linear") == expected
+
+
+def test_a_stream_task_without_traits_is_a_job_of_its_own_that_waits() -> None:
+    operands = [("x", ["R", "K"], False, True, False), ("y", ["R", "K"], False, False, True)]
+    _C.register_task("schedule_test_copy", "stream", operands, [], "", streaming={"loaded": ["x"]})
+    b = Builder()
+    x = b.buffer("input", "x", "bfloat16", [1, 64])
+    normed = b.node(
+        "rms_norm", [("x", x)], b.buffer("workspace", "n", "bfloat16", [1, 64]), {"eps": 1e-6, "style": "llama"}
+    )
+    copied = b.node("schedule_test_copy", [("x", normed)], b.buffer("workspace", "c", "bfloat16", [1, 64]))
+    b.pointwise("add", [x, copied], b.buffer("output", "y", "bfloat16", [1, 64]))
+    schedule = _C.make_schedule(b.graph, _C.Target("cuda", 90, 132, 232448, True, True))
+    _C.validate(schedule)
+    jobs = [job for phase in schedule.phases for job in phase.jobs]
+    assert [(j.prologue, j.body, j.epilogue) for j in jobs] == [([], [0], []), ([], [1], []), ([], [2], [])]
+    assert jobs[1].loader_waits == [0]
+    assert not any(schedule.polled)
 
 
 def test_json_describes_the_schedule() -> None:

@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
-from decoder_graph import decoder
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.codegen.programs_graph import long_reductions
+from tests.schedule.decoder_graph import Builder, decoder
+from tests.schedule.taken_apart import Parts
 from torch_mpk import _C
-
-
-@dataclass
-class Parts:
-    """A schedule taken apart, to be changed and put together again."""
-
-    schedule: _C.Schedule
-    phases: list[tuple[list[dict], list[int]]]
-    offsets: list[int]
-    workspace_bytes: int
-    polled_bytes: int
-    polled: list[bool]
-
-    @classmethod
-    def of(cls, s: _C.Schedule) -> Parts:
-        fields = ("prologue", "body", "epilogue", "loader_waits", "unstored")
-        phases = [([{f: list(getattr(j, f)) for f in fields} for j in p.jobs], list(p.waits)) for p in s.phases]
-        return cls(s, phases, list(s.workspace_offsets), s.workspace_bytes, s.polled_bytes, list(s.polled))
-
-    def build(self) -> _C.Schedule:
-        phases = [_C.Phase([_C.Job(**job) for job in jobs], waits) for jobs, waits in self.phases]
-        s = self.schedule
-        sizes = self.workspace_bytes, self.polled_bytes
-        return _C.Schedule(s.graph, s.target, phases, self.offsets, *sizes, self.polled)
-
-    def jobs(self, part: str) -> list[dict]:
-        return [job for jobs, _ in self.phases for job in jobs if job[part]]
-
-    def phases_with(self, condition: Callable[[int], bool]) -> list[int]:
-        return [p for p in range(len(self.phases)) if condition(p)]
 
 
 def pick(draw: st.DrawFn, items: list):
@@ -205,4 +176,239 @@ def test_a_loader_that_does_not_wait_is_caught() -> None:
     for job in parts.jobs("loader_waits"):
         job["loader_waits"].clear()
     with pytest.raises(RuntimeError, match="the loader of attention .* may read buffer 'limit'"):
+        _C.validate(parts.build())
+
+
+# ---- how jobs are cut
+
+
+SIZES = {"hidden": 4096, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 12288, "vocab": 65536}
+CUT = [
+    _C.make_schedule(decoder(layers=1, batch=batch, **SIZES), _C.Target("cuda", 90, 132, 232448, True, True))
+    for batch in (1, 4)
+]
+
+
+# What is broken, of which part of a job, by which change, and what the validator says. The first job is broken whose
+# field the change changes.
+BROKEN_CUTS: dict[str, tuple[str, str, Callable, str]] = {
+    "an entry larger than a slot": (
+        "shape", "tile_rows", lambda n: 8 * n, r"linear \(node .*: an entry of \d+ bytes exceeds a slot of 8192",
+    ),
+    "a tile too few": ("", "num_tiles", lambda n: n - 1, r"\d+ tiles of \d rows do not cover its matrices, \d+ do"),
+    "tiles of fewer rows": (
+        "shape", "tile_rows", lambda n: max(n - 1, 1), r"\d+ tiles of 1 rows do not cover its matrices, \d+ do",
+    ),
+    "no rows in a tile": ("shape", "tile_rows", lambda n: 0, "a size of its tiles is not positive"),
+    "nothing in flight": ("shape", "in_flight", lambda n: 0, "a size of its tiles is not positive"),
+    "parts that nobody combines": (
+        "shape", "parts", lambda n: n + 1 if n == 1 else n, "1 parts are combined, but a tile has 2",
+    ),
+    "parts that are not combined": (
+        "shape", "parts", lambda n: 1, "2 parts are combined, but a tile has 1",
+    ),
+    "an entry with a part too many": (
+        "shape", "chunk_parts", lambda n: n + 1, r"\d parts are combined, but a tile has \d, \d to an entry",
+    ),
+    "rows longer than the matrix has": (
+        "shape", "row_bytes", lambda n: n + 16, "rows of 8208 bytes are not those of buffer 'layers.0.q.weight'",
+    ),
+    "a chunk that is no multiple of 16 bytes": (
+        "shape", "chunk_bytes", lambda n: n - 8, "cannot be copied 16 bytes at a time",
+    ),
+    "a chunk longer than a row": (
+        "shape", "chunk_bytes", lambda n: n + 16, "chunks of 8208 bytes of rows of 8192 cannot be copied",
+    ),
+    "runs that do not make a tile": ("shape", "run", lambda n: 7, r"runs of 7 do not make a tile of \d entries"),
+    "a ticket too few": (
+        "tickets", "drawn", lambda n: n - 1 if n else n, r"\d+ tickets of \d+ are not those of \d+ tiles",
+    ),
+    "a ticket too many of each worker": (
+        "tickets", "own", lambda n: n + 1 if n else n, r"\d+ tickets of \d+ are not those of \d+ tiles",
+    ),
+    "tickets of no tiles": ("tickets", "size", lambda n: 0, "its tiles are drawn, but there are no tickets"),
+    "tickets that nobody draws": (
+        "", "assignment", lambda _: "static", "tiles are dealt out beforehand, but there are tickets",
+    ),
+    "drawn without tickets": ("", "assignment", lambda _: "claimed", "its tiles are drawn, but there are no tickets"),
+    "less staged than there is": (
+        "", "staged_bytes", lambda n: n - 16 if n else n, r"it stages \d+ bytes in \d+",
+    ),
+    "a row task in front of what is not staged": (
+        "", "is_staged", lambda _: False, "it reads buffer 'layers.0.input_norm' where it is, but that is polled",
+    ),
+}  # fmt: skip
+
+
+def break_first(parts: Parts, part: str, name: str, change: Callable) -> bool:
+    for job in parts.jobs("body"):
+        fields = job[part] if part else job
+        if fields is not None and change(fields[name]) != fields[name]:
+            fields[name] = change(fields[name])
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("part", "name", "change", "message"), BROKEN_CUTS.values(), ids=BROKEN_CUTS)
+def test_a_broken_cut_is_caught(part: str, name: str, change: Callable, message: str) -> None:
+    for schedule in CUT:
+        parts = Parts.of(schedule)
+        _C.validate(parts.build())
+        if break_first(parts, part, name, change):
+            break
+    with pytest.raises(RuntimeError, match="unsound schedule.*" + message):
+        _C.validate(parts.build())
+
+
+def test_slots_smaller_than_entries_are_caught() -> None:
+    parts = Parts.of(CUT[0])
+    parts.warps["slot_bytes"] = 4096
+    with pytest.raises(RuntimeError, match="linear .*: an entry of 8192 bytes exceeds a slot of 4096"):
+        _C.validate(parts.build())
+
+
+def test_sums_that_would_be_overwritten_are_caught() -> None:
+    graph = decoder(layers=1, hidden=64, ffn=4096 * 64)  # down's rows are 64 slots long
+    parts = Parts.of(_C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, True, False)))
+    [job] = [job for job in parts.jobs("shape") if job["shape"]["row_bytes"] == 4096 * 64 * 2]
+    assert not job["shape"]["shares_entries"]
+    _C.validate(parts.build())
+    job["shape"]["shares_entries"] = True
+    with pytest.raises(RuntimeError, match="the sums of a tile of 64 entries, in runs of 1, may be overwritten"):
+        _C.validate(parts.build())
+
+
+def test_two_streams_that_draw_from_one_counter_are_caught() -> None:
+    b = Builder()
+    for name, rows in (("a", 65536), ("b", 64)):
+        x, y = b.buffer("input", f"{name}.x", "bfloat16", [1, 4096]), b.buffer("output", name, "bfloat16", [1, rows])
+        b.node("linear", [("x", x), ("weight", b.buffer("input", f"{name}.w", "bfloat16", [rows, 4096]))], y)
+    parts = Parts.of(_C.make_schedule(b.graph, _C.Target("cuda", 90, 132, 232448)))
+    _C.validate(parts.build())
+    [large, _] = parts.phases[0][0]
+    large |= {"assignment": "claimed", "tickets": {"size": 1, "own": 0, "drawn": large["num_tiles"]}}
+    with pytest.raises(RuntimeError, match="phase 0 streams several jobs, so none of them can draw tiles"):
+        _C.validate(parts.build())
+
+
+# ---- warps and shared memory
+
+
+BROKEN_WARPS = {
+    "a warp more than device code has": (
+        "consumers",
+        12,
+        "12 consumers and 1 loaders, but device code is written for 11",
+    ),
+    "no loader": ("loaders", 0, "11 consumers and 0 loaders, but device code"),
+    "a slot that is filled by nobody": ("full_arrivals", 32, "full after 32 arrivals, but loaders arrive 1 times"),
+    "a slot that every consumer frees": ("empty_arrivals", 11, "empty after 11 arrivals, but one of the 11 consumers"),
+    "more slots than a word has bits": ("max_slots", 33, "a ring of 33 slots, expected 2 to 28"),
+    "a ring of one slot": ("max_slots", 1, "a ring of 1 slots, expected 2 to 28"),
+    "slots that are not aligned": ("slot_bytes", 8200, "slots of 8200 bytes, expected a multiple of 128 from 8192 on"),
+    "slots that leave no room to stage": ("slot_bytes", 110592, "it stages .* bytes, but beside 2 slots of the ring"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BROKEN_WARPS.values(), ids=BROKEN_WARPS)
+def test_a_broken_layout_of_warps_is_caught(name: str, value: int, message: str) -> None:
+    parts = Parts.of(CUT[0])
+    _C.validate(parts.build())
+    parts.warps[name] = value
+    with pytest.raises(RuntimeError, match="unsound schedule: .*" + message):
+        _C.validate(parts.build())
+
+
+def test_without_a_copy_engine_every_lane_arrives() -> None:
+    parts = Parts.of(_C.make_schedule(decoder(layers=1), _C.Target("cuda", 80, 108, 166912)))
+    _C.validate(parts.build())
+    parts.warps["full_arrivals"] = 1
+    with pytest.raises(RuntimeError, match="full after 1 arrivals, but loaders arrive 32 times"):
+        _C.validate(parts.build())
+
+
+def test_more_staged_than_leaves_a_ring_is_caught() -> None:
+    parts = Parts.of(CUT[0])
+    room = 232448 - 4096 - 4 * 1024 - 2 * 8192
+    job = parts.jobs("shape")[0]
+    job["staged_bytes"] = room
+    _C.validate(parts.build())
+    job["staged_bytes"] = room + 16
+    with pytest.raises(RuntimeError, match=f"linear .*: it stages {room + 16} bytes, but .* room for {room}"):
+        _C.validate(parts.build())
+
+
+# ---- pieces
+
+
+AWAITED = _C.Target("cuda", 90, 132, 232448)
+POLLED = _C.Target("cuda", 90, 132, 232448, polled=True)
+BROKEN_PIECES: dict[str, tuple[_C.TBGraph, str, Callable, str]] = {
+    "fewer than lengths may give": (
+        decoder(layers=1), "count", lambda n: n - 1, "131 pieces are fewer than lengths at run time may give",
+    ),
+    "none of a size": (decoder(layers=1), "results", lambda n: 0, "a size of its pieces is not positive"),
+    "results that do not make the heads": (
+        decoder(layers=1), "results", lambda n: 3, "pieces of 3 results do not make 4",
+    ),
+    "an odd place": (decoder(layers=1), "offset", lambda n: n + 8, "not aligned to 16 bytes"),
+    "outside the workspace": (decoder(layers=1), "offset", lambda n: n + 256, "lie outside the workspace"),
+    "before the workspace": (decoder(layers=1), "offset", lambda n: -256, "lie outside the workspace"),
+    "a row without a last piece": (
+        long_reductions(2, 100000), "count", lambda n: n - 1, "95 pieces, 48 of a row, are not those of 2 rows",
+    ),
+    "rows in more pieces": (
+        long_reductions(2, 100000), "of_row", lambda n: n + 1, "96 pieces, 49 of a row, are not those of 2 rows",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("graph", "name", "change", "message"), BROKEN_PIECES.values(), ids=BROKEN_PIECES)
+def test_broken_pieces_are_caught(graph: _C.TBGraph, name: str, change: Callable, message: str) -> None:
+    parts = Parts.of(_C.make_schedule(graph, AWAITED))
+    _C.validate(parts.build())
+    assert break_first(parts, "pieces", name, change)
+    with pytest.raises(RuntimeError, match="unsound schedule.*" + message):
+        _C.validate(parts.build())
+
+
+def test_pieces_without_a_worker_each_are_caught() -> None:
+    parts = Parts.of(_C.make_schedule(long_reductions(2, 100000), AWAITED))
+    for name, value in (("of_row", 67), ("count", 134)):
+        parts.jobs("body")[0]["pieces"][name] = value
+    with pytest.raises(RuntimeError, match="134 pieces are more than 132 workers"):
+        _C.validate(parts.build())
+
+
+def pieces_of(parts: Parts) -> list[dict]:
+    return [job["pieces"] for job in parts.jobs("body") if job["pieces"]]
+
+
+def test_pieces_over_a_live_buffer_are_caught() -> None:
+    schedule = _C.make_schedule(decoder(layers=1, batch=2), AWAITED)
+    parts = Parts.of(schedule)
+    pieces, names = pieces_of(parts)[0], [buffer.name for buffer in schedule.graph.buffers]
+    parts.workspace_bytes += 1 << 20
+    pieces["offset"] = parts.offsets[names.index("layers.0.q")]
+    with pytest.raises(RuntimeError, match="the pieces of attention .* and buffer 'layers.0.q' share workspace"):
+        _C.validate(parts.build())
+
+
+def test_pieces_of_a_phase_do_not_share_a_place() -> None:
+    parts = Parts.of(_C.make_schedule(long_reductions(2, 100000), AWAITED))
+    first, second, *_ = pieces_of(parts)
+    second["offset"] = first["offset"]
+    with pytest.raises(RuntimeError, match="the pieces of reduce .* and the pieces of reduce .* share workspace"):
+        _C.validate(parts.build())
+
+
+def test_a_place_of_pieces_is_used_again_only_behind_an_event() -> None:
+    parts = Parts.of(_C.make_schedule(decoder(layers=2), AWAITED))
+    first, second = pieces_of(parts)
+    assert first["offset"] == second["offset"]
+    _C.validate(parts.build())
+    parts = Parts.of(_C.make_schedule(decoder(layers=2), POLLED))
+    first, second = pieces_of(parts)
+    second["offset"] = first["offset"]
+    with pytest.raises(RuntimeError, match="the pieces of attention .* share workspace while both are needed"):
         _C.validate(parts.build())

@@ -1,9 +1,10 @@
 """The tasks that have samples: torch_mpk's and the plugin's. Those that tests declare are theirs alone."""
 
-import plugin  # noqa: F401  declares tasks
 import pytest
 
+from tests.tasks import plugin  # noqa: F401  declares tasks
 from torch_mpk import registry
 
-TASKS = [t for t in registry.tasks() if t.samples and t.__module__.startswith(("torch_mpk.", "plugin."))]
+TASKS = [t for t in registry.tasks() if t.samples and (t.is_ours or t.__module__.startswith("tests.tasks.plugin."))]
 SAMPLES = [pytest.param(t, sample, id=f"{t.name}-{i}") for t in TASKS for i, sample in enumerate(t.samples)]
+FIRST_OF_EACH = [i for i, case in enumerate(SAMPLES) if case.id.endswith("-0")]

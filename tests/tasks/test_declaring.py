@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import plugin
 import pytest
 import torch
-from every_task import TASKS
-from plugin.causal_conv import causal_conv
-from plugin.layer_norm import layer_norm
-from plugin.squared_relu_gate import squared_relu_gate
-from plugin.top_k import top_k
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tests.tasks import plugin
+from tests.tasks.every_task import TASKS
+from tests.tasks.plugin.causal_conv import causal_conv
+from tests.tasks.plugin.layer_norm import layer_norm
+from tests.tasks.plugin.squared_relu_gate import squared_relu_gate
+from tests.tasks.plugin.top_k import top_k
+from tests.thinned import thinned
 from torch_mpk import _C, lowering, registry
 from torch_mpk.__main__ import main
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import ArgumentError, KernelCompileError, NoDerivativeError, TaskError
+from torch_mpk.errors import KernelCompileError, MpkWarning, NoDerivativeError, TaskError
 from torch_mpk.explain import explain
 from torch_mpk.jit import compile_cuda
+from torch_mpk.planning import make_plan
 from torch_mpk.runtime import cpu
-from torch_mpk.runtime.plan import make_plan
+from torch_mpk.streaming import Streaming
 from torch_mpk.testing import check_task
 from torch_mpk.testing.tasks import Calls, samples_of
 
 ops = torch.ops.mpk
 
 
-def declare(signature: str, name: str = "refused", **options: object) -> registry.Task:
+def declare(
+    signature: str, name: str = "refused", decorator: Callable = lambda function: function, **options: object
+) -> registry.Task:
     def reference(x: torch.Tensor, *, scale: float = 1) -> torch.Tensor:
         return x * scale
 
     reference.__name__ = name
-    return registry.task(signature, **options)(reference)
+    return registry.task(signature, **options)(decorator(reference))
 
 
 @pytest.mark.parametrize(
@@ -59,17 +66,97 @@ def declare(signature: str, name: str = "refused", **options: object) -> registr
             {"tile": "R, H", "stream": "x"},
             "stream='x', expected .* last dimension is not cut",
         ),
+        (
+            "x[R, H] -> y[R, H]",
+            {"streaming": Streaming(loaded=("x",))},
+            "streaming= is for tasks of role 'stream', this one's is 'tile'",
+        ),
+        (
+            "x[R, H] -> y[R, H]",
+            {"role": "stream", "streaming": Streaming(loaded=("x",), joined_by="y")},
+            r"streaming= names \['y'\], expected inputs",
+        ),
+        (
+            "x[R, H] -> y[R, H]",
+            {"role": "stream", "streaming": Streaming(loaded=(), cursor="x")},
+            "the cursor 'x' needs a bound",
+        ),
         ("x[R, tiles] -> y[R, tiles]", {}, "'tiles' and 'their number' have one name in device code, Tiles"),
         (
             "x[R, H] -> y[R, H]",
             {"pattern": True},
-            "pattern=True takes one output, nothing updated in place, and samples",
+            "pattern=True takes outputs, nothing updated in place, and samples",
         ),
     ],
 )
 def test_refused(signature: str, options: dict, message: str) -> None:
     with pytest.raises(TaskError, match=f"refused: {message}"):
         declare(signature, **options)
+    assert "refused" not in _C.task_names()
+
+
+@pytest.mark.parametrize(
+    ("signature", "samples", "message"),
+    [
+        (
+            "x[R, H -> y[R, H]",
+            [],
+            r"cannot read 'x\[R, H' in the signature; a bracket is not closed; write operands as",
+        ),
+        ("x[R, y[H] -> y[R]", [], r"cannot read 'x\[R, y\[H\]' in the signature; a bracket is not closed"),
+        ("x[R H] -> y[R]", [], r"x has a dimension 'R H', expected a name, a number or '...': 'x\[R H\]'"),
+        ("x[R]: float3 -> y[R]", [], "x is of dtype 'float3', expected one of torch's, .*, did you mean 'float32'"),
+        ("x[R]: nn -> y[R]", [], "x is of dtype 'nn', expected one of torch's"),
+        (
+            "x[R, H] -> y[R, H]",
+            [{"R": 1}],
+            r"samples\[0\] does not say H of x, expected sizes, .* for H, R, x, scale: ",
+        ),
+        ("x[R]: int64 < V -> y[R]", [{"R": 1}], r"samples\[0\] does not say V of x"),
+        (
+            "x[R] -> y[R]",
+            [{"R": 1}, {"R": 1, "scael": 2}],
+            r"samples\[1\] has an unknown key 'scael', expected .*scale",
+        ),
+    ],
+)
+def test_signatures_and_samples_that_cannot_be_read(signature: str, samples: list, message: str) -> None:
+    with pytest.raises(TaskError, match=f"refused: {message}"):
+        declare(signature, samples=samples)
+    assert "refused" not in _C.task_names()
+
+
+def test_a_wrong_rank_is_said_with_what_is_expected() -> None:
+    with pytest.raises(TaskError, match=r"x has shape \(\), expected at least 1 dimensions: x\[\.\.\., H\]"):
+        declare("x[..., H] -> y[..., H]", "ranked_for_test")(torch.tensor(1.0))
+
+
+def test_a_module_may_be_reloaded_and_an_edited_task_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declaration = "import torch_mpk\n@torch_mpk.task('x[R] -> y[R]')\n"
+    declaration += "def reloaded_for_test(x, *, times: int = 2): return x * {}\n"
+    path = tmp_path / "reloaded_tasks.py"
+    path.write_text(declaration.format("times"))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("reloaded_tasks")
+    task = module.reloaded_for_test
+    path.write_text("# a line more\n" + declaration.format("times"))
+    assert importlib.reload(module).reloaded_for_test is task
+    path.write_text(declaration.format("(times + 1)"))
+    place = rf"already declared at {re.escape(str(path))}:2, otherwise than at {re.escape(str(path))}:2"
+    with pytest.raises(
+        TaskError, match=rf"{place}: .* another name, or restart the process \(in a notebook the kernel"
+    ):
+        importlib.reload(module)
+
+
+def test_a_default_that_an_operator_cannot_have_is_refused() -> None:
+    def refused(x: torch.Tensor, *, fill: float = float("-inf")) -> torch.Tensor:
+        return x + fill
+
+    with pytest.raises(TaskError, match="refused: attribute fill is -inf by default, expected a finite number or none"):
+        registry.task("x[R, H] -> y[R, H]")(refused)
     assert "refused" not in _C.task_names()
 
 
@@ -94,14 +181,58 @@ def test_code_is_found_beside_the_file() -> None:
     assert squared_relu_gate.cpu_body == ""
 
 
+def test_a_task_says_whose_it_is_and_where_its_code_stands() -> None:
+    def line(path: str, text: str) -> str:
+        numbers = [n for n, each in enumerate(Path(path).read_text().splitlines(), 1) if text in each]
+        return f"{path}:{numbers[0]}"
+
+    folder = Path(plugin.__file__).parent
+    assert registry.get("linear").is_ours
+    assert not causal_conv.is_ours
+    assert causal_conv.place == line(str(folder / "causal_conv.py"), "@task(")
+    assert causal_conv.code("cpu") == line(causal_conv.cpu_body, "compute(")
+    assert causal_conv.code("cuda", 90) == line(causal_conv.header, "compute(")
+    assert squared_relu_gate.code("cuda", 90) == line(squared_relu_gate.headers[90], "compute(")
+    assert squared_relu_gate.code("cuda", 80) == line(squared_relu_gate.header, "compute(")
+    assert squared_relu_gate.code("cpu") == squared_relu_gate.place
+
+
+def test_a_decorated_reference_has_its_code_beside_its_file() -> None:
+    declared = declare("x[R, H] -> y[R, H]", "decorated_for_test", header="plugin/top_k.cuh", decorator=torch.no_grad())
+    assert declared.header == str(Path(plugin.__file__).parent / "top_k.cuh")
+    assert declared.place.startswith(f"{__file__}:")
+
+
+def test_code_is_compiled_for_the_machine_s_instruction_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
+    source = """
+    extern "C" __attribute__((visibility("default"))) int width() {
+    #if defined(__AVX512F__)
+      return 64;
+    #elif defined(__AVX2__)
+      return 32;
+    #else
+      return 16;
+    #endif
+    }
+    """
+    for tier in _C.cpu_isas():
+        monkeypatch.setenv("TORCH_MPK_CPU_ISA", tier)
+        assert cpu.tile_library(source).width() == {"generic": 16, "avx2": 32}.get(tier, 64)
+
+
 def test_without_a_host_compiler_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(samples_of([layer_norm, causal_conv], torch.float32))
-    plan = make_plan(calls.gm, torch.device("cpu"), Options(), Dump(None))
-    assert cpu.load(plan, torch.device("cpu"), Options(), Dump(None)).missing_references == []
-    compiled = cpu._compile_tiles(plan.schedule.graph, Dump(None))
+    device, options = torch.device("cpu"), Options()
+    plan = make_plan(calls.gm, cpu.target(device, options), options, Dump(None))
+    assert cpu.load(plan, device, options, Dump(None)).missing_references == []
+    compiled = cpu.compile_tiles(plan.schedule.graph, Dump(None))
     assert set(compiled) == {node.id for node in plan.schedule.graph.nodes}
     monkeypatch.setenv("CXX", "/nonexistent/c++")
-    assert cpu._compile_tiles(plan.schedule.graph, Dump(None)) == {}
+    with pytest.warns(
+        MpkWarning, match=r"runs causal_conv, layer_norm by their references, .* no C\+\+ compiler found"
+    ):
+        assert cpu.compile_tiles(plan.schedule.graph, Dump(None)) == {}
     calls.check_pipeline(torch.device("cpu"))
 
 
@@ -150,7 +281,7 @@ def all_operators(calls: list) -> list[torch.Tensor]:
     return [*results, *(t for call in calls for t in call.operands if t is not None)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", thinned(["eager", "aot_eager", "inductor"], 2))
 def test_operators_under_other_backends(backend: str) -> None:
     """All of them in one graph."""
     eager, compiled = samples_of(TASKS, torch.float32), samples_of(TASKS, torch.float32)
@@ -199,14 +330,14 @@ def test_packages_are_imported_and_broken_ones_named(tmp_path: Path) -> None:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-package\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[torch_mpk.tasks]\n{name} = {name}_tasks\n")
-    script = "import torch, torch_mpk; print(torch.ops.mpk.top_k(torch.eye(2), count=1)[1].tolist())"
+    script = "import torch, torch_mpk\nprint(torch.ops.mpk.top_k(torch.eye(2), count=1)[1].tolist())"
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=path)
     )
     assert done.stdout == "[[0], [1]]\n", done.stderr
     expected = "the tasks 'broken' (broken_tasks) of broken-package are left out: ModuleNotFoundError: No module named"
-    assert f"MpkWarning: {expected} 'not_there'" in done.stderr
+    assert f"<string>:1: MpkWarning: {expected} 'not_there'" in done.stderr  # the user's line
 
 
 def test_new_task_writes_what_check_task_passes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -215,13 +346,18 @@ def test_new_task_writes_what_check_task_passes(tmp_path: Path, capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     assert "fresh_for_test.cuh; check them with: python -m torch_mpk check-task" in lines[0]
     assert lines[-1] == "1 tasks pass"
-    assert "mpk.fresh_for_test torch.bfloat16: tiles in random order" in lines
+    for threads in (32, 352):
+        assert f"fresh_for_test: device code with {threads} threads, bfloat16: 5 samples pass" in lines
+    for arch in (80, 90):
+        assert f"fresh_for_test: compiles for sm_{arch}" in lines
+        without_gpu = f"  fresh_for_test: compiled for sm_{arch} and not run: no such GPU is here"
+        assert without_gpu in lines or torch.cuda.is_available()
     for name, message in {"fresh_for_test": "is not taken", "class": "a name such as", "a-b": "a name such as"}.items():
-        with pytest.raises(ArgumentError, match=message):
+        with pytest.raises(SystemExit, match=message):
             main(["new-task", name, "--dir", str(tmp_path)])
-    with pytest.raises(ArgumentError, match="a folder that exists"):
+    with pytest.raises(SystemExit, match="a folder that exists"):
         main(["new-task", "other", "--dir", str(tmp_path / "none")])
-    with pytest.raises(ArgumentError, match="a Python file that declares tasks"):
+    with pytest.raises(SystemExit, match="a Python file that declares tasks"):
         main(["check-task", str(tmp_path / "none.py")])
 
 

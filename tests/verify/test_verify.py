@@ -7,16 +7,17 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends import registry
 
-from torch_mpk import fallback, verify
+from torch_mpk import announcements, verify
 from torch_mpk.capture import capture
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import MpkWarning, VerificationError
+from torch_mpk.errors import InductorVerificationError, MpkWarning, VerificationError
 from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.runtime import Program
+from torch_mpk.program import Program
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 
@@ -61,8 +62,9 @@ def test_the_first_wrong_task_is_named_and_the_call_undone(monkeypatch):
     decoding = Decoding(model, random_ids(1, 5))
     before = [tensor.clone() for tensor in decoding.state()]
     difference = r"(?s)off by .* allow .*The first to differ: rms_norm\w* \(mpk.rms_norm\) "
-    place = r"from .*modeling_qwen3\.py:\d+ .*layers\.1\.input_layernorm\. This is a bug"
-    with torch.inference_mode(), pytest.raises(VerificationError, match=difference + place):
+    place = r"from .*modeling_qwen3\.py:\d+ .*layers\.1\.input_layernorm: "
+    wrong = r"y \(torch.float32\[1, 64\]\) is .*\. This is a bug"
+    with torch.inference_mode(), pytest.raises(VerificationError, match=difference + place + wrong):
         decoding.step(compiled(model, verify=True), random_ids(1, 1))
     assert all(map(torch.equal, decoding.state(), before))
 
@@ -94,8 +96,8 @@ class Net(torch.nn.Module):
 
 def call_net(how="eager"):
     """Three parts, the second left to ``how``."""
+    announcements.forget()
     with torch.inference_mode(), pytest.warns(MpkWarning, match="a part of this graph"):
-        fallback._warned.clear()
         compiled(Net(), fallback=how, min_segment_nodes=1)(torch.randn(3, 8), torch.zeros(3, 8))
 
 
@@ -104,7 +106,7 @@ def test_a_wrong_task_of_a_later_part_is_named(monkeypatch):
     torch.compiler.reset()
     corrupt(monkeypatch, "rms_norm", "norm", eps=0.5)
     with pytest.raises(
-        VerificationError, match=r"first to differ: rms_norm\w* \(mpk\.rms_norm\) from .*, norm\. This is"
+        VerificationError, match=r"first to differ: rms_norm\w* \(mpk\.rms_norm\) from .*, norm: y .* This is"
     ):
         call_net()
 
@@ -124,8 +126,8 @@ def test_what_inductor_gets_wrong_is_found(monkeypatch):
     def inductor(gm, inputs):
         return lambda *args: [result + 1 for result in gm(*args)]
 
-    monkeypatch.setattr(fallback, "lookup_backend", {"inductor": inductor}.__getitem__)
-    with pytest.raises(VerificationError, match="differ: segment_1, which inductor compiled"):
+    monkeypatch.setitem(registry._COMPILER_FNS, "inductor", inductor)
+    with pytest.raises(InductorVerificationError, match="segment_1, which inductor compiled. options={'fallback'"):
         call_net("inductor")
 
 

@@ -5,7 +5,7 @@ from torch_mpk.jit.compile import Cubin, compile_cuda
 from torch_mpk.jit.compiler import Compiler, find_compiler
 from torch_mpk.jit.headers import include_dir
 from torch_mpk.jit.host import compile_host
-from torch_mpk.jit.kernels import Kernel, kernel
+from torch_mpk.jit.kernels import Kernel, Module, kernel, module
 from torch_mpk.jit.report import Resources
 
 __all__ = [
@@ -13,10 +13,12 @@ __all__ = [
     "Compiler",
     "Cubin",
     "Kernel",
+    "Module",
     "Resources",
     "compile_cuda",
     "compile_host",
     "find_compiler",
     "include_dir",
     "kernel",
+    "module",
 ]

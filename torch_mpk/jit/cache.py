@@ -1,4 +1,4 @@
-"""A directory of compiled kernels, and of builds that use them, found by a key of everything that went into them.
+"""A directory of compiled kernels, of what was read for them, and of builds that use them, each found by a key.
 
 An entry is a directory, moved into place in one step, so that a reader or another process sees all of it or nothing:
 no locks. ``report.json`` lists size and hash of the other files; an entry that does not match is built again.
@@ -7,6 +7,7 @@ no locks. ``report.json`` lists size and hash of the other files; an entry that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -14,14 +15,15 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from torch_mpk.errors import CacheError
 
 _REPORT = "report.json"
+Kind = Literal["kernels", "manifests", "builds"]
 _ABANDONED_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that died
 
 
@@ -37,11 +39,11 @@ class Cache:
     """``root`` holds ``<kind>/<key>/``, ``failed/<key>/`` (sources that did not compile) and ``tmp/``. One object looks
     at one kind of entry; the limit is for all of them."""
 
-    def __init__(self, root: Path, limit_bytes: int, kind: Literal["kernels", "builds"] = "kernels") -> None:
+    def __init__(self, root: Path, limit_bytes: int, kind: Kind = "kernels") -> None:
         self.root = root
         self.limit_bytes = limit_bytes
         self._entries, self._failed, self._tmp = (root / name for name in (kind, "failed", "tmp"))
-        self._all = [root / name for name in ("kernels", "builds", "failed")]
+        self._all = [root / name for name in (*get_args(Kind), "failed")]
 
     def get(self, key: str) -> Entry | None:
         """The entry, its files checked against their hashes; None when there is none or it is damaged."""
@@ -67,31 +69,41 @@ class Cache:
             self._check_permissions()
             path = Path(tempfile.mkdtemp(dir=self._tmp))
         except OSError as error:
-            raise CacheError(f"cannot write to the kernel cache: {error}") from error
+            raise CacheError(f"cannot write to the kernel cache {self.root}: {error}") from error
         try:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
 
+    def write(self, workspace: Path, files: Mapping[str, bytes]) -> None:
+        """Write files into a workspace. Raises CacheError where the disk does not take them."""
+        for name, content in files.items():
+            with self._writing(len(content)):
+                (workspace / name).write_bytes(content)
+
     def put(self, key: str, workspace: Path, report: dict) -> Entry:
-        """Make ``workspace`` the entry of ``key``, on disk before it is visible; evict what there is no room for."""
+        """Make ``workspace`` the entry of ``key``, on disk before it is visible; evict what there is no room for.
+
+        Raises CacheError where the disk does not take it.
+        """
         files = {path.name: path.read_bytes() for path in sorted(workspace.iterdir())}
-        index = {name: _fingerprint(data) for name, data in files.items()}
-        (workspace / _REPORT).write_text(json.dumps({"report": report, "files": index}, indent=2))
-        for path in [*workspace.iterdir(), workspace]:
-            _fsync(path)
+        self._seal(workspace, files, report)
         target = self._entries / key
-        while True:
-            with contextlib.suppress(OSError):
-                workspace.rename(target)
-                break
+        while not self._publish(workspace, target):
             entry = _read(target)  # another process was faster, or the entry is damaged
             if entry is not None:
                 return entry
             self._remove(target)
-        _fsync(self._entries)
         self._evict(keep=target)
         return Entry(key, target, files, report)
+
+    def replace(self, key: str, report: dict) -> None:
+        """Make a report alone the entry of ``key``, in place of what is there. Nothing is evicted for it: it may be of
+        a kernel that its caller has just found."""
+        with self.workspace() as workspace:
+            self._seal(workspace, {}, report)
+            while not self._publish(workspace, self._entries / key):
+                self._remove(self._entries / key)
 
     def keep_failed(self, key: str, workspace: Path) -> Path:
         """Keep a build that failed, for its author to look at; replaces an earlier one of the same key."""
@@ -106,6 +118,13 @@ class Cache:
         """The intact entries, least recently used first."""
         return [entry for path in _by_age(self._entries) if (entry := _read(path)) is not None]
 
+    def clear_named(self, name: str) -> int:
+        """Delete the entries of a kernel, and return their number."""
+        named = [entry for entry in self.entries() if name in entry.report.get("names", ())]
+        for entry in named:
+            self._remove(entry.path)
+        return len(named)
+
     def clear(self) -> int:
         """Delete everything, and return the number of entries of this kind there were."""
         num_entries = len(_by_age(self._entries))
@@ -113,6 +132,32 @@ class Cache:
             for path in _by_age(parent):
                 self._remove(path)
         return num_entries
+
+    def _publish(self, workspace: Path, target: Path) -> bool:
+        with self._writing(_size(workspace)):
+            try:
+                workspace.rename(target)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # though it may have been removed since
+                    return False
+                raise
+            _fsync(self._entries)
+        return True
+
+    def _seal(self, workspace: Path, files: dict[str, bytes], report: dict) -> None:
+        index = {name: _fingerprint(data) for name, data in files.items()}
+        self.write(workspace, {_REPORT: json.dumps({"report": report, "files": index}, indent=2).encode()})
+        with self._writing(_size(workspace)):
+            for path in [*workspace.iterdir(), workspace]:
+                _fsync(path)
+
+    @contextlib.contextmanager
+    def _writing(self, num_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"cannot write {num_bytes} bytes to the kernel cache {self.root}"
+            raise CacheError(f"{what}: {error.strerror} ({_free(self.root)})") from error
 
     def _check_permissions(self) -> None:
         # Who can write here can run code in our process.
@@ -177,6 +222,13 @@ def _size(path: Path) -> int:
         return sum(file.stat().st_size for file in path.iterdir())
     except OSError:
         return 0
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free} bytes are free there"
+    except OSError:
+        return "it cannot be looked at"
 
 
 def _fsync(path: Path) -> None:

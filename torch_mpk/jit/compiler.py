@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_mpk.errors import CompileError, NoCompilerError, OptionError
+from torch_mpk.jit.manifest import Reading, parse_rule, parse_search
 
 MIN_VERSION = (12, 8)
 
@@ -24,15 +27,17 @@ class Compiled:
     log: str
 
 
-def run(command: Sequence[str], folder: Path) -> Compiled:
-    """Runs a compiler in the folder of its build.
+def run(command: Sequence[str], folder: Path, **variables: str) -> Compiled:
+    """Runs a compiler in the folder of its build, with these variables added to its environment.
 
     Where the caller is interrupted, the compiler and what it has started end with it: they are a process group.
     """
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env=os.environ | {"TMPDIR": str(folder.resolve())},  # what it does not clear up goes with the folder
+        env=os.environ
+        | {"TMPDIR": str(folder.resolve())}
+        | variables,  # what it does not clear up goes with the folder
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -49,16 +54,49 @@ def run(command: Sequence[str], folder: Path) -> Compiled:
     return Compiled(process.returncode == 0, shlex.join(command), log)
 
 
+PREPROCESS = ("-M", "-MF", "files.d", "-v")
+
+
+def preprocess(command: Sequence[str], source: Path) -> Reading:
+    """What a preprocessor of GCC's kind reads, with the words of ``PREPROCESS`` among those of its command."""
+    done = run([*command, source.name], source.parent, LC_ALL="C")
+    listed = source.with_name("files.d")
+    rule = os.fsdecode(listed.read_bytes()) if listed.is_file() else ""
+    files = [source.parent / path for path in parse_rule(rule) if path != Path(source.name)]
+    errors = [line for line in done.log.splitlines() if re.search(r"\b(error|fatal)\b", line)]
+    told = done.ok and bool(rule)
+    return Reading(files, parse_search(done.log), "" if told else "\n".join(errors) or done.log or "it lists none")
+
+
+@functools.cache
+def first_line(*command: str) -> str:
+    """What a program says about itself; "" where it does not run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else ""
+
+
 class Compiler(ABC):
     """Turns one CUDA source into one image without host code: a cubin, or PTX for the driver to assemble."""
 
     name: str
     version: str
-    identity: str  # of compiler and CUDA headers: with equal flags and source, equal identities give equal images
+    identity: str  # with equal flags, source and content of all files that are read, equal ones give equal images
+    variables: tuple[str, ...] = ()  # of the environment, with words that are added to every command line
 
     @abstractmethod
     def flags(self, arch: str, ptx: bool) -> list[str]:
         """Everything on the command line but paths. ``arch`` is ``sm_90a``, ``sm_80``, ..."""
+
+    @abstractmethod
+    def read(self, source: Path, flags: list[str], include_dirs: list[Path]) -> Reading:
+        """What it reads to compile ``source``, which is alone in its directory."""
+
+    def searched(self, flags: Sequence[str]) -> list[str]:
+        """What decides which files are found, beside the flags themselves and ``include_dirs``."""
+        return []
 
     @abstractmethod
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,19 +15,18 @@ import torch
 
 from torch_mpk import _C, registry
 from torch_mpk.errors import KernelSignatureError
+from torch_mpk.jit import launch as launches
+from torch_mpk.jit.expression import Expression, Scope
+from torch_mpk.jit.launch import Argument, Launch, cpp_type
 
 DTYPES: tuple[str, ...] = _C.DTYPES  # that kernels take
-_CPP_TYPES = {"float16": "mpk::fp16_t", "bfloat16": "mpk::bf16_t", "float32": "float", "float64": "double"}
 _SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 
-_OPERAND = re.compile(r"(\w+)\s*\[([^\];]*)(?:;([^\]]*))?\]\s*([?!]*)\s*(?::\s*(?:(\w+)\s*=\s*)?([\w\s|]+))?")
-_LAUNCH = re.compile(r"([\w:]+)\s*(?:<(?!<<)([^<>]*)>)?\s*(?:<<<(.*)>>>)?\s*\((.*)\)", re.DOTALL)
-_OPS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}
-_FUNCTIONS = ("cdiv", "min", "max")
+_OPERAND = re.compile(r"(\w+)\s*\[([^\];]*)(?:;([^\]]*))?\]\s*([?!~]*)\s*(?::\s*(?:(\w+)\s*=\s*)?([\w\s|]+))?")
 _MAX_ARGUMENTS = 64  # of an operator of PyTorch, and slots of a call, as in signature.h
 
-Extent = tuple[Literal["slot", "literal", "any"], int]  # a size or stride: its slot, its value, or nothing
-Instruction = tuple[str, int]  # "constant" or "slot" and which, or an operation
+# A size or stride: its slot, its value, nothing, or which of the declaration's ``extents`` computes it.
+Extent = tuple[Literal["slot", "literal", "any", "expression"], int]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Operand(registry.Operand):
     stride_extents: tuple[Extent, ...]
     dtype_slot: int
     numel_slot: int = -1
+    is_scratch: bool = False  # "~": allocated, and not returned
 
     @property
     def is_output(self) -> bool:
@@ -64,6 +65,11 @@ class Attribute:
     slot: int
 
     @property
+    def is_finite(self) -> bool:
+        """False for a default that a schema cannot have: inf or nan."""
+        return not isinstance(self.default, float) or math.isfinite(self.default)
+
+    @property
     def type_name(self) -> str:
         """As an operator's schema has it."""
         return _SCHEMA_TYPES[self.type]
@@ -71,23 +77,9 @@ class Attribute:
     @property
     def schema(self) -> str:
         text = f"{self.type_name} {self.name}"
-        if self.default is None:
+        if self.default is None or not self.is_finite:
             return text
         return f"{text}={str(self.default).removeprefix('torch.')}"
-
-
-@dataclass(frozen=True)
-class Expression:
-    text: str
-    code: tuple[Instruction, ...]  # postfix
-
-
-@dataclass(frozen=True)
-class Argument:
-    kind: Literal["pointer", "integer", "float"]
-    index: int  # of the operand, or of the slot of a float
-    value: Expression | None  # an integer's
-    text: str
 
 
 class Declaration:
@@ -98,13 +90,16 @@ class Declaration:
         function: Callable[..., Any],
         signature: str,
         launch: str,
+        require: str | Sequence[str],
         cluster: int | Sequence[int],
         cooperative: bool,
-        pdl: bool,
+        pdl: bool | str,
     ) -> None:
         self.name: str = function.__name__
         self.signature = " ".join(signature.split())
         self.slots: list[str] = []
+        self.extents: list[Expression] = []
+        self._extent_nodes: list[tuple[str, ast.expr]] = []  # and whose they are
         if not self.name.isidentifier():
             self.fail("a kernel needs a function with a name")
         sides = self.signature.split("->")
@@ -113,18 +108,27 @@ class Declaration:
         self.operands = [operand for i, side in enumerate(sides) for operand in self._parse_operands(side, i == 1)]
         self._check_operands()
         self.attributes = self._parse_parameters(function)
+        self._scope = Scope(self._integer_slot, self._numel_slot, self.fail)
+        self._read_extents()
         self.launch = " ".join(launch.split())
-        self._parse_launch(self.launch)
+        self.launches = [self._parse_launch(part) for part in launches.split(self.launch)]
+        self.is_cuda = any(launch.grid for launch in self.launches)
+        if not self.launches or any(bool(launch.grid) != self.is_cuda for launch in self.launches):
+            self.fail("there must be a launch, and where one has <<<grid, block>>>, all must have it")
+        self.key_slots = self._find_key_slots()
+        conditions = dataclasses.replace(self._scope, place="a condition", has_conditions=True)
+        self.requirements = [conditions.parse(text) for text in ([require] if isinstance(require, str) else require)]
         if len(self.operands) + len(self.attributes) > _MAX_ARGUMENTS or len(self.slots) > _MAX_ARGUMENTS:
             self.fail(f"a kernel takes at most {_MAX_ARGUMENTS} tensors and parameters, and as many names of sizes")
-        self.cluster = [self._expression(ast.Constant(extent)) for extent in self._three(cluster)]
-        self.cooperative, self.pdl = cooperative, pdl
+        self.cluster = [self._scope.read(ast.Constant(extent)) for extent in self._three(cluster)]
+        self.cooperative, self.pdl = cooperative, conditions.parse(str(pdl))
         if not self.is_cuda and (cluster != 1 or cooperative or pdl):
             self.fail("cluster, cooperative and pdl are for CUDA: the launch has no <<<grid, block>>>")
 
     def __repr__(self) -> str:
         cluster = [extent.text for extent in self.cluster]
-        options = [f"cluster={cluster}", f"cooperative={self.cooperative}", f"pdl={self.pdl}"]
+        options = [f"cluster={cluster}", f"cooperative={self.cooperative}", f"pdl={self.pdl.text}"]
+        options.append(f"require={[requirement.text for requirement in self.requirements]}")
         return f"{self.name}{self.schema}: {self.signature}; {self.launch}; {', '.join(options)}"
 
     def fail(self, what: str) -> NoReturn:
@@ -136,7 +140,8 @@ class Declaration:
 
     @property
     def outputs(self) -> list[Operand]:
-        return [operand for operand in self.operands if operand.is_output]
+        """What is returned."""
+        return [operand for operand in self.operands if operand.is_output and not operand.is_scratch]
 
     @property
     def schema(self) -> str:
@@ -156,29 +161,39 @@ class Declaration:
         """The values of the key slots by name: an int, a bool, a float, or a dtype's name."""
         return {self.slots[slot]: self._decode(slot, value) for slot, value in zip(self.key_slots, key, strict=True)}
 
-    def function_name(self, values: dict[str, Any]) -> str:
-        """The C++ function with its template arguments."""
-        if self.template is None:
-            return self.function
-        text = re.sub(r"\w+", lambda match: _cpp(values.get(match[0], match[0])), self.template)
-        return f"{self.function}<{text}>"
+    @property
+    def key(self) -> frozenset[tuple[str, str]]:
+        """The names of the key slots, each with what it stands for: a type of Python, "dtype" or "size"."""
+        types = {attribute.slot: attribute.type_name for attribute in self.attributes}
+        dtypes = {operand.dtype_slot for operand in self.operands}
+        return frozenset(
+            (self.slots[slot], types.get(slot, "dtype" if slot in dtypes else "size")) for slot in self.key_slots
+        )
 
-    def parameters(self, values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """For each argument of the launch: what ``parameters.h`` calls it, how to describe it, and what to declare."""
-        for argument in self.arguments:
+    def takes_dtypes(self, values: dict[str, Any]) -> bool:
+        """Whether dtypes among the values of the key slots are some that the tensors may have."""
+        keyed = [operand for operand in self.operands if operand.dtype_slot in self.key_slots]
+        return all(values[self.slots[operand.dtype_slot]] in operand.dtypes for operand in keyed)
+
+    def parameters(self, launch: Launch, values: dict[str, Any]) -> Iterator[tuple[Argument, str, str, str]]:
+        """For each argument of a launch: what ``parameters.h`` calls it, how to describe it, and what to declare."""
+        for argument in launch.arguments:
             if argument.kind == "integer":
-                yield "Integer", f"{argument.text} is an integer", "int or int64_t"
+                yield argument, "Integer", f"{argument.text} is an integer", "int or int64_t"
             elif argument.kind == "float":
-                yield "Float", f"{argument.text} is a float", "float or double"
+                yield argument, "Float", f"{argument.text} is a float", "float or double"
             else:
                 operand = self.operands[argument.index]
                 dtype = operand.dtypes[0] if operand.dtype_slot < 0 else values[self.slots[operand.dtype_slot]]
                 cpp = cpp_type(dtype)
-                if operand.is_write:
-                    yield f"Write<{cpp}>", f"{argument.text} is {dtype} and written", f"{cpp}* or void*"
+                if operand.is_write and len(self.launches) > 1:  # one may read what another writes
+                    either = f"{cpp}*, const {cpp}*, void* or const void*"
+                    yield argument, f"Either<{cpp}>", f"{argument.text} is {dtype}", either
+                elif operand.is_write:
+                    yield argument, f"Write<{cpp}>", f"{argument.text} is {dtype} and written", f"{cpp}* or void*"
                 else:
                     constant = f"const {cpp}* or const void*"
-                    yield f"Read<{cpp}>", f"{argument.text} is {dtype} and only read", constant
+                    yield argument, f"Read<{cpp}>", f"{argument.text} is {dtype} and only read", constant
 
     def _parse_operands(self, text: str, is_output: bool) -> Iterator[Operand]:
         end = 0
@@ -198,11 +213,13 @@ class Declaration:
                 self.fail(f"{name}: '...' can only stand first")
             if apart and ("..." in sizes or len(apart) != len(sizes)):
                 self.fail(f"{name} needs as many strides as sizes, and no '...'")
-            if is_output and (apart or marks):
-                self.fail(f"{name} is allocated by the call: it is contiguous and has no marks")
+            if is_output and (apart or marks.strip("~")):
+                self.fail(f"{name} is allocated by the call: it is contiguous and has no marks but ~")
+            if "~" in marks and not is_output:
+                self.fail(f"{name}: '~' is for what is allocated and not returned, behind '->'")
             yield Operand(
                 name=name,
-                dims=sizes,
+                dims=tuple(_normal(size) for size in sizes),
                 optional="?" in marks,
                 is_read=not is_output,
                 is_write=is_output or "!" in marks,
@@ -214,6 +231,7 @@ class Declaration:
                 size_extents=tuple(self._extent(name, size) for size in sizes if size != "..."),
                 stride_extents=tuple(self._extent(name, stride, is_stride=True) for stride in apart),
                 dtype_slot=self._slot(dtype_name or f"{name}.dtype") if dtype_name or len(chosen) != 1 else -1,
+                is_scratch="~" in marks,
             )
         if text[end:].strip():
             self.fail(f"cannot read {text[end:].strip()!r}; write tensors as 'x[M, K]: float32'")
@@ -242,9 +260,30 @@ class Declaration:
             return "literal", int(text)
         if text == "_" and is_stride:
             return "any", 0
-        if not text.isidentifier() or text == "_":
-            self.fail(f"cannot read {text!r} in {operand}: it must be a name or a number")
-        return "slot", self._slot(text)
+        if text.isidentifier() and text != "_":
+            return "slot", self._slot(text)
+        try:
+            self._extent_nodes.append((operand, ast.parse(text, mode="eval").body))
+        except SyntaxError:
+            self.fail(f"cannot read {text!r} in {operand}: it must be a name, a number, or an expression of them")
+        return "expression", len(self._extent_nodes) - 1
+
+    def _read_extents(self) -> None:
+        """Sizes and strides that are computed, from parameters and from what stands in front of them by name."""
+        for name, node in self._extent_nodes:
+            scope = dataclasses.replace(self._scope, place=f"a size of {name}")
+            self.extents.append(scope.read(node))
+        known = {attribute.slot for attribute in self.attributes}
+        for operand in self.operands:
+            bound = set(known)
+            for kind, value in (*operand.size_extents, *operand.stride_extents):
+                if kind == "slot":
+                    bound.add(value)
+                elif kind == "expression" and (unknown := self.extents[value].slots - bound):
+                    what = f"{operand.name}'s {self.extents[value].text!r} needs {self.slots[min(unknown)]}"
+                    self.fail(f"{what}, which no required tensor in front of it has for itself")
+            if not operand.optional and operand.is_read:
+                known = bound | {operand.numel_slot}
 
     def _slot(self, name: str) -> int:
         if name not in self.slots:
@@ -271,27 +310,37 @@ class Declaration:
                 attributes.append(Attribute(p.name, hints[p.name], default, self._slot(p.name)))
         return attributes
 
-    def _parse_launch(self, launch: str) -> None:
-        match = _LAUNCH.fullmatch(launch)
-        if not match:
-            self.fail(f"cannot read the launch {launch!r}; write it as 'name<T><<<grid, block>>>(x, N)'")
-        self.function, self.template, config, arguments = match.groups()
-        self.is_cuda = config is not None
-        in_template = set(re.findall(r"\w+", self.template or ""))
+    def _parse_launch(self, text: str) -> Launch:
+        parts = launches.read(text)
+        if parts == text:
+            self.fail(f"cannot read the launch {text!r}; write it as 'name<T><<<grid, block>>>(x, {{.n = N}})'")
+        if isinstance(parts, str):
+            forms = "tensors, float parameters, expressions of sizes, and structs with their fields' names: {.n = N}"
+            self.fail(f"cannot read {parts!r} in the launch: arguments are {forms}")
+        grid: list[Expression] = []
+        block: list[Expression] = []
+        shared_bytes: Expression | None = None
+        if parts.config is not None:
+            if len(parts.config) not in (2, 3):
+                self.fail(f"{text!r}: in <<< >>> must be grid, block and, if there is any, bytes of shared memory")
+            grid, block = ([self._scope.read(node) for node in self._three(part)] for part in parts.config[:2])
+            shared_bytes = self._scope.read(parts.config[2]) if len(parts.config) == 3 else None
+        arguments, structs = [], []
+        for i, node in enumerate(parts.arguments):
+            fields = launches.fields(node)
+            if fields is not None:
+                structs.append(i)
+            arguments += [self._argument(value, i, name) for name, value in fields or []]
+            arguments += [self._argument(node, i, None)] if fields is None else []
+        return Launch(parts.function, grid, block, shared_bytes, arguments, len(parts.arguments), tuple(structs))
+
+    def _find_key_slots(self) -> list[int]:
+        in_template = {name for launch in self.launches for name in launch.names}
         dtype_slots = {operand.dtype_slot for operand in self.operands} - {-1}
-        self.key_slots = [i for i, name in enumerate(self.slots) if name in in_template or i in dtype_slots]
-        for slot in self.key_slots:
+        key_slots = [i for i, name in enumerate(self.slots) if name in in_template or i in dtype_slots]
+        for slot in key_slots:
             self._check_is_always_bound(slot)
-        self.grid: list[Expression] = []
-        self.block: list[Expression] = []
-        self.shared_bytes: Expression | None = None
-        if config is not None:
-            parts = self._parse(config)
-            if len(parts) not in (2, 3):
-                self.fail(f"<<<{config}>>> must be grid, block and, if there is any, bytes of shared memory")
-            self.grid, self.block = ([self._expression(node) for node in self._three(part)] for part in parts[:2])
-            self.shared_bytes = self._expression(parts[2]) if len(parts) == 3 else None
-        self.arguments = [self._argument(node) for node in self._parse(arguments)]
+        return key_slots
 
     def _three(self, extent: Any) -> list[Any]:
         """A grid, a block or a cluster, which may have fewer dimensions."""
@@ -302,65 +351,34 @@ class Declaration:
         one = ast.Constant(1) if isinstance(extent, ast.expr) else 1
         return [*parts, *[one] * (3 - len(parts))]
 
-    def _parse(self, text: str) -> list[ast.expr]:
-        try:
-            call = ast.parse(f"f({text})", mode="eval").body
-        except SyntaxError:
-            call = None
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords:
-            self.fail(f"cannot read {text!r} in the launch")
-        return call.args
-
-    def _argument(self, node: ast.expr) -> Argument:
+    def _argument(self, node: ast.expr, parameter: int, field: str | None) -> Argument:
         text = ast.unparse(node)
         for i, operand in enumerate(self.operands):
             if text == operand.name:
-                return Argument("pointer", i, None, text)
+                return Argument("pointer", i, None, text, parameter, field)
         for attribute in self.attributes:
             if text == attribute.name and attribute.type is float:
-                return Argument("float", attribute.slot, None, text)
-        return Argument("integer", 0, self._expression(node), text)
+                return Argument("float", attribute.slot, None, text, parameter, field)
+        return Argument("integer", 0, self._scope.read(node), text, parameter, field)
 
-    def _expression(self, node: ast.expr) -> Expression:
-        return Expression(ast.unparse(node), tuple(self._code(node)))
-
-    def _code(self, node: ast.expr) -> Iterator[Instruction]:
-        text = ast.unparse(node)
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            if not -(2**63) <= node.value < 2**63:
-                self.fail(f"'{text}' is beyond 64 bits")
-            yield "constant", int(node.value)
-        elif isinstance(node, ast.Name):
-            yield "slot", self._integer_slot(node.id)
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            yield from (("constant", 0), *self._code(node.operand), (_OPS[ast.Sub], 0))
-        elif isinstance(node, ast.BinOp) and type(node.op) in _OPS:
-            yield from (*self._code(node.left), *self._code(node.right), (_OPS[type(node.op)], 0))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-            yield from self._call(node.func.id, node.args, text)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            self.fail(f"'{text}' is not an integer: write // or cdiv(a, b)")
-        else:
-            self.fail(f"cannot read '{text}' in the launch: it may have names, ints, + - * // %, {_known()}")
-
-    def _call(self, function: str, arguments: list[ast.expr], text: str) -> Iterator[Instruction]:
-        if function in _FUNCTIONS and len(arguments) == 2:
-            yield from (*self._code(arguments[0]), *self._code(arguments[1]), (function, 0))
-            return
-        names = [ast.unparse(node) for node in arguments]
+    def _numel_slot(self, name: str) -> int | None:
         for i, operand in enumerate(self.operands):
-            if function == "numel" and names == [operand.name] and not operand.optional:
-                slot = self._slot(f"numel({operand.name})")
+            if name == operand.name and not operand.optional:
+                slot = self._slot(f"numel({name})")
                 self.operands[i] = dataclasses.replace(operand, numel_slot=slot)
-                yield "slot", slot
-                return
-        self.fail(f"cannot read '{text}' in the launch: the functions are {_known()}")
+                return slot
+        return None
 
     def _integer_slot(self, name: str) -> int:
         types = {attribute.name: attribute.type for attribute in self.attributes}
         is_dtype = any(operand.dtype_name == name for operand in self.operands)
+        if types.get(name) is float:
+            self.fail(f"{name} is a float: it is passed alone, as an argument or a template argument")
         if name not in self.slots or is_dtype or types.get(name, int) not in (int, bool):
-            self.fail(f"{name} is not an integer of the signature")
+            dtypes = {self.slots[operand.dtype_slot] for operand in self.operands if operand.dtype_slot >= 0}
+            others = {name for name, type_ in types.items() if type_ not in (int, bool)} | dtypes
+            known = ", ".join(slot for slot in self.slots if slot not in others and slot.isidentifier())
+            self.fail(f"{name} is not an integer of the signature; those are {known or 'none'}")
         slot = self.slots.index(name)
         self._check_is_always_bound(slot)
         return slot
@@ -383,26 +401,27 @@ class Declaration:
         return attribute.type(value)
 
 
-def cpp_type(dtype: str) -> str:
-    """The element type of a dtype in kernels."""
-    return _CPP_TYPES.get(dtype) or ("bool" if dtype == "bool" else f"{dtype}_t")
-
-
 def _is_a(type_: type, value: Any) -> bool:
     if type_ is torch.dtype:
         return str(value).removeprefix("torch.") in DTYPES
     return isinstance(value, (int, float) if type_ is float else type_)
 
 
-def _cpp(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return cpp_type(value) if isinstance(value, str) and value in DTYPES else str(value)
-
-
-def _known() -> str:
-    return f"{', '.join(f'{name}(a, b)' for name in _FUNCTIONS)} and numel(x)"
+def _normal(size: str) -> str:
+    """As an expression's text has it."""
+    try:
+        return size if size == "..." else ast.unparse(ast.parse(size, mode="eval"))
+    except SyntaxError:
+        return size  # which is refused
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    """What stands between commas, but for those in parentheses."""
+    words, depth = [""], 0
+    for c in text:
+        depth += {"(": 1, ")": -1}.get(c, 0)
+        if c == "," and not depth:
+            words.append("")
+        else:
+            words[-1] += c
+    return tuple(word.strip() for word in words if word.strip())

@@ -5,48 +5,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch_mpk.errors import InstallationError
 
 
 def include_dir() -> Path:
-    """The directory that holds ``torch_mpk/abi.h``: inside an installed package, or at the root of a source tree.
+    """The directory that holds ``torch_mpk/abi/launch.h``: in an installed package, or at the root of a source tree.
 
     Raises InstallationError when neither has it.
     """
     package = Path(__file__).resolve().parents[1]
     candidates = [package / "include", package.parent / "include"]
     for candidate in candidates:
-        if (candidate / "torch_mpk" / "abi.h").is_file():
+        if (candidate / "torch_mpk" / "abi" / "launch.h").is_file():
             return candidate
     places = " or ".join(map(str, candidates))
     raise InstallationError(places=places)
-
-
-def header_files() -> Iterator[tuple[str, bytes]]:
-    """Name and content of each of our headers, in a fixed order."""
-    root = include_dir()
-    for path in sorted((root / "torch_mpk").rglob("*")):
-        if path.is_file():
-            yield path.relative_to(root).as_posix(), path.read_bytes()
-
-
-def users_headers(source: str, include_dirs: Sequence[Path] = ()) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the files a source may include, and those they do: by absolute path, from their own folder or
-    from ``include_dirs``. All that a name may mean count, and so do those in an #if not taken or behind a #define."""
-    pending, seen = [(source, Path("/"))], set()
-    while pending:
-        text, folder = pending.pop()
-        for name in re.findall(r'^\s*#\s*(?:include|define\s+\w+)\s*["<]([^">]+)[">]', text, re.MULTILINE):
-            for path in dict.fromkeys(parent / name for parent in (folder, *include_dirs)):
-                if path in seen or not path.is_file():
-                    continue
-                seen.add(path)
-                content = path.read_bytes()
-                pending.append((content.decode(errors="replace"), path.parent))
-                yield name, content
 
 
 def cuda_roots() -> list[Path]:

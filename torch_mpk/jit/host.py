@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -15,9 +13,10 @@ from pathlib import Path
 from torch_mpk import _C
 from torch_mpk.config import env
 from torch_mpk.errors import NoHostCompilerError, OptionError
-from torch_mpk.jit.compile import Build, build_once, hash_of
-from torch_mpk.jit.compiler import Compiled, run
+from torch_mpk.jit.compile import NOBODY, Build, Order, build_once
+from torch_mpk.jit.compiler import PREPROCESS, Compiled, first_line, preprocess, run
 from torch_mpk.jit.headers import include_dir
+from torch_mpk.jit.manifest import Reading, settings
 
 _NAMES = ("c++", "g++", "clang++")
 _FLAGS = [
@@ -40,14 +39,17 @@ _TIERS = {
 }
 
 
-def compile_host(source: str, *, include_dirs: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
+def compile_host(
+    source: str, *, include_dirs: Sequence[Path] = (), flags: Sequence[str] = (), order: Order = NOBODY
+) -> Path:
     """Compile one C++20 translation unit to a shared library, and return its path in the cache.
 
-    ``include_dirs`` are searched before torch_mpk's own headers, and ``flags`` come after the default ones. Symbols are
+    ``include_dirs`` are searched before torch_mpk's own headers, and ``flags`` come after the default ones; ``order``
+    says who asks, for messages and the cache's list. Symbols are
     hidden unless the source exports them: ``extern "C" __attribute__((visibility("default")))``. The library comes from
-    the cache when the same source, flags, compiler and content of every included file, the system's too, were compiled
-    before; modification times and paths play no part. The code runs on every processor of the architecture; with
-    ``flags=tier_flags()`` it may use all that this machine has.
+    the cache when the same source, flags, compiler and content of every file that it reads, the system's too, were
+    compiled before; modification times and where files lie play no part. The code runs on every processor of the
+    architecture; with ``flags=tier_flags()`` it may use all that this machine has.
 
     Raises:
         NoHostCompilerError: there is none, or CXX names one that does not run.
@@ -55,16 +57,20 @@ def compile_host(source: str, *, include_dirs: Sequence[Path] = (), flags: Seque
     """
     compiler = HostCompiler.find()
     all_flags = [*_FLAGS, *flags]
-    folders = [*include_dirs, include_dir()]
+    folders = [Path(folder).resolve() for folder in (*include_dirs, include_dir())]
+    added = settings(("CCC_OVERRIDE_OPTIONS",))  # to clang's
     build = Build(
         source_name="kernel.cpp",
         image_name="kernel.so",
         compiler=compiler.version,
         target="the CPU",
-        key=lambda: hash_of(compiler.identity(all_flags), *all_flags, *compiler.read(source, all_flags, folders)),
+        identity=[compiler.identity(all_flags), str(added), *compiler.command[1:], *all_flags],
+        searched=[*compiler.command, *map(str, folders)],
+        words=[*compiler.command, *all_flags],
+        read=lambda path: compiler.read(path, all_flags, folders),
         run=lambda path, image: compiler.compile(path, image, all_flags, folders),
     )
-    return build_once(source, build).path / build.image_name
+    return build_once(source, build, order).path / build.image_name
 
 
 def host_tier() -> str:
@@ -93,43 +99,30 @@ class HostCompiler:
         command = shlex.split(named) if named else next(([name] for name in _NAMES if shutil.which(name)), None)
         if not command:
             raise NoHostCompilerError(reason=f"none of {', '.join(_NAMES)} is on PATH")
-        version = _version(*command)
+        version = first_line(*command, "--version")
         if not version:
             raise NoHostCompilerError(reason=f"{shlex.join(command)} --version does not run")
         return HostCompiler(tuple(command), version)
 
     def identity(self, flags: Sequence[str]) -> str:
         """Of the compiler; with -march=native also of the processor, as a cache may be shared by several machines."""
-        if not any("native" in flag for flag in flags):
+        if not any("native" in flag for flag in (*self.command, *flags)):
             return self.version
-        macros = self._run([*flags, "-x", "c++", "-E", "-dM", os.devnull])
-        return self.version + macros.stdout
+        macros = [*self.command, *flags, "-x", "c++", "-E", "-dM", os.devnull]
+        return self.version + subprocess.run(macros, capture_output=True, text=True, errors="replace").stdout
 
-    def read(self, source: str, flags: Sequence[str], include_dirs: Sequence[Path]) -> list[bytes]:
-        """The source and every file it includes, in the order in which the compiler finds them; the source alone where
-        it cannot tell, for then it will not compile."""
-        listed = self._run([*flags, *_includes(include_dirs), "-x", "c++", "-M", "-"], input=source, cwd="/")
-        rule = listed.stdout.replace("\\\n", " ") if listed.returncode == 0 else ""
-        names = re.findall(r"(?:\\.|\S)+", rule)[1:]  # behind the target
-        paths = [Path("/", re.sub(r"\\(.)", r"\1", name).replace("$$", "$")) for name in names if name != "-"]
-        return [source.encode(), *(path.read_bytes() for path in paths)]
+    def read(self, source: Path, flags: Sequence[str], include_dirs: Sequence[Path]) -> Reading:
+        reading = preprocess([*self.command, *flags, *_includes(include_dirs), *PREPROCESS], source)
+        # The linker says what it reads when it makes a library of nothing. What is shared it reads for names alone.
+        empty = ["-x", "c++", os.devnull, "-Wl,-t", "-o", "empty.so"]
+        linked = run([*self.command, *flags, *empty], source.parent).log.splitlines()
+        files = [path for name in linked if (path := source.parent / name).is_file() and ".so" not in path.name]
+        return Reading([*reading.files, *files], reading.folders, reading.error)
 
     def compile(self, source: Path, output: Path, flags: Sequence[str], include_dirs: Sequence[Path]) -> Compiled:
         # Names relative to the build's own directory, so that the image does not depend on where it was built.
         return run([*self.command, *flags, *_includes(include_dirs), source.name, "-o", output.name], source.parent)
 
-    def _run(self, arguments: Sequence[str], **kwargs) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*self.command, *arguments], capture_output=True, text=True, errors="replace", **kwargs)
-
 
 def _includes(folders: Sequence[Path]) -> list[str]:
-    return [f"-I{Path(folder).resolve()}" for folder in folders]
-
-
-@functools.cache
-def _version(*command: str) -> str:
-    try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else ""
+    return [f"-I{folder}" for folder in folders]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import _profiler_enabled as is_profiling
+from torch.profiler import record_function
 
 from torch_mpk import _C
 from torch_mpk.errors import KernelSignatureError, TaskError
-from torch_mpk.jit.compile import Cubin, compile_cuda
+from torch_mpk.jit.compile import Cubin, Order, compile_cuda
 from torch_mpk.jit.declaration import Declaration
 from torch_mpk.jit.host import compile_host, tier_flags
+from torch_mpk.jit.unit import Entry, Unit
 from torch_mpk.registry import bind_dims
 
 _NAMESPACE = "mpk_jit"
@@ -28,9 +31,10 @@ def kernel(
     signature: str,
     launch: str,
     *,
+    require: str | Sequence[str] = (),
     cluster: int | Sequence[int] = 1,
     cooperative: bool = False,
-    pdl: bool = False,
+    pdl: bool | str = False,
     include_dirs: Sequence[str | Path] = (),
     flags: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Kernel]:
@@ -39,19 +43,23 @@ def kernel(
 
     Args:
         source: C++ code, or a file; a relative path starts at the folder of the Python file.
-        signature: the tensors, ``x[M, K], y[M]!, z[M]? -> w[K]``. Names in brackets are sizes, bound where they first
-            stand and the same everywhere; a number is itself, and ``...`` in front any number of sizes. ``!`` is
-            updated in place, ``?`` may be None, and what stands behind ``->`` is allocated and returned. Tensors are
-            contiguous, unless strides are given: ``x[M, K; S, 1]``, with ``_`` for any. Behind a colon stands a dtype,
-            several (``float32|bfloat16``), or a name for one (``T`` or ``T=float32|bfloat16``).
+        signature: the tensors, ``x[M, K], y[M // 2]!, z[M]? -> w[K]``. Names in brackets are sizes, bound where they
+            first stand and the same everywhere; a number is itself, an expression is computed, and ``...`` in front is
+            any number of sizes. ``!`` is updated in place, ``?`` may be None, and what stands behind ``->`` is
+            allocated and returned, or with ``~`` only allocated. Tensors are contiguous, unless strides are given:
+            ``x[M, K; S, 1]``, with ``_`` for any. Behind a colon stands a dtype, several (``float32|bfloat16``), or a
+            name for one (``T`` or ``T=float32|bfloat16``).
         launch: the call, as in CUDA: ``name<T, BLOCK><<<cdiv(M, BLOCK), BLOCK, 4 * K>>>(x, y, w, M, K)``. Without
             ``<<<>>>`` the function runs on the CPU. Template arguments are names of sizes, strides, dtypes and
             parameters, or C++; each choice of their values is compiled for itself. The rest are expressions of sizes
             and of int and bool parameters with + - * // %, ``cdiv``, ``min``, ``max`` and ``numel(x)``; a grid or a
             block of several dimensions is a tuple. The kernel gets the addresses of tensors (null for None), integers
-            as ``int`` or ``int64_t``, and float parameters as ``float`` or ``double``.
+            as ``int`` or ``int64_t``, and float parameters as ``float`` or ``double``; ``{.x = x, .n = N}`` is a struct
+            of them. Several launches, with ``;`` between them, run one after the other.
+        require: what sizes and parameters must fulfil, as in ``"K % 8 == 0 and K <= 4096"``, or several of these.
         cluster, cooperative, pdl: how blocks are launched (CUDA): in clusters of so many, all resident at once, and
-            before the kernel in front has ended, for which see ``mpk::pdl_wait``.
+            before the kernel in front has ended, for which see ``mpk::pdl_wait``. ``pdl`` may be a condition, such as
+            the name of a bool parameter. They hold for each launch.
         include_dirs: searched for headers, behind the folder of the source.
         flags: for the compiler. The code is C++20.
 
@@ -59,42 +67,77 @@ def kernel(
     ``compile_host`` and a launch raise.
     """
 
-    def declare(function: Callable[..., Any]) -> Kernel:
-        declaration = Declaration(function, signature, launch, cluster, cooperative, pdl)
-        return Kernel(function, declaration, source, [Path(folder) for folder in include_dirs], list(flags))
+    return Module(source, include_dirs, flags).kernel(
+        signature, launch, require=require, cluster=cluster, cooperative=cooperative, pdl=pdl
+    )
 
-    return declare
+
+def module(source: str | Path, *, include_dirs: Sequence[str | Path] = (), flags: Sequence[str] = ()) -> Module:
+    """A source of several kernels, which its method ``kernel`` declares. The arguments are those of ``jit.kernel``."""
+    return Module(source, include_dirs, flags)
+
+
+class Module:
+    """A source and the kernels that are declared over it.
+
+    Those with the same names in ``<...>`` and dtypes are compiled together, once for each choice of values, and share
+    the variables of the source.
+    """
+
+    def __init__(self, source: str | Path, include_dirs: Sequence[str | Path], flags: Sequence[str]) -> None:
+        self.source = source
+        self.include_dirs = [Path(folder) for folder in include_dirs]
+        self.flags = list(flags)
+        self.kernels: dict[str, Kernel] = {}  # by the names of their functions
+
+    def kernel(
+        self,
+        signature: str,
+        launch: str,
+        *,
+        require: str | Sequence[str] = (),
+        cluster: int | Sequence[int] = 1,
+        cooperative: bool = False,
+        pdl: bool | str = False,
+    ) -> Callable[[Callable[..., Any]], Kernel]:
+        """Declare a kernel of this source; see ``jit.kernel``."""
+
+        def declare(function: Callable[..., Any]) -> Kernel:
+            declaration = Declaration(function, signature, launch, require, cluster, cooperative, pdl)
+            declared = self.kernels[declaration.name] = Kernel(function, declaration, self)
+            return declared
+
+        return declare
+
+    @property
+    def is_code(self) -> bool:
+        return isinstance(self.source, str) and "\n" in self.source
 
 
 class Kernel:
     """A kernel that can be called with tensors, in eager mode, under ``torch.compile`` and in CUDA graphs."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        declaration: Declaration,
-        source: str | Path,
-        include_dirs: list[Path],
-        flags: list[str],
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], declaration: Declaration, module: Module) -> None:
         functools.update_wrapper(self, function)
         self._qualname = function.__qualname__
         self.declaration = declaration
-        self._flags = flags
+        self._module = module
         home = Path(function.__code__.co_filename)
-        if isinstance(source, str) and "\n" in source:
-            self._code, origin = f'#line 1 "{declaration.name} in {home.name}"\n{source}', source
-            self._include_dirs = include_dirs
+        if module.is_code:
+            self._code, origin = f'#line 1 "{declaration.name} in {home.name}"\n{module.source}', str(module.source)
+            self._include_dirs = module.include_dirs
         else:
-            path = home.parent / source
+            path = home.parent / module.source
             if not path.is_file():
                 declaration.fail(f"there is no file {path}; code itself has more than one line")
-            self._code, origin = f'#include "{path.name}"', str(source)
-            self._include_dirs = [path.parent, *include_dirs]
-        identity = (function.__module__, origin, declaration, include_dirs, flags)
+            self._code, origin = f'#include "{path.name}"', str(module.source)
+            self._include_dirs = [path.parent, *module.include_dirs]
+        identity = (function.__module__, origin, declaration, module.include_dirs, module.flags)
         self.name = f"{declaration.name}_{hashlib.sha256(repr(identity).encode()).hexdigest()[:8]}"
         self.op = _define(self)
-        self._call = _C.JitKernel(declaration, self._load, self.op)
+        self._attributes = {a.name: a.default for a in declaration.attributes if not a.is_finite}
+        self._call = _C.JitKernel(declaration, self.load, self._dispatch)
+        self._label = f"mpk.jit {declaration.name}"
 
     def __reduce__(self) -> str:
         return self._qualname  # copied and pickled as the function would be
@@ -105,11 +148,39 @@ class Kernel:
     def __call__(self, *tensors: torch.Tensor | None, **attributes: Any) -> Any:
         # The dispatcher takes some microseconds, which only a tracer needs.
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
-            return self.op(*tensors, **attributes)
-        return self._call(*tensors, **attributes)
+            return self._dispatch(*tensors, **attributes)
+        try:
+            if is_profiling():
+                with record_function(self._label):
+                    return self._call(*tensors, **attributes)
+            return self._call(*tensors, **attributes)
+        except RuntimeError:
+            self._check_layouts(tensors, attributes)
+            raise
+
+    def _check_layouts(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> None:
+        """Sparse tensors have no memory that a kernel could be given, which PyTorch says in words of its own."""
+        given = dict(zip([operand.name for operand in self.declaration.inputs], tensors)) | attributes
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+                self.declaration.fail(
+                    f"{name} has layout {value.layout}, expected a dense tensor: pass {name}.to_dense()"
+                )
+
+    def _dispatch(self, *tensors: torch.Tensor | None, **attributes: Any) -> Any:
+        return self.op(*tensors, **(self._attributes | attributes))
+
+    def reload(self) -> None:
+        """Take the source as it is now: the next call looks its content up, headers too, and compiles it if it is new.
+
+        Without it a process keeps what it has called once, as looking costs more than a call. CUDA graphs keep what
+        they have captured.
+        """
+        self._call.forget()
 
     def compile(self, arch: int | None = None, **values: Any) -> Cubin | Path:
-        """Compile without calling: a cubin for a compute capability (90 is sm_90a), or the CPU's library.
+        """Compile without calling: a cubin for a compute capability (90 is sm_90a), or the CPU's library; of several
+        launches, which may lie in several, the first one's.
 
         ``values`` are what the template arguments and dtypes stand for, by name, where they have no default.
         """
@@ -129,63 +200,73 @@ class Kernel:
         for name, value in chosen.items():
             if isinstance(value, torch.dtype):
                 chosen[name] = str(value).removeprefix("torch.")
-        return self._compile(chosen, arch)
+        first, *_ = [self._compile(unit, chosen, arch) for unit in self._units(chosen)]
+        return first
 
-    def _compile(self, values: dict[str, Any], arch: int | None) -> Cubin | Path:
-        source = self._unit(values)
+    def _compile(self, unit: Unit, values: dict[str, Any], arch: int | None) -> Cubin | Path:
+        given = {name: f"torch.{value}" if isinstance(value, str) else repr(value) for name, value in values.items()}
+        words = [f"arch={arch}"] * (arch is not None) + [f"{name}={value}" for name, value in given.items()]
+        order = Order(names=unit.names, ahead=f"{self.declaration.name}.compile({', '.join(words)})")
         if arch is None:
             # What is defined nowhere is the linker's error, not the loader's.
-            flags = [*tier_flags(), "-Wl,-z,defs", *self._flags]
-            return compile_host(source, include_dirs=self._include_dirs, flags=flags)
-        return compile_cuda(source, arch, include_dirs=self._include_dirs, flags=["-std=c++20", *self._flags])
+            flags = [*tier_flags(), "-Wl,-z,defs", *self._module.flags]
+            return compile_host(unit.source, include_dirs=self._include_dirs, flags=flags, order=order)
+        flags = ["-std=c++20", *self._module.flags]
+        return compile_cuda(unit.source, arch, include_dirs=self._include_dirs, flags=flags, order=order)
 
-    def _unit(self, values: dict[str, Any]) -> str:
-        """The translation unit: the source, and what instantiates the function and checks its parameters."""
-        declaration = self.declaration
-        function = declaration.function_name(values)
-        parameters = list(declaration.parameters(values))
-        checks = [f'static_assert(P::count == {len(parameters)}, "the launch passes {len(parameters)} arguments");']
-        for i, (kind, what, type_) in enumerate(parameters):
-            check = f"mpk::jit::accepts<mpk::jit::{kind}, P::at<{i}>>"
-            checks.append(f'static_assert({check}, "parameter {i + 1}: {what}, declare it {type_}");')
-        header = "cuda.cuh" if declaration.is_cuda else "cpu.h"
-        # Whoever refers to a kernel's template instantiates it.
-        entry = _CUDA_ENTRY if declaration.is_cuda else _CPU_ENTRY
-        return "\n".join(
-            [
-                f'#include "torch_mpk/jit/{header}"',
-                self._code,
-                f'#line 1 "launch of {declaration.name}"',
-                f"namespace mpk_launch {{ using P = mpk::jit::Parameters<decltype(&{function})>;",
-                *checks,
-                "}",
-                entry.format(function=function),
-            ]
+    def _units(self, values: dict[str, Any]) -> list[Unit]:
+        """The translation units of the kernels that are compiled for these values, the one of our first launch first.
+
+        Launches of one function with other template arguments are apart, as a symbol does not tell which it is.
+        """
+        kernels = [kernel for kernel in self._module.kernels.values() if kernel._goes_with(self, values)]
+        units: list[list[Entry]] = [[]]
+        for kernel in kernels or [self]:
+            for launch in kernel.declaration.launches:
+                function = launch.function_name(values)
+                is_apart = self.declaration.is_cuda and not launch.is_member
+                unit = next((u for u in units if not is_apart or all(e.launch.path != launch.path for e in u)), None)
+                if unit is None:
+                    units.append(unit := [])
+                unit.append(Entry(kernel.declaration, launch, function, len(unit)))
+        mine = self.declaration
+        units = [unit for unit in units if any(entry.declaration is mine for entry in unit)]
+        units.sort(key=lambda unit: all(entry.launch is not mine.launches[0] for entry in unit))
+        return [self._unit(unit, values) for unit in units]
+
+    def _goes_with(self, other: Kernel, values: dict[str, Any]) -> bool:
+        """Whether both are compiled at once."""
+        mine, theirs = self.declaration, other.declaration
+        is_alike = mine.key == theirs.key and mine.is_cuda == theirs.is_cuda
+        return self is other or (is_alike and self._include_dirs == other._include_dirs and mine.takes_dtypes(values))
+
+    def _unit(self, entries: list[Entry], values: dict[str, Any]) -> Unit:
+        """The source, and what instantiates the functions and checks their parameters."""
+        header = "cuda.cuh" if self.declaration.is_cuda else "cpu.h"
+        first = next(
+            kernel for kernel in (*self._module.kernels.values(), self) if kernel.declaration is entries[0].declaration
         )
+        parts = [f'#include "torch_mpk/jit/{header}"', first._code, *(entry.text(values) for entry in entries)]
+        return Unit("\n".join(parts), entries, tuple(dict.fromkeys(entry.declaration.name for entry in entries)))
 
-    def _load(self, key: Sequence[int], device: int) -> _C.JitCode:
-        declaration = self.declaration
-        values = declaration.decode(key)
-        if not declaration.is_cuda:
-            return _C.CpuCode(str(self._compile(values, None)))
-        cubin = self._compile(values, _C.device_info(device).arch)
-        assert isinstance(cubin, Cubin)
-        symbol = self._symbol(cubin.kernels)
-        return _C.CudaCode(cubin.image, declaration.name, symbol, device, len(declaration.arguments))
+    def load(self, key: Sequence[int], device: int) -> list[_C.JitCode]:
+        """The compiled code of each launch for a call's slots, on a device. Raises CompileError where there is none."""
+        values = self.declaration.decode(key)
+        arch = _C.device_info(device).arch if self.declaration.is_cuda else None
+        codes: dict[int, _C.JitCode] = {}
+        for unit in self._units(values):
+            compiled = self._compile(unit, values, arch)
+            for entry in unit.entries:
+                if entry.declaration is self.declaration:
+                    codes[id(entry.launch)] = self._code_of(entry, compiled, device)
+        return [codes[id(launch)] for launch in self.declaration.launches]
 
-    def _symbol(self, symbols: Sequence[str]) -> str:
-        name = self.declaration.function.split("::")[-1]
-        # A mangled name has its parts behind their lengths.
-        found = [s for s in symbols if s == name or re.search(rf"(?<!\d){len(name)}{name}(?![a-z_])", s)]
-        if len(found) != 1:
-            self.declaration.fail(f"the source has {len(found)} kernels {name} ({', '.join(symbols)}), expected one")
-        return found[0]
-
-
-_CUDA_ENTRY = "void* mpk_kernel() {{ return (void*)&{function}; }}"
-_CPU_ENTRY = """using mpk_entry = mpk::jit::Entry<&{function}>;
-extern "C" __attribute__((visibility("default"))) void mpk_run(void** parameters) {{ mpk_entry::run(parameters); }}
-extern "C" __attribute__((visibility("default"))) const int* mpk_parameter_bytes() {{ return mpk_entry::bytes; }}"""
+    def _code_of(self, entry: Entry, compiled: Cubin | Path, device: int) -> _C.JitCode:
+        if isinstance(compiled, Path):
+            return _C.CpuCode(str(compiled), str(entry.index))
+        symbol, fields = entry.symbol(compiled.kernels), entry.fields(compiled.kernels)
+        name, num_parameters = self.declaration.name, entry.launch.num_parameters
+        return _C.CudaCode(compiled.image, name, symbol, device, num_parameters, fields)
 
 
 def _define(kernel: Kernel) -> Any:
@@ -214,12 +295,12 @@ def _refuse_gradients(name: str, *args: Any, **kwargs: Any) -> Any:
         return kernel.op(*args, **kwargs)
 
 
-def _fake(name: str, *tensors: torch.Tensor | None, **_: Any) -> Any:
+def _fake(name: str, *tensors: torch.Tensor | None, **attributes: Any) -> Any:
     declaration = _kernels[name].declaration
     tensors += (None,) * (len(declaration.inputs) - len(tensors))
     shapes = [None if tensor is None else tensor.shape for tensor in tensors]
     try:
-        sizes = bind_dims(declaration.name, declaration.signature, declaration.inputs, shapes, {})
+        sizes = _bind(declaration, shapes, attributes)
     except TaskError as error:
         raise KernelSignatureError(str(error)) from None
     given = [(operand, tensor) for operand, tensor in zip(declaration.inputs, tensors) if tensor is not None]
@@ -232,3 +313,35 @@ def _fake(name: str, *tensors: torch.Tensor | None, **_: Any) -> Any:
         dtype = same[0] if same else output.dtype
         results.append(torch.empty(shape, dtype=dtype, device=given[0][1].device))
     return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _bind(
+    declaration: Declaration, shapes: Sequence[Sequence[Any] | None], attributes: dict[str, Any]
+) -> dict[str, tuple[Any, str]]:
+    """What every size stands for, those that are computed too, and by whom; sizes may be symbolic."""
+    values = {a.slot: attributes.get(a.name, a.default) for a in declaration.attributes}
+    sizes: dict[str, tuple[Any, str]] = {}
+    given = iter(shapes)
+    for operand in declaration.operands:
+        shape = next(given) if operand.is_read else None
+        # Expressions of an operand may have names that it binds itself, in front of them.
+        plain = operand.dims[1:] if operand.has_leading else operand.dims
+        own = dict(zip(plain, shape[len(shape) - len(plain) :])) if shape is not None else {}
+        for dim, (kind, slot) in zip(plain, operand.size_extents, strict=True):
+            if kind == "slot" and dim in own:
+                values.setdefault(slot, own[dim])
+            elif kind == "expression" and (shape is not None or operand.is_output):
+                expression = declaration.extents[slot]
+                names = ", ".join(f"{declaration.slots[s]}={values[s]}" for s in sorted(expression.slots))
+                sizes[dim] = expression.evaluate(values), names
+        if operand.is_read:
+            bind_dims(declaration.name, declaration.signature, [operand], [shape], sizes)
+            if operand.numel_slot >= 0 and shape is not None:
+                values[operand.numel_slot] = math.prod(shape)
+    for requirement in declaration.requirements:
+        # Strides are not known here, and a symbolic size would be held to what this call's fulfils.
+        known = {slot: values[slot] for slot in sorted(requirement.slots) if type(values.get(slot)) in (int, bool)}
+        if len(known) == len(requirement.slots) and not requirement.evaluate(known):
+            names = ", ".join(f"{declaration.slots[slot]}={value}" for slot, value in known.items())
+            declaration.fail(f"requires {requirement.text}, but {names}")
+    return sizes

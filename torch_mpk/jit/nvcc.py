@@ -10,19 +10,20 @@ import subprocess
 from pathlib import Path
 
 from torch_mpk.errors import CompileError
-from torch_mpk.jit.compiler import MIN_VERSION, Compiled, Compiler, run
+from torch_mpk.jit.compiler import MIN_VERSION, PREPROCESS, Compiled, Compiler, first_line, preprocess, run
 from torch_mpk.jit.headers import cuda_roots
+from torch_mpk.jit.manifest import Reading
 
 
 class Nvcc(Compiler):
     name = "nvcc"
+    variables = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 
     def __init__(self, path: str, version: str) -> None:
         self.path = path
         self.version = version
-        # Its headers are its toolkit's; the two variables change every command line.
-        flags = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
-        self.identity = " ".join(["nvcc", version, *flags]).strip()
+        # The host compiler preprocesses, so its macros are part of the source.
+        self.identity = f"nvcc {version}, {first_line(_host_compiler(), '--version')}"
 
     @staticmethod
     def at(path: str) -> Nvcc:
@@ -55,13 +56,23 @@ class Nvcc(Compiler):
         output = "-ptx" if ptx else "-cubin"
         gencode = f"arch=compute_{number},code={code}"
         # Relaxed: device code calls constexpr functions that the host calls too.
-        return [output, "-gencode", gencode, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
+        return [output, "-gencode", gencode, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
+
+    def read(self, source: Path, flags: list[str], include_dirs: list[Path]) -> Reading:
+        # nvcc's own -M preprocesses for the host too, where device code need not compile.
+        includes = [f"-I{path}" for path in include_dirs]
+        return preprocess([self.path, *flags, *includes, "-E", f"-Xcompiler={','.join(PREPROCESS)}"], source)
 
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
         includes = [f"-I{path}" for path in include_dirs]
         command = [self.path, *flags, *includes, source.name, "-o", output.name]
         # A path relative to the build's own directory, so that the image does not depend on where it was built.
         return run(command, source.parent)
+
+
+def _host_compiler() -> str:
+    named = os.environ.get("NVCC_CCBIN") or "gcc"
+    return os.path.join(named, "gcc") if os.path.isdir(named) else named
 
 
 @functools.cache

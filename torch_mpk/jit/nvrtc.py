@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch_mpk.errors import CompileError
 from torch_mpk.jit.compiler import MIN_VERSION, Compiled, Compiler
-from torch_mpk.jit.headers import cuda_roots, cuda_version_of, find_cuda_headers, include_dir, nvidia_packages
+from torch_mpk.jit.headers import cuda_roots, find_cuda_headers, include_dir, nvidia_packages
+from torch_mpk.jit.manifest import Reading
 
 _SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
 class Nvrtc(Compiler):
     name = "nvrtc"
+    variables = ("NVRTC_PREPEND_FLAGS", "NVRTC_APPEND_FLAGS")
 
     def __init__(self, library: ctypes.CDLL, version: str, cuda_headers: Path) -> None:
         self._library = library
         self._cuda_headers = cuda_headers
         self.version = version
-        self.identity = f"nvrtc {version}, CUDA headers {cuda_version_of(cuda_headers)}"
+        self.identity = f"nvrtc {version}"
 
     @staticmethod
     @functools.cache
@@ -49,18 +52,50 @@ class Nvrtc(Compiler):
     def flags(self, arch: str, ptx: bool) -> list[str]:
         target = arch.replace("sm_", "compute_") if ptx else arch
         # For the constexpr functions that host and device share.
-        flags = [f"--gpu-architecture={target}", "--std=c++17", "--device-as-default-execution-space"]
+        flags = [f"--gpu-architecture={target}", "--std=c++20", "--device-as-default-execution-space"]
         return flags if ptx else [*flags, "--ptxas-options=-v"]
 
+    def read(self, source: Path, flags: list[str], include_dirs: list[Path]) -> Reading:
+        # NVRTC has no option for it, but its front end, EDG's, has. A line behind the source ends it there.
+        listed, end = source.with_name("headers.txt"), "the end of the source"
+        options = self._options(flags, include_dirs)
+        trace = [word for option in (f"--error_output={listed}", "--trace_includes") for word in ("-Xcudafe", option)]
+        with _program(self._library, f"{source.read_text()}\n#error {end}\n", _place(source)) as program:
+            program.compile([*options, *trace])
+            log = program.get_text("ProgramLog").decode(errors="replace")
+        text = os.fsdecode(listed.read_bytes()) if listed.is_file() else ""
+        files = [path for line in text.splitlines() if (path := Path(line.lstrip(" ")).absolute()).is_file()]
+        folders = [Path(path).absolute() for path in _paths(options)]
+        return Reading(files, folders, "" if text and end in log else log)
+
+    def searched(self, flags: Sequence[str]) -> list[str]:
+        return [os.path.abspath(path) for path in (*_paths(flags), str(self._cuda_headers))]
+
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
-        own_std = include_dir() / "torch_mpk" / "nvrtc"
-        options = [*flags, *(f"-I{path}" for path in [*include_dirs, own_std, self._cuda_headers])]
-        with _program(self._library, source.read_text(), source.name) as program:
+        options = self._options(flags, include_dirs)
+        with _program(self._library, source.read_text(), _place(source)) as program:
             ok = program.compile(options)
             if ok:
                 output.write_bytes(program.get_text("PTX") if output.suffix == ".ptx" else program.get("CUBIN"))
             log = program.get_text("ProgramLog").decode(errors="replace")
         return Compiled(ok, shlex.join(["nvrtc", *options, source.name]), log)
+
+    def _options(self, flags: list[str], include_dirs: list[Path]) -> list[str]:
+        own_std = include_dir() / "torch_mpk" / "nvrtc"
+        return [*flags, *(f"-I{path}" for path in [*include_dirs, own_std, self._cuda_headers])]
+
+
+def _place(source: Path) -> str:
+    # Headers in quotes are looked for beside the source, and a name alone would be in the process's current directory.
+    return f"/{source.name}"
+
+
+def _paths(flags: Sequence[str]) -> Iterator[str]:
+    """Folders and files that flags name for includes; they may be relative to the process's current directory."""
+    for flag, behind in zip(flags, [*flags[1:], ""]):
+        found = re.fullmatch(r"(?:-I|--?include-path|--?pre-include|-include)=?(.*)", flag)
+        if found:
+            yield found[1] or behind
 
 
 def _libraries() -> Iterator[tuple[str, ctypes.CDLL]]:

@@ -20,36 +20,9 @@ from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.lowering.steps import build, merge
 from torch_mpk.lowering.values import Value, View, contiguous_strides, is_dense, is_static
+from torch_mpk.plan import Fresh, Output
 
-__all__ = ["Fresh", "Lowered", "Output", "lower", "supports"]
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """A tensor to allocate before each call: an output buffer."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """One result of the segment.
-
-    ``kind`` is "output": ``as_strided(shape, stride, offset)`` of ``Lowered.fresh[index]``; "input": the tensor
-    ``Lowered.inputs[index]`` itself where ``whole``, else such a view of it; "scalar": ``Lowered.scalars[index]``; or
-    "value": ``value``. ``offset`` counts elements from the viewed tensor's first.
-    """
-
-    kind: str
-    index: int = -1
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-    whole: bool = False
-    value: object = None
+__all__ = ["Lowered", "lower", "supports"]
 
 
 @dataclass(frozen=True)

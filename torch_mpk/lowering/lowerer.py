@@ -13,6 +13,7 @@ from torch import fx
 
 from torch_mpk.capture import source_line
 from torch_mpk.errors import UnsupportedError, first_line
+from torch_mpk.forms import Form
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.constants import constant
 from torch_mpk.lowering.expr import Expr
@@ -82,6 +83,7 @@ class Lowerer:
         self.buffers: list[Buffer] = []
         self.symbols: dict[object, int] = {}  # sympy expression of a SymInt placeholder -> scalar number
         self.frames: list[dict[fx.Node, object]] = []
+        self.traced: dict[Form, fx.GraphModule] = {}  # what nodes became other nodes by, for others of their form
         self.label = ""
         self.node: fx.Node | None = None
 
@@ -514,6 +516,10 @@ class Lowerer:
     def _finish(self, node: fx.Node, out: object) -> object:
         """Remember eager's strides, and give memory now to a value too costly to be computed by each consumer."""
         if isinstance(out, Lazy) and out.view is None:
+            if node.target is torch.ops.aten.select_scatter.default:  # eager copies its input, gaps and all
+                shape, strides = out.shape, self.meta(node.meta["val"]).strides
+                if strides and is_static(shape) and not is_dense(shape, strides) and is_injective(shape, strides):
+                    raise UnsupportedError("its result has gaps between the elements, as its input")
             if out.eager_strides is None:
                 out.eager_strides = self.meta(node.meta["val"]).strides
             if (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_mpk import _C
+from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering.expr import INT64, Expr, const, dtype_name, from_terms, terms
 from torch_mpk.lowering.values import Buffer, View, is_static
 
@@ -201,12 +202,17 @@ class ProgramBuilder:
 
 def whole(buffer: Buffer, ids: dict[Buffer, int]) -> _C.Tensor:
     """All of a buffer. One whose size is known only at run time is described by its first element."""
-    shape, strides = (buffer.shape, buffer.strides) if is_static((*buffer.shape, *buffer.strides)) else ((1,), (1,))
-    return _C.Tensor(ids[buffer], dtype_name(buffer.dtype), list(shape), list(strides), 0)
+    shape, strides = buffer.shape, buffer.strides
+    if not (is_static(shape) and is_static(strides)):
+        shape, strides = (1,), (1,)
+    return _C.Tensor(ids[buffer], dtype_name(buffer.dtype), shape, strides, 0)
 
 
 def tensor(view: View, ids: dict[Buffer, int]) -> _C.Tensor:
-    return _C.Tensor(ids[view.buffer], dtype_name(view.dtype), list(view.shape), list(view.strides), view.offset)
+    shape, strides, offset = view.shape, view.strides, view.offset
+    if not (is_static(shape) and is_static(strides) and isinstance(offset, int)):
+        raise UnsupportedError("an operand whose size or place is known only at run time")
+    return _C.Tensor(ids[view.buffer], dtype_name(view.dtype), shape, strides, offset)
 
 
 def build(steps: list[Step], buffers: list[Buffer]) -> _C.TBGraph:

@@ -31,7 +31,7 @@ def lower_task(
     given = [(spec, out) for spec in task.outputs if isinstance(out, Value)]
     operands = _operands(lx, task, present + given)
     results: list[Value] = [view for _, view, *_ in operands[len(present) :]]
-    made = [] if given else zip(task.outputs, task.results(node.meta["val"]), strict=True)
+    made = [] if given or not task.outputs else zip(task.outputs, task.results(node.meta["val"]), strict=True)
     for spec, val in made:
         meta = lx.meta(val)
         if not is_static(meta.shape):
@@ -58,8 +58,15 @@ def _check_tiles(lx: Lowerer, node: fx.Node, task: Task, written: Sequence[tuple
         if buffers.count(view.buffer) > 1:
             raise UnsupportedError(f"{task.name}: {name} and another operand written in place may share memory")
     devices = {arg.meta["val"].device.type for arg in node.all_input_nodes}
-    if "cuda" in devices and not (task.header or task.headers):
+    if "cuda" not in devices:
+        return
+    if not (task.header or task.headers):
         raise UnsupportedError(f"{task.name} has no device code: write {task.name}.cuh beside its Python file")
+    if not task.runs_code(arg.meta["val"].dtype for arg in node.all_input_nodes):
+        raise UnsupportedError(
+            f"{task.name}: operands are float64, and its device code computes in float: declare it with float64=True "
+            "where it computes in double"
+        )
 
 
 def _operands(lx: Lowerer, task: Task, present: Sequence[tuple]) -> list[tuple[str, View, bool, bool]]:

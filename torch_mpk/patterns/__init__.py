@@ -17,10 +17,11 @@ from torch import fx
 from torch_mpk.aliasing import eliminate_dead_code, is_view, storages, written_storages
 from torch_mpk.patterns.complex_numbers import expand
 from torch_mpk.patterns.normalise import normalise
-from torch_mpk.patterns.references import declare_patterns
-from torch_mpk.patterns.rewriter import Rewriter, has_same_layout, reshape_source, shape
+from torch_mpk.patterns.references import declare_patterns, left_out
+from torch_mpk.patterns.rewriter import Rewriter, aten, has_same_layout, is_call, reshape_source, shape
 from torch_mpk.patterns.table import patterns_of
 from torch_mpk.provenance import where
+from torch_mpk.tracing import graph_module
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
@@ -40,10 +41,11 @@ def apply(gm: fx.GraphModule) -> fx.GraphModule:
     But for a linear that becomes two: PyTorch may add up products of other sizes in another order.
 
     ``gm`` holds ATen overloads with example values in ``node.meta["val"]``, in-place ops in program order. The result's
-    ``meta["lifts"]`` lists the replacements in program order.
+    ``meta["lifts"]`` lists the replacements in program order, and ``meta["misses"]`` what the patterns of
+    tasks left out, in words.
     """
     declare_patterns()
-    gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    gm = graph_module(gm, copy.deepcopy(gm.graph))
     normalise(gm.graph)
     rewriter = Rewriter(gm.graph)
     expand(rewriter)
@@ -60,10 +62,11 @@ def apply(gm: fx.GraphModule) -> fx.GraphModule:
             lifts.append(Lift(pattern.__name__, anchor.name, where(anchor)))
             rewriter.commit(replacement)
             break
+    misses = left_out(rewriter.misses, {lift.pattern for lift in lifts})
     _fold_views(rewriter)
     eliminate_dead_code(gm.graph)
     gm.recompile()
-    gm.meta["lifts"] = lifts[::-1]
+    gm.meta["lifts"], gm.meta["misses"] = lifts[::-1], misses
     return gm
 
 
@@ -75,19 +78,22 @@ def _fold_views(rw: Rewriter) -> None:
     written = frozenset().union(*map(written_storages, rw.writers))
     folded: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
     for node in list(rw.graph.nodes):
-        if not is_view(node) or reshape_source(node) is None or None in shape(node) or storages(node) & written:
+        if reshape_source(node) is None or not is_view(node) or None in shape(node) or storages(node) & written:
             continue
-        rw.begin(node)
-        view = rw.reshape(node.args[0], shape(node))
+        below = rw.below(node.args[0], shape(node))
+        key = below, shape(node)
+        view = folded.get(key)
+        if view is None or view._erased:  # it had views only, which are folded by now
+            if is_call(node, aten.reshape.default) and node.args[0] is below and shape(below) != shape(node):
+                folded[key] = node
+                continue
+            rw.begin(node)
+            view = rw.reshape(below, shape(node))
+        else:
+            rw.begin(node)
         if (rw.made and not is_view(view)) or not has_same_layout(view, node):
             rw.rollback()
             continue
         if rw.made:
-            key = view.args[0], shape(node)
-            first = folded.get(key)
-            if first is None or first._erased:  # it had views only, which are folded by now
-                folded[key] = view
-            else:
-                rw.rollback()
-                view = first
+            folded[key] = view
         rw.commit(view)

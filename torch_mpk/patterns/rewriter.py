@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import torch_mpk.tasks  # noqa: F401  (declares them)
 from torch_mpk import registry
 from torch_mpk.aliasing import evaluate, is_impure, is_view, storages, value, written_args, written_storages
+
+if TYPE_CHECKING:
+    from torch_mpk.patterns.references import Miss
 
 aten = torch.ops.aten
 
@@ -30,7 +33,7 @@ _RESHAPES = (
     aten.contiguous.default,
     aten.alias.default,
 )
-_CASTS = (
+CASTS = (
     aten.to.dtype,
     aten.to.dtype_layout,
     aten.to.device,
@@ -65,10 +68,17 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 def argument(node: fx.Node, name: str) -> Any:
     """An ATen call's argument by its schema name, or the schema's default."""
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == name:
-            return node.args[position] if position < len(node.args) else node.kwargs.get(name, declared.default_value)
-    raise KeyError(name)
+    return arguments(node)[name]
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by their names, the schema's defaults where they are not given; by their positions where
+    there is no schema."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {str(position): arg for position, arg in enumerate(node.args)} | node.kwargs
+    declared = node.target._schema.arguments
+    given = dict(zip((each.name for each in declared), node.args, strict=False)) | node.kwargs
+    return {each.name: given.get(each.name, each.default_value) for each in declared}
 
 
 def swapped(pair: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -89,7 +99,7 @@ def has_same_strides(a: fx.Node, b: fx.Node) -> bool:
 
 def cast_source(node: Any) -> fx.Node | None:
     """What ``node`` converts to another dtype; None when it is no conversion on one device."""
-    if not is_call(node, *_CASTS):
+    if not is_call(node, *CASTS):
         return None
     source = node.args[0]
     return source if value(source).device == value(node).device and dtype(source) != dtype(node) else None
@@ -112,8 +122,19 @@ def reshape_source(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _is_static(t: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in (*t.shape, *t.stride()))
+
+
 class Rewriter:
-    """One graph being rewritten. Between ``begin`` and ``commit`` or ``rollback`` it holds one lift in the making."""
+    """One graph being rewritten. Between ``begin`` and ``commit`` or ``rollback`` it holds one lift in the making.
+
+    Attributes:
+        anchor: the last node of the subgraph, which is replaced.
+        others: more nodes that are, where the subgraph has several results.
+        place: the node that what is made goes before.
+        misses: what the tasks' own patterns almost took.
+    """
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
@@ -124,10 +145,13 @@ class Rewriter:
         self.writers = [node for node in graph.nodes if written_args(node)]
         # Eager raises where one of these is out of range, so each may be taken to be in range.
         self.checked_indices = [node.args[2] for node in graph.nodes if is_call(node, aten.index_copy_.default)]
+        self.misses: list[Miss] = []
+        self._examples: dict[Hashable, torch.Tensor] = {}
         self.limits: dict[tuple[Any, ...], fx.Node] = {}  # attention limits made so far, by what they were made from
 
     def begin(self, anchor: fx.Node) -> None:
-        self.anchor = anchor
+        self.anchor = self.place = anchor
+        self.others: dict[fx.Node, fx.Node] = {}
         self.made: list[fx.Node] = []
         self.interior: list[fx.Node] = []
         self.trusted: list[fx.Node] = []
@@ -147,13 +171,19 @@ class Rewriter:
         self.absorbed += writers
 
     def is_movable(self) -> bool:
-        """Whether nothing that the interior reads, or made, is written by others between there and the anchor."""
+        """Whether nothing that the interior reads, or made, is written by others between there and the new place."""
         watched = [(node, storages(node).union(*map(storages, node.all_input_nodes))) for node in self.interior]
         watched += [(node, storages(node)) for node in self.trusted]
+        nodes = [self.place, *(node for node, _ in watched)]
+        first, last = min(nodes), max(nodes)
+
+        def is_passed(writer: fx.Node, node: fx.Node) -> bool:
+            return node < writer < self.place or (self.place < node and self.place <= writer < node)
+
         return not any(
-            node < writer < self.anchor and touched & written_storages(writer)
+            is_passed(writer, node) and touched & written_storages(writer)
             for writer in self.writers
-            if writer not in self.absorbed and writer not in self.made
+            if first <= writer <= last and writer not in self.absorbed and writer not in self.made
             for node, touched in watched
         )
 
@@ -161,13 +191,20 @@ class Rewriter:
         return any(start < writer < end and touched & written_storages(writer) for writer in self.writers)
 
     def survives(self, node: fx.Node) -> bool:
-        """Whether an interior node is still needed once the anchor is replaced."""
+        """Whether an interior node is still needed once the anchor, and the others, are replaced."""
         return any(
-            user is not self.anchor and (user not in self.interior or self.survives(user)) for user in node.users
+            user is not self.anchor and user not in self.others and (user not in self.interior or self.survives(user))
+            for user in node.users
         )
 
+    def is_same_argument(self, a: Any, b: Any) -> bool:
+        """Whether an operation does the same with both."""
+        are_tensors = is_tensor(a) and is_tensor(b)
+        return (not are_tensors or shape(a) == shape(b)) and self.is_same_value(a, b)
+
     def is_same_value(self, a: Any, b: Any) -> bool:
-        """Whether two nodes compute the same from the same, with no write to what they read in between."""
+        """Whether two nodes have the same elements, made of the same, with no write to what they read in between;
+        perhaps in other shapes."""
         if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
             return a is b or (type(a) is type(b) and a == b)
         while is_view(a) and (source := reshape_source(a)) is not None:
@@ -180,7 +217,7 @@ class Rewriter:
             return False
         if len(a.args) != len(b.args) or a.kwargs != b.kwargs:
             return False
-        if not all(self.is_same_value(x, y) for x, y in zip(a.args, b.args, strict=True)):
+        if not all(self.is_same_argument(x, y) for x, y in zip(a.args, b.args, strict=True)):
             return False
         touched = frozenset().union(*map(storages, (*a.all_input_nodes, *b.all_input_nodes)))
         return not self.is_written_between(touched, min(a, b), max(a, b))
@@ -188,15 +225,33 @@ class Rewriter:
     def call(self, target: Any, *args: Any, after: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A new node before the anchor, or right after ``after``, with its example value."""
         with self.fake_mode:
-            example = evaluate(target, args, kwargs)
+            example = self._example(target, args, kwargs)
         if after is not None and after.op == "placeholder":
             after = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
-        with self.graph.inserting_before(self.anchor) if after is None else self.graph.inserting_after(after):
+        with self.graph.inserting_before(self.place) if after is None else self.graph.inserting_after(after):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = {key: self.anchor.meta[key] for key in _PROVENANCE if key in self.anchor.meta}
         node.meta["val"] = example
         self.made.append(node)
         return node
+
+    def _example(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The example value of a call. Layers repeat each other, and a reference is long: a task that was called with
+        the like before gives the like of what it gave then, in memory of its own."""
+        values = [value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+        if not isinstance(target, registry.Task) or not all(t is None or _is_static(t) for t in values):
+            return evaluate(target, args, kwargs)
+        described = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in values)
+        key = target, described, tuple(kwargs.items())
+        known = self._examples.get(key)
+        if known is not None:
+            return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
+        example = evaluate(target, args, kwargs)
+        if isinstance(example, torch.Tensor) and _is_static(example):
+            given = {t.untyped_storage()._cdata for t in values if t is not None}
+            if example.untyped_storage()._cdata not in given:
+                self._examples[key] = example
+        return example
 
     def task(self, name: str, *operands: fx.Node | None, **attrs: Any) -> fx.Node:
         """A call of a task with every operand (None where absent) and every attribute given."""
@@ -215,9 +270,14 @@ class Rewriter:
         then, hence its result must only be read, and before its memory is written, unless ``to`` merges no dimensions.
         """
         to = tuple(to)
-        while shape(node) != to and is_view(node) and (source := reshape_source(node)) is not None:
-            node = source
+        node = self.below(node, to)
         return node if shape(node) == to else self.call(aten.reshape.default, node, list(to))
+
+    def below(self, node: fx.Node, to: tuple[int, ...]) -> fx.Node:
+        """The lowest tensor that ``node`` is itself a view of, or the first below it that has shape ``to``."""
+        while shape(node) != to and (source := reshape_source(node)) is not None and is_view(node):
+            node = source
+        return node
 
     def rollback(self) -> None:
         self.limits = {key: node for key, node in self.limits.items() if node not in self.made}
@@ -225,16 +285,22 @@ class Rewriter:
             self._erase(node)
 
     def commit(self, replacement: fx.Node) -> None:
-        # Example values of later views share the anchor's storage: the replacement's must do so too.
-        node, is_viewed = replacement, True
-        with torch.no_grad(), self.fake_mode:
-            while is_viewed and node in self.made:
-                is_viewed = is_view(node)
-                node.meta["val"] = value(self.anchor).view(value(node).shape)
-                node = node.args[0]
-        self.anchor.replace_all_uses_with(replacement)
-        for node in [self.anchor, *self.absorbed]:
-            self._erase(node, and_unused_inputs=True)
+        replacements = {self.anchor: replacement} | self.others
+        for replaced, node in replacements.items():
+            # Example values of later views share what is replaced's storage: the replacement's must do so too.
+            is_viewed = True
+            with torch.no_grad(), self.fake_mode:
+                while is_viewed and node in self.made:
+                    is_viewed = is_view(node)
+                    old, new = value(replaced), value(node)
+                    is_like = old.shape == new.shape and old.stride() == new.stride()
+                    node.meta["val"] = old if is_like else old.view(new.shape)
+                    node = node.args[0]
+        for replaced, node in replacements.items():
+            replaced.replace_all_uses_with(node)
+        for node in [*replacements, *self.absorbed]:
+            if not node._erased:  # with another that read it
+                self._erase(node, and_unused_inputs=True)
 
     def _erase(self, node: fx.Node, and_unused_inputs: bool = False) -> None:
         inputs = node.all_input_nodes

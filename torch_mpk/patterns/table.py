@@ -27,6 +27,13 @@ def pattern(*ops: Any, first: bool = False) -> Callable[[Pattern], Pattern]:
     return declare
 
 
+def withdraw(function: Pattern | None) -> None:
+    """A pattern is tried no more."""
+    for functions in _patterns.values():
+        if function in functions:
+            functions.remove(function)
+
+
 def patterns() -> list[Pattern]:
     """Every pattern there is."""
     return [function for functions in _patterns.values() for function in functions]

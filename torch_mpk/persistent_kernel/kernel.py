@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +14,21 @@ from torch import fx
 from torch._guards import tracing
 
 from torch_mpk import _C, registry, timing
-from torch_mpk.admission import check_call, check_mutations
+from torch_mpk.admission import check_call
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import GradModeError, InternalError, KernelStateError, LayerError, MpkError, first_line
+from torch_mpk.fallback import decline_call
 from torch_mpk.persistent_kernel.builder import Builder, Made
 from torch_mpk.persistent_kernel.grid import check_block
 from torch_mpk.persistent_kernel.layers import Layers
 from torch_mpk.persistent_kernel.tb_graph import TBGraph
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
-from torch_mpk.runtime import Program
+from torch_mpk.planning import make_plan
+from torch_mpk.program import Program
+from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.cpu import num_threads
-from torch_mpk.runtime.plan import make_plan
+from torch_mpk.runtime.overlaps import check_apart, memory_of
 from torch_mpk.runtime.segment import Segment
 
 
@@ -153,6 +157,9 @@ class PersistentKernel(Layers):
         self._check_building("attach_input")
         if not isinstance(torch_tensor, torch.Tensor) or torch_tensor.device.type not in ("cpu", "cuda"):
             what = f"{name}: expected a tensor on cpu or cuda, got {getattr(torch_tensor, 'device', torch_tensor)!r}"
+            raise LayerError(layer="attach_input", what=what)
+        if torch_tensor.layout != torch.strided:
+            what = f"{name}: expected a dense tensor, got one of layout {torch_tensor.layout}: attach its to_dense()"
             raise LayerError(layer="attach_input", what=what)
         if self._attached and torch_tensor.device != self.device:
             what = f"{name} is on {torch_tensor.device}, what was attached before on {self.device}: put all on one"
@@ -307,7 +314,7 @@ class PersistentKernel(Layers):
         if self._program is None:
             raise KernelStateError(what=f"schedule {'after finalize' if self._is_finalized else 'before compile'}")
         plan = self._program.plan
-        assert plan is not None
+        assert plan is not None and plan.schedule is not None
         return plan.schedule
 
     def compile(self, output_dir: str | Path | None = None) -> None:
@@ -334,17 +341,18 @@ class PersistentKernel(Layers):
         dump = Dump.next() if output_dir is None else Dump.at(Path(output_dir))
         graph.output(())
         gm = fx.GraphModule(torch.nn.Module(), graph)
-        dump.write("2.tasks.txt", gm.print_readable(print_output=False))
+        dump.write("2.tasks.txt", lambda: gm.print_readable(print_output=False))
         try:
             with timing.build(), tracing(None):
-                plan = make_plan(gm, device, options, dump)
-                check_mutations(list(self._attached), plan.written, tensors)
+                plan = make_plan(gm, backend_of(device).target(device, options), options, dump)
+                check_apart(tensors, memory_of(list(self._attached), tensors, plan.written))
                 program = Program({"whole": Segment(plan, device, options, dump)}, None)
         except MpkError:
             raise
         except Exception as error:
             raise InternalError(first_line(error)) from error
-        self._program, self._call = program, program.callable(gm.forward, options.freeze)
+        decline = functools.partial(decline_call, options)
+        self._program, self._call = program, program.callable(gm.forward, options.freeze, decline=decline)
 
     def _options(self, device: torch.device) -> Options:
         workers = self.num_workers

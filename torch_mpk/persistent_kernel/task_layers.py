@@ -78,7 +78,7 @@ def _layer(task: Task) -> Callable[..., Any]:
 
     def layer(self: Any, **given: Any) -> Any:
         own, mirage = forms
-        form = own if given.keys() <= own.parameters.keys() else mirage
+        form = mirage if given.keys() & mirage.parameters.keys() - own.parameters.keys() else own
         try:
             values = form.bind(**given)
         except TypeError as error:

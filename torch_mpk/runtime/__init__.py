@@ -1,5 +1,5 @@
-"""Stage 8, runtime: executables and the callables around them."""
+"""Stage 8, runtime: plans are loaded and called."""
 
-from torch_mpk.runtime.program import Program, synchronize
+from torch_mpk.runtime.segment import synchronize
 
-__all__ = ["Program", "synchronize"]
+__all__ = ["synchronize"]

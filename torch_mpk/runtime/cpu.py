@@ -6,22 +6,23 @@ import ctypes
 import functools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_mpk import _C
+from torch_mpk.announcements import warn
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import MegakernelTimeout, NoHostCompilerError
 from torch_mpk.jit import compile_host
+from torch_mpk.jit.compile import Order
+from torch_mpk.jit.host import tier_flags
+from torch_mpk.plan import Plan
 from torch_mpk.registry import Task, get
-from torch_mpk.runtime.device import watchdog_seconds
-from torch_mpk.runtime.patience import OverdueError, call_within, keep  # noqa: F401  (``keep`` is for Segment)
+from torch_mpk.runtime.timeout import OverdueError, call_within, keep  # noqa: F401  (``keep`` is part of a backend)
+from torch_mpk.runtime.watchdog import watchdog_seconds
 from torch_mpk.timing import stage
-
-if TYPE_CHECKING:
-    from torch_mpk.runtime.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +37,13 @@ def target(device: torch.device, options: Options) -> _C.Target:
     return _C.Target("cpu", num_workers=num_threads(options), fuse=False)
 
 
-def generate(schedule: _C.Schedule, options: Options, dump: Dump) -> _C.Schedule:
-    """The schedule is the program: threads walk through it."""
-    return schedule
-
-
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CpuExecutable:
+    schedule = plan.schedule
+    assert schedule is not None  # threads walk through it
     with stage("compile"):
-        compiled = _compile_tiles(plan.program.graph, dump)
+        compiled = compile_tiles(schedule.graph, dump)
     with stage("load"):
-        executable = _C.CpuExecutable(plan.program, num_threads(options), env.cpu_isa or "", compiled)
+        executable = _C.CpuExecutable(schedule, num_threads(options), env.cpu_isa or "", compiled)
     watchdog = watchdog_seconds(options), executable.num_threads
     for name in executable.missing_references:
         executable.set_reference(name, functools.partial(_run_reference, get(name), *watchdog))
@@ -54,19 +52,41 @@ def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.C
     return executable
 
 
-def _compile_tiles(graph: _C.TBGraph, dump: Dump) -> dict[int, int]:
+def compile_tiles(graph: _C.TBGraph, dump: Dump) -> dict[int, int]:
     """The addresses of the code of nodes whose tasks have a C++ body; none where there is no compiler."""
     source, functions = _C.generate_cpu_tiles(graph)
     if not source:
         return {}
     dump.write("6.tiles.cpp", source)
     try:
-        library = ctypes.CDLL(str(compile_host(source)))  # which is never unloaded
+        library = tile_library(source)
     except NoHostCompilerError as error:
-        logger.info("tasks with C++ bodies run by their references: %s", error)
+        tasks = ", ".join(sorted({graph.nodes[node].task for node, _ in functions}))
+        warn(f"torch_mpk runs {tasks} by their references, not by their C++ code: {error}")
         return {}
+    return tile_addresses(library, [(node, place) for node, place in functions if _runs_code(graph.nodes[node])])
+
+
+def tile_library(source: str) -> ctypes.CDLL:
+    """What ``_C.generate_cpu_tiles`` wrote, compiled for the machine's instruction set. It is never unloaded.
+
+    Raises what ``compile_host`` raises.
+    """
+    return ctypes.CDLL(str(compile_host(source, flags=tier_flags(), order=Order(names=("tiles",)))))
+
+
+def tile_addresses(library: ctypes.CDLL, functions: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Of each node, where its code is in a library of ``_C.generate_cpu_tiles``."""
     table = ctypes.addressof(ctypes.c_char.in_dll(library, "torch_mpk_tiles"))
     return {node: table + place * _TILE_CODE_BYTES for node, place in functions}
+
+
+def _runs_code(node: Any) -> bool:
+    task = get(node.task)
+    runs = task.runs_code(getattr(torch, operand.tensor.dtype) for operand in node.operands)
+    if not runs:
+        logger.info("task %s runs by its reference: operands are float64, and its C++ computes in float", task)
+    return runs
 
 
 def _run_reference(
@@ -89,11 +109,17 @@ def _run_reference(
         raise MegakernelTimeout(
             f"the reference of task {task.name} has run for {seconds:g} s and was given up: the call has no results, "
             "and its in-place updates may be made, or still come. The reference's thread goes on until it returns, and "
-            f"keeps the call's tensors.\n{_who_waits(task, num_workers, phase)}\n{MegakernelTimeout.remedy}"
+            f"keeps the call's tensors.\n{_who_waits(task, num_workers, phase)}\n{_remedy(task)}"
         ) from None
     with torch.inference_mode():
         for output, value in zip(task.outputs, task.results(result), strict=True):
             tensors[output.name].copy_(value)
+
+
+def _remedy(task: Task) -> str:
+    if task.is_ours:
+        return MegakernelTimeout.remedy
+    return f"It is declared at {task.place}: make it return sooner, or raise watchdog_seconds."
 
 
 def _who_waits(task: Task, num_workers: int, phase: str) -> str:

@@ -1,11 +1,8 @@
-"""Stages 6 to 8 on CUDA: a schedule as one persistent kernel."""
+"""Stage 8 on CUDA: one persistent kernel."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,11 +11,10 @@ from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
-from torch_mpk.runtime.device import watchdog_seconds
+from torch_mpk.jit.compile import Order
+from torch_mpk.plan import Plan
+from torch_mpk.runtime.watchdog import watchdog_seconds
 from torch_mpk.timing import stage
-
-if TYPE_CHECKING:
-    from torch_mpk.runtime.plan import Plan
 
 
 def target(device: torch.device, options: Options) -> _C.Target:
@@ -38,27 +34,6 @@ def target(device: torch.device, options: Options) -> _C.Target:
     return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse, True)
 
 
-def generate(schedule: _C.Schedule, options: Options, dump: Dump) -> _C.CudaProgram:
-    """Raises UnsupportedError naming the node that cannot be generated."""
-    program = _C.generate_cuda(schedule, options.profile)
-    dump.write("6.kernel.cu", program.source)
-    return program
-
-
-def pack(program: _C.CudaProgram) -> dict[str, bytes]:
-    """A program as files."""
-    names = [name for name in dir(_C.CudaProgram) if not name.startswith("_")]
-    fields = {name: getattr(program, name) for name in names}
-    source, table = fields.pop("source"), fields.pop("table")
-    return {"kernel.cu": source.encode(), "table.bin": table, "program.json": json.dumps(fields).encode()}
-
-
-def unpack(files: Mapping[str, bytes]) -> SimpleNamespace:
-    """What ``pack`` made into files. Raises KeyError or ValueError where they are not that."""
-    source, table = files["kernel.cu"].decode(), files["table.bin"]
-    return SimpleNamespace(source=source, table=table, **json.loads(files["program.json"]))
-
-
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
     """Compile and load the kernel of a plan for this device; everything a launch needs is allocated.
 
@@ -66,15 +41,16 @@ def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.C
         CompileError: see ``compile_cuda``.
         LaunchError: the driver cannot load the kernel.
     """
+    assert plan.kernel is not None
     arch = target(device, options).arch
     # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
     is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
     with stage("compile"):
-        cubin = compile_cuda(plan.program.source, arch, ptx=not is_same_generation)
+        cubin = compile_cuda(plan.kernel.source, arch, ptx=not is_same_generation, order=Order(names=("megakernel",)))
     dump.write(f"7.kernel.{cubin.kind}", cubin.image)
     dump.write("7.report.json", json.dumps(cubin.describe(), indent=2))
     with stage("load"):
-        return _C.CudaExecutable(plan.program, cubin.image, device.index, int(1e9 * watchdog_seconds(options)))
+        return _C.CudaExecutable(plan.kernel, cubin.image, device.index, int(1e9 * watchdog_seconds(options)))
 
 
 def current_stream(device: torch.device) -> int:

@@ -4,49 +4,67 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import _profiler_enabled as is_profiling
+from torch.profiler import record_function
 
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import IndexRangeError, MegakernelTimeout
-from torch_mpk.lowering import Output
-from torch_mpk.runtime.device import backend_of
-from torch_mpk.runtime.plan import Plan
+from torch_mpk.errors import IndexRangeError, MegakernelTimeout, MpkError, SharedMemoryError, UnsupportedError
+from torch_mpk.plan import Output, Plan
+from torch_mpk.runtime.backend import Executable, backend_of
+from torch_mpk.runtime.overlaps import Memory
 
-logger = logging.getLogger(__name__)
+
+def decline_none(error: MpkError) -> None:
+    """Every call must be the executable's."""
+    raise error
 
 
 class Segment:
     """A segment of a captured graph as an executable. It holds no tensor: several callables may share it."""
 
-    def __init__(self, plan: Plan, device: torch.device, options: Options, dump: Dump) -> None:
+    def __init__(self, plan: Plan, device: torch.device, options: Options, dump: Dump, name: str = "whole") -> None:
         backend = backend_of(device)
-        self.plan, self.device = plan, device
-        self.executable = backend.load(plan, device, options, dump)
+        self.plan, self.device, self.name = plan, device, name
+        executable = backend.load(plan, device, options, dump)
+        self.executable: Executable = executable
         self._keep = backend.keep
         self._stream = functools.partial(backend.current_stream, device)
-        self._synchronize = functools.partial(backend.synchronize, self.executable, device)
-        dump.write("8.launch.json", json.dumps({"device": str(device)} | plan.describe(), indent=2))
+        self._synchronize = functools.partial(backend.synchronize, executable, device)
+        _live.add(self)
+        dump.write("8.launch.json", lambda: json.dumps({"device": str(device)} | plan.describe(), indent=2))
 
     def synchronize(self) -> None:
         self._synchronize()
 
-    def callable(self, eager: Callable[..., Any], freeze: bool = False) -> Callable[..., Any]:
+    def callable(
+        self,
+        eager: Callable[..., Any],
+        freeze: bool = False,
+        memory: Sequence[Memory] = (),
+        decline: Callable[[MpkError], None] = decline_none,
+    ) -> Callable[..., Any]:
         """What runs the segment on the arguments of its graph, or ``eager`` where the executable cannot take them.
-        ``freeze``: see ``Options``.
 
         Outputs are new tensors at every call. There is no Python work for each argument: the executable itself asks the
         tensors for their addresses.
+
+        Args:
+            eager: takes the same arguments.
+            freeze: see ``Options``.
+            memory: that of each argument, to be checked for overlaps at each call; empty where there can be none.
+            decline: is given the error of a call that is about to be ``eager``'s, which it announces or raises.
         """
         launch, stream, keep = self.executable.call, self._stream, self._keep
         plan = self.plan
-        arguments = _C.Arguments(plan.inputs, plan.scalars, freeze)
+        arguments = _C.Arguments(plan.inputs, plan.scalars, freeze, [memory[i] for i in plan.inputs] if memory else [])
         pick_written = _picker(plan.written)
         allocate = [
             functools.partial(torch.empty_strided, buffer.shape, buffer.stride, dtype=buffer.dtype, device=self.device)
@@ -60,15 +78,16 @@ class Segment:
         increment_version, is_inference = torch.autograd.graph.increment_version, torch.Tensor.is_inference
         is_inference_mode = torch.is_inference_mode_enabled
 
-        def call(*args: Any) -> Any:
+        def run(args: tuple[Any, ...]) -> Any:
             written = pick_written(args)
             if not is_inference_mode() and any(map(is_inference, written)):
                 return eager(*args)  # which raises: such tensors may change in inference mode only
             fresh = [make() for make in allocate]
             try:
                 launch(arguments, args, fresh, stream())
-            except ValueError as error:  # nothing was launched: an address is null, or not aligned as the kernel needs
-                logger.debug("this call runs eagerly: %s", error)
+            except (ValueError, SharedMemoryError) as error:
+                # Nothing was launched: tensors overlap, or an address is null, or not aligned as the kernel needs.
+                decline(error if isinstance(error, MpkError) else UnsupportedError(str(error)))
                 return eager(*args)
             except IndexError as error:
                 raise IndexRangeError(str(error)) from None
@@ -77,6 +96,14 @@ class Segment:
                 raise
             increment_version(written)
             return fresh if fresh_only else [result(args, fresh) for result in results]
+
+        label = f"mpk segment {self.name}"
+
+        def call(*args: Any) -> Any:
+            if is_profiling():  # which costs a fifth of what an idle record_function does
+                with record_function(label):
+                    return run(args)
+            return run(args)
 
         return call
 
@@ -95,6 +122,24 @@ class Segment:
         return lambda args, fresh: args[position].as_strided(
             output.shape, output.stride, args[position].storage_offset() + output.offset
         )
+
+
+_live: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+def live_segments() -> list[Segment]:
+    """The executables in use."""
+    return list(_live)
+
+
+def synchronize() -> None:
+    """Waits for every launch of every model, and raises the error of one that was aborted.
+
+    Raises:
+        MegakernelTimeout: a launch was aborted by its watchdog; its outputs are NaN and its counters did not advance.
+    """
+    for segment in live_segments():
+        segment.synchronize()
 
 
 def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

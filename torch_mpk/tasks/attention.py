@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
+from torch_mpk.streaming import Streaming
 from torch_mpk.tasks.kv_write import kv_write
 
 STYLES = ("sdpa", "eager")
@@ -14,6 +15,13 @@ STYLES = ("sdpa", "eager")
     "q[B, H, D], k_new[B, G, D]?, v_new[B, G, D]?, slot[1]?: int64 < L, k_cache[B, G, L, D]!, v_cache[B, G, L, D]!, "
     "mask[B, H, L]?, limit[B]?: int64 < L -> y[B, H, D]",
     role="stream",
+    streaming=Streaming(
+        loaded=("k_cache", "v_cache", "limit"),
+        staged=("q", "k_new", "v_new"),
+        takes_rows=("q", "k_new"),
+        hands_over=True,
+        cursor="slot",
+    ),
     samples=[
         {"B": 1, "H": 4, "G": 2, "L": 24, "D": 16, "scale": 0.25, "mask": None},
         {"B": 3, "H": 4, "G": 4, "L": 40, "D": 32, "scale": 0.2, "mask": torch.bool},

@@ -4,11 +4,21 @@ import torch
 import torch.nn.functional as F
 
 from torch_mpk.registry import task
+from torch_mpk.streaming import Streaming
 
 
 @task(
     "x[R, K], weight[N, K], bias[N]? -> y[R, N]",
     role="stream",
+    streaming=Streaming(
+        loaded=("weight",),
+        staged=("x",),
+        whole=("x",),
+        takes_rows=("x",),
+        joined_by="x",
+        tiled_by="weight",
+        hands_over=True,
+    ),
     samples=[
         {"R": 1, "K": 256, "N": 192, "bias": None},
         {"R": 3, "K": 128, "N": 80},

@@ -25,7 +25,7 @@ def paged_decode(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """``softmax(scale * q @ k.T) @ v`` in fp32, for N tokens with R query heads to each of G cache heads.
+    """``softmax(scale * q @ k.T) @ v`` in fp32 or wider, for N tokens with R query heads to each of G cache heads.
 
     Position p of token t is row ``p % S`` of page ``pages[first[t] + p // S]``, for p below ``limit[t]``. What lies
     beyond ``pages``, or in a page that the caches do not have, is passed over; a token with nothing to attend to gives
@@ -38,8 +38,9 @@ def paged_decode(
     inside = (entry >= 0) & (entry < pages.shape[0]) & (page >= 0) & (page < num_pages)
     live = inside & (position < limit.unsqueeze(1))
     row = page.clamp(0, num_pages - 1), position % page_size
-    k, v = (cache[row].float().where(live[:, :, None, None], 0.0) for cache in (k_cache, v_cache))
-    scores = scale * torch.einsum("tgrd,tlgd->tgrl", q.float(), k)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (cache[row].to(wide).where(live[:, :, None, None], 0.0) for cache in (k_cache, v_cache))
+    scores = scale * torch.einsum("tgrd,tlgd->tgrl", q.to(wide), k)
     weights = scores.masked_fill(~live[:, None, None], -torch.inf).softmax(-1)
     y = torch.einsum("tgrl,tlgd->tgrd", weights, v)
     return y.where(live.any(1)[:, None, None, None], 0.0).to(q.dtype)

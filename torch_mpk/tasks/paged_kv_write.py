@@ -9,6 +9,7 @@ from torch_mpk.registry import task
     "cache[P, S, G, D]!, new[N, G, D], slot[N]: int64 < P ->",
     tile="G",
     cpu="paged_kv_write.cuh",
+    float64=True,
     samples=[{"P": 5, "S": 4, "G": 2, "D": 16, "N": 1}, {"P": 70, "S": 3, "G": 3, "D": 8, "N": 2}],
 )
 def paged_kv_write(cache: torch.Tensor, new: torch.Tensor, slot: torch.Tensor) -> None:

@@ -276,23 +276,35 @@ def _plain(reason: str) -> str:
     return reason.replace("torch.ops.", "").replace("|", "/")
 
 
-def coverage(entry: Decoder | Module, batch: int = 1) -> Coverage:
-    """The coverage of one decode step, or of one call of a module."""
-    found = Coverage()
+def see_graphs(
+    entry: Decoder | Module,
+    see: Callable[[torch.fx.GraphModule, list[Any]], None],
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Calls ``see`` with Dynamo's graphs and their inputs: of one decode step, or of a module's call in float32."""
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.add(gm, inputs)
+        see(gm, inputs)
         return gm.forward
 
     torch.manual_seed(0)
     torch.compiler.reset()
     model = entry.make()
-    run = torch.compile(model, backend=backend)
     with torch.inference_mode():
         if isinstance(entry, Decoder):
+            model = model.to(dtype)
+            run = torch.compile(model, backend=backend)
             DecodeSteps(model, random_ids(batch, PROMPT_LENGTH)).step(run, random_ids(batch, 1))
         else:
-            run(*entry.inputs(batch))
+            torch.compile(model, backend=backend)(*entry.inputs(batch))
+
+
+def coverage(entry: Decoder | Module, batch: int = 1) -> Coverage:
+    """The coverage of one decode step, or of one call of a module."""
+    found = Coverage()
+    see_graphs(entry, found.add, batch=batch)
     return found
 
 

@@ -91,80 +91,86 @@ int ProgramRunner::convert(int step, DType dtype) {
 }
 
 void ProgramRunner::compile(const Node& node) {
-  const Program& program = *node.program;
-  std::vector<int> step_of(program.instrs.size(), -1);
-  for (size_t i = 0; i < program.instrs.size(); i++) {
-    const Instr& instr = program.instrs[i];
+  std::vector<int> step_of;  // of each instruction
+  for (const Instr& instr : node.program->instrs) {
     Step step;
     step.op = instr.op;
     step.dtype = instr.dtype;
     step.value_class = class_of(instr.dtype);
     for (size_t a = 0; a < instr.args.size(); a++) step.args[a] = step_of[instr.args[a]];
-    // An argument in another class is converted first; one that differs only in rounding is used as it is.
-    const auto take = [&](int a, DType dtype) {
-      const int arg = step.args[a];
-      if (steps_[arg].value_class != class_of(dtype)) step.args[a] = convert(arg, class_dtype(class_of(dtype)));
-    };
-    switch (instr.op) {
-      case Op::kConst:
-        step.imm = instr.imm;
-        step.imm_int = instr.imm_int;
-        step.round = kernels_.round_of(instr.dtype);
-        step.invariant = true;
-        break;
-      case Op::kSize:
-        step.scalar = instr.operand;
-        step.invariant = true;
-        break;
-      case Op::kIndex:
-        for (size_t d = 0; d < members_.size(); d++)
-          if (members_[d] == std::vector<int>{instr.operand}) step.dim = static_cast<int>(d);
-        break;
-      case Op::kLoad:
-      case Op::kStore: {
-        const Tensor& tensor = node.operands[instr.operand].tensor;
-        if (tensor.dtype != instr.dtype)
-          fail(node, "instruction " + std::to_string(i) + " accesses " + node.operands[instr.operand].name + " as " +
-                         info(instr.dtype).name + ", but it is " + info(tensor.dtype).name);
-        step.place = Place(tensor);
-        step.element_bytes = size_bytes(tensor.dtype);
-        for (const auto& dims : members_) step.strides.push_back(dims.empty() ? 0 : instr.strides[dims.back()]);
-        if (instr.op == Op::kStore) step.args[0] = convert(step.args[0], instr.dtype);
-        break;
-      }
-      case Op::kCast:
-        step.cast = kernels_.cast[steps_[step.args[0]].value_class][static_cast<int>(instr.dtype)];
-        step.invariant = steps_[step.args[0]].invariant;
-        break;
-      case Op::kWhere:
-        for (int a : {1, 2}) step.args[a] = convert(step.args[a], instr.dtype);
-        step.invariant =
-            steps_[step.args[0]].invariant && steps_[step.args[1]].invariant && steps_[step.args[2]].invariant;
-        break;
-      default: {
-        DType dtype = instr.dtype;
-        if (is_compare(instr.op)) {
-          dtype = program.instrs[instr.args[0]].dtype;
-          for (int arg : instr.args) dtype = wider(dtype, program.instrs[arg].dtype);
-        } else {
-          step.round = kernels_.round_of(instr.dtype);
-        }
-        step.invariant = true;
-        for (size_t a = 0; a < instr.args.size(); a++) {
-          take(static_cast<int>(a), dtype);
-          step.invariant &= steps_[step.args[a]].invariant;
-        }
-        step.arith = kernels_.arith[static_cast<int>(instr.op)][class_of(dtype)];
-        if (step.arith == nullptr)
-          fail(node, std::string("operation ") + op_name(instr.op) + " is not defined for " + info(dtype).name);
-      }
-    }
-    step_of[i] = add(std::move(step));
+    complete(step, node, instr);
+    step_of.push_back(add(std::move(step)));
   }
   if (!steps_.empty()) {
     result_step_ = step_of.back();
     result_class_ = steps_[result_step_].value_class;
   }
+}
+
+// What a step needs besides its arguments. Those of another dtype are converted first, where that matters.
+void ProgramRunner::complete(Step& step, const Node& node, const Instr& instr) {
+  switch (instr.op) {
+    case Op::kConst:
+      step.imm = instr.imm;
+      step.imm_int = instr.imm_int;
+      step.round = kernels_.round_of(instr.dtype);
+      step.invariant = true;
+      break;
+    case Op::kSize:
+      step.scalar = instr.operand;
+      step.invariant = true;
+      break;
+    case Op::kIndex:
+      for (size_t d = 0; d < members_.size(); d++)
+        if (members_[d] == std::vector<int>{instr.operand}) step.dim = static_cast<int>(d);
+      break;
+    case Op::kLoad:
+    case Op::kStore:
+      complete_access(step, node, instr);
+      break;
+    case Op::kCast:
+      step.cast = kernels_.cast[steps_[step.args[0]].value_class][static_cast<int>(instr.dtype)];
+      step.invariant = steps_[step.args[0]].invariant;
+      break;
+    case Op::kWhere:
+      for (int a : {1, 2}) step.args[a] = convert(step.args[a], instr.dtype);
+      step.invariant =
+          steps_[step.args[0]].invariant && steps_[step.args[1]].invariant && steps_[step.args[2]].invariant;
+      break;
+    default:
+      complete_operation(step, node, instr);
+  }
+}
+
+void ProgramRunner::complete_access(Step& step, const Node& node, const Instr& instr) {
+  const Operand& operand = node.operands[instr.operand];
+  if (operand.tensor.dtype != instr.dtype)
+    fail(node, "instruction " + std::to_string(&instr - node.program->instrs.data()) + " accesses " + operand.name +
+                   " as " + info(instr.dtype).name + ", but it is " + info(operand.tensor.dtype).name);
+  step.place = Place(operand.tensor);
+  step.element_bytes = size_bytes(operand.tensor.dtype);
+  for (const auto& dims : members_) step.strides.push_back(dims.empty() ? 0 : instr.strides[dims.back()]);
+  if (instr.op == Op::kStore) step.args[0] = convert(step.args[0], instr.dtype);
+}
+
+void ProgramRunner::complete_operation(Step& step, const Node& node, const Instr& instr) {
+  DType dtype = instr.dtype;  // what it computes in
+  if (is_compare(instr.op)) {
+    dtype = node.program->instrs[instr.args[0]].dtype;
+    for (int arg : instr.args) dtype = wider(dtype, node.program->instrs[arg].dtype);
+  } else {
+    step.round = kernels_.round_of(instr.dtype);
+  }
+  step.invariant = true;
+  for (size_t a = 0; a < instr.args.size(); a++) {
+    // An argument in another class is converted first; one that differs only in rounding is used as it is.
+    if (steps_[step.args[a]].value_class != class_of(dtype))
+      step.args[a] = convert(step.args[a], class_dtype(class_of(dtype)));
+    step.invariant &= steps_[step.args[a]].invariant;
+  }
+  step.arith = kernels_.arith[static_cast<int>(instr.op)][class_of(dtype)];
+  if (step.arith == nullptr)
+    fail(node, std::string("operation ") + op_name(instr.op) + " is not defined for " + info(dtype).name);
 }
 
 void ProgramRunner::require_result(DType dtype) {
@@ -236,32 +242,16 @@ void ProgramRunner::run_block(const Frame& frame, int64_t first, int count, uint
 void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* runs, int num_runs, int count,
                             uint8_t* scratch) const {
   uint8_t* out = scratch + step.out_offset;
-  const auto arg = [&](int i) -> uint8_t* {
-    return step.args[i] < 0 ? nullptr : scratch + steps_[step.args[i]].out_offset;
-  };
-  const int inner = static_cast<int>(sizes_.size()) - 1;
+  const auto arg = [&](int i) { return argument(step, i, scratch); };
   switch (step.op) {
     case Op::kConst:
-      switch (step.value_class) {
-        case kFloat:
-          fill(out, static_cast<float>(step.imm));
-          break;
-        case kDouble:
-          fill(out, step.imm);
-          break;
-        case kInt:
-          fill(out, step.imm_int);
-          break;
-        case kTruth:
-          fill(out, static_cast<uint8_t>(step.imm_int != 0));
-          break;
-      }
-      if (step.round != nullptr) step.round(out, kBlock);
+      fill_constant(step, out);
       break;
     case Op::kSize:
       fill(out, frame.scalars[step.scalar]);
       break;
     case Op::kIndex: {
+      const int inner = static_cast<int>(sizes_.size()) - 1;
       auto* values = reinterpret_cast<int64_t*>(out);
       for (int r = 0; r < num_runs; r++)
         for (int i = 0; i < runs[r].count; i++)
@@ -269,34 +259,9 @@ void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* run
       break;
     }
     case Op::kLoad:
-    case Op::kStore: {
-      const bool is_store = step.op == Op::kStore;
-      const int dtype = static_cast<int>(step.dtype), first_arg = is_store ? 1 : 0;
-      const auto* offsets = reinterpret_cast<const int64_t*>(arg(first_arg));
-      const uint8_t* predicate = arg(first_arg + 1);
-      const int value_bytes = kClassBytes[class_of(step.dtype)];
-      uint8_t* values = is_store ? arg(0) : out;
-      const int64_t stride = step.strides[inner];
-      uint8_t* base = step.place.at(frame);
-      for (int r = 0; r < num_runs; r++) {
-        const Run& run = runs[r];
-        int64_t element = 0;
-        for (int d = 0; d <= inner; d++) element += run.coords[d] * step.strides[d];
-        uint8_t* memory = base + element * step.element_bytes;
-        uint8_t* part = values + run.begin * value_bytes;
-        const int64_t* part_offsets = offsets == nullptr ? nullptr : offsets + run.begin;
-        const uint8_t* part_predicate = predicate == nullptr ? nullptr : predicate + run.begin;
-        if (offsets == nullptr) {
-          is_store ? kernels_.store[dtype](part, memory, stride, run.count)
-                   : kernels_.load[dtype](memory, stride, part, run.count);
-        } else if (is_store) {
-          kernels_.scatter[dtype](part, memory, stride, part_offsets, part_predicate, run.count);
-        } else {
-          kernels_.gather[dtype](memory, stride, part_offsets, part_predicate, part, run.count);
-        }
-      }
+    case Op::kStore:
+      for (int r = 0; r < num_runs; r++) access(step, frame, runs[r], scratch);
       break;
-    }
     case Op::kCast:
       step.cast(arg(0), out, count);
       break;
@@ -307,6 +272,51 @@ void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* run
       step.arith(arg(0), arg(1), out, count);
       if (step.round != nullptr) step.round(out, count);
   }
+}
+
+uint8_t* ProgramRunner::argument(const Step& step, int i, uint8_t* scratch) const {
+  return step.args[i] < 0 ? nullptr : scratch + steps_[step.args[i]].out_offset;
+}
+
+void ProgramRunner::fill_constant(const Step& step, uint8_t* out) {
+  switch (step.value_class) {
+    case kFloat:
+      fill(out, static_cast<float>(step.imm));
+      break;
+    case kDouble:
+      fill(out, step.imm);
+      break;
+    case kInt:
+      fill(out, step.imm_int);
+      break;
+    case kTruth:
+      fill(out, static_cast<uint8_t>(step.imm_int != 0));
+      break;
+  }
+  if (step.round != nullptr) step.round(out, kBlock);
+}
+
+// Loads or stores the points of a run.
+void ProgramRunner::access(const Step& step, const Frame& frame, const Run& run, uint8_t* scratch) const {
+  const bool is_store = step.op == Op::kStore;
+  const int dtype = static_cast<int>(step.dtype), first_arg = is_store ? 1 : 0;
+  const auto* offsets = reinterpret_cast<const int64_t*>(argument(step, first_arg, scratch));
+  const uint8_t* predicate = argument(step, first_arg + 1, scratch);
+  int64_t element = 0;
+  for (size_t d = 0; d < sizes_.size(); d++) element += run.coords[d] * step.strides[d];
+  uint8_t* memory = step.place.at(frame) + element * step.element_bytes;
+  uint8_t* values = (is_store ? argument(step, 0, scratch) : scratch + step.out_offset) +
+                    run.begin * kClassBytes[class_of(step.dtype)];
+  const int64_t stride = step.strides.back();
+  if (offsets == nullptr) {
+    is_store ? kernels_.store[dtype](values, memory, stride, run.count)
+             : kernels_.load[dtype](memory, stride, values, run.count);
+    return;
+  }
+  offsets += run.begin;
+  if (predicate != nullptr) predicate += run.begin;
+  is_store ? kernels_.scatter[dtype](values, memory, stride, offsets, predicate, run.count)
+           : kernels_.gather[dtype](memory, stride, offsets, predicate, values, run.count);
 }
 
 }  // namespace mpk::cpu

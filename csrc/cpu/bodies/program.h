@@ -58,8 +58,14 @@ class ProgramRunner {
   int add(Step step);
   int convert(int step, DType dtype);
   void compile(const Node& node);
+  void complete(Step& step, const Node& node, const Instr& instr);
+  void complete_access(Step& step, const Node& node, const Instr& instr);
+  void complete_operation(Step& step, const Node& node, const Instr& instr);
   void allocate();
   void execute(const Step& step, const Frame& frame, const Run* runs, int num_runs, int count, uint8_t* scratch) const;
+  uint8_t* argument(const Step& step, int i, uint8_t* scratch) const;  // where its values are; nullptr without
+  static void fill_constant(const Step& step, uint8_t* out);
+  void access(const Step& step, const Frame& frame, const Run& run, uint8_t* scratch) const;
 
   const Kernels& kernels_;
   std::vector<int64_t> sizes_;             // of the merged dimensions

@@ -4,5 +4,5 @@
 #include <limits>
 #include <type_traits>
 
+#include "torch_mpk/abi/pointwise_ops.h"
 #include "torch_mpk/cpu/kernels.h"
-#include "torch_mpk/pointwise_ops.h"

@@ -59,6 +59,10 @@ class CpuExecutable {
   void set_reference(const std::string& task, Reference reference);
   std::vector<std::string> missing_references() const;
 
+  // Whether nothing was written behind the scratch memory of the last worker: tile tasks say themselves how much of it
+  // they need.
+  bool scratch_is_intact() const;
+
   int num_threads() const { return num_threads_; }
   Isa isa() const { return kernels_.isa; }
   const Schedule& schedule() const { return schedule_; }

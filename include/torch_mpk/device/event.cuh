@@ -5,10 +5,7 @@
 
 namespace mpk {
 
-enum class Waiting : uint32_t { kEvent, kFullSlot, kFreeSlot, kLoader, kElement, kSum };
-enum class WarpRole : uint32_t { kConsumer, kLoader };
-
-inline constexpr int kEventStride = 8;  // events and tickets stand 32 bytes apart: one sector each
+inline constexpr int kEventStride = kEventBytes / sizeof(uint32_t);  // from one event, or ticket, to the next
 
 // What every wait needs in order to give up. One per CTA, in shared memory.
 struct Watchdog {
@@ -21,7 +18,7 @@ struct Watchdog {
 // What a warp that gives up was waiting for.
 MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uint32_t event, uint32_t seen,
                              uint32_t expected, uint32_t entry) {
-  return {1, phase, static_cast<uint32_t>(role), static_cast<uint32_t>(waiting), event, seen, expected, entry};
+  return {1, phase, role, waiting, event, seen, expected, entry};
 }
 
 // Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up,
@@ -35,8 +32,7 @@ __device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, StallRecord n
   if (!late && ptx::load_relaxed_gpu(&dog.control->aborted) == 0) return since;
   // The first warp of the CTA to notice. A loader without a free slot only tells that consumers wait for something
   // else.
-  if (now.waiting != static_cast<uint32_t>(Waiting::kFreeSlot) && atomicExch(&dog.stall->valid, 1u) == 0)
-    *dog.stall = now;
+  if (now.waiting != Waiting::kFreeSlot && atomicExch(&dog.stall->valid, 1u) == 0) *dog.stall = now;
   __threadfence();
   atomicExch(&dog.control->aborted, 1u);
   return 0;

@@ -6,6 +6,7 @@
 // through the same phases as far ahead of them as the ring allows, streaming what the jobs will need. Generated code
 // supplies a `Kernel`:
 //
+//   static constexpr int kThreads, kFullArrivals, kEmptyArrivals;        // see WarpLayout
 //   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kSlotBytes, kNumOutputs;
 //   static constexpr int kRowBytes;                                      // of a row of the table
 //   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
@@ -102,7 +103,8 @@ MPK_DEVICE const StreamRow* stream_of(const Job& job) {
 
 MPK_DEVICE const uint32_t* waits_of(const PhaseRow* phase) { return reinterpret_cast<const uint32_t*>(phase + 1); }
 MPK_DEVICE const JobRow* first_job(const PhaseRow* phase) {
-  return reinterpret_cast<const JobRow*>(waits_of(phase) + (phase->num_waits + 3) / 4 * 4);
+  constexpr uint32_t kWords = kAccessBytes / sizeof(uint32_t);
+  return reinterpret_cast<const JobRow*>(waits_of(phase) + (phase->num_waits + kWords - 1) / kWords * kWords);
 }
 MPK_DEVICE const JobRow* next_job(const JobRow* job) {
   return reinterpret_cast<const JobRow*>(reinterpret_cast<const uint8_t*>(job) + job->bytes);
@@ -327,17 +329,19 @@ struct Loader : Launch<Kernel> {
     if (!failed && job.row->num_matrices != 0) load_matrices(job, *stream_of(job));
   }
 
-  // A row of the table, 16 bytes and, of long rows, 16 more for each lane.
+  // A row of the table, one access and, of long rows, another for each lane.
   struct Row {
-    static constexpr int kPieces = Kernel::kRowBytes > 512 ? 2 : 1;
+    static constexpr int kPieces = Kernel::kRowBytes > 32 * kAccessBytes ? 2 : 1;
     uint4 pieces[kPieces];
+    static_assert(sizeof(uint4) == kAccessBytes && Kernel::kRowBytes % kAccessBytes == 0);
+    static_assert(Kernel::kRowBytes <= kMaxRowBytes);
   };
   MPK_DEVICE Row load_row(uint32_t number) const {
     Row row{};
     const uint4* from = reinterpret_cast<const uint4*>(this->table() + number * Kernel::kRowBytes);
 #pragma unroll
     for (int i = 0; i < Row::kPieces; i++)
-      if (32 * i + lane < Kernel::kRowBytes / 16) row.pieces[i] = __ldg(from + 32 * i + lane);
+      if (32 * i + lane < Kernel::kRowBytes / kAccessBytes) row.pieces[i] = __ldg(from + 32 * i + lane);
     return row;
   }
 
@@ -352,7 +356,8 @@ struct Loader : Launch<Kernel> {
     uint8_t* place = this->place_of(number);
 #pragma unroll
     for (int i = 0; i < Row::kPieces; i++)
-      if (32 * i + lane < Kernel::kRowBytes / 16) reinterpret_cast<uint4*>(place)[32 * i + lane] = row.pieces[i];
+      if (32 * i + lane < Kernel::kRowBytes / kAccessBytes)
+        reinterpret_cast<uint4*>(place)[32 * i + lane] = row.pieces[i];
     __syncwarp();
     const PhaseRow* phase_row = reinterpret_cast<const PhaseRow*>(place);
     const JobRow* job = first_job(phase_row);
@@ -398,12 +403,12 @@ struct Loader : Launch<Kernel> {
   }
 
   MPK_DEVICE uint64_t address(uint64_t ref) const {
-    const uint32_t index = static_cast<uint32_t>(ref >> 48);
+    const uint32_t index = ref_index(ref);
     const void* base = index == kPolledIndex      ? this->polled(this->epoch)
                        : index == kWorkspaceIndex ? this->params.workspace
                        : index == kControlIndex   ? static_cast<const void*>(this->params.control)
                                                   : this->pointers[index];
-    return reinterpret_cast<uint64_t>(base) + (ref & 0xffffffffffffull);
+    return reinterpret_cast<uint64_t>(base) + ref_offset(ref);
   }
 };
 
@@ -497,9 +502,17 @@ template <class Kernel>
 MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   extern __shared__ __align__(1024) uint8_t smem[];
   Shared& shared = *reinterpret_cast<Shared*>(smem);
-  static_assert(sizeof(Shared) <= Kernel::kStagedOffset, "codegen and device disagree on the fixed shared memory");
+  static_assert(sizeof(Shared) <= kMaxFixedBytes, "the schedule leaves less room for the fixed shared memory");
+  static_assert(Kernel::kThreads == kThreads, "the schedule is for other warps");
+  static_assert(Kernel::kRowsOffset % kAccessBytes == 0 && Kernel::kStagedOffset % kAccessBytes == 0);
+  static_assert(Kernel::kSlotBytes >= kMinSlotBytes && Kernel::kSlotBytes <= kMaxSlotBytes);
+  static_assert(Kernel::kSlotBytes % kAccessBytes == 0 && Kernel::kRingOffset % kAccessBytes == 0);
+  static_assert(Kernel::kSlots <= kMaxSlots);
+  static_assert(Kernel::kEventsOffset == kEventsOffset && Kernel::kTicketsOffset % kEventBytes == 0);
+  static_assert(Kernel::kStallsOffset % alignof(StallRecord) == 0 && Kernel::kStampsOffset % alignof(PhaseStamps) == 0);
+  static_assert(Kernel::kOutputsOffset % alignof(OutputRow) == 0);
   if (threadIdx.x == 0) {
-    init_ring(shared.ring, Kernel::kSlots);
+    init_ring<Kernel>(shared.ring);
     shared.init();
     uint8_t* control = reinterpret_cast<uint8_t*>(params.control);
     shared.watchdog = {params.control, reinterpret_cast<StallRecord*>(control + Kernel::kStallsOffset) + blockIdx.x,

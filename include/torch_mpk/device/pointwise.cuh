@@ -6,8 +6,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "torch_mpk/abi/pointwise_ops.h"
 #include "torch_mpk/device/ptx.cuh"
-#include "torch_mpk/pointwise_ops.h"
 
 namespace mpk {
 

@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "torch_mpk/abi.h"
+#include "torch_mpk/abi/launch.h"
 
 #define MPK_DEVICE __device__ __forceinline__
 

@@ -7,12 +7,10 @@
 // earlier or a later round, whichever warps share a slot.
 #pragma once
 
+#include "torch_mpk/abi/table.h"
 #include "torch_mpk/device/event.cuh"
-#include "torch_mpk/device/table.h"
 
 namespace mpk {
-
-inline constexpr int kPhasesAhead = 4;  // phases, and rows of the table, that the loader may be ahead
 
 struct RingState {
   uint64_t full[kMaxSlots];
@@ -23,20 +21,22 @@ struct RingState {
 };
 
 #if __CUDA_ARCH__ >= 900
-inline constexpr int kFillWidth = 32;         // entries that the loader works out at once
-inline constexpr uint32_t kFullArrivals = 1;  // the copy engine counts bytes; one arrival announces how many
+inline constexpr int kFillWidth = 32;  // entries that the loader works out at once
 // Entries that a round waits for: a round for each would take as long as the memory does.
 inline constexpr uint32_t kLeastFilled = 2;
 #else
 inline constexpr int kFillWidth = 1;
 inline constexpr uint32_t kLeastFilled = 1;
-inline constexpr uint32_t kFullArrivals = 32;  // each lane arrives when its copies have landed
 #endif
 
-MPK_DEVICE void init_ring(RingState& ring, int slots) {
-  for (int i = 0; i < slots; i++) {
-    ptx::mbar_init(&ring.full[i], kFullArrivals);
-    ptx::mbar_init(&ring.empty[i], ptx::kRacecheck ? 32 : 1);
+// A slot is full when the copy engine, of whose bytes one arrival announces how many, or every lane has brought its
+// copies; and empty when the consumer that owns the entry arrives.
+template <class Kernel>
+MPK_DEVICE void init_ring(RingState& ring) {
+  static_assert(Kernel::kFullArrivals == (kFillWidth > 1 ? 1 : 32), "the schedule is for another generation");
+  for (int i = 0; i < Kernel::kSlots; i++) {
+    ptx::mbar_init(&ring.full[i], Kernel::kFullArrivals);
+    ptx::mbar_init(&ring.empty[i], ptx::kRacecheck ? 32 * Kernel::kEmptyArrivals : Kernel::kEmptyArrivals);
   }
   for (int i = 0; i < kPhasesAhead; i++) ring.phase_end[i] = 0;
   ring.issued = 0;

@@ -1,24 +1,11 @@
 // Groups of threads that work on a row together, and jobs made of rows.
 //
-// A row task is a class constructed by every thread of a group with the job's operands, which it may start to fetch,
-// and applied to a row in shared memory, in place:
-//
-//   template <class V, class Group> struct Task {
-//     Task(const Group& group, const Job& job, uint32_t row);   // V: sizes, attributes, where operands are
-//     void apply(Group& group, T* row);                         // the row is complete on entry; no barrier at the end
-//   };
-//
+// A row task is a class Task<V, Group>, where V has its sizes, attributes and where its operands are: see RowTask.
 // Every thread touches elements in the order of its rank, so the result does not depend on which group does the work.
-// Generated code puts the tasks of a row into a chain:
-//
-//   template <class Group> struct Chain {
-//     Chain(const Group& group, const Job& job, uint32_t row);                   // constructs the tasks
-//     void fetch(Group& group, const Job& job, uint32_t row, T* data);           // the row, from memory, into `data`
-//     void apply(Group& group, const Job& job, uint32_t row, T* data);           // the tasks
-//     void bring(Group& group, const Job& job, uint32_t row, T* data);           // both
-//   };
+// Generated code puts the tasks of a row into a class Chain<Group>: see RowChain.
 #pragma once
 
+#include "torch_mpk/device/concepts.cuh"
 #include "torch_mpk/device/megakernel.cuh"
 #include "torch_mpk/device/pointwise.cuh"
 
@@ -35,20 +22,6 @@ MPK_DEVICE float warp_max(float v) {
   for (int o = 16; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
   return v;
 }
-
-template <bool first, class A, class B>
-struct Choose {
-  using Type = A;
-};
-template <class A, class B>
-struct Choose<false, A, B> {
-  using Type = B;
-};
-
-template <class A, class B>
-inline constexpr bool kSame = false;
-template <class A>
-inline constexpr bool kSame<A, A> = true;
 
 template <class C>
 struct WarpThreads {
@@ -98,6 +71,23 @@ struct CtaThreads {
   MPK_DEVICE void sync() { c.sync(); }
 };
 
+// Constructed by every thread of a group with the job's operands, which it may start to fetch, and applied to a row in
+// shared memory, in place.
+template <class Task, class Group, class T>
+concept RowTask = requires(Task task, Group& group, const Job& job, uint32_t row, T* data) {
+  Task(group, job, row);
+  task.apply(group, data);  // the row is complete on entry; no barrier at the end
+};
+
+// `Row`: uint32_t, or more of them: what a chain is constructed with, besides the job.
+template <class Chain, class Group, class T, class... Row>
+concept RowChain = requires(Chain chain, Group& group, const Job& job, uint32_t row, T* data, Row... rows) {
+  Chain(group, job, rows...);          // constructs the tasks
+  chain.fetch(group, job, row, data);  // the row, from memory, into `data`
+  chain.apply(group, job, row, data);  // the tasks
+  chain.bring(group, job, row, data);  // both
+};
+
 // Elements that a lane takes at a time of a row that a warp works on: as few as leave it with one access, or 16 bytes.
 template <class T>
 constexpr int lane_width(int size) {
@@ -109,7 +99,7 @@ constexpr int lane_width(int size) {
 // Whether rows are shared out among the warps, or the whole CTA works on each. The same rule for all jobs, for equal
 // bits.
 constexpr bool rows_by_warp(int row_bytes, int64_t num_rows) {
-  return row_bytes <= 512 || (row_bytes <= 2048 && num_rows >= 4);
+  return row_bytes <= 512 || (row_bytes <= kLongestWarpRow && num_rows >= 4);
 }
 
 // Elements that a thread takes at a time of a row of N whose rows begin at 16 bytes: short rows keep a whole warp busy.

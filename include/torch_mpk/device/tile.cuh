@@ -65,8 +65,6 @@ struct CtaTile : CtaThreads<C> {
   }
 };
 
-inline constexpr int kMaxTileBytes = 96 << 10;  // of shared memory: the ring needs the rest
-
 template <class V>
 inline constexpr int kTilePitch = (V::template shared_bytes<V>() + 127) / 128 * 128;
 template <class V>

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "torch_mpk/abi/pointwise_ops.h"
 #include "torch_mpk/dtype.h"
-#include "torch_mpk/pointwise_ops.h"
 
 namespace mpk {
 

@@ -27,6 +27,12 @@ struct OperandSpec {
   bool is_read = true;
   bool is_write = false;
 
+  // Of stream tasks, and of what a tile task streams:
+  bool is_loaded = false;   // the loader reads it, ahead of its phase
+  bool is_staged = false;   // consumers bring its rows to shared memory, and may poll them
+  bool is_whole = false;    // each worker stages all of it
+  bool takes_rows = false;  // row tasks in front of it may be recomputed by every worker that stages it
+
   bool has_leading() const { return !dims.empty() && dims.front() == "..."; }
 };
 
@@ -43,8 +49,17 @@ struct TaskDef {
   std::string stream;    // kTile: the operand that comes through the ring; empty: none
   std::string cpu_body;  // kTile: C++ code for the CPU, an absolute path; empty: none
 
+  // kStream: the operand that nodes of one job have in common, whose results pointwise tasks may take over as they are
+  // made; empty: a node is a job of its own, and has no epilogue.
+  std::string joined_by = "";
+  // kStream: the operand whose rows are the job's tiles, which workers may draw; empty: they are the result's.
+  std::string tiled_by = "";
+  bool hands_over = false;  // kStream: results may be polled
+
   // Whether the loader, which runs ahead of its phase, reads something of it.
   bool streams() const { return role == Role::kStream || !stream.empty(); }
+
+  const OperandSpec* find(const std::string& operand) const;  // nullptr: there is none
 
   const std::string& header_for(int arch) const {
     const auto found = headers.find(arch);

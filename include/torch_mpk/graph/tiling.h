@@ -13,8 +13,10 @@ struct TiledDim {
   std::string name;  // as in the signature; "..." is one dimension, the product of those it stands for
   int64_t size;
   int64_t step;  // of a tile, the last one of the dimension may have less; `size` where it is not cut
+  bool is_cut;
 
-  int64_t count() const { return step == 0 ? 0 : (size + step - 1) / step; }
+  // Where it is not cut all tiles have all of it, and of none a tile may still be made.
+  int64_t count() const { return is_cut ? (size + step - 1) / step : 1; }
 };
 
 struct Tiling {

@@ -1,39 +1,29 @@
-// One call of a single kernel: the expressions of its launch, and the compiled code that it runs.
+// One call of a single kernel: its launches, and the compiled code that they run.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "torch_mpk/jit/expression.h"
 #include "torch_mpk/jit/signature.h"
 #include "torch_mpk/runtime/driver.h"
 
 namespace mpk::jit {
 
 inline constexpr int kMaxArguments = 128;
+inline constexpr size_t kMaxParameterBytes = 4096;  // as CUDA has it, with each parameter in a multiple of 16
 
-enum class Op { kConstant, kSlot, kAdd, kSub, kMul, kFloorDiv, kMod, kCdiv, kMin, kMax };
-
-struct Instruction {
-  Op op;
-  int64_t operand;  // of kConstant and kSlot
-};
-
-// An integer expression over what a call has bound, in postfix order.
-struct Expression {
-  std::vector<Instruction> code;
-  std::string text;
-
-  // Throws SignatureError for a division by zero and for a result beyond 64 bits.
-  int64_t evaluate(const Binding& binding, const Signature& signature) const;
-};
-
-// One argument of the C++ function.
+// One value that is passed: a parameter of the C++ function, or a field of one that is a struct.
 struct Argument {
   enum Kind { kPointer, kInteger, kFloat } kind;
   int index;         // of kPointer: the operand; of kFloat: the slot that holds a double's bits
   Expression value;  // of kInteger
+  int parameter;
+  bool is_field;
 };
 
 struct Geometry {
@@ -42,26 +32,46 @@ struct Geometry {
   bool cooperative, pdl;
 };
 
-// How the operands of a call become a launch.
-struct Plan {
-  std::vector<Expression> grid, block, cluster;  // three each; no grid and block on the CPU
+struct Launch {
+  std::vector<Expression> grid, block;  // three each; none on the CPU
   Expression shared_bytes;
-  bool cooperative, pdl;
-  std::vector<Argument> arguments;
+  std::vector<Argument> arguments;  // in the order of their parameters
+  int num_parameters;
+};
+
+// How the operands of a call become launches, which run one after the other.
+struct Plan {
+  std::vector<Expression> requirements;
+  std::vector<Expression> cluster;  // three
+  Expression pdl;
+  bool cooperative;
+  std::vector<Launch> launches;
+
+  // Throws SignatureError for the first requirement that does not hold.
+  void require(const Binding& binding, const Signature& signature) const;
 
   // Throws SignatureError for sizes that no launch can have.
-  Geometry geometry(const Binding& binding, const Signature& signature) const;
+  Geometry geometry(const Launch& launch, const Binding& binding, const Signature& signature) const;
 };
+
+// Of a compiled function's parameters.
+struct Layout {
+  std::vector<int> parameter_bytes;
+  std::vector<std::pair<int, int>> fields;  // of each argument that is one: its offset in the struct, and its bytes
+};
+
+// Throws std::runtime_error where a function cannot take what a launch passes.
+void check(const Layout& layout, const Launch& launch);
 
 // The values of a function's parameters, each in as many bytes as the function has for it.
 class Parameters {
  public:
   // Throws SignatureError where an integer does not fit its parameter.
-  Parameters(const Plan& plan, const std::vector<int>& bytes, const Binding& binding, const Signature& signature);
+  Parameters(const Launch& launch, const Layout& layout, const Binding& binding, const Signature& signature);
   void** pointers() { return pointers_; }
 
  private:
-  uint64_t values_[kMaxArguments];
+  alignas(16) std::byte values_[kMaxParameterBytes];
   void* pointers_[kMaxArguments];
 };
 
@@ -71,16 +81,17 @@ class Code {
   virtual ~Code() = default;
   // Returns once the kernel is in the stream; on the CPU, once it has run.
   virtual void run(const Geometry& geometry, void** parameters, void* stream) = 0;
-  const std::vector<int>& parameter_bytes() const { return parameter_bytes_; }
+  const Layout& layout() const { return layout_; }
 
  protected:
-  std::vector<int> parameter_bytes_;
+  Layout layout_;
 };
 
 class CpuCode : public Code {
  public:
   // Throws std::runtime_error for a library that cannot be loaded. It stays loaded for the life of the process.
-  explicit CpuCode(const std::string& library);
+  // `entry`: of several functions in it, as its exported names end.
+  CpuCode(const std::string& library, const std::string& entry);
   void run(const Geometry&, void** parameters, void*) override { run_(parameters); }
 
  private:
@@ -91,17 +102,18 @@ class CudaCode : public Code {
  public:
   // Loads a cubin; works during a graph capture. Throws cu::Error. It stays loaded for the life of the process, since
   // launches of it may be in flight, or in graphs, at any time.
-  CudaCode(const std::string& image, std::string kernel, std::string symbol, int device, int num_parameters);
+  CudaCode(const std::string& image, std::string kernel, std::string symbol, int device, int num_parameters,
+           std::vector<std::pair<int, int>> fields);
   void run(const Geometry& geometry, void** parameters, void* stream) override;
 
  private:
+  cu::Module module_of(const std::string& image);
   void allow(const Geometry& geometry);
 
   const cu::Driver& driver_;
   const cu::DeviceInfo device_;
   const std::string kernel_;
   cu::Context context_ = nullptr;
-  cu::Module module_ = nullptr;
   cu::Function function_ = nullptr;
   int64_t static_shared_bytes_ = 0;
   std::mutex mutex_;  // of the below

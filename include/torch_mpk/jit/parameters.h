@@ -11,8 +11,27 @@ template <class T>
 struct Read {};  // the address of elements that are only read
 template <class T>
 struct Write {};
+template <class T>
+struct Either {};   // of elements that another launch of the call may write
 struct Integer {};  // a size, a stride, an int or a bool
 struct Float {};
+
+// A float of Python as a template argument, for a parameter that is a float or a double.
+struct Number {
+  double value;
+  constexpr operator float() const { return static_cast<float>(value); }
+  constexpr operator double() const { return value; }
+};
+
+// A parameter that is filled field by field, at their offsets.
+template <class T>
+inline constexpr bool is_struct = __is_class(T) && __is_standard_layout(T) && __is_trivially_copyable(T);
+
+// For decltype alone: an object, and the type of a value without const and __restrict__.
+template <class T>
+T& lvalue();
+template <class T>
+T by_value(T);
 
 template <class Passed, class Parameter>
 inline constexpr bool accepts = false;
@@ -24,6 +43,8 @@ template <class T>
 inline constexpr bool accepts<Write<T>, T*> = true;
 template <class T>
 inline constexpr bool accepts<Write<T>, void*> = true;
+template <class T, class Parameter>
+inline constexpr bool accepts<Either<T>, Parameter> = accepts<Read<T>, Parameter> || accepts<Write<T>, Parameter>;
 template <>
 inline constexpr bool accepts<Float, float> = true;
 template <>

@@ -8,6 +8,7 @@
 
 #include "torch_mpk/dtype.h"
 #include "torch_mpk/jit/dlpack.h"
+#include "torch_mpk/jit/expression.h"
 
 namespace mpk::jit {
 
@@ -19,10 +20,10 @@ struct SignatureError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A size or a stride: bound to a slot by the first operand that has it, a number, or not looked at.
+// A size or a stride: bound to a slot by the first operand that has it, a number, not looked at, or computed.
 struct Extent {
-  enum Kind { kSlot, kLiteral, kAny } kind;
-  int64_t value;  // the slot, or the number
+  enum Kind { kSlot, kLiteral, kAny, kExpression } kind;
+  int64_t value;  // the slot, the number, or which expression of the signature
 };
 
 struct Operand {
@@ -33,6 +34,7 @@ struct Operand {
   uint32_t dtypes;              // a bit for each DType that is accepted
   int dtype_slot, numel_slot;   // -1: none
   bool is_optional, is_output, is_written;
+  bool is_scratch;  // an output that is not returned
 };
 
 // What a call has bound so far.
@@ -52,13 +54,16 @@ class Signature {
  public:
   // Throws std::invalid_argument for more operands or slots than a call has room for.
   Signature(std::string kernel, std::string text, int device_type, std::vector<Operand> operands,
-            std::vector<std::string> slot_names);
+            std::vector<std::string> slot_names, std::vector<Expression> expressions);
 
   void start(Binding& binding) const;
 
   // Checks one operand, whose tensor is in the binding, against the signature and those before; binds what it brings.
   // Throws SignatureError.
   void match(int operand, Binding& binding) const;
+
+  // Of an output that is about to be allocated. Throws SignatureError for a negative one.
+  int64_t size_of(int operand, const Extent& extent, const Binding& binding) const;
 
   [[noreturn]] void fail(const std::string& what) const;
 
@@ -74,11 +79,14 @@ class Signature {
   // Whether `value` is what the extent says, binding it where it is free.
   bool bind(const Extent& extent, int64_t value, int operand, Binding& binding) const;
   std::string origin(int64_t slot, const Binding& binding) const;
+  // What a size or a stride had to be.
+  std::string expected(const Extent& extent, const Binding& binding) const;
 
   const std::string kernel_, text_;
   const int device_type_;
   const std::vector<Operand> operands_;
   const std::vector<std::string> slot_names_;
+  const std::vector<Expression> expressions_;
 };
 
 // The type of a tensor's elements; -1 for one that kernels do not take.

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "torch_mpk/abi.h"
+#include "torch_mpk/abi/launch.h"
 #include "torch_mpk/codegen/cuda.h"
 #include "torch_mpk/runtime/driver.h"
 

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "torch_mpk/abi/partition.h"
 #include "torch_mpk/graph/tb_graph.h"
 
 namespace mpk {
@@ -19,15 +21,63 @@ struct Target {
   bool polled = false;     // small vectors are polled instead of awaited by their maker's event (see Schedule::polled)
 };
 
+// The warps of a CTA, and the ring through which loaders stream what consumers compute with. None on the CPU.
+struct WarpLayout {
+  int consumers = 0, loaders = 0;
+  int max_slots = 0;       // of the ring; it has as many as shared memory has room for
+  int64_t slot_bytes = 0;  // of each
+  // That make a slot full, and empty again.
+  int full_arrivals = 0, empty_arrivals = 0;
+
+  int threads() const { return 32 * (consumers + loaders); }
+};
+
 enum class Assignment : uint8_t { kStatic, kClaimed };
+
+// How matrices come through the ring. A tile is some rows of each of `parts` matrices; it takes several entries of the
+// ring, each a slot with a chunk of those rows, side by side, of `chunk_parts` of the parts.
+struct TileShape {
+  int64_t tile_rows = 1;
+  int64_t parts = 1;  // matrices of equally many rows whose rows are combined; 1: they follow each other
+  int64_t chunk_parts = 1;
+  int64_t row_bytes = 0, chunk_bytes = 0;  // of one matrix; the last chunk of a row may be shorter
+  int64_t run = 1;                         // entries of a tile that one warp takes one after the other
+  int64_t in_flight = 1;                   // entries that the loader has under way
+  // The runs of a tile are dealt out to the warps, and their sums meet in shared memory; otherwise a warp has whole
+  // tiles.
+  bool shares_entries = false;
+
+  int64_t rows_in_entry() const { return chunk_parts * tile_rows; }
+  int64_t chunks() const { return (row_bytes + chunk_bytes - 1) / chunk_bytes; }  // of a row
+  int64_t entries() const { return parts / chunk_parts * chunks(); }              // of a tile
+  int64_t entry_bytes() const { return rows_in_entry() * chunk_bytes; }
+};
+
+// Pieces that the work on a few rows is cut into, so that all workers have some. Their results meet in the workspace,
+// where the worker of a row's last piece polls those of the others.
+struct Pieces {
+  int64_t count = 0;         // of all rows, at most
+  int64_t of_row = 0;        // of each; 0: as lengths at run time give, see kv_length
+  int64_t results = 1;       // rows of results that a piece works on together,
+  int64_t few_results = 1;   // and where more pieces give more workers some
+  int64_t result_bytes = 0;  // of each before they are put together
+  int64_t offset = -1;       // of all of them, in the workspace
+
+  int64_t bytes() const { return count * results * result_bytes; }
+};
 
 // Nodes that one worker executes back to back on its share of the tiles.
 struct Job {
   std::vector<int> prologue;  // row tasks recomputed by every worker; their results stay in shared memory
-  std::vector<int> body;      // one node, or several linears of one input (their rows form one space)
+  std::vector<int> body;      // one node, or several of one task and one input (their rows form one space)
   std::vector<int> epilogue;  // pointwise tasks on the body's output elements, inlined
   int64_t num_tiles = 1;
   Assignment assignment = Assignment::kStatic;
+  Tickets tickets{};               // of claimed tiles
+  std::optional<TileShape> shape;  // of tiles of matrices that come through the ring without code of the job
+  bool is_staged = false;          // its whole input is brought to shared memory, not read where it is
+  int64_t staged_bytes = 0;        // of shared memory, at most: that and what else its code keeps there
+  std::optional<Pieces> pieces;
   std::vector<int> loader_waits;  // phases whose event the loader awaits before it loads for this job; usually none
   std::vector<int> unstored;      // buffers that exist only inside this job: never written to memory
 };
@@ -42,13 +92,14 @@ struct Phase {
 struct Schedule {
   TBGraph graph;
   Target target;
-  std::vector<Phase> phases;               // event i belongs to phase i and expects `num_workers` signals
-  std::vector<int64_t> workspace_offsets;  // per buffer, bytes; -1 for inputs, outputs and unstored buffers
-  int64_t workspace_bytes = 0, polled_bytes = 0;
+  std::vector<Phase> phases;                      // event i belongs to phase i and expects `num_workers` signals
+  std::vector<int64_t> workspace_offsets;         // per buffer, bytes; -1 for inputs, outputs and unstored buffers
+  int64_t workspace_bytes = 0, polled_bytes = 0;  // the first with what pieces leave there
   // Per buffer: readers poll its elements themselves, so that no worker waits for the slowest one's fence. Polled
   // buffers share no bytes: they stand in a workspace of their own, of polled_bytes, in which a launch finds every
   // element absent and writes it once.
   std::vector<bool> polled;
+  WarpLayout warps;
 
   std::string to_json() const;
 };

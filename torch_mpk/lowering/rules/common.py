@@ -16,9 +16,9 @@ def out_meta(lx: Lowerer, node: fx.Node) -> Meta:
     return lx.meta(node.meta["val"])
 
 
-def op_name(node: fx.Node) -> str:
-    """The operation's name without its overload: "softmax"."""
-    return node.target._schema.name.removeprefix("aten::")
+def named(*names: str, overload: str = "default") -> dict[torch._ops.OpOverload, str]:
+    """For ``rule``: operations that are told apart by their names."""
+    return {getattr(getattr(aten, name), overload): name for name in names}
 
 
 def normalise_dim(dim: int, rank: int) -> int:

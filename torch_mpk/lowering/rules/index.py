@@ -100,6 +100,13 @@ def wrapped(i: Expr, extent: Size) -> Expr:
     return E.where(E.compare("lt", i, E.const(0, INT64)), E.iadd(i, extent), i)
 
 
+def indexed_dim(dim: int, a: Value) -> int:
+    """The dimension that an index tensor indexes."""
+    if not a.shape:
+        raise UnsupportedError("indexing a tensor without dimensions")
+    return normalise_dim(dim, len(a.shape))
+
+
 def check_index(value: Value) -> None:
     if value.dtype not in INDEX_DTYPES:
         raise UnsupportedError(
@@ -180,12 +187,12 @@ def _embedding(lx, node, weight, indices, padding_idx=-1, scale_grad_by_freq=Fal
 
 @rule(aten.index_select.default)
 def _index_select(lx, node, a, dim, index):
-    dim = normalise_dim(dim, len(a.shape))
+    dim = indexed_dim(dim, a)
     shape = out_meta(lx, node).shape
     return picked(lx, a, dim, shape, index, lambda idx: ([idx[dim]] if index.shape else [], idx))
 
 
 @rule(aten.gather.default)
 def _gather(lx, node, a, dim, index, sparse_grad=False):
-    dim = normalise_dim(dim, len(a.shape))
+    dim = indexed_dim(dim, a)
     return picked(lx, a, dim, out_meta(lx, node).shape, index, lambda idx: (list(idx), list(idx)))

@@ -11,7 +11,7 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr
 from torch_mpk.lowering.lowerer import Lowerer
-from torch_mpk.lowering.rules.common import aten, op_name, out_meta, scalar, wide
+from torch_mpk.lowering.rules.common import aten, named, out_meta, scalar, wide
 from torch_mpk.lowering.table import rule
 from torch_mpk.lowering.values import Lazy, Value
 
@@ -197,20 +197,24 @@ def _neg(lx, node, a):
     return _unary("neg")(lx, node, a)
 
 
-@rule(aten.abs.default, aten.relu.default)
+@rule(aten.abs.default)
 def _abs(lx, node, a):
-    op = "abs" if node.target is aten.abs.default else "relu"
+    return _unary("abs")(lx, node, a)
+
+
+@rule(aten.relu.default)
+def _relu(lx, node, a):
     dtype = out_meta(lx, node).dtype
-    if op == "relu" and dtype not in FLOATS:
+    if dtype not in FLOATS:
         return elementwise(lx, node, lambda x: E.apply("maximum", dtype, x, scalar(0, dtype)), [a])
-    return _unary(op)(lx, node, a)
+    return _unary("relu")(lx, node, a)
 
 
-@rule(aten.floor.default, aten.ceil.default, aten.trunc.default, aten.round.default)
-def _floor(lx, node, a):
+@rule(named("floor", "ceil", "trunc", "round"))
+def _floor(lx, node, op: str, a):
     if a.dtype not in FLOATS:
         return lx.read(a)
-    return _unary(op_name(node))(lx, node, a)
+    return _unary(op)(lx, node, a)
 
 
 @rule(aten.gelu.default)
@@ -225,14 +229,9 @@ def _softplus(lx, node, a, beta: Number = 1, threshold: Number = 20):
     return _unary("softplus")(lx, node, a)
 
 
-@rule(aten.maximum.default, aten.minimum.default)
-def _maximum(lx, node, a, b):
-    return _binary(op_name(node))(lx, node, a, b)
-
-
-@rule(aten.max.other, aten.min.other)
-def _max_other(lx, node, a, b):
-    return _binary({"aten::max": "maximum", "aten::min": "minimum"}[node.target._schema.name])(lx, node, a, b)
+@rule(named("maximum", "minimum"), {aten.max.other: "maximum", aten.min.other: "minimum"})
+def _maximum(lx, node, op: str, a, b):
+    return _binary(op)(lx, node, a, b)
 
 
 @rule(aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor)
@@ -269,9 +268,8 @@ for name in ("eq", "ne", "lt", "le", "gt", "ge"):
     rule(getattr(aten, name).Tensor, getattr(aten, name).Scalar)(_compare(name))
 
 
-@rule(aten.logical_and.default, aten.logical_or.default)
-def _logical(lx, node, a, b):
-    op = op_name(node)
+@rule(named("logical_and", "logical_or"))
+def _logical(lx, node, op: str, a, b):
     return elementwise(lx, node, lambda x, y: E.apply(op, BOOL, x, y), [a, b], compute=BOOL)
 
 
@@ -367,16 +365,16 @@ def copy_of(lx: Lowerer, a: Value) -> Lazy:
     return Lazy(source.dtype, source.shape, [source], source.at, cost=0)
 
 
-@rule(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default)
-def _to(lx, node, a, *args, copy: bool = False, **kwargs):
+_COPY_POSITION = {aten.to.dtype: 2, aten.to.other: 2, aten.to.device: 3}  # of the argument `copy`, behind the tensor
+
+
+@rule(_COPY_POSITION, {aten.to.dtype_layout: None, aten.type_as.default: None})
+def _to(lx, node, copy_position: int | None, a, *args, copy: bool = False, **kwargs):
     dtype = out_meta(lx, node).dtype
-    copies = copy or any(x is True for x in _to_copies(node))
-    return cast(lx, a, dtype) if dtype != a.dtype else copy_of(lx, a) if copies else a
-
-
-def _to_copies(node: fx.Node) -> list[object]:
-    names = [argument.name for argument in node.target._schema.arguments]
-    return [value for name, value in zip(names, node.args, strict=False) if name == "copy"]
+    if dtype != a.dtype:
+        return cast(lx, a, dtype)
+    is_copy = copy or (copy_position is not None and len(args) > copy_position and args[copy_position])
+    return copy_of(lx, a) if is_copy else a
 
 
 @rule(aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default)
@@ -436,13 +434,13 @@ def _iota(lx, node, length, *, start, step, dtype, **kwargs):
     return Lazy(dtype, (length,), (), lambda idx, p: E.cast(E.iadd(E.imul(idx[0], step), start), dtype), cost=2)
 
 
-@rule(aten.tril.default, aten.triu.default)
-def _tril(lx, node, a, diagonal: int = 0):
-    lower = node.target is aten.tril.default
+@rule({aten.tril.default: "le", aten.triu.default: "ge"})
+def _tril(lx, node, kept: str, a, diagonal: int = 0):
+    """Of an element's column less its row, what compares so with the diagonal is kept."""
     source = lx.read(a)
 
     def inner(idx, predicate):
-        keep = E.compare("le" if lower else "ge", E.iadd(idx[-1], idx[-2], -1), E.const(diagonal, INT64))
+        keep = E.compare(kept, E.iadd(idx[-1], idx[-2], -1), E.const(diagonal, INT64))
         return E.where(keep, source.at(idx, predicate), E.const(0, source.dtype))
 
     return lx.lazy(source.dtype, source.shape, [source], inner, cost=3)

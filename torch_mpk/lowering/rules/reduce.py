@@ -12,7 +12,7 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
-from torch_mpk.lowering.rules.common import aten, normalise_dim, op_name, out_meta, wide
+from torch_mpk.lowering.rules.common import aten, named, normalise_dim, out_meta, wide
 from torch_mpk.lowering.rules.pointwise import cast
 from torch_mpk.lowering.rules.view import permuted, reshaped
 from torch_mpk.lowering.table import rule
@@ -34,17 +34,17 @@ def reduced(lx: Lowerer, op: str, a: Value, dims: list[int] | None, keepdim: boo
     return lx.reduce(op, dtype, source, dims, keepdim)
 
 
-@rule(aten.sum.default, aten.mean.default)
-def _sum_all(lx, node, a, dtype=None):
-    return _sum(lx, node, a, None, False, dtype)
+@rule(named("sum", "mean"))
+def _sum_all(lx, node, op: str, a, dtype=None):
+    return _sum(lx, node, op, a, None, False, dtype)
 
 
-@rule(aten.sum.dim_IntList, aten.mean.dim)
-def _sum(lx, node, a, dim=None, keepdim=False, dtype=None):
+@rule({aten.sum.dim_IntList: "sum", aten.mean.dim: "mean"})
+def _sum(lx, node, op: str, a, dim=None, keepdim=False, dtype=None):
     out = out_meta(lx, node).dtype
     if dtype is not None and dtype != a.dtype:
         a = cast(lx, a, dtype)
-    return reduced(lx, op_name(node), a, dim, keepdim, out)
+    return reduced(lx, op, a, dim, keepdim, out)
 
 
 @rule(aten.cumsum.default)
@@ -80,61 +80,68 @@ def _prod_dim(lx, node, a, dim, keepdim=False, dtype=None):
     return reduced(lx, "prod", cast(lx, a, out), [dim], keepdim, out)
 
 
-@rule(aten.amax.default, aten.amin.default)
-def _amax(lx, node, a, dim=(), keepdim=False):
-    return reduced(lx, op_name(node), a, list(dim), keepdim, a.dtype)
+@rule(named("amax", "amin"))
+def _amax(lx, node, op: str, a, dim=(), keepdim=False):
+    return reduced(lx, op, a, list(dim), keepdim, a.dtype)
 
 
-@rule(aten.max.default, aten.min.default)
-def _max_all(lx, node, a):
-    return reduced(lx, "amax" if node.target is aten.max.default else "amin", a, None, False, a.dtype)
+@rule({aten.max.default: "amax", aten.min.default: "amin"})
+def _max_all(lx, node, op: str, a):
+    return reduced(lx, op, a, None, False, a.dtype)
 
 
-@rule(aten.max.dim, aten.min.dim)
-def _max_dim(lx, node, a, dim, keepdim=False):
+@rule(named("max", "min", overload="dim"))
+def _max_dim(lx, node, name: str, a, dim, keepdim=False):
     """The values and the indices; each only where it is used."""
-    name = "max" if node.target is aten.max.dim else "min"
     used = {user.args[1] for user in node.users} or {0, 1}
     values = reduced(lx, f"a{name}", a, [dim], keepdim, a.dtype) if 0 in used else None
     indices = reduced(lx, f"arg{name}", a, [dim], keepdim, INT64) if 1 in used else None
     return values, indices
 
 
-@rule(aten.argmax.default, aten.argmin.default)
-def _argmax(lx, node, a, dim=None, keepdim=False):
-    return reduced(lx, op_name(node), a, None if dim is None else [dim], keepdim, INT64)
+@rule(named("argmax", "argmin"))
+def _argmax(lx, node, op: str, a, dim=None, keepdim=False):
+    return reduced(lx, op, a, None if dim is None else [dim], keepdim, INT64)
 
 
-@rule(aten.any.default, aten.all.default)
-def _any_all(lx, node, a):
-    return _any(lx, node, a, None)
+@rule(named("any", "all"))
+def _any_all(lx, node, op: str, a):
+    return _any(lx, node, op, a, None)
 
 
-@rule(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims)
-def _any(lx, node, a, dim=None, keepdim=False):
+@rule(named("any", "all", overload="dim"), named("any", "all", overload="dims"))
+def _any(lx, node, op: str, a, dim=None, keepdim=False):
     dims = [dim] if isinstance(dim, int) else dim
-    return reduced(lx, op_name(node), a, dims, keepdim, out_meta(lx, node).dtype)
+    return reduced(lx, op, a, dims, keepdim, out_meta(lx, node).dtype)
 
 
-@rule(
-    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten._safe_softmax.default
-)
+@rule(aten.softmax.int, aten._softmax.default)
 def _softmax(lx, node, a, dim, dtype=None):
     out = out_meta(lx, node).dtype
-    if isinstance(dtype, torch.dtype) and dtype != a.dtype:
-        a = cast(lx, a, dtype)
-    name = op_name(node)
-    if name == "_safe_softmax":
-        return safe_softmax(lx, a, dim, out)
-    x, highest, exps, total = _exponentials(lx, a, dim, out)
+    x, _, exps, total = _exponentials(lx, _as(lx, a, dtype), dim, out)
+    return lx.pointwise(out, x.shape, lambda e, s: E.apply("div", out, e, s), [exps, total], cost=2)
+
+
+@rule(aten.log_softmax.int, aten._log_softmax.default)
+def _log_softmax(lx, node, a, dim, dtype=None):
+    out = out_meta(lx, node).dtype
+    x, highest, _, total = _exponentials(lx, _as(lx, a, dtype), dim, out)
     compute = x.dtype
-    if "log" not in name:
-        return lx.pointwise(out, x.shape, lambda e, s: E.apply("div", out, e, s), [exps, total], cost=2)
 
     def log(e: Expr, top: Expr, s: Expr) -> Expr:
         return E.apply("sub", out, E.apply("sub", compute, e, top), E.apply("log", compute, s))
 
     return lx.pointwise(out, x.shape, log, [x, highest, total], cost=4)
+
+
+@rule(aten._safe_softmax.default)
+def _safe_softmax(lx, node, a, dim, dtype=None):
+    return safe_softmax(lx, _as(lx, a, dtype), dim, out_meta(lx, node).dtype)
+
+
+def _as(lx: Lowerer, a: Value, dtype: torch.dtype | bool | None) -> Value:
+    """``a`` in a dtype, if one is given: where ``softmax.int`` takes it, ``_softmax`` takes a bool."""
+    return cast(lx, a, dtype) if isinstance(dtype, torch.dtype) and dtype != a.dtype else a
 
 
 def _exponentials(lx: Lowerer, a: Value, dim: int, out: torch.dtype) -> tuple[Lazy, Lazy, Lazy, Lazy]:
@@ -178,10 +185,13 @@ def _moments(lx: Lowerer, a: Value, dims: list[int], divisor: float | None = Non
     return x, mean, scaled
 
 
-@rule(aten.var.dim, aten.var.correction)
-def _var(lx, node, a, dim=None, unbiased=True, keepdim=False, correction=None):
-    if node.target is aten.var.dim:
-        correction = 1 if unbiased else 0
+@rule(aten.var.dim)
+def _var_dim(lx, node, a, dim, unbiased=True, keepdim=False):
+    return _var(lx, node, a, dim, correction=1 if unbiased else 0)
+
+
+@rule(aten.var.correction)
+def _var(lx, node, a, dim=None, *, correction=None, keepdim=False):
     meta = out_meta(lx, node)
     variance, _ = _variance_and_mean(lx, a, dim, correction)
     return reshaped(lx, cast(lx, variance, meta.dtype), meta.shape)

@@ -101,14 +101,16 @@ def _transpose(lx, node, a, dim0, dim1):
     return permuted(lx, a, order)
 
 
-@rule(aten.t.default, aten.numpy_T.default, aten.mT.default)
+@rule(aten.t.default, aten.mT.default)
 def _t(lx, node, a):
     order = list(range(len(a.shape)))
-    if node.target is aten.numpy_T.default:
-        order.reverse()
-    else:
-        order[-2:] = order[-2:][::-1]
+    order[-2:] = order[-2:][::-1]
     return permuted(lx, a, order)
+
+
+@rule(aten.numpy_T.default)
+def _numpy_t(lx, node, a):
+    return permuted(lx, a, list(reversed(range(len(a.shape)))))
 
 
 @rule(aten.movedim.int)

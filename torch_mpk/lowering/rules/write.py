@@ -10,8 +10,8 @@ from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.inline import inline
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
-from torch_mpk.lowering.rules.common import aten, normalise_dim
-from torch_mpk.lowering.rules.index import check_index, index_places, wrapped
+from torch_mpk.lowering.rules.common import aten
+from torch_mpk.lowering.rules.index import check_index, index_places, indexed_dim, wrapped
 from torch_mpk.lowering.rules.pointwise import cast, copy_of
 from torch_mpk.lowering.table import RULES, rule
 from torch_mpk.lowering.values import Index, Lazy, Mapped, Value, View
@@ -31,7 +31,8 @@ def assign(lx: Lowerer, target: Value, value: Lazy) -> Value:
 
 def _in_place(functional: torch._ops.OpOverload):
     def lower(lx: Lowerer, node: fx.Node, a: Value, *args, **kwargs):
-        example = functional(*fx.node.map_arg(node.args, lambda n: n.meta["val"]), **kwargs)
+        examples, named = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        example = functional(*examples, **named)
         if example.dtype == a.dtype:
             return assign(lx, a, lx.read(RULES[functional](lx, node, a, *args, **kwargs)))
         # Computed in the dtype that the operands promote to, and only then rounded to the target's.
@@ -94,7 +95,7 @@ def _scatter(lx: Lowerer, target: View, shape, value: Lazy, tensors: list[Lazy],
 def _index_copy_(lx, node, a, dim, index, source):
     check_index(index)
     target = lx.owned_view(a)
-    dim = normalise_dim(dim, len(a.shape))
+    dim = indexed_dim(dim, a)
     positions, value = lx.read(index), lx.read(source)
 
     def place(idx: Index):
@@ -127,7 +128,7 @@ def _index_put_(lx, node, a, indices, values, accumulate=False):
 def _index_fill_(lx, node, a, dim, index, value):
     check_index(index)
     target = lx.owned_view(a)
-    dim = normalise_dim(dim, len(a.shape))
+    dim = indexed_dim(dim, a)
     positions = lx.read(index)
     constant = Lazy(a.dtype, (), (), lambda idx, predicate: E.const(value, a.dtype))
 

@@ -9,29 +9,68 @@
 // A worker comes here once a layer and fetches all it executes anew, so the code is short: scores on tensor cores,
 // where there are any for the dtype, one score of a head for each lane, and sums of values with fused multiply-adds, in
 // which a lane has the same elements of all heads from the tiles to the result.
-//
-// A variant V describes one job:
-//   T, kBatch, kGroups, kPasses, kHeads, kFewHeads, kSize, kLength, kWorkers
-//     kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
-//     kFewHeads divides kHeads, see Spread
-//   kScale, kHasNew, kHasMask, kPitchK, kPitchV (bytes from position to position)
-//   kZeroWithoutKeys     what a head that attends to nothing gives; otherwise it gives NaN
-//   limit(job, b)
-//   partials(job), kPartialBytes   scratch, and how much of it the result of a head of a piece has
-//   kPolled              y travels as a polled vector
-//   slot(job), mask(job, b, h, position), y(job, b, h), k_cache(job, b, g), v_cache(job, b, g)
-//   RowsQ, RowsK, RowsV           how the rows of q and of the new position come: Chain<Group>, see row.cuh, made
-//                                 with the row of the batch too; their references begin with kRefsQ, kRefsK, kRefsV
-//   kOneChain                     RowsK is RowsQ, and RowsV fetches as RowsQ does and applies nothing
-//   kEarly                        limits, the slot and what the chains fetch first are known before the phase's events
 #pragma once
 
-#include "torch_mpk/device/partition.h"
+#include "torch_mpk/abi/partition.h"
+#include "torch_mpk/device/fragment.cuh"
 #include "torch_mpk/device/polled.cuh"
 #include "torch_mpk/device/row.cuh"
 #include "torch_mpk/device/tasks/linear.cuh"
 
 namespace mpk::attention {
+
+// What a variant says of one job.
+template <class V>
+concept Sizes = requires {
+  typename V::T;
+  requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kLength, V::kWorkers>;
+  // kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
+  // kFewHeads divides kHeads, see Spread.
+  requires Constants<int, V::kPasses, V::kHeads, V::kFewHeads>;
+  requires Constants<bool, V::kHasNew, V::kHasMask>;
+  // Bytes from position to position.
+  requires Constants<uint32_t, V::kPitchK, V::kPitchV>;
+  { V::kScale } -> Same<const float&>;
+  // What a head that attends to nothing gives; otherwise it gives NaN.
+  requires Constants<bool, V::kZeroWithoutKeys>;
+  // Scratch that the result of a head of a piece has.
+  requires Constants<int, V::kPartialBytes>;
+  // y travels as a polled vector.
+  requires Constants<bool, V::kPolled>;
+  // RowsK is RowsQ, and RowsV fetches as RowsQ does and applies nothing.
+  requires Constants<bool, V::kOneChain>;
+  // Limits, the slot and what the chains fetch first are known before the phase's events.
+  requires Constants<bool, V::kEarly>;
+};
+
+template <class V>
+concept Masked = requires(const Job& job, uint32_t b, uint32_t h, uint32_t position) {
+  { V::mask(job, b, h, position) } -> Same<float>;
+};
+
+// Where its operands are, for batch row b, group g and head h.
+template <class V>
+concept Places = requires(const Job& job, uint32_t b, uint32_t g, uint32_t h) {
+  { V::k_cache(job, b, g) } -> Same<typename V::T*>;
+  { V::v_cache(job, b, g) } -> Same<typename V::T*>;
+  { V::limit(job, b) } -> Same<int64_t>;
+  { V::slot(job) } -> Same<int64_t>;
+  { V::partials(job) } -> Same<uint8_t*>;
+  { V::y(job, b, h) } -> Same<typename Choose<V::kPolled, uint16_t*, typename V::T*>::Type>;
+} && (!V::kHasMask || Masked<V>);
+
+// How rows come: made with the row of the batch too, from references that begin with number `first`. C: the consumer.
+template <class Rows, class V, class C, auto first>
+concept Brings =
+    Constants<uint32_t, first> &&
+    RowChain<typename Rows::template Chain<WarpThreads<C>>, WarpThreads<C>, typename V::T, uint32_t, uint32_t>;
+
+template <class V, class C>
+concept BringsNew = Brings<typename V::RowsK, V, C, V::kRefsK> && Brings<typename V::RowsV, V, C, V::kRefsV>;
+
+template <class V, class C>
+concept Variant =
+    Sizes<V> && Places<V> && Brings<typename V::RowsQ, V, C, V::kRefsQ> && (!V::kHasNew || BringsNew<V, C>);
 
 constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
 
@@ -116,7 +155,7 @@ inline constexpr bool kMayCut =
 template <class V>
 inline constexpr uint32_t kPieceBytes = V::kHeads * V::kPartialBytes;
 
-template <class V>
+template <Sizes V>
 struct Shape {
   using T = typename V::T;
   static constexpr int kHeads = V::kHeads, kSize = V::kSize, kTile = attention::kTile<V>;
@@ -125,7 +164,7 @@ struct Shape {
   static constexpr int kEntries = kTogether ? 1 : 2;                         // of a tile
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
-  static constexpr bool kTensorCores = sizeof(T) == 2 && kTile == 16;
+  static constexpr bool kTensorCores = kHasFragments<T> && kTile == 16;
   // What a lane holds of every head's result: kWidth elements, and so many again for every 32 lanes.
   static constexpr int kWidth = lane_width<T>(kSize);
   static constexpr int kSteps = (kSize / kWidth + 31) / 32;
@@ -174,6 +213,7 @@ MPK_DEVICE void load_pieces(L& l, const Job& job) {
 
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
+  static_assert(Sizes<V> && Places<V>);
   if constexpr (kMaySpread<V>)
     if (spreads<V>(job)) return load_pieces<Spread<V>>(l, job);
   load_pieces<V>(l, job);
@@ -223,15 +263,14 @@ MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, const uint8_t* staged, f
   const uint4* queries[2] = {query + query_flip, query + (query_flip ^ 4)};
 #pragma unroll 1
   for (int first = 0; first < S::kHeads; first += 4) {
-    float sums[4][4] = {};
+    SumFragment sums[4] = {};
 #pragma unroll
     for (int i = 0; i < S::kChunks; i += 4) {
       const bool in = S::kChunks % 4 == 0 || i + t < S::kChunks;
       const uint4* k = keys[i / 4 % 2] + i / 8 * 8;
       const uint4 low = in ? k[0] : uint4{}, high = in ? k[8 * S::kChunks] : uint4{};
       const uint4 q = in ? queries[i / 4 % 2][i / 8 * 8 + first * (S::kPitch / S::kVec)] : uint4{};
-      ptx::mma<T>(sums[i / 4 % 2], {low.x, high.x, low.y, high.y}, {q.x, q.y});
-      ptx::mma<T>(sums[2 + i / 4 % 2], {low.z, high.z, low.w, high.w}, {q.z, q.w});
+      multiply_pieces<T>(sums[i / 4 % 2], sums[2 + i / 4 % 2], {low, high}, {q});
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[0][i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
@@ -707,6 +746,7 @@ MPK_DEVICE void compute_pieces(C& c, const Job& job) {
 
 template <class V, class C>
 MPK_DEVICE void compute(C& c, const Job& job) {
+  static_assert(Variant<V, C>);
   if (!V::kEarly && !c.await()) return;
   if constexpr (kMaySpread<V>)
     if (spreads<V>(job)) return compute_pieces<Spread<V>>(c, job);

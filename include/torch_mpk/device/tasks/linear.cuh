@@ -5,29 +5,61 @@
 // at most one slot. It belongs to one warp; with one row of x, runs of its entries are dealt out among the warps, whose
 // sums are added in order. Which k a lane takes and in which order it adds depends on k alone, so a value has the same
 // bits whatever tile it is part of.
-//
-// A variant V describes one job:
-//   T                      element type of x, weights and results
-//   kBatch, kSize          rows of x (at most 16); K
-//   kSegments, kParts      linears one after the other in row space, or linears whose row n is computed side by side
-//   kTileRows              rows a tile has of each part
-//   kChunkParts, kChunkSize  parts and k that share a chunk
-//   kNumTiles, first_tile(s), num_rows(s)
-//   kStaged, kRowTasks     x stands in shared memory, after row tasks; otherwise it is read where it is
-//   kSharesLoop            one row of staged x, whose tiles have up to four sums: see compute_shared
-//   kClaimed               workers draw tiles at run time; otherwise they are dealt out beforehand
-//   weight(job, i), weight_pitch(i)      of segment or part i, in bytes: where the weights are read without the ring
-//   Chain<Group>                         how a row of x is brought to shared memory, see row.cuh
-//   x(job), kPitchX                      where x is, if it is read there
-//   Extra, preload(job, segment, r, n), finish(c, job, segment, r, n, sums, extra)   bias, epilogue, stores
-//   kHasExtra              there is something to preload
-//   kEarly                 what chains and extras fetch first is known before the phase's events
 #pragma once
 
-#include "torch_mpk/device/partition.h"
+#include "torch_mpk/abi/partition.h"
+#include "torch_mpk/device/fragment.cuh"
 #include "torch_mpk/device/polled.cuh"
 
 namespace mpk::linear {
+
+// What a variant says of one job.
+template <class V>
+concept Sizes = requires {
+  // The element type of x, weights and results.
+  typename V::T;
+  // Rows of x, at most 16; K.
+  requires Constants<int, V::kBatch, V::kSize>;
+  // Linears one after the other in row space, or linears whose row n is computed side by side.
+  requires Constants<int, V::kSegments, V::kParts>;
+  // Rows a tile has of each part; parts and k that share a chunk.
+  requires Constants<int, V::kTileRows, V::kChunkParts, V::kChunkSize>;
+  requires Constants<uint32_t, V::kNumTiles>;
+  // x stands in shared memory, after row tasks; otherwise it is read where it is, kPitchX elements from row to row.
+  requires Constants<bool, V::kStaged, V::kRowTasks> && Constants<int, V::kPitchX>;
+  // One row of staged x, whose tiles have up to four sums: see compute_shared.
+  requires Constants<bool, V::kSharesLoop>;
+  // Workers draw tiles at run time; otherwise they are dealt out beforehand.
+  requires Constants<bool, V::kClaimed>;
+  // What chains and extras fetch first is known before the phase's events.
+  requires Constants<bool, V::kEarly>;
+};
+
+// And what it does with a value: bias, epilogue, stores. C: the consumer.
+template <class V, class C>
+concept Results = Constants<bool, V::kHasExtra> &&  // there is something to preload
+                  requires(C& c, const Job& job, int segment, int r, uint32_t n, const float (&sums)[V::kParts],
+                           const typename V::Extra& extra) {
+                    { V::preload(job, segment, r, n) } -> Same<typename V::Extra>;
+                    V::finish(c, job, segment, r, n, sums, extra);
+                  };
+
+template <class V, class C>
+concept Variant =
+    Sizes<V> && Results<V, C> &&
+    requires(const Job& job, int i) {
+      { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
+      { V::num_rows(i) } -> Same<uint32_t>;
+      { V::x(job) } -> Same<const typename V::T*>;
+    } && RowChain<typename V::template Chain<WarpThreads<C>>, WarpThreads<C>, typename V::T, uint32_t> &&
+    RowChain<typename V::template Chain<CtaThreads<C>>, CtaThreads<C>, typename V::T, uint32_t>;  // bring a row of x
+
+// One whose weights are read without the ring.
+template <class V, class C>
+concept DirectVariant = Variant<V, C> && requires(const Job& job, int i) {
+  { V::weight(job, i) } -> Same<const uint8_t*>;  // of segment or part i
+  { V::weight_pitch(i) } -> Same<int64_t>;        // in bytes
+};
 
 // The elements of 16 bytes.
 template <class T>
@@ -60,7 +92,7 @@ MPK_DEVICE float sum_values(float (&v)[N], int lane) {
 constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 
 // What follows from a variant.
-template <class V>
+template <Sizes V>
 struct Shape {
   using T = typename V::T;
   static constexpr int kVec = kVecSize<T>;
@@ -147,7 +179,7 @@ struct FmaSums {
 
 // Whether a variant's products are worth tensor cores, whose use alone makes the whole chip run 8 % slower.
 template <class V>
-inline constexpr bool kOnTensorCores = sizeof(typename V::T) == 2 && V::kBatch > 2;
+inline constexpr bool kOnTensorCores = kHasFragments<typename V::T> && V::kBatch > 2;
 
 // On tensor cores, which spare unpacking: 8 weights of a lane take one instruction instead of 16. They multiply 16 rows
 // by 8 columns, and here there is one row of x at a time. So lanes 4 g to 4 g + 3 put their pieces of two weight rows
@@ -157,7 +189,7 @@ template <class V>
 struct TensorCoreSums {
   using S = Shape<V>;
   static constexpr int kPairs = (S::kRows + 1) / 2;
-  float products[kPairs][V::kBatch][4] = {};
+  SumFragment products[kPairs][V::kBatch] = {};
 
   template <class X>
   MPK_DEVICE void add(const uint4 (&weights)[S::kRows], X x) {
@@ -167,20 +199,26 @@ struct TensorCoreSums {
 #pragma unroll
       for (int p = 0; p < kPairs; p++) {
         const uint4 a = weights[2 * p], b = 2 * p + 1 < S::kRows ? weights[(2 * p + 1) % S::kRows] : uint4{};
-        ptx::mma<typename V::T>(products[p][r], {a.x, b.x, a.y, b.y}, {column.x, column.y});
-        ptx::mma<typename V::T>(products[p][r], {a.z, b.z, a.w, b.w}, {column.z, column.w});
+        multiply_pieces<typename V::T>(products[p][r], products[p][r], {a, b}, {column});
       }
     }
   }
   MPK_DEVICE float value(int i, int lane) const {
     const int row = i / V::kBatch, half = row % 2 * 2, g = lane / 4;
-    const float (&sums)[4] = products[row / 2][i % V::kBatch];
+    const SumFragment& sums = products[row / 2][i % V::kBatch];
     return lane % 4 == g / 2 ? (g % 2 == 0 ? sums[half] : sums[half + 1]) : 0.0f;
   }
 };
 
+// Either of them.
+template <class S, class V>
+concept Sums = requires(S sums, const S& summed, const uint4 (&weights)[Shape<V>::kRows], uint4 (*x)(int), int i) {
+  sums.add(weights, x);  // x(r): the lane's piece of row r
+  { summed.value(i, i) } -> Same<float>;
+};
+
 // Adds the products of one chunk.
-template <class V, class Sums>
+template <class V, Sums<V> Sums>
 MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, int x_pitch, int lane, Sums& sums) {
   using S = Shape<V>;
   const uint4* weights = reinterpret_cast<const uint4*>(slot);
@@ -374,6 +412,7 @@ MPK_DEVICE void finish_row(C& c, const Job& job, int segment, uint32_t n, const 
 // Brings x to shared memory; false when the launch was given up.
 template <class V, class C>
 MPK_DEVICE bool prepare(C& c, const Job& job) {
+  static_assert(Variant<V, C>);
   using S = Shape<V>;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!stage<V>(c, job, reinterpret_cast<typename V::T*>(c.staged()))) return false;
@@ -452,11 +491,22 @@ MPK_DEVICE float tile_sum(C& c, const Stream& s, uint32_t run, uint32_t first_en
   return total;
 }
 
-// L: T; kRowCounts, the numbers of rows that chunks have, as bits; has_extra(job), whether there is anything to
-// preload; Extra, prepare, preload and finish of the variants, see prepare and finish_row. What the table says, and
-// where the first run stands, is read before x is awaited.
+// The linears that share the loop: of whichever the job is one.
+template <class L, class C>
+concept Sharing =
+    requires(C& c, const Job& job, int segment, uint32_t n, const float (&values)[4], const typename L::Extra& extra) {
+      typename L::T;
+      requires Constants<uint32_t, L::kRowCounts>;  // the numbers of rows that chunks have, as bits
+      { L::has_extra(job) } -> Same<bool>;          // whether there is anything to preload
+      { L::prepare(c, job) } -> Same<bool>;         // see prepare
+      { L::preload(job, segment, n) } -> Same<typename L::Extra>;
+      L::finish(c, job, segment, n, values, extra);  // see finish_row
+    };
+
+// What the table says, and where the first run stands, is read before x is awaited.
 template <class L, class C>
 MPK_DEVICE void compute_shared(C& c, const Job& job) {
+  static_assert(Sharing<L, C>);
   using T = typename L::T;
   const StreamRow& row = *stream_of(job);
   const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
@@ -556,6 +606,7 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
 
 template <class V, class C>
 MPK_DEVICE void compute(C& c, const Job& job) {
+  static_assert(Variant<V, C>);
   if constexpr (V::kSharesLoop) {
     compute_shared<Only<V>>(c, job);
   } else {
@@ -566,6 +617,7 @@ MPK_DEVICE void compute(C& c, const Job& job) {
 // Weights whose rows are not multiples of 16 bytes: no ring, each warp reads rows where they are.
 template <class V, class C>
 MPK_DEVICE void compute_direct(C& c, const Job& job) {
+  static_assert(DirectVariant<V, C>);
   using S = Shape<V>;
   using T = typename V::T;
   T* x = reinterpret_cast<T*>(c.staged() + S::kScratchBytes);

@@ -87,8 +87,23 @@ __device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pie
   return true;
 }
 
-// V: T, Weight (element types), kSize, kEps, kStyle, kHasWeight, kVectorized; weight(job).
-template <class V, class Group>
+template <class V>
+concept Weighted = requires(const Job& job) {
+  { V::weight(job) } -> Same<const typename V::Weight*>;
+};
+
+// What it is told of a row.
+template <class V>
+concept Traits = requires {
+  typename V::T;
+  typename V::Weight;
+  requires Constants<int, V::kSize> && Constants<Style, V::kStyle>;
+  { V::kEps } -> Same<const float&>;
+  // Rows, and the weight, are read and written several elements at a time.
+  requires Constants<bool, V::kHasWeight, V::kVectorized>;
+} && (!V::kHasWeight || Weighted<V>);
+
+template <Traits V, class Group>
 struct Task {
   using T = typename V::T;
   using Weight = typename V::Weight;

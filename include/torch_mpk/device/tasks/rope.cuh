@@ -5,9 +5,20 @@
 
 namespace mpk::rope {
 
-// V: T, kSize (the head size), kVectorized (rows of x begin at 16 bytes), kAlignedTables (those of the tables, too);
-// cos(job, angle), sin(job, angle): rows of the tables.
-template <class V, class Group>
+// What it is told of a row.
+template <class V>
+concept Traits = requires(const Job& job, uint32_t angle) {
+  typename V::T;
+  // The head size.
+  requires Constants<int, V::kSize>;
+  // Rows of x begin at 16 bytes; those of the tables, too.
+  requires Constants<bool, V::kVectorized, V::kAlignedTables>;
+  // Rows of the tables.
+  { V::cos(job, angle) } -> Same<const typename V::T*>;
+  { V::sin(job, angle) } -> Same<const typename V::T*>;
+};
+
+template <Traits V, class Group>
 struct Task {
   using T = typename V::T;
   static constexpr int kHalf = V::kSize / 2;

@@ -1,0 +1,80 @@
+// Emitters write the code of jobs: one for each hand-written task (tasks/), and one for each role whose tasks need none
+// of their own (roles/). A job becomes the body of a struct (its "variant") that holds everything static, and the list
+// of references to memory that its row of the table carries; jobs with equal bodies share code. An emitter only writes
+// down what the schedule decided.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../graph/by_task.h"
+#include "plan.h"
+#include "torch_mpk/abi/table.h"
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk::codegen {
+
+class Emitter;
+
+struct JobCode {
+  std::string kind;               // the variant's name, but for its number: "Points"
+  std::string compute;            // the consumers' function, called with (c, job)
+  std::string load = "";          // the loader's, for what the table does not say; empty: nothing
+  std::string staged_bytes = "";  // expression of the shared memory staged, <V> standing for the variant; empty: none
+  std::string body = "";          // of the variant's struct
+  std::vector<std::string> headers = {};
+  std::vector<uint64_t> refs = {};
+  StreamRow stream = {};  // of `matrices`
+  std::vector<MatrixRow> matrices = {};
+  bool has_extra = false;            // a result needs something besides, which is fetched early
+  std::string shared_loop = "";      // variants of one emitter with the same may share code, see Emitter::share
+  uint32_t num_small_workers = 0;    // nonzero: so few workers suffice, and the next job may begin with another one
+  const Emitter* emitter = nullptr;  // that wrote this; emit_job says it
+};
+
+// A job to be written.
+struct JobPlace {
+  Plan& plan;
+  int phase;
+  const Job& job;
+
+  const Node& node() const { return plan.node(job.body.front()); }
+};
+
+// A variant of the kernel.
+struct Variant {
+  uint32_t number;
+  std::string name;
+  const JobCode& code;
+};
+
+// Code that several variants share, in place of a call for each.
+struct SharedCode {
+  std::vector<uint32_t> variants;  // their numbers
+  std::string declarations;        // before the kernel's
+  std::string compute;             // statements of Kernel::compute that return where the job's variant is one of these
+};
+
+class Emitter {
+ public:
+  virtual ~Emitter() = default;
+
+  // Whether jobs may have other nodes beside the one that the body begins with.
+  virtual bool takes_companions() const { return false; }
+
+  // Throws Unsupported naming the node when the job cannot be generated.
+  virtual JobCode emit(const JobPlace& place) const = 0;
+
+  // What variants of this emitter share in this kernel, if anything.
+  virtual std::optional<SharedCode> share(const std::vector<Variant>&) const { return std::nullopt; }
+};
+
+// To which emitters add themselves.
+ByTask<Emitter>& emitters();
+
+// Throws Unsupported naming the node when it cannot be generated.
+JobCode emit_job(const JobPlace& place);
+
+}  // namespace mpk::codegen

@@ -1,0 +1,38 @@
+// The source of a kernel, from the code of its variants.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "emitter.h"
+#include "table.h"
+#include "torch_mpk/codegen/cuda.h"
+
+namespace mpk::codegen {
+
+// The different jobs of a kernel. Those whose code is the same text have one number.
+class Variants {
+ public:
+  uint32_t number_of(JobCode code);
+
+  const std::vector<JobCode>& codes() const { return codes_; }
+  std::string name(size_t number) const { return codes_[number].kind + std::to_string(number); }
+
+  // What emitters have their variants share.
+  std::vector<SharedCode> shared() const;
+
+ private:
+  std::vector<JobCode> codes_;
+  std::map<std::string, uint32_t> numbers_;
+};
+
+// Where parts of the control block and of the workspace begin.
+struct Offsets {
+  int64_t events, tickets, polled;
+};
+
+std::string kernel_source(const Plan& plan, const Variants& variants, const Table& table, const Offsets& offsets,
+                          const CudaProgram& program);
+
+}  // namespace mpk::codegen

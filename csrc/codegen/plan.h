@@ -1,0 +1,50 @@
+// What is known of the whole kernel while its jobs are written, and the references their rows of the table carry.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk::codegen {
+
+struct Plan {
+  const Schedule& schedule;
+  int num_inputs = 0, num_outputs = 0, num_scalars = 0;
+  std::vector<bool> written;         // per buffer: by some node of this launch
+  std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
+
+  explicit Plan(const Schedule& schedule);
+  // Whether what a phase reads of the buffer is visible before it awaits its events.
+  bool known_before(int buffer, int phase) const;
+  bool polled(int buffer) const { return schedule.polled[buffer]; }
+  const TBGraph& graph() const { return schedule.graph; }
+  const Node& node(int id) const { return schedule.graph.nodes()[id]; }
+
+  // Whether 16-byte accesses to rows of the tensor are aligned; an input's pointer is then demanded to be, unless it is
+  // an activation, which may come from anywhere.
+  bool aligned_rows(const Tensor& t, bool is_activation);
+
+ private:
+  std::vector<std::vector<int>> phases_of_;  // per node: the phases that run it
+};
+
+// References to memory, numbered in the order of use.
+class Refs {
+ public:
+  Refs(const Plan& plan, std::vector<uint64_t>& refs) : plan_(plan), refs_(refs) {}
+  std::string pointer(const Node& node, const Tensor& t,
+                      bool writable = false);  // "job.template pointer<const float>(3)"
+  // The same of what pieces leave in the workspace.
+  std::string partials(const Pieces& pieces);
+  int add(const Node& node, const Tensor& t);
+
+ private:
+  int add_raw(uint32_t index, uint64_t offset);
+
+  const Plan& plan_;
+  std::vector<uint64_t>& refs_;
+};
+
+}  // namespace mpk::codegen

@@ -1,0 +1,207 @@
+#include "program.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "checks.h"
+#include "text.h"
+
+namespace mpk::codegen {
+namespace {
+
+std::string literal(const Instr& i) {
+  const std::string type = cuda_type(i.dtype);
+  if (i.dtype == DType::kF64) return double_literal(i.imm);
+  if (is_float(i.dtype)) return "cast<" + type + ">(" + float_literal(i.imm) + ")";
+  if (i.imm_int == std::numeric_limits<int64_t>::min()) return "static_cast<" + type + ">(-9223372036854775807LL - 1)";
+  return "static_cast<" + type + ">(" + str(i.imm_int) + "LL)";
+}
+
+const char* compute_type(DType t) { return is_reduced_float(t) ? "float" : cuda_type(t); }
+
+bool is_comparison(Op op) { return op >= Op::k_eq; }
+
+// How far from the offset an access may reach, in elements.
+int64_t reach(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  int64_t r = 0;
+  for (size_t d = 0; d < sizes.size(); d++) r += (sizes[d] > 0 ? sizes[d] - 1 : 0) * std::abs(strides[d]);
+  return r;
+}
+
+class ProgramWriter {
+ public:
+  ProgramWriter(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options)
+      : plan_(plan), refs_(refs), node_(node), options_(options), program_(*node.program) {}
+
+  ProgramCode run() {
+    const std::string coordinates = find_coordinates();
+    for (size_t n = 0; n < program_.instrs.size(); n++) {
+      const Instr& i = program_.instrs[n];
+      if (i.op == Op::kStore) {
+        store(i, n);
+        continue;
+      }
+      code_.result = value(static_cast<int>(n));
+      code_.body += "    const " + std::string(cuda_type(i.dtype)) + " " + code_.result + " = " + expression(i) + ";\n";
+    }
+    code_.body = coordinates + code_.body;
+    if (!code_.preload.empty()) code_.preload = coordinates + code_.preload;
+    return std::move(code_);
+  }
+
+ private:
+  // The statements that find a point's coordinates from its number.
+  std::string find_coordinates() {
+    std::string statements;
+    const int rank = static_cast<int>(program_.domain.size());
+    coordinate_.assign(rank, "0");
+    int last = rank;
+    if (!options_.inner.empty()) coordinate_[--last] = options_.inner;
+    int64_t step = 1;
+    int outermost = 0;
+    while (outermost < last && program_.domain[outermost] == 1) outermost++;
+    for (int d = last; d-- > 0;) {
+      if (program_.domain[d] == 1) continue;
+      const std::string name = options_.prefix + "i" + str(d);
+      std::string index = step == 1 ? options_.point : "(" + options_.point + ") / " + str(step);
+      if (d > outermost) index = "(" + index + ") % " + str(program_.domain[d]);
+      statements += "    const " + options_.index_type + " " + name + " = " + index + ";\n";
+      coordinate_[d] = name;
+      step *= program_.domain[d];
+    }
+    return statements;
+  }
+
+  std::string value(int i) const { return options_.prefix + "v" + str(i); }
+
+  // An instruction's argument number k, converted.
+  std::string argument(const Instr& i, size_t k, const std::string& as) const {
+    return "cast<" + as + ">(" + value(i.args[k]) + ")";
+  }
+
+  // Where a load or store goes, from the operand's first element; args[offset_arg], if there is one, is an offset.
+  std::string address(const Instr& i, size_t offset_arg) const {
+    std::string text;
+    const bool wide = reach(program_.domain, i.strides) > std::numeric_limits<int32_t>::max();
+    for (size_t d = 0; d < program_.domain.size(); d++) {
+      if (i.strides[d] == 0 || program_.domain[d] == 1) continue;
+      std::string term = wide ? "static_cast<int64_t>(" + coordinate_[d] + ")" : coordinate_[d];
+      if (i.strides[d] != 1) term += " * " + str(i.strides[d]);
+      text += (text.empty() ? "" : " + ") + term;
+    }
+    if (i.args.size() > offset_arg) text += (text.empty() ? "" : " + ") + value(i.args[offset_arg]);
+    return text.empty() ? std::string("0") : text;
+  }
+
+  std::string expression(const Instr& i) {
+    const std::string type = cuda_type(i.dtype);
+    switch (i.op) {
+      case Op::kConst:
+        return literal(i);
+      case Op::kIndex:
+        return "static_cast<int64_t>(" + coordinate_[i.operand] + ")";
+      case Op::kSize:
+        return "job.params->scalars[" + str(i.operand) + "]";
+      case Op::kCast:
+        return argument(i, 0, type);
+      case Op::kWhere:
+        return argument(i, 0, "bool") + " ? " + argument(i, 1, type) + " : " + argument(i, 2, type);
+      case Op::kLoad:
+        if (const LocalValue* local = find_local(i)) return "cast<" + type + ">(" + local->variable + ")";
+        return load(i);
+      default: {
+        const DType computed = is_comparison(i.op) ? program_.instrs[i.args[0]].dtype : i.dtype;
+        const std::string as = compute_type(computed);
+        std::string call = "ops::" + std::string(op_name(i.op)) + "<" + as + ">(";
+        for (size_t k = 0; k < i.args.size(); k++) call += (k ? ", " : "") + argument(i, k, as);
+        return "cast<" + type + ">(" + call + "))";
+      }
+    }
+  }
+
+  // The newest value of the job itself that a load reads; null where it reads memory.
+  const LocalValue* find_local(const Instr& i) const {
+    if (!options_.locals) return nullptr;
+    const Tensor& t = node_.operands[i.operand].tensor;
+    const LocalValue* local = nullptr;
+    for (const LocalValue& candidate : *options_.locals)
+      if (candidate.buffer == t.buffer) local = &candidate;
+    require(local == nullptr || (i.args.empty() && local->dtype == t.dtype &&
+                                 pattern(program_.domain, i.strides, t.offset) == local->where),
+            node_,
+            "operand " + node_.operands[i.operand].name +
+                " reads a result of its own job at another point; schedule it as a job of its own");
+    return local;
+  }
+
+  std::string load(const Instr& i) {
+    const Operand& operand = node_.operands[i.operand];
+    const Tensor& t = operand.tensor;
+    const std::string type = cuda_type(i.dtype), loaded = cuda_type(t.dtype);
+    const bool is_constant = plan_.graph().buffers()[t.buffer].kind == BufferKind::kInput && !plan_.written[t.buffer];
+    const std::string pointer = refs_.pointer(node_, t) + " + (" + address(i, 0) + ")";
+    const std::string load = is_constant ? "load_constant(" + pointer + ")" : "*(" + pointer + ")";
+    const std::string name = value(static_cast<int>(&i - program_.instrs.data())), field = "extra." + name;
+    if (plan_.polled(t.buffer)) {
+      require(options_.early_loads && i.args.empty(), node_,
+              "operand " + operand.name + " is polled, but not read at its own point");
+      preload("uint32_t", name, "ptx::load_relaxed_gpu(" + pointer + ")");
+      return "cast<" + type + ">(element_of<" + loaded + ">(c, " + field + ", " + pointer + "))";
+    }
+    if (options_.early_loads && i.args.empty()) {
+      const bool in_word = size_bytes(t.dtype) <= 4;
+      preload(in_word ? "uint32_t" : loaded, name, in_word ? "to_word(" + load + ")" : load);
+      return "cast<" + type + ">(" + (in_word ? "from_word<" + loaded + ">(" + field + ")" : field) + ")";
+    }
+    if (i.args.size() > 1)
+      return argument(i, 1, "bool") + " ? cast<" + type + ">(" + load + ") : cast<" + type + ">(0)";
+    return "cast<" + type + ">(" + load + ")";
+  }
+
+  void preload(const std::string& type, const std::string& name, const std::string& loaded) {
+    code_.preload_fields += "    " + type + " " + name + ";\n";
+    code_.preload += "    extra." + name + " = " + loaded + ";\n";
+  }
+
+  void store(const Instr& i, size_t number) {
+    const Tensor& t = node_.operands[i.operand].tensor;
+    const std::string stored = options_.prefix + "s" + str(static_cast<int64_t>(number));
+    code_.body += "    const " + std::string(cuda_type(t.dtype)) + " " + stored + " = " +
+                  argument(i, 0, cuda_type(t.dtype)) + ";\n";
+    if (options_.locals && i.args.size() == 1)
+      options_.locals->push_back({t.buffer, pattern(program_.domain, i.strides, t.offset), stored, t.dtype});
+    const std::vector<int>* unstored = options_.unstored;
+    if (unstored && std::find(unstored->begin(), unstored->end(), t.buffer) != unstored->end()) return;
+    std::string statement = emit_store(plan_, refs_, node_, t, address(i, 1), stored);
+    if (i.args.size() > 2) statement = "if (" + argument(i, 2, "bool") + ") " + statement;
+    code_.body += "    " + statement + "\n";
+    // A step advances a counter for each layer. Without fences the compiler fetches all their addresses at once, which
+    // take more registers than all else that the kernel does.
+    constexpr int kStoresAtOnce = 4;
+    if (++num_stores_ % kStoresAtOnce == 0) code_.body += "    ptx::compiler_fence();\n";
+  }
+
+  const Plan& plan_;
+  Refs& refs_;
+  const Node& node_;
+  const ProgramOptions& options_;
+  const Program& program_;
+  std::vector<std::string> coordinate_;  // of each dimension, an expression
+  int num_stores_ = 0;
+  ProgramCode code_;
+};
+
+}  // namespace
+
+ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options) {
+  return ProgramWriter(plan, refs, node, options).run();
+}
+
+std::string emit_store(const Plan& plan, Refs& refs, const Node& node, const Tensor& t, const std::string& index,
+                       const std::string& value) {
+  const std::string pointer = refs.pointer(node, t, true);
+  if (plan.polled(t.buffer)) return "store_element(" + pointer + " + (" + index + "), " + value + ");";
+  return pointer + "[" + index + "] = " + value + ";";
+}
+
+}  // namespace mpk::codegen

@@ -1,0 +1,50 @@
+// A tile task: its function, called for each tile of its worker.
+#include <algorithm>
+
+#include "../../schedule/staging.h"
+#include "../checks.h"
+#include "../emitter.h"
+#include "../pattern.h"
+#include "../text.h"
+#include "../tile_writer.h"
+
+namespace mpk::codegen {
+namespace {
+
+class TileJob : public Emitter {
+  JobCode emit(const JobPlace& place) const override {
+    Plan& plan = place.plan;
+    const Node& node = place.node();
+    const std::string& header = node.def->header_for(plan.schedule.target.arch);
+    require(!header.empty(), node, "it has no device code: declare its header with @task(header=...)");
+    JobCode code{"Tile", "run_tiles", "", "kTileStagedBytes<V>", "", {"torch_mpk/device/tile.cuh", header}};
+    Refs refs(plan, code.refs);
+    Dialect cuda;
+    cuda.type = cuda_type;
+    cuda.pointer = [&](const Operand& operand) { return refs.pointer(node, operand.tensor, operand.is_write); };
+    cuda.alignment = [&](const Tensor& t) -> int64_t {  // inputs may come from anywhere
+      int64_t known = 16;
+      while (t.offset * size_bytes(t.dtype) % known != 0) known /= 2;
+      const bool is_input = plan.graph().buffers()[t.buffer].kind == BufferKind::kInput;
+      return is_input ? size_bytes(t.dtype) : known;
+    };
+    const TileWriter writer(node, cuda);
+    const Operand* streamed = node.find(node.def->stream);
+    const bool through_ring =
+        streamed != nullptr && plan.aligned_rows(streamed->tensor, false) && has_short_rows(streamed->tensor);
+    if (through_ring) {
+      code.compute = "run_stream_tiles";
+      code.load = "load_tiles";
+      code.staged_bytes = "kStreamStagedBytes<V>";
+    }
+    code.body = writer.body(through_ring);
+    code.num_small_workers = std::min<uint32_t>(writer.num_tiles(), 1 << 20);
+    return code;
+  }
+};
+
+const TileJob kEmitter{};
+[[maybe_unused]] const bool kRegistered = emitters().add(Role::kTile, kEmitter);
+
+}  // namespace
+}  // namespace mpk::codegen

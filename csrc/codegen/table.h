@@ -1,0 +1,48 @@
+// The table that a kernel reads: rows for each phase (see torch_mpk/abi/table.h), then what its outputs are.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "emitter.h"
+#include "plan.h"
+
+namespace mpk::codegen {
+
+struct Table {
+  std::vector<uint8_t> bytes;
+  int64_t row_bytes = 0, outputs_offset = 0;
+  int num_rows = 0, num_output_rows = 0;
+};
+
+// Phases and their jobs are added in order.
+class TableWriter {
+ public:
+  explicit TableWriter(const Plan& plan);
+
+  void begin_phase(int phase);
+  void add_job(const Job& job, const JobCode& code, uint32_t variant);
+  Table finish();
+
+ private:
+  // A phase's part of the table, yet to be cut into rows.
+  struct PhaseJobs {
+    std::vector<uint8_t> head;  // PhaseRow and waits
+    std::vector<std::vector<uint8_t>> jobs;
+
+    size_t bytes() const;
+    size_t largest() const;
+  };
+
+  size_t choose_row_bytes() const;
+  void append_rows(Table& table, const PhaseJobs& phase) const;
+  void append_outputs(Table& table) const;
+
+  const Plan& plan_;
+  std::map<int, uint32_t> signals_;  // per phase, see Signal
+  std::vector<PhaseJobs> phases_;
+  uint32_t rotation_ = 0;  // of the phase's next job
+};
+
+}  // namespace mpk::codegen

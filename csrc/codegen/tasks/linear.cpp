@@ -1,0 +1,242 @@
+// linear: the rows of several weights one after the other, or, where pointwise tasks combine what becomes of them, side
+// by side.
+#include <algorithm>
+
+#include "../../schedule/access.h"
+#include "../chain.h"
+#include "../checks.h"
+#include "../emitter.h"
+#include "../program.h"
+#include "../text.h"
+#include "linear_loop.h"
+
+namespace mpk::codegen {
+namespace {
+
+constexpr int64_t kMaxBatch = 16;
+
+bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }
+uint32_t u32(int64_t v) { return static_cast<uint32_t>(v); }
+
+class LinearWriter {
+ public:
+  explicit LinearWriter(const JobPlace& place)
+      : plan_(place.plan),
+        place_(place),
+        job_(place.job),
+        first_(place.node()),
+        x_(first_.operand("x").tensor),
+        batch_(x_.shape[0]),
+        size_(x_.shape[1]),
+        element_(size_bytes(x_.dtype)),
+        paired_(!job_.epilogue.empty()),
+        shape_(job_.shape.value_or(whole_rows())),
+        code_{"Linear", "linear::compute", "", "linear::Shape<V>::kStagedBytes", "", {first_.def->header}},
+        refs_(plan_, code_.refs) {}
+
+  JobCode run() {
+    check_operands();
+    chain_ = find_chain(plan_, job_.prologue, first_, x_);
+    check_staging();
+    if (!job_.shape) code_.compute = "linear::compute_direct";
+    find_matrices();
+    write_stream();
+    write_sizes();
+    write_early();
+    write_results();
+    return std::move(code_);
+  }
+
+ private:
+  void check_operands() {
+    require_row_dtype(first_, x_.dtype);
+    require(batch_ >= 1 && batch_ <= kMaxBatch, first_,
+            "x has " + str(batch_) + " rows, at most " + str(kMaxBatch) + " are supported");
+    require(size_ >= 1, first_, "x has no columns");
+    for (int n : job_.body) {
+      const Node& node = plan_.node(n);
+      for (const Operand& operand : node.operands) {
+        require_dtype(node, operand, x_.dtype);
+        require_inner_stride(node, operand);
+      }
+      const Tensor& x = node.operand("x").tensor;
+      require(pattern(x) == pattern(x_) && x.buffer == x_.buffer, node, "linears of one job must have one input");
+      const Tensor& weight = node.operand("weight").tensor;
+      require(!job_.shape || plan_.aligned_rows(weight, false), node,
+              "a weight that streams is not aligned to 16 bytes");
+      rows_.push_back(weight.shape[0]);
+      require(!paired_ || rows_.back() == rows_.front(), node,
+              "linears with a common epilogue must have equally many rows");
+    }
+  }
+
+  // x is brought into shared memory, or read where it is.
+  void check_staging() {
+    require(!job_.is_staged || job_.staged_bytes > 0, first_,
+            "x of " + str(batch_) + " x " + str(size_) + " elements does not fit shared memory" +
+                (chain_.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
+    require(job_.is_staged || plan_.aligned_rows(x_, true), first_,
+            "x is too large to stage and not aligned to 16 bytes");
+  }
+
+  void find_matrices() {
+    for (size_t i = 0; i < job_.body.size(); i++) {
+      const Node& node = plan_.node(job_.body[i]);
+      const Tensor& weight = node.operand("weight").tensor;
+      const int64_t first = paired_ ? 0 : tiles_, pitch = weight.strides[0] * element_;
+      first_tile_.push_back(str(first) + "u");
+      num_rows_.push_back(str(rows_[i]) + "u");
+      tiles_ = first + (rows_[i] + shape_.tile_rows - 1) / shape_.tile_rows;
+      weights_.push_back("job.pointer<const uint8_t>(" + str(refs_.add(node, weight)) + ")");
+      pitches_.push_back("int64_t(" + str(pitch) + ")");
+      if (job_.shape) code_.matrices.push_back({u32(pitch), u32(rows_[i]), u32(first), u32(tiles_)});
+    }
+    if (paired_) first_tile_ = {"0u"}, num_rows_ = {num_rows_.front()};
+  }
+
+  // How the loader and the warps share the matrices out.
+  void write_stream() {
+    if (!job_.shape) return;
+    const TileShape& s = *job_.shape;
+    const uint32_t chunks = u32(s.chunks()), entries = u32(s.entries());
+    if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
+    code_.stream = {{u32(s.tile_rows), u32(s.parts), u32(s.chunk_parts), u32(s.row_bytes), u32(s.chunk_bytes), chunks,
+                     entries, inverse(chunks), inverse(entries), u32(s.in_flight)},
+                    job_.tickets,
+                    u32(s.run)};
+  }
+
+  void write_sizes() {
+    const ChainCode prologue = emit_chain(plan_, refs_, first_, chain_, {.phase = place_.phase});
+    code_.headers.insert(code_.headers.end(), prologue.headers.begin(), prologue.headers.end());
+    early_ = prologue.early;
+    code_.body = "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
+                 constant("kSize", size_) + constant("kSegments", static_cast<int64_t>(first_tile_.size())) +
+                 constant("kParts", shape_.parts) + constant("kTileRows", shape_.tile_rows) +
+                 constant("kChunkParts", shape_.chunk_parts) + constant("kChunkSize", shape_.chunk_bytes / element_) +
+                 "  static constexpr uint32_t kNumTiles = " + str(job_.num_tiles) + ";\n" +
+                 flag("kStaged", job_.is_staged) + flag("kRowTasks", !chain_.tasks.empty()) +
+                 flag("kClaimed", job_.assignment == Assignment::kClaimed) +
+                 flag("kSharesLoop", shape_.shares_entries) +
+                 returning("uint32_t", "first_tile(int i)", choose("i", first_tile_)) +
+                 returning("uint32_t", "num_rows(int i)", choose("i", num_rows_)) + prologue.text;
+    if (!job_.shape)
+      code_.body += returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights_)) +
+                    returning("int64_t", "weight_pitch(int i)", choose("i", pitches_));
+    code_.body += constant("kPitchX", x_.strides[0]) +
+                  returning("const T*", "x(const Job& job)", job_.is_staged ? "nullptr" : refs_.pointer(first_, x_));
+  }
+
+  // Whether what chains and extras fetch first is known before the phase's events.
+  void write_early() {
+    const auto made_here = [&](int buffer) {
+      const auto makes = [&](int n) { return writes(plan_.node(n), buffer); };
+      return std::any_of(job_.body.begin(), job_.body.end(), makes) ||
+             std::any_of(job_.epilogue.begin(), job_.epilogue.end(), makes);
+    };
+    for (const std::vector<int>* nodes : {&job_.body, &job_.epilogue})
+      for (int n : *nodes)
+        for (const Operand& operand : plan_.node(n).operands) {
+          const int b = operand.tensor.buffer;
+          if (!operand.is_write && operand.name != "x" && !made_here(b))
+            early_ &= plan_.polled(b) || plan_.known_before(b, place_.phase);
+        }
+    code_.body += flag("kEarly", early_);
+  }
+
+  TileShape whole_rows() const {
+    TileShape shape;
+    if (paired_) shape.parts = static_cast<int64_t>(job_.body.size());
+    shape.row_bytes = shape.chunk_bytes = size_ * element_;
+    return shape;
+  }
+
+  // What becomes of a value: bias, rounding, the linear's own result, the epilogue.
+  void write_results() {
+    for (size_t i = 0; i < job_.body.size(); i++) write_result(plan_.node(job_.body[i]), str(static_cast<int64_t>(i)));
+    if (paired_) write_epilogue();
+    code_.has_extra = !fields_.empty();
+    code_.body += flag("kHasExtra", code_.has_extra) + "  struct Extra {\n" + fields_ + "  };\n" +
+                  function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
+                           "    Extra extra{};\n" + preload_ + "    return extra;\n") +
+                  "  template <class C>\n" +
+                  function("void",
+                           "finish(C& c, const Job& job, int segment, int r, uint32_t n, const float "
+                           "(&results)[kParts], const Extra& extra)",
+                           finish_);
+  }
+
+  void write_result(const Node& node, const std::string& number) {
+    const Tensor& y = node.operands.back().tensor;
+    const bool is_segment = !paired_ && job_.body.size() > 1;
+    std::string value = "results[" + (paired_ ? number : "0") + "]", store;
+    if (const Operand* bias = node.find("bias")) {
+      const std::string field = paired_ ? "bias" + number : "bias0";
+      if (fields_.find(" " + field + ";") == std::string::npos) fields_ += "    uint32_t " + field + ";\n";
+      const std::string load = "extra." + field + " = to_word(" + refs_.pointer(node, bias->tensor) + "[n]);\n";
+      preload_ += "    " + (paired_ ? load : "if (segment == " + number + ") " + load);
+      value += " + to_float(from_word<T>(extra." + field + "))";
+    }
+    const std::string name = "y" + number;
+    if (!contains(job_.unstored, y.buffer))
+      store = "    " + emit_store(plan_, refs_, node, y, "int64_t(r) * " + str(y.strides[0]) + " + n", name) + "\n";
+    const std::string statements = "    const T " + name + " = cast<T>(" + value + ");\n" + store;
+    finish_ += is_segment ? "    if (segment == " + number + ") {\n" + statements + "    }\n" : statements;
+    if (paired_) locals_.push_back({y.buffer, pattern(y), name, x_.dtype});
+  }
+
+  void write_epilogue() {
+    const int64_t points = batch_ * rows_.front();
+    require(points < (int64_t(1) << 31), first_, "more than 2^31 results");
+    const std::string point = "    const int32_t point = r * " + str(rows_.front()) + " + n;\n";
+    finish_ += point;
+    std::string preload;
+    for (size_t i = 0; i < job_.epilogue.size(); i++) {
+      const Node& node = plan_.node(job_.epilogue[i]);
+      require(node.program && node.program->num_points() == points, node,
+              "an epilogue of " + str(points) + " results must have as many points");
+      const ProgramCode program = emit_program(plan_, refs_, node,
+                                               {.prefix = "e" + str(static_cast<int64_t>(i)) + "_",
+                                                .point = "point",
+                                                .early_loads = true,
+                                                .locals = &locals_,
+                                                .unstored = &job_.unstored});
+      fields_ += program.preload_fields;
+      preload += program.preload;
+      finish_ += program.body;
+    }
+    if (!preload.empty()) preload_ += point + preload;
+  }
+
+  Plan& plan_;
+  const JobPlace& place_;
+  const Job& job_;
+  const Node& first_;
+  const Tensor& x_;
+  const int64_t batch_, size_, element_;
+  const bool paired_;      // side by side
+  const TileShape shape_;  // of rows that do not come through the ring: one a tile
+  JobCode code_;
+  Refs refs_;
+  Chain chain_{};
+  bool early_ = false;
+  std::vector<int64_t> rows_;  // of each weight
+  int64_t tiles_ = 0;
+  std::vector<std::string> first_tile_, num_rows_, weights_, pitches_;  // of each weight, expressions
+  std::string fields_, preload_, finish_;                               // of Extra, and the bodies of these functions
+  std::vector<LocalValue> locals_;
+};
+
+class LinearJob : public Emitter {
+  bool takes_companions() const override { return true; }
+  JobCode emit(const JobPlace& place) const override { return LinearWriter(place).run(); }
+  std::optional<SharedCode> share(const std::vector<Variant>& variants) const override {
+    return share_tile_loop(variants);
+  }
+};
+
+const LinearJob kEmitter{};
+[[maybe_unused]] const bool kRegistered = emitters().add("linear", kEmitter);
+
+}  // namespace
+}  // namespace mpk::codegen

@@ -1,0 +1,27 @@
+// The pieces that generated code is put together from.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/dtype.h"
+
+namespace mpk::codegen {
+
+std::string str(int64_t v);
+std::string float_literal(double v);
+std::string double_literal(double v);
+inline const char* cuda_type(DType t) { return info(t).cuda_type; }
+inline const char* truth(bool v) { return v ? "true" : "false"; }
+
+// Members of a variant.
+std::string constant(const std::string& name, int64_t v);
+std::string flag(const std::string& name, bool v);
+std::string function(const std::string& result, const std::string& signature, const std::string& body);
+std::string returning(const std::string& result, const std::string& signature, const std::string& value);
+
+// An expression that gives values[i], where i is an expression in range.
+std::string choose(const std::string& i, const std::vector<std::string>& values);
+
+}  // namespace mpk::codegen

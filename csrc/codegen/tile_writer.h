@@ -1,0 +1,41 @@
+// Tile tasks: what a task's function is told of a node at compile time, and where a tile's slices begin, for any
+// device.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "torch_mpk/graph/tiling.h"
+
+namespace mpk::codegen {
+
+// What differs between devices: how a type is called, where an operand is, and what its address is a multiple of.
+struct Dialect {
+  std::function<std::string(DType)> type;
+  std::function<std::string(const Operand&)> pointer;
+  std::function<int64_t(const Tensor&)> alignment;
+};
+
+class TileWriter {
+ public:
+  TileWriter(const Node& node, Dialect dialect) : node_(node), dialect_(std::move(dialect)), tiling_(tiling(node)) {}
+
+  // Of the struct that the task's function gets. `through_ring`: the streamed operand is.
+  std::string body(bool through_ring = false) const;
+  uint32_t num_tiles() const { return static_cast<uint32_t>(tiling_.num_tiles()); }
+
+ private:
+  const TiledDim* dim_of(const OperandSpec& spec, const Tensor& t, size_t d) const;
+  std::string traits(const OperandSpec& spec, const Operand* operand) const;
+  int64_t alignment(const OperandSpec& spec, const Tensor& t) const;
+  int64_t slice_bytes(const OperandSpec& spec, const Tensor& t) const;
+  std::string argument(const OperandSpec& spec, const Operand* operand) const;
+  std::string stream_members(const OperandSpec& spec, const Operand& operand) const;
+  std::string tile() const;
+
+  const Node& node_;
+  const Dialect dialect_;
+  const Tiling tiling_;
+};
+
+}  // namespace mpk::codegen

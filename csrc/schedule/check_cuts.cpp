@@ -1,0 +1,125 @@
+#include <algorithm>
+
+#include "proof.h"
+#include "staging.h"
+
+namespace mpk {
+namespace {
+
+std::string str(int64_t v) { return std::to_string(v); }
+
+class CutProof {
+ public:
+  CutProof(const Schedule& schedule, const Job& job)
+      : s_(schedule), job_(job), first_(schedule.graph.nodes()[job.body.front()]) {}
+
+  void run() const {
+    check_staging();
+    if (job_.shape) {
+      check_sizes(*job_.shape);
+      check_entries(*job_.shape);
+      for (int n : job_.body) check_matrix(*job_.shape, n);
+      check_coverage(*job_.shape);
+    }
+    check_tickets();
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& what) const { unsound(name_node(s_, first_.id) + ": " + what); }
+  void require(bool holds, const std::string& what) const {
+    if (!holds) fail(what);
+  }
+
+  const Tensor& matrix(int n) const { return s_.graph.nodes()[n].operand(first_.def->tiled_by).tensor; }
+
+  // What is polled, or made by row tasks in front, is nowhere but in shared memory; and that leaves the ring room.
+  void check_staging() const {
+    for (const OperandSpec& spec : first_.def->operands) {
+      const Operand* operand = spec.is_whole ? first_.find(spec.name) : nullptr;
+      if (operand == nullptr || s_.warps.consumers == 0) continue;
+      const int b = operand->tensor.buffer;
+      require(job_.is_staged || (job_.prologue.empty() && !s_.polled[b]),
+              "it reads " + name_buffer(s_, b) + " where it is, but that is polled, or made in shared memory");
+      const int64_t bytes = operand->tensor.numel() * size_bytes(operand->tensor.dtype);
+      require(!job_.is_staged || !job_.shape || job_.staged_bytes >= bytes,
+              "it stages " + str(bytes) + " bytes in " + str(job_.staged_bytes));
+    }
+  }
+
+  void check_sizes(const TileShape& s) const {
+    const bool is_positive = std::min({s.tile_rows, s.parts, s.chunk_parts, s.row_bytes, s.chunk_bytes, s.run,
+                                       s.in_flight, job_.num_tiles + 1}) > 0;
+    require(is_positive, "a size of its tiles is not positive");
+    require(s.row_bytes % kAccessBytes == 0 && s.chunk_bytes % kAccessBytes == 0 && s.chunk_bytes <= s.row_bytes,
+            "chunks of " + str(s.chunk_bytes) + " bytes of rows of " + str(s.row_bytes) +
+                " cannot be copied 16 bytes at a time");
+    const int64_t parts = job_.epilogue.empty() ? 1 : static_cast<int64_t>(job_.body.size());
+    require(s.parts == parts && parts % s.chunk_parts == 0, str(parts) + " parts are combined, but a tile has " +
+                                                                str(s.parts) + ", " + str(s.chunk_parts) +
+                                                                " to an entry");
+  }
+
+  void check_entries(const TileShape& s) const {
+    require(s.entry_bytes() <= s_.warps.slot_bytes,
+            "an entry of " + str(s.entry_bytes()) + " bytes exceeds a slot of " + str(s_.warps.slot_bytes));
+    require(s.entries() % s.run == 0,
+            "runs of " + str(s.run) + " do not make a tile of " + str(s.entries()) + " entries");
+    require(!s.shares_entries || s.run == s.entries() || meets_in_shared_memory(s),
+            "the sums of a tile of " + str(s.entries()) + " entries, in runs of " + str(s.run) +
+                ", may be overwritten before they meet");
+  }
+
+  void check_matrix(const TileShape& s, int n) const {
+    const Tensor& t = matrix(n);
+    require(t.shape.back() * size_bytes(t.dtype) == s.row_bytes,
+            "rows of " + str(s.row_bytes) + " bytes are not those of " + name_buffer(s_, t.buffer));
+    require(can_be_streamed(t), "rows of " + name_buffer(s_, t.buffer) + " are not aligned for the loader");
+  }
+
+  // Every row of every matrix is in one tile.
+  void check_coverage(const TileShape& s) const {
+    int64_t tiles = 0;
+    for (int n : job_.body) {
+      const int64_t rows = matrix(n).shape[0];
+      require(s.parts == 1 || rows == matrix(first_.id).shape[0], "parts of a tile have different numbers of rows");
+      if (s.parts == 1 || n == first_.id) tiles += (rows + s.tile_rows - 1) / s.tile_rows;
+    }
+    require(job_.num_tiles == tiles, str(job_.num_tiles) + " tiles of " + str(s.tile_rows) +
+                                         " rows do not cover its matrices, " + str(tiles) + " do");
+  }
+
+  void check_tickets() const {
+    const Tickets& t = job_.tickets;
+    if (job_.assignment == Assignment::kStatic) {
+      require(t.size == 0 && t.own == 0 && t.drawn == 0, "tiles are dealt out beforehand, but there are tickets");
+      return;
+    }
+    require(job_.shape.has_value() && t.size > 0, "its tiles are drawn, but there are no tickets");
+    require(job_.shape->run == 1 || !job_.shape->shares_entries, "tiles are drawn whose runs are dealt out beforehand");
+    const int64_t tickets = int64_t(t.own) * s_.target.num_workers + t.drawn;
+    require(tickets == (job_.num_tiles + t.size - 1) / t.size,
+            str(tickets) + " tickets of " + str(t.size) + " are not those of " + str(job_.num_tiles) + " tiles");
+  }
+
+  const Schedule& s_;
+  const Job& job_;
+  const Node& first_;
+};
+
+}  // namespace
+
+void check_cuts(const Schedule& schedule) {
+  for (size_t p = 0; p < schedule.phases.size(); p++) {
+    int num_streams = 0;
+    bool draws = false;
+    for (const Job& job : schedule.phases[p].jobs) {
+      CutProof(schedule, job).run();
+      num_streams += schedule.graph.nodes()[job.body.front()].def->streams();
+      draws |= job.assignment == Assignment::kClaimed;
+    }
+    if (draws && num_streams > 1)
+      unsound("phase " + std::to_string(p) + " streams several jobs, so none of them can draw tiles from its counter");
+  }
+}
+
+}  // namespace mpk

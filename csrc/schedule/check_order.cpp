@@ -1,0 +1,185 @@
+#include <algorithm>
+#include <map>
+
+#include "access.h"
+#include "proof.h"
+
+namespace mpk {
+namespace {
+
+enum class Part : uint8_t { kPrologue, kBody, kEpilogue };
+
+struct Place {
+  int phase, job;
+  Part part;
+  int position;  // within its part
+
+  bool same_job(const Place& other) const { return phase == other.phase && job == other.job; }
+};
+
+class OrderProof {
+ public:
+  explicit OrderProof(const Schedule& schedule)
+      : s_(schedule), num_phases_(static_cast<int>(schedule.phases.size())), order_(schedule) {}
+
+  void run() {
+    if (s_.polled.size() != s_.graph.buffers().size()) fail("it does not say of every buffer whether it is polled");
+    check_end();
+    place_nodes();
+    check_makers();
+    for (const Dependency& edge : s_.graph.dependencies()) check_dependency(edge);
+    check_workspace();
+    check_loader_waits();
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& what) const { unsound(what); }
+  std::string name(int n) const { return name_node(s_, n); }
+  std::string name_buffer(int b) const { return mpk::name_buffer(s_, b); }
+
+  void check_end() const {
+    if (num_phases_ > 1 && !order_.happens_before(num_phases_ - 2, num_phases_ - 1))
+      fail("the last phase, which advances counters, does not wait for the one before it");
+  }
+
+  void place_nodes() {
+    const int num_nodes = static_cast<int>(s_.graph.nodes().size());
+    places_.resize(num_nodes);
+    for (int p = 0; p < num_phases_; p++)
+      for (size_t j = 0; j < s_.phases[p].jobs.size(); j++) {
+        const Job& job = s_.phases[p].jobs[j];
+        if (job.body.empty()) fail("phase " + std::to_string(p) + " has a job without a body");
+        const std::pair<Part, const std::vector<int>*> parts[] = {
+            {Part::kPrologue, &job.prologue}, {Part::kBody, &job.body}, {Part::kEpilogue, &job.epilogue}};
+        for (const auto& [part, list] : parts)
+          for (size_t i = 0; i < list->size(); i++) {
+            const int n = (*list)[i];
+            if (n < 0 || n >= num_nodes)
+              fail("phase " + std::to_string(p) + " runs node " + std::to_string(n) + ", which does not exist");
+            places_[n].push_back({p, static_cast<int>(j), part, static_cast<int>(i)});
+            const Role role = s_.graph.nodes()[n].def->role;
+            if (part == Part::kPrologue && role != Role::kRow)
+              fail(name(n) + " is no row task, but stands in a prologue");
+            if (part == Part::kEpilogue && role != Role::kPointwise)
+              fail(name(n) + " is not pointwise, but stands in an epilogue");
+          }
+      }
+    for (int n = 0; n < num_nodes; n++) {
+      if (places_[n].empty()) fail(name(n) + " is never run");
+      bool recomputed = true;
+      for (const Place& place : places_[n]) recomputed &= place.part == Part::kPrologue;
+      if (places_[n].size() > 1 && !recomputed)
+        fail(name(n) + " is run " + std::to_string(places_[n].size()) + " times");
+    }
+  }
+
+  // Readers of a polled buffer take what has come for the result.
+  void check_makers() const {
+    std::vector<int> maker(s_.polled.size(), -1);
+    for (size_t n = 0; n < s_.graph.nodes().size(); n++)
+      for (const Operand* made : outputs(s_.graph.nodes()[n])) {
+        const int b = made->tensor.buffer;
+        if (s_.polled[b] && maker[b] >= 0 && maker[b] != static_cast<int>(n))
+          fail(name_buffer(b) + " is polled, but " + name(maker[b]) + " and " + name(static_cast<int>(n)) +
+               " write it");
+        maker[b] = static_cast<int>(n);
+      }
+  }
+
+  const Job& job_at(const Place& place) const { return s_.phases[place.phase].jobs[place.job]; }
+  bool unstored(const Place& place, int buffer) const {
+    const std::vector<int>& list = job_at(place).unstored;
+    return std::find(list.begin(), list.end(), buffer) != list.end();
+  }
+  bool happens_before(const Place& a, const Place& b) const { return order_.happens_before(a.phase, b.phase); }
+
+  void check_dependency(const Dependency& edge) const {
+    const std::string what = name(edge.to) + " and " + name(edge.from) + ", on " + name_buffer(edge.buffer) + ": ";
+    for (const Place& to : places_[edge.to]) {
+      if (edge.hazard == Hazard::kReadAfterWrite) {
+        bool satisfied = false;
+        for (const Place& from : places_[edge.from])
+          satisfied |= from.same_job(to)
+                           ? passes_inside(edge, from, to)
+                           : !unstored(from, edge.buffer) && (happens_before(from, to) || announced(edge, from, to));
+        if (!satisfied) fail(what + "no write happens before the read");
+      } else {
+        // Every earlier access, wherever it is repeated, must be over before the write.
+        for (const Place& from : places_[edge.from])
+          if (!happens_before(from, to)) fail(what + "the later write may overtake the earlier access");
+      }
+    }
+  }
+
+  // Readers of a polled buffer wait for its elements, in a later phase: then the writer cannot depend on them.
+  bool announced(const Dependency& edge, const Place& from, const Place& to) const {
+    return s_.polled[edge.buffer] && from.phase < to.phase;
+  }
+
+  // Inside a job values pass from prologue to body through shared memory, and from body to epilogue point by point.
+  bool passes_inside(const Dependency& edge, const Place& from, const Place& to) const {
+    if (from.part == Part::kPrologue) {
+      if (to.part == Part::kEpilogue) return false;
+      return to.part == Part::kBody || from.position < to.position;
+    }
+    if (to.part != Part::kEpilogue) return false;
+    if (from.part == Part::kEpilogue && from.position >= to.position) return false;
+    return reads_at_same_point(s_.graph.nodes()[edge.to], s_.graph.nodes()[edge.from]);
+  }
+
+  void check_workspace() const {
+    const std::vector<Lifetime> lifetimes = buffer_lifetimes(s_);
+    if (s_.workspace_offsets.size() != lifetimes.size())
+      fail("it places " + std::to_string(s_.workspace_offsets.size()) + " of " + std::to_string(lifetimes.size()) +
+           " buffers");
+    for (size_t a = 0; a < lifetimes.size(); a++) {
+      if (!lifetimes[a].used()) continue;
+      const int64_t begin = s_.workspace_offsets[a], end = begin + s_.graph.buffers()[a].bytes;
+      if (begin < 0 || end > (s_.polled[a] ? s_.polled_bytes : s_.workspace_bytes))
+        fail(name_buffer(a) + " lies outside the workspace");
+      for (size_t b = 0; b < a; b++) {
+        if (!lifetimes[b].used() || s_.polled[a] != s_.polled[b]) continue;
+        const int64_t other = s_.workspace_offsets[b];
+        if (begin >= other + s_.graph.buffers()[b].bytes || other >= end) continue;
+        if (s_.polled[a])
+          fail(name_buffer(a) + " and " + name_buffer(b) + " share workspace, but are polled: an element comes once");
+        if (!order_.follow_each_other(lifetimes[a], lifetimes[b]))
+          fail(name_buffer(a) + " and " + name_buffer(b) + " share workspace while both are needed");
+      }
+    }
+  }
+
+  // The loader runs ahead of its phase: what it reads must have been written before the launch, or behind a wait.
+  void check_loader_waits() const {
+    for (const Dependency& edge : s_.graph.dependencies()) {
+      if (edge.hazard == Hazard::kWriteAfterRead) continue;
+      const Node& reader = s_.graph.nodes()[edge.to];
+      if (!reader.def->streams()) continue;
+      for (const Place& to : places_[edge.to]) {
+        const std::vector<int>& waits = job_at(to).loader_waits;
+        for (const Operand& operand : reader.operands) {
+          if (operand.tensor.buffer != edge.buffer || !loader_reads(reader, operand)) continue;
+          for (const Place& from : places_[edge.from]) {
+            const bool ordered = std::any_of(waits.begin(), waits.end(), [&](int w) {
+              return w == from.phase || (w >= 0 && w < num_phases_ && order_.happens_before(from.phase, w));
+            });
+            if (!ordered)
+              fail("the loader of " + name(edge.to) + " may read " + name_buffer(edge.buffer) + " before " +
+                   name(edge.from) + " writes it");
+          }
+        }
+      }
+    }
+  }
+
+  const Schedule& s_;
+  const int num_phases_;
+  const Order order_;
+  std::vector<std::vector<Place>> places_;
+};
+
+}  // namespace
+
+void check_order(const Schedule& schedule) { OrderProof(schedule).run(); }
+
+}  // namespace mpk

@@ -1,0 +1,73 @@
+#include <algorithm>
+
+#include "proof.h"
+#include "torch_mpk/abi/sizes.h"
+
+namespace mpk {
+namespace {
+
+// Bytes of the workspace, and the phases in which somebody needs what stands there.
+struct Use {
+  std::string what;
+  int64_t begin, end;
+  Lifetime lifetime;
+};
+
+std::vector<Use> uses_of_buffers(const Schedule& s) {
+  std::vector<Use> uses;
+  const std::vector<Lifetime> lifetimes = buffer_lifetimes(s);
+  for (size_t b = 0; b < lifetimes.size(); b++) {
+    if (!lifetimes[b].used() || s.polled[b]) continue;
+    const int64_t begin = s.workspace_offsets[b];
+    uses.push_back({name_buffer(s, static_cast<int>(b)), begin, begin + s.graph.buffers()[b].bytes, lifetimes[b]});
+  }
+  return uses;
+}
+
+// Every row of the job's results has its pieces, and every piece a worker and a place.
+void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
+  const Node& node = s.graph.nodes()[job.body.front()];
+  const Tensor& y = output(node).tensor;
+  const auto require = [&](bool holds, const std::string& what) {
+    if (!holds) unsound(name_node(s, node.id) + ": " + what);
+  };
+  const bool is_positive = std::min({pieces.count, pieces.results, pieces.few_results, pieces.result_bytes}) > 0;
+  require(is_positive && pieces.of_row >= 0, "a size of its pieces is not positive");
+  require(pieces.offset % kAccessBytes == 0 && pieces.result_bytes % kAccessBytes == 0,
+          "results of pieces are not aligned to 16 bytes");
+  const int64_t workers = s.target.num_workers;
+  const std::string count = std::to_string(pieces.count) + " pieces";
+  if (pieces.of_row > 0) {  // a worker has one
+    const int64_t rows = node.program ? node.program->num_points() / node.program->domain.back() : y.numel();
+    require(pieces.count == rows * pieces.of_row, count + ", " + std::to_string(pieces.of_row) + " of a row, are not " +
+                                                      "those of " + std::to_string(rows) + " rows");
+    require(pieces.count <= workers, count + " are more than " + std::to_string(workers) + " workers");
+    return;
+  }
+  const int64_t rows = y.numel() / std::max<int64_t>(y.shape.back(), 1), units = rows / pieces.results;
+  require(rows % pieces.results == 0 && pieces.results % pieces.few_results == 0,
+          "pieces of " + std::to_string(pieces.results) + " results do not make " + std::to_string(rows));
+  require(pieces.count >= (units + workers - 1) / workers * workers,
+          count + " are fewer than lengths at run time may give");
+}
+
+}  // namespace
+
+void check_pieces(const Schedule& s) {
+  const Order order(s);
+  std::vector<Use> uses = uses_of_buffers(s);
+  for (int p = 0; p < static_cast<int>(s.phases.size()); p++)
+    for (const Job& job : s.phases[p].jobs) {
+      if (!job.pieces) continue;
+      check_counts(s, job, *job.pieces);
+      const std::string what = "the pieces of " + name_node(s, job.body.front());
+      const Use use{what, job.pieces->offset, job.pieces->offset + job.pieces->bytes(), {p, last_concurrent(s, p)}};
+      if (use.begin < 0 || use.end > s.workspace_bytes) unsound(what + " lie outside the workspace");
+      for (const Use& other : uses)
+        if (use.begin < other.end && other.begin < use.end && !order.follow_each_other(use.lifetime, other.lifetime))
+          unsound(what + " and " + other.what + " share workspace while both are needed");
+      uses.push_back(use);
+    }
+}
+
+}  // namespace mpk

@@ -1,0 +1,86 @@
+#include "draft.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "../graph/json.h"
+#include "access.h"
+#include "schedule_json.h"
+
+namespace mpk {
+
+Draft::Draft(const TBGraph& graph, const Target& target)
+    : schedule{graph, target, {}, {}, 0, 0, std::vector<bool>(graph.buffers().size(), false), {}},
+      edges(graph.dependencies()),
+      in(graph.nodes().size()),
+      out(graph.nodes().size()),
+      job_of(graph.nodes().size(), -1),
+      is_prologue(graph.nodes().size(), false) {
+  for (const Dependency& edge : edges) {
+    in[edge.to].push_back(&edge);
+    out[edge.from].push_back(&edge);
+  }
+}
+
+int Draft::new_job(std::vector<int> body) {
+  for (int n : body) job_of[n] = static_cast<int>(jobs.size());
+  Job& job = jobs.emplace_back();
+  job.body = std::move(body);
+  return static_cast<int>(jobs.size()) - 1;
+}
+
+std::vector<int> Draft::stored_nodes(int job) const {
+  std::vector<int> nodes = jobs[job].body;
+  nodes.insert(nodes.end(), jobs[job].epilogue.begin(), jobs[job].epilogue.end());
+  return nodes;
+}
+
+bool Draft::have_same_input(const std::vector<int>& nodes) const {
+  const Node& first = node(nodes.front());
+  const std::string& common = first.def->joined_by;
+  return std::all_of(nodes.begin(), nodes.end(), [&](int n) {
+    return node(n).def == first.def && same_view(node(n).operand(common).tensor, first.operand(common).tensor);
+  });
+}
+
+bool Draft::reaches(int from, int to, const std::vector<int>& set) const {
+  std::vector<int> stack;
+  std::vector<bool> seen(num_nodes());
+  for (const Dependency* edge : out[from])
+    if (std::find(set.begin(), set.end(), edge->to) == set.end()) stack.push_back(edge->to);
+  while (!stack.empty()) {
+    const int n = stack.back();
+    stack.pop_back();
+    if (n == to) return true;
+    if (seen[n]) continue;
+    seen[n] = true;
+    // Nodes of one job start and end together, so a path may continue from any of them.
+    const auto visit = [&](int m) {
+      for (const Dependency* edge : out[m]) stack.push_back(edge->to);
+    };
+    visit(n);
+    if (job_of[n] >= 0)
+      for (int m : stored_nodes(job_of[n])) visit(m);
+  }
+  return false;
+}
+
+bool Draft::contractible(const std::vector<int>& nodes) const {
+  for (int a : nodes)
+    for (int b : nodes)
+      if (a < b && reaches(a, b, nodes)) return false;
+  return true;
+}
+
+std::string Draft::to_json() const {
+  std::vector<int> recomputed;
+  for (int n = 0; n < num_nodes(); n++)
+    if (is_prologue[n]) recomputed.push_back(n);
+  return "{\"jobs\": " +
+         json::array(
+             jobs, [&](const Job& job) { return job_json(graph(), job); }, ",\n  ") +
+         ",\n\"recomputed\": " + json::numbers(recomputed) + ",\n\"levels\": " + json::numbers(levels) +
+         ",\n\"schedule\": " + schedule.to_json() + "}\n";
+}
+
+}  // namespace mpk

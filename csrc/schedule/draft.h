@@ -1,0 +1,49 @@
+// A schedule in the making: what the passes (passes.h) read and change, one after the other.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk {
+
+struct Draft {
+  Draft(const TBGraph& graph, const Target& target);
+  Draft(const Draft&) = delete;  // `in` and `out` point into `edges`
+  Draft(Draft&&) = default;
+
+  Schedule schedule;              // its phases from pass `phases` on
+  std::vector<Dependency> edges;  // of the graph, and the same by the node they end at, or begin at:
+  std::vector<std::vector<const Dependency*>> in, out;
+  std::vector<Job> jobs;          // until they stand in phases; one without a body has gone into another
+  std::vector<int> job_of;        // per node: the job whose body or epilogue it is in; -1: none
+  std::vector<bool> is_prologue;  // per node: recomputed by whoever reads it
+  std::vector<int> levels;        // per job: the phase it runs in
+
+  const TBGraph& graph() const { return schedule.graph; }
+  const Target& target() const { return schedule.target; }
+  int num_nodes() const { return static_cast<int>(schedule.graph.nodes().size()); }
+  const Node& node(int n) const { return schedule.graph.nodes()[n]; }
+  bool is_workspace(int buffer) const { return graph().buffers()[buffer].kind == BufferKind::kWorkspace; }
+  // Whether nodes like this one share jobs, and take epilogues.
+  bool joins(int n) const { return !node(n).def->joined_by.empty(); }
+  // The phase that stores a node's results; -1: they are recomputed.
+  int phase_of(int n) const { return job_of[n] < 0 ? -1 : levels[job_of[n]]; }
+
+  int new_job(std::vector<int> body);
+  // The nodes of a job's body and epilogue.
+  std::vector<int> stored_nodes(int job) const;
+  // Whether nodes that join are of one task and have its common operand in common.
+  bool have_same_input(const std::vector<int>& nodes) const;
+  // Whether making one job of these nodes creates no cycle with the rest of the graph.
+  bool contractible(const std::vector<int>& nodes) const;
+
+  std::string to_json() const;
+
+ private:
+  // Whether `from` reaches `to` through at least one node outside the set both belong to.
+  bool reaches(int from, int to, const std::vector<int>& set) const;
+};
+
+}  // namespace mpk

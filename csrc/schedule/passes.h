@@ -1,0 +1,60 @@
+// The passes that make a schedule, in order. Each is a file of its name in passes/, and does one thing to the draft.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "draft.h"
+
+namespace mpk {
+
+// Pointwise nodes become the epilogues of the nodes whose results they read at the point they write.
+void fuse_epilogues(Draft& draft);
+// The remaining nodes of one input become one job: their rows form one space.
+void group_nodes(Draft& draft);
+// Row tasks read only by stream tasks, as the operand those stage in shared memory, are recomputed by each reader.
+void find_prologues(Draft& draft);
+// What is neither in a job nor recomputed becomes a job of its own.
+void make_single_jobs(Draft& draft);
+// Jobs get the row tasks that they recompute.
+void attach_prologues(Draft& draft);
+// A job's level is the length of the longest chain of jobs before it.
+void assign_levels(Draft& draft);
+// The jobs of a level become a phase, which waits for the one before it.
+void build_phases(Draft& draft);
+// How many tiles a job has, unless its task cuts it otherwise.
+void count_tiles(Draft& draft);
+// Buffers that exist only inside a job are not written to memory.
+void find_unstored(Draft& draft);
+// The loader waits for what the launch computes before it loads that.
+void find_loader_waits(Draft& draft);
+// Which vectors are polled, and which phases therefore wait for no event.
+void choose_handover(Draft& draft);
+// Where intermediates live.
+void place_workspace(Draft& draft);
+// The warps of a CTA and their ring.
+void lay_out_warps(Draft& draft);
+// Which jobs bring their whole input to shared memory.
+void choose_staging(Draft& draft);
+// Tasks cut their jobs, see Planner.
+void cut_jobs(Draft& draft);
+// Where the results of pieces meet.
+void place_pieces(Draft& draft);
+// Which tiles workers draw at run time.
+void deal_tiles(Draft& draft);
+
+// Buffers, and what pieces leave, begin at multiples of this in the workspace.
+inline constexpr int64_t kWorkspaceAlignment = 256;
+
+struct Pass {
+  const char* name;
+  void (*run)(Draft&);
+  bool (*applies)(const Target&);
+};
+
+const std::vector<Pass>& passes();
+
+// Runs the passes that apply to the target, up to and including the one named, or all.
+Draft make_draft(const TBGraph& graph, const Target& target, const std::string& last_pass = "");
+
+}  // namespace mpk

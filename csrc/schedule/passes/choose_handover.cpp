@@ -1,0 +1,95 @@
+#include <algorithm>
+
+#include "../access.h"
+#include "../passes.h"
+
+namespace mpk {
+namespace {
+
+// Polls of long vectors delay each other; beyond this the event is cheaper.
+constexpr int64_t kMaxPolledElements = 16384;
+
+// Whether whoever stores the node's result can mark each element as it comes.
+bool can_be_marked(const Draft& draft, int n, const Tensor& made) {
+  const int maker = draft.job_of[n] < 0 ? n : draft.jobs[draft.job_of[n]].body.front();
+  const int64_t bytes = made.numel() * size_bytes(made.dtype);
+  return draft.node(maker).def->hands_over && draft.is_workspace(made.buffer) && is_float(made.dtype) &&
+         size_bytes(made.dtype) == 2 && made.numel() <= kMaxPolledElements && made.is_contiguous() &&
+         bytes == draft.graph().buffers()[made.buffer].bytes;
+}
+
+// Whether the reader of a result can poll its elements.
+bool can_poll(const Draft& draft, const Node& reader, const Operand& made) {
+  const int buffer = made.tensor.buffer;
+  if (writes(reader, buffer)) return false;
+  const auto& operands = reader.operands;
+  switch (reader.def->role) {
+    case Role::kRow:
+      return draft.is_prologue[reader.id] && operands.front().tensor.buffer == buffer &&
+             std::none_of(operands.begin() + 1, operands.end(),
+                          [&](const Operand& operand) { return operand.tensor.buffer == buffer; });
+    case Role::kStream:
+      return std::all_of(operands.begin(), operands.end(), [&](const Operand& operand) {
+        return operand.tensor.buffer != buffer || reader.def->find(operand.name)->is_staged;
+      });
+    default:
+      return !draft.jobs[draft.job_of[reader.id]].epilogue.empty() && reads_at_same_point(reader, made);
+  }
+}
+
+bool travels_polled(const Draft& draft, int n, const Operand& made) {
+  const int buffer = made.tensor.buffer;
+  if (!can_be_marked(draft, n, made.tensor)) return false;
+  // An element that has come stays as it is.
+  for (const Dependency* edge : draft.in[n])
+    if (edge->buffer == buffer) return false;
+  return std::all_of(draft.out[n].begin(), draft.out[n].end(), [&](const Dependency* edge) {
+    return edge->buffer != buffer ||
+           (edge->hazard == Hazard::kReadAfterWrite && can_poll(draft, draft.node(edge->to), made));
+  });
+}
+
+// Per phase: the newest one whose results it needs and does not poll; -1: none.
+std::vector<int> newest_awaited(const Draft& draft) {
+  struct Place {
+    int phase;
+    const Job* job;
+  };
+  const std::vector<Phase>& phases = draft.schedule.phases;
+  std::vector<std::vector<Place>> places(draft.num_nodes());
+  for (size_t p = 0; p < phases.size(); p++)
+    for (const Job& job : phases[p].jobs)
+      for (int n : members(job)) places[n].push_back({static_cast<int>(p), &job});
+  std::vector<int> newest(phases.size(), -1);
+  for (const Dependency& edge : draft.edges) {
+    const bool arrives_otherwise = draft.schedule.polled[edge.buffer] || draft.is_prologue[edge.from];
+    if (edge.hazard == Hazard::kReadAfterWrite && arrives_otherwise) continue;
+    for (const Place& to : places[edge.to])
+      for (const Place& from : places[edge.from])
+        if (from.job != to.job) newest[to.phase] = std::max(newest[to.phase], from.phase);
+  }
+  return newest;
+}
+
+}  // namespace
+
+// A vector that stream tasks make and stage is polled. What a phase reads otherwise, it reads behind a completed
+// event. So does the last phase.
+void choose_handover(Draft& draft) {
+  for (int n = 0; n < draft.num_nodes(); n++)
+    for (const Operand* made : outputs(draft.node(n)))
+      draft.schedule.polled[made->tensor.buffer] = travels_polled(draft, n, *made);
+  const std::vector<int> newest = newest_awaited(draft);
+  std::vector<Phase>& phases = draft.schedule.phases;
+  int complete = -1;                                     // all phases up to here are over for every worker
+  const int last = static_cast<int>(phases.size()) - 1;  // advances counters, for a launch that succeeds
+  for (int p = 1; p <= last; p++) {
+    if (newest[p] > complete || p == last) {
+      complete = p - 1;
+    } else {
+      phases[p].waits.clear();
+    }
+  }
+}
+
+}  // namespace mpk

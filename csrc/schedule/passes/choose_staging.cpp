@@ -1,0 +1,21 @@
+#include <algorithm>
+
+#include "../passes.h"
+#include "../staging.h"
+
+namespace mpk {
+
+void choose_staging(Draft& draft) {
+  for (Phase& phase : draft.schedule.phases)
+    for (Job& job : phase.jobs) {
+      const Node& first = draft.node(job.body.front());
+      job.is_staged = std::any_of(first.operands.begin(), first.operands.end(), [&](const Operand& operand) {
+        const OperandSpec* spec = first.def->find(operand.name);
+        return spec != nullptr && spec->is_whole &&
+               (!job.prologue.empty() || draft.schedule.polled[operand.tensor.buffer] ||
+                leaves_room(operand.tensor, draft.target()));
+      });
+    }
+}
+
+}  // namespace mpk

@@ -1,0 +1,12 @@
+#include "../passes.h"
+#include "../planner.h"
+
+namespace mpk {
+
+void cut_jobs(Draft& draft) {
+  for (Phase& phase : draft.schedule.phases)
+    for (Job& job : phase.jobs)
+      if (const Planner* planner = planner_of(draft.schedule, job)) planner->cut(draft.schedule, job);
+}
+
+}  // namespace mpk

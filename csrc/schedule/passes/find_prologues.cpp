@@ -1,0 +1,42 @@
+#include <algorithm>
+
+#include "../access.h"
+#include "../passes.h"
+#include "../staging.h"
+
+namespace mpk {
+namespace {
+
+// Whether the reader stages exactly these rows, as an operand that takes what makes them in front.
+bool takes_rows(const Draft& draft, const Node& reader, const Tensor& made) {
+  return std::any_of(reader.operands.begin(), reader.operands.end(), [&](const Operand& operand) {
+    const OperandSpec* spec = reader.def->find(operand.name);
+    return spec != nullptr && spec->takes_rows && same_rows(made, operand.tensor) &&
+           (!spec->is_whole || leaves_room(operand.tensor, draft.target()));
+  });
+}
+
+// Whether the edge leads to a task that takes the row in front of it.
+bool is_staged(const Draft& draft, const Node& row, const Dependency& edge) {
+  if (edge.hazard != Hazard::kReadAfterWrite) return false;
+  const Node& reader = draft.node(edge.to);
+  const Tensor& made = output(row).tensor;
+  if (reader.def->role == Role::kRow)
+    return draft.is_prologue[reader.id] && same_rows(made, reader.operands.front().tensor);
+  return takes_rows(draft, reader, made);
+}
+
+}  // namespace
+
+void find_prologues(Draft& draft) {
+  for (int n = draft.num_nodes(); n-- > 0;) {
+    const Node& row = draft.node(n);
+    if (row.def->role != Role::kRow || !draft.is_workspace(output(row).tensor.buffer)) continue;
+    const auto& out = draft.out[n];
+    draft.is_prologue[n] = !out.empty() && std::all_of(out.begin(), out.end(), [&](const Dependency* edge) {
+      return is_staged(draft, row, *edge);
+    });
+  }
+}
+
+}  // namespace mpk

@@ -1,0 +1,43 @@
+#include <algorithm>
+
+#include "../passes.h"
+#include "../planner.h"
+#include "torch_mpk/abi/table.h"
+
+namespace mpk {
+namespace {
+
+// How large the ring's slots are: what the rows of the schedule's weights fill best. Candidates are compared by the
+// bytes of the slots that a launch fills with weights; a larger one must spare a twentieth, and leave slots for all
+// warps.
+int64_t choose_slot_bytes(const Schedule& schedule) {
+  const auto filled = [&](int64_t slot_bytes) {
+    double total = 0;
+    for (const Phase& phase : schedule.phases)
+      for (const Job& job : phase.jobs)
+        if (const Planner* planner = planner_of(schedule, job))
+          total += planner->filled_bytes(schedule, job, slot_bytes);
+    return total;
+  };
+  constexpr int64_t kSlotsForAll = 16;
+  const int64_t most = std::min<int64_t>(kMaxSlotBytes, schedule.target.smem_bytes / kSlotsForAll);
+  int64_t best = kMinSlotBytes;
+  double least = filled(best);
+  for (int64_t bytes = best + 1024; bytes <= most; bytes += 1024)
+    if (const double total = filled(bytes); total < 0.95 * least) best = bytes, least = total;
+  return best;
+}
+
+}  // namespace
+
+void lay_out_warps(Draft& draft) {
+  WarpLayout& warps = draft.schedule.warps;
+  warps.consumers = kConsumerWarps;
+  warps.loaders = kLoaderWarps;
+  warps.max_slots = kMaxSlots;
+  warps.full_arrivals = draft.target().arch >= 90 ? 1 : 32;
+  warps.empty_arrivals = 1;
+  warps.slot_bytes = choose_slot_bytes(draft.schedule);
+}
+
+}  // namespace mpk

@@ -1,0 +1,28 @@
+// Planners decide what only a task knows of its jobs on a GPU: how they are cut. One for each task, or role, that has
+// something to decide (tasks/, roles/). The passes ask them; codegen only writes down what they decided.
+#pragma once
+
+#include "../graph/by_task.h"
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk {
+
+class Planner {
+ public:
+  virtual ~Planner() = default;
+
+  // Bytes of the ring's slots, of which each has `slot_bytes`, that a launch fills for a job; 0: it has no say in that.
+  virtual double filled_bytes(const Schedule&, const Job&, int64_t /*slot_bytes*/) const { return 0; }
+
+  // Cuts the job: its tiles, what it stages, its pieces. A job whose code cannot be generated may stay as it is:
+  // codegen says why.
+  virtual void cut(const Schedule& schedule, Job& job) const = 0;
+};
+
+// To which planners add themselves.
+ByTask<Planner>& planners();
+
+// Of the job's body; null where its task has none.
+const Planner* planner_of(const Schedule& schedule, const Job& job);
+
+}  // namespace mpk

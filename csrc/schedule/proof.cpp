@@ -1,0 +1,25 @@
+#include "proof.h"
+
+namespace mpk {
+
+Order::Order(const Schedule& schedule) {
+  const int num_phases = static_cast<int>(schedule.phases.size());
+  before_.assign(num_phases, std::vector<bool>(num_phases, false));
+  for (int p = 0; p < num_phases; p++)
+    for (int w : schedule.phases[p].waits) {
+      if (w < 0 || w >= p)
+        unsound("phase " + std::to_string(p) + " waits for phase " + std::to_string(w) + ", which does not precede it");
+      before_[w][p] = true;
+      // Every worker runs the phases in order, so a complete event also orders what came before its phase.
+      for (int q = 0; q < w; q++) before_[q][p] = true;
+    }
+  for (int p = 1; p < num_phases; p++)  // and what a worker has waited for once, it need not wait for again
+    for (int q = 0; q < p; q++) before_[q][p] = before_[q][p] || before_[q][p - 1];
+}
+
+bool Order::follow_each_other(const Lifetime& a, const Lifetime& b) const {
+  const auto& [first, second] = a.first <= b.first ? std::pair(a, b) : std::pair(b, a);
+  return first.last < second.first && happens_before(first.last, second.first);
+}
+
+}  // namespace mpk

@@ -1,0 +1,12 @@
+// Parts of a schedule's JSON that stand in a draft's, too.
+#pragma once
+
+#include <string>
+
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk {
+
+std::string job_json(const TBGraph& graph, const Job& job);
+
+}  // namespace mpk

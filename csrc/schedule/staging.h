@@ -1,0 +1,53 @@
+// What fits shared memory beside what, as the passes decide it and the validator checks it.
+#pragma once
+
+#include <algorithm>
+
+#include "torch_mpk/abi/table.h"
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk {
+
+// Staged activations and the ring share shared memory; the ring must keep most of what covers the memory latency. So an
+// operand that need not be staged is, and row tasks are recomputed in front of it, where it takes up to half.
+inline bool leaves_room(const Tensor& staged, const Target& target) {
+  return staged.numel() * size_bytes(staged.dtype) <= target.smem_bytes / 2;
+}
+
+inline int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// Of shared memory, for what a job stages: beside what all kernels have, rows of the table as long as they may be, and
+// as few slots as a ring can have.
+inline int64_t room(const Schedule& schedule) {
+  const int64_t fixed = kMaxFixedBytes + int64_t(kPhasesAhead) * kMaxRowBytes;
+  const int64_t rest = schedule.target.smem_bytes - fixed - kFewestSlots * schedule.warps.slot_bytes;
+  return rest / kSharedAlignment * kSharedAlignment;
+}
+
+// Whether 16-byte copies of the tensor's rows are aligned, if its buffer is.
+inline bool has_aligned_rows(const Tensor& t) {
+  const int64_t bytes = size_bytes(t.dtype);
+  bool aligned =
+      t.offset * bytes % kAccessBytes == 0 && (t.shape.empty() || t.shape.back() * bytes % kAccessBytes == 0);
+  for (size_t d = 0; d + 1 < t.shape.size(); d++)
+    aligned &= t.shape[d] == 1 || t.strides[d] * bytes % kAccessBytes == 0;
+  return aligned;
+}
+
+// Whether the bytes of a row, and from row to row, fit the 32 bits that the loader has for them.
+inline bool has_short_rows(const Tensor& t) {
+  const int64_t row = t.shape.empty() ? 1 : t.shape.back();
+  const int64_t pitch = t.shape.size() < 2 ? row : t.strides[t.strides.size() - 2];
+  return std::max(row, pitch) * size_bytes(t.dtype) < int64_t{1} << 32;
+}
+
+// Whether the loader can bring the tensor's rows to the ring.
+inline bool can_be_streamed(const Tensor& t) { return has_aligned_rows(t) && has_short_rows(t); }
+
+// Whether the sums of a tile's runs find each other in shared memory, see keeps_sums.
+inline bool meets_in_shared_memory(const TileShape& shape) {
+  return shape.rows_in_entry() <= kSumsOfRun &&
+         keeps_sums(static_cast<uint32_t>(shape.entries()), static_cast<uint32_t>(shape.run));
+}
+
+}  // namespace mpk

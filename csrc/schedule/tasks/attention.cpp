@@ -1,0 +1,54 @@
+// How attention is cut into pieces of the cache.
+#include <algorithm>
+#include <bit>
+
+#include "../planner.h"
+#include "../staging.h"
+
+namespace mpk {
+namespace {
+
+// Heads that share a key head are worked on together, as far as registers hold them.
+int64_t heads_at_a_time(int64_t shared, int64_t size) {
+  const int64_t most = size <= 128 ? 8 : 2;
+  int64_t passes = 1;
+  while (shared % passes != 0 || shared / passes > most) passes++;
+  return shared / passes;
+}
+
+// At most: rows of q and of the new position, a tile's weights of each warp, sums, and results to be put together.
+int64_t staged_bytes(int64_t together, int64_t size, int64_t element, int64_t warps) {
+  constexpr int64_t kMostRows = 16, kFewestRows = 8, kCombined = 24 * 1024;  // positions of a tile; bytes
+  const int64_t rows = (round_up(together, 4) + 2) * (size + 32) * element;
+  const auto padded = std::bit_ceil(static_cast<uint64_t>(std::max(together, 32 / kFewestRows)));
+  const int64_t weights = (kMostRows + 1) * static_cast<int64_t>(padded) * 4;
+  return rows + warps * weights + together * size * 4 + std::max(kCombined, warps * (size + 4) * 4);
+}
+
+class AttentionPlanner : public Planner {
+  void cut(const Schedule& schedule, Job& job) const override {
+    const Node& node = schedule.graph.nodes()[job.body.front()];
+    const Tensor& q = node.operand("q").tensor;
+    const int64_t batch = q.shape[0], heads = q.shape[1], size = q.shape[2];
+    const int64_t groups = node.operand("k_cache").tensor.shape[1];
+    if (batch < 1 || groups < 1 || heads < groups || heads % groups != 0) return;
+    const int64_t together = heads_at_a_time(heads / groups, size), units = heads / together;
+    Pieces pieces;
+    pieces.count = kv_max_pieces(static_cast<uint32_t>(batch), static_cast<uint32_t>(units),
+                                 static_cast<uint32_t>(schedule.target.num_workers));
+    pieces.results = together;
+    pieces.few_results = together % 2 == 0 ? 2 : 1;
+    // Up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
+    pieces.result_bytes = 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32;
+    const int64_t bytes = staged_bytes(together, size, size_bytes(q.dtype), schedule.warps.consumers);
+    if (bytes > room(schedule)) return;
+    job.staged_bytes = bytes;
+    job.pieces = pieces;
+  }
+};
+
+const AttentionPlanner kPlanner{};
+[[maybe_unused]] const bool kRegistered = planners().add("attention", kPlanner);
+
+}  // namespace
+}  // namespace mpk

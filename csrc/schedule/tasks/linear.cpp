@@ -1,0 +1,148 @@
+// How a job of linears is cut into tiles, and those into entries of the ring.
+#include <algorithm>
+#include <limits>
+
+#include "../access.h"
+#include "../planner.h"
+#include "../staging.h"
+#include "torch_mpk/abi/table.h"
+
+namespace mpk {
+namespace {
+
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();  // a cost
+
+// A job: linears with a common epilogue are computed side by side, others one after the other.
+struct Linears {
+  int64_t batch, size, element;  // rows of x, its columns, bytes of an element
+  int64_t parts;
+  std::vector<int64_t> rows;  // of the weights that follow each other
+  int64_t workers, warps, slot_bytes;
+
+  Linears(const Schedule& schedule, const Job& job, int64_t slot_bytes)
+      : workers(schedule.target.num_workers), warps(schedule.warps.consumers), slot_bytes(slot_bytes) {
+    const Tensor& x = input(schedule, job);
+    batch = x.shape[0], size = x.shape[1], element = size_bytes(x.dtype);
+    const bool paired = !job.epilogue.empty();
+    parts = paired ? static_cast<int64_t>(job.body.size()) : 1;
+    for (int n : job.body)
+      if (rows.empty() || !paired) rows.push_back(weight(schedule, n).shape[0]);
+  }
+
+  static const Tensor& input(const Schedule& schedule, const Job& job) {
+    return schedule.graph.nodes()[job.body.front()].operand("x").tensor;
+  }
+  static const Tensor& weight(const Schedule& schedule, int n) {
+    return schedule.graph.nodes()[n].operand("weight").tensor;
+  }
+
+  int64_t slot() const { return slot_bytes / element; }              // elements
+  bool exceeds_slot() const { return size * element > slot_bytes; }  // a row
+
+  int64_t tiles(int64_t tile_rows) const {
+    int64_t count = 0;
+    for (int64_t n : rows) count += (n + tile_rows - 1) / tile_rows;
+    return count;
+  }
+};
+
+// Tiles of so many rows, in chunks that fit a slot.
+TileShape chunked(const Linears& job, int64_t tile_rows, int64_t chunk_parts) {
+  const int64_t rows = chunk_parts * tile_rows;
+  int64_t chunk = job.size;
+  if (rows * job.size > job.slot()) {
+    chunk = std::max<int64_t>(job.slot() / rows / 256, 1) * 256;
+    for (int64_t equal = chunk; equal >= chunk / 2 && equal > 0; equal -= 256)  // equal ones are quicker
+      if (job.size % equal == 0) {
+        chunk = equal;
+        break;
+      }
+  }
+  TileShape shape{tile_rows, job.parts, chunk_parts, job.size * job.element, chunk * job.element};
+  shape.run = job.exceeds_slot() ? 1 : shape.chunks();
+  return shape;
+}
+
+// What a worker's slowest warp takes decides: it takes `rounds` tiles one after the other, each of which costs its
+// elements and, for waiting, summing over the warp and storing, as much as some more. With one row of x it takes runs
+// of a tile's chunks: of rows that fit a slot all, and otherwise one.
+int64_t cost(const Linears& job, const TileShape& shape) {
+  constexpr int64_t kTileCost = 1024, kBytesAtOnce = 20 * 8192;
+  const int64_t mine = (job.tiles(shape.tile_rows) + job.workers - 1) / job.workers;
+  const int64_t chunk = shape.chunk_bytes / job.element, rows = shape.rows_in_entry();
+  const auto rounds = [&](int64_t n) { return (n + job.warps - 1) / job.warps; };
+  if (job.batch > 1) return rounds(mine) * (kTileCost + shape.tile_rows * job.parts * job.size);
+  const bool streams_well = chunk == job.size && rows * job.size * 8 >= job.slot() * 7;
+  const bool fits = mine * shape.entries() * job.slot_bytes <= kBytesAtOnce;
+  if (job.exceeds_slot() ? shape.tile_rows > 1 : !streams_well && !fits) return kNever;
+  return rounds(mine * shape.entries() / shape.run) * (kTileCost + rows * std::min(job.size, shape.run * chunk));
+}
+
+// Chunks of a tile fit one slot. With several rows of x, a chunk holds several weight rows, so that a value of x read
+// from shared memory is used more than once. With one, tiles that leave slots unfilled, or cut rows that would fit,
+// are taken only where the ring holds all of a worker's rows at once; and rows longer than a slot stand alone, so that
+// the bits of their sums, which several warps add up, depend on their length alone.
+TileShape choose_shape(const Linears& job) {
+  const int64_t batch = job.batch;
+  const int64_t most = batch == 1 ? 4 : batch <= 4 ? 2 : batch <= 8 ? 4 : 2;  // weight rows in a chunk
+  const auto shape_of = [&](int64_t tile_rows) {
+    const int64_t rows = job.parts * tile_rows;
+    return chunked(job, tile_rows, rows <= most && (batch > 1 || rows * job.size <= job.slot()) ? job.parts : 1);
+  };
+  TileShape best = shape_of(1);
+  for (int64_t tile_rows = 2; tile_rows <= most; tile_rows += batch == 1 ? 1 : tile_rows) {
+    const TileShape shape = shape_of(tile_rows);
+    if (const int64_t c = cost(job, shape); c != kNever && c <= cost(job, best)) best = shape;
+  }
+  return best;
+}
+
+// What a job may stage where it must.
+int64_t most_staged(const Target& target) { return target.smem_bytes * 3 / 5; }
+
+// Where each warp that has tiles of its own puts a tile's results together.
+int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
+  if (shape.shares_entries) return 0;
+  return job.warps * round_up(shape.parts * shape.tile_rows * job.batch * 4, 16);
+}
+
+class LinearPlanner : public Planner {
+  // Linears of several rows of x have no say: there x takes the ring's room.
+  double filled_bytes(const Schedule& schedule, const Job& job, int64_t slot_bytes) const override {
+    const Linears linears(schedule, job, slot_bytes);
+    if (linears.batch != 1 || linears.size < 1) return 0;
+    const TileShape shape = choose_shape(linears);
+    int64_t rows = 0;
+    for (int n : job.body) rows += Linears::weight(schedule, n).shape[0];
+    return double(rows) * double(shape.chunks() * slot_bytes) / double(shape.rows_in_entry());
+  }
+
+  void cut(const Schedule& schedule, Job& job) const override {
+    const Linears linears(schedule, job, schedule.warps.slot_bytes);
+    if (linears.batch < 1 || linears.size < 1) return;
+    const bool streams = linears.size * linears.element % kAccessBytes == 0 &&
+                         std::all_of(job.body.begin(), job.body.end(),
+                                     [&](int n) { return can_be_streamed(Linears::weight(schedule, n)); });
+    job.is_staged |= !streams;  // what takes a weight as it is takes x from shared memory
+    const int64_t x_bytes = linears.batch * round_up(linears.size * linears.element, 16);
+    if (job.is_staged && x_bytes > most_staged(schedule.target)) return;
+    TileShape shape{1, linears.parts};
+    if (streams) {
+      shape = choose_shape(linears);
+      shape.in_flight = entries_in_flight(static_cast<uint32_t>(shape.entry_bytes()));
+      shape.shares_entries = linears.batch == 1 && job.is_staged && linears.parts * shape.tile_rows <= 4 &&
+                             (shape.run == shape.entries() || meets_in_shared_memory(shape));
+    }
+    const int64_t bytes = (job.is_staged ? x_bytes : 0) + scratch_bytes(linears, shape);
+    if (bytes > room(schedule)) return;
+    job.staged_bytes = bytes;
+    job.num_tiles = linears.tiles(shape.tile_rows);
+    if (streams) job.shape = shape;
+  }
+};
+
+const LinearPlanner kPlanner{};
+[[maybe_unused]] const bool kRegistered = planners().add("linear", kPlanner);
+
+}  // namespace
+}  // namespace mpk

@@ -1,0 +1,59 @@
+// Device memory that outlives a launch, one block per executable and stream: `Control`, then what the constants below
+// say. The host zeroes it with the workspace when it makes them and after an aborted launch.
+#pragma once
+
+#include <cstdint>
+
+namespace mpk {
+
+struct Control {
+  uint32_t epoch;    // launches completed; the last CTA to exit increments it
+  uint32_t exited;   // CTAs of the running launch that have exited
+  uint32_t aborted;  // a CTA gave up; all others leave as soon as they see it
+  uint32_t started;  // CTAs of the running launch that run, or have
+};
+
+// Behind it, for each phase the event that every worker signals at its end, and the tickets drawn in it: a uint32_t
+// each, in a sector of its own.
+inline constexpr int kEventBytes = 32;
+inline constexpr int kEventsOffset = kEventBytes;
+constexpr int64_t tickets_offset(int64_t num_phases) { return kEventsOffset + num_phases * kEventBytes; }
+constexpr int64_t stalls_offset(int64_t num_phases) { return tickets_offset(num_phases) + num_phases * kEventBytes; }
+
+// Then a StallRecord for each worker, and, where the kernel is profiled, PhaseStamps[num_workers][num_phases].
+enum class WarpRole : uint32_t { kConsumer, kLoader };
+enum class Waiting : uint32_t {
+  kEvent,     // the event of a phase
+  kFullSlot,  // of the ring
+  kFreeSlot,
+  kLoader,   // rows of the table, or entries, that the loader brings
+  kElement,  // an element that another worker makes, polled
+  kSum,      // another warp's part of a sum
+};
+
+// Written by a CTA that gives up waiting; read by the host after an aborted launch.
+struct StallRecord {
+  uint32_t valid;
+  uint32_t phase;  // the phase the warp was in
+  WarpRole role;
+  Waiting waiting;
+  uint32_t event;  // phase whose event it waited for, or ring slot, or where it polls the phase it was in
+  uint32_t seen;
+  uint32_t expected;
+  uint32_t entry;  // ring entry or tile the warp had reached
+};
+
+// What a worker of a profiled kernel writes of each phase, in cycles of its multiprocessor's clock (which wraps).
+struct PhaseStamps {
+  uint32_t begin;     // came to the phase
+  uint32_t joined;    // all warps of the worker were done with the phase before
+  uint32_t ready;     // the phase's events had been seen
+  uint32_t staged;    // the activations stood in shared memory; 0 where a task does not say
+  uint32_t computed;  // one warp was done
+};
+
+static_assert(sizeof(Control) == 16 && sizeof(Control) <= kEventsOffset && __builtin_offsetof(Control, aborted) == 8);
+static_assert(sizeof(StallRecord) == 32 && __builtin_offsetof(StallRecord, waiting) == 12);
+static_assert(alignof(StallRecord) == 4 && sizeof(PhaseStamps) == 20 && alignof(PhaseStamps) == 4);
+
+}  // namespace mpk

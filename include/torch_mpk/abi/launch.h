@@ -1,0 +1,30 @@
+// What one launch of a generated CUDA kernel is given: plain data, no pointers to host memory but one, no torch.
+#pragma once
+
+#include "torch_mpk/abi/control.h"
+
+namespace mpk {
+
+inline constexpr int kMaxScalars = 16;         // SymInt arguments of one call
+inline constexpr int kMaxLaunchBytes = 32764;  // kernel parameter space since CUDA 12.1 on sm_70 and newer
+
+// The only kernel parameter (`const __grid_constant__`), followed in the same parameter block by the call's pointers:
+// inputs in TBGraph order, then outputs. Everything else is read-only device memory written once (`table`) or state
+// that survives from launch to launch (`control`).
+struct LaunchParams {
+  const void* table;  // CudaProgram::table
+  uint8_t* workspace;
+  Control* control;
+  uint32_t* host_abort;  // pinned host memory: set to 1 before an aborted kernel exits
+  uint64_t watchdog_ns;  // give up after so long without progress; 0 waits forever
+  uint32_t jitter;       // nonzero: random delays per CTA and phase, seeded by it (stress tests)
+  uint32_t reserved;
+  int64_t scalars[kMaxScalars];
+  // void* pointers[num_inputs + num_outputs];
+};
+
+static_assert(sizeof(void*) == 8 && alignof(LaunchParams) == 8);
+static_assert(__builtin_offsetof(LaunchParams, watchdog_ns) == 32 && __builtin_offsetof(LaunchParams, jitter) == 40);
+static_assert(__builtin_offsetof(LaunchParams, scalars) == 48 && sizeof(LaunchParams) == 48 + 8 * kMaxScalars);
+
+}  // namespace mpk

@@ -1,0 +1,109 @@
+// Who does what: pure functions of sizes, shared by loader, consumers, codegen and tests. Nothing here knows a device.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define MPK_HOST_DEVICE __host__ __device__ inline
+#else
+#define MPK_HOST_DEVICE inline
+#endif
+
+namespace mpk {
+
+struct Span {
+  uint32_t begin, end;
+};
+
+// n / d without a division, which takes 20 instructions where d is no constant: by d's inverse, if n d < 2^32.
+MPK_HOST_DEVICE constexpr uint32_t inverse(uint32_t d) { return d == 1 ? 0 : 0xffffffffu / d + 1; }
+MPK_HOST_DEVICE uint32_t quotient(uint32_t n, uint32_t inverse_of_d) {
+  return inverse_of_d == 0 ? n : static_cast<uint32_t>(uint64_t(n) * inverse_of_d >> 32);
+}
+
+// The `index`-th of `count` nearly equal runs of `total` things.
+MPK_HOST_DEVICE Span static_span(uint32_t total, uint32_t index, uint32_t count) {
+  const uint32_t least = total / count, longer = total % count;
+  const uint32_t begin = index * least + (index < longer ? index : longer);
+  return {begin, begin + least + (index < longer ? 1 : 0)};
+}
+
+// How a job's tiles are shared out at run time, since memory bandwidth is not shared evenly: `size` tiles a ticket, the
+// first `own` tickets of each worker in turn, and `drawn` that whoever is done with those draws: an eighth of all,
+// since some workers get an eighth less of the bandwidth than others, and two for each where there are few.
+struct Tickets {
+  uint32_t size, own, drawn;
+};
+
+// A ticket is worth kTicketEntries of the ring: drawing one takes about as long as filling so many.
+inline constexpr uint32_t kTicketEntries = 8;
+
+MPK_HOST_DEVICE Tickets make_tickets(uint32_t num_tiles, uint32_t entries, uint32_t num_workers) {
+  const uint32_t size = entries < kTicketEntries ? kTicketEntries / entries : 1;
+  const uint32_t count = (num_tiles + size - 1) / size, each = count / num_workers;
+  const uint32_t own = each > 2 ? each - (each / 8 > 2 ? each / 8 : 2) : 0;
+  return {size, own, count - own * num_workers};
+}
+
+MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t num_tiles, uint32_t ticket) {
+  const uint32_t begin = ticket * t.size, end = begin + t.size;
+  return {begin, end < num_tiles ? end : num_tiles};
+}
+
+// Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of one length, of which the last
+// may be shorter. Pieces are numbered in the order of row, place within the group, and group, and dealt out to the
+// workers in that order; so the other pieces of a group have lower numbers than its last, whose worker puts their
+// results together: it waits only for pieces that wait for none of its own.
+struct KvPiece {
+  uint32_t row, group;
+  uint32_t first_tile, num_tiles;  // none: there is no such piece
+  uint32_t index;                  // among the group's
+  bool is_last;                    // of the group's
+};
+
+MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t rows, uint32_t groups, uint32_t workers) {
+  return (rows * groups + workers - 1) / workers * workers;
+}
+
+MPK_HOST_DEVICE uint32_t kv_count(uint32_t tiles, uint32_t length) { return (tiles + length - 1) / length; }
+
+// Tiles of a piece, at most: `least`, unless that gives more pieces than there are workers. Then as few as give no
+// more. This is for one batch row; `groups`, `least` and `workers` are best constants.
+MPK_HOST_DEVICE uint32_t kv_row_length(uint32_t tiles, uint32_t groups, uint32_t least, uint32_t workers) {
+  const uint32_t equal = kv_count(tiles, kv_max_pieces(1, groups, workers) / groups);
+  return equal > least ? equal : least;
+}
+
+// The same for any number of rows. tiles_of(row): the tiles of a group of that batch row, at least 1.
+template <class TilesOf>
+MPK_HOST_DEVICE uint32_t kv_length(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers) {
+  const uint32_t max_pieces = kv_max_pieces(rows, groups, workers);
+  const auto pieces = [&](uint32_t length) {
+    uint32_t count = 0;
+    for (uint32_t row = 0; row < rows; row++) count += kv_count(tiles_of(row), length) * groups;
+    return count;
+  };
+  const uint32_t equal = kv_count(pieces(1), max_pieces);
+  uint32_t length = equal > least ? equal : least;
+  while (pieces(length) > max_pieces) length += 1 + length / 16;
+  return length;
+}
+
+// Piece number `number` of a batch row.
+MPK_HOST_DEVICE KvPiece kv_row_piece(uint32_t row, uint32_t tiles, uint32_t groups, uint32_t length, uint32_t number) {
+  const uint32_t index = number / groups, first = index * length, rest = first < tiles ? tiles - first : 0;
+  return {row, number % groups, first, rest < length ? rest : length, index, rest <= length};
+}
+
+// Piece number `number` of all.
+template <class TilesOf>
+MPK_HOST_DEVICE KvPiece kv_piece(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t length, uint32_t number) {
+  for (uint32_t row = 0; row < rows; row++) {
+    const uint32_t tiles = tiles_of(row), pieces = kv_count(tiles, length) * groups;
+    if (number < pieces) return kv_row_piece(row, tiles, groups, length, number);
+    number -= pieces;
+  }
+  return {};
+}
+
+}  // namespace mpk

@@ -1,0 +1,95 @@
+// The read-only table of what differs between two jobs that share code.
+//
+// It starts with rows of Kernel::kRowBytes, one per phase or, where a phase has many jobs, several; then one
+// OutputRow per output.
+#pragma once
+
+#include "torch_mpk/abi/partition.h"
+#include "torch_mpk/abi/sizes.h"
+
+namespace mpk {
+
+// Two accesses of each lane of the loader warp. A kernel's rows are as long as its phases need: the shorter, the more
+// room the ring has.
+inline constexpr int kMaxRowBytes = 2 * 32 * kAccessBytes;
+
+inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kPolledIndex = 0xfffd;
+
+// What the end of a phase tells others; nothing where nobody awaits its event.
+enum Signal : uint32_t {
+  kReleases = 1,   // a phase awaits this one's event: all that was written is visible to it
+  kPublishes = 2,  // a loader does: the stores must reach the copy engine, too
+};
+
+// Jobs of a phase: PhaseRow, uint32_t waits[num_waits] padded to kAccessBytes, then the jobs.
+struct PhaseRow {
+  uint32_t num_jobs;
+  uint32_t num_waits;  // phases whose events come before this phase's computation; in the phase's first row. None: what
+                       // it reads of earlier phases is polled, or known
+  uint32_t last;       // nonzero: the phase ends with this row
+  uint32_t signal;     // see Signal
+};
+
+// A job: JobRow, uint64_t refs[num_refs], uint64_t loader_waits[num_loader_waits], and, if there are any, StreamRow and
+// MatrixRow matrices[num_matrices]; padded to kAccessBytes.
+struct JobRow {
+  uint32_t variant;  // index of the code
+  uint32_t
+      rotation;    // worker w plays worker (w + rotation) mod num_workers: small jobs of a phase go to different ones
+  uint16_t bytes;  // of this row
+  uint16_t num_refs;
+  uint16_t num_loader_waits;
+  uint16_t num_matrices;
+};
+
+// How matrices come through the ring. A tile is `tile_rows` rows of each of `parts` matrices of equally many rows. It
+// takes `entries` entries, and an entry holds a chunk of those rows, side by side, of `chunk_parts` of the parts: all
+// chunks of the first parts, then those of the next.
+struct Stream {
+  uint32_t tile_rows, parts, chunk_parts;
+  uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of kAccessBytes; the last chunk of a row may be shorter
+  uint32_t chunks;                  // of a row
+  uint32_t entries;                 // parts / chunk_parts * chunks
+  uint32_t by_chunks, by_entries;   // their inverses, see quotient
+  uint32_t in_flight;               // see entries_in_flight
+};
+
+struct MatrixRow {
+  uint32_t pitch;                 // bytes from row to row
+  uint32_t num_rows;              // those of a tile that are beyond do not come
+  uint32_t first_tile, end_tile;  // tiles are numbered through the matrices that a job streams one after the other
+};
+
+// Matrices that the loader streams without any code of the job, `parts` at a time. They are where the job's first
+// references say.
+struct StreamRow {
+  Stream stream;
+  Tickets tickets;  // that workers draw at run time; none: tiles are dealt out beforehand
+  uint32_t run;     // entries that a warp takes one after the other, where those of a tile are dealt out to warps
+};
+
+// Which of the call's pointers (or the workspace, the control block, or the launch's polled vectors), and the byte
+// offset from it. The loader turns references into addresses as it brings a row to shared memory.
+inline constexpr int kRefOffsetBits = 48;
+MPK_HOST_DEVICE constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) {
+  return (uint64_t(index) << kRefOffsetBits) | byte_offset;
+}
+MPK_HOST_DEVICE constexpr uint32_t ref_index(uint64_t ref) { return static_cast<uint32_t>(ref >> kRefOffsetBits); }
+MPK_HOST_DEVICE constexpr uint64_t ref_offset(uint64_t ref) { return ref & ((uint64_t(1) << kRefOffsetBits) - 1); }
+
+// A float output, filled with NaN when a launch is aborted.
+struct OutputRow {
+  uint64_t bytes;
+  uint32_t index;    // among the call's pointers
+  uint32_t element;  // bytes of one element
+  uint64_t nan;      // its bits
+};
+
+static_assert(sizeof(PhaseRow) == kAccessBytes && sizeof(JobRow) == kAccessBytes);  // references behind it are aligned
+static_assert(__builtin_offsetof(JobRow, bytes) == 8 && __builtin_offsetof(JobRow, num_matrices) == 14);
+static_assert(sizeof(Stream) == 40 && sizeof(Tickets) == 12 && sizeof(StreamRow) == 56 && sizeof(MatrixRow) == 16);
+static_assert(alignof(StreamRow) == 4 && alignof(MatrixRow) == 4);  // they stand behind 8-byte words
+static_assert(sizeof(OutputRow) == 24 && __builtin_offsetof(OutputRow, nan) == 16 && alignof(OutputRow) == 8);
+static_assert(ref_index(make_ref(kPolledIndex, 40)) == kPolledIndex && ref_offset(make_ref(kPolledIndex, 40)) == 40);
+
+}  // namespace mpk

@@ -1,0 +1,53 @@
+// Integer expressions over what a call has bound: sizes of a signature, requirements, and the numbers of a launch.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace mpk::jit {
+
+struct Binding;
+class Signature;
+
+// The comparisons are 1 or 0. kAnd and kOr skip `operand` instructions, their second side, where the first decides.
+enum class Op {
+  kConstant,
+  kSlot,
+  kAdd,
+  kSub,
+  kMul,
+  kFloorDiv,
+  kMod,
+  kCdiv,
+  kMin,
+  kMax,
+  kEqual,
+  kNotEqual,
+  kLess,
+  kLessEqual,
+  kGreater,
+  kGreaterEqual,
+  kNot,
+  kAnd,
+  kOr
+};
+
+struct Instruction {
+  Op op;
+  int64_t operand;  // of kConstant, kSlot, kAnd and kOr
+};
+
+// In postfix order.
+struct Expression {
+  std::vector<Instruction> code;
+  std::string text;
+
+  // Throws SignatureError for a division by zero and for a result beyond 64 bits.
+  int64_t evaluate(const Binding& binding, const Signature& signature) const;
+
+  // What its names stand for: "N=8, K=3".
+  std::string values(const Binding& binding, const Signature& signature) const;
+};
+
+}  // namespace mpk::jit

@@ -1,0 +1,1 @@
+"""The tests. Modules that tests share are imported as ``tests.<stage>.<module>``."""

@@ -1,6 +1,0 @@
-"""The schedule tests' graph of a decoder is what these tests generate code for."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "schedule"))

@@ -1,0 +1,257 @@
+"""What each pass does to a draft, by itself: the draft behind the pass before it, and behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.codegen.programs_graph import long_reductions
+from tests.schedule.decoder_graph import Builder, decoder
+from torch_mpk import _C
+
+CUDA = _C.Target("cuda", 90, 132, 232448, fuse=True, polled=True)
+UNFUSED = _C.Target("cuda", 90, 132, 232448, fuse=False)
+AT = "layers.0."
+
+
+class Draft:
+    """A draft's JSON, with labels for nodes."""
+
+    def __init__(self, graph: _C.TBGraph, last_pass: str, target: _C.Target = CUDA) -> None:
+        content = json.loads(_C.draft_schedule(graph, target, last_pass))
+        self.nodes = graph.nodes
+        self.schedule, self.levels = content["schedule"], content["levels"]
+        self.recomputed = [self.nodes[n].label.removeprefix(AT) for n in content["recomputed"]]
+        self.jobs = [self.labels(job) for job in content["jobs"] if job["body"]]
+        self.phases = [[self.labels(job) for job in phase["jobs"]] for phase in self.schedule["phases"]]
+
+    @staticmethod
+    def labels(job: dict) -> dict:
+        parts = ("prologue", "body", "epilogue")
+        return job | {part: [text.split(" ")[2].removeprefix(AT) for text in job[part]] for part in parts}
+
+
+def before_and_after(graph: _C.TBGraph, name: str, target: _C.Target = CUDA) -> tuple[Draft, Draft]:
+    names = _C.schedule_passes()
+    return Draft(graph, names[names.index(name) - 1], target), Draft(graph, name, target)
+
+
+def parts(jobs: list[dict], *names: str) -> list:
+    return [job[names[0]] if len(names) == 1 else tuple(job[name] for name in names) for job in jobs]
+
+
+def test_every_pass_is_a_file_with_a_test_of_its_own() -> None:
+    names = _C.schedule_passes()
+    files = (Path(__file__).parents[2] / "csrc" / "schedule" / "passes").glob("*.cpp")
+    assert sorted(names) == sorted(file.stem for file in files)
+    assert all(f"test_{name}" in globals() for name in names)
+
+
+def test_an_unknown_pass_is_refused_with_a_list() -> None:
+    with pytest.raises(ValueError, match=r"no pass 'fuse'; there are fuse_epilogues, group_nodes, "):
+        _C.draft_schedule(decoder(layers=1), CUDA, "fuse")
+
+
+def test_fuse_epilogues() -> None:
+    draft = Draft(decoder(layers=1), "fuse_epilogues")
+    fused = [(["o"], ["residual"]), (["gate", "up"], ["act"]), (["down"], ["output"])]
+    assert parts(draft.jobs, "body", "epilogue") == fused
+
+
+def test_group_nodes() -> None:
+    before, after = before_and_after(decoder(layers=1), "group_nodes")
+    assert parts(after.jobs, "body") == [*parts(before.jobs, "body"), ["q", "k", "v"], ["head"]]
+
+
+def test_find_prologues() -> None:
+    before, after = before_and_after(decoder(layers=1), "find_prologues")
+    assert before.recomputed == []
+    assert after.recomputed == ["input_norm", "q_norm", "k_norm", "q_rope", "k_rope", "post_norm", "norm"]
+
+
+def test_find_prologues_leaves_shared_memory_to_the_ring() -> None:
+    staged = 64 * 2
+    small = _C.Target("cuda", 90, 132, 2 * staged - 1, fuse=True)
+    assert "input_norm" in Draft(decoder(layers=1), "find_prologues").recomputed
+    assert "input_norm" not in Draft(decoder(layers=1), "find_prologues", small).recomputed
+
+
+def test_make_single_jobs() -> None:
+    before, after = before_and_after(decoder(layers=1), "make_single_jobs")
+    assert parts(after.jobs, "body") == [*parts(before.jobs, "body"), ["attention"], ["counters"]]
+    unfused = Draft(decoder(layers=1), "make_single_jobs", UNFUSED)
+    assert parts(unfused.jobs, "body") == [[node.label.removeprefix(AT)] for node in unfused.nodes]
+
+
+def test_attach_prologues() -> None:
+    before, after = before_and_after(decoder(layers=1), "attach_prologues")
+    assert not any(parts(before.jobs, "prologue"))
+    expected = {"q": ["input_norm"], "gate": ["post_norm"], "head": ["norm"]}
+    expected["attention"] = ["q_norm", "k_norm", "q_rope", "k_rope"]
+    assert {job["body"][0]: job["prologue"] for job in after.jobs if job["prologue"]} == expected
+
+
+def test_assign_levels() -> None:
+    before, after = before_and_after(decoder(layers=1), "assign_levels")
+    assert before.levels == []
+    order = {job["body"][0]: level for job, level in zip(after.jobs, after.levels, strict=True)}
+    assert order == {"q": 0, "attention": 1, "o": 2, "gate": 3, "down": 4, "head": 5, "counters": 5}
+
+
+def test_build_phases() -> None:
+    before, after = before_and_after(decoder(layers=1), "build_phases")
+    assert before.phases == []
+    assert [parts(jobs, "body") for jobs in after.phases[-2:]] == [[["down"]], [["head"], ["counters"]]]
+    assert [phase["waits"] for phase in after.schedule["phases"]] == [[], [0], [1], [2], [3], [4]]
+
+
+def test_count_tiles() -> None:
+    graph = decoder(layers=1, batch=2, hidden=1024, vocab=32768)
+    after = Draft(graph, "count_tiles")
+    counted = {job["body"][0]: job["tiles"] for jobs in after.phases for job in jobs}
+    assert counted["q"] == (4 + 2 + 2) * 16
+    assert counted["attention"] == 2  # rows of its result
+    assert counted["head"] == 32768
+    assert counted["counters"] == 1
+
+
+def test_find_unstored() -> None:
+    graph = decoder(layers=1)
+    before, after = before_and_after(graph, "find_unstored")
+    assert not any(job["unstored"] for jobs in before.phases for job in jobs)
+    unstored = {b for jobs in after.phases for job in jobs for b in job["unstored"]}
+    assert {graph.buffers[b].name.removeprefix(AT) for b in unstored} == {*after.recomputed, "o", "gate", "up", "down"}
+
+
+def test_find_loader_waits() -> None:
+    b = Builder()
+    weight = b.buffer("input", "w", "float32", [8, 8])
+    made = b.pointwise("neg", [weight], b.buffer("workspace", "nw", "float32", [8, 8]), "made")
+    x = b.buffer("input", "x", "float32", [1, 8])
+    y = b.node("linear", [("x", x), ("weight", weight)], b.buffer("workspace", "y", "float32", [1, 8]), {}, "given")
+    z = b.buffer("output", "z", "float32", [1, 8])
+    b.node("linear", [("x", y), ("weight", made)], z, {}, "computed")
+    before, after = before_and_after(b.graph, "find_loader_waits")
+    assert not any(job["loader_waits"] for jobs in before.phases for job in jobs)
+    waits = {job["body"][0]: job["loader_waits"] for jobs in after.phases for job in jobs}
+    assert waits == {"made": [], "given": [], "computed": [0]}
+
+
+def test_choose_handover() -> None:
+    graph = decoder(layers=1)
+    before, after = before_and_after(graph, "choose_handover")
+    assert not any(before.schedule["polled"])
+    polled = {b.name.removeprefix(AT) for b, t in zip(graph.buffers, after.schedule["polled"], strict=True) if t}
+    assert {"q", "k", "v", "attended", "residual", "act", "output"} <= polled
+    assert "logits" not in polled
+    waits = [[phase["waits"] for phase in draft.schedule["phases"]] for draft in (before, after)]
+    assert waits == [[[], [0], [1], [2], [3], [4]], [[], [], [], [], [], [4]]]
+
+
+def test_place_workspace() -> None:
+    graph = decoder(layers=3)
+    polled, awaited = (Draft(graph, "place_workspace", t) for t in (CUDA, _C.Target("cuda", 90, 132, 232448)))
+    stored = [b for b, offset in enumerate(awaited.schedule["workspace_offsets"]) if offset >= 0]
+    places = [awaited.schedule["workspace_offsets"][b] for b in stored]
+    assert len(set(places)) < len(places)  # of what is over, the bytes are used again
+    assert awaited.schedule["workspace_bytes"] < sum(graph.buffers[b].bytes for b in stored)
+    places = [p for p, t in zip(polled.schedule["workspace_offsets"], polled.schedule["polled"], strict=True) if t]
+    places = [p for p in places if p >= 0]
+    assert len(set(places)) == len(places) == polled.schedule["polled_bytes"] // 256  # but not of what is polled
+
+
+def by_label(draft: Draft, name: str) -> dict:
+    return {job["body"][0]: job[name] for jobs in draft.phases for job in jobs}
+
+
+def test_lay_out_warps() -> None:
+    before, after = before_and_after(decoder(layers=1), "lay_out_warps")
+    assert before.schedule["warps"]["threads"] == 0
+    expected = {"consumers": 11, "loaders": 1, "threads": 384, "max_slots": 28, "slot_bytes": 8192}
+    assert after.schedule["warps"] == expected | {"full_arrivals": 1, "empty_arrivals": 1}
+    # Rows of 10 KiB leave three eighths of two slots of 8 KiB empty, and nothing of one of their own length.
+    assert Draft(decoder(layers=1, hidden=5120, ffn=5120), "lay_out_warps").schedule["warps"]["slot_bytes"] == 10240
+    assert Draft(decoder(layers=1), "lay_out_warps", _C.Target("cpu", fuse=False)).schedule["warps"]["threads"] == 0
+
+
+def test_choose_staging() -> None:
+    graph = decoder(layers=1, batch=8, ffn=8192)
+    before, after = before_and_after(graph, "choose_staging")
+    assert not any(by_label(before, "staged").values())
+    staged = {"q": True, "attention": False, "o": True, "gate": True, "down": False, "head": True, "counters": False}
+    assert by_label(after, "staged") == staged  # of down's input, 128 KiB, the ring would have to make room
+
+
+def test_cut_jobs() -> None:
+    graph = decoder(layers=1, hidden=4096, ffn=12288)
+    before, after = before_and_after(graph, "cut_jobs")
+    assert not any(by_label(before, "shape").values())
+    shapes, tiles = by_label(after, "shape"), by_label(after, "tiles")
+    assert shapes["attention"] is None and tiles["q"] == 128
+    gate = {"tile_rows": 1, "parts": 2, "chunk_parts": 1, "row_bytes": 8192, "chunk_bytes": 8192, "entries": 2}
+    assert shapes["gate"] == gate | {"run": 1, "in_flight": 9, "shares_entries": True}
+    assert tiles["gate"] == 12288  # gate's row and up's
+    down = shapes["down"]  # rows of 24 KiB
+    assert (down["tile_rows"], down["chunk_bytes"], down["entries"], tiles["down"]) == (1, 8192, 3, 4096)
+    assert by_label(after, "staged_bytes")["down"] == 24576
+
+
+def test_cut_jobs_leaves_weights_that_cannot_be_copied() -> None:
+    after = Draft(decoder(layers=1, hidden=60, heads=4, head_dim=15), "cut_jobs")  # rows of 120 bytes
+    assert by_label(after, "shape")["o"] is None
+    assert by_label(after, "staged")["o"] and by_label(after, "tiles")["o"] == 60
+
+
+def test_deal_tiles() -> None:
+    graph = decoder(layers=1, hidden=4096, vocab=32768)
+    before, after = before_and_after(graph, "deal_tiles")
+    assert set(by_label(before, "assignment").values()) == {"static"}
+    drawn = {label for label, assignment in by_label(after, "assignment").items() if assignment == "claimed"}
+    assert drawn == {"head"}  # 256 MiB, more than 40 slots of 8 KiB for each of 132 workers
+    tickets, tiles = by_label(after, "tickets"), by_label(after, "tiles")
+    assert tickets["o"] is None
+    count = tickets["head"]["own"] * 132 + tickets["head"]["drawn"]
+    assert (count - 1) * tickets["head"]["size"] < tiles["head"] <= count * tickets["head"]["size"]
+
+
+def test_deal_tiles_shares_out_two_streams_of_a_phase_beforehand() -> None:
+    b = Builder()
+    for name in ("a", "b"):
+        x = b.buffer("input", f"{name}.x", "bfloat16", [1, 4096])
+        weight = b.buffer("input", f"{name}.w", "bfloat16", [32768, 4096])
+        y = b.buffer("output", f"{name}.y", "bfloat16", [1, 32768])
+        b.node("linear", [("x", x), ("weight", weight)], y, {}, name)
+    assert by_label(Draft(b.graph, "deal_tiles"), "assignment") == {"a": "static", "b": "static"}
+
+
+def test_cut_jobs_leaves_what_cannot_leave_a_ring() -> None:
+    small = _C.Target("cuda", 90, 132, 40000, polled=True)
+    assert by_label(Draft(decoder(layers=1), "cut_jobs", small), "pieces")["attention"] is None
+    schedule = _C.make_schedule(decoder(layers=1), small)
+    _C.validate(schedule)
+    with pytest.raises(Exception, match="attention .*it has no heads, or more than fit shared memory beside the ring"):
+        _C.generate_cuda(schedule)
+
+
+def test_cut_jobs_into_pieces() -> None:
+    after = Draft(decoder(layers=1, batch=2, heads=16), "cut_jobs")  # two key heads, eight heads for each
+    expected = {"count": 132, "of_row": 0, "results": 8, "few_results": 2, "result_bytes": 8 * 64 + 32, "offset": -1}
+    assert by_label(after, "pieces")["attention"] == expected
+    reductions = json.loads(_C.draft_schedule(long_reductions(2, 100000), CUDA, "cut_jobs"))["schedule"]
+    pieces = [job["pieces"] for phase in reductions["phases"] for job in phase["jobs"]]
+    assert {(each["count"], each["of_row"]) for each in pieces} == {(2 * 48, 48)}  # of 2,048 elements and more
+    short = json.loads(_C.draft_schedule(long_reductions(2, 4000), CUDA, "cut_jobs"))["schedule"]
+    assert not any(job["pieces"] for phase in short["phases"] for job in phase["jobs"])
+
+
+def test_place_pieces() -> None:
+    before, after = before_and_after(decoder(layers=2), "place_pieces", _C.Target("cuda", 90, 132, 232448))
+    pieces = [job["pieces"] for jobs in after.phases for job in jobs if job["pieces"]]
+    begin = before.schedule["workspace_bytes"]
+    assert [each["offset"] for each in pieces] == [begin, begin]  # behind an event nobody polls the first any more
+    assert after.schedule["workspace_bytes"] == begin + 132 * 2 * (8 * 64 + 32)
+    polled = Draft(decoder(layers=2), "place_pieces")  # without events in between each has its own
+    pieces = [job["pieces"] for jobs in polled.phases for job in jobs if job["pieces"]]
+    assert pieces[0]["offset"] != pieces[1]["offset"]

@@ -1,0 +1,16 @@
+"""Tests of many cases: plain ``pytest`` runs a few of them, ``pytest -m slow`` the others."""
+
+from collections.abc import Iterable
+
+import pytest
+
+
+def thinned(cases: Iterable, *quick: int) -> list:
+    """The cases of ``pytest.mark.parametrize``, all marked slow but those with the numbers ``quick``."""
+    return [case if i in quick else _slow(case) for i, case in enumerate(cases)]
+
+
+def _slow(case):
+    marks = getattr(case, "marks", ())
+    values = getattr(case, "values", case if isinstance(case, tuple) else (case,))
+    return pytest.param(*values, marks=[*marks, pytest.mark.slow], id=getattr(case, "id", None))

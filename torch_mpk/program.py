@@ -1,0 +1,117 @@
+"""A built graph: its segments in program order, each an executable or what runs it instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import _profiler_enabled as is_profiling
+from torch.profiler import record_function
+
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.errors import MpkError
+from torch_mpk.partition import Partitioned
+from torch_mpk.plan import Plan
+from torch_mpk.planning import make_plan
+from torch_mpk.runtime.backend import backend_of
+from torch_mpk.runtime.overlaps import Memory, guarded
+from torch_mpk.runtime.segment import Segment, decline_none
+
+
+def build_segment(
+    gm: torch.fx.GraphModule, device: torch.device, options: Options, dump: Dump, name: str = "whole"
+) -> Segment:
+    """Stages 4 to 8.
+
+    Raises:
+        UnsupportedError: a node cannot be lowered or generated, or the device is not supported.
+    """
+    plan = make_plan(gm, backend_of(device).target(device, options), options, dump)
+    return Segment(plan, device, options, dump, name)
+
+
+class Program:
+    """What a build leaves. The callables made from it share its executables.
+
+    Attributes:
+        partitioned: the graph's segments; None where the build is an earlier process's.
+        segments: the executables of those that are ours, by name.
+        others: what runs segments that are not ours, by name; those without run as captured.
+        seconds: what each stage of the build took.
+    """
+
+    def __init__(self, segments: dict[str, Segment], partitioned: Partitioned | None) -> None:
+        self.segments, self.partitioned = segments, partitioned
+        self.others: dict[str, Callable[..., Any]] = {}
+        self.seconds: dict[str, float] = {}
+
+    @classmethod
+    def build(cls, partitioned: Partitioned, device: torch.device, options: Options, dump: Dump) -> Program:
+        ours = [segment for segment in partitioned.segments if segment.ours]
+        segments = {}
+        for index, segment in enumerate(ours):
+            part = dump.segment(index, len(ours))
+            segments[segment.name] = build_segment(segment.gm, device, options, part, segment.name)
+        return cls(segments, partitioned)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, device: torch.device, options: Options) -> Program:
+        """The program of a graph that is one segment, whose plan an earlier build has left."""
+        return cls({"whole": Segment(plan, device, options, Dump(None))}, None)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What ``of_plan`` takes, where the graph is one segment."""
+        return next(iter(self.segments.values())).plan if self._is_whole else None
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the one segment is all of the graph."""
+        return self.partitioned is None or len(self.partitioned.segments) == len(self.segments) == 1
+
+    def callable(
+        self,
+        eager: Callable[..., Any],
+        freeze: bool = False,
+        memory: Sequence[Memory] = (),
+        decline: Callable[[MpkError], None] = decline_none,
+    ) -> Callable[..., Any]:
+        """A function of the captured graph's arguments; ``eager`` is the graph as PyTorch runs it. See
+        ``Segment.callable``.
+
+        The program lives as long as one of its callables.
+        """
+        if self._is_whole:
+            call = next(iter(self.segments.values())).callable(eager, freeze, memory, decline)
+        else:
+            assert self.partitioned is not None
+            root = self.partitioned.gm  # calls the segments by their names
+            modules = dict(root.named_children())
+            ours = {
+                name: segment.callable(modules[name], freeze, decline=decline)
+                for name, segment in self.segments.items()
+            }
+            modules |= {name: _Call(run) for name, run in (self.others | ours).items()}
+            call = _Call(_named(guarded(torch.fx.GraphModule(modules, root.graph).forward, eager, memory, decline)))
+        call.__dict__["program"] = self
+        return call
+
+
+def _named(call: Callable[..., Any]) -> Callable[..., Any]:
+    """For a profiler: the graph that the segments within are of."""
+
+    def named(*args: Any) -> Any:
+        if is_profiling():
+            with record_function("mpk graph"):
+                return call(*args)
+        return call(*args)
+
+    return named
+
+
+class _Call(torch.nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = call

@@ -1,0 +1,60 @@
+"""What a kind of device offers to the runtime, and who does: modules of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from torch_mpk import _C
+from torch_mpk.config import Options
+from torch_mpk.dump import Dump
+from torch_mpk.plan import Plan
+from torch_mpk.runtime import cpu, cuda
+
+
+class Executable(Protocol):
+    """A plan that is loaded. Inputs and outputs are in the order of its buffers' indices."""
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scalars: Sequence[int], stream: int
+    ) -> None: ...
+
+    def call(
+        self, arguments: _C.Arguments, args: tuple[Any, ...], outputs: Sequence[torch.Tensor], stream: int
+    ) -> None:
+        """``run``, with inputs and sizes taken out of the arguments of the captured graph's call."""
+
+
+ExecutableT = TypeVar("ExecutableT", bound=Executable)
+
+
+class Backend(Protocol[ExecutableT]):
+    def target(self, device: torch.device, options: Options) -> _C.Target:
+        """What to schedule for, and generate.
+
+        Raises UnsupportedError: the device is too old, or cannot run what the options ask for.
+        """
+
+    def load(self, plan: Plan, device: torch.device, options: Options, dump: Dump) -> ExecutableT:
+        """Compiles what is to be compiled, and allocates what every launch needs."""
+
+    def current_stream(self, device: torch.device) -> int:
+        """The handle of the stream that PyTorch works on; 0 where there are none."""
+
+    def synchronize(self, executable: ExecutableT, device: torch.device) -> None:
+        """Waits for every launch. Raises MegakernelTimeout: one was aborted."""
+
+    def keep(self, *objects: object) -> None:
+        """Keeps what a call that was given up may still read, for as long as it may."""
+
+
+_CPU: Backend[_C.CpuExecutable] = cpu
+_CUDA: Backend[_C.CudaExecutable] = cuda
+BACKENDS: dict[str, Backend[Any]] = {"cpu": _CPU, "cuda": _CUDA}
+
+
+def backend_of(device: torch.device) -> Backend[Any]:
+    """The backend whose executables take this device's tensors. They go to no other's functions."""
+    return BACKENDS[device.type]

@@ -1,0 +1,13 @@
+"""How long a launch may go without progress."""
+
+from __future__ import annotations
+
+from torch_mpk.config import Options, env
+
+DEFAULT_WATCHDOG_SECONDS = 10.0
+
+
+def watchdog_seconds(options: Options) -> float:
+    """0 is for ever."""
+    settings = (options.watchdog_seconds, env.watchdog_seconds, DEFAULT_WATCHDOG_SECONDS)
+    return next(seconds for seconds in settings if seconds is not None)

@@ -1,0 +1,258 @@
+// Included once, behind emulator.h, by the file that has the kernels and the table of them.
+#include <sched.h>
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "torch_mpk/device/ptx.cuh"
+
+__thread uint3 threadIdx, blockIdx;
+
+// What goes wrong in launches, set by tests: a signal or result that one CTA stores.
+extern "C" {
+EMULATOR_EXPORT struct {
+  const void* place;  // of these; null: nothing does
+  uint32_t cta;
+  uint32_t is_late;    // until another CTA has given up; otherwise the signal is lost
+  uint32_t queued_ms;  // how long the CTA waits for a multiprocessor
+} emulated_fault = {};
+}
+
+namespace mpk {
+alignas(1024) __thread uint8_t smem[232448];
+}
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 64 << 10;
+
+struct Warp {
+  int arrived = 0;
+  uint32_t generation = 0;
+  alignas(16) uint8_t values[2][32][16];
+};
+
+struct Fiber {
+  ucontext_t start;
+  jmp_buf here;
+  std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
+  bool started = false, done = false;
+  uint32_t collected = 0;  // generation of its last warp_collect
+  std::vector<struct Copy> copies;
+};
+
+struct Copy {
+  void* dst;
+  std::vector<uint8_t> data;
+  uint64_t* bar;
+};
+
+struct Launch {
+  Kernel kernel;
+  const void* block;
+  int num_threads;
+  Order order;
+  uint32_t seed;
+};
+
+struct Cta {
+  const Launch& launch;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  jmp_buf scheduler;
+  std::vector<Copy> in_flight;
+  std::mt19937 random;
+  struct {
+    int arrived = 0;
+    uint32_t generation = 0;
+    bool any = false, result = false;
+  } barriers[2];  // of all threads, of the consumers
+};
+thread_local Cta* cta;
+
+// A barrier in its 64 bits: phase, arrivals still expected, arrivals of a phase, bytes outstanding.
+struct Bits {
+  uint64_t phase : 1, pending : 12, count : 12, : 7;
+  int64_t bytes : 32;
+};
+Bits* bits(uint64_t* bar) { return reinterpret_cast<Bits*>(bar); }
+void settle(uint64_t* bar) {
+  Bits& b = *bits(bar);
+  if (b.pending != 0 || b.bytes != 0) return;
+  b.phase ^= 1;
+  b.pending = b.count;
+}
+
+void enter() {
+  cta->launch.kernel(cta->launch.block);
+  cta->fibers[threadIdx.x].done = true;
+  _longjmp(cta->scheduler, 1);
+}
+
+void resume(int thread) {
+  Fiber& f = cta->fibers[thread];
+  threadIdx = {static_cast<unsigned>(thread), 0, 0};
+  if (_setjmp(cta->scheduler) != 0) return;
+  if (f.started) _longjmp(f.here, 1);
+  f.started = true;
+  getcontext(&f.start);
+  f.start.uc_stack.ss_sp = f.stack.get();
+  f.start.uc_stack.ss_size = kStackBytes;
+  f.start.uc_link = nullptr;
+  makecontext(&f.start, enter, 0);
+  setcontext(&f.start);
+}
+
+void land(size_t i) {
+  Copy copy = std::move(cta->in_flight[i]);
+  cta->in_flight.erase(cta->in_flight.begin() + i);
+  std::memcpy(copy.dst, copy.data.data(), copy.data.size());
+  bits(copy.bar)->bytes -= copy.data.size();
+  settle(copy.bar);
+}
+
+// 0 to size - 1 in the order in which they are to run until each has to wait.
+std::vector<int> in_order(int size) {
+  std::vector<int> numbers(size);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  if (cta->launch.order == Order::kReverse) std::reverse(numbers.begin(), numbers.end());
+  if (cta->launch.order == Order::kShuffled) std::shuffle(numbers.begin(), numbers.end(), cta->random);
+  return numbers;
+}
+
+void run_cta(const Launch& launch, int index) {
+  const int num_warps = launch.num_threads / 32;
+  Cta self{launch,
+           std::vector<Fiber>(launch.num_threads),
+           std::vector<Warp>(num_warps),
+           {},
+           {},
+           std::mt19937(launch.seed + index),
+           {}};
+  cta = &self;
+  if (emulated_fault.cta == static_cast<uint32_t>(index))
+    std::this_thread::sleep_for(std::chrono::milliseconds(emulated_fault.queued_ms));
+  blockIdx = {static_cast<unsigned>(index), 0, 0};
+  std::memset(mpk::smem, 0xff, sizeof(mpk::smem));
+  for (bool alive = true; alive;) {
+    alive = false;
+    for (int w : in_order(num_warps))
+      // As long as lanes meet, the warp goes on.
+      for (uint32_t before = self.warps[w].generation, i = 0; i < 64 && (i == 0 || before != self.warps[w].generation);
+           i++) {
+        before = self.warps[w].generation;
+        for (int lane : in_order(32))
+          if (!self.fibers[32 * w + lane].done) {
+            alive = true;
+            resume(32 * w + lane);
+          }
+      }
+    for (size_t n = self.in_flight.size(), i = 0; i < (n + 1) / 2; i++)
+      if (self.random() % 4 != 0) land(self.random() % self.in_flight.size());
+    sched_yield();
+  }
+  if (!self.in_flight.empty()) abort();  // copies into the shared memory of a CTA that has exited
+}
+
+}  // namespace
+
+void yield() {
+  Fiber& f = cta->fibers[threadIdx.x];
+  if (_setjmp(f.here) == 0) _longjmp(cta->scheduler, 1);
+}
+
+void warp_collect(const void* value, size_t bytes) {
+  Warp& warp = cta->warps[threadIdx.x / 32];
+  Fiber& f = cta->fibers[threadIdx.x];
+  const uint32_t mine = warp.generation;
+  if (bytes != 0) std::memcpy(warp.values[mine & 1][threadIdx.x % 32], value, bytes);
+  f.collected = mine;
+  if (++warp.arrived == 32) {
+    warp.arrived = 0;
+    warp.generation++;
+  }
+  while (warp.generation == mine) yield();
+}
+
+const void* warp_value(int lane) {
+  return cta->warps[threadIdx.x / 32].values[cta->fibers[threadIdx.x].collected & 1][lane];
+}
+
+bool barrier(int threads, bool value) {
+  auto& b = cta->barriers[threads != 0];
+  const uint32_t mine = b.generation;
+  b.any |= value;
+  if (++b.arrived == (threads == 0 ? cta->launch.num_threads : threads)) {
+    b.result = b.any;
+    b.any = false;
+    b.arrived = 0;
+    b.generation++;
+  }
+  while (b.generation == mine) yield();
+  return b.result;
+}
+
+void barrier_init(uint64_t* bar, uint32_t count) {
+  *bar = 0;
+  bits(bar)->count = bits(bar)->pending = count;
+}
+void barrier_arrive(uint64_t* bar, uint32_t expected_bytes) {
+  if (bits(bar)->pending == 0) abort();
+  bits(bar)->bytes += expected_bytes;
+  bits(bar)->pending--;
+  settle(bar);
+}
+bool barrier_test(uint64_t* bar, uint32_t parity) { return bits(bar)->phase != parity; }
+
+void copy_async(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  if (bytes == 0 || bytes % 16) abort();
+  require_aligned(src);
+  require_aligned(dst);
+  const uint8_t* from = static_cast<const uint8_t*>(src);
+  cta->in_flight.push_back({dst, {from, from + bytes}, bar});
+  std::memset(dst, 0xff, bytes);
+}
+void copy_thread(void* dst, const void* src, uint32_t bytes) {
+  require_aligned(src);
+  require_aligned(dst);
+  const uint8_t* from = static_cast<const uint8_t*>(src);
+  cta->fibers[threadIdx.x].copies.push_back({dst, {from, from + bytes}, nullptr});
+  std::memset(dst, 0xff, bytes);
+}
+void arrive_after_copies(uint64_t* bar) {
+  for (const Copy& copy : cta->fibers[threadIdx.x].copies) std::memcpy(copy.dst, copy.data.data(), copy.data.size());
+  cta->fibers[threadIdx.x].copies.clear();
+  barrier_arrive(bar, 0);
+}
+
+bool at_fault(const void* p) {
+  if (p != emulated_fault.place || blockIdx.x != emulated_fault.cta) return false;
+  if (emulated_fault.is_late == 0) return true;
+  const auto* params = static_cast<const mpk::LaunchParams*>(cta->launch.block);
+  while (__atomic_load_n(&params->control->aborted, __ATOMIC_ACQUIRE) == 0) std::this_thread::yield();
+  return false;
+}
+
+}  // namespace emulator
+
+uint64_t mpk::ptx::global_time_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// One launch of a kernel of the table. `block`: LaunchParams and the pointers behind it, as on the device.
+extern "C" EMULATOR_EXPORT void emulate(int kernel, const void* block, int num_ctas, int num_threads, int order,
+                                        uint32_t seed) {
+  const emulator::Launch launch{emulator::kernels[kernel], block, num_threads, emulator::Order(order), seed};
+  std::vector<std::thread> ctas;
+  for (int i = 0; i < num_ctas; i++) ctas.emplace_back(emulator::run_cta, std::cref(launch), i);
+  for (std::thread& t : ctas) t.join();
+}

@@ -1,0 +1,162 @@
+// The emulator's version of the instructions CUDA C++ has no name for.
+#pragma once
+
+#include "torch_mpk/abi/launch.h"
+
+#define MPK_DEVICE inline
+
+namespace mpk::ptx {
+
+inline void mbar_init(uint64_t* bar, uint32_t count) { emulator::barrier_init(bar, count); }
+inline void mbar_arrive(uint64_t* bar) { emulator::barrier_arrive(bar, 0); }
+inline bool mbar_test(uint64_t* bar, uint32_t parity) {
+  if (emulator::barrier_test(bar, parity)) return true;
+  emulator::yield();
+  return false;
+}
+inline bool mbar_peek(uint64_t* bar, uint32_t parity) { return mbar_test(bar, parity); }
+inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) { emulator::barrier_arrive(bar, bytes); }
+inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  emulator::copy_async(dst, src, bytes, bar);
+}
+inline void copy_async_16(void* dst, const void* src) { emulator::copy_thread(dst, src, 16); }
+inline void copy_async_arrive(uint64_t* bar) { emulator::arrive_after_copies(bar); }
+inline void fence_mbar_init() {}
+inline void fence_proxy_async() {}
+inline void fence_proxy_async_shared() {}
+
+template <class T>
+T load_acquire_cta(const T* p) {
+  emulator::yield();
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+template <class T>
+void store_release_cta(T* p, std::type_identity_t<T> v) {
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+inline void store_relaxed_cta(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+template <class T>
+T load_shown(const T* p) {
+  return *p;
+}
+template <class T>
+void store_shown(T* p, T v) {
+  *p = v;
+}
+#ifdef MPK_RACECHECK
+inline constexpr bool kRacecheck = true;
+#else
+inline constexpr bool kRacecheck = false;
+#endif
+inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_acquire_cta(p); }
+// Of a vector each of the pieces that its maker stores comes by itself.
+template <class T>
+T load_relaxed_piece(const T* p) {
+  emulator::yield();
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+inline uint32_t load_relaxed_gpu(const uint16_t* p) { return load_relaxed_piece(p); }
+inline uint32_t load_relaxed_gpu(const uint32_t* p) { return load_relaxed_piece(p); }
+inline uint2 load_relaxed_gpu(const uint2* p) { return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y)}; }
+inline uint4 load_relaxed_gpu(const uint4* p) {
+  emulator::require_aligned(p);
+  return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y), load_relaxed_piece(&p->z), load_relaxed_piece(&p->w)};
+}
+inline ulonglong2 load_relaxed_gpu(const ulonglong2* p) {
+  emulator::require_aligned(p);
+  return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y)};
+}
+inline void store_relaxed_gpu(uint16_t* p, uint16_t v) {
+  if (!emulator::at_fault(p)) __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+inline void store_relaxed_gpu(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline void store_relaxed_gpu(uint2* p, const uint2& v) {
+  store_relaxed_gpu(&p->x, v.x);
+  store_relaxed_gpu(&p->y, v.y);
+}
+inline void store_relaxed_gpu(uint4* p, const uint4& v) {
+  emulator::require_aligned(p);
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 4; i++) store_relaxed_gpu(&p->x + i, words[i]);
+}
+inline void store_relaxed_gpu(ulonglong2* p, const ulonglong2& v) {
+  emulator::require_aligned(p);
+  if (emulator::at_fault(p)) return;
+  __atomic_store_n(&p->x, v.x, __ATOMIC_RELAXED);
+  __atomic_store_n(&p->y, v.y, __ATOMIC_RELAXED);
+}
+inline void add_relaxed_gpu(uint32_t* p, uint32_t v) {
+  if (!emulator::at_fault(p)) __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+inline void add_release_gpu(uint32_t* p, uint32_t v) {
+  if (!emulator::at_fault(p)) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+}
+inline uint32_t fetch_add_relaxed_gpu(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+inline uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
+  uint32_t old = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+  while (!__atomic_compare_exchange_n(p, &old, old >= last ? 0 : old + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+  }
+  return old;
+}
+inline void store_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+
+template <int threads>
+bool barrier_or(bool value) {
+  return emulator::barrier(threads, value);
+}
+
+struct Pair {
+  uint32_t v[2];
+};
+struct Quad {
+  uint32_t v[4];
+};
+
+template <class T>
+T half_of(uint32_t word, int i) {
+  const uint16_t bits = static_cast<uint16_t>(word >> (16 * i));
+  T v;
+  std::memcpy(&v, &bits, 2);
+  return v;
+}
+
+template <class T>
+void mma(float (&d)[4], Quad a, Pair b) {
+  Quad as[32];
+  Pair bs[32];
+  emulator::warp_collect(&a, sizeof(a));
+  for (int i = 0; i < 32; i++) std::memcpy(&as[i], emulator::warp_value(i), sizeof(a));
+  emulator::warp_collect(&b, sizeof(b));
+  for (int i = 0; i < 32; i++) std::memcpy(&bs[i], emulator::warp_value(i), sizeof(b));
+  for (int i = 0; i < 4; i++) {
+    const int row = lane_id() / 4 + i / 2 * 8, column = lane_id() % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const int word = k / 8, lane = k % 8 / 2;
+      const T x = half_of<T>(as[row % 8 * 4 + lane].v[2 * word + row / 8], k % 2);
+      const T y = half_of<T>(bs[column * 4 + lane].v[word], k % 2);
+      d[i] = std::fma(static_cast<float>(x), static_cast<float>(y), d[i]);
+    }
+  }
+}
+
+inline uint32_t transpose(uint32_t v) {
+  emulator::warp_collect(&v, sizeof(v));
+  uint16_t halves[2];
+  for (int i = 0; i < 2; i++) {
+    const int row = lane_id() % 4 * 2 + i, column = lane_id() / 4;
+    std::memcpy(&halves[i], static_cast<const uint8_t*>(emulator::warp_value(4 * row + column / 2)) + column % 2 * 2,
+                2);
+  }
+  return halves[0] | static_cast<uint32_t>(halves[1]) << 16;
+}
+
+inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
+inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000); }
+
+inline float exp2(float x) { return std::exp2(x); }
+inline int thread_index() { return threadIdx.x; }
+inline void compiler_fence() {}
+uint64_t global_time_ns();
+inline uint32_t clock() { return static_cast<uint32_t>(global_time_ns()); }
+
+}  // namespace mpk::ptx
