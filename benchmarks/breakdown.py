@@ -18,7 +18,7 @@ from ceiling import measure_ceiling
 from decode import Clock
 
 from torch_mpk import _C
-from torch_mpk.runtime.program import live_segments
+from torch_mpk.runtime.segment import live_segments
 from torch_mpk.testing.decode import bytes_read, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 

@@ -79,17 +79,21 @@ def wait_for_huge_pages(limit_s: float = 120) -> float:
 # A decode step, in the child process.
 
 
-@torch.inference_mode()
-def measure_step(case: dict[str, Any]) -> list[Result]:
-    position, num_threads = case["position"], case["threads"]
-    torch.set_num_threads(num_threads)
+def make_model(case: dict[str, Any]) -> torch.nn.Module:
     config = CONFIGS[case["model"]]()
     if case["layers"]:
         config.num_hidden_layers = case["layers"]
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: case["layers"]]
-    model = random_model(config, "cpu", getattr(torch, case["dtype"]))
-    token = torch.randint(config.vocab_size, (1, 1), generator=torch.Generator().manual_seed(1))
+    return random_model(config, "cpu", getattr(torch, case["dtype"]))
+
+
+@torch.inference_mode()
+def measure_step(case: dict[str, Any]) -> list[Result]:
+    position, num_threads = case["position"], case["threads"]
+    torch.set_num_threads(num_threads)
+    model = make_model(case)
+    token = torch.randint(model.config.vocab_size, (1, 1), generator=torch.Generator().manual_seed(1))
     max_cache_len = -(-(position + 1 + case["calls"]) // 1024) * 1024
     cache, _ = prefill(model, token, max_cache_len)
     for layer in cache.layers:  # a step costs the same whatever the keys are

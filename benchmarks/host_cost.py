@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, StaticCache
 from torch_mpk.backend import mpk
 from torch_mpk.testing.models import CONFIGS
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "runtime_cuda"))
-import simulated_gpu
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.runtime_cuda import simulated_gpu
 
 Call = Callable[..., Any]
 

@@ -28,7 +28,7 @@ from torch_mpk.jit import compile_cuda
 from torch_mpk.lowering import lower
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.runtime.cuda import pack, unpack
+from torch_mpk.plan import pack, unpack
 from torch_mpk.testing.decode import bytes_read
 from torch_mpk.testing.models import CONFIGS
 

@@ -22,12 +22,9 @@ from harness import RESULTS, Report, Result, environment, summary, table, write
 
 import torch_mpk.tasks  # noqa: F401 - registers the tasks
 from torch_mpk import _C, registry
-from torch_mpk.config import Options
-from torch_mpk.dump import Dump
+from torch_mpk.calls import Call
 from torch_mpk.registry import Task
-from torch_mpk.runtime.plan import make_plan
-from torch_mpk.runtime.segment import Segment
-from torch_mpk.testing.tasks import Call, Calls
+from torch_mpk.testing.tasks import Calls
 
 Shape = Mapping[str, Any]  # as in Task.sample; and an int for an operand fills it
 
@@ -93,12 +90,7 @@ def operands_of(task: Task, shape: Shape, dtype: torch.dtype, device: str) -> tu
 
 def pipeline(task: Task, operands: list[Any], attrs: dict[str, Any], device: torch.device) -> Callable[[], object]:
     """A graph of this one call, through all stages."""
-
-    def eager(*operands: object) -> None:
-        raise AssertionError("the executable cannot take the operands")
-
-    plan = make_plan(Calls([Call(task, operands, attrs)]).gm, device, Options(), Dump(None))
-    run = Segment(plan, device, Options(), Dump(None)).callable(eager)
+    run = Calls([Call(task, operands, attrs)]).callable(device)
     present = [t for t in operands if t is not None]
     return lambda: run(*present)
 
