@@ -29,6 +29,8 @@ MAX_ELEMENTS = 1 << 14  # of a call's tensors: more show nothing that fewer do n
 SEED = 42  # the one that the database sets in each call of a random operator
 # Their results are whatever the memory held.
 UNTESTABLE = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# PyTorch 2.13 reads past an expanded tensor's memory for these, so that eager's results are no reference.
+WRONG_IF_EXPANDED = {"median", "nanmedian", "masked.median"}
 _SPECIAL = {
     True: (0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 0.5, 2.5, -3.5),
     False: (0, 1, 2, 3, 7, 100),
@@ -64,7 +66,7 @@ def calls(op: OpInfo, dtype: torch.dtype) -> Iterator[Call]:
         yield from _forms(op, dtype, "sample", sample.input, sample.args, sample.kwargs)
         other = sample.noncontiguous()
         yield Call(op, dtype, "functional", "non-contiguous", op.op, (other.input, *other.args), other.kwargs)
-        if _has_dimensions(sample) and sample.input.shape[-1] > 1:
+        if _has_dimensions(sample) and sample.input.shape[-1] > 1 and op.name not in WRONG_IF_EXPANDED:
             expanded = sample.input[..., :1].expand(sample.input.shape)
             yield Call(op, dtype, "functional", "expanded", op.op, (expanded, *sample.args), sample.kwargs)
     if isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo)):
