@@ -409,6 +409,7 @@ class WarpLayout:
         self,
         consumers: int,
         loaders: int,
+        registers: int,
         max_slots: int,
         slot_bytes: int,
         full_arrivals: int,
@@ -422,6 +423,8 @@ class WarpLayout:
     def consumers(self) -> int: ...
     @property
     def loaders(self) -> int: ...
+    @property
+    def registers(self) -> int: ...
     @property
     def max_slots(self) -> int: ...
     @property

@@ -35,16 +35,17 @@ void bind_schedule(py::module_& m) {
       .def_readonly("polled", &Target::polled);
 
   py::class_<WarpLayout>(m, "WarpLayout")
-      .def(py::init([](int consumers, int loaders, int max_slots, int64_t slot_bytes, int full_arrivals,
+      .def(py::init([](int consumers, int loaders, int registers, int max_slots, int64_t slot_bytes, int full_arrivals,
                        int empty_arrivals) {
-             return WarpLayout{consumers, loaders, max_slots, slot_bytes, full_arrivals, empty_arrivals};
+             return WarpLayout{consumers, loaders, registers, max_slots, slot_bytes, full_arrivals, empty_arrivals};
            }),
-           py::arg("consumers"), py::arg("loaders"), py::arg("max_slots"), py::arg("slot_bytes"),
+           py::arg("consumers"), py::arg("loaders"), py::arg("registers"), py::arg("max_slots"), py::arg("slot_bytes"),
            py::arg("full_arrivals"), py::arg("empty_arrivals"))
       .def_readonly("full_arrivals", &WarpLayout::full_arrivals)
       .def_readonly("empty_arrivals", &WarpLayout::empty_arrivals)
       .def_readonly("consumers", &WarpLayout::consumers)
       .def_readonly("loaders", &WarpLayout::loaders)
+      .def_readonly("registers", &WarpLayout::registers)
       .def_readonly("max_slots", &WarpLayout::max_slots)
       .def_readonly("slot_bytes", &WarpLayout::slot_bytes);
 

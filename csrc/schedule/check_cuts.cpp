@@ -64,7 +64,7 @@ class CutProof {
             "an entry of " + str(s.entry_bytes()) + " bytes exceeds a slot of " + str(s_.warps.slot_bytes));
     require(s.entries() % s.run == 0,
             "runs of " + str(s.run) + " do not make a tile of " + str(s.entries()) + " entries");
-    require(!s.shares_entries || s.run == s.entries() || meets_in_shared_memory(s),
+    require(!s.shares_entries || s.run == s.entries() || meets_in_shared_memory(s, s_.warps),
             "the sums of a tile of " + str(s.entries()) + " entries, in runs of " + str(s.run) +
                 ", may be overwritten before they meet");
   }

@@ -47,6 +47,9 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
   const int64_t rows = y.numel() / std::max<int64_t>(y.shape.back(), 1), units = rows / pieces.results;
   require(rows % pieces.results == 0 && pieces.results % pieces.few_results == 0,
           "pieces of " + std::to_string(pieces.results) + " results do not make " + std::to_string(rows));
+  require(pieces.results + 2 <= s.warps.consumers, "a piece of " + std::to_string(pieces.results) +
+                                                       " results, a key and a value need a warp each, but there are " +
+                                                       std::to_string(s.warps.consumers));
   require(pieces.count >= (units + workers - 1) / workers * workers,
           count + " are fewer than lengths at run time may give");
 }

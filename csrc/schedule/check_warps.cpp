@@ -30,9 +30,11 @@ void check_ring(const WarpLayout& w, const Target& target) {
 void check_warps(const Schedule& s) {
   if (s.target.device != "cuda") return;
   const WarpLayout& w = s.warps;
-  require(w.consumers == kConsumerWarps && w.loaders == kLoaderWarps,
-          str(w.consumers) + " consumers and " + str(w.loaders) + " loaders, but device code is written for " +
-              str(kConsumerWarps) + " and " + str(kLoaderWarps));
+  require(w.consumers > 0 && w.loaders == 1,
+          str(w.consumers) + " consumers and " + str(w.loaders) + " loaders, expected some and one");
+  require(w.registers >= kFewestRegisters && w.registers <= registers_each(w.threads()),
+          "threads of " + str(w.registers) + " registers, but code needs " + str(kFewestRegisters) + ", and " +
+              str(w.threads()) + " threads may have " + str(registers_each(w.threads())));
   check_ring(w, s.target);
   for (const Phase& phase : s.phases)
     for (const Job& job : phase.jobs)

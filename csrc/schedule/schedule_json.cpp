@@ -27,9 +27,9 @@ std::string pieces_json(const Pieces& p) {
 
 std::string warps_json(const WarpLayout& w) {
   return "{" + field("consumers", w.consumers) + ", " + field("loaders", w.loaders) + ", " +
-         field("threads", w.threads()) + ", " + field("max_slots", w.max_slots) + ", " +
-         field("slot_bytes", w.slot_bytes) + ", " + field("full_arrivals", w.full_arrivals) + ", " +
-         field("empty_arrivals", w.empty_arrivals) + "}";
+         field("threads", w.threads()) + ", " + field("registers", w.registers) + ", " +
+         field("max_slots", w.max_slots) + ", " + field("slot_bytes", w.slot_bytes) + ", " +
+         field("full_arrivals", w.full_arrivals) + ", " + field("empty_arrivals", w.empty_arrivals) + "}";
 }
 
 }  // namespace

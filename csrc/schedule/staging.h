@@ -45,9 +45,10 @@ inline bool has_short_rows(const Tensor& t) {
 inline bool can_be_streamed(const Tensor& t) { return has_aligned_rows(t) && has_short_rows(t); }
 
 // Whether the sums of a tile's runs find each other in shared memory, see keeps_sums.
-inline bool meets_in_shared_memory(const TileShape& shape) {
+inline bool meets_in_shared_memory(const TileShape& shape, const WarpLayout& warps) {
   return shape.rows_in_entry() <= kSumsOfRun &&
-         keeps_sums(static_cast<uint32_t>(shape.entries()), static_cast<uint32_t>(shape.run));
+         keeps_sums(static_cast<uint32_t>(shape.entries()), static_cast<uint32_t>(shape.run),
+                    static_cast<uint32_t>(warps.consumers));
 }
 
 }  // namespace mpk

@@ -5,9 +5,9 @@ namespace mpk {
 
 void validate(const Schedule& schedule) {
   check_order(schedule);
+  check_warps(schedule);
   check_cuts(schedule);
   check_pieces(schedule);
-  check_warps(schedule);
 }
 
 }  // namespace mpk

@@ -11,9 +11,10 @@ import torch_mpk.tasks  # noqa: F401  declares the tasks
 from tests.codegen.emulated_calls import allocate, decoder_inputs, reference, relative_error, tensors
 from tests.codegen.programs_graph import long_reductions, programs_and_reductions
 from tests.schedule.decoder_graph import Builder, decoder
+from tests.schedule.taken_apart import Parts
 from tests.thinned import thinned
 from torch_mpk import _C, reference_vm
-from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, emulate
+from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, emulate, emulate_schedule
 
 
 def check_decoder(kernel: EmulatedKernel, limits: list[int], slot: int, tolerance: float) -> list[torch.Tensor]:
@@ -145,6 +146,16 @@ def test_a_ring_that_holds_fewer_tiles_than_there_are_warps() -> None:
     sizes = {"heads": 4, "groups": 1, "head_dim": 128, "length": 400, "layers": 1, "dtype": "float32"}
     kernel = emulate(decoder(**sizes), smem_bytes=100 << 10)  # 12 slots; a tile takes two
     check_decoder(kernel, [400], 399, 1e-5)
+
+
+def test_other_warps_are_the_schedules_choice() -> None:
+    """Fewer consumers with more registers each: device code has no number of its own."""
+    graph = decoder(layers=1, batch=2, heads=4, groups=2, head_dim=32, ffn=96, length=100)
+    parts = Parts.of(_C.make_schedule(graph, _C.Target("cuda", 90, 3, SMEM_BYTES, True, True)))
+    parts.warps |= {"consumers": 7, "registers": 255}
+    kernel = emulate_schedule(parts.build())
+    assert kernel.program.num_threads == 256
+    check_decoder(kernel, [100, 7], 6, 2e-2)
 
 
 @pytest.mark.slow

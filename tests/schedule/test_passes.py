@@ -169,7 +169,7 @@ def by_label(draft: Draft, name: str) -> dict:
 def test_lay_out_warps() -> None:
     before, after = before_and_after(decoder(layers=1), "lay_out_warps")
     assert before.schedule["warps"]["threads"] == 0
-    expected = {"consumers": 11, "loaders": 1, "threads": 384, "max_slots": 28, "slot_bytes": 8192}
+    expected = {"consumers": 11, "loaders": 1, "threads": 384, "registers": 168, "max_slots": 28, "slot_bytes": 8192}
     assert after.schedule["warps"] == expected | {"full_arrivals": 1, "empty_arrivals": 1}
     # Rows of 10 KiB leave three eighths of two slots of 8 KiB empty, and nothing of one of their own length.
     assert Draft(decoder(layers=1, hidden=5120, ffn=5120), "lay_out_warps").schedule["warps"]["slot_bytes"] == 10240

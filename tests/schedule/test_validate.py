@@ -260,13 +260,6 @@ def test_a_broken_cut_is_caught(part: str, name: str, change: Callable, message:
         _C.validate(parts.build())
 
 
-def test_slots_smaller_than_entries_are_caught() -> None:
-    parts = Parts.of(CUT[0])
-    parts.warps["slot_bytes"] = 4096
-    with pytest.raises(RuntimeError, match="linear .*: an entry of 8192 bytes exceeds a slot of 4096"):
-        _C.validate(parts.build())
-
-
 def test_sums_that_would_be_overwritten_are_caught() -> None:
     graph = decoder(layers=1, hidden=64, ffn=4096 * 64)  # down's rows are 64 slots long
     parts = Parts.of(_C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, True, False)))
@@ -295,12 +288,16 @@ def test_two_streams_that_draw_from_one_counter_are_caught() -> None:
 
 
 BROKEN_WARPS = {
-    "a warp more than device code has": (
+    "more warps than have the registers": (
         "consumers",
         12,
-        "12 consumers and 1 loaders, but device code is written for 11",
+        "threads of 168 registers, but code needs 168, and 416 threads may have 128",
     ),
-    "no loader": ("loaders", 0, "11 consumers and 0 loaders, but device code"),
+    "fewer registers than code needs": ("registers", 128, "threads of 128 registers, but code needs 168"),
+    "more registers than there are": ("registers", 176, "384 threads may have 168"),
+    "fewer warps than rows to stage": ("consumers", 3, "a piece of 4 results, a key and a value need a warp each"),
+    "no consumers": ("consumers", 0, "0 consumers and 1 loaders, expected some and one"),
+    "no loader": ("loaders", 0, "11 consumers and 0 loaders, expected some and one"),
     "a slot that is filled by nobody": ("full_arrivals", 32, "full after 32 arrivals, but loaders arrive 1 times"),
     "a slot that every consumer frees": ("empty_arrivals", 11, "empty after 11 arrivals, but one of the 11 consumers"),
     "more slots than a word has bits": ("max_slots", 33, "a ring of 33 slots, expected 2 to 28"),

@@ -14,14 +14,15 @@ class PointsJob : public Emitter {
     JobCode code{"Points", "run_points"};
     Refs refs(place.plan, code.refs);
     const int64_t points = node.program->num_points();
-    const bool wide = points > (int64_t(1) << 31) - kConsumerThreads * place.plan.schedule.target.num_workers - 1;
+    const Schedule& schedule = place.plan.schedule;
+    const int64_t threads = 32 * schedule.warps.consumers;  // of a worker
+    const bool wide = points > (int64_t(1) << 31) - threads * schedule.target.num_workers - 1;
     const std::string index = wide ? "int64_t" : "int32_t";
     const ProgramCode program =
         emit_program(place.plan, refs, node, {.prefix = "", .index_type = index, .point = "point"});
     code.body = "  using Index = " + index + ";\n  static constexpr Index kPoints = " + str(points) + ";\n" +
                 function("void", "point(const Job& job, Index point)", program.body);
-    code.num_small_workers =
-        static_cast<uint32_t>(std::min<int64_t>((points + kConsumerThreads - 1) / kConsumerThreads, 1 << 20));
+    code.num_small_workers = static_cast<uint32_t>(std::min<int64_t>((points + threads - 1) / threads, 1 << 20));
     return code;
   }
 };

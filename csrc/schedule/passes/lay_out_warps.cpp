@@ -32,8 +32,9 @@ int64_t choose_slot_bytes(const Schedule& schedule) {
 
 void lay_out_warps(Draft& draft) {
   WarpLayout& warps = draft.schedule.warps;
-  warps.consumers = kConsumerWarps;
-  warps.loaders = kLoaderWarps;
+  warps.loaders = 1;
+  warps.consumers = kRegisterFile / (32 * kFewestRegisters) - warps.loaders;  // as many as have the registers
+  warps.registers = registers_each(warps.threads());
   warps.max_slots = kMaxSlots;
   warps.full_arrivals = draft.target().arch >= 90 ? 1 : 32;
   warps.empty_arrivals = 1;

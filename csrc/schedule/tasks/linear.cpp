@@ -131,7 +131,7 @@ class LinearPlanner : public Planner {
       shape = choose_shape(linears);
       shape.in_flight = entries_in_flight(static_cast<uint32_t>(shape.entry_bytes()));
       shape.shares_entries = linears.batch == 1 && job.is_staged && linears.parts * shape.tile_rows <= 4 &&
-                             (shape.run == shape.entries() || meets_in_shared_memory(shape));
+                             (shape.run == shape.entries() || meets_in_shared_memory(shape, schedule.warps));
     }
     const int64_t bytes = (job.is_staged ? x_bytes : 0) + scratch_bytes(linears, shape);
     if (bytes > room(schedule)) return;

@@ -8,12 +8,13 @@ namespace mpk {
 // The widest access of a lane; bulk copies move multiples of it. What is read or copied so begins at multiples of it.
 inline constexpr int kAccessBytes = 16;
 
-// The warps of a CTA. Threads are charged registers in units of 128 threads: 12 warps may have 168 registers each, 13
-// only 128, and the tasks need more.
-inline constexpr int kConsumerWarps = 11;
-inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
-inline constexpr int kLoaderWarps = 1;
-inline constexpr int kThreads = kConsumerThreads + 32 * kLoaderWarps;
+// Registers of a multiprocessor, which one CTA shares out; what the tasks' code needs of them; and what each of a CTA's
+// threads may have, for threads are charged in units of four warps: of 12 warps 168, of 13 only 128.
+inline constexpr int kRegisterFile = 65536, kFewestRegisters = 168, kMostRegisters = 255;
+constexpr int registers_each(int threads) {
+  const int registers = kRegisterFile / ((threads + 127) / 128 * 128) / 8 * 8;
+  return registers < kMostRegisters ? registers : kMostRegisters;
+}
 
 // Slots of the ring. A kernel's are as large as its weights' rows fill best, see choose_slot_bytes in csrc/schedule.
 inline constexpr int kMinSlotBytes = 8192, kMaxSlotBytes = 12288, kMaxSlots = 28;
@@ -38,8 +39,8 @@ constexpr uint32_t entries_in_flight(uint32_t entry_bytes) {
 // each, in a place that the number of the entry behind the run gives. When the entry kSumsKept later has come, the warp
 // that added up the tile has released entries of a later run, if this holds, since the ring is filled in order.
 inline constexpr uint32_t kSumsOfRun = 2, kSumsKept = 64;
-constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run) {
-  return tile_entries + kConsumerWarps * run <= kSumsKept - kMaxSlots;
+constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run, uint32_t consumer_warps) {
+  return tile_entries + consumer_warps * run <= kSumsKept - kMaxSlots;
 }
 
 static_assert(kMinSlotBytes % kAccessBytes == 0 && kMaxSlotBytes % kAccessBytes == 0);

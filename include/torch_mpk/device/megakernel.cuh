@@ -6,7 +6,7 @@
 // through the same phases as far ahead of them as the ring allows, streaming what the jobs will need. Generated code
 // supplies a `Kernel`:
 //
-//   static constexpr int kThreads, kFullArrivals, kEmptyArrivals;        // see WarpLayout
+//   static constexpr int kFullArrivals, kEmptyArrivals;                  // see WarpLayout
 //   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kSlotBytes, kNumOutputs;
 //   static constexpr int kRowBytes;                                      // of a row of the table
 //   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
@@ -21,6 +21,7 @@
 #pragma once
 
 #include "torch_mpk/device/ring.cuh"
+#include "torch_mpk/device/warps.cuh"
 
 namespace mpk {
 
@@ -503,7 +504,6 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   extern __shared__ __align__(1024) uint8_t smem[];
   Shared& shared = *reinterpret_cast<Shared*>(smem);
   static_assert(sizeof(Shared) <= kMaxFixedBytes, "the schedule leaves less room for the fixed shared memory");
-  static_assert(Kernel::kThreads == kThreads, "the schedule is for other warps");
   static_assert(Kernel::kRowsOffset % kAccessBytes == 0 && Kernel::kStagedOffset % kAccessBytes == 0);
   static_assert(Kernel::kSlotBytes >= kMinSlotBytes && Kernel::kSlotBytes <= kMaxSlotBytes);
   static_assert(Kernel::kSlotBytes % kAccessBytes == 0 && Kernel::kRingOffset % kAccessBytes == 0);

@@ -24,6 +24,7 @@ struct Target {
 // The warps of a CTA, and the ring through which loaders stream what consumers compute with. None on the CPU.
 struct WarpLayout {
   int consumers = 0, loaders = 0;
+  int registers = 0;       // that a thread may have
   int max_slots = 0;       // of the ring; it has as many as shared memory has room for
   int64_t slot_bytes = 0;  // of each
   // That make a slot full, and empty again.

@@ -109,10 +109,15 @@ def emulate(
 ) -> EmulatedKernel:
     """The kernel of a task graph, compiled for this machine. Raises what ``compile_kernels`` raises."""
     schedule = _C.make_schedule(graph, _C.Target("cuda", arch, workers, smem_bytes, fuse, polled))
+    return emulate_schedule(schedule, profiled=profiled, racecheck=racecheck)
+
+
+def emulate_schedule(schedule: _C.Schedule, *, profiled: bool = False, racecheck: bool = False) -> EmulatedKernel:
+    """The kernel of a schedule for a GPU. Raises what ``compile_kernels`` raises, and RuntimeError if it is unsound."""
     _C.validate(schedule)
     program = _C.generate_cuda(schedule, profiled)
     flags = ["-O1", *(["-DMPK_RACECHECK"] if racecheck else [])]
-    return EmulatedKernel(schedule, program, compile_kernels([program.source], arch, flags))
+    return EmulatedKernel(schedule, program, compile_kernels([program.source], schedule.target.arch, flags))
 
 
 def compile_kernels(sources: Sequence[str], arch: int, flags: Sequence[str]) -> ctypes.CDLL:

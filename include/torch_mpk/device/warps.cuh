@@ -1,0 +1,15 @@
+// The warps of a CTA: what the kernel's schedule says of them (WarpLayout), which its source defines first.
+#pragma once
+
+#if !defined(MPK_CONSUMER_WARPS) || !defined(MPK_LOADER_WARPS)
+#error "define MPK_CONSUMER_WARPS and MPK_LOADER_WARPS, as generated kernels do, before including torch_mpk/device"
+#endif
+
+namespace mpk {
+
+inline constexpr int kConsumerWarps = MPK_CONSUMER_WARPS;
+inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
+inline constexpr int kThreads = kConsumerThreads + 32 * MPK_LOADER_WARPS;
+static_assert(MPK_LOADER_WARPS == 1, "the ring is filled by one warp");
+
+}  // namespace mpk
