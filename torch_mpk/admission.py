@@ -51,8 +51,9 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
     return device
 
 
-def check_graph(captured: Captured) -> None:
-    """Raises DeclinedError for a cache that grows, and for a prefill, which is bound by compute and stays eager."""
+def check_graph(captured: Captured, max_positions: int = 1) -> None:
+    """Raises DeclinedError for a cache that grows, and for a prefill, which is bound by compute and stays eager: a step
+    over more positions than ``max_positions``, or over several of several sequences."""
     nodes = captured.graph_module.graph.nodes
     sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
     results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
@@ -62,8 +63,8 @@ def check_graph(captured: Captured) -> None:
             if grown:
                 raise GrowingCacheError(source=grown[0], line=source_line(node))
     for node in nodes:
-        length = _query_length(node)
-        if length > 1:
+        batch, length = _positions(node)
+        if length > (max_positions if batch == 1 else 1):
             raise PrefillDeclined(length=length)
     for node in nodes:
         if node.target is aten.cat.default and any(map(_is_empty_cache, node.args[0])):
@@ -76,12 +77,13 @@ def _is_empty_cache(node: torch.fx.Node) -> bool:
     return is_empty and any(_CACHE_CODE.search(source_line(user) or "") for user in node.users)
 
 
-def _query_length(node: torch.fx.Node) -> int:
-    """Positions a node of a transformer works on at once; 1 where the node does not tell."""
+def _positions(node: torch.fx.Node) -> tuple[int, int]:
+    """Sequences, and positions of each, that a node of a transformer works on; (1, 1) where the node does not tell."""
     if node.target is aten.scaled_dot_product_attention.default:
-        length = node.args[0].meta["val"].shape[-2]
+        sizes = node.args[0].meta["val"].shape[0], node.args[0].meta["val"].shape[-2]
     elif node.target is aten.embedding.default and node.args[1].meta["val"].dim() == 2:
-        length = node.args[1].meta["val"].shape[-1]
+        sizes = node.args[1].meta["val"].shape
     else:
-        return 1
-    return length if isinstance(length, int) else length.node.hint
+        return 1, 1
+    batch, length = (size if isinstance(size, int) else size.node.hint for size in sizes)
+    return batch, length

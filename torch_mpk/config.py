@@ -14,6 +14,7 @@ from torch_mpk.errors import OptionError, UnknownOptionError
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 FALLBACKS = ("inductor", "eager", "error")
 ARCHS = (80, 90)
+MAX_POSITIONS = 16  # as many rows as a batch may have
 
 
 def _closest(name: str, known: list[str]) -> str:
@@ -31,6 +32,10 @@ class Options:
     where TORCH_MPK_FORBID_COMPILE is set. Prefill runs eagerly, unless this is "inductor"."""
     min_segment_nodes: int | None = None
     """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
+    max_positions: int = 1
+    """Positions of one sequence that a step may be over and still be ours, at most 16: 1 + the draft tokens that a step
+    of speculative decoding checks. Each number is a build of its own. Longer steps are prefill, and so are those over
+    several positions of several sequences."""
     verify: bool | int = False
     """Compare with eager, on copies of what a call writes: True the first call, n the first and every n-th after it."""
     num_threads: int | None = None
@@ -86,6 +91,8 @@ class Options:
         )
         nodes = self.min_segment_nodes
         expect(nodes is None or is_int(nodes) and nodes > 0, "min_segment_nodes", "an int > 0")
+        most = self.max_positions
+        expect(is_int(most) and 0 < most <= MAX_POSITIONS, "max_positions", f"an int from 1 to {MAX_POSITIONS}")
         expect(isinstance(self.verify, int) and self.verify >= 0, "verify", "True, False or an int >= 0")
         seconds = self.watchdog_seconds
         expect(

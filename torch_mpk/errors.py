@@ -105,7 +105,8 @@ class DeclinedError(MpkError):
 
 
 class PrefillDeclined(DeclinedError):
-    """A step over more than one position, which is bound by compute: it runs eagerly, with a line in the log."""
+    """A step over more positions than the option ``max_positions`` says, which is bound by compute: it runs eagerly,
+    with a line in the log."""
 
     template = "a step over {length} positions (prefill) runs eagerly; {remedy}"
     remedy = "steps over one run as a megakernel"

@@ -100,6 +100,16 @@ def test_prefill_runs_eagerly_without_a_warning(caplog):
     assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
 
 
+@pytest.mark.parametrize(("batch", "positions"), [(1, 4), (2, 3)])
+def test_more_positions_than_asked_for_or_of_several_sequences_are_prefill(caplog, batch, positions):
+    model = tiny_model(num_layers=1)
+    step = compiled(model, fallback="error", max_positions=3)
+    decoding = Decoding(model, random_ids(batch, 3))
+    with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
+        step(input_ids=random_ids(batch, positions), past_key_values=decoding.cache)
+    assert f"a step over {positions} positions (prefill) runs eagerly" in caplog.text
+
+
 def test_prefill_is_compiled_by_inductor_where_asked_to(monkeypatch):
     calls = []
 

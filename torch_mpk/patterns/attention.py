@@ -1,4 +1,4 @@
-"""Attention of one query position over a static cache, with the cache writes that precede it.
+"""Attention over a static cache, with the write of one position that precedes it.
 
 Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention. Grouped heads
 may be repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``.
@@ -14,6 +14,7 @@ from torch import fx
 
 from torch_mpk.aliasing import is_same_tensor, is_view, storages, value, written_args, written_storages
 from torch_mpk.patterns.masks import lift_mask
+from torch_mpk.patterns.positions import as_rows, from_rows, has_rows
 from torch_mpk.patterns.rewriter import (
     Rewriter,
     argument,
@@ -80,9 +81,9 @@ def _attention(
 ) -> fx.Node | None:
     if any(len(shape(t)) != 4 or None in shape(t) for t in (q, k, v)) or len({dtype(q), dtype(k), dtype(v)}) != 1:
         return None
-    batch, heads, num_queries, size = shape(q)
+    batch, heads, positions, size = shape(q)
     length = shape(k)[2]
-    if num_queries != 1 or shape(k) != shape(v) or shape(k)[0] != batch or shape(k)[3] != size:
+    if not has_rows(shape(q)) or shape(k) != shape(v) or shape(k)[0] != batch or shape(k)[3] != size:
         return None
     if not dtype(q).is_floating_point or length == 0:
         return None
@@ -96,20 +97,22 @@ def _attention(
         return None
     visible: tuple[fx.Node | None, fx.Node | None] | None = (None, None)
     if mask is not None:
-        visible = lift_mask(rw, mask, batch, heads, length, dtype(q))
+        visible = lift_mask(rw, mask, shape(q), length, dtype(q))
     if visible is None:
         return None
     new: tuple[fx.Node | None, ...] = (None, None, None)
-    writes = _cache_writes(rw, k_cache, v_cache, [t for t in (q, *visible) if t is not None])
+    others = [t for t in (q, *visible) if t is not None]
+    writes = _cache_writes(rw, k_cache, v_cache, others) if positions == 1 else None
     if writes is not None:
         k_write, v_write = writes
         rw.absorb(k_write.node, v_write.node)
         rows = (batch, shape(k_cache)[1], size)
         new = (rw.reshape(k_write.new, rows), rw.reshape(v_write.new, rows), k_write.slot)
         k_cache, v_cache = k_write.cache, v_write.cache
-    q = rw.reshape(q, (batch, heads, size))
-    y = rw.task("attention", q, *new, k_cache, v_cache, *visible, scale=scale, style=style)
-    return rw.reshape(y, shape(node))
+    if positions > 1:  # of one sequence: its cache is that of all rows
+        k_cache, v_cache = (rw.call(aten.expand.default, t, [positions, -1, -1, -1]) for t in (k_cache, v_cache))
+    y = rw.task("attention", as_rows(rw, q), *new, k_cache, v_cache, *visible, scale=scale, style=style)
+    return from_rows(rw, y, node)
 
 
 def _ungrouped(rw: Rewriter, node: fx.Node) -> fx.Node:

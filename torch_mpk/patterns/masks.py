@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from torch_mpk.aliasing import value
+from torch_mpk.patterns.positions import as_rows
 from torch_mpk.patterns.rewriter import (
     Rewriter,
     aten,
@@ -47,35 +48,38 @@ class _Causal(NamedTuple):
 
 
 def lift_mask(
-    rw: Rewriter, mask: fx.Node, batch: int, heads: int, length: int, like: torch.dtype
+    rw: Rewriter, mask: fx.Node, q: tuple[int, ...], length: int, like: torch.dtype
 ) -> tuple[fx.Node | None, fx.Node] | None:
-    """The attention task's ``mask`` (None: not needed) and ``limit`` operands; None for a mask of another form."""
+    """The attention task's ``mask`` (None: not needed) and ``limit`` operands for a query of shape ``q``, [B, H, S, D]
+    with a row for each position; None for a mask of another form."""
+    batch, heads, positions, _ = q
+    num_rows = batch * positions
     sizes = (1,) * (4 - len(shape(mask))) + shape(mask)
-    if len(sizes) != 4 or sizes[0] not in (1, batch) or sizes[1] not in (1, heads) or sizes[2:] != (1, length):
+    if len(sizes) != 4 or sizes[0] not in (1, batch) or sizes[1] not in (1, heads) or sizes[2:] != (positions, length):
         return None
     if dtype(mask) not in (torch.bool, like):
         return None
 
     rw.trust(mask)
     condition = mask if dtype(mask) == torch.bool else _where_condition(rw, mask)
-    causal, is_all = _find_causal(rw, condition, batch, length) if condition is not None else (None, False)
+    causal, is_all = _find_causal(rw, condition, num_rows, length) if condition is not None else (None, False)
     if causal is not None and dtype(mask) != torch.bool:
         # An all-masked row averages every position where the mask is added, so the comparison alone is not enough.
         in_range = any(rw.is_same_value(causal.bound, index) for index in rw.checked_indices)
         if not (is_all and in_range and causal.offset == 1):
             causal = None
     limit = _limit_of_values(rw, mask, length) if causal is None else _limit_of_comparison(rw, causal)
-    if shape(limit) != (batch,):
-        limit = rw.call(aten.expand.default, limit, [batch])
+    if shape(limit) != (num_rows,):
+        limit = rw.call(aten.expand.default, limit, [num_rows])
     if causal is not None and is_all:
         return None, limit
-    rows = rw.reshape(mask, (*sizes[:2], length))
-    if sizes[:2] != (batch, heads):
-        rows = rw.call(aten.expand.default, rows, [batch, heads, length])
+    rows = as_rows(rw, rw.reshape(mask, sizes))
+    if shape(rows) != (num_rows, heads, length):
+        rows = rw.call(aten.expand.default, rows, [num_rows, heads, length])
     return rows, limit
 
 
-def _find_causal(rw: Rewriter, condition: fx.Node, batch: int, length: int) -> tuple[_Causal | None, bool]:
+def _find_causal(rw: Rewriter, condition: fx.Node, num_rows: int, length: int) -> tuple[_Causal | None, bool]:
     """A comparison with the position that ``condition`` implies, and whether it is all of the condition."""
     rank = len(shape(condition))
     causal, num_others, pending = None, 0, [condition]
@@ -87,7 +91,7 @@ def _find_causal(rw: Rewriter, condition: fx.Node, batch: int, length: int) -> t
         elif (source := _broadcast_source(node, rank, length)) is not None:
             pending.append(source)
         elif not is_call(node, *_TRUES):
-            found = _causal(node, batch, rank, length) if causal is None else None
+            found = _causal(node, num_rows, rank, length) if causal is None else None
             causal, num_others = (found, num_others) if found is not None else (causal, num_others + 1)
     return causal, num_others == 0
 
@@ -104,15 +108,15 @@ def _broadcast_source(node: fx.Node, rank: int, length: int) -> fx.Node | None:
     return source
 
 
-def _causal(node: fx.Node, batch: int, rank: int, length: int) -> _Causal | None:
-    """``node`` as a comparison of positions along the last dimension with one bound, or one for each batch row."""
+def _causal(node: fx.Node, num_rows: int, rank: int, length: int) -> _Causal | None:
+    """``node`` as a comparison of positions along the last dimension with one bound, or one for each row."""
     if not isinstance(node, fx.Node) or node.target not in _COMPARISONS:
         return None
     position_idx, bound_idx, offset = _COMPARISONS[node.target]
     positions, bound = node.args[position_idx], node.args[bound_idx]
     if not is_tensor(bound) or dtype(bound) not in (torch.int64, torch.int32) or not _counts(positions, length):
         return None
-    per_row = rank == 4 and shape(bound) == (batch, 1, 1, 1)
+    per_row = rank == 4 and shape(bound) in ((num_rows, 1, 1, 1), (1, 1, num_rows, 1))
     return _Causal(node, bound, offset) if shape(node)[-1:] == (length,) and (numel(bound) == 1 or per_row) else None
 
 
@@ -173,7 +177,7 @@ def _limit_of_comparison(rw: Rewriter, causal: _Causal) -> fx.Node:
 
 
 def _limit_of_values(rw: Rewriter, mask: fx.Node, length: int) -> fx.Node:
-    """1 + the last position that any head attends to, per batch row.
+    """1 + the last position that any head attends to, per row.
 
     A head without one counts as ``length`` where the mask is added, since eager then averages every position.
     """
@@ -193,15 +197,16 @@ def _limit_of_values(rw: Rewriter, mask: fx.Node, length: int) -> fx.Node:
         last = rw.call(target, *args, after=last, **kwargs)
         return last
 
-    batch, heads, _, _ = (1,) * (4 - len(shape(mask))) + shape(mask)
+    batch, heads, queries, _ = (1,) * (4 - len(shape(mask))) + shape(mask)
     positions = then(aten.arange.start, 1, length + 1, device=value(mask).device)
     if dtype(mask) == torch.bool:
         ends = then(aten.where.ScalarOther, mask, positions, 0)
     else:  # NaN counts as attended to: it makes its row NaN
         ends = then(aten.where.ScalarSelf, then(aten.le.Scalar, mask, torch.finfo(dtype(mask)).min), 0, positions)
     limits = then(aten.amax.default, ends, [-1])
-    limits = then(aten.view.default, limits, [batch, heads])
+    limits = then(aten.view.default, limits, [batch, heads, queries])
     if dtype(mask) != torch.bool:
         limits = then(aten.where.ScalarOther, then(aten.ne.Scalar, limits, 0), limits, length)
-    rw.limits[key] = then(aten.amax.default, limits, [-1]) if heads > 1 else then(aten.view.default, limits, [batch])
+    limits = then(aten.amax.default, limits, [1]) if heads > 1 else limits
+    rw.limits[key] = then(aten.view.default, limits, [batch * queries])
     return rw.limits[key]

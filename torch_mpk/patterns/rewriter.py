@@ -288,13 +288,15 @@ class Rewriter:
         replacements = {self.anchor: replacement} | self.others
         for replaced, node in replacements.items():
             # Example values of later views share what is replaced's storage: the replacement's must do so too.
-            is_viewed = True
+            is_viewed, old = True, value(replaced)
             with torch.no_grad(), self.fake_mode:
                 while is_viewed and node in self.made:
                     is_viewed = is_view(node)
-                    old, new = value(replaced), value(node)
+                    new = value(node)
                     is_like = old.shape == new.shape and old.stride() == new.stride()
-                    node.meta["val"] = old if is_like else old.view(new.shape)
+                    node.meta["val"] = old = old if is_like else old.view(new.shape)
+                    if is_call(node, aten.transpose.int):
+                        old = old.transpose(*node.args[1:])
                     node = node.args[0]
         for replaced, node in replacements.items():
             replaced.replace_all_uses_with(node)

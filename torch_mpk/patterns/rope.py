@@ -1,4 +1,4 @@
-"""Rotary position embedding of one position: ``x * cos + cat(-x[D/2:], x[:D/2]) * sin``."""
+"""Rotary position embedding: ``x * cos + cat(-x[D/2:], x[:D/2]) * sin``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import fx
 
+from torch_mpk.patterns.positions import as_rows, from_rows, has_rows
 from torch_mpk.patterns.rewriter import Rewriter, argument, aten, dtype, is_call, is_tensor, shape, swapped
 from torch_mpk.patterns.table import pattern
 
 
 @pattern(aten.add.Tensor)
 def rope(rw: Rewriter, node: fx.Node) -> fx.Node | None:
-    if argument(node, "alpha") != 1 or len(shape(node)) != 4 or None in shape(node) or shape(node)[2] != 1:
+    if argument(node, "alpha") != 1 or None in shape(node) or not has_rows(shape(node)):
         return None
     for straight, turned in swapped(node.args):
         if not is_call(straight, aten.mul.Tensor) or not is_call(turned, aten.mul.Tensor):
@@ -24,17 +25,17 @@ def rope(rw: Rewriter, node: fx.Node) -> fx.Node | None:
             for other, cos in swapped(straight.args):
                 if other is x and _is_table(cos, x) and _is_table(sin, x):
                     rw.see(node, straight, turned, *interior)
-                    return _rope(rw, x, cos, sin)
+                    return _rope(rw, node, x, cos, sin)
     return None
 
 
-def _rope(rw: Rewriter, x: fx.Node, cos: fx.Node, sin: fx.Node) -> fx.Node:
-    batch, heads, _, size = shape(x)
-    tables = []
+def _rope(rw: Rewriter, node: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node) -> fx.Node:
+    batch, _, positions, size = shape(x)
+    num_rows, tables = batch * positions, []
     for table in (cos, sin):
-        rows = rw.reshape(table, (shape(table)[0], size))
-        tables.append(rows if shape(rows)[0] == batch else rw.call(aten.expand.default, rows, [batch, size]))
-    return rw.reshape(rw.task("rope", rw.reshape(x, (batch, heads, size)), *tables), shape(x))
+        rows = rw.reshape(table, (shape(table)[0] * shape(table)[2], size))
+        tables.append(rows if shape(rows)[0] == num_rows else rw.call(aten.expand.default, rows, [num_rows, size]))
+    return from_rows(rw, rw.task("rope", as_rows(rw, x), *tables), node)
 
 
 def _rotated_half(node: Any) -> tuple[fx.Node | None, list[fx.Node]]:
@@ -68,8 +69,8 @@ def _last_dim_range(node: fx.Node) -> tuple[int, int] | None:
 
 
 def _is_table(node: Any, x: fx.Node) -> bool:
-    """[B or 1, 1, 1, D]: the same for all heads."""
+    """[B or 1, 1, S or 1, D]: the same for all heads."""
     if not is_tensor(node) or dtype(node) != dtype(x):
         return False
-    batch, _, _, size = shape(x)
-    return shape(node) in ((1, 1, 1, size), (batch, 1, 1, size))
+    batch, _, positions, size = shape(x)
+    return shape(node) in ((1, 1, 1, size), (batch, 1, positions, size))

@@ -1,0 +1,73 @@
+"""Steps over several positions of one sequence, as speculative decoding checks its draft tokens, against eager."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.lowering.harness import capture, clone, run
+from tests.patterns.test_positions import causal, sdpa, step, with_holes
+from tests.thinned import thinned
+from torch_mpk import lowering
+from torch_mpk.errors import IndexRangeError
+from torch_mpk.patterns import apply
+from torch_mpk.testing.decode import copy_cache, prefill
+from torch_mpk.testing.emulator import emulate
+from torch_mpk.testing.tiny import random_ids, tiny_model
+
+
+def assert_as_near(ours: torch.Tensor, eagers: torch.Tensor, exact: torch.Tensor) -> None:
+    """To what a wider dtype gives as eager's, but for chance."""
+    error, eagers_error = ((t.to(exact.dtype) - exact).norm() for t in (ours, eagers))
+    assert error <= 1.5 * eagers_error + 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "num_positions"),
+    thinned([("sdpa", torch.bfloat16, 5), ("eager", torch.float32, 16), ("sdpa", torch.float32, 2)], 0, 1),
+)
+def test_a_step_over_several_positions_is_eagers(attention: str, dtype: torch.dtype, num_positions: int) -> None:
+    model = tiny_model(attention=attention, dtype=dtype)
+    wider = {torch.bfloat16: torch.float32, torch.float32: torch.float64}[dtype]
+    exact = copy.deepcopy(model).to(wider)
+    ours = torch.compile(model, backend="mpk", options={"max_positions": num_positions, "fallback": "error"})
+    prompt, tokens = random_ids(1, 7), random_ids(1, num_positions)
+    cache, _ = prefill(model, prompt, 48)
+    caches = [copy_cache(cache, model.config, t) for t in (dtype, dtype, wider)]
+    with torch.inference_mode():
+        for ids in (tokens, tokens[:, :1], tokens):  # over several, over one, over several again
+            logits = (
+                m(input_ids=ids, past_key_values=c).logits for m, c in zip((ours, model, exact), caches, strict=True)
+            )
+            assert_as_near(*logits)
+            for mine, theirs, exacts in zip(*(c.layers for c in caches), strict=True):
+                assert torch.equal(mine.cumulative_length, theirs.cumulative_length)
+                assert_as_near(mine.keys, theirs.keys, exacts.keys)
+                assert_as_near(mine.values, theirs.values, exacts.values)
+
+
+def test_a_cache_without_room_for_all_positions_is_named_as_one_for_one() -> None:
+    model = tiny_model(num_layers=1)
+    ours = torch.compile(model, backend="mpk", options={"max_positions": 3, "fallback": "error"})
+    cache, _ = prefill(model, random_ids(1, 14), 16)
+    before = cache.layers[0].keys.clone()
+    with (
+        torch.inference_mode(),
+        pytest.raises(IndexRangeError, match="full.*the first of 3 positions from 0 to 13, got 14"),
+    ):
+        ours(input_ids=random_ids(1, 3), past_key_values=cache)
+    assert torch.equal(cache.layers[0].keys, before)
+
+
+@pytest.mark.parametrize("mask", thinned([causal, with_holes], 1))
+def test_a_gpus_kernel_reads_what_the_launch_has_written_of_the_cache(mask) -> None:
+    function, inputs = step(sdpa, mask, 3)
+    graph = apply(capture(function, *clone(inputs)))
+    lowered = lowering.lower(graph)
+    kernel = emulate(lowered.graph)
+    ours, theirs = clone(inputs), clone(inputs)
+    results = run(lowered, ours, lambda inputs, outputs, _: kernel.launch(inputs, outputs))
+    for got, want in zip([*results, *ours], [*function(*theirs), *theirs], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
