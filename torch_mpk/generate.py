@@ -21,8 +21,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torch_mpk.config import Options, is_int, is_number
+from torch_mpk.config import MAX_POSITIONS, Options, is_int, is_number
 from torch_mpk.errors import ArgumentError
+from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def generate(
     callback: Callable[[torch.Tensor], Any] | None = None,
     generator: torch.Generator | None = None,
     max_cache_len: int | None = None,
+    prompt_lookup_num_tokens: int | None = None,
     options: dict[str, Any] | None = None,
     stats: dict[str, float] | None = None,
 ) -> torch.Tensor:
@@ -69,6 +71,8 @@ def generate(
         callback: called with each new batch of tokens, int64[batch] on the CPU. ``TextStreamer.put`` fits.
         generator: of the model's device, for sampling.
         max_cache_len: length of the key/value cache. Default: what is needed, rounded up to a multiple of 128.
+        prompt_lookup_num_tokens: where the last tokens were there before, take so many that followed them for a draft,
+            at most 15, and check it in one step. Greedy, one sequence without padding; the tokens are the same.
         options: of the backend, as ``torch.compile(options=...)`` takes them.
         stats: gets "first_token_seconds" (the prompt), "seconds" (all later tokens, with the first call's compilation)
             and "tokens_per_second" (later tokens of all rows in that time, those behind a row's end included). The log
@@ -83,14 +87,18 @@ def generate(
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
     _check(input_ids, max_new_tokens, attention_mask, temperature, top_k, top_p, pad_token_id, max_cache_len)
+    _check_drafts(prompt_lookup_num_tokens, input_ids, attention_mask, do_sample)
     eos = _token_ids("eos_token_id", eos_token_id)
     Options.parse(None, options)
-    prompt = input_ids.shape[1]
-    needed = prompt + max_new_tokens - 1  # the last token is not written to the cache
+    prompt, num_drafts = input_ids.shape[1], prompt_lookup_num_tokens or 0
+    needed = prompt + max_new_tokens - 1 + num_drafts  # the last token is not written to the cache
     length = max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
     if length < needed:
-        expected = f"at least {needed} for {prompt} + {max_new_tokens} tokens"
+        drafted = f" and drafts of {num_drafts}" if num_drafts else ""
+        expected = f"at least {needed} for {prompt} + {max_new_tokens} tokens{drafted}"
         raise ArgumentError(name="max_cache_len", expected=expected, value=max_cache_len)
+    if num_drafts:
+        options = {**(options or {}), "max_positions": 1 + num_drafts}
     decode = _Decode(model, input_ids, attention_mask, length, options)
     if do_sample:
         decode.choose = functools.partial(
@@ -98,7 +106,7 @@ def generate(
         )
     pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
     start = time.perf_counter()
-    tokens = decode.tokens(max_new_tokens)
+    tokens = decode.checked_tokens(max_new_tokens, num_drafts) if num_drafts else decode.tokens(max_new_tokens)
     first = next(tokens)
     first.tolist()  # waits
     prompt_done = time.perf_counter()
@@ -152,6 +160,23 @@ def _check(
         expect(ends, "attention_mask", "padding on the left", "a last column with zeros")
 
 
+def _check_drafts(
+    count: int | None, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, do_sample: bool
+) -> None:
+    if count is None:
+        return
+    most = MAX_POSITIONS - 1
+    is_padded = attention_mask is not None and not bool(attention_mask.all())
+    for ok, expected, value in (
+        (is_int(count) and 0 < count <= most, f"an int from 1 to {most}, or None", repr(count)),
+        (not do_sample, "greedy search", "do_sample=True"),
+        (input_ids.shape[0] == 1, "one sequence", f"a batch of {input_ids.shape[0]}"),
+        (not is_padded, "a prompt without padding", "an attention_mask with zeros"),
+    ):
+        if not ok:
+            raise ArgumentError(name="prompt_lookup_num_tokens", expected=expected, value=value)
+
+
 def _token_ids(name: str, given: int | Sequence[int] | None) -> list[int]:
     if given is None:
         return []
@@ -198,7 +223,8 @@ class _Decode:
         token = self.choose(logits) if self.choose else logits.argmax(-1, keepdim=True)
         yield token
         input_ids = token.clone()
-        step = self._step().prepare((self.model, input_ids, self.position_ids, inputs), self.is_replayable)
+        function = _greedy_step if self.choose is None else _logits_step
+        step = self._step(function).prepare((self.model, input_ids, self.position_ids, inputs), self.is_replayable)
         for _ in range(1, count):
             token = step()
             if self.choose:
@@ -206,14 +232,50 @@ class _Decode:
                 input_ids.copy_(token)
             yield token
 
-    def _step(self) -> _Step:
+    def checked_tokens(self, count: int, num_drafts: int) -> Iterator[torch.Tensor]:
+        """The same tokens, int64[1, 1] each on the CPU, of which a step gives as many as its draft has right, and one.
+
+        A step takes the last token and its draft, and says what follows each. What follows a token that was right is
+        right; what the step has written to the cache behind that is forgotten.
+        """
+        if not self.is_replayable:
+            raise ArgumentError(
+                name="prompt_lookup_num_tokens", expected="a model without sliding windows", value="one with"
+            )
+        inputs: dict[str, Any] = {"attention_mask": None, "past_key_values": self.cache, "use_cache": True}
+        logits = self.model(input_ids=self.prompt, logits_to_keep=1, **inputs).logits[:, -1]
+        new = [int(logits.argmax())]
+        lookup, position = PromptLookup(self.prompt[0].tolist()), self.prompt.shape[1]
+        steps: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
+        while True:
+            for token in new[:count]:
+                yield torch.tensor([[token]])
+            count -= len(new)
+            if count <= 0:
+                return
+            lookup.extend(new)
+            draft = lookup.draft(num_drafts)
+            size = 1 + num_drafts if draft else 1  # two builds, whatever drafts there are
+            if size not in steps:
+                ids = self.prompt.new_zeros(1, size)
+                steps[size] = ids, self._step(_next_tokens, size).prepare((self.model, ids, None, inputs), True)
+            ids, step = steps[size]
+            given = [new[-1], *draft]
+            ids.copy_(torch.tensor([given + given[-1:] * (size - len(given))]))
+            found = step()[0].tolist()
+            num_right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
+            new = found[: num_right + 1]
+            position += len(new)
+            for layer in self.cache.layers:
+                layer.cumulative_length.fill_(position)
+
+    def _step(self, function: Callable[..., torch.Tensor], positions: int = 1) -> _Step:
         """The compiled step, made once for a model and a kind of call."""
         steps = _steps.setdefault(self.model, OrderedDict())
         options = tuple(sorted((self.options or {}).items()))
-        key = (self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, self.choose is None, options)
+        key = (function, positions, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, options)
         if key not in steps:
-            plain = _greedy_step if self.choose is None else _logits_step
-            steps[key] = _Step(plain, self.options)
+            steps[key] = _Step(function, self.options)
             if len(steps) > _MAX_STEPS:
                 steps.popitem(last=False)
         steps.move_to_end(key)
@@ -301,6 +363,12 @@ def _greedy_step(
     token = logits.argmax(-1, keepdim=True)
     input_ids.copy_(token)
     return token
+
+
+def _next_tokens(
+    model: torch.nn.Module, input_ids: torch.Tensor, position_ids: None, inputs: dict[str, Any]
+) -> torch.Tensor:
+    return model(input_ids=input_ids, position_ids=position_ids, **inputs).logits.argmax(-1)
 
 
 def _sample(

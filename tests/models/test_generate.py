@@ -7,6 +7,8 @@ import torch
 from transformers import CompileConfig
 
 import torch_mpk
+from torch_mpk.errors import ArgumentError
+from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
 STRICT = {"fallback": "error"}
@@ -173,3 +175,56 @@ def test_hugging_face_generate_runs_through_the_backend(model, tmp_path, monkeyp
         )
         assert torch.equal(actual, expected)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_drafts_from_the_prompt_change_no_token(model, monkeypatch):
+    drafts = []
+    draft = PromptLookup.draft
+    monkeypatch.setattr(PromptLookup, "draft", lambda self, count: drafts.append(draft(self, count)) or drafts[-1])
+    for ids in (random_ids(1, 6, model.device).repeat(1, 4), random_ids(1, 9, model.device)):
+        expected = torch_mpk.generate(model, ids, 40, options=STRICT)
+        drafts.clear()
+        seen = []
+        actual = torch_mpk.generate(model, ids, 40, prompt_lookup_num_tokens=4, callback=seen.append, options=STRICT)
+        assert torch.equal(actual, expected)
+        assert torch.equal(torch.stack(seen, dim=1), expected[:, ids.shape[1] :].cpu())
+        assert any(drafts)
+        assert len(drafts) < 39, "no draft was right"
+        eos = int(expected[0, ids.shape[1] + 20])
+        ended = torch_mpk.generate(model, ids, 40, eos_token_id=eos, options=STRICT)
+        drafted = torch_mpk.generate(model, ids, 40, eos_token_id=eos, prompt_lookup_num_tokens=7, options=STRICT)
+        assert torch.equal(drafted, ended)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"prompt_lookup_num_tokens": 16}, "an int from 1 to 15, or None"),
+        ({"prompt_lookup_num_tokens": 2.0}, "an int from 1 to 15, or None"),
+        ({"do_sample": True}, "greedy search"),
+        ({"input_ids": random_ids(2, 4)}, "one sequence"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "a prompt without padding"),
+        ({"max_cache_len": 16}, r"at least 17 for 4 \+ 10 tokens and drafts of 4"),
+    ],
+)
+def test_drafts_that_cannot_be_checked_are_refused(arguments, expected):
+    arguments = {"input_ids": random_ids(1, 4), "prompt_lookup_num_tokens": 4} | arguments
+    with pytest.raises(ArgumentError, match=expected):
+        torch_mpk.generate(tiny_model(num_layers=1), max_new_tokens=10, **arguments)
+
+
+def test_a_draft_is_what_followed_the_longest_run_of_tokens_last():
+    lookup = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5])
+    assert lookup.draft(3) == []
+    lookup.extend([2, 3])
+    assert lookup.draft(3) == [5, 2, 3]
+    lookup.extend([4])
+    assert lookup.draft(2) == [9, 2]
+    assert PromptLookup([]).draft(2) == []
+
+
+def test_sliding_windows_cannot_forget_a_draft():
+    config = {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention"]}
+    model = tiny_model(num_layers=1, **config)
+    with pytest.raises(ArgumentError, match="without sliding windows"):
+        torch_mpk.generate(model, random_ids(1, 4), 4, prompt_lookup_num_tokens=2)
