@@ -260,6 +260,33 @@ def _fails(build, error, match):
     assert all(map(torch.equal, tensors.values(), before))
 
 
+ALIKE = {  # operands that hand-written code takes in one dtype only; the first is what the others are compared with
+    "linear": ["x", "weight", "bias"],
+    "rope": ["x", "cos", "sin"],
+    "attention": ["q", "k_new", "v_new", "k_cache", "v_cache"],
+    "paged_kv_write": ["cache", "new"],
+    "paged_decode": ["q", "k_cache", "v_cache"],
+}
+
+
+@pytest.mark.parametrize("odd", [f"{task}.{operand}" for task in ALIKE for operand in ALIKE[task][1:]])
+def test_operands_of_two_dtypes_are_named_by_the_layer(odd):
+    name, odd = odd.split(".")
+    task, first = registry.get(name), ALIKE[name][0]
+    sample = next(sample for sample in task.samples if sample.get(odd, odd) is not None)
+    operands, attrs = task.sample(sample, torch.bfloat16)
+    kernel = PersistentKernel(test_mode=True)
+    attached = {
+        spec.name: kernel.attach_input(t.float() if spec.name == odd else t, f"my_{spec.name}")
+        for spec, t in zip(task.inputs, operands)
+        if t is not None
+    }
+    remedy = rf"attach my_{odd}.to\(torch.bfloat16\), or my_{first}.to\(torch.float32\)"
+    what = f"{first}=my_{first} is torch.bfloat16 and {odd}=my_{odd} is torch.float32, expected one dtype: {remedy}"
+    with pytest.raises(LayerError, match=f"{name}_layer: {what}"):
+        getattr(kernel, layer_name(task))(**attached, **attrs)
+
+
 @pytest.mark.parametrize(
     ("build", "error", "match"),
     [
@@ -373,6 +400,11 @@ def _fails(build, error, match):
             ),
             LayerError,
             "kv_write_layer: caches is made of c, c: write those",
+        ),
+        (
+            lambda k, x, w, y, n: k.rmsnorm_layer(k.attach_input(torch.ones(4, 8).int(), "i"), n),
+            LayerError,
+            r"rms_norm_layer: x=i is torch.int32, expected a floating dtype: attach i.to\(torch.float32\)",
         ),
         (lambda k, x, w, y, n: k.attach_input(torch.ones(1), "x"), LayerError, "there is a tensor 'x' already"),
         (lambda k, x, w, y, n: k.attach_input([1.0], "list"), LayerError, r"list: expected a tensor on cpu or cuda"),

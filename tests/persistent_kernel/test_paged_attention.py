@@ -141,7 +141,7 @@ def test_what_is_missing_is_named():
         kernel.paged_attention_layer(x, cache, cache, None, None, table, table)
     y = kernel.attach_input(torch.zeros(1, 64), "y16")
     half = kernel.attach_input(torch.zeros(9, 8, dtype=torch.bfloat16), "half")
-    with pytest.raises(LayerError, match=r"cos_pos_embed is torch.bfloat16, expected input's torch.float32"):
+    with pytest.raises(LayerError, match=r"input=y16 is torch.float32 and cos_pos_embed=half is torch.bfloat16"):
         kernel.paged_attention_layer(y, cache, cache, None, None, half, table)
     other = PersistentKernel(meta_tensors={name: torch.zeros(2, dtype=torch.int32) for name in META_TENSORS})
     shapes = ((1, 64), (3, 16, 2, 8), (3, 16, 2, 8), (9, 8), (9, 8))

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_mpk.aliasing import evaluate
 from torch_mpk.errors import GridError, LayerError
 from torch_mpk.lowering.values import is_injective
+from torch_mpk.persistent_kernel.dtypes import Operands, check_dtypes
 from torch_mpk.persistent_kernel.grid import Sizes, as_grid, check_grid, sizes_of, split_dims
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
 from torch_mpk.registry import Task, bind_dims
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 Made = GlobalTensor | tuple[GlobalTensor, ...] | None  # by a layer
-Operands = Mapping[str, GlobalTensor | None]
 
 
 class Builder:
@@ -144,7 +144,7 @@ class Builder:
         self.check_writable("output", output)
         if (tuple(shape), dtype) != (output.shape, output.dtype):
             what = f"{output.name} is {output.dtype} {list(output.shape)}, expected {dtype} {list(shape)}"
-            raise LayerError(layer=self.layer, what=what)
+            raise LayerError(layer=self.layer, what=f"{what}: make it so, or leave it out for a new tensor")
 
     def check_writable(self, name: str, tensor: GlobalTensor) -> None:
         """Raises LayerError where writing would miss the memory of a tensor, or meet an element of it twice."""
@@ -166,6 +166,7 @@ class Builder:
         inputs = [operands.get(spec.name) for spec in task.inputs]
         shapes = [None if tensor is None else tensor.shape for tensor in inputs]
         sizes = task.check(shapes, [None if tensor is None else tensor.dtype for tensor in inputs])
+        check_dtypes(self.layer, task, operands)
         for spec in task.outputs:
             if (output := operands.get(spec.name)) is not None:
                 bind_dims(task.name, task.signature, [spec], [output.shape], sizes)

@@ -10,6 +10,7 @@ from torch import fx
 
 from torch_mpk.errors import LayerError
 from torch_mpk.persistent_kernel.builder import Builder, aten
+from torch_mpk.persistent_kernel.dtypes import check_alike
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
 from torch_mpk.registry import get
 
@@ -72,9 +73,7 @@ def attend(
     page_size = shapes["k_cache"][1]
     packed = tensors["input"]
     assert packed is not None
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype != packed.dtype:
-            raise LayerError(layer=builder.layer, what=f"{name} is {tensor.dtype}, expected input's {packed.dtype}")
+    check_alike(builder.layer, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     _check_requests(builder, meta)
     builder.check_output(output, (tokens, heads * size), packed.dtype, grid_dim)
     requests = [builder.read(name, tensor) for name, tensor in meta.items()]

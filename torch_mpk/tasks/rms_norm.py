@@ -17,6 +17,7 @@ STYLES = ("llama", "torch", "gemma")
         {"R": 5, "H": 64, "eps": 1e-5, "style": "llama", "weight": None},
         {"R": 3, "H": 128, "eps": 1e-5, "style": "torch"},
         {"R": 3, "H": 128, "eps": 1e-6, "style": "gemma"},
+        {"R": 2, "H": 64, "eps": 1e-6, "style": "gemma", "weight": torch.float32},
     ],
 )
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float, style: str) -> torch.Tensor:
