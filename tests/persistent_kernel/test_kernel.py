@@ -1,13 +1,14 @@
 """A kernel's life: made, compiled with its artefacts, run, finalized; and what is refused on the way."""
 
 import json
+import warnings
 
 import pytest
 import torch
 
 import torch_mpk
 from torch_mpk import PersistentKernel
-from torch_mpk.errors import GradModeError, KernelStateError, LayerError, OptionError, SharedMemoryError
+from torch_mpk.errors import GradModeError, KernelStateError, LayerError, MpkWarning, OptionError, SharedMemoryError
 from torch_mpk.runtime.segment import live_segments
 
 
@@ -111,13 +112,14 @@ def test_configuration():
     workers, schedulers = torch_mpk.get_configurations_from_gpu(0)
     assert workers >= 1
     assert schedulers == 0
-    assert set(PersistentKernel.get_default_init_parameters()) <= set(PersistentKernel.__init__.__kwdefaults__)
-    PersistentKernel(**PersistentKernel.get_default_init_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MpkWarning)
+        PersistentKernel(**PersistentKernel.get_default_init_parameters())
     with PersistentKernel(num_workers=1) as kernel:
         kernel.identity_layer(kernel.attach_input(torch.randn(2), "x"), kernel.attach_input(torch.zeros(2), "y"))
         kernel.compile()
         assert kernel.schedule.target.num_workers == 1
-    for wrong in ({"num_workers": 0}, {"num_local_schedulers": 4}, {"use_cutlass_kernel": True}):
+    for wrong in ({"num_workers": 0}, {"page_size": 0}, {"max_num_batched_tokens": -1}):
         (name,) = wrong
         with pytest.raises(LayerError, match=f"PersistentKernel: {name}=.*, expected"):
             PersistentKernel(**wrong)
@@ -133,8 +135,10 @@ def test_workers_of_a_gpu():
     kernel.identity_layer(
         kernel.attach_input(torch.randn(2, device="cuda"), "x"), kernel.attach_input(torch.zeros(2, device="cuda"), "y")
     )
-    with pytest.raises(LayerError, match=f"num_workers={workers + 1}, expected {workers}, one for each multiprocessor"):
+    with pytest.warns(MpkWarning, match=f"num_workers={workers + 1}\\) has no effect: there are {workers}, one a"):
         kernel.compile()
+    kernel = PersistentKernel()
+    kernel.attach_input(torch.randn(2, device="cuda"), "x")
     with pytest.raises(LayerError, match="is on cpu, what was attached before on cuda:0: put all on one"):
         kernel.attach_input(torch.zeros(2), "z")
 

@@ -357,7 +357,22 @@ def test_operands_of_two_dtypes_are_named_by_the_layer(odd):
         (
             lambda k, x, w, y, n: k.linear_layer(x=x, wight=w),
             TaskAttributeError,
-            r"linear_layer: .*expected \(x, weight, bias, y, .*\) or \(input, weight, bias, output",
+            r"linear_layer: .*expected \(\*, x, weight, bias, y, .*\) or \(input, weight, output, .*, \*, bias",
+        ),
+        (
+            lambda k, x, w, y, n: k.linear_layer(x, w, y, n),
+            GridError,
+            r"linear_layer: grid_dim=\(GlobalTensor.*,\), expected three whole numbers from 1",
+        ),
+        (
+            lambda k, x, w, y, n: k.splitk_linear_layer(x, w, y, (6, 3, 1)),
+            GridError,
+            r"splitk_linear_layer: grid_dim=\(6, 3, 1\), expected axes that divide dimensions .*: R=4, K=8, N=6",
+        ),
+        (
+            lambda k, x, w, y, n: k.splitk_linear_layer(x, w, accumulate=True),
+            LayerError,
+            "splitk_linear_layer: accumulate=True adds to output: give one that holds a value",
         ),
         (
             lambda k, x, w, y, n: k.linear_layer(x=x, weight=w, gamma=n),

@@ -28,7 +28,7 @@ def tensors(kernel):
 
 def test_a_task_as_mirage_registers_one(kernel, tensors):
     out = torch.full((4, 8), torch.nan)
-    graph = TBGraph((4, 1, 1), kernel.block_dim, 1)
+    graph = TBGraph((4, 1, 1), kernel.block_dim, 1, 64)
     graph.new_input(tensors["x"], (0, -1, -1), 1, True)
     graph.new_input(tensors["n"], WHOLE, 0, True)
     graph.new_input(kernel.attach_input(out, "out"), (0, -1, -1), 1, True)

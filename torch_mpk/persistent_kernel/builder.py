@@ -120,6 +120,11 @@ class Builder:
             raise LayerError(layer=self.layer, what=what)
         return tensor.node
 
+    def reshaped(self, name: str, tensor: GlobalTensor, shape: Sequence[int]) -> GlobalTensor:
+        """A tensor's present value in another shape, to be read."""
+        node = self.call(aten.reshape.default, self.read(name, tensor), list(shape))
+        return GlobalTensor(tensor.name, tuple(shape), tensor.dtype, self.kernel, node=node)
+
     def store(self, output: GlobalTensor | None, node: fx.Node, grid_dim: Dim3 = None) -> GlobalTensor:
         """Make a value that of ``output``, or of a new tensor. The grid may split any dimension of it."""
         value = node.meta["val"]

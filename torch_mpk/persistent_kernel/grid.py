@@ -15,6 +15,7 @@ from torch_mpk.registry import Operand, Task
 
 Sizes = Mapping[str, int]  # of named dimensions; those of "..." are "...0", "...1" and so on
 MAX_GRID = 2**31 - 1
+BLOCKS = ((128, 1, 1), (256, 1, 1))  # of Mirage's tasks, up to compute capability 8.9 and from 9.0 on
 
 
 def named_dims(operand: Operand, num_dims: int) -> list[str]:
@@ -50,11 +51,11 @@ def split_dims(task: Task, sizes: Sizes) -> list[str]:
     return [name for name in names if name != last]
 
 
-def check_block(layer: str, block_dim: Sequence[int] | None, expected: tuple[int, int, int]) -> None:
-    """Raises GridError unless ``block_dim`` is absent or the one that programs for this device give."""
-    if block_dim is not None and tuple(block_dim) != expected:
-        what = f"block_dim={tuple(block_dim)}"
-        raise GridError(layer=layer, what=what, expected=f"{expected}, the block of this device's tasks")
+def check_block(layer: str, block_dim: Sequence[int] | None) -> None:
+    """Raises GridError unless ``block_dim`` is absent or one that Mirage's programs give, whatever their device."""
+    if block_dim is not None and (not isinstance(block_dim, Sequence) or tuple(block_dim) not in BLOCKS):
+        expected = " or ".join(map(str, BLOCKS))
+        raise GridError(layer=layer, what=f"block_dim={block_dim}", expected=f"{expected}, the blocks of tasks")
 
 
 def check_grid(layer: str, grid_dim: Sequence[int] | None, sizes: Sizes, splittable: Sequence[str]) -> None:
@@ -73,7 +74,7 @@ def check_grid(layer: str, grid_dim: Sequence[int] | None, sizes: Sizes, splitta
 
 def as_grid(layer: str, grid_dim: Sequence[int]) -> tuple[int, ...]:
     """Raises GridError unless ``grid_dim`` is three sizes from 1."""
-    grid = tuple(grid_dim)
+    grid = tuple(grid_dim) if isinstance(grid_dim, Sequence) else (grid_dim,)
     if len(grid) != 3 or not all(isinstance(n, int) and n >= 1 for n in grid) or math.prod(grid) > MAX_GRID:
         raise GridError(layer=layer, what=f"grid_dim={grid}", expected="three whole numbers from 1: (x, y, z)")
     return grid

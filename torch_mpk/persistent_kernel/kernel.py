@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,14 @@ from torch._guards import tracing
 
 from torch_mpk import _C, registry, timing
 from torch_mpk.admission import check_call
+from torch_mpk.announcements import warn
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import GradModeError, InternalError, KernelStateError, LayerError, MpkError, first_line
 from torch_mpk.fallback import decline_call
 from torch_mpk.persistent_kernel.builder import Builder, Made
-from torch_mpk.persistent_kernel.grid import check_block
+from torch_mpk.persistent_kernel.grid import BLOCKS, check_block
+from torch_mpk.persistent_kernel.hints import announce_hints
 from torch_mpk.persistent_kernel.layers import Layers
 from torch_mpk.persistent_kernel.tb_graph import TBGraph
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
@@ -50,47 +53,56 @@ class PersistentKernel(Layers):
     ``<task>_layer``, which takes the operands and attributes of its signature by name; the names of Mirage's layers
     work too. Used as a context manager it finalizes at the end.
 
+    The arguments are Mirage's, in its order. Those that are not listed are for programs that give them: a value other
+    than the default is announced once, as having no effect.
+
     Args:
-        test_mode: allows ``run_test_mode``.
-        num_workers: what ``get_configurations_from_gpu`` says, or on the CPU a number of threads, of which it takes at
-            most one for each processor. None: the former.
-        num_local_schedulers: 0, as ``get_configurations_from_gpu`` says.
-        max_num_batched_tokens, max_num_batched_requests: for programs that give them; sizes are those of the tensors.
-        use_cutlass_kernel: False; linear layers have one implementation.
+        num_workers: on the CPU a number of threads, of which it takes at most one for each processor. On CUDA there is
+            a worker on each multiprocessor, and another number is announced. None: what
+            ``get_configurations_from_gpu`` says.
+        max_seq_length, max_num_batched_requests, max_num_batched_tokens, max_num_pages, page_size: sizes, which are
+            those of the tensors: 1 or more, or None.
         meta_tensors: by name, what describes a batch of requests: "qo_indptr_buffer" and others that layers ask for.
+        test_mode: allows ``run_test_mode``.
         options: of the backend, as ``torch.compile`` takes them.
 
     Raises:
-        LayerError: an argument is not what this runtime has.
+        LayerError: a size is below 1.
         OptionError: an option has an unknown name or a wrong value.
     """
 
     def __init__(
         self,
-        *,
-        test_mode: bool = False,
+        mode: str = "offline",
+        world_size: int = 1,
+        mpi_rank: int = 0,
         num_workers: int | None = None,
         num_local_schedulers: int = 0,
-        max_num_batched_tokens: int | None = None,
+        num_remote_schedulers: int = 0,
+        max_seq_length: int | None = None,
         max_num_batched_requests: int | None = None,
-        use_cutlass_kernel: bool = False,
+        max_num_batched_tokens: int | None = None,
+        max_num_pages: int | None = None,
+        page_size: int | None = None,
         meta_tensors: Mapping[str, torch.Tensor] | None = None,
+        profiler_tensor: torch.Tensor | None = None,
+        trace_name: str | None = None,
+        spec_decode_config: object = None,
+        use_cutlass_kernel: bool = False,
+        eos_token_id: int = -1,
+        test_mode: bool = False,
+        *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, given, expected in (
-            ("num_local_schedulers", num_local_schedulers, 0),
-            ("use_cutlass_kernel", use_cutlass_kernel, False),
-        ):
-            if given != expected:
-                raise LayerError(layer="PersistentKernel", what=f"{name}={given}, expected {expected}: leave it out")
-        for name, count in (
-            ("num_workers", num_workers),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_num_batched_requests", max_num_batched_requests),
-        ):
-            if count is not None and count < 1:
-                raise LayerError(layer="PersistentKernel", what=f"{name}={count}, expected 1 or more, or None")
-        self.test_mode, self.num_workers = test_mode, num_workers
+        given = locals()
+        for name in ("num_workers", "page_size", *(name for name in given if name.startswith("max_"))):
+            if given[name] is not None and given[name] < 1:
+                raise LayerError(layer="PersistentKernel", what=f"{name}={given[name]}, expected 1 or more, or None")
+        announce_hints(given, self.get_default_init_parameters())
+        self.test_mode, self.num_workers, self.world_size, self.mpi_rank = test_mode, num_workers, world_size, mpi_rank
+        self.max_seq_length, self.max_num_pages, self.page_size = max_seq_length, max_num_pages, page_size
+        self.max_num_batched_requests = max_num_batched_requests
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.meta_tensors = dict(meta_tensors or {})
         self.options = dict(options or {})
         Options.parse(None, options)
@@ -104,15 +116,10 @@ class PersistentKernel(Layers):
 
     @classmethod
     def get_default_init_parameters(cls) -> dict[str, Any]:
-        """The constructor's arguments that programs change, with their defaults; ``test_mode`` is to be set."""
-        return {
-            "num_workers": None,
-            "num_local_schedulers": 0,
-            "max_num_batched_tokens": None,
-            "max_num_batched_requests": None,
-            "use_cutlass_kernel": False,
-            "meta_tensors": {},
-        }
+        """The constructor's arguments with their defaults; ``test_mode`` and ``options`` are to be added."""
+        parameters = inspect.signature(PersistentKernel).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.name not in ("test_mode", "options")}
+        return defaults | {"meta_tensors": {}}
 
     def __enter__(self) -> PersistentKernel:
         return self
@@ -140,11 +147,11 @@ class PersistentKernel(Layers):
 
     @property
     def block_dim(self) -> tuple[int, int, int]:
-        """What a layer's ``block_dim`` must be where it is given: 256 threads from compute capability 9.0, else 128.
+        """What Mirage's programs give for this device: 256 threads from compute capability 9.0, else 128.
 
-        That is Mirage's number, for programs that state it. Tasks are written for any number of threads.
+        A layer takes either and does what it does anyway: tasks are written for any number of threads.
         """
-        return (256 if self.target_cc >= 90 else 128, 1, 1)
+        return BLOCKS[self.target_cc >= 90]
 
     # ---- tensors ----
 
@@ -199,7 +206,9 @@ class PersistentKernel(Layers):
         self._take(name)
         return GlobalTensor(name, shape, dtype, self)
 
-    def fuse_tensors(self, inputs: Sequence[GlobalTensor], fused_dim: int, num_groups: int, name: str) -> GlobalTensor:
+    def fuse_tensors(
+        self, inputs: Sequence[GlobalTensor], fused_dim: int, num_groups: int, name: str | None = None
+    ) -> GlobalTensor:
         """Several tensors as one: group g of ``fused_dim`` is group g of each input in turn.
 
         Nothing is copied: a linear layer reads such a weight, fused along dimension 0, where its parts are. Other
@@ -211,7 +220,7 @@ class PersistentKernel(Layers):
         return self._fuse("fuse_tensors", inputs, fused_dim, num_groups, name)
 
     def shuffle_tensors(
-        self, inputs: Sequence[GlobalTensor], shuffled_dim: int, num_groups: int, name: str
+        self, inputs: Sequence[GlobalTensor], shuffled_dim: int, num_groups: int, name: str | None = None
     ) -> GlobalTensor:
         """``fuse_tensors`` of inputs of one shape, as the weights of a gate's and an up projection.
 
@@ -224,7 +233,11 @@ class PersistentKernel(Layers):
             raise LayerError(layer="shuffle_tensors", what=what)
         return self._fuse("shuffle_tensors", inputs, shuffled_dim, num_groups, name)
 
-    def _fuse(self, layer: str, inputs: Sequence[GlobalTensor], dim: int, num_groups: int, name: str) -> GlobalTensor:
+    def _fuse(
+        self, layer: str, inputs: Sequence[GlobalTensor], dim: int, num_groups: int, name: str | None
+    ) -> GlobalTensor:
+        name = name or f"tensor_{len(self._names)}"
+
         def fail(what: str) -> LayerError:
             return LayerError(layer=layer, what=f"{name}: {what}")
 
@@ -294,7 +307,7 @@ class PersistentKernel(Layers):
 
     def _begin(self, layer: str, output: GlobalTensor | None = None, block_dim: Dim3 = None) -> Builder:
         self._check_building(layer)
-        check_block(layer, block_dim, self.block_dim)
+        check_block(layer, block_dim)
         self._builder.begin(layer, output)
         return self._builder
 
@@ -363,8 +376,7 @@ class PersistentKernel(Layers):
             return Options.parse(None, {"num_threads": threads} | self.options)
         expected, _ = get_configurations_from_gpu(device.index)
         if workers != expected:
-            what = f"num_workers={workers}, expected {expected}, one for each multiprocessor, or None"
-            raise LayerError(layer="PersistentKernel", what=what)
+            warn(f"PersistentKernel(num_workers={workers}) has no effect: there are {expected}, one a multiprocessor")
         return Options.parse(None, self.options)
 
     def __call__(self) -> None:

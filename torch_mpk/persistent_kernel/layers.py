@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from torch_mpk.errors import LayerError
 from torch_mpk.persistent_kernel.builder import aten
+from torch_mpk.persistent_kernel.grid import check_grid
 from torch_mpk.persistent_kernel.paged import META_TENSORS, attend
 from torch_mpk.persistent_kernel.task_layers import TaskLayers
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor
+from torch_mpk.tasks.linear import linear
 
 
 class Layers(TaskLayers):
@@ -38,9 +41,17 @@ class Layers(TaskLayers):
         output: GlobalTensor | None = None,
         grid_dim: Dim3 = None,
         block_dim: Dim3 = None,
+        input_source: int = 1,
     ) -> GlobalTensor:
-        """``output[..., H] = weight[input[...]]`` for token ids, int64."""
-        return self.embedding_layer(ids=input, weight=weight, y=output, grid_dim=grid_dim, block_dim=block_dim)
+        """``output[..., H] = weight[input[...]]`` for token ids, int64; of ids ``[R, 1]`` also ``output[R, H]``.
+
+        ``input_source`` is for programs that give it: ids are always those of ``input``.
+        """
+        builder = self._begin("embed_layer", output, block_dim)
+        builder.check("input", input)
+        is_column = output is not None and (*output.shape[:-1], 1) == input.shape
+        ids = builder.reshaped("input", input, input.shape[:-1]) if is_column else input
+        return self.embedding_layer(ids=ids, weight=weight, y=output, grid_dim=grid_dim, block_dim=block_dim)
 
     def splitk_linear_layer(
         self,
@@ -49,9 +60,20 @@ class Layers(TaskLayers):
         output: GlobalTensor | None = None,
         grid_dim: Dim3 = None,
         block_dim: Dim3 = None,
+        accumulate: bool = False,
     ) -> GlobalTensor:
-        """``linear_layer``: how products are split is the scheduler's choice."""
-        return self.linear_layer(x=input, weight=weight, y=output, grid_dim=grid_dim, block_dim=block_dim)
+        """``linear_layer``, of which a grid may split K too: how products are split is the scheduler's choice.
+
+        With ``accumulate`` the product is added to what ``output`` holds, as Mirage's kernel always does.
+        """
+        builder = self._begin("splitk_linear_layer", output, block_dim)
+        sizes = builder.sizes(linear, {"x": input, "weight": weight, "y": output})
+        check_grid(builder.layer, grid_dim, sizes, list(sizes))
+        if not accumulate:
+            return self.linear_layer(x=input, weight=weight, y=output)
+        if output is None:
+            raise LayerError(layer=builder.layer, what="accumulate=True adds to output: give one that holds a value")
+        return self.linear_with_residual_layer(input, weight, output, output)
 
     def linear_with_residual_layer(
         self,
@@ -114,8 +136,9 @@ class Layers(TaskLayers):
         output: GlobalTensor | None = None,
         grid_dim: Dim3 = None,
         block_dim: Dim3 = None,
+        dependent_tensor: GlobalTensor | None = None,
     ) -> GlobalTensor:
-        """``output = input``."""
+        """``output = input``. ``dependent_tensor`` is for programs that give it: layers run in program order."""
         builder = self._begin("identity_layer", output, block_dim)
         return builder.store(output, builder.call(aten.clone.default, builder.read("input", input)), grid_dim)
 

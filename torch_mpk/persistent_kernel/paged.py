@@ -11,6 +11,7 @@ from torch import fx
 from torch_mpk.errors import LayerError
 from torch_mpk.persistent_kernel.builder import Builder, aten
 from torch_mpk.persistent_kernel.dtypes import check_alike
+from torch_mpk.persistent_kernel.grid import check_grid
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
 from torch_mpk.registry import get
 
@@ -74,8 +75,9 @@ def attend(
     packed = tensors["input"]
     assert packed is not None
     check_alike(builder.layer, {name: tensor for name, tensor in tensors.items() if tensor is not None})
-    _check_requests(builder, meta)
-    builder.check_output(output, (tokens, heads * size), packed.dtype, grid_dim)
+    axes = {"requests": _num_requests(builder, meta), "cache heads": groups}
+    check_grid(builder.layer, grid_dim, axes, list(axes))
+    builder.check_output(output, (tokens, heads * size), packed.dtype)
     requests = [builder.read(name, tensor) for name, tensor in meta.items()]
     first, position, limit, row = builder.trace(lambda *t: places(tokens, page_size, *t), *requests)
     cos, sin = (
@@ -110,7 +112,7 @@ def attend(
     return builder.store(output, builder.call(aten.reshape.default, y, [tokens, heads * size]))
 
 
-def _check_requests(builder: Builder, meta: Mapping[str, GlobalTensor]) -> None:
+def _num_requests(builder: Builder, meta: Mapping[str, GlobalTensor]) -> int:
     """Raises LayerError unless the meta tensors are of one number of requests."""
     shapes = {name: tensor.shape for name, tensor in meta.items()}
     pages, lengths = shapes["paged_kv_indices_buffer"], shapes["paged_kv_last_page_len_buffer"]
@@ -120,6 +122,7 @@ def _check_requests(builder: Builder, meta: Mapping[str, GlobalTensor]) -> None:
             f"meta tensors have shapes {shapes}, expected [requests + 1] of both indptr, [requests] of the lengths, and"
         )
         raise LayerError(layer=builder.layer, what=f"{what} at least one page")
+    return lengths[0]
 
 
 def _sizes(builder: Builder, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int, int]:

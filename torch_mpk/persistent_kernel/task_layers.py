@@ -30,44 +30,54 @@ def is_packable(task: Task) -> bool:
     return task.role == "pointwise" and len(task.inputs) > 1 and len(task.outputs) == 1 and alike and required
 
 
+def _names(task: Task, mirage: bool) -> dict[str, str]:
+    """What the layer calls each operand that it takes, by its name in the signature."""
+    names = {spec.name: spec.name for spec in (*task.inputs, *task.outputs)}
+    if not mirage:
+        return names
+    if is_packable(task):
+        names = {spec.name: spec.name for spec in (task.inputs[0], *task.outputs)}
+    for specs, name in ((task.inputs[:1], "input"), (task.outputs if len(task.outputs) == 1 else [], "output")):
+        if name not in names.values():
+            names |= {spec.name: name for spec in specs}
+    return names
+
+
 def signature(task: Task, mirage: bool = False) -> inspect.Signature:
     """What the layer takes, all by name: the operands, outputs among them, the attributes, and the launch.
 
-    ``mirage``: by the names of Mirage's layers, in which ``input`` is the first operand and ``output`` the result.
+    ``mirage``: as Mirage's layers have them. ``input`` is the first operand and ``output`` the result, and what is
+    neither an optional operand nor an attribute may be given by position.
     """
 
-    def keyword(name: str, annotation: str, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    def parameter(name: str, annotation: str, default: Any, is_positional: bool) -> inspect.Parameter:
+        is_positional = is_positional and mirage
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if is_positional else inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
     def operand(spec: Operand, name: str) -> inspect.Parameter:
-        optional = spec.optional or not spec.is_read
-        kind = GlobalTensor.__name__
-        return keyword(name, f"{kind} | None", None) if optional else keyword(name, kind)
+        may_be_none = spec.optional or not spec.is_read
+        annotation = f"{GlobalTensor.__name__}{' | None' if may_be_none else ''}"
+        return parameter(name, annotation, None if may_be_none else inspect.Parameter.empty, not spec.optional)
 
-    names = {spec.name: spec.name for spec in (*task.inputs, *task.outputs)}
-    inputs = list(task.inputs)
-    if mirage:
-        inputs = inputs[:1] if is_packable(task) else inputs
-        names |= {spec.name: "input" for spec in inputs[:1]}
-        names |= {spec.name: "output" for spec in task.outputs if len(task.outputs) == 1}
-    parameters = [operand(spec, names[spec.name]) for spec in (*inputs, *task.outputs)]
-    parameters += [keyword(attr.name, attr.type.__name__, attr.default) for attr in task.attrs.values()]
-    parameters += [keyword(name, "Dim3", None) for name in _LAUNCH]
+    names = _names(task, mirage)
+    parameters = [operand(spec, names[spec.name]) for spec in (*task.inputs, *task.outputs) if spec.name in names]
+    parameters += [parameter(attr.name, attr.type.__name__, attr.default, False) for attr in task.attrs.values()]
+    parameters += [parameter(name, "Dim3", None, True) for name in _LAUNCH]
+    parameters.sort(key=lambda parameter: parameter.kind)
     return inspect.Signature(parameters, return_annotation=_RESULTS.get(len(task.outputs), _SEVERAL))
 
 
 def _documentation(task: Task) -> str:
     lines = [inspect.cleandoc(task.__doc__ or f"The task ``{task.name}``."), "", f"Signature: ``{task.signature}``."]
+    lines += [f"Mirage's form, also by position: ``{_parameters(signature(task, mirage=True))}``."]
     if is_packable(task):
         packed = " and ".join(f"``{operand.name}``" for operand in task.inputs)
         lines += [
-            f"Mirage's form is ``(input, output)``: each group of the last dimension of ``input`` holds {packed}.",
+            f"Each group of the last dimension of its ``input`` holds {packed}.",
             "There are as many groups as ``fuse_tensors`` made of the weight that ``input`` comes from, else",
             "``grid_dim[0]``, else one.",
         ]
-    else:
-        output = f", ``output`` for ``{task.outputs[0].name}``" if len(task.outputs) == 1 else ""
-        lines += [f"``input`` may be written for ``{task.inputs[0].name}``{output}, as in Mirage."]
     if task.outputs:
         lines += ["Returns what it writes: a new intermediate tensor where that is left out."]
     return "\n".join(lines)
@@ -76,23 +86,23 @@ def _documentation(task: Task) -> str:
 def _layer(task: Task) -> Callable[..., Any]:
     name, forms = layer_name(task), [signature(task), signature(task, mirage=True)]
 
-    def layer(self: Any, **given: Any) -> Any:
+    def layer(self: Any, *tensors: Any, **given: Any) -> Any:
         own, mirage = forms
-        form = mirage if given.keys() & mirage.parameters.keys() - own.parameters.keys() else own
+        form = mirage if tensors or given.keys() & mirage.parameters.keys() - own.parameters.keys() else own
         try:
-            values = form.bind(**given)
+            values = form.bind(*tensors, **given)
         except TypeError as error:
             expected = f"{_parameters(own)} or {_parameters(mirage)}"
             raise TaskAttributeError(f"{name}: {error}; expected {expected} (signature: {task.signature})") from None
         values.apply_defaults()
         grid_dim, block_dim = (values.arguments.pop(key) for key in _LAUNCH)
         attrs = {key: values.arguments.pop(key) for key in task.attrs}
-        tensors = list(values.arguments.values())
-        output = tensors[-len(task.outputs)] if task.outputs else None
+        called = _names(task, form is mirage)
+        operands = {operand: values.arguments[called[operand]] for operand in called}
+        output = operands.get(task.outputs[0].name) if task.outputs else None
         builder = self._begin(name, output, block_dim)
         if form is mirage and is_packable(task):
-            return builder.packed_task(task, tensors[0], output, attrs, grid_dim)
-        operands = dict(zip((spec.name for spec in (*task.inputs, *task.outputs)), tensors))
+            return builder.packed_task(task, operands[task.inputs[0].name], output, attrs, grid_dim)
         builder.check_grid(task, builder.sizes(task, operands), grid_dim)
         return builder.task(task, operands, attrs)
 
@@ -104,7 +114,9 @@ def _layer(task: Task) -> Callable[..., Any]:
 
 
 def _parameters(form: inspect.Signature) -> str:
-    return f"({', '.join(form.parameters)})"
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    by_position, by_name = ([name for name, p in form.parameters.items() if p.kind is kind] for kind in kinds)
+    return f"({', '.join([*by_position, '*', *by_name] if by_name else by_position)})"
 
 
 def _add(task: Task) -> None:
@@ -135,8 +147,11 @@ def _stub_lines(tasks: Iterable[Task]) -> Iterator[str]:
             yield "    @overload"
             yield f"    def {layer_name(task)}("
             yield "        self,"
-            yield "        *,"
+            is_positional = True
             for parameter in form.parameters.values():
+                if is_positional and parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                    is_positional = False
+                    yield "        *,"
                 default = "" if parameter.default is inspect.Parameter.empty else " = ..."
                 yield f"        {parameter.name}: {parameter.annotation}{default},"
             yield f"    ) -> {form.return_annotation}: ..."

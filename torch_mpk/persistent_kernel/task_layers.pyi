@@ -23,7 +23,6 @@ class TaskLayers:
     @overload
     def argmax_layer(
         self,
-        *,
         input: GlobalTensor,
         output: GlobalTensor | None = ...,
         grid_dim: Dim3 = ...,
@@ -50,20 +49,20 @@ class TaskLayers:
     @overload
     def attention_layer(
         self,
-        *,
         input: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
         k_new: GlobalTensor | None = ...,
         v_new: GlobalTensor | None = ...,
         slot: GlobalTensor | None = ...,
-        k_cache: GlobalTensor,
-        v_cache: GlobalTensor,
         mask: GlobalTensor | None = ...,
         limit: GlobalTensor | None = ...,
-        output: GlobalTensor | None = ...,
         scale: float,
         style: str = ...,
-        grid_dim: Dim3 = ...,
-        block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
     @overload
     def embedding_layer(
@@ -78,7 +77,6 @@ class TaskLayers:
     @overload
     def embedding_layer(
         self,
-        *,
         input: GlobalTensor,
         weight: GlobalTensor,
         output: GlobalTensor | None = ...,
@@ -99,12 +97,12 @@ class TaskLayers:
     @overload
     def gelu_mul_layer(
         self,
-        *,
         input: GlobalTensor,
         output: GlobalTensor | None = ...,
-        approximate: str,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
+        *,
+        approximate: str,
     ) -> GlobalTensor: ...
     @overload
     def kv_write_layer(
@@ -119,7 +117,6 @@ class TaskLayers:
     @overload
     def kv_write_layer(
         self,
-        *,
         input: GlobalTensor,
         new: GlobalTensor,
         slot: GlobalTensor,
@@ -140,13 +137,13 @@ class TaskLayers:
     @overload
     def linear_layer(
         self,
-        *,
         input: GlobalTensor,
         weight: GlobalTensor,
-        bias: GlobalTensor | None = ...,
         output: GlobalTensor | None = ...,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
+        *,
+        bias: GlobalTensor | None = ...,
     ) -> GlobalTensor: ...
     @overload
     def paged_decode_layer(
@@ -166,7 +163,6 @@ class TaskLayers:
     @overload
     def paged_decode_layer(
         self,
-        *,
         input: GlobalTensor,
         k_cache: GlobalTensor,
         v_cache: GlobalTensor,
@@ -174,9 +170,10 @@ class TaskLayers:
         first: GlobalTensor,
         limit: GlobalTensor,
         output: GlobalTensor | None = ...,
-        scale: float,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
+        *,
+        scale: float,
     ) -> GlobalTensor: ...
     @overload
     def paged_kv_write_layer(
@@ -191,7 +188,6 @@ class TaskLayers:
     @overload
     def paged_kv_write_layer(
         self,
-        *,
         input: GlobalTensor,
         new: GlobalTensor,
         slot: GlobalTensor,
@@ -213,14 +209,14 @@ class TaskLayers:
     @overload
     def rms_norm_layer(
         self,
-        *,
         input: GlobalTensor,
-        weight: GlobalTensor | None = ...,
         output: GlobalTensor | None = ...,
-        eps: float,
-        style: str,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
+        *,
+        weight: GlobalTensor | None = ...,
+        eps: float,
+        style: str,
     ) -> GlobalTensor: ...
     @overload
     def rope_layer(
@@ -236,7 +232,6 @@ class TaskLayers:
     @overload
     def rope_layer(
         self,
-        *,
         input: GlobalTensor,
         cos: GlobalTensor,
         sin: GlobalTensor,
@@ -257,7 +252,6 @@ class TaskLayers:
     @overload
     def silu_mul_layer(
         self,
-        *,
         input: GlobalTensor,
         output: GlobalTensor | None = ...,
         grid_dim: Dim3 = ...,
@@ -275,7 +269,6 @@ class TaskLayers:
     @overload
     def softmax_layer(
         self,
-        *,
         input: GlobalTensor,
         output: GlobalTensor | None = ...,
         grid_dim: Dim3 = ...,

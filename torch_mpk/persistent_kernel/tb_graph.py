@@ -28,12 +28,19 @@ class TBGraph:
         grid_dim: instances of the task along three axes.
         block_dim: threads of an instance; None is inferred.
         forloop_range: iterations of an instance over the dimensions that ``forloop_dim`` names.
+        reduction_dimx: for programs that state it; of no effect.
 
     Raises:
         GridError: a size is not a whole number from 1.
     """
 
-    def __init__(self, grid_dim: Sequence[int], block_dim: Sequence[int] | None = None, forloop_range: int = 1) -> None:
+    def __init__(
+        self,
+        grid_dim: Sequence[int],
+        block_dim: Sequence[int] | None = None,
+        forloop_range: int = 1,
+        reduction_dimx: int = 64,
+    ) -> None:
         self.grid_dim = as_grid("TBGraph", grid_dim)
         self.block_dim = None if block_dim is None else tuple(block_dim)
         if forloop_range < 1:

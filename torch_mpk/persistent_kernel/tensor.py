@@ -55,7 +55,6 @@ class GlobalTensor:
     def num_dims(self) -> int:
         return len(self.shape)
 
-    @property
-    def dim(self) -> tuple[int, ...]:
-        """``shape``, by the name that Mirage has for it."""
-        return self.shape
+    def dim(self, d: int) -> int:
+        """The size of dimension ``d``, as Mirage's programs ask for it."""
+        return self.shape[d]
