@@ -30,6 +30,32 @@ def folder(tmp_path):
     return leave(tmp_path, decoder(layers=1))
 
 
+@pytest.mark.parametrize("target", [_C.Target("cpu", 0, 8, 0, False), _C.Target("cuda", 90, 132, 232448)])
+def test_layers_are_found_by_their_names(target, tmp_path):
+    """Elementwise ones have no node of their own: they are in one with what reads them, on CUDA in one job."""
+    with PersistentKernel() as kernel:
+        shapes = {"x": (2, 64), "gate": (96, 64), "up": (96, 64), "down": (64, 96), "out": (2, 64)}
+        x, gate, up, down, out = (kernel.attach_input(torch.randn(shape), name) for name, shape in shapes.items())
+        both = kernel.shuffle_tensors([gate, up], 0, 4)
+        activated = kernel.silu_mul_layer(input=kernel.linear_layer(input=x, weight=both))
+        doubled = kernel.elementwise_add_layer(activated, activated)
+        kernel.linear_with_residual_layer(doubled, down, x, out)
+        kernel.compile()
+        file = graph_view.read(leave(tmp_path, kernel.schedule.graph, target))
+    assert [node.label for node in file.nodes.values()] == [
+        "linear.0",
+        "linear.0",
+        "linear.0, silu_mul.1, elementwise_add.2",  # the linear's two results are one tensor, in groups
+        "linear_with_residual.out",
+        "linear_with_residual.out",
+    ]
+    is_fused = target.device == "cuda"
+    assert (file.phases_of(0) == file.phases_of(2)) == is_fused
+    for layer in ("silu_mul", "elementwise_add"):
+        head = f"2 pointwise linear.0, silu_mul.1, elementwise_add.2 (phase {0 if is_fused else 1})"
+        assert graph_view.task(file, layer).startswith(head)
+
+
 def test_summary(folder):
     expected = """\
 : 20 nodes, 23 dependencies
@@ -153,7 +179,7 @@ def test_the_page_is_whole_and_safe(tmp_path):
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg")""", page)
     [data] = re.findall(r"^const data = (.*);$", page, re.MULTILINE)
     data = json.loads(data)
-    assert data["nodes"][0]["label"] == name
+    assert data["nodes"][0]["label"] == f"elementwise_add.{name}"
     assert [row["name"] for row in data["rows"]] == ["phase 0"]
 
 

@@ -419,7 +419,7 @@ def test_operands_of_two_dtypes_are_named_by_the_layer(odd):
         (
             lambda k, x, w, y, n: k.rmsnorm_layer(k.attach_input(torch.ones(4, 8).int(), "i"), n),
             LayerError,
-            r"rms_norm_layer: x=i is torch.int32, expected a floating dtype: attach i.to\(torch.float32\)",
+            r"rmsnorm_layer: x=i is torch.int32, expected a floating dtype: attach i.to\(torch.float32\)",
         ),
         (lambda k, x, w, y, n: k.attach_input(torch.ones(1), "x"), LayerError, "there is a tensor 'x' already"),
         (lambda k, x, w, y, n: k.attach_input([1.0], "list"), LayerError, r"list: expected a tensor on cpu or cuda"),

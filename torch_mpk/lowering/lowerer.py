@@ -222,26 +222,31 @@ class Lowerer:
         assert is_static(value.shape)
         view = self.new_buffer(value.dtype, value.shape, value.eager_strides)
         assert is_static(view.strides)
-        self._emit(
-            value.shape, view.strides, [(view.buffer, lambda i: (view.address(i), None), lambda i: value.at(i, None))]
+        labels = value.labels() or [self.label]  # a mere copy is its consumer's
+        step = self._pointwise_step(
+            value.shape,
+            view.strides,
+            view.buffer,
+            lambda i: (view.address(i), None),
+            lambda i: value.at(i, None),
+            labels,
         )
+        self.steps.append(step)
         return view
 
-    def _emit(
+    def _pointwise_step(
         self,
         shape: Sequence[int],
         strides: Sequence[int],
-        items: Sequence[tuple[Buffer, Callable[[Index], tuple[Expr, Expr | None]], Callable[[Index], Expr]]],
-    ) -> None:
-        self.steps.append(self._pointwise_step(shape, strides, items))
-
-    def _pointwise_step(self, shape: Sequence[int], strides: Sequence[int], items: Sequence[tuple]) -> PointwiseStep:
+        buffer: Buffer,
+        place: Callable[[Index], tuple[Expr, Expr | None]],
+        value: Callable[[Index], Expr],
+        labels: list[str],
+    ) -> PointwiseStep:
         domain, idx = domain_of(shape, strides)
-        stores = []
-        for buffer, place, value in items:
-            address, predicate = place(idx)
-            stores.append(Store(buffer, address, predicate, E.cast(value(idx), buffer.dtype)))
-        return pointwise_step(domain, stores, self.label)
+        address, predicate = place(idx)
+        store = Store(buffer, address, predicate, E.cast(value(idx), buffer.dtype))
+        return pointwise_step(domain, [store], labels)
 
     def owned_view(self, value: Value) -> View:
         """The memory of a value that is about to be written in place."""
@@ -280,17 +285,19 @@ class Lowerer:
     def _emit_write(self, write: Write) -> None:
         buffer = write.buffer
         self._keep_old(buffer, write.version, write)
-        label, self.label = self.label, write.label
-        order = contiguous_strides(write.shape)
-        items = [(buffer, write.place, write.value)]
-        step = self._pointwise_step(write.shape, order, items)
+
+        def make() -> PointwiseStep:
+            labels = [*(label for source in write.sources for label in source.labels()), write.label]
+            order = contiguous_strides(write.shape)
+            return self._pointwise_step(write.shape, order, buffer, write.place, write.value, labels)
+
+        step = make()
         (store,) = step.stores
         if any(e.attr.buffer is buffer and not _same_element(e, store) for e in loads(store_roots([store]))):
             for source in write.sources:  # a point would read what another point writes
                 self._keep(source, buffer, write.version)
-            step = self._pointwise_step(write.shape, order, items)
+            step = make()
         self.steps.append(step)
-        self.label = label
         buffer.pending.remove(write)
         buffer.committed = write.version
 
@@ -395,7 +402,8 @@ class Lowerer:
         view = self.new_buffer(out_dtype, kept_shape)
         reads = {e.attr.buffer for e in loads([element])}
         out = View(view.buffer, domain, contiguous_strides(domain))
-        self.steps.append(ReduceStep(REDUCE, self.label, reads, {view.buffer}, (*domain, count), element, op, out))
+        labels = [*value.labels(), self.label]
+        self.steps.append(ReduceStep(REDUCE, labels, reads, {view.buffer}, (*domain, count), element, op, out))
         if not keepdim:
             return view
         shape = [1 if d in dims else n for d, n in enumerate(value.shape)]
@@ -439,7 +447,7 @@ class Lowerer:
         for buffer in writes:
             self._commit(buffer, buffer.issued)
             self._keep_old(buffer, buffer.issued + 1)
-        self.steps.append(TaskStep(name, self.label, reads, writes, list(operands), attrs))
+        self.steps.append(TaskStep(name, [self.label], reads, writes, list(operands), attrs))
         for buffer in writes:
             buffer.issued += 1
             buffer.committed = buffer.issued
@@ -516,6 +524,8 @@ class Lowerer:
     def _finish(self, node: fx.Node, out: object) -> object:
         """Remember eager's strides, and give memory now to a value too costly to be computed by each consumer."""
         if isinstance(out, Lazy) and out.view is None:
+            if not isinstance(out, (Mapped, Load)):
+                out.label = out.label or self.label
             if node.target is torch.ops.aten.select_scatter.default:  # eager copies its input, gaps and all
                 shape, strides = out.shape, self.meta(node.meta["val"]).strides
                 if strides and is_static(shape) and not is_dense(shape, strides) and is_injective(shape, strides):

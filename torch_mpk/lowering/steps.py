@@ -26,7 +26,7 @@ class Store:
 @dataclass(eq=False)
 class Step:
     task: str
-    label: str
+    labels: list[str]  # of the nodes of the captured graph that it computes
     reads: set[Buffer]
     writes: set[Buffer]
 
@@ -69,9 +69,9 @@ def store_roots(stores: list[Store]) -> list[Expr]:
     return [e for s in stores for e in (s.address, s.predicate, s.value) if e is not None]
 
 
-def pointwise_step(domain: tuple[int, ...], stores: list[Store], label: str) -> PointwiseStep:
+def pointwise_step(domain: tuple[int, ...], stores: list[Store], labels: list[str]) -> PointwiseStep:
     reads = {e.attr.buffer for e in loads(store_roots(stores))}
-    return PointwiseStep(POINTWISE, label, reads, {s.buffer for s in stores}, domain, stores)
+    return PointwiseStep(POINTWISE, labels, reads, {s.buffer for s in stores}, domain, stores)
 
 
 def _conflict(a: Step, b: Step) -> bool:
@@ -99,7 +99,7 @@ def _mergeable(earlier: list[Step], step: PointwiseStep) -> tuple[int, Pointwise
             return None
         num_operands = len(other.reads | step.reads) + len(other.writes | step.writes)
         if isinstance(other, PointwiseStep) and other.domain == step.domain and num_operands <= MAX_MERGED_OPERANDS:
-            return position, pointwise_step(step.domain, other.stores + step.stores, other.label)
+            return position, pointwise_step(step.domain, other.stores + step.stores, other.labels + step.labels)
     return None
 
 
@@ -223,19 +223,20 @@ def build(steps: list[Step], buffers: list[Buffer]) -> _C.TBGraph:
         nbytes = 0 if extent is None else extent * buffer.dtype.itemsize
         ids[buffer] = graph.add_buffer(buffer.name, buffer.kind, buffer.index, nbytes)
     for step in steps:
+        label = ", ".join(dict.fromkeys(filter(None, step.labels)))
         if isinstance(step, TaskStep):
             operands = [(name, tensor(view, ids), is_read, is_write) for name, view, is_read, is_write in step.operands]
-            graph.add_node(step.task, operands, step.attrs, None, step.label)
+            graph.add_node(step.task, operands, step.attrs, None, label)
         elif isinstance(step, PointwiseStep):
             outputs = list(dict.fromkeys(s.buffer for s in step.stores))
             builder = ProgramBuilder(step.domain, outputs, store_roots(step.stores))
             for store in step.stores:
                 builder.store(store)
-            graph.add_node(step.task, builder.operand_tuples(ids), {}, builder.program, step.label)
+            graph.add_node(step.task, builder.operand_tuples(ids), {}, builder.program, label)
         elif isinstance(step, ReduceStep):
             builder = ProgramBuilder(step.domain, [step.out.buffer], [step.value])
             builder.value(step.value)
             operands = builder.operand_tuples(ids)
             operands[-1] = ("out0", tensor(step.out, ids), False, True)
-            graph.add_node(step.task, operands, {"op": step.op}, builder.program, step.label)
+            graph.add_node(step.task, operands, {"op": step.op}, builder.program, label)
     return graph

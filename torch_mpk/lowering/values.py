@@ -149,6 +149,7 @@ class Lazy(Value):
     ) -> None:
         self.dtype, self.shape, self.sources, self.inner = dtype, tuple(shape), tuple(sources), inner
         self.cost: int = cost + sum(s.cost for s in self.sources)  # instructions of a program that computes it, at most
+        self.label = ""  # of the node whose value it is
         self.eager_strides: tuple[int, ...] | None = None
         self.view: View | None = None
         self.version = 0
@@ -183,22 +184,36 @@ class Lazy(Value):
 
     def refs(self) -> set[Ref]:
         """What evaluating it now would load."""
-        seen: set[int] = set()
         found: set[Ref] = set()
-
-        def visit(lazy: Lazy) -> None:
-            if id(lazy) in seen:
-                return
-            seen.add(id(lazy))
+        for lazy in self._reached():
             if lazy.kept is not None:
                 found.add(Ref(lazy.kept.buffer, 0))
             elif lazy.view is not None:
                 found.add(Ref(lazy.view.buffer, lazy.version))
             elif isinstance(lazy, Load):
                 found.add(lazy.ref)
-            else:
-                for source in lazy.sources:
-                    visit(source)
+        return found
+
+    def labels(self) -> list[str]:
+        """Of the nodes that evaluating it now would compute, in the order in which they need each other."""
+        return [lazy.label for lazy in self._reached() if lazy.label and not lazy._has_memory]
+
+    @property
+    def _has_memory(self) -> bool:
+        return self.kept is not None or self.view is not None
+
+    def _reached(self) -> list[Lazy]:
+        """Itself and what it reads through, down to what has memory; sources come first."""
+        seen: set[int] = set()
+        found: list[Lazy] = []
+
+        def visit(lazy: Lazy) -> None:
+            if id(lazy) in seen:
+                return
+            seen.add(id(lazy))
+            for source in () if lazy._has_memory else lazy.sources:
+                visit(source)
+            found.append(lazy)
 
         visit(self)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,14 +38,28 @@ class Builder:
         self.layer = ""
         self._label = ""
         self._num_layers = 0
+        self._is_within = False
         self._fake_mode = FakeTensorMode()
         self._first_call: fx.Node | None = None
 
     def begin(self, layer: str, output: GlobalTensor | None) -> None:
-        """What comes next belongs to this layer. In artefacts and reports its nodes have the name of what it writes."""
-        self.layer = layer
-        self._label = output.name if isinstance(output, GlobalTensor) else f"{layer}.{self._num_layers}"
+        """What comes next belongs to this layer. In artefacts and reports its nodes are called by it and by what it
+        writes, as "silu_mul.mlp_mid", or its number where that is a new tensor."""
+        if self._is_within:
+            return
+        written = output.name if isinstance(output, GlobalTensor) else self._num_layers
+        self.layer, self._label = layer, f"{layer.removesuffix('_layer')}.{written}"
         self._num_layers += 1
+
+    @contextlib.contextmanager
+    def within(self, layer: str, output: GlobalTensor | None) -> Iterator[None]:
+        """``begin``, of a layer that is made of others: what they append is its own."""
+        self.begin(layer, output)
+        before, self._is_within = self._is_within, True
+        try:
+            yield
+        finally:
+            self._is_within = before
 
     # ---- nodes ----
 

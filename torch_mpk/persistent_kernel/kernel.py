@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,13 @@ class PersistentKernel(Layers):
         check_block(layer, block_dim)
         self._builder.begin(layer, output)
         return self._builder
+
+    @contextlib.contextmanager
+    def _within(self, layer: str, output: GlobalTensor | None = None) -> Iterator[Builder]:
+        """``_begin``, of a layer that is made of others."""
+        self._check_building(layer)
+        with self._builder.within(layer, output):
+            yield self._builder
 
     def _check_building(self, what: str) -> None:
         if self._is_finalized or self._program:

@@ -30,9 +30,10 @@ class Layers(TaskLayers):
         style: str = "llama",
     ) -> GlobalTensor:
         """``output[R, H] = rms_norm(input[R, H]) * weight[H]``; ``style``: see the task ``rms_norm``."""
-        return self.rms_norm_layer(
-            x=input, weight=weight, y=output, eps=eps, style=style, grid_dim=grid_dim, block_dim=block_dim
-        )
+        with self._within("rmsnorm_layer", output):
+            return self.rms_norm_layer(
+                x=input, weight=weight, y=output, eps=eps, style=style, grid_dim=grid_dim, block_dim=block_dim
+            )
 
     def embed_layer(
         self,
@@ -47,11 +48,11 @@ class Layers(TaskLayers):
 
         ``input_source`` is for programs that give it: ids are always those of ``input``.
         """
-        builder = self._begin("embed_layer", output, block_dim)
-        builder.check("input", input)
-        is_column = output is not None and (*output.shape[:-1], 1) == input.shape
-        ids = builder.reshaped("input", input, input.shape[:-1]) if is_column else input
-        return self.embedding_layer(ids=ids, weight=weight, y=output, grid_dim=grid_dim, block_dim=block_dim)
+        with self._within("embed_layer", output) as builder:
+            builder.check("input", input)
+            is_column = output is not None and (*output.shape[:-1], 1) == input.shape
+            ids = builder.reshaped("input", input, input.shape[:-1]) if is_column else input
+            return self.embedding_layer(ids=ids, weight=weight, y=output, grid_dim=grid_dim, block_dim=block_dim)
 
     def splitk_linear_layer(
         self,
@@ -66,14 +67,15 @@ class Layers(TaskLayers):
 
         With ``accumulate`` the product is added to what ``output`` holds, as Mirage's kernel always does.
         """
-        builder = self._begin("splitk_linear_layer", output, block_dim)
-        sizes = builder.sizes(linear, {"x": input, "weight": weight, "y": output})
-        check_grid(builder.layer, grid_dim, sizes, list(sizes))
-        if not accumulate:
-            return self.linear_layer(x=input, weight=weight, y=output)
-        if output is None:
-            raise LayerError(layer=builder.layer, what="accumulate=True adds to output: give one that holds a value")
-        return self.linear_with_residual_layer(input, weight, output, output)
+        with self._within("splitk_linear_layer", output) as builder:
+            sizes = builder.sizes(linear, {"x": input, "weight": weight, "y": output})
+            check_grid(builder.layer, grid_dim, sizes, list(sizes))
+            if not accumulate:
+                return self.linear_layer(x=input, weight=weight, y=output, block_dim=block_dim)
+            if output is None:
+                what = "accumulate=True adds to output: give one that holds a value"
+                raise LayerError(layer=builder.layer, what=what)
+            return self.linear_with_residual_layer(input, weight, output, output, block_dim=block_dim)
 
     def linear_with_residual_layer(
         self,
@@ -85,8 +87,9 @@ class Layers(TaskLayers):
         block_dim: Dim3 = None,
     ) -> GlobalTensor:
         """``output[R, N] = residual[R, N] + input[R, K] @ weight[N, K].T``, the product rounded before it is added."""
-        product = self.linear_layer(x=input, weight=weight, grid_dim=grid_dim, block_dim=block_dim)
-        return self.elementwise_add_layer(residual, product, output)
+        with self._within("linear_with_residual_layer", output):
+            product = self.linear_layer(x=input, weight=weight, grid_dim=grid_dim, block_dim=block_dim)
+            return self.elementwise_add_layer(residual, product, output)
 
     def rmsnorm_linear_layer(
         self,
@@ -101,8 +104,9 @@ class Layers(TaskLayers):
         style: str = "llama",
     ) -> GlobalTensor:
         """``output[R, N] = rms_norm(input[R, K]) * weight_norm[K] @ weight_linear[N, K].T``."""
-        normed = self.rmsnorm_layer(input, weight_norm, eps=eps, style=style)
-        return self.linear_layer(x=normed, weight=weight_linear, y=output, grid_dim=grid_dim, block_dim=block_dim)
+        with self._within("rmsnorm_linear_layer", output):
+            normed = self.rmsnorm_layer(input, weight_norm, eps=eps, style=style)
+            return self.linear_layer(x=normed, weight=weight_linear, y=output, grid_dim=grid_dim, block_dim=block_dim)
 
     def silu_mul_linear_with_residual_layer(
         self,
@@ -114,8 +118,9 @@ class Layers(TaskLayers):
         block_dim: Dim3 = None,
     ) -> GlobalTensor:
         """``silu_mul_layer`` of ``input[R, 2K]``, then ``linear_with_residual_layer``, whose grid is given."""
-        activated = self.silu_mul_layer(input=input)
-        return self.linear_with_residual_layer(activated, weight, residual, output, grid_dim, block_dim)
+        with self._within("silu_mul_linear_with_residual_layer", output):
+            activated = self.silu_mul_layer(input=input)
+            return self.linear_with_residual_layer(activated, weight, residual, output, grid_dim, block_dim)
 
     def elementwise_add_layer(
         self,

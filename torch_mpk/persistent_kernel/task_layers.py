@@ -142,6 +142,7 @@ def _stub_lines(tasks: Iterable[Task]) -> Iterator[str]:
     yield from ("", "class TaskLayers:")
     yield "    def _meta_tensor(self, name: str) -> GlobalTensor: ..."
     yield "    def _begin(self, layer: str, output: GlobalTensor | None = ..., block_dim: Dim3 = ...) -> Any: ..."
+    yield "    def _within(self, layer: str, output: GlobalTensor | None = ...) -> Any: ..."
     for task in sorted(tasks, key=lambda task: task.name):
         for form in (signature(task), signature(task, mirage=True)):
             yield "    @overload"
