@@ -31,11 +31,16 @@ def test_a_step_of_a_model_is_one_megakernel_and_changes_nothing():
     assert 2 * matrices + attention <= part.flops < 1.01 * (2 * matrices + attention)  # and the angles of rope
     caches = 2 * 2 * 32 * 16 * 2  # keys and values, heads, positions, head size, bytes
     assert 2 * weights + caches < part.num_bytes < 1.01 * (2 * weights + caches)
+    calls = {"linear": 8, "rms_norm": 5, "rope": 2, "embedding": 1, "attention": 1, "silu_mul": 1}
+    assert part.tasks == calls
     assert report.measured_us > 0
     assert report.floor_us > 0
     assert report.estimated_us is None  # the constants are a GPU's
     text = str(report)
     assert "a call is 1 megakernel\n" in text
+    counts = ", ".join(f"{count} {name}" for name, count in part.tasks.items())
+    others = part.num_operations - sum(calls.values())
+    assert f"\n    tasks: {counts}, and {others} other operations\n" in text
     assert "in megakernels: 100.0% of FLOPs" in text
     assert "phases in each of 1 layers" in text
     assert "compile time: dynamo " in text
@@ -72,6 +77,7 @@ def test_what_falls_back_is_listed_with_its_place_and_reason():
     assert not model.calls.any()
     assert not seen
     assert [part.is_megakernel for part in report.parts] == [True, False, True]
+    assert [part.tasks for part in report.parts] == [{"linear": 2}, {}, {"linear": 2}]
     assert report.num_megakernels == 2
     assert 0 < report.share("flops") <= 1
     assert 0 < report.share("num_operations") < 1

@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from torch_mpk.fallback import reason
 from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
 from torch_mpk.patterns import apply
 from torch_mpk.program import Program
+from torch_mpk.registry import Task
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.cpu import num_threads
 from torch_mpk.tasks.embedding import embedding
@@ -51,6 +53,7 @@ class Part:
     num_operations: int
     flops: int  # of matrix products and attention
     num_bytes: int
+    tasks: Mapping[str, int] = field(default_factory=dict)  # how many of the operations are calls of each, by name
     phases: list[str] = field(default_factory=list)  # the module path that each phase of a megakernel comes from
     num_awaited: int = 0  # events that its phases wait for
     workspace_bytes: int = 0
@@ -204,7 +207,9 @@ def _is_work(segment: Segment) -> bool:
 
 
 def _part(segment: Segment, program: Program) -> Part:
-    part = Part(segment.name, segment.ours, segment.num_operations, _flops(segment.gm), _num_bytes(segment.gm))
+    calls = [node.target.name for node in segment.gm.graph.nodes if isinstance(node.target, Task)]
+    tasks = dict(Counter(calls).most_common())
+    part = Part(segment.name, segment.ours, segment.num_operations, _flops(segment.gm), _num_bytes(segment.gm), tasks)
     if not segment.ours:
         return part
     plan = program.segments[segment.name].plan
@@ -330,6 +335,8 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
             f"{_count(part.num_operations, 'operation')}, {part.flops / 1e9:.3g} GFLOP, {_mib(part.num_bytes)} read"
         )
         yield f"  {part.name}: {kind}, {amounts}"
+        if part.tasks:
+            yield f"    tasks: {_tasks(part)}"
         if part.is_megakernel:
             yield f"    {_phases(part)}"
             memory = f"{_mib(part.workspace_bytes)} of workspace, {_mib(part.result_bytes)} of results a call"
@@ -340,6 +347,12 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
         yield f"  {miss}"
     if graph.seconds:
         yield "  compile time: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in graph.seconds.items())
+
+
+def _tasks(part: Part) -> str:
+    named = ", ".join(f"{count} {name}" for name, count in part.tasks.items())
+    others = part.num_operations - sum(part.tasks.values())
+    return named + (f", and {_count(others, 'other operation')}" if others else "")
 
 
 def _phases(part: Part) -> str:
