@@ -41,9 +41,9 @@ void bind_codegen(py::module_& m) {
   m.def(
       "event_offset", [](int64_t phase) { return kEventsOffset + phase * kEventBytes; }, py::arg("phase"),
       "Where the event of a phase stands in a kernel's control block.");
-  m.def("generate_cuda", &generate_cuda, py::arg("schedule"), py::arg("profiled") = false,
-        "Write the kernel of a schedule for a CUDA target. Raises UnsupportedError naming the node that cannot be "
-        "generated.");
+  m.def("generate_cuda", &generate_cuda, py::arg("schedule"), py::arg("profiled") = false, py::arg("named") = false,
+        "Write the kernel of a schedule for a CUDA target; named, with comments that say what jobs are called and work "
+        "on. Raises UnsupportedError naming the node that cannot be generated.");
   m.def(
       "generate_cpu_tiles",
       [](const TBGraph& graph) {

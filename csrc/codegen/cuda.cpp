@@ -5,6 +5,7 @@
 
 #include "emitter.h"
 #include "kernel.h"
+#include "names.h"
 #include "table.h"
 #include "text.h"
 #include "torch_mpk/abi/launch.h"
@@ -33,25 +34,16 @@ void check_launch(const Plan& plan) {
                       " outputs, whose pointers do not fit the " + str(kMaxLaunchBytes) + " bytes of a launch");
 }
 
-// For error messages and profiles.
-std::string phase_name(const Plan& plan, const Phase& phase) {
-  std::string name;
-  for (const Job& job : phase.jobs)
-    for (int n : job.body) {
-      const Node& node = plan.node(n);
-      name += (name.empty() ? "" : ", ") + node.def->name + (node.label.empty() ? "" : " " + node.label);
-    }
-  return name;
-}
-
 // Writes every job's code, with its row of the table.
-Table emit_jobs(Plan& plan, Variants& variants) {
+Table emit_jobs(Plan& plan, Variants& variants, bool named) {
   TableWriter table(plan);
   for (size_t p = 0; p < plan.schedule.phases.size(); p++) {
     table.begin_phase(static_cast<int>(p));
     for (const Job& job : plan.schedule.phases[p].jobs) {
       const JobCode code = emit_job({plan, static_cast<int>(p), job});
-      table.add_job(job, code, variants.number_of(code));
+      const uint32_t variant = variants.number_of(code);
+      table.add_job(job, code, variant);
+      if (named) variants.add_comment(variant, job_comment(plan, p, job));
     }
   }
   return table.finish();
@@ -76,13 +68,13 @@ Offsets place_state(const Plan& plan, bool profiled, CudaProgram& program) {
 }  // namespace
 }  // namespace codegen
 
-CudaProgram generate_cuda(const Schedule& schedule, bool profiled) {
+CudaProgram generate_cuda(const Schedule& schedule, bool profiled, bool named) {
   using namespace codegen;
   check_target(schedule);
   Plan plan(schedule);
   check_launch(plan);
   Variants variants;
-  Table table = emit_jobs(plan, variants);
+  Table table = emit_jobs(plan, variants, named);
   CudaProgram program;
   program.kernel_name = "torch_mpk_kernel";
   program.num_workers = schedule.target.num_workers;

@@ -136,7 +136,8 @@ std::string kernel_source(const Plan& plan, const Variants& variants, const Tabl
                      warps(plan.schedule.warps) + includes(variants) +
                      "\nnamespace torch_mpk_kernel_parts {\n\nusing namespace mpk;\n\n";
   for (size_t i = 0; i < variants.codes().size(); i++)
-    text += "struct " + variants.name(i) + " {\n" + variants.codes()[i].body + "};\n\n";
+    text += variants.comment(static_cast<uint32_t>(i)) + "struct " + variants.name(i) + " {\n" +
+            variants.codes()[i].body + "};\n\n";
   text +=
       "constexpr int larger(int a, int b) { return a > b ? a : b; }\nconstexpr int round_up(int v) { return (v + 127) "
       "/ "

@@ -15,9 +15,15 @@ namespace mpk::codegen {
 class Variants {
  public:
   uint32_t number_of(JobCode code);
+  // What stands above the variant of this number.
+  void add_comment(uint32_t number, const std::string& text) { comments_[number] += text; }
 
   const std::vector<JobCode>& codes() const { return codes_; }
   std::string name(size_t number) const { return codes_[number].kind + std::to_string(number); }
+  std::string comment(uint32_t number) const {
+    const auto found = comments_.find(number);
+    return found == comments_.end() ? "" : found->second;
+  }
 
   // What emitters have their variants share.
   std::vector<SharedCode> shared() const;
@@ -25,6 +31,7 @@ class Variants {
  private:
   std::vector<JobCode> codes_;
   std::map<std::string, uint32_t> numbers_;
+  std::map<uint32_t, std::string> comments_;
 };
 
 // Where parts of the control block and of the workspace begin.

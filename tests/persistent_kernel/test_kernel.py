@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_mpk
-from torch_mpk import PersistentKernel
+from torch_mpk import _C, PersistentKernel
 from torch_mpk.errors import GradModeError, KernelStateError, LayerError, MpkWarning, OptionError, SharedMemoryError
 from torch_mpk.runtime.segment import live_segments
 
@@ -49,6 +49,53 @@ def test_artefacts(tmp_path):
     assert files == ["2.tasks.txt", "4.graph.json", "5.schedule.json", "8.launch.json"]
     graph = json.loads((tmp_path / "new" / "folder" / "4.graph.json").read_text())
     assert [(b["name"], b["kind"]) for b in graph["buffers"]] == [("x", "input"), ("out", "input")]
+
+
+def mlp(kernel, name):
+    """The kernel's layers; ``name`` is that of the tensor between them."""
+    x, gate, up, down, out = (
+        kernel.attach_input(torch.randn(shape), name)
+        for name, shape in {"x": (2, 64), "gate": (96, 64), "up": (96, 64), "down": (64, 96), "out": (2, 64)}.items()
+    )
+    made = kernel.linear_layer(input=x, weight=kernel.shuffle_tensors([gate, up], 0, 4))
+    between = kernel.new_tensor((2, 96), dtype=torch.float32, name=name)
+    kernel.linear_with_residual_layer(kernel.silu_mul_layer(made, between), down, x, out)
+
+
+def test_a_source_that_names_layers_and_tensors_needs_no_gpu(tmp_path):
+    with PersistentKernel() as kernel:
+        mlp(kernel, "act\n\\")
+        with pytest.raises(LayerError, match="compile: arch='sm_90a' without output_dir: name the folder to write to"):
+            kernel.compile(arch="sm_90a")
+        with pytest.raises(OptionError, match="arch: expected 'sm_80' or 'sm_90a', got 'sm_70'"):
+            kernel.compile(tmp_path, arch="sm_70")
+        kernel.compile(tmp_path, arch="sm_90a")
+        graph = kernel.schedule.graph
+    assert json.loads((tmp_path / "5.schedule.json").read_text())["target"]["device"] == "cpu"
+    folder = tmp_path / "sm_90a"
+    assert sorted(path.name for path in folder.iterdir()) == ["4.graph.json", "5.schedule.json", "6.kernel.cu"]
+    assert json.loads((folder / "5.schedule.json").read_text())["target"]["workers"] == 132
+    source = (folder / "6.kernel.cu").read_text()
+    assert (
+        """\
+// Phase 0:
+//   0 linear linear.0: x x[2, 64], weight gate[96, 64] -> y t0[2, 96]
+//   1 linear linear.0: x x[2, 64], weight up[96, 64] -> y t1[2, 96]
+//   2 pointwise linear.0, silu_mul.act??: in0 t0[2, 96], in1 t1[2, 96] -> out0 t2[2, 96]
+struct Linear0 {
+"""
+        in source
+    )
+    assert "//   3 linear linear_with_residual.out: x t2[2, 96], weight down[64, 96] -> y t3[2, 64]\n" in source
+
+    # What is compiled is without names, so that equal programs share one kernel in the cache.
+    target = _C.Target("cuda", 90, 132, 232448, True, True)
+    compiled = _C.generate_cuda(_C.make_schedule(graph, target)).source
+    assert compiled == "".join(line for line in source.splitlines(True) if not line.startswith(("//   ", "// Phase ")))
+    with PersistentKernel() as other:
+        mlp(other, "another")
+        other.compile()
+        assert _C.generate_cuda(_C.make_schedule(other.schedule.graph, target)).source == compiled
 
 
 def test_the_order_of_calls():

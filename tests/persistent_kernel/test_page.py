@@ -21,3 +21,11 @@ def test_blocks_of_code_run(tmp_path, monkeypatch, capsys):
         for command in re.findall(r"^\$ python -m torch_mpk (.*)$", block, re.MULTILINE):
             main(command.split())
             assert capsys.readouterr().out or "--html" in command
+
+
+def test_every_file_of_a_dump_is_listed():
+    sources = "".join(path.read_text() for path in (PAGE.parents[1] / "torch_mpk").rglob("*.py"))
+    names = re.findall(r"""dump\.write\(f?"(.*?)[{"]""", sources)
+    assert len(names) > 8
+    text = PAGE.read_text()
+    assert [name for name in names if f"`{name}" not in text] == []

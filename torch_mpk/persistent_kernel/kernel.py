@@ -32,6 +32,7 @@ from torch_mpk.planning import make_plan
 from torch_mpk.program import Program
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.cpu import num_threads
+from torch_mpk.runtime.cuda import absent_target
 from torch_mpk.runtime.overlaps import check_apart, memory_of
 from torch_mpk.runtime.segment import Segment
 
@@ -338,15 +339,19 @@ class PersistentKernel(Layers):
         assert plan is not None and plan.schedule is not None
         return plan.schedule
 
-    def compile(self, output_dir: str | Path | None = None) -> None:
+    def compile(self, output_dir: str | Path | None = None, *, arch: str | None = None) -> None:
         """Schedules the graph, generates and compiles its program, and loads it.
 
         Args:
             output_dir: folder for the artefacts of each stage (docs/test-mode.md), as TORCH_MPK_DUMP has them for
                 models. They are what runs on this device: on the CPU there is no CUDA source among them.
+            arch: "sm_90a" or "sm_80": a folder of that name in ``output_dir`` gets the schedule and the source for an
+                H200 or an A100, which need not be there. Nothing of it is compiled or run.
 
         Raises:
             KernelStateError: there is no layer, or it was compiled before.
+            LayerError: ``arch`` is given without ``output_dir``.
+            OptionError: there is no such ``arch``.
             UnsupportedError: a layer cannot be run, or an attached tensor is not a plain one.
             SharedMemoryError: a tensor that is written shares memory with another one.
             CompileError: the device compiler is missing or fails.
@@ -360,11 +365,15 @@ class PersistentKernel(Layers):
             device = check_call(tensors)
         options = self._options(device)
         dump = Dump.next() if output_dir is None else Dump.at(Path(output_dir))
+        if arch is not None and output_dir is None:
+            raise LayerError(layer="compile", what=f"arch={arch!r} without output_dir: name the folder to write to")
         graph.output(())
         gm = fx.GraphModule(torch.nn.Module(), graph)
         dump.write("2.tasks.txt", lambda: gm.print_readable(print_output=False))
         try:
             with timing.build(), tracing(None):
+                if arch is not None and output_dir is not None:
+                    make_plan(gm, absent_target(arch, options), options, Dump.at(Path(output_dir) / arch))
                 plan = make_plan(gm, backend_of(device).target(device, options), options, dump)
                 check_apart(tensors, memory_of(list(self._attached), tensors, plan.written))
                 program = Program({"whole": Segment(plan, device, options, dump)}, None)

@@ -31,7 +31,8 @@ def make_plan(gm: torch.fx.GraphModule, target: _C.Target, options: Options, dum
     if target.device == "cuda":
         with stage("codegen"):
             kernel = _C.generate_cuda(schedule, options.profile)
-        dump.write("6.kernel.cu", kernel.source)
+        # With names, which are no part of what is compiled: kernels that differ in them alone are one in the cache.
+        dump.write("6.kernel.cu", lambda: _C.generate_cuda(schedule, options.profile, named=True).source)
     positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     inputs = tuple(positions[node] for node in lowered.inputs)
     return Plan(

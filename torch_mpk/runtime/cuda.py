@@ -9,12 +9,27 @@ import torch
 from torch_mpk import _C
 from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
-from torch_mpk.errors import UnsupportedError
+from torch_mpk.errors import OptionError, UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.jit.compile import Order
 from torch_mpk.plan import Plan
 from torch_mpk.runtime.watchdog import watchdog_seconds
 from torch_mpk.timing import stage
+
+# Of an A100 and an H200: (compute capability, multiprocessors, bytes of shared memory that a CTA may have).
+ABSENT = {"sm_80": (80, 108, 166912), "sm_90a": (90, 132, 232448)}
+
+
+def absent_target(arch: str, options: Options) -> _C.Target:
+    """What to schedule for where such a device is not there.
+
+    Raises:
+        OptionError: there is no such architecture.
+    """
+    if arch not in ABSENT:
+        raise OptionError(name="arch", expected=" or ".join(map(repr, ABSENT)), value=arch)
+    capability, num_workers, smem_bytes = ABSENT[arch]
+    return _C.Target("cuda", capability, num_workers, smem_bytes, options.fuse, True)
 
 
 def target(device: torch.device, options: Options) -> _C.Target:

@@ -14,11 +14,12 @@ from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.program import build_segment
 from torch_mpk.registry import Task
+from torch_mpk.runtime.cuda import ABSENT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What other orders of sums may give.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-SMEM_BYTES = {80: 166912, 90: 232448}
+SMEM_BYTES = {capability: smem_bytes for capability, _, smem_bytes in ABSENT.values()}
 
 
 def samples_of(tasks: Iterable[Task], dtype: torch.dtype, device: str = "cpu") -> list[Call]:

@@ -27,8 +27,9 @@ struct CudaProgram {
   std::vector<std::string> phase_names;  // for error messages and profiles
 };
 
-// `profiled`: the kernel notes when each worker passes each phase. Throws Unsupported naming the node when a task
-// cannot be generated for the schedule's target.
-CudaProgram generate_cuda(const Schedule& schedule, bool profiled = false);
+// `profiled`: the kernel notes when each worker passes each phase. `named`: comments in the source say what jobs are
+// called and work on; it is for people, because kernels that differ in names alone are compiled once. Throws
+// Unsupported naming the node when a task cannot be generated for the schedule's target.
+CudaProgram generate_cuda(const Schedule& schedule, bool profiled = false, bool named = false);
 
 }  // namespace mpk

@@ -1,0 +1,47 @@
+#include "names.h"
+
+#include "text.h"
+
+namespace mpk::codegen {
+namespace {
+
+std::string name_of(const Node& node) { return node.def->name + (node.label.empty() ? "" : " " + node.label); }
+
+std::string tensor_text(const Plan& plan, const Operand& operand) {
+  std::string text = operand.name + " " + plan.graph().buffers()[operand.tensor.buffer].name + "[";
+  for (size_t d = 0; d < operand.tensor.shape.size(); d++) text += (d == 0 ? "" : ", ") + str(operand.tensor.shape[d]);
+  return text + "]";
+}
+
+// Names are a user's: whatever is in them stays in the comment's line.
+std::string comment(std::string text) {
+  for (char& c : text)
+    if (static_cast<unsigned char>(c) < ' ' || c == '\\') c = '?';
+  return "// " + text + "\n";
+}
+
+}  // namespace
+
+std::string phase_name(const Plan& plan, const Phase& phase) {
+  std::string name;
+  for (const Job& job : phase.jobs)
+    for (int n : job.body) name += (name.empty() ? "" : ", ") + name_of(plan.node(n));
+  return name;
+}
+
+std::string job_comment(const Plan& plan, size_t phase, const Job& job) {
+  std::string text = comment("Phase " + str(static_cast<int64_t>(phase)) + ":");
+  for (const auto* nodes : {&job.prologue, &job.body, &job.epilogue})
+    for (int n : *nodes) {
+      const Node& node = plan.node(n);
+      std::string read, written;
+      for (const Operand& operand : node.operands) {
+        std::string& list = operand.is_write ? written : read;
+        list += (list.empty() ? "" : ", ") + tensor_text(plan, operand);
+      }
+      text += comment("  " + str(n) + " " + name_of(node) + ": " + read + " -> " + written);
+    }
+  return text;
+}
+
+}  // namespace mpk::codegen

@@ -1,0 +1,16 @@
+// What the jobs of a kernel are called and what they work on, for people.
+#pragma once
+
+#include <string>
+
+#include "plan.h"
+
+namespace mpk::codegen {
+
+// The nodes that a phase's jobs are there for, in one line.
+std::string phase_name(const Plan& plan, const Phase& phase);
+
+// A job's nodes with their labels and tensors, each a line of comment.
+std::string job_comment(const Plan& plan, size_t phase, const Job& job);
+
+}  // namespace mpk::codegen
