@@ -28,4 +28,5 @@ def announce_hints(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
     for name, instead in _HERE.items():
         value = given[name]
         if value is not defaults[name] and value != defaults[name]:
-            warn(f"PersistentKernel({name}={value!r}) has no effect: {instead}")
+            shown = repr(value) if isinstance(value, (int, str)) else "..."
+            warn(f"PersistentKernel({name}={shown}) has no effect: {instead}")
