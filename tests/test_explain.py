@@ -47,6 +47,13 @@ def test_a_step_of_a_model_is_one_megakernel_and_changes_nothing():
     assert "lowering " in text
 
 
+def test_phases_are_of_one_module():
+    """Of the last one, where elementwise operations of several became one node."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU(), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    (part,) = explain(model, torch.randn(1, 8)).parts
+    assert part.phases == ["0", "2", "3"]
+
+
 def test_random_numbers_go_on_as_if_it_had_not_been_called():
     def function(x, w):
         return F.linear(x, w) + torch.rand_like(x)

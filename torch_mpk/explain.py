@@ -54,7 +54,7 @@ class Part:
     flops: int  # of matrix products and attention
     num_bytes: int
     tasks: Mapping[str, int] = field(default_factory=dict)  # how many of the operations are calls of each, by name
-    phases: list[str] = field(default_factory=list)  # the module path that each phase of a megakernel comes from
+    phases: list[str] = field(default_factory=list)  # the module path that each phase of a megakernel makes a value of
     num_awaited: int = 0  # events that its phases wait for
     workspace_bytes: int = 0
     result_bytes: int = 0  # allocated for each call
@@ -218,7 +218,7 @@ def _part(segment: Segment, program: Program) -> Part:
     nodes, phases = schedule.graph.nodes, schedule.phases
     return dataclasses.replace(
         part,
-        phases=[nodes[phase.jobs[0].body[0]].label for phase in phases],
+        phases=[nodes[phase.jobs[0].body[0]].label.split(", ")[-1] for phase in phases],
         num_awaited=sum(len(phase.waits) for phase in phases),
         workspace_bytes=schedule.workspace_bytes + 2 * schedule.polled_bytes,
         result_bytes=sum(fresh.dtype.itemsize * torch.Size(fresh.shape).numel() for fresh in plan.fresh),
