@@ -152,8 +152,8 @@ void Signature::match_sizes(int operand, Binding& binding) const {
   const dlpack::Tensor& t = binding.tensors[operand];
   const int num_sizes = static_cast<int>(o.sizes.size()), num_leading = t.ndim - num_sizes;
   if (o.has_leading ? num_leading < 0 : num_leading != 0)
-    fail(o.name + " has " + std::to_string(t.ndim) + " dimensions, shape " + list(t.shape, t.ndim) + ", expected " +
-         std::to_string(num_sizes) + (o.has_leading ? " or more" : "") + ": " + o.text);
+    fail(o.name + " has shape " + list(t.shape, t.ndim) + ", expected " + (o.has_leading ? "at least " : "") +
+         std::to_string(num_sizes) + (num_sizes == 1 ? " dimension: " : " dimensions: ") + o.text);
   if (o.has_leading) {
     if (!binding.leading) {
       binding.leading = &t;

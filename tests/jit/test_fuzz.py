@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch_mpk import _C
 from torch_mpk.errors import KernelSignatureError, TaskError
 from torch_mpk.jit import kernel
-from torch_mpk.jit.declaration import DTYPES
-from torch_mpk.registry import bind_dims
+from torch_mpk.signature import DTYPES, bind_dims
 
 SIGNATURE = "x[M, K]: float32, out[1]!: int64"
 

@@ -103,7 +103,7 @@ X, BIAS = torch.ones(3, 4), torch.ones(4)
         ((X.double(), None), "x is float64, expected float16, bfloat16 or float32"),
         ((X.to(torch.complex64), None), "x is of a dtype that kernels do not take, expected"),
         ((X, torch.ones(5)), "bias has K=5 in dimension 0, but K=4 was bound by x"),
-        ((X, X), r"bias has 2 dimensions, shape \(3, 4\), expected 1: bias\[K\]"),
+        ((X, X), r"bias has shape \(3, 4\), expected 1 dimension: bias\[K\]"),
         ((X.t(), None), r"x has strides \(1, 4\) for shape \(4, 3\), expected a contiguous tensor: pass x.contiguous"),
         ((None, BIAS), "x is missing"),
         ((), "x is missing"),

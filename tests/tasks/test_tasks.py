@@ -214,7 +214,7 @@ def test_bad_attributes_are_named():
     ("signature", "message"),
     [
         ("x[R] y[R]", "needs one '->'"),
-        ("x[R], weight -> y[R]", "cannot read ', weight'"),
+        ("x[R], weight -> y[R]", "cannot read 'weight'"),
         ("a[R] -> y[R]", "must be the signature's operands"),
         ("x[R, ...] -> y[R]", "'...' can only stand first"),
     ],

@@ -6,53 +6,39 @@ import ast
 import dataclasses
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
 
-from torch_mpk import _C, registry
+from torch_mpk import signature
 from torch_mpk.errors import KernelSignatureError
 from torch_mpk.jit import launch as launches
 from torch_mpk.jit.expression import Expression, Scope
 from torch_mpk.jit.launch import Argument, Launch, cpp_type
+from torch_mpk.signature import DTYPES, Signature
 
-DTYPES: tuple[str, ...] = _C.DTYPES  # that kernels take
 _SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 
-_OPERAND = re.compile(r"(\w+)\s*\[([^\];]*)(?:;([^\]]*))?\]\s*([?!~]*)\s*(?::\s*(?:(\w+)\s*=\s*)?([\w\s|]+))?")
 _MAX_ARGUMENTS = 64  # of an operator of PyTorch, and slots of a call, as in signature.h
 
 # A size or stride: its slot, its value, nothing, or which of the declaration's ``extents`` computes it.
 Extent = tuple[Literal["slot", "literal", "any", "expression"], int]
 
 
-@dataclass(frozen=True)
-class Operand(registry.Operand):
-    """A tensor of the signature, as in ``x[M, K; S, 1]?: T=float32|bfloat16``: sizes; strides, marks, dtype."""
+@dataclass(frozen=True, kw_only=True)
+class Operand(signature.Operand):
+    """A tensor of the signature, and what its sizes, strides and dtype stand for."""
 
-    strides: tuple[str, ...]  # a name, a number or "_"; none: contiguous
-    dtypes: tuple[str, ...]  # that are accepted
-    dtype_name: str | None  # a variable's
-    size_extents: tuple[Extent, ...]
+    size_extents: tuple[Extent, ...]  # but for "..."
     stride_extents: tuple[Extent, ...]
     dtype_slot: int
     numel_slot: int = -1
-    is_scratch: bool = False  # "~": allocated, and not returned
 
     @property
     def is_output(self) -> bool:
         return not self.is_read
-
-    @property
-    def has_leading(self) -> bool:
-        return self.dims[:1] == ("...",)
-
-    def __str__(self) -> str:
-        strides = f"; {', '.join(self.strides)}" if self.strides else ""
-        return f"{self.name}[{', '.join(self.dims)}{strides}]"
 
 
 @dataclass(frozen=True)
@@ -88,7 +74,7 @@ class Declaration:
     def __init__(
         self,
         function: Callable[..., Any],
-        signature: str,
+        text: str,
         launch: str,
         require: str | Sequence[str],
         cluster: int | Sequence[int],
@@ -96,16 +82,14 @@ class Declaration:
         pdl: bool | str,
     ) -> None:
         self.name: str = function.__name__
-        self.signature = " ".join(signature.split())
+        self.signature = " ".join(text.split())
         self.slots: list[str] = []
         self.extents: list[Expression] = []
         self._extent_nodes: list[tuple[str, ast.expr]] = []  # and whose they are
         if not self.name.isidentifier():
             self.fail("a kernel needs a function with a name")
-        sides = self.signature.split("->")
-        if len(sides) > 2:
-            self.fail("there is more than one '->'")
-        self.operands = [operand for i, side in enumerate(sides) for operand in self._parse_operands(side, i == 1)]
+        parsed = Signature(self.name, text, KernelSignatureError, is_kernel=True)
+        self.operands = [self._resolved(operand) for operand in (*parsed.inputs, *parsed.outputs)]
         self._check_operands()
         self.attributes = self._parse_parameters(function)
         self._scope = Scope(self._integer_slot, self._numel_slot, self.fail)
@@ -195,46 +179,16 @@ class Declaration:
                     constant = f"const {cpp}* or const void*"
                     yield argument, f"Read<{cpp}>", f"{argument.text} is {dtype} and only read", constant
 
-    def _parse_operands(self, text: str, is_output: bool) -> Iterator[Operand]:
-        end = 0
-        for match in _OPERAND.finditer(text):
-            if text[end : match.start()].strip() != ("," if end else ""):
-                break
-            end = match.end()
-            name, dims, strides, marks, dtype_name, dtypes = match.groups()
-            chosen = tuple(word.strip() for word in (dtypes or "").split("|") if word.strip())
-            if len(chosen) == 1 and not dtype_name and chosen[0] not in DTYPES:
-                dtype_name, chosen = chosen[0], ()
-            unknown = [word for word in chosen if word not in DTYPES]
-            if unknown or dtype_name in DTYPES:
-                self.fail(f"{name} has dtype {(unknown or [dtype_name])[0]}; the dtypes are {', '.join(DTYPES)}")
-            sizes, apart = _words(dims), _words(strides or "")
-            if "..." in sizes[1:]:
-                self.fail(f"{name}: '...' can only stand first")
-            if apart and ("..." in sizes or len(apart) != len(sizes)):
-                self.fail(f"{name} needs as many strides as sizes, and no '...'")
-            if is_output and (apart or marks.strip("~")):
-                self.fail(f"{name} is allocated by the call: it is contiguous and has no marks but ~")
-            if "~" in marks and not is_output:
-                self.fail(f"{name}: '~' is for what is allocated and not returned, behind '->'")
-            yield Operand(
-                name=name,
-                dims=tuple(_normal(size) for size in sizes),
-                optional="?" in marks,
-                is_read=not is_output,
-                is_write=is_output or "!" in marks,
-                dtype=getattr(torch, chosen[0]) if len(chosen) == 1 else None,
-                bound=None,
-                strides=apart,
-                dtypes=chosen or DTYPES,
-                dtype_name=dtype_name,
-                size_extents=tuple(self._extent(name, size) for size in sizes if size != "..."),
-                stride_extents=tuple(self._extent(name, stride, is_stride=True) for stride in apart),
-                dtype_slot=self._slot(dtype_name or f"{name}.dtype") if dtype_name or len(chosen) != 1 else -1,
-                is_scratch="~" in marks,
-            )
-        if text[end:].strip():
-            self.fail(f"cannot read {text[end:].strip()!r}; write tensors as 'x[M, K]: float32'")
+    def _resolved(self, parsed: signature.Operand) -> Operand:
+        """An operand with the slots that its names stand for."""
+        name, plain = parsed.name, parsed.dims[parsed.has_leading :]
+        has_slot = parsed.dtype_name or len(parsed.dtypes) != 1
+        return Operand(
+            **vars(parsed),
+            size_extents=tuple(self._extent(name, size) for size in plain),
+            stride_extents=tuple(self._extent(name, stride, is_stride=True) for stride in parsed.strides),
+            dtype_slot=self._slot(parsed.dtype_name or f"{name}.dtype") if has_slot else -1,
+        )
 
     def _check_operands(self) -> None:
         names = [operand.name for operand in self.operands]
@@ -262,10 +216,7 @@ class Declaration:
             return "any", 0
         if text.isidentifier() and text != "_":
             return "slot", self._slot(text)
-        try:
-            self._extent_nodes.append((operand, ast.parse(text, mode="eval").body))
-        except SyntaxError:
-            self.fail(f"cannot read {text!r} in {operand}: it must be a name, a number, or an expression of them")
+        self._extent_nodes.append((operand, ast.parse(text, mode="eval").body))
         return "expression", len(self._extent_nodes) - 1
 
     def _read_extents(self) -> None:
@@ -405,23 +356,3 @@ def _is_a(type_: type, value: Any) -> bool:
     if type_ is torch.dtype:
         return str(value).removeprefix("torch.") in DTYPES
     return isinstance(value, (int, float) if type_ is float else type_)
-
-
-def _normal(size: str) -> str:
-    """As an expression's text has it."""
-    try:
-        return size if size == "..." else ast.unparse(ast.parse(size, mode="eval"))
-    except SyntaxError:
-        return size  # which is refused
-
-
-def _words(text: str) -> tuple[str, ...]:
-    """What stands between commas, but for those in parentheses."""
-    words, depth = [""], 0
-    for c in text:
-        depth += {"(": 1, ")": -1}.get(c, 0)
-        if c == "," and not depth:
-            words.append("")
-        else:
-            words[-1] += c
-    return tuple(word.strip() for word in words if word.strip())

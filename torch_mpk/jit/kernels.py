@@ -19,7 +19,7 @@ from torch_mpk.jit.compile import Cubin, Order, compile_cuda
 from torch_mpk.jit.declaration import Declaration
 from torch_mpk.jit.host import compile_host, tier_flags
 from torch_mpk.jit.unit import Entry, Unit
-from torch_mpk.registry import bind_dims
+from torch_mpk.signature import bind_dims
 
 _NAMESPACE = "mpk_jit"
 _library = torch.library.Library(_NAMESPACE, "DEF")

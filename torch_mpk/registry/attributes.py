@@ -1,0 +1,50 @@
+"""Attributes of tasks, read from the references that declare them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from torch_mpk.errors import TaskError
+from torch_mpk.signature import Operand
+
+_ATTR_TYPES = (float, int, bool, str)
+
+
+@dataclass(frozen=True)
+class Attr:
+    """A compile-time constant of a task: a keyword-only parameter of its reference."""
+
+    name: str
+    type: type
+    default: Any = inspect.Parameter.empty
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+
+def read_attributes(name: str, reference: Callable[..., Any], inputs: Sequence[Operand]) -> dict[str, Attr]:
+    """Raises TaskError where the reference takes other operands than the signature has."""
+    parameters = inspect.signature(reference).parameters.values()
+    hints = get_type_hints(reference)
+    positional = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    if positional != [operand.name for operand in inputs]:
+        raise TaskError(
+            f"{name}: the reference's positional parameters {positional} must be the signature's operands "
+            f"{[operand.name for operand in inputs]}; attributes are keyword-only"
+        )
+    attrs = {}
+    for p in parameters:
+        if p.kind is inspect.Parameter.KEYWORD_ONLY:
+            if hints.get(p.name) not in _ATTR_TYPES:
+                raise TaskError(f"{name}: attribute {p.name} needs one of the types float, int, bool, str")
+            if isinstance(p.default, float) and not math.isfinite(p.default):  # which an operator's schema cannot say
+                raise TaskError(
+                    f"{name}: attribute {p.name} is {p.default} by default, expected a finite number or none"
+                )
+            attrs[p.name] = Attr(p.name, hints[p.name], p.default)
+    return attrs
