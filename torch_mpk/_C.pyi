@@ -64,7 +64,7 @@ class CudaCode(JitCode):
         symbol: str,
         device: int,
         num_parameters: int,
-        fields: Sequence[tuple[int, int]],
+        arguments: Sequence[tuple[int, int, int]],
     ) -> None: ...
 
 class CudaExecutable:

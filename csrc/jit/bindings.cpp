@@ -187,7 +187,8 @@ Launch read_launch(py::handle object) {
                          .index = item.attr("index").cast<int>(),
                          .value = {},
                          .parameter = item.attr("parameter").cast<int>(),
-                         .is_field = !item.attr("field").is_none()};
+                         .field = {}};
+    if (const py::object field = item.attr("field"); !field.is_none()) argument.field = field.cast<std::string>();
     if (argument.kind == Argument::kInteger) argument.value = read_expression(item.attr("value"));
     launch.arguments.push_back(std::move(argument));
   }
@@ -393,14 +394,16 @@ void bind_jit(py::module_& m) {
       .def(py::init<const std::string&, const std::string&>(), py::arg("library"), py::arg("entry"));
   py::class_<CudaCode, Code, std::shared_ptr<CudaCode>>(m, "CudaCode")
       .def(py::init([](const py::bytes& image, std::string kernel, std::string symbol, int device, int num_parameters,
-                       std::vector<std::pair<int, int>> fields) {
+                       const std::vector<std::tuple<int, int, int>>& arguments) {
              const std::string copy = image;
+             std::vector<Place> places;
+             for (const auto& [offset, bytes, bits] : arguments) places.push_back({offset, bytes, bits});
              const py::gil_scoped_release release;
              return std::make_shared<CudaCode>(copy, std::move(kernel), std::move(symbol), device, num_parameters,
-                                               std::move(fields));
+                                               std::move(places));
            }),
            py::arg("image"), py::arg("kernel"), py::arg("symbol"), py::arg("device"), py::arg("num_parameters"),
-           py::arg("fields"));
+           py::arg("arguments"));
   py::class_<Kernel>(m, "JitKernel", "Checks the arguments of a single kernel and launches it.")
       .def(py::init<py::handle, py::object, py::object>(), py::arg("declaration"), py::arg("compile"),
            py::arg("dispatch"),

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <stdexcept>
@@ -17,24 +18,32 @@ std::string text(const unsigned (&extent)[3]) {
 
 size_t aligned(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
-uint64_t argument_value(const Argument& argument, int bytes, const Binding& binding, const Signature& signature) {
+bool holds(int bits, int64_t value) {
+  if (bits > 0) return value >= 0 && (bits >= 63 || value < int64_t{1} << bits);
+  return bits <= -64 || (value >= -(int64_t{1} << (-bits - 1)) && value < int64_t{1} << (-bits - 1));
+}
+
+std::string describe(const Argument& argument, int bits) {
+  const std::string type = bits == 1 ? "a bool" : bits > 0 ? "unsigned" : std::to_string(-bits) + " bits";
+  return "parameter " + std::to_string(argument.parameter + 1) +
+         (argument.field.empty() ? "" : "'s " + argument.field) + " (" + type + ")";
+}
+
+uint64_t argument_value(const Argument& argument, const Place& place, const Binding& binding,
+                        const Signature& signature) {
   if (argument.kind == Argument::kPointer) {
     const dlpack::Tensor& tensor = binding.tensors[argument.index];
     return binding.is_present[argument.index] ? reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset : 0;
   }
   if (argument.kind == Argument::kInteger) {
     const int64_t value = argument.value.evaluate(binding, signature);
-    // Signed or not, a parameter of fewer bytes holds it if the bytes that are cut off carry nothing.
-    const int num_bits = 8 * bytes;
-    const bool fits =
-        num_bits >= 64 || (value >= -(int64_t{1} << (num_bits - 1)) && value < int64_t{1} << (num_bits - 1));
-    if (!fits)
-      signature.fail("'" + argument.value.text + "' is " + std::to_string(value) + ", which the " +
-                     std::to_string(num_bits) + "-bit parameter cannot hold: declare it int64_t");
+    if (!holds(place.bits, value))
+      signature.fail("'" + argument.value.text + "' is " + std::to_string(value) + ", which " +
+                     describe(argument, place.bits) + " cannot hold: declare it int64_t");
     return static_cast<uint64_t>(value);
   }
   const uint64_t bits = static_cast<uint64_t>(binding.values[argument.index]);
-  if (bytes != sizeof(float)) return bits;
+  if (place.bytes != sizeof(float)) return bits;
   return std::bit_cast<uint32_t>(static_cast<float>(std::bit_cast<double>(bits)));
 }
 
@@ -72,18 +81,21 @@ Geometry Plan::geometry(const Launch& launch, const Binding& binding, const Sign
   return geometry;
 }
 
+Place Layout::place(const Launch& launch, size_t argument) const {
+  if (!arguments.empty()) return arguments[argument];
+  const int bytes = parameter_bytes[launch.arguments[argument].parameter];
+  return {.offset = 0, .bytes = bytes, .bits = -8 * bytes};
+}
+
 void check(const Layout& layout, const Launch& launch) {
-  const auto num_fields = std::count_if(launch.arguments.begin(), launch.arguments.end(),
-                                        [](const Argument& argument) { return argument.is_field; });
   bool fits = layout.parameter_bytes.size() == static_cast<size_t>(launch.num_parameters) &&
-              layout.fields.size() == static_cast<size_t>(num_fields);
-  size_t num_bytes = 0, field = 0;
+              (layout.arguments.empty() || layout.arguments.size() == launch.arguments.size());
+  size_t num_bytes = 0;
   for (int bytes : layout.parameter_bytes) num_bytes += aligned(bytes);
-  for (const Argument& argument : launch.arguments) {
-    if (!fits) break;
-    const int whole = layout.parameter_bytes[argument.parameter];
-    const auto [offset, bytes] = argument.is_field ? layout.fields[field++] : std::pair(0, whole);
-    fits = bytes <= 8 && offset >= 0 && offset + bytes <= whole;
+  for (size_t i = 0; fits && i < launch.arguments.size(); i++) {
+    const auto [offset, bytes, bits] = layout.place(launch, i);
+    const int whole = layout.parameter_bytes[launch.arguments[i].parameter];
+    fits = bytes <= 8 && offset >= 0 && offset + bytes <= whole && std::abs(bits) <= 8 * bytes;
   }
   if (!fits) throw std::runtime_error("a compiled kernel has other parameters than its launch has arguments");
   if (num_bytes > kMaxParameterBytes)
@@ -93,17 +105,17 @@ void check(const Layout& layout, const Launch& launch) {
 
 Parameters::Parameters(const Launch& launch, const Layout& layout, const Binding& binding, const Signature& signature) {
   std::byte* next = values_;
-  size_t i = 0, field = 0;
+  size_t i = 0;
   for (int parameter = 0; parameter < launch.num_parameters; parameter++) {
     const int whole = layout.parameter_bytes[parameter];
     pointers_[parameter] = next;
     const auto is_of_it = [&] { return i < launch.arguments.size() && launch.arguments[i].parameter == parameter; };
-    if (!is_of_it() || launch.arguments[i].is_field) std::memset(next, 0, whole);  // fields that are not named are 0
+    if (!is_of_it() || !launch.arguments[i].field.empty())
+      std::memset(next, 0, whole);  // fields that are not named are 0
     for (; is_of_it(); i++) {
-      const Argument& argument = launch.arguments[i];
-      const auto [offset, bytes] = argument.is_field ? layout.fields[field++] : std::pair(0, whole);
-      const uint64_t value = argument_value(argument, bytes, binding, signature);
-      std::memcpy(next + offset, &value, bytes);
+      const Place place = layout.place(launch, i);
+      const uint64_t value = argument_value(launch.arguments[i], place, binding, signature);
+      std::memcpy(next + place.offset, &value, place.bytes);
     }
     next += aligned(whole);
   }
@@ -115,10 +127,11 @@ CpuCode::CpuCode(const std::string& library, const std::string& entry) {
   const auto find = [&](const std::string& name) { return dlsym(handle, (name + entry).c_str()); };
   run_ = reinterpret_cast<void (*)(void**)>(find("mpk_run"));
   const auto bytes = reinterpret_cast<const int* (*)()>(find("mpk_parameter_bytes"));
-  const auto fields = reinterpret_cast<const int* (*)()>(find("mpk_fields"));
-  if (!run_ || !bytes || !fields) throw std::runtime_error(library + " is not a kernel of torch_mpk.jit");
+  const auto arguments = reinterpret_cast<const int* (*)()>(find("mpk_arguments"));
+  if (!run_ || !bytes || !arguments) throw std::runtime_error(library + " is not a kernel of torch_mpk.jit");
   for (const int* size = bytes(); *size; size++) layout_.parameter_bytes.push_back(*size);
-  for (const int* field = fields(); *field >= 0; field += 2) layout_.fields.emplace_back(field[0], field[1]);
+  for (const int* place = arguments(); *place >= 0; place += 3)
+    layout_.arguments.push_back({place[0], place[1], place[2]});
 }
 
 cu::Module CudaCode::module_of(const std::string& image) {
@@ -139,7 +152,7 @@ cu::Module CudaCode::module_of(const std::string& image) {
 }
 
 CudaCode::CudaCode(const std::string& image, std::string kernel, std::string symbol, int device, int num_parameters,
-                   std::vector<std::pair<int, int>> fields)
+                   std::vector<Place> arguments)
     : driver_(cu::driver()), device_(cu::device_info(device)), kernel_(std::move(kernel)) {
   if (!driver_.func_get_param_info)
     throw cu::Error("torch_mpk.jit needs a driver of CUDA 12.4 or newer: update NVIDIA's driver");
@@ -155,7 +168,7 @@ CudaCode::CudaCode(const std::string& image, std::string kernel, std::string sym
     driver_.check(driver_.func_get_param_info(function_, i, &offset, &size), "cuFuncGetParamInfo");
     layout_.parameter_bytes.push_back(static_cast<int>(size));
   }
-  layout_.fields = std::move(fields);
+  layout_.arguments = std::move(arguments);
   int bytes = 0;
   driver_.check(driver_.func_get_attribute(&bytes, cu::kFuncAttributeSharedSizeBytes, function_), "cuFuncGetAttribute");
   static_shared_bytes_ = bytes;

@@ -112,6 +112,23 @@ def test_a_struct_is_filled_by_its_fields_names():
     assert torch.equal(run(x, alpha=0.5), x * 0.5 + 4)
 
 
+def test_integers_that_a_parameter_cannot_hold_are_refused():
+    source = "\nvoid take(float* x, unsigned m, bool is_long, unsigned long n, int64_t any) { *x = float(m + n); }"
+
+    @kernel(source, "x[M]!: float32", "take(x, M + A, M - 1, M + A, A)")
+    def take(x, *, A: int): ...  # noqa: N803
+
+    x = torch.zeros(2)
+    for given, value, what in [(-3, -1, "unsigned"), (2**32, 2**32 + 2, "unsigned")]:
+        message = rf"take: 'M \+ A' is {value}, which parameter 2 \({what}\) cannot hold: declare it int64_t"
+        with pytest.raises(KernelSignatureError, match=message):
+            take(x, A=given)
+    with pytest.raises(KernelSignatureError, match=r"'M - 1' is 2, which parameter 3 \(a bool\) cannot hold"):
+        take(torch.zeros(3), A=1)
+    take(x, A=2**31)
+    assert x[0].item() == 2**32  # and 4, which a float32 does not have
+
+
 def test_launches_run_one_after_the_other_over_scratch_memory():
     @kernel(
         """

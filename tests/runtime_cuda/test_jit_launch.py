@@ -127,9 +127,36 @@ def test_sizes_that_no_launch_can_have(fake, on_fake_device):
     with pytest.raises(KernelSignatureError, match=r"'BLOCK // \(K - 4\)' divides by 0"):
         scaled(torch.zeros(6, 4), torch.zeros(6, 4))
     huge = torch.empty(2**31, 1, dtype=torch.bfloat16)  # never touched
-    with pytest.raises(KernelSignatureError, match=r"'M \* K' is 2147483648, which the 32-bit parameter cannot hold"):
+    with pytest.raises(KernelSignatureError, match=r"'M \* K' is 2147483648, which parameter 3 \(32 bits\) cannot"):
         on_fake_device(declare(LAUNCH))(huge, huge)
     assert fake.num_launches == 0
+
+
+def test_a_negative_number_for_an_unsigned_parameter_is_refused(fake, on_fake_device):
+    source = "struct Sizes { int n; unsigned long rest; };\n"
+    source += "__global__ void sized(const int8_t* x, unsigned m, Sizes sizes) {}"
+
+    def sized(x): ...
+
+    launch = "sized<<<1, 32>>>(x, M - 4, {.n = M - 9, .rest = M - 3})"
+    declared = on_fake_device(kernel(source, "x[M]: int8", launch)(sized))
+    fake.set_parameters(8, 4, 16)
+    for size, message in [
+        (3, r"'M - 4' is -1, which parameter 2 \(unsigned\) cannot hold: declare it int64_t"),
+        (2**32 + 4, r"'M - 4' is 4294967296, which parameter 2 \(unsigned\) cannot hold"),
+    ]:
+        with pytest.raises(KernelSignatureError, match=f"sized: {message}"):
+            declared(torch.empty(size, dtype=torch.int8))  # never touched
+    declared(torch.zeros(4, dtype=torch.int8))
+    assert struct.unpack_from("<QIi4xq", bytes(fake.params))[1:] == (
+        0,
+        -5,
+        1,
+    )
+    other = on_fake_device(kernel(source, "x[M]: int8", launch.replace("M - 4", "M"))(sized))
+    with pytest.raises(KernelSignatureError, match=r"'M - 3' is -1, which parameter 3's rest \(unsigned\) cannot hold"):
+        other(torch.zeros(2, dtype=torch.int8))
+    assert fake.num_launches == 1
 
 
 @pytest.mark.parametrize(

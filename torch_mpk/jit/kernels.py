@@ -264,9 +264,9 @@ class Kernel:
     def _code_of(self, entry: Entry, compiled: Cubin | Path, device: int) -> _C.JitCode:
         if isinstance(compiled, Path):
             return _C.CpuCode(str(compiled), str(entry.index))
-        symbol, fields = entry.symbol(compiled.kernels), entry.fields(compiled.kernels)
+        symbol, arguments = entry.symbol(compiled.kernels), entry.arguments(compiled.kernels)
         name, num_parameters = self.declaration.name, entry.launch.num_parameters
-        return _C.CudaCode(compiled.image, name, symbol, device, num_parameters, fields)
+        return _C.CudaCode(compiled.image, name, symbol, device, num_parameters, arguments)
 
 
 def _define(kernel: Kernel) -> Any:

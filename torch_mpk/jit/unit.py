@@ -32,16 +32,18 @@ class Entry:
         for i in self.launch.structs:
             what = f"parameter {i + 1}: {{...}} is passed, declare it a trivially copyable struct of standard layout"
             checks.append(f'static_assert(mpk::jit::is_struct<P::at<{i}>>, "{what}, by value");')
-        fields = []
+        places = []
         for argument, kind, what, type_ in self.declaration.parameters(self.launch, values):
-            type_of, place = f"P::at<{argument.parameter}>", f"parameter {argument.parameter + 1}"
+            offset, type_of = "0", f"P::at<{argument.parameter}>"
+            place = f"parameter {argument.parameter + 1}"
             if argument.field is not None:
+                offset = f"__builtin_offsetof({type_of}, {argument.field})"
                 field = f"mpk::jit::lvalue<{type_of}>().{argument.field}"
-                offset = f"__builtin_offsetof({P}::at<{argument.parameter}>, {argument.field})"
-                fields.append((offset, f"sizeof({field.replace('P::', f'{P}::', 1)})"))
                 type_of, place = f"decltype(mpk::jit::by_value({field}))", f"{place}'s {argument.field}"
             check = f"mpk::jit::accepts<mpk::jit::{kind}, {type_of}>"
             checks.append(f'static_assert({check}, "{place}: {what}, declare it {type_}");')
+            bits = f"mpk::jit::integer_bits<{type_of}>"
+            places += [number.replace("P::", f"{P}::") for number in (offset, f"sizeof({type_of})", bits)]
         instantiate = self._cuda if self.declaration.is_cuda else self._cpu
         return "\n".join(
             [
@@ -49,20 +51,20 @@ class Entry:
                 f"namespace mpk_launch_{self.index} {{ using P = mpk::jit::Parameters<decltype(&{self.function})>;",
                 *checks,
                 "}",
-                *instantiate([f"int({number})" for field in fields for number in field]),
+                *instantiate([f"int({number})" for number in places]),
             ]
         )
 
-    def _cpu(self, fields: Sequence[str]) -> Iterator[str]:
+    def _cpu(self, places: Sequence[str]) -> Iterator[str]:
         export = 'extern "C" __attribute__((visibility("default")))'
         entry = f"mpk_launch_{self.index}::entry"
         yield f"namespace mpk_launch_{self.index} {{ using entry = mpk::jit::Entry<&{self.function}>;"
-        yield f"constexpr int fields[] = {{{', '.join([*fields, '-1'])}}}; }}"
+        yield f"constexpr int places[] = {{{', '.join([*places, '-1'])}}}; }}"
         yield f"{export} void mpk_run{self.index}(void** parameters) {{ {entry}::run(parameters); }}"
         yield f"{export} const int* mpk_parameter_bytes{self.index}() {{ return {entry}::bytes; }}"
-        yield f"{export} const int* mpk_fields{self.index}() {{ return mpk_launch_{self.index}::fields; }}"
+        yield f"{export} const int* mpk_arguments{self.index}() {{ return mpk_launch_{self.index}::places; }}"
 
-    def _cuda(self, fields: Sequence[str]) -> Iterator[str]:
+    def _cuda(self, places: Sequence[str]) -> Iterator[str]:
         # Whoever refers to a kernel's template instantiates it.
         name, refer = self.kernel_name, f"void* mpk_kernel_{self.index}()"
         if self.launch.is_member:
@@ -71,10 +73,13 @@ class Entry:
             yield f"{refer} {{ return mpk_kernel_{name}((decltype(&{self.function}))nullptr); }}"
         else:
             yield f"{refer} {{ return (void*)&{self.function}; }}"
-        # The host learns where a struct's fields are from the name of a kernel that is never launched.
-        if fields:
-            yield f"template <int...> __global__ void mpk_fields_{self.index}() {{}}"
-            yield f"template __global__ void mpk_fields_{self.index}<{', '.join(fields)}>();"
+        # The host learns where fields are, and what is unsigned, from the name of a kernel that is never launched.
+        name = f"mpk_arguments_{self.index}"
+        is_told = "true" if self.launch.structs else "mpk::jit::has_unsigned<places...>"
+        yield f"template <int... places> __global__ void {name}() {{}}"
+        yield f"template <int... places> void* {name}_told() {{"
+        yield f"  if constexpr ({is_told}) return (void*)&{name}<places...>; else return nullptr; }}"
+        yield f"void* {name}_used() {{ return {name}_told<{', '.join(places)}>(); }}"
 
     def symbol(self, symbols: Sequence[str]) -> str:
         path = (self.kernel_name,) if self.launch.is_member else self.launch.path
@@ -86,11 +91,12 @@ class Entry:
             self.declaration.fail(f"the source has {len(found)} kernels {name} ({', '.join(symbols)}), expected one")
         return found[0]
 
-    def fields(self, symbols: Sequence[str]) -> list[tuple[int, int]]:
-        """The offsets and sizes that ``mpk_fields`` is named after."""
-        mine = [s.partition(f"mpk_fields_{self.index}I")[2] for s in symbols]
-        numbers = [int(number) for number in re.findall(r"Li(\d+)E", "".join(mine))]
-        return list(zip(numbers[::2], numbers[1::2], strict=True))
+    def arguments(self, symbols: Sequence[str]) -> list[tuple[int, int, int]]:
+        """The offsets, bytes and integers' bits that ``mpk_arguments`` is named after; none where each argument is a
+        parameter, and no integer unsigned."""
+        mine = [s.partition(f"mpk_arguments_{self.index}I")[2] for s in symbols]
+        numbers = [int(number.replace("n", "-")) for number in re.findall(r"Li(n?\d+)E", "".join(mine))]
+        return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ struct Argument {
   int index;         // of kPointer: the operand; of kFloat: the slot that holds a double's bits
   Expression value;  // of kInteger
   int parameter;
-  bool is_field;
+  std::string field;  // of a parameter that is a struct
 };
 
 struct Geometry {
@@ -54,10 +54,17 @@ struct Plan {
   Geometry geometry(const Launch& launch, const Binding& binding, const Signature& signature) const;
 };
 
+// Where an argument lies in its parameter. The bits are an integer's, negative where it has a sign, and 1 of a bool.
+struct Place {
+  int offset, bytes, bits;
+};
+
 // Of a compiled function's parameters.
 struct Layout {
   std::vector<int> parameter_bytes;
-  std::vector<std::pair<int, int>> fields;  // of each argument that is one: its offset in the struct, and its bytes
+  std::vector<Place> arguments;  // none: each is a parameter, and where it is an integer it has a sign
+
+  Place place(const Launch& launch, size_t argument) const;
 };
 
 // Throws std::runtime_error where a function cannot take what a launch passes.
@@ -103,7 +110,7 @@ class CudaCode : public Code {
   // Loads a cubin; works during a graph capture. Throws cu::Error. It stays loaded for the life of the process, since
   // launches of it may be in flight, or in graphs, at any time.
   CudaCode(const std::string& image, std::string kernel, std::string symbol, int device, int num_parameters,
-           std::vector<std::pair<int, int>> fields);
+           std::vector<Place> arguments);
   void run(const Geometry& geometry, void** parameters, void* stream) override;
 
  private:

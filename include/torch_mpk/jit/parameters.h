@@ -49,10 +49,19 @@ template <>
 inline constexpr bool accepts<Float, float> = true;
 template <>
 inline constexpr bool accepts<Float, double> = true;
-#define MPK_INTEGER(T) \
-  template <>          \
-  inline constexpr bool accepts<Integer, T> = true;
-MPK_INTEGER(bool)
+template <>
+inline constexpr bool accepts<Integer, bool> = true;
+// Of an integer; negative where it has a sign.
+template <class T>
+inline constexpr int integer_bits = 0;
+template <>
+inline constexpr int integer_bits<bool> = 1;
+#define MPK_INTEGER(T)                              \
+  template <>                                       \
+  inline constexpr bool accepts<Integer, T> = true; \
+  template <>                                       \
+  inline constexpr int integer_bits<T> =            \
+      (static_cast<T>(-1) > static_cast<T>(0) ? 8 : -8) * static_cast<int>(sizeof(T));
 MPK_INTEGER(int)
 MPK_INTEGER(unsigned)
 MPK_INTEGER(long)
@@ -60,6 +69,12 @@ MPK_INTEGER(unsigned long)
 MPK_INTEGER(long long)
 MPK_INTEGER(unsigned long long)
 #undef MPK_INTEGER
+
+// Of arguments' places, each an offset, bytes and an integer's bits.
+template <int... places>
+inline constexpr bool has_unsigned = false;
+template <int offset, int bytes, int bits, int... rest>
+inline constexpr bool has_unsigned<offset, bytes, bits, rest...> = bits > 0 || has_unsigned<rest...>;
 
 template <int i, class First, class... Rest>
 struct At : At<i - 1, Rest...> {};
