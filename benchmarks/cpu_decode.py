@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Report, Result, environment, processor, run_child, spread, summary, table, write
+from harness import RESULTS, Report, Result, environment, processor, run_child, spread, table, write
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import torch_mpk.tasks  # noqa: F401 - registers the tasks
 from torch_mpk import _C
+from torch_mpk.testing.bench import summary
 from torch_mpk.testing.decode import Step, bytes_read, decode_logits, prefill, rewind
 from torch_mpk.testing.models import CONFIGS, random_model
 

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from ceiling import measure_ceiling
-from harness import RESULTS, Report, Result, environment, run_child, spread, summary, table, write
+from harness import RESULTS, Report, Result, environment, run_child, spread, table, write
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
+from torch_mpk.testing.bench import summary
 from torch_mpk.testing.decode import Step, bytes_read, copy_cache, count_launches, decode_logits, prefill, rewind
 from torch_mpk.testing.models import CONFIGS, random_model
 

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,16 +22,6 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 Report = dict[str, Any]
 Result = dict[str, Any]
-
-
-def summary(times: Sequence[float]) -> dict[str, float]:
-    """Median and 10th and 90th percentile."""
-    ordered = sorted(times)
-    return {
-        "median": statistics.median(ordered),
-        "p10": ordered[len(ordered) // 10],
-        "p90": ordered[-1 - len(ordered) // 10],
-    }
 
 
 def spread(times: dict[str, float] | None) -> str:

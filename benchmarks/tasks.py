@@ -2,14 +2,13 @@
 
     python benchmarks/tasks.py [--tasks linear attention ...] [--dtype bfloat16]
 
-"eager" is the task's reference, "op" the operator torch.ops.mpk.<task>, "mpk" a graph of that one call through all
-stages of the backend, "inductor" the compiled reference (on a GPU Triton's code), and "library" what PyTorch has
-for it: cuBLAS, the fused attention kernels. Bytes are those of all operands and results, each counted once. Tasks of
-other packages are run on the samples that they declare. Writes tasks_<device>_<date>.json and .md.
+"eager" is the task's reference, "op" the operator torch.ops.mpk.<task>, "mpk" a kernel of that one call, "inductor" the
+compiled reference (on a GPU Triton's code), and "library" what PyTorch has for it: cuBLAS, the fused attention kernels.
+Bytes are those of all operands and results, each counted once. Tasks of other packages are run on the samples that they
+declare; `python -m torch_mpk bench-task` does that for those of one file. Writes tasks_<device>_<date>.json and .md.
 """
 
 import argparse
-import random
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Report, Result, environment, summary, table, write
+from harness import RESULTS, Report, Result, environment, table, write
 
 import torch_mpk.tasks  # noqa: F401 - registers the tasks
 from torch_mpk import _C, registry
-from torch_mpk.calls import Call
 from torch_mpk.registry import Task
-from torch_mpk.testing.tasks import Calls
+from torch_mpk.task_kernel import kernel_of
+from torch_mpk.testing.bench import microseconds
 
 Shape = Mapping[str, Any]  # as in Task.sample; and an int for an operand fills it
 
@@ -88,18 +87,11 @@ def operands_of(task: Task, shape: Shape, dtype: torch.dtype, device: str) -> tu
     return operands, attrs
 
 
-def pipeline(task: Task, operands: list[Any], attrs: dict[str, Any], device: torch.device) -> Callable[[], object]:
-    """A graph of this one call, through all stages."""
-    run = Calls([Call(task, operands, attrs)]).callable(device)
-    present = [t for t in operands if t is not None]
-    return lambda: run(*present)
-
-
-def variants_of(task: Task, operands: list[Any], attrs: dict[str, Any], device: torch.device) -> dict[str, Callable]:
+def variants_of(task: Task, operands: list[Any], attrs: dict[str, Any]) -> dict[str, Callable]:
     compiled = torch.compile(task.reference, dynamic=False)
-    op = getattr(torch.ops.mpk, task.name).default
+    op, kernel = getattr(torch.ops.mpk, task.name).default, kernel_of(task)
     variants = {
-        "mpk": pipeline(task, operands, attrs, device),
+        "mpk": lambda: kernel(*operands, **attrs),
         "op": lambda: op(*operands, **attrs),
         "eager": lambda: task.reference(*operands, **attrs),
         "inductor": lambda: compiled(*operands, **attrs),
@@ -107,26 +99,6 @@ def variants_of(task: Task, operands: list[Any], attrs: dict[str, Any], device: 
     if library := LIBRARY.get(task.name):
         variants["library"] = lambda: library(*operands, **attrs)
     return variants
-
-
-def microseconds(variants: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, dict]:
-    """Of a call: on a GPU the device's time with a cold L2 cache, on the CPU a call's, in rounds of changing order."""
-    if device.type == "cuda":
-        from triton.testing import do_bench
-
-        quantiles = [0.5, 0.1, 0.9]
-        times = {name: do_bench(call, quantiles=quantiles) for name, call in variants.items()}
-        return {
-            name: dict(zip(("median", "p10", "p90"), (1e3 * t for t in ts), strict=True)) for name, ts in times.items()
-        }
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, call in random.sample(list(variants.items()), len(variants)):
-            call()
-            begin = time.perf_counter()
-            call()
-            samples[name].append(1e6 * (time.perf_counter() - begin))
-    return {name: summary(us) for name, us in samples.items()}
 
 
 def bytes_of(task: Task, operands: list[Any], results: Any) -> int:
@@ -166,7 +138,7 @@ def measure(
     task: Task, shape: Shape, dtype: torch.dtype, device: torch.device, ceiling: float, rounds: int
 ) -> list[Result]:
     operands, attrs = operands_of(task, shape, dtype, str(device))
-    variants = variants_of(task, operands, attrs, device)
+    variants = variants_of(task, operands, attrs)
     num_bytes, flops = bytes_of(task, operands, variants["eager"]()), flops_of(task, shape)
     times = microseconds(variants, device, rounds)
     results = []

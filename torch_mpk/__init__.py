@@ -8,6 +8,7 @@ from torch_mpk.persistent_kernel import GlobalTensor, PersistentKernel, TBGraph,
 from torch_mpk.precompile import precompile
 from torch_mpk.registry import task
 from torch_mpk.runtime import synchronize
+from torch_mpk.task_kernel import kernel_of
 
 __all__ = [
     "GlobalTensor",
@@ -22,6 +23,7 @@ __all__ = [
     "generate",
     "get_configurations_from_gpu",
     "jit",
+    "kernel_of",
     "ops",
     "precompile",
     "synchronize",

@@ -126,13 +126,12 @@ def write_task(arguments: argparse.Namespace) -> None:
     print(f"wrote {' and '.join(map(str, paths))}; check them with: python -m torch_mpk check-task {paths[0]}")
 
 
-def check_file(arguments: argparse.Namespace) -> None:
-    from torch_mpk.testing.check import DTYPES, check_tasks
-
-    path = arguments.file.resolve()
+def _declared_in(file: Path) -> list[registry.Task]:
+    """The tasks that a file declares. Exits where there is none, and raises ArgumentError for what is no such file."""
+    path = file.resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ArgumentError(name="FILE", expected="a Python file that declares tasks", value=arguments.file)
+        raise ArgumentError(name="FILE", expected="a Python file that declares tasks", value=file)
     before = registry.tasks()
     sys.path.insert(0, str(path.parent))  # as if it were run
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -140,6 +139,13 @@ def check_file(arguments: argparse.Namespace) -> None:
     declared = [task for task in registry.tasks() if task not in before]
     if not declared:
         sys.exit(f"{path}: it declares no tasks, expected functions with @torch_mpk.task")
+    return declared
+
+
+def check_file(arguments: argparse.Namespace) -> None:
+    from torch_mpk.testing.check import DTYPES, check_tasks
+
+    declared = _declared_in(arguments.file)
     dtypes = [getattr(torch, name) for name in arguments.dtype] or DTYPES
     findings = check_tasks(declared, dtypes, functools.partial(print, flush=True), arguments.time_limit)
     if findings.not_run:
@@ -147,6 +153,23 @@ def check_file(arguments: argparse.Namespace) -> None:
     if findings.failures:
         sys.exit("\n".join(["failed:", *findings.failures]))
     print(f"{len(declared)} tasks pass")
+
+
+def bench_file(arguments: argparse.Namespace) -> None:
+    from torch_mpk.testing import bench
+
+    declared = _declared_in(arguments.file)
+    dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
+    failures = []
+    print(f"{arguments.dtype} on {device}: medians in milliseconds, and as multiples of ours", bench.header(), sep="\n")
+    with torch.inference_mode():
+        for task in declared:
+            for timed in bench.bench_task(task, dtype, device, arguments.rounds):
+                print(timed, flush=True)
+                if timed.failure:
+                    failures.append(f"{task.file}: task {task.name}, sample {timed.number}: {timed.failure}")
+    if failures:
+        sys.exit("\n".join(["failed:", *failures]))
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -184,16 +207,26 @@ def arguments_parser() -> argparse.ArgumentParser:
     command.add_argument("--length", type=int, default=1024, help="positions of the cache (default: 1024)")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    command = add(commands, "new-task", write_task, "write the two files of a task, a working example to start from")
+    _add_commands_of_tasks(functools.partial(add, commands))
+    return parser
+
+
+def _add_commands_of_tasks(add: Callable[..., argparse.ArgumentParser]) -> None:
+    command = add("new-task", write_task, "write the two files of a task, a working example to start from")
     command.add_argument("name", metavar="NAME", help="of the task, as in torch.ops.mpk.NAME")
     command.add_argument("--dir", type=Path, default=Path(), help="where to write them (default: here)")
-    command = add(commands, "check-task", check_file, "run the samples of a file's tasks in every way they can run")
+    command = add("check-task", check_file, "run the samples of a file's tasks in every way they can run")
     command.add_argument("file", metavar="FILE", type=Path, help="the Python file that declares them")
     dtypes = ("float32", "bfloat16", "float16", "float64")
     text = "of operands (default: each but float64, which a task declares)"
     command.add_argument("--dtype", choices=dtypes, action="append", default=[], help=text)
     command.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds a sample may take in a way")
-    return parser
+    text = "time the samples of a file's tasks, each in a kernel of its own, beside eager and Inductor"
+    command = add("bench-task", bench_file, text)
+    command.add_argument("file", metavar="FILE", type=Path, help="the Python file that declares them")
+    command.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of operands (default: bfloat16)")
+    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--rounds", type=int, default=30, help="of calls that are timed on the CPU (default: 30)")
 
 
 def main(arguments: list[str] | None = None) -> None:

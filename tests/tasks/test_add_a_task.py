@@ -33,5 +33,5 @@ def test_add_a_task(tmp_path: Path) -> None:
                 )
                 assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
                 commands.append(arguments[:3])
-    assert len(commands) == 3
+    assert len(commands) == 5
     assert {path.name for path in tmp_path.iterdir()} >= {"l2_norm.py", "l2_norm.cuh", "use.py"}

@@ -1,0 +1,123 @@
+"""Times of tasks in kernels of their own, beside their references in eager mode and compiled by Inductor."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_mpk.calls import Call
+from torch_mpk.errors import MpkError, TaskError, first_line
+from torch_mpk.registry import Task
+from torch_mpk.task_kernel import kernel_of
+from torch_mpk.testing.tasks import Calls
+
+_OURS, _EAGER, _INDUCTOR = "ours", "eager", "Inductor"
+COLUMNS = (_OURS, _EAGER, _INDUCTOR)
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A sample of a task, in each way that agrees with the reference; as a line, with ratios to ours."""
+
+    task: Task
+    number: int
+    milliseconds: dict[str, float]  # medians, by the names in COLUMNS
+    notes: dict[str, str]  # of a way that has no time, why
+
+    @property
+    def failure(self) -> str | None:
+        """What our code, or ours alone, did wrong."""
+        return self.notes.get(_OURS)
+
+    def __str__(self) -> str:
+        ours = self.milliseconds.get(_OURS)
+        cells = []
+        for name in COLUMNS:
+            ms = self.milliseconds.get(name)
+            ratio = f" ({ms / ours:.2f}x)" if ms and ours and name != _OURS else ""
+            cells.append(f"{'-' if ms is None else format(ms, '.4f'):>9}{ratio:9}")
+        sample = f"{self.task.name}, sample {self.number} {dict(self.task.samples[self.number])}"
+        return "  ".join([*cells, sample]) + "".join(f"; {name}: {note}" for name, note in self.notes.items())
+
+
+def header() -> str:
+    """Of the lines that ``str`` makes of ``Timed``."""
+    return "  ".join([*(f"{name:>9}{'' if name == _OURS else '  (/ours)':9}" for name in COLUMNS), "sample"])
+
+
+def bench_task(task: Task, dtype: torch.dtype, device: torch.device, rounds: int = 30) -> Iterator[Timed]:
+    """Times every sample of a task, after comparing what each way computes with the reference.
+
+    Raises TaskError where the task has no samples.
+    """
+    if not task.samples:
+        raise TaskError(f"{task.name}: there is nothing to time it with: declare samples=[{{...}}]")
+    for number, sample in enumerate(task.samples):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            operands, attrs = task.sample(sample, dtype, device)
+        ways, notes = _agreeing(Call(task, operands, attrs))
+        medians = {name: us["median"] / 1e3 for name, us in microseconds(ways, device, rounds).items()}
+        yield Timed(task, number, medians, notes)
+
+
+def _agreeing(call: Call) -> tuple[dict[str, Run], dict[str, str]]:
+    """The ways that compute what the reference does, and what the others said."""
+    torch.compiler.reset()  # a function is compiled for some eight samples, and then runs eagerly
+    task, attrs = call.task, call.attrs
+    compiled = torch.compile(task.reference, dynamic=False)
+    functions: dict[str, Callable[..., Any]] = {_OURS: kernel_of(task), _EAGER: task.reference, _INDUCTOR: compiled}
+    ways: dict[str, Run] = {}
+    notes: dict[str, str] = {}
+    calls = Calls([call])
+    for name, function in functions.items():
+
+        def run(*present: torch.Tensor, function: Callable[..., Any] = function) -> Sequence[torch.Tensor]:
+            given = iter(present)
+            return task.results(function(*(None if t is None else next(given) for t in call.operands), **attrs))
+
+        try:
+            calls.check(run)
+        except (AssertionError, MpkError, RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+            notes[name] = first_line(error)
+        else:
+            ways[name] = lambda function=function: function(*call.operands, **attrs)  # type: ignore[misc]
+    return ways, notes
+
+
+def microseconds(ways: Mapping[str, Run], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+    """Of a call: on a GPU the device's time with a cold L2 cache, on the CPU a call's, in rounds of changing order."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        quantiles = [0.5, 0.1, 0.9]
+        times = {name: do_bench(call, quantiles=quantiles) for name, call in ways.items()}
+        return {
+            name: dict(zip(("median", "p10", "p90"), (1e3 * t for t in ts), strict=True)) for name, ts in times.items()
+        }
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, call in random.sample(list(ways.items()), len(ways)):
+            call()
+            begin = time.perf_counter()
+            call()
+            samples[name].append(1e6 * (time.perf_counter() - begin))
+    return {name: summary(us) for name, us in samples.items()}
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Median and 10th and 90th percentile."""
+    ordered = sorted(times)
+    return {
+        "median": statistics.median(ordered),
+        "p10": ordered[len(ordered) // 10],
+        "p90": ordered[-1 - len(ordered) // 10],
+    }
