@@ -13,8 +13,15 @@ from torch_mpk.errors import OptionError, UnknownOptionError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 FALLBACKS = ("inductor", "eager", "error")
-ARCHS = (80, 90)
 MAX_POSITIONS = 16  # as many rows as a batch may have
+ARCHS = (80, 90)  # that kernels are generated for
+# Compute capabilities that code may be for by name; other devices run what there is for all.
+DEVICE_ARCHS = (*ARCHS, 86, 87, 88, 89, 100, 103, 110, 120, 121)
+
+
+def generated_arch(device_arch: int) -> int:
+    """Which of ``ARCHS`` kernels are generated for on a device: code for 9.0 uses instructions that it alone has."""
+    return 90 if device_arch == 90 else 80
 
 
 def _closest(name: str, known: list[str]) -> str:

@@ -24,7 +24,7 @@ _MIN_GUARD_BYTES, _MAX_GUARD_BYTES = 2**16, 2**26
 def way_of(task: Task, dtypes: Iterable[torch.dtype], device: torch.device, options: Options) -> str:
     """What runs a task for operands of these dtypes on a device, and where that stands."""
     if device.type == "cuda":
-        arch = backend_of(device).target(device, options).arch
+        arch = backend_of(device).target(device, options).device_arch
         return f"CUDA code at {task.code('cuda', arch)}"
     if _has_host_code(task) and task.runs_code(dtypes):
         return f"C++ code at {task.code('cpu')}"

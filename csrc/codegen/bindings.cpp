@@ -25,6 +25,7 @@ void bind_codegen(py::module_& m) {
       .def_property_readonly(
           "table",
           [](const CudaProgram& p) { return py::bytes(reinterpret_cast<const char*>(p.table.data()), p.table.size()); })
+      .def_readonly("arch", &CudaProgram::arch)
       .def_readonly("num_workers", &CudaProgram::num_workers)
       .def_readonly("num_threads", &CudaProgram::num_threads)
       .def_readonly("smem_bytes", &CudaProgram::smem_bytes)

@@ -1,6 +1,7 @@
 // Schedule -> the source of one kernel, and its table.
 #include "torch_mpk/codegen/cuda.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "emitter.h"
@@ -49,6 +50,15 @@ Table emit_jobs(Plan& plan, Variants& variants, bool named) {
   return table.finish();
 }
 
+// The device's own architecture where a task has code for it, whose instructions others may not have.
+int arch_of(const Plan& plan) {
+  const Target& target = plan.schedule.target;
+  const bool is_own = std::ranges::any_of(plan.graph().nodes(), [&](const Node& node) {
+    return node.def && node.def->headers.contains(target.device_arch);
+  });
+  return is_own ? target.device_arch : target.arch;
+}
+
 // How the memory that outlives a launch is laid out.
 Offsets place_state(const Plan& plan, bool profiled, CudaProgram& program) {
   Offsets offsets;
@@ -77,6 +87,7 @@ CudaProgram generate_cuda(const Schedule& schedule, bool profiled, bool named) {
   Table table = emit_jobs(plan, variants, named);
   CudaProgram program;
   program.kernel_name = "torch_mpk_kernel";
+  program.arch = arch_of(plan);
   program.num_workers = schedule.target.num_workers;
   program.num_threads = schedule.warps.threads();
   program.smem_bytes = schedule.target.smem_bytes;

@@ -22,17 +22,20 @@ Assignment parse_assignment(const std::string& name) {
 // A list of what Python sees, with nothing to follow. NOLINTNEXTLINE(readability-function-size)
 void bind_schedule(py::module_& m) {
   py::class_<Target>(m, "Target")
-      .def(py::init([](std::string device, int arch, int num_workers, int64_t smem_bytes, bool fuse, bool polled) {
-             return Target{std::move(device), arch, num_workers, smem_bytes, fuse, polled};
+      .def(py::init([](std::string device, int arch, int num_workers, int64_t smem_bytes, bool fuse, bool polled,
+                       int device_arch) {
+             return Target{
+                 std::move(device), arch, num_workers, smem_bytes, fuse, polled, device_arch ? device_arch : arch};
            }),
            py::arg("device"), py::arg("arch") = 0, py::arg("num_workers") = 1, py::arg("smem_bytes") = 0,
-           py::arg("fuse") = true, py::arg("polled") = false)
+           py::arg("fuse") = true, py::arg("polled") = false, py::arg("device_arch") = 0)
       .def_readonly("device", &Target::device)
       .def_readonly("arch", &Target::arch)
       .def_readonly("num_workers", &Target::num_workers)
       .def_readonly("smem_bytes", &Target::smem_bytes)
       .def_readonly("fuse", &Target::fuse)
-      .def_readonly("polled", &Target::polled);
+      .def_readonly("polled", &Target::polled)
+      .def_readonly("device_arch", &Target::device_arch);
 
   py::class_<WarpLayout>(m, "WarpLayout")
       .def(py::init([](int consumers, int loaders, int registers, int max_slots, int64_t slot_bytes, int full_arrivals,

@@ -27,7 +27,7 @@ def test_target_is_the_whole_device(fake, device_arch, option, arch):
     fake.arch, fake.num_sms, fake.smem_optin = device_arch, 78, 166912
     target = cuda.target(DEVICE, Options(arch=option, fuse=False))
     assert (target.device, target.arch, target.num_workers, target.smem_bytes) == ("cuda", arch, 78, 166912)
-    assert not target.fuse
+    assert (target.device_arch, target.fuse) == (option or device_arch, False)
 
 
 @pytest.mark.parametrize(("device_arch", "option"), [(75, None), (86, 90), (100, 90)])
@@ -39,13 +39,13 @@ def test_target_refuses_what_the_device_cannot_run(fake, device_arch, option):
 
 @pytest.mark.parametrize(
     ("device_arch", "arch", "kind"),
-    [(90, 90, "cubin"), (80, 80, "cubin"), (86, 80, "cubin"), (90, 80, "ptx"), (100, 80, "ptx")],
+    [(90, 90, "cubin"), (80, 80, "cubin"), (86, 80, "cubin"), (90, 80, "ptx"), (100, 80, "ptx"), (100, 100, "cubin")],
 )
 def test_load_compiles_for_the_device(fake, make_program, monkeypatch, tmp_path, device_arch, arch, kind):
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
-    program = make_program(source=SOURCE)
+    program = make_program(source=SOURCE, arch=arch)
     fake.arch = device_arch
-    options = Options(arch=arch, watchdog_seconds=0.5)
+    options = Options(watchdog_seconds=0.5)
     dump = tmp_path / "dump"
     dump.mkdir()
     plan = Plan(program, (0, 1), (2,), (), (), (), ())

@@ -14,6 +14,7 @@ from torch.autograd import _profiler_enabled as is_profiling
 from torch.profiler import record_function
 
 from torch_mpk import _C
+from torch_mpk.config import DEVICE_ARCHS
 from torch_mpk.errors import KernelSignatureError, TaskError
 from torch_mpk.jit.compile import Cubin, Order, compile_cuda
 from torch_mpk.jit.declaration import Declaration
@@ -196,6 +197,9 @@ class Kernel:
             )
         if declaration.is_cuda != (arch is not None):
             declaration.fail("a CUDA kernel is compiled for an arch, as in arch=90, and no other")
+        if arch is not None and arch not in DEVICE_ARCHS:
+            archs = ", ".join(map(str, sorted(DEVICE_ARCHS)))
+            declaration.fail(f"compile for arch={arch!r}: known are {archs}; those from 90 on mean sm_90a and so on")
         chosen = {name: known[name] for name in names}
         for name, value in chosen.items():
             if isinstance(value, torch.dtype):

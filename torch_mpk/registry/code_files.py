@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch_mpk.config import DEVICE_ARCHS
 from torch_mpk.errors import TaskError
+
+_ARCH = re.compile(r"(sm|compute)_?\d", re.IGNORECASE)
 
 
 def find_headers(name: str, reference: Callable[..., Any], header: str | None) -> tuple[str, dict[int, str]]:
-    """The device code beside the Python file, and in folders sm80, sm90, ... beside it that for one architecture."""
+    """The device code beside the Python file, and in folders sm80, sm90, ... beside it that for one architecture.
+
+    Raises TaskError where the code lies in a folder that is meant for an architecture, and names none.
+    """
     general = find_file(name, reference, header, f"{name}.cuh")
     path = Path(general or _beside(reference, f"{name}.cuh"))
-    variants = path.parent.glob(f"sm[0-9][0-9]*/{path.name}")
-    return general, {int(variant.parent.name[2:]): str(variant) for variant in variants}
+    folders = {f"sm{arch}": arch for arch in sorted(DEVICE_ARCHS)}
+    variants = {}
+    for variant in sorted(path.parent.glob(f"*/{path.name}")):
+        folder = variant.parent.name
+        if folder in folders:
+            variants[folders[folder]] = str(variant)
+        elif _ARCH.match(folder):
+            raise TaskError(
+                f"{name}: {variant} is for no architecture that is known: folders of code for one are "
+                f"{', '.join(folders)}"
+            )
+    return general, variants
 
 
 def find_file(name: str, reference: Callable[..., Any], given: str | None, default: str) -> str:

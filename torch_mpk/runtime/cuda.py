@@ -7,7 +7,7 @@ import json
 import torch
 
 from torch_mpk import _C
-from torch_mpk.config import Options, env
+from torch_mpk.config import Options, env, generated_arch
 from torch_mpk.dump import Dump
 from torch_mpk.errors import OptionError, UnsupportedError
 from torch_mpk.jit import compile_cuda
@@ -45,8 +45,9 @@ def target(device: torch.device, options: Options) -> _C.Target:
     asked = options.arch or env.arch
     if asked == 90 != info.arch:
         raise UnsupportedError(f"{capability}, and arch=90 generates code for 9.0 alone: leave the option out")
-    arch = asked or (90 if info.arch == 90 else 80)
-    return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse, True)
+    device_arch = asked or info.arch
+    arch = generated_arch(device_arch)
+    return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse, True, device_arch)
 
 
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
@@ -57,7 +58,7 @@ def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.C
         LaunchError: the driver cannot load the kernel.
     """
     assert plan.kernel is not None
-    arch = target(device, options).arch
+    arch = plan.kernel.arch
     # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
     is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
     with stage("compile"):

@@ -402,16 +402,17 @@ class _Checker:
         if not has_compiler:
             self.findings.not_run.append(f"{names}: not compiled for CUDA, as there is no CUDA compiler here")
             return
-        for arch in ARCHS:
+        for arch in _archs(samples):
             way = f"compiled for sm_{arch}"
-            taken = self.generated(way, [sample for sample in samples if sample.task.header_for(arch)], arch)
+            meant = [sample for sample in samples if arch in ARCHS or arch in sample.task.headers]
+            taken = self.generated(way, [sample for sample in meant if sample.task.header_for(arch)], arch)
             for group, failure in _in_groups(taken, functools.partial(_compile_cuda, arch=arch)):
                 if failure:
                     self.fail(way, group[0], failure)
                     continue
                 compiled = ", ".join(dict.fromkeys(sample.task.name for sample in group))
                 self.report(f"{compiled}: compiles for sm_{arch}")
-                if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] * 10 != arch:
+                if not torch.cuda.is_available() or _device_arch() // 10 != arch // 10:
                     self.findings.not_run.append(f"{compiled}: compiled for sm_{arch} and not run: no such GPU is here")
 
     def check_cuda(self, samples: Sequence[Sample]) -> None:
@@ -484,13 +485,19 @@ def _compile_emulated(samples: Sequence[Sample], arch: int) -> dict[int, dict[Sa
 
 
 def _compile_cuda(samples: Sequence[Sample], arch: int) -> None:
-    compile_cuda(Calls([sample.call for sample in samples]).program(arch).source, arch)
+    program = Calls([sample.call for sample in samples]).program(arch)
+    compile_cuda(program.source, program.arch)
+
+
+def _archs(samples: Sequence[Sample]) -> list[int]:
+    """Those that kernels are generated for, and those that tasks have code for."""
+    return sorted({*ARCHS, *(arch for sample in samples for arch in sample.task.headers)})
 
 
 def _by_header(samples: Sequence[Sample]) -> Iterator[tuple[int, list[Sample]]]:
     """For each architecture, newest first, the samples whose device code no newer one has."""
     seen: set[tuple[Task, str]] = set()
-    for arch in sorted(ARCHS, reverse=True):
+    for arch in reversed(_archs(samples)):
         fresh = {sample.task for sample in samples if sample.task.header_for(arch)}
         fresh -= {task for task in fresh if (task, task.header_for(arch)) in seen}
         seen |= {(task, task.header_for(arch)) for task in fresh}
@@ -504,3 +511,8 @@ def _has_cuda_compiler() -> bool:
     except CompileError:
         return False
     return True
+
+
+def _device_arch() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor

@@ -10,7 +10,7 @@ import torch
 
 from torch_mpk import _C, lowering, reference_vm
 from torch_mpk.calls import Call, copies, graph_of
-from torch_mpk.config import Options
+from torch_mpk.config import Options, generated_arch
 from torch_mpk.dump import Dump
 from torch_mpk.program import build_segment
 from torch_mpk.registry import Task
@@ -38,7 +38,10 @@ class Calls:
         return lowering.lower(self.gm)
 
     def schedule(self, arch: int, num_workers: int = 132, fuse: bool = True) -> _C.Schedule:
-        schedule = _C.make_schedule(self.lowered.graph, _C.Target("cuda", arch, num_workers, SMEM_BYTES[arch], fuse))
+        """For a device of a compute capability."""
+        generated = generated_arch(arch)
+        target = _C.Target("cuda", generated, num_workers, SMEM_BYTES[generated], fuse, device_arch=arch)
+        schedule = _C.make_schedule(self.lowered.graph, target)
         _C.validate(schedule)
         return schedule
 

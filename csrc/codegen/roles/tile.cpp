@@ -11,12 +11,22 @@
 namespace mpk::codegen {
 namespace {
 
+std::string missing_code(const TaskDef& task, int arch) {
+  if (task.headers.empty()) return "it has no device code: declare its header with @task(header=...)";
+  std::string known;
+  for (const auto& [each, header] : task.headers) known += (known.empty() ? "sm_" : ", sm_") + str(each);
+  const std::string file = task.name + ".cuh";
+  return "it has no device code for sm_" + str(arch) + ", only for " + known + ": write sm" + str(arch) + "/" + file +
+         ", or " + file + " for all others";
+}
+
 class TileJob : public Emitter {
   JobCode emit(const JobPlace& place) const override {
     Plan& plan = place.plan;
     const Node& node = place.node();
-    const std::string& header = node.def->header_for(plan.schedule.target.arch);
-    require(!header.empty(), node, "it has no device code: declare its header with @task(header=...)");
+    const Target& target = plan.schedule.target;
+    const std::string& header = node.def->header_for(target.device_arch, target.arch);
+    require(!header.empty(), node, missing_code(*node.def, target.device_arch));
     JobCode code{"Tile", "run_tiles", "", "kTileStagedBytes<V>", "", {"torch_mpk/device/tile.cuh", header}};
     Refs refs(plan, code.refs);
     Dialect cuda;

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "torch_mpk/abi/launch.h"
+#include "torch_mpk/device/arch.cuh"
 
 #define MPK_DEVICE __device__ __forceinline__
 
@@ -34,7 +35,7 @@ MPK_DEVICE bool mbar_peek(uint64_t* bar, uint32_t parity) {
 
 // The same. On sm_90 the hardware may suspend the thread for a while first.
 MPK_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
+#if MPK_ARCH >= 900
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(done)
@@ -46,7 +47,7 @@ MPK_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
 #endif
 }
 
-#if __CUDA_ARCH__ >= 900
+#if MPK_ARCH >= 900
 MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
@@ -74,21 +75,21 @@ MPK_DEVICE void copy_async_arrive(uint64_t* bar) {
 
 // Makes mbarrier initialisations visible to the copy engine.
 MPK_DEVICE void fence_mbar_init() {
-#if __CUDA_ARCH__ >= 900
+#if MPK_ARCH >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
 // Orders this thread's ordinary accesses with the copy engine's.
 MPK_DEVICE void fence_proxy_async() {
-#if __CUDA_ARCH__ >= 900
+#if MPK_ARCH >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
 
 // The same for shared memory alone; it does not wait for accesses to memory.
 MPK_DEVICE void fence_proxy_async_shared() {
-#if __CUDA_ARCH__ >= 900
+#if MPK_ARCH >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }

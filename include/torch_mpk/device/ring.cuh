@@ -8,6 +8,7 @@
 #pragma once
 
 #include "torch_mpk/abi/table.h"
+#include "torch_mpk/device/arch.cuh"
 #include "torch_mpk/device/event.cuh"
 
 namespace mpk {
@@ -20,7 +21,7 @@ struct RingState {
   uint32_t issued;
 };
 
-#if __CUDA_ARCH__ >= 900
+#if MPK_ARCH >= 900
 inline constexpr int kFillWidth = 32;  // entries that the loader works out at once
 // Entries that a round waits for: a round for each would take as long as the memory does.
 inline constexpr uint32_t kLeastFilled = 2;
@@ -72,7 +73,7 @@ struct RingWriter {
     }
 #pragma unroll 1
     for (; rows > 0; rows--, to += row_bytes, from += pitch) {
-#if __CUDA_ARCH__ >= 900
+#if MPK_ARCH >= 900
       ptx::bulk_load(to, from, row_bytes, full);
 #else
       for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16) ptx::copy_async_16(to + i, from + i);
@@ -138,7 +139,7 @@ __device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stre
       const uint32_t n = kFillWidth == 1 ? __all_sync(~0u, is_free) : __ffs(~(__ballot_sync(~0u, is_free) >> done)) - 1;
       if (n == 0) return w.entry;
       if (mine - done < n) {
-#if __CUDA_ARCH__ >= 900
+#if MPK_ARCH >= 900
         ptx::mbar_arrive_expect(full, s.chunk_parts * rows * bytes);
 #endif
         w.copy(to, from, pitch, rows, bytes, full);
@@ -149,7 +150,7 @@ __device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stre
                  reinterpret_cast<const uint8_t*>(data[part + p] + uint64_t(row) * next_pitch + begin), next_pitch,
                  rows, bytes, full);
         }
-#if __CUDA_ARCH__ < 900
+#if MPK_ARCH < 900
         ptx::copy_async_arrive(full);
 #endif
         if (kFillWidth > 1 || w.lane == 0) ptx::store_shown(&ring.tile[slot], tile);

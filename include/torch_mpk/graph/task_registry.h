@@ -61,9 +61,12 @@ struct TaskDef {
 
   const OperandSpec* find(const std::string& operand) const;  // nullptr: there is none
 
-  const std::string& header_for(int arch) const {
-    const auto found = headers.find(arch);
-    return found == headers.end() ? header : found->second;
+  // The device code for a device: of its own compute capability, of the one that kernels are generated for there, or
+  // of all; empty: none.
+  const std::string& header_for(int device_arch, int arch) const {
+    for (int each : {device_arch, arch})
+      if (const auto found = headers.find(each); found != headers.end()) return found->second;
+    return header;
   }
 };
 

@@ -19,6 +19,8 @@ struct Target {
   int64_t smem_bytes = 0;  // shared memory one CTA may use; 0 on the CPU
   bool fuse = true;        // false: every node is a job of its own (the CPU; the oracle of every fusion)
   bool polled = false;     // small vectors are polled instead of awaited by their maker's event (see Schedule::polled)
+  // The device's own compute capability, for which tasks may have code: 100 where `arch` is 80.
+  int device_arch = 0;
 };
 
 // The warps of a CTA, and the ring through which loaders stream what consumers compute with. None on the CPU.
