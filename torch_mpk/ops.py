@@ -6,6 +6,8 @@ Where a task's result is as large as its first operand, ``torch.ops.mpk.<task>_`
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import string
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ from torch_mpk import registry
 from torch_mpk.errors import NoDerivativeError
 from torch_mpk.registry import Attr, Operand, Task
 
+logger = logging.getLogger(__name__)
 _library = torch.library.Library("mpk", "DEF")
 
 
@@ -55,7 +58,7 @@ def has_in_place_form(task: Task) -> bool:
 
 
 def _define(task: Task) -> None:
-    _define_operator(task.name, schema(task), task)
+    _define_operator(task.name, schema(task), task, eager=_announced(task))
     if has_in_place_form(task):
 
         def in_place(first: torch.Tensor, *others: Any, **attrs: Any) -> None:
@@ -64,9 +67,31 @@ def _define(task: Task) -> None:
         _define_operator(f"{task.name}_", f"{task.name}_({_arguments(task, writes_first=True)}) -> ()", in_place)
 
 
-def _define_operator(name: str, schema: str, kernel: Callable[..., Any]) -> None:
+def _announced(task: Task) -> Callable[..., Any]:
+    """The task's reference, and a line in the log where code of a user's was perhaps expected."""
+    if task.is_ours or not (task.cpu_body or task.header or task.headers):
+        return task
+
+    @functools.cache
+    def say() -> None:
+        logger.info(
+            "torch.ops.mpk.%s runs the task's reference: its code runs in models that torch_mpk compiles, and alone by "
+            "torch_mpk.kernel_of",
+            task.name,
+        )
+
+    def eager(*operands: Any, **attrs: Any) -> Any:
+        say()
+        return task(*operands, **attrs)
+
+    return eager
+
+
+def _define_operator(
+    name: str, schema: str, kernel: Callable[..., Any], eager: Callable[..., Any] | None = None
+) -> None:
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, eager or kernel, "CompositeExplicitAutograd")
     _library.impl(name, _refusing_autograd(name), "Autograd", with_keyset=True)
     torch.library.register_fake(f"mpk::{name}", kernel, lib=_library)
 

@@ -42,6 +42,13 @@ std::string attribute(const std::string& name, const Attr& value) {
 
 }  // namespace
 
+std::string TileWriter::shared_limit() const {
+  if (dialect_.max_shared_bytes == 0) return "";
+  const std::string &name = node_.def->name, room = str(dialect_.max_shared_bytes);
+  return "    static_assert(tasks::" + name + "::kSharedBytes<V_> <= " + room + ",\n                  \"task " + name +
+         ": kSharedBytes is more than the " + room + " bytes that a tile may have: cut smaller tiles\");\n";
+}
+
 std::string TileWriter::body(bool through_ring) const {
   const int64_t num_tiles = tiling_.num_tiles();
   if (num_tiles < 1 || num_tiles >= int64_t(1) << 31)
@@ -65,9 +72,10 @@ std::string TileWriter::body(bool through_ring) const {
       "  static constexpr int kTileBytes = " + str(std::min<int64_t>(most, 1 << 30)) + ";  // of the largest slice\n";
   text += tile() + stream;
   // Names that end in _ are none of the signature's.
+  text += "  template <class V_>\n  static constexpr int shared_bytes() {\n" + shared_limit() + "    return " + task +
+          "::kSharedBytes<V_>;\n  }\n";
   text +=
-      "  template <class V_>\n  static constexpr int shared_bytes() {\n    return " + task +
-      "::kSharedBytes<V_>;\n  }\n  template <class V_, class Threads_" + (through_ring ? ", class Stream_" : "") +
+      std::string("  template <class V_, class Threads_") + (through_ring ? ", class Stream_" : "") +
       ">\n  static MPK_DEVICE void compute(Threads_& threads, const mpk::Job& job, uint32_t number, uint8_t* shared" +
       (through_ring ? ", Stream_& stream" : "") + ") {\n    const Tile tile = at(number);\n";
   if (!stream.empty() && !through_ring)

@@ -14,6 +14,7 @@ struct Dialect {
   std::function<std::string(DType)> type;
   std::function<std::string(const Operand&)> pointer;
   std::function<int64_t(const Tensor&)> alignment;
+  int64_t max_shared_bytes = 0;  // of a tile; 0: any number
 };
 
 class TileWriter {
@@ -32,6 +33,7 @@ class TileWriter {
   std::string argument(const OperandSpec& spec, const Operand* operand) const;
   std::string stream_members(const OperandSpec& spec, const Operand& operand) const;
   std::string tile() const;
+  std::string shared_limit() const;
 
   const Node& node_;
   const Dialect dialect_;

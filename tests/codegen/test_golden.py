@@ -1030,6 +1030,8 @@ struct Tile0 {
   }
   template <class V_>
   static constexpr int shared_bytes() {
+    static_assert(tasks::paged_decode::kSharedBytes<V_> <= 98304,
+                  "task paged_decode: kSharedBytes is more than the 98304 bytes that a tile may have: cut smaller tiles");
     return tasks::paged_decode::kSharedBytes<V_>;
   }
   template <class V_, class Threads_>
@@ -1098,6 +1100,8 @@ struct Tile0 {
   }
   template <class V_>
   static constexpr int shared_bytes() {
+    static_assert(tasks::paged_kv_write::kSharedBytes<V_> <= 98304,
+                  "task paged_kv_write: kSharedBytes is more than the 98304 bytes that a tile may have: cut smaller tiles");
     return tasks::paged_kv_write::kSharedBytes<V_>;
   }
   template <class V_, class Threads_>

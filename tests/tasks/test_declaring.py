@@ -366,5 +366,25 @@ def test_an_error_in_device_code_names_its_line(tmp_path: Path, monkeypatch: pyt
     program = Calls(samples_of([squared_relu_gate], torch.float32)).program(80)
     header = tmp_path / "broken.cuh"
     header.write_text(Path(squared_relu_gate.header).read_text().replace("tile.N.size", "tile.M.size"))
+    source = program.source.replace(squared_relu_gate.header, str(header))
     with pytest.raises(KernelCompileError, match=rf"{header}\(\d+\): error: .*no member \"M\""):
-        compile_cuda(program.source.replace(squared_relu_gate.header, str(header)), 80)
+        compile_cuda(source, 80)
+    text = Path(squared_relu_gate.header).read_text()
+    header.write_text(text.replace("kSharedBytes = 0", "kSharedBytes = 200000"))
+    room = r"task squared_relu_gate: kSharedBytes is more than the \d+ bytes that a tile may have: cut smaller tiles"
+    with pytest.raises(KernelCompileError, match=room):
+        compile_cuda(source, 80)
+
+
+def test_an_operator_says_once_that_it_runs_the_reference(caplog: pytest.LogCaptureFixture) -> None:
+    """Where a user has written code that might be expected to run there."""
+    own, bare = declare("x[R] -> y[R]", "has_code_for_test", cpu="plugin/causal_conv.cpp"), "has_none_for_test"
+    declare("x[R] -> y[R]", bare)
+    caplog.set_level("INFO", "torch_mpk")
+    for name in (own.name, own.name, bare, "silu_mul"):
+        operands = [torch.ones(3)] * len(registry.get(name).inputs)
+        getattr(ops, name)(*operands)
+    said = [record.getMessage() for record in caplog.records if record.name == "torch_mpk.ops"]
+    [line] = said
+    assert line.startswith("torch.ops.mpk.has_code_for_test runs the task's reference: its code runs in models")
+    assert line.endswith("and alone by torch_mpk.kernel_of")

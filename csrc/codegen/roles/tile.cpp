@@ -38,6 +38,7 @@ class TileJob : public Emitter {
       const bool is_input = plan.graph().buffers()[t.buffer].kind == BufferKind::kInput;
       return is_input ? size_bytes(t.dtype) : known;
     };
+    cuda.max_shared_bytes = place.job.staged_bytes;
     const TileWriter writer(node, cuda);
     const Operand* streamed = node.find(node.def->stream);
     const bool through_ring =

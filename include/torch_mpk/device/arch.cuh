@@ -1,4 +1,4 @@
-// What a kernel is generated for. One for 8.0 is compiled for its device where a task has code for that alone, and says so.
+// What a kernel is generated for: 8.0 on newer devices too, where one is compiled for its device for a task's own code.
 #pragma once
 
 #ifndef MPK_ARCH

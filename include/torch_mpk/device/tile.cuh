@@ -75,8 +75,6 @@ inline constexpr int kTileStagedBytes = kTilePitch<V> * (kTilesByWarp<V> ? kCons
 
 template <class V, class C>
 MPK_DEVICE void run_tiles(C& c, const Job& job) {
-  static_assert(kTileStagedBytes<V> <= kMaxTileBytes,
-                "kSharedBytes of a task is above kMaxTileBytes: cut smaller tiles");
   constexpr uint32_t kWorkers = C::Config::kNumWorkers;
   if (!c.await()) return;
   if constexpr (kTilesByWarp<V>) {
