@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import reference
 from tests.thinned import thinned
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
@@ -36,6 +37,11 @@ def test_the_readmes_generate_compiles_on_a_cpu_too(tmp_path: Path, monkeypatch:
     (block,) = (block for block in blocks if "compile_config" in block)
     exec(block, {"model": tiny_model(num_layers=1), "prompt": random_ids(1, 3)})
     assert [folder.name for folder in tmp_path.iterdir()] == ["001"]
+
+
+def test_the_pages_of_options_and_the_api_are_current() -> None:
+    for name, text in reference.pages().items():
+        assert (DOCS / name).read_text() == text, "run python docs/reference.py"
 
 
 def anchors(page: Path) -> set[str]:
