@@ -97,10 +97,12 @@ class _Outputs:
         buffer, shape, strides, offset = view.buffer, view.shape, view.strides, view.offset
         if not (is_static(shape) and is_static(strides) and isinstance(offset, int)):
             raise UnsupportedError("a view of an argument whose size is known only at run time")
+        # No address depends on the stride of a dimension of size 1, but whoever reads a layout from strides does.
+        as_eagers = tuple(e if n == 1 and isinstance(e, int) else s for e, n, s in zip(eager.stride(), shape, strides))
         if buffer.kind == "workspace":
             buffer.kind, buffer.index = "output", len(self.fresh)
-            self.fresh.append(Fresh(view.dtype, shape, strides))
-        return Output(buffer.kind, buffer.index, view.dtype, shape, strides, offset)
+            self.fresh.append(Fresh(view.dtype, shape, as_eagers))
+        return Output(buffer.kind, buffer.index, view.dtype, shape, as_eagers, offset)
 
 
 def _is_all_of_its_buffer(view: View, eager: torch.Tensor) -> bool:

@@ -377,8 +377,8 @@ def _to(lx, node, copy_position: int | None, a, *args, copy: bool = False, **kwa
     return copy_of(lx, a) if is_copy else a
 
 
-@rule(aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default)
-def _copy(lx, node, a, **kwargs):
+@rule(aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default, torch.ops.prims.copy_strided.default)
+def _copy(lx, node, a, *_, **kwargs):  # strides are those of the node's result, as of any
     dtype = out_meta(lx, node).dtype
     return cast(lx, a, dtype) if dtype != a.dtype else copy_of(lx, a)
 
