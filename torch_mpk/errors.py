@@ -298,6 +298,13 @@ class CacheError(MpkError):
     remedy = "Set TORCH_MPK_CACHE_DIR to a directory of yours that has room"
 
 
+class TemporaryFolderError(MpkError):
+    """A source cannot be written to the folder of temporary files, where compilers are asked what they read for it."""
+
+    template = "cannot write {num_bytes} bytes to a new folder in {folder}: {why}. {remedy}"
+    remedy = "Set TMPDIR to a directory of yours that has room"
+
+
 class LaunchError(MpkError):
     """The driver could not load or launch a kernel, or a launch was aborted and its outputs are not valid."""
 

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileError
+from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileError, TemporaryFolderError
 from torch_mpk.jit import Cache, compile_cuda
 from torch_mpk.jit.compiler import Compiled, Compiler
 from torch_mpk.jit.manifest import Reading
@@ -369,6 +370,37 @@ def test_an_entry_that_cannot_be_moved_into_place_is_an_error_and_no_endless_loo
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(CacheError, match="bytes to the kernel cache .*: Disk quota exceeded"):
         compile_cuda("a", 90, compiler=compiler)
+
+
+@pytest.mark.timeout(60)
+def test_a_damaged_entry_that_stays_is_an_error_and_no_endless_loop(root, compiler, monkeypatch):
+    damaged = compile_cuda("a", 90, compiler=compiler).path
+    (damaged / "kernel.cubin").write_bytes(b"other")
+    (manifest,) = Cache(root, 2**20, "manifests").entries()
+    remove = Cache._remove
+    for stays in (damaged, manifest.path):  # as what belongs to another user does
+        monkeypatch.setattr(
+            Cache, "_remove", lambda self, path, stays=stays: None if path == stays else remove(self, path)
+        )
+        with pytest.raises(CacheError, match=f"cannot remove {re.escape(str(stays))} from the kernel cache"):
+            compile_cuda("a", 90, compiler=compiler)
+
+
+def test_a_full_folder_of_temporary_files_is_named(root, compiler, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    try:
+        with pytest.raises(TemporaryFolderError) as raised:
+            compile_cuda("four", 90, compiler=compiler)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    what = f"cannot write 4 bytes to a new folder in {tmp_path}: File too large. Set TMPDIR to a directory"
+    assert str(raised.value).startswith(what)
+    assert not compiler.runs
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(TemporaryFolderError, match="missing: No such file or directory. Set TMPDIR"):
+        compile_cuda("four", 90, compiler=compiler)
 
 
 def _compile_all(compiler, barrier, queue) -> None:

@@ -24,6 +24,7 @@ from torch_mpk.errors import CacheError
 
 _REPORT = "report.json"
 Kind = Literal["kernels", "manifests", "builds"]
+_MAX_ATTEMPTS = 8  # to replace an entry, which other processes may do at the same time
 _ABANDONED_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that died
 
 
@@ -84,12 +85,14 @@ class Cache:
     def put(self, key: str, workspace: Path, report: dict) -> Entry:
         """Make ``workspace`` the entry of ``key``, on disk before it is visible; evict what there is no room for.
 
-        Raises CacheError where the disk does not take it.
+        Raises CacheError where the disk does not take it, or a damaged entry is in its place and stays there.
         """
         files = {path.name: path.read_bytes() for path in sorted(workspace.iterdir())}
         self._seal(workspace, files, report)
         target = self._entries / key
-        while not self._publish(workspace, target):
+        for _ in self._attempts(target):
+            if self._publish(workspace, target):
+                break
             entry = _read(target)  # another process was faster, or the entry is damaged
             if entry is not None:
                 return entry
@@ -102,8 +105,11 @@ class Cache:
         a kernel that its caller has just found."""
         with self.workspace() as workspace:
             self._seal(workspace, {}, report)
-            while not self._publish(workspace, self._entries / key):
-                self._remove(self._entries / key)
+            target = self._entries / key
+            for _ in self._attempts(target):
+                if self._publish(workspace, target):
+                    break
+                self._remove(target)
 
     def keep_failed(self, key: str, workspace: Path) -> Path:
         """Keep a build that failed, for its author to look at; replaces an earlier one of the same key."""
@@ -132,6 +138,12 @@ class Cache:
             for path in _by_age(parent):
                 self._remove(path)
         return num_entries
+
+    @staticmethod
+    def _attempts(target: Path) -> Iterator[None]:
+        """To put an entry in the place of another, which may come back, but not for ever."""
+        yield from [None] * _MAX_ATTEMPTS
+        raise CacheError(f"cannot remove {target} from the kernel cache, to put what is intact in its place")
 
     def _publish(self, workspace: Path, target: Path) -> bool:
         with self._writing(_size(workspace)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_mpk.config import env
-from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileError
+from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileError, TemporaryFolderError
 from torch_mpk.jit.cache import Cache, Entry
 from torch_mpk.jit.compiler import Compiled, Compiler, find_compiler
 from torch_mpk.jit.headers import include_dir
@@ -80,6 +80,7 @@ def compile_cuda(
             source is kept.
         CompileForbiddenError: TORCH_MPK_FORBID_COMPILE is set and the kernel is not in the cache.
         CacheError: the cache directory cannot be used.
+        TemporaryFolderError: nor can that of temporary files.
     """
     chosen = compiler or find_compiler(env.compiler)
     arch_name = f"sm_{arch}a" if arch >= 90 and not ptx else f"sm_{arch}"
@@ -180,9 +181,15 @@ def build_once(source: str, build: Build, order: Order) -> Entry:
 
 def _list_files(source: str, build: Build) -> tuple[Manifest, str]:
     """The manifest, and what the compiler says where it cannot tell."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder).resolve() / build.source_name
-        path.write_text(source)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            path = Path(folder).resolve() / build.source_name
+            path.write_text(source)
+        except OSError as error:
+            parent = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")  # none where no folder could be written to
+            num_bytes, why = len(source.encode()), error.strerror
+            raise TemporaryFolderError(num_bytes=num_bytes, folder=parent, why=why) from error
         reading = build.read(path)
     return Manifest.of(source, reading, named_files(build.words)), reading.error
 
