@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 from torch.autograd import _profiler_enabled as is_profiling
 from torch.profiler import record_function
 
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import MpkError
+from torch_mpk.errors import MpkError, UnsupportedError
 from torch_mpk.partition import Partitioned
 from torch_mpk.plan import Plan
 from torch_mpk.planning import make_plan
+from torch_mpk.provenance import where
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.overlaps import Memory, guarded
 from torch_mpk.runtime.segment import Segment, decline_none
@@ -93,10 +95,63 @@ class Program:
                 name: segment.callable(modules[name], freeze, decline=decline)
                 for name, segment in self.segments.items()
             }
-            modules |= {name: _Call(run) for name, run in (self.others | ours).items()}
+            runs: dict[str, Callable[..., Any]] = {**modules, **self.others}
+            others = {name: _checked_results(runs[name], handed) for name, handed in _handed_over(root.graph, ours)}
+            modules |= {name: _Call(run) for name, run in (self.others | others | ours).items()}
             call = _Call(_named(guarded(torch.fx.GraphModule(modules, root.graph).forward, eager, memory, decline)))
         call.__dict__["program"] = self
         return call
+
+
+class _Handed(NamedTuple):
+    """A result of a part that is not ours, which a segment of ours takes."""
+
+    position: int
+    node: fx.Node
+    layout: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, sizes and strides that the segment expects
+
+
+def _handed_over(graph: fx.Graph, ours: Container[str]) -> Iterator[tuple[str, list[_Handed]]]:
+    """What each part that is not ours hands over to one that is, where its layout is known before a call."""
+    for call in graph.find_nodes(op="call_module"):
+        items = [item for item in call.users if any(user.target in ours for user in item.users)]
+        handed = [_Handed(item.args[1], item, _layout(item.meta["val"])) for item in items if _is_known(item)]
+        if handed and call.target not in ours:
+            yield call.target, handed
+
+
+def _is_known(item: fx.Node) -> bool:
+    value = item.meta["val"]
+    return isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+
+
+def _layout(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    return value.dtype, tuple(value.shape), value.stride()
+
+
+def _checked_results(run: Callable[..., Any], handed: Sequence[_Handed]) -> Callable[..., Any]:
+    """``run``, for segments that were built from its fake results: a custom operator may return other strides than its
+    fake implementation says."""
+
+    def call(*args: Any) -> list[Any]:
+        results = list(run(*args))
+        for position, node, layout in handed:
+            result = results[position]
+            found = _layout(result)
+            if found == layout:
+                continue
+            dtype, shape, strides = layout
+            if found[:2] != (dtype, shape):
+                raise UnsupportedError(
+                    f"it returned {found[0]}{list(found[1])}, but its fake implementation says {dtype}{list(shape)}: "
+                    "correct the one that torch.library.register_fake was given",
+                    node.name,
+                    where(node),
+                )
+            results[position] = torch.empty_strided(shape, strides, dtype=dtype, device=result.device).copy_(result)
+        return results
+
+    return call
 
 
 def _named(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from torch_mpk import backend, fallback
 from torch_mpk.config import Options
-from torch_mpk.errors import MpkWarning, OptionError
+from torch_mpk.errors import MpkWarning, OptionError, UnsupportedError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 
@@ -242,6 +242,30 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         return x + self.down(self.activation(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("how", ["other strides", "other sizes"])
+def test_what_a_custom_operator_returns_is_laid_out_as_its_fake_says(how):
+    name = f"mpk_test::{how.replace(' ', '_')}"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).mT.contiguous().mT if how == "other strides" else torch.cat([x, x])
+
+    turned.register_fake(torch.empty_like)
+
+    def function(x, weight):
+        linear = torch.nn.functional.linear
+        return linear(turned(linear(x, weight)), weight)
+
+    x, weight = torch.randn(6, 8), torch.randn(8, 8)
+    with torch.inference_mode(), warnings.catch_warnings(record=True):
+        step = compiled(function, min_segment_nodes=1, fallback="eager")
+        if how == "other strides":
+            torch.testing.assert_close(step(x, weight), function(x, weight))
+        else:
+            with pytest.raises(UnsupportedError, match=r"it returned torch.float32\[12, 8\], but its fake"):
+                step(x, weight)
 
 
 def test_one_unsupported_operation_costs_a_part_of_a_deep_model(monkeypatch):
