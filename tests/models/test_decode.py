@@ -209,7 +209,7 @@ def test_a_cache_made_in_inference_mode_is_refused_outside_as_in_eager(device):
 
 
 def test_a_full_cache_is_not_written_beyond(device):
-    model = tiny_model(device=device)
+    model = tiny_model(device=device, num_layers=1)
     step = compiled(model)
     prompt = torch.ones(1, 6, dtype=torch.int64, device=device)
     ours, eager = (Decoding(model, prompt, max_cache_len=8) for _ in range(2))

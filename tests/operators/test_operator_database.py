@@ -87,9 +87,10 @@ def operands() -> list[torch.Tensor]:
 
 
 def unary() -> Iterator[tuple]:
-    for op in operators():
+    """Each in two of the layouts."""
+    for i, op in enumerate(operators()):
         if torch.float32 in op.dtypes and (isinstance(op, UnaryUfuncInfo) or op.name.endswith("sigmoid")):
-            yield from of_layouts(op)
+            yield from itertools.islice(of_layouts(op), i % 2, None, 2)
 
 
 def scatters() -> Iterator[tuple]:
@@ -118,7 +119,7 @@ def ternary() -> Iterator[tuple]:
         yield from ((function.__name__, function, triple, {}) for triple in triples[i::97])
 
 
-@pytest.mark.parametrize(("calls", "least"), [(unary, 100), (scatters, 12), (binary, 150), (ternary, 50)])
+@pytest.mark.parametrize(("calls", "least"), [(unary, 75), (scatters, 12), (binary, 150), (ternary, 50)])
 def test_results_have_the_strides_of_eagers(calls: Callable[[], Iterator[tuple]], least: int) -> None:
     """All in one graph, each beside a linear."""
     graph, inputs, results, expected, described = fx.Graph(), [], [], [], []
