@@ -44,6 +44,7 @@ def refused(declare: Callable[[str], object], signature: str) -> str:
         ("x[R]: int66 -> y[R]", f"x has dtype 'int66'; {DTYPES}; did you mean 'int64'?", "int66"),
         ("x[R]: complex64 -> y[R]", f"x has dtype 'complex64'; {DTYPES}", "complex64"),
         ("x[R]: fp32 -> y[R]", f"x has dtype 'fp32'; {DTYPES}", "fp32"),
+        (f"x[R, {2**63}] -> y[R]", f"x has a dimension {2**63} beyond 64 bits", str(2**63)),
         ("x[R, ...] -> y[R]", "x: '...' can only stand first, among sizes", "..."),
         ("x[R] -> y[R] -> z[R]", "there is more than one '->'", "->"),
         ("x[R] -> y[R]!", "y is allocated by the call: it is contiguous and has no marks", "y[R]!"),

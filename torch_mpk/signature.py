@@ -82,25 +82,28 @@ class Signature:
         raise self.error(f"{self.owner}: {what}{pointed(self.text, place)}")
 
     def _operands(self, begin: int, end: int, is_output: bool) -> Iterator[Operand]:
-        while rest := self.text[begin:end].strip():
-            begin = self.text.index(rest, begin)
+        begin = self._skip_space(begin, end)
+        while begin < end:
             match = _TENSOR.match(self.text, begin, end)
             if match is None:
-                is_open = rest.count("[") > rest.count("]")
-                hint = ": a bracket is not closed" if is_open else ""
-                first = begin + (rest.index("[") if is_open else 0)
-                self._fail(
-                    f"cannot read {rest!r}{hint}; write tensors as 'x[M, K]: float32'", (first, begin + len(rest))
-                )
+                self._cannot_read(begin, end)
             yield self._operand(match, is_output)
-            begin = match.end()
-            following = self.text[begin:end].strip()
-            if following and (following[0] != "," or following == ","):
-                begin = self.text.index(following, begin)
-                self._fail(
-                    f"cannot read {following!r}; write tensors as 'x[M, K]: float32'", (begin, begin + len(following))
-                )
-            begin = end if not following else self.text.index(",", begin) + 1
+            begin = self._skip_space(match.end(), end)
+            if begin < end:
+                following = self._skip_space(begin + 1, end)
+                if self.text[begin] != "," or following == end:
+                    self._cannot_read(begin, end)
+                begin = following
+
+    def _skip_space(self, begin: int, end: int) -> int:
+        return end - len(self.text[begin:end].lstrip())
+
+    def _cannot_read(self, begin: int, end: int) -> NoReturn:
+        rest = self.text[begin:end].rstrip()
+        is_open = rest.count("[") > rest.count("]")
+        hint = ": a bracket is not closed" if is_open else ""
+        place = begin + (rest.index("[") if is_open else 0), begin + len(rest)
+        self._fail(f"cannot read {rest!r}{hint}; write tensors as 'x[M, K]: float32'", place)
 
     def _operand(self, match: re.Match[str], is_output: bool) -> Operand:
         name, marks = match["name"], match["marks"] or ""
@@ -140,6 +143,8 @@ class Signature:
         extents: list[str] = []
         for word in self._split(",", begin, end):
             is_plain = word.text.isidentifier() or word.text.isdecimal() or word.text == "..."
+            if word.text.isdecimal() and int(word.text) >= 2**63:
+                self._fail(f"{name} has a {kind} {word.text} beyond 64 bits", word.place)
             expression = _expression(word.text) if self.is_kernel else None
             if not is_plain and expression is None:
                 others = ", a number or '...'" if not self.is_kernel else ", a number, or an expression of them"
