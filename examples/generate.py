@@ -6,10 +6,13 @@ python examples/generate.py --model Qwen/Qwen3-0.6B  # a real checkpoint: a fold
 """
 
 import argparse
+import functools
+import itertools
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from torch_mpk.testing.models import CONFIGS, random_model
 TINY_MODEL = Path(__file__).parent / "tiny-qwen3-bytes"
 TINY_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
 PROMPT = "The fastest way to decode a language model on one GPU is"
+NUM_TURNS = 5  # of eager and ours, whose medians are compared
 NUM_WARMUP_TOKENS = 4  # from the prefill and the first steps, which build, load and warm up
 
 
@@ -101,10 +105,9 @@ class Stream:
             print(text[len(self.printed) :], end="", flush=True)
             self.printed = text
 
-    def ms_per_token(self) -> float:
-        """Once warm, the mean over the tokens of the sequence."""
-        warm = self.times[NUM_WARMUP_TOKENS - 1 :]
-        return 1e3 * (warm[-1] - warm[0]) / (len(warm) - 1) if len(warm) > 1 else float("nan")
+    def gaps_ms(self) -> list[float]:
+        """Between tokens, once warm."""
+        return [1e3 * (b - a) for a, b in itertools.pairwise(self.times[NUM_WARMUP_TOKENS - 1 :])]
 
 
 @contextmanager
@@ -155,18 +158,37 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, ByteText | Tokenize
     return model, text, Path(checkpoint).name, TINY_PROMPT if is_bytes else PROMPT
 
 
+def in_turns(runs: Sequence[Callable[[Stream], object]], text: ByteText | TokenizerText) -> list[float]:
+    """The ms that each run takes for a token: medians, and of runs in turns, so that other load on the machine neither
+    counts nor favours one of them."""
+    gaps: list[list[float]] = [[] for _ in runs]
+    for _ in range(NUM_TURNS):
+        for run, of_run in zip(runs, gaps, strict=True):
+            stream = Stream(text)
+            run(stream)
+            of_run += stream.gaps_ms()
+    return [statistics.median(of_run or [float("nan")]) for of_run in gaps]
+
+
 def report(
-    name: str, model: PreTrainedModel, ours: Stream, eager: Stream, gaps: list[float], input_ids: Tensor
+    name: str,
+    model: PreTrainedModel,
+    ms: Sequence[float],
+    ours: Stream,
+    eager: Stream,
+    gaps: list[float],
+    input_ids: Tensor,
 ) -> None:
+    """``ms`` a token takes eager and us; ``gaps`` are eager's between its best two logits."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
     rows = [
-        ("eager", eager.ms_per_token(), launches_per_step(model, model, input_ids)),
-        ("mpk", ours.ms_per_token(), launches_per_step(model, torch.compile(model, backend="mpk"), input_ids)),
+        ("eager", ms[0], launches_per_step(model, model, input_ids)),
+        ("mpk", ms[1], launches_per_step(model, torch.compile(model, backend="mpk"), input_ids)),
     ]
     print(f"\n{name}, {str(model.dtype).removeprefix('torch.')}, on {device}\n")
     print(f"{'':8}{'tokens/s':>12}{'ms/token':>12}{'launches/step':>16}")
-    for label, ms, launches in rows:
-        print(f"{label:8}{1e3 / ms:12.1f}{ms:12.3f}{launches:>16}")
+    for label, each, launches in rows:
+        print(f"{label:8}{1e3 / each:12.1f}{each:12.3f}{launches:>16}")
     differing = [i for i, (a, b) in enumerate(zip(ours.tokens, eager.tokens, strict=False)) if a != b]
     if differing:
         first = differing[0]
@@ -206,16 +228,19 @@ def main() -> None:
             print(prompt, end="")
         ours.show()
 
+    generate = functools.partial(torch_mpk.generate, model, input_ids, args.max_new_tokens, eos_token_id=end)
     try:
-        torch_mpk.generate(model, input_ids, args.max_new_tokens, eos_token_id=end, callback=on_token)
+        generate(callback=on_token)
     finally:
         compiling.stop()
     print(flush=True)
 
     eager = Stream(text)
-    with timed("the same with eager:"):
+    with timed("the same with eager, then both in turns:"):
         gaps = generate_eager(model, input_ids, len(ours.tokens), eager)
-    report(name, model, ours, eager, gaps, input_ids)
+        run_eager = functools.partial(generate_eager, model, input_ids, len(ours.tokens))
+        ms = in_turns([run_eager, lambda stream: generate(callback=stream.record)], text)
+    report(name, model, ms, ours, eager, gaps, input_ids)
 
 
 if __name__ == "__main__":

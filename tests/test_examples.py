@@ -1,6 +1,7 @@
 """The examples run, as a user runs them."""
 
 import copy
+import functools
 import itertools
 import re
 import runpy
@@ -24,6 +25,24 @@ def test_generate_streams_and_agrees_with_eager() -> None:
     assert re.search(r"^mpk +[\d.]+ +[\d.]+ +(1|-)$", result.stdout, re.MULTILINE), result.stdout
     assert "tokens agree: " in result.stdout
     assert "compiling" in result.stderr
+
+
+def test_speeds_are_medians_of_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "generate.py"))
+    now, order = 0.0, []
+
+    def run(name: str, seconds: float, stream) -> None:
+        nonlocal now
+        order.append(name)
+        for i in range(8):
+            is_late = i == 6 or len(order) == 1  # a token of each run, and all of one
+            now += 100 * seconds if is_late else seconds
+            stream.record(torch.tensor(i))
+
+    monkeypatch.setattr(example["time"], "perf_counter", lambda: now)
+    runs = [functools.partial(run, "eager", 0.5), functools.partial(run, "ours", 0.25)]
+    assert example["in_turns"](runs, example["ByteText"]()) == [500, 250]
+    assert order == ["eager", "ours"] * example["NUM_TURNS"]
 
 
 @pytest.mark.slow
