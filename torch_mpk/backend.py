@@ -16,6 +16,7 @@ from torch_mpk import build_cache, registry, timing
 from torch_mpk.admission import check_call, check_graph
 from torch_mpk.build_cache import Stored, build_key
 from torch_mpk.capture import Captured, capture, input_sources, number_positions
+from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options, env
 from torch_mpk.dry_run import will_write
 from torch_mpk.dump import Dump
@@ -23,7 +24,6 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.fallback import check_coverage, compile_others, decline_call, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.program import Program
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.overlaps import check_apart, guarded, memory_of
 from torch_mpk.specialize import per_call_numbers, warn_at_recompile_limit
@@ -31,7 +31,7 @@ from torch_mpk.verify import verified
 
 logger = logging.getLogger(__name__)
 
-_programs: weakref.WeakValueDictionary[tuple[Any, ...], Program] = weakref.WeakValueDictionary()
+_compiled_graphs: weakref.WeakValueDictionary[tuple[Any, ...], CompiledGraph] = weakref.WeakValueDictionary()
 
 
 def mpk(
@@ -63,7 +63,7 @@ def mpk(
 
 def reset() -> None:
     """Forgets what was built, as ``torch.compiler.reset()`` asks for; what is in use stays so."""
-    _programs.clear()
+    _compiled_graphs.clear()
 
 
 mpk.reset = reset  # type: ignore[attr-defined]  # as Dynamo asks backends for it
@@ -119,7 +119,7 @@ def compile_graph(
     specialize: bool = False,
     needs_graph: bool = False,
 ) -> Callable[..., Any]:
-    """``needs_graph``: the program must have the graph it was made from, which an earlier process's build has not."""
+    """``needs_graph``: the result must have the graph it was made from, which an earlier process's build has not."""
     needs_graph = needs_graph or bool(options.verify)
     built_with = dataclasses.replace(options, freeze=False)  # which is a matter of calls
     with timing.stage("look-up"):
@@ -129,8 +129,8 @@ def compile_graph(
         mutated = stored.mutated
         memory = memory_of(input_sources(gm), inputs, mutated)
         check_apart(inputs, memory)
-        make = functools.partial(Program.of_plan, stored.plan, device, built_with)
-        program = _shared((stored.graph, device, built_with), make)
+        make = functools.partial(CompiledGraph.of_plan, stored.plan, device, built_with)
+        compiled = _shared((stored.graph, device, built_with), make)
     else:
         with timing.stage("capture"):
             captured = capture(gm, inputs, specialize=specialize)
@@ -141,24 +141,24 @@ def compile_graph(
         check_apart(inputs, memory)
         graph = captured.key()
         make = functools.partial(build, captured, device, built_with)
-        program = _shared((graph, device, built_with), make, needs_graph)
-        if key and program.plan is not None:
-            build_cache.put(key, Stored(program.plan, graph, mutated))
-    call = program.callable(gm.forward, options.freeze, memory, functools.partial(decline_call, options))
-    return verified(call, program, gm.forward, mutated, device, options) if options.verify else call
+        compiled = _shared((graph, device, built_with), make, needs_graph)
+        if key and compiled.plan is not None:
+            build_cache.put(key, Stored(compiled.plan, graph, mutated))
+    call = compiled.callable(gm.forward, options.freeze, memory, functools.partial(decline_call, options))
+    return verified(call, compiled, gm.forward, mutated, device, options) if options.verify else call
 
 
-def _shared(key: tuple[Any, ...], make: Callable[[], Program], needs_graph: bool = False) -> Program:
+def _shared(key: tuple[Any, ...], make: Callable[[], CompiledGraph], needs_graph: bool = False) -> CompiledGraph:
     """A graph that was built before and is still in use is not built again, unless there are other patterns now."""
     key += tuple(task.name for task in registry.tasks() if task.pattern)
-    program = _programs.get(key)
-    if program is None or needs_graph and program.partitioned is None:
-        program = _programs[key] = make()
-        program.seconds = timing.stages()
-    return program
+    compiled = _compiled_graphs.get(key)
+    if compiled is None or needs_graph and compiled.partitioned is None:
+        compiled = _compiled_graphs[key] = make()
+        compiled.seconds = timing.stages()
+    return compiled
 
 
-def build(captured: Captured, device: torch.device, options: Options) -> Program:
+def build(captured: Captured, device: torch.device, options: Options) -> CompiledGraph:
     """Stages 2 to 8."""
     dump = Dump.next()
     dump.write("1.capture.txt", captured.__str__)
@@ -170,12 +170,12 @@ def build(captured: Captured, device: torch.device, options: Options) -> Program
             partitioned = partition(tasks, options.min_segment_nodes, backend_of(device).target(device, options))
         dump.write("3.segments.txt", partitioned.__str__)
         check_coverage(partitioned, captured, options)
-        program = Program.build(partitioned, device, options, dump)
+        compiled = CompiledGraph.build(partitioned, device, options, dump)
         if partitioned.fallbacks:
             with timing.stage("fallback"):
-                program.others = compile_others(partitioned, captured, options)
+                compiled.others = compile_others(partitioned, captured, options)
     parts = [(segment.num_operations, segment.ours) for segment in partitioned.segments]
     total, num_ours = sum(count for count, _ in parts), sum(is_ours for _, is_ours in parts)
     rest = sum(count for count, is_ours in parts if not is_ours)
     logger.info("a graph of %d operations is %d megakernel(s); %d operations fall back", total, num_ours, rest)
-    return program
+    return compiled

@@ -23,13 +23,13 @@ from torch_mpk.aliasing import tensors
 from torch_mpk.announcements import quiet
 from torch_mpk.backend import compile_call
 from torch_mpk.capture import capture
+from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
 from torch_mpk.dry_run import dry_run
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import reason
 from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
 from torch_mpk.patterns import apply
-from torch_mpk.program import Program
 from torch_mpk.registry import Task
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.cpu import num_threads
@@ -171,18 +171,20 @@ def _explain_graph(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, 
     try:
         with timing.build():
             call = compile_call(gm, inputs, options, needs_graph=True)
-        program: Program | None = getattr(call, "program", None)
-        why = "it is built for each value of the numbers it is called with" if program is None else None
+        compiled: CompiledGraph | None = getattr(call, "compiled_graph", None)
+        why = "it is built for each value of the numbers it is called with" if compiled is None else None
     except Exception as error:
-        program = None
+        compiled = None
         why = reason(error) + (" (as intended)" if isinstance(error, PrefillDeclined) else "")
     with tracing(None):
-        if program is None:
+        if compiled is None:
             return Graph([_whole(gm, inputs)], [], why, seconds, None, _misses(gm, inputs))
-        assert program.partitioned is not None
-        parts = [_part(segment, program) for segment in program.partitioned.segments if _is_work(segment)]
+        assert compiled.partitioned is not None
+        parts = [_part(segment, compiled) for segment in compiled.partitioned.segments if _is_work(segment)]
         misses = _misses(gm, inputs)
-    return Graph(parts, program.partitioned.fallbacks, None, seconds | program.seconds, _measure(call, inputs), misses)
+    return Graph(
+        parts, compiled.partitioned.fallbacks, None, seconds | compiled.seconds, _measure(call, inputs), misses
+    )
 
 
 def _misses(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
@@ -206,13 +208,13 @@ def _is_work(segment: Segment) -> bool:
     return segment.ours or segment.num_operations > 0
 
 
-def _part(segment: Segment, program: Program) -> Part:
+def _part(segment: Segment, compiled: CompiledGraph) -> Part:
     calls = [node.target.name for node in segment.gm.graph.nodes if isinstance(node.target, Task)]
     tasks = dict(Counter(calls).most_common())
     part = Part(segment.name, segment.ours, segment.num_operations, _flops(segment.gm), _num_bytes(segment.gm), tasks)
     if not segment.ours:
         return part
-    plan = program.segments[segment.name].plan
+    plan = compiled.segments[segment.name].plan
     schedule = plan.schedule
     assert schedule is not None
     nodes, phases = schedule.graph.nodes, schedule.phases

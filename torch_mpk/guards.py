@@ -10,11 +10,11 @@ import torch
 
 from torch_mpk import _C
 from torch_mpk.calls import Call, graph_of
+from torch_mpk.compiled_graph import build_segment
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import CompileError, StrayWriteError
 from torch_mpk.jit.host import HostCompiler
-from torch_mpk.program import build_segment
 from torch_mpk.registry import Task
 from torch_mpk.runtime.backend import backend_of
 

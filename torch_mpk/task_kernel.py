@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from torch_mpk.calls import Call, graph_of
+from torch_mpk.compiled_graph import build_segment
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import NoDerivativeError, SeveralDevicesError, TaskError
-from torch_mpk.program import build_segment
 from torch_mpk.registry import Task
 from torch_mpk.runtime.overlaps import memory_of
 

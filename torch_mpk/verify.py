@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_map
 
 from torch_mpk.aliasing import storages, value, written_storages
 from torch_mpk.calls import Call
+from torch_mpk.compiled_graph import CompiledGraph, build_segment
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import InductorVerificationError, TaskVerificationError, UnsupportedError, VerificationError
 from torch_mpk.guards import GuardedCall, is_guarded, way_of
 from torch_mpk.partition import Partitioned, operations, split
-from torch_mpk.program import Program, build_segment
 from torch_mpk.provenance import where
 from torch_mpk.registry import Task
 
@@ -41,7 +41,7 @@ Run = Callable[..., Sequence[Any]]
 
 
 def verified(
-    call: Run, program: Program, eager: Run, written: Sequence[int], device: torch.device, options: Options
+    call: Run, compiled: CompiledGraph, eager: Run, written: Sequence[int], device: torch.device, options: Options
 ) -> Run:
     """``call``, compared with eager on its first call, or on every n-th too, as ``options.verify`` says.
 
@@ -51,7 +51,7 @@ def verified(
     Raises VerificationError; the inputs are then as they were before the call.
     """
     calls = 0
-    guards = _Guards(program, device, options)
+    guards = _Guards(compiled, device, options)
 
     def verify(*args: Any) -> Any:
         nonlocal calls
@@ -64,7 +64,7 @@ def verified(
         results = call(*args)
         difference = _difference(results, args, eager, before, written)
         if difference is not None:
-            culprit = _Search(device, options).in_program(program, copied(before, written))
+            culprit = _Search(device, options).in_graph(compiled, copied(before, written))
             if culprit is not None:
                 for position in written:
                     args[position].copy_(before[position])
@@ -77,11 +77,11 @@ def verified(
 
 
 class _Guards:
-    """Runs the users' tasks of a program in guarded memory, on what they are given in eager."""
+    """Runs the users' tasks of a graph in guarded memory, on what they are given in eager."""
 
-    def __init__(self, program: Program, device: torch.device, options: Options) -> None:
-        assert program.partitioned is not None  # a verified build is of this process
-        self.parts, self.device, self.options = program.partitioned, device, options
+    def __init__(self, compiled: CompiledGraph, device: torch.device, options: Options) -> None:
+        assert compiled.partitioned is not None  # a verified build is of this process
+        self.parts, self.device, self.options = compiled.partitioned, device, options
         self.calls: dict[fx.Node, GuardedCall | None] = {}  # None: it has no build of its own
         nodes = (node for segment in self.parts.segments for node in segment.gm.graph.nodes)
         self.is_needed = any(is_guarded(node.target, device) for node in nodes)
@@ -129,16 +129,16 @@ class _Search:
     def __init__(self, device: torch.device, options: Options) -> None:
         self.device, self.options = device, options
 
-    def in_program(self, program: Program, args: Sequence[Any]) -> _Culprit | None:
-        """Where the program first differs from eager on these arguments, which it may change; None: see ``_judge``."""
-        assert program.partitioned is not None
-        for segment, inputs in _walk(program.partitioned, args):
-            if segment.name in program.segments:
-                if _differs(program.segments[segment.name].callable(segment.gm), segment.gm, inputs):
+    def in_graph(self, compiled: CompiledGraph, args: Sequence[Any]) -> _Culprit | None:
+        """Where the graph first differs from eager on these arguments, which it may change; None: see ``_judge``."""
+        assert compiled.partitioned is not None
+        for segment, inputs in _walk(compiled.partitioned, args):
+            if segment.name in compiled.segments:
+                if _differs(compiled.segments[segment.name].callable(segment.gm), segment.gm, inputs):
                     return self.in_segment(segment.gm, inputs)
-            elif segment.name in program.others and _differs(program.others[segment.name], segment.gm, inputs):
+            elif segment.name in compiled.others and _differs(compiled.others[segment.name], segment.gm, inputs):
                 return _Culprit(f"{segment.name}, which inductor compiled", InductorVerificationError)
-        nodes = [node for segment in program.partitioned.segments for node in segment.gm.graph.nodes]
+        nodes = [node for segment in compiled.partitioned.segments for node in segment.gm.graph.nodes]
         text = "none, when its parts run again from the same inputs: the result is not the same every time"
         users = [f"{task.name} ({task.place})" for task in _users_tasks(nodes)]
         if not users:

@@ -20,8 +20,8 @@ const Tensor& output_of(const Node& row_task) { return row_task.operands.back().
 
 class ChainWriter {
  public:
-  ChainWriter(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options)
-      : plan_(plan),
+  ChainWriter(KernelContext& context, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options)
+      : context_(context),
         refs_(refs),
         node_(node),
         chain_(chain),
@@ -38,8 +38,8 @@ class ChainWriter {
                 " are not supported, expected float32, float16 or bfloat16");
     for (const Node* task : chain_.tasks)
       for (const Operand& operand : task->operands) require_inner_stride(*task, operand);
-    code_.vectorized = size_ % width == 0 && plan_.aligned_rows(source_, true) &&
-                       (target == nullptr || plan_.aligned_rows(*target, true));
+    code_.vectorized = size_ % width == 0 && context_.aligned_rows(source_, true) &&
+                       (target == nullptr || context_.aligned_rows(*target, true));
     place_ = refs_.pointer(node_, source_) + " + " + row_offset(source_, "row");
     for (size_t i = 0; i < chain_.tasks.size(); i++) add_task(*chain_.tasks[i], str(static_cast<int64_t>(i)));
     write_class();
@@ -54,7 +54,7 @@ class ChainWriter {
             task, "expected rows of " + str(size_) + " elements of " + info(source_.dtype).name + " on both sides");
     const auto emitter = row_emitters().find(task.def->name);
     require(emitter != row_emitters().end(), task, "this row task has no CUDA code");
-    const RowCode row = emitter->second({plan_, refs_, task, options_, size_, source_.dtype, code_.vectorized});
+    const RowCode row = emitter->second({context_, refs_, task, options_, size_, source_.dtype, code_.vectorized});
     code_.vectorized &= row.vectorized;
     code_.early &= row.early;
     code_.text += "  struct " + traits + " {\n    using T = " + type_ +
@@ -73,7 +73,7 @@ class ChainWriter {
   }
 
   void write_class() {
-    const bool polled = plan_.polled(source_.buffer);
+    const bool polled = context_.polled(source_.buffer);
     const auto copy = [&](const char* function) {
       return std::string(function) + "<" + type_ + ", " + str(size_) + ", " + truth(code_.vectorized) + ">(group, ";
     };
@@ -95,7 +95,7 @@ class ChainWriter {
                   "    }\n    MPK_DEVICE void bring" + parameters + brought + applied_ + "    }\n  };\n";
   }
 
-  Plan& plan_;
+  KernelContext& context_;
   Refs& refs_;
   const Node& node_;
   const Chain& chain_;
@@ -118,12 +118,13 @@ bool add_row_emitter(const std::string& task, RowEmitter emitter) {
   return true;
 }
 
-Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node& node, const Tensor& operand) {
+Chain find_chain(const KernelContext& context, const std::vector<int>& prologue, const Node& node,
+                 const Tensor& operand) {
   Chain chain{{}, &operand};
   for (bool found = true; found;) {
     found = false;
     for (int n : prologue) {
-      const Node& task = plan.node(n);
+      const Node& task = context.node(n);
       if (output_of(task).buffer != chain.source->buffer) continue;
       if (!(pattern(output_of(task)) == pattern(*chain.source)) || output_of(task).dtype != chain.source->dtype)
         fail(node, "reads the result of " + task.def->name +
@@ -137,8 +138,9 @@ Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node&
   return chain;
 }
 
-ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options) {
-  return ChainWriter(plan, refs, node, chain, options).run();
+ChainCode emit_chain(KernelContext& context, Refs& refs, const Node& node, const Chain& chain,
+                     const ChainOptions& options) {
+  return ChainWriter(context, refs, node, chain, options).run();
 }
 
 }  // namespace mpk::codegen

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "plan.h"
+#include "context.h"
 
 namespace mpk::codegen {
 
@@ -15,7 +15,8 @@ struct Chain {
 };
 
 // The chain that makes an operand of a node: found by following it back through the nodes of `prologue`.
-Chain find_chain(const Plan& plan, const std::vector<int>& prologue, const Node& node, const Tensor& operand);
+Chain find_chain(const KernelContext& context, const std::vector<int>& prologue, const Node& node,
+                 const Tensor& operand);
 
 // The class of the chain (see row.cuh) with the traits of its tasks.
 struct ChainCode {
@@ -30,11 +31,12 @@ struct ChainOptions {
   const Tensor* target = nullptr;  // where the row is stored besides
   bool batch_row = false;          // the row of the batch is given, not computed from the row
 };
-ChainCode emit_chain(Plan& plan, Refs& refs, const Node& node, const Chain& chain, const ChainOptions& options);
+ChainCode emit_chain(KernelContext& context, Refs& refs, const Node& node, const Chain& chain,
+                     const ChainOptions& options);
 
 // A row task of a chain, as what writes its part of it sees it.
 struct RowPlace {
-  Plan& plan;
+  KernelContext& context;
   Refs& refs;
   const Node& task;
   const ChainOptions& options;
@@ -43,7 +45,7 @@ struct RowPlace {
   bool vectorized;  // rows are read and written several elements at a time, if the task can do so, too
 
   // Whether an operand is known before the phase's events.
-  bool known(const Tensor& t) const { return plan.known_before(t.buffer, options.phase); }
+  bool known(const Tensor& t) const { return context.known_before(t.buffer, options.phase); }
 };
 
 // What a chain is told of a row task.

@@ -26,46 +26,46 @@ void check_target(const Schedule& schedule) {
   if (schedule.phases.empty()) throw std::runtime_error("codegen: the schedule has no phases");
 }
 
-void check_launch(const Plan& plan) {
-  if (plan.num_scalars > kMaxScalars)
-    throw Unsupported("the graph takes " + str(plan.num_scalars) + " sizes, a launch at most " + str(kMaxScalars));
-  const int64_t bytes = static_cast<int64_t>(sizeof(LaunchParams)) + 8 * (plan.num_inputs + plan.num_outputs);
+void check_launch(const KernelContext& context) {
+  if (context.num_scalars > kMaxScalars)
+    throw Unsupported("the graph takes " + str(context.num_scalars) + " sizes, a launch at most " + str(kMaxScalars));
+  const int64_t bytes = static_cast<int64_t>(sizeof(LaunchParams)) + 8 * (context.num_inputs + context.num_outputs);
   if (bytes > kMaxLaunchBytes)
-    throw Unsupported("the graph has " + str(plan.num_inputs) + " inputs and " + str(plan.num_outputs) +
+    throw Unsupported("the graph has " + str(context.num_inputs) + " inputs and " + str(context.num_outputs) +
                       " outputs, whose pointers do not fit the " + str(kMaxLaunchBytes) + " bytes of a launch");
 }
 
 // Writes every job's code, with its row of the table.
-Table emit_jobs(Plan& plan, Variants& variants, bool named) {
-  TableWriter table(plan);
-  for (size_t p = 0; p < plan.schedule.phases.size(); p++) {
+Table emit_jobs(KernelContext& context, Variants& variants, bool named) {
+  TableWriter table(context);
+  for (size_t p = 0; p < context.schedule.phases.size(); p++) {
     table.begin_phase(static_cast<int>(p));
-    for (const Job& job : plan.schedule.phases[p].jobs) {
-      const JobCode code = emit_job({plan, static_cast<int>(p), job});
+    for (const Job& job : context.schedule.phases[p].jobs) {
+      const JobCode code = emit_job({context, static_cast<int>(p), job});
       const uint32_t variant = variants.number_of(code);
       table.add_job(job, code, variant);
-      if (named) variants.add_comment(variant, job_comment(plan, p, job));
+      if (named) variants.add_comment(variant, job_comment(context, p, job));
     }
   }
   return table.finish();
 }
 
 // The device's own architecture where a task has code for it, whose instructions others may not have.
-int arch_of(const Plan& plan) {
-  const Target& target = plan.schedule.target;
-  const bool is_own = std::ranges::any_of(plan.graph().nodes(), [&](const Node& node) {
+int arch_of(const KernelContext& context) {
+  const Target& target = context.schedule.target;
+  const bool is_own = std::ranges::any_of(context.graph().nodes(), [&](const Node& node) {
     return node.def && node.def->headers.contains(target.device_arch);
   });
   return is_own ? target.device_arch : target.arch;
 }
 
 // How the memory that outlives a launch is laid out.
-Offsets place_state(const Plan& plan, bool profiled, CudaProgram& program) {
+Offsets place_state(const KernelContext& context, bool profiled, CudaProgram& program) {
   Offsets offsets;
   offsets.events = kEventsOffset;
   offsets.tickets = tickets_offset(program.num_phases);
-  offsets.polled = (plan.schedule.workspace_bytes + kPolledAlignment - 1) / kPolledAlignment * kPolledAlignment;
-  program.workspace_bytes = offsets.polled + 2 * plan.schedule.polled_bytes;
+  offsets.polled = (context.schedule.workspace_bytes + kPolledAlignment - 1) / kPolledAlignment * kPolledAlignment;
+  program.workspace_bytes = offsets.polled + 2 * context.schedule.polled_bytes;
   program.stalls_offset = stalls_offset(program.num_phases);
   program.control_bytes = program.stalls_offset + static_cast<int64_t>(sizeof(StallRecord)) * program.num_workers;
   if (profiled) {
@@ -81,24 +81,24 @@ Offsets place_state(const Plan& plan, bool profiled, CudaProgram& program) {
 CudaProgram generate_cuda(const Schedule& schedule, bool profiled, bool named) {
   using namespace codegen;
   check_target(schedule);
-  Plan plan(schedule);
-  check_launch(plan);
+  KernelContext context(schedule);
+  check_launch(context);
   Variants variants;
-  Table table = emit_jobs(plan, variants, named);
+  Table table = emit_jobs(context, variants, named);
   CudaProgram program;
   program.kernel_name = "torch_mpk_kernel";
-  program.arch = arch_of(plan);
+  program.arch = arch_of(context);
   program.num_workers = schedule.target.num_workers;
   program.num_threads = schedule.warps.threads();
   program.smem_bytes = schedule.target.smem_bytes;
   program.num_phases = static_cast<int>(schedule.phases.size());
-  program.num_inputs = plan.num_inputs;
-  program.num_outputs = plan.num_outputs;
-  program.num_scalars = plan.num_scalars;
-  program.input_alignment = plan.input_alignment;
-  for (const Phase& phase : schedule.phases) program.phase_names.push_back(phase_name(plan, phase));
-  const Offsets offsets = place_state(plan, profiled, program);
-  program.source = kernel_source(plan, variants, table, offsets, program);
+  program.num_inputs = context.num_inputs;
+  program.num_outputs = context.num_outputs;
+  program.num_scalars = context.num_scalars;
+  program.input_alignment = context.input_alignment;
+  for (const Phase& phase : schedule.phases) program.phase_names.push_back(phase_name(context, phase));
+  const Offsets offsets = place_state(context, profiled, program);
+  program.source = kernel_source(context, variants, table, offsets, program);
   program.table = std::move(table.bytes);
   return program;
 }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../graph/by_task.h"
-#include "plan.h"
+#include "context.h"
 #include "torch_mpk/abi/table.h"
 #include "torch_mpk/schedule/schedule.h"
 
@@ -36,11 +36,11 @@ struct JobCode {
 
 // A job to be written.
 struct JobPlace {
-  Plan& plan;
+  KernelContext& context;
   int phase;
   const Job& job;
 
-  const Node& node() const { return plan.node(job.body.front()); }
+  const Node& node() const { return context.node(job.body.front()); }
 };
 
 // A variant of the kernel.

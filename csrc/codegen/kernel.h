@@ -39,7 +39,7 @@ struct Offsets {
   int64_t events, tickets, polled;
 };
 
-std::string kernel_source(const Plan& plan, const Variants& variants, const Table& table, const Offsets& offsets,
-                          const CudaProgram& program);
+std::string kernel_source(const KernelContext& context, const Variants& variants, const Table& table,
+                          const Offsets& offsets, const CudaProgram& program);
 
 }  // namespace mpk::codegen

@@ -7,8 +7,8 @@ namespace {
 
 std::string name_of(const Node& node) { return node.def->name + (node.label.empty() ? "" : " " + node.label); }
 
-std::string tensor_text(const Plan& plan, const Operand& operand) {
-  std::string text = operand.name + " " + plan.graph().buffers()[operand.tensor.buffer].name + "[";
+std::string tensor_text(const KernelContext& context, const Operand& operand) {
+  std::string text = operand.name + " " + context.graph().buffers()[operand.tensor.buffer].name + "[";
   for (size_t d = 0; d < operand.tensor.shape.size(); d++) text += (d == 0 ? "" : ", ") + str(operand.tensor.shape[d]);
   return text + "]";
 }
@@ -22,22 +22,22 @@ std::string comment(std::string text) {
 
 }  // namespace
 
-std::string phase_name(const Plan& plan, const Phase& phase) {
+std::string phase_name(const KernelContext& context, const Phase& phase) {
   std::string name;
   for (const Job& job : phase.jobs)
-    for (int n : job.body) name += (name.empty() ? "" : ", ") + name_of(plan.node(n));
+    for (int n : job.body) name += (name.empty() ? "" : ", ") + name_of(context.node(n));
   return name;
 }
 
-std::string job_comment(const Plan& plan, size_t phase, const Job& job) {
+std::string job_comment(const KernelContext& context, size_t phase, const Job& job) {
   std::string text = comment("Phase " + str(static_cast<int64_t>(phase)) + ":");
   for (const auto* nodes : {&job.prologue, &job.body, &job.epilogue})
     for (int n : *nodes) {
-      const Node& node = plan.node(n);
+      const Node& node = context.node(n);
       std::string read, written;
       for (const Operand& operand : node.operands) {
         std::string& list = operand.is_write ? written : read;
-        list += (list.empty() ? "" : ", ") + tensor_text(plan, operand);
+        list += (list.empty() ? "" : ", ") + tensor_text(context, operand);
       }
       text += comment("  " + str(n) + " " + name_of(node) + ": " + read + " -> " + written);
     }

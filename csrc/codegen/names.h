@@ -3,14 +3,14 @@
 
 #include <string>
 
-#include "plan.h"
+#include "context.h"
 
 namespace mpk::codegen {
 
 // The nodes that a phase's jobs are there for, in one line.
-std::string phase_name(const Plan& plan, const Phase& phase);
+std::string phase_name(const KernelContext& context, const Phase& phase);
 
 // A job's nodes with their labels and tensors, each a line of comment.
-std::string job_comment(const Plan& plan, size_t phase, const Job& job);
+std::string job_comment(const KernelContext& context, size_t phase, const Job& job);
 
 }  // namespace mpk::codegen

@@ -30,8 +30,8 @@ int64_t reach(const std::vector<int64_t>& sizes, const std::vector<int64_t>& str
 
 class ProgramWriter {
  public:
-  ProgramWriter(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options)
-      : plan_(plan), refs_(refs), node_(node), options_(options), program_(*node.program) {}
+  ProgramWriter(const KernelContext& context, Refs& refs, const Node& node, const ProgramOptions& options)
+      : context_(context), refs_(refs), node_(node), options_(options), program_(*node.program) {}
 
   ProgramCode run() {
     const std::string coordinates = find_coordinates();
@@ -138,11 +138,12 @@ class ProgramWriter {
     const Operand& operand = node_.operands[i.operand];
     const Tensor& t = operand.tensor;
     const std::string type = cuda_type(i.dtype), loaded = cuda_type(t.dtype);
-    const bool is_constant = plan_.graph().buffers()[t.buffer].kind == BufferKind::kInput && !plan_.written[t.buffer];
+    const bool is_constant =
+        context_.graph().buffers()[t.buffer].kind == BufferKind::kInput && !context_.written[t.buffer];
     const std::string pointer = refs_.pointer(node_, t) + " + (" + address(i, 0) + ")";
     const std::string load = is_constant ? "load_constant(" + pointer + ")" : "*(" + pointer + ")";
     const std::string name = value(static_cast<int>(&i - program_.instrs.data())), field = "extra." + name;
-    if (plan_.polled(t.buffer)) {
+    if (context_.polled(t.buffer)) {
       require(options_.early_loads && i.args.empty(), node_,
               "operand " + operand.name + " is polled, but not read at its own point");
       preload("uint32_t", name, "ptx::load_relaxed_gpu(" + pointer + ")");
@@ -172,7 +173,7 @@ class ProgramWriter {
       options_.locals->push_back({t.buffer, pattern(program_.domain, i.strides, t.offset), stored, t.dtype});
     const std::vector<int>* unstored = options_.unstored;
     if (unstored && std::find(unstored->begin(), unstored->end(), t.buffer) != unstored->end()) return;
-    std::string statement = emit_store(plan_, refs_, node_, t, address(i, 1), stored);
+    std::string statement = emit_store(context_, refs_, node_, t, address(i, 1), stored);
     if (i.args.size() > 2) statement = "if (" + argument(i, 2, "bool") + ") " + statement;
     code_.body += "    " + statement + "\n";
     // A step advances a counter for each layer. Without fences the compiler fetches all their addresses at once, which
@@ -181,7 +182,7 @@ class ProgramWriter {
     if (++num_stores_ % kStoresAtOnce == 0) code_.body += "    ptx::compiler_fence();\n";
   }
 
-  const Plan& plan_;
+  const KernelContext& context_;
   Refs& refs_;
   const Node& node_;
   const ProgramOptions& options_;
@@ -193,14 +194,14 @@ class ProgramWriter {
 
 }  // namespace
 
-ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options) {
-  return ProgramWriter(plan, refs, node, options).run();
+ProgramCode emit_program(const KernelContext& context, Refs& refs, const Node& node, const ProgramOptions& options) {
+  return ProgramWriter(context, refs, node, options).run();
 }
 
-std::string emit_store(const Plan& plan, Refs& refs, const Node& node, const Tensor& t, const std::string& index,
-                       const std::string& value) {
+std::string emit_store(const KernelContext& context, Refs& refs, const Node& node, const Tensor& t,
+                       const std::string& index, const std::string& value) {
   const std::string pointer = refs.pointer(node, t, true);
-  if (plan.polled(t.buffer)) return "store_element(" + pointer + " + (" + index + "), " + value + ");";
+  if (context.polled(t.buffer)) return "store_element(" + pointer + " + (" + index + "), " + value + ");";
   return pointer + "[" + index + "] = " + value + ";";
 }
 

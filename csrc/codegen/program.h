@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "context.h"
 #include "pattern.h"
-#include "plan.h"
 
 namespace mpk::codegen {
 
@@ -33,10 +33,10 @@ struct ProgramOptions {
   const std::vector<int>* unstored = nullptr;
 };
 
-ProgramCode emit_program(const Plan& plan, Refs& refs, const Node& node, const ProgramOptions& options);
+ProgramCode emit_program(const KernelContext& context, Refs& refs, const Node& node, const ProgramOptions& options);
 
 // The statement that stores a value at an index (an expression) of an operand.
-std::string emit_store(const Plan& plan, Refs& refs, const Node& node, const Tensor& t, const std::string& index,
-                       const std::string& value);
+std::string emit_store(const KernelContext& context, Refs& refs, const Node& node, const Tensor& t,
+                       const std::string& index, const std::string& value);
 
 }  // namespace mpk::codegen

@@ -48,8 +48,8 @@ size_t TableWriter::PhaseJobs::largest() const {
   return largest;
 }
 
-TableWriter::TableWriter(const Plan& plan) : plan_(plan) {
-  for (const Phase& phase : plan.schedule.phases) {
+TableWriter::TableWriter(const KernelContext& context) : context_(context) {
+  for (const Phase& phase : context.schedule.phases) {
     for (const Job& job : phase.jobs)
       for (int wait : job.loader_waits) signals_[wait] |= kPublishes | kReleases;
     for (int wait : phase.waits) signals_[wait] |= kReleases;
@@ -57,7 +57,7 @@ TableWriter::TableWriter(const Plan& plan) : plan_(plan) {
 }
 
 void TableWriter::begin_phase(int phase) {
-  const std::vector<int>& waits = plan_.schedule.phases[phase].waits;
+  const std::vector<int>& waits = context_.schedule.phases[phase].waits;
   Bytes& head = phases_.emplace_back().head;
   append(head, PhaseRow{0, static_cast<uint32_t>(waits.size()), 0, signals_[phase]});
   for (int wait : waits) append(head, static_cast<uint32_t>(wait));
@@ -79,8 +79,8 @@ void TableWriter::add_job(const Job& job, const JobCode& code, uint32_t variant)
   pad(row, kAccessBytes);
   head.bytes = count(row);
   std::memcpy(row.data(), &head, sizeof(head));
-  rotation_ = (rotation_ + code.num_small_workers) % plan_.schedule.target.num_workers;
-  require(phases_.back().head.size() + row.size() <= kMaxRowBytes, plan_.node(job.body.front()),
+  rotation_ = (rotation_ + code.num_small_workers) % context_.schedule.target.num_workers;
+  require(phases_.back().head.size() + row.size() <= kMaxRowBytes, context_.node(job.body.front()),
           "its operands need " + str(static_cast<int64_t>(row.size())) + " bytes, a row of the table has " +
               str(kMaxRowBytes) + ": split the expression");
   phases_.back().jobs.push_back(std::move(row));
@@ -133,15 +133,15 @@ void TableWriter::append_rows(Table& table, const PhaseJobs& phase) const {
 void TableWriter::append_outputs(Table& table) const {
   table.outputs_offset = static_cast<int64_t>(table.bytes.size());
   std::set<int> seen;
-  for (const Node& node : plan_.graph().nodes())
+  for (const Node& node : context_.graph().nodes())
     for (const Operand& operand : node.operands) {
-      const Buffer& buffer = plan_.graph().buffers()[operand.tensor.buffer];
+      const Buffer& buffer = context_.graph().buffers()[operand.tensor.buffer];
       const DType dtype = operand.tensor.dtype;
       if (!operand.is_write || buffer.kind != BufferKind::kOutput || !is_float(dtype) ||
           !seen.insert(operand.tensor.buffer).second)
         continue;
       append(table.bytes,
-             OutputRow{static_cast<uint64_t>(buffer.bytes), static_cast<uint32_t>(plan_.num_inputs + buffer.index),
+             OutputRow{static_cast<uint64_t>(buffer.bytes), static_cast<uint32_t>(context_.num_inputs + buffer.index),
                        static_cast<uint32_t>(size_bytes(dtype)), nan_bits(dtype)});
       table.num_output_rows++;
     }

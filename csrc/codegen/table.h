@@ -5,8 +5,8 @@
 #include <map>
 #include <vector>
 
+#include "context.h"
 #include "emitter.h"
-#include "plan.h"
 
 namespace mpk::codegen {
 
@@ -19,7 +19,7 @@ struct Table {
 // Phases and their jobs are added in order.
 class TableWriter {
  public:
-  explicit TableWriter(const Plan& plan);
+  explicit TableWriter(const KernelContext& context);
 
   void begin_phase(int phase);
   void add_job(const Job& job, const JobCode& code, uint32_t variant);
@@ -39,7 +39,7 @@ class TableWriter {
   void append_rows(Table& table, const PhaseJobs& phase) const;
   void append_outputs(Table& table) const;
 
-  const Plan& plan_;
+  const KernelContext& context_;
   std::map<int, uint32_t> signals_;  // per phase, see Signal
   std::vector<PhaseJobs> phases_;
   uint32_t rotation_ = 0;  // of the phase's next job

@@ -14,12 +14,12 @@ from tests.fuzz.random_programs import INPUTS, Program
 from torch_mpk import _C, lowering, reference_vm
 from torch_mpk.admission import check_call, check_graph
 from torch_mpk.capture import capture
+from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import DeclinedError, MpkWarning, UnsupportedError
 from torch_mpk.partition import Partitioned, partition
 from torch_mpk.patterns import apply
-from torch_mpk.program import Program as BuiltProgram
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.overlaps import check_apart, memory_of
 from torch_mpk.testing.emulator import emulate
@@ -129,7 +129,7 @@ def by_stages(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]:
     """The backend without Dynamo, and without the net that turns an error of ours into a fallback."""
     device, options = inputs[0].device, Options(fallback="eager")
     partitioned = _partitioned(gm, inputs, backend_of(device).target(device, options))
-    program = BuiltProgram.build(partitioned, device, options, Dump.next())
+    program = CompiledGraph.build(partitioned, device, options, Dump.next())
     return program.callable(gm.forward), _num_ours(partitioned)
 
 

@@ -173,12 +173,12 @@ def outcome(call: Call) -> str:
         compiled = compile_call(fx.GraphModule({}, graph), [*ours, wide, weight], OPTIONS)
     except (MpkError, TypeError, NotImplementedError, RuntimeError):  # fx takes no such argument; or a graph not ours
         return "left"
-    program = compiled.program
+    built = compiled.compiled_graph
     actual = compiled(*ours, wide, weight)
     compare(call, list(actual[:-1]), expected, run, tensors)
     for mine, theirs in zip(ours, eager, strict=True):
         compare(call, [mine], [theirs], None, tensors)
-    return "left" if program.partitioned is None or program.partitioned.fallbacks else "taken"
+    return "left" if built.partitioned is None or built.partitioned.fallbacks else "taken"
 
 
 def compare(call: Call, actual: list[Any], expected: list[Any], run: Any, tensors: Sequence[torch.Tensor]) -> None:

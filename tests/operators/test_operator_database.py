@@ -145,5 +145,5 @@ def test_results_have_the_strides_of_eagers(calls: Callable[[], Iterator[tuple]]
         actual = compiled(*inputs)[::2]
     together = zip(described, actual, expected, strict=True)
     assert [(call, a.stride(), e.stride()) for call, a, e in together if a.stride() != e.stride()] == []
-    num_left = len(compiled.program.partitioned.fallbacks)
+    num_left = len(compiled.compiled_graph.partitioned.fallbacks)
     assert len(expected) - num_left >= least

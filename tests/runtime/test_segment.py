@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from torch_mpk.capture import capture
+from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.program import Program
 from torch_mpk.runtime import synchronize
 
 
-def build(function, *inputs, dump=None) -> Program:
+def build(function, *inputs, dump=None) -> CompiledGraph:
     captured = capture(torch.fx.symbolic_trace(function), inputs)
     partitioned = partition(apply(captured.graph_module))
     assert not partitioned.fallbacks
-    return Program.build(partitioned, torch.device("cpu"), Options(num_threads=1), Dump(dump))
+    return CompiledGraph.build(partitioned, torch.device("cpu"), Options(num_threads=1), Dump(dump))
 
 
 def step(x, weight, state):
@@ -109,7 +109,7 @@ def test_a_profiler_shows_segments_and_graphs_of_several_by_name(inputs):
     def build_any(function, *inputs):
         captured = capture(torch.fx.symbolic_trace(function), inputs)
         partitioned = partition(apply(captured.graph_module), 1)
-        return Program.build(partitioned, torch.device("cpu"), Options(num_threads=1), Dump(None))
+        return CompiledGraph.build(partitioned, torch.device("cpu"), Options(num_threads=1), Dump(None))
 
     assert keys(step) == [("mpk segment segment_0", 1)]
     found = dict(keys(split))

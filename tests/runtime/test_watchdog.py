@@ -18,7 +18,7 @@ from torch_mpk.dump import Dump
 from torch_mpk.errors import MegakernelTimeout
 from torch_mpk.plan import Fresh, Output, Plan
 from torch_mpk.runtime import cpu
-from torch_mpk.runtime.segment import Segment
+from torch_mpk.runtime.segment import CompiledSegment
 
 SHAPE, STRIDE = (2, 8), (8, 1)
 
@@ -53,7 +53,9 @@ def segment_of(task, watchdog_seconds):
     net.node(task.name, x=net.input(torch.empty(SHAPE)), y=net.output(torch.empty(SHAPE)))
     fresh, output = Fresh(torch.float32, SHAPE, STRIDE), Output("output", 0, torch.float32, SHAPE, STRIDE)
     plan = Plan(None, (0,), (), (), (fresh,), (output,), (), _C.make_schedule(net.graph, CPU))
-    return Segment(plan, torch.device("cpu"), Options(num_threads=3, watchdog_seconds=watchdog_seconds), Dump(None))
+    return CompiledSegment(
+        plan, torch.device("cpu"), Options(num_threads=3, watchdog_seconds=watchdog_seconds), Dump(None)
+    )
 
 
 def test_a_reference_that_does_not_return_is_given_up(task):

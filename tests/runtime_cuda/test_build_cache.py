@@ -155,10 +155,10 @@ def test_explaining_and_verifying_need_the_graph_and_build_it(simulated):
     assert build(Options())[1]
     found, is_built = build(Options())
     assert not is_built
-    assert found.program.partitioned is None
+    assert found.compiled_graph.partitioned is None
     explained, is_built = build(Options(), needs_graph=True)
     assert is_built
-    assert len(explained.program.plan.schedule.phases) == 1
+    assert len(explained.compiled_graph.plan.schedule.phases) == 1
     assert build(Options(verify=True))[1]
 
 

@@ -11,13 +11,13 @@ from torch._dynamo.backends import registry
 
 from torch_mpk import announcements, verify
 from torch_mpk.capture import capture
+from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import InductorVerificationError, MpkWarning, VerificationError
 from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.program import Program
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 
@@ -29,8 +29,8 @@ def compiled(function, **options):
 def searches(monkeypatch):
     """How often a difference was looked for."""
     found = []
-    in_program = verify._Search.in_program
-    monkeypatch.setattr(verify._Search, "in_program", lambda *args: found.append(1) or in_program(*args))
+    in_graph = verify._Search.in_graph
+    monkeypatch.setattr(verify._Search, "in_graph", lambda *args: found.append(1) or in_graph(*args))
     return found
 
 
@@ -166,7 +166,7 @@ def test_a_difference_that_does_not_come_back_is_an_error():
 
     captured = capture(torch.fx.symbolic_trace(function), [x, weight, state])
     device = torch.device("cpu")
-    program = Program.build(partition(apply(captured.graph_module)), device, Options(), Dump(None))
+    program = CompiledGraph.build(partition(apply(captured.graph_module)), device, Options(), Dump(None))
 
     def wrong(x, weight, state):
         state.sub_(7)

@@ -18,6 +18,7 @@ from torch._guards import tracing
 from torch_mpk import _C, registry, timing
 from torch_mpk.admission import check_call
 from torch_mpk.announcements import warn
+from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import GradModeError, InternalError, KernelStateError, LayerError, MpkError, first_line
@@ -29,12 +30,11 @@ from torch_mpk.persistent_kernel.layers import Layers
 from torch_mpk.persistent_kernel.tb_graph import TBGraph
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
 from torch_mpk.planning import make_plan
-from torch_mpk.program import Program
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.cpu import num_threads
 from torch_mpk.runtime.cuda import absent_target
 from torch_mpk.runtime.overlaps import check_apart, memory_of
-from torch_mpk.runtime.segment import Segment
+from torch_mpk.runtime.segment import CompiledSegment
 
 
 def get_configurations_from_gpu(rank: int = 0) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class PersistentKernel(Layers):
         self._names: set[str] = set()
         self._meta: dict[str, GlobalTensor] = {}
         self._call: Callable[..., Any] | None = None
-        self._program: Program | None = None
+        self._compiled: CompiledGraph | None = None
         self._is_finalized = False
 
     @classmethod
@@ -130,7 +130,7 @@ class PersistentKernel(Layers):
         self.finalize()
 
     def __repr__(self) -> str:
-        state = "finalized" if self._is_finalized else "compiled" if self._program else "being built"
+        state = "finalized" if self._is_finalized else "compiled" if self._compiled else "being built"
         return f"<PersistentKernel of {', '.join(self._attached) or 'nothing'}, {state}>"
 
     # ---- the device ----
@@ -321,7 +321,7 @@ class PersistentKernel(Layers):
             yield self._builder
 
     def _check_building(self, what: str) -> None:
-        if self._is_finalized or self._program:
+        if self._is_finalized or self._compiled:
             raise KernelStateError(what=f"{what} after {'finalize' if self._is_finalized else 'compile'}")
 
     # ---- compiling and running ----
@@ -333,9 +333,9 @@ class PersistentKernel(Layers):
         Raises:
             KernelStateError: it is not compiled, or finalized.
         """
-        if self._program is None:
+        if self._compiled is None:
             raise KernelStateError(what=f"schedule {'after finalize' if self._is_finalized else 'before compile'}")
-        plan = self._program.plan
+        plan = self._compiled.plan
         assert plan is not None and plan.schedule is not None
         return plan.schedule
 
@@ -376,13 +376,13 @@ class PersistentKernel(Layers):
                     make_plan(gm, absent_target(arch, options), options, Dump.at(Path(output_dir) / arch))
                 plan = make_plan(gm, backend_of(device).target(device, options), options, dump)
                 check_apart(tensors, memory_of(list(self._attached), tensors, plan.written))
-                program = Program({"whole": Segment(plan, device, options, dump)}, None)
+                compiled = CompiledGraph({"whole": CompiledSegment(plan, device, options, dump)}, None)
         except MpkError:
             raise
         except Exception as error:
             raise InternalError(first_line(error)) from error
         decline = functools.partial(decline_call, options)
-        self._program, self._call = program, program.callable(gm.forward, options.freeze, decline=decline)
+        self._compiled, self._call = compiled, compiled.callable(gm.forward, options.freeze, decline=decline)
 
     def _options(self, device: torch.device) -> Options:
         workers = self.num_workers
@@ -425,9 +425,9 @@ class PersistentKernel(Layers):
 
     def finalize(self) -> None:
         """Gives up the kernel, its workspace and the attached tensors. Runs in flight are waited for."""
-        if self._program is not None and not self._is_finalized:
-            for segment in self._program.segments.values():
+        if self._compiled is not None and not self._is_finalized:
+            for segment in self._compiled.segments.values():
                 segment.synchronize()
-        self._is_finalized, self._call, self._program = True, None, None
+        self._is_finalized, self._call, self._compiled = True, None, None
         self._attached.clear()
         self._builder = Builder(self)

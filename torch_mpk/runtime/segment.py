@@ -27,7 +27,7 @@ def decline_none(error: MpkError) -> None:
     raise error
 
 
-class Segment:
+class CompiledSegment:
     """A segment of a captured graph as an executable. It holds no tensor: several callables may share it."""
 
     def __init__(self, plan: Plan, device: torch.device, options: Options, dump: Dump, name: str = "whole") -> None:
@@ -124,10 +124,10 @@ class Segment:
         )
 
 
-_live: weakref.WeakSet[Segment] = weakref.WeakSet()
+_live: weakref.WeakSet[CompiledSegment] = weakref.WeakSet()
 
 
-def live_segments() -> list[Segment]:
+def live_segments() -> list[CompiledSegment]:
     """The executables in use."""
     return list(_live)
 

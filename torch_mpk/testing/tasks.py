@@ -10,9 +10,9 @@ import torch
 
 from torch_mpk import _C, lowering, reference_vm
 from torch_mpk.calls import Call, copies, graph_of
+from torch_mpk.compiled_graph import build_segment
 from torch_mpk.config import Options, generated_arch
 from torch_mpk.dump import Dump
-from torch_mpk.program import build_segment
 from torch_mpk.registry import Task
 from torch_mpk.runtime.cuda import ABSENT
 

@@ -26,13 +26,13 @@ class ReduceJob : public Emitter {
   JobCode emit(const JobPlace& place) const override {
     const Node& node = place.node();
     JobCode code{"Reduce", "run_reduce", "", str(place.job.staged_bytes)};
-    Refs refs(place.plan, code.refs);
+    Refs refs(place.context, code.refs);
     const Program& program = *node.program;
     const std::string reduction = class_of(node);
     const DType value_type = program.instrs.back().dtype;
     const std::string computed = value_type == DType::kF64 ? "double" : is_float(value_type) ? "float" : "int64_t";
     const int64_t inner = program.domain.back(), outer = inner == 0 ? 0 : program.num_points() / inner;
-    const ProgramCode value = emit_program(place.plan, refs, node,
+    const ProgramCode value = emit_program(place.context, refs, node,
                                            {.prefix = "", .index_type = "int64_t", .point = "outer", .inner = "inner"});
     const Tensor& out = node.operands.back().tensor;
     code.body = "  using Op = reduce::" + reduction + "<" + computed +

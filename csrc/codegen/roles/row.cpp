@@ -13,9 +13,9 @@ class RowJob : public Emitter {
   JobCode emit(const JobPlace& place) const override {
     const Node& node = place.node();
     JobCode code{"Row", "run_rows", "", "kRowStagedBytes<V>"};
-    Refs refs(place.plan, code.refs);
+    Refs refs(place.context, code.refs);
     const Tensor& x = node.operands.front().tensor;
-    const ChainCode rows = emit_chain(place.plan, refs, node, {{&node}, &x},
+    const ChainCode rows = emit_chain(place.context, refs, node, {{&node}, &x},
                                       {.phase = place.phase, .target = &node.operands.back().tensor});
     const int64_t size = x.shape.back(), row_bytes = size * size_bytes(x.dtype);
     require(place.job.staged_bytes >= row_bytes, node,

@@ -22,27 +22,27 @@ std::string missing_code(const TaskDef& task, int arch) {
 
 class TileJob : public Emitter {
   JobCode emit(const JobPlace& place) const override {
-    Plan& plan = place.plan;
+    KernelContext& context = place.context;
     const Node& node = place.node();
-    const Target& target = plan.schedule.target;
+    const Target& target = context.schedule.target;
     const std::string& header = node.def->header_for(target.device_arch, target.arch);
     require(!header.empty(), node, missing_code(*node.def, target.device_arch));
     JobCode code{"Tile", "run_tiles", "", "kTileStagedBytes<V>", "", {"torch_mpk/device/tile.cuh", header}};
-    Refs refs(plan, code.refs);
+    Refs refs(context, code.refs);
     Dialect cuda;
     cuda.type = cuda_type;
     cuda.pointer = [&](const Operand& operand) { return refs.pointer(node, operand.tensor, operand.is_write); };
     cuda.alignment = [&](const Tensor& t) -> int64_t {  // inputs may come from anywhere
       int64_t known = 16;
       while (t.offset * size_bytes(t.dtype) % known != 0) known /= 2;
-      const bool is_input = plan.graph().buffers()[t.buffer].kind == BufferKind::kInput;
+      const bool is_input = context.graph().buffers()[t.buffer].kind == BufferKind::kInput;
       return is_input ? size_bytes(t.dtype) : known;
     };
     cuda.max_shared_bytes = place.job.staged_bytes;
     const TileWriter writer(node, cuda);
     const Operand* streamed = node.find(node.def->stream);
     const bool through_ring =
-        streamed != nullptr && plan.aligned_rows(streamed->tensor, false) && has_short_rows(streamed->tensor);
+        streamed != nullptr && context.aligned_rows(streamed->tensor, false) && has_short_rows(streamed->tensor);
     if (through_ring) {
       code.compute = "run_stream_tiles";
       code.load = "load_tiles";

@@ -13,7 +13,7 @@ namespace {
 class AttentionWriter {
  public:
   explicit AttentionWriter(const JobPlace& place)
-      : plan_(place.plan),
+      : context_(place.context),
         phase_(place.phase),
         job_(place.job),
         node_(place.node()),
@@ -29,7 +29,7 @@ class AttentionWriter {
         dtype_(q_.tensor.dtype),
         code_{"Attention", "attention::compute", "attention::load", "attention::Shape<V>::kStagedBytes",
               "",          {node_.def->header}},
-        refs_(plan_, code_.refs) {}
+        refs_(context_, code_.refs) {}
 
   JobCode run() {
     require(job_.body.size() == 1 && job_.epilogue.empty(), node_, "attention takes no companions and no epilogue");
@@ -62,7 +62,7 @@ class AttentionWriter {
   void check_operands() {
     for (const Operand* cache : {&k_cache_, &v_cache_}) {
       require_dtype(node_, *cache, dtype_);
-      require(plan_.aligned_rows(cache->tensor, false) && has_short_rows(cache->tensor), node_,
+      require(context_.aligned_rows(cache->tensor, false) && has_short_rows(cache->tensor), node_,
               "operand " + cache->name +
                   " needs offsets and strides that are multiples of 16 bytes, and less than 4 GiB between positions");
     }
@@ -77,7 +77,7 @@ class AttentionWriter {
 
   void write_sizes() {
     const Pieces& pieces = *job_.pieces;
-    const int64_t workers = plan_.schedule.target.num_workers;
+    const int64_t workers = context_.schedule.target.num_workers;
     code_.body = "  using T = " + std::string(cuda_type(dtype_)) + ";\n" + constant("kBatch", batch()) +
                  constant("kGroups", groups()) + constant("kPasses", heads() / groups() / pieces.results) +
                  constant("kHeads", pieces.results) + constant("kFewHeads", pieces.few_results) +
@@ -109,9 +109,10 @@ class AttentionWriter {
   }
 
   void write_result() {
-    code_.body += flag("kPolled", plan_.polled(y_.buffer)) +
-                  returning(plan_.polled(y_.buffer) ? "uint16_t*" : "T*", "y(const Job& job, uint32_t b, uint32_t h)",
-                            refs_.pointer(node_, y_, true) + element_at(y_, {"b", "h"}));
+    code_.body +=
+        flag("kPolled", context_.polled(y_.buffer)) +
+        returning(context_.polled(y_.buffer) ? "uint16_t*" : "T*", "y(const Job& job, uint32_t b, uint32_t h)",
+                  refs_.pointer(node_, y_, true) + element_at(y_, {"b", "h"}));
   }
 
   // How the rows of q, of k_new and of v_new come. Chains number their references from 0, so that equal chains have
@@ -119,17 +120,17 @@ class AttentionWriter {
   void write_chains() {
     bool early = true;
     for (const Operand* first : {slot_, limit_})
-      if (first) early &= plan_.known_before(first->tensor.buffer, phase_);
+      if (first) early &= context_.known_before(first->tensor.buffer, phase_);
     std::vector<ChainCode> chains;
     std::vector<bool> applies;
     using Named = std::pair<const char*, const Operand*>;
     for (const auto& [name, operand] : {Named{"Q", &q_}, Named{"K", k_new_}, Named{"V", v_new_}}) {
       if (!operand) continue;
       require_dtype(node_, *operand, dtype_);
-      const Chain chain = find_chain(plan_, job_.prologue, node_, operand->tensor);
+      const Chain chain = find_chain(context_, job_.prologue, node_, operand->tensor);
       std::vector<uint64_t> numbered;
-      Refs own(plan_, numbered);
-      chains.push_back(emit_chain(plan_, own, node_, chain, {.phase = phase_, .batch_row = true}));
+      Refs own(context_, numbered);
+      chains.push_back(emit_chain(context_, own, node_, chain, {.phase = phase_, .batch_row = true}));
       applies.push_back(!chain.tasks.empty());
       const ChainCode& made = chains.back();
       code_.body += "  static constexpr uint32_t " + std::string("kRefs") + name + " = " +
@@ -166,7 +167,7 @@ class AttentionWriter {
   int64_t groups() const { return k_cache_.tensor.shape[1]; }
   int64_t length() const { return k_cache_.tensor.shape[2]; }
 
-  Plan& plan_;
+  KernelContext& context_;
   const int phase_;
   const Job& job_;
   const Node& node_;

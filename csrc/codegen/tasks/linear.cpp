@@ -21,7 +21,7 @@ uint32_t u32(int64_t v) { return static_cast<uint32_t>(v); }
 class LinearWriter {
  public:
   explicit LinearWriter(const JobPlace& place)
-      : plan_(place.plan),
+      : context_(place.context),
         place_(place),
         job_(place.job),
         first_(place.node()),
@@ -32,11 +32,11 @@ class LinearWriter {
         paired_(!job_.epilogue.empty()),
         shape_(job_.shape.value_or(whole_rows())),
         code_{"Linear", "linear::compute", "", "linear::Shape<V>::kStagedBytes", "", {first_.def->header}},
-        refs_(plan_, code_.refs) {}
+        refs_(context_, code_.refs) {}
 
   JobCode run() {
     check_operands();
-    chain_ = find_chain(plan_, job_.prologue, first_, x_);
+    chain_ = find_chain(context_, job_.prologue, first_, x_);
     check_staging();
     if (!job_.shape) code_.compute = "linear::compute_direct";
     find_matrices();
@@ -54,7 +54,7 @@ class LinearWriter {
             "x has " + str(batch_) + " rows, at most " + str(kMaxBatch) + " are supported");
     require(size_ >= 1, first_, "x has no columns");
     for (int n : job_.body) {
-      const Node& node = plan_.node(n);
+      const Node& node = context_.node(n);
       for (const Operand& operand : node.operands) {
         require_dtype(node, operand, x_.dtype);
         require_inner_stride(node, operand);
@@ -62,7 +62,7 @@ class LinearWriter {
       const Tensor& x = node.operand("x").tensor;
       require(pattern(x) == pattern(x_) && x.buffer == x_.buffer, node, "linears of one job must have one input");
       const Tensor& weight = node.operand("weight").tensor;
-      require(!job_.shape || plan_.aligned_rows(weight, false), node,
+      require(!job_.shape || context_.aligned_rows(weight, false), node,
               "a weight that streams is not aligned to 16 bytes");
       rows_.push_back(weight.shape[0]);
       require(!paired_ || rows_.back() == rows_.front(), node,
@@ -75,13 +75,13 @@ class LinearWriter {
     require(!job_.is_staged || job_.staged_bytes > 0, first_,
             "x of " + str(batch_) + " x " + str(size_) + " elements does not fit shared memory" +
                 (chain_.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
-    require(job_.is_staged || plan_.aligned_rows(x_, true), first_,
+    require(job_.is_staged || context_.aligned_rows(x_, true), first_,
             "x is too large to stage and not aligned to 16 bytes");
   }
 
   void find_matrices() {
     for (size_t i = 0; i < job_.body.size(); i++) {
-      const Node& node = plan_.node(job_.body[i]);
+      const Node& node = context_.node(job_.body[i]);
       const Tensor& weight = node.operand("weight").tensor;
       const int64_t first = paired_ ? 0 : tiles_, pitch = weight.strides[0] * element_;
       first_tile_.push_back(str(first) + "u");
@@ -107,7 +107,7 @@ class LinearWriter {
   }
 
   void write_sizes() {
-    const ChainCode prologue = emit_chain(plan_, refs_, first_, chain_, {.phase = place_.phase});
+    const ChainCode prologue = emit_chain(context_, refs_, first_, chain_, {.phase = place_.phase});
     code_.headers.insert(code_.headers.end(), prologue.headers.begin(), prologue.headers.end());
     early_ = prologue.early;
     code_.body = "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
@@ -130,16 +130,16 @@ class LinearWriter {
   // Whether what chains and extras fetch first is known before the phase's events.
   void write_early() {
     const auto made_here = [&](int buffer) {
-      const auto makes = [&](int n) { return writes(plan_.node(n), buffer); };
+      const auto makes = [&](int n) { return writes(context_.node(n), buffer); };
       return std::any_of(job_.body.begin(), job_.body.end(), makes) ||
              std::any_of(job_.epilogue.begin(), job_.epilogue.end(), makes);
     };
     for (const std::vector<int>* nodes : {&job_.body, &job_.epilogue})
       for (int n : *nodes)
-        for (const Operand& operand : plan_.node(n).operands) {
+        for (const Operand& operand : context_.node(n).operands) {
           const int b = operand.tensor.buffer;
           if (!operand.is_write && operand.name != "x" && !made_here(b))
-            early_ &= plan_.polled(b) || plan_.known_before(b, place_.phase);
+            early_ &= context_.polled(b) || context_.known_before(b, place_.phase);
         }
     code_.body += flag("kEarly", early_);
   }
@@ -153,7 +153,8 @@ class LinearWriter {
 
   // What becomes of a value: bias, rounding, the linear's own result, the epilogue.
   void write_results() {
-    for (size_t i = 0; i < job_.body.size(); i++) write_result(plan_.node(job_.body[i]), str(static_cast<int64_t>(i)));
+    for (size_t i = 0; i < job_.body.size(); i++)
+      write_result(context_.node(job_.body[i]), str(static_cast<int64_t>(i)));
     if (paired_) write_epilogue();
     code_.has_extra = !fields_.empty();
     code_.body += flag("kHasExtra", code_.has_extra) + "  struct Extra {\n" + fields_ + "  };\n" +
@@ -179,7 +180,7 @@ class LinearWriter {
     }
     const std::string name = "y" + number;
     if (!contains(job_.unstored, y.buffer))
-      store = "    " + emit_store(plan_, refs_, node, y, "int64_t(r) * " + str(y.strides[0]) + " + n", name) + "\n";
+      store = "    " + emit_store(context_, refs_, node, y, "int64_t(r) * " + str(y.strides[0]) + " + n", name) + "\n";
     const std::string statements = "    const T " + name + " = cast<T>(" + value + ");\n" + store;
     finish_ += is_segment ? "    if (segment == " + number + ") {\n" + statements + "    }\n" : statements;
     if (paired_) locals_.push_back({y.buffer, pattern(y), name, x_.dtype});
@@ -192,10 +193,10 @@ class LinearWriter {
     finish_ += point;
     std::string preload;
     for (size_t i = 0; i < job_.epilogue.size(); i++) {
-      const Node& node = plan_.node(job_.epilogue[i]);
+      const Node& node = context_.node(job_.epilogue[i]);
       require(node.program && node.program->num_points() == points, node,
               "an epilogue of " + str(points) + " results must have as many points");
-      const ProgramCode program = emit_program(plan_, refs_, node,
+      const ProgramCode program = emit_program(context_, refs_, node,
                                                {.prefix = "e" + str(static_cast<int64_t>(i)) + "_",
                                                 .point = "point",
                                                 .early_loads = true,
@@ -208,7 +209,7 @@ class LinearWriter {
     if (!preload.empty()) preload_ += point + preload;
   }
 
-  Plan& plan_;
+  KernelContext& context_;
   const JobPlace& place_;
   const Job& job_;
   const Node& first_;

@@ -20,7 +20,7 @@ RowCode emit(const RowPlace& at) {
   const Operand* weight = at.task.find("weight");
   const std::string style = style_of(at.task);
   RowCode code;
-  code.vectorized = at.vectorized && (!weight || at.plan.aligned_rows(weight->tensor, false));
+  code.vectorized = at.vectorized && (!weight || at.context.aligned_rows(weight->tensor, false));
   code.polls = true;
   code.traits = "    using Weight = " + std::string(cuda_type(weight ? weight->tensor.dtype : at.dtype)) +
                 ";\n    static constexpr float kEps = " + float_literal(at.task.float_attr("eps")) +

@@ -19,7 +19,7 @@ RowCode emit(const RowPlace& at) {
     require(t.dtype == at.dtype, at.task, std::string("expected ") + angle + " of x's dtype " + info(at.dtype).name);
     code.traits += "    static MPK_DEVICE const T* " + std::string(angle) + "(const Job& job, uint32_t row) { return " +
                    at.refs.pointer(at.task, t) + " + " + row_offset(t, "row") + "; }\n";
-    aligned &= at.plan.aligned_rows(t, true);
+    aligned &= at.context.aligned_rows(t, true);
   }
   code.traits += "    static constexpr bool kVectorized = " + std::string(truth(at.vectorized)) +
                  ", kAlignedTables = " + truth(aligned) + ";\n";

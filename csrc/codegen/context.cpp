@@ -1,4 +1,4 @@
-#include "plan.h"
+#include "context.h"
 
 #include <algorithm>
 
@@ -9,7 +9,7 @@
 #include "torch_mpk/abi/table.h"
 
 namespace mpk::codegen {
-Plan::Plan(const Schedule& schedule) : schedule(schedule) {
+KernelContext::KernelContext(const Schedule& schedule) : schedule(schedule) {
   const TBGraph& graph = schedule.graph;
   written.assign(graph.buffers().size(), false);
   for (const Buffer& buffer : graph.buffers()) {
@@ -35,7 +35,7 @@ Plan::Plan(const Schedule& schedule) : schedule(schedule) {
   }
 }
 
-bool Plan::known_before(int buffer, int phase) const {
+bool KernelContext::known_before(int buffer, int phase) const {
   for (const Node& node : schedule.graph.nodes())
     for (const Operand& operand : node.operands) {
       if (!operand.is_write || operand.tensor.buffer != buffer) continue;
@@ -45,7 +45,7 @@ bool Plan::known_before(int buffer, int phase) const {
   return true;
 }
 
-bool Plan::aligned_rows(const Tensor& t, bool is_activation) {
+bool KernelContext::aligned_rows(const Tensor& t, bool is_activation) {
   const bool aligned = has_aligned_rows(t);
   const Buffer& buffer = graph().buffers()[t.buffer];
   if (!aligned || buffer.kind != BufferKind::kInput) return aligned;
@@ -60,17 +60,17 @@ int Refs::add_raw(uint32_t index, uint64_t offset) {
 }
 
 int Refs::add(const Node& node, const Tensor& t) {
-  const Buffer& buffer = plan_.graph().buffers()[t.buffer];
+  const Buffer& buffer = context_.graph().buffers()[t.buffer];
   const int64_t offset = t.offset * size_bytes(t.dtype);
   if (buffer.kind == BufferKind::kInput) return add_raw(buffer.index, offset);
-  if (buffer.kind == BufferKind::kOutput) return add_raw(plan_.num_inputs + buffer.index, offset);
-  const int64_t place = plan_.schedule.workspace_offsets[t.buffer];
+  if (buffer.kind == BufferKind::kOutput) return add_raw(context_.num_inputs + buffer.index, offset);
+  const int64_t place = context_.schedule.workspace_offsets[t.buffer];
   if (place < 0) fail(node, "buffer '" + buffer.name + "' is needed in memory, but the schedule stores it nowhere");
-  return add_raw(plan_.polled(t.buffer) ? kPolledIndex : kWorkspaceIndex, place + offset);
+  return add_raw(context_.polled(t.buffer) ? kPolledIndex : kWorkspaceIndex, place + offset);
 }
 
 std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {
-  const std::string type = plan_.polled(t.buffer) ? "uint16_t" : cuda_type(t.dtype);
+  const std::string type = context_.polled(t.buffer) ? "uint16_t" : cuda_type(t.dtype);
   return "job.pointer<" + std::string(writable ? "" : "const ") + type + ">(" + str(add(node, t)) + ")";
 }
 

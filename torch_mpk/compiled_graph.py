@@ -19,22 +19,22 @@ from torch_mpk.planning import make_plan
 from torch_mpk.provenance import where
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.overlaps import Memory, guarded
-from torch_mpk.runtime.segment import Segment, decline_none
+from torch_mpk.runtime.segment import CompiledSegment, decline_none
 
 
 def build_segment(
     gm: torch.fx.GraphModule, device: torch.device, options: Options, dump: Dump, name: str = "whole"
-) -> Segment:
+) -> CompiledSegment:
     """Stages 4 to 8.
 
     Raises:
         UnsupportedError: a node cannot be lowered or generated, or the device is not supported.
     """
     plan = make_plan(gm, backend_of(device).target(device, options), options, dump)
-    return Segment(plan, device, options, dump, name)
+    return CompiledSegment(plan, device, options, dump, name)
 
 
-class Program:
+class CompiledGraph:
     """What a build leaves. The callables made from it share its executables.
 
     Attributes:
@@ -44,13 +44,13 @@ class Program:
         seconds: what each stage of the build took.
     """
 
-    def __init__(self, segments: dict[str, Segment], partitioned: Partitioned | None) -> None:
+    def __init__(self, segments: dict[str, CompiledSegment], partitioned: Partitioned | None) -> None:
         self.segments, self.partitioned = segments, partitioned
         self.others: dict[str, Callable[..., Any]] = {}
         self.seconds: dict[str, float] = {}
 
     @classmethod
-    def build(cls, partitioned: Partitioned, device: torch.device, options: Options, dump: Dump) -> Program:
+    def build(cls, partitioned: Partitioned, device: torch.device, options: Options, dump: Dump) -> CompiledGraph:
         ours = [segment for segment in partitioned.segments if segment.ours]
         segments = {}
         for index, segment in enumerate(ours):
@@ -59,9 +59,9 @@ class Program:
         return cls(segments, partitioned)
 
     @classmethod
-    def of_plan(cls, plan: Plan, device: torch.device, options: Options) -> Program:
-        """The program of a graph that is one segment, whose plan an earlier build has left."""
-        return cls({"whole": Segment(plan, device, options, Dump(None))}, None)
+    def of_plan(cls, plan: Plan, device: torch.device, options: Options) -> CompiledGraph:
+        """A graph that is one segment, whose plan an earlier build has left."""
+        return cls({"whole": CompiledSegment(plan, device, options, Dump(None))}, None)
 
     @property
     def plan(self) -> Plan | None:
@@ -81,9 +81,9 @@ class Program:
         decline: Callable[[MpkError], None] = decline_none,
     ) -> Callable[..., Any]:
         """A function of the captured graph's arguments; ``eager`` is the graph as PyTorch runs it. See
-        ``Segment.callable``.
+        ``CompiledSegment.callable``.
 
-        The program lives as long as one of its callables.
+        It lives as long as one of its callables.
         """
         if self._is_whole:
             call = next(iter(self.segments.values())).callable(eager, freeze, memory, decline)
@@ -99,7 +99,7 @@ class Program:
             others = {name: _checked_results(runs[name], handed) for name, handed in _handed_over(root.graph, ours)}
             modules |= {name: _Call(run) for name, run in (self.others | others | ours).items()}
             call = _Call(_named(guarded(torch.fx.GraphModule(modules, root.graph).forward, eager, memory, decline)))
-        call.__dict__["program"] = self
+        call.__dict__["compiled_graph"] = self
         return call
 
 

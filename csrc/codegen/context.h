@@ -9,13 +9,13 @@
 
 namespace mpk::codegen {
 
-struct Plan {
+struct KernelContext {
   const Schedule& schedule;
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
   std::vector<bool> written;         // per buffer: by some node of this launch
   std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
 
-  explicit Plan(const Schedule& schedule);
+  explicit KernelContext(const Schedule& schedule);
   // Whether what a phase reads of the buffer is visible before it awaits its events.
   bool known_before(int buffer, int phase) const;
   bool polled(int buffer) const { return schedule.polled[buffer]; }
@@ -33,7 +33,7 @@ struct Plan {
 // References to memory, numbered in the order of use.
 class Refs {
  public:
-  Refs(const Plan& plan, std::vector<uint64_t>& refs) : plan_(plan), refs_(refs) {}
+  Refs(const KernelContext& context, std::vector<uint64_t>& refs) : context_(context), refs_(refs) {}
   std::string pointer(const Node& node, const Tensor& t,
                       bool writable = false);  // "job.template pointer<const float>(3)"
   // The same of what pieces leave in the workspace.
@@ -43,7 +43,7 @@ class Refs {
  private:
   int add_raw(uint32_t index, uint64_t offset);
 
-  const Plan& plan_;
+  const KernelContext& context_;
   std::vector<uint64_t>& refs_;
 };
 
