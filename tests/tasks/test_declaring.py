@@ -51,7 +51,8 @@ def declare(
     ("signature", "options", "message"),
     [
         ("x[R, H] -> y[R]", {"tile": "R, H"}, r"y\[R\] is written by every tile along H.*all it writes have"),
-        ("x[R, H] -> y[R, H]", {"tile": "Q"}, r"y\[R, H\] is written by every tile along Q"),
+        ("x[R, H] -> y[R, H]", {"tile": "Q"}, "tiles are cut along Q, whose size no operand says"),
+        ("x[R, H] -> y[R, K]", {"tile": "R, K"}, "tiles are cut along K, whose size no operand says"),
         ("x[R, H] -> y[R, H]", {"tile": {"R": 0}}, "a tile has 0 of dimension R, expected 1 or more"),
         ("x[..., H] -> y[..., H]", {"tile": {"...": 2}}, "a tile has 2 of dimension ..., expected 1$"),
         ("x[R, H] -> y[R, H]", {"role": "row", "tile": "R"}, "tile= is for tasks of role 'tile', this one's is 'row'"),
@@ -171,6 +172,12 @@ def test_what_the_reference_returns_is_checked() -> None:
         double(torch.ones(3))
     with pytest.raises(TaskError, match="there is nothing to check it with: declare samples"):
         check_task(double)
+
+
+def test_an_output_of_another_dtype_than_declared_is_named():
+    with_index = declare("x[R, H] -> y[R, H]: int64", "declaring_test_dtype")
+    with pytest.raises(TaskError, match=r"the reference returned y as torch.float32, expected torch.int64"):
+        with_index(torch.ones(2, 3))
 
 
 def test_code_is_found_beside_the_file() -> None:

@@ -70,6 +70,11 @@ def read_tile(task: Task, tile: str | Mapping[str, int] | None) -> dict[str, int
         if not isinstance(size, int) or size < 1 or (dim == "..." and size != 1):
             expected = "1" if dim == "..." else "1 or more"
             raise TaskError(f"{task.name}: a tile has {size!r} of dimension {dim}, expected {expected}")
+        if not any(dim in operand.dims for operand in task.inputs):
+            raise TaskError(
+                f"{task.name}: tiles are cut along {dim}, whose size no operand says: cut along dimensions that inputs "
+                f"have, too (signature: {task.signature})"
+            )
         for operand in written:
             if dim not in operand.dims:
                 raise TaskError(

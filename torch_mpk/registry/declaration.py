@@ -140,6 +140,12 @@ class Task:
         if self.outputs:
             results = self.results(result)
             bind_dims(self.name, self.signature, self.outputs, [t.shape for t in results], sizes)
+            for output, tensor in zip(self.outputs, results, strict=True):
+                if output.dtype is not None and tensor.dtype != output.dtype:
+                    raise TaskError(
+                        f"{self.name}: the reference returned {output.name} as {tensor.dtype}, expected {output.dtype} "
+                        f"(signature: {self.signature})"
+                    )
         return result, attrs
 
     def results(self, result: Any) -> tuple[torch.Tensor, ...]:
