@@ -1,6 +1,8 @@
-"""Times one batch-1 decode step on the CPU: eager, Inductor, mpk, and a plain read of the same bytes.
+"""Times one decode step on the CPU: eager, Inductor, mpk, and a plain read of the same bytes.
 
     python benchmarks/cpu_decode.py --models qwen3-0.6b llama-1b --dtypes bfloat16 float32 --threads 2
+    python benchmarks/cpu_decode.py --models qwen3-0.6b --batch 1 2 4 8 16 --tokens 1
+    python benchmarks/cpu_decode.py --models qwen3-0.6b --batch 1 --tokens 2 8 16
     python benchmarks/cpu_decode.py --linear --threads 1 2 4 8 16
 
 All variants of a case run in one process, in rounds of changing order, so that whatever else the machine does meets
@@ -29,7 +31,7 @@ from transformers import PreTrainedModel
 import torch_mpk.tasks  # noqa: F401 - registers the tasks
 from torch_mpk import _C
 from torch_mpk.testing.bench import summary
-from torch_mpk.testing.decode import Step, bytes_read, decode_logits, prefill, rewind
+from torch_mpk.testing.decode import Step, bytes_read, prefill, rewind
 from torch_mpk.testing.models import CONFIGS, random_model
 
 BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {
@@ -91,12 +93,12 @@ def make_model(case: dict[str, Any]) -> torch.nn.Module:
 
 @torch.inference_mode()
 def measure_step(case: dict[str, Any]) -> list[Result]:
-    position, num_threads = case["position"], case["threads"]
+    position, num_threads, batch, tokens = (case[name] for name in ("position", "threads", "batch", "tokens"))
     torch.set_num_threads(num_threads)
     model = make_model(case)
-    token = torch.randint(model.config.vocab_size, (1, 1), generator=torch.Generator().manual_seed(1))
-    max_cache_len = -(-(position + 1 + case["calls"]) // 1024) * 1024
-    cache, _ = prefill(model, token, max_cache_len)
+    ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1))
+    max_cache_len = -(-(position + (1 + case["calls"]) * tokens) // 1024) * 1024
+    cache, _ = prefill(model, ids[:, :1], max_cache_len)
     for layer in cache.layers:  # a step costs the same whatever the keys are
         layer.keys.normal_()
         layer.values.normal_()
@@ -104,21 +106,25 @@ def measure_step(case: dict[str, Any]) -> list[Result]:
 
     ours = copy.deepcopy(model)
     steps = {name: BASELINES[name](model) for name in case["baselines"]}
-    steps["mpk"] = torch.compile(ours, backend="mpk")
-    expected = decode_logits(model, cache, token)
+    steps["mpk"] = torch.compile(ours, backend="mpk", options={"max_positions": tokens, "fallback": "error"})
+
+    def logits_of(step: Step) -> Tensor:
+        rewind(cache, position)
+        return step(input_ids=ids, past_key_values=cache).logits.to(torch.float32, copy=True)
+
+    expected = logits_of(model)
     build_s, difference = {}, {}
     for name, step in steps.items():
-        rewind(cache, position)
         begin = time.perf_counter()
-        logits = decode_logits(step, cache, token)
+        logits = logits_of(step)
         build_s[name] = time.perf_counter() - begin
         difference[name] = ((logits - expected).norm() / expected.norm()).item()
     huge_bytes = wait_for_huge_pages()
 
     def decode(step: Step) -> None:
-        if int(cache.layers[0].cumulative_length) > position + case["calls"]:
+        if int(cache.layers[0].cumulative_length) > position + case["calls"] * tokens:
             rewind(cache, position)
-        step(input_ids=token, past_key_values=cache)
+        step(input_ids=ids, past_key_values=cache)
 
     large = [p for p in ours.parameters() if p.nbytes >= 1 << 16]
     calls: dict[str, Callable[[], object]] = {name: lambda step=step: decode(step) for name, step in steps.items()}
@@ -214,6 +220,8 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, nargs="+", help="default: 2, or with --linear 1, 2, 4, 8, 16")
     parser.add_argument("--baselines", nargs="*", choices=list(BASELINES), default=list(BASELINES))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences of a step")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="of each sequence that a step takes")
     parser.add_argument("--position", type=int, default=512, help="tokens in the cache when the step begins")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
     parser.add_argument("--linear", action="store_true", help="one large linear instead of a model")
@@ -234,8 +242,9 @@ def main() -> None:
         title = f"A linear of {LINEAR_BYTES >> 20} MiB times one row, on the CPU"
     else:
         dimensions = {"model": args.models, "dtype": args.dtypes, "threads": args.threads or [2]}
+        dimensions |= {"batch": args.batch, "tokens": args.tokens}
         columns += ["× mpk's time", "differs from eager", "build s"]
-        title = f"One decode step on the CPU, batch 1, position {args.position}, random weights"
+        title = f"One decode step on the CPU, position {args.position}, random weights"
     shared = {name: getattr(args, name) for name in ("position", "layers", "rounds", "calls", "baselines")}
     report: Report = {
         "title": title,

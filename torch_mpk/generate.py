@@ -21,10 +21,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torch_mpk.config import MAX_POSITIONS, Options, is_int, is_number
+from torch_mpk.config import MAX_POSITIONS, Options, is_int
 from torch_mpk.errors import ArgumentError
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
+from torch_mpk.sampling import Choice, check_sampling, expect, stopping
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,12 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
     callback: Callable[[torch.Tensor], Any] | None = None,
     generator: torch.Generator | None = None,
     max_cache_len: int | None = None,
@@ -62,12 +67,17 @@ def generate(
         input_ids: int64[batch, prompt], on the model's device.
         max_new_tokens: tokens to generate, at least 1.
         attention_mask: [batch, prompt], 0 where a prompt is padded, on the left.
-        do_sample: draw from the distribution that ``temperature``, ``top_k`` and ``top_p`` leave; otherwise greedy.
+        do_sample: draw from the distribution that the next four leave, applied in this order; otherwise greedy.
         temperature: divides the logits, > 0.
         top_k: keep only so many most likely tokens.
         top_p: keep only the most likely tokens whose probabilities add up to this, in (0, 1].
+        min_p: keep only tokens at least this times as likely as the most likely one, in [0, 1].
+        repetition_penalty: divides the positive logits of tokens that were there before, prompt included, and
+            multiplies negative ones, > 0. Before everything else; in greedy search, too.
         eos_token_id: a row ends behind any of these; all rows ended ends the call. None: rows never end early.
         pad_token_id: fills a row behind its end. Default: the first of ``eos_token_id``.
+        stop_strings: a row ends behind the token that completes one of these; ``tokenizer`` must be given.
+        tokenizer: of Hugging Face, for ``stop_strings``.
         callback: called with each new batch of tokens, int64[batch] on the CPU. ``TextStreamer.put`` fits.
         generator: of the model's device, for sampling.
         max_cache_len: length of the key/value cache. Default: what is needed, rounded up to a multiple of 128.
@@ -86,9 +96,12 @@ def generate(
         OptionError: so has an option, or there is none of that name.
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
-    _check(input_ids, max_new_tokens, attention_mask, temperature, top_k, top_p, pad_token_id, max_cache_len)
-    _check_drafts(prompt_lookup_num_tokens, input_ids, attention_mask, do_sample)
+    _check(input_ids, max_new_tokens, attention_mask, pad_token_id, max_cache_len)
+    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    is_plain = not do_sample and repetition_penalty == 1
+    _check_drafts(prompt_lookup_num_tokens, input_ids, attention_mask, is_plain)
     eos = _token_ids("eos_token_id", eos_token_id)
+    is_stopped = stopping(stop_strings, tokenizer, input_ids)
     Options.parse(None, options)
     prompt, num_drafts = input_ids.shape[1], prompt_lookup_num_tokens or 0
     needed = prompt + max_new_tokens - 1 + num_drafts  # the last token is not written to the cache
@@ -100,17 +113,16 @@ def generate(
     if num_drafts:
         options = {**(options or {}), "max_positions": 1 + num_drafts}
     decode = _Decode(model, input_ids, attention_mask, length, options)
-    if do_sample:
-        decode.choose = functools.partial(
-            _sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-        )
+    if not is_plain:
+        warpers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if do_sample else {}
+        decode.choose = Choice(input_ids, repetition_penalty, warpers, do_sample, generator)
     pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
     start = time.perf_counter()
     tokens = decode.checked_tokens(max_new_tokens, num_drafts) if num_drafts else decode.tokens(max_new_tokens)
     first = next(tokens)
     first.tolist()  # waits
     prompt_done = time.perf_counter()
-    collected = _collect(itertools.chain([first], tokens), eos, pad, callback)
+    collected = _collect(itertools.chain([first], tokens), eos, pad, is_stopped, callback)
     synchronize()
     seconds = time.perf_counter() - prompt_done
     num_later = collected.numel() - len(collected)
@@ -129,31 +141,19 @@ def _check(
     input_ids: torch.Tensor,
     max_new_tokens: int,
     attention_mask: torch.Tensor | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
     pad_token_id: int | None,
     max_cache_len: int | None,
 ) -> None:
-    def expect(ok: Any, name: str, expected: str, value: Any) -> None:
-        if not ok:
-            raise ArgumentError(name=name, expected=expected, value=value)
-
     for name, value in {"input_ids": input_ids, "attention_mask": attention_mask}.items():
         is_absent = name == "attention_mask" and value is None
         expect(is_absent or isinstance(value, torch.Tensor), name, "a tensor", repr(value))
     expect(is_int(max_new_tokens), "max_new_tokens", "an int", repr(max_new_tokens))
-    for name, number in {"top_k": top_k, "pad_token_id": pad_token_id, "max_cache_len": max_cache_len}.items():
+    for name, number in {"pad_token_id": pad_token_id, "max_cache_len": max_cache_len}.items():
         expect(number is None or is_int(number), name, "an int or None", repr(number))
-    expect(is_number(temperature), "temperature", "a number > 0", repr(temperature))
-    expect(top_p is None or is_number(top_p), "top_p", "a number in (0, 1] or None", repr(top_p))
     shape = list(input_ids.shape)
     expect(input_ids.dtype == torch.int64, "input_ids", "int64", input_ids.dtype)
     expect(len(shape) == 2 and min(shape) > 0, "input_ids", "a shape [batch, prompt]", shape)
     expect(max_new_tokens > 0, "max_new_tokens", "at least 1", max_new_tokens)
-    expect(temperature > 0, "temperature", "a number > 0", temperature)
-    expect(top_k is None or top_k > 0, "top_k", "at least 1", top_k)
-    expect(top_p is None or 0 < top_p <= 1, "top_p", "a number in (0, 1]", top_p)
     if attention_mask is not None:
         expect(list(attention_mask.shape) == shape, "attention_mask", f"the shape {shape}", list(attention_mask.shape))
         ends = attention_mask[:, -1].bool().all().item()
@@ -161,7 +161,7 @@ def _check(
 
 
 def _check_drafts(
-    count: int | None, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, do_sample: bool
+    count: int | None, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, is_plain: bool
 ) -> None:
     if count is None:
         return
@@ -169,7 +169,7 @@ def _check_drafts(
     is_padded = attention_mask is not None and not bool(attention_mask.all())
     for ok, expected, value in (
         (is_int(count) and 0 < count <= most, f"an int from 1 to {most}, or None", repr(count)),
-        (not do_sample, "greedy search", "do_sample=True"),
+        (is_plain, "greedy search without a penalty", "do_sample or repetition_penalty"),
         (input_ids.shape[0] == 1, "one sequence", f"a batch of {input_ids.shape[0]}"),
         (not is_padded, "a prompt without padding", "an attention_mask with zeros"),
     ):
@@ -371,35 +371,15 @@ def _next_tokens(
     return model(input_ids=input_ids, position_ids=position_ids, **inputs).logits.argmax(-1)
 
 
-def _sample(
-    logits: torch.Tensor,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
-) -> torch.Tensor:
-    """Draws int64[batch, 1] from float[batch, vocabulary]; temperature, top_k and top_p apply in this order."""
-    logits = logits.float() / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if top_p is not None and top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        beyond = probabilities.cumsum(-1) - probabilities >= top_p  # never the most likely token
-        logits = logits.masked_fill(beyond.gather(-1, order.argsort()), -torch.inf)
-    # The first of several clocks with these rates to ring; torch.multinomial does the same, but waits for the device.
-    probabilities = logits.softmax(-1)
-    times = torch.empty_like(probabilities).exponential_(generator=generator)
-    return (probabilities / times).argmax(-1, keepdim=True)
-
-
 def _collect(
-    tokens: Iterator[torch.Tensor], eos: Sequence[int], pad: int, callback: Callable[[torch.Tensor], Any] | None
+    tokens: Iterator[torch.Tensor],
+    eos: Sequence[int],
+    pad: int,
+    is_stopped: Callable[[list[list[int]]], list[bool]] | None,
+    callback: Callable[[torch.Tensor], Any] | None,
 ) -> torch.Tensor:
     """Reads new tokens, some steps behind the device, until all rows have ended. Returns int64[batch, generated]."""
-    if not eos and callback is None:
+    if not eos and is_stopped is None and callback is None:
         return torch.cat(list(tokens), dim=1)
     columns: list[list[int]] = []
     ended: list[bool] = []
@@ -413,6 +393,8 @@ def _collect(
         column = [pad if end else token for token, end in zip(column, ended, strict=True)]
         ended = [end or token in eos for token, end in zip(column, ended, strict=True)]
         columns.append(column)
+        if is_stopped is not None:
+            ended = [end or stopped for end, stopped in zip(ended, is_stopped(columns), strict=True)]
         if callback is not None:
             callback(torch.tensor(column))
         return all(ended)

@@ -4,12 +4,13 @@ import sys
 
 import pytest
 import torch
-from transformers import CompileConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import CompileConfig, PreTrainedTokenizerFast
 
 import torch_mpk
 from torch_mpk.errors import ArgumentError
 from torch_mpk.prompt_lookup import PromptLookup
-from torch_mpk.testing.tiny import random_ids, tiny_model
+from torch_mpk.testing.tiny import VOCAB_SIZE, random_ids, tiny_model
 
 STRICT = {"fallback": "error"}
 
@@ -109,6 +110,38 @@ def test_samples_follow_the_distribution(model):
     assert counts[kept[0]] > 128 * 0.5 * float(probabilities[kept[0]])
 
 
+def test_a_penalty_of_repetition_is_hugging_faces(model):
+    ids, mask = (tensor.to(model.device) for tensor in left_padded(3, 5))
+    settings = {"repetition_penalty": 1.7, "do_sample": False, "attention_mask": mask}
+    expected = model.generate(ids, max_new_tokens=16, pad_token_id=0, **settings)
+    assert not torch.equal(expected, torch_mpk.generate(model, ids, 16, attention_mask=mask, options=STRICT))
+    assert torch.equal(torch_mpk.generate(model, ids, 16, options=STRICT, **settings), expected)
+
+
+def test_what_is_far_less_likely_than_the_best_is_not_drawn(model):
+    ids = random_ids(2, 5, model.device)
+    greedy = torch_mpk.generate(model, ids, 10, options=STRICT)
+    assert torch.equal(torch_mpk.generate(model, ids, 10, do_sample=True, min_p=1.0, options=STRICT), greedy)
+
+
+def test_rows_stop_behind_a_stop_string(model):
+    letters = {chr(33 + i): i for i in range(VOCAB_SIZE)}
+    words = Tokenizer(models.WordLevel(letters, unk_token="!"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    ids = random_ids(2, 5, model.device)
+    free = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    stops = ["".join(chr(33 + token) for token in free[0, 9:11]), "no such text"]
+    eos = min(set(range(1, VOCAB_SIZE)) - set(free.flatten().tolist()))  # never comes: without one, theirs do not end
+    settings = {"stop_strings": stops, "tokenizer": tokenizer, "eos_token_id": eos, "pad_token_id": 0}
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, **settings)
+    assert torch.equal(torch_mpk.generate(model, ids, 12, options=STRICT, **settings), expected)
+    assert not torch.equal(expected[0], free[0, : expected.shape[1]]) or expected.shape != free.shape
+    [row] = torch_mpk.generate(model, ids[:1], 12, options=STRICT, stop_strings=stops[0], tokenizer=tokenizer).tolist()
+    assert row == free[0, : len(row)].tolist()
+    assert len(row) <= 11
+
+
 def test_a_model_is_not_kept_alive():
     import gc
     import weakref
@@ -130,6 +163,10 @@ def test_a_model_is_not_kept_alive():
         ({"temperature": 0.0}, "temperature: expected a number > 0"),
         ({"top_p": 1.5}, r"top_p: expected a number in \(0, 1\], got 1.5"),
         ({"top_k": 0}, "top_k: expected at least 1"),
+        ({"min_p": -0.1}, r"min_p: expected a number in \[0, 1\], got -0.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected a number > 0, got 0"),
+        ({"stop_strings": ""}, "stop_strings: expected a text or a list of texts, got ''"),
+        ({"stop_strings": ["a"]}, "tokenizer: expected the model's tokenizer, which stop_strings need, got None"),
         ({"attention_mask": torch.ones(1, 2)}, r"attention_mask: expected the shape \[1, 3\], got \[1, 2\]"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask: expected padding on the left"),
         ({"input_ids": [[1, 2]]}, r"input_ids: expected a tensor, got \[\[1, 2\]\]"),
@@ -197,7 +234,8 @@ def test_drafts_from_the_prompt_change_no_token(model, monkeypatch):
     [
         ({"prompt_lookup_num_tokens": 16}, "an int from 1 to 15, or None"),
         ({"prompt_lookup_num_tokens": 2.0}, "an int from 1 to 15, or None"),
-        ({"do_sample": True}, "greedy search"),
+        ({"do_sample": True}, "greedy search without a penalty"),
+        ({"repetition_penalty": 1.2}, "greedy search without a penalty"),
         ({"input_ids": random_ids(2, 4)}, "one sequence"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "a prompt without padding"),
         ({"max_cache_len": 16}, r"at least 17 for 4 \+ 10 tokens and drafts of 4"),
