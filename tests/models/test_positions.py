@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lowering.harness import capture, clone, run
-from tests.patterns.test_positions import causal, sdpa, step, with_holes
+from tests.patterns.positions_graph import causal, sdpa, step, with_holes
 from tests.thinned import thinned
 from torch_mpk import lowering
 from torch_mpk.errors import IndexRangeError
