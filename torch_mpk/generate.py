@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_mpk.config import MAX_POSITIONS, Options, is_int
-from torch_mpk.errors import ArgumentError
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
 from torch_mpk.sampling import Choice, check_sampling, expect, stopping
@@ -99,17 +98,16 @@ def generate(
     _check(input_ids, max_new_tokens, attention_mask, pad_token_id, max_cache_len)
     check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     is_plain = not do_sample and repetition_penalty == 1
-    _check_drafts(prompt_lookup_num_tokens, input_ids, attention_mask, is_plain)
+    _check_drafts(prompt_lookup_num_tokens, input_ids, is_plain)
     eos = _token_ids("eos_token_id", eos_token_id)
     is_stopped = stopping(stop_strings, tokenizer, input_ids)
     Options.parse(None, options)
     prompt, num_drafts = input_ids.shape[1], prompt_lookup_num_tokens or 0
     needed = prompt + max_new_tokens - 1 + num_drafts  # the last token is not written to the cache
     length = max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
-    if length < needed:
-        drafted = f" and drafts of {num_drafts}" if num_drafts else ""
-        expected = f"at least {needed} for {prompt} + {max_new_tokens} tokens{drafted}"
-        raise ArgumentError(name="max_cache_len", expected=expected, value=max_cache_len)
+    drafted = f" and drafts of {num_drafts}" if num_drafts else ""
+    expected = f"at least {needed} for {prompt} + {max_new_tokens} tokens{drafted}"
+    expect(length >= needed, "max_cache_len", expected, max_cache_len)
     if num_drafts:
         options = {**(options or {}), "max_positions": 1 + num_drafts}
     decode = _Decode(model, input_ids, attention_mask, length, options)
@@ -160,29 +158,20 @@ def _check(
         expect(ends, "attention_mask", "padding on the left", "a last column with zeros")
 
 
-def _check_drafts(
-    count: int | None, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, is_plain: bool
-) -> None:
+def _check_drafts(count: int | None, input_ids: torch.Tensor, is_plain: bool) -> None:
     if count is None:
         return
-    most = MAX_POSITIONS - 1
-    is_padded = attention_mask is not None and not bool(attention_mask.all())
-    for ok, expected, value in (
-        (is_int(count) and 0 < count <= most, f"an int from 1 to {most}, or None", repr(count)),
-        (is_plain, "greedy search without a penalty", "do_sample or repetition_penalty"),
-        (input_ids.shape[0] == 1, "one sequence", f"a batch of {input_ids.shape[0]}"),
-        (not is_padded, "a prompt without padding", "an attention_mask with zeros"),
-    ):
-        if not ok:
-            raise ArgumentError(name="prompt_lookup_num_tokens", expected=expected, value=value)
+    name, batch, most = "prompt_lookup_num_tokens", input_ids.shape[0], MAX_POSITIONS - 1
+    expect(is_int(count) and 0 < count <= most, name, f"an int from 1 to {most}, or None", repr(count))
+    expect(is_plain, name, "greedy search without a penalty", "do_sample or repetition_penalty")
+    expect(batch == 1, name, "one sequence", f"a batch of {batch}")
 
 
 def _token_ids(name: str, given: int | Sequence[int] | None) -> list[int]:
     if given is None:
         return []
     ids = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
-    if not all(map(is_int, ids)):
-        raise ArgumentError(name=name, expected="an int, a list of ints or None", value=repr(given))
+    expect(all(map(is_int, ids)), name, "an int, a list of ints or None", repr(given))
     return list(ids)
 
 
@@ -238,10 +227,9 @@ class _Decode:
         A step takes the last token and its draft, and says what follows each. What follows a token that was right is
         right; what the step has written to the cache behind that is forgotten.
         """
-        if not self.is_replayable:
-            raise ArgumentError(
-                name="prompt_lookup_num_tokens", expected="a model without sliding windows", value="one with"
-            )
+        name = "prompt_lookup_num_tokens"
+        expect(self.is_replayable, name, "a model without sliding windows", "one with")
+        expect(self.mask is None, name, "a prompt without padding", "an attention_mask with zeros")
         inputs: dict[str, Any] = {"attention_mask": None, "past_key_values": self.cache, "use_cache": True}
         logits = self.model(input_ids=self.prompt, logits_to_keep=1, **inputs).logits[:, -1]
         new = [int(logits.argmax())]

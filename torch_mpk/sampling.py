@@ -87,8 +87,9 @@ def stopping(
     expect(tokenizer is not None, "tokenizer", "the model's tokenizer, which stop_strings need", "None")
     from transformers import StopStringCriteria
 
-    criteria, before = StopStringCriteria(tokenizer, list(texts)), prompt.cpu()
-    longest = criteria.maximum_token_len
+    criteria = StopStringCriteria(tokenizer, list(texts))
+    longest = criteria.maximum_token_len  # tokens that it looks at
+    before = prompt[:, -longest:].cpu()
 
     def is_stopped(columns: list[list[int]]) -> list[bool]:
         row_ends = torch.cat([before, torch.tensor(columns[-longest:]).t()], dim=1)
