@@ -30,8 +30,9 @@ from transformers import PreTrainedModel
 
 import torch_mpk.tasks  # noqa: F401 - registers the tasks
 from torch_mpk import _C
+from torch_mpk.generate import rewind
 from torch_mpk.testing.bench import summary
-from torch_mpk.testing.decode import Step, bytes_read, prefill, rewind
+from torch_mpk.testing.decode import Step, bytes_read, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 
 BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {

@@ -28,8 +28,9 @@ from harness import RESULTS, Report, Result, environment, run_child, spread, tab
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
+from torch_mpk.generate import rewind
 from torch_mpk.testing.bench import summary
-from torch_mpk.testing.decode import Step, bytes_read, copy_cache, count_launches, decode_logits, prefill, rewind
+from torch_mpk.testing.decode import Step, bytes_read, copy_cache, count_launches, decode_logits, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 
 NUM_WARMUP_STEPS = 5

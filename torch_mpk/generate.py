@@ -254,8 +254,7 @@ class _Decode:
             num_right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
             new = found[: num_right + 1]
             position += len(new)
-            for layer in self.cache.layers:
-                layer.cumulative_length.fill_(position)
+            rewind(self.cache, position)
 
     def _step(self, function: Callable[..., torch.Tensor], positions: int = 1) -> _Step:
         """The compiled step, made once for a model and a kind of call."""
@@ -268,6 +267,12 @@ class _Decode:
                 steps.popitem(last=False)
         steps.move_to_end(key)
         return steps[key]
+
+
+def rewind(cache: Any, position: int) -> None:
+    """Makes a ``StaticCache`` without sliding windows forget what lies at and beyond ``position``."""
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(position)
 
 
 class _Step:

@@ -29,12 +29,6 @@ def copy_cache(cache: StaticCache, config: PreTrainedConfig, dtype: torch.dtype 
     return copy
 
 
-def rewind(cache: StaticCache, position: int) -> None:
-    """Makes the cache forget what lies at and beyond ``position``."""
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(position)
-
-
 def bytes_read(model: PreTrainedModel, cache: StaticCache, position: int) -> int:
     """What a step cannot avoid reading: every weight but an untied embedding, and the keys and values so far."""
     weights = sum(p.nbytes for p in model.parameters())
