@@ -61,6 +61,12 @@ def test_a_decoder_keeps_nothing_in_local_memory(decoder_name: str, arch: int, b
     assert (resources.stack_bytes, resources.spill_store_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("arch", [90, 80])
+def test_nvrtc_compiles_a_decoder_as_well(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
+    monkeypatch.setenv("TORCH_MPK_COMPILER", "nvrtc")
+    compiled(decoder(**QWEN3_06B), arch)
+
+
 def graph_of_a_step(arch: str, attention: str, dtype: torch.dtype, batch: int, mask: str) -> _C.TBGraph:
     """What the stages before scheduling make of a decode step."""
     graphs = []

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "torch_mpk/abi/layout.h"
+
 namespace mpk {
 
 struct Control {
@@ -52,8 +54,8 @@ struct PhaseStamps {
   uint32_t computed;  // one warp was done
 };
 
-static_assert(sizeof(Control) == 16 && sizeof(Control) <= kEventsOffset && __builtin_offsetof(Control, aborted) == 8);
-static_assert(sizeof(StallRecord) == 32 && __builtin_offsetof(StallRecord, waiting) == 12);
+static_assert(sizeof(Control) == 16 && sizeof(Control) <= kEventsOffset && MPK_STANDS_AT(Control, aborted, 8));
+static_assert(sizeof(StallRecord) == 32 && MPK_STANDS_AT(StallRecord, waiting, 12));
 static_assert(alignof(StallRecord) == 4 && sizeof(PhaseStamps) == 20 && alignof(PhaseStamps) == 4);
 
 }  // namespace mpk

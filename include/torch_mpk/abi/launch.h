@@ -2,6 +2,7 @@
 #pragma once
 
 #include "torch_mpk/abi/control.h"
+#include "torch_mpk/abi/layout.h"
 
 namespace mpk {
 
@@ -24,7 +25,7 @@ struct LaunchParams {
 };
 
 static_assert(sizeof(void*) == 8 && alignof(LaunchParams) == 8);
-static_assert(__builtin_offsetof(LaunchParams, watchdog_ns) == 32 && __builtin_offsetof(LaunchParams, jitter) == 40);
-static_assert(__builtin_offsetof(LaunchParams, scalars) == 48 && sizeof(LaunchParams) == 48 + 8 * kMaxScalars);
+static_assert(MPK_STANDS_AT(LaunchParams, watchdog_ns, 32) && MPK_STANDS_AT(LaunchParams, jitter, 40));
+static_assert(MPK_STANDS_AT(LaunchParams, scalars, 48) && sizeof(LaunchParams) == 48 + 8 * kMaxScalars);
 
 }  // namespace mpk

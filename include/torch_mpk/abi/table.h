@@ -4,6 +4,7 @@
 // OutputRow per output.
 #pragma once
 
+#include "torch_mpk/abi/layout.h"
 #include "torch_mpk/abi/partition.h"
 #include "torch_mpk/abi/sizes.h"
 
@@ -86,10 +87,10 @@ struct OutputRow {
 };
 
 static_assert(sizeof(PhaseRow) == kAccessBytes && sizeof(JobRow) == kAccessBytes);  // references behind it are aligned
-static_assert(__builtin_offsetof(JobRow, bytes) == 8 && __builtin_offsetof(JobRow, num_matrices) == 14);
+static_assert(MPK_STANDS_AT(JobRow, bytes, 8) && MPK_STANDS_AT(JobRow, num_matrices, 14));
 static_assert(sizeof(Stream) == 40 && sizeof(Tickets) == 12 && sizeof(StreamRow) == 56 && sizeof(MatrixRow) == 16);
 static_assert(alignof(StreamRow) == 4 && alignof(MatrixRow) == 4);  // they stand behind 8-byte words
-static_assert(sizeof(OutputRow) == 24 && __builtin_offsetof(OutputRow, nan) == 16 && alignof(OutputRow) == 8);
+static_assert(sizeof(OutputRow) == 24 && MPK_STANDS_AT(OutputRow, nan, 16) && alignof(OutputRow) == 8);
 static_assert(ref_index(make_ref(kPolledIndex, 40)) == kPolledIndex && ref_offset(make_ref(kPolledIndex, 40)) == 40);
 
 }  // namespace mpk
