@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torch_mpk import registry
 from torch_mpk.aliasing import value
 from torch_mpk.capture import Captured, source_line
 from torch_mpk.errors import (
@@ -53,7 +54,7 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
 
 def check_graph(captured: Captured, max_positions: int = 1) -> None:
     """Raises DeclinedError for a cache that grows, and for a prefill, which is bound by compute and stays eager: a step
-    over more positions than ``max_positions``, or over several of several sequences."""
+    over more positions than ``max_positions``, or over several of several sequences, none of them by page."""
     nodes = captured.graph_module.graph.nodes
     sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
     results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
@@ -62,7 +63,7 @@ def check_graph(captured: Captured, max_positions: int = 1) -> None:
             grown = [sources[part] for part in node.args[0] if _CACHE_SOURCE.search(sources.get(part, ""))]
             if grown:
                 raise GrowingCacheError(source=grown[0], line=source_line(node))
-    for node in nodes:
+    for node in nodes if not any(map(_is_paged, nodes)) else ():
         batch, length = _positions(node)
         if length > (max_positions if batch == 1 else 1):
             raise PrefillDeclined(length=length)
@@ -75,6 +76,12 @@ def _is_empty_cache(node: torch.fx.Node) -> bool:
     """Whether it is what a DynamicCache begins with: made by the call itself, of no element, in a cache's code."""
     is_empty = node.op != "placeholder" and value(node).numel() == 0
     return is_empty and any(_CACHE_CODE.search(source_line(user) or "") for user in node.users)
+
+
+def _is_paged(node: torch.fx.Node) -> bool:
+    """Whether it calls a task to which tokens are rows of a batch, however the graph around it has them."""
+    task = registry.of_operator(node.target)
+    return task is not None and bool(task.streaming.paged_by)
 
 
 def _positions(node: torch.fx.Node) -> tuple[int, int]:

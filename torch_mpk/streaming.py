@@ -20,6 +20,8 @@ class Streaming:
         tiled_by: an operand whose rows are the job's tiles, which workers may draw at run time.
         hands_over: results may be stored for readers to poll.
         cursor: which row of what it updates in place a call writes; an element outside writes nothing.
+        paged_by: has, for each row of the result, the pages of a sequence of its own: rows are tokens of a batch, in
+            whatever shape a model has them.
     """
 
     loaded: tuple[str, ...]
@@ -30,6 +32,7 @@ class Streaming:
     tiled_by: str = ""
     hands_over: bool = False
     cursor: str = ""
+    paged_by: str = ""
 
     def of_operands(self) -> dict[str, list[str]]:
         """The traits that each name several operands."""
@@ -40,4 +43,4 @@ class Streaming:
         """Every operand that is named."""
         for names in self.of_operands().values():
             yield from names
-        yield from filter(None, (self.joined_by, self.tiled_by, self.cursor))
+        yield from filter(None, (self.joined_by, self.tiled_by, self.cursor, self.paged_by))

@@ -13,6 +13,7 @@ ISAS = _C.cpu_isas()
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 # Relative root-mean-square error a result rounded once may have.
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6, torch.float64: 1e-14}
+IN_PLACE = ("k_cache", "v_cache", "k_pages", "v_pages")
 CPU = _C.Target("cpu", num_workers=2, fuse=False)
 
 
@@ -57,7 +58,7 @@ class Net:
 
     def node(self, task: str, attrs: dict | None = None, **operands: _C.Tensor | None) -> None:
         """Operands in the order of the task's signature; y is written, caches are updated in place."""
-        rows = [(n, t, n != "y", n in ("y", "k_cache", "v_cache")) for n, t in operands.items() if t is not None]
+        rows = [(n, t, n != "y", n == "y" or n in IN_PLACE) for n, t in operands.items() if t is not None]
         self.graph.add_node(task, rows, attrs or {}, None, "node")
 
     def program(self, role: str, program: _C.Program, reads: list, writes: list, attrs: dict | None = None) -> None:

@@ -15,7 +15,7 @@ from torch_mpk import _C, PersistentKernel, registry
 from torch_mpk.__main__ import main
 from torch_mpk.errors import GridError, LayerError, MpkWarning, TaskAttributeError, TaskError
 from torch_mpk.persistent_kernel import task_layers
-from torch_mpk.persistent_kernel.task_layers import TaskLayers, layer_name
+from torch_mpk.persistent_kernel.task_layers import TaskLayers, has_layer, layer_name
 from torch_mpk.testing.emulator import SMEM_BYTES, emulate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -40,7 +40,9 @@ def run(kernel: PersistentKernel) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("task", "sample"), thinned(SAMPLES, *FIRST_OF_EACH))
+@pytest.mark.parametrize(
+    ("task", "sample"), [case for case in thinned(SAMPLES, *FIRST_OF_EACH) if has_layer(case.values[0])]
+)
 def test_a_layer_runs_its_task(task, sample, dtype, device):
     operands, attrs = task.sample(sample, dtype, device)
     expected_operands = [None if t is None else t.clone() for t in operands]
@@ -242,7 +244,7 @@ def test_the_stub_of_layers_is_current(capsys):
     printed = capsys.readouterr().out
     path = Path(task_layers.__file__).with_suffix(".pyi")
     assert printed == path.read_text(), "run python -m torch_mpk stub > torch_mpk/persistent_kernel/task_layers.pyi"
-    for task in OWN:
+    for task in filter(has_layer, OWN):
         assert callable(getattr(TaskLayers, layer_name(task)))
         assert f"def {layer_name(task)}(" in printed
 

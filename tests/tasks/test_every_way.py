@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.schedule.taken_apart import Parts
-from tests.tasks.every_task import FIRST_OF_EACH, SAMPLES, TASKS
+from tests.tasks.every_task import FIRST_OF_EACH, ON_CUDA, SAMPLES, TASKS
 from tests.thinned import thinned
 from torch_mpk import _C, registry
 from torch_mpk.capture import capture
@@ -48,7 +48,7 @@ def test_cpu_runtime(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "arch"), thinned([(torch.float32, 80), (torch.bfloat16, 90)], 1), ids=str)
 def test_emulated_kernel(dtype: torch.dtype, arch: int) -> None:
-    calls = Calls(samples_of(TASKS, dtype))
+    calls = Calls(samples_of(ON_CUDA, dtype))
     kernel = emulate(calls.lowered.graph, arch=arch)
     for order in get_args(Order):
         calls.check_graph(functools.partial(launch, kernel, order))
@@ -139,4 +139,4 @@ def test_tile_tasks_compile(dtype: torch.dtype, arch: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cuda(dtype: torch.dtype) -> None:
-    Calls(samples_of(TASKS, dtype, "cuda")).check_pipeline(torch.device("cuda", 0))
+    Calls(samples_of(ON_CUDA, dtype, "cuda")).check_pipeline(torch.device("cuda", 0))

@@ -69,6 +69,28 @@ def paged_decode(q, k_cache, v_cache, pages, first, limit, scale):
     return y
 
 
+def paged_attention(q, k_new, v_new, k_pages, v_pages, block_table, length, scale):
+    y = torch.zeros_like(q)
+    places = [
+        [divmod(p, k_pages.shape[1]) for p in range(n) if p < table.shape[0] * k_pages.shape[1]]
+        for n, table in zip(length.tolist(), block_table)
+    ]
+    places = [[(int(table[m]), s) for m, s in of] for of, table in zip(places, block_table)]
+    is_there = [[0 <= page < len(k_pages) for page, _ in of] for of in places]
+    for r, of in enumerate(places):
+        if k_new is not None and of and is_there[r][-1]:
+            k_pages[of[-1]], v_pages[of[-1]] = k_new[r], v_new[r]
+    for r, of in enumerate(places):
+        own = [place for place, there in zip(of, is_there[r]) if there]
+        if own:
+            k, v = (
+                torch.stack([t[place] for place in own]).repeat_interleave(q.shape[1] // t.shape[2], 1)
+                for t in (k_pages, v_pages)
+            )
+            y[r] = torch.einsum("hl,lhd->hd", (scale * torch.einsum("hd,lhd->hl", q[r], k)).softmax(-1), v)
+    return y
+
+
 def paged_kv_write(cache, new, slot):
     for n, at in enumerate(slot.tolist()):
         cache[at // cache.shape[1], at % cache.shape[1]] = new[n]

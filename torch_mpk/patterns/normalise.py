@@ -32,8 +32,8 @@ def normalise(graph: fx.Graph) -> None:
             continue
         if storages(node) & moved:
             node.meta["val"] = evaluate(node.target, node.args, node.kwargs)
-        if getattr(node.target, "namespace", None) == "mpk":
-            _call_task(node)
+        if (task := registry.of_operator(node.target)) is not None:
+            _call_task(node, task)
         elif (same := _unchanged(node, written)) is not None:
             moved |= storages(node) - storages(same)
             node.replace_all_uses_with(same)
@@ -52,12 +52,10 @@ def _unchanged(node: fx.Node, written: frozenset[int]) -> fx.Node | None:
     return next((a for a in node.all_input_nodes if is_tensor(a) and is_same_tensor(value(node), value(a))), None)
 
 
-def _call_task(node: fx.Node) -> None:
-    name = node.target._schema.name.removeprefix("mpk::")
-    task = registry.get(name.removesuffix("_"))
+def _call_task(node: fx.Node, task: registry.Task) -> None:
     args = tuple(argument(node, operand.name) for operand in task.inputs)
     kwargs = {name: argument(node, name) for name in task.attrs}
-    if not name.endswith("_"):
+    if not node.target._schema.name.endswith("_"):
         node.target, node.args, node.kwargs = task, args, kwargs
         return
     with node.graph.inserting_before(node):

@@ -15,12 +15,20 @@ _LAUNCH = ("grid_dim", "block_dim")
 _RESULTS, _SEVERAL = {0: "None", 1: GlobalTensor.__name__}, f"tuple[{GlobalTensor.__name__}, ...]"
 
 
+_MIRAGES = ("paged_attention",)  # whose layer of that name does more, and stands in layers.py
+
+
 class TaskLayers:
-    """``<task>_layer`` for every task that is registered, now or later."""
+    """``<task>_layer`` for every task that is registered, now or later, and that ``has_layer``."""
 
 
 def layer_name(task: Task) -> str:
     return f"{task.name}_layer"
+
+
+def has_layer(task: Task) -> bool:
+    """Whether there is one that is the task alone."""
+    return task.name not in _MIRAGES
 
 
 def is_packable(task: Task) -> bool:
@@ -120,7 +128,8 @@ def _parameters(form: inspect.Signature) -> str:
 
 
 def _add(task: Task) -> None:
-    setattr(TaskLayers, layer_name(task), _layer(task))
+    if has_layer(task):
+        setattr(TaskLayers, layer_name(task), _layer(task))
 
 
 registry.subscribe(_add)
@@ -143,7 +152,7 @@ def _stub_lines(tasks: Iterable[Task]) -> Iterator[str]:
     yield "    def _meta_tensor(self, name: str) -> GlobalTensor: ..."
     yield "    def _begin(self, layer: str, output: GlobalTensor | None = ..., block_dim: Dim3 = ...) -> Any: ..."
     yield "    def _within(self, layer: str, output: GlobalTensor | None = ...) -> Any: ..."
-    for task in sorted(tasks, key=lambda task: task.name):
+    for task in sorted(filter(has_layer, tasks), key=lambda task: task.name):
         for form in (signature(task), signature(task, mirage=True)):
             yield "    @overload"
             yield f"    def {layer_name(task)}("

@@ -15,7 +15,19 @@ from torch_mpk.registry.declaration import Task, is_ours
 from torch_mpk.signature import Operand, bind_dims
 from torch_mpk.streaming import Streaming
 
-__all__ = ["Attr", "Operand", "Task", "bind_dims", "get", "hidden", "is_ours", "subscribe", "task", "tasks"]
+__all__ = [
+    "Attr",
+    "Operand",
+    "Task",
+    "bind_dims",
+    "get",
+    "hidden",
+    "is_ours",
+    "of_operator",
+    "subscribe",
+    "task",
+    "tasks",
+]
 
 _tasks: dict[str, Task] = {}
 _hidden: frozenset[str] = frozenset()
@@ -144,6 +156,13 @@ def get(name: str) -> Task:
     if name not in _tasks:
         raise UnknownTaskError(name=name, known=", ".join(_tasks))
     return _tasks[name]
+
+
+def of_operator(target: Any) -> Task | None:
+    """The task whose operator ``torch.ops.mpk.<name>``, or its in-place form, a node of a graph calls."""
+    if getattr(target, "namespace", None) != "mpk":
+        return None
+    return get(target._schema.name.removeprefix("mpk::").removesuffix("_"))
 
 
 def subscribe(subscriber: Callable[[Task], None]) -> None:

@@ -1,0 +1,191 @@
+// What attention over a cache and attention over its pages share. One unit is a range of positions of one key head of
+// one row: it writes its part of the new keys and values, then attends for all query heads that share the key head. The
+// last unit of a key head combines the ranges.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/cpu/body.h"
+
+namespace mpk::cpu {
+
+// C is the accumulation type: float, or double for float64.
+template <class C>
+class AttentionBody : public Body {
+ public:
+  void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
+    for (int64_t unit = begin; unit < end; unit++) {
+      const int64_t head = unit / num_splits_, b = head / num_groups_, g = head % num_groups_;
+      attend(frame, b, g, unit % num_splits_, scratch);
+      if (arrivals_.is_last(head)) combine(frame, b, g);
+    }
+  }
+
+  void reset() override { arrivals_.reset(); }
+
+ protected:
+  // An operand with its byte strides.
+  struct View {
+    Place place;
+    int64_t strides[4] = {};
+    View() = default;
+    explicit View(const Tensor& t) : place(t) {
+      for (size_t d = 0; d < t.strides.size(); d++) strides[d] = t.strides[d] * size_bytes(t.dtype);
+    }
+    explicit operator bool() const { return static_cast<bool>(place); }
+    uint8_t* at(const Frame& frame, int64_t i, int64_t j = 0) const {
+      return place.at(frame) + i * strides[0] + j * strides[1];
+    }
+  };
+
+  // `keys` and `values`: where the cache lies, with `groups` key heads and room for `capacity` positions of a row.
+  AttentionBody(const Node& node, const Kernels& kernels, const Operand& keys, const Operand& values, int64_t groups,
+                int64_t capacity)
+      : kernels_(kernels),
+        capacity_(capacity),
+        num_groups_(groups),
+        num_splits_(count_splits(node.operand("q").tensor.shape[0] * groups, capacity)),
+        arrivals_(node.operand("q").tensor.shape[0] * groups, num_splits_) {
+    const Operand &q = node.operand("q"), &y = node.operand("y");
+    const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new");
+    dtype_ = float_dtype(node, q);
+    for (const Operand* o : {&keys, &values, k_new, v_new, &y})
+      if (o != nullptr) float_dtype(node, *o, &q);
+    for (const Operand* o : {&q, &keys, &values, k_new, v_new, &y})
+      if (o != nullptr) require_inner_stride(node, *o);
+    const int64_t batch = q.tensor.shape[0], heads = q.tensor.shape[1];
+    head_dim_ = q.tensor.shape[2];
+    if (groups == 0 || heads % groups != 0)
+      fail(node, "H=" + std::to_string(heads) + " is not a multiple of G=" + std::to_string(groups));
+    heads_per_group_ = heads / groups;
+    scale_ = node.float_attr("scale");
+    q_ = View(q.tensor), k_ = View(keys.tensor), v_ = View(values.tensor), y_ = View(y.tensor);
+    if (k_new != nullptr) k_new_ = View(k_new->tensor);
+    if (v_new != nullptr) v_new_ = View(v_new->tensor);
+
+    padded_dim_ = round_up(head_dim_, kHeadDimPad);
+    state_size_ = round_up(heads_per_group_ * (padded_dim_ + 2), 16);  // acc, max, sum
+    num_units_ = batch * groups * num_splits_;
+    partials_.resize(num_units_ * state_size_);
+    unit_cost_ = static_cast<double>(capacity) / num_splits_ * head_dim_ * 2 * size_bytes(dtype_) / kBytesPerNs;
+    q_bytes_ = round_up(heads_per_group_ * padded_dim_ * static_cast<int64_t>(sizeof(C)), 64);
+    tile_bytes_ = heads_per_group_ * kAttentionTile * static_cast<int64_t>(sizeof(C));
+    scratch_bytes_ = q_bytes_ + 2 * tile_bytes_;
+  }
+
+  // Positions of row b and key head g.
+  struct Range {
+    int64_t b, g;
+    int64_t begin, end;  // positions of this unit
+    int64_t live;        // how many the row attends to
+  };
+
+  // How many positions row b attends to: at most the capacity.
+  virtual int64_t live_positions(const Frame& frame, int64_t b) const = 0;
+  // The position that row b writes before it attends; -1 for none.
+  virtual int64_t new_position(const Frame& frame, int64_t b) const = 0;
+  virtual void write(const Frame& frame, int64_t b, int64_t g, int64_t position) const = 0;
+  // Attends to the range. Of `args`, all is filled in but the positions, where their rows lie, and the mask, for which
+  // there is room at `mask`.
+  virtual void attend_to(const Frame& frame, const Range& range, AttentionTileArgs& args, C* mask) const = 0;
+
+  void write_rows(const Frame& frame, int64_t b, int64_t g, uint8_t* k, uint8_t* v) const {
+    const int64_t bytes = head_dim_ * size_bytes(dtype_);
+    std::memcpy(k, k_new_.at(frame, b, g), bytes);
+    std::memcpy(v, v_new_.at(frame, b, g), bytes);
+  }
+
+  void step(const AttentionTileArgs& args) const { kernels_.attention_tile[static_cast<int>(dtype_)](args); }
+
+  const Kernels& kernels_;
+  DType dtype_;
+  View q_, k_, v_, k_new_, v_new_, y_;
+  int64_t capacity_, num_groups_, heads_per_group_, head_dim_;
+  double scale_;
+  C without_keys_ = 0;  // what a head gives that attends to nothing
+
+ private:
+  static constexpr int64_t kMinSplit = 256;    // positions that are worth a unit of their own
+  static constexpr int64_t kWantedUnits = 64;  // enough for many threads; a constant: bits must not depend on them
+
+  struct State {
+    C *acc, *max, *sum;
+  };
+
+  static int64_t count_splits(int64_t key_heads, int64_t capacity) {
+    const int64_t heads = std::max<int64_t>(1, key_heads);
+    const int64_t wanted = (kWantedUnits + heads - 1) / heads, possible = (capacity + kMinSplit - 1) / kMinSplit;
+    return std::max<int64_t>(1, std::min(wanted, possible));
+  }
+
+  State state(int64_t b, int64_t g, int64_t split) {
+    C* base = partials_.data() + ((b * num_groups_ + g) * num_splits_ + split) * state_size_;
+    return {base, base + heads_per_group_ * padded_dim_, base + heads_per_group_ * (padded_dim_ + 1)};
+  }
+
+  void attend(const Frame& frame, int64_t b, int64_t g, int64_t split, uint8_t* scratch) {
+    const int64_t live = live_positions(frame, b);
+    // The ranges follow the live length, so that all units have something to do in a cache that is mostly empty.
+    const int64_t length =
+        std::max<int64_t>(kAttentionTile, round_up((live + num_splits_ - 1) / num_splits_, kAttentionTile));
+    const int64_t position = new_position(frame, b);
+    if (position >= 0 && (position < live ? position / length : 0) == split) write(frame, b, g, position);
+
+    const State s = state(b, g, split);
+    std::fill(s.acc, s.acc + heads_per_group_ * padded_dim_, C(0));
+    std::fill(s.sum, s.sum + heads_per_group_, C(0));
+    std::fill(s.max, s.max + heads_per_group_, -std::numeric_limits<C>::infinity());
+    const Range range{b, g, split * length, std::min(live, (split + 1) * length), live};
+    if (range.begin >= range.end) return;
+
+    C* q = reinterpret_cast<C*>(scratch);
+    for (int64_t h = 0; h < heads_per_group_; h++) {
+      C* row = q + h * padded_dim_;
+      kernels_.load_of(dtype_)(q_.at(frame, b, g * heads_per_group_ + h), 1, row, static_cast<int>(head_dim_));
+      std::fill(row + head_dim_, row + padded_dim_, C(0));
+    }
+    AttentionTileArgs args = {};
+    args.k_stride = k_.strides[2], args.v_stride = v_.strides[2];
+    args.q = q;
+    args.num_heads = static_cast<int>(heads_per_group_);
+    args.head_dim = head_dim_;
+    args.scale = scale_;
+    args.max = s.max, args.sum = s.sum, args.acc = s.acc;
+    args.scores = scratch + q_bytes_;
+    attend_to(frame, range, args, reinterpret_cast<C*>(scratch + q_bytes_ + tile_bytes_));
+  }
+
+  // Brings the ranges of one key head to a common maximum and writes its heads' rows.
+  void combine(const Frame& frame, int64_t b, int64_t g) {
+    const State first = state(b, g, 0);
+    for (int64_t h = 0; h < heads_per_group_; h++) {
+      C max = -std::numeric_limits<C>::infinity(), sum = 0;
+      for (int64_t i = 0; i < num_splits_; i++) {
+        const C other = state(b, g, i).max[h];
+        if (other != other || other > max) max = other;
+      }
+      C* acc = first.acc + h * padded_dim_;
+      for (int64_t i = 0; i < num_splits_; i++) {
+        const State s = state(b, g, i);
+        const C factor = s.sum[h] == 0 ? C(0) : std::exp(s.max[h] - max);
+        sum += s.sum[h] * factor;
+        const C* from = s.acc + h * padded_dim_;
+        for (int64_t d = 0; d < head_dim_; d++) acc[d] = (i == 0 ? C(0) : acc[d]) + from[d] * factor;
+      }
+      for (int64_t d = 0; d < head_dim_; d++) acc[d] = sum == 0 ? without_keys_ : acc[d] / sum;
+      kernels_.store_of(dtype_)(acc, y_.at(frame, b, g * heads_per_group_ + h), 1, static_cast<int>(head_dim_));
+    }
+  }
+
+  int64_t num_splits_;
+  Arrivals arrivals_;
+  int64_t padded_dim_, state_size_, q_bytes_, tile_bytes_;
+  std::vector<C> partials_;
+};
+
+}  // namespace mpk::cpu

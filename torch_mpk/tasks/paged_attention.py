@@ -1,0 +1,77 @@
+"""Attention of one query position per row over a cache in pages, which it can extend first."""
+
+import torch
+
+from torch_mpk.errors import TaskError
+from torch_mpk.registry import task
+from torch_mpk.streaming import Streaming
+
+
+@task(
+    "q[R, H, D], k_new[R, G, D]?, v_new[R, G, D]?, k_pages[P, S, G, D]!, v_pages[P, S, G, D]!, "
+    "block_table[R, M]: int32, length[R]: int32 -> y[R, H, D]",
+    role="stream",
+    streaming=Streaming(
+        loaded=("q", "k_new", "v_new", "k_pages", "v_pages", "block_table", "length"), paged_by="block_table"
+    ),
+    samples=[
+        {"R": 1, "H": 4, "G": 2, "D": 16, "P": 6, "S": 3, "M": 4, "scale": 0.25},
+        {"R": 3, "H": 6, "G": 1, "D": 24, "P": 9, "S": 4, "M": 2, "scale": 0.2, "k_new": None, "v_new": None},
+    ],
+)
+def paged_attention(
+    q: torch.Tensor,
+    k_new: torch.Tensor | None,
+    v_new: torch.Tensor | None,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    length: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """``softmax(scale * q @ k.T) @ v`` in fp32 or wider, of each row over the first ``length`` positions of its own.
+
+    Position p of row r is row ``p % S`` of page ``block_table[r, p // S]``; H / G neighbouring query heads share a head
+    of the pages. With ``k_new`` and ``v_new``, each row first writes its last position, ``length - 1``: rows must then
+    write to pages that no other row of the call has, as engines allot them. What lies beyond the table, or in a page
+    that there is not, as -1 says, is neither written nor read; a row with nothing to attend to gives zeros, as one of
+    length 0 does, which pads a batch.
+
+    Raises TaskError when H is not a multiple of G, or one of ``k_new`` and ``v_new`` is missing.
+    """
+    heads, (num_pages, page_size, groups) = q.shape[1], k_pages.shape[:3]
+    if heads % groups:
+        raise TaskError(f"paged_attention: q has H={heads}, expected a multiple of k_pages' G={groups}")
+    if (k_new is None) != (v_new is None):
+        raise TaskError("paged_attention: k_new and v_new belong together: give both or neither")
+    position = torch.arange(block_table.shape[1] * page_size, device=q.device)
+    page = block_table.to(torch.int64).repeat_interleave(page_size, 1)  # [R, positions]
+    live = (position < length.unsqueeze(1)) & (page >= 0) & (page < num_pages)
+    rows = page.clamp(0, num_pages - 1), (position % page_size).expand_as(page)
+    if k_new is not None and v_new is not None:
+        is_new = live & (position == length.unsqueeze(1) - 1)
+        _write(k_pages, k_new, is_new, rows)
+        _write(v_pages, v_new, is_new, rows)
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (pages[rows].to(wide).where(live[:, :, None, None], 0.0) for pages in (k_pages, v_pages))
+    scores = scale * torch.einsum("rghd,rlgd->rghl", q.to(wide).unflatten(1, (groups, -1)), k)
+    weights = scores.masked_fill(~live[:, None, None], -torch.inf).softmax(-1)
+    y = torch.einsum("rghl,rlgd->rghd", weights, v).flatten(1, 2)
+    return y.where(live.any(1)[:, None, None], 0.0).to(q.dtype)
+
+
+def _write(
+    pages: torch.Tensor, new: torch.Tensor, is_new: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Of each row its ``new``, where one of its positions ``is_new``; ``rows`` says where each position lies.
+
+    How many rows write is not known on the host, so one that does not repeats what the first that does writes, or what
+    is there where none does.
+    """
+    writes = is_new.any(1)
+    writer = torch.where(writes, torch.arange(new.shape[0], device=new.device), writes.to(torch.int64).argmax())
+    column = is_new.to(torch.int64).argmax(1)[writer]
+    place = rows[0][writer, column], rows[1][writer, column]
+    pages[place] = torch.where(writes.any(), new[writer], pages[place])
