@@ -40,6 +40,18 @@ def test_on_the_cpu_it_is_one_launch_which_writes_the_pages() -> None:
     assert not torch.equal(args[3], before)
 
 
+def test_a_row_has_the_same_bits_alone() -> None:
+    ids, table, weight, pages, block_table, length = arguments()
+    table, weight, pages = (t.bfloat16() for t in (table, weight, pages))
+    with torch.inference_mode():
+        run = torch.compile(step, backend="mpk", options={"fallback": "error"}, dynamic=False)
+        (together,) = run(ids, table, weight, pages.clone(), block_table, length)
+        for row in range(TOKENS):
+            only = slice(row, row + 1)
+            (alone,) = run(ids[:, only].clone(), table, weight, pages, block_table[only].clone(), length[only].clone())
+            assert torch.equal(alone[0, 0], together[0, row])
+
+
 def partitioned(target: _C.Target) -> Partitioned:
     return partition(apply(capture(torch.fx.symbolic_trace(step), arguments()).graph_module), None, target)
 

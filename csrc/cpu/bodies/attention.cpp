@@ -16,7 +16,8 @@ class Attention : public AttentionBody<C> {
  public:
   Attention(const Node& node, const Kernels& kernels)
       : AttentionBody<C>(node, kernels, node.operand("k_cache"), node.operand("v_cache"),
-                         node.operand("k_cache").tensor.shape[1], node.operand("k_cache").tensor.shape[2]) {
+                         node.operand("k_cache").tensor.shape[1], node.operand("k_cache").tensor.shape[2],
+                         node.operand("k_cache").tensor.shape[0] * node.operand("k_cache").tensor.shape[1]) {
     const Operand *slot = node.find("slot"), *mask = node.find("mask"), *limit = node.find("limit");
     if (static_cast<bool>(this->k_new_) != (slot != nullptr) || static_cast<bool>(this->v_new_) != (slot != nullptr))
       fail(node, "expected all of k_new, v_new and slot, or none of them");

@@ -43,13 +43,14 @@ class AttentionBody : public Body {
     }
   };
 
-  // `keys` and `values`: where the cache lies, with `groups` key heads and room for `capacity` positions of a row.
+  // `keys` and `values`: where the cache lies, with `groups` key heads and room for `capacity` positions of a row,
+  // which are split as if there were `key_heads` to keep threads busy.
   AttentionBody(const Node& node, const Kernels& kernels, const Operand& keys, const Operand& values, int64_t groups,
-                int64_t capacity)
+                int64_t capacity, int64_t key_heads)
       : kernels_(kernels),
         capacity_(capacity),
         num_groups_(groups),
-        num_splits_(count_splits(node.operand("q").tensor.shape[0] * groups, capacity)),
+        num_splits_(count_splits(key_heads, capacity)),
         arrivals_(node.operand("q").tensor.shape[0] * groups, num_splits_) {
     const Operand &q = node.operand("q"), &y = node.operand("y");
     const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new");

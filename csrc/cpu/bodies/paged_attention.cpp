@@ -7,14 +7,16 @@
 namespace mpk::cpu {
 namespace {
 
-// Positions of a page are one tile of the online softmax, or several: each page has an address of its own.
+// Positions of a page are one tile of the online softmax, or several: each page has an address of its own. Rows are
+// split as if each were alone, so that a request's bits do not depend on how many others there are.
 template <class C>
 class PagedAttention : public AttentionBody<C> {
  public:
   PagedAttention(const Node& node, const Kernels& kernels)
       : AttentionBody<C>(node, kernels, node.operand("k_pages"), node.operand("v_pages"),
                          node.operand("k_pages").tensor.shape[2],
-                         node.operand("block_table").tensor.shape[1] * node.operand("k_pages").tensor.shape[1]) {
+                         node.operand("block_table").tensor.shape[1] * node.operand("k_pages").tensor.shape[1],
+                         node.operand("k_pages").tensor.shape[2]) {
     const Operand &table = node.operand("block_table"), &length = node.operand("length");
     if (static_cast<bool>(this->k_new_) != static_cast<bool>(this->v_new_))
       fail(node, "expected both of k_new and v_new, or neither");
