@@ -158,6 +158,8 @@ def _constant(node: Any) -> float | None:
         return float(node.args[0])
     if is_call(node, aten.full.default):
         return _constant(node.args[1])
+    if is_call(node, aten.zeros.default):
+        return 0.0
     if isinstance(node, fx.Node) and node.op == "get_attr":
         tensor = value(node)
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel() == 1:
