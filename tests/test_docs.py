@@ -18,6 +18,11 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "benchmarks").r
 
 @pytest.mark.parametrize("page", thinned(["index.md", "how-it-works.md"], 1))
 def test_a_page_says_what_its_examples_print(page: str) -> None:
+    run_examples(page)
+
+
+def run_examples(page: str) -> None:
+    """Of a page whose Python blocks follow each other, and print the text block behind them."""
     blocks = re.findall(r"^```(python|text)\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
     namespace: dict = {"__name__": "page"}

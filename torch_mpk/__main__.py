@@ -172,6 +172,12 @@ def bench_file(arguments: argparse.Namespace) -> None:
         sys.exit("\n".join(["failed:", *failures]))
 
 
+def serve(arguments: argparse.Namespace) -> None:
+    from torch_mpk import continuous_batching
+
+    continuous_batching.serve(arguments.rest)
+
+
 def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torch_mpk", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -207,6 +213,9 @@ def arguments_parser() -> argparse.ArgumentParser:
     command.add_argument("--length", type=int, default=1024, help="positions of the cache (default: 1024)")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    text = "`transformers serve` with continuous batching, its decode steps on backend mpk (docs/serving.md)"
+    command = add(commands, "serve", serve, text)
+    command.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="what transformers serve takes")
     _add_commands_of_tasks(functools.partial(add, commands))
     return parser
 

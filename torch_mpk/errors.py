@@ -193,6 +193,20 @@ class GraphFileError(MpkError, ValueError):
     )
 
 
+class MissingPackageError(MpkError, ImportError):
+    """A part of torch_mpk needs a package that is not installed, or a newer version of it."""
+
+    template = "{name} needs {package} {version} or newer, found {found}: {remedy}"
+    remedy = "install it with pip install -U 'torch_mpk[serving]'"
+
+
+class EngineError(MpkError, ValueError):
+    """Attention of ``torch_mpk.continuous_batching`` was called as it cannot be."""
+
+    template = "attention 'torch_mpk/flash': {what}: {remedy}"
+    remedy = "load the model with attn_implementation='sdpa', or call model.set_attn_implementation('sdpa')"
+
+
 class InternalError(MpkError):
     """A stage failed in a way it should not, as on a schedule that its own validation rejects."""
 

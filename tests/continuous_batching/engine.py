@@ -1,0 +1,141 @@
+"""Requests of an engine beside what each would get alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from torch_mpk.continuous_batching import ATTENTION, config
+from torch_mpk.testing.tiny import VOCAB_SIZE, tiny_model
+
+STRICT = {"fallback": "error"}
+PAGE = 16
+SIZES = {"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 64, "max_requests_per_batch": 8}
+GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def sized(**settings: Any):
+    """A configuration of the engine for tiny models; what falls back is an error."""
+    return config(STRICT, **SIZES | {"max_blocks_per_request": 8} | settings)
+
+
+def serving_model(*args: Any, **kwargs: Any) -> Any:
+    """In float32: greedy choices must not hang on the order of a sum."""
+    return tiny_model(*args, **{"attention": ATTENTION, "dtype": torch.float32, "num_layers": 1} | kwargs)
+
+
+def prompt_of(length: int) -> list[int]:
+    return [random.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def alone(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What eager ``generate`` says of a prompt."""
+    model.set_attn_implementation("sdpa")
+    ids = torch.tensor([prompt])
+    every = torch.ones_like(ids)  # else generate masks what it takes for padding
+    out = model.generate(
+        ids, attention_mask=every, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    model.set_attn_implementation(ATTENTION)
+    return out[0, len(prompt) :].tolist()
+
+
+def batched(model: Any, prompts: list[list[int]], warmup: bool = False, **settings: Any) -> list[list[int]]:
+    """What the engine says of all of them."""
+    outputs = model.generate_batch(
+        prompts,
+        generation_config=GREEDY,
+        continuous_batching_config=sized(**settings),
+        progress_bar=False,
+        warmup=warmup,
+    )
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    by_prompt = {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
+    return [by_prompt[tuple(prompt)] for prompt in prompts]
+
+
+@dataclass
+class Request:
+    expected: list[int]
+    is_cancelled: bool = False
+    got: list[int] = field(default_factory=list)
+    is_finished: bool = False
+
+
+class Load:
+    """Requests for one engine, at random: lengths, stop tokens, times, and which are cancelled."""
+
+    def __init__(self, model: Any, seed: int, num_prompts: int, longest: int, shared: int) -> None:
+        self.random = random.Random(seed)
+        prefix = [self.random.randrange(VOCAB_SIZE) for _ in range(shared)]
+        lengths = [self.random.randint(1, longest) for _ in range(num_prompts)]
+        own = [[self.random.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+        prompts = [prefix * self.random.randrange(2) + prompt for prompt in own]
+        self.answers = [(prompt, alone(model, prompt, GREEDY.max_new_tokens)) for prompt in prompts]
+        self.requests: dict[str, Request] = {}
+
+    def send(self, manager: Any) -> None:
+        prompt, answer = self.random.choice(self.answers)
+        count = self.random.randint(1, len(answer))
+        stop = self.random.choice(answer) if self.random.random() < 0.3 else -1
+        expected = answer[:count]
+        if stop in expected:
+            expected = expected[: expected.index(stop) + 1]
+        streaming = self.random.random() < 0.2
+        name = manager.add_request(prompt, max_new_tokens=count, eos_token_id=stop, streaming=streaming)
+        self.requests[name] = Request(expected)
+
+    def cancel_one(self, manager: Any) -> None:
+        running = [name for name, request in self.requests.items() if not request.is_finished]
+        if running:
+            name = self.random.choice(running)
+            self.requests[name].is_cancelled = True
+            manager.cancel_request(name)
+
+    def receive(self, manager: Any, timeout: float) -> bool:
+        output = manager.get_result(timeout=timeout)
+        if output is None:
+            return False
+        request = self.requests[output.request_id]
+        assert output.error is None, output.error
+        assert not request.is_finished
+        assert output.generated_tokens[: len(request.got)] == request.got  # of a stream: what came before, and more
+        request.got, request.is_finished = output.generated_tokens, output.is_finished()
+        return True
+
+    def run(self, manager: Any, count: int, cancelled: float, seconds: float) -> None:
+        """Sends ``count`` requests, and waits for what they get for at most ``seconds``."""
+        for _ in range(count):
+            self.send(manager)
+            if self.random.random() < cancelled:
+                self.cancel_one(manager)
+            if self.random.random() < 0.5:
+                time.sleep(self.random.random() * 0.01)
+            while self.receive(manager, timeout=0.001):
+                pass
+        deadline = time.monotonic() + seconds
+        while any(not (r.is_finished or r.is_cancelled) for r in self.requests.values()):
+            assert time.monotonic() < deadline, "the engine does not go on"
+            self.receive(manager, timeout=0.1)
+
+    def check(self) -> None:
+        for name, request in self.requests.items():
+            if request.is_finished:
+                assert request.got == request.expected, name
+            else:
+                assert request.got == request.expected[: len(request.got)], name
+
+
+def pages_in_use(cache: Any) -> int:
+    """Of a cache: blocks that neither are free nor kept for requests to come."""
+    used = 0
+    for allocator in cache.cache_allocators.values():
+        taken = (cache.num_sectors - cache.pool.num_free_sectors) * allocator.blocks_per_sector
+        used += taken - cache.pool.count_free_blocks(allocator.index) - len(allocator.ledger.cached_blocks)
+    return used

@@ -1,0 +1,210 @@
+"""Hugging Face's engine with our attention and backend: each request gets what it gets alone."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+
+import torch_mpk.continuous_batching
+from tests.continuous_batching.engine import (
+    GREEDY,
+    PAGE,
+    SIZES,
+    Load,
+    alone,
+    batched,
+    pages_in_use,
+    prompt_of,
+    serving_model,
+    sized,
+)
+from torch_mpk.continuous_batching import config
+from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning
+
+
+def num_compiled() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def managed(model: Any, warmup: bool = False, **settings: Any) -> Iterator[Any]:
+    with model.continuous_batching_context_manager(
+        generation_config=GREEDY, continuous_batching_config=sized(**settings), warmup=warmup
+    ) as manager:
+        yield manager
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes"),
+    [
+        ("qwen3", {"num_layers": 2}),
+        ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+        ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    ],
+    ids=["groups of heads", "a key head a head", "one key head"],
+)
+def test_every_request_gets_what_it_gets_alone(arch: str, sizes: dict[str, Any]) -> None:
+    model = serving_model(arch, **sizes)
+    prompts = [prompt_of(length) for length in (5, 1, PAGE, 2 * PAGE + 3, 70, 7)]  # one is longer than a batch
+    assert batched(model, prompts) == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
+
+
+@pytest.mark.parametrize("page_size", [5, 256])
+def test_pages_of_any_size(page_size: int) -> None:
+    model = serving_model()
+    prompts = [prompt_of(length) for length in (30, 3, 61)]
+    expected = [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
+    settings = {"num_blocks": 600 // page_size, "max_blocks_per_request": 100 // page_size + 1}
+    assert batched(model, prompts, page_size=page_size, **settings) == expected
+
+
+def test_a_prefix_is_shared() -> None:
+    model = serving_model()
+    prefix = prompt_of(2 * PAGE)
+    with managed(model) as manager:
+        for tail in (3, 9, PAGE, 1):
+            prompt = prefix + prompt_of(tail)
+            name = manager.add_request(prompt, max_new_tokens=8)
+            assert manager.get_result(name, timeout=60).generated_tokens == alone(model, prompt, 8)
+        [allocator] = manager.batch_processor.cache.cache_allocators.values()
+        # The first request's are found again; of the rest, pages that a request has filled are kept, too.
+        assert 2 <= len(allocator.ledger.cached_blocks) < 4 * 3
+
+
+@pytest.fixture
+def evictions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each time that an engine found its cache full, whether a request had to leave it."""
+    found, evict = [], OffloadingManager.offload_requests
+
+    def offload_requests(self: OffloadingManager) -> bool:
+        found.append(evict(self))
+        return found[-1]
+
+    monkeypatch.setattr(OffloadingManager, "offload_requests", offload_requests)
+    return found
+
+
+def test_requests_come_and_go_while_the_cache_is_too_small(evictions: list[bool]) -> None:
+    model = serving_model()
+    load = Load(model, seed=int(torch.randint(1000, ())), num_prompts=10, longest=40, shared=2 * PAGE)
+    with managed(model, num_blocks=12) as manager:  # of 48 that eight requests of 88 positions would take
+        load.run(manager, count=60, cancelled=0.1, seconds=60)
+        cache = manager.batch_processor.cache
+    load.check()
+    assert any(evictions)
+    assert pages_in_use(cache) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("share", [True, False])
+def test_two_thousand_requests_come_and_go(share: bool, evictions: list[bool]) -> None:
+    model = serving_model()
+    load = Load(model, seed=int(torch.randint(1000, ())), num_prompts=40, longest=80, shared=3 * PAGE)
+    with managed(model, num_blocks=24, max_requests_per_batch=16, allow_block_sharing=share, warmup=True) as manager:
+        before = num_compiled()
+        load.run(manager, count=2000, cancelled=0.05, seconds=1200)
+        cache = manager.batch_processor.cache
+        assert num_compiled() == before
+    load.check()
+    assert any(evictions)
+    assert pages_in_use(cache) == 0
+
+
+def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = serving_model()
+    load = Load(model, seed=7, num_prompts=6, longest=40, shared=0)
+    before = num_compiled()
+    with managed(model, warmup=True, max_requests_per_batch=4) as manager:
+        assert num_compiled() - before == 3  # for 1, 2 and 4 rows
+        load.run(manager, count=25, cancelled=0.1, seconds=60)
+        assert num_compiled() - before == 3
+    load.check()
+    parts = [(folder / "3.segments.txt").read_text() for folder in tmp_path.iterdir()]
+    assert len(parts) == 3
+    for text in parts:  # each is one launch
+        assert text.count("(ours)") == 1
+        assert "(fallback)" not in text
+        assert "paged_attention" in text
+        assert "argmax" in text
+
+
+def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = serving_model()
+    prompts = [prompt_of(length) for length in (5, 9)]
+    with managed(model, max_requests_per_batch=2) as manager:
+        manager.add_request(prompts[0], max_new_tokens=4)
+        assert manager.get_result(timeout=60).error is None
+        monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+        assert batched(model, prompts[:1], max_requests_per_batch=2) == [alone(model, prompts[0], 24)]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_sampling_falls_back_in_part_and_says_so() -> None:
+    model = serving_model()
+    drawing = GenerationConfig(max_new_tokens=6, do_sample=True, top_k=3, eos_token_id=-1)
+    settings = config(
+        {"fallback": "eager"}, page_size=PAGE, num_blocks=16, max_batch_tokens=64, max_requests_per_batch=2
+    )
+    with pytest.warns(MpkWarning, match="runs a part of this graph eagerly: .*topk"):
+        outputs = model.generate_batch(
+            [prompt_of(5)], generation_config=drawing, continuous_batching_config=settings, progress_bar=False
+        )
+    [output] = outputs.values()
+    assert output.error is None
+    assert len(output.generated_tokens) == 6
+
+
+def test_models_with_sliding_windows_run_eagerly_and_say_so() -> None:
+    types = ["sliding_attention", "full_attention"]
+    model = serving_model(
+        num_layers=2, use_sliding_window=True, sliding_window=20, max_window_layers=1, layer_types=types
+    )
+    prompts = [prompt_of(length) for length in (5, 50, 19)]
+    before = num_compiled()
+    with pytest.warns(MpkWarning, match="no block tables for sliding_attention layers"):
+        got = batched(model, prompts)
+    assert got == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
+    assert num_compiled() == before
+
+
+def test_other_attentions_stay_as_they_are() -> None:
+    model = serving_model(attention="sdpa")
+    prompt, before = prompt_of(9), num_compiled()
+    settings = ContinuousBatchingConfig(**SIZES, auto_switch_to_flash=False)
+    [output] = model.generate_batch(
+        [prompt], generation_config=GREEDY, continuous_batching_config=settings, progress_bar=False, warmup=False
+    ).values()
+    assert output.generated_tokens == alone(model, prompt, GREEDY.max_new_tokens)
+    assert num_compiled() == before
+
+
+def test_without_the_engine_it_is_an_error() -> None:
+    model = serving_model()
+    with pytest.raises(EngineError, match="set_attn_implementation"), torch.inference_mode():
+        model(torch.tensor([prompt_of(4)]))
+
+
+@pytest.mark.parametrize(
+    ("module", "found"), [(None, "none"), (types.SimpleNamespace(__version__="5.17.0"), r"5\.17\.0")]
+)
+def test_an_older_transformers_is_an_error(module: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    with pytest.raises(
+        MissingPackageError, match=rf"needs transformers 5\.23 or newer, found {found}: install it with pip"
+    ):
+        runpy.run_path(torch_mpk.continuous_batching.__file__)

@@ -1,0 +1,204 @@
+"""Hugging Face's continuous batching with each decode step one launch: see docs/serving.md.
+
+The engine of transformers schedules requests, keeps their pages, samples and streams. Importing this module registers
+an attention for it, under the name ``ATTENTION``: a step with one token of each request is a graph without a break, in
+which attention and the writes to the pages are one task. ``config`` has backend mpk compile it.
+"""
+
+# ruff: noqa: E402 - the version comes first
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from torch_mpk.announcements import warn
+from torch_mpk.errors import EngineError, MissingPackageError
+
+MIN_TRANSFORMERS = "5.23"
+try:
+    from transformers import __version__ as _found
+except ImportError:
+    _found = ""
+if not _found or [int(part) for part in _found.split(".")[:2]] < [int(part) for part in MIN_TRANSFORMERS.split(".")]:
+    raise MissingPackageError(name=__name__, package="transformers", version=MIN_TRANSFORMERS, found=_found or "none")
+
+from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, modeling_utils
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import PagedAttentionCache, initialization
+
+# "flash" says that it needs no masks; what is no name of transformers' own must look like a repository's to its server.
+ATTENTION = "torch_mpk/flash"
+MAX_ROWS = 64  # requests of a step; more are bound by arithmetic
+MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; powers of two are fewer
+
+
+@dataclasses.dataclass
+class StepCompileConfig(CompileConfig):
+    """How the engine compiles a decode step: what ``torch.compile`` takes, by its names.
+
+    Each number of rows is a graph of its own, and each engine compiles them anew; what was built for one serves all.
+    """
+
+    fullgraph: bool = True
+    dynamic: bool | None = False
+    backend: str | Callable[..., Any] = "mpk"
+    mode: str | None = None  # options go without one
+    options: dict[str, Any] | None = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        limits = {"recompile_limit": MAX_BUILDS, "isolate_recompiles": True}
+        known = inspect.signature(torch.compile).parameters  # PyTorch before 2.13 does not have them
+        return super().to_dict() | {name: value for name, value in limits.items() if name in known}
+
+
+def config(options: Mapping[str, Any] | None = None, **settings: Any) -> ContinuousBatchingConfig:
+    """For ``model.generate_batch(..., continuous_batching_config=config())``, of a model with attention ``ATTENTION``.
+
+    Args:
+        options: of backend mpk, as in ``torch.compile(model, backend="mpk", options=options)``.
+        settings: of ``transformers.ContinuousBatchingConfig``, by its names and with its defaults, but for
+            ``max_requests_per_batch``, which is 64.
+    """
+    step = StepCompileConfig(options=dict(options or {}))
+    return ContinuousBatchingConfig(**{"max_requests_per_batch": MAX_ROWS, "decode_compile_config": step} | settings)
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Runs ``transformers serve`` with these arguments, continuous batching and ``ATTENTION``, until it is stopped."""
+    from transformers.cli.transformers import app
+
+    app(["serve", "--continuous-batching", "--attn-implementation", ATTENTION, *arguments])
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,
+    *,
+    scaling: float | None = None,
+    cache: PagedAttentionCache | None = None,
+    block_table: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **lengths: Any,
+) -> tuple[torch.Tensor, None]:
+    """What a model calls for attention in the engine. ``query`` [1, heads, tokens, size], ``key`` and ``value`` with
+    fewer heads, and a result [1, tokens, heads, size]. With ``block_table`` each token is a request's next one."""
+    if cache is None:
+        raise EngineError("it is for generate_batch and `transformers serve`, and was called without their cache")
+    for name, given in (("scores with a soft cap", softcap), ("attention sinks", s_aux)):
+        if given is not None:
+            raise EngineError(f"{type(module).__name__} has {name}, which it does not compute")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if block_table is None:
+        return _attend_to_prompts(module, query, key, value, scale, cache, **lengths), None
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    ends = lengths["cu_seq_lens_k"][allocator.layer_type]
+    y = torch.ops.mpk.paged_attention(
+        *(t[0].transpose(0, 1) for t in (query, key, value)),
+        *_pages(allocator, module.layer_idx),
+        block_table[allocator.index],
+        ends[1:] - ends[:-1],
+        scale=scale,
+    )
+    return y.unsqueeze(0), None
+
+
+def _pages(allocator: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's pages of keys and of values, [pages, page size, heads, size], by the numbers in the block table.
+
+    They are views of one tensor that has all layers' in turns: the graph makes them, so that it has one input to write.
+    """
+    every = allocator.cache_tensor  # [tokens, 2, heads, size], of all layers
+    pages = every.view(-1, allocator.tokens_per_page, *every.shape[2:])
+    first = 2 * allocator.layer_indices.index(layer)
+    return pages[first:-1], pages[first + 1 :]
+
+
+def _attend_to_prompts(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    cache: PagedAttentionCache,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    sliding_window: int | None = None,
+    **lengths: Any,
+) -> torch.Tensor:
+    """Of requests with any number of new tokens each, one behind the other. ``lengths`` is what the cache takes."""
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths)
+    cu_seq_lens_k, max_length_k = lengths["cu_seq_lens_k"], lengths["max_length_k"]
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        result: Any = varlen_attn(q, k, v, *bounds, scale=scale, window_size=window, enable_gqa=True)
+        return result.unsqueeze(0)
+    y = torch.zeros_like(query)
+    ends = zip(cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist())
+    for (q_begin, k_begin), (q_end, k_end) in itertools.pairwise(ends):
+        if q_begin < q_end:
+            q, k, v = query[:, :, q_begin:q_end], key[:, :, k_begin:k_end], value[:, :, k_begin:k_end]
+            y[:, :, q_begin:q_end] = _attend_to_one(q, k, v, scale, sliding_window)
+    return y.transpose(1, 2)
+
+
+def _attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    """Of the last tokens of one request, ``q``, to all up to each: [1, heads, tokens, size]."""
+    num_new, length = q.shape[2], k.shape[2]
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    if window is None and num_new in (1, length):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=num_new > 1)
+    reach = torch.arange(length - num_new, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    mask = (reach >= 0) & (reach < (window or length))
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, attn_mask=mask)
+
+
+def _register() -> None:
+    """Makes transformers know the attention.
+
+    Two of its functions would otherwise look for a package of flash attention's, or a GPU: whether the engine may take
+    its path of one token a request, and what a model loads before it is called.
+    """
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: kwargs.get("attention_mask"))
+    load, ensure = modeling_utils.lazy_import_flash_attention, initialization.ensure_decode_fast_path_is_available
+
+    @functools.wraps(load)
+    def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        return None if implementation == ATTENTION else load(implementation, *args, **kwargs)
+
+    @functools.wraps(ensure)
+    def ensure_for_others(model_config: Any, cb_config: ContinuousBatchingConfig, *args: Any, **kwargs: Any) -> None:
+        if model_config._attn_implementation != ATTENTION:
+            return ensure(model_config, cb_config, *args, **kwargs)
+        types = initialization.group_layers_by_attn_type(model_config)
+        without = [each for each in types if not initialization.ATTN_TYPE_TO_ALLOCATOR[each].supports_block_table]
+        if without:
+            kinds = ", ".join(without)
+            warn(f"every step runs as a prompt does, eagerly: transformers has no block tables for {kinds} layers")
+            cb_config.max_blocks_per_request = 0
+        elif cb_config.decode_compile_config is None:  # as of `transformers serve`, which takes none
+            cb_config.decode_compile_config = StepCompileConfig()
+        return None
+
+    modeling_utils.lazy_import_flash_attention = load_others
+    initialization.ensure_decode_fast_path_is_available = ensure_for_others
+
+
+_register()
