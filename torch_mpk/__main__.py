@@ -214,8 +214,9 @@ def arguments_parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     text = "`transformers serve` with continuous batching, its decode steps on backend mpk (docs/serving.md)"
-    command = add(commands, "serve", serve, text)
-    command.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="what transformers serve takes")
+    command = commands.add_parser("serve", help=text, add_help=False, prefix_chars="\0")  # options are for the other
+    command.set_defaults(run=serve)
+    command.add_argument("rest", nargs="*")
     _add_commands_of_tasks(functools.partial(add, commands))
     return parser
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from torch_mpk.continuous_batching import ATTENTION, config
 from torch_mpk.testing.tiny import VOCAB_SIZE, tiny_model
@@ -20,9 +20,9 @@ SIZES = {"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 64, "max_reque
 GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
-def sized(**settings: Any):
-    """A configuration of the engine for tiny models; what falls back is an error."""
-    return config(STRICT, **SIZES | {"max_blocks_per_request": 8} | settings)
+def sized(options: dict[str, Any] = STRICT, **settings: Any) -> ContinuousBatchingConfig:
+    """A configuration of the engine for tiny models; by default what falls back is an error."""
+    return config(options, **SIZES | {"max_blocks_per_request": 8} | settings)
 
 
 def serving_model(*args: Any, **kwargs: Any) -> Any:

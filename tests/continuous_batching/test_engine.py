@@ -29,8 +29,8 @@ from tests.continuous_batching.engine import (
     serving_model,
     sized,
 )
-from torch_mpk.continuous_batching import config
-from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning
+from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
+from torch_mpk.lowering import lowerer
 
 
 def num_compiled() -> int:
@@ -157,9 +157,7 @@ def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_sampling_falls_back_in_part_and_says_so() -> None:
     model = serving_model()
     drawing = GenerationConfig(max_new_tokens=6, do_sample=True, top_k=3, eos_token_id=-1)
-    settings = config(
-        {"fallback": "eager"}, page_size=PAGE, num_blocks=16, max_batch_tokens=64, max_requests_per_batch=2
-    )
+    settings = sized({"fallback": "eager"}, max_requests_per_batch=2)
     with pytest.warns(MpkWarning, match="runs a part of this graph eagerly: .*topk"):
         outputs = model.generate_batch(
             [prompt_of(5)], generation_config=drawing, continuous_batching_config=settings, progress_bar=False
@@ -167,6 +165,23 @@ def test_sampling_falls_back_in_part_and_says_so() -> None:
     [output] = outputs.values()
     assert output.error is None
     assert len(output.generated_tokens) == 6
+
+
+def test_where_attention_falls_back_all_is_right_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where it has no code yet."""
+
+    def refuse_attention(lx: Any, node: Any, args: Any, kwargs: Any) -> Any:
+        if node.target.name == "paged_attention":
+            raise UnsupportedError("it has no code here")
+        return lower_task(lx, node, args, kwargs)
+
+    lower_task = lowerer.lower_task
+    monkeypatch.setattr(lowerer, "lower_task", refuse_attention)
+    model = serving_model()
+    prompts = [prompt_of(length) for length in (5, 20)]
+    with pytest.warns(MpkWarning, match=r"a part of this graph eagerly: paged_attention from .*: it has no code here"):
+        got = batched(model, prompts, options={"fallback": "eager"})
+    assert got == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
 
 
 def test_models_with_sliding_windows_run_eagerly_and_say_so() -> None:
