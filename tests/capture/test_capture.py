@@ -74,33 +74,33 @@ qwesn qwes2 qween qwee2 llasn llas2 llaen llae2
     1     1     1     1     1     1     1     1  cos.default
                 1     1                 1     1  dropout.default
     1     1     1     1     1     1     1     1  embedding.default
-    4     4     4     4     4     4     4     4  expand.default
-                1     1                 1     1  full.default
+    3     3     3     3     3     3     3     3  expand.default
           1           1           1           1  index.Tensor
     2     2     2     2     2     2     2     2  index_copy_.default
     1     1     1     1     1     1     1     1  le.Tensor
     8     8     8     8     8     8     8     8  linear.default
-    1     1     3     3     1     1     3     3  matmul.default
+                2     2                 2     2  matmul.default
     5     5     5     5     3     3     3     3  mean.dim
-   17    17    18    18    13    13    14    14  mul.Tensor
+   18    18    19    19    14    14    15    15  mul.Tensor
     2     2     2     2     2     2     2     2  neg.default
           1           1           1           1  new_ones.default
           1           1           1           1  pad.default
     5     5     5     5     3     3     3     3  pow.Tensor_Scalar
-    3     3     3     3     3     3     3     3  reshape.default
+    4     4     3     3     4     4     3     3  reshape.default
     5     5     5     5     3     3     3     3  rsqrt.default
     1     1                 1     1              scaled_dot_product_attention.default
     1     1     1     1     1     1     1     1  silu.default
     1     1     1     1     1     1     1     1  sin.default
     4     4     4     4     4     4     4     4  slice.Tensor
                 1     1                 1     1  softmax.int
-          1           1     1     2     1     2  to.device
-   16    16    17    17     9     9    10    10  to.dtype
-    2     4     2     4     1     3     1     3  to.dtype_layout
-    5     5     6     6     5     5     6     6  transpose.int
-   14    16    14    16    14    16    14    16  unsqueeze.default
+    1     2     1     2     1     2     1     2  to.device
+   13    13    14    14     9     9    10    10  to.dtype
+    1     3     1     3     1     3     1     3  to.dtype_layout
+    4     4     5     5     4     4     5     5  transpose.int
+   12    14    12    14    12    14    12    14  unsqueeze.default
     3     3     3     3     3     3     3     3  view.default
-                1     1                 1     1  where.ScalarOther""",
+                1     1                 1     1  where.ScalarOther
+                1     1                 1     1  zeros.default""",
         )
 
 

@@ -159,11 +159,10 @@ MODELS: dict[str, Decoder | Module] = {
     ),
     "Llama, longrope": Decoder(
         "llama",
-        "a Python branch on the length so far",
+        "frequencies chosen by the length so far",
         _rope(
             "longrope", factor=2.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32
         ),
-        is_dense=False,
     ),
     "Llama 3": Decoder(
         "llama",
