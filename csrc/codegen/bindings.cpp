@@ -38,7 +38,8 @@ void bind_codegen(py::module_& m) {
       .def_readonly("num_outputs", &CudaProgram::num_outputs)
       .def_readonly("num_scalars", &CudaProgram::num_scalars)
       .def_readonly("input_alignment", &CudaProgram::input_alignment)
-      .def_readonly("phase_names", &CudaProgram::phase_names);
+      .def_readonly("phase_names", &CudaProgram::phase_names)
+      .def_readonly("phase_bytes", &CudaProgram::phase_bytes);
   m.def(
       "event_offset", [](int64_t phase) { return kEventsOffset + phase * kEventBytes; }, py::arg("phase"),
       "Where the event of a phase stands in a kernel's control block.");

@@ -96,7 +96,10 @@ CudaProgram generate_cuda(const Schedule& schedule, bool profiled, bool named) {
   program.num_outputs = context.num_outputs;
   program.num_scalars = context.num_scalars;
   program.input_alignment = context.input_alignment;
-  for (const Phase& phase : schedule.phases) program.phase_names.push_back(phase_name(context, phase));
+  for (const Phase& phase : schedule.phases) {
+    program.phase_names.push_back(phase_name(schedule, phase));
+    program.phase_bytes.push_back(phase_bytes(schedule, phase));
+  }
   const Offsets offsets = place_state(context, profiled, program);
   program.source = kernel_source(context, variants, table, offsets, program);
   program.table = std::move(table.bytes);

@@ -5,8 +5,6 @@
 namespace mpk::codegen {
 namespace {
 
-std::string name_of(const Node& node) { return node.def->name + (node.label.empty() ? "" : " " + node.label); }
-
 std::string tensor_text(const KernelContext& context, const Operand& operand) {
   std::string text = operand.name + " " + context.graph().buffers()[operand.tensor.buffer].name + "[";
   for (size_t d = 0; d < operand.tensor.shape.size(); d++) text += (d == 0 ? "" : ", ") + str(operand.tensor.shape[d]);
@@ -22,13 +20,6 @@ std::string comment(std::string text) {
 
 }  // namespace
 
-std::string phase_name(const KernelContext& context, const Phase& phase) {
-  std::string name;
-  for (const Job& job : phase.jobs)
-    for (int n : job.body) name += (name.empty() ? "" : ", ") + name_of(context.node(n));
-  return name;
-}
-
 std::string job_comment(const KernelContext& context, size_t phase, const Job& job) {
   std::string text = comment("Phase " + str(static_cast<int64_t>(phase)) + ":");
   for (const auto* nodes : {&job.prologue, &job.body, &job.epilogue})
@@ -39,7 +30,7 @@ std::string job_comment(const KernelContext& context, size_t phase, const Job& j
         std::string& list = operand.is_write ? written : read;
         list += (list.empty() ? "" : ", ") + tensor_text(context, operand);
       }
-      text += comment("  " + str(n) + " " + name_of(node) + ": " + read + " -> " + written);
+      text += comment("  " + str(n) + " " + node.title() + ": " + read + " -> " + written);
     }
   return text;
 }

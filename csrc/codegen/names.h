@@ -7,9 +7,6 @@
 
 namespace mpk::codegen {
 
-// The nodes that a phase's jobs are there for, in one line.
-std::string phase_name(const KernelContext& context, const Phase& phase);
-
 // A job's nodes with their labels and tensors, each a line of comment.
 std::string job_comment(const KernelContext& context, size_t phase, const Job& job);
 

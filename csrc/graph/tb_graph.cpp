@@ -90,6 +90,8 @@ bool Tensor::is_contiguous() const {
   return true;
 }
 
+std::string Node::title() const { return def->name + (label.empty() ? "" : " " + label); }
+
 const Operand* Node::find(const std::string& name) const {
   for (const Operand& operand : operands)
     if (operand.name == name) return &operand;

@@ -17,6 +17,14 @@ Assignment parse_assignment(const std::string& name) {
   throw std::invalid_argument("assignment '" + name + "' is neither static nor claimed");
 }
 
+// What `of` says of each phase.
+template <class T>
+std::vector<T> of_phases(const Schedule& schedule, T (*of)(const Schedule&, const Phase&)) {
+  std::vector<T> all;
+  for (const Phase& phase : schedule.phases) all.push_back(of(schedule, phase));
+  return all;
+}
+
 }  // namespace
 
 // A list of what Python sees, with nothing to follow. NOLINTNEXTLINE(readability-function-size)
@@ -147,6 +155,8 @@ void bind_schedule(py::module_& m) {
       .def_readonly("polled_bytes", &Schedule::polled_bytes)
       .def_readonly("polled", &Schedule::polled)
       .def_readonly("warps", &Schedule::warps)
+      .def_property_readonly("phase_names", [](const Schedule& s) { return of_phases(s, phase_name); })
+      .def_property_readonly("phase_bytes", [](const Schedule& s) { return of_phases(s, phase_bytes); })
       .def("to_json", &Schedule::to_json);
 
   m.def("make_schedule", &make_schedule, py::arg("graph"), py::arg("target"),

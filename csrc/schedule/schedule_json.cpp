@@ -36,10 +36,7 @@ std::string warps_json(const WarpLayout& w) {
 
 std::string job_json(const TBGraph& graph, const Job& job) {
   const auto tasks = [&](const std::vector<int>& ids) {
-    return json::array(ids, [&](int n) {
-      const Node& node = graph.nodes()[n];
-      return json::quote(std::to_string(n) + " " + node.def->name + (node.label.empty() ? "" : " " + node.label));
-    });
+    return json::array(ids, [&](int n) { return json::quote(std::to_string(n) + " " + graph.nodes()[n].title()); });
   };
   return "{\"prologue\": " + tasks(job.prologue) + ", \"body\": " + tasks(job.body) +
          ", \"epilogue\": " + tasks(job.epilogue) + ", \"tiles\": " + std::to_string(job.num_tiles) +

@@ -42,6 +42,35 @@ def test_fused_intermediates_are_not_stored() -> None:
     assert names == {b.name for b in schedule.graph.buffers if b.kind == "workspace"} - stored
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+def test_phases_say_what_they_are_and_what_they_touch(fuse: bool) -> None:
+    hidden, ffn, length, groups, head_dim = 64, 96, 40, 2, 16
+    graph = decoder(hidden=hidden, ffn=ffn, length=length, groups=groups, head_dim=head_dim, layers=1)
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, fuse))
+    num_bytes = dict(zip(schedule.phase_names, schedule.phase_bytes, strict=True))
+    # Two weights, x, and the results' product; with fusion x before its norm, and the norm's weight; else both results.
+    elements = 2 * hidden * ffn + (2 * hidden + ffn if fuse else hidden + 2 * ffn)
+    assert num_bytes["linear layers.0.gate, linear layers.0.up"] == 2 * elements
+    caches = 2 * 2 * groups * length * head_dim
+    attention = num_bytes["attention layers.0.attention"]
+    assert caches < attention < 1.5 * caches, "a cache that is read and updated counts once"
+
+
+def test_a_table_counts_with_the_rows_that_are_looked_up() -> None:
+    b = Builder()
+    table, row = b.buffer("input", "table", "float32", [1000, 8]), b.buffer("input", "row", "int64", [1])
+    out = b.buffer("output", "out", "float32", [1, 8])
+    program = _C.Program([1, 8])
+    index = program.emit("load", "int64", operand=1, strides=[0, 0])
+    place = program.emit("mul", "int64", [index, program.emit("const", "int64", imm=8)])
+    value = program.emit("load", "float32", [place], operand=0, strides=[0, 1])
+    program.emit("store", "float32", [value], operand=2, strides=[8, 1])
+    operands = [("in0", table, True, False), ("in1", row, True, False), ("out0", out, False, True)]
+    b.graph.add_node("pointwise", operands, {}, program, "lookup")
+    schedule = _C.make_schedule(b.graph, _C.Target("cpu", fuse=False))
+    assert (schedule.phase_names, schedule.phase_bytes) == (["pointwise lookup"], [8 * 4 + 8 + 8 * 4])
+
+
 def test_without_fusion_every_node_is_a_job() -> None:
     schedule = _C.make_schedule(decoder(), CPU)
     _C.validate(schedule)

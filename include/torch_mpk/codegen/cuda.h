@@ -26,6 +26,7 @@ struct CudaProgram {
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
   std::vector<int> input_alignment;      // bytes each input's pointer must be a multiple of
   std::vector<std::string> phase_names;  // for error messages and profiles
+  std::vector<int64_t> phase_bytes;      // for profiles
 };
 
 // `profiled`: the kernel notes when each worker passes each phase. `named`: comments in the source say what jobs are

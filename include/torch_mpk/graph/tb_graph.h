@@ -55,6 +55,8 @@ struct Node {
   std::optional<Program> program;  // tasks of role kPointwise and kReduce
   std::string label;               // where it comes from: "model.layers.0.self_attn.q_proj"
 
+  std::string title() const;  // for people: "linear model.layers.0.self_attn.q_proj"
+
   const Operand* find(const std::string& operand) const;  // nullptr when an optional operand is absent
   const Operand& operand(const std::string& name) const;  // throws when absent
   int64_t int_attr(const std::string& name) const;

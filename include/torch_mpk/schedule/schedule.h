@@ -107,6 +107,12 @@ struct Schedule {
   std::string to_json() const;
 };
 
+// The nodes that a phase's jobs are there for, in one line.
+std::string phase_name(const Schedule& schedule, const Phase& phase);
+
+// The memory that its nodes touch, each view once: of caches all positions, since lengths are known at run time only.
+int64_t phase_bytes(const Schedule& schedule, const Phase& phase);
+
 Schedule make_schedule(const TBGraph& graph, const Target& target);
 
 // Throws std::runtime_error naming phase, node and buffer when a schedule is unsound: a node missing or run twice, a
