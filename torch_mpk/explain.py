@@ -18,10 +18,11 @@ from torch import fx
 from torch._guards import detect_fake_mode, tracing
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_mpk import _C, registry, timing
+from torch_mpk import registry, timing
 from torch_mpk.aliasing import tensors
 from torch_mpk.announcements import quiet
 from torch_mpk.backend import compile_call
+from torch_mpk.bandwidth import bytes_per_second
 from torch_mpk.capture import capture
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
@@ -41,7 +42,6 @@ aten = torch.ops.aten
 _NUM_RUNS = 5  # timed, after one that is not
 _GATHERS = {embedding: 1, aten.embedding.default: 0, aten.index_select.default: 0}  # -> the argument they read rows of
 _LAYER = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")  # "model.layers.7.mlp" -> "model.layers.7"
-_PROBE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     with torch.inference_mode(), quiet(), dry_run(args, kwargs) as (copied_args, copied_kwargs):
         torch.compile(call, backend=backend, dynamic=False)(*copied_args, **copied_kwargs)
     device = devices[0] if devices else torch.device("cpu")
-    return Report(graphs, device, _bytes_per_second(device, settings))
+    return Report(graphs, device, bytes_per_second(device, num_threads(settings)))
 
 
 def _explain_graph(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, seconds: dict[str, float]) -> Graph:
@@ -293,24 +293,6 @@ def _measure(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
             times.append(1e6 * (time.perf_counter() - start))
     synchronize()
     return statistics.median(times[1:])
-
-
-def _bytes_per_second(device: torch.device, options: Options) -> float | None:
-    """What the device's memory delivers: by its data sheet on CUDA, measured on the CPU; None where unknown."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        clock_khz = getattr(properties, "memory_clock_rate", 0)
-        bits = getattr(properties, "memory_bus_width", 0)
-        return 2 * 1e3 * clock_khz * bits / 8 or None
-    if device.type != "cpu":
-        return None
-    probe = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        _C.cpu_read_words(probe.data_ptr(), _PROBE_BYTES // 8, num_threads(options))
-        seconds.append(time.perf_counter() - start)
-    return _PROBE_BYTES / min(seconds)
 
 
 # ---- in words ----
