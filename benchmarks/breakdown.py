@@ -1,59 +1,23 @@
 """Where a decode step's time goes, phase by phase, from clock stamps that every worker takes.
 
-    python benchmarks/breakdown.py --models qwen3-0.6b llama-1b --position 512
+    python benchmarks/breakdown.py --models qwen3-0.6b llama-1b --position 512 --traces traces
 
-A phase is split, per worker, into coming to its code and waiting for the worker's own warps (join), waiting for its
-event, bringing the activations into shared memory, and computing, until the warp that stamps is done. Phases of the
-same tasks are averaged; in parentheses the least and the most of a worker. Needs a GPU.
+The tables are those of ``torch_mpk.profile`` (docs/profiling.md), and so are the timelines, of three steps in a row.
+Needs a GPU.
 """
 
 import argparse
-import collections
 import statistics
-from collections.abc import Sequence
+from pathlib import Path
 
-import numpy as np
 import torch
 from ceiling import measure_ceiling
 from decode import Clock
 
-from torch_mpk import _C
-from torch_mpk.runtime.segment import live_segments
+import torch_mpk
+from torch_mpk.profile import kernel_times, record
 from torch_mpk.testing.decode import bytes_read, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
-
-PARTS = ("join", "wait", "stage", "compute")
-
-
-def durations(executable: _C.CudaExecutable) -> np.ndarray:
-    """Cycles[phase, worker, part] of the latest launch of a profiled kernel, from its PhaseStamps[worker, phase]."""
-    stamps = np.frombuffer(executable.stamps(), dtype=np.uint32).reshape(-1, len(executable.phase_names), 5)
-    begin, joined, ready, staged, computed = (stamps[..., i] for i in range(5))
-    staged = np.where(staged == 0, ready, staged)
-    parts = [joined - begin, ready - joined, staged - ready, computed - staged]
-    return np.stack(parts, axis=-1).astype(np.float64).transpose(1, 0, 2)  # differences of a wrapping clock are right
-
-
-def kinds_of(phase_name: str) -> str:
-    """The phase's tasks without the number of their layer."""
-    kinds = [task.split()[0] + " " + task.split(".")[-1] for task in phase_name.split(", ")]
-    return ", ".join(dict.fromkeys(kinds))[:60]
-
-
-def print_phases(names: Sequence[str], cycles: np.ndarray, ms: float) -> None:
-    """The table of a step that took ``ms``; ``cycles`` as ``durations`` gives them."""
-    per_us = cycles.sum(axis=(0, 2)).max() / (1e3 * ms)
-    print(f"{len(names)} phases, {ms:.4f} ms with stamps, {per_us:.0f} cycles per us; us per phase:")
-    groups = collections.defaultdict(list)
-    for phase, phase_name in enumerate(names):
-        groups[kinds_of(phase_name)].append(cycles[phase] / per_us)
-    print(f"{'tasks':<62}{'count':>6}{'total':>8}" + "".join(f"{part:>24}" for part in PARTS))
-    for kinds, phases in groups.items():
-        means = np.mean(phases, axis=0)  # [worker, part]
-        cells = [f"{m:.2f} ({lo:.2f}-{hi:.2f})" for m, lo, hi in zip(means.mean(0), means.min(0), means.max(0))]
-        print(f"{kinds:<62}{len(phases):>6}{means.sum(1).mean():>8.2f}" + "".join(f"{cell:>24}" for cell in cells))
-    totals = cycles.mean(axis=1).sum(axis=0) / per_us
-    print("of the step, us: " + ", ".join(f"{part} {total:.0f}" for part, total in zip(PARTS, totals)))
 
 
 @torch.inference_mode()
@@ -80,14 +44,13 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     print(f"\n{name}, {config.num_hidden_layers} layers, position {args.position}, batch {args.batch}:", end=" ")
     print(f"{plain_ms:.4f} ms, {100 * share:.1f} % of the ceiling")
 
-    clock = clock_of({"profile": True})
-    profiled_ms = device_ms(clock)
-    [executable] = [s.executable for s in live_segments() if len(s.executable.stamps())]
-    runs = []
-    for _ in range(args.steps):
-        clock.device_ms(1.0)
-        runs.append(durations(executable))
-    print_phases(executable.phase_names, np.median(runs, axis=0), profiled_ms)
+    clock, times = clock_of({"profile": True}), []
+    [recording] = record(lambda: times.extend(clock.device_ms(1.0) for _ in range(args.steps)))
+    print(f"{statistics.median(times):.4f} ms with stamps; {kernel_times(recording, 1e12 * ceiling)}")
+    if args.traces:
+        args.traces.mkdir(parents=True, exist_ok=True)
+        clock.loop_ms(1)
+        torch_mpk.profile(clock.step, args.traces / f"{name}.json.gz")
 
 
 def main() -> None:
@@ -98,6 +61,7 @@ def main() -> None:
     parser.add_argument("--position", type=int, default=512)
     parser.add_argument("--cache", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--traces", type=Path, help="folder to leave timelines in")
     args = parser.parse_args()
     ceiling = measure_ceiling()["tb_per_s"]
     print(f"ceiling {ceiling:.2f} TB/s")

@@ -15,9 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from breakdown import durations, print_phases
 from ceiling import bulk_copies
 from torch._guards import tracing
 from transformers import AutoModelForCausalLM, StaticCache
@@ -28,9 +26,11 @@ from torch_mpk.jit import compile_cuda
 from torch_mpk.lowering import lower
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.plan import pack, unpack
+from torch_mpk.plan import Kernel, pack, unpack
+from torch_mpk.profile import kernel_times
 from torch_mpk.testing.decode import bytes_read
 from torch_mpk.testing.models import CONFIGS
+from torch_mpk.timeline import Recording
 
 H200 = {"arch": 90, "num_workers": 132, "smem_bytes": 232448}
 KINDS = {"plain": False, "profiled": True}
@@ -113,9 +113,10 @@ class Step:
         self.bytes = weights + position * (with_one - weights)
         self.position = position
 
-    def load(self, folder: Path) -> _C.CudaExecutable:
+    def load(self, folder: Path) -> tuple[Kernel, _C.CudaExecutable]:
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        return _C.CudaExecutable(unpack(files), files["kernel.cubin"], 0, 2_000_000_000)
+        kernel = unpack(files)
+        return kernel, _C.CudaExecutable(kernel, files["kernel.cubin"], 0, 2_000_000_000)
 
     def ms(self, executable: _C.CudaExecutable) -> float:
         for counter in self.counters:
@@ -133,7 +134,7 @@ class Step:
 def measure(folders: list[Path], name: str, args: argparse.Namespace, ceiling: float) -> None:
     step, first = Step(json.loads((folders[0] / f"{name}.json").read_text()), args.position), None
     for folder in folders:
-        executable = step.load(folder / f"{name}.plain")
+        _, executable = step.load(folder / f"{name}.plain")
         times = sorted([step.ms(executable) for _ in range(args.steps + 5)][5:])
         logits = step.outputs[0].float()
         first = logits.clone() if first is None else first
@@ -145,12 +146,15 @@ def measure(folders: list[Path], name: str, args: argparse.Namespace, ceiling: f
             flush=True,
         )
         if args.profile:
-            executable = step.load(folder / f"{name}.profiled")
-            times, runs = [step.ms(executable) for _ in range(5)], []
-            for _ in range(args.steps):
-                times.append(step.ms(executable))
-                runs.append(durations(executable))
-            print_phases(executable.phase_names, np.median(runs, axis=0), statistics.median(times))
+            kernel, executable = step.load(folder / f"{name}.profiled")
+            for _ in range(5):
+                step.ms(executable)
+            executable.start_recording()
+            ms = statistics.median(step.ms(executable) for _ in range(args.steps))
+            launches = executable.stop_recording()
+            device = torch.device("cuda", 0)
+            recording = Recording.read(name, device, kernel.phase_names, kernel.phase_bytes, launches)
+            print(f"{ms:.4f} ms with stamps; {kernel_times(recording, 1e12 * ceiling)}")
 
 
 def main() -> None:

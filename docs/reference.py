@@ -16,6 +16,7 @@ import torch_mpk
 from torch_mpk import jit
 from torch_mpk.config import Environment, Options
 from torch_mpk.explain import Report
+from torch_mpk.profile import KernelTimes, Profile, TaskTimes
 
 _NOTE = "<!-- python docs/reference.py writes this page -->"
 _SECTION = re.compile(r"^(Args|Returns|Raises):$")
@@ -71,6 +72,9 @@ def _api() -> Iterator[str]:
         "torch_mpk.explain.Report": Report,
         "torch_mpk.jit.kernel": jit.kernel,
         "torch_mpk.jit.module": jit.module,
+        "torch_mpk.profile.KernelTimes": KernelTimes,
+        "torch_mpk.profile.Profile": Profile,
+        "torch_mpk.profile.TaskTimes": TaskTimes,
     }
     for name, value in sorted(public.items(), key=lambda item: item[0].lower()):
         if inspect.ismodule(value) or (isinstance(value, type) and issubclass(value, BaseException)):

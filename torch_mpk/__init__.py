@@ -6,6 +6,7 @@ from torch_mpk.explain import explain
 from torch_mpk.generate import generate
 from torch_mpk.persistent_kernel import GlobalTensor, PersistentKernel, TBGraph, get_configurations_from_gpu
 from torch_mpk.precompile import precompile
+from torch_mpk.profile import profile
 from torch_mpk.registry import task
 from torch_mpk.runtime import synchronize
 from torch_mpk.task_kernel import kernel_of
@@ -26,6 +27,7 @@ __all__ = [
     "kernel_of",
     "ops",
     "precompile",
+    "profile",
     "synchronize",
     "task",
     "tasks",

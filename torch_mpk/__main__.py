@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
 from torch_mpk.jit.host import HostCompiler, host_tier
 from torch_mpk.persistent_kernel.task_layers import stub
+from torch_mpk.profile import WARMUP, profile
 
 
 def environment() -> Iterator[tuple[str, str]]:
@@ -86,7 +88,8 @@ def clear_cache(arguments: argparse.Namespace) -> None:
     print(f"deleted {cache.clear()} kernels from {cache.root}")
 
 
-def explain_model(arguments: argparse.Namespace) -> None:
+def _decode_step(arguments: argparse.Namespace, position: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model of random weights, and the arguments of a step of it at a position of its cache."""
     from transformers import AutoConfig
 
     from torch_mpk.testing.decode import prefill
@@ -95,9 +98,25 @@ def explain_model(arguments: argparse.Namespace) -> None:
     name = arguments.model
     config = CONFIGS[name]() if name in CONFIGS else AutoConfig.from_pretrained(name)
     model = random_model(config, arguments.device, getattr(torch, arguments.dtype))
-    prompt = torch.zeros(arguments.batch, 1, dtype=torch.int64, device=arguments.device)
+    prompt = torch.zeros(arguments.batch, position, dtype=torch.int64, device=arguments.device)
     cache, _ = prefill(model, prompt, arguments.length)
-    print(explain(model, input_ids=prompt, past_key_values=cache))
+    return model, {"input_ids": prompt[:, :1].contiguous(), "past_key_values": cache}
+
+
+def explain_model(arguments: argparse.Namespace) -> None:
+    model, inputs = _decode_step(arguments, position=1)
+    print(explain(model, **inputs))
+
+
+def profile_model(arguments: argparse.Namespace) -> None:
+    most = arguments.length - arguments.steps - WARMUP
+    if not 0 < arguments.position <= most:
+        expected = f"1 to {most}, so that the steps fit into --length {arguments.length}"
+        raise ArgumentError(name="--position", expected=expected, value=arguments.position)
+    model, inputs = _decode_step(arguments, arguments.position)
+    step = torch.compile(model, backend="mpk", options={"profile": True})
+    with torch.inference_mode():
+        print(profile(lambda: step(**inputs), arguments.out, steps=arguments.steps))
 
 
 def show_graph(arguments: argparse.Namespace) -> None:
@@ -206,19 +225,30 @@ def arguments_parser() -> argparse.ArgumentParser:
     command.add_argument("--svg", type=Path, metavar="OUT", help="draw an SVG, where Graphviz is installed")
     command.add_argument("--html", type=Path, metavar="OUT", help="write a page to pan, zoom, search and click in")
     add(commands, "stub", print_stub, "print torch_mpk/persistent_kernel/task_layers.pyi")
-    text = "show what becomes of a decode step of a causal language model, with random weights"
-    command = add(commands, "explain", explain_model, text)
-    command.add_argument("model", help="qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama-1b, or a path or hub id of a config")
-    command.add_argument("--batch", type=int, default=1, help="sequences (default: 1)")
-    command.add_argument("--length", type=int, default=1024, help="positions of the cache (default: 1024)")
-    command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     text = "`transformers serve` with continuous batching, its decode steps on backend mpk (docs/serving.md)"
     command = commands.add_parser("serve", help=text, add_help=False, prefix_chars="\0")  # options are for the other
     command.set_defaults(run=serve)
     command.add_argument("rest", nargs="*")
+    _add_commands_of_models(functools.partial(add, commands))
     _add_commands_of_tasks(functools.partial(add, commands))
     return parser
+
+
+def _add_commands_of_models(add: Callable[..., argparse.ArgumentParser]) -> None:
+    of_what = "a decode step of a causal language model, with random weights"
+    explaining = add("explain", explain_model, f"show what becomes of {of_what}")
+    profiling = add("profile", profile_model, f"write a timeline of {of_what}, and print where its time goes")
+    for command in (explaining, profiling):
+        command.add_argument(
+            "model", help="qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama-1b, or a path or hub id of a config"
+        )
+        command.add_argument("--batch", type=int, default=1, help="sequences (default: 1)")
+        command.add_argument("--length", type=int, default=1024, help="positions of the cache (default: 1024)")
+        command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    profiling.add_argument("--out", type=Path, default=Path("trace.json.gz"), help="(default: trace.json.gz)")
+    profiling.add_argument("--position", type=int, default=512, help="tokens in the cache (default: 512)")
+    profiling.add_argument("--steps", type=int, default=3, help="to record (default: 3)")
 
 
 def _add_commands_of_tasks(add: Callable[..., argparse.ArgumentParser]) -> None:

@@ -53,7 +53,8 @@ class Options:
     arch: int | None = None
     """CUDA code to generate: 90 (sm_90a) or 80 (sm_80 and newer). None: TORCH_MPK_ARCH, else what the device has."""
     profile: bool = False
-    """Build kernels that note when each worker passes each phase (``benchmarks/breakdown.py``); CUDA only."""
+    """Build kernels that note when each worker passes each phase, for ``torch_mpk.profile``. The CPU needs no other
+    build for that."""
     fuse: bool = True
     """Let the scheduler fuse row and pointwise tasks into their neighbours (CUDA only; the CPU never fuses)."""
     freeze: bool = False

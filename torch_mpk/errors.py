@@ -52,10 +52,11 @@ class UnknownOptionError(OptionError):
 
 
 class ArgumentError(MpkError, ValueError):
-    """An argument of ``torch_mpk.generate``, or of the command line, has a wrong shape, type or range."""
+    """An argument of ``torch_mpk.generate``, of ``torch_mpk.profile`` or of the command line has a wrong shape, type or
+    range."""
 
     template = "{name}: expected {expected}, got {value}"
-    remedy = "The docstring of torch_mpk.generate says what each argument takes, and --help what a command does."
+    remedy = "The function's docstring says what each argument takes, and --help what a command does."
 
 
 class UnsupportedError(MpkError):
@@ -252,6 +253,16 @@ class KernelSignatureError(MpkError, ValueError):
     """A kernel of ``torch_mpk.jit`` was declared in a way that does not fit, or called with arguments that do not."""
 
     remedy = "The message names the argument and the dimension, what was expected and what came, and the signature."
+
+
+class ProfileError(MpkError):
+    """``torch_mpk.profile`` has nothing to record."""
+
+    template = "nothing was recorded: {what}. {remedy}"
+    remedy = (
+        "On CUDA, compile the model with torch.compile(model, backend='mpk', options={'profile': True}), and let step "
+        "call it; torch_mpk.explain says what of it is a megakernel."
+    )
 
 
 class CompileError(MpkError):

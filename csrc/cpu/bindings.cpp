@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "../arguments.h"
+#include "../launch_times.h"
 #include "torch_mpk/cpu/executable.h"
 #include "torch_mpk/cpu/thread_pool.h"
 
@@ -22,6 +23,12 @@ void run_at(CpuExecutable& executable, const std::vector<uint64_t>& inputs, cons
   executable.forget_lock_of_another_process();
   const py::gil_scoped_release release;
   executable.run(pointers(inputs), pointers(outputs), scalars);
+}
+
+std::vector<LaunchTimes> stop_recording(CpuExecutable& executable) {
+  executable.forget_lock_of_another_process();
+  const py::gil_scoped_release release;
+  return executable.stop_recording();
 }
 
 std::vector<uint64_t> addresses(const py::sequence& items, const char* what) {
@@ -105,6 +112,18 @@ void bind_cpu(py::module_& m) {
           "Every run first checks that the elements of an input (int64 or int32, `stride` elements apart) are in [0, "
           "bound), or "
           "raises IndexError with the message and the element, and writes nothing.")
+      .def_property_readonly("is_profiled", [](const CpuExecutable&) { return true; })
+      .def(
+          "start_recording",
+          [](CpuExecutable& self) {
+            self.forget_lock_of_another_process();
+            const py::gil_scoped_release release;
+            self.start_recording();
+          },
+          "Record what the workers do when, from the next run on.")
+      .def(
+          "stop_recording", [](CpuExecutable& self) { return as_bytes(stop_recording(self)); },
+          "PhaseTimes[num_workers][num_phases] of each run since start_recording.")
       .def_property_readonly("missing_references", &CpuExecutable::missing_references)
       .def_property_readonly("num_threads", &CpuExecutable::num_threads)
       .def_property_readonly("scratch_is_intact", &CpuExecutable::scratch_is_intact,

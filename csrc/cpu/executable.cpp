@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -33,6 +34,11 @@ void check_indices(const IndexBound& expected, const uint8_t* elements) {
     if (index < 0 || index >= expected.bound)
       throw std::out_of_range(expected.message + ", got " + std::to_string(index));
   }
+}
+
+int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 // Records the thread inside a run for as long as it is.
@@ -235,33 +241,62 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
   const Frame frame{buffers_.data(), scalars_.data()};
   const int num_workers = inside_parallel_run() ? 1 : num_threads_;
   if (!phases_.empty()) phases_.front().offer_shares(0, 1);
+  LaunchTimes times(recording_ ? num_threads_ * phases_.size() : 0);
+  const auto times_of = [&](int worker) { return recording_ ? times.data() + worker * phases_.size() : nullptr; };
   try {
-    parallel_run(num_workers, [&](int worker, SpinBarrier& barrier) { work(frame, worker, num_workers, barrier); });
+    parallel_run(num_workers, [&](int worker, SpinBarrier& barrier) {
+      work(frame, worker, num_workers, barrier, times_of(worker));
+    });
   } catch (...) {
     for (const auto& body : bodies_) body->reset();
     throw;
   }
+  if (recording_) recorded_.push_back(std::move(times));
 }
 
-void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBarrier& barrier) {
-  uint8_t* scratch = scratch_.get() + worker * scratch_bytes_;
-  const auto run = [&](const Chunk& chunk) { chunk.body->run(frame, chunk.begin, chunk.end, scratch); };
+// `times`: the worker's, of each phase; null where nobody asks.
+void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBarrier& barrier, PhaseTimes* times) {
+  if (phases_.empty()) return;
+  if (times != nullptr) times[0].begin = times[0].joined = now_ns();
   for (size_t p = 0; p < phases_.size(); p++) {
-    PhasePlan& phase = phases_[p];
-    if (worker == 0) {
-      for (const Node* node : phase.references) call_reference(frame, *node, p);
-      if (!phase.parallel())
-        for (const Chunk& chunk : phase.chunks) run(chunk);
-    }
-    for (size_t i = 0; i < phase.shares.size(); i++) {
-      Share& share = phase.shares[(worker + i) % phase.shares.size()];
-      for (int c; (c = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) run(phase.chunks[c]);
-    }
+    const PhasePlan& phase = phases_[p];
+    if (times != nullptr) times[p].ready = now_ns();
+    compute(frame, p, worker);
+    if (times != nullptr && (phase.parallel() || worker == 0)) times[p].computed = now_ns();
     if (p + 1 == phases_.size()) return;  // the run's end is the last phase's barrier
+    if (times != nullptr) times[p + 1].begin = times[p + 1].joined = now_ns();
     phases_[p + 1].offer_shares(worker, num_workers);
     // Phases that only worker 0 takes part in follow each other without a barrier.
     if (num_workers > 1 && (phase.parallel() || phases_[p + 1].parallel()) && !barrier.arrive_and_wait()) return;
   }
+}
+
+// The worker's part of a phase.
+void CpuExecutable::compute(const Frame& frame, size_t p, int worker) {
+  uint8_t* scratch = scratch_.get() + worker * scratch_bytes_;
+  const auto run = [&](const Chunk& chunk) { chunk.body->run(frame, chunk.begin, chunk.end, scratch); };
+  PhasePlan& phase = phases_[p];
+  if (worker == 0) {
+    for (const Node* node : phase.references) call_reference(frame, *node, p);
+    if (!phase.parallel())
+      for (const Chunk& chunk : phase.chunks) run(chunk);
+  }
+  for (size_t i = 0; i < phase.shares.size(); i++) {
+    Share& share = phase.shares[(worker + i) % phase.shares.size()];
+    for (int c; (c = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) run(phase.chunks[c]);
+  }
+}
+
+void CpuExecutable::start_recording() {
+  const std::lock_guard lock(*mutex_);
+  recorded_.clear();
+  recording_ = true;
+}
+
+std::vector<LaunchTimes> CpuExecutable::stop_recording() {
+  const std::lock_guard lock(*mutex_);
+  recording_ = false;
+  return std::exchange(recorded_, {});
 }
 
 void CpuExecutable::call_reference(const Frame& frame, const Node& node, size_t phase) {

@@ -7,6 +7,7 @@
 
 #include "../arguments.h"
 #include "../errors.h"
+#include "../launch_times.h"
 #include "torch_mpk/runtime/cuda_executable.h"
 
 namespace py = pybind11;
@@ -48,6 +49,11 @@ void call(CudaExecutable& executable, Arguments& arguments, const py::tuple& arg
   arguments.read(args, launch.inputs, launch.sizes);
   read_addresses(outputs, "output", launch.outputs);
   launch.make(executable, stream);
+}
+
+std::vector<LaunchTimes> stop_recording(CudaExecutable& executable) {
+  const py::gil_scoped_release release;
+  return executable.stop_recording();
 }
 
 // Any object with CudaProgram's fields: what code generation returns, or what a test writes by hand.
@@ -115,15 +121,13 @@ void bind_runtime(py::module_& m) {
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
            "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
            "flight.")
-      .def_property_readonly("phase_names", &CudaExecutable::phase_names)
+      .def_property_readonly("is_profiled", &CudaExecutable::is_profiled)
+      .def("start_recording", &CudaExecutable::start_recording, py::call_guard<py::gil_scoped_release>(),
+           "Record what a profiled kernel stamps, from the next launch on. Raises ValueError when it is not profiled.")
       .def(
-          "stamps",
-          [](CudaExecutable& e) {
-            const std::vector<PhaseStamps> stamps = e.stamps();
-            return py::bytes(reinterpret_cast<const char*>(stamps.data()), stamps.size() * sizeof(PhaseStamps));
-          },
-          "PhaseStamps[num_workers][num_phases] of the latest launch of a profiled kernel, uint32 each; empty if it is "
-          "not.")
+          "stop_recording", [](CudaExecutable& e) { return as_bytes(stop_recording(e)); },
+          "Wait for all launches, and return PhaseTimes[num_workers][num_phases] of each since start_recording, in any "
+          "order.")
       .def(
           "control_address",
           [](CudaExecutable& e, uint64_t stream) { return e.control_address(reinterpret_cast<cu::Stream>(stream)); },

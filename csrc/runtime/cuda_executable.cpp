@@ -214,6 +214,7 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   }
   if (!capture && !spare_) spare_ = allocate();
 
+  if (recording_ && !capture) make_room();
   const cu::DevicePtr memory = memory_of(stream, capture);
   block.params.table = reinterpret_cast<const void*>(table_);
   block.params.workspace = reinterpret_cast<uint8_t*>(memory + round_up(control_bytes_));
@@ -261,22 +262,6 @@ void CudaExecutable::check_pointers(const LaunchBlock& block) const {
   }
 }
 
-std::vector<PhaseStamps> CudaExecutable::stamps() {
-  const std::lock_guard lock(mutex_);
-  const cu::ContextGuard current(driver_, context_);
-  const Lane* latest = nullptr;
-  for (const Lane& lane : lanes_)
-    if (!lane.capture && (!latest || lane.last_used > latest->last_used)) latest = &lane;
-  std::vector<PhaseStamps> stamps(stamps_offset_ && latest ? num_workers_ * phase_names_.size() : 0);
-  if (stamps.empty()) return stamps;
-  driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");
-  driver_.check(driver_.memcpy_dtoh_async(stamps.data(), latest->memory + stamps_offset_,
-                                          stamps.size() * sizeof(PhaseStamps), service_stream_),
-                "cuMemcpyDtoHAsync");
-  driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
-  return stamps;
-}
-
 void CudaExecutable::check() {
   check_process();
   const std::lock_guard lock(mutex_);
@@ -294,7 +279,7 @@ void CudaExecutable::report_abort() {
   const cu::RelaxedCaptureGuard relaxed(driver_);
   driver_.check(driver_.ctx_synchronize(), "waiting for an aborted megakernel");
   std::string text;
-  for (const Lane& lane : lanes_) {
+  for (Lane& lane : lanes_) {
     std::vector<uint8_t> bytes(control_bytes_);
     driver_.check(driver_.memcpy_dtoh_async(bytes.data(), lane.memory, bytes.size(), service_stream_),
                   "cuMemcpyDtoHAsync");
@@ -302,6 +287,7 @@ void CudaExecutable::report_abort() {
     Control control;
     std::memcpy(&control, bytes.data(), sizeof(control));
     if (!control.aborted) continue;
+    lane.collected = 0;
     std::vector<StallRecord> stalls(num_workers_);
     std::memcpy(stalls.data(), bytes.data() + stalls_offset_, num_workers_ * sizeof(StallRecord));
     text += describe_stalls(stalls, phase_names_);

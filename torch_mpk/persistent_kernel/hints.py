@@ -8,7 +8,7 @@ from typing import Any
 from torch_mpk.announcements import warn
 
 _SCHEDULERS = "the schedule is decided when a kernel is compiled"
-_PROFILE = "options={'profile': True} makes a kernel record its jobs"
+_PROFILE = "torch_mpk.profile shows what a kernel compiled with options={'profile': True} does"
 _HERE = {  # what there is instead
     "mode": "a call runs the program once",
     "world_size": "a program runs on one device",

@@ -26,6 +26,16 @@ class Executable(Protocol):
     ) -> None:
         """``run``, with inputs and sizes taken out of the arguments of the captured graph's call."""
 
+    @property
+    def is_profiled(self) -> bool:
+        """Whether it records."""
+
+    def start_recording(self) -> None: ...
+
+    def stop_recording(self) -> list[bytes]:
+        """``PhaseTimes[num_workers][num_phases]`` of include/torch_mpk/launch_times.h, of each launch since
+        ``start_recording``, in any order. Waits for all launches."""
+
 
 ExecutableT = TypeVar("ExecutableT", bound=Executable)
 

@@ -22,7 +22,7 @@ inline constexpr int kEventsOffset = kEventBytes;
 constexpr int64_t tickets_offset(int64_t num_phases) { return kEventsOffset + num_phases * kEventBytes; }
 constexpr int64_t stalls_offset(int64_t num_phases) { return tickets_offset(num_phases) + num_phases * kEventBytes; }
 
-// Then a StallRecord for each worker, and, where the kernel is profiled, PhaseStamps[num_workers][num_phases].
+// Then a StallRecord for each worker, and, where the kernel is profiled, what its latest launches have stamped.
 enum class WarpRole : uint32_t { kConsumer, kLoader };
 enum class Waiting : uint32_t {
   kEvent,     // the event of a phase
@@ -45,17 +45,53 @@ struct StallRecord {
   uint32_t entry;  // ring entry or tile the warp had reached
 };
 
-// What a worker of a profiled kernel writes of each phase, in cycles of its multiprocessor's clock (which wraps).
+// A profiled kernel notes when each worker passes each phase, in cycles of its multiprocessor's clock, which wraps and
+// is no other's; 0 where there is nothing to note. Of the latest launches, by their epoch modulo how many are kept,
+// there are WorkerStamps[num_workers], PhaseStamps[num_workers][num_phases] and LoaderStamps[num_workers][num_phases].
+inline constexpr int kLaunchesKept = 8;
+
+// Two moments by the clock and by the one that all multiprocessors share, which is slower to read.
+struct WorkerStamps {
+  uint64_t begin_ns, end_ns;
+  uint32_t begin, end;
+  uint32_t launch;  // its number + 1, when the worker was done
+  uint32_t reserved;
+};
+
+// Of the consumers.
 struct PhaseStamps {
   uint32_t begin;     // came to the phase
   uint32_t joined;    // all warps of the worker were done with the phase before
   uint32_t ready;     // the phase's events had been seen
-  uint32_t staged;    // the activations stood in shared memory; 0 where a task does not say
+  uint32_t staged;    // the first activations stood in shared memory
   uint32_t computed;  // one warp was done
 };
 
+struct LoaderStamps {
+  uint32_t begin;      // came to the phase
+  uint32_t described;  // its row of the table stood in shared memory: there was room for it
+  uint32_t waits;      // began to wait for what its copies depend on; of several jobs, the last that does
+  uint32_t awaited;    // had seen it
+  uint32_t loaded;     // had started the last copy
+  uint32_t bytes;      // that it copied
+};
+
+constexpr int64_t phase_stamps_offset(int64_t num_workers) {
+  return num_workers * static_cast<int64_t>(sizeof(WorkerStamps));
+}
+constexpr int64_t loader_stamps_offset(int64_t num_workers, int64_t num_phases) {
+  return phase_stamps_offset(num_workers) + num_workers * num_phases * static_cast<int64_t>(sizeof(PhaseStamps));
+}
+constexpr int64_t launch_stamps_bytes(int64_t num_workers, int64_t num_phases) {
+  constexpr int64_t kAlignment = alignof(WorkerStamps);
+  const int64_t bytes = loader_stamps_offset(num_workers, num_phases) +
+                        num_workers * num_phases * static_cast<int64_t>(sizeof(LoaderStamps));
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 static_assert(sizeof(Control) == 16 && sizeof(Control) <= kEventsOffset && MPK_STANDS_AT(Control, aborted, 8));
 static_assert(sizeof(StallRecord) == 32 && MPK_STANDS_AT(StallRecord, waiting, 12));
-static_assert(alignof(StallRecord) == 4 && sizeof(PhaseStamps) == 20 && alignof(PhaseStamps) == 4);
+static_assert(alignof(StallRecord) == 4 && sizeof(WorkerStamps) == 32 && alignof(WorkerStamps) == 8);
+static_assert(sizeof(PhaseStamps) == 20 && sizeof(LoaderStamps) == 24 && alignof(LoaderStamps) == 4);
 
 }  // namespace mpk

@@ -21,7 +21,7 @@ struct CudaProgram {
   int64_t workspace_bytes = 0;
   int64_t control_bytes = 0;  // Control and everything behind it
   int64_t stalls_offset = 0;  // of StallRecord[num_workers] in the control block
-  int64_t stamps_offset = 0;  // of PhaseStamps[num_workers][num_phases] there; 0: not profiled
+  int64_t stamps_offset = 0;  // of what the latest launches have stamped there, see abi/control.h; 0: not profiled
   int num_phases = 0;
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
   std::vector<int> input_alignment;      // bytes each input's pointer must be a multiple of

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "torch_mpk/cpu/body.h"
+#include "torch_mpk/launch_times.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace mpk {
@@ -59,6 +60,10 @@ class CpuExecutable {
   void set_reference(const std::string& task, Reference reference);
   std::vector<std::string> missing_references() const;
 
+  // What the runs between the two calls did when; one that throws leaves nothing.
+  void start_recording();
+  std::vector<LaunchTimes> stop_recording();
+
   // Whether nothing was written behind the scratch memory of the last worker: tile tasks say themselves how much of it
   // they need.
   bool scratch_is_intact() const;
@@ -92,7 +97,8 @@ class CpuExecutable {
   };
 
   void plan_phase(const Phase& phase, const std::map<int, const TileCode*>& compiled);
-  void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier);
+  void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier, PhaseTimes* times);
+  void compute(const Frame& frame, size_t phase, int worker);
   void call_reference(const Frame& frame, const Node& node, size_t phase);
   void fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
   void move_weights();
@@ -113,6 +119,8 @@ class CpuExecutable {
   std::vector<uint8_t*> buffers_;
   std::vector<int64_t> scalars_;
   bool weights_moved_ = false;
+  bool recording_ = false;
+  std::vector<LaunchTimes> recorded_;
   std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();
   std::atomic<std::thread::id> running_on_;  // the thread inside `run`
   int generation_;

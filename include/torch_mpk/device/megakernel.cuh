@@ -21,6 +21,7 @@
 #pragma once
 
 #include "torch_mpk/device/ring.cuh"
+#include "torch_mpk/device/stamps.cuh"
 #include "torch_mpk/device/warps.cuh"
 
 namespace mpk {
@@ -154,7 +155,7 @@ struct Launch {
 
 // A consumer thread's view: the group's barrier, shared memory, the ring. `rank` is the thread's within the group.
 template <class Kernel>
-struct Consumer : Launch<Kernel> {
+struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   using Config = Kernel;
   int rank, warp, lane;
   RingReader<Kernel::kSlots, Kernel::kSlotBytes> ring;
@@ -165,7 +166,6 @@ struct Consumer : Launch<Kernel> {
   bool awaited = false;  // the events of this phase have come
   bool apart = false;    // other warps may not be done with the phase before
   PhaseRow current{};    // the row's, in registers
-  PhaseStamps stamps{};
 
   MPK_DEVICE Consumer(const Launch<Kernel>& launch, int thread)
       : Launch<Kernel>(launch),
@@ -186,11 +186,6 @@ struct Consumer : Launch<Kernel> {
     rank = ptx::thread_index();
     warp = rank / 32;
     lane = ring.lane = rank % 32;
-  }
-
-  // Notes the time in a profiled kernel; nothing otherwise.
-  MPK_DEVICE void stamp(uint32_t PhaseStamps::* when) {
-    if constexpr (Kernel::kStampsOffset != 0) stamps.*when = ptx::clock();
   }
 
   // Shared memory for the running job, Kernel::kRingOffset - Kernel::kStagedOffset bytes, aligned to 128.
@@ -224,14 +219,14 @@ struct Consumer : Launch<Kernel> {
     if (awaited) return alive;
     awaited = true;
     if (apart && !join(0)) return false;
-    stamp(&PhaseStamps::joined);
+    this->stamp(&PhaseStamps::joined);
     if (current.num_waits != 0) {
       if (rank == kPollingThread)
         failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
                               phase + 1 == Kernel::kNumPhases);
       if (!sync()) return false;
     }
-    stamp(&PhaseStamps::ready);
+    this->stamp(&PhaseStamps::ready);
     return true;
   }
 
@@ -247,14 +242,8 @@ struct Consumer : Launch<Kernel> {
   // Ends the last row of a phase.
   MPK_DEVICE bool end_phase() {
     if (!await()) return false;
-    stamp(&PhaseStamps::computed);
-    if constexpr (Kernel::kStampsOffset != 0) {
-      if (rank == 0)
-        reinterpret_cast<PhaseStamps*>(
-            this->control_word(Kernel::kStampsOffset))[blockIdx.x * Kernel::kNumPhases + phase] = stamps;
-      stamps = {};
-      stamp(&PhaseStamps::begin);
-    }
+    this->stamp(&PhaseStamps::computed);
+    this->next_stamps(this->params.control, this->epoch, StampPlaces<Kernel>::kPhases, phase, rank == 0);
     const uint32_t signal = current.signal;
     if (signal & kPublishes) ptx::fence_proxy_async();
     row++;
@@ -283,7 +272,7 @@ struct Consumer : Launch<Kernel> {
 
 // The loader warp's view. All 32 lanes run its code together.
 template <class Kernel>
-struct Loader : Launch<Kernel> {
+struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
   using Config = Kernel;
   int lane;
   RingWriter<Kernel::kSlots, Kernel::kSlotBytes> ring;
@@ -307,6 +296,7 @@ struct Loader : Launch<Kernel> {
   MPK_DEVICE bool fill(const Stream& stream, const uint64_t* data, const MatrixRow* matrices, Span tiles,
                        Draw* draw = nullptr) {
     const uint32_t end = ring.entry + (tiles.end - tiles.begin) * stream.entries;
+    if constexpr (kProfiled<Kernel>) this->stamps.bytes += streamed_bytes(stream, *matrices, tiles);
     const bool draws = draw != nullptr && draw->from != nullptr;
     const uint64_t filled = fill_ring(ring, stream, data, matrices, tiles, phase, draws ? draw->from : nullptr);
     if (draws) *draw = {nullptr, static_cast<uint32_t>(filled >> 32)};
@@ -320,13 +310,17 @@ struct Loader : Launch<Kernel> {
     const uint32_t num_waits = job.row->num_loader_waits;
     const uint64_t* waits = job.refs() + job.row->num_refs;
     // Copies that depend on what the launch computes wait until it is computed.
+    if (num_waits != 0) this->stamp(&LoaderStamps::waits);
 #pragma unroll 1
     for (uint32_t i = 0; i < num_waits && !failed; i++) {
       const uint32_t event = static_cast<uint32_t>(waits[i]);
       failed = !__all_sync(~0u, wait_event(this->shared.watchdog, this->event(event), this->event_target(), phase,
                                            WarpRole::kLoader, event));
     }
-    if (num_waits != 0) ptx::fence_proxy_async();
+    if (num_waits != 0) {
+      this->stamp(&LoaderStamps::awaited);
+      ptx::fence_proxy_async();
+    }
     if (!failed && job.row->num_matrices != 0) load_matrices(job, *stream_of(job));
   }
 
@@ -416,12 +410,14 @@ struct Loader : Launch<Kernel> {
 template <class Kernel>
 MPK_DEVICE void run_loader(const Launch<Kernel>& launch, int lane) {
   Loader<Kernel> l(launch, lane);
+  l.stamp(&LoaderStamps::begin);
   auto next = l.load_row(0);
 #pragma unroll 1
   for (uint32_t number = 0; number < Kernel::kNumRows; number++) {
     delay(launch.params.jitter, blockIdx.x, ~number);
     const PhaseRow* row = l.publish_row(number, next);
     if (row == nullptr) break;
+    l.stamp_first(&LoaderStamps::described);
     if (number + 1 < Kernel::kNumRows) next = l.load_row(number + 1);
     const JobRow* job = first_job(row);
     const uint32_t num_jobs = row->num_jobs;
@@ -434,7 +430,10 @@ MPK_DEVICE void run_loader(const Launch<Kernel>& launch, int lane) {
       if (!l.failed) Kernel::load(l, running);
     }
     if (l.failed) break;
-    if (last) l.ring.end_phase(l.phase++);
+    if (!last) continue;
+    l.stamp(&LoaderStamps::loaded);
+    l.next_stamps(launch.params.control, launch.epoch, StampPlaces<Kernel>::kLoaders, l.phase, lane == 0);
+    l.ring.end_phase(l.phase++);
   }
   l.ring.drain();
 }
@@ -451,6 +450,7 @@ MPK_DEVICE void clear_polled(const Launch<Kernel>& launch) {
 
 template <class Kernel>
 MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
+  if (c.rank == 0) stamp_begin<Kernel>(c.params.control, c.epoch);
   clear_polled(c);
   c.stamp(&PhaseStamps::begin);
   while (c.row < Kernel::kNumRows) {
@@ -467,6 +467,7 @@ MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
     }
     if (c.current.last == 0 ? !c.end_row() : !c.end_phase()) return;
   }
+  if (c.rank == 0) stamp_end<Kernel>(c.params.control, c.epoch);
 }
 
 // The last CTA to leave closes the launch: all others have finished. Called by all consumer threads.
@@ -509,7 +510,8 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   static_assert(Kernel::kSlotBytes % kAccessBytes == 0 && Kernel::kRingOffset % kAccessBytes == 0);
   static_assert(Kernel::kSlots <= kMaxSlots);
   static_assert(Kernel::kEventsOffset == kEventsOffset && Kernel::kTicketsOffset % kEventBytes == 0);
-  static_assert(Kernel::kStallsOffset % alignof(StallRecord) == 0 && Kernel::kStampsOffset % alignof(PhaseStamps) == 0);
+  static_assert(Kernel::kStallsOffset % alignof(StallRecord) == 0 &&
+                Kernel::kStampsOffset % alignof(WorkerStamps) == 0);
   static_assert(Kernel::kOutputsOffset % alignof(OutputRow) == 0);
   if (threadIdx.x == 0) {
     init_ring<Kernel>(shared.ring);

@@ -12,6 +12,7 @@
 
 #include "torch_mpk/abi/launch.h"
 #include "torch_mpk/codegen/cuda.h"
+#include "torch_mpk/launch_times.h"
 #include "torch_mpk/runtime/driver.h"
 
 namespace mpk {
@@ -50,8 +51,12 @@ class CudaExecutable {
   // of a fork.
   void run(LaunchBlock& block, cu::Stream stream);
 
-  // What the latest direct launch wrote, if the program is profiled: see CudaProgram::stamps_offset. Waits for it.
-  std::vector<PhaseStamps> stamps();
+  bool is_profiled() const { return stamps_offset_ != 0; }
+  // Of a profiled program: what the launches between the two calls have stamped, in any order; not those that graphs
+  // make, nor any that was given up. Both wait for all launches, and every kLaunchesKept'th launch in
+  // between does. Throws std::invalid_argument where the program is not profiled.
+  void start_recording();
+  std::vector<LaunchTimes> stop_recording();
 
   // Throws LaunchAborted when a launch was given up since the last call. Does not wait for launches in flight.
   void check();
@@ -67,6 +72,7 @@ class CudaExecutable {
     uint64_t capture;      // id of the graph capture; 0 for launches made directly
     cu::DevicePtr memory;  // the control block, then the workspace
     uint64_t last_used;
+    uint32_t collected = 0;  // the number behind the latest launch whose stamps were read
   };
 
   size_t param_bytes() const { return sizeof(LaunchParams) + (num_inputs_ + num_outputs_) * sizeof(uint64_t); }
@@ -77,6 +83,8 @@ class CudaExecutable {
   void check_stream(cu::Stream stream) const;
   cu::DevicePtr allocate();
   cu::DevicePtr memory_of(cu::Stream stream, uint64_t capture);
+  void make_room();
+  void collect();
   bool aborted() const;
   [[noreturn]] void report_abort();
   void release() noexcept;
@@ -102,6 +110,9 @@ class CudaExecutable {
   cu::DevicePtr spare_ = 0;  // for a capture, which should allocate nothing
   std::vector<Lane> lanes_;
   uint64_t num_runs_ = 0;
+  bool recording_ = false;
+  int num_uncollected_ = 0;  // launches recorded, but not read yet
+  std::vector<LaunchTimes> recorded_;
 };
 
 }  // namespace mpk

@@ -734,7 +734,7 @@ MPK_DEVICE void compute_pieces(C& c, const Job& job) {
     const uint32_t limit = cut.limit(piece.row);
     Softmax<V> softmax;
     if (!stage<V>(c, job, piece, slot)) return;
-    c.stamp(&PhaseStamps::staged);
+    c.stamp_first(&PhaseStamps::staged);
 #pragma unroll 1
     for (uint32_t t = c.warp; t < piece.num_tiles && !c.failed; t += kConsumerWarps)
       c.failed = !add_tile<V>(c, job, piece, t, limit, slot, softmax);

@@ -314,7 +314,7 @@ MPK_DEVICE void compute_alone(C& c, const Job& job) {
   constexpr int kPitchX = (V::kStaged ? S::kPitch : V::kPitchX * int(sizeof(T))) / 16;
   if constexpr (V::kStaged) {
     if (!stage<V>(c, job, staged)) return;
-    c.stamp(&PhaseStamps::staged);
+    c.stamp_first(&PhaseStamps::staged);
   } else if (!c.await()) {
     return;
   }
@@ -416,7 +416,7 @@ MPK_DEVICE bool prepare(C& c, const Job& job) {
   using S = Shape<V>;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!stage<V>(c, job, reinterpret_cast<typename V::T*>(c.staged()))) return false;
-  c.stamp(&PhaseStamps::staged);
+  c.stamp_first(&PhaseStamps::staged);
   return true;
 }
 

@@ -1,0 +1,211 @@
+"""Where the time of megakernels goes: a timeline of every worker, and totals by task."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_mpk.bandwidth import bytes_per_second
+from torch_mpk.config import is_int
+from torch_mpk.errors import ArgumentError, ProfileError
+from torch_mpk.runtime import synchronize
+from torch_mpk.runtime.segment import CompiledSegment, live_segments
+from torch_mpk.timeline import PARTS, Recording, kinds_of, trace_events
+
+WARMUP = 3  # calls: one compiles, and the next may build for what has changed
+
+
+class Spread(NamedTuple):
+    """Microseconds of a phase: over workers the mean, the least and the most."""
+
+    mean: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ({self.least:.2f}-{self.most:.2f})"
+
+
+@dataclass(frozen=True)
+class TaskTimes:
+    """The phases of the same tasks in a launch; times are medians over launches.
+
+    Attributes:
+        tasks: their names, and the last parts of the module paths that they come from.
+        num_phases: how many there are.
+        us: microseconds of all of them.
+        num_bytes: what their loaders bring, or where there is nothing to load, what the tasks read and write.
+        parts: of one phase, "join": waiting for the worker's own warps; "wait": for earlier phases; "stage": bringing
+            activations to shared memory, with the wait for those that are polled; "compute": the rest.
+    """
+
+    tasks: str
+    num_phases: int
+    us: float
+    num_bytes: int
+    parts: Mapping[str, Spread]
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """A megakernel. ``us`` is the median microseconds of a launch; ``bytes_per_second`` what the device's memory
+    delivers, if that is known."""
+
+    name: str
+    num_launches: int
+    us: float
+    tasks: list[TaskTimes]
+    bytes_per_second: float | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a launch."""
+        return sum(task.num_bytes for task in self.tasks)
+
+    def share(self, num_bytes: int, us: float) -> float | None:
+        """The part of the memory's speed that is reached, if that is known."""
+        return 1e6 * num_bytes / us / self.bytes_per_second if us and self.bytes_per_second else None
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What ``profile`` has measured; ``path`` is where the timeline is. Print it, or read the fields."""
+
+    path: Path
+    kernels: list[KernelTimes]
+
+    def __str__(self) -> str:
+        return "\n\n".join([*map(str, self.kernels), f"timeline: {self.path}, for https://ui.perfetto.dev"])
+
+
+def profile(
+    step: Callable[[], object], path: str | os.PathLike[str], *, steps: int = 3, warmup: int = WARMUP
+) -> Profile:
+    """Writes a timeline of the megakernels that ``step`` launches, for https://ui.perfetto.dev.
+
+    It has a track for each worker's consumers and one for its loader, with a slice for each phase and those for what it
+    waits for (docs/profiling.md). On CUDA the model must have been compiled with ``options={"profile": True}``; calls
+    made meanwhile by other threads are in the timeline as well, replays of CUDA graphs are not.
+
+    Args:
+        step: what to run, such as ``lambda: model(input_ids=token, past_key_values=cache)``.
+        path: of the file, Chrome's trace events as JSON, compressed where it ends in ".gz".
+        steps: how often ``step`` runs while it is recorded.
+        warmup: how often before, at least once: the first call compiles.
+
+    Returns:
+        totals by task; ``print`` shows them.
+
+    Raises:
+        ArgumentError: an argument has a wrong type or range, or the file cannot be written; nothing has run then.
+        ProfileError: ``step`` launches nothing that can be recorded.
+        Exception: whatever ``step`` raises. The file is then as it was.
+    """
+    for name, count in (("steps", steps), ("warmup", warmup)):
+        if not is_int(count) or count < 1:
+            raise ArgumentError(name=name, expected="an int > 0", value=repr(count))
+    with _replaced(Path(path)) as part:
+        for _ in range(warmup):
+            step()
+        recordings = record(lambda: [step() for _ in range(steps)])
+        write(recordings, part, is_compressed=Path(path).suffix == ".gz")
+    speeds = [bytes_per_second(recording.device, recording.times.shape[1]) for recording in recordings]
+    return Profile(Path(path), [*map(kernel_times, recordings, speeds)])
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """A new file that becomes the one at ``path`` in the end; where that is not reached, nothing is left of it."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.touch()
+    except OSError as error:
+        expected = "a file in a folder that can be written to"
+        raise ArgumentError(name="path", expected=expected, value=f"{path} ({error.strerror or error})") from None
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def record(run: Callable[[], object]) -> list[Recording]:
+    """What the megakernels did that ``run`` has launched, by their first launch.
+
+    Raises ProfileError where there were none that can be recorded.
+    """
+    synchronize()
+    segments = live_segments()
+    profiled = [segment for segment in segments if segment.executable.is_profiled]
+    if segments and not profiled:
+        raise ProfileError("the kernels that are loaded were built to run, not to be recorded")
+    for segment in profiled:
+        segment.executable.start_recording()
+    try:
+        run()
+        synchronize()
+    finally:
+        launches = [segment.executable.stop_recording() for segment in profiled]
+    found = [_recording(segment, made) for segment, made in zip(profiled, launches, strict=True) if made]
+    if not found:
+        raise ProfileError("it has launched no megakernel, or only in a CUDA graph that was captured before")
+    return sorted(found, key=lambda recording: int(recording.begins[0]))
+
+
+def _recording(segment: CompiledSegment, launches: Sequence[bytes]) -> Recording:
+    described: Any = segment.plan.kernel or segment.plan.schedule
+    name = f"megakernel {segment.name}"
+    return Recording.read(name, segment.device, described.phase_names, described.phase_bytes, launches)
+
+
+def write(recordings: Sequence[Recording], path: Path, is_compressed: bool) -> None:
+    with open(path, "wb") as file, gzip.GzipFile("", "wb", 6, file) if is_compressed else file as out:
+        for line in trace_events(recordings):
+            out.write(line.encode())
+
+
+def kernel_times(recording: Recording, speed: float | None) -> KernelTimes:
+    """Totals by task; ``speed`` is what the device's memory delivers, in bytes a second, if that is known."""
+    us = recording.durations().median(0).values / 1e3  # [worker, phase, part]
+    groups: dict[str, list[int]] = {}
+    for phase, name in enumerate(recording.phase_names):
+        groups.setdefault(kinds_of(name), []).append(phase)
+    num_bytes = recording.phase_bytes.median(0).values
+    tasks = []
+    for kinds, phases in groups.items():
+        means = us[:, phases].mean(1)  # [worker, part]
+        spreads = zip(*(values.tolist() for values in (means.mean(0), means.amin(0), means.amax(0))), strict=True)
+        parts = {part: Spread(*spread) for part, spread in zip(PARTS, spreads, strict=True)}
+        total = float(us[:, phases].sum((1, 2)).mean())
+        tasks.append(TaskTimes(kinds, len(phases), total, int(num_bytes[phases].sum()), parts))
+    device = recording.device
+    took = float((recording.ends - recording.begins).double().median()) / 1e3
+    return KernelTimes(f"{recording.name} on {device}", len(recording.times), took, tasks, speed)
+
+
+def _lines(kernel: KernelTimes) -> Iterator[str]:
+    num_phases = sum(task.num_phases for task in kernel.tasks)
+    share = kernel.share(kernel.num_bytes, kernel.us)
+    reached = f", {share:.1%} of the memory's speed" if share is not None else ""
+    yield (
+        f"{kernel.name}, {kernel.num_launches} launches of {num_phases} phases: {kernel.us:.1f} us, "
+        f"{kernel.num_bytes / 1e6:.1f} MB{reached}; in us, in parentheses the least and the most of a worker:"
+    )
+    yield f"{'tasks':<60}{'phases':>8}{'all':>10}{'MB':>10}{'speed':>8}" + "".join(f"{part:>24}" for part in PARTS)
+    for task in kernel.tasks:
+        share = kernel.share(task.num_bytes, task.us)
+        numbers = f"{task.num_phases:>8}{task.us:>10.1f}{task.num_bytes / 1e6:>10.2f}"
+        speed = f"{share:>8.1%}" if share is not None else f"{'-':>8}"
+        yield f"{task.tasks[:59]:<60}{numbers}{speed}" + "".join(f"{task.parts[part]!s:>24}" for part in PARTS)
+    totals = ((part, sum(task.num_phases * task.parts[part].mean for task in kernel.tasks)) for part in PARTS)
+    yield "of a launch, us: " + ", ".join(f"{part} {total:.1f}" for part, total in totals)

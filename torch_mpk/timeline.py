@@ -1,0 +1,173 @@
+"""What launches did when: recordings of executables, and timelines of them as Chrome's trace events, which Perfetto
+opens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+# The fields of mpk::PhaseTimes (include/torch_mpk/launch_times.h).
+FIELDS = (
+    *("begin", "joined", "ready", "staged", "computed"),
+    *("load_begin", "described", "waits", "awaited", "loaded", "loaded_bytes"),
+)
+PARTS = ("join", "wait", "stage", "compute")  # of a phase, of a worker's consumers
+_TRACKS_OF_A_PROCESS = 10_000  # their numbers, in whose order viewers show them, differ in all of a file
+
+
+class Slice(NamedTuple):
+    """Something that took from ``begin`` to ``end``, in nanoseconds."""
+
+    name: str
+    begin: int
+    end: int
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Launches of one executable.
+
+    Attributes:
+        name: what it is called.
+        device: where it runs.
+        phase_names: of each phase, its tasks with their labels.
+        operand_bytes: of each phase, what its tasks read and write; of caches all positions.
+        times: int64[launches, workers, phases, len(FIELDS)], launches in the order in which they began: nanoseconds of
+            the device's clock, 0 where there is nothing to say, and bytes.
+    """
+
+    name: str
+    device: torch.device
+    phase_names: Sequence[str]
+    operand_bytes: Sequence[int]
+    times: torch.Tensor
+
+    @classmethod
+    def read(
+        cls,
+        name: str,
+        device: torch.device,
+        phase_names: Sequence[str],
+        operand_bytes: Sequence[int],
+        launches: Sequence[bytes],
+    ) -> Recording:
+        """``launches``, of which there is one at least, as an executable's ``stop_recording`` returns them."""
+        values = torch.frombuffer(bytearray(b"".join(launches)), dtype=torch.int64)
+        times = values.view(len(launches), -1, len(phase_names), len(FIELDS))
+        order = times[:, :, 0, 0].amin(1).argsort()
+        return cls(name, device, phase_names, operand_bytes, times[order])
+
+    def field(self, name: str) -> torch.Tensor:
+        """int64[launches, workers, phases]"""
+        return self.times[..., FIELDS.index(name)]
+
+    @property
+    def begins(self) -> torch.Tensor:
+        """When each launch began: int64[launches]."""
+        return self.field("begin")[:, :, 0].amin(1)
+
+    @property
+    def ends(self) -> torch.Tensor:
+        return self.field("computed").amax((1, 2))
+
+    @property
+    def phase_bytes(self) -> torch.Tensor:
+        """int64[launches, phases]: what loaders have brought, or where they bring nothing, the bytes of operands."""
+        loaded = self.field("loaded_bytes").sum(1)
+        return torch.where(loaded > 0, loaded, torch.tensor(self.operand_bytes))
+
+    def durations(self) -> torch.Tensor:
+        """float64[launches, workers, phases, PARTS], nanoseconds: until the worker's own warps were done with the phase
+        before, until the phases it waits for were, until the first activations were staged, and the rest."""
+        begin, joined, ready, staged, computed = (self.field(name) for name in FIELDS[:5])
+        computed = torch.where(computed == 0, ready, computed)
+        staged = torch.where(staged == 0, ready, staged)
+        return torch.stack([joined - begin, ready - joined, staged - ready, computed - staged], -1).double()
+
+    def tracks(self) -> Iterator[tuple[str, list[Slice]]]:
+        """The slices of each track: launches, then of each worker its consumers and its loader, if it has one."""
+        launches = zip(self.begins.tolist(), self.ends.tolist(), self.phase_bytes.sum(1).tolist(), strict=True)
+        yield "launches", [Slice(f"launch {i}", begin, end, {"bytes": n}) for i, (begin, end, n) in enumerate(launches)]
+        times, num_bytes = self.times.tolist(), self.phase_bytes.tolist()
+        kinds = [kinds_of(name) for name in self.phase_names]
+        has_loader = bool(self.field("loaded").any())
+        for worker in range(self.times.shape[1]):
+            consumers: list[Slice] = []
+            loader: list[Slice] = []
+            for launch, by_worker in enumerate(times):
+                for phase, (kind, row) in enumerate(zip(kinds, by_worker[worker], strict=True)):
+                    args = {"phase": phase, "tasks": self.phase_names[phase], "bytes": num_bytes[launch][phase]}
+                    consumers += _compute_slices(kind, row, args)
+                    loader += _load_slices(kind, row, {"phase": phase, "bytes": row[-1]})
+            yield f"worker {worker}" + (" consumers" if has_loader else ""), consumers
+            if has_loader:
+                yield f"worker {worker} loader", loader
+
+
+def kinds_of(phase_name: str) -> str:
+    """The phase's tasks without the number of their layer."""
+    kinds = []
+    for part in phase_name.split(", "):
+        task, _, label = part.partition(" ")
+        last = [word for word in label.split(".") if not word.isdigit()][-1:]
+        if label or "." not in task:  # otherwise it is another label of the task before
+            kinds.append(" ".join([task, *last]))
+    return ", ".join(dict.fromkeys(kinds))
+
+
+def _compute_slices(kind: str, row: Sequence[int], args: dict[str, Any]) -> Iterator[Slice]:
+    begin, joined, ready, staged, computed = row[:5]
+    yield Slice("wait for own warps", begin, joined, {})
+    yield Slice("wait for events", joined, ready, {})
+    if computed:
+        yield Slice(kind, ready, computed, args)
+        yield Slice("stage", ready, staged, {})
+
+
+def _load_slices(kind: str, row: Sequence[int], args: dict[str, Any]) -> Iterator[Slice]:
+    begin, described, waits, awaited, loaded, num_bytes = row[5:]
+    yield Slice("wait for consumers", begin, described, {})
+    if num_bytes:
+        yield Slice(f"load {kind}", described, loaded, args)
+    if waits:
+        yield Slice("wait for events", waits, awaited, {})
+
+
+def trace_events(recordings: Sequence[Recording]) -> Iterator[str]:
+    """The lines of a JSON file of Chrome's trace events: a process for each executable, whose threads are tracks.
+
+    Devices have clocks of their own: the first launch on each begins at 0.
+    """
+    origins: dict[torch.device, int] = {}
+    for recording in recordings:
+        times = recording.times[..., :-1]
+        begin = int(times[times > 0].min())
+        origins[recording.device] = min(begin, origins.get(recording.device, begin))
+    yield '{"traceEvents": ['
+    separator = ""
+    for pid, recording in enumerate(recordings, 1):
+        for event in _events(recording, pid, origins[recording.device]):
+            yield separator + event
+            separator = ",\n"
+    yield "]}\n"
+
+
+def _events(recording: Recording, pid: int, origin: int) -> Iterator[str]:
+    process = f"{recording.name} on {recording.device}"
+    yield json.dumps({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}})
+    quoted: dict[str, str] = {}
+    for number, (track, slices) in enumerate(recording.tracks()):
+        tid = pid * _TRACKS_OF_A_PROCESS + number
+        yield json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
+        for name, begin, end, args in slices:
+            if end <= begin:
+                continue
+            text = quoted.get(name) or quoted.setdefault(name, json.dumps(name))
+            rest = f', "args": {json.dumps(args)}' if args else ""
+            when = f'"ts": {(begin - origin) / 1e3:.3f}, "dur": {(end - begin) / 1e3:.3f}'
+            yield f'{{"ph": "X", "pid": {pid}, "tid": {tid}, {when}, "name": {text}{rest}}}'
