@@ -4,6 +4,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace mpk::cpu {
@@ -16,6 +20,16 @@ struct CpuidLeaf {
 };
 
 bool all_set(unsigned value, unsigned mask) { return (value & mask) == mask; }
+
+// Tile registers are large, so a process asks for them, once for all of its threads.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 // __builtin_cpu_supports of the oldest compiler we build with does not know every feature, so ask the processor. A
 // feature counts only when the operating system saves its registers (XCR0).
@@ -33,7 +47,10 @@ void detect_x86(std::vector<Isa>& isas) {
   if (!all_set(xcr0, kZmmState) || !all_set(features.ebx, kAvx512)) return;
   isas.push_back(Isa::kAvx512);
   constexpr unsigned kAvx512Bf16 = 1u << 5;
-  if (all_set(more.eax, kAvx512Bf16)) isas.push_back(Isa::kAvx512Bf16);
+  if (!all_set(more.eax, kAvx512Bf16)) return;
+  isas.push_back(Isa::kAvx512Bf16);
+  constexpr unsigned kTileState = 0x60000, kAmx = 1u << 22 | 1u << 24;  // bfloat16 products, tiles
+  if (all_set(xcr0, kTileState) && all_set(features.edx, kAmx) && may_use_tiles()) isas.push_back(Isa::kAmx);
 }
 #endif
 

@@ -9,6 +9,7 @@ const Kernels& generic_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512_bf16_kernels();
+const Kernels& amx_kernels();
 #endif
 
 const Kernels& kernels(Isa isa) {
@@ -20,6 +21,8 @@ const Kernels& kernels(Isa isa) {
       return avx512_kernels();
     case Isa::kAvx512Bf16:
       return avx512_bf16_kernels();
+    case Isa::kAmx:
+      return amx_kernels();
 #endif
     default:
       return generic_kernels();

@@ -302,7 +302,7 @@ def test_every_tier_of_this_machine(tier, monkeypatch):
     x = torch.randn(1003)
     y, num_bytes = width(x)
     assert torch.equal(y, 3 * x)
-    assert num_bytes.item() == {"generic": 16, "avx2": 32, "avx512": 64, "avx512_bf16": 65}[tier]
+    assert num_bytes.item() == {"generic": 16, "avx2": 32, "avx512": 64, "avx512_bf16": 65, "amx": 65}[tier]
 
 
 def test_an_unknown_tier(monkeypatch):

@@ -31,11 +31,13 @@ _FLAGS = [
 # Highway wants to see AES beside AVX2, which processors of these tiers need not have.
 _HIGHWAY = "-DHWY_DISABLE_PCLMUL_AES"
 _AVX512 = ["-march=x86-64-v4", "-mprefer-vector-width=512", _HIGHWAY]
+_AVX512_BF16 = [*_AVX512, "-mavx512bf16"]
 _TIERS = {
     "generic": [],
     "avx2": ["-march=x86-64-v3", _HIGHWAY],
     "avx512": _AVX512,
-    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
+    "avx512_bf16": _AVX512_BF16,
+    "amx": _AVX512_BF16,  # tiles have no word in C++
 }
 
 

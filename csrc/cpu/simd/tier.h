@@ -15,6 +15,8 @@ namespace {
 #include "values.h"
 #include "ops.h"
 #include "attention.h"
+#include "product.h"
+#include "prefill.h"
 // clang-format on
 
 template <ValueClass c>
@@ -53,6 +55,17 @@ void fill_dtype(Kernels& t) {
   if (class_dtype(Storage<d>::kClass) != d) t.round[i] = round_values<d>;
 }
 
+template <class T>
+void fill_prefill(Kernels& t, DType dtype) {
+  const int i = static_cast<int>(dtype);
+  t.prefill_attention[i] = prefill_attention<T>;
+  t.prefill_scratch_bytes[i] = prefill_scratch_bytes<T>;
+  if constexpr (!std::is_same_v<T, double>) {
+    t.linear_many[i] = linear_many<T>;
+    t.linear_many_scratch_bytes[i] = linear_many_scratch_bytes<T>;
+  }
+}
+
 Kernels make_table() {
   Kernels t = {};
   t.isa = MPK_TIER_ISA;
@@ -78,6 +91,10 @@ Kernels make_table() {
   t.attention_tile[static_cast<int>(DType::kBF16)] = attention_tile<bf16>;
   t.attention_tile[static_cast<int>(DType::kF32)] = attention_tile<float>;
   t.attention_tile[static_cast<int>(DType::kF64)] = attention_tile_f64;
+  fill_prefill<f16>(t, DType::kF16);
+  fill_prefill<bf16>(t, DType::kBF16);
+  fill_prefill<float>(t, DType::kF32);
+  fill_prefill<double>(t, DType::kF64);
   t.linear_scratch_bytes = linear_scratch_bytes;
   t.read_words = read_words;
   return t;

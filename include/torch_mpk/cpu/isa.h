@@ -6,9 +6,9 @@
 
 namespace mpk::cpu {
 
-enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
+enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
-inline constexpr const char* kIsaNames[] = {"generic", "avx2", "avx512", "avx512_bf16"};  // in the order of Isa
+inline constexpr const char* kIsaNames[] = {"generic", "avx2", "avx512", "avx512_bf16", "amx"};  // in the order of Isa
 
 // The tiers this processor and operating system can run, slowest first; always contains kGeneric.
 const std::vector<Isa>& supported_isas();

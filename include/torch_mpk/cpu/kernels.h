@@ -32,6 +32,7 @@ inline constexpr int kReduceLanes = 64;     // partial results of a reduction: f
 inline constexpr int kLinearRowBlock = 16;  // rows of x that one pass over a weight row serves
 inline constexpr int kAttentionTile = 64;   // key positions per step of the online softmax
 inline constexpr int kHeadDimPad = 16;
+inline constexpr int kPrefillKeys = 64;  // key positions per step of a prompt's online softmax
 
 // y[r, n] = sum_k x[r, k] * weight[n, k] + bias[n] for n in [begin, end). Strides in bytes.
 struct LinearArgs {
@@ -65,12 +66,33 @@ struct AttentionTileArgs {
   void* scores;  // C [num_heads, kAttentionTile]: scratch
 };
 
+// Attention of rows that share the keys and values of one (sequence, key head): query positions times query heads. Row
+// r attends to the positions below limits[r], which is at most the cache's length.
+struct PrefillArgs {
+  const uint8_t* const* q;  // [num_rows], each [head_dim]
+  uint8_t* const* y;        // the same
+  const int64_t* limits;    // [num_rows], 0 or more
+  int num_rows;
+  int64_t head_dim;
+  const uint8_t *k, *v;
+  int64_t k_stride, v_stride;  // bytes
+  const uint8_t* const* mask;  // [num_rows], or nullptr
+  int64_t mask_stride;         // elements, between neighbouring positions
+  int64_t mask_bytes;          // of an element
+  void (*load_mask)(const void* from, int64_t stride, void* values, int n);
+  ValueClass mask_class;
+  double scale;
+  double without_keys;  // what a row without a key gives
+  uint8_t* scratch;     // prefill_scratch_bytes
+};
+
 enum class Reduction : uint8_t { kSum, kProd, kMax, kMin };
 inline constexpr int kNumReductions = 4;
 
 struct Kernels {
   using Linear = void (*)(const LinearArgs&);
   using AttentionTile = void (*)(const AttentionTileArgs&);
+  using Prefill = void (*)(const PrefillArgs&);
   using Load = void (*)(const void* from, int64_t stride, void* values, int n);
   using Store = void (*)(const void* values, void* to, int64_t stride, int n);
   // Element i at from[stride * i + offsets[i]], 0 where !predicate[i]; either array may be nullptr.
@@ -85,8 +107,13 @@ struct Kernels {
   using Reduce = void (*)(void* lanes, const void* values, int n);
 
   Isa isa;
-  Linear linear[kNumDTypes];                 // floating dtypes only
+  Linear linear[kNumDTypes];  // floating dtypes only
+  // For more rows than kLinearRowBlock, all of which are in scratch at once; nullptr where `linear` takes them, too.
+  Linear linear_many[kNumDTypes];
+  int64_t (*linear_many_scratch_bytes[kNumDTypes])(int64_t num_rows, int64_t k);
   AttentionTile attention_tile[kNumDTypes];  // floating dtypes only
+  Prefill prefill_attention[kNumDTypes];     // floating dtypes only
+  int64_t (*prefill_scratch_bytes[kNumDTypes])(int num_rows, int64_t head_dim);
   Load load[kNumDTypes];
   Store store[kNumDTypes];  // of values already rounded to the dtype
   Gather gather[kNumDTypes];

@@ -1,0 +1,145 @@
+// Attention of many query rows that share one key head, by tiles of keys: two products and an online softmax between.
+#pragma once
+
+// Scratch of one call, each part aligned to 64 bytes.
+template <class T>
+struct PrefillScratch {
+  using C = typename Packed<T>::C;
+  T *q, *p;
+  uint8_t *k, *v;
+  C *scores, *mask, *acc, *max, *sum;
+  int rows;                   // padded
+  int64_t depth, acc_stride;  // of q's rows and of acc's, in elements
+
+  static constexpr int64_t kKeyDepth = kPrefillKeys;  // a whole packed depth in every tier
+
+  PrefillScratch(uint8_t* base, int num_rows, int64_t head_dim) {
+    rows = static_cast<int>(multiple(num_rows, kTileRows));
+    depth = packed_depth<T>(head_dim);
+    acc_stride = multiple(head_dim, kPanel);
+    uint8_t* at = base;
+    const auto take = [&](int64_t bytes) {
+      uint8_t* part = at;
+      at += multiple(bytes, 64);
+      return part;
+    };
+    q = reinterpret_cast<T*>(take(rows * depth * sizeof(T)));
+    p = reinterpret_cast<T*>(take(rows * kPrefillKeys * sizeof(T)));
+    k = take(kPrefillKeys / kPanel * panel_bytes<T>(head_dim));
+    v = take(acc_stride / kPanel * panel_bytes<T>(kKeyDepth));
+    scores = reinterpret_cast<C*>(take(rows * kPrefillKeys * sizeof(C)));
+    mask = reinterpret_cast<C*>(take(rows * kPrefillKeys * sizeof(C)));
+    acc = reinterpret_cast<C*>(take(rows * acc_stride * sizeof(C)));
+    max = reinterpret_cast<C*>(take(rows * sizeof(C)));
+    sum = reinterpret_cast<C*>(take(rows * sizeof(C)));
+    bytes = at - base;
+  }
+  int64_t bytes;
+};
+
+// The mask of keys [first, first + count) as numbers to add; returns whether any row attends to any of them.
+template <class C>
+MPK_INLINE bool load_prefill_mask(const PrefillArgs& a, int64_t first, int count, C* out) {
+  constexpr C kNever = -std::numeric_limits<C>::infinity();
+  bool is_live = false;
+  alignas(64) uint8_t raw[kPrefillKeys * 8];
+  for (int r = 0; r < a.num_rows; r++, out += kPrefillKeys) {
+    if (r > 0 && a.mask[r] == a.mask[r - 1]) {  // heads that share one
+      __builtin_memcpy(out, out - kPrefillKeys, count * sizeof(C));
+      continue;
+    }
+    a.load_mask(a.mask[r] + first * a.mask_stride * a.mask_bytes, a.mask_stride, raw, count);
+    bool any = false;
+    for (int i = 0; i < count; i++) {
+      if (a.mask_class == kTruth)
+        out[i] = raw[i] ? C(0) : kNever;
+      else if (a.mask_class == kDouble)
+        out[i] = static_cast<C>(reinterpret_cast<const double*>(raw)[i]);
+      else
+        out[i] = static_cast<C>(reinterpret_cast<const float*>(raw)[i]);
+      any |= out[i] != kNever;
+    }
+    is_live |= any;
+  }
+  return is_live;
+}
+
+// One row's scores of a tile of keys become weights; returns the factor that what it has summed up is scaled by.
+template <class T, class C>
+MPK_INLINE C prefill_softmax(C* scores, const C* mask, int live, C scale, C* max, C* sum, T* p) {
+  constexpr C kNever = -std::numeric_limits<C>::infinity();
+  constexpr int kLanesOf = 16;
+  for (int i = 0; i < kPrefillKeys; i++) {
+    const C score = scores[i] * scale;
+    scores[i] = i < live ? score : kNever;
+  }
+  if (mask != nullptr)
+    for (int i = 0; i < live; i++) scores[i] += mask[i];
+  C lanes[kLanesOf];
+  for (int i = 0; i < kLanesOf; i++) lanes[i] = *max;
+  for (int first = 0; first < kPrefillKeys; first += kLanesOf)
+    for (int i = 0; i < kLanesOf; i++) lanes[i] = scores[first + i] > lanes[i] ? scores[first + i] : lanes[i];
+  C new_max = lanes[0];
+  for (int i = 1; i < kLanesOf; i++) new_max = lanes[i] > new_max ? lanes[i] : new_max;
+  const C base = new_max == kNever ? C(0) : new_max;  // a NaN is in no maximum, and in the sum
+  for (int i = 0; i < kPrefillKeys; i++) scores[i] = math::exp(scores[i] - base);
+  for (int i = 0; i < kLanesOf; i++) lanes[i] = 0;
+  for (int first = 0; first < kPrefillKeys; first += kLanesOf)
+    for (int i = 0; i < kLanesOf; i++) lanes[i] += scores[first + i];
+  C total = 0;
+  for (int i = 0; i < kLanesOf; i++) total += lanes[i];
+  for (int i = 0; i < kPrefillKeys; i++) to_storage(scores[i], p + i);
+  const C factor = math::exp(*max - base);
+  *sum = *sum * factor + total;
+  *max = new_max;
+  return factor;
+}
+
+template <class T>
+void prefill_attention(const PrefillArgs& a) {
+  using C = typename Packed<T>::C;
+  const PrefillScratch<T> s(a.scratch, a.num_rows, a.head_dim);
+  const Tiles tiles;
+  __builtin_memset(s.q, 0, s.rows * s.depth * sizeof(T));
+  __builtin_memset(s.p, 0, s.rows * kPrefillKeys * sizeof(T));
+  __builtin_memset(s.acc, 0, s.rows * s.acc_stride * sizeof(C));
+  int64_t end = 0;
+  for (int r = 0; r < a.num_rows; r++) {
+    __builtin_memcpy(s.q + r * s.depth, a.q[r], a.head_dim * sizeof(T));
+    s.max[r] = -std::numeric_limits<C>::infinity();
+    s.sum[r] = 0;
+    end = a.limits[r] > end ? a.limits[r] : end;
+  }
+  const int value_panels = static_cast<int>(s.acc_stride / kPanel);
+  for (int64_t first = 0; first < end; first += kPrefillKeys) {
+    const int count = static_cast<int>(end - first < kPrefillKeys ? end - first : kPrefillKeys);
+    if (a.mask != nullptr && !load_prefill_mask<C>(a, first, count, s.mask)) continue;
+    const int key_panels = pack_rows<T>(a.k + first * a.k_stride, a.k_stride, count, a.head_dim, s.k);
+    product<T>(reinterpret_cast<const uint8_t*>(s.q), s.depth * sizeof(T), s.rows, s.k, key_panels, s.depth, s.scores,
+               kPrefillKeys, false);
+    for (int r = 0; r < a.num_rows; r++) {
+      const int64_t left = a.limits[r] - first;
+      const int live = static_cast<int>(left < 0 ? 0 : left < count ? left : count);
+      const C factor =
+          prefill_softmax<T, C>(s.scores + r * kPrefillKeys, a.mask == nullptr ? nullptr : s.mask + r * kPrefillKeys,
+                                live, static_cast<C>(a.scale), s.max + r, s.sum + r, s.p + r * kPrefillKeys);
+      if (factor != 1)
+        for (int64_t d = 0; d < s.acc_stride; d++) s.acc[r * s.acc_stride + d] *= factor;
+    }
+    pack_columns<T>(a.v + first * a.v_stride, a.v_stride, count, kPrefillKeys, a.head_dim, s.v);
+    product<T>(reinterpret_cast<const uint8_t*>(s.p), kPrefillKeys * sizeof(T), s.rows, s.v, value_panels, s.kKeyDepth,
+               s.acc, s.acc_stride, true);
+  }
+  for (int r = 0; r < a.num_rows; r++) {
+    const C* acc = s.acc + r * s.acc_stride;
+    T* y = reinterpret_cast<T*>(a.y[r]);
+    const bool is_empty = s.sum[r] == 0;
+    for (int64_t d = 0; d < a.head_dim; d++)
+      to_storage(is_empty ? static_cast<C>(a.without_keys) : acc[d] / s.sum[r], y + d);
+  }
+}
+
+template <class T>
+int64_t prefill_scratch_bytes(int num_rows, int64_t head_dim) {
+  return PrefillScratch<T>(nullptr, num_rows, head_dim).bytes;
+}
