@@ -11,6 +11,7 @@ import torch
 from torch_mpk import registry
 from torch_mpk.aliasing import value
 from torch_mpk.capture import Captured, source_line
+from torch_mpk.config import MAX_ROWS
 from torch_mpk.errors import (
     AutocastError,
     GradModeError,
@@ -53,11 +54,13 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
 
 
 def check_graph(captured: Captured, max_positions: int = 1) -> None:
-    """Raises DeclinedError for a cache that grows, and for a prefill, which is bound by compute and stays eager: a step
-    over more positions than ``max_positions``, or over several of several sequences, none of them by page."""
+    """Raises DeclinedError for a cache that grows, and for a prefill that is left to others, unless it goes by page: a step
+    over more positions than ``max_positions``, or on a GPU, where there is no kernel for one yet, over more than a few of
+    one sequence."""
     nodes = captured.graph_module.graph.nodes
     sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
     results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
+    is_on_cpu = all(each.value.device.type == "cpu" for each in captured.inputs if isinstance(each.value, torch.Tensor))
     for node in nodes:
         if node.target is aten.cat.default and node in results:
             grown = [sources[part] for part in node.args[0] if _CACHE_SOURCE.search(sources.get(part, ""))]
@@ -65,7 +68,7 @@ def check_graph(captured: Captured, max_positions: int = 1) -> None:
                 raise GrowingCacheError(source=grown[0], line=source_line(node))
     for node in nodes if not any(map(_is_paged, nodes)) else ():
         batch, length = _positions(node)
-        if length > (max_positions if batch == 1 else 1):
+        if length > (max_positions if is_on_cpu else min(max_positions, MAX_ROWS if batch == 1 else 1)):
             raise PrefillDeclined(length=length)
     for node in nodes:
         if node.target is aten.cat.default and any(map(_is_empty_cache, node.args[0])):

@@ -13,7 +13,8 @@ from torch_mpk.errors import OptionError, UnknownOptionError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 FALLBACKS = ("inductor", "eager", "error")
-MAX_POSITIONS = 16  # as many rows as a batch may have
+MAX_ROWS = 16  # of a batch, and positions of one sequence that are rows of a step: attention reads the cache for each
+MAX_POSITIONS = 8192
 ARCHS = (80, 90)  # that kernels are generated for
 # Compute capabilities that code may be for by name; other devices run what there is for all.
 DEVICE_ARCHS = (*ARCHS, 86, 87, 88, 89, 100, 103, 110, 120, 121)
@@ -36,13 +37,13 @@ class Options:
     fallback: Literal["inductor", "eager", "error"] | None = None
     """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead. What Inductor cannot
     compile runs eagerly, and so do parts of a graph with symbolic sizes. None: Inductor on CUDA, eager on the CPU and
-    where TORCH_MPK_FORBID_COMPILE is set. Prefill runs eagerly, unless this is "inductor"."""
+    where TORCH_MPK_FORBID_COMPILE is set. A prefill that is not ours runs eagerly, unless this is "inductor"."""
     min_segment_nodes: int | None = None
     """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
     max_positions: int = 1
-    """Positions of one sequence that a step may be over and still be ours, at most 16: 1 + the draft tokens that a step
-    of speculative decoding checks. Each number is a build of its own. Longer steps are prefill, and so are those over
-    several positions of several sequences."""
+    """Positions of each sequence that a step may be over and still be ours, at most 8192. Up to 16 of one sequence (1 +
+    the draft tokens that a step of speculative decoding checks) run on every device; more, and several of several
+    sequences, are prefill, which is ours on the CPU alone. Each number of positions is a build of its own."""
     verify: bool | int = False
     """Compare with eager, on copies of what a call writes: True the first call, n the first and every n-th after it."""
     num_threads: int | None = None
@@ -176,7 +177,7 @@ class Environment:
     @property
     def cpu_isa(self) -> str | None:
         """TORCH_MPK_CPU_ISA: the instruction set of the CPU runtime and of CPU kernels ("generic", "avx2", "avx512",
-        "avx512_bf16"). Default: the best."""
+        "avx512_bf16", "amx"). Default: the best."""
         return os.environ.get("TORCH_MPK_CPU_ISA") or None
 
     @staticmethod

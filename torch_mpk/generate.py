@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torch_mpk.config import MAX_POSITIONS, Options, is_int
+from torch_mpk.config import MAX_ROWS, Options, is_int
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
 from torch_mpk.sampling import Choice, check_sampling, expect, stopping
@@ -161,7 +161,7 @@ def _check(
 def _check_drafts(count: int | None, input_ids: torch.Tensor, is_plain: bool) -> None:
     if count is None:
         return
-    name, batch, most = "prompt_lookup_num_tokens", input_ids.shape[0], MAX_POSITIONS - 1
+    name, batch, most = "prompt_lookup_num_tokens", input_ids.shape[0], MAX_ROWS - 1
     expect(is_int(count) and 0 < count <= most, name, f"an int from 1 to {most}, or None", repr(count))
     expect(is_plain, name, "greedy search without a penalty", "do_sample or repetition_penalty")
     expect(batch == 1, name, "one sequence", f"a batch of {batch}")

@@ -36,3 +36,9 @@ def assert_close(actual, expected):
     # Both round at the same places and differ in the order of sums; a wrong position or mask is off by whole values.
     unit = expected.float().abs().max().clamp(min=1e-3) * torch.finfo(expected.dtype).eps
     assert (actual.float() - expected.float()).abs().max() <= (32 if expected.dtype == torch.float32 else 8) * unit
+
+
+def assert_as_near(ours: torch.Tensor, eagers: torch.Tensor, exact: torch.Tensor) -> None:
+    """To what a wider dtype gives as eager's, but for chance."""
+    error, eagers_error = ((t.to(exact.dtype) - exact).norm() for t in (ours, eagers))
+    assert error <= 1.5 * eagers_error + 1e-6 * exact.norm()

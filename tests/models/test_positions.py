@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.lowering.harness import capture, clone, run
+from tests.models.stepping import assert_as_near
 from tests.patterns.positions_graph import causal, sdpa, step, with_holes
 from tests.thinned import thinned
 from torch_mpk import lowering
@@ -16,12 +17,6 @@ from torch_mpk.patterns import apply
 from torch_mpk.testing.decode import copy_cache, prefill
 from torch_mpk.testing.emulator import emulate
 from torch_mpk.testing.tiny import random_ids, tiny_model
-
-
-def assert_as_near(ours: torch.Tensor, eagers: torch.Tensor, exact: torch.Tensor) -> None:
-    """To what a wider dtype gives as eager's, but for chance."""
-    error, eagers_error = ((t.to(exact.dtype) - exact).norm() for t in (ours, eagers))
-    assert error <= 1.5 * eagers_error + 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize(

@@ -350,14 +350,9 @@ def test_a_mask_overwritten_after_its_comparison():
     assert all("mask" in call for call in operands_of(gm, "attention"))
 
 
-def two_queries(q, k, v):
-    return (sdpa(q.expand(B, H, 2, D), k, v),)
-
-
 @pytest.mark.parametrize(
     "function",
     [
-        two_queries,
         lambda q, k, v: (F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), is_causal=True),),
         lambda q, k, v: (F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v)[..., :8]),),
         lambda q, k, v: (eager(q, k, v, dtype=torch.float64).float(),),

@@ -1,4 +1,4 @@
-"""Steps over several positions of one sequence: their positions are the rows of a decode step's tasks."""
+"""Steps over several positions: of one sequence they are rows of a decode step's tasks, more are a prompt."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.patterns.positions_graph import D, G, H, L, causal, eager, sdpa, step, with_holes
-from tests.patterns.rewriting import graph_of, operands_of, rewritten, tasks_of
-from tests.thinned import thinned
-from torch_mpk import patterns
+from tests.patterns.rewriting import operands_of, rewritten
 
 
 @pytest.mark.parametrize("num_positions", [2, 16])
@@ -26,13 +24,34 @@ def test_each_position_is_a_row_with_a_limit_of_its_own(attend, mask, num_positi
     assert ("mask" in call) == (mask is with_holes)
 
 
-def test_positions_of_several_sequences_are_left_alone():
-    assert not tasks_of(patterns.apply(graph_of(*expand(step(sdpa, causal, 3, batch=2)))))
+@pytest.mark.parametrize(("batch", "num_positions"), [(2, 3), (1, 17)])
+@pytest.mark.parametrize("mask", [causal, with_holes])
+@pytest.mark.parametrize("attend", [sdpa, eager])
+def test_a_prompt_is_a_task_of_its_own(attend, mask, batch, num_positions):
+    function, inputs = step(attend, mask, num_positions, batch)
+    first = [*inputs[:-1], torch.tensor(0)]
+    gm = rewritten(function, *inputs, also=[first], tolerance=1e-5)
+    [call] = operands_of(gm, "prefill_attention")
+    assert call["q"].meta["val"].shape == (batch, num_positions, H, D)
+    assert call["limit"].meta["val"].shape == (batch, num_positions)
+    assert ("mask" in call) == (mask is with_holes)
+    if "mask" in call:
+        assert call["mask"].meta["val"].stride(1) == 0  # one for all heads
 
 
-def expand(made):
-    function, inputs = made
-    return function, *inputs
+def test_sequences_of_a_prompt_may_have_bounds_and_masks_of_their_own():
+    padding = torch.tensor([0, 4])
+
+    def left_padded(slot):
+        bound = slot[None, None, :, None] + torch.arange(2)[:, None, None, None]
+        positions = torch.arange(L)
+        return (positions <= bound) & (positions >= padding[:, None, None, None])
+
+    function, inputs = step(sdpa, left_padded, 3, batch=2)
+    gm = rewritten(function, *inputs, tolerance=1e-5)
+    [call] = operands_of(gm, "prefill_attention")
+    assert call["mask"].meta["val"].shape == (2, H, 3, L)
+    assert call["limit"].meta["val"].shape == (2, 3)
 
 
 def test_a_write_of_one_position_is_no_part_of_attention_over_several():
@@ -48,15 +67,15 @@ def test_a_write_of_one_position_is_no_part_of_attention_over_several():
     assert "slot" not in call
 
 
-@pytest.mark.parametrize("shared_tables", thinned([True, False], 0))
-def test_rope_has_a_row_of_its_tables_for_each_position(shared_tables):
+@pytest.mark.parametrize(("batch", "tables"), [(1, (1, 5)), (1, (1, 1)), (2, (2, 5)), (2, (1, 5)), (2, (1, 1))])
+def test_rope_has_a_row_of_its_tables_for_each_position(batch, tables):
     def function(x, cos, sin):
         turned = torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1)
-        return ((x * cos + turned * sin).transpose(1, 2).reshape(1, 5, H * D),)
+        return ((x * cos + turned * sin).transpose(1, 2).reshape(batch, 5, H * D),)
 
-    x = torch.randn(1, 5, H, D).transpose(1, 2)
-    tables = [torch.randn(1, 1, 1 if shared_tables else 5, D) for _ in "cs"]
-    gm = rewritten(function, x, *tables)
+    x = torch.randn(batch, 5, H, D).transpose(1, 2)
+    sequences, positions = tables
+    gm = rewritten(function, x, *(torch.randn(sequences, 1, positions, D) for _ in "cs"))
     [call] = operands_of(gm, "rope")
-    assert call["x"].meta["val"].shape == (5, H, D)
-    assert call["cos"].meta["val"].shape == (5, D)
+    assert call["x"].meta["val"].shape == (batch * 5, H, D)
+    assert call["cos"].meta["val"].shape == (batch * 5, D)

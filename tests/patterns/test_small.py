@@ -198,8 +198,7 @@ def test_what_is_no_rope(function):
     assert tasks_of(gm) == {}
 
 
-def test_rope_takes_one_position_of_a_whole_head():
-    assert tasks_of(rewritten(rope, torch.randn(3, 4, 2, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16))) == {}
+def test_rope_takes_what_rotates_of_whole_heads():
     per_head = torch.randn(3, 4, 1, 16)
     assert tasks_of(rewritten(lambda x, c, s: (x * c + rotate_half(x) * s,), per_head, per_head, per_head)) == {}
     gm = rewritten(partial, torch.randn(3, 4, 1, 16), torch.randn(3, 1, 16), torch.randn(3, 1, 16))

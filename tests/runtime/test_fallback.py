@@ -1,5 +1,6 @@
 """What torch_mpk does not take runs as without it, announced once."""
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -14,8 +15,10 @@ from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache
 
 from torch_mpk import backend, fallback
+from torch_mpk.admission import check_graph
+from torch_mpk.capture import capture
 from torch_mpk.config import Options
-from torch_mpk.errors import MpkWarning, OptionError, UnsupportedError
+from torch_mpk.errors import MpkWarning, OptionError, PrefillDeclined, UnsupportedError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 
@@ -100,14 +103,26 @@ def test_prefill_runs_eagerly_without_a_warning(caplog):
     assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
 
 
-@pytest.mark.parametrize(("batch", "positions"), [(1, 4), (2, 3)])
-def test_more_positions_than_asked_for_or_of_several_sequences_are_prefill(caplog, batch, positions):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_more_positions_than_asked_for_are_prefill(caplog, batch):
     model = tiny_model(num_layers=1)
     step = compiled(model, fallback="error", max_positions=3)
     decoding = Decoding(model, random_ids(batch, 3))
     with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
-        step(input_ids=random_ids(batch, positions), past_key_values=decoding.cache)
-    assert f"a step over {positions} positions (prefill) runs eagerly" in caplog.text
+        step(input_ids=random_ids(batch, 4), past_key_values=decoding.cache)
+    assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
+
+
+@pytest.mark.parametrize(("batch", "positions", "is_declined"), [(1, 16, False), (1, 17, True), (2, 2, True)])
+def test_a_gpu_takes_a_few_positions_of_one_sequence(batch, positions, is_declined):
+    def function(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    with FakeTensorMode():
+        inputs = [torch.empty(batch, 2, length, 8, device="cuda") for length in (positions, 32, 32)]
+    captured = capture(torch.fx.symbolic_trace(function), inputs)
+    with pytest.raises(PrefillDeclined) if is_declined else contextlib.nullcontext():
+        check_graph(captured, max_positions=8192)
 
 
 def test_prefill_is_compiled_by_inductor_where_asked_to(monkeypatch):

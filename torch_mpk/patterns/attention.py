@@ -1,4 +1,4 @@
-"""Attention over a static cache, with the write of one position that precedes it.
+"""Attention over a static cache, with the write of one position that precedes it, or of a prompt's positions.
 
 Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention. Grouped heads
 may be repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``.
@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from torch_mpk.aliasing import is_same_tensor, is_view, storages, value, written_args, written_storages
+from torch_mpk.config import MAX_ROWS
 from torch_mpk.patterns.masks import lift_mask
-from torch_mpk.patterns.positions import as_rows, from_rows, has_rows
+from torch_mpk.patterns.positions import as_rows, from_rows, in_layout
 from torch_mpk.patterns.rewriter import (
     Rewriter,
     argument,
@@ -83,7 +84,7 @@ def _attention(
         return None
     batch, heads, positions, size = shape(q)
     length = shape(k)[2]
-    if not has_rows(shape(q)) or shape(k) != shape(v) or shape(k)[0] != batch or shape(k)[3] != size:
+    if shape(k) != shape(v) or shape(k)[0] != batch or shape(k)[3] != size:
         return None
     if not dtype(q).is_floating_point or length == 0:
         return None
@@ -100,6 +101,9 @@ def _attention(
         visible = lift_mask(rw, mask, shape(q), length, dtype(q))
     if visible is None:
         return None
+    if positions > 1 and (batch > 1 or positions > MAX_ROWS):
+        return _prompt(rw, node, q, k_cache, v_cache, visible, scale, style)
+    visible = _as_rows(rw, visible, shape(q), length)
     new: tuple[fx.Node | None, ...] = (None, None, None)
     others = [t for t in (q, *visible) if t is not None]
     writes = _cache_writes(rw, k_cache, v_cache, others) if positions == 1 else None
@@ -113,6 +117,45 @@ def _attention(
         k_cache, v_cache = (rw.call(aten.expand.default, t, [positions, -1, -1, -1]) for t in (k_cache, v_cache))
     y = rw.task("attention", as_rows(rw, q), *new, k_cache, v_cache, *visible, scale=scale, style=style)
     return from_rows(rw, y, node)
+
+
+def _prompt(
+    rw: Rewriter,
+    node: fx.Node,
+    q: fx.Node,
+    k_cache: fx.Node,
+    v_cache: fx.Node,
+    visible: tuple[fx.Node | None, fx.Node | None],
+    scale: float,
+    style: str,
+) -> fx.Node:
+    batch, heads, positions, _ = shape(q)
+    mask, limit = visible
+    if mask is not None:
+        mask = _expanded(rw, mask, (batch, heads, positions, shape(k_cache)[2]))
+    if limit is not None:
+        limit = _expanded(rw, limit, (batch, positions))
+    query = rw.call(aten.transpose.int, q, 1, 2)
+    y = rw.task("prefill_attention", query, k_cache, v_cache, mask, limit, scale=scale, style=style)
+    return in_layout(rw, rw.call(aten.transpose.int, y, 1, 2), node)
+
+
+def _as_rows(
+    rw: Rewriter, visible: tuple[fx.Node | None, fx.Node | None], q: tuple[int, ...], length: int
+) -> tuple[fx.Node | None, fx.Node | None]:
+    """Mask and limit of the positions as rows of the batch: [B * S, H, L] and [B * S]."""
+    batch, heads, positions, _ = q
+    num_rows = batch * positions
+    mask, limit = visible
+    if limit is not None:
+        limit = _expanded(rw, rw.reshape(limit, (math.prod(shape(limit)),)), (num_rows,))
+    if mask is not None:
+        mask = _expanded(rw, as_rows(rw, mask), (num_rows, heads, length))
+    return mask, limit
+
+
+def _expanded(rw: Rewriter, node: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
+    return node if shape(node) == sizes else rw.call(aten.expand.default, node, list(sizes))
 
 
 def _ungrouped(rw: Rewriter, node: fx.Node) -> fx.Node:

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from torch_mpk.aliasing import value
-from torch_mpk.patterns.positions import as_rows
 from torch_mpk.patterns.rewriter import (
     Rewriter,
     aten,
@@ -50,10 +49,9 @@ class _Causal(NamedTuple):
 def lift_mask(
     rw: Rewriter, mask: fx.Node, q: tuple[int, ...], length: int, like: torch.dtype
 ) -> tuple[fx.Node | None, fx.Node] | None:
-    """The attention task's ``mask`` (None: not needed) and ``limit`` operands for a query of shape ``q``, [B, H, S, D]
-    with a row for each position; None for a mask of another form."""
+    """For a query of shape ``q``, [B, H, S, D]: the mask [B, H, S, L] (None: not needed) and each position's limit,
+    [B, S], both with sizes of 1 where all are alike; None for a mask of another form."""
     batch, heads, positions, _ = q
-    num_rows = batch * positions
     sizes = (1,) * (4 - len(shape(mask))) + shape(mask)
     if len(sizes) != 4 or sizes[0] not in (1, batch) or sizes[1] not in (1, heads) or sizes[2:] != (positions, length):
         return None
@@ -62,24 +60,17 @@ def lift_mask(
 
     rw.trust(mask)
     condition = mask if dtype(mask) == torch.bool else _where_condition(rw, mask)
-    causal, is_all = _find_causal(rw, condition, num_rows, length) if condition is not None else (None, False)
+    causal, is_all = _find_causal(rw, condition, (batch, positions), length) if condition is not None else (None, False)
     if causal is not None and dtype(mask) != torch.bool:
         # An all-masked row averages every position where the mask is added, so the comparison alone is not enough.
         in_range = any(rw.is_same_value(causal.bound, index) for index in rw.checked_indices)
         if not (is_all and in_range and causal.offset == 1):
             causal = None
     limit = _limit_of_values(rw, mask, length) if causal is None else _limit_of_comparison(rw, causal)
-    if shape(limit) != (num_rows,):
-        limit = rw.call(aten.expand.default, limit, [num_rows])
-    if causal is not None and is_all:
-        return None, limit
-    rows = as_rows(rw, rw.reshape(mask, sizes))
-    if shape(rows) != (num_rows, heads, length):
-        rows = rw.call(aten.expand.default, rows, [num_rows, heads, length])
-    return rows, limit
+    return None if causal is not None and is_all else rw.reshape(mask, sizes), limit
 
 
-def _find_causal(rw: Rewriter, condition: fx.Node, num_rows: int, length: int) -> tuple[_Causal | None, bool]:
+def _find_causal(rw: Rewriter, condition: fx.Node, rows: tuple[int, int], length: int) -> tuple[_Causal | None, bool]:
     """A comparison with the position that ``condition`` implies, and whether it is all of the condition."""
     rank = len(shape(condition))
     causal, num_others, pending = None, 0, [condition]
@@ -91,7 +82,7 @@ def _find_causal(rw: Rewriter, condition: fx.Node, num_rows: int, length: int) -
         elif (source := _broadcast_source(node, rank, length)) is not None:
             pending.append(source)
         elif not is_call(node, *_TRUES):
-            found = _causal(node, num_rows, rank, length) if causal is None else None
+            found = _causal(node, rows, rank, length) if causal is None else None
             causal, num_others = (found, num_others) if found is not None else (causal, num_others + 1)
     return causal, num_others == 0
 
@@ -108,15 +99,17 @@ def _broadcast_source(node: fx.Node, rank: int, length: int) -> fx.Node | None:
     return source
 
 
-def _causal(node: fx.Node, num_rows: int, rank: int, length: int) -> _Causal | None:
-    """``node`` as a comparison of positions along the last dimension with one bound, or one for each row."""
+def _causal(node: fx.Node, rows: tuple[int, int], rank: int, length: int) -> _Causal | None:
+    """``node`` as a comparison of positions along the last dimension with one bound, or one for each sequence, or each
+    position, or both."""
     if not isinstance(node, fx.Node) or node.target not in _COMPARISONS:
         return None
     position_idx, bound_idx, offset = _COMPARISONS[node.target]
     positions, bound = node.args[position_idx], node.args[bound_idx]
     if not is_tensor(bound) or dtype(bound) not in (torch.int64, torch.int32) or not _counts(positions, length):
         return None
-    per_row = rank == 4 and shape(bound) in ((num_rows, 1, 1, 1), (1, 1, num_rows, 1))
+    batch, positions = rows
+    per_row = rank == 4 and shape(bound) in ((b, 1, s, 1) for b in (1, batch) for s in (1, positions))
     return _Causal(node, bound, offset) if shape(node)[-1:] == (length,) and (numel(bound) == 1 or per_row) else None
 
 
@@ -174,12 +167,13 @@ def _limit_of_comparison(rw: Rewriter, causal: _Causal) -> fx.Node:
         limit = rw.call(aten.add.Tensor, causal.bound, causal.offset, after=causal.node)
         if dtype(limit) != torch.int64:
             limit = rw.call(aten.to.dtype, limit, torch.int64, after=limit)
-        rw.limits[key] = rw.call(aten.view.default, limit, [-1], after=limit)
+        sizes = [shape(limit)[0], shape(limit)[2]] if numel(limit) != 1 else [1, 1]
+        rw.limits[key] = rw.call(aten.view.default, limit, sizes, after=limit)
     return rw.limits[key]
 
 
 def _limit_of_values(rw: Rewriter, mask: fx.Node, length: int) -> fx.Node:
-    """1 + the last position that any head attends to, per row.
+    """1 + the last position that any head attends to, as [B, S].
 
     A head without one counts as ``length`` where the mask is added, since eager then averages every position.
     """
@@ -210,5 +204,5 @@ def _limit_of_values(rw: Rewriter, mask: fx.Node, length: int) -> fx.Node:
     if dtype(mask) != torch.bool:
         limits = then(aten.where.ScalarOther, then(aten.ne.Scalar, limits, 0), limits, length)
     limits = then(aten.amax.default, limits, [1]) if heads > 1 else limits
-    rw.limits[key] = then(aten.view.default, limits, [batch * queries])
+    rw.limits[key] = then(aten.view.default, limits, [batch, queries])
     return rw.limits[key]

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import fx
 
-from torch_mpk.patterns.positions import as_rows, from_rows, has_rows
+from torch_mpk.patterns.positions import as_rows, from_rows
 from torch_mpk.patterns.rewriter import Rewriter, argument, aten, dtype, is_call, is_tensor, shape, swapped
 from torch_mpk.patterns.table import pattern
 
 
 @pattern(aten.add.Tensor)
 def rope(rw: Rewriter, node: fx.Node) -> fx.Node | None:
-    if argument(node, "alpha") != 1 or None in shape(node) or not has_rows(shape(node)):
+    if argument(node, "alpha") != 1 or None in shape(node) or len(shape(node)) != 4:
         return None
     for straight, turned in swapped(node.args):
         if not is_call(straight, aten.mul.Tensor) or not is_call(turned, aten.mul.Tensor):
@@ -33,6 +33,8 @@ def _rope(rw: Rewriter, node: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node) -
     batch, _, positions, size = shape(x)
     num_rows, tables = batch * positions, []
     for table in (cos, sin):
+        if batch > 1 and shape(table)[0] == 1 and shape(table)[2] > 1:  # one for all sequences
+            table = rw.call(aten.expand.default, table, [batch, 1, positions, size])
         rows = rw.reshape(table, (shape(table)[0] * shape(table)[2], size))
         tables.append(rows if shape(rows)[0] == num_rows else rw.call(aten.expand.default, rows, [num_rows, size]))
     return from_rows(rw, rw.task("rope", as_rows(rw, x), *tables), node)
@@ -73,4 +75,4 @@ def _is_table(node: Any, x: fx.Node) -> bool:
     if not is_tensor(node) or dtype(node) != dtype(x):
         return False
     batch, _, positions, size = shape(x)
-    return shape(node) in ((1, 1, 1, size), (batch, 1, positions, size))
+    return shape(node) in ((1, 1, 1, size), (1, 1, positions, size), (batch, 1, positions, size))

@@ -52,23 +52,36 @@ def attention(
     Raises ValueError for another style, when H is not a multiple of G, or part of ``k_new``, ``v_new``, ``slot`` is
     missing.
     """
-    heads, (groups, length) = q.shape[1], k_cache.shape[1:3]
-    if heads % groups:
-        raise TaskError(f"attention: q has H={heads}, expected a multiple of k_cache's G={groups}")
     if len({k_new is None, v_new is None, slot is None}) != 1:
         raise TaskError("attention: k_new, v_new and slot belong together: give all of them or none")
-    if style not in STYLES:
-        raise TaskError(f"attention: style is {style!r}, expected one of {', '.join(STYLES)}")
     if k_new is not None:
         kv_write(k_cache, k_new, slot)
         kv_write(v_cache, v_new, slot)
+    mask = None if mask is None else mask.unsqueeze(2)
+    limit = None if limit is None else limit.unsqueeze(1)
+    return attend("attention: k_cache", q.unsqueeze(2), k_cache, v_cache, mask, limit, scale, style).squeeze(2)
 
-    k, v = (cache.unsqueeze(2).expand(-1, -1, heads // groups, -1, -1).flatten(1, 2) for cache in (k_cache, v_cache))
-    q = q.unsqueeze(2)
-    if mask is not None:
-        mask = mask.unsqueeze(2)
+
+def attend(
+    keys: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    limit: torch.Tensor | None,
+    scale: float,
+    style: str,
+) -> torch.Tensor:
+    """The same for q[B, H, S, D], mask[B, H, S, L] and limit[B, S]; nothing is written. ``keys`` names task and k."""
+    task, operand = keys.split(": ")
+    heads, (groups, length) = q.shape[1], k.shape[1:3]
+    if heads % groups:
+        raise TaskError(f"{task}: q has H={heads}, expected a multiple of {operand}'s G={groups}")
+    if style not in STYLES:
+        raise TaskError(f"{task}: style is {style!r}, expected one of {', '.join(STYLES)}")
+    k, v = (cache.unsqueeze(2).expand(-1, -1, heads // groups, -1, -1).flatten(1, 2) for cache in (k, v))
     if limit is not None:
-        below = torch.arange(length, device=q.device) < limit[:, None, None, None]
+        below = torch.arange(length, device=q.device) < limit[:, None, :, None]
         if mask is None:
             mask = below
         else:
@@ -79,9 +92,8 @@ def attention(
         if mask is not None:  # one of PyTorch's kernels averages where nothing is attended to
             live = mask if mask.dtype == torch.bool else mask != -torch.inf
             y = y.masked_fill(~live.any(-1, keepdim=True), 0)
-    else:
-        scores = torch.matmul(q, k.transpose(2, 3)) * scale
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        y = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
-    return y.squeeze(2)
+        return y
+    scores = torch.matmul(q, k.transpose(2, 3)) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)

@@ -38,7 +38,7 @@ class Attention : public AttentionBody<C> {
   }
 
  private:
-  using typename AttentionBody<C>::View, typename AttentionBody<C>::Range;
+  using typename AttentionBody<C>::Range;
   using AttentionBody<C>::kernels_, AttentionBody<C>::k_, AttentionBody<C>::v_, AttentionBody<C>::heads_per_group_;
 
   int64_t live_positions(const Frame& frame, int64_t b) const override {

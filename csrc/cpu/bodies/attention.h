@@ -29,20 +29,6 @@ class AttentionBody : public Body {
   void reset() override { arrivals_.reset(); }
 
  protected:
-  // An operand with its byte strides.
-  struct View {
-    Place place;
-    int64_t strides[4] = {};
-    View() = default;
-    explicit View(const Tensor& t) : place(t) {
-      for (size_t d = 0; d < t.strides.size(); d++) strides[d] = t.strides[d] * size_bytes(t.dtype);
-    }
-    explicit operator bool() const { return static_cast<bool>(place); }
-    uint8_t* at(const Frame& frame, int64_t i, int64_t j = 0) const {
-      return place.at(frame) + i * strides[0] + j * strides[1];
-    }
-  };
-
   // `keys` and `values`: where the cache lies, with `groups` key heads and room for `capacity` positions of a row,
   // which are split as if there were `key_heads` to keep threads busy.
   AttentionBody(const Node& node, const Kernels& kernels, const Operand& keys, const Operand& values, int64_t groups,

@@ -29,7 +29,7 @@ class PagedAttention : public AttentionBody<C> {
   }
 
  private:
-  using typename AttentionBody<C>::View, typename AttentionBody<C>::Range;
+  using typename AttentionBody<C>::Range;
 
   static int64_t read(const uint8_t* at) {
     int32_t value;

@@ -38,6 +38,21 @@ struct Place {
   uint8_t* at(const Frame& frame) const { return buffer < 0 ? nullptr : frame.buffers[buffer] + offset_bytes; }
 };
 
+// An operand with its byte strides.
+struct View {
+  Place place;
+  int64_t strides[4] = {};
+
+  View() = default;
+  explicit View(const Tensor& t) : place(t) {
+    for (size_t d = 0; d < t.strides.size(); d++) strides[d] = t.strides[d] * size_bytes(t.dtype);
+  }
+  explicit operator bool() const { return static_cast<bool>(place); }
+  uint8_t* at(const Frame& frame, int64_t i, int64_t j = 0, int64_t k = 0) const {
+    return place.at(frame) + i * strides[0] + j * strides[1] + k * strides[2];
+  }
+};
+
 class Body {
  public:
   virtual ~Body() = default;
