@@ -1,4 +1,4 @@
-"""A decode loop for Hugging Face causal language models: eager prefill, then one compiled step for each token.
+"""A decode loop for Hugging Face causal language models: the prompt, then one compiled step for each token.
 
 It does what ``model.generate`` does for greedy search and sampling, without its cost per token. The step's inputs stay
 the same tensors and are updated by the step itself, so what Dynamo does before and after the graph, guards and 400
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torch_mpk.config import MAX_ROWS, Options, is_int
+from torch_mpk.config import MAX_POSITIONS, MAX_ROWS, Options, is_int
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
 from torch_mpk.sampling import Choice, check_sampling, expect, stopping
@@ -29,7 +29,7 @@ from torch_mpk.sampling import Choice, check_sampling, expect, stopping
 logger = logging.getLogger(__name__)
 
 _CACHE_LENGTH_MULTIPLE = 128  # so that prompts of similar length share a compiled step
-_MAX_STEPS = 8  # compiled steps kept for one model
+_MAX_STEPS = 24  # compiled steps kept for one model: a prompt's chunks have up to 14 sizes
 _STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain when all rows have ended
 
 _steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] = WeakKeyDictionary()
@@ -56,6 +56,7 @@ def generate(
     generator: torch.Generator | None = None,
     max_cache_len: int | None = None,
     prompt_lookup_num_tokens: int | None = None,
+    prefill_chunk_size: int | None = None,
     options: dict[str, Any] | None = None,
     stats: dict[str, float] | None = None,
 ) -> torch.Tensor:
@@ -82,6 +83,9 @@ def generate(
         max_cache_len: length of the key/value cache. Default: what is needed, rounded up to a multiple of 128.
         prompt_lookup_num_tokens: where the last tokens were there before, take so many that followed them for a draft,
             at most 15, and check it in one step. Greedy, one sequence without padding; the tokens are the same.
+        prefill_chunk_size: compile the prompt, too, and run it in chunks of at most so many tokens, from 16 to 8192, of
+            powers of two: each size is built once for a model, batch and cache length. CPU, models without sliding
+            windows. None: the prompt runs eagerly.
         options: of the backend, as ``torch.compile(options=...)`` takes them.
         stats: gets "first_token_seconds" (the prompt), "seconds" (all later tokens, with the first call's compilation)
             and "tokens_per_second" (later tokens of all rows in that time, those behind a row's end included). The log
@@ -99,6 +103,7 @@ def generate(
     check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     is_plain = not do_sample and repetition_penalty == 1
     _check_drafts(prompt_lookup_num_tokens, input_ids, is_plain)
+    _check_chunks(prefill_chunk_size, input_ids)
     eos = _token_ids("eos_token_id", eos_token_id)
     is_stopped = stopping(stop_strings, tokenizer, input_ids)
     Options.parse(None, options)
@@ -108,9 +113,7 @@ def generate(
     drafted = f" and drafts of {num_drafts}" if num_drafts else ""
     expected = f"at least {needed} for {prompt} + {max_new_tokens} tokens{drafted}"
     expect(length >= needed, "max_cache_len", expected, max_cache_len)
-    if num_drafts:
-        options = {**(options or {}), "max_positions": 1 + num_drafts}
-    decode = _Decode(model, input_ids, attention_mask, length, options)
+    decode = _Decode(model, input_ids, attention_mask, length, prefill_chunk_size, options)
     if not is_plain:
         warpers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if do_sample else {}
         decode.choose = Choice(input_ids, repetition_penalty, warpers, do_sample, generator)
@@ -167,6 +170,15 @@ def _check_drafts(count: int | None, input_ids: torch.Tensor, is_plain: bool) ->
     expect(batch == 1, name, "one sequence", f"a batch of {batch}")
 
 
+def _check_chunks(size: int | None, input_ids: torch.Tensor) -> None:
+    if size is None:
+        return
+    name = "prefill_chunk_size"
+    is_in_range = is_int(size) and MAX_ROWS <= size <= MAX_POSITIONS
+    expect(is_in_range, name, f"an int from {MAX_ROWS} to {MAX_POSITIONS}, or None", repr(size))
+    expect(input_ids.device.type == "cpu", name, "a prompt on the CPU", f"one on {input_ids.device}")
+
+
 def _token_ids(name: str, given: int | Sequence[int] | None) -> list[int]:
     if given is None:
         return []
@@ -186,6 +198,7 @@ class _Decode:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         length: int,
+        prefill_chunk_size: int | None,
         options: dict[str, Any] | None,
     ) -> None:
         from transformers import StaticCache
@@ -195,6 +208,10 @@ class _Decode:
         self.cache = StaticCache(config=model.config, max_cache_len=length)
         # Other layers, of sliding windows, count in Python.
         self.is_replayable = all(type(layer) is StaticLayer for layer in self.cache.layers)
+        self.prefill_chunk_size = prefill_chunk_size
+        if prefill_chunk_size is not None:
+            expect(self.is_replayable, "prefill_chunk_size", "a model without sliding windows", "one with")
+            self._initialize_cache()
         self.mask = self.position_ids = None
         if attention_mask is not None and not attention_mask.all():
             # Later slots count as present: the causal part of the mask, made in the graph, hides them until written.
@@ -204,11 +221,19 @@ class _Decode:
             self.prompt_positions = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
             self.position_ids = self.prompt_positions[:, -1:] + 1
 
+    def _initialize_cache(self) -> None:
+        """Its tensors are made now: made by a compiled chunk, they would be other inputs for the next one."""
+        model: Any = self.model
+        config = model.config.get_text_config(decoder=True)
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        batch, dtype, device = self.prompt.shape[0], model.dtype, self.prompt.device
+        self.cache.early_initialization(batch, num_heads, head_dim, dtype, device)
+
     def tokens(self, count: int) -> Iterator[torch.Tensor]:
         """New tokens, int64[batch, 1] each; the work for one is enqueued when it is asked for."""
         inputs: dict[str, Any] = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
-        positions = {} if self.position_ids is None else {"position_ids": self.prompt_positions}
-        logits = self.model(input_ids=self.prompt, logits_to_keep=1, **positions, **inputs).logits[:, -1]
+        logits = self._prompt_logits(inputs)
         token = self.choose(logits) if self.choose else logits.argmax(-1, keepdim=True)
         yield token
         input_ids = token.clone()
@@ -231,8 +256,7 @@ class _Decode:
         expect(self.is_replayable, name, "a model without sliding windows", "one with")
         expect(self.mask is None, name, "a prompt without padding", "an attention_mask with zeros")
         inputs: dict[str, Any] = {"attention_mask": None, "past_key_values": self.cache, "use_cache": True}
-        logits = self.model(input_ids=self.prompt, logits_to_keep=1, **inputs).logits[:, -1]
-        new = [int(logits.argmax())]
+        new = [int(self._prompt_logits(inputs).argmax())]
         lookup, position = PromptLookup(self.prompt[0].tolist()), self.prompt.shape[1]
         steps: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
         while True:
@@ -256,17 +280,45 @@ class _Decode:
             position += len(new)
             rewind(self.cache, position)
 
+    def _prompt_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """What follows the prompt, [batch, vocabulary]."""
+        for begin, end in self._chunks():
+            ids = _columns(self.prompt, begin, end)
+            positions = None if self.position_ids is None else _columns(self.prompt_positions, begin, end)
+            args = self.model, ids, positions, inputs
+            if self.prefill_chunk_size is None:
+                logits = _last_logits(*args)
+            else:
+                logits = self._step(_last_logits, end - begin).prepare(args, False)()
+        return logits
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        """Of the prompt, from and to; where they are compiled, of powers of two, so that lengths share few builds."""
+        length, most, begin = self.prompt.shape[1], self.prefill_chunk_size, 0
+        while begin < length:
+            size = length if most is None else 1 << (min(most, length - begin).bit_length() - 1)
+            yield begin, begin + size
+            begin += size
+
     def _step(self, function: Callable[..., torch.Tensor], positions: int = 1) -> _Step:
         """The compiled step, made once for a model and a kind of call."""
         steps = _steps.setdefault(self.model, OrderedDict())
-        options = tuple(sorted((self.options or {}).items()))
-        key = (function, positions, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, options)
+        options = dict(self.options or {})
+        if positions > 1:
+            options["max_positions"] = positions
+        chosen = tuple(sorted(options.items()))
+        key = (function, positions, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, chosen)
         if key not in steps:
-            steps[key] = _Step(function, self.options)
+            steps[key] = _Step(function, options)
             if len(steps) > _MAX_STEPS:
                 steps.popitem(last=False)
         steps.move_to_end(key)
         return steps[key]
+
+
+def _columns(t: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """A copy of ``t[:, begin:end]`` in which a single row, too, has the stride of its shape: Dynamo looks at it."""
+    return t[:, begin:end].clone(memory_format=torch.contiguous_format)
 
 
 def rewind(cache: Any, position: int) -> None:
@@ -338,6 +390,12 @@ class _GraphCall(NamedTuple):
     def is_same(self, other: _GraphCall) -> bool:
         same_args = len(self.args) == len(other.args) and all(map(operator.is_, self.args, other.args))
         return self.graph is other.graph and same_args
+
+
+def _last_logits(
+    model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None, inputs: dict[str, Any]
+) -> torch.Tensor:
+    return model(input_ids=input_ids, position_ids=position_ids, logits_to_keep=1, **inputs).logits[:, -1]
 
 
 def _logits_step(

@@ -262,3 +262,44 @@ def test_sliding_windows_cannot_forget_a_draft():
     model = tiny_model(num_layers=1, **config)
     with pytest.raises(ArgumentError, match="without sliding windows"):
         torch_mpk.generate(model, random_ids(1, 4), 4, prompt_lookup_num_tokens=2)
+
+
+@pytest.mark.parametrize("length", [1, 21, 40])
+def test_prompts_in_compiled_chunks_give_eager_s_tokens(model, length):
+    if model.device.type != "cpu":
+        pytest.skip("a GPU's prompts are not ours")
+    ids = random_ids(2, length)
+    mask = torch.ones_like(ids)
+    mask[0, : length // 3] = 0
+    for kwargs in ({}, {"attention_mask": mask}):
+        expected = torch_mpk.generate(model, ids, 6, **kwargs)
+        assert torch.equal(torch_mpk.generate(model, ids, 6, prefill_chunk_size=20, options=STRICT, **kwargs), expected)
+
+
+def test_prompts_of_any_length_share_chunks_of_powers_of_two(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model("qwen3", dtype=torch.float32, num_layers=1)
+    for length in (16, 20, 33, 36, 17):
+        torch_mpk.generate(model, random_ids(1, length), 1, prefill_chunk_size=16, max_cache_len=64, options=STRICT)
+    assert len(list(tmp_path.iterdir())) == 3  # of 16 tokens, of 4 and of 1
+
+
+def test_a_draft_is_checked_behind_a_compiled_prompt():
+    model = tiny_model("qwen3", dtype=torch.float32, num_layers=1)
+    ids = random_ids(1, 6).repeat(1, 4)
+    plain = torch_mpk.generate(model, ids, 20)
+    both = {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": 16}
+    assert torch.equal(torch_mpk.generate(model, ids, 20, options=STRICT, **both), plain)
+
+
+@pytest.mark.parametrize("size", [8, 8193, 64.0, True])
+def test_a_chunk_of_another_size_is_refused(size):
+    model = tiny_model("qwen3", num_layers=1)
+    with pytest.raises(ArgumentError, match="prefill_chunk_size.*an int from 16 to 8192, or None"):
+        torch_mpk.generate(model, random_ids(1, 4), 2, prefill_chunk_size=size)
+
+
+def test_compiled_chunks_and_sliding_windows_exclude_each_other():
+    model = tiny_model("qwen3", num_layers=1, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(ArgumentError, match="prefill_chunk_size: expected a model without sliding windows"):
+        torch_mpk.generate(model, random_ids(1, 4), 2, prefill_chunk_size=16)
