@@ -1,0 +1,127 @@
+"""Times prompts on the CPU: eager, Inductor, and mpk, in one call each, with the last token's logits.
+
+    python benchmarks/prefill.py --models qwen3-0.6b --tokens 128 512 2048 --threads 2
+    python benchmarks/prefill.py --models qwen3-0.6b --batch 4 --tokens 128
+
+All variants of a case run in one process, in rounds of changing order, as in cpu_decode.py. Writes
+prefill_<device>_<date>.json and .md.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_decode import BASELINES, interleave, make_model, wait_for_huge_pages
+from harness import RESULTS, Report, Result, environment, processor, run_child, spread, table, write
+from torch import Tensor
+from transformers import StaticCache
+
+from torch_mpk.generate import rewind
+from torch_mpk.testing.decode import Step
+from torch_mpk.testing.decode import prefill as fill
+from torch_mpk.testing.models import CONFIGS
+
+
+@torch.inference_mode()
+def measure(case: dict[str, Any]) -> list[Result]:
+    batch, tokens = case["batch"], case["tokens"]
+    torch.set_num_threads(case["threads"])
+    model = make_model(case)
+    ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1))
+    cache: StaticCache = fill(model, ids, tokens)[0]
+    steps = {name: BASELINES[name](model) for name in case["baselines"]}
+    options = {"max_positions": tokens, "fallback": "error"}
+    steps["mpk"] = torch.compile(copy.deepcopy(model), backend="mpk", options=options)
+
+    def logits_of(step: Step) -> Tensor:
+        rewind(cache, 0)
+        return step(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.to(torch.float32, copy=True)
+
+    expected = logits_of(model)
+    build_s, difference = {}, {}
+    for name, step in steps.items():
+        begin = time.perf_counter()
+        logits = logits_of(step)
+        build_s[name] = time.perf_counter() - begin
+        difference[name] = ((logits - expected).norm() / expected.norm()).item()
+    wait_for_huge_pages()
+    calls: dict[str, Callable[[], object]] = {name: lambda step=step: logits_of(step) for name, step in steps.items()}
+    times = interleave(calls, case["rounds"], 1)
+    return [
+        {
+            "variant": name,
+            "prefill_ms": times[name],
+            "tokens_per_s": 1e3 * batch * tokens / times[name]["median"],
+            "mpk_is_faster_by": times[name]["median"] / times["mpk"]["median"],
+            "differs_from_eager": difference[name],
+            "build_s": build_s[name],
+        }
+        for name in steps
+    ]
+
+
+def row(result: Result) -> list[str]:
+    case = [result["case"].replace("\n", ", "), result.get("variant", "–")]
+    if "error" in result:
+        return [*case, result["error"]]
+    numbers = [f"{result['tokens_per_s']:.0f}", f"{result['mpk_is_faster_by']:.2f}"]
+    return [
+        *case,
+        spread(result["prefill_ms"]),
+        *numbers,
+        f"{result['differs_from_eager']:.1e}",
+        f"{result['build_s']:.1f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b"])
+    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512], help="of each sequence")
+    parser.add_argument("--baselines", nargs="*", choices=list(BASELINES), default=["eager", "inductor"])
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for one case")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        Path(args.child[1]).write_text(json.dumps(measure(json.loads(args.child[0]))))
+        return
+
+    dimensions = {"model": args.models, "dtype": args.dtypes, "threads": args.threads}
+    dimensions |= {"batch": args.batch, "tokens": args.tokens}
+    shared = {name: getattr(args, name) for name in ("layers", "rounds", "baselines")}
+    report: Report = {
+        "title": "Prompts on the CPU, an empty cache, random weights",
+        "environment": environment() | {"device": processor()},
+        "setting": shared,
+        "ceiling": {},
+        "results": [],
+    }
+    columns = ["case", "variant", "ms", "tokens/s", "× mpk's time", "differs from eager", "build s"]
+    for values in itertools.product(*dimensions.values()):
+        case = dict(zip(dimensions, values, strict=True))
+        print(case, file=sys.stderr, flush=True)
+        results = run_child(case | shared, args.limit)
+        for result in results if isinstance(results, list) else [results]:
+            one = case | result
+            named = (f"{key} {one[key]}" if isinstance(one[key], int) else str(one[key]) for key in case)
+            report["results"].append({"case": ", ".join(named)} | one)
+        text = table(columns, [row(result) for result in report["results"]])
+        write(report, text, args.out, "prefill")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
