@@ -14,19 +14,23 @@ from hypothesis import strategies as st
 SOURCE = """
 #include "torch_mpk/abi/partition.h"
 using namespace mpk;
-// Writes the pieces, as long as there are any; returns their number.
+// Writes the pieces, and returns their number.
 extern "C" int cut(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers,
                    bool one_row, KvPiece* pieces, int room) {
-  const auto tiles_of = [&](uint32_t row) { return tiles[row]; };
+  const auto count = [&](uint32_t length) {
+    uint32_t count = 0;
+    for (uint32_t row = 0; row < rows; row++) count += kv_count(tiles[row], length) * groups;
+    return count;
+  };
   const uint32_t length = one_row ? kv_row_length(tiles[0], groups, least, workers)
-                                  : kv_length(tiles_of, rows, groups, least, workers);
-  for (int n = 0; n < room; n++) {
-    const KvPiece piece = one_row ? kv_row_piece(0, tiles[0], groups, length, n)
-                                  : kv_piece(tiles_of, rows, groups, length, n);
-    if (piece.num_tiles == 0) return n;
-    pieces[n] = piece;
-  }
-  return -1;
+                                  : kv_length(count, rows, groups, least, workers);
+  int number = 0;
+  for (uint32_t row = 0; row < rows; row++)
+    for (uint32_t n = 0; n < kv_count(tiles[row], length) * groups; n++) {
+      if (number == room) return -1;
+      pieces[number++] = kv_row_piece(row, tiles[row], groups, length, n);
+    }
+  return number;
 }
 """
 

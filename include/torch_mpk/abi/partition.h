@@ -50,6 +50,12 @@ MPK_HOST_DEVICE Span ticket_tiles(const Tickets& t, uint32_t num_tiles, uint32_t
   return {begin, end < num_tiles ? end : num_tiles};
 }
 
+// All workers read the same activations, so each begins with another chunk of them, and goes round.
+MPK_HOST_DEVICE uint32_t chunk_at(uint32_t turn, uint32_t first, uint32_t chunks) {
+  const uint32_t chunk = turn + first;
+  return chunk < chunks ? chunk : chunk - chunks;
+}
+
 // Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of one length, of which the last
 // may be shorter. Pieces are numbered in the order of row, place within the group, and group, and dealt out to the
 // workers in that order; so the other pieces of a group have lower numbers than its last, whose worker puts their
@@ -74,15 +80,10 @@ MPK_HOST_DEVICE uint32_t kv_row_length(uint32_t tiles, uint32_t groups, uint32_t
   return equal > least ? equal : least;
 }
 
-// The same for any number of rows. tiles_of(row): the tiles of a group of that batch row, at least 1.
-template <class TilesOf>
-MPK_HOST_DEVICE uint32_t kv_length(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers) {
+// The same for any number of rows. pieces(length): how many there are of all of them, each of which has a tile or more.
+template <class PiecesOf>
+MPK_HOST_DEVICE uint32_t kv_length(PiecesOf pieces, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers) {
   const uint32_t max_pieces = kv_max_pieces(rows, groups, workers);
-  const auto pieces = [&](uint32_t length) {
-    uint32_t count = 0;
-    for (uint32_t row = 0; row < rows; row++) count += kv_count(tiles_of(row), length) * groups;
-    return count;
-  };
   const uint32_t equal = kv_count(pieces(1), max_pieces);
   uint32_t length = equal > least ? equal : least;
   while (pieces(length) > max_pieces) length += 1 + length / 16;
@@ -93,17 +94,6 @@ MPK_HOST_DEVICE uint32_t kv_length(TilesOf tiles_of, uint32_t rows, uint32_t gro
 MPK_HOST_DEVICE KvPiece kv_row_piece(uint32_t row, uint32_t tiles, uint32_t groups, uint32_t length, uint32_t number) {
   const uint32_t index = number / groups, first = index * length, rest = first < tiles ? tiles - first : 0;
   return {row, number % groups, first, rest < length ? rest : length, index, rest <= length};
-}
-
-// Piece number `number` of all.
-template <class TilesOf>
-MPK_HOST_DEVICE KvPiece kv_piece(TilesOf tiles_of, uint32_t rows, uint32_t groups, uint32_t length, uint32_t number) {
-  for (uint32_t row = 0; row < rows; row++) {
-    const uint32_t tiles = tiles_of(row), pieces = kv_count(tiles, length) * groups;
-    if (number < pieces) return kv_row_piece(row, tiles, groups, length, number);
-    number -= pieces;
-  }
-  return {};
 }
 
 }  // namespace mpk

@@ -102,34 +102,91 @@ inline constexpr uint32_t kUnits = V::kGroups * V::kPasses;  // of a batch row
 // quicker than three.
 inline constexpr uint32_t kPieceTiles = 8;
 
+// The tiles of a group of each of the batch's rows: a lane has those of rows lane, lane + 32, ... All lanes of a warp
+// call all functions, and learn the same.
+template <class V>
+struct RowTiles {
+  static constexpr int kEach = (V::kBatch + 31) / 32;
+  uint32_t tiles[kEach];
+
+  MPK_DEVICE explicit RowTiles(const Job& job) {
+    const uint32_t lane = ptx::thread_index() % 32;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t row = 32 * i + lane;
+      tiles[i] = row < V::kBatch ? tiles_of<V>(visible<V>(job, row)) : 0;
+    }
+  }
+
+  // Of all rows.
+  MPK_DEVICE uint32_t pieces(uint32_t length) const {
+    uint32_t count = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) count += kv_count(tiles[i], length);
+#pragma unroll
+    for (int o = 16; o > 0; o /= 2) count += __shfl_xor_sync(~0u, count, o);
+    return count * kUnits<V>;
+  }
+
+  MPK_DEVICE KvPiece piece(uint32_t length, uint32_t number) const {
+    const uint32_t lane = ptx::thread_index() % 32;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t mine = kv_count(tiles[i], length) * kUnits<V>;
+      uint32_t end = mine;  // of the pieces of the lane's row and of those before it
+#pragma unroll
+      for (uint32_t o = 1; o < 32; o *= 2) {
+        const uint32_t before = __shfl_up_sync(~0u, end, o);
+        if (lane >= o) end += before;
+      }
+      const uint32_t all = __shfl_sync(~0u, end, 31);
+      if (number < all) {
+        const int row = __ffs(__ballot_sync(~0u, number < end)) - 1;
+        number -= __shfl_sync(~0u, end - mine, row);
+        return kv_row_piece(32 * i + row, __shfl_sync(~0u, tiles[i], row), kUnits<V>, length, number);
+      }
+      number -= all;
+    }
+    return {};
+  }
+};
+
 // The divisions of a batch are out of line; with one row there are none but by constants.
 template <class V>
-__device__ __noinline__ uint32_t divide(Job job) {
-  return kv_length([&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); }, V::kBatch, kUnits<V>, kPieceTiles,
+__device__ __noinline__ uint32_t divide(RowTiles<V> rows) {
+  return kv_length([&](uint32_t length) { return rows.pieces(length); }, V::kBatch, kUnits<V>, kPieceTiles,
                    V::kWorkers);
 }
 template <class V>
-__device__ __noinline__ KvPiece find_piece(Job job, uint32_t length, uint32_t number) {
-  return kv_piece([&](uint32_t row) { return tiles_of<V>(visible<V>(job, row)); }, V::kBatch, kUnits<V>, length,
-                  number);
+__device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t length, uint32_t number) {
+  return rows.piece(length, number);
 }
 
-// How the work is cut. The limit is read once where there is one row, and again wherever it is asked for otherwise.
+// How the work is cut. All lanes of a warp call all functions.
 template <class V>
 struct Cut {
   const Job& job;
-  uint32_t first;   // limit, of the first row
+  RowTiles<V> rows;
   uint32_t length;  // of a piece
 
+  MPK_DEVICE explicit Cut(const Job& job) : job(job), rows(job), length(divide<V>(rows)) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return visible<V>(job, row); }
+  MPK_DEVICE KvPiece piece(uint32_t number) const { return find_piece<V>(rows, length, number); }
+};
+
+// With one row the limit is read once.
+template <class V>
+  requires(V::kBatch == 1)
+struct Cut<V> {
+  uint32_t first;
+  uint32_t length;
+
   MPK_DEVICE explicit Cut(const Job& job)
-      : job(job),
-        first(visible<V>(job, 0)),
-        length(V::kBatch == 1 ? kv_row_length(tiles_of<V>(first), kUnits<V>, kPieceTiles, V::kWorkers)
-                              : divide<V>(job)) {}
-  MPK_DEVICE uint32_t limit(uint32_t row) const { return V::kBatch == 1 ? first : visible<V>(job, row); }
+      : first(visible<V>(job, 0)),
+        length(kv_row_length(tiles_of<V>(first), kUnits<V>, kPieceTiles, V::kWorkers)) {}
+  MPK_DEVICE uint32_t limit(uint32_t) const { return first; }
   MPK_DEVICE KvPiece piece(uint32_t number) const {
-    return V::kBatch == 1 ? kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, number)
-                          : find_piece<V>(job, length, number);
+    return kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, number);
   }
 };
 
@@ -576,10 +633,12 @@ MPK_DEVICE void stage_row(C& c, const Job& job, uint32_t row, uint32_t batch_row
   chain.apply(threads, job, row, data);
 }
 
-// Tiles of a piece that are there when it is staged: each warp's first, if the ring holds them at once.
+// Tiles of a piece that are there when it is staged: each warp's first, if the ring holds them at once, beside as many
+// entries as the loader fills only together.
 template <class V, class C>
-inline constexpr uint32_t kStagedTiles =
-    C::Config::kSlots / Shape<V>::kEntries < kConsumerWarps ? C::Config::kSlots / Shape<V>::kEntries : kConsumerWarps;
+inline constexpr uint32_t kHeldTiles = (C::Config::kSlots - (kLeastFilled - 1)) / Shape<V>::kEntries;
+template <class V, class C>
+inline constexpr uint32_t kStagedTiles = kHeldTiles<V, C> < kConsumerWarps ? kHeldTiles<V, C> : kConsumerWarps;
 
 // The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a
 // group also writes them to the caches. False when there is no such piece, or the launch was given up. What is known of
