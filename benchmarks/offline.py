@@ -36,11 +36,15 @@ H200 = {"arch": 90, "num_workers": 132, "smem_bytes": 232448}
 KINDS = {"plain": False, "profiled": True}
 
 
+def case_of(name: str, batch: int) -> str:
+    return f"{name}-{batch}"
+
+
 class _Built(Exception):
     """Ends the call that was only made to be captured."""
 
 
-def build(folder: Path, name: str, cache_length: int) -> list[tuple[Path, str]]:
+def build(folder: Path, name: str, batch: int, cache_length: int) -> list[tuple[Path, str]]:
     """Leaves the programs of a model's decode step; returns the sources to compile."""
     config = CONFIGS[name]()
     with torch.device("meta"):
@@ -58,7 +62,7 @@ def build(folder: Path, name: str, cache_length: int) -> list[tuple[Path, str]]:
         schedule = _C.make_schedule(lowered.graph, _C.Target("cuda", fuse=True, polled=True, **H200))
         _C.validate(schedule)
         for kind, profiled in KINDS.items():
-            target = folder / f"{name}.{kind}"
+            target = folder / f"{case_of(name, batch)}.{kind}"
             target.mkdir(parents=True, exist_ok=True)
             files = pack(_C.generate_cuda(schedule, profiled))
             for file, content in files.items():
@@ -68,17 +72,19 @@ def build(folder: Path, name: str, cache_length: int) -> list[tuple[Path, str]]:
         inputs = [(str(v.dtype).removeprefix("torch."), list(v.shape)) for v in values]
         outputs = [(str(f.dtype).removeprefix("torch."), list(f.shape)) for f in lowered.fresh]
         description = {"inputs": inputs, "outputs": outputs, "bytes": [bytes_read(model, cache, n) for n in (0, 1)]}
-        (folder / f"{name}.json").write_text(json.dumps(description))
+        (folder / f"{case_of(name, batch)}.json").write_text(json.dumps(description))
         raise _Built
 
     cache = StaticCache(config=config, max_cache_len=cache_length)
-    state = torch.zeros(1, config.num_key_value_heads, 1, head_dim, dtype=torch.bfloat16)
+    state = torch.zeros(batch, config.num_key_value_heads, 1, head_dim, dtype=torch.bfloat16)
     for layer in cache.layers:
         layer.lazy_initialization(state, state)
     torch.compiler.reset()
     with torch.inference_mode():
         try:
-            torch.compile(model, backend=backend)(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache)
+            torch.compile(model, backend=backend)(
+                input_ids=torch.zeros(batch, 1, dtype=torch.int64), past_key_values=cache
+            )
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, _Built):
                 raise
@@ -131,29 +137,29 @@ class Step:
         return begin.elapsed_time(end)
 
 
-def measure(folders: list[Path], name: str, args: argparse.Namespace, ceiling: float) -> None:
-    step, first = Step(json.loads((folders[0] / f"{name}.json").read_text()), args.position), None
+def measure(folders: list[Path], case: str, args: argparse.Namespace, ceiling: float) -> None:
+    step, first = Step(json.loads((folders[0] / f"{case}.json").read_text()), args.position), None
     for folder in folders:
-        _, executable = step.load(folder / f"{name}.plain")
+        _, executable = step.load(folder / f"{case}.plain")
         times = sorted([step.ms(executable) for _ in range(args.steps + 5)][5:])
         logits = step.outputs[0].float()
         first = logits.clone() if first is None else first
         ms = statistics.median(times)
         print(
-            f"{name}, {folder}: {ms:.4f} ms ({times[0]:.4f} to {times[-1]:.4f}), "
+            f"{case}, {folder}: {ms:.4f} ms ({times[0]:.4f} to {times[-1]:.4f}), "
             f"{100 * step.bytes / ms / 1e9 / ceiling:.1f} % of the ceiling, "
             f"differs by {((logits - first).norm() / first.norm()).item():.1e}",
             flush=True,
         )
         if args.profile:
-            kernel, executable = step.load(folder / f"{name}.profiled")
+            kernel, executable = step.load(folder / f"{case}.profiled")
             for _ in range(5):
                 step.ms(executable)
             executable.start_recording()
             ms = statistics.median(step.ms(executable) for _ in range(args.steps))
             launches = executable.stop_recording()
             device = torch.device("cuda", 0)
-            recording = Recording.read(name, device, kernel.phase_names, kernel.phase_bytes, launches)
+            recording = Recording.read(case, device, kernel.phase_names, kernel.phase_bytes, launches)
             print(f"{ms:.4f} ms with stamps; {kernel_times(recording, 1e12 * ceiling)}")
 
 
@@ -162,21 +168,23 @@ def main() -> None:
     parser.add_argument("action", choices=["build", "time"])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences, each a build")
     parser.add_argument("--cache", type=int, default=1024)
     parser.add_argument("--position", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
+    cases = [(name, batch) for name in args.models for batch in args.batch]
     if args.action == "build":
         [folder] = args.folders
-        sources = [source for name in args.models for source in build(folder, name, args.cache)]
+        sources = [source for name, batch in cases for source in build(folder, name, batch, args.cache)]
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda source: compile_one(*source), sources))
         return
     ceiling = bulk_copies()["tb_per_s"]
     print(f"ceiling {ceiling:.2f} TB/s")
-    for name in args.models:
-        measure(args.folders, name, args, ceiling)
+    for name, batch in cases:
+        measure(args.folders, case_of(name, batch), args, ceiling)
         torch.cuda.empty_cache()
 
 

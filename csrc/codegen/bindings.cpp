@@ -37,6 +37,15 @@ void bind_codegen(py::module_& m) {
       .def_readonly("num_inputs", &CudaProgram::num_inputs)
       .def_readonly("num_outputs", &CudaProgram::num_outputs)
       .def_readonly("num_scalars", &CudaProgram::num_scalars)
+      .def_property_readonly("maps",
+                             [](const CudaProgram& p) {
+                               std::vector<std::vector<int64_t>> maps;
+                               for (const MatrixMap& map : p.maps) {
+                                 const MatrixMap::Fields fields = map.fields();
+                                 maps.emplace_back(fields.begin(), fields.end());
+                               }
+                               return maps;
+                             })
       .def_readonly("input_alignment", &CudaProgram::input_alignment)
       .def_readonly("phase_names", &CudaProgram::phase_names)
       .def_readonly("phase_bytes", &CudaProgram::phase_bytes);

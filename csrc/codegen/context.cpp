@@ -6,6 +6,7 @@
 #include "../schedule/staging.h"
 #include "checks.h"
 #include "text.h"
+#include "torch_mpk/abi/launch.h"
 #include "torch_mpk/abi/table.h"
 
 namespace mpk::codegen {
@@ -67,6 +68,13 @@ int Refs::add(const Node& node, const Tensor& t) {
   const int64_t place = context_.schedule.workspace_offsets[t.buffer];
   if (place < 0) fail(node, "buffer '" + buffer.name + "' is needed in memory, but the schedule stores it nowhere");
   return add_raw(context_.polled(t.buffer) ? kPolledIndex : kWorkspaceIndex, place + offset);
+}
+
+void Refs::add_map(const Tensor& t, int64_t box_rows, int64_t box_columns) {
+  const int64_t element = size_bytes(t.dtype), input = context_.graph().buffers()[t.buffer].index;
+  add_raw(kMapsIndex, context_.maps.size() * kMapBytes);
+  context_.maps.push_back(
+      {input, t.offset * element, t.shape[0], t.shape[1], t.strides[0] * element, box_rows, box_columns});
 }
 
 std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {

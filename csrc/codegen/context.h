@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "torch_mpk/codegen/cuda.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace mpk::codegen {
@@ -14,6 +15,7 @@ struct KernelContext {
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
   std::vector<bool> written;         // per buffer: by some node of this launch
   std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
+  std::vector<MatrixMap> maps;       // of matrices that come in boxes, added by their jobs
 
   explicit KernelContext(const Schedule& schedule);
   // Whether what a phase reads of the buffer is visible before it awaits its events.
@@ -33,17 +35,19 @@ struct KernelContext {
 // References to memory, numbered in the order of use.
 class Refs {
  public:
-  Refs(const KernelContext& context, std::vector<uint64_t>& refs) : context_(context), refs_(refs) {}
+  Refs(KernelContext& context, std::vector<uint64_t>& refs) : context_(context), refs_(refs) {}
   std::string pointer(const Node& node, const Tensor& t,
                       bool writable = false);  // "job.template pointer<const float>(3)"
   // The same of what pieces leave in the workspace.
   std::string partials(const Pieces& pieces);
+  // The map of an input, boxes of which come through the ring.
+  void add_map(const Tensor& t, int64_t box_rows, int64_t box_columns);
   int add(const Node& node, const Tensor& t);
 
  private:
   int add_raw(uint32_t index, uint64_t offset);
 
-  const KernelContext& context_;
+  KernelContext& context_;
   std::vector<uint64_t>& refs_;
 };
 

@@ -96,6 +96,7 @@ CudaProgram generate_cuda(const Schedule& schedule, bool profiled, bool named) {
   program.num_outputs = context.num_outputs;
   program.num_scalars = context.num_scalars;
   program.input_alignment = context.input_alignment;
+  program.maps = context.maps;
   for (const Phase& phase : schedule.phases) {
     program.phase_names.push_back(phase_name(schedule, phase));
     program.phase_bytes.push_back(phase_bytes(schedule, phase));

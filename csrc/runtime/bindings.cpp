@@ -74,6 +74,8 @@ CudaProgram read_program(py::handle object) {
   MPK_READ(input_alignment);
   MPK_READ(phase_names);
 #undef MPK_READ
+  for (const MatrixMap::Fields& fields : object.attr("maps").cast<std::vector<MatrixMap::Fields>>())
+    program.maps.push_back(MatrixMap::of(fields));
   const std::string table = py::bytes(object.attr("table"));
   program.table.assign(table.begin(), table.end());
   return program;

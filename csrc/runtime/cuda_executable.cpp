@@ -14,7 +14,10 @@ namespace mpk {
 namespace {
 
 constexpr size_t kMaxStreams = 16;  // lanes kept for direct launches; beyond, the least recently used one moves
+constexpr size_t kMaxMaps = 4;      // sets of maps kept beside those of captures
 constexpr int64_t kAlignment = 256;
+
+static_assert(sizeof(cu::TensorMap) == kMapBytes);
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -26,6 +29,7 @@ CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& im
       kernel_name_(program.kernel_name),
       phase_names_(program.phase_names),
       input_alignment_(program.input_alignment),
+      matrices_(program.maps),
       num_inputs_(program.num_inputs),
       num_outputs_(program.num_outputs),
       num_scalars_(program.num_scalars),
@@ -173,6 +177,68 @@ cu::DevicePtr CudaExecutable::memory_of(cu::Stream stream, uint64_t capture) {
   return memory;
 }
 
+// Weights rarely move, so the latest sets of maps are kept: a launch that has been made may read its own for as long as
+// it runs.
+cu::DevicePtr CudaExecutable::maps_of(const LaunchBlock& block, bool captured) {
+  if (matrices_.empty()) return 0;
+  size_t num_free = 0;  // of captures
+  Maps* oldest = nullptr;
+  for (Maps& maps : maps_) {
+    const auto is_there = [&](size_t i) { return maps.inputs[i] == block.pointers[matrices_[i].input]; };
+    size_t i = 0;
+    while (i < matrices_.size() && is_there(i)) i++;
+    if (i == matrices_.size()) {
+      maps.captured |= captured;
+      maps.last_used = num_runs_;
+      return maps.memory;
+    }
+    if (maps.captured) continue;
+    num_free++;
+    if (!oldest || maps.last_used < oldest->last_used) oldest = &maps;
+  }
+  const cu::RelaxedCaptureGuard relaxed(driver_);
+  if (num_free < kMaxMaps) {
+    maps_.reserve(maps_.size() + 1);
+    cu::DevicePtr memory = 0;
+    driver_.check(driver_.mem_alloc(&memory, matrices_.size() * kMapBytes), "allocating maps of matrices");
+    maps_.push_back({{}, memory, false, 0});
+    oldest = &maps_.back();
+  } else {
+    driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");  // launches may read them
+  }
+  oldest->inputs.clear();  // of no use if this fails
+  oldest->inputs.resize(matrices_.size());
+  for (size_t i = 0; i < matrices_.size(); i++) oldest->inputs[i] = block.pointers[matrices_[i].input];
+  try {
+    write_maps(*oldest);
+  } catch (...) {
+    std::fill(oldest->inputs.begin(), oldest->inputs.end(), 0);
+    throw;
+  }
+  oldest->captured = captured;
+  oldest->last_used = num_runs_;
+  return oldest->memory;
+}
+
+// Blocks of 64 columns are the outermost dimension, so that one copy brings several of them, each swizzled.
+void CudaExecutable::write_maps(Maps& maps) {
+  std::vector<cu::TensorMap> encoded(matrices_.size());
+  for (size_t i = 0; i < matrices_.size(); i++) {
+    const MatrixMap& m = matrices_[i];
+    const uint64_t sizes[] = {64, static_cast<uint64_t>(m.rows), static_cast<uint64_t>(m.columns / 64)};
+    const uint64_t strides[] = {static_cast<uint64_t>(m.pitch), 128};
+    const unsigned box[] = {64, static_cast<unsigned>(m.box_rows), static_cast<unsigned>(m.box_columns / 64)};
+    const unsigned steps[] = {1, 1, 1};
+    driver_.check(driver_.tensor_map_encode(&encoded[i], cu::kTensorMapUint16, 3,
+                                            reinterpret_cast<void*>(maps.inputs[i] + m.offset), sizes, strides, box,
+                                            steps, 0, cu::kTensorMapSwizzle128, 0, 0),
+                  "cuTensorMapEncodeTiled");
+  }
+  driver_.check(driver_.memcpy_htod_async(maps.memory, encoded.data(), encoded.size() * kMapBytes, service_stream_),
+                "cuMemcpyHtoDAsync");
+  driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
+}
+
 // Before anything is locked: in the child of a fork, the thread that held the lock may not exist.
 void CudaExecutable::check_process() const {
   if (getpid() != process_)
@@ -219,6 +285,7 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   block.params.table = reinterpret_cast<const void*>(table_);
   block.params.workspace = reinterpret_cast<uint8_t*>(memory + round_up(control_bytes_));
   block.params.control = reinterpret_cast<Control*>(memory);
+  block.params.maps = reinterpret_cast<const void*>(maps_of(block, capture != 0));
   block.params.host_abort = reinterpret_cast<uint32_t*>(host_abort_on_device_);
   block.params.watchdog_ns = watchdog_ns_;
   block.params.jitter = jitter.load(std::memory_order_relaxed);
@@ -315,6 +382,7 @@ void CudaExecutable::release() noexcept {
     const cu::RelaxedCaptureGuard relaxed(driver_);
     driver_.ctx_synchronize();
     for (const Lane& lane : lanes_) driver_.mem_free(lane.memory);
+    for (const Maps& maps : maps_) driver_.mem_free(maps.memory);
     if (spare_) driver_.mem_free(spare_);
     if (table_) driver_.mem_free(table_);
     if (host_abort_) driver_.mem_free_host(host_abort_);

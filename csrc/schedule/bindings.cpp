@@ -69,11 +69,11 @@ void bind_schedule(py::module_& m) {
 
   py::class_<TileShape>(m, "TileShape")
       .def(py::init([](int64_t tile_rows, int64_t parts, int64_t chunk_parts, int64_t row_bytes, int64_t chunk_bytes,
-                       int64_t run, int64_t in_flight, bool shares_entries) {
-             return TileShape{tile_rows, parts, chunk_parts, row_bytes, chunk_bytes, run, in_flight, shares_entries};
+                       int64_t run, int64_t in_flight, bool shares_entries, int64_t pass_tiles) {
+             return TileShape{tile_rows, parts, chunk_parts, row_bytes, chunk_bytes, run, in_flight, shares_entries, pass_tiles};
            }),
            py::arg("tile_rows"), py::arg("parts"), py::arg("chunk_parts"), py::arg("row_bytes"), py::arg("chunk_bytes"),
-           py::arg("run"), py::arg("in_flight"), py::arg("shares_entries"))
+           py::arg("run"), py::arg("in_flight"), py::arg("shares_entries"), py::arg("pass_tiles"))
       .def_readonly("tile_rows", &TileShape::tile_rows)
       .def_readonly("parts", &TileShape::parts)
       .def_readonly("chunk_parts", &TileShape::chunk_parts)
@@ -81,7 +81,8 @@ void bind_schedule(py::module_& m) {
       .def_readonly("chunk_bytes", &TileShape::chunk_bytes)
       .def_readonly("run", &TileShape::run)
       .def_readonly("in_flight", &TileShape::in_flight)
-      .def_readonly("shares_entries", &TileShape::shares_entries);
+      .def_readonly("shares_entries", &TileShape::shares_entries)
+      .def_readonly("pass_tiles", &TileShape::pass_tiles);
 
   py::class_<Pieces>(m, "Pieces")
       .def(py::init([](int64_t count, int64_t of_row, int64_t results, int64_t few_results, int64_t result_bytes,

@@ -17,6 +17,7 @@ class CutProof {
     check_staging();
     if (job_.shape) {
       check_sizes(*job_.shape);
+      if (job_.shape->has_boxes()) check_boxes(*job_.shape);
       check_entries(*job_.shape);
       for (int n : job_.body) check_matrix(*job_.shape, n);
       check_coverage(*job_.shape);
@@ -57,6 +58,19 @@ class CutProof {
     require(s.parts == parts && parts % s.chunk_parts == 0, str(parts) + " parts are combined, but a tile has " +
                                                                 str(s.parts) + ", " + str(s.chunk_parts) +
                                                                 " to an entry");
+  }
+
+  void check_boxes(const TileShape& s) const {
+    const std::string box = "a box of " + str(s.tile_rows) + " rows of " + str(s.chunk_bytes) + " bytes";
+    require(s.tile_rows <= 256 && s.tile_rows % 8 == 0 && s.chunk_bytes % kBoxRowBytes == 0 &&
+                s_.warps.slot_bytes % kBoxAlignment == 0,
+            box + " is none that the copy engine brings to slots of " + str(s_.warps.slot_bytes));
+    require(s.chunk_parts == 1 && s.run == 1 && !s.shares_entries && job_.assignment == Assignment::kStatic,
+            box + " is taken by one warp, of tiles that are dealt out beforehand");
+    for (int n : job_.body)
+      require(comes_in_boxes(s_.graph, matrix(n)),
+              name_buffer(s_, matrix(n).buffer) + " cannot come in boxes: it is none of the call's matrices of 16-bit " +
+                  "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
   }
 
   void check_entries(const TileShape& s) const {

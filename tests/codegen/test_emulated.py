@@ -146,6 +146,15 @@ def test_a_ring_that_holds_fewer_tiles_than_there_are_warps() -> None:
     check_decoder(kernel, [400], 399, 1e-5)
 
 
+def test_more_rows_than_lanes_in_a_ring_of_as_many_slots_as_warps() -> None:
+    """The loader fills two slots together, so the last of all is not filled while every warp waits for its first tile."""
+    rows = 34
+    sizes = {"batch": rows, "heads": 2, "groups": 1, "head_dim": 128, "ffn": 128, "length": 200, "layers": 1}
+    kernel = emulate(decoder(**sizes), smem_bytes=124 << 10)
+    torch.manual_seed(0)
+    check_decoder(kernel, [200, 0, *torch.randint(201, (rows - 2,)).tolist()], 199, 2e-2)
+
+
 def test_other_warps_are_the_schedules_choice() -> None:
     """Fewer consumers with more registers each: device code has no number of its own."""
     graph = decoder(layers=1, batch=2, heads=4, groups=2, head_dim=32, ffn=96, length=100)
@@ -246,6 +255,52 @@ def test_one_linear(size: int, workers: int, smem_bytes: int, assignment: str) -
         outputs = [allocate(t) for t in tensors(b.graph, "output")]
         kernel.launch(inputs, outputs, seed=seed, jitter=seed)
         assert relative_error(outputs[0], want) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "out", "dtype", "workers", "smem_bytes"),
+    [
+        (2, 1024, 200, "bfloat16", 3, SMEM_BYTES),  # half of the last box is beyond the matrix
+        (8, 64, 9, "float16", 3, SMEM_BYTES),  # one box, of which a part is beyond the columns
+        (16, 2048, 1600, "bfloat16", 2, SMEM_BYTES),  # several passes
+        (33, 1024, 300, "float16", 3, SMEM_BYTES),  # windows of boxes of 16 rows
+        (16, 4096, 77, "bfloat16", 3, SMEM_BYTES),  # windows of boxes of 8 rows
+        (64, 576, 1300, "bfloat16", 2, 196 << 10),  # a last window that is shorter, several passes, few slots
+    ],
+)
+def test_a_linear_with_several_rows_on_tensor_cores(rows, size, out, dtype, workers, smem_bytes) -> None:
+    b = Builder()
+    names = {"x": [rows, size], "weight": [out, size], "bias": [out]}
+    operands = [(name, b.buffer("input", name, dtype, shape)) for name, shape in names.items()]
+    b.node("linear", operands, b.buffer("output", "y", dtype, [rows, out]))
+    kernel = emulate(b.graph, workers=workers, smem_bytes=smem_bytes)
+    assert kernel.program.maps == [[1, 0, out, size, 2 * size, *((8, min(size, 512)) if rows <= 16 else (16, 256))]]
+    inputs = [torch.randn(shape, dtype=getattr(torch, dtype)) for shape in names.values()]
+    _, (want,) = reference(b.graph, inputs)
+    made = []
+    for seed, order in enumerate(("forward", "reverse", "shuffled")):
+        outputs = [allocate(t) for t in tensors(b.graph, "output")]
+        kernel.launch(inputs, outputs, seed=seed, order=order, jitter=seed)
+        assert relative_error(outputs[0], want) < 1e-2
+        made += outputs
+    assert all(torch.equal(made[0], other) for other in made[1:])
+    inputs[0][1:] = torch.randn(rows - 1, size)  # what stands beside a row does not change its bits
+    kernel.launch(inputs, outputs)
+    assert torch.equal(outputs[0][0], made[0][0])
+    assert not torch.equal(outputs[0][1:], made[0][1:])
+    moved = torch.empty(rows * size + 1, dtype=inputs[0].dtype)[1:].view(rows, size).copy_(inputs[0])  # to no multiple of 16
+    kernel.launch([moved, *inputs[1:]], outputs)
+    assert torch.equal(outputs[0][0], made[0][0])
+
+
+@pytest.mark.parametrize("batch", [8, 20])
+def test_a_decoder_of_several_rows_and_its_fusions(batch: int) -> None:
+    sizes = {"batch": batch, "hidden": 128, "heads": 4, "groups": 2, "head_dim": 32, "ffn": 192, "length": 40}
+    for polled in (True, False):
+        kernel = emulate(decoder(**sizes), polled=polled)
+        assert "LinearRows" in kernel.program.source
+        torch.manual_seed(1)
+        check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -68,6 +68,7 @@ def make_program() -> Callable[..., SimpleNamespace]:
             "num_outputs": 1,
             "num_scalars": 1,
             "input_alignment": [16, 8],
+            "maps": [],
             "phase_names": ["embed", "qkv", "attention"],
         }
         return SimpleNamespace(**(fields | changes))

@@ -247,4 +247,28 @@ int cuLaunchKernelEx(const Config* config, void*, void** params, void**) {
   return 0;
 }
 
+// A map is what it was made of.
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* data, const uint64_t* sizes,
+                           const uint64_t* strides, const unsigned* box, const unsigned*, int interleave, int swizzle,
+                           int promotion, int fill) {
+  FAIL(cuTensorMapEncodeTiled);
+  uint64_t fields[16] = {reinterpret_cast<uint64_t>(data),
+                         uint64_t(type),
+                         rank,
+                         sizes[0],
+                         sizes[1],
+                         sizes[2],
+                         strides[0],
+                         strides[1],
+                         box[0],
+                         box[1],
+                         box[2],
+                         uint64_t(interleave),
+                         uint64_t(swizzle),
+                         uint64_t(promotion),
+                         uint64_t(fill)};
+  std::memcpy(map, fields, sizeof(fields));
+  return 0;
+}
+
 }  // extern "C"

@@ -52,7 +52,7 @@ def test_load_compiles_for_the_device(fake, make_program, monkeypatch, tmp_path,
     executable = cuda.load(plan, DEVICE, options, Dump(dump))
     executable.run([16, 32], [48], [0], 64)
     assert fake.num_launches == 1
-    assert int.from_bytes(bytes(fake.params[32:40]), "little") == 500_000_000
+    assert int.from_bytes(bytes(fake.params[40:48]), "little") == 500_000_000
     image = (dump / f"7.kernel.{kind}").read_bytes()
     assert image.startswith(b"\x7fELF" if kind == "cubin" else b"//")
     assert fake.image[:4] == image[: len(fake.image[:4])]

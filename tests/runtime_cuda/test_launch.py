@@ -23,10 +23,11 @@ class Launch:
 
     def __init__(self, fake):
         data = bytes(fake.params)
-        self.table, self.workspace, self.control, self.host_abort, self.watchdog_ns = struct.unpack_from("<5Q", data)
-        self.jitter, self.reserved = struct.unpack_from("<2I", data, 40)
-        self.scalars = struct.unpack_from("<16q", data, 48)
-        self.pointers = struct.unpack_from("<3Q", data, 176)
+        places = struct.unpack_from("<6Q", data)
+        self.table, self.workspace, self.control, self.maps, self.host_abort, self.watchdog_ns = places
+        self.jitter, self.reserved = struct.unpack_from("<2I", data, 48)
+        self.scalars = struct.unpack_from("<16q", data, 56)
+        self.pointers = struct.unpack_from("<3Q", data, 184)
 
 
 def poke(address: int, *words: int) -> None:
@@ -127,6 +128,64 @@ def test_a_capture_allocates_nothing_and_keeps_its_memory(fake, make_executable)
     fake.capturing_stream = 0
     executable.run(INPUTS, OUTPUTS, [0], STREAM)
     assert Launch(fake).control == direct
+
+
+MATRICES = [(1, 32, 500, 1024, 4096, 8, 512), (0, 0, 16, 64, 128, 16, 256)]
+
+
+def map_fields(launch: Launch) -> list[tuple[int, ...]]:
+    return [struct.unpack("<16Q", ctypes.string_at(launch.maps + 128 * i, 128))[:13] for i in range(len(MATRICES))]
+
+
+def test_maps_say_where_matrices_are(fake, make_executable):
+    executable = make_executable(maps=MATRICES)
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert map_fields(Launch(fake)) == [
+        (INPUTS[1] + 32, 1, 3, 64, 500, 16, 4096, 128, 64, 8, 8, 0, 3),
+        (INPUTS[0], 1, 3, 64, 16, 1, 128, 128, 64, 16, 4, 0, 3),
+    ]
+
+
+def test_maps_are_made_again_only_where_a_matrix_has_moved(fake, make_executable):
+    executable = make_executable(maps=MATRICES)
+    moved = {}
+    for turn in range(30):
+        inputs = [4096, 8192 * (1 + turn % 3)]
+        executable.run(inputs, OUTPUTS, [0], STREAM + turn % 2)
+        assert map_fields(Launch(fake))[0][0] == inputs[1] + 32
+        assert moved.setdefault(inputs[1], Launch(fake).maps) == Launch(fake).maps
+    assert len(set(moved.values())) == 3
+    places = set()
+    for turn in range(30):
+        executable.run([4096, 8192 * turn + 8192], OUTPUTS, [0], STREAM)
+        assert map_fields(Launch(fake))[0][0] == 8192 * turn + 8192 + 32
+        places.add(Launch(fake).maps)
+    assert len(places) == 4
+
+
+def test_a_captured_launch_keeps_its_maps(fake, make_executable):
+    executable = make_executable(maps=MATRICES)
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.capturing_stream, fake.capture_id = STREAM, 5
+    captured = {}
+    for turn in range(6):
+        executable.run([4096, 8192 * turn + 8192], OUTPUTS, [0], STREAM)
+        captured[turn] = Launch(fake)
+    fake.capturing_stream = 0
+    for turn in range(10, 20):
+        executable.run([4096, 8192 * turn + 8192], OUTPUTS, [0], STREAM)
+    for turn, launch in captured.items():
+        assert map_fields(launch)[0][0] == 8192 * turn + 8192 + 32
+
+
+def test_maps_that_cannot_be_made_are_an_error_of_this_call_alone(fake, make_executable):
+    executable = make_executable(maps=MATRICES)
+    fake.fail_call, fake.fail_result = b"cuTensorMapEncodeTiled", 1
+    with pytest.raises(LaunchError, match="cuTensorMapEncodeTiled failed"):
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.fail_call = b""
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert map_fields(Launch(fake))[0][0] == INPUTS[1] + 32
 
 
 def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executable):
@@ -314,7 +373,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
 
 def test_a_kernel_of_other_parameters_is_refused(fake, make_program):
     fake.set_parameters(160)
-    with pytest.raises(ValueError, match="takes 160 bytes of parameters, a launch has 200"):
+    with pytest.raises(ValueError, match="takes 160 bytes of parameters, a launch has 208"):
         _C.CudaExecutable(make_program(), b"", 0, 0)
 
 
@@ -341,12 +400,12 @@ def test_a_launch_of_many_tensors(fake, make_executable):
     tensors = [torch.zeros(16) for _ in range(400)]
     executable = make_executable(num_inputs=400, input_alignment=[16] * 400)
     executable.run(tensors, OUTPUTS, [0], STREAM)
-    pointers = struct.unpack_from("<401Q", bytes(fake.params), 176)
+    pointers = struct.unpack_from("<401Q", bytes(fake.params), 184)
     assert pointers == (*(t.data_ptr() for t in tensors), *OUTPUTS)
 
 
 def test_more_tensors_than_a_launch_can_carry(make_executable):
-    with pytest.raises(ValueError, match="at most 4073 tensors"):
+    with pytest.raises(ValueError, match="at most 4072 tensors"):
         make_executable(num_inputs=5000, input_alignment=[16] * 5000)
 
 

@@ -7,7 +7,7 @@ from math import prod
 
 from torch_mpk import _C
 
-SIZES = {"bool": 1, "int64": 8, "bfloat16": 2, "float32": 4}
+SIZES = {"bool": 1, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def contiguous(shape: list[int]) -> list[int]:

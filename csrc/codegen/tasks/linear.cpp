@@ -13,7 +13,7 @@
 namespace mpk::codegen {
 namespace {
 
-constexpr int64_t kMaxBatch = 16;
+constexpr int64_t kMaxBatch = 16, kMaxBoxedBatch = 64;
 
 bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }
 uint32_t u32(int64_t v) { return static_cast<uint32_t>(v); }
@@ -39,6 +39,7 @@ class LinearWriter {
     chain_ = find_chain(context_, job_.prologue, first_, x_);
     check_staging();
     if (!job_.shape) code_.compute = "linear::compute_direct";
+    if (shape_.has_boxes()) take_boxes();
     find_matrices();
     write_stream();
     write_sizes();
@@ -50,8 +51,9 @@ class LinearWriter {
  private:
   void check_operands() {
     require_row_dtype(first_, x_.dtype);
-    require(batch_ >= 1 && batch_ <= kMaxBatch, first_,
-            "x has " + str(batch_) + " rows, at most " + str(kMaxBatch) + " are supported");
+    const int64_t most = shape_.has_boxes() ? kMaxBoxedBatch : kMaxBatch;
+    require(batch_ >= 1 && batch_ <= most, first_,
+            "x has " + str(batch_) + " rows, at most " + str(most) + " are supported");
     require(size_ >= 1, first_, "x has no columns");
     for (int n : job_.body) {
       const Node& node = context_.node(n);
@@ -75,8 +77,16 @@ class LinearWriter {
     require(!job_.is_staged || job_.staged_bytes > 0, first_,
             "x of " + str(batch_) + " x " + str(size_) + " elements does not fit shared memory" +
                 (chain_.tasks.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own"));
-    require(job_.is_staged || context_.aligned_rows(x_, true), first_,
+    require(job_.is_staged || shape_.has_boxes() || context_.aligned_rows(x_, true), first_,
             "x is too large to stage and not aligned to 16 bytes");
+  }
+
+  // See linear_rows.cuh.
+  void take_boxes() {
+    code_.kind = "LinearRows";
+    code_.compute = "linear::compute_rows";
+    code_.staged_bytes = "linear::RowsShape<V>::kStagedBytes";
+    code_.headers = {"torch_mpk/device/tasks/linear_rows.cuh"};
   }
 
   void find_matrices() {
@@ -87,8 +97,12 @@ class LinearWriter {
       first_tile_.push_back(str(first) + "u");
       num_rows_.push_back(str(rows_[i]) + "u");
       tiles_ = first + (rows_[i] + shape_.tile_rows - 1) / shape_.tile_rows;
-      weights_.push_back("job.pointer<const uint8_t>(" + str(refs_.add(node, weight)) + ")");
-      pitches_.push_back("int64_t(" + str(pitch) + ")");
+      if (shape_.has_boxes()) {
+        refs_.add_map(weight, shape_.tile_rows, shape_.chunk_bytes / element_);
+      } else {
+        weights_.push_back("job.pointer<const uint8_t>(" + str(refs_.add(node, weight)) + ")");
+        pitches_.push_back("int64_t(" + str(pitch) + ")");
+      }
       if (job_.shape) code_.matrices.push_back({u32(pitch), u32(rows_[i]), u32(first), u32(tiles_)});
     }
     if (paired_) first_tile_ = {"0u"}, num_rows_ = {num_rows_.front()};
@@ -100,10 +114,10 @@ class LinearWriter {
     const TileShape& s = *job_.shape;
     const uint32_t chunks = u32(s.chunks()), entries = u32(s.entries());
     if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
-    code_.stream = {{u32(s.tile_rows), u32(s.parts), u32(s.chunk_parts), u32(s.row_bytes), u32(s.chunk_bytes), chunks,
+    code_.stream = {{u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes), u32(s.chunk_bytes), chunks,
                      entries, inverse(chunks), inverse(entries), u32(s.in_flight)},
                     job_.tickets,
-                    u32(s.run)};
+                    u32(s.has_boxes() ? s.pass_tiles : s.run)};
   }
 
   void write_sizes() {
@@ -112,8 +126,11 @@ class LinearWriter {
     early_ = prologue.early;
     code_.body = "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
                  constant("kSize", size_) + constant("kSegments", static_cast<int64_t>(first_tile_.size())) +
-                 constant("kParts", shape_.parts) + constant("kTileRows", shape_.tile_rows) +
-                 constant("kChunkParts", shape_.chunk_parts) + constant("kChunkSize", shape_.chunk_bytes / element_) +
+                 constant("kParts", shape_.parts) +
+                 (shape_.has_boxes()
+                      ? constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles)
+                      : constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts)) +
+                 constant("kChunkSize", shape_.chunk_bytes / element_) +
                  "  static constexpr uint32_t kNumTiles = " + str(job_.num_tiles) + ";\n" +
                  flag("kStaged", job_.is_staged) + flag("kRowTasks", !chain_.tasks.empty()) +
                  flag("kClaimed", job_.assignment == Assignment::kClaimed) +

@@ -7,7 +7,7 @@ namespace mpk {
 namespace {
 
 // Polls of long vectors delay each other; beyond this the event is cheaper.
-constexpr int64_t kMaxPolledElements = 16384;
+constexpr int64_t kMaxPolledElements = 49152;
 
 // Whether whoever stores the node's result can mark each element as it comes.
 bool can_be_marked(const Draft& draft, int n, const Tensor& made) {

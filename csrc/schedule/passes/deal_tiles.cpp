@@ -18,9 +18,10 @@ int64_t streamed_bytes(const Draft& draft, const Job& job) {
   return bytes;
 }
 
-// Runs of several entries are dealt out to the warps beforehand.
+// Runs of several entries are dealt out to the warps beforehand, and so are boxes.
 bool may_be_drawn(const Job& job) {
-  return job.num_tiles > 0 && job.shape && (job.shape->run == 1 || !job.shape->shares_entries);
+  return job.num_tiles > 0 && job.shape && !job.shape->has_boxes() &&
+         (job.shape->run == 1 || !job.shape->shares_entries);
 }
 
 }  // namespace

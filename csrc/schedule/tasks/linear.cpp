@@ -106,6 +106,50 @@ int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
   return job.warps * round_up(shape.parts * shape.tile_rows * job.batch * 4, 16);
 }
 
+// With several rows of x, weights come in boxes where they can, and the tensor cores compute (linear_rows.cuh). A worker
+// takes all its rows at once, K outermost, as far as the sums fit its registers.
+class Boxes {
+ public:
+  Boxes(const Linears& job, bool is_staged) : job_(job), is_staged_(is_staged) {}
+
+  // Boxes of 8 rows are shared out among workers more evenly; those of 16 need less of x at a time.
+  TileShape shape() const {
+    const int64_t box_rows = job_.batch <= 16 || job_.tiles(kBlockRows) < job_.workers ? 8 : kBlockRows;
+    const int64_t columns = job_.batch <= 16 ? 512 : 256;
+    const int64_t row_bytes = job_.size * job_.element;
+    TileShape shape{box_rows, job_.parts, 1, row_bytes, std::min(columns * job_.element, row_bytes)};
+    shape.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / shape.entry_bytes();
+    const int64_t mine = divide_up(job_.tiles(box_rows), job_.workers);
+    const int64_t most = std::max<int64_t>(blocks_held() * warps() * (kBlockRows / box_rows) / job_.parts, 1);
+    shape.pass_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
+    return shape;
+  }
+
+  // See RowsShape in linear_rows.cuh.
+  int64_t staged_bytes(const TileShape& shape) const {
+    const int64_t blocks = divide_up(shape.pass_tiles * shape.parts, kBlockRows / shape.tile_rows);
+    const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
+    const int64_t x = job_.batch * ((is_staged_ ? shape.row_bytes : shape.chunk_bytes) + kAccessBytes);
+    return is_staged_ ? round_up(x, kSharedAlignment) + sums : std::max(kWindows * x, sums);
+  }
+
+  // Of x that is staged whole although it could come in windows: beyond that the ring's room is worth more.
+  static constexpr int64_t kMostWhole = 100 * 1024;
+
+ private:
+  static constexpr int64_t kBlockRows = 16;  // of weights, that a warp multiplies at a time
+
+  static int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
+  int64_t warps() const { return job_.warps - (is_staged_ ? 0 : kBringingWarps); }  // those that multiply
+  int64_t blocks_held() const {
+    const bool is_large = is_staged_ && job_.batch * job_.size * job_.element > kMostWhole / 2;
+    return is_large ? 1 : job_.batch <= 16 ? 3 : 2;
+  }
+
+  const Linears& job_;
+  const bool is_staged_;
+};
+
 class LinearPlanner : public Planner {
   // Linears of several rows of x have no say: there x takes the ring's room.
   double filled_bytes(const Schedule& schedule, const Job& job, int64_t slot_bytes) const override {
@@ -123,6 +167,7 @@ class LinearPlanner : public Planner {
     const bool streams = linears.size * linears.element % kAccessBytes == 0 &&
                          std::all_of(job.body.begin(), job.body.end(),
                                      [&](int n) { return can_be_streamed(Linears::weight(schedule, n)); });
+    if (streams && cut_boxes(schedule, job, linears)) return;
     job.is_staged |= !streams;  // what takes a weight as it is takes x from shared memory
     const int64_t x_bytes = linears.batch * round_up(linears.size * linears.element, 16);
     if (job.is_staged && x_bytes > most_staged(schedule.target)) return;
@@ -139,6 +184,30 @@ class LinearPlanner : public Planner {
     job.num_tiles = linears.tiles(shape.tile_rows);
     if (streams) job.shape = shape;
   }
+
+ private:
+  static bool cut_boxes(const Schedule& schedule, Job& job, const Linears& linears) {
+    const Tensor& x = Linears::input(schedule, job);
+    if (schedule.target.arch < 90 || linears.batch < 2 || linears.batch > kMostRows ||
+        schedule.warps.slot_bytes % kBoxAlignment != 0 || !std::all_of(job.body.begin(), job.body.end(), [&](int n) {
+          return comes_in_boxes(schedule.graph, Linears::weight(schedule, n));
+        }))
+      return false;
+    const bool is_staged = !job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) ||
+                           x.numel() * linears.element <= Boxes::kMostWhole;
+    const Boxes boxes(linears, is_staged);
+    const TileShape shape = boxes.shape();
+    const int64_t bytes = boxes.staged_bytes(shape);
+    if (bytes > room(schedule) - kBoxAlignment - kMoreSlots * schedule.warps.slot_bytes) return false;
+    job.is_staged = is_staged;
+    job.staged_bytes = bytes;
+    job.num_tiles = linears.tiles(shape.tile_rows);
+    job.shape = shape;
+    return true;
+  }
+
+  static constexpr int64_t kMostRows = 64;
+  static constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries together
 };
 
 const LinearPlanner kPlanner{};

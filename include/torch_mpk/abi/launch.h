@@ -7,6 +7,7 @@
 namespace mpk {
 
 inline constexpr int kMaxScalars = 16;         // SymInt arguments of one call
+inline constexpr int kMapBytes = 128;          // a CUtensorMap
 inline constexpr int kMaxLaunchBytes = 32764;  // kernel parameter space since CUDA 12.1 on sm_70 and newer
 
 // The only kernel parameter (`const __grid_constant__`), followed in the same parameter block by the call's pointers:
@@ -16,6 +17,7 @@ struct LaunchParams {
   const void* table;  // CudaProgram::table
   uint8_t* workspace;
   Control* control;
+  const void* maps;      // of the matrices in CudaProgram::maps, kMapBytes each
   uint32_t* host_abort;  // pinned host memory: set to 1 before an aborted kernel exits
   uint64_t watchdog_ns;  // give up after so long without progress; 0 waits forever
   uint32_t jitter;       // nonzero: random delays per CTA and phase, seeded by it (stress tests)
@@ -25,7 +27,7 @@ struct LaunchParams {
 };
 
 static_assert(sizeof(void*) == 8 && alignof(LaunchParams) == 8);
-static_assert(MPK_STANDS_AT(LaunchParams, watchdog_ns, 32) && MPK_STANDS_AT(LaunchParams, jitter, 40));
-static_assert(MPK_STANDS_AT(LaunchParams, scalars, 48) && sizeof(LaunchParams) == 48 + 8 * kMaxScalars);
+static_assert(MPK_STANDS_AT(LaunchParams, watchdog_ns, 40) && MPK_STANDS_AT(LaunchParams, jitter, 48));
+static_assert(MPK_STANDS_AT(LaunchParams, scalars, 56) && sizeof(LaunchParams) == 56 + 8 * kMaxScalars);
 
 }  // namespace mpk

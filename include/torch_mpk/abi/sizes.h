@@ -43,6 +43,14 @@ constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run, uint32_t consumer
   return tile_entries + consumer_warps * run <= kSumsKept - kMaxSlots;
 }
 
+// Boxes: kBoxColumns columns of some rows of a matrix after the other, so that a row has as many bytes as the copy
+// engine's swizzle works on, which repeats after kBoxAlignment bytes.
+inline constexpr int kBoxColumns = 64, kBoxRowBytes = 128, kBoxAlignment = 1024;
+
+// How linear's variant for several rows uses shared memory (see RowsShape): windows onto x that it holds at a time, the
+// warps that bring them, and floats from row to row of a block's sums, so that they meet no bank conflicts.
+inline constexpr int kWindows = 4, kBringingWarps = 3, kSumPitch = 20;
+
 static_assert(kMinSlotBytes % kAccessBytes == 0 && kMaxSlotBytes % kAccessBytes == 0);
 
 }  // namespace mpk

@@ -14,7 +14,7 @@ namespace mpk {
 // room the ring has.
 inline constexpr int kMaxRowBytes = 2 * 32 * kAccessBytes;
 
-inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kPolledIndex = 0xfffd;
+inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kPolledIndex = 0xfffd, kMapsIndex = 0xfffc;
 
 // What the end of a phase tells others; nothing where nobody awaits its event.
 enum Signal : uint32_t {
@@ -46,6 +46,9 @@ struct JobRow {
 // How matrices come through the ring. A tile is `tile_rows` rows of each of `parts` matrices of equally many rows. It
 // takes `entries` entries, and an entry holds a chunk of those rows, side by side, of `chunk_parts` of the parts: all
 // chunks of the first parts, then those of the next.
+//
+// Where `chunk_parts` is 0, matrices come as boxes instead, by their maps and in the copy engine's swizzle: of a pass of
+// StreamRow::run tiles chunk after chunk, and of each chunk the boxes of all parts of all the tiles.
 struct Stream {
   uint32_t tile_rows, parts, chunk_parts;
   uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of kAccessBytes; the last chunk of a row may be shorter
@@ -61,16 +64,17 @@ struct MatrixRow {
   uint32_t first_tile, end_tile;  // tiles are numbered through the matrices that a job streams one after the other
 };
 
-// Matrices that the loader streams without any code of the job, `parts` at a time. They are where the job's first
-// references say.
+// Matrices that the loader streams without any code of the job, `parts` at a time. They, or their maps, are where the
+// job's first references say.
 struct StreamRow {
   Stream stream;
   Tickets tickets;  // that workers draw at run time; none: tiles are dealt out beforehand
-  uint32_t run;     // entries that a warp takes one after the other, where those of a tile are dealt out to warps
+  uint32_t run;     // entries that a warp takes one after the other, where those of a tile are dealt out to warps; or
+                    // tiles of a pass of boxes
 };
 
-// Which of the call's pointers (or the workspace, the control block, or the launch's polled vectors), and the byte
-// offset from it. The loader turns references into addresses as it brings a row to shared memory.
+// Which of the call's pointers (or the workspace, the control block, the launch's polled vectors, or its maps), and the
+// byte offset from it. The loader turns references into addresses as it brings a row to shared memory.
 inline constexpr int kRefOffsetBits = 48;
 MPK_HOST_DEVICE constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) {
   return (uint64_t(index) << kRefOffsetBits) | byte_offset;

@@ -1,6 +1,8 @@
 // Codegen for CUDA: Schedule -> one translation unit and the tables its kernel reads.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -9,6 +11,16 @@
 #include "torch_mpk/schedule/schedule.h"
 
 namespace mpk {
+
+// A matrix among the inputs whose 16-bit elements come in boxes: 64 columns of `box_rows` rows after the other. Rows
+// are `pitch` bytes apart, and the first is `offset` bytes behind the input's pointer.
+struct MatrixMap {
+  int64_t input, offset, rows, columns, pitch, box_rows, box_columns;
+
+  using Fields = std::array<int64_t, 7>;
+  Fields fields() const { return std::bit_cast<Fields>(*this); }
+  static MatrixMap of(const Fields& fields) { return std::bit_cast<MatrixMap>(fields); }
+};
 
 struct CudaProgram {
   std::string source;  // includes only torch_mpk/device/*.cuh and cuda_{bf16,fp16}.h
@@ -24,6 +36,7 @@ struct CudaProgram {
   int64_t stamps_offset = 0;  // of what the latest launches have stamped there, see abi/control.h; 0: not profiled
   int num_phases = 0;
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
+  std::vector<MatrixMap> maps;           // see LaunchParams
   std::vector<int> input_alignment;      // bytes each input's pointer must be a multiple of
   std::vector<std::string> phase_names;  // for error messages and profiles
   std::vector<int64_t> phase_bytes;      // for profiles

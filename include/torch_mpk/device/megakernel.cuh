@@ -10,6 +10,8 @@
 //   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kSlotBytes, kNumOutputs;
 //   static constexpr int kRowBytes;                                      // of a row of the table
 //   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
+//   static constexpr bool kHasBoxes;                                     // some entries of the ring are boxes
+//   static constexpr int kWindowsOffset;                                 // then, see Windows
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
 //   static constexpr int64_t kStampsOffset;                              // 0: not profiled
 //   static constexpr int64_t kPolledOffset, kPolledBytes;                // of the workspace, see Launch::polled
@@ -123,6 +125,18 @@ __device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* wa
   return !is_last || ptx::load_relaxed_gpu(&dog.control->aborted) == 0;
 }
 
+// Windows onto rows of x in shared memory, in kernels that have boxes: some consumer warps bring what all others read.
+struct Windows {
+  uint64_t full[kWindows], empty[kWindows];
+
+  MPK_DEVICE void init() {
+    for (int i = 0; i < kWindows; i++) {
+      ptx::mbar_init(&full[i], 32 * kBringingWarps);
+      ptx::mbar_init(&empty[i], kConsumerWarps - kBringingWarps);
+    }
+  }
+};
+
 // What both roles know of the launch.
 template <class Kernel>
 struct Launch {
@@ -150,6 +164,7 @@ struct Launch {
   MPK_DEVICE uint8_t* polled(uint32_t epoch) const {
     return static_cast<uint8_t*>(params.workspace) + Kernel::kPolledOffset + epoch % 2 * Kernel::kPolledBytes;
   }
+  MPK_DEVICE Windows& windows() const { return *reinterpret_cast<Windows*>(smem + Kernel::kWindowsOffset); }
   MPK_DEVICE const uint8_t* table() const { return static_cast<const uint8_t*>(params.table); }
 };
 
@@ -161,6 +176,7 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   RingReader<Kernel::kSlots, Kernel::kSlotBytes> ring;
   uint32_t row = 0, phase = 0;
   uint32_t entry = 0;    // the ring entry the running job begins with
+  uint32_t window = 0;   // and the window of x
   bool failed = false;   // this warp gave up a wait
   bool alive = true;     // no warp of the group has, as far as the group knows
   bool awaited = false;  // the events of this phase have come
@@ -372,6 +388,10 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     constexpr uint32_t kWorkers = Kernel::kNumWorkers;
     const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
     const uint32_t count = job.row->num_matrices, num_tiles = matrices[count - 1].end_tile;
+#if MPK_ARCH >= 900
+    if constexpr (Kernel::kHasBoxes)
+      if (row.stream.chunk_parts == 0) return load_boxes(job, row, matrices);
+#endif
     const Tickets tickets = row.tickets;
     const bool claimed = tickets.size != 0;
     Span mine = claimed ? Span{} : static_span(num_tiles, worker(job), kWorkers);
@@ -397,9 +417,25 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     }
   }
 
+#if MPK_ARCH >= 900
+  // The same as boxes, tiles of all matrices side by side.
+  MPK_DEVICE void load_boxes(const Job& job, const StreamRow& row, const MatrixRow* matrices) {
+    const uint32_t num_tiles = matrices[job.row->num_matrices - 1].end_tile;
+    const Span mine = static_span(num_tiles, worker(job), Kernel::kNumWorkers);
+#pragma unroll 1
+    for (uint32_t first = mine.begin; first < mine.end && !failed; first += row.run) {
+      const Span pass{first, min(mine.end, first + row.run)};
+      const uint32_t end = ring.entry + (pass.end - pass.begin) * row.stream.parts * row.stream.chunks;
+      ring.entry = fill_boxes(ring, row.stream, job.refs(), matrices, pass, worker(job) % row.stream.chunks, phase);
+      failed = ring.entry != end;
+    }
+  }
+#endif
+
   MPK_DEVICE uint64_t address(uint64_t ref) const {
     const uint32_t index = ref_index(ref);
-    const void* base = index == kPolledIndex      ? this->polled(this->epoch)
+    const void* base = index == kMapsIndex        ? this->params.maps
+                       : index == kPolledIndex    ? this->polled(this->epoch)
                        : index == kWorkspaceIndex ? this->params.workspace
                        : index == kControlIndex   ? static_cast<const void*>(this->params.control)
                                                   : this->pointers[index];
@@ -509,12 +545,14 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   static_assert(Kernel::kSlotBytes >= kMinSlotBytes && Kernel::kSlotBytes <= kMaxSlotBytes);
   static_assert(Kernel::kSlotBytes % kAccessBytes == 0 && Kernel::kRingOffset % kAccessBytes == 0);
   static_assert(Kernel::kSlots <= kMaxSlots);
+  static_assert(!Kernel::kHasBoxes || (Kernel::kSlotBytes % kBoxAlignment == 0 && Kernel::kRingOffset % kBoxAlignment == 0));
   static_assert(Kernel::kEventsOffset == kEventsOffset && Kernel::kTicketsOffset % kEventBytes == 0);
   static_assert(Kernel::kStallsOffset % alignof(StallRecord) == 0 &&
                 Kernel::kStampsOffset % alignof(WorkerStamps) == 0);
   static_assert(Kernel::kOutputsOffset % alignof(OutputRow) == 0);
   if (threadIdx.x == 0) {
     init_ring<Kernel>(shared.ring);
+    if constexpr (Kernel::kHasBoxes) reinterpret_cast<Windows*>(smem + Kernel::kWindowsOffset)->init();
     shared.init();
     uint8_t* control = reinterpret_cast<uint8_t*>(params.control);
     shared.watchdog = {params.control, reinterpret_cast<StallRecord*>(control + Kernel::kStallsOffset) + blockIdx.x,

@@ -11,7 +11,8 @@
 
 namespace mpk::ptx {
 
-MPK_DEVICE uint32_t smem_addr(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+using SharedAddress = uint32_t;
+MPK_DEVICE SharedAddress smem_addr(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // ---- mbarrier: the barrier in shared memory on which copies complete
 
@@ -52,17 +53,29 @@ MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
 
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy.fractional.L2::evict_first makes it
+
 // Contiguous global bytes to shared memory; both ends and the size are multiples of 16. They are the first to leave L2:
 // a launch reads them once, and what the phases tell each other stays there.
 MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
-  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy.fractional.L2::evict_first makes it
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
       "%4;" ::"r"(smem_addr(dst)),
       "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(kEvictFirst)
       : "memory");
 }
-#else
+
+// A box of a matrix, from row `row` and from its `block`-th 64 columns on, as its map (a CUtensorMap) says. What is
+// outside of the matrix is zero.
+MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3, %4}], [%5], %6;" ::"r"(smem_addr(dst)),
+      "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_addr(bar)), "l"(kEvictFirst)
+      : "memory");
+}
+#endif
+
 MPK_DEVICE void copy_async_16(void* dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
 }
@@ -71,7 +84,6 @@ MPK_DEVICE void copy_async_16(void* dst, const void* src) {
 MPK_DEVICE void copy_async_arrive(uint64_t* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
 }
-#endif
 
 // Makes mbarrier initialisations visible to the copy engine.
 MPK_DEVICE void fence_mbar_init() {
@@ -280,6 +292,17 @@ MPK_DEVICE void mma<__half>(float (&d)[4], Quad a, Pair b) {
       "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[0]), "r"(b.v[1]));
+}
+
+// Four 8 x 8 matrices of 16-bit elements in shared memory, two elements of each in each lane. Lane 8 i + r gives the
+// address of row r of matrix i, 16 bytes.
+MPK_DEVICE Quad load_matrices(SharedAddress row) {
+  Quad m;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m.v[0]), "=r"(m.v[1]), "=r"(m.v[2]), "=r"(m.v[3])
+               : "r"(row)
+               : "memory");
+  return m;
 }
 
 // An 8 x 8 matrix of 16-bit elements, two of a row in each lane, transposed.

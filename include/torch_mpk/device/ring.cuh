@@ -82,49 +82,33 @@ struct RingWriter {
   }
 };
 
-// Fills the next entries with tiles and shows them to the consumers. `matrices` and their addresses, `data`, stand in
-// shared memory, one of each for every part. Returns the next entry, short of all the tiles' when the launch was given
-// up; and, in lane 0's upper half, what it has drawn meanwhile from the counter `tickets`, if there is one: the
-// counter's answer takes over a microsecond. Out of line: all that is streamed comes this way, and the loader's
-// instructions compete with the consumers' for the cache. So a job brings sizes, not code.
+// Fills the next `count` entries and shows them to the consumers, of which `in_flight` may be in flight. Returns the
+// next entry, short of `count` more when the launch was given up.
 //
 // One multiprocessor's share of the memory bandwidth is a slot every 240 ns, and the loader, whose instructions the
 // consumers' displace, needs longer for a round of the loop. So with the copy engine each lane works out an entry of
 // its own, once for 32 entries, and a round fills all that can be filled. Without it all lanes copy parts of one entry.
-template <int slots, int slot_bytes>
-__device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* data,
-                                           const MatrixRow* matrices, Span tiles, uint32_t phase, uint32_t* tickets) {
-  uint32_t ticket = 0;
-  if (tickets != nullptr && w.lane == 0) ticket = ptx::fetch_add_relaxed_gpu(tickets, 1);
+//
+// describe(number): the entry that is so many behind the first, when it is less than `count`; its `tile`, and
+// start(to, full), which begins its copies.
+template <int slots, int slot_bytes, class Describe>
+MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t count, uint32_t in_flight, uint32_t phase,
+                                 Describe describe) {
   static_assert(slots < 32, "a round's entries are bits of a word, and one more");
   RingState& ring = w.ring;
-  const uint32_t first = w.entry, count = (tiles.end - tiles.begin) * s.entries;
-  const uint32_t mine = kFillWidth == 1 ? 0 : w.lane;
+  const uint32_t first = w.entry, mine = kFillWidth == 1 ? 0 : w.lane;
 #pragma unroll 1
   for (uint32_t block = 0; block < count; block += kFillWidth) {
-    // The lane's entry: which tile's, which part's or parts', from which byte of their rows on.
     const uint32_t number = block + mine, g = first + number, slot = g % slots, parity = (g / slots - 1) & 1;
-    uint32_t tile = tiles.begin + number, part = 0, begin = 0;
-    if (s.entries != 1) {
-      const uint32_t whole = quotient(number, s.by_entries), rest = number - whole * s.entries;
-      const uint32_t chunks = quotient(rest, s.by_chunks);
-      tile = tiles.begin + whole;
-      part = chunks * s.chunk_parts;
-      begin = (rest - chunks * s.chunks) * s.chunk_bytes;
-    }
-    const uint32_t row = (tile - matrices->first_tile) * s.tile_rows, num_rows = matrices->num_rows;
-    const uint32_t rows = row < num_rows ? min(s.tile_rows, num_rows - row) : 0;
-    const uint32_t bytes = min(s.chunk_bytes, s.row_bytes - begin), size = min(uint32_t(kFillWidth), count - block);
-    const uint32_t pitch = number < count ? matrices[part].pitch : 0;
-    const uint8_t* from =
-        reinterpret_cast<const uint8_t*>((number < count ? data[part] : 0) + uint64_t(row) * pitch + begin);
+    const auto entry = describe(number);
+    const uint32_t size = min(uint32_t(kFillWidth), count - block);
     uint64_t* full = &ring.full[slot];
     uint64_t* empty = &ring.empty[slot];
     uint8_t* to = w.data + slot * slot_bytes;
     // All before the earlier entry have landed when it is asked for, so its barrier is not two rounds behind.
-    const uint32_t earlier = g - s.in_flight, earlier_parity = (earlier / slots) & 1;
+    const uint32_t earlier = g - in_flight, earlier_parity = (earlier / slots) & 1;
     uint64_t* earlier_full = &ring.full[earlier % slots];
-    const bool has_earlier = kFillWidth > 1 && s.in_flight < slots && g >= s.in_flight;
+    const bool has_earlier = kFillWidth > 1 && in_flight < slots && g >= in_flight;
     const auto may_fly = [&] { return !has_earlier || ptx::mbar_peek(earlier_full, earlier_parity); };
 #pragma unroll 1
     for (uint32_t done = 0; done < size;) {
@@ -139,21 +123,8 @@ __device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stre
       const uint32_t n = kFillWidth == 1 ? __all_sync(~0u, is_free) : __ffs(~(__ballot_sync(~0u, is_free) >> done)) - 1;
       if (n == 0) return w.entry;
       if (mine - done < n) {
-#if MPK_ARCH >= 900
-        ptx::mbar_arrive_expect(full, s.chunk_parts * rows * bytes);
-#endif
-        w.copy(to, from, pitch, rows, bytes, full);
-#pragma unroll 1
-        for (uint32_t p = 1; p < s.chunk_parts; p++) {
-          const uint32_t next_pitch = matrices[part + p].pitch;
-          w.copy(to + p * s.tile_rows * bytes,
-                 reinterpret_cast<const uint8_t*>(data[part + p] + uint64_t(row) * next_pitch + begin), next_pitch,
-                 rows, bytes, full);
-        }
-#if MPK_ARCH < 900
-        ptx::copy_async_arrive(full);
-#endif
-        if (kFillWidth > 1 || w.lane == 0) ptx::store_shown(&ring.tile[slot], tile);
+        entry.start(to, full);
+        if (kFillWidth > 1 || w.lane == 0) ptx::store_shown(&ring.tile[slot], entry.tile);
       }
       __syncwarp();
       done += n;
@@ -161,8 +132,98 @@ __device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stre
       if (w.lane == 0) ptx::store_release_cta(&ring.issued, w.entry);
     }
   }
-  return uint64_t(ticket) << 32 | w.entry;
+  return w.entry;
 }
+
+// The lane's entry in fill_ring: which tile's, which part's or parts', from which byte of their rows on.
+template <int slots, int slot_bytes>
+struct Chunk {
+  const RingWriter<slots, slot_bytes>& w;
+  const Stream& s;
+  const uint64_t* data;
+  const MatrixRow* matrices;
+  uint32_t tile, part, row, rows, pitch, begin, bytes;
+  const uint8_t* from;
+
+  MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
+#if MPK_ARCH >= 900
+    ptx::mbar_arrive_expect(full, s.chunk_parts * rows * bytes);
+#endif
+    w.copy(to, from, pitch, rows, bytes, full);
+#pragma unroll 1
+    for (uint32_t p = 1; p < s.chunk_parts; p++) {
+      const uint32_t next_pitch = matrices[part + p].pitch;
+      w.copy(to + p * s.tile_rows * bytes,
+             reinterpret_cast<const uint8_t*>(data[part + p] + uint64_t(row) * next_pitch + begin), next_pitch, rows,
+             bytes, full);
+    }
+#if MPK_ARCH < 900
+    ptx::copy_async_arrive(full);
+#endif
+  }
+};
+
+// Fills the next entries with tiles. `matrices` and their addresses, `data`, stand in shared memory, one of each for
+// every part. Returns the next entry, short of all the tiles' when the launch was given up; and, in lane 0's upper
+// half, what it has drawn meanwhile from the counter `tickets`, if there is one: the counter's answer takes over a
+// microsecond. Out of line: all that is streamed comes this way, and the loader's instructions compete with the
+// consumers' for the cache. So a job brings sizes, not code.
+template <int slots, int slot_bytes>
+__device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* data,
+                                           const MatrixRow* matrices, Span tiles, uint32_t phase, uint32_t* tickets) {
+  uint32_t ticket = 0;
+  if (tickets != nullptr && w.lane == 0) ticket = ptx::fetch_add_relaxed_gpu(tickets, 1);
+  const uint32_t count = (tiles.end - tiles.begin) * s.entries;
+  const uint32_t end = fill_entries(w, count, s.in_flight, phase, [&](uint32_t number) {
+    uint32_t tile = tiles.begin + number, part = 0, begin = 0;
+    if (s.entries != 1) {
+      const uint32_t whole = quotient(number, s.by_entries), rest = number - whole * s.entries;
+      const uint32_t chunks = quotient(rest, s.by_chunks);
+      tile = tiles.begin + whole;
+      part = chunks * s.chunk_parts;
+      begin = (rest - chunks * s.chunks) * s.chunk_bytes;
+    }
+    const uint32_t row = (tile - matrices->first_tile) * s.tile_rows, num_rows = matrices->num_rows;
+    const uint32_t rows = row < num_rows ? min(s.tile_rows, num_rows - row) : 0;
+    const uint32_t bytes = min(s.chunk_bytes, s.row_bytes - begin);
+    const uint32_t pitch = number < count ? matrices[part].pitch : 0;
+    const uint8_t* from =
+        reinterpret_cast<const uint8_t*>((number < count ? data[part] : 0) + uint64_t(row) * pitch + begin);
+    return Chunk<slots, slot_bytes>{w, s, data, matrices, tile, part, row, rows, pitch, begin, bytes, from};
+  });
+  return uint64_t(ticket) << 32 | end;
+}
+
+#if MPK_ARCH >= 900
+struct Box {
+  const void* map;
+  uint32_t tile, row, block, bytes;
+
+  MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
+    ptx::mbar_arrive_expect(full, bytes);
+    ptx::box_load(to, map, row, block, full);
+  }
+};
+
+// The same with boxes: chunk after chunk those of all tiles, part by part, from chunk `first_chunk` on and then those
+// before it. `maps`: addresses of the matrices' maps.
+template <int slots, int slot_bytes>
+__device__ __noinline__ uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* maps,
+                                            const MatrixRow* matrices, Span tiles, uint32_t first_chunk,
+                                            uint32_t phase) {
+  const uint32_t boxes = (tiles.end - tiles.begin) * s.parts, count = boxes * s.chunks;
+  return fill_entries(w, count, s.in_flight, phase, [&](uint32_t number) {
+    const uint32_t at = min(number, count - 1), turn = at / boxes, box = at - turn * boxes, tile = box / s.parts;
+    const uint32_t chunk = chunk_at(turn, first_chunk, s.chunks);
+    uint32_t matrix = 0;
+#pragma unroll 1
+    while (tiles.begin + tile >= matrices[matrix].end_tile) matrix += s.parts;
+    const uint32_t row = (tiles.begin + tile - matrices[matrix].first_tile) * s.tile_rows;
+    const void* map = reinterpret_cast<const void*>(maps[matrix + box - tile * s.parts]);
+    return Box{map, tiles.begin + tile, row, chunk * (s.chunk_bytes / 128), s.tile_rows * s.chunk_bytes};
+  });
+}
+#endif
 
 // Whether the phase ends before entry g.
 MPK_DEVICE bool ends_before(const RingState& ring, uint32_t g, uint32_t phase) {

@@ -111,6 +111,19 @@ template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
   if constexpr (vectorized) {
     using Piece = Vec<T, kRowWidth<T, N>>;
+    constexpr int kPieces = N / kRowWidth<T, N>, kAtOnce = 8;
+    if constexpr (kPieces > 2 * Group::kSize) {  // accesses in flight together
+      for (int first = group.rank; first < kPieces; first += kAtOnce * Group::kSize) {
+        Piece pieces[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++)
+          if (const int at = first + i * Group::kSize; at < kPieces) pieces[i] = reinterpret_cast<const Piece*>(src)[at];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++)
+          if (const int at = first + i * Group::kSize; at < kPieces) reinterpret_cast<Piece*>(dst)[at] = pieces[i];
+      }
+      return;
+    }
     for (int i = group.rank; i < N / kRowWidth<T, N>; i += Group::kSize)
       reinterpret_cast<Piece*>(dst)[i] = reinterpret_cast<const Piece*>(src)[i];
   } else {

@@ -75,6 +75,14 @@ class CudaExecutable {
     uint32_t collected = 0;  // the number behind the latest launch whose stamps were read
   };
 
+  // The maps of a launch's matrices, on the device.
+  struct Maps {
+    std::vector<uint64_t> inputs;  // the matrices' pointers
+    cu::DevicePtr memory;
+    bool captured;  // belongs to a graph for as long as this executable lives
+    uint64_t last_used;
+  };
+
   size_t param_bytes() const { return sizeof(LaunchParams) + (num_inputs_ + num_outputs_) * sizeof(uint64_t); }
   void load(const std::string& image);
   void check_residency();
@@ -85,6 +93,8 @@ class CudaExecutable {
   cu::DevicePtr memory_of(cu::Stream stream, uint64_t capture);
   void make_room();
   void collect();
+  cu::DevicePtr maps_of(const LaunchBlock& block, bool captured);
+  void write_maps(Maps& maps);
   bool aborted() const;
   [[noreturn]] void report_abort();
   void release() noexcept;
@@ -94,6 +104,7 @@ class CudaExecutable {
   const std::string kernel_name_;
   const std::vector<std::string> phase_names_;
   const std::vector<int> input_alignment_;
+  const std::vector<MatrixMap> matrices_;
   const int num_inputs_, num_outputs_, num_scalars_, num_workers_, num_threads_;
   const int64_t smem_bytes_, workspace_bytes_, control_bytes_, stalls_offset_, stamps_offset_;
   const uint64_t watchdog_ns_;
@@ -109,6 +120,7 @@ class CudaExecutable {
   cu::DevicePtr host_abort_on_device_ = 0;
   cu::DevicePtr spare_ = 0;  // for a capture, which should allocate nothing
   std::vector<Lane> lanes_;
+  std::vector<Maps> maps_;
   uint64_t num_runs_ = 0;
   bool recording_ = false;
   int num_uncollected_ = 0;  // launches recorded, but not read yet

@@ -44,6 +44,13 @@ inline constexpr int kLaunchAttributeCooperative = 2;
 inline constexpr int kLaunchAttributeClusterDimension = 4;
 inline constexpr int kLaunchAttributeProgrammaticStreamSerialization = 6;
 
+inline constexpr int kTensorMapUint16 = 1;
+inline constexpr int kTensorMapSwizzle128 = 3;
+
+struct alignas(128) TensorMap {
+  uint64_t opaque[16];
+};
+
 struct LaunchAttribute {
   int id;
   int padding;
@@ -100,7 +107,10 @@ struct LaunchConfig {
   X(stream_synchronize, cuStreamSynchronize, (Stream))                                                                 \
   X(stream_get_capture_info, cuStreamGetCaptureInfo_v2, (Stream, int*, uint64_t*, Graph*, const GraphNode**, size_t*)) \
   X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int*))                                                  \
-  X(launch_kernel_ex, cuLaunchKernelEx, (const LaunchConfig*, Function, void**, void**))
+  X(launch_kernel_ex, cuLaunchKernelEx, (const LaunchConfig*, Function, void**, void**))                               \
+  X(tensor_map_encode, cuTensorMapEncodeTiled,                                                                         \
+    (TensorMap*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*, const unsigned*, int, int,   \
+     int, int))
 
 // There is no usable driver or device, or the driver refused a call: what(), with what to do where that is known.
 struct Error : std::runtime_error {

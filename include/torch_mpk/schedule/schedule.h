@@ -49,7 +49,11 @@ struct TileShape {
   // The runs of a tile are dealt out to the warps, and their sums meet in shared memory; otherwise a warp has whole
   // tiles.
   bool shares_entries = false;
+  // Nonzero: entries are boxes, which the copy engine brings by a map of their matrix, and a worker takes so many tiles at
+  // a time: chunk after chunk, of each the boxes of all of them.
+  int64_t pass_tiles = 0;
 
+  bool has_boxes() const { return pass_tiles > 0; }
   int64_t rows_in_entry() const { return chunk_parts * tile_rows; }
   int64_t chunks() const { return (row_bytes + chunk_bytes - 1) / chunk_bytes; }  // of a row
   int64_t entries() const { return parts / chunk_parts * chunks(); }              // of a tile

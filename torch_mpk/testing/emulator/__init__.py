@@ -23,6 +23,7 @@ Order = Literal["forward", "reverse", "shuffled"]  # in which threads run to the
 
 HERE = Path(__file__).parent
 SMEM_BYTES = 232448
+MAP_BYTES = 128
 # A GPU traps where an access is not aligned.
 _FLAGS = ["-pthread", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
 # Threads jump from stack to stack, which glibc takes for an error where a compiler asks it to check, as Ubuntu's does.
@@ -51,6 +52,7 @@ class EmulatedKernel:
         self.workspace = aligned(program.workspace_bytes, 0xFF)
         self.polled = self.workspace[program.workspace_bytes - 2 * schedule.polled_bytes :].zero_()
         self.host_abort = aligned(4)
+        self.maps = aligned(max(MAP_BYTES * len(program.maps), 1))
         self.fault = Fault.in_dll(library, "emulated_fault")
 
     def spoil(self, phase: int, worker: int, is_late: bool = False) -> None:
@@ -85,10 +87,14 @@ class EmulatedKernel:
         for pointer, alignment in zip(pointers, self.program.input_alignment):
             if pointer % alignment != 0:
                 raise ValueError(f"an input at {pointer:#x} is not aligned to {alignment} bytes")
-        own = [t.data_ptr() for t in (self.table, self.workspace, self.control, self.host_abort)]
+        for number, (of, offset, rows, columns, pitch, box_rows, box_columns) in enumerate(self.program.maps):
+            fields = pointers[of] + offset, rows, columns, pitch, box_rows, box_columns // 64
+            content = struct.pack("=4Q2I", *fields)  # ptx::MatrixMap
+            self.maps[MAP_BYTES * number :][: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        own = [t.data_ptr() for t in (self.table, self.workspace, self.control, self.maps, self.host_abort)]
         sizes = [*scalars, *[0] * (16 - len(scalars))]
         # LaunchParams, whose layout abi/launch.h asserts
-        block = struct.pack("=4QQII16q", *own, watchdog_ns, jitter, 0, *sizes)
+        block = struct.pack("=5QQII16q", *own, watchdog_ns, jitter, 0, *sizes)
         block += struct.pack(f"={len(pointers)}Q", *pointers)
         program = self.program
         self.library.emulate(

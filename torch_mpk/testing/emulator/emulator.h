@@ -42,9 +42,10 @@ extern const Kernel kernels[];
 enum class Order { kForward, kReverse, kShuffled };
 
 // Accesses of the processor itself are checked by the compiler's sanitizer.
-inline void require_aligned(const void* p) {
-  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) abort();
+inline void require_aligned_to(const void* p, unsigned bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes != 0) abort();
 }
+inline void require_aligned(const void* p) { require_aligned_to(p, 16); }
 void yield();                                        // lets the other fibers of the CTA run
 void warp_collect(const void* value, size_t bytes);  // blocks until all lanes of the warp have called it
 const void* warp_value(int lane);                    // what that lane gave; valid until the next call

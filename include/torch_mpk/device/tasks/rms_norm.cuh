@@ -155,16 +155,23 @@ struct Task {
         for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
       }
       const float scale = rsqrtf(group.sum(sum) * (1.0f / V::kSize) + V::kEps);
+      constexpr int kAhead = kKeeps ? kSteps : kSteps < 4 ? kSteps : 4;  // weights that are there
 #pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        const int i = s * Group::kSize + group.rank;
-        if (kPieces % Group::kSize != 0 && i >= kPieces) break;
-        Weights w{};
-        if constexpr (V::kHasWeight && kKeeps)
-          w = kept[s];
-        else if constexpr (V::kHasWeight)
-          w = reinterpret_cast<const Weights*>(weight)[i];
-        pieces[i] = normalised<T, V::kStyle, V::kHasWeight>(pieces[i], scale, w);
+      for (int first = 0; first < kSteps; first += kAhead) {
+        Weights fetched[kAhead] = {};
+        if constexpr (V::kHasWeight && !kKeeps) {
+#pragma unroll
+          for (int s = 0; s < kAhead; s++)
+            if (const int i = (first + s) * Group::kSize + group.rank; first + s < kSteps && i < kPieces)
+              fetched[s] = reinterpret_cast<const Weights*>(weight)[i];
+        }
+#pragma unroll
+        for (int s = 0; s < kAhead && first + s < kSteps; s++) {
+          const int i = (first + s) * Group::kSize + group.rank;
+          if (kPieces % Group::kSize != 0 && i >= kPieces) break;
+          const Weights w = kKeeps ? kept[kKeeps ? s : 0] : fetched[s];
+          pieces[i] = normalised<T, V::kStyle, V::kHasWeight>(pieces[i], scale, w);
+        }
       }
     }
   }

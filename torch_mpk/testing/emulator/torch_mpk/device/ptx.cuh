@@ -7,6 +7,9 @@
 
 namespace mpk::ptx {
 
+using SharedAddress = uintptr_t;
+inline SharedAddress smem_addr(const void* p) { return reinterpret_cast<SharedAddress>(p); }
+
 inline void mbar_init(uint64_t* bar, uint32_t count) { emulator::barrier_init(bar, count); }
 inline void mbar_arrive(uint64_t* bar) { emulator::barrier_arrive(bar, 0); }
 inline bool mbar_test(uint64_t* bar, uint32_t parity) {
@@ -18,6 +21,25 @@ inline bool mbar_peek(uint64_t* bar, uint32_t parity) { return mbar_test(bar, pa
 inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) { emulator::barrier_arrive(bar, bytes); }
 inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
   emulator::copy_async(dst, src, bytes, bar);
+}
+// The emulator's maps of matrices, see EmulatedKernel.
+struct MatrixMap {
+  const uint8_t* data;
+  uint64_t rows, columns, pitch;
+  uint32_t box_rows, box_blocks;
+};
+inline void box_load(void* dst, const void* map, int row, int block, uint64_t* bar) {
+  emulator::require_aligned_to(dst, 1024);
+  const MatrixMap& m = *static_cast<const MatrixMap*>(map);
+  for (uint32_t b = 0; b < m.box_blocks; b++)
+    for (uint32_t r = 0; r < m.box_rows; r++)
+      for (uint32_t piece = 0; piece < 8; piece++) {
+        alignas(16) static const uint8_t zero[16] = {};
+        const uint64_t from_row = row + r, column = (uint64_t(block) + b) * 64 + piece * 8;
+        const bool is_in = from_row < m.rows && column < m.columns;
+        uint8_t* to = static_cast<uint8_t*>(dst) + (b * m.box_rows + r) * 128 + (piece ^ r % 8) * 16;
+        emulator::copy_async(to, is_in ? m.data + from_row * m.pitch + column * 2 : zero, 16, bar);
+      }
 }
 inline void copy_async_16(void* dst, const void* src) { emulator::copy_thread(dst, src, 16); }
 inline void copy_async_arrive(uint64_t* bar) { emulator::arrive_after_copies(bar); }
@@ -137,6 +159,18 @@ void mma(float (&d)[4], Quad a, Pair b) {
       d[i] = std::fma(static_cast<float>(x), static_cast<float>(y), d[i]);
     }
   }
+}
+
+inline Quad load_matrices(SharedAddress row) {
+  emulator::warp_collect(&row, sizeof(row));
+  Quad m;
+  for (int i = 0; i < 4; i++) {
+    SharedAddress from;
+    std::memcpy(&from, emulator::warp_value(8 * i + lane_id() / 4), sizeof(from));
+    emulator::require_aligned(reinterpret_cast<const void*>(from));
+    std::memcpy(&m.v[i], reinterpret_cast<const uint8_t*>(from) + lane_id() % 4 * 4, 4);
+  }
+  return m;
 }
 
 inline uint32_t transpose(uint32_t v) {

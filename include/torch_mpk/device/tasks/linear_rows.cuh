@@ -1,0 +1,362 @@
+// linear with several rows of x, on tensor cores: y[r, n] = sum over k of x[r, k] * weight[n, k].
+//
+// The weights come through the ring in boxes of V::kBoxRows rows by V::kChunkSize columns, each by one copy of the
+// copy engine, which knows the matrix by a map. A worker works on all of its rows at once, K outermost: its warps hold
+// the sums in registers, and of x only the columns at hand are needed. Two boxes of 8 rows, or one of 16, are the first
+// factor of the products (a block), and eight rows of x the second. Where a worker has fewer blocks than warps, several
+// warps take turns at the chunks of a block, and their sums are added in order.
+//
+// x stands in shared memory whole, where it fits or comes through row tasks; otherwise the group's last warps bring it in
+// windows of a chunk's columns, ahead of the others.
+#pragma once
+
+#include "torch_mpk/device/tasks/linear.cuh"
+
+namespace mpk::linear {
+
+template <class V>
+concept RowsSizes = requires {
+  typename V::T;
+  // Rows of x; K.
+  requires Constants<int, V::kBatch, V::kSize>;
+  // Linears one after the other in row space, or linears whose row n is computed side by side.
+  requires Constants<int, V::kSegments, V::kParts>;
+  // Of a box. A tile is V::kBoxRows rows of every part.
+  requires Constants<int, V::kBoxRows, V::kChunkSize>;
+  requires Constants<uint32_t, V::kNumTiles>;
+  // Tiles that a worker takes at a time.
+  requires Constants<int, V::kPassTiles>;
+  // x stands in shared memory whole, after row tasks; otherwise it is kPitchX elements from row to row, and comes in
+  // windows.
+  requires Constants<bool, V::kStaged, V::kRowTasks> && Constants<int, V::kPitchX>;
+  // What chains and extras fetch first is known before the phase's events.
+  requires Constants<bool, V::kEarly>;
+};
+
+template <class V, class C>
+concept RowsVariant = RowsSizes<V> && Results<V, C> && requires(const Job& job, int i) {
+  { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
+  { V::num_rows(i) } -> Same<uint32_t>;
+  { V::x(job) } -> Same<const typename V::T*>;
+};
+
+// What follows from a variant.
+template <RowsSizes V>
+struct RowsShape {
+  using T = typename V::T;
+  static constexpr int kColumns = (V::kBatch + 7) / 8;    // fragments of sums that a block has
+  static constexpr int kBoxesOfBlock = 16 / V::kBoxRows;  // one or two
+  static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * int(sizeof(T));
+  static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
+  static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kBringingWarps;  // that multiply
+  static constexpr int kMaxBlocks = (V::kPassTiles * V::kParts + kBoxesOfBlock - 1) / kBoxesOfBlock;
+  static constexpr int kHeld = (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
+  // Rows side by side begin in other banks.
+  static constexpr int kPitch = (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
+  static constexpr int kWindowBytes = V::kBatch * kPitch;
+  // Sums of a block in shared memory, [row of x][row of weights], without conflicts of banks.
+  static constexpr int kBlockFloats = 8 * kColumns * kSumPitch;
+  static constexpr int kSumBytes = (kMaxBlocks > kWarps ? kMaxBlocks : kWarps) * kBlockFloats * 4;
+  // Sums follow x where it is whole, and take the windows' place otherwise.
+  static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
+  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
+  static constexpr int kStagedBytes = V::kStaged ? kSumsOffset + kSumBytes : kXBytes > kSumBytes ? kXBytes : kSumBytes;
+
+  static MPK_DEVICE int segment_of(uint32_t tile) {
+    int s = 0;
+#pragma unroll
+    for (int i = 1; i < V::kSegments; i++) s += tile >= V::first_tile(i);
+    return s;
+  }
+};
+
+// How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one.
+struct Shares {
+  uint32_t blocks, sharers, warps;  // warps: those that have work, or of a sharer's turn
+
+  MPK_DEVICE Shares(uint32_t blocks, uint32_t num_warps) : blocks(blocks) {
+    if (blocks <= num_warps) {
+      sharers = num_warps / blocks;
+      warps = blocks;
+    } else {
+      sharers = 1;
+      const uint32_t held = (blocks + num_warps - 1) / num_warps;
+      warps = (blocks + held - 1) / held;
+    }
+  }
+};
+
+// Adds the products of a block's chunk. `upper` and `lower`: rows 0 to 7 and 8 to 15 of the block, 128 bytes from row
+// to row and box_rows rows from 64 columns to the next, in the copy engine's swizzle, in which bits 4 to 6 of an
+// address are those of the row, added without carry. `x`: the chunk's columns of row 0.
+template <class T, int kColumns, int box_rows, int batch, int pitch>
+MPK_DEVICE void multiply_block(SumFragment (&sums)[kColumns], const uint8_t* upper, const uint8_t* lower,
+                               const uint8_t* x, int blocks_of_64, int lane) {
+  const uint32_t row = lane % 8, matrix = lane / 8;
+  const ptx::SharedAddress weights = ptx::smem_addr(matrix % 2 == 0 ? upper : lower) + row * 128;
+  const uint32_t swizzled = matrix / 2 ^ row;  // of the first 16 bytes
+  ptx::SharedAddress xs[kColumns];
+#pragma unroll
+  for (int n = 0; n < kColumns; n++)
+    xs[n] = ptx::smem_addr(x) + min(8 * n + row, uint32_t(batch - 1)) * pitch + matrix * 16;
+  // A product takes the sums of the one before but one: two chains, where there are registers.
+  constexpr int kChains = kColumns <= 4 ? 2 : 1;
+  SumFragment apart[kChains - 1 == 0 ? 1 : kColumns] = {};
+#pragma unroll(kColumns <= 2 ? 2 : 1)
+  for (int b = 0; b < blocks_of_64; b++) {
+    ptx::Quad w[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = ptx::load_matrices(weights + b * (box_rows * 128) + (swizzled ^ 2 * i) * 16);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      ptx::Quad v[kColumns];
+#pragma unroll
+      for (int n = 0; n < kColumns; n++) v[n] = ptx::load_matrices(xs[n] + b * 128 + i * 32);
+#pragma unroll
+      for (int n = 0; n < kColumns; n++) ptx::mma<T>(sums[n], w[i], {v[n].v[0], v[n].v[1]});
+#pragma unroll
+      for (int n = 0; n < kColumns; n++)
+        ptx::mma<T>(kChains == 2 ? apart[kChains == 2 ? n : 0] : sums[n], w[i + 1], {v[n].v[2], v[n].v[3]});
+    }
+  }
+  if constexpr (kChains == 2) {
+#pragma unroll
+    for (int n = 0; n < kColumns; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[n][i] += apart[n][i];
+  }
+}
+
+// Brings x's columns, chunk after chunk: what the group's last warps do, each a few rows. False when the launch was given
+// up.
+template <class V, class C>
+MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
+  using S = RowsShape<V>;
+  using T = typename V::T;
+  constexpr int kVec = kVecSize<T>;
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < S::kChunks; turn++) {
+    const int chunk = chunk_at(turn, c.worker(job) % S::kChunks, S::kChunks);
+    const uint32_t number = c.window + turn, place = number % kWindows;
+    uint64_t* full = &c.windows().full[place];
+    if (number >= kWindows &&
+        !wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1, c.phase,
+                      WarpRole::kConsumer, Waiting::kFreeSlot, place, number))
+      return false;
+    const int pieces = min(V::kChunkSize, V::kSize - chunk * V::kChunkSize) / kVec;  // of a row, of 16 bytes
+    const T* x = V::x(job) + chunk * V::kChunkSize;
+    const bool is_aligned = reinterpret_cast<uint64_t>(x) % kAccessBytes == 0;  // a call's tensor may begin anywhere
+    const int first = c.warp - S::kWarps;
+    const T* from = x + first * V::kPitchX;
+    uint8_t* to = windows + place * S::kWindowBytes + first * S::kPitch;
+    if (is_aligned) {
+      // A lone warp takes some cycles for each instruction, so there are few of them.
+      const T* piece = from + c.lane * kVec;
+      uint8_t* copied = to + c.lane * 16;
+#pragma unroll
+      for (int row = 0; row < V::kBatch; row += kBringingWarps) {
+        if (first + row < V::kBatch)
+#pragma unroll
+          for (int p = 0; p < V::kChunkSize / kVec; p += 32)
+            if (p + c.lane < pieces) ptx::copy_async_16(copied + row * S::kPitch + p * 16, piece + p * kVec);
+        piece += kBringingWarps * V::kPitchX;
+      }
+    } else {
+      for (int row = first; row < V::kBatch; row += kBringingWarps) {
+        for (int e = c.lane; e < pieces * kVec; e += 32) reinterpret_cast<T*>(to)[e] = from[e];
+        from += kBringingWarps * V::kPitchX;
+        to += kBringingWarps * S::kPitch;
+      }
+    }
+    if (is_aligned)
+      ptx::copy_async_arrive(full);
+    else
+      ptx::mbar_arrive(full);
+  }
+  return true;
+}
+
+// Rows of x into shared memory, through the row tasks in front of the linear: by the group or each by a warp.
+template <class V, class C, class Group>
+MPK_DEVICE bool stage_whole(C& c, const Job& job, Group group, int first, int step, uint8_t* x) {
+  using Chain = typename V::template Chain<Group>;
+  using T = typename V::T;
+  if (!V::kEarly && !c.await()) return false;
+  if (first >= V::kBatch) return c.await();
+  // Workers begin with different rows, since all read the same ones at the same time.
+  const auto row = [](int i) { return (i + blockIdx.x) % V::kBatch; };
+  Chain chain(group, job, row(first));
+  if (V::kEarly && !c.await()) return false;
+  for (int i = first;;) {
+    const uint32_t r = row(i);
+    chain.bring(group, job, r, reinterpret_cast<T*>(x + r * RowsShape<V>::kPitch));
+    if ((i += step) >= V::kBatch) return true;
+    chain = Chain(group, job, row(i));
+  }
+}
+
+// One pass over K: the sums of `boxes` boxes, from ring entry c.entry on, into shared memory.
+template <class V, class C>
+MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
+  using S = RowsShape<V>;
+  using T = typename V::T;
+  const Shares shares((boxes + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps);
+  const uint32_t warp = c.warp, turn = warp / shares.warps, first = warp - turn * shares.warps;
+  const uint32_t first_chunk = c.worker(job) % S::kChunks;
+  const bool brings = !V::kStaged && warp >= S::kWarps;
+  const bool has_work = !brings && turn < shares.sharers;
+  SumFragment sums[S::kHeld][S::kColumns] = {};
+  if (brings) {
+    if (!bring_windows<V>(c, job, staged)) c.failed = true;
+  } else if (has_work || !V::kStaged) {
+    uint32_t next = turn;  // the warp's next chunk
+#pragma unroll 1
+    for (uint32_t at = 0; at < S::kChunks; at++) {
+      const bool mine = has_work && at == next;
+      if (V::kStaged && !mine) continue;
+      const uint32_t chunk = chunk_at(at, first_chunk, S::kChunks);
+      const uint32_t number = c.window + at, place = number % kWindows;
+      const uint8_t* x = staged + (V::kStaged ? chunk * (V::kChunkSize * int(sizeof(T))) : place * S::kWindowBytes);
+      if (!V::kStaged && !ptx::mbar_peek(&c.windows().full[place], number / kWindows & 1) &&
+          !wait_barrier(c.shared.watchdog, &c.windows().full[place], number / kWindows & 1, c.phase,
+                        WarpRole::kConsumer, Waiting::kFullSlot, place, number)) {
+        c.failed = true;
+        break;
+      }
+      if (mine) {
+        next += shares.sharers;
+        const int blocks_of_64 = min(V::kChunkSize, V::kSize - int(chunk) * V::kChunkSize) / 64;
+#pragma unroll
+        for (int h = 0; h < S::kHeld; h++) {
+          const uint32_t block = first + h * shares.warps;
+          if (block >= shares.blocks) break;
+          const uint32_t entry = c.entry + at * boxes + block * S::kBoxesOfBlock;
+          const bool has_lower = S::kBoxesOfBlock == 2 && block * 2 + 1 < boxes;
+          if (!c.ring.wait(entry, c.phase) || (has_lower && !c.ring.wait(entry + 1, c.phase))) {
+            c.failed = true;
+            break;
+          }
+          const uint8_t* upper = c.ring.slot(entry);
+          const uint8_t* lower = has_lower ? c.ring.slot(entry + 1) : upper + (S::kBoxesOfBlock == 1 ? 8 * 128 : 0);
+          multiply_block<T, S::kColumns, V::kBoxRows, V::kBatch, S::kPitch>(sums[h], upper, lower, x, blocks_of_64,
+                                                                            c.lane);
+          c.ring.release(entry);
+          if (has_lower) c.ring.release(entry + 1);
+        }
+        if (c.failed) break;
+      }
+      if constexpr (!V::kStaged) {
+        __syncwarp();
+        if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[place]);
+      }
+    }
+  }
+  c.entry += S::kChunks * boxes;
+  if constexpr (!V::kStaged) {
+    c.window += S::kChunks;
+    if (!c.sync()) return false;  // the windows are no longer read
+  }
+  if (has_work) {
+    float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
+#pragma unroll
+    for (int h = 0; h < S::kHeld; h++) {
+      const uint32_t block = first + h * shares.warps;
+      if (block >= shares.blocks) break;
+      float* mine = to + (turn * shares.blocks + block) * S::kBlockFloats + c.lane / 4 + c.lane % 4 * 2 * kSumPitch;
+#pragma unroll
+      for (int n = 0; n < S::kColumns; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) mine[(8 * n + i % 2) * kSumPitch + i / 2 * 8] = sums[h][n][i];
+    }
+  }
+  return c.sync();
+}
+
+// A result of a pass: row `r` of x with row `n` of a segment. Warps take a strip of 32 rows of weights with a row of x at
+// a time: number c.warp, c.warp + kConsumerWarps, ...
+template <class V>
+struct RowsResult {
+  uint32_t local, strips, r;  // local: the row of weights in the pass
+  uint32_t n = 0;
+  int segment = 0;
+  bool is_there = false;
+
+  MPK_DEVICE RowsResult(Span tiles, uint32_t number, uint32_t lane) {
+    const uint32_t rows = (tiles.end - tiles.begin) * V::kBoxRows;
+    strips = rows <= 32 ? 1 : (rows + 31) / 32;
+    r = strips == 1 ? number : number / strips;
+    local = (number - r * strips) * 32 + lane;
+    if (local >= rows || r >= V::kBatch) return;
+    const uint32_t tile = tiles.begin + local / V::kBoxRows;
+    segment = RowsShape<V>::segment_of(tile);
+    n = (tile - V::first_tile(segment)) * V::kBoxRows + local % V::kBoxRows;
+    is_there = n < V::num_rows(segment);
+  }
+  MPK_DEVICE typename V::Extra preload(const Job& job) const {
+    if (!is_there) return {};
+    return V::preload(job, segment, r, n);
+  }
+};
+
+// What the sums of a pass's tiles become. `extra`: of the thread's first result.
+template <class V, class C>
+MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const uint8_t* staged, typename V::Extra extra) {
+  using S = RowsShape<V>;
+  const uint32_t boxes = (tiles.end - tiles.begin) * V::kParts;
+  const Shares shares((boxes + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps);
+  const float* from = reinterpret_cast<const float*>(staged + S::kSumsOffset);
+#pragma unroll 1
+  for (uint32_t number = c.warp;; number += kConsumerWarps) {
+    const RowsResult<V> result(tiles, number, c.lane);
+    if (number >= result.strips * V::kBatch) return;
+    if (number != c.warp) extra = result.preload(job);
+    if (!result.is_there) continue;
+    float results[V::kParts];
+#pragma unroll
+    for (int p = 0; p < V::kParts; p++) {
+      const uint32_t box = result.local / V::kBoxRows * V::kParts + p;
+      const float* sum = from + box / S::kBoxesOfBlock * S::kBlockFloats + result.r * kSumPitch +
+                         box % S::kBoxesOfBlock * V::kBoxRows + result.local % V::kBoxRows;
+      results[p] = 0;
+#pragma unroll 1
+      for (uint32_t turn = 0; turn < shares.sharers; turn++) results[p] += sum[turn * shares.blocks * S::kBlockFloats];
+    }
+    V::finish(c, job, result.segment, result.r, result.n, results, extra);
+  }
+}
+
+template <class V, class C>
+MPK_DEVICE void compute_rows(C& c, const Job& job) {
+  static_assert(RowsVariant<V, C>);
+  using S = RowsShape<V>;
+  static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  static_assert(S::kBoxBytes <= C::Config::kSlotBytes);
+  uint8_t* staged = c.staged();
+  const Span tiles = static_span(V::kNumTiles, c.worker(job), C::Config::kNumWorkers);
+  const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kPassTiles)}; };
+  const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
+  typename V::Extra extra{};
+  if constexpr (V::kEarly && V::kHasExtra) extra = preload(pass_from(tiles.begin));
+  if constexpr (!V::kStaged) {
+    if (!c.await()) return;
+  } else {
+    bool ok;
+    if constexpr (V::kBatch > 2)
+      ok = stage_whole<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, staged);
+    else
+      ok = stage_whole<V>(c, job, CtaThreads<C>(c), 0, 1, staged);
+    if (!ok || !c.sync()) return;
+    c.stamp(&PhaseStamps::staged);
+  }
+#pragma unroll 1
+  for (uint32_t first = tiles.begin; first < tiles.end; first += V::kPassTiles) {
+    const Span pass = pass_from(first);
+    if constexpr (V::kHasExtra)
+      if (!V::kEarly || first != tiles.begin) extra = preload(pass);
+    if (!sum_boxes<V>(c, job, (pass.end - pass.begin) * V::kParts, staged)) return;
+    finish_tiles<V>(c, job, pass, staged, extra);
+    if (pass.end < tiles.end && !c.sync()) return;
+  }
+}
+
+}  // namespace mpk::linear
