@@ -54,9 +54,9 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
 
 
 def check_graph(captured: Captured, max_positions: int = 1) -> None:
-    """Raises DeclinedError for a cache that grows, and for a prefill that is left to others, unless it goes by page: a step
-    over more positions than ``max_positions``, or on a GPU, where there is no kernel for one yet, over more than a few of
-    one sequence."""
+    """Raises DeclinedError for a cache that grows, and for a prefill that is left to others, unless it goes by page: a
+    step over more positions than ``max_positions``, or on a GPU, where there is no kernel for one yet, over more than a
+    few of one sequence."""
     nodes = captured.graph_module.graph.nodes
     sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
     results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes

@@ -55,12 +55,12 @@ std::string staged_bytes(const Variants& variants) {
 // Where the ring begins: boxes need it aligned, and windows in front of it.
 std::string boxes(const KernelContext& context) {
   const std::string staged_end = "kStagedOffset + round_up(kStagedBytes)";
-  if (context.maps.empty())
-    return member("bool", "kHasBoxes", "false") + member("int", "kRingOffset", staged_end);
+  if (context.maps.empty()) return member("bool", "kHasBoxes", "false") + member("int", "kRingOffset", staged_end);
   const std::string alignment = str(kBoxAlignment);
   return member("bool", "kHasBoxes", "true") + member("int", "kWindowsOffset", staged_end) +
-         member("int", "kRingOffset", "(kWindowsOffset + int(sizeof(Windows)) + " + str(kBoxAlignment - 1) + ") / " +
-                                          alignment + " * " + alignment);
+         member("int", "kRingOffset",
+                "(kWindowsOffset + int(sizeof(Windows)) + " + str(kBoxAlignment - 1) + ") / " + alignment + " * " +
+                    alignment);
 }
 
 std::string layout(const KernelContext& context, const Variants& variants, const Table& table, const Offsets& offsets,
@@ -78,8 +78,7 @@ std::string layout(const KernelContext& context, const Variants& variants, const
          member("int64_t", "kPolledBytes", context.schedule.polled_bytes) +
          member("int", "kRowBytes", table.row_bytes) + member("int", "kRowsOffset", "sizeof(Shared)") +
          member("int", "kStagedOffset", "round_up(kRowsOffset + kPhasesAhead * kRowBytes)") +
-         member("int", "kStagedBytes", staged_bytes(variants)) +
-         boxes(context) +
+         member("int", "kStagedBytes", staged_bytes(variants)) + boxes(context) +
          member("int", "kSlotBytes", warps.slot_bytes) +
          member("int", "kFittingSlots", "(" + str(program.smem_bytes) + " - kRingOffset) / kSlotBytes") +
          member("int", "kSlots", "kFittingSlots < " + most + " ? kFittingSlots : " + most) +

@@ -70,7 +70,8 @@ void bind_schedule(py::module_& m) {
   py::class_<TileShape>(m, "TileShape")
       .def(py::init([](int64_t tile_rows, int64_t parts, int64_t chunk_parts, int64_t row_bytes, int64_t chunk_bytes,
                        int64_t run, int64_t in_flight, bool shares_entries, int64_t pass_tiles) {
-             return TileShape{tile_rows, parts, chunk_parts, row_bytes, chunk_bytes, run, in_flight, shares_entries, pass_tiles};
+             return TileShape{tile_rows, parts,     chunk_parts,    row_bytes, chunk_bytes,
+                              run,       in_flight, shares_entries, pass_tiles};
            }),
            py::arg("tile_rows"), py::arg("parts"), py::arg("chunk_parts"), py::arg("row_bytes"), py::arg("chunk_bytes"),
            py::arg("run"), py::arg("in_flight"), py::arg("shares_entries"), py::arg("pass_tiles"))

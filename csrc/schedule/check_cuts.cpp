@@ -69,7 +69,8 @@ class CutProof {
             box + " is taken by one warp, of tiles that are dealt out beforehand");
     for (int n : job_.body)
       require(comes_in_boxes(s_.graph, matrix(n)),
-              name_buffer(s_, matrix(n).buffer) + " cannot come in boxes: it is none of the call's matrices of 16-bit " +
+              name_buffer(s_, matrix(n).buffer) +
+                  " cannot come in boxes: it is none of the call's matrices of 16-bit " +
                   "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
   }
 

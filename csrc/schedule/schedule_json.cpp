@@ -12,8 +12,8 @@ std::string shape_json(const TileShape& s) {
   return "{" + field("tile_rows", s.tile_rows) + ", " + field("parts", s.parts) + ", " +
          field("chunk_parts", s.chunk_parts) + ", " + field("row_bytes", s.row_bytes) + ", " +
          field("chunk_bytes", s.chunk_bytes) + ", " + field("entries", s.entries()) + ", " + field("run", s.run) +
-         ", " + field("in_flight", s.in_flight) + ", \"shares_entries\": " + truth(s.shares_entries) + (s.has_boxes() ? ", " + field("pass_tiles", s.pass_tiles) : "") +
-         "}";
+         ", " + field("in_flight", s.in_flight) + ", \"shares_entries\": " + truth(s.shares_entries) +
+         (s.has_boxes() ? ", " + field("pass_tiles", s.pass_tiles) : "") + "}";
 }
 
 std::string tickets_json(const Tickets& t) {

@@ -147,7 +147,7 @@ def test_a_ring_that_holds_fewer_tiles_than_there_are_warps() -> None:
 
 
 def test_more_rows_than_lanes_in_a_ring_of_as_many_slots_as_warps() -> None:
-    """The loader fills two slots together, so the last of all is not filled while every warp waits for its first tile."""
+    """The loader fills two slots together: the last of all stays empty while every warp waits for its first tile."""
     rows = 34
     sizes = {"batch": rows, "heads": 2, "groups": 1, "head_dim": 128, "ffn": 128, "length": 200, "layers": 1}
     kernel = emulate(decoder(**sizes), smem_bytes=124 << 10)
@@ -288,8 +288,8 @@ def test_a_linear_with_several_rows_on_tensor_cores(rows, size, out, dtype, work
     kernel.launch(inputs, outputs)
     assert torch.equal(outputs[0][0], made[0][0])
     assert not torch.equal(outputs[0][1:], made[0][1:])
-    moved = torch.empty(rows * size + 1, dtype=inputs[0].dtype)[1:].view(rows, size).copy_(inputs[0])  # to no multiple of 16
-    kernel.launch([moved, *inputs[1:]], outputs)
+    unaligned = torch.empty(rows * size + 1, dtype=inputs[0].dtype)[1:].view(rows, size).copy_(inputs[0])
+    kernel.launch([unaligned, *inputs[1:]], outputs)
     assert torch.equal(outputs[0][0], made[0][0])
 
 

@@ -675,6 +675,7 @@ struct Kernel {
       linear::Shape<Linear5>::kStagedBytes),
       linear::Shape<Linear6>::kStagedBytes),
       linear::Shape<Linear7>::kStagedBytes);
+  static constexpr bool kHasBoxes = false;
   static constexpr int kRingOffset = kStagedOffset + round_up(kStagedBytes);
   static constexpr int kSlotBytes = 8192;
   static constexpr int kFittingSlots = (232448 - kRingOffset) / kSlotBytes;

@@ -221,7 +221,7 @@ BROKEN_CUTS: dict[str, tuple[str, str, Callable, str]] = {
     ),
     "runs that do not make a tile": ("shape", "run", lambda n: 7, r"runs of 7 do not make a tile of \d entries"),
     "a box of a row too few for the copy engine": (
-        "shape", "tile_rows", lambda n: n - 1 if n == 8 else n, r"linear \(node .*: a box of 7 rows of 1024 bytes is none",
+        "shape", "tile_rows", lambda n: n - 1 if n == 8 else n, r"\(node .*: a box of 7 rows of 1024 bytes is none",
     ),
     "a box of columns that are no multiple of 64": (
         "shape", "chunk_bytes", lambda n: 1040 if n == 1024 else n, "a box of 8 rows of 1040 bytes is none",

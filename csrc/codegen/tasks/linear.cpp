@@ -114,8 +114,8 @@ class LinearWriter {
     const TileShape& s = *job_.shape;
     const uint32_t chunks = u32(s.chunks()), entries = u32(s.entries());
     if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
-    code_.stream = {{u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes), u32(s.chunk_bytes), chunks,
-                     entries, inverse(chunks), inverse(entries), u32(s.in_flight)},
+    code_.stream = {{u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes),
+                     u32(s.chunk_bytes), chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight)},
                     job_.tickets,
                     u32(s.has_boxes() ? s.pass_tiles : s.run)};
   }
@@ -124,19 +124,18 @@ class LinearWriter {
     const ChainCode prologue = emit_chain(context_, refs_, first_, chain_, {.phase = place_.phase});
     code_.headers.insert(code_.headers.end(), prologue.headers.begin(), prologue.headers.end());
     early_ = prologue.early;
-    code_.body = "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
-                 constant("kSize", size_) + constant("kSegments", static_cast<int64_t>(first_tile_.size())) +
-                 constant("kParts", shape_.parts) +
-                 (shape_.has_boxes()
-                      ? constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles)
-                      : constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts)) +
-                 constant("kChunkSize", shape_.chunk_bytes / element_) +
-                 "  static constexpr uint32_t kNumTiles = " + str(job_.num_tiles) + ";\n" +
-                 flag("kStaged", job_.is_staged) + flag("kRowTasks", !chain_.tasks.empty()) +
-                 flag("kClaimed", job_.assignment == Assignment::kClaimed) +
-                 flag("kSharesLoop", shape_.shares_entries) +
-                 returning("uint32_t", "first_tile(int i)", choose("i", first_tile_)) +
-                 returning("uint32_t", "num_rows(int i)", choose("i", num_rows_)) + prologue.text;
+    code_.body =
+        "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
+        constant("kSize", size_) + constant("kSegments", static_cast<int64_t>(first_tile_.size())) +
+        constant("kParts", shape_.parts) +
+        (shape_.has_boxes() ? constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles)
+                            : constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts)) +
+        constant("kChunkSize", shape_.chunk_bytes / element_) +
+        "  static constexpr uint32_t kNumTiles = " + str(job_.num_tiles) + ";\n" + flag("kStaged", job_.is_staged) +
+        flag("kRowTasks", !chain_.tasks.empty()) + flag("kClaimed", job_.assignment == Assignment::kClaimed) +
+        flag("kSharesLoop", shape_.shares_entries) +
+        returning("uint32_t", "first_tile(int i)", choose("i", first_tile_)) +
+        returning("uint32_t", "num_rows(int i)", choose("i", num_rows_)) + prologue.text;
     if (!job_.shape)
       code_.body += returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights_)) +
                     returning("int64_t", "weight_pitch(int i)", choose("i", pitches_));

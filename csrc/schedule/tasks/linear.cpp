@@ -106,8 +106,8 @@ int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
   return job.warps * round_up(shape.parts * shape.tile_rows * job.batch * 4, 16);
 }
 
-// With several rows of x, weights come in boxes where they can, and the tensor cores compute (linear_rows.cuh). A worker
-// takes all its rows at once, K outermost, as far as the sums fit its registers.
+// With several rows of x, weights come in boxes where they can, and the tensor cores compute (linear_rows.cuh). A
+// worker takes all its rows at once, K outermost, as far as the sums fit its registers.
 class Boxes {
  public:
   Boxes(const Linears& job, bool is_staged) : job_(job), is_staged_(is_staged) {}
@@ -189,9 +189,10 @@ class LinearPlanner : public Planner {
   static bool cut_boxes(const Schedule& schedule, Job& job, const Linears& linears) {
     const Tensor& x = Linears::input(schedule, job);
     if (schedule.target.arch < 90 || linears.batch < 2 || linears.batch > kMostRows ||
-        schedule.warps.slot_bytes % kBoxAlignment != 0 || !std::all_of(job.body.begin(), job.body.end(), [&](int n) {
-          return comes_in_boxes(schedule.graph, Linears::weight(schedule, n));
-        }))
+        schedule.warps.slot_bytes % kBoxAlignment != 0 ||
+        !std::all_of(
+            job.body.begin(), job.body.end(),
+            [&](int n) { return comes_in_boxes(schedule.graph, Linears::weight(schedule, n)); }))
       return false;
     const bool is_staged = !job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) ||
                            x.numel() * linears.element <= Boxes::kMostWhole;

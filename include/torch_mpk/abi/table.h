@@ -47,8 +47,8 @@ struct JobRow {
 // takes `entries` entries, and an entry holds a chunk of those rows, side by side, of `chunk_parts` of the parts: all
 // chunks of the first parts, then those of the next.
 //
-// Where `chunk_parts` is 0, matrices come as boxes instead, by their maps and in the copy engine's swizzle: of a pass of
-// StreamRow::run tiles chunk after chunk, and of each chunk the boxes of all parts of all the tiles.
+// Where `chunk_parts` is 0, matrices come as boxes instead, by their maps and in the copy engine's swizzle: of a pass
+// of StreamRow::run tiles chunk after chunk, and of each chunk the boxes of all parts of all the tiles.
 struct Stream {
   uint32_t tile_rows, parts, chunk_parts;
   uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of kAccessBytes; the last chunk of a row may be shorter

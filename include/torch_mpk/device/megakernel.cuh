@@ -428,6 +428,9 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
       const uint32_t end = ring.entry + (pass.end - pass.begin) * row.stream.parts * row.stream.chunks;
       ring.entry = fill_boxes(ring, row.stream, job.refs(), matrices, pass, worker(job) % row.stream.chunks, phase);
       failed = ring.entry != end;
+      if constexpr (kProfiled<Kernel>)
+        for (uint32_t i = 0; i < job.row->num_matrices; i += row.stream.parts)
+          this->stamps.bytes += streamed_bytes(row.stream, matrices[i], pass);
     }
   }
 #endif
@@ -545,7 +548,8 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   static_assert(Kernel::kSlotBytes >= kMinSlotBytes && Kernel::kSlotBytes <= kMaxSlotBytes);
   static_assert(Kernel::kSlotBytes % kAccessBytes == 0 && Kernel::kRingOffset % kAccessBytes == 0);
   static_assert(Kernel::kSlots <= kMaxSlots);
-  static_assert(!Kernel::kHasBoxes || (Kernel::kSlotBytes % kBoxAlignment == 0 && Kernel::kRingOffset % kBoxAlignment == 0));
+  static_assert(!Kernel::kHasBoxes ||
+                (Kernel::kSlotBytes % kBoxAlignment == 0 && Kernel::kRingOffset % kBoxAlignment == 0));
   static_assert(Kernel::kEventsOffset == kEventsOffset && Kernel::kTicketsOffset % kEventBytes == 0);
   static_assert(Kernel::kStallsOffset % alignof(StallRecord) == 0 &&
                 Kernel::kStampsOffset % alignof(WorkerStamps) == 0);

@@ -117,7 +117,8 @@ MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
         Piece pieces[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++)
-          if (const int at = first + i * Group::kSize; at < kPieces) pieces[i] = reinterpret_cast<const Piece*>(src)[at];
+          if (const int at = first + i * Group::kSize; at < kPieces)
+            pieces[i] = reinterpret_cast<const Piece*>(src)[at];
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++)
           if (const int at = first + i * Group::kSize; at < kPieces) reinterpret_cast<Piece*>(dst)[at] = pieces[i];

@@ -53,9 +53,10 @@ MPK_DEVICE void stamp_end(Control* control, uint32_t epoch) {
   }
 }
 
-// What tiles of a job's matrices have in memory, all parts of them.
+// What those of the tiles that are a matrix's have in memory, all parts of them.
 MPK_DEVICE uint32_t streamed_bytes(const Stream& stream, const MatrixRow& matrix, Span tiles) {
-  const uint32_t begin = (tiles.begin - matrix.first_tile) * stream.tile_rows;
+  if (tiles.end <= matrix.first_tile) return 0;
+  const uint32_t begin = (max(tiles.begin, matrix.first_tile) - matrix.first_tile) * stream.tile_rows;
   const uint32_t end = min((tiles.end - matrix.first_tile) * stream.tile_rows, matrix.num_rows);
   return begin < end ? (end - begin) * stream.row_bytes * stream.parts : 0;
 }

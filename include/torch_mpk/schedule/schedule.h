@@ -49,8 +49,8 @@ struct TileShape {
   // The runs of a tile are dealt out to the warps, and their sums meet in shared memory; otherwise a warp has whole
   // tiles.
   bool shares_entries = false;
-  // Nonzero: entries are boxes, which the copy engine brings by a map of their matrix, and a worker takes so many tiles at
-  // a time: chunk after chunk, of each the boxes of all of them.
+  // Nonzero: entries are boxes, which the copy engine brings by a map of their matrix, and a worker takes so many tiles
+  // at a time: chunk after chunk, of each the boxes of all of them.
   int64_t pass_tiles = 0;
 
   bool has_boxes() const { return pass_tiles > 0; }

@@ -182,8 +182,7 @@ struct Cut<V> {
   uint32_t length;
 
   MPK_DEVICE explicit Cut(const Job& job)
-      : first(visible<V>(job, 0)),
-        length(kv_row_length(tiles_of<V>(first), kUnits<V>, kPieceTiles, V::kWorkers)) {}
+      : first(visible<V>(job, 0)), length(kv_row_length(tiles_of<V>(first), kUnits<V>, kPieceTiles, V::kWorkers)) {}
   MPK_DEVICE uint32_t limit(uint32_t) const { return first; }
   MPK_DEVICE KvPiece piece(uint32_t number) const {
     return kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, number);

@@ -6,8 +6,8 @@
 // factor of the products (a block), and eight rows of x the second. Where a worker has fewer blocks than warps, several
 // warps take turns at the chunks of a block, and their sums are added in order.
 //
-// x stands in shared memory whole, where it fits or comes through row tasks; otherwise the group's last warps bring it in
-// windows of a chunk's columns, ahead of the others.
+// x stands in shared memory whole, where it fits or comes through row tasks; otherwise the group's last warps bring it
+// in windows of a chunk's columns, ahead of the others.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear.cuh"
@@ -95,28 +95,36 @@ MPK_DEVICE void multiply_block(SumFragment (&sums)[kColumns], const uint8_t* upp
   const uint32_t row = lane % 8, matrix = lane / 8;
   const ptx::SharedAddress weights = ptx::smem_addr(matrix % 2 == 0 ? upper : lower) + row * 128;
   const uint32_t swizzled = matrix / 2 ^ row;  // of the first 16 bytes
-  ptx::SharedAddress xs[kColumns];
-#pragma unroll
-  for (int n = 0; n < kColumns; n++)
-    xs[n] = ptx::smem_addr(x) + min(8 * n + row, uint32_t(batch - 1)) * pitch + matrix * 16;
+  // Rows of x that there are not repeat the last: their products go nowhere.
+  const ptx::SharedAddress first_x = ptx::smem_addr(x) + row * pitch + matrix * 16;
+  const ptx::SharedAddress last_x = first_x + (min(8 * (kColumns - 1) + row, uint32_t(batch - 1)) - row) * pitch;
   // A product takes the sums of the one before but one: two chains, where there are registers.
   constexpr int kChains = kColumns <= 4 ? 2 : 1;
-  SumFragment apart[kChains - 1 == 0 ? 1 : kColumns] = {};
+  SumFragment apart[kChains == 2 ? kColumns : 1] = {};
 #pragma unroll(kColumns <= 2 ? 2 : 1)
   for (int b = 0; b < blocks_of_64; b++) {
-    ptx::Quad w[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) w[i] = ptx::load_matrices(weights + b * (box_rows * 128) + (swizzled ^ 2 * i) * 16);
-#pragma unroll
+#pragma unroll(kColumns <= 4 ? 2 : 1)
     for (int i = 0; i < 4; i += 2) {
-      ptx::Quad v[kColumns];
+      const auto load_weights = [&](int i) {
+        return ptx::load_matrices(weights + b * (box_rows * 128) + (swizzled ^ 2 * i) * 16);
+      };
+      const ptx::Quad w0 = load_weights(i), w1 = load_weights(i + 1);
+      // Products that take each other's sums stand apart: the compiler leaves them in this order.
+      constexpr int kTogether = kColumns < 4 ? kColumns : 4;
 #pragma unroll
-      for (int n = 0; n < kColumns; n++) v[n] = ptx::load_matrices(xs[n] + b * 128 + i * 32);
+      for (int first = 0; first < kColumns; first += kTogether) {
+        ptx::Quad v[kTogether];
 #pragma unroll
-      for (int n = 0; n < kColumns; n++) ptx::mma<T>(sums[n], w[i], {v[n].v[0], v[n].v[1]});
+        for (int n = 0; n < kTogether && first + n < kColumns; n++)
+          v[n] = ptx::load_matrices((first + n < kColumns - 1 ? first_x + 8 * (first + n) * pitch : last_x) + b * 128 +
+                                    i * 32);
 #pragma unroll
-      for (int n = 0; n < kColumns; n++)
-        ptx::mma<T>(kChains == 2 ? apart[kChains == 2 ? n : 0] : sums[n], w[i + 1], {v[n].v[2], v[n].v[3]});
+        for (int n = 0; n < kTogether && first + n < kColumns; n++)
+          ptx::mma<T>(sums[first + n], w0, {v[n].v[0], v[n].v[1]});
+#pragma unroll
+        for (int n = 0; n < kTogether && first + n < kColumns; n++)
+          ptx::mma<T>(kChains == 2 ? apart[kChains == 2 ? first + n : 0] : sums[first + n], w1, {v[n].v[2], v[n].v[3]});
+      }
     }
   }
   if constexpr (kChains == 2) {
@@ -127,8 +135,8 @@ MPK_DEVICE void multiply_block(SumFragment (&sums)[kColumns], const uint8_t* upp
   }
 }
 
-// Brings x's columns, chunk after chunk: what the group's last warps do, each a few rows. False when the launch was given
-// up.
+// Brings x's columns, chunk after chunk: what the group's last warps do, each a few rows. False when the launch was
+// given up.
 template <class V, class C>
 MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
   using S = RowsShape<V>;
@@ -139,9 +147,8 @@ MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
     const int chunk = chunk_at(turn, c.worker(job) % S::kChunks, S::kChunks);
     const uint32_t number = c.window + turn, place = number % kWindows;
     uint64_t* full = &c.windows().full[place];
-    if (number >= kWindows &&
-        !wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1, c.phase,
-                      WarpRole::kConsumer, Waiting::kFreeSlot, place, number))
+    if (number >= kWindows && !wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1,
+                                            c.phase, WarpRole::kConsumer, Waiting::kFreeSlot, place, number))
       return false;
     const int pieces = min(V::kChunkSize, V::kSize - chunk * V::kChunkSize) / kVec;  // of a row, of 16 bytes
     const T* x = V::x(job) + chunk * V::kChunkSize;
@@ -272,8 +279,8 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged)
   return c.sync();
 }
 
-// A result of a pass: row `r` of x with row `n` of a segment. Warps take a strip of 32 rows of weights with a row of x at
-// a time: number c.warp, c.warp + kConsumerWarps, ...
+// A result of a pass: row `r` of x with row `n` of a segment. Warps take a strip of 32 rows of weights with a row of x
+// at a time: number c.warp, c.warp + kConsumerWarps, ...
 template <class V>
 struct RowsResult {
   uint32_t local, strips, r;  // local: the row of weights in the pass
