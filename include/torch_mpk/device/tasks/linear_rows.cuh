@@ -97,7 +97,7 @@ MPK_DEVICE void multiply_block(SumFragment (&sums)[kColumns], const uint8_t* upp
   const uint32_t swizzled = matrix / 2 ^ row;  // of the first 16 bytes
   // Rows of x that there are not repeat the last: their products go nowhere.
   const ptx::SharedAddress first_x = ptx::smem_addr(x) + row * pitch + matrix * 16;
-  const ptx::SharedAddress last_x = first_x + (min(8 * (kColumns - 1) + row, uint32_t(batch - 1)) - row) * pitch;
+  const ptx::SharedAddress last_x = first_x + min(8 * (kColumns - 1), batch - 1 - int(row)) * pitch;
   // A product takes the sums of the one before but one: two chains, where there are registers.
   constexpr int kChains = kColumns <= 4 ? 2 : 1;
   SumFragment apart[kChains == 2 ? kColumns : 1] = {};
