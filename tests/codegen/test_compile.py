@@ -166,7 +166,9 @@ def test_a_stream_task_without_an_emitter_is_named() -> None:
 def test_what_cannot_be_generated_is_named() -> None:
     target = _C.Target("cuda", 90, 132, SMEM_BYTES[90])
     with pytest.raises(RuntimeError, match=r"linear \(layers.0.q\): x has 17 rows, at most 16 are supported"):
-        _C.generate_cuda(_C.make_schedule(decoder(batch=17), target))
+        _C.generate_cuda(_C.make_schedule(decoder(batch=17, dtype="float32"), target))
+    with pytest.raises(RuntimeError, match=r"linear \(layers.0.q\): x has 65 rows, at most 16 .*, and 64 with weights"):
+        _C.generate_cuda(_C.make_schedule(decoder(batch=65), target))
     with pytest.raises(
         RuntimeError, match=r"attention \(layers.0.attention\): the head size must be a multiple of 8 up to 256"
     ):

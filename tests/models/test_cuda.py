@@ -139,6 +139,7 @@ def hog(num_workers: int) -> _C.CudaExecutable:
         num_outputs=0,
         num_scalars=1,
         input_alignment=[],
+        maps=[],
         phase_names=[],
     )
     return _C.CudaExecutable(program, cubin.image, 0, 0)

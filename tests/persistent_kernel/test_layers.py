@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_mpk
-from tests.tasks.every_task import FIRST_OF_EACH, SAMPLES
+from tests.tasks.every_task import FIRST_OF_EACH, ON_CUDA, SAMPLES
 from tests.thinned import thinned
 from torch_mpk import _C, PersistentKernel, registry
 from torch_mpk.__main__ import main
@@ -20,6 +20,13 @@ from torch_mpk.testing.emulator import SMEM_BYTES, emulate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OWN = [task for task in registry.tasks() if task.is_ours]
+WITH_LAYER = [case for case in thinned(SAMPLES, *FIRST_OF_EACH) if has_layer(case.values[0])]
+CASES = [
+    pytest.param(*case.values, device, marks=[*case.marks, *marks], id=f"{case.id}-{device}")
+    for device, marks, tasks in (("cpu", [], None), ("cuda", [pytest.mark.gpu], ON_CUDA))
+    for case in WITH_LAYER
+    if tasks is None or case.values[0] in tasks
+]
 ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2.0**-16}
 
 
@@ -38,11 +45,8 @@ def run(kernel: PersistentKernel) -> None:
     torch_mpk.synchronize()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("task", "sample"), [case for case in thinned(SAMPLES, *FIRST_OF_EACH) if has_layer(case.values[0])]
-)
+@pytest.mark.parametrize(("task", "sample", "device"), CASES)
 def test_a_layer_runs_its_task(task, sample, dtype, device):
     operands, attrs = task.sample(sample, dtype, device)
     expected_operands = [None if t is None else t.clone() for t in operands]

@@ -196,6 +196,36 @@ class TaskLayers:
         block_dim: Dim3 = ...,
     ) -> None: ...
     @overload
+    def prefill_attention_layer(
+        self,
+        *,
+        q: GlobalTensor,
+        k: GlobalTensor,
+        v: GlobalTensor,
+        mask: GlobalTensor | None = ...,
+        limit: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        scale: float,
+        style: str = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def prefill_attention_layer(
+        self,
+        input: GlobalTensor,
+        k: GlobalTensor,
+        v: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        mask: GlobalTensor | None = ...,
+        limit: GlobalTensor | None = ...,
+        scale: float,
+        style: str = ...,
+    ) -> GlobalTensor: ...
+    @overload
     def rms_norm_layer(
         self,
         *,

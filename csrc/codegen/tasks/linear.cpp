@@ -13,7 +13,7 @@
 namespace mpk::codegen {
 namespace {
 
-constexpr int64_t kMaxBatch = 16, kMaxBoxedBatch = 64;
+constexpr int64_t kMaxBatch = 16;  // but for boxes, which the schedule takes only for as many as there may be
 
 bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }
 uint32_t u32(int64_t v) { return static_cast<uint32_t>(v); }
@@ -51,9 +51,11 @@ class LinearWriter {
  private:
   void check_operands() {
     require_row_dtype(first_, x_.dtype);
-    const int64_t most = shape_.has_boxes() ? kMaxBoxedBatch : kMaxBatch;
-    require(batch_ >= 1 && batch_ <= most, first_,
-            "x has " + str(batch_) + " rows, at most " + str(most) + " are supported");
+    require(
+        batch_ >= 1 && (batch_ <= kMaxBatch || shape_.has_boxes()), first_,
+        "x has " + str(batch_) + " rows, at most " + str(kMaxBatch) +
+            " are supported, and 64 with weights of 16-bit elements, in rows of a multiple of 64, that the call brings "
+            "to a GPU of compute capability 9.0");
     require(size_ >= 1, first_, "x has no columns");
     for (int n : job_.body) {
       const Node& node = context_.node(n);
