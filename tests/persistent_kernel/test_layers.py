@@ -126,6 +126,17 @@ def test_the_generated_kernel_of_a_pipeline():
     torch.testing.assert_close(tensors["out"], eager_mlp(tensors), rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_takes_more_than_16_tokens_on_a_gpu():
+    shapes = {"x": (24, 64), "weight": (128, 64), "out": (24, 128)}
+    tensors = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    with PersistentKernel(test_mode=True) as kernel:
+        kernel.linear_layer(*(kernel.attach_input(t, name) for name, t in tensors.items()))
+        kernel.compile()
+        emulated = emulate(kernel.schedule.graph)
+    emulated.launch(list(tensors.values()), [])
+    assert_near(tensors["out"], torch.nn.functional.linear(tensors["x"], tensors["weight"]))
+
+
 def test_intermediate_tensors_are_fused_away():
     with PersistentKernel(test_mode=True) as kernel:
         mlp(kernel, are_attached=False)
