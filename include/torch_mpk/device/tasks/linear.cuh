@@ -91,6 +91,15 @@ MPK_DEVICE float sum_values(float (&v)[N], int lane) {
 
 constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 
+// Which of the linears that follow each other in row space a tile is of.
+template <class V>
+MPK_DEVICE int segment_of(uint32_t tile) {
+  int s = 0;
+#pragma unroll
+  for (int i = 1; i < V::kSegments; i++) s += tile >= V::first_tile(i);
+  return s;
+}
+
 // What follows from a variant.
 template <Sizes V>
 struct Shape {
@@ -108,12 +117,6 @@ struct Shape {
   static constexpr int kStagedBytes = kScratchBytes + (V::kStaged ? V::kBatch * kPitch : 0);
 
   static MPK_DEVICE int chunk_size(int along_k) { return min(V::kChunkSize, V::kSize - along_k * V::kChunkSize); }
-  static MPK_DEVICE int segment_of(uint32_t tile) {
-    int s = 0;
-#pragma unroll
-    for (int i = 1; i < V::kSegments; i++) s += tile >= V::first_tile(i);
-    return s;
-  }
 };
 
 // Rows first, first + step, ... of x into shared memory, by one group of threads.
@@ -239,7 +242,7 @@ MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, in
 // What the first round of a tile's results needs from memory.
 template <class V>
 MPK_DEVICE typename V::Extra preload(const Job& job, uint32_t tile, int lane) {
-  const int segment = Shape<V>::segment_of(tile);
+  const int segment = segment_of<V>(tile);
   const uint32_t row = (tile - V::first_tile(segment)) * V::kTileRows + lane % V::kTileRows;
   if (lane >= V::kTileRows * V::kBatch || row >= V::num_rows(segment)) return {};
   return V::preload(job, segment, lane / V::kTileRows, row);
@@ -252,7 +255,7 @@ MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry
   using S = Shape<V>;
   using T = typename V::T;
   constexpr int kOutputs = V::kTileRows * V::kBatch;
-  const int segment = S::segment_of(tile);
+  const int segment = segment_of<V>(tile);
   const uint32_t first_row = (tile - V::first_tile(segment)) * V::kTileRows;
   const uint32_t end_row = V::num_rows(segment);
   auto row_of = [&](int i) { return first_row + i % V::kTileRows; };
@@ -625,7 +628,7 @@ MPK_DEVICE void compute_direct(C& c, const Job& job) {
   const uint32_t worker = c.worker(job);
   for (uint32_t tile = worker + c.warp * C::Config::kNumWorkers; tile < V::kNumTiles;
        tile += kConsumerWarps * C::Config::kNumWorkers) {
-    const int segment = S::segment_of(tile);
+    const int segment = segment_of<V>(tile);
     const uint32_t n = tile - V::first_tile(segment);
     for (int r = 0; r < V::kBatch; r++) {
       float results[V::kParts];

@@ -61,13 +61,6 @@ struct RowsShape {
   static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
   static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
   static constexpr int kStagedBytes = V::kStaged ? kSumsOffset + kSumBytes : kXBytes > kSumBytes ? kXBytes : kSumBytes;
-
-  static MPK_DEVICE int segment_of(uint32_t tile) {
-    int s = 0;
-#pragma unroll
-    for (int i = 1; i < V::kSegments; i++) s += tile >= V::first_tile(i);
-    return s;
-  }
 };
 
 // How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one.
@@ -295,7 +288,7 @@ struct RowsResult {
     local = (number - r * strips) * 32 + lane;
     if (local >= rows || r >= V::kBatch) return;
     const uint32_t tile = tiles.begin + local / V::kBoxRows;
-    segment = RowsShape<V>::segment_of(tile);
+    segment = segment_of<V>(tile);
     n = (tile - V::first_tile(segment)) * V::kBoxRows + local % V::kBoxRows;
     is_there = n < V::num_rows(segment);
   }
