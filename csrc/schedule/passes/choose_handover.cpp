@@ -9,6 +9,14 @@ namespace {
 // Polls of long vectors delay each other; beyond this the event is cheaper.
 constexpr int64_t kMaxPolledElements = 49152;
 
+// Of several rows each is polled by one warp, whose lanes keep in registers what they poll.
+constexpr int64_t kMaxPolledRow = 6144, kFewRows = 2;
+
+bool has_short_rows_to_poll(const Tensor& t) {
+  const int64_t row = t.shape.empty() ? 1 : t.shape.back();
+  return row <= kMaxPolledRow || t.numel() <= kFewRows * row;
+}
+
 // Whether whoever stores the node's result can mark each element as it comes.
 bool can_be_marked(const Draft& draft, int n, const Tensor& made) {
   const int maker = draft.job_of[n] < 0 ? n : draft.jobs[draft.job_of[n]].body.front();
@@ -26,11 +34,13 @@ bool can_poll(const Draft& draft, const Node& reader, const Operand& made) {
   switch (reader.def->role) {
     case Role::kRow:
       return draft.is_prologue[reader.id] && operands.front().tensor.buffer == buffer &&
+             has_short_rows_to_poll(operands.front().tensor) &&
              std::none_of(operands.begin() + 1, operands.end(),
                           [&](const Operand& operand) { return operand.tensor.buffer == buffer; });
     case Role::kStream:
       return std::all_of(operands.begin(), operands.end(), [&](const Operand& operand) {
-        return operand.tensor.buffer != buffer || reader.def->find(operand.name)->is_staged;
+        return operand.tensor.buffer != buffer ||
+               (reader.def->find(operand.name)->is_staged && has_short_rows_to_poll(operand.tensor));
       });
     default:
       return !draft.jobs[draft.job_of[reader.id]].epilogue.empty() && reads_at_same_point(reader, made);
