@@ -42,8 +42,9 @@ def check_decoder(kernel: EmulatedKernel, limits: list[int], slot: int, toleranc
 
 @pytest.mark.slow
 def test_decoder_in_bf16_and_its_fusions_bit_by_bit() -> None:
-    sizes = {"batch": 3, "heads": 8, "groups": 2, "head_dim": 32, "ffn": 200, "length": 520, "vocab": 8000}
-    sizes["computed_tables"] = True
+    # No rows of a multiple of 64: sums of boxes depend on what else is in their job.
+    sizes = {"batch": 3, "hidden": 72, "heads": 6, "groups": 2, "head_dim": 40, "ffn": 200, "length": 520}
+    sizes |= {"vocab": 8000, "computed_tables": True}
     left_behind = []
     for fuse, polled in ((True, True), (True, False), (False, False)):
         kernel = emulate(decoder(**sizes), fuse=fuse, polled=polled)

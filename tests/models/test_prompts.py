@@ -141,7 +141,7 @@ def test_random_prompts(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(prompts())
 def test_more_random_prompts(case: dict[str, Any]) -> None:
     check(case)

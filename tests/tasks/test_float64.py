@@ -34,9 +34,10 @@ def test_tasks_with_code_are_right_on_the_cpu(task, sample):
 
     _, results = run(step, *operands)
     wanted = task(*expected, **attrs)
+    error = 1e-6 if attrs.get("style") == "eager" else 1e-12  # eager attention has its softmax in float32
     for got, want in zip([*task.results(results), *operands], [*task.results(wanted), *expected], strict=True):
         if want is not None:
-            close(got, want, equal_nan=True)
+            close(got, want, atol=error, equal_nan=True)
 
 
 def block(x, weight, keys, values):
