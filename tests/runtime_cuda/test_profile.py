@@ -6,6 +6,7 @@ import gc
 import itertools
 import struct
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch_mpk.dump import Dump
 from torch_mpk.errors import ProfileError
 from torch_mpk.plan import Plan
 from torch_mpk.profile import record
+from torch_mpk.runtime import segment
 from torch_mpk.runtime.segment import live_segments
 from torch_mpk.testing.emulator import SMEM_BYTES, compile_kernels
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
@@ -63,8 +65,8 @@ def emulated(simulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return EmulatedExecutable(load(plan, device, options, dump), plan)
 
     monkeypatch.setattr(simulated_gpu, "load", load_emulated)
+    monkeypatch.setattr(segment, "_live", weakref.WeakSet())  # without those that earlier tests have left
     torch.compiler.reset()
-    gc.collect()  # segments of earlier tests
 
 
 class Steps:
@@ -97,7 +99,7 @@ def test_a_timeline_shows_consumers_and_loaders(emulated: None, tmp_path: Path) 
     warmup, steps = LAUNCHES_KEPT + 1, LAUNCHES_KEPT + 2  # more than the device keeps
     profile = torch_mpk.profile(step, tmp_path / "trace.json.gz", steps=steps, warmup=warmup)
     assert step.count == warmup + steps
-    [segment] = live_segments()
+    [own] = live_segments()
     tracks = read_tracks(profile.path)
     workers = range(NUM_WORKERS)
     assert [*tracks] == ["launches", *(f"worker {w} {role}" for w in workers for role in ("consumers", "loader"))]
@@ -105,7 +107,7 @@ def test_a_timeline_shows_consumers_and_loaders(emulated: None, tmp_path: Path) 
     assert len(launches) == steps == profile.kernels[0].num_launches
     assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(launches)), "launches overlap"
     for worker in workers:
-        check_consumers(tracks[f"worker {worker} consumers"], launches, segment.plan.kernel.phase_names)
+        check_consumers(tracks[f"worker {worker} consumers"], launches, own.plan.kernel.phase_names)
     assert any(tracks[f"worker {w} consumers"].of("stage") for w in workers)
     assert any(tracks[f"worker {w} consumers"].of("wait for events") for w in workers)
     assert any(tracks[f"worker {w} loader"].of("wait for consumers") for w in workers)
@@ -116,7 +118,7 @@ def test_loaders_count_the_bytes_that_they_bring(emulated: None, tmp_path: Path)
     profile = torch_mpk.profile(step, tmp_path / "trace.json", steps=2, warmup=1)
     tracks = read_tracks(profile.path)
     launches = tracks["launches"].slices
-    [segment] = live_segments()
+    [own] = live_segments()
     model = step.model
     layers = [
         [
@@ -135,7 +137,7 @@ def test_loaders_count_the_bytes_that_they_bring(emulated: None, tmp_path: Path)
             for begin, _, _, load in tracks[f"worker {worker} loader"].slices:
                 if load and first - 10**6 <= begin <= last:
                     loaded[load["phase"]] = loaded.get(load["phase"], 0) + load["bytes"]
-        names = segment.plan.kernel.phase_names
+        names = own.plan.kernel.phase_names
         assert [loaded[phase] for phase, name in enumerate(names) if name.startswith("linear")] == weights
         # Keys and values of the positions that there are with the step's own, not those of the whole cache.
         positions = PROMPT_LENGTH + 2 + number
@@ -164,9 +166,9 @@ def test_clocks_of_multiprocessors_are_put_on_one_axis(emulated: None) -> None:
     check_order(recording, FIELDS[5:-1])
     assert (recording.field("computed") > 0).all() and (recording.field("loaded") > 0).all()
     assert (recording.begins >= began).all() and (recording.ends <= began + took).all()
-    [segment] = live_segments()
+    [own] = live_segments()
     ready, computed = recording.field("ready"), recording.field("computed")
-    waits = [(phase, before) for phase, p in enumerate(segment.plan.schedule.phases) for before in p.waits]
+    waits = [(phase, before) for phase, p in enumerate(own.plan.schedule.phases) for before in p.waits]
     assert waits
     for phase, before in waits:
         done = computed[:, :, before].amax(1)
@@ -231,8 +233,8 @@ def test_a_build_of_an_earlier_process_is_as_good(emulated: None, tmp_path: Path
         torch.compiler.reset()
         gc.collect()
         profiles.append(torch_mpk.profile(Steps(profile=True), tmp_path / "trace.json", steps=1, warmup=1))
-    [segment] = live_segments()
-    assert segment.plan.schedule is None, "it was built again"
+    [own] = live_segments()
+    assert own.plan.schedule is None, "it was built again"
     first, second = ([(t.tasks, t.num_phases, t.num_bytes) for t in p.kernels[0].tasks] for p in profiles)
     assert first == second
 
