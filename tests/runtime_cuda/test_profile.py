@@ -3,10 +3,10 @@
 import ctypes
 import functools
 import gc
+import importlib
 import itertools
 import struct
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from torch_mpk.dump import Dump
 from torch_mpk.errors import ProfileError
 from torch_mpk.plan import Plan
 from torch_mpk.profile import record
-from torch_mpk.runtime import segment
 from torch_mpk.runtime.segment import live_segments
 from torch_mpk.testing.emulator import SMEM_BYTES, compile_kernels
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 from torch_mpk.timeline import FIELDS, Recording
 
+profiling = importlib.import_module("torch_mpk.profile")  # the package has the function by that name
 NUM_WORKERS = 3
 PROMPT_LENGTH = 5
 LAUNCHES_KEPT = 8  # kLaunchesKept of abi/control.h
@@ -65,7 +65,8 @@ def emulated(simulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return EmulatedExecutable(load(plan, device, options, dump), plan)
 
     monkeypatch.setattr(simulated_gpu, "load", load_emulated)
-    monkeypatch.setattr(segment, "_live", weakref.WeakSet())  # without those that earlier tests have left
+    others = live_segments()  # that earlier tests have left
+    monkeypatch.setattr(profiling, "live_segments", lambda: [each for each in live_segments() if each not in others])
     torch.compiler.reset()
 
 
@@ -99,7 +100,7 @@ def test_a_timeline_shows_consumers_and_loaders(emulated: None, tmp_path: Path) 
     warmup, steps = LAUNCHES_KEPT + 1, LAUNCHES_KEPT + 2  # more than the device keeps
     profile = torch_mpk.profile(step, tmp_path / "trace.json.gz", steps=steps, warmup=warmup)
     assert step.count == warmup + steps
-    [own] = live_segments()
+    [own] = profiling.live_segments()
     tracks = read_tracks(profile.path)
     workers = range(NUM_WORKERS)
     assert [*tracks] == ["launches", *(f"worker {w} {role}" for w in workers for role in ("consumers", "loader"))]
@@ -118,7 +119,7 @@ def test_loaders_count_the_bytes_that_they_bring(emulated: None, tmp_path: Path)
     profile = torch_mpk.profile(step, tmp_path / "trace.json", steps=2, warmup=1)
     tracks = read_tracks(profile.path)
     launches = tracks["launches"].slices
-    [own] = live_segments()
+    [own] = profiling.live_segments()
     model = step.model
     layers = [
         [
@@ -166,7 +167,7 @@ def test_clocks_of_multiprocessors_are_put_on_one_axis(emulated: None) -> None:
     check_order(recording, FIELDS[5:-1])
     assert (recording.field("computed") > 0).all() and (recording.field("loaded") > 0).all()
     assert (recording.begins >= began).all() and (recording.ends <= began + took).all()
-    [own] = live_segments()
+    [own] = profiling.live_segments()
     ready, computed = recording.field("ready"), recording.field("computed")
     waits = [(phase, before) for phase, p in enumerate(own.plan.schedule.phases) for before in p.waits]
     assert waits
@@ -233,7 +234,7 @@ def test_a_build_of_an_earlier_process_is_as_good(emulated: None, tmp_path: Path
         torch.compiler.reset()
         gc.collect()
         profiles.append(torch_mpk.profile(Steps(profile=True), tmp_path / "trace.json", steps=1, warmup=1))
-    [own] = live_segments()
+    [own] = profiling.live_segments()
     assert own.plan.schedule is None, "it was built again"
     first, second = ([(t.tasks, t.num_phases, t.num_bytes) for t in p.kernels[0].tasks] for p in profiles)
     assert first == second
