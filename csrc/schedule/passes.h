@@ -28,12 +28,12 @@ void count_tiles(Draft& draft);
 void find_unstored(Draft& draft);
 // The loader waits for what the launch computes before it loads that.
 void find_loader_waits(Draft& draft);
+// The warps of a CTA and their ring.
+void lay_out_warps(Draft& draft);
 // Which vectors are polled, and which phases therefore wait for no event.
 void choose_handover(Draft& draft);
 // Where intermediates live.
 void place_workspace(Draft& draft);
-// The warps of a CTA and their ring.
-void lay_out_warps(Draft& draft);
 // Which jobs bring their whole input to shared memory.
 void choose_staging(Draft& draft);
 // Tasks cut their jobs, see Planner.

@@ -2,6 +2,7 @@
 
 #include "../access.h"
 #include "../passes.h"
+#include "torch_mpk/abi/partition.h"
 
 namespace mpk {
 namespace {
@@ -9,12 +10,13 @@ namespace {
 // Polls of long vectors delay each other; beyond this the event is cheaper.
 constexpr int64_t kMaxPolledElements = 49152;
 
-// Of several rows each is polled by one warp, whose lanes keep in registers what they poll.
-constexpr int64_t kMaxPolledRow = 6144, kFewRows = 2;
+// So much of a row does a warp poll, since its lanes keep in registers what they poll.
+constexpr int64_t kMaxPolledByWarp = 6144;
 
-bool has_short_rows_to_poll(const Tensor& t) {
+bool has_short_rows_to_poll(const Draft& draft, const Tensor& t) {
+  if (t.numel() == 0) return true;
   const int64_t row = t.shape.empty() ? 1 : t.shape.back();
-  return row <= kMaxPolledRow || t.numel() <= kFewRows * row;
+  return row <= kMaxPolledByWarp * warps_of_row(t.numel() / row, draft.schedule.warps.consumers);
 }
 
 // Whether whoever stores the node's result can mark each element as it comes.
@@ -34,13 +36,13 @@ bool can_poll(const Draft& draft, const Node& reader, const Operand& made) {
   switch (reader.def->role) {
     case Role::kRow:
       return draft.is_prologue[reader.id] && operands.front().tensor.buffer == buffer &&
-             has_short_rows_to_poll(operands.front().tensor) &&
+             has_short_rows_to_poll(draft, operands.front().tensor) &&
              std::none_of(operands.begin() + 1, operands.end(),
                           [&](const Operand& operand) { return operand.tensor.buffer == buffer; });
     case Role::kStream:
       return std::all_of(operands.begin(), operands.end(), [&](const Operand& operand) {
         return operand.tensor.buffer != buffer ||
-               (reader.def->find(operand.name)->is_staged && has_short_rows_to_poll(operand.tensor));
+               (reader.def->find(operand.name)->is_staged && has_short_rows_to_poll(draft, operand.tensor));
       });
     default:
       return !draft.jobs[draft.job_of[reader.id]].epilogue.empty() && reads_at_same_point(reader, made);

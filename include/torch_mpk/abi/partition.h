@@ -28,6 +28,11 @@ MPK_HOST_DEVICE Span static_span(uint32_t total, uint32_t index, uint32_t count)
   return {begin, begin + least + (index < longer ? 1 : 0)};
 }
 
+// Of `warps` warps, those that bring one of `rows` rows to shared memory, where each row has as many.
+MPK_HOST_DEVICE constexpr int warps_of_row(int64_t rows, int warps) {
+  return rows >= warps ? 1 : warps / static_cast<int>(rows);
+}
+
 // How a job's tiles are shared out at run time, since memory bandwidth is not shared evenly: `size` tiles a ticket, the
 // first `own` tickets of each worker in turn, and `drawn` that whoever is done with those draws: an eighth of all,
 // since some workers get an eighth less of the bandwidth than others, and two for each where there are few.

@@ -332,6 +332,13 @@ MPK_DEVICE bool barrier_or(bool value) {
   return any;
 }
 
+// A barrier among `threads` threads, whole warps; barriers 0 and 1 have other uses.
+template <int threads>
+MPK_DEVICE void barrier(int number) {
+  __syncwarp();
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(number), "n"(threads) : "memory");
+}
+
 // 2^x to a millionth; what would be subnormal is 0.
 MPK_DEVICE float exp2(float x) {
   float y;

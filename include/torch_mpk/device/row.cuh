@@ -69,6 +69,45 @@ struct CtaThreads {
     return sum_partials(of_warps);
   }
   MPK_DEVICE void sync() { c.sync(); }
+  MPK_DEVICE void settle(bool ok) { c.alive = ok; }
+};
+
+// Among the neighbouring warps of a group: their barrier, and their sum of v through `partials`, which has a place for
+// each warp of the CTA.
+template <int warps>
+MPK_DEVICE void sync_group() {
+  constexpr int kFirstBarrier = 2;  // before it: that of the CTA, that of the consumers
+  ptx::barrier<32 * warps>(kFirstBarrier + ptx::thread_index() / (32 * warps));
+}
+template <int warps>
+MPK_DEVICE float sum_over(float v, float* partials) {
+  const int warp = ptx::thread_index() / 32;
+  v = warp_sum(v);
+  if (ptx::thread_index() % 32 == 0) partials[warp] = v;
+  sync_group<warps>();
+  float total = 0;
+#pragma unroll
+  for (int w = 0; w < warps; w++) total += partials[warp / warps * warps + w];
+  return total;
+}
+
+// So many neighbouring warps, each group at a row of its own; what is left over has the number of a group too many.
+template <class C, int warps>
+struct WarpGroup {
+  static constexpr int kSize = 32 * warps;
+  static_assert(warps > 1);
+  C& c;
+  int number, rank;
+  int flip = 0;
+  MPK_DEVICE explicit WarpGroup(C& c) : c(c), number(c.warp / warps), rank(c.rank % kSize) {}
+
+  MPK_DEVICE float* partials() {
+    flip ^= 1;
+    return c.shared.partials[flip];
+  }
+  MPK_DEVICE float sum(float v) { return sum_over<warps>(v, partials()); }
+  MPK_DEVICE void sync() { sync_group<warps>(); }
+  MPK_DEVICE void settle(bool ok) { c.failed |= !ok; }
 };
 
 // Constructed by every thread of a group with the job's operands, which it may start to fetch, and applied to a row in

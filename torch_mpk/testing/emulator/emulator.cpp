@@ -74,7 +74,7 @@ struct Cta {
     int arrived = 0;
     uint32_t generation = 0;
     bool any = false, result = false;
-  } barriers[2];  // of all threads, of the consumers
+  } barriers[16];
 };
 thread_local Cta* cta;
 
@@ -186,8 +186,8 @@ const void* warp_value(int lane) {
   return cta->warps[threadIdx.x / 32].values[cta->fibers[threadIdx.x].collected & 1][lane];
 }
 
-bool barrier(int threads, bool value) {
-  auto& b = cta->barriers[threads != 0];
+bool barrier(int number, int threads, bool value) {
+  auto& b = cta->barriers[number];
   const uint32_t mine = b.generation;
   b.any |= value;
   if (++b.arrived == (threads == 0 ? cta->launch.num_threads : threads)) {

@@ -49,7 +49,8 @@ inline void require_aligned(const void* p) { require_aligned_to(p, 16); }
 void yield();                                        // lets the other fibers of the CTA run
 void warp_collect(const void* value, size_t bytes);  // blocks until all lanes of the warp have called it
 const void* warp_value(int lane);                    // what that lane gave; valid until the next call
-bool barrier(int threads, bool value);               // the OR of the values
+// Barrier `number` of the CTA, among `threads` threads, or all where that is 0; gives the OR of the values.
+bool barrier(int number, int threads, bool value);
 void barrier_init(uint64_t* bar, uint32_t count);
 void barrier_arrive(uint64_t* bar, uint32_t expected_bytes);
 bool barrier_test(uint64_t* bar, uint32_t parity);
@@ -102,7 +103,7 @@ inline unsigned __ballot_sync(unsigned, bool v) {
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
 inline void __syncwarp(unsigned = ~0u) { emulator::warp_collect(nullptr, 0); }
-inline bool __syncthreads_or(bool v) { return emulator::barrier(0, v); }
+inline bool __syncthreads_or(bool v) { return emulator::barrier(0, 0, v); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __threadfence(); }
 inline void __nanosleep(unsigned ns) {

@@ -176,7 +176,7 @@ MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
   return true;
 }
 
-// Rows of x into shared memory, through the row tasks in front of the linear: by the group or each by a warp.
+// Rows of x into shared memory, through the row tasks in front of the linear: each by a warp or by several.
 template <class V, class C, class Group>
 MPK_DEVICE bool stage_whole(C& c, const Job& job, Group group, int first, int step, uint8_t* x) {
   using Chain = typename V::template Chain<Group>;
@@ -340,11 +340,14 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if constexpr (!V::kStaged) {
     if (!c.await()) return;
   } else {
+    constexpr int kWarps = warps_of_row(V::kBatch, kConsumerWarps);
     bool ok;
-    if constexpr (V::kBatch > 2)
+    if constexpr (kWarps == 1) {
       ok = stage_whole<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, staged);
-    else
-      ok = stage_whole<V>(c, job, CtaThreads<C>(c), 0, 1, staged);
+    } else {
+      const WarpGroup<C, kWarps> group(c);
+      ok = stage_whole<V>(c, job, group, group.number, V::kBatch, staged);
+    }
     if (!ok || !c.sync()) return;
     c.stamp(&PhaseStamps::staged);
   }

@@ -40,46 +40,52 @@ struct Polled {
   const Watchdog* dog;
 };
 
-// A row of `pieces` pieces by the whole CTA, with weights of its own dtype; polled where it travels so,
-// and then written. False when the launch was given up. Out of line: jobs share it. It fetches the weights itself,
-// since a call waits for what is in flight.
-template <class T, Style style, bool has_weight, bool is_polled, int kSteps>
+// A row of `pieces` pieces by neighbouring warps, all of the CTA or of a WarpGroup, with weights of its own dtype;
+// polled where it travels so, and then written. False when the launch was given up. Out of line: jobs share it. It
+// fetches the weights itself, since a call waits for what is in flight.
+template <class T, Style style, bool has_weight, bool is_polled, int kSteps, int warps>
 __device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pieces, float inverse_size, float eps,
                                        float* partials, bool failed, Polled polled) {
   __builtin_assume(__isShared(row));
   __builtin_assume(__isShared(partials));
-  constexpr int kWidth = kVecSize<T>;
+  constexpr int kWidth = kVecSize<T>, kThreads = 32 * warps;
   using Piece = Vec<T, kWidth>;
-  const int rank = ptx::thread_index();
+  const int rank = warps == kConsumerWarps ? ptx::thread_index() : ptx::thread_index() % kThreads;
   uint4 kept[kSteps], factors[kSteps] = {};
   if constexpr (has_weight) {
     __builtin_assume(__isGlobal(weights));
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
-      if (const int i = s * kConsumerThreads + rank; i < pieces) factors[s] = weights[i];
+      if (const int i = s * kThreads + rank; i < pieces) factors[s] = weights[i];
   }
   if constexpr (is_polled) {
-    failed |= !poll_pieces(kept, polled.src, rank, kConsumerThreads, pieces, *polled.dog, polled.phase);
+    failed |= !poll_pieces(kept, polled.src, rank, kThreads, pieces, *polled.dog, polled.phase);
   } else {
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
-      if (const int i = s * kConsumerThreads + rank; i < pieces) kept[s] = row[i];
+      if (const int i = s * kThreads + rank; i < pieces) kept[s] = row[i];
   }
   float sum = 0, x[kWidth];
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
-    if (s * kConsumerThreads + rank >= pieces) break;
+    if (s * kThreads + rank >= pieces) break;
     to_floats(reinterpret_cast<const Piece&>(kept[s]), x);
 #pragma unroll
     for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
   }
-  sum = warp_sum(sum);
-  if (rank % 32 == 0) partials[rank / 32] = sum;
-  if (ptx::barrier_or<kConsumerThreads>(failed)) return false;
-  const float scale = rsqrtf(sum_partials(partials) * inverse_size + eps);
+  if constexpr (warps == kConsumerWarps) {
+    sum = warp_sum(sum);
+    if (rank % 32 == 0) partials[rank / 32] = sum;
+    if (ptx::barrier_or<kConsumerThreads>(failed)) return false;
+    sum = sum_partials(partials);
+  } else {
+    sum = sum_over<warps>(sum, partials);
+    if (failed) return false;
+  }
+  const float scale = rsqrtf(sum * inverse_size + eps);
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
-    const int i = s * kConsumerThreads + rank;
+    const int i = s * kThreads + rank;
     if (i >= pieces) break;
     reinterpret_cast<Piece*>(row)[i] = normalised<T, style, has_weight>(reinterpret_cast<const Piece&>(kept[s]), scale,
                                                                         reinterpret_cast<const Piece&>(factors[s]));
@@ -111,8 +117,10 @@ struct Task {
   static constexpr int kPieces = V::kSize / kWidth;
   static constexpr int kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
   static constexpr bool kKeeps = V::kVectorized && kSteps <= 4 && sizeof(Weight) == sizeof(T);
-  static constexpr bool kOutOfLine =
-      kKeeps && kSame<T, Weight> && Group::kSize == kConsumerThreads && kWidth == kVecSize<T>;
+  // Weights that are fetched at once where they are not kept.
+  static constexpr int kAhead = kSteps < 16 ? kSteps : 16;
+  static constexpr bool kOutOfLine = V::kVectorized && kSame<T, Weight> && kWidth == kVecSize<T> && Group::kSize > 32 &&
+                                     kSteps <= (Group::kSize == kConsumerThreads ? 4 : 8);
   using Weights = Vec<Weight, kWidth>;
 
   const Weight* weight = nullptr;
@@ -144,6 +152,8 @@ struct Task {
       call<false>(group, row, {});
     } else {
       Vec<T, kWidth>* pieces = reinterpret_cast<Vec<T, kWidth>*>(row);
+      Weights fetched[kKeeps ? 1 : kAhead];
+      if constexpr (!kKeeps) fetch(fetched, 0, group.rank);
       float sum = 0;
 #pragma unroll
       for (int s = 0; s < kSteps; s++) {
@@ -155,21 +165,14 @@ struct Task {
         for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
       }
       const float scale = rsqrtf(group.sum(sum) * (1.0f / V::kSize) + V::kEps);
-      constexpr int kAhead = kKeeps ? kSteps : kSteps < 4 ? kSteps : 4;  // weights that are there
 #pragma unroll
       for (int first = 0; first < kSteps; first += kAhead) {
-        Weights fetched[kAhead] = {};
-        if constexpr (V::kHasWeight && !kKeeps) {
-#pragma unroll
-          for (int s = 0; s < kAhead; s++)
-            if (const int i = (first + s) * Group::kSize + group.rank; first + s < kSteps && i < kPieces)
-              fetched[s] = reinterpret_cast<const Weights*>(weight)[i];
-        }
+        if (!kKeeps && first > 0) fetch(fetched, first, group.rank);
 #pragma unroll
         for (int s = 0; s < kAhead && first + s < kSteps; s++) {
           const int i = (first + s) * Group::kSize + group.rank;
           if (kPieces % Group::kSize != 0 && i >= kPieces) break;
-          const Weights w = kKeeps ? kept[kKeeps ? s : 0] : fetched[s];
+          const Weights w = kKeeps ? kept[kKeeps ? s : 0] : fetched[kKeeps ? 0 : s];
           pieces[i] = normalised<T, V::kStyle, V::kHasWeight>(pieces[i], scale, w);
         }
       }
@@ -177,12 +180,22 @@ struct Task {
   }
 
  private:
+  template <int N>
+  MPK_DEVICE void fetch(Weights (&to)[N], int first, int rank) const {
+#pragma unroll
+    for (int s = 0; s < N; s++) {
+      to[s] = {};
+      const int i = (first + s) * Group::kSize + rank;
+      if (V::kHasWeight && first + s < kSteps && i < kPieces) to[s] = reinterpret_cast<const Weights*>(weight)[i];
+    }
+  }
+
   template <bool is_polled>
   MPK_DEVICE void call(Group& group, T* row, Polled polled) {
     if (!group.c.alive) return;
-    group.c.alive = normalise<T, V::kStyle, V::kHasWeight, is_polled, kSteps>(
+    group.settle(normalise<T, V::kStyle, V::kHasWeight, is_polled, kSteps, Group::kSize / 32>(
         reinterpret_cast<uint4*>(row), reinterpret_cast<const uint4*>(weight), kPieces, 1.0f / V::kSize, V::kEps,
-        group.partials(), group.c.failed, polled);
+        group.partials(), group.c.failed, polled));
   }
 };
 

@@ -124,7 +124,11 @@ inline void store_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, 
 
 template <int threads>
 bool barrier_or(bool value) {
-  return emulator::barrier(threads, value);
+  return emulator::barrier(1, threads, value);
+}
+template <int threads>
+void barrier(int number) {
+  emulator::barrier(number, threads, false);
 }
 
 struct Pair {
