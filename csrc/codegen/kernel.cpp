@@ -52,12 +52,21 @@ std::string staged_bytes(const Variants& variants) {
   return staged;
 }
 
-// Where the ring begins: boxes need it aligned, and windows in front of it.
-std::string boxes(const KernelContext& context) {
-  const std::string staged_end = "kStagedOffset + round_up(kStagedBytes)";
-  if (context.maps.empty()) return member("bool", "kHasBoxes", "false") + member("int", "kRingOffset", staged_end);
-  const std::string alignment = str(kBoxAlignment);
-  return member("bool", "kHasBoxes", "true") + member("int", "kWindowsOffset", staged_end) +
+bool has_overlap(const Schedule& schedule) {
+  for (const Phase& phase : schedule.phases)
+    for (const Job& job : phase.jobs)
+      if (job.pieces && job.pieces->overlap) return true;
+  return false;
+}
+
+// Where the ring begins: boxes need it aligned, and boxes and pieces that overlap windows in front of it.
+std::string windows(const KernelContext& context) {
+  const bool has_boxes = !context.maps.empty(), has_windows = has_boxes || has_overlap(context.schedule);
+  const std::string staged_end = "kStagedOffset + round_up(kStagedBytes)", alignment = str(kBoxAlignment);
+  const std::string flags =
+      member("bool", "kHasBoxes", truth(has_boxes)) + member("bool", "kHasWindows", truth(has_windows));
+  if (!has_windows) return flags + member("int", "kRingOffset", staged_end);
+  return flags + member("int", "kWindowsOffset", staged_end) +
          member("int", "kRingOffset",
                 "(kWindowsOffset + int(sizeof(Windows)) + " + str(kBoxAlignment - 1) + ") / " + alignment + " * " +
                     alignment);
@@ -78,7 +87,7 @@ std::string layout(const KernelContext& context, const Variants& variants, const
          member("int64_t", "kPolledBytes", context.schedule.polled_bytes) +
          member("int", "kRowBytes", table.row_bytes) + member("int", "kRowsOffset", "sizeof(Shared)") +
          member("int", "kStagedOffset", "round_up(kRowsOffset + kPhasesAhead * kRowBytes)") +
-         member("int", "kStagedBytes", staged_bytes(variants)) + boxes(context) +
+         member("int", "kStagedBytes", staged_bytes(variants)) + windows(context) +
          member("int", "kSlotBytes", warps.slot_bytes) +
          member("int", "kFittingSlots", "(" + str(program.smem_bytes) + " - kRingOffset) / kSlotBytes") +
          member("int", "kSlots", "kFittingSlots < " + most + " ? kFittingSlots : " + most) +

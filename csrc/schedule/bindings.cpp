@@ -87,15 +87,18 @@ void bind_schedule(py::module_& m) {
 
   py::class_<Pieces>(m, "Pieces")
       .def(py::init([](int64_t count, int64_t of_row, int64_t results, int64_t few_results, int64_t result_bytes,
-                       int64_t offset) { return Pieces{count, of_row, results, few_results, result_bytes, offset}; }),
+                       int64_t offset, bool overlap) {
+             return Pieces{count, of_row, results, few_results, result_bytes, offset, overlap};
+           }),
            py::arg("count"), py::arg("of_row"), py::arg("results"), py::arg("few_results"), py::arg("result_bytes"),
-           py::arg("offset"))
+           py::arg("offset"), py::arg("overlap"))
       .def_readonly("count", &Pieces::count)
       .def_readonly("of_row", &Pieces::of_row)
       .def_readonly("results", &Pieces::results)
       .def_readonly("few_results", &Pieces::few_results)
       .def_readonly("result_bytes", &Pieces::result_bytes)
-      .def_readonly("offset", &Pieces::offset);
+      .def_readonly("offset", &Pieces::offset)
+      .def_readonly("overlap", &Pieces::overlap);
 
   py::class_<Job>(m, "Job")
       .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue,

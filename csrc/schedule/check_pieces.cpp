@@ -50,6 +50,9 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
   require(pieces.results + 2 <= s.warps.consumers, "a piece of " + std::to_string(pieces.results) +
                                                        " results, a key and a value need a warp each, but there are " +
                                                        std::to_string(s.warps.consumers));
+  require(!pieces.overlap || s.warps.consumers > kBringingWarps,
+          "pieces overlap, but of " + std::to_string(s.warps.consumers) + " consumers " +
+              std::to_string(kBringingWarps) + " are at others' rows and none is left for tiles");
   require(pieces.count >= (units + workers - 1) / workers * workers,
           count + " are fewer than lengths at run time may give");
 }

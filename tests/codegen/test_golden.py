@@ -288,6 +288,7 @@ struct Attention1 {
   static constexpr float kScale = 0.25f;
   static constexpr bool kHasNew = true;
   static constexpr bool kHasMask = false;
+  static constexpr bool kOverlaps = false;
   static constexpr uint32_t kPitchK = 32, kPitchV = 32;
   static MPK_DEVICE int64_t slot(const Job& job) {
     return *job.pointer<const int64_t>(2);
@@ -676,6 +677,7 @@ struct Kernel {
       linear::Shape<Linear6>::kStagedBytes),
       linear::Shape<Linear7>::kStagedBytes);
   static constexpr bool kHasBoxes = false;
+  static constexpr bool kHasWindows = false;
   static constexpr int kRingOffset = kStagedOffset + round_up(kStagedBytes);
   static constexpr int kSlotBytes = 8192;
   static constexpr int kFittingSlots = (232448 - kRingOffset) / kSlotBytes;
@@ -773,6 +775,7 @@ struct Attention0 {
   static constexpr float kScale = 0.25f;
   static constexpr bool kHasNew = true;
   static constexpr bool kHasMask = false;
+  static constexpr bool kOverlaps = false;
   static constexpr uint32_t kPitchK = 32, kPitchV = 32;
   static MPK_DEVICE int64_t slot(const Job& job) {
     return *job.pointer<const int64_t>(2);

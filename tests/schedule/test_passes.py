@@ -239,6 +239,13 @@ def test_cut_jobs_into_pieces() -> None:
     after = Draft(decoder(layers=1, batch=2, heads=16), "cut_jobs")  # two key heads, eight heads for each
     expected = {"count": 132, "of_row": 0, "results": 8, "few_results": 2, "result_bytes": 8 * 64 + 32, "offset": -1}
     assert by_label(after, "pieces")["attention"] == expected
+    more = Draft(decoder(layers=1, batch=67, heads=4), "cut_jobs")  # groups of two key heads each
+    assert by_label(more, "pieces")["attention"] == {
+        **expected,
+        "count": 264,
+        "results": 2,
+        "overlap": True,
+    }
     reductions = json.loads(_C.draft_schedule(long_reductions(2, 100000), CUDA, "cut_jobs"))["schedule"]
     pieces = [job["pieces"] for phase in reductions["phases"] for job in phase["jobs"]]
     assert {(each["count"], each["of_row"]) for each in pieces} == {(2 * 48, 48)}  # of 2,048 elements and more

@@ -78,16 +78,16 @@ class AttentionWriter {
   void write_sizes() {
     const Pieces& pieces = *job_.pieces;
     const int64_t workers = context_.schedule.target.num_workers;
-    code_.body = "  using T = " + std::string(cuda_type(dtype_)) + ";\n" + constant("kBatch", batch()) +
-                 constant("kGroups", groups()) + constant("kPasses", heads() / groups() / pieces.results) +
-                 constant("kHeads", pieces.results) + constant("kFewHeads", pieces.few_results) +
-                 constant("kSize", size()) + constant("kLength", length()) +
-                 flag("kZeroWithoutKeys", node_.string_attr("style") == "sdpa") + constant("kWorkers", workers) +
-                 returning("int64_t", "limit(const Job& job, uint32_t b)", limit()) +
-                 constant("kPartialBytes", pieces.result_bytes) +
-                 returning("uint8_t*", "partials(const Job& job)", refs_.partials(pieces)) +
-                 "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
-                 flag("kHasNew", k_new_ != nullptr) + flag("kHasMask", mask_ != nullptr);
+    code_.body =
+        "  using T = " + std::string(cuda_type(dtype_)) + ";\n" + constant("kBatch", batch()) +
+        constant("kGroups", groups()) + constant("kPasses", heads() / groups() / pieces.results) +
+        constant("kHeads", pieces.results) + constant("kFewHeads", pieces.few_results) + constant("kSize", size()) +
+        constant("kLength", length()) + flag("kZeroWithoutKeys", node_.string_attr("style") == "sdpa") +
+        constant("kWorkers", workers) + returning("int64_t", "limit(const Job& job, uint32_t b)", limit()) +
+        constant("kPartialBytes", pieces.result_bytes) +
+        returning("uint8_t*", "partials(const Job& job)", refs_.partials(pieces)) +
+        "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
+        flag("kHasNew", k_new_ != nullptr) + flag("kHasMask", mask_ != nullptr) + flag("kOverlaps", pieces.overlap);
   }
 
   void write_caches() {

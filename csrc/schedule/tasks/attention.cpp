@@ -16,14 +16,17 @@ int64_t heads_at_a_time(int64_t shared, int64_t size) {
   return shared / passes;
 }
 
-// At most: rows of q and of the new position, a tile's weights of each warp, sums, and results to be put together.
-int64_t staged_bytes(int64_t together, int64_t size, int64_t element, int64_t warps) {
-  constexpr int64_t kMostRows = 16, kFewestRows = 8, kCombined = 24 * 1024;  // positions of a tile; bytes
+// At most: rows of q and of the new position, a tile's weights of each warp, sums, and results to be put together, of
+// which `combined` bytes are at hand.
+int64_t staged_bytes(int64_t together, int64_t size, int64_t element, int64_t warps, int64_t combined) {
+  constexpr int64_t kMostRows = 16, kFewestRows = 8;  // positions of a tile
   const int64_t rows = (round_up(together, 4) + 2) * (size + 32) * element;
   const auto padded = std::bit_ceil(static_cast<uint64_t>(std::max(together, 32 / kFewestRows)));
   const int64_t weights = (kMostRows + 1) * static_cast<int64_t>(padded) * 4;
-  return rows + warps * weights + together * size * 4 + std::max(kCombined, warps * (size + 4) * 4);
+  return rows + warps * weights + together * size * 4 + combined;
 }
+
+constexpr int64_t kCombined = 24 * 1024;  // bytes of results that are put together at a time, or of one
 
 class AttentionPlanner : public Planner {
   void cut(const Schedule& schedule, Job& job) const override {
@@ -40,7 +43,13 @@ class AttentionPlanner : public Planner {
     pieces.few_results = together % 2 == 0 ? 2 : 1;
     // Up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
     pieces.result_bytes = 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32;
-    const int64_t bytes = staged_bytes(together, size, size_bytes(q.dtype), schedule.warps.consumers);
+    const int64_t element = size_bytes(q.dtype), warps = schedule.warps.consumers, sums = (size + 4) * 4;
+    const int64_t tile_warps = warps - kBringingWarps;
+    const int64_t overlapped =
+        2 * round_up(staged_bytes(together, size, element, tile_warps, tile_warps * together * sums), kSharedAlignment);
+    pieces.overlap = batch * units > schedule.target.num_workers && overlapped <= schedule.target.smem_bytes / 2;
+    const int64_t bytes =
+        pieces.overlap ? overlapped : staged_bytes(together, size, element, warps, std::max(kCombined, warps * sums));
     if (bytes > room(schedule)) return;
     job.staged_bytes = bytes;
     job.pieces = pieces;

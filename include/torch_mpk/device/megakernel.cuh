@@ -11,7 +11,8 @@
 //   static constexpr int kRowBytes;                                      // of a row of the table
 //   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
 //   static constexpr bool kHasBoxes;                                     // some entries of the ring are boxes
-//   static constexpr int kWindowsOffset;                                 // then, see Windows
+//   static constexpr bool kHasWindows;                                   // some jobs use Windows
+//   static constexpr int kWindowsOffset;                                 // then
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
 //   static constexpr int64_t kStampsOffset;                              // 0: not profiled
 //   static constexpr int64_t kPolledOffset, kPolledBytes;                // of the workspace, see Launch::polled
@@ -125,7 +126,8 @@ __device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* wa
   return !is_last || ptx::load_relaxed_gpu(&dog.control->aborted) == 0;
 }
 
-// Windows onto rows of x in shared memory, in kernels that have boxes: some consumer warps bring what all others read.
+// Windows onto what some consumer warps bring to shared memory and the others work on: columns of x, or the rows that a
+// piece of attention needs.
 struct Windows {
   uint64_t full[kWindows], empty[kWindows];
 
@@ -556,7 +558,7 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   static_assert(Kernel::kOutputsOffset % alignof(OutputRow) == 0);
   if (threadIdx.x == 0) {
     init_ring<Kernel>(shared.ring);
-    if constexpr (Kernel::kHasBoxes) reinterpret_cast<Windows*>(smem + Kernel::kWindowsOffset)->init();
+    if constexpr (Kernel::kHasWindows) reinterpret_cast<Windows*>(smem + Kernel::kWindowsOffset)->init();
     shared.init();
     uint8_t* control = reinterpret_cast<uint8_t*>(params.control);
     shared.watchdog = {params.control, reinterpret_cast<StallRecord*>(control + Kernel::kStallsOffset) + blockIdx.x,

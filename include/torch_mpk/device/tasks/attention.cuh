@@ -6,6 +6,9 @@
 // as tagged words, which it polls. Within a piece warps combine in tile order, and pieces combine in the order of
 // their positions: nothing is added in order of arrival.
 //
+// A batch may have so many groups that a worker has several pieces one after the other (V::kOverlaps). Then some warps
+// stage the rows of the next piece, and put the results of the one before together, while the others are at its tiles.
+//
 // A worker comes here once a layer and fetches all it executes anew, so the code is short: scores on tensor cores,
 // where there are any for the dtype, one score of a head for each lane, and sums of values with fused multiply-adds, in
 // which a lane has the same elements of all heads from the tiles to the result.
@@ -27,7 +30,7 @@ concept Sizes = requires {
   // kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
   // kFewHeads divides kHeads, see Spread.
   requires Constants<int, V::kPasses, V::kHeads, V::kFewHeads>;
-  requires Constants<bool, V::kHasNew, V::kHasMask>;
+  requires Constants<bool, V::kHasNew, V::kHasMask, V::kOverlaps>;
   // Bytes from position to position.
   requires Constants<uint32_t, V::kPitchK, V::kPitchV>;
   { V::kScale } -> Same<const float&>;
@@ -211,6 +214,10 @@ inline constexpr bool kMayCut =
 template <class V>
 inline constexpr uint32_t kPieceBytes = V::kHeads * V::kPartialBytes;
 
+// Warps that work on tiles.
+template <class V>
+inline constexpr int kTileWarps = kConsumerWarps - (V::kOverlaps ? kBringingWarps : 0);
+
 template <Sizes V>
 struct Shape {
   using T = typename V::T;
@@ -232,14 +239,17 @@ struct Shape {
   static constexpr int kPad = linear::next_power_of_two(kHeads > kAtOnce ? kHeads : kAtOnce);
   static constexpr int kWeights = ((kTile + 1) * kPad + 3) / 4 * 4;
   static constexpr int kFit = 24 * 1024 / (kConsumerWarps * kPartial<V> * 4);
-  static constexpr int kStored = kFit < 1 ? 1 : kFit < kHeads ? kFit : kHeads;  // heads put together at a time
+  // Heads put together at a time.
+  static constexpr int kStored = V::kOverlaps || kFit >= kHeads ? kHeads : kFit < 1 ? 1 : kFit;
   // Shared memory, in bytes from the staged area: rows of q, four at a time for tensor cores, then k_new and v_new.
   static constexpr int kNewRow = kTensorCores ? (kHeads + 3) / 4 * 4 : kHeads;
   static constexpr int kPitch = kSize + (kTensorCores ? 32 : 0);  // elements: rows side by side in other banks
   static constexpr int kWeightsOffset = (kNewRow + 2) * kPitch * int(sizeof(T));
-  static constexpr int kFloatsOffset = kWeightsOffset + kConsumerWarps * kWeights * 4;
+  static constexpr int kFloatsOffset = kWeightsOffset + kTileWarps<V> * kWeights * 4;
   static constexpr int kCombineOffset = kFloatsOffset + (kTensorCores ? 0 : kHeads * kSize * 4);
-  static constexpr int kStagedBytes = kCombineOffset + kConsumerWarps * kStored * kPartial<V> * 4;
+  static constexpr int kStagedOfPiece = kCombineOffset + kTileWarps<V> * kStored * kPartial<V> * 4;
+  static constexpr int kBufferBytes = (kStagedOfPiece + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+  static constexpr int kStagedBytes = V::kOverlaps ? 2 * kBufferBytes : kStagedOfPiece;
 };
 
 // ---- the loader's part
@@ -511,15 +521,15 @@ struct Combined {
 
   // Of the warps' results, `stride` floats apart, added in order.
   MPK_DEVICE Combined(const float* results, int stride, uint32_t lane) {
-    Floats<2> scales[kConsumerWarps];
+    Floats<2> scales[kTileWarps<V>];
 #pragma unroll
-    for (int i = 0; i < kConsumerWarps; i++) {
+    for (int i = 0; i < kTileWarps<V>; i++) {
       scales[i] = *reinterpret_cast<const Floats<2>*>(results + i * stride + S::kSize);
       max = fmaxf(max, scales[i].v[0]);
     }
     const float less = subtrahend(max);
 #pragma unroll
-    for (int i = 0; i < kConsumerWarps; i++) {
+    for (int i = 0; i < kTileWarps<V>; i++) {
       const float f = exponential<T>(scales[i].v[0] - less);
       sum = fmaf(scales[i].v[1], f, sum);
       const Part* from = reinterpret_cast<const Part*>(results + i * stride) + lane;
@@ -639,32 +649,31 @@ inline constexpr uint32_t kHeldTiles = (C::Config::kSlots - (kLeastFilled - 1)) 
 template <class V, class C>
 inline constexpr uint32_t kStagedTiles = kHeldTiles<V, C> < kConsumerWarps ? kHeldTiles<V, C> : kConsumerWarps;
 
-// The rows of q and, with a new position, its key and value; each by one warp. The worker with the first tile of a
-// group also writes them to the caches. False when there is no such piece, or the launch was given up. What is known of
-// the rows beforehand is fetched before it is known whether there is a piece, which takes a limit from memory.
-template <class V, class C>
-MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
+// Row `place` of those that a piece needs, brought to `staged` by a warp: first the rows of q, then, with a new
+// position, its key and value, which the worker with the first tile of a group also writes to the caches. begins() is
+// asked behind what is known of the rows beforehand; false when it says so.
+template <class V, class C, class Begins>
+MPK_DEVICE bool bring_row(C& c, const Job& job, const KvPiece& piece, int64_t slot, int place, uint8_t* staged,
+                          Begins begins) {
   using S = Shape<V>;
   using T = typename V::T;
-  static_assert(V::kHeads + 2 <= kConsumerWarps);
   const uint32_t group = piece.group / V::kPasses;
-  const int place = c.warp;
   const bool is_query = place < V::kHeads, is_value = place == V::kHeads + 1;
   const bool is_new = V::kHasNew && !is_query && place < V::kHeads + 2;
   const uint32_t row = is_query ? piece.row * (V::kGroups * V::kPasses * V::kHeads) + piece.group * V::kHeads + place
                                 : piece.row * V::kGroups + group;
-  T* data = reinterpret_cast<T*>(c.staged()) + (is_query ? place : place - V::kHeads + S::kNewRow) * S::kPitch;
+  T* data = reinterpret_cast<T*>(staged) + (is_query ? place : place - V::kHeads + S::kNewRow) * S::kPitch;
   if constexpr (V::kOneChain) {
     WarpThreads<C> threads(c);
     const Job chained = job.from(is_query ? V::kRefsQ : V::kRefsK);
     typename V::RowsQ::template Chain<WarpThreads<C>> chain(threads, chained, row, piece.row);
-    if ((V::kEarly && !c.await()) || piece.num_tiles == 0) return false;
+    if (!begins()) return false;
     if (is_query || is_new) {
       chain.fetch(threads, is_value ? job.from(V::kRefsV) : chained, row, data);
       if (!is_value) chain.apply(threads, chained, row, data);
     }
   } else {
-    if ((V::kEarly && !c.await()) || piece.num_tiles == 0) return false;
+    if (!begins()) return false;
     if (is_query) stage_row<typename V::RowsQ, V>(c, job.from(V::kRefsQ), row, piece.row, data);
     if constexpr (V::kHasNew) {
       if (is_new && !is_value) stage_row<typename V::RowsK, V>(c, job.from(V::kRefsK), row, piece.row, data);
@@ -673,7 +682,7 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
   }
   __syncwarp();
   if constexpr (!S::kTensorCores) {
-    float* queries = reinterpret_cast<float*>(c.staged() + S::kFloatsOffset) + c.warp * S::kSize;
+    float* queries = reinterpret_cast<float*>(staged + S::kFloatsOffset) + place * S::kSize;
     if (is_query)
       for (int d = c.lane; d < S::kSize; d += 32) queries[query_place<V>(d)] = to_float(data[d]);
   }
@@ -685,19 +694,30 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
       if (i + c.lane < S::kChunks)
         reinterpret_cast<uint4*>(to)[i + c.lane] = reinterpret_cast<const uint4*>(data)[i + c.lane];
   }
+  return true;
+}
+
+// What a piece needs in shared memory, each row by one warp. False when there is no such piece, or the launch was given
+// up. What is known of the rows beforehand is fetched before it is known whether there is a piece, which takes a limit
+// from memory.
+template <class V, class C>
+MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
+  static_assert(V::kHeads + 2 <= kConsumerWarps);
+  const auto begins = [&] { return (!V::kEarly || c.await()) && piece.num_tiles != 0; };
+  if (!bring_row<V>(c, job, piece, slot, c.warp, c.staged(), begins)) return false;
   // The warp's first tile, so that code that is not in the instruction cache is fetched while the rows are awaited.
-  if (c.warp < min(piece.num_tiles, kStagedTiles<V, C>) && !c.ring.wait(c.entry + c.warp * S::kEntries, c.phase))
+  if (c.warp < min(piece.num_tiles, kStagedTiles<V, C>) && !c.ring.wait(c.entry + c.warp * Shape<V>::kEntries, c.phase))
     c.failed = true;
   return c.sync();
 }
 
-// One tile of keys and values; false when the launch was given up.
+// One tile of keys and values; false when the launch was given up. The first `present` tiles are known to be there.
 template <class V, class C>
 MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t index, uint32_t limit, int64_t slot,
-                         Softmax<V>& softmax) {
+                         uint8_t* staged, uint32_t present, Softmax<V>& softmax) {
   using S = Shape<V>;
   using T = typename S::T;
-  const T* new_rows = reinterpret_cast<const T*>(c.staged()) + S::kNewRow * S::kPitch;
+  const T* new_rows = reinterpret_cast<const T*>(staged) + S::kNewRow * S::kPitch;
   const uint32_t entry = c.entry + index * S::kEntries;
   const uint32_t first = (piece.first_tile + index) * S::kTile, rows = min(uint32_t(S::kTile), limit - first);
   // The cache may still hold what was there before this launch, and the slot what was there before this tile.
@@ -728,7 +748,7 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
     c.ring.release(e);
   };
   softmax.fetch_mask(job, piece, first, rows, c.lane);
-  if (index >= kStagedTiles<V, C> && !c.ring.wait(entry, c.phase)) return false;
+  if (index >= present && !c.ring.wait(entry, c.phase)) return false;
   T* keys = data_of(entry);
   T* values = S::kTogether ? keys + S::kTile * S::kSize : data_of(entry + 1);
   mend_keys(keys);
@@ -740,13 +760,32 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
     mend_values(values);
     return true;
   };
-  if (!softmax.add({keys, values, rows}, c.staged(), c.warp, c.lane, await_values)) return false;
+  if (!softmax.add({keys, values, rows}, staged, c.warp, c.lane, await_values)) return false;
   release(entry + S::kEntries - 1);
   return true;
 }
 
-// The warps' results of a piece, put together by a warp for each head and written: the result by the worker of the
-// group's last piece, once it has added those of the others, which are partial. False when the launch was given up.
+// A head's result of a piece from those of the warps, the first of which is at `results`; the result of all pieces by
+// the worker of the group's last one, once it has added those of the others, which are partial. False when the launch
+// was given up.
+template <class V, class C>
+MPK_DEVICE bool combine_head(C& c, const Job& job, const KvPiece& piece, uint32_t number, int head,
+                             const float* results) {
+  Combined<V> all(results, Shape<V>::kStored * kPartial<V>, c.lane);
+  if constexpr (kMayCut<V>) {
+    const uint32_t tag = tag_of(c);
+    uint8_t* partials = V::partials(job) + head * V::kPartialBytes;
+    if (!piece.is_last) {
+      all.store_partial(partials + number * kPieceBytes<V>, tag, c.lane);
+      return true;
+    }
+    if (!all.add(c, partials + (number - piece.index * kUnits<V>)*kPieceBytes<V>, piece.index, tag)) return false;
+  }
+  all.store(job, piece.row, piece.group * V::kHeads + head, c.lane);
+  return true;
+}
+
+// The warps' results of a piece, put together by a warp for each head and written. False when the launch was given up.
 template <class V, class C>
 MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32_t number, Softmax<V>& softmax) {
   using S = Shape<V>;
@@ -758,20 +797,7 @@ MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32
     if (!c.sync()) return false;
     const int head = first + c.warp;
     if (c.warp >= S::kStored || head >= V::kHeads) continue;
-    Combined<V> all(stored + c.warp * kPartial<V>, S::kStored * kPartial<V>, c.lane);
-    if constexpr (kMayCut<V>) {
-      const uint32_t tag = tag_of(c);
-      uint8_t* partials = V::partials(job) + head * V::kPartialBytes;
-      if (!piece.is_last) {
-        all.store_partial(partials + number * kPieceBytes<V>, tag, c.lane);
-        continue;
-      }
-      if (!all.add(c, partials + (number - piece.index * kUnits<V>)*kPieceBytes<V>, piece.index, tag)) {
-        c.failed = true;
-        continue;
-      }
-    }
-    all.store(job, piece.row, piece.group * V::kHeads + head, c.lane);
+    if (!combine_head<V>(c, job, piece, number, head, stored + c.warp * kPartial<V>)) c.failed = true;
   }
   return true;
 }
@@ -795,11 +821,96 @@ MPK_DEVICE void compute_pieces(C& c, const Job& job) {
     c.stamp_first(&PhaseStamps::staged);
 #pragma unroll 1
     for (uint32_t t = c.warp; t < piece.num_tiles && !c.failed; t += kConsumerWarps)
-      c.failed = !add_tile<V>(c, job, piece, t, limit, slot, softmax);
+      c.failed = !add_tile<V>(c, job, piece, t, limit, slot, c.staged(), kStagedTiles<V, C>, softmax);
     if (!combine_warps<V>(c, job, piece, number, softmax)) return;
     c.entry += S::kEntries * piece.num_tiles;
     if (kOnce) return;
   }
+}
+
+// ---- the same with pieces that overlap
+//
+// Windows are full when a piece's rows are staged, and empty when its tiles' results are stored; two pieces have room.
+
+template <class V, class C>
+MPK_DEVICE uint8_t* window_of(C& c, uint32_t number) {
+  return c.staged() + number % 2 * Shape<V>::kBufferBytes;
+}
+
+template <class C>
+MPK_DEVICE bool await_window(C& c, uint64_t* windows, uint32_t number, Waiting what) {
+  const uint32_t place = number % kWindows, parity = number / kWindows & 1;
+  return ptx::mbar_peek(&windows[place], parity) ||
+         wait_barrier(c.shared.watchdog, &windows[place], parity, c.phase, WarpRole::kConsumer, what, place, number);
+}
+
+// The pieces' tiles. False when the launch was given up.
+template <class V, class C>
+MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, int64_t slot) {
+  using S = Shape<V>;
+#pragma unroll 1
+  for (uint32_t number = c.worker(job);; number += V::kWorkers) {
+    const KvPiece piece = cut.piece(number);
+    if (piece.num_tiles == 0) return true;
+    const uint32_t limit = cut.limit(piece.row);
+    uint8_t* staged = window_of<V>(c, c.window);
+    Softmax<V> softmax;
+    if (!await_window(c, c.windows().full, c.window, Waiting::kFullSlot)) return false;
+    c.stamp_first(&PhaseStamps::staged);
+#pragma unroll 1
+    for (uint32_t t = c.warp; t < piece.num_tiles; t += kTileWarps<V>)
+      if (!add_tile<V>(c, job, piece, t, limit, slot, staged, 0, softmax)) return false;
+    softmax.store(0, reinterpret_cast<float*>(staged + S::kCombineOffset) + c.warp * S::kStored * kPartial<V>, c.lane);
+    __syncwarp();
+    if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[c.window % kWindows]);
+    c.window++;
+    c.entry += S::kEntries * piece.num_tiles;
+  }
+}
+
+// All else. A piece's results are put together when the next one's rows are staged; so a warp that waits for pieces of
+// others has staged all pieces before its own.
+template <class V, class C>
+MPK_DEVICE bool serve_tiles(C& c, const Job& job, const Cut<V>& cut, int64_t slot) {
+  using S = Shape<V>;
+  const int helper = c.warp - kTileWarps<V>;
+  const auto combine = [&](const KvPiece& piece, uint32_t number, uint32_t window) {
+    const float* stored = reinterpret_cast<const float*>(window_of<V>(c, window) + S::kCombineOffset);
+    if (!await_window(c, c.windows().empty, window, Waiting::kFreeSlot)) return false;
+#pragma unroll 1
+    for (int head = helper; head < V::kHeads; head += kBringingWarps)
+      if (!combine_head<V>(c, job, piece, number, head, stored + head * kPartial<V>)) return false;
+    __syncwarp();
+    return true;
+  };
+  KvPiece before{};
+  bool has_before = false;
+#pragma unroll 1
+  for (uint32_t number = c.worker(job);; number += V::kWorkers) {
+    const KvPiece piece = cut.piece(number);
+    if (piece.num_tiles != 0) {
+#pragma unroll 1
+      for (int place = helper; place < V::kHeads + (V::kHasNew ? 2 : 0); place += kBringingWarps)
+        bring_row<V>(c, job, piece, slot, place, window_of<V>(c, c.window), [] { return true; });
+      ptx::mbar_arrive(&c.windows().full[c.window % kWindows]);
+    }
+    if (has_before && !combine(before, number - V::kWorkers, c.window - 1)) return false;
+    if (piece.num_tiles == 0) return true;
+    c.window++;
+    c.entry += S::kEntries * piece.num_tiles;
+    before = piece;
+    has_before = true;
+  }
+}
+
+template <class V, class C>
+MPK_DEVICE void compute_overlapped(C& c, const Job& job) {
+  static_assert(Shape<V>::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  const Cut<V> cut(job);
+  const int64_t slot = V::slot(job);
+  if (!c.await()) return;
+  if (!(c.warp < kTileWarps<V> ? work_on_tiles<V>(c, job, cut, slot) : serve_tiles<V>(c, job, cut, slot)))
+    c.failed = true;
 }
 
 template <class V, class C>
@@ -808,7 +919,10 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   if (!V::kEarly && !c.await()) return;
   if constexpr (kMaySpread<V>)
     if (spreads<V>(job)) return compute_pieces<Spread<V>>(c, job);
-  compute_pieces<V>(c, job);
+  if constexpr (V::kOverlaps)
+    compute_overlapped<V>(c, job);
+  else
+    compute_pieces<V>(c, job);
 }
 
 }  // namespace mpk::attention
