@@ -60,21 +60,29 @@ int Refs::add_raw(uint32_t index, uint64_t offset) {
   return static_cast<int>(refs_.size()) - 1;
 }
 
-int Refs::add(const Node& node, const Tensor& t) {
+Refs::Place Refs::place_of(const Node& node, const Tensor& t) const {
   const Buffer& buffer = context_.graph().buffers()[t.buffer];
   const int64_t offset = t.offset * size_bytes(t.dtype);
-  if (buffer.kind == BufferKind::kInput) return add_raw(buffer.index, offset);
-  if (buffer.kind == BufferKind::kOutput) return add_raw(context_.num_inputs + buffer.index, offset);
+  if (buffer.kind == BufferKind::kInput) return {static_cast<uint32_t>(buffer.index), offset};
+  if (buffer.kind == BufferKind::kOutput) return {static_cast<uint32_t>(context_.num_inputs + buffer.index), offset};
   const int64_t place = context_.schedule.workspace_offsets[t.buffer];
   if (place < 0) fail(node, "buffer '" + buffer.name + "' is needed in memory, but the schedule stores it nowhere");
-  return add_raw(context_.polled(t.buffer) ? kPolledIndex : kWorkspaceIndex, place + offset);
+  return {context_.polled(t.buffer) ? kPolledIndex : kWorkspaceIndex, place + offset};
 }
 
-void Refs::add_map(const Tensor& t, int64_t box_rows, int64_t box_columns) {
-  const int64_t element = size_bytes(t.dtype), input = context_.graph().buffers()[t.buffer].index;
-  add_raw(kMapsIndex, context_.maps.size() * kMapBytes);
-  context_.maps.push_back(
-      {input, t.offset * element, t.shape[0], t.shape[1], t.strides[0] * element, box_rows, box_columns});
+int Refs::add(const Node& node, const Tensor& t) {
+  const Place place = place_of(node, t);
+  return add_raw(place.index, place.offset);
+}
+
+int Refs::add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns) {
+  const Place place = place_of(node, t);
+  const int64_t pitch = (t.shape[0] == 1 ? t.shape[1] : t.strides[0]) * size_bytes(t.dtype);
+  const MatrixMap map{place.index, place.offset, t.shape[0], t.shape[1], pitch, box_rows, box_columns};
+  size_t number = 0;
+  while (number < context_.maps.size() && context_.maps[number].fields() != map.fields()) number++;
+  if (number == context_.maps.size()) context_.maps.push_back(map);
+  return add_raw(kMapsIndex, number * kMapBytes);
 }
 
 std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {

@@ -65,13 +65,29 @@ class CutProof {
     require(s.tile_rows <= 256 && s.tile_rows % 8 == 0 && s.chunk_bytes % kBoxRowBytes == 0 &&
                 s_.warps.slot_bytes % kBoxAlignment == 0,
             box + " is none that the copy engine brings to slots of " + str(s_.warps.slot_bytes));
-    require(s.chunk_parts == 1 && s.run == 1 && !s.shares_entries && job_.assignment == Assignment::kStatic,
-            box + " is taken by one warp, of tiles that are dealt out beforehand");
+    require(s.run == 1 && !s.shares_entries && job_.assignment == Assignment::kStatic,
+            box + " is not cut up, of tiles that are dealt out beforehand");
+    if (s.x_rows > 0)
+      check_x(s);
+    else
+      require(s.chunk_parts == 1 && s_.warps.warpgroups == 0, box + " is taken by one warp");
     for (int n : job_.body)
       require(comes_in_boxes(s_.graph, matrix(n)),
               name_buffer(s_, matrix(n).buffer) +
                   " cannot come in boxes: it is none of the call's matrices of 16-bit " +
                   "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
+  }
+
+  // What warpgroups multiply: all rows of x, which the loader brings beside the weights.
+  void check_x(const TileShape& s) const {
+    require(
+        s_.warps.warpgroups == kWarpgroups && s.x_rows == kTileXRows,
+        "tiles of " + str(s.x_rows) + " rows of x are not what " + str(s_.warps.warpgroups) + " warpgroups multiply");
+    require(s.chunk_parts == s.parts && s.tile_rows * s.parts <= 256, "an entry does not hold all parts of a tile");
+    for (const OperandSpec& spec : first_.def->operands)
+      if (spec.is_boxed)
+        require(has_boxes(first_.operand(spec.name).tensor) && !job_.is_staged,
+                name_buffer(s_, first_.operand(spec.name).tensor.buffer) + " cannot come in boxes");
   }
 
   void check_entries(const TileShape& s) const {
@@ -99,6 +115,7 @@ class CutProof {
       require(s.parts == 1 || rows == matrix(first_.id).shape[0], "parts of a tile have different numbers of rows");
       if (s.parts == 1 || n == first_.id) tiles += (rows + s.tile_rows - 1) / s.tile_rows;
     }
+    if (s.x_rows > 0) tiles *= (output(first_).tensor.shape[0] + s.x_rows - 1) / s.x_rows;
     require(job_.num_tiles == tiles, str(job_.num_tiles) + " tiles of " + str(s.tile_rows) +
                                          " rows do not cover its matrices, " + str(tiles) + " do");
   }

@@ -8,6 +8,8 @@
 
 namespace mpk {
 
+// Whether warps multiply together: what a job may do besides depends on it.
+void choose_warps(Draft& draft);
 // Pointwise nodes become the epilogues of the nodes whose results they read at the point they write.
 void fuse_epilogues(Draft& draft);
 // The remaining nodes of one input become one job: their rows form one space.

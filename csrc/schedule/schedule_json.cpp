@@ -13,7 +13,8 @@ std::string shape_json(const TileShape& s) {
          field("chunk_parts", s.chunk_parts) + ", " + field("row_bytes", s.row_bytes) + ", " +
          field("chunk_bytes", s.chunk_bytes) + ", " + field("entries", s.entries()) + ", " + field("run", s.run) +
          ", " + field("in_flight", s.in_flight) + ", \"shares_entries\": " + truth(s.shares_entries) +
-         (s.has_boxes() ? ", " + field("pass_tiles", s.pass_tiles) : "") + "}";
+         (s.pass_tiles > 0 ? ", " + field("pass_tiles", s.pass_tiles) : "") +
+         (s.x_rows > 0 ? ", " + field("x_rows", s.x_rows) : "") + "}";
 }
 
 std::string tickets_json(const Tickets& t) {
@@ -30,7 +31,8 @@ std::string warps_json(const WarpLayout& w) {
   return "{" + field("consumers", w.consumers) + ", " + field("loaders", w.loaders) + ", " +
          field("threads", w.threads()) + ", " + field("registers", w.registers) + ", " +
          field("max_slots", w.max_slots) + ", " + field("slot_bytes", w.slot_bytes) + ", " +
-         field("full_arrivals", w.full_arrivals) + ", " + field("empty_arrivals", w.empty_arrivals) + "}";
+         field("full_arrivals", w.full_arrivals) + ", " + field("empty_arrivals", w.empty_arrivals) +
+         (w.warpgroups > 0 ? ", " + field("warpgroups", w.warpgroups) : "") + "}";
 }
 
 }  // namespace

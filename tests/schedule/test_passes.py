@@ -50,8 +50,16 @@ def test_every_pass_is_a_file_with_a_test_of_its_own() -> None:
 
 
 def test_an_unknown_pass_is_refused_with_a_list() -> None:
-    with pytest.raises(ValueError, match=r"no pass 'fuse'; there are fuse_epilogues, group_nodes, "):
+    with pytest.raises(ValueError, match=r"no pass 'fuse'; there are choose_warps, fuse_epilogues, "):
         _C.draft_schedule(decoder(layers=1), CUDA, "fuse")
+
+
+def test_choose_warps() -> None:
+    many_rows = decoder(layers=1, batch=65)
+    before, after = (Draft(graph, "choose_warps").schedule["warps"] for graph in (decoder(layers=1), many_rows))
+    assert "warpgroups" not in before
+    assert after["warpgroups"] == 2
+    assert "input_norm" not in Draft(many_rows, "find_prologues").recomputed, "the loader reads x where it is"
 
 
 def test_fuse_epilogues() -> None:

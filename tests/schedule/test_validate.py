@@ -305,7 +305,7 @@ BROKEN_WARPS = {
     "no consumers": ("consumers", 0, "0 consumers and 1 loaders, expected some and one"),
     "no loader": ("loaders", 0, "11 consumers and 0 loaders, expected some and one"),
     "a slot that is filled by nobody": ("full_arrivals", 32, "full after 32 arrivals, but loaders arrive 1 times"),
-    "a slot that every consumer frees": ("empty_arrivals", 11, "empty after 11 arrivals, but one of the 11 consumers"),
+    "a slot that every consumer frees": ("empty_arrivals", 11, "empty after 11 arrivals, but 1 of 11 consumers"),
     "more slots than a word has bits": ("max_slots", 33, "a ring of 33 slots, expected 2 to 28"),
     "a ring of one slot": ("max_slots", 1, "a ring of 1 slots, expected 2 to 28"),
     "slots that are not aligned": ("slot_bytes", 8200, "slots of 8200 bytes, expected a multiple of 128 from 8192 on"),

@@ -11,8 +11,8 @@ namespace {
 bool takes_rows(const Draft& draft, const Node& reader, const Tensor& made) {
   return std::any_of(reader.operands.begin(), reader.operands.end(), [&](const Operand& operand) {
     const OperandSpec* spec = reader.def->find(operand.name);
-    return spec != nullptr && spec->takes_rows && same_rows(made, operand.tensor) &&
-           (!spec->is_whole || leaves_room(operand.tensor, draft.target()));
+    return spec != nullptr && spec->takes_rows && !comes_boxed(draft.schedule.warps, *spec) &&
+           same_rows(made, operand.tensor) && (!spec->is_whole || leaves_room(operand.tensor, draft.target()));
   });
 }
 

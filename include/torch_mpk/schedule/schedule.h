@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "torch_mpk/abi/partition.h"
+#include "torch_mpk/abi/sizes.h"
 #include "torch_mpk/graph/tb_graph.h"
 
 namespace mpk {
@@ -31,8 +32,11 @@ struct WarpLayout {
   int64_t slot_bytes = 0;  // of each
   // That make a slot full, and empty again.
   int full_arrivals = 0, empty_arrivals = 0;
+  // Warpgroups that the consumers are, where they multiply together and all of them read every entry; 0: each warp
+  // computes for itself.
+  int warpgroups = 0;
 
-  int threads() const { return 32 * (consumers + loaders); }
+  int threads() const { return threads_of(consumers, loaders, warpgroups); }
 };
 
 enum class Assignment : uint8_t { kStatic, kClaimed };
@@ -52,9 +56,12 @@ struct TileShape {
   // Nonzero: entries are boxes, which the copy engine brings by a map of their matrix, and a worker takes so many tiles
   // at a time: chunk after chunk, of each the boxes of all of them.
   int64_t pass_tiles = 0;
+  // Nonzero: of so many rows of x a tile has the products with its rows of weights, and an entry also their chunk, all
+  // in boxes of 64 columns. Tiles of all rows of x follow each other, then those with the next rows of weights.
+  int64_t x_rows = 0;
 
-  bool has_boxes() const { return pass_tiles > 0; }
-  int64_t rows_in_entry() const { return chunk_parts * tile_rows; }
+  bool has_boxes() const { return pass_tiles > 0 || x_rows > 0; }
+  int64_t rows_in_entry() const { return chunk_parts * tile_rows + x_rows; }
   int64_t chunks() const { return (row_bytes + chunk_bytes - 1) / chunk_bytes; }  // of a row
   int64_t entries() const { return parts / chunk_parts * chunks(); }              // of a tile
   int64_t entry_bytes() const { return rows_in_entry() * chunk_bytes; }

@@ -44,8 +44,8 @@ struct Polled {
 // polled where it travels so, and then written. False when the launch was given up. Out of line: jobs share it. It
 // fetches the weights itself, since a call waits for what is in flight.
 template <class T, Style style, bool has_weight, bool is_polled, int kSteps, int warps>
-__device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pieces, float inverse_size, float eps,
-                                       float* partials, bool failed, Polled polled) {
+MPK_OUT_OF_LINE bool normalise(uint4* row, const uint4* weights, int pieces, float inverse_size, float eps,
+                               float* partials, bool failed, Polled polled) {
   __builtin_assume(__isShared(row));
   __builtin_assume(__isShared(partials));
   constexpr int kWidth = kVecSize<T>, kThreads = 32 * warps;
