@@ -266,6 +266,7 @@ def test_one_linear(size: int, workers: int, smem_bytes: int, assignment: str) -
         (16, 2048, 1600, "bfloat16", 2, SMEM_BYTES),  # several passes
         (33, 1024, 300, "float16", 3, SMEM_BYTES),  # windows of boxes of 16 rows
         (16, 4096, 77, "bfloat16", 3, SMEM_BYTES),  # windows of boxes of 8 rows
+        (40, 2048, 570, "bfloat16", 2, SMEM_BYTES),  # two blocks together, but for the last warp
         (64, 576, 1300, "bfloat16", 2, 196 << 10),  # a last window that is shorter, several passes, few slots
     ],
 )
