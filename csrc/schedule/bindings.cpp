@@ -104,11 +104,17 @@ void bind_schedule(py::module_& m) {
       .def_readonly("offset", &Pieces::offset)
       .def_readonly("overlap", &Pieces::overlap);
 
+  py::class_<QueryTiles>(m, "QueryTiles")
+      .def(py::init([](int64_t rows, int64_t positions) { return QueryTiles{rows, positions}; }), py::arg("rows"),
+           py::arg("positions"))
+      .def_readonly("rows", &QueryTiles::rows)
+      .def_readonly("positions", &QueryTiles::positions);
+
   py::class_<Job>(m, "Job")
       .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue,
                        std::vector<int> loader_waits, std::vector<int> unstored, int64_t num_tiles,
                        const std::string& assignment, Tickets tickets, std::optional<TileShape> shape, bool is_staged,
-                       int64_t staged_bytes, std::optional<Pieces> pieces) {
+                       int64_t staged_bytes, std::optional<Pieces> pieces, std::optional<QueryTiles> queries) {
              return Job{std::move(prologue),
                         std::move(body),
                         std::move(epilogue),
@@ -119,12 +125,13 @@ void bind_schedule(py::module_& m) {
                         is_staged,
                         staged_bytes,
                         pieces,
+                        queries,
                         std::move(loader_waits),
                         std::move(unstored)};
            }),
            py::arg("prologue"), py::arg("body"), py::arg("epilogue"), py::arg("loader_waits"), py::arg("unstored"),
            py::arg("num_tiles"), py::arg("assignment"), py::arg("tickets"), py::arg("shape"), py::arg("is_staged"),
-           py::arg("staged_bytes"), py::arg("pieces"))
+           py::arg("staged_bytes"), py::arg("pieces"), py::arg("queries"))
       .def_readonly("prologue", &Job::prologue)
       .def_readonly("body", &Job::body)
       .def_readonly("epilogue", &Job::epilogue)
@@ -134,6 +141,7 @@ void bind_schedule(py::module_& m) {
       .def_readonly("is_staged", &Job::is_staged)
       .def_readonly("staged_bytes", &Job::staged_bytes)
       .def_readonly("pieces", &Job::pieces)
+      .def_readonly("queries", &Job::queries)
       .def_readonly("loader_waits", &Job::loader_waits)
       .def_readonly("unstored", &Job::unstored)
       .def_property_readonly("assignment",

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "key_rows.h"
 #include "proof.h"
 #include "staging.h"
 
@@ -22,6 +23,7 @@ class CutProof {
       for (int n : job_.body) check_matrix(*job_.shape, n);
       check_coverage(*job_.shape);
     }
+    if (job_.queries) check_queries(*job_.queries);
     check_tickets();
   }
 
@@ -118,6 +120,30 @@ class CutProof {
     if (s.x_rows > 0) tiles *= (output(first_).tensor.shape[0] + s.x_rows - 1) / s.x_rows;
     require(job_.num_tiles == tiles, str(job_.num_tiles) + " tiles of " + str(s.tile_rows) +
                                          " rows do not cover its matrices, " + str(tiles) + " do");
+  }
+
+  // Every warp has as many rows as the tensor cores take at once, every row is in one tile, and all warps read an
+  // entry.
+  void check_queries(const QueryTiles& t) const {
+    constexpr int64_t kMostBoxRows = 256;
+    const Tensor& q = first_.operand("q").tensor;
+    const int64_t groups = first_.operand("k").tensor.shape[1], consumers = s_.warps.consumers;
+    require(t.rows == kWarpRows * consumers,
+            str(t.rows) + " rows of queries are not " + str(kWarpRows) + " for each of " + str(consumers) + " warps");
+    require(t.positions > 0 && t.positions % kWarpRows == 0 && t.positions <= kMostBoxRows,
+            "a tile of " + str(t.positions) + " positions is no box that tensor cores take 16 at a time");
+    const int64_t bytes = 2 * t.positions * q.shape.back() * size_bytes(q.dtype), slot = s_.warps.slot_bytes;
+    require(bytes <= slot && slot % kBoxAlignment == 0,
+            "an entry of " + str(bytes) + " bytes does not fit a slot of " + str(slot));
+    require(s_.warps.empty_arrivals == consumers, "all of " + str(consumers) +
+                                                      " consumers read an entry, but its slot " + "is empty after " +
+                                                      str(s_.warps.empty_arrivals) + " arrivals");
+    const int64_t tiles =
+        q.shape[0] * groups * ((q.numel() / (q.shape[0] * groups * q.shape[3]) + t.rows - 1) / t.rows);
+    require(job_.num_tiles == tiles,
+            str(job_.num_tiles) + " tiles of " + str(t.rows) + " rows do not cover the queries, " + str(tiles) + " do");
+    for (const char* name : {"k", "v"})
+      require(key_rows(first_.operand(name).tensor).has_value(), std::string(name) + " cannot come in boxes");
   }
 
   void check_tickets() const {

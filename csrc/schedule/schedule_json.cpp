@@ -27,6 +27,10 @@ std::string pieces_json(const Pieces& p) {
          field("offset", p.offset) + (p.overlap ? ", \"overlap\": true" : "") + "}";
 }
 
+std::string queries_json(const QueryTiles& q) {
+  return "{" + field("rows", q.rows) + ", " + field("positions", q.positions) + "}";
+}
+
 std::string warps_json(const WarpLayout& w) {
   return "{" + field("consumers", w.consumers) + ", " + field("loaders", w.loaders) + ", " +
          field("threads", w.threads()) + ", " + field("registers", w.registers) + ", " +
@@ -48,6 +52,7 @@ std::string job_json(const TBGraph& graph, const Job& job) {
          ", \"shape\": " + (job.shape ? shape_json(*job.shape) : "null") + ", \"staged\": " + truth(job.is_staged) +
          ", " + field("staged_bytes", job.staged_bytes) +
          ", \"pieces\": " + (job.pieces ? pieces_json(*job.pieces) : "null") +
+         (job.queries ? ", \"queries\": " + queries_json(*job.queries) : "") +
          ", \"loader_waits\": " + json::numbers(job.loader_waits) + ", \"unstored\": " + json::numbers(job.unstored) +
          "}";
 }

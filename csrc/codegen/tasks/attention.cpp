@@ -152,13 +152,6 @@ class AttentionWriter {
     return refs_.pointer(node_, limit_->tensor) + "[int64_t(b) * " + str(limit_->tensor.strides[0]) + "]";
   }
 
-  // " + int64_t(b) * 64 + ...": from the first element to the one with these indices in the leading dimensions.
-  static std::string element_at(const Tensor& t, const std::vector<std::string>& indices) {
-    std::string text;
-    for (size_t d = 0; d < indices.size(); d++) text += " + int64_t(" + indices[d] + ") * " + str(t.strides[d]);
-    return text;
-  }
-
   // Bytes from position to position.
   int64_t pitch(const Operand& cache) const { return cache.tensor.strides[2] * size_bytes(dtype_); }
   int64_t batch() const { return q_.tensor.shape[0]; }

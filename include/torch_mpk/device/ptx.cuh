@@ -306,6 +306,16 @@ MPK_DEVICE Quad load_matrices(SharedAddress row) {
   return m;
 }
 
+// The same, each transposed.
+MPK_DEVICE Quad load_matrices_transposed(SharedAddress row) {
+  Quad m;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m.v[0]), "=r"(m.v[1]), "=r"(m.v[2]), "=r"(m.v[3])
+               : "r"(row)
+               : "memory");
+  return m;
+}
+
 // An 8 x 8 matrix of 16-bit elements, two of a row in each lane, transposed.
 MPK_DEVICE uint32_t transpose(uint32_t v) {
   uint32_t t;

@@ -81,6 +81,12 @@ struct Pieces {
   int64_t bytes() const { return count * results * result_bytes; }
 };
 
+// How attention of many positions is cut: a worker takes so many rows of queries that share a key head at a time, and
+// an entry of the ring holds the keys and the values of so many positions.
+struct QueryTiles {
+  int64_t rows = 0, positions = 0;
+};
+
 // Nodes that one worker executes back to back on its share of the tiles.
 struct Job {
   std::vector<int> prologue;  // row tasks recomputed by every worker; their results stay in shared memory
@@ -93,6 +99,7 @@ struct Job {
   bool is_staged = false;          // its whole input is brought to shared memory, not read where it is
   int64_t staged_bytes = 0;        // of shared memory, at most: that and what else its code keeps there
   std::optional<Pieces> pieces;
+  std::optional<QueryTiles> queries;
   std::vector<int> loader_waits;  // phases whose event the loader awaits before it loads for this job; usually none
   std::vector<int> unstored;      // buffers that exist only inside this job: never written to memory
 };

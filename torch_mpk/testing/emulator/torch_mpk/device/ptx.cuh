@@ -178,6 +178,22 @@ inline Quad load_matrices(SharedAddress row) {
   return m;
 }
 
+inline Quad load_matrices_transposed(SharedAddress row) {
+  emulator::warp_collect(&row, sizeof(row));
+  Quad m;
+  for (int i = 0; i < 4; i++) {
+    uint16_t halves[2];
+    for (int j = 0; j < 2; j++) {
+      SharedAddress from;
+      std::memcpy(&from, emulator::warp_value(8 * i + lane_id() % 4 * 2 + j), sizeof(from));
+      emulator::require_aligned(reinterpret_cast<const void*>(from));
+      std::memcpy(&halves[j], reinterpret_cast<const uint8_t*>(from) + lane_id() / 4 * 2, 2);
+    }
+    m.v[i] = halves[0] | static_cast<uint32_t>(halves[1]) << 16;
+  }
+  return m;
+}
+
 // Products of warpgroups are done when they begin.
 struct SwizzledMatrix {
   const uint8_t* rows;
