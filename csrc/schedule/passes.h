@@ -14,7 +14,8 @@ void choose_warps(Draft& draft);
 void fuse_epilogues(Draft& draft);
 // The remaining nodes of one input become one job: their rows form one space.
 void group_nodes(Draft& draft);
-// Row tasks read only by stream tasks, as the operand those stage in shared memory, are recomputed by each reader.
+// Row tasks read only by row tasks, or by stream tasks as the operand those stage in shared memory, are recomputed by
+// each reader.
 void find_prologues(Draft& draft);
 // What is neither in a job nor recomputed becomes a job of its own.
 void make_single_jobs(Draft& draft);

@@ -38,6 +38,12 @@ MPK_HOST_DEVICE constexpr int warps_of_row(int64_t rows, int warps) {
   return rows >= warps ? 1 : warps / static_cast<int>(rows);
 }
 
+// Short rows that a warp works on together, where it has many: their accesses are in flight at the same time.
+MPK_HOST_DEVICE constexpr int rows_at_once(int64_t row_bytes, int64_t rows, int64_t warps) {
+  constexpr int kMost = 4;
+  return row_bytes <= 512 && rows >= kMost * warps ? kMost : 1;
+}
+
 // How a job's tiles are shared out at run time, since memory bandwidth is not shared evenly: `size` tiles a ticket, the
 // first `own` tickets of each worker in turn, and `drawn` that whoever is done with those draws: an eighth of all,
 // since some workers get an eighth less of the bandwidth than others, and two for each where there are few.
