@@ -261,6 +261,22 @@ def test_cut_jobs_into_pieces() -> None:
     assert not any(job["pieces"] for phase in short["phases"] for job in phase["jobs"])
 
 
+def test_cut_jobs_into_tiles_of_queries() -> None:
+    def cut(size: int, arch: int = 90) -> dict:
+        b = Builder()
+        shapes = {"q": [1, 100, 6, size], "k": [1, 2, 300, size], "v": [1, 2, 300, size]}
+        operands = [(name, b.buffer("input", name, "bfloat16", shape)) for name, shape in shapes.items()]
+        y = b.buffer("output", "y", "bfloat16", shapes["q"])
+        b.node("prefill_attention", operands, y, {"scale": 0.1, "style": "sdpa"}, "attention")
+        [[job]] = Draft(b.graph, "cut_jobs", _C.Target("cuda", arch, 132, 232448)).phases
+        return job
+
+    # 300 rows of each of two groups; keys and values of a tile are 32 KiB.
+    assert (cut(128)["queries"], cut(128)["tiles"]) == ({"rows": 128, "positions": 64}, 2 * 3)
+    assert cut(64)["queries"] == {"rows": 128, "positions": 128}
+    assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
+
+
 def test_place_pieces() -> None:
     before, after = before_and_after(decoder(layers=2), "place_pieces", _C.Target("cuda", 90, 132, 232448))
     pieces = [job["pieces"] for jobs in after.phases for job in jobs if job["pieces"]]

@@ -341,10 +341,43 @@ def test_more_staged_than_leaves_a_ring_is_caught() -> None:
         _C.validate(parts.build())
 
 
-# ---- pieces
+# ---- tiles of queries
 
 
 AWAITED = _C.Target("cuda", 90, 132, 232448)
+
+
+def prompt() -> _C.TBGraph:
+    """Attention of 70 positions of two sequences, two heads to a group: 140 rows of each."""
+    b = Builder()
+    shapes = {"q": [2, 70, 4, 64], "k": [2, 2, 100, 64], "v": [2, 2, 100, 64]}
+    operands = [(n, b.buffer("input", n, "bfloat16", shape)) for n, shape in shapes.items()]
+    y = b.buffer("output", "y", "bfloat16", shapes["q"])
+    b.node("prefill_attention", operands, y, {"scale": 0.125, "style": "sdpa"})
+    return b.graph
+
+
+BROKEN_QUERIES: dict[str, tuple[str, str, Callable, str]] = {
+    "rows for fewer warps": ("queries", "rows", lambda n: n - 16, "112 rows of queries are not 16 for each of 8 warps"),
+    "half a step of positions": ("queries", "positions", lambda n: n - 8, "120 positions is no box that tensor cores"),
+    "no positions": ("queries", "positions", lambda n: 0, "a tile of 0 positions"),
+    "entries larger than slots": ("queries", "positions", lambda n: 208, "of 53248 bytes does not fit a slot of 49152"),
+    "rows that no worker takes": ("", "num_tiles", lambda n: n - 1, "7 tiles of 128 rows do not cover .* 8 do"),
+}
+
+
+@pytest.mark.parametrize(("part", "name", "change", "message"), BROKEN_QUERIES.values(), ids=BROKEN_QUERIES)
+def test_broken_tiles_of_queries_are_caught(part: str, name: str, change: Callable, message: str) -> None:
+    parts = Parts.of(_C.make_schedule(prompt(), AWAITED))
+    _C.validate(parts.build())
+    assert break_first(parts, part, name, change)
+    with pytest.raises(RuntimeError, match="unsound schedule: prefill_attention.*" + message):
+        _C.validate(parts.build())
+
+
+# ---- pieces
+
+
 POLLED = _C.Target("cuda", 90, 132, 232448, polled=True)
 BROKEN_PIECES: dict[str, tuple[_C.TBGraph, str, Callable, str]] = {
     "fewer than lengths may give": (

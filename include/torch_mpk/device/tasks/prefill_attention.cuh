@@ -71,8 +71,9 @@ struct Shape {
   static constexpr int kEntryBytes = 2 * kTileBytes;
   static constexpr int kColumnBytes = V::kKeys * kBoxRowBytes;  // from 64 columns of a tile to the next
   static constexpr int kSteps = V::kSize / 16;                  // of products along a row
-  // Positions of a tile whose scores a warp has at a time, as many as its registers hold beside the results.
-  static constexpr int kFit = 8192 / V::kSize, kAtOnce = V::kKeys < kFit ? V::kKeys : kFit;
+  // Positions of a tile whose scores a warp has at a time, as many as its registers hold beside the results, and beside
+  // where a mask stands.
+  static constexpr int kFit = (V::kHasMask ? 4096 : 8192) / V::kSize, kAtOnce = V::kKeys < kFit ? V::kKeys : kFit;
   // A row's maximum is raised only where scores exceed it so far that exponentials would leave the range that 16 bits
   // have, since all results so far must be scaled down then: not more than once or twice for most rows.
   static constexpr float kSlack = 8;
