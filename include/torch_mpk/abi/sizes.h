@@ -19,7 +19,7 @@ constexpr int registers_each(int threads) {
 // Where warpgroups compute, each of four warps: so many of them, and registers that a thread of theirs has, for which
 // the loader's warpgroup, of which three warps have nothing to do, keeps but a few.
 inline constexpr int kWarpgroups = 2, kWarpgroupWarps = 4;
-inline constexpr int kMultiplyingRegisters = 208, kLoadingRegisters = 88;
+inline constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;
 static_assert(32 * kWarpgroupWarps * (kWarpgroups * kMultiplyingRegisters + kLoadingRegisters) <= kRegisterFile);
 constexpr int threads_of(int consumer_warps, int loader_warps, int warpgroups) {
   return 32 * (consumer_warps + (warpgroups > 0 ? kWarpgroupWarps : loader_warps));
