@@ -105,8 +105,9 @@ void bind_schedule(py::module_& m) {
       .def_readonly("overlap", &Pieces::overlap);
 
   py::class_<QueryTiles>(m, "QueryTiles")
-      .def(py::init([](int64_t rows, int64_t positions) { return QueryTiles{rows, positions}; }), py::arg("rows"),
-           py::arg("positions"))
+      .def(py::init([](int64_t heads, int64_t rows, int64_t positions) { return QueryTiles{heads, rows, positions}; }),
+           py::arg("heads"), py::arg("rows"), py::arg("positions"))
+      .def_readonly("heads", &QueryTiles::heads)
       .def_readonly("rows", &QueryTiles::rows)
       .def_readonly("positions", &QueryTiles::positions);
 

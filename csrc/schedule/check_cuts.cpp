@@ -126,24 +126,30 @@ class CutProof {
   // entry.
   void check_queries(const QueryTiles& t) const {
     constexpr int64_t kMostBoxRows = 256;
-    const Tensor& q = first_.operand("q").tensor;
-    const int64_t groups = first_.operand("k").tensor.shape[1], consumers = s_.warps.consumers;
+    const Tensor& y = output(first_).tensor;
+    const int64_t consumers = s_.warps.consumers, slot = s_.warps.slot_bytes;
+    require(y.shape.size() == 4 && t.heads > 0 && y.shape[2] % t.heads == 0,
+            str(t.heads) + " heads side by side do not make all of them");
     require(t.rows == kWarpRows * consumers,
             str(t.rows) + " rows of queries are not " + str(kWarpRows) + " for each of " + str(consumers) + " warps");
     require(t.positions > 0 && t.positions % kWarpRows == 0 && t.positions <= kMostBoxRows,
             "a tile of " + str(t.positions) + " positions is no box that tensor cores take 16 at a time");
-    const int64_t bytes = 2 * t.positions * q.shape.back() * size_bytes(q.dtype), slot = s_.warps.slot_bytes;
-    require(bytes <= slot && slot % kBoxAlignment == 0,
-            "an entry of " + str(bytes) + " bytes does not fit a slot of " + str(slot));
+    const int64_t of_group = (y.shape[1] * t.heads + t.rows - 1) / t.rows;
+    const int64_t tiles = y.shape[0] * (y.shape[2] / t.heads) * of_group;
+    require(job_.num_tiles == tiles,
+            str(job_.num_tiles) + " tiles of " + str(t.rows) + " rows do not cover the queries, " + str(tiles) + " do");
     require(s_.warps.empty_arrivals == consumers, "all of " + str(consumers) +
                                                       " consumers read an entry, but its slot " + "is empty after " +
                                                       str(s_.warps.empty_arrivals) + " arrivals");
-    const int64_t tiles =
-        q.shape[0] * groups * ((q.numel() / (q.shape[0] * groups * q.shape[3]) + t.rows - 1) / t.rows);
-    require(job_.num_tiles == tiles,
-            str(job_.num_tiles) + " tiles of " + str(t.rows) + " rows do not cover the queries, " + str(tiles) + " do");
-    for (const char* name : {"k", "v"})
-      require(key_rows(first_.operand(name).tensor).has_value(), std::string(name) + " cannot come in boxes");
+    int64_t bytes = 0;
+    for (const Operand& operand : first_.operands) {
+      if (!loader_reads(s_.warps, first_, operand) || operand.tensor.dtype != y.dtype) continue;
+      require(key_rows(operand.tensor).has_value(),
+              name_buffer(s_, operand.tensor.buffer) + " cannot come in boxes of positions");
+      bytes += t.positions * operand.tensor.shape.back() * size_bytes(y.dtype);
+    }
+    require(bytes <= slot && slot % kBoxAlignment == 0,
+            "an entry of " + str(bytes) + " bytes does not fit a slot of " + str(slot));
   }
 
   void check_tickets() const {

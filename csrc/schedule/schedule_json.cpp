@@ -28,7 +28,7 @@ std::string pieces_json(const Pieces& p) {
 }
 
 std::string queries_json(const QueryTiles& q) {
-  return "{" + field("rows", q.rows) + ", " + field("positions", q.positions) + "}";
+  return "{" + field("heads", q.heads) + ", " + field("rows", q.rows) + ", " + field("positions", q.positions) + "}";
 }
 
 std::string warps_json(const WarpLayout& w) {

@@ -7,15 +7,20 @@ from itertools import product
 
 import pytest
 import torch
+from torch._guards import tracing
+from transformers import StaticCache
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
-from tests.codegen.emulated_calls import reference, relative_error
+from tests.codegen.emulated_calls import allocate, reference, relative_error, tensors
 from tests.schedule.decoder_graph import Builder
 from tests.thinned import thinned
-from torch_mpk import _C
+from torch_mpk import _C, lowering
+from torch_mpk.capture import capture
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
+from torch_mpk.patterns import apply
 from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, aligned, emulate
+from torch_mpk.testing.tiny import random_ids, tiny_model
 
 
 @dataclass(frozen=True)
@@ -294,6 +299,46 @@ def test_it_compiles_and_keeps_nothing_in_local_memory(size: int, mask: str, dty
     assert resources.registers <= schedule.warps.registers
     most = 16  # bytes: some of what a thread knows of the launch, while it is at the job
     assert resources.stack_bytes <= most
+
+
+@pytest.mark.parametrize(("batch", "attention"), thinned([(1, "sdpa"), (2, "eager")], 0))
+def test_a_models_prompt(batch: int, attention: str) -> None:
+    """All of a layer in one launch, an empty cache's slots included, on inputs of its own."""
+    graphs = []
+
+    def backend(gm, inputs):
+        with tracing(None):
+            graphs.append(lowering.lower(apply(capture(gm, inputs).graph_module)).graph)
+        return gm.forward
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = tiny_model("qwen3", attention=attention, dtype=torch.bfloat16, num_layers=1, head_dim=64)
+    kwargs = {"past_key_values": StaticCache(config=model.config, max_cache_len=150)}
+    if batch > 1:
+        kwargs["attention_mask"] = (torch.arange(80) >= torch.tensor([[0], [7]])).long()
+    with torch.inference_mode():
+        torch.compile(model, backend=backend)(input_ids=random_ids(batch, 80), **kwargs)
+    [graph] = graphs
+    kernel = emulate(graph, polled=True)
+    assert "PrefillAttention" in kernel.program.source
+    inputs = [allocate(t) for t in tensors(graph, "input")]
+    for x in inputs:
+        if x.dtype != torch.int64:
+            x.copy_(torch.randn(x.shape) / (x.shape[-1] ** 0.5 if x.dim() > 1 else 1))
+        elif x.shape == (batch, 80):  # tokens, or which of them are there
+            x.copy_(torch.arange(80) % 50 > 6 if batch > 1 else torch.arange(80) % 50)
+        else:
+            x.zero_()  # counters
+    wanted_inputs, wanted = reference(graph, inputs)
+    outputs = [allocate(t) for t in tensors(graph, "output")]
+    kernel.launch(inputs, outputs, jitter=1, watchdog_ns=60 * 10**9)
+    assert kernel.host_abort.sum() == 0
+    for got, want in zip([*outputs, *inputs], [*wanted, *wanted_inputs], strict=True):
+        if got.is_floating_point() and want.any():
+            assert relative_error(got, want) < 2e-2
+        else:
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(

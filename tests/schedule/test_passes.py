@@ -272,8 +272,8 @@ def test_cut_jobs_into_tiles_of_queries() -> None:
         return job
 
     # 300 rows of each of two groups; keys and values of a tile are 32 KiB.
-    assert (cut(128)["queries"], cut(128)["tiles"]) == ({"rows": 128, "positions": 64}, 2 * 3)
-    assert cut(64)["queries"] == {"rows": 128, "positions": 128}
+    assert (cut(128)["queries"], cut(128)["tiles"]) == ({"heads": 3, "rows": 128, "positions": 64}, 2 * 3)
+    assert cut(64)["queries"] == {"heads": 3, "rows": 128, "positions": 128}
     assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
 
 

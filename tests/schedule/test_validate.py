@@ -358,6 +358,8 @@ def prompt() -> _C.TBGraph:
 
 
 BROKEN_QUERIES: dict[str, tuple[str, str, Callable, str]] = {
+    "heads that do not make all": ("queries", "heads", lambda n: 3, "3 heads side by side do not make all"),
+    "heads of fewer groups": ("queries", "heads", lambda n: 4, "8 tiles of 128 rows do not cover .* 6 do"),
     "rows for fewer warps": ("queries", "rows", lambda n: n - 16, "112 rows of queries are not 16 for each of 8 warps"),
     "half a step of positions": ("queries", "positions", lambda n: n - 8, "120 positions is no box that tensor cores"),
     "no positions": ("queries", "positions", lambda n: 0, "a tile of 0 positions"),

@@ -68,7 +68,7 @@ class PrefillAttentionWriter {
   void write_sizes() {
     code_.body = "  using T = " + std::string(cuda_type(q_.tensor.dtype)) + ";\n" +
                  constant("kBatch", q_.tensor.shape[0]) + constant("kPositions", q_.tensor.shape[1]) +
-                 constant("kGroups", groups()) + constant("kHeads", heads() / groups()) + constant("kSize", size()) +
+                 constant("kGroups", groups()) + constant("kHeads", job_.queries->heads) + constant("kSize", size()) +
                  constant("kLength", k_.tensor.shape[2]) + constant("kRows", job_.queries->rows) +
                  constant("kKeys", job_.queries->positions) +
                  "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +

@@ -18,12 +18,13 @@ class PrefillAttentionPlanner : public Planner {
     const WarpLayout& warps = schedule.warps;
     if (warps.warpgroups == 0 || !can_be_cut(node)) return;
     const Tensor &q = node.operand("q").tensor, &k = node.operand("k").tensor;
-    const int64_t groups = k.shape[1], heads = q.shape[2] / groups;
+    const int64_t groups = k.shape[1];
     QueryTiles tiles;
+    tiles.heads = q.shape[2] / groups;
     tiles.rows = kWarpRows * warps.consumers;
     tiles.positions = std::min(kEntryBytes, warps.slot_bytes) / (2 * k.shape[3] * size_bytes(k.dtype));
     job.queries = tiles;
-    job.num_tiles = q.shape[0] * groups * ((q.shape[1] * heads + tiles.rows - 1) / tiles.rows);
+    job.num_tiles = q.shape[0] * groups * ((q.shape[1] * tiles.heads + tiles.rows - 1) / tiles.rows);
   }
 
  private:

@@ -81,10 +81,11 @@ struct Pieces {
   int64_t bytes() const { return count * results * result_bytes; }
 };
 
-// How attention of many positions is cut: a worker takes so many rows of queries that share a key head at a time, and
-// an entry of the ring holds the keys and the values of so many positions.
+// How attention of many positions is cut. Of `heads` heads that share keys the rows of queries stand side by side, for
+// all positions of a sequence; a worker takes so many rows at a time, and an entry of the ring holds all that is loaded
+// of so many positions of keys.
 struct QueryTiles {
-  int64_t rows = 0, positions = 0;
+  int64_t heads = 1, rows = 0, positions = 0;
 };
 
 // Nodes that one worker executes back to back on its share of the tiles.
