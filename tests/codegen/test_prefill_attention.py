@@ -14,11 +14,12 @@ import torch_mpk.tasks  # noqa: F401  declares the tasks
 from tests.codegen.emulated_calls import allocate, reference, relative_error, tensors
 from tests.schedule.decoder_graph import Builder
 from tests.thinned import thinned
-from torch_mpk import _C, lowering
+from torch_mpk import _C, lowering, registry
 from torch_mpk.capture import capture
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.patterns import apply
+from torch_mpk.task_kernel import kernel_of
 from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, aligned, emulate
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
@@ -282,6 +283,27 @@ def test_more_workers_than_units_and_fewer() -> None:
     inputs = case.inputs()
     made = [call(emulate(case.graph(), workers=n), case, inputs, jitter=n) for n in (1, 20)]
     assert torch.equal(*made)
+    assert_right(case, inputs, made[0])
+
+
+QWEN3_06B = Case(heads=16, groups=8, size=128, positions=2048, length=2048)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, QWEN3_06B], ids=str)
+def test_it_is_as_near_as_the_reference_on_a_gpu(case: Case) -> None:
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    given = {name: x.cuda() for name, x in inputs.items()}
+    for name in ("k", "v"):
+        cache = given[name].transpose(1, 2) if case.layout == "positions first" else given[name]
+        given[name] = cache[:, :, : case.length]
+    if "mask" in given:
+        given["mask"] = given["mask"].expand(-1, case.heads, -1, -1)
+    operands = [given.get(name) for name in ("q", "k", "v", "mask", "limit")]
+    kernel = kernel_of(registry.get("prefill_attention"))
+    made = [kernel(*operands, scale=case.size**-0.5, style=case.style).cpu() for _ in range(3)]
+    assert all(torch.equal(made[0].view(torch.int16), other.view(torch.int16)) for other in made[1:])
     assert_right(case, inputs, made[0])
 
 
