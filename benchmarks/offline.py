@@ -47,7 +47,7 @@ class _Built(Exception):
 
 
 def build(folder: Path, name: str, batch: int, tokens: int, cache_length: int) -> list[tuple[Path, str]]:
-    """Leaves the programs of a model's step over so many tokens of each sequence; returns the sources to compile."""
+    """Leaves the programs of a model's step over ``tokens`` of each sequence; returns the sources to compile."""
     config = CONFIGS[name]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

@@ -55,8 +55,8 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
 
 def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | None = None) -> None:
     """Raises DeclinedError for a cache that grows, and for a prefill that is left to others, unless it goes by page: a
-    step over more positions than ``max_positions``, or where a GPU's warpgroups cannot multiply, over more than a few of
-    one sequence. ``target``: what is built for, a CPU by default."""
+    step over more positions than ``max_positions``, or where a GPU's warpgroups cannot multiply, over more than a few
+    of one sequence. ``target``: what is built for, a CPU by default."""
     nodes = captured.graph_module.graph.nodes
     sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
     results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
@@ -77,9 +77,10 @@ def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | 
 
 
 def _takes_prompts(target: _C.Target | None, node: torch.fx.Node) -> bool:
-    """Whether many positions are ours: on a GPU where warpgroups multiply, 16-bit elements on compute capability 9.0."""
-    is_on_cpu = target is None or target.device == "cpu"
-    return is_on_cpu or (target.arch >= 90 and value(node).element_size() == 2)
+    """Whether many positions are ours: on a GPU where warpgroups multiply, 16-bit elements on compute capability 9."""
+    if target is None or target.device == "cpu":
+        return True
+    return target.arch >= 90 and value(node).element_size() == 2
 
 
 def _is_empty_cache(node: torch.fx.Node) -> bool:
