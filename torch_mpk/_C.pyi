@@ -420,6 +420,7 @@ class TileShape:
         shares_entries: bool,
         pass_tiles: int,
         x_rows: int = 0,
+        splits: int = 1,
     ) -> None: ...
     @property
     def tile_rows(self) -> int: ...
@@ -441,6 +442,8 @@ class TileShape:
     def pass_tiles(self) -> int: ...
     @property
     def x_rows(self) -> int: ...
+    @property
+    def splits(self) -> int: ...
 
 class WarpLayout:
     def __init__(

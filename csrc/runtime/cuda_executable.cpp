@@ -235,9 +235,11 @@ void CudaExecutable::write_maps(Maps& maps) {
     const uint64_t strides[] = {static_cast<uint64_t>(m.pitch), 128};
     const unsigned box[] = {64, static_cast<unsigned>(m.box_rows), static_cast<unsigned>(m.box_columns / 64)};
     const unsigned steps[] = {1, 1, 1};
+    // Of narrow boxes L2 brings the columns beside them, too, which are next.
+    const int promotion = m.box_columns == 64 ? cu::kTensorMapPromotion256 : 0;
     driver_.check(driver_.tensor_map_encode(&encoded[i], cu::kTensorMapUint16, 3,
                                             reinterpret_cast<void*>(maps.bases[i] + m.offset), sizes, strides, box,
-                                            steps, 0, cu::kTensorMapSwizzle128, 0, 0),
+                                            steps, 0, cu::kTensorMapSwizzle128, promotion, 0),
                   "cuTensorMapEncodeTiled");
   }
   driver_.check(driver_.memcpy_htod_async(maps.memory, encoded.data(), encoded.size() * kMapBytes, service_stream_),

@@ -71,14 +71,16 @@ void bind_schedule(py::module_& m) {
 
   py::class_<TileShape>(m, "TileShape")
       .def(py::init([](int64_t tile_rows, int64_t parts, int64_t chunk_parts, int64_t row_bytes, int64_t chunk_bytes,
-                       int64_t run, int64_t in_flight, bool shares_entries, int64_t pass_tiles, int64_t x_rows) {
-             return TileShape{tile_rows, parts,     chunk_parts,    row_bytes,  chunk_bytes,
-                              run,       in_flight, shares_entries, pass_tiles, x_rows};
+                       int64_t run, int64_t in_flight, bool shares_entries, int64_t pass_tiles, int64_t x_rows,
+                       int64_t splits) {
+             return TileShape{tile_rows, parts,          chunk_parts, row_bytes, chunk_bytes, run,
+                              in_flight, shares_entries, pass_tiles,  x_rows,    splits};
            }),
            py::arg("tile_rows"), py::arg("parts"), py::arg("chunk_parts"), py::arg("row_bytes"), py::arg("chunk_bytes"),
            py::arg("run"), py::arg("in_flight"), py::arg("shares_entries"), py::arg("pass_tiles"),
-           py::arg("x_rows") = 0)
+           py::arg("x_rows") = 0, py::arg("splits") = 1)
       .def_readonly("x_rows", &TileShape::x_rows)
+      .def_readonly("splits", &TileShape::splits)
       .def_readonly("tile_rows", &TileShape::tile_rows)
       .def_readonly("parts", &TileShape::parts)
       .def_readonly("chunk_parts", &TileShape::chunk_parts)

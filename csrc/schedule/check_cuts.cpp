@@ -86,6 +86,11 @@ class CutProof {
         s_.warps.warpgroups == kWarpgroups && s.x_rows == kTileXRows,
         "tiles of " + str(s.x_rows) + " rows of x are not what " + str(s_.warps.warpgroups) + " warpgroups multiply");
     require(s.chunk_parts == s.parts && s.tile_rows * s.parts <= 256, "an entry does not hold all parts of a tile");
+    require(s.splits > 0 && s.chunks() % s.splits == 0 && job_.pieces.has_value() == (s.splits > 1),
+            str(s.splits) + " parts of " + str(s.chunks()) + " chunks are not equal, or their sums have no place");
+    require(s.splits == 1 || job_.num_tiles * s.splits <= s_.target.num_workers,
+            str(job_.num_tiles) + " tiles in " + str(s.splits) + " parts are more than " + str(s_.target.num_workers) +
+                " workers, of whom one would wait for itself");
     for (const OperandSpec& spec : first_.def->operands)
       if (spec.is_boxed)
         require(has_boxes(first_.operand(spec.name).tensor) && !job_.is_staged,

@@ -31,6 +31,14 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
   const auto require = [&](bool holds, const std::string& what) {
     if (!holds) unsound(name_node(s, node.id) + ": " + what);
   };
+  if (job.shape && job.shape->x_rows > 0) {
+    const int64_t others = job.num_tiles * (job.shape->splits - 1);
+    const int64_t bytes = job.shape->x_rows * job.shape->tile_rows * job.shape->parts * kTaggedFloatBytes;
+    require(pieces.count == others && pieces.results == 1 && pieces.result_bytes == bytes,
+            std::to_string(pieces.count) + " pieces of " + std::to_string(pieces.result_bytes) + " bytes are not the " +
+                std::to_string(others) + " parts of its tiles, of " + std::to_string(bytes));
+    return;
+  }
   const bool is_positive = std::min({pieces.count, pieces.results, pieces.few_results, pieces.result_bytes}) > 0;
   require(is_positive && pieces.of_row >= 0, "a size of its pieces is not positive");
   require(pieces.offset % kAccessBytes == 0 && pieces.result_bytes % kAccessBytes == 0,

@@ -1129,6 +1129,7 @@ run_tiles<Tile0>(c, job);
 struct Row0 {
   using T = __nv_bfloat16;
   static constexpr int kRows = 1;
+  static constexpr int kAtOnce = 1;
   static constexpr int kSize = 256;
   struct Task0 {
     using T = __nv_bfloat16;
@@ -1173,6 +1174,7 @@ run_rows<Row0>(c, job);
 struct Row0 {
   using T = __nv_bfloat16;
   static constexpr int kRows = 4;
+  static constexpr int kAtOnce = 1;
   static constexpr int kSize = 16;
   struct Task0 {
     using T = __nv_bfloat16;

@@ -8,6 +8,9 @@
 namespace mpk::codegen {
 namespace {
 
+// Points of a thread whose loads are in flight together, where it has so many.
+constexpr int64_t kAtOnce = 8;
+
 class PointsJob : public Emitter {
   JobCode emit(const JobPlace& place) const override {
     const Node& node = place.node();
@@ -16,12 +19,22 @@ class PointsJob : public Emitter {
     const int64_t points = node.program->num_points();
     const Schedule& schedule = place.context.schedule;
     const int64_t threads = 32 * schedule.warps.consumers;  // of a worker
-    const bool wide = points > (int64_t(1) << 31) - threads * schedule.target.num_workers - 1;
+    const int64_t step = threads * schedule.target.num_workers;
+    const bool are_many = points >= kAtOnce * step;
+    const bool wide = points > (int64_t(1) << 31) - kAtOnce * step - 1;
     const std::string index = wide ? "int64_t" : "int32_t";
-    const ProgramCode program =
-        emit_program(place.context, refs, node, {.prefix = "", .index_type = index, .point = "point"});
-    code.body = "  using Index = " + index + ";\n  static constexpr Index kPoints = " + str(points) + ";\n" +
-                function("void", "point(const Job& job, Index point)", program.body);
+    const ProgramCode program = emit_program(
+        place.context, refs, node, {.prefix = "", .index_type = index, .point = "point", .early_loads = are_many});
+    code.body = "  using Index = " + index + ";\n  static constexpr Index kPoints = " + str(points) + ";\n";
+    if (are_many) {
+      code.compute = "run_many_points";
+      code.body += constant("kAtOnce", kAtOnce) + "  struct Extra {\n" + program.preload_fields + "  };\n" +
+                   function("Extra", "preload(const Job& job, Index point)",
+                            "    Extra extra{};\n" + program.preload + "    return extra;\n") +
+                   function("void", "point(const Job& job, Index point, const Extra& extra)", program.body);
+    } else {
+      code.body += function("void", "point(const Job& job, Index point)", program.body);
+    }
     code.num_small_workers = static_cast<uint32_t>(std::min<int64_t>((points + threads - 1) / threads, 1 << 20));
     return code;
   }

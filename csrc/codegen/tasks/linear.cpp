@@ -126,6 +126,7 @@ class LinearWriter {
     if (shape_.x_rows == 0) return;
     require(context_.aligned_rows(x_, false), first_, "x is not aligned to 16 bytes");
     refs_.add_map(first_, x_, shape_.x_rows, kBoxColumns);
+    if (job_.pieces) partials_ = returning("uint8_t*", "partials(const Job& job)", refs_.partials(*job_.pieces));
   }
 
   // How the loader and the warps share the matrices out.
@@ -162,7 +163,9 @@ class LinearWriter {
   }
 
   std::string tile_sizes() const {
-    if (shape_.x_rows > 0) return constant("kXRows", shape_.x_rows) + constant("kTileRows", shape_.tile_rows);
+    if (shape_.x_rows > 0)
+      return constant("kXRows", shape_.x_rows) + constant("kTileRows", shape_.tile_rows) +
+             constant("kSplits", shape_.splits) + partials_;
     if (shape_.has_boxes()) return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles);
     return constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts);
   }
@@ -264,6 +267,7 @@ class LinearWriter {
   std::vector<int64_t> rows_;  // of each weight
   int64_t tiles_ = 0;
   std::vector<std::string> first_tile_, num_rows_, weights_, pitches_;  // of each weight, expressions
+  std::string partials_;                                                // where parts of tiles meet
   std::string fields_, preload_, finish_;                               // of Extra, and the bodies of these functions
   std::vector<LocalValue> locals_;
 };

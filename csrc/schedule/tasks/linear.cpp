@@ -162,11 +162,14 @@ class Tiles {
     double least = 0;
     for (int64_t columns : {32, 64, 96, 128, 192, 256}) {  // of results, as many as the tensor cores take at a time
       if (job_.parts > 4 || columns % (job_.parts * strip_columns(job_.parts)) != 0) continue;
-      const TileShape shape = shape_of(columns);
-      const double cycles = cost(shape);
-      if (best && cycles >= least) continue;
-      best = shape;
-      least = cycles;
+      TileShape shape = shape_of(columns);
+      for (shape.splits = 1; shape.splits <= kMostSplits; shape.splits++) {
+        if (!can_be_split(shape)) continue;
+        const double cycles = cost(shape);
+        if (best && cycles >= least) continue;
+        best = shape;
+        least = cycles;
+      }
     }
     return best;
   }
@@ -175,8 +178,17 @@ class Tiles {
   int64_t count(const TileShape& shape) const { return x_tiles() * job_.tiles(shape.tile_rows); }
   // See TilesShape in linear_tiles.cuh.
   int64_t staged_bytes() const { return job_.warps * kWarpRows * kStripPitch * 4; }
+  // What all but the last part of each tile leave in the workspace.
+  std::optional<Pieces> pieces(const TileShape& shape) const {
+    if (shape.splits == 1) return std::nullopt;
+    Pieces pieces{count(shape) * (shape.splits - 1)};
+    pieces.result_bytes = kTileXRows * shape.tile_rows * shape.parts * kTaggedFloatBytes;
+    return pieces;
+  }
 
  private:
+  static constexpr int64_t kMostSplits = 16;
+
   TileShape shape_of(int64_t columns) const {
     TileShape shape{columns / job_.parts, job_.parts, job_.parts, job_.size * job_.element};
     shape.x_rows = kTileXRows;
@@ -185,17 +197,29 @@ class Tiles {
     return shape;
   }
 
-  // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results, or
-  // the bytes of its boxes, of which one multiprocessor gets 64 a cycle from L2 and all together some 3,300; behind the
-  // steps come the results, and the way to the next tile.
+  // In parts of equally many entries, each with a worker of its own.
+  bool can_be_split(const TileShape& shape) const {
+    return shape.splits == 1 || (shape.chunks() % shape.splits == 0 && count(shape) * shape.splits <= job_.workers);
+  }
+
+  // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results; or
+  // its boxes, of which one multiprocessor gets 64 bytes a cycle from L2, all together some 5,500, of weights that come
+  // from memory 2,600, and none sooner than the ring's slots take to come. Behind the steps come the sums of other
+  // parts, the results, and the way to the next tile.
   double cost(const TileShape& shape) const {
-    constexpr double kOwnBytes = 64, kAllBytes = 3300, kOfColumn = 40, kOfTile = 1500;
-    const int64_t tiles = count(shape), columns = shape.tile_rows * shape.parts;
-    const double bytes = double(shape.rows_in_entry() * kBoxRowBytes);
-    const double active = double(std::min(tiles, job_.workers));
-    const double step = std::max({4.0 * double(columns), bytes / kOwnBytes, bytes * active / kAllBytes});
-    const double steps = double((job_.size + kBoxColumns - 1) / kBoxColumns);
-    return double((tiles + job_.workers - 1) / job_.workers) * (steps * step + kOfColumn * double(columns) + kOfTile);
+    constexpr double kOwnBytes = 64, kAllBytes = 5500, kMemoryBytes = 2600, kTrip = 2000, kSlots = 4;
+    constexpr double kOfColumn = 40, kOfTile = 1500, kOfPart = 3000, kOfPartsColumn = 12;
+    const int64_t units = count(shape) * shape.splits, columns = shape.tile_rows * shape.parts;
+    const double active = double(std::min(units, job_.workers)), weights = double(columns * kBoxRowBytes);
+    const double bytes = double(shape.x_rows * kBoxRowBytes) + weights;
+    const double blocks = double(shape.chunk_bytes) / kBoxRowBytes;
+    const double from_memory = x_tiles() == 1 ? weights * active / kMemoryBytes : 0;
+    const double step = std::max(
+        {4.0 * double(columns), bytes / kOwnBytes, bytes * active / kAllBytes, from_memory, kTrip / (kSlots * blocks)});
+    const double steps = double(shape.row_bytes) / kBoxRowBytes / double(shape.splits);
+    const double others = shape.splits == 1 ? 0 : kOfPart + kOfPartsColumn * double((shape.splits - 1) * columns);
+    return double((units + job_.workers - 1) / job_.workers) *
+           (steps * step + others + kOfColumn * double(columns) + kOfTile);
   }
 
   const Linears& job_;
@@ -249,6 +273,7 @@ class LinearPlanner : public Planner {
       return;
     job.staged_bytes = tiles.staged_bytes();
     job.num_tiles = tiles.count(*shape);
+    job.pieces = tiles.pieces(*shape);
     job.shape = shape;
   }
 

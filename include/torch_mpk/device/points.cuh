@@ -16,6 +16,25 @@ MPK_DEVICE void run_points(C& c, const Job& job) {
     V::point(job, i);
 }
 
+// The same where a thread has many points: of V::kAtOnce of them the loads are in flight together. V::preload(job, i)
+// gives what point(job, i, extra) takes.
+template <class V, class C>
+MPK_DEVICE void run_many_points(C& c, const Job& job) {
+  using Index = typename V::Index;
+  constexpr Index kStep = C::Config::kNumWorkers * kConsumerThreads;
+  if (!c.await()) return;
+  for (Index first = Index(c.worker(job)) * kConsumerThreads + c.rank; first < V::kPoints;
+       first += V::kAtOnce * kStep) {
+    typename V::Extra extras[V::kAtOnce] = {};
+#pragma unroll
+    for (int i = 0; i < V::kAtOnce; i++)
+      if (first + i * kStep < V::kPoints) extras[i] = V::preload(job, first + i * kStep);
+#pragma unroll
+    for (int i = 0; i < V::kAtOnce; i++)
+      if (first + i * kStep < V::kPoints) V::point(job, first + i * kStep, extras[i]);
+  }
+}
+
 // Reductions. `Value` is what a point gives, `State` what is accumulated.
 namespace reduce {
 

@@ -2,10 +2,12 @@
 //
 // A tile is V::kXRows rows of x by V::kTileRows rows of each part's weight, a worker's job one after the other: each
 // entry of the ring holds some columns of all of them, and every warpgroup multiplies 64 of the rows of x. Sums stay in
-// registers. At the tile's end each warp takes its 16 rows through shared memory, a strip of columns at a time, so that
-// neighbouring lanes have neighbouring results.
+// registers. Where there are few tiles, the columns of each are cut into V::kSplits parts, each with a worker: the last
+// part's polls the sums of the others, and adds them in order. At the tile's end each warp takes its 16 rows through
+// shared memory, a strip of columns at a time, so that neighbouring lanes have neighbouring results.
 #pragma once
 
+#include "torch_mpk/device/tagged.cuh"
 #include "torch_mpk/device/tasks/linear.cuh"
 #include "torch_mpk/device/warpgroup.cuh"
 
@@ -18,16 +20,21 @@ concept TilesSizes = requires {
   requires Constants<int, V::kBatch, V::kSize>;
   // Linears one after the other in row space, or linears whose row n is computed side by side.
   requires Constants<int, V::kSegments, V::kParts>;
-  // Of a tile; the columns of an entry.
-  requires Constants<int, V::kXRows, V::kTileRows, V::kChunkSize>;
+  // Of a tile; the columns of an entry; parts of a tile's columns.
+  requires Constants<int, V::kXRows, V::kTileRows, V::kChunkSize, V::kSplits>;
   requires Constants<uint32_t, V::kNumTiles>;
+};
+
+template <class V>
+concept Split = requires(const Job& job) {
+  { V::partials(job) } -> Same<uint8_t*>;
 };
 
 template <class V, class C>
 concept TilesVariant = TilesSizes<V> && Results<V, C> && requires(int i) {
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i, of those with the first rows of x
   { V::num_rows(i) } -> Same<uint32_t>;
-};
+} && (V::kSplits == 1 || Split<V>);
 
 // What follows from a variant.
 template <TilesSizes V>
@@ -37,6 +44,8 @@ struct TilesShape {
   static constexpr int kXBytes = V::kXRows * kBoxRowBytes, kWeightBytes = kColumns * kBoxRowBytes;  // of a block
   static constexpr int kEntryBytes = kBlocks * (kXBytes + kWeightBytes);
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
+  static constexpr int kPartChunks = kChunks / V::kSplits;  // of a part
+  static constexpr uint32_t kUnits = V::kNumTiles * V::kSplits;
   static constexpr int kXTiles = (V::kBatch + V::kXRows - 1) / V::kXRows;
   // Columns of each part that a strip has, of which so many rows are 32 lanes' results.
   static constexpr int kStrip = strip_columns(V::kParts), kRowsAtOnce = 32 / kStrip;
@@ -59,8 +68,8 @@ struct TilePlace {
   }
 };
 
-// Of so many tiles that workers take in turn, those of one.
-MPK_DEVICE uint32_t tiles_in_turn(uint32_t count, uint32_t worker, uint32_t workers) {
+// Of so many units that workers take in turn, those of one.
+MPK_DEVICE uint32_t units_in_turn(uint32_t count, uint32_t worker, uint32_t workers) {
   return worker < count ? (count - 1 - worker) / workers + 1 : 0;
 }
 
@@ -97,11 +106,12 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
   using S = TilesShape<V>;
   static_assert(S::kEntryBytes <= L::Config::kSlotBytes);
   constexpr uint32_t kWorkers = L::Config::kNumWorkers, kSlots = L::Config::kSlots;
-  const uint32_t worker = l.worker(job), count = tiles_in_turn(V::kNumTiles, worker, kWorkers) * S::kChunks;
+  const uint32_t worker = l.worker(job), count = units_in_turn(S::kUnits, worker, kWorkers) * S::kPartChunks;
   const uint32_t end = l.ring.entry + count;
   l.ring.entry = fill_entries(l.ring, count, kSlots, l.phase, [&](uint32_t number) {
-    const uint32_t turn = min(number, count - 1) / S::kChunks;
-    return TileEntry<V>{job.refs(), worker + turn * kWorkers, number - turn * S::kChunks};
+    const uint32_t turn = min(number, count - 1) / S::kPartChunks, unit = worker + turn * kWorkers;
+    const uint32_t first = unit % V::kSplits * S::kPartChunks;
+    return TileEntry<V>{job.refs(), unit / V::kSplits, first + number - turn * S::kPartChunks};
   });
   l.failed = l.ring.entry != end;
   if constexpr (kProfiled<typename L::Config>) l.stamps.bytes += uint64_t(count) * S::kEntryBytes;
@@ -109,14 +119,14 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
 
 // ---- the consumers' part
 
-// The sums of a tile, from ring entry c.entry on. A warp that gives up a wait goes on with whatever stands in the ring,
-// since the others of its warpgroup cannot multiply without it.
+// The sums of a part of a tile, from ring entry c.entry on. A warp that gives up a wait goes on with whatever stands in
+// the ring, since the others of its warpgroup cannot multiply without it.
 template <class V, class C>
-MPK_DEVICE void sum_tile(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
+MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   using S = TilesShape<V>;
   const int x_offset = c.warp / kWarpgroupWarps * (kWarpgroupRows * kBoxRowBytes);
 #pragma unroll 1
-  for (uint32_t chunk = 0; chunk < S::kChunks; chunk++) {
+  for (uint32_t chunk = 0; chunk < S::kPartChunks; chunk++) {
     const uint32_t entry = c.entry + chunk;
     if (!c.failed && !c.ring.wait(entry, c.phase)) c.failed = true;
     const uint8_t* slot = c.ring.slot(entry);
@@ -132,9 +142,60 @@ MPK_DEVICE void sum_tile(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
     }
   }
   ptx::await_sums(sums);
-  c.ring.release(c.entry + S::kChunks - 1);
-  c.entry += S::kChunks;
+  c.ring.release(c.entry + S::kPartChunks - 1);
+  c.entry += S::kPartChunks;
 }
+
+// Sums of the parts of a tile but the last, two of each thread's side by side.
+template <class V, class C>
+struct Partials {
+  using S = TilesShape<V>;
+  static constexpr int kPairs = S::kColumns / 4, kAtOnce = kPairs < 8 ? kPairs : 8;
+  C& c;
+  ulonglong2* first;  // of the thread's, of the tile's first part
+
+  MPK_DEVICE Partials(C& c, const Job& job, uint32_t tile)
+      : c(c),
+        first(reinterpret_cast<ulonglong2*>(V::partials(job)) + tile * ((V::kSplits - 1) * kPairs * kConsumerThreads) +
+              c.rank) {}
+
+  MPK_DEVICE ulonglong2* place(int part, int pair) const { return first + (part * kPairs + pair) * kConsumerThreads; }
+
+  MPK_DEVICE void store(const WarpgroupSums<S::kColumns>& sums, int part) const {
+    const uint32_t tag = tag_of(c);
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) ptx::store_relaxed_gpu(place(part, i), tagged(sums[2 * i], sums[2 * i + 1], tag));
+  }
+
+  // Those of the other parts, in order, to the last one's.
+  MPK_DEVICE void add(WarpgroupSums<S::kColumns>& sums) const {
+    const uint32_t tag = tag_of(c);
+#pragma unroll 1
+    for (int part = 0; part < V::kSplits - 1 && !c.failed; part++)
+#pragma unroll
+      for (int i = 0; i < kPairs; i += kAtOnce) {
+        ulonglong2 words[kAtOnce];
+        const bool has_come = spin(
+            c.shared.watchdog,
+            [&] {
+              uint32_t differs = 0;
+#pragma unroll
+              for (int j = 0; j < kAtOnce; j++) words[j] = ptx::load_relaxed_gpu(place(part, i + j));
+#pragma unroll
+              for (int j = 0; j < kAtOnce; j++) differs |= differing(words[j], tag);
+              return differs == 0;
+            },
+            [&] { return stall(c.phase, WarpRole::kConsumer, Waiting::kElement, c.phase, 0, 0, 0); });
+        if (!has_come) c.failed = true;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++) {
+          sums[2 * (i + j)] += float_of(words[j].x);
+          sums[2 * (i + j) + 1] += float_of(words[j].y);
+        }
+      }
+    c.failed = __any_sync(~0u, c.failed);
+  }
+};
 
 // The sums' next strip of every part, [row][part][column], which is then gone from the registers.
 template <class V>
@@ -155,33 +216,56 @@ MPK_DEVICE void show_strip(WarpgroupSums<TilesShape<V>::kColumns>& sums, float* 
   }
 }
 
-// What the results of a strip become, from the strip's column `first` of the tile on.
+// What a lane's results of a strip need besides their sums, from the strip's column `first` of the tile on.
 template <class V, class C>
-MPK_DEVICE void finish_strip(C& c, const Job& job, const TilePlace<V>& place, int first, const float* strip) {
+struct Strip {
   using S = TilesShape<V>;
-  constexpr int kAtOnce = 4;  // rows whose extras are fetched together
-  const uint32_t n = place.weight_row + first + c.lane % S::kStrip;
-  const int first_row = place.x_row + c.warp * kWarpRows;
-  if (n >= V::num_rows(place.segment)) return;
-#pragma unroll 1
-  for (int row = c.lane / S::kStrip; row < kWarpRows; row += kAtOnce * S::kRowsAtOnce) {
-    const auto row_of = [&](int i) { return row + i * S::kRowsAtOnce; };
-    const auto is_there = [&](int i) { return row_of(i) < kWarpRows && first_row + row_of(i) < V::kBatch; };
-    typename V::Extra extras[kAtOnce] = {};
+  static constexpr int kRows = kWarpRows / S::kRowsAtOnce;  // of a lane
+  uint32_t n;
+  int first_row;
+  bool is_there;
+  typename V::Extra extras[kRows] = {};
+
+  MPK_DEVICE Strip(const C& c, const Job& job, const TilePlace<V>& place, int first)
+      : n(place.weight_row + first + c.lane % S::kStrip),
+        first_row(place.x_row + c.warp * kWarpRows + c.lane / S::kStrip),
+        is_there(n < V::num_rows(place.segment)) {
     if constexpr (V::kHasExtra) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; i++)
-        if (is_there(i)) extras[i] = V::preload(job, place.segment, first_row + row_of(i), n);
+      for (int i = 0; i < kRows; i++)
+        if (has(i)) extras[i] = V::preload(job, place.segment, row(i), n);
     }
+  }
+  MPK_DEVICE int row(int i) const { return first_row + i * S::kRowsAtOnce; }
+  MPK_DEVICE bool has(int i) const { return is_there && row(i) < V::kBatch; }
+
+  MPK_DEVICE void finish(C& c, const Job& job, int segment, const float* strip) const {
+    const float* mine = strip + c.lane / S::kStrip * kStripPitch + c.lane % S::kStrip;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      if (!is_there(i)) break;
+    for (int i = 0; i < kRows; i++) {
+      if (!has(i)) break;
       float results[V::kParts];
 #pragma unroll
-      for (int p = 0; p < V::kParts; p++)
-        results[p] = strip[row_of(i) * kStripPitch + p * S::kStrip + c.lane % S::kStrip];
-      V::finish(c, job, place.segment, first_row + row_of(i), n, results, extras[i]);
+      for (int p = 0; p < V::kParts; p++) results[p] = mine[i * S::kRowsAtOnce * kStripPitch + p * S::kStrip];
+      V::finish(c, job, segment, row(i), n, results, extras[i]);
     }
+  }
+};
+
+// A warp's rows of a tile. What results need besides is on its way while the strip before is finished.
+template <class V, class C>
+MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place, Strip<V, C> next,
+                            WarpgroupSums<TilesShape<V>::kColumns>& sums) {
+  using S = TilesShape<V>;
+  float* strip = reinterpret_cast<float*>(c.staged() + c.warp * S::kStripBytes);
+#pragma unroll 1
+  for (int first = 0; first < V::kTileRows; first += S::kStrip) {
+    const Strip<V, C> current = next;
+    if (first + S::kStrip < V::kTileRows) next = Strip<V, C>(c, job, place, first + S::kStrip);
+    show_strip<V>(sums, strip, c.lane);
+    __syncwarp();
+    current.finish(c, job, place.segment, strip);
+    __syncwarp();
   }
 }
 
@@ -189,24 +273,27 @@ template <class V, class C>
 MPK_DEVICE void compute_tiles(C& c, const Job& job) {
   static_assert(TilesVariant<V, C>);
   using S = TilesShape<V>;
-  static_assert(V::kXRows == kTileXRows && V::kTileRows % S::kStrip == 0);
+  static_assert(V::kXRows == kTileXRows && V::kTileRows % S::kStrip == 0 && S::kChunks % V::kSplits == 0);
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!c.await()) return;
-  float* strip = reinterpret_cast<float*>(c.staged() + c.warp * S::kStripBytes);
 #pragma unroll 1
-  for (uint32_t tile = c.worker(job); tile < V::kNumTiles; tile += C::Config::kNumWorkers) {
+  for (uint32_t unit = c.worker(job); unit < S::kUnits; unit += C::Config::kNumWorkers) {
+    const uint32_t tile = unit / V::kSplits, part = unit - tile * V::kSplits;
     const TilePlace<V> place(tile);
     WarpgroupSums<S::kColumns> sums = {};
-    sum_tile<V>(c, sums);
+    sum_part<V>(c, sums);
     if (c.failed) continue;  // the others of its warpgroup multiply on
-    if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
-#pragma unroll 1
-    for (int first = 0; first < V::kTileRows; first += S::kStrip) {
-      show_strip<V>(sums, strip, c.lane);
-      __syncwarp();
-      finish_strip<V>(c, job, place, first, strip);
-      __syncwarp();
+    if constexpr (V::kSplits > 1) {
+      const Partials<V, C> partials(c, job, tile);
+      if (part + 1 < V::kSplits) {
+        partials.store(sums, part);
+        continue;
+      }
     }
+    if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
+    const Strip<V, C> first(c, job, place, 0);
+    if constexpr (V::kSplits > 1) Partials<V, C>(c, job, tile).add(sums);
+    if (!c.failed) finish_rows<V>(c, job, place, first, sums);
   }
 }
 
