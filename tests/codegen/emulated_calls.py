@@ -41,11 +41,6 @@ def reference(graph: _C.TBGraph, inputs: Sequence[torch.Tensor], scalars: Sequen
     return copies, outputs
 
 
-def num_caches(graph: _C.TBGraph) -> int:
-    """Keys and values of all layers."""
-    return 2 * sum(node.task == "paged_attention" for node in graph.nodes)
-
-
 def decoder_inputs(graph: _C.TBGraph, limits: list[int], slot: int) -> list[torch.Tensor]:
     """Random inputs of ``decoder_graph.decoder``."""
     sizes = input_bytes(graph)
@@ -55,8 +50,8 @@ def decoder_inputs(graph: _C.TBGraph, limits: list[int], slot: int) -> list[torc
         x = aligned(sizes[names[i]], 0xFF).view(dtype_of(t.dtype)) if is_shared else allocate(t)
         if names[i] in ("limit", "length"):
             x.copy_(torch.tensor(limits))
-        elif names[i] == "block_table":  # the first layer's keys of each position's page, in any order
-            x.copy_(torch.randperm(x.numel()).view(x.shape) * num_caches(graph))
+        elif names[i] == "block_table":
+            x.copy_(torch.randperm(x.numel()).view(x.shape))
         elif t.dtype == "int64":
             x.fill_(slot)
         else:

@@ -193,13 +193,12 @@ def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
     ("batch", "page_size", "limits"), thinned([(1, 16, [40]), (3, 5, [0, 17, 40]), (16, 16, [*range(1, 16), 40])], 1)
 )
 def test_a_decoder_with_norms_and_rope_in_front(batch: int, page_size: int, limits: list[int]) -> None:
-    """Layers' pages lie in one tensor, so that one layer's may be the next one's, as far as the schedule knows."""
+    """Layers' pages lie in one tensor, in turns: none awaits what another writes."""
     kernel = emulate(decoder(batch=batch, page_size=page_size, computed_tables=True), polled=True)
     graph = kernel.schedule.graph
-    fused = [
-        j.prologue for p in kernel.schedule.phases for j in p.jobs if graph.nodes[j.body[0]].task == "paged_attention"
-    ]
-    assert [len(prologue) for prologue in fused] == [4, 4]
+    jobs = [job for phase in kernel.schedule.phases for job in phase.jobs]
+    attention = [job for job in jobs if graph.nodes[job.body[0]].task == "paged_attention"]
+    assert [(len(job.prologue), job.loader_waits) for job in attention] == [(4, []), (4, [])]
     torch.manual_seed(batch)
     inputs = decoder_inputs(graph, limits, 0)
     wanted_inputs, wanted = reference(graph, inputs)

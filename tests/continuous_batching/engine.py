@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._guards import tracing
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from torch_mpk import _C
+from torch_mpk.capture import capture
 from torch_mpk.continuous_batching import ATTENTION, config
+from torch_mpk.lowering import lower
+from torch_mpk.partition import partition
+from torch_mpk.patterns import apply
 from torch_mpk.testing.tiny import VOCAB_SIZE, tiny_model
 
 STRICT = {"fallback": "error"}
@@ -28,6 +34,19 @@ def sized(options: dict[str, Any] = STRICT, **settings: Any) -> ContinuousBatchi
 def serving_model(*args: Any, **kwargs: Any) -> Any:
     """In float32: greedy choices must not hang on the order of a sum."""
     return tiny_model(*args, **{"attention": ATTENTION, "dtype": torch.float32, "num_layers": 1} | kwargs)
+
+
+def planned_for_a_gpu(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> _C.Schedule:
+    """What would be one launch there; an AssertionError where it is not, or a part falls back."""
+    target = _C.Target("cuda", 90, 132, 232448, True, True)
+    captured = capture(gm, inputs).graph_module
+    with tracing(None):
+        parts = partition(apply(captured), None, target)
+        assert parts.fallbacks == []
+        [segment] = parts.segments
+        schedule = _C.make_schedule(lower(segment.gm).graph, target)
+    _C.validate(schedule)
+    return schedule
 
 
 def prompt_of(length: int) -> list[int]:

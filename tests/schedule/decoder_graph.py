@@ -79,15 +79,16 @@ def paged_caches(b: Builder, dtype: str, shape: list[int], page_size: int, layer
     batch, groups, length, size = shape
     table = b.buffer("input", "block_table", "int32", [batch, -(-length // page_size)])
     lengths = b.buffer("input", "length", "int32", [batch])
-    every = b.buffer("input", "pages", dtype, [2 * layers * prod(table.shape), page_size, groups, size])
-    numbers = itertools.count()
+    page = page_size * groups * size
+    strides = [2 * layers * page, *contiguous([page_size, groups, size])]
+    every = b.buffer("input", "pages", dtype, [prod(table.shape) * strides[0]])
+    shape = [prod(table.shape), page_size, groups, size]
+    turns = itertools.count()
 
     def of_layer(_: str) -> list[tuple[str, _C.Tensor]]:
-        first = 2 * next(numbers)
-        views = [every.shape[0] - first - 1, *every.shape[1:]]
         pages = [
-            (name, _C.Tensor(every.buffer, dtype, views, every.strides, (first + i) * every.strides[0]))
-            for i, name in enumerate(("k_pages", "v_pages"))
+            (name, _C.Tensor(every.buffer, dtype, shape, strides, next(turns) * page))
+            for name in ("k_pages", "v_pages")
         ]
         return [*pages, ("block_table", table), ("length", lengths)]
 
