@@ -65,10 +65,16 @@ def config(options: Mapping[str, Any] | None = None, **settings: Any) -> Continu
     Args:
         options: of backend mpk, as in ``torch.compile(model, backend="mpk", options=options)``.
         settings: of ``transformers.ContinuousBatchingConfig``, by its names and with its defaults, but for
-            ``max_requests_per_batch``, which is 64.
+            ``max_requests_per_batch``, which is 64, and, on a GPU, ``use_cuda_graph``, which is for decode steps
+            alone.
     """
-    step = StepCompileConfig(options=dict(options or {}))
-    return ContinuousBatchingConfig(**{"max_requests_per_batch": MAX_ROWS, "decode_compile_config": step} | settings)
+    ours: dict[str, Any] = {
+        "max_requests_per_batch": MAX_ROWS,
+        "decode_compile_config": StepCompileConfig(options=dict(options or {})),
+    }
+    if torch.cuda.is_available():
+        ours["use_cuda_graph"] = (False, True)  # prompts are of any length
+    return ContinuousBatchingConfig(**ours | settings)
 
 
 def serve(arguments: Sequence[str]) -> None:

@@ -56,7 +56,7 @@ def prompt_of(length: int) -> list[int]:
 def alone(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """What eager ``generate`` says of a prompt."""
     model.set_attn_implementation("sdpa")
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     every = torch.ones_like(ids)  # else generate masks what it takes for padding
     out = model.generate(
         ids, attention_mask=every, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
