@@ -71,10 +71,19 @@ int Refs::add(const Node& node, const Tensor& t) {
 }
 
 void Refs::add_map(const Tensor& t, int64_t box_rows, int64_t box_columns) {
+  context_.has_swizzle = true;
+  add_map(t, box_rows, box_columns, false);
+}
+
+std::string Refs::plain_map(const Tensor& t, int64_t box_rows, int64_t box_columns) {
+  return "job.pointer<const void>(" + str(add_map(t, box_rows, box_columns, true)) + ")";
+}
+
+int Refs::add_map(const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain) {
   const int64_t element = size_bytes(t.dtype), input = context_.graph().buffers()[t.buffer].index;
-  add_raw(kMapsIndex, context_.maps.size() * kMapBytes);
   context_.maps.push_back(
-      {input, t.offset * element, t.shape[0], t.shape[1], t.strides[0] * element, box_rows, box_columns});
+      {input, t.offset * element, t.shape[0], t.shape[1], t.strides[0] * element, box_rows, box_columns, plain});
+  return add_raw(kMapsIndex, (context_.maps.size() - 1) * kMapBytes);
 }
 
 std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {

@@ -16,6 +16,7 @@ struct KernelContext {
   std::vector<bool> written;         // per buffer: by some node of this launch
   std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
   std::vector<MatrixMap> maps;       // of matrices that come in boxes, added by their jobs
+  bool has_swizzle = false;          // some of them, which the ring must be aligned for
 
   explicit KernelContext(const Schedule& schedule);
   // Whether what a phase reads of the buffer is visible before it awaits its events.
@@ -42,10 +43,13 @@ class Refs {
   std::string partials(const Pieces& pieces);
   // The map of an input, boxes of which come through the ring.
   void add_map(const Tensor& t, int64_t box_rows, int64_t box_columns);
+  // The same of rows as they are; returns what `pointer` does.
+  std::string plain_map(const Tensor& t, int64_t box_rows, int64_t box_columns);
   int add(const Node& node, const Tensor& t);
 
  private:
   int add_raw(uint32_t index, uint64_t offset);
+  int add_map(const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain);
 
   KernelContext& context_;
   std::vector<uint64_t>& refs_;

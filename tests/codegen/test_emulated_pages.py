@@ -163,9 +163,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", thinned([pytest.param(c, id=str(i)) for i, c in enumerate(CASES)], 0, 2, 3, 4, 7, 10))
-@pytest.mark.parametrize("arch", [90])
-def test_rows_over_pages(case: Case, arch: int) -> None:
-    kernel = emulate(case.graph(), arch=arch)
+def test_rows_over_pages(case: Case) -> None:
+    kernel = emulate(case.graph())
+    in_boxes = case.G > 1 and case.S % 16 == 0 and case.dtype != torch.float32
+    assert len(kernel.program.maps) == (2 if in_boxes else 0)
     check(kernel, case, range(3))
 
 

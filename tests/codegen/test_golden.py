@@ -844,6 +844,7 @@ struct PagedAttention0 {
   static constexpr bool kHasMask = false;
   static constexpr bool kOverlaps = false;
   static constexpr uint32_t kPitchK = 64, kPitchV = 64;
+  static constexpr bool kInBoxes = false;
   static constexpr int kPageSize = 3;
   static constexpr int kNumPages = 6;
   static constexpr int kPieceTiles = 0;

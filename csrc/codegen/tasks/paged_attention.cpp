@@ -1,7 +1,10 @@
 // paged_attention: pages that a table names, which the loader streams.
+#include <tuple>
+
 #include "../checks.h"
 #include "../text.h"
 #include "attention_writer.h"
+#include "torch_mpk/abi/sizes.h"
 
 namespace mpk::codegen {
 namespace {
@@ -32,9 +35,11 @@ class PagesWriter : public AttentionWriter {
   }
 
   void write_positions() override {
+    const bool in_boxes = has_boxes(keys_.tensor) && has_boxes(values_.tensor);
     code_.body +=
-        pitches(1) + constant("kPageSize", page_size()) + constant("kNumPages", keys_.tensor.shape[0]) +
-        constant("kPieceTiles", job_.pieces->tiles) + constant("kPieces", job_.pieces->count) +
+        pitches(1) + flag("kInBoxes", in_boxes) + constant("kPageSize", page_size()) +
+        constant("kNumPages", keys_.tensor.shape[0]) + constant("kPieceTiles", job_.pieces->tiles) +
+        constant("kPieces", job_.pieces->count) +
         returning("int32_t", "page(const Job& job, uint32_t b, uint32_t m)",
                   refs_.pointer(node_, table_.tensor) + "[" + element_at(table_.tensor, {"b", "m"}).substr(3) + "]");
     for (const Operand* pages : {&keys_, &values_}) {
@@ -43,6 +48,27 @@ class PagesWriter : public AttentionWriter {
                               refs_.pointer(node_, t, true) + " + int64_t(page) * " + str(t.strides[0]) +
                                   " + int64_t(g) * " + str(t.strides[2]));
     }
+    if (in_boxes) write_boxes("K", keys_.tensor), write_boxes("V", values_.tensor);
+  }
+
+  // Positions are rows of a matrix, and a group's heads columns of it, if pages are whole rows apart. A tile whose
+  // positions are not side by side is then one copy all the same.
+  bool has_boxes(const Tensor& t) const {
+    const int tile = kv_tile(static_cast<int>(t.shape[3] * size_bytes(t.dtype)));
+    const auto [page, position, group, element] = std::tie(t.strides[0], t.strides[1], t.strides[2], t.strides[3]);
+    return context_.schedule.target.arch >= 90 && size_bytes(t.dtype) == 2 && page_size() % tile == 0 &&
+           context_.graph().buffers()[t.buffer].kind == BufferKind::kInput && position > t.shape[3] && element == 1 &&
+           page > 0 && page % position == 0 && group >= 0 && (groups() - 1) * group + t.shape[3] <= position &&
+           t.shape[0] * page / position < (int64_t(1) << 31);
+  }
+
+  void write_boxes(const std::string& name, const Tensor& t) {
+    const int64_t page_rows = t.strides[0] / t.strides[1], tile = kv_tile(static_cast<int>(t.shape[3] * 2));
+    const int64_t rows = (t.shape[0] - 1) * page_rows + page_size();
+    const Tensor matrix{t.buffer, t.dtype, {rows, t.strides[1]}, {t.strides[1], 1}, t.offset};
+    code_.body +=
+        constant("kPageRows" + name, page_rows) + constant("kGroupColumns" + name, t.strides[2]) +
+        returning("const void*", "map_" + name + "(const Job& job)", refs_.plain_map(matrix, tile, t.shape[3]));
   }
 
   const Operand &table_, &length_;

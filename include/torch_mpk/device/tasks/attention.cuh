@@ -65,6 +65,7 @@ concept InCaches = requires(const Job& job, uint32_t b, uint32_t g) {
 template <class V>
 concept InPages = Constants<int, V::kPageSize, V::kNumPages> && requires(const Job& job, uint32_t b, int32_t page) {
   requires Constants<int, V::kPieceTiles, V::kPieces>;  // see Positions::kPieceTiles; room for so many pieces' results
+  requires Constants<bool, V::kInBoxes>;                // keys and values come by maps
   { V::page(job, b, b) } -> Same<int32_t>;
   { V::k_pages(job, page, b) } -> Same<typename V::T*>;
   { V::v_pages(job, page, b) } -> Same<typename V::T*>;
