@@ -1,14 +1,16 @@
 """Times decode kernels apart from their models: built without a GPU, and launched in seconds where there is one.
 
     python benchmarks/offline.py build NEW --models qwen3-0.6b llama-1b
+    python benchmarks/offline.py build NEW --tokens 128 512 2048
     python benchmarks/offline.py time OLD NEW --models qwen3-0.6b llama-1b --profile
 
-``build`` writes what the checkout at hand makes of a step into a folder; ``time`` compares such folders, with the same
-random inputs, and ``--position`` tokens in the cache. Results are compared with the first folder's, not with eager's:
+``build`` writes what the checkout at hand makes of a step, or of a prompt of ``--tokens``, into a folder; ``time``
+compares such folders, with the same random inputs, and ``--position`` tokens in the cache. Results are compared with the first folder's, not with eager's:
 that is for tests.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -36,16 +38,16 @@ H200 = {"arch": 90, "num_workers": 132, "smem_bytes": 232448}
 KINDS = {"plain": False, "profiled": True}
 
 
-def case_of(name: str, batch: int) -> str:
-    return f"{name}-{batch}"
+def case_of(name: str, batch: int, tokens: int) -> str:
+    return f"{name}-{batch}" + (f"x{tokens}" if tokens > 1 else "")
 
 
 class _Built(Exception):
     """Ends the call that was only made to be captured."""
 
 
-def build(folder: Path, name: str, batch: int, cache_length: int) -> list[tuple[Path, str]]:
-    """Leaves the programs of a model's decode step; returns the sources to compile."""
+def build(folder: Path, name: str, batch: int, tokens: int, cache_length: int) -> list[tuple[Path, str]]:
+    """Leaves the programs of a model's step over ``tokens`` of each sequence; returns the sources to compile."""
     config = CONFIGS[name]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -62,7 +64,7 @@ def build(folder: Path, name: str, batch: int, cache_length: int) -> list[tuple[
         schedule = _C.make_schedule(lowered.graph, _C.Target("cuda", fuse=True, polled=True, **H200))
         _C.validate(schedule)
         for kind, profiled in KINDS.items():
-            target = folder / f"{case_of(name, batch)}.{kind}"
+            target = folder / f"{case_of(name, batch, tokens)}.{kind}"
             target.mkdir(parents=True, exist_ok=True)
             files = pack(_C.generate_cuda(schedule, profiled))
             for file, content in files.items():
@@ -72,7 +74,7 @@ def build(folder: Path, name: str, batch: int, cache_length: int) -> list[tuple[
         inputs = [(str(v.dtype).removeprefix("torch."), list(v.shape)) for v in values]
         outputs = [(str(f.dtype).removeprefix("torch."), list(f.shape)) for f in lowered.fresh]
         description = {"inputs": inputs, "outputs": outputs, "bytes": [bytes_read(model, cache, n) for n in (0, 1)]}
-        (folder / f"{case_of(name, batch)}.json").write_text(json.dumps(description))
+        (folder / f"{case_of(name, batch, tokens)}.json").write_text(json.dumps(description))
         raise _Built
 
     cache = StaticCache(config=config, max_cache_len=cache_length)
@@ -83,7 +85,7 @@ def build(folder: Path, name: str, batch: int, cache_length: int) -> list[tuple[
     with torch.inference_mode():
         try:
             torch.compile(model, backend=backend)(
-                input_ids=torch.zeros(batch, 1, dtype=torch.int64), past_key_values=cache
+                input_ids=torch.zeros(batch, tokens, dtype=torch.int64), past_key_values=cache, logits_to_keep=1
             )
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, _Built):
@@ -169,22 +171,23 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences, each a build")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="of each sequence in a call, each a build")
     parser.add_argument("--cache", type=int, default=1024)
     parser.add_argument("--position", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    cases = [(name, batch) for name in args.models for batch in args.batch]
+    cases = list(itertools.product(args.models, args.batch, args.tokens))
     if args.action == "build":
         [folder] = args.folders
-        sources = [source for name, batch in cases for source in build(folder, name, batch, args.cache)]
+        sources = [source for case in cases for source in build(folder, *case, args.cache)]
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda source: compile_one(*source), sources))
         return
     ceiling = bulk_copies()["tb_per_s"]
     print(f"ceiling {ceiling:.2f} TB/s")
-    for name, batch in cases:
-        measure(args.folders, case_of(name, batch), args, ceiling)
+    for case in cases:
+        measure(args.folders, case_of(*case), args, ceiling)
         torch.cuda.empty_cache()
 
 

@@ -25,8 +25,9 @@ from torch_mpk.registry import Task
 from torch_mpk.task_kernel import kernel_of
 from torch_mpk.testing.bench import microseconds
 
-Shape = Mapping[str, Any]  # as in Task.sample; and an int for an operand fills it
+Shape = Mapping[str, Any]  # as in Task.sample; and an int for an operand fills it; see _CAUSAL
 
+_CAUSAL = "causal"  # the i-th position sees i
 _VECTORS = [{"...": (rows,), "N": 151936} for rows in (1, 2, 4, 8)]
 _GATES = [{"...": (rows, size)} for rows, size in ((1, 3072), (1, 12288), (8, 12288), (16, 14336))]
 _CACHES = [(1, 16, 8, 1024), (1, 32, 8, 4096), (4, 32, 8, 4096), (1, 32, 8, 32768)]  # batch, heads, groups, length
@@ -53,6 +54,10 @@ SHAPES: dict[str, list[Shape]] = {
         | dict.fromkeys(("k_new", "v_new", "slot", "mask", "limit"))
         for b, h, g, length in _CACHES
     ],
+    "prefill_attention": [
+        {"B": b, "S": s, "H": h, "G": g, "L": s, "D": d, "scale": d**-0.5, "mask": None, "limit": _CAUSAL}
+        for b, s, h, g, d in ((1, 2048, 16, 8, 128), (1, 2048, 32, 8, 128), (1, 512, 16, 8, 128), (4, 512, 32, 8, 64))
+    ],
     "paged_decode": [
         {"N": b, "G": g, "R": h // g, "D": 128, "P": b * length // 64, "S": 64, "M": length // 64, "scale": 128**-0.5}
         | {"first": 0, "limit": length}
@@ -70,10 +75,15 @@ def _attention(q, k_new, v_new, slot, k_cache, v_cache, mask=None, limit=None, *
     return y.squeeze(2)
 
 
+def _prefill_attention(q, k, v, mask=None, limit=None, *, scale, style="sdpa"):
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
 LIBRARY: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "embedding": lambda ids, weight: F.embedding(ids, weight),
     "linear": lambda x, weight, bias: F.linear(x, weight, bias),
+    "prefill_attention": _prefill_attention,
     "rms_norm": lambda x, weight, *, eps, style: F.rms_norm(x, x.shape[-1:], weight, eps),
     "softmax": lambda x: torch.softmax(x, -1),
 }
@@ -84,6 +94,8 @@ def operands_of(task: Task, shape: Shape, dtype: torch.dtype, device: str) -> tu
     for operand, tensor in zip(task.inputs, operands, strict=True):
         if tensor is not None and isinstance(shape.get(operand.name), int):
             tensor.fill_(shape[operand.name])
+        if shape.get(operand.name) == _CAUSAL:
+            tensor.copy_(torch.arange(1, tensor.shape[-1] + 1))
     return operands, attrs
 
 
@@ -119,6 +131,8 @@ def flops_of(task: Task, shape: Shape) -> int:
         return 2 * shape["R"] * shape["K"] * shape["N"]
     if task.name == "attention":
         return 4 * shape["B"] * shape["H"] * shape["L"] * shape["D"]
+    if task.name == "prefill_attention":
+        return 2 * shape["B"] * shape["H"] * shape["S"] * (shape["S"] + 1) * shape["D"]
     return 0
 
 

@@ -168,6 +168,7 @@ ROOMS = (
     "torch_mpk/persistent_kernel",
 )
 NAMESAKES = {  # words that mean something else there
+    "csrc/codegen/program.cpp": {"v"},
     "csrc/jit/bindings.cpp": {"slot"},
     "torch_mpk/jit/declaration.py": {"slot"},
     "torch_mpk/jit/expression.py": {"slot"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_mpk import registry
+from torch_mpk import _C, registry
 from torch_mpk.aliasing import value
 from torch_mpk.capture import Captured, source_line
 from torch_mpk.config import MAX_ROWS
@@ -53,14 +53,13 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
     return device
 
 
-def check_graph(captured: Captured, max_positions: int = 1) -> None:
+def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | None = None) -> None:
     """Raises DeclinedError for a cache that grows, and for a prefill that is left to others, unless it goes by page: a
-    step over more positions than ``max_positions``, or on a GPU, where there is no kernel for one yet, over more than a
-    few of one sequence."""
+    step over more positions than ``max_positions``, or where a GPU's warpgroups cannot multiply, over more than a few
+    of one sequence. ``target``: what is built for, a CPU by default."""
     nodes = captured.graph_module.graph.nodes
     sources = {node: graph_input.source for node, graph_input in zip(nodes, captured.inputs)}
     results = next(node for node in reversed(nodes) if node.op == "output").all_input_nodes
-    is_on_cpu = all(each.value.device.type == "cpu" for each in captured.inputs if isinstance(each.value, torch.Tensor))
     for node in nodes:
         if node.target is aten.cat.default and node in results:
             grown = [sources[part] for part in node.args[0] if _CACHE_SOURCE.search(sources.get(part, ""))]
@@ -68,11 +67,20 @@ def check_graph(captured: Captured, max_positions: int = 1) -> None:
                 raise GrowingCacheError(source=grown[0], line=source_line(node))
     for node in nodes if not any(map(_is_paged, nodes)) else ():
         batch, length = _positions(node)
-        if length > (max_positions if is_on_cpu else min(max_positions, MAX_ROWS if batch == 1 else 1)):
+        if length > 1 and not _takes_prompts(target, node):
+            max_positions = min(max_positions, MAX_ROWS if batch == 1 else 1)
+        if length > max_positions:
             raise PrefillDeclined(length=length)
     for node in nodes:
         if node.target is aten.cat.default and any(map(_is_empty_cache, node.args[0])):
             raise GrowingCacheError(source="a key/value cache that is empty before this call", line=source_line(node))
+
+
+def _takes_prompts(target: _C.Target | None, node: torch.fx.Node) -> bool:
+    """Whether many positions are ours: on a GPU where warpgroups multiply, 16-bit elements on compute capability 9."""
+    if target is None or target.device == "cpu":
+        return True
+    return target.arch >= 90 and value(node).element_size() == 2
 
 
 def _is_empty_cache(node: torch.fx.Node) -> bool:

@@ -134,7 +134,7 @@ def compile_graph(
     else:
         with timing.stage("capture"):
             captured = capture(gm, inputs, specialize=specialize)
-        check_graph(captured, options.max_positions)
+        check_graph(captured, options.max_positions, backend_of(device).target(device, options))
         mutated = captured.mutated
         sources = [graph_input.source for graph_input in captured.inputs]
         memory = memory_of(sources, [graph_input.value for graph_input in captured.inputs], mutated)

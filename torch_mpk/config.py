@@ -43,7 +43,8 @@ class Options:
     max_positions: int = 1
     """Positions of each sequence that a step may be over and still be ours, at most 8192. Up to 16 of one sequence (1 +
     the draft tokens that a step of speculative decoding checks) run on every device; more, and several of several
-    sequences, are prefill, which is ours on the CPU alone. Each number of positions is a build of its own."""
+    sequences, are prefill, which is ours on the CPU and, in 16-bit dtypes, on GPUs of compute capability 9.0. Each
+    number of positions is a build of its own."""
     verify: bool | int = False
     """Compare with eager, on copies of what a call writes: True the first call, n the first and every n-th after it."""
     num_threads: int | None = None

@@ -106,8 +106,8 @@ class DeclinedError(MpkError):
 
 
 class PrefillDeclined(DeclinedError):
-    """A step over more positions than the option ``max_positions`` says, or on a GPU over more than 16, or over several
-    of several sequences: it runs eagerly, with a line in the log."""
+    """A step over more positions than the option ``max_positions`` says, or on a GPU that multiplies no 16-bit elements
+    by warpgroups over more than 16, or over several of several sequences: it runs eagerly, with a line in the log."""
 
     template = "a step over {length} positions (prefill) runs eagerly; {remedy}"
     remedy = "steps over one run as a megakernel"

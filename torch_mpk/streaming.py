@@ -14,6 +14,8 @@ class Streaming:
         loaded: the loader reads these, ahead of their phase, once what makes them is done.
         staged: consumers bring the rows of these to shared memory, and may poll them.
         whole: those of ``staged`` that each worker stages all of.
+        boxed: those of ``staged`` that the loader reads instead, in boxes of rows and columns, in kernels whose warps
+            multiply as warpgroups, because some of their nodes have many rows.
         takes_rows: those of ``staged`` in front of which row tasks may be recomputed by every worker.
         joined_by: calls that have this operand in common may be one job, and pointwise tasks take over their results
             as they are made.
@@ -27,6 +29,7 @@ class Streaming:
     loaded: tuple[str, ...]
     staged: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    boxed: tuple[str, ...] = ()
     takes_rows: tuple[str, ...] = ()
     joined_by: str = ""
     tiled_by: str = ""

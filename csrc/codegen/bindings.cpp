@@ -3,6 +3,7 @@
 
 #include "../errors.h"
 #include "torch_mpk/abi/control.h"
+#include "torch_mpk/abi/table.h"
 #include "torch_mpk/codegen/cpu.h"
 #include "torch_mpk/codegen/cuda.h"
 
@@ -52,6 +53,9 @@ void bind_codegen(py::module_& m) {
   m.def(
       "event_offset", [](int64_t phase) { return kEventsOffset + phase * kEventBytes; }, py::arg("phase"),
       "Where the event of a phase stands in a kernel's control block.");
+  m.def(
+      "workspace_index", [] { return kWorkspaceIndex; },
+      "In place of a call's pointer, of matrices that a kernel has in its workspace.");
   m.def("generate_cuda", &generate_cuda, py::arg("schedule"), py::arg("profiled") = false, py::arg("named") = false,
         "Write the kernel of a schedule for a CUDA target; named, with comments that say what jobs are called and work "
         "on. Raises UnsupportedError naming the node that cannot be generated.");

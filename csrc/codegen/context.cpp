@@ -60,30 +60,30 @@ int Refs::add_raw(uint32_t index, uint64_t offset) {
   return static_cast<int>(refs_.size()) - 1;
 }
 
-int Refs::add(const Node& node, const Tensor& t) {
+Refs::Place Refs::place_of(const Node& node, const Tensor& t) const {
   const Buffer& buffer = context_.graph().buffers()[t.buffer];
   const int64_t offset = t.offset * size_bytes(t.dtype);
-  if (buffer.kind == BufferKind::kInput) return add_raw(buffer.index, offset);
-  if (buffer.kind == BufferKind::kOutput) return add_raw(context_.num_inputs + buffer.index, offset);
+  if (buffer.kind == BufferKind::kInput) return {static_cast<uint32_t>(buffer.index), offset};
+  if (buffer.kind == BufferKind::kOutput) return {static_cast<uint32_t>(context_.num_inputs + buffer.index), offset};
   const int64_t place = context_.schedule.workspace_offsets[t.buffer];
   if (place < 0) fail(node, "buffer '" + buffer.name + "' is needed in memory, but the schedule stores it nowhere");
-  return add_raw(context_.polled(t.buffer) ? kPolledIndex : kWorkspaceIndex, place + offset);
+  return {context_.polled(t.buffer) ? kPolledIndex : kWorkspaceIndex, place + offset};
 }
 
-void Refs::add_map(const Tensor& t, int64_t box_rows, int64_t box_columns) {
-  context_.has_swizzle = true;
-  add_map(t, box_rows, box_columns, false);
+int Refs::add(const Node& node, const Tensor& t) {
+  const Place place = place_of(node, t);
+  return add_raw(place.index, place.offset);
 }
 
-std::string Refs::plain_map(const Tensor& t, int64_t box_rows, int64_t box_columns) {
-  return "job.pointer<const void>(" + str(add_map(t, box_rows, box_columns, true)) + ")";
-}
-
-int Refs::add_map(const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain) {
-  const int64_t element = size_bytes(t.dtype), input = context_.graph().buffers()[t.buffer].index;
-  context_.maps.push_back(
-      {input, t.offset * element, t.shape[0], t.shape[1], t.strides[0] * element, box_rows, box_columns, plain});
-  return add_raw(kMapsIndex, (context_.maps.size() - 1) * kMapBytes);
+int Refs::add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain) {
+  const Place place = place_of(node, t);
+  const int64_t pitch = (t.shape[0] == 1 ? t.shape[1] : t.strides[0]) * size_bytes(t.dtype);
+  const MatrixMap map{place.index, place.offset, t.shape[0], t.shape[1], pitch, box_rows, box_columns, plain};
+  context_.has_swizzle |= !plain;
+  size_t number = 0;
+  while (number < context_.maps.size() && context_.maps[number].fields() != map.fields()) number++;
+  if (number == context_.maps.size()) context_.maps.push_back(map);
+  return add_raw(kMapsIndex, number * kMapBytes);
 }
 
 std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {

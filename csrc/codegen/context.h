@@ -41,15 +41,17 @@ class Refs {
                       bool writable = false);  // "job.template pointer<const float>(3)"
   // The same of what pieces leave in the workspace.
   std::string partials(const Pieces& pieces);
-  // The map of an input, boxes of which come through the ring.
-  void add_map(const Tensor& t, int64_t box_rows, int64_t box_columns);
-  // The same of rows as they are; returns what `pointer` does.
-  std::string plain_map(const Tensor& t, int64_t box_rows, int64_t box_columns);
+  // The map of a matrix, boxes of which come through the ring; nodes that read the same boxes share it.
+  int add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain = false);
   int add(const Node& node, const Tensor& t);
 
  private:
+  struct Place {
+    uint32_t index;  // see make_ref
+    int64_t offset;
+  };
+  Place place_of(const Node& node, const Tensor& t) const;
   int add_raw(uint32_t index, uint64_t offset);
-  int add_map(const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain);
 
   KernelContext& context_;
   std::vector<uint64_t>& refs_;

@@ -19,7 +19,7 @@ std::string member(const char* type, const char* name, int64_t value) { return m
 // What device code is compiled for, see device/warps.cuh.
 std::string warps(const WarpLayout& layout) {
   return "#define MPK_CONSUMER_WARPS " + str(layout.consumers) + "\n#define MPK_LOADER_WARPS " + str(layout.loaders) +
-         "\n";
+         "\n" + (layout.warpgroups > 0 ? "#define MPK_WARPGROUPS " + str(layout.warpgroups) + "\n" : "");
 }
 
 std::string includes(const Target& target, const Variants& variants) {

@@ -41,4 +41,10 @@ std::string element_offset(Tensor t, const std::string& element) {
   return row_offset(t, element);
 }
 
+std::string element_at(const Tensor& t, const std::vector<std::string>& indices) {
+  std::string text;
+  for (size_t d = 0; d < indices.size(); d++) text += " + int64_t(" + indices[d] + ") * " + str(t.strides[d]);
+  return text;
+}
+
 }  // namespace mpk::codegen

@@ -25,4 +25,7 @@ std::string row_offset(const Tensor& t, const std::string& row);
 // The same of a tensor whose every element is a row.
 std::string element_offset(Tensor t, const std::string& element);
 
+// " + int64_t(b) * 64 + ...": from a tensor's first element to the one with these indices in the leading dimensions.
+std::string element_at(const Tensor& t, const std::vector<std::string>& indices);
+
 }  // namespace mpk::codegen

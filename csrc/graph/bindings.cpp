@@ -42,8 +42,9 @@ bool& trait_of(OperandSpec& spec, const std::string& name) {
   if (name == "loaded") return spec.is_loaded;
   if (name == "staged") return spec.is_staged;
   if (name == "whole") return spec.is_whole;
+  if (name == "boxed") return spec.is_boxed;
   if (name == "takes_rows") return spec.takes_rows;
-  throw std::invalid_argument("trait '" + name + "' is not one of loaded, staged, whole, takes_rows");
+  throw std::invalid_argument("trait '" + name + "' is not one of loaded, staged, whole, boxed, takes_rows");
 }
 
 using OperandTuple = std::tuple<std::string, Tensor, bool, bool>;

@@ -14,7 +14,7 @@ bool same(const TaskDef& a, const TaskDef& b) {
     const OperandSpec &x = a.operands[i], &y = b.operands[i];
     if (x.name != y.name || x.dims != y.dims || x.optional != y.optional || x.is_read != y.is_read ||
         x.is_write != y.is_write || x.is_loaded != y.is_loaded || x.is_staged != y.is_staged ||
-        x.is_whole != y.is_whole || x.takes_rows != y.takes_rows)
+        x.is_whole != y.is_whole || x.is_boxed != y.is_boxed || x.takes_rows != y.takes_rows)
       return false;
   }
   return true;

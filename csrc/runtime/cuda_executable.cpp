@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "stall_report.h"
+#include "torch_mpk/abi/table.h"
 
 namespace mpk {
 namespace {
@@ -20,6 +21,11 @@ constexpr int64_t kAlignment = 256;
 static_assert(sizeof(cu::TensorMap) == kMapBytes);
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+uint64_t base_of(const LaunchBlock& block, const MatrixMap& matrix) {
+  return matrix.base == kWorkspaceIndex ? reinterpret_cast<uint64_t>(block.params.workspace)
+                                        : block.pointers[matrix.base];
+}
 
 }  // namespace
 
@@ -184,7 +190,7 @@ cu::DevicePtr CudaExecutable::maps_of(const LaunchBlock& block, bool captured) {
   size_t num_free = 0;  // of captures
   Maps* oldest = nullptr;
   for (Maps& maps : maps_) {
-    const auto is_there = [&](size_t i) { return maps.inputs[i] == block.pointers[matrices_[i].input]; };
+    const auto is_there = [&](size_t i) { return maps.bases[i] == base_of(block, matrices_[i]); };
     size_t i = 0;
     while (i < matrices_.size() && is_there(i)) i++;
     if (i == matrices_.size()) {
@@ -206,13 +212,13 @@ cu::DevicePtr CudaExecutable::maps_of(const LaunchBlock& block, bool captured) {
   } else {
     driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");  // launches may read them
   }
-  oldest->inputs.clear();  // of no use if this fails
-  oldest->inputs.resize(matrices_.size());
-  for (size_t i = 0; i < matrices_.size(); i++) oldest->inputs[i] = block.pointers[matrices_[i].input];
+  oldest->bases.clear();  // of no use if this fails
+  oldest->bases.resize(matrices_.size());
+  for (size_t i = 0; i < matrices_.size(); i++) oldest->bases[i] = base_of(block, matrices_[i]);
   try {
     write_maps(*oldest);
   } catch (...) {
-    std::fill(oldest->inputs.begin(), oldest->inputs.end(), 0);
+    std::fill(oldest->bases.begin(), oldest->bases.end(), 0);
     throw;
   }
   oldest->captured = captured;
@@ -233,7 +239,7 @@ void CudaExecutable::write_maps(Maps& maps) {
                             static_cast<unsigned>(m.box_columns / box_columns)};
     const unsigned steps[] = {1, 1, 1};
     driver_.check(driver_.tensor_map_encode(&encoded[i], cu::kTensorMapUint16, 3,
-                                            reinterpret_cast<void*>(maps.inputs[i] + m.offset), sizes, strides, box,
+                                            reinterpret_cast<void*>(maps.bases[i] + m.offset), sizes, strides, box,
                                             steps, 0, m.plain ? cu::kTensorMapPlain : cu::kTensorMapSwizzle128, 0, 0),
                   "cuTensorMapEncodeTiled");
   }

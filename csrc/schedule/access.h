@@ -100,10 +100,15 @@ inline bool writes_each_point_once(const Node& node) {
   return true;
 }
 
+// Whether the loader brings in boxes what consumers otherwise stage.
+inline bool comes_boxed(const WarpLayout& warps, const OperandSpec& spec) {
+  return warps.warpgroups > 0 && spec.is_boxed;
+}
+
 // Whether the loader does, ahead of the phase.
-inline bool loader_reads(const Node& node, const Operand& operand) {
+inline bool loader_reads(const WarpLayout& warps, const Node& node, const Operand& operand) {
   const OperandSpec* spec = node.def->find(operand.name);
-  return spec != nullptr && spec->is_loaded && operand.is_read;
+  return spec != nullptr && operand.is_read && (spec->is_loaded || comes_boxed(warps, *spec));
 }
 
 // The last phase that may still run while `phase` does: up to the next one that waits for everybody.

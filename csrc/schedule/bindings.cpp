@@ -47,11 +47,13 @@ void bind_schedule(py::module_& m) {
 
   py::class_<WarpLayout>(m, "WarpLayout")
       .def(py::init([](int consumers, int loaders, int registers, int max_slots, int64_t slot_bytes, int full_arrivals,
-                       int empty_arrivals) {
-             return WarpLayout{consumers, loaders, registers, max_slots, slot_bytes, full_arrivals, empty_arrivals};
+                       int empty_arrivals, int warpgroups) {
+             return WarpLayout{consumers,  loaders,       registers,      max_slots,
+                               slot_bytes, full_arrivals, empty_arrivals, warpgroups};
            }),
            py::arg("consumers"), py::arg("loaders"), py::arg("registers"), py::arg("max_slots"), py::arg("slot_bytes"),
-           py::arg("full_arrivals"), py::arg("empty_arrivals"))
+           py::arg("full_arrivals"), py::arg("empty_arrivals"), py::arg("warpgroups") = 0)
+      .def_readonly("warpgroups", &WarpLayout::warpgroups)
       .def_readonly("full_arrivals", &WarpLayout::full_arrivals)
       .def_readonly("empty_arrivals", &WarpLayout::empty_arrivals)
       .def_readonly("consumers", &WarpLayout::consumers)
@@ -69,12 +71,14 @@ void bind_schedule(py::module_& m) {
 
   py::class_<TileShape>(m, "TileShape")
       .def(py::init([](int64_t tile_rows, int64_t parts, int64_t chunk_parts, int64_t row_bytes, int64_t chunk_bytes,
-                       int64_t run, int64_t in_flight, bool shares_entries, int64_t pass_tiles) {
-             return TileShape{tile_rows, parts,     chunk_parts,    row_bytes, chunk_bytes,
-                              run,       in_flight, shares_entries, pass_tiles};
+                       int64_t run, int64_t in_flight, bool shares_entries, int64_t pass_tiles, int64_t x_rows) {
+             return TileShape{tile_rows, parts,     chunk_parts,    row_bytes,  chunk_bytes,
+                              run,       in_flight, shares_entries, pass_tiles, x_rows};
            }),
            py::arg("tile_rows"), py::arg("parts"), py::arg("chunk_parts"), py::arg("row_bytes"), py::arg("chunk_bytes"),
-           py::arg("run"), py::arg("in_flight"), py::arg("shares_entries"), py::arg("pass_tiles"))
+           py::arg("run"), py::arg("in_flight"), py::arg("shares_entries"), py::arg("pass_tiles"),
+           py::arg("x_rows") = 0)
+      .def_readonly("x_rows", &TileShape::x_rows)
       .def_readonly("tile_rows", &TileShape::tile_rows)
       .def_readonly("parts", &TileShape::parts)
       .def_readonly("chunk_parts", &TileShape::chunk_parts)
@@ -101,11 +105,18 @@ void bind_schedule(py::module_& m) {
       .def_readonly("tiles", &Pieces::tiles)
       .def_readonly("overlap", &Pieces::overlap);
 
+  py::class_<QueryTiles>(m, "QueryTiles")
+      .def(py::init([](int64_t heads, int64_t rows, int64_t positions) { return QueryTiles{heads, rows, positions}; }),
+           py::arg("heads"), py::arg("rows"), py::arg("positions"))
+      .def_readonly("heads", &QueryTiles::heads)
+      .def_readonly("rows", &QueryTiles::rows)
+      .def_readonly("positions", &QueryTiles::positions);
+
   py::class_<Job>(m, "Job")
       .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue,
                        std::vector<int> loader_waits, std::vector<int> unstored, int64_t num_tiles,
                        const std::string& assignment, Tickets tickets, std::optional<TileShape> shape, bool is_staged,
-                       int64_t staged_bytes, std::optional<Pieces> pieces) {
+                       int64_t staged_bytes, std::optional<Pieces> pieces, std::optional<QueryTiles> queries) {
              return Job{std::move(prologue),
                         std::move(body),
                         std::move(epilogue),
@@ -116,12 +127,13 @@ void bind_schedule(py::module_& m) {
                         is_staged,
                         staged_bytes,
                         pieces,
+                        queries,
                         std::move(loader_waits),
                         std::move(unstored)};
            }),
            py::arg("prologue"), py::arg("body"), py::arg("epilogue"), py::arg("loader_waits"), py::arg("unstored"),
            py::arg("num_tiles"), py::arg("assignment"), py::arg("tickets"), py::arg("shape"), py::arg("is_staged"),
-           py::arg("staged_bytes"), py::arg("pieces"))
+           py::arg("staged_bytes"), py::arg("pieces"), py::arg("queries"))
       .def_readonly("prologue", &Job::prologue)
       .def_readonly("body", &Job::body)
       .def_readonly("epilogue", &Job::epilogue)
@@ -131,6 +143,7 @@ void bind_schedule(py::module_& m) {
       .def_readonly("is_staged", &Job::is_staged)
       .def_readonly("staged_bytes", &Job::staged_bytes)
       .def_readonly("pieces", &Job::pieces)
+      .def_readonly("queries", &Job::queries)
       .def_readonly("loader_waits", &Job::loader_waits)
       .def_readonly("unstored", &Job::unstored)
       .def_property_readonly("assignment",

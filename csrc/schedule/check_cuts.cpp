@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "key_rows.h"
 #include "proof.h"
 #include "staging.h"
 
@@ -22,6 +23,7 @@ class CutProof {
       for (int n : job_.body) check_matrix(*job_.shape, n);
       check_coverage(*job_.shape);
     }
+    if (job_.queries) check_queries(*job_.queries);
     check_tickets();
   }
 
@@ -65,13 +67,29 @@ class CutProof {
     require(s.tile_rows <= 256 && s.tile_rows % 8 == 0 && s.chunk_bytes % kBoxRowBytes == 0 &&
                 s_.warps.slot_bytes % kBoxAlignment == 0,
             box + " is none that the copy engine brings to slots of " + str(s_.warps.slot_bytes));
-    require(s.chunk_parts == 1 && s.run == 1 && !s.shares_entries && job_.assignment == Assignment::kStatic,
-            box + " is taken by one warp, of tiles that are dealt out beforehand");
+    require(s.run == 1 && !s.shares_entries && job_.assignment == Assignment::kStatic,
+            box + " is not cut up, of tiles that are dealt out beforehand");
+    if (s.x_rows > 0)
+      check_x(s);
+    else
+      require(s.chunk_parts == 1 && s_.warps.warpgroups == 0, box + " is taken by one warp");
     for (int n : job_.body)
       require(comes_in_boxes(s_.graph, matrix(n)),
               name_buffer(s_, matrix(n).buffer) +
                   " cannot come in boxes: it is none of the call's matrices of 16-bit " +
                   "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
+  }
+
+  // What warpgroups multiply: all rows of x, which the loader brings beside the weights.
+  void check_x(const TileShape& s) const {
+    require(
+        s_.warps.warpgroups == kWarpgroups && s.x_rows == kTileXRows,
+        "tiles of " + str(s.x_rows) + " rows of x are not what " + str(s_.warps.warpgroups) + " warpgroups multiply");
+    require(s.chunk_parts == s.parts && s.tile_rows * s.parts <= 256, "an entry does not hold all parts of a tile");
+    for (const OperandSpec& spec : first_.def->operands)
+      if (spec.is_boxed)
+        require(has_boxes(first_.operand(spec.name).tensor) && !job_.is_staged,
+                name_buffer(s_, first_.operand(spec.name).tensor.buffer) + " cannot come in boxes");
   }
 
   void check_entries(const TileShape& s) const {
@@ -99,8 +117,39 @@ class CutProof {
       require(s.parts == 1 || rows == matrix(first_.id).shape[0], "parts of a tile have different numbers of rows");
       if (s.parts == 1 || n == first_.id) tiles += (rows + s.tile_rows - 1) / s.tile_rows;
     }
+    if (s.x_rows > 0) tiles *= (output(first_).tensor.shape[0] + s.x_rows - 1) / s.x_rows;
     require(job_.num_tiles == tiles, str(job_.num_tiles) + " tiles of " + str(s.tile_rows) +
                                          " rows do not cover its matrices, " + str(tiles) + " do");
+  }
+
+  // Every warp has as many rows as the tensor cores take at once, every row is in one tile, and all warps read an
+  // entry.
+  void check_queries(const QueryTiles& t) const {
+    constexpr int64_t kMostBoxRows = 256;
+    const Tensor& y = output(first_).tensor;
+    const int64_t consumers = s_.warps.consumers, slot = s_.warps.slot_bytes;
+    require(y.shape.size() == 4 && t.heads > 0 && y.shape[2] % t.heads == 0,
+            str(t.heads) + " heads side by side do not make all of them");
+    require(t.rows == kWarpRows * consumers,
+            str(t.rows) + " rows of queries are not " + str(kWarpRows) + " for each of " + str(consumers) + " warps");
+    require(t.positions > 0 && t.positions % kWarpRows == 0 && t.positions <= kMostBoxRows,
+            "a tile of " + str(t.positions) + " positions is no box that tensor cores take 16 at a time");
+    const int64_t of_group = (y.shape[1] * t.heads + t.rows - 1) / t.rows;
+    const int64_t tiles = y.shape[0] * (y.shape[2] / t.heads) * of_group;
+    require(job_.num_tiles == tiles,
+            str(job_.num_tiles) + " tiles of " + str(t.rows) + " rows do not cover the queries, " + str(tiles) + " do");
+    require(s_.warps.empty_arrivals == consumers, "all of " + str(consumers) +
+                                                      " consumers read an entry, but its slot " + "is empty after " +
+                                                      str(s_.warps.empty_arrivals) + " arrivals");
+    int64_t bytes = 0;
+    for (const Operand& operand : first_.operands) {
+      if (!loader_reads(s_.warps, first_, operand) || operand.tensor.dtype != y.dtype) continue;
+      require(key_rows(operand.tensor).has_value(),
+              name_buffer(s_, operand.tensor.buffer) + " cannot come in boxes of positions");
+      bytes += t.positions * operand.tensor.shape.back() * size_bytes(y.dtype);
+    }
+    require(bytes <= slot && slot % kBoxAlignment == 0,
+            "an entry of " + str(bytes) + " bytes does not fit a slot of " + str(slot));
   }
 
   void check_tickets() const {

@@ -158,7 +158,7 @@ class OrderProof {
       for (const Place& to : places_[edge.to]) {
         const std::vector<int>& waits = job_at(to).loader_waits;
         for (const Operand& operand : reader.operands) {
-          if (operand.tensor.buffer != edge.buffer || !loader_reads(reader, operand)) continue;
+          if (operand.tensor.buffer != edge.buffer || !loader_reads(s_.warps, reader, operand)) continue;
           for (const Place& from : places_[edge.from]) {
             const bool ordered = std::any_of(waits.begin(), waits.end(), [&](int w) {
               return w == from.phase || (w >= 0 && w < num_phases_ && order_.happens_before(from.phase, w));

@@ -17,12 +17,13 @@ void check_ring(const WarpLayout& w, const Target& target) {
   require(w.max_slots >= kFewestSlots && w.max_slots <= kMaxSlots,
           "a ring of " + str(w.max_slots) + " slots, expected " + str(kFewestSlots) + " to " + str(kMaxSlots));
   // A slot is full when the copy engine, or every lane of the loader, has arrived; and empty when the one consumer that
-  // owns the entry has.
+  // owns the entry has, or all that multiply together.
   const int64_t full = target.arch >= 90 ? w.loaders : 32 * w.loaders;
   require(w.full_arrivals == full,
           "slots are full after " + str(w.full_arrivals) + " arrivals, but loaders arrive " + str(full) + " times");
-  require(w.empty_arrivals == 1, "slots are empty after " + str(w.empty_arrivals) + " arrivals, but one of the " +
-                                     str(w.consumers) + " consumers owns an entry");
+  const int64_t readers = w.warpgroups > 0 ? w.consumers : 1;
+  require(w.empty_arrivals == readers, "slots are empty after " + str(w.empty_arrivals) + " arrivals, but " +
+                                           str(readers) + " of " + str(w.consumers) + " consumers read an entry");
 }
 
 }  // namespace
@@ -32,9 +33,12 @@ void check_warps(const Schedule& s) {
   const WarpLayout& w = s.warps;
   require(w.consumers > 0 && w.loaders == 1,
           str(w.consumers) + " consumers and " + str(w.loaders) + " loaders, expected some and one");
-  require(w.registers >= kFewestRegisters && w.registers <= registers_each(w.threads()),
+  const int64_t most = w.warpgroups > 0 ? kMultiplyingRegisters : registers_each(w.threads());
+  require(w.registers >= kFewestRegisters && w.registers <= most,
           "threads of " + str(w.registers) + " registers, but code needs " + str(kFewestRegisters) + ", and " +
-              str(w.threads()) + " threads may have " + str(registers_each(w.threads())));
+              str(w.threads()) + " threads may have " + str(most));
+  require(w.warpgroups == 0 || w.consumers == kWarpgroupWarps * w.warpgroups,
+          str(w.consumers) + " consumers are not " + str(w.warpgroups) + " warpgroups");
   check_ring(w, s.target);
   for (const Phase& phase : s.phases)
     for (const Job& job : phase.jobs)

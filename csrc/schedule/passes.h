@@ -8,11 +8,14 @@
 
 namespace mpk {
 
+// Whether warps multiply together: what a job may do besides depends on it.
+void choose_warps(Draft& draft);
 // Pointwise nodes become the epilogues of the nodes whose results they read at the point they write.
 void fuse_epilogues(Draft& draft);
 // The remaining nodes of one input become one job: their rows form one space.
 void group_nodes(Draft& draft);
-// Row tasks read only by stream tasks, as the operand those stage in shared memory, are recomputed by each reader.
+// Row tasks read only by row tasks, or by stream tasks as the operand those stage in shared memory, are recomputed by
+// each reader.
 void find_prologues(Draft& draft);
 // What is neither in a job nor recomputed becomes a job of its own.
 void make_single_jobs(Draft& draft);

@@ -11,6 +11,9 @@ class Planner {
  public:
   virtual ~Planner() = default;
 
+  // Whether warps must multiply together for the node, as warpgroups; those of the whole kernel then do.
+  virtual bool needs_warpgroups(const Node&) const { return false; }
+
   // Bytes of the ring's slots, of which each has `slot_bytes`, that a launch fills for a job; 0: it has no say in that.
   virtual double filled_bytes(const Schedule&, const Job&, int64_t /*slot_bytes*/) const { return 0; }
 

@@ -15,6 +15,7 @@ const std::vector<Pass>& passes() {
   const auto on_gpu = [](const Target& target) { return target.device == "cuda"; };
   // clang-format off
   static const std::vector<Pass> all = {
+      {"choose_warps", choose_warps, on_gpu},
       {"fuse_epilogues", fuse_epilogues, fused},
       {"group_nodes", group_nodes, fused},
       {"find_prologues", find_prologues, fused},

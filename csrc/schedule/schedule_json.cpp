@@ -13,7 +13,8 @@ std::string shape_json(const TileShape& s) {
          field("chunk_parts", s.chunk_parts) + ", " + field("row_bytes", s.row_bytes) + ", " +
          field("chunk_bytes", s.chunk_bytes) + ", " + field("entries", s.entries()) + ", " + field("run", s.run) +
          ", " + field("in_flight", s.in_flight) + ", \"shares_entries\": " + truth(s.shares_entries) +
-         (s.has_boxes() ? ", " + field("pass_tiles", s.pass_tiles) : "") + "}";
+         (s.pass_tiles > 0 ? ", " + field("pass_tiles", s.pass_tiles) : "") +
+         (s.x_rows > 0 ? ", " + field("x_rows", s.x_rows) : "") + "}";
 }
 
 std::string tickets_json(const Tickets& t) {
@@ -27,11 +28,16 @@ std::string pieces_json(const Pieces& p) {
          (p.overlap ? ", \"overlap\": true" : "") + "}";
 }
 
+std::string queries_json(const QueryTiles& q) {
+  return "{" + field("heads", q.heads) + ", " + field("rows", q.rows) + ", " + field("positions", q.positions) + "}";
+}
+
 std::string warps_json(const WarpLayout& w) {
   return "{" + field("consumers", w.consumers) + ", " + field("loaders", w.loaders) + ", " +
          field("threads", w.threads()) + ", " + field("registers", w.registers) + ", " +
          field("max_slots", w.max_slots) + ", " + field("slot_bytes", w.slot_bytes) + ", " +
-         field("full_arrivals", w.full_arrivals) + ", " + field("empty_arrivals", w.empty_arrivals) + "}";
+         field("full_arrivals", w.full_arrivals) + ", " + field("empty_arrivals", w.empty_arrivals) +
+         (w.warpgroups > 0 ? ", " + field("warpgroups", w.warpgroups) : "") + "}";
 }
 
 }  // namespace
@@ -47,6 +53,7 @@ std::string job_json(const TBGraph& graph, const Job& job) {
          ", \"shape\": " + (job.shape ? shape_json(*job.shape) : "null") + ", \"staged\": " + truth(job.is_staged) +
          ", " + field("staged_bytes", job.staged_bytes) +
          ", \"pieces\": " + (job.pieces ? pieces_json(*job.pieces) : "null") +
+         (job.queries ? ", \"queries\": " + queries_json(*job.queries) : "") +
          ", \"loader_waits\": " + json::numbers(job.loader_waits) + ", \"unstored\": " + json::numbers(job.unstored) +
          "}";
 }

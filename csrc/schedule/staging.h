@@ -44,12 +44,16 @@ inline bool has_short_rows(const Tensor& t) {
 // Whether the loader can bring the tensor's rows to the ring.
 inline bool can_be_streamed(const Tensor& t) { return has_aligned_rows(t) && has_short_rows(t); }
 
-// Whether the copy engine can bring boxes of the matrix, of 16-bit elements, by a map that the host makes from the
-// call's pointer before the launch.
+// Whether a map can describe the matrix to the copy engine, in boxes of 16-bit elements.
+inline bool has_boxes(const Tensor& t) {
+  return size_bytes(t.dtype) == 2 && t.shape.size() == 2 && t.shape[1] % kBoxColumns == 0 && t.shape[1] > 0 &&
+         (t.shape[0] == 1 || t.strides[0] >= t.shape[1]) && can_be_streamed(t);
+}
+
+// Whether the copy engine can bring boxes of the matrix before anything of the launch is awaited.
 inline bool comes_in_boxes(const TBGraph& graph, const Tensor& t) {
   const auto writes = [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == t.buffer; };
-  return size_bytes(t.dtype) == 2 && t.shape.size() == 2 && t.shape[1] % kBoxColumns == 0 &&
-         t.strides[0] >= t.shape[1] && can_be_streamed(t) && graph.buffers()[t.buffer].kind == BufferKind::kInput &&
+  return has_boxes(t) && graph.buffers()[t.buffer].kind == BufferKind::kInput &&
          std::none_of(graph.nodes().begin(), graph.nodes().end(), [&](const Node& node) {
            return std::any_of(node.operands.begin(), node.operands.end(), writes);
          });

@@ -266,6 +266,7 @@ def test_one_linear(size: int, workers: int, smem_bytes: int, assignment: str) -
         (16, 2048, 1600, "bfloat16", 2, SMEM_BYTES),  # several passes
         (33, 1024, 300, "float16", 3, SMEM_BYTES),  # windows of boxes of 16 rows
         (16, 4096, 77, "bfloat16", 3, SMEM_BYTES),  # windows of boxes of 8 rows
+        (40, 2048, 570, "bfloat16", 2, SMEM_BYTES),  # two blocks together, but for the last warp
         (64, 576, 1300, "bfloat16", 2, 196 << 10),  # a last window that is shorter, several passes, few slots
     ],
 )
@@ -294,7 +295,7 @@ def test_a_linear_with_several_rows_on_tensor_cores(rows, size, out, dtype, work
     assert torch.equal(outputs[0][0], made[0][0])
 
 
-@pytest.mark.parametrize(("batch", "hidden"), [(2, 1408), (4, 640), (8, 128), (20, 128)])
+@pytest.mark.parametrize(("batch", "hidden"), [(2, 1408), (4, 2304), (8, 128), (20, 128)])
 def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int) -> None:
     sizes = {"batch": batch, "hidden": hidden, "heads": 4, "groups": 2, "head_dim": 32, "ffn": 192, "length": 40}
     for polled in (True, False):

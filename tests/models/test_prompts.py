@@ -1,4 +1,4 @@
-"""Prompts on the CPU: many positions of several sequences, one launch, against eager."""
+"""Prompts: many positions of several sequences, one launch, against eager."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import StaticCache
 from tests.models.stepping import assert_as_near
 from tests.thinned import thinned
 from torch_mpk.errors import IndexRangeError
+from torch_mpk.generate import rewind
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
@@ -32,22 +33,22 @@ class Prompting:
         self.model, self.exact = model, copy.deepcopy(model).to(WIDER[model.dtype])
         self.ours = compiled(model)
         self.caches = [StaticCache(config=model.config, max_cache_len=max_cache_len) for _ in range(3)]
-        self.padding, self.position, self.batch = torch.tensor(padding), 0, batch
+        self.padding, self.position, self.batch = torch.tensor(padding, device=model.device), 0, batch
 
     @torch.inference_mode()
     def take(self, length: int, run: bool = True, **kwargs: Any) -> None:
         """``length`` more tokens of each sequence; ``run``: by ours, too, rather than eagerly."""
         end = self.position + length
         if self.padding.any():
-            present = torch.arange(end) >= self.padding[:, None]
+            present = torch.arange(end, device=self.model.device) >= self.padding[:, None]
             kwargs |= {
                 "attention_mask": present.long(),
                 "position_ids": (present.long().cumsum(-1) - 1).clamp(min=0)[:, self.position :],
             }
-        ids = random_ids(self.batch, length)
+        ids = random_ids(self.batch, length, self.model.device)
         models = (self.ours if run else self.model, self.model, self.exact)
         logits = [m(input_ids=ids, past_key_values=c, **kwargs).logits for m, c in zip(models, self.caches)]
-        live = torch.arange(self.position, end) >= self.padding[:, None]
+        live = torch.arange(self.position, end, device=self.model.device) >= self.padding[:, None]
         assert_as_near(*(t[live[:, -t.shape[1] :]] for t in logits))
         for mine, theirs, exacts in zip(*(c.layers for c in self.caches), strict=True):
             counts = [torch.as_tensor(layer.cumulative_length) for layer in (mine, theirs)]
@@ -78,6 +79,47 @@ def test_a_prompt_is_eager_s(batch, lengths, padding, attention, dtype, config) 
     prompting = Prompting(batch, padding, 64, tiny_model(attention=attention, dtype=dtype, **config))
     for length in lengths:
         prompting.take(length)
+
+
+GPU_SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "max_position_embeddings": 1024}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "lengths", "padding", "attention", "dtype", "config"),
+    [
+        (1, [128], [0], "sdpa", torch.bfloat16, {}),
+        (1, [300, 1, 70, 129], [0], "sdpa", torch.float16, {"head_dim": 128}),
+        (3, [90, 33, 17], [0, 4, 80], "sdpa", torch.bfloat16, {}),
+        (2, [100, 200], [3, 0], "eager", torch.bfloat16, {"num_key_value_heads": 1}),
+        (8, [20, 40], [0, 1, 2, 3, 4, 5, 6, 19], "sdpa", torch.float16, {"num_key_value_heads": 4}),
+        (2, [70, 50], [0, 60], "sdpa", torch.bfloat16, WINDOW),
+        (1, [700], [0], "sdpa", torch.bfloat16, {}),
+    ],
+)
+def test_a_prompt_on_a_gpu_is_eager_s(batch, lengths, padding, attention, dtype, config) -> None:
+    torch.manual_seed(batch)
+    model = tiny_model(attention=attention, dtype=dtype, device="cuda", **(GPU_SIZES | config))
+    prompting = Prompting(batch, padding, sum(lengths) + 5, model)
+    for length in lengths:
+        prompting.take(length)
+
+
+@pytest.mark.gpu
+def test_a_prompt_on_a_gpu_has_the_same_bits_again_and_whatever_stands_beside_it() -> None:
+    model = tiny_model(dtype=torch.bfloat16, device="cuda", **GPU_SIZES)
+    ours, ids = compiled(model), random_ids(2, 90, "cuda")
+    cache = StaticCache(config=model.config, max_cache_len=128)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        rewind(cache, 0)
+        return ours(input_ids=ids, past_key_values=cache).logits
+
+    with torch.inference_mode():
+        first = logits(ids)
+        assert all(torch.equal(logits(ids), first) for _ in range(20))
+        others = torch.cat([ids[:1], random_ids(1, 90, "cuda")])
+        assert torch.equal(logits(others)[0], first[0])
 
 
 def test_a_prompt_continues_what_eager_began_and_steps_continue_it() -> None:

@@ -353,7 +353,6 @@ def test_a_mask_overwritten_after_its_comparison():
 @pytest.mark.parametrize(
     "function",
     [
-        lambda q, k, v: (F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), is_causal=True),),
         lambda q, k, v: (F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v)[..., :8]),),
         lambda q, k, v: (eager(q, k, v, dtype=torch.float64).float(),),
         lambda q, k, v: (eager(q, k, v, torch.ones(B, 1, 1, L, dtype=torch.bool)),),

@@ -54,6 +54,23 @@ def test_sequences_of_a_prompt_may_have_bounds_and_masks_of_their_own():
     assert call["limit"].meta["val"].shape == (2, 3)
 
 
+@pytest.mark.parametrize(("positions", "length"), [(18, 18), (18, 24), (24, 18), (5, 9)])
+def test_causal_attention_without_a_mask_has_limits(positions, length):
+    """As of a prompt before which the cache is empty. Two layers share them."""
+
+    def function(q, k, v):
+        attend = {"is_causal": True, "enable_gqa": True}
+        y = F.scaled_dot_product_attention(q, k, v, **attend)
+        return (F.scaled_dot_product_attention(y, k, v, **attend),)
+
+    q, keys = torch.randn(1, H, positions, D), [torch.randn(1, G, length, D) for _ in "kv"]
+    gm = rewritten(function, q, *keys, tolerance=1e-5)
+    calls = operands_of(gm, "prefill_attention" if positions > 16 else "attention")
+    assert len(calls) == 2
+    assert not any("mask" in call for call in calls)
+    assert len([node for node in gm.graph.nodes if node.target is torch.ops.aten.arange.start]) == 1
+
+
 def test_a_write_of_one_position_is_no_part_of_attention_over_several():
     def function(q, k_new, v_new, k, v, slot):
         k.index_copy_(2, slot, k_new)

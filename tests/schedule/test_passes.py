@@ -50,8 +50,16 @@ def test_every_pass_is_a_file_with_a_test_of_its_own() -> None:
 
 
 def test_an_unknown_pass_is_refused_with_a_list() -> None:
-    with pytest.raises(ValueError, match=r"no pass 'fuse'; there are fuse_epilogues, group_nodes, "):
+    with pytest.raises(ValueError, match=r"no pass 'fuse'; there are choose_warps, fuse_epilogues, "):
         _C.draft_schedule(decoder(layers=1), CUDA, "fuse")
+
+
+def test_choose_warps() -> None:
+    many_rows = decoder(layers=1, batch=65)
+    before, after = (Draft(graph, "choose_warps").schedule["warps"] for graph in (decoder(layers=1), many_rows))
+    assert "warpgroups" not in before
+    assert after["warpgroups"] == 2
+    assert "input_norm" not in Draft(many_rows, "find_prologues").recomputed, "the loader reads x where it is"
 
 
 def test_fuse_epilogues() -> None:
@@ -251,6 +259,22 @@ def test_cut_jobs_into_pieces() -> None:
     assert {(each["count"], each["of_row"]) for each in pieces} == {(2 * 48, 48)}  # of 2,048 elements and more
     short = json.loads(_C.draft_schedule(long_reductions(2, 4000), CUDA, "cut_jobs"))["schedule"]
     assert not any(job["pieces"] for phase in short["phases"] for job in phase["jobs"])
+
+
+def test_cut_jobs_into_tiles_of_queries() -> None:
+    def cut(size: int, arch: int = 90) -> dict:
+        b = Builder()
+        shapes = {"q": [1, 100, 6, size], "k": [1, 2, 300, size], "v": [1, 2, 300, size]}
+        operands = [(name, b.buffer("input", name, "bfloat16", shape)) for name, shape in shapes.items()]
+        y = b.buffer("output", "y", "bfloat16", shapes["q"])
+        b.node("prefill_attention", operands, y, {"scale": 0.1, "style": "sdpa"}, "attention")
+        [[job]] = Draft(b.graph, "cut_jobs", _C.Target("cuda", arch, 132, 232448)).phases
+        return job
+
+    # 300 rows of each of two groups; keys and values of a tile are 32 KiB.
+    assert (cut(128)["queries"], cut(128)["tiles"]) == ({"heads": 3, "rows": 128, "positions": 64}, 2 * 3)
+    assert cut(64)["queries"] == {"heads": 3, "rows": 128, "positions": 128}
+    assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
 
 
 def test_place_pieces() -> None:

@@ -305,7 +305,7 @@ BROKEN_WARPS = {
     "no consumers": ("consumers", 0, "0 consumers and 1 loaders, expected some and one"),
     "no loader": ("loaders", 0, "11 consumers and 0 loaders, expected some and one"),
     "a slot that is filled by nobody": ("full_arrivals", 32, "full after 32 arrivals, but loaders arrive 1 times"),
-    "a slot that every consumer frees": ("empty_arrivals", 11, "empty after 11 arrivals, but one of the 11 consumers"),
+    "a slot that every consumer frees": ("empty_arrivals", 11, "empty after 11 arrivals, but 1 of 11 consumers"),
     "more slots than a word has bits": ("max_slots", 33, "a ring of 33 slots, expected 2 to 28"),
     "a ring of one slot": ("max_slots", 1, "a ring of 1 slots, expected 2 to 28"),
     "slots that are not aligned": ("slot_bytes", 8200, "slots of 8200 bytes, expected a multiple of 128 from 8192 on"),
@@ -341,10 +341,45 @@ def test_more_staged_than_leaves_a_ring_is_caught() -> None:
         _C.validate(parts.build())
 
 
-# ---- pieces
+# ---- tiles of queries
 
 
 AWAITED = _C.Target("cuda", 90, 132, 232448)
+
+
+def prompt() -> _C.TBGraph:
+    """Attention of 70 positions of two sequences, two heads to a group: 140 rows of each."""
+    b = Builder()
+    shapes = {"q": [2, 70, 4, 64], "k": [2, 2, 100, 64], "v": [2, 2, 100, 64]}
+    operands = [(n, b.buffer("input", n, "bfloat16", shape)) for n, shape in shapes.items()]
+    y = b.buffer("output", "y", "bfloat16", shapes["q"])
+    b.node("prefill_attention", operands, y, {"scale": 0.125, "style": "sdpa"})
+    return b.graph
+
+
+BROKEN_QUERIES: dict[str, tuple[str, str, Callable, str]] = {
+    "heads that do not make all": ("queries", "heads", lambda n: 3, "3 heads side by side do not make all"),
+    "heads of fewer groups": ("queries", "heads", lambda n: 4, "8 tiles of 128 rows do not cover .* 6 do"),
+    "rows for fewer warps": ("queries", "rows", lambda n: n - 16, "112 rows of queries are not 16 for each of 8 warps"),
+    "half a step of positions": ("queries", "positions", lambda n: n - 8, "120 positions is no box that tensor cores"),
+    "no positions": ("queries", "positions", lambda n: 0, "a tile of 0 positions"),
+    "entries larger than slots": ("queries", "positions", lambda n: 208, "of 53248 bytes does not fit a slot of 49152"),
+    "rows that no worker takes": ("", "num_tiles", lambda n: n - 1, "7 tiles of 128 rows do not cover .* 8 do"),
+}
+
+
+@pytest.mark.parametrize(("part", "name", "change", "message"), BROKEN_QUERIES.values(), ids=BROKEN_QUERIES)
+def test_broken_tiles_of_queries_are_caught(part: str, name: str, change: Callable, message: str) -> None:
+    parts = Parts.of(_C.make_schedule(prompt(), AWAITED))
+    _C.validate(parts.build())
+    assert break_first(parts, part, name, change)
+    with pytest.raises(RuntimeError, match="unsound schedule: prefill_attention.*" + message):
+        _C.validate(parts.build())
+
+
+# ---- pieces
+
+
 POLLED = _C.Target("cuda", 90, 132, 232448, polled=True)
 BROKEN_PIECES: dict[str, tuple[_C.TBGraph, str, Callable, str]] = {
     "fewer than lengths may give": (

@@ -14,7 +14,7 @@ from torch import fx
 
 from torch_mpk.aliasing import is_same_tensor, is_view, storages, value, written_args, written_storages
 from torch_mpk.config import MAX_ROWS
-from torch_mpk.patterns.masks import lift_mask
+from torch_mpk.patterns.masks import causal_limit, lift_mask
 from torch_mpk.patterns.positions import as_rows, from_rows, in_layout
 from torch_mpk.patterns.rewriter import (
     Rewriter,
@@ -34,7 +34,7 @@ from torch_mpk.patterns.table import pattern
 @pattern(aten.scaled_dot_product_attention.default)
 def sdpa(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     q, k, v, mask = (argument(node, name) for name in ("query", "key", "value", "attn_mask"))
-    if argument(node, "dropout_p") != 0 or argument(node, "is_causal"):
+    if argument(node, "dropout_p") != 0 or (mask is not None and argument(node, "is_causal")):
         return None
     scale = argument(node, "scale")
     if scale is None:
@@ -97,6 +97,8 @@ def _attention(
     if shape(k)[1] != heads and not is_grouped_by_op:
         return None
     visible: tuple[fx.Node | None, fx.Node | None] | None = (None, None)
+    if style == "sdpa" and argument(node, "is_causal"):
+        visible = None, causal_limit(rw, q)
     if mask is not None:
         visible = lift_mask(rw, mask, shape(q), length, dtype(q))
     if visible is None:

@@ -70,6 +70,17 @@ def lift_mask(
     return None if causal is not None and is_all else rw.reshape(mask, sizes), limit
 
 
+def causal_limit(rw: Rewriter, q: fx.Node) -> fx.Node:
+    """The limit of each position of q[B, H, S, D], as [1, S], where the i-th sees i keys: what ``is_causal`` means."""
+    positions, device = shape(q)[2], value(q).device
+    key = ("is_causal", positions, device)
+    if key not in rw.limits:  # in front of all that may share it
+        inputs = next(node for node in rw.graph.nodes if node.op == "placeholder")
+        limit = rw.call(aten.arange.start, 1, positions + 1, device=device, after=inputs)
+        rw.limits[key] = rw.call(aten.view.default, limit, [1, positions], after=limit)
+    return rw.limits[key]
+
+
 def _find_causal(rw: Rewriter, condition: fx.Node, rows: tuple[int, int], length: int) -> tuple[_Causal | None, bool]:
     """A comparison with the position that ``condition`` implies, and whether it is all of the condition."""
     rank = len(shape(condition))

@@ -14,6 +14,7 @@ from torch_mpk.streaming import Streaming
         loaded=("weight",),
         staged=("x",),
         whole=("x",),
+        boxed=("x",),
         takes_rows=("x",),
         joined_by="x",
         tiled_by="weight",

@@ -3,12 +3,14 @@
 import torch
 
 from torch_mpk.registry import task
+from torch_mpk.streaming import Streaming
 from torch_mpk.tasks.attention import attend
 
 
 @task(
     "q[B, S, H, D], k[B, G, L, D], v[B, G, L, D], mask[B, H, S, L]?, limit[B, S]?: int64 < L -> y[B, S, H, D]",
-    tile="B, S",
+    role="stream",
+    streaming=Streaming(loaded=("k", "v", "limit")),
     samples=[
         {"B": 1, "S": 20, "H": 4, "G": 2, "L": 24, "D": 16, "scale": 0.25, "mask": None},
         {"B": 2, "S": 5, "H": 4, "G": 4, "L": 40, "D": 32, "scale": 0.2, "mask": torch.bool},

@@ -1,5 +1,6 @@
 // attention: a cache that the loader streams.
 #include "../checks.h"
+#include "../pattern.h"
 #include "../text.h"
 #include "attention_writer.h"
 

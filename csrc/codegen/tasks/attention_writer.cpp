@@ -4,6 +4,7 @@
 
 #include "../../schedule/staging.h"
 #include "../checks.h"
+#include "../pattern.h"
 #include "../text.h"
 
 namespace mpk::codegen {
@@ -111,12 +112,6 @@ void AttentionWriter::write_chains() {
   code_.body += flag("kOneChain", chains.size() == 3 && chains[0].text == chains[1].text && !applies[2] &&
                                       chains[2].fetch == chains[0].fetch) +
                 flag("kEarly", early);
-}
-
-std::string AttentionWriter::element_at(const Tensor& t, const std::vector<std::string>& indices) {
-  std::string text;
-  for (size_t d = 0; d < indices.size(); d++) text += " + int64_t(" + indices[d] + ") * " + str(t.strides[d]);
-  return text;
 }
 
 std::string AttentionWriter::pitches(size_t dimension) const {

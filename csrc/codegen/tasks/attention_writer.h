@@ -28,8 +28,6 @@ class AttentionWriter {
   virtual void check() const = 0;
   virtual void write_positions() = 0;
 
-  // " + int64_t(b) * 64 + ...": from the first element to the one with these indices in the leading dimensions.
-  static std::string element_at(const Tensor& t, const std::vector<std::string>& indices);
   // Bytes from position to position, along a dimension of the keys and values.
   std::string pitches(size_t dimension) const;
 

@@ -13,7 +13,7 @@
 namespace mpk::codegen {
 namespace {
 
-constexpr int64_t kMaxBatch = 16;  // but for boxes, which the schedule takes only for as many as there may be
+constexpr int64_t kMaxBatch = 16;  // but for boxes
 
 bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }
 uint32_t u32(int64_t v) { return static_cast<uint32_t>(v); }
@@ -39,7 +39,10 @@ class LinearWriter {
     chain_ = find_chain(context_, job_.prologue, first_, x_);
     check_staging();
     if (!job_.shape) code_.compute = "linear::compute_direct";
-    if (shape_.has_boxes()) take_boxes();
+    if (shape_.x_rows > 0)
+      take_tiles();
+    else if (shape_.has_boxes())
+      take_boxes();
     find_matrices();
     write_stream();
     write_sizes();
@@ -51,11 +54,13 @@ class LinearWriter {
  private:
   void check_operands() {
     require_row_dtype(first_, x_.dtype);
-    require(
-        batch_ >= 1 && (batch_ <= kMaxBatch || shape_.has_boxes()), first_,
-        "x has " + str(batch_) + " rows, at most " + str(kMaxBatch) +
-            " are supported, and 64 with weights of 16-bit elements, in rows of a multiple of 64, that the call brings "
-            "to a GPU of compute capability 9.0");
+    require(batch_ >= 1 && (batch_ <= kMaxBatch || shape_.has_boxes()), first_,
+            "x has " + str(batch_) + " rows, at most " + str(kMaxBatch) +
+                " are supported, and any with weights of 16-bit elements, in rows of a multiple of 64, that the call "
+                "brings to a GPU of compute capability 9.0");
+    require(context_.schedule.warps.warpgroups == 0 || shape_.x_rows > 0, first_,
+            "in a kernel with more than 64 rows, x and the weights need 16-bit elements, rows of a multiple of 64 and "
+            "of 16 bytes apart, and the call must bring the weights");
     require(size_ >= 1, first_, "x has no columns");
     for (int n : job_.body) {
       const Node& node = context_.node(n);
@@ -91,6 +96,15 @@ class LinearWriter {
     code_.headers = {"torch_mpk/device/tasks/linear_rows.cuh"};
   }
 
+  // See linear_tiles.cuh.
+  void take_tiles() {
+    code_.kind = "LinearTiles";
+    code_.compute = "linear::compute_tiles";
+    code_.load = "linear::load_tiles";
+    code_.staged_bytes = "linear::TilesShape<V>::kStagedBytes";
+    code_.headers = {"torch_mpk/device/tasks/linear_tiles.cuh"};
+  }
+
   void find_matrices() {
     for (size_t i = 0; i < job_.body.size(); i++) {
       const Node& node = context_.node(job_.body[i]);
@@ -100,19 +114,23 @@ class LinearWriter {
       num_rows_.push_back(str(rows_[i]) + "u");
       tiles_ = first + (rows_[i] + shape_.tile_rows - 1) / shape_.tile_rows;
       if (shape_.has_boxes()) {
-        refs_.add_map(weight, shape_.tile_rows, shape_.chunk_bytes / element_);
+        refs_.add_map(node, weight, shape_.tile_rows, shape_.x_rows > 0 ? kBoxColumns : shape_.chunk_bytes / element_);
       } else {
         weights_.push_back("job.pointer<const uint8_t>(" + str(refs_.add(node, weight)) + ")");
         pitches_.push_back("int64_t(" + str(pitch) + ")");
       }
-      if (job_.shape) code_.matrices.push_back({u32(pitch), u32(rows_[i]), u32(first), u32(tiles_)});
+      if (job_.shape && shape_.x_rows == 0)
+        code_.matrices.push_back({u32(pitch), u32(rows_[i]), u32(first), u32(tiles_)});
     }
     if (paired_) first_tile_ = {"0u"}, num_rows_ = {num_rows_.front()};
+    if (shape_.x_rows == 0) return;
+    require(context_.aligned_rows(x_, false), first_, "x is not aligned to 16 bytes");
+    refs_.add_map(first_, x_, shape_.x_rows, kBoxColumns);
   }
 
   // How the loader and the warps share the matrices out.
   void write_stream() {
-    if (!job_.shape) return;
+    if (!job_.shape || shape_.x_rows > 0) return;
     const TileShape& s = *job_.shape;
     const uint32_t chunks = u32(s.chunks()), entries = u32(s.entries());
     if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
@@ -129,10 +147,7 @@ class LinearWriter {
     code_.body =
         "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
         constant("kSize", size_) + constant("kSegments", static_cast<int64_t>(first_tile_.size())) +
-        constant("kParts", shape_.parts) +
-        (shape_.has_boxes() ? constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles)
-                            : constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts)) +
-        constant("kChunkSize", shape_.chunk_bytes / element_) +
+        constant("kParts", shape_.parts) + tile_sizes() + constant("kChunkSize", shape_.chunk_bytes / element_) +
         "  static constexpr uint32_t kNumTiles = " + str(job_.num_tiles) + ";\n" + flag("kStaged", job_.is_staged) +
         flag("kRowTasks", !chain_.tasks.empty()) + flag("kClaimed", job_.assignment == Assignment::kClaimed) +
         flag("kSharesLoop", shape_.shares_entries) +
@@ -142,7 +157,14 @@ class LinearWriter {
       code_.body += returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights_)) +
                     returning("int64_t", "weight_pitch(int i)", choose("i", pitches_));
     code_.body += constant("kPitchX", x_.strides[0]) +
-                  returning("const T*", "x(const Job& job)", job_.is_staged ? "nullptr" : refs_.pointer(first_, x_));
+                  returning("const T*", "x(const Job& job)",
+                            job_.is_staged || shape_.x_rows > 0 ? "nullptr" : refs_.pointer(first_, x_));
+  }
+
+  std::string tile_sizes() const {
+    if (shape_.x_rows > 0) return constant("kXRows", shape_.x_rows) + constant("kTileRows", shape_.tile_rows);
+    if (shape_.has_boxes()) return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles);
+    return constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts);
   }
 
   // Whether what chains and extras fetch first is known before the phase's events.

@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "../checks.h"
+#include "../pattern.h"
 #include "../text.h"
 #include "attention_writer.h"
 #include "torch_mpk/abi/sizes.h"
@@ -68,7 +69,8 @@ class PagesWriter : public AttentionWriter {
     const Tensor matrix{t.buffer, t.dtype, {rows, t.strides[1]}, {t.strides[1], 1}, t.offset};
     code_.body +=
         constant("kPageRows" + name, page_rows) + constant("kGroupColumns" + name, t.strides[2]) +
-        returning("const void*", "map_" + name + "(const Job& job)", refs_.plain_map(matrix, tile, t.shape[3]));
+        returning("const void*", "map_" + name + "(const Job& job)",
+                  "job.pointer<const void>(" + str(refs_.add_map(node_, matrix, tile, t.shape[3], true)) + ")");
   }
 
   const Operand &table_, &length_;

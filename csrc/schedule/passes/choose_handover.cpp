@@ -86,9 +86,9 @@ std::vector<int> newest_awaited(const Draft& draft) {
 }  // namespace
 
 // A vector that stream tasks make and stage is polled. What a phase reads otherwise, it reads behind a completed
-// event. So does the last phase.
+// event. So does the last phase. Where warpgroups compute, rows are too many to be polled.
 void choose_handover(Draft& draft) {
-  for (int n = 0; n < draft.num_nodes(); n++)
+  for (int n = 0; n < draft.num_nodes() && draft.schedule.warps.warpgroups == 0; n++)
     for (const Operand* made : outputs(draft.node(n)))
       draft.schedule.polled[made->tensor.buffer] = travels_polled(draft, n, *made);
   const std::vector<int> newest = newest_awaited(draft);

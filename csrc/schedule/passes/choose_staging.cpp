@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "../access.h"
 #include "../passes.h"
 #include "../staging.h"
 
@@ -11,7 +12,7 @@ void choose_staging(Draft& draft) {
       const Node& first = draft.node(job.body.front());
       job.is_staged = std::any_of(first.operands.begin(), first.operands.end(), [&](const Operand& operand) {
         const OperandSpec* spec = first.def->find(operand.name);
-        return spec != nullptr && spec->is_whole &&
+        return spec != nullptr && spec->is_whole && !comes_boxed(draft.schedule.warps, *spec) &&
                (!job.prologue.empty() || draft.schedule.polled[operand.tensor.buffer] ||
                 leaves_room(operand.tensor, draft.target()));
       });

@@ -6,9 +6,9 @@
 namespace mpk {
 namespace {
 
-bool loader_reads_buffer(const Node& node, int buffer) {
+bool loader_reads_buffer(const WarpLayout& warps, const Node& node, int buffer) {
   return std::any_of(node.operands.begin(), node.operands.end(), [&](const Operand& operand) {
-    return operand.tensor.buffer == buffer && loader_reads(node, operand);
+    return operand.tensor.buffer == buffer && loader_reads(warps, node, operand);
   });
 }
 
@@ -22,7 +22,8 @@ void find_loader_waits(Draft& draft) {
       for (int n : job.body)
         for (const Dependency* edge : draft.in[n]) {
           const int p = draft.phase_of(edge->from);
-          if (p >= 0 && edge->hazard != Hazard::kWriteAfterRead && loader_reads_buffer(draft.node(n), edge->buffer))
+          if (p >= 0 && edge->hazard != Hazard::kWriteAfterRead &&
+              loader_reads_buffer(draft.schedule.warps, draft.node(n), edge->buffer))
             waits.push_back(p);
         }
       std::sort(waits.begin(), waits.end());

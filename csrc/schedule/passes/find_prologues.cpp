@@ -11,18 +11,18 @@ namespace {
 bool takes_rows(const Draft& draft, const Node& reader, const Tensor& made) {
   return std::any_of(reader.operands.begin(), reader.operands.end(), [&](const Operand& operand) {
     const OperandSpec* spec = reader.def->find(operand.name);
-    return spec != nullptr && spec->takes_rows && same_rows(made, operand.tensor) &&
-           (!spec->is_whole || leaves_room(operand.tensor, draft.target()));
+    return spec != nullptr && spec->takes_rows && !comes_boxed(draft.schedule.warps, *spec) &&
+           same_rows(made, operand.tensor) && (!spec->is_whole || leaves_room(operand.tensor, draft.target()));
   });
 }
 
-// Whether the edge leads to a task that takes the row in front of it.
+// Whether the edge leads to a task that takes the row in front of it. A row task does, whether it is recomputed itself
+// or a job of its own.
 bool is_staged(const Draft& draft, const Node& row, const Dependency& edge) {
   if (edge.hazard != Hazard::kReadAfterWrite) return false;
   const Node& reader = draft.node(edge.to);
   const Tensor& made = output(row).tensor;
-  if (reader.def->role == Role::kRow)
-    return draft.is_prologue[reader.id] && same_rows(made, reader.operands.front().tensor);
+  if (reader.def->role == Role::kRow) return same_rows(made, reader.operands.front().tensor);
   return takes_rows(draft, reader, made);
 }
 

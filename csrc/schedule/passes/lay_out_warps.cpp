@@ -33,12 +33,13 @@ int64_t choose_slot_bytes(const Schedule& schedule) {
 void lay_out_warps(Draft& draft) {
   WarpLayout& warps = draft.schedule.warps;
   warps.loaders = 1;
-  warps.consumers = kRegisterFile / (32 * kFewestRegisters) - warps.loaders;  // as many as have the registers
-  warps.registers = registers_each(warps.threads());
+  warps.consumers = warps.warpgroups > 0 ? kWarpgroupWarps * warps.warpgroups
+                                         : kRegisterFile / (32 * kFewestRegisters) - warps.loaders;  // as many as fit
+  warps.registers = warps.warpgroups > 0 ? kMultiplyingRegisters : registers_each(warps.threads());
   warps.max_slots = kMaxSlots;
   warps.full_arrivals = draft.target().arch >= 90 ? 1 : 32;
-  warps.empty_arrivals = 1;
-  warps.slot_bytes = choose_slot_bytes(draft.schedule);
+  warps.empty_arrivals = warps.warpgroups > 0 ? warps.consumers : 1;
+  warps.slot_bytes = warps.warpgroups > 0 ? kTileSlotBytes : choose_slot_bytes(draft.schedule);
 }
 
 }  // namespace mpk

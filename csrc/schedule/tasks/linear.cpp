@@ -1,6 +1,7 @@
 // How a job of linears is cut into tiles, and those into entries of the ring.
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "../access.h"
 #include "../planner.h"
@@ -150,7 +151,59 @@ class Boxes {
   const bool is_staged_;
 };
 
+// With more rows of x still, warpgroups multiply tiles of rows of x by rows of weights (linear_tiles.cuh).
+class Tiles {
+ public:
+  explicit Tiles(const Linears& job) : job_(job) {}
+
+  // Nothing where no tile takes as many parts.
+  std::optional<TileShape> shape() const {
+    std::optional<TileShape> best;
+    double least = 0;
+    for (int64_t columns : {32, 64, 96, 128, 192, 256}) {  // of results, as many as the tensor cores take at a time
+      if (job_.parts > 4 || columns % (job_.parts * strip_columns(job_.parts)) != 0) continue;
+      const TileShape shape = shape_of(columns);
+      const double cycles = cost(shape);
+      if (best && cycles >= least) continue;
+      best = shape;
+      least = cycles;
+    }
+    return best;
+  }
+
+  int64_t x_tiles() const { return (job_.batch + kTileXRows - 1) / kTileXRows; }
+  int64_t count(const TileShape& shape) const { return x_tiles() * job_.tiles(shape.tile_rows); }
+  // See TilesShape in linear_tiles.cuh.
+  int64_t staged_bytes() const { return job_.warps * kWarpRows * kStripPitch * 4; }
+
+ private:
+  TileShape shape_of(int64_t columns) const {
+    TileShape shape{columns / job_.parts, job_.parts, job_.parts, job_.size * job_.element};
+    shape.x_rows = kTileXRows;
+    const int64_t fitting = job_.slot_bytes / (shape.rows_in_entry() * kBoxRowBytes);
+    shape.chunk_bytes = std::min(std::max<int64_t>(fitting, 1) * kBoxRowBytes, shape.row_bytes);
+    return shape;
+  }
+
+  // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results, or
+  // the bytes of its boxes, of which one multiprocessor gets 64 a cycle from L2 and all together some 3,300; behind the
+  // steps come the results, and the way to the next tile.
+  double cost(const TileShape& shape) const {
+    constexpr double kOwnBytes = 64, kAllBytes = 3300, kOfColumn = 40, kOfTile = 1500;
+    const int64_t tiles = count(shape), columns = shape.tile_rows * shape.parts;
+    const double bytes = double(shape.rows_in_entry() * kBoxRowBytes);
+    const double active = double(std::min(tiles, job_.workers));
+    const double step = std::max({4.0 * double(columns), bytes / kOwnBytes, bytes * active / kAllBytes});
+    const double steps = double((job_.size + kBoxColumns - 1) / kBoxColumns);
+    return double((tiles + job_.workers - 1) / job_.workers) * (steps * step + kOfColumn * double(columns) + kOfTile);
+  }
+
+  const Linears& job_;
+};
+
 class LinearPlanner : public Planner {
+  bool needs_warpgroups(const Node& node) const override { return node.operand("x").tensor.shape[0] > kMostRows; }
+
   // Linears of several rows of x have no say: there x takes the ring's room.
   double filled_bytes(const Schedule& schedule, const Job& job, int64_t slot_bytes) const override {
     const Linears linears(schedule, job, slot_bytes);
@@ -164,6 +217,7 @@ class LinearPlanner : public Planner {
   void cut(const Schedule& schedule, Job& job) const override {
     const Linears linears(schedule, job, schedule.warps.slot_bytes);
     if (linears.batch < 1 || linears.size < 1) return;
+    if (schedule.warps.warpgroups > 0) return cut_tiles(schedule, job, linears);
     const bool streams = linears.size * linears.element % kAccessBytes == 0 &&
                          std::all_of(job.body.begin(), job.body.end(),
                                      [&](int n) { return can_be_streamed(Linears::weight(schedule, n)); });
@@ -186,6 +240,18 @@ class LinearPlanner : public Planner {
   }
 
  private:
+  static void cut_tiles(const Schedule& schedule, Job& job, const Linears& linears) {
+    const Tiles tiles(linears);
+    const std::optional<TileShape> shape = tiles.shape();
+    if (!shape || !has_boxes(Linears::input(schedule, job)) ||
+        !std::all_of(job.body.begin(), job.body.end(),
+                     [&](int n) { return comes_in_boxes(schedule.graph, Linears::weight(schedule, n)); }))
+      return;
+    job.staged_bytes = tiles.staged_bytes();
+    job.num_tiles = tiles.count(*shape);
+    job.shape = shape;
+  }
+
   static bool cut_boxes(const Schedule& schedule, Job& job, const Linears& linears) {
     const Tensor& x = Linears::input(schedule, job);
     if (schedule.target.arch < 90 || linears.batch < 2 || linears.batch > kMostRows ||

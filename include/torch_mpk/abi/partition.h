@@ -28,9 +28,20 @@ MPK_HOST_DEVICE Span static_span(uint32_t total, uint32_t index, uint32_t count)
   return {begin, begin + least + (index < longer ? 1 : 0)};
 }
 
+// The number of a worker's `turn`-th thing, of things in falling order of size: they are dealt out to and fro.
+MPK_HOST_DEVICE uint32_t dealt(uint32_t turn, uint32_t worker, uint32_t workers) {
+  return turn * workers + (turn % 2 == 0 ? worker : workers - 1 - worker);
+}
+
 // Of `warps` warps, those that bring one of `rows` rows to shared memory, where each row has as many.
 MPK_HOST_DEVICE constexpr int warps_of_row(int64_t rows, int warps) {
   return rows >= warps ? 1 : warps / static_cast<int>(rows);
+}
+
+// Short rows that a warp works on together, where it has many: their accesses are in flight at the same time.
+MPK_HOST_DEVICE constexpr int rows_at_once(int64_t row_bytes, int64_t rows, int64_t warps) {
+  constexpr int kMost = 4;
+  return row_bytes <= 512 && rows >= kMost * warps ? kMost : 1;
 }
 
 // How a job's tiles are shared out at run time, since memory bandwidth is not shared evenly: `size` tiles a ticket, the

@@ -16,9 +16,24 @@ constexpr int registers_each(int threads) {
   return registers < kMostRegisters ? registers : kMostRegisters;
 }
 
+// Where warpgroups compute, each of four warps: so many of them, and registers that a thread of theirs has, for which
+// the loader's warpgroup, of which three warps have nothing to do, keeps but a few.
+inline constexpr int kWarpgroups = 2, kWarpgroupWarps = 4;
+inline constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;
+static_assert(32 * kWarpgroupWarps * (kWarpgroups * kMultiplyingRegisters + kLoadingRegisters) <= kRegisterFile);
+constexpr int threads_of(int consumer_warps, int loader_warps, int warpgroups) {
+  return 32 * (consumer_warps + (warpgroups > 0 ? kWarpgroupWarps : loader_warps));
+}
+
 // Slots of the ring. A kernel's are as large as its weights' rows fill best, see choose_slot_bytes in csrc/schedule.
 inline constexpr int kMinSlotBytes = 8192, kMaxSlotBytes = 12288, kMaxSlots = 28;
 inline constexpr int kFewestSlots = 2;
+// Where warpgroups compute, a slot holds a step of a tile of products: 128 rows of x and 256 of weights by 64 columns.
+inline constexpr int kTileSlotBytes = 48 << 10;
+// Rows of x of a tile, 64 for each warpgroup, and of these a warp's, whose sums meet in shared memory: strips of some
+// columns of each part that is combined, kStripPitch floats from row to row, in other banks.
+inline constexpr int kTileXRows = 64 * kWarpgroups, kWarpRows = 16, kStripPitch = 40;
+constexpr int strip_columns(int64_t parts) { return parts == 1 ? 32 : parts == 2 ? 16 : 8; }
 
 // Shared memory: a fixed part (see Shared) of so many bytes at most, rows of the table, what jobs stage, the ring. Each
 // begins at a multiple of kSharedAlignment.
@@ -60,5 +75,6 @@ inline constexpr int kBoxColumns = 64, kBoxRowBytes = 128, kBoxAlignment = 1024;
 inline constexpr int kWindows = 4, kBringingWarps = 3, kSumPitch = 20;
 
 static_assert(kMinSlotBytes % kAccessBytes == 0 && kMaxSlotBytes % kAccessBytes == 0);
+static_assert(kTileSlotBytes % kBoxAlignment == 0);
 
 }  // namespace mpk

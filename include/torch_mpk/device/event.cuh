@@ -1,6 +1,7 @@
 // Waiting without ever hanging: the watchdog, and the events that end phases.
 #pragma once
 
+#include "torch_mpk/device/arch.cuh"
 #include "torch_mpk/device/ptx.cuh"
 
 namespace mpk {
@@ -24,7 +25,7 @@ MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uin
 // Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up,
 // and records what this CTA was waiting for; otherwise the time to pass to the next call. Out of line, so that loops
 // that wait are short.
-__device__ __noinline__ uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
+MPK_OUT_OF_LINE uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
   const uint64_t time = ptx::global_time_ns();
   // Workers that another kernel's multiprocessors are still denied are queued, and nobody is stuck.
   if (since == 0 || ptx::load_relaxed_gpu(&dog.control->started) < dog.num_workers) since = time;
@@ -54,8 +55,8 @@ MPK_DEVICE bool reached(uint32_t value, uint32_t target) { return static_cast<in
 // fetched. Each returns false, or a count short of `target`, when the launch was given up.
 
 // Until every worker has signalled `event` in this launch; it grows by num_workers in every launch.
-__device__ __noinline__ bool wait_event(const Watchdog& dog, const uint32_t* event, uint32_t target, uint32_t phase,
-                                        WarpRole role, uint32_t event_idx) {
+MPK_OUT_OF_LINE bool wait_event(const Watchdog& dog, const uint32_t* event, uint32_t target, uint32_t phase,
+                                WarpRole role, uint32_t event_idx) {
   uint32_t seen = 0;
   return spin(
       dog, [&] { return reached(seen = ptx::load_acquire_gpu(event), target); },
@@ -63,8 +64,8 @@ __device__ __noinline__ bool wait_event(const Watchdog& dog, const uint32_t* eve
 }
 
 // Until a count in shared memory has reached `target`. Returns the count.
-__device__ __noinline__ uint32_t wait_count(const Watchdog& dog, const uint32_t* count, uint32_t target, uint32_t phase,
-                                            WarpRole role, Waiting waiting, uint32_t entry) {
+MPK_OUT_OF_LINE uint32_t wait_count(const Watchdog& dog, const uint32_t* count, uint32_t target, uint32_t phase,
+                                    WarpRole role, Waiting waiting, uint32_t entry) {
   uint32_t seen = 0;
   spin(
       dog, [&] { return reached(seen = ptx::load_acquire_cta(count), target); },
@@ -73,15 +74,15 @@ __device__ __noinline__ uint32_t wait_count(const Watchdog& dog, const uint32_t*
 }
 
 // Until a slot's barrier has passed the phase of this parity.
-__device__ __noinline__ bool wait_barrier(const Watchdog& dog, uint64_t* barrier, uint32_t parity, uint32_t phase,
-                                          WarpRole role, Waiting waiting, uint32_t slot, uint32_t entry) {
+MPK_OUT_OF_LINE bool wait_barrier(const Watchdog& dog, uint64_t* barrier, uint32_t parity, uint32_t phase,
+                                  WarpRole role, Waiting waiting, uint32_t slot, uint32_t entry) {
   return spin(
       dog, [&] { return ptx::mbar_test(barrier, parity); },
       [&] { return stall(phase, role, waiting, slot, 0, 0, entry); });
 }
 
 // A random delay of up to 4 microseconds: with jitter, any order of events that is legal happens sooner or later.
-__device__ __noinline__ void delay_randomly(uint32_t jitter, uint32_t worker, uint32_t step) {
+MPK_OUT_OF_LINE void delay_randomly(uint32_t jitter, uint32_t worker, uint32_t step) {
   uint32_t h = jitter * 0x9e3779b1u ^ worker * 0x85ebca77u ^ step * 0xc2b2ae3du;
   h = (h ^ (h >> 15)) * 0x2c1b3c6du;
   h = (h ^ (h >> 12)) * 0x297a2d39u;

@@ -117,8 +117,8 @@ MPK_DEVICE const JobRow* next_job(const JobRow* job) {
 
 // Until the events of a phase have come. Out of line as the other waits are, see event.cuh. The last phase, which
 // advances counters, does not begin where another worker has given up: one that stalled may have signalled since.
-__device__ __noinline__ bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events,
-                                         uint32_t target, uint32_t phase, bool is_last) {
+MPK_OUT_OF_LINE bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events, uint32_t target,
+                                 uint32_t phase, bool is_last) {
   for (uint32_t i = 0; i < waiting->num_waits; i++) {
     const uint32_t event = waits_of(waiting)[i];
     if (!wait_event(dog, events + event * kEventStride, target, phase, WarpRole::kConsumer, event)) return false;
@@ -349,7 +349,9 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
       this->stamp(&LoaderStamps::awaited);
       ptx::fence_proxy_async();
     }
+#if MPK_WARPGROUPS == 0  // their jobs have code of their own
     if (!failed && job.row->num_matrices != 0) load_matrices(job, *stream_of(job));
+#endif
   }
 
   // A row of the table, one access and, of long rows, another for each lane.
@@ -557,7 +559,7 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   Shared& shared = *reinterpret_cast<Shared*>(smem);
   static_assert(sizeof(Shared) <= kMaxFixedBytes, "the schedule leaves less room for the fixed shared memory");
   static_assert(Kernel::kRowsOffset % kAccessBytes == 0 && Kernel::kStagedOffset % kAccessBytes == 0);
-  static_assert(Kernel::kSlotBytes >= kMinSlotBytes && Kernel::kSlotBytes <= kMaxSlotBytes);
+  static_assert(Kernel::kSlotBytes >= kMinSlotBytes && Kernel::kSlotBytes <= kTileSlotBytes);
   static_assert(Kernel::kSlotBytes % kAccessBytes == 0 && Kernel::kRingOffset % kAccessBytes == 0);
   static_assert(Kernel::kSlots <= kMaxSlots);
   static_assert(!Kernel::kHasBoxes ||
@@ -583,10 +585,16 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   const Launch<Kernel> launch{params, pointers, shared, smem, epoch};
   const bool skip = __syncthreads_or(aborted);
   const int warp = threadIdx.x / 32;
-  if (warp == kConsumerWarps) {
-    if (!skip) run_loader(launch, threadIdx.x % 32);
+  if (warp >= kConsumerWarps) {
+#if MPK_WARPGROUPS > 0
+    ptx::give_up_registers<kLoadingRegisters>();
+#endif
+    if (!skip && warp == kConsumerWarps) run_loader(launch, threadIdx.x % 32);
     return;
   }
+#if MPK_WARPGROUPS > 0
+  ptx::take_registers<kMultiplyingRegisters>();
+#endif
   Consumer<Kernel> c(launch, threadIdx.x);
   if (!skip) run_consumer(c);
   leave(c);

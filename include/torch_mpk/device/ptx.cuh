@@ -53,7 +53,8 @@ MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
 
-inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy.fractional.L2::evict_first makes it
+// Policies of L2 as createpolicy.fractional makes them: evict_first, and none.
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x1000000000000000;
 
 // Contiguous global bytes to shared memory; both ends and the size are multiples of 16. They are the first to leave L2:
 // a launch reads them once, and what the phases tell each other stays there.
@@ -66,12 +67,12 @@ MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* 
 }
 
 // A box of a matrix, from row `row` and from its `block`-th 64 columns on, as its map (a CUtensorMap) says. What is
-// outside of the matrix is zero.
-MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_t* bar) {
+// outside of the matrix is zero. `hint`: how long it stays in L2.
+MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_t* bar, uint64_t hint = kEvictFirst) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
       "%3, %4}], [%5], %6;" ::"r"(smem_addr(dst)),
-      "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_addr(bar)), "l"(kEvictFirst)
+      "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_addr(bar)), "l"(hint)
       : "memory");
 }
 
@@ -314,6 +315,16 @@ MPK_DEVICE Quad load_matrices(SharedAddress row) {
   return m;
 }
 
+// The same, each transposed.
+MPK_DEVICE Quad load_matrices_transposed(SharedAddress row) {
+  Quad m;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m.v[0]), "=r"(m.v[1]), "=r"(m.v[2]), "=r"(m.v[3])
+               : "r"(row)
+               : "memory");
+  return m;
+}
+
 // An 8 x 8 matrix of 16-bit elements, two of a row in each lane, transposed.
 MPK_DEVICE uint32_t transpose(uint32_t v) {
   uint32_t t;
@@ -324,6 +335,105 @@ MPK_DEVICE uint32_t transpose(uint32_t v) {
 // The lower (upper) 16 bits of both words, a's first.
 MPK_DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 MPK_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+
+#if MPK_ARCH >= 900
+// ---- products of warpgroups: D = A B^T + D with A[64][16] and B[columns][16] in shared memory, summed in fp32
+
+// 16-bit elements in rows of 128 bytes, one after the other, in the copy engine's 128-byte swizzle. What stands here
+// begins at a multiple of 1,024 bytes: its address, the bytes from 8 rows to the next 8, and which swizzle it is.
+using SwizzledMatrix = uint64_t;
+MPK_DEVICE SwizzledMatrix swizzled(const void* p) {
+  return (smem_addr(p) & 0x3ffff) >> 4 | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+// The same from a column on, a multiple of 16 of the row's 64.
+MPK_DEVICE SwizzledMatrix from_column(SwizzledMatrix m, int column) { return m + column * 2 / 16; }
+
+template <class T, int columns>
+MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b);
+
+#define MPK_TEN(t) \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define MPK_16 MPK_TEN() "%10, %11, %12, %13, %14, %15"
+#define MPK_32 MPK_TEN() MPK_TEN(1) MPK_TEN(2) "%30, %31"
+#define MPK_48 MPK_TEN() MPK_TEN(1) MPK_TEN(2) MPK_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47"
+#define MPK_64 MPK_TEN() MPK_TEN(1) MPK_TEN(2) MPK_TEN(3) MPK_TEN(4) MPK_TEN(5) "%60, %61, %62, %63"
+#define MPK_60 MPK_TEN() MPK_TEN(1) MPK_TEN(2) MPK_TEN(3) MPK_TEN(4) MPK_TEN(5)
+#define MPK_96 MPK_60 MPK_TEN(6) MPK_TEN(7) MPK_TEN(8) "%90, %91, %92, %93, %94, %95"
+#define MPK_128                                                  \
+  MPK_60 MPK_TEN(6) MPK_TEN(7) MPK_TEN(8) MPK_TEN(9) MPK_TEN(10) \
+      MPK_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127"
+#define MPK_OF_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MPK_OF_16(d, i) MPK_OF_4(d, i), MPK_OF_4(d, i + 4), MPK_OF_4(d, i + 8), MPK_OF_4(d, i + 12)
+#define MPK_OF_32(d, i) MPK_OF_16(d, i), MPK_OF_16(d, i + 16)
+#define MPK_OF_48(d, i) MPK_OF_32(d, i), MPK_OF_16(d, i + 32)
+#define MPK_OF_64(d, i) MPK_OF_32(d, i), MPK_OF_32(d, i + 32)
+#define MPK_OF_96(d, i) MPK_OF_64(d, i), MPK_OF_32(d, i + 64)
+#define MPK_OF_128(d, i) MPK_OF_64(d, i), MPK_OF_64(d, i + 64)
+// `sums`: of a thread, columns / 2; `a` and `b` are the numbers of the operands behind them.
+#define MPK_MULTIPLY(T, type, columns, sums, a, b)                                                      \
+  template <>                                                                                           \
+  MPK_DEVICE void multiply_matrices<T, columns>(float (&d)[sums], SwizzledMatrix x, SwizzledMatrix y) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" MPK_##sums  \
+                 "}, %" #a ", %" #b ", 1, 1, 1, 0, 0;"                                                  \
+                 : MPK_OF_##sums(d, 0)                                                                  \
+                 : "l"(x), "l"(y)                                                                       \
+                 : "memory");                                                                           \
+  }
+#define MPK_MULTIPLY_ALL(T, type)        \
+  MPK_MULTIPLY(T, type, 32, 16, 16, 17)  \
+  MPK_MULTIPLY(T, type, 64, 32, 32, 33)  \
+  MPK_MULTIPLY(T, type, 96, 48, 48, 49)  \
+  MPK_MULTIPLY(T, type, 128, 64, 64, 65) \
+  MPK_MULTIPLY(T, type, 192, 96, 96, 97) \
+  MPK_MULTIPLY(T, type, 256, 128, 128, 129)
+MPK_MULTIPLY_ALL(__nv_bfloat16, "bf16")
+MPK_MULTIPLY_ALL(__half, "f16")
+#undef MPK_MULTIPLY_ALL
+#undef MPK_MULTIPLY
+#undef MPK_OF_128
+#undef MPK_OF_96
+#undef MPK_OF_64
+#undef MPK_OF_48
+#undef MPK_OF_32
+#undef MPK_OF_16
+#undef MPK_OF_4
+#undef MPK_128
+#undef MPK_96
+#undef MPK_60
+#undef MPK_64
+#undef MPK_48
+#undef MPK_32
+#undef MPK_16
+#undef MPK_TEN
+
+// The registers of each thread of this warpgroup, all of whose warps call it: fewer, or more once others have given up
+// theirs. A multiple of 8.
+template <int registers>
+MPK_DEVICE void give_up_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers>
+MPK_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// Before the first product that uses registers or shared memory that the warp has written.
+MPK_DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Ends a group of products.
+MPK_DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until no more than the latest `groups` are under way.
+template <int groups>
+MPK_DEVICE void await_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
+}
+// Until all are done. What the compiler does with the sums stays behind it.
+template <int n>
+MPK_DEVICE void await_sums(float (&d)[n]) {
+  await_products<0>();
+#pragma unroll
+  for (int i = 0; i < n; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+#endif
 
 // ---- the rest
 

@@ -23,12 +23,12 @@ struct RingState {
 
 #if MPK_ARCH >= 900
 inline constexpr int kFillWidth = 32;  // entries that the loader works out at once
-// Entries that a round waits for: a round for each would take as long as the memory does.
-inline constexpr uint32_t kLeastFilled = 2;
 #else
 inline constexpr int kFillWidth = 1;
-inline constexpr uint32_t kLeastFilled = 1;
 #endif
+// Entries that a round waits for: a round for each small one would take as long as the memory does.
+template <int slot_bytes>
+inline constexpr uint32_t kLeastFilled = kFillWidth > 1 && slot_bytes <= kMaxSlotBytes ? 2 : 1;
 
 // A slot is full when the copy engine, of whose bytes one arrival announces how many, or every lane has brought its
 // copies; and empty when the consumer that owns the entry arrives.
@@ -116,7 +116,8 @@ MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t coun
       // parity says nothing of entries that are a round of the ring ahead.
       const bool is_next = mine - done < min(size - done, uint32_t(slots));
       bool is_free = is_next && ptx::mbar_peek(empty, parity) && may_fly();
-      if (!is_free && mine - done < min(kLeastFilled, size - done))  // not out of line: a call waits for the ticket
+      if (!is_free &&
+          mine - done < min(kLeastFilled<slot_bytes>, size - done))  // not out of line: a call waits for the ticket
         is_free = spin(
             w.dog, [&] { return ptx::mbar_test(empty, parity) && may_fly(); },
             [&] { return stall(phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, 0, 0, g); });
@@ -169,8 +170,8 @@ struct Chunk {
 // microsecond. Out of line: all that is streamed comes this way, and the loader's instructions compete with the
 // consumers' for the cache. So a job brings sizes, not code.
 template <int slots, int slot_bytes>
-__device__ __noinline__ uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* data,
-                                           const MatrixRow* matrices, Span tiles, uint32_t phase, uint32_t* tickets) {
+MPK_OUT_OF_LINE uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* data,
+                                   const MatrixRow* matrices, Span tiles, uint32_t phase, uint32_t* tickets) {
   uint32_t ticket = 0;
   if (tickets != nullptr && w.lane == 0) ticket = ptx::fetch_add_relaxed_gpu(tickets, 1);
   const uint32_t count = (tiles.end - tiles.begin) * s.entries;
@@ -208,9 +209,8 @@ struct Box {
 // The same with boxes: chunk after chunk those of all tiles, part by part, from chunk `first_chunk` on and then those
 // before it. `maps`: addresses of the matrices' maps.
 template <int slots, int slot_bytes>
-__device__ __noinline__ uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* maps,
-                                            const MatrixRow* matrices, Span tiles, uint32_t first_chunk,
-                                            uint32_t phase) {
+MPK_OUT_OF_LINE uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* maps,
+                                    const MatrixRow* matrices, Span tiles, uint32_t first_chunk, uint32_t phase) {
   const uint32_t boxes = (tiles.end - tiles.begin) * s.parts, count = boxes * s.chunks;
   return fill_entries(w, count, s.in_flight, phase, [&](uint32_t number) {
     const uint32_t at = min(number, count - 1), turn = at / boxes, box = at - turn * boxes, tile = box / s.parts;
@@ -239,8 +239,8 @@ inline constexpr uint32_t kNoTile = ~0u, kGivenUp = ~0u - 1;
 // begins, and in the upper half the count of entries issued, of which the warp has seen `issued`. Out of line, as
 // wait_entry is.
 template <int slots>
-__device__ __noinline__ uint64_t next_tile(const RingState& ring, const Watchdog& dog, uint32_t g, uint32_t phase,
-                                           uint32_t issued) {
+MPK_OUT_OF_LINE uint64_t next_tile(const RingState& ring, const Watchdog& dog, uint32_t g, uint32_t phase,
+                                   uint32_t issued) {
   if (!reached(issued, g + 1)) {
     uint32_t seen = 0;
     spin(
@@ -256,8 +256,7 @@ __device__ __noinline__ uint64_t next_tile(const RingState& ring, const Watchdog
 // has seen issued; returns the count seen now, or one short of the entry when the launch was given up. Called by all
 // lanes, out of line: every tile of every task comes here.
 template <int slots>
-__device__ __noinline__ uint32_t wait_entry(RingState& ring, const Watchdog& dog, uint32_t g, uint32_t phase,
-                                            uint32_t issued) {
+MPK_OUT_OF_LINE uint32_t wait_entry(RingState& ring, const Watchdog& dog, uint32_t g, uint32_t phase, uint32_t issued) {
   if (!reached(issued, g + 1)) {
     const uint32_t seen = wait_count(dog, &ring.issued, g + 1, phase, WarpRole::kConsumer, Waiting::kLoader, g);
     if (!__all_sync(~0u, reached(seen, g + 1))) return g;

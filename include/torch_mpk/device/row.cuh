@@ -176,7 +176,7 @@ inline constexpr int kRowPitch = (V::kSize * int(sizeof(typename V::T)) + 15) / 
 template <class V>
 inline constexpr bool kByWarp = rows_by_warp(kRowPitch<V>, V::kRows);
 template <class V>  // of shared memory
-inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * kRowPitch<V> : kRowPitch<V>;
+inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * V::kAtOnce * kRowPitch<V> : kRowPitch<V>;
 
 template <class Chain, class Group, class T>
 MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
@@ -184,18 +184,38 @@ MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
   chain.bring(group, job, row, data);
 }
 
-// A job of row tasks alone. V: T, kRows, kSize; Chain<Group>, which also stores the row.
+// Four rows of one warp, as many as there are of them, `step` behind each other: all are fetched before one is applied.
+template <class Chain, class V, class Group, class T>
+MPK_DEVICE void run_chains(Group& group, const Job& job, uint32_t first, uint32_t step, T* data) {
+  static_assert(V::kAtOnce == 4);
+  constexpr int kElements = kRowPitch<V> / int(sizeof(T));
+  const auto row = [&](int i) { return first + i * step; };
+  const auto made = [&](int i) { return Chain(group, job, min(row(i), uint32_t(V::kRows - 1))); };
+  Chain chains[] = {made(0), made(1), made(2), made(3)};
+#pragma unroll
+  for (int i = 0; i < V::kAtOnce; i++)
+    if (row(i) < V::kRows) chains[i].fetch(group, job, row(i), data + i * kElements);
+#pragma unroll
+  for (int i = 0; i < V::kAtOnce; i++)
+    if (row(i) < V::kRows) chains[i].apply(group, job, row(i), data + i * kElements);
+}
+
+// A job of row tasks alone. V: T, kRows, kAtOnce, kSize; Chain<Group>, which also stores the row.
 template <class V, class C>
 MPK_DEVICE void run_rows(C& c, const Job& job) {
   using T = typename V::T;
   if (!c.await()) return;
   const uint32_t worker = c.worker(job);
   if constexpr (kByWarp<V>) {
+    using Chain = typename V::template Chain<WarpThreads<C>>;
+    constexpr uint32_t kStep = kConsumerWarps * C::Config::kNumWorkers;
     WarpThreads<C> group(c);
-    T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
-    for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows;
-         row += kConsumerWarps * C::Config::kNumWorkers) {
-      run_chain<typename V::template Chain<WarpThreads<C>>>(group, job, row, data);
+    T* data = reinterpret_cast<T*>(c.staged() + c.warp * V::kAtOnce * kRowPitch<V>);
+    for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows; row += V::kAtOnce * kStep) {
+      if constexpr (V::kAtOnce > 1)
+        run_chains<Chain, V>(group, job, row, kStep, data);
+      else
+        run_chain<Chain>(group, job, row, data);
       group.sync();
     }
   } else {

@@ -1,6 +1,9 @@
 // The warps of a CTA: what the kernel's schedule says of them (WarpLayout), which its source defines first.
 #pragma once
 
+#include "torch_mpk/abi/sizes.h"
+#include "torch_mpk/device/arch.cuh"
+
 #if !defined(MPK_CONSUMER_WARPS) || !defined(MPK_LOADER_WARPS)
 #error "define MPK_CONSUMER_WARPS and MPK_LOADER_WARPS, as generated kernels do, before including torch_mpk/device"
 #endif
@@ -9,7 +12,7 @@ namespace mpk {
 
 inline constexpr int kConsumerWarps = MPK_CONSUMER_WARPS;
 inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
-inline constexpr int kThreads = kConsumerThreads + 32 * MPK_LOADER_WARPS;
+inline constexpr int kThreads = threads_of(kConsumerWarps, MPK_LOADER_WARPS, MPK_WARPGROUPS);
 static_assert(MPK_LOADER_WARPS == 1, "the ring is filled by one warp");
 
 }  // namespace mpk

@@ -31,6 +31,7 @@ struct OperandSpec {
   bool is_loaded = false;   // the loader reads it, ahead of its phase
   bool is_staged = false;   // consumers bring its rows to shared memory, and may poll them
   bool is_whole = false;    // each worker stages all of it
+  bool is_boxed = false;    // where warpgroups compute, the loader brings it in boxes, and nobody stages it
   bool takes_rows = false;  // row tasks in front of it may be recomputed by every worker that stages it
 
   bool has_leading() const { return !dims.empty() && dims.front() == "..."; }

@@ -77,7 +77,7 @@ class CudaExecutable {
 
   // The maps of a launch's matrices, on the device.
   struct Maps {
-    std::vector<uint64_t> inputs;  // the matrices' pointers
+    std::vector<uint64_t> bases;  // of the matrices, see MatrixMap
     cu::DevicePtr memory;
     bool captured;  // belongs to a graph for as long as this executable lives
     uint64_t last_used;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "torch_mpk/abi/partition.h"
+#include "torch_mpk/abi/sizes.h"
 #include "torch_mpk/graph/tb_graph.h"
 
 namespace mpk {
@@ -31,8 +32,11 @@ struct WarpLayout {
   int64_t slot_bytes = 0;  // of each
   // That make a slot full, and empty again.
   int full_arrivals = 0, empty_arrivals = 0;
+  // Warpgroups that the consumers are, where they multiply together and all of them read every entry; 0: each warp
+  // computes for itself.
+  int warpgroups = 0;
 
-  int threads() const { return 32 * (consumers + loaders); }
+  int threads() const { return threads_of(consumers, loaders, warpgroups); }
 };
 
 enum class Assignment : uint8_t { kStatic, kClaimed };
@@ -52,9 +56,12 @@ struct TileShape {
   // Nonzero: entries are boxes, which the copy engine brings by a map of their matrix, and a worker takes so many tiles
   // at a time: chunk after chunk, of each the boxes of all of them.
   int64_t pass_tiles = 0;
+  // Nonzero: of so many rows of x a tile has the products with its rows of weights, and an entry also their chunk, all
+  // in boxes of 64 columns. Tiles of all rows of x follow each other, then those with the next rows of weights.
+  int64_t x_rows = 0;
 
-  bool has_boxes() const { return pass_tiles > 0; }
-  int64_t rows_in_entry() const { return chunk_parts * tile_rows; }
+  bool has_boxes() const { return pass_tiles > 0 || x_rows > 0; }
+  int64_t rows_in_entry() const { return chunk_parts * tile_rows + x_rows; }
   int64_t chunks() const { return (row_bytes + chunk_bytes - 1) / chunk_bytes; }  // of a row
   int64_t entries() const { return parts / chunk_parts * chunks(); }              // of a tile
   int64_t entry_bytes() const { return rows_in_entry() * chunk_bytes; }
@@ -75,6 +82,13 @@ struct Pieces {
   int64_t bytes() const { return count * results * result_bytes; }
 };
 
+// How attention of many positions is cut. Of `heads` heads that share keys the rows of queries stand side by side, for
+// all positions of a sequence; a worker takes so many rows at a time, and an entry of the ring holds all that is loaded
+// of so many positions of keys.
+struct QueryTiles {
+  int64_t heads = 1, rows = 0, positions = 0;
+};
+
 // Nodes that one worker executes back to back on its share of the tiles.
 struct Job {
   std::vector<int> prologue;  // row tasks recomputed by every worker; their results stay in shared memory
@@ -87,6 +101,7 @@ struct Job {
   bool is_staged = false;          // its whole input is brought to shared memory, not read where it is
   int64_t staged_bytes = 0;        // of shared memory, at most: that and what else its code keeps there
   std::optional<Pieces> pieces;
+  std::optional<QueryTiles> queries;
   std::vector<int> loader_waits;  // phases whose event the loader awaits before it loads for this job; usually none
   std::vector<int> unstored;      // buffers that exist only inside this job: never written to memory
 };

@@ -722,7 +722,8 @@ MPK_DEVICE void stage_row(C& c, const Job& job, uint32_t row, uint32_t batch_row
 // Tiles of a piece that are there when it is staged: each warp's first, if the ring holds them at once, beside as many
 // entries as the loader fills only together.
 template <class V, class C>
-inline constexpr uint32_t kHeldTiles = (C::Config::kSlots - (kLeastFilled - 1)) / Shape<V>::kEntries;
+inline constexpr uint32_t kHeldTiles =
+    (C::Config::kSlots - (kLeastFilled<C::Config::kSlotBytes> - 1)) / Shape<V>::kEntries;
 template <class V, class C>
 inline constexpr uint32_t kStagedTiles = kHeldTiles<V, C> < kConsumerWarps ? kHeldTiles<V, C> : kConsumerWarps;
 

@@ -51,6 +51,8 @@ struct RowsShape {
   static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kBringingWarps;  // that multiply
   static constexpr int kMaxBlocks = (V::kPassTiles * V::kParts + kBoxesOfBlock - 1) / kBoxesOfBlock;
   static constexpr int kHeld = (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
+  // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit.
+  static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 ? 2 : 1;
   // Rows side by side begin in other banks.
   static constexpr int kPitch = (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
   static constexpr int kWindowBytes = V::kBatch * kPitch;
@@ -65,66 +67,78 @@ struct RowsShape {
 
 // How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one.
 struct Shares {
-  uint32_t blocks, sharers, warps;  // warps: those that have work, or of a sharer's turn
+  uint32_t blocks, sharers = 1, held = 1, warps;  // warps: those that have work, or of a sharer's turn
 
   MPK_DEVICE Shares(uint32_t blocks, uint32_t num_warps) : blocks(blocks) {
     if (blocks <= num_warps) {
       sharers = num_warps / blocks;
       warps = blocks;
     } else {
-      sharers = 1;
-      const uint32_t held = (blocks + num_warps - 1) / num_warps;
+      held = (blocks + num_warps - 1) / num_warps;
       warps = (blocks + held - 1) / held;
     }
   }
+  // Number `i` of those that warp `first` of a turn holds. Those multiplied together come one after the other: a warp
+  // that waited for one far behind would keep the slots between from being filled.
+  template <int together>
+  MPK_DEVICE uint32_t block(uint32_t first, uint32_t i) const {
+    return together == 1 ? first + i * warps : first * held + i;
+  }
 };
 
-// Adds the products of a block's chunk. `upper` and `lower`: rows 0 to 7 and 8 to 15 of the block, 128 bytes from row
-// to row and box_rows rows from 64 columns to the next, in the copy engine's swizzle, in which bits 4 to 6 of an
+// Adds the products of a chunk of some blocks. `upper` and `lower`: rows 0 to 7 and 8 to 15 of a block, 128 bytes from
+// row to row and box_rows rows from 64 columns to the next, in the copy engine's swizzle, in which bits 4 to 6 of an
 // address are those of the row, added without carry. `x`: the chunk's columns of row 0.
-template <class T, int kColumns, int box_rows, int batch, int pitch>
-MPK_DEVICE void multiply_block(SumFragment (&sums)[kColumns], const uint8_t* upper, const uint8_t* lower,
-                               const uint8_t* x, int blocks_of_64, int lane) {
+template <class T, int kColumns, int box_rows, int batch, int pitch, int blocks>
+MPK_DEVICE void multiply_blocks(SumFragment (*sums)[kColumns], const uint8_t* const (&upper)[blocks],
+                                const uint8_t* const (&lower)[blocks], const uint8_t* x, int blocks_of_64, int lane) {
   const uint32_t row = lane % 8, matrix = lane / 8;
-  const ptx::SharedAddress weights = ptx::smem_addr(matrix % 2 == 0 ? upper : lower) + row * 128;
+  ptx::SharedAddress weights[blocks];
+#pragma unroll
+  for (int j = 0; j < blocks; j++) weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128;
   const uint32_t swizzled = matrix / 2 ^ row;  // of the first 16 bytes
-  // Rows of x that there are not repeat the last: their products go nowhere.
-  const ptx::SharedAddress first_x = ptx::smem_addr(x) + row * pitch + matrix * 16;
-  const ptx::SharedAddress last_x = first_x + min(8 * (kColumns - 1), batch - 1 - int(row)) * pitch;
+  // Of x four matrices are loaded at once: two columns of sums, or, where there is one, two steps along K.
+  constexpr int kPair = kColumns == 1 ? 1 : 2, kSteps = 2 / kPair, kMatrices = 4 / kPair;
+  constexpr int kLast = (kColumns - 1) / kPair * kPair;
+  const auto column_of_x = [&](int n) {  // Rows that there are not repeat the last: their products go nowhere.
+    const int r = 8 * (n + int(matrix) / kMatrices) + int(row);
+    return ptx::smem_addr(x) + (n == kLast ? min(r, batch - 1) : r) * pitch + matrix % kMatrices * 16;
+  };
+  const ptx::SharedAddress first_x = column_of_x(0), last_x = column_of_x(kLast);
   // A product takes the sums of the one before but one: two chains, where there are registers.
-  constexpr int kChains = kColumns <= 4 ? 2 : 1;
+  constexpr int kChains = blocks == 1 && kColumns <= 4 ? 2 : 1;
   SumFragment apart[kChains == 2 ? kColumns : 1] = {};
 #pragma unroll(kColumns <= 2 ? 2 : 1)
   for (int b = 0; b < blocks_of_64; b++) {
-#pragma unroll(kColumns <= 4 ? 2 : 1)
-    for (int i = 0; i < 4; i += 2) {
-      const auto load_weights = [&](int i) {
-        return ptx::load_matrices(weights + b * (box_rows * 128) + (swizzled ^ 2 * i) * 16);
-      };
-      const ptx::Quad w0 = load_weights(i), w1 = load_weights(i + 1);
+#pragma unroll(kColumns <= 4 ? 4 : 2)
+    for (int i = 0; i < 4; i += kSteps) {
+      ptx::Quad w[kSteps][blocks], v[(kColumns + kPair - 1) / kPair];
+#pragma unroll
+      for (int k = 0; k < kSteps; k++)
+#pragma unroll
+        for (int j = 0; j < blocks; j++)
+          w[k][j] = ptx::load_matrices(weights[j] + b * (box_rows * 128) + (swizzled ^ 2 * (i + k)) * 16);
+#pragma unroll
+      for (int n = 0; n < kColumns; n += kPair)
+        v[n / kPair] = ptx::load_matrices((n == kLast ? last_x : first_x + 8 * n * pitch) + b * 128 + i * 32);
       // Products that take each other's sums stand apart: the compiler leaves them in this order.
-      constexpr int kTogether = kColumns < 4 ? kColumns : 4;
 #pragma unroll
-      for (int first = 0; first < kColumns; first += kTogether) {
-        ptx::Quad v[kTogether];
+      for (int k = 0; k < kSteps; k++)
 #pragma unroll
-        for (int n = 0; n < kTogether && first + n < kColumns; n++)
-          v[n] = ptx::load_matrices((first + n < kColumns - 1 ? first_x + 8 * (first + n) * pitch : last_x) + b * 128 +
-                                    i * 32);
+        for (int j = 0; j < blocks; j++)
 #pragma unroll
-        for (int n = 0; n < kTogether && first + n < kColumns; n++)
-          ptx::mma<T>(sums[first + n], w0, {v[n].v[0], v[n].v[1]});
-#pragma unroll
-        for (int n = 0; n < kTogether && first + n < kColumns; n++)
-          ptx::mma<T>(kChains == 2 ? apart[kChains == 2 ? first + n : 0] : sums[first + n], w1, {v[n].v[2], v[n].v[3]});
-      }
+          for (int n = 0; n < kColumns; n++) {
+            const uint32_t* pair = v[n / kPair].v + n % kPair * kMatrices + 2 * k;
+            ptx::mma<T>((i + k) % 2 == 1 && kChains == 2 ? apart[kChains == 2 ? n : 0] : sums[j][n], w[k][j],
+                        {pair[0], pair[1]});
+          }
     }
   }
   if constexpr (kChains == 2) {
 #pragma unroll
     for (int n = 0; n < kColumns; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sums[n][i] += apart[n][i];
+      for (int i = 0; i < 4; i++) sums[0][n][i] += apart[n][i];
   }
 }
 
@@ -195,6 +209,32 @@ MPK_DEVICE bool stage_whole(C& c, const Job& job, Group group, int first, int st
   }
 }
 
+// Adds the products of a chunk of `count` blocks, from number `block` on of a chunk's `boxes` boxes, of which the first
+// is ring entry `first`. False when the launch was given up.
+template <class V, int count, class C>
+MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], uint32_t first, uint32_t block,
+                            uint32_t boxes, const uint8_t* x, int blocks_of_64) {
+  using S = RowsShape<V>;
+  const uint8_t *upper[count], *lower[count];
+  const auto has_lower = [&](int j) { return S::kBoxesOfBlock == 2 && (block + j) * 2 + 1 < boxes; };
+#pragma unroll
+  for (int j = 0; j < count; j++) {
+    const uint32_t entry = first + (block + j) * S::kBoxesOfBlock;
+    if (!c.ring.wait(entry, c.phase) || (has_lower(j) && !c.ring.wait(entry + 1, c.phase))) return false;
+    upper[j] = c.ring.slot(entry);
+    lower[j] = has_lower(j) ? c.ring.slot(entry + 1) : upper[j] + (S::kBoxesOfBlock == 1 ? 8 * 128 : 0);
+  }
+  multiply_blocks<typename V::T, S::kColumns, V::kBoxRows, V::kBatch, S::kPitch, count>(sums, upper, lower, x,
+                                                                                        blocks_of_64, c.lane);
+#pragma unroll
+  for (int j = 0; j < count; j++) {
+    const uint32_t entry = first + (block + j) * S::kBoxesOfBlock;
+    c.ring.release(entry);
+    if (has_lower(j)) c.ring.release(entry + 1);
+  }
+  return true;
+}
+
 // One pass over K: the sums of `boxes` boxes, from ring entry c.entry on, into shared memory.
 template <class V, class C>
 MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
@@ -226,22 +266,19 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged)
       if (mine) {
         next += shares.sharers;
         const int blocks_of_64 = min(V::kChunkSize, V::kSize - int(chunk) * V::kChunkSize) / 64;
+        const uint32_t entry = c.entry + at * boxes;
+        if constexpr (S::kTogether == 2) {
+          const uint32_t block = shares.template block<2>(first, 0);
+          c.failed = !(shares.held == 2 && block + 1 < shares.blocks
+                           ? take_blocks<V, 2>(c, sums, entry, block, boxes, x, blocks_of_64)
+                           : take_blocks<V, 1>(c, sums, entry, block, boxes, x, blocks_of_64));
+        } else {
 #pragma unroll
-        for (int h = 0; h < S::kHeld; h++) {
-          const uint32_t block = first + h * shares.warps;
-          if (block >= shares.blocks) break;
-          const uint32_t entry = c.entry + at * boxes + block * S::kBoxesOfBlock;
-          const bool has_lower = S::kBoxesOfBlock == 2 && block * 2 + 1 < boxes;
-          if (!c.ring.wait(entry, c.phase) || (has_lower && !c.ring.wait(entry + 1, c.phase))) {
-            c.failed = true;
-            break;
+          for (int h = 0; h < S::kHeld && !c.failed; h++) {
+            const uint32_t block = shares.template block<1>(first, h);
+            if (block >= shares.blocks) break;
+            c.failed = !take_blocks<V, 1>(c, sums + h, entry, block, boxes, x, blocks_of_64);
           }
-          const uint8_t* upper = c.ring.slot(entry);
-          const uint8_t* lower = has_lower ? c.ring.slot(entry + 1) : upper + (S::kBoxesOfBlock == 1 ? 8 * 128 : 0);
-          multiply_block<T, S::kColumns, V::kBoxRows, V::kBatch, S::kPitch>(sums[h], upper, lower, x, blocks_of_64,
-                                                                            c.lane);
-          c.ring.release(entry);
-          if (has_lower) c.ring.release(entry + 1);
         }
         if (c.failed) break;
       }
@@ -260,8 +297,8 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged)
     float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
 #pragma unroll
     for (int h = 0; h < S::kHeld; h++) {
-      const uint32_t block = first + h * shares.warps;
-      if (block >= shares.blocks) break;
+      const uint32_t block = shares.template block<S::kTogether>(first, h);
+      if (h >= shares.held || block >= shares.blocks) break;
       float* mine = to + (turn * shares.blocks + block) * S::kBlockFloats + c.lane / 4 + c.lane % 4 * 2 * kSumPitch;
 #pragma unroll
       for (int n = 0; n < S::kColumns; n++)

@@ -121,7 +121,7 @@ struct PagedEntry {
 // Fills the next entries with a piece's tiles; returns the next one. Out of line, so that what the loader has at hand
 // meanwhile takes no registers.
 template <InPages V, class Writer>
-__device__ __noinline__ uint32_t fill_pages(Writer ring, Job job, KvPiece piece, uint32_t limit, uint32_t phase) {
+MPK_OUT_OF_LINE uint32_t fill_pages(Writer ring, Job job, KvPiece piece, uint32_t limit, uint32_t phase) {
   using S = Shape<V>;
   const uint32_t group = piece.group / V::kPasses, count = piece.num_tiles * S::kEntries;
   return fill_entries(ring, count, S::kInFlight, phase, [&](uint32_t number) {

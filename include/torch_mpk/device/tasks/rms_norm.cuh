@@ -44,14 +44,19 @@ struct Polled {
 // polled where it travels so, and then written. False when the launch was given up. Out of line: jobs share it. It
 // fetches the weights itself, since a call waits for what is in flight.
 template <class T, Style style, bool has_weight, bool is_polled, int kSteps, int warps>
-__device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pieces, float inverse_size, float eps,
-                                       float* partials, bool failed, Polled polled) {
+MPK_OUT_OF_LINE bool normalise(uint4* row, const uint4* weights, int pieces, float inverse_size, float eps,
+                               float* partials, bool failed, Polled polled) {
   __builtin_assume(__isShared(row));
   __builtin_assume(__isShared(partials));
   constexpr int kWidth = kVecSize<T>, kThreads = 32 * warps;
   using Piece = Vec<T, kWidth>;
   const int rank = warps == kConsumerWarps ? ptx::thread_index() : ptx::thread_index() % kThreads;
-  uint4 kept[kSteps], factors[kSteps] = {};
+  // What is polled was in registers already; of other rows so many pieces as leave the callers theirs are read once.
+  constexpr bool kKeeps = is_polled || kSteps <= 4;
+  uint4 kept[kKeeps ? kSteps : 1], factors[kSteps] = {};
+  const auto piece = [&](int s) -> const Piece& {
+    return reinterpret_cast<const Piece&>(kKeeps ? kept[kKeeps ? s : 0] : row[s * kThreads + rank]);
+  };
   if constexpr (has_weight) {
     __builtin_assume(__isGlobal(weights));
 #pragma unroll
@@ -60,7 +65,7 @@ __device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pie
   }
   if constexpr (is_polled) {
     failed |= !poll_pieces(kept, polled.src, rank, kThreads, pieces, *polled.dog, polled.phase);
-  } else {
+  } else if constexpr (kKeeps) {
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
       if (const int i = s * kThreads + rank; i < pieces) kept[s] = row[i];
@@ -69,7 +74,7 @@ __device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pie
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
     if (s * kThreads + rank >= pieces) break;
-    to_floats(reinterpret_cast<const Piece&>(kept[s]), x);
+    to_floats(piece(s), x);
 #pragma unroll
     for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
   }
@@ -87,8 +92,8 @@ __device__ __noinline__ bool normalise(uint4* row, const uint4* weights, int pie
   for (int s = 0; s < kSteps; s++) {
     const int i = s * kThreads + rank;
     if (i >= pieces) break;
-    reinterpret_cast<Piece*>(row)[i] = normalised<T, style, has_weight>(reinterpret_cast<const Piece&>(kept[s]), scale,
-                                                                        reinterpret_cast<const Piece&>(factors[s]));
+    reinterpret_cast<Piece*>(row)[i] =
+        normalised<T, style, has_weight>(piece(s), scale, reinterpret_cast<const Piece&>(factors[s]));
   }
   return true;
 }

@@ -28,7 +28,8 @@ struct MatrixMap {
   uint64_t rows, columns, pitch;
   uint32_t box_rows, box_blocks;  // of 64 columns; of a plain map, columns
 };
-inline void box_load(void* dst, const void* map, int row, int block, uint64_t* bar) {
+inline constexpr uint64_t kEvictFirst = 0, kEvictNormal = 0;
+inline void box_load(void* dst, const void* map, int row, int block, uint64_t* bar, uint64_t = kEvictFirst) {
   emulator::require_aligned_to(dst, 1024);
   const MatrixMap& m = *static_cast<const MatrixMap*>(map);
   for (uint32_t b = 0; b < m.box_blocks; b++)
@@ -188,6 +189,66 @@ inline Quad load_matrices(SharedAddress row) {
   }
   return m;
 }
+
+inline Quad load_matrices_transposed(SharedAddress row) {
+  emulator::warp_collect(&row, sizeof(row));
+  Quad m;
+  for (int i = 0; i < 4; i++) {
+    uint16_t halves[2];
+    for (int j = 0; j < 2; j++) {
+      SharedAddress from;
+      std::memcpy(&from, emulator::warp_value(8 * i + lane_id() % 4 * 2 + j), sizeof(from));
+      emulator::require_aligned(reinterpret_cast<const void*>(from));
+      std::memcpy(&halves[j], reinterpret_cast<const uint8_t*>(from) + lane_id() / 4 * 2, 2);
+    }
+    m.v[i] = halves[0] | static_cast<uint32_t>(halves[1]) << 16;
+  }
+  return m;
+}
+
+// Products of warpgroups are done when they begin.
+struct SwizzledMatrix {
+  const uint8_t* rows;
+  int column;
+};
+inline SwizzledMatrix swizzled(const void* p) {
+  emulator::require_aligned_to(p, 1024);
+  return {static_cast<const uint8_t*>(p), 0};
+}
+inline SwizzledMatrix from_column(SwizzledMatrix m, int column) { return {m.rows, m.column + column}; }
+template <class T>
+float element(const SwizzledMatrix& m, int row, int column) {
+  const int place = m.column + column;
+  T v;
+  std::memcpy(&v, m.rows + row * 128 + (place / 8 ^ row % 8) * 16 + place % 8 * 2, 2);
+  return static_cast<float>(v);
+}
+template <class T, int columns>
+void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
+  const int first = threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
+  float x[2][16];
+  for (int i = 0; i < 2; i++)
+    for (int k = 0; k < 16; k++) x[i][k] = element<T>(a, first + 8 * i, k);
+  for (int j = 0; j < columns / 8; j++)
+    for (int e = 0; e < 2; e++) {
+      float y[16];
+      for (int k = 0; k < 16; k++) y[k] = element<T>(b, 8 * j + lane_id() % 4 * 2 + e, k);
+      for (int i = 0; i < 2; i++) {
+        float& sum = d[4 * j + 2 * i + e];
+        for (int k = 0; k < 16; k++) sum = std::fma(x[i][k], y[k], sum);
+      }
+    }
+}
+template <int registers>
+void give_up_registers() {}
+template <int registers>
+void take_registers() {}
+inline void begin_products() {}
+inline void commit_products() {}
+template <int groups>
+void await_products() {}
+template <int n>
+void await_sums(float (&)[n]) {}
 
 inline uint32_t transpose(uint32_t v) {
   emulator::warp_collect(&v, sizeof(v));

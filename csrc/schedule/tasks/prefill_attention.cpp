@@ -1,0 +1,42 @@
+// How attention of many positions is cut into tiles of queries and of keys.
+#include <algorithm>
+
+#include "../key_rows.h"
+#include "../planner.h"
+
+namespace mpk {
+namespace {
+
+constexpr int64_t kEntryBytes = 32 << 10;  // a tile of keys and values: larger ones of causal prompts are seen in part
+constexpr int64_t kLargestHead = 128;      // a warp keeps queries and results in registers
+
+class PrefillAttentionPlanner : public Planner {
+  bool needs_warpgroups(const Node& node) const override { return can_be_cut(node); }
+
+  void cut(const Schedule& schedule, Job& job) const override {
+    const Node& node = schedule.graph.nodes()[job.body.front()];
+    const WarpLayout& warps = schedule.warps;
+    if (warps.warpgroups == 0 || !can_be_cut(node)) return;
+    const Tensor &q = node.operand("q").tensor, &k = node.operand("k").tensor;
+    const int64_t groups = k.shape[1];
+    QueryTiles tiles;
+    tiles.heads = q.shape[2] / groups;
+    tiles.rows = kWarpRows * warps.consumers;
+    tiles.positions = std::min(kEntryBytes, warps.slot_bytes) / (2 * k.shape[3] * size_bytes(k.dtype));
+    job.queries = tiles;
+    job.num_tiles = q.shape[0] * groups * ((q.shape[1] * tiles.heads + tiles.rows - 1) / tiles.rows);
+  }
+
+ private:
+  static bool can_be_cut(const Node& node) {
+    const Tensor &q = node.operand("q").tensor, &k = node.operand("k").tensor, &v = node.operand("v").tensor;
+    return k.shape[1] > 0 && q.shape[2] >= k.shape[1] && q.shape[2] % k.shape[1] == 0 && q.shape[3] <= kLargestHead &&
+           q.numel() > 0 && key_rows(k) && key_rows(v);
+  }
+};
+
+const PrefillAttentionPlanner kPlanner{};
+[[maybe_unused]] const bool kRegistered = planners().add("prefill_attention", kPlanner);
+
+}  // namespace
+}  // namespace mpk

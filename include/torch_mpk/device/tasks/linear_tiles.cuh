@@ -1,0 +1,213 @@
+// linear with many rows of x, by warpgroups: y[r, n] = sum over k of x[r, k] * weight[n, k].
+//
+// A tile is V::kXRows rows of x by V::kTileRows rows of each part's weight, a worker's job one after the other: each
+// entry of the ring holds some columns of all of them, and every warpgroup multiplies 64 of the rows of x. Sums stay in
+// registers. At the tile's end each warp takes its 16 rows through shared memory, a strip of columns at a time, so that
+// neighbouring lanes have neighbouring results.
+#pragma once
+
+#include "torch_mpk/device/tasks/linear.cuh"
+#include "torch_mpk/device/warpgroup.cuh"
+
+namespace mpk::linear {
+
+template <class V>
+concept TilesSizes = requires {
+  typename V::T;
+  // Rows of x; K.
+  requires Constants<int, V::kBatch, V::kSize>;
+  // Linears one after the other in row space, or linears whose row n is computed side by side.
+  requires Constants<int, V::kSegments, V::kParts>;
+  // Of a tile; the columns of an entry.
+  requires Constants<int, V::kXRows, V::kTileRows, V::kChunkSize>;
+  requires Constants<uint32_t, V::kNumTiles>;
+};
+
+template <class V, class C>
+concept TilesVariant = TilesSizes<V> && Results<V, C> && requires(int i) {
+  { V::first_tile(i) } -> Same<uint32_t>;  // of segment i, of those with the first rows of x
+  { V::num_rows(i) } -> Same<uint32_t>;
+};
+
+// What follows from a variant.
+template <TilesSizes V>
+struct TilesShape {
+  static constexpr int kColumns = V::kTileRows * V::kParts;    // of a tile's results
+  static constexpr int kBlocks = V::kChunkSize / kBoxColumns;  // of an entry, each of 64 columns: x, then weights
+  static constexpr int kXBytes = V::kXRows * kBoxRowBytes, kWeightBytes = kColumns * kBoxRowBytes;  // of a block
+  static constexpr int kEntryBytes = kBlocks * (kXBytes + kWeightBytes);
+  static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
+  static constexpr int kXTiles = (V::kBatch + V::kXRows - 1) / V::kXRows;
+  // Columns of each part that a strip has, of which so many rows are 32 lanes' results.
+  static constexpr int kStrip = strip_columns(V::kParts), kRowsAtOnce = 32 / kStrip;
+  static constexpr int kStripBytes = kWarpRows * kStripPitch * 4;
+  static constexpr int kStagedBytes = kConsumerWarps * kStripBytes;
+};
+
+// A tile: those of all rows of x follow each other, so that workers at the same time read the same weights.
+template <class V>
+struct TilePlace {
+  uint32_t x_row, weight_row;
+  int segment;
+
+  MPK_DEVICE explicit TilePlace(uint32_t tile) {
+    constexpr uint32_t kXTiles = TilesShape<V>::kXTiles;
+    const uint32_t of_weights = tile / kXTiles;
+    segment = segment_of<V>(of_weights);
+    x_row = (tile - of_weights * kXTiles) * V::kXRows;
+    weight_row = (of_weights - V::first_tile(segment)) * V::kTileRows;
+  }
+};
+
+// Of so many tiles that workers take in turn, those of one.
+MPK_DEVICE uint32_t tiles_in_turn(uint32_t count, uint32_t worker, uint32_t workers) {
+  return worker < count ? (count - 1 - worker) / workers + 1 : 0;
+}
+
+// ---- the loader's part
+
+// The job's references begin with maps: of the weights, then of x.
+template <class V>
+struct TileEntry {
+  const uint64_t* maps;
+  uint32_t tile, chunk;
+
+  MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
+    using S = TilesShape<V>;
+    const TilePlace<V> place(tile);
+    const auto load = [&](int map, uint8_t* box, int row, int block, uint64_t hint) {
+      ptx::box_load(box, reinterpret_cast<const void*>(maps[map]), row, block, full, hint);
+    };
+    ptx::mbar_arrive_expect(full, S::kEntryBytes);
+#pragma unroll
+    for (int b = 0; b < S::kBlocks; b++) {
+      const int block = chunk * S::kBlocks + b;
+      uint8_t* weights = to + S::kBlocks * S::kXBytes + b * S::kWeightBytes;
+#pragma unroll
+      for (int p = 0; p < V::kParts; p++)
+        load(V::kParts > 1 ? p : place.segment, weights + p * (V::kTileRows * kBoxRowBytes), place.weight_row, block,
+             S::kXTiles > 1 ? ptx::kEvictNormal : ptx::kEvictFirst);
+      load(V::kParts > 1 ? V::kParts : V::kSegments, to + b * S::kXBytes, place.x_row, block, ptx::kEvictNormal);
+    }
+  }
+};
+
+template <class V, class L>
+MPK_DEVICE void load_tiles(L& l, const Job& job) {
+  using S = TilesShape<V>;
+  static_assert(S::kEntryBytes <= L::Config::kSlotBytes);
+  constexpr uint32_t kWorkers = L::Config::kNumWorkers, kSlots = L::Config::kSlots;
+  const uint32_t worker = l.worker(job), count = tiles_in_turn(V::kNumTiles, worker, kWorkers) * S::kChunks;
+  const uint32_t end = l.ring.entry + count;
+  l.ring.entry = fill_entries(l.ring, count, kSlots, l.phase, [&](uint32_t number) {
+    const uint32_t turn = min(number, count - 1) / S::kChunks;
+    return TileEntry<V>{job.refs(), worker + turn * kWorkers, number - turn * S::kChunks};
+  });
+  l.failed = l.ring.entry != end;
+  if constexpr (kProfiled<typename L::Config>) l.stamps.bytes += uint64_t(count) * S::kEntryBytes;
+}
+
+// ---- the consumers' part
+
+// The sums of a tile, from ring entry c.entry on. A warp that gives up a wait goes on with whatever stands in the ring,
+// since the others of its warpgroup cannot multiply without it.
+template <class V, class C>
+MPK_DEVICE void sum_tile(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
+  using S = TilesShape<V>;
+  const int x_offset = c.warp / kWarpgroupWarps * (kWarpgroupRows * kBoxRowBytes);
+#pragma unroll 1
+  for (uint32_t chunk = 0; chunk < S::kChunks; chunk++) {
+    const uint32_t entry = c.entry + chunk;
+    if (!c.failed && !c.ring.wait(entry, c.phase)) c.failed = true;
+    const uint8_t* slot = c.ring.slot(entry);
+    ptx::begin_products();
+#pragma unroll
+    for (int b = 0; b < S::kBlocks; b++)
+      multiply_blocks<typename V::T, S::kColumns>(sums, slot + b * S::kXBytes + x_offset,
+                                                  slot + S::kBlocks * S::kXBytes + b * S::kWeightBytes);
+    ptx::commit_products();
+    if (chunk > 0) {
+      ptx::await_products<1>();
+      c.ring.release(entry - 1);
+    }
+  }
+  ptx::await_sums(sums);
+  c.ring.release(c.entry + S::kChunks - 1);
+  c.entry += S::kChunks;
+}
+
+// The sums' next strip of every part, [row][part][column], which is then gone from the registers.
+template <class V>
+MPK_DEVICE void show_strip(WarpgroupSums<TilesShape<V>::kColumns>& sums, float* strip, int lane) {
+  using S = TilesShape<V>;
+  constexpr int kOfPart = V::kTileRows / 2, kOfStrip = S::kStrip / 2;  // a thread's sums
+  float* mine = strip + lane / 4 * kStripPitch + lane % 4 * 2;
+#pragma unroll
+  for (int p = 0; p < V::kParts; p++) {
+#pragma unroll
+    for (int j = 0; j < kOfStrip / 4; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i += 2)
+        *reinterpret_cast<float2*>(mine + i * 4 * kStripPitch + p * S::kStrip + j * 8) = {
+            sums[p * kOfPart + 4 * j + i], sums[p * kOfPart + 4 * j + i + 1]};
+#pragma unroll
+    for (int i = 0; i < kOfPart - kOfStrip; i++) sums[p * kOfPart + i] = sums[p * kOfPart + kOfStrip + i];
+  }
+}
+
+// What the results of a strip become, from the strip's column `first` of the tile on.
+template <class V, class C>
+MPK_DEVICE void finish_strip(C& c, const Job& job, const TilePlace<V>& place, int first, const float* strip) {
+  using S = TilesShape<V>;
+  constexpr int kAtOnce = 4;  // rows whose extras are fetched together
+  const uint32_t n = place.weight_row + first + c.lane % S::kStrip;
+  const int first_row = place.x_row + c.warp * kWarpRows;
+  if (n >= V::num_rows(place.segment)) return;
+#pragma unroll 1
+  for (int row = c.lane / S::kStrip; row < kWarpRows; row += kAtOnce * S::kRowsAtOnce) {
+    const auto row_of = [&](int i) { return row + i * S::kRowsAtOnce; };
+    const auto is_there = [&](int i) { return row_of(i) < kWarpRows && first_row + row_of(i) < V::kBatch; };
+    typename V::Extra extras[kAtOnce] = {};
+    if constexpr (V::kHasExtra) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++)
+        if (is_there(i)) extras[i] = V::preload(job, place.segment, first_row + row_of(i), n);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      if (!is_there(i)) break;
+      float results[V::kParts];
+#pragma unroll
+      for (int p = 0; p < V::kParts; p++)
+        results[p] = strip[row_of(i) * kStripPitch + p * S::kStrip + c.lane % S::kStrip];
+      V::finish(c, job, place.segment, first_row + row_of(i), n, results, extras[i]);
+    }
+  }
+}
+
+template <class V, class C>
+MPK_DEVICE void compute_tiles(C& c, const Job& job) {
+  static_assert(TilesVariant<V, C>);
+  using S = TilesShape<V>;
+  static_assert(V::kXRows == kTileXRows && V::kTileRows % S::kStrip == 0);
+  static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  if (!c.await()) return;
+  float* strip = reinterpret_cast<float*>(c.staged() + c.warp * S::kStripBytes);
+#pragma unroll 1
+  for (uint32_t tile = c.worker(job); tile < V::kNumTiles; tile += C::Config::kNumWorkers) {
+    const TilePlace<V> place(tile);
+    WarpgroupSums<S::kColumns> sums = {};
+    sum_tile<V>(c, sums);
+    if (c.failed) continue;  // the others of its warpgroup multiply on
+    if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
+#pragma unroll 1
+    for (int first = 0; first < V::kTileRows; first += S::kStrip) {
+      show_strip<V>(sums, strip, c.lane);
+      __syncwarp();
+      finish_strip<V>(c, job, place, first, strip);
+      __syncwarp();
+    }
+  }
+}
+
+}  // namespace mpk::linear

@@ -1,0 +1,421 @@
+// prefill_attention: many positions of each sequence against the keys and values that they share, softmax in fp32.
+//
+// As FlashAttention-2 does it. The heads of a group at all positions of a sequence are rows of queries side by side, a
+// worker takes V::kRows of them at a time, and each of its warps 16 from the first key to the last: queries, running
+// maxima and sums, and results stay in registers. The loader brings tiles of keys and values, as boxes, an entry of the
+// ring for both of a tile; every consumer warp reads every entry. A row's sums are taken by one warp in the order of
+// positions, so its bits depend on nothing but its own query and what it sees.
+//
+// How many tiles there are is what the rows of a block see, which the loader and each warp find by themselves. Later
+// positions see more of a causal prompt, so blocks are dealt out from the last to the first.
+#pragma once
+
+#include "torch_mpk/abi/partition.h"
+#include "torch_mpk/device/concepts.cuh"
+#include "torch_mpk/device/fragment.cuh"
+#include "torch_mpk/device/megakernel.cuh"
+#include "torch_mpk/device/pointwise.cuh"
+
+namespace mpk::prefill_attention {
+
+// Where keys or values of a sequence and a group begin in their matrix: a row, and 64s of columns.
+struct Keys {
+  const void* map;
+  int row, block;
+};
+
+// What a variant says of one job.
+template <class V>
+concept Sizes = requires {
+  typename V::T;
+  // kHeads query heads share a key head.
+  requires Constants<int, V::kBatch, V::kPositions, V::kGroups, V::kHeads, V::kSize, V::kLength>;
+  // Rows of queries that a worker takes at a time, and positions whose keys and values are an entry.
+  requires Constants<int, V::kRows, V::kKeys>;
+  requires Constants<bool, V::kHasLimit, V::kHasMask>;
+  { V::kScale } -> Same<const float&>;
+  // What a row that sees nothing gives; otherwise it gives NaN.
+  requires Constants<bool, V::kZeroWithoutKeys>;
+  // Rows begin at multiples of 16 bytes.
+  requires Constants<bool, V::kAlignedQ, V::kAlignedY>;
+};
+
+template <class V>
+concept Limited = requires(const Job& job, uint32_t b, uint32_t s) {
+  { V::limit(job, b, s) } -> Same<int64_t>;
+};
+
+template <class V>
+concept Masked = requires(const Job& job, uint32_t b, uint32_t h, uint32_t s, uint32_t position) {
+  { V::mask(job, b, h, s, position) } -> Same<float>;
+};
+
+// Where its operands are, for sequence b, group g, head h and position s.
+template <class V>
+concept Places = requires(const Job& job, uint32_t b, uint32_t g, uint32_t s, uint32_t h) {
+  { V::k(job, b, g) } -> Same<Keys>;
+  { V::v(job, b, g) } -> Same<Keys>;
+  { V::q(job, b, s, h) } -> Same<const typename V::T*>;
+  { V::y(job, b, s, h) } -> Same<typename V::T*>;
+} && (!V::kHasLimit || Limited<V>) && (!V::kHasMask || Masked<V>);
+
+template <class V>
+concept Variant = Sizes<V> && Places<V>;
+
+template <class V>
+struct Shape {
+  static constexpr int kGroupRows = V::kPositions * V::kHeads;  // of a sequence and a group
+  static constexpr int kBlocks = (kGroupRows + V::kRows - 1) / V::kRows;
+  static constexpr uint32_t kUnits = uint32_t(kBlocks) * V::kBatch * V::kGroups;
+  static constexpr int kTileBytes = V::kKeys * V::kSize * int(sizeof(typename V::T));  // of keys, and of values
+  static constexpr int kEntryBytes = 2 * kTileBytes;
+  static constexpr int kColumnBytes = V::kKeys * kBoxRowBytes;  // from 64 columns of a tile to the next
+  static constexpr int kSteps = V::kSize / 16;                  // of products along a row
+  // Positions of a tile whose scores a warp has at a time, as many as its registers hold beside the results, and beside
+  // where a mask stands.
+  static constexpr int kFit = (V::kHasMask ? 4096 : 8192) / V::kSize, kAtOnce = V::kKeys < kFit ? V::kKeys : kFit;
+  // A row's maximum is raised only where scores exceed it so far that exponentials would leave the range that 16 bits
+  // have, since all results so far must be scaled down then: not more than once or twice for most rows.
+  static constexpr float kSlack = 8;
+  // A score becomes an exponent of two by one multiplication, but for what must stand beside a mask first, and negative
+  // scales, by which the largest score would be the least.
+  static constexpr bool kScaleFirst = V::kHasMask || !(V::kScale > 0);
+  static constexpr float kLog2E = 1.44269504f, kToExponent = kScaleFirst ? kLog2E : V::kScale * kLog2E;
+
+  static_assert(V::kRows == kWarpRows * kConsumerWarps && V::kKeys % kAtOnce == 0 && kAtOnce % 16 == 0 &&
+                V::kSize % kBoxColumns == 0);
+  static_assert(sizeof(typename V::T) == 2 && kTileBytes % kBoxAlignment == 0);
+};
+
+// A block of rows of queries of a sequence and a group.
+template <class V>
+struct Unit {
+  using S = Shape<V>;
+  uint32_t batch, group, first;  // row
+
+  // By falling number of positions that a causal prompt's rows see.
+  MPK_DEVICE explicit Unit(uint32_t number) {
+    constexpr uint32_t kOfBlock = V::kBatch * V::kGroups;
+    const uint32_t block = number / kOfBlock, rest = number - block * kOfBlock;
+    first = (S::kBlocks - 1 - block) * V::kRows;
+    batch = rest / V::kGroups;
+    group = rest - batch * V::kGroups;
+  }
+};
+
+// Positions that one of the queries sees, but for a mask.
+template <class V>
+MPK_DEVICE uint32_t visible(const Job& job, uint32_t batch, uint32_t position) {
+  if constexpr (V::kHasLimit) {
+    const int64_t limit = V::limit(job, batch, position);
+    return limit < 0 ? 0 : limit > V::kLength ? V::kLength : static_cast<uint32_t>(limit);
+  } else {
+    return V::kLength;
+  }
+}
+
+// The tiles that a unit's rows see something of. All lanes of a warp call it, and learn the same.
+template <class V>
+MPK_DEVICE uint32_t tiles_of(const Job& job, const Unit<V>& unit, uint32_t lane) {
+  using S = Shape<V>;
+  uint32_t most = 0;
+  if constexpr (V::kHasLimit) {
+    constexpr int kEach = ((V::kRows + V::kHeads - 2) / V::kHeads + 32) / 32;  // of its positions
+    const uint32_t last = min(unit.first + V::kRows, uint32_t(S::kGroupRows)) - 1;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t position = unit.first / V::kHeads + 32 * i + lane;
+      if (position <= last / V::kHeads) most = max(most, visible<V>(job, unit.batch, position));
+    }
+#pragma unroll
+    for (int o = 16; o > 0; o /= 2) most = max(most, __shfl_xor_sync(~0u, most, o));
+  } else {
+    most = V::kLength;
+  }
+  return (most + V::kKeys - 1) / V::kKeys;
+}
+
+// ---- the loader's part
+
+// An entry: keys, then values.
+template <class V>
+struct Entry {
+  using S = Shape<V>;
+  Keys k, v;
+  uint32_t tile;
+
+  MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
+    const int row = tile * V::kKeys;
+    ptx::mbar_arrive_expect(full, S::kEntryBytes);
+    ptx::box_load(to, k.map, k.row + row, k.block, full, ptx::kEvictNormal);
+    ptx::box_load(to + S::kTileBytes, v.map, v.row + row, v.block, full, ptx::kEvictNormal);
+  }
+};
+
+template <class V, class L>
+MPK_DEVICE void load(L& l, const Job& job) {
+  static_assert(Variant<V>);
+  const uint32_t worker = l.worker(job);
+#pragma unroll 1
+  for (uint32_t turn = 0; turn * L::Config::kNumWorkers < Shape<V>::kUnits; turn++) {
+    const uint32_t number = dealt(turn, worker, L::Config::kNumWorkers);
+    if (number >= Shape<V>::kUnits) continue;
+    const Unit<V> unit(number);
+    const uint32_t tiles = tiles_of(job, unit, l.lane), end = l.ring.entry + tiles;
+    const Keys k = V::k(job, unit.batch, unit.group), v = V::v(job, unit.batch, unit.group);
+    l.ring.entry =
+        fill_entries(l.ring, tiles, L::Config::kSlots, l.phase, [&](uint32_t tile) { return Entry<V>{k, v, tile}; });
+    if constexpr (kProfiled<typename L::Config>) l.stamps.bytes += tiles * Shape<V>::kEntryBytes;
+    l.failed = l.ring.entry != end;
+    if (l.failed) return;
+  }
+}
+
+// ---- a warp's rows
+
+// Two elements side by side.
+template <bool aligned, class T>
+MPK_DEVICE uint32_t load_pair(const T* p) {
+  if constexpr (aligned) return *reinterpret_cast<const uint32_t*>(p);
+  return to_word(p[0]) | to_word(p[1]) << 16;
+}
+template <class T>
+MPK_DEVICE uint32_t round_pair(float a, float b) {
+  const auto pair = PairOf<T>::round(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <bool aligned, class T>
+MPK_DEVICE void store_pair(T* p, uint32_t pair) {
+  if constexpr (aligned) {
+    *reinterpret_cast<uint32_t*>(p) = pair;
+  } else {
+    p[0] = from_word<T>(pair);
+    p[1] = from_word<T>(pair >> 16);
+  }
+}
+
+// 16 rows: a lane has parts of two of them, `lane / 4` and 8 behind it, as fragments have them (fragment.cuh).
+template <class V>
+struct Rows {
+  using S = Shape<V>;
+  using T = typename V::T;
+  using Scores = SumFragment[S::kAtOnce / 8];
+
+  const Job& job;
+  const Unit<V>& unit;
+  uint32_t first, lane;  // first: the lane's first row, where there is one
+  uint32_t limit[2];     // positions that both rows see, but for a mask
+  uint32_t least, most;  // and that the warp's rows see; 0 where it has none
+  ptx::Quad q[S::kSteps];
+  SumFragment out[V::kSize / 8] = {};
+  float maximum[2], sum[2] = {};  // sum: the lane's part of it
+
+  MPK_DEVICE Rows(const Job& job, const Unit<V>& unit, uint32_t warp, uint32_t lane)
+      : job(job), unit(unit), first(unit.first + warp * kWarpRows + lane / 4), lane(lane) {
+    const T* rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      rows[i] = V::q(job, unit.batch, query(i), head(i)) + lane % 4 * 2;
+      limit[i] = visible<V>(job, unit.batch, query(i));
+      maximum[i] = -infinity();
+    }
+#pragma unroll
+    for (int k = 0; k < S::kSteps; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) q[k].v[i] = load_pair<V::kAlignedQ>(rows[i % 2] + 16 * k + i / 2 * 8);
+    least = min(limit[0], limit[1]);
+    most = max(limit[0], limit[1]);
+#pragma unroll
+    for (int o = 4; o < 32; o *= 2) {
+      least = min(least, __shfl_xor_sync(~0u, least, o));
+      most = max(most, __shfl_xor_sync(~0u, most, o));
+    }
+    if (unit.first + warp * kWarpRows >= S::kGroupRows) most = 0;
+  }
+
+  // Read anew each time: what is computed from it takes no registers in between.
+  static MPK_DEVICE uint32_t lane_anew() { return ptx::thread_index() % 32; }
+
+  // Rows behind the last one repeat it, and are not stored.
+  MPK_DEVICE uint32_t row(int i) const { return min(first + 8 * i, uint32_t(S::kGroupRows - 1)); }
+  MPK_DEVICE uint32_t query(int i) const { return row(i) / V::kHeads; }
+  MPK_DEVICE uint32_t head(int i) const { return unit.group * V::kHeads + row(i) % V::kHeads; }
+
+  // A tile, so many positions at a time: all rows may see all of them, or not.
+  MPK_DEVICE void attend(const uint8_t* entry, uint32_t tile) {
+    uint32_t begin = tile * V::kKeys;
+#pragma unroll 1
+    for (int part = 0; part < V::kKeys / S::kAtOnce && begin < most; part++) {
+      if (V::kHasMask || begin + S::kAtOnce > least)
+        attend_part<true>(entry, begin);
+      else
+        attend_part<false>(entry, begin);
+      begin += S::kAtOnce;
+      entry += S::kAtOnce * kBoxRowBytes;
+    }
+  }
+
+  template <bool cut>
+  MPK_DEVICE void attend_part(const uint8_t* entry, uint32_t begin) {
+    Scores scores = {};
+    multiply_keys(scores, entry);
+    if constexpr (S::kScaleFirst)
+#pragma unroll
+      for (SumFragment& fragment : scores)
+#pragma unroll
+        for (float& score : fragment) score *= V::kScale;
+    if constexpr (cut) hide(scores, begin);
+    exponentiate(scores);
+    add_values<cut>(scores, entry + S::kTileBytes, most - begin);
+  }
+
+  // Each access of a warp brings 16 keys by 16 columns: of 8 keys 8 columns, then the next 8, and of 8 more keys.
+  MPK_DEVICE void multiply_keys(Scores& scores, const uint8_t* keys) const {
+    const uint32_t lane = lane_anew(), r = lane % 8, matrix = lane / 8;
+    const ptx::SharedAddress from = ptx::smem_addr(keys) + (matrix / 2 * 8 + r) * kBoxRowBytes + (matrix % 2 ^ r) * 16;
+#pragma unroll
+    for (int k = 0; k < S::kSteps; k++) {
+      const ptx::SharedAddress columns = (from ^ k % 4 * 32) + k / 4 * S::kColumnBytes;
+#pragma unroll
+      for (int n = 0; n < S::kAtOnce / 16; n++) {
+        const ptx::Quad b = ptx::load_matrices(columns + n * 16 * kBoxRowBytes);
+        ptx::mma<T>(scores[2 * n], q[k], {b.v[0], b.v[1]});
+        ptx::mma<T>(scores[2 * n + 1], q[k], {b.v[2], b.v[3]});
+      }
+    }
+  }
+
+  // What a mask adds; and nothing is left of positions that a row does not see, whatever stands there.
+  MPK_DEVICE void hide(Scores& scores, uint32_t begin) const {
+    const uint32_t lane = lane_anew();
+#pragma unroll
+    for (int n = 0; n < S::kAtOnce / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint32_t position = begin + 8 * n + lane % 4 * 2 + i % 2;
+        const bool sees = position < limit[i / 2];
+        if constexpr (V::kHasMask)
+          if (sees) scores[n][i] += V::mask(job, unit.batch, head(i / 2), query(i / 2), position);
+        if (!sees) scores[n][i] = -infinity();
+      }
+  }
+
+  // Scores become exponentials. Rounding is spelled out: a row has the same bits whichever parts are cut.
+  MPK_DEVICE void exponentiate(Scores& scores) {
+    raise(scores);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float base = subtrahend(maximum[i]), offset = -base * S::kToExponent;
+#pragma unroll
+      for (SumFragment& s : scores)
+#pragma unroll
+        for (int e = 2 * i; e < 2 * i + 2; e++) {
+          s[e] = ptx::exp2(S::kScaleFirst ? (s[e] - base) * S::kToExponent : fmaf(s[e], S::kToExponent, offset));
+          sum[i] += s[e];
+        }
+    }
+  }
+
+  // Raises the maxima, each by its own row's scores, and scales down what there is so far.
+  MPK_DEVICE void raise(const Scores& scores) {
+    float kept[2] = {1, 1};
+    bool raises = false;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float high = maximum[i];
+#pragma unroll
+      for (const SumFragment& s : scores) high = fmaxf(high, fmaxf(s[2 * i], s[2 * i + 1]));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+      if (!((high - maximum[i]) * S::kToExponent > S::kSlack)) continue;
+      raises = true;
+      kept[i] = ptx::exp2((maximum[i] - subtrahend(high)) * S::kToExponent);
+      maximum[i] = high;
+    }
+    if (!__any_sync(~0u, raises)) return;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      sum[i] *= kept[i];
+#pragma unroll
+      for (SumFragment& o : out) {
+        o[2 * i] *= kept[i];
+        o[2 * i + 1] *= kept[i];
+      }
+    }
+  }
+  // exp(-inf) is 0, and nothing else comes of -inf, even where no score counts.
+  static MPK_DEVICE float subtrahend(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
+
+  // Each access of a warp brings 16 positions by 16 columns, transposed: of 8 columns 8 positions, then the next 8, and
+  // of 8 more columns. With `cut`, values behind the first `count` count as zero: anything may stand there, and a
+  // weight of 0 would make NaN of it.
+  template <bool cut>
+  MPK_DEVICE void add_values(const Scores& weights, const uint8_t* values, uint32_t count) {
+    const uint32_t lane = lane_anew(), r = lane % 8, matrix = lane / 8;
+    const ptx::SharedAddress from =
+        ptx::smem_addr(values) + (matrix % 2 * 8 + r) * kBoxRowBytes + (matrix / 2 ^ r) * 16;
+#pragma unroll
+    for (int k = 0; k < S::kAtOnce / 16; k++) {
+      const auto pair = [&](int n, int i) { return round_pair<T>(weights[n][i], weights[n][i + 1]); };
+      const ptx::Quad a{pair(2 * k, 0), pair(2 * k, 2), pair(2 * k + 1, 0), pair(2 * k + 1, 2)};
+      const uint32_t position = 16 * k + lane % 4 * 2;
+      const uint32_t keeps[2] = {kept_of(position, count), kept_of(position + 8, count)};
+#pragma unroll
+      for (int n = 0; n < V::kSize / 16; n++) {
+        ptx::Quad b =
+            ptx::load_matrices_transposed((from ^ n % 4 * 32) + n / 4 * S::kColumnBytes + k * 16 * kBoxRowBytes);
+        if constexpr (cut)
+#pragma unroll
+          for (int i = 0; i < 4; i++) b.v[i] &= keeps[i % 2];
+        ptx::mma<T>(out[2 * n], a, {b.v[0], b.v[1]});
+        ptx::mma<T>(out[2 * n + 1], a, {b.v[2], b.v[3]});
+      }
+    }
+  }
+  static MPK_DEVICE uint32_t kept_of(uint32_t position, uint32_t count) {
+    return (position < count ? 0xffff : 0) | (position + 1 < count ? 0xffff0000 : 0);
+  }
+
+  // Rounded. Rows that have seen nothing: zero or NaN.
+  MPK_DEVICE void store() {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+      sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+      if (first + 8 * i >= S::kGroupRows) continue;
+      const float inverse = V::kZeroWithoutKeys && sum[i] == 0 ? 0.0f : __fdividef(1.0f, sum[i]);
+      T* y = V::y(job, unit.batch, query(i), head(i)) + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < V::kSize / 8; n++)
+        store_pair<V::kAlignedY>(y + 8 * n, round_pair<T>(out[n][2 * i] * inverse, out[n][2 * i + 1] * inverse));
+    }
+  }
+};
+
+template <class V, class C>
+MPK_DEVICE void compute(C& c, const Job& job) {
+  static_assert(Variant<V>);
+  static_assert(Shape<V>::kEntryBytes <= C::Config::kSlotBytes && C::Config::kEmptyArrivals == kConsumerWarps);
+  if (!c.await()) return;
+  const uint32_t worker = c.worker(job);
+#pragma unroll 1
+  for (uint32_t turn = 0; turn * C::Config::kNumWorkers < Shape<V>::kUnits; turn++) {
+    const uint32_t number = dealt(turn, worker, C::Config::kNumWorkers);
+    if (number >= Shape<V>::kUnits) continue;
+    const Unit<V> unit(number);
+    Rows<V> rows(job, unit, c.warp, c.lane);
+    const uint32_t tiles = tiles_of(job, unit, c.lane);
+#pragma unroll 1
+    for (uint32_t tile = 0; tile < tiles; tile++) {
+      if (!c.ring.wait(c.entry, c.phase)) {
+        c.failed = true;
+        return;
+      }
+      rows.attend(c.ring.slot(c.entry), tile);
+      c.ring.release(c.entry++);
+    }
+    rows.store();
+  }
+}
+
+}  // namespace mpk::prefill_attention

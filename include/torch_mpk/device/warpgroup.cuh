@@ -1,0 +1,31 @@
+// Products of warpgroups: four warps multiply matrices that stand in shared memory (wgmma, compute capability 9.0).
+#pragma once
+
+#include "torch_mpk/device/megakernel.cuh"
+
+#if MPK_ARCH >= 900
+
+namespace mpk {
+
+// Rows of the first factor that a warpgroup multiplies.
+inline constexpr int kWarpgroupRows = kWarpgroupWarps * kWarpRows;
+static_assert(kTileXRows == kWarpgroups * kWarpgroupRows);
+
+// A thread's share of the sums of 64 rows by `columns`: of columns 8 j + 2 (lane % 4) and the next, elements 4 j and
+// 4 j + 1 are those of the warp's row lane / 4, elements 4 j + 2 and 4 j + 3 those of the row 8 below.
+template <int columns>
+using WarpgroupSums = float[columns / 2];
+
+// Adds the products of 64 columns of both factors, each a block of rows as boxes bring them: x [64][64] and
+// weights [columns][64]. They are under way until they are awaited.
+template <class T, int columns>
+MPK_DEVICE void multiply_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, const uint8_t* weights) {
+  const ptx::SwizzledMatrix a = ptx::swizzled(x), b = ptx::swizzled(weights);
+#pragma unroll
+  for (int k = 0; k < kBoxColumns; k += 16)
+    ptx::multiply_matrices<T, columns>(sums, ptx::from_column(a, k), ptx::from_column(b, k));
+}
+
+}  // namespace mpk
+
+#endif

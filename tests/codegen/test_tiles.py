@@ -1,0 +1,95 @@
+"""Linears of many rows, which warpgroups multiply: what kernels compute in the emulator, and how they compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_mpk.tasks  # noqa: F401  declares the tasks
+from tests.codegen.emulated_calls import allocate, reference, relative_error, tensors
+from tests.schedule.decoder_graph import Builder
+from tests.thinned import thinned
+from torch_mpk import _C
+from torch_mpk.errors import UnsupportedError
+from torch_mpk.jit import compile_cuda
+from torch_mpk.testing.emulator import SMEM_BYTES, emulate
+
+
+def feed_forward(rows: int, hidden: int, ffn: int, dtype: str = "bfloat16", *, last_rows: int = 0) -> _C.TBGraph:
+    """Linears one after the other with a bias; two side by side, of which each point is a product; one that adds a
+    residual; and one of the first ``last_rows``, as a model's head is."""
+    b = Builder()
+    x = b.buffer("input", "x", dtype, [rows, hidden])
+
+    def weight(name: str, *shape: int) -> _C.Tensor:
+        return b.buffer("input", name, dtype, list(shape))
+
+    norm = b.buffer("workspace", "norm", dtype, [rows, hidden])
+    b.node("rms_norm", [("x", x), ("weight", weight("norm", hidden))], norm, {"eps": 1e-6, "style": "llama"})
+    for name, size in (("q", hidden), ("k", hidden // 2 + 8)):
+        operands = [("x", norm), ("weight", weight(name, size, hidden)), ("bias", weight(f"{name}.bias", size))]
+        b.node("linear", operands, b.buffer("output", name, dtype, [rows, size]))
+    made = []
+    for name in ("gate", "up"):
+        y = b.buffer("workspace", name, dtype, [rows, ffn])
+        made.append(b.node("linear", [("x", norm), ("weight", weight(name, ffn, hidden))], y))
+    product = b.pointwise("mul", made, b.buffer("workspace", "product", dtype, [rows, ffn]))
+    down = b.buffer("workspace", "down", dtype, [rows, hidden])
+    b.node("linear", [("x", product), ("weight", weight("down", hidden, ffn))], down)
+    y = b.pointwise("add", [down, x], b.buffer("output", "y", dtype, [rows, hidden]))
+    if last_rows:
+        last = _C.Tensor(y.buffer, dtype, [last_rows, hidden], [hidden, 1])
+        head = b.buffer("output", "head", dtype, [last_rows, 300])
+        b.node("linear", [("x", last), ("weight", weight("head", 300, hidden))], head)
+    return b.graph
+
+
+def random_inputs(graph: _C.TBGraph) -> list[torch.Tensor]:
+    inputs = [allocate(t) for t in tensors(graph, "input")]
+    for x in inputs:
+        x.copy_(torch.randn(x.shape) / (x.shape[-1] ** 0.5 if x.dim() > 1 else 1))
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "ffn", "dtype", "last_rows"),
+    thinned([(66, 128, 192, "bfloat16", 1), (130, 192, 64, "float16", 0), (300, 64, 448, "bfloat16", 65)], 0, 1),
+)
+def test_many_rows_as_their_reference(rows: int, hidden: int, ffn: int, dtype: str, last_rows: int) -> None:
+    graph = feed_forward(rows, hidden, ffn, dtype, last_rows=last_rows)
+    kernel = emulate(graph, polled=True)
+    assert kernel.schedule.warps.warpgroups == 2
+    assert "LinearTiles" in kernel.program.source
+    assert "LinearRows" not in kernel.program.source
+    torch.manual_seed(rows)
+    inputs = random_inputs(graph)
+    _, wanted = reference(graph, inputs)
+    first = None
+    for seed, order in enumerate(("forward", "shuffled")):
+        outputs = [allocate(t) for t in tensors(graph, "output")]
+        kernel.launch(inputs, outputs, seed=seed, order=order, jitter=seed)
+        for got, want in zip(outputs, wanted, strict=True):
+            assert relative_error(got, want) < 1e-2
+        first = first or outputs
+        assert all(map(torch.equal, outputs, first)), "the same call gave other bits"
+    inputs[0][1:] = torch.randn(rows - 1, hidden)  # what stands beside a row does not change its bits
+    others = [allocate(t) for t in tensors(graph, "output")]
+    kernel.launch(inputs, others)
+    assert all(torch.equal(other[0], own[0]) for other, own in zip(others, first, strict=True))
+    assert not any(torch.equal(other[1:], own[1:]) for other, own in zip(others, first, strict=True) if len(own) > 1)
+
+
+@pytest.mark.parametrize(("rows", "hidden", "ffn"), thinned([(128, 1024, 3072), (2048, 4096, 12288)], 1))
+def test_many_rows_compile_without_local_memory(rows: int, hidden: int, ffn: int) -> None:
+    schedule = _C.make_schedule(feed_forward(rows, hidden, ffn), _C.Target("cuda", 90, 132, SMEM_BYTES, True, True))
+    resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
+    assert resources.warnings == ()
+    assert resources.registers <= schedule.warps.registers
+    assert max(resources.stack_bytes, resources.spill_store_bytes) == 0
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [("float32", 128), ("bfloat16", 120)])
+def test_what_does_not_come_in_boxes_is_refused_by_name(dtype: str, hidden: int) -> None:
+    target = _C.Target("cuda", 90, 3, SMEM_BYTES, True, True)
+    with pytest.raises(UnsupportedError, match="16-bit elements"):
+        _C.generate_cuda(_C.make_schedule(feed_forward(70, hidden, 64, dtype), target))
