@@ -262,7 +262,15 @@ class Phase:
 
 class Pieces:
     def __init__(
-        self, count: int, of_row: int, results: int, few_results: int, result_bytes: int, offset: int, overlap: bool
+        self,
+        count: int,
+        of_row: int,
+        results: int,
+        few_results: int,
+        result_bytes: int,
+        offset: int,
+        tiles: int,
+        overlap: bool,
     ) -> None: ...
     @property
     def count(self) -> int: ...
@@ -276,6 +284,8 @@ class Pieces:
     def result_bytes(self) -> int: ...
     @property
     def offset(self) -> int: ...
+    @property
+    def tiles(self) -> int: ...
     @property
     def overlap(self) -> bool: ...
 

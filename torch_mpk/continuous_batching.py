@@ -65,10 +65,16 @@ def config(options: Mapping[str, Any] | None = None, **settings: Any) -> Continu
     Args:
         options: of backend mpk, as in ``torch.compile(model, backend="mpk", options=options)``.
         settings: of ``transformers.ContinuousBatchingConfig``, by its names and with its defaults, but for
-            ``max_requests_per_batch``, which is 64.
+            ``max_requests_per_batch``, which is 64, and, on a GPU, ``use_cuda_graph``, which is for decode steps
+            alone.
     """
-    step = StepCompileConfig(options=dict(options or {}))
-    return ContinuousBatchingConfig(**{"max_requests_per_batch": MAX_ROWS, "decode_compile_config": step} | settings)
+    ours: dict[str, Any] = {
+        "max_requests_per_batch": MAX_ROWS,
+        "decode_compile_config": StepCompileConfig(options=dict(options or {})),
+    }
+    if torch.cuda.is_available():
+        ours["use_cuda_graph"] = (False, True)  # prompts are of any length
+    return ContinuousBatchingConfig(**ours | settings)
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -107,7 +113,7 @@ def attention(
     y = torch.ops.mpk.paged_attention(
         *(t[0].transpose(0, 1) for t in (query, key, value)),
         *_pages(allocator, module.layer_idx),
-        block_table[allocator.index],
+        block_table[allocator.index] // (2 * len(allocator.layer_indices)),  # which counts pages of all layers
         ends[1:] - ends[:-1],
         scale=scale,
     )
@@ -115,14 +121,17 @@ def attention(
 
 
 def _pages(allocator: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's pages of keys and of values, [pages, page size, heads, size], by the numbers in the block table.
+    """A layer's pages of keys and of values, [pages, page size, heads, size].
 
     They are views of one tensor that has all layers' in turns: the graph makes them, so that it has one input to write.
+    No two of them meet, and all layers' have equal shapes: then one layer's code serves all, and none awaits another's
+    writes.
     """
     every = allocator.cache_tensor  # [tokens, 2, heads, size], of all layers
-    pages = every.view(-1, allocator.tokens_per_page, *every.shape[2:])
-    first = 2 * allocator.layer_indices.index(layer)
-    return pages[first:-1], pages[first + 1 :]
+    layers = allocator.layer_indices
+    pages = every.view(-1, 2 * len(layers), allocator.tokens_per_page, *every.shape[2:])
+    first = 2 * layers.index(layer)
+    return pages[:, first], pages[:, first + 1]
 
 
 def _attend_to_prompts(

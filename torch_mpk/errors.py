@@ -98,7 +98,10 @@ class SeveralDevicesError(UnsupportedError):
     """A megakernel runs on one device."""
 
     template = "the inputs are on several devices ({devices}): {remedy}"
-    remedy = "put model and inputs on one, as with device_map='cuda:0'"
+    remedy = (
+        "put model and inputs on one, as with device_map='cuda:0'; a StaticCache that a compiled call is the first to "
+        "fill needs its early_initialization before"
+    )
 
 
 class DeclinedError(MpkError):

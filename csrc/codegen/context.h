@@ -16,6 +16,7 @@ struct KernelContext {
   std::vector<bool> written;         // per buffer: by some node of this launch
   std::vector<int> input_alignment;  // of every input's pointer, raised as jobs need it
   std::vector<MatrixMap> maps;       // of matrices that come in boxes, added by their jobs
+  bool has_swizzle = false;          // some of them, which the ring must be aligned for
 
   explicit KernelContext(const Schedule& schedule);
   // Whether what a phase reads of the buffer is visible before it awaits its events.
@@ -41,7 +42,7 @@ class Refs {
   // The same of what pieces leave in the workspace.
   std::string partials(const Pieces& pieces);
   // The map of a matrix, boxes of which come through the ring; nodes that read the same boxes share it.
-  int add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns);
+  int add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain = false);
   int add(const Node& node, const Tensor& t);
 
  private:

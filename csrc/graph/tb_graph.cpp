@@ -26,6 +26,27 @@ Extent extent(const Tensor& t) {
   return {low * size_bytes(t.dtype), (high + 1) * size_bytes(t.dtype)};
 }
 
+// Whether two views take turns: blocks of one, a stride apart, lie between blocks of the other, as layers' pages do.
+bool take_turns(const Tensor& a, const Tensor& b) {
+  if (a.shape.empty() || b.shape.empty() || a.strides[0] != b.strides[0] || a.strides[0] <= 0 ||
+      size_bytes(a.dtype) != size_bytes(b.dtype))
+    return false;
+  const auto block = [](Tensor t) {  // of the first index, from the beginning of its turn on
+    t.shape.front() = 1, t.offset %= t.strides.front();
+    return extent(t);
+  };
+  const Extent one = block(a), other = block(b);
+  const int64_t turn = a.strides[0] * size_bytes(a.dtype);
+  return std::min(one.begin, other.begin) >= 0 && std::max(one.end, other.end) <= turn &&
+         (one.end <= other.begin || other.end <= one.begin);
+}
+
+// Whether no element of one is an element of the other.
+bool are_apart(const Tensor& a, const Tensor& b) {
+  const Extent one = extent(a), other = extent(b);
+  return one.end <= other.begin || other.end <= one.begin || take_turns(a, b);
+}
+
 void check_signature(const TaskDef& def, const std::vector<Operand>& operands) {
   std::map<std::string, std::pair<int64_t, std::string>> bound;         // dimension -> size, operand that bound it
   std::optional<std::pair<std::vector<int64_t>, std::string>> leading;  // the same of "..."
@@ -159,14 +180,14 @@ int TBGraph::add_node(const std::string& task, std::vector<Operand> operands, st
 std::vector<Dependency> TBGraph::dependencies() const {
   struct Access {
     int node;
-    Extent extent;
+    const Tensor* tensor;
     bool read, write;
   };
   std::vector<std::vector<Access>> accesses(buffers_.size());
   std::vector<bool> written(buffers_.size());
   for (const Node& node : nodes_)
     for (const Operand& operand : node.operands) {
-      accesses[operand.tensor.buffer].push_back({node.id, extent(operand.tensor), operand.is_read, operand.is_write});
+      accesses[operand.tensor.buffer].push_back({node.id, &operand.tensor, operand.is_read, operand.is_write});
       if (operand.is_write) written[operand.tensor.buffer] = true;
     }
   std::vector<Dependency> edges;
@@ -176,9 +197,7 @@ std::vector<Dependency> TBGraph::dependencies() const {
     for (size_t j = 0; j < list.size(); j++)
       for (size_t i = 0; i < j; i++) {
         const Access &earlier = list[i], &later = list[j];
-        if (earlier.node == later.node || earlier.extent.end <= later.extent.begin ||
-            later.extent.end <= earlier.extent.begin)
-          continue;
+        if (earlier.node == later.node || are_apart(*earlier.tensor, *later.tensor)) continue;
         auto add = [&](Hazard hazard) { edges.push_back({earlier.node, later.node, static_cast<int>(b), hazard}); };
         if (earlier.write && later.read) add(Hazard::kReadAfterWrite);
         if (earlier.read && later.write) add(Hazard::kWriteAfterRead);

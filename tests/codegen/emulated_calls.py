@@ -22,6 +22,12 @@ def tensors(graph: _C.TBGraph, kind: str) -> list[_C.Tensor]:
     return [found[i] for i in sorted(found)]
 
 
+def input_bytes(graph: _C.TBGraph) -> dict[str, int]:
+    """Of every input: its size, by its name, in the order of their indices."""
+    found = {b.index: b for b in graph.buffers if b.kind == "input"}
+    return {found[i].name: found[i].bytes for i in sorted(found)}
+
+
 def allocate(t: _C.Tensor) -> torch.Tensor:
     count = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.strides))
     return aligned(count * dtype_of(t.dtype).itemsize, 0xFF).view(dtype_of(t.dtype)).as_strided(t.shape, t.strides)
@@ -37,16 +43,19 @@ def reference(graph: _C.TBGraph, inputs: Sequence[torch.Tensor], scalars: Sequen
 
 def decoder_inputs(graph: _C.TBGraph, limits: list[int], slot: int) -> list[torch.Tensor]:
     """Random inputs of ``decoder_graph.decoder``."""
-    names = {b.index: b.name for b in graph.buffers if b.kind == "input"}
-    inputs = []
+    sizes = input_bytes(graph)
+    names, inputs = list(sizes), []
     for i, t in enumerate(tensors(graph, "input")):
-        x = allocate(t)
-        if names[i] == "limit":
+        is_shared = names[i] == "pages"  # by views, of which none has all
+        x = aligned(sizes[names[i]], 0xFF).view(dtype_of(t.dtype)) if is_shared else allocate(t)
+        if names[i] in ("limit", "length"):
             x.copy_(torch.tensor(limits))
+        elif names[i] == "block_table":
+            x.copy_(torch.randperm(x.numel()).view(x.shape))
         elif t.dtype == "int64":
             x.fill_(slot)
         else:
-            x.copy_(torch.randn(t.shape) / (t.shape[-1] ** 0.5 if "weight" in names[i] and len(t.shape) > 1 else 1))
+            x.copy_(torch.randn(x.shape) / (t.shape[-1] ** 0.5 if "weight" in names[i] and len(t.shape) > 1 else 1))
         inputs.append(x)
     return inputs
 

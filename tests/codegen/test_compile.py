@@ -62,6 +62,14 @@ def test_a_decoder_keeps_nothing_in_local_memory(decoder_name: str, arch: int, b
     assert resources.stack_bytes == resources.spill_store_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("batch", "page_size"), thinned([(1, 256), (2, 16), (4, 256), (8, 24), (16, 256), (32, 256), (64, 16)], 4)
+)
+def test_a_decoder_over_pages_keeps_nothing_in_local_memory(batch: int, page_size: int) -> None:
+    resources = compiled(decoder(batch=batch, page_size=page_size, **QWEN3_8B), 90)
+    assert max(resources.stack_bytes, resources.spill_store_bytes) == 0
+
+
 @pytest.mark.parametrize("arch", [90, 80])
 def test_nvrtc_compiles_a_decoder_as_well(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
     monkeypatch.setenv("TORCH_MPK_COMPILER", "nvrtc")

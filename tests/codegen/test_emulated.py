@@ -276,7 +276,7 @@ def test_a_linear_with_several_rows_on_tensor_cores(rows, size, out, dtype, work
     operands = [(name, b.buffer("input", name, dtype, shape)) for name, shape in names.items()]
     b.node("linear", operands, b.buffer("output", "y", dtype, [rows, out]))
     kernel = emulate(b.graph, workers=workers, smem_bytes=smem_bytes)
-    assert kernel.program.maps == [[1, 0, out, size, 2 * size, *((8, min(size, 512)) if rows <= 16 else (16, 256))]]
+    assert kernel.program.maps == [[1, 0, out, size, 2 * size, *((8, min(size, 512)) if rows <= 16 else (16, 256)), 0]]
     inputs = [torch.randn(shape, dtype=getattr(torch, dtype)) for shape in names.values()]
     _, (want,) = reference(b.graph, inputs)
     made = []

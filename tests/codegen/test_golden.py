@@ -723,7 +723,7 @@ class TestTasks(expecttest.TestCase):
 
     def test_every_task_is_here(self) -> None:
         own = {task.name for task in tasks() if task.__module__.startswith("torch_mpk.")}
-        own -= {"paged_attention", "prefill_attention"}  # with code for the CPU alone, and for 16-bit elements alone
+        own -= {"prefill_attention"}  # which has code for 16-bit elements alone
         assert {name.removeprefix("test_") for name in dir(self) if name.startswith("test_")} == {
             *own,
             "every_task_is_here",
@@ -814,6 +814,78 @@ struct Attention0 {
 };
 attention::compute<Attention0>(c, job);
 attention::load<Attention0>(l, job);
+""",
+        )
+
+    def test_paged_attention(self) -> None:
+        self.assertExpectedInline(
+            variants("paged_attention"),
+            """\
+struct PagedAttention0 {
+  using T = __nv_bfloat16;
+  static constexpr int kBatch = 1;
+  static constexpr int kGroups = 2;
+  static constexpr int kPasses = 1;
+  static constexpr int kHeads = 2;
+  static constexpr int kFewHeads = 2;
+  static constexpr int kSize = 16;
+  static constexpr int kLength = 12;
+  static constexpr bool kZeroWithoutKeys = true;
+  static constexpr int kWorkers = 132;
+  static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
+    return job.pointer<const int32_t>(1)[int64_t(b) * 1];
+  }
+  static constexpr int kPartialBytes = 544;
+  static MPK_DEVICE uint8_t* partials(const Job& job) {
+    return job.pointer<uint8_t>(0);
+  }
+  static constexpr float kScale = 0.25f;
+  static constexpr bool kHasNew = true;
+  static constexpr bool kHasMask = false;
+  static constexpr bool kOverlaps = false;
+  static constexpr uint32_t kPitchK = 64, kPitchV = 64;
+  static constexpr bool kInBoxes = false;
+  static constexpr int kPageSize = 3;
+  static constexpr int kNumPages = 6;
+  static constexpr int kPieceTiles = 0;
+  static constexpr int kPieces = 132;
+  static MPK_DEVICE int32_t page(const Job& job, uint32_t b, uint32_t m) {
+    return job.pointer<const int32_t>(2)[int64_t(b) * 4 + int64_t(m) * 1];
+  }
+  static MPK_DEVICE T* k_pages(const Job& job, int32_t page, uint32_t g) {
+    return job.pointer<__nv_bfloat16>(3) + int64_t(page) * 96 + int64_t(g) * 16;
+  }
+  static MPK_DEVICE T* v_pages(const Job& job, int32_t page, uint32_t g) {
+    return job.pointer<__nv_bfloat16>(4) + int64_t(page) * 96 + int64_t(g) * 16;
+  }
+  static constexpr bool kPolled = false;
+  static MPK_DEVICE T* y(const Job& job, uint32_t b, uint32_t h) {
+    return job.pointer<__nv_bfloat16>(5) + int64_t(b) * 64 + int64_t(h) * 16;
+  }
+  static constexpr uint32_t kRefsQ = 6;
+  struct RowsQ {
+  template <class Group>
+  struct Chain {
+    MPK_DEVICE Chain(const Group& group, const Job& job, uint32_t row, uint32_t batch_row) {}
+    MPK_DEVICE void fetch(Group& group, const Job& job, uint32_t row, __nv_bfloat16* data) {
+      copy_row<__nv_bfloat16, 16, false>(group, data, job.pointer<const __nv_bfloat16>(0) + int64_t((row)) * 16);
+    }
+    MPK_DEVICE void apply(Group& group, const Job& job, uint32_t row, __nv_bfloat16* data) {
+    }
+    MPK_DEVICE void bring(Group& group, const Job& job, uint32_t row, __nv_bfloat16* data) {
+      copy_row<__nv_bfloat16, 16, false>(group, data, job.pointer<const __nv_bfloat16>(0) + int64_t((row)) * 16);
+    }
+  };
+  };
+  static constexpr uint32_t kRefsK = 7;
+  using RowsK = RowsQ;
+  static constexpr uint32_t kRefsV = 8;
+  using RowsV = RowsQ;
+  static constexpr bool kOneChain = true;
+  static constexpr bool kEarly = true;
+};
+attention::compute<PagedAttention0>(c, job);
+attention::load<PagedAttention0>(l, job);
 """,
         )
 

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._guards import tracing
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from torch_mpk import _C
+from torch_mpk.capture import capture
 from torch_mpk.continuous_batching import ATTENTION, config
+from torch_mpk.lowering import lower
+from torch_mpk.partition import partition
+from torch_mpk.patterns import apply
 from torch_mpk.testing.tiny import VOCAB_SIZE, tiny_model
 
 STRICT = {"fallback": "error"}
@@ -30,6 +36,19 @@ def serving_model(*args: Any, **kwargs: Any) -> Any:
     return tiny_model(*args, **{"attention": ATTENTION, "dtype": torch.float32, "num_layers": 1} | kwargs)
 
 
+def planned_for_a_gpu(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> _C.Schedule:
+    """What would be one launch there; an AssertionError where it is not, or a part falls back."""
+    target = _C.Target("cuda", 90, 132, 232448, True, True)
+    captured = capture(gm, inputs).graph_module
+    with tracing(None):
+        parts = partition(apply(captured), None, target)
+        assert parts.fallbacks == []
+        [segment] = parts.segments
+        schedule = _C.make_schedule(lower(segment.gm).graph, target)
+    _C.validate(schedule)
+    return schedule
+
+
 def prompt_of(length: int) -> list[int]:
     return [random.randrange(VOCAB_SIZE) for _ in range(length)]
 
@@ -37,7 +56,7 @@ def prompt_of(length: int) -> list[int]:
 def alone(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """What eager ``generate`` says of a prompt."""
     model.set_attn_implementation("sdpa")
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     every = torch.ones_like(ids)  # else generate masks what it takes for padding
     out = model.generate(
         ids, attention_mask=every, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0

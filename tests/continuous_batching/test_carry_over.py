@@ -3,6 +3,8 @@
 import torch
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 
+from tests.continuous_batching.engine import planned_for_a_gpu
+
 ROWS, MOST, VOCAB = 4, 32, 48
 
 
@@ -27,6 +29,17 @@ def arguments() -> list[torch.Tensor]:
     length = torch.tensor([3, 1, 8, 0], dtype=torch.int32)
     weights = torch.randn(VOCAB, 32), torch.randn(VOCAB, 32)
     return [bulk[:1, :ROWS], bulk[1], before, out, *weights, torch.randn(2 * ROWS, 8, 1, 16), block_table, length]
+
+
+def test_it_is_in_the_launch_on_a_gpu_too() -> None:
+    def plan(gm, inputs):
+        planned_for_a_gpu(gm, inputs)
+        return gm.forward
+
+    with torch.inference_mode():
+        torch.compile(step, backend=plan, fullgraph=True, dynamic=False)(
+            *(t.bfloat16() if t.is_floating_point() else t for t in arguments())
+        )
 
 
 def test_it_is_in_the_launch() -> None:

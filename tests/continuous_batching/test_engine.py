@@ -25,10 +25,13 @@ from tests.continuous_batching.engine import (
     alone,
     batched,
     pages_in_use,
+    planned_for_a_gpu,
     prompt_of,
     serving_model,
     sized,
 )
+from torch_mpk import _C
+from torch_mpk.continuous_batching import StepCompileConfig
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
 from torch_mpk.lowering import lowerer
 
@@ -154,6 +157,28 @@ def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.Monkey
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
+    """And layers share their code, and none awaits another's writes: pages of all lie in one tensor."""
+    schedules = []
+
+    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        schedules.append(planned_for_a_gpu(gm, inputs))
+        return gm.forward
+
+    model = serving_model("qwen3", num_layers=3, dtype=torch.bfloat16)
+    step = StepCompileConfig(backend=plan, options=None)
+    prompts = [prompt_of(3 + i) for i in range(rows)]
+    batched(model, prompts, decode_compile_config=step, max_requests_per_batch=rows)
+    schedule = schedules[-1]
+    nodes = schedule.graph.nodes
+    attention = [(p, job) for p in schedule.phases for job in p.jobs if nodes[job.body[0]].task == "paged_attention"]
+    assert len(attention) == 3
+    assert all(phase.waits == [] and job.loader_waits == [0] for phase, job in attention)
+    assert [len(job.prologue) for _, job in attention] == [4, 4, 4]
+    assert _C.generate_cuda(schedule).source.count("struct PagedAttention") == 1
+
+
 def test_sampling_falls_back_in_part_and_says_so() -> None:
     model = serving_model()
     drawing = GenerationConfig(max_new_tokens=6, do_sample=True, top_k=3, eos_token_id=-1)
@@ -168,7 +193,7 @@ def test_sampling_falls_back_in_part_and_says_so() -> None:
 
 
 def test_where_attention_falls_back_all_is_right_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, where it has no code yet."""
+    """As where it has no code."""
 
     def refuse_attention(lx: Any, node: Any, args: Any, kwargs: Any) -> Any:
         if node.target.name == "paged_attention":

@@ -83,6 +83,24 @@ def test_dependencies_follow_program_order_and_bytes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("offset", "columns", "is_apart"), [(0, 3, False), (2, 2, False), (3, 2, True), (3, 3, True), (4, 4, False)]
+)
+def test_views_that_take_turns_do_not_meet(offset: int, columns: int, is_apart: bool) -> None:
+    """Blocks of three elements out of every six, and others, which the last case has reach into the next turn."""
+    g = _C.TBGraph()
+    x = tensor(g, "x", 24)
+    program = _C.Program([3])
+    one = _C.Tensor(x.buffer, "float32", [3, 3], [6, 1])
+    other = _C.Tensor(x.buffer, "float32", [3, columns], [6, 1], offset)
+    for view in (one, other):
+        program = _C.Program(view.shape)
+        value = program.emit("const", "float32", imm=1)
+        program.emit("store", "float32", [value], operand=0, strides=view.strides)
+        g.add_node("pointwise", [("out0", view, False, True)], {}, program)
+    assert (g.dependencies() == []) == is_apart
+
+
+@pytest.mark.parametrize(
     ("emit", "message"),
     [
         (lambda p: p.emit("add", "float32", [0]), "expected 2 to 2 arguments, got 1"),

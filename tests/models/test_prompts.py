@@ -18,12 +18,19 @@ from torch_mpk.generate import rewind
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 def compiled(model: torch.nn.Module) -> Any:
     """That falls back nowhere."""
     return torch.compile(model, backend="mpk", options={"max_positions": 8192, "fallback": "error"})
+
+
+def new_cache(model: torch.nn.Module, batch: int, max_cache_len: int) -> StaticCache:
+    """On the model's device, which a cache that a compiled call is the first to fill is not all on."""
+    cache, config = StaticCache(config=model.config, max_cache_len=max_cache_len), model.config
+    cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+    return cache
 
 
 class Prompting:
@@ -32,7 +39,7 @@ class Prompting:
     def __init__(self, batch: int, padding: list[int], max_cache_len: int, model: torch.nn.Module) -> None:
         self.model, self.exact = model, copy.deepcopy(model).to(WIDER[model.dtype])
         self.ours = compiled(model)
-        self.caches = [StaticCache(config=model.config, max_cache_len=max_cache_len) for _ in range(3)]
+        self.caches = [new_cache(m, batch, max_cache_len) for m in (model, model, self.exact)]
         self.padding, self.position, self.batch = torch.tensor(padding, device=model.device), 0, batch
 
     @torch.inference_mode()
@@ -109,7 +116,7 @@ def test_a_prompt_on_a_gpu_is_eager_s(batch, lengths, padding, attention, dtype,
 def test_a_prompt_on_a_gpu_has_the_same_bits_again_and_whatever_stands_beside_it() -> None:
     model = tiny_model(dtype=torch.bfloat16, device="cuda", **GPU_SIZES)
     ours, ids = compiled(model), random_ids(2, 90, "cuda")
-    cache = StaticCache(config=model.config, max_cache_len=128)
+    cache = new_cache(model, 2, 128)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         rewind(cache, 0)

@@ -32,6 +32,7 @@ static_assert(SameSignature<decltype(cu::Driver::func_get_param_info), decltype(
 
 static_assert(sizeof(cu::TensorMap) == sizeof(CUtensorMap) && alignof(cu::TensorMap) == alignof(CUtensorMap));
 static_assert(cu::kTensorMapUint16 == CU_TENSOR_MAP_DATA_TYPE_UINT16);
+static_assert(cu::kTensorMapPlain == CU_TENSOR_MAP_SWIZZLE_NONE);
 static_assert(cu::kTensorMapSwizzle128 == CU_TENSOR_MAP_SWIZZLE_128B);
 static_assert(cu::kTensorMapPromotion256 == CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 static_assert(sizeof(cu::LaunchConfig) == sizeof(CUlaunchConfig));

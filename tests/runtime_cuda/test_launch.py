@@ -130,7 +130,7 @@ def test_a_capture_allocates_nothing_and_keeps_its_memory(fake, make_executable)
     assert Launch(fake).control == direct
 
 
-MATRICES = [(1, 32, 500, 1024, 4096, 8, 512), (0, 0, 16, 64, 128, 16, 256)]
+MATRICES = [(1, 32, 500, 1024, 4096, 8, 512, 0), (0, 0, 16, 64, 128, 16, 256, 0), (0, 64, 90, 320, 640, 16, 80, 1)]
 
 
 def map_fields(launch: Launch) -> list[tuple[int, ...]]:
@@ -143,6 +143,7 @@ def test_maps_say_where_matrices_are(fake, make_executable):
     assert map_fields(Launch(fake)) == [
         (INPUTS[1] + 32, 1, 3, 64, 500, 16, 4096, 128, 64, 8, 8, 0, 3),
         (INPUTS[0], 1, 3, 64, 16, 1, 128, 128, 64, 16, 4, 0, 3),
+        (INPUTS[0] + 64, 1, 3, 320, 90, 1, 640, 640, 80, 16, 1, 0, 0),
     ]
 
 

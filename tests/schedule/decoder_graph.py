@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
 from torch_mpk import _C
 
-SIZES = {"bool": 1, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4}
+SIZES = {"bool": 1, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4}
+
+
+# The operands that are a layer's, by what stands before their names.
+Caches = Callable[[str], list[tuple[str, _C.Tensor]]]
 
 
 def contiguous(shape: list[int]) -> list[int]:
@@ -33,7 +40,7 @@ class Builder:
         return _C.Tensor(t.buffer, t.dtype, shape, contiguous(shape), t.offset)
 
     def node(self, task: str, operands: list, out: _C.Tensor, attrs: dict | None = None, label: str = "") -> _C.Tensor:
-        rows = [(name, t, True, name.endswith("cache")) for name, t in operands]
+        rows = [(name, t, True, name.endswith(("cache", "pages"))) for name, t in operands]
         self.graph.add_node(task, [*rows, ("y", out, False, True)], attrs or {}, None, label)
         return out
 
@@ -59,19 +66,50 @@ class Builder:
         self.graph.add_node("pointwise", operands, {}, program, "counters")
 
 
+def static_caches(b: Builder, dtype: str, shape: list[int]) -> Caches:
+    limit = b.buffer("input", "limit", "int64", shape[:1])
+    return lambda at: [
+        *((c, b.buffer("input", at + c, dtype, shape)) for c in ("k_cache", "v_cache")),
+        ("limit", limit),
+    ]
+
+
+def paged_caches(b: Builder, dtype: str, shape: list[int], page_size: int, layers: int) -> Caches:
+    """Pages of one buffer, keys and values of all layers in turns, as Hugging Face's engine has them."""
+    batch, groups, length, size = shape
+    table = b.buffer("input", "block_table", "int32", [batch, -(-length // page_size)])
+    lengths = b.buffer("input", "length", "int32", [batch])
+    page = page_size * groups * size
+    strides = [2 * layers * page, *contiguous([page_size, groups, size])]
+    every = b.buffer("input", "pages", dtype, [prod(table.shape) * strides[0]])
+    shape = [prod(table.shape), page_size, groups, size]
+    turns = itertools.count()
+
+    def of_layer(_: str) -> list[tuple[str, _C.Tensor]]:
+        pages = [
+            (name, _C.Tensor(every.buffer, dtype, shape, strides, next(turns) * page))
+            for name in ("k_pages", "v_pages")
+        ]
+        return [*pages, ("block_table", table), ("length", lengths)]
+
+    return of_layer
+
+
 def decoder(
     *, batch: int = 1, hidden: int = 64, heads: int = 4, groups: int = 2, head_dim: int = 16, ffn: int = 96,
     length: int = 40, vocab: int = 100, layers: int = 2, dtype: str = "bfloat16", computed_tables: bool = False,
+    page_size: int = 0,
 ) -> _C.TBGraph:  # fmt: skip
     """A decode step: hidden state in, logits out; KV caches and counters updated in place.
 
-    With ``computed_tables`` rope's tables are made of the inputs of those names, as in a model, not given.
+    With ``computed_tables`` rope's tables are made of the inputs of those names, as in a model, not given. With
+    ``page_size`` caches are in pages, as many as all rows' ``length`` takes.
     """
     b = Builder()
     x = b.buffer("input", "x", dtype, [batch, hidden])
     cos, sin = (b.buffer("input", name, dtype, [batch, head_dim]) for name in ("cos", "sin"))
-    limit = b.buffer("input", "limit", "int64", [batch])
-    counters = []
+    make = functools.partial(paged_caches, page_size=page_size, layers=layers) if page_size else static_caches
+    caches, counters = make(b, dtype, [batch, groups, length, head_dim]), []
 
     def weight(name: str, *shape: int) -> _C.Tensor:
         return b.buffer("input", name, dtype, list(shape))
@@ -97,16 +135,17 @@ def decoder(
     for i in range(layers):
         at = f"layers.{i}."
         counters.append(b.buffer("input", f"{at}counter", "int64", [1]))
-        caches = [b.buffer("input", at + c, dtype, [batch, groups, length, head_dim]) for c in ("k_cache", "v_cache")]
         normed = norm(f"{at}input_norm", x)
         q, k, v = (linear(at + n, normed, h * head_dim) for n, h in (("q", heads), ("k", groups), ("v", groups)))
         q = norm(f"{at}q_norm", b.view(q, [batch * heads, head_dim]))
         k = norm(f"{at}k_norm", b.view(k, [batch * groups, head_dim]))
         q, k = rope(f"{at}q_rope", q, heads), rope(f"{at}k_rope", k, groups)
-        operands = [("q", q), ("k_new", k), ("v_new", b.view(v, [batch, groups, head_dim])), ("slot", counters[-1])]
-        operands += [("k_cache", caches[0]), ("v_cache", caches[1]), ("limit", limit)]
+        operands = [("q", q), ("k_new", k), ("v_new", b.view(v, [batch, groups, head_dim]))]
+        operands += [("slot", counters[-1])] if not page_size else []
+        operands += caches(at)
         attended = value(f"{at}attended", batch, heads, head_dim)
-        b.node("attention", operands, attended, {"scale": head_dim**-0.5, "style": "sdpa"}, f"{at}attention")
+        task, attrs = ("paged_attention", {}) if page_size else ("attention", {"style": "sdpa"})
+        b.node(task, operands, attended, {"scale": head_dim**-0.5, **attrs}, f"{at}attention")
         o = linear(f"{at}o", b.view(attended, [batch, heads * head_dim]), hidden)
         x = b.pointwise("add", [x, o], value(f"{at}residual", batch, hidden), f"{at}residual")
         normed = norm(f"{at}post_norm", x)

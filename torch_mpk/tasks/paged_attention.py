@@ -12,7 +12,11 @@ from torch_mpk.streaming import Streaming
     "block_table[R, M]: int32, length[R]: int32 -> y[R, H, D]",
     role="stream",
     streaming=Streaming(
-        loaded=("q", "k_new", "v_new", "k_pages", "v_pages", "block_table", "length"), paged_by="block_table"
+        loaded=("k_pages", "v_pages", "block_table", "length"),
+        staged=("q", "k_new", "v_new"),
+        takes_rows=("q", "k_new"),
+        hands_over=True,
+        paged_by="block_table",
     ),
     samples=[
         {"R": 1, "H": 4, "G": 2, "D": 16, "P": 6, "S": 3, "M": 4, "scale": 0.25},

@@ -1,4 +1,6 @@
 // How attention is cut into pieces of the cache.
+#include "attention.h"
+
 #include <algorithm>
 #include <bit>
 
@@ -32,27 +34,10 @@ class AttentionPlanner : public Planner {
   void cut(const Schedule& schedule, Job& job) const override {
     const Node& node = schedule.graph.nodes()[job.body.front()];
     const Tensor& q = node.operand("q").tensor;
-    const int64_t batch = q.shape[0], heads = q.shape[1], size = q.shape[2];
-    const int64_t groups = node.operand("k_cache").tensor.shape[1];
-    if (batch < 1 || groups < 1 || heads < groups || heads % groups != 0) return;
-    const int64_t together = heads_at_a_time(heads / groups, size), units = heads / together;
-    Pieces pieces;
-    pieces.count = kv_max_pieces(static_cast<uint32_t>(batch), static_cast<uint32_t>(units),
-                                 static_cast<uint32_t>(schedule.target.num_workers));
-    pieces.results = together;
-    pieces.few_results = together % 2 == 0 ? 2 : 1;
-    // Up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
-    pieces.result_bytes = 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32;
-    const int64_t element = size_bytes(q.dtype), warps = schedule.warps.consumers, sums = (size + 4) * 4;
-    const int64_t tile_warps = warps - kBringingWarps;
-    const int64_t overlapped =
-        2 * round_up(staged_bytes(together, size, element, tile_warps, tile_warps * together * sums), kSharedAlignment);
-    pieces.overlap = batch * units > schedule.target.num_workers && overlapped <= schedule.target.smem_bytes / 2;
-    const int64_t bytes =
-        pieces.overlap ? overlapped : staged_bytes(together, size, element, warps, std::max(kCombined, warps * sums));
-    if (bytes > room(schedule)) return;
-    job.staged_bytes = bytes;
-    job.pieces = pieces;
+    AttentionSizes sizes{q.shape[0], q.shape[1], node.operand("k_cache").tensor.shape[1], q.shape[2], q.dtype};
+    if (!sizes.are_possible()) return;
+    sizes.overlap = sizes.batch * sizes.units() > schedule.target.num_workers;
+    cut_attention(schedule, job, sizes);
   }
 };
 
@@ -60,4 +45,29 @@ const AttentionPlanner kPlanner{};
 [[maybe_unused]] const bool kRegistered = planners().add("attention", kPlanner);
 
 }  // namespace
+
+int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups, size); }
+
+void cut_attention(const Schedule& schedule, Job& job, const AttentionSizes& sizes) {
+  const int64_t batch = sizes.batch, size = sizes.size, together = sizes.together(), units = sizes.units();
+  Pieces pieces;
+  pieces.count = kv_max_pieces(static_cast<uint32_t>(batch), static_cast<uint32_t>(units),
+                               static_cast<uint32_t>(schedule.target.num_workers));
+  if (sizes.piece_tiles > 0) pieces.count = batch * units * sizes.pieces_of_row();
+  pieces.tiles = sizes.piece_tiles;
+  pieces.results = together;
+  pieces.few_results = together % 2 == 0 ? 2 : 1;
+  pieces.result_bytes = sizes.result_bytes();
+  const int64_t element = size_bytes(sizes.dtype), warps = schedule.warps.consumers, sums = (size + 4) * 4;
+  const int64_t tile_warps = warps - kBringingWarps;
+  const int64_t overlapped =
+      2 * round_up(staged_bytes(together, size, element, tile_warps, tile_warps * together * sums), kSharedAlignment);
+  pieces.overlap = sizes.overlap && overlapped <= schedule.target.smem_bytes / 2;
+  const int64_t bytes =
+      pieces.overlap ? overlapped : staged_bytes(together, size, element, warps, std::max(kCombined, warps * sums));
+  if (bytes > room(schedule)) return;
+  job.staged_bytes = bytes;
+  job.pieces = pieces;
+}
+
 }  // namespace mpk

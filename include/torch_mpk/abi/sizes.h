@@ -51,6 +51,14 @@ constexpr uint32_t entries_in_flight(uint32_t entry_bytes) {
   return entry_bytes <= kMinSlotBytes ? kMost : (kMost * kMinSlotBytes + entry_bytes / 2) / entry_bytes;
 }
 
+// Positions of a tile of attention's keys and values: as many as the tensor cores take at once, if their keys fit an
+// entry of the ring.
+constexpr int kv_tile(int row_bytes) {
+  int tile = 1;
+  while (tile < 16 && 2 * tile * row_bytes <= kMinSlotBytes) tile *= 2;
+  return tile;
+}
+
 // Sums of a tile's runs of entries wait in shared memory for each other, see linear::compute_shared: kSumsOfRun of
 // each, in a place that the number of the entry behind the run gives. When the entry kSumsKept later has come, the warp
 // that added up the tile has released entries of a later run, if this holds, since the ring is filled in order.

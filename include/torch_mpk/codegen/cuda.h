@@ -12,13 +12,13 @@
 
 namespace mpk {
 
-// A matrix whose 16-bit elements come in boxes: 64 columns of `box_rows` rows after the other. Rows are `pitch` bytes
-// apart, and the first is `offset` bytes behind the call's pointer of number `base`, or behind the workspace
-// (kWorkspaceIndex).
+// A matrix whose 16-bit elements come in boxes: 64 columns of `box_rows` rows after the other, in the copy engine's
+// swizzle, or, if it is `plain`, rows of `box_columns` as they are. Rows are `pitch` bytes apart, and the first is
+// `offset` bytes behind the call's pointer of number `base`, or behind the workspace (kWorkspaceIndex).
 struct MatrixMap {
-  int64_t base, offset, rows, columns, pitch, box_rows, box_columns;
+  int64_t base, offset, rows, columns, pitch, box_rows, box_columns, plain;
 
-  using Fields = std::array<int64_t, 7>;
+  using Fields = std::array<int64_t, 8>;
   Fields fields() const { return std::bit_cast<Fields>(*this); }
   static MatrixMap of(const Fields& fields) { return std::bit_cast<MatrixMap>(fields); }
 };

@@ -323,6 +323,16 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     return !failed;
   }
 
+  // Has a job's own code stream `count` entries of `bytes` in all: fill() gives the next entry, as fill_ring does.
+  template <class Fill>
+  MPK_DEVICE bool fill_by(uint32_t count, [[maybe_unused]] uint32_t bytes, Fill fill) {
+    const uint32_t end = ring.entry + count;
+    if constexpr (kProfiled<Kernel>) this->stamps.bytes += bytes;
+    ring.entry = fill();
+    failed = ring.entry != end;
+    return !failed;
+  }
+
   // Loads what the table says of a job: all there is to load, unless it has code for the rest.
   MPK_DEVICE void load(const Job& job) {
     const uint32_t num_waits = job.row->num_loader_waits;

@@ -75,6 +75,15 @@ MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_
       "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_addr(bar)), "l"(hint)
       : "memory");
 }
+
+// Rows of a matrix as they are, from row `row` and column `column` on, as its map says.
+MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3, %4}], [%5], %6;" ::"r"(smem_addr(dst)),
+      "l"(map), "r"(column), "r"(row), "r"(0), "r"(smem_addr(bar)), "l"(kEvictFirst)
+      : "memory");
+}
 #endif
 
 MPK_DEVICE void copy_async_16(void* dst, const void* src) {

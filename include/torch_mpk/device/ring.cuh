@@ -307,6 +307,9 @@ struct RingReader {
 
   MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * slot_bytes; }
 
+  // What the loader says of entry g, in place of a tile's number. The entry's data is there.
+  MPK_DEVICE uint32_t said_of(uint32_t g) const { return ptx::load_shown(&ring.tile[g % slots]); }
+
   // The number of entries issued by the end of a phase, which next_tile has found ended.
   MPK_DEVICE uint32_t phase_end(uint32_t phase) const {
     return static_cast<uint32_t>(ptx::load_shown(&ring.phase_end[phase % kPhasesAhead]));

@@ -45,7 +45,7 @@ inline constexpr int kLaunchAttributeClusterDimension = 4;
 inline constexpr int kLaunchAttributeProgrammaticStreamSerialization = 6;
 
 inline constexpr int kTensorMapUint16 = 1;
-inline constexpr int kTensorMapSwizzle128 = 3, kTensorMapPromotion256 = 3;
+inline constexpr int kTensorMapPlain = 0, kTensorMapSwizzle128 = 3, kTensorMapPromotion256 = 3;
 
 struct alignas(128) TensorMap {
   uint64_t opaque[16];

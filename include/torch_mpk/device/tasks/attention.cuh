@@ -1,4 +1,5 @@
-// attention: one query position per row of the batch against a key-value cache, softmax in fp32.
+// attention: one query position per row of the batch against a key-value cache, softmax in fp32. The same of caches in
+// pages is paged_attention.cuh, which says where positions lie (Positions) and which of a tile count (Live).
 //
 // The visible positions of every (batch row, group) are cut into pieces, see KvPiece in partition.h, so that a warp has
 // one tile, if there are workers enough. The loader streams a piece tile by tile, keys and values of a few positions,
@@ -51,13 +52,29 @@ concept Masked = requires(const Job& job, uint32_t b, uint32_t h, uint32_t posit
   { V::mask(job, b, h, position) } -> Same<float>;
 };
 
-// Where its operands are, for batch row b, group g and head h.
+// Where keys and values are: a cache of each batch row b and group g,
 template <class V>
-concept Places = requires(const Job& job, uint32_t b, uint32_t g, uint32_t h) {
+concept InCaches = requires(const Job& job, uint32_t b, uint32_t g) {
   { V::k_cache(job, b, g) } -> Same<typename V::T*>;
   { V::v_cache(job, b, g) } -> Same<typename V::T*>;
-  { V::limit(job, b) } -> Same<int64_t>;
   { V::slot(job) } -> Same<int64_t>;
+};
+
+// or pages, of which a table has the numbers: its place m of row b has that of positions m kPageSize to (m + 1)
+// kPageSize, which is none if it is not below kNumPages.
+template <class V>
+concept InPages = Constants<int, V::kPageSize, V::kNumPages> && requires(const Job& job, uint32_t b, int32_t page) {
+  requires Constants<int, V::kPieceTiles, V::kPieces>;  // see Positions::kPieceTiles; room for so many pieces' results
+  requires Constants<bool, V::kInBoxes>;                // keys and values come by maps
+  { V::page(job, b, b) } -> Same<int32_t>;
+  { V::k_pages(job, page, b) } -> Same<typename V::T*>;
+  { V::v_pages(job, page, b) } -> Same<typename V::T*>;
+};
+
+// Where its operands are, for batch row b, group g and head h.
+template <class V>
+concept Places = (InCaches<V> || InPages<V>) && requires(const Job& job, uint32_t b, uint32_t h) {
+  { V::limit(job, b) } -> Same<int64_t>;
   { V::partials(job) } -> Same<uint8_t*>;
   { V::y(job, b, h) } -> Same<typename Choose<V::kPolled, uint16_t*, typename V::T*>::Type>;
 } && (!V::kHasMask || Masked<V>);
@@ -87,11 +104,53 @@ MPK_DEVICE uint32_t visible(const Job& job, uint32_t row) {
   return limit < 0 ? 0 : limit > V::kLength ? V::kLength : static_cast<uint32_t>(limit);
 }
 
-// Positions of a tile: what the tensor cores take at once, if keys fit a ring entry.
+// Positions of a tile.
 template <class V>
-inline constexpr int kTile = floor_power_of_two(kMinSlotBytes / (V::kSize * int(sizeof(typename V::T)))) < 16
-                                 ? floor_power_of_two(kMinSlotBytes / (V::kSize * int(sizeof(typename V::T))))
-                                 : 16;
+inline constexpr int kTile = kv_tile(V::kSize * int(sizeof(typename V::T)));
+
+// Where a variant's positions lie, and which one a row writes first. In caches: all rows the same, side by side.
+template <class V>
+struct Positions {
+  using T = typename V::T;
+  static constexpr uint32_t kPieceTiles = 0;  // of every piece but a row's last; 0: as all rows' lengths give
+  using Slot = int64_t;
+  Slot slot;
+
+  MPK_DEVICE explicit Positions(const Job& job) : slot(V::slot(job)) {}
+
+  // What the row writes; outside [0, kLength): nothing.
+  MPK_DEVICE Slot written(const Job&, uint32_t) const { return slot; }
+
+  // Finds the key or value of a position. False where it has none.
+  static MPK_DEVICE bool find(const Job& job, uint32_t row, uint32_t group, Slot position, bool is_value, T*& at) {
+    T* cache = is_value ? V::v_cache(job, row, group) : V::k_cache(job, row, group);
+    at = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + position * (is_value ? V::kPitchV : V::kPitchK));
+    return true;
+  }
+
+  // Streams a piece's tiles; false when the launch was given up. Keys and values are the two parts of a tile, positions
+  // its rows, of which the batch row has `limit`.
+  template <class L>
+  static MPK_DEVICE bool load(L& l, const Job& job, const KvPiece& piece, uint32_t limit);
+};
+
+template <class V>
+using Slot = typename Positions<V>::Slot;
+
+// Those of a tile's positions that count. In caches: all below the row's limit.
+template <class V>
+struct Live {
+  static constexpr bool kAreKnown = true;  // and not said by the loader; those that count are in front of the others
+  uint32_t rows;
+
+  MPK_DEVICE Live(uint32_t first, uint32_t limit) : rows(min(uint32_t(kTile<V>), limit - first)) {}
+  MPK_DEVICE bool has(uint32_t place) const { return place < rows; }
+  MPK_DEVICE bool has(int64_t position, uint32_t first) const {
+    return position >= int64_t(first) && position < int64_t(first) + rows;
+  }
+  MPK_DEVICE bool has_all() const { return rows == kTile<V>; }
+  MPK_DEVICE uint32_t num_first() const { return rows; }  // in front of the first that does not count
+};
 
 template <class V>
 MPK_DEVICE uint32_t tiles_of(uint32_t visible) {
@@ -165,6 +224,12 @@ __device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t length, ui
   return rows.piece(length, number);
 }
 
+template <class V>
+MPK_DEVICE uint32_t length_of_pieces(const RowTiles<V>& rows) {
+  if constexpr (Positions<V>::kPieceTiles != 0) return Positions<V>::kPieceTiles;
+  return divide<V>(rows);
+}
+
 // How the work is cut. All lanes of a warp call all functions.
 template <class V>
 struct Cut {
@@ -172,7 +237,7 @@ struct Cut {
   RowTiles<V> rows;
   uint32_t length;  // of a piece
 
-  MPK_DEVICE explicit Cut(const Job& job) : job(job), rows(job), length(divide<V>(rows)) {}
+  MPK_DEVICE explicit Cut(const Job& job) : job(job), rows(job), length(length_of_pieces<V>(rows)) {}
   MPK_DEVICE uint32_t limit(uint32_t row) const { return visible<V>(job, row); }
   MPK_DEVICE KvPiece piece(uint32_t number) const { return find_piece<V>(rows, length, number); }
 };
@@ -205,10 +270,16 @@ MPK_DEVICE bool spreads(const Job& job) {
   return kv_count(tiles_of<V>(visible<V>(job, 0)), kPieceTiles) * kUnits<Spread<V>> <= V::kWorkers;
 }
 
+// Whether pieces are of one length.
+template <class V>
+inline constexpr bool kEqualPieces = Positions<V>::kPieceTiles != 0;
+
 // Whether a group may be more than one piece.
 template <class V>
 inline constexpr bool kMayCut =
-    V::kLength > kTile<V> * kPieceTiles && (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
+    kEqualPieces<V> ? V::kLength > kTile<V>* Positions<V>::kPieceTiles
+                    : V::kLength > kTile<V> * kPieceTiles &&
+                          (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
 
 // Of the partial results of a piece.
 template <class V>
@@ -225,6 +296,8 @@ struct Shape {
   static constexpr int kRowBytes = kSize * int(sizeof(T));
   static constexpr bool kTogether = 2 * kTile * kRowBytes <= kMinSlotBytes;  // keys and values in one ring entry
   static constexpr int kEntries = kTogether ? 1 : 2;                         // of a tile
+  static constexpr int kParts = kTogether ? 2 : 1;                           // of an entry
+  static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes);
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
   static constexpr bool kTensorCores = kHasFragments<T> && kTile == 16;
@@ -254,26 +327,30 @@ struct Shape {
 
 // ---- the loader's part
 
-// Keys and values are the two parts of a tile, positions its rows.
+template <class V>
+template <class L>
+MPK_DEVICE bool Positions<V>::load(L& l, const Job& job, const KvPiece& piece, uint32_t limit) {
+  using S = Shape<V>;
+  constexpr uint32_t kParts = S::kParts, kBytes = S::kRowBytes, kEntries = S::kEntries;
+  constexpr Stream kStream{S::kTile,          2,           kParts, kBytes, kBytes, 1, kEntries, inverse(1),
+                           inverse(kEntries), S::kInFlight};
+  const uint32_t group = piece.group / V::kPasses, end = piece.first_tile + piece.num_tiles;
+  if (l.lane < 2) {
+    l.shared.data[l.lane] =
+        reinterpret_cast<uint64_t>(l.lane == 0 ? V::k_cache(job, piece.row, group) : V::v_cache(job, piece.row, group));
+    l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, limit, 0, end};
+  }
+  __syncwarp();
+  return l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end});
+}
+
 template <class V, class L>
 MPK_DEVICE void load_pieces(L& l, const Job& job) {
-  using S = Shape<V>;
-  constexpr uint32_t kParts = S::kTogether ? 2 : 1, kBytes = S::kRowBytes, kEntries = S::kEntries;
-  constexpr uint32_t kInFlight = entries_in_flight(kParts * S::kTile * kBytes);
-  constexpr Stream kStream{S::kTile, 2, kParts, kBytes, kBytes, 1, kEntries, inverse(1), inverse(kEntries), kInFlight};
   const Cut<V> cut(job);
 #pragma unroll 1
   for (uint32_t number = l.worker(job);; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
-    if (piece.num_tiles == 0) return;
-    const uint32_t group = piece.group / V::kPasses, end = piece.first_tile + piece.num_tiles;
-    if (l.lane < 2) {
-      l.shared.data[l.lane] = reinterpret_cast<uint64_t>(l.lane == 0 ? V::k_cache(job, piece.row, group)
-                                                                     : V::v_cache(job, piece.row, group));
-      l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, cut.limit(piece.row), 0, end};
-    }
-    __syncwarp();
-    if (!l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end})) return;
+    if (piece.num_tiles == 0 || !Positions<V>::load(l, job, piece, cut.limit(piece.row))) return;
   }
 }
 
@@ -292,7 +369,7 @@ template <class V>
 struct Tile {
   using T = typename V::T;
   const T *keys, *values;  // [position][kSize]
-  uint32_t rows;           // positions that count; values behind them are zero
+  Live<V> live;            // positions that count; values of others are zero
 };
 
 // N floats moved in accesses of 16 bytes, or of all.
@@ -414,11 +491,11 @@ struct Softmax {
   }
 
   // Begins to read the masks of a tile.
-  MPK_DEVICE void fetch_mask(const Job& job, const KvPiece& piece, uint32_t first, uint32_t rows, uint32_t lane) {
+  MPK_DEVICE void fetch_mask(const Job& job, const KvPiece& piece, uint32_t first, const Live<V>& live, uint32_t lane) {
     if constexpr (V::kHasMask)
 #pragma unroll
       for (int r = 0; r < S::kRounds; r++)
-        if (lane % S::kTile < rows && head(r, lane) < S::kHeads)
+        if (live.has(lane % S::kTile) && head(r, lane) < S::kHeads)
           mask[r] = V::mask(job, piece.row, piece.group * S::kHeads + head(r, lane), first + lane % S::kTile);
   }
 
@@ -436,7 +513,7 @@ struct Softmax {
     for (int r = 0; r < S::kRounds; r++) {
       float* at = weights + head(r, lane);
       const float score =
-          place < tile.rows ? __fadd_rn(__fmul_rn(at[place * S::kPad], V::kScale), mask[r]) : -infinity();
+          tile.live.has(place) ? __fadd_rn(__fmul_rn(at[place * S::kPad], V::kScale), mask[r]) : -infinity();
       float top = fmaxf(max[r], score);
 #pragma unroll
       for (int o = 1; o < S::kTile; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
@@ -654,7 +731,7 @@ inline constexpr uint32_t kStagedTiles = kHeldTiles<V, C> < kConsumerWarps ? kHe
 // position, its key and value, which the worker with the first tile of a group also writes to the caches. begins() is
 // asked behind what is known of the rows beforehand; false when it says so.
 template <class V, class C, class Begins>
-MPK_DEVICE bool bring_row(C& c, const Job& job, const KvPiece& piece, int64_t slot, int place, uint8_t* staged,
+MPK_DEVICE bool bring_row(C& c, const Job& job, const KvPiece& piece, Slot<V> slot, int place, uint8_t* staged,
                           Begins begins) {
   using S = Shape<V>;
   using T = typename V::T;
@@ -687,9 +764,9 @@ MPK_DEVICE bool bring_row(C& c, const Job& job, const KvPiece& piece, int64_t sl
     if (is_query)
       for (int d = c.lane; d < S::kSize; d += 32) queries[query_place<V>(d)] = to_float(data[d]);
   }
-  if (is_new && piece.first_tile == 0 && piece.group % V::kPasses == 0 && slot >= 0 && slot < V::kLength) {
-    T* cache = is_value ? V::v_cache(job, piece.row, group) : V::k_cache(job, piece.row, group);
-    T* to = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + slot * (is_value ? V::kPitchV : V::kPitchK));
+  T* to;
+  if (is_new && piece.first_tile == 0 && piece.group % V::kPasses == 0 && slot >= 0 && slot < V::kLength &&
+      Positions<V>::find(job, piece.row, group, slot, is_value, to)) {
 #pragma unroll
     for (int i = 0; i < S::kChunks; i += 32)
       if (i + c.lane < S::kChunks)
@@ -702,7 +779,7 @@ MPK_DEVICE bool bring_row(C& c, const Job& job, const KvPiece& piece, int64_t sl
 // up. What is known of the rows beforehand is fetched before it is known whether there is a piece, which takes a limit
 // from memory.
 template <class V, class C>
-MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) {
+MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, Slot<V> slot) {
   static_assert(V::kHeads + 2 <= kConsumerWarps);
   const auto begins = [&] { return (!V::kEarly || c.await()) && piece.num_tiles != 0; };
   if (!bring_row<V>(c, job, piece, slot, c.warp, c.staged(), begins)) return false;
@@ -714,16 +791,21 @@ MPK_DEVICE bool stage(C& c, const Job& job, const KvPiece& piece, int64_t slot) 
 
 // One tile of keys and values; false when the launch was given up. The first `present` tiles are known to be there.
 template <class V, class C>
-MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t index, uint32_t limit, int64_t slot,
+MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t index, uint32_t limit, Slot<V> slot,
                          uint8_t* staged, uint32_t present, Softmax<V>& softmax) {
   using S = Shape<V>;
   using T = typename S::T;
   const T* new_rows = reinterpret_cast<const T*>(staged) + S::kNewRow * S::kPitch;
   const uint32_t entry = c.entry + index * S::kEntries;
-  const uint32_t first = (piece.first_tile + index) * S::kTile, rows = min(uint32_t(S::kTile), limit - first);
+  const uint32_t first = (piece.first_tile + index) * S::kTile;
+  Live<V> live(first, limit);
   // The cache may still hold what was there before this launch, and the slot what was there before this tile.
-  const bool has_new = V::kHasNew && slot >= int64_t(first) && slot < int64_t(first) + rows,
-             mended = has_new || rows < S::kTile;
+  bool has_new, mended;
+  const auto compare = [&] {
+    has_new = V::kHasNew && live.has(slot, first);
+    mended = has_new || !live.has_all();
+  };
+  if (Live<V>::kAreKnown) compare();
   auto data_of = [&](uint32_t e) { return reinterpret_cast<T*>(c.ring.slot(e)); };
   auto replace_row = [&](T* data, const T* row) {
     if (!has_new) return;
@@ -740,16 +822,20 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
     if (!mended) return;
     replace_row(values, new_rows + S::kPitch);
 #pragma unroll 1
-    for (uint32_t i = rows * S::kChunks + c.lane; i < S::kTile * S::kChunks; i += 32)
-      reinterpret_cast<uint4*>(values)[i] = uint4{};
+    for (uint32_t i = live.num_first() * S::kChunks + c.lane; i < S::kTile * S::kChunks; i += 32)
+      if (Live<V>::kAreKnown || !live.has(i / S::kChunks)) reinterpret_cast<uint4*>(values)[i] = uint4{};
     __syncwarp();
   };
   auto release = [&](uint32_t e) {
     if (mended) ptx::fence_proxy_async_shared();
     c.ring.release(e);
   };
-  softmax.fetch_mask(job, piece, first, rows, c.lane);
+  softmax.fetch_mask(job, piece, first, live, c.lane);
   if (index >= present && !c.ring.wait(entry, c.phase)) return false;
+  if constexpr (!Live<V>::kAreKnown) {
+    live = Live<V>(c.ring.said_of(entry));
+    compare();
+  }
   T* keys = data_of(entry);
   T* values = S::kTogether ? keys + S::kTile * S::kSize : data_of(entry + 1);
   mend_keys(keys);
@@ -761,7 +847,7 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
     mend_values(values);
     return true;
   };
-  if (!softmax.add({keys, values, rows}, staged, c.warp, c.lane, await_values)) return false;
+  if (!softmax.add({keys, values, live}, staged, c.warp, c.lane, await_values)) return false;
   release(entry + S::kEntries - 1);
   return true;
 }
@@ -808,15 +894,17 @@ MPK_DEVICE void compute_pieces(C& c, const Job& job) {
   using S = Shape<V>;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   const Cut<V> cut(job);
-  const int64_t slot = V::slot(job);
+  const Positions<V> positions(job);
   const uint32_t worker = c.worker(job);
-  constexpr bool kOnce = V::kBatch * kUnits<V> <= V::kWorkers;  // then no worker has two pieces
+  // Then no worker has two pieces.
+  constexpr bool kOnce = V::kBatch * kUnits<V> <= V::kWorkers && !kEqualPieces<V>;
 #pragma unroll 1
   for (uint32_t number = worker;; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
     if (!kOnce && piece.num_tiles == 0) return;
     if (!kOnce && number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const uint32_t limit = cut.limit(piece.row);
+    const Slot<V> slot = positions.written(job, piece.row);
     Softmax<V> softmax;
     if (!stage<V>(c, job, piece, slot)) return;
     c.stamp_first(&PhaseStamps::staged);
@@ -847,13 +935,14 @@ MPK_DEVICE bool await_window(C& c, uint64_t* windows, uint32_t number, Waiting w
 
 // The pieces' tiles. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, int64_t slot) {
+MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, const Positions<V>& positions) {
   using S = Shape<V>;
 #pragma unroll 1
   for (uint32_t number = c.worker(job);; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
     if (piece.num_tiles == 0) return true;
     const uint32_t limit = cut.limit(piece.row);
+    const Slot<V> slot = positions.written(job, piece.row);
     uint8_t* staged = window_of<V>(c, c.window);
     Softmax<V> softmax;
     if (!await_window(c, c.windows().full, c.window, Waiting::kFullSlot)) return false;
@@ -872,7 +961,7 @@ MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, int64_t s
 // All else. A piece's results are put together when the next one's rows are staged; so a warp that waits for pieces of
 // others has staged all pieces before its own.
 template <class V, class C>
-MPK_DEVICE bool serve_tiles(C& c, const Job& job, const Cut<V>& cut, int64_t slot) {
+MPK_DEVICE bool serve_tiles(C& c, const Job& job, const Cut<V>& cut, const Positions<V>& positions) {
   using S = Shape<V>;
   const int helper = c.warp - kTileWarps<V>;
   const auto combine = [&](const KvPiece& piece, uint32_t number, uint32_t window) {
@@ -890,6 +979,7 @@ MPK_DEVICE bool serve_tiles(C& c, const Job& job, const Cut<V>& cut, int64_t slo
   for (uint32_t number = c.worker(job);; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
     if (piece.num_tiles != 0) {
+      const Slot<V> slot = positions.written(job, piece.row);
 #pragma unroll 1
       for (int place = helper; place < V::kHeads + (V::kHasNew ? 2 : 0); place += kBringingWarps)
         bring_row<V>(c, job, piece, slot, place, window_of<V>(c, c.window), [] { return true; });
@@ -908,9 +998,9 @@ template <class V, class C>
 MPK_DEVICE void compute_overlapped(C& c, const Job& job) {
   static_assert(Shape<V>::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   const Cut<V> cut(job);
-  const int64_t slot = V::slot(job);
+  const Positions<V> positions(job);
   if (!c.await()) return;
-  if (!(c.warp < kTileWarps<V> ? work_on_tiles<V>(c, job, cut, slot) : serve_tiles<V>(c, job, cut, slot)))
+  if (!(c.warp < kTileWarps<V> ? work_on_tiles<V>(c, job, cut, positions) : serve_tiles<V>(c, job, cut, positions)))
     c.failed = true;
 }
 

@@ -26,7 +26,7 @@ inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar)
 struct MatrixMap {
   const uint8_t* data;
   uint64_t rows, columns, pitch;
-  uint32_t box_rows, box_blocks;
+  uint32_t box_rows, box_blocks;  // of 64 columns; of a plain map, columns
 };
 inline constexpr uint64_t kEvictFirst = 0, kEvictNormal = 0;
 inline void box_load(void* dst, const void* map, int row, int block, uint64_t* bar, uint64_t = kEvictFirst) {
@@ -41,6 +41,18 @@ inline void box_load(void* dst, const void* map, int row, int block, uint64_t* b
         uint8_t* to = static_cast<uint8_t*>(dst) + (b * m.box_rows + r) * 128 + (piece ^ r % 8) * 16;
         emulator::copy_async(to, is_in ? m.data + from_row * m.pitch + column * 2 : zero, 16, bar);
       }
+}
+inline void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
+  emulator::require_aligned_to(dst, 128);
+  const MatrixMap& m = *static_cast<const MatrixMap*>(map);
+  for (uint32_t r = 0; r < m.box_rows; r++)
+    for (uint32_t c = 0; c < m.box_blocks; c += 8) {
+      alignas(16) static const uint8_t zero[16] = {};
+      const uint64_t from_row = uint64_t(row) + r, from_column = uint64_t(column) + c;
+      const bool is_in = from_row < m.rows && from_column < m.columns;
+      uint8_t* to = static_cast<uint8_t*>(dst) + (r * m.box_blocks + c) * 2;
+      emulator::copy_async(to, is_in ? m.data + from_row * m.pitch + from_column * 2 : zero, 16, bar);
+    }
 }
 inline void copy_async_16(void* dst, const void* src) { emulator::copy_thread(dst, src, 16); }
 inline void copy_async_arrive(uint64_t* bar) { emulator::arrive_after_copies(bar); }

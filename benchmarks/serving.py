@@ -1,0 +1,313 @@
+"""Times many requests at once in Hugging Face's continuous batching: with its own steps, and with decode steps by mpk.
+
+    python benchmarks/serving.py --models qwen3-0.6b qwen3-8b
+    python benchmarks/serving.py --models tiny --requests 6 --arrivals 12 --rate 20 --prompts 4 40 --new-tokens 12 \\
+        --page-size 16 --blocks 64 --batch-tokens 64 --variants sdpa mpk --limit 120  # on a CPU
+
+Three parts: ``--requests`` that are there at once; ``--arrivals`` that come one by one, ``--rate`` a second, at random
+times (Poisson); and attention over pages alone, beside what PyTorch has for it. Prompts have random lengths within
+``--prompts``, and models random weights. Each variant of each part runs in a process of its own, within ``--limit``
+seconds. Writes serving_<device>_<date>.json and .md; what the columns mean is in benchmarks/results/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import RESULTS, Report, Result, environment, run_child, table, write
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+import torch_mpk.continuous_batching as mpk_cb
+from torch_mpk import registry
+from torch_mpk.task_kernel import kernel_of
+from torch_mpk.testing.bench import microseconds
+from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.tiny import tiny_model
+
+Case = dict[str, Any]
+IS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if IS_CUDA else "cpu"
+ATTENTION_ROWS = (1, 8, 32, 64)
+PARTS = ["at once", "stream", "attention"]
+
+# By their names: the attention, and what the engine's configuration has besides what all have.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sdpa": ("sdpa", {}),  # eager steps
+    "sdpa, CUDA graphs": ("sdpa", {"use_cuda_graph": True}),
+    "sdpa, Inductor": ("sdpa", {"default_compile_level": 1}),
+    "sdpa, Inductor and CUDA graphs": ("sdpa", {"default_compile_level": 1, "use_cuda_graph": True}),
+    "mpk": (mpk_cb.ATTENTION, {}),
+    "mpk, CUDA graphs": (mpk_cb.ATTENTION, {"use_cuda_graph": (False, True)}),
+}
+MEASURED = ["sdpa, CUDA graphs", "sdpa, Inductor and CUDA graphs", "mpk, CUDA graphs"]
+
+
+# Requests, in a child process.
+
+
+def made_model(name: str) -> PreTrainedModel:
+    if name != "tiny":
+        return random_model(CONFIGS[name](), DEVICE)
+    return tiny_model("qwen3", dtype=torch.float32, num_layers=2).to(DEVICE)
+
+
+def configured(case: Case, settings: dict[str, Any]) -> ContinuousBatchingConfig:
+    sizes = {"page_size": case["page_size"], "num_blocks": case["blocks"], "max_batch_tokens": case["batch_tokens"]}
+    common = {"max_requests_per_batch": mpk_cb.MAX_ROWS} | {k: v for k, v in sizes.items() if v} | settings
+    if case["variant"].startswith("mpk"):
+        return mpk_cb.config({"fallback": "error"}, **common)
+    return ContinuousBatchingConfig(auto_switch_to_flash=False, **common)
+
+
+def prompts_of(case: Case, vocabulary: int) -> list[list[int]]:
+    """The same for all variants."""
+    chosen = random.Random(case["seed"])
+    lengths = [chosen.randint(*case["prompts"]) for _ in range(case["requests"])]
+    return [[chosen.randrange(vocabulary) for _ in range(length)] for length in lengths]
+
+
+def arrivals_of(case: Case) -> list[float]:
+    """Seconds from the beginning on; all 0 without a rate."""
+    if not case["rate"]:
+        return [0.0] * case["requests"]
+    chosen = random.Random(case["seed"] + 1)
+    return list(itertools.accumulate(chosen.expovariate(case["rate"]) for _ in range(case["requests"])))
+
+
+def answered(manager: Any, prompts: list[list[int]], arrivals: list[float], count: int, limit_s: float) -> list[Any]:
+    """What becomes of the requests, each sent when it is due."""
+    outputs: list[Any] = []
+    begin = time.perf_counter()
+    waiting = list(zip(arrivals, prompts, strict=True))
+    while len(outputs) < len(prompts):
+        now = time.perf_counter() - begin
+        if not manager.is_running():
+            raise SystemExit("the engine has ended")
+        if now > limit_s:
+            raise SystemExit(f"{len(outputs)} of {len(prompts)} requests were answered in {limit_s:.0f} s")
+        while waiting and waiting[0][0] <= now:
+            manager.add_request(waiting.pop(0)[1], max_new_tokens=count, record_timestamps=True)
+        due = waiting[0][0] - now if waiting else 0.1
+        output = manager.get_result(timeout=max(1e-3, min(0.1, due)))
+        if output is not None and output.is_finished():
+            outputs.append(output)
+    return outputs
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    ordered = sorted(values)
+    return {f"p{p}": 1e3 * ordered[min(len(ordered) - 1, p * len(ordered) // 100)] for p in (50, 99)}
+
+
+def judged(outputs: list[Any], count: int) -> Result:
+    failed = [output.error for output in outputs if output.error or len(output.generated_tokens) != count]
+    times = [output.timestamps for output in outputs if output.timestamps]
+    if failed or not times:
+        return {"error": f"{len(failed)} of {len(outputs)} requests failed: {failed[:1]}"}
+    begin, end = min(o.created_time for o in outputs), max(t[-1] for t in times)
+    return {
+        "seconds": end - begin,
+        "tokens_per_s": sum(map(len, times)) / (end - begin),
+        "first_ms": percentiles([o.timestamps[0] - o.created_time for o in outputs]),
+        "next_ms": percentiles([b - a for each in times for a, b in itertools.pairwise(each)]),
+    }
+
+
+def serve(case: Case) -> Result:
+    attention, settings = VARIANTS[case["variant"]]
+    torch.manual_seed(0)
+    model = made_model(case["model"])
+    model.set_attn_implementation(attention)
+    greedy = GenerationConfig(max_new_tokens=case["new_tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts, arrivals = prompts_of(case, model.config.vocab_size), arrivals_of(case)
+    begin = time.perf_counter()
+    with model.continuous_batching_context_manager(
+        generation_config=greedy, continuous_batching_config=configured(case, settings), warmup=True
+    ) as manager:
+        few = min(4, len(prompts))  # what is left to be compiled, and allocated
+        answered(manager, [[1] * len(p) for p in prompts[:few]], [0.0] * few, 8, case["limit"])
+        build_s = time.perf_counter() - begin
+        outputs = answered(manager, prompts, arrivals, case["new_tokens"], case["limit"])
+    return judged(outputs, case["new_tokens"]) | {"build_s": build_s}
+
+
+# Attention alone, in a child process.
+
+
+def attention_operands(case: Case, heads: int, groups: int, size: int) -> dict[str, torch.Tensor]:
+    """Rows of random lengths, their pages in any order. As the engine's, a position has its heads side by side."""
+    chosen = random.Random(case["seed"])
+    rows, page_size = case["rows"], case["page_size"] or 256
+    longest = case["prompts"][1] + case["new_tokens"]
+    lengths = [chosen.randint(case["prompts"][0], longest) for _ in range(rows)]
+    table_width = -(-longest // page_size)
+    dtype = torch.bfloat16
+    pages = [rows * table_width, page_size, groups, size]
+    order = torch.randperm(rows * table_width, generator=torch.Generator().manual_seed(0))
+    return {
+        "q": torch.randn(rows, heads, size, dtype=dtype, device=DEVICE),
+        **{name: torch.randn(pages, dtype=dtype, device=DEVICE) for name in ("k_pages", "v_pages")},
+        "block_table": order.view(rows, -1).to(DEVICE, torch.int32),
+        "length": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+    }
+
+
+def gathered(operands: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Keys and values of all rows, as static caches have them: [rows, groups, longest, size]."""
+    pages = operands["block_table"].long()
+    return [operands[name][pages].flatten(1, 2).transpose(1, 2).contiguous() for name in ("k_pages", "v_pages")]
+
+
+def attention_variants(operands: dict[str, torch.Tensor]) -> dict[str, Callable[[], torch.Tensor]]:
+    q, length = operands["q"], operands["length"]
+    scale = q.shape[-1] ** -0.5
+    k, v = gathered(operands)
+    paged, static = (kernel_of(registry.get(name)) for name in ("paged_attention", "attention"))
+    limit = length.long()
+    mask = torch.arange(k.shape[2], device=DEVICE) < limit[:, None, None, None]
+    variants: dict[str, Callable[[], torch.Tensor]] = {
+        "mpk": lambda: paged(
+            q, None, None, *(operands[n] for n in ("k_pages", "v_pages", "block_table", "length")), scale=scale
+        ),
+        "mpk, static caches": lambda: static(q, None, None, None, k, v, None, limit, scale=scale),
+        "sdpa, static caches": lambda: F.scaled_dot_product_attention(
+            q.unsqueeze(2), k, v, attn_mask=mask, scale=scale, enable_gqa=True
+        ).squeeze(2),
+    }
+    if not IS_CUDA:
+        return variants
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = torch.arange(len(q) + 1, dtype=torch.int32, device=DEVICE)
+    longest = int(length.max())
+
+    def varlen() -> torch.Tensor:
+        places = {"seqused_k": length, "block_table": operands["block_table"]}
+        pages = operands["k_pages"], operands["v_pages"]
+        result: Any = varlen_attn(q, *pages, ends, None, 1, longest, scale=scale, enable_gqa=True, **places)
+        return result
+
+    return variants | {"varlen_attn": varlen}
+
+
+@torch.inference_mode()
+def attend(case: Case) -> Result:
+    config = made_model("tiny").config if case["model"] == "tiny" else CONFIGS[case["model"]]()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    operands = attention_operands(case, config.num_attention_heads, config.num_key_value_heads, size)
+    read = 2 * int(operands["length"].sum()) * config.num_key_value_heads * size * 2
+    variants = attention_variants(operands)
+    expected = variants["mpk, static caches"]().float()
+    times: dict[str, Any] = {}
+    for name, run in variants.items():
+        try:
+            error = ((run().float() - expected).norm() / expected.norm()).item()
+            us = microseconds({name: run}, torch.device(DEVICE), rounds=10)[name]["median"]
+            times[name] = {"us": us, "differs": error}
+        except Exception as failure:
+            times[name] = {"error": f"{type(failure).__name__}: {failure}".splitlines()[0][:100]}
+    return {"bytes_read": read, "times": times}
+
+
+# All of them, in the parent.
+
+COLUMNS = [
+    "case", "variant", "tokens/s", "first token ms, p50", "p99", "next token ms, p50", "p99", "seconds", "build s",
+]  # fmt: skip
+ATTENTION_COLUMNS = ["case", "variant", "µs", "TB/s", "differs"]
+
+
+def row(result: Result) -> list[str]:
+    if "error" in result:
+        return [result["case"], result["variant"], result["error"]]
+    first, after = result["first_ms"], result["next_ms"]
+    numbers = [result["tokens_per_s"], first["p50"], first["p99"], after["p50"], after["p99"]]
+    rest = [result["seconds"], result["build_s"]]
+    return [result["case"], result["variant"], *(f"{n:.2f}" for n in numbers), *(f"{n:.1f}" for n in rest)]
+
+
+def attention_rows(result: Result) -> list[list[str]]:
+    if "error" in result:
+        return [[result["case"], "–", result["error"]]]
+    rows = []
+    for name, each in result["times"].items():
+        if "error" in each:
+            rows.append([result["case"], name, each["error"]])
+            continue
+        speed = result["bytes_read"] / each["us"] / 1e6
+        rows.append([result["case"], name, f"{each['us']:.1f}", f"{speed:.2f}", f"{each['differs']:.1e}"])
+    return rows
+
+
+def text_of(results: list[Result]) -> str:
+    served = [row(r) for r in results if r["part"] != "attention"]
+    alone = [each for r in results if r["part"] == "attention" for each in attention_rows(r)]
+    return "\n\n".join([table(COLUMNS, served), table(ATTENTION_COLUMNS, alone)])
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    shared = {name: getattr(args, name) for name in ("page_size", "blocks", "batch_tokens", "prompts", "new_tokens")}
+    shared |= {"seed": args.seed, "limit": args.limit}
+    cases: list[Case] = []
+    for model in args.models:
+        low, high = args.prompts
+        for part, requests, rate in (("at once", args.requests, 0), ("stream", args.arrivals, args.rate)):
+            about = f" at {rate:g}/s" if rate else " at once"
+            name = f"{model}, {requests} requests{about}, prompts of {low} to {high}, {args.new_tokens} new tokens"
+            sizes = {"part": part, "model": model, "requests": requests, "rate": rate, "case": name}
+            cases += [shared | sizes | {"variant": variant} for variant in args.variants]
+        for rows in ATTENTION_ROWS:
+            name = f"{model}, attention of {rows} rows of {low} to {high + args.new_tokens}"
+            cases.append(shared | {"part": "attention", "model": model, "rows": rows, "case": name, "variant": ""})
+    return [case for case in cases if case["part"] in args.parts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=["tiny", *sorted(CONFIGS)], default=["qwen3-0.6b", "qwen3-8b"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=MEASURED)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--arrivals", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=10, help="requests a second")
+    parser.add_argument("--prompts", type=int, nargs=2, default=[128, 1024], help="the shortest and the longest")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--page-size", type=int, default=256)
+    parser.add_argument("--blocks", type=int, help="of the cache; by default what memory there is")
+    parser.add_argument("--batch-tokens", type=int, help="of a step; by default the engine's choice")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one variant of one case")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        case = json.loads(args.child[0])
+        Path(args.child[1]).write_text(json.dumps(attend(case) if case["part"] == "attention" else serve(case)))
+        return
+    report: Report = {
+        "title": "Continuous batching, bfloat16, random weights, greedy",
+        "environment": environment(),
+        "setting": {"page_size": args.page_size, "new_tokens": args.new_tokens, "seed": args.seed},
+        "ceiling": {},
+        "results": [],
+    }
+    for case in cases_of(args):
+        print(case["case"], case["variant"], file=sys.stderr, flush=True)
+        report["results"].append(case | run_child(case, args.limit))
+        write(report, text_of(report["results"]), args.out, "serving")  # what is known so far
+    print(text_of(report["results"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+// paged_attention: pages that a table names, which the loader streams.
+#include <tuple>
+
+#include "../checks.h"
+#include "../pattern.h"
+#include "../text.h"
+#include "attention_writer.h"
+#include "torch_mpk/abi/sizes.h"
+
+namespace mpk::codegen {
+namespace {
+
+class PagesWriter : public AttentionWriter {
+ public:
+  explicit PagesWriter(const JobPlace& place)
+      : AttentionWriter(place, "k_pages", "v_pages", "PagedAttention"),
+        table_(node_.operand("block_table")),
+        length_(node_.operand("length")) {}
+
+ private:
+  int64_t page_size() const { return keys_.tensor.shape[1]; }
+  int64_t groups() const override { return keys_.tensor.shape[2]; }
+  int64_t length() const override { return table_.tensor.shape[1] * page_size(); }
+  bool zero_without_keys() const override { return true; }
+  std::vector<const Operand*> lengths() const override { return {&table_, &length_}; }
+
+  void check() const override {
+    require((k_new_ == nullptr) == (v_new_ == nullptr), node_, "k_new and v_new go together");
+    for (const Operand* numbers : {&table_, &length_}) require_dtype(node_, *numbers, DType::kI32);
+    const int64_t num_pages = keys_.tensor.shape[0];
+    require(num_pages < (int64_t(1) << 31), node_, str(num_pages) + " pages are not supported");
+  }
+
+  std::string limit() override {
+    return refs_.pointer(node_, length_.tensor) + "[int64_t(b) * " + str(length_.tensor.strides[0]) + "]";
+  }
+
+  void write_positions() override {
+    const bool in_boxes = has_boxes(keys_.tensor) && has_boxes(values_.tensor);
+    code_.body +=
+        pitches(1) + flag("kInBoxes", in_boxes) + constant("kPageSize", page_size()) +
+        constant("kNumPages", keys_.tensor.shape[0]) + constant("kPieceTiles", job_.pieces->tiles) +
+        constant("kPieces", job_.pieces->count) +
+        returning("int32_t", "page(const Job& job, uint32_t b, uint32_t m)",
+                  refs_.pointer(node_, table_.tensor) + "[" + element_at(table_.tensor, {"b", "m"}).substr(3) + "]");
+    for (const Operand* pages : {&keys_, &values_}) {
+      const Tensor& t = pages->tensor;
+      code_.body += returning("T*", pages->name + "(const Job& job, int32_t page, uint32_t g)",
+                              refs_.pointer(node_, t, true) + " + int64_t(page) * " + str(t.strides[0]) +
+                                  " + int64_t(g) * " + str(t.strides[2]));
+    }
+    if (in_boxes) write_boxes("K", keys_.tensor), write_boxes("V", values_.tensor);
+  }
+
+  // Positions are rows of a matrix, and a group's heads columns of it, if pages are whole rows apart. A tile whose
+  // positions are not side by side is then one copy all the same.
+  bool has_boxes(const Tensor& t) const {
+    const int tile = kv_tile(static_cast<int>(t.shape[3] * size_bytes(t.dtype)));
+    const auto [page, position, group, element] = std::tie(t.strides[0], t.strides[1], t.strides[2], t.strides[3]);
+    return context_.schedule.target.arch >= 90 && size_bytes(t.dtype) == 2 && page_size() % tile == 0 &&
+           context_.graph().buffers()[t.buffer].kind == BufferKind::kInput && position > t.shape[3] && element == 1 &&
+           page > 0 && page % position == 0 && group >= 0 && (groups() - 1) * group + t.shape[3] <= position &&
+           t.shape[0] * page / position < (int64_t(1) << 31);
+  }
+
+  void write_boxes(const std::string& name, const Tensor& t) {
+    const int64_t page_rows = t.strides[0] / t.strides[1], tile = kv_tile(static_cast<int>(t.shape[3] * 2));
+    const int64_t rows = (t.shape[0] - 1) * page_rows + page_size();
+    const Tensor matrix{t.buffer, t.dtype, {rows, t.strides[1]}, {t.strides[1], 1}, t.offset};
+    code_.body +=
+        constant("kPageRows" + name, page_rows) + constant("kGroupColumns" + name, t.strides[2]) +
+        returning("const void*", "map_" + name + "(const Job& job)",
+                  "job.pointer<const void>(" + str(refs_.add_map(node_, matrix, tile, t.shape[3], true)) + ")");
+  }
+
+  const Operand &table_, &length_;
+};
+
+class PagedAttentionJob : public Emitter {
+  bool takes_companions() const override { return true; }
+  JobCode emit(const JobPlace& place) const override { return PagesWriter(place).run(); }
+};
+
+const PagedAttentionJob kEmitter{};
+[[maybe_unused]] const bool kRegistered = emitters().add("paged_attention", kEmitter);
+
+}  // namespace
+}  // namespace mpk::codegen

@@ -1,0 +1,29 @@
+// How attention is cut into pieces, whatever its keys and values lie in.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk {
+
+struct AttentionSizes {
+  int64_t batch, heads, groups, size;
+  DType dtype;
+  bool overlap = false;     // of a worker's pieces, if shared memory has room for two
+  int64_t piece_tiles = 0;  // of every piece but a row's last; 0: as lengths at run time give
+  int64_t row_tiles = 0;    // then: of the longest row
+
+  bool are_possible() const { return batch >= 1 && groups >= 1 && heads >= groups && heads % groups == 0; }
+  int64_t together() const;                             // heads that a piece works on
+  int64_t units() const { return heads / together(); }  // of a row: each has pieces of its own
+  int64_t pieces_of_row() const { return (row_tiles + piece_tiles - 1) / piece_tiles; }
+  // Of a head of a piece: up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
+  int64_t result_bytes() const { return 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32; }
+};
+
+// A job that does not fit shared memory stays as it is.
+void cut_attention(const Schedule& schedule, Job& job, const AttentionSizes& sizes);
+
+}  // namespace mpk
