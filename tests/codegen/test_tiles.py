@@ -51,6 +51,9 @@ def random_inputs(graph: _C.TBGraph) -> list[torch.Tensor]:
     return inputs
 
 
+SPLIT = {"x": (130, 3072), "weight": (64, 3072), "residual": (130, 64)}
+
+
 @pytest.mark.parametrize(
     ("rows", "hidden", "ffn", "dtype", "last_rows"),
     thinned([(66, 128, 192, "bfloat16", 1), (130, 192, 64, "float16", 0), (300, 64, 448, "bfloat16", 65)], 0, 1),
@@ -77,6 +80,27 @@ def test_many_rows_as_their_reference(rows: int, hidden: int, ffn: int, dtype: s
     kernel.launch(inputs, others)
     assert all(torch.equal(other[0], own[0]) for other, own in zip(others, first, strict=True))
     assert not any(torch.equal(other[1:], own[1:]) for other, own in zip(others, first, strict=True) if len(own) > 1)
+
+
+def test_few_tiles_are_cut_among_workers_whose_sums_meet_in_order() -> None:
+    b = Builder()
+    x, weight, residual = (b.buffer("input", name, "bfloat16", list(shape)) for name, shape in SPLIT.items())
+    y = b.node("linear", [("x", x), ("weight", weight)], b.buffer("workspace", "y", "bfloat16", [130, 64]))
+    b.pointwise("add", [y, residual], b.buffer("output", "sum", "bfloat16", [130, 64]))
+    kernel = emulate(b.graph, workers=14, polled=True)
+    [shape] = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
+    assert shape.splits > 2
+    torch.manual_seed(0)
+    inputs = random_inputs(b.graph)
+    _, (want,) = reference(b.graph, inputs)
+    made = []
+    for seed, order in enumerate(("forward", "reverse", "shuffled")):
+        for _ in range(2):  # the second must not take what the first has left
+            [output] = outputs = [allocate(t) for t in tensors(b.graph, "output")]
+            kernel.launch(inputs, outputs, seed=seed, order=order, jitter=7 * seed)
+            assert relative_error(output, want) < 1e-2
+            made.append(output)
+    assert all(torch.equal(made[0], other) for other in made[1:])
 
 
 @pytest.mark.parametrize(("rows", "hidden", "ffn"), thinned([(128, 1024, 3072), (2048, 4096, 12288)], 1))

@@ -150,7 +150,7 @@ MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
 template <class V, class C>
 struct Partials {
   using S = TilesShape<V>;
-  static constexpr int kPairs = S::kColumns / 4, kAtOnce = kPairs < 8 ? kPairs : 8;
+  static constexpr int kPairs = S::kColumns / 4, kAtOnce = S::kColumns > 128 ? 4 : 8;
   C& c;
   ulonglong2* first;  // of the thread's, of the tile's first part
 
@@ -254,9 +254,10 @@ struct Strip {
 
 // A warp's rows of a tile. What results need besides is on its way while the strip before is finished.
 template <class V, class C>
-MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place, Strip<V, C> next,
+MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place,
                             WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   using S = TilesShape<V>;
+  Strip<V, C> next(c, job, place, 0);
   float* strip = reinterpret_cast<float*>(c.staged() + c.warp * S::kStripBytes);
 #pragma unroll 1
   for (int first = 0; first < V::kTileRows; first += S::kStrip) {
@@ -291,9 +292,8 @@ MPK_DEVICE void compute_tiles(C& c, const Job& job) {
       }
     }
     if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
-    const Strip<V, C> first(c, job, place, 0);
     if constexpr (V::kSplits > 1) Partials<V, C>(c, job, tile).add(sums);
-    if (!c.failed) finish_rows<V>(c, job, place, first, sums);
+    if (!c.failed) finish_rows<V>(c, job, place, sums);
   }
 }
 
