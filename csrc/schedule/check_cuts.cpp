@@ -73,6 +73,13 @@ class CutProof {
       check_x(s);
     else
       require(s.chunk_parts == 1 && s_.warps.warpgroups == 0, box + " is taken by one warp");
+    if (s.split != 1) {
+      const int64_t groups = s.split < 1 ? 0 : s_.target.num_workers / s.split;
+      const std::string shared = str(s.split) + " workers share tiles";
+      require(groups > 0 && s.chunks() % s.split == 0 && job_.num_tiles <= groups * s.pass_tiles,
+              shared + ", but their parts are not equal, or take more than a pass");
+      require(job_.pieces && job_.pieces->of_row == s.split, shared + ", but their sums have no place to meet");
+    }
     for (int n : job_.body)
       require(comes_in_boxes(s_.graph, matrix(n)),
               name_buffer(s_, matrix(n).buffer) +

@@ -132,7 +132,7 @@ class LinearWriter {
   void write_stream() {
     if (!job_.shape || shape_.x_rows > 0) return;
     const TileShape& s = *job_.shape;
-    const uint32_t chunks = u32(s.chunks()), entries = u32(s.entries());
+    const uint32_t chunks = u32(s.chunks()), entries = u32(s.has_boxes() ? s.split : s.entries());
     if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
     code_.stream = {{u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes),
                      u32(s.chunk_bytes), chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight)},
@@ -156,6 +156,9 @@ class LinearWriter {
     if (!job_.shape)
       code_.body += returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights_)) +
                     returning("int64_t", "weight_pitch(int i)", choose("i", pitches_));
+    if (shape_.split > 1)
+      code_.body += constant("kPartialBytes", job_.pieces->result_bytes) +
+                    returning("uint8_t*", "partials(const Job& job)", refs_.partials(*job_.pieces));
     code_.body += constant("kPitchX", x_.strides[0]) +
                   returning("const T*", "x(const Job& job)",
                             job_.is_staged || shape_.x_rows > 0 ? "nullptr" : refs_.pointer(first_, x_));
@@ -163,7 +166,9 @@ class LinearWriter {
 
   std::string tile_sizes() const {
     if (shape_.x_rows > 0) return constant("kXRows", shape_.x_rows) + constant("kTileRows", shape_.tile_rows);
-    if (shape_.has_boxes()) return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles);
+    if (shape_.has_boxes())
+      return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles) +
+             constant("kSplit", shape_.split);
     return constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts);
   }
 
