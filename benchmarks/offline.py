@@ -5,8 +5,8 @@
     python benchmarks/offline.py time OLD NEW --models qwen3-0.6b llama-1b --profile
 
 ``build`` writes what the checkout at hand makes of a step, or of a prompt of ``--tokens``, into a folder; ``time``
-compares such folders, with the same random inputs, and ``--position`` tokens in the cache. Results are compared with the first folder's, not with eager's:
-that is for tests.
+compares such folders, with the same random inputs, and ``--position`` tokens in the cache. Results are compared with
+the first folder's, not with eager's: that is for tests.
 """
 
 import argparse
