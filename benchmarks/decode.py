@@ -2,11 +2,12 @@
 
     python benchmarks/decode.py --models qwen3-0.6b llama-1b qwen3-8b --batch 1 8 --position 512 4096
     python benchmarks/decode.py --baselines eager default reduce-overhead max-autotune
+    python benchmarks/decode.py --batch 1 2 4 8 16 32 64 --baselines eager graph reduce-overhead --budget 1200
 
-Each variant of each case runs in a process of its own, under a time limit: what one breaks, leaks or leaves compiled
-touches no other. Writes decode_<device>_<date>.json and .md, and prints the table last; benchmarks/chart.py draws the
-JSON. What the columns mean is in benchmarks/results/README.md. Without a GPU the times are the host's; the benchmark
-made for the CPU is benchmarks/cpu_decode.py.
+Each variant runs in a process of its own, with all the batches that are asked for, each under a time limit: what one
+variant breaks, leaks or leaves compiled touches no other. Writes decode_<device>_<date>.json and .md, and prints the
+table last; benchmarks/chart.py draws the JSON. What the columns mean is in benchmarks/results/README.md. Without a GPU
+the times are the host's; the benchmark made for the CPU is benchmarks/cpu_decode.py.
 """
 
 import argparse
@@ -18,13 +19,13 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from ceiling import measure_ceiling
-from harness import RESULTS, Report, Result, environment, run_child, spread, table, write
+from harness import RESULTS, Report, Result, environment, run_parts, spread, table, write
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
@@ -61,21 +62,21 @@ class OuterGraph:
         return self.output
 
 
-def max_autotune(model: PreTrainedModel) -> Step:
-    step = torch.compile(model, mode="max-autotune-no-cudagraphs")
+def captured(step: Step) -> Step:
     return OuterGraph(step) if torch.cuda.is_available() else step
 
 
 BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {
     "eager": lambda model: model,
+    "graph": captured,  # eager in a CUDA graph
     "default": lambda model: torch.compile(model),
     "reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
-    "max-autotune": max_autotune,
+    "max-autotune": lambda model: captured(torch.compile(model, mode="max-autotune-no-cudagraphs")),
 }
 VARIANTS = BASELINES | {"mpk": lambda model: torch.compile(model, backend="mpk")}
 
 
-# One variant of one case, in the child process.
+# One variant of one model and position, in the child process.
 
 
 class Clock:
@@ -124,49 +125,79 @@ def relative_l2(logits: Tensor, exact: Tensor) -> float:
     return ((logits - exact).norm() / exact.norm()).item()
 
 
-@torch.inference_mode()
-def measure(case: dict[str, Any]) -> Result:
-    batch, position, exact_file = case["batch"], case["position"], Path(case["exact_file"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.zeros(1, device=device)
-    used_before = used_bytes()
-    model = random_model(CONFIGS[case["model"]](), device)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(model.config.vocab_size, (batch, position + NUM_ACCURACY_STEPS), generator=generator)
-    tokens = tokens.to(device)
-    cache, _ = prefill(model, tokens[:, :position], case["cache"])
-    decoded = tokens[:, position:]
-    if not exact_file.is_file():  # the other variants compare with the same exact run
-        exact_model = copy.deepcopy(model).float()
-        exact_cache = copy_cache(cache, model.config, torch.float32)
-        torch.save(decode_logits(exact_model, exact_cache, decoded).cpu(), exact_file)
-        del exact_model, exact_cache
+class Start:
+    """Where a batch's steps begin: a cache that is filled up to ``position``, and the tokens behind it."""
+
+    def __init__(self, model: PreTrainedModel, case: dict[str, Any], batch: int):
+        generator = torch.Generator().manual_seed(1)
+        size = batch, case["position"] + NUM_ACCURACY_STEPS
+        tokens = torch.randint(model.config.vocab_size, size, generator=generator).to(model.device)
+        self.cache, _ = prefill(model, tokens[:, : case["position"]], case["cache"])
+        self.decoded = tokens[:, case["position"] :]
+
+
+def exact_file(case: dict[str, Any], batch: int) -> Path:
+    return Path(case["exact_folder"], f"{batch}.pt")
+
+
+def save_exact(model: PreTrainedModel, case: dict[str, Any]) -> None:
+    """The logits of the same model in float32, from the same caches, unless another variant has left them."""
+    missing = [batch for batch in case["batches"] if not exact_file(case, batch).is_file()]
+    exact_model = copy.deepcopy(model).float() if missing else model
+    for batch in missing:
+        start = Start(model, case, batch)
+        exact_cache = copy_cache(start.cache, model.config, torch.float32)
+        torch.save(decode_logits(exact_model, exact_cache, start.decoded).cpu(), exact_file(case, batch))
+
+
+def forget() -> None:
+    """What the batch before has left: compiled code, graphs, caches."""
+    torch.compiler.reset()
     gc.collect()
-    if device == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
+
+def measure_batch(model: PreTrainedModel, case: dict[str, Any], batch: int, used_before: int) -> Result:
+    start = Start(model, case, batch)
+    cache, position, is_cuda = start.cache, case["position"], torch.cuda.is_available()
     step = VARIANTS[case["variant"]](model)
     begin = time.perf_counter()
-    logits = decode_logits(step, cache, decoded).cpu()
+    logits = decode_logits(step, cache, start.decoded).cpu()
     result: Result = {"build_s": time.perf_counter() - begin}
-    result["relative_l2"] = relative_l2(logits, torch.load(exact_file))
+    result["relative_l2"] = relative_l2(logits, torch.load(exact_file(case, batch)))
 
-    token = decoded[:, :1].contiguous()
+    token = start.decoded[:, :1].contiguous()
     clock = Clock(lambda: step(input_ids=token, past_key_values=cache), cache, position)
     step_ms, _ = clock.loop_ms(NUM_WARMUP_STEPS)
     num_steps = min(case["steps"], max(NUM_WARMUP_STEPS, int(LONGEST_LOOP_MS / step_ms)))
     loops = [clock.loop_ms(num_steps) for _ in range(5)]
     result["loop_ms"] = summary([loop for loop, _ in loops])
     result["host_ms"] = summary([host for _, host in loops])
-    if device == "cuda":
+    if is_cuda:
         host_ms = result["host_ms"]["median"]
         result["device_ms"] = summary([clock.device_ms(host_ms) for _ in range(num_steps)])
     result["memory_bytes"] = used_bytes() - used_before
-    if device == "cuda":
+    if is_cuda:
         rewind(cache, position)
         result["launches"] = count_launches(clock.step)
     result["bytes_read"] = bytes_read(model, cache, position)
     return result
+
+
+@torch.inference_mode()
+def measure(case: dict[str, Any], result_file: Path) -> None:
+    """A line of results for each batch."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.zeros(1, device=device)
+    used_before = used_bytes()
+    model = random_model(CONFIGS[case["model"]](), device)
+    save_exact(model, case)
+    for batch in case["batches"]:
+        forget()
+        result = measure_batch(model, case, batch, used_before)
+        with result_file.open("a") as file:
+            file.write(json.dumps(result) + "\n")
 
 
 # All of them, in the parent.
@@ -179,6 +210,21 @@ def finish(result: Result, tb_per_s: float | None) -> Result:
         floor_ms = result["bytes_read"] / tb_per_s / 1e9 if tb_per_s else None
         result["of_ceiling"] = floor_ms and floor_ms / result["step_ms"]["median"]
     return result
+
+
+def run_batches(
+    case: dict[str, Any], batches: list[int], limit_s: float, deadline: float
+) -> Iterator[tuple[int, Result]]:
+    """A result for each batch; one that breaks the child, or takes too long, is left out by the next child."""
+    while batches and time.monotonic() < deadline:
+        print(case | {"batches": batches}, file=sys.stderr, flush=True)
+        results, error = run_parts(case | {"batches": batches}, limit_s, deadline)
+        if len(results) < len(batches):
+            results.append({"error": error or "left no result"})
+        yield from zip(batches, results, strict=False)
+        batches = batches[len(results) :]
+    for batch in batches:
+        yield batch, {"error": "not begun: the budget was spent"}
 
 
 COLUMNS = "case|variant|device ms|loop ms|host ms|launches|of the ceiling|rel. L2|GB|build s".split("|")
@@ -223,12 +269,15 @@ def main() -> None:
         help="steps timed, five times over in a loop of at most a second, and once one by one",
     )
     parser.add_argument("--limit", type=float, default=240, help="seconds for one variant of one case")
+    parser.add_argument(
+        "--budget", type=float, default=86400, help="seconds for all: what is not begun then is left out"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         case, result_file = args.child
-        Path(result_file).write_text(json.dumps(measure(json.loads(case))))
+        measure(json.loads(case), Path(result_file))
         return
     needed = max(args.steps, NUM_ACCURACY_STEPS)
     if args.cache and max(args.position) + needed > args.cache:
@@ -242,16 +291,17 @@ def main() -> None:
         "ceiling": ceiling,
         "results": [],
     }
-    for model, batch, position in itertools.product(args.models, args.batch, args.position):
+    deadline = time.monotonic() + args.budget
+    for model, position in itertools.product(args.models, args.position):
         with tempfile.TemporaryDirectory() as folder:
-            for variant in (*args.baselines, "mpk"):
+            for variant in ("mpk", *args.baselines):
                 cache = args.cache or -(-(position + needed) // 1024) * 1024
-                case = {"model": model, "batch": batch, "position": position, "cache": cache, "variant": variant}
-                print(case, file=sys.stderr, flush=True)
-                child = {"steps": args.steps, "exact_file": str(Path(folder, "exact.pt"))}
-                result = finish(run_child(case | child, args.limit), ceiling["tb_per_s"])
-                name = f"{model}\nbatch {batch}, position {position}"
-                report["results"].append({"case": name} | case | result)
+                case = {"model": model, "position": position, "cache": cache, "variant": variant}
+                child = {"steps": args.steps, "exact_folder": folder}
+                for batch, result in run_batches(case | child, args.batch, args.limit, deadline):
+                    name = f"{model}\nbatch {batch}, position {position}"
+                    result = finish(result, ceiling["tb_per_s"])
+                    report["results"].append({"case": name, "batch": batch} | case | result)
                 # What is known so far, should a later one take the machine down.
                 write(report, table(COLUMNS, [row(r) for r in report["results"]]), args.out, "decode")
     print(table(COLUMNS, [row(r) for r in report["results"]]))

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +43,33 @@ def run_child(case: dict[str, Any], limit_s: float) -> Any:
         if process.returncode:
             return {"error": f"exit status {process.returncode}, see the log"}
         return json.loads(Path(result_file.name).read_text())
+
+
+def run_parts(case: dict[str, Any], limit_s: float, deadline: float) -> tuple[list[Any], str]:
+    """The same where the child writes a line of JSON for each of several parts: these, and why there are no more.
+
+    Each part has ``limit_s``, and all of them have until ``deadline``, of ``time.monotonic``.
+    """
+    with tempfile.NamedTemporaryFile(mode="r", suffix=".json") as file:
+
+        def lines() -> list[str]:
+            file.seek(0)
+            return [line for line in file if line.endswith("\n")]
+
+        process = subprocess.Popen([sys.executable, sys.argv[0], "--child", json.dumps(case), file.name])
+        num_parts, since, error = 0, time.monotonic(), ""
+        while process.poll() is None:
+            time.sleep(0.1)
+            now = time.monotonic()
+            if len(lines()) > num_parts:
+                num_parts, since = len(lines()), now
+            if now > min(since + limit_s, deadline):
+                process.kill()
+                process.wait()
+                error = f"did not finish in {now - since:.0f} s"
+        if process.returncode and not error:
+            error = f"exit status {process.returncode}, see the log"
+        return [json.loads(line) for line in lines()], error
 
 
 def output_of(*command: str) -> str:

@@ -81,6 +81,10 @@ def build(folder: Path, name: str, batch: int, tokens: int, cache_length: int) -
     state = torch.zeros(batch, config.num_key_value_heads, 1, head_dim, dtype=torch.bfloat16)
     for layer in cache.layers:
         layer.lazy_initialization(state, state)
+        for held in ("keys", "values"):  # zeros take the memory that they are written to, gigabytes for a large batch
+            unwritten = torch.empty_like(getattr(layer, held))
+            torch._dynamo.mark_static_address(unwritten)
+            setattr(layer, held, unwritten)
     torch.compiler.reset()
     with torch.inference_mode():
         try:

@@ -1,6 +1,7 @@
 """Times every task alone, in each way that it can be run.
 
     python benchmarks/tasks.py [--tasks linear attention ...] [--dtype bfloat16]
+    python benchmarks/tasks.py --rows 1 2 4 8 16 32 64 --variants op library
 
 "eager" is the task's reference, "op" the operator torch.ops.mpk.<task>, "mpk" a kernel of that one call, "inductor" the
 compiled reference (on a GPU Triton's code), and "library" what PyTorch has for it: cuBLAS, the fused attention kernels.
@@ -9,6 +10,8 @@ declare; `python -m torch_mpk bench-task` does that for those of one file. Write
 """
 
 import argparse
+import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -79,7 +82,9 @@ def _prefill_attention(q, k, v, mask=None, limit=None, *, scale, style="sdpa"):
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
+VARIANTS = ["mpk", "op", "eager", "inductor", "library"]
 LIBRARY: dict[str, Callable[..., Any]] = {
+    "argmax": lambda x: torch.argmax(x, -1),
     "attention": _attention,
     "embedding": lambda ids, weight: F.embedding(ids, weight),
     "linear": lambda x, weight, bias: F.linear(x, weight, bias),
@@ -87,6 +92,23 @@ LIBRARY: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda x, weight, *, eps, style: F.rms_norm(x, x.shape[-1:], weight, eps),
     "softmax": lambda x: torch.softmax(x, -1),
 }
+
+
+# Linears of a decode step, K and N of each: qkv, o, gate and up, down, the LM head.
+MODELS = {
+    "qwen3-0.6b": [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 151936)],
+    "llama-1b": [(2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 128256)],
+    "qwen3-1.7b": [(2048, 4096), (2048, 2048), (2048, 12288), (6144, 2048), (2048, 151936)],
+    "qwen3-8b": [(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (4096, 151936)],
+}
+
+
+def shapes_of_rows(rows: list[int]) -> dict[str, list[Shape]]:
+    """Of the tasks whose batches are measured: every linear of four models, and what picks a token of a vocabulary."""
+    sizes = dict.fromkeys(size for linears in MODELS.values() for size in linears)
+    vocabularies: list[Shape] = [{"...": (r,), "N": 151936} for r in rows]
+    linears: list[Shape] = [{"R": r, "K": k, "N": n, "bias": None} for r in rows for k, n in sizes]
+    return {"linear": linears, "softmax": vocabularies, "argmax": vocabularies}
 
 
 def operands_of(task: Task, shape: Shape, dtype: torch.dtype, device: str) -> tuple[list[Any], dict[str, Any]]:
@@ -149,12 +171,12 @@ def cpu_gb_per_s() -> float:
 
 @torch.inference_mode()
 def measure(
-    task: Task, shape: Shape, dtype: torch.dtype, device: torch.device, ceiling: float, rounds: int
+    task: Task, shape: Shape, dtype: torch.dtype, device: torch.device, ceiling: float, rounds: int, names: list[str]
 ) -> list[Result]:
     operands, attrs = operands_of(task, shape, dtype, str(device))
     variants = variants_of(task, operands, attrs)
     num_bytes, flops = bytes_of(task, operands, variants["eager"]()), flops_of(task, shape)
-    times = microseconds(variants, device, rounds)
+    times = microseconds({name: run for name, run in variants.items() if name in names}, device, rounds)
     results = []
     for name, us in times.items():
         rate = num_bytes / us["median"] / 1e3
@@ -162,6 +184,20 @@ def measure(
         result = {"variant": name, "step_ms": step_ms, "gb_per_s": rate, "of_ceiling": rate / ceiling}
         results.append(result | {"tflop_per_s": flops / us["median"] / 1e6} if flops else result)
     return results
+
+
+def against_library(results: list[Result]) -> str:
+    """The library's times over the op's: geometric means of each task and number of rows; empty without both."""
+    times = {(r["case"], r["variant"]): r["step_ms"]["median"] for r in results}
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for r in results:
+        if r["variant"] == "op" and (r["case"], "library") in times:
+            ratios.setdefault((r["task"], r["rows"]), []).append(times[r["case"], "library"] / r["step_ms"]["median"])
+    rows = [
+        [task, str(rows), f"{statistics.geometric_mean(each):.2f}", f"{min(each):.2f}–{max(each):.2f}", str(len(each))]
+        for (task, rows), each in ratios.items()
+    ]
+    return table(["task", "rows", "× library, geometric mean", "range", "shapes"], rows) if rows else ""
 
 
 COLUMNS = ["case", "variant", "µs", "GB/s", "of the ceiling", "TFLOP/s"]
@@ -186,6 +222,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=sorted(known), default=sorted(known))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        help="instead: linears of four models, softmax and argmax, with so many rows each",
+    )
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--budget", type=float, default=86400, help="seconds; cases that have not begun are left out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -204,15 +248,22 @@ def main() -> None:
         "ceiling": ceiling,
         "results": [],
     }
-    for name in args.tasks:
+    shapes = shapes_of_rows(args.rows) if args.rows else SHAPES
+    deadline = time.monotonic() + args.budget
+    for name in args.tasks if not args.rows else [name for name in args.tasks if name in shapes]:
         task = known[name]
-        for shape in SHAPES.get(name, task.samples):
+        for shape in shapes.get(name, task.samples):
+            if time.monotonic() > deadline:
+                break
             dims = " ".join(f"{dim}={size}" for dim, size in shape.items() if isinstance(size, (int, tuple)))
             print(name, dims, file=sys.stderr, flush=True)
-            for result in measure(task, shape, getattr(torch, args.dtype), device, gb_per_s, args.rounds):
-                report["results"].append({"case": f"{name} {dims}"} | result)
+            case = {"case": f"{name} {dims}", "task": name, "rows": shape.get("R", math.prod(shape.get("...", ())))}
+            dtype = getattr(torch, args.dtype)
+            for result in measure(task, shape, dtype, device, gb_per_s, args.rounds, args.variants):
+                report["results"].append(case | result)
             # What is known so far: a case whose variants are all to be compiled takes several seconds.
             text = table(COLUMNS, [row(r) for r in report["results"]])
+            text = "\n\n".join(filter(None, [against_library(report["results"]), text]))
             write(report, text, args.out, "tasks")
     print(text)
 

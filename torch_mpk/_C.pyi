@@ -430,7 +430,7 @@ class TileShape:
         shares_entries: bool,
         pass_tiles: int,
         x_rows: int = 0,
-        splits: int = 1,
+        split: int = 1,
     ) -> None: ...
     @property
     def tile_rows(self) -> int: ...
@@ -453,7 +453,7 @@ class TileShape:
     @property
     def x_rows(self) -> int: ...
     @property
-    def splits(self) -> int: ...
+    def split(self) -> int: ...
 
 class WarpLayout:
     def __init__(

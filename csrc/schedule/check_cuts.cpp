@@ -73,11 +73,22 @@ class CutProof {
       check_x(s);
     else
       require(s.chunk_parts == 1 && s_.warps.warpgroups == 0, box + " is taken by one warp");
+    if (s.split != 1) check_split(s);
     for (int n : job_.body)
       require(comes_in_boxes(s_.graph, matrix(n)),
               name_buffer(s_, matrix(n).buffer) +
                   " cannot come in boxes: it is none of the call's matrices of 16-bit " +
                   "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
+  }
+
+  // Each of the workers that share tiles has one part of one pass, so that none waits for itself.
+  void check_split(const TileShape& s) const {
+    const int64_t groups = s.split < 1 ? 0 : s_.target.num_workers / s.split;
+    const std::string shared = str(s.split) + " workers share tiles";
+    require(groups > 0 && s.chunks() % s.split == 0 && job_.num_tiles <= groups * std::max<int64_t>(s.pass_tiles, 1),
+            shared + ", but their parts are not equal, or take more than a pass");
+    require(job_.pieces && (s.x_rows > 0 || job_.pieces->of_row == s.split),
+            shared + ", but their sums have no place to meet");
   }
 
   // What warpgroups multiply: all rows of x, which the loader brings beside the weights.
@@ -86,11 +97,6 @@ class CutProof {
         s_.warps.warpgroups == kWarpgroups && s.x_rows == kTileXRows,
         "tiles of " + str(s.x_rows) + " rows of x are not what " + str(s_.warps.warpgroups) + " warpgroups multiply");
     require(s.chunk_parts == s.parts && s.tile_rows * s.parts <= 256, "an entry does not hold all parts of a tile");
-    require(s.splits > 0 && s.chunks() % s.splits == 0 && job_.pieces.has_value() == (s.splits > 1),
-            str(s.splits) + " parts of " + str(s.chunks()) + " chunks are not equal, or their sums have no place");
-    require(s.splits == 1 || job_.num_tiles * s.splits <= s_.target.num_workers,
-            str(job_.num_tiles) + " tiles in " + str(s.splits) + " parts are more than " + str(s_.target.num_workers) +
-                " workers, of whom one would wait for itself");
     for (const OperandSpec& spec : first_.def->operands)
       if (spec.is_boxed)
         require(has_boxes(first_.operand(spec.name).tensor) && !job_.is_staged,

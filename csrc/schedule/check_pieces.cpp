@@ -32,7 +32,7 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
     if (!holds) unsound(name_node(s, node.id) + ": " + what);
   };
   if (job.shape && job.shape->x_rows > 0) {
-    const int64_t others = job.num_tiles * (job.shape->splits - 1);
+    const int64_t others = job.num_tiles * (job.shape->split - 1);
     const int64_t bytes = job.shape->x_rows * job.shape->tile_rows * job.shape->parts * kTaggedFloatBytes;
     require(pieces.count == others && pieces.results == 1 && pieces.result_bytes == bytes,
             std::to_string(pieces.count) + " pieces of " + std::to_string(pieces.result_bytes) + " bytes are not the " +
@@ -45,6 +45,16 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
           "results of pieces are not aligned to 16 bytes");
   const int64_t workers = s.target.num_workers;
   const std::string count = std::to_string(pieces.count) + " pieces";
+  if (job.shape && job.shape->split > 1) {  // sums of the workers that share tiles
+    const int64_t split = job.shape->split, rows = output(node).tensor.shape[0];
+    require(pieces.of_row == split && pieces.count == workers / split * split,
+            count + ", " + std::to_string(pieces.of_row) + " of the same tiles, are not those of " +
+                std::to_string(workers) + " workers");
+    require(pieces.result_bytes >= job.shape->pass_tiles * job.shape->tile_rows * rows * 8,
+            "a worker's sums of " + std::to_string(rows) + " rows do not fit " + std::to_string(pieces.result_bytes) +
+                " bytes");
+    return;
+  }
   if (pieces.of_row > 0) {  // a worker has one
     const int64_t rows = node.program ? node.program->num_points() / node.program->domain.back() : y.numel();
     require(pieces.count == rows * pieces.of_row, count + ", " + std::to_string(pieces.of_row) + " of a row, are not " +

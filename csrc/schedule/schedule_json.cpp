@@ -14,7 +14,8 @@ std::string shape_json(const TileShape& s) {
          field("chunk_bytes", s.chunk_bytes) + ", " + field("entries", s.entries()) + ", " + field("run", s.run) +
          ", " + field("in_flight", s.in_flight) + ", \"shares_entries\": " + truth(s.shares_entries) +
          (s.pass_tiles > 0 ? ", " + field("pass_tiles", s.pass_tiles) : "") +
-         (s.x_rows > 0 ? ", " + field("x_rows", s.x_rows) + ", " + field("splits", s.splits) : "") + "}";
+         (s.x_rows > 0 ? ", " + field("x_rows", s.x_rows) : "") + (s.split > 1 ? ", " + field("split", s.split) : "") +
+         "}";
 }
 
 std::string tickets_json(const Tickets& t) {

@@ -267,6 +267,8 @@ def test_one_linear(size: int, workers: int, smem_bytes: int, assignment: str) -
         (33, 1024, 300, "float16", 3, SMEM_BYTES),  # windows of boxes of 16 rows
         (16, 4096, 77, "bfloat16", 3, SMEM_BYTES),  # windows of boxes of 8 rows
         (40, 2048, 570, "bfloat16", 2, SMEM_BYTES),  # two blocks together, but for the last warp
+        (32, 4096, 100, "bfloat16", 9, SMEM_BYTES),  # four workers share the columns of tiles, and one has none
+        (24, 6144, 40, "float16", 3, SMEM_BYTES),  # two workers do; rows that are not there
         (64, 576, 1300, "bfloat16", 2, 196 << 10),  # a last window that is shorter, several passes, few slots
     ],
 )
@@ -295,12 +297,16 @@ def test_a_linear_with_several_rows_on_tensor_cores(rows, size, out, dtype, work
     assert torch.equal(outputs[0][0], made[0][0])
 
 
-@pytest.mark.parametrize(("batch", "hidden"), [(2, 1408), (4, 2304), (8, 128), (20, 128)])
-def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int) -> None:
-    sizes = {"batch": batch, "hidden": hidden, "heads": 4, "groups": 2, "head_dim": 32, "ffn": 192, "length": 40}
+@pytest.mark.parametrize(
+    ("batch", "hidden", "ffn"), [(2, 1408, 192), (4, 2304, 192), (8, 128, 192), (20, 128, 192), (64, 128, 2048)]
+)
+def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn: int) -> None:
+    sizes = {"batch": batch, "hidden": hidden, "heads": 4, "groups": 2, "head_dim": 32, "ffn": ffn, "length": 40}
     for polled in (True, False):
-        kernel = emulate(decoder(**sizes), polled=polled)
+        kernel = emulate(decoder(**sizes), workers=5, polled=polled)
         assert "LinearRows" in kernel.program.source
+        shapes = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
+        assert any(shape.split > 1 for shape in shapes) == (ffn == 2048)
         torch.manual_seed(1)
         check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
 

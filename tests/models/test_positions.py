@@ -21,14 +21,26 @@ from torch_mpk.testing.tiny import random_ids, tiny_model
 
 @pytest.mark.parametrize(
     ("attention", "dtype", "num_positions"),
-    thinned([("sdpa", torch.bfloat16, 5), ("eager", torch.float32, 16), ("sdpa", torch.float32, 2)], 0, 1),
+    thinned(
+        [
+            ("sdpa", torch.bfloat16, 5),
+            ("eager", torch.float32, 16),
+            ("sdpa", torch.float32, 2),
+            ("sdpa", torch.bfloat16, 16),
+            ("eager", torch.float16, 8),
+        ],
+        0,
+        1,
+    ),
 )
-def test_a_step_over_several_positions_is_eagers(attention: str, dtype: torch.dtype, num_positions: int) -> None:
-    model = tiny_model(attention=attention, dtype=dtype)
-    wider = {torch.bfloat16: torch.float32, torch.float32: torch.float64}[dtype]
+def test_a_step_over_several_positions_is_eagers(
+    device: torch.device, attention: str, dtype: torch.dtype, num_positions: int
+) -> None:
+    model = tiny_model(attention=attention, dtype=dtype, device=device)
+    wider = {torch.float32: torch.float64}.get(dtype, torch.float32)
     exact = copy.deepcopy(model).to(wider)
     ours = torch.compile(model, backend="mpk", options={"max_positions": num_positions, "fallback": "error"})
-    prompt, tokens = random_ids(1, 7), random_ids(1, num_positions)
+    prompt, tokens = random_ids(1, 7, device), random_ids(1, num_positions, device)
     cache, _ = prefill(model, prompt, 48)
     caches = [copy_cache(cache, model.config, t) for t in (dtype, dtype, wider)]
     with torch.inference_mode():

@@ -277,6 +277,17 @@ def test_cut_jobs_into_tiles_of_queries() -> None:
     assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
 
 
+@pytest.mark.parametrize(
+    ("batch", "splits"), [(8, (1, 1, 1, 1)), (16, (1, 1, 1, 2)), (32, (2, 4, 1, 4)), (64, (4, 4, 1, 4))]
+)
+def test_cut_jobs_lets_workers_share_tiles_where_x_is_most_of_what_they_read(batch: int, splits: tuple) -> None:
+    after = Draft(decoder(layers=1, hidden=4096, heads=32, groups=8, head_dim=128, ffn=12288, batch=batch), "cut_jobs")
+    shapes = by_label(after, "shape")
+    assert tuple(shapes[name].get("split", 1) for name in ("q", "o", "gate", "down")) == splits
+    pieces = by_label(after, "pieces")["down"]
+    assert (pieces["of_row"] if pieces else 1) == splits[-1]
+
+
 def test_place_pieces() -> None:
     before, after = before_and_after(decoder(layers=2), "place_pieces", _C.Target("cuda", 90, 132, 232448))
     pieces = [job["pieces"] for jobs in after.phases for job in jobs if job["pieces"]]

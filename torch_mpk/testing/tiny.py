@@ -54,16 +54,23 @@ class Decoding:
     The cache is made under the caller's ``no_grad``, or else in inference mode.
 
     ``mask`` is what the steps are given: "none"; "2d", the int64[batch, length so far] mask of a left-padded batch,
-    which grows; or "4d", the bool[batch, 1, 1, cache length] mask that ``generate`` makes.
+    which grows; or "4d", the bool[batch, 1, 1, cache length] mask that ``generate`` makes. ``present``, int64[batch,
+    length], says which tokens of the prompt it shows: without it all but half of the first row's.
     """
 
     def __init__(
-        self, model: PreTrainedModel, prompt: torch.Tensor, *, mask: str = "none", max_cache_len: int = 32
+        self,
+        model: PreTrainedModel,
+        prompt: torch.Tensor,
+        *,
+        mask: str = "none",
+        max_cache_len: int = 32,
+        present: torch.Tensor | None = None,
     ) -> None:
         self.mask = mask
         self.cache = StaticCache(config=model.config, max_cache_len=max_cache_len)
-        self.present = torch.ones_like(prompt)
-        if mask != "none":
+        self.present = torch.ones_like(prompt) if present is None else present
+        if mask != "none" and present is None:
             self.present[0, : prompt.shape[1] // 2] = 0
         self.max_cache_len = max_cache_len
         with contextlib.nullcontext() if not torch.is_grad_enabled() else torch.inference_mode():

@@ -126,14 +126,13 @@ class LinearWriter {
     if (shape_.x_rows == 0) return;
     require(context_.aligned_rows(x_, false), first_, "x is not aligned to 16 bytes");
     refs_.add_map(first_, x_, shape_.x_rows, kBoxColumns);
-    if (job_.pieces) partials_ = returning("uint8_t*", "partials(const Job& job)", refs_.partials(*job_.pieces));
   }
 
   // How the loader and the warps share the matrices out.
   void write_stream() {
     if (!job_.shape || shape_.x_rows > 0) return;
     const TileShape& s = *job_.shape;
-    const uint32_t chunks = u32(s.chunks()), entries = u32(s.entries());
+    const uint32_t chunks = u32(s.chunks()), entries = u32(s.has_boxes() ? s.split : s.entries());
     if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
     code_.stream = {{u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes),
                      u32(s.chunk_bytes), chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight)},
@@ -157,6 +156,9 @@ class LinearWriter {
     if (!job_.shape)
       code_.body += returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights_)) +
                     returning("int64_t", "weight_pitch(int i)", choose("i", pitches_));
+    if (shape_.split > 1)
+      code_.body += constant("kPartialBytes", job_.pieces->result_bytes) +
+                    returning("uint8_t*", "partials(const Job& job)", refs_.partials(*job_.pieces));
     code_.body += constant("kPitchX", x_.strides[0]) +
                   returning("const T*", "x(const Job& job)",
                             job_.is_staged || shape_.x_rows > 0 ? "nullptr" : refs_.pointer(first_, x_));
@@ -165,8 +167,10 @@ class LinearWriter {
   std::string tile_sizes() const {
     if (shape_.x_rows > 0)
       return constant("kXRows", shape_.x_rows) + constant("kTileRows", shape_.tile_rows) +
-             constant("kSplits", shape_.splits) + partials_;
-    if (shape_.has_boxes()) return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles);
+             constant("kSplit", shape_.split);
+    if (shape_.has_boxes())
+      return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles) +
+             constant("kSplit", shape_.split);
     return constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts);
   }
 
@@ -267,7 +271,6 @@ class LinearWriter {
   std::vector<int64_t> rows_;  // of each weight
   int64_t tiles_ = 0;
   std::vector<std::string> first_tile_, num_rows_, weights_, pitches_;  // of each weight, expressions
-  std::string partials_;                                                // where parts of tiles meet
   std::string fields_, preload_, finish_;                               // of Extra, and the bodies of these functions
   std::vector<LocalValue> locals_;
 };

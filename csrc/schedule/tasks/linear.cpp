@@ -113,17 +113,36 @@ class Boxes {
  public:
   Boxes(const Linears& job, bool is_staged) : job_(job), is_staged_(is_staged) {}
 
-  // Boxes of 8 rows are shared out among workers more evenly; those of 16 need less of x at a time.
+  // Of the shapes that workers may share tiles in the quickest.
   TileShape shape() const {
-    const int64_t box_rows = job_.batch <= 16 || job_.tiles(kBlockRows) < job_.workers ? 8 : kBlockRows;
+    TileShape best = shape_of(1);
+    for (int64_t split = 2; split <= std::min(kMostSplit, job_.workers); split *= 2) {
+      const TileShape shape = shape_of(split);
+      if (can_split(shape) && nanoseconds(shape) < nanoseconds(best)) best = shape;
+    }
+    return best;
+  }
+
+  // Boxes of 8 rows are shared out among workers more evenly; those of 16 need less of x at a time.
+  TileShape shape_of(int64_t split) const {
+    const int64_t workers = job_.workers / split;  // that have tiles of their own
+    const int64_t box_rows = job_.batch <= 16 || job_.tiles(kBlockRows) < workers ? 8 : kBlockRows;
     const int64_t columns = job_.batch <= 16 ? 512 : 256;
     const int64_t row_bytes = job_.size * job_.element;
     TileShape shape{box_rows, job_.parts, 1, row_bytes, std::min(columns * job_.element, row_bytes)};
     shape.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / shape.entry_bytes();
-    const int64_t mine = divide_up(job_.tiles(box_rows), job_.workers);
+    const int64_t mine = divide_up(job_.tiles(box_rows), workers);
     const int64_t most = std::max<int64_t>(blocks_held() * warps() * (kBlockRows / box_rows) / job_.parts, 1);
     shape.pass_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
+    shape.split = split;
     return shape;
+  }
+
+  // Where the sums of workers that share tiles meet: words of two floats and their tags, see finish_shared.
+  std::optional<Pieces> pieces(const TileShape& shape) const {
+    if (shape.split == 1) return std::nullopt;
+    const int64_t bytes = divide_up(shape.pass_tiles * shape.tile_rows, 32) * 32 * job_.batch / 2 * kWordBytes;
+    return Pieces{job_.workers / shape.split * shape.split, shape.split, 1, 1, bytes};
   }
 
   // See RowsShape in linear_rows.cuh.
@@ -139,6 +158,27 @@ class Boxes {
 
  private:
   static constexpr int64_t kBlockRows = 16;  // of weights, that a warp multiplies at a time
+  static constexpr int64_t kMostSplit = 4, kWordBytes = 16;
+
+  // Chunks in equal parts, tiles in one pass, and of x the rows that a warp finishes together. x that stands in shared
+  // memory whole does not come by columns.
+  bool can_split(const TileShape& shape) const {
+    const int64_t workers = job_.workers / shape.split;
+    return !is_staged_ && job_.parts == 1 && job_.batch % (4 * shape.split) == 0 && shape.chunks() % shape.split == 0 &&
+           job_.tiles(shape.tile_rows) <= workers * shape.pass_tiles;
+  }
+
+  // What a worker takes, by what was measured on an H200 (docs/experiments.md): bytes a nanosecond that it gets of
+  // memory, of windows of x, and in all; and a hop to the workers that share its tiles.
+  double nanoseconds(const TileShape& shape) const {
+    constexpr double kOfMemory = 35, kOfWindows = 30, kInAll = 46, kHop = 2000;
+    const double rows = double(shape.tile_rows) * double(job_.tiles(shape.tile_rows)) / double(job_.workers);
+    const double weights = rows * double(shape.row_bytes);
+    const double x = double(job_.batch) * double(shape.row_bytes) / double(shape.split);
+    const double sums = 8 * rows * double(job_.batch) * double(shape.split - 1);  // sent, and as many received
+    const double products = std::max({weights / kOfMemory, x / kOfWindows, (weights + x) / kInAll});
+    return products + (shape.split == 1 ? 0 : kHop + 2 * sums / kInAll);
+  }
 
   static int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
   int64_t warps() const { return job_.warps - (is_staged_ ? 0 : kBringingWarps); }  // those that multiply
@@ -163,7 +203,7 @@ class Tiles {
     for (int64_t columns : {32, 64, 96, 128, 192, 256}) {  // of results, as many as the tensor cores take at a time
       if (job_.parts > 4 || columns % (job_.parts * strip_columns(job_.parts)) != 0) continue;
       TileShape shape = shape_of(columns);
-      for (shape.splits = 1; shape.splits <= kMostSplits; shape.splits++) {
+      for (shape.split = 1; shape.split <= kMostSplit; shape.split++) {
         if (!can_be_split(shape)) continue;
         const double cycles = cost(shape);
         if (best && cycles >= least) continue;
@@ -180,14 +220,14 @@ class Tiles {
   int64_t staged_bytes() const { return job_.warps * kWarpRows * kStripPitch * 4; }
   // What all but the last part of each tile leave in the workspace.
   std::optional<Pieces> pieces(const TileShape& shape) const {
-    if (shape.splits == 1) return std::nullopt;
-    Pieces pieces{count(shape) * (shape.splits - 1)};
+    if (shape.split == 1) return std::nullopt;
+    Pieces pieces{count(shape) * (shape.split - 1)};
     pieces.result_bytes = kTileXRows * shape.tile_rows * shape.parts * kTaggedFloatBytes;
     return pieces;
   }
 
  private:
-  static constexpr int64_t kMostSplits = 16;
+  static constexpr int64_t kMostSplit = 16;
 
   TileShape shape_of(int64_t columns) const {
     TileShape shape{columns / job_.parts, job_.parts, job_.parts, job_.size * job_.element};
@@ -199,7 +239,7 @@ class Tiles {
 
   // In parts of equally many entries, each with a worker of its own.
   bool can_be_split(const TileShape& shape) const {
-    return shape.splits == 1 || (shape.chunks() % shape.splits == 0 && count(shape) * shape.splits <= job_.workers);
+    return shape.split == 1 || (shape.chunks() % shape.split == 0 && count(shape) * shape.split <= job_.workers);
   }
 
   // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results; or
@@ -209,15 +249,15 @@ class Tiles {
   double cost(const TileShape& shape) const {
     constexpr double kOwnBytes = 64, kAllBytes = 5500, kMemoryBytes = 2600, kTrip = 2000, kSlots = 4;
     constexpr double kOfColumn = 40, kOfTile = 1500, kOfPart = 3000, kOfPartsColumn = 12;
-    const int64_t units = count(shape) * shape.splits, columns = shape.tile_rows * shape.parts;
+    const int64_t units = count(shape) * shape.split, columns = shape.tile_rows * shape.parts;
     const double active = double(std::min(units, job_.workers)), weights = double(columns * kBoxRowBytes);
     const double bytes = double(shape.x_rows * kBoxRowBytes) + weights;
     const double blocks = double(shape.chunk_bytes) / kBoxRowBytes;
     const double from_memory = x_tiles() == 1 ? weights * active / kMemoryBytes : 0;
     const double step = std::max(
         {4.0 * double(columns), bytes / kOwnBytes, bytes * active / kAllBytes, from_memory, kTrip / (kSlots * blocks)});
-    const double steps = double(shape.row_bytes) / kBoxRowBytes / double(shape.splits);
-    const double others = shape.splits == 1 ? 0 : kOfPart + kOfPartsColumn * double((shape.splits - 1) * columns);
+    const double steps = double(shape.row_bytes) / kBoxRowBytes / double(shape.split);
+    const double others = shape.split == 1 ? 0 : kOfPart + kOfPartsColumn * double((shape.split - 1) * columns);
     return double((units + job_.workers - 1) / job_.workers) *
            (steps * step + others + kOfColumn * double(columns) + kOfTile);
   }
@@ -295,6 +335,7 @@ class LinearPlanner : public Planner {
     job.staged_bytes = bytes;
     job.num_tiles = linears.tiles(shape.tile_rows);
     job.shape = shape;
+    job.pieces = boxes.pieces(shape);
     return true;
   }
 

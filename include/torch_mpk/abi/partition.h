@@ -33,6 +33,13 @@ MPK_HOST_DEVICE uint32_t dealt(uint32_t turn, uint32_t worker, uint32_t workers)
   return turn * workers + (turn % 2 == 0 ? worker : workers - 1 - worker);
 }
 
+// The same where `split` workers each have the same tiles, and of those equal parts of the columns: worker w part
+// w % split. Workers that are too few for that have none.
+MPK_HOST_DEVICE Span shared_span(uint32_t total, uint32_t worker, uint32_t split, uint32_t workers) {
+  const uint32_t group = worker / split, groups = workers / split;
+  return group < groups ? static_span(total, group, groups) : Span{0, 0};
+}
+
 // Of `warps` warps, those that bring one of `rows` rows to shared memory, where each row has as many.
 MPK_HOST_DEVICE constexpr int warps_of_row(int64_t rows, int warps) {
   return rows >= warps ? 1 : warps / static_cast<int>(rows);

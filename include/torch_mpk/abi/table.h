@@ -48,12 +48,13 @@ struct JobRow {
 // chunks of the first parts, then those of the next.
 //
 // Where `chunk_parts` is 0, matrices come as boxes instead, by their maps and in the copy engine's swizzle: of a pass
-// of StreamRow::run tiles chunk after chunk, and of each chunk the boxes of all parts of all the tiles.
+// of StreamRow::run tiles chunk after chunk, and of each chunk the boxes of all parts of all the tiles. `entries` is
+// then how many workers share the tiles, see shared_span.
 struct Stream {
   uint32_t tile_rows, parts, chunk_parts;
   uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of kAccessBytes; the last chunk of a row may be shorter
   uint32_t chunks;                  // of a row
-  uint32_t entries;                 // parts / chunk_parts * chunks
+  uint32_t entries;                 // parts / chunk_parts * chunks; of boxes: see above
   uint32_t by_chunks, by_entries;   // their inverses, see quotient
   uint32_t in_flight;               // see entries_in_flight
 };

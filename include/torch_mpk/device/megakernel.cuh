@@ -435,16 +435,20 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
   // The same as boxes, tiles of all matrices side by side.
   MPK_DEVICE void load_boxes(const Job& job, const StreamRow& row, const MatrixRow* matrices) {
     const uint32_t num_tiles = matrices[job.row->num_matrices - 1].end_tile;
-    const Span mine = static_span(num_tiles, worker(job), Kernel::kNumWorkers);
+    const uint32_t split = row.stream.entries, group = worker(job) / split, part = worker(job) - group * split;
+    const Span mine = shared_span(num_tiles, worker(job), split, Kernel::kNumWorkers);
+    Stream stream = row.stream;
+    stream.chunks /= split;
 #pragma unroll 1
     for (uint32_t first = mine.begin; first < mine.end && !failed; first += row.run) {
       const Span pass{first, min(mine.end, first + row.run)};
-      const uint32_t end = ring.entry + (pass.end - pass.begin) * row.stream.parts * row.stream.chunks;
-      ring.entry = fill_boxes(ring, row.stream, job.refs(), matrices, pass, worker(job) % row.stream.chunks, phase);
+      const uint32_t end = ring.entry + (pass.end - pass.begin) * stream.parts * stream.chunks;
+      ring.entry =
+          fill_boxes(ring, stream, job.refs(), matrices, pass, part * stream.chunks, group % stream.chunks, phase);
       failed = ring.entry != end;
       if constexpr (kProfiled<Kernel>)
-        for (uint32_t i = 0; i < job.row->num_matrices; i += row.stream.parts)
-          this->stamps.bytes += streamed_bytes(row.stream, matrices[i], pass);
+        for (uint32_t i = 0; i < job.row->num_matrices; i += stream.parts)
+          this->stamps.bytes += streamed_bytes(stream, matrices[i], pass) / split;
     }
   }
 #endif

@@ -140,6 +140,28 @@ MPK_DEVICE bool combine_warps(C& c, State& state) {
   return true;
 }
 
+// A thread's elements of a row, every `step`th from `begin` on, in their order. Several are on their way at a time: one
+// after the other they would take a trip to memory each.
+template <class V>
+MPK_DEVICE typename V::Op::State reduce_elements(const Job& job, int64_t outer, int64_t begin, int64_t end, int step) {
+  using Op = typename V::Op;
+  using Value = decltype(V::value(job, outer, begin));
+  constexpr int kAtOnce = 8;
+  typename Op::State state = Op::first();
+  int64_t i = begin;
+#pragma unroll 1
+  for (; i + (kAtOnce - 1) * step < end; i += kAtOnce * step) {
+    Value values[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) values[j] = V::value(job, outer, i + j * step);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) state = Op::combine(state, Op::of(values[j], i + j * step));
+  }
+#pragma unroll 1
+  for (; i < end; i += step) state = Op::combine(state, Op::of(V::value(job, outer, i), i));
+  return state;
+}
+
 // A state as tagged words, in a place of kPieceBytes.
 template <class State>
 union PieceState {
@@ -160,9 +182,7 @@ MPK_DEVICE void run_reduce_in_pieces(C& c, const Job& job) {
   const uint32_t number = c.worker(job), outer = number % uint32_t(V::kOuter), piece = number / uint32_t(V::kOuter);
   if (piece >= V::kPieces) return;
   const int64_t begin = piece * kLength, end = min(begin + kLength, V::kInner);
-  State state = Op::first();
-  for (int64_t i = begin + c.rank; i < end; i += kConsumerThreads)
-    state = Op::combine(state, Op::of(V::value(job, outer, i), i));
+  State state = reduce_elements<V>(job, outer, begin + c.rank, end, kConsumerThreads);
   if (!combine_warps<Op>(c, state)) return;
   const uint32_t tag = tag_of(c);
   ulonglong2* pieces = reinterpret_cast<ulonglong2*>(V::partials(job)) + 2 * outer * V::kPieces;
@@ -209,8 +229,7 @@ MPK_DEVICE void run_reduce(C& c, const Job& job) {
     const int size = kWarpRows ? 32 : kConsumerThreads, rank = kWarpRows ? c.lane : c.rank;
     const int64_t step = kWarpRows ? kWorkers * kConsumerWarps : kWorkers;
     for (int64_t outer = c.worker(job) + (kWarpRows ? c.warp * kWorkers : 0); outer < V::kOuter; outer += step) {
-      State state = Op::first();
-      for (int64_t i = rank; i < V::kInner; i += size) state = Op::combine(state, Op::of(V::value(job, outer, i), i));
+      State state = reduce_elements<V>(job, outer, rank, V::kInner, size);
       if constexpr (kWarpRows) {
         state = combine_lanes<Op>(state);
       } else if (!combine_warps<Op>(c, state) || !c.sync()) {

@@ -206,15 +206,16 @@ struct Box {
   }
 };
 
-// The same with boxes: chunk after chunk those of all tiles, part by part, from chunk `first_chunk` on and then those
-// before it. `maps`: addresses of the matrices' maps.
+// The same with boxes: chunk after chunk those of all tiles, part by part; of `s.chunks` chunks from number `begin` of
+// a row on, first chunk `first` of these and then those before it. `maps`: addresses of the matrices' maps.
 template <int slots, int slot_bytes>
 MPK_OUT_OF_LINE uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* maps,
-                                    const MatrixRow* matrices, Span tiles, uint32_t first_chunk, uint32_t phase) {
+                                    const MatrixRow* matrices, Span tiles, uint32_t begin, uint32_t first,
+                                    uint32_t phase) {
   const uint32_t boxes = (tiles.end - tiles.begin) * s.parts, count = boxes * s.chunks;
   return fill_entries(w, count, s.in_flight, phase, [&](uint32_t number) {
     const uint32_t at = min(number, count - 1), turn = at / boxes, box = at - turn * boxes, tile = box / s.parts;
-    const uint32_t chunk = chunk_at(turn, first_chunk, s.chunks);
+    const uint32_t chunk = begin + chunk_at(turn, first, s.chunks);
     uint32_t matrix = 0;
 #pragma unroll 1
     while (tiles.begin + tile >= matrices[matrix].end_tile) matrix += s.parts;

@@ -59,9 +59,9 @@ struct TileShape {
   // Nonzero: of so many rows of x a tile has the products with its rows of weights, and an entry also their chunk, all
   // in boxes of 64 columns. Tiles of all rows of x follow each other, then those with the next rows of weights.
   int64_t x_rows = 0;
-  // Parts that the columns of x and the weights are cut into, where there are fewer tiles than workers: each part of a
-  // tile is a worker's, and their sums meet in the workspace, with the worker of the last part (Job::pieces).
-  int64_t splits = 1;
+  // Of boxes: workers that share the same tiles. Each has an equal part of the chunks, and so needs that part of x
+  // alone; their sums meet in the workspace (Job::pieces).
+  int64_t split = 1;
 
   bool has_boxes() const { return pass_tiles > 0 || x_rows > 0; }
   int64_t rows_in_entry() const { return chunk_parts * tile_rows + x_rows; }

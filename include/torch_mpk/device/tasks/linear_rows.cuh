@@ -8,8 +8,12 @@
 //
 // x stands in shared memory whole, where it fits or comes through row tasks; otherwise the group's last warps bring it
 // in windows of a chunk's columns, ahead of the others.
+//
+// Where x is what a worker reads most of, V::kSplit workers have the same tiles, each an equal part of the columns: so
+// each needs that part of x alone. Their sums meet in the workspace.
 #pragma once
 
+#include "torch_mpk/device/tagged.cuh"
 #include "torch_mpk/device/tasks/linear.cuh"
 
 namespace mpk::linear {
@@ -24,8 +28,8 @@ concept RowsSizes = requires {
   // Of a box. A tile is V::kBoxRows rows of every part.
   requires Constants<int, V::kBoxRows, V::kChunkSize>;
   requires Constants<uint32_t, V::kNumTiles>;
-  // Tiles that a worker takes at a time.
-  requires Constants<int, V::kPassTiles>;
+  // Tiles that a worker takes at a time; workers that share them, see finish_shared.
+  requires Constants<int, V::kPassTiles, V::kSplit>;
   // x stands in shared memory whole, after row tasks; otherwise it is kPitchX elements from row to row, and comes in
   // windows.
   requires Constants<bool, V::kStaged, V::kRowTasks> && Constants<int, V::kPitchX>;
@@ -33,8 +37,13 @@ concept RowsSizes = requires {
   requires Constants<bool, V::kEarly>;
 };
 
+template <class V>
+concept Meets = Constants<int, V::kPartialBytes> && requires(const Job& job) {
+  { V::partials(job) } -> Same<uint8_t*>;  // where the sums of workers that share tiles meet, kPartialBytes of each
+};
+
 template <class V, class C>
-concept RowsVariant = RowsSizes<V> && Results<V, C> && requires(const Job& job, int i) {
+concept RowsVariant = RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || Meets<V>) && requires(const Job& job, int i) {
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
   { V::num_rows(i) } -> Same<uint32_t>;
   { V::x(job) } -> Same<const typename V::T*>;
@@ -47,7 +56,7 @@ struct RowsShape {
   static constexpr int kColumns = (V::kBatch + 7) / 8;    // fragments of sums that a block has
   static constexpr int kBoxesOfBlock = 16 / V::kBoxRows;  // one or two
   static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * int(sizeof(T));
-  static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
+  static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize / V::kSplit;    // of a worker
   static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kBringingWarps;  // that multiply
   static constexpr int kMaxBlocks = (V::kPassTiles * V::kParts + kBoxesOfBlock - 1) / kBoxesOfBlock;
   static constexpr int kHeld = (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
@@ -63,6 +72,16 @@ struct RowsShape {
   static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
   static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
   static constexpr int kStagedBytes = V::kStaged ? kSumsOffset + kSumBytes : kXBytes > kSumBytes ? kXBytes : kSumBytes;
+};
+
+// In which order a worker takes its chunks of K.
+template <class V>
+struct Chunks {
+  uint32_t begin, first;
+
+  MPK_DEVICE explicit Chunks(uint32_t worker)
+      : begin(worker % V::kSplit * RowsShape<V>::kChunks), first(worker / V::kSplit % RowsShape<V>::kChunks) {}
+  MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, RowsShape<V>::kChunks); }
 };
 
 // How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one.
@@ -149,9 +168,10 @@ MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
   using S = RowsShape<V>;
   using T = typename V::T;
   constexpr int kVec = kVecSize<T>;
+  const Chunks<V> chunks(c.worker(job));
 #pragma unroll 1
   for (uint32_t turn = 0; turn < S::kChunks; turn++) {
-    const int chunk = chunk_at(turn, c.worker(job) % S::kChunks, S::kChunks);
+    const int chunk = chunks.at(turn);
     const uint32_t number = c.window + turn, place = number % kWindows;
     uint64_t* full = &c.windows().full[place];
     if (number >= kWindows && !wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1,
@@ -235,14 +255,14 @@ MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], u
   return true;
 }
 
-// One pass over K: the sums of `boxes` boxes, from ring entry c.entry on, into shared memory.
+// One pass over the worker's part of K: the sums of `boxes` boxes, from ring entry c.entry on, into shared memory.
 template <class V, class C>
 MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
   using S = RowsShape<V>;
   using T = typename V::T;
   const Shares shares((boxes + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps);
   const uint32_t warp = c.warp, turn = warp / shares.warps, first = warp - turn * shares.warps;
-  const uint32_t first_chunk = c.worker(job) % S::kChunks;
+  const Chunks<V> chunks(c.worker(job));
   const bool brings = !V::kStaged && warp >= S::kWarps;
   const bool has_work = !brings && turn < shares.sharers;
   SumFragment sums[S::kHeld][S::kColumns] = {};
@@ -254,7 +274,7 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged)
     for (uint32_t at = 0; at < S::kChunks; at++) {
       const bool mine = has_work && at == next;
       if (V::kStaged && !mine) continue;
-      const uint32_t chunk = chunk_at(at, first_chunk, S::kChunks);
+      const uint32_t chunk = chunks.at(at);
       const uint32_t number = c.window + at, place = number % kWindows;
       const uint8_t* x = staged + (V::kStaged ? chunk * (V::kChunkSize * int(sizeof(T))) : place * S::kWindowBytes);
       if (!V::kStaged && !ptx::mbar_peek(&c.windows().full[place], number / kWindows & 1) &&
@@ -335,13 +355,33 @@ struct RowsResult {
   }
 };
 
+// The sums of a pass's tiles, as the worker's warps have left them.
+template <class V>
+struct PassSums {
+  using S = RowsShape<V>;
+  Shares shares;
+  const float* from;
+
+  MPK_DEVICE PassSums(Span tiles, const uint8_t* staged)
+      : shares(((tiles.end - tiles.begin) * V::kParts + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps),
+        from(reinterpret_cast<const float*>(staged + S::kSumsOffset)) {}
+
+  // Of row `r` of x with row `local` of a part of the weights.
+  MPK_DEVICE float at(uint32_t r, uint32_t local, int part) const {
+    const uint32_t box = local / V::kBoxRows * V::kParts + part;
+    const float* sum = from + box / S::kBoxesOfBlock * S::kBlockFloats + r * kSumPitch +
+                       box % S::kBoxesOfBlock * V::kBoxRows + local % V::kBoxRows;
+    float total = 0;
+#pragma unroll 1
+    for (uint32_t turn = 0; turn < shares.sharers; turn++) total += sum[turn * shares.blocks * S::kBlockFloats];
+    return total;
+  }
+};
+
 // What the sums of a pass's tiles become. `extra`: of the thread's first result.
 template <class V, class C>
 MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const uint8_t* staged, typename V::Extra extra) {
-  using S = RowsShape<V>;
-  const uint32_t boxes = (tiles.end - tiles.begin) * V::kParts;
-  const Shares shares((boxes + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps);
-  const float* from = reinterpret_cast<const float*>(staged + S::kSumsOffset);
+  const PassSums<V> sums(tiles, staged);
 #pragma unroll 1
   for (uint32_t number = c.warp;; number += kConsumerWarps) {
     const RowsResult<V> result(tiles, number, c.lane);
@@ -350,15 +390,108 @@ MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const uint8_t* st
     if (!result.is_there) continue;
     float results[V::kParts];
 #pragma unroll
-    for (int p = 0; p < V::kParts; p++) {
-      const uint32_t box = result.local / V::kBoxRows * V::kParts + p;
-      const float* sum = from + box / S::kBoxesOfBlock * S::kBlockFloats + result.r * kSumPitch +
-                         box % S::kBoxesOfBlock * V::kBoxRows + result.local % V::kBoxRows;
-      results[p] = 0;
-#pragma unroll 1
-      for (uint32_t turn = 0; turn < shares.sharers; turn++) results[p] += sum[turn * shares.blocks * S::kBlockFloats];
-    }
+    for (int p = 0; p < V::kParts; p++) results[p] = sums.at(result.r, result.local, p);
     V::finish(c, job, result.segment, result.r, result.n, results, extra);
+  }
+}
+
+// Where workers share tiles each finishes those rows of x whose number modulo V::kSplit is its part's, and sends its
+// sums of the other rows to those that finish them: as tagged words, of two rows of x each. Four such rows are a quad,
+// two words that a warp sends, or polls, of 32 rows of weights (a strip) at a time.
+template <class V>
+struct Meeting {
+  static_assert(V::kParts == 1 && V::kBatch % (4 * V::kSplit) == 0);
+  static constexpr uint32_t kQuads = V::kBatch / 4, kOthers = V::kSplit - 1;
+  uint8_t* partials;  // of the first of these workers
+  uint32_t part, rows, strips, tag;
+
+  template <class C>
+  MPK_DEVICE Meeting(const C& c, const Job& job, Span tiles)
+      : part(c.worker(job) % V::kSplit), rows((tiles.end - tiles.begin) * V::kBoxRows), strips((rows + 31) / 32) {
+    partials = V::partials(job) + uint64_t(c.worker(job) - part) * V::kPartialBytes;
+    tag = tag_of(c);
+  }
+  // Quad `quad` is of the part that its number modulo kSplit says; its rows of x.
+  MPK_DEVICE static uint32_t row(uint32_t quad, int i) {
+    return quad % V::kSplit + (quad / V::kSplit * 4 + i) * V::kSplit;
+  }
+  // A lane's two words of a quad and strip, as a part has sent them; 32 words from the first to the second.
+  MPK_DEVICE ulonglong2* words(uint32_t from, uint32_t quad, uint32_t strip, uint32_t lane) const {
+    return reinterpret_cast<ulonglong2*>(partials + from * V::kPartialBytes) + (quad * strips + strip) * 64 + lane;
+  }
+};
+
+template <class V, class C>
+MPK_DEVICE void send_sums(C& c, const Meeting<V>& meeting, const PassSums<V>& sums) {
+#pragma unroll 1
+  for (uint32_t number = c.warp; number < meeting.kQuads * meeting.strips; number += kConsumerWarps) {
+    const uint32_t quad = number / meeting.strips, strip = number - quad * meeting.strips, local = strip * 32 + c.lane;
+    if (quad % V::kSplit == meeting.part || local >= meeting.rows) continue;
+    ulonglong2* to = meeting.words(meeting.part, quad, strip, c.lane);
+    const auto sum = [&](int i) { return sums.at(meeting.row(quad, i), local, 0); };
+#pragma unroll
+    for (int i = 0; i < 2; i++) ptx::store_relaxed_gpu(to + 32 * i, tagged(sum(2 * i), sum(2 * i + 1), meeting.tag));
+  }
+}
+
+// What the others have sent of a quad and strip, all of it in flight together. False when the launch was given up.
+template <class V, class C>
+MPK_DEVICE bool receive_sums(C& c, const Meeting<V>& meeting, uint32_t quad, uint32_t strip,
+                             ulonglong2 (&words)[V::kSplit - 1][2]) {
+  const bool is_there = strip * 32 + c.lane < meeting.rows;
+  uint64_t since = 0;
+  for (uint32_t polls = 1;; polls++) {
+#pragma unroll
+    for (uint32_t o = 0; o < meeting.kOthers; o++) {
+      const ulonglong2* from = meeting.words(o < meeting.part ? o : o + 1, quad, strip, c.lane);
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        words[o][i] = is_there ? ptx::load_relaxed_gpu(from + 32 * i) : tagged(0u, 0u, meeting.tag);
+    }
+    uint32_t missing = 0;
+#pragma unroll
+    for (uint32_t o = 0; o < meeting.kOthers; o++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) missing |= differing(words[o][i], meeting.tag);
+    if (missing == 0) return true;
+    if ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, since)) == 0) return false;
+  }
+}
+
+// finish_tiles where workers share them. Sums are added in the order of the parts.
+template <class V, class C>
+MPK_DEVICE void finish_shared(C& c, const Job& job, Span tiles, const uint8_t* staged) {
+  const PassSums<V> sums(tiles, staged);
+  const Meeting<V> meeting(c, job, tiles);
+  send_sums(c, meeting, sums);
+#pragma unroll 1
+  for (uint32_t number = c.warp; number < meeting.kQuads / V::kSplit * meeting.strips; number += kConsumerWarps) {
+    const uint32_t turn = number / meeting.strips, strip = number - turn * meeting.strips;
+    const uint32_t quad = turn * V::kSplit + meeting.part;
+    const auto result_of = [&](int i) {
+      return RowsResult<V>(tiles, meeting.row(quad, i) * meeting.strips + strip, c.lane);
+    };
+    typename V::Extra extras[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) extras[i] = result_of(i).preload(job);
+    ulonglong2 words[meeting.kOthers][2];
+    if (!receive_sums(c, meeting, quad, strip, words)) {
+      c.failed = true;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const RowsResult<V> result = result_of(i);
+      if (!result.is_there) continue;
+      const float mine = sums.at(result.r, result.local, 0);
+      float results[1] = {meeting.part == 0 ? mine : 0.0f};
+#pragma unroll
+      for (uint32_t o = 0; o < meeting.kOthers; o++) {
+        results[0] += float_of(i % 2 == 0 ? words[o][i / 2].x : words[o][i / 2].y);
+        if (o + 1 == meeting.part) results[0] += mine;
+      }
+      V::finish(c, job, result.segment, result.r, result.n, results, extras[i]);
+    }
   }
 }
 
@@ -368,12 +501,15 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   using S = RowsShape<V>;
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   static_assert(S::kBoxBytes <= C::Config::kSlotBytes);
+  static_assert(V::kSplit == 1 || C::Config::kNumWorkers / V::kSplit * V::kPassTiles >= V::kNumTiles,
+                "sums of another pass would take the place of those that are polled");
   uint8_t* staged = c.staged();
-  const Span tiles = static_span(V::kNumTiles, c.worker(job), C::Config::kNumWorkers);
+  const Span tiles = shared_span(V::kNumTiles, c.worker(job), V::kSplit, C::Config::kNumWorkers);
   const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kPassTiles)}; };
   const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
   typename V::Extra extra{};
-  if constexpr (V::kEarly && V::kHasExtra) extra = preload(pass_from(tiles.begin));
+  constexpr bool kPreloads = V::kHasExtra && V::kSplit == 1;
+  if constexpr (V::kEarly && kPreloads) extra = preload(pass_from(tiles.begin));
   if constexpr (!V::kStaged) {
     if (!c.await()) return;
   } else {
@@ -391,10 +527,13 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
 #pragma unroll 1
   for (uint32_t first = tiles.begin; first < tiles.end; first += V::kPassTiles) {
     const Span pass = pass_from(first);
-    if constexpr (V::kHasExtra)
+    if constexpr (kPreloads)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
     if (!sum_boxes<V>(c, job, (pass.end - pass.begin) * V::kParts, staged)) return;
-    finish_tiles<V>(c, job, pass, staged, extra);
+    if constexpr (V::kSplit > 1)
+      finish_shared<V>(c, job, pass, staged);
+    else
+      finish_tiles<V>(c, job, pass, staged, extra);
     if (pass.end < tiles.end && !c.sync()) return;
   }
 }

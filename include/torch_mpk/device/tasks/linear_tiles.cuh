@@ -2,7 +2,7 @@
 //
 // A tile is V::kXRows rows of x by V::kTileRows rows of each part's weight, a worker's job one after the other: each
 // entry of the ring holds some columns of all of them, and every warpgroup multiplies 64 of the rows of x. Sums stay in
-// registers. Where there are few tiles, the columns of each are cut into V::kSplits parts, each with a worker: the last
+// registers. Where there are few tiles, the columns of each are cut into V::kSplit parts, each with a worker: the last
 // part's polls the sums of the others, and adds them in order. At the tile's end each warp takes its 16 rows through
 // shared memory, a strip of columns at a time, so that neighbouring lanes have neighbouring results.
 #pragma once
@@ -21,7 +21,7 @@ concept TilesSizes = requires {
   // Linears one after the other in row space, or linears whose row n is computed side by side.
   requires Constants<int, V::kSegments, V::kParts>;
   // Of a tile; the columns of an entry; parts of a tile's columns.
-  requires Constants<int, V::kXRows, V::kTileRows, V::kChunkSize, V::kSplits>;
+  requires Constants<int, V::kXRows, V::kTileRows, V::kChunkSize, V::kSplit>;
   requires Constants<uint32_t, V::kNumTiles>;
 };
 
@@ -34,7 +34,7 @@ template <class V, class C>
 concept TilesVariant = TilesSizes<V> && Results<V, C> && requires(int i) {
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i, of those with the first rows of x
   { V::num_rows(i) } -> Same<uint32_t>;
-} && (V::kSplits == 1 || Split<V>);
+} && (V::kSplit == 1 || Split<V>);
 
 // What follows from a variant.
 template <TilesSizes V>
@@ -44,8 +44,8 @@ struct TilesShape {
   static constexpr int kXBytes = V::kXRows * kBoxRowBytes, kWeightBytes = kColumns * kBoxRowBytes;  // of a block
   static constexpr int kEntryBytes = kBlocks * (kXBytes + kWeightBytes);
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
-  static constexpr int kPartChunks = kChunks / V::kSplits;  // of a part
-  static constexpr uint32_t kUnits = V::kNumTiles * V::kSplits;
+  static constexpr int kPartChunks = kChunks / V::kSplit;  // of a part
+  static constexpr uint32_t kUnits = V::kNumTiles * V::kSplit;
   static constexpr int kXTiles = (V::kBatch + V::kXRows - 1) / V::kXRows;
   // Columns of each part that a strip has, of which so many rows are 32 lanes' results.
   static constexpr int kStrip = strip_columns(V::kParts), kRowsAtOnce = 32 / kStrip;
@@ -110,8 +110,8 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
   const uint32_t end = l.ring.entry + count;
   l.ring.entry = fill_entries(l.ring, count, kSlots, l.phase, [&](uint32_t number) {
     const uint32_t turn = min(number, count - 1) / S::kPartChunks, unit = worker + turn * kWorkers;
-    const uint32_t first = unit % V::kSplits * S::kPartChunks;
-    return TileEntry<V>{job.refs(), unit / V::kSplits, first + number - turn * S::kPartChunks};
+    const uint32_t first = unit % V::kSplit * S::kPartChunks;
+    return TileEntry<V>{job.refs(), unit / V::kSplit, first + number - turn * S::kPartChunks};
   });
   l.failed = l.ring.entry != end;
   if constexpr (kProfiled<typename L::Config>) l.stamps.bytes += uint64_t(count) * S::kEntryBytes;
@@ -156,7 +156,7 @@ struct Partials {
 
   MPK_DEVICE Partials(C& c, const Job& job, uint32_t tile)
       : c(c),
-        first(reinterpret_cast<ulonglong2*>(V::partials(job)) + tile * ((V::kSplits - 1) * kPairs * kConsumerThreads) +
+        first(reinterpret_cast<ulonglong2*>(V::partials(job)) + tile * ((V::kSplit - 1) * kPairs * kConsumerThreads) +
               c.rank) {}
 
   MPK_DEVICE ulonglong2* place(int part, int pair) const { return first + (part * kPairs + pair) * kConsumerThreads; }
@@ -171,7 +171,7 @@ struct Partials {
   MPK_DEVICE void add(WarpgroupSums<S::kColumns>& sums) const {
     const uint32_t tag = tag_of(c);
 #pragma unroll 1
-    for (int part = 0; part < V::kSplits - 1 && !c.failed; part++)
+    for (int part = 0; part < V::kSplit - 1 && !c.failed; part++)
 #pragma unroll
       for (int i = 0; i < kPairs; i += kAtOnce) {
         ulonglong2 words[kAtOnce];
@@ -274,25 +274,25 @@ template <class V, class C>
 MPK_DEVICE void compute_tiles(C& c, const Job& job) {
   static_assert(TilesVariant<V, C>);
   using S = TilesShape<V>;
-  static_assert(V::kXRows == kTileXRows && V::kTileRows % S::kStrip == 0 && S::kChunks % V::kSplits == 0);
+  static_assert(V::kXRows == kTileXRows && V::kTileRows % S::kStrip == 0 && S::kChunks % V::kSplit == 0);
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!c.await()) return;
 #pragma unroll 1
   for (uint32_t unit = c.worker(job); unit < S::kUnits; unit += C::Config::kNumWorkers) {
-    const uint32_t tile = unit / V::kSplits, part = unit - tile * V::kSplits;
+    const uint32_t tile = unit / V::kSplit, part = unit - tile * V::kSplit;
     const TilePlace<V> place(tile);
     WarpgroupSums<S::kColumns> sums = {};
     sum_part<V>(c, sums);
     if (c.failed) continue;  // the others of its warpgroup multiply on
-    if constexpr (V::kSplits > 1) {
+    if constexpr (V::kSplit > 1) {
       const Partials<V, C> partials(c, job, tile);
-      if (part + 1 < V::kSplits) {
+      if (part + 1 < V::kSplit) {
         partials.store(sums, part);
         continue;
       }
     }
     if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
-    if constexpr (V::kSplits > 1) Partials<V, C>(c, job, tile).add(sums);
+    if constexpr (V::kSplit > 1) Partials<V, C>(c, job, tile).add(sums);
     if (!c.failed) finish_rows<V>(c, job, place, sums);
   }
 }

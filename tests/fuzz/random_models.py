@@ -1,0 +1,107 @@
+"""Random tiny models, and steps of them over random batches, lengths and masks: what each computes beside eager."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_mpk.testing.decode import copy_cache
+from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
+
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+MOST_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a build is for: a model, and how many rows its steps have."""
+
+    model: dict[str, Any]
+    batch: int
+    positions: int  # of each sequence, at most
+    mask: str
+    cache: int
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Drawn:
+        dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
+        groups, shared = rng.choice([1, 2, 4]), rng.choice([1, 2, 3, 4, 8])
+        least = math.lcm(64, groups * shared)
+        model = {
+            "arch": rng.choice(["qwen3", "llama"]),
+            "attention": rng.choice(["sdpa", "eager"]),
+            "dtype": dtype,
+            "num_layers": rng.choice([1, 2]),
+            "hidden_size": least * rng.randint(1, max(320 // least, 1)),
+            "intermediate_size": rng.choice([128, 200, 320, 1024]),
+            "head_dim": rng.choice([16, 32, 64, 128]),
+            "num_key_value_heads": groups,
+            "num_attention_heads": groups * shared,
+            "max_position_embeddings": 1024,
+        }
+        positions = rng.choice([1, 1, 1, rng.randint(2, 16)])
+        batch = 1 if positions > 1 else rng.choice([1, 2, 3, rng.randint(4, 16), rng.randint(17, 64), 64])
+        mask = "none" if positions > 1 else rng.choice(["none", "2d", "4d"])
+        return cls(model, min(batch, MOST_ROWS[dtype]), positions, mask, rng.choice([32, 64, 300, 1000]))
+
+
+def present_in(prompt: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """Rows padded to the left by lengths of their own, some of them altogether, and here and there a hole."""
+    present = torch.ones_like(prompt)
+    length = prompt.shape[1]
+    for row in present:
+        row[: rng.choice([0, rng.randint(0, length), rng.randint(0, length)])] = 0
+        if rng.random() < 0.2:
+            row[rng.randrange(length)] = 0
+    return present
+
+
+def difference(ours: torch.Tensor, eagers: torch.Tensor, exact: torch.Tensor) -> str:
+    """Of the row that is worst; empty where each is as near to the exact one as eager's, but for chance."""
+    norm, *errors = (t.to(exact.dtype).flatten(1).norm(dim=1) for t in (exact, ours - exact, eagers - exact))
+    error, eagers_error = errors
+    unit = torch.finfo(eagers.dtype).eps
+    excess = error - 3 * eagers_error - 4 * unit * norm
+    row = int(excess.nan_to_num(torch.inf).argmax())
+    if excess[row] <= 0:
+        return ""
+    return f"row {row} differs by {error[row]:.2e} of {norm[row]:.2e}, eager's by {eagers_error[row]:.2e}"
+
+
+def check_model(seed: int, device: torch.device, num_calls: int) -> None:
+    """Calls of one model's step, each on a cache of its own length. Raises AssertionError, naming what is wrong."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    drawn = Drawn.draw(rng)
+    model = tiny_model(device=device, **drawn.model)
+    dtype, wider = drawn.model["dtype"], WIDER[drawn.model["dtype"]]
+    exact_model = copy.deepcopy(model).to(wider)
+    torch.compiler.reset()
+    step = torch.compile(model, backend="mpk", options={"fallback": "error", "max_positions": drawn.positions})
+    for call in range(num_calls):
+        new = rng.randint(2, drawn.positions) if drawn.positions > 1 else 1
+        length = drawn.cache - new if rng.random() < 0.1 else rng.randint(1, drawn.cache - new)
+        prompt = random_ids(drawn.batch, length, device)
+        given: dict[str, Any] = {"mask": drawn.mask, "max_cache_len": drawn.cache}
+        if drawn.mask != "none":
+            given["present"] = present_in(prompt, rng)
+        ours, eager = (Decoding(model, prompt, **given) for _ in range(2))
+        exact = copy.copy(eager)
+        exact.cache = copy_cache(eager.cache, model.config, wider)
+        tokens = random_ids(drawn.batch, new, device)
+        with torch.inference_mode():
+            results = [d.step(m, tokens) for d, m in ((ours, step), (eager, model), (exact, exact_model))]
+        states = zip(*(d.state() for d in (ours, eager, exact)), strict=True)
+        for which, tensors in enumerate([results, *states]):
+            name = f"{drawn}, call {call} over {length} positions, result {which}"
+            if tensors[0].dtype == torch.int64:
+                assert torch.equal(tensors[0], tensors[1]), f"{name}: a counter"
+                continue
+            assert tensors[0].dtype == dtype, name
+            wrong = difference(*tensors)
+            assert not wrong, f"{name}: {wrong}"
