@@ -227,7 +227,7 @@ class Tiles {
   }
 
  private:
-  static constexpr int64_t kMostSplit = 16;
+  static constexpr int64_t kMostSplit = 16, kWidestSplit = 128;
 
   TileShape shape_of(int64_t columns) const {
     TileShape shape{columns / job_.parts, job_.parts, job_.parts, job_.size * job_.element};
@@ -237,9 +237,11 @@ class Tiles {
     return shape;
   }
 
-  // In parts of equally many entries, each with a worker of its own.
+  // In parts of equally many entries, each with a worker of its own; and beside wider results a thread has no registers
+  // for those of others.
   bool can_be_split(const TileShape& shape) const {
-    return shape.split == 1 || (shape.chunks() % shape.split == 0 && count(shape) * shape.split <= job_.workers);
+    return shape.split == 1 || (shape.chunks() % shape.split == 0 && count(shape) * shape.split <= job_.workers &&
+                                shape.tile_rows * shape.parts <= kWidestSplit);
   }
 
   // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results; or

@@ -150,7 +150,7 @@ MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
 template <class V, class C>
 struct Partials {
   using S = TilesShape<V>;
-  static constexpr int kPairs = S::kColumns / 4, kAtOnce = S::kColumns > 128 ? 4 : 8;
+  static constexpr int kPairs = S::kColumns / 4, kAtOnce = 8;
   C& c;
   ulonglong2* first;  // of the thread's, of the tile's first part
 
