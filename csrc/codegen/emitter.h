@@ -31,6 +31,7 @@ struct JobCode {
   bool has_extra = false;            // a result needs something besides, which is fetched early
   std::string shared_loop = "";      // variants of one emitter with the same may share code, see Emitter::share
   uint32_t num_small_workers = 0;    // nonzero: so few workers suffice, and the next job may begin with another one
+  bool loads_early = false;          // `load` awaits by itself what the launch computes, behind what it can load before
   const Emitter* emitter = nullptr;  // that wrote this; emit_job says it
 };
 

@@ -97,7 +97,8 @@ std::string layout(const KernelContext& context, const Variants& variants, const
 }
 
 // What consumers and the loader call for a job, by its variant.
-std::string dispatch(const Variants& variants, const std::vector<SharedCode>& shared) {
+// `awaits`: the loader's code must await what its copies depend on.
+std::string dispatch(const Variants& variants, const std::vector<SharedCode>& shared, bool awaits) {
   std::set<uint32_t> sharing;
   std::string shared_compute, compute, load;
   for (const SharedCode& code : shared) {
@@ -108,7 +109,9 @@ std::string dispatch(const Variants& variants, const std::vector<SharedCode>& sh
     const JobCode& code = variants.codes()[i];
     const std::string label = "      case " + str(static_cast<int64_t>(i)) + ": return ", name = variants.name(i);
     if (sharing.count(static_cast<uint32_t>(i)) == 0) compute += label + code.compute + "<" + name + ">(c, job);\n";
-    if (!code.load.empty()) load += label + code.load + "<" + name + ">(l, job);\n";
+    if (!code.load.empty())
+      load += label + (awaits && !code.loads_early ? "!l.await(job) ? void() : " : "") + code.load + "<" + name +
+              ">(l, job);\n";
   }
   return "  template <class C>\n  static MPK_DEVICE void compute(C& c, const Job& job) {\n" + shared_compute +
          "    switch (job.variant) {\n" + compute +
@@ -164,8 +167,8 @@ std::string kernel_source(const KernelContext& context, const Variants& variants
       "128 * 128; }\n\n";
   const std::vector<SharedCode> shared = variants.shared();
   for (const SharedCode& code : shared) text += code.declarations;
-  return text + "struct Kernel {\n" + layout(context, variants, table, offsets, program) + dispatch(variants, shared) +
-         "};\n\n" + entry_point(context, program);
+  return text + "struct Kernel {\n" + layout(context, variants, table, offsets, program) +
+         dispatch(variants, shared, context.schedule.warps.warpgroups > 0) + "};\n\n" + entry_point(context, program);
 }
 
 }  // namespace mpk::codegen

@@ -101,6 +101,7 @@ class LinearWriter {
     code_.kind = "LinearTiles";
     code_.compute = "linear::compute_tiles";
     code_.load = "linear::load_tiles";
+    code_.loads_early = true;
     code_.staged_bytes = "linear::TilesShape<V>::kStagedBytes";
     code_.headers = {"torch_mpk/device/tasks/linear_tiles.cuh"};
   }

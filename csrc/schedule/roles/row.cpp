@@ -13,7 +13,7 @@ class RowPlanner : public Planner {
     // Rows for each warp, or one.
     const int64_t warps = schedule.warps.consumers,
                   at_once = rows_at_once(row, x.numel() / x.shape.back(), warps * schedule.target.num_workers);
-    const int64_t bytes = row <= kLongestWarpRow ? warps * at_once * row : row;
+    const int64_t bytes = row <= kLongestWarpRow ? warps * at_once * (row + (at_once > 1 ? kLaneRowPad : 0)) : row;
     if (bytes <= room(schedule)) job.staged_bytes = bytes;
   }
 };

@@ -41,6 +41,7 @@ constexpr int strip_columns(int64_t parts) { return parts == 1 ? 32 : parts == 2
 inline constexpr int kMaxFixedBytes = 4096, kSharedAlignment = 128;
 inline constexpr int kPhasesAhead = 4;          // phases, and rows of the table, that the loader may be ahead
 inline constexpr int kLongestWarpRow = 2048;    // bytes of a row that one warp may work on, see rows_by_warp
+inline constexpr int kLaneRowPad = 64;          // between rows that a warp's lanes work on, in other banks
 inline constexpr int kMaxTileBytes = 96 << 10;  // of a tile task: the ring needs the rest
 
 // Entries in flight: of full slots, what keeps an H200's memory busy. With two thirds of them it is not, and more do

@@ -333,11 +333,18 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     return !failed;
   }
 
-  // Loads what the table says of a job: all there is to load, unless it has code for the rest.
-  MPK_DEVICE void load(const Job& job) {
+  // Loads what the table says of a job: all there is to load, unless it has code for the rest. Where warpgroups
+  // multiply that code loads everything, and awaits what it must.
+  MPK_DEVICE void load([[maybe_unused]] const Job& job) {
+#if MPK_WARPGROUPS == 0
+    if (await(job) && job.row->num_matrices != 0) load_matrices(job, *stream_of(job));
+#endif
+  }
+
+  // Until what the launch computes, and the job's copies depend on, is there; false when the launch was given up.
+  MPK_DEVICE bool await(const Job& job) {
     const uint32_t num_waits = job.row->num_loader_waits;
     const uint64_t* waits = job.refs() + job.row->num_refs;
-    // Copies that depend on what the launch computes wait until it is computed.
     if (num_waits != 0) this->stamp(&LoaderStamps::waits);
 #pragma unroll 1
     for (uint32_t i = 0; i < num_waits && !failed; i++) {
@@ -349,9 +356,7 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
       this->stamp(&LoaderStamps::awaited);
       ptx::fence_proxy_async();
     }
-#if MPK_WARPGROUPS == 0  // their jobs have code of their own
-    if (!failed && job.row->num_matrices != 0) load_matrices(job, *stream_of(job));
-#endif
+    return !failed;
   }
 
   // A row of the table, one access and, of long rows, another for each lane.

@@ -136,6 +136,36 @@ MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t coun
   return w.entry;
 }
 
+// Entries whose copies begin in two steps: begin_entries begins what nothing need be awaited for, of as many entries as
+// there are slots at most, and finish_entries the rest, and shows them to the consumers. An entry is a lane's. False
+// when the launch was given up: then nothing is under way.
+template <int slots, int slot_bytes, class Describe>
+MPK_DEVICE bool begin_entries(RingWriter<slots, slot_bytes>& w, uint32_t count, uint32_t phase, Describe describe) {
+  const uint32_t lane = w.lane, g = w.entry + lane, slot = g % slots, parity = (g / slots - 1) & 1;
+  uint8_t* to = w.data + slot * slot_bytes;
+  uint64_t* full = &w.ring.full[slot];
+  const bool is_free =
+      lane >= count || spin(
+                           w.dog, [&] { return ptx::mbar_test(&w.ring.empty[slot], parity); },
+                           [&] { return stall(phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, 0, 0, g); });
+  if (lane < count && is_free) describe(lane).start_weights(to, full);
+  if (__all_sync(~0u, is_free)) return true;
+  if (lane < count && is_free) {
+    describe(lane).start_x(to, full);
+    while (!ptx::mbar_test(full, (g / slots) & 1)) {
+    }
+  }
+  return false;
+}
+template <int slots, int slot_bytes, class Describe>
+MPK_DEVICE void finish_entries(RingWriter<slots, slot_bytes>& w, uint32_t count, Describe describe) {
+  const uint32_t slot = (w.entry + w.lane) % slots;
+  if (w.lane < count) describe(w.lane).start_x(w.data + slot * slot_bytes, &w.ring.full[slot]);
+  __syncwarp();
+  w.entry += count;
+  if (w.lane == 0) ptx::store_release_cta(&w.ring.issued, w.entry);
+}
+
 // The lane's entry in fill_ring: which tile's, which part's or parts', from which byte of their rows on.
 template <int slots, int slot_bytes>
 struct Chunk {

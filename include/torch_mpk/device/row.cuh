@@ -34,6 +34,22 @@ struct WarpThreads {
   MPK_DEVICE void sync() { __syncwarp(); }
 };
 
+// Neighbouring lanes of a warp, each group at a row of its own, all in step.
+template <class C, int lanes>
+struct LaneGroup {
+  static constexpr int kSize = lanes;
+  C& c;
+  int number, rank;
+  MPK_DEVICE explicit LaneGroup(C& c) : c(c), number(c.lane / lanes), rank(c.lane % lanes) {}
+
+  MPK_DEVICE float sum(float v) {
+#pragma unroll
+    for (int o = lanes / 2; o > 0; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+    return v;
+  }
+  MPK_DEVICE void sync() { __syncwarp(); }
+};
+
 // What the warps have put into Shared::partials, added in their order.
 MPK_DEVICE float sum_partials(const float* partials) {
   float total = 0;
@@ -176,7 +192,9 @@ inline constexpr int kRowPitch = (V::kSize * int(sizeof(typename V::T)) + 15) / 
 template <class V>
 inline constexpr bool kByWarp = rows_by_warp(kRowPitch<V>, V::kRows);
 template <class V>  // of shared memory
-inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * V::kAtOnce * kRowPitch<V> : kRowPitch<V>;
+inline constexpr int kLaneRowPitch = V::kAtOnce > 1 ? kRowPitch<V> + kLaneRowPad : kRowPitch<V>;
+template <class V>  // of shared memory
+inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * V::kAtOnce * kLaneRowPitch<V> : kRowPitch<V>;
 
 template <class Chain, class Group, class T>
 MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
@@ -184,20 +202,20 @@ MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
   chain.bring(group, job, row, data);
 }
 
-// Four rows of one warp, as many as there are of them, `step` behind each other: all are fetched before one is applied.
-template <class Chain, class V, class Group, class T>
-MPK_DEVICE void run_chains(Group& group, const Job& job, uint32_t first, uint32_t step, T* data) {
-  static_assert(V::kAtOnce == 4);
-  constexpr int kElements = kRowPitch<V> / int(sizeof(T));
-  const auto row = [&](int i) { return first + i * step; };
-  const auto made = [&](int i) { return Chain(group, job, min(row(i), uint32_t(V::kRows - 1))); };
-  Chain chains[] = {made(0), made(1), made(2), made(3)};
-#pragma unroll
-  for (int i = 0; i < V::kAtOnce; i++)
-    if (row(i) < V::kRows) chains[i].fetch(group, job, row(i), data + i * kElements);
-#pragma unroll
-  for (int i = 0; i < V::kAtOnce; i++)
-    if (row(i) < V::kRows) chains[i].apply(group, job, row(i), data + i * kElements);
+// Rows that warps have several of at once, one after the other in memory. Lanes without a row do the last one's again,
+// in step with those who have it.
+template <class V, class C>
+MPK_DEVICE void run_rows_by_lanes(C& c, const Job& job) {
+  using T = typename V::T;
+  using Group = LaneGroup<C, 32 / V::kAtOnce>;
+  Group group(c);
+  T* data = reinterpret_cast<T*>(c.staged() + (c.warp * V::kAtOnce + group.number) * kLaneRowPitch<V>);
+  const uint32_t warp = c.worker(job) + c.warp * C::Config::kNumWorkers;
+  for (uint32_t first = warp * V::kAtOnce; first < V::kRows;
+       first += kConsumerWarps * C::Config::kNumWorkers * V::kAtOnce) {
+    run_chain<typename V::template Chain<Group>>(group, job, min(first + group.number, uint32_t(V::kRows - 1)), data);
+    group.sync();
+  }
 }
 
 // A job of row tasks alone. V: T, kRows, kAtOnce, kSize; Chain<Group>, which also stores the row.
@@ -206,16 +224,14 @@ MPK_DEVICE void run_rows(C& c, const Job& job) {
   using T = typename V::T;
   if (!c.await()) return;
   const uint32_t worker = c.worker(job);
-  if constexpr (kByWarp<V>) {
-    using Chain = typename V::template Chain<WarpThreads<C>>;
-    constexpr uint32_t kStep = kConsumerWarps * C::Config::kNumWorkers;
+  if constexpr (V::kAtOnce > 1) {
+    run_rows_by_lanes<V>(c, job);
+  } else if constexpr (kByWarp<V>) {
     WarpThreads<C> group(c);
-    T* data = reinterpret_cast<T*>(c.staged() + c.warp * V::kAtOnce * kRowPitch<V>);
-    for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows; row += V::kAtOnce * kStep) {
-      if constexpr (V::kAtOnce > 1)
-        run_chains<Chain, V>(group, job, row, kStep, data);
-      else
-        run_chain<Chain>(group, job, row, data);
+    T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
+    for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows;
+         row += kConsumerWarps * C::Config::kNumWorkers) {
+      run_chain<typename V::template Chain<WarpThreads<C>>>(group, job, row, data);
       group.sync();
     }
   } else {

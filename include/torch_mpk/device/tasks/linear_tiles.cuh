@@ -78,41 +78,60 @@ MPK_DEVICE uint32_t units_in_turn(uint32_t count, uint32_t worker, uint32_t work
 // The job's references begin with maps: of the weights, then of x.
 template <class V>
 struct TileEntry {
+  using S = TilesShape<V>;
   const uint64_t* maps;
   uint32_t tile, chunk;
 
   MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
-    using S = TilesShape<V>;
+    start_weights(to, full);
+    start_x(to, full);
+  }
+  // Also announces the bytes of x.
+  MPK_DEVICE void start_weights(uint8_t* to, uint64_t* full) const {
     const TilePlace<V> place(tile);
-    const auto load = [&](int map, uint8_t* box, int row, int block, uint64_t hint) {
-      ptx::box_load(box, reinterpret_cast<const void*>(maps[map]), row, block, full, hint);
-    };
     ptx::mbar_arrive_expect(full, S::kEntryBytes);
 #pragma unroll
-    for (int b = 0; b < S::kBlocks; b++) {
-      const int block = chunk * S::kBlocks + b;
-      uint8_t* weights = to + S::kBlocks * S::kXBytes + b * S::kWeightBytes;
+    for (int b = 0; b < S::kBlocks; b++)
 #pragma unroll
       for (int p = 0; p < V::kParts; p++)
-        load(V::kParts > 1 ? p : place.segment, weights + p * (V::kTileRows * kBoxRowBytes), place.weight_row, block,
-             S::kXTiles > 1 ? ptx::kEvictNormal : ptx::kEvictFirst);
-      load(V::kParts > 1 ? V::kParts : V::kSegments, to + b * S::kXBytes, place.x_row, block, ptx::kEvictNormal);
-    }
+        load(V::kParts > 1 ? p : place.segment,
+             to + S::kBlocks * S::kXBytes + b * S::kWeightBytes + p * (V::kTileRows * kBoxRowBytes), place.weight_row,
+             b, full, S::kXTiles > 1 ? ptx::kEvictNormal : ptx::kEvictFirst);
+  }
+  MPK_DEVICE void start_x(uint8_t* to, uint64_t* full) const {
+    const TilePlace<V> place(tile);
+#pragma unroll
+    for (int b = 0; b < S::kBlocks; b++)
+      load(V::kParts > 1 ? V::kParts : V::kSegments, to + b * S::kXBytes, place.x_row, b, full, ptx::kEvictNormal);
+  }
+
+ private:
+  MPK_DEVICE void load(int map, uint8_t* box, int row, int block, uint64_t* full, uint64_t hint) const {
+    ptx::box_load(box, reinterpret_cast<const void*>(maps[map]), row, chunk * S::kBlocks + block, full, hint);
   }
 };
 
+// Weights fill the ring's slots while x is awaited, which is what the phase before makes. Copies under way must land,
+// so those of x begin even where the launch was given up.
 template <class V, class L>
 MPK_DEVICE void load_tiles(L& l, const Job& job) {
   using S = TilesShape<V>;
   static_assert(S::kEntryBytes <= L::Config::kSlotBytes);
   constexpr uint32_t kWorkers = L::Config::kNumWorkers, kSlots = L::Config::kSlots;
   const uint32_t worker = l.worker(job), count = units_in_turn(S::kUnits, worker, kWorkers) * S::kPartChunks;
-  const uint32_t end = l.ring.entry + count;
-  l.ring.entry = fill_entries(l.ring, count, kSlots, l.phase, [&](uint32_t number) {
+  const auto describe = [&](uint32_t number) {
     const uint32_t turn = min(number, count - 1) / S::kPartChunks, unit = worker + turn * kWorkers;
     const uint32_t first = unit % V::kSplit * S::kPartChunks;
     return TileEntry<V>{job.refs(), unit / V::kSplit, first + number - turn * S::kPartChunks};
-  });
+  };
+  const uint32_t early = min(count, kSlots), end = l.ring.entry + count;
+  l.failed = !begin_entries(l.ring, early, l.phase, describe);
+  if (l.failed) return;
+  const bool is_there = l.await(job);
+  finish_entries(l.ring, early, describe);
+  if (is_there)
+    l.ring.entry =
+        fill_entries(l.ring, count - early, kSlots, l.phase, [&](uint32_t number) { return describe(early + number); });
   l.failed = l.ring.entry != end;
   if constexpr (kProfiled<typename L::Config>) l.stamps.bytes += uint64_t(count) * S::kEntryBytes;
 }
