@@ -13,6 +13,7 @@ seconds. Writes serving_<device>_<date>.json and .md; what the columns mean is i
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import random
@@ -189,16 +190,20 @@ def attention_variants(operands: dict[str, torch.Tensor]) -> dict[str, Callable[
         return variants
     from torch.nn.attention.varlen import varlen_attn
 
+    attend_to_all = mpk_cb.varlen_attention()
+    if attend_to_all is None:
+        return variants
     ends = torch.arange(len(q) + 1, dtype=torch.int32, device=DEVICE)
     longest = int(length.max())
-
-    def varlen() -> torch.Tensor:
-        places = {"seqused_k": length, "block_table": operands["block_table"]}
+    if {"seqused_k", "block_table"} <= inspect.signature(varlen_attn).parameters.keys():
         pages = operands["k_pages"], operands["v_pages"]
-        result: Any = varlen_attn(q, *pages, ends, None, 1, longest, scale=scale, enable_gqa=True, **places)
-        return result
-
-    return variants | {"varlen_attn": varlen}
+        places = {"seqused_k": length, "block_table": operands["block_table"]}
+        variants["varlen_attn"] = lambda: attend_to_all(q, *pages, ends, None, 1, longest, scale=scale, **places)
+    else:  # PyTorch 2.11 knows no pages
+        packed = [t.transpose(1, 2)[mask[:, 0, 0]] for t in (k, v)]
+        starts = F.pad(length.cumsum(0, dtype=torch.int32), (1, 0))
+        variants["varlen_attn, no pages"] = lambda: attend_to_all(q, *packed, ends, starts, 1, longest, scale=scale)
+    return variants
 
 
 @torch.inference_mode()

@@ -150,14 +150,12 @@ def _attend_to_prompts(
     """Of requests with any number of new tokens each, one behind the other. ``lengths`` is what the cache takes."""
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths)
     cu_seq_lens_k, max_length_k = lengths["cu_seq_lens_k"], lengths["max_length_k"]
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        from torch.nn.attention.varlen import varlen_attn
-
+    attend_to_all = varlen_attention() if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) else None
+    if attend_to_all is not None:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        result: Any = varlen_attn(q, k, v, *bounds, scale=scale, window_size=window, enable_gqa=True)
-        return result.unsqueeze(0)
+        return attend_to_all(q, k, v, *bounds, scale=scale, window_size=window).unsqueeze(0)
     y = torch.zeros_like(query)
     ends = zip(cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist())
     for (q_begin, k_begin), (q_end, k_end) in itertools.pairwise(ends):
@@ -165,6 +163,27 @@ def _attend_to_prompts(
             q, k, v = query[:, :, q_begin:q_end], key[:, :, k_begin:k_end], value[:, :, k_begin:k_end]
             y[:, :, q_begin:q_end] = _attend_to_one(q, k, v, scale, sliding_window)
     return y.transpose(1, 2)
+
+
+@functools.cache
+def varlen_attention() -> Callable[..., torch.Tensor] | None:
+    """PyTorch's attention of sequences one behind the other, with heads in groups; None where it takes no scale or no
+    window."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= known.keys():
+        return None
+    if "enable_gqa" in known:
+        result: Any = functools.partial(varlen_attn, enable_gqa=True)
+        return result
+
+    def with_repeated_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As PyTorch 2.11 needs them."""
+        k, v = (t.repeat_interleave(q.shape[-2] // t.shape[-2], -2) for t in (k, v))
+        return varlen_attn(q, k, v, *args, **kwargs)
+
+    return with_repeated_heads
 
 
 def _attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:

@@ -172,12 +172,29 @@ def test_a_stream_task_without_an_emitter_is_named() -> None:
         _C.generate_cuda(_C.make_schedule(b.graph, _C.Target("cuda", 90, 132, SMEM_BYTES[90])))
 
 
+def linears(sizes: dict[str, tuple[int, int]]) -> _C.TBGraph:
+    """Of x with these numbers of rows and columns, by name."""
+    b = Builder()
+    for name, (rows, columns) in sizes.items():
+        x, weight = (
+            b.buffer("input", name + of, "bfloat16", [n, columns]) for of, n in ((".x", rows), (".weight", 128))
+        )
+        y = b.buffer("output", f"{name}.y", "bfloat16", [rows, 128])
+        b.node("linear", [("x", x), ("weight", weight)], y, label=name)
+    return b.graph
+
+
 def test_what_cannot_be_generated_is_named() -> None:
     target = _C.Target("cuda", 90, 132, SMEM_BYTES[90])
     with pytest.raises(RuntimeError, match=r"linear \(layers.0.q\): x has 17 rows, at most 16 are supported"):
         _C.generate_cuda(_C.make_schedule(decoder(batch=17, dtype="float32"), target))
-    with pytest.raises(RuntimeError, match=r"linear \(layers.0.q\): x has 65 rows, at most 16 .*, and 64 with weights"):
-        _C.generate_cuda(_C.make_schedule(decoder(batch=65), target))
+    with pytest.raises(
+        RuntimeError, match=r"linear \(layers.0.down\): x has 65 rows, at most 16 .*, and any with weights"
+    ):
+        _C.generate_cuda(_C.make_schedule(decoder(batch=65, ffn=96), target))
+    _C.generate_cuda(_C.make_schedule(decoder(batch=65, ffn=128), target))
+    with pytest.raises(RuntimeError, match=r"linear \(narrow\): in a kernel with more than 64 rows, x and the weights"):
+        _C.generate_cuda(_C.make_schedule(linears({"wide": (65, 64), "narrow": (1, 40)}), target))
     with pytest.raises(
         RuntimeError, match=r"attention \(layers.0.attention\): the head size must be a multiple of 8 up to 256"
     ):

@@ -2,11 +2,13 @@
 
 import warnings
 
+import pytest
 import torch
 
 from torch_mpk import _C
 from torch_mpk.capture import capture
 from torch_mpk.errors import MpkWarning
+from torch_mpk.lowering import lower
 from torch_mpk.partition import Partitioned, partition
 from torch_mpk.patterns import apply
 
@@ -16,17 +18,17 @@ TOKENS = 5
 def step(ids, table, weight, pages, block_table, length):
     """As an engine's: all tokens in one row."""
     x = torch.nn.functional.embedding(ids, table)
-    q, k, v = torch.nn.functional.linear(x, weight)[0].unflatten(-1, (4, 16)).split((2, 1, 1), 1)
+    q, k, v = torch.nn.functional.linear(x, weight)[0].unflatten(-1, (4, -1)).split((2, 1, 1), 1)
     y = torch.ops.mpk.paged_attention(q, k, v, pages[:-1], pages[1:], block_table, length, scale=0.25)
     return (y.unsqueeze(0).flatten(2) + x,)
 
 
-def arguments() -> list[torch.Tensor]:
+def arguments(size: int = 16) -> list[torch.Tensor]:
     block_table = torch.full((TOKENS, 2), -1, dtype=torch.int32)
     block_table[:, 0] = 2 * torch.randperm(TOKENS)
     length = torch.tensor([4, 1, 0, 3, 2], dtype=torch.int32)
-    sizes = (7, 32), (64, 32), (2 * TOKENS + 2, 4, 1, 16)
-    return [torch.randint(7, (1, TOKENS)), *(torch.randn(size) for size in sizes), block_table, length]
+    shapes = (7, 2 * size), (4 * size, 2 * size), (2 * TOKENS + 2, 4, 1, size)
+    return [torch.randint(7, (1, TOKENS)), *(torch.randn(shape) for shape in shapes), block_table, length]
 
 
 def test_on_the_cpu_it_is_one_launch_which_writes_the_pages() -> None:
@@ -52,11 +54,30 @@ def test_a_row_has_the_same_bits_alone() -> None:
             assert torch.equal(alone[0, 0], together[0, row])
 
 
-def partitioned(target: _C.Target) -> Partitioned:
-    return partition(apply(capture(torch.fx.symbolic_trace(step), arguments()).graph_module), None, target)
+def partitioned(target: _C.Target, size: int = 16) -> Partitioned:
+    return partition(apply(capture(torch.fx.symbolic_trace(step), arguments(size)).graph_module), None, target)
 
 
-def test_on_cuda_it_falls_back_and_says_why() -> None:
-    assert partitioned(_C.Target("cpu", num_workers=2, fuse=False)).fallbacks == []
-    reasons = {node: why for node, _, why in partitioned(_C.Target("cuda", 90, 132, 232448)).fallbacks}
-    assert "paged_attention: this task has no CUDA code" in reasons["paged_attention"]
+TARGETS = {
+    "cpu": _C.Target("cpu", num_workers=2, fuse=False),
+    "cuda 9.0": _C.Target("cuda", 90, 132, 232448),
+    "cuda 8.0": _C.Target("cuda", 80, 108, 166912),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_on_every_device_all_of_the_step_is_one_launch(target: _C.Target) -> None:
+    parts = partitioned(target)
+    assert parts.fallbacks == []
+    [segment] = parts.segments
+    assert segment.ours
+    schedule = _C.make_schedule(lower(segment.gm).graph, target)
+    _C.validate(schedule)
+    if target.device == "cuda":
+        assert "PagedAttention" in _C.generate_cuda(schedule).source
+
+
+def test_heads_of_a_size_that_a_gpu_cannot_take_fall_back_and_say_why() -> None:
+    assert partitioned(TARGETS["cpu"], size=12).fallbacks == []
+    reasons = {node: why for node, _, why in partitioned(TARGETS["cuda 9.0"], size=12).fallbacks}
+    assert "the head size must be a multiple of 8 up to 256, got 12" in reasons["paged_attention"]

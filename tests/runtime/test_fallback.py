@@ -14,7 +14,7 @@ from torch._dynamo.backends import registry
 from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache
 
-from torch_mpk import backend, fallback
+from torch_mpk import _C, backend, fallback
 from torch_mpk.admission import check_graph
 from torch_mpk.capture import capture
 from torch_mpk.config import Options
@@ -113,16 +113,29 @@ def test_more_positions_than_asked_for_are_prefill(caplog, batch):
     assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
 
 
-@pytest.mark.parametrize(("batch", "positions", "is_declined"), [(1, 16, False), (1, 17, True), (2, 2, True)])
-def test_a_gpu_takes_a_few_positions_of_one_sequence(batch, positions, is_declined):
+@pytest.mark.parametrize(
+    ("arch", "dtype", "batch", "positions", "is_declined"),
+    [
+        (90, torch.bfloat16, 1, 64, False),
+        (90, torch.float16, 2, 64, False),
+        (90, torch.bfloat16, 1, 65, True),
+        (90, torch.bfloat16, 2, 65, True),
+        *(
+            (arch, dtype, *rest)
+            for arch, dtype in ((90, torch.float32), (80, torch.bfloat16))
+            for rest in ((1, 16, False), (1, 17, True), (2, 1, False), (2, 2, True))
+        ),
+    ],
+)
+def test_a_gpu_takes_prompts_or_a_few_positions_of_one_sequence(arch, dtype, batch, positions, is_declined):
     def function(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
     with FakeTensorMode():
-        inputs = [torch.empty(batch, 2, length, 8, device="cuda") for length in (positions, 32, 32)]
+        inputs = [torch.empty(batch, 2, length, 8, dtype=dtype, device="cuda") for length in (positions, 80, 80)]
     captured = capture(torch.fx.symbolic_trace(function), inputs)
     with pytest.raises(PrefillDeclined) if is_declined else contextlib.nullcontext():
-        check_graph(captured, max_positions=8192)
+        check_graph(captured, max_positions=64, target=_C.Target("cuda", arch, 132, 166912))
 
 
 def test_prefill_is_compiled_by_inductor_where_asked_to(monkeypatch):
