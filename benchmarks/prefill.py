@@ -1,9 +1,11 @@
-"""Times prompts on the CPU: eager, Inductor, and mpk, in one call each, with the last token's logits.
+"""Times prompts: eager, Inductor, and mpk, in one call each, with the last token's logits.
 
     python benchmarks/prefill.py --models qwen3-0.6b --tokens 128 512 2048 --threads 2
     python benchmarks/prefill.py --models qwen3-0.6b --batch 4 --tokens 128
+    python benchmarks/prefill.py --models qwen3-0.6b qwen3-8b --tokens 128 512 2048 --baselines eager graph  # on a GPU
 
-All variants of a case run in one process, in rounds of changing order, as in cpu_decode.py. Writes
+All variants of a case run in one process; on a CPU in rounds of changing order, as in cpu_decode.py, and on a GPU one
+after the other, by the GPU's time alone, as decode.py times steps: "graph" is eager in a CUDA graph. Writes
 prefill_<device>_<date>.json and .md.
 """
 
@@ -18,19 +20,69 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ceiling import measure_ceiling
 from cpu_decode import BASELINES, interleave, make_model, wait_for_huge_pages
+from decode import Clock, captured
 from harness import RESULTS, Report, Result, environment, processor, run_child, spread, table, write
 from torch import Tensor
 from transformers import StaticCache
 
 from torch_mpk.generate import rewind
+from torch_mpk.testing.bench import summary
 from torch_mpk.testing.decode import Step
 from torch_mpk.testing.decode import prefill as fill
-from torch_mpk.testing.models import CONFIGS
+from torch_mpk.testing.models import CONFIGS, random_model
+
+IS_CUDA = torch.cuda.is_available()
+STEPS = {"eager": lambda step: step, "graph": captured, "inductor": torch.compile}
+
+
+def last_logits(model: Step) -> Step:
+    return lambda **inputs: model(**inputs, logits_to_keep=1)
+
+
+def time_on_gpu(step: Step, ids: Tensor, cache: StaticCache, rounds: int) -> tuple[dict[str, float], Tensor, float]:
+    """Milliseconds of a prompt, its logits, and the seconds that the first call took."""
+    clock = Clock(lambda: step(input_ids=ids, past_key_values=cache), cache, 0)
+    begin = time.perf_counter()
+    rewind(cache, 0)
+    logits = step(input_ids=ids, past_key_values=cache).logits.to(torch.float32, copy=True)
+    clock.synchronize()
+    build_s = time.perf_counter() - begin
+    host_ms = max(clock.loop_ms(1)[0] for _ in range(3))
+    return summary([clock.device_ms(host_ms) for _ in range(rounds)]), logits, build_s
+
+
+@torch.inference_mode()
+def measure_on_gpu(case: dict[str, Any]) -> list[Result]:
+    batch, tokens = case["batch"], case["tokens"]
+    model = random_model(CONFIGS[case["model"]](), "cuda", getattr(torch, case["dtype"]))
+    ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1)).cuda()
+    cache: StaticCache = fill(model, ids, tokens + 128)[0]
+    options = {"max_positions": tokens, "fallback": "error"}
+    makers = {"mpk": lambda: last_logits(torch.compile(model, backend="mpk", options=options))}
+    makers |= {name: lambda name=name: STEPS[name](last_logits(model)) for name in case["baselines"]}
+    results: list[Result] = []
+    rewind(cache, 0)
+    expected = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.float()
+    for name, make in makers.items():
+        try:
+            ms, logits, build_s = time_on_gpu(make(), ids, cache, case["rounds"])
+        except Exception as error:  # of a baseline, or of ours: the others still count
+            results.append({"variant": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+            continue
+        difference = ((logits - expected).norm() / expected.norm()).item()
+        per_s = 1e3 * batch * tokens / ms["median"]
+        results.append({"variant": name, "prefill_ms": ms, "tokens_per_s": per_s, "differs_from_eager": difference})
+        ours = results[0].get("prefill_ms", {"median": float("nan")})["median"]
+        results[-1] |= {"build_s": build_s, "mpk_is_faster_by": ms["median"] / ours}
+    return results
 
 
 @torch.inference_mode()
 def measure(case: dict[str, Any]) -> list[Result]:
+    if IS_CUDA:
+        return measure_on_gpu(case)
     batch, tokens = case["batch"], case["tokens"]
     torch.set_num_threads(case["threads"])
     model = make_model(case)
@@ -88,7 +140,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512], help="of each sequence")
-    parser.add_argument("--baselines", nargs="*", choices=list(BASELINES), default=["eager", "inductor"])
+    parser.add_argument("--baselines", nargs="*", choices=[*BASELINES, "graph"], default=["eager", "inductor"])
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit", type=float, default=1200, help="seconds for one case")
@@ -99,14 +151,14 @@ def main() -> None:
         Path(args.child[1]).write_text(json.dumps(measure(json.loads(args.child[0]))))
         return
 
-    dimensions = {"model": args.models, "dtype": args.dtypes, "threads": args.threads}
+    dimensions = {"model": args.models, "dtype": args.dtypes} | ({} if IS_CUDA else {"threads": args.threads})
     dimensions |= {"batch": args.batch, "tokens": args.tokens}
     shared = {name: getattr(args, name) for name in ("layers", "rounds", "baselines")}
     report: Report = {
-        "title": "Prompts on the CPU, an empty cache, random weights",
-        "environment": environment() | {"device": processor()},
+        "title": "Prompts, an empty cache, random weights",
+        "environment": environment() | ({} if IS_CUDA else {"device": processor()}),
         "setting": shared,
-        "ceiling": {},
+        "ceiling": measure_ceiling() if IS_CUDA else {},
         "results": [],
     }
     columns = ["case", "variant", "ms", "tokens/s", "× mpk's time", "differs from eager", "build s"]
