@@ -53,7 +53,7 @@ class OuterGraph:
             self.input_ids = input_ids.clone()
             for _ in range(3):  # compiles, and lets kernels be tuned
                 self.step(input_ids=self.input_ids, past_key_values=past_key_values)
-            rewind(past_key_values, position)
+                rewind(past_key_values, position)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.output = self.step(input_ids=self.input_ids, past_key_values=past_key_values)
