@@ -149,7 +149,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 0, 1, 2, 3), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 1, 2, 3), ids=str)
 def test_it_is_as_near_as_the_reference_in_any_order(case: Case) -> None:
     torch.manual_seed(0)
     kernel, inputs = emulate(case.graph(), polled=True), case.inputs()
@@ -160,7 +160,7 @@ def test_it_is_as_near_as_the_reference_in_any_order(case: Case) -> None:
     assert_right(case, inputs, made[0])
 
 
-@pytest.mark.parametrize("case", thinned([CASES[i] for i in (0, 1, 2, 5)], 0, 1, 2), ids=str)
+@pytest.mark.parametrize("case", thinned([CASES[i] for i in (0, 1, 2, 5)], 0, 2), ids=str)
 def test_random_limits_and_masks(case: Case) -> None:
     """One kernel: rows without any key, some behind the cache's end, sequences of any length, windows, padding."""
     kernel = emulate(case.graph(), polled=True)
@@ -182,7 +182,7 @@ def test_random_limits_and_masks(case: Case) -> None:
         assert_right(case, inputs, call(kernel, case, inputs, seed=seed))
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
+@pytest.mark.parametrize("case", thinned([CASES[0], CASES[2]], 1), ids=str)
 def test_a_rows_bits_are_its_own(case: Case) -> None:
     torch.manual_seed(0)
     kernel, inputs = emulate(case.graph(), polled=True), case.inputs()
@@ -307,7 +307,7 @@ def test_it_is_as_near_as_the_reference_on_a_gpu(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("size", "mask", "dtype"),
-    thinned(product((128, 64), ("", "bool"), ("bfloat16", "float16")), 0, 2),
+    thinned(product((128, 64), ("", "bool"), ("bfloat16", "float16")), 2),
 )
 def test_it_compiles_and_keeps_nothing_in_local_memory(size: int, mask: str, dtype: str) -> None:
     case = Case(16, 8, size, positions=2048, length=4096, mask=mask, shared_mask=True, dtype=dtype)
