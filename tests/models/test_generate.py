@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CompileConfig, PreTrainedTokenizerFast
 
 import torch_mpk
+from tests.thinned import thinned
 from torch_mpk.errors import ArgumentError
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.testing.tiny import VOCAB_SIZE, random_ids, tiny_model
@@ -264,7 +265,7 @@ def test_sliding_windows_cannot_forget_a_draft():
         torch_mpk.generate(model, random_ids(1, 4), 4, prompt_lookup_num_tokens=2)
 
 
-@pytest.mark.parametrize("length", [1, 21, 40])
+@pytest.mark.parametrize("length", thinned([1, 21, 40], 1))
 def test_prompts_in_compiled_chunks_give_eager_s_tokens(model, length):
     if model.device.type != "cpu":
         pytest.skip("a GPU's prompts are not ours")

@@ -29,7 +29,6 @@ from torch_mpk.testing.tiny import random_ids, tiny_model
             ("sdpa", torch.bfloat16, 16),
             ("eager", torch.float16, 8),
         ],
-        0,
         1,
     ),
 )
