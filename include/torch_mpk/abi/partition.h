@@ -45,8 +45,8 @@ MPK_HOST_DEVICE constexpr int warps_of_row(int64_t rows, int warps) {
   return rows >= warps ? 1 : warps / static_cast<int>(rows);
 }
 
-// Short rows that a warp works on together, each by some of its lanes, where it has many: the steps of a row wait for each
-// other.
+// Short rows that a warp works on together, each by some of its lanes, where it has many: the steps of a row wait for
+// each other.
 MPK_HOST_DEVICE constexpr int rows_at_once(int64_t row_bytes, int64_t rows, int64_t warps) {
   constexpr int kMost = 4;
   return row_bytes <= 512 && rows >= kMost * warps ? kMost : 1;
