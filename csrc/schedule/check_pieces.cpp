@@ -50,7 +50,7 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
     require(pieces.of_row == split && pieces.count == workers / split * split,
             count + ", " + std::to_string(pieces.of_row) + " of the same tiles, are not those of " +
                 std::to_string(workers) + " workers");
-    require(pieces.result_bytes >= job.shape->pass_tiles * job.shape->tile_rows * rows * 8,
+    require(pieces.result_bytes >= job.shape->pass_tiles * job.shape->tile_rows * rows * kTaggedFloatBytes,
             "a worker's sums of " + std::to_string(rows) + " rows do not fit " + std::to_string(pieces.result_bytes) +
                 " bytes");
     return;

@@ -141,7 +141,7 @@ class Boxes {
   // Where the sums of workers that share tiles meet: words of two floats and their tags, see finish_shared.
   std::optional<Pieces> pieces(const TileShape& shape) const {
     if (shape.split == 1) return std::nullopt;
-    const int64_t bytes = divide_up(shape.pass_tiles * shape.tile_rows, 32) * 32 * job_.batch / 2 * kWordBytes;
+    const int64_t bytes = divide_up(shape.pass_tiles * shape.tile_rows, 32) * 32 * job_.batch * kTaggedFloatBytes;
     return Pieces{job_.workers / shape.split * shape.split, shape.split, 1, 1, bytes};
   }
 
@@ -158,7 +158,7 @@ class Boxes {
 
  private:
   static constexpr int64_t kBlockRows = 16;  // of weights, that a warp multiplies at a time
-  static constexpr int64_t kMostSplit = 4, kWordBytes = 16;
+  static constexpr int64_t kMostSplit = 4;
 
   // Chunks in equal parts, tiles in one pass, and of x the rows that a warp finishes together. x that stands in shared
   // memory whole does not come by columns.

@@ -202,7 +202,7 @@ MPK_DEVICE void run_reduce_in_pieces(C& c, const Job& job) {
           for (int i = 0; i < 2; i++) words[i] = ptx::load_relaxed_gpu(pieces + 2 * p + i);
           return (differing(words[0], tag) | differing(words[1], tag)) == 0;
         },
-        [&] { return stall(c.phase, WarpRole::kConsumer, Waiting::kElement, c.phase, 0, 0, 0); });
+        [&] { return polling(c.phase); });
     if (!is_there) c.failed = true;
     PieceState<State> made{};
     for (int i = 0; i < 4; i++) made.words[i] = static_cast<uint32_t>(i % 2 == 0 ? words[i / 2].x : words[i / 2].y);

@@ -49,9 +49,7 @@ MPK_DEVICE void store_elements(uint16_t* p, const Vec<T, N>& v) {
 // The element at p once it has come, as it is stored, or kAbsent when the launch was given up.
 __device__ __noinline__ uint32_t wait_element(const Watchdog& dog, const uint16_t* p, uint32_t phase) {
   uint32_t stored = kAbsent;
-  spin(
-      dog, [&] { return (stored = ptx::load_relaxed_gpu(p)) != kAbsent; },
-      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kElement, phase, 0, 0, 0); });
+  spin(dog, [&] { return (stored = ptx::load_relaxed_gpu(p)) != kAbsent; }, [&] { return polling(phase); });
   return stored;
 }
 
@@ -119,7 +117,7 @@ __device__ __noinline__ uint2 wait_four(const Watchdog& dog, const uint2* p, uin
   uint2 four{};
   spin(
       dog, [&] { return (absent(four = ptx::load_relaxed_gpu(p)) & kAbsentBits) == 0; },
-      [&] { return stall(phase, WarpRole::kConsumer, Waiting::kElement, phase, 0, 0, 0); });
+      [&] { return polling(phase); });
   return four;
 }
 

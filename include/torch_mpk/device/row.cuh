@@ -11,9 +11,11 @@
 
 namespace mpk {
 
+// Over so many neighbouring lanes; all of a warp call it.
+template <int lanes = 32>
 MPK_DEVICE float warp_sum(float v) {
 #pragma unroll
-  for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+  for (int o = lanes / 2; o > 0; o /= 2) v += __shfl_xor_sync(~0u, v, o);
   return v;
 }
 
@@ -42,11 +44,7 @@ struct LaneGroup {
   int number, rank;
   MPK_DEVICE explicit LaneGroup(C& c) : c(c), number(c.lane / lanes), rank(c.lane % lanes) {}
 
-  MPK_DEVICE float sum(float v) {
-#pragma unroll
-    for (int o = lanes / 2; o > 0; o /= 2) v += __shfl_xor_sync(~0u, v, o);
-    return v;
-  }
+  MPK_DEVICE float sum(float v) { return warp_sum<lanes>(v); }
   MPK_DEVICE void sync() { __syncwarp(); }
 };
 

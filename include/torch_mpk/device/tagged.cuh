@@ -27,9 +27,12 @@ MPK_DEVICE uint32_t differing(const ulonglong2& words, uint32_t tag) {
 }
 MPK_DEVICE float float_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
 
-// keep_waiting, for what is polled in a phase.
+// What to report of a wait for what is polled in a phase, and keep_waiting for it.
+MPK_DEVICE StallRecord polling(uint32_t phase) {
+  return stall(phase, WarpRole::kConsumer, Waiting::kElement, phase, 0, 0, 0);
+}
 MPK_DEVICE uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint64_t since) {
-  return keep_waiting(dog, stall(phase, WarpRole::kConsumer, Waiting::kElement, phase, 0, 0, 0), since);
+  return keep_waiting(dog, polling(phase), since);
 }
 
 }  // namespace mpk

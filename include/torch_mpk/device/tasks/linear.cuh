@@ -44,6 +44,12 @@ concept Results = Constants<bool, V::kHasExtra> &&  // there is something to pre
                     V::finish(c, job, segment, r, n, sums, extra);
                   };
 
+// Where the sums of workers that share tiles meet, kPartialBytes of each.
+template <class V>
+concept Meets = Constants<int, V::kPartialBytes> && requires(const Job& job) {
+  { V::partials(job) } -> Same<uint8_t*>;
+};
+
 template <class V, class C>
 concept Variant =
     Sizes<V> && Results<V, C> &&

@@ -37,11 +37,6 @@ concept RowsSizes = requires {
   requires Constants<bool, V::kEarly>;
 };
 
-template <class V>
-concept Meets = Constants<int, V::kPartialBytes> && requires(const Job& job) {
-  { V::partials(job) } -> Same<uint8_t*>;  // where the sums of workers that share tiles meet, kPartialBytes of each
-};
-
 template <class V, class C>
 concept RowsVariant = RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || Meets<V>) && requires(const Job& job, int i) {
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i

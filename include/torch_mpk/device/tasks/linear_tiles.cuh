@@ -25,16 +25,11 @@ concept TilesSizes = requires {
   requires Constants<uint32_t, V::kNumTiles>;
 };
 
-template <class V>
-concept Split = requires(const Job& job) {
-  { V::partials(job) } -> Same<uint8_t*>;
-};
-
 template <class V, class C>
 concept TilesVariant = TilesSizes<V> && Results<V, C> && requires(int i) {
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i, of those with the first rows of x
   { V::num_rows(i) } -> Same<uint32_t>;
-} && (V::kSplit == 1 || Split<V>);
+} && (V::kSplit == 1 || Meets<V>);
 
 // What follows from a variant.
 template <TilesSizes V>
@@ -175,8 +170,10 @@ struct Partials {
 
   MPK_DEVICE Partials(C& c, const Job& job, uint32_t tile)
       : c(c),
-        first(reinterpret_cast<ulonglong2*>(V::partials(job)) + tile * ((V::kSplit - 1) * kPairs * kConsumerThreads) +
-              c.rank) {}
+        first(reinterpret_cast<ulonglong2*>(V::partials(job) + uint64_t(tile) * (V::kSplit - 1) * V::kPartialBytes) +
+              c.rank) {
+    static_assert(V::kPartialBytes == kPairs * kConsumerThreads * int(sizeof(ulonglong2)));
+  }
 
   MPK_DEVICE ulonglong2* place(int part, int pair) const { return first + (part * kPairs + pair) * kConsumerThreads; }
 
@@ -204,7 +201,7 @@ struct Partials {
               for (int j = 0; j < kAtOnce; j++) differs |= differing(words[j], tag);
               return differs == 0;
             },
-            [&] { return stall(c.phase, WarpRole::kConsumer, Waiting::kElement, c.phase, 0, 0, 0); });
+            [&] { return polling(c.phase); });
         if (!has_come) c.failed = true;
 #pragma unroll
         for (int j = 0; j < kAtOnce; j++) {
