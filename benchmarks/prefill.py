@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from ceiling import measure_ceiling
 from cpu_decode import BASELINES, interleave, make_model, wait_for_huge_pages
-from decode import Clock, captured
+from decode import Clock, captured, forget, used_bytes
 from harness import RESULTS, Report, Result, environment, processor, run_child, spread, table, write
 from torch import Tensor
 from transformers import StaticCache
@@ -41,8 +41,9 @@ def last_logits(model: Step) -> Step:
     return lambda **inputs: model(**inputs, logits_to_keep=1)
 
 
-def time_on_gpu(step: Step, ids: Tensor, cache: StaticCache, rounds: int) -> tuple[dict[str, float], Tensor, float]:
-    """Milliseconds of a prompt, its logits, and the seconds that the first call took."""
+def time_on_gpu(step: Step, ids: Tensor, cache: StaticCache, rounds: int) -> tuple[Result, Tensor]:
+    """What a prompt takes, and its logits. ``peak_bytes``: that the driver counts after it, and that PyTorch gave back
+    in a call."""
     clock = Clock(lambda: step(input_ids=ids, past_key_values=cache), cache, 0)
     begin = time.perf_counter()
     rewind(cache, 0)
@@ -50,7 +51,13 @@ def time_on_gpu(step: Step, ids: Tensor, cache: StaticCache, rounds: int) -> tup
     clock.synchronize()
     build_s = time.perf_counter() - begin
     host_ms = max(clock.loop_ms(1)[0] for _ in range(3))
-    return summary([clock.device_ms(host_ms) for _ in range(rounds)]), logits, build_s
+    torch.cuda.empty_cache()
+    used, held = used_bytes(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    clock.loop_ms(1)
+    peak = used + torch.cuda.max_memory_allocated() - held
+    ms = summary([clock.device_ms(host_ms) for _ in range(rounds)])
+    return {"prefill_ms": ms, "build_s": build_s, "peak_bytes": peak}, logits
 
 
 @torch.inference_mode()
@@ -67,15 +74,18 @@ def measure_on_gpu(case: dict[str, Any]) -> list[Result]:
     expected = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.float()
     for name, make in makers.items():
         try:
-            ms, logits, build_s = time_on_gpu(make(), ids, cache, case["rounds"])
+            forget()
+            before = used_bytes()
+            result, logits = time_on_gpu(make(), ids, cache, case["rounds"])
+            result["extra_bytes"] = result.pop("peak_bytes") - before
         except Exception as error:  # of a baseline, or of ours: the others still count
             results.append({"variant": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
             continue
         difference = ((logits - expected).norm() / expected.norm()).item()
-        per_s = 1e3 * batch * tokens / ms["median"]
-        results.append({"variant": name, "prefill_ms": ms, "tokens_per_s": per_s, "differs_from_eager": difference})
-        ours = results[0].get("prefill_ms", {"median": float("nan")})["median"]
-        results[-1] |= {"build_s": build_s, "mpk_is_faster_by": ms["median"] / ours}
+        ms = result["prefill_ms"]["median"]
+        ours = ms if name == "mpk" else results[0].get("prefill_ms", {"median": float("nan")})["median"]
+        rest = {"tokens_per_s": 1e3 * batch * tokens / ms, "mpk_is_faster_by": ms / ours}
+        results.append({"variant": name, "differs_from_eager": difference} | result | rest)
     return results
 
 
@@ -130,6 +140,7 @@ def row(result: Result) -> list[str]:
         *numbers,
         f"{result['differs_from_eager']:.1e}",
         f"{result['build_s']:.1f}",
+        f"{result['extra_bytes'] / 1e6:.0f}" if "extra_bytes" in result else "–",
     ]
 
 
@@ -161,7 +172,7 @@ def main() -> None:
         "ceiling": measure_ceiling() if IS_CUDA else {},
         "results": [],
     }
-    columns = ["case", "variant", "ms", "tokens/s", "× mpk's time", "differs from eager", "build s"]
+    columns = ["case", "variant", "ms", "tokens/s", "× mpk's time", "differs from eager", "build s", "extra MB"]
     for values in itertools.product(*dimensions.values()):
         case = dict(zip(dimensions, values, strict=True))
         print(case, file=sys.stderr, flush=True)
