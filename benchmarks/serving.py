@@ -13,6 +13,7 @@ seconds. Writes serving_<device>_<date>.json and .md; what the columns mean is i
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import itertools
 import json
@@ -32,6 +33,7 @@ import torch_mpk.continuous_batching as mpk_cb
 from torch_mpk import registry
 from torch_mpk.task_kernel import kernel_of
 from torch_mpk.testing.bench import microseconds
+from torch_mpk.testing.decode import device_events
 from torch_mpk.testing.models import CONFIGS, random_model
 from torch_mpk.testing.tiny import tiny_model
 
@@ -39,6 +41,12 @@ Case = dict[str, Any]
 IS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if IS_CUDA else "cpu"
 ATTENTION_ROWS = (1, 8, 32, 64)
+# Equally many positions in all, whatever the rows' shares.
+MIXED = {
+    "8 rows of 64 to 8192": [64, 64, 128, 256, 512, 1024, 4096, 8192],
+    "8 rows of 1792": [1792] * 8,
+}
+BUSY_TOKENS = 64  # new ones of each request while a profiler watches the device
 PARTS = ["at once", "stream", "attention"]
 
 # By their names: the attention, and what the engine's configuration has besides what all have.
@@ -140,19 +148,31 @@ def serve(case: Case) -> Result:
         answered(manager, [[1] * len(p) for p in prompts[:few]], [0.0] * few, 8, case["limit"])
         build_s = time.perf_counter() - begin
         outputs = answered(manager, prompts, arrivals, case["new_tokens"], case["limit"])
-    return judged(outputs, case["new_tokens"]) | {"build_s": build_s}
+        result = judged(outputs, case["new_tokens"]) | {"build_s": build_s}
+        if IS_CUDA and not case["rate"]:  # else it waits for requests
+            again = functools.partial(answered, manager, prompts, arrivals, BUSY_TOKENS, case["limit"])
+            result["busy"] = busy_share(device_events(again))
+    return result
+
+
+def busy_share(events: list[Any]) -> float:
+    """Of the time from the first to the last of them, that in which the device runs a kernel."""
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events if not e.name.startswith("Mem"))
+    busy, until = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy / (until - spans[0][0])
 
 
 # Attention alone, in a child process.
 
 
 def attention_operands(case: Case, heads: int, groups: int, size: int) -> dict[str, torch.Tensor]:
-    """Rows of random lengths, their pages in any order. As the engine's, a position has its heads side by side."""
-    chosen = random.Random(case["seed"])
-    rows, page_size = case["rows"], case["page_size"] or 256
-    longest = case["prompts"][1] + case["new_tokens"]
-    lengths = [chosen.randint(case["prompts"][0], longest) for _ in range(rows)]
-    table_width = -(-longest // page_size)
+    """Their pages in any order. As the engine's, a position has its heads side by side."""
+    lengths, page_size = case["lengths"], case["page_size"] or 256
+    rows = len(lengths)
+    table_width = -(-max(lengths) // page_size)
     dtype = torch.bfloat16
     pages = [rows * table_width, page_size, groups, size]
     order = torch.randperm(rows * table_width, generator=torch.Generator().manual_seed(0))
@@ -229,6 +249,7 @@ def attend(case: Case) -> Result:
 
 COLUMNS = [
     "case", "variant", "tokens/s", "first token ms, p50", "p99", "next token ms, p50", "p99", "seconds", "build s",
+    "GPU busy",
 ]  # fmt: skip
 ATTENTION_COLUMNS = ["case", "variant", "µs", "TB/s", "differs"]
 
@@ -239,7 +260,8 @@ def row(result: Result) -> list[str]:
     first, after = result["first_ms"], result["next_ms"]
     numbers = [result["tokens_per_s"], first["p50"], first["p99"], after["p50"], after["p99"]]
     rest = [result["seconds"], result["build_s"]]
-    return [result["case"], result["variant"], *(f"{n:.2f}" for n in numbers), *(f"{n:.1f}" for n in rest)]
+    busy = [f"{100 * result['busy']:.0f} %"] if "busy" in result else []
+    return [result["case"], result["variant"], *(f"{n:.2f}" for n in numbers), *(f"{n:.1f}" for n in rest), *busy]
 
 
 def attention_rows(result: Result) -> list[list[str]]:
@@ -272,9 +294,15 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
             name = f"{model}, {requests} requests{about}, prompts of {low} to {high}, {args.new_tokens} new tokens"
             sizes = {"part": part, "model": model, "requests": requests, "rate": rate, "case": name}
             cases += [shared | sizes | {"variant": variant} for variant in args.variants]
-        for rows in ATTENTION_ROWS:
-            name = f"{model}, attention of {rows} rows of {low} to {high + args.new_tokens}"
-            cases.append(shared | {"part": "attention", "model": model, "rows": rows, "case": name, "variant": ""})
+        chosen = random.Random(args.seed)
+        longest = high + args.new_tokens
+        attended = {
+            f"{rows} rows of {low} to {longest}": [chosen.randint(low, longest) for _ in range(rows)]
+            for rows in ATTENTION_ROWS
+        } | MIXED
+        for name, lengths in attended.items():
+            name = f"{model}, attention of {name}"
+            cases.append(shared | {"part": "attention", "model": model, "lengths": lengths, "case": name, "variant": ""})
     return [case for case in cases if case["part"] in args.parts]
 
 

@@ -18,7 +18,7 @@ from tests.continuous_batching.engine import (
     serving_model,
     sized,
 )
-from torch_mpk.testing.decode import count_launches
+from torch_mpk.testing.decode import count_launches, device_events
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +62,27 @@ def test_steps_in_bfloat16_run_to_the_end(rows: int) -> None:
     first = batched(model, prompts, warmup=True, **sizes)
     assert all(len(tokens) == GREEDY.max_new_tokens for tokens in first)
     assert batched(model, prompts, warmup=True, **sizes) == first
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["plain", "graphs", "graphs, asynchronous"])
+def test_a_step_more_is_one_kernel_more(mode: dict[str, bool]) -> None:
+    model = serving_model(device="cuda")
+    with model.continuous_batching_context_manager(
+        generation_config=GREEDY, continuous_batching_config=sized(**mode), warmup=True
+    ) as manager:
+
+        def kernels(count: int) -> int:
+            def answer() -> None:
+                names = {manager.add_request(prompt_of(5), max_new_tokens=count) for _ in range(3)}
+                while names:
+                    output = manager.get_result(timeout=10)
+                    assert output is not None and output.error is None
+                    names -= {output.request_id} if output.is_finished() else set()
+
+            return sum(not event.name.startswith("Mem") for event in device_events(answer))
+
+        kernels(2)
+        assert kernels(20) - kernels(8) == 12
 
 
 def test_paged_attention_is_one_launch() -> None:

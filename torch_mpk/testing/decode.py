@@ -48,12 +48,17 @@ def decode_logits(step: Step, cache: StaticCache, tokens: Tensor) -> Tensor:
     return torch.stack(logits)
 
 
-def count_launches(function: Callable[[], object]) -> int:
-    """Kernels that one call launches on the CUDA device, as the profiler counts them. Copies and fills count too."""
+def device_events(function: Callable[[], object]) -> list[Any]:
+    """What a call has the CUDA device do, as the profiler sees it: kernels, copies and fills."""
     from torch.autograd import DeviceType
 
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
         torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in profile.events())
+    return [event for event in profile.events() if event.device_type == DeviceType.CUDA]
+
+
+def count_launches(function: Callable[[], object]) -> int:
+    """Kernels that one call launches on the CUDA device. Copies and fills count too."""
+    return len(device_events(function))
