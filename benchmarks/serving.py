@@ -302,7 +302,9 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         } | MIXED
         for name, lengths in attended.items():
             name = f"{model}, attention of {name}"
-            cases.append(shared | {"part": "attention", "model": model, "lengths": lengths, "case": name, "variant": ""})
+            cases.append(
+                shared | {"part": "attention", "model": model, "lengths": lengths, "case": name, "variant": ""}
+            )
     return [case for case in cases if case["part"] in args.parts]
 
 
