@@ -1,5 +1,5 @@
-"""Draws recorded decode steps: milliseconds, and the share of the ceiling that they reach; of many batches,
-milliseconds over the batch.
+"""Draws recorded decode steps: milliseconds, and the share of the ceiling that they reach; of many batches, and of
+prompts, milliseconds over the batch or the tokens.
 
 python benchmarks/chart.py benchmarks/results/decode_nvidia-h200_2026-11-23.json
 
@@ -47,29 +47,30 @@ def draw(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_batches(report: dict[str, Any], path: Path) -> None:
-    """Milliseconds over the batch, a line for each variant, beside what reading at the ceiling takes."""
-    results = [result for result in report["results"] if "step_ms" in result]
-    panels = list(dict.fromkeys((result["model"], result["position"]) for result in results))
+def draw_lines(report: dict[str, Any], path: Path, over: str) -> None:
+    """Milliseconds over the batch or the prompt's tokens, a line for each variant, beside what reading at the ceiling
+    takes."""
+    results = [result | {"ms": time_of(result)["median"]} for result in report["results"] if time_of(result)]
+    panels = list(dict.fromkeys(panel_of(result, over) for result in results))
     figure, axes = plt.subplots(1, len(panels), figsize=(1 + 4 * len(panels), 4.5), layout="constrained", squeeze=False)
     variants = list(dict.fromkeys(result["variant"] for result in results))
-    for axis, (model, position) in zip(axes[0], panels, strict=True):
-        of_panel = [r for r in results if (r["model"], r["position"]) == (model, position)]
-        batches = sorted({result["batch"] for result in of_panel})
+    for axis, panel in zip(axes[0], panels, strict=True):
+        of_panel = [result for result in results if panel_of(result, over) == panel]
+        places = sorted({result[over] for result in of_panel})
         for i, variant in enumerate(variants):
-            points = sorted((r["batch"], r["step_ms"]["median"]) for r in of_panel if r["variant"] == variant)
+            points = sorted((r[over], r["ms"]) for r in of_panel if r["variant"] == variant)
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", color=f"C{i}", label=variant)
-        floors = {r["batch"]: r["of_ceiling"] * r["step_ms"]["median"] for r in of_panel if r.get("of_ceiling")}
+        floors = {r[over]: r["of_ceiling"] * r["ms"] for r in of_panel if r.get("of_ceiling")}
         if floors:
             axis.plot(*zip(*sorted(floors.items()), strict=True), color="0.6", linestyle="--", label="ceiling")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xticks(batches, batches)
-        axis.set_xlabel("batch")
-        axis.set_title(f"{model}, position {position}")
+        axis.set_xticks(places, places)
+        axis.set_xlabel(over)
+        axis.set_title(panel)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("ms per step (logarithmic)")
+    axes[0][0].set_ylabel("ms (logarithmic)")
     labels = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(f"{report['title']}\n{report['environment']['device']}, {report['environment']['date']}")
@@ -77,14 +78,27 @@ def draw_batches(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def time_of(result: dict[str, Any]) -> dict[str, float] | None:
+    return result.get("step_ms") or result.get("prefill_ms")
+
+
+def panel_of(result: dict[str, Any], over: str) -> str:
+    rest = f"position {result['position']}" if over == "batch" else f"batch {result['batch']}"
+    return f"{result['model']}, {rest}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path)
     for path in parser.parse_args().reports:
         report = json.loads(path.read_text())
-        batches = {result["batch"] for result in report["results"] if "position" in result}
         drawn = path.with_suffix(".png")
-        (draw_batches if len(batches) > 2 else draw)(report, drawn)
+        if any("prefill_ms" in result for result in report["results"]):
+            draw_lines(report, drawn, "tokens")
+        elif len({result["batch"] for result in report["results"] if "position" in result}) > 2:
+            draw_lines(report, drawn, "batch")
+        else:
+            draw(report, drawn)
         print(drawn)
 
 
