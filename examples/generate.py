@@ -94,9 +94,17 @@ class Stream:
         self.times: list[float] = []
         self.printed = ""
 
-    def record(self, tokens: Tensor) -> None:
-        self.tokens.append(int(tokens))
+    def put(self, tokens: Tensor) -> None:
+        """As a streamer, which gets the prompt first: only that has two dimensions."""
+        if tokens.dim() == 1:
+            self.record(tokens)
+
+    def record(self, token: Tensor) -> None:
+        self.tokens.append(int(token))
         self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
     def show(self) -> None:
         """Prints what has been recorded since the last time."""
@@ -108,6 +116,27 @@ class Stream:
     def gaps_ms(self) -> list[float]:
         """Between tokens, once warm."""
         return [1e3 * (b - a) for a, b in itertools.pairwise(self.times[NUM_WARMUP_TOKENS - 1 :])]
+
+
+class ShownStream(Stream):
+    """Prints what comes, and until then how long compiling takes."""
+
+    def __init__(self, text: ByteText | TokenizerText, prompt: str):
+        super().__init__(text)
+        self.prompt = prompt
+        self.compiling = Progress("compiling the decode step:")
+
+    def record(self, token: Tensor) -> None:
+        super().record(token)
+        if len(self.tokens) == 1:
+            return  # it comes from the prefill; building starts now
+        if len(self.tokens) == 2:
+            self.compiling.stop()
+            print(self.prompt, end="")
+        self.show()
+
+    def end(self) -> None:
+        print(flush=True)
 
 
 @contextmanager
@@ -215,31 +244,21 @@ def main() -> None:
     prompt = args.prompt or default_prompt
     input_ids = torch.tensor([text.encode(prompt)], device=args.device)
 
-    end = None if args.config else model.generation_config.eos_token_id  # random weights end by accident
-    ours = Stream(text)
-    compiling = Progress("compiling the decode step:")
-
-    def on_token(tokens: Tensor) -> None:
-        ours.record(tokens)
-        if len(ours.tokens) == 1:
-            return  # it comes from the prefill; building starts now
-        if len(ours.tokens) == 2:
-            compiling.stop()
-            print(prompt, end="")
-        ours.show()
-
-    generate = functools.partial(torch_mpk.generate, model, input_ids, args.max_new_tokens, eos_token_id=end)
+    end = [] if args.config else None  # random weights end by accident
+    generate = functools.partial(
+        torch_mpk.generate, model, input_ids, args.max_new_tokens, do_sample=False, eos_token_id=end
+    )
+    ours = ShownStream(text, prompt)
     try:
-        generate(callback=on_token)
+        generate(streamer=ours)
     finally:
-        compiling.stop()
-    print(flush=True)
+        ours.compiling.stop()
 
     eager = Stream(text)
     with timed("the same with eager, then both in turns:"):
         gaps = generate_eager(model, input_ids, len(ours.tokens), eager)
         run_eager = functools.partial(generate_eager, model, input_ids, len(ours.tokens))
-        ms = in_turns([run_eager, lambda stream: generate(callback=stream.record)], text)
+        ms = in_turns([run_eager, lambda stream: generate(streamer=stream)], text)
     report(name, model, ms, ours, eager, gaps, input_ids)
 
 

@@ -8,10 +8,12 @@ the device, and the host reads tokens and checks for the end some steps behind i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import operator
+import sys
 import time
 import types
 from collections import OrderedDict, deque
@@ -22,9 +24,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_mpk.config import MAX_POSITIONS, MAX_ROWS, Options, is_int
+from torch_mpk.generation_settings import GenerationSettings, expect, settle
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
-from torch_mpk.sampling import Choice, check_sampling, expect, stopping
+from torch_mpk.sampling import Choice, stopping
 
 logger = logging.getLogger(__name__)
 
@@ -39,20 +42,22 @@ _steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] 
 def generate(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     *,
     attention_mask: torch.Tensor | None = None,
-    do_sample: bool = False,
-    temperature: float = 1.0,
+    generation_config: Any = None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    repetition_penalty: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
-    callback: Callable[[torch.Tensor], Any] | None = None,
+    streamer: Any = None,
+    progress_bar: bool | None = None,
     generator: torch.Generator | None = None,
     max_cache_len: int | None = None,
     prompt_lookup_num_tokens: int | None = None,
@@ -62,24 +67,33 @@ def generate(
 ) -> torch.Tensor:
     """Generates tokens with a Hugging Face causal language model.
 
+    What a keyword does not say, ``generation_config`` does, and then ``model.generation_config``, as in Hugging Face's
+    ``generate``. A field of them that is no keyword here must have Hugging Face's default.
+
     Args:
         model: takes ``input_ids, attention_mask, position_ids, past_key_values, logits_to_keep``.
-        input_ids: int64[batch, prompt], on the model's device.
-        max_new_tokens: tokens to generate, at least 1.
+        input_ids: int64[batch, prompt], on the model's device. ``**tokenizer(texts, padding=True,
+            return_tensors="pt").to(model.device)`` gives both tensors, where the tokenizer has ``padding_side="left"``.
+        max_new_tokens: tokens to generate, at least 1. A configuration may say ``max_length`` instead.
         attention_mask: [batch, prompt], 0 where a prompt is padded, on the left.
+        generation_config: a ``transformers.GenerationConfig``.
         do_sample: draw from the distribution that the next four leave, applied in this order; otherwise greedy.
-        temperature: divides the logits, > 0.
-        top_k: keep only so many most likely tokens.
+        temperature: divides the logits, > 0. Default: 1.
+        top_k: keep only so many most likely tokens; 0 keeps all. Default: 50, which is Hugging Face's.
         top_p: keep only the most likely tokens whose probabilities add up to this, in (0, 1].
         min_p: keep only tokens at least this times as likely as the most likely one, in [0, 1].
         repetition_penalty: divides the positive logits of tokens that were there before, prompt included, and
             multiplies negative ones, > 0. Before everything else; in greedy search, too.
-        eos_token_id: a row ends behind any of these; all rows ended ends the call. None: rows never end early.
+        eos_token_id: a row ends behind any of these; all rows ended ends the call. []: rows never end early.
         pad_token_id: fills a row behind its end. Default: the first of ``eos_token_id``.
         stop_strings: a row ends behind the token that completes one of these; ``tokenizer`` must be given.
         tokenizer: of Hugging Face, for ``stop_strings``.
-        callback: called with each new batch of tokens, int64[batch] on the CPU. ``TextStreamer.put`` fits.
-        generator: of the model's device, for sampling.
+        streamer: of Hugging Face, such as ``TextStreamer`` and ``TextIteratorStreamer``, or anything that has their
+            methods: ``put`` gets the prompt, int64[batch, prompt], and then each new batch of tokens, int64[batch], all
+            on the CPU, and ``end`` is called behind the last.
+        progress_bar: show on stderr how many tokens have come, until the call ends. Default: where stderr is a terminal
+            and there is no ``streamer``.
+        generator: of the model's device, for sampling. Default: PyTorch's, which ``torch.manual_seed`` seeds.
         max_cache_len: length of the key/value cache. Default: what is needed, rounded up to a multiple of 128.
         prompt_lookup_num_tokens: where the last tokens were there before, take so many that followed them for a draft,
             at most 15, and check it in one step. Greedy, one sequence without padding; the tokens are the same.
@@ -95,37 +109,48 @@ def generate(
         int64[batch, prompt + generated].
 
     Raises:
-        ArgumentError: an argument has a wrong shape, type or range.
+        ArgumentError: an argument, or a field of a configuration, has a wrong shape, type or range.
         OptionError: so has an option, or there is none of that name.
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
-    _check(input_ids, max_new_tokens, attention_mask, pad_token_id, max_cache_len)
-    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    is_plain = not do_sample and repetition_penalty == 1
-    _check_drafts(prompt_lookup_num_tokens, input_ids, is_plain)
+    _check(input_ids, attention_mask, streamer)
+    prompt = input_ids.shape[1]
+    given = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": do_sample,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+        "stop_strings": stop_strings,
+        "max_cache_len": max_cache_len,
+        "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
+    }
+    settings = settle(model, prompt, generation_config, given)
+    count, num_drafts = settings.max_new_tokens, settings.prompt_lookup_num_tokens or 0
+    _check_drafts(settings.prompt_lookup_num_tokens, input_ids, settings.is_plain)
     _check_chunks(prefill_chunk_size, input_ids)
-    eos = _token_ids("eos_token_id", eos_token_id)
-    is_stopped = stopping(stop_strings, tokenizer, input_ids)
+    is_stopped = stopping(settings.stop_strings, tokenizer, input_ids)
     Options.parse(None, options)
-    prompt, num_drafts = input_ids.shape[1], prompt_lookup_num_tokens or 0
-    needed = prompt + max_new_tokens - 1 + num_drafts  # the last token is not written to the cache
-    length = max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
+    needed = prompt + count - 1 + num_drafts  # the last token is not written to the cache
+    length = settings.max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
     drafted = f" and drafts of {num_drafts}" if num_drafts else ""
-    expected = f"at least {needed} for {prompt} + {max_new_tokens} tokens{drafted}"
-    expect(length >= needed, "max_cache_len", expected, max_cache_len)
+    expect(length >= needed, "max_cache_len", f"at least {needed} for {prompt} + {count} tokens{drafted}", length)
     decode = _Decode(model, input_ids, attention_mask, length, prefill_chunk_size, options)
-    if not is_plain:
-        warpers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if do_sample else {}
-        decode.choose = Choice(input_ids, repetition_penalty, warpers, do_sample, generator)
-    pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
-    start = time.perf_counter()
-    tokens = decode.checked_tokens(max_new_tokens, num_drafts) if num_drafts else decode.tokens(max_new_tokens)
-    first = next(tokens)
-    first.tolist()  # waits
-    prompt_done = time.perf_counter()
-    collected = _collect(itertools.chain([first], tokens), eos, pad, is_stopped, callback)
-    synchronize()
-    seconds = time.perf_counter() - prompt_done
+    if not settings.is_plain:
+        decode.choose = Choice(input_ids, settings, generator)
+    with _watched(streamer, progress_bar, input_ids, count) as watchers:
+        start = time.perf_counter()
+        tokens = decode.checked_tokens(count, num_drafts) if num_drafts else decode.tokens(count)
+        first = next(tokens)
+        first.tolist()  # waits
+        prompt_done = time.perf_counter()
+        collected = _collect(itertools.chain([first], tokens), settings, is_stopped, watchers)
+        synchronize()
+        seconds = time.perf_counter() - prompt_done
     num_later = collected.numel() - len(collected)
     speed = {
         "first_token_seconds": prompt_done - start,
@@ -138,27 +163,20 @@ def generate(
     return torch.cat([input_ids, collected.to(input_ids.device)], dim=1)
 
 
-def _check(
-    input_ids: torch.Tensor,
-    max_new_tokens: int,
-    attention_mask: torch.Tensor | None,
-    pad_token_id: int | None,
-    max_cache_len: int | None,
-) -> None:
+def _check(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, streamer: Any) -> None:
     for name, value in {"input_ids": input_ids, "attention_mask": attention_mask}.items():
         is_absent = name == "attention_mask" and value is None
         expect(is_absent or isinstance(value, torch.Tensor), name, "a tensor", repr(value))
-    expect(is_int(max_new_tokens), "max_new_tokens", "an int", repr(max_new_tokens))
-    for name, number in {"pad_token_id": pad_token_id, "max_cache_len": max_cache_len}.items():
-        expect(number is None or is_int(number), name, "an int or None", repr(number))
     shape = list(input_ids.shape)
     expect(input_ids.dtype == torch.int64, "input_ids", "int64", input_ids.dtype)
     expect(len(shape) == 2 and min(shape) > 0, "input_ids", "a shape [batch, prompt]", shape)
-    expect(max_new_tokens > 0, "max_new_tokens", "at least 1", max_new_tokens)
     if attention_mask is not None:
         expect(list(attention_mask.shape) == shape, "attention_mask", f"the shape {shape}", list(attention_mask.shape))
         ends = attention_mask[:, -1].bool().all().item()
-        expect(ends, "attention_mask", "padding on the left", "a last column with zeros")
+        expected = "padding on the left (a tokenizer's padding_side='left')"
+        expect(ends, "attention_mask", expected, "a last column with zeros")
+    is_streamer = streamer is None or all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
+    expect(is_streamer, "streamer", "an object with methods put and end, or None", repr(streamer))
 
 
 def _check_drafts(count: int | None, input_ids: torch.Tensor, is_plain: bool) -> None:
@@ -179,12 +197,24 @@ def _check_chunks(size: int | None, input_ids: torch.Tensor) -> None:
     expect(input_ids.device.type == "cpu", name, "a prompt on the CPU", f"one on {input_ids.device}")
 
 
-def _token_ids(name: str, given: int | Sequence[int] | None) -> list[int]:
-    if given is None:
-        return []
-    ids = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
-    expect(all(map(is_int, ids)), name, "an int, a list of ints or None", repr(given))
-    return list(ids)
+@contextlib.contextmanager
+def _watched(
+    streamer: Any, progress_bar: bool | None, prompt: torch.Tensor, count: int
+) -> Iterator[list[Callable[[torch.Tensor], Any]]]:
+    """What is to be called with each new batch of tokens, while the block runs."""
+    with contextlib.ExitStack() as stack:
+        watchers = []
+        if streamer is not None:
+            streamer.put(prompt.cpu())
+            watchers.append(streamer.put)
+        if progress_bar if progress_bar is not None else streamer is None and sys.stderr.isatty():
+            from tqdm.auto import tqdm  # which transformers needs
+
+            bar = stack.enter_context(tqdm(total=count, unit="token", leave=False))
+            watchers.append(lambda tokens: bar.update())
+        yield watchers
+    if streamer is not None:
+        streamer.end()
 
 
 class _Decode:
@@ -424,13 +454,13 @@ def _next_tokens(
 
 def _collect(
     tokens: Iterator[torch.Tensor],
-    eos: Sequence[int],
-    pad: int,
+    settings: GenerationSettings,
     is_stopped: Callable[[list[list[int]]], list[bool]] | None,
-    callback: Callable[[torch.Tensor], Any] | None,
+    watchers: Sequence[Callable[[torch.Tensor], Any]],
 ) -> torch.Tensor:
     """Reads new tokens, some steps behind the device, until all rows have ended. Returns int64[batch, generated]."""
-    if not eos and is_stopped is None and callback is None:
+    eos, pad = settings.eos_token_id, settings.pad_token_id
+    if not eos and is_stopped is None and not watchers:
         return torch.cat(list(tokens), dim=1)
     columns: list[list[int]] = []
     ended: list[bool] = []
@@ -446,8 +476,8 @@ def _collect(
         columns.append(column)
         if is_stopped is not None:
             ended = [end or stopped for end, stopped in zip(ended, is_stopped(columns), strict=True)]
-        if callback is not None:
-            callback(torch.tensor(column))
+        for watch in watchers:
+            watch(torch.tensor(column))
         return all(ended)
 
     is_over = False

@@ -7,55 +7,29 @@ from typing import Any
 
 import torch
 
-from torch_mpk.config import is_int, is_number
-from torch_mpk.errors import ArgumentError
-
-
-def check_sampling(
-    temperature: float, top_k: int | None, top_p: float | None, min_p: float | None, repetition_penalty: float
-) -> None:
-    for name, factor in {"temperature": temperature, "repetition_penalty": repetition_penalty}.items():
-        expect(is_number(factor) and factor > 0, name, "a number > 0", repr(factor))
-    expect(top_k is None or is_int(top_k), "top_k", "an int or None", repr(top_k))
-    expect(top_k is None or top_k > 0, "top_k", "at least 1", top_k)
-    expect(top_p is None or is_number(top_p) and 0 < top_p <= 1, "top_p", "a number in (0, 1]", repr(top_p))
-    expect(min_p is None or is_number(min_p) and 0 <= min_p <= 1, "min_p", "a number in [0, 1]", repr(min_p))
-
-
-def expect(ok: Any, name: str, expected: str, value: Any) -> None:
-    if not ok:
-        raise ArgumentError(name=name, expected=expected, value=value)
+from torch_mpk.generation_settings import GenerationSettings, expect
 
 
 class Choice:
     """Chooses tokens, int64[batch, 1], by logits[batch, vocabulary] and Hugging Face's processors of them."""
 
-    def __init__(
-        self,
-        prompt: torch.Tensor,
-        repetition_penalty: float,
-        warpers: dict[str, float | None],
-        do_sample: bool,
-        generator: torch.Generator | None,
-    ) -> None:
+    def __init__(self, prompt: torch.Tensor, settings: GenerationSettings, generator: torch.Generator | None) -> None:
         from transformers.generation import logits_process as hf
 
-        kinds = {
-            "temperature": hf.TemperatureLogitsWarper,
-            "top_k": hf.TopKLogitsWarper,
-            "top_p": hf.TopPLogitsWarper,
-            "min_p": hf.MinPLogitsWarper,
-        }
-        neutral = {"temperature": 1, "top_p": 1, "min_p": 0}
-        self._warpers = hf.LogitsProcessorList(
-            kinds[name](value if name == "top_k" else float(value))
-            for name, value in warpers.items()
-            if value is not None and value != neutral.get(name)
-        )
+        self._tokens, self._do_sample, self._generator = prompt, settings.do_sample, generator
         self._penalty = None
-        if repetition_penalty != 1:
-            self._penalty = hf.RepetitionPenaltyLogitsProcessor(float(repetition_penalty))
-        self._tokens, self._do_sample, self._generator = prompt, do_sample, generator
+        if settings.repetition_penalty != 1:
+            self._penalty = hf.RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))
+        self._warpers = hf.LogitsProcessorList()
+        if settings.do_sample:
+            if settings.temperature != 1:
+                self._warpers.append(hf.TemperatureLogitsWarper(float(settings.temperature)))
+            if settings.top_k:
+                self._warpers.append(hf.TopKLogitsWarper(settings.top_k))
+            if settings.top_p != 1:
+                self._warpers.append(hf.TopPLogitsWarper(float(settings.top_p)))
+            if settings.min_p:
+                self._warpers.append(hf.MinPLogitsWarper(float(settings.min_p)))
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.float()

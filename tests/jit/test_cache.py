@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -268,11 +269,19 @@ echo image > $output
     return nvcc
 
 
-def test_an_interrupted_build_leaves_no_process_and_no_entry(root, slow_nvcc, tmp_path):
+@pytest.mark.parametrize("moment", ["before Popen returns", "while it runs"])
+def test_an_interrupted_build_leaves_no_process_and_no_entry(root, slow_nvcc, tmp_path, monkeypatch, moment):
     def interrupt():
         while not pids.exists() or not pids.read_text().endswith("\n"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
+
+    class SlowPopen(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            is_build = " -E " not in " ".join(args[0])
+            while is_build and thread.is_alive():
+                time.sleep(0.01)
 
     def is_alive(pid):
         try:
@@ -283,6 +292,8 @@ def test_an_interrupted_build_leaves_no_process_and_no_entry(root, slow_nvcc, tm
     pids, compiler = tmp_path / "pids", Nvcc.at(str(slow_nvcc))
     thread = threading.Thread(target=interrupt)
     thread.start()
+    if moment == "before Popen returns":
+        monkeypatch.setattr(subprocess, "Popen", SlowPopen)
     with pytest.raises(KeyboardInterrupt):
         compile_cuda("a", 90, compiler=compiler)
     thread.join()

@@ -1,11 +1,20 @@
 """``torch_mpk.generate``, and Hugging Face's ``generate`` through the backend, against Hugging Face's own."""
 
+import io
 import sys
+import threading
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CompileConfig, PreTrainedTokenizerFast
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation import BaseStreamer
 
 import torch_mpk
 from tests.thinned import thinned
@@ -20,6 +29,33 @@ def left_padded(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.ones(batch, length, dtype=torch.int64)
     mask[0, :2] = 0
     return random_ids(batch, length), mask
+
+
+def letters(**kwargs) -> PreTrainedTokenizerFast:
+    """A token is a character."""
+    words = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(VOCAB_SIZE)}, unk_token="!"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="!", **kwargs)
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.given, self.num_ends = [], 0
+
+    def put(self, value):
+        assert value.device.type == "cpu"
+        self.given.append(value.tolist())
+
+    def end(self):
+        self.num_ends += 1
+
+    def new_tokens(self) -> torch.Tensor:
+        return torch.tensor(self.given[1:]).t()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 @pytest.fixture
@@ -52,10 +88,12 @@ def test_rows_stop_behind_their_end_of_sequence(model):
     free = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
     eos = int(free[0, 8])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=eos, eos_token_id=eos)
-    seen = []
-    actual = torch_mpk.generate(model, ids, 12, eos_token_id=eos, callback=seen.append, options=STRICT)
+    ours, theirs = Recorder(), Recorder()
+    model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=eos, streamer=theirs)
+    actual = torch_mpk.generate(model, ids, 12, eos_token_id=eos, streamer=ours, options=STRICT)
     assert torch.equal(actual, expected)
-    assert torch.equal(torch.stack(seen, dim=1), expected[:, 5:].cpu())
+    assert torch.equal(ours.new_tokens(), expected[:, 5:].cpu())
+    assert (ours.given, ours.num_ends) == (theirs.given, theirs.num_ends)
     stopped = torch_mpk.generate(model, ids[:1], 12, eos_token_id=[eos], options=STRICT)
     assert stopped[0].tolist() == free[0, : free[0, 5:].tolist().index(eos) + 6].tolist()
 
@@ -87,6 +125,110 @@ def test_changed_weights_and_settings_are_seen_by_the_next_call(model):
             module.variance_epsilon = 10.0
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(torch_mpk.generate(model, ids, 6, options=STRICT), expected)
+
+
+def test_prompts_of_different_lengths_come_as_a_tokenizer_gives_them(model):
+    texts = ["'()*+,-", "ABC", "k"]
+    inputs = letters(padding_side="left")(texts, return_tensors="pt", padding=True).to(model.device)
+    actual = torch_mpk.generate(model, **inputs, max_new_tokens=8, options=STRICT)
+    assert torch.equal(actual, model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0))
+    for text, row in zip(texts, actual, strict=True):
+        alone = letters()(text, return_tensors="pt").to(model.device)
+        assert torch.equal(torch_mpk.generate(model, **alone, max_new_tokens=8)[0, -8:], row[-8:])
+    inputs = letters(padding_side="right")(texts, return_tensors="pt", padding=True).to(model.device)
+    with pytest.raises(ArgumentError, match="attention_mask: expected padding on the left"):
+        torch_mpk.generate(model, **inputs, max_new_tokens=8)
+
+
+def test_text_comes_through_hugging_faces_streamers(model, capsys):
+    tokenizer = letters()
+    inputs = tokenizer("'()*+", return_tensors="pt").to(model.device)
+    model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0, streamer=TextStreamer(tokenizer))
+    expected = capsys.readouterr().out
+    torch_mpk.generate(model, **inputs, max_new_tokens=8, options=STRICT, streamer=TextStreamer(tokenizer))
+    assert capsys.readouterr().out == expected
+    assert len(expected) == 14
+
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    settings = {"max_new_tokens": 8, "options": STRICT, "streamer": streamer}
+    thread = threading.Thread(target=torch_mpk.generate, args=(model,), kwargs=inputs | settings)
+    thread.start()
+    assert "".join(streamer) == expected[5:].rstrip("\n")
+    thread.join()
+
+
+def test_a_terminal_shows_progress_unless_text_comes(model, monkeypatch):
+    ids = random_ids(2, 5, model.device)
+    expected = torch_mpk.generate(model, ids, 6, options=STRICT)
+
+    def shown(stderr, **kwargs) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stderr)
+            assert torch.equal(torch_mpk.generate(model, ids, 6, options=STRICT, **kwargs), expected)
+        return stderr.getvalue()
+
+    assert "0/6" in shown(Terminal())
+    assert shown(io.StringIO()) == ""
+    assert shown(Terminal(), streamer=Recorder()) == ""
+    assert shown(Terminal(), progress_bar=False) == ""
+    assert "0/6" in shown(io.StringIO(), streamer=Recorder(), progress_bar=True)
+
+
+def test_settings_come_from_configurations_too(model):
+    ids = random_ids(1, 5, model.device)
+    free = torch_mpk.generate(model, ids, 12, options=STRICT)
+    eos = int(free[0, 9])
+    config = GenerationConfig(max_new_tokens=12, eos_token_id=eos, repetition_penalty=1.2, pad_token_id=0)
+    expected = model.generate(ids, generation_config=config)
+    assert torch.equal(torch_mpk.generate(model, ids, generation_config=config, options=STRICT), expected)
+    neutral = {"repetition_penalty": 1.0, "eos_token_id": [], "max_new_tokens": 10}
+    actual = torch_mpk.generate(model, ids, generation_config=config, options=STRICT, **neutral)
+    assert torch.equal(actual, free[:, :15])
+
+    model.generation_config = config
+    assert torch.equal(torch_mpk.generate(model, ids, options=STRICT), expected)
+    short = GenerationConfig(max_length=8, repetition_penalty=1.0, eos_token_id=[])
+    model.generation_config.max_new_tokens = None
+    assert torch.equal(torch_mpk.generate(model, ids, generation_config=short, options=STRICT), free[:, :8])
+    with pytest.raises(ArgumentError, match="max_length: expected an int above the prompt's 5 tokens, got 5"):
+        torch_mpk.generate(model, ids, generation_config=GenerationConfig(max_length=5))
+
+
+def test_a_configured_sample_is_drawn_as_by_keywords(model):
+    ids = random_ids(3, 5, model.device)
+    settings = {"do_sample": True, "temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.01}
+
+    def draw(**kwargs):
+        torch.manual_seed(3)
+        return torch_mpk.generate(model, ids, 8, options=STRICT, **kwargs)
+
+    expected = draw(**settings)
+    assert torch.equal(draw(generation_config=GenerationConfig(**settings)), expected)
+    assert not torch.equal(draw(**settings | {"top_k": 1}), expected)
+    assert torch.equal(draw(do_sample=True), draw(do_sample=True, top_k=50))  # as Hugging Face's
+    assert not torch.equal(draw(do_sample=True, top_k=0), draw(do_sample=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("num_beams", 2, "1, since"),
+        ("no_repeat_ngram_size", 3, "0, since"),
+        ("bad_words_ids", [[3]], "None, since"),
+        ("output_logits", True, "None, since"),
+        ("use_cache", False, "True, since"),
+        ("cache_implementation", "dynamic", "'static' or 'hybrid'"),
+        ("temprature", 0.5, "None, since"),
+    ],
+)
+def test_what_a_configuration_asks_for_and_there_is_not_is_an_error(model, field, value, expected):
+    config = GenerationConfig(max_new_tokens=4)
+    setattr(config, field, value)
+    with pytest.raises(ArgumentError, match=rf"generation_config\.{field}: expected {expected}.* got "):
+        torch_mpk.generate(model, random_ids(1, 3, model.device), generation_config=config)
+    setattr(model.generation_config, field, value)
+    with pytest.raises(ArgumentError, match=rf"generation_config\.{field}"):
+        torch_mpk.generate(model, random_ids(1, 3, model.device), 4)
 
 
 def test_samples_follow_the_distribution(model):
@@ -126,10 +268,7 @@ def test_what_is_far_less_likely_than_the_best_is_not_drawn(model):
 
 
 def test_rows_stop_behind_a_stop_string(model):
-    letters = {chr(33 + i): i for i in range(VOCAB_SIZE)}
-    words = Tokenizer(models.WordLevel(letters, unk_token="!"))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer = letters()
     ids = random_ids(2, 5, model.device)
     free = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
     stops = ["".join(chr(33 + token) for token in free[0, 9:11]), "no such text"]
@@ -163,13 +302,13 @@ def test_a_model_is_not_kept_alive():
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         ({"temperature": 0.0}, "temperature: expected a number > 0"),
         ({"top_p": 1.5}, r"top_p: expected a number in \(0, 1\], got 1.5"),
-        ({"top_k": 0}, "top_k: expected at least 1"),
+        ({"top_k": -1}, "top_k: expected an int >= 0, got -1"),
         ({"min_p": -0.1}, r"min_p: expected a number in \[0, 1\], got -0.1"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected a number > 0, got 0"),
         ({"stop_strings": ""}, "stop_strings: expected a text or a list of texts, got ''"),
         ({"stop_strings": ["a"]}, "tokenizer: expected the model's tokenizer, which stop_strings need, got None"),
         ({"attention_mask": torch.ones(1, 2)}, r"attention_mask: expected the shape \[1, 3\], got \[1, 2\]"),
-        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask: expected padding on the left"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask: expected padding on the left .*padding_side"),
         ({"input_ids": [[1, 2]]}, r"input_ids: expected a tensor, got \[\[1, 2\]\]"),
         ({"attention_mask": [[1]]}, r"attention_mask: expected a tensor, got \[\[1\]\]"),
         ({"max_new_tokens": 3.0}, "max_new_tokens: expected an int, got 3.0"),
@@ -177,9 +316,13 @@ def test_a_model_is_not_kept_alive():
         ({"eos_token_id": "</s>"}, "eos_token_id: expected an int, a list of ints or None, got '</s>'"),
         ({"eos_token_id": [1, 2.5]}, r"eos_token_id: expected an int, a list of ints or None, got \[1, 2.5\]"),
         ({"pad_token_id": "0"}, "pad_token_id: expected an int or None, got '0'"),
-        ({"top_k": 2.5}, "top_k: expected an int or None, got 2.5"),
+        ({"top_k": 2.5}, "top_k: expected an int >= 0, got 2.5"),
         ({"temperature": "1"}, "temperature: expected a number > 0, got '1'"),
         ({"max_cache_len": 32.0}, "max_cache_len: expected an int or None, got 32.0"),
+        ({"max_new_tokens": None}, "max_new_tokens: expected an int, got None"),
+        ({"do_sample": 1}, "do_sample: expected True or False, got 1"),
+        ({"streamer": print}, "streamer: expected an object with methods put and end, or None, got <built-in"),
+        ({"generation_config": {}}, r"generation_config: expected a transformers.GenerationConfig or None, got \{\}"),
         ({"options": {"fallbakc": "error"}}, r"unknown option 'fallbakc' \(did you mean 'fallback'\?\)"),
         ({"options": {"verify": -1}}, "option 'verify': expected True, False or an int >= 0, got -1"),
         ({"max_cache_len": 4}, r"max_cache_len: expected at least 6 for 3 \+ 4 tokens, got 4"),
@@ -218,10 +361,10 @@ def test_drafts_from_the_prompt_change_no_token(model, monkeypatch):
     for ids in (random_ids(1, 6, model.device).repeat(1, 4), random_ids(1, 9, model.device)):
         expected = torch_mpk.generate(model, ids, 40, options=STRICT)
         drafts.clear()
-        seen = []
-        actual = torch_mpk.generate(model, ids, 40, prompt_lookup_num_tokens=4, callback=seen.append, options=STRICT)
+        seen = Recorder()
+        actual = torch_mpk.generate(model, ids, 40, prompt_lookup_num_tokens=4, streamer=seen, options=STRICT)
         assert torch.equal(actual, expected)
-        assert torch.equal(torch.stack(seen, dim=1), expected[:, ids.shape[1] :].cpu())
+        assert torch.equal(seen.new_tokens(), expected[:, ids.shape[1] :].cpu())
         assert any(drafts)
         assert len(drafts) < 39, "no draft was right"
         eos = int(expected[0, ids.shape[1] + 20])

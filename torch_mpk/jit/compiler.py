@@ -9,10 +9,12 @@ import re
 import shlex
 import signal
 import subprocess
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch_mpk.errors import CompileError, NoCompilerError, OptionError
 from torch_mpk.jit.manifest import Reading, parse_rule, parse_search
@@ -32,26 +34,45 @@ def run(command: Sequence[str], folder: Path, **variables: str) -> Compiled:
 
     Where the caller is interrupted, the compiler and what it has started end with it: they are a process group.
     """
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ
-        | {"TMPDIR": str(folder.resolve())}
-        | variables,  # what it does not clear up goes with the folder
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    with process:
-        try:
-            log, _ = process.communicate()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
+    process = None
+    try:
+        with _interrupts_held():  # else one that came before the process has a name would leave it running
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ
+                | {"TMPDIR": str(folder.resolve())}
+                | variables,  # what it does not clear up goes with the folder
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        log, _ = process.communicate()
+    except BaseException:
+        if process is not None:
+            with process, contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            raise
+        raise
     return Compiled(process.returncode == 0, shlex.join(command), log)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """An interrupt that comes within the block is raised behind it. Only the main thread gets any."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *args: held.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(*held[0])
 
 
 PREPROCESS = ("-M", "-MF", "files.d", "-v")
