@@ -5,8 +5,6 @@ from __future__ import annotations
 import runpy
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from tests.continuous_batching.engine import (
     Load,
     alone,
     batched,
+    managed,
     pages_in_use,
     planned_for_a_gpu,
     prompt_of,
@@ -39,14 +38,6 @@ from torch_mpk.lowering import lowerer
 
 def num_compiled() -> int:
     return counters["stats"]["unique_graphs"]
-
-
-@contextmanager
-def managed(model: Any, warmup: bool = False, **settings: Any) -> Iterator[Any]:
-    with model.continuous_batching_context_manager(
-        generation_config=GREEDY, continuous_batching_config=sized(**settings), warmup=warmup
-    ) as manager:
-        yield manager
 
 
 @pytest.mark.parametrize(
