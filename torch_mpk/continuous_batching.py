@@ -34,6 +34,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, CompileConf
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache, initialization
 
+from torch_mpk import engine
+
 # "flash" says that it needs no masks; what is no name of transformers' own must look like a repository's to its server.
 ATTENTION = "torch_mpk/flash"
 MAX_ROWS = 64  # requests of a step; more are bound by arithmetic
@@ -227,6 +229,7 @@ def _register() -> None:
 
     modeling_utils.lazy_import_flash_attention = load_others
     initialization.ensure_decode_fast_path_is_available = ensure_for_others
+    engine.install(ATTENTION)
 
 
 _register()

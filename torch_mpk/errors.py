@@ -211,6 +211,17 @@ class EngineError(MpkError, ValueError):
     remedy = "load the model with attn_implementation='sdpa', or call model.set_attn_implementation('sdpa')"
 
 
+class RequestError(MpkError, ValueError):
+    """The engine of ``torch_mpk.continuous_batching`` cannot serve a request. It is the request's ``error``, and the
+    others go on."""
+
+    template = "request {name}: {what}. {remedy}"
+    remedy = (
+        "Check its token ids against the model's vocab_size, and its length against the cache, which "
+        "torch_mpk.continuous_batching.config(num_blocks=...) makes larger"
+    )
+
+
 class InternalError(MpkError):
     """A stage failed in a way it should not, as on a schedule that its own validation rejects."""
 

@@ -91,6 +91,10 @@ std::string Refs::pointer(const Node& node, const Tensor& t, bool writable) {
   return "job.pointer<" + std::string(writable ? "" : "const ") + type + ">(" + str(add(node, t)) + ")";
 }
 
+std::string Refs::number(int64_t value) {
+  return "job.number(" + str(add_raw(kNumberIndex, static_cast<uint64_t>(value))) + ")";
+}
+
 std::string Refs::partials(const Pieces& pieces) {
   return "job.pointer<uint8_t>(" + str(add_raw(kWorkspaceIndex, pieces.offset)) + ")";
 }

@@ -39,6 +39,8 @@ class Refs {
   Refs(KernelContext& context, std::vector<uint64_t>& refs) : context_(context), refs_(refs) {}
   std::string pointer(const Node& node, const Tensor& t,
                       bool writable = false);  // "job.template pointer<const float>(3)"
+  // A number that kernels of equal code may differ in, below 2^31: "job.number(3)".
+  std::string number(int64_t value);
   // The same of what pieces leave in the workspace.
   std::string partials(const Pieces& pieces);
   // The map of a matrix, boxes of which come through the ring; nodes that read the same boxes share it.

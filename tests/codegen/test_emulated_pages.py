@@ -170,6 +170,16 @@ def test_rows_over_pages(case: Case) -> None:
     check(kernel, case, range(3))
 
 
+def test_caches_of_other_sizes_share_a_kernel() -> None:
+    """How many pages there are stands in the table: a page that the larger cache has is none of the smaller's."""
+    cases = [Case(R=16, M=6, P=pages, dtype=torch.float16) for pages in (61, 80)]
+    small, large = (emulate(case.graph()) for case in cases)
+    assert small.program.source == large.program.source
+    assert small.program.table != large.program.table
+    for kernel, case in zip((small, large), cases):
+        check(kernel, case, range(1))
+
+
 def test_copies_without_the_copy_engine() -> None:
     case = Case(R=3, S=24)
     check(emulate(case.graph(), arch=80), case, range(2))

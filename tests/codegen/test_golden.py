@@ -846,23 +846,25 @@ struct PagedAttention0 {
   static constexpr uint32_t kPitchK = 64, kPitchV = 64;
   static constexpr bool kInBoxes = false;
   static constexpr int kPageSize = 3;
-  static constexpr int kNumPages = 6;
   static constexpr int kPieceTiles = 0;
   static constexpr int kPieces = 132;
+  static MPK_DEVICE int32_t num_pages(const Job& job) {
+    return job.number(3);
+  }
   static MPK_DEVICE int32_t page(const Job& job, uint32_t b, uint32_t m) {
     return job.pointer<const int32_t>(2)[int64_t(b) * 4 + int64_t(m) * 1];
   }
   static MPK_DEVICE T* k_pages(const Job& job, int32_t page, uint32_t g) {
-    return job.pointer<__nv_bfloat16>(3) + int64_t(page) * 96 + int64_t(g) * 16;
+    return job.pointer<__nv_bfloat16>(4) + int64_t(page) * 96 + int64_t(g) * 16;
   }
   static MPK_DEVICE T* v_pages(const Job& job, int32_t page, uint32_t g) {
-    return job.pointer<__nv_bfloat16>(4) + int64_t(page) * 96 + int64_t(g) * 16;
+    return job.pointer<__nv_bfloat16>(5) + int64_t(page) * 96 + int64_t(g) * 16;
   }
   static constexpr bool kPolled = false;
   static MPK_DEVICE T* y(const Job& job, uint32_t b, uint32_t h) {
-    return job.pointer<__nv_bfloat16>(5) + int64_t(b) * 64 + int64_t(h) * 16;
+    return job.pointer<__nv_bfloat16>(6) + int64_t(b) * 64 + int64_t(h) * 16;
   }
-  static constexpr uint32_t kRefsQ = 6;
+  static constexpr uint32_t kRefsQ = 7;
   struct RowsQ {
   template <class Group>
   struct Chain {
@@ -877,9 +879,9 @@ struct PagedAttention0 {
     }
   };
   };
-  static constexpr uint32_t kRefsK = 7;
+  static constexpr uint32_t kRefsK = 8;
   using RowsK = RowsQ;
-  static constexpr uint32_t kRefsV = 8;
+  static constexpr uint32_t kRefsV = 9;
   using RowsV = RowsQ;
   static constexpr bool kOneChain = true;
   static constexpr bool kEarly = true;

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._guards import tracing
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from torch_mpk import _C
 from torch_mpk.capture import capture
@@ -49,6 +53,17 @@ def planned_for_a_gpu(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
     return schedule
 
 
+@contextmanager
+def managed(
+    model: Any, warmup: bool = False, generation_config: GenerationConfig = GREEDY, **settings: Any
+) -> Iterator[Any]:
+    """An engine that runs until the end of the block."""
+    with model.continuous_batching_context_manager(
+        generation_config=generation_config, continuous_batching_config=sized(**settings), warmup=warmup
+    ) as manager:
+        yield manager
+
+
 def prompt_of(length: int) -> list[int]:
     return [random.randrange(VOCAB_SIZE) for _ in range(length)]
 
@@ -77,6 +92,57 @@ def batched(model: Any, prompts: list[list[int]], warmup: bool = False, **settin
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     by_prompt = {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
     return [by_prompt[tuple(prompt)] for prompt in prompts]
+
+
+def results(manager: Any, count: int) -> dict[str, GenerationOutput]:
+    """Of so many requests, as they end."""
+    found: dict[str, GenerationOutput] = {}
+    while len(found) < count:
+        output = manager.get_result(timeout=60)
+        assert output is not None, "the engine does not go on"
+        if output.is_finished():
+            found[output.request_id] = output
+    return found
+
+
+def check_that_it_serves(manager: Any, model: Any) -> None:
+    """After whatever has come to pass."""
+    prompts = [prompt_of(3), prompt_of(PAGE)]
+    names = [manager.add_request(prompt, max_new_tokens=6) for prompt in prompts]
+    found = results(manager, len(names))
+    for name, prompt in zip(names, prompts):
+        assert found[name].error is None
+        assert found[name].generated_tokens == alone(model, prompt, 6)
+    assert pages_in_use(manager.batch_processor.cache) == 0
+
+
+Fault = Callable[[ModelRunner], None]
+
+
+def raising(error: Exception) -> Fault:
+    def fault(runner: ModelRunner) -> None:
+        raise error
+
+    return fault
+
+
+@contextmanager
+def faulty_steps(planned: dict[tuple[str, int], Fault]) -> Iterator[None]:
+    """Has what stands at ``("before", n)`` or ``("behind", n)`` happen there, of decode step n of an engine."""
+    compute_batch, number = ModelRunner.compute_batch, 0
+
+    def compute(self: ModelRunner, *args: Any) -> None:
+        nonlocal number
+        if not self.inputs_and_outputs.use_block_table:
+            return compute_batch(self, *args)
+        number += 1
+        planned.pop(("before", number), lambda runner: None)(self)
+        compute_batch(self, *args)
+        return planned.pop(("behind", number), lambda runner: None)(self)
+
+    with mock.patch.object(ModelRunner, "compute_batch", compute):
+        yield
+    assert not planned, "an engine ran less steps"
 
 
 @dataclass

@@ -5,8 +5,6 @@ from __future__ import annotations
 import runpy
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from tests.continuous_batching.engine import (
     Load,
     alone,
     batched,
+    managed,
     pages_in_use,
     planned_for_a_gpu,
     prompt_of,
@@ -39,14 +38,6 @@ from torch_mpk.lowering import lowerer
 
 def num_compiled() -> int:
     return counters["stats"]["unique_graphs"]
-
-
-@contextmanager
-def managed(model: Any, warmup: bool = False, **settings: Any) -> Iterator[Any]:
-    with model.continuous_batching_context_manager(
-        generation_config=GREEDY, continuous_batching_config=sized(**settings), warmup=warmup
-    ) as manager:
-        yield manager
 
 
 @pytest.mark.parametrize(
@@ -162,26 +153,37 @@ def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.Monkey
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
-    """And layers share their code, and none awaits another's writes: pages of all lie in one tensor."""
+def last_step_on_a_gpu(model: Any, rows: int, **settings: Any) -> _C.Schedule:
+    """What an engine's step of so many requests would be there."""
     schedules = []
 
     def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         schedules.append(planned_for_a_gpu(gm, inputs))
         return gm.forward
 
-    model = serving_model("qwen3", num_layers=3, dtype=torch.bfloat16)
     step = StepCompileConfig(backend=plan, options=None)
     prompts = [prompt_of(3 + i) for i in range(rows)]
-    batched(model, prompts, decode_compile_config=step, max_requests_per_batch=rows)
-    schedule = schedules[-1]
+    batched(model, prompts, decode_compile_config=step, max_requests_per_batch=rows, **settings)
+    return schedules[-1]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
+    """And layers share their code, and none awaits another's writes: pages of all lie in one tensor."""
+    schedule = last_step_on_a_gpu(serving_model("qwen3", num_layers=3, dtype=torch.bfloat16), rows)
     nodes = schedule.graph.nodes
     attention = [(p, job) for p in schedule.phases for job in p.jobs if nodes[job.body[0]].task == "paged_attention"]
     assert len(attention) == 3
     assert all(phase.waits == [] and job.loader_waits == [0] for phase, job in attention)
     assert [len(job.prologue) for _, job in attention] == [4, 4, 4]
     assert _C.generate_cuda(schedule).source.count("struct PagedAttention") == 1
+
+
+def test_engines_with_caches_of_other_sizes_share_a_kernel() -> None:
+    model = serving_model(num_layers=2, dtype=torch.bfloat16)
+    small, large = (_C.generate_cuda(last_step_on_a_gpu(model, 2, num_blocks=blocks)) for blocks in (32, 77))
+    assert small.source == large.source
+    assert [m[2] for m in small.maps] != [m[2] for m in large.maps]  # rows that the copy engine may read
 
 
 def test_sampling_falls_back_in_part_and_says_so() -> None:

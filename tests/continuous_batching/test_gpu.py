@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.utils import stream_context
 
 from tests.continuous_batching.engine import (
     GREEDY,
@@ -13,11 +16,18 @@ from tests.continuous_batching.engine import (
     Load,
     alone,
     batched,
+    check_that_it_serves,
+    faulty_steps,
+    managed,
     pages_in_use,
     prompt_of,
+    raising,
+    results,
     serving_model,
     sized,
 )
+from tests.models.test_cuda import ControlBlock
+from torch_mpk.errors import MegakernelTimeout
 from torch_mpk.testing.decode import count_launches, device_events
 
 pytestmark = pytest.mark.gpu
@@ -43,14 +53,59 @@ def test_every_request_gets_what_it_gets_alone(page_size: int, mode: dict[str, b
 def test_requests_come_and_go_while_the_cache_is_too_small(mode: dict[str, bool]) -> None:
     model = serving_model(device="cuda")
     load = Load(model, seed=int(torch.randint(1000, ())), num_prompts=10, longest=40, shared=2 * PAGE)
-    settings = sized(num_blocks=12, **mode)
-    with model.continuous_batching_context_manager(
-        generation_config=GREEDY, continuous_batching_config=settings, warmup=True
-    ) as manager:
+    with managed(model, num_blocks=12, warmup=True, **mode) as manager:
         load.run(manager, count=100, cancelled=0.1, seconds=60)
         cache = manager.batch_processor.cache
     load.check()
     assert pages_in_use(cache) == 0
+
+
+def lose_signals(runner: ModelRunner) -> None:
+    """Of the launch to come, in the kernel of each number of rows: some workers seem never to end its first phase."""
+    with stream_context(runner.inputs_and_outputs.compute_stream):
+        for segment in runner.segments:
+            torch.as_tensor(ControlBlock(segment.executable), device="cuda")[8] -= 9
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_stalled_launch_fails_the_requests_in_flight(asynchronous: bool) -> None:
+    model = serving_model(num_layers=2, device="cuda")
+    mode = {"use_cuda_graph": False, "use_async_batching": asynchronous}
+    prompts = [prompt_of(4 + i) for i in range(3)]
+    expected = [alone(model, prompt, 16) for prompt in prompts]
+    options = {"fallback": "error", "watchdog_seconds": 0.25}
+    with faulty_steps({("before", 6): lose_signals}), managed(model, options=options, **mode) as manager:
+        names = [manager.add_request(prompt, max_new_tokens=16) for prompt in prompts]
+        found = results(manager, len(prompts))
+        check_that_it_serves(manager, model)
+    failed = [name for name in names if found[name].error is not None]
+    assert failed
+    for name, tokens in zip(names, expected):
+        got = found[name].generated_tokens
+        assert got == tokens[: len(got)]
+        if name in failed:
+            assert re.search("made no progress for 0.25 s(.|\n)*of phase 0 ", str(found[name].error))
+            assert len(got) <= 6  # the prompt's, and those of five steps
+        else:
+            assert len(got) == 16
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("mode", MODES, ids=["plain", "graphs", "graphs, asynchronous"])
+def test_a_step_that_fails_takes_its_requests_with_it(mode: dict[str, bool], when: str) -> None:
+    model = serving_model(device="cuda")
+    prompts = [prompt_of(4 + i) for i in range(5)]
+    expected = [alone(model, prompt, 12) for prompt in prompts]
+    fault = {(when, 20): raising(MegakernelTimeout("stalled"))}  # behind those of the warm-up
+    with faulty_steps(fault), managed(model, warmup=True, max_requests_per_batch=2, **mode) as manager:
+        names = [manager.add_request(prompt, max_new_tokens=12) for prompt in prompts]
+        found = results(manager, len(prompts))
+        check_that_it_serves(manager, model)
+    assert any(found[name].error == "stalled" for name in names)
+    for name, tokens in zip(names, expected):
+        got = found[name].generated_tokens
+        assert got == tokens[: len(got)]
+        assert len(got) == 12 or found[name].error == "stalled"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 32])

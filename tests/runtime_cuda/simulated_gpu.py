@@ -20,7 +20,7 @@ from torch_mpk.dump import Dump
 from torch_mpk.plan import Plan
 from torch_mpk.runtime import cuda
 from torch_mpk.runtime.backend import BACKENDS
-from torch_mpk.runtime.cuda import keep  # noqa: F401  (part of a backend, which this module is)
+from torch_mpk.runtime.cuda import check, keep  # noqa: F401  (parts of a backend, which this module is)
 
 DEVICE = torch.device("cuda", 0)
 

@@ -56,6 +56,9 @@ class Backend(Protocol[ExecutableT]):
     def synchronize(self, executable: ExecutableT, device: torch.device) -> None:
         """Waits for every launch. Raises MegakernelTimeout: one was aborted."""
 
+    def check(self, executable: ExecutableT) -> None:
+        """Raises MegakernelTimeout where a launch is known to have been aborted. Waits for no other."""
+
     def keep(self, *objects: object) -> None:
         """Keeps what a call that was given up may still read, for as long as it may."""
 

@@ -77,6 +77,10 @@ def keep(*objects: object) -> None:
     """Nothing: what a launch that was given up has read, it reads no more."""
 
 
+def check(executable: _C.CudaExecutable) -> None:
+    executable.check()
+
+
 def synchronize(executable: _C.CudaExecutable, device: torch.device) -> None:
     torch.cuda.synchronize(device)
     executable.check()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import operator
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +40,16 @@ class CompiledSegment:
         self._keep = backend.keep
         self._stream = functools.partial(backend.current_stream, device)
         self._synchronize = functools.partial(backend.synchronize, executable, device)
+        self._check = functools.partial(backend.check, executable)
         _live.add(self)
         dump.write("8.launch.json", lambda: json.dumps({"device": str(device)} | plan.describe(), indent=2))
 
     def synchronize(self) -> None:
         self._synchronize()
+
+    def check(self) -> None:
+        """Raises MegakernelTimeout where a launch was aborted, as far as is known. Waits for no other launch."""
+        self._check()
 
     def callable(
         self,
@@ -83,6 +90,8 @@ class CompiledSegment:
             if not is_inference_mode() and any(map(is_inference, written)):
                 return eager(*args)  # which raises: such tensors may change in inference mode only
             fresh = [make() for make in allocate]
+            if _launches.segments is not None:
+                _launches.segments.add(self)
             try:
                 launch(arguments, args, fresh, stream())
             except (ValueError, SharedMemoryError) as error:
@@ -130,6 +139,23 @@ _live: weakref.WeakSet[CompiledSegment] = weakref.WeakSet()
 def live_segments() -> list[CompiledSegment]:
     """The executables in use."""
     return list(_live)
+
+
+class _Launches(threading.local):
+    segments: set[CompiledSegment] | None = None
+
+
+_launches = _Launches()
+
+
+@contextlib.contextmanager
+def launched_segments() -> Iterator[set[CompiledSegment]]:
+    """A set of those that this thread calls inside."""
+    before, _launches.segments = _launches.segments, set()
+    try:
+        yield _launches.segments
+    finally:
+        _launches.segments = before
 
 
 def synchronize() -> None:

@@ -14,7 +14,8 @@ namespace mpk {
 // room the ring has.
 inline constexpr int kMaxRowBytes = 2 * 32 * kAccessBytes;
 
-inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kPolledIndex = 0xfffd, kMapsIndex = 0xfffc;
+inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kPolledIndex = 0xfffd, kMapsIndex = 0xfffc,
+                          kNumberIndex = 0xfffb;
 
 // What the end of a phase tells others; nothing where nobody awaits its event.
 enum Signal : uint32_t {
@@ -75,7 +76,8 @@ struct StreamRow {
 };
 
 // Which of the call's pointers (or the workspace, the control block, the launch's polled vectors, or its maps), and the
-// byte offset from it. The loader turns references into addresses as it brings a row to shared memory.
+// byte offset from it. The loader turns references into addresses as it brings a row to shared memory. Of kNumberIndex
+// the offset is a number that code reads as it is, and that may differ between kernels of equal code.
 inline constexpr int kRefOffsetBits = 48;
 MPK_HOST_DEVICE constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) {
   return (uint64_t(index) << kRefOffsetBits) | byte_offset;

@@ -99,6 +99,7 @@ struct Job {
     __builtin_assume(__isGlobal(p));
     return p;
   }
+  MPK_DEVICE int32_t number(int i) const { return static_cast<int32_t>(refs()[i]); }
 };
 
 // What a job that streams matrices has of them; the matrices follow.
@@ -464,6 +465,7 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
                        : index == kPolledIndex    ? this->polled(this->epoch)
                        : index == kWorkspaceIndex ? this->params.workspace
                        : index == kControlIndex   ? static_cast<const void*>(this->params.control)
+                       : index == kNumberIndex    ? nullptr
                                                   : this->pointers[index];
     return reinterpret_cast<uint64_t>(base) + ref_offset(ref);
   }

@@ -61,11 +61,12 @@ concept InCaches = requires(const Job& job, uint32_t b, uint32_t g) {
 };
 
 // or pages, of which a table has the numbers: its place m of row b has that of positions m kPageSize to (m + 1)
-// kPageSize, which is none if it is not below kNumPages.
+// kPageSize, which is none if it is not below num_pages.
 template <class V>
-concept InPages = Constants<int, V::kPageSize, V::kNumPages> && requires(const Job& job, uint32_t b, int32_t page) {
+concept InPages = Constants<int, V::kPageSize> && requires(const Job& job, uint32_t b, int32_t page) {
   requires Constants<int, V::kPieceTiles, V::kPieces>;  // see Positions::kPieceTiles; room for so many pieces' results
   requires Constants<bool, V::kInBoxes>;                // keys and values come by maps
+  { V::num_pages(job) } -> Same<int32_t>;
   { V::page(job, b, b) } -> Same<int32_t>;
   { V::k_pages(job, page, b) } -> Same<typename V::T*>;
   { V::v_pages(job, page, b) } -> Same<typename V::T*>;

@@ -12,7 +12,7 @@ namespace mpk::attention {
 template <InPages V>
 MPK_DEVICE int32_t page_of(const Job& job, uint32_t row, uint32_t position) {
   const int32_t page = V::page(job, row, position / V::kPageSize);
-  return page < V::kNumPages ? page : -1;
+  return page < V::num_pages(job) ? page : -1;
 }
 
 // Calls with(begin, end, page): positions of the tile that begins at `first`, those in one page at a time, as far as

@@ -1,0 +1,172 @@
+"""Hugging Face's engine, in which what fails takes nothing else with it: see docs/serving.md.
+
+The engine ends with the first error that a step raises, and fails every request. Here a request that cannot be served
+is refused as it arrives, and a step whose launch fails takes its own requests with it; the others, and new ones, go on.
+``torch_mpk.continuous_batching`` puts these classes in the place of the engine's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
+from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
+from transformers.generation.continuous_batching.requests import RequestState
+
+from torch_mpk.errors import MpkError, RequestError
+from torch_mpk.runtime.segment import CompiledSegment, launched_segments
+
+logger = logging.getLogger(__name__)
+
+# What these leave unfinished is in pages of the requests that fail; after others nobody knows, and the engine ends.
+RECOVERABLE = MpkError, torch.OutOfMemoryError
+
+
+class Runner(continuous_api.ModelRunner):
+    """Knows whose launches its steps are, those of CUDA graphs too."""
+
+    segments: set[CompiledSegment]
+
+    @classmethod
+    def of(cls, runner: continuous_api.ModelRunner) -> Runner:
+        runner.__class__ = cls
+        runner.segments = set()
+        result: Runner = runner
+        return result
+
+    def compute_batch(self, *args: Any, **kwargs: Any) -> None:
+        with launched_segments() as segments:
+            try:
+                super().compute_batch(*args, **kwargs)
+            finally:
+                self.segments |= segments
+
+    def check(self) -> None:
+        """Raises MegakernelTimeout where a launch was aborted, as far as the device has come, and waits for nothing."""
+        errors = []
+        for segment in self.segments:
+            try:
+                segment.check()
+            except MpkError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class Processor(continuous_api.ContinuousBatchProcessor):
+    """Refuses, and fails, single requests."""
+
+    model_runner: Runner
+    most_tokens: int  # that an empty cache holds
+
+    @classmethod
+    def of(cls, processor: continuous_api.ContinuousBatchProcessor) -> Processor:
+        """The same, which nobody has used yet."""
+        processor.__class__ = cls
+        processor.model_runner = Runner.of(processor.model_runner)
+        processor.most_tokens = infer_max_single_request_tokens(processor.cache)
+        result: Processor = processor
+        return result
+
+    def _update_tp_group_state(self) -> bool:
+        """What brings new requests in."""
+        order = self.scheduler.waiting_requests_order
+        num_known = len(order)
+        is_stopping: bool = super()._update_tp_group_state()
+        for name in list(itertools.islice(order, num_known, None)):
+            try:
+                self.check_request(self.scheduler.waiting_requests[name])
+            except RequestError as error:
+                order.remove(name)
+                self._fail([self.scheduler.waiting_requests.pop(name)], error)
+        return is_stopping
+
+    def check_request(self, state: RequestState) -> None:
+        """Raises RequestError where it could not be served, or would end the engine."""
+        name, tokens, vocab_size = state.request_id, state.initial_tokens, self.config.vocab_size
+        if not tokens:
+            raise RequestError(name=name, what="it has no tokens")
+        try:
+            outside = next((token for token in map(operator.index, tokens) if not 0 <= token < vocab_size), None)
+        except TypeError as error:
+            raise RequestError(name=name, what=f"its token ids must be integers: {error}") from None
+        if outside is not None:
+            raise RequestError(name=name, what=f"token id {outside} is not in [0, {vocab_size})")
+        if len(tokens) > self.most_tokens:
+            what = f"its {len(tokens)} tokens are more than the {self.most_tokens} that the cache holds"
+            raise RequestError(name=name, what=what)
+
+    def prepare_next_batch(self) -> bool:
+        scheduler = self.scheduler
+        if not scheduler.active_requests:
+            # Set when requests leave a full cache, and unset when another finishes: here all have been cancelled.
+            scheduler.block_new_requests = False
+        while True:
+            try:
+                is_ready: bool = super().prepare_next_batch()
+                return is_ready
+            except RuntimeError:
+                active = list(scheduler.active_requests.values())
+                if len(active) != 1 or not scheduler.starved_requests:
+                    raise
+                # It has outgrown the cache, which it has for itself.
+                what = f"it has come to {active[0].current_len()} tokens, and the cache holds {self.most_tokens}"
+                self._fail(active, RequestError(name=active[0].request_id, what=what))
+
+    def _generation_step(self, model: Any) -> None:
+        try:
+            super()._generation_step(model)
+        except RECOVERABLE as error:
+            self._fail_steps(error)
+
+    def update_batch(self) -> None:
+        try:
+            self.inputs_and_outputs.prepare_batch_update()  # waits for the step: what an aborted one leaves is no token
+            self.model_runner.check()
+            super().update_batch()
+        except RECOVERABLE as error:
+            self._fail_steps(error)
+
+    def _fail_steps(self, error: Exception) -> None:
+        """Fails the requests of every step in flight: of the latest, and of the one before if that is asynchronous."""
+        logger.error("a step failed, and its requests with it: %s", error)
+        steps = self.inputs_and_outputs
+        hosts = [pair.host_io for pair in steps.io_pairs] if isinstance(steps, ContinuousBatchingAsyncIOs) else [steps]
+        states = {future.state.request_id: future.state for host in hosts for future in host.requests_in_batch}
+        steps.reset()  # waits for the device
+        try:
+            self.model_runner.check()
+        except MpkError as another:  # of the same steps
+            logger.error("%s", another)
+        active = self.scheduler.active_requests  # those that have been evicted since begin again anyway
+        self._fail([state for name, state in states.items() if active.get(name) is state], error)
+
+    def _fail(self, states: Iterable[RequestState], error: Exception) -> None:
+        scheduler = self.scheduler
+        for state in states:
+            scheduler._requests_to_fork = [other for other in scheduler._requests_to_fork if other is not state]
+            for number in range(state.num_children):  # which nobody makes any more, and somebody waits for
+                self._handle_request_error(error, state.fork(f"{state.request_id}__child#{number}"))
+            self._handle_request_error(error, state)
+            scheduler.finish_request(state.request_id)
+        scheduler.block_new_requests = False  # as when one finishes
+
+
+def install(attention: str) -> None:
+    """Has engines of models with this attention use the classes above; others stay as they are."""
+    create = continuous_api.ContinuousBatchingManager._create_batch_processor
+
+    @functools.wraps(create)
+    def create_ours(self: continuous_api.ContinuousBatchingManager) -> continuous_api.ContinuousBatchProcessor:
+        processor = create(self)  # which names its classes itself
+        is_ours = processor.config._attn_implementation == attention
+        return Processor.of(processor) if is_ours and not isinstance(processor, Processor) else processor
+
+    continuous_api.ContinuousBatchingManager._create_batch_processor = create_ours
