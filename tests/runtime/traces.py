@@ -11,11 +11,13 @@ from typing import Any
 
 @dataclass
 class Track:
-    """A thread of the file. Slices are (begin, end, name, args), times in nanoseconds."""
+    """A thread of the file. Slices are (begin, end, name, args), times in nanoseconds. ``spans``: the same as viewers
+    read them, in microseconds, which are floats."""
 
     process: str
     name: str
     slices: list[tuple[int, int, str, dict[str, Any]]] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
 
     def of(self, *names: str) -> list[tuple[int, int, str, dict[str, Any]]]:
         return [each for each in self.slices if each[2] in names]
@@ -33,8 +35,10 @@ def read_tracks(path: Path) -> dict[str, Track]:
             continue
         assert event["ph"] == "X" and event["pid"] == 1
         begin, duration = (round(1000 * event[key]) for key in ("ts", "dur"))
-        assert begin >= 0 and duration > 0
-        tracks[event["tid"]].slices.append((begin, begin + duration, event["name"], event.get("args", {})))
+        assert begin >= 0 and duration >= 0
+        track = tracks[event["tid"]]
+        track.slices.append((begin, begin + duration + 1, event["name"], event.get("args", {})))
+        track.spans.append((event["ts"], event["ts"] + event["dur"]))
     for track in tracks.values():
         check_nesting(track)
     return {track.name: track for track in tracks.values()}
@@ -42,9 +46,9 @@ def read_tracks(path: Path) -> dict[str, Track]:
 
 def check_nesting(track: Track) -> None:
     """Slices come in order, and lie within each other or apart."""
-    open_ends: list[int] = []
-    last = 0
-    for begin, end, name, _ in track.slices:
+    open_ends: list[float] = []
+    last = 0.0
+    for (begin, end), (*_, name, _) in zip(track.spans, track.slices, strict=True):
         assert begin >= last, f"{track.name}: {name} begins before the slice in front of it"
         last = begin
         while open_ends and open_ends[-1] <= begin:
