@@ -1,5 +1,6 @@
 """``python -m torch_mpk``."""
 
+import runpy
 import subprocess
 import sys
 
@@ -53,9 +54,7 @@ def test_environment_runs_without_a_gpu_and_shows_settings():
     assert not any(name.startswith("cuda:") for name in names)
 
 
-def test_an_error_ends_a_command_without_a_traceback(tmp_path):
-    command = [sys.executable, "-m", "torch_mpk", "check-task", str(tmp_path / "none.py")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("ArgumentError: FILE: expected a Python file that declares tasks")
-    assert "Traceback" not in done.stderr
+def test_an_error_ends_a_command_without_a_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["torch_mpk", "check-task", str(tmp_path / "none.py")])
+    with pytest.raises(SystemExit, match="^ArgumentError: FILE: expected a Python file that declares tasks"):
+        runpy.run_module("torch_mpk", run_name="__main__")

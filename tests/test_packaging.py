@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.timeout(660)  # long enough to compile the C++ core from nothing, on a busy machine
+# Long enough to compile the C++ core from nothing, on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(660)]
 
 USE = """
 import torch, torch_mpk, warnings
@@ -67,7 +68,6 @@ def test_wheel_carries_every_module_and_header(wheel: Path) -> None:
     assert {name for name in carried if not name.endswith(".so")} == modules | headers
 
 
-@pytest.mark.slow
 def test_wheel_works_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]

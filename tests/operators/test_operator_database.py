@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tests.operators import database
 from tests.operators.database import DTYPES, Call, operators
+from tests.thinned import thinned
 from torch_mpk.backend import compile_call
 
 # Calls that are ours, at least, with the PyTorch that CI installs: fewer say that operators have gone.
@@ -119,7 +120,9 @@ def ternary() -> Iterator[tuple]:
         yield from ((function.__name__, function, triple, {}) for triple in triples[i::97])
 
 
-@pytest.mark.parametrize(("calls", "least"), [(unary, 75), (scatters, 12), (binary, 150), (ternary, 50)])
+@pytest.mark.parametrize(
+    ("calls", "least"), thinned([(unary, 75), (scatters, 12), (binary, 150), (ternary, 50)], 1, 2, 3)
+)
 def test_results_have_the_strides_of_eagers(calls: Callable[[], Iterator[tuple]], least: int) -> None:
     """All in one graph, each beside a linear."""
     graph, inputs, results, expected, described = fx.Graph(), [], [], [], []

@@ -240,6 +240,7 @@ def test_a_build_of_an_earlier_process_is_as_good(emulated: None, tmp_path: Path
     assert first == second
 
 
+@pytest.mark.slow
 def test_kernels_that_were_not_built_for_it_are_an_error(emulated: None, tmp_path: Path) -> None:
     step = Steps()
     with pytest.raises(ProfileError, match=r"built to run, not to be recorded.*options=\{'profile': True\}"):

@@ -347,6 +347,7 @@ def test_packages_are_imported_and_broken_ones_named(tmp_path: Path) -> None:
     assert f"<string>:1: MpkWarning: {expected} 'not_there'" in done.stderr  # the user's line
 
 
+@pytest.mark.slow
 def test_new_task_writes_what_check_task_passes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     main(["new-task", "fresh_for_test", "--dir", str(tmp_path)])
     main(["check-task", str(tmp_path / "fresh_for_test.py"), "--dtype", "bfloat16"])
