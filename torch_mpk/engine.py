@@ -1,8 +1,8 @@
-"""Hugging Face's engine, in which what fails takes nothing else with it: see docs/serving.md.
+"""Hugging Face's engine as steps of one launch need it: see docs/serving.md.
 
 The engine ends with the first error that a step raises, and fails every request. Here a request that cannot be served
 is refused as it arrives, and a step whose launch fails takes its own requests with it; the others, and new ones, go on.
-``torch_mpk.continuous_batching`` puts these classes in the place of the engine's.
+And tokens are drawn with random numbers from outside of the step, whose graph has then nothing random.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,14 +30,15 @@ RECOVERABLE = MpkError, torch.OutOfMemoryError
 
 
 class Runner(continuous_api.ModelRunner):
-    """Knows whose launches its steps are, those of CUDA graphs too."""
+    """Draws the random numbers of steps, and knows whose launches steps are, those of CUDA graphs too."""
 
     segments: set[CompiledSegment]
+    times: torch.Tensor | None  # of the step that is being made: see _sample
 
     @classmethod
     def of(cls, runner: continuous_api.ModelRunner) -> Runner:
         runner.__class__ = cls
-        runner.segments = set()
+        runner.segments, runner.times = set(), None
         result: Runner = runner
         return result
 
@@ -47,6 +48,30 @@ class Runner(continuous_api.ModelRunner):
                 super().compute_batch(*args, **kwargs)
             finally:
                 self.segments |= segments
+
+    def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
+        forward, is_captured = super()._get_forward_fn(use_block_table)
+        if not self.do_sample or self.return_logprobs:
+            return forward, is_captured
+
+        def forward_with_times(model: Any, batch: dict[str, Any], *args: Any) -> None:
+            shape = batch["logits_indices"].size(0), model.config.get_text_config().vocab_size
+            self.times = torch.empty(shape, device=model.device).exponential_()
+            try:
+                forward(model, batch, *args)
+            finally:
+                self.times = None
+
+        return forward_with_times, is_captured
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """What ``torch.multinomial`` computes, of the same random numbers: here they come from outside, since a launch
+        has none, and all else is part of it."""
+        if self.times is None:
+            return super()._sample(scores, output_ids)
+        tokens = (scores[0].softmax(-1) / self.times).argmax(-1)
+        output_ids[0, : tokens.size(0)].copy_(tokens)
+        return None
 
     def check(self) -> None:
         """Raises MegakernelTimeout where a launch was aborted, as far as the device has come, and waits for nothing."""

@@ -148,16 +148,18 @@ def faulty_steps(planned: dict[tuple[str, int], Fault]) -> Iterator[None]:
 @dataclass
 class Request:
     expected: list[int]
+    is_bad: bool = False
     is_cancelled: bool = False
     got: list[int] = field(default_factory=list)
     is_finished: bool = False
+    error: str | None = None
 
 
 class Load:
-    """Requests for one engine, at random: lengths, stop tokens, times, and which are cancelled."""
+    """Requests for one engine, at random: lengths, stop tokens, times, and which are cancelled or not to be served."""
 
-    def __init__(self, model: Any, seed: int, num_prompts: int, longest: int, shared: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, model: Any, num_prompts: int, longest: int, shared: int) -> None:
+        self.random = random.Random(random.random())
         prefix = [self.random.randrange(VOCAB_SIZE) for _ in range(shared)]
         lengths = [self.random.randint(1, longest) for _ in range(num_prompts)]
         own = [[self.random.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
@@ -165,7 +167,7 @@ class Load:
         self.answers = [(prompt, alone(model, prompt, GREEDY.max_new_tokens)) for prompt in prompts]
         self.requests: dict[str, Request] = {}
 
-    def send(self, manager: Any) -> None:
+    def send(self, manager: Any, bad: float) -> None:
         prompt, answer = self.random.choice(self.answers)
         count = self.random.randint(1, len(answer))
         stop = self.random.choice(answer) if self.random.random() < 0.3 else -1
@@ -173,8 +175,10 @@ class Load:
         if stop in expected:
             expected = expected[: expected.index(stop) + 1]
         streaming = self.random.random() < 0.2
-        name = manager.add_request(prompt, max_new_tokens=count, eos_token_id=stop, streaming=streaming)
-        self.requests[name] = Request(expected)
+        is_bad = self.random.random() < bad
+        tokens = [*prompt, VOCAB_SIZE] if is_bad else prompt
+        name = manager.add_request(tokens, max_new_tokens=count, eos_token_id=stop, streaming=streaming)
+        self.requests[name] = Request([] if is_bad else expected, is_bad)
 
     def cancel_one(self, manager: Any) -> None:
         running = [name for name, request in self.requests.items() if not request.is_finished]
@@ -188,16 +192,15 @@ class Load:
         if output is None:
             return False
         request = self.requests[output.request_id]
-        assert output.error is None, output.error
         assert not request.is_finished
         assert output.generated_tokens[: len(request.got)] == request.got  # of a stream: what came before, and more
-        request.got, request.is_finished = output.generated_tokens, output.is_finished()
+        request.got, request.is_finished, request.error = output.generated_tokens, output.is_finished(), output.error
         return True
 
-    def run(self, manager: Any, count: int, cancelled: float, seconds: float) -> None:
+    def run(self, manager: Any, count: int, seconds: float, cancelled: float = 0.1, bad: float = 0.0) -> None:
         """Sends ``count`` requests, and waits for what they get for at most ``seconds``."""
         for _ in range(count):
-            self.send(manager)
+            self.send(manager, bad)
             if self.random.random() < cancelled:
                 self.cancel_one(manager)
             if self.random.random() < 0.5:
@@ -209,12 +212,20 @@ class Load:
             assert time.monotonic() < deadline, "the engine does not go on"
             self.receive(manager, timeout=0.1)
 
-    def check(self) -> None:
+    def check(self, failed: str | None = None) -> None:
+        """``failed``: the error of those that may have failed."""
         for name, request in self.requests.items():
-            if request.is_finished:
+            if request.is_bad:
+                assert "is not in" in str(request.error) or request.is_cancelled, name
+            else:
+                assert request.error in (None, failed), name
+            if request.is_finished and request.error is None:
                 assert request.got == request.expected, name
             else:
                 assert request.got == request.expected[: len(request.got)], name
+
+    def num_failed(self) -> int:
+        return sum(request.error is not None and not request.is_bad for request in self.requests.values())
 
 
 def pages_in_use(cache: Any) -> int:

@@ -13,13 +13,11 @@ from transformers.generation.continuous_batching.utils import stream_context
 from tests.continuous_batching.engine import (
     GREEDY,
     PAGE,
-    Load,
     alone,
     batched,
     check_that_it_serves,
     faulty_steps,
     managed,
-    pages_in_use,
     prompt_of,
     raising,
     results,
@@ -47,17 +45,6 @@ def test_every_request_gets_what_it_gets_alone(page_size: int, mode: dict[str, b
     sizes = {"num_blocks": 1200 // page_size, "max_blocks_per_request": 100 // page_size + 1}
     expected = [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
     assert batched(model, prompts, page_size=page_size, **sizes, **mode) == expected
-
-
-@pytest.mark.parametrize("mode", MODES[1:], ids=["graphs", "graphs, asynchronous"])
-def test_requests_come_and_go_while_the_cache_is_too_small(mode: dict[str, bool]) -> None:
-    model = serving_model(device="cuda")
-    load = Load(model, seed=int(torch.randint(1000, ())), num_prompts=10, longest=40, shared=2 * PAGE)
-    with managed(model, num_blocks=12, warmup=True, **mode) as manager:
-        load.run(manager, count=100, cancelled=0.1, seconds=60)
-        cache = manager.batch_processor.cache
-    load.check()
-    assert pages_in_use(cache) == 0
 
 
 def lose_signals(runner: ModelRunner) -> None:

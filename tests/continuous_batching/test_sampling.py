@@ -1,0 +1,78 @@
+"""A step that draws its tokens: all of it is in the launch but the random numbers, and they are PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+from tests.continuous_batching.engine import managed, planned_for_a_gpu, prompt_of, results, serving_model
+from torch_mpk.continuous_batching import StepCompileConfig
+from torch_mpk.engine import Runner
+from torch_mpk.errors import MpkWarning
+
+
+def drawn(
+    model: Any, prompt: list[int], seed: int, count: int, how: dict[str, Any], **settings: Any
+) -> list[list[int]]:
+    """So many sequences of a prompt, which are in the same steps each time."""
+    sampling = {"do_sample": True, "top_k": 0, "num_return_sequences": count, "max_new_tokens": 12, "eos_token_id": -1}
+    torch.manual_seed(seed)
+    with managed(model, generation_config=GenerationConfig(**sampling | how), **settings) as manager:
+        manager.add_requests([prompt])
+        found = results(manager, count)
+    assert [output.error for output in found.values()] == [None] * count
+    return [found[name].generated_tokens for name in sorted(found)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}], ids=["as it is", "temperature"])
+def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any]) -> None:
+    model = serving_model()
+    prompt = prompt_of(5)
+    eager = StepCompileConfig(backend="eager", options=None)
+    theirs = {name: getattr(ModelRunner, name) for name in ("_sample", "_get_forward_fn")}
+    for seed in (1, 2):
+        with mock.patch.multiple(Runner, **theirs):
+            expected = drawn(model, prompt, seed, count, how, decode_compile_config=eager)
+        before = counters["stats"]["unique_graphs"]
+        assert drawn(model, prompt, seed, count, how) == expected
+        assert counters["stats"]["unique_graphs"] == before + 1, "a build a step"
+    assert expected != drawn(model, prompt, 1, count, how)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_is_one_launch_on_a_gpu_too(count: int) -> None:
+    schedules = []
+
+    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        schedules.append(planned_for_a_gpu(gm, inputs))
+        return gm.forward
+
+    model = serving_model(dtype=torch.bfloat16)
+    step = StepCompileConfig(backend=plan, options=None)
+    drawn(model, prompt_of(5), 0, count, {"temperature": 0.7}, decode_compile_config=step)
+    tasks = [node.task for node in schedules[-1].graph.nodes]
+    assert tasks.count("reduce") == 3  # the softmax's maximum and sum, and the choice
+
+
+def test_log_probabilities_are_pytorchs() -> None:
+    model = serving_model()
+    with pytest.warns(MpkWarning, match="runs a part of this graph eagerly: multinomial"):
+        drawn(model, prompt_of(5), 0, 1, {}, options={"fallback": "eager"}, return_logprobs=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_on_a_gpu_draw_anew(graphs: bool) -> None:
+    """Replayed ones, too: of tokens that are all as likely hardly any comes twice."""
+    model = serving_model(device="cuda")
+    mode = {"use_cuda_graph": (False, graphs), "use_async_batching": graphs}
+    flat = {"temperature": 1e4, "max_new_tokens": 24}
+    for tokens in drawn(model, prompt_of(5), 0, 3, flat, **mode):
+        assert len(set(tokens)) > 15
