@@ -45,7 +45,15 @@ class CpuExecutable:
     def call(self, arguments: Arguments, args: tuple[object, ...], outputs: _Memory, stream: int = 0) -> None: ...
     def set_reference(self, task: str, fn: Callable[[_Operands, _Attrs, str], None]) -> None: ...
     def expect_index(
-        self, input: int, num_elements: int, stride: int, element_bytes: int, bound: int, message: str
+        self,
+        input: int,
+        num_elements: int,
+        stride: int,
+        element_bytes: int,
+        bound: int,
+        message: str,
+        times: int = -1,
+        less: int = -1,
     ) -> None: ...
     @property
     def is_profiled(self) -> bool: ...

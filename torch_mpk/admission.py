@@ -66,8 +66,8 @@ def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | 
             if grown:
                 raise GrowingCacheError(source=grown[0], line=source_line(node))
     for node in nodes if not any(map(_is_paged, nodes)) else ():
-        batch, length = _positions(node)
-        if length > 1 and not _takes_prompts(target, node):
+        batch, length = (n if isinstance(n, int) else n.node.hint for n in positions_of(node) or (1, 1))
+        if length > 1 and not takes_prompts(target, value(node).dtype):
             max_positions = min(max_positions, MAX_ROWS if batch == 1 else 1)
         if length > max_positions:
             raise PrefillDeclined(length=length)
@@ -76,11 +76,11 @@ def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | 
             raise GrowingCacheError(source="a key/value cache that is empty before this call", line=source_line(node))
 
 
-def _takes_prompts(target: _C.Target | None, node: torch.fx.Node) -> bool:
+def takes_prompts(target: _C.Target | None, dtype: torch.dtype) -> bool:
     """Whether many positions are ours: on a GPU where warpgroups multiply, 16-bit elements on compute capability 9."""
     if target is None or target.device == "cpu":
         return True
-    return target.arch >= 90 and value(node).element_size() == 2
+    return target.arch >= 90 and dtype.itemsize == 2
 
 
 def _is_empty_cache(node: torch.fx.Node) -> bool:
@@ -95,13 +95,11 @@ def _is_paged(node: torch.fx.Node) -> bool:
     return task is not None and bool(task.streaming.paged_by)
 
 
-def _positions(node: torch.fx.Node) -> tuple[int, int]:
-    """Sequences, and positions of each, that a node of a transformer works on; (1, 1) where the node does not tell."""
+def positions_of(node: torch.fx.Node) -> tuple[int | torch.SymInt, int | torch.SymInt] | None:
+    """Sequences, and positions of each, that a node of a transformer works on; None where the node does not tell."""
     if node.target is aten.scaled_dot_product_attention.default:
-        sizes = node.args[0].meta["val"].shape[0], node.args[0].meta["val"].shape[-2]
-    elif node.target is aten.embedding.default and node.args[1].meta["val"].dim() == 2:
-        sizes = node.args[1].meta["val"].shape
-    else:
-        return 1, 1
-    batch, length = (size if isinstance(size, int) else size.node.hint for size in sizes)
-    return batch, length
+        return node.args[0].meta["val"].shape[0], node.args[0].meta["val"].shape[-2]
+    if node.target is aten.embedding.default and node.args[1].meta["val"].dim() == 2:
+        batch, length = node.args[1].meta["val"].shape
+        return batch, length
+    return None

@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch._guards import tracing
 
-from torch_mpk import build_cache, registry, timing
+from torch_mpk import buckets, build_cache, registry, timing
 from torch_mpk.admission import check_call, check_graph
+from torch_mpk.buckets import Numbers, Prompt, bucket_of
 from torch_mpk.build_cache import Stored, build_key
-from torch_mpk.capture import Captured, capture, input_sources, number_positions
+from torch_mpk.capture import Captured, capture, check_unconditional, input_sources, number_positions
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options, env
 from torch_mpk.dry_run import will_write
 from torch_mpk.dump import Dump
-from torch_mpk.errors import UnsupportedError
+from torch_mpk.errors import DeclinedError, PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import check_coverage, compile_others, decline_call, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.overlaps import check_apart, guarded, memory_of
-from torch_mpk.specialize import per_call_numbers, warn_at_recompile_limit
+from torch_mpk.specialize import per_call, per_call_numbers, warn_at_recompile_limit
 from torch_mpk.verify import verified
 
 logger = logging.getLogger(__name__)
@@ -78,17 +79,74 @@ def compile_call(
     """
     numbers = number_positions(gm, inputs)
     device = check_call([value for i, value in enumerate(inputs) if i not in numbers])
-    try:
+    if not numbers:
         return compile_graph(gm, inputs, device, options, needs_graph=needs_graph)
+    try:
+        with timing.stage("capture"):
+            captured = capture(gm, inputs, conditional=True)
+        sizes = Numbers.of(captured) if options.max_positions > 1 else None
+        if sizes is None:
+            check_unconditional(captured)
+            return compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
     except UnsupportedError as error:
-        if not numbers:
-            raise
         logger.info("building for each shape, because one build cannot hold for all: %s", error)
-        return per_call_numbers(
-            numbers,
-            build=lambda inputs: compile_graph(gm, inputs, device, options, specialize=True),
-            give_up=lambda inputs, error: _left_to_others(gm, inputs, options, error),
-        )
+        return _for_each_shape(gm, numbers, device, options)
+    each_shape = _for_each_shape(gm, numbers, device, options)
+    in_buckets = functools.partial(_in_buckets, gm, sizes.length, each_shape, device, options)
+    if sizes.batch is None:
+        return in_buckets(captured)
+    batch = [sizes.batch]
+    return per_call_numbers(
+        batch,
+        build=lambda inputs: in_buckets(capture(gm, inputs, specialize=batch, conditional=True)),
+        give_up=lambda inputs, error: each_shape,
+    )
+
+
+def _in_buckets(
+    gm: torch.fx.GraphModule,
+    number: int,
+    each_shape: Callable[..., Any],
+    device: torch.device,
+    options: Options,
+    captured: Captured,
+) -> Callable[..., Any]:
+    """What runs prompts, of which input ``number`` is the length, in buckets; by ``each_shape`` what no bucket runs."""
+    try:
+        prompt = Prompt(captured, number)
+    except UnsupportedError as error:
+        logger.info("building for each length, because prompts cannot be padded: %s", error)
+        return each_shape
+
+    def bucket(args: Sequence[Any]) -> int | None:
+        length = args[number]
+        return bucket_of(length, options.max_positions, device.type) if length <= options.max_positions else None
+
+    def build(args: Sequence[Any]) -> Callable[..., Any]:
+        size = bucket(args)
+        if size is None:
+            raise PrefillDeclined(length=args[number])
+        with timing.build():
+            return compile_graph(gm, args, device, options, prompt.graph(size), prompt=prompt)
+
+    def give_up(args: Sequence[Any], error: Exception) -> Callable[..., Any]:
+        if isinstance(error, DeclinedError):
+            return _left_to_others(gm, args, options, error)
+        logger.info("building for each length, because the bucket of %s has no build: %s", bucket(args), error)
+        return each_shape
+
+    in_buckets = per_call(bucket, build, give_up, limit=buckets.MOST)
+    return lambda *args: in_buckets(*args) if prompt.holds(args) else each_shape(*args)
+
+
+def _for_each_shape(
+    gm: torch.fx.GraphModule, numbers: Sequence[int], device: torch.device, options: Options
+) -> Callable[..., Any]:
+    return per_call_numbers(
+        numbers,
+        build=lambda inputs: compile_graph(gm, inputs, device, options, specialize=True),
+        give_up=lambda inputs, error: _left_to_others(gm, inputs, options, error),
+    )
 
 
 def _left_to_others(
@@ -116,10 +174,20 @@ def compile_graph(
     inputs: Sequence[Any],
     device: torch.device,
     options: Options,
+    captured: Captured | None = None,
+    *,
     specialize: bool = False,
     needs_graph: bool = False,
+    prompt: Prompt | None = None,
 ) -> Callable[..., Any]:
-    """``needs_graph``: the result must have the graph it was made from, which an earlier process's build has not."""
+    """What runs a graph of Dynamo's on inputs like these.
+
+    Args:
+        captured: what there is to build, where that is known.
+        specialize: see ``capture``.
+        needs_graph: the result must have the graph it was made from, which an earlier process's build has not.
+        prompt: what ``captured`` is a bucket's graph of.
+    """
     needs_graph = needs_graph or bool(options.verify)
     built_with = dataclasses.replace(options, freeze=False)  # which is a matter of calls
     with timing.stage("look-up"):
@@ -132,8 +200,9 @@ def compile_graph(
         make = functools.partial(CompiledGraph.of_plan, stored.plan, device, built_with)
         compiled = _shared((stored.graph, device, built_with), make)
     else:
-        with timing.stage("capture"):
-            captured = capture(gm, inputs, specialize=specialize)
+        if captured is None:
+            with timing.stage("capture"):
+                captured = capture(gm, inputs, specialize=specialize)
         check_graph(captured, options.max_positions, backend_of(device).target(device, options))
         mutated = captured.mutated
         sources = [graph_input.source for graph_input in captured.inputs]
@@ -145,6 +214,7 @@ def compile_graph(
         if key and compiled.plan is not None:
             build_cache.put(key, Stored(compiled.plan, graph, mutated))
     call = compiled.callable(gm.forward, options.freeze, memory, functools.partial(decline_call, options))
+    call = prompt.callable(call) if prompt is not None else call
     return verified(call, compiled, gm.forward, mutated, device, options) if options.verify else call
 
 

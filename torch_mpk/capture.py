@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +52,7 @@ class Captured:
 
     graph_module: torch.fx.GraphModule
     inputs: list[GraphInput]
+    conditions: tuple[sympy.Basic, ...] = ()  # on the symbols of the inputs, without which the graph does not hold
 
     @property
     def is_symbolic(self) -> bool:
@@ -87,20 +88,32 @@ class Captured:
         return digest.hexdigest()
 
 
-def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, specialize: bool = False) -> Captured:
+def capture(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    specialize: bool | Sequence[int] = False,
+    conditional: bool = False,
+) -> Captured:
     """Captures ``gm``, as Dynamo hands it to a backend.
 
     Args:
         gm: Dynamo's graph; it is not changed.
         example_inputs: tensors, ints and SymInts, one per placeholder. Their values are not read.
-        specialize: replace each number among the inputs by its value, so that the graph has concrete shapes.
+        specialize: replace each number among the inputs by its value, so that the graph has concrete shapes, or those
+            at such positions.
+        conditional: take a graph that holds only for some values of the numbers among its inputs, too: Dynamo does not
+            check its ``conditions``.
 
     Raises:
         UnsupportedError: an input is neither tensor nor number, the graph cannot be replayed on fake tensors, or it
-            would hold only for some values of the numbers among its inputs (then ``specialize``).
+            would hold only for some values of the numbers among its inputs (then ``specialize``, unless
+            ``conditional``).
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    fakes = _Fakes(specialize)
+    fakes = _Fakes(specialize is True)
+    if not isinstance(specialize, bool):
+        fakes.fix({placeholders[i].meta["example_value"].node.expr: example_inputs[i] for i in specialize})
     args = [fakes.make(node, value) for node, value in zip(placeholders, example_inputs, strict=True)]
     replay = _Replay(gm)
     try:
@@ -123,16 +136,22 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, speciali
             )
     for node, arg in zip(traced.graph.nodes, args, strict=False):
         node.meta["val"] = arg
-    _lay_out_as_eager(traced.graph)
+    lay_out_as_eager(traced.graph)
     mutated = frozenset().union(*map(written_storages, traced.graph.nodes))
     inputs = [
         GraphInput(node.name, arg, _is_parameter(node, value), _storage(arg) in mutated, _source(node))
         for node, value, arg in zip(placeholders, example_inputs, args, strict=True)
     ]
-    if fakes.shape_env.guards:  # Dynamo does not check them, so the graph holds for no other sizes
-        conditions = ", ".join(str(guard.expr) for guard in fakes.shape_env.guards)
-        raise UnsupportedError(f"its sizes must satisfy {conditions}")
-    return Captured(traced, inputs)
+    captured = Captured(traced, inputs, tuple(guard.expr for guard in fakes.shape_env.guards))
+    if not conditional:
+        check_unconditional(captured)
+    return captured
+
+
+def check_unconditional(captured: Captured) -> None:
+    """Raises UnsupportedError for a graph that holds only for some values of the numbers among its inputs."""
+    if captured.conditions:
+        raise UnsupportedError(f"its sizes must satisfy {', '.join(map(str, captured.conditions))}")
 
 
 def input_sources(gm: torch.fx.GraphModule) -> list[str]:
@@ -161,7 +180,13 @@ class _Fakes:
         self.shape_env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self._specialize = specialize
-        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._symbols: dict[sympy.Symbol, sympy.Symbol | sympy.Integer] = {}
+
+    def fix(self, values: Mapping[sympy.Symbol, int]) -> None:
+        """Gives symbols of Dynamo's values."""
+        from sympy import Integer
+
+        self._symbols |= {symbol: Integer(number) for symbol, number in values.items()}
 
     def make(self, node: torch.fx.Node, value: Any) -> torch.Tensor | torch.SymInt | int | float:
         example = node.meta.get("example_value", value)
@@ -194,7 +219,10 @@ class _Fakes:
                 source = ConstantSource(f"symbol_{symbol}")
                 value = int(dim.node.shape_env.backed_var_to_val[symbol])
                 self._symbols[symbol] = self.shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
-        return self.shape_env.create_symintnode(expr.xreplace(self._symbols), hint=dim.node.hint)
+        own = expr.xreplace(self._symbols)
+        if own.is_Integer:
+            return int(own)
+        return self.shape_env.create_symintnode(own, hint=int(own.xreplace(self.shape_env.backed_var_to_val)))
 
 
 # Calls that do nothing when the graph runs without autograd, as ours do. Disabled autocast is the surrounding state:
@@ -215,7 +243,8 @@ _LAYOUTS = {
 }
 
 
-def _lay_out_as_eager(graph: torch.fx.Graph) -> None:
+def lay_out_as_eager(graph: torch.fx.Graph) -> None:
+    """Gives results the layout that eager gives them, where their example values have another."""
     for node in graph.nodes:
         value = node.meta.get("val")
         layout = _LAYOUTS.get((value.device.type, node.target)) if isinstance(value, FakeTensor) else None

@@ -43,8 +43,13 @@ class Options:
     max_positions: int = 1
     """Positions of each sequence that a step may be over and still be ours, at most 8192. Up to 16 of one sequence (1 +
     the draft tokens that a step of speculative decoding checks) run on every device; more, and several of several
-    sequences, are prefill, which is ours on the CPU and, in 16-bit dtypes, on GPUs of compute capability 9.0. Each
-    number of positions is a build of its own."""
+    sequences, are prefill, which is ours on the CPU and, in 16-bit dtypes, on GPUs of compute capability 9.0.
+
+    Where the number differs from call to call, so that Dynamo makes it a symbol, calls share a build for each bucket:
+    16, 32, 64 and so on up to this option, on the CPU quarters of the way between two, too. A call takes as long as its
+    bucket. The first number that Dynamo sees is no symbol yet, and 1 never is: each is a build of its own, the first
+    unless ``torch._dynamo.maybe_mark_dynamic(input_ids, 1)`` comes before it. Each number is a build, too, where
+    positions meet elsewhere than in a ``StaticCache`` (sliding windows, no cache); the log says so."""
     verify: bool | int = False
     """Compare with eager, on copies of what a call writes: True the first call, n the first and every n-th after it."""
     num_threads: int | None = None

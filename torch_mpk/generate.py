@@ -23,16 +23,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from torch_mpk.admission import takes_prompts
+from torch_mpk.buckets import chunks_of
 from torch_mpk.config import MAX_POSITIONS, MAX_ROWS, Options, is_int
+from torch_mpk.errors import UnsupportedError
 from torch_mpk.generation_settings import GenerationSettings, expect, settle
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
+from torch_mpk.runtime.backend import backend_of
 from torch_mpk.sampling import Choice, stopping
 
 logger = logging.getLogger(__name__)
 
 _CACHE_LENGTH_MULTIPLE = 128  # so that prompts of similar length share a compiled step
-_MAX_STEPS = 24  # compiled steps kept for one model: a prompt's chunks have up to 14 sizes
+_CHUNK = 2048  # positions of a prompt's chunk, unless the call says
+_MAX_STEPS = 16  # compiled steps kept for one model
 _STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain when all rows have ended
 
 _steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] = WeakKeyDictionary()
@@ -97,9 +102,10 @@ def generate(
         max_cache_len: length of the key/value cache. Default: what is needed, rounded up to a multiple of 128.
         prompt_lookup_num_tokens: where the last tokens were there before, take so many that followed them for a draft,
             at most 15, and check it in one step. Greedy, one sequence without padding; the tokens are the same.
-        prefill_chunk_size: compile the prompt, too, and run it in chunks of at most so many tokens, from 16 to 8192, of
-            powers of two: each size is built once for a model, batch and cache length. CPU, models without sliding
-            windows. None: the prompt runs eagerly.
+        prefill_chunk_size: compile the prompt, too, and run it in chunks of at most so many tokens, from 16 to 8192:
+            one launch each, built once for a bucket (docs/options.md), model, batch and cache length. Models without
+            sliding windows. None: 2048 where that is fast and the builds are few, which is on a GPU that takes prompts,
+            if ``max_cache_len`` is given; elsewhere the prompt runs eagerly.
         options: of the backend, as ``torch.compile(options=...)`` takes them.
         stats: gets "first_token_seconds" (the prompt), "seconds" (all later tokens, with the first call's compilation)
             and "tokens_per_second" (later tokens of all rows in that time, those behind a row's end included). The log
@@ -132,14 +138,20 @@ def generate(
     settings = settle(model, prompt, generation_config, given)
     count, num_drafts = settings.max_new_tokens, settings.prompt_lookup_num_tokens or 0
     _check_drafts(settings.prompt_lookup_num_tokens, input_ids, settings.is_plain)
-    _check_chunks(prefill_chunk_size, input_ids)
+    _check_chunks(prefill_chunk_size)
     is_stopped = stopping(settings.stop_strings, tokenizer, input_ids)
     Options.parse(None, options)
     needed = prompt + count - 1 + num_drafts  # the last token is not written to the cache
     length = settings.max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
     drafted = f" and drafts of {num_drafts}" if num_drafts else ""
     expect(length >= needed, "max_cache_len", f"at least {needed} for {prompt} + {count} tokens{drafted}", length)
-    decode = _Decode(model, input_ids, attention_mask, length, prefill_chunk_size, options)
+    decode = _Decode(model, input_ids, attention_mask, length, options)
+    is_chosen = settings.max_cache_len is not None
+    if prefill_chunk_size is not None:
+        decode.compile_prompt(prefill_chunk_size)
+    elif is_chosen and decode.is_replayable and _is_fast_with_prompts(model, input_ids.device, options):
+        # The rest of a model that is not all ours is left to PyTorch, as the whole prompt would be.
+        decode.compile_prompt(_CHUNK, fallback="eager")
     if not settings.is_plain:
         decode.choose = Choice(input_ids, settings, generator)
     with _watched(streamer, progress_bar, input_ids, count) as watchers:
@@ -188,13 +200,19 @@ def _check_drafts(count: int | None, input_ids: torch.Tensor, is_plain: bool) ->
     expect(batch == 1, name, "one sequence", f"a batch of {batch}")
 
 
-def _check_chunks(size: int | None, input_ids: torch.Tensor) -> None:
-    if size is None:
-        return
-    name = "prefill_chunk_size"
-    is_in_range = is_int(size) and MAX_ROWS <= size <= MAX_POSITIONS
-    expect(is_in_range, name, f"an int from {MAX_ROWS} to {MAX_POSITIONS}, or None", repr(size))
-    expect(input_ids.device.type == "cpu", name, "a prompt on the CPU", f"one on {input_ids.device}")
+def _check_chunks(size: int | None) -> None:
+    is_in_range = size is None or is_int(size) and MAX_ROWS <= size <= MAX_POSITIONS
+    expect(is_in_range, "prefill_chunk_size", f"an int from {MAX_ROWS} to {MAX_POSITIONS}, or None", repr(size))
+
+
+def _is_fast_with_prompts(model: Any, device: torch.device, options: dict[str, Any] | None) -> bool:
+    """Whether its compiled prompts are far faster than eager."""
+    if device.type != "cuda":
+        return False
+    try:
+        return takes_prompts(backend_of(device).target(device, Options.parse(None, options)), model.dtype)
+    except UnsupportedError:
+        return False
 
 
 @contextlib.contextmanager
@@ -221,6 +239,7 @@ class _Decode:
     """One call's model, cache and step inputs, which stay at their addresses."""
 
     choose: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: greedy
+    prefill_chunk_size: int | None = None  # None: the prompt runs eagerly
 
     def __init__(
         self,
@@ -228,7 +247,6 @@ class _Decode:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         length: int,
-        prefill_chunk_size: int | None,
         options: dict[str, Any] | None,
     ) -> None:
         from transformers import StaticCache
@@ -238,11 +256,7 @@ class _Decode:
         self.cache = StaticCache(config=model.config, max_cache_len=length)
         # Other layers, of sliding windows, count in Python.
         self.is_replayable = all(type(layer) is StaticLayer for layer in self.cache.layers)
-        self.prefill_chunk_size = prefill_chunk_size
-        if prefill_chunk_size is not None:
-            expect(self.is_replayable, "prefill_chunk_size", "a model without sliding windows", "one with")
-            self._initialize_cache()
-        self.mask = self.position_ids = None
+        self.mask = self.position_ids = self.prompt_positions = None
         if attention_mask is not None and not attention_mask.all():
             # Later slots count as present: the causal part of the mask, made in the graph, hides them until written.
             batch, prompt = attention_mask.shape
@@ -251,8 +265,12 @@ class _Decode:
             self.prompt_positions = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
             self.position_ids = self.prompt_positions[:, -1:] + 1
 
-    def _initialize_cache(self) -> None:
-        """Its tensors are made now: made by a compiled chunk, they would be other inputs for the next one."""
+    def compile_prompt(self, chunk_size: int, **options: Any) -> None:
+        """Lets the prompt run in chunks of at most so many positions; ``options`` are for where the call has none."""
+        expect(self.is_replayable, "prefill_chunk_size", "a model without sliding windows", "one with")
+        self.prefill_chunk_size = chunk_size
+        self.prompt_options = {name: option for name, option in options.items() if name not in (self.options or {})}
+        # The cache's tensors are made now: made by a compiled chunk, they would be other inputs for the next one.
         model: Any = self.model
         config = model.config.get_text_config(decoder=True)
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -300,7 +318,8 @@ class _Decode:
             size = 1 + num_drafts if draft else 1  # two builds, whatever drafts there are
             if size not in steps:
                 ids = self.prompt.new_zeros(1, size)
-                steps[size] = ids, self._step(_next_tokens, size).prepare((self.model, ids, None, inputs), True)
+                compiled = self._step(_next_tokens, max_positions=size)
+                steps[size] = ids, compiled.prepare((self.model, ids, None, inputs), True)
             ids, step = steps[size]
             given = [new[-1], *draft]
             ids.copy_(torch.tensor([given + given[-1:] * (size - len(given))]))
@@ -312,43 +331,41 @@ class _Decode:
 
     def _prompt_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
         """What follows the prompt, [batch, vocabulary]."""
-        for begin, end in self._chunks():
-            ids = _columns(self.prompt, begin, end)
-            positions = None if self.position_ids is None else _columns(self.prompt_positions, begin, end)
-            args = self.model, ids, positions, inputs
-            if self.prefill_chunk_size is None:
-                logits = _last_logits(*args)
-            else:
-                logits = self._step(_last_logits, end - begin).prepare(args, False)()
+        size, length = self.prefill_chunk_size, self.prompt.shape[1]
+        if size is None:
+            return _last_logits(self.model, self.prompt, self.prompt_positions, inputs)
+        begin = 0
+        for count in chunks_of(length, size, self.prompt.device.type):
+            parts = (_columns(t, begin, begin + count) for t in (self.prompt, self.prompt_positions))
+            args = self.model, *parts, inputs
+            step = self._step(_last_logits, dynamic=True, max_positions=size, **self.prompt_options)
+            logits = step.prepare(args, False)()
+            begin += count
         return logits
 
-    def _chunks(self) -> Iterator[tuple[int, int]]:
-        """Of the prompt, from and to; where they are compiled, of powers of two, so that lengths share few builds."""
-        length, most, begin = self.prompt.shape[1], self.prefill_chunk_size, 0
-        while begin < length:
-            size = length if most is None else 1 << (min(most, length - begin).bit_length() - 1)
-            yield begin, begin + size
-            begin += size
-
-    def _step(self, function: Callable[..., torch.Tensor], positions: int = 1) -> _Step:
-        """The compiled step, made once for a model and a kind of call."""
+    def _step(self, function: Callable[..., torch.Tensor], dynamic: bool = False, **options: Any) -> _Step:
+        """The compiled step, made once for a model and a kind of call; ``options`` beside those of the call.
+        ``dynamic``: it takes inputs of more than one length."""
         steps = _steps.setdefault(self.model, OrderedDict())
-        options = dict(self.options or {})
-        if positions > 1:
-            options["max_positions"] = positions
+        options = (self.options or {}) | options
         chosen = tuple(sorted(options.items()))
-        key = (function, positions, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, chosen)
+        key = (function, dynamic, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, chosen)
         if key not in steps:
-            steps[key] = _Step(function, options)
+            steps[key] = _Step(function, options, dynamic)
             if len(steps) > _MAX_STEPS:
                 steps.popitem(last=False)
         steps.move_to_end(key)
         return steps[key]
 
 
-def _columns(t: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """A copy of ``t[:, begin:end]`` in which a single row, too, has the stride of its shape: Dynamo looks at it."""
-    return t[:, begin:end].clone(memory_format=torch.contiguous_format)
+def _columns(t: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
+    """A copy of ``t[:, begin:end]``, to Dynamo of any length, in which a single row, too, has the stride of its shape:
+    Dynamo looks at it."""
+    if t is None:
+        return None
+    part = t[:, begin:end].clone(memory_format=torch.contiguous_format)
+    torch._dynamo.maybe_mark_dynamic(part, 1)
+    return part
 
 
 def rewind(cache: Any, position: int) -> None:
@@ -360,11 +377,11 @@ def rewind(cache: Any, position: int) -> None:
 class _Step:
     """A step function, compiled, that can be called again with the same arguments without Dynamo."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], options: dict[str, Any] | None) -> None:
+    def __init__(self, function: Callable[..., torch.Tensor], options: dict[str, Any], dynamic: bool) -> None:
         # A code object of its own, because Dynamo counts recompilations, and looks up graphs, by code object.
         own = types.FunctionType(function.__code__.replace(), function.__globals__)
         self._recorder = _Recorder()
-        self._compiled = torch.compile(own, backend=self._recorder, dynamic=False, options=options)
+        self._compiled = torch.compile(own, backend=self._recorder, dynamic=None if dynamic else False, options=options)
 
     def prepare(self, args: Sequence[Any], is_replayable: bool) -> Callable[[], torch.Tensor]:
         """A function that runs the step on these arguments.

@@ -46,7 +46,8 @@ class Output:
 class IndexBound(NamedTuple):
     """``num_elements`` integers, the whole of input ``input``, that must be in [0, ``bound``).
 
-    They lie ``stride`` elements apart.
+    They lie ``stride`` elements apart. Where a size of the call counts, there are so many ``times`` as many elements,
+    or the bound is so much ``less``.
     """
 
     input: int  # among the inputs of a launch
@@ -55,6 +56,8 @@ class IndexBound(NamedTuple):
     element_bytes: int
     bound: int
     message: str  # what is wrong when they are not, and what to do
+    times: int = -1  # among the scalars of a launch, as is the next; -1: none
+    less: int = -1
 
 
 @dataclass(frozen=True)

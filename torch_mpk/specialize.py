@@ -1,13 +1,14 @@
 """Shapes and numbers that change from call to call.
 
-Graphs whose number inputs cannot stay symbolic get one build for each combination of values, at its first call.
+Graphs whose number inputs cannot stay symbolic get one build for each combination of values, at its first call, or for
+each bucket of them (``buckets.py``).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,33 +21,55 @@ MAX_BUILDS = 16
 MAX_FAILURES = 4  # after as many, a graph is taken to be none of ours whatever its numbers are
 
 
+Args = tuple[Any, ...]
+
+
 def per_call_numbers(
     positions: Sequence[int],
-    build: Callable[[tuple[Any, ...]], Callable[..., Any]],
-    give_up: Callable[[tuple[Any, ...], Exception], Callable[..., Any]],
+    build: Callable[[Args], Callable[..., Any]],
+    give_up: Callable[[Args, Exception], Callable[..., Any]],
     limit: int = MAX_BUILDS,
 ) -> Callable[..., Any]:
-    """A callable that hands each call to a build for the values of its numbers.
+    """``per_call`` with a build for the values of a call's numbers.
+
+    Args:
+        positions: of the numbers among the arguments: sizes, or tensors of one element that hold a Python float.
+    """
+
+    def numbers(args: Args) -> Hashable:
+        values = (args[position] for position in positions)
+        return tuple(value if isinstance(value, int) else value.item() for value in values)
+
+    return per_call(numbers, build, give_up, limit)
+
+
+def per_call(
+    key_of: Callable[[Args], Hashable],
+    build: Callable[[Args], Callable[..., Any]],
+    give_up: Callable[[Args, Exception], Callable[..., Any]],
+    limit: int = MAX_BUILDS,
+) -> Callable[..., Any]:
+    """A callable that hands each call to a build of its own.
 
     Threads may call it at once: they build one after the other, as Dynamo compiles, and calls with a build go on.
 
     Args:
-        positions: of the numbers among the arguments: sizes, or tensors of one element that hold a Python float.
-        build: makes the callable for the numbers among a first call's arguments.
-        give_up: makes the callable for numbers without a build, once ``build`` has raised the error it is given.
+        key_of: calls with equal keys share a build.
+        build: makes the callable for a first call's arguments and all that share its key.
+        give_up: makes the callable where there is no build, once ``build`` has raised the error it is given.
         limit: builds that are kept; the one not used for the longest time is dropped.
     """
-    built: OrderedDict[tuple[float, ...], Callable[..., Any]] = OrderedDict()
+    built: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
     given_up: list[Callable[..., Any]] = []
     lock = threading.Lock()  # of `built`; held for moments only
 
-    def find(key: tuple[float, ...]) -> Callable[..., Any] | None:
+    def find(key: Hashable) -> Callable[..., Any] | None:
         with lock:
             if key in built:
                 built.move_to_end(key)
             return built.get(key)
 
-    def make(key: tuple[float, ...], args: tuple[Any, ...]) -> Callable[..., Any]:
+    def make(key: Hashable, args: Args) -> Callable[..., Any]:
         if len(given_up) >= MAX_FAILURES:
             return given_up[-1]
         try:
@@ -61,8 +84,7 @@ def per_call_numbers(
         return run
 
     def call(*args: Any) -> Any:
-        values = (args[position] for position in positions)
-        key = tuple(value if isinstance(value, int) else value.item() for value in values)
+        key = key_of(args)
         run = find(key)
         if run is None:
             with torch._dynamo.convert_frame.compile_lock:

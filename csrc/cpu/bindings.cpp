@@ -104,14 +104,15 @@ void bind_cpu(py::module_& m) {
       .def(
           "expect_index",
           [](CpuExecutable& self, int input, int64_t num_elements, int64_t stride, int element_bytes, int64_t bound,
-             const std::string& message) {
-            self.expect_index({input, num_elements, stride, element_bytes, bound, message});
+             const std::string& message, int times, int less) {
+            self.expect_index({input, num_elements, stride, element_bytes, bound, message, times, less});
           },
           py::arg("input"), py::arg("num_elements"), py::arg("stride"), py::arg("element_bytes"), py::arg("bound"),
-          py::arg("message"),
+          py::arg("message"), py::arg("times") = -1, py::arg("less") = -1,
           "Every run first checks that the elements of an input (int64 or int32, `stride` elements apart) are in [0, "
-          "bound), or "
-          "raises IndexError with the message and the element, and writes nothing.")
+          "bound), or raises IndexError with the message and the element, and writes nothing. `times` and `less` "
+          "number "
+          "scalars of the run: there are so many times the elements, and the bound is so much less.")
       .def_property_readonly("is_profiled", [](const CpuExecutable&) { return true; })
       .def(
           "start_recording",

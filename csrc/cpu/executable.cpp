@@ -21,8 +21,10 @@ constexpr double kChunkNs = 16000;       // long beside claiming it, short besid
 constexpr int64_t kGuardBytes = 65536;
 constexpr uint8_t kGuard = 0xa5;
 
-void check_indices(const IndexBound& expected, const uint8_t* elements) {
-  for (int64_t i = 0; i < expected.num_elements; i++, elements += expected.stride * expected.element_bytes) {
+void check_indices(const IndexBound& expected, const uint8_t* elements, std::span<const int64_t> scalars) {
+  const int64_t num_elements = expected.num_elements * (expected.times < 0 ? 1 : scalars[expected.times]);
+  const int64_t bound = expected.bound - (expected.less < 0 ? 0 : scalars[expected.less]);
+  for (int64_t i = 0; i < num_elements; i++, elements += expected.stride * expected.element_bytes) {
     int64_t index;
     if (expected.element_bytes == 8) {
       std::memcpy(&index, elements, 8);
@@ -31,8 +33,7 @@ void check_indices(const IndexBound& expected, const uint8_t* elements) {
       std::memcpy(&narrow, elements, 4);
       index = narrow;
     }
-    if (index < 0 || index >= expected.bound)
-      throw std::out_of_range(expected.message + ", got " + std::to_string(index));
+    if (index < 0 || index >= bound) throw std::out_of_range(expected.message + ", got " + std::to_string(index));
   }
 }
 
@@ -170,6 +171,7 @@ void CpuExecutable::expect_index(IndexBound bound) {
   if (bound.element_bytes != 4 && bound.element_bytes != 8)
     throw std::invalid_argument("expect_index: element_bytes is " + std::to_string(bound.element_bytes) +
                                 ", expected 4 or 8");
+  num_scalars_ = std::max({num_scalars_, bound.times + 1, bound.less + 1});
   index_bounds_.push_back(std::move(bound));
 }
 
@@ -200,7 +202,7 @@ void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* co
     buffers_[b] = static_cast<uint8_t*>(pointer);
   }
   for (const IndexBound& bound : index_bounds_)
-    if (inputs[bound.input] != nullptr) check_indices(bound, static_cast<const uint8_t*>(inputs[bound.input]));
+    if (inputs[bound.input] != nullptr) check_indices(bound, static_cast<const uint8_t*>(inputs[bound.input]), scalars);
   scalars_.assign(scalars.begin(), scalars.end());
 }
 

@@ -409,23 +409,46 @@ def test_sliding_windows_cannot_forget_a_draft():
 
 
 @pytest.mark.parametrize("length", thinned([1, 21, 40], 1))
-def test_prompts_in_compiled_chunks_give_eager_s_tokens(model, length):
-    if model.device.type != "cpu":
-        pytest.skip("a GPU's prompts are not ours")
-    ids = random_ids(2, length)
+def test_prompts_in_compiled_chunks_give_eager_s_tokens(device, length):
+    is_cpu = device.type == "cpu"
+    dtype = torch.float32 if is_cpu else torch.bfloat16  # a GPU's prompts are 16-bit
+    model = tiny_model("qwen3", dtype=dtype, device=device, num_layers=1, head_dim=64)
+    ids = random_ids(2, length, device)
     mask = torch.ones_like(ids)
     mask[0, : length // 3] = 0
     for kwargs in ({}, {"attention_mask": mask}):
-        expected = torch_mpk.generate(model, ids, 6, **kwargs)
-        assert torch.equal(torch_mpk.generate(model, ids, 6, prefill_chunk_size=20, options=STRICT, **kwargs), expected)
+        tokens = torch_mpk.generate(model, ids, 6, prefill_chunk_size=20, options=STRICT, **kwargs)
+        if is_cpu:
+            assert torch.equal(tokens, torch_mpk.generate(model, ids, 6, **kwargs))
+            continue
+        # Each is what eager finds likeliest behind those before it, or as good as that.
+        present = torch.nn.functional.pad(kwargs.get("attention_mask", torch.ones_like(ids)), (0, 5), value=1)
+        positions = (present.cumsum(-1) - 1).clamp(min=0)
+        with torch.inference_mode():
+            logits = (
+                model(tokens[:, :-1], attention_mask=present, position_ids=positions).logits[:, length - 1 :].float()
+            )
+        chosen = logits.gather(-1, tokens[:, length:, None])[..., 0]
+        assert (logits.amax(-1) - chosen <= 0.05 * logits.abs().amax()).all()
 
 
-def test_prompts_of_any_length_share_chunks_of_powers_of_two(tmp_path, monkeypatch):
+def test_prompts_of_any_length_share_a_build_for_each_bucket(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = tiny_model("qwen3", dtype=torch.float32, num_layers=1)
-    for length in (16, 20, 33, 36, 17):
-        torch_mpk.generate(model, random_ids(1, length), 1, prefill_chunk_size=16, max_cache_len=64, options=STRICT)
-    assert len(list(tmp_path.iterdir())) == 3  # of 16 tokens, of 4 and of 1
+    for length in (16, 20, 33, 36, 5):
+        ids = random_ids(1, length)
+        tokens = torch_mpk.generate(model, ids, 1, prefill_chunk_size=16, max_cache_len=64, options=STRICT)
+        assert torch.equal(tokens, torch_mpk.generate(model, ids, 1, max_cache_len=64))
+    assert len(list(tmp_path.iterdir())) == 2  # of up to 16 tokens, and of 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_prompts_are_compiled_where_the_cache_s_length_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model("qwen3", dtype=torch.bfloat16, device="cuda", num_layers=1, head_dim=64)
+    for length, cache in ((40, None), (40, 128), (60, 128)):
+        torch_mpk.generate(model, random_ids(1, length, "cuda"), 2, max_cache_len=cache, options=STRICT)
+    assert len(list(tmp_path.iterdir())) == 2  # of a step and a prompt's bucket
 
 
 def test_a_draft_is_checked_behind_a_compiled_prompt():

@@ -27,7 +27,8 @@ namespace mpk::cpu {
 using Reference = std::function<void(const Node& node, size_t phase, std::span<uint8_t* const> operands)>;
 
 // Elements of an input that each run must find in [0, bound), or it throws std::out_of_range with `message` and the
-// element before it writes anything.
+// element before it writes anything. Where a number of the run's counts: there are `num_elements` for each of its
+// units, or so much less than `bound` is left.
 struct IndexBound {
   int input = 0;  // among the run's inputs
   int64_t num_elements = 0;
@@ -35,6 +36,8 @@ struct IndexBound {
   int element_bytes = 8;  // 8 (int64) or 4 (int32)
   int64_t bound = 0;
   std::string message;
+  int times = -1;  // among the run's scalars, as is the next; -1: none
+  int less = -1;
 };
 
 class CpuExecutable {

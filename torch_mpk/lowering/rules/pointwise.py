@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,9 +19,15 @@ from torch_mpk.lowering.values import Lazy, Value
 Number = bool | int | float
 
 
-def common_dtype(*pair: Value | Number) -> torch.dtype:
-    """PyTorch's promoted dtype of two tensors or Python numbers."""
-    a, b = (torch.empty((1,) * min(len(x.shape), 1), dtype=x.dtype) if isinstance(x, Value) else x for x in pair)
+def common_dtype(*pair: Value | Number | Expr) -> torch.dtype:
+    """PyTorch's promoted dtype of two tensors or Python numbers, among them sizes."""
+
+    def like(x: Value | Number | Expr) -> Any:
+        if isinstance(x, Value):
+            return torch.empty((1,) * min(len(x.shape), 1), dtype=x.dtype)
+        return 0 if isinstance(x, Expr) else x
+
+    a, b = map(like, pair)
     return torch.result_type(a, b)
 
 

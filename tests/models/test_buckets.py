@@ -1,0 +1,238 @@
+"""Prompts of many lengths by a build for each bucket, against eager."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.models.test_prompts import GPU_SIZES, Prompting, compiled, new_cache
+from tests.thinned import thinned
+from torch_mpk.buckets import bucket_of, chunks_of
+from torch_mpk.errors import IndexRangeError
+from torch_mpk.generate import rewind
+from torch_mpk.testing.tiny import random_ids, tiny_model
+
+
+def marked(ids: torch.Tensor) -> torch.Tensor:
+    """For Dynamo, of any length from the first call on."""
+    torch._dynamo.maybe_mark_dynamic(ids, 1)
+    return ids
+
+
+def test_buckets_hold_their_prompts_and_are_few() -> None:
+    for device, most, share in (("cuda", 10, 2), ("cpu", 32, 1.25)):
+        sizes = [bucket_of(length, 8192, device) for length in range(1, 8193)]
+        assert len(set(sizes)) == most
+        assert all(length <= size <= max(length + 15, share * length) for length, size in enumerate(sizes, 1))
+    assert [bucket_of(length, 100, "cuda") for length in (1, 16, 17, 65, 100)] == [16, 16, 32, 100, 100]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_chunks_are_the_prompt_and_fill_their_buckets(device: str) -> None:
+    for length in range(1, 5000, 7):
+        chunks = chunks_of(length, 2048, device)
+        assert sum(chunks) == length
+        assert all(bucket_of(chunk, 2048, device) == chunk for chunk in chunks[:-1])
+    assert chunks_of(1030, 2048, "cuda") == [1024, 6]
+    assert chunks_of(1000, 2048, "cuda") == [1000]
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths", "padding", "attention", "dtype", "kwargs"),
+    thinned(
+        [
+            (1, [40, 33, 48, 47], [0], "sdpa", torch.float32, {}),
+            (3, [20, 33, 5, 48], [0, 4, 18], "sdpa", torch.float32, {}),
+            (3, [20, 33, 47, 48], [0, 4, 18], "eager", torch.bfloat16, {}),
+            (2, [20, 31, 32, 17, 2], [3, 0], "sdpa", torch.float32, {"logits_to_keep": 1}),
+            (2, [20, 33, 35, 3], [0, 3], "sdpa", torch.float32, {"logits_to_keep": 3}),
+            (1, [7, 16, 15, 2, 1, 9], [0], "sdpa", torch.bfloat16, {}),
+        ],
+        1,
+    ),
+)
+def test_a_prompt_in_a_bucket_is_eager_s(
+    batch: int,
+    lengths: list[int],
+    padding: list[int],
+    attention: str,
+    dtype: torch.dtype,
+    kwargs: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    prompting = Prompting(batch, padding, sum(lengths) + 3, tiny_model(attention=attention, dtype=dtype, num_layers=1))
+    for length in lengths:
+        prompting.take(length, **kwargs)
+    first, *others = lengths
+    alone = {first} | ({1} & {*others}) | ({3} & {*others} if kwargs.get("logits_to_keep") == 3 else set())
+    built = {bucket_of(length, 8192, "cpu") for length in others if length not in alone}
+    assert len(list(tmp_path.iterdir())) == len(alone) + len(built)
+
+
+def test_batches_of_several_sizes_have_buckets_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(dtype=torch.float32, num_layers=1)
+    ours = compiled(model)
+    with torch.inference_mode():
+        for batch, length in ((1, 20), (2, 22), (3, 23), (2, 30), (3, 31), (3, 20)):
+            ids = random_ids(batch, length)
+            logits = [run(input_ids=ids, past_key_values=new_cache(model, batch, 64)).logits for run in (ours, model)]
+            torch.testing.assert_close(*logits)
+    assert len(list(tmp_path.iterdir())) == 3  # the first length's, and a bucket of 32 for two batches
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_same_prompt_has_the_same_bits_whatever_ran_between(device: str) -> None:
+    model = tiny_model(dtype=torch.bfloat16, device=device, **GPU_SIZES)
+    ours, cache = compiled(model), new_cache(model, 2, 128)
+    ids = random_ids(2, 60, device)
+
+    def run(length: int) -> torch.Tensor:
+        rewind(cache, 0)
+        return ours(input_ids=marked(ids[:, :length].clone()), past_key_values=cache).logits
+
+    with torch.inference_mode():
+        first = run(60)
+        keys = cache.layers[0].keys.clone()
+        for length in (60, 33, 49, 60):
+            last = run(length)
+        assert torch.equal(last, first)
+        assert torch.equal(cache.layers[0].keys, keys)
+        assert last.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "padding"), [(1, [0]), (3, [0, 4, 60]), (8, [0, 1, 2, 3, 4, 5, 6, 60])])
+def test_a_prompt_in_a_bucket_on_a_gpu_is_eager_s(
+    batch: int, padding: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(dtype=torch.bfloat16, device="cuda", **GPU_SIZES)
+    prompting = Prompting(batch, padding, 600, model)
+    for length in (70, 127, 128, 129, 17, 66):
+        prompting.take(length)
+    assert len(list(tmp_path.iterdir())) == 4  # the first length's, and buckets of 128, 256 and 32
+
+
+def test_a_full_cache_and_unknown_tokens_are_refused_before_anything_is_written() -> None:
+    model = tiny_model(num_layers=1)
+    ours, cache = compiled(model), new_cache(model, 2, 64)
+    with torch.inference_mode():
+        ours(input_ids=marked(random_ids(2, 40)), past_key_values=cache)
+        before = cache.layers[0].keys.clone()
+        with pytest.raises(IndexRangeError, match="full.*from 0 to 64, less how many there are, got 40"):
+            ours(input_ids=marked(random_ids(2, 25)), past_key_values=cache)
+        wrong = random_ids(2, 24)
+        wrong[1, -1] = 96
+        with pytest.raises(IndexRangeError, match="token ids from 0 to 95, got 96"):
+            ours(input_ids=marked(wrong), past_key_values=cache)
+        assert torch.equal(cache.layers[0].keys, before)
+        assert cache.layers[0].cumulative_length == 40
+        ours(input_ids=marked(random_ids(2, 24)), past_key_values=cache)
+    assert cache.layers[0].cumulative_length == 64
+
+
+def test_more_positions_than_asked_for_run_eagerly_beside_those_in_buckets(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(dtype=torch.float32, num_layers=1)
+    ours = torch.compile(model, backend="mpk", options={"max_positions": 24, "fallback": "error"})
+    with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
+        for length in (30, 20, 40, 24):
+            ids = marked(random_ids(2, length))
+            caches = [new_cache(model, 2, 64) for _ in range(2)]
+            logits = [run(input_ids=ids, past_key_values=c).logits for run, c in zip((ours, model), caches)]
+            torch.testing.assert_close(*logits)
+    assert caplog.text.count("(prefill) runs eagerly") == 1
+
+
+def test_a_verified_prompt_in_a_bucket_is_right() -> None:
+    model = tiny_model(dtype=torch.float32, num_layers=1)
+    ours = torch.compile(model, backend="mpk", options={"max_positions": 64, "fallback": "error", "verify": 1})
+    with torch.inference_mode():
+        for length in (20, 33, 40):
+            ours(input_ids=marked(random_ids(2, length)), past_key_values=new_cache(model, 2, 64))
+
+
+WEIGHT = torch.randn(96, 16)
+KEYS = torch.randn(1, 2, 64, 8)
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(x.shape[0], x.shape[1], 2, 8).transpose(1, 2)
+
+
+def attend_to_itself(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True)
+
+
+def write_behind(x: torch.Tensor) -> torch.Tensor:
+    cache = KEYS.clone()
+    return cache.index_copy_(2, torch.arange(x.shape[1]).flip(0) + 3, heads(x))
+
+
+APART: dict[str, Callable[[torch.Tensor], Any]] = {
+    "last": lambda x: (x[:, -1:], x[:, -2]),
+    "masked": lambda x: F.scaled_dot_product_attention(heads(x), KEYS, KEYS, torch.ones(x.shape[1], 64).bool()),
+    "numbered": lambda x: x + torch.arange(x.shape[1])[:, None].float(),
+    "scaled": lambda x: x * x.shape[1],
+    "written": lambda x: KEYS.clone().index_copy_(2, torch.arange(x.shape[1]) + 3, heads(x)),
+}
+MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "cumsum": lambda x: x.cumsum(1),
+    "mean": lambda x: x.mean(1),
+    "softmax": lambda x: x.softmax(1),
+    "flip": lambda x: x.flip(1),
+    "first": lambda x: x[:, :1],
+    "rest": lambda x: x[:, 2:],
+    "cat": lambda x: torch.cat([x, x], 1),
+    "merged": lambda x: x.expand(2, -1, -1).reshape(-1, 16) + 1,
+    "pad": lambda x: F.pad(x, (0, 0, 1, 0)),
+    "itself": attend_to_itself,
+    "product": lambda x: x.transpose(1, 2) @ x,
+    "backwards": write_behind,
+    "norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "counter": lambda x: torch.arange(x.shape[1]).add_(1) * 2,
+    "chosen": lambda x: WEIGHT[torch.arange(x.shape[1])],
+}
+
+
+@pytest.mark.parametrize("name", [*APART, *MIXED])
+def test_what_mixes_positions_is_built_for_each_length(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def function(ids: torch.Tensor, weight: torch.Tensor) -> Any:
+        x = F.linear(F.embedding(ids, WEIGHT), weight)
+        return x + 1, (APART | MIXED)[name](x)
+
+    ours = torch.compile(function, backend="mpk", options={"max_positions": 64, "min_segment_nodes": 1})
+    with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
+        weight = torch.randn(16, 16)
+        for length in (20, 23, 33):
+            ids = marked(random_ids(1, length))
+            torch.testing.assert_close(ours(ids, weight), function(ids, weight))
+    assert ("prompts cannot be padded" in caplog.text or "its sizes must satisfy" in caplog.text) == (name in MIXED)
+
+
+def test_inputs_with_positions_may_be_neither_written_nor_returned(caplog: pytest.LogCaptureFixture) -> None:
+    def write(ids: torch.Tensor) -> torch.Tensor:
+        x = F.linear(F.embedding(ids, WEIGHT), WEIGHT)
+        ids.add_(1)
+        return x
+
+    def give_back(ids: torch.Tensor) -> Any:
+        return F.linear(F.embedding(ids, WEIGHT), WEIGHT), ids.view(-1)
+
+    for function in (write, give_back):
+        ours = torch.compile(function, backend="mpk", options={"max_positions": 64})
+        with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
+            for length in (20, 23):
+                given = [marked(random_ids(1, length).clamp(max=90))]
+                given.append(marked(given[0].clone()))
+                torch.testing.assert_close(ours(given[0]), function(given[1]))
+                assert torch.equal(*given)
+    assert caplog.text.count("prompts cannot be padded") == 2
