@@ -61,10 +61,10 @@ bool has_overlap(const Schedule& schedule) {
 
 // Where the ring begins: boxes need it aligned, and boxes and pieces that overlap windows in front of it.
 std::string windows(const KernelContext& context) {
-  const bool has_boxes = context.has_swizzle, has_windows = has_boxes || has_overlap(context.schedule);
+  const bool has_windows = context.has_swizzle || has_overlap(context.schedule);
   const std::string staged_end = "kStagedOffset + round_up(kStagedBytes)", alignment = str(kBoxAlignment);
   const std::string flags =
-      member("bool", "kHasBoxes", truth(has_boxes)) + member("bool", "kHasWindows", truth(has_windows));
+      member("bool", "kHasBoxes", truth(context.has_swizzle)) + member("bool", "kHasWindows", truth(has_windows));
   if (!has_windows) return flags + member("int", "kRingOffset", staged_end);
   return flags + member("int", "kWindowsOffset", staged_end) +
          member("int", "kRingOffset",

@@ -99,7 +99,7 @@ class CutProof {
     require(s.chunk_parts == s.parts && s.tile_rows * s.parts <= 256, "an entry does not hold all parts of a tile");
     for (const OperandSpec& spec : first_.def->operands)
       if (spec.is_boxed)
-        require(has_boxes(first_.operand(spec.name).tensor) && !job_.is_staged,
+        require(can_be_boxed(first_.operand(spec.name).tensor) && !job_.is_staged,
                 name_buffer(s_, first_.operand(spec.name).tensor.buffer) + " cannot come in boxes");
   }
 

@@ -45,7 +45,7 @@ inline bool has_short_rows(const Tensor& t) {
 inline bool can_be_streamed(const Tensor& t) { return has_aligned_rows(t) && has_short_rows(t); }
 
 // Whether a map can describe the matrix to the copy engine, in boxes of 16-bit elements.
-inline bool has_boxes(const Tensor& t) {
+inline bool can_be_boxed(const Tensor& t) {
   return size_bytes(t.dtype) == 2 && t.shape.size() == 2 && t.shape[1] % kBoxColumns == 0 && t.shape[1] > 0 &&
          (t.shape[0] == 1 || t.strides[0] >= t.shape[1]) && can_be_streamed(t);
 }
@@ -53,7 +53,7 @@ inline bool has_boxes(const Tensor& t) {
 // Whether the copy engine can bring boxes of the matrix before anything of the launch is awaited.
 inline bool comes_in_boxes(const TBGraph& graph, const Tensor& t) {
   const auto writes = [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == t.buffer; };
-  return has_boxes(t) && graph.buffers()[t.buffer].kind == BufferKind::kInput &&
+  return can_be_boxed(t) && graph.buffers()[t.buffer].kind == BufferKind::kInput &&
          std::none_of(graph.nodes().begin(), graph.nodes().end(), [&](const Node& node) {
            return std::any_of(node.operands.begin(), node.operands.end(), writes);
          });

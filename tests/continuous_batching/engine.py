@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch._guards import tracing
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
@@ -143,6 +144,26 @@ def faulty_steps(planned: dict[tuple[str, int], Fault]) -> Iterator[None]:
     with mock.patch.object(ModelRunner, "compute_batch", compute):
         yield
     assert not planned, "an engine ran less steps"
+
+
+class _Stream(torch.cpu.Stream):
+    """All of it is done when it has been asked for."""
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+@contextmanager
+def asynchronous_on_the_cpu() -> Iterator[None]:
+    """Has engines make steps before they know the tokens of the step before, as on a GPU."""
+    with (
+        mock.patch.object(input_outputs, "create_device_stream", _Stream),
+        mock.patch.object(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",)),
+    ):
+        yield
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.continuous_batching.engine import PAGE, Load, managed, pages_in_use, serving_model
+from tests.continuous_batching.engine import PAGE, Load, asynchronous_on_the_cpu, managed, pages_in_use, serving_model
 from torch_mpk.errors import MegakernelTimeout
 
 MOST_GROWTH = 4 << 20  # bytes
@@ -28,6 +28,7 @@ ASYNCHRONOUS = GRAPHS | {"use_async_batching": True}
 NO_SHARING = {"allow_block_sharing": False}
 ENGINES = [
     pytest.param("cpu", {}, id="cpu"),
+    pytest.param("cpu", {"use_async_batching": True}, id="cpu, asynchronous"),
     *(
         pytest.param("cuda", mode, id=f"gpu, {name}", marks=pytest.mark.gpu)
         for name, mode in {"plain": PLAIN, "graphs": GRAPHS, "graphs and asynchronous": ASYNCHRONOUS}.items()
@@ -51,6 +52,12 @@ def evictions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(OffloadingManager, "offload_requests", offload_requests)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _asynchronous_on_the_cpu(device: str) -> Iterator[None]:
+    with asynchronous_on_the_cpu() if device == "cpu" else nullcontext():
+        yield
 
 
 @contextmanager

@@ -1,26 +1,17 @@
 """One program of a long run: a module of its own, which the processes of the run can import."""
 
-import faulthandler
 import random
 from typing import NamedTuple
-
-import torch
 
 from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
 from tests.fuzz.random_programs import Program
 
 
 class Verdict(NamedTuple):
-    seed: int
     way: str
     num_segments: int
     error: str  # empty: the program is right
     is_wrong: bool = False  # else it could not be built or run
-
-
-def start_process() -> None:
-    faulthandler.enable()
-    torch.set_num_threads(1)
 
 
 def judge(seed: int, device: str) -> Verdict:
@@ -36,11 +27,11 @@ def judge(seed: int, device: str) -> Verdict:
     program = Program.draw(random.Random(seed))
     error = failure(program, way, device, seed)
     if not isinstance(error, Exception):
-        return Verdict(seed, way.__name__, error, "")
+        return Verdict(way.__name__, error, "")
     same = type(error)
     short = program.shortened(lambda p: isinstance(failure(p, way, device, seed), same))
     error = failure(short, way, device, seed)
-    return Verdict(seed, way.__name__, 0, f"{type(error).__name__}: {error}\n{short}", isinstance(error, Wrong))
+    return Verdict(way.__name__, 0, f"{type(error).__name__}: {error}\n{short}", isinstance(error, Wrong))
 
 
 def failure(program: Program, way, device: str, seed: int) -> int | Exception:

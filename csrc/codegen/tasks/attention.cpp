@@ -59,12 +59,7 @@ class CacheWriter : public AttentionWriter {
   const Operand *slot_, *mask_, *limit_;  // null where absent
 };
 
-class AttentionJob : public Emitter {
-  bool takes_companions() const override { return true; }
-  JobCode emit(const JobPlace& place) const override { return CacheWriter(place).run(); }
-};
-
-const AttentionJob kEmitter{};
+const AttentionJob<CacheWriter> kEmitter{};
 [[maybe_unused]] const bool kRegistered = emitters().add("attention", kEmitter);
 
 }  // namespace

@@ -53,4 +53,10 @@ class AttentionWriter {
   int64_t size() const { return q_.tensor.shape[2]; }
 };
 
+template <class Writer>
+class AttentionJob : public Emitter {
+  bool takes_companions() const override { return true; }
+  JobCode emit(const JobPlace& place) const override { return Writer(place).run(); }
+};
+
 }  // namespace mpk::codegen

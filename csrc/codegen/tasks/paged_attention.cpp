@@ -36,7 +36,7 @@ class PagesWriter : public AttentionWriter {
   }
 
   void write_positions() override {
-    const bool in_boxes = has_boxes(keys_.tensor) && has_boxes(values_.tensor);
+    const bool in_boxes = has_boxed_tiles(keys_.tensor) && has_boxed_tiles(values_.tensor);
     code_.body +=
         pitches(1) + flag("kInBoxes", in_boxes) + constant("kPageSize", page_size()) +
         constant("kPieceTiles", job_.pieces->tiles) + constant("kPieces", job_.pieces->count) +
@@ -52,9 +52,9 @@ class PagesWriter : public AttentionWriter {
     if (in_boxes) write_boxes("K", keys_.tensor), write_boxes("V", values_.tensor);
   }
 
-  // Positions are rows of a matrix, and a group's heads columns of it, if pages are whole rows apart. A tile whose
-  // positions are not side by side is then one copy all the same.
-  bool has_boxes(const Tensor& t) const {
+  // Whether a tile is a box of a matrix: positions are its rows, and a group's heads columns of it, if pages are whole
+  // rows apart. A tile whose positions are not side by side is then one copy all the same.
+  bool has_boxed_tiles(const Tensor& t) const {
     const int tile = kv_tile(static_cast<int>(t.shape[3] * size_bytes(t.dtype)));
     const auto [page, position, group, element] = std::tie(t.strides[0], t.strides[1], t.strides[2], t.strides[3]);
     return context_.schedule.target.arch >= 90 && size_bytes(t.dtype) == 2 && page_size() % tile == 0 &&
@@ -76,12 +76,7 @@ class PagesWriter : public AttentionWriter {
   const Operand &table_, &length_;
 };
 
-class PagedAttentionJob : public Emitter {
-  bool takes_companions() const override { return true; }
-  JobCode emit(const JobPlace& place) const override { return PagesWriter(place).run(); }
-};
-
-const PagedAttentionJob kEmitter{};
+const AttentionJob<PagesWriter> kEmitter{};
 [[maybe_unused]] const bool kRegistered = emitters().add("paged_attention", kEmitter);
 
 }  // namespace

@@ -309,7 +309,7 @@ class LinearPlanner : public Planner {
   static void cut_tiles(const Schedule& schedule, Job& job, const Linears& linears) {
     const Tiles tiles(linears);
     const std::optional<TileShape> shape = tiles.shape();
-    if (!shape || !has_boxes(Linears::input(schedule, job)) ||
+    if (!shape || !can_be_boxed(Linears::input(schedule, job)) ||
         !std::all_of(job.body.begin(), job.body.end(),
                      [&](int n) { return comes_in_boxes(schedule.graph, Linears::weight(schedule, n)); }))
       return;
