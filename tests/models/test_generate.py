@@ -334,13 +334,17 @@ def test_wrong_arguments_are_an_error(changes, message):
         torch_mpk.generate(None, **arguments)
 
 
-def test_hugging_face_generate_runs_through_the_backend(model, tmp_path, monkeypatch):
+LEAN = {"freeze": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}  # docs/performance.md
+
+
+@pytest.mark.parametrize("options", [STRICT, STRICT | LEAN], ids=["all guards", "lean"])
+def test_hugging_face_generate_runs_through_the_backend(model, tmp_path, monkeypatch, options):
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
-    ids, mask = (tensor.to(model.device) for tensor in left_padded(2, 5))
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    config = CompileConfig(backend="mpk", mode=None, options=STRICT)
+    config = CompileConfig(backend="mpk", mode=None, options=options)
     config._compile_all_devices = True
     for _ in range(2):
+        ids, mask = (tensor.to(model.device) for tensor in left_padded(2, 5))
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
         actual = model.generate(
             ids,
             attention_mask=mask,
