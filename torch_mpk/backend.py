@@ -19,7 +19,7 @@ from torch_mpk.build_cache import Stored, build_key
 from torch_mpk.capture import Captured, capture, check_unconditional, input_sources, number_positions
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options, env
-from torch_mpk.dry_run import will_write
+from torch_mpk.dry_run import is_dry_run, will_write
 from torch_mpk.dump import Dump
 from torch_mpk.errors import DeclinedError, PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import check_coverage, compile_others, decline_call, fall_back
@@ -79,19 +79,28 @@ def compile_call(
     """
     numbers = number_positions(gm, inputs)
     device = check_call([value for i, value in enumerate(inputs) if i not in numbers])
+    each_shape = _for_each_shape(gm, numbers, device, options)
+    is_deferred = options.while_building == "eager" and not (needs_graph or is_dry_run())
     if not numbers:
-        return compile_graph(gm, inputs, device, options, needs_graph=needs_graph)
+        return each_shape if is_deferred else compile_graph(gm, inputs, device, options, needs_graph=needs_graph)
     try:
         with timing.stage("capture"):
             captured = capture(gm, inputs, conditional=True)
         sizes = Numbers.of(captured) if options.max_positions > 1 else None
         if sizes is None:
             check_unconditional(captured)
-            return compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
+            if not is_deferred:
+                return compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
     except UnsupportedError as error:
         logger.info("building for each shape, because one build cannot hold for all: %s", error)
-        return _for_each_shape(gm, numbers, device, options)
-    each_shape = _for_each_shape(gm, numbers, device, options)
+        return each_shape
+    if sizes is None:
+        return per_call(
+            lambda args: None,
+            build=lambda args: compile_graph(gm, args, device, options, captured),
+            give_up=lambda args, error: each_shape,
+            meanwhile=_meanwhile(gm, options),
+        )
     in_buckets = functools.partial(_in_buckets, gm, sizes.length, each_shape, device, options)
     if sizes.batch is None:
         return in_buckets(captured)
@@ -135,18 +144,29 @@ def _in_buckets(
         logger.info("building for each length, because the bucket of %s has no build: %s", bucket(args), error)
         return each_shape
 
-    in_buckets = per_call(bucket, build, give_up, limit=buckets.MOST)
+    in_buckets = per_call(bucket, build, give_up, buckets.MOST, _meanwhile(gm, options))
     return lambda *args: in_buckets(*args) if prompt.holds(args) else each_shape(*args)
 
 
 def _for_each_shape(
     gm: torch.fx.GraphModule, numbers: Sequence[int], device: torch.device, options: Options
 ) -> Callable[..., Any]:
+    """What runs a graph by a build for the values of its numbers, of which there may be none."""
+
+    def build(inputs: Sequence[Any]) -> Callable[..., Any]:
+        with timing.build():
+            return compile_graph(gm, inputs, device, options, specialize=True)
+
     return per_call_numbers(
         numbers,
-        build=lambda inputs: compile_graph(gm, inputs, device, options, specialize=True),
+        build,
         give_up=lambda inputs, error: _left_to_others(gm, inputs, options, error),
+        meanwhile=_meanwhile(gm, options),
     )
+
+
+def _meanwhile(gm: torch.fx.GraphModule, options: Options) -> Callable[..., Any] | None:
+    return gm.forward if options.while_building == "eager" else None
 
 
 def _left_to_others(
@@ -189,7 +209,7 @@ def compile_graph(
         prompt: what ``captured`` is a bucket's graph of.
     """
     needs_graph = needs_graph or bool(options.verify)
-    built_with = dataclasses.replace(options, freeze=False)  # which is a matter of calls
+    built_with = dataclasses.replace(options, freeze=False, while_building="wait")  # which are matters of calls
     with timing.stage("look-up"):
         key = None if needs_graph else build_key(gm, inputs, device, built_with)
         stored = build_cache.get(key) if key else None

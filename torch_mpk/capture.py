@@ -117,7 +117,9 @@ def capture(
     args = [fakes.make(node, value) for node, value in zip(placeholders, example_inputs, strict=True)]
     replay = _Replay(gm)
     try:
-        with fakes.mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+        # Under the lock, since whether a process keeps nodes' metadata is a setting of all its threads.
+        lock = torch._dynamo.convert_frame.compile_lock
+        with lock, fakes.mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
             traced = make_fx(replay.run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*args)
     except UnsupportedError:
         raise

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeGuard
 
 from torch_mpk.errors import OptionError, UnknownOptionError
 
+WHILE_BUILDING = ("wait", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 FALLBACKS = ("inductor", "eager", "error")
 MAX_ROWS = 16  # of a batch, and positions of one sequence that are rows of a step: attention reads the cache for each
@@ -50,6 +51,11 @@ class Options:
     bucket. The first number that Dynamo sees is no symbol yet, and 1 never is: each is a build of its own, the first
     unless ``torch._dynamo.maybe_mark_dynamic(input_ids, 1)`` comes before it. Each number is a build, too, where
     positions meet elsewhere than in a ``StaticCache`` (sliding windows, no cache); the log says so."""
+    while_building: Literal["wait", "eager"] = "wait"
+    """What a call does while the kernel that it needs is built, some 20 seconds for a large model on a GPU: wait, or
+    run eagerly, as do others until a thread in the background is done; a warning says so once. From then on calls of
+    its kind are the kernel's, so results may change by rounding. What cannot be built raises, or falls back, at the
+    next call. Do not capture a CUDA graph meanwhile."""
     verify: bool | int = False
     """Compare with eager, on copies of what a call writes: True the first call, n the first and every n-th after it."""
     num_threads: int | None = None
@@ -104,6 +110,7 @@ class Options:
         expect(
             self.num_threads is None or is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0"
         )
+        expect(self.while_building in WHILE_BUILDING, "while_building", f"one of {', '.join(WHILE_BUILDING)}")
         nodes = self.min_segment_nodes
         expect(nodes is None or is_int(nodes) and nodes > 0, "min_segment_nodes", "an int > 0")
         most = self.max_positions

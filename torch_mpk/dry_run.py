@@ -54,6 +54,10 @@ class _Copying(TorchFunctionMode):
         return made
 
 
+def is_dry_run() -> bool:
+    return _written.get() is not None
+
+
 def will_write(values: Iterable[Any]) -> None:
     """Notes the tensors that a graph may write, before it runs: all of its inputs but parameters and what is expanded.
 

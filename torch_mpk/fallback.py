@@ -102,7 +102,8 @@ def _announcement(what: str, how: str, why: str) -> str:
 def _inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any] | None:
     """The graph compiled by Inductor, before anything of a call has run; None where it fails."""
     try:
-        return torch._dynamo.lookup_backend("inductor")(gm, list(inputs))
+        with torch._dynamo.convert_frame.compile_lock:
+            return torch._dynamo.lookup_backend("inductor")(gm, list(inputs))
     except Exception as error:
         warn(f"inductor cannot compile what torch_mpk leaves to it, so that runs eagerly: {reason(error)}")
         logger.info("inductor's error", exc_info=error)

@@ -6,22 +6,26 @@ each bucket of them (``buckets.py``).
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 from torch._guards import CompileContext
 
 from torch_mpk.announcements import warn
 from torch_mpk.capture import source_line
+from torch_mpk.dry_run import is_dry_run
 
 MAX_BUILDS = 16
 MAX_FAILURES = 4  # after as many, a graph is taken to be none of ours whatever its numbers are
 
 
 Args = tuple[Any, ...]
+T = TypeVar("T")
 
 
 def per_call_numbers(
@@ -29,6 +33,7 @@ def per_call_numbers(
     build: Callable[[Args], Callable[..., Any]],
     give_up: Callable[[Args, Exception], Callable[..., Any]],
     limit: int = MAX_BUILDS,
+    meanwhile: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """``per_call`` with a build for the values of a call's numbers.
 
@@ -40,7 +45,7 @@ def per_call_numbers(
         values = (args[position] for position in positions)
         return tuple(value if isinstance(value, int) else value.item() for value in values)
 
-    return per_call(numbers, build, give_up, limit)
+    return per_call(numbers, build, give_up, limit, meanwhile)
 
 
 def per_call(
@@ -48,6 +53,7 @@ def per_call(
     build: Callable[[Args], Callable[..., Any]],
     give_up: Callable[[Args, Exception], Callable[..., Any]],
     limit: int = MAX_BUILDS,
+    meanwhile: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A callable that hands each call to a build of its own.
 
@@ -58,10 +64,13 @@ def per_call(
         build: makes the callable for a first call's arguments and all that share its key.
         give_up: makes the callable where there is no build, once ``build`` has raised the error it is given.
         limit: builds that are kept; the one not used for the longest time is dropped.
+        meanwhile: what runs calls whose build another thread is at. None: they wait. What ``give_up`` raises there is
+            raised by the next such call.
     """
     built: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
     given_up: list[Callable[..., Any]] = []
-    lock = threading.Lock()  # of `built`; held for moments only
+    pending: dict[Hashable, Future[Callable[..., Any]]] = {}  # in the background; those that failed, until a call asks
+    lock = threading.Lock()  # of the two; held for moments only
 
     def find(key: Hashable) -> Callable[..., Any] | None:
         with lock:
@@ -83,15 +92,62 @@ def per_call(
                 built.popitem(last=False)
         return run
 
+    def wait_for(key: Hashable, args: Args) -> Callable[..., Any]:
+        with torch._dynamo.convert_frame.compile_lock:
+            return find(key) or make(key, args)  # another thread may have made it meanwhile
+
+    def begin(key: Hashable, args: Args, eager: Callable[..., Any]) -> Callable[..., Any]:
+        with lock:
+            if key in built:
+                return built[key]
+            if key in pending:
+                return pending.pop(key).result() if pending[key].done() else eager
+            future = pending[key] = Future()
+
+        def end(future: Future[Callable[..., Any]]) -> None:
+            with lock:
+                if future.exception() is None:
+                    del pending[key]
+
+        future.add_done_callback(end)
+        in_background(functools.partial(make, key, args), future)
+        return eager
+
     def call(*args: Any) -> Any:
         key = key_of(args)
         run = find(key)
         if run is None:
-            with torch._dynamo.convert_frame.compile_lock:
-                run = find(key) or make(key, args)  # another thread may have made it meanwhile
+            run = wait_for(key, args) if meanwhile is None or is_dry_run() else begin(key, args, meanwhile)
         return run(*args)
 
     return call
+
+
+_one_build = threading.Lock()  # in the background at a time
+
+
+def in_background(make: Callable[[], T], future: Future[T]) -> None:
+    """Gives the future what ``make`` makes on a thread of its own, in the modes of this one.
+
+    Not under Dynamo's compile lock, which other functions' compilations would wait for: what must not meet them takes
+    it for itself.
+    """
+    warn(
+        "torch_mpk builds kernels in the background, and runs calls that need them eagerly meanwhile, as "
+        "options={'while_building': 'eager'} asks for"
+    )
+    inference_mode = torch.inference_mode(torch.is_inference_mode_enabled())
+    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+    device = torch.cuda.device(torch.cuda.current_device() if torch.cuda.is_initialized() else -1)  # -1: none
+
+    def work() -> None:
+        try:
+            with _one_build, inference_mode, grad_mode, device:
+                future.set_result(make())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="torch_mpk build", daemon=True).start()
 
 
 def warn_at_recompile_limit(gm: torch.fx.GraphModule) -> None:

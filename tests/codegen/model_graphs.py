@@ -10,19 +10,24 @@ from torch._guards import tracing
 from transformers import StaticCache
 
 from torch_mpk import _C, lowering
+from torch_mpk.buckets import Numbers, Prompt
 from torch_mpk.capture import capture
 from torch_mpk.patterns import apply
 from torch_mpk.testing.models import CONFIGS, random_model
 
 
 @torch.inference_mode()
-def graph_of(model: torch.nn.Module, call: Callable[[Any], object]) -> _C.TBGraph:
-    """Of the one graph that is in ``call``, which gets the compiled model and may run it on any device."""
+def graph_of(model: torch.nn.Module, call: Callable[[Any], object], bucket: int | None = None) -> _C.TBGraph:
+    """Of the one graph that is in ``call``, which gets the compiled model and may run it on any device; that of a
+    bucket where it is over a number of positions."""
     graphs = []
 
     def backend(gm, inputs):
+        captured = capture(gm, inputs)
+        if bucket is not None:
+            captured = Prompt(captured, Numbers.of(captured).length).graph(bucket)
         with tracing(None):
-            graphs.append(lowering.lower(apply(capture(gm, inputs).graph_module)).graph)
+            graphs.append(lowering.lower(apply(captured.graph_module)).graph)
         return gm.forward
 
     torch.compiler.reset()
@@ -31,12 +36,15 @@ def graph_of(model: torch.nn.Module, call: Callable[[Any], object]) -> _C.TBGrap
     return graph
 
 
-def graph_of_a_prompt(name: str, batch: int, length: int) -> _C.TBGraph:
-    """Of a prompt for an empty cache, by a model of ``CONFIGS`` with one layer. It takes no memory for weights."""
+def graph_of_a_prompt(name: str, batch: int, length: int, is_bucket: bool = False) -> _C.TBGraph:
+    """Of a prompt of ``length``, or of any in a bucket of it, for an empty cache, by a model of ``CONFIGS`` with one
+    layer. It takes no memory for weights."""
     config = CONFIGS[name]()
     config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
     model = random_model(config, "meta")
     cache = StaticCache(config=config, max_cache_len=2 * length)
     cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
     ids = torch.zeros(batch, length, dtype=torch.int64, device="meta")
-    return graph_of(model, lambda run: run(input_ids=ids, past_key_values=cache))
+    if is_bucket:
+        torch._dynamo.mark_dynamic(ids, 1)
+    return graph_of(model, lambda run: run(input_ids=ids, past_key_values=cache), length if is_bucket else None)

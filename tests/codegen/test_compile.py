@@ -75,12 +75,21 @@ def test_a_decoder_over_pages_keeps_nothing_in_local_memory(batch: int, page_siz
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "length"),
-    thinned([*itertools.product(("qwen3-0.6b", "qwen3-8b"), (1,), (128, 512)), ("qwen3-0.6b", 3, 128)], 3),
+    ("name", "batch", "length", "is_bucket"),
+    thinned(
+        [
+            *itertools.product(("qwen3-0.6b", "qwen3-8b"), (1,), (128, 512), (False,)),
+            ("qwen3-0.6b", 3, 128, False),
+            ("qwen3-0.6b", 1, 512, True),
+            ("qwen3-8b", 3, 128, True),
+        ],
+        3,
+        5,
+    ),
 )
-def test_a_prompt_keeps_next_to_nothing_in_local_memory(name: str, batch: int, length: int) -> None:
+def test_a_prompt_keeps_next_to_nothing_in_local_memory(name: str, batch: int, length: int, is_bucket: bool) -> None:
     """Nor does the assembler serialise the warpgroups' products."""
-    graph = graph_of_a_prompt(name, batch, length)
+    graph = graph_of_a_prompt(name, batch, length, is_bucket)
     assert {"prefill_attention", "linear"} <= {node.task for node in graph.nodes}
     resources = compiled(graph, 90)
     assert resources.stack_bytes <= COSINE_BYTES + PROMPT_BYTES

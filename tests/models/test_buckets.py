@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._guards import tracing
 from torch.nn import functional as F
 
+from tests.lowering.harness import run as run_lowered
 from tests.models.test_prompts import GPU_SIZES, Prompting, compiled, new_cache
+from tests.runtime.test_specialize import wait_for_builds
 from tests.thinned import thinned
-from torch_mpk.buckets import bucket_of, chunks_of
-from torch_mpk.errors import IndexRangeError
+from torch_mpk import backend, lowering
+from torch_mpk.buckets import Numbers, Prompt, bucket_of, chunks_of
+from torch_mpk.capture import capture
+from torch_mpk.errors import IndexRangeError, MpkWarning
 from torch_mpk.generate import rewind
+from torch_mpk.patterns import apply
+from torch_mpk.testing.emulator import emulate
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
 
@@ -109,6 +118,38 @@ def test_the_same_prompt_has_the_same_bits_whatever_ran_between(device: str) -> 
         assert last.is_contiguous()
 
 
+@pytest.mark.parametrize(("batch", "is_padded"), thinned([(2, True), (1, False)], 1))
+def test_the_kernel_of_a_bucket_is_eager_s_on_an_emulated_gpu(batch: int, is_padded: bool) -> None:
+    model = tiny_model(dtype=torch.bfloat16, num_layers=1, **(GPU_SIZES | {"intermediate_size": 128}))
+
+    def emulated(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        captured = capture(gm, inputs, conditional=True)
+        prompt = Prompt(captured, Numbers.of(captured).length)
+        with tracing(None):
+            lowered = lowering.lower(apply(prompt.graph(64).graph_module))
+            kernel = emulate(lowered.graph, polled=True)
+        return prompt.callable(lambda *args: run_lowered(lowered, args, kernel.launch))
+
+    ours = torch.compile(model, backend=emulated)
+    caches = [new_cache(model, batch, 128) for _ in range(2)]
+    present = torch.ones(batch, 93, dtype=torch.int64)
+    present[0, :9] = not is_padded
+    with torch.inference_mode():
+        for begin, end in ((0, 40), (40, 93)):
+            ids, kwargs = random_ids(batch, end - begin), {}
+            positions = (present.cumsum(-1) - 1).clamp(min=0)[:, begin:end].clone()
+            if is_padded:
+                kwargs = {"attention_mask": present[:, :end].clone(), "position_ids": marked(positions)}
+                torch._dynamo.maybe_mark_dynamic(kwargs["attention_mask"], 1)
+            logits = [
+                m(input_ids=marked(ids), past_key_values=c, **kwargs).logits for m, c in zip((ours, model), caches)
+            ]
+            live = present[:, begin:end].bool()
+            torch.testing.assert_close(*(t[live] for t in logits), rtol=0.02, atol=0.1)
+    for held in ("keys", "values", "cumulative_length"):
+        torch.testing.assert_close(*(getattr(cache.layers[0], held) for cache in caches))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "padding"), [(1, [0]), (3, [0, 4, 60]), (8, [0, 1, 2, 3, 4, 5, 6, 60])])
 def test_a_prompt_in_a_bucket_on_a_gpu_is_eager_s(
@@ -158,6 +199,36 @@ def test_a_verified_prompt_in_a_bucket_is_right() -> None:
     with torch.inference_mode():
         for length in (20, 33, 40):
             ours(input_ids=marked(random_ids(2, length)), past_key_values=new_cache(model, 2, 64))
+
+
+def test_prompts_run_eagerly_while_their_bucket_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(dtype=torch.float32, num_layers=1)
+    options = {"max_positions": 64, "fallback": "error", "while_building": "eager"}
+    ours, num_built = torch.compile(model, backend="mpk", options=options), 0
+    go_on, build = threading.Event(), backend.build
+    monkeypatch.setattr(backend, "build", lambda *args: build(*args) if go_on.wait(60) else None)
+
+    def take(length: int) -> None:
+        ids = marked(random_ids(2, length))
+        caches = [new_cache(model, 2, 64) for _ in range(2)]
+        logits = [run(input_ids=ids, past_key_values=c).logits for run, c in zip((ours, model), caches)]
+        torch.testing.assert_close(*logits)
+        torch.testing.assert_close(*(cache.layers[0].keys for cache in caches))
+        assert caches[0].layers[0].cumulative_length == length
+
+    with torch.inference_mode():
+        for lengths in ((40, 41), (20, 31), (1, 1)):  # two buckets, and a step
+            go_on.clear()
+            with contextlib.nullcontext() if num_built else pytest.warns(MpkWarning, match="in the background"):
+                take(lengths[0])
+            take(lengths[1])
+            assert len(list(tmp_path.iterdir())) == num_built
+            go_on.set()
+            wait_for_builds()
+            num_built += 1
+            assert len(list(tmp_path.iterdir())) == num_built
+            take(lengths[1])
 
 
 WEIGHT = torch.randn(96, 16)

@@ -3,9 +3,11 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
-from torch_mpk.specialize import MAX_FAILURES, per_call_numbers
+from torch_mpk.errors import MpkWarning
+from torch_mpk.specialize import MAX_FAILURES, per_call, per_call_numbers
 
 
 def test_each_combination_is_built_once_and_the_oldest_is_dropped():
@@ -71,3 +73,49 @@ def test_calls_run_while_another_thread_builds():
         assert call(1) == "built for 1"
         go_on.set()
         assert [each.result(60) for each in slow] == ["built for 2"] * 2
+
+
+def test_calls_run_otherwise_while_the_background_builds():
+    go_on, modes = threading.Event(), []
+
+    def build(args):
+        go_on.wait(60)
+        modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return lambda *later: ("built", *later)
+
+    call = per_call(lambda args: args[0], build, give_up=None, meanwhile=lambda *args: ("eager", *args))
+    with torch.inference_mode(), pytest.warns(MpkWarning, match="in the background") as record:
+        assert call(1, "x") == ("eager", 1, "x")
+        assert call(1, "y") == ("eager", 1, "y")
+        assert call(2, "z") == ("eager", 2, "z")
+    assert len(record) == 1
+    go_on.set()
+    wait_for_builds()
+    assert [call(n) for n in (1, 2)] == [("built", 1), ("built", 2)]
+    assert modes == [(True, False)] * 2
+
+
+@pytest.mark.filterwarnings("ignore::torch_mpk.errors.MpkWarning")
+def test_what_the_background_could_not_build_is_raised_by_the_next_call():
+    tried = []
+
+    def build(args):
+        tried.append(args)
+        raise RuntimeError("too odd")
+
+    def give_up(args, error):
+        raise error
+
+    call = per_call(lambda args: None, build, give_up, meanwhile=lambda: "eager")
+    for _ in range(2):
+        assert call() == "eager"
+        wait_for_builds()
+        with pytest.raises(RuntimeError, match="too odd"):
+            call()
+    assert len(tried) == 2
+
+
+def wait_for_builds():
+    for thread in threading.enumerate():
+        if thread.name == "torch_mpk build":
+            thread.join(60)
