@@ -18,7 +18,7 @@ import torch
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
-from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from torch_mpk.errors import MpkError, RequestError
 from torch_mpk.runtime.segment import CompiledSegment, launched_segments
@@ -48,6 +48,14 @@ class Runner(continuous_api.ModelRunner):
                 super().compute_batch(*args, **kwargs)
             finally:
                 self.segments |= segments
+
+    def run_one_warmup(self, *args: Any, **kwargs: Any) -> float:
+        """Waits for its step: the next one's inputs, which may be a request's, would be copied to where it reads its
+        own."""
+        seconds: float = super().run_one_warmup(*args, **kwargs)
+        if self.inputs_and_outputs.compute_stream is not None:
+            self.inputs_and_outputs.compute_stream.synchronize()
+        return seconds
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
         forward, is_captured = super()._get_forward_fn(use_block_table)
@@ -153,11 +161,21 @@ class Processor(continuous_api.ContinuousBatchProcessor):
 
     def update_batch(self) -> None:
         try:
-            self.inputs_and_outputs.prepare_batch_update()  # waits for the step: what an aborted one leaves is no token
+            # Waits for the step: what an aborted one leaves is no token.
+            futures, *_ = self.inputs_and_outputs.prepare_batch_update()
             self.model_runner.check()
+            for future in futures:
+                self._end_if_cancelled(future.state)
             super().update_batch()
         except RECOVERABLE as error:
             self._fail_steps(error)
+
+    def _end_if_cancelled(self, state: RequestState) -> None:
+        """With asynchronous steps a request may be cancelled while its step runs: it has no pages any more that the
+        step's token could be counted for."""
+        is_there = self.scheduler.active_requests.get(state.request_id) is state
+        if not is_there and state.status not in (RequestStatus.FINISHED, RequestStatus.PENDING):
+            state.status = RequestStatus.FINISHED
 
     def _fail_steps(self, error: Exception) -> None:
         """Fails the requests of every step in flight: of the latest, and of the one before if that is asynchronous."""

@@ -139,3 +139,16 @@ def test_two_thousand_requests_come_and_go(device: str, settings: dict[str, Any]
     load.check()
     assert any(evictions)
     assert pages_in_use(cache) == 0
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_requests_are_cancelled_while_their_steps_run(device: str) -> None:
+    """A page that a step fills is counted for its request once the step's results are there."""
+    model = serving_model(device=device)
+    load = Load(model, num_prompts=6, longest=12, shared=0)
+    pages = {"page_size": 4, "num_blocks": 200, "max_blocks_per_request": 12}
+    with managed(model, use_async_batching=True, **pages) as manager:
+        load.run(manager, count=100, seconds=60, cancelled=0.5)
+        cache = manager.batch_processor.cache
+    load.check()
+    assert pages_in_use(cache) == 0
