@@ -7,7 +7,7 @@
 // warps take turns at the chunks of a block, and their sums are added in order.
 //
 // x stands in shared memory whole, where it fits or comes through row tasks; otherwise the group's last warps bring it
-// in windows of a chunk's columns, ahead of the others.
+// in windows of a chunk's columns, ahead of the others: by the copy engine, as a box, unless it may begin anywhere.
 //
 // Where x is what a worker reads most of, V::kSplit workers have the same tiles, each an equal part of the columns: so
 // each needs that part of x alone. Their sums meet in the workspace.
@@ -31,8 +31,8 @@ concept RowsSizes = requires {
   // Tiles that a worker takes at a time; workers that share them, see finish_shared.
   requires Constants<int, V::kPassTiles, V::kSplit>;
   // x stands in shared memory whole, after row tasks; otherwise it is kPitchX elements from row to row, and comes in
-  // windows.
-  requires Constants<bool, V::kStaged, V::kRowTasks> && Constants<int, V::kPitchX>;
+  // windows, or has a map, by which windows are boxes.
+  requires Constants<bool, V::kStaged, V::kRowTasks, V::kBoxesOfX> && Constants<int, V::kPitchX>;
   // What chains and extras fetch first is known before the phase's events.
   requires Constants<bool, V::kEarly>;
 };
@@ -42,6 +42,7 @@ concept RowsVariant = RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || Meets<
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
   { V::num_rows(i) } -> Same<uint32_t>;
   { V::x(job) } -> Same<const typename V::T*>;
+  { V::map_of_x(job) } -> Same<const void*>;
 };
 
 // What follows from a variant.
@@ -57,15 +58,21 @@ struct RowsShape {
   static constexpr int kHeld = (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
   // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit.
   static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 ? 2 : 1;
-  // Rows side by side begin in other banks.
-  static constexpr int kPitch = (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
-  static constexpr int kWindowBytes = V::kBatch * kPitch;
+  // Rows of x side by side begin in other banks, but in a box, which is swizzled, and has 64 columns of all rows after
+  // the other.
+  static constexpr int kPitch =
+      V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
+  static constexpr int kBlockPitch = V::kBoxesOfX ? V::kBatch * kBoxRowBytes : kBoxRowBytes;  // to the next 64 columns
+  static constexpr int kBytesOfX = V::kBatch * V::kChunkSize * int(sizeof(T));                // of a box
+  static constexpr int kWindowBytes =
+      V::kBoxesOfX ? (kBytesOfX + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment : V::kBatch * kPitch;
   // Sums of a block in shared memory, [row of x][row of weights], without conflicts of banks.
   static constexpr int kBlockFloats = 8 * kColumns * kSumPitch;
   static constexpr int kSumBytes = (kMaxBlocks > kWarps ? kMaxBlocks : kWarps) * kBlockFloats * 4;
   // Sums follow x where it is whole, and take the windows' place otherwise.
   static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
-  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
+  static constexpr int kXBytes =
+      V::kStaged ? kWindowBytes : kWindows * kWindowBytes + (V::kBoxesOfX ? kBoxAlignment : 0);
   static constexpr int kStagedBytes = V::kStaged ? kSumsOffset + kSumBytes : kXBytes > kSumBytes ? kXBytes : kSumBytes;
 };
 
@@ -83,9 +90,9 @@ struct Chunks {
 struct Shares {
   uint32_t blocks, sharers = 1, held = 1, warps;  // warps: those that have work, or of a sharer's turn
 
-  MPK_DEVICE Shares(uint32_t blocks, uint32_t num_warps) : blocks(blocks) {
+  MPK_DEVICE Shares(uint32_t blocks, uint32_t num_warps, uint32_t chunks) : blocks(blocks) {
     if (blocks <= num_warps) {
-      sharers = num_warps / blocks;
+      sharers = min(num_warps / blocks, chunks);
       warps = blocks;
     } else {
       held = (blocks + num_warps - 1) / num_warps;
@@ -102,10 +109,14 @@ struct Shares {
 
 // Adds the products of a chunk of some blocks. `upper` and `lower`: rows 0 to 7 and 8 to 15 of a block, 128 bytes from
 // row to row and box_rows rows from 64 columns to the next, in the copy engine's swizzle, in which bits 4 to 6 of an
-// address are those of the row, added without carry. `x`: the chunk's columns of row 0.
-template <class T, int kColumns, int box_rows, int batch, int pitch, int blocks>
-MPK_DEVICE void multiply_blocks(SumFragment (*sums)[kColumns], const uint8_t* const (&upper)[blocks],
+// address are those of the row, added without carry. `x`: the chunk's columns of row 0, S::kPitch bytes from row to
+// row.
+template <class V, int blocks>
+MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], const uint8_t* const (&upper)[blocks],
                                 const uint8_t* const (&lower)[blocks], const uint8_t* x, int blocks_of_64, int lane) {
+  using S = RowsShape<V>;
+  using T = typename V::T;
+  constexpr int kColumns = S::kColumns;
   const uint32_t row = lane % 8, matrix = lane / 8;
   ptx::SharedAddress weights[blocks];
 #pragma unroll
@@ -114,11 +125,16 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[kColumns], const uint8_t* co
   // Of x four matrices are loaded at once: two columns of sums, or, where there is one, two steps along K.
   constexpr int kPair = kColumns == 1 ? 1 : 2, kSteps = 2 / kPair, kMatrices = 4 / kPair;
   constexpr int kLast = (kColumns - 1) / kPair * kPair;
-  const auto column_of_x = [&](int n) {  // Rows that there are not repeat the last: their products go nowhere.
+  const auto row_of_x = [&](int n) {  // Rows that there are not repeat the last: their products go nowhere.
     const int r = 8 * (n + int(matrix) / kMatrices) + int(row);
-    return ptx::smem_addr(x) + (n == kLast ? min(r, batch - 1) : r) * pitch + matrix % kMatrices * 16;
+    return n == kLast ? min(r, V::kBatch - 1) : r;
   };
-  const ptx::SharedAddress first_x = column_of_x(0), last_x = column_of_x(kLast);
+  const ptx::SharedAddress first_x = ptx::smem_addr(x) + row_of_x(0) * S::kPitch;
+  const ptx::SharedAddress last_x = ptx::smem_addr(x) + row_of_x(kLast) * S::kPitch;
+  const auto piece_of_x = [&](int n, int i) {  // bytes from a row's first 16 of 64 columns on
+    const uint32_t piece = matrix % kMatrices;
+    return V::kBoxesOfX ? ((row_of_x(n) % 8 ^ piece) ^ 2 * i) * 16 : piece * 16 + i * 32;
+  };
   // A product takes the sums of the one before but one: two chains, where there are registers.
   constexpr int kChains = blocks == 1 && kColumns <= 4 ? 2 : 1;
   SumFragment apart[kChains == 2 ? kColumns : 1] = {};
@@ -131,10 +147,11 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[kColumns], const uint8_t* co
       for (int k = 0; k < kSteps; k++)
 #pragma unroll
         for (int j = 0; j < blocks; j++)
-          w[k][j] = ptx::load_matrices(weights[j] + b * (box_rows * 128) + (swizzled ^ 2 * (i + k)) * 16);
+          w[k][j] = ptx::load_matrices(weights[j] + b * (V::kBoxRows * 128) + (swizzled ^ 2 * (i + k)) * 16);
 #pragma unroll
       for (int n = 0; n < kColumns; n += kPair)
-        v[n / kPair] = ptx::load_matrices((n == kLast ? last_x : first_x + 8 * n * pitch) + b * 128 + i * 32);
+        v[n / kPair] = ptx::load_matrices((n == kLast ? last_x : first_x + 8 * n * S::kPitch) + b * S::kBlockPitch +
+                                          piece_of_x(n, i));
       // Products that take each other's sums stand apart: the compiler leaves them in this order.
 #pragma unroll
       for (int k = 0; k < kSteps; k++)
@@ -205,6 +222,41 @@ MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
   return true;
 }
 
+// The same as boxes: the first of these warps has the copy engine bring them, and arrives for all. It stays until they
+// have landed, which must not be in the shared memory of a CTA that has exited.
+template <class V, class C>
+MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
+  using S = RowsShape<V>;
+  if (c.warp != S::kWarps) return true;
+  const void* map = V::map_of_x(job);
+  const Chunks<V> chunks(c.worker(job));
+  ptx::fence_proxy_async();  // what others have written, in memory and in the windows' place
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (; turn < S::kChunks; turn++) {
+    const uint32_t number = c.window + turn, place = number % kWindows;
+    uint64_t* full = &c.windows().full[place];
+    if (number >= kWindows &&
+        !__all_sync(~0u, wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1,
+                                      c.phase, WarpRole::kConsumer, Waiting::kFreeSlot, place, number)))
+      break;
+    if (c.lane == 0) {
+      ptx::mbar_arrive_expect(full, S::kBytesOfX);
+      ptx::box_load(windows + place * S::kWindowBytes, map, 0, chunks.at(turn) * (V::kChunkSize / kBoxColumns), full,
+                    ptx::kEvictNormal);
+    } else {
+      ptx::mbar_arrive(full);
+    }
+#pragma unroll
+    for (int i = 1; i < kBringingWarps; i++) ptx::mbar_arrive(full);
+  }
+#pragma unroll 1
+  for (uint32_t number = c.window + (turn > kWindows ? turn - kWindows : 0); number < c.window + turn; number++)
+    while (!ptx::mbar_test(&c.windows().full[number % kWindows], number / kWindows & 1)) {
+    }
+  return turn == S::kChunks;
+}
+
 // Rows of x into shared memory, through the row tasks in front of the linear: each by a warp or by several.
 template <class V, class C, class Group>
 MPK_DEVICE bool stage_whole(C& c, const Job& job, Group group, int first, int step, uint8_t* x) {
@@ -239,8 +291,7 @@ MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], u
     upper[j] = c.ring.slot(entry);
     lower[j] = has_lower(j) ? c.ring.slot(entry + 1) : upper[j] + (S::kBoxesOfBlock == 1 ? 8 * 128 : 0);
   }
-  multiply_blocks<typename V::T, S::kColumns, V::kBoxRows, V::kBatch, S::kPitch, count>(sums, upper, lower, x,
-                                                                                        blocks_of_64, c.lane);
+  multiply_blocks<V, count>(sums, upper, lower, x, blocks_of_64, c.lane);
 #pragma unroll
   for (int j = 0; j < count; j++) {
     const uint32_t entry = first + (block + j) * S::kBoxesOfBlock;
@@ -255,14 +306,17 @@ template <class V, class C>
 MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
   using S = RowsShape<V>;
   using T = typename V::T;
-  const Shares shares((boxes + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps);
+  const Shares shares((boxes + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps, S::kChunks);
   const uint32_t warp = c.warp, turn = warp / shares.warps, first = warp - turn * shares.warps;
   const Chunks<V> chunks(c.worker(job));
   const bool brings = !V::kStaged && warp >= S::kWarps;
   const bool has_work = !brings && turn < shares.sharers;
   SumFragment sums[S::kHeld][S::kColumns] = {};
   if (brings) {
-    if (!bring_windows<V>(c, job, staged)) c.failed = true;
+    if constexpr (V::kBoxesOfX)
+      c.failed |= !bring_boxes<V>(c, job, staged);
+    else
+      c.failed |= !bring_windows<V>(c, job, staged);
   } else if (has_work || !V::kStaged) {
     uint32_t next = turn;  // the warp's next chunk
 #pragma unroll 1
@@ -358,7 +412,8 @@ struct PassSums {
   const float* from;
 
   MPK_DEVICE PassSums(Span tiles, const uint8_t* staged)
-      : shares(((tiles.end - tiles.begin) * V::kParts + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps),
+      : shares(((tiles.end - tiles.begin) * V::kParts + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps,
+               S::kChunks),
         from(reinterpret_cast<const float*>(staged + S::kSumsOffset)) {}
 
   // Of row `r` of x with row `local` of a part of the weights.
@@ -498,7 +553,8 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   static_assert(S::kBoxBytes <= C::Config::kSlotBytes);
   static_assert(V::kSplit == 1 || C::Config::kNumWorkers / V::kSplit * V::kPassTiles >= V::kNumTiles,
                 "sums of another pass would take the place of those that are polled");
-  uint8_t* staged = c.staged();
+  constexpr int kUnaligned = C::Config::kStagedOffset % kBoxAlignment;
+  uint8_t* staged = c.staged() + (V::kBoxesOfX && kUnaligned != 0 ? kBoxAlignment - kUnaligned : 0);
   const Span tiles = shared_span(V::kNumTiles, c.worker(job), V::kSplit, C::Config::kNumWorkers);
   const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kPassTiles)}; };
   const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
