@@ -86,24 +86,43 @@ struct Chunks {
   MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, RowsShape<V>::kChunks); }
 };
 
-// How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one.
+// How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one. All
+// are few, so divisions, which take longer than what they are for, are comparisons.
+template <class V>
 struct Shares {
+  using S = RowsShape<V>;
+  static constexpr uint32_t kMostSharers = S::kWarps < S::kChunks ? S::kWarps : S::kChunks;
   uint32_t blocks, sharers = 1, held = 1, warps;  // warps: those that have work, or of a sharer's turn
 
-  MPK_DEVICE Shares(uint32_t blocks, uint32_t num_warps, uint32_t chunks) : blocks(blocks) {
-    if (blocks <= num_warps) {
-      sharers = min(num_warps / blocks, chunks);
-      warps = blocks;
+  // Of the boxes of so many tiles.
+  MPK_DEVICE explicit Shares(uint32_t tiles)
+      : blocks((tiles * V::kParts + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock), warps(blocks) {
+    if (S::kMaxBlocks <= S::kWarps || blocks <= S::kWarps) {
+      sharers = times<2, kMostSharers>(blocks, S::kWarps) + 1;
     } else {
-      held = (blocks + num_warps - 1) / num_warps;
-      warps = (blocks + held - 1) / held;
+      held = (blocks + S::kWarps - 1) / S::kWarps;
+#pragma unroll
+      for (uint32_t h = 2; h <= S::kHeld; h++)
+        if (held == h) warps = (blocks + h - 1) / h;
     }
   }
+  // Whose turn it is that a warp has; none's, if it is not less than `sharers`.
+  MPK_DEVICE uint32_t turn(uint32_t warp) const { return times<1, kMostSharers>(warps, warp); }
   // Number `i` of those that warp `first` of a turn holds. Those multiplied together come one after the other: a warp
   // that waited for one far behind would keep the slots between from being filled.
   template <int together>
   MPK_DEVICE uint32_t block(uint32_t first, uint32_t i) const {
     return together == 1 ? first + i * warps : first * held + i;
+  }
+
+ private:
+  // How many of the numbers from `first` to `last` times n are at most `limit`.
+  template <uint32_t first, uint32_t last>
+  MPK_DEVICE static uint32_t times(uint32_t n, uint32_t limit) {
+    uint32_t count = 0;
+#pragma unroll
+    for (uint32_t i = first; i <= last; i++) count += i * n <= limit;
+    return count;
   }
 };
 
@@ -135,9 +154,9 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], con
     const uint32_t piece = matrix % kMatrices;
     return V::kBoxesOfX ? ((row_of_x(n) % 8 ^ piece) ^ 2 * i) * 16 : piece * 16 + i * 32;
   };
-  // A product takes the sums of the one before but one: two chains, where there are registers.
-  constexpr int kChains = blocks == 1 && kColumns <= 4 ? 2 : 1;
-  SumFragment apart[kChains == 2 ? kColumns : 1] = {};
+  // A product takes the sums of the one two or four before it, where there are registers for so many chains.
+  constexpr int kChains = blocks > 1 || kColumns > 4 ? 1 : kColumns == 1 ? 4 : 2;
+  SumFragment apart[kChains > 1 ? kChains - 1 : 1][kColumns] = {};
 #pragma unroll(kColumns <= 2 ? 2 : 1)
   for (int b = 0; b < blocks_of_64; b++) {
 #pragma unroll(kColumns <= 4 ? 4 : 2)
@@ -160,16 +179,18 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], con
 #pragma unroll
           for (int n = 0; n < kColumns; n++) {
             const uint32_t* pair = v[n / kPair].v + n % kPair * kMatrices + 2 * k;
-            ptx::mma<T>((i + k) % 2 == 1 && kChains == 2 ? apart[kChains == 2 ? n : 0] : sums[j][n], w[k][j],
-                        {pair[0], pair[1]});
+            const int chain = (i + k) % kChains;
+            ptx::mma<T>(chain > 0 ? apart[chain > 0 ? chain - 1 : 0][n] : sums[j][n], w[k][j], {pair[0], pair[1]});
           }
     }
   }
-  if constexpr (kChains == 2) {
+  if constexpr (kChains > 1) {
 #pragma unroll
-    for (int n = 0; n < kColumns; n++)
+    for (int chain = 1; chain < kChains; chain++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sums[0][n][i] += apart[n][i];
+      for (int n = 0; n < kColumns; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[0][n][i] += apart[chain - 1][n][i];
   }
 }
 
@@ -301,13 +322,13 @@ MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], u
   return true;
 }
 
-// One pass over the worker's part of K: the sums of `boxes` boxes, from ring entry c.entry on, into shared memory.
+// One pass over the worker's part of K: the sums of some tiles, from ring entry c.entry on, into shared memory.
 template <class V, class C>
-MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
+MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>& shares, uint8_t* staged) {
   using S = RowsShape<V>;
   using T = typename V::T;
-  const Shares shares((boxes + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps, S::kChunks);
-  const uint32_t warp = c.warp, turn = warp / shares.warps, first = warp - turn * shares.warps;
+  const uint32_t boxes = tiles * V::kParts;
+  const uint32_t warp = c.warp, turn = shares.turn(warp), first = warp - turn * shares.warps;
   const Chunks<V> chunks(c.worker(job));
   const bool brings = !V::kStaged && warp >= S::kWarps;
   const bool has_work = !brings && turn < shares.sharers;
@@ -379,20 +400,18 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged)
 }
 
 // A result of a pass: row `r` of x with row `n` of a segment. Warps take a strip of 32 rows of weights with a row of x
-// at a time: number c.warp, c.warp + kConsumerWarps, ...
+// at a time: number c.warp, c.warp + kConsumerWarps, ..., all rows of x with a strip, then those with the next.
 template <class V>
 struct RowsResult {
-  uint32_t local, strips, r;  // local: the row of weights in the pass
+  uint32_t local, r;  // local: the row of weights in the pass
   uint32_t n = 0;
   int segment = 0;
   bool is_there = false;
 
-  MPK_DEVICE RowsResult(Span tiles, uint32_t number, uint32_t lane) {
-    const uint32_t rows = (tiles.end - tiles.begin) * V::kBoxRows;
-    strips = rows <= 32 ? 1 : (rows + 31) / 32;
-    r = strips == 1 ? number : number / strips;
-    local = (number - r * strips) * 32 + lane;
-    if (local >= rows || r >= V::kBatch) return;
+  MPK_DEVICE RowsResult(Span tiles, uint32_t number, uint32_t lane)
+      : RowsResult(tiles, number % V::kBatch, number / V::kBatch, lane) {}
+  MPK_DEVICE RowsResult(Span tiles, uint32_t r, uint32_t strip, uint32_t lane) : local(strip * 32 + lane), r(r) {
+    if (local >= (tiles.end - tiles.begin) * V::kBoxRows) return;
     const uint32_t tile = tiles.begin + local / V::kBoxRows;
     segment = segment_of<V>(tile);
     n = (tile - V::first_tile(segment)) * V::kBoxRows + local % V::kBoxRows;
@@ -408,34 +427,34 @@ struct RowsResult {
 template <class V>
 struct PassSums {
   using S = RowsShape<V>;
-  Shares shares;
+  Shares<V> shares;
   const float* from;
 
-  MPK_DEVICE PassSums(Span tiles, const uint8_t* staged)
-      : shares(((tiles.end - tiles.begin) * V::kParts + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps,
-               S::kChunks),
-        from(reinterpret_cast<const float*>(staged + S::kSumsOffset)) {}
+  MPK_DEVICE PassSums(const Shares<V>& shares, const uint8_t* staged)
+      : shares(shares), from(reinterpret_cast<const float*>(staged + S::kSumsOffset)) {}
 
   // Of row `r` of x with row `local` of a part of the weights.
   MPK_DEVICE float at(uint32_t r, uint32_t local, int part) const {
     const uint32_t box = local / V::kBoxRows * V::kParts + part;
     const float* sum = from + box / S::kBoxesOfBlock * S::kBlockFloats + r * kSumPitch +
                        box % S::kBoxesOfBlock * V::kBoxRows + local % V::kBoxRows;
-    float total = 0;
-#pragma unroll 1
-    for (uint32_t turn = 0; turn < shares.sharers; turn++) total += sum[turn * shares.blocks * S::kBlockFloats];
+    float each[Shares<V>::kMostSharers], total = 0;  // read together
+#pragma unroll
+    for (uint32_t turn = 0; turn < Shares<V>::kMostSharers; turn++)
+      each[turn] = turn < shares.sharers ? sum[turn * shares.blocks * S::kBlockFloats] : 0;
+#pragma unroll
+    for (float one : each) total += one;
     return total;
   }
 };
 
 // What the sums of a pass's tiles become. `extra`: of the thread's first result.
 template <class V, class C>
-MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const uint8_t* staged, typename V::Extra extra) {
-  const PassSums<V> sums(tiles, staged);
+MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const PassSums<V>& sums, typename V::Extra extra) {
+  const uint32_t strips = ((tiles.end - tiles.begin) * V::kBoxRows + 31) / 32;
 #pragma unroll 1
-  for (uint32_t number = c.warp;; number += kConsumerWarps) {
+  for (uint32_t number = c.warp; number < strips * V::kBatch; number += kConsumerWarps) {
     const RowsResult<V> result(tiles, number, c.lane);
-    if (number >= result.strips * V::kBatch) return;
     if (number != c.warp) extra = result.preload(job);
     if (!result.is_there) continue;
     float results[V::kParts];
@@ -475,7 +494,7 @@ template <class V, class C>
 MPK_DEVICE void send_sums(C& c, const Meeting<V>& meeting, const PassSums<V>& sums) {
 #pragma unroll 1
   for (uint32_t number = c.warp; number < meeting.kQuads * meeting.strips; number += kConsumerWarps) {
-    const uint32_t quad = number / meeting.strips, strip = number - quad * meeting.strips, local = strip * 32 + c.lane;
+    const uint32_t quad = number % meeting.kQuads, strip = number / meeting.kQuads, local = strip * 32 + c.lane;
     if (quad % V::kSplit == meeting.part || local >= meeting.rows) continue;
     ulonglong2* to = meeting.words(meeting.part, quad, strip, c.lane);
     const auto sum = [&](int i) { return sums.at(meeting.row(quad, i), local, 0); };
@@ -510,17 +529,14 @@ MPK_DEVICE bool receive_sums(C& c, const Meeting<V>& meeting, uint32_t quad, uin
 
 // finish_tiles where workers share them. Sums are added in the order of the parts.
 template <class V, class C>
-MPK_DEVICE void finish_shared(C& c, const Job& job, Span tiles, const uint8_t* staged) {
-  const PassSums<V> sums(tiles, staged);
+MPK_DEVICE void finish_shared(C& c, const Job& job, Span tiles, const PassSums<V>& sums) {
   const Meeting<V> meeting(c, job, tiles);
   send_sums(c, meeting, sums);
+  constexpr uint32_t kMine = Meeting<V>::kQuads / V::kSplit;
 #pragma unroll 1
-  for (uint32_t number = c.warp; number < meeting.kQuads / V::kSplit * meeting.strips; number += kConsumerWarps) {
-    const uint32_t turn = number / meeting.strips, strip = number - turn * meeting.strips;
-    const uint32_t quad = turn * V::kSplit + meeting.part;
-    const auto result_of = [&](int i) {
-      return RowsResult<V>(tiles, meeting.row(quad, i) * meeting.strips + strip, c.lane);
-    };
+  for (uint32_t number = c.warp; number < kMine * meeting.strips; number += kConsumerWarps) {
+    const uint32_t quad = number % kMine * V::kSplit + meeting.part, strip = number / kMine;
+    const auto result_of = [&](int i) { return RowsResult<V>(tiles, meeting.row(quad, i), strip, c.lane); };
     typename V::Extra extras[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) extras[i] = result_of(i).preload(job);
@@ -580,11 +596,13 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
     const Span pass = pass_from(first);
     if constexpr (kPreloads)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
-    if (!sum_boxes<V>(c, job, (pass.end - pass.begin) * V::kParts, staged)) return;
+    const Shares<V> shares(pass.end - pass.begin);
+    if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged)) return;
+    const PassSums<V> sums(shares, staged);
     if constexpr (V::kSplit > 1)
-      finish_shared<V>(c, job, pass, staged);
+      finish_shared<V>(c, job, pass, sums);
     else
-      finish_tiles<V>(c, job, pass, staged, extra);
+      finish_tiles<V>(c, job, pass, sums, extra);
     if (pass.end < tiles.end && !c.sync()) return;
   }
 }
