@@ -136,53 +136,84 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], con
   using S = RowsShape<V>;
   using T = typename V::T;
   constexpr int kColumns = S::kColumns;
-  const uint32_t row = lane % 8, matrix = lane / 8;
-  ptx::SharedAddress weights[blocks];
-#pragma unroll
-  for (int j = 0; j < blocks; j++) weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128;
-  const uint32_t swizzled = matrix / 2 ^ row;  // of the first 16 bytes
   // Of x four matrices are loaded at once: two columns of sums, or, where there is one, two steps along K.
   constexpr int kPair = kColumns == 1 ? 1 : 2, kSteps = 2 / kPair, kMatrices = 4 / kPair;
   constexpr int kLast = (kColumns - 1) / kPair * kPair;
-  const auto row_of_x = [&](int n) {  // Rows that there are not repeat the last: their products go nowhere.
-    const int r = 8 * (n + int(matrix) / kMatrices) + int(row);
-    return n == kLast ? min(r, V::kBatch - 1) : r;
+  const uint32_t row = lane % 8, matrix = lane / 8, piece = matrix % kMatrices;
+  // A lane's first 16 bytes; where they are swizzled, those 32 i bytes further along the row have another address
+  // but for no carry.
+  ptx::SharedAddress weights[blocks];
+#pragma unroll
+  for (int j = 0; j < blocks; j++)
+    weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
+  const auto place_of_x = [&](uint32_t r) {
+    return ptx::smem_addr(x) + r * S::kPitch + (V::kBoxesOfX ? r % 8 ^ piece : piece) * 16;
   };
-  const ptx::SharedAddress first_x = ptx::smem_addr(x) + row_of_x(0) * S::kPitch;
-  const ptx::SharedAddress last_x = ptx::smem_addr(x) + row_of_x(kLast) * S::kPitch;
-  const auto piece_of_x = [&](int n, int i) {  // bytes from a row's first 16 of 64 columns on
-    const uint32_t piece = matrix % kMatrices;
-    return V::kBoxesOfX ? ((row_of_x(n) % 8 ^ piece) ^ 2 * i) * 16 : piece * 16 + i * 32;
-  };
+  const uint32_t first = 8 * (matrix / kMatrices) + row, last = 8 * kLast + first;
+  // Rows that there are not repeat the last: their products go nowhere.
+  ptx::SharedAddress first_x = place_of_x(kLast == 0 ? min(first, uint32_t(V::kBatch - 1)) : first);
+  ptx::SharedAddress last_x = place_of_x(min(last, uint32_t(V::kBatch - 1)));
+  constexpr bool kHasAll = V::kBatch % (8 * kPair) == 0;
   // A product takes the sums of the one two or four before it, where there are registers for so many chains.
   constexpr int kChains = blocks > 1 || kColumns > 4 ? 1 : kColumns == 1 ? 4 : 2;
   SumFragment apart[kChains > 1 ? kChains - 1 : 1][kColumns] = {};
-#pragma unroll(kColumns <= 2 ? 2 : 1)
-  for (int b = 0; b < blocks_of_64; b++) {
-#pragma unroll(kColumns <= 4 ? 4 : 2)
-    for (int i = 0; i < 4; i += kSteps) {
-      ptx::Quad w[kSteps][blocks], v[(kColumns + kPair - 1) / kPair];
+  struct Factors {
+    ptx::Quad weights[kSteps][blocks], x[(kColumns + kPair - 1) / kPair];
+  };
+  // Of 16 columns, or of 32, from number i on of the 64 at hand.
+  const auto load = [&](Factors& to, int i) {
 #pragma unroll
-      for (int k = 0; k < kSteps; k++)
+    for (int k = 0; k < kSteps; k++)
 #pragma unroll
-        for (int j = 0; j < blocks; j++)
-          w[k][j] = ptx::load_matrices(weights[j] + b * (V::kBoxRows * 128) + (swizzled ^ 2 * (i + k)) * 16);
+      for (int j = 0; j < blocks; j++) to.weights[k][j] = ptx::load_matrices(weights[j] ^ 32 * (i + k));
 #pragma unroll
-      for (int n = 0; n < kColumns; n += kPair)
-        v[n / kPair] = ptx::load_matrices((n == kLast ? last_x : first_x + 8 * n * S::kPitch) + b * S::kBlockPitch +
-                                          piece_of_x(n, i));
-      // Products that take each other's sums stand apart: the compiler leaves them in this order.
-#pragma unroll
-      for (int k = 0; k < kSteps; k++)
-#pragma unroll
-        for (int j = 0; j < blocks; j++)
-#pragma unroll
-          for (int n = 0; n < kColumns; n++) {
-            const uint32_t* pair = v[n / kPair].v + n % kPair * kMatrices + 2 * k;
-            const int chain = (i + k) % kChains;
-            ptx::mma<T>(chain > 0 ? apart[chain > 0 ? chain - 1 : 0][n] : sums[j][n], w[k][j], {pair[0], pair[1]});
-          }
+    for (int n = 0; n < kColumns; n += kPair) {
+      const auto at = [&](ptx::SharedAddress place) { return V::kBoxesOfX ? place ^ 32 * i : place + 32 * i; };
+      to.x[n / kPair] = ptx::load_matrices(n == kLast && !kHasAll ? at(last_x) : at(first_x) + 8 * n * S::kPitch);
     }
+  };
+  // Products that take each other's sums stand apart: the compiler leaves them in this order.
+  const auto multiply = [&](const Factors& by, int i) {
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+#pragma unroll
+      for (int j = 0; j < blocks; j++)
+#pragma unroll
+        for (int n = 0; n < kColumns; n++) {
+          const uint32_t* pair = by.x[n / kPair].v + n % kPair * kMatrices + 2 * k;
+          const int chain = (i + k) % kChains;
+          ptx::mma<T>(chain > 0 ? apart[chain > 0 ? chain - 1 : 0][n] : sums[j][n], by.weights[k][j],
+                      {pair[0], pair[1]});
+        }
+  };
+  const auto advance = [&](int count) {
+#pragma unroll
+    for (int j = 0; j < blocks; j++) weights[j] += count * (V::kBoxRows * 128);
+    first_x += count * S::kBlockPitch;
+    last_x += count * S::kBlockPitch;
+  };
+  // Where there are registers for them, the next factors are on their way while these are multiplied; but with up to
+  // eight long rows of x that is slower, see docs/experiments.md.
+  constexpr bool kIsLong = V::kBatch * V::kSize * int(sizeof(T)) > 48 * 1024;
+  constexpr bool kAhead = S::kHeld * kColumns <= 8 && !(kColumns == 1 && kIsLong);
+  Factors now;
+  if constexpr (kAhead) load(now, 0);
+#pragma unroll(!kAhead && kColumns <= 2 ? 2 : 1)
+  for (int b = 1; b <= blocks_of_64; b++) {
+#pragma unroll(kAhead ? 4 : 2)
+    for (int i = 0; i < 4; i += kSteps) {
+      if constexpr (kAhead) {
+        Factors next;
+        if (i + kSteps == 4) advance(b < blocks_of_64);
+        load(next, (i + kSteps) % 4);
+        multiply(now, i);
+        now = next;
+      } else {
+        load(now, i);
+        multiply(now, i);
+      }
+    }
+    if constexpr (!kAhead) advance(1);
   }
   if constexpr (kChains > 1) {
 #pragma unroll
