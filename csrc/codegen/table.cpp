@@ -4,6 +4,7 @@
 #include <cstring>
 #include <set>
 
+#include "../schedule/staging.h"
 #include "checks.h"
 #include "text.h"
 
@@ -49,10 +50,15 @@ size_t TableWriter::PhaseJobs::largest() const {
 }
 
 TableWriter::TableWriter(const KernelContext& context) : context_(context) {
+  const std::vector<int>* awaited = nullptr;  // by this phase, or by the last before it that awaits any
   for (const Phase& phase : context.schedule.phases) {
-    for (const Job& job : phase.jobs)
-      for (int wait : job.loader_waits) signals_[wait] |= kPublishes | kReleases;
     for (int wait : phase.waits) signals_[wait] |= kReleases;
+    if (!phase.waits.empty()) awaited = &phase.waits;
+    for (const Job& job : phase.jobs) {
+      for (int wait : job.loader_waits) signals_[wait] |= kPublishes | kReleases;
+      if (awaited != nullptr && copies_windows(context.schedule.graph, job))
+        for (int wait : *awaited) signals_[wait] |= kPublishes;
+    }
   }
 }
 

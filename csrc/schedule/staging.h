@@ -59,6 +59,21 @@ inline bool comes_in_boxes(const TBGraph& graph, const Tensor& t) {
          });
 }
 
+// Whether consumers can have the copy engine bring windows onto x as boxes: the call's tensors may begin anywhere.
+inline bool can_be_windowed(const TBGraph& graph, const Tensor& x) {
+  return has_boxes(x) && graph.buffers()[x.buffer].kind == BufferKind::kWorkspace;
+}
+
+// Whether those of a job do.
+inline bool copies_windows(const TBGraph& graph, const Job& job) {
+  if (!job.shape || job.shape->pass_tiles == 0 || job.is_staged) return false;
+  const Node& node = graph.nodes()[job.body.front()];
+  return std::any_of(node.operands.begin(), node.operands.end(), [&](const Operand& operand) {
+    const OperandSpec* spec = node.def->find(operand.name);
+    return spec != nullptr && spec->is_boxed && can_be_windowed(graph, operand.tensor);
+  });
+}
+
 // Whether the sums of a tile's runs find each other in shared memory, see keeps_sums.
 inline bool meets_in_shared_memory(const TileShape& shape, const WarpLayout& warps) {
   return shape.rows_in_entry() <= kSumsOfRun &&

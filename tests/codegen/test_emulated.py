@@ -299,7 +299,9 @@ def test_a_linear_with_several_rows_on_tensor_cores(rows, size, out, dtype, work
 
 @pytest.mark.parametrize(
     ("batch", "hidden", "ffn"),
-    thinned([(2, 1408, 192), (4, 2304, 192), (8, 128, 192), (20, 128, 192), (64, 128, 2048)], 1, 3, 4),
+    thinned(
+        [(2, 1408, 192), (4, 2304, 192), (8, 128, 192), (20, 128, 192), (64, 128, 2048), (20, 128, 2624)], 1, 3, 4, 5
+    ),
 )
 def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn: int) -> None:
     sizes = {"batch": batch, "hidden": hidden, "heads": 4, "groups": 2, "head_dim": 32, "ffn": ffn, "length": 40}
@@ -308,6 +310,7 @@ def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn:
         assert "LinearRows" in kernel.program.source
         shapes = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
         assert any(shape.split > 1 for shape in shapes) == (ffn == 2048)
+        assert ("kBoxesOfX = true" in kernel.program.source) == (ffn > 192)  # windows onto what a phase has made
         torch.manual_seed(1)
         check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
 

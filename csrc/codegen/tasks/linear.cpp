@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../../schedule/access.h"
+#include "../../schedule/staging.h"
 #include "../chain.h"
 #include "../checks.h"
 #include "../emitter.h"
@@ -124,6 +125,9 @@ class LinearWriter {
         code_.matrices.push_back({u32(pitch), u32(rows_[i]), u32(first), u32(tiles_)});
     }
     if (paired_) first_tile_ = {"0u"}, num_rows_ = {num_rows_.front()};
+    if (copies_windows(context_.graph(), job_))
+      map_of_x_ =
+          "job.pointer<const void>(" + str(refs_.add_map(first_, x_, batch_, shape_.chunk_bytes / element_)) + ")";
     if (shape_.x_rows == 0) return;
     require(context_.aligned_rows(x_, false), first_, "x is not aligned to 16 bytes");
     refs_.add_map(first_, x_, shape_.x_rows, kBoxColumns);
@@ -160,9 +164,10 @@ class LinearWriter {
     if (shape_.split > 1)
       code_.body += constant("kPartialBytes", job_.pieces->result_bytes) +
                     returning("uint8_t*", "partials(const Job& job)", refs_.partials(*job_.pieces));
-    code_.body += constant("kPitchX", x_.strides[0]) +
-                  returning("const T*", "x(const Job& job)",
-                            job_.is_staged || shape_.x_rows > 0 ? "nullptr" : refs_.pointer(first_, x_));
+    code_.body +=
+        constant("kPitchX", x_.strides[0]) +
+        returning("const T*", "x(const Job& job)",
+                  job_.is_staged || shape_.x_rows > 0 || !map_of_x_.empty() ? "nullptr" : refs_.pointer(first_, x_));
   }
 
   std::string tile_sizes() const {
@@ -171,7 +176,8 @@ class LinearWriter {
              constant("kSplit", shape_.split);
     if (shape_.has_boxes())
       return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles) +
-             constant("kSplit", shape_.split);
+             constant("kSplit", shape_.split) + flag("kBoxesOfX", !map_of_x_.empty()) +
+             returning("const void*", "map_of_x(const Job& job)", map_of_x_.empty() ? "nullptr" : map_of_x_);
     return constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts);
   }
 
@@ -272,6 +278,7 @@ class LinearWriter {
   std::vector<int64_t> rows_;  // of each weight
   int64_t tiles_ = 0;
   std::vector<std::string> first_tile_, num_rows_, weights_, pitches_;  // of each weight, expressions
+  std::string map_of_x_;                                                // an expression, where x comes by one
   std::string fields_, preload_, finish_;                               // of Extra, and the bodies of these functions
   std::vector<LocalValue> locals_;
 };

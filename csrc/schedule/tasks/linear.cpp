@@ -111,7 +111,7 @@ int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
 // worker takes all its rows at once, K outermost, as far as the sums fit its registers.
 class Boxes {
  public:
-  Boxes(const Linears& job, bool is_staged) : job_(job), is_staged_(is_staged) {}
+  Boxes(const Linears& job, bool is_staged, bool in_boxes) : job_(job), is_staged_(is_staged), in_boxes_(in_boxes) {}
 
   // Of the shapes that workers may share tiles in the quickest.
   TileShape shape() const {
@@ -150,7 +150,9 @@ class Boxes {
     const int64_t blocks = divide_up(shape.pass_tiles * shape.parts, kBlockRows / shape.tile_rows);
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
     const int64_t x = job_.batch * ((is_staged_ ? shape.row_bytes : shape.chunk_bytes) + kAccessBytes);
-    return is_staged_ ? round_up(x, kSharedAlignment) + sums : std::max(kWindows * x, sums);
+    if (is_staged_) return round_up(x, kSharedAlignment) + sums;
+    const int64_t box = round_up(job_.batch * shape.chunk_bytes, kBoxAlignment);
+    return std::max(in_boxes_ ? kWindows * box + kBoxAlignment : kWindows * x, sums);
   }
 
   // Of x that is staged whole although it could come in windows: beyond that the ring's room is worth more.
@@ -188,7 +190,7 @@ class Boxes {
   }
 
   const Linears& job_;
-  const bool is_staged_;
+  const bool is_staged_, in_boxes_;  // x stands in shared memory whole, or its windows are boxes
 };
 
 // With more rows of x still, warpgroups multiply tiles of rows of x by rows of weights (linear_tiles.cuh).
@@ -329,7 +331,7 @@ class LinearPlanner : public Planner {
       return false;
     const bool is_staged = !job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) ||
                            x.numel() * linears.element <= Boxes::kMostWhole;
-    const Boxes boxes(linears, is_staged);
+    const Boxes boxes(linears, is_staged, can_be_windowed(schedule.graph, x));
     const TileShape shape = boxes.shape();
     const int64_t bytes = boxes.staged_bytes(shape);
     if (bytes > room(schedule) - kBoxAlignment - kMoreSlots * schedule.warps.slot_bytes) return false;

@@ -20,7 +20,7 @@ inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kPol
 // What the end of a phase tells others; nothing where nobody awaits its event.
 enum Signal : uint32_t {
   kReleases = 1,   // a phase awaits this one's event: all that was written is visible to it
-  kPublishes = 2,  // a loader does: the stores must reach the copy engine, too
+  kPublishes = 2,  // what was written is copied from: the stores must reach the copy engine, too
 };
 
 // Jobs of a phase: PhaseRow, uint32_t waits[num_waits] padded to kAccessBytes, then the jobs.

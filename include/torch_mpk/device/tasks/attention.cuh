@@ -8,7 +8,8 @@
 // their positions: nothing is added in order of arrival.
 //
 // A batch may have so many groups that a worker has several pieces one after the other (V::kOverlaps). Then some warps
-// stage the rows of the next piece, and put the results of the one before together, while the others are at its tiles.
+// stage the rows of the next piece, and put the results of the one before together, while the others are at its tiles,
+// of which they take turns through all pieces.
 //
 // A worker comes here once a layer and fetches all it executes anew, so the code is short: scores on tensor cores,
 // where there are any for the dtype, one score of a head for each lane, and sums of values with fused multiply-adds, in
@@ -165,27 +166,34 @@ inline constexpr uint32_t kUnits = V::kGroups * V::kPasses;  // of a batch row
 // quicker than three.
 inline constexpr uint32_t kPieceTiles = 8;
 
-// The tiles of a group of each of the batch's rows: a lane has those of rows lane, lane + 32, ... All lanes of a warp
-// call all functions, and learn the same.
+// What each of the batch's rows sees, and the tiles that a group of it so has: a lane has those of rows lane,
+// lane + 32, ... All lanes of a warp call all functions, and learn the same.
 template <class V>
 struct RowTiles {
   static constexpr int kEach = (V::kBatch + 31) / 32;
-  uint32_t tiles[kEach];
+  uint32_t limits[kEach];
 
   MPK_DEVICE explicit RowTiles(const Job& job) {
-    const uint32_t lane = ptx::thread_index() % 32;
 #pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const uint32_t row = 32 * i + lane;
-      tiles[i] = row < V::kBatch ? tiles_of<V>(visible<V>(job, row)) : 0;
-    }
+    for (int i = 0; i < kEach; i++) limits[i] = row_of(i) < V::kBatch ? visible<V>(job, row_of(i)) : 0;
+  }
+
+  MPK_DEVICE static uint32_t row_of(int i) { return 32 * i + ptx::thread_index() % 32; }
+  MPK_DEVICE uint32_t tiles(int i) const { return row_of(i) < V::kBatch ? tiles_of<V>(limits[i]) : 0; }
+
+  MPK_DEVICE uint32_t limit(uint32_t row) const {
+    uint32_t limit = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; i++)
+      if (const uint32_t of_lane = __shfl_sync(~0u, limits[i], row % 32); row / 32 == i) limit = of_lane;
+    return limit;
   }
 
   // Of all rows.
   MPK_DEVICE uint32_t pieces(uint32_t length) const {
     uint32_t count = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; i++) count += kv_count(tiles[i], length);
+    for (int i = 0; i < kEach; i++) count += kv_count(tiles(i), length);
 #pragma unroll
     for (int o = 16; o > 0; o /= 2) count += __shfl_xor_sync(~0u, count, o);
     return count * kUnits<V>;
@@ -193,9 +201,12 @@ struct RowTiles {
 
   MPK_DEVICE KvPiece piece(uint32_t length, uint32_t number) const {
     const uint32_t lane = ptx::thread_index() % 32;
+    uint32_t counts[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i++) counts[i] = tiles(i);
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
-      const uint32_t mine = kv_count(tiles[i], length) * kUnits<V>;
+      const uint32_t mine = kv_count(counts[i], length) * kUnits<V>;
       uint32_t end = mine;  // of the pieces of the lane's row and of those before it
 #pragma unroll
       for (uint32_t o = 1; o < 32; o *= 2) {
@@ -206,7 +217,7 @@ struct RowTiles {
       if (number < all) {
         const int row = __ffs(__ballot_sync(~0u, number < end)) - 1;
         number -= __shfl_sync(~0u, end - mine, row);
-        return kv_row_piece(32 * i + row, __shfl_sync(~0u, tiles[i], row), kUnits<V>, length, number);
+        return kv_row_piece(32 * i + row, __shfl_sync(~0u, counts[i], row), kUnits<V>, length, number);
       }
       number -= all;
     }
@@ -234,12 +245,11 @@ MPK_DEVICE uint32_t length_of_pieces(const RowTiles<V>& rows) {
 // How the work is cut. All lanes of a warp call all functions.
 template <class V>
 struct Cut {
-  const Job& job;
   RowTiles<V> rows;
   uint32_t length;  // of a piece
 
-  MPK_DEVICE explicit Cut(const Job& job) : job(job), rows(job), length(length_of_pieces<V>(rows)) {}
-  MPK_DEVICE uint32_t limit(uint32_t row) const { return visible<V>(job, row); }
+  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(length_of_pieces<V>(rows)) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
   MPK_DEVICE KvPiece piece(uint32_t number) const { return find_piece<V>(rows, length, number); }
 };
 
@@ -298,7 +308,8 @@ struct Shape {
   static constexpr bool kTogether = 2 * kTile * kRowBytes <= kMinSlotBytes;  // keys and values in one ring entry
   static constexpr int kEntries = kTogether ? 1 : 2;                         // of a tile
   static constexpr int kParts = kTogether ? 2 : 1;                           // of an entry
-  static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes);
+  // Where workers have several pieces, nothing is polled that more entries in flight would delay.
+  static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes) * (V::kOverlaps ? 14 : 9) / 9;
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
   static constexpr bool kTensorCores = kHasFragments<T> && kTile == 16;
@@ -938,6 +949,7 @@ MPK_DEVICE bool await_window(C& c, uint64_t* windows, uint32_t number, Waiting w
 template <class V, class C>
 MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, const Positions<V>& positions) {
   using S = Shape<V>;
+  uint32_t turn = c.warp;  // the warp's place among those that take the piece's first tiles
 #pragma unroll 1
   for (uint32_t number = c.worker(job);; number += V::kWorkers) {
     const KvPiece piece = cut.piece(number);
@@ -949,9 +961,10 @@ MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, const Pos
     if (!await_window(c, c.windows().full, c.window, Waiting::kFullSlot)) return false;
     c.stamp_first(&PhaseStamps::staged);
 #pragma unroll 1
-    for (uint32_t t = c.warp; t < piece.num_tiles; t += kTileWarps<V>)
+    for (uint32_t t = turn; t < piece.num_tiles; t += kTileWarps<V>)
       if (!add_tile<V>(c, job, piece, t, limit, slot, staged, 0, softmax)) return false;
-    softmax.store(0, reinterpret_cast<float*>(staged + S::kCombineOffset) + c.warp * S::kStored * kPartial<V>, c.lane);
+    softmax.store(0, reinterpret_cast<float*>(staged + S::kCombineOffset) + turn * S::kStored * kPartial<V>, c.lane);
+    turn = (turn + kTileWarps<V> - piece.num_tiles % kTileWarps<V>) % kTileWarps<V>;
     __syncwarp();
     if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[c.window % kWindows]);
     c.window++;

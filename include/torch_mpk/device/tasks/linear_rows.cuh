@@ -7,7 +7,7 @@
 // warps take turns at the chunks of a block, and their sums are added in order.
 //
 // x stands in shared memory whole, where it fits or comes through row tasks; otherwise the group's last warps bring it
-// in windows of a chunk's columns, ahead of the others.
+// in windows of a chunk's columns, ahead of the others: by the copy engine, as a box, unless it may begin anywhere.
 //
 // Where x is what a worker reads most of, V::kSplit workers have the same tiles, each an equal part of the columns: so
 // each needs that part of x alone. Their sums meet in the workspace.
@@ -31,8 +31,8 @@ concept RowsSizes = requires {
   // Tiles that a worker takes at a time; workers that share them, see finish_shared.
   requires Constants<int, V::kPassTiles, V::kSplit>;
   // x stands in shared memory whole, after row tasks; otherwise it is kPitchX elements from row to row, and comes in
-  // windows.
-  requires Constants<bool, V::kStaged, V::kRowTasks> && Constants<int, V::kPitchX>;
+  // windows, or has a map, by which windows are boxes.
+  requires Constants<bool, V::kStaged, V::kRowTasks, V::kBoxesOfX> && Constants<int, V::kPitchX>;
   // What chains and extras fetch first is known before the phase's events.
   requires Constants<bool, V::kEarly>;
 };
@@ -42,6 +42,7 @@ concept RowsVariant = RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || Meets<
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
   { V::num_rows(i) } -> Same<uint32_t>;
   { V::x(job) } -> Same<const typename V::T*>;
+  { V::map_of_x(job) } -> Same<const void*>;
 };
 
 // What follows from a variant.
@@ -57,15 +58,21 @@ struct RowsShape {
   static constexpr int kHeld = (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
   // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit.
   static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 ? 2 : 1;
-  // Rows side by side begin in other banks.
-  static constexpr int kPitch = (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
-  static constexpr int kWindowBytes = V::kBatch * kPitch;
+  // Rows of x side by side begin in other banks, but in a box, which is swizzled, and has 64 columns of all rows after
+  // the other.
+  static constexpr int kPitch =
+      V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
+  static constexpr int kBlockPitch = V::kBoxesOfX ? V::kBatch * kBoxRowBytes : kBoxRowBytes;  // to the next 64 columns
+  static constexpr int kBytesOfX = V::kBatch * V::kChunkSize * int(sizeof(T));                // of a box
+  static constexpr int kWindowBytes =
+      V::kBoxesOfX ? (kBytesOfX + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment : V::kBatch * kPitch;
   // Sums of a block in shared memory, [row of x][row of weights], without conflicts of banks.
   static constexpr int kBlockFloats = 8 * kColumns * kSumPitch;
   static constexpr int kSumBytes = (kMaxBlocks > kWarps ? kMaxBlocks : kWarps) * kBlockFloats * 4;
   // Sums follow x where it is whole, and take the windows' place otherwise.
   static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
-  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
+  static constexpr int kXBytes =
+      V::kStaged ? kWindowBytes : kWindows * kWindowBytes + (V::kBoxesOfX ? kBoxAlignment : 0);
   static constexpr int kStagedBytes = V::kStaged ? kSumsOffset + kSumBytes : kXBytes > kSumBytes ? kXBytes : kSumBytes;
 };
 
@@ -79,80 +86,142 @@ struct Chunks {
   MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, RowsShape<V>::kChunks); }
 };
 
-// How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one.
+// How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one. All
+// are few, so divisions, which take longer than what they are for, are comparisons.
+template <class V>
 struct Shares {
+  using S = RowsShape<V>;
+  static constexpr uint32_t kMostSharers = S::kWarps < S::kChunks ? S::kWarps : S::kChunks;
   uint32_t blocks, sharers = 1, held = 1, warps;  // warps: those that have work, or of a sharer's turn
 
-  MPK_DEVICE Shares(uint32_t blocks, uint32_t num_warps) : blocks(blocks) {
-    if (blocks <= num_warps) {
-      sharers = num_warps / blocks;
-      warps = blocks;
+  // Of the boxes of so many tiles.
+  MPK_DEVICE explicit Shares(uint32_t tiles)
+      : blocks((tiles * V::kParts + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock), warps(blocks) {
+    if (S::kMaxBlocks <= S::kWarps || blocks <= S::kWarps) {
+      sharers = times<2, kMostSharers>(blocks, S::kWarps) + 1;
     } else {
-      held = (blocks + num_warps - 1) / num_warps;
-      warps = (blocks + held - 1) / held;
+      held = (blocks + S::kWarps - 1) / S::kWarps;
+#pragma unroll
+      for (uint32_t h = 2; h <= S::kHeld; h++)
+        if (held == h) warps = (blocks + h - 1) / h;
     }
   }
+  // Whose turn it is that a warp has; none's, if it is not less than `sharers`.
+  MPK_DEVICE uint32_t turn(uint32_t warp) const { return times<1, kMostSharers>(warps, warp); }
   // Number `i` of those that warp `first` of a turn holds. Those multiplied together come one after the other: a warp
   // that waited for one far behind would keep the slots between from being filled.
   template <int together>
   MPK_DEVICE uint32_t block(uint32_t first, uint32_t i) const {
     return together == 1 ? first + i * warps : first * held + i;
   }
+
+ private:
+  // How many of the numbers from `first` to `last` times n are at most `limit`.
+  template <uint32_t first, uint32_t last>
+  MPK_DEVICE static uint32_t times(uint32_t n, uint32_t limit) {
+    uint32_t count = 0;
+#pragma unroll
+    for (uint32_t i = first; i <= last; i++) count += i * n <= limit;
+    return count;
+  }
 };
 
 // Adds the products of a chunk of some blocks. `upper` and `lower`: rows 0 to 7 and 8 to 15 of a block, 128 bytes from
 // row to row and box_rows rows from 64 columns to the next, in the copy engine's swizzle, in which bits 4 to 6 of an
-// address are those of the row, added without carry. `x`: the chunk's columns of row 0.
-template <class T, int kColumns, int box_rows, int batch, int pitch, int blocks>
-MPK_DEVICE void multiply_blocks(SumFragment (*sums)[kColumns], const uint8_t* const (&upper)[blocks],
+// address are those of the row, added without carry. `x`: the chunk's columns of row 0, S::kPitch bytes from row to
+// row.
+template <class V, int blocks>
+MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], const uint8_t* const (&upper)[blocks],
                                 const uint8_t* const (&lower)[blocks], const uint8_t* x, int blocks_of_64, int lane) {
-  const uint32_t row = lane % 8, matrix = lane / 8;
-  ptx::SharedAddress weights[blocks];
-#pragma unroll
-  for (int j = 0; j < blocks; j++) weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128;
-  const uint32_t swizzled = matrix / 2 ^ row;  // of the first 16 bytes
+  using S = RowsShape<V>;
+  using T = typename V::T;
+  constexpr int kColumns = S::kColumns;
   // Of x four matrices are loaded at once: two columns of sums, or, where there is one, two steps along K.
   constexpr int kPair = kColumns == 1 ? 1 : 2, kSteps = 2 / kPair, kMatrices = 4 / kPair;
   constexpr int kLast = (kColumns - 1) / kPair * kPair;
-  const auto column_of_x = [&](int n) {  // Rows that there are not repeat the last: their products go nowhere.
-    const int r = 8 * (n + int(matrix) / kMatrices) + int(row);
-    return ptx::smem_addr(x) + (n == kLast ? min(r, batch - 1) : r) * pitch + matrix % kMatrices * 16;
+  const uint32_t row = lane % 8, matrix = lane / 8, piece = matrix % kMatrices;
+  // A lane's first 16 bytes; where they are swizzled, those 32 i bytes further along the row have another address
+  // but for no carry.
+  ptx::SharedAddress weights[blocks];
+#pragma unroll
+  for (int j = 0; j < blocks; j++)
+    weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
+  const auto place_of_x = [&](uint32_t r) {
+    return ptx::smem_addr(x) + r * S::kPitch + (V::kBoxesOfX ? r % 8 ^ piece : piece) * 16;
   };
-  const ptx::SharedAddress first_x = column_of_x(0), last_x = column_of_x(kLast);
-  // A product takes the sums of the one before but one: two chains, where there are registers.
-  constexpr int kChains = blocks == 1 && kColumns <= 4 ? 2 : 1;
-  SumFragment apart[kChains == 2 ? kColumns : 1] = {};
-#pragma unroll(kColumns <= 2 ? 2 : 1)
-  for (int b = 0; b < blocks_of_64; b++) {
-#pragma unroll(kColumns <= 4 ? 4 : 2)
-    for (int i = 0; i < 4; i += kSteps) {
-      ptx::Quad w[kSteps][blocks], v[(kColumns + kPair - 1) / kPair];
+  const uint32_t first = 8 * (matrix / kMatrices) + row, last = 8 * kLast + first;
+  // Rows that there are not repeat the last: their products go nowhere.
+  ptx::SharedAddress first_x = place_of_x(kLast == 0 ? min(first, uint32_t(V::kBatch - 1)) : first);
+  ptx::SharedAddress last_x = place_of_x(min(last, uint32_t(V::kBatch - 1)));
+  constexpr bool kHasAll = V::kBatch % (8 * kPair) == 0;
+  // A product takes the sums of the one two or four before it, where there are registers for so many chains.
+  constexpr int kChains = blocks > 1 || kColumns > 4 ? 1 : kColumns == 1 ? 4 : 2;
+  SumFragment apart[kChains > 1 ? kChains - 1 : 1][kColumns] = {};
+  struct Factors {
+    ptx::Quad weights[kSteps][blocks], x[(kColumns + kPair - 1) / kPair];
+  };
+  // Of 16 columns, or of 32, from number i on of the 64 at hand.
+  const auto load = [&](Factors& to, int i) {
 #pragma unroll
-      for (int k = 0; k < kSteps; k++)
+    for (int k = 0; k < kSteps; k++)
 #pragma unroll
-        for (int j = 0; j < blocks; j++)
-          w[k][j] = ptx::load_matrices(weights[j] + b * (box_rows * 128) + (swizzled ^ 2 * (i + k)) * 16);
+      for (int j = 0; j < blocks; j++) to.weights[k][j] = ptx::load_matrices(weights[j] ^ 32 * (i + k));
 #pragma unroll
-      for (int n = 0; n < kColumns; n += kPair)
-        v[n / kPair] = ptx::load_matrices((n == kLast ? last_x : first_x + 8 * n * pitch) + b * 128 + i * 32);
-      // Products that take each other's sums stand apart: the compiler leaves them in this order.
-#pragma unroll
-      for (int k = 0; k < kSteps; k++)
-#pragma unroll
-        for (int j = 0; j < blocks; j++)
-#pragma unroll
-          for (int n = 0; n < kColumns; n++) {
-            const uint32_t* pair = v[n / kPair].v + n % kPair * kMatrices + 2 * k;
-            ptx::mma<T>((i + k) % 2 == 1 && kChains == 2 ? apart[kChains == 2 ? n : 0] : sums[j][n], w[k][j],
-                        {pair[0], pair[1]});
-          }
+    for (int n = 0; n < kColumns; n += kPair) {
+      const auto at = [&](ptx::SharedAddress place) { return V::kBoxesOfX ? place ^ 32 * i : place + 32 * i; };
+      to.x[n / kPair] = ptx::load_matrices(n == kLast && !kHasAll ? at(last_x) : at(first_x) + 8 * n * S::kPitch);
     }
+  };
+  // Products that take each other's sums stand apart: the compiler leaves them in this order.
+  const auto multiply = [&](const Factors& by, int i) {
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+#pragma unroll
+      for (int j = 0; j < blocks; j++)
+#pragma unroll
+        for (int n = 0; n < kColumns; n++) {
+          const uint32_t* pair = by.x[n / kPair].v + n % kPair * kMatrices + 2 * k;
+          const int chain = (i + k) % kChains;
+          ptx::mma<T>(chain > 0 ? apart[chain > 0 ? chain - 1 : 0][n] : sums[j][n], by.weights[k][j],
+                      {pair[0], pair[1]});
+        }
+  };
+  const auto advance = [&](int count) {
+#pragma unroll
+    for (int j = 0; j < blocks; j++) weights[j] += count * (V::kBoxRows * 128);
+    first_x += count * S::kBlockPitch;
+    last_x += count * S::kBlockPitch;
+  };
+  // Where there are registers for them, the next factors are on their way while these are multiplied; but with up to
+  // eight long rows of x that is slower, see docs/experiments.md.
+  constexpr bool kIsLong = V::kBatch * V::kSize * int(sizeof(T)) > 48 * 1024;
+  constexpr bool kAhead = S::kHeld * kColumns <= 8 && !(kColumns == 1 && kIsLong);
+  Factors now;
+  if constexpr (kAhead) load(now, 0);
+#pragma unroll(!kAhead && kColumns <= 2 ? 2 : 1)
+  for (int b = 1; b <= blocks_of_64; b++) {
+#pragma unroll(kAhead ? 4 : 2)
+    for (int i = 0; i < 4; i += kSteps) {
+      if constexpr (kAhead) {
+        Factors next;
+        if (i + kSteps == 4) advance(b < blocks_of_64);
+        load(next, (i + kSteps) % 4);
+        multiply(now, i);
+        now = next;
+      } else {
+        load(now, i);
+        multiply(now, i);
+      }
+    }
+    if constexpr (!kAhead) advance(1);
   }
-  if constexpr (kChains == 2) {
+  if constexpr (kChains > 1) {
 #pragma unroll
-    for (int n = 0; n < kColumns; n++)
+    for (int chain = 1; chain < kChains; chain++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sums[0][n][i] += apart[n][i];
+      for (int n = 0; n < kColumns; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[0][n][i] += apart[chain - 1][n][i];
   }
 }
 
@@ -205,6 +274,41 @@ MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
   return true;
 }
 
+// The same as boxes: the first of these warps has the copy engine bring them, and arrives for all. It stays until they
+// have landed, which must not be in the shared memory of a CTA that has exited.
+template <class V, class C>
+MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
+  using S = RowsShape<V>;
+  if (c.warp != S::kWarps) return true;
+  const void* map = V::map_of_x(job);
+  const Chunks<V> chunks(c.worker(job));
+  ptx::fence_proxy_async();  // what others have written, in memory and in the windows' place
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (; turn < S::kChunks; turn++) {
+    const uint32_t number = c.window + turn, place = number % kWindows;
+    uint64_t* full = &c.windows().full[place];
+    if (number >= kWindows &&
+        !__all_sync(~0u, wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1,
+                                      c.phase, WarpRole::kConsumer, Waiting::kFreeSlot, place, number)))
+      break;
+    if (c.lane == 0) {
+      ptx::mbar_arrive_expect(full, S::kBytesOfX);
+      ptx::box_load(windows + place * S::kWindowBytes, map, 0, chunks.at(turn) * (V::kChunkSize / kBoxColumns), full,
+                    ptx::kEvictNormal);
+    } else {
+      ptx::mbar_arrive(full);
+    }
+#pragma unroll
+    for (int i = 1; i < kBringingWarps; i++) ptx::mbar_arrive(full);
+  }
+#pragma unroll 1
+  for (uint32_t number = c.window + (turn > kWindows ? turn - kWindows : 0); number < c.window + turn; number++)
+    while (!ptx::mbar_test(&c.windows().full[number % kWindows], number / kWindows & 1)) {
+    }
+  return turn == S::kChunks;
+}
+
 // Rows of x into shared memory, through the row tasks in front of the linear: each by a warp or by several.
 template <class V, class C, class Group>
 MPK_DEVICE bool stage_whole(C& c, const Job& job, Group group, int first, int step, uint8_t* x) {
@@ -239,8 +343,7 @@ MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], u
     upper[j] = c.ring.slot(entry);
     lower[j] = has_lower(j) ? c.ring.slot(entry + 1) : upper[j] + (S::kBoxesOfBlock == 1 ? 8 * 128 : 0);
   }
-  multiply_blocks<typename V::T, S::kColumns, V::kBoxRows, V::kBatch, S::kPitch, count>(sums, upper, lower, x,
-                                                                                        blocks_of_64, c.lane);
+  multiply_blocks<V, count>(sums, upper, lower, x, blocks_of_64, c.lane);
 #pragma unroll
   for (int j = 0; j < count; j++) {
     const uint32_t entry = first + (block + j) * S::kBoxesOfBlock;
@@ -250,19 +353,22 @@ MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], u
   return true;
 }
 
-// One pass over the worker's part of K: the sums of `boxes` boxes, from ring entry c.entry on, into shared memory.
+// One pass over the worker's part of K: the sums of some tiles, from ring entry c.entry on, into shared memory.
 template <class V, class C>
-MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
+MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>& shares, uint8_t* staged) {
   using S = RowsShape<V>;
   using T = typename V::T;
-  const Shares shares((boxes + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps);
-  const uint32_t warp = c.warp, turn = warp / shares.warps, first = warp - turn * shares.warps;
+  const uint32_t boxes = tiles * V::kParts;
+  const uint32_t warp = c.warp, turn = shares.turn(warp), first = warp - turn * shares.warps;
   const Chunks<V> chunks(c.worker(job));
   const bool brings = !V::kStaged && warp >= S::kWarps;
   const bool has_work = !brings && turn < shares.sharers;
   SumFragment sums[S::kHeld][S::kColumns] = {};
   if (brings) {
-    if (!bring_windows<V>(c, job, staged)) c.failed = true;
+    if constexpr (V::kBoxesOfX)
+      c.failed |= !bring_boxes<V>(c, job, staged);
+    else
+      c.failed |= !bring_windows<V>(c, job, staged);
   } else if (has_work || !V::kStaged) {
     uint32_t next = turn;  // the warp's next chunk
 #pragma unroll 1
@@ -325,20 +431,18 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t boxes, uint8_t* staged)
 }
 
 // A result of a pass: row `r` of x with row `n` of a segment. Warps take a strip of 32 rows of weights with a row of x
-// at a time: number c.warp, c.warp + kConsumerWarps, ...
+// at a time: number c.warp, c.warp + kConsumerWarps, ..., all rows of x with a strip, then those with the next.
 template <class V>
 struct RowsResult {
-  uint32_t local, strips, r;  // local: the row of weights in the pass
+  uint32_t local, r;  // local: the row of weights in the pass
   uint32_t n = 0;
   int segment = 0;
   bool is_there = false;
 
-  MPK_DEVICE RowsResult(Span tiles, uint32_t number, uint32_t lane) {
-    const uint32_t rows = (tiles.end - tiles.begin) * V::kBoxRows;
-    strips = rows <= 32 ? 1 : (rows + 31) / 32;
-    r = strips == 1 ? number : number / strips;
-    local = (number - r * strips) * 32 + lane;
-    if (local >= rows || r >= V::kBatch) return;
+  MPK_DEVICE RowsResult(Span tiles, uint32_t number, uint32_t lane)
+      : RowsResult(tiles, number % V::kBatch, number / V::kBatch, lane) {}
+  MPK_DEVICE RowsResult(Span tiles, uint32_t r, uint32_t strip, uint32_t lane) : local(strip * 32 + lane), r(r) {
+    if (local >= (tiles.end - tiles.begin) * V::kBoxRows) return;
     const uint32_t tile = tiles.begin + local / V::kBoxRows;
     segment = segment_of<V>(tile);
     n = (tile - V::first_tile(segment)) * V::kBoxRows + local % V::kBoxRows;
@@ -354,33 +458,34 @@ struct RowsResult {
 template <class V>
 struct PassSums {
   using S = RowsShape<V>;
-  Shares shares;
+  Shares<V> shares;
   const float* from;
 
-  MPK_DEVICE PassSums(Span tiles, const uint8_t* staged)
-      : shares(((tiles.end - tiles.begin) * V::kParts + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock, S::kWarps),
-        from(reinterpret_cast<const float*>(staged + S::kSumsOffset)) {}
+  MPK_DEVICE PassSums(const Shares<V>& shares, const uint8_t* staged)
+      : shares(shares), from(reinterpret_cast<const float*>(staged + S::kSumsOffset)) {}
 
   // Of row `r` of x with row `local` of a part of the weights.
   MPK_DEVICE float at(uint32_t r, uint32_t local, int part) const {
     const uint32_t box = local / V::kBoxRows * V::kParts + part;
     const float* sum = from + box / S::kBoxesOfBlock * S::kBlockFloats + r * kSumPitch +
                        box % S::kBoxesOfBlock * V::kBoxRows + local % V::kBoxRows;
-    float total = 0;
-#pragma unroll 1
-    for (uint32_t turn = 0; turn < shares.sharers; turn++) total += sum[turn * shares.blocks * S::kBlockFloats];
+    float each[Shares<V>::kMostSharers], total = 0;  // read together
+#pragma unroll
+    for (uint32_t turn = 0; turn < Shares<V>::kMostSharers; turn++)
+      each[turn] = turn < shares.sharers ? sum[turn * shares.blocks * S::kBlockFloats] : 0;
+#pragma unroll
+    for (float one : each) total += one;
     return total;
   }
 };
 
 // What the sums of a pass's tiles become. `extra`: of the thread's first result.
 template <class V, class C>
-MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const uint8_t* staged, typename V::Extra extra) {
-  const PassSums<V> sums(tiles, staged);
+MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const PassSums<V>& sums, typename V::Extra extra) {
+  const uint32_t strips = ((tiles.end - tiles.begin) * V::kBoxRows + 31) / 32;
 #pragma unroll 1
-  for (uint32_t number = c.warp;; number += kConsumerWarps) {
+  for (uint32_t number = c.warp; number < strips * V::kBatch; number += kConsumerWarps) {
     const RowsResult<V> result(tiles, number, c.lane);
-    if (number >= result.strips * V::kBatch) return;
     if (number != c.warp) extra = result.preload(job);
     if (!result.is_there) continue;
     float results[V::kParts];
@@ -420,7 +525,7 @@ template <class V, class C>
 MPK_DEVICE void send_sums(C& c, const Meeting<V>& meeting, const PassSums<V>& sums) {
 #pragma unroll 1
   for (uint32_t number = c.warp; number < meeting.kQuads * meeting.strips; number += kConsumerWarps) {
-    const uint32_t quad = number / meeting.strips, strip = number - quad * meeting.strips, local = strip * 32 + c.lane;
+    const uint32_t quad = number % meeting.kQuads, strip = number / meeting.kQuads, local = strip * 32 + c.lane;
     if (quad % V::kSplit == meeting.part || local >= meeting.rows) continue;
     ulonglong2* to = meeting.words(meeting.part, quad, strip, c.lane);
     const auto sum = [&](int i) { return sums.at(meeting.row(quad, i), local, 0); };
@@ -455,17 +560,14 @@ MPK_DEVICE bool receive_sums(C& c, const Meeting<V>& meeting, uint32_t quad, uin
 
 // finish_tiles where workers share them. Sums are added in the order of the parts.
 template <class V, class C>
-MPK_DEVICE void finish_shared(C& c, const Job& job, Span tiles, const uint8_t* staged) {
-  const PassSums<V> sums(tiles, staged);
+MPK_DEVICE void finish_shared(C& c, const Job& job, Span tiles, const PassSums<V>& sums) {
   const Meeting<V> meeting(c, job, tiles);
   send_sums(c, meeting, sums);
+  constexpr uint32_t kMine = Meeting<V>::kQuads / V::kSplit;
 #pragma unroll 1
-  for (uint32_t number = c.warp; number < meeting.kQuads / V::kSplit * meeting.strips; number += kConsumerWarps) {
-    const uint32_t turn = number / meeting.strips, strip = number - turn * meeting.strips;
-    const uint32_t quad = turn * V::kSplit + meeting.part;
-    const auto result_of = [&](int i) {
-      return RowsResult<V>(tiles, meeting.row(quad, i) * meeting.strips + strip, c.lane);
-    };
+  for (uint32_t number = c.warp; number < kMine * meeting.strips; number += kConsumerWarps) {
+    const uint32_t quad = number % kMine * V::kSplit + meeting.part, strip = number / kMine;
+    const auto result_of = [&](int i) { return RowsResult<V>(tiles, meeting.row(quad, i), strip, c.lane); };
     typename V::Extra extras[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) extras[i] = result_of(i).preload(job);
@@ -498,7 +600,8 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   static_assert(S::kBoxBytes <= C::Config::kSlotBytes);
   static_assert(V::kSplit == 1 || C::Config::kNumWorkers / V::kSplit * V::kPassTiles >= V::kNumTiles,
                 "sums of another pass would take the place of those that are polled");
-  uint8_t* staged = c.staged();
+  constexpr int kUnaligned = C::Config::kStagedOffset % kBoxAlignment;
+  uint8_t* staged = c.staged() + (V::kBoxesOfX && kUnaligned != 0 ? kBoxAlignment - kUnaligned : 0);
   const Span tiles = shared_span(V::kNumTiles, c.worker(job), V::kSplit, C::Config::kNumWorkers);
   const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kPassTiles)}; };
   const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
@@ -524,11 +627,13 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
     const Span pass = pass_from(first);
     if constexpr (kPreloads)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
-    if (!sum_boxes<V>(c, job, (pass.end - pass.begin) * V::kParts, staged)) return;
+    const Shares<V> shares(pass.end - pass.begin);
+    if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged)) return;
+    const PassSums<V> sums(shares, staged);
     if constexpr (V::kSplit > 1)
-      finish_shared<V>(c, job, pass, staged);
+      finish_shared<V>(c, job, pass, sums);
     else
-      finish_tiles<V>(c, job, pass, staged, extra);
+      finish_tiles<V>(c, job, pass, sums, extra);
     if (pass.end < tiles.end && !c.sync()) return;
   }
 }
