@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "../schedule/access.h"
 #include "checks.h"
 #include "text.h"
 
@@ -28,10 +29,22 @@ int64_t reach(const std::vector<int64_t>& sizes, const std::vector<int64_t>& str
   return r;
 }
 
+// The strides of the dimensions in a point's number, with or without the last one.
+std::vector<int64_t> row_major(std::vector<int64_t> domain, bool without_last) {
+  if (without_last) domain.back() = 1;
+  return contiguous_strides(domain);
+}
+
 class ProgramWriter {
  public:
   ProgramWriter(const KernelContext& context, Refs& refs, const Node& node, const ProgramOptions& options)
-      : context_(context), refs_(refs), node_(node), options_(options), program_(*node.program) {}
+      : context_(context),
+        refs_(refs),
+        node_(node),
+        options_(options),
+        program_(*node.program),
+        strides_(options.strides.empty() ? row_major(program_.domain, !options.inner.empty()) : options.strides),
+        varies_(program_.instrs.size(), false) {}
 
   ProgramCode run() {
     const std::string coordinates = find_coordinates();
@@ -41,8 +54,13 @@ class ProgramWriter {
         store(i, n);
         continue;
       }
-      code_.result = value(static_cast<int>(n));
-      code_.body += "    const " + std::string(cuda_type(i.dtype)) + " " + code_.result + " = " + expression(i) + ";\n";
+      code_.result = name(static_cast<int>(n));
+      varies_[n] = varies(i);
+      if (i.op == Op::kLoad && varies_[n] && i.args.size() < 2 && go_together(i, 0) && !find_local(i))
+        code_.body += "    const auto " + code_.result + " = load_together<" + cuda_type(i.dtype) + ", " +
+                      str(options_.width) + ">(" + place(i) + ");\n";
+      else
+        define(code_.result, i.dtype, varies_[n], [&] { return expression(i); });
     }
     code_.body = coordinates + code_.body;
     if (!code_.preload.empty()) code_.preload = coordinates + code_.preload;
@@ -57,22 +75,59 @@ class ProgramWriter {
     coordinate_.assign(rank, "0");
     int last = rank;
     if (!options_.inner.empty()) coordinate_[--last] = options_.inner;
-    int64_t step = 1;
-    int outermost = 0;
-    while (outermost < last && program_.domain[outermost] == 1) outermost++;
+    const std::vector<size_t> order = by_falling_stride(program_.domain, strides_);
     for (int d = last; d-- > 0;) {
       if (program_.domain[d] == 1) continue;
       const std::string name = options_.prefix + "i" + str(d);
+      const int64_t step = strides_[d];
       std::string index = step == 1 ? options_.point : "(" + options_.point + ") / " + str(step);
-      if (d > outermost) index = "(" + index + ") % " + str(program_.domain[d]);
+      if (d != static_cast<int>(order.front())) index = "(" + index + ") % " + str(program_.domain[d]);
       statements += "    const " + options_.index_type + " " + name + " = " + index + ";\n";
       coordinate_[d] = name;
-      step *= program_.domain[d];
+      if (options_.width > 0 && step == 1) together_ = d;
     }
     return statements;
   }
 
-  std::string value(int i) const { return options_.prefix + "v" + str(i); }
+  // ---- points that are evaluated together
+
+  // Whether their values differ.
+  bool varies(const Instr& i) const {
+    if (options_.width == 0) return false;
+    if (i.op == Op::kIndex) return i.operand == together_;
+    if (i.op == Op::kLoad && (find_local(i) || (together_ >= 0 && i.strides[together_] != 0))) return true;
+    return std::any_of(i.args.begin(), i.args.end(), [&](int a) { return varies_[a]; });
+  }
+
+  // Whether an access reaches neighbouring elements, for all of them or for none.
+  bool go_together(const Instr& i, size_t offset_arg) const {
+    return options_.width > 1 && together_ >= 0 && i.strides[together_] == 1 &&
+           !context_.polled(node_.operands[i.operand].tensor.buffer) &&
+           std::none_of(i.args.begin() + offset_arg, i.args.end(), [&](int a) { return varies_[a]; });
+  }
+
+  // Defines a variable, of each point's value where they differ: then `write` writes the expression for point j.
+  template <class Write>
+  void define(const std::string& name, DType dtype, bool differs, Write write) {
+    const std::string type = cuda_type(dtype);
+    std::string defined;
+    in_each_ = differs;
+    if (differs)
+      defined =
+          "auto " + name + " = each<" + type + ", " + str(options_.width) + ">([&](int j) { return " + write() + "; })";
+    else
+      defined = type + " " + name + " = " + write();
+    in_each_ = false;
+    code_.body += "    const " + defined + ";\n";
+  }
+
+  // ---- names
+
+  std::string coordinate(int d) const {
+    return in_each_ && d == together_ ? "(" + coordinate_[d] + " + j)" : coordinate_[d];
+  }
+  std::string name(int i) const { return options_.prefix + "v" + str(i); }
+  std::string value(int i) const { return name(i) + (in_each_ && varies_[i] ? ".v[j]" : ""); }
 
   // An instruction's argument number k, converted.
   std::string argument(const Instr& i, size_t k, const std::string& as) const {
@@ -85,7 +140,7 @@ class ProgramWriter {
     const bool wide = reach(program_.domain, i.strides) > std::numeric_limits<int32_t>::max();
     for (size_t d = 0; d < program_.domain.size(); d++) {
       if (i.strides[d] == 0 || program_.domain[d] == 1) continue;
-      std::string term = wide ? "static_cast<int64_t>(" + coordinate_[d] + ")" : coordinate_[d];
+      std::string term = wide ? "static_cast<int64_t>(" + coordinate(d) + ")" : coordinate(d);
       if (i.strides[d] != 1) term += " * " + str(i.strides[d]);
       text += (text.empty() ? "" : " + ") + term;
     }
@@ -99,7 +154,7 @@ class ProgramWriter {
       case Op::kConst:
         return literal(i);
       case Op::kIndex:
-        return "static_cast<int64_t>(" + coordinate_[i.operand] + ")";
+        return "static_cast<int64_t>(" + coordinate(i.operand) + ")";
       case Op::kSize:
         return "job.params->scalars[" + str(i.operand) + "]";
       case Op::kCast:
@@ -107,7 +162,8 @@ class ProgramWriter {
       case Op::kWhere:
         return argument(i, 0, "bool") + " ? " + argument(i, 1, type) + " : " + argument(i, 2, type);
       case Op::kLoad:
-        if (const LocalValue* local = find_local(i)) return "cast<" + type + ">(" + local->variable + ")";
+        if (const LocalValue* local = find_local(i))
+          return "cast<" + type + ">(" + local->variable + (in_each_ ? ".v[j]" : "") + ")";
         return load(i);
       default: {
         const DType computed = is_comparison(i.op) ? program_.instrs[i.args[0]].dtype : i.dtype;
@@ -126,12 +182,30 @@ class ProgramWriter {
     const LocalValue* local = nullptr;
     for (const LocalValue& candidate : *options_.locals)
       if (candidate.buffer == t.buffer) local = &candidate;
-    require(local == nullptr || (i.args.empty() && local->dtype == t.dtype &&
-                                 pattern(program_.domain, i.strides, t.offset) == local->where),
-            node_,
+    require(local == nullptr || (i.args.empty() && local->dtype == t.dtype && where(i) == local->where), node_,
             "operand " + node_.operands[i.operand].name +
                 " reads a result of its own job at another point; schedule it as a job of its own");
     return local;
+  }
+
+  // The elements that an access reaches, in the order of the points' numbers.
+  Pattern where(const Instr& i) const {
+    std::vector<int64_t> sizes, strides;
+    for (size_t d : by_falling_stride(program_.domain, strides_)) {
+      sizes.push_back(program_.domain[d]);
+      strides.push_back(i.strides[d]);
+    }
+    return pattern(sizes, strides, node_.operands[i.operand].tensor.offset);
+  }
+
+  std::string place(const Instr& load) {
+    return refs_.pointer(node_, node_.operands[load.operand].tensor) + " + (" + address(load, 0) + ")";
+  }
+
+  bool is_common(const Instr& i) const {
+    for (size_t d = 0; d < i.strides.size(); d++)
+      if (program_.domain[d] != 1 && i.strides[d] != 0) return false;
+    return options_.common_loads && i.args.empty();
   }
 
   std::string load(const Instr& i) {
@@ -140,14 +214,19 @@ class ProgramWriter {
     const std::string type = cuda_type(i.dtype), loaded = cuda_type(t.dtype);
     const bool is_constant =
         context_.graph().buffers()[t.buffer].kind == BufferKind::kInput && !context_.written[t.buffer];
-    const std::string pointer = refs_.pointer(node_, t) + " + (" + address(i, 0) + ")";
+    const std::string pointer = place(i);
     const std::string load = is_constant ? "load_constant(" + pointer + ")" : "*(" + pointer + ")";
-    const std::string name = value(static_cast<int>(&i - program_.instrs.data())), field = "extra." + name;
+    const std::string name = this->name(static_cast<int>(&i - program_.instrs.data())), field = "extra." + name;
     if (context_.polled(t.buffer)) {
       require(options_.early_loads && i.args.empty(), node_,
               "operand " + operand.name + " is polled, but not read at its own point");
       preload("uint32_t", name, "ptx::load_relaxed_gpu(" + pointer + ")");
       return "cast<" + type + ">(element_of<" + loaded + ">(c, " + field + ", " + pointer + "))";
+    }
+    if (is_common(i)) {
+      code_.common_fields += "    " + loaded + " " + name + ";\n";
+      code_.common += "    common." + name + " = " + load + ";\n";
+      return "cast<" + type + ">(common." + name + ")";
     }
     if (options_.early_loads && i.args.empty()) {
       const bool in_word = size_bytes(t.dtype) <= 4;
@@ -167,14 +246,21 @@ class ProgramWriter {
   void store(const Instr& i, size_t number) {
     const Tensor& t = node_.operands[i.operand].tensor;
     const std::string stored = options_.prefix + "s" + str(static_cast<int64_t>(number));
-    code_.body += "    const " + std::string(cuda_type(t.dtype)) + " " + stored + " = " +
-                  argument(i, 0, cuda_type(t.dtype)) + ";\n";
-    if (options_.locals && i.args.size() == 1)
-      options_.locals->push_back({t.buffer, pattern(program_.domain, i.strides, t.offset), stored, t.dtype});
+    const bool differs = options_.width > 0;
+    define(stored, t.dtype, differs, [&] { return argument(i, 0, cuda_type(t.dtype)); });
+    if (options_.locals && i.args.size() == 1) options_.locals->push_back({t.buffer, where(i), stored, t.dtype});
     const std::vector<int>* unstored = options_.unstored;
     if (unstored && std::find(unstored->begin(), unstored->end(), t.buffer) != unstored->end()) return;
-    std::string statement = emit_store(context_, refs_, node_, t, address(i, 1), stored);
+    const bool together = go_together(i, 1);
+    in_each_ = differs && !together;
+    std::string statement;
+    if (together)
+      statement = "store_together(" + refs_.pointer(node_, t, true) + " + (" + address(i, 1) + "), " + stored + ");";
+    else
+      statement = emit_store(context_, refs_, node_, t, address(i, 1), stored + (in_each_ ? ".v[j]" : ""));
     if (i.args.size() > 2) statement = "if (" + argument(i, 2, "bool") + ") " + statement;
+    if (in_each_) statement = "for_each<" + str(options_.width) + ">([&](int j) { " + statement + " });";
+    in_each_ = false;
     code_.body += "    " + statement + "\n";
     // A step advances a counter for each layer. Without fences the compiler fetches all their addresses at once, which
     // take more registers than all else that the kernel does.
@@ -187,7 +273,11 @@ class ProgramWriter {
   const Node& node_;
   const ProgramOptions& options_;
   const Program& program_;
+  const std::vector<int64_t> strides_;   // of the dimensions in the point's number
   std::vector<std::string> coordinate_;  // of each dimension, an expression
+  int together_ = -1;                    // the dimension in which points evaluated together follow each other
+  std::vector<bool> varies_;             // per instruction: it has a value for each of them
+  bool in_each_ = false;                 // what is written is evaluated for one of them, number j
   int num_stores_ = 0;
   ProgramCode code_;
 };
@@ -196,6 +286,11 @@ class ProgramWriter {
 
 ProgramCode emit_program(const KernelContext& context, Refs& refs, const Node& node, const ProgramOptions& options) {
   return ProgramWriter(context, refs, node, options).run();
+}
+
+std::string common_loads(const std::string& fields, const std::string& statements) {
+  return "  struct Common {\n" + fields + "  };\n" +
+         function("Common", "common(const Job& job)", "    Common common{};\n" + statements + "    return common;\n");
 }
 
 std::string emit_store(const KernelContext& context, Refs& refs, const Node& node, const Tensor& t,

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
 #include <vector>
 
 #include "torch_mpk/schedule/schedule.h"
@@ -24,6 +27,13 @@ inline std::vector<int> members(const Job& job) {
   std::vector<int> nodes = job.prologue;
   nodes.insert(nodes.end(), job.body.begin(), job.body.end());
   nodes.insert(nodes.end(), job.epilogue.begin(), job.epilogue.end());
+  return nodes;
+}
+
+// Those whose results one of its epilogues may take over: the body, and epilogues before it.
+inline std::vector<int> makers_of(const Job& job, int epilogue) {
+  std::vector<int> nodes = job.body;
+  nodes.insert(nodes.end(), job.epilogue.begin(), std::find(job.epilogue.begin(), job.epilogue.end(), epilogue));
   return nodes;
 }
 
@@ -59,41 +69,110 @@ inline bool is_identity(const Program& program, const std::vector<int64_t>& stri
   return true;
 }
 
-// Every access of the program to `made` is to the element whose index is the point's.
-inline bool reads_at_same_point(const Node& node, const Operand& made) {
-  if (!node.program || made.tensor.numel() != node.program->num_points() || !made.tensor.is_contiguous()) return false;
-  bool found = false;
+// The dimensions of a domain that have more than one index, those of greater strides first.
+inline std::vector<size_t> by_falling_stride(const std::vector<int64_t>& domain, const std::vector<int64_t>& strides) {
+  std::vector<size_t> dims;
+  for (size_t d = 0; d < domain.size(); d++)
+    if (domain[d] != 1) dims.push_back(d);
+  std::stable_sort(dims.begin(), dims.end(), [&](size_t a, size_t b) { return strides[a] > strides[b]; });
+  return dims;
+}
+
+// The strides by which a program reads `made`, where each point reads one element of its own: those of a contiguous
+// tensor, in any order. Nothing where it reads or writes it otherwise.
+inline std::optional<std::vector<int64_t>> strides_over(const Node& node, const Operand& made) {
+  if (!node.program || made.tensor.numel() != node.program->num_points() || !made.tensor.is_contiguous()) return {};
+  const std::vector<int64_t>& domain = node.program->domain;
+  std::optional<std::vector<int64_t>> found;
   for (const Instr& instr : node.program->instrs) {
     if (instr.op != Op::kLoad && instr.op != Op::kStore) continue;
     const Tensor& accessed = node.operands[instr.operand].tensor;
     if (accessed.buffer != made.tensor.buffer) continue;
     if (instr.op == Op::kStore || !instr.args.empty() || accessed.offset != made.tensor.offset ||
-        accessed.dtype != made.tensor.dtype || !is_identity(*node.program, instr.strides))
-      return false;
-    found = true;
+        accessed.dtype != made.tensor.dtype)
+      return {};
+    std::vector<int64_t> strides(domain.size(), 0);  // 0 where there is but one index
+    int64_t expected = 1;
+    const std::vector<size_t> dims = by_falling_stride(domain, instr.strides);
+    for (size_t i = dims.size(); i-- > 0; expected *= domain[dims[i]])
+      if ((strides[dims[i]] = instr.strides[dims[i]]) != expected) return {};
+    if (found.value_or(strides) != strides) return {};
+    found = strides;
   }
   return found;
 }
 
-// The same of every result of `maker` that the program touches.
-inline bool reads_at_same_point(const Node& node, const Node& maker) {
-  bool found = false;
-  for (const Operand* made : outputs(maker)) {
-    const int b = made->tensor.buffer;
-    if (std::none_of(node.operands.begin(), node.operands.end(),
-                     [&](const Operand& o) { return o.tensor.buffer == b; }))
-      continue;
-    if (!reads_at_same_point(node, *made)) return false;
-    found = true;
-  }
+// Every access of the program to `made` is to the element whose index is the point's.
+inline bool reads_at_same_point(const Node& node, const Operand& made) {
+  const std::optional<std::vector<int64_t>> strides = strides_over(node, made);
+  return strides && is_identity(*node.program, *strides);
+}
+
+// Every store of the program to `made` is.
+inline bool stores_at_same_point(const Node& node, const Operand& made) {
+  return std::all_of(node.program->instrs.begin(), node.program->instrs.end(), [&](const Instr& instr) {
+    return instr.op != Op::kStore || node.operands[instr.operand].tensor.buffer != made.tensor.buffer ||
+           (instr.args.size() == 1 && is_identity(*node.program, instr.strides));
+  });
+}
+
+inline bool touches(const Node& node, int buffer) {
+  return std::any_of(node.operands.begin(), node.operands.end(),
+                     [&](const Operand& operand) { return operand.tensor.buffer == buffer; });
+}
+
+// How the points of an epilogue follow from the elements of the results that it takes over: coordinate d of a point is
+// element / strides[d] % domain[d]. `makers` are the nodes of the job before it. Nothing where what it takes over of
+// them is not one element of each. What another epilogue makes, it takes over only if all three are the same point.
+inline std::optional<std::vector<int64_t>> strides_behind(const TBGraph& graph, const std::vector<int>& makers,
+                                                          const Node& node) {
+  std::optional<std::vector<int64_t>> found;
+  for (auto m = makers.begin(); m != makers.end(); ++m)
+    for (const Operand* made : outputs(graph.nodes()[*m])) {
+      if (!touches(node, made->tensor.buffer)) continue;
+      const std::optional<std::vector<int64_t>> strides = strides_over(node, *made);
+      if (!strides || found.value_or(*strides) != *strides) return {};
+      found = strides;
+      const Node& maker = graph.nodes()[*m];
+      if (!maker.program) continue;
+      const std::optional<std::vector<int64_t>> behind = strides_behind(graph, {makers.begin(), m}, maker);
+      if (!is_identity(*node.program, *strides) || !stores_at_same_point(maker, *made) || !behind ||
+          !is_identity(*maker.program, *behind))
+        return {};
+    }
   return found;
 }
 
-// Each point stores to places of its own, at addresses known at compile time.
+// Of each epilogue of a job, the position in the body of the node whose results it takes over; -1: of several nodes.
+inline std::vector<int> owners_of_epilogues(const TBGraph& graph, const Job& job) {
+  std::map<int, int> owner_of;  // of a buffer
+  const auto make = [&](int n, int owner) {
+    for (const Operand* made : outputs(graph.nodes()[n])) owner_of[made->tensor.buffer] = owner;
+  };
+  for (size_t i = 0; i < job.body.size(); i++) make(job.body[i], static_cast<int>(i));
+  std::vector<int> owners;
+  for (int n : job.epilogue) {
+    std::set<int> of_operands;
+    for (const Operand& operand : graph.nodes()[n].operands)
+      if (const auto found = owner_of.find(operand.tensor.buffer); found != owner_of.end())
+        of_operands.insert(found->second);
+    owners.push_back(of_operands.size() == 1 ? *of_operands.begin() : -1);
+    make(n, owners.back());
+  }
+  return owners;
+}
+
+// Whether epilogues combine results of the job's nodes, which then share one index space; otherwise the rows of these
+// follow each other, and an epilogue is of one of them.
+inline bool is_side_by_side(const TBGraph& graph, const Job& job) {
+  const std::vector<int> owners = owners_of_epilogues(graph, job);
+  return std::any_of(owners.begin(), owners.end(), [](int owner) { return owner < 0; });
+}
+
+// No two points store to one place, as far as is known at compile time.
 inline bool writes_each_point_once(const Node& node) {
   for (const Instr& instr : node.program->instrs) {
-    if (instr.op != Op::kStore) continue;
-    if (instr.args.size() > 1) return false;
+    if (instr.op != Op::kStore || instr.args.size() > 1) continue;
     for (size_t d = 0; d < instr.strides.size(); d++)
       if (node.program->domain[d] != 1 && instr.strides[d] == 0) return false;
   }

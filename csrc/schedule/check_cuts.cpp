@@ -56,7 +56,7 @@ class CutProof {
     require(s.row_bytes % kAccessBytes == 0 && s.chunk_bytes % kAccessBytes == 0 && s.chunk_bytes <= s.row_bytes,
             "chunks of " + str(s.chunk_bytes) + " bytes of rows of " + str(s.row_bytes) +
                 " cannot be copied 16 bytes at a time");
-    const int64_t parts = job_.epilogue.empty() ? 1 : static_cast<int64_t>(job_.body.size());
+    const int64_t parts = is_side_by_side(s_.graph, job_) ? static_cast<int64_t>(job_.body.size()) : 1;
     require(s.parts == parts && parts % s.chunk_parts == 0, str(parts) + " parts are combined, but a tile has " +
                                                                 str(s.parts) + ", " + str(s.chunk_parts) +
                                                                 " to an entry");

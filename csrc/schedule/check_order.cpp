@@ -124,7 +124,7 @@ class OrderProof {
     }
     if (to.part != Part::kEpilogue) return false;
     if (from.part == Part::kEpilogue && from.position >= to.position) return false;
-    return reads_at_same_point(s_.graph.nodes()[edge.to], s_.graph.nodes()[edge.from]);
+    return strides_behind(s_.graph, makers_of(job_at(to), edge.to), s_.graph.nodes()[edge.to]).has_value();
   }
 
   void check_workspace() const {

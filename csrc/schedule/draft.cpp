@@ -38,6 +38,7 @@ std::vector<int> Draft::stored_nodes(int job) const {
 bool Draft::have_same_input(const std::vector<int>& nodes) const {
   const Node& first = node(nodes.front());
   const std::string& common = first.def->joined_by;
+  if (nodes.size() == 1 || common.empty()) return nodes.size() == 1;
   return std::all_of(nodes.begin(), nodes.end(), [&](int n) {
     return node(n).def == first.def && same_view(node(n).operand(common).tensor, first.operand(common).tensor);
   });

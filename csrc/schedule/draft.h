@@ -26,15 +26,21 @@ struct Draft {
   int num_nodes() const { return static_cast<int>(schedule.graph.nodes().size()); }
   const Node& node(int n) const { return schedule.graph.nodes()[n]; }
   bool is_workspace(int buffer) const { return graph().buffers()[buffer].kind == BufferKind::kWorkspace; }
-  // Whether nodes like this one share jobs, and take epilogues.
+  // Whether nodes like this one share jobs.
   bool joins(int n) const { return !node(n).def->joined_by.empty(); }
+  // Whether pointwise tasks take over its results as they are made. Rows' only where there are many: of few, what they
+  // are combined with may be polled, which takes a phase of its own.
+  bool takes_epilogues(int n) const {
+    return joins(n) || (node(n).def->role == Role::kRow && schedule.warps.warpgroups > 0);
+  }
   // The phase that stores a node's results; -1: they are recomputed.
   int phase_of(int n) const { return job_of[n] < 0 ? -1 : levels[job_of[n]]; }
 
   int new_job(std::vector<int> body);
   // The nodes of a job's body and epilogue.
   std::vector<int> stored_nodes(int job) const;
-  // Whether nodes that join are of one task and have its common operand in common.
+  // Whether one job may have these nodes as its body: one, or several of one task that have its common operand in
+  // common.
   bool have_same_input(const std::vector<int>& nodes) const;
   // Whether making one job of these nodes creates no cycle with the rest of the graph.
   bool contractible(const std::vector<int>& nodes) const;

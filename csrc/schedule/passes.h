@@ -10,9 +10,10 @@ namespace mpk {
 
 // Whether warps multiply together: what a job may do besides depends on it.
 void choose_warps(Draft& draft);
-// Pointwise nodes become the epilogues of the nodes whose results they read at the point they write.
+// Pointwise nodes become the epilogues of nodes whose results they read, each element at one point.
 void fuse_epilogues(Draft& draft);
-// The remaining nodes of one input become one job: their rows form one space.
+// The remaining nodes of one input become one job: their rows form one space. So do those with epilogues of their own,
+// where rows are many.
 void group_nodes(Draft& draft);
 // Row tasks read only by row tasks, or by stream tasks as the operand those stage in shared memory, are recomputed by
 // each reader.

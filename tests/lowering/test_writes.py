@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.lowering.harness import capture, check, run
+from tests.lowering.harness import capture, check, clone, run
 from torch_mpk import _C, lowering
 from torch_mpk.patterns import apply
 
@@ -133,3 +133,28 @@ def test_counters_of_a_deep_model_become_nodes_that_a_kernel_can_hold() -> None:
     graph = check(step, *(torch.tensor([i]) for i in range(80))).graph
     program = _C.generate_cuda(_C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448)))
     assert program.num_phases <= 2
+
+
+def test_what_reads_results_of_different_tasks_stays_apart() -> None:
+    """Each may be computed as its task's results are made; what reads those of one is one node."""
+
+    def fn(x, w, other, a, b, c, d):
+        k, v = torch.nn.functional.linear(x, w), torch.nn.functional.linear(x, other)
+        a.copy_(k.t())
+        b.copy_(v.t())
+        c.copy_(k.t() * 2)
+        d.mul_(3)
+
+    args = [torch.randn(6, 8), torch.randn(4, 8), torch.randn(4, 8), *torch.randn(4, 4, 6)]
+    lowered = lowering.lower(apply(capture(fn, *args)))
+    written = [
+        {lowered.graph.buffers[o.tensor.buffer].index for o in node.operands if o.is_write}
+        for node in lowered.graph.nodes
+        if node.task == "pointwise"
+    ]
+    assert written == [{3, 5}, {4, 6}], "what reads no task's results goes with the latest"
+    expected = clone(args)
+    fn(*expected)
+    run(lowered, args)
+    for got, want in zip(args, expected, strict=True):
+        torch.testing.assert_close(got, want)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.decoder_graph import Builder, decoder
-from torch_mpk import _C
+from tests.schedule.prompt_graph import Prompt
+from tests.schedule.taken_apart import Parts
+from torch_mpk import _C, reference_vm
 
 CUDA = _C.Target("cuda", 90, 132, 232448, True)
 CPU = _C.Target("cpu", 0, 2, 0, False)
@@ -216,16 +219,48 @@ def test_a_target_has_workers(workers: int) -> None:
         _C.make_schedule(decoder(layers=1), _C.Target("cuda", 90, workers, 232448, True))
 
 
+def transposed(b: Builder, source: _C.Tensor, out: _C.Tensor, label: str = "") -> None:
+    """out = -source.T, as far as memory goes."""
+    rows, columns = source.shape
+    program = _C.Program([columns, rows])
+    value = program.emit("load", source.dtype, operand=0, strides=[1, columns])
+    program.emit("store", out.dtype, [program.emit("neg", out.dtype, [value])], operand=1, strides=[rows, 1])
+    operands = [("in0", source, True, False), ("out0", out, False, True)]
+    b.graph.add_node("pointwise", operands, {}, program, label)
+
+
+def shifted(b: Builder, source: _C.Tensor, target: _C.Tensor, label: str = "") -> None:
+    """target[(r + 1) % R] = source[r]: stores at computed places."""
+    rows, columns = source.shape
+    program = _C.Program([rows, columns])
+    value = program.emit("load", source.dtype, operand=0, strides=[columns, 1])
+    row = program.emit(
+        "add", "int64", [program.emit("index", "int64", operand=0), program.emit("const", "int64", imm=1)]
+    )
+    row = program.emit("remainder", "int64", [row, program.emit("const", "int64", imm=rows)])
+    offset = program.emit("mul", "int64", [row, program.emit("const", "int64", imm=columns)])
+    program.emit("store", target.dtype, [value, offset], operand=1, strides=[0, 1])
+    operands = [("in0", source, True, False), ("out0", target, False, True)]
+    b.graph.add_node("pointwise", operands, {}, program, label)
+
+
 @st.composite
 def random_graphs(draw: st.DrawFn) -> _C.TBGraph:
-    """Linears, norms and pointwise nodes over a growing pool of values, some of them updated in place."""
+    """Linears, norms and pointwise nodes over a growing pool of values, some of them updated in place.
+
+    With many rows warps multiply together, which decides what fuses.
+    """
     b = Builder()
     decoder(layers=0)
-    pool = [b.buffer("input", f"x{i}", "float32", [1, 8]) for i in range(2)]
+    shape = [draw(st.sampled_from([1, 2, 66])), 8]
+    pool = [b.buffer("input", f"x{i}", "float32", shape) for i in range(2)]
     for i in range(draw(st.integers(1, 12))):
-        kind = draw(st.sampled_from(["linear", "norm", "unary", "add", "in_place"]))
+        kind = draw(st.sampled_from(["linear", "norm", "unary", "add", "transposed", "in_place", "shifted"]))
         source = draw(st.sampled_from(pool))
-        out = b.buffer(draw(st.sampled_from(["workspace", "workspace", "output"])), f"v{i}", "float32", [1, 8])
+        if kind == "shifted":
+            shifted(b, source, draw(st.sampled_from([t for t in pool[:2] if t is not source])))
+            continue
+        out = b.buffer(draw(st.sampled_from(["workspace", "workspace", "output"])), f"v{i}", "float32", shape)
         if kind == "linear":
             b.node("linear", [("x", source), ("weight", b.buffer("input", f"w{i}", "float32", [8, 8]))], out)
         elif kind == "norm":
@@ -234,6 +269,8 @@ def random_graphs(draw: st.DrawFn) -> _C.TBGraph:
             b.pointwise("neg", [source], out)
         elif kind == "add":
             b.pointwise("add", [source, draw(st.sampled_from(pool))], out)
+        elif kind == "transposed":
+            transposed(b, source, out)
         else:
             b.pointwise("neg", [source], draw(st.sampled_from(pool[:2])))
             continue
@@ -248,3 +285,81 @@ def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool, polled: bool) ->
     _C.validate(schedule)
     run = {n for p in schedule.phases for j in p.jobs for n in [*j.prologue, *j.body, *j.epilogue]}
     assert run == set(range(len(graph.nodes)))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(random_graphs(), st.integers(0, 1000))
+def test_every_schedule_computes_its_graph(graph: _C.TBGraph, seed: int) -> None:
+    torch.manual_seed(seed)
+    kinds = {kind: [b for b in graph.buffers if b.kind == kind] for kind in ("input", "output")}
+    inputs = [torch.randn(b.bytes // 4) for b in kinds["input"]]
+    made = []
+    for run in (reference_vm.run_graph, _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, True))):
+        memory = [x.clone() for x in inputs], [torch.full((b.bytes // 4,), torch.nan) for b in kinds["output"]]
+        if isinstance(run, _C.Schedule):
+            reference_vm.run(run, *memory, seed=seed)
+        else:
+            run(graph, *memory)
+        made.append([*memory[0], *memory[1]])
+    assert all(torch.equal(got.nan_to_num(), want.nan_to_num()) for want, got in zip(*made, strict=True))
+
+
+def test_keys_and_values_are_written_as_they_are_made() -> None:
+    """By a row task's epilogue and by one of a linear, which shares its job with others of its input."""
+    graph = Prompt(batch=1, tokens=70, heads=4, groups=2, size=64, length=100).graph()
+    schedule = _C.make_schedule(graph, CUDA)
+    _C.validate(schedule)
+    jobs = [[(label(schedule, j.body), label(schedule, j.epilogue)) for j in p.jobs] for p in schedule.phases]
+    assert jobs == [[(["q", "k", "v"], ["v.write"])], [(["q.rope"], []), (["k.rope"], ["k.write"])]]
+    unstored = {graph.buffers[b].name for p in schedule.phases for j in p.jobs for b in j.unstored}
+    assert unstored == {"q.norm", "k.norm", "k.rope", "v"}
+
+
+def test_an_epilogue_that_writes_what_its_phase_reads_is_refused() -> None:
+    """A linear whose input is what its results are written to, and rows that are written over themselves."""
+    for task in ("linear", "rms_norm"):
+        b = Builder()
+        x = b.buffer("input", "x", "bfloat16", [66, 64])
+        y = b.buffer("workspace", "y", "bfloat16", [66, 64])
+        if task == "linear":
+            b.node("linear", [("x", x), ("weight", b.buffer("input", "w", "bfloat16", [64, 64]))], y)
+        else:
+            b.node("rms_norm", [("x", x)], y, {"eps": 1e-6, "style": "llama"})
+            weight = b.buffer("input", "w", "bfloat16", [64, 64])
+            b.node("linear", [("x", y), ("weight", weight)], b.buffer("output", "z", "bfloat16", [66, 64]))
+        shifted(b, y, x, "write")
+        write = len(b.graph.nodes) - 1
+        schedule = _C.make_schedule(b.graph, CUDA)
+        _C.validate(schedule)
+        assert not any(j.epilogue for p in schedule.phases for j in p.jobs)
+        parts = Parts.of(schedule)
+        for job in parts.jobs("body"):
+            if job["body"] == [write]:
+                job["body"].clear()
+        parts.phases = [([j for j in jobs if j["body"]], waits) for jobs, waits in parts.phases]
+        parts.phases = [(jobs, waits) for jobs, waits in parts.phases if jobs]
+        next(j for j in parts.jobs("body") if j["body"] == [0])["epilogue"].append(write)
+        with pytest.raises(RuntimeError, match="pointwise .node .*, write. .*may overtake the earlier access"):
+            _C.validate(parts.build())
+
+
+def test_an_epilogue_that_reads_elements_twice_or_not_in_their_order_is_caught() -> None:
+    for strides, num_phases in (([8, 1], 1), ([1, 66], 1), ([2, 1], 2), ([0, 1], 2)):
+        b = Builder()
+        x, weight = b.buffer("input", "x", "bfloat16", [66, 64]), b.buffer("input", "w", "bfloat16", [8, 64])
+        y = b.node("linear", [("x", x), ("weight", weight)], b.buffer("workspace", "y", "bfloat16", [66, 8]))
+        program = _C.Program([66, 8])
+        value = program.emit("load", "bfloat16", operand=0, strides=strides)
+        program.emit("store", "bfloat16", [value], operand=1, strides=[8, 1])
+        z = b.buffer("output", "z", "bfloat16", [66, 8])
+        b.graph.add_node("pointwise", [("in0", y, True, False), ("out0", z, False, True)], {}, program, "read")
+        schedule = _C.make_schedule(b.graph, CUDA)
+        _C.validate(schedule)
+        assert len(schedule.phases) == num_phases
+        if num_phases == 1:
+            continue
+        parts = Parts.of(schedule)
+        parts.jobs("body")[0]["epilogue"] = [1]
+        parts.phases = parts.phases[:1]
+        with pytest.raises(RuntimeError, match="read. and linear .*, on buffer .y.: no write happens before"):
+            _C.validate(parts.build())

@@ -79,10 +79,16 @@ def _conflict(a: Step, b: Step) -> bool:
 
 
 def merge(steps: list[Step]) -> list[Step]:
-    """Join each pointwise step with an earlier one of its domain that nothing forces it to follow."""
+    """Join each pointwise step with an earlier one of its domain that nothing forces it to follow.
+
+    Steps that read the results of different tasks stay apart: each may be computed as its task's results are made.
+    """
     merged: list[Step] = []
+    made: set[Buffer] = set()  # by tasks
     for step in steps:
-        found = _mergeable(merged, step) if isinstance(step, PointwiseStep) else None
+        found = _mergeable(merged, step, made) if isinstance(step, PointwiseStep) else None
+        if isinstance(step, TaskStep):
+            made |= step.writes
         if found is None:
             merged.append(step)
         else:
@@ -91,14 +97,18 @@ def merge(steps: list[Step]) -> list[Step]:
     return merged
 
 
-def _mergeable(earlier: list[Step], step: PointwiseStep) -> tuple[int, PointwiseStep] | None:
+def _mergeable(earlier: list[Step], step: PointwiseStep, made: set[Buffer]) -> tuple[int, PointwiseStep] | None:
     """The last step that can take this one in, as its position and what both become: none from there on conflicts."""
+    own = step.reads & made
     for position in range(len(earlier) - 1, -1, -1):
         other = earlier[position]
         if _conflict(other, step):
             return None
         num_operands = len(other.reads | step.reads) + len(other.writes | step.writes)
-        if isinstance(other, PointwiseStep) and other.domain == step.domain and num_operands <= MAX_MERGED_OPERANDS:
+        if not isinstance(other, PointwiseStep) or other.domain != step.domain or num_operands > MAX_MERGED_OPERANDS:
+            continue
+        others = other.reads & made
+        if not (own and others and own.isdisjoint(others)):
             return position, pointwise_step(step.domain, other.stores + step.stores, other.labels + step.labels)
     return None
 

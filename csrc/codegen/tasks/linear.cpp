@@ -1,5 +1,5 @@
 // linear: the rows of several weights one after the other, or, where pointwise tasks combine what becomes of them, side
-// by side.
+// by side. One after the other, each may have pointwise tasks of its own behind it.
 #include <algorithm>
 
 #include "../../schedule/access.h"
@@ -30,7 +30,8 @@ class LinearWriter {
         batch_(x_.shape[0]),
         size_(x_.shape[1]),
         element_(size_bytes(x_.dtype)),
-        paired_(!job_.epilogue.empty()),
+        owners_(owners_of_epilogues(context_.graph(), job_)),
+        paired_(!owners_.empty() && (job_.body.size() == 1 || is_side_by_side(context_.graph(), job_))),
         shape_(job_.shape.value_or(whole_rows())),
         code_{"Linear", "linear::compute", "", "linear::Shape<V>::kStagedBytes", "", {first_.def->header}},
         refs_(context_, code_.refs) {}
@@ -205,23 +206,29 @@ class LinearWriter {
     return shape;
   }
 
-  // What becomes of a value: bias, rounding, the linear's own result, the epilogue.
+  // What becomes of a value: bias, rounding, the linear's own result, the epilogues.
   void write_results() {
-    for (size_t i = 0; i < job_.body.size(); i++)
-      write_result(context_.node(job_.body[i]), str(static_cast<int64_t>(i)));
-    if (paired_) write_epilogue();
+    for (size_t i = 0; i < job_.body.size(); i++) write_result(static_cast<int>(i));
+    if (paired_) write_epilogues(-1, finish_, preload_);
     code_.has_extra = !fields_.empty();
     code_.body += flag("kHasExtra", code_.has_extra) + "  struct Extra {\n" + fields_ + "  };\n" +
                   function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
-                           "    Extra extra{};\n" + preload_ + "    return extra;\n") +
-                  "  template <class C>\n" +
-                  function("void",
-                           "finish(C& c, const Job& job, int segment, int r, uint32_t n, const float "
-                           "(&results)[kParts], const Extra& extra)",
-                           finish_);
+                           "    Extra extra{};\n" + preload_ + "    return extra;\n");
+    if (has_common()) code_.body += common_loads(common_fields_, common_);
+    code_.body +=
+        "  template <class C>\n" + function("void",
+                                            "finish(C& c, const Job& job, int segment, int r, uint32_t n, const float "
+                                            "(&results)[kParts], const Extra& extra" +
+                                                std::string(has_common() ? ", const Common& common)" : ")"),
+                                            finish_);
   }
 
-  void write_result(const Node& node, const std::string& number) {
+  // Whether what all points have in common is loaded once for all of a worker's tiles, not with each point.
+  bool has_common() const { return shape_.x_rows > 0; }
+
+  void write_result(int i) {
+    const Node& node = context_.node(job_.body[i]);
+    const std::string number = str(i);
     const Tensor& y = node.operands.back().tensor;
     const bool is_segment = !paired_ && job_.body.size() > 1;
     std::string value = "results[" + (paired_ ? number : "0") + "]", store;
@@ -235,32 +242,53 @@ class LinearWriter {
     const std::string name = "y" + number;
     if (!contains(job_.unstored, y.buffer))
       store = "    " + emit_store(context_, refs_, node, y, "int64_t(r) * " + str(y.strides[0]) + " + n", name) + "\n";
-    const std::string statements = "    const T " + name + " = cast<T>(" + value + ");\n" + store;
-    finish_ += is_segment ? "    if (segment == " + number + ") {\n" + statements + "    }\n" : statements;
-    if (paired_) locals_.push_back({y.buffer, pattern(y), name, x_.dtype});
+    std::string statements = "    const T " + name + " = cast<T>(" + value + ");\n" + store;
+    if (!owners_.empty()) locals_.push_back({y.buffer, pattern(y), name, x_.dtype});
+    if (!is_segment) {
+      finish_ += statements;
+      return;
+    }
+    std::string preload;
+    write_epilogues(i, statements, preload);
+    const auto of_segment = [&](const std::string& text) {
+      return text.empty() ? text : "    if (segment == " + number + ") {\n" + text + "    }\n";
+    };
+    finish_ += of_segment(statements);
+    preload_ += of_segment(preload);
   }
 
-  void write_epilogue() {
-    const int64_t points = batch_ * rows_.front();
-    require(points < (int64_t(1) << 31), first_, "more than 2^31 results");
-    const std::string point = "    const int32_t point = r * " + str(rows_.front()) + " + n;\n";
-    finish_ += point;
-    std::string preload;
+  // Those of an owner, or, side by side, all.
+  void write_epilogues(int owner, std::string& finish, std::string& preload) {
+    const int64_t row = rows_[std::max(owner, 0)], points = batch_ * row;
+    // Of tiles, whose epilogues reorder dimensions, the number is unsigned: what it is divided by is a shift then.
+    const std::string type = shape_.x_rows > 0 ? "uint32_t" : "int32_t";
+    const std::string point = "    const " + type + " point = r * " + str(row) + " + n;\n";
+    std::string body, loads;
     for (size_t i = 0; i < job_.epilogue.size(); i++) {
       const Node& node = context_.node(job_.epilogue[i]);
-      require(node.program && node.program->num_points() == points, node,
-              "an epilogue of " + str(points) + " results must have as many points");
+      if (owner >= 0 && owners_[i] != owner) continue;
+      require(points < (int64_t(1) << 31), first_, "more than 2^31 results");
+      const std::optional<std::vector<int64_t>> strides =
+          strides_behind(context_.graph(), makers_of(job_, node.id), node);
+      require(strides && node.program->num_points() == points, node,
+              "an epilogue of " + str(points) + " results must have as many points, each of one of them");
       const ProgramCode program = emit_program(context_, refs_, node,
                                                {.prefix = "e" + str(static_cast<int64_t>(i)) + "_",
                                                 .point = "point",
+                                                .strides = *strides,
                                                 .early_loads = true,
+                                                .common_loads = has_common(),
                                                 .locals = &locals_,
                                                 .unstored = &job_.unstored});
       fields_ += program.preload_fields;
-      preload += program.preload;
-      finish_ += program.body;
+      loads += program.preload;
+      common_fields_ += program.common_fields;
+      common_ += program.common;
+      body += program.body;
     }
-    if (!preload.empty()) preload_ += point + preload;
+    if (body.empty()) return;
+    finish += point + body;
+    if (!loads.empty()) preload += point + loads;
   }
 
   KernelContext& context_;
@@ -269,8 +297,9 @@ class LinearWriter {
   const Node& first_;
   const Tensor& x_;
   const int64_t batch_, size_, element_;
-  const bool paired_;      // side by side
-  const TileShape shape_;  // of rows that do not come through the ring: one a tile
+  const std::vector<int> owners_;  // of the epilogues, in the body
+  const bool paired_;              // side by side
+  const TileShape shape_;          // of rows that do not come through the ring: one a tile
   JobCode code_;
   Refs refs_;
   Chain chain_{};
@@ -280,6 +309,7 @@ class LinearWriter {
   std::vector<std::string> first_tile_, num_rows_, weights_, pitches_;  // of each weight, expressions
   std::string map_of_x_;                                                // an expression, where x comes by one
   std::string fields_, preload_, finish_;                               // of Extra, and the bodies of these functions
+  std::string common_fields_, common_;                                  // of Common
   std::vector<LocalValue> locals_;
 };
 

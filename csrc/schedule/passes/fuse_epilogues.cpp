@@ -15,7 +15,7 @@ struct Fusion {
   Fusion(const Draft& draft, const std::vector<int>& producers) {
     for (int p : producers)
       for (int m : draft.job_of[p] >= 0 ? draft.stored_nodes(draft.job_of[p]) : std::vector<int>{p})
-        (draft.joins(m) ? body : epilogue).push_back(m);
+        (draft.node(m).def->role == Role::kPointwise ? epilogue : body).push_back(m);
     for (std::vector<int>* list : {&body, &epilogue}) {
       std::sort(list->begin(), list->end());
       list->erase(std::unique(list->begin(), list->end()), list->end());
@@ -23,13 +23,13 @@ struct Fusion {
   }
 };
 
-// What makes the node's operands and could take it as an epilogue: nodes that join, or one job's epilogue nodes.
+// What makes the node's operands and could take it as an epilogue: nodes that take some, or their epilogues.
 std::vector<int> producers_of(const Draft& draft, int n) {
   std::vector<int> producers;
   for (const Dependency* edge : draft.in[n]) {
     const int p = edge->from;
     const bool is_epilogue = draft.job_of[p] >= 0 && draft.node(p).def->role == Role::kPointwise;
-    if (edge->hazard == Hazard::kReadAfterWrite && (draft.joins(p) || is_epilogue) && !contains(producers, p))
+    if (edge->hazard == Hazard::kReadAfterWrite && (draft.takes_epilogues(p) || is_epilogue) && !contains(producers, p))
       producers.push_back(p);
   }
   return producers;
@@ -42,14 +42,13 @@ bool overwrites_input(const Draft& draft, int n, const std::vector<int>& readers
   });
 }
 
-// Whether the node can be computed point by point behind these producers, of which the fusion consists.
-bool fits(const Draft& draft, int n, const std::vector<int>& producers, const Fusion& fusion) {
+// Whether the node can be computed point by point behind the nodes of the fusion.
+bool fits(const Draft& draft, int n, const std::vector<int>& makers, const Fusion& fusion) {
   const Node& node = draft.node(n);
-  const auto read_at_same_point = [&](int p) { return reads_at_same_point(node, draft.node(p)); };
-  const auto in_same_space = [&](int m) {  // all nodes of a job share one index space
+  const auto in_same_space = [&](int m) {  // nodes whose results are combined share one index space
     return output(draft.node(m)).tensor.numel() == node.program->num_points();
   };
-  return std::all_of(producers.begin(), producers.end(), read_at_same_point) && writes_each_point_once(node) &&
+  return strides_behind(draft.graph(), makers, node) && writes_each_point_once(node) &&
          std::all_of(fusion.body.begin(), fusion.body.end(), in_same_space);
 }
 
@@ -80,9 +79,9 @@ void fuse_epilogues(Draft& draft) {
       producers = {*std::max_element(producers.begin(), producers.end())};
       fusion = Fusion(draft, producers);
     }
-    if (!fits(draft, n, producers, fusion)) continue;
     std::vector<int> all = fusion.body;
     all.insert(all.end(), fusion.epilogue.begin(), fusion.epilogue.end());
+    if (!fits(draft, n, all, fusion)) continue;
     all.push_back(n);
     if (!draft.contractible(all) || overwrites_input(draft, n, fusion.body) ||
         overwrites_input(draft, n, fusion.epilogue))

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();  // a cost
 
-// A job: linears with a common epilogue are computed side by side, others one after the other.
+// A job: linears whose results an epilogue combines are computed side by side, others one after the other.
 struct Linears {
   int64_t batch, size, element;  // rows of x, its columns, bytes of an element
   int64_t parts;
@@ -24,7 +24,7 @@ struct Linears {
       : workers(schedule.target.num_workers), warps(schedule.warps.consumers), slot_bytes(slot_bytes) {
     const Tensor& x = input(schedule, job);
     batch = x.shape[0], size = x.shape[1], element = size_bytes(x.dtype);
-    const bool paired = !job.epilogue.empty();
+    const bool paired = is_side_by_side(schedule.graph, job);
     parts = paired ? static_cast<int64_t>(job.body.size()) : 1;
     for (int n : job.body)
       if (rows.empty() || !paired) rows.push_back(weight(schedule, n).shape[0]);

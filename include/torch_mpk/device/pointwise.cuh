@@ -175,6 +175,38 @@ struct alignas(sizeof(T) * N) Vec {
 template <class T>
 inline constexpr int kVecSize = 16 / sizeof(T);
 
+// f(0), f(1), ..., and their values.
+template <int N, class F>
+MPK_DEVICE void for_each(F f) {
+#pragma unroll
+  for (int i = 0; i < N; i++) f(i);
+}
+template <class T, int N, class F>
+MPK_DEVICE Vec<T, N> each(F f) {
+  Vec<T, N> values;
+#pragma unroll
+  for (int i = 0; i < N; i++) values.v[i] = f(i);
+  return values;
+}
+
+// Neighbouring elements in memory: moved together where they begin at a multiple of their bytes, else one by one.
+template <class T, int N>
+MPK_DEVICE bool begins_aligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % sizeof(Vec<T, N>) == 0;
+}
+template <class T, int N>
+MPK_DEVICE Vec<T, N> load_together(const T* p) {
+  if (begins_aligned<T, N>(p)) return *reinterpret_cast<const Vec<T, N>*>(p);
+  return each<T, N>([&](int i) { return p[i]; });
+}
+template <class T, int N>
+MPK_DEVICE void store_together(T* p, const Vec<T, N>& values) {
+  if (begins_aligned<T, N>(p))
+    *reinterpret_cast<Vec<T, N>*>(p) = values;
+  else
+    for_each<N>([&](int i) { p[i] = values.v[i]; });
+}
+
 // An element of at most four bytes as a word: put into a register of its own, a load is not waited for before it is
 // needed.
 template <class T>

@@ -200,6 +200,29 @@ MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
   chain.bring(group, job, row, data);
 }
 
+// Jobs that make more of their rows. V: kWidth, Common; common(job) loads what all elements need, and finish(job, row,
+// column, elements, common) takes kWidth neighbouring elements of a row.
+template <class V>
+concept HasEpilogue = Constants<int, V::kWidth>;
+
+struct Nothing {};
+template <class V>
+MPK_DEVICE auto common_of(const Job& job) {
+  if constexpr (HasEpilogue<V>)
+    return V::common(job);
+  else
+    return Nothing{};
+}
+
+// Of a row that is complete in shared memory.
+template <class V, class Group, class Common>
+MPK_DEVICE void finish_row(const Group& group, const Job& job, uint32_t row, const typename V::T* data,
+                           const Common& common) {
+  if constexpr (HasEpilogue<V>)
+    for (int i = group.rank * V::kWidth; i < V::kSize; i += Group::kSize * V::kWidth)
+      V::finish(job, row, i, *reinterpret_cast<const Vec<typename V::T, V::kWidth>*>(data + i), common);
+}
+
 // Rows that warps have several of at once, one after the other in memory. Lanes without a row do the last one's again,
 // in step with those who have it.
 template <class V, class C>
@@ -208,15 +231,22 @@ MPK_DEVICE void run_rows_by_lanes(C& c, const Job& job) {
   using Group = LaneGroup<C, 32 / V::kAtOnce>;
   Group group(c);
   T* data = reinterpret_cast<T*>(c.staged() + (c.warp * V::kAtOnce + group.number) * kLaneRowPitch<V>);
+  const auto common = common_of<V>(job);
   const uint32_t warp = c.worker(job) + c.warp * C::Config::kNumWorkers;
   for (uint32_t first = warp * V::kAtOnce; first < V::kRows;
        first += kConsumerWarps * C::Config::kNumWorkers * V::kAtOnce) {
-    run_chain<typename V::template Chain<Group>>(group, job, min(first + group.number, uint32_t(V::kRows - 1)), data);
+    const uint32_t row = first + group.number;
+    run_chain<typename V::template Chain<Group>>(group, job, min(row, uint32_t(V::kRows - 1)), data);
     group.sync();
+    if constexpr (HasEpilogue<V>) {
+      if (row < V::kRows) finish_row<V>(group, job, row, data, common);
+      group.sync();
+    }
   }
 }
 
-// A job of row tasks alone. V: T, kRows, kAtOnce, kSize; Chain<Group>, which also stores the row.
+// A job of row tasks, with what is made of their rows besides. V: T, kRows, kAtOnce, kSize; Chain<Group>, which also
+// stores the row where others need it; or HasEpilogue.
 template <class V, class C>
 MPK_DEVICE void run_rows(C& c, const Job& job) {
   using T = typename V::T;
@@ -227,17 +257,27 @@ MPK_DEVICE void run_rows(C& c, const Job& job) {
   } else if constexpr (kByWarp<V>) {
     WarpThreads<C> group(c);
     T* data = reinterpret_cast<T*>(c.staged() + c.warp * kRowPitch<V>);
+    const auto common = common_of<V>(job);
     for (uint32_t row = worker + c.warp * C::Config::kNumWorkers; row < V::kRows;
          row += kConsumerWarps * C::Config::kNumWorkers) {
       run_chain<typename V::template Chain<WarpThreads<C>>>(group, job, row, data);
       group.sync();
+      if constexpr (HasEpilogue<V>) {
+        finish_row<V>(group, job, row, data, common);
+        group.sync();
+      }
     }
   } else {
     CtaThreads<C> group(c);
     T* data = reinterpret_cast<T*>(c.staged());
+    const auto common = common_of<V>(job);
     for (uint32_t row = worker; row < V::kRows; row += C::Config::kNumWorkers) {
       run_chain<typename V::template Chain<CtaThreads<C>>>(group, job, row, data);
       if (!c.sync()) return;
+      if constexpr (HasEpilogue<V>) {
+        finish_row<V>(group, job, row, data, common);
+        if (!c.sync()) return;
+      }
     }
   }
 }

@@ -15,7 +15,7 @@ namespace mpk {
 enum class Role : uint8_t {
   kPointwise,  // a Program per point; fuses as an epilogue of the phase that makes its input
   kReduce,     // a Program per point, reduced over the last domain dimension
-  kRow,        // each output row depends on the same row of the first operand; fuses as a prologue
+  kRow,        // each output row depends on the same row of the first operand; fuses as a prologue, takes epilogues
   kStream,  // streams large operands through the loader's ring; has a phase of its own, takes prologues and epilogues
   kTile,    // cut along named dimensions into tiles that depend on each other in nothing; has a phase of its own
 };

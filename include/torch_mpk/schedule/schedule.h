@@ -96,7 +96,8 @@ struct QueryTiles {
 struct Job {
   std::vector<int> prologue;  // row tasks recomputed by every worker; their results stay in shared memory
   std::vector<int> body;      // one node, or several of one task and one input (their rows form one space)
-  std::vector<int> epilogue;  // pointwise tasks on the body's output elements, inlined
+  // Pointwise tasks on the body's output elements, inlined: each on those of one node, unless one combines several.
+  std::vector<int> epilogue;
   int64_t num_tiles = 1;
   Assignment assignment = Assignment::kStatic;
   Tickets tickets{};               // of claimed tiles

@@ -25,8 +25,18 @@ concept TilesSizes = requires {
   requires Constants<uint32_t, V::kNumTiles>;
 };
 
+// See Results; what all results have in common is loaded once.
 template <class V, class C>
-concept TilesVariant = TilesSizes<V> && Results<V, C> && requires(int i) {
+concept TilesResults = Constants<bool, V::kHasExtra> &&
+                       requires(C& c, const Job& job, int segment, int r, uint32_t n, const float (&sums)[V::kParts],
+                                const typename V::Extra& extra, const typename V::Common& common) {
+                         { V::common(job) } -> Same<typename V::Common>;
+                         { V::preload(job, segment, r, n) } -> Same<typename V::Extra>;
+                         V::finish(c, job, segment, r, n, sums, extra, common);
+                       };
+
+template <class V, class C>
+concept TilesVariant = TilesSizes<V> && TilesResults<V, C> && requires(int i) {
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i, of those with the first rows of x
   { V::num_rows(i) } -> Same<uint32_t>;
 } && (V::kSplit == 1 || Meets<V>);
@@ -255,7 +265,8 @@ struct Strip {
   MPK_DEVICE int row(int i) const { return first_row + i * S::kRowsAtOnce; }
   MPK_DEVICE bool has(int i) const { return is_there && row(i) < V::kBatch; }
 
-  MPK_DEVICE void finish(C& c, const Job& job, int segment, const float* strip) const {
+  MPK_DEVICE void finish(C& c, const Job& job, int segment, const float* strip,
+                         const typename V::Common& common) const {
     const float* mine = strip + c.lane / S::kStrip * kStripPitch + c.lane % S::kStrip;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -263,7 +274,7 @@ struct Strip {
       float results[V::kParts];
 #pragma unroll
       for (int p = 0; p < V::kParts; p++) results[p] = mine[i * S::kRowsAtOnce * kStripPitch + p * S::kStrip];
-      V::finish(c, job, segment, row(i), n, results, extras[i]);
+      V::finish(c, job, segment, row(i), n, results, extras[i], common);
     }
   }
 };
@@ -271,7 +282,7 @@ struct Strip {
 // A warp's rows of a tile. What results need besides is on its way while the strip before is finished.
 template <class V, class C>
 MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place,
-                            WarpgroupSums<TilesShape<V>::kColumns>& sums) {
+                            WarpgroupSums<TilesShape<V>::kColumns>& sums, const typename V::Common& common) {
   using S = TilesShape<V>;
   Strip<V, C> next(c, job, place, 0);
   float* strip = reinterpret_cast<float*>(c.staged() + c.warp * S::kStripBytes);
@@ -281,7 +292,7 @@ MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place,
     if (first + S::kStrip < V::kTileRows) next = Strip<V, C>(c, job, place, first + S::kStrip);
     show_strip<V>(sums, strip, c.lane);
     __syncwarp();
-    current.finish(c, job, place.segment, strip);
+    current.finish(c, job, place.segment, strip, common);
     __syncwarp();
   }
 }
@@ -293,6 +304,7 @@ MPK_DEVICE void compute_tiles(C& c, const Job& job) {
   static_assert(V::kXRows == kTileXRows && V::kTileRows % S::kStrip == 0 && S::kChunks % V::kSplit == 0);
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!c.await()) return;
+  const typename V::Common common = V::common(job);
 #pragma unroll 1
   for (uint32_t unit = c.worker(job); unit < S::kUnits; unit += C::Config::kNumWorkers) {
     const uint32_t tile = unit / V::kSplit, part = unit - tile * V::kSplit;
@@ -309,7 +321,7 @@ MPK_DEVICE void compute_tiles(C& c, const Job& job) {
     }
     if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
     if constexpr (V::kSplit > 1) Partials<V, C>(c, job, tile).add(sums);
-    if (!c.failed) finish_rows<V>(c, job, place, sums);
+    if (!c.failed) finish_rows<V>(c, job, place, sums, common);
   }
 }
 

@@ -1,0 +1,152 @@
+"""Pointwise tasks behind linears and rows that read their results in another order of dimensions, in the emulator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import torch_mpk.tasks  # noqa: F401  declares the tasks
+from tests.codegen.emulated_calls import allocate, reference, relative_error, tensors
+from tests.schedule.decoder_graph import Builder, contiguous
+from tests.schedule.prompt_graph import NORM, Prompt
+from tests.thinned import thinned
+from torch_mpk import _C
+from torch_mpk.testing.emulator import EmulatedKernel, emulate
+
+
+def many_rows(b: Builder) -> None:
+    """A linear that has a kernel's warps multiply together."""
+    x, weight = b.buffer("input", "many", "bfloat16", [65, 64]), b.buffer("input", "weight", "bfloat16", [32, 64])
+    b.node("linear", [("x", x), ("weight", weight)], b.buffer("output", "product", "bfloat16", [65, 32]))
+
+
+def random_inputs(graph: _C.TBGraph) -> list[torch.Tensor]:
+    inputs = [allocate(t) for t in tensors(graph, "input")]
+    for x in inputs:
+        x.copy_(torch.randn(x.shape) / (x.shape[-1] ** 0.5 if x.dim() > 1 else 1) if x.is_floating_point() else 0)
+    return inputs
+
+
+def launch(kernel: EmulatedKernel, inputs: list[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
+    outputs = [allocate(t) for t in tensors(kernel.schedule.graph, "output")]
+    kernel.launch(inputs, outputs, seed=seed, jitter=seed, order="shuffled" if seed else "forward")
+    assert kernel.host_abort.sum() == 0
+    return outputs
+
+
+# ---- caches
+
+
+PROMPTS = [
+    Prompt(batch=1, tokens=70, heads=4, groups=2, size=64, length=100),  # rows of some lanes, of which some have none
+    Prompt(batch=1, tokens=67, heads=1, groups=1, size=128, length=90, is_normed=False),  # a warp a row
+    Prompt(batch=2, tokens=40, heads=3, groups=1, size=40, length=50, dtype="float16", bias=True),
+    Prompt(batch=1, tokens=66, heads=2, groups=2, size=20, length=70),  # rows that no access of 16 bytes begins
+    Prompt(batch=1, tokens=130, heads=2, groups=1, size=1152, length=140, hidden=128),  # all warps a row
+]
+
+
+@pytest.mark.parametrize("prompt", thinned(PROMPTS, 0, 1, 2), ids=str)
+def test_keys_and_values_go_to_the_caches_as_they_are_made(prompt: Prompt) -> None:
+    graph = prompt.graph()
+    kernel = emulate(graph, polled=True)
+    phases = [[[graph.nodes[n].label for n in j.epilogue] for j in p.jobs] for p in kernel.schedule.phases]
+    assert phases == [[["v.write"]], [[], ["k.write"]]]
+    names = [b.name for b in graph.buffers if b.kind == "input"]
+    slot = names.index("slot")
+    for seed, first in enumerate((0, prompt.length - prompt.tokens, prompt.length - 7, -5, 3)):
+        torch.manual_seed(seed)
+        inputs = random_inputs(graph)
+        inputs[slot].fill_(first)
+        given = [x.clone() for x in inputs]
+        wanted_inputs, [want] = reference(graph, inputs)
+        [got] = launch(kernel, inputs, seed)
+        assert relative_error(got, want) < 2e-2
+        for name, x, wanted, before in zip(names, inputs, wanted_inputs, given, strict=True):
+            if not name.endswith("cache"):
+                assert torch.equal(x, before)
+                continue
+            is_new = torch.zeros(prompt.length, dtype=torch.bool)
+            is_new[max(first, 0) : max(first + prompt.tokens, 0)] = True
+            assert torch.equal(x[:, :, ~is_new], before[:, :, ~is_new])
+            assert relative_error(x[:, :, is_new], wanted[:, :, is_new]) < 2e-2
+
+
+# ---- any order of dimensions
+
+
+def permuted(b: Builder, made: _C.Tensor, sizes: list[int], order: list[int], other: _C.Tensor) -> None:
+    """z[p] = made[p] * (p[1] + 2) + other[p], where p are indices of ``sizes`` in another order."""
+    domain, strides = [sizes[d] for d in order], [contiguous(sizes)[d] for d in order]
+    z = b.buffer("output", "z", made.dtype, domain)
+    program = _C.Program(domain)
+    value = program.emit("load", made.dtype, operand=0, strides=strides)
+    factor = program.emit("index", "int64", operand=1)
+    factor = program.emit("add", "int64", [factor, program.emit("const", "int64", imm=2)])
+    scaled = program.emit("mul", made.dtype, [value, program.emit("cast", made.dtype, [factor])])
+    total = program.emit("add", made.dtype, [scaled, program.emit("load", made.dtype, operand=1, strides=strides)])
+    program.emit("store", made.dtype, [total], operand=2, strides=contiguous(domain))
+    operands = [("in0", made, True, False), ("in1", other, True, False), ("out0", z, False, True)]
+    b.graph.add_node("pointwise", operands, {}, program, "permuted")
+
+
+def check_permuted(graph: _C.TBGraph, sizes: list[int], order: list[int], seed: int) -> None:
+    kernel = emulate(graph, polled=True)
+    [job] = [j for p in kernel.schedule.phases for j in p.jobs if j.epilogue]
+    assert [graph.nodes[n].label for n in job.epilogue] == ["permuted"]
+    torch.manual_seed(seed)
+    inputs = random_inputs(graph)
+    names = {"input": [], "output": []}
+    for buffer in graph.buffers:
+        if buffer.kind in names:
+            names[buffer.kind].append(buffer.name)
+    outputs = dict(zip(names["output"], launch(kernel, inputs, seed), strict=True))
+    y, other = outputs["y"], inputs[names["input"].index("other")]
+    factor = (torch.arange(sizes[order[1]]) + 2).to(y.dtype)
+    factor = factor.view([-1 if d == 1 else 1 for d in range(len(order))])
+    want = y.reshape(sizes).permute(order) * factor + other.reshape(sizes).permute(order)
+    assert torch.equal(outputs["z"], want), "the epilogue took other values than the job stored, or put them elsewhere"
+    _, wanted = reference(graph, inputs)
+    assert relative_error(y, wanted[names["output"].index("y")]) < 1e-2
+
+
+def split(generator: random.Random, shape: list[int]) -> list[int]:
+    """The sizes with some of them cut in two, as a reshape does."""
+    sizes = []
+    for size in shape:
+        parts = [n for n in range(2, size) if size % n == 0]
+        first = generator.choice(parts) if parts and generator.random() < 0.5 else size
+        sizes += [first, size // first]
+    return sizes
+
+
+@pytest.mark.parametrize("seed", thinned(range(12), 0, 1))
+def test_an_epilogue_of_rows_in_any_order(seed: int) -> None:
+    generator = random.Random(seed)
+    b = Builder()
+    shape = [generator.choice([3, 24, 70]), generator.choice([1, 4, 6]), generator.choice([8, 48, 128, 36, 2080])]
+    dtype = generator.choice(["bfloat16", "float32", "float16"])
+    many_rows(b)
+    flat = [shape[0] * shape[1], shape[2]]
+    x, y = b.buffer("input", "x", dtype, flat), b.buffer("output", "y", dtype, flat)
+    made = b.node("rms_norm", [("x", x)], y, NORM)
+    sizes = split(generator, shape)
+    order = generator.sample(range(len(sizes)), len(sizes))
+    permuted(b, made, sizes, order, b.buffer("input", "other", dtype, flat))
+    check_permuted(b.graph, sizes, order, seed)
+
+
+@pytest.mark.parametrize("seed", thinned(range(8), 0))
+def test_an_epilogue_of_a_linear_in_any_order(seed: int) -> None:
+    generator = random.Random(seed)
+    b = Builder()
+    rows, columns = generator.choice([66, 128, 144, 3, 8]), generator.choice([64, 96, 200])
+    x, weight = b.buffer("input", "x", "bfloat16", [rows, 128]), b.buffer("input", "w", "bfloat16", [columns, 128])
+    y = b.buffer("output", "y", "bfloat16", [rows, columns])
+    made = b.node("linear", [("x", x), ("weight", weight)], y)
+    sizes = split(generator, [rows, columns])
+    order = generator.sample(range(len(sizes)), len(sizes))
+    permuted(b, made, sizes, order, b.buffer("input", "other", "bfloat16", [rows, columns]))
+    check_permuted(b.graph, sizes, order, seed)
