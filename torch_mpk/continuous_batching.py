@@ -34,7 +34,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, CompileConf
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache, initialization
 from transformers.generation.continuous_batching.model_runner import ModelRunner, infer_max_single_request_tokens
-from transformers.generation.continuous_batching.utils import pad_to_pow2
+from transformers.generation.continuous_batching.utils import find_head_dim, pad_to_pow2
 
 # "flash" says that it needs no masks; what is no name of transformers' own must look like a repository's to its server.
 ATTENTION = "torch_mpk/flash"
@@ -227,9 +227,16 @@ def _attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
     return F.scaled_dot_product_attention(q, k, v, scale=scale, attn_mask=mask)
 
 
-def _why_prompts_are_not_ours() -> str | None:
+def _why_prompts_are_not_ours(model_config: Any) -> str | None:
     """What keeps steps with prompts from being launches; None on a CPU."""
-    return "they have no code for GPUs yet" if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    dtype, size = model_config.dtype, find_head_dim(model_config)
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "that takes a GPU of compute capability 9.0"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the model is in {dtype}, and that takes bfloat16 or float16"
+    return None if size in (64, 128) else f"heads are of size {size}, and that takes 64 or 128"
 
 
 def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
@@ -239,7 +246,7 @@ def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
         cb_config.max_blocks_per_request, cb_config.decode_compile_config = 0, None  # every step is one of prompts
     elif cb_config.decode_compile_config is None:
         cb_config.decode_compile_config = StepCompileConfig()
-    why_not = _why_prompts_are_not_ours()
+    why_not = _why_prompts_are_not_ours(model_config)
     if why_not is not None:
         steps = "prompts" if cb_config.max_blocks_per_request else "every step, of which none takes block tables,"
         warn(f"torch_mpk runs {steps} of continuous batching eagerly: {why_not}")

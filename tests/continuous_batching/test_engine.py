@@ -188,7 +188,7 @@ def test_prompts_of_several_requests_beside_tokens_of_others(
         warnings.simplefilter("error", MpkWarning)
         with managed(model, max_requests_per_batch=5) as manager:
             before = num_compiled()
-            load.run(manager, count=30, cancelled=0.1, seconds=60)
+            load.run(manager, count=30, cancelled=0.1, seconds=200)
             assert num_compiled() - before <= len(steps.sizes) + (0 if window else 4)
             cache = manager.batch_processor.cache
     load.check()
@@ -254,6 +254,30 @@ def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
     assert _C.generate_cuda(schedule).source.count("struct PagedAttention") == 1
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_step_with_prompts_is_one_launch_on_a_gpu_too(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a kind share their code."""
+    monkeypatch.setitem(torch_mpk.continuous_batching.MIN_TOKENS, "cpu", 128)
+    schedules = []
+
+    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        schedules.append(planned_for_a_gpu(gm, inputs))
+        return gm.forward
+
+    kinds: dict[str, Any] = {"num_layers": 3, "head_dim": 64}
+    if window:
+        types = ["sliding_attention", "full_attention", "sliding_attention"]
+        kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
+    model = serving_model("qwen3", dtype=torch.bfloat16, **kinds)
+    step = StepCompileConfig(backend=plan, options=None)
+    batched(model, [prompt_of(40), prompt_of(3)], varlen_compile_config=step, max_batch_tokens=256)
+    [schedule] = schedules
+    tasks = [node.task for node in schedule.graph.nodes]
+    assert tasks.count("varlen_attention") == 3
+    source = _C.generate_cuda(schedule).source
+    assert source.count("struct VarlenAttention") == (2 if window else 1)
+
+
 def test_sampling_falls_back_in_part_and_says_so() -> None:
     model = serving_model()
     drawing = GenerationConfig(max_new_tokens=6, do_sample=True, top_k=3, eos_token_id=-1)
@@ -287,7 +311,7 @@ def test_where_attention_falls_back_all_is_right_and_said(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("window", [None, 20])
 def test_prompts_that_are_not_ours_run_eagerly_and_say_so(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other GPUs: of models with windows then every step."""
-    monkeypatch.setattr(torch_mpk.continuous_batching, "_why_prompts_are_not_ours", lambda: "it is not the day")
+    monkeypatch.setattr(torch_mpk.continuous_batching, "_why_prompts_are_not_ours", lambda config: "it is not the day")
     kinds: dict[str, Any] = {"num_layers": 2}
     if window:
         types = ["sliding_attention", "full_attention"]
@@ -300,6 +324,25 @@ def test_prompts_that_are_not_ours_run_eagerly_and_say_so(window: int | None, mo
         got = batched(model, prompts)
     assert got == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
     assert (num_compiled() == before) == bool(window)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "why"),
+    [
+        ((8, 0), torch.bfloat16, 128, "that takes a GPU of compute capability 9.0"),
+        ((9, 0), torch.float32, 128, "the model is in torch.float32, and that takes bfloat16 or float16"),
+        ((9, 0), torch.float16, 80, "heads are of size 80, and that takes 64 or 128"),
+        ((9, 0), torch.float16, 64, None),
+    ],
+)
+def test_which_gpus_take_prompts(
+    capability: tuple[int, int], dtype: torch.dtype, size: int, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = serving_model(head_dim=size, dtype=dtype)
+    assert torch_mpk.continuous_batching._why_prompts_are_not_ours(model.config) is None  # on a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert torch_mpk.continuous_batching._why_prompts_are_not_ours(model.config) == why
 
 
 def test_other_attentions_stay_as_they_are() -> None:
