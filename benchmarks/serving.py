@@ -1,4 +1,4 @@
-"""Times many requests at once in Hugging Face's continuous batching: with its own steps, and with decode steps by mpk.
+"""Times many requests at once in Hugging Face's continuous batching: with its own steps, and with mpk's.
 
     python benchmarks/serving.py --models qwen3-0.6b qwen3-8b
     python benchmarks/serving.py --models tiny --requests 6 --arrivals 12 --rate 20 --prompts 4 40 --new-tokens 12 \\

@@ -167,9 +167,10 @@ ROOMS = (
     "torch_mpk/patterns",
     "torch_mpk/persistent_kernel",
 )
-NAMESAKES = {  # words that mean something else there
+NAMESAKES = {  # words that mean something else there, or are what transformers calls its own
     "csrc/codegen/program.cpp": {"v"},
     "csrc/jit/bindings.cpp": {"slot"},
+    "torch_mpk/continuous_batching.py": {"cu_seq_lens_k", "cu_seq_lens_q", "read_index"},
     "torch_mpk/jit/declaration.py": {"slot"},
     "torch_mpk/jit/expression.py": {"slot"},
     "torch_mpk/jit/kernels.py": {"slot"},

@@ -1,8 +1,8 @@
-"""Hugging Face's continuous batching with each decode step one launch: see docs/serving.md.
+"""Hugging Face's continuous batching with each step one launch: see docs/serving.md.
 
 The engine of transformers schedules requests, keeps their pages, samples and streams. Importing this module registers
-an attention for it, under the name ``ATTENTION``: a step with one token of each request is a graph without a break, in
-which attention and the writes to the pages are one task. ``config`` has backend mpk compile it.
+an attention for it, under the name ``ATTENTION``: a step is a graph without a break, with one token of each request, or
+with chunks of prompts beside such tokens. ``config`` has backend mpk compile both.
 """
 
 # ruff: noqa: E402 - the version comes first
@@ -33,6 +33,8 @@ if not _found or [int(part) for part in _found.split(".")[:2]] < [int(part) for 
 from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, modeling_utils
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache, initialization
+from transformers.generation.continuous_batching.model_runner import ModelRunner, infer_max_single_request_tokens
+from transformers.generation.continuous_batching.utils import find_head_dim, pad_to_pow2
 
 from torch_mpk import engine
 
@@ -40,11 +42,13 @@ from torch_mpk import engine
 ATTENTION = "torch_mpk/flash"
 MAX_ROWS = 64  # requests of a step; more are bound by arithmetic
 MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; powers of two are fewer
+# Tokens that a step with prompts is padded to at least: what tensor cores multiply at once, and rows of a CPU's pass.
+MIN_TOKENS = {"cuda": 128, "cpu": 16}
 
 
 @dataclasses.dataclass
 class StepCompileConfig(CompileConfig):
-    """How the engine compiles a decode step: what ``torch.compile`` takes, by its names.
+    """How the engine compiles a step: what ``torch.compile`` takes, by its names.
 
     Each number of rows is a graph of its own, and each engine compiles them anew; what was built for one serves all.
     """
@@ -72,10 +76,11 @@ def config(options: Mapping[str, Any] | None = None, **settings: Any) -> Continu
     """
     ours: dict[str, Any] = {
         "max_requests_per_batch": MAX_ROWS,
+        "varlen_compile_config": StepCompileConfig(options=dict(options or {})),
         "decode_compile_config": StepCompileConfig(options=dict(options or {})),
     }
     if torch.cuda.is_available():
-        ours["use_cuda_graph"] = (False, True)  # prompts are of any length
+        ours["use_cuda_graph"] = (False, True)  # of prompts, the engine captures one for each length of the longest
     return ContinuousBatchingConfig(**ours | settings)
 
 
@@ -108,12 +113,23 @@ def attention(
         if given is not None:
             raise EngineError(f"{type(module).__name__} has {name}, which it does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if block_table is None:
-        return _attend_to_prompts(module, query, key, value, scale, cache, **lengths), None
+    if block_table is None and not torch.compiler.is_compiling():
+        return _attend_eagerly(module, query, key, value, scale, cache, **lengths), None
     allocator = cache.layer_to_allocator[module.layer_idx]
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     ends = lengths["cu_seq_lens_k"][allocator.layer_type]
+    if block_table is None:
+        k_cache, v_cache = _cache_rows(cache, allocator, module.layer_idx)
+        read_index, write_index = (lengths[name][allocator.index] for name in ("read_index", "write_index"))
+        window = lengths.get("sliding_window") or 0
+        bounds = lengths["cu_seq_lens_q"], ends
+        y = torch.ops.mpk.varlen_attention(q, k, v, k_cache, v_cache, read_index, *bounds, scale=scale, window=window)
+        # Behind it: where a window's keys go round, new ones take the places of such as the first new tokens see.
+        k_cache.index_copy_(0, write_index, k)
+        v_cache.index_copy_(0, write_index, v)
+        return y.unsqueeze(0), None
     y = torch.ops.mpk.paged_attention(
-        *(t[0].transpose(0, 1) for t in (query, key, value)),
+        *(q, k, v),
         *_pages(allocator, module.layer_idx),
         block_table[allocator.index] // (2 * len(allocator.layer_indices)),  # which counts pages of all layers
         ends[1:] - ends[:-1],
@@ -136,7 +152,21 @@ def _pages(allocator: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return pages[:, first], pages[:, first + 1]
 
 
-def _attend_to_prompts(
+def _cache_rows(cache: PagedAttentionCache, allocator: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's keys and its values, [rows, heads, size], as the engine's indices count them: from the layer's first
+    page on, other layers' between them. As many of each layer of an allocator.
+
+    Allocators have views of one memory; all layers' rows are of the first one's, so that the graph has one input to
+    write.
+    """
+    every = next(iter(cache.cache_allocators.values())).cache_tensor  # [tokens, 2, heads, size], of all layers
+    rows, page, layers = every.flatten(0, 1), allocator.tokens_per_page, allocator.layer_indices
+    count = rows.shape[0] - (2 * len(layers) - 1) * page
+    first = 2 * layers.index(layer) * page
+    return rows[first : first + count], rows[first + page : first + page + count]
+
+
+def _attend_eagerly(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -199,15 +229,57 @@ def _attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
     return F.scaled_dot_product_attention(q, k, v, scale=scale, attn_mask=mask)
 
 
+def _why_prompts_are_not_ours(model_config: Any) -> str | None:
+    """What keeps steps with prompts from being launches; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    dtype, size = model_config.dtype, find_head_dim(model_config)
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "that takes a GPU of compute capability 9.0"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the model is in {dtype}, and that takes bfloat16 or float16"
+    return None if size in (64, 128) else f"heads are of size {size}, and that takes 64 or 128"
+
+
+def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
+    """Decides which steps are compiled: without a configuration, as of `transformers serve`, as ``config`` says."""
+    types = initialization.group_layers_by_attn_type(model_config)
+    if any(not initialization.ATTN_TYPE_TO_ALLOCATOR[each].supports_block_table for each in types):
+        cb_config.max_blocks_per_request, cb_config.decode_compile_config = 0, None  # every step is one of prompts
+    elif cb_config.decode_compile_config is None:
+        cb_config.decode_compile_config = StepCompileConfig()
+    why_not = _why_prompts_are_not_ours(model_config)
+    if why_not is not None:
+        steps = "prompts" if cb_config.max_blocks_per_request else "every step, of which none takes block tables,"
+        warn(f"torch_mpk runs {steps} of continuous batching eagerly: {why_not}")
+        cb_config.varlen_compile_config = None
+    elif cb_config.varlen_compile_config is None:
+        cb_config.varlen_compile_config = StepCompileConfig()
+
+
+def _steps_of_prompts(runner: ModelRunner) -> list[int] | None:
+    """To which numbers of tokens steps with prompts are padded: powers of two, up to the engine's largest step. None
+    where they are not ours."""
+    if not isinstance(runner.cb_config.varlen_compile_config, StepCompileConfig):
+        return None
+    most = runner.cache.max_batch_tokens
+    sizes = [min(MIN_TOKENS[torch.device(runner.cache.device).type], most)]
+    while sizes[-1] < most:
+        sizes.append(pad_to_pow2(2 * sizes[-1], most))
+    return sizes
+
+
 def _register() -> None:
     """Makes transformers know the attention.
 
     Two of its functions would otherwise look for a package of flash attention's, or a GPU: whether the engine may take
-    its path of one token a request, and what a model loads before it is called.
+    its path of one token a request, and what a model loads before it is called. Two more pad steps with prompts to
+    multiples of an interval, each of which would be a build, and build ahead for the largest step alone.
     """
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: kwargs.get("attention_mask"))
     load, ensure = modeling_utils.lazy_import_flash_attention, initialization.ensure_decode_fast_path_is_available
+    pad, warm_up = ModelRunner.maybe_pad_inputs, ModelRunner.warmup
 
     @functools.wraps(load)
     def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -217,19 +289,29 @@ def _register() -> None:
     def ensure_for_others(model_config: Any, cb_config: ContinuousBatchingConfig, *args: Any, **kwargs: Any) -> None:
         if model_config._attn_implementation != ATTENTION:
             return ensure(model_config, cb_config, *args, **kwargs)
-        types = initialization.group_layers_by_attn_type(model_config)
-        without = [each for each in types if not initialization.ATTN_TYPE_TO_ALLOCATOR[each].supports_block_table]
-        if without:
-            kinds = ", ".join(without)
-            warn(f"every step runs as a prompt does, eagerly: transformers has no block tables for {kinds} layers")
-            cb_config.max_blocks_per_request = 0
-        elif cb_config.decode_compile_config is None:  # as of `transformers serve`, which takes none
-            cb_config.decode_compile_config = StepCompileConfig()
-        return None
+        return _prepare(model_config, cb_config)
+
+    @functools.wraps(pad)
+    def pad_inputs(
+        self: ModelRunner, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
+    ) -> tuple[int, int]:
+        sizes = None if use_decode_fast_path else _steps_of_prompts(self)
+        if sizes is None:
+            return pad(self, num_q_tokens, max_kv_read, use_decode_fast_path)
+        return next(size for size in sizes if size >= num_q_tokens), self.cache.max_tokens_read
+
+    @functools.wraps(warm_up)
+    def warm_up_every_size(self: ModelRunner, model: Any) -> None:
+        room = infer_max_single_request_tokens(self.cache)
+        for size in _steps_of_prompts(self) or ():
+            self.run_one_warmup(model=model, num_q_tokens=min(size, room), max_kv_read=0)
+        warm_up(self, model)
 
     modeling_utils.lazy_import_flash_attention = load_others
     initialization.ensure_decode_fast_path_is_available = ensure_for_others
     engine.install(ATTENTION)
+    ModelRunner.maybe_pad_inputs = pad_inputs
+    ModelRunner.warmup = warm_up_every_size
 
 
 _register()

@@ -22,8 +22,8 @@ class Streaming:
         tiled_by: an operand whose rows are the job's tiles, which workers may draw at run time.
         hands_over: results may be stored for readers to poll.
         cursor: which row of what it updates in place a call writes; an element outside writes nothing.
-        paged_by: has, for each row of the result, the pages of a sequence of its own: rows are tokens of a batch, in
-            whatever shape a model has them.
+        paged_by: says where a cache has what came before each row of the result, of a sequence of its own: rows are
+            tokens of a batch, in whatever shape a model has them.
     """
 
     loaded: tuple[str, ...]

@@ -108,11 +108,14 @@ void bind_schedule(py::module_& m) {
       .def_readonly("overlap", &Pieces::overlap);
 
   py::class_<QueryTiles>(m, "QueryTiles")
-      .def(py::init([](int64_t heads, int64_t rows, int64_t positions) { return QueryTiles{heads, rows, positions}; }),
-           py::arg("heads"), py::arg("rows"), py::arg("positions"))
+      .def(py::init([](int64_t heads, int64_t rows, int64_t positions, int64_t ends) {
+             return QueryTiles{heads, rows, positions, ends};
+           }),
+           py::arg("heads"), py::arg("rows"), py::arg("positions"), py::arg("ends") = 0)
       .def_readonly("heads", &QueryTiles::heads)
       .def_readonly("rows", &QueryTiles::rows)
-      .def_readonly("positions", &QueryTiles::positions);
+      .def_readonly("positions", &QueryTiles::positions)
+      .def_readonly("ends", &QueryTiles::ends);
 
   py::class_<Job>(m, "Job")
       .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue,

@@ -139,21 +139,24 @@ class CutProof {
     constexpr int64_t kMostBoxRows = 256;
     const Tensor& y = output(first_).tensor;
     const int64_t consumers = s_.warps.consumers, slot = s_.warps.slot_bytes;
-    require(y.shape.size() == 4 && t.heads > 0 && y.shape[2] % t.heads == 0,
+    const size_t rank = t.ends > 0 ? 3 : 4;  // behind which heads and elements stand
+    require(y.shape.size() == rank && t.heads > 0 && y.shape[rank - 2] % t.heads == 0,
             str(t.heads) + " heads side by side do not make all of them");
     require(t.rows == kWarpRows * consumers,
             str(t.rows) + " rows of queries are not " + str(kWarpRows) + " for each of " + str(consumers) + " warps");
     require(t.positions > 0 && t.positions % kWarpRows == 0 && t.positions <= kMostBoxRows,
             "a tile of " + str(t.positions) + " positions is no box that tensor cores take 16 at a time");
-    const int64_t of_group = (y.shape[1] * t.heads + t.rows - 1) / t.rows;
-    const int64_t tiles = y.shape[0] * (y.shape[2] / t.heads) * of_group;
+    const int64_t of_group =
+        t.ends > 0 ? t.ragged_tiles(y.shape[0]) : y.shape[0] * ((y.shape[1] * t.heads + t.rows - 1) / t.rows);
+    const int64_t tiles = y.shape[rank - 2] / t.heads * of_group;
     require(job_.num_tiles == tiles,
             str(job_.num_tiles) + " tiles of " + str(t.rows) + " rows do not cover the queries, " + str(tiles) + " do");
     require(s_.warps.empty_arrivals == consumers, "all of " + str(consumers) +
                                                       " consumers read an entry, but its slot " + "is empty after " +
                                                       str(s_.warps.empty_arrivals) + " arrivals");
-    int64_t bytes = 0;
+    int64_t bytes = t.ends > 0 ? 2 * t.positions * (y.shape[2] * size_bytes(y.dtype) + kKeyRowPad) : 0;
     for (const Operand& operand : first_.operands) {
+      if (t.ends > 0) break;
       if (!loader_reads(s_.warps, first_, operand) || operand.tensor.dtype != y.dtype) continue;
       require(key_rows(operand.tensor).has_value(),
               name_buffer(s_, operand.tensor.buffer) + " cannot come in boxes of positions");

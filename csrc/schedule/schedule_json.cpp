@@ -30,7 +30,8 @@ std::string pieces_json(const Pieces& p) {
 }
 
 std::string queries_json(const QueryTiles& q) {
-  return "{" + field("heads", q.heads) + ", " + field("rows", q.rows) + ", " + field("positions", q.positions) + "}";
+  return "{" + field("heads", q.heads) + ", " + field("rows", q.rows) + ", " + field("positions", q.positions) +
+         (q.ends > 0 ? ", " + field("ends", q.ends) : "") + "}";
 }
 
 std::string warps_json(const WarpLayout& w) {

@@ -249,10 +249,10 @@ class Load:
         return sum(request.error is not None and not request.is_bad for request in self.requests.values())
 
 
-def pages_in_use(cache: Any) -> int:
-    """Of a cache: blocks that neither are free nor kept for requests to come."""
-    used = 0
+def pages_in_use(cache: Any) -> float:
+    """Of a cache: what is neither free nor kept for requests to come, in sectors, of which allocators make blocks."""
+    used = cache.num_sectors - cache.pool.num_free_sectors
     for allocator in cache.cache_allocators.values():
-        taken = (cache.num_sectors - cache.pool.num_free_sectors) * allocator.blocks_per_sector
-        used += taken - cache.pool.count_free_blocks(allocator.index) - len(allocator.ledger.cached_blocks)
+        unused = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
+        used -= unused / allocator.blocks_per_sector
     return used

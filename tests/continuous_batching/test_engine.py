@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import torch_mpk.continuous_batching
 from tests.continuous_batching.engine import (
@@ -26,6 +28,7 @@ from tests.continuous_batching.engine import (
     prompt_of,
     serving_model,
     sized,
+    pages_in_use,
 )
 from tests.thinned import thinned
 from torch_mpk import _C
@@ -87,17 +90,85 @@ def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
     load = Load(model, num_prompts=6, longest=40, shared=0)
     before = num_compiled()
     with managed(model, warmup=True, max_requests_per_batch=4) as manager:
-        assert num_compiled() - before == 3  # for 1, 2 and 4 rows
+        assert num_compiled() - before == 6  # for 1, 2 and 4 requests, and for 16, 32 and 64 tokens
         load.run(manager, count=25, seconds=60)
-        assert num_compiled() - before == 3
+        assert num_compiled() - before == 6
     load.check()
     parts = [(folder / "3.segments.txt").read_text() for folder in tmp_path.iterdir()]
-    assert len(parts) == 3
+    assert len(parts) == 6
     for text in parts:  # each is one launch
         assert text.count("(ours)") == 1
         assert "(fallback)" not in text
-        assert "paged_attention" in text
         assert "argmax" in text
+    for task in ("paged_attention", "varlen_attention"):
+        assert sum(task in text for text in parts) == 3
+
+
+class Steps:
+    """Tokens of each request in each step that brings prompts, and those that it is padded to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens: list[list[int]] = []
+        self.sizes: set[int] = set()
+        compute = ModelRunner.compute_batch
+
+        def compute_batch(runner: ModelRunner, model: Any, batch_data: dict[str, Any]) -> None:
+            if batch_data["block_table"] is None:
+                lengths = batch_data["cu_seq_lens_q"].diff().tolist()
+                self.tokens.append([n for n in lengths if n])
+                self.sizes.add(batch_data["input_ids"].shape[1])
+            compute(runner, model, batch_data)
+
+        monkeypatch.setattr(ModelRunner, "compute_batch", compute_batch)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_prompts_of_several_requests_beside_tokens_of_others(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a layer of a window, whose keys go round in its pages, every step takes this way."""
+    steps = Steps(monkeypatch)
+    kinds: dict[str, Any] = {"num_layers": 2}
+    if window:
+        types = ["sliding_attention", "full_attention"]
+        kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
+    model = serving_model(**kinds)
+    load = Load(model, num_prompts=8, longest=70, shared=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MpkWarning)
+        with managed(model, max_requests_per_batch=5) as manager:
+            before = num_compiled()
+            load.run(manager, count=30, cancelled=0.1, seconds=200)
+            assert num_compiled() - before <= len(steps.sizes) + (0 if window else 4)
+            cache = manager.batch_processor.cache
+    load.check()
+    assert pages_in_use(cache) == 0
+    assert steps.sizes <= {16, 32, 64}
+    assert any(len(lengths) > 2 and min(lengths) == 1 < max(lengths) for lengths in steps.tokens)
+    assert any(sorted(lengths)[-2:-1] > [1] for lengths in steps.tokens)  # chunks of two prompts
+    assert not window or any(max(lengths) == 1 for lengths in steps.tokens)
+
+
+@pytest.mark.parametrize("most", [12, 100])
+def test_the_largest_step_is_of_any_size(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, model = Steps(monkeypatch), serving_model()
+    prompts = [prompt_of(length) for length in (5, 130, 40)]
+    expected = [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
+    assert batched(model, prompts, max_batch_tokens=most, max_requests_per_batch=4, num_blocks=32) == expected
+    assert max(steps.sizes) == most
+    assert steps.sizes <= {12, 16, 32, 64, 100}
+
+
+def test_windows_longer_than_a_page_and_than_a_prompt() -> None:
+    model = serving_model(
+        num_layers=2,
+        use_sliding_window=True,
+        sliding_window=3 * PAGE + 1,
+        max_window_layers=0,
+        layer_types=["sliding_attention"] * 2,
+    )
+    prompts = [prompt_of(length) for length in (5, 150, 49, 20)]
+    assert batched(model, prompts) == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
 
 
 def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +215,30 @@ def test_engines_with_caches_of_other_sizes_share_a_kernel() -> None:
     assert [m[2] for m in small.maps] != [m[2] for m in large.maps]  # rows that the copy engine may read
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_step_with_prompts_is_one_launch_on_a_gpu_too(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a kind share their code."""
+    monkeypatch.setitem(torch_mpk.continuous_batching.MIN_TOKENS, "cpu", 128)
+    schedules = []
+
+    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        schedules.append(planned_for_a_gpu(gm, inputs))
+        return gm.forward
+
+    kinds: dict[str, Any] = {"num_layers": 3, "head_dim": 64}
+    if window:
+        types = ["sliding_attention", "full_attention", "sliding_attention"]
+        kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
+    model = serving_model("qwen3", dtype=torch.bfloat16, **kinds)
+    step = StepCompileConfig(backend=plan, options=None)
+    batched(model, [prompt_of(40), prompt_of(3)], varlen_compile_config=step, max_batch_tokens=256)
+    [schedule] = schedules
+    tasks = [node.task for node in schedule.graph.nodes]
+    assert tasks.count("varlen_attention") == 3
+    source = _C.generate_cuda(schedule).source
+    assert source.count("struct VarlenAttention") == (2 if window else 1)
+
+
 def test_sampling_falls_back_in_part_and_says_so() -> None:
     model = serving_model()
     drawing = GenerationConfig(max_new_tokens=6, do_sample=True, top_k=3, eos_token_id=-1)
@@ -174,17 +269,41 @@ def test_where_attention_falls_back_all_is_right_and_said(monkeypatch: pytest.Mo
     assert got == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
 
 
-def test_models_with_sliding_windows_run_eagerly_and_say_so() -> None:
-    types = ["sliding_attention", "full_attention"]
-    model = serving_model(
-        num_layers=2, use_sliding_window=True, sliding_window=20, max_window_layers=1, layer_types=types
-    )
+@pytest.mark.parametrize("window", [None, 20])
+def test_prompts_that_are_not_ours_run_eagerly_and_say_so(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on other GPUs: of models with windows then every step."""
+    monkeypatch.setattr(torch_mpk.continuous_batching, "_why_prompts_are_not_ours", lambda config: "it is not the day")
+    kinds: dict[str, Any] = {"num_layers": 2}
+    if window:
+        types = ["sliding_attention", "full_attention"]
+        kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
+    model = serving_model(**kinds)
     prompts = [prompt_of(length) for length in (5, 50, 19)]
     before = num_compiled()
-    with pytest.warns(MpkWarning, match="no block tables for sliding_attention layers"):
+    which = "every step, of which none takes block tables," if window else "prompts"
+    with pytest.warns(MpkWarning, match=f"runs {which} of continuous batching eagerly: it is not the day"):
         got = batched(model, prompts)
     assert got == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
-    assert num_compiled() == before
+    assert (num_compiled() == before) == bool(window)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "why"),
+    [
+        ((8, 0), torch.bfloat16, 128, "that takes a GPU of compute capability 9.0"),
+        ((9, 0), torch.float32, 128, "the model is in torch.float32, and that takes bfloat16 or float16"),
+        ((9, 0), torch.float16, 80, "heads are of size 80, and that takes 64 or 128"),
+        ((9, 0), torch.float16, 64, None),
+    ],
+)
+def test_which_gpus_take_prompts(
+    capability: tuple[int, int], dtype: torch.dtype, size: int, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = serving_model(head_dim=size, dtype=dtype)
+    assert torch_mpk.continuous_batching._why_prompts_are_not_ours(model.config) is None  # on a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert torch_mpk.continuous_batching._why_prompts_are_not_ours(model.config) == why
 
 
 def test_other_attentions_stay_as_they_are() -> None:

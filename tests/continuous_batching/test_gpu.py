@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.continuous_batching.engine import (
     sized,
 )
 from tests.models.test_cuda import ControlBlock
-from torch_mpk.errors import MegakernelTimeout
+from torch_mpk.errors import MegakernelTimeout, MpkWarning
 from torch_mpk.testing.decode import count_launches, device_events
 
 pytestmark = pytest.mark.gpu
@@ -35,9 +36,10 @@ MODES = [
     {"use_cuda_graph": (False, True), "use_async_batching": False},
     {"use_cuda_graph": (False, True), "use_async_batching": True},
 ]
+MODE_NAMES = ["plain", "graphs", "graphs, asynchronous"]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["plain", "graphs", "graphs, asynchronous"])
+@pytest.mark.parametrize("mode", MODES, ids=MODE_NAMES)
 @pytest.mark.parametrize("page_size", [PAGE, 5, 256])
 def test_every_request_gets_what_it_gets_alone(page_size: int, mode: dict[str, bool]) -> None:
     model = serving_model(num_layers=2, device="cuda")
@@ -78,7 +80,7 @@ def test_a_stalled_launch_fails_the_requests_in_flight(asynchronous: bool) -> No
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
-@pytest.mark.parametrize("mode", MODES, ids=["plain", "graphs", "graphs, asynchronous"])
+@pytest.mark.parametrize("mode", MODES, ids=MODE_NAMES)
 def test_a_step_that_fails_takes_its_requests_with_it(mode: dict[str, bool], when: str) -> None:
     model = serving_model(device="cuda")
     prompts = [prompt_of(4 + i) for i in range(5)]
@@ -106,7 +108,7 @@ def test_steps_in_bfloat16_run_to_the_end(rows: int) -> None:
     assert batched(model, prompts, warmup=True, **sizes) == first
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["plain", "graphs", "graphs, asynchronous"])
+@pytest.mark.parametrize("mode", MODES, ids=MODE_NAMES)
 def test_a_step_more_is_one_kernel_more(mode: dict[str, bool]) -> None:
     """Where steps are not asynchronous the engine resets its own tensors in between, by kernels of PyTorch's."""
     model = serving_model(device="cuda")
@@ -132,6 +134,40 @@ def test_a_step_more_is_one_kernel_more(mode: dict[str, bool]) -> None:
         assert sum(many) - sum(few) == 12
         if mode["use_async_batching"]:
             assert len(many) - len(few) == 12
+
+
+@pytest.mark.parametrize("mode", [*MODES, {"use_cuda_graph": True}], ids=[*MODE_NAMES, "graphs of prompts, too"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_steps_with_prompts_are_ours_in_bfloat16(window: int | None, mode: dict[str, Any]) -> None:
+    kinds: dict[str, Any] = {"num_layers": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    if window:
+        types = ["sliding_attention", "full_attention"]
+        kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
+    model = serving_model(**kinds)
+    sizes: dict[str, Any] = {"max_batch_tokens": 512, "num_blocks": 256, "max_blocks_per_request": 32}
+    prompts = [prompt_of(length) for length in (3, 300, 40, 130, 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MpkWarning)
+        first = batched(model, prompts, warmup=True, **sizes, **mode)
+        assert all(len(tokens) == GREEDY.max_new_tokens for tokens in first)
+        assert batched(model, prompts, warmup=True, **sizes, **mode) == first
+
+
+def test_varlen_attention_is_one_launch() -> None:
+    q = torch.randn(128, 4, 64, device="cuda", dtype=torch.bfloat16)
+    k, cache = q[:, :2].contiguous(), torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16)
+    read_index = torch.randperm(300, device="cuda")
+    ends_q = torch.tensor([0, 70, 71, 90], dtype=torch.int32, device="cuda")
+    ends_k = torch.tensor([0, 70, 171, 230], dtype=torch.int32, device="cuda")
+
+    @torch.compile(backend="mpk", options={"fallback": "error"}, fullgraph=True, dynamic=False)
+    def step(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mpk.varlen_attention(q, k, k, cache, cache, read_index, ends_q, ends_k, scale=0.125)
+
+    with torch.inference_mode():
+        expected = torch.ops.mpk.varlen_attention(q, k, k, cache, cache, read_index, ends_q, ends_k, scale=0.125)
+        torch.testing.assert_close(step(q, k), expected, rtol=2e-2, atol=1e-2)
+        assert count_launches(lambda: step(q, k)) == 1
 
 
 def test_paged_attention_is_one_launch() -> None:

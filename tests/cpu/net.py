@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 
 import torch_mpk.tasks  # noqa: F401 - registers the tasks
-from torch_mpk import _C
+from torch_mpk import _C, registry
 
 ISAS = _C.cpu_isas()
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 # Relative root-mean-square error a result rounded once may have.
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6, torch.float64: 1e-14}
-IN_PLACE = ("k_cache", "v_cache", "k_pages", "v_pages")
 CPU = _C.Target("cpu", num_workers=2, fuse=False)
 
 
@@ -57,8 +56,9 @@ class Net:
         return _C.Tensor(buffer, name_of(dtype), list(shape), list(like.stride()))
 
     def node(self, task: str, attrs: dict | None = None, **operands: _C.Tensor | None) -> None:
-        """Operands in the order of the task's signature; y is written, caches are updated in place."""
-        rows = [(n, t, n != "y", n == "y" or n in IN_PLACE) for n, t in operands.items() if t is not None]
+        """Operands in the order of the task's signature; y is written."""
+        in_place = [o.name for o in registry.get(task).inputs if o.is_write]
+        rows = [(n, t, n != "y", n == "y" or n in in_place) for n, t in operands.items() if t is not None]
         self.graph.add_node(task, rows, attrs or {}, None, "node")
 
     def program(self, role: str, program: _C.Program, reads: list, writes: list, attrs: dict | None = None) -> None:

@@ -277,6 +277,20 @@ def test_cut_jobs_into_tiles_of_queries() -> None:
     assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
 
 
+def test_cut_jobs_of_ragged_sequences() -> None:
+    b = Builder()
+    shapes = {"q": [300, 6, 128]} | {key: [300, 2, 128] for key in ("k_new", "v_new")}
+    shapes |= {key: [500, 2, 128] for key in ("k_cache", "v_cache")}
+    rows = [(name, b.buffer("input", name, "bfloat16", shape), True, False) for name, shape in shapes.items()]
+    numbers = {"read_index": ("int64", [800]), "cu_seq_lens_q": ("int32", [9]), "cu_seq_lens_k": ("int32", [9])}
+    rows += [(name, b.buffer("input", name, *of), True, False) for name, of in numbers.items()]
+    y = b.buffer("output", "y", "bfloat16", shapes["q"])
+    b.graph.add_node("varlen_attention", [*rows, ("y", y, False, True)], {"scale": 0.1, "window": 0}, None, "attention")
+    [[job]] = Draft(b.graph, "cut_jobs", _C.Target("cuda", 90, 132, 232448)).phases
+    # Of each of two groups 900 rows: seven tiles that are full, and one that is not at each of nine ends.
+    assert (job["queries"], job["tiles"]) == ({"heads": 3, "rows": 128, "positions": 64, "ends": 9}, 2 * (7 + 9))
+
+
 @pytest.mark.parametrize(
     ("batch", "splits"), [(8, (1, 1, 1, 1)), (16, (1, 1, 1, 2)), (32, (2, 4, 1, 4)), (64, (4, 4, 1, 4))]
 )

@@ -366,6 +366,37 @@ def prompt() -> _C.TBGraph:
     return b.graph
 
 
+def ragged() -> _C.TBGraph:
+    """Attention of 70 tokens of up to three sequences, two heads to a group: 140 rows of each."""
+    b = Builder()
+    shapes = {"q": [70, 4, 64]} | {key: [70, 2, 64] for key in ("k_new", "v_new")}
+    shapes |= {key: [100, 2, 64] for key in ("k_cache", "v_cache")}
+    operands = [(n, b.buffer("input", n, "bfloat16", shape)) for n, shape in shapes.items()]
+    operands += [("read_index", b.buffer("input", "read_index", "int64", [100]))]
+    operands += [(n, b.buffer("input", n, "int32", [4])) for n in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    y = b.buffer("output", "y", "bfloat16", shapes["q"])
+    rows = [(name, t, True, False) for name, t in operands]
+    b.graph.add_node("varlen_attention", [*rows, ("y", y, False, True)], {"scale": 0.125, "window": 0}, None, "")
+    return b.graph
+
+
+BROKEN_RAGGED: dict[str, tuple[str, str, Callable, str]] = {
+    "fewer ends": ("queries", "ends", lambda n: n - 1, "10 tiles of 128 rows do not cover .* 8 do"),
+    "no ends": ("queries", "ends", lambda n: 0, "2 heads side by side do not make all"),
+    "rows that no worker takes": ("", "num_tiles", lambda n: n - 1, "9 tiles of 128 rows do not cover .* 10 do"),
+    "entries larger than slots": ("queries", "positions", lambda n: 176, "of 50688 bytes does not fit a slot of 49152"),
+}
+
+
+@pytest.mark.parametrize(("part", "name", "change", "message"), BROKEN_RAGGED.values(), ids=BROKEN_RAGGED)
+def test_broken_tiles_of_ragged_queries_are_caught(part: str, name: str, change: Callable, message: str) -> None:
+    parts = Parts.of(_C.make_schedule(ragged(), AWAITED))
+    _C.validate(parts.build())
+    assert break_first(parts, part, name, change)
+    with pytest.raises(RuntimeError, match="unsound schedule: varlen_attention.*" + message):
+        _C.validate(parts.build())
+
+
 BROKEN_QUERIES: dict[str, tuple[str, str, Callable, str]] = {
     "heads that do not make all": ("queries", "heads", lambda n: 3, "3 heads side by side do not make all"),
     "heads of fewer groups": ("queries", "heads", lambda n: 4, "8 tiles of 128 rows do not cover .* 6 do"),

@@ -99,6 +99,20 @@ def paged_attention(q, k_new, v_new, k_pages, v_pages, block_table, length, scal
     return y
 
 
+def varlen_attention(q, k_new, v_new, k_cache, v_cache, read_index, cu_seq_lens_q, cu_seq_lens_k, scale, window):
+    y = torch.zeros_like(q)
+    ends_q, ends_k = cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist()
+    for begin, end, first, last in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
+        rows = read_index[first : first + max(0, last - first - (end - begin))]
+        for t in range(begin, end):
+            k, v = (
+                torch.cat((cache[rows], new[begin : t + 1]))[-window:].repeat_interleave(q.shape[1] // new.shape[1], 1)
+                for cache, new in ((k_cache, k_new), (v_cache, v_new))
+            )
+            y[t] = torch.einsum("hl,lhd->hd", (scale * torch.einsum("hd,lhd->hl", q[t], k)).softmax(-1), v)
+    return y
+
+
 def paged_kv_write(cache, new, slot):
     for n, at in enumerate(slot.tolist()):
         cache[at // cache.shape[1], at % cache.shape[1]] = new[n]

@@ -305,4 +305,40 @@ class TaskLayers:
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
+    @overload
+    def varlen_attention_layer(
+        self,
+        *,
+        q: GlobalTensor,
+        k_new: GlobalTensor,
+        v_new: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        read_index: GlobalTensor,
+        cu_seq_lens_q: GlobalTensor,
+        cu_seq_lens_k: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        scale: float,
+        window: int = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def varlen_attention_layer(
+        self,
+        input: GlobalTensor,
+        k_new: GlobalTensor,
+        v_new: GlobalTensor,
+        k_cache: GlobalTensor,
+        v_cache: GlobalTensor,
+        read_index: GlobalTensor,
+        cu_seq_lens_q: GlobalTensor,
+        cu_seq_lens_k: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        scale: float,
+        window: int = ...,
+    ) -> GlobalTensor: ...
     def __getattr__(self, name: str) -> Any: ...  # layers of other packages' tasks

@@ -6,7 +6,7 @@ template <class T>
 struct PrefillScratch {
   using C = typename Packed<T>::C;
   T *q, *p;
-  uint8_t *k, *v;
+  uint8_t *k, *v, *listed;
   C *scores, *mask, *acc, *max, *sum;
   int rows;                   // padded
   int64_t depth, acc_stride;  // of q's rows and of acc's, in elements
@@ -27,6 +27,7 @@ struct PrefillScratch {
     p = reinterpret_cast<T*>(take(rows * kPrefillKeys * sizeof(T)));
     k = take(kPrefillKeys / kPanel * panel_bytes<T>(head_dim));
     v = take(acc_stride / kPanel * panel_bytes<T>(kKeyDepth));
+    listed = take(kPrefillKeys * head_dim * sizeof(T));
     scores = reinterpret_cast<C*>(take(rows * kPrefillKeys * sizeof(C)));
     mask = reinterpret_cast<C*>(take(rows * kPrefillKeys * sizeof(C)));
     acc = reinterpret_cast<C*>(take(rows * acc_stride * sizeof(C)));
@@ -64,14 +65,36 @@ MPK_INLINE bool load_prefill_mask(const PrefillArgs& a, int64_t first, int count
   return is_live;
 }
 
+// Rows of keys, or of values, as far apart as `stride` says.
+struct PrefillRows {
+  const uint8_t* first;
+  int64_t stride;
+};
+
+// Those of positions [first, first + count): where they lie, or of positions that are listed, side by side in `to`.
+MPK_INLINE PrefillRows prefill_rows(const PrefillArgs& a, const PrefillRows& cache, const PrefillRows& fresh,
+                                    int64_t first, int count, int64_t bytes, uint8_t* to) {
+  if (a.list == nullptr) return {cache.first + first * cache.stride, cache.stride};
+  for (int i = 0; i < count; i++) {
+    const int64_t position = first + i, last = a.cache_rows - 1;
+    const uint8_t* from = fresh.first + (position - a.num_listed) * fresh.stride;
+    if (position < a.num_listed) {
+      const int64_t row = a.list[position];
+      from = cache.first + (row < 0 ? 0 : row > last ? last : row) * cache.stride;
+    }
+    __builtin_memcpy(to + i * bytes, from, bytes);
+  }
+  return {to, bytes};
+}
+
 // One row's scores of a tile of keys become weights; returns the factor that what it has summed up is scaled by.
 template <class T, class C>
-MPK_INLINE C prefill_softmax(C* scores, const C* mask, int live, C scale, C* max, C* sum, T* p) {
+MPK_INLINE C prefill_softmax(C* scores, const C* mask, int begin, int live, C scale, C* max, C* sum, T* p) {
   constexpr C kNever = -std::numeric_limits<C>::infinity();
   constexpr int kLanesOf = 16;
   for (int i = 0; i < kPrefillKeys; i++) {
     const C score = scores[i] * scale;
-    scores[i] = i < live ? score : kNever;
+    scores[i] = begin <= i && i < live ? score : kNever;
   }
   if (mask != nullptr)
     for (int i = 0; i < live; i++) scores[i] += mask[i];
@@ -103,30 +126,40 @@ void prefill_attention(const PrefillArgs& a) {
   __builtin_memset(s.q, 0, s.rows * s.depth * sizeof(T));
   __builtin_memset(s.p, 0, s.rows * kPrefillKeys * sizeof(T));
   __builtin_memset(s.acc, 0, s.rows * s.acc_stride * sizeof(C));
-  int64_t end = 0;
+  int64_t begin = a.starts == nullptr ? 0 : a.starts[0], end = 0;
   for (int r = 0; r < a.num_rows; r++) {
     __builtin_memcpy(s.q + r * s.depth, a.q[r], a.head_dim * sizeof(T));
     s.max[r] = -std::numeric_limits<C>::infinity();
     s.sum[r] = 0;
+    if (a.starts != nullptr) begin = a.starts[r] < begin ? a.starts[r] : begin;
     end = a.limits[r] > end ? a.limits[r] : end;
   }
+  begin -= begin % kPrefillKeys;  // a row's sums are of the same tiles whichever rows stand beside it
+  const PrefillRows k{a.k, a.k_stride}, v{a.v, a.v_stride}, k_new{a.k_new, a.k_new_stride},
+      v_new{a.v_new, a.v_new_stride};
+  const int64_t row_bytes = a.head_dim * sizeof(T);
   const int value_panels = static_cast<int>(s.acc_stride / kPanel);
-  for (int64_t first = 0; first < end; first += kPrefillKeys) {
+  for (int64_t first = begin; first < end; first += kPrefillKeys) {
     const int count = static_cast<int>(end - first < kPrefillKeys ? end - first : kPrefillKeys);
     if (a.mask != nullptr && !load_prefill_mask<C>(a, first, count, s.mask)) continue;
-    const int key_panels = pack_rows<T>(a.k + first * a.k_stride, a.k_stride, count, a.head_dim, s.k);
+    const PrefillRows keys = prefill_rows(a, k, k_new, first, count, row_bytes, s.listed);
+    const int key_panels = pack_rows<T>(keys.first, keys.stride, count, a.head_dim, s.k);
     product<T>(reinterpret_cast<const uint8_t*>(s.q), s.depth * sizeof(T), s.rows, s.k, key_panels, s.depth, s.scores,
                kPrefillKeys, false);
     for (int r = 0; r < a.num_rows; r++) {
-      const int64_t left = a.limits[r] - first;
-      const int live = static_cast<int>(left < 0 ? 0 : left < count ? left : count);
-      const C factor =
-          prefill_softmax<T, C>(s.scores + r * kPrefillKeys, a.mask == nullptr ? nullptr : s.mask + r * kPrefillKeys,
-                                live, static_cast<C>(a.scale), s.max + r, s.sum + r, s.p + r * kPrefillKeys);
+      const auto in_tile = [&](int64_t position) {
+        const int64_t n = position - first;
+        return static_cast<int>(n < 0 ? 0 : n < count ? n : count);
+      };
+      const int unseen = a.starts == nullptr ? 0 : in_tile(a.starts[r]);
+      const C factor = prefill_softmax<T, C>(
+          s.scores + r * kPrefillKeys, a.mask == nullptr ? nullptr : s.mask + r * kPrefillKeys, unseen,
+          in_tile(a.limits[r]), static_cast<C>(a.scale), s.max + r, s.sum + r, s.p + r * kPrefillKeys);
       if (factor != 1)
         for (int64_t d = 0; d < s.acc_stride; d++) s.acc[r * s.acc_stride + d] *= factor;
     }
-    pack_columns<T>(a.v + first * a.v_stride, a.v_stride, count, kPrefillKeys, a.head_dim, s.v);
+    const PrefillRows values = prefill_rows(a, v, v_new, first, count, row_bytes, s.listed);
+    pack_columns<T>(values.first, values.stride, count, kPrefillKeys, a.head_dim, s.v);
     product<T>(reinterpret_cast<const uint8_t*>(s.p), kPrefillKeys * sizeof(T), s.rows, s.v, value_panels, s.kKeyDepth,
                s.acc, s.acc_stride, true);
   }

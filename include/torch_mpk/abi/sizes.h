@@ -33,6 +33,7 @@ inline constexpr int kTileSlotBytes = 48 << 10;
 // Rows of x of a tile, 64 for each warpgroup, and of these a warp's, whose sums meet in shared memory: strips of some
 // columns of each part that is combined, kStripPitch floats from row to row, in other banks.
 inline constexpr int kTileXRows = 64 * kWarpgroups, kWarpRows = 16, kStripPitch = 40;
+inline constexpr int kKeyRowPad = 16;        // bytes between rows of keys that come by themselves, in other banks
 inline constexpr int kTaggedFloatBytes = 8;  // of a sum that another worker polls, see device/tagged.cuh
 constexpr int strip_columns(int64_t parts) { return parts == 1 ? 32 : parts == 2 ? 16 : 8; }
 

@@ -67,15 +67,20 @@ struct AttentionTileArgs {
 };
 
 // Attention of rows that share the keys and values of one (sequence, key head): query positions times query heads. Row
-// r attends to the positions below limits[r], which is at most the cache's length.
+// r attends to the positions from starts[r] on that are below limits[r], which is at most the sequence's length.
 struct PrefillArgs {
   const uint8_t* const* q;  // [num_rows], each [head_dim]
   uint8_t* const* y;        // the same
-  const int64_t* limits;    // [num_rows], 0 or more
+  const int64_t* starts;    // [num_rows], 0 or more, or nullptr for zeros
+  const int64_t* limits;    // the same
   int num_rows;
   int64_t head_dim;
   const uint8_t *k, *v;
   int64_t k_stride, v_stride;  // bytes
+  const int64_t* list;         // [num_listed] rows of k and v that are the first positions, or nullptr: all, in order
+  int64_t num_listed, cache_rows;  // cache_rows: that there are; what is listed beyond them means the last
+  const uint8_t *k_new, *v_new;    // the positions behind those listed
+  int64_t k_new_stride, v_new_stride;
   const uint8_t* const* mask;  // [num_rows], or nullptr
   int64_t mask_stride;         // elements, between neighbouring positions
   int64_t mask_bytes;          // of an element

@@ -56,13 +56,13 @@ MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
 // Policies of L2 as createpolicy.fractional makes them: evict_first, and none.
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x1000000000000000;
 
-// Contiguous global bytes to shared memory; both ends and the size are multiples of 16. They are the first to leave L2:
-// a launch reads them once, and what the phases tell each other stays there.
-MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+// Contiguous global bytes to shared memory; both ends and the size are multiples of 16. By default they are the first
+// to leave L2: a launch reads them once, and what the phases tell each other stays there.
+MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t hint = kEvictFirst) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
       "%4;" ::"r"(smem_addr(dst)),
-      "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(kEvictFirst)
+      "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(hint)
       : "memory");
 }
 

@@ -24,21 +24,36 @@ struct Keys {
   int row, block;
 };
 
-// What a variant says of one job.
+// What a variant says of tiles of queries and of keys.
 template <class V>
-concept Sizes = requires {
+concept Tiles = requires {
   typename V::T;
   // kHeads query heads share a key head.
-  requires Constants<int, V::kBatch, V::kPositions, V::kGroups, V::kHeads, V::kSize, V::kLength>;
+  requires Constants<int, V::kGroups, V::kHeads, V::kSize>;
   // Rows of queries that a worker takes at a time, and positions whose keys and values are an entry.
   requires Constants<int, V::kRows, V::kKeys>;
-  requires Constants<bool, V::kHasLimit, V::kHasMask>;
+  requires Constants<bool, V::kHasMask>;
   { V::kScale } -> Same<const float&>;
   // What a row that sees nothing gives; otherwise it gives NaN.
   requires Constants<bool, V::kZeroWithoutKeys>;
   // Rows begin at multiples of 16 bytes.
   requires Constants<bool, V::kAlignedQ, V::kAlignedY>;
 };
+
+// And of one job.
+template <class V>
+concept Sizes = Tiles<V> && requires {
+  requires Constants<int, V::kBatch, V::kPositions, V::kLength>;
+  requires Constants<bool, V::kHasLimit>;
+};
+
+// A row sees so many positions at most, the last of those up to its own; 0: all of them.
+template <class V>
+concept Windowed = requires { requires Constants<int, V::kWindow>; };
+
+// Keys and values come row by row, not in boxes.
+template <class V>
+concept ByRow = requires { requires Constants<int, V::kCacheRows>; };
 
 template <class V>
 concept Limited = requires(const Job& job, uint32_t b, uint32_t s) {
@@ -64,12 +79,13 @@ concept Variant = Sizes<V> && Places<V>;
 
 template <class V>
 struct Shape {
-  static constexpr int kGroupRows = V::kPositions * V::kHeads;  // of a sequence and a group
-  static constexpr int kBlocks = (kGroupRows + V::kRows - 1) / V::kRows;
-  static constexpr uint32_t kUnits = uint32_t(kBlocks) * V::kBatch * V::kGroups;
-  static constexpr int kTileBytes = V::kKeys * V::kSize * int(sizeof(typename V::T));  // of keys, and of values
+  static constexpr int kRowBytes = V::kSize * int(sizeof(typename V::T));
+  // Bytes from row to row of a tile. Boxes are swizzled, so that 8 rows' pieces of 16 bytes lie in different banks;
+  // rows that come by themselves are a piece further apart than they are long.
+  static constexpr int kPitch = ByRow<V> ? kRowBytes + kKeyRowPad : kBoxRowBytes;
+  static constexpr int kTileBytes = V::kKeys * (ByRow<V> ? kPitch : kRowBytes);  // of keys, and of values
   static constexpr int kEntryBytes = 2 * kTileBytes;
-  static constexpr int kColumnBytes = V::kKeys * kBoxRowBytes;  // from 64 columns of a tile to the next
+  static constexpr int kColumnBytes = V::kKeys * kBoxRowBytes;  // of boxes: from 64 columns of a tile to the next
   static constexpr int kSteps = V::kSize / 16;                  // of products along a row
   // Positions of a tile whose scores a warp has at a time, as many as its registers hold beside the results, and beside
   // where a mask stands.
@@ -84,22 +100,14 @@ struct Shape {
 
   static_assert(V::kRows == kWarpRows * kConsumerWarps && V::kKeys % kAtOnce == 0 && kAtOnce % 16 == 0 &&
                 V::kSize % kBoxColumns == 0);
-  static_assert(sizeof(typename V::T) == 2 && kTileBytes % kBoxAlignment == 0);
-};
+  static_assert(sizeof(typename V::T) == 2 && (ByRow<V> || kTileBytes % kBoxAlignment == 0));
 
-// A block of rows of queries of a sequence and a group.
-template <class V>
-struct Unit {
-  using S = Shape<V>;
-  uint32_t batch, group, first;  // row
-
-  // By falling number of positions that a causal prompt's rows see.
-  MPK_DEVICE explicit Unit(uint32_t number) {
-    constexpr uint32_t kOfBlock = V::kBatch * V::kGroups;
-    const uint32_t block = number / kOfBlock, rest = number - block * kOfBlock;
-    first = (S::kBlocks - 1 - block) * V::kRows;
-    batch = rest / V::kGroups;
-    group = rest - batch * V::kGroups;
+  // Of a tile, piece `piece` (0 or 1) of a row; and the same of the columns 16 k further on.
+  static MPK_DEVICE ptx::SharedAddress piece_of(const uint8_t* tile, uint32_t row, uint32_t piece) {
+    return ptx::smem_addr(tile) + row * kPitch + (ByRow<V> ? piece : piece ^ row % 8) * 16;
+  }
+  static MPK_DEVICE ptx::SharedAddress columns_of(ptx::SharedAddress piece, int k) {
+    return ByRow<V> ? piece + k * 32 : (piece ^ k % 4 * 32) + k / 4 * kColumnBytes;
   }
 };
 
@@ -114,14 +122,39 @@ MPK_DEVICE uint32_t visible(const Job& job, uint32_t batch, uint32_t position) {
   }
 }
 
+// A block of rows of queries of a sequence and a group.
+template <class V>
+struct Unit {
+  using T = typename V::T;
+  static constexpr int kGroupRows = V::kPositions * V::kHeads;  // of a sequence and a group
+  static constexpr int kBlocks = (kGroupRows + V::kRows - 1) / V::kRows;
+  static constexpr uint32_t kUnits = uint32_t(kBlocks) * V::kBatch * V::kGroups;
+
+  uint32_t batch, group, first;  // row
+
+  // By falling number of positions that a causal prompt's rows see.
+  MPK_DEVICE explicit Unit(uint32_t number) {
+    constexpr uint32_t kOfBlock = V::kBatch * V::kGroups;
+    const uint32_t block = number / kOfBlock, rest = number - block * kOfBlock;
+    first = (kBlocks - 1 - block) * V::kRows;
+    batch = rest / V::kGroups;
+    group = rest - batch * V::kGroups;
+  }
+
+  MPK_DEVICE uint32_t num_rows() const { return kGroupRows; }
+  MPK_DEVICE const T* q(const Job& job, uint32_t s, uint32_t h) const { return V::q(job, batch, s, h); }
+  MPK_DEVICE T* y(const Job& job, uint32_t s, uint32_t h) const { return V::y(job, batch, s, h); }
+  MPK_DEVICE uint32_t limit(const Job& job, uint32_t s) const { return visible<V>(job, batch, s); }
+};
+
 // The tiles that a unit's rows see something of. All lanes of a warp call it, and learn the same.
 template <class V>
 MPK_DEVICE uint32_t tiles_of(const Job& job, const Unit<V>& unit, uint32_t lane) {
-  using S = Shape<V>;
+  using U = Unit<V>;
   uint32_t most = 0;
   if constexpr (V::kHasLimit) {
     constexpr int kEach = ((V::kRows + V::kHeads - 2) / V::kHeads + 32) / 32;  // of its positions
-    const uint32_t last = min(unit.first + V::kRows, uint32_t(S::kGroupRows)) - 1;
+    const uint32_t last = min(unit.first + V::kRows, uint32_t(U::kGroupRows)) - 1;
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const uint32_t position = unit.first / V::kHeads + 32 * i + lane;
@@ -157,9 +190,9 @@ MPK_DEVICE void load(L& l, const Job& job) {
   static_assert(Variant<V>);
   const uint32_t worker = l.worker(job);
 #pragma unroll 1
-  for (uint32_t turn = 0; turn * L::Config::kNumWorkers < Shape<V>::kUnits; turn++) {
+  for (uint32_t turn = 0; turn * L::Config::kNumWorkers < Unit<V>::kUnits; turn++) {
     const uint32_t number = dealt(turn, worker, L::Config::kNumWorkers);
-    if (number >= Shape<V>::kUnits) continue;
+    if (number >= Unit<V>::kUnits) continue;
     const Unit<V> unit(number);
     const uint32_t tiles = tiles_of(job, unit, l.lane), end = l.ring.entry + tiles;
     const Keys k = V::k(job, unit.batch, unit.group), v = V::v(job, unit.batch, unit.group);
@@ -195,14 +228,14 @@ MPK_DEVICE void store_pair(T* p, uint32_t pair) {
 }
 
 // 16 rows: a lane has parts of two of them, `lane / 4` and 8 behind it, as fragments have them (fragment.cuh).
-template <class V>
+template <class V, class U>
 struct Rows {
   using S = Shape<V>;
   using T = typename V::T;
   using Scores = SumFragment[S::kAtOnce / 8];
 
   const Job& job;
-  const Unit<V>& unit;
+  const U& unit;
   uint32_t first, lane;  // first: the lane's first row, where there is one
   uint32_t limit[2];     // positions that both rows see, but for a mask
   uint32_t least, most;  // and that the warp's rows see; 0 where it has none
@@ -210,13 +243,13 @@ struct Rows {
   SumFragment out[V::kSize / 8] = {};
   float maximum[2], sum[2] = {};  // sum: the lane's part of it
 
-  MPK_DEVICE Rows(const Job& job, const Unit<V>& unit, uint32_t warp, uint32_t lane)
+  MPK_DEVICE Rows(const Job& job, const U& unit, uint32_t warp, uint32_t lane)
       : job(job), unit(unit), first(unit.first + warp * kWarpRows + lane / 4), lane(lane) {
     const T* rows[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      rows[i] = V::q(job, unit.batch, query(i), head(i)) + lane % 4 * 2;
-      limit[i] = visible<V>(job, unit.batch, query(i));
+      rows[i] = unit.q(job, query(i), head(i)) + lane % 4 * 2;
+      limit[i] = unit.limit(job, query(i));
       maximum[i] = -infinity();
     }
 #pragma unroll
@@ -230,14 +263,14 @@ struct Rows {
       least = min(least, __shfl_xor_sync(~0u, least, o));
       most = max(most, __shfl_xor_sync(~0u, most, o));
     }
-    if (unit.first + warp * kWarpRows >= S::kGroupRows) most = 0;
+    if (unit.first + warp * kWarpRows >= unit.num_rows()) most = 0;
   }
 
   // Read anew each time: what is computed from it takes no registers in between.
   static MPK_DEVICE uint32_t lane_anew() { return ptx::thread_index() % 32; }
 
   // Rows behind the last one repeat it, and are not stored.
-  MPK_DEVICE uint32_t row(int i) const { return min(first + 8 * i, uint32_t(S::kGroupRows - 1)); }
+  MPK_DEVICE uint32_t row(int i) const { return min(first + 8 * i, unit.num_rows() - 1); }
   MPK_DEVICE uint32_t query(int i) const { return row(i) / V::kHeads; }
   MPK_DEVICE uint32_t head(int i) const { return unit.group * V::kHeads + row(i) % V::kHeads; }
 
@@ -246,13 +279,22 @@ struct Rows {
     uint32_t begin = tile * V::kKeys;
 #pragma unroll 1
     for (int part = 0; part < V::kKeys / S::kAtOnce && begin < most; part++) {
-      if (V::kHasMask || begin + S::kAtOnce > least)
+      if (is_behind(begin + S::kAtOnce - 1, least)) {
+      } else if (V::kHasMask || begin + S::kAtOnce > least || is_behind(begin, most)) {
         attend_part<true>(entry, begin);
-      else
+      } else {
         attend_part<false>(entry, begin);
+      }
       begin += S::kAtOnce;
-      entry += S::kAtOnce * kBoxRowBytes;
+      entry += S::kAtOnce * S::kPitch;
     }
+  }
+
+  // Whether a position is too far behind for a row that sees those up to `limit`.
+  static MPK_DEVICE bool is_behind(uint32_t position, uint32_t limit) {
+    if constexpr (Windowed<V>)
+      if constexpr (V::kWindow > 0) return position + V::kWindow < limit;
+    return false;
   }
 
   template <bool cut>
@@ -271,14 +313,14 @@ struct Rows {
 
   // Each access of a warp brings 16 keys by 16 columns: of 8 keys 8 columns, then the next 8, and of 8 more keys.
   MPK_DEVICE void multiply_keys(Scores& scores, const uint8_t* keys) const {
-    const uint32_t lane = lane_anew(), r = lane % 8, matrix = lane / 8;
-    const ptx::SharedAddress from = ptx::smem_addr(keys) + (matrix / 2 * 8 + r) * kBoxRowBytes + (matrix % 2 ^ r) * 16;
+    const uint32_t lane = lane_anew(), matrix = lane / 8;
+    const ptx::SharedAddress from = S::piece_of(keys, matrix / 2 * 8 + lane % 8, matrix % 2);
 #pragma unroll
     for (int k = 0; k < S::kSteps; k++) {
-      const ptx::SharedAddress columns = (from ^ k % 4 * 32) + k / 4 * S::kColumnBytes;
+      const ptx::SharedAddress columns = S::columns_of(from, k);
 #pragma unroll
       for (int n = 0; n < S::kAtOnce / 16; n++) {
-        const ptx::Quad b = ptx::load_matrices(columns + n * 16 * kBoxRowBytes);
+        const ptx::Quad b = ptx::load_matrices(columns + n * 16 * S::kPitch);
         ptx::mma<T>(scores[2 * n], q[k], {b.v[0], b.v[1]});
         ptx::mma<T>(scores[2 * n + 1], q[k], {b.v[2], b.v[3]});
       }
@@ -293,7 +335,7 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const uint32_t position = begin + 8 * n + lane % 4 * 2 + i % 2;
-        const bool sees = position < limit[i / 2];
+        const bool sees = position < limit[i / 2] && !is_behind(position, limit[i / 2]);
         if constexpr (V::kHasMask)
           if (sees) scores[n][i] += V::mask(job, unit.batch, head(i / 2), query(i / 2), position);
         if (!sees) scores[n][i] = -infinity();
@@ -351,9 +393,8 @@ struct Rows {
   // weight of 0 would make NaN of it.
   template <bool cut>
   MPK_DEVICE void add_values(const Scores& weights, const uint8_t* values, uint32_t count) {
-    const uint32_t lane = lane_anew(), r = lane % 8, matrix = lane / 8;
-    const ptx::SharedAddress from =
-        ptx::smem_addr(values) + (matrix % 2 * 8 + r) * kBoxRowBytes + (matrix / 2 ^ r) * 16;
+    const uint32_t lane = lane_anew(), matrix = lane / 8;
+    const ptx::SharedAddress from = S::piece_of(values, matrix % 2 * 8 + lane % 8, matrix / 2);
 #pragma unroll
     for (int k = 0; k < S::kAtOnce / 16; k++) {
       const auto pair = [&](int n, int i) { return round_pair<T>(weights[n][i], weights[n][i + 1]); };
@@ -362,8 +403,7 @@ struct Rows {
       const uint32_t keeps[2] = {kept_of(position, count), kept_of(position + 8, count)};
 #pragma unroll
       for (int n = 0; n < V::kSize / 16; n++) {
-        ptx::Quad b =
-            ptx::load_matrices_transposed((from ^ n % 4 * 32) + n / 4 * S::kColumnBytes + k * 16 * kBoxRowBytes);
+        ptx::Quad b = ptx::load_matrices_transposed(S::columns_of(from, n) + k * 16 * S::kPitch);
         if constexpr (cut)
 #pragma unroll
           for (int i = 0; i < 4; i++) b.v[i] &= keeps[i % 2];
@@ -382,9 +422,9 @@ struct Rows {
     for (int i = 0; i < 2; i++) {
       sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
       sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-      if (first + 8 * i >= S::kGroupRows) continue;
+      if (first + 8 * i >= unit.num_rows()) continue;
       const float inverse = V::kZeroWithoutKeys && sum[i] == 0 ? 0.0f : __fdividef(1.0f, sum[i]);
-      T* y = V::y(job, unit.batch, query(i), head(i)) + lane % 4 * 2;
+      T* y = unit.y(job, query(i), head(i)) + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < V::kSize / 8; n++)
         store_pair<V::kAlignedY>(y + 8 * n, round_pair<T>(out[n][2 * i] * inverse, out[n][2 * i + 1] * inverse));
@@ -392,29 +432,35 @@ struct Rows {
   }
 };
 
+// A unit's tiles [begin, end), as the loader brings them. False where the launch was given up.
+template <class V, class U, class C>
+MPK_DEVICE bool attend(C& c, const Job& job, const U& unit, uint32_t begin, uint32_t end) {
+  static_assert(Shape<V>::kEntryBytes <= C::Config::kSlotBytes && C::Config::kEmptyArrivals == kConsumerWarps);
+  Rows<V, U> rows(job, unit, c.warp, c.lane);
+#pragma unroll 1
+  for (uint32_t tile = begin; tile < end; tile++) {
+    if (!c.ring.wait(c.entry, c.phase)) {
+      c.failed = true;
+      return false;
+    }
+    rows.attend(c.ring.slot(c.entry), tile);
+    c.ring.release(c.entry++);
+  }
+  rows.store();
+  return true;
+}
+
 template <class V, class C>
 MPK_DEVICE void compute(C& c, const Job& job) {
   static_assert(Variant<V>);
-  static_assert(Shape<V>::kEntryBytes <= C::Config::kSlotBytes && C::Config::kEmptyArrivals == kConsumerWarps);
   if (!c.await()) return;
   const uint32_t worker = c.worker(job);
 #pragma unroll 1
-  for (uint32_t turn = 0; turn * C::Config::kNumWorkers < Shape<V>::kUnits; turn++) {
+  for (uint32_t turn = 0; turn * C::Config::kNumWorkers < Unit<V>::kUnits; turn++) {
     const uint32_t number = dealt(turn, worker, C::Config::kNumWorkers);
-    if (number >= Shape<V>::kUnits) continue;
+    if (number >= Unit<V>::kUnits) continue;
     const Unit<V> unit(number);
-    Rows<V> rows(job, unit, c.warp, c.lane);
-    const uint32_t tiles = tiles_of(job, unit, c.lane);
-#pragma unroll 1
-    for (uint32_t tile = 0; tile < tiles; tile++) {
-      if (!c.ring.wait(c.entry, c.phase)) {
-        c.failed = true;
-        return;
-      }
-      rows.attend(c.ring.slot(c.entry), tile);
-      c.ring.release(c.entry++);
-    }
-    rows.store();
+    if (!attend<V>(c, job, unit, 0, tiles_of(job, unit, c.lane))) return;
   }
 }
 

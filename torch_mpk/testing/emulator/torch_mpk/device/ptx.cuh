@@ -19,7 +19,8 @@ inline bool mbar_test(uint64_t* bar, uint32_t parity) {
 }
 inline bool mbar_peek(uint64_t* bar, uint32_t parity) { return mbar_test(bar, parity); }
 inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) { emulator::barrier_arrive(bar, bytes); }
-inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+inline constexpr uint64_t kEvictFirst = 0, kEvictNormal = 0;
+inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t = kEvictFirst) {
   emulator::copy_async(dst, src, bytes, bar);
 }
 // The emulator's maps of matrices, see EmulatedKernel.
@@ -28,7 +29,6 @@ struct MatrixMap {
   uint64_t rows, columns, pitch;
   uint32_t box_rows, box_blocks;  // of 64 columns; of a plain map, columns
 };
-inline constexpr uint64_t kEvictFirst = 0, kEvictNormal = 0;
 inline void box_load(void* dst, const void* map, int row, int block, uint64_t* bar, uint64_t = kEvictFirst) {
   emulator::require_aligned_to(dst, 1024);
   const MatrixMap& m = *static_cast<const MatrixMap*>(map);

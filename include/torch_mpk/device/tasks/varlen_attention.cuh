@@ -1,0 +1,191 @@
+// varlen_attention: ragged sequences against what a cache has of each, softmax in fp32.
+//
+// prefill_attention's tiles, of sequences whose lengths are read in the launch: a block of rows of queries is of one
+// sequence, so there are as many as the lengths give, and at most as many as if each sequence ended a block. Tokens
+// behind the last sequence are rows that see nothing. Keys and values are rows of a cache that a list names, and then
+// the new tokens' own; the loader brings them one by one, all its lanes some of a tile's.
+#pragma once
+
+#include "torch_mpk/device/tasks/prefill_attention.cuh"
+
+namespace mpk::varlen_attention {
+
+namespace prefill = prefill_attention;
+
+// What a variant says of one job.
+template <class V>
+concept Sizes = prefill::Tiles<V> && prefill::Windowed<V> && prefill::ByRow<V> && requires {
+  // kBlocks: of rows of queries, at most; kRead: rows that the list names; kEnds: bounds of sequences, one more than
+  // there are.
+  requires Constants<int, V::kTokens, V::kBlocks, V::kRead, V::kEnds>;
+};
+
+// Where its operands are, for token t, head h, group g and a row of the cache.
+template <class V>
+concept Places = requires(const Job& job, uint32_t t, uint32_t h, uint32_t g, uint32_t i, int64_t row) {
+  { V::q(job, t, h) } -> Same<const typename V::T*>;
+  { V::y(job, t, h) } -> Same<typename V::T*>;
+  { V::k_new(job, t, g) } -> Same<const typename V::T*>;
+  { V::v_new(job, t, g) } -> Same<const typename V::T*>;
+  { V::k_cache(job, row, g) } -> Same<const typename V::T*>;
+  { V::v_cache(job, row, g) } -> Same<const typename V::T*>;
+  { V::row(job, i) } -> Same<int64_t>;
+  { V::end_q(job, i) } -> Same<int32_t>;
+  { V::end_k(job, i) } -> Same<int32_t>;
+};
+
+template <class V>
+concept Variant = Sizes<V> && Places<V>;
+
+template <class V>
+struct Shape : prefill::Shape<V> {
+  static constexpr uint32_t kUnits = V::kBlocks * V::kGroups;
+};
+
+MPK_DEVICE uint32_t clamped(int64_t value, uint32_t least, uint32_t most) {
+  return value < least ? least : value > most ? most : static_cast<uint32_t>(value);
+}
+
+// A block of rows of queries of a sequence and a group.
+template <class V>
+struct Unit {
+  using T = typename V::T;
+
+  uint32_t group, first;   // row
+  uint32_t token, tokens;  // the sequence's first, and how many there are: none where there is no such unit
+  uint32_t list, cached;   // where the list names its rows, and how many
+  bool is_padding;
+
+  // All lanes of a warp call it, with the same number, and find the same.
+  MPK_DEVICE Unit(const Job& job, uint32_t number, uint32_t lane) {
+    const uint32_t block = number / V::kGroups;
+    group = number - block * V::kGroups;
+    tokens = 0;
+    uint32_t before = 0;  // blocks of the sequences in front
+#pragma unroll 1
+    for (uint32_t begin = 0; begin < V::kEnds; begin += 32) {
+      const uint32_t i = begin + lane;  // the last bound is that of the padding
+      const bool exists = i < V::kEnds;
+      const uint32_t from = exists ? clamped(V::end_q(job, i), 0, V::kTokens) : 0;
+      const uint32_t to = i + 1 < V::kEnds ? clamped(V::end_q(job, i + 1), from, V::kTokens) : V::kTokens;
+      const uint32_t blocks = exists ? ((to - from) * V::kHeads + V::kRows - 1) / V::kRows : 0;
+      uint32_t end = blocks;
+#pragma unroll
+      for (int o = 1; o < 32; o *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, end, o);
+        if (lane >= o) end += other;
+      }
+      const uint32_t found = __ballot_sync(~0u, block < before + end);
+      if (found == 0) {
+        before += __shfl_sync(~0u, end, 31);
+        continue;
+      }
+      const int owner = __ffs(found) - 1;
+      const uint32_t sequence = begin + owner;
+      token = __shfl_sync(~0u, from, owner);
+      tokens = __shfl_sync(~0u, to, owner) - token;
+      // By falling number of positions that rows see.
+      first = (before + __shfl_sync(~0u, end, owner) - 1 - block) * V::kRows;
+      is_padding = sequence + 1 == V::kEnds;
+      list = cached = 0;
+      if (!is_padding) {
+        list = clamped(V::end_k(job, sequence), 0, V::kRead);
+        const int64_t keys = int64_t(V::end_k(job, sequence + 1)) - list;
+        cached = clamped(keys - tokens, 0, V::kRead - list);
+      }
+      return;
+    }
+  }
+
+  MPK_DEVICE bool exists() const { return tokens > 0; }
+  MPK_DEVICE uint32_t num_rows() const { return tokens * V::kHeads; }
+  MPK_DEVICE const T* q(const Job& job, uint32_t s, uint32_t h) const { return V::q(job, token + s, h); }
+  MPK_DEVICE T* y(const Job& job, uint32_t s, uint32_t h) const { return V::y(job, token + s, h); }
+  MPK_DEVICE uint32_t limit(const Job&, uint32_t s) const { return limit(s); }
+
+  // Positions that one of its rows sees, from the first tile with such on.
+  MPK_DEVICE uint32_t end() const { return limit((min(first + V::kRows, num_rows()) - 1) / V::kHeads); }
+  MPK_DEVICE uint32_t first_tile() const {
+    const uint32_t least = limit(first / V::kHeads);
+    return V::kWindow > 0 && least > V::kWindow ? (least - V::kWindow) / V::kKeys : 0;
+  }
+  MPK_DEVICE uint32_t end_tile() const { return (end() + V::kKeys - 1) / V::kKeys; }
+
+ private:
+  MPK_DEVICE uint32_t limit(uint32_t s) const { return is_padding ? 0 : cached + s + 1; }
+};
+
+// Fills the next entry with a tile's keys, then values. False when the launch was given up.
+template <class V, class L>
+MPK_DEVICE bool bring(L& l, const Job& job, const Unit<V>& unit, uint32_t tile) {
+  using S = Shape<V>;
+  constexpr int kSlots = L::Config::kSlots, kEach = V::kKeys / 32;  // rows of a lane
+  static_assert(V::kKeys % 32 == 0 && S::kEntryBytes <= L::Config::kSlotBytes);
+  auto& w = l.ring;
+  const uint32_t first = tile * V::kKeys, end = unit.end(), slot = w.entry % kSlots;
+  uint32_t rows[kEach];  // of the cache; asked for before the slot is free
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const uint32_t position = first + 32 * i + l.lane;
+    rows[i] = position < unit.cached ? clamped(V::row(job, unit.list + position), 0, V::kCacheRows - 1) : 0;
+  }
+  const bool is_free = spin(
+      w.dog, [&] { return ptx::mbar_test(&w.ring.empty[slot], (w.entry / kSlots - 1) & 1); },
+      [&] { return stall(l.phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, 0, 0, w.entry); });
+  if (!__all_sync(~0u, is_free)) return false;
+  uint64_t* full = &w.ring.full[slot];
+  uint8_t* to = w.data + slot * L::Config::kSlotBytes;
+  const uint32_t bytes = min(uint32_t(V::kKeys), end - first) * 2 * S::kRowBytes;
+  if (l.lane == 0) ptx::mbar_arrive_expect(full, bytes);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const uint32_t place = 32 * i + l.lane, position = first + place;
+    if (position >= end) continue;
+    const bool is_cached = position < unit.cached;
+    const uint32_t token = is_cached ? 0 : unit.token + position - unit.cached;
+    const auto* k = is_cached ? V::k_cache(job, rows[i], unit.group) : V::k_new(job, token, unit.group);
+    const auto* v = is_cached ? V::v_cache(job, rows[i], unit.group) : V::v_new(job, token, unit.group);
+    ptx::bulk_load(to + place * S::kPitch, k, S::kRowBytes, full, ptx::kEvictNormal);
+    ptx::bulk_load(to + S::kTileBytes + place * S::kPitch, v, S::kRowBytes, full, ptx::kEvictNormal);
+  }
+  __syncwarp();
+  w.entry++;
+  if (l.lane == 0) ptx::store_release_cta(&w.ring.issued, w.entry);
+  if constexpr (kProfiled<typename L::Config>) l.stamps.bytes += bytes;
+  return true;
+}
+
+template <class V, class L>
+MPK_DEVICE void load(L& l, const Job& job) {
+  static_assert(Variant<V>);
+  const uint32_t worker = l.worker(job);
+#pragma unroll 1
+  for (uint32_t turn = 0; turn * L::Config::kNumWorkers < Shape<V>::kUnits; turn++) {
+    const uint32_t number = dealt(turn, worker, L::Config::kNumWorkers);
+    if (number >= Shape<V>::kUnits) continue;
+    const Unit<V> unit(job, number, l.lane);
+    if (!unit.exists()) return;  // nor do those with higher numbers
+#pragma unroll 1
+    for (uint32_t tile = unit.first_tile(); tile < unit.end_tile(); tile++) {
+      l.failed = !bring<V>(l, job, unit, tile);
+      if (l.failed) return;
+    }
+  }
+}
+
+template <class V, class C>
+MPK_DEVICE void compute(C& c, const Job& job) {
+  static_assert(Variant<V>);
+  if (!c.await()) return;
+  const uint32_t worker = c.worker(job);
+#pragma unroll 1
+  for (uint32_t turn = 0; turn * C::Config::kNumWorkers < Shape<V>::kUnits; turn++) {
+    const uint32_t number = dealt(turn, worker, C::Config::kNumWorkers);
+    if (number >= Shape<V>::kUnits) continue;
+    const Unit<V> unit(job, number, c.lane);
+    if (!unit.exists() || !prefill::attend<V>(c, job, unit, unit.first_tile(), unit.end_tile())) return;
+  }
+}
+
+}  // namespace mpk::varlen_attention
