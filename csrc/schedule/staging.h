@@ -61,7 +61,7 @@ inline bool comes_in_boxes(const TBGraph& graph, const Tensor& t) {
 
 // Whether consumers can have the copy engine bring windows onto x as boxes: the call's tensors may begin anywhere.
 inline bool can_be_windowed(const TBGraph& graph, const Tensor& x) {
-  return has_boxes(x) && graph.buffers()[x.buffer].kind == BufferKind::kWorkspace;
+  return can_be_boxed(x) && graph.buffers()[x.buffer].kind == BufferKind::kWorkspace;
 }
 
 // Whether those of a job do.

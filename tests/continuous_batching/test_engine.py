@@ -24,11 +24,11 @@ from tests.continuous_batching.engine import (
     alone,
     batched,
     managed,
+    pages_in_use,
     planned_for_a_gpu,
     prompt_of,
     serving_model,
     sized,
-    pages_in_use,
 )
 from tests.thinned import thinned
 from torch_mpk import _C
