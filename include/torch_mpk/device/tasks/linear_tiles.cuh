@@ -265,8 +265,18 @@ struct Strip {
   MPK_DEVICE int row(int i) const { return first_row + i * S::kRowsAtOnce; }
   MPK_DEVICE bool has(int i) const { return is_there && row(i) < V::kBatch; }
 
+  // Each segment has a loop of its own: in a common one every result would be asked whose it is, and one segment's
+  // branches would keep the others' results from being stored together.
   MPK_DEVICE void finish(C& c, const Job& job, int segment, const float* strip,
                          const typename V::Common& common) const {
+#pragma unroll
+    for (int s = 0; s < V::kSegments; s++)
+      if (s == segment) finish_segment(c, job, s, strip, common);
+  }
+
+ private:
+  MPK_DEVICE void finish_segment(C& c, const Job& job, int segment, const float* strip,
+                                 const typename V::Common& common) const {
     const float* mine = strip + c.lane / S::kStrip * kStripPitch + c.lane % S::kStrip;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
