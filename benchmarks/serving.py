@@ -142,10 +142,12 @@ def serve(case: Case) -> Result:
     prompts, arrivals = prompts_of(case, model.config.vocab_size), arrivals_of(case)
     begin = time.perf_counter()
     with model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=configured(case, settings), warmup=True
+        generation_config=greedy, continuous_batching_config=configured(case, settings), warmup=case["warmup"]
     ) as manager:
-        few = min(4, len(prompts))  # what is left to be compiled, and allocated
-        answered(manager, [[1] * len(p) for p in prompts[:few]], [0.0] * few, 8, case["limit"])
+        # What is left to be compiled, and allocated: without a warm-up all sizes that the requests need.
+        few = min(4, len(prompts)) if case["warmup"] else len(prompts)
+        count = 8 if case["warmup"] else case["new_tokens"]
+        answered(manager, [[1] * len(p) for p in prompts[:few]], [0.0] * few, count, case["limit"])
         build_s = time.perf_counter() - begin
         outputs = answered(manager, prompts, arrivals, case["new_tokens"], case["limit"])
         result = judged(outputs, case["new_tokens"]) | {"build_s": build_s}
@@ -285,7 +287,7 @@ def text_of(results: list[Result]) -> str:
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     shared = {name: getattr(args, name) for name in ("page_size", "blocks", "batch_tokens", "prompts", "new_tokens")}
-    shared |= {"seed": args.seed, "limit": args.limit}
+    shared |= {"seed": args.seed, "limit": args.limit, "warmup": args.warmup}
     cases: list[Case] = []
     for model in args.models:
         low, high = args.prompts
@@ -321,6 +323,12 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=256)
     parser.add_argument("--blocks", type=int, help="of the cache; by default what memory there is")
     parser.add_argument("--batch-tokens", type=int, help="of a step; by default the engine's choice")
+    parser.add_argument(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="build all sizes of steps first; without, those that a first pass of the requests needs",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one variant of one case")
     parser.add_argument("--out", type=Path, default=RESULTS)
