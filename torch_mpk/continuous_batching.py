@@ -9,7 +9,6 @@ with chunks of prompts beside such tokens. ``config`` has backend mpk compile bo
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -30,39 +29,17 @@ except ImportError:
 if not _found or [int(part) for part in _found.split(".")[:2]] < [int(part) for part in MIN_TRANSFORMERS.split(".")]:
     raise MissingPackageError(name=__name__, package="transformers", version=MIN_TRANSFORMERS, found=_found or "none")
 
-from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, modeling_utils
+from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache, initialization
-from transformers.generation.continuous_batching.model_runner import ModelRunner, infer_max_single_request_tokens
-from transformers.generation.continuous_batching.utils import find_head_dim, pad_to_pow2
+from transformers.generation.continuous_batching.utils import find_head_dim
 
 from torch_mpk import engine
+from torch_mpk.engine import StepCompileConfig
 
 # "flash" says that it needs no masks; what is no name of transformers' own must look like a repository's to its server.
 ATTENTION = "torch_mpk/flash"
 MAX_ROWS = 64  # requests of a step; more are bound by arithmetic
-MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; powers of two are fewer
-# Tokens that a step with prompts is padded to at least: what tensor cores multiply at once, and rows of a CPU's pass.
-MIN_TOKENS = {"cuda": 128, "cpu": 16}
-
-
-@dataclasses.dataclass
-class StepCompileConfig(CompileConfig):
-    """How the engine compiles a step: what ``torch.compile`` takes, by its names.
-
-    Each number of rows is a graph of its own, and each engine compiles them anew; what was built for one serves all.
-    """
-
-    fullgraph: bool = True
-    dynamic: bool | None = False
-    backend: str | Callable[..., Any] = "mpk"
-    mode: str | None = None  # options go without one
-    options: dict[str, Any] | None = dataclasses.field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        limits = {"recompile_limit": MAX_BUILDS, "isolate_recompiles": True}
-        known = inspect.signature(torch.compile).parameters  # PyTorch before 2.13 does not have them
-        return super().to_dict() | {name: value for name, value in limits.items() if name in known}
 
 
 def config(options: Mapping[str, Any] | None = None, **settings: Any) -> ContinuousBatchingConfig:
@@ -257,29 +234,15 @@ def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
         cb_config.varlen_compile_config = StepCompileConfig()
 
 
-def _steps_of_prompts(runner: ModelRunner) -> list[int] | None:
-    """To which numbers of tokens steps with prompts are padded: powers of two, up to the engine's largest step. None
-    where they are not ours."""
-    if not isinstance(runner.cb_config.varlen_compile_config, StepCompileConfig):
-        return None
-    most = runner.cache.max_batch_tokens
-    sizes = [min(MIN_TOKENS[torch.device(runner.cache.device).type], most)]
-    while sizes[-1] < most:
-        sizes.append(pad_to_pow2(2 * sizes[-1], most))
-    return sizes
-
-
 def _register() -> None:
     """Makes transformers know the attention.
 
     Two of its functions would otherwise look for a package of flash attention's, or a GPU: whether the engine may take
-    its path of one token a request, and what a model loads before it is called. Two more pad steps with prompts to
-    multiples of an interval, each of which would be a build, and build ahead for the largest step alone.
+    its path of one token a request, and what a model loads before it is called.
     """
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: kwargs.get("attention_mask"))
     load, ensure = modeling_utils.lazy_import_flash_attention, initialization.ensure_decode_fast_path_is_available
-    pad, warm_up = ModelRunner.maybe_pad_inputs, ModelRunner.warmup
 
     @functools.wraps(load)
     def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -291,27 +254,9 @@ def _register() -> None:
             return ensure(model_config, cb_config, *args, **kwargs)
         return _prepare(model_config, cb_config)
 
-    @functools.wraps(pad)
-    def pad_inputs(
-        self: ModelRunner, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
-    ) -> tuple[int, int]:
-        sizes = None if use_decode_fast_path else _steps_of_prompts(self)
-        if sizes is None:
-            return pad(self, num_q_tokens, max_kv_read, use_decode_fast_path)
-        return next(size for size in sizes if size >= num_q_tokens), self.cache.max_tokens_read
-
-    @functools.wraps(warm_up)
-    def warm_up_every_size(self: ModelRunner, model: Any) -> None:
-        room = infer_max_single_request_tokens(self.cache)
-        for size in _steps_of_prompts(self) or ():
-            self.run_one_warmup(model=model, num_q_tokens=min(size, room), max_kv_read=0)
-        warm_up(self, model)
-
     modeling_utils.lazy_import_flash_attention = load_others
     initialization.ensure_decode_fast_path_is_available = ensure_for_others
     engine.install(ATTENTION)
-    ModelRunner.maybe_pad_inputs = pad_inputs
-    ModelRunner.warmup = warm_up_every_size
 
 
 _register()

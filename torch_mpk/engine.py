@@ -2,12 +2,15 @@
 
 The engine ends with the first error that a step raises, and fails every request. Here a request that cannot be served
 is refused as it arrives, and a step whose launch fails takes its own requests with it; the others, and new ones, go on.
-And tokens are drawn with random numbers from outside of the step, whose graph has then nothing random.
+Steps are of few sizes, each of which is a build. And tokens are drawn with random numbers from outside of the step,
+whose graph has then nothing random.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 import operator
@@ -15,10 +18,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.utils import pad_to_pow2
 
 from torch_mpk.errors import MpkError, RequestError
 from torch_mpk.runtime.segment import CompiledSegment, launched_segments
@@ -28,9 +33,33 @@ logger = logging.getLogger(__name__)
 # What these leave unfinished is in pages of the requests that fail; after others nobody knows, and the engine ends.
 RECOVERABLE = MpkError, torch.OutOfMemoryError
 
+MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; powers of two are fewer
+# Tokens that a step with prompts is padded to at least: what tensor cores multiply at once, and rows of a CPU's pass.
+MIN_TOKENS = {"cuda": 128, "cpu": 16}
+
+
+@dataclasses.dataclass
+class StepCompileConfig(CompileConfig):
+    """How the engine compiles a step: what ``torch.compile`` takes, by its names.
+
+    Each number of rows is a graph of its own, and each engine compiles them anew; what was built for one serves all.
+    """
+
+    fullgraph: bool = True
+    dynamic: bool | None = False
+    backend: str | Callable[..., Any] = "mpk"
+    mode: str | None = None  # options go without one
+    options: dict[str, Any] | None = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        limits = {"recompile_limit": MAX_BUILDS, "isolate_recompiles": True}
+        known = inspect.signature(torch.compile).parameters  # PyTorch before 2.13 does not have them
+        return super().to_dict() | {name: value for name, value in limits.items() if name in known}
+
 
 class Runner(continuous_api.ModelRunner):
-    """Draws the random numbers of steps, and knows whose launches steps are, those of CUDA graphs too."""
+    """Pads steps with prompts to few sizes, draws the random numbers of steps, and knows whose launches steps are,
+    those of CUDA graphs too."""
 
     segments: set[CompiledSegment]
     times: torch.Tensor | None  # of the step that is being made: see _sample
@@ -48,6 +77,32 @@ class Runner(continuous_api.ModelRunner):
                 super().compute_batch(*args, **kwargs)
             finally:
                 self.segments |= segments
+
+    def steps_of_prompts(self) -> list[int] | None:
+        """To which numbers of tokens steps with prompts are padded: powers of two, up to the engine's largest step.
+        None where they are not ours."""
+        if not isinstance(self.cb_config.varlen_compile_config, StepCompileConfig):
+            return None
+        most = self.cache.max_batch_tokens
+        sizes = [min(MIN_TOKENS[torch.device(self.cache.device).type], most)]
+        while sizes[-1] < most:
+            sizes.append(pad_to_pow2(2 * sizes[-1], most))
+        return sizes
+
+    def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+        """Else to multiples of an interval, each of which would be a build."""
+        sizes = None if use_decode_fast_path else self.steps_of_prompts()
+        if sizes is None:
+            padded: tuple[int, int] = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+            return padded
+        return next(size for size in sizes if size >= num_q_tokens), self.cache.max_tokens_read
+
+    def warmup(self, model: Any) -> None:
+        """Of steps with prompts the engine itself builds the largest alone."""
+        room = infer_max_single_request_tokens(self.cache)
+        for size in self.steps_of_prompts() or ():
+            self.run_one_warmup(model=model, num_q_tokens=min(size, room), max_kv_read=0)
+        super().warmup(model)
 
     def run_one_warmup(self, *args: Any, **kwargs: Any) -> float:
         """Waits for its step: the next one's inputs, which may be a request's, would be copied to where it reads its

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_mpk.continuous_batching
+import torch_mpk.engine
 from tests.codegen.emulated_calls import input_bytes, reference, relative_error, tensors
 from tests.continuous_batching.engine import batched, planned_for_a_gpu, prompt_of, serving_model
 from torch_mpk import _C
@@ -21,7 +22,7 @@ ENDS = {"cu_seq_lens_q": [0, 60, 61, 100], "cu_seq_lens_k": [0, 90, 161, 205]}
 @pytest.fixture
 def graph(monkeypatch: pytest.MonkeyPatch) -> _C.TBGraph:
     """Of the engine's step of 128 tokens, by a model of one layer."""
-    monkeypatch.setitem(torch_mpk.continuous_batching.MIN_TOKENS, "cpu", 128)
+    monkeypatch.setitem(torch_mpk.engine.MIN_TOKENS, "cpu", 128)
     schedules = []
 
     def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

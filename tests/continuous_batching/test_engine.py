@@ -16,6 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import torch_mpk.continuous_batching
+import torch_mpk.engine
 from tests.continuous_batching.engine import (
     GREEDY,
     PAGE,
@@ -218,7 +219,7 @@ def test_engines_with_caches_of_other_sizes_share_a_kernel() -> None:
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_step_with_prompts_is_one_launch_on_a_gpu_too(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a kind share their code."""
-    monkeypatch.setitem(torch_mpk.continuous_batching.MIN_TOKENS, "cpu", 128)
+    monkeypatch.setitem(torch_mpk.engine.MIN_TOKENS, "cpu", 128)
     schedules = []
 
     def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -29,6 +29,7 @@ from tests.runtime_cuda.conftest import fake, fake_library, simulated  # noqa: F
 from tests.runtime_cuda.fake_driver import Fake
 from tests.runtime_cuda.test_launch import abort
 from tests.thinned import thinned
+from torch_mpk import continuous_batching
 from torch_mpk.errors import MegakernelTimeout, RequestError
 from torch_mpk.testing.tiny import VOCAB_SIZE
 
@@ -170,6 +171,14 @@ def test_requests_wait_no_longer_once_all_that_filled_the_cache_are_cancelled() 
         check_that_it_serves(manager, model)
 
 
+@pytest.fixture
+def _eager_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that has no code for them; what simulates one is not seen to be one."""
+    monkeypatch.setattr(continuous_batching, "_why_prompts_are_not_ours", lambda model_config: "they are tested apart")
+
+
+@pytest.mark.usefixtures("_eager_prompts")
+@pytest.mark.filterwarnings("ignore:.*runs prompts of continuous batching eagerly")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_aborted_launch_fails_the_requests_in_flight(simulated: Fake, asynchronous: bool) -> None:  # noqa: F811
     """It is seen before anyone gets what it has left as tokens, and the kernel is as new."""
@@ -191,6 +200,8 @@ def test_an_aborted_launch_fails_the_requests_in_flight(simulated: Fake, asynchr
         assert pages_in_use(manager.batch_processor.cache) == 0
 
 
+@pytest.mark.usefixtures("_eager_prompts")
+@pytest.mark.filterwarnings("ignore:.*runs prompts of continuous batching eagerly")
 def test_other_models_launches_are_their_own(simulated: Fake) -> None:  # noqa: F811
     """Whose abort the engine does not take for its own."""
 
