@@ -42,20 +42,25 @@ ATTENTION = "torch_mpk/flash"
 MAX_ROWS = 64  # requests of a step; more are bound by arithmetic
 
 
-def config(options: Mapping[str, Any] | None = None, **settings: Any) -> ContinuousBatchingConfig:
+def config(
+    options: Mapping[str, Any] | None = None, *, compile_prompts: bool = False, **settings: Any
+) -> ContinuousBatchingConfig:
     """For ``model.generate_batch(..., continuous_batching_config=config())``, of a model with attention ``ATTENTION``.
 
     Args:
         options: of backend mpk, as in ``torch.compile(model, backend="mpk", options=options)``.
+        compile_prompts: on a GPU, run steps with prompts as launches, too, as is done on a CPU: new, and not yet proven
+            on GPUs.
         settings: of ``transformers.ContinuousBatchingConfig``, by its names and with its defaults, but for
             ``max_requests_per_batch``, which is 64, and, on a GPU, ``use_cuda_graph``, which is for decode steps
             alone.
     """
     ours: dict[str, Any] = {
         "max_requests_per_batch": MAX_ROWS,
-        "varlen_compile_config": StepCompileConfig(options=dict(options or {})),
         "decode_compile_config": StepCompileConfig(options=dict(options or {})),
     }
+    if compile_prompts or not torch.cuda.is_available():
+        ours["varlen_compile_config"] = StepCompileConfig(options=dict(options or {}))
     if torch.cuda.is_available():
         ours["use_cuda_graph"] = (False, True)  # of prompts, the engine captures one for each length of the longest
     return ContinuousBatchingConfig(**ours | settings)
@@ -225,13 +230,17 @@ def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
         cb_config.max_blocks_per_request, cb_config.decode_compile_config = 0, None  # every step is one of prompts
     elif cb_config.decode_compile_config is None:
         cb_config.decode_compile_config = StepCompileConfig()
-    why_not = _why_prompts_are_not_ours(model_config)
+    has_others = bool(cb_config.max_blocks_per_request)
+    if cb_config.varlen_compile_config is None and torch.cuda.is_available():
+        why_not = None if has_others else "config(compile_prompts=True) has them compiled"
+    else:
+        why_not = _why_prompts_are_not_ours(model_config)
+        if why_not is None and cb_config.varlen_compile_config is None:
+            cb_config.varlen_compile_config = StepCompileConfig()
     if why_not is not None:
-        steps = "prompts" if cb_config.max_blocks_per_request else "every step, of which none takes block tables,"
+        steps = "prompts" if has_others else "every step, of which none takes block tables,"
         warn(f"torch_mpk runs {steps} of continuous batching eagerly: {why_not}")
         cb_config.varlen_compile_config = None
-    elif cb_config.varlen_compile_config is None:
-        cb_config.varlen_compile_config = StepCompileConfig()
 
 
 def _register() -> None:

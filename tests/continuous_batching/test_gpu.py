@@ -145,6 +145,7 @@ def test_steps_with_prompts_are_ours_in_bfloat16(window: int | None, mode: dict[
         kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
     model = serving_model(**kinds)
     sizes: dict[str, Any] = {"max_batch_tokens": 512, "num_blocks": 256, "max_blocks_per_request": 32}
+    sizes["compile_prompts"] = True
     prompts = [prompt_of(length) for length in (3, 300, 40, 130, 1)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", MpkWarning)
