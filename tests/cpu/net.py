@@ -56,8 +56,9 @@ class Net:
         return _C.Tensor(buffer, name_of(dtype), list(shape), list(like.stride()))
 
     def node(self, task: str, attrs: dict | None = None, **operands: _C.Tensor | None) -> None:
-        """Operands in the order of the task's signature; y is written."""
-        in_place = [o.name for o in registry.get(task).inputs if o.is_write]
+        """Operands in the order of the task's signature; y is written, and what a registered task writes in place."""
+        declared = [each for each in registry.tasks() if each.name == task]
+        in_place = [o.name for each in declared for o in each.inputs if o.is_write]
         rows = [(n, t, n != "y", n == "y" or n in in_place) for n, t in operands.items() if t is not None]
         self.graph.add_node(task, rows, attrs or {}, None, "node")
 
