@@ -26,18 +26,16 @@ PLAIN = {"use_cuda_graph": False, "use_async_batching": False}
 GRAPHS = {"use_cuda_graph": (False, True), "use_async_batching": False}
 ASYNCHRONOUS = GRAPHS | {"use_async_batching": True}
 NO_SHARING = {"allow_block_sharing": False}
-ENGINES = [
-    pytest.param("cpu", {}, id="cpu"),
-    pytest.param("cpu", {"use_async_batching": True}, id="cpu, asynchronous"),
-    *(
-        pytest.param("cuda", mode, id=f"gpu, {name}", marks=pytest.mark.gpu)
-        for name, mode in {"plain": PLAIN, "graphs": GRAPHS, "graphs and asynchronous": ASYNCHRONOUS}.items()
-    ),
-]
-EVERY_ENGINE = [
-    *ENGINES,
-    pytest.param("cpu", NO_SHARING, id="cpu, pages are not shared"),
-    pytest.param("cuda", ASYNCHRONOUS | NO_SHARING, id="gpu, pages are not shared", marks=pytest.mark.gpu),
+PLAIN_ON_THE_CPU = pytest.param("cpu", {}, id="cpu")
+ASYNCHRONOUS_ON_THE_CPU = pytest.param("cpu", {"use_async_batching": True}, id="cpu, asynchronous")
+ON_A_GPU = [
+    pytest.param("cuda", mode, id=f"gpu, {name}", marks=pytest.mark.gpu)
+    for name, mode in {
+        "plain": PLAIN,
+        "graphs": GRAPHS,
+        "graphs and asynchronous": ASYNCHRONOUS,
+        "pages are not shared": ASYNCHRONOUS | NO_SHARING,
+    }.items()
 ]
 
 
@@ -91,7 +89,7 @@ def num_requests_kept() -> int:
     return sum(type(each) is RequestState for each in gc.get_objects())
 
 
-@pytest.mark.parametrize(("device", "settings"), ENGINES)
+@pytest.mark.parametrize(("device", "settings"), [PLAIN_ON_THE_CPU, *ON_A_GPU])
 def test_requests_come_and_go_while_the_cache_is_too_small(
     device: str, settings: dict[str, Any], evictions: list[bool]
 ) -> None:
@@ -105,7 +103,7 @@ def test_requests_come_and_go_while_the_cache_is_too_small(
     assert pages_in_use(cache) == 0
 
 
-@pytest.mark.parametrize(("device", "settings"), ENGINES)
+@pytest.mark.parametrize(("device", "settings"), [ASYNCHRONOUS_ON_THE_CPU, *ON_A_GPU])
 def test_steps_fail_and_the_others_go_on(device: str, settings: dict[str, Any]) -> None:
     model = serving_model(device=device)
     load = Load(model, num_prompts=10, longest=40, shared=2 * PAGE)
@@ -123,7 +121,15 @@ def test_steps_fail_and_the_others_go_on(device: str, settings: dict[str, Any]) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("device", "settings"), EVERY_ENGINE)
+@pytest.mark.parametrize(
+    ("device", "settings"),
+    [
+        PLAIN_ON_THE_CPU,
+        ASYNCHRONOUS_ON_THE_CPU,
+        pytest.param("cpu", NO_SHARING, id="cpu, pages are not shared"),
+        *ON_A_GPU,
+    ],
+)
 def test_two_thousand_requests_come_and_go(device: str, settings: dict[str, Any], evictions: list[bool]) -> None:
     model = serving_model(device=device)
     load = Load(model, num_prompts=40, longest=80, shared=3 * PAGE)

@@ -30,8 +30,7 @@ def drawn(
     return [found[name].generated_tokens for name in sorted(found)]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}], ids=["as it is", "temperature"])
+@pytest.mark.parametrize(("count", "how"), [(1, {}), (3, {"temperature": 0.7})], ids=["as it is", "temperature"])
 def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any]) -> None:
     model = serving_model()
     prompt = prompt_of(5)
