@@ -35,7 +35,7 @@ from torch_mpk.aliasing import (
 )
 from torch_mpk.capture import Captured, lay_out_as_eager, source_line
 from torch_mpk.errors import UnsupportedError
-from torch_mpk.patterns.rewriter import CASTS, arguments, aten, is_call
+from torch_mpk.patterns.rewriter import CASTS, RESHAPES, arguments, aten, is_call
 from torch_mpk.tracing import graph_module
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class _Check:
         source, *others = node.args[:2] if node.args else (None,)
         if not isinstance(source, fx.Node) or source not in self._outside:
             return False
-        if node.target in (*_RESHAPES, *CASTS, aten.clone.default):
+        if node.target in (*RESHAPES, *CASTS, aten.clone.default):
             return value(node).dtype in (torch.int32, torch.int64)
         if not is_call(node, aten.add.Tensor) or arguments(node)["alpha"] != 1:
             return False
@@ -275,18 +275,6 @@ def _is_symbolic(number: Any) -> bool:
 
 # ---- which operations keep positions apart ----
 
-_RESHAPES = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.contiguous.default,
-)
 _SIZES = {  # -> the argument that is a shape
     aten.view.default: "size",
     aten.reshape.default: "shape",
@@ -357,7 +345,7 @@ def _keeps(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     """Each position is what it was, or alike."""
 
 
-@_rule(*_RESHAPES)
+@_rule(*RESHAPES)
 def _reshape(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     before, after = check.dim(node.args[0]), check.dim(node)
     if before is None or after is None:

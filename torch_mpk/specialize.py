@@ -76,11 +76,10 @@ def per_call(
         with lock:
             if key in built:
                 built.move_to_end(key)
-            return built.get(key)
+                return built[key]
+            return given_up[-1] if len(given_up) >= MAX_FAILURES else None
 
     def make(key: Hashable, args: Args) -> Callable[..., Any]:
-        if len(given_up) >= MAX_FAILURES:
-            return given_up[-1]
         try:
             run = build(args)
         except Exception as error:
@@ -107,7 +106,7 @@ def per_call(
         def end(future: Future[Callable[..., Any]]) -> None:
             with lock:
                 if future.exception() is None:
-                    del pending[key]
+                    pending.pop(key, None)  # a call may have taken it as soon as it was done
 
         future.add_done_callback(end)
         in_background(functools.partial(make, key, args), future)

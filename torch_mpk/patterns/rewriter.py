@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_RESHAPES = (
+RESHAPES = (
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
@@ -107,7 +107,7 @@ def cast_source(node: Any) -> fx.Node | None:
 
 def reshape_source(node: fx.Node) -> fx.Node | None:
     """The tensor that ``node`` was made from with the same elements in the same row-major order, or None."""
-    if is_call(node, *_RESHAPES):
+    if is_call(node, *RESHAPES):
         return node.args[0]
     if is_call(node, aten.transpose.int, aten.permute.default) and None not in shape(node):
         source = node.args[0]

@@ -1,14 +1,10 @@
 // How attention of many positions is cut into tiles of queries and of keys.
-#include <algorithm>
-
 #include "../key_rows.h"
 #include "../planner.h"
+#include "../query_tiles.h"
 
 namespace mpk {
 namespace {
-
-constexpr int64_t kEntryBytes = 32 << 10;  // a tile of keys and values: larger ones of causal prompts are seen in part
-constexpr int64_t kLargestHead = 128;      // a warp keeps queries and results in registers
 
 class PrefillAttentionPlanner : public Planner {
   bool needs_warpgroups(const Node& node) const override { return can_be_cut(node); }
@@ -19,10 +15,7 @@ class PrefillAttentionPlanner : public Planner {
     if (warps.warpgroups == 0 || !can_be_cut(node)) return;
     const Tensor &q = node.operand("q").tensor, &k = node.operand("k").tensor;
     const int64_t groups = k.shape[1];
-    QueryTiles tiles;
-    tiles.heads = q.shape[2] / groups;
-    tiles.rows = kWarpRows * warps.consumers;
-    tiles.positions = std::min(kEntryBytes, warps.slot_bytes) / (2 * k.shape[3] * size_bytes(k.dtype));
+    const QueryTiles tiles = query_tiles(warps, q.shape[2] / groups, k.shape[3] * size_bytes(k.dtype));
     job.queries = tiles;
     job.num_tiles = q.shape[0] * groups * ((q.shape[1] * tiles.heads + tiles.rows - 1) / tiles.rows);
   }
@@ -30,8 +23,8 @@ class PrefillAttentionPlanner : public Planner {
  private:
   static bool can_be_cut(const Node& node) {
     const Tensor &q = node.operand("q").tensor, &k = node.operand("k").tensor, &v = node.operand("v").tensor;
-    return k.shape[1] > 0 && q.shape[2] >= k.shape[1] && q.shape[2] % k.shape[1] == 0 && q.shape[3] <= kLargestHead &&
-           q.numel() > 0 && key_rows(k) && key_rows(v);
+    return are_equal_groups(q.shape[2], k.shape[1]) && q.shape[3] <= kLargestHead && q.numel() > 0 && key_rows(k) &&
+           key_rows(v);
   }
 };
 

@@ -1,13 +1,9 @@
 // How attention of ragged sequences is cut into tiles of queries and of keys.
-#include <algorithm>
-
 #include "../planner.h"
+#include "../query_tiles.h"
 
 namespace mpk {
 namespace {
-
-constexpr int64_t kEntryBytes = 32 << 10;  // a tile of keys and values: larger ones of causal prompts are seen in part
-constexpr int64_t kLargestHead = 128;      // a warp keeps queries and results in registers
 
 class VarlenAttentionPlanner : public Planner {
   bool needs_warpgroups(const Node& node) const override { return can_be_cut(node); }
@@ -17,10 +13,7 @@ class VarlenAttentionPlanner : public Planner {
     const WarpLayout& warps = schedule.warps;
     if (warps.warpgroups == 0 || !can_be_cut(node)) return;
     const Tensor &q = node.operand("q").tensor, &k = node.operand("k_cache").tensor;
-    QueryTiles tiles;
-    tiles.heads = q.shape[1] / k.shape[1];
-    tiles.rows = kWarpRows * warps.consumers;
-    tiles.positions = std::min(kEntryBytes, warps.slot_bytes) / (2 * k.shape[2] * size_bytes(k.dtype));
+    QueryTiles tiles = query_tiles(warps, q.shape[1] / k.shape[1], k.shape[2] * size_bytes(k.dtype));
     tiles.ends = node.operand("cu_seq_lens_q").tensor.shape[0];
     job.queries = tiles;
     job.num_tiles = k.shape[1] * tiles.ragged_tiles(q.shape[0]);
@@ -29,7 +22,7 @@ class VarlenAttentionPlanner : public Planner {
  private:
   static bool can_be_cut(const Node& node) {
     const Tensor &q = node.operand("q").tensor, &k = node.operand("k_cache").tensor;
-    return k.shape[1] > 0 && q.shape[1] >= k.shape[1] && q.shape[1] % k.shape[1] == 0 && q.numel() > 0 &&
+    return are_equal_groups(q.shape[1], k.shape[1]) && q.numel() > 0 &&
            (q.shape[2] == kLargestHead || q.shape[2] == kLargestHead / 2) && size_bytes(q.dtype) == 2;
   }
 };
