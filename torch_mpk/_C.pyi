@@ -441,6 +441,7 @@ class TileShape:
         pass_tiles: int,
         x_rows: int = 0,
         split: int = 1,
+        window_bytes: int = 0,
     ) -> None: ...
     @property
     def tile_rows(self) -> int: ...
@@ -464,6 +465,8 @@ class TileShape:
     def x_rows(self) -> int: ...
     @property
     def split(self) -> int: ...
+    @property
+    def window_bytes(self) -> int: ...
 
 class WarpLayout:
     def __init__(

@@ -74,11 +74,22 @@ class CutProof {
     else
       require(s.chunk_parts == 1 && s_.warps.warpgroups == 0, box + " is taken by one warp");
     if (s.split != 1) check_split(s);
+    if (s.window_bytes > 0) check_windows(s);
     for (int n : job_.body)
       require(comes_in_boxes(s_.graph, matrix(n)),
               name_buffer(s_, matrix(n).buffer) +
                   " cannot come in boxes: it is none of the call's matrices of 16-bit " +
                   "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
+  }
+
+  // Warpgroups take 64 columns of up to 64 rows of weights at a time, and find x in windows of equally many such
+  // columns.
+  void check_windows(const TileShape& s) const {
+    const int64_t of_window = s.chunks_of_window();
+    require(s.pass_tiles > 0 && !job_.is_staged && s.chunk_bytes == kBoxRowBytes &&
+                s.tile_rows <= kWarpgroupWarps * kWarpRows && s.window_bytes % s.chunk_bytes == 0 &&
+                (of_window & (of_window - 1)) == 0 && s.chunks() / s.split % of_window == 0,
+            "windows of " + str(s.window_bytes) + " bytes of x are not what warpgroups multiply");
   }
 
   // Each of the workers that share tiles has one part of one pass, so that none waits for itself.

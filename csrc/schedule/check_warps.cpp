@@ -10,7 +10,8 @@ void require(bool holds, const std::string& what) {
   if (!holds) unsound(what);
 }
 
-void check_ring(const WarpLayout& w, const Target& target) {
+void check_ring(const Schedule& s) {
+  const WarpLayout& w = s.warps;
   require(w.slot_bytes >= kMinSlotBytes && w.slot_bytes % kSharedAlignment == 0,
           "slots of " + str(w.slot_bytes) + " bytes, expected a multiple of " + str(kSharedAlignment) + " from " +
               str(kMinSlotBytes) + " on");
@@ -18,10 +19,10 @@ void check_ring(const WarpLayout& w, const Target& target) {
           "a ring of " + str(w.max_slots) + " slots, expected " + str(kFewestSlots) + " to " + str(kMaxSlots));
   // A slot is full when the copy engine, or every lane of the loader, has arrived; and empty when the one consumer that
   // owns the entry has, or all that multiply together.
-  const int64_t full = target.arch >= 90 ? w.loaders : 32 * w.loaders;
+  const int64_t full = s.target.arch >= 90 ? w.loaders : 32 * w.loaders;
   require(w.full_arrivals == full,
           "slots are full after " + str(w.full_arrivals) + " arrivals, but loaders arrive " + str(full) + " times");
-  const int64_t readers = w.warpgroups > 0 ? w.consumers : 1;
+  const int64_t readers = w.warpgroups > 0 ? w.consumers : shares_entries_in_warpgroups(s) ? kWarpgroupWarps : 1;
   require(w.empty_arrivals == readers, "slots are empty after " + str(w.empty_arrivals) + " arrivals, but " +
                                            str(readers) + " of " + str(w.consumers) + " consumers read an entry");
 }
@@ -39,7 +40,7 @@ void check_warps(const Schedule& s) {
               str(w.threads()) + " threads may have " + str(most));
   require(w.warpgroups == 0 || w.consumers == kWarpgroupWarps * w.warpgroups,
           str(w.consumers) + " consumers are not " + str(w.warpgroups) + " warpgroups");
-  check_ring(w, s.target);
+  check_ring(s);
   for (const Phase& phase : s.phases)
     for (const Job& job : phase.jobs)
       if (job.staged_bytes > 0 && job.staged_bytes > room(s))

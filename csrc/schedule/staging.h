@@ -74,6 +74,14 @@ inline bool copies_windows(const TBGraph& graph, const Job& job) {
   });
 }
 
+// Whether some jobs' entries are read by the warps of a warpgroup, and not by one.
+inline bool shares_entries_in_warpgroups(const Schedule& schedule) {
+  return std::any_of(schedule.phases.begin(), schedule.phases.end(), [](const Phase& phase) {
+    return std::any_of(phase.jobs.begin(), phase.jobs.end(),
+                       [](const Job& job) { return job.shape && job.shape->window_bytes > 0; });
+  });
+}
+
 // Whether the sums of a tile's runs find each other in shared memory, see keeps_sums.
 inline bool meets_in_shared_memory(const TileShape& shape, const WarpLayout& warps) {
   return shape.rows_in_entry() <= kSumsOfRun &&

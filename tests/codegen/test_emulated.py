@@ -315,6 +315,28 @@ def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn:
         check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
 
 
+@pytest.mark.parametrize(
+    ("batch", "ffn", "workers", "shapes"),
+    thinned(
+        [
+            (64, 640, 2, {(64, 2, 1), (64, 2, 2), (56, 1, 1)}),  # several passes, of which the last has fewer boxes
+            (61, 192, 9, {(32, 1, 1), (24, 1, 2), (16, 1, 1)}),  # both warpgroups at one box; rows that are not there
+        ],
+        1,
+    ),
+)
+def test_warpgroups_multiply_what_a_phase_has_made(
+    batch: int, ffn: int, workers: int, shapes: set[tuple[int, int, int]]
+) -> None:
+    sizes = {"batch": batch, "hidden": 1024, "heads": 4, "groups": 2, "head_dim": 32, "ffn": ffn, "length": 40}
+    kernel = emulate(decoder(**sizes), workers=workers)
+    found = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
+    assert {(s.tile_rows, s.pass_tiles, s.parts) for s in found if s.window_bytes} == shapes
+    assert kernel.schedule.warps.empty_arrivals == 4
+    torch.manual_seed(1)
+    check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_readers_wait_for_what_they_poll_in_the_reference_vm(seed: int) -> None:
     schedule = _C.make_schedule(decoder(), _C.Target("cuda", 90, 3, SMEM_BYTES, True, True))

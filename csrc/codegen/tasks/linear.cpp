@@ -127,8 +127,7 @@ class LinearWriter {
     }
     if (paired_) first_tile_ = {"0u"}, num_rows_ = {num_rows_.front()};
     if (copies_windows(context_.graph(), job_))
-      map_of_x_ =
-          "job.pointer<const void>(" + str(refs_.add_map(first_, x_, batch_, shape_.chunk_bytes / element_)) + ")";
+      map_of_x_ = "job.pointer<const void>(" + str(refs_.add_map(first_, x_, x_rows(), window_size())) + ")";
     if (shape_.x_rows == 0) return;
     require(context_.aligned_rows(x_, false), first_, "x is not aligned to 16 bytes");
     refs_.add_map(first_, x_, shape_.x_rows, kBoxColumns);
@@ -140,10 +139,11 @@ class LinearWriter {
     const TileShape& s = *job_.shape;
     const uint32_t chunks = u32(s.chunks()), entries = u32(s.has_boxes() ? s.split : s.entries());
     if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
-    code_.stream = {{u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes),
-                     u32(s.chunk_bytes), chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight)},
-                    job_.tickets,
-                    u32(s.has_boxes() ? s.pass_tiles : s.run)};
+    code_.stream = {
+        {u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes), u32(s.chunk_bytes),
+         chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight), u32(s.chunks_of_window())},
+        job_.tickets,
+        u32(s.has_boxes() ? s.pass_tiles : s.run)};
   }
 
   void write_sizes() {
@@ -171,6 +171,10 @@ class LinearWriter {
                   job_.is_staged || shape_.x_rows > 0 || !map_of_x_.empty() ? "nullptr" : refs_.pointer(first_, x_));
   }
 
+  // Of linear_rows.cuh: of a window of x.
+  int64_t x_rows() const { return shape_.window_bytes > 0 ? multiplied_rows(batch_) : batch_; }
+  int64_t window_size() const { return std::max(shape_.window_bytes, shape_.chunk_bytes) / element_; }
+
   std::string tile_sizes() const {
     if (shape_.x_rows > 0)
       return constant("kXRows", shape_.x_rows) + constant("kTileRows", shape_.tile_rows) +
@@ -178,6 +182,8 @@ class LinearWriter {
     if (shape_.has_boxes())
       return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles) +
              constant("kSplit", shape_.split) + flag("kBoxesOfX", !map_of_x_.empty()) +
+             flag("kByWarpgroups", shape_.window_bytes > 0) + constant("kWindowSize", window_size()) +
+             constant("kXRows", x_rows()) +
              returning("const void*", "map_of_x(const Job& job)", map_of_x_.empty() ? "nullptr" : map_of_x_);
     return constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts);
   }

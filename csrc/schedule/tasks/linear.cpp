@@ -111,7 +111,11 @@ int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
 // worker takes all its rows at once, K outermost, as far as the sums fit its registers.
 class Boxes {
  public:
-  Boxes(const Linears& job, bool is_staged, bool in_boxes) : job_(job), is_staged_(is_staged), in_boxes_(in_boxes) {}
+  Boxes(const Linears& job, bool is_staged, bool in_boxes, int arch)
+      : job_(job),
+        is_staged_(is_staged),
+        in_boxes_(in_boxes),
+        by_warpgroups_(!is_staged && in_boxes && arch / 10 == 9 && job.batch > kFewRows) {}
 
   // Of the shapes that workers may share tiles in the quickest.
   TileShape shape() const {
@@ -123,8 +127,10 @@ class Boxes {
     return best;
   }
 
+  TileShape shape_of(int64_t split) const { return by_warpgroups_ ? together(split) : apart(split); }
+
   // Boxes of 8 rows are shared out among workers more evenly; those of 16 need less of x at a time.
-  TileShape shape_of(int64_t split) const {
+  TileShape apart(int64_t split) const {
     const int64_t workers = job_.workers / split;  // that have tiles of their own
     const int64_t box_rows = job_.batch <= 16 || job_.tiles(kBlockRows) < workers ? 8 : kBlockRows;
     const int64_t columns = job_.batch <= 16 ? 512 : 256;
@@ -138,6 +144,29 @@ class Boxes {
     return shape;
   }
 
+  // Each warpgroup multiplies up to 64 rows of weights with all of x. So boxes are as high as shares the rows out most
+  // evenly, and of those the highest.
+  TileShape together(int64_t split) const {
+    const int64_t workers = job_.workers / split, row_bytes = job_.size * job_.element;
+    const auto share = [&](int64_t rows) { return divide_up(job_.tiles(rows), workers); };
+    int64_t box_rows = kWarpgroupWarps * kWarpRows;
+    for (int64_t rows = box_rows - 8; rows > 0; rows -= 8)
+      if (share(rows) * rows < share(box_rows) * box_rows) box_rows = rows;
+    TileShape shape{box_rows, job_.parts, 1, row_bytes, kBoxRowBytes};
+    shape.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / shape.entry_bytes();
+    const int64_t sums = multiplied_rows(job_.batch) / 2;  // of a box, in each thread
+    const int64_t most =
+        std::max<int64_t>(kWarpgroups * std::min<int64_t>(kMostSums / sums, kMostHeld) / job_.parts, 1);
+    shape.pass_tiles = std::max<int64_t>(divide_up(share(box_rows), divide_up(share(box_rows), most)), 1);
+    shape.split = split;
+    shape.window_bytes = kBoxRowBytes;
+    const int64_t columns = shape.chunks() / split;
+    while (columns % (2 * shape.chunks_of_window()) == 0 &&
+           2 * shape.window_bytes * multiplied_rows(job_.batch) <= kMostOfWindow)
+      shape.window_bytes *= 2;
+    return shape;
+  }
+
   // Where the sums of workers that share tiles meet: words of two floats and their tags, see finish_shared.
   std::optional<Pieces> pieces(const TileShape& shape) const {
     if (shape.split == 1) return std::nullopt;
@@ -147,12 +176,17 @@ class Boxes {
 
   // See RowsShape in linear_rows.cuh.
   int64_t staged_bytes(const TileShape& shape) const {
+    if (shape.window_bytes > 0) {
+      const int64_t rows = multiplied_rows(job_.batch), boxes = shape.pass_tiles * shape.parts;
+      const int64_t blocks = (boxes == 1 ? kWarpgroups : boxes) * divide_up(shape.tile_rows, kWarpRows);
+      return std::max(kWindows * rows * shape.window_bytes, blocks * rows * kSumPitch * 4) + kBoxAlignment;
+    }
     const int64_t blocks = divide_up(shape.pass_tiles * shape.parts, kBlockRows / shape.tile_rows);
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
     const int64_t x = job_.batch * ((is_staged_ ? shape.row_bytes : shape.chunk_bytes) + kAccessBytes);
     if (is_staged_) return round_up(x, kSharedAlignment) + sums;
     const int64_t box = round_up(job_.batch * shape.chunk_bytes, kBoxAlignment);
-    return std::max(in_boxes_ ? kWindows * box + kBoxAlignment : kWindows * x, sums);
+    return in_boxes_ ? std::max(kWindows * box, sums) + kBoxAlignment : std::max(kWindows * x, sums);
   }
 
   // Of x that is staged whole although it could come in windows: beyond that the ring's room is worth more.
@@ -161,6 +195,9 @@ class Boxes {
  private:
   static constexpr int64_t kBlockRows = 16;  // of weights, that a warp multiplies at a time
   static constexpr int64_t kMostSplit = 4;
+  // Of warpgroups: rows of x that warps multiply as quickly; sums that a thread holds, and boxes that they are of;
+  // bytes of a window.
+  static constexpr int64_t kFewRows = 32, kMostSums = 64, kMostHeld = 4, kMostOfWindow = 16 << 10;
 
   // Chunks in equal parts, tiles in one pass, and of x the rows that a warp finishes together. x that stands in shared
   // memory whole does not come by columns.
@@ -174,7 +211,10 @@ class Boxes {
   // memory, of windows of x, and in all; and a hop to the workers that share its tiles.
   double nanoseconds(const TileShape& shape) const {
     constexpr double kOfMemory = 35, kOfWindows = 30, kInAll = 46, kHop = 2000;
-    const double rows = double(shape.tile_rows) * double(job_.tiles(shape.tile_rows)) / double(job_.workers);
+    const int64_t tiles = job_.tiles(shape.tile_rows), groups = job_.workers / shape.split;
+    const double rows =
+        double(shape.tile_rows) * (by_warpgroups_ ? double(divide_up(tiles, groups)) / double(shape.split)
+                                                  : double(tiles) / double(job_.workers));
     const double weights = rows * double(shape.row_bytes);
     const double x = double(job_.batch) * double(shape.row_bytes) / double(shape.split);
     const double sums = 8 * rows * double(job_.batch) * double(shape.split - 1);  // sent, and as many received
@@ -191,6 +231,7 @@ class Boxes {
 
   const Linears& job_;
   const bool is_staged_, in_boxes_;  // x stands in shared memory whole, or its windows are boxes
+  const bool by_warpgroups_;
 };
 
 // With more rows of x still, warpgroups multiply tiles of rows of x by rows of weights (linear_tiles.cuh).
@@ -331,7 +372,7 @@ class LinearPlanner : public Planner {
       return false;
     const bool is_staged = !job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) ||
                            x.numel() * linears.element <= Boxes::kMostWhole;
-    const Boxes boxes(linears, is_staged, can_be_windowed(schedule.graph, x));
+    const Boxes boxes(linears, is_staged, can_be_windowed(schedule.graph, x), schedule.target.arch);
     const TileShape shape = boxes.shape();
     const int64_t bytes = boxes.staged_bytes(shape);
     if (bytes > room(schedule) - kBoxAlignment - kMoreSlots * schedule.warps.slot_bytes) return false;

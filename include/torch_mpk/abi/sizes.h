@@ -21,6 +21,8 @@ constexpr int registers_each(int threads) {
 inline constexpr int kWarpgroups = 2, kWarpgroupWarps = 4;
 inline constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;
 static_assert(32 * kWarpgroupWarps * (kWarpgroups * kMultiplyingRegisters + kLoadingRegisters) <= kRegisterFile);
+// Rows of x that they multiply where few have them, see linear_rows.cuh.
+constexpr int multiplied_rows(int64_t rows) { return rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 constexpr int threads_of(int consumer_warps, int loader_warps, int warpgroups) {
   return 32 * (consumer_warps + (warpgroups > 0 ? kWarpgroupWarps : loader_warps));
 }

@@ -176,7 +176,8 @@ template <class Kernel>
 struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   using Config = Kernel;
   int rank, warp, lane;
-  RingReader<Kernel::kSlots, Kernel::kSlotBytes> ring;
+  // Where all warps multiply together, none owns an entry.
+  RingReader<Kernel::kSlots, Kernel::kSlotBytes, MPK_WARPGROUPS == 0 ? Kernel::kEmptyArrivals : 1> ring;
   uint32_t row = 0, phase = 0;
   uint32_t entry = 0;    // the ring entry the running job begins with
   uint32_t window = 0;   // and the window of x
@@ -449,8 +450,8 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     for (uint32_t first = mine.begin; first < mine.end && !failed; first += row.run) {
       const Span pass{first, min(mine.end, first + row.run)};
       const uint32_t end = ring.entry + (pass.end - pass.begin) * stream.parts * stream.chunks;
-      ring.entry =
-          fill_boxes(ring, stream, job.refs(), matrices, pass, part * stream.chunks, group % stream.chunks, phase);
+      ring.entry = fill_boxes(ring, stream, job.refs(), matrices, pass, part * stream.chunks,
+                              group % stream.chunks & -stream.chunks_of_x, phase);
       failed = ring.entry != end;
       if constexpr (kProfiled<Kernel>)
         for (uint32_t i = 0; i < job.row->num_matrices; i += stream.parts)

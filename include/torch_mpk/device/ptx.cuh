@@ -24,6 +24,16 @@ MPK_DEVICE void mbar_arrive(uint64_t* bar) {
   asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.shared::cta.b64 t, [%0];\n}" ::"r"(smem_addr(bar)) : "memory");
 }
 
+// As so many.
+template <int arrivals>
+MPK_DEVICE void mbar_arrive_as(uint64_t* bar) {
+  if constexpr (arrivals == 1)
+    mbar_arrive(bar);
+  else
+    asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.shared::cta.b64 t, [%0], %1;\n}" ::"r"(smem_addr(bar)), "n"(arrivals)
+                 : "memory");
+}
+
 // Whether the phase of this parity is complete, at once.
 MPK_DEVICE bool mbar_peek(uint64_t* bar, uint32_t parity) {
   uint32_t done;
@@ -353,6 +363,7 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
 
 #define MPK_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define MPK_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define MPK_16 MPK_TEN() "%10, %11, %12, %13, %14, %15"
 #define MPK_32 MPK_TEN() MPK_TEN(1) MPK_TEN(2) "%30, %31"
 #define MPK_48 MPK_TEN() MPK_TEN(1) MPK_TEN(2) MPK_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47"
@@ -363,6 +374,7 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
   MPK_60 MPK_TEN(6) MPK_TEN(7) MPK_TEN(8) MPK_TEN(9) MPK_TEN(10) \
       MPK_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127"
 #define MPK_OF_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MPK_OF_8(d, i) MPK_OF_4(d, i), MPK_OF_4(d, i + 4)
 #define MPK_OF_16(d, i) MPK_OF_4(d, i), MPK_OF_4(d, i + 4), MPK_OF_4(d, i + 8), MPK_OF_4(d, i + 12)
 #define MPK_OF_32(d, i) MPK_OF_16(d, i), MPK_OF_16(d, i + 16)
 #define MPK_OF_48(d, i) MPK_OF_32(d, i), MPK_OF_16(d, i + 32)
@@ -380,6 +392,7 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
                  : "memory");                                                                           \
   }
 #define MPK_MULTIPLY_ALL(T, type)        \
+  MPK_MULTIPLY(T, type, 16, 8, 8, 9)     \
   MPK_MULTIPLY(T, type, 32, 16, 16, 17)  \
   MPK_MULTIPLY(T, type, 64, 32, 32, 33)  \
   MPK_MULTIPLY(T, type, 96, 48, 48, 49)  \
@@ -396,6 +409,7 @@ MPK_MULTIPLY_ALL(__half, "f16")
 #undef MPK_OF_48
 #undef MPK_OF_32
 #undef MPK_OF_16
+#undef MPK_OF_8
 #undef MPK_OF_4
 #undef MPK_128
 #undef MPK_96
@@ -404,6 +418,7 @@ MPK_MULTIPLY_ALL(__half, "f16")
 #undef MPK_48
 #undef MPK_32
 #undef MPK_16
+#undef MPK_8
 #undef MPK_TEN
 
 // The registers of each thread of this warpgroup, all of whose warps call it: fewer, or more once others have given up

@@ -2,9 +2,9 @@
 //
 // Entries are numbered 0, 1, 2, ... over the whole launch; entry g lives in slot g mod slots. The loader fills an
 // entry's metadata, starts its copies and publishes the count `issued`; the one consumer warp that owns the entry
-// awaits `issued > g`, then the slot's `full` barrier, and frees the slot through its `empty` barrier. Because the
-// consumer looks at `full` only after the loader has armed it for entry g, its parity cannot be mistaken for that of an
-// earlier or a later round, whichever warps share a slot.
+// awaits `issued > g`, then the slot's `full` barrier, and frees the slot through its `empty` barrier; so does each of
+// several warps that multiply together. Because a consumer looks at `full` only after the loader has armed it for entry
+// g, its parity cannot be mistaken for that of an earlier or a later round, whichever warps share a slot.
 #pragma once
 
 #include "torch_mpk/abi/table.h"
@@ -300,8 +300,8 @@ MPK_OUT_OF_LINE uint32_t wait_entry(RingState& ring, const Watchdog& dog, uint32
   return __all_sync(~0u, there) ? issued : g;
 }
 
-// A consumer warp's end. All lanes call all functions.
-template <int slots, int slot_bytes>
+// A consumer warp's end. All lanes call all functions. `arrivals` are those of a warp that owns an entry.
+template <int slots, int slot_bytes, int arrivals>
 struct RingReader {
   RingState& ring;
   uint8_t* data;
@@ -347,9 +347,15 @@ struct RingReader {
   }
 
   MPK_DEVICE uint64_t* empty(uint32_t g) const { return &ring.empty[g % slots]; }
-  MPK_DEVICE void release(uint32_t g) {
+  MPK_DEVICE void release(uint32_t g) { release_as<arrivals>(g); }
+  // Of an entry that several warps read.
+  MPK_DEVICE void release_share(uint32_t g) { release_as<1>(g); }
+
+ private:
+  template <int count>
+  MPK_DEVICE void release_as(uint32_t g) {
     __syncwarp();
-    if (ptx::kRacecheck || lane == 0) ptx::mbar_arrive(empty(g));
+    if (ptx::kRacecheck || lane == 0) ptx::mbar_arrive_as<count>(empty(g));
   }
 };
 

@@ -15,6 +15,7 @@
 
 #include "torch_mpk/device/tagged.cuh"
 #include "torch_mpk/device/tasks/linear.cuh"
+#include "torch_mpk/device/warpgroup.cuh"
 
 namespace mpk::linear {
 
@@ -35,6 +36,9 @@ concept RowsSizes = requires {
   requires Constants<bool, V::kStaged, V::kRowTasks, V::kBoxesOfX> && Constants<int, V::kPitchX>;
   // What chains and extras fetch first is known before the phase's events.
   requires Constants<bool, V::kEarly>;
+  // Warpgroups multiply the boxes, each of one block of 64 columns. Columns of a window, and the rows it has of x:
+  // those that the tensor cores take.
+  requires Constants<bool, V::kByWarpgroups> && Constants<int, V::kWindowSize, V::kXRows>;
 };
 
 template <class V, class C>
@@ -49,41 +53,54 @@ concept RowsVariant = RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || Meets<
 template <RowsSizes V>
 struct RowsShape {
   using T = typename V::T;
-  static constexpr int kColumns = (V::kBatch + 7) / 8;    // fragments of sums that a block has
-  static constexpr int kBoxesOfBlock = 16 / V::kBoxRows;  // one or two
+  static constexpr int kColumns = (V::kXRows + 7) / 8;  // fragments of sums that a block has
+  // One or two, where a warp has a block; a warpgroup has the blocks of a box, each by one of its warps.
+  static constexpr int kBoxesOfBlock = V::kByWarpgroups ? 1 : kWarpRows / V::kBoxRows;
+  static constexpr int kBlocksOfBox = V::kByWarpgroups ? (V::kBoxRows + kWarpRows - 1) / kWarpRows : 1;
   static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * int(sizeof(T));
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize / V::kSplit;    // of a worker
   static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kBringingWarps;  // that multiply
-  static constexpr int kMaxBlocks = (V::kPassTiles * V::kParts + kBoxesOfBlock - 1) / kBoxesOfBlock;
-  static constexpr int kHeld = (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
+  static constexpr int kMaxBoxes = V::kPassTiles * V::kParts;
+  static constexpr int kMaxBlocks = (kMaxBoxes * kBlocksOfBox + kBoxesOfBlock - 1) / kBoxesOfBlock;
+  static constexpr int kHeld = V::kByWarpgroups ? (kMaxBoxes + kWarpgroups - 1) / kWarpgroups
+                                                : (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
+  // Windows of x of a worker, and chunks of each.
+  static constexpr int kChunksOfWindow = V::kWindowSize / V::kChunkSize, kNumWindows = kChunks / kChunksOfWindow;
+  static_assert(kChunks % kChunksOfWindow == 0);
   // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit.
   static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 ? 2 : 1;
   // Rows of x side by side begin in other banks, but in a box, which is swizzled, and has 64 columns of all rows after
   // the other.
   static constexpr int kPitch =
       V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
-  static constexpr int kBlockPitch = V::kBoxesOfX ? V::kBatch * kBoxRowBytes : kBoxRowBytes;  // to the next 64 columns
-  static constexpr int kBytesOfX = V::kBatch * V::kChunkSize * int(sizeof(T));                // of a box
+  static constexpr int kBlockPitch = V::kBoxesOfX ? V::kXRows * kBoxRowBytes : kBoxRowBytes;  // to the next 64 columns
+  static constexpr int kBytesOfX = V::kXRows * V::kWindowSize * int(sizeof(T));               // of a box
   static constexpr int kWindowBytes =
       V::kBoxesOfX ? (kBytesOfX + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment : V::kBatch * kPitch;
   // Sums of a block in shared memory, [row of x][row of weights], without conflicts of banks.
   static constexpr int kBlockFloats = 8 * kColumns * kSumPitch;
-  static constexpr int kSumBytes = (kMaxBlocks > kWarps ? kMaxBlocks : kWarps) * kBlockFloats * 4;
+  static constexpr int kSumBlocks = V::kByWarpgroups      ? (kMaxBoxes == 1 ? kWarpgroups : 1) * kMaxBlocks
+                                    : kMaxBlocks > kWarps ? kMaxBlocks
+                                                          : kWarps;
+  static constexpr int kSumBytes = kSumBlocks * kBlockFloats * 4;
   // Sums follow x where it is whole, and take the windows' place otherwise.
   static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
-  static constexpr int kXBytes =
-      V::kStaged ? kWindowBytes : kWindows * kWindowBytes + (V::kBoxesOfX ? kBoxAlignment : 0);
-  static constexpr int kStagedBytes = V::kStaged ? kSumsOffset + kSumBytes : kXBytes > kSumBytes ? kXBytes : kSumBytes;
+  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
+  // Boxes, and so the sums in their place, begin up to kBoxAlignment bytes behind what is staged.
+  static constexpr int kStagedBytes =
+      V::kStaged ? kSumsOffset + kSumBytes
+                 : (kXBytes > kSumBytes ? kXBytes : kSumBytes) + (V::kBoxesOfX ? kBoxAlignment : 0);
 };
 
-// In which order a worker takes its chunks of K.
+// In which order a worker takes its windows of x; one is a chunk of K, but where warpgroups multiply.
 template <class V>
 struct Chunks {
+  using S = RowsShape<V>;
   uint32_t begin, first;
 
   MPK_DEVICE explicit Chunks(uint32_t worker)
-      : begin(worker % V::kSplit * RowsShape<V>::kChunks), first(worker / V::kSplit % RowsShape<V>::kChunks) {}
-  MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, RowsShape<V>::kChunks); }
+      : begin(worker % V::kSplit * S::kNumWindows), first(worker / V::kSplit % S::kChunks / S::kChunksOfWindow) {}
+  MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, S::kNumWindows); }
 };
 
 // How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one. All
@@ -91,13 +108,17 @@ struct Chunks {
 template <class V>
 struct Shares {
   using S = RowsShape<V>;
-  static constexpr uint32_t kMostSharers = S::kWarps < S::kChunks ? S::kWarps : S::kChunks;
+  static constexpr uint32_t kMostSharers = V::kByWarpgroups         ? (S::kMaxBoxes == 1 ? kWarpgroups : 1)
+                                           : S::kWarps < S::kChunks ? S::kWarps
+                                                                    : S::kChunks;
   uint32_t blocks, sharers = 1, held = 1, warps;  // warps: those that have work, or of a sharer's turn
 
   // Of the boxes of so many tiles.
   MPK_DEVICE explicit Shares(uint32_t tiles)
-      : blocks((tiles * V::kParts + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock), warps(blocks) {
-    if (S::kMaxBlocks <= S::kWarps || blocks <= S::kWarps) {
+      : blocks((tiles * V::kParts * S::kBlocksOfBox + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock), warps(blocks) {
+    if (V::kByWarpgroups) {
+      sharers = kMostSharers;
+    } else if (S::kMaxBlocks <= S::kWarps || blocks <= S::kWarps) {
       sharers = times<2, kMostSharers>(blocks, S::kWarps) + 1;
     } else {
       held = (blocks + S::kWarps - 1) / S::kWarps;
@@ -285,7 +306,7 @@ MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
   ptx::fence_proxy_async();  // what others have written, in memory and in the windows' place
   uint32_t turn = 0;
 #pragma unroll 1
-  for (; turn < S::kChunks; turn++) {
+  for (; turn < S::kNumWindows; turn++) {
     const uint32_t number = c.window + turn, place = number % kWindows;
     uint64_t* full = &c.windows().full[place];
     if (number >= kWindows &&
@@ -294,7 +315,7 @@ MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
       break;
     if (c.lane == 0) {
       ptx::mbar_arrive_expect(full, S::kBytesOfX);
-      ptx::box_load(windows + place * S::kWindowBytes, map, 0, chunks.at(turn) * (V::kChunkSize / kBoxColumns), full,
+      ptx::box_load(windows + place * S::kWindowBytes, map, 0, chunks.at(turn) * (V::kWindowSize / kBoxColumns), full,
                     ptx::kEvictNormal);
     } else {
       ptx::mbar_arrive(full);
@@ -306,7 +327,7 @@ MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
   for (uint32_t number = c.window + (turn > kWindows ? turn - kWindows : 0); number < c.window + turn; number++)
     while (!ptx::mbar_test(&c.windows().full[number % kWindows], number / kWindows & 1)) {
     }
-  return turn == S::kChunks;
+  return turn == S::kNumWindows;
 }
 
 // Rows of x into shared memory, through the row tasks in front of the linear: each by a warp or by several.
@@ -430,6 +451,89 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
   return c.sync();
 }
 
+// ---- by warpgroups
+
+// The products of a warpgroup: of a chunk's `boxes` boxes every kWarpgroups'th from number `first` on, or, where there
+// is one, of every kWarpgroups'th chunk. A warp that gives up a wait goes on with whatever stands in the ring, since
+// the others of its warpgroup cannot multiply without it.
+template <class V, class C>
+MPK_DEVICE void multiply_together(C& c, WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
+                                  uint32_t first, const uint8_t* windows) {
+  using S = RowsShape<V>;
+  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  uint32_t entry = 0;  // the one that is multiplied, from the second on
+  bool is_first = true;
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < S::kNumWindows; turn++) {
+    const uint32_t number = c.window + turn, place = number % kWindows;
+    if (!c.failed && !ptx::mbar_peek(&c.windows().full[place], number / kWindows & 1))
+      c.failed = !wait_barrier(c.shared.watchdog, &c.windows().full[place], number / kWindows & 1, c.phase,
+                               WarpRole::kConsumer, Waiting::kFullSlot, place, number);
+    const uint8_t* x = windows + place * S::kWindowBytes;
+#pragma unroll 1
+    for (uint32_t i = kTakesTurns ? (first + turn * S::kChunksOfWindow) % kWarpgroups : 0; i < S::kChunksOfWindow;
+         i += kTakesTurns ? kWarpgroups : 1) {
+      const uint32_t chunk = turn * S::kChunksOfWindow + i;
+#pragma unroll
+      for (int h = 0; h < S::kHeld; h++) {
+        const uint32_t box = kTakesTurns ? 0 : first + h * kWarpgroups, next = c.entry + chunk * boxes + box;
+        if (box >= boxes) break;
+        if (!c.failed && !c.ring.has(next)) {
+          // A call: it may use registers that products under way would write.
+#pragma unroll
+          for (int i = 0; i < S::kHeld; i++) ptx::await_sums(sums[i]);
+          c.failed = !c.ring.wait_longer(next, c.phase);
+        }
+        ptx::begin_products();
+        mpk::multiply_blocks<typename V::T, V::kXRows>(sums[h], c.ring.slot(next), x + i * S::kBlockPitch);
+        ptx::commit_products();
+        ptx::await_products<1>();
+        if (!is_first) c.ring.release_share(entry);
+        is_first = false;
+        entry = next;
+      }
+    }
+    ptx::await_products<0>();
+    __syncwarp();
+    if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[place]);
+  }
+#pragma unroll
+  for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
+  if (!is_first) c.ring.release_share(entry);
+}
+
+// One pass over the worker's part of K, see sum_boxes.
+template <class V, class C>
+MPK_DEVICE bool sum_together(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
+  using S = RowsShape<V>;
+  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  static_assert(V::kBoxesOfX && S::kWarps == kWarpgroups * kWarpgroupWarps && V::kChunkSize == kBoxColumns);
+  WarpgroupSums<V::kXRows> sums[S::kHeld] = {};
+  const uint32_t group = c.warp / kWarpgroupWarps, of_box = c.warp % kWarpgroupWarps;
+  const bool brings = c.warp >= S::kWarps;
+  if (brings)
+    c.failed |= !bring_boxes<V>(c, job, staged);
+  else
+    multiply_together<V>(c, sums, boxes, group, staged);
+  c.entry += S::kChunks * boxes;
+  c.window += S::kNumWindows;
+  if (!c.sync()) return false;  // the windows are no longer read
+  if (!brings && of_box < S::kBlocksOfBox) {
+    float* to = reinterpret_cast<float*>(staged + S::kSumsOffset) + c.lane / 4 + c.lane % 4 * 2 * kSumPitch;
+#pragma unroll
+    for (int h = 0; h < S::kHeld; h++) {
+      const uint32_t box = group + h * kWarpgroups;  // or the turn
+      if (!kTakesTurns && box >= boxes) break;
+      float* mine = to + (box * S::kBlocksOfBox + of_box) * S::kBlockFloats;
+#pragma unroll
+      for (int n = 0; n < S::kColumns; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) mine[(8 * n + i % 2) * kSumPitch + i / 2 * 8] = sums[h][4 * n + i];
+    }
+  }
+  return c.sync();
+}
+
 // A result of a pass: row `r` of x with row `n` of a segment. Warps take a strip of 32 rows of weights with a row of x
 // at a time: number c.warp, c.warp + kConsumerWarps, ..., all rows of x with a strip, then those with the next.
 template <class V>
@@ -466,9 +570,10 @@ struct PassSums {
 
   // Of row `r` of x with row `local` of a part of the weights.
   MPK_DEVICE float at(uint32_t r, uint32_t local, int part) const {
-    const uint32_t box = local / V::kBoxRows * V::kParts + part;
-    const float* sum = from + box / S::kBoxesOfBlock * S::kBlockFloats + r * kSumPitch +
-                       box % S::kBoxesOfBlock * V::kBoxRows + local % V::kBoxRows;
+    const uint32_t box = local / V::kBoxRows * V::kParts + part, row = local % V::kBoxRows;
+    const uint32_t block = box * S::kBlocksOfBox / S::kBoxesOfBlock + row / kWarpRows;
+    const float* sum =
+        from + block * S::kBlockFloats + r * kSumPitch + box % S::kBoxesOfBlock * V::kBoxRows + row % kWarpRows;
     float each[Shares<V>::kMostSharers], total = 0;  // read together
 #pragma unroll
     for (uint32_t turn = 0; turn < Shares<V>::kMostSharers; turn++)
@@ -628,7 +733,11 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
     if constexpr (kPreloads)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
     const Shares<V> shares(pass.end - pass.begin);
-    if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged)) return;
+    if constexpr (V::kByWarpgroups) {
+      if (!sum_together<V>(c, job, (pass.end - pass.begin) * V::kParts, staged)) return;
+    } else {
+      if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged)) return;
+    }
     const PassSums<V> sums(shares, staged);
     if constexpr (V::kSplit > 1)
       finish_shared<V>(c, job, pass, sums);

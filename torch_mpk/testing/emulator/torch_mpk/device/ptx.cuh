@@ -12,6 +12,10 @@ inline SharedAddress smem_addr(const void* p) { return reinterpret_cast<SharedAd
 
 inline void mbar_init(uint64_t* bar, uint32_t count) { emulator::barrier_init(bar, count); }
 inline void mbar_arrive(uint64_t* bar) { emulator::barrier_arrive(bar, 0); }
+template <int arrivals>
+void mbar_arrive_as(uint64_t* bar) {
+  for (int i = 0; i < arrivals; i++) mbar_arrive(bar);
+}
 inline bool mbar_test(uint64_t* bar, uint32_t parity) {
   if (emulator::barrier_test(bar, parity)) return true;
   emulator::yield();
