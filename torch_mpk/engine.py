@@ -8,13 +8,16 @@ whose graph has then nothing random.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +58,28 @@ class StepCompileConfig(CompileConfig):
         limits = {"recompile_limit": MAX_BUILDS, "isolate_recompiles": True}
         known = inspect.signature(torch.compile).parameters  # PyTorch before 2.13 does not have them
         return super().to_dict() | {name: value for name, value in limits.items() if name in known}
+
+
+_one_capture = threading.RLock()
+
+
+@contextlib.contextmanager
+def garbage_stays() -> Iterator[None]:
+    """Nothing that is there before is collected inside, by whoever asks for it.
+
+    An earlier engine is in a cycle with its memory pool. A pool that is freed empties the allocator's cache, and while
+    another pool is in use, or a graph captured, that fails in a destructor, which ends the process (see
+    pytorch/pytorch#180395). It is not enough to turn automatic collection off: Dynamo asks for one behind each compile,
+    and so does ``stop`` of an engine in another thread. What is frozen all of them pass over. Unfreezing is the whole
+    process's, hence one thread at a time; what others had frozen is not any more, which costs them time alone.
+    """
+    with _one_capture:
+        gc.collect()
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
 
 
 class Runner(continuous_api.ModelRunner):
@@ -111,6 +136,11 @@ class Runner(continuous_api.ModelRunner):
         if self.inputs_and_outputs.compute_stream is not None:
             self.inputs_and_outputs.compute_stream.synchronize()
         return seconds
+
+    def _capture_graph(self, *args: Any, **kwargs: Any) -> None:
+        """It runs the step, and so may build it, with the engine's memory pool in use."""
+        with garbage_stays():
+            super()._capture_graph(*args, **kwargs)
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
         forward, is_captured = super()._get_forward_fn(use_block_table)

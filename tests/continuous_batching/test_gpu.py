@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -95,6 +97,44 @@ def test_a_step_that_fails_takes_its_requests_with_it(mode: dict[str, bool], whe
         got = found[name].generated_tokens
         assert got == tokens[: len(got)]
         assert len(got) == 12 or found[name].error == "stalled"
+
+
+class Pool:
+    """In a cycle, as that of an engine is."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self.pool):
+            self.memory = torch.zeros(1 << 20, device="cuda")
+
+
+def test_pools_that_are_garbage_do_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One from before an engine's warm-up, and one that becomes garbage while it captures a graph."""
+    engines = [serving_model(device="cuda") for _ in range(2)]
+    capture_graph, pools = ModelRunner._capture_graph, [Pool(), Pool()]
+    seen = [weakref.ref(pool) for pool in pools]
+
+    def capture(runner: ModelRunner, forward: Any, *args: Any) -> None:
+        def forward_among_garbage(*batch: Any) -> None:
+            pools.clear()
+            gc.collect()
+            forward(*batch)
+
+        capture_graph(runner, forward_among_garbage, *args)
+
+    monkeypatch.setattr(ModelRunner, "_capture_graph", capture)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        pools.pop()
+        for model in engines:
+            with managed(model, warmup=True, **MODES[2]) as manager:
+                check_that_it_serves(manager, model)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert [pool() for pool in seen] == [None, None]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 32])
