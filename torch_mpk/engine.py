@@ -26,7 +26,6 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
-from transformers.generation.continuous_batching.utils import pad_to_pow2
 
 from torch_mpk.errors import MpkError, RequestError
 from torch_mpk.runtime.segment import CompiledSegment, launched_segments
@@ -36,9 +35,10 @@ logger = logging.getLogger(__name__)
 # What these leave unfinished is in pages of the requests that fail; after others nobody knows, and the engine ends.
 RECOVERABLE = MpkError, torch.OutOfMemoryError
 
-MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; powers of two are fewer
+MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; sizes of steps are fewer
 # Tokens that a step with prompts is padded to at least: what tensor cores multiply at once, and rows of a CPU's pass.
 MIN_TOKENS = {"cuda": 128, "cpu": 16}
+DOUBLED_UP_TO = 2048  # tokens; larger sizes are four times the one before
 
 
 @dataclasses.dataclass
@@ -104,14 +104,14 @@ class Runner(continuous_api.ModelRunner):
                 self.segments |= segments
 
     def steps_of_prompts(self) -> list[int] | None:
-        """To which numbers of tokens steps with prompts are padded: powers of two, up to the engine's largest step.
-        None where they are not ours."""
+        """To which numbers of tokens steps with prompts are padded, up to the engine's most. None where they are not
+        ours."""
         if not isinstance(self.cb_config.varlen_compile_config, StepCompileConfig):
             return None
         most = self.cache.max_batch_tokens
         sizes = [min(MIN_TOKENS[torch.device(self.cache.device).type], most)]
         while sizes[-1] < most:
-            sizes.append(pad_to_pow2(2 * sizes[-1], most))
+            sizes.append(min(sizes[-1] * (2 if sizes[-1] < DOUBLED_UP_TO else 4), most))
         return sizes
 
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:

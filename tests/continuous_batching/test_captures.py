@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
-from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from torch_mpk.engine import Runner
+from tests.continuous_batching.engine import capture_as_an_engine, captured_by
 
 
 class Cycle:
@@ -21,13 +20,13 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "_capture_graph", lambda self, forward, stream, *args: forward(*args))
+def _without_a_gpu() -> Iterator[None]:
+    with captured_by(lambda runner, forward, stream: forward()):
+        yield
 
 
 def capture(step: Callable[[], None]) -> None:
-    """As of the engine, which runs the step with its memory pool in use."""
-    Runner._capture_graph(Runner.__new__(Runner), step, None)
+    capture_as_an_engine(step, None)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no step")])

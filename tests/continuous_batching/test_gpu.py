@@ -18,6 +18,8 @@ from tests.continuous_batching.engine import (
     PAGE,
     alone,
     batched,
+    capture_by_transformers,
+    captured_by,
     check_that_it_serves,
     faulty_steps,
     managed,
@@ -109,10 +111,10 @@ class Pool:
             self.memory = torch.zeros(1 << 20, device="cuda")
 
 
-def test_pools_that_are_garbage_do_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_that_are_garbage_do_not_end_the_process() -> None:
     """One from before an engine's warm-up, and one that becomes garbage while it captures a graph."""
     engines = [serving_model(device="cuda") for _ in range(2)]
-    capture_graph, pools = ModelRunner._capture_graph, [Pool(), Pool()]
+    pools = [Pool(), Pool()]
     seen = [weakref.ref(pool) for pool in pools]
 
     def capture(runner: ModelRunner, forward: Any, *args: Any) -> None:
@@ -121,15 +123,14 @@ def test_pools_that_are_garbage_do_not_end_the_process(monkeypatch: pytest.Monke
             gc.collect()
             forward(*batch)
 
-        capture_graph(runner, forward_among_garbage, *args)
+        capture_by_transformers(runner, forward_among_garbage, *args)
 
-    monkeypatch.setattr(ModelRunner, "_capture_graph", capture)
     thresholds = gc.get_threshold()
     gc.set_threshold(50)
     try:
         pools.pop()
         for model in engines:
-            with managed(model, warmup=True, **MODES[2]) as manager:
+            with captured_by(capture), managed(model, warmup=True, **MODES[2]) as manager:
                 check_that_it_serves(manager, model)
     finally:
         gc.set_threshold(*thresholds)
@@ -185,7 +186,6 @@ def test_steps_with_prompts_are_ours_in_bfloat16(window: int | None, mode: dict[
         kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
     model = serving_model(**kinds)
     sizes: dict[str, Any] = {"max_batch_tokens": 512, "num_blocks": 256, "max_blocks_per_request": 32}
-    sizes["compile_prompts"] = True
     prompts = [prompt_of(length) for length in (3, 300, 40, 130, 1)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", MpkWarning)
