@@ -56,8 +56,18 @@ class StepCompileConfig(CompileConfig):
 
     def to_dict(self) -> dict[str, Any]:
         limits = {"recompile_limit": MAX_BUILDS, "isolate_recompiles": True}
-        known = inspect.signature(torch.compile).parameters  # PyTorch before 2.13 does not have them
-        return super().to_dict() | {name: value for name, value in limits.items() if name in known}
+        return super().to_dict() | (limits if COMPILE_TAKES_LIMITS else {})
+
+
+COMPILE_TAKES_LIMITS = "recompile_limit" in inspect.signature(torch.compile).parameters  # from PyTorch 2.13 on
+
+
+def raise_recompile_limit() -> None:
+    """Of this thread, where ``torch.compile`` takes none: steps of all sizes, of decoding and with prompts, are builds of
+    one function, and the one beyond Dynamo's limit would fail its requests."""
+    settings: Any = torch._dynamo.config
+    if settings.recompile_limit < MAX_BUILDS:
+        settings.recompile_limit = MAX_BUILDS
 
 
 _one_capture = threading.RLock()
@@ -97,6 +107,8 @@ class Runner(continuous_api.ModelRunner):
         return result
 
     def compute_batch(self, *args: Any, **kwargs: Any) -> None:
+        if not COMPILE_TAKES_LIMITS:
+            raise_recompile_limit()
         with launched_segments() as segments:
             try:
                 super().compute_batch(*args, **kwargs)

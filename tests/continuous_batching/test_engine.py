@@ -310,6 +310,24 @@ def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None
         assert (num_compiled() == before) == bool(window)
 
 
+def test_old_versions_build_all_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch before 2.13, whose torch.compile takes no limit, and whose default is eight builds: here two, but in the
+    engine's thread."""
+    monkeypatch.setattr(torch_mpk.engine, "COMPILE_TAKES_LIMITS", False)
+    assert "recompile_limit" not in StepCompileConfig().to_dict()
+    seen = []
+    raise_limit = torch_mpk.engine.raise_recompile_limit
+
+    def raised() -> None:
+        with torch._dynamo.config.patch(recompile_limit=2):
+            raise_limit()
+            seen.append(torch._dynamo.config.recompile_limit)
+
+    monkeypatch.setattr(torch_mpk.engine, "raise_recompile_limit", raised)
+    [_] = batched(serving_model(), [prompt_of(3)])
+    assert set(seen) == {torch_mpk.engine.MAX_BUILDS}
+
+
 @pytest.mark.parametrize(
     ("most", "sizes"),
     [
