@@ -43,14 +43,13 @@ MAX_ROWS = 64  # requests of a step; more are bound by arithmetic
 
 
 def config(
-    options: Mapping[str, Any] | None = None, *, compile_prompts: bool = False, **settings: Any
+    options: Mapping[str, Any] | None = None, *, compile_prompts: bool = True, **settings: Any
 ) -> ContinuousBatchingConfig:
     """For ``model.generate_batch(..., continuous_batching_config=config())``, of a model with attention ``ATTENTION``.
 
     Args:
         options: of backend mpk, as in ``torch.compile(model, backend="mpk", options=options)``.
-        compile_prompts: on a GPU, run steps with prompts as launches, too, as is done on a CPU: new, and not yet proven
-            on GPUs.
+        compile_prompts: run steps with prompts as launches, too; False leaves them to eager PyTorch.
         settings: of ``transformers.ContinuousBatchingConfig``, by its names and with its defaults, but for
             ``max_requests_per_batch``, which is 64, and, on a GPU, ``use_cuda_graph``, which is for decode steps
             alone.
@@ -59,7 +58,7 @@ def config(
         "max_requests_per_batch": MAX_ROWS,
         "decode_compile_config": StepCompileConfig(options=dict(options or {})),
     }
-    if compile_prompts or not torch.cuda.is_available():
+    if compile_prompts:
         ours["varlen_compile_config"] = StepCompileConfig(options=dict(options or {}))
     if torch.cuda.is_available():
         ours["use_cuda_graph"] = (False, True)  # of prompts, the engine captures one for each length of the longest
@@ -225,18 +224,20 @@ def _why_prompts_are_not_ours(model_config: Any) -> str | None:
 
 def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
     """Decides which steps are compiled: without a configuration, as of `transformers serve`, as ``config`` says."""
+    # ``config`` always has the one, and the other unless prompts are to be eager.
+    takes_prompts = cb_config.varlen_compile_config is not None or cb_config.decode_compile_config is None
     types = initialization.group_layers_by_attn_type(model_config)
     if any(not initialization.ATTN_TYPE_TO_ALLOCATOR[each].supports_block_table for each in types):
-        cb_config.max_blocks_per_request, cb_config.decode_compile_config = 0, None  # every step is one of prompts
+        cb_config.max_blocks_per_request = 0  # every step is one of prompts
     elif cb_config.decode_compile_config is None:
         cb_config.decode_compile_config = StepCompileConfig()
     has_others = bool(cb_config.max_blocks_per_request)
-    if cb_config.varlen_compile_config is None and torch.cuda.is_available():
-        why_not = None if has_others else "config(compile_prompts=True) has them compiled"
-    else:
+    if takes_prompts:
         why_not = _why_prompts_are_not_ours(model_config)
         if why_not is None and cb_config.varlen_compile_config is None:
             cb_config.varlen_compile_config = StepCompileConfig()
+    else:  # as was asked for, but of a model that has no other steps
+        why_not = None if has_others else "config(compile_prompts=False) says so"
     if why_not is not None:
         steps = "prompts" if has_others else "every step, of which none takes block tables,"
         warn(f"torch_mpk runs {steps} of continuous batching eagerly: {why_not}")

@@ -8,13 +8,16 @@ whose graph has then nothing random.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +26,6 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
-from transformers.generation.continuous_batching.utils import pad_to_pow2
 
 from torch_mpk.errors import MpkError, RequestError
 from torch_mpk.runtime.segment import CompiledSegment, launched_segments
@@ -33,9 +35,10 @@ logger = logging.getLogger(__name__)
 # What these leave unfinished is in pages of the requests that fail; after others nobody knows, and the engine ends.
 RECOVERABLE = MpkError, torch.OutOfMemoryError
 
-MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; powers of two are fewer
+MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; sizes of steps are fewer
 # Tokens that a step with prompts is padded to at least: what tensor cores multiply at once, and rows of a CPU's pass.
 MIN_TOKENS = {"cuda": 128, "cpu": 16}
+DOUBLED_UP_TO = 2048  # tokens; larger sizes are four times the one before
 
 
 @dataclasses.dataclass
@@ -53,8 +56,40 @@ class StepCompileConfig(CompileConfig):
 
     def to_dict(self) -> dict[str, Any]:
         limits = {"recompile_limit": MAX_BUILDS, "isolate_recompiles": True}
-        known = inspect.signature(torch.compile).parameters  # PyTorch before 2.13 does not have them
-        return super().to_dict() | {name: value for name, value in limits.items() if name in known}
+        return super().to_dict() | (limits if COMPILE_TAKES_LIMITS else {})
+
+
+COMPILE_TAKES_LIMITS = "recompile_limit" in inspect.signature(torch.compile).parameters  # from PyTorch 2.13 on
+
+
+def raise_recompile_limit() -> None:
+    """Of this thread, where ``torch.compile`` takes none: steps of all sizes, of decoding and with prompts, are builds of
+    one function, and the one beyond Dynamo's limit would fail its requests."""
+    settings: Any = torch._dynamo.config
+    if settings.recompile_limit < MAX_BUILDS:
+        settings.recompile_limit = MAX_BUILDS
+
+
+_one_capture = threading.RLock()
+
+
+@contextlib.contextmanager
+def garbage_stays() -> Iterator[None]:
+    """Nothing that is there before is collected inside, by whoever asks for it.
+
+    An earlier engine is in a cycle with its memory pool. A pool that is freed empties the allocator's cache, and while
+    another pool is in use, or a graph captured, that fails in a destructor, which ends the process (see
+    pytorch/pytorch#180395). It is not enough to turn automatic collection off: Dynamo asks for one behind each compile,
+    and so does ``stop`` of an engine in another thread. What is frozen all of them pass over. Unfreezing is the whole
+    process's, hence one thread at a time; what others had frozen is not any more, which costs them time alone.
+    """
+    with _one_capture:
+        gc.collect()
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
 
 
 class Runner(continuous_api.ModelRunner):
@@ -72,6 +107,8 @@ class Runner(continuous_api.ModelRunner):
         return result
 
     def compute_batch(self, *args: Any, **kwargs: Any) -> None:
+        if not COMPILE_TAKES_LIMITS:
+            raise_recompile_limit()
         with launched_segments() as segments:
             try:
                 super().compute_batch(*args, **kwargs)
@@ -79,14 +116,14 @@ class Runner(continuous_api.ModelRunner):
                 self.segments |= segments
 
     def steps_of_prompts(self) -> list[int] | None:
-        """To which numbers of tokens steps with prompts are padded: powers of two, up to the engine's largest step.
-        None where they are not ours."""
+        """To which numbers of tokens steps with prompts are padded, up to the engine's most. None where they are not
+        ours."""
         if not isinstance(self.cb_config.varlen_compile_config, StepCompileConfig):
             return None
         most = self.cache.max_batch_tokens
         sizes = [min(MIN_TOKENS[torch.device(self.cache.device).type], most)]
         while sizes[-1] < most:
-            sizes.append(pad_to_pow2(2 * sizes[-1], most))
+            sizes.append(min(sizes[-1] * (2 if sizes[-1] < DOUBLED_UP_TO else 4), most))
         return sizes
 
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
@@ -111,6 +148,11 @@ class Runner(continuous_api.ModelRunner):
         if self.inputs_and_outputs.compute_stream is not None:
             self.inputs_and_outputs.compute_stream.synchronize()
         return seconds
+
+    def _capture_graph(self, *args: Any, **kwargs: Any) -> None:
+        """It runs the step, and so may build it, with the engine's memory pool in use."""
+        with garbage_stays():
+            super()._capture_graph(*args, **kwargs)
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
         forward, is_captured = super()._get_forward_fn(use_block_table)

@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from torch_mpk import _C
 from torch_mpk.capture import capture
 from torch_mpk.continuous_batching import ATTENTION, config
+from torch_mpk.engine import Runner
 from torch_mpk.lowering import lower
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
@@ -125,6 +126,22 @@ def raising(error: Exception) -> Fault:
         raise error
 
     return fault
+
+
+Capture = Callable[..., None]  # of a runner, a function and its arguments
+capture_by_transformers: Capture = ModelRunner._capture_graph
+
+
+@contextmanager
+def captured_by(capture: Capture) -> Iterator[None]:
+    """Has engines capture CUDA graphs so, in place of transformers' way."""
+    with mock.patch.object(ModelRunner, "_capture_graph", capture):
+        yield
+
+
+def capture_as_an_engine(function: Callable[..., None], *args: Any) -> None:
+    """As an engine of ours does, which runs the function with its memory pool in use."""
+    Runner._capture_graph(Runner.__new__(Runner), function, *args)
 
 
 @contextmanager

@@ -6,8 +6,10 @@ import runpy
 import sys
 import types
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ from tests.continuous_batching.engine import (
 )
 from tests.thinned import thinned
 from torch_mpk import _C
-from torch_mpk.continuous_batching import StepCompileConfig
+from torch_mpk.continuous_batching import StepCompileConfig, config
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
 from torch_mpk.lowering import lowerer
 
@@ -286,6 +288,58 @@ def test_prompts_that_are_not_ours_run_eagerly_and_say_so(window: int | None, mo
         got = batched(model, prompts)
     assert got == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
     assert (num_compiled() == before) == bool(window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None:
+    """Of models with windows then every step, which is said once; another engine does the same."""
+    kinds = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
+    model = serving_model(**kinds)
+    prompts = [prompt_of(length) for length in (5, 50)]
+    settings = sized(compile_prompts=False)
+    which = r"runs every step.* eagerly: config\(compile_prompts=False\) says so"
+    for is_first in (True, False):
+        before = num_compiled()
+        with pytest.warns(MpkWarning, match=which) if window and is_first else nullcontext():
+            outputs = model.generate_batch(
+                prompts, generation_config=GREEDY, continuous_batching_config=settings, progress_bar=False
+            )
+        got = sorted(output.generated_tokens for output in outputs.values())
+        assert got == sorted(alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts)
+        assert settings.varlen_compile_config is None
+        assert (num_compiled() == before) == bool(window)
+
+
+def test_old_versions_build_all_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch before 2.13, whose torch.compile takes no limit, and whose default is eight builds: here two, but in the
+    engine's thread."""
+    monkeypatch.setattr(torch_mpk.engine, "COMPILE_TAKES_LIMITS", False)
+    assert "recompile_limit" not in StepCompileConfig().to_dict()
+    seen = []
+    raise_limit = torch_mpk.engine.raise_recompile_limit
+
+    def raised() -> None:
+        with torch._dynamo.config.patch(recompile_limit=2):
+            raise_limit()
+            seen.append(torch._dynamo.config.recompile_limit)
+
+    monkeypatch.setattr(torch_mpk.engine, "raise_recompile_limit", raised)
+    [_] = batched(serving_model(), [prompt_of(3)])
+    assert set(seen) == {torch_mpk.engine.MAX_BUILDS}
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (8192, [128, 256, 512, 1024, 2048, 8192]),  # the engine's default
+        (3000, [128, 256, 512, 1024, 2048, 3000]),
+        (300, [128, 256, 300]),
+        (100, [100]),
+    ],
+)
+def test_sizes_of_steps_with_prompts_are_few(most: int, sizes: list[int]) -> None:
+    runner = Mock(cb_config=config(), cache=Mock(max_batch_tokens=most, device="cuda"))
+    assert torch_mpk.engine.Runner.steps_of_prompts(runner) == sizes
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from tests.continuous_batching.engine import (
     PAGE,
     alone,
     batched,
+    capture_by_transformers,
+    captured_by,
     check_that_it_serves,
     faulty_steps,
     managed,
@@ -97,6 +101,43 @@ def test_a_step_that_fails_takes_its_requests_with_it(mode: dict[str, bool], whe
         assert len(got) == 12 or found[name].error == "stalled"
 
 
+class Pool:
+    """In a cycle, as that of an engine is."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self.pool):
+            self.memory = torch.zeros(1 << 20, device="cuda")
+
+
+def test_pools_that_are_garbage_do_not_end_the_process() -> None:
+    """One from before an engine's warm-up, and one that becomes garbage while it captures a graph."""
+    engines = [serving_model(device="cuda") for _ in range(2)]
+    pools = [Pool(), Pool()]
+    seen = [weakref.ref(pool) for pool in pools]
+
+    def capture(runner: ModelRunner, forward: Any, *args: Any) -> None:
+        def forward_among_garbage(*batch: Any) -> None:
+            pools.clear()
+            gc.collect()
+            forward(*batch)
+
+        capture_by_transformers(runner, forward_among_garbage, *args)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        pools.pop()
+        for model in engines:
+            with captured_by(capture), managed(model, warmup=True, **MODES[2]) as manager:
+                check_that_it_serves(manager, model)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert [pool() for pool in seen] == [None, None]
+
+
 @pytest.mark.parametrize("rows", [1, 3, 32])
 def test_steps_in_bfloat16_run_to_the_end(rows: int) -> None:
     """Tokens hang on the order of sums here, and so on how many rows there are; every request has all of its own."""
@@ -145,7 +186,6 @@ def test_steps_with_prompts_are_ours_in_bfloat16(window: int | None, mode: dict[
         kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
     model = serving_model(**kinds)
     sizes: dict[str, Any] = {"max_batch_tokens": 512, "num_blocks": 256, "max_blocks_per_request": 32}
-    sizes["compile_prompts"] = True
     prompts = [prompt_of(length) for length in (3, 300, 40, 130, 1)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", MpkWarning)

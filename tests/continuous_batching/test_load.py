@@ -79,8 +79,7 @@ def memory_in_use(device: str) -> int:
     """Bytes of this process, of the host or of the device."""
     gc.collect()
     if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return total - free
+        return torch.cuda.memory_reserved()  # what the device says counts other processes', too
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return resident_pages * 4096
 

@@ -108,6 +108,25 @@ def test_the_reference_is_attention_of_each_sequence() -> None:
         assert not y[ends_q[-1] :].any()
 
 
+@pytest.mark.parametrize("window", [0, 40])
+def test_the_reference_is_the_same_in_blocks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = operands_of(*CASES[0], torch.float64)
+    whole = reference(*(operands[n] for n in NAMES), scale=0.2, window=window)
+    num_keys = len(operands["read_index"]) + len(operands["q"])
+    monkeypatch.setattr("torch_mpk.tasks.varlen_attention.MOST_SCORES", 17 * 6 * num_keys)  # 6 heads
+    largest: list[int] = []
+    softmax = torch.Tensor.softmax
+
+    def seen(scores: torch.Tensor, dim: int) -> torch.Tensor:
+        largest.append(scores.numel())
+        return softmax(scores, dim)
+
+    monkeypatch.setattr(torch.Tensor, "softmax", seen)
+    in_blocks = reference(*(operands[n] for n in NAMES), scale=0.2, window=window)
+    torch.testing.assert_close(in_blocks, whole)
+    assert max(largest) == 17 * 6 * num_keys and len(largest) == 13
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [0, 70])

@@ -1,10 +1,14 @@
 """Attention of sequences with any number of new tokens each, one behind the other, over what a cache has of each."""
 
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
 from torch_mpk.streaming import Streaming
+
+MOST_SCORES = 1 << 25  # of the reference, at once: 128 MiB in fp32
 
 
 @task(
@@ -49,26 +53,42 @@ def varlen_attention(
         raise TaskError(f"varlen_attention: q has H={heads}, expected a multiple of k_cache's G={groups}")
     if window < 0:
         raise TaskError(f"varlen_attention: window={window}, expected a number of keys, or 0 for all of them")
-    begin_q, end_q, begin_k, end_k = (
-        t.to(torch.int64).unsqueeze(1) for c in (cu_seq_lens_q, cu_seq_lens_k) for t in (c[:-1], c[1:])
-    )
+    bounds_q, bounds_k = cu_seq_lens_q.to(torch.int64), cu_seq_lens_k.to(torch.int64)
+    num_cached = F.pad((bounds_k.diff() - bounds_q.diff()).clamp_min(0), (0, 1))  # of no sequence, the last: none
     token, key = (torch.arange(n, device=q.device) for n in (q.shape[0], read_index.shape[0]))
-    has = (begin_q <= token) & (token < end_q)  # [sequences, tokens]
-    num_cached = (end_k - begin_k - (end_q - begin_q)).clamp_min(0)
-    place, cached_place = token - begin_q + num_cached, key - begin_k  # in the sequence
-    is_cached = (cached_place >= 0) & (cached_place < num_cached)
-    # How far behind a token each key stands: [sequences, tokens, cached and new keys].
-    behind = place.unsqueeze(2) - torch.cat((cached_place, place), 1).unsqueeze(1)
-    sees = has.unsqueeze(2) & torch.cat((is_cached, has), 1).unsqueeze(1) & (behind >= 0)
-    if window:
-        sees &= behind < window
-    live = sees.any(0)
+    sequence, has_one = _sequences(token, bounds_q)
+    cached_sequence, is_in_one = _sequences(key, bounds_k)
+    place = token - bounds_q[sequence] + num_cached[sequence]  # in the sequence
+    cached_place = key - bounds_k[cached_sequence]
+    is_seen = is_in_one & (cached_place < num_cached[cached_sequence])
+    is_seen &= bounds_q.diff(append=bounds_q[-1:])[cached_sequence] > 0
+    if window:  # the first token's, which reaches back furthest
+        is_seen &= num_cached[cached_sequence] - cached_place < window
+    key_sequence, key_place = torch.cat((cached_sequence, sequence)), torch.cat((cached_place, place))
+    is_seen = torch.cat((is_seen, has_one))
 
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = read_index.clamp(0, k_cache.shape[0] - 1)
-    is_seen = live.any(0)[:, None, None]
-    k, v = (torch.cat((c[rows], n)).to(wide).where(is_seen, 0.0) for c, n in ((k_cache, k_new), (v_cache, v_new)))
-    scores = scale * torch.einsum("tghd,lgd->tghl", q.to(wide).unflatten(1, (groups, -1)), k)
-    weights = scores.masked_fill(~live[:, None, None], -torch.inf).softmax(-1)
-    y = torch.einsum("tghl,lgd->tghd", weights, v).flatten(1, 2)
-    return y.where(live.any(1)[:, None, None], 0.0).to(q.dtype)
+    seen = is_seen[:, None, None]
+    k, v = (torch.cat((c[rows], n)).to(wide).where(seen, 0.0) for c, n in ((k_cache, k_new), (v_cache, v_new)))
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if isinstance(q, FakeTensor):  # which has no values, and its sizes may be symbols
+        return y
+    in_block = max(1, MOST_SCORES // max(1, heads * len(is_seen)))
+    for begin in range(0, len(q), in_block):
+        tokens = slice(begin, begin + in_block)
+        behind = place[tokens, None] - key_place
+        live = is_seen & (behind >= 0) & (sequence[tokens, None] == key_sequence)
+        if window:
+            live &= behind < window
+        scores = scale * torch.einsum("tghd,lgd->tghl", q[tokens].to(wide).unflatten(1, (groups, -1)), k)
+        weights = scores.masked_fill_(~live[:, None, None], -torch.inf).softmax(-1)
+        of_block = torch.einsum("tghl,lgd->tghd", weights, v).flatten(1, 2)
+        y[tokens] = of_block.where(has_one[tokens, None, None], 0.0).to(q.dtype)
+    return y
+
+
+def _sequences(place: torch.Tensor, bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each place its sequence's number, and whether it is in one at all; the numbers of others are in range."""
+    number = torch.searchsorted(bounds, place, right=True) - 1
+    return number.clamp(0, len(bounds) - 1), (number >= 0) & (number < len(bounds) - 1)
