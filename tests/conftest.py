@@ -23,6 +23,10 @@ os.environ.setdefault("TORCH_MPK_NUM_THREADS", "2")  # the CPU runtime's sleep, 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collectstart() -> None:
+    torch.manual_seed(0)  # what modules draw as they are imported hangs on no other module
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves GPU tests out where there is no GPU, rather than skipping each; ``-m gpu`` means one was expected."""
     if torch.cuda.is_available():

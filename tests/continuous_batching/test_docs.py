@@ -12,6 +12,7 @@ def test_the_page_says_what_its_example_prints(monkeypatch: pytest.MonkeyPatch) 
     run_examples("serving.md")
 
 
+@pytest.mark.slow
 def test_the_example_answers_every_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     example = runpy.run_path(str(ROOT / "examples" / "serve.py"))
     example["main"]()

@@ -53,7 +53,6 @@ def num_compiled() -> int:
             ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
         ],
         0,
-        2,
     ),
     ids=["groups of heads", "a key head a head", "one key head"],
 )
@@ -125,7 +124,7 @@ class Steps:
         monkeypatch.setattr(ModelRunner, "compute_batch", compute_batch)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", thinned([None, 20], 1))
 def test_prompts_of_several_requests_beside_tokens_of_others(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +151,7 @@ def test_prompts_of_several_requests_beside_tokens_of_others(
     assert not window or any(max(lengths) == 1 for lengths in steps.tokens)
 
 
-@pytest.mark.parametrize("most", [12, 100])
+@pytest.mark.parametrize("most", thinned([12, 100], 0))
 def test_the_largest_step_is_of_any_size(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, model = Steps(monkeypatch), serving_model()
     prompts = [prompt_of(length) for length in (5, 130, 40)]
@@ -162,6 +161,7 @@ def test_the_largest_step_is_of_any_size(most: int, monkeypatch: pytest.MonkeyPa
     assert steps.sizes <= {12, 16, 32, 64, 100}
 
 
+@pytest.mark.slow
 def test_windows_longer_than_a_page_and_than_a_prompt() -> None:
     model = serving_model(
         num_layers=2,
@@ -199,7 +199,7 @@ def last_step_on_a_gpu(model: Any, rows: int, **settings: Any) -> _C.Schedule:
     return schedules[-1]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", thinned([1, 4], 1))
 def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
     """And layers share their code, and none awaits another's writes: pages of all lie in one tensor."""
     schedule = last_step_on_a_gpu(serving_model("qwen3", num_layers=3, dtype=torch.bfloat16), rows)
@@ -211,6 +211,7 @@ def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
     assert _C.generate_cuda(schedule).source.count("struct PagedAttention") == 1
 
 
+@pytest.mark.slow
 def test_engines_with_caches_of_other_sizes_share_a_kernel() -> None:
     model = serving_model(num_layers=2, dtype=torch.bfloat16)
     small, large = (_C.generate_cuda(last_step_on_a_gpu(model, 2, num_blocks=blocks)) for blocks in (32, 77))
@@ -218,7 +219,7 @@ def test_engines_with_caches_of_other_sizes_share_a_kernel() -> None:
     assert [m[2] for m in small.maps] != [m[2] for m in large.maps]  # rows that the copy engine may read
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", thinned([None, 20], 1))
 def test_a_step_with_prompts_is_one_launch_on_a_gpu_too(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a kind share their code."""
     monkeypatch.setitem(torch_mpk.engine.MIN_TOKENS, "cpu", 128)

@@ -109,7 +109,6 @@ def test_a_request_that_outgrows_the_cache_fails_alone() -> None:
             (torch.OutOfMemoryError("no room"), "before"),
             (MegakernelTimeout("stalled"), "behind"),
         ],
-        0,
         1,
     ),
     ids=repr,
@@ -179,7 +178,7 @@ def _eager_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_eager_prompts")
 @pytest.mark.filterwarnings("ignore:.*runs prompts of continuous batching eagerly")
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", thinned([False, True], 1))
 def test_an_aborted_launch_fails_the_requests_in_flight(simulated: Fake, asynchronous: bool) -> None:  # noqa: F811
     """It is seen before anyone gets what it has left as tokens, and the kernel is as new."""
     with (

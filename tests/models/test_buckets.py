@@ -282,7 +282,7 @@ def test_what_mixes_positions_is_built_for_each_length(name: str, caplog: pytest
 
     ours = torch.compile(function, backend="mpk", options={"max_positions": 64, "min_segment_nodes": 1})
     with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
-        weight = torch.randn(16, 16)
+        weight = torch.randn(16, 16) / 4  # keeps x near 1: sums of larger products differ by more, where they cancel
         for length in (20, 23, 33):
             ids = marked(random_ids(1, length))
             torch.testing.assert_close(ours(ids, weight), function(ids, weight))
