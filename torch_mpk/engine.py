@@ -63,8 +63,8 @@ COMPILE_TAKES_LIMITS = "recompile_limit" in inspect.signature(torch.compile).par
 
 
 def raise_recompile_limit() -> None:
-    """Of this thread, where ``torch.compile`` takes none: steps of all sizes, of decoding and with prompts, are builds of
-    one function, and the one beyond Dynamo's limit would fail its requests."""
+    """Of this thread, where ``torch.compile`` takes none: steps of all sizes are builds of one function, and the one
+    beyond Dynamo's limit would fail its requests."""
     settings: Any = torch._dynamo.config
     if settings.recompile_limit < MAX_BUILDS:
         settings.recompile_limit = MAX_BUILDS
