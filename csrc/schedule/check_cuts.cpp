@@ -89,6 +89,8 @@ class CutProof {
             shared + ", but their parts are not equal, or take more than a pass");
     require(job_.pieces && (s.x_rows > 0 || job_.pieces->of_row == s.split),
             shared + ", but their sums have no place to meet");
+    require(s.x_rows == 0 || s.tile_rows % (8 * s.split) == 0,
+            shared + ", but not the " + str(s.tile_rows) + " rows of each, eight at a time");
   }
 
   // What warpgroups multiply: all rows of x, which the loader brings beside the weights.
