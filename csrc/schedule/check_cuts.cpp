@@ -96,7 +96,7 @@ class CutProof {
   // What warpgroups multiply: all rows of x, which the loader brings beside the weights.
   void check_x(const TileShape& s) const {
     require(
-        s_.warps.warpgroups == kWarpgroups && s.x_rows == kTileXRows,
+        s_.warps.warpgroups == kWarpgroups && s.x_rows <= kTileXRows && s.x_rows % 8 == 0,
         "tiles of " + str(s.x_rows) + " rows of x are not what " + str(s_.warps.warpgroups) + " warpgroups multiply");
     require(s.chunk_parts == s.parts && s.tile_rows * s.parts <= 256, "an entry does not hold all parts of a tile");
     for (const OperandSpec& spec : first_.def->operands)

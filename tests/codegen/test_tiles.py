@@ -59,6 +59,8 @@ def test_many_rows_as_their_reference(rows: int, hidden: int, ffn: int, dtype: s
     graph = feed_forward(rows, hidden, ffn, dtype, last_rows=last_rows)
     kernel = emulate(graph, polled=True)
     assert kernel.schedule.warps.warpgroups == 2
+    x_rows = [job.shape.x_rows for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
+    assert x_rows[-1] == min(-(-(last_rows or rows) // 8) * 8, 128), "more rows of x come than there are"
     assert "LinearTiles" in kernel.program.source
     assert "LinearRows" not in kernel.program.source
     torch.manual_seed(rows)

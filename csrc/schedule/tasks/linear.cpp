@@ -233,7 +233,7 @@ class Tiles {
 
   TileShape shape_of(int64_t columns) const {
     TileShape shape{columns / job_.parts, job_.parts, job_.parts, job_.size * job_.element};
-    shape.x_rows = kTileXRows;
+    shape.x_rows = std::min<int64_t>(kTileXRows, round_up(job_.batch, 8));
     const int64_t fitting = job_.slot_bytes / (shape.rows_in_entry() * kBoxRowBytes);
     shape.chunk_bytes = std::min(std::max<int64_t>(fitting, 1) * kBoxRowBytes, shape.row_bytes);
     return shape;

@@ -5,6 +5,9 @@
 // registers. Where there are few tiles, the columns of each are cut into V::kSplit parts, each with a worker: these
 // tell each other their sums, and each finishes its share of the results. At the tile's end each warp takes its 16 rows
 // through shared memory, a strip of columns at a time, so that neighbouring lanes have neighbouring results.
+//
+// Where x has fewer rows than warpgroups multiply, no more come than it has, and those behind are multiplied with
+// whatever stands there: a row's sums depend on no other row, and theirs are nobody's.
 #pragma once
 
 #include "torch_mpk/device/tagged.cuh"
@@ -153,7 +156,7 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
 template <class V, class C>
 MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   using S = TilesShape<V>;
-  const int x_offset = c.warp / kWarpgroupWarps * (kWarpgroupRows * kBoxRowBytes);
+  const int x_offset = V::kXRows > kWarpgroupRows ? c.warp / kWarpgroupWarps * (kWarpgroupRows * kBoxRowBytes) : 0;
 #pragma unroll 1
   for (uint32_t chunk = 0; chunk < S::kPartChunks; chunk++) {
     const uint32_t entry = c.entry + chunk;
@@ -351,7 +354,10 @@ template <class V, class C>
 MPK_DEVICE void compute_tiles(C& c, const Job& job) {
   static_assert(TilesVariant<V, C>);
   using S = TilesShape<V>;
-  static_assert(V::kXRows == kTileXRows && V::kTileRows % (8 * V::kSplit) == 0 && S::kChunks % V::kSplit == 0);
+  static_assert(V::kXRows <= kTileXRows && V::kXRows % 8 == 0 && V::kTileRows % (8 * V::kSplit) == 0 &&
+                S::kChunks % V::kSplit == 0);
+  static_assert((S::kBlocks - 1) * S::kXBytes + kTileXRows * kBoxRowBytes <= C::Config::kSlotBytes,
+                "what stands behind x is not the slot's");
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!c.await()) return;
   const typename V::Common common = V::common(job);
