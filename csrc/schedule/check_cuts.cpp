@@ -100,12 +100,14 @@ class CutProof {
             shared + ", but their parts are not equal, or take more than a pass");
     require(job_.pieces && (s.x_rows > 0 || job_.pieces->of_row == s.split),
             shared + ", but their sums have no place to meet");
+    require(s.x_rows == 0 || s.tile_rows % (8 * s.split) == 0,
+            shared + ", but not the " + str(s.tile_rows) + " rows of each, eight at a time");
   }
 
   // What warpgroups multiply: all rows of x, which the loader brings beside the weights.
   void check_x(const TileShape& s) const {
     require(
-        s_.warps.warpgroups == kWarpgroups && s.x_rows == kTileXRows,
+        s_.warps.warpgroups == kWarpgroups && s.x_rows <= kTileXRows && s.x_rows % 8 == 0,
         "tiles of " + str(s.x_rows) + " rows of x are not what " + str(s_.warps.warpgroups) + " warpgroups multiply");
     require(s.chunk_parts == s.parts && s.tile_rows * s.parts <= 256, "an entry does not hold all parts of a tile");
     for (const OperandSpec& spec : first_.def->operands)

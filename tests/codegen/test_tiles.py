@@ -51,9 +51,6 @@ def random_inputs(graph: _C.TBGraph) -> list[torch.Tensor]:
     return inputs
 
 
-SPLIT = {"x": (130, 3072), "weight": (64, 3072), "residual": (130, 64)}
-
-
 @pytest.mark.parametrize(
     ("rows", "hidden", "ffn", "dtype", "last_rows"),
     thinned([(66, 128, 192, "bfloat16", 1), (130, 192, 64, "float16", 0), (300, 64, 448, "bfloat16", 65)], 0, 1),
@@ -62,6 +59,8 @@ def test_many_rows_as_their_reference(rows: int, hidden: int, ffn: int, dtype: s
     graph = feed_forward(rows, hidden, ffn, dtype, last_rows=last_rows)
     kernel = emulate(graph, polled=True)
     assert kernel.schedule.warps.warpgroups == 2
+    x_rows = [job.shape.x_rows for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
+    assert x_rows[-1] == min(-(-(last_rows or rows) // 8) * 8, 128), "more rows of x come than there are"
     assert "LinearTiles" in kernel.program.source
     assert "LinearRows" not in kernel.program.source
     torch.manual_seed(rows)
@@ -82,14 +81,21 @@ def test_many_rows_as_their_reference(rows: int, hidden: int, ffn: int, dtype: s
     assert not any(torch.equal(other[1:], own[1:]) for other, own in zip(others, first, strict=True) if len(own) > 1)
 
 
-def test_few_tiles_are_cut_among_workers_whose_sums_meet_in_order() -> None:
+# Workers, rows of the weight, and how many workers share a tile.
+@pytest.mark.parametrize(
+    ("workers", "columns", "split"), thinned([(5, 64, 2), (8, 96, 4), (12, 96, 6), (14, 64, 4), (16, 64, 8)], 1, 4)
+)
+def test_few_tiles_are_cut_among_workers_whose_sums_meet_in_order(workers: int, columns: int, split: int) -> None:
     b = Builder()
-    x, weight, residual = (b.buffer("input", name, "bfloat16", list(shape)) for name, shape in SPLIT.items())
-    y = b.node("linear", [("x", x), ("weight", weight)], b.buffer("workspace", "y", "bfloat16", [130, 64]))
-    b.pointwise("add", [y, residual], b.buffer("output", "sum", "bfloat16", [130, 64]))
-    kernel = emulate(b.graph, workers=14, polled=True)
+    x, weight, residual = (
+        b.buffer("input", name, "bfloat16", list(shape))
+        for name, shape in {"x": (130, 3072), "weight": (columns, 3072), "residual": (130, columns)}.items()
+    )
+    y = b.node("linear", [("x", x), ("weight", weight)], b.buffer("workspace", "y", "bfloat16", [130, columns]))
+    b.pointwise("add", [y, residual], b.buffer("output", "sum", "bfloat16", [130, columns]))
+    kernel = emulate(b.graph, workers=workers, polled=True)
     [shape] = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
-    assert shape.split > 2
+    assert (shape.tile_rows, shape.split) == (columns, split)
     torch.manual_seed(0)
     inputs = random_inputs(b.graph)
     _, (want,) = reference(b.graph, inputs)

@@ -286,6 +286,18 @@ def test_sums_that_would_be_overwritten_are_caught() -> None:
         _C.validate(parts.build())
 
 
+def test_shares_of_a_tile_that_are_not_whole_columns_of_products_are_caught() -> None:
+    b = Builder()
+    x, w = (b.buffer("input", name, "bfloat16", [rows, 3072]) for name, rows in (("x", 130), ("w", 64)))
+    b.node("linear", [("x", x), ("weight", w)], b.buffer("output", "y", "bfloat16", [130, 64]))
+    parts = Parts.of(_C.make_schedule(b.graph, _C.Target("cuda", 90, 14, 232448)))
+    _C.validate(parts.build())
+    [job] = parts.jobs("shape")
+    job["shape"]["split"] = 6
+    with pytest.raises(RuntimeError, match="6 workers share tiles, but not the 64 rows of each, eight at a time"):
+        _C.validate(parts.build())
+
+
 def test_two_streams_that_draw_from_one_counter_are_caught() -> None:
     b = Builder()
     for name, rows in (("a", 65536), ("b", 64)):

@@ -261,7 +261,7 @@ class Tiles {
   int64_t count(const TileShape& shape) const { return x_tiles() * job_.tiles(shape.tile_rows); }
   // See TilesShape in linear_tiles.cuh.
   int64_t staged_bytes() const { return job_.warps * kWarpRows * kStripPitch * 4; }
-  // What all but the last part of each tile leave in the workspace.
+  // What the workers of each tile send each other, every one its sums but for those of its own share.
   std::optional<Pieces> pieces(const TileShape& shape) const {
     if (shape.split == 1) return std::nullopt;
     Pieces pieces{count(shape) * (shape.split - 1)};
@@ -274,26 +274,27 @@ class Tiles {
 
   TileShape shape_of(int64_t columns) const {
     TileShape shape{columns / job_.parts, job_.parts, job_.parts, job_.size * job_.element};
-    shape.x_rows = kTileXRows;
+    shape.x_rows = std::min<int64_t>(kTileXRows, round_up(job_.batch, 8));
     const int64_t fitting = job_.slot_bytes / (shape.rows_in_entry() * kBoxRowBytes);
     shape.chunk_bytes = std::min(std::max<int64_t>(fitting, 1) * kBoxRowBytes, shape.row_bytes);
     return shape;
   }
 
-  // In parts of equally many entries, each with a worker of its own; and beside wider results a thread has no registers
-  // for those of others.
+  // In parts of equally many entries, each with a worker of its own that finishes an equal share of the results; and
+  // beside wider ones a thread has no registers for those of others.
   bool can_be_split(const TileShape& shape) const {
-    return shape.split == 1 || (shape.chunks() % shape.split == 0 && count(shape) * shape.split <= job_.workers &&
-                                shape.tile_rows * shape.parts <= kWidestSplit);
+    return shape.split == 1 ||
+           (shape.chunks() % shape.split == 0 && shape.tile_rows % (8 * shape.split) == 0 &&
+            count(shape) * shape.split <= job_.workers && shape.tile_rows * shape.parts <= kWidestSplit);
   }
 
   // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results; or
   // its boxes, of which one multiprocessor gets 64 bytes a cycle from L2, all together some 5,500, of weights that come
-  // from memory 2,600, and none sooner than the ring's slots take to come. Behind the steps come the sums of other
-  // parts, the results, and the way to the next tile.
+  // from memory 2,600, and none sooner than the ring's slots take to come. Behind the steps come the sums that are sent
+  // and received, the results, and the way to the next tile.
   double cost(const TileShape& shape) const {
     constexpr double kOwnBytes = 64, kAllBytes = 5500, kMemoryBytes = 2600, kTrip = 2000, kSlots = 4;
-    constexpr double kOfColumn = 40, kOfTile = 1500, kOfPart = 3000, kOfPartsColumn = 12;
+    constexpr double kOfColumn = 40, kOfTile = 1500, kHop = 3000, kOfSentColumn = 40;
     const int64_t units = count(shape) * shape.split, columns = shape.tile_rows * shape.parts;
     const double active = double(std::min(units, job_.workers)), weights = double(columns * kBoxRowBytes);
     const double bytes = double(shape.x_rows * kBoxRowBytes) + weights;
@@ -302,9 +303,9 @@ class Tiles {
     const double step = std::max(
         {4.0 * double(columns), bytes / kOwnBytes, bytes * active / kAllBytes, from_memory, kTrip / (kSlots * blocks)});
     const double steps = double(shape.row_bytes) / kBoxRowBytes / double(shape.split);
-    const double others = shape.split == 1 ? 0 : kOfPart + kOfPartsColumn * double((shape.split - 1) * columns);
-    return double((units + job_.workers - 1) / job_.workers) *
-           (steps * step + others + kOfColumn * double(columns) + kOfTile);
+    const double share = double(columns) / double(shape.split);
+    const double others = shape.split == 1 ? 0 : kHop + kOfSentColumn * (double(columns) - share);
+    return double((units + job_.workers - 1) / job_.workers) * (steps * step + others + kOfColumn * share + kOfTile);
   }
 
   const Linears& job_;

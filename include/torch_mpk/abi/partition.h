@@ -45,11 +45,13 @@ MPK_HOST_DEVICE constexpr int warps_of_row(int64_t rows, int warps) {
   return rows >= warps ? 1 : warps / static_cast<int>(rows);
 }
 
-// Short rows that a warp works on together, each by some of its lanes, where it has many: the steps of a row wait for
-// each other.
+// Short rows that a warp works on together, each by some of its lanes, as many as it would have one after the other:
+// the steps of a row wait for each other.
 MPK_HOST_DEVICE constexpr int rows_at_once(int64_t row_bytes, int64_t rows, int64_t warps) {
   constexpr int kMost = 4;
-  return row_bytes <= 512 && rows >= kMost * warps ? kMost : 1;
+  int at_once = 1;
+  while (row_bytes <= 512 && at_once < kMost && rows > at_once * warps) at_once *= 2;
+  return at_once;
 }
 
 // How a job's tiles are shared out at run time, since memory bandwidth is not shared evenly: `size` tiles a ticket, the

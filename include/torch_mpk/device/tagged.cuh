@@ -1,4 +1,4 @@
-// Tagged words: how workers of one phase hand partial results to the one among them that puts these together.
+// Tagged words: how workers of one phase hand partial results to those among them that put these together.
 //
 // A word of 64 bits holds 32 bits of a result and, above them, the tag of the launch and phase that made it, so that
 // whoever polls it has it after one trip to L2. Which of these words a launch writes may depend on lengths, so they

@@ -2,9 +2,12 @@
 //
 // A tile is V::kXRows rows of x by V::kTileRows rows of each part's weight, a worker's job one after the other: each
 // entry of the ring holds some columns of all of them, and every warpgroup multiplies 64 of the rows of x. Sums stay in
-// registers. Where there are few tiles, the columns of each are cut into V::kSplit parts, each with a worker: the last
-// part's polls the sums of the others, and adds them in order. At the tile's end each warp takes its 16 rows through
-// shared memory, a strip of columns at a time, so that neighbouring lanes have neighbouring results.
+// registers. Where there are few tiles, the columns of each are cut into V::kSplit parts, each with a worker: these
+// tell each other their sums, and each finishes its share of the results. At the tile's end each warp takes its 16 rows
+// through shared memory, a strip of columns at a time, so that neighbouring lanes have neighbouring results.
+//
+// Where x has fewer rows than warpgroups multiply, no more come than it has, and those behind are multiplied with
+// whatever stands there: a row's sums depend on no other row, and theirs are nobody's.
 #pragma once
 
 #include "torch_mpk/device/tagged.cuh"
@@ -41,6 +44,9 @@ concept TilesVariant = TilesSizes<V> && TilesResults<V, C> && requires(int i) {
   { V::num_rows(i) } -> Same<uint32_t>;
 } && (V::kSplit == 1 || Meets<V>);
 
+// Columns of a strip, `most` or fewer, by which a share can be cut.
+constexpr int strip_of(int share, int most) { return share % most == 0 ? most : strip_of(share, most / 2); }
+
 // What follows from a variant.
 template <TilesSizes V>
 struct TilesShape {
@@ -52,8 +58,10 @@ struct TilesShape {
   static constexpr int kPartChunks = kChunks / V::kSplit;  // of a part
   static constexpr uint32_t kUnits = V::kNumTiles * V::kSplit;
   static constexpr int kXTiles = (V::kBatch + V::kXRows - 1) / V::kXRows;
-  // Columns of each part that a strip has, of which so many rows are 32 lanes' results.
-  static constexpr int kStrip = strip_columns(V::kParts), kRowsAtOnce = 32 / kStrip;
+  // Of each part's columns, those that a worker finishes; a thread's sums of them.
+  static constexpr int kShare = V::kTileRows / V::kSplit, kShareSums = kShare / 2;
+  // And those that a strip has, of which so many rows are 32 lanes' results.
+  static constexpr int kStrip = strip_of(kShare, strip_columns(V::kParts)), kRowsAtOnce = 32 / kStrip;
   static constexpr int kStripBytes = kWarpRows * kStripPitch * 4;
   static constexpr int kStagedBytes = kConsumerWarps * kStripBytes;
 };
@@ -148,7 +156,7 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
 template <class V, class C>
 MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   using S = TilesShape<V>;
-  const int x_offset = c.warp / kWarpgroupWarps * (kWarpgroupRows * kBoxRowBytes);
+  const int x_offset = V::kXRows > kWarpgroupRows ? c.warp / kWarpgroupWarps * (kWarpgroupRows * kBoxRowBytes) : 0;
 #pragma unroll 1
   for (uint32_t chunk = 0; chunk < S::kPartChunks; chunk++) {
     const uint32_t entry = c.entry + chunk;
@@ -170,64 +178,99 @@ MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   c.entry += S::kPartChunks;
 }
 
-// Sums of the parts of a tile but the last, two of each thread's side by side.
+// The sums of a warp's share of a tile, of each part one after the other.
+template <class V>
+using ShareSums = WarpgroupSums<TilesShape<V>::kShare * V::kParts>;
+
+// How workers that share a tile put their sums together: each finishes its share of the columns, and sends its sums of
+// the other shares to those that finish them, as tagged words, two of a thread's side by side.
 template <class V, class C>
 struct Partials {
   using S = TilesShape<V>;
-  static constexpr int kPairs = S::kColumns / 4, kAtOnce = 8;
+  static constexpr int kPairs = S::kShare * V::kParts / 4, kOthers = V::kSplit - 1;  // pairs: of a thread's share
   C& c;
-  ulonglong2* first;  // of the thread's, of the tile's first part
+  uint32_t part, tag;
+  ulonglong2* first;  // of the thread's, of those that go to the tile's first part
 
-  MPK_DEVICE Partials(C& c, const Job& job, uint32_t tile)
+  MPK_DEVICE Partials(C& c, const Job& job, uint32_t tile, uint32_t part)
       : c(c),
-        first(reinterpret_cast<ulonglong2*>(V::partials(job) + uint64_t(tile) * (V::kSplit - 1) * V::kPartialBytes) +
-              c.rank) {
-    static_assert(V::kPartialBytes == kPairs * kConsumerThreads * int(sizeof(ulonglong2)));
+        part(part),
+        tag(tag_of(c)),
+        first(reinterpret_cast<ulonglong2*>(V::partials(job) + uint64_t(tile) * kOthers * V::kPartialBytes) + c.rank) {
+    static_assert(V::kPartialBytes == V::kSplit * kPairs * kConsumerThreads * int(sizeof(ulonglong2)));
   }
 
-  MPK_DEVICE ulonglong2* place(int part, int pair) const { return first + (part * kPairs + pair) * kConsumerThreads; }
-
-  MPK_DEVICE void store(const WarpgroupSums<S::kColumns>& sums, int part) const {
-    const uint32_t tag = tag_of(c);
-#pragma unroll
-    for (int i = 0; i < kPairs; i++) ptx::store_relaxed_gpu(place(part, i), tagged(sums[2 * i], sums[2 * i + 1], tag));
+  // Of those that go to part `to`, number `other` in the order of the parts that send them.
+  MPK_DEVICE ulonglong2* place(int to, int other, int pair) const {
+    return first + ((to * kOthers + other) * kPairs + pair) * kConsumerThreads;
   }
 
-  // Those of the other parts, in order, to the last one's.
-  MPK_DEVICE void add(WarpgroupSums<S::kColumns>& sums) const {
-    const uint32_t tag = tag_of(c);
-#pragma unroll 1
-    for (int part = 0; part < V::kSplit - 1 && !c.failed; part++)
+  // Keeps those of the own share.
+  MPK_DEVICE void send(const WarpgroupSums<S::kColumns>& sums, ShareSums<V>& mine) const {
 #pragma unroll
-      for (int i = 0; i < kPairs; i += kAtOnce) {
-        ulonglong2 words[kAtOnce];
-        const bool has_come = spin(
-            c.shared.watchdog,
-            [&] {
-              uint32_t differs = 0;
+    for (int to = 0; to < V::kSplit; to++) {
+      const int other = int(part) - (int(part) > to);
 #pragma unroll
-              for (int j = 0; j < kAtOnce; j++) words[j] = ptx::load_relaxed_gpu(place(part, i + j));
-#pragma unroll
-              for (int j = 0; j < kAtOnce; j++) differs |= differing(words[j], tag);
-              return differs == 0;
-            },
-            [&] { return polling(c.phase); });
-        if (!has_come) c.failed = true;
-#pragma unroll
-        for (int j = 0; j < kAtOnce; j++) {
-          sums[2 * (i + j)] += float_of(words[j].x);
-          sums[2 * (i + j) + 1] += float_of(words[j].y);
-        }
+      for (int i = 0; i < 2 * kPairs; i += 2) {
+        const float* pair = sums + i / S::kShareSums * (V::kTileRows / 2) + to * S::kShareSums + i % S::kShareSums;
+        if (to == part)
+          mine[i] = pair[0], mine[i + 1] = pair[1];
+        else
+          ptx::store_relaxed_gpu(place(to, other, i / 2), tagged(pair[0], pair[1], tag));
       }
+    }
+  }
+
+  // To the own share what the other parts have of it, in the order of the parts.
+  MPK_DEVICE void add(ShareSums<V>& mine) const {
+    constexpr int kAtOnce = pairs_at_once(kPairs);
+#pragma unroll
+    for (int begin = 0; begin < kPairs && !c.failed; begin += kAtOnce) {
+      ulonglong2 words[kOthers][kAtOnce];
+      const bool has_come = spin(
+          c.shared.watchdog,
+          [&] {
+            uint32_t differs = 0;
+#pragma unroll
+            for (int o = 0; o < kOthers; o++)
+#pragma unroll
+              for (int i = 0; i < kAtOnce; i++) words[o][i] = ptx::load_relaxed_gpu(place(part, o, begin + i));
+#pragma unroll
+            for (int o = 0; o < kOthers; o++)
+#pragma unroll
+              for (int i = 0; i < kAtOnce; i++) differs |= differing(words[o][i], tag);
+            return differs == 0;
+          },
+          [&] { return polling(c.phase); });
+      if (!has_come) c.failed = true;
+#pragma unroll
+      for (int i = 0; i < 2 * kAtOnce; i++) {
+        const float own = mine[2 * begin + i];
+        float total = part == 0 ? own : 0.0f;
+#pragma unroll
+        for (int o = 0; o < kOthers; o++) {
+          total += float_of(i % 2 == 0 ? words[o][i / 2].x : words[o][i / 2].y);
+          if (o + 1 == part) total += own;
+        }
+        mine[2 * begin + i] = total;
+      }
+    }
     c.failed = __any_sync(~0u, c.failed);
+  }
+
+ private:
+  // As many as there are registers for.
+  static constexpr int pairs_at_once(int pairs) {
+    constexpr int kWords = 16;
+    return pairs % 2 == 0 && pairs * kOthers > kWords ? pairs_at_once(pairs / 2) : pairs;
   }
 };
 
 // The sums' next strip of every part, [row][part][column], which is then gone from the registers.
 template <class V>
-MPK_DEVICE void show_strip(WarpgroupSums<TilesShape<V>::kColumns>& sums, float* strip, int lane) {
+MPK_DEVICE void show_strip(ShareSums<V>& sums, float* strip, int lane) {
   using S = TilesShape<V>;
-  constexpr int kOfPart = V::kTileRows / 2, kOfStrip = S::kStrip / 2;  // a thread's sums
+  constexpr int kOfPart = S::kShareSums, kOfStrip = S::kStrip / 2;  // a thread's sums
   float* mine = strip + lane / 4 * kStripPitch + lane % 4 * 2;
 #pragma unroll
   for (int p = 0; p < V::kParts; p++) {
@@ -289,17 +332,17 @@ struct Strip {
   }
 };
 
-// A warp's rows of a tile. What results need besides is on its way while the strip before is finished.
+// A warp's rows of its worker's share of a tile, from its first strip on, which is `next`. What results need besides is
+// on its way while the strip before is finished.
 template <class V, class C>
-MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place,
-                            WarpgroupSums<TilesShape<V>::kColumns>& sums, const typename V::Common& common) {
+MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place, int share, Strip<V, C> next,
+                            ShareSums<V>& sums, const typename V::Common& common) {
   using S = TilesShape<V>;
-  Strip<V, C> next(c, job, place, 0);
   float* strip = reinterpret_cast<float*>(c.staged() + c.warp * S::kStripBytes);
 #pragma unroll 1
-  for (int first = 0; first < V::kTileRows; first += S::kStrip) {
+  for (int first = 0; first < S::kShare; first += S::kStrip) {
     const Strip<V, C> current = next;
-    if (first + S::kStrip < V::kTileRows) next = Strip<V, C>(c, job, place, first + S::kStrip);
+    if (first + S::kStrip < S::kShare) next = Strip<V, C>(c, job, place, share + first + S::kStrip);
     show_strip<V>(sums, strip, c.lane);
     __syncwarp();
     current.finish(c, job, place.segment, strip, common);
@@ -311,7 +354,10 @@ template <class V, class C>
 MPK_DEVICE void compute_tiles(C& c, const Job& job) {
   static_assert(TilesVariant<V, C>);
   using S = TilesShape<V>;
-  static_assert(V::kXRows == kTileXRows && V::kTileRows % S::kStrip == 0 && S::kChunks % V::kSplit == 0);
+  static_assert(V::kXRows <= kTileXRows && V::kXRows % 8 == 0 && V::kTileRows % (8 * V::kSplit) == 0 &&
+                S::kChunks % V::kSplit == 0);
+  static_assert((S::kBlocks - 1) * S::kXBytes + kTileXRows * kBoxRowBytes <= C::Config::kSlotBytes,
+                "what stands behind x is not the slot's");
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
   if (!c.await()) return;
   const typename V::Common common = V::common(job);
@@ -322,16 +368,18 @@ MPK_DEVICE void compute_tiles(C& c, const Job& job) {
     WarpgroupSums<S::kColumns> sums = {};
     sum_part<V>(c, sums);
     if (c.failed) continue;  // the others of its warpgroup multiply on
-    if constexpr (V::kSplit > 1) {
-      const Partials<V, C> partials(c, job, tile);
-      if (part + 1 < V::kSplit) {
-        partials.store(sums, part);
-        continue;
-      }
-    }
     if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
-    if constexpr (V::kSplit > 1) Partials<V, C>(c, job, tile).add(sums);
-    if (!c.failed) finish_rows<V>(c, job, place, sums, common);
+    const int share = part * S::kShare;
+    if constexpr (V::kSplit > 1) {
+      ShareSums<V> mine = {};
+      const Partials<V, C> partials(c, job, tile, part);
+      partials.send(sums, mine);
+      const Strip<V, C> strip(c, job, place, share);
+      partials.add(mine);
+      if (!c.failed) finish_rows<V>(c, job, place, share, strip, mine, common);
+    } else {
+      finish_rows<V>(c, job, place, share, Strip<V, C>(c, job, place, share), sums, common);
+    }
   }
 }
 
