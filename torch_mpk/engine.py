@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 RECOVERABLE = MpkError, torch.OutOfMemoryError
 
 MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; sizes of steps are fewer
+COMPILE_TAKES_LIMITS = "recompile_limit" in inspect.signature(torch.compile).parameters  # from PyTorch 2.13 on
 # Tokens that a step with prompts is padded to at least: what tensor cores multiply at once, and rows of a CPU's pass.
 MIN_TOKENS = {"cuda": 128, "cpu": 16}
 DOUBLED_UP_TO = 2048  # tokens; larger sizes are four times the one before
@@ -57,9 +58,6 @@ class StepCompileConfig(CompileConfig):
     def to_dict(self) -> dict[str, Any]:
         limits = {"recompile_limit": MAX_BUILDS, "isolate_recompiles": True}
         return super().to_dict() | (limits if COMPILE_TAKES_LIMITS else {})
-
-
-COMPILE_TAKES_LIMITS = "recompile_limit" in inspect.signature(torch.compile).parameters  # from PyTorch 2.13 on
 
 
 def raise_recompile_limit() -> None:

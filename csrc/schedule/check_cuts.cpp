@@ -88,7 +88,7 @@ class CutProof {
     const int64_t of_window = s.chunks_of_window();
     require(s.pass_tiles > 0 && !job_.is_staged && s.chunk_bytes == kBoxRowBytes &&
                 s.tile_rows <= kWarpgroupWarps * kWarpRows && s.window_bytes % s.chunk_bytes == 0 &&
-                (of_window & (of_window - 1)) == 0 && s.chunks() / s.split % of_window == 0,
+                of_window <= kMostChunksOfWindow && s.chunks() / s.split % of_window == 0,
             "windows of " + str(s.window_bytes) + " bytes of x are not what warpgroups multiply");
   }
 

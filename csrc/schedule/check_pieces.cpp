@@ -33,6 +33,7 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
   };
   if (job.shape && job.shape->x_rows > 0) {
     const int64_t others = job.num_tiles * (job.shape->split - 1);
+    // A thread has sums of all rows that warpgroups multiply, also where x has fewer.
     const int64_t bytes = kTileXRows * job.shape->tile_rows * job.shape->parts * kTaggedFloatBytes;
     require(pieces.count == others && pieces.results == 1 && pieces.result_bytes == bytes,
             std::to_string(pieces.count) + " pieces of " + std::to_string(pieces.result_bytes) + " bytes are not the " +

@@ -22,7 +22,7 @@ void check_ring(const Schedule& s) {
   const int64_t full = s.target.arch >= 90 ? w.loaders : 32 * w.loaders;
   require(w.full_arrivals == full,
           "slots are full after " + str(w.full_arrivals) + " arrivals, but loaders arrive " + str(full) + " times");
-  const int64_t readers = w.warpgroups > 0 ? w.consumers : shares_entries_in_warpgroups(s) ? kWarpgroupWarps : 1;
+  const int64_t readers = w.warpgroups > 0 ? w.consumers : multiplies_by_warpgroups(s) ? kWarpgroupWarps : 1;
   require(w.empty_arrivals == readers, "slots are empty after " + str(w.empty_arrivals) + " arrivals, but " +
                                            str(readers) + " of " + str(w.consumers) + " consumers read an entry");
 }

@@ -74,8 +74,8 @@ inline bool copies_windows(const TBGraph& graph, const Job& job) {
   });
 }
 
-// Whether some jobs' entries are read by the warps of a warpgroup, and not by one.
-inline bool shares_entries_in_warpgroups(const Schedule& schedule) {
+// Whether warpgroups multiply the boxes of some jobs: then all warps of one read an entry.
+inline bool multiplies_by_warpgroups(const Schedule& schedule) {
   return std::any_of(schedule.phases.begin(), schedule.phases.end(), [](const Phase& phase) {
     return std::any_of(phase.jobs.begin(), phase.jobs.end(),
                        [](const Job& job) { return job.shape && job.shape->window_bytes > 0; });

@@ -172,7 +172,7 @@ class LinearWriter {
   }
 
   // Of linear_rows.cuh: of a window of x.
-  int64_t x_rows() const { return shape_.window_bytes > 0 ? multiplied_rows(batch_) : batch_; }
+  int64_t x_rows() const { return shape_.window_bytes > 0 ? kMultipliedRows : batch_; }
   int64_t window_size() const { return std::max(shape_.window_bytes, shape_.chunk_bytes) / element_; }
 
   std::string tile_sizes() const {

@@ -127,10 +127,10 @@ class Boxes {
     return best;
   }
 
-  TileShape shape_of(int64_t split) const { return by_warpgroups_ ? together(split) : apart(split); }
+  TileShape shape_of(int64_t split) const { return by_warpgroups_ ? of_warpgroups(split) : of_warps(split); }
 
   // Boxes of 8 rows are shared out among workers more evenly; those of 16 need less of x at a time.
-  TileShape apart(int64_t split) const {
+  TileShape of_warps(int64_t split) const {
     const int64_t workers = job_.workers / split;  // that have tiles of their own
     const int64_t box_rows = job_.batch <= 16 || job_.tiles(kBlockRows) < workers ? 8 : kBlockRows;
     const int64_t columns = job_.batch <= 16 ? 512 : 256;
@@ -146,7 +146,7 @@ class Boxes {
 
   // Each warpgroup multiplies up to 64 rows of weights with all of x. So boxes are as high as shares the rows out most
   // evenly, and of those the highest.
-  TileShape together(int64_t split) const {
+  TileShape of_warpgroups(int64_t split) const {
     const int64_t workers = job_.workers / split, row_bytes = job_.size * job_.element;
     const auto share = [&](int64_t rows) { return divide_up(job_.tiles(rows), workers); };
     int64_t box_rows = kWarpgroupWarps * kWarpRows;
@@ -154,16 +154,10 @@ class Boxes {
       if (share(rows) * rows < share(box_rows) * box_rows) box_rows = rows;
     TileShape shape{box_rows, job_.parts, 1, row_bytes, kBoxRowBytes};
     shape.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / shape.entry_bytes();
-    const int64_t sums = multiplied_rows(job_.batch) / 2;  // of a box, in each thread
-    const int64_t most =
-        std::max<int64_t>(kWarpgroups * std::min<int64_t>(kMostSums / sums, kMostHeld) / job_.parts, 1);
+    const int64_t most = std::max<int64_t>(kWarpgroups * kMostHeld / job_.parts, 1);
     shape.pass_tiles = std::max<int64_t>(divide_up(share(box_rows), divide_up(share(box_rows), most)), 1);
     shape.split = split;
-    shape.window_bytes = kBoxRowBytes;
-    const int64_t columns = shape.chunks() / split;
-    while (columns % (2 * shape.chunks_of_window()) == 0 &&
-           2 * shape.window_bytes * multiplied_rows(job_.batch) <= kMostOfWindow)
-      shape.window_bytes *= 2;
+    shape.window_bytes = (shape.chunks() / split % kMostChunksOfWindow == 0 ? kMostChunksOfWindow : 1) * kBoxRowBytes;
     return shape;
   }
 
@@ -174,12 +168,12 @@ class Boxes {
     return Pieces{job_.workers / shape.split * shape.split, shape.split, 1, 1, bytes};
   }
 
-  // See RowsShape in linear_rows.cuh.
+  // See RowsShape in linear_rows_shape.cuh.
   int64_t staged_bytes(const TileShape& shape) const {
     if (shape.window_bytes > 0) {
-      const int64_t rows = multiplied_rows(job_.batch), boxes = shape.pass_tiles * shape.parts;
+      const int64_t boxes = shape.pass_tiles * shape.parts;
       const int64_t blocks = (boxes == 1 ? kWarpgroups : boxes) * divide_up(shape.tile_rows, kWarpRows);
-      return std::max(kWindows * rows * shape.window_bytes, blocks * rows * kSumPitch * 4) + kBoxAlignment;
+      return std::max(kWindows * shape.window_bytes, blocks * kSumPitch * 4) * kMultipliedRows + kBoxAlignment;
     }
     const int64_t blocks = divide_up(shape.pass_tiles * shape.parts, kBlockRows / shape.tile_rows);
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
@@ -195,9 +189,8 @@ class Boxes {
  private:
   static constexpr int64_t kBlockRows = 16;  // of weights, that a warp multiplies at a time
   static constexpr int64_t kMostSplit = 4;
-  // Of warpgroups: rows of x that warps multiply as quickly; sums that a thread holds, and boxes that they are of;
-  // bytes of a window.
-  static constexpr int64_t kFewRows = 32, kMostSums = 64, kMostHeld = 4, kMostOfWindow = 16 << 10;
+  static constexpr int64_t kFewRows = 32;  // of x, that warps multiply as quickly as warpgroups
+  static constexpr int64_t kMostHeld = 2;  // boxes that a warpgroup holds the sums of, 32 in each thread
 
   // Chunks in equal parts, tiles in one pass, and of x the rows that a warp finishes together. x that stands in shared
   // memory whole does not come by columns.

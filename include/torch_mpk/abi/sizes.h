@@ -21,8 +21,6 @@ constexpr int registers_each(int threads) {
 inline constexpr int kWarpgroups = 2, kWarpgroupWarps = 4;
 inline constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;
 static_assert(32 * kWarpgroupWarps * (kWarpgroups * kMultiplyingRegisters + kLoadingRegisters) <= kRegisterFile);
-// Rows of x that they multiply where few have them, see linear_rows.cuh.
-constexpr int multiplied_rows(int64_t rows) { return rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 constexpr int threads_of(int consumer_warps, int loader_warps, int warpgroups) {
   return 32 * (consumer_warps + (warpgroups > 0 ? kWarpgroupWarps : loader_warps));
 }
@@ -75,6 +73,8 @@ constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run, uint32_t consumer
 // engine's swizzle works on, which repeats after kBoxAlignment bytes.
 inline constexpr int kBoxColumns = 64, kBoxRowBytes = 128, kBoxAlignment = 1024;
 
+// Rows of x that warpgroups multiply boxes of weights with, and chunks of a window at most, see RowsShape.
+inline constexpr int kMultipliedRows = 64, kMostChunksOfWindow = 2;
 // How linear's variant for several rows uses shared memory (see RowsShape): windows onto x that it holds at a time, the
 // warps that bring them, and floats from row to row of a block's sums, so that they meet no bank conflicts.
 inline constexpr int kWindows = 4, kBringingWarps = 3, kSumPitch = 20;

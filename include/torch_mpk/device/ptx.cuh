@@ -363,7 +363,6 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
 
 #define MPK_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
-#define MPK_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define MPK_16 MPK_TEN() "%10, %11, %12, %13, %14, %15"
 #define MPK_32 MPK_TEN() MPK_TEN(1) MPK_TEN(2) "%30, %31"
 #define MPK_48 MPK_TEN() MPK_TEN(1) MPK_TEN(2) MPK_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47"
@@ -374,7 +373,6 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
   MPK_60 MPK_TEN(6) MPK_TEN(7) MPK_TEN(8) MPK_TEN(9) MPK_TEN(10) \
       MPK_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127"
 #define MPK_OF_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define MPK_OF_8(d, i) MPK_OF_4(d, i), MPK_OF_4(d, i + 4)
 #define MPK_OF_16(d, i) MPK_OF_4(d, i), MPK_OF_4(d, i + 4), MPK_OF_4(d, i + 8), MPK_OF_4(d, i + 12)
 #define MPK_OF_32(d, i) MPK_OF_16(d, i), MPK_OF_16(d, i + 16)
 #define MPK_OF_48(d, i) MPK_OF_32(d, i), MPK_OF_16(d, i + 32)
@@ -392,7 +390,6 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
                  : "memory");                                                                           \
   }
 #define MPK_MULTIPLY_ALL(T, type)        \
-  MPK_MULTIPLY(T, type, 16, 8, 8, 9)     \
   MPK_MULTIPLY(T, type, 32, 16, 16, 17)  \
   MPK_MULTIPLY(T, type, 64, 32, 32, 33)  \
   MPK_MULTIPLY(T, type, 96, 48, 48, 49)  \
@@ -409,7 +406,6 @@ MPK_MULTIPLY_ALL(__half, "f16")
 #undef MPK_OF_48
 #undef MPK_OF_32
 #undef MPK_OF_16
-#undef MPK_OF_8
 #undef MPK_OF_4
 #undef MPK_128
 #undef MPK_96
@@ -418,7 +414,6 @@ MPK_MULTIPLY_ALL(__half, "f16")
 #undef MPK_48
 #undef MPK_32
 #undef MPK_16
-#undef MPK_8
 #undef MPK_TEN
 
 // The registers of each thread of this warpgroup, all of whose warps call it: fewer, or more once others have given up

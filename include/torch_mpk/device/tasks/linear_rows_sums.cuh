@@ -1,0 +1,297 @@
+// The products of linears with several rows of x, and the sums that they leave in shared memory, see linear_rows.cuh.
+#pragma once
+
+#include "torch_mpk/device/tasks/linear_rows_x.cuh"
+
+namespace mpk::linear {
+
+// A block's sums from a warp's registers to shared memory, see RowsShape::kBlockFloats: as the tensor cores leave them,
+// four of each eight rows of x in a lane.
+template <class V>
+MPK_DEVICE void show_block(float* block, const float* sums, int lane) {
+  float* mine = block + lane / 4 + lane % 4 * 2 * kSumPitch;
+#pragma unroll
+  for (int n = 0; n < RowsShape<V>::kColumns; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) mine[(8 * n + i % 2) * kSumPitch + i / 2 * 8] = sums[4 * n + i];
+}
+
+// ---- by warps
+
+// Adds the products of a chunk of some blocks. `upper` and `lower`: rows 0 to 7 and 8 to 15 of a block, 128 bytes from
+// row to row and box_rows rows from 64 columns to the next, in the copy engine's swizzle, in which bits 4 to 6 of an
+// address are those of the row, added without carry. `x`: the chunk's columns of row 0, S::kPitch bytes from row to
+// row.
+template <class V, int blocks>
+MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], const uint8_t* const (&upper)[blocks],
+                                const uint8_t* const (&lower)[blocks], const uint8_t* x, int blocks_of_64, int lane) {
+  using S = RowsShape<V>;
+  using T = typename V::T;
+  constexpr int kColumns = S::kColumns;
+  // Of x four matrices are loaded at once: two columns of sums, or, where there is one, two steps along K.
+  constexpr int kPair = kColumns == 1 ? 1 : 2, kSteps = 2 / kPair, kMatrices = 4 / kPair;
+  constexpr int kLast = (kColumns - 1) / kPair * kPair;
+  const uint32_t row = lane % 8, matrix = lane / 8, piece = matrix % kMatrices;
+  // A lane's first 16 bytes; where they are swizzled, those 32 i bytes further along the row have another address
+  // but for no carry.
+  ptx::SharedAddress weights[blocks];
+#pragma unroll
+  for (int j = 0; j < blocks; j++)
+    weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
+  const auto place_of_x = [&](uint32_t r) {
+    return ptx::smem_addr(x) + r * S::kPitch + (V::kBoxesOfX ? r % 8 ^ piece : piece) * 16;
+  };
+  const uint32_t first = 8 * (matrix / kMatrices) + row, last = 8 * kLast + first;
+  // Rows that there are not repeat the last: their products go nowhere.
+  ptx::SharedAddress first_x = place_of_x(kLast == 0 ? min(first, uint32_t(V::kBatch - 1)) : first);
+  ptx::SharedAddress last_x = place_of_x(min(last, uint32_t(V::kBatch - 1)));
+  constexpr bool kHasAll = V::kBatch % (8 * kPair) == 0;
+  // A product takes the sums of the one two or four before it, where there are registers for so many chains.
+  constexpr int kChains = blocks > 1 || kColumns > 4 ? 1 : kColumns == 1 ? 4 : 2;
+  SumFragment apart[kChains > 1 ? kChains - 1 : 1][kColumns] = {};
+  struct Factors {
+    ptx::Quad weights[kSteps][blocks], x[(kColumns + kPair - 1) / kPair];
+  };
+  // Of 16 columns, or of 32, from number i on of the 64 at hand.
+  const auto load = [&](Factors& to, int i) {
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+#pragma unroll
+      for (int j = 0; j < blocks; j++) to.weights[k][j] = ptx::load_matrices(weights[j] ^ 32 * (i + k));
+#pragma unroll
+    for (int n = 0; n < kColumns; n += kPair) {
+      const auto at = [&](ptx::SharedAddress place) { return V::kBoxesOfX ? place ^ 32 * i : place + 32 * i; };
+      to.x[n / kPair] = ptx::load_matrices(n == kLast && !kHasAll ? at(last_x) : at(first_x) + 8 * n * S::kPitch);
+    }
+  };
+  // Products that take each other's sums stand apart: the compiler leaves them in this order.
+  const auto multiply = [&](const Factors& by, int i) {
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+#pragma unroll
+      for (int j = 0; j < blocks; j++)
+#pragma unroll
+        for (int n = 0; n < kColumns; n++) {
+          const uint32_t* pair = by.x[n / kPair].v + n % kPair * kMatrices + 2 * k;
+          const int chain = (i + k) % kChains;
+          ptx::mma<T>(chain > 0 ? apart[chain > 0 ? chain - 1 : 0][n] : sums[j][n], by.weights[k][j],
+                      {pair[0], pair[1]});
+        }
+  };
+  const auto advance = [&](int count) {
+#pragma unroll
+    for (int j = 0; j < blocks; j++) weights[j] += count * (V::kBoxRows * 128);
+    first_x += count * S::kBlockPitch;
+    last_x += count * S::kBlockPitch;
+  };
+  // Where there are registers for them, the next factors are on their way while these are multiplied; but with up to
+  // eight long rows of x that is slower, see docs/experiments.md.
+  constexpr bool kIsLong = V::kBatch * V::kSize * int(sizeof(T)) > 48 * 1024;
+  constexpr bool kAhead = S::kHeld * kColumns <= 8 && !(kColumns == 1 && kIsLong);
+  Factors now;
+  if constexpr (kAhead) load(now, 0);
+#pragma unroll(!kAhead && kColumns <= 2 ? 2 : 1)
+  for (int b = 1; b <= blocks_of_64; b++) {
+#pragma unroll(kAhead ? 4 : 2)
+    for (int i = 0; i < 4; i += kSteps) {
+      if constexpr (kAhead) {
+        Factors next;
+        if (i + kSteps == 4) advance(b < blocks_of_64);
+        load(next, (i + kSteps) % 4);
+        multiply(now, i);
+        now = next;
+      } else {
+        load(now, i);
+        multiply(now, i);
+      }
+    }
+    if constexpr (!kAhead) advance(1);
+  }
+  if constexpr (kChains > 1) {
+#pragma unroll
+    for (int chain = 1; chain < kChains; chain++)
+#pragma unroll
+      for (int n = 0; n < kColumns; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[0][n][i] += apart[chain - 1][n][i];
+  }
+}
+
+// Adds the products of a chunk of `count` blocks, from number `block` on of a chunk's `boxes` boxes, of which the first
+// is ring entry `first`. False when the launch was given up.
+template <class V, int count, class C>
+MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], uint32_t first, uint32_t block,
+                            uint32_t boxes, const uint8_t* x, int blocks_of_64) {
+  using S = RowsShape<V>;
+  const uint8_t *upper[count], *lower[count];
+  const auto has_lower = [&](int j) { return S::kBoxesOfBlock == 2 && (block + j) * 2 + 1 < boxes; };
+#pragma unroll
+  for (int j = 0; j < count; j++) {
+    const uint32_t entry = first + (block + j) * S::kBoxesOfBlock;
+    if (!c.ring.wait(entry, c.phase) || (has_lower(j) && !c.ring.wait(entry + 1, c.phase))) return false;
+    upper[j] = c.ring.slot(entry);
+    lower[j] = has_lower(j) ? c.ring.slot(entry + 1) : upper[j] + (S::kBoxesOfBlock == 1 ? 8 * 128 : 0);
+  }
+  multiply_blocks<V, count>(sums, upper, lower, x, blocks_of_64, c.lane);
+#pragma unroll
+  for (int j = 0; j < count; j++) {
+    const uint32_t entry = first + (block + j) * S::kBoxesOfBlock;
+    c.ring.release(entry);
+    if (has_lower(j)) c.ring.release(entry + 1);
+  }
+  return true;
+}
+
+// One pass over the worker's part of K: the sums of some tiles, from ring entry c.entry on, into shared memory.
+template <class V, class C>
+MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>& shares, uint8_t* staged) {
+  using S = RowsShape<V>;
+  using T = typename V::T;
+  const uint32_t boxes = tiles * V::kParts;
+  const uint32_t warp = c.warp, turn = shares.turn(warp), first = warp - turn * shares.warps;
+  const Chunks<V> chunks(c.worker(job));
+  const bool brings = !V::kStaged && warp >= S::kWarps;
+  const bool has_work = !brings && turn < shares.sharers;
+  SumFragment sums[S::kHeld][S::kColumns] = {};
+  if (brings) {
+    if constexpr (V::kBoxesOfX)
+      c.failed |= !bring_boxes<V>(c, job, staged);
+    else
+      c.failed |= !bring_windows<V>(c, job, staged);
+  } else if (has_work || !V::kStaged) {
+    uint32_t next = turn;  // the warp's next chunk
+#pragma unroll 1
+    for (uint32_t at = 0; at < S::kChunks; at++) {
+      const bool mine = has_work && at == next;
+      if (V::kStaged && !mine) continue;
+      const uint32_t chunk = chunks.at(at);
+      const uint32_t number = c.window + at, place = number % kWindows;
+      const uint8_t* x = staged + (V::kStaged ? chunk * (V::kChunkSize * int(sizeof(T))) : place * S::kWindowBytes);
+      if (!V::kStaged && !ptx::mbar_peek(&c.windows().full[place], number / kWindows & 1) &&
+          !wait_barrier(c.shared.watchdog, &c.windows().full[place], number / kWindows & 1, c.phase,
+                        WarpRole::kConsumer, Waiting::kFullSlot, place, number)) {
+        c.failed = true;
+        break;
+      }
+      if (mine) {
+        next += shares.sharers;
+        const int blocks_of_64 = min(V::kChunkSize, V::kSize - int(chunk) * V::kChunkSize) / 64;
+        const uint32_t entry = c.entry + at * boxes;
+        if constexpr (S::kTogether == 2) {
+          const uint32_t block = shares.template block<2>(first, 0);
+          c.failed = !(shares.held == 2 && block + 1 < shares.blocks
+                           ? take_blocks<V, 2>(c, sums, entry, block, boxes, x, blocks_of_64)
+                           : take_blocks<V, 1>(c, sums, entry, block, boxes, x, blocks_of_64));
+        } else {
+#pragma unroll
+          for (int h = 0; h < S::kHeld && !c.failed; h++) {
+            const uint32_t block = shares.template block<1>(first, h);
+            if (block >= shares.blocks) break;
+            c.failed = !take_blocks<V, 1>(c, sums + h, entry, block, boxes, x, blocks_of_64);
+          }
+        }
+        if (c.failed) break;
+      }
+      if constexpr (!V::kStaged) {
+        __syncwarp();
+        if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[place]);
+      }
+    }
+  }
+  c.entry += S::kChunks * boxes;
+  if constexpr (!V::kStaged) {
+    c.window += S::kChunks;
+    if (!c.sync()) return false;  // the windows are no longer read
+  }
+  if (has_work) {
+    float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
+#pragma unroll
+    for (int h = 0; h < S::kHeld; h++) {
+      const uint32_t block = shares.template block<S::kTogether>(first, h);
+      if (h >= shares.held || block >= shares.blocks) break;
+      show_block<V>(to + (turn * shares.blocks + block) * S::kBlockFloats, sums[h][0], c.lane);
+    }
+  }
+  return c.sync();
+}
+
+// ---- by warpgroups
+
+// The products of a warpgroup: of a chunk's `boxes` boxes every kWarpgroups'th from number `first` on, or, where there
+// is one, of every kWarpgroups'th chunk. A warp that gives up a wait goes on with whatever stands in the ring, since
+// the others of its warpgroup cannot multiply without it.
+template <class V, class C>
+MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
+                                      uint32_t first, const uint8_t* windows) {
+  using S = RowsShape<V>;
+  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  uint32_t entry = 0;  // the one that is multiplied, from the second on
+  bool is_first = true;
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < S::kNumWindows; turn++) {
+    const uint32_t number = c.window + turn, place = number % kWindows;
+    if (!c.failed && !ptx::mbar_peek(&c.windows().full[place], number / kWindows & 1))
+      c.failed = !wait_barrier(c.shared.watchdog, &c.windows().full[place], number / kWindows & 1, c.phase,
+                               WarpRole::kConsumer, Waiting::kFullSlot, place, number);
+    const uint8_t* x = windows + place * S::kWindowBytes;
+#pragma unroll 1
+    for (uint32_t i = kTakesTurns ? (first + turn * S::kChunksOfWindow) % kWarpgroups : 0; i < S::kChunksOfWindow;
+         i += kTakesTurns ? kWarpgroups : 1) {
+      const uint32_t chunk = turn * S::kChunksOfWindow + i;
+#pragma unroll
+      for (int h = 0; h < S::kHeld; h++) {
+        const uint32_t box = kTakesTurns ? 0 : first + h * kWarpgroups, next = c.entry + chunk * boxes + box;
+        if (box >= boxes) break;
+        if (!c.failed && !c.ring.has(next)) {
+          // A call: it may use registers that products under way would write.
+#pragma unroll
+          for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
+          c.failed = !c.ring.wait_longer(next, c.phase);
+        }
+        ptx::begin_products();
+        mpk::multiply_blocks<typename V::T, V::kXRows>(sums[h], c.ring.slot(next), x + i * S::kBlockPitch);
+        ptx::commit_products();
+        ptx::await_products<1>();
+        if (!is_first) c.ring.release_share(entry);
+        is_first = false;
+        entry = next;
+      }
+    }
+    ptx::await_products<0>();
+    __syncwarp();
+    if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[place]);
+  }
+#pragma unroll
+  for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
+  if (!is_first) c.ring.release_share(entry);
+}
+
+// One pass over the worker's part of K, see sum_boxes.
+template <class V, class C>
+MPK_DEVICE bool sum_by_warpgroups(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
+  using S = RowsShape<V>;
+  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  static_assert(V::kBoxesOfX && S::kWarps == kWarpgroups * kWarpgroupWarps && V::kChunkSize == kBoxColumns);
+  WarpgroupSums<V::kXRows> sums[S::kHeld] = {};
+  const uint32_t group = c.warp / kWarpgroupWarps, of_box = c.warp % kWarpgroupWarps;
+  const bool brings = c.warp >= S::kWarps;
+  if (brings)
+    c.failed |= !bring_boxes<V>(c, job, staged);
+  else
+    multiply_by_warpgroup<V>(c, sums, boxes, group, staged);
+  c.entry += S::kChunks * boxes;
+  c.window += S::kNumWindows;
+  if (!c.sync()) return false;  // the windows are no longer read
+  if (!brings && of_box < S::kBlocksOfBox) {
+    float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
+#pragma unroll
+    for (int h = 0; h < S::kHeld; h++) {
+      const uint32_t box = group + h * kWarpgroups;  // or the turn
+      if (!kTakesTurns && box >= boxes) break;
+      show_block<V>(to + (box * S::kBlocksOfBox + of_box) * S::kBlockFloats, sums[h], c.lane);
+    }
+  }
+  return c.sync();
+}
+
+}  // namespace mpk::linear

@@ -1,0 +1,111 @@
+// How several rows of x come to shared memory for a linear, see linear_rows.cuh.
+#pragma once
+
+#include "torch_mpk/device/tasks/linear_rows_shape.cuh"
+
+namespace mpk::linear {
+
+// Brings x's columns, chunk after chunk: what the group's last warps do, each a few rows. False when the launch was
+// given up.
+template <class V, class C>
+MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
+  using S = RowsShape<V>;
+  using T = typename V::T;
+  constexpr int kVec = kVecSize<T>;
+  const Chunks<V> chunks(c.worker(job));
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < S::kChunks; turn++) {
+    const int chunk = chunks.at(turn);
+    const uint32_t number = c.window + turn, place = number % kWindows;
+    uint64_t* full = &c.windows().full[place];
+    if (number >= kWindows && !wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1,
+                                            c.phase, WarpRole::kConsumer, Waiting::kFreeSlot, place, number))
+      return false;
+    const int pieces = min(V::kChunkSize, V::kSize - chunk * V::kChunkSize) / kVec;  // of a row, of 16 bytes
+    const T* x = V::x(job) + chunk * V::kChunkSize;
+    const bool is_aligned = reinterpret_cast<uint64_t>(x) % kAccessBytes == 0;  // a call's tensor may begin anywhere
+    const int first = c.warp - S::kWarps;
+    const T* from = x + first * V::kPitchX;
+    uint8_t* to = windows + place * S::kWindowBytes + first * S::kPitch;
+    if (is_aligned) {
+      // A lone warp takes some cycles for each instruction, so there are few of them.
+      const T* piece = from + c.lane * kVec;
+      uint8_t* copied = to + c.lane * 16;
+#pragma unroll
+      for (int row = 0; row < V::kBatch; row += kBringingWarps) {
+        if (first + row < V::kBatch)
+#pragma unroll
+          for (int p = 0; p < V::kChunkSize / kVec; p += 32)
+            if (p + c.lane < pieces) ptx::copy_async_16(copied + row * S::kPitch + p * 16, piece + p * kVec);
+        piece += kBringingWarps * V::kPitchX;
+      }
+    } else {
+      for (int row = first; row < V::kBatch; row += kBringingWarps) {
+        for (int e = c.lane; e < pieces * kVec; e += 32) reinterpret_cast<T*>(to)[e] = from[e];
+        from += kBringingWarps * V::kPitchX;
+        to += kBringingWarps * S::kPitch;
+      }
+    }
+    if (is_aligned)
+      ptx::copy_async_arrive(full);
+    else
+      ptx::mbar_arrive(full);
+  }
+  return true;
+}
+
+// The same as boxes: the first of these warps has the copy engine bring them, and arrives for all. It stays until they
+// have landed, which must not be in the shared memory of a CTA that has exited.
+template <class V, class C>
+MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
+  using S = RowsShape<V>;
+  if (c.warp != S::kWarps) return true;
+  const void* map = V::map_of_x(job);
+  const Chunks<V> chunks(c.worker(job));
+  ptx::fence_proxy_async();  // what others have written, in memory and in the windows' place
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (; turn < S::kNumWindows; turn++) {
+    const uint32_t number = c.window + turn, place = number % kWindows;
+    uint64_t* full = &c.windows().full[place];
+    if (number >= kWindows &&
+        !__all_sync(~0u, wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1,
+                                      c.phase, WarpRole::kConsumer, Waiting::kFreeSlot, place, number)))
+      break;
+    if (c.lane == 0) {
+      ptx::mbar_arrive_expect(full, S::kBytesOfX);
+      ptx::box_load(windows + place * S::kWindowBytes, map, 0, chunks.at(turn) * (V::kWindowSize / kBoxColumns), full,
+                    ptx::kEvictNormal);
+    } else {
+      ptx::mbar_arrive(full);
+    }
+#pragma unroll
+    for (int i = 1; i < kBringingWarps; i++) ptx::mbar_arrive(full);
+  }
+#pragma unroll 1
+  for (uint32_t number = c.window + (turn > kWindows ? turn - kWindows : 0); number < c.window + turn; number++)
+    while (!ptx::mbar_test(&c.windows().full[number % kWindows], number / kWindows & 1)) {
+    }
+  return turn == S::kNumWindows;
+}
+
+// Rows of x into shared memory, through the row tasks in front of the linear: each by a warp or by several.
+template <class V, class C, class Group>
+MPK_DEVICE bool stage_whole(C& c, const Job& job, Group group, int first, int step, uint8_t* x) {
+  using Chain = typename V::template Chain<Group>;
+  using T = typename V::T;
+  if (!V::kEarly && !c.await()) return false;
+  if (first >= V::kBatch) return c.await();
+  // Workers begin with different rows, since all read the same ones at the same time.
+  const auto row = [](int i) { return (i + blockIdx.x) % V::kBatch; };
+  Chain chain(group, job, row(first));
+  if (V::kEarly && !c.await()) return false;
+  for (int i = first;;) {
+    const uint32_t r = row(i);
+    chain.bring(group, job, r, reinterpret_cast<T*>(x + r * RowsShape<V>::kPitch));
+    if ((i += step) >= V::kBatch) return true;
+    chain = Chain(group, job, row(i));
+  }
+}
+
+}  // namespace mpk::linear
