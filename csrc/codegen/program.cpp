@@ -18,9 +18,21 @@ std::string literal(const Instr& i) {
   return "static_cast<" + type + ">(" + str(i.imm_int) + "LL)";
 }
 
-const char* compute_type(DType t) { return is_reduced_float(t) ? "float" : cuda_type(t); }
-
 bool is_comparison(Op op) { return op >= Op::k_eq; }
+
+// Whether a number is one that says how large a cache is, or where in it something begins: these differ between builds,
+// and between layers, where nothing else does.
+bool says_where(const Program& program, size_t number) {
+  constexpr int64_t kLeast = int64_t(1) << 15, kEnd = int64_t(1) << 31;  // of what is in a cache; of `Refs::number`
+  const Instr& i = program.instrs[number];
+  if (i.op != Op::kConst || i.dtype != DType::kI64 || i.imm_int < kLeast || i.imm_int >= kEnd) return false;
+  return std::all_of(program.instrs.begin(), program.instrs.end(), [&](const Instr& user) {
+    const bool uses = std::count(user.args.begin(), user.args.end(), static_cast<int>(number)) > 0;
+    return !uses || user.op == Op::k_add || is_comparison(user.op);
+  });
+}
+
+const char* compute_type(DType t) { return is_reduced_float(t) ? "float" : cuda_type(t); }
 
 // How far from the offset an access may reach, in elements.
 int64_t reach(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
@@ -152,6 +164,8 @@ class ProgramWriter {
     const std::string type = cuda_type(i.dtype);
     switch (i.op) {
       case Op::kConst:
+        if (says_where(program_, &i - program_.instrs.data()))
+          return "static_cast<int64_t>(" + refs_.number(i.imm_int) + ")";
         return literal(i);
       case Op::kIndex:
         return "static_cast<int64_t>(" + coordinate(i.operand) + ")";

@@ -53,7 +53,9 @@ concept Windowed = requires { requires Constants<int, V::kWindow>; };
 
 // Keys and values come row by row, not in boxes.
 template <class V>
-concept ByRow = requires { requires Constants<int, V::kCacheRows>; };
+concept ByRow = requires(const Job& job) {
+  { V::cache_rows(job) } -> Same<int32_t>;
+};
 
 template <class V>
 concept Limited = requires(const Job& job, uint32_t b, uint32_t s) {

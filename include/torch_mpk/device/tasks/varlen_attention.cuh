@@ -15,9 +15,8 @@ namespace prefill = prefill_attention;
 // What a variant says of one job.
 template <class V>
 concept Sizes = prefill::Tiles<V> && prefill::Windowed<V> && prefill::ByRow<V> && requires {
-  // kBlocks: of rows of queries, at most; kRead: rows that the list names; kEnds: bounds of sequences, one more than
-  // there are.
-  requires Constants<int, V::kTokens, V::kBlocks, V::kRead, V::kEnds>;
+  // kBlocks: of rows of queries, at most; kEnds: bounds of sequences, one more than there are.
+  requires Constants<int, V::kTokens, V::kBlocks, V::kEnds>;
 };
 
 // Where its operands are, for token t, head h, group g and a row of the cache.
@@ -29,6 +28,7 @@ concept Places = requires(const Job& job, uint32_t t, uint32_t h, uint32_t g, ui
   { V::v_new(job, t, g) } -> Same<const typename V::T*>;
   { V::k_cache(job, row, g) } -> Same<const typename V::T*>;
   { V::v_cache(job, row, g) } -> Same<const typename V::T*>;
+  { V::num_read(job) } -> Same<int32_t>;  // rows that the list names
   { V::row(job, i) } -> Same<int64_t>;
   { V::end_q(job, i) } -> Same<int32_t>;
   { V::end_k(job, i) } -> Same<int32_t>;
@@ -89,9 +89,10 @@ struct Unit {
       is_padding = sequence + 1 == V::kEnds;
       list = cached = 0;
       if (!is_padding) {
-        list = clamped(V::end_k(job, sequence), 0, V::kRead);
+        const uint32_t num_read = V::num_read(job);
+        list = clamped(V::end_k(job, sequence), 0, num_read);
         const int64_t keys = int64_t(V::end_k(job, sequence + 1)) - list;
-        cached = clamped(keys - tokens, 0, V::kRead - list);
+        cached = clamped(keys - tokens, 0, num_read - list);
       }
       return;
     }
@@ -127,7 +128,7 @@ MPK_DEVICE bool bring(L& l, const Job& job, const Unit<V>& unit, uint32_t tile) 
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     const uint32_t position = first + 32 * i + l.lane;
-    rows[i] = position < unit.cached ? clamped(V::row(job, unit.list + position), 0, V::kCacheRows - 1) : 0;
+    rows[i] = position < unit.cached ? clamped(V::row(job, unit.list + position), 0, V::cache_rows(job) - 1) : 0;
   }
   const bool is_free = spin(
       w.dog, [&] { return ptx::mbar_test(&w.ring.empty[slot], (w.entry / kSlots - 1) & 1); },
