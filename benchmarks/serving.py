@@ -82,11 +82,15 @@ def configured(case: Case, settings: dict[str, Any]) -> ContinuousBatchingConfig
     return ContinuousBatchingConfig(auto_switch_to_flash=False, **common)
 
 
-def prompts_of(case: Case, vocabulary: int) -> list[list[int]]:
-    """The same for all variants."""
-    chosen = random.Random(case["seed"])
-    lengths = [chosen.randint(*case["prompts"]) for _ in range(case["requests"])]
-    return [[chosen.randrange(vocabulary) for _ in range(length)] for length in lengths]
+def prompts_of(case: Case, vocabulary: int, number: int) -> list[list[int]]:
+    """The same for all variants. Those of other numbers are as long and otherwise different: steps are of the same
+    sizes, and the engine has nothing of them in its pages already."""
+    lengths = random.Random(case["seed"])
+    tokens = random.Random(f"{case['seed']} {number}")
+    return [
+        [tokens.randrange(vocabulary) for _ in range(lengths.randint(*case["prompts"]))]
+        for _ in range(case["requests"])
+    ]
 
 
 def arrivals_of(case: Case) -> list[float]:
@@ -143,7 +147,8 @@ def serve(case: Case) -> Result:
     model = made_model(case["model"])
     model.set_attn_implementation(attention)
     greedy = GenerationConfig(max_new_tokens=case["new_tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prompts, arrivals = prompts_of(case, model.config.vocab_size), arrivals_of(case)
+    first, prompts, last = (prompts_of(case, model.config.vocab_size, number) for number in range(3))
+    arrivals = arrivals_of(case)
     begin = time.perf_counter()
     with model.continuous_batching_context_manager(
         generation_config=greedy, continuous_batching_config=configured(case, settings), warmup=case["warmup"]
@@ -151,12 +156,12 @@ def serve(case: Case) -> Result:
         # What is left to be compiled, and allocated: without a warm-up all sizes that the requests need.
         few = min(4, len(prompts)) if case["warmup"] else len(prompts)
         count = 8 if case["warmup"] else case["new_tokens"]
-        answered(manager, [[1] * len(p) for p in prompts[:few]], [0.0] * few, count, case["limit"])
+        answered(manager, first[:few], [0.0] * few, count, case["limit"])
         build_s = time.perf_counter() - begin
         outputs = answered(manager, prompts, arrivals, case["new_tokens"], case["limit"])
         result = judged(outputs, case["new_tokens"]) | {"build_s": build_s}
         if IS_CUDA and not case["rate"]:  # else it waits for requests
-            again = functools.partial(answered, manager, prompts, arrivals, BUSY_TOKENS, case["limit"])
+            again = functools.partial(answered, manager, last, arrivals, BUSY_TOKENS, case["limit"])
             result["busy"] = busy_share(device_events(again))
     return result
 
