@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from transformers import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
@@ -110,6 +111,8 @@ class Runner(continuous_api.ModelRunner):
         with launched_segments() as segments:
             try:
                 super().compute_batch(*args, **kwargs)
+            except BackendCompilerFailed as error:  # nothing of the step has run
+                raise error.inner_exception from error
             finally:
                 self.segments |= segments
 

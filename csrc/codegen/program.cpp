@@ -23,7 +23,7 @@ bool is_comparison(Op op) { return op >= Op::k_eq; }
 // Whether a number is one that says how large a cache is, or where in it something begins: these differ between builds,
 // and between layers, where nothing else does.
 bool says_where(const Program& program, size_t number) {
-  constexpr int64_t kLeast = int64_t(1) << 15, kEnd = int64_t(1) << 31;  // of what is in a cache; of `Refs::number`
+  constexpr int64_t kLeast = 1024, kEnd = int64_t(1) << 31;  // of places in a cache; of `Refs::number`
   const Instr& i = program.instrs[number];
   if (i.op != Op::kConst || i.dtype != DType::kI64 || i.imm_int < kLeast || i.imm_int >= kEnd) return false;
   return std::all_of(program.instrs.begin(), program.instrs.end(), [&](const Instr& user) {

@@ -9,7 +9,7 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -211,6 +211,21 @@ def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
     assert _C.generate_cuda(schedule).source.count("struct PagedAttention") == 1
 
 
+def prompts_on_a_gpu(model: Any, **settings: Any) -> _C.Schedule:
+    """What the one size of steps with prompts would be there."""
+    schedules = []
+
+    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        schedules.append(planned_for_a_gpu(gm, inputs))
+        return gm.forward
+
+    step = StepCompileConfig(backend=plan, options=None)
+    with patch.dict(torch_mpk.engine.MIN_TOKENS, cpu=128):
+        batched(model, [prompt_of(40), prompt_of(3)], varlen_compile_config=step, max_batch_tokens=256, **settings)
+    [schedule] = schedules
+    return schedule
+
+
 @pytest.mark.slow
 def test_engines_with_caches_of_other_sizes_share_a_kernel() -> None:
     model = serving_model(num_layers=2, dtype=torch.bfloat16)
@@ -219,24 +234,25 @@ def test_engines_with_caches_of_other_sizes_share_a_kernel() -> None:
     assert [m[2] for m in small.maps] != [m[2] for m in large.maps]  # rows that the copy engine may read
 
 
+def test_with_prompts_they_do_too_and_layers_share_their_code() -> None:
+    """Where a layer's keys and values begin, and how many there are, is no part of it."""
+    kinds = []
+    for num_layers, blocks in ((2, 64), (4, 77)):
+        model = serving_model("qwen3", dtype=torch.bfloat16, num_layers=num_layers, head_dim=64)
+        source = _C.generate_cuda(prompts_on_a_gpu(model, num_blocks=blocks)).source
+        begin, end = source.index("\nstruct "), source.index("\nstruct Kernel ")  # which is the whole launch
+        kinds.append(source[begin:end])
+    assert kinds[0] == kinds[1]
+
+
 @pytest.mark.parametrize("window", thinned([None, 20], 1))
-def test_a_step_with_prompts_is_one_launch_on_a_gpu_too(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_prompts_is_one_launch_on_a_gpu_too(window: int | None) -> None:
     """Layers of a kind share their code."""
-    monkeypatch.setitem(torch_mpk.engine.MIN_TOKENS, "cpu", 128)
-    schedules = []
-
-    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        schedules.append(planned_for_a_gpu(gm, inputs))
-        return gm.forward
-
     kinds: dict[str, Any] = {"num_layers": 3, "head_dim": 64}
     if window:
         types = ["sliding_attention", "full_attention", "sliding_attention"]
         kinds |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1, "layer_types": types}
-    model = serving_model("qwen3", dtype=torch.bfloat16, **kinds)
-    step = StepCompileConfig(backend=plan, options=None)
-    batched(model, [prompt_of(40), prompt_of(3)], varlen_compile_config=step, max_batch_tokens=256)
-    [schedule] = schedules
+    schedule = prompts_on_a_gpu(serving_model("qwen3", dtype=torch.bfloat16, **kinds))
     tasks = [node.task for node in schedule.graph.nodes]
     assert tasks.count("varlen_attention") == 3
     source = _C.generate_cuda(schedule).source

@@ -29,8 +29,8 @@ from tests.runtime_cuda.conftest import fake, fake_library, simulated  # noqa: F
 from tests.runtime_cuda.fake_driver import Fake
 from tests.runtime_cuda.test_launch import abort
 from tests.thinned import thinned
-from torch_mpk import continuous_batching
-from torch_mpk.errors import MegakernelTimeout, RequestError
+from torch_mpk import backend, continuous_batching
+from torch_mpk.errors import MegakernelTimeout, RequestError, UnsupportedError
 from torch_mpk.testing.tiny import VOCAB_SIZE
 
 SEVERAL = GenerationConfig(num_return_sequences=3, max_new_tokens=4, do_sample=True, eos_token_id=-1)
@@ -150,6 +150,25 @@ def test_every_sequence_of_a_request_in_a_step_that_fails_is_answered(monkeypatc
         assert [output.error for output in results(manager, 3).values()] == ["stalled"] * 3
         manager.add_requests([prompt_of(4)])
         assert [output.error for output in results(manager, 3).values()] == [None] * 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"compile_prompts": False}], ids=["of prompts", "of single tokens"])
+def test_a_step_whose_build_fails_takes_its_requests_with_it(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = serving_model()
+    compile_call, errors = backend.compile_call, [UnsupportedError("no kernel")]
+
+    def faulty(*args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return compile_call(*args)
+
+    monkeypatch.setattr(backend, "compile_call", faulty)
+    with managed(model, max_requests_per_batch=2, **settings) as manager:
+        name = manager.add_request(prompt_of(4))
+        assert re.search("no kernel", str(results(manager, 1)[name].error))
+        check_that_it_serves(manager, model)
 
 
 def test_after_another_error_the_engine_ends() -> None:
