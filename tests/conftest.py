@@ -1,5 +1,6 @@
 """Every test runs from a known seed and on few threads; tests marked ``gpu`` run only where there is a CUDA device."""
 
+import gc
 import os
 import random
 import signal
@@ -25,6 +26,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_collectstart() -> None:
     torch.manual_seed(0)  # what modules draw as they are imported hangs on no other module
+
+
+def pytest_collection_finish() -> None:
+    """Dynamo collects garbage behind each compile: what there is by now, PyTorch and all tests, it need not look at."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,8 +21,11 @@ class Cycle:
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu() -> Iterator[None]:
+    gc.unfreeze()  # what the tests' process has frozen
     with captured_by(lambda runner, forward, stream: forward()):
         yield
+    gc.collect()
+    gc.freeze()
 
 
 def capture(step: Callable[[], None]) -> None:

@@ -319,7 +319,11 @@ def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None
         before = num_compiled()
         with pytest.warns(MpkWarning, match=which) if window and is_first else nullcontext():
             outputs = model.generate_batch(
-                prompts, generation_config=GREEDY, continuous_batching_config=settings, progress_bar=False
+                prompts,
+                generation_config=GREEDY,
+                continuous_batching_config=settings,
+                progress_bar=False,
+                warmup=False,
             )
         got = sorted(output.generated_tokens for output in outputs.values())
         assert got == sorted(alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts)
