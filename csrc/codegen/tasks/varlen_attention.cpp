@@ -52,19 +52,19 @@ class VarlenAttentionWriter {
   }
 
   void write_sizes() {
-    code_.body =
-        "  using T = " + std::string(cuda_type(q_.dtype)) + ";\n" + constant("kTokens", q_.shape[0]) +
-        constant("kBlocks", job_.queries->ragged_tiles(q_.shape[0])) + constant("kGroups", groups()) +
-        constant("kHeads", job_.queries->heads) + constant("kSize", size()) +
-        constant("kEnds", job_.queries->ends) + constant("kWindow", node_.int_attr("window")) +
-        constant("kRows", job_.queries->rows) + constant("kKeys", job_.queries->positions) +
-        "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
-        flag("kZeroWithoutKeys", true) + flag("kHasMask", false) + flag("kAlignedQ", context_.aligned_rows(q_, true)) +
-        flag("kAlignedY", context_.aligned_rows(y_, true)) +
-        returning("T*", "y(const Job& job, uint32_t t, uint32_t h)",
-                  refs_.pointer(node_, y_, true) + element_at(y_, {"t", "h"}));
-    code_.body += returning("int32_t", "num_read(const Job& job)",
-                            refs_.number(node_.operand("read_index").tensor.shape[0]));
+    code_.body = "  using T = " + std::string(cuda_type(q_.dtype)) + ";\n" + constant("kTokens", q_.shape[0]) +
+                 constant("kBlocks", job_.queries->ragged_tiles(q_.shape[0])) + constant("kGroups", groups()) +
+                 constant("kHeads", job_.queries->heads) + constant("kSize", size()) +
+                 constant("kEnds", job_.queries->ends) + constant("kWindow", node_.int_attr("window")) +
+                 constant("kRows", job_.queries->rows) + constant("kKeys", job_.queries->positions) +
+                 "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
+                 flag("kZeroWithoutKeys", true) + flag("kHasMask", false) +
+                 flag("kAlignedQ", context_.aligned_rows(q_, true)) +
+                 flag("kAlignedY", context_.aligned_rows(y_, true)) +
+                 returning("T*", "y(const Job& job, uint32_t t, uint32_t h)",
+                           refs_.pointer(node_, y_, true) + element_at(y_, {"t", "h"}));
+    code_.body +=
+        returning("int32_t", "num_read(const Job& job)", refs_.number(node_.operand("read_index").tensor.shape[0]));
     code_.body += returning("int32_t", "cache_rows(const Job& job)", refs_.number(cache().shape[0]));
     code_.num_small_workers = static_cast<uint32_t>(std::min<int64_t>(job_.num_tiles, 1 << 20));
   }
