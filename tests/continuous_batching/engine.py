@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from torch_mpk import _C
 from torch_mpk.capture import capture
-from torch_mpk.continuous_batching import ATTENTION, config
+from torch_mpk.continuous_batching import ATTENTION, StepCompileConfig, config
 from torch_mpk.engine import Runner
 from torch_mpk.lowering import lower
 from torch_mpk.partition import partition
@@ -53,6 +53,17 @@ def planned_for_a_gpu(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
         schedule = _C.make_schedule(lower(segment.gm).graph, target)
     _C.validate(schedule)
     return schedule
+
+
+def planning_for_a_gpu() -> tuple[StepCompileConfig, list[_C.Schedule]]:
+    """How the engine compiles steps that run eagerly, and what these would be on a GPU, as they are compiled."""
+    schedules: list[_C.Schedule] = []
+
+    def plan(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        schedules.append(planned_for_a_gpu(gm, inputs))
+        return gm.forward
+
+    return StepCompileConfig(backend=plan, options=None), schedules
 
 
 @contextmanager

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import torch_mpk.continuous_batching
 import torch_mpk.engine
 from tests.codegen.emulated_calls import input_bytes, reference, relative_error, tensors
-from tests.continuous_batching.engine import batched, planned_for_a_gpu, prompt_of, serving_model
+from tests.continuous_batching.engine import batched, planning_for_a_gpu, prompt_of, serving_model
 from torch_mpk import _C
-from torch_mpk.continuous_batching import StepCompileConfig
 from torch_mpk.reference_vm import dtype_of
 from torch_mpk.testing.emulator import aligned, emulate
 
@@ -23,14 +20,8 @@ ENDS = {"cu_seq_lens_q": [0, 60, 61, 100], "cu_seq_lens_k": [0, 90, 161, 205]}
 def graph(monkeypatch: pytest.MonkeyPatch) -> _C.TBGraph:
     """Of the engine's step of 128 tokens, by a model of one layer."""
     monkeypatch.setitem(torch_mpk.engine.MIN_TOKENS, "cpu", 128)
-    schedules = []
-
-    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        schedules.append(planned_for_a_gpu(gm, inputs))
-        return gm.forward
-
     model = serving_model("qwen3", dtype=torch.bfloat16, head_dim=64)
-    step = StepCompileConfig(backend=plan, options=None)
+    step, schedules = planning_for_a_gpu()
     batched(model, [prompt_of(40)], varlen_compile_config=step, max_batch_tokens=128, num_blocks=16)
     [schedule] = schedules
     return schedule.graph

@@ -28,7 +28,7 @@ from tests.continuous_batching.engine import (
     batched,
     managed,
     pages_in_use,
-    planned_for_a_gpu,
+    planning_for_a_gpu,
     prompt_of,
     serving_model,
     sized,
@@ -187,13 +187,7 @@ def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def last_step_on_a_gpu(model: Any, rows: int, **settings: Any) -> _C.Schedule:
     """What an engine's step of so many requests would be there."""
-    schedules = []
-
-    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        schedules.append(planned_for_a_gpu(gm, inputs))
-        return gm.forward
-
-    step = StepCompileConfig(backend=plan, options=None)
+    step, schedules = planning_for_a_gpu()
     prompts = [prompt_of(3 + i) for i in range(rows)]
     batched(model, prompts, decode_compile_config=step, max_requests_per_batch=rows, **settings)
     return schedules[-1]
@@ -213,13 +207,7 @@ def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
 
 def prompts_on_a_gpu(model: Any, **settings: Any) -> _C.Schedule:
     """What the one size of steps with prompts would be there."""
-    schedules = []
-
-    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        schedules.append(planned_for_a_gpu(gm, inputs))
-        return gm.forward
-
-    step = StepCompileConfig(backend=plan, options=None)
+    step, schedules = planning_for_a_gpu()
     with patch.dict(torch_mpk.engine.MIN_TOKENS, cpu=128):
         batched(model, [prompt_of(40), prompt_of(3)], varlen_compile_config=step, max_batch_tokens=256, **settings)
     [schedule] = schedules

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from tests.continuous_batching.engine import managed, planned_for_a_gpu, prompt_of, results, serving_model
+from tests.continuous_batching.engine import managed, planning_for_a_gpu, prompt_of, results, serving_model
 from tests.thinned import thinned
 from torch_mpk.continuous_batching import StepCompileConfig
 from torch_mpk.engine import Runner
@@ -50,14 +50,8 @@ def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("count", thinned([1, 3], 1))
 def test_a_step_is_one_launch_on_a_gpu_too(count: int) -> None:
-    schedules = []
-
-    def plan(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        schedules.append(planned_for_a_gpu(gm, inputs))
-        return gm.forward
-
     model = serving_model(dtype=torch.bfloat16)
-    step = StepCompileConfig(backend=plan, options=None)
+    step, schedules = planning_for_a_gpu()
     drawn(model, prompt_of(5), 0, count, {"temperature": 0.7}, decode_compile_config=step)
     tasks = [node.task for node in schedules[-1].graph.nodes]
     assert tasks.count("reduce") == 3  # the softmax's maximum and sum, and the choice
