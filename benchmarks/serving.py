@@ -6,8 +6,9 @@
 
 Three parts: ``--requests`` that are there at once; ``--arrivals`` that come one by one, ``--rate`` a second, at random
 times (Poisson); and attention over pages alone, beside what PyTorch has for it. Prompts have random lengths within
-``--prompts``, and models random weights. Each variant of each part runs in a process of its own, within ``--limit``
-seconds. Writes serving_<device>_<date>.json and .md; what the columns mean is in benchmarks/results/README.md.
+``--prompts``, and models random weights. Each variant has a process of its own, whose engine serves the first two
+parts one after the other, each within ``--limit`` seconds. Writes serving_<device>_<date>.json and .md; what the
+columns mean is in benchmarks/results/README.md.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import inspect
 import itertools
 import json
 import random
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Report, Result, environment, run_child, table, write
+from harness import RESULTS, Report, Result, environment, run_child, run_parts, table, write
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import torch_mpk.continuous_batching as mpk_cb
@@ -141,39 +143,49 @@ def judged(outputs: list[Any], count: int) -> Result:
     }
 
 
-def serve(case: Case) -> Result:
+def serve(case: Case, result_file: Path) -> None:
+    """A line of results for each of the case's loads."""
     attention, settings = VARIANTS[case["variant"]]
     torch.manual_seed(0)
     model = made_model(case["model"])
     model.set_attn_implementation(attention)
     greedy = GenerationConfig(max_new_tokens=case["new_tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0)
-    first, prompts, last = (prompts_of(case, model.config.vocab_size, number) for number in range(3))
-    arrivals = arrivals_of(case)
     begin = time.perf_counter()
     with model.continuous_batching_context_manager(
         generation_config=greedy, continuous_batching_config=configured(case, settings), warmup=case["warmup"]
     ) as manager:
-        # What is left to be compiled, and allocated: without a warm-up all sizes that the requests need.
-        few = min(4, len(prompts)) if case["warmup"] else len(prompts)
-        count = 8 if case["warmup"] else case["new_tokens"]
-        answered(manager, first[:few], [0.0] * few, count, case["limit"])
-        build_s = time.perf_counter() - begin
-        outputs = answered(manager, prompts, arrivals, case["new_tokens"], case["limit"])
-        result = judged(outputs, case["new_tokens"]) | {"build_s": build_s}
-        if IS_CUDA and not case["rate"]:  # else it waits for requests
-            again = functools.partial(answered, manager, last, arrivals, BUSY_TOKENS, case["limit"])
-            result["busy"] = busy_share(device_events(again))
+        for load in case["loads"]:
+            result = load_engine(manager, case | load, model.config.vocab_size, begin)
+            with result_file.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            begin = time.perf_counter()
+
+
+def load_engine(manager: Any, case: Case, vocab_size: int, since: float) -> Result:
+    first, prompts, last = (prompts_of(case, vocab_size, number) for number in range(3))
+    arrivals = arrivals_of(case)
+    # What is left to be compiled, and allocated: without a warm-up all sizes that the requests need.
+    few = min(4, len(prompts)) if case["warmup"] else len(prompts)
+    count = 8 if case["warmup"] else case["new_tokens"]
+    answered(manager, first[:few], [0.0] * few, count, case["limit"])
+    build_s = time.perf_counter() - since
+    outputs = answered(manager, prompts, arrivals, case["new_tokens"], case["limit"])
+    result = judged(outputs, case["new_tokens"]) | {"build_s": build_s}
+    if IS_CUDA and not case["rate"]:  # else it waits for requests
+        again = functools.partial(answered, manager, last, arrivals, BUSY_TOKENS, case["limit"])
+        result |= watched(device_events(again))
     return result
 
 
-def busy_share(events: list[Any]) -> float:
-    """Of the time from the first to the last of them, that in which the device runs a kernel."""
+def watched(events: list[Any]) -> Result:
+    """The kernels among them, and of the time from the first to the last that in which the device runs one."""
     spans = sorted((e.time_range.start, e.time_range.end) for e in events if not e.name.startswith("Mem"))
     busy, until = 0.0, spans[0][0]
     for begin, end in spans:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
-    return busy / (until - spans[0][0])
+    kernel_ms = statistics.median((end - begin) / 1e3 for begin, end in spans)
+    return {"busy": busy / (until - spans[0][0]), "kernels": len(spans), "kernel_ms": kernel_ms}
 
 
 # Attention alone, in a child process.
@@ -260,7 +272,7 @@ def attend(case: Case) -> Result:
 
 COLUMNS = [
     "case", "variant", "tokens/s", "first token ms, p50", "p99", "next token ms, p50", "p99", "seconds", "build s",
-    "GPU busy",
+    "GPU busy", "kernels", "ms of one, p50",
 ]  # fmt: skip
 ATTENTION_COLUMNS = ["case", "variant", "µs", "TB/s", "differs"]
 
@@ -271,7 +283,9 @@ def row(result: Result) -> list[str]:
     first, after = result["first_ms"], result["next_ms"]
     numbers = [result["tokens_per_s"], first["p50"], first["p99"], after["p50"], after["p99"]]
     rest = [result["seconds"], result["build_s"]]
-    busy = [f"{100 * result['busy']:.0f} %"] if "busy" in result else []
+    busy = []
+    if "busy" in result:
+        busy = [f"{100 * result['busy']:.0f} %", str(result["kernels"]), f"{result['kernel_ms']:.3f}"]
     return [result["case"], result["variant"], *(f"{n:.2f}" for n in numbers), *(f"{n:.1f}" for n in rest), *busy]
 
 
@@ -289,8 +303,8 @@ def attention_rows(result: Result) -> list[list[str]]:
 
 
 def text_of(results: list[Result]) -> str:
-    served = [row(r) for r in results if r["part"] != "attention"]
-    alone = [each for r in results if r["part"] == "attention" for each in attention_rows(r)]
+    served = [row(r) for r in results if "loads" in r]
+    alone = [each for r in results if "lengths" in r for each in attention_rows(r)]
     return "\n\n".join([table(COLUMNS, served), table(ATTENTION_COLUMNS, alone)])
 
 
@@ -300,11 +314,15 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     cases: list[Case] = []
     for model in args.models:
         low, high = args.prompts
+        loads = []
         for part, requests, rate in (("at once", args.requests, 0), ("stream", args.arrivals, args.rate)):
             about = f" at {rate:g}/s" if rate else " at once"
             name = f"{model}, {requests} requests{about}, prompts of {low} to {high}, {args.new_tokens} new tokens"
-            sizes = {"part": part, "model": model, "requests": requests, "rate": rate, "case": name}
-            cases += [shared | sizes | {"variant": variant} for variant in args.variants]
+            loads += [{"case": name, "requests": requests, "rate": rate}] if part in args.parts else []
+        if loads:
+            cases += [shared | {"model": model, "loads": loads, "variant": variant} for variant in args.variants]
+        if "attention" not in args.parts:
+            continue
         chosen = random.Random(args.seed)
         longest = high + args.new_tokens
         attended = {
@@ -312,11 +330,18 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
             for rows in ATTENTION_ROWS
         } | MIXED
         for name, lengths in attended.items():
-            name = f"{model}, attention of {name}"
-            cases.append(
-                shared | {"part": "attention", "model": model, "lengths": lengths, "case": name, "variant": ""}
-            )
-    return [case for case in cases if case["part"] in args.parts]
+            cases.append(shared | {"model": model, "lengths": lengths, "case": f"{model}, attention of {name}"})
+    return cases
+
+
+def results_of(case: Case, limit_s: float) -> Iterator[Result]:
+    if "lengths" in case:
+        yield case | run_child(case, limit_s)
+        return
+    results, error = run_parts(case, limit_s, deadline=float("inf"))
+    missing = [{"error": error or "left no result"}] * (len(case["loads"]) - len(results))
+    for load, result in zip(case["loads"], results + missing, strict=True):
+        yield case | load | result
 
 
 def main() -> None:
@@ -339,13 +364,17 @@ def main() -> None:
         help="build all sizes of steps first; without, those that a first pass of the requests needs",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one variant of one case")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one part of one variant")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         case = json.loads(args.child[0])
-        Path(args.child[1]).write_text(json.dumps(attend(case) if case["part"] == "attention" else serve(case)))
+        result_file = Path(args.child[1])
+        if "lengths" in case:
+            result_file.write_text(json.dumps(attend(case)))
+        else:
+            serve(case, result_file)
         return
     report: Report = {
         "title": "Continuous batching, bfloat16, random weights, greedy",
@@ -355,8 +384,8 @@ def main() -> None:
         "results": [],
     }
     for case in cases_of(args):
-        print(case["case"], case["variant"], file=sys.stderr, flush=True)
-        report["results"].append(case | run_child(case, args.limit))
+        print(case.get("case") or f"{case['model']} {case['variant']}", file=sys.stderr, flush=True)
+        report["results"] += results_of(case, args.limit)
         write(report, text_of(report["results"]), args.out, "serving")  # what is known so far
     print(text_of(report["results"]))
 
