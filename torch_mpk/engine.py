@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import CompileConfig
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
@@ -191,9 +191,25 @@ class Runner(continuous_api.ModelRunner):
             raise errors[0]
 
 
+class Cache(PagedAttentionCache):
+    """Fills block tables faster. With the six operations of PyTorch's for each request that it spares, the host takes
+    longer for a step of 32 of them than a small model on the device."""
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
+        if block_table.device.type != "cpu":
+            super().fill_block_table(request_id, past_length, query_length, block_table)
+            return
+        pages_of = block_table.numpy()  # the same memory
+        for allocator in self.cache_allocators.values():
+            blocks = allocator.block_table[request_id]
+            stride = allocator.block_physical_stride // allocator.tokens_per_page
+            pages_of[allocator.index, : len(blocks)] = [block * stride for block in blocks]
+
+
 class Processor(continuous_api.ContinuousBatchProcessor):
     """Refuses, and fails, single requests."""
 
+    cache: Cache
     model_runner: Runner
     most_tokens: int  # that an empty cache holds
 
@@ -201,6 +217,7 @@ class Processor(continuous_api.ContinuousBatchProcessor):
     def of(cls, processor: continuous_api.ContinuousBatchProcessor) -> Processor:
         """The same, which nobody has used yet."""
         processor.__class__ = cls
+        processor.cache.__class__ = Cache
         processor.model_runner = Runner.of(processor.model_runner)
         processor.most_tokens = infer_max_single_request_tokens(processor.cache)
         result: Processor = processor
