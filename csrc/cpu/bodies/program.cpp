@@ -132,6 +132,9 @@ void ProgramRunner::complete(Step& step, const Node& node, const Instr& instr) {
       step.cast = kernels_.cast[steps_[step.args[0]].value_class][static_cast<int>(instr.dtype)];
       step.invariant = steps_[step.args[0]].invariant;
       break;
+    case Op::kFloatOfBits:
+      step.invariant = steps_[step.args[0]].invariant;
+      break;
     case Op::kWhere:
       for (int a : {1, 2}) step.args[a] = convert(step.args[a], instr.dtype);
       step.invariant =
@@ -264,6 +267,12 @@ void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* run
       break;
     case Op::kCast:
       step.cast(arg(0), out, count);
+      break;
+    case Op::kFloatOfBits:
+      for (int i = 0; i < count; i++) {
+        const auto bits = static_cast<int32_t>(reinterpret_cast<const int64_t*>(arg(0))[i]);
+        std::memcpy(out + i * sizeof(float), &bits, sizeof(float));
+      }
       break;
     case Op::kWhere:
       kernels_.where[step.value_class](arg(0), arg(1), arg(2), out, count);

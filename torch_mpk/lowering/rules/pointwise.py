@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_mpk.aliasing import storages, written_storages
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr
@@ -306,6 +307,17 @@ for name, (bits, logical) in _BITWISE.items():
 
     for packet in (getattr(aten, f"__{name}__"), getattr(aten, f"bitwise_{name}")):
         rule(packet.Tensor, packet.Scalar)(_bitwise)
+
+
+@rule(aten.view.dtype)
+def _bits(lx, node, a, dtype: torch.dtype):
+    if dtype == a.dtype:
+        return a
+    if (a.dtype, dtype) != (torch.int32, torch.float32):
+        raise UnsupportedError(f"a view of {E.dtype_name(a.dtype)} as {E.dtype_name(dtype)}")
+    if any(written_storages(other) & storages(node) for other in node.graph.nodes):
+        raise UnsupportedError("a view as another dtype of what is written in place")
+    return elementwise(lx, node, lambda x: Expr.make("float_of_bits", dtype, (x,)), [a], compute=a.dtype)
 
 
 @rule(aten.isnan.default)
