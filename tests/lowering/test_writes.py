@@ -34,6 +34,7 @@ WRITES: dict[str, Callable] = {
     "index_put_2": lambda x, y, i: x.index_put_((i, i - 1), y[0, :2]),
     "index_put_none": lambda x, y, i: x.__setitem__((slice(None), i), 1.5),
     "index_fill_": lambda x, y, i: x.index_fill_(1, i, 9.0),
+    "scatter_": lambda x, y, i: x.scatter_(1, i.view(-1, 1), 9.0),
     "functional": lambda x, y, i: (x.index_copy(0, i, y[:2]), x.index_put((i,), y[0]), x.index_fill(1, i, 2.0), x + 1),
     "counter": lambda x, y, i: (i + torch.arange(1), i.add_(1), i * 2)[::2],
     "old_value_kept": lambda x, y, i: (lambda old: (x.add_(1), old)[1])(x * 2),

@@ -99,6 +99,13 @@ def _max_dim(lx, node, name: str, a, dim, keepdim=False):
     return values, indices
 
 
+@rule(aten.topk.default)
+def _topk(lx, node, a, k, dim=-1, largest=True, sorted=True):  # noqa: A002  (ATen's names)
+    if k != 1:
+        raise UnsupportedError("topk of more than the first")
+    return _max_dim(lx, node, "max" if largest else "min", a, dim, True)
+
+
 @rule(named("argmax", "argmin"))
 def _argmax(lx, node, op: str, a, dim=None, keepdim=False):
     return reduced(lx, op, a, None if dim is None else [dim], keepdim, INT64)

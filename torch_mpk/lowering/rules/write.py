@@ -141,6 +141,23 @@ def _index_fill_(lx, node, a, dim, index, value):
     return a
 
 
+@rule(aten.scatter_.value)
+def _scatter_(lx, node, a, dim, index, value):
+    if len(index.shape) != len(a.shape):  # of none, or of one element without a dimension
+        raise UnsupportedError("a scatter by an index with other dimensions")
+    target = lx.owned_view(a)
+    dim = indexed_dim(dim, a)
+    positions = lx.read(index)
+    constant = Lazy(a.dtype, (), (), lambda idx, predicate: E.const(value, a.dtype))
+
+    def place(idx: Index):
+        i = E.cast(positions.at(idx, None), E.INT64)
+        return [i if d == dim else x for d, x in enumerate(idx)], E.in_range(i, a.shape[dim])
+
+    _scatter(lx, target, index.shape, constant, [positions], place)
+    return a
+
+
 def _on_a_copy(in_place: torch._ops.OpOverload):
     def lower(lx: Lowerer, node: fx.Node, a: Value, *args, **kwargs):
         return RULES[in_place](lx, node, copy_of(lx, a), *args, **kwargs)
@@ -152,5 +169,6 @@ for functional, in_place in (
     (aten.index_copy.default, aten.index_copy_.default),
     (aten.index_put.default, aten.index_put_.default),
     (aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar),
+    (aten.scatter.value, aten.scatter_.value),
 ):
     rule(functional)(_on_a_copy(in_place))
