@@ -817,6 +817,125 @@ attention::load<Attention0>(l, job);
 """,
         )
 
+    def test_nth_largest(self) -> None:
+        self.assertExpectedInline(
+            variants("nth_largest"),
+            """\
+struct Tile0 {
+  static constexpr uint32_t kTiles = 1;
+  static constexpr int64_t kLeading = 1;
+  static constexpr int64_t kN = 100;
+  struct X {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 2;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 1; }
+  };
+  struct N {
+    using T = int64_t;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 8;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
+  };
+  struct Y {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 16;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
+  };
+  static constexpr int kTileBytes = 200;  // of the largest slice
+  struct Tile {
+    mpk::Range Leading;
+    mpk::Range N;
+  };
+  static MPK_DEVICE Tile at([[maybe_unused]] uint32_t number) {
+    Tile tile;
+    tile.N = {0, 0, 100};
+    tile.Leading = {0, 0, 1};
+    return tile;
+  }
+  template <class V_>
+  static constexpr int shared_bytes() {
+    static_assert(tasks::nth_largest::kSharedBytes<V_> <= 98304,
+                  "task nth_largest: kSharedBytes is more than the 98304 bytes that a tile may have: cut smaller tiles");
+    return tasks::nth_largest::kSharedBytes<V_>;
+  }
+  template <class V_, class Threads_>
+  static MPK_DEVICE void compute(Threads_& threads, const mpk::Job& job, uint32_t number, uint8_t* shared) {
+    const Tile tile = at(number);
+    tasks::nth_largest::compute<V_>(threads, tile, shared,
+        job.pointer<const __nv_bfloat16>(0) + 0,
+        job.pointer<const int64_t>(1) + 0,
+        job.pointer<__nv_bfloat16>(2) + 0);
+  }
+};
+run_tiles<Tile0>(c, job);
+""",
+        )
+
+    def test_nucleus(self) -> None:
+        self.assertExpectedInline(
+            variants("nucleus"),
+            """\
+struct Tile0 {
+  static constexpr uint32_t kTiles = 1;
+  static constexpr int64_t kLeading = 1;
+  static constexpr int64_t kN = 100;
+  struct X {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 2;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 1; }
+  };
+  struct Rest {
+    using T = float;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 4;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
+  };
+  struct Least {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 16;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
+  };
+  struct First {
+    using T = int64_t;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 16;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
+  };
+  static constexpr int kTileBytes = 200;  // of the largest slice
+  struct Tile {
+    mpk::Range Leading;
+    mpk::Range N;
+  };
+  static MPK_DEVICE Tile at([[maybe_unused]] uint32_t number) {
+    Tile tile;
+    tile.N = {0, 0, 100};
+    tile.Leading = {0, 0, 1};
+    return tile;
+  }
+  template <class V_>
+  static constexpr int shared_bytes() {
+    static_assert(tasks::nucleus::kSharedBytes<V_> <= 98304,
+                  "task nucleus: kSharedBytes is more than the 98304 bytes that a tile may have: cut smaller tiles");
+    return tasks::nucleus::kSharedBytes<V_>;
+  }
+  template <class V_, class Threads_>
+  static MPK_DEVICE void compute(Threads_& threads, const mpk::Job& job, uint32_t number, uint8_t* shared) {
+    const Tile tile = at(number);
+    tasks::nucleus::compute<V_>(threads, tile, shared,
+        job.pointer<const __nv_bfloat16>(0) + 0,
+        job.pointer<const float>(1) + 0,
+        job.pointer<__nv_bfloat16>(2) + 0,
+        job.pointer<int64_t>(3) + 0);
+  }
+};
+run_tiles<Tile0>(c, job);
+""",
+        )
+
     def test_paged_attention(self) -> None:
         self.assertExpectedInline(
             variants("paged_attention"),

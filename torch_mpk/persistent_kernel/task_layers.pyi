@@ -147,6 +147,46 @@ class TaskLayers:
         bias: GlobalTensor | None = ...,
     ) -> GlobalTensor: ...
     @overload
+    def nth_largest_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        n: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def nth_largest_layer(
+        self,
+        input: GlobalTensor,
+        n: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def nucleus_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        rest: GlobalTensor,
+        least: GlobalTensor | None = ...,
+        first: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
+    @overload
+    def nucleus_layer(
+        self,
+        input: GlobalTensor,
+        rest: GlobalTensor,
+        least: GlobalTensor | None = ...,
+        first: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
+    @overload
     def paged_decode_layer(
         self,
         *,

@@ -1,0 +1,23 @@
+"""The end of a nucleus, as in top-p sampling."""
+
+import torch
+
+from torch_mpk.registry import task
+
+
+@task(
+    "x[..., N], rest[...]: float32 -> least[...], first[...]: int64",
+    header="ranks.cuh",
+    samples=[{"...": (1,), "N": 100}, {"...": (2, 3), "N": 1000}, {"...": (2,), "N": 4099}],
+)
+def nucleus(x: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is left of each row of logits when the least likely go, as long as all that go have no more than ``rest`` of
+    the probability, and one stays: values above ``least``, and of those equal to it the ones from index ``first`` on.
+
+    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751), as Hugging Face's
+    ``TopPLogitsWarper`` computes it, where ``rest`` is ``1 - top_p``.
+    """
+    ascending, order = x.sort(stable=True, dim=-1)
+    gone = ascending.softmax(-1, dtype=torch.float32).cumsum(-1) <= rest.unsqueeze(-1)
+    position = gone[..., :-1].sum(-1, keepdim=True)
+    return ascending.gather(-1, position).squeeze(-1), order.gather(-1, position).squeeze(-1)
