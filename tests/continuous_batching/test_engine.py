@@ -14,7 +14,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import torch_mpk.continuous_batching
@@ -245,19 +245,6 @@ def test_a_step_with_prompts_is_one_launch_on_a_gpu_too(window: int | None) -> N
     assert tasks.count("varlen_attention") == 3
     source = _C.generate_cuda(schedule).source
     assert source.count("struct VarlenAttention") == (2 if window else 1)
-
-
-def test_sampling_falls_back_in_part_and_says_so() -> None:
-    model = serving_model()
-    drawing = GenerationConfig(max_new_tokens=6, do_sample=True, top_k=3, eos_token_id=-1)
-    settings = sized({"fallback": "eager"}, max_requests_per_batch=2)
-    with pytest.warns(MpkWarning, match="runs a part of this graph eagerly: .*topk"):
-        outputs = model.generate_batch(
-            [prompt_of(5)], generation_config=drawing, continuous_batching_config=settings, progress_bar=False
-        )
-    [output] = outputs.values()
-    assert output.error is None
-    assert len(output.generated_tokens) == 6
 
 
 def test_where_attention_falls_back_all_is_right_and_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,33 +31,41 @@ def drawn(
     return [found[name].generated_tokens for name in sorted(found)]
 
 
+LIKELY = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}  # much as models' own configurations have it
+
+
 @pytest.mark.parametrize(
-    ("count", "how"), thinned([(1, {}), (3, {"temperature": 0.7})], 1), ids=["as it is", "temperature"]
+    ("count", "how", "settings"),
+    thinned(
+        [(1, {}, {}), (3, {"temperature": 0.7}, {}), (3, LIKELY, {}), (3, LIKELY, {"per_request_processors": True})], 3
+    ),
+    ids=["as it is", "temperature", "the most likely", "the most likely, by request"],
 )
-def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any]) -> None:
+def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
     model = serving_model()
     prompt = prompt_of(5)
     eager = StepCompileConfig(backend="eager", options=None)
     theirs = {name: getattr(ModelRunner, name) for name in ("_sample", "_get_forward_fn")}
     with mock.patch.multiple(Runner, **theirs):
-        steps = {"decode_compile_config": eager, "varlen_compile_config": eager}
+        steps = settings | {"decode_compile_config": eager, "varlen_compile_config": eager}
         one, other = (drawn(model, prompt, seed, count, how, **steps) for seed in (1, 2))
     assert one != other
     before = counters["stats"]["unique_graphs"]
-    assert drawn(model, prompt, 2, count, how) == other
+    assert drawn(model, prompt, 2, count, how, **settings) == other
     assert counters["stats"]["unique_graphs"] == before + 2, "a build each for prompts and single tokens"
 
 
-@pytest.mark.parametrize("count", thinned([1, 3], 1))
-def test_a_step_is_one_launch_on_a_gpu_too(count: int) -> None:
+@pytest.mark.parametrize(("count", "by_request"), thinned([(1, False), (3, True)], 1))
+def test_a_step_is_one_launch_on_a_gpu_too(count: int, by_request: bool) -> None:
     model = serving_model(dtype=torch.bfloat16)
     step, schedules = planning_for_a_gpu()
-    drawn(model, prompt_of(5), 0, count, {"temperature": 0.7}, decode_compile_config=step)
+    settings = {"decode_compile_config": step, "per_request_processors": by_request}
+    drawn(model, prompt_of(5), 0, count, LIKELY, **settings)
     tasks = [node.task for node in schedules[-1].graph.nodes]
     assert tasks.count("reduce") == 3  # the softmax's maximum and sum, and the choice
+    assert tasks.count("nth_largest") == tasks.count("nucleus") == 1
 
 
-@pytest.mark.slow
 def test_log_probabilities_are_pytorchs() -> None:
     model = serving_model()
     with pytest.warns(MpkWarning, match="runs a part of this graph eagerly: multinomial"):
