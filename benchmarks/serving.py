@@ -48,6 +48,8 @@ MIXED = {
     "8 rows of 64 to 8192": [64, 64, 128, 256, 512, 1024, 4096, 8192],
     "8 rows of 1792": [1792] * 8,
 }
+# As Qwen3's own configuration has it.
+LIKELY = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 BUSY_TOKENS = 64  # new ones of each request while a profiler watches the device
 PARTS = ["at once", "stream", "attention"]
 
@@ -149,10 +151,11 @@ def serve(case: Case, result_file: Path) -> None:
     torch.manual_seed(0)
     model = made_model(case["model"])
     model.set_attn_implementation(attention)
-    greedy = GenerationConfig(max_new_tokens=case["new_tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0)
+    chosen = LIKELY if case["sampled"] else {"do_sample": False}
+    choice = GenerationConfig(max_new_tokens=case["new_tokens"], eos_token_id=-1, pad_token_id=0, **chosen)
     begin = time.perf_counter()
     with model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=configured(case, settings), warmup=case["warmup"]
+        generation_config=choice, continuous_batching_config=configured(case, settings), warmup=case["warmup"]
     ) as manager:
         for load in case["loads"]:
             result = load_engine(manager, case | load, model.config.vocab_size, begin)
@@ -310,7 +313,7 @@ def text_of(results: list[Result]) -> str:
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     shared = {name: getattr(args, name) for name in ("page_size", "blocks", "batch_tokens", "prompts", "new_tokens")}
-    shared |= {"seed": args.seed, "limit": args.limit, "warmup": args.warmup}
+    shared |= {name: getattr(args, name) for name in ("seed", "limit", "warmup", "sampled")}
     cases: list[Case] = []
     for model in args.models:
         low, high = args.prompts
@@ -363,6 +366,7 @@ def main() -> None:
         default=True,
         help="build all sizes of steps first; without, those that a first pass of the requests needs",
     )
+    parser.add_argument("--sampled", action="store_true", help=f"draw tokens, with {LIKELY}, instead of the likeliest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one part of one variant")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -377,7 +381,7 @@ def main() -> None:
             serve(case, result_file)
         return
     report: Report = {
-        "title": "Continuous batching, bfloat16, random weights, greedy",
+        "title": f"Continuous batching, bfloat16, random weights, {'drawn tokens' if args.sampled else 'greedy'}",
         "environment": environment(),
         "setting": {"page_size": args.page_size, "new_tokens": args.new_tokens, "seed": args.seed},
         "ceiling": {},
