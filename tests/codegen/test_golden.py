@@ -837,6 +837,12 @@ struct Tile0 {
     static constexpr int kAlignment = 8;
     static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
   };
+  struct Peaks {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = false;
+    static constexpr int kAlignment = 16;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
+  };
   struct Y {
     using T = __nv_bfloat16;
     static constexpr bool kPresent = true;
@@ -866,6 +872,7 @@ struct Tile0 {
     tasks::nth_largest::compute<V_>(threads, tile, shared,
         job.pointer<const __nv_bfloat16>(0) + 0,
         job.pointer<const int64_t>(1) + 0,
+        static_cast<const typename Peaks::T*>(nullptr),
         job.pointer<__nv_bfloat16>(2) + 0);
   }
 };
@@ -891,6 +898,18 @@ struct Tile0 {
     using T = float;
     static constexpr bool kPresent = true;
     static constexpr int kAlignment = 4;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
+  };
+  struct Peaks {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = false;
+    static constexpr int kAlignment = 16;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
+  };
+  struct Sums {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = false;
+    static constexpr int kAlignment = 16;
     static constexpr int64_t stride([[maybe_unused]] int d) { return 0; }
   };
   struct Least {
@@ -928,6 +947,8 @@ struct Tile0 {
     tasks::nucleus::compute<V_>(threads, tile, shared,
         job.pointer<const __nv_bfloat16>(0) + 0,
         job.pointer<const float>(1) + 0,
+        static_cast<const typename Peaks::T*>(nullptr),
+        static_cast<const typename Sums::T*>(nullptr),
         job.pointer<__nv_bfloat16>(2) + 0,
         job.pointer<int64_t>(3) + 0);
   }

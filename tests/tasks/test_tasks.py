@@ -138,12 +138,12 @@ def argmax(x):
     return (x == x.amax(-1, keepdim=True)).to(torch.int8).argmax(-1)
 
 
-def nth_largest(x, n):
+def nth_largest(x, n, peaks):
     rows = x.flatten(0, -2).tolist()
     return x.new_tensor([sorted(row, reverse=True)[i] for row, i in zip(rows, n.flatten().tolist())]).view(n.shape)
 
 
-def nucleus(x, rest):
+def nucleus(x, rest, peaks, sums):
     found = []
     for row, part in zip(x.flatten(0, -2).double(), rest.flatten().tolist()):
         likely = sorted(zip(row.tolist(), range(len(row)), row.softmax(0).tolist()))

@@ -25,6 +25,7 @@ from torch_mpk.patterns.rewriter import (
 )
 from torch_mpk.patterns.table import pattern
 
+PART_SIZES = (128, 64, 32, 16)  # of rows, the largest first that divides them
 _LAST = 2**63 - 1  # the end of a slice that has none
 
 
@@ -52,6 +53,22 @@ def _constant(rw: Rewriter, x: fx.Node, number: float, dtype: torch.dtype) -> fx
     return rw.call(aten.full.default, list(shape(x)[:-1]), number, dtype=dtype, device=value(x).device)
 
 
+def _in_parts(rw: Rewriter, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Equal parts of the rows of ``x``, [..., parts, size], and the largest of each, which all workers find. None where
+    rows have none that a thread reads well."""
+    *rows, columns = shape(x)
+    size = next((size for size in PART_SIZES if columns % size == 0), None)
+    if size is None:
+        return None
+    parts = rw.reshape(x, (*rows, columns // size, size))
+    return parts, rw.call(aten.amax.default, parts, [-1])
+
+
+def _largest(rw: Rewriter, x: fx.Node, rank: fx.Node) -> fx.Node:
+    found = _in_parts(rw, x)
+    return rw.task("nth_largest", x, rank, found and found[1])
+
+
 @pattern(aten.gather.default)
 def largest_by_rank(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     """A rank of each row's own: ``x.sort(descending=True).values.gather(-1, rank)``."""
@@ -61,7 +78,7 @@ def largest_by_rank(rw: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     x, sort = found
     rw.see(node, ordered, sort)
-    return rw.reshape(rw.task("nth_largest", x, rw.reshape(rank, shape(x)[:-1])), shape(node))
+    return rw.reshape(_largest(rw, x, rw.reshape(rank, shape(x)[:-1])), shape(node))
 
 
 @pattern(aten.lt.Tensor)
@@ -82,7 +99,7 @@ def less_than_largest(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     if not is_of_rows or None in shape(logits) or shape(least) != (*shape(logits)[:-1], 1):
         return None
     rw.see(node, last, largest, topk)
-    least = rw.reshape(rw.task("nth_largest", logits, _constant(rw, logits, k - 1, torch.int64)), shape(least))
+    least = rw.reshape(_largest(rw, logits, _constant(rw, logits, k - 1, torch.int64)), shape(least))
     return rw.call(aten.lt.Tensor, x, least)
 
 
@@ -121,13 +138,24 @@ def outside_of_nucleus(rw: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     rw.see(node, order, sort, gone, sums, softmax, ascending, last)
     rw.absorb(write)
-    ends = rw.task("nucleus", x, rest)
+    ends = rw.task("nucleus", x, rest, *_peaks_and_sums(rw, x))
     least, first = (rw.reshape(rw.call(operator.getitem, ends, i), (*shape(x)[:-1], 1)) for i in range(2))
     index = rw.call(aten.arange.default, shape(x)[-1], device=value(x).device)
     is_before = rw.call(
         aten.logical_and.default, rw.call(aten.eq.Tensor, x, least), rw.call(aten.lt.Tensor, index, first)
     )
     return rw.call(aten.logical_or.default, rw.call(aten.lt.Tensor, x, least), is_before)
+
+
+def _peaks_and_sums(rw: Rewriter, x: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """Of the parts of rows: their largest, and the sums of the exponentials of what is less than that by how much."""
+    found = _in_parts(rw, x) if dtype(x) == torch.float32 else None
+    if found is None:
+        return None, None
+    parts, peaks = found
+    finite = rw.call(aten.clamp_min.default, peaks, torch.finfo(torch.float32).min)  # else less than itself by NaN
+    less = rw.call(aten.sub.Tensor, parts, rw.call(aten.unsqueeze.default, finite, -1))
+    return peaks, rw.call(aten.sum.dim_IntList, rw.call(aten.exp.default, less), [-1])
 
 
 def _is_false(write: fx.Node, last: fx.Node) -> bool:

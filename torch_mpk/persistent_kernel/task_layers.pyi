@@ -152,6 +152,7 @@ class TaskLayers:
         *,
         x: GlobalTensor,
         n: GlobalTensor,
+        peaks: GlobalTensor | None = ...,
         y: GlobalTensor | None = ...,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
@@ -164,6 +165,8 @@ class TaskLayers:
         output: GlobalTensor | None = ...,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
+        *,
+        peaks: GlobalTensor | None = ...,
     ) -> GlobalTensor: ...
     @overload
     def nucleus_layer(
@@ -171,6 +174,8 @@ class TaskLayers:
         *,
         x: GlobalTensor,
         rest: GlobalTensor,
+        peaks: GlobalTensor | None = ...,
+        sums: GlobalTensor | None = ...,
         least: GlobalTensor | None = ...,
         first: GlobalTensor | None = ...,
         grid_dim: Dim3 = ...,
@@ -185,6 +190,9 @@ class TaskLayers:
         first: GlobalTensor | None = ...,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
+        *,
+        peaks: GlobalTensor | None = ...,
+        sums: GlobalTensor | None = ...,
     ) -> tuple[GlobalTensor, ...]: ...
     @overload
     def paged_decode_layer(

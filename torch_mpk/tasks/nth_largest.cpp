@@ -12,7 +12,8 @@ template <class V>
 inline constexpr int kSharedBytes = 0;
 
 template <class V, class Threads, class T>
-void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const int64_t* n, T* y) {
+void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const int64_t* n, const typename V::Peaks::T*,
+             T* y) {
   std::vector<float> values(V::kN);
   for (int64_t i = 0; i < V::kN; i++) values[i] = to_float(x[i]);
   const auto found = values.begin() + std::clamp<int64_t>(n[0], 0, V::kN - 1);

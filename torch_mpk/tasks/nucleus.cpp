@@ -14,7 +14,8 @@ template <class V>
 inline constexpr int kSharedBytes = 0;
 
 template <class V, class Threads, class T>
-void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const float* rest, T* least, int64_t* first) {
+void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const float* rest, const typename V::Peaks::T*,
+             const typename V::Sums::T*, T* least, int64_t* first) {
   float most = -infinity();
   bool is_number = true;
   for (int64_t i = 0; i < V::kN; i++) {

@@ -6,13 +6,22 @@ from torch_mpk.registry import task
 
 
 @task(
-    "x[..., N], rest[...]: float32 -> least[...], first[...]: int64",
+    "x[..., N], rest[...]: float32, peaks[..., C]?, sums[..., C]?: float32 -> least[...], first[...]: int64",
     header="ranks.cuh",
-    samples=[{"...": (1,), "N": 100}, {"...": (2, 3), "N": 1000}, {"...": (2,), "N": 4099}],
+    samples=[
+        {"...": (1,), "N": 100, "peaks": None, "sums": None},
+        {"...": (2, 3), "N": 1000, "peaks": None, "sums": None},
+        {"...": (2,), "N": 4099, "peaks": None, "sums": None},
+    ],
 )
-def nucleus(x: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def nucleus(
+    x: torch.Tensor, rest: torch.Tensor, peaks: torch.Tensor | None = None, sums: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What is left of each row of logits when the least likely go, as long as all that go have no more than ``rest`` of
     the probability, and one stays: values above ``least``, and of those equal to it the ones from index ``first`` on.
+
+    ``peaks``, the largest of each of C equal parts of a row, and ``sums``, those of ``exp(x - peak)`` over them, add
+    nothing but speed, as in ``nth_largest``; they come together.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751), as Hugging Face's
     ``TopPLogitsWarper`` computes it, where ``rest`` is ``1 - top_p``.

@@ -1,6 +1,7 @@
 // Where a row's values, in ascending order, have used up a limit: their number in nth_largest, their probabilities in
 // nucleus. Nothing is sorted: threads keep what lies between two bounds, which come together until that is little
-// enough, and search among it. Each thread has always the same elements, so that sums are formed in one order.
+// enough, and search among it. Of parts of the row whose largest value is too small nothing is read: a row comes from
+// L2, alone on its multiprocessor, and takes 50 us.
 #pragma once
 
 #include "torch_mpk/device/tile.cuh"
@@ -26,40 +27,97 @@ MPK_DEVICE float value_of(uint32_t order) {
   return u.value;
 }
 
+MPK_DEVICE uint32_t middle_of(uint32_t low, uint32_t high) { return low + (high - low) / 2 + (high - low) % 2; }
+
+template <class V>
+constexpr int part_size() {
+  if constexpr (V::Peaks::kPresent)
+    return V::kN / V::kC;
+  else
+    return V::kN;
+}
+template <class V>
+inline constexpr int kPartSize = part_size<V>();
+
 struct Element {
   uint32_t order, index;
 };
 
-// Of each thread. Half of the candidates of a row of 151,936 logits are among a few hundred values, in any thread's.
 template <class V>
-inline constexpr int kKept = V::kN < 8 * 32 ? (V::kN + 31) / 32 : 8;
+inline constexpr int kKept = V::kN < 8 * 32 ? (V::kN + 31) / 32 : 8;  // of each thread
 template <class V>
 inline constexpr int kKeptBytes = kKept<V> * kConsumerWarps * 32 * sizeof(Element);
 
-// Calls f(value, index) for a thread's elements, of which it reads 16 bytes at once where they lie so, and two such
-// pieces at a time: a row comes from L2, alone on its multiprocessor. More would take registers of the kernel's other
-// jobs.
-template <class V, class Threads, class T, class F>
-MPK_DEVICE void for_each(const Threads& threads, const T* x, F f) {
+// Calls f(value, index) for elements from `begin` on, of which it reads 16 bytes at once where they lie so, and two
+// such pieces at a time; `step` elements lie between the pieces. More would take registers of the kernel's other jobs.
+template <class V, int kAlways, class T, class F>
+MPK_DEVICE void for_each_from(const T* x, int begin, int end, int step, F f) {
   constexpr int kMost = 16 / sizeof(T), kReads = 2;
-  constexpr int kTogether = V::kN % kMost == 0 && V::X::kAlignment % 16 == 0 ? kMost : 1;
-  constexpr int kStep = Threads::kSize * kTogether, kEnd = V::kN;
+  constexpr int kTogether = kAlways % kMost == 0 && V::X::kAlignment % 16 == 0 ? kMost : 1;
   struct alignas(kTogether * sizeof(T)) Group {
     T values[kTogether];
   };
-  for (int begin = threads.rank * kTogether; begin < kEnd; begin += kStep * kReads) {
+  for (int at = begin * kTogether; at < end; at += step * kTogether * kReads) {
     Group groups[kReads];
 #pragma unroll
     for (int r = 0; r < kReads; r++)
-      if (begin + r * kStep < kEnd) groups[r] = *reinterpret_cast<const Group*>(x + begin + r * kStep);
+      if (at + r * step * kTogether < end) groups[r] = *reinterpret_cast<const Group*>(x + at + r * step * kTogether);
 #pragma unroll
     for (int r = 0; r < kReads; r++) {
-      if (begin + r * kStep >= kEnd) break;
+      if (at + r * step * kTogether >= end) break;
 #pragma unroll
-      for (int i = 0; i < kTogether; i++) f(to_float(groups[r].values[i]), begin + r * kStep + i);
+      for (int i = 0; i < kTogether; i++) f(to_float(groups[r].values[i]), at + r * step * kTogether + i);
     }
   }
 }
+
+// A row, and the largest value of each of its parts, where the operands say that. Sums over it are formed in one order:
+// which thread has which elements depends on the row alone.
+template <class V, class Threads, class T>
+struct Row {
+  Threads& threads;
+  const T* x;
+  const typename V::Peaks::T* peaks;
+
+  // f(value, index) for this thread's elements that may have the order `least` or a higher one, and passed(part) for
+  // its parts that have none.
+  template <class F, class P>
+  MPK_DEVICE void for_each(uint32_t least, F f, P passed) const {
+    if constexpr (V::Peaks::kPresent) {
+      constexpr int kPart = kPartSize<V>;
+      float count = 0;
+      for (int part = threads.rank; part < V::kC; part += Threads::kSize)
+        count += order_of(to_float(peaks[part])) >= least;
+      if (4 * threads.sum(count) <= V::kC) {
+        for (int part = threads.rank; part < V::kC; part += Threads::kSize) {
+          if (order_of(to_float(peaks[part])) < least) {
+            passed(part);
+          } else {
+            const int begin = part * kPart;
+            for_each_from<V, kPart>(x + begin, 0, kPart, 1, [&](float value, int index) { f(value, begin + index); });
+          }
+        }
+        return;
+      }
+    }
+    for_each_from<V, V::kN>(x, threads.rank, V::kN, Threads::kSize, f);
+  }
+
+  template <class F>
+  MPK_DEVICE void for_each(uint32_t least, F f) const {
+    for_each(least, f, [](int) {});
+  }
+
+  // f(value, number) for this thread's parts, or elements where there are none.
+  template <class F>
+  MPK_DEVICE void for_each_peak(F f) const {
+    if constexpr (V::Peaks::kPresent) {
+      for (int part = threads.rank; part < V::kC; part += Threads::kSize) f(to_float(peaks[part]), part);
+    } else {
+      for_each(0, f);
+    }
+  }
+};
 
 // Of the values of a row the one at which the sum of what is less than it, by `weight`, exceeds `limit` for the next.
 struct Found {
@@ -69,29 +127,32 @@ struct Found {
   int count;      // that this thread has kept
 };
 
-template <class V, class Threads, class T, class Weight>
-MPK_DEVICE Found find(Threads& threads, Element* kept, const T* x, uint32_t low, uint32_t high, float limit,
-                      Weight weight) {
+template <class V, class Threads, class T, class Weight, class PartWeight>
+MPK_DEVICE Found find(const Row<V, Threads, T>& row, Element* kept, uint32_t low, uint32_t high, float limit,
+                      Weight weight, PartWeight weight_of_part) {
+  Threads& threads = row.threads;
   Element* mine = kept + threads.rank;
   Found found{low, 0, false, 0};
   while (true) {
-    const uint32_t middle = low + (high - low) / 2 + (high - low) % 2;
-    float below_low = 0, below_middle = 0;
+    const uint32_t middle = middle_of(low, high);
+    float below_low = 0, from_low = 0;  // up to the middle
     int count = 0;
-    for_each<V>(threads, x, [&](float value, int index) {
-      const uint32_t order = order_of(value);
-      const float w = weight(value);
-      if (order < low) below_low += w;
-      if (order < middle) below_middle += w;
-      if (order < low || order > high) return;
-      if (count < kKept<V>) mine[count * Threads::kSize] = {order, uint32_t(index)};
-      count++;
-    });
+    row.for_each(
+        low,
+        [&](float value, int index) {
+          const uint32_t order = order_of(value);
+          if (order < low) below_low += weight(value);
+          if (order < low || order > high) return;
+          if (order < middle) from_low += weight(value);
+          if (count < kKept<V>) mine[count * Threads::kSize] = {order, uint32_t(index)};
+          count++;
+        },
+        [&](int part) { below_low += weight_of_part(part); });
     found.below = threads.sum(below_low);
     found.are_kept = threads.max(float(count)) <= kKept<V>;
     found.count = count;
     if (found.are_kept || low == high) break;
-    if (threads.sum(below_middle) <= limit) {
+    if (found.below + threads.sum(from_low) <= limit) {
       low = middle;
     } else {
       high = middle - 1;
@@ -99,7 +160,7 @@ MPK_DEVICE Found find(Threads& threads, Element* kept, const T* x, uint32_t low,
   }
   const float below = found.below;
   while (low < high) {
-    const uint32_t middle = low + (high - low) / 2 + (high - low) % 2;
+    const uint32_t middle = middle_of(low, high);
     float more = 0;
     for (int i = 0; i < found.count; i++) {
       const uint32_t order = mine[i * Threads::kSize].order;
@@ -119,14 +180,14 @@ MPK_DEVICE Found find(Threads& threads, Element* kept, const T* x, uint32_t low,
 
 // f(index) for a thread's elements that have this order.
 template <class V, class Threads, class T, class F>
-MPK_DEVICE void for_each_equal(const Threads& threads, const Element* kept, const T* x, const Found& found, F f) {
+MPK_DEVICE void for_each_equal(const Row<V, Threads, T>& row, const Element* kept, const Found& found, F f) {
   if (found.are_kept) {
     for (int i = 0; i < found.count; i++) {
-      const Element& element = kept[i * Threads::kSize + threads.rank];
+      const Element& element = kept[i * Threads::kSize + row.threads.rank];
       if (element.order == found.order) f(int(element.index));
     }
   } else {
-    for_each<V>(threads, x, [&](float value, int index) {
+    row.for_each(found.order, [&](float value, int index) {
       if (order_of(value) == found.order) f(index);
     });
   }
@@ -140,28 +201,28 @@ template <class V>
 inline constexpr int kSharedBytes = ranks::kKeptBytes<V>;
 
 template <class V, class Threads, class T>
-MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const int64_t* n,
-                        T* y) {
-  ranks::Element* kept = reinterpret_cast<ranks::Element*>(shared);
+MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const int64_t* n,
+                             const typename V::Peaks::T* peaks, T* y) {
+  const ranks::Row<V, Threads, T> row{threads, x, peaks};
   uint32_t most = 0;
-  ranks::for_each<V>(threads, x, [&](float value, int) {
+  row.for_each_peak([&](float value, int) {
     const uint32_t order = ranks::order_of(value);
     most = order > most ? order : most;
   });
   // The n-th largest of the threads' largest is at most that of all.
   uint32_t low = 0, high = 0xffffffffu;
-  if (n[0] < Threads::kSize) {
-    while (low < high) {
-      const uint32_t middle = low + (high - low) / 2 + (high - low) % 2;
-      if (threads.sum(most >= middle) > float(n[0])) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
+  while (n[0] < Threads::kSize && low < high) {
+    const uint32_t middle = ranks::middle_of(low, high);
+    if (threads.sum(most >= middle) > float(n[0])) {
+      low = middle;
+    } else {
+      high = middle - 1;
     }
   }
+  const auto one = [](float) { return 1.0f; };
+  const auto all = [](int) { return float(ranks::kPartSize<V>); };
   const auto found =
-      ranks::find<V>(threads, kept, x, low, 0xffffffffu, float(V::kN - 1 - n[0]), [](float) { return 1.0f; });
+      ranks::find(row, reinterpret_cast<ranks::Element*>(shared), low, 0xffffffffu, float(V::kN - 1 - n[0]), one, all);
   if (threads.rank == 0) y[0] = cast<T>(ranks::value_of(found.order));
 }
 
@@ -173,17 +234,26 @@ template <class V>
 inline constexpr int kSharedBytes = ranks::kKeptBytes<V>;
 
 template <class V, class Threads, class T>
-MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const float* rest,
-                        T* least, int64_t* first) {
+MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const float* rest,
+                             const typename V::Peaks::T* peaks, const typename V::Sums::T* sums, T* least,
+                             int64_t* first) {
+  static_assert(V::Peaks::kPresent == V::Sums::kPresent, "nucleus takes peaks and sums together");
   ranks::Element* kept = reinterpret_cast<ranks::Element*>(shared);
+  const ranks::Row<V, Threads, T> row{threads, x, peaks};
   float most = -infinity(), total = 0;
   bool is_number = true;
-  ranks::for_each<V>(threads, x, [&](float value, int) {
+  row.for_each_peak([&](float value, int) {
     is_number &= value == value && value != infinity();
     most = value > most ? value : most;
   });
   most = threads.max(most);
-  ranks::for_each<V>(threads, x, [&](float value, int) { total += expf(value - most); });
+  // Of a part, or of an element where there are none.
+  const auto sum_of = [&](float peak, int number) {
+    float sum = expf(peak - most);
+    if constexpr (V::Sums::kPresent) sum *= sums[number];
+    return sum;
+  };
+  row.for_each_peak([&](float peak, int number) { total += sum_of(peak, number); });
   total = threads.sum(total);
   if (threads.sum(!is_number) > 0 || most == -infinity()) {  // probabilities are NaN, and nothing goes
     if (threads.rank == 0) {
@@ -196,13 +266,16 @@ MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shar
   const bool is_by_number = rest[0] < 0;
   const float limit = is_by_number ? 0.0f : rest[0] * total;
   const auto weight = [&](float value) { return is_by_number ? 1.0f : expf(value - most); };
+  const auto weight_of_part = [&](int part) {
+    return is_by_number ? float(ranks::kPartSize<V>) : sum_of(to_float(peaks[part]), part);
+  };
   // What has less than an N-th of the limit goes: all of that together does not exceed it, but for rounding.
   const float bound = most + logf(limit / float(V::kN)) - 0.01f;
   const uint32_t high = ranks::order_of(most), low = !is_by_number && bound < most ? ranks::order_of(bound) : 0;
-  auto found = ranks::find<V>(threads, kept, x, low, high, limit, weight);
+  const auto found = ranks::find(row, kept, low, high, limit, weight, weight_of_part);
   // Of those that are equal the first go, too, but not the last of all.
   float count = 0;
-  ranks::for_each_equal<V>(threads, kept, x, found, [&](int) { count++; });
+  ranks::for_each_equal(row, kept, found, [&](int) { count++; });
   count = threads.sum(count);
   const float value = ranks::value_of(found.order);
   float gone = floorf((limit - found.below) / weight(value));
@@ -211,7 +284,7 @@ MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shar
   while (low_index < high_index) {
     const int middle = (low_index + high_index + 1) / 2;
     float before = 0;
-    ranks::for_each_equal<V>(threads, kept, x, found, [&](int index) { before += index < middle; });
+    ranks::for_each_equal(row, kept, found, [&](int index) { before += index < middle; });
     if (threads.sum(before) <= gone) {
       low_index = middle;
     } else {
