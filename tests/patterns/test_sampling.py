@@ -104,6 +104,11 @@ def ascending(scores: torch.Tensor) -> torch.Tensor:
     return torch.sort(scores, dim=-1)[0].gather(-1, rank)
 
 
-@pytest.mark.parametrize("function", [keeps_two, shows_the_order, of_another, smallest, ascending])
+def of_integers(scores: torch.Tensor) -> torch.Tensor:
+    large = (scores * 1e12).long()
+    return large < torch.topk(large, 5)[0][..., -1, None]
+
+
+@pytest.mark.parametrize("function", [of_integers, keeps_two, shows_the_order, of_another, smallest, ascending])
 def test_something_else(function: Processor) -> None:
     assert not tasks_of(rewritten(lambda scores: (function(scores),), logits("fine")))

@@ -33,6 +33,11 @@ def _is_last(dim: int, node: fx.Node) -> bool:
     return dim in (-1, len(shape(node)) - 1)
 
 
+def _has_numbers(x: fx.Node) -> bool:
+    """Whether it is what the tasks take, of sizes that are known."""
+    return None not in shape(x) and dtype(x).is_floating_point
+
+
 def _is_item(node: Any, number: int) -> bool:
     return is_call(node, operator.getitem) and node.args[1] == number
 
@@ -45,7 +50,7 @@ def _sorted_rows(node: Any, item: int, descending: bool) -> tuple[fx.Node, fx.No
     if not is_call(sort, aten.sort.default, aten.sort.stable) or argument(sort, "descending") != descending:
         return None
     x = sort.args[0]
-    return (x, sort) if _is_last(argument(sort, "dim"), x) and None not in shape(x) else None
+    return (x, sort) if _is_last(argument(sort, "dim"), x) and _has_numbers(x) else None
 
 
 def _constant(rw: Rewriter, x: fx.Node, number: float, dtype: torch.dtype) -> fx.Node:
@@ -96,7 +101,7 @@ def less_than_largest(rw: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     logits, k = topk.args[:2]
     is_of_rows = _is_last(argument(topk, "dim"), logits) and _is_last(dim, largest) and index in (-1, k - 1)
-    if not is_of_rows or None in shape(logits) or shape(least) != (*shape(logits)[:-1], 1):
+    if not is_of_rows or not _has_numbers(logits) or shape(least) != (*shape(logits)[:-1], 1):
         return None
     rw.see(node, last, largest, topk)
     least = rw.reshape(_largest(rw, logits, _constant(rw, logits, k - 1, torch.int64)), shape(least))

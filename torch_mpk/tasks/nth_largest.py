@@ -20,4 +20,6 @@ def nth_largest(x: torch.Tensor, n: torch.Tensor, peaks: torch.Tensor | None = N
     ``peaks``, the largest of each of C equal parts of a row, adds nothing but speed: many workers may find them, where
     one has the whole row to look at.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"nth_largest: x must be floating point, got {x.dtype}")
     return x.sort(-1, descending=True).values.gather(-1, n.unsqueeze(-1)).squeeze(-1)

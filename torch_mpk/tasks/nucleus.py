@@ -26,6 +26,8 @@ def nucleus(
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751), as Hugging Face's
     ``TopPLogitsWarper`` computes it, where ``rest`` is ``1 - top_p``.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"nucleus: x must be floating point, got {x.dtype}")
     ascending, order = x.sort(stable=True, dim=-1)
     gone = ascending.softmax(-1, dtype=torch.float32).cumsum(-1) <= rest.unsqueeze(-1)
     position = gone[..., :-1].sum(-1, keepdim=True)
