@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 from contextlib import nullcontext
+from copy import copy
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -14,7 +15,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import torch_mpk.continuous_batching
@@ -30,12 +32,14 @@ from tests.continuous_batching.engine import (
     pages_in_use,
     planning_for_a_gpu,
     prompt_of,
+    results,
     serving_model,
     sized,
 )
 from tests.thinned import thinned
 from torch_mpk import _C
 from torch_mpk.continuous_batching import StepCompileConfig, config
+from torch_mpk.engine import HostInputs
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
 from torch_mpk.lowering import lowerer
 
@@ -172,6 +176,39 @@ def test_windows_longer_than_a_page_and_than_a_prompt() -> None:
     )
     prompts = [prompt_of(length) for length in (5, 150, 49, 20)]
     assert batched(model, prompts) == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
+
+
+def prepared(inputs: ContinuousBatchingIOs) -> dict[str, Any]:
+    """What a step is made of."""
+    names = ("num_q_tokens", "max_kv_read", "num_request_in_batch", "use_block_table", "total_seqlen_q", "max_length_q")
+    names += ("total_seqlen_k", "max_length_k", "requests_in_batch", "req_id_to_new_token_position")
+    found = {name: copy(getattr(inputs, name)) for name in names}
+    found |= {name: getattr(inputs, name).tolist() for name in ("_bulk_input_tensor", "block_table")}
+    return found | {"states": [vars(future.state) | {} for future in inputs.requests_in_batch]}
+
+
+def test_steps_are_prepared_as_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, num_compared = HostInputs.prepare_batch_tensors, 0
+
+    def both(inputs: HostInputs, requests_in_batch: list[Any], *args: Any, **kwargs: Any) -> None:
+        nonlocal num_compared
+        states = [future.state for future in requests_in_batch]
+        before = [dict(vars(state)) for state in states]
+        ContinuousBatchingIOs.prepare_batch_tensors(inputs, requests_in_batch, *args, **kwargs)
+        expected = prepared(inputs)
+        for state, attributes in zip(states, before, strict=True):
+            vars(state).update(attributes)
+        ours(inputs, requests_in_batch, *args, **kwargs)
+        assert prepared(inputs) == expected
+        num_compared += inputs.use_block_table
+
+    monkeypatch.setattr(HostInputs, "prepare_batch_tensors", both)
+    drawn = GenerationConfig(max_new_tokens=24, do_sample=True, top_k=5, eos_token_id=-1)
+    with managed(serving_model(num_layers=2), generation_config=drawn, per_request_processors=True) as manager:
+        for length in (3, 30, 1, 17, 40):
+            manager.add_request(prompt_of(length), max_new_tokens=20)
+        assert not any(output.error for output in results(manager, 5).values())
+    assert num_compared > 10
 
 
 def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
