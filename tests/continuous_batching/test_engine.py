@@ -39,9 +39,9 @@ from tests.continuous_batching.engine import (
 from tests.thinned import thinned
 from torch_mpk import _C
 from torch_mpk.continuous_batching import StepCompileConfig, config
-from torch_mpk.engine import HostInputs
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
 from torch_mpk.lowering import lowerer
+from torch_mpk.step_inputs import HostInputs
 
 
 def num_compiled() -> int:
