@@ -102,7 +102,7 @@ def _max_dim(lx, node, name: str, a, dim, keepdim=False):
 @rule(aten.topk.default)
 def _topk(lx, node, a, k, dim=-1, largest=True, sorted=True):  # noqa: A002  (ATen's names)
     if k != 1:
-        raise UnsupportedError("topk of more than the first")
+        raise UnsupportedError("aten.topk.default is not supported for more than the first")
     return _max_dim(lx, node, "max" if largest else "min", a, dim, True)
 
 
