@@ -31,7 +31,7 @@ from torch_mpk.generation_settings import GenerationSettings, expect, settle
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.backend import backend_of
-from torch_mpk.sampling import Choice, stopping
+from torch_mpk.sampling import Choice, Draws, drawn, stopping
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,8 @@ def generate(
         decode.compile_prompt(_CHUNK, fallback="eager")
     if not settings.is_plain:
         decode.choose = Choice(input_ids, settings, generator)
+    if settings.do_sample and settings.repetition_penalty == 1:
+        decode.draws = functools.partial(Draws, settings, generator=generator)
     with _watched(streamer, progress_bar, input_ids, count) as watchers:
         start = time.perf_counter()
         tokens = decode.checked_tokens(count, num_drafts) if num_drafts else decode.tokens(count)
@@ -239,6 +241,7 @@ class _Decode:
     """One call's model, cache and step inputs, which stay at their addresses."""
 
     choose: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: greedy
+    draws: Callable[..., Draws] | None = None  # what lets a step choose by itself, where it can
     prefill_chunk_size: int | None = None  # None: the prompt runs eagerly
 
     def __init__(
@@ -285,14 +288,25 @@ class _Decode:
         token = self.choose(logits) if self.choose else logits.argmax(-1, keepdim=True)
         yield token
         input_ids = token.clone()
+        args: tuple[Any, ...] = self.model, input_ids, self.position_ids, inputs
+        if self.draws is not None:
+            yield from self._drawn_tokens(args, self.draws(*logits.shape, logits.device), count - 1)
+            return
         function = _greedy_step if self.choose is None else _logits_step
-        step = self._step(function).prepare((self.model, input_ids, self.position_ids, inputs), self.is_replayable)
+        step = self._step(function).prepare(args, self.is_replayable)
         for _ in range(1, count):
             token = step()
             if self.choose:
                 token = self.choose(token)
                 input_ids.copy_(token)
             yield token
+
+    def _drawn_tokens(self, args: tuple[Any, ...], draws: Draws, count: int) -> Iterator[torch.Tensor]:
+        step = self._step(_drawing_step, kind=tuple(draws.limits))
+        run = step.prepare((*args, draws.limits, draws.times), self.is_replayable)
+        for _ in range(count):
+            draws.renew()
+            yield run()
 
     def checked_tokens(self, count: int, num_drafts: int) -> Iterator[torch.Tensor]:
         """The same tokens, int64[1, 1] each on the CPU, of which a step gives as many as its draft has right, and one.
@@ -343,13 +357,15 @@ class _Decode:
             begin += count
         return logits
 
-    def _step(self, function: Callable[..., torch.Tensor], dynamic: bool = False, **options: Any) -> _Step:
+    def _step(
+        self, function: Callable[..., torch.Tensor], dynamic: bool = False, kind: tuple[str, ...] = (), **options: Any
+    ) -> _Step:
         """The compiled step, made once for a model and a kind of call; ``options`` beside those of the call.
-        ``dynamic``: it takes inputs of more than one length."""
+        ``dynamic``: it takes inputs of more than one length. ``kind``: whatever else makes it another graph."""
         steps = _steps.setdefault(self.model, OrderedDict())
         options = (self.options or {}) | options
         chosen = tuple(sorted(options.items()))
-        key = (function, dynamic, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, chosen)
+        key = (function, kind, dynamic, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, chosen)
         if key not in steps:
             steps[key] = _Step(function, options, dynamic)
             if len(steps) > _MAX_STEPS:
@@ -459,6 +475,19 @@ def _greedy_step(
 ) -> torch.Tensor:
     logits = _logits_step(model, input_ids, position_ids, inputs)
     token = logits.argmax(-1, keepdim=True)
+    input_ids.copy_(token)
+    return token
+
+
+def _drawing_step(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    inputs: dict[str, Any],
+    limits: dict[str, torch.Tensor],
+    times: torch.Tensor,
+) -> torch.Tensor:
+    token = drawn(_logits_step(model, input_ids, position_ids, inputs), limits, times)
     input_ids.copy_(token)
     return token
 

@@ -1,4 +1,4 @@
-"""How ``torch_mpk.generate`` chooses tokens and knows a row's end: by Hugging Face's own processors and criteria."""
+"""How ``torch_mpk.generate`` chooses tokens and knows a row's end: as Hugging Face's processors and criteria do."""
 
 from __future__ import annotations
 
@@ -40,6 +40,54 @@ class Choice:
         if self._penalty is not None:
             self._tokens = torch.cat([self._tokens, token], dim=1)
         return token
+
+
+class Draws:
+    """What a compiled step takes to draw its tokens itself, as ``Choice`` does between steps: limits as tensors, so that
+    one build serves all values, and randomness from outside, since a launch has none."""
+
+    def __init__(
+        self, settings: GenerationSettings, batch: int, vocab_size: int, device: torch.device, generator: Any
+    ) -> None:
+        def numbers(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((batch, 1), value, dtype=dtype, device=device)
+
+        self.limits: dict[str, torch.Tensor] = {}
+        if settings.temperature != 1:
+            self.limits["temperature"] = numbers(settings.temperature, torch.float32)
+        if settings.top_k:
+            self.limits["rank"] = numbers(min(settings.top_k, vocab_size) - 1, torch.int64)
+        if settings.top_p != 1:
+            self.limits["rest"] = numbers(1 - settings.top_p, torch.float32)
+        if settings.min_p:
+            self.limits["min_p"] = numbers(settings.min_p, torch.float32)
+        self.times = torch.empty(batch, vocab_size, device=device)
+        self._generator = generator
+
+    def renew(self) -> None:
+        """Before each step."""
+        self.times.exponential_(generator=self._generator)
+
+
+def drawn(logits: torch.Tensor, limits: dict[str, torch.Tensor], times: torch.Tensor) -> torch.Tensor:
+    """Tokens, int64[batch, 1], of logits[batch, vocabulary], by ``Draws``. What is sorted here becomes tasks that sort
+    nothing (``patterns/sampling.py``)."""
+    scores = logits.float()
+    if "temperature" in limits:
+        scores = scores / limits["temperature"]
+    if "rank" in limits:
+        least = scores.sort(-1, descending=True)[0].gather(-1, limits["rank"])
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    if "rest" in limits:
+        ascending, order = scores.sort()
+        gone = ascending.softmax(-1).cumsum(-1) <= limits["rest"]
+        gone[..., -1:] = False
+        scores = scores.masked_fill(gone.scatter(-1, order, gone), -torch.inf)
+    if "min_p" in limits:
+        probabilities = scores.softmax(-1)
+        least = limits["min_p"] * probabilities.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probabilities < least, -torch.inf)
+    return (scores.softmax(-1) / times).argmax(-1, keepdim=True)
 
 
 def _draw(logits: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:

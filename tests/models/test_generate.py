@@ -231,6 +231,27 @@ def test_what_a_configuration_asks_for_and_there_is_not_is_an_error(model, field
         torch_mpk.generate(model, random_ids(1, 3, model.device), 4)
 
 
+@pytest.mark.parametrize("left_out", ["", "top_k", "top_p", "min_p", "temperature"])
+def test_steps_draw_what_is_drawn_between_steps_else(model, left_out, tmp_path, monkeypatch):
+    ids = random_ids(3, 5, model.device)
+    settings = {"do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
+    settings |= {left_out: {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}[left_out]} if left_out else {}
+
+    def draw(**kwargs):
+        torch.manual_seed(3)
+        return torch_mpk.generate(model, ids, 12, options=STRICT, **settings | kwargs)
+
+    with monkeypatch.context() as between:
+        never = property(lambda decode: None, lambda decode, draws: None)
+        between.setattr(sys.modules["torch_mpk.generate"]._Decode, "draws", never)
+        expected = draw()
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    assert torch.equal(draw(), expected)
+    if not left_out:
+        assert not torch.equal(draw(temperature=2.0, top_p=0.99), expected)
+        assert len(list(tmp_path.iterdir())) == 1, "another build for other values"
+
+
 def test_samples_follow_the_distribution(model):
     ids = random_ids(1, 5, model.device).expand(16, 5).contiguous()  # the most rows a kernel takes
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9, "options": STRICT}
