@@ -43,8 +43,8 @@ class Choice:
 
 
 class Draws:
-    """What a compiled step takes to draw its tokens itself, as ``Choice`` does between steps: limits as tensors, so that
-    one build serves all values, and randomness from outside, since a launch has none."""
+    """What a compiled step takes to draw tokens itself, as ``Choice`` does between steps: limits as tensors, so that a
+    build serves all values, and randomness from outside, since a launch has none."""
 
     def __init__(
         self, settings: GenerationSettings, batch: int, vocab_size: int, device: torch.device, generator: Any
