@@ -30,6 +30,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from torch_mpk.errors import MpkError, RequestError
 from torch_mpk.runtime.segment import CompiledSegment, launched_segments
+from torch_mpk.sampling import first_to_ring
 from torch_mpk.step_inputs import prepare_faster
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class Runner(continuous_api.ModelRunner):
         has none, and all else is part of it."""
         if self.times is None:
             return super()._sample(scores, output_ids)
-        tokens = (scores[0].softmax(-1) / self.times).argmax(-1)
+        tokens = first_to_ring(scores[0], self.times).squeeze(-1)
         output_ids[0, : tokens.size(0)].copy_(tokens)
         return None
 

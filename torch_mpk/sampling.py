@@ -36,7 +36,10 @@ class Choice:
         if self._penalty is not None:
             logits = self._penalty(self._tokens, logits)
         logits = self._warpers(self._tokens, logits)
-        token = _draw(logits, self._generator) if self._do_sample else logits.argmax(-1, keepdim=True)
+        if self._do_sample:
+            token = first_to_ring(logits, torch.empty_like(logits).exponential_(generator=self._generator))
+        else:
+            token = logits.argmax(-1, keepdim=True)
         if self._penalty is not None:
             self._tokens = torch.cat([self._tokens, token], dim=1)
         return token
@@ -87,14 +90,15 @@ def drawn(logits: torch.Tensor, limits: dict[str, torch.Tensor], times: torch.Te
         probabilities = scores.softmax(-1)
         least = limits["min_p"] * probabilities.amax(-1, keepdim=True)
         scores = scores.masked_fill(probabilities < least, -torch.inf)
-    return (scores.softmax(-1) / times).argmax(-1, keepdim=True)
+    return first_to_ring(scores, times)
 
 
-def _draw(logits: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """The first of several clocks with these rates to ring, as torch.multinomial has it, which waits for the device."""
-    probabilities = logits.softmax(-1)
-    times = torch.empty_like(probabilities).exponential_(generator=generator)
-    return (probabilities / times).argmax(-1, keepdim=True)
+def first_to_ring(logits: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    """Of several clocks with the probabilities' rates, as torch.multinomial has it, which waits for the device.
+
+    int64[..., 1], by logits[..., vocabulary] and as many exponentially distributed times.
+    """
+    return (logits.softmax(-1) / times).argmax(-1, keepdim=True)
 
 
 def stopping(

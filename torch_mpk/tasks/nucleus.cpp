@@ -28,25 +28,25 @@ void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const floa
     first[0] = 0;
     return;
   }
+  std::vector<float> weights(V::kN);
   float total = 0;
-  for (int64_t i = 0; i < V::kN; i++) total += std::exp(to_float(x[i]) - most);
+  for (int64_t i = 0; i < V::kN; i++) total += weights[i] = std::exp(to_float(x[i]) - most);
   const float limit = rest[0] * total;
   // What has less than an N-th of the limit goes: all of that together does not exceed it, but for rounding.
   const float enough = limit > 0 ? std::min(0.99f * limit / float(V::kN), 0.5f) : -1.0f;
   std::vector<std::pair<float, int64_t>> left;
   float gone = 0;
   for (int64_t i = 0; i < V::kN; i++) {
-    const float value = to_float(x[i]), weight = std::exp(value - most);
-    if (weight > enough) {
-      left.emplace_back(value, i);
+    if (weights[i] > enough) {
+      left.emplace_back(to_float(x[i]), i);
     } else {
-      gone += weight;
+      gone += weights[i];
     }
   }
   std::sort(left.begin(), left.end());
   size_t next = 0;
   while (next + 1 < left.size()) {
-    gone += std::exp(left[next].first - most);
+    gone += weights[left[next].second];
     if (!(gone <= limit)) break;
     next++;
   }

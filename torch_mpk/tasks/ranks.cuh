@@ -29,6 +29,21 @@ MPK_DEVICE float value_of(uint32_t order) {
 
 MPK_DEVICE uint32_t middle_of(uint32_t low, uint32_t high) { return low + (high - low) / 2 + (high - low) % 2; }
 
+// The last number from `low` to `high` for which it holds; it does for `low`, and for none behind one for which it does
+// not.
+template <class P>
+MPK_DEVICE uint32_t last_where(uint32_t low, uint32_t high, P holds) {
+  while (low < high) {
+    const uint32_t middle = middle_of(low, high);
+    if (holds(middle)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
 template <class V>
 constexpr int part_size() {
   if constexpr (V::Peaks::kPresent)
@@ -48,23 +63,25 @@ inline constexpr int kKept = V::kN < 8 * 32 ? (V::kN + 31) / 32 : 8;  // of each
 template <class V>
 inline constexpr int kKeptBytes = kKept<V> * kConsumerWarps * 32 * sizeof(Element);
 
-// Calls f(value, index) for elements from `begin` on, of which it reads 16 bytes at once where they lie so, and two
-// such pieces at a time; `step` elements lie between the pieces. More would take registers of the kernel's other jobs.
-template <class V, int kAlways, class T, class F>
-MPK_DEVICE void for_each_from(const T* x, int begin, int end, int step, F f) {
+// Calls f(value, index) for some of kCount elements, of which it reads a group of 16 bytes at once where they lie so:
+// for those of every `step`-th group from number `first` on, two groups at a time. More would take registers of the
+// kernel's other jobs.
+template <class V, int kCount, class T, class F>
+MPK_DEVICE void for_each_of(const T* x, int first, int step, F f) {
   constexpr int kMost = 16 / sizeof(T), kReads = 2;
-  constexpr int kTogether = kAlways % kMost == 0 && V::X::kAlignment % 16 == 0 ? kMost : 1;
+  constexpr int kTogether = kCount % kMost == 0 && V::X::kAlignment % 16 == 0 ? kMost : 1;
   struct alignas(kTogether * sizeof(T)) Group {
     T values[kTogether];
   };
-  for (int at = begin * kTogether; at < end; at += step * kTogether * kReads) {
+  for (int at = first * kTogether; at < kCount; at += step * kTogether * kReads) {
     Group groups[kReads];
 #pragma unroll
     for (int r = 0; r < kReads; r++)
-      if (at + r * step * kTogether < end) groups[r] = *reinterpret_cast<const Group*>(x + at + r * step * kTogether);
+      if (at + r * step * kTogether < kCount)
+        groups[r] = *reinterpret_cast<const Group*>(x + at + r * step * kTogether);
 #pragma unroll
     for (int r = 0; r < kReads; r++) {
-      if (at + r * step * kTogether >= end) break;
+      if (at + r * step * kTogether >= kCount) break;
 #pragma unroll
       for (int i = 0; i < kTogether; i++) f(to_float(groups[r].values[i]), at + r * step * kTogether + i);
     }
@@ -94,13 +111,13 @@ struct Row {
             passed(part);
           } else {
             const int begin = part * kPart;
-            for_each_from<V, kPart>(x + begin, 0, kPart, 1, [&](float value, int index) { f(value, begin + index); });
+            for_each_of<V, kPart>(x + begin, 0, 1, [&](float value, int index) { f(value, begin + index); });
           }
         }
         return;
       }
     }
-    for_each_from<V, V::kN>(x, threads.rank, V::kN, Threads::kSize, f);
+    for_each_of<V, V::kN>(x, threads.rank, Threads::kSize, f);
   }
 
   template <class F>
@@ -159,22 +176,16 @@ MPK_DEVICE Found find(const Row<V, Threads, T>& row, Element* kept, uint32_t low
     }
   }
   const float below = found.below;
-  while (low < high) {
-    const uint32_t middle = middle_of(low, high);
+  found.order = last_where(low, high, [&](uint32_t order) {
     float more = 0;
     for (int i = 0; i < found.count; i++) {
-      const uint32_t order = mine[i * Threads::kSize].order;
-      if (order < middle) more += weight(value_of(order));
+      const uint32_t other = mine[i * Threads::kSize].order;
+      if (other < order) more += weight(value_of(other));
     }
     more = below + threads.sum(more);
-    if (more <= limit) {
-      low = middle;
-      found.below = more;
-    } else {
-      high = middle - 1;
-    }
-  }
-  found.order = low;
+    if (more <= limit) found.below = more;
+    return more <= limit;
+  });
   return found;
 }
 
@@ -210,15 +221,9 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
     most = order > most ? order : most;
   });
   // The n-th largest of the threads' largest is at most that of all.
-  uint32_t low = 0, high = 0xffffffffu;
-  while (n[0] < Threads::kSize && low < high) {
-    const uint32_t middle = ranks::middle_of(low, high);
-    if (threads.sum(most >= middle) > float(n[0])) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
+  uint32_t low = 0;
+  if (n[0] < Threads::kSize)
+    low = ranks::last_where(0, 0xffffffffu, [&](uint32_t order) { return threads.sum(most >= order) > float(n[0]); });
   const auto one = [](float) { return 1.0f; };
   const auto all = [](int) { return float(ranks::kPartSize<V>); };
   const auto found =
@@ -280,20 +285,14 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
   const float value = ranks::value_of(found.order);
   float gone = floorf((limit - found.below) / weight(value));
   gone = gone > 0 ? (gone < count ? gone : count - 1) : 0;
-  int low_index = 0, high_index = V::kN - 1;
-  while (low_index < high_index) {
-    const int middle = (low_index + high_index + 1) / 2;
+  const uint32_t stays = ranks::last_where(0, V::kN - 1, [&](uint32_t end) {
     float before = 0;
-    ranks::for_each_equal(row, kept, found, [&](int index) { before += index < middle; });
-    if (threads.sum(before) <= gone) {
-      low_index = middle;
-    } else {
-      high_index = middle - 1;
-    }
-  }
+    ranks::for_each_equal(row, kept, found, [&](int index) { before += index < int(end); });
+    return threads.sum(before) <= gone;
+  });
   if (threads.rank == 0) {
     least[0] = cast<T>(value);
-    first[0] = low_index;
+    first[0] = stays;
   }
 }
 
