@@ -1,7 +1,7 @@
 // Where a row's values, in ascending order, have used up a limit: their number in nth_largest, their probabilities in
-// nucleus. Nothing is sorted: threads keep what lies between two bounds, which come together until that is little
-// enough, and search among it. Of parts of the row whose largest value is too small nothing is read: a row comes from
-// L2, alone on its multiprocessor, and takes 50 us.
+// nucleus. Nothing is sorted: threads keep what lies between two bounds, and search among it. Where that is too much,
+// the bounds come together first, by the sums of bins between them. Of parts of the row whose largest value is too
+// small nothing is read.
 #pragma once
 
 #include "torch_mpk/device/tile.cuh"
@@ -60,16 +60,21 @@ struct Element {
 
 template <class V>
 inline constexpr int kKept = V::kN < 8 * 32 ? (V::kN + 31) / 32 : 8;  // of each thread
+inline constexpr int kBins = 1024;
+
+// What threads keep, or sums of bins.
 template <class V>
 inline constexpr int kKeptBytes = kKept<V> * kConsumerWarps * 32 * sizeof(Element);
+template <class V>
+inline constexpr int kRoomBytes = V::kN<8 * 32 || kKeptBytes<V> > kBins * 8 ? kKeptBytes<V> : kBins * 8;
 
 // Calls f(value, index) for some of kCount elements, of which it reads a group of 16 bytes at once where they lie so:
-// for those of every `step`-th group from number `first` on, two groups at a time. More would take registers of the
-// kernel's other jobs.
+// for those of every `step`-th group from number `first` on, of which some are under way together.
 template <class V, int kCount, class T, class F>
 MPK_DEVICE void for_each_of(const T* x, int first, int step, F f) {
-  constexpr int kMost = 16 / sizeof(T), kReads = 2;
+  constexpr int kMost = 16 / sizeof(T);
   constexpr int kTogether = kCount % kMost == 0 && V::X::kAlignment % 16 == 0 ? kMost : 1;
+  constexpr int kOfLane = kCount / kTogether / 32, kReads = kOfLane < 2 ? 1 : kOfLane < 4 ? 2 : 4;
   struct alignas(kTogether * sizeof(T)) Group {
     T values[kTogether];
   };
@@ -97,7 +102,7 @@ struct Row {
   const typename V::Peaks::T* peaks;
 
   // f(value, index) for this thread's elements that may have the order `least` or a higher one, and passed(part) for
-  // its parts that have none.
+  // its parts that have none. Of few parts that have some each is a warp's.
   template <class F, class P>
   MPK_DEVICE void for_each(uint32_t least, F f, P passed) const {
     if constexpr (V::Peaks::kPresent) {
@@ -106,12 +111,14 @@ struct Row {
       for (int part = threads.rank; part < V::kC; part += Threads::kSize)
         count += order_of(to_float(peaks[part])) >= least;
       if (4 * threads.sum(count) <= V::kC) {
-        for (int part = threads.rank; part < V::kC; part += Threads::kSize) {
-          if (order_of(to_float(peaks[part])) < least) {
-            passed(part);
-          } else {
-            const int begin = part * kPart;
-            for_each_of<V, kPart>(x + begin, 0, 1, [&](float value, int index) { f(value, begin + index); });
+        const int lane = threads.rank % 32;
+        for (int first = threads.rank - lane; first < V::kC; first += Threads::kSize) {
+          const int part = first + lane;
+          const bool is_there = part < V::kC, is_read = is_there && order_of(to_float(peaks[part])) >= least;
+          if (is_there && !is_read) passed(part);
+          for (uint32_t rest = __ballot_sync(~0u, is_read); rest != 0; rest &= rest - 1) {
+            const int begin = (first + __ffs(rest) - 1) * kPart;
+            for_each_of<V, kPart>(x + begin, lane, 32, [&](float value, int index) { f(value, begin + index); });
           }
         }
         return;
@@ -120,18 +127,13 @@ struct Row {
     for_each_of<V, V::kN>(x, threads.rank, Threads::kSize, f);
   }
 
-  template <class F>
-  MPK_DEVICE void for_each(uint32_t least, F f) const {
-    for_each(least, f, [](int) {});
-  }
-
   // f(value, number) for this thread's parts, or elements where there are none.
   template <class F>
   MPK_DEVICE void for_each_peak(F f) const {
     if constexpr (V::Peaks::kPresent) {
       for (int part = threads.rank; part < V::kC; part += Threads::kSize) f(to_float(peaks[part]), part);
     } else {
-      for_each(0, f);
+      for_each_of<V, V::kN>(x, threads.rank, Threads::kSize, f);
     }
   }
 };
@@ -144,39 +146,103 @@ struct Found {
   int count;      // that this thread has kept
 };
 
-template <class V, class Threads, class T, class Weight, class PartWeight>
-MPK_DEVICE Found find(const Row<V, Threads, T>& row, Element* kept, uint32_t low, uint32_t high, float limit,
-                      Weight weight, PartWeight weight_of_part) {
-  Threads& threads = row.threads;
-  Element* mine = kept + threads.rank;
-  Found found{low, 0, false, 0};
-  while (true) {
-    const uint32_t middle = middle_of(low, high);
-    float below_low = 0, from_low = 0;  // up to the middle
-    int count = 0;
-    row.for_each(
-        low,
-        [&](float value, int index) {
-          const uint32_t order = order_of(value);
-          if (order < low) below_low += weight(value);
-          if (order < low || order > high) return;
-          if (order < middle) from_low += weight(value);
-          if (count < kKept<V>) mine[count * Threads::kSize] = {order, uint32_t(index)};
-          count++;
-        },
-        [&](int part) { below_low += weight_of_part(part); });
-    found.below = threads.sum(below_low);
-    found.are_kept = threads.max(float(count)) <= kKept<V>;
-    found.count = count;
-    if (found.are_kept || low == high) break;
-    if (found.below + threads.sum(from_low) <= limit) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
+// What is between two bounds.
+struct Range {
+  uint32_t low, high;
+};
+
+// A range in bins: as many equal ranges of values, or of orders where values have none.
+struct Bins {
+  uint32_t low, shift = 0;
+  float first, scale;
+
+  MPK_DEVICE explicit Bins(Range range) : low(range.low), first(value_of(low)) {
+    const float length = value_of(range.high) - first;
+    scale = length > 1e-30f && length < 1e30f ? kBins / length : 0.0f;
+    while ((range.high - low) >> shift >= kBins) shift++;
   }
+
+  MPK_DEVICE uint32_t of(uint32_t order) const {
+    return scale == 0 ? (order - low) >> shift : min(uint32_t((value_of(order) - first) * scale), uint32_t(kBins - 1));
+  }
+};
+
+struct Seen {
+  float below;  // of this thread: the sum of what is less
+  int count;    // of this thread's elements between the bounds
+};
+
+// Goes through a row, and keeps a thread's elements between the bounds, as many as it has room for, or adds all
+// threads' to bins: as integers, so that their order does not matter, and none of them as 0. Weights are 1 at most. Out
+// of line, once for both, since it is long.
+inline constexpr float kUnit = 1ull << 40;
+template <class V, class Threads, class T, class Weight, class PartWeight>
+MPK_OUT_OF_LINE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bool is_for_bins, Weight weight,
+                          PartWeight weight_of_part) {
+  const Bins bins(range);
+  Element* mine = reinterpret_cast<Element*>(room) + row.threads.rank;
+  Seen seen{0, 0};
+  row.for_each(
+      range.low,
+      [&](float value, int index) {
+        const uint32_t order = order_of(value);
+        if (order > range.high) return;
+        if (order < range.low) {
+          seen.below += weight(value);
+        } else if (!is_for_bins) {
+          if (seen.count < kKept<V>) mine[seen.count * Threads::kSize] = {order, uint32_t(index)};
+          seen.count++;
+        } else if (const float w = weight(value); w > 0) {
+          atomicAdd(reinterpret_cast<unsigned long long*>(room) + bins.of(order),
+                    static_cast<unsigned long long>(w * kUnit) + 1);
+        }
+      },
+      [&](int part) { seen.below += weight_of_part(part); });
+  return seen;
+}
+
+// The bin where the limit is met, as bounds. `below`: the sum of what is less than all bins.
+template <class Threads>
+MPK_DEVICE Range narrowed(Threads& threads, const unsigned long long* sums, Range range, float below, float limit) {
+  const Bins bins(range);
+  int last = 0;  // of this thread's that have something
+  for (int i = threads.rank; i < kBins; i += Threads::kSize)
+    if (sums[i] != 0) last = i;
+  const uint32_t bin = last_where(0, threads.max(float(last)), [&](uint32_t end) {
+    unsigned long long before = 0;
+    for (int i = threads.rank; i < int(end); i += Threads::kSize) before += sums[i];
+    return below + threads.sum(float(before) / kUnit) <= limit;
+  });
+  if (bin > 0) range.low = last_where(range.low, range.high, [&](uint32_t order) { return bins.of(order) < bin; }) + 1;
+  range.high = last_where(range.low, range.high, [&](uint32_t order) { return bins.of(order) <= bin; });
+  return range;
+}
+
+template <class V, class Threads, class T, class Weight, class PartWeight>
+MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range, float limit, Weight weight,
+                      PartWeight weight_of_part) {
+  Threads& threads = row.threads;
+  const Element* mine = reinterpret_cast<const Element*>(room) + threads.rank;
+  unsigned long long* sums = reinterpret_cast<unsigned long long*>(room);
+  Found found{0, 0, false, 0};
+  for (bool is_for_bins = false;; is_for_bins = !is_for_bins) {
+    const Seen seen = look(row, room, range, is_for_bins, weight, weight_of_part);
+    found.below = threads.sum(seen.below);
+    if (is_for_bins) {
+      range = narrowed(threads, sums, range, found.below, limit);
+      threads.sync();
+      continue;
+    }
+    found.are_kept = threads.max(float(seen.count)) <= kKept<V>;
+    found.count = seen.count;
+    if (found.are_kept || range.low == range.high) break;
+    for (int i = threads.rank; i < kBins; i += Threads::kSize) sums[i] = 0;
+    threads.sync();
+  }
+  found.order = range.low;
+  if (!found.are_kept) return found;
   const float below = found.below;
-  found.order = last_where(low, high, [&](uint32_t order) {
+  const auto goes = [&](uint32_t order) {  // what is less
     float more = 0;
     for (int i = 0; i < found.count; i++) {
       const uint32_t other = mine[i * Threads::kSize].order;
@@ -185,22 +251,32 @@ MPK_DEVICE Found find(const Row<V, Threads, T>& row, Element* kept, uint32_t low
     more = below + threads.sum(more);
     if (more <= limit) found.below = more;
     return more <= limit;
-  });
+  };
+  const auto has_from = [&](uint32_t order) {
+    bool has = false;
+    for (int i = 0; i < found.count; i++) has |= mine[i * Threads::kSize].order >= order;
+    return threads.max(has) > 0;
+  };
+  found.order = last_where(range.low, range.high, goes);
+  if (!has_from(found.order)) {  // for all goes, but for rounding of sums that were formed otherwise before
+    found.order = last_where(range.low, found.order, has_from);
+    goes(found.order);
+  }
   return found;
 }
 
 // f(index) for a thread's elements that have this order.
 template <class V, class Threads, class T, class F>
-MPK_DEVICE void for_each_equal(const Row<V, Threads, T>& row, const Element* kept, const Found& found, F f) {
+MPK_DEVICE void for_each_equal(const Row<V, Threads, T>& row, const uint8_t* room, const Found& found, F f) {
   if (found.are_kept) {
     for (int i = 0; i < found.count; i++) {
-      const Element& element = kept[i * Threads::kSize + row.threads.rank];
+      const Element& element = reinterpret_cast<const Element*>(room)[i * Threads::kSize + row.threads.rank];
       if (element.order == found.order) f(int(element.index));
     }
-  } else {
-    row.for_each(found.order, [&](float value, int index) {
-      if (order_of(value) == found.order) f(index);
-    });
+  } else {  // more of them than there is room for, which is rare
+#pragma unroll 1
+    for (int i = row.threads.rank; i < V::kN; i += Threads::kSize)
+      if (order_of(to_float(row.x[i])) == found.order) f(i);
   }
 }
 
@@ -209,7 +285,7 @@ MPK_DEVICE void for_each_equal(const Row<V, Threads, T>& row, const Element* kep
 namespace nth_largest {
 
 template <class V>
-inline constexpr int kSharedBytes = ranks::kKeptBytes<V>;
+inline constexpr int kSharedBytes = ranks::kRoomBytes<V>;
 
 template <class V, class Threads, class T>
 MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const int64_t* n,
@@ -226,8 +302,7 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
     low = ranks::last_where(0, 0xffffffffu, [&](uint32_t order) { return threads.sum(most >= order) > float(n[0]); });
   const auto one = [](float) { return 1.0f; };
   const auto all = [](int) { return float(ranks::kPartSize<V>); };
-  const auto found =
-      ranks::find(row, reinterpret_cast<ranks::Element*>(shared), low, 0xffffffffu, float(V::kN - 1 - n[0]), one, all);
+  const auto found = ranks::find(row, shared, {low, 0xffffffffu}, float(V::kN - 1 - n[0]), one, all);
   if (threads.rank == 0) y[0] = cast<T>(ranks::value_of(found.order));
 }
 
@@ -236,14 +311,13 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
 namespace nucleus {
 
 template <class V>
-inline constexpr int kSharedBytes = ranks::kKeptBytes<V>;
+inline constexpr int kSharedBytes = ranks::kRoomBytes<V>;
 
 template <class V, class Threads, class T>
 MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const float* rest,
                              const typename V::Peaks::T* peaks, const typename V::Sums::T* sums, T* least,
                              int64_t* first) {
   static_assert(V::Peaks::kPresent == V::Sums::kPresent, "nucleus takes peaks and sums together");
-  ranks::Element* kept = reinterpret_cast<ranks::Element*>(shared);
   const ranks::Row<V, Threads, T> row{threads, x, peaks};
   float most = -infinity(), total = 0;
   bool is_number = true;
@@ -277,17 +351,17 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
   // What has less than an N-th of the limit goes: all of that together does not exceed it, but for rounding.
   const float bound = most + logf(limit / float(V::kN)) - 0.01f;
   const uint32_t high = ranks::order_of(most), low = !is_by_number && bound < most ? ranks::order_of(bound) : 0;
-  const auto found = ranks::find(row, kept, low, high, limit, weight, weight_of_part);
+  const auto found = ranks::find(row, shared, {low, high}, limit, weight, weight_of_part);
   // Of those that are equal the first go, too, but not the last of all.
   float count = 0;
-  ranks::for_each_equal(row, kept, found, [&](int) { count++; });
+  ranks::for_each_equal(row, shared, found, [&](int) { count++; });
   count = threads.sum(count);
   const float value = ranks::value_of(found.order);
   float gone = floorf((limit - found.below) / weight(value));
   gone = gone > 0 ? (gone < count ? gone : count - 1) : 0;
   const uint32_t stays = ranks::last_where(0, V::kN - 1, [&](uint32_t end) {
     float before = 0;
-    ranks::for_each_equal(row, kept, found, [&](int index) { before += index < int(end); });
+    ranks::for_each_equal(row, shared, found, [&](int index) { before += index < int(end); });
     return threads.sum(before) <= gone;
   });
   if (threads.rank == 0) {
