@@ -96,9 +96,10 @@ def drawn(logits: torch.Tensor, limits: dict[str, torch.Tensor], times: torch.Te
 def first_to_ring(logits: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
     """Of several clocks with the probabilities' rates, as torch.multinomial has it, which waits for the device.
 
-    int64[..., 1], by logits[..., vocabulary] and as many exponentially distributed times.
+    int64[..., 1], by logits[..., vocabulary] and as many exponentially distributed times. A clock rings at its time
+    divided by its probability; logarithms say which is first without the probabilities' sum.
     """
-    return (logits.softmax(-1) / times).argmax(-1, keepdim=True)
+    return (logits - times.log()).argmax(-1, keepdim=True)
 
 
 def stopping(

@@ -278,6 +278,8 @@ struct Attention1 {
   static constexpr int kLength = 40;
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 4;
+  static constexpr int kPieceTiles = 0;
+  static constexpr int kPieces = 4;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int64_t>(1)[int64_t(b) * 1];
   }
@@ -765,6 +767,8 @@ struct Attention0 {
   static constexpr int kLength = 24;
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 132;
+  static constexpr int kPieceTiles = 0;
+  static constexpr int kPieces = 132;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int64_t>(1)[int64_t(b) * 1];
   }
@@ -972,6 +976,8 @@ struct PagedAttention0 {
   static constexpr int kLength = 12;
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 132;
+  static constexpr int kPieceTiles = 0;
+  static constexpr int kPieces = 132;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int32_t>(1)[int64_t(b) * 1];
   }
@@ -986,8 +992,6 @@ struct PagedAttention0 {
   static constexpr uint32_t kPitchK = 64, kPitchV = 64;
   static constexpr bool kInBoxes = false;
   static constexpr int kPageSize = 3;
-  static constexpr int kPieceTiles = 0;
-  static constexpr int kPieces = 132;
   static MPK_DEVICE int32_t num_pages(const Job& job) {
     return job.number(3);
   }

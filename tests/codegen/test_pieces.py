@@ -26,9 +26,9 @@ extern "C" int cut(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32
                                   : kv_length(count, rows, groups, least, workers);
   int number = 0;
   for (uint32_t row = 0; row < rows; row++)
-    for (uint32_t n = 0; n < kv_count(tiles[row], length) * groups; n++) {
+    for (uint32_t n = 0, begin = number; n < kv_count(tiles[row], length) * groups; n++) {
       if (number == room) return -1;
-      pieces[number++] = kv_row_piece(row, tiles[row], groups, length, n);
+      pieces[number++] = kv_row_piece(row, tiles[row], groups, length, begin, n);
     }
   return number;
 }
@@ -36,7 +36,7 @@ extern "C" int cut(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32
 
 
 class Piece(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("row", "group", "first_tile", "num_tiles", "index")] + [
+    _fields_ = [(name, ctypes.c_uint32) for name in ("row", "group", "first_tile", "num_tiles", "index", "first")] + [
         ("is_last", ctypes.c_bool)
     ]
 
@@ -76,7 +76,7 @@ def check(pieces: list[Piece], tiles: list[int], groups: int, workers: int) -> N
         end = 0
         for index, (number, piece) in enumerate(of_group):  # so the last has the highest number
             assert (piece.first_tile, piece.index) == (end, index)
-            assert number - of_group[0][0] == index * groups, "partial results stand elsewhere"
+            assert number - piece.first == index * groups, "partial results stand elsewhere"
             assert piece.is_last == (index == len(of_group) - 1)
             end += piece.num_tiles
         assert end == tiles[row]

@@ -250,8 +250,9 @@ def test_cut_jobs_into_pieces() -> None:
     more = Draft(decoder(layers=1, batch=67, heads=4), "cut_jobs")  # groups of two key heads each
     assert by_label(more, "pieces")["attention"] == {
         **expected,
-        "count": 264,
+        "count": 134,
         "results": 2,
+        "tiles": 40,  # and a row has no more
         "overlap": True,
     }
     reductions = json.loads(_C.draft_schedule(long_reductions(2, 100000), CUDA, "cut_jobs"))["schedule"]

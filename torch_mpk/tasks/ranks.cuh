@@ -62,11 +62,27 @@ template <class V>
 inline constexpr int kKept = V::kN < 8 * 32 ? (V::kN + 31) / 32 : 8;  // of each thread
 inline constexpr int kBins = 1024;
 
+// Sums of weights, 1 at most, as integers, so that their order does not matter. In halves, which shared memory adds to
+// where they lie.
+struct BinSums {
+  static constexpr float kUnit = 1ull << 40;
+  uint32_t low[kBins], high[kBins];
+
+  MPK_DEVICE void add(int bin, float weight) {
+    const uint64_t units = static_cast<uint64_t>(weight * kUnit) + (weight > 0);  // none of them as 0
+    const uint32_t mine = static_cast<uint32_t>(units), before = atomicAdd(&low[bin], mine);
+    const uint32_t more = static_cast<uint32_t>(units >> 32) + (before + mine < mine);
+    if (more != 0) atomicAdd(&high[bin], more);
+  }
+  MPK_DEVICE uint64_t units(int bin) const { return uint64_t(high[bin]) << 32 | low[bin]; }
+};
+
 // What threads keep, or sums of bins.
 template <class V>
 inline constexpr int kKeptBytes = kKept<V> * kConsumerWarps * 32 * sizeof(Element);
 template <class V>
-inline constexpr int kRoomBytes = V::kN<8 * 32 || kKeptBytes<V> > kBins * 8 ? kKeptBytes<V> : kBins * 8;
+inline constexpr int kRoomBytes =
+    V::kN<8 * 32 || kKeptBytes<V> > int(sizeof(BinSums)) ? kKeptBytes<V> : int(sizeof(BinSums));
 
 // Calls f(value, index) for some of kCount elements, of which it reads a group of 16 bytes at once where they lie so:
 // for those of every `step`-th group from number `first` on, of which some are under way together.
@@ -101,16 +117,25 @@ struct Row {
   const T* x;
   const typename V::Peaks::T* peaks;
 
+  // Whether few of the parts have the order `least` or a higher one.
+  MPK_DEVICE bool has_few(uint32_t least) const {
+    float count = 1;
+    if constexpr (V::Peaks::kPresent) {
+      count = 0;
+      for (int part = threads.rank; part < V::kC; part += Threads::kSize)
+        count += order_of(to_float(peaks[part])) >= least;
+      count = 4.0f / V::kC * threads.sum(count);
+    }
+    return count < 1;
+  }
+
   // f(value, index) for this thread's elements that may have the order `least` or a higher one, and passed(part) for
   // its parts that have none. Of few parts that have some each is a warp's.
   template <class F, class P>
-  MPK_DEVICE void for_each(uint32_t least, F f, P passed) const {
+  MPK_DEVICE void for_each(uint32_t least, bool are_few, F f, P passed) const {
     if constexpr (V::Peaks::kPresent) {
       constexpr int kPart = kPartSize<V>;
-      float count = 0;
-      for (int part = threads.rank; part < V::kC; part += Threads::kSize)
-        count += order_of(to_float(peaks[part])) >= least;
-      if (4 * threads.sum(count) <= V::kC) {
+      if (are_few) {
         const int lane = threads.rank % 32;
         for (int first = threads.rank - lane; first < V::kC; first += Threads::kSize) {
           const int part = first + lane;
@@ -173,17 +198,15 @@ struct Seen {
 };
 
 // Goes through a row, and keeps a thread's elements between the bounds, as many as it has room for, or adds all
-// threads' to bins: as integers, so that their order does not matter, and none of them as 0. Weights are 1 at most. Out
-// of line, once for both, since it is long.
-inline constexpr float kUnit = 1ull << 40;
+// threads' to bins. Out of line, once for both, since it is long.
 template <class V, class Threads, class T, class Weight, class PartWeight>
-MPK_OUT_OF_LINE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bool is_for_bins, Weight weight,
-                          PartWeight weight_of_part) {
+MPK_OUT_OF_LINE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bool are_few, bool is_for_bins,
+                          Weight weight, PartWeight weight_of_part) {
   const Bins bins(range);
   Element* mine = reinterpret_cast<Element*>(room) + row.threads.rank;
   Seen seen{0, 0};
   row.for_each(
-      range.low,
+      range.low, are_few,
       [&](float value, int index) {
         const uint32_t order = order_of(value);
         if (order > range.high) return;
@@ -192,9 +215,8 @@ MPK_OUT_OF_LINE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bo
         } else if (!is_for_bins) {
           if (seen.count < kKept<V>) mine[seen.count * Threads::kSize] = {order, uint32_t(index)};
           seen.count++;
-        } else if (const float w = weight(value); w > 0) {
-          atomicAdd(reinterpret_cast<unsigned long long*>(room) + bins.of(order),
-                    static_cast<unsigned long long>(w * kUnit) + 1);
+        } else {
+          reinterpret_cast<BinSums*>(room)->add(bins.of(order), weight(value));
         }
       },
       [&](int part) { seen.below += weight_of_part(part); });
@@ -203,41 +225,47 @@ MPK_OUT_OF_LINE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bo
 
 // The bin where the limit is met, as bounds. `below`: the sum of what is less than all bins.
 template <class Threads>
-MPK_DEVICE Range narrowed(Threads& threads, const unsigned long long* sums, Range range, float below, float limit) {
+MPK_DEVICE Range narrowed(Threads& threads, const BinSums& sums, Range range, float below, float limit) {
   const Bins bins(range);
   int last = 0;  // of this thread's that have something
   for (int i = threads.rank; i < kBins; i += Threads::kSize)
-    if (sums[i] != 0) last = i;
+    if (sums.units(i) != 0) last = i;
   const uint32_t bin = last_where(0, threads.max(float(last)), [&](uint32_t end) {
-    unsigned long long before = 0;
-    for (int i = threads.rank; i < int(end); i += Threads::kSize) before += sums[i];
-    return below + threads.sum(float(before) / kUnit) <= limit;
+    uint64_t before = 0;
+    for (int i = threads.rank; i < int(end); i += Threads::kSize) before += sums.units(i);
+    return below + threads.sum(float(before) / BinSums::kUnit) <= limit;
   });
   if (bin > 0) range.low = last_where(range.low, range.high, [&](uint32_t order) { return bins.of(order) < bin; }) + 1;
   range.high = last_where(range.low, range.high, [&](uint32_t order) { return bins.of(order) <= bin; });
   return range;
 }
 
+// Where `has_many`, more than threads can keep is likely to lie between the bounds, unless few parts have any of it.
 template <class V, class Threads, class T, class Weight, class PartWeight>
-MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range, float limit, Weight weight,
-                      PartWeight weight_of_part) {
+MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range, bool has_many, float limit,
+                      Weight weight, PartWeight weight_of_part) {
   Threads& threads = row.threads;
   const Element* mine = reinterpret_cast<const Element*>(room) + threads.rank;
-  unsigned long long* sums = reinterpret_cast<unsigned long long*>(room);
+  BinSums& sums = *reinterpret_cast<BinSums*>(room);
   Found found{0, 0, false, 0};
-  for (bool is_for_bins = false;; is_for_bins = !is_for_bins) {
-    const Seen seen = look(row, room, range, is_for_bins, weight, weight_of_part);
+  bool are_few = row.has_few(range.low), is_for_bins = has_many && !are_few;
+  while (true) {
+    if (is_for_bins) {
+      for (int i = threads.rank; i < kBins; i += Threads::kSize) sums.low[i] = sums.high[i] = 0;
+      threads.sync();
+    }
+    const Seen seen = look(row, room, range, are_few, is_for_bins, weight, weight_of_part);
     found.below = threads.sum(seen.below);
     if (is_for_bins) {
       range = narrowed(threads, sums, range, found.below, limit);
+      are_few = row.has_few(range.low);
       threads.sync();
-      continue;
+    } else {
+      found.are_kept = threads.max(float(seen.count)) <= kKept<V>;
+      found.count = seen.count;
+      if (found.are_kept || range.low == range.high) break;
     }
-    found.are_kept = threads.max(float(seen.count)) <= kKept<V>;
-    found.count = seen.count;
-    if (found.are_kept || range.low == range.high) break;
-    for (int i = threads.rank; i < kBins; i += Threads::kSize) sums[i] = 0;
-    threads.sync();
+    is_for_bins = !is_for_bins;
   }
   found.order = range.low;
   if (!found.are_kept) return found;
@@ -302,7 +330,7 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
     low = ranks::last_where(0, 0xffffffffu, [&](uint32_t order) { return threads.sum(most >= order) > float(n[0]); });
   const auto one = [](float) { return 1.0f; };
   const auto all = [](int) { return float(ranks::kPartSize<V>); };
-  const auto found = ranks::find(row, shared, {low, 0xffffffffu}, float(V::kN - 1 - n[0]), one, all);
+  const auto found = ranks::find(row, shared, {low, 0xffffffffu}, false, float(V::kN - 1 - n[0]), one, all);
   if (threads.rank == 0) y[0] = cast<T>(ranks::value_of(found.order));
 }
 
@@ -351,7 +379,7 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
   // What has less than an N-th of the limit goes: all of that together does not exceed it, but for rounding.
   const float bound = most + logf(limit / float(V::kN)) - 0.01f;
   const uint32_t high = ranks::order_of(most), low = !is_by_number && bound < most ? ranks::order_of(bound) : 0;
-  const auto found = ranks::find(row, shared, {low, high}, limit, weight, weight_of_part);
+  const auto found = ranks::find(row, shared, {low, high}, true, limit, weight, weight_of_part);
   // Of those that are equal the first go, too, but not the last of all.
   float count = 0;
   ranks::for_each_equal(row, shared, found, [&](int) { count++; });

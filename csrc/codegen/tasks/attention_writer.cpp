@@ -68,6 +68,7 @@ void AttentionWriter::write_sizes() {
                constant("kHeads", pieces.results) + constant("kFewHeads", pieces.few_results) +
                constant("kSize", size()) + constant("kLength", length()) +
                flag("kZeroWithoutKeys", zero_without_keys()) + constant("kWorkers", workers) +
+               constant("kPieceTiles", pieces.tiles) + constant("kPieces", pieces.count) +
                returning("int64_t", "limit(const Job& job, uint32_t b)", limit()) +
                constant("kPartialBytes", pieces.result_bytes) +
                returning("uint8_t*", "partials(const Job& job)", refs_.partials(pieces)) +

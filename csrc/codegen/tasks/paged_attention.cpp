@@ -39,7 +39,6 @@ class PagesWriter : public AttentionWriter {
     const bool in_boxes = has_boxed_tiles(keys_.tensor) && has_boxed_tiles(values_.tensor);
     code_.body +=
         pitches(1) + flag("kInBoxes", in_boxes) + constant("kPageSize", page_size()) +
-        constant("kPieceTiles", job_.pieces->tiles) + constant("kPieces", job_.pieces->count) +
         returning("int32_t", "num_pages(const Job& job)", refs_.number(keys_.tensor.shape[0])) +
         returning("int32_t", "page(const Job& job, uint32_t b, uint32_t m)",
                   refs_.pointer(node_, table_.tensor) + "[" + element_at(table_.tensor, {"b", "m"}).substr(3) + "]");

@@ -83,14 +83,15 @@ MPK_HOST_DEVICE uint32_t chunk_at(uint32_t turn, uint32_t first, uint32_t chunks
 }
 
 // Attention's key-value tiles. Those of each (batch row, group) are cut into pieces of one length, of which the last
-// may be shorter. Pieces are numbered in the order of row, place within the group, and group, and dealt out to the
-// workers in that order; so the other pieces of a group have lower numbers than its last, whose worker puts their
-// results together: it waits only for pieces that wait for none of its own.
+// may be shorter. The worker of a group's last piece puts their results together: it waits only for pieces that wait
+// for none of its own, since the other pieces of a group have lower numbers than its last, and workers take theirs in
+// the order of their numbers.
 struct KvPiece {
   uint32_t row, group;
   uint32_t first_tile, num_tiles;  // none: there is no such piece
   uint32_t index;                  // among the group's
-  bool is_last;                    // of the group's
+  uint32_t first;  // the number of the group's first; those of the next are `groups` apart, but the last
+  bool is_last;    // of the group's
 };
 
 MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t rows, uint32_t groups, uint32_t workers) {
@@ -116,10 +117,12 @@ MPK_HOST_DEVICE uint32_t kv_length(PiecesOf pieces, uint32_t rows, uint32_t grou
   return length;
 }
 
-// Piece number `number` of a batch row.
-MPK_HOST_DEVICE KvPiece kv_row_piece(uint32_t row, uint32_t tiles, uint32_t groups, uint32_t length, uint32_t number) {
-  const uint32_t index = number / groups, first = index * length, rest = first < tiles ? tiles - first : 0;
-  return {row, number % groups, first, rest < length ? rest : length, index, rest <= length};
+// Piece number `number` of a batch row, whose first one has number `begin` of all, where rows follow each other.
+MPK_HOST_DEVICE KvPiece kv_row_piece(uint32_t row, uint32_t tiles, uint32_t groups, uint32_t length, uint32_t begin,
+                                     uint32_t number) {
+  const uint32_t index = number / groups, group = number % groups, first = index * length,
+                 rest = first < tiles ? tiles - first : 0;
+  return {row, group, first, rest < length ? rest : length, index, begin + group, rest <= length};
 }
 
 }  // namespace mpk

@@ -109,9 +109,7 @@ inline void __threadfence_system() { __threadfence(); }
 inline void __nanosleep(unsigned ns) {
   for (unsigned i = 0; i < ns / 256; i++) emulator::yield();
 }
-inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) {
-  return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
-}
+inline unsigned atomicAdd(unsigned* p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 inline unsigned atomicExch(unsigned* p, unsigned v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
 template <class T>
 T __ldg(const T* p) {

@@ -1,11 +1,11 @@
 // attention: one query position per row of the batch against a key-value cache, softmax in fp32. The same of caches in
 // pages is paged_attention.cuh, which says where positions lie (Positions) and which of a tile count (Live).
 //
-// The visible positions of every (batch row, group) are cut into pieces, see KvPiece in partition.h, so that a warp has
-// one tile, if there are workers enough. The loader streams a piece tile by tile, keys and values of a few positions,
-// each tile for one warp. The worker of a group's last piece puts the results of its pieces together: the others' come
-// as tagged words, which it polls. Within a piece warps combine in tile order, and pieces combine in the order of
-// their positions: nothing is added in order of arrival.
+// The visible positions of every (batch row, group) are cut into pieces, see KvPiece in partition.h: with few of them
+// so that a warp has one tile, and with many so that rows of any lengths are shared out evenly. The loader streams a
+// piece tile by tile, keys and values of a few positions, each tile for one warp. The worker of a group's last piece
+// puts the results of its pieces together: the others' come as tagged words, which it polls. Within a piece warps
+// combine in tile order, and pieces combine in the order of their positions: nothing is added in order of arrival.
 //
 // A batch may have so many groups that a worker has several pieces one after the other (V::kOverlaps). Then some warps
 // stage the rows of the next piece, and put the results of the one before together, while the others are at its tiles,
@@ -29,6 +29,8 @@ template <class V>
 concept Sizes = requires {
   typename V::T;
   requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kLength, V::kWorkers>;
+  // Of every piece but a row's last, or 0: as all rows' lengths give. There is room for so many pieces' results.
+  requires Constants<int, V::kPieceTiles, V::kPieces>;
   // kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
   // kFewHeads divides kHeads, see Spread.
   requires Constants<int, V::kPasses, V::kHeads, V::kFewHeads>;
@@ -65,8 +67,7 @@ concept InCaches = requires(const Job& job, uint32_t b, uint32_t g) {
 // kPageSize, which is none if it is not below num_pages.
 template <class V>
 concept InPages = Constants<int, V::kPageSize> && requires(const Job& job, uint32_t b, int32_t page) {
-  requires Constants<int, V::kPieceTiles, V::kPieces>;  // see Positions::kPieceTiles; room for so many pieces' results
-  requires Constants<bool, V::kInBoxes>;                // keys and values come by maps
+  requires Constants<bool, V::kInBoxes>;  // keys and values come by maps
   { V::num_pages(job) } -> Same<int32_t>;
   { V::page(job, b, b) } -> Same<int32_t>;
   { V::k_pages(job, page, b) } -> Same<typename V::T*>;
@@ -114,7 +115,6 @@ inline constexpr int kTile = kv_tile(V::kSize * int(sizeof(typename V::T)));
 template <class V>
 struct Positions {
   using T = typename V::T;
-  static constexpr uint32_t kPieceTiles = 0;  // of every piece but a row's last; 0: as all rows' lengths give
   using Slot = int64_t;
   Slot slot;
 
@@ -155,7 +155,7 @@ struct Live {
 };
 
 template <class V>
-MPK_DEVICE uint32_t tiles_of(uint32_t visible) {
+MPK_DEVICE constexpr uint32_t tiles_of(uint32_t visible) {
   const uint32_t tiles = (visible + kTile<V> - 1) / kTile<V>;
   return tiles == 0 ? 1 : tiles;  // a row without keys still has a result
 }
@@ -201,7 +201,7 @@ struct RowTiles {
 
   MPK_DEVICE KvPiece piece(uint32_t length, uint32_t number) const {
     const uint32_t lane = ptx::thread_index() % 32;
-    uint32_t counts[kEach];
+    uint32_t counts[kEach], begin = 0;
 #pragma unroll
     for (int i = 0; i < kEach; i++) counts[i] = tiles(i);
 #pragma unroll
@@ -216,10 +216,12 @@ struct RowTiles {
       const uint32_t all = __shfl_sync(~0u, end, 31);
       if (number < all) {
         const int row = __ffs(__ballot_sync(~0u, number < end)) - 1;
-        number -= __shfl_sync(~0u, end - mine, row);
-        return kv_row_piece(32 * i + row, __shfl_sync(~0u, counts[i], row), kUnits<V>, length, number);
+        const uint32_t before = __shfl_sync(~0u, end - mine, row);
+        return kv_row_piece(32 * i + row, __shfl_sync(~0u, counts[i], row), kUnits<V>, length, begin + before,
+                            number - before);
       }
       number -= all;
+      begin += all;
     }
     return {};
   }
@@ -236,21 +238,18 @@ __device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t length, ui
   return rows.piece(length, number);
 }
 
-template <class V>
-MPK_DEVICE uint32_t length_of_pieces(const RowTiles<V>& rows) {
-  if constexpr (Positions<V>::kPieceTiles != 0) return Positions<V>::kPieceTiles;
-  return divide<V>(rows);
-}
-
 // How the work is cut. All lanes of a warp call all functions.
 template <class V>
 struct Cut {
   RowTiles<V> rows;
   uint32_t length;  // of a piece
 
-  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(length_of_pieces<V>(rows)) {}
+  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(divide<V>(rows)) {}
   MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
-  MPK_DEVICE KvPiece piece(uint32_t number) const { return find_piece<V>(rows, length, number); }
+  // The worker's `turn`-th.
+  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+    return find_piece<V>(rows, length, turn * V::kWorkers + worker);
+  }
 };
 
 // With one row the limit is read once.
@@ -263,8 +262,97 @@ struct Cut<V> {
   MPK_DEVICE explicit Cut(const Job& job)
       : first(visible<V>(job, 0)), length(kv_row_length(tiles_of<V>(first), kUnits<V>, kPieceTiles, V::kWorkers)) {}
   MPK_DEVICE uint32_t limit(uint32_t) const { return first; }
+  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+    return kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, 0, turn * V::kWorkers + worker);
+  }
+};
+
+// Whether pieces are of one length, whatever the rows' are.
+template <class V>
+inline constexpr bool kEqualPieces = V::kPieceTiles != 0;
+
+// Then all pieces but the rows' last come first, in the order of row, place within the group, and group; then the last,
+// the longest first. So, dealt out to and fro, workers have about as many tiles.
+template <class V>
+struct EqualPieces {
+  static constexpr int kEach = RowTiles<V>::kEach;
+  static constexpr uint32_t kLength = V::kPieceTiles;
+  static_assert((tiles_of<V>(V::kLength) + kLength - 1) / kLength * V::kBatch * kUnits<V> <= V::kPieces,
+                "the schedule has less room for results of pieces");
+  RowTiles<V> rows;
+  uint32_t places[kEach];  // of the lane's rows among all, by their last pieces
+
+  MPK_DEVICE uint32_t others(int i) const {  // of a group
+    const uint32_t tiles = rows.tiles(i);
+    return tiles == 0 ? 0 : (tiles - 1) / kLength;
+  }
+
+  MPK_DEVICE explicit EqualPieces(const Job& job) : rows(job) {
+    uint32_t keys[kEach];  // larger for rows with longer last pieces, and different for each row
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t row = rows.row_of(i);
+      keys[i] = row < V::kBatch ? (rows.tiles(i) - others(i) * kLength) * V::kBatch + (V::kBatch - 1 - row) : 0;
+      places[i] = 0;
+    }
+#pragma unroll 1
+    for (int lane = 0; lane < 32; lane++)
+#pragma unroll
+      for (int e = 0; e < kEach; e++) {
+        const uint32_t key = __shfl_sync(~0u, keys[e], lane);
+#pragma unroll
+        for (int i = 0; i < kEach; i++) places[i] += key > keys[i];
+      }
+  }
+
   MPK_DEVICE KvPiece piece(uint32_t number) const {
-    return kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, number);
+    const uint32_t lane = ptx::thread_index() % 32;
+    uint32_t firsts[kEach], num_others = 0;  // the row's first piece; pieces that are no last ones
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t mine = others(i) * kUnits<V>;
+      uint32_t end = mine;
+#pragma unroll
+      for (uint32_t o = 1; o < 32; o *= 2) {
+        const uint32_t before = __shfl_up_sync(~0u, end, o);
+        if (lane >= o) end += before;
+      }
+      firsts[i] = num_others + end - mine;
+      num_others += __shfl_sync(~0u, end, 31);
+    }
+    const bool is_last = number >= num_others;
+    const uint32_t place = (number - num_others) / kUnits<V>;
+    KvPiece found{};
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const bool is_here =
+          rows.row_of(i) < V::kBatch && (is_last ? places[i] == place : number - firsts[i] < others(i) * kUnits<V>);
+      const uint32_t here = __ballot_sync(~0u, is_here);
+      if (here == 0) continue;
+      const int from = __ffs(here) - 1;
+      const uint32_t begin = __shfl_sync(~0u, firsts[i], from), last = __shfl_sync(~0u, others(i), from);
+      const uint32_t of_row = number - (is_last ? num_others : begin), group = of_row % kUnits<V>;
+      const uint32_t index = is_last ? last : of_row / kUnits<V>, first = index * kLength;
+      const uint32_t tiles = __shfl_sync(~0u, rows.tiles(i), from);
+      found = {32 * i + uint32_t(from), group, first, is_last ? tiles - first : kLength, index, begin + group, is_last};
+    }
+    return found;
+  }
+};
+template <class V>
+__device__ __noinline__ KvPiece find_piece(EqualPieces<V> pieces, uint32_t number) {
+  return pieces.piece(number);
+}
+
+template <class V>
+  requires kEqualPieces<V>
+struct Cut<V> {
+  EqualPieces<V> pieces;
+
+  MPK_DEVICE explicit Cut(const Job& job) : pieces(job) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return pieces.rows.limit(row); }
+  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+    return find_piece<V>(pieces, dealt(turn, worker, V::kWorkers));
   }
 };
 
@@ -281,14 +369,10 @@ MPK_DEVICE bool spreads(const Job& job) {
   return kv_count(tiles_of<V>(visible<V>(job, 0)), kPieceTiles) * kUnits<Spread<V>> <= V::kWorkers;
 }
 
-// Whether pieces are of one length.
-template <class V>
-inline constexpr bool kEqualPieces = Positions<V>::kPieceTiles != 0;
-
 // Whether a group may be more than one piece.
 template <class V>
 inline constexpr bool kMayCut =
-    kEqualPieces<V> ? V::kLength > kTile<V>* Positions<V>::kPieceTiles
+    kEqualPieces<V> ? V::kLength > kTile<V>* V::kPieceTiles
                     : V::kLength > kTile<V> * kPieceTiles &&
                           (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
 
@@ -360,8 +444,8 @@ template <class V, class L>
 MPK_DEVICE void load_pieces(L& l, const Job& job) {
   const Cut<V> cut(job);
 #pragma unroll 1
-  for (uint32_t number = l.worker(job);; number += V::kWorkers) {
-    const KvPiece piece = cut.piece(number);
+  for (uint32_t turn = 0;; turn++) {
+    const KvPiece piece = cut.piece(turn, l.worker(job));
     if (piece.num_tiles == 0 || !Positions<V>::load(l, job, piece, cut.limit(piece.row))) return;
   }
 }
@@ -868,17 +952,16 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
 // the worker of the group's last one, once it has added those of the others, which are partial. False when the launch
 // was given up.
 template <class V, class C>
-MPK_DEVICE bool combine_head(C& c, const Job& job, const KvPiece& piece, uint32_t number, int head,
-                             const float* results) {
+MPK_DEVICE bool combine_head(C& c, const Job& job, const KvPiece& piece, int head, const float* results) {
   Combined<V> all(results, Shape<V>::kStored * kPartial<V>, c.lane);
   if constexpr (kMayCut<V>) {
     const uint32_t tag = tag_of(c);
-    uint8_t* partials = V::partials(job) + head * V::kPartialBytes;
+    uint8_t* partials = V::partials(job) + piece.first * kPieceBytes<V> + head * V::kPartialBytes;
     if (!piece.is_last) {
-      all.store_partial(partials + number * kPieceBytes<V>, tag, c.lane);
+      all.store_partial(partials + piece.index * kUnits<V> * kPieceBytes<V>, tag, c.lane);
       return true;
     }
-    if (!all.add(c, partials + (number - piece.index * kUnits<V>)*kPieceBytes<V>, piece.index, tag)) return false;
+    if (!all.add(c, partials, piece.index, tag)) return false;
   }
   all.store(job, piece.row, piece.group * V::kHeads + head, c.lane);
   return true;
@@ -886,7 +969,7 @@ MPK_DEVICE bool combine_head(C& c, const Job& job, const KvPiece& piece, uint32_
 
 // The warps' results of a piece, put together by a warp for each head and written. False when the launch was given up.
 template <class V, class C>
-MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32_t number, Softmax<V>& softmax) {
+MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, Softmax<V>& softmax) {
   using S = Shape<V>;
   float* stored = reinterpret_cast<float*>(c.staged() + S::kCombineOffset);
 #pragma unroll 1
@@ -896,7 +979,7 @@ MPK_DEVICE bool combine_warps(C& c, const Job& job, const KvPiece& piece, uint32
     if (!c.sync()) return false;
     const int head = first + c.warp;
     if (c.warp >= S::kStored || head >= V::kHeads) continue;
-    if (!combine_head<V>(c, job, piece, number, head, stored + c.warp * kPartial<V>)) c.failed = true;
+    if (!combine_head<V>(c, job, piece, head, stored + c.warp * kPartial<V>)) c.failed = true;
   }
   return true;
 }
@@ -911,10 +994,10 @@ MPK_DEVICE void compute_pieces(C& c, const Job& job) {
   // Then no worker has two pieces.
   constexpr bool kOnce = V::kBatch * kUnits<V> <= V::kWorkers && !kEqualPieces<V>;
 #pragma unroll 1
-  for (uint32_t number = worker;; number += V::kWorkers) {
-    const KvPiece piece = cut.piece(number);
+  for (uint32_t turn = 0;; turn++) {
+    const KvPiece piece = cut.piece(turn, worker);
     if (!kOnce && piece.num_tiles == 0) return;
-    if (!kOnce && number != worker && !c.sync()) return;  // the shared memory of the piece before is no longer read
+    if (!kOnce && turn > 0 && !c.sync()) return;  // the shared memory of the piece before is no longer read
     const uint32_t limit = cut.limit(piece.row);
     const Slot<V> slot = positions.written(job, piece.row);
     Softmax<V> softmax;
@@ -923,7 +1006,7 @@ MPK_DEVICE void compute_pieces(C& c, const Job& job) {
 #pragma unroll 1
     for (uint32_t t = c.warp; t < piece.num_tiles && !c.failed; t += kConsumerWarps)
       c.failed = !add_tile<V>(c, job, piece, t, limit, slot, c.staged(), kStagedTiles<V, C>, softmax);
-    if (!combine_warps<V>(c, job, piece, number, softmax)) return;
+    if (!combine_warps<V>(c, job, piece, softmax)) return;
     c.entry += S::kEntries * piece.num_tiles;
     if (kOnce) return;
   }
@@ -949,10 +1032,10 @@ MPK_DEVICE bool await_window(C& c, uint64_t* windows, uint32_t number, Waiting w
 template <class V, class C>
 MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, const Positions<V>& positions) {
   using S = Shape<V>;
-  uint32_t turn = c.warp;  // the warp's place among those that take the piece's first tiles
+  uint32_t place = c.warp;  // the warp's among those that take the piece's first tiles
 #pragma unroll 1
-  for (uint32_t number = c.worker(job);; number += V::kWorkers) {
-    const KvPiece piece = cut.piece(number);
+  for (uint32_t turn = 0;; turn++) {
+    const KvPiece piece = cut.piece(turn, c.worker(job));
     if (piece.num_tiles == 0) return true;
     const uint32_t limit = cut.limit(piece.row);
     const Slot<V> slot = positions.written(job, piece.row);
@@ -961,10 +1044,10 @@ MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, const Pos
     if (!await_window(c, c.windows().full, c.window, Waiting::kFullSlot)) return false;
     c.stamp_first(&PhaseStamps::staged);
 #pragma unroll 1
-    for (uint32_t t = turn; t < piece.num_tiles; t += kTileWarps<V>)
+    for (uint32_t t = place; t < piece.num_tiles; t += kTileWarps<V>)
       if (!add_tile<V>(c, job, piece, t, limit, slot, staged, 0, softmax)) return false;
-    softmax.store(0, reinterpret_cast<float*>(staged + S::kCombineOffset) + turn * S::kStored * kPartial<V>, c.lane);
-    turn = (turn + kTileWarps<V> - piece.num_tiles % kTileWarps<V>) % kTileWarps<V>;
+    softmax.store(0, reinterpret_cast<float*>(staged + S::kCombineOffset) + place * S::kStored * kPartial<V>, c.lane);
+    place = (place + kTileWarps<V> - piece.num_tiles % kTileWarps<V>) % kTileWarps<V>;
     __syncwarp();
     if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[c.window % kWindows]);
     c.window++;
@@ -978,20 +1061,20 @@ template <class V, class C>
 MPK_DEVICE bool serve_tiles(C& c, const Job& job, const Cut<V>& cut, const Positions<V>& positions) {
   using S = Shape<V>;
   const int helper = c.warp - kTileWarps<V>;
-  const auto combine = [&](const KvPiece& piece, uint32_t number, uint32_t window) {
+  const auto combine = [&](const KvPiece& piece, uint32_t window) {
     const float* stored = reinterpret_cast<const float*>(window_of<V>(c, window) + S::kCombineOffset);
     if (!await_window(c, c.windows().empty, window, Waiting::kFreeSlot)) return false;
 #pragma unroll 1
     for (int head = helper; head < V::kHeads; head += kBringingWarps)
-      if (!combine_head<V>(c, job, piece, number, head, stored + head * kPartial<V>)) return false;
+      if (!combine_head<V>(c, job, piece, head, stored + head * kPartial<V>)) return false;
     __syncwarp();
     return true;
   };
   KvPiece before{};
   bool has_before = false;
 #pragma unroll 1
-  for (uint32_t number = c.worker(job);; number += V::kWorkers) {
-    const KvPiece piece = cut.piece(number);
+  for (uint32_t turn = 0;; turn++) {
+    const KvPiece piece = cut.piece(turn, c.worker(job));
     if (piece.num_tiles != 0) {
       const Slot<V> slot = positions.written(job, piece.row);
 #pragma unroll 1
@@ -999,7 +1082,7 @@ MPK_DEVICE bool serve_tiles(C& c, const Job& job, const Cut<V>& cut, const Posit
         bring_row<V>(c, job, piece, slot, place, window_of<V>(c, c.window), [] { return true; });
       ptx::mbar_arrive(&c.windows().full[c.window % kWindows]);
     }
-    if (has_before && !combine(before, number - V::kWorkers, c.window - 1)) return false;
+    if (has_before && !combine(before, c.window - 1)) return false;
     if (piece.num_tiles == 0) return true;
     c.window++;
     c.entry += S::kEntries * piece.num_tiles;

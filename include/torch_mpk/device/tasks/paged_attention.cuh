@@ -36,13 +36,6 @@ template <InPages V>
 struct Positions<V> {
   using T = typename V::T;
   using Slot = int32_t;
-  // A length that neither the other rows nor how many there are decide; where there is one row, its own does.
-  static constexpr uint32_t kPieceTiles = V::kPieceTiles;
-  static_assert(kPieceTiles == 0 || (V::kLength + kTile<V> * V::kPieceTiles - 1) / (kTile<V> * V::kPieceTiles) *
-                                            V::kBatch * kUnits<V> <=
-                                        V::kPieces,
-                "the schedule has less room for results of pieces");
-
   MPK_DEVICE explicit Positions(const Job&) {}
   MPK_DEVICE Slot written(const Job& job, uint32_t row) const { return static_cast<Slot>(V::limit(job, row) - 1); }
 
