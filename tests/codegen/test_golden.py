@@ -736,14 +736,23 @@ class TestTasks(expecttest.TestCase):
             variants("argmax"),
             """\
 struct Reduce0 {
+  using Index = int32_t;
   using Op = reduce::ArgMax<float>;
   static constexpr int64_t kOuter = 1, kInner = 100;
-  static MPK_DEVICE float value(const Job& job, int64_t outer, int64_t inner) {
-    const __nv_bfloat16 v0 = cast<__nv_bfloat16>(load_constant(job.pointer<const __nv_bfloat16>(0) + (inner)));
+  struct Extra {
+    uint32_t v0;
+  };
+  static MPK_DEVICE Extra preload(const Job& job, Index outer, Index inner) {
+    Extra extra{};
+    extra.v0 = to_word(load_constant(job.pointer<const __nv_bfloat16>(0) + (inner)));
+    return extra;
+  }
+  static MPK_DEVICE float value(const Job& job, Index outer, Index inner, const Extra& extra) {
+    const __nv_bfloat16 v0 = cast<__nv_bfloat16>(from_word<__nv_bfloat16>(extra.v0));
     return cast<float>(v0);
   }
   template <class R>
-  static MPK_DEVICE void finish(const Job& job, int64_t outer, R result) {
+  static MPK_DEVICE void finish(const Job& job, Index outer, R result) {
     job.pointer<int64_t>(1)[0] = cast<int64_t>(result);
   }
   static constexpr int kPieces = 1;
@@ -1454,32 +1463,52 @@ run_points<Points0>(c, job);
             variants("softmax"),
             """\
 struct Reduce0 {
+  using Index = int32_t;
   using Op = reduce::AMax<float>;
   static constexpr int64_t kOuter = 1, kInner = 100;
-  static MPK_DEVICE float value(const Job& job, int64_t outer, int64_t inner) {
-    const __nv_bfloat16 v0 = cast<__nv_bfloat16>(load_constant(job.pointer<const __nv_bfloat16>(0) + (inner)));
+  struct Extra {
+    uint32_t v0;
+  };
+  static MPK_DEVICE Extra preload(const Job& job, Index outer, Index inner) {
+    Extra extra{};
+    extra.v0 = to_word(load_constant(job.pointer<const __nv_bfloat16>(0) + (inner)));
+    return extra;
+  }
+  static MPK_DEVICE float value(const Job& job, Index outer, Index inner, const Extra& extra) {
+    const __nv_bfloat16 v0 = cast<__nv_bfloat16>(from_word<__nv_bfloat16>(extra.v0));
     const float v1 = cast<float>(v0);
     return cast<float>(v1);
   }
   template <class R>
-  static MPK_DEVICE void finish(const Job& job, int64_t outer, R result) {
+  static MPK_DEVICE void finish(const Job& job, Index outer, R result) {
     job.pointer<float>(1)[0] = cast<float>(result);
   }
   static constexpr int kPieces = 1;
 };
 struct Reduce1 {
+  using Index = int32_t;
   using Op = reduce::Sum<float>;
   static constexpr int64_t kOuter = 1, kInner = 100;
-  static MPK_DEVICE float value(const Job& job, int64_t outer, int64_t inner) {
-    const float v0 = cast<float>(*(job.pointer<const float>(0) + (0)));
-    const __nv_bfloat16 v1 = cast<__nv_bfloat16>(load_constant(job.pointer<const __nv_bfloat16>(1) + (inner)));
+  struct Extra {
+    uint32_t v0;
+    uint32_t v1;
+  };
+  static MPK_DEVICE Extra preload(const Job& job, Index outer, Index inner) {
+    Extra extra{};
+    extra.v0 = to_word(*(job.pointer<const float>(0) + (0)));
+    extra.v1 = to_word(load_constant(job.pointer<const __nv_bfloat16>(1) + (inner)));
+    return extra;
+  }
+  static MPK_DEVICE float value(const Job& job, Index outer, Index inner, const Extra& extra) {
+    const float v0 = cast<float>(from_word<float>(extra.v0));
+    const __nv_bfloat16 v1 = cast<__nv_bfloat16>(from_word<__nv_bfloat16>(extra.v1));
     const float v2 = cast<float>(v1);
     const float v3 = cast<float>(ops::sub<float>(cast<float>(v2), cast<float>(v0)));
     const float v4 = cast<float>(ops::exp<float>(cast<float>(v3)));
     return cast<float>(v4);
   }
   template <class R>
-  static MPK_DEVICE void finish(const Job& job, int64_t outer, R result) {
+  static MPK_DEVICE void finish(const Job& job, Index outer, R result) {
     job.pointer<float>(2)[0] = cast<float>(result);
   }
   static constexpr int kPieces = 1;

@@ -68,8 +68,11 @@ struct BinSums {
   static constexpr float kUnit = 1ull << 40;
   uint32_t low[kBins], high[kBins];
 
+  static MPK_DEVICE uint64_t units_of(float weight) {  // none of them as 0
+    return static_cast<uint64_t>(weight * kUnit) + (weight > 0);
+  }
   MPK_DEVICE void add(int bin, float weight) {
-    const uint64_t units = static_cast<uint64_t>(weight * kUnit) + (weight > 0);  // none of them as 0
+    const uint64_t units = units_of(weight);
     const uint32_t mine = static_cast<uint32_t>(units), before = atomicAdd(&low[bin], mine);
     const uint32_t more = static_cast<uint32_t>(units >> 32) + (before + mine < mine);
     if (more != 0) atomicAdd(&high[bin], more);
@@ -77,12 +80,23 @@ struct BinSums {
   MPK_DEVICE uint64_t units(int bin) const { return uint64_t(high[bin]) << 32 | low[bin]; }
 };
 
-// What threads keep, or sums of bins.
+// What all threads have kept, where that is little enough for each of it to be compared with all others: fewer steps
+// that threads wait for each other in than a search takes.
+struct List {
+  static constexpr uint32_t kMost = 512;
+  uint32_t count, best, least, index;
+  float below;
+  uint32_t orders[kMost], indices[kMost];
+  uint64_t units[kMost];
+};
+
+// What each thread keeps, or sums of bins; and the list.
 template <class V>
 inline constexpr int kKeptBytes = kKept<V> * kConsumerWarps * 32 * sizeof(Element);
 template <class V>
-inline constexpr int kRoomBytes =
-    V::kN<8 * 32 || kKeptBytes<V> > int(sizeof(BinSums)) ? kKeptBytes<V> : int(sizeof(BinSums));
+inline constexpr int kListOffset = kKeptBytes<V> > int(sizeof(BinSums)) ? kKeptBytes<V> : int(sizeof(BinSums));
+template <class V>
+inline constexpr int kRoomBytes = kListOffset<V> + int(sizeof(List));
 
 // Calls f(value, index) for some of kCount elements, of which it reads a group of 16 bytes at once where they lie so:
 // for those of every `step`-th group from number `first` on, of which some are under way together.
@@ -166,9 +180,10 @@ struct Row {
 // Of the values of a row the one at which the sum of what is less than it, by `weight`, exceeds `limit` for the next.
 struct Found {
   uint32_t order;
-  float below;    // the sum of what is less
-  bool are_kept;  // all elements that are equal to it
-  int count;      // that this thread has kept
+  float below;              // the sum of what is less
+  int count;                // that this thread has kept
+  bool are_kept;            // all elements that are equal to it,
+  bool are_listed = false;  // and in the list
 };
 
 // What is between two bounds.
@@ -240,6 +255,80 @@ MPK_DEVICE Range narrowed(Threads& threads, const BinSums& sums, Range range, fl
   return range;
 }
 
+// By a search. Not all that a thread has kept may go, but for rounding of sums that were formed otherwise before.
+template <class V, class Threads, class Weight>
+MPK_DEVICE void find_kept(Threads& threads, const Element* mine, Found& found, Range range, float limit,
+                          Weight weight) {
+  const float below = found.below;
+  const auto goes = [&](uint32_t order) {  // what is less
+    float more = 0;
+    for (int i = 0; i < found.count; i++) {
+      const uint32_t other = mine[i * Threads::kSize].order;
+      if (other < order) more += weight(value_of(other));
+    }
+    more = below + threads.sum(more);
+    if (more <= limit) found.below = more;
+    return more <= limit;
+  };
+  const auto has_from = [&](uint32_t order) {
+    bool has = false;
+    for (int i = 0; i < found.count; i++) has |= mine[i * Threads::kSize].order >= order;
+    return threads.max(has) > 0;
+  };
+  found.order = last_where(range.low, range.high, goes);
+  if (!has_from(found.order)) {
+    found.order = last_where(range.low, found.order, has_from);
+    goes(found.order);
+  }
+}
+
+// The same by comparing each with all.
+template <class Threads, class Weight>
+MPK_DEVICE void find_listed(Threads& threads, const Element* mine, List& list, Found& found, float limit,
+                            Weight weight) {
+  if (threads.rank == 0) {
+    list.count = list.best = 0;
+    list.least = 0xffffffffu;
+  }
+  threads.sync();
+  for (int i = 0; i < found.count; i++) {
+    const Element element = mine[i * Threads::kSize];
+    const uint32_t place = atomicAdd(&list.count, 1);
+    list.orders[place] = element.order;
+    list.indices[place] = element.index;
+    list.units[place] = BinSums::units_of(weight(value_of(element.order)));
+  }
+  threads.sync();
+  uint32_t order = 0, least = 0xffffffffu;  // of this thread's
+  float below = 0, below_least = 0;
+  for (uint32_t i = threads.rank; i < list.count; i += Threads::kSize) {
+    uint64_t less = 0;
+#pragma unroll 4
+    for (uint32_t j = 0; j < list.count; j++)
+      if (list.orders[j] < list.orders[i]) less += list.units[j];
+    const float sum = found.below + float(less) / BinSums::kUnit;
+    if (sum <= limit && list.orders[i] >= order) {
+      order = list.orders[i];
+      below = sum;
+    }
+    if (list.orders[i] < least) {
+      least = list.orders[i];
+      below_least = sum;
+    }
+  }
+  atomicMax(&list.best, order);
+  atomicMin(&list.least, least);
+  threads.sync();
+  // All may exceed it by rounding of sums that were formed otherwise before.
+  found.order = list.best > 0 ? list.best : list.least;
+  if (order == found.order || least == found.order) {
+    const uint32_t bits = __float_as_uint(order == found.order ? below : below_least);
+    atomicExch(reinterpret_cast<unsigned*>(&list.below), bits);  // the same by all
+  }
+  threads.sync();
+  found.below = list.below;
+}
+
 // Where `has_many`, more than threads can keep is likely to lie between the bounds, unless few parts have any of it.
 template <class V, class Threads, class T, class Weight, class PartWeight>
 MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range, bool has_many, float limit,
@@ -247,7 +336,7 @@ MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range,
   Threads& threads = row.threads;
   const Element* mine = reinterpret_cast<const Element*>(room) + threads.rank;
   BinSums& sums = *reinterpret_cast<BinSums*>(room);
-  Found found{0, 0, false, 0};
+  Found found{0, 0, 0, false};
   bool are_few = row.has_few(range.low), is_for_bins = has_many && !are_few;
   while (true) {
     if (is_for_bins) {
@@ -269,27 +358,12 @@ MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range,
   }
   found.order = range.low;
   if (!found.are_kept) return found;
-  const float below = found.below;
-  const auto goes = [&](uint32_t order) {  // what is less
-    float more = 0;
-    for (int i = 0; i < found.count; i++) {
-      const uint32_t other = mine[i * Threads::kSize].order;
-      if (other < order) more += weight(value_of(other));
-    }
-    more = below + threads.sum(more);
-    if (more <= limit) found.below = more;
-    return more <= limit;
-  };
-  const auto has_from = [&](uint32_t order) {
-    bool has = false;
-    for (int i = 0; i < found.count; i++) has |= mine[i * Threads::kSize].order >= order;
-    return threads.max(has) > 0;
-  };
-  found.order = last_where(range.low, range.high, goes);
-  if (!has_from(found.order)) {  // for all goes, but for rounding of sums that were formed otherwise before
-    found.order = last_where(range.low, found.order, has_from);
-    goes(found.order);
-  }
+  const float count = threads.sum(float(found.count));
+  found.are_listed = count > 0 && count <= List::kMost;
+  if (found.are_listed)
+    find_listed<Threads>(threads, mine, *reinterpret_cast<List*>(room + kListOffset<V>), found, limit, weight);
+  else
+    find_kept<V>(threads, mine, found, range, limit, weight);
   return found;
 }
 
@@ -326,8 +400,19 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
   });
   // The n-th largest of the threads' largest is at most that of all.
   uint32_t low = 0;
-  if (n[0] < Threads::kSize)
-    low = ranks::last_where(0, 0xffffffffu, [&](uint32_t order) { return threads.sum(most >= order) > float(n[0]); });
+  if (n[0] < Threads::kSize) {
+    uint32_t* orders = reinterpret_cast<uint32_t*>(shared);
+    orders[threads.rank] = most;
+    threads.sync();
+    int greater = 0;
+#pragma unroll 8
+    for (int i = 0; i < Threads::kSize; i++) greater += orders[i] > most || (orders[i] == most && i < threads.rank);
+    threads.sync();
+    if (greater == n[0]) orders[0] = most;
+    threads.sync();
+    low = orders[0];
+    threads.sync();
+  }
   const auto one = [](float) { return 1.0f; };
   const auto all = [](int) { return float(ranks::kPartSize<V>); };
   const auto found = ranks::find(row, shared, {low, 0xffffffffu}, false, float(V::kN - 1 - n[0]), one, all);
@@ -381,17 +466,32 @@ MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t*
   const uint32_t high = ranks::order_of(most), low = !is_by_number && bound < most ? ranks::order_of(bound) : 0;
   const auto found = ranks::find(row, shared, {low, high}, true, limit, weight, weight_of_part);
   // Of those that are equal the first go, too, but not the last of all.
-  float count = 0;
-  ranks::for_each_equal(row, shared, found, [&](int) { count++; });
-  count = threads.sum(count);
-  const float value = ranks::value_of(found.order);
-  float gone = floorf((limit - found.below) / weight(value));
-  gone = gone > 0 ? (gone < count ? gone : count - 1) : 0;
-  const uint32_t stays = ranks::last_where(0, V::kN - 1, [&](uint32_t end) {
-    float before = 0;
-    ranks::for_each_equal(row, shared, found, [&](int index) { before += index < int(end); });
-    return threads.sum(before) <= gone;
-  });
+  const float value = ranks::value_of(found.order), more = floorf((limit - found.below) / weight(value));
+  const auto gone = [&](float count) { return more > 0 ? (more < count ? more : count - 1) : 0; };
+  uint32_t stays = 0;
+  if (found.are_listed) {
+    ranks::List& list = *reinterpret_cast<ranks::List*>(shared + ranks::kListOffset<V>);
+    for (uint32_t i = threads.rank; i < list.count; i += Threads::kSize) {
+      if (list.orders[i] != found.order) continue;
+      int count = 0, before = 0;
+      for (uint32_t j = 0; j < list.count; j++) {
+        count += list.orders[j] == found.order;
+        before += list.orders[j] == found.order && list.indices[j] < list.indices[i];
+      }
+      if (float(before) == gone(float(count))) list.index = list.indices[i];
+    }
+    threads.sync();
+    stays = list.index;
+  } else {
+    float count = 0;
+    ranks::for_each_equal(row, shared, found, [&](int) { count++; });
+    const float goes = gone(threads.sum(count));
+    stays = ranks::last_where(0, V::kN - 1, [&](uint32_t end) {
+      float before = 0;
+      ranks::for_each_equal(row, shared, found, [&](int index) { before += index < int(end); });
+      return threads.sum(before) <= goes;
+    });
+  }
   if (threads.rank == 0) {
     least[0] = cast<T>(value);
     first[0] = stays;

@@ -32,15 +32,20 @@ class ReduceJob : public Emitter {
     const DType value_type = program.instrs.back().dtype;
     const std::string computed = value_type == DType::kF64 ? "double" : is_float(value_type) ? "float" : "int64_t";
     const int64_t inner = program.domain.back(), outer = inner == 0 ? 0 : program.num_points() / inner;
-    const ProgramCode value = emit_program(place.context, refs, node,
-                                           {.prefix = "", .index_type = "int64_t", .point = "outer", .inner = "inner"});
+    const std::string index = program.num_points() < (int64_t(1) << 30) ? "int32_t" : "int64_t";
+    const ProgramCode value =
+        emit_program(place.context, refs, node,
+                     {.prefix = "", .index_type = index, .point = "outer", .inner = "inner", .early_loads = true});
     const Tensor& out = node.operands.back().tensor;
-    code.body = "  using Op = reduce::" + reduction + "<" + computed +
+    code.body = "  using Index = " + index + ";\n  using Op = reduce::" + reduction + "<" + computed +
                 ">;\n  static constexpr int64_t kOuter = " + str(outer) + ", kInner = " + str(inner) + ";\n" +
-                function(computed, "value(const Job& job, int64_t outer, int64_t inner)",
+                "  struct Extra {\n" + value.preload_fields + "  };\n" +
+                function("Extra", "preload(const Job& job, Index outer, Index inner)",
+                         "    Extra extra{};\n" + value.preload + "    return extra;\n") +
+                function(computed, "value(const Job& job, Index outer, Index inner, const Extra& extra)",
                          value.body + "    return cast<" + computed + ">(" + value.result + ");\n") +
                 "  template <class R>\n" +
-                function("void", "finish(const Job& job, int64_t outer, R result)",
+                function("void", "finish(const Job& job, Index outer, R result)",
                          "    " + refs.pointer(node, out, true) + "[" + element_offset(out, "outer") + "] = cast<" +
                              cuda_type(out.dtype) + ">(result);\n");
     const std::optional<Pieces>& pieces = place.job.pieces;

@@ -70,9 +70,28 @@ struct All : Any<T> {
   static MPK_DEVICE T combine(T a, T b) { return T(a != T(0) && b != T(0)); }
 };
 
-// The extreme value and the first place that has it; NaN is more extreme than any number.
+// The extreme value; NaN is more extreme than any number.
 template <class T, bool kMax>
-struct Extreme {
+struct Extreme : Sum<T> {
+  static MPK_DEVICE T first() {
+    if constexpr (T(0.5) != T(0))
+      return static_cast<T>(kMax ? -infinity() : infinity());
+    else
+      return kMax ? T(1) << 63 : ~(T(1) << 63);
+  }
+  static MPK_DEVICE T combine(T a, T b) {
+    const bool take_a = a != a || (b == b && (kMax ? a >= b : a <= b));
+    return take_a ? a : b;
+  }
+};
+template <class T>
+using AMax = Extreme<T, true>;
+template <class T>
+using AMin = Extreme<T, false>;
+
+// The first place that has it.
+template <class T, bool kMax>
+struct Place {
   struct State {
     T value;
     int64_t index;  // -1: nothing yet
@@ -87,20 +106,12 @@ struct Extreme {
     const bool take_a = tie ? a.index < b.index : a_nan || (!b_nan && (kMax ? a.value > b.value : a.value < b.value));
     return take_a ? a : b;
   }
-  static MPK_DEVICE T result(State s, int64_t) { return s.value; }
+  static MPK_DEVICE int64_t result(State s, int64_t) { return s.index; }
 };
 template <class T>
-using AMax = Extreme<T, true>;
+using ArgMax = Place<T, true>;
 template <class T>
-using AMin = Extreme<T, false>;
-template <class T>
-struct ArgMax : AMax<T> {
-  static MPK_DEVICE int64_t result(typename AMax<T>::State s, int64_t) { return s.index; }
-};
-template <class T>
-struct ArgMin : AMin<T> {
-  static MPK_DEVICE int64_t result(typename AMin<T>::State s, int64_t) { return s.index; }
-};
+using ArgMin = Place<T, false>;
 
 }  // namespace reduce
 
@@ -140,26 +151,38 @@ MPK_DEVICE bool combine_warps(C& c, State& state) {
   return true;
 }
 
-// A thread's elements of a row, every `step`th from `begin` on, in their order. Several are on their way at a time: one
-// after the other they would take a trip to memory each.
-template <class V>
-MPK_DEVICE typename V::Op::State reduce_elements(const Job& job, int64_t outer, int64_t begin, int64_t end, int step) {
+// Elements that are loaded together: one after the other they would take a trip to memory each.
+inline constexpr int kLoadedAtOnce = 8;
+
+// Adds a thread's elements of some rows, every `step`th from `begin` on, to the rows' states in their order.
+template <class V, int kRows, int kOfRow = kLoadedAtOnce / kRows, class Index = typename V::Index>
+MPK_DEVICE void reduce_elements(const Job& job, const Index (&rows)[kRows], Index begin, Index end, Index step,
+                                typename V::Op::State (&states)[kRows]) {
   using Op = typename V::Op;
-  using Value = decltype(V::value(job, outer, begin));
-  constexpr int kAtOnce = 8;
-  typename Op::State state = Op::first();
-  int64_t i = begin;
 #pragma unroll 1
-  for (; i + (kAtOnce - 1) * step < end; i += kAtOnce * step) {
-    Value values[kAtOnce];
+  for (Index i = begin; i < end; i += kOfRow * step) {
+    typename V::Extra extras[kRows][kOfRow];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; j++) values[j] = V::value(job, outer, i + j * step);
+    for (int r = 0; r < kRows; r++)
 #pragma unroll
-    for (int j = 0; j < kAtOnce; j++) state = Op::combine(state, Op::of(values[j], i + j * step));
+      for (int j = 0; j < kOfRow; j++) extras[r][j] = V::preload(job, rows[r], min(i + j * step, end - 1));
+#pragma unroll
+    for (int j = 0; j < kOfRow; j++)
+      if (i + j * step < end)
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+          const auto value = V::value(job, rows[r], i + j * step, extras[r][j]);
+          states[r] = Op::combine(states[r], Op::of(value, i + j * step));
+        }
   }
-#pragma unroll 1
-  for (; i < end; i += step) state = Op::combine(state, Op::of(V::value(job, outer, i), i));
-  return state;
+}
+
+// The same of one row.
+template <class V, class Index = typename V::Index>
+MPK_DEVICE typename V::Op::State reduce_row(const Job& job, Index row, Index begin, Index end, Index step) {
+  typename V::Op::State states[] = {V::Op::first()};
+  reduce_elements<V, 1>(job, {row}, begin, end, step, states);
+  return states[0];
 }
 
 // A state as tagged words, in a place of kPieceBytes.
@@ -182,7 +205,8 @@ MPK_DEVICE void run_reduce_in_pieces(C& c, const Job& job) {
   const uint32_t number = c.worker(job), outer = number % uint32_t(V::kOuter), piece = number / uint32_t(V::kOuter);
   if (piece >= V::kPieces) return;
   const int64_t begin = piece * kLength, end = min(begin + kLength, V::kInner);
-  State state = reduce_elements<V>(job, outer, begin + c.rank, end, kConsumerThreads);
+  using Index = typename V::Index;
+  State state = reduce_row<V>(job, Index(outer), Index(begin + c.rank), Index(end), Index(kConsumerThreads));
   if (!combine_warps<Op>(c, state)) return;
   const uint32_t tag = tag_of(c);
   ulonglong2* pieces = reinterpret_cast<ulonglong2*>(V::partials(job)) + 2 * outer * V::kPieces;
@@ -213,29 +237,49 @@ MPK_DEVICE void run_reduce_in_pieces(C& c, const Job& job) {
   if (c.lane == 0 && !c.failed) V::finish(job, outer, Op::result(state, V::kInner));
 }
 
-// V: Op (one of reduce::), kOuter, kInner; value(job, outer, inner), finish(job, outer, result); kPieces, of a row, and
-// where that is more than one kPieceBytes and partials(job). Fixed order: lane l adds elements l, l + size, ...; then
-// the tree of lanes; then the warps in order; then pieces.
+// Short rows, each by a warp, as many at once as have so few elements for a lane.
+template <class V, class C>
+MPK_DEVICE void run_reduce_by_warps(C& c, const Job& job) {
+  using Op = typename V::Op;
+  using Index = typename V::Index;
+  constexpr int kOfLane = (V::kInner + 31) / 32;
+  constexpr int kRows = kOfLane > kLoadedAtOnce / 2 ? 1 : kOfLane > kLoadedAtOnce / 4 ? 2 : 4;
+  constexpr Index kStep = C::Config::kNumWorkers * kConsumerWarps;
+  for (Index first = c.worker(job) + c.warp * C::Config::kNumWorkers; first < V::kOuter; first += kRows * kStep) {
+    Index rows[kRows];
+    typename Op::State states[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      rows[r] = min(first + r * kStep, Index(V::kOuter - 1));
+      states[r] = Op::first();
+    }
+    reduce_elements<V, kRows>(job, rows, Index(c.lane), Index(V::kInner), Index(32), states);
+#pragma unroll
+    for (int r = 0; r < kRows; r++) states[r] = combine_lanes<Op>(states[r]);
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+      if (c.lane == 0 && first + r * kStep < V::kOuter) V::finish(job, rows[r], Op::result(states[r], V::kInner));
+  }
+}
+
+// V: Index, Op (one of reduce::), kOuter, kInner; preload(job, outer, inner) gives what value(job, outer, inner, extra)
+// takes; finish(job, outer, result); kPieces, of a row, and where that is more than one kPieceBytes and partials(job).
+// Fixed order: lane l adds elements l, l + size,
+// ...; then the tree of lanes; then the warps in order; then pieces.
 template <class V, class C>
 MPK_DEVICE void run_reduce(C& c, const Job& job) {
   using Op = typename V::Op;
-  using State = typename Op::State;
+  using Index = typename V::Index;
   if (!c.await()) return;
   if constexpr (V::kPieces > 1) {
     run_reduce_in_pieces<V>(c, job);
+  } else if constexpr (V::kInner <= 1024) {
+    run_reduce_by_warps<V>(c, job);
   } else {
-    constexpr bool kWarpRows = V::kInner <= 1024;
-    constexpr uint32_t kWorkers = C::Config::kNumWorkers;
-    const int size = kWarpRows ? 32 : kConsumerThreads, rank = kWarpRows ? c.lane : c.rank;
-    const int64_t step = kWarpRows ? kWorkers * kConsumerWarps : kWorkers;
-    for (int64_t outer = c.worker(job) + (kWarpRows ? c.warp * kWorkers : 0); outer < V::kOuter; outer += step) {
-      State state = reduce_elements<V>(job, outer, rank, V::kInner, size);
-      if constexpr (kWarpRows) {
-        state = combine_lanes<Op>(state);
-      } else if (!combine_warps<Op>(c, state) || !c.sync()) {
-        return;
-      }
-      if (rank == 0) V::finish(job, outer, Op::result(state, V::kInner));
+    for (Index outer = c.worker(job); outer < V::kOuter; outer += C::Config::kNumWorkers) {
+      auto state = reduce_row<V>(job, outer, Index(c.rank), Index(V::kInner), Index(kConsumerThreads));
+      if (!combine_warps<Op>(c, state) || !c.sync()) return;
+      if (c.rank == 0) V::finish(job, outer, Op::result(state, V::kInner));
     }
   }
 }

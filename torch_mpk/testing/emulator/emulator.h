@@ -110,6 +110,19 @@ inline void __nanosleep(unsigned ns) {
   for (unsigned i = 0; i < ns / 256; i++) emulator::yield();
 }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+template <class F>
+unsigned atomic_update(unsigned* p, F next) {
+  unsigned old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+  while (!__atomic_compare_exchange_n(p, &old, next(old), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+  return old;
+}
+inline unsigned atomicMax(unsigned* p, unsigned v) {
+  return atomic_update(p, [&](unsigned old) { return old > v ? old : v; });
+}
+inline unsigned atomicMin(unsigned* p, unsigned v) {
+  return atomic_update(p, [&](unsigned old) { return old < v ? old : v; });
+}
 inline unsigned atomicExch(unsigned* p, unsigned v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
 template <class T>
 T __ldg(const T* p) {
