@@ -80,12 +80,11 @@ struct BinSums {
   MPK_DEVICE uint64_t units(int bin) const { return uint64_t(high[bin]) << 32 | low[bin]; }
 };
 
-// What all threads have kept, where that is little enough for each of it to be compared with all others: fewer steps
-// that threads wait for each other in than a search takes.
+// What all threads have kept, where that is little enough for each of it to be compared with all others: in a search
+// threads would wait for each other at every step.
 struct List {
-  static constexpr uint32_t kMost = 512;
-  uint32_t count, best, least, index;
-  float below;
+  static constexpr uint32_t kMost = 256;
+  uint32_t count, best, least, below_bits, index;
   uint32_t orders[kMost], indices[kMost];
   uint64_t units[kMost];
 };
@@ -133,14 +132,14 @@ struct Row {
 
   // Whether few of the parts have the order `least` or a higher one.
   MPK_DEVICE bool has_few(uint32_t least) const {
-    float count = 1;
     if constexpr (V::Peaks::kPresent) {
-      count = 0;
+      float count = 0;
       for (int part = threads.rank; part < V::kC; part += Threads::kSize)
         count += order_of(to_float(peaks[part])) >= least;
-      count = 4.0f / V::kC * threads.sum(count);
+      return 4 * threads.sum(count) < V::kC;
+    } else {
+      return false;
     }
-    return count < 1;
   }
 
   // f(value, index) for this thread's elements that may have the order `least` or a higher one, and passed(part) for
@@ -255,7 +254,7 @@ MPK_DEVICE Range narrowed(Threads& threads, const BinSums& sums, Range range, fl
   return range;
 }
 
-// By a search. Not all that a thread has kept may go, but for rounding of sums that were formed otherwise before.
+// By a search among what is kept. All of it may seem to go, by rounding of sums that were formed otherwise before.
 template <class V, class Threads, class Weight>
 MPK_DEVICE void find_kept(Threads& threads, const Element* mine, Found& found, Range range, float limit,
                           Weight weight) {
@@ -282,7 +281,7 @@ MPK_DEVICE void find_kept(Threads& threads, const Element* mine, Found& found, R
   }
 }
 
-// The same by comparing each with all.
+// By comparing each with all.
 template <class Threads, class Weight>
 MPK_DEVICE void find_listed(Threads& threads, const Element* mine, List& list, Found& found, float limit,
                             Weight weight) {
@@ -319,14 +318,11 @@ MPK_DEVICE void find_listed(Threads& threads, const Element* mine, List& list, F
   atomicMax(&list.best, order);
   atomicMin(&list.least, least);
   threads.sync();
-  // All may exceed it by rounding of sums that were formed otherwise before.
-  found.order = list.best > 0 ? list.best : list.least;
-  if (order == found.order || least == found.order) {
-    const uint32_t bits = __float_as_uint(order == found.order ? below : below_least);
-    atomicExch(reinterpret_cast<unsigned*>(&list.below), bits);  // the same by all
-  }
+  found.order = list.best > 0 ? list.best : list.least;  // none may seem to go, by the same rounding
+  if (order == found.order || least == found.order)      // all write the same
+    atomicExch(&list.below_bits, __float_as_uint(order == found.order ? below : below_least));
   threads.sync();
-  found.below = list.below;
+  found.below = __uint_as_float(list.below_bits);
 }
 
 // Where `has_many`, more than threads can keep is likely to lie between the bounds, unless few parts have any of it.
