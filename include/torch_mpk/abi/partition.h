@@ -98,7 +98,7 @@ MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t rows, uint32_t groups,
   return (rows * groups + workers - 1) / workers * workers;
 }
 
-MPK_HOST_DEVICE uint32_t kv_count(uint32_t tiles, uint32_t length) { return (tiles + length - 1) / length; }
+MPK_HOST_DEVICE constexpr uint32_t kv_count(uint32_t tiles, uint32_t length) { return (tiles + length - 1) / length; }
 
 // Tiles of a piece, at most: `least`, unless that gives more pieces than there are workers. Then as few as give no
 // more. This is for one batch row; `groups`, `least` and `workers` are best constants.

@@ -238,13 +238,23 @@ __device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t length, ui
   return rows.piece(length, number);
 }
 
+// Whether pieces are of one length, whatever the rows' are.
+template <class V>
+inline constexpr bool kEqualPieces = V::kPieceTiles != 0;
+
+template <class V>
+MPK_DEVICE uint32_t length_of_pieces(const RowTiles<V>& rows) {
+  if constexpr (kEqualPieces<V>) return V::kPieceTiles;
+  return divide<V>(rows);
+}
+
 // How the work is cut. All lanes of a warp call all functions.
 template <class V>
 struct Cut {
   RowTiles<V> rows;
   uint32_t length;  // of a piece
 
-  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(divide<V>(rows)) {}
+  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(length_of_pieces<V>(rows)) {}
   MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
   // The worker's `turn`-th.
   MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
@@ -267,18 +277,13 @@ struct Cut<V> {
   }
 };
 
-// Whether pieces are of one length, whatever the rows' are.
-template <class V>
-inline constexpr bool kEqualPieces = V::kPieceTiles != 0;
-
-// Then all pieces but the rows' last come first, in the order of row, place within the group, and group; then the last,
-// the longest first. So, dealt out to and fro, workers have about as many tiles.
+// Where workers have several pieces of one length, all but the rows' last come first, in the order of row, place within
+// the group, and group; then the last, the longest first. So, dealt out to and fro, workers have about as many tiles.
+// To find the order takes a microsecond, which is not worth it elsewhere.
 template <class V>
 struct EqualPieces {
   static constexpr int kEach = RowTiles<V>::kEach;
   static constexpr uint32_t kLength = V::kPieceTiles;
-  static_assert((tiles_of<V>(V::kLength) + kLength - 1) / kLength * V::kBatch * kUnits<V> <= V::kPieces,
-                "the schedule has less room for results of pieces");
   RowTiles<V> rows;
   uint32_t places[kEach];  // of the lane's rows among all, by their last pieces
 
@@ -345,7 +350,7 @@ __device__ __noinline__ KvPiece find_piece(EqualPieces<V> pieces, uint32_t numbe
 }
 
 template <class V>
-  requires kEqualPieces<V>
+  requires(kEqualPieces<V> && V::kOverlaps)
 struct Cut<V> {
   EqualPieces<V> pieces;
 
@@ -453,6 +458,9 @@ MPK_DEVICE void load_pieces(L& l, const Job& job) {
 template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   static_assert(Sizes<V> && Places<V>);
+  static_assert(
+      !kEqualPieces<V> || kv_count(tiles_of<V>(V::kLength), V::kPieceTiles) * V::kBatch * kUnits<V> <= V::kPieces,
+      "the schedule has less room for results of pieces");
   if constexpr (kMaySpread<V>)
     if (spreads<V>(job)) return load_pieces<Spread<V>>(l, job);
   load_pieces<V>(l, job);
