@@ -56,9 +56,8 @@ int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups
 
 // So a row has the bits that it has beside any other rows of the same kernel. Where workers have several pieces, these
 // are long enough to be worth bringing what they need, and short enough for rows of any lengths to be shared out
-// evenly: of 32 and 64 rows with 128 to 1,280 positions the busiest worker has some 11 and 7 % more to do than the
-// mean, of 16 rows
-// 28. Otherwise rows of kUsual positions make as many pieces as there are workers.
+// evenly: of 16, 32 and 64 rows with 128 to 1,280 positions the busiest worker has some 28, 11 and 7 % more to do than
+// the mean. Otherwise rows of kUsual positions make as many pieces as there are workers.
 int64_t AttentionSizes::equal_piece_tiles(int64_t tile, int64_t workers) const {
   constexpr int64_t kUsual = 1024, kFewest = 8, kMost = 32, kOfSeveral = 40;
   constexpr int64_t kMostBytes = 64 << 20;  // of all results of pieces in the workspace
