@@ -102,6 +102,7 @@ inline constexpr int kMostReads = 4;
 #else
 inline constexpr int kMostReads = 2;  // more spill there
 #endif
+
 // Calls f(value, index) for some of kCount elements, of which it reads a group of 16 bytes at once where they lie so:
 // for those of every `step`-th group from number `first` on, of which some are under way together.
 template <class V, int kCount, class T, class F>
@@ -260,7 +261,7 @@ MPK_DEVICE Range narrowed(Threads& threads, const BinSums& sums, Range range, fl
 }
 
 // By a search among what is kept. All of it may seem to go, by rounding of sums that were formed otherwise before.
-template <class V, class Threads, class Weight>
+template <class Threads, class Weight>
 MPK_DEVICE void find_kept(Threads& threads, const Element* mine, Found& found, Range range, float limit,
                           Weight weight) {
   const float below = found.below;
@@ -362,9 +363,9 @@ MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range,
   const float count = threads.sum(float(found.count));
   found.are_listed = count > 0 && count <= List::kMost;
   if (found.are_listed)
-    find_listed<Threads>(threads, mine, *reinterpret_cast<List*>(room + kListOffset<V>), found, limit, weight);
+    find_listed(threads, mine, *reinterpret_cast<List*>(room + kListOffset<V>), found, limit, weight);
   else
-    find_kept<V>(threads, mine, found, range, limit, weight);
+    find_kept(threads, mine, found, range, limit, weight);
   return found;
 }
 

@@ -38,11 +38,10 @@ class AttentionPlanner : public Planner {
     const Tensor &q = node.operand("q").tensor, &cache = node.operand("k_cache").tensor;
     AttentionSizes sizes{q.shape[0], q.shape[1], cache.shape[1], q.shape[2], q.dtype};
     if (!sizes.are_possible()) return;
-    const int64_t workers = schedule.target.num_workers,
-                  tile = kv_tile(static_cast<int>(q.shape[2] * size_bytes(q.dtype)));
+    const int64_t workers = schedule.target.num_workers;
     sizes.overlap = sizes.batch * sizes.units() > workers;
-    sizes.row_tiles = std::max<int64_t>((cache.shape[2] + tile - 1) / tile, 1);
-    if (sizes.overlap && sizes.batch > 1) sizes.piece_tiles = sizes.equal_piece_tiles(tile, workers);
+    sizes.row_tiles = sizes.tiles(cache.shape[2]);
+    if (sizes.overlap && sizes.batch > 1) sizes.piece_tiles = sizes.equal_piece_tiles(workers);
     cut_attention(schedule, job, sizes);
   }
 };
@@ -53,16 +52,17 @@ const AttentionPlanner kPlanner{};
 }  // namespace
 
 int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups, size); }
+int64_t AttentionSizes::tile() const { return kv_tile(static_cast<int>(size * size_bytes(dtype))); }
 
 // So a row has the bits that it has beside any other rows of the same kernel. Where workers have several pieces, these
 // are long enough to be worth bringing what they need, and short enough for rows of any lengths to be shared out
 // evenly: of 16, 32 and 64 rows with 128 to 1,280 positions the busiest worker has some 28, 11 and 7 % more to do than
 // the mean. Otherwise rows of kUsual positions make as many pieces as there are workers.
-int64_t AttentionSizes::equal_piece_tiles(int64_t tile, int64_t workers) const {
+int64_t AttentionSizes::equal_piece_tiles(int64_t workers) const {
   constexpr int64_t kUsual = 1024, kFewest = 8, kMost = 32, kOfSeveral = 40;
   constexpr int64_t kMostBytes = 64 << 20;  // of all results of pieces in the workspace
   const int64_t pieces = batch * units();
-  const auto usual = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(kUsual / tile * pieces / workers)));
+  const auto usual = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(kUsual / tile() * pieces / workers)));
   int64_t tiles = overlap ? kOfSeveral : std::clamp(usual, kFewest, kMost);
   while (tiles < row_tiles && pieces * ((row_tiles + tiles - 1) / tiles) * together() * result_bytes() > kMostBytes)
     tiles *= 2;

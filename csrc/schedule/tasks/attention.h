@@ -18,8 +18,10 @@ struct AttentionSizes {
   bool are_possible() const { return batch >= 1 && groups >= 1 && heads >= groups && heads % groups == 0; }
   int64_t together() const;                             // heads that a piece works on
   int64_t units() const { return heads / together(); }  // of a row: each has pieces of its own
-  // Tiles of `tile` positions that pieces have where they are as long whatever the rows' lengths.
-  int64_t equal_piece_tiles(int64_t tile, int64_t workers) const;
+  int64_t tile() const;                                 // its positions
+  int64_t tiles(int64_t positions) const { return std::max<int64_t>((positions + tile() - 1) / tile(), 1); }
+  // Tiles that pieces have where they are as long whatever the rows' lengths.
+  int64_t equal_piece_tiles(int64_t workers) const;
   int64_t pieces_of_row() const { return (row_tiles + piece_tiles - 1) / piece_tiles; }
   // Of a head of a piece: up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
   int64_t result_bytes() const { return 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32; }

@@ -1,7 +1,6 @@
 // How attention over pages is cut into pieces.
 #include "../planner.h"
 #include "attention.h"
-#include "torch_mpk/abi/sizes.h"
 
 namespace mpk {
 namespace {
@@ -12,12 +11,10 @@ class PagedAttentionPlanner : public Planner {
     const Tensor &q = node.operand("q").tensor, &pages = node.operand("k_pages").tensor;
     AttentionSizes sizes{q.shape[0], q.shape[1], pages.shape[2], q.shape[2], q.dtype};
     if (!sizes.are_possible()) return;
-    const int64_t workers = schedule.target.num_workers,
-                  tile = kv_tile(static_cast<int>(q.shape[2] * size_bytes(q.dtype)));
+    const int64_t workers = schedule.target.num_workers;
     sizes.overlap = 2 * sizes.batch * sizes.units() > workers && sizes.batch > 1;
-    sizes.row_tiles =
-        std::max<int64_t>((node.operand("block_table").tensor.shape[1] * pages.shape[1] + tile - 1) / tile, 1);
-    if (sizes.batch > 1) sizes.piece_tiles = sizes.equal_piece_tiles(tile, workers);
+    sizes.row_tiles = sizes.tiles(node.operand("block_table").tensor.shape[1] * pages.shape[1]);
+    if (sizes.batch > 1) sizes.piece_tiles = sizes.equal_piece_tiles(workers);
     cut_attention(schedule, job, sizes);
   }
 };

@@ -19,6 +19,16 @@ MPK_DEVICE float warp_sum(float v) {
   return v;
 }
 
+// Over this lane and those before it.
+MPK_DEVICE uint32_t warp_sum_so_far(uint32_t v, uint32_t lane) {
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) {
+    const uint32_t before = __shfl_up_sync(~0u, v, o);
+    if (lane >= o) v += before;
+  }
+  return v;
+}
+
 MPK_DEVICE float warp_max(float v) {
 #pragma unroll
   for (int o = 16; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));

@@ -200,20 +200,13 @@ struct RowTiles {
   }
 
   MPK_DEVICE KvPiece piece(uint32_t length, uint32_t number) const {
-    const uint32_t lane = ptx::thread_index() % 32;
     uint32_t counts[kEach], begin = 0;
 #pragma unroll
     for (int i = 0; i < kEach; i++) counts[i] = tiles(i);
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const uint32_t mine = kv_count(counts[i], length) * kUnits<V>;
-      uint32_t end = mine;  // of the pieces of the lane's row and of those before it
-#pragma unroll
-      for (uint32_t o = 1; o < 32; o *= 2) {
-        const uint32_t before = __shfl_up_sync(~0u, end, o);
-        if (lane >= o) end += before;
-      }
-      const uint32_t all = __shfl_sync(~0u, end, 31);
+      const uint32_t end = warp_sum_so_far(mine, ptx::thread_index() % 32), all = __shfl_sync(~0u, end, 31);
       if (number < all) {
         const int row = __ffs(__ballot_sync(~0u, number < end)) - 1;
         const uint32_t before = __shfl_sync(~0u, end - mine, row);
@@ -311,17 +304,10 @@ struct EqualPieces {
   }
 
   MPK_DEVICE KvPiece piece(uint32_t number) const {
-    const uint32_t lane = ptx::thread_index() % 32;
     uint32_t firsts[kEach], num_others = 0;  // the row's first piece; pieces that are no last ones
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
-      const uint32_t mine = others(i) * kUnits<V>;
-      uint32_t end = mine;
-#pragma unroll
-      for (uint32_t o = 1; o < 32; o *= 2) {
-        const uint32_t before = __shfl_up_sync(~0u, end, o);
-        if (lane >= o) end += before;
-      }
+      const uint32_t mine = others(i) * kUnits<V>, end = warp_sum_so_far(mine, ptx::thread_index() % 32);
       firsts[i] = num_others + end - mine;
       num_others += __shfl_sync(~0u, end, 31);
     }

@@ -6,6 +6,7 @@
 // the new tokens' own; the loader brings them one by one, all its lanes some of a tile's.
 #pragma once
 
+#include "torch_mpk/device/row.cuh"
 #include "torch_mpk/device/tasks/prefill_attention.cuh"
 
 namespace mpk::varlen_attention {
@@ -69,12 +70,7 @@ struct Unit {
       const uint32_t from = exists ? clamped(V::end_q(job, i), 0, V::kTokens) : 0;
       const uint32_t to = i + 1 < V::kEnds ? clamped(V::end_q(job, i + 1), from, V::kTokens) : V::kTokens;
       const uint32_t blocks = exists ? ((to - from) * V::kHeads + V::kRows - 1) / V::kRows : 0;
-      uint32_t end = blocks;
-#pragma unroll
-      for (int o = 1; o < 32; o *= 2) {
-        const uint32_t other = __shfl_up_sync(~0u, end, o);
-        if (lane >= o) end += other;
-      }
+      const uint32_t end = warp_sum_so_far(blocks, lane);
       const uint32_t found = __ballot_sync(~0u, block < before + end);
       if (found == 0) {
         before += __shfl_sync(~0u, end, 31);
