@@ -278,6 +278,7 @@ class Pieces:
         result_bytes: int,
         offset: int,
         tiles: int,
+        few_of_row: int,
         overlap: bool,
     ) -> None: ...
     @property
@@ -294,6 +295,8 @@ class Pieces:
     def offset(self) -> int: ...
     @property
     def tiles(self) -> int: ...
+    @property
+    def few_of_row(self) -> int: ...
     @property
     def overlap(self) -> bool: ...
 

@@ -40,7 +40,8 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
                 std::to_string(others) + " parts of its tiles, of " + std::to_string(bytes));
     return;
   }
-  const bool is_positive = std::min({pieces.count, pieces.results, pieces.few_results, pieces.result_bytes}) > 0;
+  const bool is_positive =
+      std::min({pieces.count, pieces.results, pieces.few_results, pieces.few_of_row, pieces.result_bytes}) > 0;
   require(is_positive && pieces.of_row >= 0, "a size of its pieces is not positive");
   require(pieces.offset % kAccessBytes == 0 && pieces.result_bytes % kAccessBytes == 0,
           "results of pieces are not aligned to 16 bytes");

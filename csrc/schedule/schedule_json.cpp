@@ -25,7 +25,8 @@ std::string tickets_json(const Tickets& t) {
 std::string pieces_json(const Pieces& p) {
   return "{" + field("count", p.count) + ", " + field("of_row", p.of_row) + ", " + field("results", p.results) + ", " +
          field("few_results", p.few_results) + ", " + field("result_bytes", p.result_bytes) + ", " +
-         field("offset", p.offset) + (p.tiles > 0 ? ", " + field("tiles", p.tiles) : "") +
+         field("offset", p.offset) +
+         (p.tiles > 0 ? ", " + field("tiles", p.tiles) + ", " + field("few_of_row", p.few_of_row) : "") +
          (p.overlap ? ", \"overlap\": true" : "") + "}";
 }
 

@@ -279,6 +279,7 @@ struct Attention1 {
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 4;
   static constexpr int kPieceTiles = 0;
+  static constexpr int kFewPieces = 1;
   static constexpr int kPieces = 4;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int64_t>(1)[int64_t(b) * 1];
@@ -777,6 +778,7 @@ struct Attention0 {
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 132;
   static constexpr int kPieceTiles = 0;
+  static constexpr int kFewPieces = 1;
   static constexpr int kPieces = 132;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int64_t>(1)[int64_t(b) * 1];
@@ -986,6 +988,7 @@ struct PagedAttention0 {
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 132;
   static constexpr int kPieceTiles = 0;
+  static constexpr int kFewPieces = 1;
   static constexpr int kPieces = 132;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int32_t>(1)[int64_t(b) * 1];

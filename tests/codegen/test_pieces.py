@@ -15,6 +15,18 @@ SOURCE = """
 #include "torch_mpk/abi/partition.h"
 using namespace mpk;
 // Writes the pieces, and returns their number.
+template <class LengthOf>
+int list(const uint32_t* tiles, uint32_t rows, uint32_t groups, LengthOf length_of, KvPiece* pieces, int room) {
+  int number = 0;
+  for (uint32_t row = 0; row < rows; row++) {
+    const uint32_t length = length_of(tiles[row]), begin = number;
+    for (uint32_t n = 0; n < kv_count(tiles[row], length) * groups; n++) {
+      if (number == room) return -1;
+      pieces[number++] = kv_row_piece(row, tiles[row], groups, length, begin, n);
+    }
+  }
+  return number;
+}
 extern "C" int cut(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers,
                    bool one_row, KvPiece* pieces, int room) {
   const auto count = [&](uint32_t length) {
@@ -24,14 +36,14 @@ extern "C" int cut(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32
   };
   const uint32_t length = one_row ? kv_row_length(tiles[0], groups, least, workers)
                                   : kv_length(count, rows, groups, least, workers);
-  int number = 0;
-  for (uint32_t row = 0; row < rows; row++)
-    for (uint32_t n = 0, begin = number; n < kv_count(tiles[row], length) * groups; n++) {
-      if (number == room) return -1;
-      pieces[number++] = kv_row_piece(row, tiles[row], groups, length, begin, n);
-    }
-  return number;
+  return list(tiles, rows, groups, [&](uint32_t) { return length; }, pieces, room);
 }
+// The same where pieces do not depend on other rows.
+extern "C" int cut_alone(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32_t few, uint32_t most,
+                         KvPiece* pieces, int room) {
+  return list(tiles, rows, groups, [&](uint32_t tiles) { return kv_own_length(tiles, few, most); }, pieces, room);
+}
+extern "C" uint32_t own_count(uint32_t tiles, uint32_t few, uint32_t most) { return kv_own_count(tiles, few, most); }
 """
 
 
@@ -45,14 +57,17 @@ Cut = Callable[[list[int], int, int, int, bool], list[Piece]]
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Cut:
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "pieces.cpp").write_text(SOURCE)
     include = Path(__file__).parents[2] / "include"
     command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-I", str(include)]
     subprocess.run([*command, str(folder / "pieces.cpp"), "-o", str(folder / "pieces.so")], check=True)
-    library = ctypes.CDLL(str(folder / "pieces.so"))
+    return ctypes.CDLL(str(folder / "pieces.so"))
 
+
+@pytest.fixture(scope="module")
+def cut(library: ctypes.CDLL) -> Cut:
     def run(tiles: list[int], groups: int, least: int, workers: int, one_row: bool) -> list[Piece]:
         room = len(tiles) * groups + workers + 1
         pieces = (Piece * room)()
@@ -65,13 +80,11 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Cut:
     return run
 
 
-def check(pieces: list[Piece], tiles: list[int], groups: int, workers: int) -> None:
-    units = len(tiles) * groups
-    assert len(pieces) <= -(-units // workers) * workers
+def check(pieces: list[Piece], tiles: list[int], groups: int) -> None:
     found: dict[tuple[int, int], list[tuple[int, Piece]]] = {}
     for number, piece in enumerate(pieces):
         found.setdefault((piece.row, piece.group), []).append((number, piece))
-    assert len(found) == units
+    assert len(found) == len(tiles) * groups
     for (row, _), of_group in found.items():
         end = 0
         for index, (number, piece) in enumerate(of_group):  # so the last has the highest number
@@ -87,8 +100,37 @@ def check(pieces: list[Piece], tiles: list[int], groups: int, workers: int) -> N
 )
 @settings(max_examples=300, deadline=None)
 def test_every_tile_is_in_one_piece(cut: Cut, tiles: list[int], groups: int, least: int, workers: int) -> None:
-    check(cut(tiles, groups, least, workers, False), tiles, groups, workers)
-    check(cut(tiles[:1], groups, least, workers, True), tiles[:1], groups, workers)
+    for some, one_row in (tiles, False), (tiles[:1], True):
+        pieces, units = cut(some, groups, least, workers, one_row), len(some) * groups
+        check(pieces, some, groups)
+        assert len(pieces) <= -(-units // workers) * workers
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=16), st.integers(1, 40), st.integers(1, 16), st.integers(8, 64)
+)
+@settings(max_examples=300, deadline=None)
+def test_rows_are_cut_alone(library: ctypes.CDLL, tiles: list[int], groups: int, few: int, most: int) -> None:
+    room = groups * sum(library.own_count(longest, few, most) for longest in tiles)
+    pieces = (Piece * room)()
+    count = library.cut_alone((ctypes.c_uint32 * len(tiles))(*tiles), len(tiles), groups, few, most, pieces, room)
+    assert count >= 0, "more pieces than partial results have room for"
+    check(pieces[:count], tiles, groups)
+    assert max(piece.num_tiles for piece in pieces[:count]) <= most
+    # A longer row has room for at least as many.
+    assert all(library.own_count(length, few, most) <= library.own_count(length + 1, few, most) for length in tiles)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "lengths"), [(7, [7]), (9, [5, 4]), (37, [19, 18]), (64, [32, 32]), (80, [27, 27, 26])]
+)
+def test_rows_that_are_cut_alone_have_pieces_for_all_workers(
+    library: ctypes.CDLL, tiles: int, lengths: list[int]
+) -> None:
+    """Of 132 workers, of which eight rows of eight groups leave each of these two."""
+    pieces = (Piece * 8)()
+    count = library.cut_alone((ctypes.c_uint32 * 1)(tiles), 1, 1, 2, 32, pieces, 8)
+    assert [piece.num_tiles for piece in pieces[:count]] == lengths
 
 
 @pytest.mark.parametrize(("tiles", "longest"), [(1, 1), (11, 11), (33, 11), (176, 11), (177, 12), (2048, 128)])

@@ -253,6 +253,7 @@ def test_cut_jobs_into_pieces() -> None:
         "count": 134,
         "results": 2,
         "tiles": 40,  # and a row has no more
+        "few_of_row": 1,
         "overlap": True,
     }
     reductions = json.loads(_C.draft_schedule(long_reductions(2, 100000), CUDA, "cut_jobs"))["schedule"]

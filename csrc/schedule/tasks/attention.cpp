@@ -41,7 +41,7 @@ class AttentionPlanner : public Planner {
     const int64_t workers = schedule.target.num_workers;
     sizes.overlap = sizes.batch * sizes.units() > workers;
     sizes.row_tiles = sizes.tiles(cache.shape[2]);
-    if (sizes.overlap && sizes.batch > 1) sizes.piece_tiles = sizes.equal_piece_tiles(workers);
+    sizes.own_pieces = sizes.overlap && sizes.batch > 1;
     cut_attention(schedule, job, sizes);
   }
 };
@@ -57,9 +57,14 @@ int64_t AttentionSizes::tile() const { return kv_tile(static_cast<int>(size * si
 // So a row has the bits that it has beside any other rows of the same kernel. Where workers have several pieces, these
 // are long enough to be worth bringing what they need, and short enough for rows of any lengths to be shared out
 // evenly: of 16, 32 and 64 rows with 128 to 1,280 positions the busiest worker has some 28, 11 and 7 % more to do than
-// the mean. Otherwise rows of kUsual positions make as many pieces as there are workers.
-int64_t AttentionSizes::equal_piece_tiles(int64_t workers) const {
-  constexpr int64_t kUsual = 1024, kFewest = 8, kMost = 32, kOfSeveral = 40;
+// the mean. Otherwise all workers have a piece as far as rows are long enough, and none has another one until rows have
+// some kUsual positions: to bring what a second one needs takes as long as some 20 tiles.
+int64_t AttentionSizes::few_pieces(int64_t workers) const {
+  return overlap ? 1 : std::max<int64_t>(workers / (batch * units()), 1);
+}
+
+int64_t AttentionSizes::most_piece_tiles(int64_t workers) const {
+  constexpr int64_t kUsual = 2048, kFewest = kKvPieceTiles, kMost = 64, kOfSeveral = 40;
   constexpr int64_t kMostBytes = 64 << 20;  // of all results of pieces in the workspace
   const int64_t pieces = batch * units();
   const auto usual = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(kUsual / tile() * pieces / workers)));
@@ -74,8 +79,13 @@ void cut_attention(const Schedule& schedule, Job& job, const AttentionSizes& siz
   Pieces pieces;
   pieces.count = kv_max_pieces(static_cast<uint32_t>(batch), static_cast<uint32_t>(units),
                                static_cast<uint32_t>(schedule.target.num_workers));
-  if (sizes.piece_tiles > 0) pieces.count = batch * units * sizes.pieces_of_row();
-  pieces.tiles = sizes.piece_tiles;
+  if (sizes.own_pieces) {
+    pieces.few_of_row = sizes.few_pieces(schedule.target.num_workers);
+    pieces.tiles = sizes.most_piece_tiles(schedule.target.num_workers);
+    pieces.count = batch * units *
+                   kv_own_count(static_cast<uint32_t>(sizes.row_tiles), static_cast<uint32_t>(pieces.few_of_row),
+                                static_cast<uint32_t>(pieces.tiles));
+  }
   pieces.results = together;
   pieces.few_results = together % 2 == 0 ? 2 : 1;
   pieces.result_bytes = sizes.result_bytes();

@@ -12,7 +12,7 @@ struct AttentionSizes {
   int64_t batch, heads, groups, size;
   DType dtype;
   bool overlap = false;     // of a worker's pieces, if shared memory has room for two
-  int64_t piece_tiles = 0;  // of every piece but a row's last; 0: as lengths at run time give
+  bool own_pieces = false;  // a row's are as its own length gives, whatever the others' are
   int64_t row_tiles = 0;    // then: of the longest row
 
   bool are_possible() const { return batch >= 1 && groups >= 1 && heads >= groups && heads % groups == 0; }
@@ -20,9 +20,9 @@ struct AttentionSizes {
   int64_t units() const { return heads / together(); }  // of a row: each has pieces of its own
   int64_t tile() const;                                 // its positions
   int64_t tiles(int64_t positions) const { return std::max<int64_t>((positions + tile() - 1) / tile(), 1); }
-  // Tiles that pieces have where they are as long whatever the rows' lengths.
-  int64_t equal_piece_tiles(int64_t workers) const;
-  int64_t pieces_of_row() const { return (row_tiles + piece_tiles - 1) / piece_tiles; }
+  // Pieces that rows have as far as they are long enough, and tiles of a piece at most: see kv_own_count.
+  int64_t few_pieces(int64_t workers) const;
+  int64_t most_piece_tiles(int64_t workers) const;
   // Of a head of a piece: up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
   int64_t result_bytes() const { return 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32; }
 };

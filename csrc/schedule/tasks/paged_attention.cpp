@@ -14,7 +14,7 @@ class PagedAttentionPlanner : public Planner {
     const int64_t workers = schedule.target.num_workers;
     sizes.overlap = 2 * sizes.batch * sizes.units() > workers && sizes.batch > 1;
     sizes.row_tiles = sizes.tiles(node.operand("block_table").tensor.shape[1] * pages.shape[1]);
-    if (sizes.batch > 1) sizes.piece_tiles = sizes.equal_piece_tiles(workers);
+    sizes.own_pieces = sizes.batch > 1;
     cut_attention(schedule, job, sizes);
   }
 };

@@ -94,6 +94,10 @@ struct KvPiece {
   bool is_last;    // of the group's
 };
 
+// Tiles of a piece, where there are workers enough: one tile a warp, for eight of them, since two warps a scheduler are
+// quicker than three.
+inline constexpr uint32_t kKvPieceTiles = 8;
+
 MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t rows, uint32_t groups, uint32_t workers) {
   return (rows * groups + workers - 1) / workers * workers;
 }
@@ -115,6 +119,18 @@ MPK_HOST_DEVICE uint32_t kv_length(PiecesOf pieces, uint32_t rows, uint32_t grou
   uint32_t length = equal > least ? equal : least;
   while (pieces(length) > max_pieces) length += 1 + length / 16;
   return length;
+}
+
+// The same for a row whose pieces do not depend on the other rows: about equally long, and at most as many as
+// kv_own_count says: `few` as far as each has kKvPieceTiles, or as many as it takes for none to have more than `most`.
+MPK_HOST_DEVICE constexpr uint32_t kv_own_count(uint32_t tiles, uint32_t few, uint32_t most) {
+  const uint32_t enough = kv_count(tiles, kKvPieceTiles), needed = kv_count(tiles, most);
+  const uint32_t count = enough < few ? enough : few;
+  return count > needed ? count : needed;
+}
+
+MPK_HOST_DEVICE constexpr uint32_t kv_own_length(uint32_t tiles, uint32_t few, uint32_t most) {
+  return kv_count(tiles, kv_own_count(tiles, few, most));
 }
 
 // Piece number `number` of a batch row, whose first one has number `begin` of all, where rows follow each other.

@@ -83,7 +83,8 @@ struct Pieces {
   int64_t few_results = 1;   // and where more pieces give more workers some
   int64_t result_bytes = 0;  // of each before they are put together
   int64_t offset = -1;       // of all of them, in the workspace
-  int64_t tiles = 0;         // of each but a row's last; 0: as lengths at run time give
+  int64_t tiles = 0;         // of each at most; 0: as lengths at run time give
+  int64_t few_of_row = 1;    // of each as far as it is long enough, see kv_own_count
   bool overlap = false;      // of a worker's pieces some warps stage the next while the others compute
 
   int64_t bytes() const { return count * results * result_bytes; }

@@ -29,8 +29,9 @@ template <class V>
 concept Sizes = requires {
   typename V::T;
   requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kLength, V::kWorkers>;
-  // Of every piece but a row's last, or 0: as all rows' lengths give. There is room for so many pieces' results.
-  requires Constants<int, V::kPieceTiles, V::kPieces>;
+  // Of a piece, at most, and the pieces that rows have as far as they are long enough; or 0: as all rows' lengths give.
+  // There is room for kPieces pieces' results.
+  requires Constants<int, V::kPieceTiles, V::kFewPieces, V::kPieces>;
   // kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
   // kFewHeads divides kHeads, see Spread.
   requires Constants<int, V::kPasses, V::kHeads, V::kFewHeads>;
@@ -162,9 +163,6 @@ MPK_DEVICE constexpr uint32_t tiles_of(uint32_t visible) {
 
 template <class V>
 inline constexpr uint32_t kUnits = V::kGroups * V::kPasses;  // of a batch row
-// Tiles of a piece, where there are workers enough: one tile a warp, for eight of them, since two warps a scheduler are
-// quicker than three.
-inline constexpr uint32_t kPieceTiles = 8;
 
 // What each of the batch's rows sees, and the tiles that a group of it so has: a lane has those of rows lane,
 // lane + 32, ... All lanes of a warp call all functions, and learn the same.
@@ -189,7 +187,7 @@ struct RowTiles {
     return limit;
   }
 
-  // Of all rows.
+  // Of all rows, where pieces are of `length`.
   MPK_DEVICE uint32_t pieces(uint32_t length) const {
     uint32_t count = 0;
 #pragma unroll
@@ -199,19 +197,22 @@ struct RowTiles {
     return count * kUnits<V>;
   }
 
-  MPK_DEVICE KvPiece piece(uint32_t length, uint32_t number) const {
+  // length_of(tiles): of the pieces of a row.
+  template <class LengthOf>
+  MPK_DEVICE KvPiece piece(LengthOf length_of, uint32_t number) const {
     uint32_t counts[kEach], begin = 0;
 #pragma unroll
     for (int i = 0; i < kEach; i++) counts[i] = tiles(i);
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
+      const uint32_t length = counts[i] == 0 ? 1 : length_of(counts[i]);
       const uint32_t mine = kv_count(counts[i], length) * kUnits<V>;
       const uint32_t end = warp_sum_so_far(mine, ptx::thread_index() % 32), all = __shfl_sync(~0u, end, 31);
       if (number < all) {
         const int row = __ffs(__ballot_sync(~0u, number < end)) - 1;
         const uint32_t before = __shfl_sync(~0u, end - mine, row);
-        return kv_row_piece(32 * i + row, __shfl_sync(~0u, counts[i], row), kUnits<V>, length, begin + before,
-                            number - before);
+        return kv_row_piece(32 * i + row, __shfl_sync(~0u, counts[i], row), kUnits<V>, __shfl_sync(~0u, length, row),
+                            begin + before, number - before);
       }
       number -= all;
       begin += all;
@@ -223,23 +224,21 @@ struct RowTiles {
 // The divisions of a batch are out of line; with one row there are none but by constants.
 template <class V>
 __device__ __noinline__ uint32_t divide(RowTiles<V> rows) {
-  return kv_length([&](uint32_t length) { return rows.pieces(length); }, V::kBatch, kUnits<V>, kPieceTiles,
+  return kv_length([&](uint32_t length) { return rows.pieces(length); }, V::kBatch, kUnits<V>, kKvPieceTiles,
                    V::kWorkers);
 }
 template <class V>
 __device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t length, uint32_t number) {
-  return rows.piece(length, number);
+  return rows.piece([&](uint32_t) { return length; }, number);
+}
+template <class V>
+__device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t number) {
+  return rows.piece([](uint32_t tiles) { return kv_own_length(tiles, V::kFewPieces, V::kPieceTiles); }, number);
 }
 
-// Whether pieces are of one length, whatever the rows' are.
+// Whether a row's pieces are as its own length gives, whatever the others' are.
 template <class V>
-inline constexpr bool kEqualPieces = V::kPieceTiles != 0;
-
-template <class V>
-MPK_DEVICE uint32_t length_of_pieces(const RowTiles<V>& rows) {
-  if constexpr (kEqualPieces<V>) return V::kPieceTiles;
-  return divide<V>(rows);
-}
+inline constexpr bool kOwnPieces = V::kPieceTiles != 0;
 
 // How the work is cut. All lanes of a warp call all functions.
 template <class V>
@@ -247,7 +246,7 @@ struct Cut {
   RowTiles<V> rows;
   uint32_t length;  // of a piece
 
-  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(length_of_pieces<V>(rows)) {}
+  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(divide<V>(rows)) {}
   MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
   // The worker's `turn`-th.
   MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
@@ -263,15 +262,28 @@ struct Cut<V> {
   uint32_t length;
 
   MPK_DEVICE explicit Cut(const Job& job)
-      : first(visible<V>(job, 0)), length(kv_row_length(tiles_of<V>(first), kUnits<V>, kPieceTiles, V::kWorkers)) {}
+      : first(visible<V>(job, 0)), length(kv_row_length(tiles_of<V>(first), kUnits<V>, kKvPieceTiles, V::kWorkers)) {}
   MPK_DEVICE uint32_t limit(uint32_t) const { return first; }
   MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
     return kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, 0, turn * V::kWorkers + worker);
   }
 };
 
-// Where workers have several pieces of one length, all but the rows' last come first, in the order of row, place within
-// the group, and group; then the last, the longest first. So, dealt out to and fro, workers have about as many tiles.
+template <class V>
+  requires(kOwnPieces<V> && !V::kOverlaps)
+struct Cut<V> {
+  RowTiles<V> rows;
+
+  MPK_DEVICE explicit Cut(const Job& job) : rows(job) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
+  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+    return find_piece<V>(rows, turn * V::kWorkers + worker);
+  }
+};
+
+// Where workers have several pieces, these are of one length. All but the rows' last come first, in the order of row,
+// place within the group, and group; then the last, the longest first. So, dealt out to and fro, workers have about as
+// many tiles.
 // To find the order takes a microsecond, which is not worth it elsewhere.
 template <class V>
 struct EqualPieces {
@@ -336,7 +348,7 @@ __device__ __noinline__ KvPiece find_piece(EqualPieces<V> pieces, uint32_t numbe
 }
 
 template <class V>
-  requires(kEqualPieces<V> && V::kOverlaps)
+  requires(kOwnPieces<V> && V::kOverlaps)
 struct Cut<V> {
   EqualPieces<V> pieces;
 
@@ -357,15 +369,15 @@ template <class V>
 inline constexpr bool kMaySpread = V::kBatch == 1 && V::kFewHeads < V::kHeads;
 template <class V>
 MPK_DEVICE bool spreads(const Job& job) {
-  return kv_count(tiles_of<V>(visible<V>(job, 0)), kPieceTiles) * kUnits<Spread<V>> <= V::kWorkers;
+  return kv_count(tiles_of<V>(visible<V>(job, 0)), kKvPieceTiles) * kUnits<Spread<V>> <= V::kWorkers;
 }
 
 // Whether a group may be more than one piece.
 template <class V>
-inline constexpr bool kMayCut =
-    kEqualPieces<V> ? V::kLength > kTile<V>* V::kPieceTiles
-                    : V::kLength > kTile<V> * kPieceTiles &&
-                          (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
+inline constexpr bool kMayCut = kOwnPieces<V>
+                                    ? V::kLength > kTile<V>*(V::kFewPieces > 1 ? kKvPieceTiles : V::kPieceTiles)
+                                    : V::kLength > kTile<V> * kKvPieceTiles &&
+                                          (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
 
 // Of the partial results of a piece.
 template <class V>
@@ -445,7 +457,8 @@ template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   static_assert(Sizes<V> && Places<V>);
   static_assert(
-      !kEqualPieces<V> || kv_count(tiles_of<V>(V::kLength), V::kPieceTiles) * V::kBatch * kUnits<V> <= V::kPieces,
+      !kOwnPieces<V> ||
+          kv_own_count(tiles_of<V>(V::kLength), V::kFewPieces, V::kPieceTiles) * V::kBatch * kUnits<V> <= V::kPieces,
       "the schedule has less room for results of pieces");
   if constexpr (kMaySpread<V>)
     if (spreads<V>(job)) return load_pieces<Spread<V>>(l, job);
@@ -986,7 +999,7 @@ MPK_DEVICE void compute_pieces(C& c, const Job& job) {
   const Positions<V> positions(job);
   const uint32_t worker = c.worker(job);
   // Then no worker has two pieces.
-  constexpr bool kOnce = V::kBatch * kUnits<V> <= V::kWorkers && !kEqualPieces<V>;
+  constexpr bool kOnce = V::kBatch * kUnits<V> <= V::kWorkers && !kOwnPieces<V>;
 #pragma unroll 1
   for (uint32_t turn = 0;; turn++) {
     const KvPiece piece = cut.piece(turn, worker);
