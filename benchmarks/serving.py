@@ -14,6 +14,7 @@ columns mean is in benchmarks/results/README.md.
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import inspect
 import itertools
@@ -182,13 +183,20 @@ def load_engine(manager: Any, case: Case, vocab_size: int, since: float) -> Resu
 
 def watched(events: list[Any]) -> Result:
     """The kernels among them, and of the time from the first to the last that in which the device runs one."""
-    spans = sorted((e.time_range.start, e.time_range.end) for e in events if not e.name.startswith("Mem"))
-    busy, until = 0.0, spans[0][0]
-    for begin, end in spans:
+    kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in events if not e.name.startswith("Mem"))
+    busy, until = 0.0, kernels[0][0]
+    ms: dict[str, list[float]] = collections.defaultdict(list)  # of those of a name
+    for begin, end, name in kernels:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
-    kernel_ms = statistics.median((end - begin) / 1e3 for begin, end in spans)
-    return {"busy": busy / (until - spans[0][0]), "kernels": len(spans), "kernel_ms": kernel_ms}
+        ms[name[:60]].append((end - begin) / 1e3)
+    most = sorted(ms, key=lambda name: -sum(ms[name]))[:5]
+    return {
+        "busy": busy / (until - kernels[0][0]),
+        "kernels": len(kernels),
+        "kernel_ms": statistics.median(ms[most[0]]),
+        "most": {name: {"kernels": len(ms[name]), "ms": sum(ms[name])} for name in most},
+    }
 
 
 # Attention alone, in a child process.
