@@ -17,7 +17,7 @@ from torch_mpk.testing.models import CONFIGS, random_model
 
 
 @torch.inference_mode()
-def graph_of(model: torch.nn.Module, call: Callable[[Any], object], bucket: int | None = None) -> _C.TBGraph:
+def graph_of(model: Callable[..., Any], call: Callable[[Any], object], bucket: int | None = None) -> _C.TBGraph:
     """Of the one graph that is in ``call``, which gets the compiled model and may run it on any device; that of a
     bucket where it is over a number of positions."""
     graphs = []

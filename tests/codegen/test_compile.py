@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
 from tests.codegen.model_graphs import graph_of, graph_of_a_prompt
@@ -17,6 +18,7 @@ from torch_mpk import _C
 from torch_mpk.errors import CompileError, UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.jit.report import Resources
+from torch_mpk.sampling import first_to_ring
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 QWEN3_06B = {"hidden": 1024, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "length": 1024, "vocab": 151936}
@@ -94,6 +96,23 @@ def test_a_prompt_keeps_next_to_nothing_in_local_memory(name: str, batch: int, l
     resources = compiled(graph, 90)
     assert resources.stack_bytes <= COSINE_BYTES + PROMPT_BYTES
     assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= PROMPT_BYTES
+
+
+@pytest.mark.parametrize("arch", thinned([90, 80], 0))
+def test_what_draws_tokens_takes_no_other_jobs_registers(arch: int) -> None:
+    """A consumer that its tasks got a reference to would stand in memory for the whole launch, some 160 bytes of it."""
+    warpers = TemperatureLogitsWarper(0.6), TopKLogitsWarper(20), TopPLogitsWarper(0.95)
+
+    def draw(logits: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        for warper in warpers:
+            logits = warper(None, logits)
+        return first_to_ring(logits, times)
+
+    graph = graph_of(draw, lambda run: run(torch.randn(2, 151936), torch.empty(2, 151936).exponential_()))
+    assert {"nth_largest", "nucleus"} <= {node.task for node in graph.nodes}
+    resources = compiled(graph, arch)
+    assert resources.stack_bytes <= 24  # what it keeps there while these run
+    assert resources.spill_store_bytes == 0
 
 
 @pytest.mark.parametrize("arch", [90, 80])

@@ -218,10 +218,10 @@ struct Seen {
 };
 
 // Goes through a row, and keeps a thread's elements between the bounds, as many as it has room for, or adds all
-// threads' to bins. Out of line, once for both, since it is long.
+// threads' to bins: once for both, since it is long.
 template <class V, class Threads, class T, class Weight, class PartWeight>
-MPK_OUT_OF_LINE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bool are_few, bool is_for_bins,
-                          Weight weight, PartWeight weight_of_part) {
+MPK_DEVICE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bool are_few, bool is_for_bins, Weight weight,
+                     PartWeight weight_of_part) {
   const Bins bins(range);
   Element* mine = reinterpret_cast<Element*>(room) + row.threads.rank;
   Seen seen{0, 0};
@@ -392,8 +392,8 @@ template <class V>
 inline constexpr int kSharedBytes = ranks::kRoomBytes<V>;
 
 template <class V, class Threads, class T>
-MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const int64_t* n,
-                             const typename V::Peaks::T* peaks, T* y) {
+MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const int64_t* n,
+                        const typename V::Peaks::T* peaks, T* y) {
   const ranks::Row<V, Threads, T> row{threads, x, peaks};
   uint32_t most = 0;
   row.for_each_peak([&](float value, int) {
@@ -429,9 +429,8 @@ template <class V>
 inline constexpr int kSharedBytes = ranks::kRoomBytes<V>;
 
 template <class V, class Threads, class T>
-MPK_OUT_OF_LINE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const float* rest,
-                             const typename V::Peaks::T* peaks, const typename V::Sums::T* sums, T* least,
-                             int64_t* first) {
+MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* x, const float* rest,
+                        const typename V::Peaks::T* peaks, const typename V::Sums::T* sums, T* least, int64_t* first) {
   static_assert(V::Peaks::kPresent == V::Sums::kPresent, "nucleus takes peaks and sums together");
   const ranks::Row<V, Threads, T> row{threads, x, peaks};
   float most = -infinity(), total = 0;

@@ -214,6 +214,18 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   // This worker's number as the job sees it.
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
+  // Has a job's computation done by a function that is out of line, and false when the launch was given up, behind
+  // await(). What is kept from job to job stands in memory meanwhile: a function may need all registers, and the
+  // compiler would leave there for the whole launch what it has to put there once.
+  template <class F>
+  MPK_DEVICE void call(F f) {
+    volatile uint32_t kept[] = {row, phase, entry, window, ring.issued};
+    alive = f();
+    row = kept[0], phase = kept[1], entry = kept[2], window = kept[3], ring.issued = kept[4];
+    failed = apart = false, awaited = true;
+    current = *current_row();
+  }
+
   // Waits for the next row of the table; null when the launch was given up.
   MPK_DEVICE const PhaseRow* next_row() {
     const uint32_t target = row + 1;

@@ -49,9 +49,20 @@ struct WarpTile {
   MPK_DEVICE void sync() { __syncwarp(); }
 };
 
-template <class C>
-struct CtaTile : CtaThreads<C> {
-  using CtaThreads<C>::CtaThreads;
+// What a group of all consumer threads needs of a consumer.
+struct TileConsumer {
+  Shared& shared;
+  int rank, warp, lane;
+  bool alive = true;
+
+  MPK_DEVICE bool sync() {
+    if (alive) alive = !ptx::barrier_or<kConsumerThreads>(false);
+    return alive;
+  }
+};
+
+struct CtaTile : CtaThreads<TileConsumer> {
+  using CtaThreads<TileConsumer>::CtaThreads;
 
   MPK_DEVICE float max(float v) {
     float* of_warps = this->partials();
@@ -73,24 +84,34 @@ inline constexpr bool kTilesByWarp =
 template <class V>  // of shared memory
 inline constexpr int kTileStagedBytes = kTilePitch<V> * (kTilesByWarp<V> ? kConsumerWarps : 1);
 
-template <class V, class C>
-MPK_DEVICE void run_tiles(C& c, const Job& job) {
-  constexpr uint32_t kWorkers = C::Config::kNumWorkers;
-  if (!c.await()) return;
+// A worker's tiles; false when the launch was given up. Out of line, and without the consumer: what a task's code needs
+// of registers, and what it hands to functions of its own by reference, which then stands in memory, is no other job's
+// concern.
+template <class V>
+MPK_OUT_OF_LINE bool compute_tiles(Shared& shared, Job job, uint32_t worker, uint32_t workers, uint8_t* staged) {
+  __builtin_assume(__isShared(staged));
+  const int rank = ptx::thread_index(), warp = rank / 32, lane = rank % 32;
   if constexpr (kTilesByWarp<V>) {
-    WarpTile threads{c.lane};
-    uint8_t* shared = c.staged() + c.warp * kTilePitch<V>;
-    for (uint32_t number = c.worker(job) + c.warp * kWorkers; number < V::kTiles; number += kConsumerWarps * kWorkers) {
-      V::template compute<V>(threads, job, number, shared);
+    WarpTile threads{lane};
+    for (uint32_t number = worker + warp * workers; number < V::kTiles; number += kConsumerWarps * workers) {
+      V::template compute<V>(threads, job, number, staged + warp * kTilePitch<V>);
       threads.sync();
     }
   } else {
-    CtaTile<C> threads(c);
-    for (uint32_t number = c.worker(job); number < V::kTiles; number += kWorkers) {
-      V::template compute<V>(threads, job, number, c.staged());
-      if (!c.sync()) return;
+    TileConsumer consumer{shared, rank, warp, lane};
+    CtaTile threads(consumer);
+    for (uint32_t number = worker; number < V::kTiles; number += workers) {
+      V::template compute<V>(threads, job, number, staged);
+      if (!consumer.sync()) return false;
     }
   }
+  return true;
+}
+
+template <class V, class C>
+MPK_DEVICE void run_tiles(C& c, const Job& job) {
+  if (!c.await()) return;
+  c.call([&] { return compute_tiles<V>(c.shared, job, c.worker(job), C::Config::kNumWorkers, c.staged()); });
 }
 
 // ---- with an operand that is streamed. V: StreamT, kStreamRows (of a tile), kStreamSize (elements of a row, a
