@@ -1,0 +1,244 @@
+// How attention's tiles are cut into pieces, and which worker has which, see KvPiece in partition.h. V: attention's
+// Sizes and Places (attention.cuh).
+#pragma once
+
+#include "torch_mpk/abi/partition.h"
+#include "torch_mpk/device/row.cuh"
+
+namespace mpk::attention {
+
+template <class V>
+MPK_DEVICE uint32_t visible(const Job& job, uint32_t row) {
+  const int64_t limit = V::limit(job, row);
+  return limit < 0 ? 0 : limit > V::kLength ? V::kLength : static_cast<uint32_t>(limit);
+}
+
+// Positions of a tile.
+template <class V>
+inline constexpr int kTile = kv_tile(V::kSize * int(sizeof(typename V::T)));
+
+template <class V>
+MPK_DEVICE constexpr uint32_t tiles_of(uint32_t visible) {
+  const uint32_t tiles = (visible + kTile<V> - 1) / kTile<V>;
+  return tiles == 0 ? 1 : tiles;  // a row without keys still has a result
+}
+
+template <class V>
+inline constexpr uint32_t kUnits = V::kGroups * V::kPasses;  // of a batch row
+
+// What each of the batch's rows sees, and the tiles that a group of it so has: a lane has those of rows lane,
+// lane + 32, ... All lanes of a warp call all functions, and learn the same.
+template <class V>
+struct RowTiles {
+  static constexpr int kEach = (V::kBatch + 31) / 32;
+  uint32_t limits[kEach];
+
+  MPK_DEVICE explicit RowTiles(const Job& job) {
+#pragma unroll
+    for (int i = 0; i < kEach; i++) limits[i] = row_of(i) < V::kBatch ? visible<V>(job, row_of(i)) : 0;
+  }
+
+  MPK_DEVICE static uint32_t row_of(int i) { return 32 * i + ptx::thread_index() % 32; }
+  MPK_DEVICE uint32_t tiles(int i) const { return row_of(i) < V::kBatch ? tiles_of<V>(limits[i]) : 0; }
+
+  MPK_DEVICE uint32_t limit(uint32_t row) const {
+    uint32_t limit = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; i++)
+      if (const uint32_t of_lane = __shfl_sync(~0u, limits[i], row % 32); row / 32 == i) limit = of_lane;
+    return limit;
+  }
+
+  // Of all rows, where pieces are of `length`.
+  MPK_DEVICE uint32_t pieces(uint32_t length) const {
+    uint32_t count = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) count += kv_count(tiles(i), length);
+#pragma unroll
+    for (int o = 16; o > 0; o /= 2) count += __shfl_xor_sync(~0u, count, o);
+    return count * kUnits<V>;
+  }
+
+  // length_of(tiles): of the pieces of a row.
+  template <class LengthOf>
+  MPK_DEVICE KvPiece piece(LengthOf length_of, uint32_t number) const {
+    uint32_t counts[kEach], begin = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) counts[i] = tiles(i);
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t length = counts[i] == 0 ? 1 : length_of(counts[i]);
+      const uint32_t mine = kv_count(counts[i], length) * kUnits<V>;
+      const uint32_t end = warp_sum_so_far(mine, ptx::thread_index() % 32), all = __shfl_sync(~0u, end, 31);
+      if (number < all) {
+        const int row = __ffs(__ballot_sync(~0u, number < end)) - 1;
+        const uint32_t before = __shfl_sync(~0u, end - mine, row);
+        return kv_row_piece(32 * i + row, __shfl_sync(~0u, counts[i], row), kUnits<V>, __shfl_sync(~0u, length, row),
+                            begin + before, number - before);
+      }
+      number -= all;
+      begin += all;
+    }
+    return {};
+  }
+};
+
+// The divisions of a batch are out of line; with one row there are none but by constants.
+template <class V>
+__device__ __noinline__ uint32_t divide(RowTiles<V> rows) {
+  return kv_length([&](uint32_t length) { return rows.pieces(length); }, V::kBatch, kUnits<V>, kKvPieceTiles,
+                   V::kWorkers);
+}
+template <class V>
+__device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t length, uint32_t number) {
+  return rows.piece([&](uint32_t) { return length; }, number);
+}
+template <class V>
+__device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t number) {
+  return rows.piece([](uint32_t tiles) { return kv_own_length(tiles, V::kFewPieces, V::kPieceTiles); }, number);
+}
+
+// Whether a row's pieces are as its own length gives, whatever the others' are.
+template <class V>
+inline constexpr bool kOwnPieces = V::kPieceTiles != 0;
+
+// How the work is cut. All lanes of a warp call all functions.
+template <class V>
+struct Cut {
+  RowTiles<V> rows;
+  uint32_t length;  // of a piece
+
+  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(divide<V>(rows)) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
+  // The worker's `turn`-th.
+  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+    return find_piece<V>(rows, length, turn * V::kWorkers + worker);
+  }
+};
+
+// With one row the limit is read once.
+template <class V>
+  requires(V::kBatch == 1)
+struct Cut<V> {
+  uint32_t first;
+  uint32_t length;
+
+  MPK_DEVICE explicit Cut(const Job& job)
+      : first(visible<V>(job, 0)), length(kv_row_length(tiles_of<V>(first), kUnits<V>, kKvPieceTiles, V::kWorkers)) {}
+  MPK_DEVICE uint32_t limit(uint32_t) const { return first; }
+  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+    return kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, 0, turn * V::kWorkers + worker);
+  }
+};
+
+template <class V>
+  requires(kOwnPieces<V> && !V::kOverlaps)
+struct Cut<V> {
+  RowTiles<V> rows;
+
+  MPK_DEVICE explicit Cut(const Job& job) : rows(job) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
+  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+    return find_piece<V>(rows, turn * V::kWorkers + worker);
+  }
+};
+
+// Where workers have several pieces, these are of one length. All but the rows' last come first, in the order of row,
+// place within the group, and group; then the last, the longest first. So, dealt out to and fro, workers have about as
+// many tiles.
+// To find the order takes a microsecond, which is not worth it elsewhere.
+template <class V>
+struct EqualPieces {
+  static constexpr int kEach = RowTiles<V>::kEach;
+  static constexpr uint32_t kLength = V::kPieceTiles;
+  RowTiles<V> rows;
+  uint32_t places[kEach];  // of the lane's rows among all, by their last pieces
+
+  MPK_DEVICE uint32_t others(int i) const {  // of a group
+    const uint32_t tiles = rows.tiles(i);
+    return tiles == 0 ? 0 : (tiles - 1) / kLength;
+  }
+
+  MPK_DEVICE explicit EqualPieces(const Job& job) : rows(job) {
+    uint32_t keys[kEach];  // larger for rows with longer last pieces, and different for each row
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t row = rows.row_of(i);
+      keys[i] = row < V::kBatch ? (rows.tiles(i) - others(i) * kLength) * V::kBatch + (V::kBatch - 1 - row) : 0;
+      places[i] = 0;
+    }
+#pragma unroll 1
+    for (int lane = 0; lane < 32; lane++)
+#pragma unroll
+      for (int e = 0; e < kEach; e++) {
+        const uint32_t key = __shfl_sync(~0u, keys[e], lane);
+#pragma unroll
+        for (int i = 0; i < kEach; i++) places[i] += key > keys[i];
+      }
+  }
+
+  MPK_DEVICE KvPiece piece(uint32_t number) const {
+    uint32_t firsts[kEach], num_others = 0;  // the row's first piece; pieces that are no last ones
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t mine = others(i) * kUnits<V>, end = warp_sum_so_far(mine, ptx::thread_index() % 32);
+      firsts[i] = num_others + end - mine;
+      num_others += __shfl_sync(~0u, end, 31);
+    }
+    const bool is_last = number >= num_others;
+    const uint32_t place = (number - num_others) / kUnits<V>;
+    KvPiece found{};
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const bool is_here =
+          rows.row_of(i) < V::kBatch && (is_last ? places[i] == place : number - firsts[i] < others(i) * kUnits<V>);
+      const uint32_t here = __ballot_sync(~0u, is_here);
+      if (here == 0) continue;
+      const int from = __ffs(here) - 1;
+      const uint32_t begin = __shfl_sync(~0u, firsts[i], from), last = __shfl_sync(~0u, others(i), from);
+      const uint32_t of_row = number - (is_last ? num_others : begin), group = of_row % kUnits<V>;
+      const uint32_t index = is_last ? last : of_row / kUnits<V>, first = index * kLength;
+      const uint32_t tiles = __shfl_sync(~0u, rows.tiles(i), from);
+      found = {32 * i + uint32_t(from), group, first, is_last ? tiles - first : kLength, index, begin + group, is_last};
+    }
+    return found;
+  }
+};
+template <class V>
+__device__ __noinline__ KvPiece find_piece(EqualPieces<V> pieces, uint32_t number) {
+  return pieces.piece(number);
+}
+
+template <class V>
+  requires(kOwnPieces<V> && V::kOverlaps)
+struct Cut<V> {
+  EqualPieces<V> pieces;
+
+  MPK_DEVICE explicit Cut(const Job& job) : pieces(job) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return pieces.rows.limit(row); }
+  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+    return find_piece<V>(pieces, dealt(turn, worker, V::kWorkers));
+  }
+};
+
+// The variant that works on kFewHeads at a time. It has more pieces to share out, which are done sooner each, but
+// streams keys and values more often: for as few positions as leave all pieces a worker and the least length.
+template <class V>
+struct Spread : V {
+  static constexpr int kPasses = V::kPasses * (V::kHeads / V::kFewHeads), kHeads = V::kFewHeads;
+};
+template <class V>
+inline constexpr bool kMaySpread = V::kBatch == 1 && V::kFewHeads < V::kHeads;
+template <class V>
+MPK_DEVICE bool spreads(const Job& job) {
+  return kv_count(tiles_of<V>(visible<V>(job, 0)), kKvPieceTiles) * kUnits<Spread<V>> <= V::kWorkers;
+}
+
+// Whether a group may be more than one piece.
+template <class V>
+inline constexpr bool kMayCut = kOwnPieces<V>
+                                    ? V::kLength > kTile<V>*(V::kFewPieces > 1 ? kKvPieceTiles : V::kPieceTiles)
+                                    : V::kLength > kTile<V> * kKvPieceTiles &&
+                                          (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
+
+}  // namespace mpk::attention
