@@ -214,9 +214,9 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   // This worker's number as the job sees it.
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
-  // Has a job's computation done by a function that is out of line, and false when the launch was given up, behind
-  // await(). What is kept from job to job stands in memory meanwhile: a function may need all registers, and the
-  // compiler would leave there for the whole launch what it has to put there once.
+  // Calls f, which does a job's work out of line, behind await(), and is false when the launch was given up. What is
+  // kept from job to job stands in memory meanwhile: f may need all registers, and what the compiler itself moves to
+  // memory for that, it leaves there for the whole launch.
   template <class F>
   MPK_DEVICE void call(F f) {
     volatile uint32_t kept[] = {row, phase, entry, window, ring.issued};

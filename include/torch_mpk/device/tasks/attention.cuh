@@ -1,7 +1,7 @@
 // attention: one query position per row of the batch against a key-value cache, softmax in fp32. The same of caches in
 // pages is paged_attention.cuh, which says where positions lie (Positions) and which of a tile count (Live).
 //
-// The visible positions of every (batch row, group) are cut into pieces, see KvPiece in partition.h: with few of them
+// The visible positions of every (batch row, group) are cut into pieces, see attention_pieces.cuh: with few of them
 // so that a warp has one tile, and with many so that rows of any lengths are shared out evenly. The loader streams a
 // piece tile by tile, keys and values of a few positions, each tile for one warp. The worker of a group's last piece
 // puts the results of its pieces together: the others' come as tagged words, which it polls. Within a piece warps

@@ -145,8 +145,7 @@ struct Cut<V> {
 
 // Where workers have several pieces, these are of one length. All but the rows' last come first, in the order of row,
 // place within the group, and group; then the last, the longest first. So, dealt out to and fro, workers have about as
-// many tiles.
-// To find the order takes a microsecond, which is not worth it elsewhere.
+// many tiles. To find the order takes a microsecond, which is not worth it elsewhere.
 template <class V>
 struct EqualPieces {
   static constexpr int kEach = RowTiles<V>::kEach;
@@ -236,9 +235,12 @@ MPK_DEVICE bool spreads(const Job& job) {
 
 // Whether a group may be more than one piece.
 template <class V>
-inline constexpr bool kMayCut = kOwnPieces<V>
-                                    ? V::kLength > kTile<V>*(V::kFewPieces > 1 ? kKvPieceTiles : V::kPieceTiles)
-                                    : V::kLength > kTile<V> * kKvPieceTiles &&
-                                          (V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1);
+MPK_DEVICE constexpr bool may_cut() {
+  if (kOwnPieces<V>) return kv_own_count(tiles_of<V>(V::kLength), V::kFewPieces, V::kPieceTiles) > 1;
+  const bool has_pieces_for_all = V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1;
+  return has_pieces_for_all && V::kLength > kTile<V> * kKvPieceTiles;
+}
+template <class V>
+inline constexpr bool kMayCut = may_cut<V>();
 
 }  // namespace mpk::attention
