@@ -13,7 +13,7 @@ constexpr double kFlopsPerNs = 100;
 class VarlenAttention : public Body {
  public:
   VarlenAttention(const Node& node, const Kernels& kernels) {
-    const Operand &q = node.operand("q"), &y = node.operand("y");
+    const Operand& q = node.operand("q");
     const DType dtype = float_dtype(node, q);
     const auto matrix = [&](const char* name) {
       const Operand& o = node.operand(name);
