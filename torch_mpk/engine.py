@@ -159,7 +159,7 @@ class Runner(continuous_api.ModelRunner):
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
         forward, is_captured = super()._get_forward_fn(use_block_table)
-        if not self.do_sample or self.return_logprobs:
+        if not self.do_sample:
             return forward, is_captured
 
         def forward_with_times(model: Any, batch: dict[str, Any], *args: Any) -> None:
@@ -173,13 +173,18 @@ class Runner(continuous_api.ModelRunner):
         return forward_with_times, is_captured
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """What ``torch.multinomial`` computes, of the same random numbers: here they come from outside, since a launch
-        has none, and all else is part of it."""
+        """As the engine does, in a launch. ``torch.multinomial``'s tokens come of the same random numbers, but from
+        outside, since a launch has none. A token's log probability needs no others' probabilities, just their sum."""
+        logits = scores[0]
         if self.times is None:
-            return super()._sample(scores, output_ids)
-        tokens = first_to_ring(scores[0], self.times).squeeze(-1)
-        output_ids[0, : tokens.size(0)].copy_(tokens)
-        return None
+            tokens = logits.argmax(-1, keepdim=True)
+        else:
+            tokens = first_to_ring(logits, self.times)
+        count = tokens.size(0)
+        output_ids[0, :count].copy_(tokens.squeeze(-1))
+        if self.return_logprobs:
+            logprobs = logits.gather(-1, tokens).squeeze(-1) - logits.logsumexp(-1)
+            output_ids[1, :count].copy_(logprobs.view(torch.int32))  # which the engine keeps as its bits
 
     def check(self) -> None:
         """Raises MegakernelTimeout where a launch was aborted, as far as the device has come, and waits for nothing."""

@@ -167,7 +167,7 @@ class _Evaluation:
             return args[0].to(dtype)
         if instr.op == "where":
             return torch.where(args[0], args[1].to(dtype), args[2].to(dtype))
-        if instr.op == "float_of_bits":
+        if instr.op == "bit_cast":
             return args[0].view(dtype)
         compute = torch.promote_types(args[0].dtype, args[-1].dtype) if instr.op in _COMPARES else dtype
         return _OPS[instr.op](*(a.to(_compute_dtype(compute)) for a in args)).to(dtype)

@@ -175,8 +175,9 @@ class ProgramWriter {
         return argument(i, 0, type);
       case Op::kWhere:
         return argument(i, 0, "bool") + " ? " + argument(i, 1, type) + " : " + argument(i, 2, type);
-      case Op::kFloatOfBits:
-        return "__int_as_float(" + argument(i, 0, "int32_t") + ")";
+      case Op::kBitCast:
+        if (i.dtype == DType::kF32) return "__int_as_float(" + argument(i, 0, "int32_t") + ")";
+        return "static_cast<int32_t>(__float_as_uint(" + argument(i, 0, "float") + "))";
       case Op::kLoad:
         if (const LocalValue* local = find_local(i))
           return "cast<" + type + ">(" + local->variable + (in_each_ ? ".v[j]" : "") + ")";

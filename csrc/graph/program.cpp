@@ -21,7 +21,7 @@ constexpr OpInfo kOps[] = {{"const", 0, 0, Family::kStructural},
                            {"store", 1, 3, Family::kStructural},
                            {"cast", 1, 1, Family::kStructural},
                            {"where", 3, 3, Family::kStructural},
-                           {"float_of_bits", 1, 1, Family::kStructural},
+                           {"bit_cast", 1, 1, Family::kStructural},
 #define X(name, arity, expression) {#name, arity, arity, Family::kArithmetic},
                            MPK_POINTWISE_ARITHMETIC(X)
 #undef X
@@ -98,9 +98,11 @@ void check(const Program& program, int num_operands) {
     if ((instr.op == Op::kIndex || instr.op == Op::kSize) && instr.dtype != DType::kI64) fail(i, "its dtype is int64");
     if (instr.op == Op::kWhere && program.instrs[instr.args[0]].dtype != DType::kBool)
       fail(i, "the condition must be bool");
-    if (instr.op == Op::kFloatOfBits &&
-        (instr.dtype != DType::kF32 || program.instrs[instr.args[0]].dtype != DType::kI32))
-      fail(i, "it makes float32 of int32");
+    if (instr.op == Op::kBitCast) {
+      const DType from = program.instrs[instr.args[0]].dtype;
+      if (!(from == DType::kI32 && instr.dtype == DType::kF32) && !(from == DType::kF32 && instr.dtype == DType::kI32))
+        fail(i, "it makes float32 of int32, or int32 of float32");
+    }
     if (op.family == Family::kFloat && !is_float(instr.dtype))
       fail(i, std::string("needs a floating dtype, got ") + info(instr.dtype).name);
     if (op.family == Family::kInteger && is_float(instr.dtype))

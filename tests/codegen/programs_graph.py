@@ -46,6 +46,15 @@ def programs_and_reductions() -> _C.TBGraph:
     )
     pointwise(p, [(x, True, False), (z, False, True)])
 
+    # bits of x as int32, and what they are of without the lowest four, as float32
+    bits, cut = (b.buffer("output", f"bits{i}", dtype, [4, 6]) for i, dtype in enumerate(("int32", "float32")))
+    p = _C.Program([4, 6])
+    word = p.emit("bit_cast", "int32", [p.emit("load", "float32", operand=0, strides=[6, 1])])
+    p.emit("store", "int32", [word], operand=1, strides=[6, 1])
+    word = p.emit("bit_and", "int32", [word, p.emit("const", "int32", imm=-16)])
+    p.emit("store", "float32", [p.emit("bit_cast", "float32", [word])], operand=2, strides=[6, 1])
+    pointwise(p, [(x, True, False), (bits, False, True), (cut, False, True)])
+
     b.increment([b.buffer("input", "counter", "int64", [1])])
 
     for op in ("sum", "mean"):

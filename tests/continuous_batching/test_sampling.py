@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -10,17 +11,17 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from tests.continuous_batching.engine import managed, planning_for_a_gpu, prompt_of, results, serving_model
 from tests.thinned import thinned
 from torch_mpk.continuous_batching import StepCompileConfig
 from torch_mpk.engine import Runner
-from torch_mpk.errors import MpkWarning
 
 
-def drawn(
+def outputs(
     model: Any, prompt: list[int], seed: int, count: int, how: dict[str, Any], **settings: Any
-) -> list[list[int]]:
+) -> list[GenerationOutput]:
     """So many sequences of a prompt, which are in the same steps each time."""
     sampling = {"do_sample": True, "top_k": 0, "num_return_sequences": count, "max_new_tokens": 12, "eos_token_id": -1}
     torch.manual_seed(seed)
@@ -28,8 +29,18 @@ def drawn(
         manager.add_requests([prompt])
         found = results(manager, count)
     assert [output.error for output in found.values()] == [None] * count
-    return [found[name].generated_tokens for name in sorted(found)]
+    return [found[name] for name in sorted(found)]
 
+
+def drawn(*args: Any, **settings: Any) -> list[list[int]]:
+    return [output.generated_tokens for output in outputs(*args, **settings)]
+
+
+# The engine's own way.
+THEIRS = {name: getattr(ModelRunner, name) for name in ("_sample", "_get_forward_fn")}
+EAGER = dict.fromkeys(
+    ("decode_compile_config", "varlen_compile_config"), StepCompileConfig(backend="eager", options=None)
+)
 
 LIKELY = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}  # much as models' own configurations have it
 
@@ -44,32 +55,45 @@ LIKELY = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}  # much as models' own 
 def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
     model = serving_model()
     prompt = prompt_of(5)
-    eager = StepCompileConfig(backend="eager", options=None)
-    theirs = {name: getattr(ModelRunner, name) for name in ("_sample", "_get_forward_fn")}
-    with mock.patch.multiple(Runner, **theirs):
-        steps = settings | {"decode_compile_config": eager, "varlen_compile_config": eager}
-        one, other = (drawn(model, prompt, seed, count, how, **steps) for seed in (1, 2))
+    with mock.patch.multiple(Runner, **THEIRS):
+        one, other = (drawn(model, prompt, seed, count, how, **settings | EAGER) for seed in (1, 2))
     assert one != other
     before = counters["stats"]["unique_graphs"]
     assert drawn(model, prompt, 2, count, how, **settings) == other
     assert counters["stats"]["unique_graphs"] == before + 2, "a build each for prompts and single tokens"
 
 
-@pytest.mark.parametrize(("count", "by_request"), thinned([(1, False), (3, True)], 1))
-def test_a_step_is_one_launch_on_a_gpu_too(count: int, by_request: bool) -> None:
+@pytest.mark.parametrize(
+    ("count", "settings", "num_reductions"),
+    thinned(
+        [
+            (1, {}, 3 + 1),  # of a vocabulary's parts, and the choice
+            (3, {"per_request_processors": True}, 3 + 1),
+            (3, {"return_logprobs": True}, 3 + 1 + 2),  # and the largest, and the sum of all
+        ],
+        1,
+        2,
+    ),
+)
+def test_a_step_is_one_launch_on_a_gpu_too(count: int, settings: dict[str, Any], num_reductions: int) -> None:
     model = serving_model(dtype=torch.bfloat16)
     step, schedules = planning_for_a_gpu()
-    settings = {"decode_compile_config": step, "per_request_processors": by_request}
-    drawn(model, prompt_of(5), 0, count, LIKELY, **settings)
+    drawn(model, prompt_of(5), 0, count, LIKELY, decode_compile_config=step, **settings)
     tasks = [node.task for node in schedules[-1].graph.nodes]
-    assert tasks.count("reduce") == 3 + 1  # of a vocabulary's parts, and the choice
+    assert tasks.count("reduce") == num_reductions
     assert tasks.count("nth_largest") == tasks.count("nucleus") == 1
 
 
-def test_log_probabilities_are_pytorchs() -> None:
-    model = serving_model()
-    with pytest.warns(MpkWarning, match="runs a part of this graph eagerly: multinomial"):
-        drawn(model, prompt_of(5), 0, 1, {}, options={"fallback": "eager"}, return_logprobs=True)
+@pytest.mark.parametrize("how", [{"do_sample": False, "num_return_sequences": None}, LIKELY], ids=["greedy", "drawn"])
+def test_log_probabilities_are_the_engines(how: dict[str, Any]) -> None:
+    count = 3 if how.get("do_sample", True) else 1
+    run = functools.partial(outputs, serving_model(), prompt_of(5), 0, count, how, return_logprobs=True)
+    with mock.patch.multiple(Runner, **THEIRS):
+        theirs = run(**EAGER)
+    for output, other in zip(run(), theirs, strict=True):
+        assert output.generated_tokens == other.generated_tokens
+        assert len(output.logprobs) == len(output.generated_tokens)
+        torch.testing.assert_close(output.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from tests.cpu.net import ISAS, Net, name_of
 from torch_mpk import _C
 
-STRUCTURAL = {"const", "index", "size", "load", "store", "cast", "where", "float_of_bits"}
+STRUCTURAL = {"const", "index", "size", "load", "store", "cast", "where", "bit_cast"}
 INTEGER = {"floordiv", "remainder", "bit_and", "bit_or", "bit_xor"}
 COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan"}
 EVERYWHERE = {"add", "sub", "mul", "neg", "abs", "maximum", "minimum"}
@@ -146,7 +146,9 @@ def test_mixed_classes_promote() -> None:
     assert torch.equal(apply("add", [i > 0, i], torch.int64), (i > 0) + i)
     assert torch.equal(apply("where", [i > 0, i, f], torch.float32), torch.where(i > 0, i, f))
     bits = torch.randint(-(2**31), 2**31, (13, 41), dtype=torch.int32)
-    assert torch.equal(apply("float_of_bits", [bits], torch.float32).view(torch.int32), bits)
+    values = bits.view(torch.float32)
+    assert torch.equal(apply("bit_cast", [bits], torch.float32).view(torch.int32), bits)
+    assert torch.equal(apply("bit_cast", [values], torch.int32), bits)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -132,7 +132,7 @@ void ProgramRunner::complete(Step& step, const Node& node, const Instr& instr) {
       step.cast = kernels_.cast[steps_[step.args[0]].value_class][static_cast<int>(instr.dtype)];
       step.invariant = steps_[step.args[0]].invariant;
       break;
-    case Op::kFloatOfBits:
+    case Op::kBitCast:
       step.invariant = steps_[step.args[0]].invariant;
       break;
     case Op::kWhere:
@@ -268,10 +268,16 @@ void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* run
     case Op::kCast:
       step.cast(arg(0), out, count);
       break;
-    case Op::kFloatOfBits:
+    case Op::kBitCast:
       for (int i = 0; i < count; i++) {
-        const auto bits = static_cast<int32_t>(reinterpret_cast<const int64_t*>(arg(0))[i]);
-        std::memcpy(out + i * sizeof(float), &bits, sizeof(float));
+        if (step.value_class == kFloat) {
+          const auto bits = static_cast<int32_t>(reinterpret_cast<const int64_t*>(arg(0))[i]);
+          std::memcpy(out + i * sizeof(float), &bits, sizeof(float));
+        } else {
+          int32_t bits;
+          std::memcpy(&bits, arg(0) + i * sizeof(float), sizeof(float));
+          reinterpret_cast<int64_t*>(out)[i] = bits;
+        }
       }
       break;
     case Op::kWhere:

@@ -15,15 +15,15 @@
 namespace mpk {
 
 enum class Op : uint8_t {
-  kConst,        // imm
-  kIndex,        // the point's coordinate along dimension `operand`, int64
-  kSize,         // the call's scalar argument number `operand` (a SymInt of the captured graph), int64
-  kLoad,         // operand[sum(strides * index) + offset]; args: [offset (int64)] or [offset, predicate]; 0 where the
-                 // predicate is false
-  kStore,        // args: [value] or [value, offset] or [value, offset, predicate]; addressing as kLoad; no result
-  kCast,         // args: [value]
-  kWhere,        // args: [condition, value if true, value if false]
-  kFloatOfBits,  // args: [value (int32)]; float32
+  kConst,    // imm
+  kIndex,    // the point's coordinate along dimension `operand`, int64
+  kSize,     // the call's scalar argument number `operand` (a SymInt of the captured graph), int64
+  kLoad,     // operand[sum(strides * index) + offset]; args: [offset (int64)] or [offset, predicate]; 0 where the
+             // predicate is false
+  kStore,    // args: [value] or [value, offset] or [value, offset, predicate]; addressing as kLoad; no result
+  kCast,     // args: [value]
+  kWhere,    // args: [condition, value if true, value if false]
+  kBitCast,  // args: [value]; float32 of an int32's bits, or int32 of a float32's
 #define X(name, arity, expression) k_##name,
   MPK_POINTWISE_ARITHMETIC(X) MPK_POINTWISE_FLOAT(X) MPK_POINTWISE_INTEGER(X) MPK_POINTWISE_COMPARE(X)
 #undef X

@@ -313,11 +313,11 @@ for name, (bits, logical) in _BITWISE.items():
 def _bits(lx, node, a, dtype: torch.dtype):
     if dtype == a.dtype:
         return a
-    if (a.dtype, dtype) != (torch.int32, torch.float32):
+    if {a.dtype, dtype} != {torch.int32, torch.float32}:
         raise UnsupportedError(f"a view of {E.dtype_name(a.dtype)} as {E.dtype_name(dtype)}")
     if any(written_storages(other) & storages(node) for other in node.graph.nodes):
         raise UnsupportedError("a view as another dtype of what is written in place")
-    return elementwise(lx, node, lambda x: Expr.make("float_of_bits", dtype, (x,)), [a], compute=a.dtype)
+    return elementwise(lx, node, lambda x: Expr.make("bit_cast", dtype, (x,)), [a], compute=a.dtype)
 
 
 @rule(aten.isnan.default)
