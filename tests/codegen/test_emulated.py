@@ -166,6 +166,29 @@ def test_other_warps_are_the_schedules_choice() -> None:
     check_decoder(kernel, [100, 7], 6, 2e-2)
 
 
+@pytest.mark.parametrize(("rows", "workers"), thinned([(5, 3), (5, 132), (40, 12)], 1))
+def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
+    b = Builder()
+    shapes = {"q": [rows, 2, 16], "k_cache": [rows, 1, 480, 16], "v_cache": [rows, 1, 480, 16]}
+    operands = [(name, b.buffer("input", name, "bfloat16", shape)) for name, shape in shapes.items()]
+    operands.append(("limit", b.buffer("input", "limit", "int64", [rows])))
+    y = b.buffer("output", "y", "bfloat16", [rows, 2, 16])
+    b.node("attention", operands, y, {"scale": 0.25, "style": "sdpa"})
+    kernel = emulate(b.graph, workers=workers)
+    [[job]] = [phase.jobs for phase in kernel.schedule.phases]
+    assert job.pieces.overlap == (rows > workers)
+    inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes.values()]
+    before, output = None, torch.empty(rows, 2, 16, dtype=torch.bfloat16)
+    for others in (333, 0, 7, 480):
+        limit = torch.full([rows], others)
+        limit[2] = 333
+        kernel.launch([*inputs, limit], [output.fill_(torch.nan)], seed=others)
+        _, (want,) = reference(b.graph, [*inputs, limit])
+        assert relative_error(output, want) < 1e-2
+        assert before is None or torch.equal(output[2], before)
+        before = output[2].clone()
+
+
 @pytest.mark.slow
 def test_a_batch_whose_rows_are_cut_differently() -> None:
     """A worker has several pieces, and may have several of one group."""

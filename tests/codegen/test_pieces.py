@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,20 +26,14 @@ int list(const uint32_t* tiles, uint32_t rows, uint32_t groups, LengthOf length_
   }
   return number;
 }
-extern "C" int cut(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers,
-                   bool one_row, KvPiece* pieces, int room) {
-  const auto count = [&](uint32_t length) {
-    uint32_t count = 0;
-    for (uint32_t row = 0; row < rows; row++) count += kv_count(tiles[row], length) * groups;
-    return count;
-  };
-  const uint32_t length = one_row ? kv_row_length(tiles[0], groups, least, workers)
-                                  : kv_length(count, rows, groups, least, workers);
-  return list(tiles, rows, groups, [&](uint32_t) { return length; }, pieces, room);
+// Of a row that is alone.
+extern "C" int cut_alone(uint32_t tiles, uint32_t groups, uint32_t least, uint32_t workers, KvPiece* pieces, int room) {
+  const uint32_t length = kv_row_length(tiles, groups, least, workers);
+  return list(&tiles, 1, groups, [&](uint32_t) { return length; }, pieces, room);
 }
-// The same where pieces do not depend on other rows.
-extern "C" int cut_alone(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32_t few, uint32_t most,
-                         KvPiece* pieces, int room) {
+// Of several rows, on whose others none's pieces depend.
+extern "C" int cut(const uint32_t* tiles, uint32_t rows, uint32_t groups, uint32_t few, uint32_t most,
+                   KvPiece* pieces, int room) {
   return list(tiles, rows, groups, [&](uint32_t tiles) { return kv_own_length(tiles, few, most); }, pieces, room);
 }
 extern "C" uint32_t own_count(uint32_t tiles, uint32_t few, uint32_t most) { return kv_own_count(tiles, few, most); }
@@ -53,9 +46,6 @@ class Piece(ctypes.Structure):
     ]
 
 
-Cut = Callable[[list[int], int, int, int, bool], list[Piece]]
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("pieces")
@@ -66,18 +56,20 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "pieces.so"))
 
 
-@pytest.fixture(scope="module")
-def cut(library: ctypes.CDLL) -> Cut:
-    def run(tiles: list[int], groups: int, least: int, workers: int, one_row: bool) -> list[Piece]:
-        room = len(tiles) * groups + workers + 1
-        pieces = (Piece * room)()
-        count = library.cut(
-            (ctypes.c_uint32 * len(tiles))(*tiles), len(tiles), groups, least, workers, one_row, pieces, room
-        )
-        assert count >= 0, "more pieces than partial results have room for"
-        return pieces[:count]
+def cut_alone(library: ctypes.CDLL, tiles: int, groups: int, least: int, workers: int) -> list[Piece]:
+    room = -(-groups // workers) * workers
+    pieces = (Piece * room)()
+    count = library.cut_alone(tiles, groups, least, workers, pieces, room)
+    assert count >= 0, "more pieces than partial results have room for"
+    return pieces[:count]
 
-    return run
+
+def cut(library: ctypes.CDLL, tiles: list[int], groups: int, few: int, most: int) -> list[Piece]:
+    room = groups * sum(library.own_count(length, few, most) for length in tiles)
+    pieces = (Piece * room)()
+    count = library.cut((ctypes.c_uint32 * len(tiles))(*tiles), len(tiles), groups, few, most, pieces, room)
+    assert count >= 0, "more pieces than partial results have room for"
+    return pieces[:count]
 
 
 def check(pieces: list[Piece], tiles: list[int], groups: int) -> None:
@@ -95,28 +87,24 @@ def check(pieces: list[Piece], tiles: list[int], groups: int) -> None:
         assert end == tiles[row]
 
 
-@given(
-    st.lists(st.integers(1, 3000), min_size=1, max_size=16), st.integers(1, 40), st.integers(1, 16), st.integers(1, 140)
-)
+@given(st.integers(1, 3000), st.integers(1, 600), st.integers(1, 16), st.integers(1, 140))
 @settings(max_examples=300, deadline=None)
-def test_every_tile_is_in_one_piece(cut: Cut, tiles: list[int], groups: int, least: int, workers: int) -> None:
-    for some, one_row in (tiles, False), (tiles[:1], True):
-        pieces, units = cut(some, groups, least, workers, one_row), len(some) * groups
-        check(pieces, some, groups)
-        assert len(pieces) <= -(-units // workers) * workers
+def test_every_tile_of_a_row_is_in_one_piece(
+    library: ctypes.CDLL, tiles: int, groups: int, least: int, workers: int
+) -> None:
+    check(cut_alone(library, tiles, groups, least, workers), [tiles], groups)
 
 
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=16), st.integers(1, 40), st.integers(1, 16), st.integers(8, 64)
 )
 @settings(max_examples=300, deadline=None)
-def test_rows_are_cut_alone(library: ctypes.CDLL, tiles: list[int], groups: int, few: int, most: int) -> None:
-    room = groups * sum(library.own_count(longest, few, most) for longest in tiles)
-    pieces = (Piece * room)()
-    count = library.cut_alone((ctypes.c_uint32 * len(tiles))(*tiles), len(tiles), groups, few, most, pieces, room)
-    assert count >= 0, "more pieces than partial results have room for"
-    check(pieces[:count], tiles, groups)
-    assert max(piece.num_tiles for piece in pieces[:count]) <= most
+def test_rows_are_cut_as_if_they_were_alone(
+    library: ctypes.CDLL, tiles: list[int], groups: int, few: int, most: int
+) -> None:
+    pieces = cut(library, tiles, groups, few, most)
+    check(pieces, tiles, groups)
+    assert max(piece.num_tiles for piece in pieces) <= most
     # A longer row has room for at least as many.
     assert all(library.own_count(length, few, most) <= library.own_count(length + 1, few, most) for length in tiles)
 
@@ -124,15 +112,13 @@ def test_rows_are_cut_alone(library: ctypes.CDLL, tiles: list[int], groups: int,
 @pytest.mark.parametrize(
     ("tiles", "lengths"), [(7, [7]), (9, [5, 4]), (37, [19, 18]), (64, [32, 32]), (80, [27, 27, 26])]
 )
-def test_rows_that_are_cut_alone_have_pieces_for_all_workers(
-    library: ctypes.CDLL, tiles: int, lengths: list[int]
-) -> None:
+def test_rows_have_equal_pieces_for_all_workers(library: ctypes.CDLL, tiles: int, lengths: list[int]) -> None:
     """Of 132 workers, of which eight rows of eight groups leave each of these two."""
-    pieces = (Piece * 8)()
-    count = library.cut_alone((ctypes.c_uint32 * 1)(tiles), 1, 1, 2, 32, pieces, 8)
-    assert [piece.num_tiles for piece in pieces[:count]] == lengths
+    assert [piece.num_tiles for piece in cut(library, [tiles], 1, 2, 32)] == lengths
 
 
 @pytest.mark.parametrize(("tiles", "longest"), [(1, 1), (11, 11), (33, 11), (176, 11), (177, 12), (2048, 128)])
-def test_pieces_have_a_tile_for_each_warp_while_there_are_workers(cut: Cut, tiles: int, longest: int) -> None:
-    assert max(piece.num_tiles for piece in cut([tiles], 8, 11, 132, True)) == longest
+def test_pieces_have_a_tile_for_each_warp_while_there_are_workers(
+    library: ctypes.CDLL, tiles: int, longest: int
+) -> None:
+    assert max(piece.num_tiles for piece in cut_alone(library, tiles, 8, 11, 132)) == longest

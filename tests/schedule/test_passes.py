@@ -244,9 +244,11 @@ def test_cut_jobs_leaves_what_cannot_leave_a_ring() -> None:
 
 
 def test_cut_jobs_into_pieces() -> None:
-    after = Draft(decoder(layers=1, batch=2, heads=16), "cut_jobs")  # two key heads, eight heads for each
+    alone = Draft(decoder(layers=1, heads=16), "cut_jobs")  # two key heads, eight heads for each
     expected = {"count": 132, "of_row": 0, "results": 8, "few_results": 2, "result_bytes": 8 * 64 + 32, "offset": -1}
-    assert by_label(after, "pieces")["attention"] == expected
+    assert by_label(alone, "pieces")["attention"] == expected
+    two = Draft(decoder(layers=1, batch=2, heads=16, length=100), "cut_jobs")
+    assert by_label(two, "pieces")["attention"] == {**expected, "count": 4, "tiles": 8, "few_of_row": 33}
     more = Draft(decoder(layers=1, batch=67, heads=4), "cut_jobs")  # groups of two key heads each
     assert by_label(more, "pieces")["attention"] == {
         **expected,

@@ -41,7 +41,6 @@ class AttentionPlanner : public Planner {
     const int64_t workers = schedule.target.num_workers;
     sizes.overlap = sizes.batch * sizes.units() > workers;
     sizes.row_tiles = sizes.tiles(cache.shape[2]);
-    sizes.own_pieces = sizes.overlap && sizes.batch > 1;
     cut_attention(schedule, job, sizes);
   }
 };
@@ -77,9 +76,9 @@ int64_t AttentionSizes::most_piece_tiles(int64_t workers) const {
 void cut_attention(const Schedule& schedule, Job& job, const AttentionSizes& sizes) {
   const int64_t batch = sizes.batch, size = sizes.size, together = sizes.together(), units = sizes.units();
   Pieces pieces;
-  pieces.count = kv_max_pieces(static_cast<uint32_t>(batch), static_cast<uint32_t>(units),
-                               static_cast<uint32_t>(schedule.target.num_workers));
-  if (sizes.own_pieces) {
+  if (batch == 1) {
+    pieces.count = kv_max_pieces(static_cast<uint32_t>(units), static_cast<uint32_t>(schedule.target.num_workers));
+  } else {
     pieces.few_of_row = sizes.few_pieces(schedule.target.num_workers);
     pieces.tiles = sizes.most_piece_tiles(schedule.target.num_workers);
     pieces.count = batch * units *

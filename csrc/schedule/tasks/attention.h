@@ -11,16 +11,16 @@ namespace mpk {
 struct AttentionSizes {
   int64_t batch, heads, groups, size;
   DType dtype;
-  bool overlap = false;     // of a worker's pieces, if shared memory has room for two
-  bool own_pieces = false;  // a row's are as its own length gives, whatever the others' are
-  int64_t row_tiles = 0;    // then: of the longest row
+  bool overlap = false;   // of a worker's pieces, if shared memory has room for two
+  int64_t row_tiles = 0;  // of the longest row
 
   bool are_possible() const { return batch >= 1 && groups >= 1 && heads >= groups && heads % groups == 0; }
   int64_t together() const;                             // heads that a piece works on
   int64_t units() const { return heads / together(); }  // of a row: each has pieces of its own
   int64_t tile() const;                                 // its positions
   int64_t tiles(int64_t positions) const { return std::max<int64_t>((positions + tile() - 1) / tile(), 1); }
-  // Pieces that rows have as far as they are long enough, and tiles of a piece at most: see kv_own_count.
+  // With several rows: pieces that each has as far as it is long enough, and tiles of a piece at most, see
+  // kv_own_count.
   int64_t few_pieces(int64_t workers) const;
   int64_t most_piece_tiles(int64_t workers) const;
   // Of a head of a piece: up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.

@@ -14,7 +14,6 @@ class PagedAttentionPlanner : public Planner {
     const int64_t workers = schedule.target.num_workers;
     sizes.overlap = 2 * sizes.batch * sizes.units() > workers && sizes.batch > 1;
     sizes.row_tiles = sizes.tiles(node.operand("block_table").tensor.shape[1] * pages.shape[1]);
-    sizes.own_pieces = sizes.batch > 1;
     cut_attention(schedule, job, sizes);
   }
 };

@@ -98,31 +98,23 @@ struct KvPiece {
 // quicker than three.
 inline constexpr uint32_t kKvPieceTiles = 8;
 
-MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t rows, uint32_t groups, uint32_t workers) {
-  return (rows * groups + workers - 1) / workers * workers;
+// Of a row that is alone, at most: all workers have equally many.
+MPK_HOST_DEVICE constexpr uint32_t kv_max_pieces(uint32_t groups, uint32_t workers) {
+  return (groups + workers - 1) / workers * workers;
 }
 
 MPK_HOST_DEVICE constexpr uint32_t kv_count(uint32_t tiles, uint32_t length) { return (tiles + length - 1) / length; }
 
-// Tiles of a piece, at most: `least`, unless that gives more pieces than there are workers. Then as few as give no
-// more. This is for one batch row; `groups`, `least` and `workers` are best constants.
+// Tiles of a piece of such a row, at most: `least`, unless that gives more pieces than there are workers. Then as few
+// as give no more. `groups`, `least` and `workers` are best constants.
 MPK_HOST_DEVICE uint32_t kv_row_length(uint32_t tiles, uint32_t groups, uint32_t least, uint32_t workers) {
-  const uint32_t equal = kv_count(tiles, kv_max_pieces(1, groups, workers) / groups);
+  const uint32_t equal = kv_count(tiles, kv_max_pieces(groups, workers) / groups);
   return equal > least ? equal : least;
 }
 
-// The same for any number of rows. pieces(length): how many there are of all of them, each of which has a tile or more.
-template <class PiecesOf>
-MPK_HOST_DEVICE uint32_t kv_length(PiecesOf pieces, uint32_t rows, uint32_t groups, uint32_t least, uint32_t workers) {
-  const uint32_t max_pieces = kv_max_pieces(rows, groups, workers);
-  const uint32_t equal = kv_count(pieces(1), max_pieces);
-  uint32_t length = equal > least ? equal : least;
-  while (pieces(length) > max_pieces) length += 1 + length / 16;
-  return length;
-}
-
-// The same for a row whose pieces do not depend on the other rows: about equally long, and at most as many as
-// kv_own_count says: `few` as far as each has kKvPieceTiles, or as many as it takes for none to have more than `most`.
+// The same for a row among others, on which its pieces do not depend: they are about equally long, and at most as many
+// as kv_own_count says, `few` as far as each has kKvPieceTiles, or as many as it takes for none to have more than
+// `most`.
 MPK_HOST_DEVICE constexpr uint32_t kv_own_count(uint32_t tiles, uint32_t few, uint32_t most) {
   const uint32_t enough = kv_count(tiles, kKvPieceTiles), needed = kv_count(tiles, most);
   const uint32_t count = enough < few ? enough : few;
@@ -133,7 +125,7 @@ MPK_HOST_DEVICE constexpr uint32_t kv_own_length(uint32_t tiles, uint32_t few, u
   return kv_count(tiles, kv_own_count(tiles, few, most));
 }
 
-// Piece number `number` of a batch row, whose first one has number `begin` of all, where rows follow each other.
+// Piece number `number` of a row, whose first one has number `begin` of all.
 MPK_HOST_DEVICE KvPiece kv_row_piece(uint32_t row, uint32_t tiles, uint32_t groups, uint32_t length, uint32_t begin,
                                      uint32_t number) {
   const uint32_t index = number / groups, group = number % groups, first = index * length,

@@ -78,7 +78,7 @@ struct TileShape {
 // where the worker of a row's last piece polls those of the others.
 struct Pieces {
   int64_t count = 0;         // of all rows, at most
-  int64_t of_row = 0;        // of each; 0: as lengths at run time give, see kv_length
+  int64_t of_row = 0;        // of each; 0: as lengths at run time give, see kv_row_length
   int64_t results = 1;       // rows of results that a piece works on together,
   int64_t few_results = 1;   // and where more pieces give more workers some
   int64_t result_bytes = 0;  // of each before they are put together

@@ -30,8 +30,8 @@ template <class V>
 concept Sizes = requires {
   typename V::T;
   requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kLength, V::kWorkers>;
-  // Of a piece, at most, and the pieces that rows have as far as they are long enough; or 0: as all rows' lengths give.
-  // There is room for kPieces pieces' results.
+  // With several rows: of a piece, at most, and the pieces that rows have as far as they are long enough. There is room
+  // for kPieces pieces' results.
   requires Constants<int, V::kPieceTiles, V::kFewPieces, V::kPieces>;
   // kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
   // kFewHeads divides kHeads, see Spread.
@@ -224,7 +224,7 @@ template <class V, class L>
 MPK_DEVICE void load(L& l, const Job& job) {
   static_assert(Sizes<V> && Places<V>);
   static_assert(
-      !kOwnPieces<V> ||
+      V::kBatch == 1 ||
           kv_own_count(tiles_of<V>(V::kLength), V::kFewPieces, V::kPieceTiles) * V::kBatch * kUnits<V> <= V::kPieces,
       "the schedule has less room for results of pieces");
   if constexpr (kMaySpread<V>)
@@ -766,7 +766,7 @@ MPK_DEVICE void compute_pieces(C& c, const Job& job) {
   const Positions<V> positions(job);
   const uint32_t worker = c.worker(job);
   // Then no worker has two pieces.
-  constexpr bool kOnce = V::kBatch * kUnits<V> <= V::kWorkers && !kOwnPieces<V>;
+  constexpr bool kOnce = V::kBatch == 1 && kUnits<V> <= V::kWorkers;
 #pragma unroll 1
   for (uint32_t turn = 0;; turn++) {
     const KvPiece piece = cut.piece(turn, worker);

@@ -48,104 +48,91 @@ struct RowTiles {
       if (const uint32_t of_lane = __shfl_sync(~0u, limits[i], row % 32); row / 32 == i) limit = of_lane;
     return limit;
   }
-
-  // Of all rows, where pieces are of `length`.
-  MPK_DEVICE uint32_t pieces(uint32_t length) const {
-    uint32_t count = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) count += kv_count(tiles(i), length);
-#pragma unroll
-    for (int o = 16; o > 0; o /= 2) count += __shfl_xor_sync(~0u, count, o);
-    return count * kUnits<V>;
-  }
-
-  // length_of(tiles): of the pieces of a row.
-  template <class LengthOf>
-  MPK_DEVICE KvPiece piece(LengthOf length_of, uint32_t number) const {
-    uint32_t counts[kEach], begin = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) counts[i] = tiles(i);
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const uint32_t length = counts[i] == 0 ? 1 : length_of(counts[i]);
-      const uint32_t mine = kv_count(counts[i], length) * kUnits<V>;
-      const uint32_t end = warp_sum_so_far(mine, ptx::thread_index() % 32), all = __shfl_sync(~0u, end, 31);
-      if (number < all) {
-        const int row = __ffs(__ballot_sync(~0u, number < end)) - 1;
-        const uint32_t before = __shfl_sync(~0u, end - mine, row);
-        return kv_row_piece(32 * i + row, __shfl_sync(~0u, counts[i], row), kUnits<V>, __shfl_sync(~0u, length, row),
-                            begin + before, number - before);
-      }
-      number -= all;
-      begin += all;
-    }
-    return {};
-  }
 };
 
-// The divisions of a batch are out of line; with one row there are none but by constants.
-template <class V>
-__device__ __noinline__ uint32_t divide(RowTiles<V> rows) {
-  return kv_length([&](uint32_t length) { return rows.pieces(length); }, V::kBatch, kUnits<V>, kKvPieceTiles,
-                   V::kWorkers);
-}
-template <class V>
-__device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t length, uint32_t number) {
-  return rows.piece([&](uint32_t) { return length; }, number);
-}
-template <class V>
-__device__ __noinline__ KvPiece find_piece(RowTiles<V> rows, uint32_t number) {
-  return rows.piece([](uint32_t tiles) { return kv_own_length(tiles, V::kFewPieces, V::kPieceTiles); }, number);
-}
-
-// Whether a row's pieces are as its own length gives, whatever the others' are.
-template <class V>
-inline constexpr bool kOwnPieces = V::kPieceTiles != 0;
-
-// How the work is cut. All lanes of a warp call all functions.
+// How the work is cut. All lanes of a warp call all functions. With one row the limit is read once.
 template <class V>
 struct Cut {
-  RowTiles<V> rows;
-  uint32_t length;  // of a piece
-
-  MPK_DEVICE explicit Cut(const Job& job) : rows(job), length(divide<V>(rows)) {}
-  MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
-  // The worker's `turn`-th.
-  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
-    return find_piece<V>(rows, length, turn * V::kWorkers + worker);
-  }
-};
-
-// With one row the limit is read once.
-template <class V>
-  requires(V::kBatch == 1)
-struct Cut<V> {
   uint32_t first;
-  uint32_t length;
+  uint32_t length;  // of a piece
 
   MPK_DEVICE explicit Cut(const Job& job)
       : first(visible<V>(job, 0)), length(kv_row_length(tiles_of<V>(first), kUnits<V>, kKvPieceTiles, V::kWorkers)) {}
   MPK_DEVICE uint32_t limit(uint32_t) const { return first; }
+  // The worker's `turn`-th.
   MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
     return kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, 0, turn * V::kWorkers + worker);
   }
 };
 
+// Where workers have one piece as far as lengths allow, a row's are about equally long (kv_own_length). Rows with the
+// longest come first, so that of workers that have two, dealt out to and fro, none has two long ones.
 template <class V>
-  requires(kOwnPieces<V> && !V::kOverlaps)
-struct Cut<V> {
+struct OwnPieces {
+  static constexpr int kEach = RowTiles<V>::kEach;
   RowTiles<V> rows;
+  uint32_t lengths[kEach], firsts[kEach];  // of the lane's rows: tiles of a piece, and the number of the first piece
+  uint32_t count = 0;                      // of all rows' pieces
 
-  MPK_DEVICE explicit Cut(const Job& job) : rows(job) {}
-  MPK_DEVICE uint32_t limit(uint32_t row) const { return rows.limit(row); }
+  MPK_DEVICE uint32_t pieces(int i) const { return kv_count(rows.tiles(i), lengths[i]) * kUnits<V>; }
+
+  MPK_DEVICE explicit OwnPieces(const Job& job) : rows(job) {
+    uint32_t keys[kEach], counts[kEach];  // keys: larger for rows with longer pieces, and different for each row
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t tiles = rows.tiles(i);
+      lengths[i] = tiles == 0 ? 1 : kv_own_length(tiles, V::kFewPieces, V::kPieceTiles);
+      keys[i] = tiles == 0 ? 0 : lengths[i] * V::kBatch + (V::kBatch - 1 - rows.row_of(i));
+      counts[i] = pieces(i);
+      firsts[i] = 0;
+    }
+#pragma unroll 1
+    for (int lane = 0; lane < (V::kBatch < 32 ? V::kBatch : 32); lane++)
+#pragma unroll
+      for (int e = 0; e < kEach; e++) {
+        const uint32_t key = __shfl_sync(~0u, keys[e], lane), more = __shfl_sync(~0u, counts[e], lane);
+        count += more;
+#pragma unroll
+        for (int i = 0; i < kEach; i++) firsts[i] += key > keys[i] ? more : 0;
+      }
+  }
+
+  MPK_DEVICE KvPiece piece(uint32_t number) const {
+    KvPiece found{};
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const uint32_t here = __ballot_sync(~0u, number - firsts[i] < pieces(i));
+      if (here == 0) continue;
+      const int from = __ffs(here) - 1;
+      const uint32_t first = __shfl_sync(~0u, firsts[i], from);
+      found = kv_row_piece(32 * i + from, __shfl_sync(~0u, rows.tiles(i), from), kUnits<V>,
+                           __shfl_sync(~0u, lengths[i], from), first, number - first);
+    }
+    return found;
+  }
+};
+// Out of line: with several rows it is long.
+template <class V>
+__device__ __noinline__ KvPiece find_piece(OwnPieces<V> pieces, uint32_t number) {
+  return pieces.piece(number);
+}
+
+template <class V>
+  requires(V::kBatch > 1 && !V::kOverlaps)
+struct Cut<V> {
+  OwnPieces<V> pieces;
+
+  MPK_DEVICE explicit Cut(const Job& job) : pieces(job) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return pieces.rows.limit(row); }
   MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
-    return find_piece<V>(rows, turn * V::kWorkers + worker);
+    const uint32_t number = dealt(turn, worker, V::kWorkers);
+    return number < pieces.count ? find_piece<V>(pieces, number) : KvPiece{};
   }
 };
 
 // Where workers have several pieces, these are of one length. All but the rows' last come first, in the order of row,
 // place within the group, and group; then the last, the longest first. So, dealt out to and fro, workers have about as
-// many tiles. To find the order takes a microsecond, which is not worth it elsewhere.
+// many tiles. To find the order takes a microsecond.
 template <class V>
 struct EqualPieces {
   static constexpr int kEach = RowTiles<V>::kEach;
@@ -209,7 +196,7 @@ __device__ __noinline__ KvPiece find_piece(EqualPieces<V> pieces, uint32_t numbe
 }
 
 template <class V>
-  requires(kOwnPieces<V> && V::kOverlaps)
+  requires(V::kBatch > 1 && V::kOverlaps)
 struct Cut<V> {
   EqualPieces<V> pieces;
 
@@ -236,9 +223,8 @@ MPK_DEVICE bool spreads(const Job& job) {
 // Whether a group may be more than one piece.
 template <class V>
 MPK_DEVICE constexpr bool may_cut() {
-  if (kOwnPieces<V>) return kv_own_count(tiles_of<V>(V::kLength), V::kFewPieces, V::kPieceTiles) > 1;
-  const bool has_pieces_for_all = V::kBatch > 1 || kv_max_pieces(1, kUnits<V>, V::kWorkers) / kUnits<V> > 1;
-  return has_pieces_for_all && V::kLength > kTile<V> * kKvPieceTiles;
+  if (V::kBatch > 1) return kv_own_count(tiles_of<V>(V::kLength), V::kFewPieces, V::kPieceTiles) > 1;
+  return kv_max_pieces(kUnits<V>, V::kWorkers) / kUnits<V> > 1 && V::kLength > kTile<V> * kKvPieceTiles;
 }
 template <class V>
 inline constexpr bool kMayCut = may_cut<V>();
