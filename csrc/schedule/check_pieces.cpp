@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "proof.h"
+#include "torch_mpk/abi/partition.h"
 #include "torch_mpk/abi/sizes.h"
 
 namespace mpk {
@@ -73,8 +74,9 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
   require(!pieces.overlap || s.warps.consumers > kBringingWarps,
           "pieces overlap, but of " + std::to_string(s.warps.consumers) + " consumers " +
               std::to_string(kBringingWarps) + " are at others' rows and none is left for tiles");
-  require(pieces.tiles > 0 ? pieces.count % units == 0 && pieces.count > 0
-                           : pieces.count >= (units + workers - 1) / workers * workers,
+  require(pieces.tiles > 0
+              ? pieces.count % units == 0 && pieces.count > 0
+              : pieces.count >= kv_max_pieces(static_cast<uint32_t>(units), static_cast<uint32_t>(workers)),
           count + " are fewer than lengths at run time may give");
 }
 

@@ -176,9 +176,9 @@ def test_depth_adds_table_rows_only() -> None:
     ("member", "header", "concept"),
     thinned(
         [
-            ("int kTileRows =", "linear.cuh", "concept Sizes"),
+            ("int kTileRows =", "linear_shape.cuh", "concept Sizes"),
             ("uint32_t num_rows(", "linear.cuh", "static_assert(Variant<V, C>)"),
-            ("int kFewHeads =", "attention.cuh", "concept Sizes"),
+            ("int kFewHeads =", "attention_shape.cuh", "concept Sizes"),
             ("int64_t slot(", "attention.cuh", "static_assert(Sizes<V> && Places<V>)"),
             ("float kEps =", "rms_norm.cuh", "concept Traits"),
         ],

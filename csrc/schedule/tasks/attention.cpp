@@ -68,8 +68,8 @@ int64_t AttentionSizes::most_piece_tiles(int64_t workers) const {
   const int64_t pieces = batch * units();
   const auto usual = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(kUsual / tile() * pieces / workers)));
   int64_t tiles = overlap ? kOfSeveral : std::clamp(usual, kFewest, kMost);
-  while (tiles < row_tiles && pieces * ((row_tiles + tiles - 1) / tiles) * together() * result_bytes() > kMostBytes)
-    tiles *= 2;
+  const auto of_row = [&] { return kv_count(static_cast<uint32_t>(row_tiles), static_cast<uint32_t>(tiles)); };
+  while (of_row() > 1 && pieces * of_row() * together() * result_bytes() > kMostBytes) tiles *= 2;
   return tiles;
 }
 

@@ -48,6 +48,23 @@ struct RowTiles {
       if (const uint32_t of_lane = __shfl_sync(~0u, limits[i], row % 32); row / 32 == i) limit = of_lane;
     return limit;
   }
+
+  // Adds to each of the lane's rows the weights of those with larger keys, which no two rows have equal. All rows'
+  // weight; weight(i, lane): of that lane's.
+  template <class Weight>
+  MPK_DEVICE static uint32_t rank(const uint32_t (&keys)[kEach], Weight weight, uint32_t (&before)[kEach]) {
+    uint32_t all = 0;
+#pragma unroll 1
+    for (int lane = 0; lane < (V::kBatch < 32 ? V::kBatch : 32); lane++)
+#pragma unroll
+      for (int e = 0; e < kEach; e++) {
+        const uint32_t key = __shfl_sync(~0u, keys[e], lane), more = weight(e, lane);
+        all += more;
+#pragma unroll
+        for (int i = 0; i < kEach; i++) before[i] += key > keys[i] ? more : 0;
+      }
+    return all;
+  }
 };
 
 // How the work is cut. All lanes of a warp call all functions. With one row the limit is read once.
@@ -72,7 +89,7 @@ struct OwnPieces {
   static constexpr int kEach = RowTiles<V>::kEach;
   RowTiles<V> rows;
   uint32_t lengths[kEach], firsts[kEach];  // of the lane's rows: tiles of a piece, and the number of the first piece
-  uint32_t count = 0;                      // of all rows' pieces
+  uint32_t count;                          // of all rows' pieces
 
   MPK_DEVICE uint32_t pieces(int i) const { return kv_count(rows.tiles(i), lengths[i]) * kUnits<V>; }
 
@@ -86,15 +103,7 @@ struct OwnPieces {
       counts[i] = pieces(i);
       firsts[i] = 0;
     }
-#pragma unroll 1
-    for (int lane = 0; lane < (V::kBatch < 32 ? V::kBatch : 32); lane++)
-#pragma unroll
-      for (int e = 0; e < kEach; e++) {
-        const uint32_t key = __shfl_sync(~0u, keys[e], lane), more = __shfl_sync(~0u, counts[e], lane);
-        count += more;
-#pragma unroll
-        for (int i = 0; i < kEach; i++) firsts[i] += key > keys[i] ? more : 0;
-      }
+    count = rows.rank(keys, [&](int i, int lane) { return __shfl_sync(~0u, counts[i], lane); }, firsts);
   }
 
   MPK_DEVICE KvPiece piece(uint32_t number) const {
@@ -153,14 +162,7 @@ struct EqualPieces {
       keys[i] = row < V::kBatch ? (rows.tiles(i) - others(i) * kLength) * V::kBatch + (V::kBatch - 1 - row) : 0;
       places[i] = 0;
     }
-#pragma unroll 1
-    for (int lane = 0; lane < 32; lane++)
-#pragma unroll
-      for (int e = 0; e < kEach; e++) {
-        const uint32_t key = __shfl_sync(~0u, keys[e], lane);
-#pragma unroll
-        for (int i = 0; i < kEach; i++) places[i] += key > keys[i];
-      }
+    rows.rank(keys, [](int, int) { return 1; }, places);
   }
 
   MPK_DEVICE KvPiece piece(uint32_t number) const {

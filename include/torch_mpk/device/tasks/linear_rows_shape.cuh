@@ -1,7 +1,7 @@
 // How a worker goes through linears with several rows of x, see linear_rows.cuh.
 #pragma once
 
-#include "torch_mpk/device/tasks/linear.cuh"
+#include "torch_mpk/device/tasks/linear_shape.cuh"
 #include "torch_mpk/device/warpgroup.cuh"
 
 namespace mpk::linear {

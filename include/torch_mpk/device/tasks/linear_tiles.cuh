@@ -11,7 +11,7 @@
 #pragma once
 
 #include "torch_mpk/device/tagged.cuh"
-#include "torch_mpk/device/tasks/linear.cuh"
+#include "torch_mpk/device/tasks/linear_shape.cuh"
 #include "torch_mpk/device/warpgroup.cuh"
 
 namespace mpk::linear {

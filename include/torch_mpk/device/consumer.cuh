@@ -1,0 +1,150 @@
+// The consumer warps' view of a launch: the group's barrier, and the way from phase to phase.
+#pragma once
+
+#include "torch_mpk/device/launch.cuh"
+
+namespace mpk {
+
+// Until the events of a phase have come. Out of line as the other waits are, see event.cuh. The last phase, which
+// advances counters, does not begin where another worker has given up: one that stalled may have signalled since.
+MPK_OUT_OF_LINE bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events, uint32_t target,
+                                 uint32_t phase, bool is_last) {
+  for (uint32_t i = 0; i < waiting->num_waits; i++) {
+    const uint32_t event = waits_of(waiting)[i];
+    if (!wait_event(dog, events + event * kEventStride, target, phase, WarpRole::kConsumer, event)) return false;
+  }
+  return !is_last || ptx::load_relaxed_gpu(&dog.control->aborted) == 0;
+}
+
+// A consumer thread's view: the group's barrier, shared memory, the ring. `rank` is the thread's within the group.
+template <class Kernel>
+struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
+  using Config = Kernel;
+  int rank, warp, lane;
+  // Where all warps multiply together, none owns an entry.
+  RingReader<Kernel::kSlots, Kernel::kSlotBytes, MPK_WARPGROUPS == 0 ? Kernel::kEmptyArrivals : 1> ring;
+  uint32_t row = 0, phase = 0;
+  uint32_t entry = 0;    // the ring entry the running job begins with
+  uint32_t window = 0;   // and the window of x
+  bool failed = false;   // this warp gave up a wait
+  bool alive = true;     // no warp of the group has, as far as the group knows
+  bool awaited = false;  // the events of this phase have come
+  bool apart = false;    // other warps may not be done with the phase before
+  PhaseRow current{};    // the row's, in registers
+
+  MPK_DEVICE Consumer(const Launch<Kernel>& launch, int thread)
+      : Launch<Kernel>(launch),
+        rank(thread),
+        warp(thread / 32),
+        lane(thread % 32),
+        ring{launch.shared.ring, launch.smem + Kernel::kRingOffset, launch.shared.watchdog, thread % 32} {}
+
+  // The barrier of the consumer group. False, for all of them, when one has given up: return at once.
+  MPK_DEVICE bool sync() {
+    if (alive) alive = !ptx::barrier_or<kConsumerThreads>(failed);
+    return alive;
+  }
+
+  // At the beginning of a job: the compiler would otherwise compute what all jobs derive from these once for the whole
+  // launch, and spill it.
+  MPK_DEVICE void begin_job() {
+    rank = ptx::thread_index();
+    warp = rank / 32;
+    lane = ring.lane = rank % 32;
+  }
+
+  // Shared memory for the running job, Kernel::kRingOffset - Kernel::kStagedOffset bytes, aligned to 128.
+  MPK_DEVICE uint8_t* staged() const { return this->smem + Kernel::kStagedOffset; }
+
+  // This worker's number as the job sees it.
+  MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
+
+  // Calls f, which does a job's work out of line, behind await(), and is false when the launch was given up. What is
+  // kept from job to job stands in memory meanwhile: f may need all registers, and what the compiler itself moves to
+  // memory for that, it leaves there for the whole launch.
+  template <class F>
+  MPK_DEVICE void call(F f) {
+    volatile uint32_t kept[] = {row, phase, entry, window, ring.issued};
+    alive = f();
+    row = kept[0], phase = kept[1], entry = kept[2], window = kept[3], ring.issued = kept[4];
+    failed = apart = false, awaited = true;
+    current = *current_row();
+  }
+
+  // Waits for the next row of the table; null when the launch was given up.
+  MPK_DEVICE const PhaseRow* next_row() {
+    const uint32_t target = row + 1;
+    uint32_t* described = &this->shared.described;
+    if (!__all_sync(~0u, reached(ptx::load_acquire_cta(described), target))) {
+      const uint32_t seen =
+          wait_count(this->shared.watchdog, described, target, phase, WarpRole::kConsumer, Waiting::kLoader, entry);
+      if (!__all_sync(~0u, reached(seen, target))) {
+        failed = true;
+        sync();
+        return nullptr;
+      }
+    }
+    this->shared.await_shown(row);
+    current = *current_row();
+    return current_row();
+  }
+
+  // Until the worker's warps are done with the phase before, and the events of this one have come; once a phase. A job
+  // calls it where it first writes to shared memory, or reads what earlier phases of this launch wrote, or may have
+  // written since the phase before the last; behind it elements are polled. False when the launch was given up.
+  MPK_DEVICE bool await() {
+    if (awaited) return alive;
+    awaited = true;
+    if (apart && !join(0)) return false;
+    this->stamp(&PhaseStamps::joined);
+    if (current.num_waits != 0) {
+      if (rank == kPollingThread)
+        failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
+                              phase + 1 == Kernel::kNumPhases);
+      if (!sync()) return false;
+    }
+    this->stamp(&PhaseStamps::ready);
+    return true;
+  }
+
+  // Ends a row whose phase goes on.
+  MPK_DEVICE bool end_row() {
+    if (!sync()) return false;
+    this->shared.finish(row);
+    if (rank == 0) ptx::store_release_cta(&this->shared.done, row + 1);
+    row++;
+    return true;
+  }
+
+  // Ends the last row of a phase.
+  MPK_DEVICE bool end_phase() {
+    if (!await()) return false;
+    this->stamp(&PhaseStamps::computed);
+    this->next_stamps(this->params.control, this->epoch, StampPlaces<Kernel>::kPhases, phase, rank == 0);
+    const uint32_t signal = current.signal;
+    if (signal & kPublishes) ptx::fence_proxy_async();
+    row++;
+    phase++;
+    awaited = false;
+    apart = true;
+    return (signal == 0 && phase < Kernel::kNumPhases) || join(signal);
+  }
+
+ private:
+  // All warps are done with the phase before.
+  MPK_DEVICE bool join(uint32_t signal) {
+    apart = false;
+    if (!sync()) return false;
+    this->shared.finish(row - 1);
+    if (rank == 0) {
+      delay(this->params.jitter, blockIdx.x, 2 * row - 1);
+      if (signal & kReleases) ptx::add_release_gpu(this->event(phase - 1), 1);
+      ptx::store_release_cta(&this->shared.done, row);
+    }
+    return true;
+  }
+
+  MPK_DEVICE const PhaseRow* current_row() const { return reinterpret_cast<const PhaseRow*>(this->place_of(row)); }
+};
+
+}  // namespace mpk

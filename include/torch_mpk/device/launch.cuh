@@ -1,0 +1,141 @@
+// What both roles know of a launch: shared memory, the rows of the table, and where things stand.
+#pragma once
+
+#include "torch_mpk/device/ring.cuh"
+#include "torch_mpk/device/stamps.cuh"
+#include "torch_mpk/device/warps.cuh"
+
+namespace mpk {
+
+// In a kernel for racecheck, what `described` and `done` say of rows of the table as barriers, too; otherwise nothing.
+struct RowBarriers {
+#ifdef MPK_RACECHECK
+  uint64_t shown[kPhasesAhead], finished[kPhasesAhead];
+
+  MPK_DEVICE void init() {
+    for (int i = 0; i < kPhasesAhead; i++) {
+      ptx::mbar_init(&shown[i], 32);
+      ptx::mbar_init(&finished[i], kConsumerThreads);
+    }
+  }
+  MPK_DEVICE void show(uint32_t row) { ptx::mbar_arrive(&shown[row % kPhasesAhead]); }
+  MPK_DEVICE void finish(uint32_t row) { ptx::mbar_arrive(&finished[row % kPhasesAhead]); }
+  MPK_DEVICE void await_shown(uint32_t row) { await(shown, row); }
+  MPK_DEVICE void await_finished(uint32_t row) { await(finished, row); }
+
+ private:
+  MPK_DEVICE void await(uint64_t* barriers, uint32_t row) {
+    while (!ptx::mbar_test(&barriers[row % kPhasesAhead], row / kPhasesAhead & 1)) {
+    }
+  }
+#else
+  MPK_DEVICE void init() {}
+  MPK_DEVICE void show(uint32_t) {}
+  MPK_DEVICE void finish(uint32_t) {}
+  MPK_DEVICE void await_shown(uint32_t) {}
+  MPK_DEVICE void await_finished(uint32_t) {}
+#endif
+};
+
+// The fixed part of dynamic shared memory; behind it kPhasesAhead rows of the table (kRowsOffset), the staged
+// activations (kStagedOffset), then the ring (kRingOffset).
+struct Shared : RowBarriers {
+  RingState ring;
+  Watchdog watchdog;
+  uint32_t described;  // rows of the table that the loader has brought
+  uint32_t done;       // rows that the consumers have finished
+  uint32_t word;       // for broadcasts within the group
+  alignas(16) float partials[2][(kConsumerWarps + 3) / 4 * 4];
+  uint64_t run_sums[kSumsKept][kSumsOfRun];  // each below the number of the entry behind its run
+  uint64_t data[2];                          // of matrices that a job's own code has the loader stream, see fill_ring
+  MatrixRow matrices[2];
+};
+
+// The last warp's: the last ones have fewer neighbours to share their scheduler with.
+inline constexpr int kPollingThread = kConsumerThreads - 32;
+
+// A job of the running phase, as tasks see it.
+struct Job {
+  const JobRow* row;
+  const LaunchParams* params;
+  uint32_t variant;  // the row's
+  uint32_t first_ref = 0;
+
+  MPK_DEVICE Job(const JobRow* row, const LaunchParams* params) : row(row), params(params), variant(row->variant) {}
+
+  // The same job, seen by code whose references begin with number `first`.
+  MPK_DEVICE Job from(uint32_t first) const {
+    Job job = *this;
+    job.first_ref = first;
+    return job;
+  }
+
+  MPK_DEVICE const uint64_t* refs() const { return reinterpret_cast<const uint64_t*>(row + 1) + first_ref; }
+  template <class T>
+  MPK_DEVICE T* pointer(int i) const {
+    T* p = reinterpret_cast<T*>(refs()[i]);
+    __builtin_assume(__isGlobal(p));
+    return p;
+  }
+  MPK_DEVICE int32_t number(int i) const { return static_cast<int32_t>(refs()[i]); }
+};
+
+// What a job that streams matrices has of them; the matrices follow.
+MPK_DEVICE const StreamRow* stream_of(const Job& job) {
+  return reinterpret_cast<const StreamRow*>(job.refs() + (job.row->num_refs + job.row->num_loader_waits));
+}
+
+MPK_DEVICE const uint32_t* waits_of(const PhaseRow* phase) { return reinterpret_cast<const uint32_t*>(phase + 1); }
+MPK_DEVICE const JobRow* first_job(const PhaseRow* phase) {
+  constexpr uint32_t kWords = kAccessBytes / sizeof(uint32_t);
+  return reinterpret_cast<const JobRow*>(waits_of(phase) + (phase->num_waits + kWords - 1) / kWords * kWords);
+}
+MPK_DEVICE const JobRow* next_job(const JobRow* job) {
+  return reinterpret_cast<const JobRow*>(reinterpret_cast<const uint8_t*>(job) + job->bytes);
+}
+
+// Windows onto what some consumer warps bring to shared memory and the others work on: columns of x, or the rows that a
+// piece of attention needs.
+struct Windows {
+  uint64_t full[kWindows], empty[kWindows];
+
+  MPK_DEVICE void init() {
+    for (int i = 0; i < kWindows; i++) {
+      ptx::mbar_init(&full[i], 32 * kBringingWarps);
+      ptx::mbar_init(&empty[i], kConsumerWarps - kBringingWarps);
+    }
+  }
+};
+
+// What both roles know of the launch.
+template <class Kernel>
+struct Launch {
+  const LaunchParams& params;
+  void* const* pointers;
+  Shared& shared;
+  uint8_t* smem;
+  uint32_t epoch;
+
+  MPK_DEVICE uint32_t* event(uint32_t phase) const {
+    return control_word(Kernel::kEventsOffset) + phase * kEventStride;
+  }
+  MPK_DEVICE uint32_t* ticket(uint32_t phase) const {
+    return control_word(Kernel::kTicketsOffset) + phase * kEventStride;
+  }
+  MPK_DEVICE uint32_t event_target() const { return (epoch + 1) * Kernel::kNumWorkers; }
+  MPK_DEVICE uint32_t* control_word(int64_t offset) const {
+    return reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(params.control) + offset);
+  }
+  // Where a row of the table stands in shared memory.
+  MPK_DEVICE uint8_t* place_of(uint32_t row) const {
+    return smem + Kernel::kRowsOffset + row % kPhasesAhead * Kernel::kRowBytes;
+  }
+  // Where polled vectors stand in launches of an epoch like this one.
+  MPK_DEVICE uint8_t* polled(uint32_t epoch) const {
+    return static_cast<uint8_t*>(params.workspace) + Kernel::kPolledOffset + epoch % 2 * Kernel::kPolledBytes;
+  }
+  MPK_DEVICE Windows& windows() const { return *reinterpret_cast<Windows*>(smem + Kernel::kWindowsOffset); }
+  MPK_DEVICE const uint8_t* table() const { return static_cast<const uint8_t*>(params.table); }
+};
+
+}  // namespace mpk

@@ -1,0 +1,178 @@
+// What attention knows of a job before it runs: what its variant says, where positions lie, and how a piece stands in
+// shared memory.
+#pragma once
+
+#include "torch_mpk/device/fragment.cuh"
+#include "torch_mpk/device/polled.cuh"
+#include "torch_mpk/device/tasks/attention_pieces.cuh"
+#include "torch_mpk/device/tasks/linear_shape.cuh"
+
+namespace mpk::attention {
+
+// What a variant says of one job.
+template <class V>
+concept Sizes = requires {
+  typename V::T;
+  requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kLength, V::kWorkers>;
+  // With several rows: of a piece, at most, and the pieces that rows have as far as they are long enough. There is room
+  // for kPieces pieces' results.
+  requires Constants<int, V::kPieceTiles, V::kFewPieces, V::kPieces>;
+  // kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
+  // kFewHeads divides kHeads, see Spread.
+  requires Constants<int, V::kPasses, V::kHeads, V::kFewHeads>;
+  requires Constants<bool, V::kHasNew, V::kHasMask, V::kOverlaps>;
+  // Bytes from position to position.
+  requires Constants<uint32_t, V::kPitchK, V::kPitchV>;
+  { V::kScale } -> Same<const float&>;
+  // What a head that attends to nothing gives; otherwise it gives NaN.
+  requires Constants<bool, V::kZeroWithoutKeys>;
+  // Scratch that the result of a head of a piece has.
+  requires Constants<int, V::kPartialBytes>;
+  // y travels as a polled vector.
+  requires Constants<bool, V::kPolled>;
+  // RowsK is RowsQ, and RowsV fetches as RowsQ does and applies nothing.
+  requires Constants<bool, V::kOneChain>;
+  // Limits, the slot and what the chains fetch first are known before the phase's events.
+  requires Constants<bool, V::kEarly>;
+};
+
+template <class V>
+concept Masked = requires(const Job& job, uint32_t b, uint32_t h, uint32_t position) {
+  { V::mask(job, b, h, position) } -> Same<float>;
+};
+
+// Where keys and values are: a cache of each batch row b and group g,
+template <class V>
+concept InCaches = requires(const Job& job, uint32_t b, uint32_t g) {
+  { V::k_cache(job, b, g) } -> Same<typename V::T*>;
+  { V::v_cache(job, b, g) } -> Same<typename V::T*>;
+  { V::slot(job) } -> Same<int64_t>;
+};
+
+// or pages, of which a table has the numbers: its place m of row b has that of positions m kPageSize to (m + 1)
+// kPageSize, which is none if it is not below num_pages.
+template <class V>
+concept InPages = Constants<int, V::kPageSize> && requires(const Job& job, uint32_t b, int32_t page) {
+  requires Constants<bool, V::kInBoxes>;  // keys and values come by maps
+  { V::num_pages(job) } -> Same<int32_t>;
+  { V::page(job, b, b) } -> Same<int32_t>;
+  { V::k_pages(job, page, b) } -> Same<typename V::T*>;
+  { V::v_pages(job, page, b) } -> Same<typename V::T*>;
+};
+
+// Where its operands are, for batch row b, group g and head h.
+template <class V>
+concept Places = (InCaches<V> || InPages<V>) && requires(const Job& job, uint32_t b, uint32_t h) {
+  { V::limit(job, b) } -> Same<int64_t>;
+  { V::partials(job) } -> Same<uint8_t*>;
+  { V::y(job, b, h) } -> Same<typename Choose<V::kPolled, uint16_t*, typename V::T*>::Type>;
+} && (!V::kHasMask || Masked<V>);
+
+// How rows come: made with the row of the batch too, from references that begin with number `first`. C: the consumer.
+template <class Rows, class V, class C, auto first>
+concept Brings =
+    Constants<uint32_t, first> &&
+    RowChain<typename Rows::template Chain<WarpThreads<C>>, WarpThreads<C>, typename V::T, uint32_t, uint32_t>;
+
+template <class V, class C>
+concept BringsNew = Brings<typename V::RowsK, V, C, V::kRefsK> && Brings<typename V::RowsV, V, C, V::kRefsV>;
+
+template <class V, class C>
+concept Variant =
+    Sizes<V> && Places<V> && Brings<typename V::RowsQ, V, C, V::kRefsQ> && (!V::kHasNew || BringsNew<V, C>);
+
+constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
+
+// A warp's result: the unnormalised output, the maximum, the sum of exponentials, padding.
+template <class V>
+inline constexpr int kPartial = V::kSize + 4;
+
+// Where a variant's positions lie, and which one a row writes first. In caches: all rows the same, side by side.
+template <class V>
+struct Positions {
+  using T = typename V::T;
+  using Slot = int64_t;
+  Slot slot;
+
+  MPK_DEVICE explicit Positions(const Job& job) : slot(V::slot(job)) {}
+
+  // What the row writes; outside [0, kLength): nothing.
+  MPK_DEVICE Slot written(const Job&, uint32_t) const { return slot; }
+
+  // Finds the key or value of a position. False where it has none.
+  static MPK_DEVICE bool find(const Job& job, uint32_t row, uint32_t group, Slot position, bool is_value, T*& at) {
+    T* cache = is_value ? V::v_cache(job, row, group) : V::k_cache(job, row, group);
+    at = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + position * (is_value ? V::kPitchV : V::kPitchK));
+    return true;
+  }
+
+  // Streams a piece's tiles; false when the launch was given up. Keys and values are the two parts of a tile, positions
+  // its rows, of which the batch row has `limit`.
+  template <class L>
+  static MPK_DEVICE bool load(L& l, const Job& job, const KvPiece& piece, uint32_t limit);
+};
+
+template <class V>
+using Slot = typename Positions<V>::Slot;
+
+// Those of a tile's positions that count. In caches: all below the row's limit.
+template <class V>
+struct Live {
+  static constexpr bool kAreKnown = true;  // and not said by the loader; those that count are in front of the others
+  uint32_t rows;
+
+  MPK_DEVICE Live(uint32_t first, uint32_t limit) : rows(min(uint32_t(kTile<V>), limit - first)) {}
+  MPK_DEVICE bool has(uint32_t place) const { return place < rows; }
+  MPK_DEVICE bool has(int64_t position, uint32_t first) const {
+    return position >= int64_t(first) && position < int64_t(first) + rows;
+  }
+  MPK_DEVICE bool has_all() const { return rows == kTile<V>; }
+  MPK_DEVICE uint32_t num_first() const { return rows; }  // in front of the first that does not count
+};
+
+// Of the partial results of a piece.
+template <class V>
+inline constexpr uint32_t kPieceBytes = V::kHeads * V::kPartialBytes;
+
+// Warps that work on tiles.
+template <class V>
+inline constexpr int kTileWarps = kConsumerWarps - (V::kOverlaps ? kBringingWarps : 0);
+
+template <Sizes V>
+struct Shape {
+  using T = typename V::T;
+  static constexpr int kHeads = V::kHeads, kSize = V::kSize, kTile = attention::kTile<V>;
+  static constexpr int kRowBytes = kSize * int(sizeof(T));
+  static constexpr bool kTogether = 2 * kTile * kRowBytes <= kMinSlotBytes;  // keys and values in one ring entry
+  static constexpr int kEntries = kTogether ? 1 : 2;                         // of a tile
+  static constexpr int kParts = kTogether ? 2 : 1;                           // of an entry
+  // Where workers have several pieces, nothing is polled that more entries in flight would delay.
+  static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes) * (V::kOverlaps ? 14 : 9) / 9;
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
+  static constexpr bool kTensorCores = kHasFragments<T> && kTile == 16;
+  // What a lane holds of every head's result: kWidth elements, and so many again for every 32 lanes.
+  static constexpr int kWidth = lane_width<T>(kSize);
+  static constexpr int kSteps = (kSize / kWidth + 31) / 32;
+  // Rows of values summed at a time: as many as are quick to read at once, as long as the code is short.
+  static constexpr int kAtATime = floor_power_of_two(32 / kHeads), kRows = kAtATime < kTile ? kAtATime : kTile;
+  // The softmax of a tile: a lane has one score of a head, the warp kAtOnce heads.
+  static constexpr int kAtOnce = 32 / kTile, kRounds = (kHeads + kAtOnce - 1) / kAtOnce;
+  // Scores, then weights [position][kPad], with a row behind them: what to multiply results so far by.
+  static constexpr int kPad = linear::next_power_of_two(kHeads > kAtOnce ? kHeads : kAtOnce);
+  static constexpr int kWeights = ((kTile + 1) * kPad + 3) / 4 * 4;
+  static constexpr int kFit = 24 * 1024 / (kConsumerWarps * kPartial<V> * 4);
+  // Heads put together at a time.
+  static constexpr int kStored = V::kOverlaps || kFit >= kHeads ? kHeads : kFit < 1 ? 1 : kFit;
+  // Shared memory, in bytes from the staged area: rows of q, four at a time for tensor cores, then k_new and v_new.
+  static constexpr int kNewRow = kTensorCores ? (kHeads + 3) / 4 * 4 : kHeads;
+  static constexpr int kPitch = kSize + (kTensorCores ? 32 : 0);  // elements: rows side by side in other banks
+  static constexpr int kWeightsOffset = (kNewRow + 2) * kPitch * int(sizeof(T));
+  static constexpr int kFloatsOffset = kWeightsOffset + kTileWarps<V> * kWeights * 4;
+  static constexpr int kCombineOffset = kFloatsOffset + (kTensorCores ? 0 : kHeads * kSize * 4);
+  static constexpr int kStagedOfPiece = kCombineOffset + kTileWarps<V> * kStored * kPartial<V> * 4;
+  static constexpr int kBufferBytes = (kStagedOfPiece + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+  static constexpr int kStagedBytes = V::kOverlaps ? 2 * kBufferBytes : kStagedOfPiece;
+};
+
+}  // namespace mpk::attention

@@ -1,0 +1,353 @@
+// A warp's running softmax over its tiles, and how the results of warps and pieces are put together.
+#pragma once
+
+#include "torch_mpk/device/tasks/attention_shape.cuh"
+
+namespace mpk::attention {
+
+// A tile in shared memory, as a warp meets it.
+template <class V>
+struct Tile {
+  using T = typename V::T;
+  const T *keys, *values;  // [position][kSize]
+  Live<V> live;            // positions that count; values of others are zero
+};
+
+// N floats moved in accesses of 16 bytes, or of all.
+template <int N>
+struct alignas(N < 4 ? 4 * N : 16) Floats {
+  float v[N];
+};
+
+// The hardware's exponential is good to a millionth of the result: enough where that is rounded to 16 bits.
+template <class T>
+MPK_DEVICE float exponential(float x) {
+  return sizeof(T) == 2 ? ptx::exp2(x * 1.44269504f) : expf(x);
+}
+
+// What to subtract from scores and maxima up to `max` before taking exponentials: exp(-inf) is 0, and nothing else
+// comes of -inf, even where no score counts.
+MPK_DEVICE float subtrahend(float max) { return max == -infinity() ? 0.0f : max; }
+
+// Scores on tensor cores: S = K Q^T, 16 positions by four heads. Which element stands where along the summed dimension
+// is free as long as both factors agree, so fragments are read in 16-byte chunks. Eight lanes read at a time, of two
+// keys, which begin in the same bank: so odd keys' lanes read the halves of 8 chunks in reverse, and meet other banks.
+// The columns of four more heads, which are free, hold the same heads with those halves reversed: in them odd keys meet
+// the elements that are theirs.
+template <class V>
+MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, const uint8_t* staged, float* scores, uint32_t lane) {
+  using S = Shape<V>;
+  using T = typename S::T;
+  const uint32_t g = lane / 4, t = lane % 4;
+  constexpr bool kReversed = S::kChunks % 8 == 0;
+  const uint32_t key_flip = kReversed ? g % 2 * 4 : 0, query_flip = kReversed ? g / 4 * 4 : 0;
+  const uint4* key = reinterpret_cast<const uint4*>(tile.keys) + g * S::kChunks + t;
+  const uint4* query = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(staged) + g % 4 * S::kPitch) + t;
+  const uint4* keys[2] = {key + key_flip, key + (key_flip ^ 4)};
+  const uint4* queries[2] = {query + query_flip, query + (query_flip ^ 4)};
+#pragma unroll 1
+  for (int first = 0; first < S::kHeads; first += 4) {
+    SumFragment sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < S::kChunks; i += 4) {
+      const bool in = S::kChunks % 4 == 0 || i + t < S::kChunks;
+      const uint4* k = keys[i / 4 % 2] + i / 8 * 8;
+      const uint4 low = in ? k[0] : uint4{}, high = in ? k[8 * S::kChunks] : uint4{};
+      const uint4 q = in ? queries[i / 4 % 2][i / 8 * 8 + first * (S::kPitch / S::kVec)] : uint4{};
+      multiply_pieces<T>(sums[i / 4 % 2], sums[2 + i / 4 % 2], {low, high}, {q});
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[0][i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    // A lane has positions g and g + 8 of columns 2t, 2t + 1.
+    const uint32_t head = first + t % 2 * 2;
+    if (t / 2 == g % 2 && head < S::kPad) {
+      using Two = Floats<2>;
+      *reinterpret_cast<Two*>(scores + g * S::kPad + head) = {sums[0][0], sums[0][1]};
+      *reinterpret_cast<Two*>(scores + (g + 8) * S::kPad + head) = {sums[0][2], sums[0][3]};
+    }
+  }
+}
+
+// Where element d of a query head stands for fma_scores: the quads of a 16-byte chunk side by side, so that lanes
+// reading different chunks meet different banks.
+template <class V>
+MPK_DEVICE int query_place(int d) {
+  using S = Shape<V>;
+  const int chunk = d / S::kVec, e = d % S::kVec;
+  return (e / 4) * (S::kChunks * 4) + chunk * 4 + e % 4;
+}
+
+// Scores with fused multiply-adds, for fp32: 32 / kTile lanes share a position, and take its chunks in turn.
+template <class V>
+MPK_DEVICE void fma_scores(const Tile<V>& tile, const uint8_t* staged, float* to, uint32_t lane) {
+  using S = Shape<V>;
+  using T = typename S::T;
+  const float* queries = reinterpret_cast<const float*>(staged + S::kFloatsOffset);
+  const uint32_t place = lane % S::kTile;
+  float scores[S::kHeads] = {};
+  const uint4* keys = reinterpret_cast<const uint4*>(tile.keys + place * S::kSize);
+  const uint32_t start = place % S::kChunks;  // rows begin in the same bank: lanes begin at different chunks
+#pragma unroll 4
+  for (uint32_t i = lane / S::kTile; i < S::kChunks; i += S::kAtOnce) {
+    const uint32_t chunk = i + start < S::kChunks ? i + start : i + start - S::kChunks;
+    float k[S::kVec];
+    linear::unpack<T>(keys[chunk], k);
+#pragma unroll
+    for (int h = 0; h < S::kHeads; h++)
+#pragma unroll
+      for (int e = 0; e < S::kVec; e += 4) {
+        const float4 q = *reinterpret_cast<const float4*>(queries + h * S::kSize + e * S::kChunks + chunk * 4);
+        scores[h] = fmaf(q.x, k[e], scores[h]);
+        scores[h] = fmaf(q.y, k[e + 1], scores[h]);
+        scores[h] = fmaf(q.z, k[e + 2], scores[h]);
+        scores[h] = fmaf(q.w, k[e + 3], scores[h]);
+      }
+  }
+#pragma unroll
+  for (int h = 0; h < S::kHeads; h++) {
+#pragma unroll
+    for (int o = S::kTile; o < 32; o *= 2) scores[h] += __shfl_xor_sync(~0u, scores[h], o);
+    if (lane < S::kTile) to[place * S::kPad + h] = scores[h];
+  }
+}
+
+// A lane's softmax: position lane % kTile of head kAtOnce r + lane / kTile in round r, and its elements of all heads'
+// results. Weights go through the warp's shared memory, and stay fp32.
+template <class V>
+struct Softmax {
+  using S = Shape<V>;
+  using T = typename S::T;
+  float max[S::kRounds], sum[S::kRounds] = {};  // maxima are a head's, the sum is a lane's own share
+  float mask[S::kRounds] = {};                  // of the tile at hand
+  float out[S::kHeads][S::kSteps][S::kWidth] = {};
+
+  MPK_DEVICE Softmax() {
+#pragma unroll
+    for (int r = 0; r < S::kRounds; r++) max[r] = -infinity();
+  }
+
+  static MPK_DEVICE uint32_t head(int r, uint32_t lane) { return r * S::kAtOnce + lane / S::kTile; }
+  static MPK_DEVICE bool holds(int s, uint32_t lane) {
+    return S::kSize % (32 * S::kWidth) == 0 || (lane + 32 * s) * S::kWidth < S::kSize;
+  }
+
+  // Begins to read the masks of a tile.
+  MPK_DEVICE void fetch_mask(const Job& job, const KvPiece& piece, uint32_t first, const Live<V>& live, uint32_t lane) {
+    if constexpr (V::kHasMask)
+#pragma unroll
+      for (int r = 0; r < S::kRounds; r++)
+        if (live.has(lane % S::kTile) && head(r, lane) < S::kHeads)
+          mask[r] = V::mask(job, piece.row, piece.group * S::kHeads + head(r, lane), first + lane % S::kTile);
+  }
+
+  // `values()` waits for the tile's values.
+  template <class Values>
+  MPK_DEVICE bool add(const Tile<V>& tile, uint8_t* staged, uint32_t warp, uint32_t lane, Values values) {
+    float* weights = reinterpret_cast<float*>(staged + S::kWeightsOffset) + warp * S::kWeights;
+    if constexpr (S::kTensorCores)
+      tensor_core_scores<V>(tile, staged, weights, lane);
+    else
+      fma_scores<V>(tile, staged, weights, lane);
+    __syncwarp();
+    const uint32_t place = lane % S::kTile;
+#pragma unroll
+    for (int r = 0; r < S::kRounds; r++) {
+      float* at = weights + head(r, lane);
+      const float score =
+          tile.live.has(place) ? __fadd_rn(__fmul_rn(at[place * S::kPad], V::kScale), mask[r]) : -infinity();
+      float top = fmaxf(max[r], score);
+#pragma unroll
+      for (int o = 1; o < S::kTile; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+      const float less = subtrahend(top);
+      const float keep = exponential<T>(max[r] - less), weight = exponential<T>(score - less);
+      max[r] = top;
+      sum[r] = fmaf(sum[r], keep, weight);
+      at[place * S::kPad] = weight;
+      if (place == 0) at[S::kTile * S::kPad] = keep;
+    }
+    __syncwarp();
+    if (!values()) return false;
+    const auto keep = reinterpret_cast<const Floats<S::kPad>*>(weights)[S::kTile];
+#pragma unroll
+    for (int h = 0; h < S::kHeads; h++)
+#pragma unroll
+      for (int s = 0; s < S::kSteps; s++)
+#pragma unroll
+        for (int e = 0; e < S::kWidth; e++) out[h][s][e] *= keep.v[h];
+    using Elements = Vec<T, S::kWidth>;
+    const Elements* v = reinterpret_cast<const Elements*>(tile.values);
+#pragma unroll 1
+    for (int first = 0; first < S::kTile; first += S::kRows) {
+      const auto w = reinterpret_cast<const Floats<S::kRows * S::kPad>*>(weights)[first / S::kRows];
+#pragma unroll
+      for (int p = 0; p < S::kRows; p++)
+#pragma unroll
+        for (int s = 0; s < S::kSteps; s++) {
+          float x[S::kWidth];
+          to_floats(v[(first + p) * (S::kSize / S::kWidth) + (holds(s, lane) ? lane + 32 * s : 0)], x);
+#pragma unroll
+          for (int h = 0; h < S::kHeads; h++)
+#pragma unroll
+            for (int e = 0; e < S::kWidth; e++) out[h][s][e] = fmaf(w.v[p * S::kPad + h], x[e], out[h][s][e]);
+        }
+    }
+    return true;
+  }
+
+  // Writes heads [first, first + kStored) as partials.
+  MPK_DEVICE void store(int first, float* partials, uint32_t lane) {
+    const auto stored = [&](uint32_t h) {
+      return (S::kStored == S::kHeads || h - first < S::kStored) && h < S::kHeads;
+    };
+    const auto partial = [&](uint32_t h) { return partials + (h - first) * kPartial<V>; };
+#pragma unroll
+    for (int h = 0; h < S::kHeads; h++)
+#pragma unroll
+      for (int s = 0; s < S::kSteps; s++)
+        if (stored(h) && holds(s, lane)) {
+          Floats<S::kWidth>* to = reinterpret_cast<Floats<S::kWidth>*>(partial(h));
+#pragma unroll
+          for (int e = 0; e < S::kWidth; e++) to[lane + 32 * s].v[e] = out[h][s][e];
+        }
+#pragma unroll
+    for (int r = 0; r < S::kRounds; r++) {
+      float total = sum[r];
+#pragma unroll
+      for (int o = 1; o < S::kTile; o *= 2) total += __shfl_xor_sync(~0u, total, o);
+      const uint32_t h = head(r, lane);
+      if (lane % S::kTile == 0 && stored(h)) *reinterpret_cast<Floats<2>*>(partial(h) + S::kSize) = {max[r], total};
+    }
+  }
+};
+
+// ---- combining
+
+// A head's result, by one warp: a lane's unnormalised elements, the maximum, the sum of exponentials.
+template <class V>
+struct Combined {
+  using S = Shape<V>;
+  using T = typename V::T;
+  using Part = Floats<S::kWidth>;
+  float out[S::kSteps][S::kWidth] = {};
+  float max = -infinity(), sum = 0;
+
+  // As a partial result in memory: a lane's elements, two at a time, then the maximum and the sum.
+  static constexpr int kElements = S::kSteps * S::kWidth, kPairs = (kElements + 1) / 2;
+  static_assert((32 * kPairs + 1) * sizeof(ulonglong2) <= V::kPartialBytes,
+                "codegen and device disagree on partial results");
+  static constexpr uint32_t kAhead = 4;  // pieces
+
+  // Of the warps' results, `stride` floats apart, added in order.
+  MPK_DEVICE Combined(const float* results, int stride, uint32_t lane) {
+    Floats<2> scales[kTileWarps<V>];
+#pragma unroll
+    for (int i = 0; i < kTileWarps<V>; i++) {
+      scales[i] = *reinterpret_cast<const Floats<2>*>(results + i * stride + S::kSize);
+      max = fmaxf(max, scales[i].v[0]);
+    }
+    const float less = subtrahend(max);
+#pragma unroll
+    for (int i = 0; i < kTileWarps<V>; i++) {
+      const float f = exponential<T>(scales[i].v[0] - less);
+      sum = fmaf(scales[i].v[1], f, sum);
+      const Part* from = reinterpret_cast<const Part*>(results + i * stride) + lane;
+#pragma unroll
+      for (int s = 0; s < S::kSteps; s++)
+        if (Softmax<V>::holds(s, lane))
+#pragma unroll
+          for (int e = 0; e < S::kWidth; e++) out[s][e] = fmaf(from[32 * s].v[e], f, out[s][e]);
+    }
+  }
+
+  // Adds the results of the group's `count` other pieces, in order; `from`: of the first. Those of some pieces are all
+  // in flight before the first tag is looked at; a lane has the maximum and the sum of one of them. False when the
+  // launch was given up.
+  template <class C>
+  MPK_DEVICE bool add(C& c, const uint8_t* from, uint32_t count, uint32_t tag) {
+    constexpr uint32_t kStride = kUnits<V> * kPieceBytes<V>;
+    uint64_t since = 0;
+#pragma unroll 1
+    for (; count > 0; from += kAhead * kStride, count -= min(count, kAhead)) {
+      ulonglong2 words[kAhead][kPairs], scale;
+      const uint32_t lane = c.lane;
+      const auto load = [&](uint32_t piece, uint32_t place) {
+        return piece < count && piece < kAhead
+                   ? ptx::load_relaxed_gpu(reinterpret_cast<const ulonglong2*>(from + piece * kStride) + place)
+                   : tagged(0u, 0u, tag);
+      };
+      bool are_there = false;
+      for (uint32_t polls = 1;; polls++) {
+#pragma unroll
+        for (uint32_t i = 0; i < kAhead; i++)
+#pragma unroll
+          for (int j = 0; j < kPairs; j++) words[i][j] = load(i, 32 * j + lane);
+        scale = load(lane, 32 * kPairs);
+        uint32_t missing = differing(scale, tag);
+#pragma unroll
+        for (uint32_t i = 0; i < kAhead; i++)
+#pragma unroll
+          for (int j = 0; j < kPairs; j++) missing |= differing(words[i][j], tag);
+        are_there = missing == 0;
+        if (are_there || ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, since)) == 0)) break;
+      }
+      if (!__all_sync(~0u, are_there)) return false;
+      const float before = max;
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; i++) {
+        const float of_piece = __shfl_sync(~0u, float_of(scale.x), i);
+        if (i < count) max = fmaxf(max, of_piece);
+      }
+      const float less = subtrahend(max), keep = exponential<T>(before - less);
+      const float factors = exponential<T>(float_of(scale.x) - less);  // the lane's piece's
+      sum *= keep;
+#pragma unroll
+      for (int e = 0; e < kElements; e++) element(e) *= keep;
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; i++) {
+        const float factor = __shfl_sync(~0u, factors, i), of_piece = __shfl_sync(~0u, float_of(scale.y), i);
+        if (i >= count) continue;
+        sum = fmaf(of_piece, factor, sum);
+#pragma unroll
+        for (int e = 0; e < kElements; e++)
+          element(e) = fmaf(float_of(e % 2 == 0 ? words[i][e / 2].x : words[i][e / 2].y), factor, element(e));
+      }
+    }
+    return true;
+  }
+
+  // Rounded, to where the head stands: anywhere, or in a polled vector. Without any key: zero or NaN.
+  MPK_DEVICE void store(const Job& job, uint32_t row, uint32_t head, uint32_t lane) const {
+    const bool zero = V::kZeroWithoutKeys && sum == 0;
+    const float inverse = zero ? 0.0f : __fdividef(1.0f, sum);
+#pragma unroll
+    for (int s = 0; s < S::kSteps; s++) {
+      if (!Softmax<V>::holds(s, lane)) continue;
+      auto* y = V::y(job, row, head) + (lane + 32 * s) * S::kWidth;
+      float v[S::kWidth];
+#pragma unroll
+      for (int e = 0; e < S::kWidth; e++) v[e] = sizeof(T) == 2 ? out[s][e] * inverse : zero ? 0.0f : out[s][e] / sum;
+      const Vec<T, S::kWidth> rounded = round_to<T>(v);
+      if constexpr (V::kPolled) {
+        store_elements(y, rounded);
+      } else {
+#pragma unroll
+        for (int e = 0; e < S::kWidth; e++) y[e] = rounded.v[e];
+      }
+    }
+  }
+
+  // For the worker of the group's last piece.
+  MPK_DEVICE void store_partial(uint8_t* at, uint32_t tag, uint32_t lane) {
+    ulonglong2* to = reinterpret_cast<ulonglong2*>(at);
+#pragma unroll
+    for (int j = 0; j < kPairs; j++)
+      ptx::store_relaxed_gpu(to + 32 * j + lane,
+                             tagged(element(2 * j), 2 * j + 1 < kElements ? element(2 * j + 1) : 0.0f, tag));
+    if (lane == 0) ptx::store_relaxed_gpu(to + 32 * kPairs, tagged(max, sum, tag));
+  }
+
+ private:
+  MPK_DEVICE float& element(int i) { return out[i / S::kWidth][i % S::kWidth]; }
+};
+
+}  // namespace mpk::attention
