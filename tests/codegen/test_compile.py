@@ -177,7 +177,7 @@ def test_depth_adds_table_rows_only() -> None:
     thinned(
         [
             ("int kTileRows =", "linear_shape.cuh", "concept Sizes"),
-            ("uint32_t num_rows(", "linear.cuh", "static_assert(Variant<V, C>)"),
+            ("uint32_t num_rows(", "linear_shared.cuh", "static_assert(Variant<V, C>)"),
             ("int kFewHeads =", "attention_shape.cuh", "concept Sizes"),
             ("int64_t slot(", "attention.cuh", "static_assert(Sizes<V> && Places<V>)"),
             ("float kEps =", "rms_norm.cuh", "concept Traits"),
