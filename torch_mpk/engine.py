@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from torch_mpk.errors import MpkError, RequestError
-from torch_mpk.runtime.segment import CompiledSegment, launched_segments
+from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead, is_compiling_ahead, launched_segments
 from torch_mpk.sampling import first_to_ring
 from torch_mpk.step_inputs import prepare_faster
 
@@ -138,6 +138,13 @@ class Runner(continuous_api.ModelRunner):
         return next(size for size in sizes if size >= num_q_tokens), self.cache.max_tokens_read
 
     def warmup(self, model: Any) -> None:
+        """Twice on a GPU: first all sizes are planned, while their kernels are compiled beside each other."""
+        if torch.device(self.cache.device).type == "cuda":
+            with compiling_ahead():
+                self._warm_up(model)
+        self._warm_up(model)
+
+    def _warm_up(self, model: Any) -> None:
         """Of steps with prompts the engine itself builds the largest alone."""
         room = infer_max_single_request_tokens(self.cache)
         for size in self.steps_of_prompts() or ():
@@ -159,6 +166,7 @@ class Runner(continuous_api.ModelRunner):
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
         forward, is_captured = super()._get_forward_fn(use_block_table)
+        is_captured = is_captured and not is_compiling_ahead()
         if not self.do_sample:
             return forward, is_captured
 

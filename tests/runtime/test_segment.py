@@ -9,10 +9,11 @@ from torch_mpk.capture import capture
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import UnsupportedError
+from torch_mpk.errors import CompileError, UnsupportedError
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
-from torch_mpk.runtime import synchronize
+from torch_mpk.runtime import cpu, synchronize
+from torch_mpk.runtime.segment import compiling_ahead
 
 
 def build(function, *inputs, dump=None) -> CompiledGraph:
@@ -78,6 +79,34 @@ def test_an_address_the_executable_refuses_makes_the_call_eager(inputs):
     assert [str(reason) for reason in reasons] == ["input 0 of the megakernel: the address is not a multiple of 16"]
     with pytest.raises(UnsupportedError, match="the address is not a multiple of 16"):
         program.callable(eager=None)(*inputs)
+
+
+def test_what_is_built_ahead_runs_behind_it(inputs):
+    x, weight, state = inputs
+    with compiling_ahead():
+        call = build(step, *inputs).callable(eager=None)
+        assert call(x, weight, state)[0].tolist() == torch.zeros(2, 4).tolist()
+        assert (state.tolist(), state._version) == ([0, 0, 0], 0)
+        synchronize()
+    torch.testing.assert_close(call(x, weight, state)[0], x @ weight.T)
+    assert state.tolist() == [1, 1, 1]
+
+
+def test_without_a_kernel_calls_of_what_was_built_ahead_fall_back(inputs, monkeypatch):
+    tried = []
+
+    def load(*args):
+        tried.append(args)
+        raise CompileError("no compiler")
+
+    monkeypatch.setattr(cpu, "load", load)
+    reasons = []
+    with compiling_ahead():
+        call = build(step, *inputs).callable(eager=lambda *args: "eager", decline=reasons.append)
+    assert [call(*inputs), call(*inputs)] == ["eager", "eager"]
+    assert ([str(reason) for reason in reasons], len(tried)) == (["no compiler"] * 2, 1)
+    with pytest.raises(CompileError, match="no compiler"):
+        build(step, *inputs)
 
 
 def test_the_dump_has_an_artefact_of_each_stage(inputs, tmp_path):

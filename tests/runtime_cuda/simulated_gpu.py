@@ -48,6 +48,10 @@ def target(device: torch.device, options: Options) -> _C.Target:
     return cuda.target(DEVICE, options)
 
 
+def compile_plan(plan: Plan, device: torch.device) -> Any:
+    return cuda.compile_plan(plan, DEVICE)
+
+
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
     driver.set_pointers(len(plan.inputs) + len(plan.fresh))
     driver.static_shared = 0

@@ -1,16 +1,19 @@
 """From a device and a schedule to a loaded executable, up to the driver."""
 
 import json
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.runtime_cuda import simulated_gpu
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import MpkWarning, UnsupportedError
 from torch_mpk.plan import Plan
 from torch_mpk.runtime import cuda
+from torch_mpk.runtime.segment import compiling_ahead
 from torch_mpk.runtime.watchdog import watchdog_seconds
 
 DEVICE = torch.device("cuda", 0)
@@ -77,4 +80,26 @@ def test_attention_that_has_no_kernel_runs_between_launches(simulated):
     args = torch.randn(1, 24), torch.randn(1, 2, 5, 12), torch.randn(24, 24)
     with torch.inference_mode(), pytest.warns(MpkWarning, match="a part of this graph .* the head size must be"):
         compiled(*args)
+    assert simulated.num_launches == 2
+
+
+def test_kernels_built_ahead_are_compiled_beside_each_other_and_loaded_at_a_call(simulated, monkeypatch):
+    together = threading.Barrier(2, timeout=60)  # neither compiler ends before both have begun
+    compiled = []
+
+    def compile_kernel(source, *args, **kwargs):
+        if source not in compiled:
+            compiled.append(source)
+            together.wait()
+        return simulated_gpu.not_compiled(source, *args)
+
+    monkeypatch.setattr(cuda, "compile_cuda", compile_kernel)
+    step = torch.compile(F.linear, backend="mpk", options={"fallback": "error"}, dynamic=False)
+    calls = [(torch.randn(1, size), torch.randn(16, size)) for size in (64, 128)]
+    with torch.inference_mode():
+        with compiling_ahead():
+            assert all(torch.equal(step(*args), torch.zeros(1, 16)) for args in calls)
+        assert (len(compiled), simulated.num_launches) == (2, 0)
+        for args in calls:
+            step(*args)
     assert simulated.num_launches == 2

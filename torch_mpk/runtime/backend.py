@@ -47,6 +47,9 @@ class Backend(Protocol[ExecutableT]):
         Raises UnsupportedError: the device is too old, or cannot run what the options ask for.
         """
 
+    def compile_plan(self, plan: Plan, device: torch.device) -> object:
+        """Compiles what ``load`` then finds compiled. Any thread may call it."""
+
     def load(self, plan: Plan, device: torch.device, options: Options, dump: Dump) -> ExecutableT:
         """Compiles what is to be compiled, and allocates what every launch needs."""
 

@@ -11,7 +11,7 @@ from torch_mpk.config import Options, env, generated_arch
 from torch_mpk.dump import Dump
 from torch_mpk.errors import OptionError, UnsupportedError
 from torch_mpk.jit import compile_cuda
-from torch_mpk.jit.compile import Order
+from torch_mpk.jit.compile import Cubin, Order
 from torch_mpk.plan import Plan
 from torch_mpk.runtime.watchdog import watchdog_seconds
 from torch_mpk.timing import stage
@@ -50,6 +50,19 @@ def target(device: torch.device, options: Options) -> _C.Target:
     return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse, True, device_arch)
 
 
+def compile_plan(plan: Plan, device: torch.device) -> Cubin:
+    """The kernel of a plan for this device, which the cache has from then on.
+
+    Raises:
+        CompileError: see ``compile_cuda``.
+    """
+    assert plan.kernel is not None
+    arch = plan.kernel.arch
+    # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
+    is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
+    return compile_cuda(plan.kernel.source, arch, ptx=not is_same_generation, order=Order(names=("megakernel",)))
+
+
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:
     """Compile and load the kernel of a plan for this device; everything a launch needs is allocated.
 
@@ -58,11 +71,8 @@ def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.C
         LaunchError: the driver cannot load the kernel.
     """
     assert plan.kernel is not None
-    arch = plan.kernel.arch
-    # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
-    is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
     with stage("compile"):
-        cubin = compile_cuda(plan.kernel.source, arch, ptx=not is_same_generation, order=Order(names=("megakernel",)))
+        cubin = compile_plan(plan, device)
     dump.write(f"7.kernel.{cubin.kind}", cubin.image)
     dump.write("7.report.json", json.dumps(cubin.describe(), indent=2))
     with stage("load"):

@@ -9,6 +9,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from torch.profiler import record_function
 from torch_mpk import _C
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import IndexRangeError, MegakernelTimeout, MpkError, SharedMemoryError, UnsupportedError
+from torch_mpk.errors import (
+    CompileError,
+    IndexRangeError,
+    MegakernelTimeout,
+    MpkError,
+    SharedMemoryError,
+    UnsupportedError,
+)
 from torch_mpk.plan import Output, Plan
 from torch_mpk.runtime.backend import Executable, backend_of
 from torch_mpk.runtime.overlaps import Memory
@@ -29,27 +37,77 @@ def decline_none(error: MpkError) -> None:
     raise error
 
 
+class _Thread(threading.local):
+    """What a thread is at."""
+
+    launched: set[CompiledSegment] | None = None  # see launched_segments
+    compilers: ThreadPoolExecutor | None = None  # see compiling_ahead
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """For calls that are made to have their segments built: inside, compilers run beside each other, and calls give
+    zeros and change nothing. It ends when all compilers have.
+
+    What this thread builds inside is loaded at the first call behind it; without a kernel, calls of it fall back.
+    """
+    with ThreadPoolExecutor() as _thread.compilers:
+        try:
+            yield
+        finally:
+            _thread.compilers = None
+
+
+def is_compiling_ahead() -> bool:
+    return _thread.compilers is not None
+
+
 class CompiledSegment:
     """A segment of a captured graph as an executable. It holds no tensor: several callables may share it."""
 
     def __init__(self, plan: Plan, device: torch.device, options: Options, dump: Dump, name: str = "whole") -> None:
-        backend = backend_of(device)
         self.plan, self.device, self.name = plan, device, name
-        executable = backend.load(plan, device, options, dump)
-        self.executable: Executable = executable
-        self._keep = backend.keep
-        self._stream = functools.partial(backend.current_stream, device)
-        self._synchronize = functools.partial(backend.synchronize, executable, device)
-        self._check = functools.partial(backend.check, executable)
+        self._backend = backend = backend_of(device)
+        self._load = functools.partial(backend.load, plan, device, options, dump)
+        if _thread.compilers is None:
+            self.executable  # noqa: B018 - it is loaded here
+        else:
+            _thread.compilers.submit(backend.compile_plan, plan, device)
         _live.add(self)
         dump.write("8.launch.json", lambda: json.dumps({"device": str(device)} | plan.describe(), indent=2))
 
+    @functools.cached_property
+    def executable(self) -> Executable:
+        executable: Executable = self._load()
+        return executable
+
+    def _load_ahead(self) -> Callable[..., None]:
+        """What launches a segment that was built ahead, or raises why there is nothing to launch."""
+        try:
+            return self.executable.call
+        except CompileError as error:
+            reason = error  # which outlives the clause
+
+            def refuse(*args: Any) -> None:
+                raise reason
+
+            return refuse
+
+    @property
+    def _is_loaded(self) -> bool:
+        return "executable" in self.__dict__
+
     def synchronize(self) -> None:
-        self._synchronize()
+        if self._is_loaded:
+            self._backend.synchronize(self.executable, self.device)
 
     def check(self) -> None:
         """Raises MegakernelTimeout where a launch was aborted, as far as is known. Waits for no other launch."""
-        self._check()
+        if self._is_loaded:
+            self._backend.check(self.executable)
 
     def callable(
         self,
@@ -69,7 +127,8 @@ class CompiledSegment:
             memory: that of each argument, to be checked for overlaps at each call; empty where there can be none.
             decline: is given the error of a call that is about to be ``eager``'s, which it announces or raises.
         """
-        launch, stream, keep = self.executable.call, self._stream, self._keep
+        launch = self.executable.call if self._is_loaded else None
+        stream, keep = functools.partial(self._backend.current_stream, self.device), self._backend.keep
         plan = self.plan
         arguments = _C.Arguments(plan.inputs, plan.scalars, freeze, [memory[i] for i in plan.inputs] if memory else [])
         pick_written = _picker(plan.written)
@@ -82,20 +141,30 @@ class CompiledSegment:
             output.kind == "output" and (output.shape, output.stride, output.offset) == (buffer.shape, buffer.stride, 0)
             for output, buffer in zip(plan.outputs, plan.fresh, strict=True)
         )
+
+        def results_of(args: tuple[Any, ...], fresh: list[torch.Tensor]) -> list[Any]:
+            return fresh if fresh_only else [result(args, fresh) for result in results]
+
         increment_version, is_inference = torch.autograd.graph.increment_version, torch.Tensor.is_inference
         is_inference_mode = torch.is_inference_mode_enabled
 
         def run(args: tuple[Any, ...]) -> Any:
+            nonlocal launch
             written = pick_written(args)
             if not is_inference_mode() and any(map(is_inference, written)):
                 return eager(*args)  # which raises: such tensors may change in inference mode only
             fresh = [make() for make in allocate]
-            if _launches.segments is not None:
-                _launches.segments.add(self)
+            if _thread.compilers is not None:
+                return results_of(args, [each.zero_() for each in fresh])
+            if _thread.launched is not None:
+                _thread.launched.add(self)
+            if launch is None:
+                launch = self._load_ahead()
             try:
                 launch(arguments, args, fresh, stream())
-            except (ValueError, SharedMemoryError) as error:
-                # Nothing was launched: tensors overlap, or an address is null, or not aligned as the kernel needs.
+            except (ValueError, SharedMemoryError, CompileError) as error:
+                # Nothing was launched: tensors overlap, or an address is null, or not aligned as the kernel needs; or
+                # there is no kernel.
                 decline(error if isinstance(error, MpkError) else UnsupportedError(str(error)))
                 return eager(*args)
             except IndexError as error:
@@ -104,7 +173,7 @@ class CompiledSegment:
                 keep(self, args, fresh)
                 raise
             increment_version(written)
-            return fresh if fresh_only else [result(args, fresh) for result in results]
+            return results_of(args, fresh)
 
         label = f"mpk segment {self.name}"
 
@@ -141,21 +210,14 @@ def live_segments() -> list[CompiledSegment]:
     return list(_live)
 
 
-class _Launches(threading.local):
-    segments: set[CompiledSegment] | None = None
-
-
-_launches = _Launches()
-
-
 @contextlib.contextmanager
 def launched_segments() -> Iterator[set[CompiledSegment]]:
     """A set of those that this thread calls inside."""
-    before, _launches.segments = _launches.segments, set()
+    before, _thread.launched = _thread.launched, set()
     try:
-        yield _launches.segments
+        yield _thread.launched
     finally:
-        _launches.segments = before
+        _thread.launched = before
 
 
 def synchronize() -> None:
