@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -66,6 +67,9 @@ def draw_lines(report: dict[str, Any], path: Path, over: str) -> None:
             axis.plot(*zip(*sorted(floors.items()), strict=True), color="0.6", linestyle="--", label="ceiling")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_xticks(places, places)
         axis.set_xlabel(over)
         axis.set_title(panel)
