@@ -43,6 +43,7 @@ COMPILE_TAKES_LIMITS = "recompile_limit" in inspect.signature(torch.compile).par
 # Tokens that a step with prompts is padded to at least: what tensor cores multiply at once, and rows of a CPU's pass.
 MIN_TOKENS = {"cuda": 128, "cpu": 16}
 DOUBLED_UP_TO = 2048  # tokens; larger sizes are four times the one before
+COMPILED = {"cuda"}  # kinds of devices whose kernels take a compiler some seconds
 
 
 @dataclasses.dataclass
@@ -138,8 +139,8 @@ class Runner(continuous_api.ModelRunner):
         return next(size for size in sizes if size >= num_q_tokens), self.cache.max_tokens_read
 
     def warmup(self, model: Any) -> None:
-        """Twice on a GPU: first all sizes are planned, while their kernels are compiled beside each other."""
-        if torch.device(self.cache.device).type == "cuda":
+        """Twice where there are kernels: first all sizes are planned, while these are compiled beside each other."""
+        if torch.device(self.cache.device).type in COMPILED:
             with compiling_ahead():
                 self._warm_up(model)
         self._warm_up(model)

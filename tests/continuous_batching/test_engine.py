@@ -27,6 +27,7 @@ from tests.continuous_batching.engine import (
     SIZES,
     Load,
     alone,
+    asynchronous_on_the_cpu,
     batched,
     managed,
     pages_in_use,
@@ -41,6 +42,8 @@ from torch_mpk import _C
 from torch_mpk.continuous_batching import StepCompileConfig, config
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
 from torch_mpk.lowering import lowerer
+from torch_mpk.runtime import cpu
+from torch_mpk.runtime.segment import is_compiling_ahead
 from torch_mpk.step_inputs import HostInputs
 
 
@@ -108,6 +111,26 @@ def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
         assert "argmax" in text
     for task in ("paged_attention", "varlen_attention"):
         assert sum(task in text for text in parts) == 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_warm_up_that_plans_all_sizes_first(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_mpk.engine, "COMPILED", {"cpu"})
+    ahead: list[bool] = []  # whether a segment was loaded while the sizes were planned
+    load = cpu.load
+    monkeypatch.setattr(cpu, "load", lambda *args: ahead.append(is_compiling_ahead()) or load(*args))
+    model = serving_model()
+    prompts = [prompt_of(length) for length in (5, 20)]
+    with (
+        asynchronous_on_the_cpu(),
+        managed(model, warmup=True, use_async_batching=asynchronous, max_blocks_per_request=7) as manager,
+    ):
+        num_loaded = len(ahead)
+        names = [manager.add_request(prompt, max_new_tokens=8) for prompt in prompts]
+        got = results(manager, len(names))
+    assert not any(ahead)
+    assert len(ahead) == num_loaded > 0  # none was left to a request
+    assert [got[name].generated_tokens for name in names] == [alone(model, prompt, 8) for prompt in prompts]
 
 
 class Steps:
