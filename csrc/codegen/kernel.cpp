@@ -23,7 +23,7 @@ std::string warps(const WarpLayout& layout) {
 }
 
 std::string includes(const Target& target, const Variants& variants) {
-  std::set<std::string> headers = {"torch_mpk/device/points.cuh"};
+  std::set<std::string> headers = {"torch_mpk/device/megakernel.cuh", "torch_mpk/device/points.cuh"};
   for (const JobCode& code : variants.codes()) headers.insert(code.headers.begin(), code.headers.end());
   std::string text;
   if (target.device_arch != target.arch) text += "#define MPK_ARCH " + str(target.arch) + "0\n";

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "torch_mpk/device/concepts.cuh"
-#include "torch_mpk/device/megakernel.cuh"
+#include "torch_mpk/device/consumer.cuh"
 #include "torch_mpk/device/pointwise.cuh"
 
 namespace mpk {

@@ -6,7 +6,7 @@
 // in a place before all that this one has written there is read, see allocate_partials in codegen.
 #pragma once
 
-#include "torch_mpk/device/megakernel.cuh"
+#include "torch_mpk/device/consumer.cuh"
 
 namespace mpk {
 

@@ -1,7 +1,7 @@
 // Products of warpgroups: four warps multiply matrices that stand in shared memory (wgmma, compute capability 9.0).
 #pragma once
 
-#include "torch_mpk/device/megakernel.cuh"
+#include "torch_mpk/device/consumer.cuh"
 
 #if MPK_ARCH >= 900
 
