@@ -18,6 +18,7 @@ from torch_mpk.errors import InductorVerificationError, MpkWarning, Verification
 from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
+from torch_mpk.runtime.segment import compiling_ahead
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 
@@ -99,6 +100,20 @@ def call_net(how="eager"):
     announcements.forget()
     with torch.inference_mode(), pytest.warns(MpkWarning, match="a part of this graph"):
         compiled(Net(), fallback=how, min_segment_nodes=1)(torch.randn(3, 8), torch.zeros(3, 8))
+
+
+def test_a_call_that_only_builds_is_not_verified(monkeypatch):
+    compared = []
+    difference = verify._difference
+    monkeypatch.setattr(verify, "_difference", lambda *args: compared.append(1) or difference(*args))
+    step, args = compiled(F.linear, verify=True), (torch.randn(2, 8), torch.randn(4, 8))
+    with torch.inference_mode():
+        with compiling_ahead():
+            step(*args)
+        assert compared == []
+        torch.testing.assert_close(step(*args), F.linear(*args))
+        step(*args)
+    assert compared == [1]
 
 
 def test_a_wrong_task_of_a_later_part_is_named(monkeypatch):
