@@ -73,7 +73,7 @@ class CompiledSegment:
         self._backend = backend = backend_of(device)
         self._load = functools.partial(backend.load, plan, device, options, dump)
         if _thread.compilers is None:
-            self.executable  # noqa: B018 - it is loaded here
+            self.executable = self._load()
         else:
             _thread.compilers.submit(backend.compile_plan, plan, device)
         _live.add(self)
@@ -81,6 +81,7 @@ class CompiledSegment:
 
     @functools.cached_property
     def executable(self) -> Executable:
+        """Loaded here where the segment was built ahead."""
         executable: Executable = self._load()
         return executable
 
