@@ -12,8 +12,8 @@
 
 #include "torch_mpk/abi/partition.h"
 #include "torch_mpk/device/concepts.cuh"
-#include "torch_mpk/device/fragment.cuh"
 #include "torch_mpk/device/consumer.cuh"
+#include "torch_mpk/device/fragment.cuh"
 #include "torch_mpk/device/pointwise.cuh"
 
 namespace mpk::prefill_attention {
