@@ -1,5 +1,5 @@
 // How attention's tiles are cut into pieces, and which worker has which, see KvPiece in partition.h. V: attention's
-// Sizes and Places (attention.cuh).
+// Sizes and Places (attention_shape.cuh).
 #pragma once
 
 #include "torch_mpk/abi/partition.h"
