@@ -246,10 +246,21 @@ class Load:
         request.got, request.is_finished, request.error = output.generated_tokens, output.is_finished(), output.error
         return True
 
-    def run(self, manager: Any, count: int, seconds: float, cancelled: float = 0.1, bad: float = 0.0) -> None:
-        """Sends ``count`` requests, and waits for what they get for at most ``seconds``."""
+    def run(
+        self,
+        manager: Any,
+        count: int,
+        seconds: float,
+        cancelled: float = 0.1,
+        bad: float = 0.0,
+        are_together: bool = False,
+    ) -> None:
+        """Sends ``count`` requests, at times of their own or together, and waits for what they get for at most
+        ``seconds``."""
         for _ in range(count):
             self.send(manager, bad)
+            if are_together:
+                continue
             if self.random.random() < cancelled:
                 self.cancel_one(manager)
             if self.random.random() < 0.5:
