@@ -94,11 +94,12 @@ void bind_schedule(py::module_& m) {
 
   py::class_<Pieces>(m, "Pieces")
       .def(py::init([](int64_t count, int64_t of_row, int64_t results, int64_t few_results, int64_t result_bytes,
-                       int64_t offset, int64_t tiles, int64_t few_of_row, bool overlap) {
-             return Pieces{count, of_row, results, few_results, result_bytes, offset, tiles, few_of_row, overlap};
+                       int64_t offset, int64_t tiles, int64_t few_of_row, bool overlap, int64_t positions) {
+             return Pieces{count,  of_row, results,    few_results, result_bytes,
+                           offset, tiles,  few_of_row, overlap,     positions};
            }),
            py::arg("count"), py::arg("of_row"), py::arg("results"), py::arg("few_results"), py::arg("result_bytes"),
-           py::arg("offset"), py::arg("tiles"), py::arg("few_of_row"), py::arg("overlap"))
+           py::arg("offset"), py::arg("tiles"), py::arg("few_of_row"), py::arg("overlap"), py::arg("positions"))
       .def_readonly("count", &Pieces::count)
       .def_readonly("of_row", &Pieces::of_row)
       .def_readonly("results", &Pieces::results)
@@ -107,7 +108,8 @@ void bind_schedule(py::module_& m) {
       .def_readonly("offset", &Pieces::offset)
       .def_readonly("tiles", &Pieces::tiles)
       .def_readonly("few_of_row", &Pieces::few_of_row)
-      .def_readonly("overlap", &Pieces::overlap);
+      .def_readonly("overlap", &Pieces::overlap)
+      .def_readonly("positions", &Pieces::positions);
 
   py::class_<QueryTiles>(m, "QueryTiles")
       .def(py::init([](int64_t heads, int64_t rows, int64_t positions, int64_t ends) {

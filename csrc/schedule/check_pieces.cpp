@@ -65,6 +65,10 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
     require(pieces.count <= workers, count + " are more than " + std::to_string(workers) + " workers");
     return;
   }
+  const int64_t bytes = pieces.positions * y.shape.back() * size_bytes(y.dtype);
+  const bool are_taken = pieces.positions >= 1 && pieces.positions <= 32 && 32 % pieces.positions == 0;
+  require(are_taken && bytes <= kMinSlotBytes && (pieces.positions <= kWarpRows || 2 * bytes <= kMinSlotBytes),
+          "tiles of " + std::to_string(pieces.positions) + " positions are none that a warp takes from a slot");
   const int64_t rows = y.numel() / std::max<int64_t>(y.shape.back(), 1), units = rows / pieces.results;
   require(rows % pieces.results == 0 && pieces.results % pieces.few_results == 0,
           "pieces of " + std::to_string(pieces.results) + " results do not make " + std::to_string(rows));

@@ -27,7 +27,8 @@ std::string pieces_json(const Pieces& p) {
          field("few_results", p.few_results) + ", " + field("result_bytes", p.result_bytes) + ", " +
          field("offset", p.offset) +
          (p.tiles > 0 ? ", " + field("tiles", p.tiles) + ", " + field("few_of_row", p.few_of_row) : "") +
-         (p.overlap ? ", \"overlap\": true" : "") + "}";
+         (p.overlap ? ", \"overlap\": true" : "") + (p.positions > 0 ? ", " + field("positions", p.positions) : "") +
+         "}";
 }
 
 std::string queries_json(const QueryTiles& q) {

@@ -78,7 +78,7 @@ phase 1, which waits for nothing
     prologue: 4 rms_norm layers.0.q_norm, 5 rms_norm layers.0.k_norm, 6 rope layers.0.q_rope, 7 rope layers.0.k_rope
     body: 8 attention layers.0.attention
     staged_bytes: 28272
-    pieces: count 4, of_row 0, results 2, few_results 2, result_bytes 544, offset 0
+    pieces: count 4, of_row 0, results 2, few_results 2, result_bytes 544, offset 0, positions 16
     unstored: layers.0.q_norm, layers.0.k_norm, layers.0.q_rope, layers.0.k_rope
 phase 2, which waits for nothing
   32 static tiles
@@ -118,7 +118,7 @@ phase 6, which waits for nothing
     prologue: 21 rms_norm layers.1.q_norm, 22 rms_norm layers.1.k_norm, 23 rope layers.1.q_rope, 24 rope layers.1.k_rope
     body: 25 attention layers.1.attention
     staged_bytes: 28272
-    pieces: count 4, of_row 0, results 2, few_results 2, result_bytes 544, offset 4352
+    pieces: count 4, of_row 0, results 2, few_results 2, result_bytes 544, offset 4352, positions 16
     unstored: layers.1.q_norm, layers.1.k_norm, layers.1.q_rope, layers.1.k_rope
 phase 7, which waits for nothing
   32 static tiles
@@ -277,6 +277,7 @@ struct Attention1 {
   static constexpr int kFewHeads = 2;
   static constexpr int kSize = 16;
   static constexpr int kLength = 40;
+  static constexpr int kTilePositions = 16;
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 4;
   static constexpr int kPieceTiles = 0;
@@ -776,6 +777,7 @@ struct Attention0 {
   static constexpr int kFewHeads = 2;
   static constexpr int kSize = 16;
   static constexpr int kLength = 24;
+  static constexpr int kTilePositions = 16;
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 132;
   static constexpr int kPieceTiles = 0;
@@ -986,6 +988,7 @@ struct PagedAttention0 {
   static constexpr int kFewHeads = 2;
   static constexpr int kSize = 16;
   static constexpr int kLength = 12;
+  static constexpr int kTilePositions = 16;
   static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 132;
   static constexpr int kPieceTiles = 0;

@@ -254,7 +254,7 @@ def test_cut_jobs_into_pieces() -> None:
         **expected,
         "count": 134,
         "results": 2,
-        "tiles": 40,  # and a row has no more
+        "tiles": 20,  # and a row has no more
         "few_of_row": 1,
         "overlap": True,
     }
@@ -277,6 +277,7 @@ def test_cut_jobs_into_tiles_of_queries() -> None:
 
     # 300 rows of each of two groups; keys and values of a tile are 32 KiB.
     assert (cut(128)["queries"], cut(128)["tiles"]) == ({"heads": 3, "rows": 128, "positions": 64}, 2 * 3)
+    expected |= {"positions": 16}  # of a tile
     assert cut(64)["queries"] == {"heads": 3, "rows": 128, "positions": 128}
     assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
 
@@ -288,6 +289,7 @@ def test_cut_jobs_of_ragged_sequences() -> None:
     rows = [(name, b.buffer("input", name, "bfloat16", shape), True, False) for name, shape in shapes.items()]
     numbers = {"read_index": ("int64", [800]), "cu_seq_lens_q": ("int32", [9]), "cu_seq_lens_k": ("int32", [9])}
     rows += [(name, b.buffer("input", name, *of), True, False) for name, of in numbers.items()]
+        "positions": 32,  # what fits an entry of the ring
     y = b.buffer("output", "y", "bfloat16", shapes["q"])
     b.graph.add_node("varlen_attention", [*rows, ("y", y, False, True)], {"scale": 0.1, "window": 0}, None, "attention")
     [[job]] = Draft(b.graph, "cut_jobs", _C.Target("cuda", 90, 132, 232448)).phases

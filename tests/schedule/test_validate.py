@@ -438,6 +438,12 @@ BROKEN_PIECES: dict[str, tuple[_C.TBGraph, str, Callable, str]] = {
         decoder(layers=1), "count", lambda n: n - 1, "131 pieces are fewer than lengths at run time may give",
     ),
     "none of a size": (decoder(layers=1), "results", lambda n: 0, "a size of its pieces is not positive"),
+    "tiles of which a warp takes a part": (
+        decoder(layers=1), "positions", lambda n: 24, "tiles of 24 positions are none that a warp takes from a slot",
+    ),
+    "tiles that no slot holds": (
+        decoder(layers=1, head_dim=128), "positions", lambda n: 32, "tiles of 32 positions are none that a warp takes",
+    ),
     "results that do not make the heads": (
         decoder(layers=1), "results", lambda n: 3, "pieces of 3 results do not make 4",
     ),

@@ -67,9 +67,10 @@ void AttentionWriter::write_sizes() {
                constant("kGroups", groups()) + constant("kPasses", heads() / groups() / pieces.results) +
                constant("kHeads", pieces.results) + constant("kFewHeads", pieces.few_results) +
                constant("kSize", size()) + constant("kLength", length()) +
-               flag("kZeroWithoutKeys", zero_without_keys()) + constant("kWorkers", workers) +
-               constant("kPieceTiles", pieces.tiles) + constant("kFewPieces", pieces.few_of_row) +
-               constant("kPieces", pieces.count) + returning("int64_t", "limit(const Job& job, uint32_t b)", limit()) +
+               constant("kTilePositions", pieces.positions) + flag("kZeroWithoutKeys", zero_without_keys()) +
+               constant("kWorkers", workers) + constant("kPieceTiles", pieces.tiles) +
+               constant("kFewPieces", pieces.few_of_row) + constant("kPieces", pieces.count) +
+               returning("int64_t", "limit(const Job& job, uint32_t b)", limit()) +
                constant("kPartialBytes", pieces.result_bytes) +
                returning("uint8_t*", "partials(const Job& job)", refs_.partials(pieces)) +
                "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +

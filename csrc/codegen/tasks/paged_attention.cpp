@@ -54,22 +54,22 @@ class PagesWriter : public AttentionWriter {
   // Whether a tile is a box of a matrix: positions are its rows, and a group's heads columns of it, if pages are whole
   // rows apart. A tile whose positions are not side by side is then one copy all the same.
   bool has_boxed_tiles(const Tensor& t) const {
-    const int tile = kv_tile(static_cast<int>(t.shape[3] * size_bytes(t.dtype)));
     const auto [page, position, group, element] = std::tie(t.strides[0], t.strides[1], t.strides[2], t.strides[3]);
-    return context_.schedule.target.arch >= 90 && size_bytes(t.dtype) == 2 && page_size() % tile == 0 &&
+    return context_.schedule.target.arch >= 90 && size_bytes(t.dtype) == 2 &&
+           page_size() % job_.pieces->positions == 0 &&
            context_.graph().buffers()[t.buffer].kind == BufferKind::kInput && position > t.shape[3] && element == 1 &&
            page > 0 && page % position == 0 && group >= 0 && (groups() - 1) * group + t.shape[3] <= position &&
            t.shape[0] * page / position < (int64_t(1) << 31);
   }
 
   void write_boxes(const std::string& name, const Tensor& t) {
-    const int64_t page_rows = t.strides[0] / t.strides[1], tile = kv_tile(static_cast<int>(t.shape[3] * 2));
+    const int64_t page_rows = t.strides[0] / t.strides[1];
     const int64_t rows = (t.shape[0] - 1) * page_rows + page_size();
     const Tensor matrix{t.buffer, t.dtype, {rows, t.strides[1]}, {t.strides[1], 1}, t.offset};
-    code_.body +=
-        constant("kPageRows" + name, page_rows) + constant("kGroupColumns" + name, t.strides[2]) +
-        returning("const void*", "map_" + name + "(const Job& job)",
-                  "job.pointer<const void>(" + str(refs_.add_map(node_, matrix, tile, t.shape[3], true)) + ")");
+    code_.body += constant("kPageRows" + name, page_rows) + constant("kGroupColumns" + name, t.strides[2]) +
+                  returning("const void*", "map_" + name + "(const Job& job)",
+                            "job.pointer<const void>(" +
+                                str(refs_.add_map(node_, matrix, job_.pieces->positions, t.shape[3], true)) + ")");
   }
 
   const Operand &table_, &length_;

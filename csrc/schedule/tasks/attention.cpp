@@ -22,11 +22,12 @@ int64_t heads_at_a_time(int64_t shared, int64_t size) {
 
 // At most: rows of q and of the new position, a tile's weights of each warp, sums, and results to be put together, of
 // which `combined` bytes are at hand.
-int64_t staged_bytes(int64_t together, int64_t size, int64_t element, int64_t warps, int64_t combined) {
-  constexpr int64_t kMostRows = 16, kFewestRows = 8;  // positions of a tile
+int64_t staged_bytes(const AttentionSizes& sizes, int64_t warps, int64_t combined) {
+  constexpr int64_t kFewestRows = 8;  // positions of a tile
+  const int64_t together = sizes.together(), size = sizes.size, element = size_bytes(sizes.dtype);
   const int64_t rows = (round_up(together, 4) + 2) * (size + 32) * element;
   const auto padded = std::bit_ceil(static_cast<uint64_t>(std::max(together, 32 / kFewestRows)));
-  const int64_t weights = (kMostRows + 1) * static_cast<int64_t>(padded) * 4;
+  const int64_t weights = (std::max<int64_t>(sizes.tile(), kWarpRows) + 1) * static_cast<int64_t>(padded) * 4;
   return rows + warps * weights + together * size * 4 + combined;
 }
 
@@ -36,12 +37,10 @@ class AttentionPlanner : public Planner {
   void cut(const Schedule& schedule, Job& job) const override {
     const Node& node = schedule.graph.nodes()[job.body.front()];
     const Tensor &q = node.operand("q").tensor, &cache = node.operand("k_cache").tensor;
-    AttentionSizes sizes{q.shape[0], q.shape[1], cache.shape[1], q.shape[2], q.dtype};
+    const int64_t positions = cache.shape[2];
+    const AttentionSizes sizes{q.shape[0], q.shape[1], cache.shape[1], q.shape[2], q.dtype, positions, 0};
     if (!sizes.are_possible()) return;
-    const int64_t workers = schedule.target.num_workers;
-    sizes.overlap = sizes.batch * sizes.units() > workers;
-    sizes.row_tiles = sizes.tiles(cache.shape[2]);
-    cut_attention(schedule, job, sizes);
+    cut_attention(schedule, job, sizes, sizes.batch * sizes.units() > schedule.target.num_workers);
   }
 };
 
@@ -51,7 +50,14 @@ const AttentionPlanner kPlanner{};
 }  // namespace
 
 int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups, size); }
-int64_t AttentionSizes::tile() const { return kv_tile(static_cast<int>(size * size_bytes(dtype))); }
+
+// What is computed together, or, of pieces that overlap, twice as much, if keys and values of 16-bit elements still fit
+// an entry: then bytes in flight decide, of which half-filled slots hold half.
+int64_t AttentionSizes::tile() const {
+  const int64_t row_bytes = size * size_bytes(dtype), tile = kv_tile(static_cast<int>(row_bytes));
+  const bool fits = size_bytes(dtype) == 2 && 2 * 2 * tile * row_bytes <= kMinSlotBytes && tile == kWarpRows;
+  return overlap && fits && of_page % (2 * tile) == 0 ? 2 * tile : tile;
+}
 
 // So a row has the bits that it has beside any other rows of the same kernel. Where workers have several pieces, these
 // are long enough to be worth bringing what they need, and short enough for rows of any lengths to be shared out
@@ -63,38 +69,39 @@ int64_t AttentionSizes::few_pieces(int64_t workers) const {
 }
 
 int64_t AttentionSizes::most_piece_tiles(int64_t workers) const {
-  constexpr int64_t kUsual = 2048, kFewest = kKvPieceTiles, kMost = 64, kOfSeveral = 40;
+  constexpr int64_t kUsual = 2048, kFewest = kKvPieceTiles, kMost = 64, kOfSeveral = 640;
   constexpr int64_t kMostBytes = 64 << 20;  // of all results of pieces in the workspace
   const int64_t pieces = batch * units();
   const auto usual = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(kUsual / tile() * pieces / workers)));
-  int64_t tiles = overlap ? kOfSeveral : std::clamp(usual, kFewest, kMost);
-  const auto of_row = [&] { return kv_count(static_cast<uint32_t>(row_tiles), static_cast<uint32_t>(tiles)); };
+  int64_t tiles = overlap ? kOfSeveral / tile() : std::clamp(usual, kFewest, kMost);
+  const auto of_row = [&] { return kv_count(static_cast<uint32_t>(row_tiles()), static_cast<uint32_t>(tiles)); };
   while (of_row() > 1 && pieces * of_row() * together() * result_bytes() > kMostBytes) tiles *= 2;
   return tiles;
 }
 
-void cut_attention(const Schedule& schedule, Job& job, const AttentionSizes& sizes) {
-  const int64_t batch = sizes.batch, size = sizes.size, together = sizes.together(), units = sizes.units();
+void cut_attention(const Schedule& schedule, Job& job, AttentionSizes sizes, bool several) {
+  const int64_t batch = sizes.batch, together = sizes.together(), units = sizes.units();
+  const int64_t warps = schedule.warps.consumers, tile_warps = warps - kBringingWarps, sums = (sizes.size + 4) * 4;
+  sizes.overlap = several;
+  const int64_t overlapped =
+      2 * round_up(staged_bytes(sizes, tile_warps, tile_warps * together * sums), kSharedAlignment);
+  sizes.overlap &= overlapped <= schedule.target.smem_bytes / 2;
   Pieces pieces;
+  pieces.overlap = sizes.overlap;
+  pieces.positions = sizes.tile();
   if (batch == 1) {
     pieces.count = kv_max_pieces(static_cast<uint32_t>(units), static_cast<uint32_t>(schedule.target.num_workers));
   } else {
     pieces.few_of_row = sizes.few_pieces(schedule.target.num_workers);
     pieces.tiles = sizes.most_piece_tiles(schedule.target.num_workers);
     pieces.count = batch * units *
-                   kv_own_count(static_cast<uint32_t>(sizes.row_tiles), static_cast<uint32_t>(pieces.few_of_row),
+                   kv_own_count(static_cast<uint32_t>(sizes.row_tiles()), static_cast<uint32_t>(pieces.few_of_row),
                                 static_cast<uint32_t>(pieces.tiles));
   }
   pieces.results = together;
   pieces.few_results = together % 2 == 0 ? 2 : 1;
   pieces.result_bytes = sizes.result_bytes();
-  const int64_t element = size_bytes(sizes.dtype), warps = schedule.warps.consumers, sums = (size + 4) * 4;
-  const int64_t tile_warps = warps - kBringingWarps;
-  const int64_t overlapped =
-      2 * round_up(staged_bytes(together, size, element, tile_warps, tile_warps * together * sums), kSharedAlignment);
-  pieces.overlap = sizes.overlap && overlapped <= schedule.target.smem_bytes / 2;
-  const int64_t bytes =
-      pieces.overlap ? overlapped : staged_bytes(together, size, element, warps, std::max(kCombined, warps * sums));
+  const int64_t bytes = pieces.overlap ? overlapped : staged_bytes(sizes, warps, std::max(kCombined, warps * sums));
   if (bytes > room(schedule)) return;
   job.staged_bytes = bytes;
   job.pieces = pieces;

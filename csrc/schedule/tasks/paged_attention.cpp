@@ -9,12 +9,11 @@ class PagedAttentionPlanner : public Planner {
   void cut(const Schedule& schedule, Job& job) const override {
     const Node& node = schedule.graph.nodes()[job.body.front()];
     const Tensor &q = node.operand("q").tensor, &pages = node.operand("k_pages").tensor;
-    AttentionSizes sizes{q.shape[0], q.shape[1], pages.shape[2], q.shape[2], q.dtype};
+    const int64_t in_page = pages.shape[1], positions = node.operand("block_table").tensor.shape[1] * in_page;
+    const AttentionSizes sizes{q.shape[0], q.shape[1], pages.shape[2], q.shape[2], q.dtype, positions, in_page};
     if (!sizes.are_possible()) return;
-    const int64_t workers = schedule.target.num_workers;
-    sizes.overlap = 2 * sizes.batch * sizes.units() > workers && sizes.batch > 1;
-    sizes.row_tiles = sizes.tiles(node.operand("block_table").tensor.shape[1] * pages.shape[1]);
-    cut_attention(schedule, job, sizes);
+    const bool several = 2 * sizes.batch * sizes.units() > schedule.target.num_workers && sizes.batch > 1;
+    cut_attention(schedule, job, sizes, several);
   }
 };
 

@@ -86,6 +86,7 @@ struct Pieces {
   int64_t tiles = 0;         // of each at most; 0: as lengths at run time give
   int64_t few_of_row = 1;    // of each as far as it is long enough, see kv_own_count
   bool overlap = false;      // of a worker's pieces some warps stage the next while the others compute
+  int64_t positions = 0;     // of keys, that a tile has; 0: pieces are of something else
 
   int64_t bytes() const { return count * results * result_bytes; }
 };

@@ -15,7 +15,7 @@ MPK_DEVICE uint32_t visible(const Job& job, uint32_t row) {
 
 // Positions of a tile.
 template <class V>
-inline constexpr int kTile = kv_tile(V::kSize * int(sizeof(typename V::T)));
+inline constexpr int kTile = V::kTilePositions;
 
 template <class V>
 MPK_DEVICE constexpr uint32_t tiles_of(uint32_t visible) {

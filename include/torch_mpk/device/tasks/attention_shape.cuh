@@ -13,7 +13,7 @@ namespace mpk::attention {
 template <class V>
 concept Sizes = requires {
   typename V::T;
-  requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kLength, V::kWorkers>;
+  requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kLength, V::kWorkers, V::kTilePositions>;
   // With several rows: of a piece, at most, and the pieces that rows have as far as they are long enough. There is room
   // for kPieces pieces' results.
   requires Constants<int, V::kPieceTiles, V::kFewPieces, V::kPieces>;
@@ -150,7 +150,7 @@ struct Shape {
   static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes) * (V::kOverlaps ? 14 : 9) / 9;
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
-  static constexpr bool kTensorCores = kHasFragments<T> && kTile == 16;
+  static constexpr bool kTensorCores = kHasFragments<T> && kTile % kWarpRows == 0;
   // What a lane holds of every head's result: kWidth elements, and so many again for every 32 lanes.
   static constexpr int kWidth = lane_width<T>(kSize);
   static constexpr int kSteps = (kSize / kWidth + 31) / 32;

@@ -29,19 +29,20 @@ MPK_DEVICE float exponential(float x) {
 // comes of -inf, even where no score counts.
 MPK_DEVICE float subtrahend(float max) { return max == -infinity() ? 0.0f : max; }
 
-// Scores on tensor cores: S = K Q^T, 16 positions by four heads. Which element stands where along the summed dimension
-// is free as long as both factors agree, so fragments are read in 16-byte chunks. Eight lanes read at a time, of two
-// keys, which begin in the same bank: so odd keys' lanes read the halves of 8 chunks in reverse, and meet other banks.
-// The columns of four more heads, which are free, hold the same heads with those halves reversed: in them odd keys meet
-// the elements that are theirs.
+// Scores of 16 positions, from number `place` of the tile on, on tensor cores: S = K Q^T, by four heads. Which element
+// stands where along the summed dimension is free as long as both factors agree, so fragments are read in 16-byte
+// chunks. Eight lanes read at a time, of two keys, which begin in the same bank: so odd keys' lanes read the halves of
+// 8 chunks in reverse, and meet other banks. The columns of four more heads, which are free, hold the same heads with
+// those halves reversed: in them odd keys meet the elements that are theirs.
 template <class V>
-MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, const uint8_t* staged, float* scores, uint32_t lane) {
+MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, int place, const uint8_t* staged, float* scores,
+                                   uint32_t lane) {
   using S = Shape<V>;
   using T = typename S::T;
   const uint32_t g = lane / 4, t = lane % 4;
   constexpr bool kReversed = S::kChunks % 8 == 0;
   const uint32_t key_flip = kReversed ? g % 2 * 4 : 0, query_flip = kReversed ? g / 4 * 4 : 0;
-  const uint4* key = reinterpret_cast<const uint4*>(tile.keys) + g * S::kChunks + t;
+  const uint4* key = reinterpret_cast<const uint4*>(tile.keys) + (place + g) * S::kChunks + t;
   const uint4* query = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(staged) + g % 4 * S::kPitch) + t;
   const uint4* keys[2] = {key + key_flip, key + (key_flip ^ 4)};
   const uint4* queries[2] = {query + query_flip, query + (query_flip ^ 4)};
@@ -145,7 +146,9 @@ struct Softmax {
   MPK_DEVICE bool add(const Tile<V>& tile, uint8_t* staged, uint32_t warp, uint32_t lane, Values values) {
     float* weights = reinterpret_cast<float*>(staged + S::kWeightsOffset) + warp * S::kWeights;
     if constexpr (S::kTensorCores)
-      tensor_core_scores<V>(tile, staged, weights, lane);
+#pragma unroll
+      for (int first = 0; first < S::kTile; first += kWarpRows)
+        tensor_core_scores<V>(tile, first, staged, weights + first * S::kPad, lane);
     else
       fma_scores<V>(tile, staged, weights, lane);
     __syncwarp();

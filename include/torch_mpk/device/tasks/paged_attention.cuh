@@ -58,7 +58,7 @@ struct Positions<V> {
 template <InPages V>
 struct Live<V> {
   static constexpr bool kAreKnown = false;
-  static constexpr uint32_t kAll = (1u << kTile<V>)-1;
+  static constexpr uint32_t kAll = ~0u >> (32 - kTile<V>);
   uint32_t bits = 0;  // of each position
 
   MPK_DEVICE Live(uint32_t, uint32_t) {}
@@ -122,7 +122,7 @@ MPK_OUT_OF_LINE uint32_t fill_pages(Writer ring, Job job, KvPiece piece, uint32_
     PagedEntry<V, Writer> entry{
         ring, job, piece.row, group, first, number < count ? limit : 0, number % S::kEntries != 0};
     for_runs<V>(job, entry.row, entry.first, entry.limit,
-                [&](uint32_t begin, uint32_t end, int32_t) { entry.tile |= ((1u << (end - begin)) - 1) << begin; });
+                [&](uint32_t begin, uint32_t end, int32_t) { entry.tile |= ~0u >> (32 - (end - begin)) << begin; });
     return entry;
   });
 }
