@@ -343,8 +343,8 @@ def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn:
     ("batch", "ffn", "workers", "shapes"),
     thinned(
         [
-            (64, 640, 2, {(64, 2, 1), (64, 2, 2), (56, 1, 1)}),  # several passes, of which the last has fewer boxes
-            (61, 192, 9, {(32, 1, 1), (24, 1, 2), (16, 1, 1)}),  # both warpgroups at one box; rows that are not there
+            (64, 640, 2, {(64, 2, 1), (64, 2, 2), (56, 1, 1)}),  # passes with fewer boxes; sums of two boxes at a time
+            (61, 192, 9, {(32, 1, 1), (24, 1, 2)}),  # both warpgroups at one box; rows that are not there
         ],
         1,
     ),

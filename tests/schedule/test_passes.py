@@ -317,3 +317,18 @@ def test_place_pieces() -> None:
     polled = Draft(decoder(layers=2), "place_pieces")  # without events in between each has its own
     pieces = [job["pieces"] for jobs in polled.phases for job in jobs if job["pieces"]]
     assert pieces[0]["offset"] != pieces[1]["offset"]
+def test_cut_jobs_takes_high_boxes_of_many_rows() -> None:
+    """Of 128,256 rows boxes of 16 are shared out the most evenly, but are four times as many products as ones of 64."""
+    shapes = by_label(Draft(decoder(layers=1, hidden=2048, vocab=128256, batch=64), "cut_jobs"), "shape")
+    assert (shapes["head"]["tile_rows"], shapes["head"]["pass_tiles"]) == (56, 4)
+
+
+def test_place_pieces_keeps_sums_of_rows_until_they_are_read() -> None:
+    after = Draft(decoder(layers=2, batch=64, hidden=1024, ffn=256), "place_pieces")
+    sums = [job["row_sums"] for jobs in after.phases for job in jobs if job.get("row_sums")]
+    assert [each["count"] for each in sums] == [132] * 4
+    post_norm, next_input_norm, next_post_norm, last = (each["offset"] for each in sums)
+    assert post_norm != next_input_norm, "gate reads the ones while down makes the others"
+    assert (next_post_norm, last) == (post_norm, next_input_norm)
+
+

@@ -144,18 +144,23 @@ class Boxes {
     return shape;
   }
 
-  // Each warpgroup multiplies up to 64 rows of weights with all of x. So boxes are as high as shares the rows out most
-  // evenly, and of those the highest.
+  // Each warpgroup multiplies up to 64 rows of weights with all of x. Boxes are as high as is quickest: lower ones
+  // share the rows out more evenly, but are as many products each, and fewer fit a pass, each of which reads x.
   TileShape of_warpgroups(int64_t split) const {
-    const int64_t workers = job_.workers / split, row_bytes = job_.size * job_.element;
-    const auto share = [&](int64_t rows) { return divide_up(job_.tiles(rows), workers); };
-    int64_t box_rows = kWarpgroupWarps * kWarpRows;
-    for (int64_t rows = box_rows - 8; rows > 0; rows -= 8)
-      if (share(rows) * rows < share(box_rows) * box_rows) box_rows = rows;
-    TileShape shape{box_rows, job_.parts, 1, row_bytes, kBoxRowBytes};
+    TileShape best = of_warpgroups(split, kWarpgroupWarps * kWarpRows);
+    for (int64_t rows = best.tile_rows - 8; rows > 0; rows -= 8) {
+      const TileShape shape = of_warpgroups(split, rows);
+      if (nanoseconds(shape) < nanoseconds(best)) best = shape;
+    }
+    return best;
+  }
+
+  TileShape of_warpgroups(int64_t split, int64_t box_rows) const {
+    TileShape shape{box_rows, job_.parts, 1, job_.size * job_.element, kBoxRowBytes};
     shape.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / shape.entry_bytes();
     const int64_t most = std::max<int64_t>(kWarpgroups * kMostHeld / job_.parts, 1);
-    shape.pass_tiles = std::max<int64_t>(divide_up(share(box_rows), divide_up(share(box_rows), most)), 1);
+    const int64_t share = divide_up(job_.tiles(box_rows), job_.workers / split);
+    shape.pass_tiles = std::max<int64_t>(divide_up(share, divide_up(share, most)), 1);
     shape.split = split;
     shape.window_bytes = (shape.chunks() / split % kMostChunksOfWindow == 0 ? kMostChunksOfWindow : 1) * kBoxRowBytes;
     return shape;
@@ -201,17 +206,19 @@ class Boxes {
   }
 
   // What a worker takes, by what was measured on an H200 (docs/experiments.md): bytes a nanosecond that it gets of
-  // memory, of windows of x, and in all; and a hop to the workers that share its tiles.
+  // memory, of windows of x, and in all; what a warpgroup's products of a box take; and a hop to the workers that share
+  // its tiles.
   double nanoseconds(const TileShape& shape) const {
-    constexpr double kOfMemory = 35, kOfWindows = 30, kInAll = 46, kHop = 2000;
-    const int64_t tiles = job_.tiles(shape.tile_rows), groups = job_.workers / shape.split;
-    const double rows =
-        double(shape.tile_rows) * (by_warpgroups_ ? double(divide_up(tiles, groups)) / double(shape.split)
-                                                  : double(tiles) / double(job_.workers));
-    const double weights = rows * double(shape.row_bytes);
-    const double x = double(job_.batch) * double(shape.row_bytes) / double(shape.split);
-    const double sums = 8 * rows * double(job_.batch) * double(shape.split - 1);  // sent, and as many received
-    const double products = std::max({weights / kOfMemory, x / kOfWindows, (weights + x) / kInAll});
+    constexpr double kOfMemory = 35, kOfWindows = 30, kInAll = 46, kOfBox = 73, kHop = 2000;
+    const int64_t tiles = job_.tiles(shape.tile_rows), share = divide_up(tiles, job_.workers / shape.split);
+    const double split = double(shape.split),
+                 of_worker = by_warpgroups_ ? double(share) / split : double(tiles) / double(job_.workers);
+    const double rows = double(shape.tile_rows * job_.parts) * of_worker, weights = rows * double(shape.row_bytes);
+    const double passes = double(divide_up(share, shape.pass_tiles));
+    const double x = passes * double(job_.batch) * double(shape.row_bytes) / split;
+    const double sums = 8 * rows * double(job_.batch) * (split - 1);  // sent, and as many received
+    const double boxes = by_warpgroups_ ? double(job_.parts) * of_worker * double(shape.chunks()) : 0;
+    const double products = std::max({weights / kOfMemory, x / kOfWindows, (weights + x) / kInAll, boxes * kOfBox});
     return products + (shape.split == 1 ? 0 : kHop + 2 * sums / kInAll);
   }
 
