@@ -158,8 +158,10 @@ struct Shape {
   static constexpr int kAtATime = floor_power_of_two(32 / kHeads), kRows = kAtATime < kTile ? kAtATime : kTile;
   // The softmax of a tile: a lane has one score of a head, the warp kAtOnce heads.
   static constexpr int kAtOnce = 32 / kTile, kRounds = (kHeads + kAtOnce - 1) / kAtOnce;
-  // Scores, then weights [position][kPad], with a row behind them: what to multiply results so far by.
-  static constexpr int kPad = linear::next_power_of_two(kHeads > kAtOnce ? kHeads : kAtOnce);
+  // Scores, two heads at a time from tensor cores, then weights [position][kPad], with a row behind them: what to
+  // multiply results so far by.
+  static constexpr int kLeastPad = kTensorCores && kAtOnce < 2 ? 2 : kAtOnce;
+  static constexpr int kPad = linear::next_power_of_two(kHeads > kLeastPad ? kHeads : kLeastPad);
   static constexpr int kWeights = ((kTile + 1) * kPad + 3) / 4 * 4;
   static constexpr int kFit = 24 * 1024 / (kConsumerWarps * kPartial<V> * 4);
   // Heads put together at a time.
