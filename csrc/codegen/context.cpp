@@ -95,8 +95,8 @@ std::string Refs::number(int64_t value) {
   return "job.number(" + str(add_raw(kNumberIndex, static_cast<uint64_t>(value))) + ")";
 }
 
-std::string Refs::partials(const Pieces& pieces) {
-  return "job.pointer<uint8_t>(" + str(add_raw(kWorkspaceIndex, pieces.offset)) + ")";
+std::string Refs::workspace(int64_t offset, const std::string& type) {
+  return "job.pointer<" + type + ">(" + str(add_raw(kWorkspaceIndex, offset)) + ")";
 }
 
 }  // namespace mpk::codegen

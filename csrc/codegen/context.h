@@ -41,8 +41,8 @@ class Refs {
                       bool writable = false);  // "job.template pointer<const float>(3)"
   // A number that kernels of equal code may differ in, below 2^31: "job.number(3)".
   std::string number(int64_t value);
-  // The same of what pieces leave in the workspace.
-  std::string partials(const Pieces& pieces);
+  // Of what workers leave in the workspace beside its buffers.
+  std::string workspace(int64_t offset, const std::string& type = "uint8_t");
   // The map of a matrix, boxes of which come through the ring; nodes that read the same boxes share it.
   int add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain = false);
   int add(const Node& node, const Tensor& t);

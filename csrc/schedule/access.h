@@ -30,6 +30,40 @@ inline std::vector<int> members(const Job& job) {
   return nodes;
 }
 
+// The norm that it ends with; -1: none.
+inline int norm_of(const TBGraph& graph, const Job& job) {
+  const bool has_one = !job.epilogue.empty() && graph.nodes()[job.epilogue.back()].def->role == Role::kRow;
+  return has_one && graph.nodes()[job.body.front()].def->role != Role::kRow ? job.epilogue.back() : -1;
+}
+
+// The job that ends with the norm that makes a buffer; null: none does.
+inline const Job* find_norm(const Schedule& schedule, int buffer) {
+  for (const Phase& phase : schedule.phases)
+    for (const Job& job : phase.jobs) {
+      const int norm = norm_of(schedule.graph, job);
+      if (norm >= 0 && output(schedule.graph.nodes()[norm]).tensor.buffer == buffer) return &job;
+    }
+  return nullptr;
+}
+
+// What the sums of a job's rows take, four of a row side by side.
+inline int64_t row_sums_bytes(const Schedule& schedule, const Job& job) {
+  const Tensor& y = output(schedule.graph.nodes()[norm_of(schedule.graph, job)]).tensor;
+  return (job.row_sums->count + 3) / 4 * 16 * (y.numel() / y.shape.back());
+}
+
+// The last phase that reads what the norm of a job makes.
+inline int last_reader(const Schedule& schedule, const Job& job) {
+  const int buffer = output(schedule.graph.nodes()[norm_of(schedule.graph, job)]).tensor.buffer;
+  int last = -1;
+  for (size_t p = 0; p < schedule.phases.size(); p++)
+    for (const Job& reader : schedule.phases[p].jobs)
+      for (int n : members(reader))
+        for (const Operand& operand : schedule.graph.nodes()[n].operands)
+          if (operand.tensor.buffer == buffer) last = static_cast<int>(p);
+  return last;
+}
+
 // Those whose results one of its epilogues may take over: the body, and epilogues before it.
 inline std::vector<int> makers_of(const Job& job, int epilogue) {
   std::vector<int> nodes = job.body;
@@ -53,6 +87,11 @@ inline bool same_rows(const Tensor& made, const Tensor& read) {
   return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset &&
          made.numel() == read.numel() && made.is_contiguous() && read.is_contiguous() && !made.shape.empty() &&
          !read.shape.empty() && made.shape.back() == read.shape.back();
+}
+
+// As many rows of the same length, wherever they are.
+inline bool same_row_space(const Tensor& a, const Tensor& b) {
+  return !a.shape.empty() && !b.shape.empty() && a.shape.back() == b.shape.back() && a.numel() == b.numel();
 }
 
 inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {

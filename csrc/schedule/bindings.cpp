@@ -111,6 +111,12 @@ void bind_schedule(py::module_& m) {
       .def_readonly("overlap", &Pieces::overlap)
       .def_readonly("positions", &Pieces::positions);
 
+  py::class_<RowSums>(m, "RowSums")
+      .def(py::init([](int64_t count, int64_t offset) { return RowSums{count, offset}; }), py::arg("count"),
+           py::arg("offset"))
+      .def_readonly("count", &RowSums::count)
+      .def_readonly("offset", &RowSums::offset);
+
   py::class_<QueryTiles>(m, "QueryTiles")
       .def(py::init([](int64_t heads, int64_t rows, int64_t positions, int64_t ends) {
              return QueryTiles{heads, rows, positions, ends};
@@ -125,7 +131,8 @@ void bind_schedule(py::module_& m) {
       .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue,
                        std::vector<int> loader_waits, std::vector<int> unstored, int64_t num_tiles,
                        const std::string& assignment, Tickets tickets, std::optional<TileShape> shape, bool is_staged,
-                       int64_t staged_bytes, std::optional<Pieces> pieces, std::optional<QueryTiles> queries) {
+                       int64_t staged_bytes, std::optional<Pieces> pieces, std::optional<RowSums> row_sums,
+                       std::optional<QueryTiles> queries) {
              return Job{std::move(prologue),
                         std::move(body),
                         std::move(epilogue),
@@ -136,13 +143,14 @@ void bind_schedule(py::module_& m) {
                         is_staged,
                         staged_bytes,
                         pieces,
+                        row_sums,
                         queries,
                         std::move(loader_waits),
                         std::move(unstored)};
            }),
            py::arg("prologue"), py::arg("body"), py::arg("epilogue"), py::arg("loader_waits"), py::arg("unstored"),
            py::arg("num_tiles"), py::arg("assignment"), py::arg("tickets"), py::arg("shape"), py::arg("is_staged"),
-           py::arg("staged_bytes"), py::arg("pieces"), py::arg("queries"))
+           py::arg("staged_bytes"), py::arg("pieces"), py::arg("row_sums"), py::arg("queries"))
       .def_readonly("prologue", &Job::prologue)
       .def_readonly("body", &Job::body)
       .def_readonly("epilogue", &Job::epilogue)
@@ -152,6 +160,7 @@ void bind_schedule(py::module_& m) {
       .def_readonly("is_staged", &Job::is_staged)
       .def_readonly("staged_bytes", &Job::staged_bytes)
       .def_readonly("pieces", &Job::pieces)
+      .def_readonly("row_sums", &Job::row_sums)
       .def_readonly("queries", &Job::queries)
       .def_readonly("loader_waits", &Job::loader_waits)
       .def_readonly("unstored", &Job::unstored)

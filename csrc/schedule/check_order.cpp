@@ -60,8 +60,7 @@ class OrderProof {
             const Role role = s_.graph.nodes()[n].def->role;
             if (part == Part::kPrologue && role != Role::kRow)
               fail(name(n) + " is no row task, but stands in a prologue");
-            if (part == Part::kEpilogue && role != Role::kPointwise)
-              fail(name(n) + " is not pointwise, but stands in an epilogue");
+            if (part == Part::kEpilogue && role != Role::kPointwise) check_norm(job, n);
           }
       }
     for (int n = 0; n < num_nodes; n++) {
@@ -71,6 +70,28 @@ class OrderProof {
       if (places_[n].size() > 1 && !recomputed)
         fail(name(n) + " is run " + std::to_string(places_[n].size()) + " times");
     }
+  }
+
+  // One that stands in an epilogue is a norm of rows that the job makes, whose factors its readers multiply by: so it
+  // is the last, and all that reads it is multiplied with matrices, behind an event.
+  void check_norm(const Job& job, int n) const {
+    const Node& node = s_.graph.nodes()[n];
+    const auto require = [&](bool holds, const std::string& what) {
+      if (!holds) fail(name(n) + " stands in an epilogue, but " + what);
+    };
+    require(node.def->scales_rows && n == job.epilogue.back() && job.body.size() == 1 && job.row_sums.has_value(),
+            "is not pointwise, nor the norm that a job of one node ends with");
+    const Tensor& made = output(node).tensor;
+    require(!s_.polled[made.buffer], "is polled before its rows' squares are added up");
+    for (const Phase& phase : s_.phases)
+      for (const Job& reader : phase.jobs)
+        for (int m : members(reader))
+          for (const Operand& operand : s_.graph.nodes()[m].operands) {
+            if (m == n || operand.tensor.buffer != made.buffer) continue;
+            const OperandSpec* spec = s_.graph.nodes()[m].def->find(operand.name);
+            require(spec != nullptr && spec->takes_rows && !reader.is_staged && same_rows(made, operand.tensor),
+                    "is read by " + name(m) + ", which does not multiply its results by factors of rows");
+          }
   }
 
   // Readers of a polled buffer take what has come for the result.
@@ -124,7 +145,21 @@ class OrderProof {
     }
     if (to.part != Part::kEpilogue) return false;
     if (from.part == Part::kEpilogue && from.position >= to.position) return false;
-    return strides_behind(s_.graph, makers_of(job_at(to), edge.to), s_.graph.nodes()[edge.to]).has_value();
+    const Node& reader = s_.graph.nodes()[edge.to];
+    if (reader.def->role == Role::kRow) return makes_rows(edge, from, reader);
+    return strides_behind(s_.graph, makers_of(job_at(to), edge.to), reader).has_value();
+  }
+
+  // Whether what a norm behind it takes over is its results, in the rows they are in.
+  bool makes_rows(const Dependency& edge, const Place& from, const Node& norm) const {
+    const Node& maker = s_.graph.nodes()[edge.from];
+    const Tensor& results = output(s_.graph.nodes()[job_at(from).body.front()]).tensor;
+    const Tensor& rows = norm.operands.front().tensor;
+    if (rows.buffer != edge.buffer || !same_row_space(results, rows)) return false;
+    for (const Operand* made : outputs(maker))
+      if (made->tensor.buffer == edge.buffer)
+        return same_rows(made->tensor, rows) && (!maker.program || stores_at_same_point(maker, *made));
+    return false;
   }
 
   void check_workspace() const {

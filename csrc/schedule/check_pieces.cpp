@@ -84,22 +84,44 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
           count + " are fewer than lengths at run time may give");
 }
 
+// Every worker that makes some of a row has a place for the sums of it.
+void check_row_sums(const Schedule& s, const Job& job) {
+  const std::string name = "the sums of rows of " + name_node(s, job.body.front());
+  if (norm_of(s.graph, job) < 0 || !job.shape || job.shape->pass_tiles < 1) unsound(name + " are of no norm");
+  const TileShape& shape = *job.shape;
+  const auto divide_up = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
+  const int64_t groups = s.target.num_workers / shape.split,
+                passes = divide_up(job.num_tiles, groups * shape.pass_tiles);
+  const int64_t count = groups * passes * divide_up(shape.pass_tiles * shape.tile_rows, 32);
+  if (job.row_sums->count < count || job.row_sums->offset % kAccessBytes != 0)
+    unsound(name + " are " + std::to_string(job.row_sums->count) + ", where workers leave " + std::to_string(count));
+}
+
 }  // namespace
 
 void check_pieces(const Schedule& s) {
   const Order order(s);
   std::vector<Use> uses = uses_of_buffers(s);
+  const auto add = [&](const std::string& what, int64_t offset, int64_t bytes, Lifetime lifetime) {
+    const Use use{what, offset, offset + bytes, lifetime};
+    if (use.begin < 0 || use.end > s.workspace_bytes) unsound(what + " lie outside the workspace");
+    for (const Use& other : uses)
+      if (use.begin < other.end && other.begin < use.end && !order.follow_each_other(use.lifetime, other.lifetime))
+        unsound(what + " and " + other.what + " share workspace while both are needed");
+    uses.push_back(use);
+  };
   for (int p = 0; p < static_cast<int>(s.phases.size()); p++)
     for (const Job& job : s.phases[p].jobs) {
-      if (!job.pieces) continue;
-      check_counts(s, job, *job.pieces);
-      const std::string what = "the pieces of " + name_node(s, job.body.front());
-      const Use use{what, job.pieces->offset, job.pieces->offset + job.pieces->bytes(), {p, last_concurrent(s, p)}};
-      if (use.begin < 0 || use.end > s.workspace_bytes) unsound(what + " lie outside the workspace");
-      for (const Use& other : uses)
-        if (use.begin < other.end && other.begin < use.end && !order.follow_each_other(use.lifetime, other.lifetime))
-          unsound(what + " and " + other.what + " share workspace while both are needed");
-      uses.push_back(use);
+      const std::string name = name_node(s, job.body.front());
+      if (job.pieces) {
+        check_counts(s, job, *job.pieces);
+        add("the pieces of " + name, job.pieces->offset, job.pieces->bytes(), {p, last_concurrent(s, p)});
+      }
+      if (job.row_sums) {
+        check_row_sums(s, job);
+        add("the sums of rows of " + name, job.row_sums->offset, row_sums_bytes(s, job),
+            {p, last_concurrent(s, last_reader(s, job))});
+      }
     }
 }
 

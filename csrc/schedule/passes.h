@@ -18,6 +18,9 @@ void group_nodes(Draft& draft);
 // Row tasks read only by row tasks, or by stream tasks as the operand those stage in shared memory, are recomputed by
 // each reader.
 void find_prologues(Draft& draft);
+// Norms of rows that many workers make, and that only matrices are multiplied with, end the jobs that make the rows:
+// beyond a factor for each row, which is left to those, an element of the norm is one of the row.
+void split_norms(Draft& draft);
 // What is neither in a job nor recomputed becomes a job of its own.
 void make_single_jobs(Draft& draft);
 // Jobs get the row tasks that they recompute.

@@ -17,6 +17,10 @@ class Planner {
   // Bytes of the ring's slots, of which each has `slot_bytes`, that a launch fills for a job; 0: it has no say in that.
   virtual double filled_bytes(const Schedule&, const Job&, int64_t /*slot_bytes*/) const { return 0; }
 
+  // Whether a job like this may end with a norm, and leave the factors of rows to those that read it (Job::epilogue),
+  // and may read such rows itself.
+  virtual bool splits_norms(const Schedule&, const Job&) const { return false; }
+
   // Cuts the job: its tiles, what it stages, its pieces. A job whose code cannot be generated may stay as it is:
   // codegen says why.
   virtual void cut(const Schedule& schedule, Job& job) const = 0;

@@ -12,6 +12,7 @@ const std::vector<Pass>& passes() {
   const auto always = [](const Target&) { return true; };
   const auto fused = [](const Target& target) { return target.fuse; };
   const auto polled = [](const Target& target) { return target.polled; };
+  const auto fused_on_gpu = [](const Target& target) { return target.fuse && target.device == "cuda"; };
   const auto on_gpu = [](const Target& target) { return target.device == "cuda"; };
   // clang-format off
   static const std::vector<Pass> all = {
@@ -19,6 +20,7 @@ const std::vector<Pass>& passes() {
       {"fuse_epilogues", fuse_epilogues, fused},
       {"group_nodes", group_nodes, fused},
       {"find_prologues", find_prologues, fused},
+      {"split_norms", split_norms, fused_on_gpu},
       {"make_single_jobs", make_single_jobs, always},
       {"attach_prologues", attach_prologues, fused},
       {"assign_levels", assign_levels, always},

@@ -57,6 +57,9 @@ std::string job_json(const TBGraph& graph, const Job& job) {
          ", \"shape\": " + (job.shape ? shape_json(*job.shape) : "null") + ", \"staged\": " + truth(job.is_staged) +
          ", " + field("staged_bytes", job.staged_bytes) +
          ", \"pieces\": " + (job.pieces ? pieces_json(*job.pieces) : "null") +
+         (job.row_sums ? ", \"row_sums\": {" + field("count", job.row_sums->count) + ", " +
+                             field("offset", job.row_sums->offset) + "}"
+                       : "") +
          (job.queries ? ", \"queries\": " + queries_json(*job.queries) : "") +
          ", \"loader_waits\": " + json::numbers(job.loader_waits) + ", \"unstored\": " + json::numbers(job.unstored) +
          "}";

@@ -361,6 +361,29 @@ def test_warpgroups_multiply_what_a_phase_has_made(
     check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
 
 
+@pytest.mark.parametrize(
+    ("batch", "hidden", "ffn", "workers"),
+    thinned(
+        [
+            (64, 1024, 512, 8),  # by warpgroups
+            (48, 1536, 320, 5),  # sums of a row are no multiple of four
+            (20, 3072, 128, 2),  # several passes, of which a worker has fewer
+            (64, 1024, 4096, 21),  # workers share tiles, and one has none
+        ],
+        0,
+        3,
+    ),
+)
+def test_norms_end_the_jobs_that_make_their_rows(batch: int, hidden: int, ffn: int, workers: int) -> None:
+    sizes = {"heads": 4, "groups": 2, "head_dim": 32, "length": 40, "layers": 1}
+    kernel = emulate(decoder(batch=batch, hidden=hidden, ffn=ffn, **sizes), workers=workers, polled=True)
+    assert kernel.program.source.count("kEndsWithNorm = true") == kernel.program.source.count("kScalesRows = true") == 2
+    splits = {job.shape.split for phase in kernel.schedule.phases for job in phase.jobs if job.row_sums}
+    assert (max(splits) > 1) == (ffn == 4096)
+    torch.manual_seed(1)
+    check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_readers_wait_for_what_they_poll_in_the_reference_vm(seed: int) -> None:
     schedule = _C.make_schedule(decoder(), _C.Target("cuda", 90, 3, SMEM_BYTES, True, True))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch_mpk import _C
 
 # What a job has besides numbers and lists of them.
-PLAIN = {"tickets": _C.Tickets, "shape": _C.TileShape, "pieces": _C.Pieces, "queries": _C.QueryTiles}
+PLAIN = {"tickets": _C.Tickets, "shape": _C.TileShape, "pieces": _C.Pieces, "row_sums": _C.RowSums}
+PLAIN |= {"queries": _C.QueryTiles}
 
 
 def fields_of(plain: object) -> dict:

@@ -86,6 +86,37 @@ def test_find_prologues_leaves_shared_memory_to_the_ring() -> None:
     assert "input_norm" not in Draft(decoder(layers=1), "find_prologues", small).recomputed
 
 
+def test_split_norms() -> None:
+    sizes = {"layers": 2, "batch": 64, "hidden": 1024, "ffn": 256}
+    before, after = before_and_after(decoder(**sizes), "split_norms")
+    made = {job["body"][0]: job["epilogue"] for job in after.jobs}
+    assert made == {job["body"][0]: job["epilogue"] for job in before.jobs} | {
+        "o": ["residual", "post_norm"],
+        "down": ["output", "layers.1.input_norm"],
+        "layers.1.o": ["layers.1.residual", "layers.1.post_norm"],
+        "layers.1.down": ["layers.1.output", "norm"],
+    }
+    # The first one's rows are the call's. Fewer rows are normed by whoever stages them; float16 may not hold rows
+    # without their factors; and factors are for sums of tensor cores.
+    for others in ({"batch": 16}, {"dtype": "float16"}, {"dtype": "float32"}, {"hidden": 1056}):
+        before, after = before_and_after(decoder(**sizes | others), "split_norms")
+        assert before.jobs == after.jobs
+
+
+def test_split_norms_leaves_rows_that_others_read_normed() -> None:
+    b = Builder()
+    shapes = {"x": [64, 1024], "w": [1024, 1024], "g": [1024]}
+    x, w, g = (b.buffer("input", name, "bfloat16", shape) for name, shape in shapes.items())
+    rows, normed = (b.buffer("workspace", name, "bfloat16", [64, 1024]) for name in ("rows", "normed"))
+    y, z = (b.buffer("output", name, "bfloat16", [64, 1024]) for name in "yz")
+    b.node("linear", [("x", x), ("weight", w)], rows, {}, "first")
+    b.node("rms_norm", [("x", rows), ("weight", g)], normed, {"eps": 1e-6, "style": "llama"}, "norm")
+    b.node("linear", [("x", normed), ("weight", w)], y, {}, "second")
+    assert parts(Draft(b.graph, "split_norms").jobs, "body", "epilogue") == [(["first"], ["norm"]), (["second"], [])]
+    b.pointwise("neg", [normed], z, "other")
+    assert not any(parts(Draft(b.graph, "split_norms").jobs, "epilogue"))
+
+
 def test_make_single_jobs() -> None:
     before, after = before_and_after(decoder(layers=1), "make_single_jobs")
     assert parts(after.jobs, "body") == [*parts(before.jobs, "body"), ["attention"], ["counters"]]
@@ -246,6 +277,7 @@ def test_cut_jobs_leaves_what_cannot_leave_a_ring() -> None:
 def test_cut_jobs_into_pieces() -> None:
     alone = Draft(decoder(layers=1, heads=16), "cut_jobs")  # two key heads, eight heads for each
     expected = {"count": 132, "of_row": 0, "results": 8, "few_results": 2, "result_bytes": 8 * 64 + 32, "offset": -1}
+    expected |= {"positions": 16}  # of a tile
     assert by_label(alone, "pieces")["attention"] == expected
     two = Draft(decoder(layers=1, batch=2, heads=16, length=100), "cut_jobs")
     assert by_label(two, "pieces")["attention"] == {**expected, "count": 4, "tiles": 8, "few_of_row": 33}
@@ -257,6 +289,7 @@ def test_cut_jobs_into_pieces() -> None:
         "tiles": 20,  # and a row has no more
         "few_of_row": 1,
         "overlap": True,
+        "positions": 32,  # what fits an entry of the ring
     }
     reductions = json.loads(_C.draft_schedule(long_reductions(2, 100000), CUDA, "cut_jobs"))["schedule"]
     pieces = [job["pieces"] for phase in reductions["phases"] for job in phase["jobs"]]
@@ -277,7 +310,6 @@ def test_cut_jobs_into_tiles_of_queries() -> None:
 
     # 300 rows of each of two groups; keys and values of a tile are 32 KiB.
     assert (cut(128)["queries"], cut(128)["tiles"]) == ({"heads": 3, "rows": 128, "positions": 64}, 2 * 3)
-    expected |= {"positions": 16}  # of a tile
     assert cut(64)["queries"] == {"heads": 3, "rows": 128, "positions": 128}
     assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
 
@@ -289,7 +321,6 @@ def test_cut_jobs_of_ragged_sequences() -> None:
     rows = [(name, b.buffer("input", name, "bfloat16", shape), True, False) for name, shape in shapes.items()]
     numbers = {"read_index": ("int64", [800]), "cu_seq_lens_q": ("int32", [9]), "cu_seq_lens_k": ("int32", [9])}
     rows += [(name, b.buffer("input", name, *of), True, False) for name, of in numbers.items()]
-        "positions": 32,  # what fits an entry of the ring
     y = b.buffer("output", "y", "bfloat16", shapes["q"])
     b.graph.add_node("varlen_attention", [*rows, ("y", y, False, True)], {"scale": 0.1, "window": 0}, None, "attention")
     [[job]] = Draft(b.graph, "cut_jobs", _C.Target("cuda", 90, 132, 232448)).phases
@@ -308,15 +339,6 @@ def test_cut_jobs_lets_workers_share_tiles_where_x_is_most_of_what_they_read(bat
     assert (pieces["of_row"] if pieces else 1) == splits[-1]
 
 
-def test_place_pieces() -> None:
-    before, after = before_and_after(decoder(layers=2), "place_pieces", _C.Target("cuda", 90, 132, 232448))
-    pieces = [job["pieces"] for jobs in after.phases for job in jobs if job["pieces"]]
-    begin = before.schedule["workspace_bytes"]
-    assert [each["offset"] for each in pieces] == [begin, begin]  # behind an event nobody polls the first any more
-    assert after.schedule["workspace_bytes"] == begin + 132 * 2 * (8 * 64 + 32)
-    polled = Draft(decoder(layers=2), "place_pieces")  # without events in between each has its own
-    pieces = [job["pieces"] for jobs in polled.phases for job in jobs if job["pieces"]]
-    assert pieces[0]["offset"] != pieces[1]["offset"]
 def test_cut_jobs_takes_high_boxes_of_many_rows() -> None:
     """Of 128,256 rows boxes of 16 are shared out the most evenly, but are four times as many products as ones of 64."""
     shapes = by_label(Draft(decoder(layers=1, hidden=2048, vocab=128256, batch=64), "cut_jobs"), "shape")
@@ -332,3 +354,12 @@ def test_place_pieces_keeps_sums_of_rows_until_they_are_read() -> None:
     assert (next_post_norm, last) == (post_norm, next_input_norm)
 
 
+def test_place_pieces() -> None:
+    before, after = before_and_after(decoder(layers=2), "place_pieces", _C.Target("cuda", 90, 132, 232448))
+    pieces = [job["pieces"] for jobs in after.phases for job in jobs if job["pieces"]]
+    begin = before.schedule["workspace_bytes"]
+    assert [each["offset"] for each in pieces] == [begin, begin]  # behind an event nobody polls the first any more
+    assert after.schedule["workspace_bytes"] == begin + 132 * 2 * (8 * 64 + 32)
+    polled = Draft(decoder(layers=2), "place_pieces")  # without events in between each has its own
+    pieces = [job["pieces"] for jobs in polled.phases for job in jobs if job["pieces"]]
+    assert pieces[0]["offset"] != pieces[1]["offset"]

@@ -508,3 +508,61 @@ def test_a_place_of_pieces_is_used_again_only_behind_an_event() -> None:
     second["offset"] = first["offset"]
     with pytest.raises(RuntimeError, match="the pieces of attention .* share workspace while both are needed"):
         _C.validate(parts.build())
+
+
+# ---- norms that end jobs
+
+
+def with_split_norms() -> Parts:
+    schedule = _C.make_schedule(
+        decoder(batch=64, hidden=1024, ffn=256, layers=2), _C.Target("cuda", 90, 132, 232448, polled=True)
+    )
+    _C.validate(schedule)
+    return Parts.of(schedule)
+
+
+def test_sums_of_rows_without_a_place_for_each_are_caught() -> None:
+    parts = with_split_norms()
+    parts.jobs("row_sums")[0]["row_sums"]["count"] -= 1
+    with pytest.raises(RuntimeError, match="the sums of rows of linear .* are 131, where workers leave 132"):
+        _C.validate(parts.build())
+    parts = with_split_norms()
+    first, second, *_ = (job["row_sums"] for job in parts.jobs("row_sums"))
+    second["offset"] = first["offset"]
+    with pytest.raises(RuntimeError, match="the sums of rows of .* and the sums of rows of .* share workspace"):
+        _C.validate(parts.build())
+    first["offset"] = parts.workspace_bytes
+    with pytest.raises(RuntimeError, match="the sums of rows of .* lie outside the workspace"):
+        _C.validate(parts.build())
+
+
+def test_a_norm_that_its_job_does_not_end_with_is_caught() -> None:
+    parts = with_split_norms()
+    job = parts.jobs("row_sums")[0]
+    job["row_sums"] = None
+    with pytest.raises(
+        RuntimeError, match="rms_norm .* stands in an epilogue, but is not pointwise, nor the norm that"
+    ):
+        _C.validate(parts.build())
+    parts = with_split_norms()
+    job = parts.jobs("row_sums")[0]
+    job["epilogue"].reverse()
+    with pytest.raises(
+        RuntimeError, match="rms_norm .* stands in an epilogue, but is not pointwise, nor the norm that"
+    ):
+        _C.validate(parts.build())
+
+
+def test_readers_that_take_rows_for_normed_are_caught() -> None:
+    parts = with_split_norms()
+    gate = next(job for job in parts.jobs("shape") if job["shape"]["parts"] == 2)
+    gate["is_staged"] = True
+    with pytest.raises(RuntimeError, match="is read by linear .*, which does not multiply its results by factors"):
+        _C.validate(parts.build())
+    parts = with_split_norms()
+    norm = next(job["epilogue"][-1] for job in parts.jobs("row_sums"))
+    graph = parts.schedule.graph
+    made = next(o.tensor.buffer for o in graph.nodes[norm].operands if o.is_write)
+    parts.polled[made] = True
+    with pytest.raises(RuntimeError, match="rms_norm .* is polled before its rows' squares are added up"):
+        _C.validate(parts.build())

@@ -72,6 +72,7 @@ def declare(
             {"streaming": Streaming(loaded=("x",))},
             "streaming= is for tasks of role 'stream', this one's is 'tile'",
         ),
+        ("x[R, H] -> y[R, H]", {"scales_rows": True}, "scales_rows= is for tasks of role 'row', this one's is 'tile'"),
         (
             "x[R, H] -> y[R, H]",
             {"role": "stream", "streaming": Streaming(loaded=("x",), joined_by="y")},

@@ -46,6 +46,7 @@ def task(
     pattern: bool = False,
     float64: bool = False,
     streaming: Streaming | None = None,
+    scales_rows: bool = False,
 ) -> Callable[[Callable[..., Any]], Task]:
     """Declare a task: ``@task("x[R, H], weight[H]? -> y[R, H]", tile="R")`` on its eager reference.
 
@@ -73,6 +74,9 @@ def task(
             is left out where that would be less than the operands promise: the reference runs there on the CPU, and
             the call is not taken on CUDA.
         streaming: of role "stream", what the scheduler may do with it; by default as little as possible.
+        scales_rows: of role "row", an element of the result is the input's times one factor a column and one a row,
+            which follows from the sum of the row's squares: so what makes the rows may apply the one, and what
+            multiplies them with a matrix the other.
 
     Declared again as it was, as by ``importlib.reload`` or a notebook's cell, it is the task there is.
 
@@ -82,7 +86,9 @@ def task(
     """
 
     def declare(reference: Callable[..., Any]) -> Task:
-        declared = Task(reference, signature, role, samples, header, tile, stream, cpu, pattern, float64, streaming)
+        declared = Task(
+            reference, signature, role, samples, header, tile, stream, cpu, pattern, float64, streaming, scales_rows
+        )
         earlier = _tasks.get(declared.name)
         if earlier is not None and _is_same(earlier, declared):
             return earlier
@@ -106,6 +112,7 @@ def task(
             declared.streaming.joined_by,
             declared.streaming.tiled_by,
             declared.streaming.hands_over,
+            declared.scales_rows,
         )
         _tasks[declared.name] = declared
         for subscriber in _subscribers:

@@ -42,6 +42,7 @@ class Task:
         pattern: bool,
         float64: bool,
         streaming: Streaming | None,
+        scales_rows: bool,
     ):
         self.reference = reference
         self.name = self.__name__ = self.__qualname__ = reference.__name__
@@ -61,6 +62,9 @@ class Task:
         self.streaming = check_streaming(self, streaming)
         self.pattern = pattern
         self.float64 = float64
+        self.scales_rows = scales_rows
+        if scales_rows and role != "row":
+            raise TaskError(f"{self.name}: scales_rows= is for tasks of role 'row', this one's is {role!r}")
         if pattern and (self.is_mutating or not self.outputs or not samples):
             raise TaskError(f"{self.name}: pattern=True takes outputs, nothing updated in place, and samples")
         self.header = header or (f"torch_mpk/device/tasks/{self.name}.cuh" if role in ("row", "stream") else "")

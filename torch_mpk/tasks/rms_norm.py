@@ -12,6 +12,7 @@ STYLES = ("llama", "torch", "gemma")
 @task(
     "x[R, H], weight[H]? -> y[R, H]",
     role="row",
+    scales_rows=True,
     samples=[
         {"R": 1, "H": 256, "eps": 1e-6, "style": "llama"},
         {"R": 5, "H": 64, "eps": 1e-5, "style": "llama", "weight": None},

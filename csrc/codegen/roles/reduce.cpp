@@ -52,7 +52,7 @@ class ReduceJob : public Emitter {
     code.body += constant("kPieces", pieces ? pieces->of_row : 1);
     if (pieces)
       code.body += constant("kPieceBytes", pieces->result_bytes) +
-                   returning("uint8_t*", "partials(const Job& job)", refs.partials(*pieces));
+                   returning("uint8_t*", "partials(const Job& job)", refs.workspace(pieces->offset));
     return code;
   }
 };

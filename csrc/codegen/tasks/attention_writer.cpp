@@ -72,7 +72,7 @@ void AttentionWriter::write_sizes() {
                constant("kFewPieces", pieces.few_of_row) + constant("kPieces", pieces.count) +
                returning("int64_t", "limit(const Job& job, uint32_t b)", limit()) +
                constant("kPartialBytes", pieces.result_bytes) +
-               returning("uint8_t*", "partials(const Job& job)", refs_.partials(pieces)) +
+               returning("uint8_t*", "partials(const Job& job)", refs_.workspace(pieces.offset)) +
                "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
                flag("kHasNew", k_new_ != nullptr) + flag("kHasMask", node_.find("mask") != nullptr) +
                flag("kOverlaps", pieces.overlap);

@@ -10,6 +10,7 @@
 #include "../program.h"
 #include "../text.h"
 #include "linear_loop.h"
+#include "rms_norm.h"
 
 namespace mpk::codegen {
 namespace {
@@ -50,6 +51,7 @@ class LinearWriter {
     write_sizes();
     write_early();
     write_results();
+    if (shape_.pass_tiles > 0) write_row_sums();
     return std::move(code_);
   }
 
@@ -164,7 +166,7 @@ class LinearWriter {
                     returning("int64_t", "weight_pitch(int i)", choose("i", pitches_));
     if (shape_.split > 1)
       code_.body += constant("kPartialBytes", job_.pieces->result_bytes) +
-                    returning("uint8_t*", "partials(const Job& job)", refs_.partials(*job_.pieces));
+                    returning("uint8_t*", "partials(const Job& job)", refs_.workspace(job_.pieces->offset));
     code_.body +=
         constant("kPitchX", x_.strides[0]) +
         returning("const T*", "x(const Job& job)",
@@ -216,13 +218,14 @@ class LinearWriter {
   void write_results() {
     for (size_t i = 0; i < job_.body.size(); i++) write_result(static_cast<int>(i));
     if (paired_) write_epilogues(-1, finish_, preload_);
+    if (const int norm = norm_of(context_.graph(), job_); norm >= 0) write_norm(context_.node(norm));
     code_.has_extra = !fields_.empty();
     code_.body += flag("kHasExtra", code_.has_extra) + "  struct Extra {\n" + fields_ + "  };\n" +
                   function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
                            "    Extra extra{};\n" + preload_ + "    return extra;\n");
     if (has_common()) code_.body += common_loads(common_fields_, common_);
     code_.body +=
-        "  template <class C>\n" + function("void",
+        "  template <class C>\n" + function(job_.row_sums ? "float" : "void",
                                             "finish(C& c, const Job& job, int segment, int r, uint32_t n, const float "
                                             "(&results)[kParts], const Extra& extra" +
                                                 std::string(has_common() ? ", const Common& common)" : ")"),
@@ -263,6 +266,47 @@ class LinearWriter {
     preload_ += of_segment(preload);
   }
 
+  // The norm that the job ends with: of each element its part, and for the sums of rows the element's square.
+  void write_norm(const Node& norm) {
+    const Operand* weight = norm.find("weight");
+    const Tensor &rows = norm.operands.front().tensor, &y = norm.operands.back().tensor;
+    const auto element = std::find_if(locals_.rbegin(), locals_.rend(),
+                                      [&](const LocalValue& local) { return local.buffer == rows.buffer; });
+    require(element != locals_.rend() && job_.row_sums, norm, "the job that ends with it does not make its rows");
+    if (weight) {
+      require_dtype(norm, *weight, x_.dtype);
+      fields_ += "    uint32_t factor;\n";
+      preload_ += "    extra.factor = to_word(" + refs_.pointer(norm, weight->tensor) + "[n]);\n";
+      fetch_ = "    ptx::prefetch_l2(" + refs_.pointer(norm, weight->tensor) + " + n);\n";
+      finish_ += "    const T factor = from_word<T>(extra.factor);\n";
+    }
+    const std::string value = weighted_element(norm, "element", weight ? "&factor" : "static_cast<const T*>(nullptr)");
+    finish_ += "    const float element = to_float(" + element->variable + ");\n    " +
+               emit_store(context_, refs_, norm, y, "int64_t(r) * " + str(rows.shape.back()) + " + n", value) +
+               "\n    return element * element;\n";
+    code_.headers.push_back(norm.def->header);
+  }
+
+  // What it leaves of its rows where it ends with a norm, and what it finds of those of x that another job's norm made.
+  void write_row_sums() {
+    const Job* maker = find_norm(context_.schedule, x_.buffer);
+    code_.body += flag("kEndsWithNorm", job_.row_sums.has_value()) + flag("kScalesRows", maker != nullptr);
+    if (job_.row_sums) {
+      write_sums("row_sums", "kRowSums", *job_.row_sums);
+      code_.body += function("void", "fetch_factor(const Job& job, uint32_t n)", fetch_);
+    }
+    if (maker == nullptr) return;
+    require(!job_.is_staged && !map_of_x_.empty(), first_, "rows of x lack factors, but do not come in windows");
+    const Node& norm = context_.node(norm_of(context_.graph(), *maker));
+    write_sums("sums_of_x", "kSumsOfX", *maker->row_sums);
+    code_.body += "  static constexpr float kEps = " + float_literal(norm.float_attr("eps")) + ";\n";
+  }
+
+  void write_sums(const std::string& name, const std::string& count, const RowSums& sums) {
+    code_.body += constant(count, sums.count) +
+                  returning("float*", name + "(const Job& job)", refs_.workspace(sums.offset, "float"));
+  }
+
   // Those of an owner, or, side by side, all.
   void write_epilogues(int owner, std::string& finish, std::string& preload) {
     const int64_t row = rows_[std::max(owner, 0)], points = batch_ * row;
@@ -272,7 +316,7 @@ class LinearWriter {
     std::string body, loads;
     for (size_t i = 0; i < job_.epilogue.size(); i++) {
       const Node& node = context_.node(job_.epilogue[i]);
-      if (owner >= 0 && owners_[i] != owner) continue;
+      if ((owner >= 0 && owners_[i] != owner) || !node.program) continue;
       require(points < (int64_t(1) << 31), first_, "more than 2^31 results");
       const std::optional<std::vector<int64_t>> strides =
           strides_behind(context_.graph(), makers_of(job_, node.id), node);
@@ -314,7 +358,7 @@ class LinearWriter {
   int64_t tiles_ = 0;
   std::vector<std::string> first_tile_, num_rows_, weights_, pitches_;  // of each weight, expressions
   std::string map_of_x_;                                                // an expression, where x comes by one
-  std::string fields_, preload_, finish_;                               // of Extra, and the bodies of these functions
+  std::string fields_, preload_, finish_, fetch_;                       // of Extra, and the bodies of these functions
   std::string common_fields_, common_;                                  // of Common
   std::vector<LocalValue> locals_;
 };

@@ -22,6 +22,7 @@ bool has_short_rows_to_poll(const Draft& draft, const Tensor& t) {
 // Whether whoever stores the node's result can mark each element as it comes.
 bool can_be_marked(const Draft& draft, int n, const Tensor& made) {
   const int maker = draft.job_of[n] < 0 ? n : draft.jobs[draft.job_of[n]].body.front();
+  if (maker != n && draft.node(n).def->role == Role::kRow) return false;  // what it lacks is behind an event
   const int64_t bytes = made.numel() * size_bytes(made.dtype);
   return draft.node(maker).def->hands_over && draft.is_workspace(made.buffer) && is_float(made.dtype) &&
          size_bytes(made.dtype) == 2 && made.numel() <= kMaxPolledElements && made.is_contiguous() &&

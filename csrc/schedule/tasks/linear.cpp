@@ -111,10 +111,11 @@ int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
 // worker takes all its rows at once, K outermost, as far as the sums fit its registers.
 class Boxes {
  public:
-  Boxes(const Linears& job, bool is_staged, bool in_boxes, int arch)
+  Boxes(const Linears& job, bool is_staged, bool in_boxes, bool ends_with_norm, int arch)
       : job_(job),
         is_staged_(is_staged),
         in_boxes_(in_boxes),
+        ends_with_norm_(ends_with_norm),
         by_warpgroups_(!is_staged && in_boxes && arch / 10 == 9 && job.batch > kFewRows) {}
 
   // Of the shapes that workers may share tiles in the quickest.
@@ -158,8 +159,8 @@ class Boxes {
   TileShape of_warpgroups(int64_t split, int64_t box_rows) const {
     TileShape shape{box_rows, job_.parts, 1, job_.size * job_.element, kBoxRowBytes};
     shape.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / shape.entry_bytes();
-    const int64_t most = std::max<int64_t>(kWarpgroups * kMostHeld / job_.parts, 1);
     const int64_t share = divide_up(job_.tiles(box_rows), job_.workers / split);
+    const int64_t most = std::max<int64_t>(kWarpgroups * kMostHeld / job_.parts, 1);
     shape.pass_tiles = std::max<int64_t>(divide_up(share, divide_up(share, most)), 1);
     shape.split = split;
     shape.window_bytes = (shape.chunks() / split % kMostChunksOfWindow == 0 ? kMostChunksOfWindow : 1) * kBoxRowBytes;
@@ -173,12 +174,22 @@ class Boxes {
     return Pieces{job_.workers / shape.split * shape.split, shape.split, 1, 1, bytes};
   }
 
+  // What a worker leaves of each row where a norm follows: a sum of squares for every 32 of the results that it makes
+  // of the row in a pass.
+  RowSums row_sums(const TileShape& shape) const {
+    const int64_t groups = job_.workers / shape.split, tiles = divide_up(job_.tiles(shape.tile_rows), groups);
+    return {groups * divide_up(tiles, shape.pass_tiles) * divide_up(shape.pass_tiles * shape.tile_rows, 32)};
+  }
+
   // See RowsShape in linear_rows_shape.cuh.
   int64_t staged_bytes(const TileShape& shape) const {
     if (shape.window_bytes > 0) {
-      const int64_t boxes = shape.pass_tiles * shape.parts;
-      const int64_t blocks = (boxes == 1 ? kWarpgroups : boxes) * divide_up(shape.tile_rows, kWarpRows);
-      return std::max(kWindows * shape.window_bytes, blocks * kSumPitch * 4) * kMultipliedRows + kBoxAlignment;
+      const int64_t boxes = shape.pass_tiles * shape.parts, windows = kWindows * shape.window_bytes;
+      const auto sums_of = [&](int64_t count) { return count * divide_up(shape.tile_rows, kWarpRows) * kSumPitch * 4; };
+      const bool in_turns = boxes > kWarpgroups && kWarpgroups % shape.parts == 0 && shape.split == 1 &&
+                            !ends_with_norm_ && sums_of(boxes) > windows;
+      const int64_t sums = sums_of(in_turns || boxes == 1 ? kWarpgroups : boxes);
+      return std::max(windows, sums) * kMultipliedRows + kBoxAlignment;
     }
     const int64_t blocks = divide_up(shape.pass_tiles * shape.parts, kBlockRows / shape.tile_rows);
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
@@ -231,6 +242,7 @@ class Boxes {
 
   const Linears& job_;
   const bool is_staged_, in_boxes_;  // x stands in shared memory whole, or its windows are boxes
+  const bool ends_with_norm_;
   const bool by_warpgroups_;
 };
 
@@ -324,6 +336,14 @@ class LinearPlanner : public Planner {
     return double(rows) * double(shape.chunks() * slot_bytes) / double(shape.rows_in_entry());
   }
 
+  // Rows without their factors may be as large as the squares of others: beyond what float16 holds.
+  bool splits_norms(const Schedule& schedule, const Job& job) const override {
+    const Linears linears(schedule, job, 0);
+    constexpr int64_t kMostOfWindows = 96 * 1024;  // that windows of x take, or the sums in their place
+    return schedule.warps.warpgroups == 0 && linears.size > 0 && schedule.target.smem_bytes / 2 >= kMostOfWindows &&
+           Linears::input(schedule, job).dtype == DType::kBF16 && takes_boxes(schedule, job, linears);
+  }
+
   void cut(const Schedule& schedule, Job& job) const override {
     const Linears linears(schedule, job, schedule.warps.slot_bytes);
     if (linears.batch < 1 || linears.size < 1) return;
@@ -350,6 +370,12 @@ class LinearPlanner : public Planner {
   }
 
  private:
+  static bool takes_boxes(const Schedule& schedule, const Job& job, const Linears& linears) {
+    return schedule.target.arch >= 90 && linears.batch >= 2 && linears.batch <= kMostRows &&
+           std::all_of(job.body.begin(), job.body.end(),
+                       [&](int n) { return comes_in_boxes(schedule.graph, Linears::weight(schedule, n)); });
+  }
+
   static void cut_tiles(const Schedule& schedule, Job& job, const Linears& linears) {
     const Tiles tiles(linears);
     const std::optional<TileShape> shape = tiles.shape();
@@ -365,23 +391,21 @@ class LinearPlanner : public Planner {
 
   static bool cut_boxes(const Schedule& schedule, Job& job, const Linears& linears) {
     const Tensor& x = Linears::input(schedule, job);
-    if (schedule.target.arch < 90 || linears.batch < 2 || linears.batch > kMostRows ||
-        schedule.warps.slot_bytes % kBoxAlignment != 0 ||
-        !std::all_of(
-            job.body.begin(), job.body.end(),
-            [&](int n) { return comes_in_boxes(schedule.graph, Linears::weight(schedule, n)); }))
-      return false;
+    if (!takes_boxes(schedule, job, linears) || schedule.warps.slot_bytes % kBoxAlignment != 0) return false;
+    const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
     const bool is_staged = !job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) ||
-                           x.numel() * linears.element <= Boxes::kMostWhole;
-    const Boxes boxes(linears, is_staged, can_be_windowed(schedule.graph, x), schedule.target.arch);
+                           (x.numel() * linears.element <= Boxes::kMostWhole && !lacks_factors);
+    const bool ends_with_norm = norm_of(schedule.graph, job) >= 0;
+    const Boxes boxes(linears, is_staged, can_be_windowed(schedule.graph, x), ends_with_norm, schedule.target.arch);
     const TileShape shape = boxes.shape();
-    const int64_t bytes = boxes.staged_bytes(shape);
+    const int64_t bytes = boxes.staged_bytes(shape) + (lacks_factors ? kMultipliedRows * 4 : 0);
     if (bytes > room(schedule) - kBoxAlignment - kMoreSlots * schedule.warps.slot_bytes) return false;
     job.is_staged = is_staged;
     job.staged_bytes = bytes;
     job.num_tiles = linears.tiles(shape.tile_rows);
     job.shape = shape;
     job.pieces = boxes.pieces(shape);
+    if (ends_with_norm) job.row_sums = boxes.row_sums(shape);
     return true;
   }
 

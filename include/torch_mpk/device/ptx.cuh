@@ -201,6 +201,12 @@ MPK_DEVICE void store_shown(T* p, T v) {
     *p = v;
 }
 
+// What stands there, for whoever reads it later.
+template <class T>
+MPK_DEVICE void prefetch_l2(const T* p) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(p));
+}
+
 MPK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -56,6 +56,9 @@ struct TaskDef {
   // kStream: the operand whose rows are the job's tiles, which workers may draw; empty: they are the result's.
   std::string tiled_by = "";
   bool hands_over = false;  // kStream: results may be polled
+  // kRow: of an element it makes its product with one factor a column and one a row, which follows from the sum of the
+  // row's squares.
+  bool scales_rows = false;
 
   // Whether the loader, which runs ahead of its phase, reads something of it.
   bool streams() const { return role == Role::kStream || !stream.empty(); }

@@ -50,10 +50,12 @@ template <class V>
 struct PassSums {
   using S = RowsShape<V>;
   Shares<V> shares;
-  const float* from;
+  const float *from, *factors;
 
   MPK_DEVICE PassSums(const Shares<V>& shares, const uint8_t* staged)
-      : shares(shares), from(reinterpret_cast<const float*>(staged + S::kSumsOffset)) {}
+      : shares(shares),
+        from(reinterpret_cast<const float*>(staged + S::kSumsOffset)),
+        factors(reinterpret_cast<const float*>(staged + S::kFactorsOffset)) {}
 
   // Of row `r` of x with row `local` of a part of the weights.
   MPK_DEVICE float at(uint32_t r, uint32_t local, int part) const {
@@ -69,21 +71,39 @@ struct PassSums {
     for (float one : each) total += one;
     return total;
   }
+
+  // What `total` of row `r` of x is with the row's factor.
+  MPK_DEVICE float scaled(uint32_t r, float total) const { return V::kScalesRows ? total * factors[r] : total; }
 };
 
-// What the sums of a pass's tiles become. `extra`: of the thread's first result.
+// What becomes of the sums of a pass's tiles. A result's square, where a norm follows.
 template <class V, class C>
-MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const PassSums<V>& sums, typename V::Extra extra) {
-  const uint32_t strips = ((tiles.end - tiles.begin) * V::kBoxRows + 31) / 32;
+MPK_DEVICE float finish_result(C& c, const Job& job, const RowsResult<V>& result, const float (&results)[V::kParts],
+                               const typename V::Extra& extra) {
+  if (!result.is_there) return 0;
+  if constexpr (V::kEndsWithNorm) return V::finish(c, job, result.segment, result.r, result.n, results, extra);
+  V::finish(c, job, result.segment, result.r, result.n, results, extra);
+  return 0;
+}
+
+// `extra`: of the thread's first result.
+template <class V, class C>
+MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const PassSums<V>& sums, const RowSums<V>& row_sums,
+                             typename V::Extra extra) {
+  const uint32_t strips = strips_of<V>(tiles.end - tiles.begin);
 #pragma unroll 1
   for (uint32_t number = c.warp; number < strips * V::kBatch; number += kConsumerWarps) {
     const RowsResult<V> result(tiles, number, c.lane);
     if (number != c.warp) extra = result.preload(job);
-    if (!result.is_there) continue;
     float results[V::kParts];
 #pragma unroll
-    for (int p = 0; p < V::kParts; p++) results[p] = sums.at(result.r, result.local, p);
-    V::finish(c, job, result.segment, result.r, result.n, results, extra);
+    for (int p = 0; p < V::kParts; p++)
+      results[p] = result.is_there ? sums.scaled(result.r, sums.at(result.r, result.local, p)) : 0.0f;
+    const float square = finish_result(c, job, result, results, extra);
+    if constexpr (V::kEndsWithNorm) {
+      const float sum = warp_sum(square);
+      if (c.lane == 0) row_sums.leave(number / V::kBatch, result.r, sum);
+    }
   }
 }
 
@@ -152,36 +172,60 @@ MPK_DEVICE bool receive_sums(C& c, const Meeting<V>& meeting, uint32_t quad, uin
 
 // finish_tiles where workers share them. Sums are added in the order of the parts.
 template <class V, class C>
-MPK_DEVICE void finish_shared(C& c, const Job& job, Span tiles, const PassSums<V>& sums) {
+MPK_DEVICE void finish_shared(C& c, const Job& job, Span tiles, const PassSums<V>& sums, const RowSums<V>& row_sums) {
   const Meeting<V> meeting(c, job, tiles);
   send_sums(c, meeting, sums);
   constexpr uint32_t kMine = Meeting<V>::kQuads / V::kSplit;
+  const uint32_t strips = strips_of<V>(tiles.end - tiles.begin);
 #pragma unroll 1
-  for (uint32_t number = c.warp; number < kMine * meeting.strips; number += kConsumerWarps) {
+  for (uint32_t number = c.warp; number < kMine * strips; number += kConsumerWarps) {
     const uint32_t quad = number % kMine * V::kSplit + meeting.part, strip = number / kMine;
     const auto result_of = [&](int i) { return RowsResult<V>(tiles, meeting.row(quad, i), strip, c.lane); };
     typename V::Extra extras[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) extras[i] = result_of(i).preload(job);
     ulonglong2 words[meeting.kOthers][2];
-    if (!receive_sums(c, meeting, quad, strip, words)) {
+    bool has_come = receive_sums(c, meeting, quad, strip, words);
+    if (V::kEndsWithNorm) has_come = __all_sync(~0u, has_come);  // lanes add up their squares
+    if (!has_come) {
       c.failed = true;
       return;
     }
+    float squares[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const RowsResult<V> result = result_of(i);
-      if (!result.is_there) continue;
-      const float mine = sums.at(result.r, result.local, 0);
+      const float mine = result.is_there ? sums.at(result.r, result.local, 0) : 0.0f;
       float results[1] = {meeting.part == 0 ? mine : 0.0f};
 #pragma unroll
       for (uint32_t o = 0; o < meeting.kOthers; o++) {
         results[0] += float_of(i % 2 == 0 ? words[o][i / 2].x : words[o][i / 2].y);
         if (o + 1 == meeting.part) results[0] += mine;
       }
-      V::finish(c, job, result.segment, result.r, result.n, results, extras[i]);
+      results[0] = result.is_there ? sums.scaled(result.r, results[0]) : 0.0f;
+      squares[i] = finish_result(c, job, result, results, extras[i]);
+    }
+    if constexpr (V::kEndsWithNorm) {
+      const float sum = sum_values(squares, c.lane);  // of the row that an eighth of the lanes have
+      if (c.lane % 8 == 0) row_sums.leave(strip, meeting.row(quad, c.lane / 8), sum);
     }
   }
+}
+
+// A pass's tiles from the turn of tile `at` on: their sums into shared memory, and what becomes of them.
+template <class V, int at, class C, class Finish>
+MPK_DEVICE bool finish_turns(C& c, Span pass, const WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld],
+                             uint8_t* staged, Finish finish) {
+  using S = RowsShape<V>;
+  const Span turn{pass.begin + at, min(pass.end, pass.begin + at + S::kTurnTiles)};
+  if (at > 0 && turn.begin >= pass.end) return true;
+  if (at > 0 && !c.sync()) return false;  // the sums before are no longer read
+  if (!show_boxes<V, at * V::kParts, S::kInTurns ? 1 : S::kHeld>(c, sums, (pass.end - pass.begin) * V::kParts, staged))
+    return false;
+  finish(turn);
+  if constexpr (at + S::kTurnTiles < V::kPassTiles)
+    return finish_turns<V, at + S::kTurnTiles>(c, pass, sums, staged, finish);
+  return true;
 }
 
 template <class V, class C>
@@ -199,6 +243,7 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
   typename V::Extra extra{};
   constexpr bool kPreloads = V::kHasExtra && V::kSplit == 1;
+  RowSums<V>::fetch_factors(c, job, tiles);
   if constexpr (V::kEarly && kPreloads) extra = preload(pass_from(tiles.begin));
   if constexpr (!V::kStaged) {
     if (!c.await()) return;
@@ -214,24 +259,36 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
     if (!ok || !c.sync()) return;
     c.stamp(&PhaseStamps::staged);
   }
+  const auto finish = [&](Span of_pass, const Shares<V>& shares) {
+    const PassSums<V> sums(shares, staged);
+    const RowSums<V> row_sums(c, job, (of_pass.begin - tiles.begin) / V::kPassTiles);
+    if constexpr (V::kSplit > 1)
+      finish_shared<V>(c, job, of_pass, sums, row_sums);
+    else
+      finish_tiles<V>(c, job, of_pass, sums, row_sums, extra);
+  };
 #pragma unroll 1
   for (uint32_t first = tiles.begin; first < tiles.end; first += V::kPassTiles) {
     const Span pass = pass_from(first);
     if constexpr (kPreloads)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
-    const Shares<V> shares(pass.end - pass.begin);
     if constexpr (V::kByWarpgroups) {
-      if (!sum_by_warpgroups<V>(c, job, (pass.end - pass.begin) * V::kParts, staged)) return;
+      WarpgroupSums<V::kXRows> sums[S::kHeld] = {};
+      if (!sum_by_warpgroups<V>(c, job, (pass.end - pass.begin) * V::kParts, staged, sums)) return;
+      if (!finish_turns<V, 0>(c, pass, sums, staged, [&](Span turn) {
+            if constexpr (kPreloads)
+              if (turn.begin != pass.begin) extra = preload(turn);
+            finish(turn, Shares<V>(turn.end - turn.begin));
+          }))
+        return;
     } else {
+      const Shares<V> shares(pass.end - pass.begin);
       if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged)) return;
+      finish(pass, shares);
     }
-    const PassSums<V> sums(shares, staged);
-    if constexpr (V::kSplit > 1)
-      finish_shared<V>(c, job, pass, sums);
-    else
-      finish_tiles<V>(c, job, pass, sums, extra);
     if (pass.end < tiles.end && !c.sync()) return;
   }
+  RowSums<V>(c, job, (tiles.end - tiles.begin + V::kPassTiles - 1) / V::kPassTiles).leave_none(c);
 }
 
 }  // namespace mpk::linear

@@ -26,15 +26,32 @@ concept RowsSizes = requires {
   // Warpgroups multiply the boxes, each of one block of 64 columns. Columns of a window, and the rows it has of x:
   // those that the tensor cores take.
   requires Constants<bool, V::kByWarpgroups> && Constants<int, V::kWindowSize, V::kXRows>;
+  // A norm's rows are what the job makes; or what x is, but for a factor for each row. See linear_rows_norm.cuh.
+  requires Constants<bool, V::kEndsWithNorm, V::kScalesRows>;
+};
+
+// Where sums of squares of the rows are left, so many of each.
+template <class V>
+concept LeavesRowSums = Constants<int, V::kRowSums> && requires(const Job& job) {
+  { V::row_sums(job) } -> Same<float*>;
+  V::fetch_factor(job, 0u);  // to L2, with those behind
+};
+// And where those of x's rows are.
+template <class V>
+concept FindsRowSums = Constants<int, V::kSumsOfX> && requires(const Job& job) {
+  { V::kEps } -> Same<const float&>;
+  { V::sums_of_x(job) } -> Same<float*>;
 };
 
 template <class V, class C>
-concept RowsVariant = RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || Meets<V>) && requires(const Job& job, int i) {
-  { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
-  { V::num_rows(i) } -> Same<uint32_t>;
-  { V::x(job) } -> Same<const typename V::T*>;
-  { V::map_of_x(job) } -> Same<const void*>;
-};
+concept RowsVariant =
+    RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || Meets<V>) && (!V::kEndsWithNorm || LeavesRowSums<V>) &&
+    (!V::kScalesRows || FindsRowSums<V>) && requires(const Job& job, int i) {
+      { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
+      { V::num_rows(i) } -> Same<uint32_t>;
+      { V::x(job) } -> Same<const typename V::T*>;
+      { V::map_of_x(job) } -> Same<const void*>;
+    };
 
 // What follows from a variant.
 template <RowsSizes V>
@@ -69,14 +86,20 @@ struct RowsShape {
   static constexpr int kSumBlocks = V::kByWarpgroups      ? (kMaxBoxes == 1 ? kWarpgroups : 1) * kMaxBlocks
                                     : kMaxBlocks > kWarps ? kMaxBlocks
                                                           : kWarps;
-  static constexpr int kSumBytes = kSumBlocks * kBlockFloats * 4;
+  // Where those of a pass are more than the windows, a box of each warpgroup at a time.
+  static constexpr bool kInTurns = V::kByWarpgroups && kHeld > 1 && kWarpgroups % V::kParts == 0 && V::kSplit == 1 &&
+                                   !V::kEndsWithNorm && kSumBlocks * kBlockFloats * 4 > kWindows* kWindowBytes;
+  static constexpr int kTurnTiles = kInTurns ? kWarpgroups / V::kParts : V::kPassTiles;  // of a pass
+  static constexpr int kSumBytes = (kInTurns ? kWarpgroups * kBlocksOfBox : kSumBlocks) * kBlockFloats * 4;
   // Sums follow x where it is whole, and take the windows' place otherwise.
   static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
   static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
+  // Behind both, the factors of rows.
+  static constexpr int kFactorsOffset = kXBytes > kSumBytes ? kXBytes : kSumBytes;
+  static constexpr int kFactorBytes = V::kScalesRows ? V::kBatch * 4 : 0;
   // Boxes, and so the sums in their place, begin up to kBoxAlignment bytes behind what is staged.
   static constexpr int kStagedBytes =
-      V::kStaged ? kSumsOffset + kSumBytes
-                 : (kXBytes > kSumBytes ? kXBytes : kSumBytes) + (V::kBoxesOfX ? kBoxAlignment : 0);
+      V::kStaged ? kSumsOffset + kSumBytes : kFactorsOffset + kFactorBytes + (V::kBoxesOfX ? kBoxAlignment : 0);
 };
 
 // In which order a worker takes its windows of x; one is a chunk of K, but where warpgroups multiply.

@@ -266,29 +266,35 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kXRows> (&sums)[Row
   if (!is_first) c.ring.release_share(entry);
 }
 
-// One pass over the worker's part of K, see sum_boxes.
+// One pass over the worker's part of K: the sums of a warpgroup's boxes.
 template <class V, class C>
-MPK_DEVICE bool sum_by_warpgroups(C& c, const Job& job, uint32_t boxes, uint8_t* staged) {
+MPK_DEVICE bool sum_by_warpgroups(C& c, const Job& job, uint32_t boxes, uint8_t* staged,
+                                  WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld]) {
   using S = RowsShape<V>;
   constexpr bool kTakesTurns = S::kMaxBoxes == 1;
   static_assert(V::kBoxesOfX && S::kWarps == kWarpgroups * kWarpgroupWarps && V::kChunkSize == kBoxColumns);
-  WarpgroupSums<V::kXRows> sums[S::kHeld] = {};
-  const uint32_t group = c.warp / kWarpgroupWarps, of_box = c.warp % kWarpgroupWarps;
-  const bool brings = c.warp >= S::kWarps;
-  if (brings)
+  if (c.warp >= S::kWarps)
     c.failed |= !bring_boxes<V>(c, job, staged);
   else
-    multiply_by_warpgroup<V>(c, sums, boxes, group, staged);
+    multiply_by_warpgroup<V>(c, sums, boxes, c.warp / kWarpgroupWarps, staged);
   c.entry += S::kChunks * boxes;
   c.window += S::kNumWindows;
-  if (!c.sync()) return false;  // the windows are no longer read
-  if (!brings && of_box < S::kBlocksOfBox) {
+  return c.sync();  // the windows are no longer read
+}
+
+// Into shared memory: of the boxes from number `first` on, of which each warpgroup has `held` at most.
+template <class V, int first, int held, class C>
+MPK_DEVICE bool show_boxes(C& c, const WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
+                           uint8_t* staged) {
+  using S = RowsShape<V>;
+  const uint32_t group = c.warp / kWarpgroupWarps, of_box = c.warp % kWarpgroupWarps;
+  if (c.warp < S::kWarps && of_box < S::kBlocksOfBox) {
     float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
 #pragma unroll
-    for (int h = 0; h < S::kHeld; h++) {
-      const uint32_t box = group + h * kWarpgroups;  // or the turn
-      if (!kTakesTurns && box >= boxes) break;
-      show_block<V>(to + (box * S::kBlocksOfBox + of_box) * S::kBlockFloats, sums[h], c.lane);
+    for (int h = 0; h < held; h++) {
+      const uint32_t box = group + h * kWarpgroups;  // or the turn of the chunks
+      if (S::kMaxBoxes > 1 && first + box >= boxes) break;
+      show_block<V>(to + (box * S::kBlocksOfBox + of_box) * S::kBlockFloats, sums[first / kWarpgroups + h], c.lane);
     }
   }
   return c.sync();

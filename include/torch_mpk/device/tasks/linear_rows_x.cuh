@@ -1,7 +1,7 @@
 // How several rows of x come to shared memory for a linear, see linear_rows.cuh.
 #pragma once
 
-#include "torch_mpk/device/tasks/linear_rows_shape.cuh"
+#include "torch_mpk/device/tasks/linear_rows_norm.cuh"
 
 namespace mpk::linear {
 
@@ -55,11 +55,16 @@ MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
 }
 
 // The same as boxes: the first of these warps has the copy engine bring them, and arrives for all. It stays until they
-// have landed, which must not be in the shared memory of a CTA that has exited.
+// have landed, which must not be in the shared memory of a CTA that has exited. The others find the factors of rows.
 template <class V, class C>
 MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
   using S = RowsShape<V>;
-  if (c.warp != S::kWarps) return true;
+  if (c.warp != S::kWarps) {
+    if constexpr (V::kScalesRows)
+      find_factors<V, kBringingWarps - 1>(job, c.warp - S::kWarps - 1, c.lane,
+                                          reinterpret_cast<float*>(windows + S::kFactorsOffset));
+    return true;
+  }
   const void* map = V::map_of_x(job);
   const Chunks<V> chunks(c.worker(job));
   ptx::fence_proxy_async();  // what others have written, in memory and in the windows' place

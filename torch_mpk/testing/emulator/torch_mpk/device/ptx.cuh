@@ -269,6 +269,9 @@ inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 
 inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000); }
 
 inline float exp2(float x) { return std::exp2(x); }
+
+template <class T>
+void prefetch_l2(const T*) {}
 inline int thread_index() { return threadIdx.x; }
 inline void compiler_fence() {}
 uint64_t global_time_ns();
