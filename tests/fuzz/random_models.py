@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,14 @@ class Drawn:
         masks = ["none", "2d"] if model["attention"] == "eager" else ["none", "2d", "4d"]
         mask = "none" if positions > 1 else rng.choice(masks)
         return cls(model, min(batch, MOST_ROWS[dtype]), positions, mask, rng.choice([32, 64, 300, 1000]))
+
+    def on(self, device: torch.device) -> Drawn:
+        """The same in sizes that there are kernels for: on a GPU more than 16 rows take weights of 64 columns each."""
+        if device.type == "cpu" or self.batch <= 16:
+            return self
+        columns = -(-self.model["intermediate_size"] // 64) * 64
+        sizes = {"intermediate_size": columns, "head_dim": max(self.model["head_dim"], 64)}
+        return replace(self, model=self.model | sizes)
 
 
 def present_in(prompt: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -115,7 +123,7 @@ def check_model(seed: int, device: torch.device, num_calls: int) -> None:
     """Calls of one model's step, each on a cache of its own length. Raises AssertionError, naming what is wrong."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    drawn = Drawn.draw(rng)
+    drawn = Drawn.draw(rng).on(device)
     model = tiny_model(device=device, **drawn.model)
     dtype, wider = drawn.model["dtype"], WIDER[drawn.model["dtype"]]
     exact_model = copy.deepcopy(model).to(wider)
