@@ -173,8 +173,11 @@ class LinearWriter {
                   job_.is_staged || shape_.x_rows > 0 || !map_of_x_.empty() ? "nullptr" : refs_.pointer(first_, x_));
   }
 
-  // Of linear_rows.cuh: of a window of x.
-  int64_t x_rows() const { return shape_.window_bytes > 0 ? kMultipliedRows : batch_; }
+  // Of linear_rows.cuh: of a window of x. Boxes have whole eights of rows, after which the copy engine's swizzle begins
+  // anew, so that those behind each other are swizzled alike; what is behind x's last row is zero.
+  int64_t x_rows() const {
+    return shape_.window_bytes > 0 ? kMultipliedRows : job_.is_staged ? batch_ : round_up(batch_, 8);
+  }
   int64_t window_size() const { return std::max(shape_.window_bytes, shape_.chunk_bytes) / element_; }
 
   std::string tile_sizes() const {

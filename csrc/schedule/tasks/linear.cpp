@@ -195,7 +195,7 @@ class Boxes {
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
     const int64_t x = job_.batch * ((is_staged_ ? shape.row_bytes : shape.chunk_bytes) + kAccessBytes);
     if (is_staged_) return round_up(x, kSharedAlignment) + sums;
-    const int64_t box = round_up(job_.batch * shape.chunk_bytes, kBoxAlignment);
+    const int64_t box = round_up(round_up(job_.batch, 8) * shape.chunk_bytes, kBoxAlignment);
     return in_boxes_ ? std::max(kWindows * box, sums) + kBoxAlignment : std::max(kWindows * x, sums);
   }
 

@@ -77,6 +77,7 @@ struct RowsShape {
   // the other.
   static constexpr int kPitch =
       V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
+  static_assert(!V::kBoxesOfX || V::kXRows % 8 == 0, "blocks of 64 columns would be swizzled differently");
   static constexpr int kBlockPitch = V::kBoxesOfX ? V::kXRows * kBoxRowBytes : kBoxRowBytes;  // to the next 64 columns
   static constexpr int kBytesOfX = V::kXRows * V::kWindowSize * int(sizeof(T));               // of a box
   static constexpr int kWindowBytes =

@@ -42,7 +42,9 @@ inline void box_load(void* dst, const void* map, int row, int block, uint64_t* b
         alignas(16) static const uint8_t zero[16] = {};
         const uint64_t from_row = row + r, column = (uint64_t(block) + b) * 64 + piece * 8;
         const bool is_in = from_row < m.rows && column < m.columns;
-        uint8_t* to = static_cast<uint8_t*>(dst) + (b * m.box_rows + r) * 128 + (piece ^ r % 8) * 16;
+        // The swizzle follows addresses, not rows, which is the same only in boxes of whole eights of rows.
+        const uint32_t line = b * m.box_rows + r;
+        uint8_t* to = static_cast<uint8_t*>(dst) + line * 128 + (piece ^ line % 8) * 16;
         emulator::copy_async(to, is_in ? m.data + from_row * m.pitch + column * 2 : zero, 16, bar);
       }
 }
