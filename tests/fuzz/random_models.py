@@ -41,7 +41,7 @@ class Drawn:
             "dtype": dtype,
             "num_layers": rng.choice([1, 2]),
             "hidden_size": least * rng.randint(1, max(320 // least, 1)),
-            "intermediate_size": rng.choice([128, 200, 320, 1024]),
+            "intermediate_size": rng.choice([128, 200, 320, 1024, 4096]),
             "head_dim": rng.choice([16, 32, 64, 128]),
             "num_key_value_heads": groups,
             "num_attention_heads": groups * shared,
