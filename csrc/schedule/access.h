@@ -46,22 +46,15 @@ inline const Job* find_norm(const Schedule& schedule, int buffer) {
   return nullptr;
 }
 
-// What the sums of a job's rows take, four of a row side by side.
-inline int64_t row_sums_bytes(const Schedule& schedule, const Job& job) {
-  const Tensor& y = output(schedule.graph.nodes()[norm_of(schedule.graph, job)]).tensor;
-  return (job.row_sums->count + 3) / 4 * 16 * (y.numel() / y.shape.back());
+// What that norm makes.
+inline const Tensor& norm_result(const TBGraph& graph, const Job& job) {
+  return output(graph.nodes()[norm_of(graph, job)]).tensor;
 }
 
-// The last phase that reads what the norm of a job makes.
-inline int last_reader(const Schedule& schedule, const Job& job) {
-  const int buffer = output(schedule.graph.nodes()[norm_of(schedule.graph, job)]).tensor.buffer;
-  int last = -1;
-  for (size_t p = 0; p < schedule.phases.size(); p++)
-    for (const Job& reader : schedule.phases[p].jobs)
-      for (int n : members(reader))
-        for (const Operand& operand : schedule.graph.nodes()[n].operands)
-          if (operand.tensor.buffer == buffer) last = static_cast<int>(p);
-  return last;
+// What the sums of a job's rows take, four of a row side by side.
+inline int64_t row_sums_bytes(const TBGraph& graph, const Job& job) {
+  const Tensor& y = norm_result(graph, job);
+  return (job.row_sums->count + 3) / 4 * 16 * (y.numel() / y.shape.back());
 }
 
 // Those whose results one of its epilogues may take over: the body, and epilogues before it.

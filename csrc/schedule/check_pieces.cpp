@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "proof.h"
+#include "staging.h"
 #include "torch_mpk/abi/partition.h"
 #include "torch_mpk/abi/sizes.h"
 
@@ -14,9 +15,8 @@ struct Use {
   Lifetime lifetime;
 };
 
-std::vector<Use> uses_of_buffers(const Schedule& s) {
+std::vector<Use> uses_of_buffers(const Schedule& s, const std::vector<Lifetime>& lifetimes) {
   std::vector<Use> uses;
-  const std::vector<Lifetime> lifetimes = buffer_lifetimes(s);
   for (size_t b = 0; b < lifetimes.size(); b++) {
     if (!lifetimes[b].used() || s.polled[b]) continue;
     const int64_t begin = s.workspace_offsets[b];
@@ -89,7 +89,6 @@ void check_row_sums(const Schedule& s, const Job& job) {
   const std::string name = "the sums of rows of " + name_node(s, job.body.front());
   if (norm_of(s.graph, job) < 0 || !job.shape || job.shape->pass_tiles < 1) unsound(name + " are of no norm");
   const TileShape& shape = *job.shape;
-  const auto divide_up = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
   const int64_t groups = s.target.num_workers / shape.split,
                 passes = divide_up(job.num_tiles, groups * shape.pass_tiles);
   const int64_t count = groups * passes * divide_up(shape.pass_tiles * shape.tile_rows, 32);
@@ -101,7 +100,8 @@ void check_row_sums(const Schedule& s, const Job& job) {
 
 void check_pieces(const Schedule& s) {
   const Order order(s);
-  std::vector<Use> uses = uses_of_buffers(s);
+  const std::vector<Lifetime> lifetimes = buffer_lifetimes(s);
+  std::vector<Use> uses = uses_of_buffers(s, lifetimes);
   const auto add = [&](const std::string& what, int64_t offset, int64_t bytes, Lifetime lifetime) {
     const Use use{what, offset, offset + bytes, lifetime};
     if (use.begin < 0 || use.end > s.workspace_bytes) unsound(what + " lie outside the workspace");
@@ -119,8 +119,8 @@ void check_pieces(const Schedule& s) {
       }
       if (job.row_sums) {
         check_row_sums(s, job);
-        add("the sums of rows of " + name, job.row_sums->offset, row_sums_bytes(s, job),
-            {p, last_concurrent(s, last_reader(s, job))});
+        add("the sums of rows of " + name, job.row_sums->offset, row_sums_bytes(s.graph, job),
+            lifetimes[norm_result(s.graph, job).buffer]);
       }
     }
 }

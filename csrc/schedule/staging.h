@@ -14,7 +14,8 @@ inline bool leaves_room(const Tensor& staged, const Target& target) {
   return staged.numel() * size_bytes(staged.dtype) <= target.smem_bytes / 2;
 }
 
-inline int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
+inline int64_t round_up(int64_t count, int64_t multiple) { return divide_up(count, multiple) * multiple; }
 
 // Of shared memory, for what a job stages: beside what all kernels have, rows of the table as long as they may be, and
 // as few slots as a ring can have.

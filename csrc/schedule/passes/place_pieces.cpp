@@ -15,9 +15,10 @@ struct Place {
 // Results of pieces are polled, with no event between writer and reader, so a place is used again only by a phase that
 // begins to write, behind its events, when all workers have signalled this one or a later: their polls are over.
 // Otherwise a phase has its own, behind all buffers. Launches follow each other. Sums of rows, which are read behind an
-// event, are needed until the last reader of their norm is done.
+// event, are needed as long as their norm.
 void place_pieces(Draft& draft) {
   Schedule& schedule = draft.schedule;
+  const std::vector<Lifetime> lifetimes = buffer_lifetimes(schedule);
   std::vector<Place> places;
   const auto place = [&](int64_t size, int first, int last) {
     const int64_t bytes = round_up(size, kWorkspaceAlignment);
@@ -36,7 +37,9 @@ void place_pieces(Draft& draft) {
   for (int p = 0; p < static_cast<int>(schedule.phases.size()); p++)
     for (Job& job : schedule.phases[p].jobs) {
       if (job.pieces) job.pieces->offset = place(job.pieces->bytes(), p, p);
-      if (job.row_sums) job.row_sums->offset = place(row_sums_bytes(schedule, job), p, last_reader(schedule, job));
+      if (!job.row_sums) continue;
+      const int last = lifetimes[norm_result(schedule.graph, job).buffer].last;
+      job.row_sums->offset = place(row_sums_bytes(schedule.graph, job), p, last);
     }
 }
 

@@ -233,7 +233,6 @@ class Boxes {
     return products + (shape.split == 1 ? 0 : kHop + 2 * sums / kInAll);
   }
 
-  static int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
   int64_t warps() const { return job_.warps - (is_staged_ ? 0 : kBringingWarps); }  // those that multiply
   int64_t blocks_held() const {
     const bool is_large = is_staged_ && job_.batch * job_.size * job_.element > kMostWhole / 2;
@@ -372,17 +371,18 @@ class LinearPlanner : public Planner {
  private:
   static bool takes_boxes(const Schedule& schedule, const Job& job, const Linears& linears) {
     return schedule.target.arch >= 90 && linears.batch >= 2 && linears.batch <= kMostRows &&
-           std::all_of(job.body.begin(), job.body.end(),
+           has_boxed_weights(schedule, job);
+  }
+
+  static bool has_boxed_weights(const Schedule& schedule, const Job& job) {
+    return std::all_of(job.body.begin(), job.body.end(),
                        [&](int n) { return comes_in_boxes(schedule.graph, Linears::weight(schedule, n)); });
   }
 
   static void cut_tiles(const Schedule& schedule, Job& job, const Linears& linears) {
     const Tiles tiles(linears);
     const std::optional<TileShape> shape = tiles.shape();
-    if (!shape || !can_be_boxed(Linears::input(schedule, job)) ||
-        !std::all_of(job.body.begin(), job.body.end(),
-                     [&](int n) { return comes_in_boxes(schedule.graph, Linears::weight(schedule, n)); }))
-      return;
+    if (!shape || !can_be_boxed(Linears::input(schedule, job)) || !has_boxed_weights(schedule, job)) return;
     job.staged_bytes = tiles.staged_bytes();
     job.num_tiles = tiles.count(*shape);
     job.pieces = tiles.pieces(*shape);

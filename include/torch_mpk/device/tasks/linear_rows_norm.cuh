@@ -90,8 +90,7 @@ MPK_DEVICE void find_factors(const Job& job, int warp, int lane, float* factors)
 #pragma unroll
     for (const float4& each : four) total += (each.x + each.y) + (each.z + each.w);
   }
-#pragma unroll
-  for (int o = kLanes / 2; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
+  total = warp_sum<kLanes>(total);
   if (is_there && first == 0) factors[row] = rsqrtf(total * (1.0f / V::kSize) + V::kEps);
 }
 

@@ -87,15 +87,15 @@ struct RowsShape {
   static constexpr int kSumBlocks = V::kByWarpgroups      ? (kMaxBoxes == 1 ? kWarpgroups : 1) * kMaxBlocks
                                     : kMaxBlocks > kWarps ? kMaxBlocks
                                                           : kWarps;
+  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
   // Where those of a pass are more than the windows, a box of each warpgroup at a time.
   static constexpr bool kInTurns = V::kByWarpgroups && kHeld > 1 && kWarpgroups % V::kParts == 0 && V::kSplit == 1 &&
-                                   !V::kEndsWithNorm && kSumBlocks * kBlockFloats * 4 > kWindows* kWindowBytes;
+                                   !V::kEndsWithNorm && kSumBlocks * kBlockFloats * 4 > kXBytes;
   static constexpr int kTurnTiles = kInTurns ? kWarpgroups / V::kParts : V::kPassTiles;  // of a pass
   static constexpr int kSumBytes = (kInTurns ? kWarpgroups * kBlocksOfBox : kSumBlocks) * kBlockFloats * 4;
   // Sums follow x where it is whole, and take the windows' place otherwise.
   static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
-  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
-  // Behind both, the factors of rows.
+  // Behind windows and sums, the factors of rows.
   static constexpr int kFactorsOffset = kXBytes > kSumBytes ? kXBytes : kSumBytes;
   static constexpr int kFactorBytes = V::kScalesRows ? V::kBatch * 4 : 0;
   // Boxes, and so the sums in their place, begin up to kBoxAlignment bytes behind what is staged.

@@ -271,7 +271,6 @@ template <class V, class C>
 MPK_DEVICE bool sum_by_warpgroups(C& c, const Job& job, uint32_t boxes, uint8_t* staged,
                                   WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld]) {
   using S = RowsShape<V>;
-  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
   static_assert(V::kBoxesOfX && S::kWarps == kWarpgroups * kWarpgroupWarps && V::kChunkSize == kBoxColumns);
   if (c.warp >= S::kWarps)
     c.failed |= !bring_boxes<V>(c, job, staged);
