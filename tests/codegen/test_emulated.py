@@ -395,15 +395,19 @@ def test_readers_wait_for_what_they_poll_in_the_reference_vm(seed: int) -> None:
     assert all(map(torch.equal, [*inputs, *outputs], [*wanted[0], *wanted[1]]))
 
 
+WINDOWS = {"batch": 64, "hidden": 1024, "heads": 4, "groups": 2, "head_dim": 32, "ffn": 512, "length": 40, "layers": 1}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [90, 80])
-def test_a_kernel_for_racecheck_hands_over_by_barriers_bit_by_bit(arch: int) -> None:
+@pytest.mark.parametrize(("arch", "sizes"), [(90, {"vocab": 8000}), (80, {"vocab": 8000}), (90, WINDOWS)])
+def test_a_kernel_for_racecheck_hands_over_by_barriers_bit_by_bit(arch: int, sizes: dict[str, int]) -> None:
     left_behind = []
     for racecheck in (True, False):
-        kernel = emulate(decoder(vocab=8000), arch=arch, racecheck=racecheck)
-        assert any(job.assignment == "claimed" for phase in kernel.schedule.phases for job in phase.jobs)
+        kernel = emulate(decoder(**sizes), arch=arch, racecheck=racecheck)
+        jobs = [job for phase in kernel.schedule.phases for job in phase.jobs]
+        assert any(job.assignment == "claimed" or (job.shape and job.shape.window_bytes) for job in jobs)
         torch.manual_seed(1)
-        left_behind.append(check_decoder(kernel, [40], 5, 2e-2))
+        left_behind.append(check_decoder(kernel, [40] * sizes.get("batch", 1), 5, 2e-2))
     assert all(map(torch.equal, *left_behind))
 
 

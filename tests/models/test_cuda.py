@@ -48,6 +48,14 @@ def test_a_step_is_one_launch():
         assert count_launches(lambda: step(input_ids=token, past_key_values=decoding.cache)) == 1
 
 
+@pytest.mark.parametrize(("batch", "hidden"), [(12, 5120), (20, 3072), (32, 2048), (64, 1024)])
+def test_batches_whose_rows_come_in_windows(batch, hidden):
+    """By warps and by warpgroups, with norms that end the jobs in front and attention's pieces that overlap."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 8}
+    model = tiny_model("llama", device=DEVICE, head_dim=64, **sizes)
+    run_both(model, compiled(model), batch=batch, mask="none")
+
+
 @pytest.mark.parametrize(("variable", "value"), [("TORCH_MPK_ARCH", "80"), ("TORCH_MPK_COMPILER", "nvrtc")])
 def test_other_code_paths(variable, value, tmp_path, monkeypatch):
     """With its variable set for pytest itself, the whole suite runs on one of them."""

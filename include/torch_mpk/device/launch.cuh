@@ -102,9 +102,11 @@ struct Windows {
   MPK_DEVICE void init() {
     for (int i = 0; i < kWindows; i++) {
       ptx::mbar_init(&full[i], 32 * kBringingWarps);
-      ptx::mbar_init(&empty[i], kConsumerWarps - kBringingWarps);
+      ptx::mbar_init(&empty[i], (kConsumerWarps - kBringingWarps) * kLanesThatArrive);
     }
   }
+  // By a warp that works on what is in window `place`, and is done with it.
+  MPK_DEVICE void release(uint32_t place, int lane) { arrive_for_warp(&empty[place], lane); }
 };
 
 // What both roles know of the launch.

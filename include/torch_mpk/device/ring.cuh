@@ -30,6 +30,21 @@ inline constexpr int kFillWidth = 1;
 template <int slot_bytes>
 inline constexpr uint32_t kLeastFilled = kFillWidth > 1 && slot_bytes <= kMaxSlotBytes ? 2 : 1;
 
+// Of a warp that is done with what it read: for racecheck all of them, see kRacecheck.
+inline constexpr uint32_t kLanesThatArrive = ptx::kRacecheck ? 32 : 1;
+
+// By all lanes of a warp, which counts as so many.
+template <int arrivals = 1>
+MPK_DEVICE void arrive_for_warp(uint64_t* bar, int lane) {
+  __syncwarp();
+  if constexpr (ptx::kRacecheck) {
+#pragma unroll 1
+    for (int i = 0; i < arrivals; i++) ptx::mbar_arrive(bar);
+  } else if (lane == 0) {
+    ptx::mbar_arrive_as<arrivals>(bar);
+  }
+}
+
 // A slot is full when the copy engine, of whose bytes one arrival announces how many, or every lane has brought its
 // copies; and empty when the consumer that owns the entry arrives.
 template <class Kernel>
@@ -37,7 +52,7 @@ MPK_DEVICE void init_ring(RingState& ring) {
   static_assert(Kernel::kFullArrivals == (kFillWidth > 1 ? 1 : 32), "the schedule is for another generation");
   for (int i = 0; i < Kernel::kSlots; i++) {
     ptx::mbar_init(&ring.full[i], Kernel::kFullArrivals);
-    ptx::mbar_init(&ring.empty[i], ptx::kRacecheck ? 32 * Kernel::kEmptyArrivals : Kernel::kEmptyArrivals);
+    ptx::mbar_init(&ring.empty[i], Kernel::kEmptyArrivals * kLanesThatArrive);
   }
   for (int i = 0; i < kPhasesAhead; i++) ring.phase_end[i] = 0;
   ring.issued = 0;
@@ -347,16 +362,9 @@ struct RingReader {
   }
 
   MPK_DEVICE uint64_t* empty(uint32_t g) const { return &ring.empty[g % slots]; }
-  MPK_DEVICE void release(uint32_t g) { release_as<arrivals>(g); }
+  MPK_DEVICE void release(uint32_t g) { arrive_for_warp<arrivals>(empty(g), lane); }
   // Of an entry that several warps read.
-  MPK_DEVICE void release_share(uint32_t g) { release_as<1>(g); }
-
- private:
-  template <int count>
-  MPK_DEVICE void release_as(uint32_t g) {
-    __syncwarp();
-    if (ptx::kRacecheck || lane == 0) ptx::mbar_arrive_as<count>(empty(g));
-  }
+  MPK_DEVICE void release_share(uint32_t g) { arrive_for_warp(empty(g), lane); }
 };
 
 }  // namespace mpk

@@ -304,8 +304,7 @@ MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, const Pos
       if (!add_tile<V>(c, job, piece, t, limit, slot, staged, 0, softmax)) return false;
     softmax.store(0, reinterpret_cast<float*>(staged + S::kCombineOffset) + place * S::kStored * kPartial<V>, c.lane);
     place = (place + kTileWarps<V> - piece.num_tiles % kTileWarps<V>) % kTileWarps<V>;
-    __syncwarp();
-    if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[c.window % kWindows]);
+    c.windows().release(c.window % kWindows, c.lane);
     c.window++;
     c.entry += S::kEntries * piece.num_tiles;
   }

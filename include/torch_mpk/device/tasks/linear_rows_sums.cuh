@@ -193,8 +193,7 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
         if (c.failed) break;
       }
       if constexpr (!V::kStaged) {
-        __syncwarp();
-        if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[place]);
+        c.windows().release(place, c.lane);
       }
     }
   }
@@ -258,8 +257,7 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kXRows> (&sums)[Row
       }
     }
     ptx::await_products<0>();
-    __syncwarp();
-    if (c.lane == 0) ptx::mbar_arrive(&c.windows().empty[place]);
+    c.windows().release(place, c.lane);
   }
 #pragma unroll
   for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
