@@ -82,13 +82,11 @@ class CutProof {
                   "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
   }
 
-  // Warpgroups take 64 columns of up to 64 rows of weights at a time, and find x in windows of equally many such
-  // columns.
+  // Warpgroups take boxes of up to 64 rows of weights at a time, and find x in windows of equally many columns.
   void check_windows(const TileShape& s) const {
-    const int64_t of_window = s.chunks_of_window();
-    require(s.pass_tiles > 0 && !job_.is_staged && s.chunk_bytes == kBoxRowBytes &&
-                s.tile_rows <= kWarpgroupWarps * kWarpRows && s.window_bytes % s.chunk_bytes == 0 &&
-                of_window <= kMostChunksOfWindow && s.chunks() / s.split % of_window == 0,
+    require(s.pass_tiles > 0 && !job_.is_staged && s.tile_rows <= kWarpgroupWarps * kWarpRows &&
+                s.window_bytes % s.chunk_bytes == 0 && s.window_bytes <= kWidestWindow * kBoxRowBytes / kBoxColumns &&
+                s.row_bytes % (s.split * s.window_bytes) == 0,
             "windows of " + str(s.window_bytes) + " bytes of x are not what warpgroups multiply");
   }
 

@@ -143,7 +143,7 @@ class LinearWriter {
     if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
     code_.stream = {
         {u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes), u32(s.chunk_bytes),
-         chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight), u32(s.chunks_of_window())},
+         chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight), u32(map_of_x_.empty() ? 1 : 0)},
         job_.tickets,
         u32(s.has_boxes() ? s.pass_tiles : s.run)};
   }

@@ -157,13 +157,19 @@ class Boxes {
   }
 
   TileShape of_warpgroups(int64_t split, int64_t box_rows) const {
-    TileShape shape{box_rows, job_.parts, 1, job_.size * job_.element, kBoxRowBytes};
+    const auto blocks_of = [&](int64_t most) {  // of 64 columns, of which a worker has equally many
+      const int64_t blocks = job_.size / kBoxColumns / split;
+      return blocks % 4 == 0 && most >= 4 ? 4 : blocks % 2 == 0 && most >= 2 ? 2 : 1;
+    };
+    const int64_t of_window = blocks_of(kWidestWindow / kBoxColumns);
+    const int64_t of_box = std::min<int64_t>(of_window, blocks_of(kMinSlotBytes / (box_rows * kBoxRowBytes)));
+    TileShape shape{box_rows, job_.parts, 1, job_.size * job_.element, of_box * kBoxRowBytes};
     shape.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / shape.entry_bytes();
     const int64_t share = divide_up(job_.tiles(box_rows), job_.workers / split);
     const int64_t most = std::max<int64_t>(kWarpgroups * kMostHeld / job_.parts, 1);
     shape.pass_tiles = std::max<int64_t>(divide_up(share, divide_up(share, most)), 1);
     shape.split = split;
-    shape.window_bytes = (shape.chunks() / split % kMostChunksOfWindow == 0 ? kMostChunksOfWindow : 1) * kBoxRowBytes;
+    shape.window_bytes = of_window * kBoxRowBytes;
     return shape;
   }
 
@@ -184,7 +190,8 @@ class Boxes {
   // See RowsShape in linear_rows_shape.cuh.
   int64_t staged_bytes(const TileShape& shape) const {
     if (shape.window_bytes > 0) {
-      const int64_t boxes = shape.pass_tiles * shape.parts, windows = kWindows * shape.window_bytes;
+      const int64_t boxes = shape.pass_tiles * shape.parts, columns = shape.window_bytes / job_.element;
+      const int64_t windows = windows_held(static_cast<int>(columns)) * shape.window_bytes;
       const auto sums_of = [&](int64_t count) { return count * divide_up(shape.tile_rows, kWarpRows) * kSumPitch * 4; };
       const bool in_turns = boxes > kWarpgroups && kWarpgroups % shape.parts == 0 && shape.split == 1 &&
                             !ends_with_norm_ && sums_of(boxes) > windows;
@@ -216,11 +223,13 @@ class Boxes {
            job_.tiles(shape.tile_rows) <= workers * shape.pass_tiles;
   }
 
-  // What a worker takes, by what was measured on an H200 (docs/experiments.md): bytes a nanosecond that it gets of
-  // memory, of windows of x, and in all; what a warpgroup's products of a box take; and a hop to the workers that share
-  // its tiles.
+  // What a worker takes, by what was measured on GPUs (docs/experiments.md): bytes a nanosecond that it gets of memory,
+  // of windows of x, and in all; what a warpgroup takes for a chunk at least, and both for the products of a row of
+  // weights with 64 columns; and what it takes to meet the workers that share its tiles.
   double nanoseconds(const TileShape& shape) const {
-    constexpr double kOfMemory = 35, kOfWindows = 30, kInAll = 46, kOfBox = 73, kHop = 2000;
+    constexpr double kOfMemory = 35, kOfChunk = 250, kOfRow = 73.0 / 64;
+    const double of_windows = by_warpgroups_ ? 38 : 30, in_all = by_warpgroups_ ? 55 : 46,
+                 hop = by_warpgroups_ ? 1000 : 2000, of_sums = by_warpgroups_ ? 10 : 23;
     const int64_t tiles = job_.tiles(shape.tile_rows), share = divide_up(tiles, job_.workers / shape.split);
     const double split = double(shape.split),
                  of_worker = by_warpgroups_ ? double(share) / split : double(tiles) / double(job_.workers);
@@ -228,9 +237,10 @@ class Boxes {
     const double passes = double(divide_up(share, shape.pass_tiles));
     const double x = passes * double(job_.batch) * double(shape.row_bytes) / split;
     const double sums = 8 * rows * double(job_.batch) * (split - 1);  // sent, and as many received
-    const double boxes = by_warpgroups_ ? double(job_.parts) * of_worker * double(shape.chunks()) : 0;
-    const double products = std::max({weights / kOfMemory, x / kOfWindows, (weights + x) / kInAll, boxes * kOfBox});
-    return products + (shape.split == 1 ? 0 : kHop + 2 * sums / kInAll);
+    const double chunks = double(job_.parts) * of_worker * double(shape.chunks()) / kWarpgroups;
+    const double multiplied = by_warpgroups_ ? std::max(chunks * kOfChunk, weights / kBoxRowBytes * kOfRow) : 0;
+    const double products = std::max({weights / kOfMemory, x / of_windows, (weights + x) / in_all, multiplied});
+    return products + (shape.split == 1 ? 0 : hop + sums / of_sums);
   }
 
   int64_t warps() const { return job_.warps - (is_staged_ ? 0 : kBringingWarps); }  // those that multiply

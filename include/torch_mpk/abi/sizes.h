@@ -73,11 +73,15 @@ constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run, uint32_t consumer
 // engine's swizzle works on, which repeats after kBoxAlignment bytes.
 inline constexpr int kBoxColumns = 64, kBoxRowBytes = 128, kBoxAlignment = 1024;
 
-// Rows of x that warpgroups multiply boxes of weights with, and chunks of a window at most, see RowsShape.
-inline constexpr int kMultipliedRows = 64, kMostChunksOfWindow = 2;
-// How linear's variant for several rows uses shared memory (see RowsShape): windows onto x that it holds at a time, the
+// How linear's variant for several rows uses shared memory (see RowsShape): windows onto x that it holds at most, the
 // warps that bring them, and floats from row to row of a block's sums, so that they meet no bank conflicts.
 inline constexpr int kWindows = 4, kBringingWarps = 3, kSumPitch = 20;
+// Rows of x that warpgroups multiply boxes of weights with; columns that a window of theirs has at most, and that all
+// of them have. Copies of 32 KB come faster than more of 16 (docs/experiments.md).
+inline constexpr int kMultipliedRows = 64, kWidestWindow = 256, kColumnsAtHand = 512;
+constexpr int windows_held(int columns) {
+  return kColumnsAtHand / columns < kWindows ? kColumnsAtHand / columns : kWindows;
+}
 
 static_assert(kMinSlotBytes % kAccessBytes == 0 && kMaxSlotBytes % kAccessBytes == 0);
 static_assert(kTileSlotBytes % kBoxAlignment == 0);

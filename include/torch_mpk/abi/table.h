@@ -58,7 +58,7 @@ struct Stream {
   uint32_t entries;                 // parts / chunk_parts * chunks; of boxes: see above
   uint32_t by_chunks, by_entries;   // their inverses, see quotient
   uint32_t in_flight;               // see entries_in_flight
-  uint32_t chunks_of_x;             // of boxes: one or two, that a window of x has
+  uint32_t rotates;                 // of boxes: 1 where each worker begins with another chunk, or 0
 };
 
 struct MatrixRow {

@@ -166,7 +166,7 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
       const Span pass{first, min(mine.end, first + row.run)};
       const uint32_t end = ring.entry + (pass.end - pass.begin) * stream.parts * stream.chunks;
       ring.entry = fill_boxes(ring, stream, job.refs(), matrices, pass, part * stream.chunks,
-                              group % stream.chunks & -stream.chunks_of_x, phase);
+                              group % stream.chunks * stream.rotates, phase);
       failed = ring.entry != end;
       if constexpr (kProfiled<Kernel>)
         for (uint32_t i = 0; i < job.row->num_matrices; i += stream.parts)

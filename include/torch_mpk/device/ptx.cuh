@@ -369,7 +369,13 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
 
 #define MPK_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define MPK_4 "%0, %1, %2, %3"
+#define MPK_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MPK_12 MPK_TEN() "%10, %11"
 #define MPK_16 MPK_TEN() "%10, %11, %12, %13, %14, %15"
+#define MPK_20 MPK_TEN() "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
+#define MPK_24 MPK_TEN() MPK_TEN(1) "%20, %21, %22, %23"
+#define MPK_28 MPK_TEN() MPK_TEN(1) "%20, %21, %22, %23, %24, %25, %26, %27"
 #define MPK_32 MPK_TEN() MPK_TEN(1) MPK_TEN(2) "%30, %31"
 #define MPK_48 MPK_TEN() MPK_TEN(1) MPK_TEN(2) MPK_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47"
 #define MPK_64 MPK_TEN() MPK_TEN(1) MPK_TEN(2) MPK_TEN(3) MPK_TEN(4) MPK_TEN(5) "%60, %61, %62, %63"
@@ -379,7 +385,12 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
   MPK_60 MPK_TEN(6) MPK_TEN(7) MPK_TEN(8) MPK_TEN(9) MPK_TEN(10) \
       MPK_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127"
 #define MPK_OF_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define MPK_OF_16(d, i) MPK_OF_4(d, i), MPK_OF_4(d, i + 4), MPK_OF_4(d, i + 8), MPK_OF_4(d, i + 12)
+#define MPK_OF_8(d, i) MPK_OF_4(d, i), MPK_OF_4(d, i + 4)
+#define MPK_OF_12(d, i) MPK_OF_8(d, i), MPK_OF_4(d, i + 8)
+#define MPK_OF_16(d, i) MPK_OF_8(d, i), MPK_OF_8(d, i + 8)
+#define MPK_OF_20(d, i) MPK_OF_16(d, i), MPK_OF_4(d, i + 16)
+#define MPK_OF_24(d, i) MPK_OF_16(d, i), MPK_OF_8(d, i + 16)
+#define MPK_OF_28(d, i) MPK_OF_16(d, i), MPK_OF_12(d, i + 16)
 #define MPK_OF_32(d, i) MPK_OF_16(d, i), MPK_OF_16(d, i + 16)
 #define MPK_OF_48(d, i) MPK_OF_32(d, i), MPK_OF_16(d, i + 32)
 #define MPK_OF_64(d, i) MPK_OF_32(d, i), MPK_OF_32(d, i + 32)
@@ -396,7 +407,13 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
                  : "memory");                                                                           \
   }
 #define MPK_MULTIPLY_ALL(T, type)        \
+  MPK_MULTIPLY(T, type, 8, 4, 4, 5)      \
+  MPK_MULTIPLY(T, type, 16, 8, 8, 9)     \
+  MPK_MULTIPLY(T, type, 24, 12, 12, 13)  \
   MPK_MULTIPLY(T, type, 32, 16, 16, 17)  \
+  MPK_MULTIPLY(T, type, 40, 20, 20, 21)  \
+  MPK_MULTIPLY(T, type, 48, 24, 24, 25)  \
+  MPK_MULTIPLY(T, type, 56, 28, 28, 29)  \
   MPK_MULTIPLY(T, type, 64, 32, 32, 33)  \
   MPK_MULTIPLY(T, type, 96, 48, 48, 49)  \
   MPK_MULTIPLY(T, type, 128, 64, 64, 65) \
@@ -411,7 +428,12 @@ MPK_MULTIPLY_ALL(__half, "f16")
 #undef MPK_OF_64
 #undef MPK_OF_48
 #undef MPK_OF_32
+#undef MPK_OF_28
+#undef MPK_OF_24
+#undef MPK_OF_20
 #undef MPK_OF_16
+#undef MPK_OF_12
+#undef MPK_OF_8
 #undef MPK_OF_4
 #undef MPK_128
 #undef MPK_96
@@ -419,7 +441,13 @@ MPK_MULTIPLY_ALL(__half, "f16")
 #undef MPK_64
 #undef MPK_48
 #undef MPK_32
+#undef MPK_28
+#undef MPK_24
+#undef MPK_20
 #undef MPK_16
+#undef MPK_12
+#undef MPK_8
+#undef MPK_4
 #undef MPK_TEN
 
 // The registers of each thread of this warpgroup, all of whose warps call it: fewer, or more once others have given up

@@ -16,6 +16,9 @@ static_assert(kTileXRows == kWarpgroups * kWarpgroupRows);
 template <int columns>
 using WarpgroupSums = float[columns / 2];
 
+// What is the same in all lanes, for the compiler to know it: products take their addresses from the warp's registers.
+MPK_DEVICE uint32_t warp_uniform(uint32_t v) { return __shfl_sync(~0u, v, 0); }
+
 // Adds the products of 64 columns of both factors, each a block of rows as boxes bring them: x [64][64] and
 // weights [columns][64]. They are under way until they are awaited.
 template <class T, int columns>

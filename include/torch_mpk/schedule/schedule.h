@@ -62,8 +62,8 @@ struct TileShape {
   // Of boxes: workers that share the same tiles. Each has an equal part of the chunks, and so needs that part of x
   // alone; their sums meet in the workspace (Job::pieces).
   int64_t split = 1;
-  // Nonzero: warpgroups multiply the boxes of a pass, each of some 64 columns, with windows of x that have so many
-  // bytes of a row.
+  // Nonzero: warpgroups multiply the boxes of a pass with windows of x that have so many bytes of a row, as a box or as
+  // several.
   int64_t window_bytes = 0;
 
   bool has_boxes() const { return pass_tiles > 0 || x_rows > 0; }
@@ -71,7 +71,6 @@ struct TileShape {
   int64_t chunks() const { return (row_bytes + chunk_bytes - 1) / chunk_bytes; }  // of a row
   int64_t entries() const { return parts / chunk_parts * chunks(); }              // of a tile
   int64_t entry_bytes() const { return rows_in_entry() * chunk_bytes; }
-  int64_t chunks_of_window() const { return window_bytes > 0 ? window_bytes / chunk_bytes : 1; }
 };
 
 // Pieces that the work on a few rows is cut into, so that all workers have some. Their results meet in the workspace,

@@ -214,7 +214,7 @@ MPK_DEVICE void finish_shared(C& c, const Job& job, Span tiles, const PassSums<V
 
 // A pass's tiles from the turn of tile `at` on: their sums into shared memory, and what becomes of them.
 template <class V, int at, class C, class Finish>
-MPK_DEVICE bool finish_turns(C& c, Span pass, const WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld],
+MPK_DEVICE bool finish_turns(C& c, Span pass, const WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld],
                              uint8_t* staged, Finish finish) {
   using S = RowsShape<V>;
   const Span turn{pass.begin + at, min(pass.end, pass.begin + at + S::kTurnTiles)};
@@ -273,7 +273,7 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
     if constexpr (kPreloads)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
     if constexpr (V::kByWarpgroups) {
-      WarpgroupSums<V::kXRows> sums[S::kHeld] = {};
+      WarpgroupSums<V::kBoxRows> sums[S::kHeld] = {};
       if (!sum_by_warpgroups<V>(c, job, (pass.end - pass.begin) * V::kParts, staged, sums)) return;
       if (!finish_turns<V, 0>(c, pass, sums, staged, [&](Span turn) {
             if constexpr (kPreloads)

@@ -23,8 +23,8 @@ concept RowsSizes = requires {
   requires Constants<bool, V::kStaged, V::kRowTasks, V::kBoxesOfX> && Constants<int, V::kPitchX>;
   // What chains and extras fetch first is known before the phase's events.
   requires Constants<bool, V::kEarly>;
-  // Warpgroups multiply the boxes, each of one block of 64 columns. Columns of a window, and the rows it has of x:
-  // those that the tensor cores take.
+  // Warpgroups multiply the boxes, each of one block of 64 columns or of several. Columns of a window, and the rows it
+  // has of x: those that the tensor cores take.
   requires Constants<bool, V::kByWarpgroups> && Constants<int, V::kWindowSize, V::kXRows>;
   // A norm's rows are what the job makes; or what x is, but for a factor for each row. See linear_rows_norm.cuh.
   requires Constants<bool, V::kEndsWithNorm, V::kScalesRows>;
@@ -58,7 +58,7 @@ template <RowsSizes V>
 struct RowsShape {
   using T = typename V::T;
   static constexpr int kColumns = (V::kXRows + 7) / 8;  // fragments of sums that a block has
-  // One or two, where a warp has a block; a warpgroup has the blocks of a box, each by one of its warps.
+  // One or two, where a warp has a block; a warpgroup has the blocks of a box.
   static constexpr int kBoxesOfBlock = V::kByWarpgroups ? 1 : kWarpRows / V::kBoxRows;
   static constexpr int kBlocksOfBox = V::kByWarpgroups ? (V::kBoxRows + kWarpRows - 1) / kWarpRows : 1;
   static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * int(sizeof(T));
@@ -71,6 +71,7 @@ struct RowsShape {
   // Windows of x of a worker, and chunks of each.
   static constexpr int kChunksOfWindow = V::kWindowSize / V::kChunkSize, kNumWindows = kChunks / kChunksOfWindow;
   static_assert(kChunks % kChunksOfWindow == 0);
+  static constexpr int kWindowsHeld = V::kByWarpgroups ? windows_held(V::kWindowSize) : kWindows;
   // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit.
   static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 ? 2 : 1;
   // Rows of x side by side begin in other banks, but in a box, which is swizzled, and has 64 columns of all rows after
@@ -87,7 +88,7 @@ struct RowsShape {
   static constexpr int kSumBlocks = V::kByWarpgroups      ? (kMaxBoxes == 1 ? kWarpgroups : 1) * kMaxBlocks
                                     : kMaxBlocks > kWarps ? kMaxBlocks
                                                           : kWarps;
-  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindows * kWindowBytes;
+  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindowsHeld * kWindowBytes;
   // Where those of a pass are more than the windows, a box of each warpgroup at a time.
   static constexpr bool kInTurns = V::kByWarpgroups && kHeld > 1 && kWarpgroups % V::kParts == 0 && V::kSplit == 1 &&
                                    !V::kEndsWithNorm && kSumBlocks * kBlockFloats * 4 > kXBytes;
@@ -103,15 +104,43 @@ struct RowsShape {
       V::kStaged ? kSumsOffset + kSumBytes : kFactorsOffset + kFactorBytes + (V::kBoxesOfX ? kBoxAlignment : 0);
 };
 
-// In which order a worker takes its windows of x; one is a chunk of K, but where warpgroups multiply.
+// In which order a worker takes its windows of x; one is a chunk of K, but where warpgroups multiply. Boxes that all
+// workers read at the same time L2 serves together; of what warps read each worker begins with another chunk.
 template <class V>
 struct Chunks {
   using S = RowsShape<V>;
   uint32_t begin, first;
 
   MPK_DEVICE explicit Chunks(uint32_t worker)
-      : begin(worker % V::kSplit * S::kNumWindows), first(worker / V::kSplit % S::kChunks / S::kChunksOfWindow) {}
+      : begin(worker % V::kSplit * S::kNumWindows), first(V::kBoxesOfX ? 0 : worker / V::kSplit % S::kChunks) {}
   MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, S::kNumWindows); }
+};
+
+// A window, which have numbers through the launch: where it stands, and its barriers. Waits are false when the launch
+// was given up.
+template <class V>
+struct WindowPlace {
+  using S = RowsShape<V>;
+  uint32_t number;
+
+  MPK_DEVICE explicit WindowPlace(uint32_t number) : number(number) {}
+  MPK_DEVICE uint32_t barrier() const { return number % kWindows; }
+  MPK_DEVICE uint32_t parity() const { return number / kWindows & 1; }
+  MPK_DEVICE uint32_t offset() const { return number % S::kWindowsHeld * S::kWindowBytes; }
+  template <class C>
+  MPK_DEVICE bool await(C& c) const {
+    return ptx::mbar_peek(&c.windows().full[barrier()], parity()) ||
+           wait_barrier(c.shared.watchdog, &c.windows().full[barrier()], parity(), c.phase, WarpRole::kConsumer,
+                        Waiting::kFullSlot, barrier(), number);
+  }
+  // Until those that work on the window before it in its place are done.
+  template <class C>
+  MPK_DEVICE bool await_free(C& c) const {
+    const WindowPlace before(number - S::kWindowsHeld);
+    return number < S::kWindowsHeld ||
+           wait_barrier(c.shared.watchdog, &c.windows().empty[before.barrier()], before.parity(), c.phase,
+                        WarpRole::kConsumer, Waiting::kFreeSlot, barrier(), number);
+  }
 };
 
 // How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one. All

@@ -165,11 +165,9 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
       const bool mine = has_work && at == next;
       if (V::kStaged && !mine) continue;
       const uint32_t chunk = chunks.at(at);
-      const uint32_t number = c.window + at, place = number % kWindows;
-      const uint8_t* x = staged + (V::kStaged ? chunk * (V::kChunkSize * int(sizeof(T))) : place * S::kWindowBytes);
-      if (!V::kStaged && !ptx::mbar_peek(&c.windows().full[place], number / kWindows & 1) &&
-          !wait_barrier(c.shared.watchdog, &c.windows().full[place], number / kWindows & 1, c.phase,
-                        WarpRole::kConsumer, Waiting::kFullSlot, place, number)) {
+      const WindowPlace<V> window(c.window + at);
+      const uint8_t* x = staged + (V::kStaged ? chunk * (V::kChunkSize * int(sizeof(T))) : window.offset());
+      if (!V::kStaged && !window.await(c)) {
         c.failed = true;
         break;
       }
@@ -192,9 +190,7 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
         }
         if (c.failed) break;
       }
-      if constexpr (!V::kStaged) {
-        c.windows().release(place, c.lane);
-      }
+      if constexpr (!V::kStaged) c.windows().release(window.barrier(), c.lane);
     }
   }
   c.entry += S::kChunks * boxes;
@@ -216,30 +212,29 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
 
 // ---- by warpgroups
 
-// The products of a warpgroup: of a chunk's `boxes` boxes every kWarpgroups'th from number `first` on, or, where there
-// is one, of every kWarpgroups'th chunk. A warp that gives up a wait goes on with whatever stands in the ring, since
-// the others of its warpgroup cannot multiply without it.
+// The products of a warpgroup: of a chunk's `boxes` boxes every kWarpgroups'th from number `group` on, or, where there
+// is one, of every kWarpgroups'th chunk. Rows of x are the first factor, since it has 64 rows, and the second as many
+// as a box. A warp that gives up a wait goes on with whatever stands in the ring, since the others of its warpgroup
+// cannot multiply without it.
 template <class V, class C>
-MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
-                                      uint32_t first, const uint8_t* windows) {
+MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
+                                      uint32_t group, const uint8_t* windows) {
   using S = RowsShape<V>;
   constexpr bool kTakesTurns = S::kMaxBoxes == 1;
-  uint32_t entry = 0;  // the one that is multiplied, from the second on
+  constexpr int kBlocks = V::kChunkSize / kBoxColumns;  // of a chunk
+  uint32_t entry = 0;                                   // the one that is multiplied, from the second on
   bool is_first = true;
 #pragma unroll 1
   for (uint32_t turn = 0; turn < S::kNumWindows; turn++) {
-    const uint32_t number = c.window + turn, place = number % kWindows;
-    if (!c.failed && !ptx::mbar_peek(&c.windows().full[place], number / kWindows & 1))
-      c.failed = !wait_barrier(c.shared.watchdog, &c.windows().full[place], number / kWindows & 1, c.phase,
-                               WarpRole::kConsumer, Waiting::kFullSlot, place, number);
-    const uint8_t* x = windows + place * S::kWindowBytes;
+    const WindowPlace<V> window(c.window + turn);
+    if (!c.failed) c.failed = !window.await(c);
 #pragma unroll 1
-    for (uint32_t i = kTakesTurns ? (first + turn * S::kChunksOfWindow) % kWarpgroups : 0; i < S::kChunksOfWindow;
+    for (uint32_t i = kTakesTurns ? (group + turn * S::kChunksOfWindow) % kWarpgroups : 0; i < S::kChunksOfWindow;
          i += kTakesTurns ? kWarpgroups : 1) {
       const uint32_t chunk = turn * S::kChunksOfWindow + i;
 #pragma unroll
       for (int h = 0; h < S::kHeld; h++) {
-        const uint32_t box = kTakesTurns ? 0 : first + h * kWarpgroups, next = c.entry + chunk * boxes + box;
+        const uint32_t box = kTakesTurns ? 0 : group + h * kWarpgroups, next = c.entry + chunk * boxes + box;
         if (box >= boxes) break;
         if (!c.failed && !c.ring.has(next)) {
           // A call: it may use registers that products under way would write.
@@ -247,8 +242,13 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kXRows> (&sums)[Row
           for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
           c.failed = !c.ring.wait_longer(next, c.phase);
         }
+        const uint8_t* x = windows + warp_uniform(window.offset());
+        const uint8_t* weights = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(next) - c.smem));
         ptx::begin_products();
-        mpk::multiply_blocks<typename V::T, V::kXRows>(sums[h], c.ring.slot(next), x + i * S::kBlockPitch);
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+          mpk::multiply_blocks<typename V::T, V::kBoxRows>(sums[h], x + (i * kBlocks + block) * S::kBlockPitch,
+                                                           weights + block * (V::kBoxRows * kBoxRowBytes));
         ptx::commit_products();
         ptx::await_products<1>();
         if (!is_first) c.ring.release_share(entry);
@@ -257,7 +257,7 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kXRows> (&sums)[Row
       }
     }
     ptx::await_products<0>();
-    c.windows().release(place, c.lane);
+    c.windows().release(window.barrier(), c.lane);
   }
 #pragma unroll
   for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
@@ -267,9 +267,9 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kXRows> (&sums)[Row
 // One pass over the worker's part of K: the sums of a warpgroup's boxes.
 template <class V, class C>
 MPK_DEVICE bool sum_by_warpgroups(C& c, const Job& job, uint32_t boxes, uint8_t* staged,
-                                  WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld]) {
+                                  WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld]) {
   using S = RowsShape<V>;
-  static_assert(V::kBoxesOfX && S::kWarps == kWarpgroups * kWarpgroupWarps && V::kChunkSize == kBoxColumns);
+  static_assert(V::kBoxesOfX && S::kWarps == kWarpgroups * kWarpgroupWarps && V::kXRows == kWarpgroupRows);
   if (c.warp >= S::kWarps)
     c.failed |= !bring_boxes<V>(c, job, staged);
   else
@@ -279,19 +279,31 @@ MPK_DEVICE bool sum_by_warpgroups(C& c, const Job& job, uint32_t boxes, uint8_t*
   return c.sync();  // the windows are no longer read
 }
 
-// Into shared memory: of the boxes from number `first` on, of which each warpgroup has `held` at most.
+// A box's sums from a warpgroup's registers to shared memory, where its blocks follow each other.
+template <class V>
+MPK_DEVICE void show_box(float* blocks, const WarpgroupSums<V::kBoxRows>& sums, uint32_t warp, int lane) {
+  float* mine = blocks + (warp * kWarpRows + lane / 4) * kSumPitch + lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < V::kBoxRows / 8; j++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      *reinterpret_cast<float2*>(mine + j / 2 * RowsShape<V>::kBlockFloats + 8 * i * kSumPitch + j % 2 * 8) = {
+          sums[4 * j + 2 * i], sums[4 * j + 2 * i + 1]};
+}
+
+// Of the boxes from number `first` on, of which each warpgroup has `held` at most.
 template <class V, int first, int held, class C>
-MPK_DEVICE bool show_boxes(C& c, const WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
+MPK_DEVICE bool show_boxes(C& c, const WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
                            uint8_t* staged) {
   using S = RowsShape<V>;
-  const uint32_t group = c.warp / kWarpgroupWarps, of_box = c.warp % kWarpgroupWarps;
-  if (c.warp < S::kWarps && of_box < S::kBlocksOfBox) {
+  if (c.warp < S::kWarps) {
     float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
 #pragma unroll
     for (int h = 0; h < held; h++) {
-      const uint32_t box = group + h * kWarpgroups;  // or the turn of the chunks
+      const uint32_t box = c.warp / kWarpgroupWarps + h * kWarpgroups;  // or the turn of the chunks
       if (S::kMaxBoxes > 1 && first + box >= boxes) break;
-      show_block<V>(to + (box * S::kBlocksOfBox + of_box) * S::kBlockFloats, sums[first / kWarpgroups + h], c.lane);
+      show_box<V>(to + box * S::kBlocksOfBox * S::kBlockFloats, sums[first / kWarpgroups + h], c.warp % kWarpgroupWarps,
+                  c.lane);
     }
   }
   return c.sync();

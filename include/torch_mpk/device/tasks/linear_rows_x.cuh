@@ -16,17 +16,15 @@ MPK_DEVICE bool bring_windows(C& c, const Job& job, uint8_t* windows) {
 #pragma unroll 1
   for (uint32_t turn = 0; turn < S::kChunks; turn++) {
     const int chunk = chunks.at(turn);
-    const uint32_t number = c.window + turn, place = number % kWindows;
-    uint64_t* full = &c.windows().full[place];
-    if (number >= kWindows && !wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1,
-                                            c.phase, WarpRole::kConsumer, Waiting::kFreeSlot, place, number))
-      return false;
+    const WindowPlace<V> place(c.window + turn);
+    uint64_t* full = &c.windows().full[place.barrier()];
+    if (!place.await_free(c)) return false;
     const int pieces = min(V::kChunkSize, V::kSize - chunk * V::kChunkSize) / kVec;  // of a row, of 16 bytes
     const T* x = V::x(job) + chunk * V::kChunkSize;
     const bool is_aligned = reinterpret_cast<uint64_t>(x) % kAccessBytes == 0;  // a call's tensor may begin anywhere
     const int first = c.warp - S::kWarps;
     const T* from = x + first * V::kPitchX;
-    uint8_t* to = windows + place * S::kWindowBytes + first * S::kPitch;
+    uint8_t* to = windows + place.offset() + first * S::kPitch;
     if (is_aligned) {
       // A lone warp takes some cycles for each instruction, so there are few of them.
       const T* piece = from + c.lane * kVec;
@@ -71,15 +69,12 @@ MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
   uint32_t turn = 0;
 #pragma unroll 1
   for (; turn < S::kNumWindows; turn++) {
-    const uint32_t number = c.window + turn, place = number % kWindows;
-    uint64_t* full = &c.windows().full[place];
-    if (number >= kWindows &&
-        !__all_sync(~0u, wait_barrier(c.shared.watchdog, &c.windows().empty[place], (number / kWindows - 1) & 1,
-                                      c.phase, WarpRole::kConsumer, Waiting::kFreeSlot, place, number)))
-      break;
+    const WindowPlace<V> place(c.window + turn);
+    uint64_t* full = &c.windows().full[place.barrier()];
+    if (!__all_sync(~0u, place.await_free(c))) break;
     if (c.lane == 0) {
       ptx::mbar_arrive_expect(full, S::kBytesOfX);
-      ptx::box_load(windows + place * S::kWindowBytes, map, 0, chunks.at(turn) * (V::kWindowSize / kBoxColumns), full,
+      ptx::box_load(windows + place.offset(), map, 0, chunks.at(turn) * (V::kWindowSize / kBoxColumns), full,
                     ptx::kEvictNormal);
     } else {
       ptx::mbar_arrive(full);
