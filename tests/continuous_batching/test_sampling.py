@@ -84,7 +84,10 @@ def test_a_step_is_one_launch_on_a_gpu_too(count: int, settings: dict[str, Any],
     assert tasks.count("nth_largest") == tasks.count("nucleus") == 1
 
 
-@pytest.mark.parametrize("how", [{"do_sample": False, "num_return_sequences": None}, LIKELY], ids=["greedy", "drawn"])
+GREEDY = {"do_sample": False, "num_return_sequences": None}
+
+
+@pytest.mark.parametrize("how", thinned([pytest.param(GREEDY, id="greedy"), pytest.param(LIKELY, id="drawn")], 1))
 def test_log_probabilities_are_the_engines(how: dict[str, Any]) -> None:
     count = 3 if how.get("do_sample", True) else 1
     run = functools.partial(outputs, serving_model(), prompt_of(5), 0, count, how, return_logprobs=True)
