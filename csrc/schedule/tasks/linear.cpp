@@ -1,6 +1,7 @@
 // How a job of linears is cut into tiles, and those into entries of the ring.
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <optional>
 
 #include "../access.h"
@@ -157,12 +158,9 @@ class Boxes {
   }
 
   TileShape of_warpgroups(int64_t split, int64_t box_rows) const {
-    const auto blocks_of = [&](int64_t most) {  // of 64 columns, of which a worker has equally many
-      const int64_t blocks = job_.size / kBoxColumns / split;
-      return blocks % 4 == 0 && most >= 4 ? 4 : blocks % 2 == 0 && most >= 2 ? 2 : 1;
-    };
-    const int64_t of_window = blocks_of(kWidestWindow / kBoxColumns);
-    const int64_t of_box = std::min<int64_t>(of_window, blocks_of(kMinSlotBytes / (box_rows * kBoxRowBytes)));
+    // In blocks of 64 columns: a worker has whole windows, and a window whole boxes, which fit a slot.
+    const int64_t of_window = std::gcd(job_.size / kBoxColumns / split, int64_t{kWidestWindow / kBoxColumns});
+    const int64_t of_box = std::gcd(of_window, kMinSlotBytes / (box_rows * kBoxRowBytes));
     TileShape shape{box_rows, job_.parts, 1, job_.size * job_.element, of_box * kBoxRowBytes};
     shape.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / shape.entry_bytes();
     const int64_t share = divide_up(job_.tiles(box_rows), job_.workers / split);

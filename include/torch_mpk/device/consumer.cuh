@@ -147,4 +147,13 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   MPK_DEVICE const PhaseRow* current_row() const { return reinterpret_cast<const PhaseRow*>(this->place_of(row)); }
 };
 
+// Until one of the barriers of window `number` has been passed: Windows::full, or empty. False when the launch was
+// given up.
+template <class C>
+MPK_DEVICE bool await_window(C& c, uint64_t* windows, uint32_t number, Waiting what) {
+  const uint32_t place = number % kWindows, parity = number / kWindows & 1;
+  return ptx::mbar_peek(&windows[place], parity) ||
+         wait_barrier(c.shared.watchdog, &windows[place], parity, c.phase, WarpRole::kConsumer, what, place, number);
+}
+
 }  // namespace mpk

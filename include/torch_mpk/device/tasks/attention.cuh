@@ -277,13 +277,6 @@ MPK_DEVICE uint8_t* window_of(C& c, uint32_t number) {
   return c.staged() + number % 2 * Shape<V>::kBufferBytes;
 }
 
-template <class C>
-MPK_DEVICE bool await_window(C& c, uint64_t* windows, uint32_t number, Waiting what) {
-  const uint32_t place = number % kWindows, parity = number / kWindows & 1;
-  return ptx::mbar_peek(&windows[place], parity) ||
-         wait_barrier(c.shared.watchdog, &windows[place], parity, c.phase, WarpRole::kConsumer, what, place, number);
-}
-
 // The pieces' tiles. False when the launch was given up.
 template <class V, class C>
 MPK_DEVICE bool work_on_tiles(C& c, const Job& job, const Cut<V>& cut, const Positions<V>& positions) {

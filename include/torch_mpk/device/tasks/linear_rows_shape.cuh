@@ -129,9 +129,7 @@ struct WindowPlace {
   MPK_DEVICE uint32_t offset() const { return number % S::kWindowsHeld * S::kWindowBytes; }
   template <class C>
   MPK_DEVICE bool await(C& c) const {
-    return ptx::mbar_peek(&c.windows().full[barrier()], parity()) ||
-           wait_barrier(c.shared.watchdog, &c.windows().full[barrier()], parity(), c.phase, WarpRole::kConsumer,
-                        Waiting::kFullSlot, barrier(), number);
+    return await_window(c, c.windows().full, number, Waiting::kFullSlot);
   }
   // Until those that work on the window before it in its place are done.
   template <class C>
