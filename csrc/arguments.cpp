@@ -104,13 +104,15 @@ Arguments::Arguments(std::vector<int> inputs, std::vector<int> sizes, bool freez
   if (memory.empty()) return;
   if (memory.size() != inputs_.size()) throw py::value_error("the memory must be said of each input or of none");
   std::vector<size_t> written;
-  for (const auto& [name, bytes, is_written] : memory) {
+  std::vector<Turns> all_turns;
+  for (const auto& [name, bytes, is_written, turns] : memory) {
     if (is_written) written.push_back(names_.size());
     names_.push_back(name);
     bytes_.push_back(bytes);
     has_unknown_bytes_ |= bytes == kUnknownBytes;
+    all_turns.push_back(turns);
   }
-  overlaps_ = Overlaps(memory.size(), std::move(written));
+  overlaps_ = Overlaps(std::move(all_turns), std::move(written));
 }
 
 void Arguments::read(const py::tuple& args, std::span<uint64_t> addresses, std::span<int64_t> sizes) {

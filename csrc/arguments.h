@@ -24,6 +24,7 @@ struct InputMemory {
   std::string name;
   int64_t bytes;  // extent; kUnknownBytes where it differs from call to call
   bool is_written;
+  Turns turns;
 };
 constexpr int64_t kUnknownBytes = -1;
 

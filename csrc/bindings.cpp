@@ -22,17 +22,20 @@ PYBIND11_MODULE(_C, m) {
   mpk::bind_codegen(m);
   py::class_<mpk::Arguments>(m, "Arguments", "Which of a call's arguments are the inputs and sizes of an executable.")
       .def(py::init([](std::vector<int> inputs, std::vector<int> sizes, bool freeze,
-                       const std::vector<std::tuple<std::string, int64_t, bool>>& memory) {
+                       const std::vector<std::tuple<std::string, int64_t, bool, int64_t, int64_t>>& memory) {
              std::vector<mpk::InputMemory> memories;
-             for (const auto& [name, bytes, is_written] : memory) memories.push_back({name, bytes, is_written});
+             for (const auto& [name, bytes, is_written, turn, block] : memory)
+               memories.push_back({name, bytes, is_written, {turn, block}});
              return mpk::Arguments(std::move(inputs), std::move(sizes), freeze, memories);
            }),
            py::arg("inputs"), py::arg("sizes"), py::arg("freeze") = false,
-           py::arg("memory") = std::vector<std::tuple<std::string, int64_t, bool>>{},
+           py::arg("memory") = std::vector<std::tuple<std::string, int64_t, bool, int64_t, int64_t>>{},
            "Positions among the arguments. With freeze, a tensor that is the same object as in the last call is taken "
            "to be where it was, and the last call's arguments are kept alive. memory: of each input its name, its "
-           "extent in bytes (-1 where calls differ) and whether it is written in place; a call with one written that "
-           "overlaps another raises SharedMemoryError.")
+           "extent in bytes (-1 where calls differ), whether it is written in place, and how far its blocks are apart "
+           "and "
+           "how long, in bytes (0 where there are none); a call with one written that overlaps another raises "
+           "SharedMemoryError.")
       .def("check", &mpk::Arguments::check, py::arg("args"),
            "Raises what a call with these arguments would raise, SharedMemoryError among it.");
   mpk::bind_runtime(m);

@@ -4,16 +4,28 @@
 
 namespace mpk {
 
-Overlaps::Overlaps(size_t num_inputs, std::vector<size_t> written)
-    : is_written_(num_inputs), written_(std::move(written)), apart_(num_inputs), apart_bytes_(num_inputs) {
+Overlaps::Overlaps(std::vector<Turns> turns, std::vector<size_t> written)
+    : turns_(std::move(turns)),
+      is_written_(turns_.size()),
+      written_(std::move(written)),
+      apart_(turns_.size()),
+      apart_bytes_(turns_.size()) {
   for (const size_t input : written_) is_written_.at(input) = true;
+}
+
+bool Overlaps::take_turns(size_t a, uint64_t address_a, size_t b, uint64_t address_b) const {
+  const int64_t turn = turns_[a].bytes;
+  if (turn == 0 || turn != turns_[b].bytes) return false;
+  const auto behind = static_cast<int64_t>(address_b - address_a) % turn;  // b's block begins this far behind a's
+  const int64_t offset = behind < 0 ? behind + turn : behind;
+  return offset >= turns_[a].block && offset + turns_[b].block <= turn;
 }
 
 std::optional<std::pair<size_t, size_t>> Overlaps::find(std::span<const uint64_t> addresses,
                                                         std::span<const int64_t> bytes) {
   const auto meet = [&](size_t a, size_t b) {
     const uint64_t end = std::min(addresses[a] + bytes[a], addresses[b] + bytes[b]);
-    return a != b && std::max(addresses[a], addresses[b]) < end;
+    return a != b && std::max(addresses[a], addresses[b]) < end && !take_turns(a, addresses[a], b, addresses[b]);
   };
   bool is_known = true;
   for (size_t i = 0; i < addresses.size(); i++) {

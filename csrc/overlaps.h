@@ -9,13 +9,18 @@
 
 namespace mpk {
 
+// Blocks of an input, a turn apart from each other, which may have other inputs' between them; 0 bytes: it is no such.
+struct Turns {
+  int64_t bytes, block;
+};
+
 // In a graph that writes an input in place, reads and writes are ordered as for inputs that lie apart. That holds until
 // an address changes, so a call with the last one's addresses costs a comparison each.
 class Overlaps {
  public:
   Overlaps() = default;
-  // `written`: which of `num_inputs` are written.
-  Overlaps(size_t num_inputs, std::vector<size_t> written);
+  // `turns`: of each input. `written`: which of them are written.
+  Overlaps(std::vector<Turns> turns, std::vector<size_t> written);
 
   bool may_occur() const { return !written_.empty(); }
 
@@ -23,6 +28,9 @@ class Overlaps {
   std::optional<std::pair<size_t, size_t>> find(std::span<const uint64_t> addresses, std::span<const int64_t> bytes);
 
  private:
+  bool take_turns(size_t a, uint64_t address_a, size_t b, uint64_t address_b) const;
+
+  std::vector<Turns> turns_;
   std::vector<bool> is_written_;
   std::vector<size_t> written_;
   std::vector<uint64_t> apart_;  // where the last inputs were that lay apart, and their extents

@@ -20,7 +20,7 @@ class Arguments:
         inputs: Sequence[int],
         sizes: Sequence[int],
         freeze: bool = False,
-        memory: Sequence[tuple[str, int, bool]] = [],
+        memory: Sequence[tuple[str, int, bool, int, int]] = [],
     ) -> None: ...
     def check(self, args: tuple[object, ...]) -> None: ...
 

@@ -9,6 +9,7 @@ from torch._dynamo.backends import registry
 
 from torch_mpk import _C
 from torch_mpk.errors import MpkWarning, SharedMemoryError
+from torch_mpk.runtime.overlaps import Memory, check_apart, memory_of
 from torch_mpk.specialize import MAX_FAILURES
 
 WEIGHT = torch.randn(8, 8)
@@ -99,6 +100,15 @@ class Placed:
         return self.address
 
 
+def take_turns(a: int, turns_a: tuple[int, int], b: int, turns_b: tuple[int, int]) -> bool:
+    """Whether no place within a turn is both blocks'."""
+    turn = turns_a[0]
+    if turn == 0 or turn != turns_b[0]:
+        return False
+    one, other = ({(a + byte) % turn for byte in range(block)} for a, (_, block) in ((a, turns_a), (b, turns_b)))
+    return one.isdisjoint(other)
+
+
 def test_random_calls_are_told_apart():
     """Each call's verdict is that of comparing all pairs, whatever calls came before it."""
     draw = random.Random(0)
@@ -106,7 +116,9 @@ def test_random_calls_are_told_apart():
     for _ in range(100):
         sizes = [draw.choice([0, 4, 8, 16]) for _ in range(6)]
         written = [draw.random() < 0.3 for _ in sizes]
-        memory = list(zip(map(str, range(len(sizes))), sizes, written, strict=True))
+        turns = [(draw.choice([0, 0, 24, 40]), size) for size in sizes]
+        sizes = [size + 2 * turn if size else 0 for turn, size in turns]
+        memory = [Memory(str(i), size, w, *turn) for i, (size, w, turn) in enumerate(zip(sizes, written, turns))]
         arguments = _C.Arguments(list(range(len(sizes))), [], memory=memory)
         places = [64 * i for i in range(1, len(sizes) + 1)]
         for _ in range(30):
@@ -122,6 +134,7 @@ def test_random_calls_are_told_apart():
                 and places[j] < places[i] + sizes[i]
                 and sizes[i]
                 and sizes[j]
+                and not take_turns(places[i], turns[i], places[j], turns[j])
             }
             try:
                 arguments.check(tuple(map(Placed, places)))
@@ -136,7 +149,7 @@ def test_random_calls_are_told_apart():
 
 def test_extents_that_are_not_known_are_asked_for():
     buffer = torch.zeros(64)
-    arguments = _C.Arguments([0, 1], [], memory=[("x", -1, False), ("y", -1, True)])
+    arguments = _C.Arguments([0, 1], [], memory=[Memory("x", -1, False, 0, 0), Memory("y", -1, True, 0, 0)])
     arguments.check((buffer[:8], buffer[8:16]))
     arguments.check((buffer[:0], buffer[:4]))
     arguments.check((buffer[16:], buffer[:16]))
@@ -144,4 +157,18 @@ def test_extents_that_are_not_known_are_asked_for():
         with pytest.raises(SharedMemoryError):
             arguments.check((x, y))
     with pytest.raises(ValueError, match="must be said of each input or of none"):
-        _C.Arguments([0, 1], [], memory=[("x", 8, True)])
+        _C.Arguments([0, 1], [], memory=[Memory("x", 8, True, 0, 0)])
+
+
+def test_pages_that_take_turns_do_not_meet() -> None:
+    """Keys and values of a page side by side, as some engines have them."""
+    pages = torch.zeros(6, 2, 4, 8)
+    k, v = pages[:, 0], pages[:, 1]
+    check_apart([k, v], memory_of(["k", "v"], [k, v], [0, 1]))
+    check_apart([k, v[1:]], memory_of(["k", "v"], [k, v[1:]], [0, 1]))
+    for other in (pages[1:, 0], pages[:, 0, 3:], pages[:, 1, :, :4].transpose(1, 2), pages.view(12, 4, 8)[1::2]):
+        with pytest.raises(SharedMemoryError):
+            check_apart([pages[:, :2], other], memory_of(["k", "v"], [pages, other], [0]))
+    last = pages.flatten()[32:-32].view(5, 64)[:, 8:48]
+    with pytest.raises(SharedMemoryError):  # blocks that meet the next turn's
+        check_apart([k, last], memory_of(["k", "v"], [k, last], [0]))

@@ -8,7 +8,7 @@ arguments where the graph is one segment, before it where the graph is several.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,23 +17,46 @@ from torch_mpk.errors import MpkError, SharedMemoryError
 
 UNKNOWN_BYTES = -1
 
-Memory = tuple[str, int, bool]  # an input's name, its extent in bytes, and whether the graph writes it in place
+
+class Memory(NamedTuple):
+    """Of an input, in bytes."""
+
+    name: str
+    extent: int  # from its first to behind its last, 0 of a number
+    is_written: bool  # in place, by the graph
+    turn: int  # from one of its blocks to the next, as pages of keys have those of values between them; 0: it has none
+    block: int
 
 
 def memory_of(names: Sequence[str], values: Sequence[Any], written: Container[int]) -> list[Memory]:
     """The memory of a graph's inputs, given the values that it was captured with. Numbers have none."""
-    return [(name, _extent(value), i in written) for i, (name, value) in enumerate(zip(names, values, strict=True))]
+    return [
+        Memory(name, _extent(value), i in written, *_turns(value))
+        for i, (name, value) in enumerate(zip(names, values, strict=True))
+    ]
 
 
 def _extent(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
-    if not all(isinstance(n, int) for n in (*value.size(), *value.stride())):
+    if not _is_known(value):
         return UNKNOWN_BYTES
     if value.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
     return (last + 1) * value.element_size()
+
+
+def _turns(value: Any) -> tuple[int, int]:
+    """How far the blocks of a tensor's first index are apart, and the extent of one."""
+    if not isinstance(value, torch.Tensor) or not _is_known(value) or value.numel() == 0 or value.dim() == 0:
+        return 0, 0
+    turn, block = value.stride(0) * value.element_size(), _extent(value[0])
+    return (turn, block) if block <= turn else (0, 0)
+
+
+def _is_known(value: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in (*value.size(), *value.stride()))
 
 
 def check_apart(args: Sequence[Any], memory: Sequence[Memory]) -> None:
@@ -45,7 +68,7 @@ def guarded(
     run: Callable[..., Any], eager: Callable[..., Any], memory: Sequence[Memory], decline: Callable[[MpkError], None]
 ) -> Callable[..., Any]:
     """``run`` for calls whose inputs lie apart; others are announced with ``decline``, and ``eager``'s."""
-    if not any(is_written for _, _, is_written in memory):
+    if not any(each.is_written for each in memory):
         return run
     check = _check_of(memory)
 
@@ -61,5 +84,5 @@ def guarded(
 
 
 def _check_of(memory: Sequence[Memory]) -> Callable[[tuple[Any, ...]], None]:
-    tensors = [position for position, (_, extent, _) in enumerate(memory) if extent]
+    tensors = [position for position, each in enumerate(memory) if each.extent]
     return _C.Arguments(tensors, [], memory=[memory[position] for position in tensors]).check
