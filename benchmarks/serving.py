@@ -228,11 +228,11 @@ def attention_variants(operands: dict[str, torch.Tensor]) -> dict[str, Callable[
     q, length = operands["q"], operands["length"]
     scale = q.shape[-1] ** -0.5
     k, v = gathered(operands)
-    paged, static = (kernel_of(registry.get(name)) for name in ("paged_attention", "attention"))
+    static = kernel_of(registry.get("attention"))
     limit = length.long()
     mask = torch.arange(k.shape[2], device=DEVICE) < limit[:, None, None, None]
     variants: dict[str, Callable[[], torch.Tensor]] = {
-        "mpk": lambda: paged(
+        "mpk": lambda: torch.ops.mpk.paged_attention(
             q, None, None, *(operands[n] for n in ("k_pages", "v_pages", "block_table", "length")), scale=scale
         ),
         "mpk, static caches": lambda: static(q, None, None, None, k, v, None, limit, scale=scale),

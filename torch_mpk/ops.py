@@ -58,13 +58,20 @@ def has_in_place_form(task: Task) -> bool:
 
 
 def _define(task: Task) -> None:
-    _define_operator(task.name, schema(task), task, eager=_announced(task))
+    eager = _in_its_kernel(task) if task.alone == "kernel" else _announced(task)
+    _define_operator(task.name, schema(task), task, eager)
     if has_in_place_form(task):
 
         def in_place(first: torch.Tensor, *others: Any, **attrs: Any) -> None:
             task(first, *others, out=first, **attrs)
 
         _define_operator(f"{task.name}_", f"{task.name}_({_arguments(task, writes_first=True)}) -> ()", in_place)
+
+
+def _in_its_kernel(task: Task) -> Callable[..., Any]:
+    from torch_mpk.task_kernel import TaskKernel  # which takes operators' graphs through all stages
+
+    return TaskKernel(task, or_reference=True)
 
 
 def _announced(task: Task) -> Callable[..., Any]:

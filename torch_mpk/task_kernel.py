@@ -7,20 +7,26 @@ from typing import Any
 
 import torch
 
+from torch_mpk.announcements import warn
 from torch_mpk.calls import Call, graph_of
 from torch_mpk.compiled_graph import build_segment
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
-from torch_mpk.errors import NoDerivativeError, SeveralDevicesError, TaskError
+from torch_mpk.errors import CompileError, MpkError, NoDerivativeError, SeveralDevicesError, TaskError, UnsupportedError
 from torch_mpk.registry import Task
 from torch_mpk.runtime.overlaps import memory_of
 
 
 class TaskKernel:
-    """A function of a task's operands and attributes, as the task itself is, that runs its code and nothing else."""
+    """A function of a task's operands and attributes, as the task itself is, that runs its code and nothing else.
 
-    def __init__(self, task: Task) -> None:
+    With ``or_reference``, operands that no code takes, or that it cannot be compiled for, are the reference's, with a
+    warning; else they are an error.
+    """
+
+    def __init__(self, task: Task, or_reference: bool = False) -> None:
         self.task = task
+        self.or_reference = or_reference
         self._runs: dict[Hashable, Callable[..., Sequence[torch.Tensor]]] = {}
 
     def __repr__(self) -> str:
@@ -52,8 +58,17 @@ class TaskKernel:
             raise TaskError(f"{task.name}: no operand was given (signature: {task.signature})")
         written = [i for i, (spec, _) in enumerate(given) if spec.is_write]
         memory = memory_of([spec.name for spec, _ in given], [t for _, t in given], written) if written else []
-        segment = build_segment(gm, given[0][1].device, Options(), Dump(None), task.name)
-        return segment.callable(gm, memory=memory)
+        try:
+            segment = build_segment(gm, given[0][1].device, Options(), Dump(None), task.name)
+        except (UnsupportedError, CompileError) as error:
+            self._decline(error)
+            return gm
+        return segment.callable(gm, memory=memory, decline=self._decline)
+
+    def _decline(self, error: MpkError) -> None:
+        if not self.or_reference:
+            raise error
+        warn(f"torch.ops.mpk.{self.task.name} runs the task's reference: {error}")
 
 
 def kernel_of(task: Task) -> TaskKernel:

@@ -12,7 +12,7 @@ def step(ids, carry, before, out, table, weight, pages, block_table, length):
     ContinuousBatchingAsyncIOs.carry_over_tokens(None, ids, carry, before)
     q = torch.nn.functional.embedding(ids, table)[0].unflatten(-1, (2, 16))
     k = q[:, :1]
-    y = torch.ops.mpk.paged_attention(q, k, k, pages[:-1], pages[1:], block_table, length, scale=0.25)
+    y = torch.ops.mpk.paged_attention(q, k, k, pages[:, 0], pages[:, 1], block_table, length, scale=0.25)
     tokens = torch.nn.functional.linear(y.flatten(1), weight).float().argmax(-1)
     out[0, : tokens.size(0)].copy_(tokens)
 
@@ -25,10 +25,10 @@ def arguments() -> list[torch.Tensor]:
     bulk[1, :ROWS] = torch.tensor([-1, 2, 0, -1])
     before, out = (torch.zeros(1, MOST + 1, dtype=torch.int32) for _ in range(2))
     before[0, :ROWS] = torch.randint(VOCAB, (ROWS,))
-    block_table = 2 * torch.arange(ROWS, dtype=torch.int32).unsqueeze(1)
+    block_table = torch.arange(ROWS, dtype=torch.int32).unsqueeze(1)
     length = torch.tensor([3, 1, 8, 0], dtype=torch.int32)
     weights = torch.randn(VOCAB, 32), torch.randn(VOCAB, 32)
-    return [bulk[:1, :ROWS], bulk[1], before, out, *weights, torch.randn(2 * ROWS, 8, 1, 16), block_table, length]
+    return [bulk[:1, :ROWS], bulk[1], before, out, *weights, torch.randn(ROWS, 2, 8, 1, 16), block_table, length]
 
 
 def test_it_is_in_the_launch_on_a_gpu_too() -> None:

@@ -13,7 +13,7 @@ from tests.tasks.plugin.layer_norm import layer_norm
 from tests.tasks.plugin.top_k import top_k
 from torch_mpk import kernel_of, registry, tasks
 from torch_mpk.__main__ import main
-from torch_mpk.errors import NoDerivativeError, SharedMemoryError, TaskAttributeError, TaskError
+from torch_mpk.errors import MpkWarning, NoDerivativeError, SharedMemoryError, TaskAttributeError, TaskError
 from torch_mpk.registry import Task
 from torch_mpk.testing.bench import bench_task
 
@@ -54,6 +54,41 @@ def test_what_does_not_fit_is_refused() -> None:
     operands[last] = torch.as_strided(operands[written], operands[last].shape, operands[last].stride())
     with pytest.raises(SharedMemoryError, match="state and weight share memory"):
         conv(*operands, **attrs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_operator_without_a_kernel_of_pytorch_s_runs_its_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = registry.get("paged_attention")
+    assert task.alone == "kernel"
+    pages = torch.randn(20, 2, 16, 2, 32, device=device)  # keys and values side by side
+    table = torch.randperm(20, device=device)[:12].view(3, 4).int()
+    length = torch.tensor([40, 0, 17], dtype=torch.int32, device=device)
+    q, k = torch.randn(3, 4, 32, device=device), torch.randn(3, 2, 32, device=device)
+    expected_pages = pages.clone()
+    expected = task(q, k, k, *expected_pages.unbind(1), table, length, scale=0.2)
+    calls = []
+    for _ in range(2):
+        got = torch.ops.mpk.paged_attention(q, k, k, *pages.unbind(1), table, length, scale=0.2)
+        torch.testing.assert_close(got, expected)
+        assert torch.equal(pages, expected_pages)
+        monkeypatch.setattr(task, "reference", calls.append)  # from here on nothing but the kernel can
+        pages[table[0, 2], 0, 7] = 0.0  # what the step writes
+
+
+def test_an_operator_whose_kernel_does_not_take_the_operands_runs_the_reference() -> None:
+    task = registry.get("paged_attention")
+    pages = torch.randn(4, 2, 2, 16)
+    q, table, length = (
+        torch.randn(2, 4, 16),
+        torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        torch.tensor([4, 3]).int(),
+    )
+    expected = task(q, None, None, pages.clone(), pages, table, length, scale=0.2)
+    with pytest.warns(
+        MpkWarning, match=r"torch.ops.mpk.paged_attention runs the task's reference: k_pages and v_pages"
+    ):
+        got = torch.ops.mpk.paged_attention(q, None, None, pages, pages, table, length, scale=0.2)
+    torch.testing.assert_close(got, expected)
 
 
 DECLARATION = """

@@ -47,6 +47,7 @@ def task(
     float64: bool = False,
     streaming: Streaming | None = None,
     scales_rows: bool = False,
+    alone: str = "reference",
 ) -> Callable[[Callable[..., Any]], Task]:
     """Declare a task: ``@task("x[R, H], weight[H]? -> y[R, H]", tile="R")`` on its eager reference.
 
@@ -77,6 +78,9 @@ def task(
         scales_rows: of role "row", an element of the result is the input's times one factor a column and one a row,
             which follows from the sum of the row's squares: so what makes the rows may apply the one, and what
             multiplies them with a matrix the other.
+        alone: what ``torch.ops.mpk.<task>`` runs where no compiled model is around it: the "reference", or the
+            "kernel" of ``kernel_of``, for tasks that PyTorch has no kernel for. It is built when operands of such
+            shapes first come; those that no code takes run the reference, with a warning.
 
     Declared again as it was, as by ``importlib.reload`` or a notebook's cell, it is the task there is.
 
@@ -87,7 +91,8 @@ def task(
 
     def declare(reference: Callable[..., Any]) -> Task:
         declared = Task(
-            reference, signature, role, samples, header, tile, stream, cpu, pattern, float64, streaming, scales_rows
+            *(reference, signature, role, samples, header, tile, stream, cpu, pattern, float64, streaming),
+            *(scales_rows, alone),
         )
         earlier = _tasks.get(declared.name)
         if earlier is not None and _is_same(earlier, declared):

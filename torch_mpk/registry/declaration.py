@@ -43,6 +43,7 @@ class Task:
         float64: bool,
         streaming: Streaming | None,
         scales_rows: bool,
+        alone: str,
     ):
         self.reference = reference
         self.name = self.__name__ = self.__qualname__ = reference.__name__
@@ -65,6 +66,9 @@ class Task:
         self.scales_rows = scales_rows
         if scales_rows and role != "row":
             raise TaskError(f"{self.name}: scales_rows= is for tasks of role 'row', this one's is {role!r}")
+        if alone not in ("reference", "kernel"):
+            raise TaskError(f"{self.name}: alone={alone!r}, expected 'reference' or 'kernel'")
+        self.alone = alone
         if pattern and (self.is_mutating or not self.outputs or not samples):
             raise TaskError(f"{self.name}: pattern=True takes outputs, nothing updated in place, and samples")
         self.header = header or (f"torch_mpk/device/tasks/{self.name}.cuh" if role in ("row", "stream") else "")

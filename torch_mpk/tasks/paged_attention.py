@@ -18,6 +18,7 @@ from torch_mpk.streaming import Streaming
         hands_over=True,
         paged_by="block_table",
     ),
+    alone="kernel",
     samples=[
         {"R": 1, "H": 4, "G": 2, "D": 16, "P": 6, "S": 3, "M": 4, "scale": 0.25},
         {"R": 3, "H": 6, "G": 1, "D": 24, "P": 9, "S": 4, "M": 2, "scale": 0.2, "k_new": None, "v_new": None},
