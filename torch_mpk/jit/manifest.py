@@ -19,9 +19,8 @@ SEARCH_VARIABLES = (
     *("LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX", "SDKROOT"),
 )
 
-_SPELLED = re.compile(
-    rb'(?:#[ \t]*include(?:_next)?|\b__has_include(?:_next)?[ \t]*\()[ \t]*["<]([^">\n]+)[">]', re.ASCII
-)
+# Begins with letters, which a search skips to: #include and __has_include(, and what looks like them in other text.
+_SPELLED = re.compile(rb'include(?:_next)?[ \t]*\(?[ \t]*["<]([^">\n]+)[">]')
 _MISSING = "missing"
 _SETTLED_NS = 10**9
 

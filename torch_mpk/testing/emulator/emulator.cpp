@@ -1,4 +1,4 @@
-// Included once, behind emulator.h, by the file that has the kernels and the table of them.
+// Included behind emulator.h. Linked with the file that has the kernels and the table of them.
 #include <sched.h>
 #include <setjmp.h>
 #include <ucontext.h>
