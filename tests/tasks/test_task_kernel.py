@@ -69,7 +69,7 @@ def test_an_operator_without_a_kernel_of_pytorch_s_runs_its_own(device: str, mon
     calls = []
     for _ in range(2):
         got = torch.ops.mpk.paged_attention(q, k, k, *pages.unbind(1), table, length, scale=0.2)
-        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)  # a GPU's exponential is its own
         assert torch.equal(pages, expected_pages)
         monkeypatch.setattr(task, "reference", calls.append)  # from here on nothing but the kernel can
         pages[table[0, 2], 0, 7] = 0.0  # what the step writes
