@@ -76,18 +76,15 @@ def test_a_decoder_over_pages_keeps_nothing_in_local_memory(batch: int, page_siz
     assert max(resources.stack_bytes, resources.spill_store_bytes) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "batch", "length", "is_bucket"),
-    thinned(
-        [
-            *itertools.product(("qwen3-0.6b", "qwen3-8b"), (1,), (128, 512), (False,)),
-            ("qwen3-0.6b", 3, 128, False),
-            ("qwen3-0.6b", 1, 512, True),
-            ("qwen3-8b", 3, 128, True),
-        ],
-        3,
-        5,
-    ),
+    [
+        *itertools.product(("qwen3-0.6b", "qwen3-8b"), (1,), (128, 512), (False,)),
+        ("qwen3-0.6b", 3, 128, False),
+        ("qwen3-0.6b", 1, 512, True),
+        ("qwen3-8b", 3, 128, True),
+    ],
 )
 def test_a_prompt_keeps_next_to_nothing_in_local_memory(name: str, batch: int, length: int, is_bucket: bool) -> None:
     """Nor does the assembler serialise the warpgroups' products."""

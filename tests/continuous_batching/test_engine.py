@@ -210,6 +210,7 @@ def prepared(inputs: ContinuousBatchingIOs) -> dict[str, Any]:
     return found | {"states": [vars(future.state) | {} for future in inputs.requests_in_batch]}
 
 
+@pytest.mark.slow
 def test_steps_are_prepared_as_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, num_compared = HostInputs.prepare_batch_tensors, 0
 

@@ -148,6 +148,7 @@ def test_two_thousand_requests_come_and_go(device: str, settings: dict[str, Any]
     assert pages_in_use(cache) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu"])
 def test_requests_are_cancelled_while_their_steps_run(device: str) -> None:
     """A page that a step fills is counted for its request once the step's results are there."""

@@ -231,7 +231,7 @@ def test_what_a_configuration_asks_for_and_there_is_not_is_an_error(model, field
         torch_mpk.generate(model, random_ids(1, 3, model.device), 4)
 
 
-@pytest.mark.parametrize("left_out", ["", "top_k", "top_p", "min_p", "temperature"])
+@pytest.mark.parametrize("left_out", thinned(["", "top_k", "top_p", "min_p", "temperature"], 0, 2))
 def test_steps_draw_what_is_drawn_between_steps_else(model, left_out, tmp_path, monkeypatch):
     ids = random_ids(3, 5, model.device)
     settings = {"do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
@@ -433,7 +433,8 @@ def test_sliding_windows_cannot_forget_a_draft():
         torch_mpk.generate(model, random_ids(1, 4), 4, prompt_lookup_num_tokens=2)
 
 
-@pytest.mark.parametrize("length", thinned([1, 21, 40], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 21, 40])
 def test_prompts_in_compiled_chunks_give_eager_s_tokens(device, length):
     is_cpu = device.type == "cpu"
     dtype = torch.float32 if is_cpu else torch.bfloat16  # a GPU's prompts are 16-bit
