@@ -113,7 +113,8 @@ def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
         assert sum(task in text for text in parts) == 3
 
 
-@pytest.mark.parametrize("asynchronous", thinned([False, True], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_warm_up_that_plans_all_sizes_first(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_mpk.engine, "COMPILED", {"cpu"})
     ahead: list[bool] = []  # whether a segment was loaded while the sizes were planned

@@ -45,11 +45,10 @@ EAGER = dict.fromkeys(
 LIKELY = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}  # much as models' own configurations have it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "how", "settings"),
-    thinned(
-        [(1, {}, {}), (3, {"temperature": 0.7}, {}), (3, LIKELY, {}), (3, LIKELY, {"per_request_processors": True})], 3
-    ),
+    [(1, {}, {}), (3, {"temperature": 0.7}, {}), (3, LIKELY, {}), (3, LIKELY, {"per_request_processors": True})],
     ids=["as it is", "temperature", "the most likely", "the most likely, by request"],
 )
 def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ def decode_step(driver) -> tuple[list[int], tuple, tuple[int, ...], list[str]]:
     return [known.get(p, -1) for p in pointers], geometry, tuple(ctypes.string_at(table, 256)), stages
 
 
+@pytest.mark.slow
 def test_another_process_goes_straight_to_the_same_launch(simulated, tmp_path):
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     other = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
