@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_mpk.registry import Task
 
@@ -28,10 +29,17 @@ def graph_of(calls: Sequence[Call]) -> fx.GraphModule:
     for call in calls:
         nodes = [None if t is None else _placeholder(graph, t) for t in call.operands]
         node = graph.call_function(call.task, tuple(nodes), dict(call.attrs))
-        node.meta["val"] = call.task(*copies(call.operands), **call.attrs)
+        node.meta["val"] = _made_by(call)
         results += _results(graph, node)
     graph.output(tuple(results))
     return fx.GraphModule({}, graph)
+
+
+def _made_by(call: Call) -> Any:
+    """Results without values: operands may be as large as caches."""
+    with FakeTensorMode() as mode:
+        operands = [None if t is None else mode.from_tensor(t) for t in call.operands]
+        return call.task(*operands, **call.attrs)
 
 
 def copies(operands: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -16,6 +16,8 @@ from torch_mpk.errors import CompileError, MpkError, NoDerivativeError, SeveralD
 from torch_mpk.registry import Task
 from torch_mpk.runtime.overlaps import memory_of
 
+MOST_BUILDS = 64  # of a task's kernel; the oldest is dropped for the next
+
 
 class TaskKernel:
     """A function of a task's operands and attributes, as the task itself is, that runs its code and nothing else.
@@ -41,6 +43,8 @@ class TaskKernel:
         key = (*forms, *attrs.items())
         run = self._runs.get(key)
         if run is None:
+            if len(self._runs) == MOST_BUILDS:
+                del self._runs[next(iter(self._runs))]
             run = self._runs[key] = self._build(operands, attrs)
         results = tuple(run(*present))
         return results[0] if len(results) == 1 else results or None

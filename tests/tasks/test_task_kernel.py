@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.tasks.plugin.causal_conv import causal_conv
 from tests.tasks.plugin.layer_norm import layer_norm
 from tests.tasks.plugin.top_k import top_k
-from torch_mpk import kernel_of, registry, tasks
+from torch_mpk import kernel_of, registry, task_kernel, tasks
 from torch_mpk.__main__ import main
 from torch_mpk.errors import MpkWarning, NoDerivativeError, SharedMemoryError, TaskAttributeError, TaskError
 from torch_mpk.registry import Task
@@ -40,6 +41,18 @@ def test_absent_operands_and_attributes_have_their_defaults() -> None:
     torch.testing.assert_close(kernel_of(tasks.linear.linear)(x, weight), x @ weight.T)
 
 
+def test_so_many_builds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_kernel, "MOST_BUILDS", 2)
+    kernel, weight = kernel_of(registry.get("linear")), torch.randn(4, 8)
+    builds = []
+    build = task_kernel.build_segment
+    monkeypatch.setattr(task_kernel, "build_segment", lambda gm, *args: builds.append(gm) or build(gm, *args))
+    for rows in (1, 2, 3, 2, 3, 1):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(kernel(x, weight), x @ weight.T)
+    assert len(builds) == 4
+
+
 def test_what_does_not_fit_is_refused() -> None:
     norm, conv = kernel_of(layer_norm), kernel_of(causal_conv)
     with pytest.raises(TaskError, match=r"layer_norm: x is required"):
@@ -66,12 +79,17 @@ def test_an_operator_without_a_kernel_of_pytorch_s_runs_its_own(device: str, mon
     q, k = torch.randn(3, 4, 32, device=device), torch.randn(3, 2, 32, device=device)
     expected_pages = pages.clone()
     expected = task(q, k, k, *expected_pages.unbind(1), table, length, scale=0.2)
-    calls = []
+    reference = task.reference
+
+    def without_values(*operands: torch.Tensor, scale: float) -> torch.Tensor:
+        assert all(isinstance(t, FakeTensor) for t in operands), "pages are too many to be copied"
+        return reference(*operands, scale=scale)
+
+    monkeypatch.setattr(task, "reference", without_values)
     for _ in range(2):
         got = torch.ops.mpk.paged_attention(q, k, k, *pages.unbind(1), table, length, scale=0.2)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)  # a GPU's exponential is its own
         assert torch.equal(pages, expected_pages)
-        monkeypatch.setattr(task, "reference", calls.append)  # from here on nothing but the kernel can
         pages[table[0, 2], 0, 7] = 0.0  # what the step writes
 
 
