@@ -458,6 +458,7 @@ class TileShape:
         x_rows: int = 0,
         split: int = 1,
         window_bytes: int = 0,
+        turn_tiles: int = 0,
     ) -> None: ...
     @property
     def tile_rows(self) -> int: ...
@@ -483,6 +484,8 @@ class TileShape:
     def split(self) -> int: ...
     @property
     def window_bytes(self) -> int: ...
+    @property
+    def turn_tiles(self) -> int: ...
 
 class WarpLayout:
     def __init__(

@@ -75,6 +75,9 @@ class CutProof {
       require(s.chunk_parts == 1 && s_.warps.warpgroups == 0, box + " is taken by one warp");
     if (s.split != 1) check_split(s);
     if (s.window_bytes > 0) check_windows(s);
+    require(s.turn_tiles == 0 || (s.window_bytes > 0 && s.turn_tiles * s.parts == kWarpgroups &&
+                                  s.turn_tiles < s.pass_tiles && s.split == 1 && !job_.row_sums),
+            "the sums of " + str(s.turn_tiles) + " tiles at a time are not a box of each warpgroup");
     for (int n : job_.body)
       require(comes_in_boxes(s_.graph, matrix(n)),
               name_buffer(s_, matrix(n).buffer) +

@@ -15,7 +15,8 @@ std::string shape_json(const TileShape& s) {
          ", " + field("in_flight", s.in_flight) + ", \"shares_entries\": " + truth(s.shares_entries) +
          (s.pass_tiles > 0 ? ", " + field("pass_tiles", s.pass_tiles) : "") +
          (s.x_rows > 0 ? ", " + field("x_rows", s.x_rows) : "") + (s.split > 1 ? ", " + field("split", s.split) : "") +
-         (s.window_bytes > 0 ? ", " + field("window_bytes", s.window_bytes) : "") + "}";
+         (s.window_bytes > 0 ? ", " + field("window_bytes", s.window_bytes) : "") +
+         (s.turn_tiles > 0 ? ", " + field("turn_tiles", s.turn_tiles) : "") + "}";
 }
 
 std::string tickets_json(const Tickets& t) {

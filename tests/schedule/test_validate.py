@@ -298,6 +298,23 @@ def test_shares_of_a_tile_that_are_not_whole_columns_of_products_are_caught() ->
         _C.validate(parts.build())
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("window_bytes", 2048 + 128, "windows of 2176 bytes of x are not what warpgroups multiply"),
+        ("turn_tiles", 3, "the sums of 3 tiles at a time are not a box of each warpgroup"),
+    ],
+)
+def test_what_warpgroups_cannot_do_is_caught(name: str, value: int, message: str) -> None:
+    graph = decoder(batch=64, hidden=1024, heads=4, groups=2, head_dim=32, ffn=640, length=40)
+    parts = Parts.of(_C.make_schedule(graph, _C.Target("cuda", 90, 2, 232448)))
+    _C.validate(parts.build())
+    job = next(job for job in parts.jobs("shape") if job["shape"]["turn_tiles"])
+    job["shape"][name] = value
+    with pytest.raises(RuntimeError, match=message):
+        _C.validate(parts.build())
+
+
 def test_two_streams_that_draw_from_one_counter_are_caught() -> None:
     b = Builder()
     for name, rows in (("a", 65536), ("b", 64)):

@@ -186,6 +186,7 @@ class LinearWriter {
              constant("kSplit", shape_.split);
     if (shape_.has_boxes())
       return constant("kBoxRows", shape_.tile_rows) + constant("kPassTiles", shape_.pass_tiles) +
+             constant("kTurnTiles", shape_.turn_tiles > 0 ? shape_.turn_tiles : shape_.pass_tiles) +
              constant("kSplit", shape_.split) + flag("kBoxesOfX", !map_of_x_.empty()) +
              flag("kByWarpgroups", shape_.window_bytes > 0) + constant("kWindowSize", window_size()) +
              constant("kXRows", x_rows()) +

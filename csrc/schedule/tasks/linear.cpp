@@ -168,6 +168,10 @@ class Boxes {
     shape.pass_tiles = std::max<int64_t>(divide_up(share, divide_up(share, most)), 1);
     shape.split = split;
     shape.window_bytes = of_window * kBoxRowBytes;
+    // Where the sums of a pass take more room than the windows, in whose place they stand.
+    const int64_t boxes = shape.pass_tiles * shape.parts;
+    const bool can_take_turns = boxes > kWarpgroups && kWarpgroups % shape.parts == 0 && split == 1 && !ends_with_norm_;
+    if (can_take_turns && sums_bytes(shape, boxes) > windows_bytes(shape)) shape.turn_tiles = kWarpgroups / shape.parts;
     return shape;
   }
 
@@ -188,13 +192,9 @@ class Boxes {
   // See RowsShape in linear_rows_shape.cuh.
   int64_t staged_bytes(const TileShape& shape) const {
     if (shape.window_bytes > 0) {
-      const int64_t boxes = shape.pass_tiles * shape.parts, columns = shape.window_bytes / job_.element;
-      const int64_t windows = windows_held(static_cast<int>(columns)) * shape.window_bytes;
-      const auto sums_of = [&](int64_t count) { return count * divide_up(shape.tile_rows, kWarpRows) * kSumPitch * 4; };
-      const bool in_turns = boxes > kWarpgroups && kWarpgroups % shape.parts == 0 && shape.split == 1 &&
-                            !ends_with_norm_ && sums_of(boxes) > windows;
-      const int64_t sums = sums_of(in_turns || boxes == 1 ? kWarpgroups : boxes);
-      return std::max(windows, sums) * kMultipliedRows + kBoxAlignment;
+      const int64_t boxes = shape.pass_tiles * shape.parts, at_a_time = shape.turn_tiles > 0 ? kWarpgroups : boxes;
+      const int64_t sums = sums_bytes(shape, boxes == 1 ? kWarpgroups : at_a_time);
+      return std::max(windows_bytes(shape), sums) + kBoxAlignment;
     }
     const int64_t blocks = divide_up(shape.pass_tiles * shape.parts, kBlockRows / shape.tile_rows);
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
@@ -241,6 +241,13 @@ class Boxes {
     return products + (shape.split == 1 ? 0 : hop + sums / of_sums);
   }
 
+  // By warpgroups.
+  int64_t windows_bytes(const TileShape& shape) const {
+    return windows_held(static_cast<int>(shape.window_bytes / job_.element)) * shape.window_bytes * kMultipliedRows;
+  }
+  static int64_t sums_bytes(const TileShape& shape, int64_t boxes) {
+    return boxes * divide_up(shape.tile_rows, kWarpRows) * kSumPitch * 4 * kMultipliedRows;
+  }
   int64_t warps() const { return job_.warps - (is_staged_ ? 0 : kBringingWarps); }  // those that multiply
   int64_t blocks_held() const {
     const bool is_large = is_staged_ && job_.batch * job_.size * job_.element > kMostWhole / 2;

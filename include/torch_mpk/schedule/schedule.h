@@ -65,6 +65,8 @@ struct TileShape {
   // Nonzero: warpgroups multiply the boxes of a pass with windows of x that have so many bytes of a row, as a box or as
   // several.
   int64_t window_bytes = 0;
+  // Nonzero: of a pass the sums of so many tiles at a time stand in shared memory, a box of each warpgroup.
+  int64_t turn_tiles = 0;
 
   bool has_boxes() const { return pass_tiles > 0 || x_rows > 0; }
   int64_t rows_in_entry() const { return chunk_parts * tile_rows + x_rows; }

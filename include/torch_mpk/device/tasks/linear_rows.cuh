@@ -217,14 +217,14 @@ template <class V, int at, class C, class Finish>
 MPK_DEVICE bool finish_turns(C& c, Span pass, const WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld],
                              uint8_t* staged, Finish finish) {
   using S = RowsShape<V>;
-  const Span turn{pass.begin + at, min(pass.end, pass.begin + at + S::kTurnTiles)};
+  const Span turn{pass.begin + at, min(pass.end, pass.begin + at + V::kTurnTiles)};
   if (at > 0 && turn.begin >= pass.end) return true;
   if (at > 0 && !c.sync()) return false;  // the sums before are no longer read
   if (!show_boxes<V, at * V::kParts, S::kInTurns ? 1 : S::kHeld>(c, sums, (pass.end - pass.begin) * V::kParts, staged))
     return false;
   finish(turn);
-  if constexpr (at + S::kTurnTiles < V::kPassTiles)
-    return finish_turns<V, at + S::kTurnTiles>(c, pass, sums, staged, finish);
+  if constexpr (at + V::kTurnTiles < V::kPassTiles)
+    return finish_turns<V, at + V::kTurnTiles>(c, pass, sums, staged, finish);
   return true;
 }
 

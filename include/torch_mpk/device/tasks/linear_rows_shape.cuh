@@ -16,8 +16,9 @@ concept RowsSizes = requires {
   // Of a box. A tile is V::kBoxRows rows of every part.
   requires Constants<int, V::kBoxRows, V::kChunkSize>;
   requires Constants<uint32_t, V::kNumTiles>;
-  // Tiles that a worker takes at a time; workers that share them, see finish_shared.
-  requires Constants<int, V::kPassTiles, V::kSplit>;
+  // Tiles that a worker takes at a time, and of which it has the sums in shared memory at a time, where these are
+  // fewer a box of each warpgroup; workers that share them, see finish_shared.
+  requires Constants<int, V::kPassTiles, V::kTurnTiles, V::kSplit>;
   // x stands in shared memory whole, after row tasks; otherwise it is kPitchX elements from row to row, and comes in
   // windows, or has a map, by which windows are boxes.
   requires Constants<bool, V::kStaged, V::kRowTasks, V::kBoxesOfX> && Constants<int, V::kPitchX>;
@@ -89,10 +90,9 @@ struct RowsShape {
                                     : kMaxBlocks > kWarps ? kMaxBlocks
                                                           : kWarps;
   static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindowsHeld * kWindowBytes;
-  // Where those of a pass are more than the windows, a box of each warpgroup at a time.
-  static constexpr bool kInTurns = V::kByWarpgroups && kHeld > 1 && kWarpgroups % V::kParts == 0 && V::kSplit == 1 &&
-                                   !V::kEndsWithNorm && kSumBlocks * kBlockFloats * 4 > kXBytes;
-  static constexpr int kTurnTiles = kInTurns ? kWarpgroups / V::kParts : V::kPassTiles;  // of a pass
+  static constexpr bool kInTurns = V::kTurnTiles < V::kPassTiles;
+  static_assert(!kInTurns ||
+                (V::kByWarpgroups && V::kTurnTiles * V::kParts == kWarpgroups && V::kSplit == 1 && !V::kEndsWithNorm));
   static constexpr int kSumBytes = (kInTurns ? kWarpgroups * kBlocksOfBox : kSumBlocks) * kBlockFloats * 4;
   // Sums follow x where it is whole, and take the windows' place otherwise.
   static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
