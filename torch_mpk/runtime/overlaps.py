@@ -22,7 +22,7 @@ class Memory(NamedTuple):
     """Of an input, in bytes."""
 
     name: str
-    extent: int  # from its first to behind its last, 0 of a number
+    extent: int  # from its first to behind its last, 0 of a number, UNKNOWN_BYTES where calls differ
     is_written: bool  # in place, by the graph
     turn: int  # from one of its blocks to the next, as pages of keys have those of values between them; 0: it has none
     block: int
@@ -39,20 +39,23 @@ def memory_of(names: Sequence[str], values: Sequence[Any], written: Container[in
 def _extent(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
-    if not _is_known(value):
-        return UNKNOWN_BYTES
-    if value.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
-    return (last + 1) * value.element_size()
+    return _bytes(value, 0) if _is_known(value) else UNKNOWN_BYTES
 
 
 def _turns(value: Any) -> tuple[int, int]:
     """How far the blocks of a tensor's first index are apart, and the extent of one."""
-    if not isinstance(value, torch.Tensor) or not _is_known(value) or value.numel() == 0 or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not _is_known(value):
         return 0, 0
-    turn, block = value.stride(0) * value.element_size(), _extent(value[0])
+    turn, block = value.stride(0) * value.element_size(), _bytes(value, 1)
     return (turn, block) if block <= turn else (0, 0)
+
+
+def _bytes(value: torch.Tensor, first: int) -> int:
+    """From the first to behind the last element of the dimensions from ``first`` on."""
+    if value.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(value.size()[first:], value.stride()[first:], strict=True))
+    return (last + 1) * value.element_size()
 
 
 def _is_known(value: torch.Tensor) -> bool:
