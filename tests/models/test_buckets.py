@@ -86,6 +86,7 @@ def test_a_prompt_in_a_bucket_is_eager_s(
     assert len(list(tmp_path.iterdir())) == len(alone) + len(built)
 
 
+@pytest.mark.slow
 def test_batches_of_several_sizes_have_buckets_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = tiny_model(dtype=torch.float32, num_layers=1)

@@ -95,6 +95,7 @@ def check_consumers(track: Track, launches: list[tuple], phase_names: list[str])
         assert mine == sorted({*mine}) and len(mine) >= len(phase_names) // 2, f"launch {number} of {track.name}"
 
 
+@pytest.mark.slow
 def test_a_timeline_shows_consumers_and_loaders(emulated: None, tmp_path: Path) -> None:
     step = Steps(profile=True)
     warmup, steps = LAUNCHES_KEPT + 1, LAUNCHES_KEPT + 2  # more than the device keeps
