@@ -20,6 +20,8 @@ settings.load_profile("here")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 os.environ.setdefault("TORCH_MPK_NUM_THREADS", "2")  # the CPU runtime's sleep, and tests are to see several
+# Traces and graphs are many objects and few of them garbage, for which the default looks a sixth of the time.
+gc.set_threshold(50_000, 20, 100)
 # What a shell runs in the background ignores interrupts, and some tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
