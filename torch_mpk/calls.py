@@ -42,10 +42,6 @@ def _made_by(call: Call) -> Any:
         return call.task(*operands, **call.attrs)
 
 
-def copies(operands: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return [None if t is None else t.clone() for t in operands]
-
-
 def _placeholder(graph: fx.Graph, t: torch.Tensor) -> fx.Node:
     node = graph.placeholder(f"operand{len(graph.nodes)}")
     node.meta["val"] = t

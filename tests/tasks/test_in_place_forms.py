@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from tests.tasks.every_task import TASKS
 from torch_mpk import registry
-from torch_mpk.calls import copies
 from torch_mpk.errors import NoDerivativeError
 from torch_mpk.ops import has_in_place_form
+from torch_mpk.testing.tasks import copies
 
 ops = torch.ops.mpk
 FORMS = [task for task in TASKS if has_in_place_form(task)]

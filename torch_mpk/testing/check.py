@@ -19,7 +19,7 @@ import torch._dynamo  # here, so that the processes that checks run in need not 
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from torch_mpk import _C
-from torch_mpk.calls import Call, copies
+from torch_mpk.calls import Call
 from torch_mpk.config import ARCHS, env
 from torch_mpk.errors import CompileError, KernelCompileError, MpkError, TaskError, UnsupportedError, first_line
 from torch_mpk.jit import compile_cuda, find_compiler
@@ -27,7 +27,7 @@ from torch_mpk.registry import Attr, Task
 from torch_mpk.runtime import cpu
 from torch_mpk.testing.emulator import EmulatedKernel, Order, compile_kernels, threads_of_tiles
 from torch_mpk.testing.guarded import Block, Check, LeftOut, announce, run_checks
-from torch_mpk.testing.tasks import DTYPES, Calls, compare
+from torch_mpk.testing.tasks import DTYPES, Calls, compare, copies
 
 AS_DECLARED, DEFAULTS, ZERO_ROWS, STRIDES = "", "at the default attributes", "with zero rows", "with strides"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_mpk import _C, lowering, reference_vm
-from torch_mpk.calls import Call, copies, graph_of
+from torch_mpk.calls import Call, graph_of
 from torch_mpk.compiled_graph import build_segment
 from torch_mpk.config import Options, generated_arch
 from torch_mpk.dump import Dump
@@ -24,6 +24,10 @@ SMEM_BYTES = {capability: smem_bytes for capability, _, smem_bytes in ABSENT.val
 
 def samples_of(tasks: Iterable[Task], dtype: torch.dtype, device: str = "cpu") -> list[Call]:
     return [Call(task, *task.sample(sample, dtype, device)) for task in tasks for sample in task.samples]
+
+
+def copies(operands: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [None if t is None else t.clone() for t in operands]
 
 
 class Calls:
