@@ -189,6 +189,34 @@ def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
         before = output[2].clone()
 
 
+@pytest.mark.parametrize("dtype", thinned(["bfloat16", "float16"], 0))
+def test_heads_of_any_size_that_share_a_key(dtype: str) -> None:
+    """As attention's values are read and multiplied in batches: one launch of heads whose eighths are less than eight
+    bytes to 64, by twos to eights, workers with a piece each and with several."""
+    b, inputs = Builder(), []
+
+    def given(name: str, value: torch.Tensor) -> tuple[str, _C.Tensor]:
+        inputs.append(value)
+        return name, b.buffer("input", name, str(value.dtype).removeprefix("torch."), list(value.shape))
+
+    values = getattr(torch, dtype)
+    for heads, size, rows in [(1, 8, 2), (3, 24, 9), (8, 64, 2), (2, 72, 9), (5, 80, 2), (4, 128, 9), (7, 136, 2)]:
+        operands = [given("q", torch.randn(rows, heads, size, dtype=values))]
+        operands += [given(name, torch.randn(rows, 1, 90, size, dtype=values)) for name in ("k_cache", "v_cache")]
+        operands += [given("limit", torch.tensor([90, 37, *range(1, 90, 13)])[:rows])]
+        y = b.buffer("output", "y", dtype, [rows, heads, size])
+        b.node("attention", operands, y, {"scale": size**-0.5, "style": "sdpa"})
+    kernel = emulate(b.graph, workers=6)
+    overlaps = [job.pieces.overlap for phase in kernel.schedule.phases for job in phase.jobs]
+    assert set(overlaps) == {False, True}
+    _, wanted = reference(b.graph, inputs)
+    given_inputs = [allocate(t).copy_(x) for t, x in zip(tensors(b.graph, "input"), inputs, strict=True)]
+    outputs = [allocate(t) for t in tensors(b.graph, "output")]
+    kernel.launch(given_inputs, outputs)
+    for got, want in zip(outputs, wanted, strict=True):
+        assert relative_error(got, want) < 5e-3
+
+
 @pytest.mark.slow
 def test_a_batch_whose_rows_are_cut_differently() -> None:
     """A worker has several pieces, and may have several of one group."""

@@ -22,20 +22,29 @@ MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uin
   return {1, phase, role, waiting, event, seen, expected, entry};
 }
 
-// Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch has to be given up,
-// and records what this CTA was waiting for; otherwise the time to pass to the next call. Out of line, so that loops
-// that wait are short.
-MPK_OUT_OF_LINE uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
+// Whether a wait that began to be watched at `since`, or begins to be now, is over: the launch has to be given up.
+MPK_DEVICE bool is_over(const Watchdog& dog, uint64_t& since) {
   const uint64_t time = ptx::global_time_ns();
   // Workers that another kernel's multiprocessors are still denied are queued, and nobody is stuck.
   if (since == 0 || ptx::load_relaxed_gpu(&dog.control->started) < dog.num_workers) since = time;
   const bool late = dog.limit_ns != 0 && time - since > dog.limit_ns;
-  if (!late && ptx::load_relaxed_gpu(&dog.control->aborted) == 0) return since;
+  return late || ptx::load_relaxed_gpu(&dog.control->aborted) != 0;
+}
+
+// Gives the launch up, and records what this CTA was waiting for.
+MPK_OUT_OF_LINE void give_up(const Watchdog& dog, StallRecord now) {
   // The first warp of the CTA to notice. A loader without a free slot only tells that consumers wait for something
   // else.
   if (now.waiting != Waiting::kFreeSlot && atomicExch(&dog.stall->valid, 1u) == 0) *dog.stall = now;
   __threadfence();
   atomicExch(&dog.control->aborted, 1u);
+}
+
+// Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch was given up;
+// otherwise the time to pass to the next call. Out of line, so that loops that wait are short.
+MPK_OUT_OF_LINE uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
+  if (!is_over(dog, since)) return since;
+  give_up(dog, now);
   return 0;
 }
 
@@ -45,6 +54,18 @@ MPK_DEVICE bool spin(const Watchdog& dog, Ready ready, Report report) {
   uint64_t since = 0;
   for (uint32_t i = 1; !ready(); i++)
     if ((i & 4095) == 0 && (since = keep_waiting(dog, report(), since)) == 0) return false;
+  return true;
+}
+
+// The same where much is held in registers, of which a call leaves half: it calls nothing before it gives up.
+template <class Ready, class Report>
+MPK_DEVICE bool spin_here(const Watchdog& dog, Ready ready, Report report) {
+  uint64_t since = 0;
+  for (uint32_t i = 1; !ready(); i++)
+    if ((i & 4095) == 0 && is_over(dog, since)) {
+      give_up(dog, report());
+      return false;
+    }
   return true;
 }
 

@@ -350,6 +350,13 @@ struct RingReader {
     issued = wait_entry<slots>(ring, dog, g, phase, issued);
     return reached(issued, g + 1);
   }
+  // The same without a call, see spin_here.
+  MPK_DEVICE bool wait_here(uint32_t g, uint32_t phase) {
+    const bool there = spin_here(
+        dog, [&] { return has(g); },
+        [&] { return stall(phase, WarpRole::kConsumer, Waiting::kFullSlot, g % slots, 0, 0, g); });
+    return __all_sync(~0u, there);
+  }
 
   MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * slot_bytes; }
 

@@ -178,12 +178,13 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
       if (Live<V>::kAreKnown || !live.has(i / S::kChunks)) reinterpret_cast<uint4*>(values)[i] = uint4{};
     __syncwarp();
   };
+  auto wait = [&](uint32_t e) { return S::kTensorCoreSums ? c.ring.wait_here(e, c.phase) : c.ring.wait(e, c.phase); };
   auto release = [&](uint32_t e) {
     if (mended) ptx::fence_proxy_async_shared();
     c.ring.release(e);
   };
   softmax.fetch_mask(job, piece, first, live, c.lane);
-  if (index >= present && !c.ring.wait(entry, c.phase)) return false;
+  if (index >= present && !wait(entry)) return false;
   if constexpr (!Live<V>::kAreKnown) {
     live = Live<V>(c.ring.said_of(entry));
     compare();
@@ -195,13 +196,12 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
   auto await_values = [&] {
     if (S::kTogether) return true;
     release(entry);
-    if (!c.ring.wait(entry + 1, c.phase)) return false;
+    if (!wait(entry + 1)) return false;
     mend_values(values);
     return true;
   };
-  if (!softmax.add({keys, values, live}, staged, c.warp, c.lane, await_values)) return false;
-  release(entry + S::kEntries - 1);
-  return true;
+  return softmax.add({keys, values, live}, staged, c.warp, c.lane, await_values,
+                     [&] { release(entry + S::kEntries - 1); });
 }
 
 // A head's result of a piece from those of the warps, the first of which is at `results`; the result of all pieces by

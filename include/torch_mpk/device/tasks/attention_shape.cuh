@@ -151,9 +151,14 @@ struct Shape {
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
   static constexpr bool kTensorCores = kHasFragments<T> && kTile % kWarpRows == 0;
+  // Where a warp has many tiles. With one row it has one or two, and what counts is how much code each layer fetches.
+  static constexpr bool kTensorCoreSums = kTensorCores && V::kBatch > 1;
   // What a lane holds of every head's result: kWidth elements, and so many again for every 32 lanes.
   static constexpr int kWidth = lane_width<T>(kSize);
   static constexpr int kSteps = (kSize / kWidth + 31) / 32;
+  static MPK_DEVICE bool holds(int step, uint32_t lane) {
+    return kSize % (32 * kWidth) == 0 || (lane + 32 * step) * kWidth < kSize;
+  }
   // Rows of values summed at a time: as many as are quick to read at once, as long as the code is short.
   static constexpr int kAtATime = floor_power_of_two(32 / kHeads), kRows = kAtATime < kTile ? kAtATime : kTile;
   // The softmax of a tile: a lane has one score of a head, the warp kAtOnce heads.

@@ -1,7 +1,7 @@
 // A warp's running softmax over its tiles, and how the results of warps and pieces are put together.
 #pragma once
 
-#include "torch_mpk/device/tasks/attention_shape.cuh"
+#include "torch_mpk/device/tasks/attention_values.cuh"
 
 namespace mpk::attention {
 
@@ -11,12 +11,6 @@ struct Tile {
   using T = typename V::T;
   const T *keys, *values;  // [position][kSize]
   Live<V> live;            // positions that count; values of others are zero
-};
-
-// N floats moved in accesses of 16 bytes, or of all.
-template <int N>
-struct alignas(N < 4 ? 4 * N : 16) Floats {
-  float v[N];
 };
 
 // The hardware's exponential is good to a millionth of the result: enough where that is rounded to 16 bits.
@@ -46,19 +40,24 @@ MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, int place, const uint8_t
   const uint4* query = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(staged) + g % 4 * S::kPitch) + t;
   const uint4* keys[2] = {key + key_flip, key + (key_flip ^ 4)};
   const uint4* queries[2] = {query + query_flip, query + (query_flip ^ 4)};
+  constexpr int kChains = S::kTensorCoreSums ? 1 : 2;  // as many as registers hold
 #pragma unroll 1
   for (int first = 0; first < S::kHeads; first += 4) {
-    SumFragment sums[4] = {};
+    SumFragment sums[2 * kChains] = {};
 #pragma unroll
     for (int i = 0; i < S::kChunks; i += 4) {
       const bool in = S::kChunks % 4 == 0 || i + t < S::kChunks;
       const uint4* k = keys[i / 4 % 2] + i / 8 * 8;
       const uint4 low = in ? k[0] : uint4{}, high = in ? k[8 * S::kChunks] : uint4{};
       const uint4 q = in ? queries[i / 4 % 2][i / 8 * 8 + first * (S::kPitch / S::kVec)] : uint4{};
-      multiply_pieces<T>(sums[i / 4 % 2], sums[2 + i / 4 % 2], {low, high}, {q});
+      multiply_pieces<T>(sums[i / 4 % kChains], sums[kChains + i / 4 % kChains], {low, high}, {q});
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) sums[0][i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    for (int apart = 1; apart < 2 * kChains; apart *= 2)
+#pragma unroll
+      for (int i = 0; i < 2 * kChains; i += 2 * apart)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[i][e] += sums[i + apart][e];
     // A lane has positions g and g + 8 of columns 2t, 2t + 1.
     const uint32_t head = first + t % 2 * 2;
     if (t / 2 == g % 2 && head < S::kPad) {
@@ -112,15 +111,16 @@ MPK_DEVICE void fma_scores(const Tile<V>& tile, const uint8_t* staged, float* to
   }
 }
 
-// A lane's softmax: position lane % kTile of head kAtOnce r + lane / kTile in round r, and its elements of all heads'
-// results. Weights go through the warp's shared memory, and stay fp32.
+// A lane's softmax: position lane % kTile of head kAtOnce r + lane / kTile in round r, and its share of the sums of
+// values. Weights go through the warp's shared memory.
 template <class V>
 struct Softmax {
   using S = Shape<V>;
   using T = typename S::T;
+  using Sums = typename Choose<S::kTensorCoreSums, TensorCoreSums<V>, LaneSums<V>>::Type;
   float max[S::kRounds], sum[S::kRounds] = {};  // maxima are a head's, the sum is a lane's own share
   float mask[S::kRounds] = {};                  // of the tile at hand
-  float out[S::kHeads][S::kSteps][S::kWidth] = {};
+  Sums sums;
 
   MPK_DEVICE Softmax() {
 #pragma unroll
@@ -128,9 +128,6 @@ struct Softmax {
   }
 
   static MPK_DEVICE uint32_t head(int r, uint32_t lane) { return r * S::kAtOnce + lane / S::kTile; }
-  static MPK_DEVICE bool holds(int s, uint32_t lane) {
-    return S::kSize % (32 * S::kWidth) == 0 || (lane + 32 * s) * S::kWidth < S::kSize;
-  }
 
   // Begins to read the masks of a tile.
   MPK_DEVICE void fetch_mask(const Job& job, const KvPiece& piece, uint32_t first, const Live<V>& live, uint32_t lane) {
@@ -141,9 +138,9 @@ struct Softmax {
           mask[r] = V::mask(job, piece.row, piece.group * S::kHeads + head(r, lane), first + lane % S::kTile);
   }
 
-  // `values()` waits for the tile's values.
-  template <class Values>
-  MPK_DEVICE bool add(const Tile<V>& tile, uint8_t* staged, uint32_t warp, uint32_t lane, Values values) {
+  // values() waits for the tile's values, done() is told that the tile is no longer read.
+  template <class Values, class Done>
+  MPK_DEVICE bool add(const Tile<V>& tile, uint8_t* staged, uint32_t warp, uint32_t lane, Values values, Done done) {
     float* weights = reinterpret_cast<float*>(staged + S::kWeightsOffset) + warp * S::kWeights;
     if constexpr (S::kTensorCores)
 #pragma unroll
@@ -152,12 +149,27 @@ struct Softmax {
     else
       fma_scores<V>(tile, staged, weights, lane);
     __syncwarp();
+    if constexpr (Sums::kReadsFirst) {
+      const auto read = Sums::read(tile.values, lane);
+      done();
+      weigh(tile.live, weights, lane);
+      sums.add(read, weights, lane);
+    } else {
+      weigh(tile.live, weights, lane);
+      if (!values()) return false;
+      sums.add(Sums::read(tile.values, lane), weights, lane);
+      done();
+    }
+    return true;
+  }
+
+  // Scores become weights, behind which comes what to multiply sums so far by.
+  MPK_DEVICE void weigh(const Live<V>& live, float* weights, uint32_t lane) {
     const uint32_t place = lane % S::kTile;
 #pragma unroll
     for (int r = 0; r < S::kRounds; r++) {
       float* at = weights + head(r, lane);
-      const float score =
-          tile.live.has(place) ? __fadd_rn(__fmul_rn(at[place * S::kPad], V::kScale), mask[r]) : -infinity();
+      const float score = live.has(place) ? __fadd_rn(__fmul_rn(at[place * S::kPad], V::kScale), mask[r]) : -infinity();
       float top = fmaxf(max[r], score);
 #pragma unroll
       for (int o = 1; o < S::kTile; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
@@ -169,56 +181,22 @@ struct Softmax {
       if (place == 0) at[S::kTile * S::kPad] = keep;
     }
     __syncwarp();
-    if (!values()) return false;
-    const auto keep = reinterpret_cast<const Floats<S::kPad>*>(weights)[S::kTile];
-#pragma unroll
-    for (int h = 0; h < S::kHeads; h++)
-#pragma unroll
-      for (int s = 0; s < S::kSteps; s++)
-#pragma unroll
-        for (int e = 0; e < S::kWidth; e++) out[h][s][e] *= keep.v[h];
-    using Elements = Vec<T, S::kWidth>;
-    const Elements* v = reinterpret_cast<const Elements*>(tile.values);
-#pragma unroll 1
-    for (int first = 0; first < S::kTile; first += S::kRows) {
-      const auto w = reinterpret_cast<const Floats<S::kRows * S::kPad>*>(weights)[first / S::kRows];
-#pragma unroll
-      for (int p = 0; p < S::kRows; p++)
-#pragma unroll
-        for (int s = 0; s < S::kSteps; s++) {
-          float x[S::kWidth];
-          to_floats(v[(first + p) * (S::kSize / S::kWidth) + (holds(s, lane) ? lane + 32 * s : 0)], x);
-#pragma unroll
-          for (int h = 0; h < S::kHeads; h++)
-#pragma unroll
-            for (int e = 0; e < S::kWidth; e++) out[h][s][e] = fmaf(w.v[p * S::kPad + h], x[e], out[h][s][e]);
-        }
-    }
-    return true;
   }
 
   // Writes heads [first, first + kStored) as partials.
   MPK_DEVICE void store(int first, float* partials, uint32_t lane) {
-    const auto stored = [&](uint32_t h) {
-      return (S::kStored == S::kHeads || h - first < S::kStored) && h < S::kHeads;
+    const auto partial = [&](uint32_t h) -> float* {
+      const bool is_stored = (S::kStored == S::kHeads || h - first < S::kStored) && h < S::kHeads;
+      return is_stored ? partials + (h - first) * kPartial<V> : nullptr;
     };
-    const auto partial = [&](uint32_t h) { return partials + (h - first) * kPartial<V>; };
-#pragma unroll
-    for (int h = 0; h < S::kHeads; h++)
-#pragma unroll
-      for (int s = 0; s < S::kSteps; s++)
-        if (stored(h) && holds(s, lane)) {
-          Floats<S::kWidth>* to = reinterpret_cast<Floats<S::kWidth>*>(partial(h));
-#pragma unroll
-          for (int e = 0; e < S::kWidth; e++) to[lane + 32 * s].v[e] = out[h][s][e];
-        }
+    sums.store(partial, lane);
 #pragma unroll
     for (int r = 0; r < S::kRounds; r++) {
       float total = sum[r];
 #pragma unroll
       for (int o = 1; o < S::kTile; o *= 2) total += __shfl_xor_sync(~0u, total, o);
-      const uint32_t h = head(r, lane);
-      if (lane % S::kTile == 0 && stored(h)) *reinterpret_cast<Floats<2>*>(partial(h) + S::kSize) = {max[r], total};
+      float* to = partial(head(r, lane));
+      if (lane % S::kTile == 0 && to != nullptr) *reinterpret_cast<Floats<2>*>(to + S::kSize) = {max[r], total};
     }
   }
 };
@@ -256,7 +234,7 @@ struct Combined {
       const Part* from = reinterpret_cast<const Part*>(results + i * stride) + lane;
 #pragma unroll
       for (int s = 0; s < S::kSteps; s++)
-        if (Softmax<V>::holds(s, lane))
+        if (S::holds(s, lane))
 #pragma unroll
           for (int e = 0; e < S::kWidth; e++) out[s][e] = fmaf(from[32 * s].v[e], f, out[s][e]);
     }
@@ -324,7 +302,7 @@ struct Combined {
     const float inverse = zero ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
     for (int s = 0; s < S::kSteps; s++) {
-      if (!Softmax<V>::holds(s, lane)) continue;
+      if (!S::holds(s, lane)) continue;
       auto* y = V::y(job, row, head) + (lane + 32 * s) * S::kWidth;
       float v[S::kWidth];
 #pragma unroll
