@@ -22,6 +22,10 @@ inline std::vector<const Operand*> outputs(const Node& node) {
   return written;
 }
 
+inline bool contains(const std::vector<int>& list, int v) {
+  return std::find(list.begin(), list.end(), v) != list.end();
+}
+
 // All nodes that a job runs.
 inline std::vector<int> members(const Job& job) {
   std::vector<int> nodes = job.prologue;

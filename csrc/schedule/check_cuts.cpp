@@ -43,7 +43,11 @@ class CutProof {
       const int b = operand->tensor.buffer;
       require(job_.is_staged || (job_.prologue.empty() && !s_.polled[b]),
               "it reads " + name_buffer(s_, b) + " where it is, but that is polled, or made in shared memory");
-      const int64_t bytes = operand->tensor.numel() * size_bytes(operand->tensor.dtype);
+      const int64_t sharers = job_.shape && job_.is_staged ? job_.shape->split : 1;
+      require(sharers == 1 || (job_.prologue.empty() && s_.polled[b]),
+              str(sharers) + " workers share tiles, but none of them finds its columns of " + name_buffer(s_, b) +
+                  " polled");
+      const int64_t bytes = operand->tensor.numel() * size_bytes(operand->tensor.dtype) / sharers;
       require(!job_.is_staged || !job_.shape || job_.staged_bytes >= bytes,
               "it stages " + str(bytes) + " bytes in " + str(job_.staged_bytes));
     }

@@ -7,6 +7,9 @@
 
 namespace mpk {
 
+// Polls of more elements delay each other; beyond this an event is cheaper.
+inline constexpr int64_t kMaxPolledElements = 49152;
+
 class Planner {
  public:
   virtual ~Planner() = default;
@@ -20,6 +23,9 @@ class Planner {
   // Whether a job like this may end with a norm, and leave the factors of rows to those that read it (Job::epilogue),
   // and may read such rows itself.
   virtual bool splits_norms(const Schedule&, const Job&) const { return false; }
+
+  // Of a vector that the job brings to shared memory: the elements that each worker would poll.
+  virtual int64_t polled_elements(const Schedule&, const Job&, const Tensor& made) const { return made.numel(); }
 
   // Cuts the job: its tiles, what it stages, its pieces. A job whose code cannot be generated may stay as it is:
   // codegen says why.

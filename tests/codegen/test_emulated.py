@@ -368,6 +368,16 @@ def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn:
         check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
 
 
+@pytest.mark.parametrize(("ffn", "workers"), thinned([(2048, 9), (3072, 5)], 0))
+def test_workers_that_share_tiles_poll_their_columns(ffn: int, workers: int) -> None:
+    sizes = {"batch": 32, "hidden": 128, "heads": 4, "groups": 2, "head_dim": 32, "ffn": ffn, "length": 40, "layers": 2}
+    kernel = emulate(decoder(**sizes), workers=workers, polled=True)
+    jobs = [job for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
+    assert [(job.is_staged, job.shape.row_bytes) for job in jobs if job.shape.split == 4] == [(True, 2 * ffn)] * 2
+    torch.manual_seed(1)
+    check_decoder(kernel, [5] * 30 + [0, 40], 39, 2e-2)
+
+
 @pytest.mark.parametrize(
     ("batch", "ffn", "workers", "shapes"),
     thinned(

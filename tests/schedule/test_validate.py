@@ -298,6 +298,16 @@ def test_shares_of_a_tile_that_are_not_whole_columns_of_products_are_caught() ->
         _C.validate(parts.build())
 
 
+def test_columns_of_rows_that_are_made_in_front_of_each_job_are_caught() -> None:
+    parts = Parts.of(_C.make_schedule(decoder(batch=32, ffn=3072), _C.Target("cuda", 90, 132, 232448, True, True)))
+    _C.validate(parts.build())
+    for job in parts.jobs("shape"):
+        if job["prologue"]:
+            job["shape"]["split"] = 4
+    with pytest.raises(RuntimeError, match="4 workers share tiles, but none of them finds its columns of .* polled"):
+        _C.validate(parts.build())
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -167,10 +167,11 @@ class LinearWriter {
     if (shape_.split > 1)
       code_.body += constant("kPartialBytes", job_.pieces->result_bytes) +
                     returning("uint8_t*", "partials(const Job& job)", refs_.workspace(job_.pieces->offset));
-    code_.body +=
-        constant("kPitchX", x_.strides[0]) +
-        returning("const T*", "x(const Job& job)",
-                  job_.is_staged || shape_.x_rows > 0 || !map_of_x_.empty() ? "nullptr" : refs_.pointer(first_, x_));
+    code_.body += constant("kPitchX", x_.strides[0]) +
+                  returning(shape_.has_boxes() && job_.is_staged ? "const uint16_t*" : "const T*", "x(const Job& job)",
+                            (job_.is_staged && !polls_columns()) || shape_.x_rows > 0 || !map_of_x_.empty()
+                                ? "nullptr"
+                                : refs_.pointer(first_, x_));
   }
 
   // Of linear_rows.cuh: of a window of x. Boxes have whole eights of rows, after which the copy engine's swizzle begins
@@ -179,6 +180,9 @@ class LinearWriter {
     return shape_.window_bytes > 0 ? kMultipliedRows : job_.is_staged ? batch_ : round_up(batch_, 8);
   }
   int64_t window_size() const { return std::max(shape_.window_bytes, shape_.chunk_bytes) / element_; }
+
+  // Of linear_rows.cuh: each of the workers that share tiles finds its columns of x itself.
+  bool polls_columns() const { return job_.is_staged && shape_.has_boxes() && shape_.split > 1; }
 
   std::string tile_sizes() const {
     if (shape_.x_rows > 0)

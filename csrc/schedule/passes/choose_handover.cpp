@@ -2,13 +2,11 @@
 
 #include "../access.h"
 #include "../passes.h"
+#include "../planner.h"
 #include "torch_mpk/abi/partition.h"
 
 namespace mpk {
 namespace {
-
-// Polls of long vectors delay each other; beyond this the event is cheaper.
-constexpr int64_t kMaxPolledElements = 49152;
 
 // So much of a row does a warp poll, since its lanes keep in registers what they poll.
 constexpr int64_t kMaxPolledByWarp = 6144;
@@ -25,8 +23,20 @@ bool can_be_marked(const Draft& draft, int n, const Tensor& made) {
   if (maker != n && draft.node(n).def->role == Role::kRow) return false;  // what it lacks is behind an event
   const int64_t bytes = made.numel() * size_bytes(made.dtype);
   return draft.node(maker).def->hands_over && draft.is_workspace(made.buffer) && is_float(made.dtype) &&
-         size_bytes(made.dtype) == 2 && made.numel() <= kMaxPolledElements && made.is_contiguous() &&
-         bytes == draft.graph().buffers()[made.buffer].bytes;
+         size_bytes(made.dtype) == 2 && made.is_contiguous() && bytes == draft.graph().buffers()[made.buffer].bytes;
+}
+
+// Elements of a result that a worker polls at most, in any job that the reader is part of.
+int64_t polled_elements(const Draft& draft, const Node& reader, const Tensor& made) {
+  int64_t most = 0;
+  for (const Phase& phase : draft.schedule.phases)
+    for (const Job& job : phase.jobs) {
+      const bool brings = contains(job.prologue, reader.id) || contains(job.body, reader.id);
+      if (!brings && !contains(job.epilogue, reader.id)) continue;
+      const Planner* planner = brings ? planner_of(draft.schedule, job) : nullptr;
+      most = std::max(most, planner ? planner->polled_elements(draft.schedule, job, made) : made.numel());
+    }
+  return most;
 }
 
 // Whether the reader of a result can poll its elements.
@@ -43,7 +53,9 @@ bool can_poll(const Draft& draft, const Node& reader, const Operand& made) {
     case Role::kStream:
       return std::all_of(operands.begin(), operands.end(), [&](const Operand& operand) {
         return operand.tensor.buffer != buffer ||
-               (reader.def->find(operand.name)->is_staged && has_short_rows_to_poll(draft, operand.tensor));
+               (reader.def->find(operand.name)->is_staged &&
+                (has_short_rows_to_poll(draft, operand.tensor) ||
+                 polled_elements(draft, reader, operand.tensor) < operand.tensor.numel()));
       });
     default:
       return !draft.jobs[draft.job_of[reader.id]].epilogue.empty() && reads_at_same_point(reader, made);
@@ -58,7 +70,8 @@ bool travels_polled(const Draft& draft, int n, const Operand& made) {
     if (edge->buffer == buffer) return false;
   return std::all_of(draft.out[n].begin(), draft.out[n].end(), [&](const Dependency* edge) {
     return edge->buffer != buffer ||
-           (edge->hazard == Hazard::kReadAfterWrite && can_poll(draft, draft.node(edge->to), made));
+           (edge->hazard == Hazard::kReadAfterWrite && can_poll(draft, draft.node(edge->to), made) &&
+            polled_elements(draft, draft.node(edge->to), made.tensor) <= kMaxPolledElements);
   });
 }
 

@@ -6,8 +6,6 @@
 namespace mpk {
 namespace {
 
-bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }
-
 // What a job would have as its body and its epilogue, both in program order.
 struct Fusion {
   std::vector<int> body, epilogue;

@@ -112,9 +112,10 @@ int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
 // worker takes all its rows at once, K outermost, as far as the sums fit its registers.
 class Boxes {
  public:
-  Boxes(const Linears& job, bool is_staged, bool in_boxes, bool ends_with_norm, int arch)
+  Boxes(const Linears& job, bool is_staged, bool by_columns, bool in_boxes, bool ends_with_norm, int arch)
       : job_(job),
         is_staged_(is_staged),
+        by_columns_(by_columns),
         in_boxes_(in_boxes),
         ends_with_norm_(ends_with_norm),
         by_warpgroups_(!is_staged && in_boxes && arch / 10 == 9 && job.batch > kFewRows) {}
@@ -122,11 +123,18 @@ class Boxes {
   // Of the shapes that workers may share tiles in the quickest.
   TileShape shape() const {
     TileShape best = shape_of(1);
+    if (is_staged_) return best_of_columns().value_or(best);
     for (int64_t split = 2; split <= std::min(kMostSplit, job_.workers); split *= 2) {
       const TileShape shape = shape_of(split);
       if (can_split(shape) && nanoseconds(shape) < nanoseconds(best)) best = shape;
     }
     return best;
+  }
+
+  // Elements of x that a worker polls.
+  int64_t polled_elements() const {
+    const std::optional<TileShape> shape = best_of_columns();
+    return job_.batch * job_.size / (shape ? shape->split : 1);
   }
 
   TileShape shape_of(int64_t split) const { return by_warpgroups_ ? of_warpgroups(split) : of_warps(split); }
@@ -198,7 +206,7 @@ class Boxes {
     }
     const int64_t blocks = divide_up(shape.pass_tiles * shape.parts, kBlockRows / shape.tile_rows);
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
-    const int64_t x = job_.batch * ((is_staged_ ? shape.row_bytes : shape.chunk_bytes) + kAccessBytes);
+    const int64_t x = job_.batch * ((is_staged_ ? shape.row_bytes / shape.split : shape.chunk_bytes) + kAccessBytes);
     if (is_staged_) return round_up(x, kSharedAlignment) + sums;
     const int64_t box = round_up(round_up(job_.batch, 8) * shape.chunk_bytes, kBoxAlignment);
     return in_boxes_ ? std::max(kWindows * box, sums) + kBoxAlignment : std::max(kWindows * x, sums);
@@ -213,12 +221,26 @@ class Boxes {
   static constexpr int64_t kFewRows = 32;  // of x, that warps multiply as quickly as warpgroups
   static constexpr int64_t kMostHeld = 2;  // boxes that a warpgroup holds the sums of, 32 in each thread
 
-  // Chunks in equal parts, tiles in one pass, and of x the rows that a warp finishes together. x that stands in shared
-  // memory whole does not come by columns.
+  // x in shared memory that is more than a worker may poll, but whose columns are not: as few as may be, if they take
+  // no more room than is worth it. Of fewer rows windows are as quick.
+  std::optional<TileShape> best_of_columns() const {
+    constexpr int64_t kMostOfColumns = 48 * 1024, kFewestRows = 17;
+    const bool is_too_much = job_.batch * job_.size > kMaxPolledElements;
+    if (!by_columns_ || !is_too_much || job_.batch < kFewestRows || job_.batch > kFewRows) return std::nullopt;
+    for (int64_t split = kMostSplit; split > 1; split /= 2) {
+      if (split > job_.workers) continue;
+      const TileShape shape = shape_of(split);
+      if (can_split(shape) && job_.batch * shape.row_bytes / split <= kMostOfColumns) return shape;
+    }
+    return std::nullopt;
+  }
+
+  // Chunks in equal parts, tiles in one pass, and of x the rows that a warp finishes together. What comes through row
+  // tasks does not come by columns.
   bool can_split(const TileShape& shape) const {
     const int64_t workers = job_.workers / shape.split;
-    return !is_staged_ && job_.parts == 1 && job_.batch % (4 * shape.split) == 0 && shape.chunks() % shape.split == 0 &&
-           job_.tiles(shape.tile_rows) <= workers * shape.pass_tiles;
+    return (!is_staged_ || by_columns_) && job_.parts == 1 && job_.batch % (4 * shape.split) == 0 &&
+           shape.chunks() % shape.split == 0 && job_.tiles(shape.tile_rows) <= workers * shape.pass_tiles;
   }
 
   // What a worker takes, by what was measured on GPUs (docs/experiments.md): bytes a nanosecond that it gets of memory,
@@ -255,7 +277,8 @@ class Boxes {
   }
 
   const Linears& job_;
-  const bool is_staged_, in_boxes_;  // x stands in shared memory whole, or its windows are boxes
+  // x stands in shared memory: all of it, or the worker's columns where workers share tiles; or its windows are boxes.
+  const bool is_staged_, by_columns_, in_boxes_;
   const bool ends_with_norm_;
   const bool by_warpgroups_;
 };
@@ -358,6 +381,14 @@ class LinearPlanner : public Planner {
            Linears::input(schedule, job).dtype == DType::kBF16 && takes_boxes(schedule, job, linears);
   }
 
+  int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
+    const Linears linears(schedule, job, schedule.warps.slot_bytes);
+    if (!comes_by_columns(schedule, job, linears)) return made.numel();
+    const bool ends_with_norm = norm_of(schedule.graph, job) >= 0;
+    const Boxes boxes(linears, true, true, false, ends_with_norm, schedule.target.arch);
+    return boxes.staged_bytes(boxes.shape()) > room_beside_boxes(schedule) ? made.numel() : boxes.polled_elements();
+  }
+
   void cut(const Schedule& schedule, Job& job) const override {
     const Linears linears(schedule, job, schedule.warps.slot_bytes);
     if (linears.batch < 1 || linears.size < 1) return;
@@ -386,7 +417,21 @@ class LinearPlanner : public Planner {
  private:
   static bool takes_boxes(const Schedule& schedule, const Job& job, const Linears& linears) {
     return schedule.target.arch >= 90 && linears.batch >= 2 && linears.batch <= kMostRows &&
-           has_boxed_weights(schedule, job);
+           schedule.warps.slot_bytes % kBoxAlignment == 0 && has_boxed_weights(schedule, job);
+  }
+
+  // Whether a worker may find columns of x alone, if they are polled. Rows whose norm's factors are to be found come in
+  // windows.
+  static bool comes_by_columns(const Schedule& schedule, const Job& job, const Linears& linears) {
+    const Tensor& x = Linears::input(schedule, job);
+    return job.prologue.empty() && takes_boxes(schedule, job, linears) && has_aligned_rows(x) &&
+           find_norm(schedule, x.buffer) == nullptr;
+  }
+
+  // For what is staged.
+  static int64_t room_beside_boxes(const Schedule& schedule) {
+    constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries together
+    return room(schedule) - kBoxAlignment - kMoreSlots * schedule.warps.slot_bytes;
   }
 
   static bool has_boxed_weights(const Schedule& schedule, const Job& job) {
@@ -406,15 +451,17 @@ class LinearPlanner : public Planner {
 
   static bool cut_boxes(const Schedule& schedule, Job& job, const Linears& linears) {
     const Tensor& x = Linears::input(schedule, job);
-    if (!takes_boxes(schedule, job, linears) || schedule.warps.slot_bytes % kBoxAlignment != 0) return false;
+    if (!takes_boxes(schedule, job, linears)) return false;
     const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
     const bool is_staged = !job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) ||
                            (x.numel() * linears.element <= Boxes::kMostWhole && !lacks_factors);
     const bool ends_with_norm = norm_of(schedule.graph, job) >= 0;
-    const Boxes boxes(linears, is_staged, can_be_windowed(schedule.graph, x), ends_with_norm, schedule.target.arch);
+    const bool by_columns = schedule.polled[x.buffer] && comes_by_columns(schedule, job, linears);
+    const Boxes boxes(linears, is_staged, by_columns, can_be_windowed(schedule.graph, x), ends_with_norm,
+                      schedule.target.arch);
     const TileShape shape = boxes.shape();
     const int64_t bytes = boxes.staged_bytes(shape) + (lacks_factors ? kMultipliedRows * 4 : 0);
-    if (bytes > room(schedule) - kBoxAlignment - kMoreSlots * schedule.warps.slot_bytes) return false;
+    if (bytes > room_beside_boxes(schedule)) return false;
     job.is_staged = is_staged;
     job.staged_bytes = bytes;
     job.num_tiles = linears.tiles(shape.tile_rows);
@@ -425,7 +472,6 @@ class LinearPlanner : public Planner {
   }
 
   static constexpr int64_t kMostRows = 64;
-  static constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries together
 };
 
 const LinearPlanner kPlanner{};

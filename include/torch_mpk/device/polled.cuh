@@ -73,20 +73,17 @@ MPK_DEVICE uint32_t absent(const uint4& eight) {
   return absent(eight.x) | absent(eight.y) | absent(eight.z) | absent(eight.w);
 }
 
-// Pieces rank, rank + stride, ... of 16 bytes of a polled vector, `pieces` in all and at most kSteps for a thread;
-// those behind the last are unspecified. False when the launch was given up. A thread has all its loads in flight
-// before it looks at the first element.
-template <int kSteps>
-MPK_DEVICE bool poll_pieces(uint4 (&to)[kSteps], const uint16_t* src, int rank, int stride, int pieces,
-                            const Watchdog& dog, uint32_t phase) {
-  __builtin_assume(__isGlobal(src));
+// Pieces of 16 bytes of a polled vector, at piece(0) to piece(kSteps - 1); where that is null, unspecified. False when
+// the launch was given up. A thread has all its loads in flight before it looks at the first element.
+template <int kSteps, class Piece>
+MPK_DEVICE bool poll_each(uint4 (&to)[kSteps], Piece piece, const Watchdog& dog, uint32_t phase) {
   const uint4 nothing = make_uint4(~0u, ~0u, ~0u, ~0u);
   uint64_t since = 0;
   for (uint32_t polls = 1;; polls++) {
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
-      const int i = s * stride + rank;
-      to[s] = i < pieces ? ptx::load_relaxed_gpu(reinterpret_cast<const uint4*>(src) + i) : nothing;
+      const uint4* at = piece(s);
+      to[s] = at != nullptr ? ptx::load_relaxed_gpu(at) : nothing;
     }
     uint32_t missing = 0;
 #pragma unroll
@@ -97,6 +94,18 @@ MPK_DEVICE bool poll_pieces(uint4 (&to)[kSteps], const uint16_t* src, int rank, 
 #pragma unroll
   for (int s = 0; s < kSteps; s++) to[s] = make_uint4(~to[s].x, ~to[s].y, ~to[s].z, ~to[s].w);
   return true;
+}
+
+// Pieces rank, rank + stride, ... of `pieces` in all, at most kSteps for a thread.
+template <int kSteps>
+MPK_DEVICE bool poll_pieces(uint4 (&to)[kSteps], const uint16_t* src, int rank, int stride, int pieces,
+                            const Watchdog& dog, uint32_t phase) {
+  __builtin_assume(__isGlobal(src));
+  const auto piece = [&](int s) {
+    const int i = s * stride + rank;
+    return i < pieces ? reinterpret_cast<const uint4*>(src) + i : nullptr;
+  };
+  return poll_each<kSteps>(to, piece, dog, phase);
 }
 
 // The same, to shared memory. Out of line: jobs share it.

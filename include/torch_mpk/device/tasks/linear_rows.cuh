@@ -250,7 +250,9 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   } else {
     constexpr int kWarps = warps_of_row(V::kBatch, kConsumerWarps);
     bool ok;
-    if constexpr (kWarps == 1) {
+    if constexpr (V::kSplit > 1) {
+      ok = stage_columns<V>(c, job, staged);
+    } else if constexpr (kWarps == 1) {
       ok = stage_whole<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, staged);
     } else {
       const WarpGroup<C, kWarps> group(c);

@@ -19,8 +19,8 @@ concept RowsSizes = requires {
   // Tiles that a worker takes at a time, and of which it has the sums in shared memory at a time, where these are
   // fewer a box of each warpgroup; workers that share them, see finish_shared.
   requires Constants<int, V::kPassTiles, V::kTurnTiles, V::kSplit>;
-  // x stands in shared memory whole, after row tasks; otherwise it is kPitchX elements from row to row, and comes in
-  // windows, or has a map, by which windows are boxes.
+  // x stands in shared memory, after row tasks: whole, or, where workers share tiles, the worker's columns. Otherwise
+  // it is kPitchX elements from row to row, and comes in windows, or has a map, by which windows are boxes.
   requires Constants<bool, V::kStaged, V::kRowTasks, V::kBoxesOfX> && Constants<int, V::kPitchX>;
   // What chains and extras fetch first is known before the phase's events.
   requires Constants<bool, V::kEarly>;
@@ -50,7 +50,7 @@ concept RowsVariant =
     (!V::kScalesRows || FindsRowSums<V>) && requires(const Job& job, int i) {
       { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
       { V::num_rows(i) } -> Same<uint32_t>;
-      { V::x(job) } -> Same<const typename V::T*>;
+      { V::x(job) } -> Same<const typename Choose<V::kStaged, uint16_t, typename V::T>::Type*>;  // staged: polled
       { V::map_of_x(job) } -> Same<const void*>;
     };
 
@@ -78,7 +78,7 @@ struct RowsShape {
   // Rows of x side by side begin in other banks, but in a box, which is swizzled, and has 64 columns of all rows after
   // the other.
   static constexpr int kPitch =
-      V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize : V::kChunkSize) * int(sizeof(T)) + 16;
+      V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize / V::kSplit : V::kChunkSize) * int(sizeof(T)) + 16;
   static_assert(!V::kBoxesOfX || V::kXRows % 8 == 0, "blocks of 64 columns would be swizzled differently");
   static constexpr int kBlockPitch = V::kBoxesOfX ? V::kXRows * kBoxRowBytes : kBoxRowBytes;  // to the next 64 columns
   static constexpr int kBytesOfX = V::kXRows * V::kWindowSize * int(sizeof(T));               // of a box
@@ -113,6 +113,8 @@ struct Chunks {
 
   MPK_DEVICE explicit Chunks(uint32_t worker)
       : begin(worker % V::kSplit * S::kNumWindows), first(V::kBoxesOfX ? 0 : worker / V::kSplit % S::kChunks) {}
+  // Where the columns of chunk `chunk` stand, in bytes, of x that stands in shared memory.
+  MPK_DEVICE uint32_t offset(uint32_t chunk) const { return (chunk - begin) * (V::kChunkSize * sizeof(typename V::T)); }
   MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, S::kNumWindows); }
 };
 

@@ -156,7 +156,7 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
   if (brings) {
     if constexpr (V::kBoxesOfX)
       c.failed |= !bring_boxes<V>(c, job, staged);
-    else
+    else if constexpr (!V::kStaged)
       c.failed |= !bring_windows<V>(c, job, staged);
   } else if (has_work || !V::kStaged) {
     uint32_t next = turn;  // the warp's next chunk
@@ -166,7 +166,7 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
       if (V::kStaged && !mine) continue;
       const uint32_t chunk = chunks.at(at);
       const WindowPlace<V> window(c.window + at);
-      const uint8_t* x = staged + (V::kStaged ? chunk * (V::kChunkSize * int(sizeof(T))) : window.offset());
+      const uint8_t* x = staged + (V::kStaged ? chunks.offset(chunk) : window.offset());
       if (!V::kStaged && !window.await(c)) {
         c.failed = true;
         break;

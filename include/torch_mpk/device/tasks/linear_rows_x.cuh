@@ -89,6 +89,38 @@ MPK_DEVICE bool bring_boxes(C& c, const Job& job, uint8_t* windows) {
   return turn == S::kNumWindows;
 }
 
+// The worker's columns of x, which is polled, into shared memory: of all rows some accesses of each thread in flight
+// together.
+template <class V, class C>
+MPK_DEVICE bool stage_columns(C& c, const Job& job, uint8_t* x) {
+  static_assert(!V::kRowTasks);
+  constexpr int kVec = kVecSize<typename V::T>, kOfRow = V::kSize / V::kSplit / kVec, kPieces = V::kBatch * kOfRow;
+  constexpr int kAtOnce = 8, kInAll = (kPieces + kConsumerThreads - 1) / kConsumerThreads;
+  constexpr int kSteps = kInAll < kAtOnce ? kInAll : kAtOnce;
+  const uint4* from = reinterpret_cast<const uint4*>(V::x(job)) + c.worker(job) % V::kSplit * kOfRow;
+  if (!c.await()) return false;
+#pragma unroll 1
+  for (int first = c.warp * 32 + c.lane; first < kPieces; first += kSteps * kConsumerThreads) {
+    uint4 polled[kSteps];
+    const auto place = [&](int s) { return first + s * kConsumerThreads; };
+    const auto piece = [&](int s) {
+      const int row = place(s) / kOfRow;
+      return place(s) < kPieces ? from + row * (V::kPitchX / kVec) + (place(s) - row * kOfRow) : nullptr;
+    };
+    if (!poll_each<kSteps>(polled, piece, c.shared.watchdog, c.phase)) {
+      c.failed = true;
+      break;
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      const int row = place(s) / kOfRow;
+      if (place(s) < kPieces)
+        *reinterpret_cast<uint4*>(x + row * RowsShape<V>::kPitch + (place(s) - row * kOfRow) * 16) = polled[s];
+    }
+  }
+  return true;
+}
+
 // Rows of x into shared memory, through the row tasks in front of the linear: each by a warp or by several.
 template <class V, class C, class Group>
 MPK_DEVICE bool stage_whole(C& c, const Job& job, Group group, int first, int step, uint8_t* x) {
