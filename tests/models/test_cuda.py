@@ -48,12 +48,16 @@ def test_a_step_is_one_launch():
         assert count_launches(lambda: step(input_ids=token, past_key_values=decoding.cache)) == 1
 
 
-@pytest.mark.parametrize(("batch", "hidden"), [(12, 5120), (20, 3072), (32, 2048), (64, 1024)])
-def test_batches_whose_rows_come_in_windows(batch, hidden):
-    """By warps and by warpgroups, with norms that end the jobs in front and attention's pieces that overlap."""
+@pytest.mark.parametrize(
+    ("batch", "hidden", "ffn"),
+    [(12, 5120, 512), (20, 3072, 512), (32, 2048, 512), (64, 1024, 512), (32, 512, 2048)],
+)
+def test_batches_whose_rows_come_in_windows(batch, hidden, ffn):
+    """By warps and by warpgroups, with norms that end the jobs in front and attention's pieces that overlap; and the
+    last by columns."""
     if batch > 16 and os.environ.get("TORCH_MPK_ARCH") == "80":
         pytest.skip("code for Ampere takes up to 16 rows")
-    sizes = {"hidden_size": hidden, "intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": 16, "num_key_value_heads": 8}
     model = tiny_model("llama", device=DEVICE, head_dim=64, **sizes)
     run_both(model, compiled(model), batch=batch, mask="none")
 
