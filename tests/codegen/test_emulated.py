@@ -368,7 +368,7 @@ def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn:
         check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
 
 
-@pytest.mark.parametrize(("ffn", "workers"), thinned([(2048, 9), (3072, 5)], 0))
+@pytest.mark.parametrize(("ffn", "workers"), thinned([(2048, 9), (3072, 5)]))
 def test_workers_that_share_tiles_poll_their_columns(ffn: int, workers: int) -> None:
     sizes = {"batch": 32, "hidden": 128, "heads": 4, "groups": 2, "head_dim": 32, "ffn": ffn, "length": 40, "layers": 2}
     kernel = emulate(decoder(**sizes), workers=workers, polled=True)

@@ -12,8 +12,8 @@
 // of which they take turns through all pieces.
 //
 // A worker comes here once a layer and fetches all it executes anew, so the code is short: scores on tensor cores,
-// where there are any for the dtype, one score of a head for each lane, and sums of values with fused multiply-adds, in
-// which a lane has the same elements of all heads from the tiles to the result.
+// where there are any for the dtype, one score of a head for each lane, and sums of values on tensor cores where there
+// are several rows, see attention_values.cuh.
 #pragma once
 
 #include "torch_mpk/device/tasks/attention_softmax.cuh"
