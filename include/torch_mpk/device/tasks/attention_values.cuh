@@ -73,7 +73,7 @@ struct LaneSums {
 // All positions begin in the same bank. So lanes at odd places read the units of each pair in reverse: a product then
 // has one unit's elements at even lanes' positions, and the other's at odd ones'. Heads have two columns each, as long
 // as there are enough, one with the weights of even lanes' positions and one with those of odd ones', which keeps both
-// units' sums apart.
+// units' sums apart. (An infinite value makes NaN of its element in the other unit, too: zero times infinity.)
 template <class V>
 struct TensorCoreSums {
   using S = Shape<V>;
