@@ -94,7 +94,7 @@ def test_a_prompt_keeps_next_to_nothing_in_local_memory(name: str, batch: int, l
     assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= PROMPT_BYTES
 
 
-@pytest.mark.parametrize("arch", thinned([90, 80], 0))
+@pytest.mark.parametrize("arch", thinned([90, 80]))
 def test_what_draws_tokens_takes_no_other_jobs_registers(arch: int) -> None:
     """A consumer that its tasks got a reference to would stand in memory for the whole launch, some 160 bytes of it."""
     warpers = TemperatureLogitsWarper(0.6), TopKLogitsWarper(20), TopPLogitsWarper(0.95)
@@ -127,7 +127,7 @@ def graph_of_a_step(arch: str, attention: str, dtype: torch.dtype, batch: int, m
 STEPS = [("qwen3", "sdpa", torch.float16, 16, "4d"), ("llama", "eager", torch.float32, 3, "2d")]
 
 
-@pytest.mark.parametrize(("step", "arch"), thinned(itertools.product(STEPS, [90, 80]), 3), ids=str)
+@pytest.mark.parametrize(("step", "arch"), thinned(itertools.product(STEPS, [90, 80])), ids=str)
 def test_steps_of_other_dtypes_and_with_masks_compile(step: tuple, arch: int) -> None:
     compiled(graph_of_a_step(*step), arch)
 

@@ -354,7 +354,7 @@ def test_a_linear_with_several_rows_on_tensor_cores(rows, size, out, dtype, work
 
 @pytest.mark.parametrize(
     ("batch", "hidden", "ffn"),
-    thinned([(2, 1408, 192), (4, 2304, 192), (8, 128, 192), (20, 128, 192), (64, 128, 4096), (20, 128, 2624)], 3),
+    thinned([(2, 1408, 192), (4, 2304, 192), (8, 128, 192), (20, 128, 192), (64, 128, 4096), (20, 128, 2624)]),
 )
 def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn: int) -> None:
     sizes = {"batch": batch, "hidden": hidden, "heads": 4, "groups": 2, "head_dim": 32, "ffn": ffn, "length": 40}

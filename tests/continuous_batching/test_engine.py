@@ -70,7 +70,7 @@ def test_every_request_gets_what_it_gets_alone(arch: str, sizes: dict[str, Any])
     assert batched(model, prompts) == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("page_size", thinned([5, 256], 0))
+@pytest.mark.parametrize("page_size", thinned([5, 256]))
 def test_pages_of_any_size(page_size: int) -> None:
     model = serving_model()
     prompts = [prompt_of(length) for length in (30, 3, 61)]
@@ -243,6 +243,7 @@ def test_steps_are_prepared_as_by_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     assert num_compared > 10
 
 
+@pytest.mark.slow
 def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = serving_model()
     prompts = [prompt_of(length) for length in (5, 9)]
@@ -291,6 +292,7 @@ def test_engines_with_caches_of_other_sizes_share_a_kernel() -> None:
     assert [m[2] for m in small.maps] != [m[2] for m in large.maps]  # rows that the copy engine may read
 
 
+@pytest.mark.slow
 def test_with_prompts_they_do_too_and_layers_share_their_code() -> None:
     """Where a layer's keys and values begin, and how many there are, is no part of it."""
     kinds = []

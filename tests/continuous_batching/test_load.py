@@ -103,6 +103,7 @@ def test_requests_come_and_go_while_the_cache_is_too_small(
     assert pages_in_use(cache) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "settings"), [ASYNCHRONOUS_ON_THE_CPU, *ON_A_GPU])
 def test_steps_fail_and_the_others_go_on(device: str, settings: dict[str, Any]) -> None:
     model = serving_model(device=device)

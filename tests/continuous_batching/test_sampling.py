@@ -85,7 +85,7 @@ def test_a_step_is_one_launch_on_a_gpu_too(count: int, settings: dict[str, Any],
 GREEDY = {"do_sample": False, "num_return_sequences": None}
 
 
-@pytest.mark.parametrize("how", thinned([pytest.param(GREEDY, id="greedy"), pytest.param(LIKELY, id="drawn")], 1))
+@pytest.mark.parametrize("how", thinned([pytest.param(GREEDY, id="greedy"), pytest.param(LIKELY, id="drawn")]))
 def test_log_probabilities_are_the_engines(how: dict[str, Any]) -> None:
     count = 3 if how.get("do_sample", True) else 1
     run = functools.partial(outputs, serving_model(), prompt_of(5), 0, count, how, return_logprobs=True)

@@ -477,6 +477,7 @@ def test_on_a_gpu_prompts_are_compiled_where_the_cache_s_length_is_given(tmp_pat
     assert len(list(tmp_path.iterdir())) == 2  # of a step and a prompt's bucket
 
 
+@pytest.mark.slow
 def test_a_draft_is_checked_behind_a_compiled_prompt():
     model = tiny_model("qwen3", dtype=torch.float32, num_layers=1)
     ids = random_ids(1, 6).repeat(1, 4)

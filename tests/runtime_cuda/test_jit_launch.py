@@ -201,6 +201,7 @@ template <int kStep> __global__ void finish(float* y, double half) { y[0] += kSt
 """
 
 
+@pytest.mark.slow
 def test_a_member_of_a_class_template_and_a_struct_by_value(fake, on_fake_device):
     @kernel(
         SEED,

@@ -115,6 +115,7 @@ def test_a_timeline_shows_consumers_and_loaders(emulated: None, tmp_path: Path) 
     assert any(tracks[f"worker {w} loader"].of("wait for consumers") for w in workers)
 
 
+@pytest.mark.slow
 def test_loaders_count_the_bytes_that_they_bring(emulated: None, tmp_path: Path) -> None:
     step = Steps(profile=True)
     profile = torch_mpk.profile(step, tmp_path / "trace.json", steps=2, warmup=1)
