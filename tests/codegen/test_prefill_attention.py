@@ -321,7 +321,7 @@ def test_it_compiles_and_keeps_nothing_in_local_memory(size: int, mask: str, dty
     assert resources.stack_bytes <= most
 
 
-@pytest.mark.parametrize(("batch", "attention"), thinned([(1, "sdpa"), (2, "eager")], 0))
+@pytest.mark.parametrize(("batch", "attention"), thinned([(1, "sdpa"), (2, "eager")]))
 def test_a_models_prompt(batch: int, attention: str) -> None:
     """All of a layer in one launch, an empty cache's slots included, on inputs of its own."""
     torch.manual_seed(0)

@@ -95,6 +95,7 @@ def check_nucleus(x: torch.Tensor, part: float, least: torch.Tensor, first: torc
         assert is_last or more > part - 1e-5
 
 
+@pytest.mark.slow
 def test_where_there_are_no_probabilities_nothing_goes() -> None:
     x = torch.stack(ODD)
     x[1, 1:] = 0

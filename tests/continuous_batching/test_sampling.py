@@ -70,7 +70,6 @@ def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any], settin
             (3, {"per_request_processors": True}, 3 + 1),
             (3, {"return_logprobs": True}, 3 + 1 + 2),  # and the largest, and the sum of all
         ],
-        2,
     ),
 )
 def test_a_step_is_one_launch_on_a_gpu_too(count: int, settings: dict[str, Any], num_reductions: int) -> None:

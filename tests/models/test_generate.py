@@ -194,6 +194,7 @@ def test_settings_come_from_configurations_too(model):
         torch_mpk.generate(model, ids, generation_config=GenerationConfig(max_length=5))
 
 
+@pytest.mark.slow
 def test_a_configured_sample_is_drawn_as_by_keywords(model):
     ids = random_ids(3, 5, model.device)
     settings = {"do_sample": True, "temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.01}
@@ -274,6 +275,7 @@ def test_samples_follow_the_distribution(model):
     assert counts[kept[0]] > 128 * 0.5 * float(probabilities[kept[0]])
 
 
+@pytest.mark.slow
 def test_a_penalty_of_repetition_is_hugging_faces(model):
     ids, mask = (tensor.to(model.device) for tensor in left_padded(3, 5))
     settings = {"repetition_penalty": 1.7, "do_sample": False, "attention_mask": mask}
