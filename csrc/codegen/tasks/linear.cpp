@@ -17,7 +17,6 @@ namespace {
 
 constexpr int64_t kMaxBatch = 16;  // but for boxes
 
-bool contains(const std::vector<int>& list, int v) { return std::find(list.begin(), list.end(), v) != list.end(); }
 uint32_t u32(int64_t v) { return static_cast<uint32_t>(v); }
 
 class LinearWriter {

@@ -26,23 +26,37 @@ bool can_be_marked(const Draft& draft, int n, const Tensor& made) {
          size_bytes(made.dtype) == 2 && made.is_contiguous() && bytes == draft.graph().buffers()[made.buffer].bytes;
 }
 
+// Per node: the jobs that it is part of, each in its phase.
+struct Place {
+  int phase;
+  const Job* job;
+};
+using Places = std::vector<std::vector<Place>>;
+
+Places places_of(const Draft& draft) {
+  const std::vector<Phase>& phases = draft.schedule.phases;
+  Places places(draft.num_nodes());
+  for (size_t p = 0; p < phases.size(); p++)
+    for (const Job& job : phases[p].jobs)
+      for (int n : members(job)) places[n].push_back({static_cast<int>(p), &job});
+  return places;
+}
+
 // Elements of a result that a worker polls at most, in any job that the reader is part of.
-int64_t polled_elements(const Draft& draft, const Node& reader, const Tensor& made) {
+int64_t polled_elements(const Draft& draft, const Places& places, const Node& reader, const Tensor& made) {
   int64_t most = 0;
-  for (const Phase& phase : draft.schedule.phases)
-    for (const Job& job : phase.jobs) {
-      const bool brings = contains(job.prologue, reader.id) || contains(job.body, reader.id);
-      if (!brings && !contains(job.epilogue, reader.id)) continue;
-      const Planner* planner = brings ? planner_of(draft.schedule, job) : nullptr;
-      most = std::max(most, planner ? planner->polled_elements(draft.schedule, job, made) : made.numel());
-    }
+  for (const auto& [phase, job] : places[reader.id]) {
+    const Planner* planner = contains(job->epilogue, reader.id) ? nullptr : planner_of(draft.schedule, *job);
+    most = std::max(most, planner ? planner->polled_elements(draft.schedule, *job, made) : made.numel());
+  }
   return most;
 }
 
 // Whether the reader of a result can poll its elements.
-bool can_poll(const Draft& draft, const Node& reader, const Operand& made) {
+bool can_poll(const Draft& draft, const Places& places, const Node& reader, const Operand& made) {
   const int buffer = made.tensor.buffer;
-  if (writes(reader, buffer)) return false;
+  const int64_t polled = polled_elements(draft, places, reader, made.tensor);
+  if (writes(reader, buffer) || polled > kMaxPolledElements) return false;
   const auto& operands = reader.operands;
   switch (reader.def->role) {
     case Role::kRow:
@@ -54,15 +68,14 @@ bool can_poll(const Draft& draft, const Node& reader, const Operand& made) {
       return std::all_of(operands.begin(), operands.end(), [&](const Operand& operand) {
         return operand.tensor.buffer != buffer ||
                (reader.def->find(operand.name)->is_staged &&
-                (has_short_rows_to_poll(draft, operand.tensor) ||
-                 polled_elements(draft, reader, operand.tensor) < operand.tensor.numel()));
+                (has_short_rows_to_poll(draft, operand.tensor) || polled < operand.tensor.numel()));
       });
     default:
       return !draft.jobs[draft.job_of[reader.id]].epilogue.empty() && reads_at_same_point(reader, made);
   }
 }
 
-bool travels_polled(const Draft& draft, int n, const Operand& made) {
+bool travels_polled(const Draft& draft, const Places& places, int n, const Operand& made) {
   const int buffer = made.tensor.buffer;
   if (!can_be_marked(draft, n, made.tensor)) return false;
   // An element that has come stays as it is.
@@ -70,23 +83,13 @@ bool travels_polled(const Draft& draft, int n, const Operand& made) {
     if (edge->buffer == buffer) return false;
   return std::all_of(draft.out[n].begin(), draft.out[n].end(), [&](const Dependency* edge) {
     return edge->buffer != buffer ||
-           (edge->hazard == Hazard::kReadAfterWrite && can_poll(draft, draft.node(edge->to), made) &&
-            polled_elements(draft, draft.node(edge->to), made.tensor) <= kMaxPolledElements);
+           (edge->hazard == Hazard::kReadAfterWrite && can_poll(draft, places, draft.node(edge->to), made));
   });
 }
 
 // Per phase: the newest one whose results it needs and does not poll; -1: none.
-std::vector<int> newest_awaited(const Draft& draft) {
-  struct Place {
-    int phase;
-    const Job* job;
-  };
-  const std::vector<Phase>& phases = draft.schedule.phases;
-  std::vector<std::vector<Place>> places(draft.num_nodes());
-  for (size_t p = 0; p < phases.size(); p++)
-    for (const Job& job : phases[p].jobs)
-      for (int n : members(job)) places[n].push_back({static_cast<int>(p), &job});
-  std::vector<int> newest(phases.size(), -1);
+std::vector<int> newest_awaited(const Draft& draft, const Places& places) {
+  std::vector<int> newest(draft.schedule.phases.size(), -1);
   for (const Dependency& edge : draft.edges) {
     const bool arrives_otherwise = draft.schedule.polled[edge.buffer] || draft.is_prologue[edge.from];
     if (edge.hazard == Hazard::kReadAfterWrite && arrives_otherwise) continue;
@@ -102,10 +105,11 @@ std::vector<int> newest_awaited(const Draft& draft) {
 // A vector that stream tasks make and stage is polled. What a phase reads otherwise, it reads behind a completed
 // event. So does the last phase. Where warpgroups compute, rows are too many to be polled.
 void choose_handover(Draft& draft) {
+  const Places places = places_of(draft);
   for (int n = 0; n < draft.num_nodes() && draft.schedule.warps.warpgroups == 0; n++)
     for (const Operand* made : outputs(draft.node(n)))
-      draft.schedule.polled[made->tensor.buffer] = travels_polled(draft, n, *made);
-  const std::vector<int> newest = newest_awaited(draft);
+      draft.schedule.polled[made->tensor.buffer] = travels_polled(draft, places, n, *made);
+  const std::vector<int> newest = newest_awaited(draft, places);
   std::vector<Phase>& phases = draft.schedule.phases;
   int complete = -1;                                     // all phases up to here are over for every worker
   const int last = static_cast<int>(phases.size()) - 1;  // advances counters, for a launch that succeeds

@@ -112,18 +112,22 @@ int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
 // worker takes all its rows at once, K outermost, as far as the sums fit its registers.
 class Boxes {
  public:
-  Boxes(const Linears& job, bool is_staged, bool by_columns, bool in_boxes, bool ends_with_norm, int arch)
+  // How x comes to shared memory: whole; whole, or where workers share tiles a worker's columns; or in windows, element
+  // by element or as boxes.
+  enum class Comes { kWhole, kByColumns, kInWindows, kInBoxes };
+
+  Boxes(const Linears& job, Comes x, bool ends_with_norm, int arch)
       : job_(job),
-        is_staged_(is_staged),
-        by_columns_(by_columns),
-        in_boxes_(in_boxes),
+        x_(x),
         ends_with_norm_(ends_with_norm),
-        by_warpgroups_(!is_staged && in_boxes && arch / 10 == 9 && job.batch > kFewRows) {}
+        by_warpgroups_(x == Comes::kInBoxes && arch / 10 == 9 && job.batch > kFewRows) {}
+
+  bool is_staged() const { return x_ == Comes::kWhole || x_ == Comes::kByColumns; }
 
   // Of the shapes that workers may share tiles in the quickest.
   TileShape shape() const {
     TileShape best = shape_of(1);
-    if (is_staged_) return best_of_columns().value_or(best);
+    if (is_staged()) return best_of_columns().value_or(best);
     for (int64_t split = 2; split <= std::min(kMostSplit, job_.workers); split *= 2) {
       const TileShape shape = shape_of(split);
       if (can_split(shape) && nanoseconds(shape) < nanoseconds(best)) best = shape;
@@ -206,10 +210,10 @@ class Boxes {
     }
     const int64_t blocks = divide_up(shape.pass_tiles * shape.parts, kBlockRows / shape.tile_rows);
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
-    const int64_t x = job_.batch * ((is_staged_ ? shape.row_bytes / shape.split : shape.chunk_bytes) + kAccessBytes);
-    if (is_staged_) return round_up(x, kSharedAlignment) + sums;
+    const int64_t x = job_.batch * ((is_staged() ? shape.row_bytes / shape.split : shape.chunk_bytes) + kAccessBytes);
+    if (is_staged()) return round_up(x, kSharedAlignment) + sums;
     const int64_t box = round_up(round_up(job_.batch, 8) * shape.chunk_bytes, kBoxAlignment);
-    return in_boxes_ ? std::max(kWindows * box, sums) + kBoxAlignment : std::max(kWindows * x, sums);
+    return x_ == Comes::kInBoxes ? std::max(kWindows * box, sums) + kBoxAlignment : std::max(kWindows * x, sums);
   }
 
   // Of x that is staged whole although it could come in windows: beyond that the ring's room is worth more.
@@ -226,7 +230,8 @@ class Boxes {
   std::optional<TileShape> best_of_columns() const {
     constexpr int64_t kMostOfColumns = 48 * 1024, kFewestRows = 17;
     const bool is_too_much = job_.batch * job_.size > kMaxPolledElements;
-    if (!by_columns_ || !is_too_much || job_.batch < kFewestRows || job_.batch > kFewRows) return std::nullopt;
+    if (x_ != Comes::kByColumns || !is_too_much || job_.batch < kFewestRows || job_.batch > kFewRows)
+      return std::nullopt;
     for (int64_t split = kMostSplit; split > 1; split /= 2) {
       if (split > job_.workers) continue;
       const TileShape shape = shape_of(split);
@@ -239,7 +244,7 @@ class Boxes {
   // tasks does not come by columns.
   bool can_split(const TileShape& shape) const {
     const int64_t workers = job_.workers / shape.split;
-    return (!is_staged_ || by_columns_) && job_.parts == 1 && job_.batch % (4 * shape.split) == 0 &&
+    return x_ != Comes::kWhole && job_.parts == 1 && job_.batch % (4 * shape.split) == 0 &&
            shape.chunks() % shape.split == 0 && job_.tiles(shape.tile_rows) <= workers * shape.pass_tiles;
   }
 
@@ -270,15 +275,14 @@ class Boxes {
   static int64_t sums_bytes(const TileShape& shape, int64_t boxes) {
     return boxes * divide_up(shape.tile_rows, kWarpRows) * kSumPitch * 4 * kMultipliedRows;
   }
-  int64_t warps() const { return job_.warps - (is_staged_ ? 0 : kBringingWarps); }  // those that multiply
+  int64_t warps() const { return job_.warps - (is_staged() ? 0 : kBringingWarps); }  // those that multiply
   int64_t blocks_held() const {
-    const bool is_large = is_staged_ && job_.batch * job_.size * job_.element > kMostWhole / 2;
+    const bool is_large = is_staged() && job_.batch * job_.size * job_.element > kMostWhole / 2;
     return is_large ? 1 : job_.batch <= 16 ? 3 : 2;
   }
 
   const Linears& job_;
-  // x stands in shared memory: all of it, or the worker's columns where workers share tiles; or its windows are boxes.
-  const bool is_staged_, by_columns_, in_boxes_;
+  const Comes x_;
   const bool ends_with_norm_;
   const bool by_warpgroups_;
 };
@@ -385,7 +389,7 @@ class LinearPlanner : public Planner {
     const Linears linears(schedule, job, schedule.warps.slot_bytes);
     if (!comes_by_columns(schedule, job, linears)) return made.numel();
     const bool ends_with_norm = norm_of(schedule.graph, job) >= 0;
-    const Boxes boxes(linears, true, true, false, ends_with_norm, schedule.target.arch);
+    const Boxes boxes(linears, Boxes::Comes::kByColumns, ends_with_norm, schedule.target.arch);
     return boxes.staged_bytes(boxes.shape()) > room_beside_boxes(schedule) ? made.numel() : boxes.polled_elements();
   }
 
@@ -428,6 +432,16 @@ class LinearPlanner : public Planner {
            find_norm(schedule, x.buffer) == nullptr;
   }
 
+  static Boxes::Comes how_x_comes(const Schedule& schedule, const Job& job, const Linears& linears) {
+    const Tensor& x = Linears::input(schedule, job);
+    if (schedule.polled[x.buffer] && comes_by_columns(schedule, job, linears)) return Boxes::Comes::kByColumns;
+    const bool is_short = x.numel() * linears.element <= Boxes::kMostWhole;
+    const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
+    if (!job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) || (is_short && !lacks_factors))
+      return Boxes::Comes::kWhole;
+    return can_be_windowed(schedule.graph, x) ? Boxes::Comes::kInBoxes : Boxes::Comes::kInWindows;
+  }
+
   // For what is staged.
   static int64_t room_beside_boxes(const Schedule& schedule) {
     constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries together
@@ -453,16 +467,12 @@ class LinearPlanner : public Planner {
     const Tensor& x = Linears::input(schedule, job);
     if (!takes_boxes(schedule, job, linears)) return false;
     const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
-    const bool is_staged = !job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) ||
-                           (x.numel() * linears.element <= Boxes::kMostWhole && !lacks_factors);
     const bool ends_with_norm = norm_of(schedule.graph, job) >= 0;
-    const bool by_columns = schedule.polled[x.buffer] && comes_by_columns(schedule, job, linears);
-    const Boxes boxes(linears, is_staged, by_columns, can_be_windowed(schedule.graph, x), ends_with_norm,
-                      schedule.target.arch);
+    const Boxes boxes(linears, how_x_comes(schedule, job, linears), ends_with_norm, schedule.target.arch);
     const TileShape shape = boxes.shape();
     const int64_t bytes = boxes.staged_bytes(shape) + (lacks_factors ? kMultipliedRows * 4 : 0);
     if (bytes > room_beside_boxes(schedule)) return false;
-    job.is_staged = is_staged;
+    job.is_staged = boxes.is_staged();
     job.staged_bytes = bytes;
     job.num_tiles = linears.tiles(shape.tile_rows);
     job.shape = shape;

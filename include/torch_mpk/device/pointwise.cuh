@@ -254,6 +254,12 @@ struct PairOf<__half> {
   static MPK_DEVICE type round(float a, float b) { return __floats2half2_rn(a, b); }
 };
 
+// Two as a word.
+template <class T>
+MPK_DEVICE uint32_t round_pair(float a, float b) {
+  return to_word(PairOf<T>::round(a, b));
+}
+
 template <class T, int N>
 MPK_DEVICE Vec<T, N> round_to(const float (&v)[N]) {
   Vec<T, N> r;

@@ -136,7 +136,7 @@ struct TensorCoreSums {
 #pragma unroll
       for (int p = 0; p < kPositions; p++)
         w[p] = counts ? weights[(k * kWarpRows + position(p, lane)) * S::kPad + head] : 0.0f;
-      const ptx::Pair factor{to_word(PairOf<T>::round(w[0], w[1])), to_word(PairOf<T>::round(w[2], w[3]))};
+      const ptx::Pair factor{round_pair<T>(w[0], w[1]), round_pair<T>(w[2], w[3])};
 #pragma unroll
       for (int i = 0; i < kUnits; i++)
 #pragma unroll

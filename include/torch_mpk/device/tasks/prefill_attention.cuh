@@ -214,11 +214,6 @@ MPK_DEVICE uint32_t load_pair(const T* p) {
   if constexpr (aligned) return *reinterpret_cast<const uint32_t*>(p);
   return to_word(p[0]) | to_word(p[1]) << 16;
 }
-template <class T>
-MPK_DEVICE uint32_t round_pair(float a, float b) {
-  const auto pair = PairOf<T>::round(a, b);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
 template <bool aligned, class T>
 MPK_DEVICE void store_pair(T* p, uint32_t pair) {
   if constexpr (aligned) {
