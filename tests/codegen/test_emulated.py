@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -38,6 +40,11 @@ def check_decoder(kernel: EmulatedKernel, limits: list[int], slot: int, toleranc
             x.copy_(before)
     assert kernel.host_abort.sum() == 0
     return first
+
+
+def add_input(b: Builder, inputs: list[torch.Tensor], name: str, value: torch.Tensor) -> tuple[str, _C.Tensor]:
+    inputs.append(value)
+    return name, b.buffer("input", name, str(value.dtype).removeprefix("torch."), list(value.shape))
 
 
 @pytest.mark.slow
@@ -191,14 +198,10 @@ def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
 
 @pytest.mark.parametrize("dtype", thinned(["bfloat16", "float16"], 0))
 def test_heads_of_any_size_that_share_a_key(dtype: str) -> None:
-    """As attention's values are read and multiplied in batches: one launch of heads whose eighths are less than eight
-    bytes to 64, by twos to eights, workers with a piece each and with several."""
+    """As attention's values are read and multiplied in batches: one launch of heads of 8 to 136 elements, of which one to
+    eight share a key, workers with a piece each and with several."""
     b, inputs = Builder(), []
-
-    def given(name: str, value: torch.Tensor) -> tuple[str, _C.Tensor]:
-        inputs.append(value)
-        return name, b.buffer("input", name, str(value.dtype).removeprefix("torch."), list(value.shape))
-
+    given = functools.partial(add_input, b, inputs)
     values = getattr(torch, dtype)
     for heads, size, rows in [(1, 8, 2), (3, 24, 9), (8, 64, 2), (2, 72, 9), (5, 80, 2), (4, 128, 9), (7, 136, 2)]:
         operands = [given("q", torch.randn(rows, heads, size, dtype=values))]
@@ -230,11 +233,7 @@ def test_heads_without_a_key_give_what_their_form_gives(style: str) -> None:
     """One launch of two attentions, one whose cache is shared by all workers, with a float and a bool mask."""
     b = Builder()
     inputs, batch, heads = [], 2, 4
-
-    def given(name: str, value: torch.Tensor) -> tuple[str, _C.Tensor]:
-        inputs.append(value)
-        return name, b.buffer("input", name, str(value.dtype).removeprefix("torch."), list(value.shape))
-
+    given = functools.partial(add_input, b, inputs)
     for length in (24, 700):
         keep = torch.rand(batch, heads, length) < 0.5
         keep[0, 1] = False

@@ -190,15 +190,16 @@ def test_choose_handover() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "ffn", "is_polled"), [(16, 3072, True), (16, 4096, False), (32, 3072, True), (32, 4096, False)]
+    ("batch", "ffn", "is_polled", "split"),
+    [(16, 3072, True, 1), (16, 4096, False, 4), (32, 3072, True, 4), (32, 4096, False, 4)],
 )
-def test_choose_handover_by_what_each_worker_polls(batch: int, ffn: int, is_polled: bool) -> None:
+def test_choose_handover_by_what_each_worker_polls(batch: int, ffn: int, is_polled: bool, split: int) -> None:
     """Of 32 rows workers share tiles, and so the columns of x; their part is as long as all of 16 rows."""
     graph = decoder(layers=1, batch=batch, ffn=ffn)
     after = Draft(graph, "choose_handover").schedule
     assert [t for b, t in zip(graph.buffers, after["polled"], strict=True) if b.name == AT + "act"] == [is_polled]
     down = by_label(Draft(graph, "cut_jobs"), "shape")["down"]
-    assert down.get("split", 1) == 4 or batch == 16
+    assert down.get("split", 1) == split
 
 
 def test_place_workspace() -> None:
