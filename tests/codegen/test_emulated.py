@@ -198,8 +198,8 @@ def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
 
 @pytest.mark.parametrize("dtype", thinned(["bfloat16", "float16"], 0))
 def test_heads_of_any_size_that_share_a_key(dtype: str) -> None:
-    """As attention's values are read and multiplied in batches: one launch of heads of 8 to 136 elements, of which one to
-    eight share a key, workers with a piece each and with several."""
+    """As attention's values are read and multiplied in batches: one launch of heads of 8 to 136 elements, of which one
+    to eight share a key, workers with a piece each and with several."""
     b, inputs = Builder(), []
     given = functools.partial(add_input, b, inputs)
     values = getattr(torch, dtype)
