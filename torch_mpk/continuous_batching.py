@@ -13,13 +13,13 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 
 from torch_mpk.announcements import warn
-from torch_mpk.errors import EngineError, MissingPackageError
+from torch_mpk.errors import EngineError, MissingPackageError, OtherAttentionError
 
 MIN_TRANSFORMERS = "5.23"
 try:
@@ -88,11 +88,13 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """What a model calls for attention in the engine. ``query`` [1, heads, tokens, size], ``key`` and ``value`` with
     fewer heads, and a result [1, tokens, heads, size]. With ``block_table`` each token is a request's next one."""
+    engine.note_attention()
+    name = type(module).__name__
     if cache is None:
-        raise EngineError("it is for generate_batch and `transformers serve`, and was called without their cache")
-    for name, given in (("scores with a soft cap", softcap), ("attention sinks", s_aux)):
+        return _refuse(f"it is for generate_batch and `transformers serve`, whose cache {name} does not pass to it")
+    for what, given in (("scores with a soft cap", softcap), ("attention sinks", s_aux)):
         if given is not None:
-            raise EngineError(f"{type(module).__name__} has {name}, which it does not compute")
+            return _refuse(f"{name} has {what}, which it does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if block_table is None and not torch.compiler.is_compiling():
         return _attend_eagerly(module, query, key, value, scale, cache, **lengths), None
@@ -117,6 +119,12 @@ def attention(
         scale=scale,
     )
     return y.unsqueeze(0), None
+
+
+@torch.compiler.assume_constant_result
+def _refuse(what: str) -> NoReturn:
+    """Dynamo calls this as it is; an error that it traces loses its message."""
+    raise EngineError(what)
 
 
 def _pages(allocator: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,9 +268,12 @@ def _register() -> None:
 
     @functools.wraps(ensure)
     def ensure_for_others(model_config: Any, cb_config: ContinuousBatchingConfig, *args: Any, **kwargs: Any) -> None:
-        if model_config._attn_implementation != ATTENTION:
-            return ensure(model_config, cb_config, *args, **kwargs)
-        return _prepare(model_config, cb_config)
+        found = model_config._attn_implementation
+        if found == ATTENTION:
+            return _prepare(model_config, cb_config)
+        if StepCompileConfig in map(type, (cb_config.decode_compile_config, cb_config.varlen_compile_config)):
+            raise OtherAttentionError(found=found)
+        return ensure(model_config, cb_config, *args, **kwargs)
 
     modeling_utils.lazy_import_flash_attention = load_others
     initialization.ensure_decode_fast_path_is_available = ensure_for_others

@@ -17,18 +17,19 @@ import itertools
 import logging
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import TorchDynamoException
 from transformers import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from torch_mpk.errors import MpkError, RequestError
+from torch_mpk.errors import EngineError, MpkError, RequestError
 from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead, is_compiling_ahead, launched_segments
 from torch_mpk.sampling import first_to_ring
 from torch_mpk.step_inputs import prepare_faster
@@ -107,6 +108,34 @@ def garbage_waits() -> Iterator[None]:
             gc.enable()
 
 
+def _reason(error: TorchDynamoException) -> Exception:
+    """What was raised while Dynamo compiled, where requests can fail of that alone; else what Dynamo says."""
+    raised: BaseException | None = getattr(error, "inner_exception", error)
+    while raised is not None and not isinstance(raised, RECOVERABLE):
+        raised = raised.__cause__ or raised.__context__
+    if raised is None:
+        return error
+    raised.args = (str(raised).partition("\n\nfrom user code:\n")[0],)  # which Dynamo adds, a page of it
+    return raised
+
+
+class _Thread(threading.local):
+    model: type | None = None  # of the step that runs, or the last one's
+
+
+_thread = _Thread()
+# Classes of models that call our attention. Not each engine sees that: a step that was traced for one may serve others.
+_attending: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+@torch.compiler.assume_constant_result
+def note_attention() -> None:
+    """Says, from within an attention, that a model calls it. Dynamo calls this as it traces a step, whose graph has
+    nothing of it."""
+    if _thread.model is not None:
+        _attending.add(_thread.model)
+
+
 class Runner(continuous_api.ModelRunner):
     """Pads steps with prompts to few sizes, draws the random numbers of steps, and knows whose launches steps are,
     those of CUDA graphs too."""
@@ -121,16 +150,19 @@ class Runner(continuous_api.ModelRunner):
         result: Runner = runner
         return result
 
-    def compute_batch(self, *args: Any, **kwargs: Any) -> None:
+    def compute_batch(self, model: Any, *args: Any, **kwargs: Any) -> None:
         if not COMPILE_TAKES_LIMITS:
             raise_recompile_limit()
+        _thread.model = type(model)
         with launched_segments() as segments:
             try:
-                super().compute_batch(*args, **kwargs)
-            except BackendCompilerFailed as error:  # nothing of the step has run
-                raise error.inner_exception from error
+                super().compute_batch(model, *args, **kwargs)
+            except TorchDynamoException as error:  # nothing of the step has run
+                raise _reason(error) from None
             finally:
                 self.segments |= segments
+        if type(model) not in _attending:  # its tokens have seen nothing of the cache
+            raise EngineError(f"{type(model).__name__} does not call it")
 
     def steps_of_prompts(self) -> list[int] | None:
         """To which numbers of tokens steps with prompts are padded, up to the engine's most. None where they are not

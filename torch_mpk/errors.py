@@ -211,6 +211,18 @@ class EngineError(MpkError, ValueError):
     remedy = "load the model with attn_implementation='sdpa', or call model.set_attn_implementation('sdpa')"
 
 
+class OtherAttentionError(MpkError, ValueError):
+    """``torch_mpk.continuous_batching.config()`` was given to a model with another attention than this module's."""
+
+    template = (
+        "config() of torch_mpk.continuous_batching: expected attention 'torch_mpk/flash', got {found!r}: {remedy}"
+    )
+    remedy = (
+        "load the model with attn_implementation=torch_mpk.continuous_batching.ATTENTION. A model that keeps another "
+        "has an attention of its own, which the engine's cache does not reach"
+    )
+
+
 class RequestError(MpkError, ValueError):
     """The engine of ``torch_mpk.continuous_batching`` cannot serve a request. It is the request's ``error``, and the
     others go on."""
