@@ -41,6 +41,8 @@ _MAX_STEPS = 16  # compiled steps kept for one model
 _STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain when all rows have ended
 
 _steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] = WeakKeyDictionary()
+# Of each layer of a model: heads that have keys, sizes of a key and of a value, dtype.
+_heads: WeakKeyDictionary[torch.nn.Module, list[tuple[int, int, int, torch.dtype]]] = WeakKeyDictionary()
 
 
 @torch.inference_mode()
@@ -76,7 +78,8 @@ def generate(
     ``generate``. A field of them that is no keyword here must have Hugging Face's default.
 
     Args:
-        model: takes ``input_ids, attention_mask, position_ids, past_key_values, logits_to_keep``.
+        model: takes ``input_ids, attention_mask, position_ids, past_key_values, logits_to_keep``, and keeps what it has
+            seen in ``past_key_values``.
         input_ids: int64[batch, prompt], on the model's device. ``**tokenizer(texts, padding=True,
             return_tensors="pt").to(model.device)`` gives both tensors, where the tokenizer has ``padding_side="left"``.
         max_new_tokens: tokens to generate, at least 1. A configuration may say ``max_length`` instead.
@@ -103,8 +106,8 @@ def generate(
         prompt_lookup_num_tokens: where the last tokens were there before, take so many that followed them for a draft,
             at most 15, and check it in one step. Greedy, one sequence without padding; the tokens are the same.
         prefill_chunk_size: compile the prompt, too, and run it in chunks of at most so many tokens, from 16 to 8192:
-            one launch each, built once for a bucket (docs/options.md), model, batch and cache length. Models without
-            sliding windows. None: 2048 where that is fast and the builds are few, which is on a GPU that takes prompts,
+            one launch each, built once for a bucket (docs/options.md), model, batch and cache length. Models of full
+            attention alone. None: 2048 where that is fast and the builds are few, which is on a GPU that takes prompts,
             if ``max_cache_len`` is given; elsewhere the prompt runs eagerly.
         options: of the backend, as ``torch.compile(options=...)`` takes them.
         stats: gets "first_token_seconds" (the prompt), "seconds" (all later tokens, with the first call's compilation)
@@ -162,6 +165,7 @@ def generate(
         first = next(tokens)
         first.tolist()  # waits
         prompt_done = time.perf_counter()
+        _expect_written(model, decode.cache)
         collected = _collect(itertools.chain([first], tokens), settings, is_stopped, watchers)
         synchronize()
         seconds = time.perf_counter() - prompt_done
@@ -257,7 +261,7 @@ class _Decode:
 
         self.model, self.prompt, self.options = model, input_ids, options
         self.cache = StaticCache(config=model.config, max_cache_len=length)
-        # Other layers, of sliding windows, count in Python.
+        # Layers of sliding windows, and recurrent ones, count in Python.
         self.is_replayable = all(type(layer) is StaticLayer for layer in self.cache.layers)
         self.mask = self.position_ids = self.prompt_positions = None
         if attention_mask is not None and not attention_mask.all():
@@ -270,16 +274,28 @@ class _Decode:
 
     def compile_prompt(self, chunk_size: int, **options: Any) -> None:
         """Lets the prompt run in chunks of at most so many positions; ``options`` are for where the call has none."""
-        expect(self.is_replayable, "prefill_chunk_size", "a model without sliding windows", "one with")
+        self._expect_full_attention("prefill_chunk_size")
         self.prefill_chunk_size = chunk_size
         self.prompt_options = {name: option for name, option in options.items() if name not in (self.options or {})}
         # The cache's tensors are made now: made by a compiled chunk, they would be other inputs for the next one.
+        if self.model not in _heads:
+            self._see_heads()
+        make = functools.partial(torch.empty, device=self.prompt.device)
+        for layer, (count, key_size, value_size, dtype) in zip(self.cache.layers, _heads[self.model], strict=True):
+            shape = self.prompt.shape[0], count, 0
+            layer.lazy_initialization(make(*shape, key_size, dtype=dtype), make(*shape, value_size, dtype=dtype))
+
+    def _see_heads(self) -> None:
+        """From what the model writes: its configuration may not say, as Falcon's does not."""
         model: Any = self.model
-        config = model.config.get_text_config(decoder=True)
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        batch, dtype, device = self.prompt.shape[0], model.dtype, self.prompt.device
-        self.cache.early_initialization(batch, num_heads, head_dim, dtype, device)
+        cache = type(self.cache)(config=model.config, max_cache_len=1)
+        model(input_ids=self.prompt[:1, :1], past_key_values=cache, use_cache=True)
+        _expect_written(model, cache)
+        written = ((layer.keys, layer.values) for layer in cache.layers)
+        _heads[model] = [(k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in written]
+
+    def _expect_full_attention(self, argument: str) -> None:
+        expect(self.is_replayable, argument, "a model of full attention alone", "one with windows or recurrent layers")
 
     def tokens(self, count: int) -> Iterator[torch.Tensor]:
         """New tokens, int64[batch, 1] each; the work for one is enqueued when it is asked for."""
@@ -315,7 +331,7 @@ class _Decode:
         right; what the step has written to the cache behind that is forgotten.
         """
         name = "prompt_lookup_num_tokens"
-        expect(self.is_replayable, name, "a model without sliding windows", "one with")
+        self._expect_full_attention(name)
         expect(self.mask is None, name, "a prompt without padding", "an attention_mask with zeros")
         inputs: dict[str, Any] = {"attention_mask": None, "past_key_values": self.cache, "use_cache": True}
         new = [int(self._prompt_logits(inputs).argmax())]
@@ -382,6 +398,20 @@ def _columns(t: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | Non
     part = t[:, begin:end].clone(memory_format=torch.contiguous_format)
     torch._dynamo.maybe_mark_dynamic(part, 1)
     return part
+
+
+def _expect_written(model: torch.nn.Module, cache: Any) -> None:
+    is_kept = any(map(_is_written, cache.layers))
+    expect(is_kept, "model", "one that keeps the prompt in past_key_values", type(model).__name__)
+
+
+def _is_written(layer: Any) -> bool:
+    """Whether a layer of a cache holds anything of a sequence."""
+    length = getattr(layer, "cumulative_length", None)
+    if length is not None:
+        return bool(length)
+    states = layer.has_previous_state  # of layers without attention
+    return any(states.values()) if isinstance(states, dict) else bool(states)
 
 
 def rewind(cache: Any, position: int) -> None:

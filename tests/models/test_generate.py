@@ -8,6 +8,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     CompileConfig,
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -21,6 +23,7 @@ from tests.thinned import thinned
 from torch_mpk.errors import ArgumentError
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.testing.tiny import VOCAB_SIZE, random_ids, tiny_model
+from torch_mpk.testing.zoo import MODELS
 
 STRICT = {"fallback": "error"}
 
@@ -431,7 +434,7 @@ def test_a_draft_is_what_followed_the_longest_run_of_tokens_last():
 def test_sliding_windows_cannot_forget_a_draft():
     config = {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention"]}
     model = tiny_model(num_layers=1, **config)
-    with pytest.raises(ArgumentError, match="without sliding windows"):
+    with pytest.raises(ArgumentError, match="of full attention alone"):
         torch_mpk.generate(model, random_ids(1, 4), 4, prompt_lookup_num_tokens=2)
 
 
@@ -488,6 +491,15 @@ def test_a_draft_is_checked_behind_a_compiled_prompt():
     assert torch.equal(torch_mpk.generate(model, ids, 20, options=STRICT, **both), plain)
 
 
+@pytest.mark.parametrize("name", thinned(["DeepSeek-V3", "Falcon"], 1))
+def test_compiled_chunks_of_heads_that_the_configuration_does_not_say(name):
+    """One key head, and values of another size than keys."""
+    torch.manual_seed(0)
+    model, ids = MODELS[name].make(), random_ids(2, 9)
+    plain = torch_mpk.generate(model, ids, 6)
+    assert torch.equal(torch_mpk.generate(model, ids, 6, prefill_chunk_size=16, options=STRICT), plain)
+
+
 @pytest.mark.parametrize("size", [8, 8193, 64.0, True])
 def test_a_chunk_of_another_size_is_refused(size):
     model = tiny_model("qwen3", num_layers=1)
@@ -497,5 +509,14 @@ def test_a_chunk_of_another_size_is_refused(size):
 
 def test_compiled_chunks_and_sliding_windows_exclude_each_other():
     model = tiny_model("qwen3", num_layers=1, use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    with pytest.raises(ArgumentError, match="prefill_chunk_size: expected a model without sliding windows"):
+    with pytest.raises(ArgumentError, match="prefill_chunk_size: expected a model of full attention alone"):
         torch_mpk.generate(model, random_ids(1, 4), 2, prefill_chunk_size=16)
+
+
+def test_a_model_that_keeps_nothing_in_the_cache_is_refused():
+    """Each of its steps would see one token."""
+    sizes = {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1}
+    config = AutoConfig.for_model("mamba2", num_hidden_layers=1, vocab_size=VOCAB_SIZE, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ArgumentError, match="model: expected one that keeps the prompt in past_key_values, got Mamba2"):
+        torch_mpk.generate(model, random_ids(1, 4), 2)
