@@ -25,7 +25,11 @@ REFUSED = {
     "DeepSeek-V3": "varlen_attention: v_new has D=8, but D=16 was bound by q",
 }
 KEEP_THEIR_OWN = {"GPT-J", "Falcon", "gpt-oss"}  # attention, or one of transformers' choice
-DECODERS = {name: entry for name, entry in MODELS.items() if isinstance(entry, Decoder) and name not in KEEP_THEIR_OWN}
+DECODERS = {  # of those that transformers lets into its engine
+    name: entry
+    for name, entry in MODELS.items()
+    if isinstance(entry, Decoder) and not entry.is_hybrid and name not in KEEP_THEIR_OWN
+}
 SERVED = [name for name in DECODERS if name not in REFUSED]
 
 

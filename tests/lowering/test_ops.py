@@ -192,6 +192,17 @@ def test_reductions(name: str, dtype: torch.dtype) -> None:
     check(REDUCTIONS[name], floats(2, 3, 4, dtype=dtype), exact=False, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("length", "taps", "how"), [(4, 4, {}), (1, 3, {"padding": 2}), (9, 16, {"padding": 8}),
+                                                      (8, 3, {"dilation": 2, "padding": 1}), (3, 1, {})])  # fmt: skip
+def test_convolutions_of_each_channel(length: int, taps: int, how: dict[str, int], dtype: torch.dtype) -> None:
+    def fn(x, weight, bias):
+        return F.conv1d(x, weight, bias, groups=5, **how), F.conv1d(x, weight, groups=5, **how)
+
+    inputs = floats(2, 5, length, dtype=dtype), floats(5, 1, taps, dtype=dtype), floats(5, dtype=dtype)
+    check(fn, *inputs, exact=False, tolerance=1e-5 if dtype == torch.float32 else 2e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
 def test_integers_are_exact(dtype: torch.dtype) -> None:
     def fn(x, y):

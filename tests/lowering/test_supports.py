@@ -25,6 +25,12 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "large product": (lambda x: x.new_ones(4096, 4096) @ x.new_ones(4096, 64), "matrix product"),
     "large constant": (lambda x: x[0, :1] + torch.tensor(list(range(40))), "constant of 40"),
     "random": (lambda x: x + torch.rand(4), "aten.rand"),
+    "convolution across channels": (lambda x: F.conv1d(x[None], x[:, :, None]), "aten.convolution"),
+    "convolution with strides": (lambda x: F.conv1d(x[None], x[:, None], stride=2, groups=4), "aten.convolution"),
+    "convolution of many taps": (
+        lambda x: F.conv1d(x[None], x.repeat(1, 5)[:, None], padding=16, groups=4),
+        "aten.conv",
+    ),
     "empty": (lambda x: x[:0] * 2, "without elements"),
 }
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import maybe_get_fake_mode
 
 from torch_mpk.errors import UnsupportedError, first_line
 from torch_mpk.forms import call_text, describe
+from torch_mpk.lowering.convolution import depthwise
 from torch_mpk.tracing import make_fx
 
 if TYPE_CHECKING:
@@ -56,14 +57,14 @@ def inline(lx: Lowerer, node: fx.Node, call: Callable[..., object], decompositio
 
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., object]]:
-    """PyTorch's, of what is not core ATen and of some that is."""
+    """PyTorch's, of what is not core ATen and of some that is, and one of ours."""
     aten = torch.ops.aten
     core = [aten.elu, aten.leaky_relu, aten.hardtanh, aten.linalg_vector_norm, aten.native_group_norm]
-    return {**core_aten_decompositions(), **get_decompositions(core)}
+    return {**core_aten_decompositions(), **get_decompositions(core), aten.convolution.default: depthwise}
 
 
 def decompose(lx: Lowerer, node: fx.Node) -> object:
-    """Lower an operation that has no rule through PyTorch's own decomposition of it."""
+    """Lower an operation that has no rule through a decomposition of it."""
     target, table = node.target, _decompositions()
     if target._schema.is_mutable or (target not in table and not target._can_decompose()):
         raise UnsupportedError(f"{target} is not supported")

@@ -43,6 +43,8 @@ _SIZES = {
 _SLIDING = {"head_dim": 8, "sliding_window": 6, "num_hidden_layers": 2}
 _MIXED_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 _GPT2_SIZES = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+_MAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4}
+_MAMBA_2 = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_ssm": 64}
 _MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 _MLA |= {"v_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MLA |= {"n_group": 2, "topk_group": 1, "num_hidden_layers": 2}
@@ -56,6 +58,7 @@ class Decoder:
     what: str  # sets it apart from a Llama
     config: Mapping[str, Any] = field(default_factory=dict)
     is_dense: bool = True  # expected to be one launch
+    is_hybrid: bool = False  # has layers whose state is recurrent
 
     @property
     def slides(self) -> bool:
@@ -80,6 +83,10 @@ class Module:
 
 def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **parameters}}
+
+
+def _hybrid(arch: str, what: str, config: Mapping[str, Any]) -> Decoder:
+    return Decoder(arch, what, {"num_hidden_layers": 2, **config}, is_hybrid=True)
 
 
 def _bert() -> nn.Module:
@@ -191,6 +198,15 @@ MODELS: dict[str, Decoder | Module] = {
     "DeepSeek-V2": Decoder("deepseek_v2", "latent attention, complex rope", _MLA | {"first_k_dense_replace": 2}),
     "DeepSeek-V3": Decoder("deepseek_v3", "latent attention", _MLA | {"first_k_dense_replace": 2}),
     "gpt-oss": Decoder("gpt_oss", "routed experts, sinks", _SLIDING | {"num_local_experts": 4}, is_dense=False),
+    "LFM2": _hybrid("lfm2", "short convolutions in place of attention", {"layer_types": ["conv", "full_attention"]}),
+    "Jamba": _hybrid("jamba", "Mamba", _MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}),
+    "Granite 4": _hybrid(
+        "granitemoehybrid",
+        "Mamba 2, multipliers",
+        _MAMBA_2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 64},
+    ),
+    "Falcon-H1": _hybrid("falcon_h1", "attention and Mamba 2 side by side", _MAMBA_2 | {"head_dim": 8}),
+    "OLMo Hybrid": _hybrid("olmo_hybrid", "gated delta rule", {"layer_types": ["linear_attention", "full_attention"]}),
     "ALiBi": Module(
         "attention biased by distance", AlibiDecoder, lambda batch: (torch.randn(3, 32), torch.tensor([5]))
     ),
@@ -220,7 +236,9 @@ class DecodeSteps:
         return run(input_ids=token, past_key_values=self.cache, **self._kwargs()).logits
 
     def state(self) -> list[Tensor]:
-        return [t for layer in self.cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+        values = [value for layer in self.cache.layers for value in vars(layer).values()]
+        recurrent = [t for value in values if isinstance(value, dict) for t in value.values()]
+        return [t for t in (*values, *recurrent) if isinstance(t, Tensor)]
 
     def _kwargs(self) -> dict[str, Tensor]:
         return {"attention_mask": self.mask} if len(self.mask) > 1 else {}

@@ -1,0 +1,60 @@
+"""Decode steps of models as their generated kernels compute them, run thread by thread on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.codegen.emulated_calls import allocate, reference, relative_error, tensors
+from tests.thinned import thinned
+from torch_mpk import _C
+from torch_mpk.capture import capture
+from torch_mpk.lowering import lower
+from torch_mpk.partition import partition
+from torch_mpk.patterns import apply
+from torch_mpk.testing.emulator import SMEM_BYTES, aligned, emulate
+from torch_mpk.testing.zoo import MODELS, Decoder, see_graphs
+
+TARGET = _C.Target("cuda", 90, 132, SMEM_BYTES, True, True)
+
+
+def lowered_step(name: str, batch: int) -> tuple[_C.TBGraph, list[torch.Tensor]]:
+    """A step that is one launch on a GPU, and its inputs."""
+    found = []
+
+    def see(gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
+        with torch._guards.tracing(None):
+            parts = partition(apply(capture(gm, inputs).graph_module), None, TARGET)
+        assert parts.fallbacks == []
+        [segment] = parts.segments
+        lowered = lower(segment.gm)
+        given = dict(zip(segment.gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        found.append((lowered.graph, [in_aligned_memory(given[node]) for node in lowered.inputs]))
+
+    see_graphs(MODELS[name], see, batch=batch, dtype=torch.bfloat16)
+    [step] = found
+    return step
+
+
+def in_aligned_memory(x: torch.Tensor) -> torch.Tensor:
+    assert x.is_contiguous()
+    return aligned(x.numel() * x.element_size(), 0).view(x.dtype).view(x.shape).copy_(x)
+
+
+HYBRIDS = [name for name, entry in MODELS.items() if isinstance(entry, Decoder) and entry.is_hybrid]
+
+
+@pytest.mark.parametrize(("name", "batch"), thinned([(name, batch) for name in HYBRIDS for batch in (1, 3)], 1))
+def test_recurrent_layers(name: str, batch: int) -> None:
+    """Their state is written in place, and each step reads what the one before has left."""
+    graph, inputs = lowered_step(name, batch)
+    kernel = emulate(graph, polled=True)
+    for launch in range(2):
+        wanted_inputs, wanted = reference(graph, inputs)
+        outputs = [allocate(t) for t in tensors(graph, "output")]
+        kernel.launch(inputs, outputs, seed=launch, jitter=launch, watchdog_ns=60 * 10**9)
+        for got, want in zip([*outputs, *inputs], [*wanted, *wanted_inputs], strict=True):
+            assert torch.equal(got, want) or got.is_floating_point() and relative_error(got, want) < 2e-2
+    assert kernel.host_abort.sum() == 0
