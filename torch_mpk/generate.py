@@ -363,6 +363,8 @@ class _Decode:
         """What follows the prompt, [batch, vocabulary]."""
         size, length = self.prefill_chunk_size, self.prompt.shape[1]
         if size is None:
+            if self.mask is not None:  # recurrent layers take the last columns for the prompt's
+                inputs = inputs | {"attention_mask": self.mask[:, :length]}
             return _last_logits(self.model, self.prompt, self.prompt_positions, inputs)
         begin = 0
         for count in chunks_of(length, size, self.prompt.device.type):
@@ -383,7 +385,8 @@ class _Decode:
         chosen = tuple(sorted(options.items()))
         key = (function, kind, dynamic, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, chosen)
         if key not in steps:
-            steps[key] = _Step(function, options, dynamic)
+            # Where layers count in Python, each count would be a build.
+            steps[key] = _Step(function, options, dynamic or not self.is_replayable)
             if len(steps) > _MAX_STEPS:
                 steps.popitem(last=False)
         steps.move_to_end(key)
@@ -406,10 +409,10 @@ def _expect_written(model: torch.nn.Module, cache: Any) -> None:
 
 
 def _is_written(layer: Any) -> bool:
-    """Whether a layer of a cache holds anything of a sequence."""
-    length = getattr(layer, "cumulative_length", None)
-    if length is not None:
-        return bool(length)
+    """Whether a model has written to a layer of a cache, which makes its tensors; those of compiled prompts are there
+    before, for a model that was seen to."""
+    if hasattr(layer, "is_initialized"):
+        return bool(layer.is_initialized)
     states = layer.has_previous_state  # of layers without attention
     return any(states.values()) if isinstance(states, dict) else bool(states)
 

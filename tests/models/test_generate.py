@@ -20,6 +20,7 @@ from transformers.generation import BaseStreamer
 
 import torch_mpk
 from tests.thinned import thinned
+from torch_mpk import timing
 from torch_mpk.errors import ArgumentError
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.testing.tiny import VOCAB_SIZE, random_ids, tiny_model
@@ -511,6 +512,25 @@ def test_compiled_chunks_and_sliding_windows_exclude_each_other():
     model = tiny_model("qwen3", num_layers=1, use_sliding_window=True, sliding_window=8, max_window_layers=0)
     with pytest.raises(ArgumentError, match="prefill_chunk_size: expected a model of full attention alone"):
         torch_mpk.generate(model, random_ids(1, 4), 2, prefill_chunk_size=16)
+
+
+@pytest.mark.parametrize("length", [4, 12])
+def test_windows_that_slide_take_few_builds(length):
+    """Prompts shorter and longer than the window. It counts tokens in Python, and is full at some step."""
+    torch.manual_seed(0)
+    model, (ids, mask) = MODELS["Gemma 3"].make(), left_padded(2, length)
+    timing.recent.clear()
+    ours = torch_mpk.generate(model, ids, 12, attention_mask=mask, options=STRICT)
+    assert len(timing.recent) <= 3
+    assert torch.equal(ours, model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False))
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Falcon-H1"])
+def test_recurrent_layers_pass_over_padding(name):
+    torch.manual_seed(0)
+    model, (ids, mask) = MODELS[name].make(), left_padded(2, 6)
+    ours = torch_mpk.generate(model, ids, 8, attention_mask=mask, options=STRICT)
+    assert torch.equal(ours, model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False))
 
 
 def test_a_model_that_keeps_nothing_in_the_cache_is_refused():
