@@ -16,7 +16,7 @@ from torch_mpk import buckets, build_cache, registry, timing
 from torch_mpk.admission import check_call, check_graph
 from torch_mpk.buckets import Numbers, Prompt, bucket_of
 from torch_mpk.build_cache import Stored, build_key
-from torch_mpk.capture import Captured, capture, check_unconditional, input_sources, number_positions
+from torch_mpk.capture import Captured, Conditions, capture, input_sources, number_positions
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options, env
 from torch_mpk.dry_run import is_dry_run, will_write
@@ -88,19 +88,19 @@ def compile_call(
             captured = capture(gm, inputs, conditional=True)
         sizes = Numbers.of(captured) if options.max_positions > 1 else None
         if sizes is None:
-            check_unconditional(captured)
-            if not is_deferred:
-                return compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
+            conditions = Conditions(captured)
+            run = None if is_deferred else compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
     except UnsupportedError as error:
         logger.info("building for each shape, because one build cannot hold for all: %s", error)
         return each_shape
     if sizes is None:
-        return per_call(
+        run = run or per_call(
             lambda args: None,
             build=lambda args: compile_graph(gm, args, device, options, captured),
             give_up=lambda args, error: each_shape,
             meanwhile=_meanwhile(gm, options),
         )
+        return _where(conditions, run, each_shape) if captured.conditions else run
     in_buckets = functools.partial(_in_buckets, gm, sizes.length, each_shape, device, options)
     if sizes.batch is None:
         return in_buckets(captured)
@@ -145,7 +145,12 @@ def _in_buckets(
         return each_shape
 
     in_buckets = per_call(bucket, build, give_up, buckets.MOST, _meanwhile(gm, options))
-    return lambda *args: in_buckets(*args) if prompt.holds(args) else each_shape(*args)
+    return _where(prompt.conditions, in_buckets, each_shape)
+
+
+def _where(conditions: Conditions, run: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs calls for which the conditions hold, and hands others on."""
+    return lambda *args: run(*args) if conditions.hold(args) else others(*args)
 
 
 def _for_each_shape(

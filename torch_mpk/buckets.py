@@ -12,7 +12,6 @@ written and no key is seen.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from torch_mpk.aliasing import (
     value,
     written_storages,
 )
-from torch_mpk.capture import Captured, lay_out_as_eager, source_line
+from torch_mpk.capture import Captured, Conditions, lay_out_as_eager, source_line
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.patterns.rewriter import CASTS, RESHAPES, arguments, aten, is_call
 from torch_mpk.tracing import graph_module
@@ -118,23 +117,10 @@ class Prompt:
                 check.visit(node)
             except UnsupportedError as error:
                 raise UnsupportedError(error.reason, node.name, source_line(node)) from error
-        values = [graph_input.value for graph_input in captured.inputs]
-        self._symbols = {n.node.expr: i for i, n in enumerate(values) if isinstance(n, torch.SymInt)}
-        for condition in captured.conditions:
-            if not condition.free_symbols <= self._symbols.keys():
-                raise UnsupportedError(f"its sizes must satisfy {condition}")
+        self.conditions = Conditions(captured)
         for graph_input in captured.inputs:
             if graph_input.is_mutated and check.dim(graph_input.value) is not None:
                 raise UnsupportedError(f"{graph_input.source}, which has its positions, is written in place")
-
-    def holds(self, args: Sequence[Any]) -> bool:
-        """Whether a call's sizes are among those for which the graph was captured."""
-        return not self.captured.conditions or self._satisfied(tuple(args[i] for i in self._symbols.values()))
-
-    @functools.lru_cache(4096)  # noqa: B019  (lives as long as the graph)
-    def _satisfied(self, numbers: tuple[int, ...]) -> bool:
-        known = dict(zip(self._symbols, numbers, strict=True))
-        return all(condition.subs(known) for condition in self.captured.conditions)
 
     def graph(self, size: int) -> Captured:
         """The graph over ``size`` positions, with the same inputs; its results have ``size`` positions, too.

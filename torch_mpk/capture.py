@@ -9,6 +9,7 @@ not reach Dynamo, where it would cause another compilation with every new size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -145,15 +146,30 @@ def capture(
         for node, value, arg in zip(placeholders, example_inputs, args, strict=True)
     ]
     captured = Captured(traced, inputs, tuple(guard.expr for guard in fakes.shape_env.guards))
-    if not conditional:
-        check_unconditional(captured)
+    if captured.conditions and not conditional:
+        raise UnsupportedError(f"its sizes must satisfy {', '.join(map(str, captured.conditions))}")
     return captured
 
 
-def check_unconditional(captured: Captured) -> None:
-    """Raises UnsupportedError for a graph that holds only for some values of the numbers among its inputs."""
-    if captured.conditions:
-        raise UnsupportedError(f"its sizes must satisfy {', '.join(map(str, captured.conditions))}")
+class Conditions:
+    """What the numbers of a call must satisfy for a captured graph to be that call's."""
+
+    def __init__(self, captured: Captured) -> None:
+        """Raises UnsupportedError where that is more than a call's numbers say."""
+        values = [graph_input.value for graph_input in captured.inputs]
+        self._conditions = captured.conditions
+        self._symbols = {n.node.expr: i for i, n in enumerate(values) if isinstance(n, torch.SymInt)}
+        for condition in captured.conditions:
+            if not condition.free_symbols <= self._symbols.keys():
+                raise UnsupportedError(f"its sizes must satisfy {condition}")
+
+    def hold(self, args: Sequence[Any]) -> bool:
+        return not self._conditions or self._satisfied(tuple(args[i] for i in self._symbols.values()))
+
+    @functools.lru_cache(4096)  # noqa: B019  (lives as long as the graph)
+    def _satisfied(self, numbers: tuple[int, ...]) -> bool:
+        known = dict(zip(self._symbols, numbers, strict=True))
+        return all(condition.subs(known) for condition in self._conditions)
 
 
 def input_sources(gm: torch.fx.GraphModule) -> list[str]:

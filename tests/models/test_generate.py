@@ -514,7 +514,7 @@ def test_compiled_chunks_and_sliding_windows_exclude_each_other():
         torch_mpk.generate(model, random_ids(1, 4), 2, prefill_chunk_size=16)
 
 
-@pytest.mark.parametrize("length", [4, 12])
+@pytest.mark.parametrize("length", thinned([4, 12], 0))
 def test_windows_that_slide_take_few_builds(length):
     """Prompts shorter and longer than the window. It counts tokens in Python, and is full at some step."""
     torch.manual_seed(0)
@@ -525,7 +525,7 @@ def test_windows_that_slide_take_few_builds(length):
     assert torch.equal(ours, model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False))
 
 
-@pytest.mark.parametrize("name", ["LFM2", "Falcon-H1"])
+@pytest.mark.parametrize("name", thinned(["LFM2", "Falcon-H1"], 0))
 def test_recurrent_layers_pass_over_padding(name):
     torch.manual_seed(0)
     model, (ids, mask) = MODELS[name].make(), left_padded(2, 6)

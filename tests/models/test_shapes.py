@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.thinned import thinned
+from torch_mpk import timing
 from torch_mpk.errors import MpkWarning
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 from torch_mpk.testing.zoo import MODELS, PROMPT_LENGTH, DecodeSteps
@@ -60,6 +62,21 @@ def test_the_length_of_a_mask_is_no_reason_to_build(device, name, tmp_path, monk
             token = random_ids(2, 1, device)
             torch.testing.assert_close(ours.step(step, token), eager.step(model, token), rtol=1e-4, atol=1e-4)
     assert len(list(tmp_path.iterdir())) <= 3  # the first length, any other, and any with a full window
+
+
+def test_numbers_for_which_a_graph_holds_share_a_build(device):
+    """The slice of all has another layout, and the first number is none yet to Dynamo."""
+    x, weight = torch.randn(3, 64, device=device), torch.randn(64, 64, device=device)
+
+    def padded(n: int) -> torch.Tensor:
+        return F.linear(x, weight) + F.pad(x[:, :n], (0, 64 - n))
+
+    step = torch.compile(padded, backend="mpk", options={"fallback": "error"})
+    timing.recent.clear()
+    with torch.inference_mode():
+        for n, builds in ((2, 1), (3, 2), (60, 2), (64, 3), (5, 3)):
+            torch.testing.assert_close(step(n), padded(n), rtol=1e-4, atol=1e-4)
+            assert len(timing.recent) == builds, n
 
 
 def test_the_last_compile_that_dynamo_allows_is_announced(device):
