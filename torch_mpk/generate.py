@@ -122,7 +122,7 @@ def generate(
         OptionError: so has an option, or there is none of that name.
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
-    _check(input_ids, attention_mask, streamer)
+    _check(model, input_ids, attention_mask, streamer)
     prompt = input_ids.shape[1]
     given = {
         "max_new_tokens": max_new_tokens,
@@ -181,7 +181,9 @@ def generate(
     return torch.cat([input_ids, collected.to(input_ids.device)], dim=1)
 
 
-def _check(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, streamer: Any) -> None:
+def _check(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, streamer: Any) -> None:
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    expect(not has_encoder, "model", "a decoder alone", f"{type(model).__name__}, which has an encoder")
     for name, value in {"input_ids": input_ids, "attention_mask": attention_mask}.items():
         is_absent = name == "attention_mask" and value is None
         expect(is_absent or isinstance(value, torch.Tensor), name, "a tensor", repr(value))

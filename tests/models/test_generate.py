@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     CompileConfig,
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -531,6 +532,12 @@ def test_recurrent_layers_pass_over_padding(name):
     model, (ids, mask) = MODELS[name].make(), left_padded(2, 6)
     ours = torch_mpk.generate(model, ids, 8, attention_mask=mask, options=STRICT)
     assert torch.equal(ours, model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False))
+
+
+def test_a_model_with_an_encoder_is_refused():
+    config = AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, vocab_size=VOCAB_SIZE)
+    with pytest.raises(ArgumentError, match="model: expected a decoder alone, got T5"):
+        torch_mpk.generate(AutoModelForSeq2SeqLM.from_config(config).eval(), random_ids(1, 4), 2)
 
 
 def test_a_model_that_keeps_nothing_in_the_cache_is_refused():
