@@ -41,8 +41,10 @@ _MAX_STEPS = 16  # compiled steps kept for one model
 _STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain when all rows have ended
 
 _steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] = WeakKeyDictionary()
-# Of each layer of a model: heads that have keys, sizes of a key and of a value, dtype.
-_heads: WeakKeyDictionary[torch.nn.Module, list[tuple[int, int, int, torch.dtype]]] = WeakKeyDictionary()
+_Heads = list[
+    tuple[int, int, int, torch.dtype]
+]  # of each layer: those with keys, a key's size, a value's, of which dtype
+_heads: WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, _Heads]] = WeakKeyDictionary()  # by the model's dtype
 
 
 @torch.inference_mode()
@@ -280,21 +282,22 @@ class _Decode:
         self.prefill_chunk_size = chunk_size
         self.prompt_options = {name: option for name, option in options.items() if name not in (self.options or {})}
         # The cache's tensors are made now: made by a compiled chunk, they would be other inputs for the next one.
-        if self.model not in _heads:
-            self._see_heads()
         make = functools.partial(torch.empty, device=self.prompt.device)
-        for layer, (count, key_size, value_size, dtype) in zip(self.cache.layers, _heads[self.model], strict=True):
+        for layer, (count, key_size, value_size, dtype) in zip(self.cache.layers, self._see_heads(), strict=True):
             shape = self.prompt.shape[0], count, 0
             layer.lazy_initialization(make(*shape, key_size, dtype=dtype), make(*shape, value_size, dtype=dtype))
 
-    def _see_heads(self) -> None:
+    def _see_heads(self) -> _Heads:
         """From what the model writes: its configuration may not say, as Falcon's does not."""
         model: Any = self.model
-        cache = type(self.cache)(config=model.config, max_cache_len=1)
-        model(input_ids=self.prompt[:1, :1], past_key_values=cache, use_cache=True)
-        _expect_written(model, cache)
-        written = ((layer.keys, layer.values) for layer in cache.layers)
-        _heads[model] = [(k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in written]
+        known = _heads.setdefault(model, {})
+        if model.dtype not in known:
+            cache = type(self.cache)(config=model.config, max_cache_len=1)
+            model(input_ids=self.prompt[:1, :1], past_key_values=cache, use_cache=True)
+            _expect_written(model, cache)
+            written = ((layer.keys, layer.values) for layer in cache.layers)
+            known[model.dtype] = [(k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in written]
+        return known[model.dtype]
 
     def _expect_full_attention(self, argument: str) -> None:
         expect(self.is_replayable, argument, "a model of full attention alone", "one with windows or recurrent layers")

@@ -500,6 +500,8 @@ def test_compiled_chunks_of_heads_that_the_configuration_does_not_say(name):
     model, ids = MODELS[name].make(), random_ids(2, 9)
     plain = torch_mpk.generate(model, ids, 6)
     assert torch.equal(torch_mpk.generate(model, ids, 6, prefill_chunk_size=16, options=STRICT), plain)
+    model.to(torch.bfloat16)  # of whose cache nothing is known yet
+    torch_mpk.generate(model, ids, 2, prefill_chunk_size=16, options=STRICT)
 
 
 @pytest.mark.parametrize("size", [8, 8193, 64.0, True])
