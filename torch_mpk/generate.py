@@ -41,9 +41,8 @@ _MAX_STEPS = 16  # compiled steps kept for one model
 _STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain when all rows have ended
 
 _steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] = WeakKeyDictionary()
-_Heads = list[
-    tuple[int, int, int, torch.dtype]
-]  # of each layer: those with keys, a key's size, a value's, of which dtype
+# Of each layer: how many heads have keys, the sizes of a key and of a value, and their dtype.
+_Heads = list[tuple[int, int, int, torch.dtype]]
 _heads: WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, _Heads]] = WeakKeyDictionary()  # by the model's dtype
 
 
