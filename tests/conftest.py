@@ -19,6 +19,7 @@ settings.load_profile("here")
 # Eager's threads spin while they wait for each other: on a busy machine several of them take many times as long as one.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+torch.backends.cudnn.allow_tf32 = False  # eager's convolutions on a GPU are what ours are compared with
 os.environ.setdefault("TORCH_MPK_NUM_THREADS", "2")  # the CPU runtime's sleep, and tests are to see several
 # Traces and graphs are many objects and few of them garbage, for which the default looks a sixth of the time.
 gc.set_threshold(50_000, 20, 100)
