@@ -32,6 +32,7 @@ from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.sampling import Choice, Draws, drawn, stopping
+from torch_mpk.static_cache import allocate, expect_written, rewind
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,6 @@ _MAX_STEPS = 16  # compiled steps kept for one model
 _STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain when all rows have ended
 
 _steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] = WeakKeyDictionary()
-# Of each layer: how many heads have keys, the sizes of a key and of a value, and their dtype.
-_Heads = list[tuple[int, int, int, torch.dtype]]
-_heads: WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, _Heads]] = WeakKeyDictionary()  # by the model's dtype
 
 
 @torch.inference_mode()
@@ -166,7 +164,7 @@ def generate(
         first = next(tokens)
         first.tolist()  # waits
         prompt_done = time.perf_counter()
-        _expect_written(model, decode.cache)
+        expect_written(decode.cache, model)
         collected = _collect(itertools.chain([first], tokens), settings, is_stopped, watchers)
         synchronize()
         seconds = time.perf_counter() - prompt_done
@@ -281,22 +279,7 @@ class _Decode:
         self.prefill_chunk_size = chunk_size
         self.prompt_options = {name: option for name, option in options.items() if name not in (self.options or {})}
         # The cache's tensors are made now: made by a compiled chunk, they would be other inputs for the next one.
-        make = functools.partial(torch.empty, device=self.prompt.device)
-        for layer, (count, key_size, value_size, dtype) in zip(self.cache.layers, self._see_heads(), strict=True):
-            shape = self.prompt.shape[0], count, 0
-            layer.lazy_initialization(make(*shape, key_size, dtype=dtype), make(*shape, value_size, dtype=dtype))
-
-    def _see_heads(self) -> _Heads:
-        """From what the model writes: its configuration may not say, as Falcon's does not."""
-        model: Any = self.model
-        known = _heads.setdefault(model, {})
-        if model.dtype not in known:
-            cache = type(self.cache)(config=model.config, max_cache_len=1)
-            model(input_ids=self.prompt[:1, :1], past_key_values=cache, use_cache=True)
-            _expect_written(model, cache)
-            written = ((layer.keys, layer.values) for layer in cache.layers)
-            known[model.dtype] = [(k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in written]
-        return known[model.dtype]
+        allocate(self.cache, self.model, self.prompt)
 
     def _expect_full_attention(self, argument: str) -> None:
         expect(self.is_replayable, argument, "a model of full attention alone", "one with windows or recurrent layers")
@@ -405,26 +388,6 @@ def _columns(t: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | Non
     part = t[:, begin:end].clone(memory_format=torch.contiguous_format)
     torch._dynamo.maybe_mark_dynamic(part, 1)
     return part
-
-
-def _expect_written(model: torch.nn.Module, cache: Any) -> None:
-    is_kept = any(map(_is_written, cache.layers))
-    expect(is_kept, "model", "one that keeps the prompt in past_key_values", type(model).__name__)
-
-
-def _is_written(layer: Any) -> bool:
-    """Whether a model has written to a layer of a cache, which makes its tensors; those of compiled prompts are there
-    before, for a model that was seen to."""
-    if hasattr(layer, "is_initialized"):
-        return bool(layer.is_initialized)
-    states = layer.has_previous_state  # of layers without attention
-    return any(states.values()) if isinstance(states, dict) else bool(states)
-
-
-def rewind(cache: Any, position: int) -> None:
-    """Makes a ``StaticCache`` without sliding windows forget what lies at and beyond ``position``."""
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(position)
 
 
 class _Step:
