@@ -9,6 +9,7 @@ whose graph has then nothing random.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import gc
@@ -119,11 +120,8 @@ def _reason(error: TorchDynamoException) -> Exception:
     return raised
 
 
-class _Thread(threading.local):
-    model: type | None = None  # of the step that runs, or the last one's
-
-
-_thread = _Thread()
+# The class of the model whose step this thread runs, or ran last.
+_stepping: contextvars.ContextVar[type | None] = contextvars.ContextVar("torch_mpk step", default=None)
 # Classes of models that call our attention. Not each engine sees that: a step that was traced for one may serve others.
 _attending: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -132,8 +130,9 @@ _attending: weakref.WeakSet[type] = weakref.WeakSet()
 def note_attention() -> None:
     """Says, from within an attention, that a model calls it. Dynamo calls this as it traces a step, whose graph has
     nothing of it."""
-    if _thread.model is not None:
-        _attending.add(_thread.model)
+    model = _stepping.get()
+    if model is not None:
+        _attending.add(model)
 
 
 class Runner(continuous_api.ModelRunner):
@@ -153,7 +152,7 @@ class Runner(continuous_api.ModelRunner):
     def compute_batch(self, model: Any, *args: Any, **kwargs: Any) -> None:
         if not COMPILE_TAKES_LIMITS:
             raise_recompile_limit()
-        _thread.model = type(model)
+        _stepping.set(type(model))
         with launched_segments() as segments:
             try:
                 super().compute_batch(model, *args, **kwargs)
