@@ -100,7 +100,7 @@ def compile_call(
             give_up=lambda args, error: each_shape,
             meanwhile=_meanwhile(gm, options),
         )
-        return _where(conditions, run, each_shape) if captured.conditions else run
+        return _where(conditions, run, each_shape)
     in_buckets = functools.partial(_in_buckets, gm, sizes.length, each_shape, device, options)
     if sizes.batch is None:
         return in_buckets(captured)
@@ -150,6 +150,8 @@ def _in_buckets(
 
 def _where(conditions: Conditions, run: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
     """What runs calls for which the conditions hold, and hands others on."""
+    if not conditions:
+        return run
     return lambda *args: run(*args) if conditions.hold(args) else others(*args)
 
 

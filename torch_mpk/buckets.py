@@ -89,8 +89,7 @@ class Numbers:
     @classmethod
     def of(cls, captured: Captured) -> Numbers | None:
         """None where no number is how many positions the graph is over."""
-        values = [graph_input.value for graph_input in captured.inputs]
-        places = {n.node.expr: i for i, n in enumerate(values) if isinstance(n, torch.SymInt)}
+        places = captured.symbols
         for node in captured.graph_module.graph.nodes:
             sizes = positions_of(node)
             if sizes is None or isinstance(sizes[1], int):

@@ -56,8 +56,14 @@ class Captured:
     conditions: tuple[sympy.Basic, ...] = ()  # on the symbols of the inputs, without which the graph does not hold
 
     @property
+    def symbols(self) -> dict[sympy.Expr, int]:
+        """Positions of the inputs that are numbers, by their symbols."""
+        values = [graph_input.value for graph_input in self.inputs]
+        return {n.node.expr: i for i, n in enumerate(values) if isinstance(n, torch.SymInt)}
+
+    @property
     def is_symbolic(self) -> bool:
-        return any(isinstance(graph_input.value, torch.SymInt) for graph_input in self.inputs)
+        return bool(self.symbols)
 
     @property
     def mutated(self) -> tuple[int, ...]:
@@ -152,22 +158,23 @@ def capture(
 
 
 class Conditions:
-    """What the numbers of a call must satisfy for a captured graph to be that call's."""
+    """What the numbers of a call must satisfy for a captured graph to be that call's; false where it holds for all."""
 
     def __init__(self, captured: Captured) -> None:
         """Raises UnsupportedError where that is more than a call's numbers say."""
-        values = [graph_input.value for graph_input in captured.inputs]
-        self._conditions = captured.conditions
-        self._symbols = {n.node.expr: i for i, n in enumerate(values) if isinstance(n, torch.SymInt)}
-        for condition in captured.conditions:
+        self._conditions, self._symbols = captured.conditions, captured.symbols
+        for condition in self._conditions:
             if not condition.free_symbols <= self._symbols.keys():
                 raise UnsupportedError(f"its sizes must satisfy {condition}")
+        self._hold_for = functools.lru_cache(4096)(self._evaluate)
+
+    def __bool__(self) -> bool:
+        return bool(self._conditions)
 
     def hold(self, args: Sequence[Any]) -> bool:
-        return not self._conditions or self._satisfied(tuple(args[i] for i in self._symbols.values()))
+        return self._hold_for(tuple(args[i] for i in self._symbols.values()))
 
-    @functools.lru_cache(4096)  # noqa: B019  (lives as long as the graph)
-    def _satisfied(self, numbers: tuple[int, ...]) -> bool:
+    def _evaluate(self, numbers: tuple[int, ...]) -> bool:
         known = dict(zip(self._symbols, numbers, strict=True))
         return all(condition.subs(known) for condition in self._conditions)
 
