@@ -153,6 +153,9 @@ class Runner(continuous_api.ModelRunner):
         if not COMPILE_TAKES_LIMITS:
             raise_recompile_limit()
         _stepping.set(type(model))
+        steps = self.inputs_and_outputs
+        if steps.compute_stream is not None and not isinstance(steps, ContinuousBatchingAsyncIOs):
+            steps.compute_stream.wait_stream(torch.cuda.current_stream(steps.compute_stream.device))  # its inputs
         with launched_segments() as segments:
             try:
                 super().compute_batch(model, *args, **kwargs)

@@ -79,7 +79,20 @@ class HostInputs(ContinuousBatchingIOs):
 
 
 class AsynchronousInputs(ContinuousBatchingAsyncIOs):
-    """Says in one tensor, not through a list as long as a step's most tokens, where those of the step before go."""
+    """Says in one tensor, not through a list as long as a step's most tokens, where those of the step before go.
+
+    Its tensors on the device are filled on the current stream, for which none of its own waits: where the device is
+    behind, zeros would come after the first step's inputs. So the host waits until they are filled.
+    """
+
+    def await_filling(self) -> None:
+        device = self.io_pairs[0].device_io.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def reset(self) -> None:
+        super().reset()
+        self.await_filling()
 
     def infer_carry_over_ids(self) -> torch.Tensor:
         places = self.io_pairs[self.current_pair].host_io.req_id_to_new_token_position
@@ -97,5 +110,6 @@ def prepare_faster(inputs: ContinuousBatchingIOs | ContinuousBatchingAsyncIOs) -
         inputs.__class__ = AsynchronousInputs
         for pair in inputs.io_pairs:
             pair.host_io.__class__ = HostInputs
+        inputs.await_filling()
     elif inputs.device.type == "cpu":
         inputs.__class__ = HostInputs

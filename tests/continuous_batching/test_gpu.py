@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import stream_context
 
@@ -100,6 +101,27 @@ def test_a_step_that_fails_takes_its_requests_with_it(mode: dict[str, bool], whe
         got = found[name].generated_tokens
         assert got == tokens[: len(got)]
         assert len(got) == 12 or found[name].error == "stalled"
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_NAMES)
+def test_what_fills_inputs_late_does_not_meet_the_first_step(
+    mode: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device that others share: what the engine enqueues as it begins is not done when requests arrive."""
+    fill = ContinuousBatchingIOs._reset_static_tensors
+
+    def fill_late(inputs: ContinuousBatchingIOs, full_reset: bool = False) -> None:
+        """Again and again, so that some of it comes between a step's inputs and the step."""
+        if full_reset and inputs.device.type == "cuda":
+            for _ in range(200):
+                torch.cuda._sleep(1_000_000)  # cycles
+                fill(inputs, full_reset)
+        fill(inputs, full_reset)
+
+    monkeypatch.setattr(ContinuousBatchingIOs, "_reset_static_tensors", fill_late)
+    model = serving_model(device="cuda")
+    with managed(model, warmup=True, **mode) as manager:
+        check_that_it_serves(manager, model)
 
 
 class Pool:
