@@ -94,17 +94,28 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   // written since the phase before the last; behind it elements are polled. False when the launch was given up.
   MPK_DEVICE bool await() {
     if (awaited) return alive;
+    if (!await_warps()) return false;
+    if (current.num_waits != 0) {
+      if (rank == kPollingThread) failed = !events_come();
+      if (!sync()) return false;
+      this->stamp(&PhaseStamps::ready);
+    }
+    return true;
+  }
+
+  // The same in two steps, without the barrier of the group that follows the events, for jobs in which some warps bring
+  // what the events stand for, and the others wait for these. First all warps, once a phase;
+  MPK_DEVICE bool await_warps() {
+    if (awaited) return alive;
     awaited = true;
     if (apart && !join(0)) return false;
     this->stamp(&PhaseStamps::joined);
-    if (current.num_waits != 0) {
-      if (rank == kPollingThread)
-        failed = !wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
-                              phase + 1 == Kernel::kNumPhases);
-      if (!sync()) return false;
-    }
     this->stamp(&PhaseStamps::ready);
     return true;
+  }
+  // then each warp that brings, or that no barrier of the job would tell. It has failed where the launch was given up.
+  MPK_DEVICE void await_events() {
+    if (current.num_waits != 0) failed = !__all_sync(~0u, events_come());
   }
 
   // Ends a row whose phase goes on.
@@ -131,6 +142,11 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   }
 
  private:
+  MPK_DEVICE bool events_come() const {
+    return wait_events(this->shared.watchdog, current_row(), this->event(0), this->event_target(), phase,
+                       phase + 1 == Kernel::kNumPhases);
+  }
+
   // All warps are done with the phase before.
   MPK_DEVICE bool join(uint32_t signal) {
     apart = false;

@@ -147,7 +147,7 @@ struct Shape {
   static constexpr int kEntries = kTogether ? 1 : 2;                         // of a tile
   static constexpr int kParts = kTogether ? 2 : 1;                           // of an entry
   // Where workers have several pieces, nothing is polled that more entries in flight would delay.
-  static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes) * (V::kOverlaps ? 14 : 9) / 9;
+  static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes) * (V::kOverlaps ? 2 : 1);
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
   static constexpr bool kTensorCores = kHasFragments<T> && kTile % kWarpRows == 0;

@@ -245,7 +245,10 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   constexpr bool kPreloads = V::kHasExtra && V::kSplit == 1;
   RowSums<V>::fetch_factors(c, job, tiles);
   if constexpr (V::kEarly && kPreloads) extra = preload(pass_from(tiles.begin));
-  if constexpr (!V::kStaged) {
+  if constexpr (V::kBoxesOfX && (V::kEarly || !kPreloads)) {
+    if (!c.await_warps()) return;
+    if (c.warp >= S::kWarps || tiles.begin == tiles.end) c.await_events();
+  } else if constexpr (!V::kStaged) {
     if (!c.await()) return;
   } else {
     constexpr int kWarps = warps_of_row(V::kBatch, kConsumerWarps);

@@ -167,9 +167,12 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
       const uint32_t chunk = chunks.at(at);
       const WindowPlace<V> window(c.window + at);
       const uint8_t* x = staged + (V::kStaged ? chunks.offset(chunk) : window.offset());
-      if (!V::kStaged && !window.await(c)) {
-        c.failed = true;
-        break;
+      if (!V::kStaged) {
+        if (!window.await(c)) {
+          c.failed = true;
+          break;
+        }
+        c.stamp_first(&PhaseStamps::staged);
       }
       if (mine) {
         next += shares.sharers;
@@ -228,6 +231,7 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kBoxRows> (&sums)[R
   for (uint32_t turn = 0; turn < S::kNumWindows; turn++) {
     const WindowPlace<V> window(c.window + turn);
     if (!c.failed) c.failed = !window.await(c);
+    c.stamp_first(&PhaseStamps::staged);
 #pragma unroll 1
     for (uint32_t i = kTakesTurns ? (group + turn * S::kChunksOfWindow) % kWarpgroups : 0; i < S::kChunksOfWindow;
          i += kTakesTurns ? kWarpgroups : 1) {
