@@ -32,6 +32,7 @@ if not _found or [int(part) for part in _found.split(".")[:2]] < [int(part) for 
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache, initialization
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.utils import find_head_dim
 
 from torch_mpk import engine
@@ -252,6 +253,28 @@ def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
         cb_config.varlen_compile_config = None
 
 
+def _has_our_steps(cb_config: ContinuousBatchingConfig) -> bool:
+    return StepCompileConfig in map(type, (cb_config.decode_compile_config, cb_config.varlen_compile_config))
+
+
+def _round_cache_sizes() -> None:
+    """Has caches that take what memory is left be of few sizes: six leading bits, so they lose a 32nd at most.
+
+    A step's graph has the cache's size. What is left differs a little from start to start, and each would build anew.
+    """
+    infer = PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors
+
+    @functools.wraps(infer)
+    def infer_of_few(self: PagedAttentionMemoryHandler) -> tuple[int, int]:
+        max_batch_tokens, num_sectors = infer(self)
+        if self.cb_config.num_blocks is None and _has_our_steps(self.cb_config):
+            dropped = max(num_sectors.bit_length() - 6, 0)
+            num_sectors = num_sectors >> dropped << dropped
+        return max_batch_tokens, num_sectors
+
+    PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors = infer_of_few
+
+
 def _register() -> None:
     """Makes transformers know the attention.
 
@@ -271,7 +294,7 @@ def _register() -> None:
         found = model_config._attn_implementation
         if found == ATTENTION:
             return _prepare(model_config, cb_config)
-        if StepCompileConfig in map(type, (cb_config.decode_compile_config, cb_config.varlen_compile_config)):
+        if _has_our_steps(cb_config):
             raise OtherAttentionError(found=found)
         return ensure(model_config, cb_config, *args, **kwargs)
 
@@ -280,4 +303,5 @@ def _register() -> None:
     engine.install(ATTENTION)
 
 
+_round_cache_sizes()
 _register()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
@@ -30,6 +31,7 @@ from tests.continuous_batching.engine import (
     alone,
     asynchronous_on_the_cpu,
     batched,
+    check_that_it_serves,
     managed,
     pages_in_use,
     planning_for_a_gpu,
@@ -241,6 +243,35 @@ def test_steps_are_prepared_as_by_the_engine(monkeypatch: pytest.MonkeyPatch) ->
             manager.add_request(prompt_of(length), max_new_tokens=20)
         assert not any(output.error for output in results(manager, 5).values())
     assert num_compared > 10
+
+
+def test_caches_of_the_memory_that_is_left_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a start with a little more or less of it finds what was built before; other engines have as many as fit."""
+    sizes = []
+    infer = PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors
+
+    def inferred(handler: PagedAttentionMemoryHandler) -> tuple[int, int]:
+        rounded, all_that_fit = infer(handler), infer.__wrapped__(handler)
+        sizes.append((rounded[1], all_that_fit[1]))
+        return rounded
+
+    monkeypatch.setattr(PagedAttentionMemoryHandler, "infer_max_batch_tokens_and_num_sectors", inferred)
+    model = serving_model()
+    for available in (20_000_000, 20_100_000):
+        monkeypatch.setattr(PagedAttentionMemoryHandler, "get_available_memory", lambda handler, n=available: n)
+        with managed(model, num_blocks=None) as manager:
+            check_that_it_serves(manager, model)
+    (few, fit), (few_too, more_fit) = sizes
+    assert few == few_too and fit < more_fit
+    assert fit * 31 / 32 < few <= fit
+    model.set_attn_implementation("sdpa")
+    others = ContinuousBatchingConfig(page_size=PAGE, max_batch_tokens=64)
+    with model.continuous_batching_context_manager(
+        generation_config=GREEDY, continuous_batching_config=others
+    ) as manager:
+        manager.add_request(prompt_of(3), max_new_tokens=2)
+        assert manager.get_result(timeout=60).error is None
+    assert sizes[2][0] == sizes[2][1]
 
 
 @pytest.mark.slow
