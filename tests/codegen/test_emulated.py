@@ -408,7 +408,6 @@ def test_warpgroups_multiply_what_a_phase_has_made(
             (20, 3072, 128, 2),  # several passes, of which a worker has fewer; no whole eights of rows in a window of x
             (64, 1024, 4096, 21),  # workers share tiles, and one has none
         ],
-        2,
     ),
 )
 def test_norms_end_the_jobs_that_make_their_rows(batch: int, hidden: int, ffn: int, workers: int) -> None:

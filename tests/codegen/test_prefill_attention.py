@@ -276,6 +276,7 @@ def test_a_launch_sees_what_it_has_written_itself() -> None:
         assert_right(case, inputs, -got)
 
 
+@pytest.mark.slow
 def test_more_workers_than_units_and_fewer() -> None:
     case = Case(heads=4, groups=2, size=64, positions=130, length=130, batch=2, past=(0, 0))
     inputs = case.inputs()

@@ -131,7 +131,7 @@ def test_it_is_right_in_any_order(case: Case) -> None:
     assert_right(case, operands, made[0])
 
 
-@pytest.mark.parametrize("window", [0, 60])
+@pytest.mark.parametrize("window", thinned([0, 60], 1))
 def test_one_kernel_for_requests_that_come_go_and_grow(window: int) -> None:
     largest = Case((100, 28, 40), (150, 170, 90), heads=4, groups=2, size=64, window=window, more_sequences=9)
     kernel = emulate(largest.graph(), polled=True)
@@ -234,6 +234,7 @@ def test_a_launch_sees_what_it_has_written_itself() -> None:
         assert_right(case, operands, -got)
 
 
+@pytest.mark.slow
 def test_more_workers_than_units_and_fewer() -> None:
     case = CASES[0]
     operands = case.operands()

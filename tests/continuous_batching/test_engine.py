@@ -31,7 +31,6 @@ from tests.continuous_batching.engine import (
     alone,
     asynchronous_on_the_cpu,
     batched,
-    check_that_it_serves,
     managed,
     pages_in_use,
     planning_for_a_gpu,
@@ -259,8 +258,8 @@ def test_caches_of_the_memory_that_is_left_have_few_sizes(monkeypatch: pytest.Mo
     model = serving_model()
     for available in (20_000_000, 20_100_000):
         monkeypatch.setattr(PagedAttentionMemoryHandler, "get_available_memory", lambda handler, n=available: n)
-        with managed(model, num_blocks=None) as manager:
-            check_that_it_serves(manager, model)
+        with managed(model, num_blocks=None):
+            pass
     (few, fit), (few_too, more_fit) = sizes
     assert few == few_too and fit < more_fit
     assert fit * 31 / 32 < few <= fit

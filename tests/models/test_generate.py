@@ -493,7 +493,7 @@ def test_a_draft_is_checked_behind_a_compiled_prompt():
     assert torch.equal(torch_mpk.generate(model, ids, 20, options=STRICT, **both), plain)
 
 
-@pytest.mark.parametrize("name", thinned(["DeepSeek-V3", "Falcon"], 1))
+@pytest.mark.parametrize("name", thinned(["DeepSeek-V3", "Falcon"]))
 def test_compiled_chunks_of_heads_that_the_configuration_does_not_say(name):
     """One key head, and values of another size than keys."""
     torch.manual_seed(0)

@@ -78,7 +78,6 @@ class Prompting:
             (1, [1, 30, 1], [0], "sdpa", torch.float32, {}),
         ],
         0,
-        2,
     ),
 )
 def test_a_prompt_is_eager_s(batch, lengths, padding, attention, dtype, config) -> None:

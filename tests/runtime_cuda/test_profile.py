@@ -158,6 +158,7 @@ def check_order(recording: Recording, names: tuple[str, ...]) -> None:
     assert (noted[..., 1:] >= noted[..., :-1]).all() and torch.equal(torch.where(times == 0, noted, times), noted)
 
 
+@pytest.mark.slow
 def test_clocks_of_multiprocessors_are_put_on_one_axis(emulated: None) -> None:
     """The emulator's are half a second apart, and run at two cycles a nanosecond."""
     step = Steps(profile=True)

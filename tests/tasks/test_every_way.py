@@ -53,6 +53,7 @@ def test_emulated_kernel(dtype: torch.dtype, arch: int) -> None:
         calls.check_graph(functools.partial(launch, kernel, order))
 
 
+@pytest.mark.slow
 def test_emulated_chain_of_tasks_that_share_the_ring() -> None:
     """A linear whose tiles are claimed, a task that streams what it can load ahead, one that does not, and a linear."""
 
