@@ -155,7 +155,8 @@ class Runner(continuous_api.ModelRunner):
         _stepping.set(type(model))
         steps = self.inputs_and_outputs
         if steps.compute_stream is not None and not isinstance(steps, ContinuousBatchingAsyncIOs):
-            steps.compute_stream.wait_stream(torch.cuda.current_stream(steps.compute_stream.device))  # its inputs
+            # On which the engine writes the step's inputs.
+            steps.compute_stream.wait_stream(torch.cuda.current_stream(steps.compute_stream.device))
         with launched_segments() as segments:
             try:
                 super().compute_batch(model, *args, **kwargs)

@@ -62,7 +62,7 @@ struct WorkerStamps {
 struct PhaseStamps {
   uint32_t begin;     // came to the phase
   uint32_t joined;    // all warps of the worker were done with the phase before
-  uint32_t ready;     // the phase's events had been seen; or the same, where warps that bring x alone await them
+  uint32_t ready;     // the phase's events had been seen; or as joined, where only warps that bring x await them
   uint32_t staged;    // the first activations stood in shared memory
   uint32_t computed;  // one warp was done
 };

@@ -246,7 +246,7 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   RowSums<V>::fetch_factors(c, job, tiles);
   if constexpr (V::kEarly && kPreloads) extra = preload(pass_from(tiles.begin));
   if constexpr (V::kBoxesOfX && (V::kEarly || !kPreloads)) {
-    if (!c.await_warps()) return;
+    if (!c.await_warps()) return;  // only warps that bring boxes need what the events stand for
     if (c.warp >= S::kWarps || tiles.begin == tiles.end) c.await_events();
   } else if constexpr (!V::kStaged) {
     if (!c.await()) return;
