@@ -26,7 +26,8 @@ inline constexpr int kFillWidth = 32;  // entries that the loader works out at o
 #else
 inline constexpr int kFillWidth = 1;
 #endif
-// Between two entries that are fetched to L2: a multiprocessor's share of the memory is a slot in some 430 cycles.
+// From one entry that is fetched to L2 to the next. A multiprocessor's share of the memory is a slot in some 430, but
+// not all of them wait at the same time: one in 400 gains less.
 inline constexpr uint32_t kFetchCycles = 250;
 
 // Entries that a round waits for: a round for each small one would take as long as the memory does.
@@ -107,8 +108,8 @@ struct RingWriter {
 // consumers' displace, needs longer for a round of the loop. So with the copy engine each lane works out an entry of
 // its own, once for 32 entries, and a round fills all that can be filled. Without it all lanes copy parts of one entry.
 //
-// While the ring is full, up to `num_fetched` of the entries that it has no room for are fetched to L2, no faster than
-// the memory brings them: without that it would idle until consumers that wait for their input free the first slot.
+// While the ring is full, up to `num_fetched` of the entries that it has no room for are fetched to L2, one in
+// kFetchCycles: the memory would idle until consumers that wait for their input free the first slot.
 //
 // describe(number): the entry that is so many behind the first, when it is less than `count`; its `tile`, start(to,
 // full), which begins its copies, and, where entries are boxes, fetch(), which brings one to L2.
