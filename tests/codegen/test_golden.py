@@ -1011,8 +1011,8 @@ struct PagedAttention0 {
   static MPK_DEVICE int32_t num_pages(const Job& job) {
     return job.number(3);
   }
-  static MPK_DEVICE int32_t page(const Job& job, uint32_t b, uint32_t m) {
-    return job.pointer<const int32_t>(2)[int64_t(b) * 4 + int64_t(m) * 1];
+  static MPK_DEVICE const int32_t* page_at(const Job& job, uint32_t b, uint32_t m) {
+    return job.pointer<const int32_t>(2) + int64_t(b) * 4 + int64_t(m) * 1;
   }
   static MPK_DEVICE T* k_pages(const Job& job, int32_t page, uint32_t g) {
     return job.pointer<__nv_bfloat16>(4) + int64_t(page) * 96 + int64_t(g) * 16;

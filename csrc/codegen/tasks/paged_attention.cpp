@@ -37,11 +37,10 @@ class PagesWriter : public AttentionWriter {
 
   void write_positions() override {
     const bool in_boxes = has_boxed_tiles(keys_.tensor) && has_boxed_tiles(values_.tensor);
-    code_.body +=
-        pitches(1) + flag("kInBoxes", in_boxes) + constant("kPageSize", page_size()) +
-        returning("int32_t", "num_pages(const Job& job)", refs_.number(keys_.tensor.shape[0])) +
-        returning("int32_t", "page(const Job& job, uint32_t b, uint32_t m)",
-                  refs_.pointer(node_, table_.tensor) + "[" + element_at(table_.tensor, {"b", "m"}).substr(3) + "]");
+    code_.body += pitches(1) + flag("kInBoxes", in_boxes) + constant("kPageSize", page_size()) +
+                  returning("int32_t", "num_pages(const Job& job)", refs_.number(keys_.tensor.shape[0])) +
+                  returning("const int32_t*", "page_at(const Job& job, uint32_t b, uint32_t m)",
+                            refs_.pointer(node_, table_.tensor) + element_at(table_.tensor, {"b", "m"}));
     for (const Operand* pages : {&keys_, &values_}) {
       const Tensor& t = pages->tensor;
       code_.body += returning("T*", pages->name + "(const Job& job, int32_t page, uint32_t g)",

@@ -86,6 +86,9 @@ MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_
       : "memory");
 }
 
+// The map itself, for who soon loads a box.
+MPK_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // Brings a box to L2.
 MPK_DEVICE void box_fetch(const void* map, int row, int block) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row),
@@ -208,7 +211,11 @@ MPK_DEVICE void store_shown(T* p, T v) {
     *p = v;
 }
 
-// What stands there, for whoever reads it later.
+// What stands there, for whoever reads it later: this multiprocessor, or any.
+template <class T>
+MPK_DEVICE void prefetch_l1(const T* p) {
+  asm volatile("prefetch.global.L1 [%0];" : : "l"(p));
+}
 template <class T>
 MPK_DEVICE void prefetch_l2(const T* p) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(p));

@@ -56,6 +56,7 @@ MPK_DEVICE void load(L& l, const Job& job) {
       V::kBatch == 1 ||
           kv_own_count(tiles_of<V>(V::kLength), V::kFewPieces, V::kPieceTiles) * V::kBatch * kUnits<V> <= V::kPieces,
       "the schedule has less room for results of pieces");
+  Positions<V>::foresee(job, l.lane);
   if constexpr (kMaySpread<V>)
     if (spreads<V>(job)) return load_pieces<Spread<V>>(l, job);
   load_pieces<V>(l, job);

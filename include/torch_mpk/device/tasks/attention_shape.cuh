@@ -55,7 +55,7 @@ template <class V>
 concept InPages = Constants<int, V::kPageSize> && requires(const Job& job, uint32_t b, int32_t page) {
   requires Constants<bool, V::kInBoxes>;  // keys and values come by maps
   { V::num_pages(job) } -> Same<int32_t>;
-  { V::page(job, b, b) } -> Same<int32_t>;
+  { V::page_at(job, b, b) } -> Same<const int32_t*>;
   { V::k_pages(job, page, b) } -> Same<typename V::T*>;
   { V::v_pages(job, page, b) } -> Same<typename V::T*>;
 };
@@ -105,6 +105,9 @@ struct Positions {
     at = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + position * (is_value ? V::kPitchV : V::kPitchK));
     return true;
   }
+
+  // Before limits are known: nothing.
+  static MPK_DEVICE void foresee(const Job&, int) {}
 
   // Streams a piece's tiles; false when the launch was given up. Keys and values are the two parts of a tile, positions
   // its rows, of which the batch row has `limit`.

@@ -11,7 +11,7 @@ namespace mpk::attention {
 // The page of a position, below kLength; negative where there is none.
 template <InPages V>
 MPK_DEVICE int32_t page_of(const Job& job, uint32_t row, uint32_t position) {
-  const int32_t page = V::page(job, row, position / V::kPageSize);
+  const int32_t page = *V::page_at(job, row, position / V::kPageSize);
   return page < V::num_pages(job) ? page : -1;
 }
 
@@ -49,6 +49,17 @@ struct Positions<V> {
     const int32_t page = page_of<V>(job, row, static_cast<uint32_t>(position));
     if (page >= 0) at = in_page(job, page, group, static_cast<uint32_t>(position), is_value);
     return page >= 0;
+  }
+
+  // Asks for what a piece's copies begin with, which would come a trip to memory behind the rows' limits: the first 32
+  // pages of each row, and the maps.
+  static MPK_DEVICE void foresee(const Job& job, int lane) {
+#pragma unroll
+    for (int row = lane; row < V::kBatch; row += 32) ptx::prefetch_l1(V::page_at(job, row, 0));
+#if MPK_ARCH >= 900
+    if constexpr (V::kInBoxes)
+      if (lane < 2) ptx::prefetch_map(lane == 0 ? V::map_K(job) : V::map_V(job));
+#endif
   }
 
   template <class L>

@@ -52,6 +52,7 @@ inline void box_fetch(const void* map, int row, int block) {
   const MatrixMap& m = *static_cast<const MatrixMap*>(map);
   if (uint64_t(row) >= m.rows || uint64_t(block) * 64 >= m.columns) abort();  // what no entry brings
 }
+inline void prefetch_map(const void*) {}
 inline void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
   emulator::require_aligned_to(dst, 128);
   const MatrixMap& m = *static_cast<const MatrixMap*>(map);
@@ -276,6 +277,8 @@ inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xff
 
 inline float exp2(float x) { return std::exp2(x); }
 
+template <class T>
+void prefetch_l1(const T*) {}
 template <class T>
 void prefetch_l2(const T*) {}
 inline int thread_index() { return threadIdx.x; }
