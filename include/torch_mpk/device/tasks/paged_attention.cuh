@@ -51,8 +51,8 @@ struct Positions<V> {
     return page >= 0;
   }
 
-  // Asks for what a piece's copies begin with, which would come a trip to memory behind the rows' limits: the first 32
-  // pages of each row, and the maps.
+  // Asks for what a piece's copies begin with, which would come a trip to memory behind the rows' limits: the
+  // line in which a row's pages begin, and the maps. How many pages that brings is the hardware's choice.
   static MPK_DEVICE void foresee(const Job& job, int lane) {
 #pragma unroll
     for (int row = lane; row < V::kBatch; row += 32) ptx::prefetch_l1(V::page_at(job, row, 0));
