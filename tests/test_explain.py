@@ -143,6 +143,7 @@ def test_graphs_that_are_not_ours_count_as_such():
     assert report.share("num_operations") < 1
 
 
+@pytest.mark.slow
 def test_prefill_is_left_to_pytorch_as_intended():
     model = tiny_model(num_layers=1)
     report = explain(model, input_ids=random_ids(1, 5), use_cache=False)

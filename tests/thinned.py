@@ -11,6 +11,6 @@ def thinned(cases: Iterable, *quick: int) -> list:
 
 
 def _slow(case):
-    marks = getattr(case, "marks", ())
-    values = getattr(case, "values", case if isinstance(case, tuple) else (case,))
-    return pytest.param(*values, marks=[*marks, pytest.mark.slow], id=getattr(case, "id", None))
+    if not isinstance(case, type(pytest.param())):
+        case = pytest.param(*(case if isinstance(case, tuple) else (case,)))
+    return pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)

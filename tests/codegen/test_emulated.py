@@ -322,7 +322,8 @@ def test_one_linear(size: int, workers: int, smem_bytes: int, assignment: str) -
             (16, 2048, 1600, "bfloat16", 2, SMEM_BYTES),  # several passes
             (40, 2048, 570, "bfloat16", 2, SMEM_BYTES),  # two blocks together, but for the last warp
         ],
-        *range(4),
+        0,
+        2,
         5,
     ),
 )
@@ -384,7 +385,6 @@ def test_workers_that_share_tiles_poll_their_columns(ffn: int, workers: int) -> 
             (64, 640, 2, {(64, 2, 1), (64, 2, 2), (56, 1, 1)}),  # passes with fewer boxes; sums of two boxes at a time
             (61, 192, 9, {(32, 1, 1), (24, 1, 1), (24, 1, 2)}),  # both warpgroups at one box; rows that are not there
         ],
-        1,
     ),
 )
 def test_warpgroups_multiply_what_a_phase_has_made(

@@ -95,6 +95,7 @@ def test_an_event_that_expects_too_many_signals(launches: Launches) -> None:
     launches.check_next_is_right()
 
 
+@pytest.mark.slow
 def test_a_worker_that_stalls_and_goes_on_when_the_others_have_given_up(launches: Launches) -> None:
     for worker in range(WORKERS):  # one of which would advance the counter
         launches.kernel.spoil(launches.last_phase - 1, worker, is_late=True)

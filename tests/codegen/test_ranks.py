@@ -17,6 +17,18 @@ from torch_mpk.testing.emulator import Order, aligned, emulate
 
 Way = Order | Literal["cpu"]
 COLUMNS = 3072  # more than all threads keep
+CASES = thinned(
+    [
+        (torch.float32, "forward", None),
+        (torch.bfloat16, "forward", 32),
+        (torch.bfloat16, "cpu", 32),
+        *((torch.float32, way, size) for way in get_args(Order) for size in (None, 32)),
+        (torch.bfloat16, "forward", None),
+        (torch.float32, "cpu", None),
+    ],
+    1,
+    2,
+)
 
 
 def rows(dtype: torch.dtype) -> torch.Tensor:
@@ -62,9 +74,7 @@ def run(name: str, x: torch.Tensor, by_row: torch.Tensor, way: Way, size: int | 
     return [made[output.index] for output in lowered.outputs]
 
 
-@pytest.mark.parametrize("size", [None, 32])
-@pytest.mark.parametrize("way", thinned([*get_args(Order), "cpu"], 0, 3))
-@pytest.mark.parametrize("dtype", thinned([torch.float32, torch.bfloat16], 0, 1), ids=str)
+@pytest.mark.parametrize(("dtype", "way", "size"), CASES, ids=str)
 def test_the_largest_by_rank(dtype: torch.dtype, way: Way, size: int | None) -> None:
     x = torch.cat([rows(dtype), torch.stack(ODD).to(dtype)])
     x[0, ::7] = torch.nan  # larger than all numbers, as PyTorch sorts
@@ -74,9 +84,7 @@ def test_the_largest_by_rank(dtype: torch.dtype, way: Way, size: int | None) -> 
         torch.testing.assert_close(found, registry.get("nth_largest").reference(x, n), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("size", [None, 32])
-@pytest.mark.parametrize("way", thinned([*get_args(Order), "cpu"], 0, 3))
-@pytest.mark.parametrize("dtype", thinned([torch.float32, torch.bfloat16], 0, 1), ids=str)
+@pytest.mark.parametrize(("dtype", "way", "size"), CASES, ids=str)
 def test_what_goes_is_the_least_and_has_no_more_than_its_part(dtype: torch.dtype, way: Way, size: int | None) -> None:
     x = rows(dtype)
     for part in (-0.5, 0.0, 1e-3, 0.1234, 0.77, 0.999, 1.5):

@@ -7,6 +7,7 @@ import pytest
 from tests.test_docs import ROOT, run_examples
 
 
+@pytest.mark.slow
 def test_the_page_says_what_its_example_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     run_examples("serving.md")

@@ -93,6 +93,7 @@ def test_a_prefix_is_shared() -> None:
         assert 2 <= len(allocator.ledger.cached_blocks) < 4 * 3
 
 
+@pytest.mark.slow
 def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +294,7 @@ def last_step_on_a_gpu(model: Any, rows: int, **settings: Any) -> _C.Schedule:
     return schedules[-1]
 
 
-@pytest.mark.parametrize("rows", thinned([1, 4], 1))
+@pytest.mark.parametrize("rows", thinned([1, 4]))
 def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
     """And layers share their code, and none awaits another's writes: pages of all lie in one tensor."""
     schedule = last_step_on_a_gpu(serving_model("qwen3", num_layers=3, dtype=torch.bfloat16), rows)
@@ -365,7 +366,7 @@ def test_where_attention_falls_back_all_is_right_and_said(monkeypatch: pytest.Mo
     assert got == [alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", thinned([None, 20], 1))
 def test_prompts_that_are_not_ours_run_eagerly_and_say_so(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other GPUs: of models with windows then every step."""
     monkeypatch.setattr(torch_mpk.continuous_batching, "_why_prompts_are_not_ours", lambda config: "it is not the day")
@@ -383,7 +384,7 @@ def test_prompts_that_are_not_ours_run_eagerly_and_say_so(window: int | None, mo
     assert (num_compiled() == before) == bool(window)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", thinned([None, 20], 1))
 def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None:
     """Of models with windows then every step, which is said once; another engine does the same."""
     kinds = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
@@ -407,6 +408,7 @@ def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None
         assert (num_compiled() == before) == bool(window)
 
 
+@pytest.mark.slow
 def test_old_versions_build_all_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch before 2.13, whose torch.compile takes no limit, and whose default is eight builds: here two, but in the
     engine's thread."""

@@ -72,6 +72,7 @@ def test_requests_that_cannot_be_served_are_refused_and_others_go_on() -> None:
         assert found[f"bad {number}"].generated_tokens == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs a part of this graph eagerly")
 def test_each_sequence_of_a_refused_request_is_answered() -> None:
     model = serving_model()
@@ -133,6 +134,7 @@ def test_a_step_that_fails_takes_its_requests_with_it(error: Exception, when: st
             assert output.generated_tokens == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs a part of this graph eagerly")
 def test_every_sequence_of_a_request_in_a_step_that_fails_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are yet to be made of it, too."""
@@ -152,7 +154,9 @@ def test_every_sequence_of_a_request_in_a_step_that_fails_is_answered(monkeypatc
         assert [output.error for output in results(manager, 3).values()] == [None] * 3
 
 
-@pytest.mark.parametrize("settings", [{}, {"compile_prompts": False}], ids=["of prompts", "of single tokens"])
+@pytest.mark.parametrize(
+    "settings", thinned([{}, {"compile_prompts": False}], 1), ids=["of prompts", "of single tokens"]
+)
 def test_a_step_whose_build_fails_takes_its_requests_with_it(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

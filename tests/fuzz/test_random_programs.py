@@ -21,8 +21,8 @@ PROGRAMS = st.randoms(use_true_random=False).map(lambda rng: Program.draw(rng, m
 RANDOM = {"database": None, "suppress_health_check": list(HealthCheck)}
 
 
-FEW = [(by_stages, 20), (by_reference_vm, 10), (by_dynamo, 4), (by_codegen, 10)]
-MANY = [(by_stages, 200), (by_reference_vm, 60), (by_dynamo, 20), (by_codegen, 80), (by_emulator, 8)]
+FEW = [(by_stages, 8), (by_reference_vm, 6), (by_dynamo, 2), (by_codegen, 6)]
+MANY = [(by_stages, 100), (by_reference_vm, 40), (by_dynamo, 10), (by_codegen, 50), (by_emulator, 8)]
 
 
 @pytest.mark.parametrize(("way", "num_programs"), thinned(FEW + MANY, *range(len(FEW))))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.decoder_graph import decoder
@@ -216,6 +216,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("name", [GRAPH, SCHEDULE])
+@settings(max_examples=30)
 @given(data=st.data())
 def test_damaged_files_are_refused_or_shown(tmp_path_factory, name, data):
     folder = leave(tmp_path_factory.mktemp("damaged"), decoder(layers=1))

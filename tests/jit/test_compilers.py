@@ -57,10 +57,12 @@ def test_cubin(compiler):
     assert cubin.seconds > 0
 
 
+@pytest.mark.slow
 def test_sm_90_means_sm_90a(compiler):
     compile_cuda(KERNEL.replace("__syncthreads();", SM_90A_ONLY + "__syncthreads();"), 90, compiler=compiler)
 
 
+@pytest.mark.slow
 def test_ptx_for_newer_devices(compiler):
     cubin = compile_cuda(KERNEL, 80, ptx=True, compiler=compiler)
     assert cubin.kind == "ptx"

@@ -41,6 +41,7 @@ def run(folder, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_the_page_s_examples(run):
     on_cpu = [example for example in EXAMPLES if not example.startswith("# on a GPU")]
     assert (len(FILES), len(on_cpu), len(EXAMPLES)) == (6, 3, 5)
@@ -56,6 +57,7 @@ def test_its_cuda_kernels_compile_for_sm_90a(folder, name):
         assert (cubin.kind, len(cubin.kernels), cubin.resources.spill_store_bytes) == ("cubin", 1, 0)
 
 
+@pytest.mark.slow
 def test_dynamo_finds_what_an_example_defines(run):
     example = run(["from added import added", "two_more = lambda x: added(x) + 1"])
     compiled = torch.compile(lambda x: example.two_more(x), backend="eager", fullgraph=True)

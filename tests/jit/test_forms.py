@@ -74,6 +74,7 @@ def test_conditions_name_the_values():
         pairs(torch.empty(3, 7), None)
 
 
+@pytest.mark.slow
 def test_a_float_is_a_template_argument_of_either_type():
     @kernel(
         """

@@ -180,6 +180,7 @@ def test_whatever_a_compiler_reads_is_looked_at(compilations, monkeypatch, tmp_p
     assert (stale, missed) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_new_file_that_would_be_found_first_is_seen(compilations, tmp_path):
     first, missing, last = tmp_path / "first", tmp_path / "missing" / "below", tmp_path / "last"
     for folder in (first / "sub", last / "sub"):
@@ -241,6 +242,7 @@ def test_a_kernel_is_compiled_from_its_edited_header(name, monkeypatch, tmp_path
         assert f"{value};".encode() in compile_cuda(source, 80, **options).image
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILERS)
 def test_a_generated_kernel_follows_the_headers_of_the_device_alone(name, monkeypatch, tmp_path):
     root = tmp_path / "include" / "torch_mpk"

@@ -101,7 +101,7 @@ def test_decode_is_bitwise_eager(arch: str, attention: str, batch: int, dtype: t
         assert len(counters) == 1  # one node for both layers' counters
 
 
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("fuse", thinned([False, True], 1))
 def test_schedules_of_a_decode_step_compute_its_bits(fuse: bool) -> None:
     ((gm, args),) = decode_steps("qwen3", "sdpa", 2, torch.bfloat16, padded=False, steps=1)
     lowered = lowering.lower(apply(captured(gm, args).graph_module))
@@ -119,6 +119,7 @@ def test_schedules_of_a_decode_step_compute_its_bits(fuse: bool) -> None:
         assert_equal([*run(lowered, ours, runner), *ours], [*expected, *eager])
 
 
+@pytest.mark.slow
 def test_a_graph_without_patterns_is_lowered_too() -> None:
     for gm, args in decode_steps("qwen3", "sdpa", 2, torch.float32, padded=True, num_hidden_layers=1):
         lowered = lowering.lower(captured(gm, args).graph_module)

@@ -183,6 +183,7 @@ def test_a_full_cache_and_unknown_tokens_are_refused_before_anything_is_written(
     assert cache.layers[0].cumulative_length == 64
 
 
+@pytest.mark.slow
 def test_more_positions_than_asked_for_run_eagerly_beside_those_in_buckets(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(dtype=torch.float32, num_layers=1)
     ours = torch.compile(model, backend="mpk", options={"max_positions": 24, "fallback": "error"})
@@ -195,6 +196,7 @@ def test_more_positions_than_asked_for_run_eagerly_beside_those_in_buckets(caplo
     assert caplog.text.count("(prefill) runs eagerly") == 1
 
 
+@pytest.mark.slow
 def test_a_verified_prompt_in_a_bucket_is_right() -> None:
     model = tiny_model(dtype=torch.float32, num_layers=1)
     ours = torch.compile(model, backend="mpk", options={"max_positions": 64, "fallback": "error", "verify": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.thinned import thinned
 from torch_mpk.testing.decode import copy_cache, decode_logits, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 
@@ -31,7 +32,9 @@ def test_has_the_size_of_the_public_model(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(MILLIONS_OF_PARAMETERS[name], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "phi-3-mini", "gemma-2b", "granite-3-2b"])  # one per architecture
+@pytest.mark.parametrize(
+    "name", thinned(["qwen2.5-0.5b", "phi-3-mini", "gemma-2b", "granite-3-2b"], 0)
+)  # one per architecture
 def test_a_layer_with_the_model_s_head_size_is_one_segment(name: str) -> None:
     config = CONFIGS[name]()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -50,7 +50,7 @@ def masks_users_make(dtype, length, written, device):
     yield torch.cat([added(-torch.inf), added(0.0), added(-torch.inf).roll(1, 0), added(-torch.inf, 0.5)], dim=1)
 
 
-@pytest.mark.parametrize("attention", thinned(["sdpa", "eager"], 1))
+@pytest.mark.parametrize("attention", thinned(["sdpa", "eager"]))
 def test_masks_users_make(device, attention):
     model = tiny_model(attention=attention, device=device, num_layers=1)
     step, prompt, token = compiled(model), random_ids(2, 5, device), random_ids(2, 1, device)
@@ -96,6 +96,7 @@ def test_a_new_cache_needs_no_build(device, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_an_equal_graph_shares_the_build(device, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     first, second = (tiny_model(device=device, num_layers=1) for _ in range(2))
@@ -249,6 +250,7 @@ def test_a_token_outside_the_vocabulary_is_an_error(token):
     assert all(map(torch.equal, decoding.state(), before))
 
 
+@pytest.mark.slow
 def test_other_dtypes_and_shapes_fail_or_work_as_in_eager(device):
     model = tiny_model(device=device, num_layers=1)
     step = torch.compile(model, backend="mpk")  # not strict: Dynamo may compile in parts what has raised once

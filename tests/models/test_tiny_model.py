@@ -43,7 +43,7 @@ def surprise(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
 
 
-@pytest.fixture(scope="module", params=thinned([torch.bfloat16, torch.float32], 0), ids=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=thinned([torch.bfloat16, torch.float32]), ids=["bfloat16", "float32"])
 def runs(request: pytest.FixtureRequest) -> Runs:
     dtype = request.param
     wider = torch.float32 if dtype == torch.bfloat16 else torch.float64

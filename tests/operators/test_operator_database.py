@@ -20,16 +20,16 @@ from torch_mpk.backend import compile_call
 # Calls that are ours, at least, with the PyTorch that CI installs: fewer say that operators have gone.
 COUNTED_WITH = "2.13."
 TAKEN = {
-    torch.float32: 1404,
-    torch.bfloat16: 1389,
-    torch.float16: 1385,
-    torch.float64: 1404,
-    torch.int64: 1101,
-    torch.int32: 1102,
-    torch.int16: 1102,
-    torch.int8: 1101,
-    torch.uint8: 1102,
-    torch.bool: 878,
+    torch.float32: 469,
+    torch.bfloat16: 471,
+    torch.float16: 456,
+    torch.float64: 465,
+    torch.int64: 380,
+    torch.int32: 350,
+    torch.int16: 372,
+    torch.int8: 380,
+    torch.uint8: 356,
+    torch.bool: 291,
 }
 TAKEN_OF_SAMPLE = 29
 
@@ -47,21 +47,25 @@ def check(calls: Iterable[Call], num_taken: int) -> None:
         assert ends["taken"] >= num_taken, ends
 
 
+def supported(op: OpInfo) -> list[torch.dtype]:
+    return [dtype for dtype in DTYPES if op.supports_dtype(dtype, "cpu")]
+
+
 def test_a_call_of_every_tenth_operator() -> None:
     """Of each another dtype, form and kind of operands."""
     chosen = []
     for i, op in enumerate(database.operators()[::10]):
-        dtypes = [dtype for dtype in DTYPES if op.supports_dtype(dtype, "cpu")]
+        dtypes = supported(op)
         calls = list(database.calls(op, dtypes[i % len(dtypes)])) if dtypes else []
         chosen += calls[i % len(calls) :][:1] if calls else []
     check(chosen, TAKEN_OF_SAMPLE)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_calls(dtype: torch.dtype) -> None:
-    operators = (op for op in database.operators() if op.supports_dtype(dtype, "cpu"))
+    """Of every operator, in every third of its dtypes: another third of the next one's."""
+    operators = (op for i, op in enumerate(database.operators()) if dtype in supported(op)[i % 3 :: 3])
     check((call for op in operators for call in database.calls(op, dtype)), TAKEN[dtype])
 
 
@@ -120,9 +124,7 @@ def ternary() -> Iterator[tuple]:
         yield from ((function.__name__, function, triple, {}) for triple in triples[i::97])
 
 
-@pytest.mark.parametrize(
-    ("calls", "least"), thinned([(unary, 75), (scatters, 12), (binary, 150), (ternary, 50)], 1, 2, 3)
-)
+@pytest.mark.parametrize(("calls", "least"), thinned([(unary, 75), (scatters, 12), (binary, 150), (ternary, 50)], 1, 3))
 def test_results_have_the_strides_of_eagers(calls: Callable[[], Iterator[tuple]], least: int) -> None:
     """All in one graph, each beside a linear."""
     graph, inputs, results, expected, described = fx.Graph(), [], [], [], []

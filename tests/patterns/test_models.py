@@ -62,7 +62,6 @@ def decode_graph(arch, attention, mask, batch, dtype):
             ("llama", "eager", "none", 1, torch.bfloat16),
             ("llama", "eager", "2d", 3, torch.float16),
         ],
-        1,
         8,
     ),
 )

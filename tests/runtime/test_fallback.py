@@ -14,6 +14,7 @@ from torch._dynamo.backends import registry
 from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache
 
+from tests.thinned import thinned
 from torch_mpk import _C, backend, fallback
 from torch_mpk.admission import check_graph
 from torch_mpk.capture import capture
@@ -76,7 +77,7 @@ def test_a_growing_cache_runs_eagerly():
     assert "transformers.StaticCache" in str(warning.message)
 
 
-@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("is_given", thinned([False, True], 1))
 def test_a_first_call_without_a_static_cache_says_what_to_pass(is_given):
     model, token = tiny_model(num_layers=1), random_ids(1, 1)
 
@@ -103,7 +104,7 @@ def test_prefill_runs_eagerly_without_a_warning(caplog):
     assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", thinned([1, 2], 0))
 def test_more_positions_than_asked_for_are_prefill(caplog, batch):
     model = tiny_model(num_layers=1)
     step = compiled(model, fallback="error", max_positions=3)
@@ -138,6 +139,7 @@ def test_a_gpu_takes_prompts_or_a_few_positions_of_one_sequence(arch, dtype, bat
         check_graph(captured, max_positions=64, target=_C.Target("cuda", arch, 132, 166912))
 
 
+@pytest.mark.slow
 def test_prefill_is_compiled_by_inductor_where_asked_to(monkeypatch):
     calls = []
 
@@ -296,6 +298,7 @@ def test_what_a_custom_operator_returns_is_laid_out_as_its_fake_says(how):
                 step(x, weight)
 
 
+@pytest.mark.slow
 def test_one_unsupported_operation_costs_a_part_of_a_deep_model(monkeypatch):
     silu = torch.nn.functional.silu
     layers = [Block(silu) for _ in range(36)]

@@ -11,6 +11,7 @@ import torch
 import torch_mpk
 from tests.models.stepping import assert_close, compiled
 from tests.runtime.traces import read_tracks
+from tests.thinned import thinned
 from torch_mpk.__main__ import main
 from torch_mpk.errors import ArgumentError, ProfileError
 from torch_mpk.runtime.segment import live_segments
@@ -48,7 +49,7 @@ class Steps:
         self.count += 1
 
 
-@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+@pytest.mark.parametrize("name", thinned(["trace.json", "trace.json.gz"], 0))
 def test_a_timeline_has_every_phase_of_every_launch_in_order(tmp_path: Path, name: str) -> None:
     step = Steps()
     profile = torch_mpk.profile(step, tmp_path / name, steps=4, warmup=2)
@@ -73,6 +74,7 @@ def test_a_timeline_has_every_phase_of_every_launch_in_order(tmp_path: Path, nam
     assert any(tracks[f"worker {w}"].of("wait for events") for w in range(NUM_THREADS))
 
 
+@pytest.mark.slow
 def test_totals_add_up_to_the_launch(tmp_path: Path) -> None:
     step = Steps()
     [kernel] = torch_mpk.profile(step, tmp_path / "trace.json", steps=5).kernels
@@ -95,6 +97,7 @@ def test_totals_add_up_to_the_launch(tmp_path: Path) -> None:
     assert "linear down_proj" in text and "of the memory's speed" in text and "5 launches" in text
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_afterwards(tmp_path: Path) -> None:
     step = Steps()
     torch_mpk.profile(step, tmp_path / "trace.json", steps=2)
@@ -103,6 +106,7 @@ def test_nothing_is_recorded_afterwards(tmp_path: Path) -> None:
     assert segment.executable.stop_recording() == []
 
 
+@pytest.mark.slow
 def test_several_segments_are_several_processes(tmp_path: Path) -> None:
     first, second = Steps(), Steps(fuse=False)
     profile = torch_mpk.profile(lambda: (first(), second()), tmp_path / "trace.json", steps=2)

@@ -68,6 +68,7 @@ def test_the_launch_is_what_its_declaration_says(fake, on_fake_device):
     assert fake.num_allocations == fake.max_dynamic_shared == fake.non_portable_cluster == 0
 
 
+@pytest.mark.slow
 def test_each_choice_of_template_arguments_is_loaded_once(fake, on_fake_device):
     scaled = on_fake_device(declare(LAUNCH))
     for dtype, block, symbol in [
@@ -132,6 +133,7 @@ def test_sizes_that_no_launch_can_have(fake, on_fake_device):
     assert fake.num_launches == 0
 
 
+@pytest.mark.slow
 def test_a_negative_number_for_an_unsigned_parameter_is_refused(fake, on_fake_device):
     source = "struct Sizes { int n; unsigned long rest; };\n"
     source += "__global__ void sized(const int8_t* x, unsigned m, Sizes sizes) {}"
@@ -173,6 +175,7 @@ def test_parameters_that_do_not_fit_the_launch(change, message):
         declare(LAUNCH.replace(*change)).compile(90, T=torch.float32)
 
 
+@pytest.mark.slow
 def test_a_name_that_two_kernels_have(fake, on_fake_device):
     def scaled(x): ...
 
@@ -222,6 +225,7 @@ def test_a_member_of_a_class_template_and_a_struct_by_value(fake, on_fake_device
     assert fake.num_launches == 5
 
 
+@pytest.mark.slow
 def test_two_launches_of_one_template(fake, on_fake_device):
     @kernel(
         SEED,
@@ -262,6 +266,7 @@ def test_kernels_of_one_module_are_one_image(fake, on_fake_device):
     assert fake.kernel == b"_Z3getPi"
 
 
+@pytest.mark.slow
 def test_fields_that_do_not_fit_a_struct():
     def f(x): ...
 

@@ -231,6 +231,7 @@ def test_a_kernel_that_is_not_profiled_records_nothing(make_executable: Any) -> 
         executable.start_recording()
 
 
+@pytest.mark.slow
 def test_a_build_of_an_earlier_process_is_as_good(emulated: None, tmp_path: Path) -> None:
     profiles = []
     for _ in range(2):

@@ -21,6 +21,7 @@ from torch_mpk.patterns import apply
 from torch_mpk.testing.emulator import EmulatedKernel, Order, aligned, emulate
 from torch_mpk.testing.tasks import DTYPES, Calls, samples_of
 
+FEWER = thinned(DTYPES, *(i for i, dtype in enumerate(DTYPES) if dtype == torch.bfloat16))
 CUSTOM = [task for task in TASKS if task.role == "tile" and task.header]
 
 
@@ -35,17 +36,17 @@ def test_operator(task: registry.Task, sample: dict) -> None:
     torch.library.opcheck(getattr(torch.ops.mpk, task.name).default, tuple(operands), attrs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FEWER, ids=str)
 def test_tiles_in_any_order_make_the_whole(dtype: torch.dtype) -> None:
     Calls(samples_of(TASKS, dtype)).check_schedule(seed=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FEWER, ids=str)
 def test_cpu_runtime(dtype: torch.dtype) -> None:
     Calls(samples_of(TASKS, dtype)).check_pipeline(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("dtype", "arch"), thinned([(torch.float32, 80), (torch.bfloat16, 90)], 1), ids=str)
+@pytest.mark.parametrize(("dtype", "arch"), thinned([(torch.float32, 80), (torch.bfloat16, 90)]), ids=str)
 def test_emulated_kernel(dtype: torch.dtype, arch: int) -> None:
     calls = Calls(samples_of(ON_CUDA, dtype))
     kernel = emulate(calls.lowered.graph, arch=arch)
