@@ -72,14 +72,13 @@ void bind_schedule(py::module_& m) {
   py::class_<TileShape>(m, "TileShape")
       .def(py::init([](int64_t tile_rows, int64_t parts, int64_t chunk_parts, int64_t row_bytes, int64_t chunk_bytes,
                        int64_t run, int64_t in_flight, bool shares_entries, int64_t pass_tiles, int64_t x_rows,
-                       int64_t split, int64_t window_bytes, int64_t turn_tiles, int64_t fetched) {
-             return TileShape{tile_rows, parts,          chunk_parts, row_bytes, chunk_bytes, run,          in_flight,
-                              fetched,   shares_entries, pass_tiles,  x_rows,    split,       window_bytes, turn_tiles};
+                       int64_t split, int64_t window_bytes, int64_t turn_tiles) {
+             return TileShape{tile_rows,      parts,      chunk_parts, row_bytes, chunk_bytes,  run,       in_flight,
+                              shares_entries, pass_tiles, x_rows,      split,     window_bytes, turn_tiles};
            }),
            py::arg("tile_rows"), py::arg("parts"), py::arg("chunk_parts"), py::arg("row_bytes"), py::arg("chunk_bytes"),
            py::arg("run"), py::arg("in_flight"), py::arg("shares_entries"), py::arg("pass_tiles"),
-           py::arg("x_rows") = 0, py::arg("split") = 1, py::arg("window_bytes") = 0, py::arg("turn_tiles") = 0,
-           py::arg("fetched") = 0)
+           py::arg("x_rows") = 0, py::arg("split") = 1, py::arg("window_bytes") = 0, py::arg("turn_tiles") = 0)
       .def_readonly("x_rows", &TileShape::x_rows)
       .def_readonly("tile_rows", &TileShape::tile_rows)
       .def_readonly("parts", &TileShape::parts)
@@ -88,7 +87,6 @@ void bind_schedule(py::module_& m) {
       .def_readonly("chunk_bytes", &TileShape::chunk_bytes)
       .def_readonly("run", &TileShape::run)
       .def_readonly("in_flight", &TileShape::in_flight)
-      .def_readonly("fetched", &TileShape::fetched)
       .def_readonly("shares_entries", &TileShape::shares_entries)
       .def_readonly("pass_tiles", &TileShape::pass_tiles)
       .def_readonly("split", &TileShape::split)

@@ -55,12 +55,11 @@ class CutProof {
 
   void check_sizes(const TileShape& s) const {
     const bool is_positive = std::min({s.tile_rows, s.parts, s.chunk_parts, s.row_bytes, s.chunk_bytes, s.run,
-                                       s.in_flight, s.fetched + 1, job_.num_tiles + 1}) > 0;
+                                       s.in_flight, job_.num_tiles + 1}) > 0;
     require(is_positive, "a size of its tiles is not positive");
     require(s.row_bytes % kAccessBytes == 0 && s.chunk_bytes % kAccessBytes == 0 && s.chunk_bytes <= s.row_bytes,
             "chunks of " + str(s.chunk_bytes) + " bytes of rows of " + str(s.row_bytes) +
                 " cannot be copied 16 bytes at a time");
-    require(s.fetched == 0 || s.pass_tiles > 0, "entries come to L2 beforehand that are no boxes");
     const int64_t parts = is_side_by_side(s_.graph, job_) ? static_cast<int64_t>(job_.body.size()) : 1;
     require(s.parts == parts && parts % s.chunk_parts == 0, str(parts) + " parts are combined, but a tile has " +
                                                                 str(s.parts) + ", " + str(s.chunk_parts) +

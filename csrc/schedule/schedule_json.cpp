@@ -13,7 +13,6 @@ std::string shape_json(const TileShape& s) {
          field("chunk_parts", s.chunk_parts) + ", " + field("row_bytes", s.row_bytes) + ", " +
          field("chunk_bytes", s.chunk_bytes) + ", " + field("entries", s.entries()) + ", " + field("run", s.run) +
          ", " + field("in_flight", s.in_flight) + ", \"shares_entries\": " + truth(s.shares_entries) +
-         (s.fetched > 0 ? ", " + field("fetched", s.fetched) : "") +
          (s.pass_tiles > 0 ? ", " + field("pass_tiles", s.pass_tiles) : "") +
          (s.x_rows > 0 ? ", " + field("x_rows", s.x_rows) : "") + (s.split > 1 ? ", " + field("split", s.split) : "") +
          (s.window_bytes > 0 ? ", " + field("window_bytes", s.window_bytes) : "") +

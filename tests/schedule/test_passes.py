@@ -250,17 +250,6 @@ def test_cut_jobs() -> None:
     assert by_label(after, "staged_bytes")["down"] == 24576
 
 
-def test_cut_jobs_has_large_boxes_fetched() -> None:
-    """Of jobs whose boxes are more than the ring holds, and that warps multiply, not warpgroups."""
-
-    def fetched(rows: int) -> list[str]:
-        shapes = by_label(Draft(decoder(layers=1, batch=rows, hidden=4096, ffn=12288), "cut_jobs"), "shape")
-        return [label for label, shape in shapes.items() if shape is not None and shape.get("fetched", 0) > 0]
-
-    assert fetched(rows=1) == fetched(rows=64) == []
-    assert fetched(rows=8) == fetched(rows=32) == ["gate", "down"]
-
-
 def test_cut_jobs_leaves_weights_that_cannot_be_copied() -> None:
     after = Draft(decoder(layers=1, hidden=60, heads=4, head_dim=15), "cut_jobs")  # rows of 120 bytes
     assert by_label(after, "shape")["o"] is None

@@ -201,10 +201,6 @@ BROKEN_CUTS: dict[str, tuple[str, str, Callable, str]] = {
     ),
     "no rows in a tile": ("shape", "tile_rows", lambda n: 0, "a size of its tiles is not positive"),
     "nothing in flight": ("shape", "in_flight", lambda n: 0, "a size of its tiles is not positive"),
-    "fewer than none fetched": ("shape", "fetched", lambda n: -1, "a size of its tiles is not positive"),
-    "rows fetched that are no boxes": (
-        "shape", "fetched", lambda n: 28, "entries come to L2 beforehand that are no boxes",
-    ),
     "parts that nobody combines": (
         "shape", "parts", lambda n: n + 1 if n == 1 else n, "1 parts are combined, but a tile has 2",
     ),

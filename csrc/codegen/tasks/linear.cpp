@@ -140,11 +140,11 @@ class LinearWriter {
     const TileShape& s = *job_.shape;
     const uint32_t chunks = u32(s.chunks()), entries = u32(s.has_boxes() ? s.split : s.entries());
     if (s.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
-    code_.stream = {{u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes),
-                     u32(s.chunk_bytes), chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight),
-                     u32(s.fetched), u32(map_of_x_.empty() ? 1 : 0)},
-                    job_.tickets,
-                    u32(s.has_boxes() ? s.pass_tiles : s.run)};
+    code_.stream = {
+        {u32(s.tile_rows), u32(s.parts), s.has_boxes() ? 0 : u32(s.chunk_parts), u32(s.row_bytes), u32(s.chunk_bytes),
+         chunks, entries, inverse(chunks), inverse(entries), u32(s.in_flight), u32(map_of_x_.empty() ? 1 : 0)},
+        job_.tickets,
+        u32(s.has_boxes() ? s.pass_tiles : s.run)};
   }
 
   void write_sizes() {

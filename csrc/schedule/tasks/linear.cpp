@@ -155,7 +155,6 @@ class Boxes {
     const int64_t most = std::max<int64_t>(blocks_held() * warps() * (kBlockRows / box_rows) / job_.parts, 1);
     shape.pass_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
     shape.split = split;
-    if (mine * shape.entries() / split >= kLeastToFetch) shape.fetched = kFetched;
     return shape;
   }
 
@@ -224,10 +223,6 @@ class Boxes {
   static constexpr int64_t kBlockRows = 16;  // of weights, that a warp multiplies at a time
   static constexpr int64_t kMostSplit = 4;
   static constexpr int64_t kFewRows = 32;  // of x, that warps multiply as quickly as warpgroups
-  // Entries of a worker from which on some come to L2 before the ring has room for them, and how many do. Those of
-  // smaller jobs fit the ring, and would be of phases ahead, whose traffic delays what this one polls. Warpgroups,
-  // which products keep busy, have none: with 64 rows of Qwen3-8B they cost 5 %.
-  static constexpr int64_t kLeastToFetch = 24, kFetched = 28;
   static constexpr int64_t kMostHeld = 2;  // boxes that a warpgroup holds the sums of, 32 in each thread
 
   // x in shared memory that is more than a worker may poll, but whose columns are not: as few as may be, if they take

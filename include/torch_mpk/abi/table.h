@@ -58,7 +58,6 @@ struct Stream {
   uint32_t entries;                 // parts / chunk_parts * chunks; of boxes: see above
   uint32_t by_chunks, by_entries;   // their inverses, see quotient
   uint32_t in_flight;               // see entries_in_flight
-  uint32_t fetched;                 // of boxes: entries behind the ring that come to L2 while it is full
   uint32_t rotates;                 // of boxes: 1 where each worker begins with another chunk, or 0
 };
 
@@ -97,7 +96,7 @@ struct OutputRow {
 
 static_assert(sizeof(PhaseRow) == kAccessBytes && sizeof(JobRow) == kAccessBytes);  // references behind it are aligned
 static_assert(MPK_STANDS_AT(JobRow, bytes, 8) && MPK_STANDS_AT(JobRow, num_matrices, 14));
-static_assert(sizeof(Stream) == 48 && sizeof(Tickets) == 12 && sizeof(StreamRow) == 64 && sizeof(MatrixRow) == 16);
+static_assert(sizeof(Stream) == 44 && sizeof(Tickets) == 12 && sizeof(StreamRow) == 60 && sizeof(MatrixRow) == 16);
 static_assert(alignof(StreamRow) == 4 && alignof(MatrixRow) == 4);  // they stand behind 8-byte words
 static_assert(sizeof(OutputRow) == 24 && MPK_STANDS_AT(OutputRow, nan, 16) && alignof(OutputRow) == 8);
 static_assert(ref_index(make_ref(kPolledIndex, 40)) == kPolledIndex && ref_offset(make_ref(kPolledIndex, 40)) == 40);

@@ -89,13 +89,6 @@ MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_
 // The map itself, for who soon loads a box.
 MPK_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Brings a box to L2.
-MPK_DEVICE void box_fetch(const void* map, int row, int block) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row),
-               "r"(block)
-               : "memory");
-}
-
 // Rows of a matrix as they are, from row `row` and column `column` on, as its map says.
 MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
   asm volatile(

@@ -26,10 +26,6 @@ inline constexpr int kFillWidth = 32;  // entries that the loader works out at o
 #else
 inline constexpr int kFillWidth = 1;
 #endif
-// From one entry that is fetched to L2 to the next. A multiprocessor's share of the memory is a slot in some 430, but
-// not all of them wait at the same time: one in 400 gains less.
-inline constexpr uint32_t kFetchCycles = 250;
-
 // Entries that a round waits for: a round for each small one would take as long as the memory does.
 template <int slot_bytes>
 inline constexpr uint32_t kLeastFilled = kFillWidth > 1 && slot_bytes <= kMaxSlotBytes ? 2 : 1;
@@ -108,18 +104,14 @@ struct RingWriter {
 // consumers' displace, needs longer for a round of the loop. So with the copy engine each lane works out an entry of
 // its own, once for 32 entries, and a round fills all that can be filled. Without it all lanes copy parts of one entry.
 //
-// While the ring is full, up to `num_fetched` of the entries that it has no room for are fetched to L2, one in
-// kFetchCycles: the memory would idle until consumers that wait for their input free the first slot.
-//
-// describe(number): the entry that is so many behind the first, when it is less than `count`; its `tile`, start(to,
-// full), which begins its copies, and, where entries are boxes, fetch(), which brings one to L2.
+// describe(number): the entry that is so many behind the first, when it is less than `count`; its `tile`, and
+// start(to, full), which begins its copies.
 template <int slots, int slot_bytes, class Describe>
 MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t count, uint32_t in_flight, uint32_t phase,
-                                 Describe describe, [[maybe_unused]] uint32_t num_fetched = 0) {
+                                 Describe describe) {
   static_assert(slots < 32, "a round's entries are bits of a word, and one more");
   RingState& ring = w.ring;
   const uint32_t first = w.entry, mine = kFillWidth == 1 ? 0 : w.lane;
-  [[maybe_unused]] uint32_t fetched = 0;
 #pragma unroll 1
   for (uint32_t block = 0; block < count; block += kFillWidth) {
     const uint32_t number = block + mine, g = first + number, slot = g % slots, parity = (g / slots - 1) & 1;
@@ -139,20 +131,6 @@ MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t coun
       // parity says nothing of entries that are a round of the ring ahead.
       const bool is_next = mine - done < min(size - done, uint32_t(slots));
       bool is_free = is_next && ptx::mbar_peek(empty, parity) && may_fly();
-      if constexpr (requires { entry.fetch(); }) {
-        fetched = max(fetched, block + done);
-        const uint32_t end = min(block + done + num_fetched, count);
-        uint32_t since = ptx::clock();
-        while (fetched < end && (__ballot_sync(~0u, is_free) >> done & 1) == 0) {
-          const bool flies = may_fly();
-          if (__shfl_sync(~0u, flies && ptx::clock() - since >= kFetchCycles, done)) {
-            if (w.lane == 0) describe(fetched).fetch();
-            fetched++;
-            since = ptx::clock();
-          }
-          is_free = is_next && flies && ptx::mbar_peek(empty, parity);
-        }
-      }
       if (!is_free &&
           mine - done < min(kLeastFilled<slot_bytes>, size - done))  // not out of line: a call waits for the ticket
         is_free = spin(
@@ -267,7 +245,6 @@ struct Box {
   const void* map;
   uint32_t tile, row, block, bytes;
 
-  MPK_DEVICE void fetch() const { ptx::box_fetch(map, row, block); }
   MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
     ptx::mbar_arrive_expect(full, bytes);
     ptx::box_load(to, map, row, block, full);
@@ -281,7 +258,7 @@ MPK_OUT_OF_LINE uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, c
                                     const MatrixRow* matrices, Span tiles, uint32_t begin, uint32_t first,
                                     uint32_t phase) {
   const uint32_t boxes = (tiles.end - tiles.begin) * s.parts, count = boxes * s.chunks;
-  const auto describe = [&](uint32_t number) {
+  return fill_entries(w, count, s.in_flight, phase, [&](uint32_t number) {
     const uint32_t at = min(number, count - 1), turn = at / boxes, box = at - turn * boxes, tile = box / s.parts;
     const uint32_t chunk = begin + chunk_at(turn, first, s.chunks);
     uint32_t matrix = 0;
@@ -290,8 +267,7 @@ MPK_OUT_OF_LINE uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, c
     const uint32_t row = (tiles.begin + tile - matrices[matrix].first_tile) * s.tile_rows;
     const void* map = reinterpret_cast<const void*>(maps[matrix + box - tile * s.parts]);
     return Box{map, tiles.begin + tile, row, chunk * (s.chunk_bytes / 128), s.tile_rows * s.chunk_bytes};
-  };
-  return fill_entries(w, count, s.in_flight, phase, describe, s.fetched);
+  });
 }
 #endif
 

@@ -50,7 +50,6 @@ struct TileShape {
   int64_t row_bytes = 0, chunk_bytes = 0;  // of one matrix; the last chunk of a row may be shorter
   int64_t run = 1;                         // entries of a tile that one warp takes one after the other
   int64_t in_flight = 1;                   // entries that the loader has under way
-  int64_t fetched = 0;                     // entries behind the ring that come to L2 while it is full
   // The runs of a tile are dealt out to the warps, and their sums meet in shared memory; otherwise a warp has whole
   // tiles.
   bool shares_entries = false;

@@ -48,10 +48,6 @@ inline void box_load(void* dst, const void* map, int row, int block, uint64_t* b
         emulator::copy_async(to, is_in ? m.data + from_row * m.pitch + column * 2 : zero, 16, bar);
       }
 }
-inline void box_fetch(const void* map, int row, int block) {
-  const MatrixMap& m = *static_cast<const MatrixMap*>(map);
-  if (uint64_t(row) >= m.rows || uint64_t(block) * 64 >= m.columns) abort();  // what no entry brings
-}
 inline void prefetch_map(const void*) {}
 inline void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
   emulator::require_aligned_to(dst, 128);
