@@ -6,20 +6,19 @@ import threading
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     CompileConfig,
     GenerationConfig,
-    PreTrainedTokenizerFast,
     TextIteratorStreamer,
     TextStreamer,
 )
 from transformers.generation import BaseStreamer
 
 import torch_mpk
+from tests.models.letters import letters
 from tests.thinned import thinned
 from torch_mpk import timing
 from torch_mpk.errors import ArgumentError
@@ -34,13 +33,6 @@ def left_padded(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.ones(batch, length, dtype=torch.int64)
     mask[0, :2] = 0
     return random_ids(batch, length), mask
-
-
-def letters(**kwargs) -> PreTrainedTokenizerFast:
-    """A token is a character."""
-    words = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(VOCAB_SIZE)}, unk_token="!"))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="!", **kwargs)
 
 
 class Recorder(BaseStreamer):
