@@ -4,10 +4,11 @@
     python benchmarks/serving.py --models tiny --requests 6 --arrivals 12 --rate 20 --prompts 4 40 --new-tokens 12 \\
         --page-size 16 --blocks 64 --batch-tokens 64 --variants sdpa mpk --limit 120  # on a CPU
 
-Three parts: ``--requests`` that are there at once; ``--arrivals`` that come one by one, ``--rate`` a second, at random
-times (Poisson); and attention over pages alone, beside what PyTorch has for it. Prompts have random lengths within
-``--prompts``, and models random weights. Each variant has a process of its own, whose engine serves the first two
-parts one after the other, each within ``--limit`` seconds. Writes serving_<device>_<date>.json and .md; what the
+Four parts: ``--requests`` that are there at once; ``--arrivals`` that come one by one, ``--rate`` a second, at random
+times (Poisson), both with prompts of random lengths within ``--prompts``; few requests of very different lengths, and
+of equal ones; and attention over pages alone, beside what PyTorch has for it. Models have random weights. Each variant
+has a process of its own, whose engine serves the first three parts one after the other, each within ``--limit``
+seconds. Writes serving_<device>_<date>.json and .md; what the
 columns mean is in benchmarks/results/README.md.
 """
 
@@ -44,7 +45,7 @@ Case = dict[str, Any]
 IS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if IS_CUDA else "cpu"
 ATTENTION_ROWS = (1, 8, 32, 64)
-# Equally many positions in all, whatever the rows' shares.
+# Equally many positions in all, whatever the rows' shares: those that attention is timed with, and requests end with.
 MIXED = {
     "8 rows of 64 to 8192": [64, 64, 128, 256, 512, 1024, 4096, 8192],
     "8 rows of 1792": [1792] * 8,
@@ -52,7 +53,7 @@ MIXED = {
 # As Qwen3's own configuration has it.
 LIKELY = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 BUSY_TOKENS = 64  # new ones of each request while a profiler watches the device
-PARTS = ["at once", "stream", "attention"]
+PARTS = ["at once", "stream", "mixed", "attention"]
 
 # By their names: the attention, and what the engine's configuration has besides what all have.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,20 +91,16 @@ def configured(case: Case, settings: dict[str, Any]) -> ContinuousBatchingConfig
 def prompts_of(case: Case, vocabulary: int, number: int) -> list[list[int]]:
     """The same for all variants. Those of other numbers are as long and otherwise different: steps are of the same
     sizes, and the engine has nothing of them in its pages already."""
-    lengths = random.Random(case["seed"])
     tokens = random.Random(f"{case['seed']} {number}")
-    return [
-        [tokens.randrange(vocabulary) for _ in range(lengths.randint(*case["prompts"]))]
-        for _ in range(case["requests"])
-    ]
+    return [[tokens.randrange(vocabulary) for _ in range(length)] for length in case["prompts"]]
 
 
 def arrivals_of(case: Case) -> list[float]:
     """Seconds from the beginning on; all 0 without a rate."""
     if not case["rate"]:
-        return [0.0] * case["requests"]
+        return [0.0] * len(case["prompts"])
     chosen = random.Random(case["seed"] + 1)
-    return list(itertools.accumulate(chosen.expovariate(case["rate"]) for _ in range(case["requests"])))
+    return list(itertools.accumulate(chosen.expovariate(case["rate"]) for _ in case["prompts"]))
 
 
 def answered(manager: Any, prompts: list[list[int]], arrivals: list[float], count: int, limit_s: float) -> list[Any]:
@@ -320,7 +317,7 @@ def text_of(results: list[Result]) -> str:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    shared = {name: getattr(args, name) for name in ("page_size", "blocks", "batch_tokens", "prompts", "new_tokens")}
+    shared = {name: getattr(args, name) for name in ("page_size", "blocks", "batch_tokens", "new_tokens")}
     shared |= {name: getattr(args, name) for name in ("seed", "limit", "warmup", "sampled")}
     cases: list[Case] = []
     for model in args.models:
@@ -329,7 +326,13 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         for part, requests, rate in (("at once", args.requests, 0), ("stream", args.arrivals, args.rate)):
             about = f" at {rate:g}/s" if rate else " at once"
             name = f"{model}, {requests} requests{about}, prompts of {low} to {high}, {args.new_tokens} new tokens"
-            loads += [{"case": name, "requests": requests, "rate": rate}] if part in args.parts else []
+            chosen = random.Random(args.seed)
+            prompts = [chosen.randint(low, high) for _ in range(requests)]
+            loads += [{"case": name, "prompts": prompts, "rate": rate}] if part in args.parts else []
+        for about, lengths in MIXED.items() if "mixed" in args.parts else ():
+            name = f"{model}, {about} at once, the last {args.new_tokens} of each new"
+            prompts = [max(1, length - args.new_tokens) for length in lengths]
+            loads.append({"case": name, "prompts": prompts, "rate": 0})
         if loads:
             cases += [shared | {"model": model, "loads": loads, "variant": variant} for variant in args.variants]
         if "attention" not in args.parts:
