@@ -8,8 +8,7 @@ Four parts: ``--requests`` that are there at once; ``--arrivals`` that come one 
 times (Poisson), both with prompts of random lengths within ``--prompts``; few requests of very different lengths, and
 of equal ones; and attention over pages alone, beside what PyTorch has for it. Models have random weights. Each variant
 has a process of its own, whose engine serves the first three parts one after the other, each within ``--limit``
-seconds. Writes serving_<device>_<date>.json and .md; what the
-columns mean is in benchmarks/results/README.md.
+seconds. Writes serving_<device>_<date>.json and .md; what the columns mean is in benchmarks/results/README.md.
 """
 
 from __future__ import annotations

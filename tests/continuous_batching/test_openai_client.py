@@ -16,6 +16,7 @@ import openai
 import pytest
 import torch
 
+from tests.continuous_batching.engine import alone
 from tests.models.letters import letters
 from torch_mpk.testing.tiny import tiny_model
 
@@ -43,7 +44,8 @@ class Server:
         sizes = ["--cb-block-size", f"{PAGE}", "--cb-num-blocks", f"{NUM_PAGES}", "--cb-max-batch-tokens", "64"]
         command = [sys.executable, "-m", "torch_mpk", "serve", self.name, "--device", "cpu", "--port", f"{self.port}"]
         self.log = folder / "log"
-        self.process = subprocess.Popen([*command, *sizes], stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen([*command, *sizes], stdout=log, stderr=subprocess.STDOUT)
 
     def wait(self, seconds: float) -> None:
         """Until it answers; an AssertionError with its log where it does not."""
@@ -66,13 +68,7 @@ class Server:
         )
 
     def alone(self, prompt: str, max_tokens: int = 12) -> str:
-        """What eager `generate` says."""
-        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
-        mask = torch.ones_like(ids)  # padding, too, is a letter
-        out = self.model.generate(
-            ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, eos_token_id=None
-        )
-        return self.tokenizer.decode(out[0, ids.shape[1] :])
+        return self.tokenizer.decode(alone(self.model, self.tokenizer(prompt).input_ids, max_tokens))
 
 
 @pytest.fixture(scope="module")
