@@ -1531,10 +1531,9 @@ struct Points2 {
     const float v3 = cast<float>(v2);
     const float v4 = cast<float>(ops::sub<float>(cast<float>(v3), cast<float>(v1)));
     const float v5 = cast<float>(ops::exp<float>(cast<float>(v4)));
-    const float v6 = cast<float>(ops::div<float>(cast<float>(v5), cast<float>(v0)));
-    const __nv_bfloat16 v7 = cast<__nv_bfloat16>(v6);
-    const __nv_bfloat16 s8 = cast<__nv_bfloat16>(v7);
-    job.pointer<__nv_bfloat16>(3)[i0] = s8;
+    const __nv_bfloat16 v6 = cast<__nv_bfloat16>(ops::div<float>(cast<float>(v5), cast<float>(v0)));
+    const __nv_bfloat16 s7 = cast<__nv_bfloat16>(v6);
+    job.pointer<__nv_bfloat16>(3)[i0] = s7;
   }
 };
 run_reduce<Reduce0>(c, job);
