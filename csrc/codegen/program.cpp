@@ -91,14 +91,28 @@ class ProgramWriter {
     for (int d = last; d-- > 0;) {
       if (program_.domain[d] == 1) continue;
       const std::string name = options_.prefix + "i" + str(d);
-      const int64_t step = strides_[d];
-      std::string index = step == 1 ? options_.point : "(" + options_.point + ") / " + str(step);
-      if (d != static_cast<int>(order.front())) index = "(" + index + ") % " + str(program_.domain[d]);
-      statements += "    const " + options_.index_type + " " + name + " = " + index + ";\n";
+      statements += "    const " + options_.index_type + " " + name + " = " + index_of(d, order.front()) + ";\n";
       coordinate_[d] = name;
-      if (options_.width > 0 && step == 1) together_ = d;
+      if (options_.width > 0 && strides_[d] == 1) together_ = d;
     }
     return statements;
+  }
+
+  // Of dimension `d`; `first` is the one that no other is around. A row's number and one within it need less arithmetic
+  // than what is made of both.
+  std::string index_of(size_t d, size_t first) const {
+    int64_t step = strides_[d];
+    std::string from = options_.point;
+    bool is_first = d == first;
+    if (options_.row > 0 && step % options_.row == 0) {
+      from = "uint32_t(r)";
+      step /= options_.row;
+    } else if (options_.row > 0 && options_.row % (step * program_.domain[d]) == 0) {
+      from = "n";
+      is_first |= step * program_.domain[d] == options_.row;
+    }
+    const std::string index = step == 1 ? from : "(" + from + ") / " + str(step);
+    return is_first ? index : "(" + index + ") % " + str(program_.domain[d]);
   }
 
   // ---- points that are evaluated together
@@ -270,12 +284,18 @@ class ProgramWriter {
     if (unstored && std::find(unstored->begin(), unstored->end(), t.buffer) != unstored->end()) return;
     const bool together = go_together(i, 1);
     in_each_ = differs && !together;
+    const std::string value = stored + (in_each_ ? ".v[j]" : "");
+    const bool is_conditional = i.args.size() > 2;
     std::string statement;
     if (together)
       statement = "store_together(" + refs_.pointer(node_, t, true) + " + (" + address(i, 1) + "), " + stored + ");";
+    else if (is_conditional && !context_.polled(t.buffer))
+      statement = "store_if(" + argument(i, 2, "bool") + ", " + refs_.pointer(node_, t, true) + " + (" + address(i, 1) +
+                  "), " + value + ");";
     else
-      statement = emit_store(context_, refs_, node_, t, address(i, 1), stored + (in_each_ ? ".v[j]" : ""));
-    if (i.args.size() > 2) statement = "if (" + argument(i, 2, "bool") + ") " + statement;
+      statement = emit_store(context_, refs_, node_, t, address(i, 1), value);
+    if (is_conditional && (together || context_.polled(t.buffer)))
+      statement = "if (" + argument(i, 2, "bool") + ") " + statement;
     if (in_each_) statement = "for_each<" + str(options_.width) + ">([&](int j) { " + statement + " });";
     in_each_ = false;
     code_.body += "    " + statement + "\n";

@@ -30,6 +30,8 @@ struct ProgramOptions {
   std::string point = "";             // expression of the point's number in the domain, row-major
   std::string inner = "";             // nonempty: the index in the last dimension; `point` numbers the others
   std::vector<int64_t> strides = {};  // nonempty: of the dimensions in that number, in place of row-major ones
+  // Nonzero: the point is number `n` of row `r` of so many, which are variables.
+  int64_t row = 0;
   // Nonzero: so many points are evaluated together, `point` and those behind it; coordinates but the one of stride 1
   // are the same for all of them. Locals are their values, a Vec.
   int64_t width = 0;

@@ -1124,7 +1124,7 @@ struct Points0 {
     const bool v13 = cast<bool>(ops::eq<int64_t>(cast<int64_t>(v5), cast<int64_t>(v3)));
     const __nv_bfloat16 v14 = cast<bool>(v13) ? cast<__nv_bfloat16>(v12) : cast<__nv_bfloat16>(v11);
     const __nv_bfloat16 s15 = cast<__nv_bfloat16>(v14);
-    if (cast<bool>(v8)) job.pointer<__nv_bfloat16>(3)[i0 * 128 + i1 + v10] = s15;
+    store_if(cast<bool>(v8), job.pointer<__nv_bfloat16>(3) + (i0 * 128 + i1 + v10), s15);
   }
 };
 run_points<Points0>(c, job);

@@ -317,9 +317,10 @@ class LinearWriter {
   // Those of an owner, or, side by side, all.
   void write_epilogues(int owner, std::string& finish, std::string& preload) {
     const int64_t row = rows_[std::max(owner, 0)], points = batch_ * row;
-    // Of tiles, whose epilogues reorder dimensions, the number is unsigned: what it is divided by is a shift then.
-    const std::string type = shape_.x_rows > 0 ? "uint32_t" : "int32_t";
-    const std::string point = "    const " + type + " point = r * " + str(row) + " + n;\n";
+    // Of tiles, whose epilogues reorder dimensions, numbers are unsigned: what they are divided by is a shift then.
+    const bool is_tile = shape_.x_rows > 0;
+    const std::string point =
+        "    const " + std::string(is_tile ? "uint32_t" : "int32_t") + " point = r * " + str(row) + " + n;\n";
     std::string body, loads;
     for (size_t i = 0; i < job_.epilogue.size(); i++) {
       const Node& node = context_.node(job_.epilogue[i]);
@@ -333,6 +334,7 @@ class LinearWriter {
                                                {.prefix = "e" + str(static_cast<int64_t>(i)) + "_",
                                                 .point = "point",
                                                 .strides = *strides,
+                                                .row = is_tile ? row : 0,
                                                 .early_loads = true,
                                                 .common_loads = has_common(),
                                                 .locals = &locals_,

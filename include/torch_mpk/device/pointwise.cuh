@@ -135,6 +135,15 @@ MPK_DEVICE double sub(double a, double b) {
   return __dsub_rn(a, b);
 }
 MPK_POINTWISE_FLOAT(MPK_OPERATION)
+// Within two units of the last place of what is rounded next, without the branch that a correctly rounded quotient has.
+template <>
+MPK_DEVICE float sigmoid(float a) {
+  return __fdividef(1.0f, 1.0f + math::exp(-a));
+}
+template <>
+MPK_DEVICE float silu(float a) {
+  return __fdividef(a, 1.0f + math::exp(-a));
+}
 MPK_POINTWISE_INTEGER(MPK_OPERATION)
 MPK_POINTWISE_COMPARE(MPK_COMPARISON)
 #undef MPK_PARAMETERS_1
@@ -258,6 +267,16 @@ struct PairOf<__half> {
 template <class T>
 MPK_DEVICE uint32_t round_pair(float a, float b) {
   return to_word(PairOf<T>::round(a, b));
+}
+
+// Of 16 bits, as elements of caches are, without a branch: of many that are stored together none waits for another.
+template <class T>
+MPK_DEVICE void store_if(bool condition, T* p, const T& v) {
+  if constexpr (sizeof(T) == 2) {
+    ptx::store_if(condition, reinterpret_cast<uint16_t*>(p), static_cast<uint16_t>(to_word(v)));
+  } else {
+    if (condition) *p = v;
+  }
 }
 
 template <class T, int N>

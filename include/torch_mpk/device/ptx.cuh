@@ -254,6 +254,13 @@ MPK_DEVICE ulonglong2 load_relaxed_gpu(const ulonglong2* p) {
   return v;
 }
 
+// Without a branch. The compiler may move other accesses across it, though not across a barrier: nothing of a job reads
+// what it stores so.
+MPK_DEVICE void store_if(bool condition, uint16_t* p, uint16_t v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.u16 [%0], %1;\n}" ::"l"(p), "h"(v),
+               "r"(uint32_t(condition)));
+}
+
 MPK_DEVICE void store_relaxed_gpu(uint16_t* p, uint16_t v) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
 }

@@ -309,25 +309,47 @@ struct Strip {
   MPK_DEVICE bool has(int i) const { return is_there && row(i) < V::kBatch; }
 
   // Each segment has a loop of its own: in a common one every result would be asked whose it is, and one segment's
-  // branches would keep the others' results from being stored together.
+  // branches would keep the others' results from being stored together. And where all results are there, as in most
+  // strips, none is asked whether it is: what a result waits for is hidden by the others'.
   MPK_DEVICE void finish(C& c, const Job& job, int segment, const float* strip,
                          const typename V::Common& common) const {
 #pragma unroll
-    for (int s = 0; s < V::kSegments; s++)
-      if (s == segment) finish_segment(c, job, s, strip, common);
+    for (int s = 0; s < V::kSegments; s++) {
+      if (s != segment) continue;
+      if ((V::kBatch % kWarpRows == 0 && V::num_rows(s) % V::kTileRows == 0) ||
+          __all_sync(~0u, is_there && row(kRows - 1) < V::kBatch))
+        finish_segment<true>(c, job, s, strip, common);
+      else
+        finish_segment<false>(c, job, s, strip, common);
+    }
   }
 
  private:
+  template <bool all>
   MPK_DEVICE void finish_segment(C& c, const Job& job, int segment, const float* strip,
                                  const typename V::Common& common) const {
     const float* mine = strip + c.lane / S::kStrip * kStripPitch + c.lane % S::kStrip;
-#pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      if (!has(i)) break;
-      float results[V::kParts];
+    const auto load = [&](int i, float (&results)[V::kParts]) {
 #pragma unroll
       for (int p = 0; p < V::kParts; p++) results[p] = mine[i * S::kRowsAtOnce * kStripPitch + p * S::kStrip];
+    };
+    const auto finish = [&](int i, const float (&results)[V::kParts]) {
       V::finish(c, job, segment, row(i), n, results, extras[i], common);
+    };
+    if constexpr (all) {
+      float results[kRows][V::kParts];
+#pragma unroll
+      for (int i = 0; i < kRows; i++) load(i, results[i]);
+#pragma unroll
+      for (int i = 0; i < kRows; i++) finish(i, results[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows; i++) {
+        if (!has(i)) break;
+        float results[V::kParts];
+        load(i, results);
+        finish(i, results);
+      }
     }
   }
 };

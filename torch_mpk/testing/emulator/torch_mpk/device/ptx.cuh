@@ -108,6 +108,9 @@ inline ulonglong2 load_relaxed_gpu(const ulonglong2* p) {
   emulator::require_aligned(p);
   return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y)};
 }
+inline void store_if(bool condition, uint16_t* p, uint16_t v) {
+  if (condition) *p = v;
+}
 inline void store_relaxed_gpu(uint16_t* p, uint16_t v) {
   if (!emulator::at_fault(p)) __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
