@@ -290,11 +290,11 @@ def test_shares_of_a_tile_that_are_not_whole_columns_of_products_are_caught() ->
     b = Builder()
     x, w = (b.buffer("input", name, "bfloat16", [rows, 3072]) for name, rows in (("x", 130), ("w", 64)))
     b.node("linear", [("x", x), ("weight", w)], b.buffer("output", "y", "bfloat16", [130, 64]))
-    parts = Parts.of(_C.make_schedule(b.graph, _C.Target("cuda", 90, 14, 232448)))
+    parts = Parts.of(_C.make_schedule(b.graph, _C.Target("cuda", 90, 24, 232448)))
     _C.validate(parts.build())
     [job] = parts.jobs("shape")
     job["shape"]["split"] = 6
-    with pytest.raises(RuntimeError, match="6 workers share tiles, but not the 64 rows of each, eight at a time"):
+    with pytest.raises(RuntimeError, match="6 workers share tiles, but not the 32 rows of each, eight at a time"):
         _C.validate(parts.build())
 
 

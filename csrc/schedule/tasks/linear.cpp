@@ -342,19 +342,21 @@ class Tiles {
   }
 
   // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results; or
-  // its boxes, of which one multiprocessor gets 64 bytes a cycle from L2, all together some 5,500, of weights that come
-  // from memory 2,600, and none sooner than the ring's slots take to come. Behind the steps come the sums that are sent
-  // and received, the results, and the way to the next tile.
+  // its boxes, of which one multiprocessor gets 42 bytes a cycle from L2, all together some 5,500, of weights that come
+  // from memory 2,100, and none sooner than the ring's slots take to come, which is longer from memory. Behind the
+  // steps come the sums that are sent and received, the results, and the way to the next tile. Measured, see
+  // docs/experiments.md: a sum that is sent costs most of all, since it is written and read twice as wide.
   double cost(const TileShape& shape) const {
-    constexpr double kOwnBytes = 64, kAllBytes = 5500, kMemoryBytes = 2600, kTrip = 2000, kSlots = 4;
-    constexpr double kOfColumn = 40, kOfTile = 1500, kHop = 3000, kOfSentColumn = 40;
+    constexpr double kOwnBytes = 42, kAllBytes = 5500, kMemoryBytes = 2100, kTrip = 2000, kMemoryTrip = 4400;
+    constexpr double kSlots = 4, kOfColumn = 40, kOfTile = 1500, kHop = 2500, kOfSentColumn = 150;
     const int64_t units = count(shape) * shape.split, columns = shape.tile_rows * shape.parts;
     const double active = double(std::min(units, job_.workers)), weights = double(columns * kBoxRowBytes);
     const double bytes = double(shape.x_rows * kBoxRowBytes) + weights;
     const double blocks = double(shape.chunk_bytes) / kBoxRowBytes;
-    const double from_memory = x_tiles() == 1 ? weights * active / kMemoryBytes : 0;
-    const double step = std::max(
-        {4.0 * double(columns), bytes / kOwnBytes, bytes * active / kAllBytes, from_memory, kTrip / (kSlots * blocks)});
+    const bool from_memory = x_tiles() == 1;  // else other tiles have brought them to L2
+    const double step = std::max({4.0 * double(columns), bytes / kOwnBytes, bytes * active / kAllBytes,
+                                  from_memory ? weights * active / kMemoryBytes : 0,
+                                  (from_memory ? kMemoryTrip : kTrip) / (kSlots * blocks)});
     const double steps = double(shape.row_bytes) / kBoxRowBytes / double(shape.split);
     const double share = double(columns) / double(shape.split);
     const double others = shape.split == 1 ? 0 : kHop + kOfSentColumn * (double(columns) - share);
