@@ -2,6 +2,7 @@
 
 #include "key_rows.h"
 #include "proof.h"
+#include "query_tiles.h"
 #include "staging.h"
 
 namespace mpk {
@@ -151,8 +152,8 @@ class CutProof {
                                          " rows do not cover its matrices, " + str(tiles) + " do");
   }
 
-  // Every warp has as many rows as the tensor cores take at once, every row is in one tile, and all warps read an
-  // entry.
+  // Every warp has as many rows as the tensor cores take at once, every row is in one tile, equally many warps have the
+  // same ones, and all warps read an entry.
   void check_queries(const QueryTiles& t) const {
     constexpr int64_t kMostBoxRows = 256;
     const Tensor& y = output(first_).tensor;
@@ -160,8 +161,12 @@ class CutProof {
     const size_t rank = t.ends > 0 ? 3 : 4;  // behind which heads and elements stand
     require(y.shape.size() == rank && t.heads > 0 && y.shape[rank - 2] % t.heads == 0,
             str(t.heads) + " heads side by side do not make all of them");
-    require(t.rows == kWarpRows * consumers,
-            str(t.rows) + " rows of queries are not " + str(kWarpRows) + " for each of " + str(consumers) + " warps");
+    require(t.rows > 0 && kWarpRows * consumers % t.rows == 0 && t.rows % kWarpRows == 0,
+            str(t.rows) + " rows of queries are not " + str(kWarpRows) + " for each of some of " + str(consumers) +
+                " warps, and for equally many others");
+    const int64_t staged = t.ends > 0 || t.rows < kWarpRows * consumers ? united_bytes(s_.warps) : 0;
+    require(job_.staged_bytes >= staged,
+            "its warps hand each other " + str(staged) + " bytes in " + str(job_.staged_bytes));
     require(t.positions > 0 && t.positions % kWarpRows == 0 && t.positions <= kMostBoxRows,
             "a tile of " + str(t.positions) + " positions is no box that tensor cores take 16 at a time");
     const int64_t of_group =

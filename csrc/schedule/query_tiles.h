@@ -25,4 +25,7 @@ inline QueryTiles query_tiles(const WarpLayout& warps, int64_t heads, int64_t he
   return tiles;
 }
 
+// Of shared memory, where warps share the keys of their rows.
+inline int64_t united_bytes(const WarpLayout& warps) { return warps.consumers * kUnitedBytes; }
+
 }  // namespace mpk

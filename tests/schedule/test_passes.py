@@ -312,18 +312,24 @@ def test_cut_jobs_into_pieces() -> None:
 
 
 def test_cut_jobs_into_tiles_of_queries() -> None:
-    def cut(size: int, arch: int = 90) -> dict:
+    def cut(size: int, positions: int = 100, arch: int = 90) -> dict:
         b = Builder()
-        shapes = {"q": [1, 100, 6, size], "k": [1, 2, 300, size], "v": [1, 2, 300, size]}
+        shapes = {"q": [1, positions, 6, size], "k": [1, 2, 300, size], "v": [1, 2, 300, size]}
         operands = [(name, b.buffer("input", name, "bfloat16", shape)) for name, shape in shapes.items()]
         y = b.buffer("output", "y", "bfloat16", shapes["q"])
         b.node("prefill_attention", operands, y, {"scale": 0.1, "style": "sdpa"}, "attention")
         [[job]] = Draft(b.graph, "cut_jobs", _C.Target("cuda", arch, 132, 232448)).phases
         return job
 
-    # 300 rows of each of two groups; keys and values of a tile are 32 KiB.
-    assert (cut(128)["queries"], cut(128)["tiles"]) == ({"heads": 3, "rows": 128, "positions": 64}, 2 * 3)
-    assert cut(64)["queries"] == {"heads": 3, "rows": 128, "positions": 128}
+    # Of two groups 300 rows each, or more; keys and values of a tile are 32 KiB.
+    assert (cut(64)["queries"], cut(64)["tiles"]) == ({"heads": 3, "rows": 128, "positions": 128}, 2 * 3)
+    assert (cut(128)["queries"], cut(128)["tiles"]) == ({"heads": 3, "rows": 64, "positions": 64}, 2 * 5)
+    assert [cut(128, n)["queries"]["rows"] for n in (64, 65, 192, 193, 704, 705, 1408, 1409)] == [
+        *(128, 64),  # one tile of keys, or two
+        *(64, 32),  # three, or four
+        *(32, 64),  # 132 tiles of queries, as many as workers, or 134
+        *(64, 128),
+    ]
     assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
 
 

@@ -74,6 +74,7 @@ class PrefillAttentionWriter {
                  "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
                  flag("kZeroWithoutKeys", node_.string_attr("style") == "sdpa");
     code_.num_small_workers = static_cast<uint32_t>(std::min<int64_t>(job_.num_tiles, 1 << 20));
+    if (job_.staged_bytes > 0) code_.staged_bytes = "prefill_attention::Shape<V>::kStagedBytes";
   }
 
   void write_keys() {

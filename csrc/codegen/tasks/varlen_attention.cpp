@@ -67,6 +67,7 @@ class VarlenAttentionWriter {
         returning("int32_t", "num_read(const Job& job)", refs_.number(node_.operand("read_index").tensor.shape[0]));
     code_.body += returning("int32_t", "cache_rows(const Job& job)", refs_.number(cache().shape[0]));
     code_.num_small_workers = static_cast<uint32_t>(std::min<int64_t>(job_.num_tiles, 1 << 20));
+    code_.staged_bytes = "prefill_attention::Shape<V>::kStagedBytes";
   }
 
   // Of one token, or one row of the cache, a head's.

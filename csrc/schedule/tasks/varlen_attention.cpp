@@ -17,6 +17,7 @@ class VarlenAttentionPlanner : public Planner {
     tiles.ends = node.operand("cu_seq_lens_q").tensor.shape[0];
     job.queries = tiles;
     job.num_tiles = k.shape[1] * tiles.ragged_tiles(q.shape[0]);
+    job.staged_bytes = united_bytes(warps);
   }
 
  private:

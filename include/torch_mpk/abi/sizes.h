@@ -36,6 +36,9 @@ inline constexpr int kTileXRows = 64 * kWarpgroups, kWarpRows = 16, kStripPitch 
 inline constexpr int kKeyRowPad = 16;        // bytes between rows of keys that come by themselves, in other banks
 inline constexpr int kTaggedFloatBytes = 8;  // of a sum that another worker polls, see device/tagged.cuh
 constexpr int strip_columns(int64_t parts) { return parts == 1 ? 32 : parts == 2 ? 16 : 8; }
+// Where warps of attention share the keys of its rows, they hand each other so many columns of results at a time, and
+// with them maxima and sums: of each lane fragments of 16 bytes, one for every 8 columns, and one more.
+inline constexpr int kUnitedColumns = 32, kUnitedBytes = 32 * 16 * (kUnitedColumns / 8 + 1);
 
 // Shared memory: a fixed part (see Shared) of so many bytes at most, rows of the table, what jobs stage, the ring. Each
 // begins at a multiple of kSharedAlignment.

@@ -94,8 +94,8 @@ struct Pieces {
 
 // How attention of many positions is cut. Of `heads` heads that share keys the rows of queries stand side by side, for
 // all positions of a sequence; a worker takes so many rows at a time, and an entry of the ring holds all that is loaded
-// of so many positions of keys. With `ends`, sequences have lengths that are known at run time alone, and keys come row
-// by row: so many tiles may not be full.
+// of so many positions of keys. Where the rows are not enough for all warps, warps share the keys. With `ends`,
+// sequences have lengths that are known at run time alone, and keys come row by row: so many tiles may not be full.
 struct QueryTiles {
   int64_t heads = 1, rows = 0, positions = 0, ends = 0;
 

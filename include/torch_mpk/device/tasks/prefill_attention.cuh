@@ -3,8 +3,11 @@
 // As FlashAttention-2 does it. The heads of a group at all positions of a sequence are rows of queries side by side, a
 // worker takes V::kRows of them at a time, and each of its warps 16 from the first key to the last: queries, running
 // maxima and sums, and results stay in registers. The loader brings tiles of keys and values, as boxes, an entry of the
-// ring for both of a tile; every consumer warp reads every entry. A row's sums are taken by one warp in the order of
-// positions, so its bits depend on nothing but its own query and what it sees.
+// ring for both of a tile; every consumer warp waits for every entry. A row's sums are taken in the order of positions,
+// so its bits depend on nothing but its own query and what it sees.
+//
+// Where workers would have fewer rows than warps multiply, warps share the keys instead: of N warps with the same rows
+// each takes every Nth tile, and the first adds up what they have.
 //
 // How many tiles there are is what the rows of a block see, which the loader and each warp find by themselves. Later
 // positions see more of a causal prompt, so blocks are dealt out from the last to the first.
@@ -30,7 +33,7 @@ concept Tiles = requires {
   typename V::T;
   // kHeads query heads share a key head.
   requires Constants<int, V::kGroups, V::kHeads, V::kSize>;
-  // Rows of queries that a worker takes at a time, and positions whose keys and values are an entry.
+  // Rows of queries that a worker takes at a time, at most, and positions whose keys and values are an entry.
   requires Constants<int, V::kRows, V::kKeys>;
   requires Constants<bool, V::kHasMask>;
   { V::kScale } -> Same<const float&>;
@@ -99,9 +102,10 @@ struct Shape {
   // scales, by which the largest score would be the least.
   static constexpr bool kScaleFirst = V::kHasMask || !(V::kScale > 0);
   static constexpr float kLog2E = 1.44269504f, kToExponent = kScaleFirst ? kLog2E : V::kScale * kLog2E;
+  static constexpr int kStagedBytes = kConsumerWarps * kUnitedBytes;
 
-  static_assert(V::kRows == kWarpRows * kConsumerWarps && V::kKeys % kAtOnce == 0 && kAtOnce % 16 == 0 &&
-                V::kSize % kBoxColumns == 0);
+  static_assert(kConsumerWarps % (V::kRows / kWarpRows) == 0 && V::kKeys % kAtOnce == 0 && kAtOnce % 16 == 0 &&
+                V::kSize % kBoxColumns == 0 && V::kSize % kUnitedColumns == 0);
   static_assert(sizeof(typename V::T) == 2 && (ByRow<V> || kTileBytes % kBoxAlignment == 0));
 
   // Of a tile, piece `piece` (0 or 1) of a row; and the same of the columns 16 k further on.
@@ -144,6 +148,7 @@ struct Unit {
   }
 
   MPK_DEVICE uint32_t num_rows() const { return kGroupRows; }
+  MPK_DEVICE uint32_t warps_of_rows() const { return V::kRows / kWarpRows; }  // the others share these's keys
   MPK_DEVICE const T* q(const Job& job, uint32_t s, uint32_t h) const { return V::q(job, batch, s, h); }
   MPK_DEVICE T* y(const Job& job, uint32_t s, uint32_t h) const { return V::y(job, batch, s, h); }
   MPK_DEVICE uint32_t limit(const Job& job, uint32_t s) const { return visible<V>(job, batch, s); }
@@ -240,8 +245,9 @@ struct Rows {
   SumFragment out[V::kSize / 8] = {};
   float maximum[2], sum[2] = {};  // sum: the lane's part of it
 
-  MPK_DEVICE Rows(const Job& job, const U& unit, uint32_t warp, uint32_t lane)
-      : job(job), unit(unit), first(unit.first + warp * kWarpRows + lane / 4), lane(lane) {
+  // Number `block` of the unit's 16s of rows.
+  MPK_DEVICE Rows(const Job& job, const U& unit, uint32_t block, uint32_t lane)
+      : job(job), unit(unit), first(unit.first + block * kWarpRows + lane / 4), lane(lane) {
     const T* rows[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -260,7 +266,7 @@ struct Rows {
       least = min(least, __shfl_xor_sync(~0u, least, o));
       most = max(most, __shfl_xor_sync(~0u, most, o));
     }
-    if (unit.first + warp * kWarpRows >= unit.num_rows()) most = 0;
+    if (unit.first + block * kWarpRows >= unit.num_rows()) most = 0;
   }
 
   // Read anew each time: what is computed from it takes no registers in between.
@@ -368,7 +374,7 @@ struct Rows {
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
       if (!((high - maximum[i]) * S::kToExponent > S::kSlack)) continue;
       raises = true;
-      kept[i] = ptx::exp2((maximum[i] - subtrahend(high)) * S::kToExponent);
+      kept[i] = factor(maximum[i], high);
       maximum[i] = high;
     }
     if (!__any_sync(~0u, raises)) return;
@@ -413,6 +419,69 @@ struct Rows {
     return (position < count ? 0xffff : 0) | (position + 1 < count ? 0xffff0000 : 0);
   }
 
+  // To what the first warp of a block of rows has, what those after it have, in their order, through shared memory; the
+  // next has a number that is `stride` larger. False where the launch was given up.
+  template <class C>
+  MPK_DEVICE bool unite(C& c, uint32_t stride) {
+    constexpr int kFragments = kUnitedColumns / 8, kPlace = kUnitedBytes / int(sizeof(float4));
+    float4* place = reinterpret_cast<float4*>(c.staged()) + c.warp * kPlace + c.lane;
+    const bool is_first = c.warp < stride;
+    const auto for_others = [&](auto f) {
+#pragma unroll 1
+      for (uint32_t other = c.warp + stride; other < kConsumerWarps; other += stride) {
+        place += stride * kPlace;
+        f(place[kFragments * 32]);
+      }
+      place = reinterpret_cast<float4*>(c.staged()) + c.warp * kPlace + c.lane;
+    };
+    float high[2] = {maximum[0], maximum[1]}, kept[2];
+    if (!is_first) place[kFragments * 32] = {maximum[0], maximum[1], sum[0], sum[1]};
+#pragma unroll
+    for (int begin = 0; begin < V::kSize / 8; begin += kFragments) {
+      if (!is_first)
+#pragma unroll
+        for (int n = 0; n < kFragments; n++) {
+          const SumFragment& o = out[begin + n];
+          place[n * 32] = {o[0], o[1], o[2], o[3]};
+        }
+      if (!c.sync()) return false;
+      if (is_first) {
+        if (begin == 0) {
+          for_others([&](const float4& of) {
+            high[0] = fmaxf(high[0], of.x);
+            high[1] = fmaxf(high[1], of.y);
+          });
+#pragma unroll
+          for (int i = 0; i < 2; i++) sum[i] *= kept[i] = factor(maximum[i], high[i]);
+          for_others([&](const float4& of) {
+            sum[0] = fmaf(factor(of.x, high[0]), of.z, sum[0]);
+            sum[1] = fmaf(factor(of.y, high[1]), of.w, sum[1]);
+          });
+        }
+#pragma unroll
+        for (int n = 0; n < kFragments; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) out[begin + n][i] *= kept[i / 2];
+        for_others([&](const float4& of) {
+          const float factors[2] = {factor(of.x, high[0]), factor(of.y, high[1])};
+#pragma unroll
+          for (int n = 0; n < kFragments; n++) {
+            const float4 v = place[n * 32];
+            SumFragment& o = out[begin + n];
+            o[0] = fmaf(factors[0], v.x, o[0]);
+            o[1] = fmaf(factors[0], v.y, o[1]);
+            o[2] = fmaf(factors[1], v.z, o[2]);
+            o[3] = fmaf(factors[1], v.w, o[3]);
+          }
+        });
+      }
+      if (!c.sync()) return false;  // all have been read
+    }
+    return true;
+  }
+  // What sums of exponentials above one maximum are multiplied with where it becomes another.
+  static MPK_DEVICE float factor(float from, float to) { return ptx::exp2((from - subtrahend(to)) * S::kToExponent); }
+
   // Rounded. Rows that have seen nothing: zero or NaN.
   MPK_DEVICE void store() {
 #pragma unroll
@@ -433,17 +502,19 @@ struct Rows {
 template <class V, class U, class C>
 MPK_DEVICE bool attend(C& c, const Job& job, const U& unit, uint32_t begin, uint32_t end) {
   static_assert(Shape<V>::kEntryBytes <= C::Config::kSlotBytes && C::Config::kEmptyArrivals == kConsumerWarps);
-  Rows<V, U> rows(job, unit, c.warp, c.lane);
+  const uint32_t blocks = unit.warps_of_rows(), parts = kConsumerWarps / blocks;  // parts: of the keys
+  Rows<V, U> rows(job, unit, c.warp % blocks, c.lane);
 #pragma unroll 1
   for (uint32_t tile = begin; tile < end; tile++) {
     if (!c.ring.wait(c.entry, c.phase)) {
       c.failed = true;
       return false;
     }
-    rows.attend(c.ring.slot(c.entry), tile);
+    if ((tile - begin) % parts == c.warp / blocks) rows.attend(c.ring.slot(c.entry), tile);
     c.ring.release(c.entry++);
   }
-  rows.store();
+  if (parts > 1 && !rows.unite(c, blocks)) return false;
+  if (c.warp < blocks) rows.store();
   return true;
 }
 

@@ -96,6 +96,11 @@ struct Unit {
 
   MPK_DEVICE bool exists() const { return tokens > 0; }
   MPK_DEVICE uint32_t num_rows() const { return tokens * V::kHeads; }
+  // A power of two, so that all have equally many.
+  MPK_DEVICE uint32_t warps_of_rows() const {
+    const uint32_t blocks = (min(num_rows() - first, uint32_t(V::kRows)) + kWarpRows - 1) / kWarpRows;
+    return 1u << (32 - __clz(blocks - 1));
+  }
   MPK_DEVICE const T* q(const Job& job, uint32_t s, uint32_t h) const { return V::q(job, token + s, h); }
   MPK_DEVICE T* y(const Job& job, uint32_t s, uint32_t h) const { return V::y(job, token + s, h); }
   MPK_DEVICE uint32_t limit(const Job&, uint32_t s) const { return limit(s); }
