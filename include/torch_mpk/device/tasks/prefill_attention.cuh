@@ -148,7 +148,8 @@ struct Unit {
   }
 
   MPK_DEVICE uint32_t num_rows() const { return kGroupRows; }
-  MPK_DEVICE uint32_t warps_of_rows() const { return V::kRows / kWarpRows; }  // the others share these's keys
+  // Warps that have rows of their own; the others share the keys of these.
+  MPK_DEVICE uint32_t warps_of_rows() const { return V::kRows / kWarpRows; }
   MPK_DEVICE const T* q(const Job& job, uint32_t s, uint32_t h) const { return V::q(job, batch, s, h); }
   MPK_DEVICE T* y(const Job& job, uint32_t s, uint32_t h) const { return V::y(job, batch, s, h); }
   MPK_DEVICE uint32_t limit(const Job& job, uint32_t s) const { return visible<V>(job, batch, s); }
@@ -419,8 +420,8 @@ struct Rows {
     return (position < count ? 0xffff : 0) | (position + 1 < count ? 0xffff0000 : 0);
   }
 
-  // To what the first warp of a block of rows has, what those after it have, in their order, through shared memory; the
-  // next has a number that is `stride` larger. False where the launch was given up.
+  // Adds to what the first warp of these rows has what the others have, in their order, through shared memory: of each
+  // the number is larger by `stride` than the last one's. False where the launch was given up.
   template <class C>
   MPK_DEVICE bool unite(C& c, uint32_t stride) {
     constexpr int kFragments = kUnitedColumns / 8, kPlace = kUnitedBytes / int(sizeof(float4));
