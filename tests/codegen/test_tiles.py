@@ -81,22 +81,32 @@ def test_many_rows_as_their_reference(rows: int, hidden: int, ffn: int, dtype: s
     assert not any(torch.equal(other[1:], own[1:]) for other, own in zip(others, first, strict=True) if len(own) > 1)
 
 
-# Workers, rows of the weight, and how many workers share a tile.
+# Workers, the weight's shape, and the rows of it that a tile has, which so many workers share.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "columns", "split"), [(5, 64, 2), (8, 96, 4), (12, 96, 6), (14, 64, 4), (16, 64, 8)]
+    ("workers", "weight_shape", "tile_rows", "split"),
+    [
+        (5, (64, 3072), 64, 2),
+        (6, (96, 3072), 96, 3),
+        (16, (64, 3072), 32, 4),
+        (12, (96, 6144), 96, 6),
+        (16, (64, 9216), 64, 8),
+    ],
 )
-def test_few_tiles_are_cut_among_workers_whose_sums_meet_in_order(workers: int, columns: int, split: int) -> None:
+def test_few_tiles_are_cut_among_workers_whose_sums_meet_in_order(
+    workers: int, weight_shape: tuple[int, int], tile_rows: int, split: int
+) -> None:
+    columns, hidden = weight_shape
     b = Builder()
     x, weight, residual = (
         b.buffer("input", name, "bfloat16", list(shape))
-        for name, shape in {"x": (130, 3072), "weight": (columns, 3072), "residual": (130, columns)}.items()
+        for name, shape in {"x": (130, hidden), "weight": weight_shape, "residual": (130, columns)}.items()
     )
     y = b.node("linear", [("x", x), ("weight", weight)], b.buffer("workspace", "y", "bfloat16", [130, columns]))
     b.pointwise("add", [y, residual], b.buffer("output", "sum", "bfloat16", [130, columns]))
     kernel = emulate(b.graph, workers=workers, polled=True)
-    [shape] = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
-    assert (shape.tile_rows, shape.split) == (columns, split)
+    [tile] = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
+    assert (tile.tile_rows, tile.split) == (tile_rows, split)
     torch.manual_seed(0)
     inputs = random_inputs(b.graph)
     _, (want,) = reference(b.graph, inputs)
