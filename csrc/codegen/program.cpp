@@ -285,17 +285,16 @@ class ProgramWriter {
     const bool together = go_together(i, 1);
     in_each_ = differs && !together;
     const std::string value = stored + (in_each_ ? ".v[j]" : "");
-    const bool is_conditional = i.args.size() > 2;
+    const std::string condition = i.args.size() > 2 ? argument(i, 2, "bool") : "";
+    const auto place = [&] { return refs_.pointer(node_, t, true) + " + (" + address(i, 1) + ")"; };
     std::string statement;
-    if (together)
-      statement = "store_together(" + refs_.pointer(node_, t, true) + " + (" + address(i, 1) + "), " + stored + ");";
-    else if (is_conditional && !context_.polled(t.buffer))
-      statement = "store_if(" + argument(i, 2, "bool") + ", " + refs_.pointer(node_, t, true) + " + (" + address(i, 1) +
-                  "), " + value + ");";
-    else
-      statement = emit_store(context_, refs_, node_, t, address(i, 1), value);
-    if (is_conditional && (together || context_.polled(t.buffer)))
-      statement = "if (" + argument(i, 2, "bool") + ") " + statement;
+    if (!condition.empty() && !together && !context_.polled(t.buffer)) {
+      statement = "store_if(" + condition + ", " + place() + ", " + value + ");";
+    } else {
+      statement = together ? "store_together(" + place() + ", " + stored + ");"
+                           : emit_store(context_, refs_, node_, t, address(i, 1), value);
+      if (!condition.empty()) statement = "if (" + condition + ") " + statement;
+    }
     if (in_each_) statement = "for_each<" + str(options_.width) + ">([&](int j) { " + statement + " });";
     in_each_ = false;
     code_.body += "    " + statement + "\n";

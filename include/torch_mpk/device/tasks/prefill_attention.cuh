@@ -425,36 +425,36 @@ struct Rows {
   template <class C>
   MPK_DEVICE bool unite(C& c, uint32_t stride) {
     constexpr int kFragments = kUnitedColumns / 8, kPlace = kUnitedBytes / int(sizeof(float4));
-    float4* place = reinterpret_cast<float4*>(c.staged()) + c.warp * kPlace + c.lane;
+    float4* mine = reinterpret_cast<float4*>(c.staged()) + c.warp * kPlace + c.lane;
     const bool is_first = c.warp < stride;
     const auto for_others = [&](auto f) {
+      const float4* theirs = mine;
 #pragma unroll 1
       for (uint32_t other = c.warp + stride; other < kConsumerWarps; other += stride) {
-        place += stride * kPlace;
-        f(place[kFragments * 32]);
+        theirs += stride * kPlace;
+        f(theirs, theirs[kFragments * 32]);
       }
-      place = reinterpret_cast<float4*>(c.staged()) + c.warp * kPlace + c.lane;
     };
     float high[2] = {maximum[0], maximum[1]}, kept[2];
-    if (!is_first) place[kFragments * 32] = {maximum[0], maximum[1], sum[0], sum[1]};
+    if (!is_first) mine[kFragments * 32] = {maximum[0], maximum[1], sum[0], sum[1]};
 #pragma unroll
     for (int begin = 0; begin < V::kSize / 8; begin += kFragments) {
       if (!is_first)
 #pragma unroll
         for (int n = 0; n < kFragments; n++) {
           const SumFragment& o = out[begin + n];
-          place[n * 32] = {o[0], o[1], o[2], o[3]};
+          mine[n * 32] = {o[0], o[1], o[2], o[3]};
         }
       if (!c.sync()) return false;
       if (is_first) {
         if (begin == 0) {
-          for_others([&](const float4& of) {
+          for_others([&](const float4*, const float4& of) {
             high[0] = fmaxf(high[0], of.x);
             high[1] = fmaxf(high[1], of.y);
           });
 #pragma unroll
           for (int i = 0; i < 2; i++) sum[i] *= kept[i] = factor(maximum[i], high[i]);
-          for_others([&](const float4& of) {
+          for_others([&](const float4*, const float4& of) {
             sum[0] = fmaf(factor(of.x, high[0]), of.z, sum[0]);
             sum[1] = fmaf(factor(of.y, high[1]), of.w, sum[1]);
           });
@@ -463,11 +463,11 @@ struct Rows {
         for (int n = 0; n < kFragments; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++) out[begin + n][i] *= kept[i / 2];
-        for_others([&](const float4& of) {
+        for_others([&](const float4* theirs, const float4& of) {
           const float factors[2] = {factor(of.x, high[0]), factor(of.y, high[1])};
 #pragma unroll
           for (int n = 0; n < kFragments; n++) {
-            const float4 v = place[n * 32];
+            const float4 v = theirs[n * 32];
             SumFragment& o = out[begin + n];
             o[0] = fmaf(factors[0], v.x, o[0]);
             o[1] = fmaf(factors[0], v.y, o[1]);
