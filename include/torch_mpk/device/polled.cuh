@@ -135,7 +135,7 @@ template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_polled_row(Group& group, T* dst, const uint16_t* src) {
   static_assert(sizeof(T) == 2);
   const Watchdog& dog = group.c.shared.watchdog;
-  if constexpr (vectorized && kRowWidth<T, N> == 4) {
+  if constexpr (vectorized && kRowWidth<T, N, Group> == 4) {
     if (group.rank >= N / 4) return;
     const uint2 four = wait_four(dog, reinterpret_cast<const uint2*>(src) + group.rank, group.c.phase);
     if ((absent(four) & kAbsentBits) != 0) group.c.failed = true;

@@ -151,11 +151,12 @@ concept RowChain = requires(Chain chain, Group& group, const Job& job, uint32_t 
   chain.bring(group, job, row, data);  // both
 };
 
-// Elements that a lane takes at a time of a row that a warp works on: as few as leave it with one access, or 16 bytes.
+// Elements that a lane takes at a time of a row that a warp works on, or fewer lanes: as few as leave it with one
+// access, or 16 bytes.
 template <class T>
-constexpr int lane_width(int size) {
+constexpr int lane_width(int size, int lanes = 32) {
   int width = 1;
-  while (width < kVecSize<T> && 32 * width < size) width *= 2;
+  while (width < kVecSize<T> && lanes * width < size) width *= 2;
   return width;
 }
 
@@ -165,16 +166,17 @@ constexpr bool rows_by_warp(int row_bytes, int64_t num_rows) {
   return row_bytes <= 512 || (row_bytes <= kLongestWarpRow && num_rows >= 4);
 }
 
-// Elements that a thread takes at a time of a row of N whose rows begin at 16 bytes: short rows keep a whole warp busy.
-template <class T, int N>
-inline constexpr int kRowWidth = N <= 4 * 32 ? 4 : kVecSize<T>;
+// Elements that a thread takes at a time of a row of N whose rows begin at 16 bytes: short rows keep a whole warp busy,
+// or as many of its lanes as work on one.
+template <class T, int N, class Group>
+inline constexpr int kRowWidth = N <= 4 * (Group::kSize < 32 ? Group::kSize : 32) ? 4 : kVecSize<T>;
 
 // Copies a row of N elements between memory and shared memory. The same thread of a group always has the same elements.
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
   if constexpr (vectorized) {
-    using Piece = Vec<T, kRowWidth<T, N>>;
-    constexpr int kPieces = N / kRowWidth<T, N>, kAtOnce = 8;
+    using Piece = Vec<T, kRowWidth<T, N, Group>>;
+    constexpr int kPieces = N / kRowWidth<T, N, Group>, kAtOnce = 8;
     if constexpr (kPieces > 2 * Group::kSize) {  // accesses in flight together
       for (int first = group.rank; first < kPieces; first += kAtOnce * Group::kSize) {
         Piece pieces[kAtOnce];
@@ -188,7 +190,7 @@ MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
       }
       return;
     }
-    for (int i = group.rank; i < N / kRowWidth<T, N>; i += Group::kSize)
+    for (int i = group.rank; i < N / kRowWidth<T, N, Group>; i += Group::kSize)
       reinterpret_cast<Piece*>(dst)[i] = reinterpret_cast<const Piece*>(src)[i];
   } else {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = src[i];

@@ -118,7 +118,7 @@ template <Traits V, class Group>
 struct Task {
   using T = typename V::T;
   using Weight = typename V::Weight;
-  static constexpr int kWidth = V::kVectorized ? kRowWidth<T, V::kSize> : 1;  // elements of one access
+  static constexpr int kWidth = V::kVectorized ? kRowWidth<T, V::kSize, Group> : 1;  // elements of one access
   static constexpr int kPieces = V::kSize / kWidth;
   static constexpr int kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
   static constexpr bool kKeeps = V::kVectorized && kSteps <= 4 && sizeof(Weight) == sizeof(T);

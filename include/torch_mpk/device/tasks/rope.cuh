@@ -23,7 +23,7 @@ struct Task {
   using T = typename V::T;
   static constexpr int kHalf = V::kSize / 2;
   // Elements of one access: two or more, if possible, since two take one instruction.
-  static constexpr int kLane = lane_width<T>(kHalf), kLeast = kLane < 2 ? 2 : kLane;
+  static constexpr int kLane = lane_width<T>(kHalf, Group::kSize), kLeast = kLane < 2 ? 2 : kLane;
   static constexpr int kWidth = V::kVectorized && kHalf % kLeast == 0 ? kLeast : 1;
   static constexpr int kSteps = (kHalf / kWidth + Group::kSize - 1) / Group::kSize;
   using Piece = Vec<T, kWidth>;
