@@ -38,9 +38,9 @@ class ChainWriter {
                 " are not supported, expected float32, float16 or bfloat16");
     for (const Node* task : chain_.tasks)
       for (const Operand& operand : task->operands) require_inner_stride(*task, operand);
-    code_.vectorized = size_ % width == 0 && context_.aligned_rows(source_, true) &&
+    code_.vectorized = size_ % width == 0 && (options_.is_there || context_.aligned_rows(source_, true)) &&
                        (target == nullptr || context_.aligned_rows(*target, true));
-    place_ = refs_.pointer(node_, source_) + " + " + row_offset(source_, "row");
+    if (!options_.is_there) place_ = refs_.pointer(node_, source_) + " + " + row_offset(source_, "row");
     for (size_t i = 0; i < chain_.tasks.size(); i++) add_task(*chain_.tasks[i], str(static_cast<int64_t>(i)));
     write_class();
     return std::move(code_);
@@ -86,13 +86,16 @@ class ChainWriter {
       applied_ += "      " + copy("copy_row") + refs_.pointer(node_, *target, true) + " + " +
                   row_offset(*target, "row") + ", data);\n";
     }
-    const std::string parameters = "(Group& group, const Job& job, uint32_t row, " + type_ + "* data) {\n";
+    const auto member = [&](const std::string& name, const std::string& body) {
+      return "    MPK_DEVICE void " + name + "(Group& group, const Job& job, uint32_t row, " + type_ + "* data) {\n" +
+             body + "    }\n";
+    };
     code_.text += "  template <class Group>\n  struct Chain {\n" + members_ +
                   "    MPK_DEVICE Chain(const Group& group, const Job& job, uint32_t row" +
                   (options_.batch_row ? ", uint32_t batch_row)" : ")") +
-                  (constructed_.empty() ? "" : " : " + constructed_) + " {}\n    MPK_DEVICE void fetch" + parameters +
-                  code_.fetch + "    }\n    MPK_DEVICE void apply" + parameters + first_applied_ + applied_ +
-                  "    }\n    MPK_DEVICE void bring" + parameters + brought + applied_ + "    }\n  };\n";
+                  (constructed_.empty() ? "" : " : " + constructed_) + " {}\n" +
+                  (options_.is_there ? "" : member("fetch", code_.fetch)) + member("apply", first_applied_ + applied_) +
+                  (options_.is_there ? "" : member("bring", brought + applied_)) + "  };\n";
   }
 
   KernelContext& context_;

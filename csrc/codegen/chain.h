@@ -30,6 +30,7 @@ struct ChainOptions {
   int phase;
   const Tensor* target = nullptr;  // where the row is stored besides
   bool batch_row = false;          // the row of the batch is given, not computed from the row
+  bool is_there = false;           // the row stands in shared memory, and is not brought
 };
 ChainCode emit_chain(KernelContext& context, Refs& refs, const Node& node, const Chain& chain,
                      const ChainOptions& options);

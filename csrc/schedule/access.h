@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <vector>
@@ -34,17 +35,14 @@ inline std::vector<int> members(const Job& job) {
   return nodes;
 }
 
-// The norm that it ends with; -1: none.
-inline int norm_of(const TBGraph& graph, const Job& job) {
-  const bool has_one = !job.epilogue.empty() && graph.nodes()[job.epilogue.back()].def->role == Role::kRow;
-  return has_one && graph.nodes()[job.body.front()].def->role != Role::kRow ? job.epilogue.back() : -1;
-}
+// The norm that it ends with, and whose factors it leaves to others; -1: none.
+inline int norm_of(const Job& job) { return job.row_sums && !job.epilogue.empty() ? job.epilogue.back() : -1; }
 
 // The job that ends with the norm that makes a buffer; null: none does.
 inline const Job* find_norm(const Schedule& schedule, int buffer) {
   for (const Phase& phase : schedule.phases)
     for (const Job& job : phase.jobs) {
-      const int norm = norm_of(schedule.graph, job);
+      const int norm = norm_of(job);
       if (norm >= 0 && output(schedule.graph.nodes()[norm]).tensor.buffer == buffer) return &job;
     }
   return nullptr;
@@ -52,7 +50,7 @@ inline const Job* find_norm(const Schedule& schedule, int buffer) {
 
 // What that norm makes.
 inline const Tensor& norm_result(const TBGraph& graph, const Job& job) {
-  return output(graph.nodes()[norm_of(graph, job)]).tensor;
+  return output(graph.nodes()[norm_of(job)]).tensor;
 }
 
 // What the sums of a job's rows take, four of a row side by side.
@@ -78,12 +76,18 @@ inline bool same_view(const Tensor& a, const Tensor& b) {
          a.strides == b.strides;
 }
 
+// The same elements in the same order, though perhaps in rows of another length: what a linear makes is, in shorter
+// rows, heads.
+inline bool same_elements(const Tensor& made, const Tensor& read) {
+  return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset &&
+         made.numel() == read.numel() && made.is_contiguous() && read.is_contiguous();
+}
+
 // The same elements in rows of one length, though perhaps of another rank: what a row task makes is what its reader
 // stages.
 inline bool same_rows(const Tensor& made, const Tensor& read) {
-  return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset &&
-         made.numel() == read.numel() && made.is_contiguous() && read.is_contiguous() && !made.shape.empty() &&
-         !read.shape.empty() && made.shape.back() == read.shape.back();
+  return same_elements(made, read) && !made.shape.empty() && !read.shape.empty() &&
+         made.shape.back() == read.shape.back();
 }
 
 // As many rows of the same length, wherever they are.
@@ -196,6 +200,30 @@ inline std::vector<int> owners_of_epilogues(const TBGraph& graph, const Job& job
     make(n, owners.back());
   }
   return owners;
+}
+
+// The row tasks that a node of a job's body ends with, one behind the other.
+inline std::vector<const Node*> rows_behind(const TBGraph& graph, const Job& job, const Node& node) {
+  std::vector<const Node*> rows;
+  if (job.row_sums) return rows;
+  int made = output(node).tensor.buffer;
+  for (int n : job.epilogue) {
+    const Node& next = graph.nodes()[n];
+    if (next.def->role != Role::kRow || next.operands.front().tensor.buffer != made) continue;
+    rows.push_back(&next);
+    made = output(next).tensor.buffer;
+  }
+  return rows;
+}
+
+// What the rows that a job's row tasks end it with are multiples of, in elements, each to stand in one tile; 1: there
+// are none.
+inline int64_t whole_rows(const TBGraph& graph, const Job& job) {
+  int64_t size = 1;
+  for (int n : job.body)
+    for (const Node* row : rows_behind(graph, job, graph.nodes()[n]))
+      size = std::lcm(size, row->operands.front().tensor.shape.back());
+  return size;
 }
 
 // Whether epilogues combine results of the job's nodes, which then share one index space; otherwise the rows of these

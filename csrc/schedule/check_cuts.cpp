@@ -24,6 +24,7 @@ class CutProof {
       for (int n : job_.body) check_matrix(*job_.shape, n);
       check_coverage(*job_.shape);
     }
+    if (first_.def->role == Role::kStream) check_rows_behind();
     if (job_.queries) check_queries(*job_.queries);
     check_tickets();
   }
@@ -150,6 +151,27 @@ class CutProof {
     if (s.x_rows > 0) tiles *= (output(first_).tensor.shape[0] + s.x_rows - 1) / s.x_rows;
     require(job_.num_tiles == tiles, str(job_.num_tiles) + " tiles of " + str(s.tile_rows) +
                                          " rows do not cover its matrices, " + str(tiles) + " do");
+  }
+
+  // A worker has whole rows of what row tasks take as its tiles end, and stores what the last of them makes.
+  void check_rows_behind() const {
+    const TileShape shape = job_.shape.value_or(TileShape{});
+    int64_t found = 0;
+    for (int n : job_.body)
+      for (const Node* row : rows_behind(s_.graph, job_, s_.graph.nodes()[n])) {
+        const Tensor& x = row->operands.front().tensor;
+        const int64_t size = x.shape.back();
+        require(shape.x_rows > 0 && shape.parts == 1 && shape.tile_rows / shape.split % size == 0 &&
+                    matrix(n).shape[0] % size == 0 && fits_tile_rows(size, x.dtype),
+                "row tasks end it, but its tiles of " + str(shape.tile_rows) + " rows, shared by " + str(shape.split) +
+                    ", have no whole rows of " + str(size) + ", or no room for them");
+        require(contains(job_.unstored, x.buffer),
+                name_buffer(s_, x.buffer) + " is needed besides the rows made of it");
+        found++;
+      }
+    const auto is_row = [&](int n) { return s_.graph.nodes()[n].def->role == Role::kRow; };
+    require(job_.row_sums || std::count_if(job_.epilogue.begin(), job_.epilogue.end(), is_row) == found,
+            "row tasks end it that do not follow each other");
   }
 
   // Every warp has as many rows as the tensor cores take at once, every row is in one tile, equally many warps have the

@@ -60,7 +60,9 @@ class OrderProof {
             const Role role = s_.graph.nodes()[n].def->role;
             if (part == Part::kPrologue && role != Role::kRow)
               fail(name(n) + " is no row task, but stands in a prologue");
-            if (part == Part::kEpilogue && role != Role::kPointwise) check_norm(job, n);
+            if (part == Part::kEpilogue && role != Role::kPointwise && role != Role::kRow)
+              fail(name(n) + " stands in an epilogue, but is neither pointwise nor a row task");
+            if (part == Part::kEpilogue && role == Role::kRow && job.row_sums) check_norm(job, n);
           }
       }
     for (int n = 0; n < num_nodes; n++) {
@@ -72,15 +74,15 @@ class OrderProof {
     }
   }
 
-  // One that stands in an epilogue is a norm of rows that the job makes, whose factors its readers multiply by: so it
-  // is the last, and all that reads it is multiplied with matrices, behind an event.
+  // One that stands in an epilogue, and leaves sums of its rows, is a norm of rows that the job makes, whose factors
+  // its readers multiply by: so it is the last, and all that reads it is multiplied with matrices, behind an event.
   void check_norm(const Job& job, int n) const {
     const Node& node = s_.graph.nodes()[n];
     const auto require = [&](bool holds, const std::string& what) {
       if (!holds) fail(name(n) + " stands in an epilogue, but " + what);
     };
-    require(node.def->scales_rows && n == job.epilogue.back() && job.body.size() == 1 && job.row_sums.has_value(),
-            "is not pointwise, nor the norm that a job of one node ends with");
+    require(node.def->scales_rows && n == job.epilogue.back() && job.body.size() == 1,
+            "is not the norm that a job of one node ends with");
     const Tensor& made = output(node).tensor;
     require(!s_.polled[made.buffer], "is polled before its rows' squares are added up");
     for (const Phase& phase : s_.phases)
@@ -146,7 +148,8 @@ class OrderProof {
     if (to.part != Part::kEpilogue) return false;
     if (from.part == Part::kEpilogue && from.position >= to.position) return false;
     const Node& reader = s_.graph.nodes()[edge.to];
-    if (reader.def->role == Role::kRow) return makes_rows(edge, from, reader);
+    if (reader.def->role == Role::kRow)
+      return job_at(to).row_sums ? makes_rows(edge, from, reader) : hands_on_rows(edge, from, reader);
     return strides_behind(s_.graph, makers_of(job_at(to), edge.to), reader).has_value();
   }
 
@@ -160,6 +163,16 @@ class OrderProof {
       if (made->tensor.buffer == edge.buffer)
         return same_rows(made->tensor, rows) && (!maker.program || stores_at_same_point(maker, *made));
     return false;
+  }
+
+  // Whether a row task behind a node of the body takes over what that makes, or what another row task behind it does.
+  bool hands_on_rows(const Dependency& edge, const Place& from, const Node& row) const {
+    const Node& maker = s_.graph.nodes()[edge.from];
+    const Tensor& x = row.operands.front().tensor;
+    const bool is_only = std::none_of(row.operands.begin() + 1, row.operands.end(),
+                                      [&](const Operand& operand) { return operand.tensor.buffer == edge.buffer; });
+    return is_only && x.buffer == edge.buffer && (from.part == Part::kBody || maker.def->role == Role::kRow) &&
+           same_elements(output(maker).tensor, x);
   }
 
   void check_workspace() const {

@@ -87,7 +87,9 @@ void check_counts(const Schedule& s, const Job& job, const Pieces& pieces) {
 // Every worker that makes some of a row has a place for the sums of it.
 void check_row_sums(const Schedule& s, const Job& job) {
   const std::string name = "the sums of rows of " + name_node(s, job.body.front());
-  if (norm_of(s.graph, job) < 0 || !job.shape || job.shape->pass_tiles < 1) unsound(name + " are of no norm");
+  const int norm = norm_of(job);
+  if (norm < 0 || !s.graph.nodes()[norm].def->scales_rows || !job.shape || job.shape->pass_tiles < 1)
+    unsound(name + " are of no norm");
   const TileShape& shape = *job.shape;
   const int64_t groups = s.target.num_workers / shape.split,
                 passes = divide_up(job.num_tiles, groups * shape.pass_tiles);

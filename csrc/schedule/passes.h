@@ -25,6 +25,9 @@ void split_norms(Draft& draft);
 void make_single_jobs(Draft& draft);
 // Jobs get the row tasks that they recompute.
 void attach_prologues(Draft& draft);
+// Row tasks of many rows end the jobs whose tiles hold their rows whole, such as norms and rotations of a prompt's
+// heads those that make queries and keys, where that spares more than such tiles cost.
+void end_with_rows(Draft& draft);
 // A job's level is the length of the longest chain of jobs before it.
 void assign_levels(Draft& draft);
 // The jobs of a level become a phase, which waits for the one before it.

@@ -24,6 +24,9 @@ class Planner {
   // and may read such rows itself.
   virtual bool splits_norms(const Schedule&, const Job&) const { return false; }
 
+  // Whether a job like this, whose epilogues have row tasks that could be a phase of their own, may have them.
+  virtual bool ends_with_rows(const Schedule&, const Job&) const { return false; }
+
   // Of a vector that the job brings to shared memory: the elements that each worker would poll.
   virtual int64_t polled_elements(const Schedule&, const Job&, const Tensor& made) const { return made.numel(); }
 

@@ -23,6 +23,7 @@ const std::vector<Pass>& passes() {
       {"split_norms", split_norms, fused_on_gpu},
       {"make_single_jobs", make_single_jobs, always},
       {"attach_prologues", attach_prologues, fused},
+      {"end_with_rows", end_with_rows, fused_on_gpu},
       {"assign_levels", assign_levels, always},
       {"build_phases", build_phases, always},
       {"count_tiles", count_tiles, always},

@@ -13,6 +13,7 @@ from tests.schedule.decoder_graph import Builder, contiguous
 from tests.schedule.prompt_graph import NORM, Prompt
 from tests.thinned import thinned
 from torch_mpk import _C
+from torch_mpk.jit import compile_cuda
 from torch_mpk.testing.emulator import EmulatedKernel, emulate
 
 
@@ -39,21 +40,33 @@ def launch(kernel: EmulatedKernel, inputs: list[torch.Tensor], seed: int = 0) ->
 # ---- caches
 
 
+ENDED_WITH_ROWS = [  # tiles hold heads whole
+    Prompt(batch=1, tokens=70, heads=4, groups=2, size=64, length=100),
+    Prompt(batch=2, tokens=40, heads=3, groups=1, size=128, length=50, dtype="float16", bias=True),
+    Prompt(batch=1, tokens=130, heads=9, groups=3, size=32, length=140, is_normed=False, bias=True),
+    Prompt(batch=1, tokens=257, heads=2, groups=2, size=16, length=260, hidden=128),
+    Prompt(batch=3, tokens=50, heads=2, groups=1, size=96, length=60),
+]
 PROMPTS = [
-    Prompt(batch=1, tokens=70, heads=4, groups=2, size=64, length=100),  # rows of some lanes, of which some have none
-    Prompt(batch=1, tokens=67, heads=1, groups=1, size=128, length=90, is_normed=False),  # a warp a row
+    Prompt(batch=1, tokens=70, heads=4, groups=2, size=40, length=100),  # rows of some lanes, of which some have none
+    Prompt(batch=1, tokens=67, heads=1, groups=1, size=136, length=90, is_normed=False),  # a warp a row
     Prompt(batch=2, tokens=40, heads=3, groups=1, size=40, length=50, dtype="float16", bias=True),
     Prompt(batch=1, tokens=66, heads=2, groups=2, size=20, length=70),  # rows that no access of 16 bytes begins
     Prompt(batch=1, tokens=130, heads=2, groups=1, size=1152, length=140, hidden=128),  # all warps a row
 ]
 
 
-@pytest.mark.parametrize("prompt", thinned(PROMPTS, 0, 1, 2), ids=str)
+@pytest.mark.parametrize("prompt", thinned(PROMPTS, 0, 1, 2) + thinned(ENDED_WITH_ROWS, 0, 1), ids=str)
 def test_keys_and_values_go_to_the_caches_as_they_are_made(prompt: Prompt) -> None:
     graph = prompt.graph()
     kernel = emulate(graph, polled=True)
     phases = [[[graph.nodes[n].label for n in j.epilogue] for j in p.jobs] for p in kernel.schedule.phases]
-    assert phases == [[["v.write"]], [[], ["k.write"]]]
+    if prompt in ENDED_WITH_ROWS:
+        normed = ["q.norm", "k.norm"] if prompt.is_normed else []
+        [[labels]] = phases
+        assert sorted(labels) == sorted([*normed, "q.rope", "k.rope", "k.write", "v.write"])
+    else:
+        assert phases == [[["v.write"]], [[], ["k.write"]]]
     names = [b.name for b in graph.buffers if b.kind == "input"]
     slot = names.index("slot")
     for seed, first in enumerate((0, prompt.length - prompt.tokens, prompt.length - 7, -5, 3)):
@@ -72,6 +85,30 @@ def test_keys_and_values_go_to_the_caches_as_they_are_made(prompt: Prompt) -> No
             is_new[max(first, 0) : max(first + prompt.tokens, 0)] = True
             assert torch.equal(x[:, :, ~is_new], before[:, :, ~is_new])
             assert relative_error(x[:, :, is_new], wanted[:, :, is_new]) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prompt", [*PROMPTS, *ENDED_WITH_ROWS], ids=str)
+def test_keys_and_values_go_to_the_caches_on_a_gpu(prompt: Prompt) -> None:
+    graph, device = prompt.graph(), _C.device_info(0)
+    target = _C.Target("cuda", 90, device.num_sms, device.smem_optin_bytes, fuse=True, polled=True)
+    program = _C.generate_cuda(_C.make_schedule(graph, target))
+    kernel = _C.CudaExecutable(program, compile_cuda(program.source, 90).image, 0, 2_000_000_000)
+    torch.manual_seed(0)
+    given = random_inputs(graph)
+    names = [b.name for b in graph.buffers if b.kind == "input"]
+    given[names.index("slot")].fill_(prompt.length - prompt.tokens)
+    wanted_inputs, wanted = reference(graph, given)
+    made = []
+    for _ in range(3):
+        inputs, outputs = [x.cuda() for x in given], [torch.full_like(y, torch.nan, device="cuda") for y in wanted]
+        kernel.run(inputs, outputs, [], torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        made.append([x.cpu() for x in (*inputs, *outputs)])
+    for got, want in zip(made[0], (*wanted_inputs, *wanted), strict=True):
+        assert torch.equal(got, want) or relative_error(got, want) < 2e-2
+    for others in made[1:]:
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(made[0], others, strict=True))
 
 
 # ---- any order of dimensions

@@ -60,7 +60,8 @@ class Prompt:
             if self.is_normed:
                 flat = b.view(row, [rows * row.shape[1], self.size])
                 normed = b.buffer("workspace", f"{name}.norm", self.dtype, flat.shape)
-                b.node("rms_norm", [("x", flat), ("weight", given(f"{name}.weight", self.size))], normed, NORM)
+                weight = given(f"{name}.weight", self.size)
+                b.node("rms_norm", [("x", flat), ("weight", weight)], normed, NORM, f"{name}.norm")
                 row = b.view(normed, row.shape)
             kind = "output" if name == "q" else "workspace"
             turned = b.buffer(kind, f"{name}.rope", self.dtype, row.shape)

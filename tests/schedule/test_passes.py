@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.codegen.programs_graph import long_reductions
 from tests.schedule.decoder_graph import Builder, decoder
+from tests.schedule.prompt_graph import Prompt
 from torch_mpk import _C
 
 CUDA = _C.Target("cuda", 90, 132, 232448, fuse=True, polled=True)
@@ -130,6 +132,41 @@ def test_attach_prologues() -> None:
     expected = {"q": ["input_norm"], "gate": ["post_norm"], "head": ["norm"]}
     expected["attention"] = ["q_norm", "k_norm", "q_rope", "k_rope"]
     assert {job["body"][0]: job["prologue"] for job in after.jobs if job["prologue"]} == expected
+
+
+QWEN3_06B = Prompt(batch=1, tokens=512, heads=16, groups=8, size=128, length=2560, hidden=1024)
+
+
+def test_end_with_rows() -> None:
+    before, after = before_and_after(QWEN3_06B.graph(), "end_with_rows")
+    assert parts(before.jobs, "body") == [["k.rope"], ["q", "k", "v"], ["q.rope"]]
+    assert parts(after.jobs, "body") == [["q", "k", "v"]]
+    assert sorted(after.jobs[0]["epilogue"]) == sorted(["q.norm", "q.rope", "k.norm", "k.rope", "k.write", "v.write"])
+    assert after.recomputed == []
+    # Of 128 tokens workers share tiles, of which each finishes less than a head; those that have one take longer.
+    # And some heads no tile has whole.
+    for change in ({"tokens": 128}, {"size": 80}, {"size": 256}, {"size": 4}):
+        before, after = before_and_after(replace(QWEN3_06B, **change).graph(), "end_with_rows")
+        assert before.jobs == after.jobs
+
+
+def test_end_with_rows_leaves_rows_that_others_read() -> None:
+    """Of what lies between the products and the last rows nothing is stored."""
+    for between in ("q", "q.norm"):
+        graph = QWEN3_06B.graph()
+        b = Builder(graph, num_outputs=1)
+        made = next(o.tensor for n in graph.nodes for o in n.operands if o.is_write and n.label == between)
+        b.pointwise("neg", [made], b.buffer("output", "other", "bfloat16", made.shape), "other")
+        after = Draft(graph, "end_with_rows")
+        assert {job["body"][0] for job in after.jobs} >= {"q", "q.rope"}
+        assert "k.rope" in after.jobs[0]["epilogue"]
+
+
+def test_end_with_rows_shares_out_wide_heads_evenly() -> None:
+    """A tile of Qwen3-8B has two heads."""
+    graph = Prompt(batch=1, tokens=512, heads=32, groups=8, size=128, length=2560, hidden=4096).graph()
+    [[job]] = Draft(graph, "cut_jobs").phases
+    assert (job["shape"]["tile_rows"], job["shape"].get("split", 1)) == (256, 1)
 
 
 def test_assign_levels() -> None:

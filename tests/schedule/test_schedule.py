@@ -306,7 +306,7 @@ def test_every_schedule_computes_its_graph(graph: _C.TBGraph, seed: int) -> None
 
 def test_keys_and_values_are_written_as_they_are_made() -> None:
     """By a row task's epilogue and by one of a linear, which shares its job with others of its input."""
-    graph = Prompt(batch=1, tokens=70, heads=4, groups=2, size=64, length=100).graph()
+    graph = Prompt(batch=1, tokens=70, heads=4, groups=2, size=40, length=100).graph()
     schedule = _C.make_schedule(graph, CUDA)
     _C.validate(schedule)
     jobs = [[(label(schedule, j.body), label(schedule, j.epilogue)) for j in p.jobs] for p in schedule.phases]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.codegen.programs_graph import long_reductions
 from tests.schedule.decoder_graph import Builder, decoder
+from tests.schedule.prompt_graph import Prompt
 from tests.schedule.taken_apart import Parts
 from torch_mpk import _C
 
@@ -573,16 +574,12 @@ def test_a_norm_that_its_job_does_not_end_with_is_caught() -> None:
     parts = with_split_norms()
     job = parts.jobs("row_sums")[0]
     job["row_sums"] = None
-    with pytest.raises(
-        RuntimeError, match="rms_norm .* stands in an epilogue, but is not pointwise, nor the norm that"
-    ):
+    with pytest.raises(RuntimeError, match="rms_norm .* and pointwise .*: no write happens before the read"):
         _C.validate(parts.build())
     parts = with_split_norms()
     job = parts.jobs("row_sums")[0]
     job["epilogue"].reverse()
-    with pytest.raises(
-        RuntimeError, match="rms_norm .* stands in an epilogue, but is not pointwise, nor the norm that"
-    ):
+    with pytest.raises(RuntimeError, match="rms_norm .* stands in an epilogue, but is not the norm that"):
         _C.validate(parts.build())
 
 
@@ -598,4 +595,55 @@ def test_readers_that_take_rows_for_normed_are_caught() -> None:
     made = next(o.tensor.buffer for o in graph.nodes[norm].operands if o.is_write)
     parts.polled[made] = True
     with pytest.raises(RuntimeError, match="rms_norm .* is polled before its rows' squares are added up"):
+        _C.validate(parts.build())
+
+
+# ---- row tasks that end jobs
+
+
+def with_rows_behind() -> Parts:
+    prompt = Prompt(batch=1, tokens=512, heads=16, groups=8, size=128, length=2560, hidden=1024)
+    schedule = _C.make_schedule(prompt.graph(), _C.Target("cuda", 90, 132, 232448, polled=True))
+    _C.validate(schedule)
+    return Parts.of(schedule)
+
+
+def test_tiles_without_whole_rows_for_the_tasks_behind_are_caught() -> None:
+    parts = with_rows_behind()
+    [job] = parts.jobs("shape")
+    job["shape"]["tile_rows"], job["num_tiles"] = 64, 2 * job["num_tiles"]
+    with pytest.raises(RuntimeError, match="its tiles of 64 rows, shared by 1, have no whole rows of 128"):
+        _C.validate(parts.build())
+
+
+def test_rows_that_are_stored_besides_are_caught() -> None:
+    parts = with_rows_behind()
+    [job] = parts.jobs("shape")
+    graph = parts.schedule.graph
+    q = next(i for i, b in enumerate(graph.buffers) if b.name == "q")
+    job["unstored"].remove(q)
+    parts.offsets[q] = parts.workspace_bytes
+    parts.workspace_bytes += graph.buffers[q].bytes
+    with pytest.raises(RuntimeError, match="buffer 'q' is needed besides the rows made of it"):
+        _C.validate(parts.build())
+
+
+def test_row_tasks_that_do_not_follow_each_other_are_caught() -> None:
+    parts = with_rows_behind()
+    [job] = parts.jobs("shape")
+    job["epilogue"].reverse()
+    with pytest.raises(RuntimeError, match="no write happens before the read"):
+        _C.validate(parts.build())
+    parts = with_rows_behind()
+    [job] = parts.jobs("shape")
+    labels = {n.label: n.id for n in parts.schedule.graph.nodes}
+    job["epilogue"].remove(labels["q.norm"])
+    job["prologue"].append(labels["q.norm"])
+    with pytest.raises(RuntimeError, match="no write happens before the read"):
+        _C.validate(parts.build())
+    parts = with_rows_behind()
+    [job] = parts.jobs("shape")
+    job["body"].remove(job["body"][-1])
+    job["epilogue"].insert(0, labels["v"])
+    with pytest.raises(RuntimeError, match="stands in an epilogue, but is neither pointwise nor a row task"):
         _C.validate(parts.build())

@@ -8,6 +8,7 @@
 #include "../checks.h"
 #include "../emitter.h"
 #include "../program.h"
+#include "../row_epilogues.h"
 #include "../text.h"
 #include "linear_loop.h"
 #include "rms_norm.h"
@@ -224,8 +225,9 @@ class LinearWriter {
   // What becomes of a value: bias, rounding, the linear's own result, the epilogues.
   void write_results() {
     for (size_t i = 0; i < job_.body.size(); i++) write_result(static_cast<int>(i));
-    if (paired_) write_epilogues(-1, finish_, preload_);
-    if (const int norm = norm_of(context_.graph(), job_); norm >= 0) write_norm(context_.node(norm));
+    if (!segments_with_rows_.empty()) write_segments_with_rows();
+    if (paired_ && segments_with_rows_.empty()) write_epilogues(-1, finish_, preload_);
+    if (const int norm = norm_of(job_); norm >= 0) write_norm(context_.node(norm));
     code_.has_extra = !fields_.empty();
     code_.body += flag("kHasExtra", code_.has_extra) + "  struct Extra {\n" + fields_ + "  };\n" +
                   function("Extra", "preload(const Job& job, int segment, int r, uint32_t n)",
@@ -244,6 +246,7 @@ class LinearWriter {
 
   void write_result(int i) {
     const Node& node = context_.node(job_.body[i]);
+    if (const auto rows = rows_behind(context_.graph(), job_, node); !rows.empty()) return write_rows(i, rows);
     const std::string number = str(i);
     const Tensor& y = node.operands.back().tensor;
     const bool is_segment = !paired_ && job_.body.size() > 1;
@@ -271,6 +274,42 @@ class LinearWriter {
     };
     finish_ += of_segment(statements);
     preload_ += of_segment(preload);
+  }
+
+  // The row tasks that a segment's results end with, and what becomes of their rows, see linear_tile_rows.cuh.
+  void write_rows(int i, const std::vector<const Node*>& tasks) {
+    const Node& node = context_.node(job_.body[i]);
+    require(shape_.x_rows > 0 && shape_.parts == 1, node, "its tiles have no whole rows for the row tasks behind it");
+    const Tensor &x = tasks.front()->operands.front().tensor, &y = tasks.back()->operands.back().tensor;
+    const int64_t size = x.shape.back();
+    const ChainCode chain = emit_chain(context_, refs_, node, {tasks, &x}, {.phase = place_.phase, .is_there = true});
+    code_.headers.insert(code_.headers.end(), chain.headers.begin(), chain.headers.end());
+    const Operand* bias = node.find("bias");
+    const std::string sum = bias ? "sum + to_float(" + refs_.pointer(node, bias->tensor) + "[n])" : "sum";
+    const std::string store = contains(job_.unstored, y.buffer)
+                                  ? ""
+                                  : "    store_together(" + refs_.pointer(*tasks.back(), y, true) + " + " +
+                                        row_offset(y, "row") + " + column, elements);\n";
+    std::vector<int> epilogues;
+    for (size_t e = 0; e < job_.epilogue.size(); e++)
+      if (owners_[e] == i && context_.node(job_.epilogue[e]).program) epilogues.push_back(job_.epilogue[e]);
+    constexpr int64_t kLanes = 4;  // of a row
+    code_.body += "  struct Rows" + str(i) + " {\n  using T = " + cuda_type(x_.dtype) + ";\n" +
+                  constant("kSize", size) + constant("kOfX", rows_[i] / size) + chain.text +
+                  returning("float", "value(const Job& job, uint32_t n, float sum)", sum) +
+                  emit_row_epilogues(context_, refs_, job_, epilogues, y, kLanes, store) + "  };\n";
+    segments_with_rows_.push_back(i);
+  }
+
+  void write_segments_with_rows() {
+    std::string condition, calls;
+    for (int i : segments_with_rows_) {
+      const std::string is_this = "segment == " + str(i);
+      condition += (condition.empty() ? "" : " || ") + is_this;
+      calls += "    if (" + is_this + ") return f(Rows" + str(i) + "{});\n";
+    }
+    code_.body += returning("bool", "has_rows(int segment)", condition) + "  template <class F>\n" +
+                  function("void", "with_rows(int segment, F f)", calls);
   }
 
   // The norm that the job ends with: of each element its part, and for the sums of rows the element's square.
@@ -304,7 +343,7 @@ class LinearWriter {
     }
     if (maker == nullptr) return;
     require(!job_.is_staged && !map_of_x_.empty(), first_, "rows of x lack factors, but do not come in windows");
-    const Node& norm = context_.node(norm_of(context_.graph(), *maker));
+    const Node& norm = context_.node(norm_of(*maker));
     write_sums("sums_of_x", "kSumsOfX", *maker->row_sums);
     code_.body += "  static constexpr float kEps = " + float_literal(norm.float_attr("eps")) + ";\n";
   }
@@ -370,6 +409,7 @@ class LinearWriter {
   std::string fields_, preload_, finish_, fetch_;                       // of Extra, and the bodies of these functions
   std::string common_fields_, common_;                                  // of Common
   std::vector<LocalValue> locals_;
+  std::vector<int> segments_with_rows_;
 };
 
 class LinearJob : public Emitter {

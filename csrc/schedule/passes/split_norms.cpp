@@ -52,11 +52,12 @@ void split_norms(Draft& draft) {
     const Node& norm = draft.node(n);
     if (!norm.def->scales_rows || draft.is_prologue[n] || !draft.is_workspace(output(norm).tensor.buffer)) continue;
     const int j = maker_of_rows(draft, norm);
-    if (j < 0 || norm_of(draft.graph(), draft.jobs[j]) >= 0 || !is_multiplied(draft, norm)) continue;
+    if (j < 0 || norm_of(draft.jobs[j]) >= 0 || !is_multiplied(draft, norm)) continue;
     std::vector<int> all = draft.stored_nodes(j);
     all.push_back(n);
     if (!draft.contractible(all)) continue;
     draft.jobs[j].epilogue.push_back(n);
+    draft.jobs[j].row_sums = RowSums{};
     draft.job_of[n] = j;
   }
 }

@@ -290,22 +290,17 @@ class Boxes {
 // With more rows of x still, warpgroups multiply tiles of rows of x by rows of weights (linear_tiles.cuh).
 class Tiles {
  public:
-  explicit Tiles(const Linears& job) : job_(job) {}
+  // Row tasks that end the job take rows of `row` elements, or fewer, whole from each worker.
+  explicit Tiles(const Linears& job, int64_t row = 1) : job_(job), row_(row) {}
 
   // Nothing where no tile takes as many parts.
   std::optional<TileShape> shape() const {
     std::optional<TileShape> best;
-    double least = 0;
     for (int64_t columns : {32, 64, 96, 128, 192, 256}) {  // of results, as many as the tensor cores take at a time
       if (job_.parts > 4 || columns % (job_.parts * strip_columns(job_.parts)) != 0) continue;
       TileShape shape = shape_of(columns);
-      for (shape.split = 1; shape.split <= kMostSplit; shape.split++) {
-        if (!can_be_split(shape)) continue;
-        const double cycles = cost(shape);
-        if (best && cycles >= least) continue;
-        best = shape;
-        least = cycles;
-      }
+      for (shape.split = 1; shape.split <= kMostSplit; shape.split++)
+        if (can_be_split(shape) && has_whole_rows(shape) && (!best || cost(shape) < cost(*best))) best = shape;
     }
     return best;
   }
@@ -320,25 +315,6 @@ class Tiles {
     Pieces pieces{count(shape) * (shape.split - 1)};
     pieces.result_bytes = kTileXRows * shape.tile_rows * shape.parts * kTaggedFloatBytes;
     return pieces;
-  }
-
- private:
-  static constexpr int64_t kMostSplit = 16, kWidestSplit = 128;
-
-  TileShape shape_of(int64_t columns) const {
-    TileShape shape{columns / job_.parts, job_.parts, job_.parts, job_.size * job_.element};
-    shape.x_rows = std::min<int64_t>(kTileXRows, round_up(job_.batch, 8));
-    const int64_t fitting = job_.slot_bytes / (shape.rows_in_entry() * kBoxRowBytes);
-    shape.chunk_bytes = std::min(std::max<int64_t>(fitting, 1) * kBoxRowBytes, shape.row_bytes);
-    return shape;
-  }
-
-  // In parts of equally many entries, each with a worker of its own that finishes an equal share of the results; and
-  // beside wider ones a thread has no registers for those of others.
-  bool can_be_split(const TileShape& shape) const {
-    return shape.split == 1 ||
-           (shape.chunks() % shape.split == 0 && shape.tile_rows % (8 * shape.split) == 0 &&
-            count(shape) * shape.split <= job_.workers && shape.tile_rows * shape.parts <= kWidestSplit);
   }
 
   // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results; or
@@ -363,7 +339,36 @@ class Tiles {
     return double((units + job_.workers - 1) / job_.workers) * (steps * step + others + kOfColumn * share + kOfTile);
   }
 
+  // And of a phase of row tasks, so many rows, that the job does not end with: an event, the way of a row through a
+  // warp, and that of all through the workers.
+  double cost_of_rows(int64_t rows) const {
+    constexpr double kEvent = 2500, kOfRow = 3000, kOfRows = 55;
+    return kEvent + kOfRow + kOfRows * double(rows) / double(job_.workers);
+  }
+
+ private:
+  static constexpr int64_t kMostSplit = 16, kWidestSplit = 128;
+
+  TileShape shape_of(int64_t columns) const {
+    TileShape shape{columns / job_.parts, job_.parts, job_.parts, job_.size * job_.element};
+    shape.x_rows = std::min<int64_t>(kTileXRows, round_up(job_.batch, 8));
+    const int64_t fitting = job_.slot_bytes / (shape.rows_in_entry() * kBoxRowBytes);
+    shape.chunk_bytes = std::min(std::max<int64_t>(fitting, 1) * kBoxRowBytes, shape.row_bytes);
+    return shape;
+  }
+
+  // In parts of equally many entries, each with a worker of its own that finishes an equal share of the results; and
+  // beside wider ones a thread has no registers for those of others.
+  bool can_be_split(const TileShape& shape) const {
+    return shape.split == 1 ||
+           (shape.chunks() % shape.split == 0 && shape.tile_rows % (8 * shape.split) == 0 &&
+            count(shape) * shape.split <= job_.workers && shape.tile_rows * shape.parts <= kWidestSplit);
+  }
+
+  bool has_whole_rows(const TileShape& shape) const { return shape.tile_rows / shape.split % row_ == 0; }
+
   const Linears& job_;
+  const int64_t row_;
 };
 
 class LinearPlanner : public Planner {
@@ -387,10 +392,28 @@ class LinearPlanner : public Planner {
            Linears::input(schedule, job).dtype == DType::kBF16 && takes_boxes(schedule, job, linears);
   }
 
+  bool ends_with_rows(const Schedule& schedule, const Job& job) const override {
+    const Linears linears(schedule, job, kTileSlotBytes);
+    if (linears.parts > 1 || linears.size < 1) return false;
+    int64_t rows = 0;
+    for (int n : job.body) {
+      const auto tasks = rows_behind(schedule.graph, job, schedule.graph.nodes()[n]);
+      if (tasks.empty()) continue;
+      const Tensor& x = tasks.front()->operands.front().tensor;
+      const int64_t size = x.shape.back(), columns = Linears::weight(schedule, n).shape[0];
+      if (!fits_tile_rows(size, x.dtype) || columns % size != 0) return false;
+      rows += linears.batch * (columns / size);
+    }
+    const Tiles any(linears), whole(linears, whole_rows(schedule.graph, job));
+    const std::optional<TileShape> shape = any.shape(), with_rows = whole.shape();
+    return shape && with_rows && comes_in_tiles(schedule, job) &&
+           whole.cost(*with_rows) <= any.cost(*shape) + any.cost_of_rows(rows);
+  }
+
   int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
     const Linears linears(schedule, job, schedule.warps.slot_bytes);
     if (!comes_by_columns(schedule, job, linears)) return made.numel();
-    const bool ends_with_norm = norm_of(schedule.graph, job) >= 0;
+    const bool ends_with_norm = norm_of(job) >= 0;
     const Boxes boxes(linears, Boxes::Comes::kByColumns, ends_with_norm, schedule.target.arch);
     return boxes.staged_bytes(boxes.shape()) > room_beside_boxes(schedule) ? made.numel() : boxes.polled_elements();
   }
@@ -455,10 +478,14 @@ class LinearPlanner : public Planner {
                        [&](int n) { return comes_in_boxes(schedule.graph, Linears::weight(schedule, n)); });
   }
 
+  static bool comes_in_tiles(const Schedule& schedule, const Job& job) {
+    return can_be_boxed(Linears::input(schedule, job)) && has_boxed_weights(schedule, job);
+  }
+
   static void cut_tiles(const Schedule& schedule, Job& job, const Linears& linears) {
-    const Tiles tiles(linears);
+    const Tiles tiles(linears, whole_rows(schedule.graph, job));
     const std::optional<TileShape> shape = tiles.shape();
-    if (!shape || !can_be_boxed(Linears::input(schedule, job)) || !has_boxed_weights(schedule, job)) return;
+    if (!shape || !comes_in_tiles(schedule, job)) return;
     job.staged_bytes = tiles.staged_bytes();
     job.num_tiles = tiles.count(*shape);
     job.pieces = tiles.pieces(*shape);
@@ -469,7 +496,7 @@ class LinearPlanner : public Planner {
     const Tensor& x = Linears::input(schedule, job);
     if (!takes_boxes(schedule, job, linears)) return false;
     const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
-    const bool ends_with_norm = norm_of(schedule.graph, job) >= 0;
+    const bool ends_with_norm = norm_of(job) >= 0;
     const Boxes boxes(linears, how_x_comes(schedule, job, linears), ends_with_norm, schedule.target.arch);
     const TileShape shape = boxes.shape();
     const int64_t bytes = boxes.staged_bytes(shape) + (lacks_factors ? kMultipliedRows * 4 : 0);

@@ -114,9 +114,10 @@ struct RowSums {
 struct Job {
   std::vector<int> prologue;  // row tasks recomputed by every worker; their results stay in shared memory
   std::vector<int> body;      // one node, or several of one task and one input (their rows form one space)
-  // Pointwise tasks on the body's output elements, inlined: each on those of one node, unless one combines several. The
-  // last may be a norm of rows that the job makes (TaskDef::scales_rows): what it stores lacks the factor of the row,
-  // by which its readers multiply their results instead.
+  // Pointwise tasks on the body's output elements, inlined: each on those of one node, unless one combines several. Of
+  // many rows there may be row tasks in front of them, of rows that tiles hold whole. And the last may be a norm of
+  // rows that the job makes (`row_sums`): what it stores lacks the factor of the row, by which its readers multiply
+  // their results instead.
   std::vector<int> epilogue;
   int64_t num_tiles = 1;
   Assignment assignment = Assignment::kStatic;
@@ -125,7 +126,7 @@ struct Job {
   bool is_staged = false;          // its whole input is brought to shared memory, not read where it is
   int64_t staged_bytes = 0;        // of shared memory, at most: that and what else its code keeps there
   std::optional<Pieces> pieces;
-  std::optional<RowSums> row_sums;
+  std::optional<RowSums> row_sums;  // of the norm that it ends with
   std::optional<QueryTiles> queries;
   std::vector<int> loader_waits;  // phases whose event the loader awaits before it loads for this job; usually none
   std::vector<int> unstored;      // buffers that exist only inside this job: never written to memory

@@ -12,7 +12,7 @@
 
 #include "torch_mpk/device/tagged.cuh"
 #include "torch_mpk/device/tasks/linear_shape.cuh"
-#include "torch_mpk/device/warpgroup.cuh"
+#include "torch_mpk/device/tasks/linear_tile_rows.cuh"
 
 namespace mpk::linear {
 
@@ -43,6 +43,13 @@ concept TilesVariant = TilesSizes<V> && TilesResults<V, C> && requires(int i) {
   { V::first_tile(i) } -> Same<uint32_t>;  // of segment i, of those with the first rows of x
   { V::num_rows(i) } -> Same<uint32_t>;
 } && (V::kSplit == 1 || Meets<V>);
+
+// V: has_rows(segment), whether its results end with row tasks, and with_rows(segment, f), which calls f with an object
+// of the class of these, see RowsBehind.
+template <class V>
+concept EndsWithRows = requires(int segment) {
+  { V::has_rows(segment) } -> Same<bool>;
+};
 
 // Columns of a strip, `most` or fewer, by which a share can be cut.
 constexpr int strip_of(int share, int most) { return share % most == 0 ? most : strip_of(share, most / 2); }
@@ -360,7 +367,16 @@ template <class V, class C>
 MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place, int share, Strip<V, C> next,
                             ShareSums<V>& sums, const typename V::Common& common) {
   using S = TilesShape<V>;
-  float* strip = reinterpret_cast<float*>(c.staged() + c.warp * S::kStripBytes);
+  uint8_t* staged = c.staged() + c.warp * S::kStripBytes;
+  if constexpr (EndsWithRows<V>)
+    if (V::has_rows(place.segment)) {
+      const uint32_t begin = place.weight_row + share, end = min(begin + S::kShare, V::num_rows(place.segment));
+      return V::with_rows(place.segment, [&](auto rows) {
+        finish_rows_behind<decltype(rows), V::kBatch>(c, job, place.x_row + c.warp * kWarpRows, begin, end, sums,
+                                                      staged);
+      });
+    }
+  float* strip = reinterpret_cast<float*>(staged);
 #pragma unroll 1
   for (int first = 0; first < S::kShare; first += S::kStrip) {
     const Strip<V, C> current = next;

@@ -1,0 +1,17 @@
+// Pointwise tasks behind row tasks.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "context.h"
+
+namespace mpk::codegen {
+
+// What is made of rows y that are complete in shared memory, by epilogues of the job: the members of a variant that
+// HasEpilogue in row.cuh asks for. `lanes` share a row; `store` is a statement in front, for `elements` that stand at
+// `column` of `row`.
+std::string emit_row_epilogues(KernelContext& context, Refs& refs, const Job& job, const std::vector<int>& nodes,
+                               const Tensor& y, int64_t lanes, const std::string& store = "");
+
+}  // namespace mpk::codegen

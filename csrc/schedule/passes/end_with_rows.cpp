@@ -1,0 +1,69 @@
+#include <algorithm>
+
+#include "../access.h"
+#include "../passes.h"
+#include "../planner.h"
+
+namespace mpk {
+namespace {
+
+// Whether everything that reads the node's result is among the nodes, and nothing of it is the caller's.
+bool stays_among(const Draft& draft, int n, const std::vector<int>& nodes) {
+  const auto& out = draft.out[n];
+  return draft.is_workspace(output(draft.node(n)).tensor.buffer) &&
+         std::all_of(out.begin(), out.end(), [&](const Dependency* edge) { return contains(nodes, edge->to); });
+}
+
+// The job in whose body the rows of these nodes are made, for them alone; -1: none is.
+int maker_of_rows(const Draft& draft, const std::vector<int>& nodes) {
+  const Tensor& x = draft.node(nodes.front()).operands.front().tensor;
+  const auto& in = draft.in[nodes.front()];
+  const auto edge = std::find_if(in.begin(), in.end(), [&](const Dependency* edge) {
+    return edge->buffer == x.buffer && edge->hazard == Hazard::kReadAfterWrite;
+  });
+  if (edge == in.end()) return -1;
+  const int maker = (*edge)->from, j = draft.job_of[maker];
+  const bool is_made = j >= 0 && contains(draft.jobs[j].body, maker) &&
+                       same_elements(output(draft.node(maker)).tensor, x) && stays_among(draft, maker, nodes);
+  return is_made ? j : -1;
+}
+
+// Whether nothing else of the job needs something of the nodes, or they something of it, or overwrite it.
+bool meet_only_in_rows(const Draft& draft, int job, const std::vector<int>& nodes) {
+  const std::vector<int> others = draft.stored_nodes(job);
+  const int x = draft.node(nodes.front()).operands.front().tensor.buffer;
+  return std::none_of(draft.edges.begin(), draft.edges.end(), [&](const Dependency& edge) {
+    const bool is_of_both = (contains(others, edge.from) && contains(nodes, edge.to)) ||
+                            (contains(nodes, edge.from) && contains(others, edge.to));
+    return is_of_both && !(edge.to == nodes.front() && edge.buffer == x);
+  });
+}
+
+}  // namespace
+
+void end_with_rows(Draft& draft) {
+  if (draft.schedule.warps.warpgroups == 0) return;
+  for (Job& rows : draft.jobs) {
+    if (rows.body.size() != 1 || draft.node(rows.body.front()).def->role != Role::kRow) continue;
+    const std::vector<int> nodes = members(rows);
+    const bool is_alone =
+        std::all_of(rows.prologue.begin(), rows.prologue.end(), [&](int n) { return stays_among(draft, n, nodes); });
+    const int j = is_alone ? maker_of_rows(draft, nodes) : -1;
+    if (j < 0 || !meet_only_in_rows(draft, j, nodes)) continue;
+    Job ended = draft.jobs[j];
+    ended.epilogue.insert(ended.epilogue.end(), nodes.begin(), nodes.end());
+    std::sort(ended.epilogue.begin(), ended.epilogue.end());
+    std::vector<int> all = draft.stored_nodes(j);
+    all.insert(all.end(), nodes.begin(), nodes.end());
+    const Planner* planner = planner_of(draft.schedule, ended);
+    if (planner == nullptr || !planner->ends_with_rows(draft.schedule, ended) || !draft.contractible(all)) continue;
+    rows = {};
+    draft.jobs[j] = ended;
+    for (int n : nodes) {
+      draft.job_of[n] = j;
+      draft.is_prologue[n] = false;
+    }
+  }
+}
+
+}  // namespace mpk
