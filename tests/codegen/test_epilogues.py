@@ -14,7 +14,7 @@ from tests.schedule.prompt_graph import NORM, Prompt
 from tests.thinned import thinned
 from torch_mpk import _C
 from torch_mpk.jit import compile_cuda
-from torch_mpk.testing.emulator import EmulatedKernel, emulate
+from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, emulate
 
 
 def many_rows(b: Builder) -> None:
@@ -109,6 +109,17 @@ def test_keys_and_values_go_to_the_caches_on_a_gpu(prompt: Prompt) -> None:
         assert torch.equal(got, want) or relative_error(got, want) < 2e-2
     for others in made[1:]:
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(made[0], others, strict=True))
+
+
+@pytest.mark.slow
+def test_rows_behind_wide_tiles_compile_without_local_memory() -> None:
+    """A thread has 128 sums, which must be gone before the rows are worked on."""
+    graph = Prompt(batch=1, tokens=2048, heads=32, groups=8, size=128, length=4096, hidden=4096, bias=True).graph()
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, SMEM_BYTES, fuse=True, polled=True))
+    assert [job.shape.tile_rows for phase in schedule.phases for job in phase.jobs] == [256]
+    resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
+    assert resources.warnings == ()
+    assert max(resources.stack_bytes, resources.spill_store_bytes) == 0
 
 
 # ---- any order of dimensions

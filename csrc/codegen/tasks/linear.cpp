@@ -284,8 +284,14 @@ class LinearWriter {
     const int64_t size = x.shape.back();
     const ChainCode chain = emit_chain(context_, refs_, node, {tasks, &x}, {.phase = place_.phase, .is_there = true});
     code_.headers.insert(code_.headers.end(), chain.headers.begin(), chain.headers.end());
-    const Operand* bias = node.find("bias");
-    const std::string sum = bias ? "sum + to_float(" + refs_.pointer(node, bias->tensor) + "[n])" : "sum";
+    std::string bias;
+    if (const Operand* operand = node.find("bias")) {
+      const std::string elements = refs_.pointer(node, operand->tensor), type = "Vec<T, 2>";
+      const bool is_aligned = context_.aligned_rows(operand->tensor, false);
+      bias = returning(type, "bias(const Job& job, uint32_t n)",
+                       is_aligned ? "*reinterpret_cast<const " + type + "*>(" + elements + " + n)"
+                                  : type + "{" + elements + "[n], " + elements + "[n + 1]}");
+    }
     const std::string store = contains(job_.unstored, y.buffer)
                                   ? ""
                                   : "    store_together(" + refs_.pointer(*tasks.back(), y, true) + " + " +
@@ -295,8 +301,7 @@ class LinearWriter {
       if (owners_[e] == i && context_.node(job_.epilogue[e]).program) epilogues.push_back(job_.epilogue[e]);
     constexpr int64_t kLanes = 4;  // of a row
     code_.body += "  struct Rows" + str(i) + " {\n  using T = " + cuda_type(x_.dtype) + ";\n" +
-                  constant("kSize", size) + constant("kOfX", rows_[i] / size) + chain.text +
-                  returning("float", "value(const Job& job, uint32_t n, float sum)", sum) +
+                  constant("kSize", size) + constant("kOfX", rows_[i] / size) + chain.text + bias +
                   emit_row_epilogues(context_, refs_, job_, epilogues, y, kLanes, store) + "  };\n";
     segments_with_rows_.push_back(i);
   }

@@ -11,8 +11,10 @@ namespace mpk::linear {
 // What becomes of a linear's rows. R: kSize, of a row; kOfX, rows of a row of x; a chain of tasks that need no row
 // brought; and what is made of the row that they leave.
 template <class R>
-concept RowsBehind = HasEpilogue<R> && Constants<int, R::kSize, R::kOfX> && requires(const Job& job, uint32_t n) {
-  { R::value(job, n, 0.0f) } -> Same<float>;  // of column n, by its sum
+concept RowsBehind = HasEpilogue<R> && Constants<int, R::kSize, R::kOfX>;
+template <class R>
+concept HasBias = requires(const Job& job, uint32_t n) {
+  { R::bias(job, n) } -> Same<Vec<typename R::T, 2>>;  // of column n, which is even, and the next
 };
 
 // A warp's rows of x from number x_row on, of columns begin to end: `sums` as those of a warpgroup's products. `strip`:
@@ -34,7 +36,12 @@ MPK_DEVICE void finish_rows_behind(C& c, const Job& job, int x_row, uint32_t beg
     const int turn = p / kPairs, column = turn / 2 * R::kSize + p % kPairs * 8;
     const float* pair = sums + column / 2 + turn % 2 * 2;
     const uint32_t n = min(begin + column, end - 8) + 2 * group.rank;
-    const float values[] = {R::value(job, n, pair[0]), R::value(job, n + 1, pair[1])};
+    float values[] = {pair[0], pair[1]};
+    if constexpr (HasBias<R>) {
+      const Vec<T, 2> bias = R::bias(job, n);
+#pragma unroll
+      for (int i = 0; i < 2; i++) values[i] += to_float(bias.v[i]);
+    }
     const Vec<T, 2> rounded = round_to<T>(values);
     pairs[p] = reinterpret_cast<const uint32_t&>(rounded);
   }
