@@ -46,7 +46,7 @@ def in_aligned_memory(x: torch.Tensor) -> torch.Tensor:
 HYBRIDS = [name for name, entry in MODELS.items() if isinstance(entry, Decoder) and entry.is_hybrid]
 
 
-@pytest.mark.parametrize(("name", "batch"), thinned([(name, batch) for name in HYBRIDS for batch in (1, 3)]))
+@pytest.mark.parametrize(("name", "batch"), thinned([(name, (1, 3)[i % 2]) for i, name in enumerate(HYBRIDS)]))
 def test_recurrent_layers(name: str, batch: int) -> None:
     """Their state is written in place, and each step reads what the one before has left."""
     graph, inputs = lowered_step(name, batch)

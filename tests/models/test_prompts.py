@@ -182,7 +182,7 @@ def check(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=16)
+@settings(max_examples=8)
 @given(prompts())
 def test_random_prompts(case: dict[str, Any]) -> None:
     check(case)
