@@ -58,7 +58,6 @@ def compiled(graph: _C.TBGraph, arch: int) -> Resources:
             *(("qwen3-8b", 90, batch) for batch in (2, 4, 16, 32, 64)),
         ],
         0,
-        5,
     ),
 )
 def test_a_decoder_keeps_nothing_in_local_memory(decoder_name: str, arch: int, batch: int) -> None:

@@ -322,9 +322,7 @@ def test_one_linear(size: int, workers: int, smem_bytes: int, assignment: str) -
             (16, 2048, 1600, "bfloat16", 2, SMEM_BYTES),  # several passes
             (40, 2048, 570, "bfloat16", 2, SMEM_BYTES),  # two blocks together, but for the last warp
         ],
-        0,
         2,
-        5,
     ),
 )
 def test_a_linear_with_several_rows_on_tensor_cores(rows, size, out, dtype, workers, smem_bytes) -> None:

@@ -152,7 +152,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 1, 2, 3, 10), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2, 10), ids=str)
 def test_it_is_as_near_as_the_reference_in_any_order(case: Case) -> None:
     torch.manual_seed(0)
     kernel, inputs = emulate(case.graph(), workers=case.workers, polled=True), case.inputs()
@@ -163,7 +163,7 @@ def test_it_is_as_near_as_the_reference_in_any_order(case: Case) -> None:
     assert_right(case, inputs, made[0])
 
 
-@pytest.mark.parametrize("case", thinned([CASES[i] for i in (0, 1, 2, 5, 10, 11)], 0, 2, 5), ids=str)
+@pytest.mark.parametrize("case", thinned([CASES[i] for i in (0, 1, 2, 5, 10, 11)], 2), ids=str)
 def test_random_limits_and_masks(case: Case) -> None:
     """One kernel: rows without any key, some behind the cache's end, sequences of any length, windows, padding."""
     kernel = emulate(case.graph(), workers=case.workers, polled=True)
@@ -185,7 +185,7 @@ def test_random_limits_and_masks(case: Case) -> None:
         assert_right(case, inputs, call(kernel, case, inputs, seed=seed))
 
 
-@pytest.mark.parametrize("case", thinned([CASES[0], CASES[2], CASES[10]], 1, 2), ids=str)
+@pytest.mark.parametrize("case", thinned([CASES[0], CASES[2], CASES[10]], 2), ids=str)
 def test_a_rows_bits_are_its_own(case: Case) -> None:
     torch.manual_seed(0)
     kernel, inputs = emulate(case.graph(), workers=case.workers, polled=True), case.inputs()

@@ -38,7 +38,7 @@ def reductions_of_integers(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 SHAPES = [(1, 1), (3, 31), (150, 33), (77, 128), (400, 100), (90, 200), (41, 257), (5, 1024), (6, 1100)]
 
 
-@pytest.mark.parametrize(("rows", "size"), thinned(SHAPES, 2, 3, 6))
+@pytest.mark.parametrize(("rows", "size"), thinned(SHAPES, 3))
 @pytest.mark.parametrize("dtype", thinned([torch.float32, torch.bfloat16, torch.int64], 0), ids=str)
 def test_rows_of_many_sizes(dtype: torch.dtype, rows: int, size: int) -> None:
     x = (10 * torch.rand(rows, size)).to(dtype)

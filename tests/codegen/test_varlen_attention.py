@@ -120,7 +120,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 0, 2, 5), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2, 5), ids=str)
 def test_it_is_right_in_any_order(case: Case) -> None:
     torch.manual_seed(0)
     kernel, operands = emulate(case.graph(), polled=True), case.operands()
@@ -260,7 +260,7 @@ def test_it_is_right_on_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "window", "dtype"), thinned([(128, 0, "bfloat16"), (128, 4096, "float16"), (64, 512, "bfloat16")], 0, 1)
+    ("size", "window", "dtype"), thinned([(128, 0, "bfloat16"), (128, 4096, "float16"), (64, 512, "bfloat16")], 1)
 )
 def test_it_compiles_and_keeps_little_in_local_memory(size: int, window: int, dtype: str) -> None:
     case = Case((1000,), (5000,), 16, 8, size, padding=1048, window=window, dtype=dtype, more_sequences=63)

@@ -88,6 +88,7 @@ def num_requests_kept() -> int:
     return sum(type(each) is RequestState for each in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "settings"), [PLAIN_ON_THE_CPU, *ON_A_GPU])
 def test_requests_come_and_go_while_the_cache_is_too_small(
     device: str, settings: dict[str, Any], evictions: list[bool]
