@@ -85,7 +85,7 @@ inline bool multiplies_by_warpgroups(const Schedule& schedule) {
 
 // Whether row tasks that end a job can have rows of so many elements: lanes hand them over in eights.
 inline bool fits_tile_rows(int64_t size, DType dtype) {
-  return size % 8 == 0 && row_behind_bytes(size * size_bytes(dtype)) <= kTileRowsBytes;
+  return size % 8 == 0 && row_behind_bytes(size * size_bytes(dtype)) <= kStripBytes;
 }
 
 // Whether the sums of a tile's runs find each other in shared memory, see keeps_sums.

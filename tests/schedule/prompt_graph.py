@@ -71,3 +71,6 @@ class Prompt:
             rows_of = b.view(made[name], [self.batch, self.tokens, self.groups, self.size])
             write(b, rows_of, cache, slot, f"{name}.write")
         return b.graph
+
+
+QWEN3_06B = Prompt(batch=1, tokens=512, heads=16, groups=8, size=128, length=2560, hidden=1024)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.codegen.programs_graph import long_reductions
 from tests.schedule.decoder_graph import Builder, decoder
-from tests.schedule.prompt_graph import Prompt
+from tests.schedule.prompt_graph import QWEN3_06B, Prompt
 from torch_mpk import _C
 
 CUDA = _C.Target("cuda", 90, 132, 232448, fuse=True, polled=True)
@@ -132,9 +132,6 @@ def test_attach_prologues() -> None:
     expected = {"q": ["input_norm"], "gate": ["post_norm"], "head": ["norm"]}
     expected["attention"] = ["q_norm", "k_norm", "q_rope", "k_rope"]
     assert {job["body"][0]: job["prologue"] for job in after.jobs if job["prologue"]} == expected
-
-
-QWEN3_06B = Prompt(batch=1, tokens=512, heads=16, groups=8, size=128, length=2560, hidden=1024)
 
 
 def test_end_with_rows() -> None:

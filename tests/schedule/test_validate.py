@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.codegen.programs_graph import long_reductions
 from tests.schedule.decoder_graph import Builder, decoder
-from tests.schedule.prompt_graph import Prompt
+from tests.schedule.prompt_graph import QWEN3_06B
 from tests.schedule.taken_apart import Parts
 from torch_mpk import _C
 
@@ -602,8 +602,7 @@ def test_readers_that_take_rows_for_normed_are_caught() -> None:
 
 
 def with_rows_behind() -> Parts:
-    prompt = Prompt(batch=1, tokens=512, heads=16, groups=8, size=128, length=2560, hidden=1024)
-    schedule = _C.make_schedule(prompt.graph(), _C.Target("cuda", 90, 132, 232448, polled=True))
+    schedule = _C.make_schedule(QWEN3_06B.graph(), _C.Target("cuda", 90, 132, 232448, polled=True))
     _C.validate(schedule)
     return Parts.of(schedule)
 

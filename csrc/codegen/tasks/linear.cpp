@@ -292,6 +292,7 @@ class LinearWriter {
                        is_aligned ? "*reinterpret_cast<const " + type + "*>(" + elements + " + n)"
                                   : type + "{" + elements + "[n], " + elements + "[n + 1]}");
     }
+    // Stored with what else is made of rows, not by the chain, which lanes go through whose rows are beyond x's last.
     const std::string store = contains(job_.unstored, y.buffer)
                                   ? ""
                                   : "    store_together(" + refs_.pointer(*tasks.back(), y, true) + " + " +

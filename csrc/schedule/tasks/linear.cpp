@@ -308,7 +308,7 @@ class Tiles {
   int64_t x_tiles() const { return (job_.batch + kTileXRows - 1) / kTileXRows; }
   int64_t count(const TileShape& shape) const { return x_tiles() * job_.tiles(shape.tile_rows); }
   // See TilesShape in linear_tiles.cuh.
-  int64_t staged_bytes() const { return job_.warps * kWarpRows * kStripPitch * 4; }
+  int64_t staged_bytes() const { return job_.warps * kStripBytes; }
   // What the workers of each tile send each other, every one its sums but for those of its own share.
   std::optional<Pieces> pieces(const TileShape& shape) const {
     if (shape.split == 1) return std::nullopt;

@@ -33,8 +33,8 @@ inline constexpr int kTileSlotBytes = 48 << 10;
 // Rows of x of a tile, 64 for each warpgroup, and of these a warp's, whose sums meet in shared memory: strips of some
 // columns of each part that is combined, kStripPitch floats from row to row, in other banks.
 inline constexpr int kTileXRows = 64 * kWarpgroups, kWarpRows = 16, kStripPitch = 40;
-// Rows that row tasks take as a tile ends stand in the place of the strips, half of a warp's at a time, in other banks.
-inline constexpr int kTileRowsBytes = kWarpRows * kStripPitch * 4;
+inline constexpr int kStripBytes = kWarpRows * kStripPitch * 4;  // of a warp
+// Rows that row tasks take as a tile ends stand in the place of a strip, half of a warp's at a time, in other banks.
 constexpr int64_t row_behind_bytes(int64_t row_bytes) { return kWarpRows / 2 * (row_bytes + 32); }
 inline constexpr int kKeyRowPad = 16;        // bytes between rows of keys that come by themselves, in other banks
 inline constexpr int kTaggedFloatBytes = 8;  // of a sum that another worker polls, see device/tagged.cuh

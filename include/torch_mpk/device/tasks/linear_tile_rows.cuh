@@ -18,7 +18,7 @@ concept HasBias = requires(const Job& job, uint32_t n) {
 };
 
 // A warp's rows of x from number x_row on, of columns begin to end: `sums` as those of a warpgroup's products. `strip`:
-// the warp's, of kTileRowsBytes.
+// the warp's, of kStripBytes.
 template <RowsBehind R, int kBatch, int kSums, class C>
 MPK_DEVICE void finish_rows_behind(C& c, const Job& job, int x_row, uint32_t begin, uint32_t end,
                                    const float (&sums)[kSums], uint8_t* strip) {
@@ -26,7 +26,7 @@ MPK_DEVICE void finish_rows_behind(C& c, const Job& job, int x_row, uint32_t beg
   using Group = LaneGroup<C, 4>;
   constexpr int kHalf = kWarpRows / 2, kBytes = row_behind_bytes(R::kSize * int(sizeof(T)));  // rows; what they take
   constexpr int kPairs = R::kSize / 8, kAllPairs = kSums / 2;  // of a lane: of a row; all
-  static_assert(kBytes <= kTileRowsBytes && R::kSize % 8 == 0 && kAllPairs % (2 * kPairs) == 0, "rows are not whole");
+  static_assert(kBytes <= kStripBytes && R::kSize % 8 == 0 && kAllPairs % (2 * kPairs) == 0, "rows are not whole");
   if (begin >= end) return;
   Group group(c);
   // In the order in which they are taken, and rounded at once, since sums take twice the registers.

@@ -69,7 +69,6 @@ struct TilesShape {
   static constexpr int kShare = V::kTileRows / V::kSplit, kShareSums = kShare / 2;
   // And those that a strip has, of which so many rows are 32 lanes' results.
   static constexpr int kStrip = strip_of(kShare, strip_columns(V::kParts)), kRowsAtOnce = 32 / kStrip;
-  static constexpr int kStripBytes = kWarpRows * kStripPitch * 4;
   static constexpr int kStagedBytes = kConsumerWarps * kStripBytes;
 };
 
@@ -367,7 +366,7 @@ template <class V, class C>
 MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place, int share, Strip<V, C> next,
                             ShareSums<V>& sums, const typename V::Common& common) {
   using S = TilesShape<V>;
-  uint8_t* staged = c.staged() + c.warp * S::kStripBytes;
+  uint8_t* staged = c.staged() + c.warp * kStripBytes;
   if constexpr (EndsWithRows<V>)
     if (V::has_rows(place.segment)) {
       const uint32_t begin = place.weight_row + share, end = min(begin + S::kShare, V::num_rows(place.segment));
