@@ -13,7 +13,7 @@ from tests.schedule.decoder_graph import decoder
 from torch_mpk.testing.emulator import EmulatedKernel, emulate
 
 WORKERS = 3
-WATCHDOG_NS = 5 * 10**8  # far more than a busy machine keeps a worker from running
+WATCHDOG_NS = 5 * 10**8  # of the time for which a worker has run
 CONSUMER, EVENT, ELEMENT = 0, 0, 4  # role and waiting of a StallRecord
 
 

@@ -24,7 +24,7 @@ MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uin
 
 // Whether a wait that began to be watched at `since`, or begins to be now, is over: the launch has to be given up.
 MPK_DEVICE bool is_over(const Watchdog& dog, uint64_t& since) {
-  const uint64_t time = ptx::global_time_ns();
+  const uint64_t time = ptx::watched_time_ns();
   // Workers that another kernel's multiprocessors are still denied are queued, and nobody is stuck.
   if (since == 0 || ptx::load_relaxed_gpu(&dog.control->started) < dog.num_workers) since = time;
   const bool late = dog.limit_ns != 0 && time - since > dog.limit_ns;

@@ -532,6 +532,9 @@ MPK_DEVICE uint64_t global_time_ns() {
   return t;
 }
 
+// By which the watchdog sees how long a wait has lasted. The emulator's is not the global one.
+MPK_DEVICE uint64_t watched_time_ns() { return global_time_ns(); }
+
 // threadIdx.x, read anew: what is computed from it is not kept in registers from one job to the next.
 MPK_DEVICE int thread_index() {
   int t;

@@ -1,6 +1,7 @@
 // Included behind emulator.h. Linked with the file that has the kernels and the table of them.
 #include <sched.h>
 #include <setjmp.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -246,6 +247,12 @@ bool at_fault(const void* p) {
 uint64_t mpk::ptx::global_time_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
+}
+
+uint64_t mpk::ptx::watched_time_ns() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return 1'000'000'000ull * time.tv_sec + time.tv_nsec;
 }
 
 // One launch of a kernel of the table. `block`: LaunchParams and the pointers behind it, as on the device.

@@ -283,6 +283,8 @@ void prefetch_l2(const T*) {}
 inline int thread_index() { return threadIdx.x; }
 inline void compiler_fence() {}
 uint64_t global_time_ns();
+// For how long this CTA has run: a busy machine keeps it from running for seconds, and nobody is stuck.
+uint64_t watched_time_ns();
 // As on a GPU, each multiprocessor's says something else.
 inline uint32_t clock() { return static_cast<uint32_t>(2 * global_time_ns() + 1000000007ull * blockIdx.x); }
 
