@@ -147,7 +147,7 @@ def compile_kernels(sources: Sequence[str], arch: int, flags: Sequence[str]) -> 
 
 def _machine() -> Path:
     """What runs the kernels' threads, as an object file: it takes the compiler longer than most kernels do."""
-    return _compile('#define EMULATED_ARCH 900\n#include "emulator.h"\n#include "emulator.cpp"\n', ["-O1", "-c"])
+    return _compile('#define EMULATED_ARCH 900\n#include "emulator.h"\n#include "emulator.cpp"\n', ["-O2", "-c"])
 
 
 def _compile(source: str, flags: Sequence[str]) -> Path:

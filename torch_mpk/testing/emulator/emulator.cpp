@@ -5,6 +5,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <memory>
 #include <numeric>
@@ -46,8 +47,12 @@ struct Fiber {
   jmp_buf here;
   std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
   bool started = false, done = false;
-  uint32_t collected = 0;  // generation of its last warp_collect
+  const uint32_t* generation = nullptr;  // of the lanes or threads that it waits for, while it does
+  uint32_t left = 0;                     // the generation behind which it goes on
+  uint32_t collected = 0;                // generation of its last warp_collect
   std::vector<struct Copy> copies;
+
+  bool can_run() const { return !done && (generation == nullptr || *generation != left); }
 };
 
 struct Copy {
@@ -68,6 +73,7 @@ struct Cta {
   const Launch& launch;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
+  int num_running;
   jmp_buf scheduler;
   std::vector<Copy> in_flight;
   std::mt19937 random;
@@ -95,6 +101,7 @@ void settle(uint64_t* bar) {
 void enter() {
   cta->launch.kernel(cta->launch.block);
   cta->fibers[threadIdx.x].done = true;
+  cta->num_running--;
   _longjmp(cta->scheduler, 1);
 }
 
@@ -113,20 +120,35 @@ void resume(int thread) {
 }
 
 void land(size_t i) {
-  Copy copy = std::move(cta->in_flight[i]);
-  cta->in_flight.erase(cta->in_flight.begin() + i);
+  std::swap(cta->in_flight[i], cta->in_flight.back());
+  const Copy copy = std::move(cta->in_flight.back());
+  cta->in_flight.pop_back();
   std::memcpy(copy.dst, copy.data.data(), copy.data.size());
   bits(copy.bar)->bytes -= copy.data.size();
   settle(copy.bar);
 }
 
 // 0 to size - 1 in the order in which they are to run until each has to wait.
-std::vector<int> in_order(int size) {
-  std::vector<int> numbers(size);
-  std::iota(numbers.begin(), numbers.end(), 0);
-  if (cta->launch.order == Order::kReverse) std::reverse(numbers.begin(), numbers.end());
-  if (cta->launch.order == Order::kShuffled) std::shuffle(numbers.begin(), numbers.end(), cta->random);
+std::array<uint8_t, 32> in_order(int size) {
+  std::array<uint8_t, 32> numbers;
+  const auto end = numbers.begin() + size;
+  std::iota(numbers.begin(), end, 0);
+  if (cta->launch.order == Order::kReverse) std::reverse(numbers.begin(), end);
+  if (cta->launch.order == Order::kShuffled) std::shuffle(numbers.begin(), end, cta->random);
   return numbers;
+}
+
+// Lets each lane run to the next place where it waits, and the warp go on as long as lanes meet.
+void run_warp(int warp) {
+  Fiber* lanes = &cta->fibers[32 * warp];
+  const uint32_t& generation = cta->warps[warp].generation;
+  for (int i = 0; i < 64; i++) {
+    if (std::none_of(lanes, lanes + 32, [](const Fiber& lane) { return lane.can_run(); })) return;
+    const uint32_t before = generation;
+    for (int lane : in_order(32))
+      if (lanes[lane].can_run()) resume(32 * warp + lane);
+    if (generation == before) return;
+  }
 }
 
 void run_cta(const Launch& launch, int index) {
@@ -134,6 +156,7 @@ void run_cta(const Launch& launch, int index) {
   Cta self{launch,
            std::vector<Fiber>(launch.num_threads),
            std::vector<Warp>(num_warps),
+           launch.num_threads,
            {},
            {},
            std::mt19937(launch.seed + index),
@@ -143,19 +166,9 @@ void run_cta(const Launch& launch, int index) {
     std::this_thread::sleep_for(std::chrono::milliseconds(emulated_fault.queued_ms));
   blockIdx = {static_cast<unsigned>(index), 0, 0};
   std::memset(mpk::smem, 0xff, sizeof(mpk::smem));
-  for (bool alive = true; alive;) {
-    alive = false;
-    for (int w : in_order(num_warps))
-      // As long as lanes meet, the warp goes on.
-      for (uint32_t before = self.warps[w].generation, i = 0; i < 64 && (i == 0 || before != self.warps[w].generation);
-           i++) {
-        before = self.warps[w].generation;
-        for (int lane : in_order(32))
-          if (!self.fibers[32 * w + lane].done) {
-            alive = true;
-            resume(32 * w + lane);
-          }
-      }
+  while (self.num_running != 0) {
+    const auto order = in_order(num_warps);
+    for (int i = 0; i < num_warps; i++) run_warp(order[i]);
     for (size_t n = self.in_flight.size(), i = 0; i < (n + 1) / 2; i++)
       if (self.random() % 4 != 0) land(self.random() % self.in_flight.size());
     sched_yield();
@@ -170,6 +183,16 @@ void yield() {
   if (_setjmp(f.here) == 0) _longjmp(cta->scheduler, 1);
 }
 
+// Until those that meet have gone on from generation `left`.
+void await(const uint32_t& generation, uint32_t left) {
+  if (generation != left) return;
+  Fiber& f = cta->fibers[threadIdx.x];
+  f.generation = &generation;
+  f.left = left;
+  yield();
+  f.generation = nullptr;
+}
+
 void warp_collect(const void* value, size_t bytes) {
   Warp& warp = cta->warps[threadIdx.x / 32];
   Fiber& f = cta->fibers[threadIdx.x];
@@ -180,7 +203,7 @@ void warp_collect(const void* value, size_t bytes) {
     warp.arrived = 0;
     warp.generation++;
   }
-  while (warp.generation == mine) yield();
+  await(warp.generation, mine);
 }
 
 const void* warp_value(int lane) {
@@ -197,7 +220,7 @@ bool barrier(int number, int threads, bool value) {
     b.arrived = 0;
     b.generation++;
   }
-  while (b.generation == mine) yield();
+  await(b.generation, mine);
   return b.result;
 }
 

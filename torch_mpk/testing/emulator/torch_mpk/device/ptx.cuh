@@ -171,21 +171,20 @@ T half_of(uint32_t word, int i) {
 
 template <class T>
 void mma(float (&d)[4], Quad a, Pair b) {
-  Quad as[32];
-  Pair bs[32];
+  const int row = lane_id() / 4, column = lane_id() % 4 * 2;  // the first of two, of which rows are 8 apart
+  Quad as[4];                                                 // of both rows
+  Pair bs[2][4];
   emulator::warp_collect(&a, sizeof(a));
-  for (int i = 0; i < 32; i++) std::memcpy(&as[i], emulator::warp_value(i), sizeof(a));
+  for (int i = 0; i < 4; i++) std::memcpy(&as[i], emulator::warp_value(row * 4 + i), sizeof(a));
   emulator::warp_collect(&b, sizeof(b));
-  for (int i = 0; i < 32; i++) std::memcpy(&bs[i], emulator::warp_value(i), sizeof(b));
-  for (int i = 0; i < 4; i++) {
-    const int row = lane_id() / 4 + i / 2 * 8, column = lane_id() % 4 * 2 + i % 2;
+  for (int i = 0; i < 8; i++) std::memcpy(&bs[i / 4][i % 4], emulator::warp_value(column * 4 + i), sizeof(b));
+  for (int i = 0; i < 4; i++)
     for (int k = 0; k < 16; k++) {
       const int word = k / 8, lane = k % 8 / 2;
-      const T x = half_of<T>(as[row % 8 * 4 + lane].v[2 * word + row / 8], k % 2);
-      const T y = half_of<T>(bs[column * 4 + lane].v[word], k % 2);
+      const T x = half_of<T>(as[lane].v[2 * word + i / 2], k % 2);
+      const T y = half_of<T>(bs[i % 2][lane].v[word], k % 2);
       d[i] = std::fma(static_cast<float>(x), static_cast<float>(y), d[i]);
     }
-  }
 }
 
 inline Quad load_matrices(SharedAddress row) {
@@ -226,23 +225,23 @@ inline SwizzledMatrix swizzled(const void* p) {
   return {static_cast<const uint8_t*>(p), 0};
 }
 inline SwizzledMatrix from_column(SwizzledMatrix m, int column) { return {m.rows, m.column + column}; }
+// 16 elements of a row, of which the first one's column is a multiple of 8.
 template <class T>
-float element(const SwizzledMatrix& m, int row, int column) {
-  const int place = m.column + column;
-  T v;
-  std::memcpy(&v, m.rows + row * 128 + (place / 8 ^ row % 8) * 16 + place % 8 * 2, 2);
-  return static_cast<float>(v);
+void read_row(float (&x)[16], const SwizzledMatrix& m, int row) {
+  for (int k = 0; k < 16; k += 8) {
+    T v[8];
+    std::memcpy(v, m.rows + row * 128 + ((m.column + k) / 8 ^ row % 8) * 16, sizeof(v));
+    for (int i = 0; i < 8; i++) x[k + i] = static_cast<float>(v[i]);
+  }
 }
 template <class T, int columns>
 void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
   const int first = threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
-  float x[2][16];
-  for (int i = 0; i < 2; i++)
-    for (int k = 0; k < 16; k++) x[i][k] = element<T>(a, first + 8 * i, k);
+  float x[2][16], y[16];
+  for (int i = 0; i < 2; i++) read_row<T>(x[i], a, first + 8 * i);
   for (int j = 0; j < columns / 8; j++)
     for (int e = 0; e < 2; e++) {
-      float y[16];
-      for (int k = 0; k < 16; k++) y[k] = element<T>(b, 8 * j + lane_id() % 4 * 2 + e, k);
+      read_row<T>(y, b, 8 * j + lane_id() % 4 * 2 + e);
       for (int i = 0; i < 2; i++) {
         float& sum = d[4 * j + 2 * i + e];
         for (int k = 0; k < 16; k++) sum = std::fma(x[i][k], y[k], sum);
