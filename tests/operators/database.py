@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import set_rng_seed
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, OpInfo, SampleInput, UnaryUfuncInfo
 from torch.utils import _pytree as pytree
 
@@ -62,7 +64,7 @@ class Call:
 
 def calls(op: OpInfo, dtype: torch.dtype) -> Iterator[Call]:
     """Of an operator's samples one or two, in every form, with other layouts, and extremal values."""
-    for sample in _samples(op, dtype):
+    for sample in _chosen(op, dtype):
         yield from _forms(op, dtype, "sample", sample.input, sample.args, sample.kwargs)
         other = sample.noncontiguous()
         yield Call(op, dtype, "functional", "non-contiguous", op.op, (other.input, *other.args), other.kwargs)
@@ -75,17 +77,27 @@ def calls(op: OpInfo, dtype: torch.dtype) -> Iterator[Call]:
         yield from _forms(op, dtype, "extremal", values, others, {})
 
 
-def _samples(op: OpInfo, dtype: torch.dtype) -> list[SampleInput]:
+def samples(op: OpInfo, dtype: torch.dtype) -> Iterator[SampleInput]:
+    """As ``op.sample_inputs``, which besides looks on the stack for a test of unittest: for nearly half a second."""
+    each = iter(op.sample_inputs_func(op, "cpu", dtype, False))
+    while True:
+        set_rng_seed()
+        try:
+            yield next(each)
+        except StopIteration:
+            return
+
+
+def _chosen(op: OpInfo, dtype: torch.dtype) -> list[SampleInput]:
     """The first, and if that is of a tensor without dimensions, the first that is not."""
     chosen: list[SampleInput] = []
-    samples = iter(op.sample_inputs("cpu", dtype, requires_grad=False))
-    for sample in samples:
-        if _is_usable(sample) and (not chosen or _has_dimensions(sample)):
-            chosen.append(sample)
-        if chosen and (_has_dimensions(chosen[-1]) or not isinstance(sample.input, torch.Tensor)):
-            break
-    if isinstance(samples, Generator):
-        samples.close()  # now: at its end it changes the grad mode, and a trace would see that
+    # Closed now: at its end one changes the grad mode, and a trace would see that.
+    with contextlib.closing(samples(op, dtype)) as all_of_it:
+        for sample in all_of_it:
+            if _is_usable(sample) and (not chosen or _has_dimensions(sample)):
+                chosen.append(sample)
+            if chosen and (_has_dimensions(chosen[-1]) or not isinstance(sample.input, torch.Tensor)):
+                break
     return chosen
 
 

@@ -107,7 +107,7 @@ def scatters() -> Iterator[tuple]:
 
 
 def of_layouts(op: OpInfo) -> Iterator[tuple]:
-    samples = (s for s in op.sample_inputs("cpu", torch.float32) if isinstance(s.input, torch.Tensor))
+    samples = (s for s in database.samples(op, torch.float32) if isinstance(s.input, torch.Tensor))
     sample = next((s for s in samples if s.input.dim() == 2 and min(s.input.shape) > 1), None)
     for x in layouts(sample.input.detach()) if sample is not None else ():
         yield op.name, op.op, (x, *sample.args), sample.kwargs
