@@ -31,7 +31,7 @@ profiling = importlib.import_module("torch_mpk.profile")  # the package has the 
 NUM_WORKERS = 3
 PROMPT_LENGTH = 5
 LAUNCHES_KEPT = 8  # kLaunchesKept of abi/control.h
-PREEMPTED_NS = 20_000_000  # between the two clocks that an emulated worker reads one after the other, in most launches
+PREEMPTED_NS = 20_000_000  # between the two clocks that an emulated worker reads one after the other
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def test_clocks_of_multiprocessors_are_put_on_one_axis(emulated: None) -> None:
     step = Steps(profile=True)
     step()
     began = time.monotonic_ns()  # the clock that is the emulator's shared one
-    [recording] = record(lambda: [step() for _ in range(4)])
+    [recording] = record(lambda: [step() for _ in range(2)])
     took = time.monotonic_ns() - began
     check_order(recording, FIELDS[:5])
     check_order(recording, FIELDS[5:-1])
@@ -174,8 +174,9 @@ def test_clocks_of_multiprocessors_are_put_on_one_axis(emulated: None) -> None:
     ready, computed = recording.field("ready"), recording.field("computed")
     waits = [(phase, before) for phase, p in enumerate(own.plan.schedule.phases) for before in p.waits]
     assert waits
-    early = [computed[:, :, before].amax(1) - ready[:, :, phase].amin(1) for phase, before in waits]
-    assert torch.stack(early).amax(0).min() <= PREEMPTED_NS, "phases were ready before those that they wait for"
+    for phase, before in waits:
+        done = computed[:, :, before].amax(1)
+        assert (ready[:, :, phase].amin(1) >= done - PREEMPTED_NS).all(), f"{phase} was ready before {before} was done"
 
 
 # A worker's stamps in order, in cycles since its begin, of which a nanosecond has 3; the clock wraps in the launch.
