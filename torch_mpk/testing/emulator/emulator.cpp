@@ -143,7 +143,6 @@ void run_warp(int warp) {
   Fiber* lanes = &cta->fibers[32 * warp];
   const uint32_t& generation = cta->warps[warp].generation;
   for (int i = 0; i < 64; i++) {
-    if (std::none_of(lanes, lanes + 32, [](const Fiber& lane) { return lane.can_run(); })) return;
     const uint32_t before = generation;
     for (int lane : in_order(32))
       if (lanes[lane].can_run()) resume(32 * warp + lane);
