@@ -21,24 +21,29 @@
 
 namespace mpk::linear {
 
-// A result of a pass: row `r` of x with row `n` of a segment. Warps take a strip of 32 rows of weights with a row of x
-// at a time: number c.warp, c.warp + kConsumerWarps, ..., all rows of x with a strip, then those with the next.
+// A result of a pass: row `r` of x with row `n` of a segment. A warp takes a strip of rows of weights at a time, 32
+// with a row of x, or where a pass has fewer, all of them with several: number c.warp, c.warp + kConsumerWarps, ...,
+// all rows of x with a strip, then those with the next.
 template <class V>
 struct RowsResult {
+  static constexpr int kRows = V::kTurnTiles * V::kBoxRows;
+  static constexpr uint32_t kStripRows = V::kSplit > 1 || kRows > 16 ? 32 : next_power_of_two(kRows);
+  static constexpr uint32_t kXRows = 32 / kStripRows, kNumbers = (V::kBatch + kXRows - 1) / kXRows;  // of a strip
   uint32_t local, r;  // local: the row of weights in the pass
   uint32_t n = 0;
   int segment = 0;
   bool is_there = false;
 
   MPK_DEVICE RowsResult(Span tiles, uint32_t number, uint32_t lane)
-      : RowsResult(tiles, number % V::kBatch, number / V::kBatch, lane) {}
+      : RowsResult(tiles, number % kNumbers * kXRows + lane / kStripRows, number / kNumbers, lane % kStripRows) {}
   MPK_DEVICE RowsResult(Span tiles, uint32_t r, uint32_t strip, uint32_t lane) : local(strip * 32 + lane), r(r) {
-    if (local >= (tiles.end - tiles.begin) * V::kBoxRows) return;
+    if (local >= (tiles.end - tiles.begin) * V::kBoxRows || !has_x()) return;
     const uint32_t tile = tiles.begin + local / V::kBoxRows;
     segment = segment_of<V>(tile);
     n = (tile - V::first_tile(segment)) * V::kBoxRows + local % V::kBoxRows;
     is_there = n < V::num_rows(segment);
   }
+  MPK_DEVICE bool has_x() const { return V::kBatch % kXRows == 0 || r < V::kBatch; }
   MPK_DEVICE typename V::Extra preload(const Job& job) const {
     if (!is_there) return {};
     return V::preload(job, segment, r, n);
@@ -90,10 +95,11 @@ MPK_DEVICE float finish_result(C& c, const Job& job, const RowsResult<V>& result
 template <class V, class C>
 MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const PassSums<V>& sums, const RowSums<V>& row_sums,
                              typename V::Extra extra) {
-  const uint32_t strips = strips_of<V>(tiles.end - tiles.begin);
+  using Result = RowsResult<V>;
+  const uint32_t numbers = strips_of<V>(tiles.end - tiles.begin) * Result::kNumbers;
 #pragma unroll 1
-  for (uint32_t number = c.warp; number < strips * V::kBatch; number += kConsumerWarps) {
-    const RowsResult<V> result(tiles, number, c.lane);
+  for (uint32_t number = c.warp; number < numbers; number += kConsumerWarps) {
+    const Result result(tiles, number, c.lane);
     if (number != c.warp) extra = result.preload(job);
     float results[V::kParts];
 #pragma unroll
@@ -101,8 +107,8 @@ MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const PassSums<V>
       results[p] = result.is_there ? sums.scaled(result.r, sums.at(result.r, result.local, p)) : 0.0f;
     const float square = finish_result(c, job, result, results, extra);
     if constexpr (V::kEndsWithNorm) {
-      const float sum = warp_sum(square);
-      if (c.lane == 0) row_sums.leave(number / V::kBatch, result.r, sum);
+      const float sum = warp_sum<Result::kStripRows>(square);
+      if (c.lane % Result::kStripRows == 0 && result.has_x()) row_sums.leave(number / Result::kNumbers, result.r, sum);
     }
   }
 }
