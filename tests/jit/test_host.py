@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from torch_mpk.errors import KernelCompileError, NoHostCompilerError
-from torch_mpk.jit import Cache, compile_host
+from torch_mpk.jit import Cache, compile_host, precompile_host
 from torch_mpk.jit.host import HostCompiler
 
 SOURCE = """
@@ -77,6 +77,24 @@ def test_a_header_edited_during_the_build_is_not_taken_for_the_earlier_one(cache
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(cache.root))
     assert build(folder)[1] == 3
+
+
+def test_a_header_is_parsed_once_and_anew_when_it_changes(cache, folder):
+    source = 'extern "C" __attribute__((visibility("default"))) int answer() { return PART; }'
+
+    def build():
+        header = precompile_host('#include "part.h"\n', include_dirs=[folder], flags=["-O1"])
+        flags = ["-O1", "-include", str(header), "-Winvalid-pch", "-Werror"]  # an error where it is not taken
+        return header, ctypes.CDLL(str(compile_host(source, include_dirs=[folder], flags=flags))).answer()
+
+    first, answer = build()
+    assert answer == 1
+    assert sorted(os.listdir(first.parent)) == ["kernel.h", "kernel.h.gch", "log.txt", "report.json"]
+    assert build() == (first, 1)
+    (folder / "deep.h").write_text("#define PART 4\n")
+    second, answer = build()
+    assert answer == 4
+    assert first != second
 
 
 def test_an_error_of_the_compiler_is_shown(cache, folder):

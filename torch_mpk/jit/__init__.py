@@ -4,7 +4,7 @@ from torch_mpk.jit.cache import Cache
 from torch_mpk.jit.compile import Cubin, compile_cuda
 from torch_mpk.jit.compiler import Compiler, find_compiler
 from torch_mpk.jit.headers import include_dir
-from torch_mpk.jit.host import compile_host
+from torch_mpk.jit.host import compile_host, precompile_host
 from torch_mpk.jit.kernels import Kernel, Module, kernel, module
 from torch_mpk.jit.report import Resources
 
@@ -21,4 +21,5 @@ __all__ = [
     "include_dir",
     "kernel",
     "module",
+    "precompile_host",
 ]

@@ -13,20 +13,24 @@ from pathlib import Path
 from torch_mpk import _C
 from torch_mpk.config import env
 from torch_mpk.errors import NoHostCompilerError, OptionError
-from torch_mpk.jit.compile import NOBODY, Build, Order, build_once
+from torch_mpk.jit.compile import NOBODY, Build, Entry, Order, build_once
 from torch_mpk.jit.compiler import PREPROCESS, Compiled, first_line, preprocess, run
 from torch_mpk.jit.headers import include_dir
 from torch_mpk.jit.manifest import Reading, settings
 
 _NAMES = ("c++", "g++", "clang++")
 _FLAGS = [
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden"),
     # Each operation rounds once, as eager's do, and never -ffast-math: its start-up code flushes denormals for the
     # whole process.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+]
+_LINK = [
+    "-shared",
     # Where only a static libstdc++ is installed, its symbols must not mix with the shared one torch has loaded.
     "-Wl,--exclude-libs,ALL",
 ]
+_HEADER = ["-c", "-x", "c++-header"]
 
 # Highway wants to see AES beside AVX2, which processors of these tiers need not have.
 _HIGHWAY = "-DHWY_DISABLE_PCLMUL_AES"
@@ -57,22 +61,37 @@ def compile_host(
         NoHostCompilerError: there is none, or CXX names one that does not run.
         KernelCompileError, CompileForbiddenError, CacheError: see ``compile_cuda``.
     """
+    name = "kernel.so"
+    return _build(source, "kernel.cpp", name, [*_FLAGS, *_LINK, *flags], include_dirs, order).path / name
+
+
+def precompile_host(header: str, *, include_dirs: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
+    """Parse a header once for many sources, and return its path in the cache.
+
+    A source with the flags ``-include`` and that path begins with it. Where its other flags and ``include_dirs`` are
+    the same, the compiler takes what is parsed; otherwise it parses anew. Raises what ``compile_host`` raises.
+    """
+    return _build(header, "kernel.h", "kernel.h.gch", [*_FLAGS, *_HEADER, *flags], include_dirs).path / "kernel.h"
+
+
+def _build(
+    source: str, name: str, image: str, flags: Sequence[str], include_dirs: Sequence[Path], order: Order = NOBODY
+) -> Entry:
     compiler = HostCompiler.find()
-    all_flags = [*_FLAGS, *flags]
     folders = [Path(folder).resolve() for folder in (*include_dirs, include_dir())]
     added = settings(("CCC_OVERRIDE_OPTIONS",))  # to clang's
     build = Build(
-        source_name="kernel.cpp",
-        image_name="kernel.so",
+        source_name=name,
+        image_name=image,
         compiler=compiler.version,
         target="the CPU",
-        identity=[compiler.identity(all_flags), str(added), *compiler.command[1:], *all_flags],
+        identity=[compiler.identity(flags), str(added), *compiler.command[1:], *flags],
         searched=[*compiler.command, *map(str, folders)],
-        words=[*compiler.command, *all_flags],
-        read=lambda path: compiler.read(path, all_flags, folders),
-        run=lambda path, image: compiler.compile(path, image, all_flags, folders),
+        words=[*compiler.command, *flags],
+        read=lambda path: compiler.read(path, flags, folders),
+        run=lambda path, image: compiler.compile(path, image, flags, folders),
     )
-    return build_once(source, build, order).path / build.image_name
+    return build_once(source, build, order)
 
 
 def host_tier() -> str:

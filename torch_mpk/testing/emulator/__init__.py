@@ -16,7 +16,7 @@ import torch
 
 from torch_mpk import _C
 from torch_mpk.errors import NoCompilerError
-from torch_mpk.jit import compile_host
+from torch_mpk.jit import compile_host, precompile_host
 from torch_mpk.jit.headers import cuda_roots, find_cuda_headers
 
 Order = Literal["forward", "reverse", "shuffled"]  # in which threads run to the next place where they wait
@@ -135,23 +135,31 @@ def compile_kernels(sources: Sequence[str], arch: int, flags: Sequence[str]) -> 
         NoHostCompilerError, KernelCompileError, CacheError: see ``torch_mpk.jit.compile_host``.
     """
     name = "torch_mpk_kernel"
-    parts = [f"#define EMULATED_ARCH {arch}0", '#include "emulator.h"']
-    parts += [source.replace(name, f"{name}_{number}") for number, source in enumerate(sources)]
+    parts = [source.replace(name, f"{name}_{number}") for number, source in enumerate(sources)]
     calls = [f"call<{name}_{n}_parts::LaunchBlock, {name}_{n}>" for n in range(len(sources))]
     parts.append(f"const emulator::Kernel emulator::kernels[] = {{{', '.join(calls)}}};")
     threads = [_threads_of_tiles(source, f"{name}_{number}_parts") for number, source in enumerate(sources)]
     parts.append(f'extern "C" EMULATOR_EXPORT const int threads_of_tiles[] = {{{", ".join(threads)}}};\n')
-    library = _compile("\n".join(parts), [*flags, str(_machine())])
+    header = precompile_host(_header(arch), include_dirs=_include_dirs(), flags=[*_FLAGS, *flags])
+    library = _compile("\n".join(parts), [*flags, "-include", str(header), str(_machine())])
     return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL)
 
 
 def _machine() -> Path:
     """What runs the kernels' threads, as an object file: it takes the compiler longer than most kernels do."""
-    return _compile('#define EMULATED_ARCH 900\n#include "emulator.h"\n#include "emulator.cpp"\n', ["-O2", "-c"])
+    return _compile(_header(90) + '#include "emulator.cpp"\n', ["-O2", "-c"])
+
+
+def _header(arch: int) -> str:
+    return f'#define EMULATED_ARCH {arch}0\n#include "emulator.h"\n'
 
 
 def _compile(source: str, flags: Sequence[str]) -> Path:
-    return compile_host(source, include_dirs=[HERE, cuda_headers()], flags=[*_FLAGS, *flags])
+    return compile_host(source, include_dirs=_include_dirs(), flags=[*_FLAGS, *flags])
+
+
+def _include_dirs() -> list[Path]:
+    return [HERE, cuda_headers()]
 
 
 def threads_of_tiles(library: ctypes.CDLL, number: int) -> int:
