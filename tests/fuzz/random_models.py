@@ -103,8 +103,8 @@ def difference(
     )
 
 
-def widened(decoding: Decoding, model: PreTrainedModel) -> Decoding:
-    """The same with keys and values as wide as the model's weights, in a cache of its own."""
+def copied(decoding: Decoding, model: PreTrainedModel) -> Decoding:
+    """The same in a cache of its own, with keys and values as wide as the model's weights."""
     decoding = copy.copy(decoding)
     decoding.cache = copy_cache(decoding.cache, model.config, model.dtype)
     return decoding
@@ -136,10 +136,10 @@ def check_model(seed: int, device: torch.device, num_calls: int) -> None:
         given: dict[str, Any] = {"mask": drawn.mask, "max_cache_len": drawn.cache}
         if drawn.mask != "none":
             given["present"] = present_in(prompt, rng)
-        ours, eager, before = (Decoding(model, prompt, **given) for _ in range(3))
-        exact = widened(before, exact_model)
+        before = Decoding(model, prompt, **given)
         tokens = random_ids(drawn.batch, new, device)
         with torch.inference_mode():
+            ours, eager, exact = (copied(before, m) for m in (model, model, exact_model))
             results = [d.step(m, tokens) for d, m in ((ours, step), (eager, model), (exact, exact_model))]
         states = zip(*(d.state() for d in (ours, eager, exact)), strict=True)
         for which, tensors in enumerate([results, *states]):
@@ -151,7 +151,7 @@ def check_model(seed: int, device: torch.device, num_calls: int) -> None:
             if difference(*tensors):
                 nearby = []
                 for _ in range(NUM_NEARBY):
-                    near = widened(before, exact_model)
+                    near = copied(before, exact_model)
                     with torch.inference_mode():
                         logits = near.step(perturbed(exact_model, torch.finfo(dtype).eps), tokens)
                     nearby.append([logits, *near.state()][which])
