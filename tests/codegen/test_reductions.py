@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +59,13 @@ def test_values_of_several_operands_with_a_branch() -> None:
         return (torch.where(x < least, -torch.inf, x / 0.7) - times.log()).argmax(-1)
 
     assert torch.equal(*launched(step, [x, times, least], 8), step(x, times, least))
+
+
+@pytest.mark.slow
+def test_a_cache_without_room_for_what_kernels_are_made_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCH_MPK_CACHE_GB", "0")
+    x = torch.randn(3, 40)
+    for _ in range(2):
+        [got] = launched(lambda x: (x.amax(-1),), [x], 3)
+        assert torch.equal(got, x.amax(-1))

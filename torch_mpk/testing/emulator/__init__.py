@@ -135,13 +135,15 @@ def compile_kernels(sources: Sequence[str], arch: int, flags: Sequence[str]) -> 
         NoHostCompilerError, KernelCompileError, CacheError: see ``torch_mpk.jit.compile_host``.
     """
     name = "torch_mpk_kernel"
-    parts = [source.replace(name, f"{name}_{number}") for number, source in enumerate(sources)]
+    parts = [_header(arch), *(source.replace(name, f"{name}_{number}") for number, source in enumerate(sources))]
     calls = [f"call<{name}_{n}_parts::LaunchBlock, {name}_{n}>" for n in range(len(sources))]
     parts.append(f"const emulator::Kernel emulator::kernels[] = {{{', '.join(calls)}}};")
     threads = [_threads_of_tiles(source, f"{name}_{number}_parts") for number, source in enumerate(sources)]
     parts.append(f'extern "C" EMULATOR_EXPORT const int threads_of_tiles[] = {{{", ".join(threads)}}};\n')
     header = precompile_host(_header(arch), include_dirs=_include_dirs(), flags=[*_FLAGS, *flags])
-    library = _compile("\n".join(parts), [*flags, "-include", str(header), str(_machine())])
+    machine = _machine()
+    parsed = ["-include", str(header)] if header.exists() else []  # a very small cache has room for one of them
+    library = _compile("\n".join(parts), [*flags, *parsed, str(machine)])
     return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL)
 
 
