@@ -7,6 +7,7 @@
 namespace py = pybind11;
 
 namespace mpk {
+void bind_arch(py::module_& m);      // Arch
 void bind_graph(py::module_& m);     // TaskRegistry, Program, TBGraph
 void bind_schedule(py::module_& m);  // Target, Schedule
 void bind_codegen(py::module_& m);   // CudaProgram, generate_cuda
@@ -19,6 +20,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ core of torch_mpk: task graph, schedule, code generation and runtimes.";
   mpk::bind_graph(m);
   mpk::bind_schedule(m);
+  mpk::bind_arch(m);
   mpk::bind_codegen(m);
   py::class_<mpk::Arguments>(m, "Arguments", "Which of a call's arguments are the inputs and sizes of an executable.")
       .def(py::init([](std::vector<int> inputs, std::vector<int> sizes, bool freeze,

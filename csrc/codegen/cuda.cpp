@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "../arch/arch.h"
 #include "emitter.h"
 #include "kernel.h"
 #include "names.h"
@@ -20,9 +21,9 @@ constexpr int64_t kPolledAlignment = 256;
 
 void check_target(const Schedule& schedule) {
   const Target& target = schedule.target;
-  if (target.device != "cuda" || target.arch < 80)
-    throw std::runtime_error("codegen: the schedule is for device '" + target.device + "', arch " + str(target.arch) +
-                             "; expected cuda with compute capability 8.0 or newer");
+  if (target.device != "cuda")
+    throw std::runtime_error("codegen: the schedule is for device '" + target.device + "', expected cuda");
+  arch_of(target.arch);
   if (schedule.phases.empty()) throw std::runtime_error("codegen: the schedule has no phases");
 }
 

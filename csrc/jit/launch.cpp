@@ -9,6 +9,8 @@
 #include <map>
 #include <stdexcept>
 
+#include "../arch/arch.h"
+
 namespace mpk::jit {
 namespace {
 
@@ -199,7 +201,11 @@ void CudaCode::run(const Geometry& geometry, void** parameters, void* stream) {
   if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) return;  // an empty tensor
   const cu::ContextGuard current(driver_, context_);
   const bool has_cluster = cluster[0] * cluster[1] * cluster[2] > 1;
-  if (has_cluster && device_.arch < 90)
+  const auto has = [this](bool Arch::* capability) {
+    const Arch* arch = arch_of_device(device_.arch);
+    return arch != nullptr && arch->*capability;
+  };
+  if (has_cluster && !has(&Arch::has_clusters))
     throw cu::Error("kernel " + kernel_ + " is launched in clusters, which " + device_.name + " does not have");
   allow(geometry);
   cu::LaunchAttribute attributes[3] = {};
@@ -212,7 +218,7 @@ void CudaCode::run(const Geometry& geometry, void** parameters, void* stream) {
     attributes[num_attributes].id = cu::kLaunchAttributeClusterDimension;
     std::copy_n(cluster, 3, attributes[num_attributes++].value.cluster);
   }
-  if (pdl && device_.arch >= 90) {  // older devices have no such overlap, and need none
+  if (pdl && has(&Arch::overlaps_launches)) {  // older devices have no such overlap, and need none
     attributes[num_attributes].id = cu::kLaunchAttributeProgrammaticStreamSerialization;
     attributes[num_attributes++].value.programmatic = 1;
   }

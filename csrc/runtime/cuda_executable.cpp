@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../arch/arch.h"
 #include "stall_report.h"
 #include "torch_mpk/abi/table.h"
 
@@ -98,8 +99,7 @@ void CudaExecutable::load(const std::string& image) {
   int options[] = {cu::kJitErrorLogBuffer, cu::kJitErrorLogBufferSizeBytes};
   void* values[] = {log, reinterpret_cast<void*>(sizeof(log) - 1)};
   const cu::Result loaded = driver_.module_load_data_ex(&module_, image.c_str(), 2, options, values);
-  const std::string where = " on " + device_.name + " (compute capability " + std::to_string(device_.arch / 10) + "." +
-                            std::to_string(device_.arch % 10) + ")";
+  const std::string where = " on " + device_.name + " (compute capability " + capability_text(device_.arch) + ")";
   driver_.check(loaded, "loading kernel " + kernel_name_ + where + (log[0] ? " [" + std::string(log) + "]" : ""));
   driver_.check(driver_.module_get_function(&function_, module_, kernel_name_.c_str()),
                 "finding kernel " + kernel_name_);

@@ -1,3 +1,4 @@
+#include "../arch/arch.h"
 #include "proof.h"
 #include "staging.h"
 
@@ -19,7 +20,7 @@ void check_ring(const Schedule& s) {
           "a ring of " + str(w.max_slots) + " slots, expected " + str(kFewestSlots) + " to " + str(kMaxSlots));
   // A slot is full when the copy engine, or every lane of the loader, has arrived; and empty when the one consumer that
   // owns the entry has, or all that multiply together.
-  const int64_t full = s.target.arch >= 90 ? w.loaders : 32 * w.loaders;
+  const int64_t full = arch_of(s.target.arch).has_bulk_copies ? w.loaders : 32 * w.loaders;
   require(w.full_arrivals == full,
           "slots are full after " + str(w.full_arrivals) + " arrivals, but loaders arrive " + str(full) + " times");
   const int64_t readers = w.warpgroups > 0 ? w.consumers : multiplies_by_warpgroups(s) ? kWarpgroupWarps : 1;

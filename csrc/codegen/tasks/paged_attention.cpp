@@ -1,6 +1,7 @@
 // paged_attention: pages that a table names, which the loader streams.
 #include <tuple>
 
+#include "../../arch/arch.h"
 #include "../checks.h"
 #include "../pattern.h"
 #include "../text.h"
@@ -54,7 +55,7 @@ class PagesWriter : public AttentionWriter {
   // rows apart. A tile whose positions are not side by side is then one copy all the same.
   bool has_boxed_tiles(const Tensor& t) const {
     const auto [page, position, group, element] = std::tie(t.strides[0], t.strides[1], t.strides[2], t.strides[3]);
-    return context_.schedule.target.arch >= 90 && size_bytes(t.dtype) == 2 &&
+    return arch_of(context_.schedule.target.arch).has_bulk_copies && size_bytes(t.dtype) == 2 &&
            page_size() % job_.pieces->positions == 0 &&
            context_.graph().buffers()[t.buffer].kind == BufferKind::kInput && position > t.shape[3] && element == 1 &&
            page > 0 && page % position == 0 && group >= 0 && (groups() - 1) * group + t.shape[3] <= position &&

@@ -1,4 +1,5 @@
 // prefill_attention: keys and values that the loader brings in boxes, and rows of queries that are read where they are.
+#include "../../arch/arch.h"
 #include "../../schedule/key_rows.h"
 #include "../checks.h"
 #include "../emitter.h"
@@ -38,7 +39,8 @@ class PrefillAttentionWriter {
     const DType dtype = q_.tensor.dtype;
     require(dtype == DType::kBF16 || dtype == DType::kF16, node_,
             "q is " + std::string(info(dtype).name) + ", and tensor cores take bfloat16 and float16 alone");
-    require(context_.schedule.target.arch >= 90, node_, "it needs a GPU of compute capability 9.0");
+    require(arch_of(context_.schedule.target.arch).has_warpgroup_products, node_,
+            "it needs a GPU of compute capability 9.0");
     for (const Operand& operand : node_.operands) {
       if (&operand == limit_)
         require_dtype(node_, operand, DType::kI64);

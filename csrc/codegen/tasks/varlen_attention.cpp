@@ -2,6 +2,7 @@
 // they are.
 #include <algorithm>
 
+#include "../../arch/arch.h"
 #include "../checks.h"
 #include "../emitter.h"
 #include "../pattern.h"
@@ -36,7 +37,8 @@ class VarlenAttentionWriter {
   void check() const {
     require(q_.dtype == DType::kBF16 || q_.dtype == DType::kF16, node_,
             "q is " + std::string(info(q_.dtype).name) + ", and tensor cores take bfloat16 and float16 alone");
-    require(context_.schedule.target.arch >= 90, node_, "it needs a GPU of compute capability 9.0");
+    require(arch_of(context_.schedule.target.arch).has_warpgroup_products, node_,
+            "it needs a GPU of compute capability 9.0");
     require(groups() > 0 && heads() >= groups() && heads() % groups() == 0, node_,
             str(heads()) + " heads are no multiple of " + str(groups()) + " groups");
     require(size() == 64 || size() == 128, node_, "the head size must be 64 or 128, got " + str(size()));

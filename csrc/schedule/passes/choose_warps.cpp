@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "../../arch/arch.h"
 #include "../passes.h"
 #include "../planner.h"
 #include "torch_mpk/abi/sizes.h"
@@ -12,7 +13,7 @@ void choose_warps(Draft& draft) {
     const Planner* planner = planners().find(*node.def);
     return planner != nullptr && planner->needs_warpgroups(node);
   });
-  if (needed && draft.target().arch >= 90) draft.schedule.warps.warpgroups = kWarpgroups;
+  if (needed && arch_of(draft.target().arch).has_warpgroup_products) draft.schedule.warps.warpgroups = kWarpgroups;
 }
 
 }  // namespace mpk

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "../../arch/arch.h"
 #include "../passes.h"
 #include "../planner.h"
 #include "torch_mpk/abi/table.h"
@@ -37,7 +38,7 @@ void lay_out_warps(Draft& draft) {
                                          : kRegisterFile / (32 * kFewestRegisters) - warps.loaders;  // as many as fit
   warps.registers = warps.warpgroups > 0 ? kMultiplyingRegisters : registers_each(warps.threads());
   warps.max_slots = kMaxSlots;
-  warps.full_arrivals = draft.target().arch >= 90 ? 1 : 32;
+  warps.full_arrivals = arch_of(draft.target().arch).has_bulk_copies ? 1 : 32;
   warps.empty_arrivals = warps.warpgroups > 0 ? warps.consumers : 1;
   warps.slot_bytes = warps.warpgroups > 0 ? kTileSlotBytes : choose_slot_bytes(draft.schedule);
 }

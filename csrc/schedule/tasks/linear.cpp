@@ -4,6 +4,7 @@
 #include <numeric>
 #include <optional>
 
+#include "../../arch/arch.h"
 #include "../access.h"
 #include "../planner.h"
 #include "../staging.h"
@@ -116,11 +117,11 @@ class Boxes {
   // by element or as boxes.
   enum class Comes { kWhole, kByColumns, kInWindows, kInBoxes };
 
-  Boxes(const Linears& job, Comes x, bool ends_with_norm, int arch)
+  Boxes(const Linears& job, Comes x, bool ends_with_norm, const Arch& arch)
       : job_(job),
         x_(x),
         ends_with_norm_(ends_with_norm),
-        by_warpgroups_(x == Comes::kInBoxes && arch / 10 == 9 && job.batch > kFewRows) {}
+        by_warpgroups_(x == Comes::kInBoxes && arch.has_warpgroup_products && job.batch > kFewRows) {}
 
   bool is_staged() const { return x_ == Comes::kWhole || x_ == Comes::kByColumns; }
 
@@ -414,7 +415,7 @@ class LinearPlanner : public Planner {
     const Linears linears(schedule, job, schedule.warps.slot_bytes);
     if (!comes_by_columns(schedule, job, linears)) return made.numel();
     const bool ends_with_norm = norm_of(job) >= 0;
-    const Boxes boxes(linears, Boxes::Comes::kByColumns, ends_with_norm, schedule.target.arch);
+    const Boxes boxes(linears, Boxes::Comes::kByColumns, ends_with_norm, arch_of(schedule.target.arch));
     return boxes.staged_bytes(boxes.shape()) > room_beside_boxes(schedule) ? made.numel() : boxes.polled_elements();
   }
 
@@ -445,7 +446,7 @@ class LinearPlanner : public Planner {
 
  private:
   static bool takes_boxes(const Schedule& schedule, const Job& job, const Linears& linears) {
-    return schedule.target.arch >= 90 && linears.batch >= 2 && linears.batch <= kMostRows &&
+    return arch_of(schedule.target.arch).has_bulk_copies && linears.batch >= 2 && linears.batch <= kMostRows &&
            schedule.warps.slot_bytes % kBoxAlignment == 0 && has_boxed_weights(schedule, job);
   }
 
@@ -497,7 +498,7 @@ class LinearPlanner : public Planner {
     if (!takes_boxes(schedule, job, linears)) return false;
     const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
     const bool ends_with_norm = norm_of(job) >= 0;
-    const Boxes boxes(linears, how_x_comes(schedule, job, linears), ends_with_norm, schedule.target.arch);
+    const Boxes boxes(linears, how_x_comes(schedule, job, linears), ends_with_norm, arch_of(schedule.target.arch));
     const TileShape shape = boxes.shape();
     const int64_t bytes = boxes.staged_bytes(shape) + (lacks_factors ? kMultipliedRows * 4 : 0);
     if (bytes > room_beside_boxes(schedule)) return false;

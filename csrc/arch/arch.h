@@ -1,0 +1,57 @@
+// Generations of GPUs that kernels are generated for: what each has, and what things cost there. Each is an object in a
+// file of its name, which registers itself. Outside of this folder nothing compares the number of an architecture: code
+// asks for what it needs, by name.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace mpk {
+
+struct Arch {
+  int number;                // 90 for 9.0: its lowest compute capability, by which targets, options and JSON name it
+  std::vector<int> devices;  // compute capabilities of the devices that it is the generation of
+  int num_sms;               // multiprocessors of its largest chip,
+  int64_t smem_bytes;        // and bytes of shared memory that a CTA may have there
+
+  // Code is compiled for each device by its name, sm_90a: it has instructions that devices of other names lack.
+  // Otherwise later devices of the generation run the same machine code, and the driver makes that of others from PTX.
+  bool is_compiled_by_device;
+
+  // A copy engine: it copies bytes in bulk, and boxes by the maps of tensors, and tells mbarriers how many have come.
+  bool has_bulk_copies;
+  // Warpgroups multiply matrices that stand in shared memory (wgmma).
+  bool has_warpgroup_products;
+  // Warpgroups hand registers to each other (setmaxnreg).
+  bool moves_registers;
+  // CTAs are launched in clusters.
+  bool has_clusters;
+  // A kernel may begin before the one in front of it has ended (griddepcontrol).
+  bool overlaps_launches;
+};
+
+// Called by each object's file. Returns true, for the initialiser to be one of a variable.
+bool add_arch(const Arch& arch);
+
+// All, by their numbers.
+const std::vector<const Arch*>& archs();
+
+// Their numbers, as a message lists them: "80, 90 or 100".
+std::string known_archs();
+
+// That of a number, as targets have it. Throws std::invalid_argument where there is none.
+const Arch& arch_of(int number);
+
+// That of a device. One that is not known yet has the newest before it whose code can go as PTX. Null: it is too old.
+const Arch* arch_of_device(int capability);
+
+// What compilers call the architecture of a device, sm_90a; and what they make PTX for, sm_90.
+std::string compiled_name(int capability, bool as_ptx = false);
+
+// Whether a device runs what was compiled, to machine code, for a compute capability.
+bool runs_on(int compiled_for, int capability);
+
+// As in "compute capability 9.0".
+std::string capability_text(int capability);
+
+}  // namespace mpk
