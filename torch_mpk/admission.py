@@ -77,10 +77,10 @@ def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | 
 
 
 def takes_prompts(target: _C.Target | None, dtype: torch.dtype) -> bool:
-    """Whether many positions are ours: on a GPU where warpgroups multiply, 16-bit elements on compute capability 9."""
+    """Whether many positions are ours: on a GPU where warpgroups multiply, 16-bit elements."""
     if target is None or target.device == "cpu":
         return True
-    return target.arch >= 90 and dtype.itemsize == 2
+    return _C.arch_of(target.arch).has_warpgroup_products and dtype.itemsize == 2
 
 
 def _is_empty_cache(node: torch.fx.Node) -> bool:

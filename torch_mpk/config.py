@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from torch_mpk import _C
 from torch_mpk.errors import OptionError, UnknownOptionError
 
 WHILE_BUILDING = ("wait", "eager")
@@ -16,14 +17,9 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 FALLBACKS = ("inductor", "eager", "error")
 MAX_ROWS = 16  # of a batch, and positions of one sequence that are rows of a step: attention reads the cache for each
 MAX_POSITIONS = 8192
-ARCHS = (80, 90)  # that kernels are generated for
+ARCHS = tuple(arch.number for arch in _C.archs())  # that kernels are generated for
 # Compute capabilities that code may be for by name; other devices run what there is for all.
-DEVICE_ARCHS = (*ARCHS, 86, 87, 88, 89, 100, 103, 110, 120, 121)
-
-
-def generated_arch(device_arch: int) -> int:
-    """Which of ``ARCHS`` kernels are generated for on a device: code for 9.0 uses instructions that it alone has."""
-    return 90 if device_arch == 90 else 80
+DEVICE_ARCHS = tuple(device for arch in _C.archs() for device in arch.devices)
 
 
 def _closest(name: str, known: list[str]) -> str:
@@ -64,7 +60,9 @@ class Options:
     """A launch without progress for so long is aborted, waiting for multiprocessors aside, and on the CPU a task's
     reference that takes longer is given up; 0 waits forever. None: TORCH_MPK_WATCHDOG_SECONDS, else 10."""
     arch: int | None = None
-    """CUDA code to generate: 90 (sm_90a) or 80 (sm_80 and newer). None: TORCH_MPK_ARCH, else what the device has."""
+    """The generation of GPUs to generate CUDA code for: 80 (8.x, and as PTX newer devices), 90 (9.0), 100 (10.x, 11.0)
+    or 120 (12.x), which may be another than the device's where the device has all its instructions: an H200 runs all
+    four. None: TORCH_MPK_ARCH, else the device's own."""
     profile: bool = False
     """Build kernels that note when each worker passes each phase, for ``torch_mpk.profile``. The CPU needs no other
     build for that."""
@@ -120,7 +118,7 @@ class Options:
         expect(
             seconds is None or is_number(seconds) and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0"
         )
-        expect(self.arch in (None, *ARCHS), "arch", "80, 90 or None")
+        expect(self.arch in (None, *ARCHS), "arch", f"{', '.join(map(str, ARCHS))} or None")
         for name in ("profile", "fuse", "freeze"):
             expect(isinstance(getattr(self, name), bool), name, "True or False")
 
@@ -168,7 +166,7 @@ class Environment:
         """TORCH_MPK_ARCH: see ``Options.arch``."""
         value = os.environ.get("TORCH_MPK_ARCH")
         if value and value not in map(str, ARCHS):
-            raise OptionError(name="TORCH_MPK_ARCH", expected="80 or 90", value=value)
+            raise OptionError(name="TORCH_MPK_ARCH", expected=_C.known_archs(), value=value)
         return int(value) if value else None
 
     @property

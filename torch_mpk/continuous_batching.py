@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
+from torch_mpk import _C
 from torch_mpk.announcements import warn
 from torch_mpk.errors import EngineError, MissingPackageError, OtherAttentionError
 
@@ -224,7 +225,9 @@ def _why_prompts_are_not_ours(model_config: Any) -> str | None:
     if not torch.cuda.is_available():
         return None
     dtype, size = model_config.dtype, find_head_dim(model_config)
-    if torch.cuda.get_device_capability() != (9, 0):
+    major, minor = torch.cuda.get_device_capability()
+    arch = _C.arch_of_device(10 * major + minor)
+    if arch is None or not arch.has_warpgroup_products:
         return "that takes a GPU of compute capability 9.0"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the model is in {dtype}, and that takes bfloat16 or float16"

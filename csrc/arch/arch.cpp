@@ -61,6 +61,13 @@ const Arch* arch_of_device(int capability) {
   return newest;
 }
 
+bool can_run(int capability, const Arch& arch) {
+  const Arch* own = arch_of_device(capability);
+  const auto has = [&](bool Arch::* what) { return !(arch.*what) || own->*what; };
+  return own != nullptr && has(&Arch::has_bulk_copies) && has(&Arch::has_warpgroup_products) &&
+         has(&Arch::moves_registers);
+}
+
 std::string compiled_name(int capability, bool as_ptx) {
   return "sm_" + std::to_string(capability) + (is_compiled_alone(capability) && !as_ptx ? "a" : "");
 }

@@ -45,6 +45,9 @@ const Arch& arch_of(int number);
 // That of a device. One that is not known yet has the newest before it whose code can go as PTX. Null: it is too old.
 const Arch* arch_of_device(int capability);
 
+// Whether a device has all that code of a generation may use.
+bool can_run(int capability, const Arch& arch);
+
 // What compilers call the architecture of a device, sm_90a; and what they make PTX for, sm_90.
 std::string compiled_name(int capability, bool as_ptx = false);
 

@@ -34,6 +34,8 @@ void bind_arch(py::module_& m) {
         return std::nullopt;
       },
       py::arg("capability"), kStays, "That of a device of a compute capability. None: it is too old.");
+  m.def("can_run", &can_run, py::arg("capability"), py::arg("arch"),
+        "Whether a device of a compute capability has all that code of a generation may use.");
   m.def("compiled_name", &compiled_name, py::arg("capability"), py::arg("as_ptx") = false);
   m.def("runs_on", &runs_on, py::arg("compiled_for"), py::arg("capability"),
         "Whether a device runs what was compiled, to machine code, for a compute capability.");

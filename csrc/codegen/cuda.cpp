@@ -51,13 +51,14 @@ Table emit_jobs(KernelContext& context, Variants& variants, bool named) {
   return table.finish();
 }
 
-// The device's own architecture where a task has code for it, whose instructions others may not have.
-int arch_of(const KernelContext& context) {
+// The device's own architecture where all code of its generation is compiled for that, or a task has code for it:
+// others may not have the instructions.
+int compiled_for(const KernelContext& context) {
   const Target& target = context.schedule.target;
   const bool is_own = std::ranges::any_of(context.graph().nodes(), [&](const Node& node) {
     return node.def && node.def->headers.contains(target.device_arch);
   });
-  return is_own ? target.device_arch : target.arch;
+  return is_own || arch_of(target.arch).is_compiled_by_device ? target.device_arch : target.arch;
 }
 
 // How the memory that outlives a launch is laid out.
@@ -88,7 +89,7 @@ CudaProgram generate_cuda(const Schedule& schedule, bool profiled, bool named) {
   Table table = emit_jobs(context, variants, named);
   CudaProgram program;
   program.kernel_name = "torch_mpk_kernel";
-  program.arch = arch_of(context);
+  program.arch = compiled_for(context);
   program.num_workers = schedule.target.num_workers;
   program.num_threads = schedule.warps.threads();
   program.smem_bytes = schedule.target.smem_bytes;

@@ -373,7 +373,7 @@ def test_disabled_is_eager(monkeypatch):
         ),
         ({"fallback": "eagre"}, "fallback.*one of inductor, eager, error.*did you mean 'eager'"),
         ({"num_threads": 0}, "num_threads.*an int > 0, got 0"),
-        ({"arch": 75}, "arch.*80, 90 or None, got 75"),
+        ({"arch": 75}, "arch.*80, 90, 100, 120 or None, got 75"),
     ],
 )
 def test_wrong_options_are_an_error(options, message):

@@ -24,16 +24,27 @@ extern "C" __global__ void mpk_kernel(const __grid_constant__ mpk::LaunchParams 
 
 
 @pytest.mark.parametrize(
-    ("device_arch", "option", "arch"), [(90, None, 90), (80, None, 80), (86, None, 80), (100, None, 80), (90, 80, 80)]
+    ("device_arch", "option", "arch", "compiled_for"),
+    [
+        (80, None, 80, 80),
+        (86, None, 80, 86),
+        (90, None, 90, 90),
+        (90, 80, 80, 80),
+        (90, 120, 120, 90),  # with instructions that 9.0 has, too
+        (100, None, 100, 100),
+        (103, None, 100, 103),
+        (121, 120, 120, 121),
+        (130, None, 120, 120),  # not known yet: as PTX
+    ],
 )
-def test_target_is_the_whole_device(fake, device_arch, option, arch):
+def test_target_is_the_whole_device(fake, device_arch, option, arch, compiled_for):
     fake.arch, fake.num_sms, fake.smem_optin = device_arch, 78, 166912
     target = cuda.target(DEVICE, Options(arch=option, fuse=False))
     assert (target.device, target.arch, target.num_workers, target.smem_bytes) == ("cuda", arch, 78, 166912)
-    assert (target.device_arch, target.fuse) == (option or device_arch, False)
+    assert (target.device_arch, target.fuse) == (compiled_for, False)
 
 
-@pytest.mark.parametrize(("device_arch", "option"), [(75, None), (86, 90), (100, 90)])
+@pytest.mark.parametrize(("device_arch", "option"), [(75, None), (86, 90), (100, 90), (121, 90), (89, 120)])
 def test_target_refuses_what_the_device_cannot_run(fake, device_arch, option):
     fake.arch = device_arch
     with pytest.raises(UnsupportedError, match=f"Fake GPU has compute capability {device_arch / 10}, "):
@@ -42,7 +53,15 @@ def test_target_refuses_what_the_device_cannot_run(fake, device_arch, option):
 
 @pytest.mark.parametrize(
     ("device_arch", "arch", "kind"),
-    [(90, 90, "cubin"), (80, 80, "cubin"), (86, 80, "cubin"), (90, 80, "ptx"), (100, 80, "ptx"), (100, 100, "cubin")],
+    [
+        (90, 90, "cubin"),
+        (80, 80, "cubin"),
+        (86, 80, "cubin"),
+        (90, 80, "ptx"),
+        (100, 80, "ptx"),
+        (100, 100, "cubin"),
+        (130, 120, "ptx"),
+    ],
 )
 def test_load_compiles_for_the_device(fake, make_program, monkeypatch, tmp_path, device_arch, arch, kind):
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))

@@ -61,10 +61,11 @@ def test_code_is_chosen_by_the_device(declare, tmp_path: Path) -> None:
     assert {*task.headers} == {80, 100}
     for arch, folder, compiled_for in [
         (80, "sm80/", 80),
-        (86, "sm80/", 80),  # whose kernels are generated for 8.0, as those of
-        (103, "sm80/", 80),  # newer devices are
+        (86, "sm80/", 80),  # whose kernels are generated for 8.0
         (90, "", 90),
         (100, "sm100/", 100),
+        (103, "sm100/", 103),  # of the same generation
+        (120, "", 120),
     ]:
         made = program(task, arch)
         assert f'#include "{tmp_path}/{folder}chosen_for_test.cuh"' in made.source

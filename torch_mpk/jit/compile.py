@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_mpk import _C
 from torch_mpk.config import env
 from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileError, TemporaryFolderError
 from torch_mpk.jit.cache import Cache, Entry
@@ -83,7 +84,7 @@ def compile_cuda(
         TemporaryFolderError: nor can that of temporary files.
     """
     chosen = compiler or find_compiler(env.compiler)
-    arch_name = f"sm_{arch}a" if arch >= 90 and not ptx else f"sm_{arch}"
+    arch_name = _C.compiled_name(arch, ptx)
     ours = chosen.flags(arch_name, ptx)
     if any("-std=" in flag for flag in flags):
         ours = [flag for flag in ours if "-std=" not in flag]

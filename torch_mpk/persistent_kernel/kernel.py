@@ -345,8 +345,9 @@ class PersistentKernel(Layers):
         Args:
             output_dir: folder for the artefacts of each stage (docs/test-mode.md), as TORCH_MPK_DUMP has them for
                 models. They are what runs on this device: on the CPU there is no CUDA source among them.
-            arch: "sm_90a" or "sm_80": a folder of that name in ``output_dir`` gets the schedule and the source for an
-                H200 or an A100, which need not be there. Nothing of it is compiled or run.
+            arch: "sm_80", "sm_90a", "sm_100a" or "sm_120a": a folder of that name in ``output_dir`` gets the schedule
+                and the source for an A100, H200, B200 or RTX 5090, which need not be there. Nothing of it is compiled
+                or run.
 
         Raises:
             KernelStateError: there is no layer, or it was compiled before.

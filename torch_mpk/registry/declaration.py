@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_mpk.config import generated_arch
+from torch_mpk import _C
 from torch_mpk.errors import TaskAttributeError, TaskError
 from torch_mpk.registry.attributes import read_attributes
 from torch_mpk.registry.checks import check_samples, check_stream, check_streaming, read_tile
@@ -98,7 +98,8 @@ class Task:
 
     def header_for(self, arch: int) -> str:
         """The device code for a device of a compute capability; empty where there is none."""
-        return self.headers.get(arch) or self.headers.get(generated_arch(arch), self.header)
+        generation = _C.arch_of_device(arch)
+        return self.headers.get(arch) or self.headers.get(generation.number if generation else 0, self.header)
 
     def code(self, device: str, arch: int = 0) -> str:
         """Where what runs it on a "cpu" or "cuda" device stands, as ``file:line``: ``compute`` in a file of its own, or

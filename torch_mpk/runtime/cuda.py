@@ -7,7 +7,7 @@ import json
 import torch
 
 from torch_mpk import _C
-from torch_mpk.config import Options, env, generated_arch
+from torch_mpk.config import ARCHS, Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import OptionError, UnsupportedError
 from torch_mpk.jit import compile_cuda
@@ -16,8 +16,8 @@ from torch_mpk.plan import Plan
 from torch_mpk.runtime.watchdog import watchdog_seconds
 from torch_mpk.timing import stage
 
-# Of an A100 and an H200: (compute capability, multiprocessors, bytes of shared memory that a CTA may have).
-ABSENT = {"sm_80": (80, 108, 166912), "sm_90a": (90, 132, 232448)}
+# Devices that a schedule may be for where they are not there: each generation's largest.
+ABSENT = {_C.compiled_name(arch.number): arch for arch in _C.archs()}
 
 
 def absent_target(arch: str, options: Options) -> _C.Target:
@@ -28,26 +28,29 @@ def absent_target(arch: str, options: Options) -> _C.Target:
     """
     if arch not in ABSENT:
         raise OptionError(name="arch", expected=" or ".join(map(repr, ABSENT)), value=arch)
-    capability, num_workers, smem_bytes = ABSENT[arch]
-    return _C.Target("cuda", capability, num_workers, smem_bytes, options.fuse, True)
+    absent = ABSENT[arch]
+    return _C.Target("cuda", absent.number, absent.num_sms, absent.smem_bytes, options.fuse, True)
 
 
 def target(device: torch.device, options: Options) -> _C.Target:
     """The whole device: a worker on each multiprocessor, each with all the shared memory one CTA may have.
 
     Raises:
-        UnsupportedError: the device is too old, or the code asked for is such that it cannot run.
+        UnsupportedError: the device is too old, or lacks instructions of the code that is asked for.
     """
     info = _C.device_info(device.index)
-    capability = f"{info.name} has compute capability {info.arch // 10}.{info.arch % 10}"
-    if info.arch < 80:
-        raise UnsupportedError(f"{capability}, torch_mpk needs 8.0 or newer")
+    own = _C.arch_of_device(info.arch)
+    capability = f"{info.name} has compute capability {_C.capability_text(info.arch)}"
+    if own is None:
+        raise UnsupportedError(f"{capability}, torch_mpk needs {_C.capability_text(min(ARCHS))} or newer")
     asked = options.arch or env.arch
-    if asked == 90 != info.arch:
-        raise UnsupportedError(f"{capability}, and arch=90 generates code for 9.0 alone: leave the option out")
-    device_arch = asked or info.arch
-    arch = generated_arch(device_arch)
-    return _C.Target("cuda", arch, info.num_sms, info.smem_optin_bytes, options.fuse, True, device_arch)
+    arch = own if asked is None else _C.arch_of(asked)
+    if not _C.can_run(info.arch, arch):
+        raise UnsupportedError(f"{capability}, and lacks instructions of code for arch={asked}: leave the option out")
+    # Code for 8.0 that was asked for, and for a device that is not known yet, is for all devices that can run it.
+    is_its_own = info.arch in own.devices and (asked is None or arch.is_compiled_by_device)
+    device_arch = info.arch if is_its_own else arch.number
+    return _C.Target("cuda", arch.number, info.num_sms, info.smem_optin_bytes, options.fuse, True, device_arch)
 
 
 def compile_plan(plan: Plan, device: torch.device) -> Cubin:
@@ -58,9 +61,8 @@ def compile_plan(plan: Plan, device: torch.device) -> Cubin:
     """
     assert plan.kernel is not None
     arch = plan.kernel.arch
-    # A cubin runs on later devices of its generation only; for the others the driver assembles PTX.
-    is_same_generation = arch // 10 == _C.device_info(device.index).arch // 10
-    return compile_cuda(plan.kernel.source, arch, ptx=not is_same_generation, order=Order(names=("megakernel",)))
+    runs = _C.runs_on(arch, _C.device_info(device.index).arch)  # else the driver makes machine code of PTX
+    return compile_cuda(plan.kernel.source, arch, ptx=not runs, order=Order(names=("megakernel",)))
 
 
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:

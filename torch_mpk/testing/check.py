@@ -20,7 +20,7 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from torch_mpk import _C
 from torch_mpk.calls import Call
-from torch_mpk.config import ARCHS, env
+from torch_mpk.config import env
 from torch_mpk.errors import CompileError, KernelCompileError, MpkError, TaskError, UnsupportedError, first_line
 from torch_mpk.jit import compile_cuda, find_compiler
 from torch_mpk.registry import Attr, Task
@@ -32,6 +32,8 @@ from torch_mpk.testing.tasks import DTYPES, Calls, compare, copies
 AS_DECLARED, DEFAULTS, ZERO_ROWS, STRIDES = "", "at the default attributes", "with zero rows", "with strides"
 
 _WORKERS = 3  # of an emulated kernel, and threads on the CPU
+# The oldest generations with a copy engine and without: device code of tiles sees no other difference.
+_ARCHS = sorted({arch.has_bulk_copies: arch.number for arch in reversed(_C.archs())}.values())
 _NUM_ERRORS = 3  # of a compiler that are told
 _PADDING = 3  # elements behind a row of a strided operand
 # What decides whether a warp or all warps take a tile: kernels are made for both.
@@ -380,7 +382,7 @@ class _Checker:
                     self.fail(way, part[0], compiled)
             for threads, of_samples in sorted(kernels.items()):
                 check = functools.partial(_check_emulated, of_samples)
-                code = "device code" if arch == max(ARCHS) else f"device code for sm_{arch}"
+                code = "device code" if arch == max(_ARCHS) else f"device code for sm_{arch}"
                 self.run(f"{code} with {threads} threads", list(of_samples), check)
 
     def generated(self, way: str, samples: Sequence[Sample], arch: int) -> list[Sample]:
@@ -404,7 +406,7 @@ class _Checker:
             return
         for arch in _archs(samples):
             way = f"compiled for sm_{arch}"
-            meant = [sample for sample in samples if arch in ARCHS or arch in sample.task.headers]
+            meant = [sample for sample in samples if arch in _ARCHS or arch in sample.task.headers]
             taken = self.generated(way, [sample for sample in meant if sample.task.header_for(arch)], arch)
             for group, failure in _in_groups(taken, functools.partial(_compile_cuda, arch=arch)):
                 if failure:
@@ -412,7 +414,7 @@ class _Checker:
                     continue
                 compiled = ", ".join(dict.fromkeys(sample.task.name for sample in group))
                 self.report(f"{compiled}: compiles for sm_{arch}")
-                if not torch.cuda.is_available() or _device_arch() // 10 != arch // 10:
+                if not torch.cuda.is_available() or not _C.runs_on(arch, _device_arch()):
                     self.findings.not_run.append(f"{compiled}: compiled for sm_{arch} and not run: no such GPU is here")
 
     def check_cuda(self, samples: Sequence[Sample]) -> None:
@@ -491,7 +493,7 @@ def _compile_cuda(samples: Sequence[Sample], arch: int) -> None:
 
 def _archs(samples: Sequence[Sample]) -> list[int]:
     """Those that kernels are generated for, and those that tasks have code for."""
-    return sorted({*ARCHS, *(arch for sample in samples for arch in sample.task.headers)})
+    return sorted({*_ARCHS, *(arch for sample in samples for arch in sample.task.headers)})
 
 
 def _by_header(samples: Sequence[Sample]) -> Iterator[tuple[int, list[Sample]]]:

@@ -11,15 +11,13 @@ import torch
 from torch_mpk import _C, lowering, reference_vm
 from torch_mpk.calls import Call, graph_of
 from torch_mpk.compiled_graph import build_segment
-from torch_mpk.config import Options, generated_arch
+from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.registry import Task
-from torch_mpk.runtime.cuda import ABSENT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What other orders of sums may give.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-SMEM_BYTES = {capability: smem_bytes for capability, _, smem_bytes in ABSENT.values()}
 
 
 def samples_of(tasks: Iterable[Task], dtype: torch.dtype, device: str = "cpu") -> list[Call]:
@@ -43,8 +41,9 @@ class Calls:
 
     def schedule(self, arch: int, num_workers: int = 132, fuse: bool = True) -> _C.Schedule:
         """For a device of a compute capability."""
-        generated = generated_arch(arch)
-        target = _C.Target("cuda", generated, num_workers, SMEM_BYTES[generated], fuse, device_arch=arch)
+        generation = _C.arch_of_device(arch)
+        assert generation is not None
+        target = _C.Target("cuda", generation.number, num_workers, generation.smem_bytes, fuse, device_arch=arch)
         schedule = _C.make_schedule(self.lowered.graph, target)
         _C.validate(schedule)
         return schedule

@@ -26,7 +26,7 @@ struct MatrixMap {
 struct CudaProgram {
   std::string source;  // includes only torch_mpk/device/*.cuh and cuda_{bf16,fp16}.h
   std::string kernel_name;
-  int arch = 0;                // to compile it for: 90 is sm_90a
+  int arch = 0;                // the compute capability to compile it for: 90 is sm_90a
   std::vector<uint8_t> table;  // read-only, copied to the device once
   int num_workers = 0;         // CTAs of the launch, all resident at once
   int num_threads = 0;         // of each

@@ -15,12 +15,12 @@ namespace mpk {
 
 struct Target {
   std::string device;      // "cuda" or "cpu"
-  int arch = 0;            // 90 for sm_90a, 80 for sm_80; 0 on the CPU
+  int arch = 0;            // the generation that code is for, an Arch's number; 0 on the CPU
   int num_workers = 1;     // multiprocessors, or CPU threads
   int64_t smem_bytes = 0;  // shared memory one CTA may use; 0 on the CPU
   bool fuse = true;        // false: every node is a job of its own (the CPU; the oracle of every fusion)
   bool polled = false;     // small vectors are polled instead of awaited by their maker's event (see Schedule::polled)
-  // The device's own compute capability, for which tasks may have code: 100 where `arch` is 80.
+  // The device's own compute capability, for which tasks may have code: 103 where `arch` is 100.
   int device_arch = 0;
 };
 
