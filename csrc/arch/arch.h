@@ -8,6 +8,30 @@
 
 namespace mpk {
 
+// Of linears of few rows of x, whose weights are multiplied by warps or by warpgroups, on a multiprocessor while all
+// are at work.
+struct FewRowsCosts {
+  double windows_bytes_per_ns;  // of windows onto x,
+  double bytes_per_ns;          // and of these and the weights together
+  double hop_ns;                // to meet the workers that share a tile,
+  double sums_bytes_per_ns;     // and for the sums that these send each other
+};
+
+// Bandwidths and times by which planners compare the ways that a job may be cut.
+struct Costs {
+  const char* measured_on;  // empty: estimates, by data sheets and by what was measured elsewhere
+
+  double memory_bytes_per_ns;  // a multiprocessor's share, while all read
+  FewRowsCosts by_warps, by_warpgroups;
+
+  // Of tiles of many rows of x.
+  double own_bytes_per_cycle, all_bytes_per_cycle;  // of L2, that one multiprocessor gets, and that all get together
+  double all_memory_bytes_per_cycle;                // the same of memory
+  double trip_cycles, memory_trip_cycles;           // to L2, and to memory
+  double column_cycles;                             // tensor cores: 128 rows of x, of 64 columns, by one of weights
+  double hop_cycles, event_cycles;                  // to another worker by words that it polls, to all by an event
+};
+
 struct Arch {
   int number;                // 90 for 9.0: its lowest compute capability, by which targets, options and JSON name it
   std::vector<int> devices;  // compute capabilities of the devices that it is the generation of
@@ -28,6 +52,8 @@ struct Arch {
   bool has_clusters;
   // A kernel may begin before the one in front of it has ended (griddepcontrol).
   bool overlaps_launches;
+
+  Costs costs;
 };
 
 // Called by each object's file. Returns true, for the initialiser to be one of a variable.

@@ -22,7 +22,10 @@ void bind_arch(py::module_& m) {
       .def_readonly("has_warpgroup_products", &Arch::has_warpgroup_products)
       .def_readonly("moves_registers", &Arch::moves_registers)
       .def_readonly("has_clusters", &Arch::has_clusters)
-      .def_readonly("overlaps_launches", &Arch::overlaps_launches);
+      .def_readonly("overlaps_launches", &Arch::overlaps_launches)
+      .def_property_readonly(
+          "measured_on", [](const Arch& arch) { return std::string(arch.costs.measured_on); },
+          "The GPU on which what costs are estimated by was measured; empty: nowhere.");
   constexpr auto kStays = py::return_value_policy::reference;
   m.def("archs", &archs, kStays, "All, by their numbers.");
   m.def("known_archs", &known_archs, "Their numbers, as a message lists them.");

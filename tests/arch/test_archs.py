@@ -59,3 +59,7 @@ def test_a_target_of_no_known_generation_is_refused() -> None:
     expected = "no kernels are generated for arch 95: expected 80, 90, 100 or 120"
     with pytest.raises(ValueError, match=expected):
         _C.make_schedule(decoder(layers=1), _C.Target("cuda", 95, 132, 232448))
+
+
+def test_costs_that_were_not_measured_say_so() -> None:
+    assert {arch.number: arch.measured_on for arch in _C.archs()} == {80: "", 90: "H200", 100: "", 120: ""}

@@ -21,9 +21,13 @@ struct Linears {
   int64_t parts;
   std::vector<int64_t> rows;  // of the weights that follow each other
   int64_t workers, warps, slot_bytes;
+  const Arch& arch;
 
   Linears(const Schedule& schedule, const Job& job, int64_t slot_bytes)
-      : workers(schedule.target.num_workers), warps(schedule.warps.consumers), slot_bytes(slot_bytes) {
+      : workers(schedule.target.num_workers),
+        warps(schedule.warps.consumers),
+        slot_bytes(slot_bytes),
+        arch(arch_of(schedule.target.arch)) {
     const Tensor& x = input(schedule, job);
     batch = x.shape[0], size = x.shape[1], element = size_bytes(x.dtype);
     const bool paired = is_side_by_side(schedule.graph, job);
@@ -117,11 +121,11 @@ class Boxes {
   // by element or as boxes.
   enum class Comes { kWhole, kByColumns, kInWindows, kInBoxes };
 
-  Boxes(const Linears& job, Comes x, bool ends_with_norm, const Arch& arch)
+  Boxes(const Linears& job, Comes x, bool ends_with_norm)
       : job_(job),
         x_(x),
         ends_with_norm_(ends_with_norm),
-        by_warpgroups_(x == Comes::kInBoxes && arch.has_warpgroup_products && job.batch > kFewRows) {}
+        by_warpgroups_(x == Comes::kInBoxes && job.arch.has_warpgroup_products && job.batch > kFewRows) {}
 
   bool is_staged() const { return x_ == Comes::kWhole || x_ == Comes::kByColumns; }
 
@@ -249,13 +253,12 @@ class Boxes {
            shape.chunks() % shape.split == 0 && job_.tiles(shape.tile_rows) <= workers * shape.pass_tiles;
   }
 
-  // What a worker takes, by what was measured on GPUs (docs/experiments.md): bytes a nanosecond that it gets of memory,
-  // of windows of x, and in all; what a warpgroup takes for a chunk at least, and both for the products of a row of
-  // weights with 64 columns; and what it takes to meet the workers that share its tiles.
+  // What a worker takes, by the bandwidths of its chip; and by what was measured on an H200 (docs/experiments.md): what
+  // a warpgroup takes for a chunk at least, and both for the products of a row of weights with 64 columns.
   double nanoseconds(const TileShape& shape) const {
-    constexpr double kOfMemory = 35, kOfChunk = 250, kOfRow = 73.0 / 64;
-    const double of_windows = by_warpgroups_ ? 38 : 30, in_all = by_warpgroups_ ? 55 : 46,
-                 hop = by_warpgroups_ ? 1000 : 2000, of_sums = by_warpgroups_ ? 10 : 23;
+    constexpr double kOfChunk = 250, kOfRow = 73.0 / 64;
+    const Costs& costs = job_.arch.costs;
+    const FewRowsCosts& few = by_warpgroups_ ? costs.by_warpgroups : costs.by_warps;
     const int64_t tiles = job_.tiles(shape.tile_rows), share = divide_up(tiles, job_.workers / shape.split);
     const double split = double(shape.split),
                  of_worker = by_warpgroups_ ? double(share) / split : double(tiles) / double(job_.workers);
@@ -265,8 +268,9 @@ class Boxes {
     const double sums = 8 * rows * double(job_.batch) * (split - 1);  // sent, and as many received
     const double chunks = double(job_.parts) * of_worker * double(shape.chunks()) / kWarpgroups;
     const double multiplied = by_warpgroups_ ? std::max(chunks * kOfChunk, weights / kBoxRowBytes * kOfRow) : 0;
-    const double products = std::max({weights / kOfMemory, x / of_windows, (weights + x) / in_all, multiplied});
-    return products + (shape.split == 1 ? 0 : hop + sums / of_sums);
+    const double products = std::max({weights / costs.memory_bytes_per_ns, x / few.windows_bytes_per_ns,
+                                      (weights + x) / few.bytes_per_ns, multiplied});
+    return products + (shape.split == 1 ? 0 : few.hop_ns + sums / few.sums_bytes_per_ns);
   }
 
   // By warpgroups.
@@ -318,33 +322,34 @@ class Tiles {
     return pieces;
   }
 
-  // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do, 4 cycles for a column of results; or
-  // its boxes, of which one multiprocessor gets 42 bytes a cycle from L2, all together some 5,500, of weights that come
-  // from memory 2,100, and none sooner than the ring's slots take to come, which is longer from memory. Behind the
+  // Cycles of the slowest worker. A step of 64 columns takes what tensor cores do; or its boxes, of which one
+  // multiprocessor gets so many bytes a cycle from L2, all together fewer, of weights that come from memory fewer
+  // still, and none sooner than the ring's slots take to come, which is longer from memory. Behind the
   // steps come the sums that are sent and received, the results, and the way to the next tile. Measured, see
   // docs/experiments.md: a sum that is sent costs most of all, since it is written and read twice as wide.
   double cost(const TileShape& shape) const {
-    constexpr double kOwnBytes = 42, kAllBytes = 5500, kMemoryBytes = 2100, kTrip = 2000, kMemoryTrip = 4400;
-    constexpr double kSlots = 4, kOfColumn = 40, kOfTile = 1500, kHop = 2500, kOfSentColumn = 150;
+    const Costs& costs = job_.arch.costs;
+    constexpr double kSlots = 4, kOfColumn = 40, kOfTile = 1500, kOfSentColumn = 150;
     const int64_t units = count(shape) * shape.split, columns = shape.tile_rows * shape.parts;
     const double active = double(std::min(units, job_.workers)), weights = double(columns * kBoxRowBytes);
     const double bytes = double(shape.x_rows * kBoxRowBytes) + weights;
     const double blocks = double(shape.chunk_bytes) / kBoxRowBytes;
     const bool from_memory = x_tiles() == 1;  // else other tiles have brought them to L2
-    const double step = std::max({4.0 * double(columns), bytes / kOwnBytes, bytes * active / kAllBytes,
-                                  from_memory ? weights * active / kMemoryBytes : 0,
-                                  (from_memory ? kMemoryTrip : kTrip) / (kSlots * blocks)});
+    const double step = std::max({costs.column_cycles * double(columns), bytes / costs.own_bytes_per_cycle,
+                                  bytes * active / costs.all_bytes_per_cycle,
+                                  from_memory ? weights * active / costs.all_memory_bytes_per_cycle : 0,
+                                  (from_memory ? costs.memory_trip_cycles : costs.trip_cycles) / (kSlots * blocks)});
     const double steps = double(shape.row_bytes) / kBoxRowBytes / double(shape.split);
     const double share = double(columns) / double(shape.split);
-    const double others = shape.split == 1 ? 0 : kHop + kOfSentColumn * (double(columns) - share);
+    const double others = shape.split == 1 ? 0 : costs.hop_cycles + kOfSentColumn * (double(columns) - share);
     return double((units + job_.workers - 1) / job_.workers) * (steps * step + others + kOfColumn * share + kOfTile);
   }
 
   // And of a phase of row tasks, so many rows, that the job does not end with: an event, the way of a row through a
   // warp, and that of all through the workers.
   double cost_of_rows(int64_t rows) const {
-    constexpr double kEvent = 2500, kOfRow = 3000, kOfRows = 55;
-    return kEvent + kOfRow + kOfRows * double(rows) / double(job_.workers);
+    constexpr double kOfRow = 3000, kOfRows = 55;
+    return job_.arch.costs.event_cycles + kOfRow + kOfRows * double(rows) / double(job_.workers);
   }
 
  private:
@@ -415,7 +420,7 @@ class LinearPlanner : public Planner {
     const Linears linears(schedule, job, schedule.warps.slot_bytes);
     if (!comes_by_columns(schedule, job, linears)) return made.numel();
     const bool ends_with_norm = norm_of(job) >= 0;
-    const Boxes boxes(linears, Boxes::Comes::kByColumns, ends_with_norm, arch_of(schedule.target.arch));
+    const Boxes boxes(linears, Boxes::Comes::kByColumns, ends_with_norm);
     return boxes.staged_bytes(boxes.shape()) > room_beside_boxes(schedule) ? made.numel() : boxes.polled_elements();
   }
 
@@ -446,7 +451,7 @@ class LinearPlanner : public Planner {
 
  private:
   static bool takes_boxes(const Schedule& schedule, const Job& job, const Linears& linears) {
-    return arch_of(schedule.target.arch).has_bulk_copies && linears.batch >= 2 && linears.batch <= kMostRows &&
+    return linears.arch.has_bulk_copies && linears.batch >= 2 && linears.batch <= kMostRows &&
            schedule.warps.slot_bytes % kBoxAlignment == 0 && has_boxed_weights(schedule, job);
   }
 
@@ -498,7 +503,7 @@ class LinearPlanner : public Planner {
     if (!takes_boxes(schedule, job, linears)) return false;
     const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
     const bool ends_with_norm = norm_of(job) >= 0;
-    const Boxes boxes(linears, how_x_comes(schedule, job, linears), ends_with_norm, arch_of(schedule.target.arch));
+    const Boxes boxes(linears, how_x_comes(schedule, job, linears), ends_with_norm);
     const TileShape shape = boxes.shape();
     const int64_t bytes = boxes.staged_bytes(shape) + (lacks_factors ? kMultipliedRows * 4 : 0);
     if (bytes > room_beside_boxes(schedule)) return false;
