@@ -72,6 +72,10 @@ std::string compiled_name(int capability, bool as_ptx) {
   return "sm_" + std::to_string(capability) + (is_compiled_alone(capability) && !as_ptx ? "a" : "");
 }
 
+std::string told_to_device_code(int number, int compiled_for) {
+  return number == compiled_for ? "" : "#define MPK_ARCH " + std::to_string(number) + "0\n";
+}
+
 bool runs_on(int compiled_for, int capability) {
   if (is_compiled_alone(compiled_for)) return capability == compiled_for;
   return capability / 10 == compiled_for / 10 && capability >= compiled_for;

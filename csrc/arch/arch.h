@@ -77,6 +77,10 @@ bool can_run(int capability, const Arch& arch);
 // What compilers call the architecture of a device, sm_90a; and what they make PTX for, sm_90.
 std::string compiled_name(int capability, bool as_ptx = false);
 
+// What device code is told that is compiled for another architecture than that which it is generated for, and empty
+// where compilers say so: the line that defines MPK_ARCH, see device/arch/arch.cuh.
+std::string told_to_device_code(int number, int compiled_for);
+
 // Whether a device runs what was compiled, to machine code, for a compute capability.
 bool runs_on(int compiled_for, int capability);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "../arch/arch.h"
 #include "text.h"
 
 namespace mpk::codegen {
@@ -25,8 +26,7 @@ std::string warps(const WarpLayout& layout) {
 std::string includes(const Target& target, const Variants& variants) {
   std::set<std::string> headers = {"torch_mpk/device/megakernel.cuh", "torch_mpk/device/points.cuh"};
   for (const JobCode& code : variants.codes()) headers.insert(code.headers.begin(), code.headers.end());
-  std::string text;
-  if (target.device_arch != target.arch) text += "#define MPK_ARCH " + str(target.arch) + "0\n";
+  std::string text = told_to_device_code(target.arch, target.device_arch);
   for (const std::string& header : headers) text += "#include \"" + header + "\"\n";
   return text;
 }

@@ -97,19 +97,13 @@ inline constexpr int kListOffset = kKeptBytes<V> > int(sizeof(BinSums)) ? kKeptB
 template <class V>
 inline constexpr int kRoomBytes = kListOffset<V> + int(sizeof(List));
 
-#if MPK_ARCH >= 900
-inline constexpr int kMostReads = 4;
-#else
-inline constexpr int kMostReads = 2;  // more spill there
-#endif
-
 // Calls f(value, index) for some of kCount elements, of which it reads a group of 16 bytes at once where they lie so:
 // for those of every `step`-th group from number `first` on, of which some are under way together.
 template <class V, int kCount, class T, class F>
 MPK_DEVICE void for_each_of(const T* x, int first, int step, F f) {
   constexpr int kMost = 16 / sizeof(T);
   constexpr int kTogether = kCount % kMost == 0 && V::X::kAlignment % 16 == 0 ? kMost : 1;
-  constexpr int kOfLane = kCount / kTogether / 32, kReads = kOfLane < 2 ? 1 : kOfLane < 4 ? 2 : kMostReads;
+  constexpr int kOfLane = kCount / kTogether / 32, kReads = kOfLane < 2 ? 1 : kOfLane < 4 ? 2 : arch::kReadsTogether;
   struct alignas(kTogether * sizeof(T)) Group {
     T values[kTogether];
   };

@@ -34,6 +34,7 @@ AS_DECLARED, DEFAULTS, ZERO_ROWS, STRIDES = "", "at the default attributes", "wi
 _WORKERS = 3  # of an emulated kernel, and threads on the CPU
 # The oldest generations with a copy engine and without: device code of tiles sees no other difference.
 _ARCHS = sorted({arch.has_bulk_copies: arch.number for arch in reversed(_C.archs())}.values())
+_CODE = {max(_ARCHS): "device code"}  # as reports call it; of others by the number
 _NUM_ERRORS = 3  # of a compiler that are told
 _PADDING = 3  # elements behind a row of a strided operand
 # What decides whether a warp or all warps take a tile: kernels are made for both.
@@ -382,7 +383,7 @@ class _Checker:
                     self.fail(way, part[0], compiled)
             for threads, of_samples in sorted(kernels.items()):
                 check = functools.partial(_check_emulated, of_samples)
-                code = "device code" if arch == max(_ARCHS) else f"device code for sm_{arch}"
+                code = _CODE.get(arch, f"device code for sm_{arch}")
                 self.run(f"{code} with {threads} threads", list(of_samples), check)
 
     def generated(self, way: str, samples: Sequence[Sample], arch: int) -> list[Sample]:

@@ -1,7 +1,7 @@
 // Waiting without ever hanging: the watchdog, and the events that end phases.
 #pragma once
 
-#include "torch_mpk/device/arch.cuh"
+#include "torch_mpk/device/out_of_line.cuh"
 #include "torch_mpk/device/ptx.cuh"
 
 namespace mpk {

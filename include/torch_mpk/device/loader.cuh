@@ -124,10 +124,8 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     constexpr uint32_t kWorkers = Kernel::kNumWorkers;
     const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
     const uint32_t count = job.row->num_matrices, num_tiles = matrices[count - 1].end_tile;
-#if MPK_ARCH >= 900
     if constexpr (Kernel::kHasBoxes)
       if (row.stream.chunk_parts == 0) return load_boxes(job, row, matrices);
-#endif
     const Tickets tickets = row.tickets;
     const bool claimed = tickets.size != 0;
     Span mine = claimed ? Span{} : static_span(num_tiles, worker(job), kWorkers);
@@ -153,7 +151,6 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     }
   }
 
-#if MPK_ARCH >= 900
   // The same as boxes, tiles of all matrices side by side.
   MPK_DEVICE void load_boxes(const Job& job, const StreamRow& row, const MatrixRow* matrices) {
     const uint32_t num_tiles = matrices[job.row->num_matrices - 1].end_tile;
@@ -173,7 +170,6 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
           this->stamps.bytes += streamed_bytes(stream, matrices[i], pass) / split;
     }
   }
-#endif
 
   MPK_DEVICE uint64_t address(uint64_t ref) const {
     const uint32_t index = ref_index(ref);

@@ -1,11 +1,13 @@
-// The instructions CUDA C++ has no name for. With ring.cuh the only place that differs between architectures.
+// The instructions CUDA C++ has no name for. Who uses those that some generations lack asks device/arch whether they
+// are there; fences and tests that all may use ask themselves.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "torch_mpk/abi/launch.h"
-#include "torch_mpk/device/arch.cuh"
+#include "torch_mpk/device/arch/arch.cuh"
+#include "torch_mpk/device/out_of_line.cuh"
 
 #define MPK_DEVICE __device__ __forceinline__
 
@@ -44,21 +46,19 @@ MPK_DEVICE bool mbar_peek(uint64_t* bar, uint32_t parity) {
   return done;
 }
 
-// The same. On sm_90 the hardware may suspend the thread for a while first.
+// The same. Where there is a copy engine, the hardware may suspend the thread for a while first.
 MPK_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
-#if MPK_ARCH >= 900
+  if constexpr (!arch::kHasBulkCopies) return mbar_peek(bar, parity);
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(done)
                : "r"(smem_addr(bar)), "r"(parity)
                : "memory");
   return done;
-#else
-  return mbar_peek(bar, parity);
-#endif
 }
 
-#if MPK_ARCH >= 900
+// ---- the copy engine
+
 MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
@@ -97,7 +97,8 @@ MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint6
       "l"(map), "r"(column), "r"(row), "r"(0), "r"(smem_addr(bar)), "l"(kEvictFirst)
       : "memory");
 }
-#endif
+
+// ---- what threads copy
 
 MPK_DEVICE void copy_async_16(void* dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
@@ -110,23 +111,17 @@ MPK_DEVICE void copy_async_arrive(uint64_t* bar) {
 
 // Makes mbarrier initialisations visible to the copy engine.
 MPK_DEVICE void fence_mbar_init() {
-#if MPK_ARCH >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+  if constexpr (arch::kHasBulkCopies) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // Orders this thread's ordinary accesses with the copy engine's.
 MPK_DEVICE void fence_proxy_async() {
-#if MPK_ARCH >= 900
-  asm volatile("fence.proxy.async;" ::: "memory");
-#endif
+  if constexpr (arch::kHasBulkCopies) asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // The same for shared memory alone; it does not wait for accesses to memory.
 MPK_DEVICE void fence_proxy_async_shared() {
-#if MPK_ARCH >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+  if constexpr (arch::kHasBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- words that synchronise
@@ -366,7 +361,6 @@ MPK_DEVICE uint32_t transpose(uint32_t v) {
 MPK_DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 MPK_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-#if MPK_ARCH >= 900
 // ---- products of warpgroups: D = A B^T + D with A[64][16] and B[columns][16] in shared memory, summed in fp32
 
 // 16-bit elements in rows of 128 bytes, one after the other, in the copy engine's 128-byte swizzle. What stands here
@@ -491,7 +485,6 @@ MPK_DEVICE void await_sums(float (&d)[n]) {
 #pragma unroll
   for (int i = 0; i < n; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
-#endif
 
 // ---- the rest
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "torch_mpk/abi/table.h"
-#include "torch_mpk/device/arch.cuh"
+#include "torch_mpk/device/arch/arch.cuh"
 #include "torch_mpk/device/event.cuh"
 
 namespace mpk {
@@ -21,11 +21,7 @@ struct RingState {
   uint32_t issued;
 };
 
-#if MPK_ARCH >= 900
-inline constexpr int kFillWidth = 32;  // entries that the loader works out at once
-#else
-inline constexpr int kFillWidth = 1;
-#endif
+inline constexpr int kFillWidth = arch::kHasBulkCopies ? 32 : 1;  // entries that the loader works out at once
 // Entries that a round waits for: a round for each small one would take as long as the memory does.
 template <int slot_bytes>
 inline constexpr uint32_t kLeastFilled = kFillWidth > 1 && slot_bytes <= kMaxSlotBytes ? 2 : 1;
@@ -88,11 +84,10 @@ struct RingWriter {
     }
 #pragma unroll 1
     for (; rows > 0; rows--, to += row_bytes, from += pitch) {
-#if MPK_ARCH >= 900
-      ptx::bulk_load(to, from, row_bytes, full);
-#else
-      for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16) ptx::copy_async_16(to + i, from + i);
-#endif
+      if constexpr (arch::kHasBulkCopies)
+        ptx::bulk_load(to, from, row_bytes, full);
+      else
+        for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16) ptx::copy_async_16(to + i, from + i);
     }
   }
 };
@@ -192,9 +187,7 @@ struct Chunk {
   const uint8_t* from;
 
   MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
-#if MPK_ARCH >= 900
-    ptx::mbar_arrive_expect(full, s.chunk_parts * rows * bytes);
-#endif
+    if constexpr (arch::kHasBulkCopies) ptx::mbar_arrive_expect(full, s.chunk_parts * rows * bytes);
     w.copy(to, from, pitch, rows, bytes, full);
 #pragma unroll 1
     for (uint32_t p = 1; p < s.chunk_parts; p++) {
@@ -203,9 +196,7 @@ struct Chunk {
              reinterpret_cast<const uint8_t*>(data[part + p] + uint64_t(row) * next_pitch + begin), next_pitch, rows,
              bytes, full);
     }
-#if MPK_ARCH < 900
-    ptx::copy_async_arrive(full);
-#endif
+    if constexpr (!arch::kHasBulkCopies) ptx::copy_async_arrive(full);
   }
 };
 
@@ -240,7 +231,6 @@ MPK_OUT_OF_LINE uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stream s, co
   return uint64_t(ticket) << 32 | end;
 }
 
-#if MPK_ARCH >= 900
 struct Box {
   const void* map;
   uint32_t tile, row, block, bytes;
@@ -269,7 +259,6 @@ MPK_OUT_OF_LINE uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, c
     return Box{map, tiles.begin + tile, row, chunk * (s.chunk_bytes / 128), s.tile_rows * s.chunk_bytes};
   });
 }
-#endif
 
 // Whether the phase ends before entry g.
 MPK_DEVICE bool ends_before(const RingState& ring, uint32_t g, uint32_t phase) {

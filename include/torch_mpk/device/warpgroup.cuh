@@ -3,8 +3,6 @@
 
 #include "torch_mpk/device/consumer.cuh"
 
-#if MPK_ARCH >= 900
-
 namespace mpk {
 
 // Rows of the first factor that a warpgroup multiplies.
@@ -30,5 +28,3 @@ MPK_DEVICE void multiply_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, 
 }
 
 }  // namespace mpk
-
-#endif

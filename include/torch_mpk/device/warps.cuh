@@ -2,7 +2,7 @@
 #pragma once
 
 #include "torch_mpk/abi/sizes.h"
-#include "torch_mpk/device/arch.cuh"
+#include "torch_mpk/device/out_of_line.cuh"
 
 #if !defined(MPK_CONSUMER_WARPS) || !defined(MPK_LOADER_WARPS)
 #error "define MPK_CONSUMER_WARPS and MPK_LOADER_WARPS, as generated kernels do, before including torch_mpk/device"

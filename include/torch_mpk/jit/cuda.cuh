@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "torch_mpk/device/arch/arch.cuh"
 #include "torch_mpk/jit/parameters.h"
 
 namespace mpk {
@@ -23,16 +24,12 @@ __host__ __device__ constexpr auto cdiv(A a, B b) {
 
 // For kernels launched with pdl=True. Nothing that the kernel before has written may be read ahead of pdl_wait().
 __device__ inline void pdl_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  if constexpr (arch::kOverlapsLaunches) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // The next kernel of the stream may start.
 __device__ inline void pdl_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if constexpr (arch::kOverlapsLaunches) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 }  // namespace mpk

@@ -56,10 +56,8 @@ struct Positions<V> {
   static MPK_DEVICE void foresee(const Job& job, int lane) {
 #pragma unroll
     for (int row = lane; row < V::kBatch; row += 32) ptx::prefetch_l1(V::page_at(job, row, 0));
-#if MPK_ARCH >= 900
     if constexpr (V::kInBoxes)
       if (lane < 2) ptx::prefetch_map(lane == 0 ? V::map_K(job) : V::map_V(job));
-#endif
   }
 
   template <class L>
@@ -93,13 +91,11 @@ struct PagedEntry {
   uint32_t tile = 0;                  // what the consumers are told: a bit for each position that counts
 
   MPK_DEVICE void copy(uint8_t* to, uint32_t begin, uint32_t end, int32_t page, bool is_value, uint64_t* full) const {
-#if MPK_ARCH >= 900
     if constexpr (V::kInBoxes) {  // a box is a tile
       const int row = page * (is_value ? V::kPageRowsV : V::kPageRowsK) + int(first % V::kPageSize);
       const int column = group * (is_value ? V::kGroupColumnsV : V::kGroupColumnsK);
       return ptx::rows_load(to, is_value ? V::map_V(job) : V::map_K(job), row, column, full);
     }
-#endif
     const auto* from =
         reinterpret_cast<const uint8_t*>(Positions<V>::in_page(job, page, group, first + begin, is_value));
     constexpr uint32_t kBytes = Shape<V>::kRowBytes;
@@ -108,17 +104,15 @@ struct PagedEntry {
 
   MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
     using S = Shape<V>;
-#if MPK_ARCH >= 900
-    const uint32_t rows = !V::kInBoxes ? __popc(tile) : tile != 0 ? S::kTile : 0;
-    ptx::mbar_arrive_expect(full, S::kParts * rows * S::kRowBytes);
-#endif
+    if constexpr (arch::kHasBulkCopies) {
+      const uint32_t rows = !V::kInBoxes ? __popc(tile) : tile != 0 ? S::kTile : 0;
+      ptx::mbar_arrive_expect(full, S::kParts * rows * S::kRowBytes);
+    }
     for_runs<V>(job, row, first, limit, [&](uint32_t begin, uint32_t end, int32_t page) {
       copy(to, begin, end, page, has_values, full);
       if constexpr (S::kTogether) copy(to + S::kTile * S::kRowBytes, begin, end, page, true, full);
     });
-#if MPK_ARCH < 900
-    ptx::copy_async_arrive(full);
-#endif
+    if constexpr (!arch::kHasBulkCopies) ptx::copy_async_arrive(full);
   }
 };
 
