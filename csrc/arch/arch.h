@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "torch_mpk/kernel_api.h"
+
 namespace mpk {
 
 // Of linears of few rows of x, whose weights are multiplied by warps or by warpgroups, on a multiprocessor while all
@@ -25,6 +27,7 @@ struct Costs {
   FewRowsCosts by_warps, by_warpgroups;
 
   // Of tiles of many rows of x.
+  double cycles_per_ns;
   double own_bytes_per_cycle, all_bytes_per_cycle;  // of L2, that one multiprocessor gets, and that all get together
   double all_memory_bytes_per_cycle;                // the same of memory
   double trip_cycles, memory_trip_cycles;           // to L2, and to memory
@@ -66,7 +69,7 @@ const std::vector<const Arch*>& archs();
 std::string known_archs();
 
 // That of a number, as targets have it. Throws std::invalid_argument where there is none.
-const Arch& arch_of(int number);
+MPK_KERNEL_API const Arch& arch_of(int number);
 
 // That of a device. One that is not known yet has the newest before it whose code can go as PTX. Null: it is too old.
 const Arch* arch_of_device(int capability);

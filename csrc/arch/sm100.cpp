@@ -22,6 +22,7 @@ const Arch kArch = {
          .memory_bytes_per_ns = 52,
          .by_warps = {.windows_bytes_per_ns = 30, .bytes_per_ns = 56, .hop_ns = 2000, .sums_bytes_per_ns = 23},
          .by_warpgroups = {.windows_bytes_per_ns = 30, .bytes_per_ns = 56, .hop_ns = 2000, .sums_bytes_per_ns = 23},
+         .cycles_per_ns = 1.9,
          .own_bytes_per_cycle = 42,
          .all_bytes_per_cycle = 5500,
          .all_memory_bytes_per_cycle = 3500,

@@ -21,6 +21,7 @@ const Arch kArch = {
          .memory_bytes_per_ns = 10,
          .by_warps = {.windows_bytes_per_ns = 20, .bytes_per_ns = 22, .hop_ns = 2000, .sums_bytes_per_ns = 18},
          .by_warpgroups = {.windows_bytes_per_ns = 20, .bytes_per_ns = 22, .hop_ns = 2000, .sums_bytes_per_ns = 18},
+         .cycles_per_ns = 2.4,
          .own_bytes_per_cycle = 24,
          .all_bytes_per_cycle = 1900,
          .all_memory_bytes_per_cycle = 700,

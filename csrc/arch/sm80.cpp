@@ -21,6 +21,7 @@ const Arch kArch = {
          .memory_bytes_per_ns = 18,
          .by_warps = {.windows_bytes_per_ns = 24, .bytes_per_ns = 37, .hop_ns = 2000, .sums_bytes_per_ns = 18},
          .by_warpgroups = {.windows_bytes_per_ns = 24, .bytes_per_ns = 37, .hop_ns = 2000, .sums_bytes_per_ns = 18},
+         .cycles_per_ns = 1.41,
          .own_bytes_per_cycle = 40,
          .all_bytes_per_cycle = 4300,
          .all_memory_bytes_per_cycle = 1300,

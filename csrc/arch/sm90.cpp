@@ -21,6 +21,7 @@ const Arch kArch = {
          .memory_bytes_per_ns = 35,
          .by_warps = {.windows_bytes_per_ns = 30, .bytes_per_ns = 46, .hop_ns = 2000, .sums_bytes_per_ns = 23},
          .by_warpgroups = {.windows_bytes_per_ns = 38, .bytes_per_ns = 55, .hop_ns = 1000, .sums_bytes_per_ns = 10},
+         .cycles_per_ns = 1.755,
          .own_bytes_per_cycle = 42,
          .all_bytes_per_cycle = 5500,
          .all_memory_bytes_per_cycle = 2100,

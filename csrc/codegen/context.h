@@ -6,11 +6,12 @@
 #include <vector>
 
 #include "torch_mpk/codegen/cuda.h"
+#include "torch_mpk/kernel_api.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace mpk::codegen {
 
-struct KernelContext {
+struct MPK_KERNEL_API KernelContext {
   const Schedule& schedule;
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
   std::vector<bool> written;         // per buffer: by some node of this launch
@@ -34,7 +35,7 @@ struct KernelContext {
 };
 
 // References to memory, numbered in the order of use.
-class Refs {
+class MPK_KERNEL_API Refs {
  public:
   Refs(KernelContext& context, std::vector<uint64_t>& refs) : context_(context), refs_(refs) {}
   std::string pointer(const Node& node, const Tensor& t,

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "../arch/arch.h"
-#include "emitter.h"
+#include "job_code.h"
 #include "kernel.h"
 #include "names.h"
 #include "table.h"

@@ -20,7 +20,8 @@ std::string member(const char* type, const char* name, int64_t value) { return m
 // What device code is compiled for, see device/warps.cuh.
 std::string warps(const WarpLayout& layout) {
   return "#define MPK_CONSUMER_WARPS " + str(layout.consumers) + "\n#define MPK_LOADER_WARPS " + str(layout.loaders) +
-         "\n" + (layout.warpgroups > 0 ? "#define MPK_WARPGROUPS " + str(layout.warpgroups) + "\n" : "");
+         "\n" +
+         (layout.moves_registers ? "#define MPK_WARPGROUPS " + str(layout.consumers / kWarpgroupWarps) + "\n" : "");
 }
 
 std::string includes(const Target& target, const Variants& variants) {
@@ -35,7 +36,7 @@ std::string includes(const Target& target, const Variants& variants) {
 int64_t most_staged(const Schedule& schedule) {
   int64_t most = kFewestStagedBytes;
   for (const Phase& phase : schedule.phases)
-    for (const Job& job : phase.jobs) most = std::max(most, job.staged_bytes);
+    for (const Job& job : phase.jobs) most = std::max(most, job.cut.staged_bytes);
   return most;
 }
 
@@ -52,16 +53,9 @@ std::string staged_bytes(const Variants& variants) {
   return staged;
 }
 
-bool has_overlap(const Schedule& schedule) {
-  for (const Phase& phase : schedule.phases)
-    for (const Job& job : phase.jobs)
-      if (job.pieces && job.pieces->overlap) return true;
-  return false;
-}
-
-// Where the ring begins: boxes need it aligned, and boxes and pieces that overlap windows in front of it.
-std::string windows(const KernelContext& context) {
-  const bool has_windows = context.has_swizzle || has_overlap(context.schedule);
+// Where the ring begins: boxes need it aligned, and boxes and what else takes windows have them in front of it.
+std::string windows(const KernelContext& context, const Variants& variants) {
+  const bool has_windows = context.has_swizzle || std::ranges::any_of(variants.codes(), &JobCode::takes_windows);
   const std::string staged_end = "kStagedOffset + round_up(kStagedBytes)", alignment = str(kBoxAlignment);
   const std::string flags =
       member("bool", "kHasBoxes", truth(context.has_swizzle)) + member("bool", "kHasWindows", truth(has_windows));
@@ -87,7 +81,7 @@ std::string layout(const KernelContext& context, const Variants& variants, const
          member("int64_t", "kPolledBytes", context.schedule.polled_bytes) +
          member("int", "kRowBytes", table.row_bytes) + member("int", "kRowsOffset", "sizeof(Shared)") +
          member("int", "kStagedOffset", "round_up(kRowsOffset + kPhasesAhead * kRowBytes)") +
-         member("int", "kStagedBytes", staged_bytes(variants)) + windows(context) +
+         member("int", "kStagedBytes", staged_bytes(variants)) + windows(context, variants) +
          member("int", "kSlotBytes", warps.slot_bytes) +
          member("int", "kFittingSlots", "(" + str(program.smem_bytes) + " - kRingOffset) / kSlotBytes") +
          member("int", "kSlots", "kFittingSlots < " + most + " ? kFittingSlots : " + most) +
@@ -142,13 +136,13 @@ uint32_t Variants::number_of(JobCode code) {
 
 std::vector<SharedCode> Variants::shared() const {
   std::vector<SharedCode> all;
-  std::set<const Emitter*> asked;
+  std::set<const Kernel*> asked;
   for (const JobCode& code : codes_) {
-    if (!asked.insert(code.emitter).second) continue;
+    if (!asked.insert(code.kernel).second) continue;
     std::vector<Variant> own;
     for (size_t i = 0; i < codes_.size(); i++)
-      if (codes_[i].emitter == code.emitter) own.push_back({static_cast<uint32_t>(i), name(i), codes_[i]});
-    if (std::optional<SharedCode> shared = code.emitter->share(own)) all.push_back(std::move(*shared));
+      if (codes_[i].kernel == code.kernel) own.push_back({static_cast<uint32_t>(i), name(i), codes_[i]});
+    if (std::optional<SharedCode> shared = code.kernel->share(own)) all.push_back(std::move(*shared));
   }
   return all;
 }
@@ -168,7 +162,7 @@ std::string kernel_source(const KernelContext& context, const Variants& variants
   const std::vector<SharedCode> shared = variants.shared();
   for (const SharedCode& code : shared) text += code.declarations;
   return text + "struct Kernel {\n" + layout(context, variants, table, offsets, program) +
-         dispatch(variants, shared, context.schedule.warps.warpgroups > 0) + "};\n\n" + entry_point(context, program);
+         dispatch(variants, shared, context.schedule.warps.moves_registers) + "};\n\n" + entry_point(context, program);
 }
 
 }  // namespace mpk::codegen

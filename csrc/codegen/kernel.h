@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "emitter.h"
+#include "job_code.h"
 #include "table.h"
 #include "torch_mpk/codegen/cuda.h"
 
@@ -25,7 +25,7 @@ class Variants {
     return found == comments_.end() ? "" : found->second;
   }
 
-  // What emitters have their variants share.
+  // What kernels have their variants share.
   std::vector<SharedCode> shared() const;
 
  private:

@@ -56,7 +56,7 @@ TableWriter::TableWriter(const KernelContext& context) : context_(context) {
     if (!phase.waits.empty()) awaited = &phase.waits;
     for (const Job& job : phase.jobs) {
       for (int wait : job.loader_waits) signals_[wait] |= kPublishes | kReleases;
-      if (awaited != nullptr && copies_windows(context.schedule.graph, job))
+      if (awaited != nullptr && job.cut.input == Input::kBoxStages)
         for (int wait : *awaited) signals_[wait] |= kPublishes;
     }
   }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "context.h"
-#include "emitter.h"
+#include "job_code.h"
 
 namespace mpk::codegen {
 

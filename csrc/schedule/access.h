@@ -36,7 +36,7 @@ inline std::vector<int> members(const Job& job) {
 }
 
 // The norm that it ends with, and whose factors it leaves to others; -1: none.
-inline int norm_of(const Job& job) { return job.row_sums && !job.epilogue.empty() ? job.epilogue.back() : -1; }
+inline int norm_of(const Job& job) { return job.cut.row_sums && !job.epilogue.empty() ? job.epilogue.back() : -1; }
 
 // The job that ends with the norm that makes a buffer; null: none does.
 inline const Job* find_norm(const Schedule& schedule, int buffer) {
@@ -56,7 +56,7 @@ inline const Tensor& norm_result(const TBGraph& graph, const Job& job) {
 // What the sums of a job's rows take, four of a row side by side.
 inline int64_t row_sums_bytes(const TBGraph& graph, const Job& job) {
   const Tensor& y = norm_result(graph, job);
-  return (job.row_sums->count + 3) / 4 * 16 * (y.numel() / y.shape.back());
+  return (job.cut.row_sums->count + 3) / 4 * 16 * (y.numel() / y.shape.back());
 }
 
 // Those whose results one of its epilogues may take over: the body, and epilogues before it.
@@ -205,7 +205,7 @@ inline std::vector<int> owners_of_epilogues(const TBGraph& graph, const Job& job
 // The row tasks that a node of a job's body ends with, one behind the other.
 inline std::vector<const Node*> rows_behind(const TBGraph& graph, const Job& job, const Node& node) {
   std::vector<const Node*> rows;
-  if (job.row_sums) return rows;
+  if (job.cut.row_sums) return rows;
   int made = output(node).tensor.buffer;
   for (int n : job.epilogue) {
     const Node& next = graph.nodes()[n];
@@ -245,7 +245,7 @@ inline bool writes_each_point_once(const Node& node) {
 
 // Whether the loader brings in boxes what consumers otherwise stage.
 inline bool comes_boxed(const WarpLayout& warps, const OperandSpec& spec) {
-  return warps.warpgroups > 0 && spec.is_boxed;
+  return warps.loads_inputs && spec.is_boxed;
 }
 
 // Whether the loader does, ahead of the phase.

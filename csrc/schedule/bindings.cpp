@@ -1,7 +1,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include "passes.h"
+#include "schedule_json.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace py = pybind11;
@@ -15,6 +17,12 @@ Assignment parse_assignment(const std::string& name) {
   if (name == kAssignmentNames[0]) return Assignment::kStatic;
   if (name == kAssignmentNames[1]) return Assignment::kClaimed;
   throw std::invalid_argument("assignment '" + name + "' is neither static nor claimed");
+}
+
+Input parse_input(const std::string& name) {
+  for (int i = 0; i <= static_cast<int>(Input::kEntries); i++)
+    if (name == name_of(static_cast<Input>(i))) return static_cast<Input>(i);
+  throw std::invalid_argument("no input comes '" + name + "'");
 }
 
 // What `of` says of each phase.
@@ -47,13 +55,19 @@ void bind_schedule(py::module_& m) {
 
   py::class_<WarpLayout>(m, "WarpLayout")
       .def(py::init([](int consumers, int loaders, int registers, int max_slots, int64_t slot_bytes, int full_arrivals,
-                       int empty_arrivals, int warpgroups) {
-             return WarpLayout{consumers,  loaders,       registers,      max_slots,
-                               slot_bytes, full_arrivals, empty_arrivals, warpgroups};
+                       int empty_arrivals, bool moves_registers, bool all_read_entries, bool loads_inputs,
+                       bool hands_over_rows) {
+             return WarpLayout{consumers,        loaders,       registers,      max_slots,
+                               slot_bytes,       full_arrivals, empty_arrivals, moves_registers,
+                               all_read_entries, loads_inputs,  hands_over_rows};
            }),
            py::arg("consumers"), py::arg("loaders"), py::arg("registers"), py::arg("max_slots"), py::arg("slot_bytes"),
-           py::arg("full_arrivals"), py::arg("empty_arrivals"), py::arg("warpgroups") = 0)
-      .def_readonly("warpgroups", &WarpLayout::warpgroups)
+           py::arg("full_arrivals"), py::arg("empty_arrivals"), py::arg("moves_registers"), py::arg("all_read_entries"),
+           py::arg("loads_inputs"), py::arg("hands_over_rows"))
+      .def_readonly("moves_registers", &WarpLayout::moves_registers)
+      .def_readonly("all_read_entries", &WarpLayout::all_read_entries)
+      .def_readonly("loads_inputs", &WarpLayout::loads_inputs)
+      .def_readonly("hands_over_rows", &WarpLayout::hands_over_rows)
       .def_readonly("full_arrivals", &WarpLayout::full_arrivals)
       .def_readonly("empty_arrivals", &WarpLayout::empty_arrivals)
       .def_readonly("consumers", &WarpLayout::consumers)
@@ -71,15 +85,14 @@ void bind_schedule(py::module_& m) {
 
   py::class_<TileShape>(m, "TileShape")
       .def(py::init([](int64_t tile_rows, int64_t parts, int64_t chunk_parts, int64_t row_bytes, int64_t chunk_bytes,
-                       int64_t run, int64_t in_flight, bool shares_entries, int64_t pass_tiles, int64_t x_rows,
-                       int64_t split, int64_t window_bytes, int64_t turn_tiles) {
-             return TileShape{tile_rows,      parts,      chunk_parts, row_bytes, chunk_bytes,  run,       in_flight,
-                              shares_entries, pass_tiles, x_rows,      split,     window_bytes, turn_tiles};
+                       int64_t run, int64_t in_flight, int64_t readers, bool shares_entries, bool is_boxed,
+                       int64_t x_rows) {
+             return TileShape{tile_rows, parts,   chunk_parts,    row_bytes, chunk_bytes, run,
+                              in_flight, readers, shares_entries, is_boxed,  x_rows};
            }),
            py::arg("tile_rows"), py::arg("parts"), py::arg("chunk_parts"), py::arg("row_bytes"), py::arg("chunk_bytes"),
-           py::arg("run"), py::arg("in_flight"), py::arg("shares_entries"), py::arg("pass_tiles"),
-           py::arg("x_rows") = 0, py::arg("split") = 1, py::arg("window_bytes") = 0, py::arg("turn_tiles") = 0)
-      .def_readonly("x_rows", &TileShape::x_rows)
+           py::arg("run"), py::arg("in_flight"), py::arg("readers"), py::arg("shares_entries"), py::arg("is_boxed"),
+           py::arg("x_rows"))
       .def_readonly("tile_rows", &TileShape::tile_rows)
       .def_readonly("parts", &TileShape::parts)
       .def_readonly("chunk_parts", &TileShape::chunk_parts)
@@ -87,30 +100,16 @@ void bind_schedule(py::module_& m) {
       .def_readonly("chunk_bytes", &TileShape::chunk_bytes)
       .def_readonly("run", &TileShape::run)
       .def_readonly("in_flight", &TileShape::in_flight)
+      .def_readonly("readers", &TileShape::readers)
       .def_readonly("shares_entries", &TileShape::shares_entries)
-      .def_readonly("pass_tiles", &TileShape::pass_tiles)
-      .def_readonly("split", &TileShape::split)
-      .def_readonly("window_bytes", &TileShape::window_bytes)
-      .def_readonly("turn_tiles", &TileShape::turn_tiles);
+      .def_readonly("is_boxed", &TileShape::is_boxed)
+      .def_readonly("x_rows", &TileShape::x_rows);
 
-  py::class_<Pieces>(m, "Pieces")
-      .def(py::init([](int64_t count, int64_t of_row, int64_t results, int64_t few_results, int64_t result_bytes,
-                       int64_t offset, int64_t tiles, int64_t few_of_row, bool overlap, int64_t positions) {
-             return Pieces{count,  of_row, results,    few_results, result_bytes,
-                           offset, tiles,  few_of_row, overlap,     positions};
-           }),
-           py::arg("count"), py::arg("of_row"), py::arg("results"), py::arg("few_results"), py::arg("result_bytes"),
-           py::arg("offset"), py::arg("tiles"), py::arg("few_of_row"), py::arg("overlap"), py::arg("positions"))
-      .def_readonly("count", &Pieces::count)
-      .def_readonly("of_row", &Pieces::of_row)
-      .def_readonly("results", &Pieces::results)
-      .def_readonly("few_results", &Pieces::few_results)
-      .def_readonly("result_bytes", &Pieces::result_bytes)
-      .def_readonly("offset", &Pieces::offset)
-      .def_readonly("tiles", &Pieces::tiles)
-      .def_readonly("few_of_row", &Pieces::few_of_row)
-      .def_readonly("overlap", &Pieces::overlap)
-      .def_readonly("positions", &Pieces::positions);
+  py::class_<Scratch>(m, "Scratch")
+      .def(py::init([](int64_t bytes, int64_t offset) { return Scratch{bytes, offset}; }), py::arg("bytes"),
+           py::arg("offset"))
+      .def_readonly("bytes", &Scratch::bytes)
+      .def_readonly("offset", &Scratch::offset);
 
   py::class_<RowSums>(m, "RowSums")
       .def(py::init([](int64_t count, int64_t offset) { return RowSums{count, offset}; }), py::arg("count"),
@@ -118,51 +117,59 @@ void bind_schedule(py::module_& m) {
       .def_readonly("count", &RowSums::count)
       .def_readonly("offset", &RowSums::offset);
 
-  py::class_<QueryTiles>(m, "QueryTiles")
-      .def(py::init([](int64_t heads, int64_t rows, int64_t positions, int64_t ends) {
-             return QueryTiles{heads, rows, positions, ends};
+  py::class_<Cut>(m, "Cut")
+      .def(py::init([](std::string kernel, double cost_ns, int64_t num_tiles, std::optional<TileShape> shape,
+                       const std::string& input, int64_t staged_bytes, std::optional<Scratch> scratch,
+                       std::optional<RowSums> row_sums, const py::typing::Dict<py::str, py::int_>& fields) {
+             Cut cut{std::move(kernel), cost_ns, num_tiles, shape, parse_input(input),
+                     staged_bytes,      scratch, row_sums,  {}};
+             for (const auto& [name, value] : fields)
+               cut.fields.push_back({name.cast<std::string>(), value.cast<int64_t>()});
+             return cut;
            }),
-           py::arg("heads"), py::arg("rows"), py::arg("positions"), py::arg("ends") = 0)
-      .def_readonly("heads", &QueryTiles::heads)
-      .def_readonly("rows", &QueryTiles::rows)
-      .def_readonly("positions", &QueryTiles::positions)
-      .def_readonly("ends", &QueryTiles::ends);
+           py::arg("kernel"), py::arg("cost_ns"), py::arg("num_tiles"), py::arg("shape"), py::arg("input"),
+           py::arg("staged_bytes"), py::arg("scratch"), py::arg("row_sums"), py::arg("fields"))
+      .def_readonly("kernel", &Cut::kernel)
+      .def_readonly("cost_ns", &Cut::cost_ns)
+      .def_readonly("num_tiles", &Cut::num_tiles)
+      .def_readonly("shape", &Cut::shape)
+      .def_property_readonly("input", [](const Cut& cut) { return name_of(cut.input); })
+      .def_readonly("staged_bytes", &Cut::staged_bytes)
+      .def_readonly("scratch", &Cut::scratch)
+      .def_readonly("row_sums", &Cut::row_sums)
+      .def_property_readonly("fields", [](const Cut& cut) -> py::typing::Dict<py::str, py::int_> {
+        py::typing::Dict<py::str, py::int_> fields;
+        for (const Field& field : cut.fields) fields[py::str(field.name)] = field.value;
+        return fields;
+      });
+
+  py::class_<Alternative>(m, "Alternative")
+      .def_readonly("kernel", &Alternative::kernel)
+      .def_readonly("cost_ns", &Alternative::cost_ns)
+      .def_readonly("refusal", &Alternative::refusal);
 
   py::class_<Job>(m, "Job")
-      .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue,
-                       std::vector<int> loader_waits, std::vector<int> unstored, int64_t num_tiles,
-                       const std::string& assignment, Tickets tickets, std::optional<TileShape> shape, bool is_staged,
-                       int64_t staged_bytes, std::optional<Pieces> pieces, std::optional<RowSums> row_sums,
-                       std::optional<QueryTiles> queries) {
+      .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue, Cut cut,
+                       std::vector<Alternative> others, const std::string& assignment, Tickets tickets,
+                       std::vector<int> loader_waits, std::vector<int> unstored) {
              return Job{std::move(prologue),
                         std::move(body),
                         std::move(epilogue),
-                        num_tiles,
+                        std::move(cut),
+                        std::move(others),
                         parse_assignment(assignment),
                         tickets,
-                        shape,
-                        is_staged,
-                        staged_bytes,
-                        pieces,
-                        row_sums,
-                        queries,
                         std::move(loader_waits),
                         std::move(unstored)};
            }),
-           py::arg("prologue"), py::arg("body"), py::arg("epilogue"), py::arg("loader_waits"), py::arg("unstored"),
-           py::arg("num_tiles"), py::arg("assignment"), py::arg("tickets"), py::arg("shape"), py::arg("is_staged"),
-           py::arg("staged_bytes"), py::arg("pieces"), py::arg("row_sums"), py::arg("queries"))
+           py::arg("prologue"), py::arg("body"), py::arg("epilogue"), py::arg("cut"), py::arg("others"),
+           py::arg("assignment"), py::arg("tickets"), py::arg("loader_waits"), py::arg("unstored"))
       .def_readonly("prologue", &Job::prologue)
       .def_readonly("body", &Job::body)
       .def_readonly("epilogue", &Job::epilogue)
-      .def_readonly("num_tiles", &Job::num_tiles)
+      .def_readonly("cut", &Job::cut)
+      .def_readonly("others", &Job::others)
       .def_readonly("tickets", &Job::tickets)
-      .def_readonly("shape", &Job::shape)
-      .def_readonly("is_staged", &Job::is_staged)
-      .def_readonly("staged_bytes", &Job::staged_bytes)
-      .def_readonly("pieces", &Job::pieces)
-      .def_readonly("row_sums", &Job::row_sums)
-      .def_readonly("queries", &Job::queries)
       .def_readonly("loader_waits", &Job::loader_waits)
       .def_readonly("unstored", &Job::unstored)
       .def_property_readonly("assignment",

@@ -62,7 +62,7 @@ class OrderProof {
               fail(name(n) + " is no row task, but stands in a prologue");
             if (part == Part::kEpilogue && role != Role::kPointwise && role != Role::kRow)
               fail(name(n) + " stands in an epilogue, but is neither pointwise nor a row task");
-            if (part == Part::kEpilogue && role == Role::kRow && job.row_sums) check_norm(job, n);
+            if (part == Part::kEpilogue && role == Role::kRow && job.cut.row_sums) check_norm(job, n);
           }
       }
     for (int n = 0; n < num_nodes; n++) {
@@ -91,7 +91,7 @@ class OrderProof {
           for (const Operand& operand : s_.graph.nodes()[m].operands) {
             if (m == n || operand.tensor.buffer != made.buffer) continue;
             const OperandSpec* spec = s_.graph.nodes()[m].def->find(operand.name);
-            require(spec != nullptr && spec->takes_rows && !reader.is_staged && same_rows(made, operand.tensor),
+            require(spec != nullptr && spec->takes_rows && !reader.cut.is_staged() && same_rows(made, operand.tensor),
                     "is read by " + name(m) + ", which does not multiply its results by factors of rows");
           }
   }
@@ -149,7 +149,7 @@ class OrderProof {
     if (from.part == Part::kEpilogue && from.position >= to.position) return false;
     const Node& reader = s_.graph.nodes()[edge.to];
     if (reader.def->role == Role::kRow)
-      return job_at(to).row_sums ? makes_rows(edge, from, reader) : hands_on_rows(edge, from, reader);
+      return job_at(to).cut.row_sums ? makes_rows(edge, from, reader) : hands_on_rows(edge, from, reader);
     return strides_behind(s_.graph, makers_of(job_at(to), edge.to), reader).has_value();
   }
 

@@ -23,7 +23,7 @@ void check_ring(const Schedule& s) {
   const int64_t full = arch_of(s.target.arch).has_bulk_copies ? w.loaders : 32 * w.loaders;
   require(w.full_arrivals == full,
           "slots are full after " + str(w.full_arrivals) + " arrivals, but loaders arrive " + str(full) + " times");
-  const int64_t readers = w.warpgroups > 0 ? w.consumers : multiplies_by_warpgroups(s) ? kWarpgroupWarps : 1;
+  const int64_t readers = w.all_read_entries ? w.consumers : most_readers(s);
   require(w.empty_arrivals == readers, "slots are empty after " + str(w.empty_arrivals) + " arrivals, but " +
                                            str(readers) + " of " + str(w.consumers) + " consumers read an entry");
 }
@@ -35,17 +35,17 @@ void check_warps(const Schedule& s) {
   const WarpLayout& w = s.warps;
   require(w.consumers > 0 && w.loaders == 1,
           str(w.consumers) + " consumers and " + str(w.loaders) + " loaders, expected some and one");
-  const int64_t most = w.warpgroups > 0 ? kMultiplyingRegisters : registers_each(w.threads());
+  const int64_t most = w.moves_registers ? kMultiplyingRegisters : registers_each(w.threads());
   require(w.registers >= kFewestRegisters && w.registers <= most,
           "threads of " + str(w.registers) + " registers, but code needs " + str(kFewestRegisters) + ", and " +
               str(w.threads()) + " threads may have " + str(most));
-  require(w.warpgroups == 0 || w.consumers == kWarpgroupWarps * w.warpgroups,
-          str(w.consumers) + " consumers are not " + str(w.warpgroups) + " warpgroups");
+  require(!w.moves_registers || w.consumers == kWarpgroupWarps * kWarpgroups,
+          str(w.consumers) + " consumers are not the " + str(kWarpgroups) + " warpgroups that registers are moved to");
   check_ring(s);
   for (const Phase& phase : s.phases)
     for (const Job& job : phase.jobs)
-      if (job.staged_bytes > 0 && job.staged_bytes > room(s))
-        unsound(name_node(s, job.body.front()) + ": it stages " + str(job.staged_bytes) + " bytes, but beside " +
+      if (job.cut.staged_bytes > 0 && job.cut.staged_bytes > room(s))
+        unsound(name_node(s, job.body.front()) + ": it stages " + str(job.cut.staged_bytes) + " bytes, but beside " +
                 str(kFewestSlots) + " slots of the ring shared memory has room for " + str(room(s)));
 }
 

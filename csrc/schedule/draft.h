@@ -31,7 +31,7 @@ struct Draft {
   // Whether pointwise tasks take over its results as they are made. Rows' only where there are many: of few, what they
   // are combined with may be polled, which takes a phase of its own.
   bool takes_epilogues(int n) const {
-    return joins(n) || (node(n).def->role == Role::kRow && schedule.warps.warpgroups > 0);
+    return joins(n) || (node(n).def->role == Role::kRow && schedule.warps.hands_over_rows);
   }
   // The phase that stores a node's results; -1: they are recomputed.
   int phase_of(int n) const { return job_of[n] < 0 ? -1 : levels[job_of[n]]; }

@@ -32,7 +32,7 @@ void end_with_rows(Draft& draft);
 void assign_levels(Draft& draft);
 // The jobs of a level become a phase, which waits for the one before it.
 void build_phases(Draft& draft);
-// How many tiles a job has, unless its task cuts it otherwise.
+// How many tiles a job has, unless its kernel cuts it otherwise.
 void count_tiles(Draft& draft);
 // Buffers that exist only inside a job are not written to memory.
 void find_unstored(Draft& draft);
@@ -46,14 +46,14 @@ void choose_handover(Draft& draft);
 void place_workspace(Draft& draft);
 // Which jobs bring their whole input to shared memory.
 void choose_staging(Draft& draft);
-// Tasks cut their jobs, see Planner.
-void cut_jobs(Draft& draft);
-// Where the results of pieces meet.
-void place_pieces(Draft& draft);
+// Each job gets the kernel that takes the least time for it, and is cut as that asks for, see Kernel.
+void choose_kernels(Draft& draft);
+// Where workers leave things for each other.
+void place_scratch(Draft& draft);
 // Which tiles workers draw at run time.
 void deal_tiles(Draft& draft);
 
-// Buffers, and what pieces leave, begin at multiples of this in the workspace.
+// Buffers, and what jobs leave, begin at multiples of this in the workspace.
 inline constexpr int64_t kWorkspaceAlignment = 256;
 
 struct Pass {

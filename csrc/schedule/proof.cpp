@@ -22,4 +22,32 @@ bool Order::follow_each_other(const Lifetime& a, const Lifetime& b) const {
   return first.last < second.first && happens_before(first.last, second.first);
 }
 
+std::vector<const Node*> CutProof::rows_behind() const {
+  std::vector<const Node*> rows;
+  for (int n : job_.body)
+    for (const Node* row : mpk::rows_behind(schedule_.graph, job_, schedule_.graph.nodes()[n])) rows.push_back(row);
+  return rows;
+}
+
+void CutProof::require_scratch(int64_t bytes) const {
+  const int64_t found = cut().scratch ? cut().scratch->bytes : 0;
+  require(found == bytes,
+          "its workers leave " + str(bytes) + " bytes in the workspace, which has " + str(found) + " bytes for them");
+}
+
+void CutProof::require_no_rows_behind() const {
+  require(rows_behind().empty(), "row tasks end it, but its tiles have no whole rows");
+}
+
+void CutProof::require_plain_end() const {
+  require_no_rows_behind();
+  require(!cut().row_sums, "a norm ends it, but it leaves no sums of rows");
+}
+
+void CutProof::require_nothing_else() const {
+  require_plain_end();
+  require(!cut().shape && !cut().scratch && cut().fields.empty(),
+          "its cut has what " + cut().kernel + " knows nothing of");
+}
+
 }  // namespace mpk

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "access.h"
+#include "torch_mpk/kernel_api.h"
 
 namespace mpk {
 
@@ -36,14 +37,47 @@ class Order {
   std::vector<std::vector<bool>> before_;
 };
 
+// A job whose cut is to be proven, as kernels see it.
+class MPK_KERNEL_API CutProof {
+ public:
+  CutProof(const Schedule& schedule, const Job& job) : schedule_(schedule), job_(job) {}
+
+  const Schedule& schedule() const { return schedule_; }
+  const Job& job() const { return job_; }
+  const Cut& cut() const { return job_.cut; }
+  const Node& first() const { return schedule_.graph.nodes()[job_.body.front()]; }
+  // The row tasks behind the nodes of its body.
+  std::vector<const Node*> rows_behind() const;
+  // Rows that its first node makes, and bytes of an element of them.
+  int64_t rows() const { return output(first()).tensor.shape.front(); }
+  int64_t element() const { return size_bytes(output(first()).tensor.dtype); }
+
+  [[noreturn]] void fail(const std::string& what) const { unsound(name_node(schedule_, first().id) + ": " + what); }
+  void require(bool holds, const std::string& what) const {
+    if (!holds) fail(what);
+  }
+  // That it leaves so many bytes in the workspace.
+  void require_scratch(int64_t bytes) const;
+  // That no row tasks end it; and no norm, either.
+  void require_no_rows_behind() const;
+  void require_plain_end() const;
+  // That it has no stream, no scratch and no fields, either.
+  void require_nothing_else() const;
+  static std::string str(int64_t v) { return std::to_string(v); }
+
+ private:
+  const Schedule& schedule_;
+  const Job& job_;
+};
+
 // Every node runs once, after what it needs, and its result stays until it is read.
 void check_order(const Schedule& schedule);
 
 // Jobs are cut into tiles that cover them and fit the ring, and every tile is taken once.
 void check_cuts(const Schedule& schedule);
 
-// The results of pieces have places of their own in the workspace, as long as they are needed.
-void check_pieces(const Schedule& schedule);
+// What jobs leave in the workspace has places of its own, as long as it is needed.
+void check_scratch(const Schedule& schedule);
 
 // Warps and the ring are what device code is written for, and every job's share of shared memory leaves a ring.
 void check_warps(const Schedule& schedule);

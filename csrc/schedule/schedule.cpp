@@ -33,8 +33,8 @@ const std::vector<Pass>& passes() {
       {"choose_handover", choose_handover, polled},
       {"place_workspace", place_workspace, always},
       {"choose_staging", choose_staging, on_gpu},
-      {"cut_jobs", cut_jobs, on_gpu},
-      {"place_pieces", place_pieces, on_gpu},
+      {"choose_kernels", choose_kernels, on_gpu},
+      {"place_scratch", place_scratch, on_gpu},
       {"deal_tiles", deal_tiles, on_gpu},
   };
   // clang-format on

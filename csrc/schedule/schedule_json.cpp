@@ -1,5 +1,7 @@
 #include "schedule_json.h"
 
+#include <cmath>
+
 #include "../graph/json.h"
 
 namespace mpk {
@@ -12,29 +14,45 @@ std::string shape_json(const TileShape& s) {
   return "{" + field("tile_rows", s.tile_rows) + ", " + field("parts", s.parts) + ", " +
          field("chunk_parts", s.chunk_parts) + ", " + field("row_bytes", s.row_bytes) + ", " +
          field("chunk_bytes", s.chunk_bytes) + ", " + field("entries", s.entries()) + ", " + field("run", s.run) +
-         ", " + field("in_flight", s.in_flight) + ", \"shares_entries\": " + truth(s.shares_entries) +
-         (s.pass_tiles > 0 ? ", " + field("pass_tiles", s.pass_tiles) : "") +
-         (s.x_rows > 0 ? ", " + field("x_rows", s.x_rows) : "") + (s.split > 1 ? ", " + field("split", s.split) : "") +
-         (s.window_bytes > 0 ? ", " + field("window_bytes", s.window_bytes) : "") +
-         (s.turn_tiles > 0 ? ", " + field("turn_tiles", s.turn_tiles) : "") + "}";
+         ", " + field("in_flight", s.in_flight) + (s.readers > 1 ? ", " + field("readers", s.readers) : "") +
+         ", \"shares_entries\": " + truth(s.shares_entries) + (s.is_boxed ? ", \"is_boxed\": true" : "") +
+         (s.x_rows > 0 ? ", " + field("x_rows", s.x_rows) : "") + "}";
 }
 
 std::string tickets_json(const Tickets& t) {
   return "{" + field("size", t.size) + ", " + field("own", t.own) + ", " + field("drawn", t.drawn) + "}";
 }
 
-std::string pieces_json(const Pieces& p) {
-  return "{" + field("count", p.count) + ", " + field("of_row", p.of_row) + ", " + field("results", p.results) + ", " +
-         field("few_results", p.few_results) + ", " + field("result_bytes", p.result_bytes) + ", " +
-         field("offset", p.offset) +
-         (p.tiles > 0 ? ", " + field("tiles", p.tiles) + ", " + field("few_of_row", p.few_of_row) : "") +
-         (p.overlap ? ", \"overlap\": true" : "") + (p.positions > 0 ? ", " + field("positions", p.positions) : "") +
-         "}";
+std::string place_json(const char* what, int64_t amount, int64_t offset) {
+  return "{" + field(what, amount) + ", " + field("offset", offset) + "}";
 }
 
-std::string queries_json(const QueryTiles& q) {
-  return "{" + field("heads", q.heads) + ", " + field("rows", q.rows) + ", " + field("positions", q.positions) +
-         (q.ends > 0 ? ", " + field("ends", q.ends) : "") + "}";
+std::string fields_json(const std::vector<Field>& fields) {
+  std::string text;
+  for (const Field& each : fields) text += (text.empty() ? "" : ", ") + field(each.name.c_str(), each.value);
+  return "{" + text + "}";
+}
+
+std::string others_json(const std::vector<Alternative>& others) {
+  return json::array(others, [](const Alternative& other) {
+    const std::string kernel = "{\"kernel\": " + json::quote(other.kernel) + ", ";
+    return kernel +
+           (other.refusal.empty() ? field("cost_ns", std::llround(other.cost_ns))
+                                  : "\"refusal\": " + json::quote(other.refusal)) +
+           "}";
+  });
+}
+
+// What a kernel decided.
+std::string cut_json(const Cut& cut) {
+  return "\"kernel\": " + (cut.kernel.empty() ? "null" : json::quote(cut.kernel)) + ", " +
+         field("cost_ns", std::llround(cut.cost_ns)) + ", " + field("tiles", cut.num_tiles) +
+         ", \"shape\": " + (cut.shape ? shape_json(*cut.shape) : "null") +
+         ", \"input\": " + (cut.input == Input::kInPlace ? "null" : json::quote(name_of(cut.input))) + ", " +
+         field("staged_bytes", cut.staged_bytes) +
+         ", \"scratch\": " + (cut.scratch ? place_json("bytes", cut.scratch->bytes, cut.scratch->offset) : "null") +
+         (cut.row_sums ? ", \"row_sums\": " + place_json("count", cut.row_sums->count, cut.row_sums->offset) : "") +
+         ", \"fields\": " + fields_json(cut.fields);
 }
 
 std::string warps_json(const WarpLayout& w) {
@@ -42,26 +60,28 @@ std::string warps_json(const WarpLayout& w) {
          field("threads", w.threads()) + ", " + field("registers", w.registers) + ", " +
          field("max_slots", w.max_slots) + ", " + field("slot_bytes", w.slot_bytes) + ", " +
          field("full_arrivals", w.full_arrivals) + ", " + field("empty_arrivals", w.empty_arrivals) +
-         (w.warpgroups > 0 ? ", " + field("warpgroups", w.warpgroups) : "") + "}";
+         (w.moves_registers ? ", \"moves_registers\": true" : "") +
+         (w.all_read_entries ? ", \"all_read_entries\": true" : "") +
+         (w.loads_inputs ? ", \"loads_inputs\": true" : "") + (w.hands_over_rows ? ", \"hands_over_rows\": true" : "") +
+         "}";
 }
 
 }  // namespace
+
+const char* name_of(Input input) {
+  constexpr const char* kNames[] = {"in place", "whole", "columns", "stages", "box stages", "entries"};  // in its order
+  return kNames[static_cast<int>(input)];
+}
 
 std::string job_json(const TBGraph& graph, const Job& job) {
   const auto tasks = [&](const std::vector<int>& ids) {
     return json::array(ids, [&](int n) { return json::quote(std::to_string(n) + " " + graph.nodes()[n].title()); });
   };
   return "{\"prologue\": " + tasks(job.prologue) + ", \"body\": " + tasks(job.body) +
-         ", \"epilogue\": " + tasks(job.epilogue) + ", \"tiles\": " + std::to_string(job.num_tiles) +
-         ", \"assignment\": \"" + (job.assignment == Assignment::kClaimed ? "claimed" : "static") +
+         ", \"epilogue\": " + tasks(job.epilogue) + ", " + cut_json(job.cut) +
+         (job.others.empty() ? "" : ", \"others\": " + others_json(job.others)) + ", \"assignment\": \"" +
+         (job.assignment == Assignment::kClaimed ? "claimed" : "static") +
          "\", \"tickets\": " + (job.assignment == Assignment::kClaimed ? tickets_json(job.tickets) : "null") +
-         ", \"shape\": " + (job.shape ? shape_json(*job.shape) : "null") + ", \"staged\": " + truth(job.is_staged) +
-         ", " + field("staged_bytes", job.staged_bytes) +
-         ", \"pieces\": " + (job.pieces ? pieces_json(*job.pieces) : "null") +
-         (job.row_sums ? ", \"row_sums\": {" + field("count", job.row_sums->count) + ", " +
-                             field("offset", job.row_sums->offset) + "}"
-                       : "") +
-         (job.queries ? ", \"queries\": " + queries_json(*job.queries) : "") +
          ", \"loader_waits\": " + json::numbers(job.loader_waits) + ", \"unstored\": " + json::numbers(job.unstored) +
          "}";
 }

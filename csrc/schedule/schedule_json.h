@@ -7,6 +7,8 @@
 
 namespace mpk {
 
+const char* name_of(Input input);
+
 std::string job_json(const TBGraph& graph, const Job& job);
 
 }  // namespace mpk

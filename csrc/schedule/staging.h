@@ -60,27 +60,18 @@ inline bool comes_in_boxes(const TBGraph& graph, const Tensor& t) {
          });
 }
 
-// Whether consumers can have the copy engine bring windows onto x as boxes: the call's tensors may begin anywhere.
+// Whether consumers can have the copy engine bring stages of x as boxes: the call's tensors may begin anywhere.
 inline bool can_be_windowed(const TBGraph& graph, const Tensor& x) {
   return can_be_boxed(x) && graph.buffers()[x.buffer].kind == BufferKind::kWorkspace;
 }
 
-// Whether those of a job do.
-inline bool copies_windows(const TBGraph& graph, const Job& job) {
-  if (!job.shape || job.shape->pass_tiles == 0 || job.is_staged) return false;
-  const Node& node = graph.nodes()[job.body.front()];
-  return std::any_of(node.operands.begin(), node.operands.end(), [&](const Operand& operand) {
-    const OperandSpec* spec = node.def->find(operand.name);
-    return spec != nullptr && spec->is_boxed && can_be_windowed(graph, operand.tensor);
-  });
-}
-
-// Whether warpgroups multiply the boxes of some jobs: then all warps of one read an entry.
-inline bool multiplies_by_warpgroups(const Schedule& schedule) {
-  return std::any_of(schedule.phases.begin(), schedule.phases.end(), [](const Phase& phase) {
-    return std::any_of(phase.jobs.begin(), phase.jobs.end(),
-                       [](const Job& job) { return job.shape && job.shape->window_bytes > 0; });
-  });
+// Of the entries of any job: a slot is empty when so many warps have released it.
+inline int64_t most_readers(const Schedule& schedule) {
+  int64_t most = 1;
+  for (const Phase& phase : schedule.phases)
+    for (const Job& job : phase.jobs)
+      if (job.cut.shape) most = std::max(most, job.cut.shape->readers);
+  return most;
 }
 
 // Whether row tasks that end a job can have rows of so many elements: lanes hand them over in eights.

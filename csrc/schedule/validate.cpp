@@ -7,7 +7,7 @@ void validate(const Schedule& schedule) {
   check_order(schedule);
   check_warps(schedule);
   check_cuts(schedule);
-  check_pieces(schedule);
+  check_scratch(schedule);
 }
 
 }  // namespace mpk

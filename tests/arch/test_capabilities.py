@@ -59,7 +59,7 @@ def comparisons(path: Path) -> list[str]:
 
 def test_no_number_of_an_architecture_is_compared_outside_of_the_chips() -> None:
     paths = sources()
-    assert {"linear.cpp", "ring.cuh", "admission.py", "ranks.cuh", "cuda.cuh", "launch.cpp"} <= {p.name for p in paths}
+    assert {"rows.cpp", "ring.cuh", "admission.py", "ranks.cuh", "cuda.cuh", "launch.cpp"} <= {p.name for p in paths}
     found = {str(path.relative_to(ROOT)): each for path in paths if (each := comparisons(path))}
     assert not found, "ask for what is needed by name: csrc/arch/arch.h, include/torch_mpk/device/arch"
 

@@ -183,7 +183,7 @@ def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
     b.node("attention", operands, y, {"scale": 0.25, "style": "sdpa"})
     kernel = emulate(b.graph, workers=workers)
     [[job]] = [phase.jobs for phase in kernel.schedule.phases]
-    assert job.pieces.overlap == (rows > workers)
+    assert job.cut.fields["overlaps"] == (rows > workers)
     inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes.values()]
     before, output = None, torch.empty(rows, 2, 16, dtype=torch.bfloat16)
     for others in (333, 0, 7, 480):
@@ -210,7 +210,7 @@ def test_heads_of_any_size_that_share_a_key(dtype: str) -> None:
         y = b.buffer("output", "y", dtype, [rows, heads, size])
         b.node("attention", operands, y, {"scale": size**-0.5, "style": "sdpa"})
     kernel = emulate(b.graph, workers=6)
-    overlaps = [job.pieces.overlap for phase in kernel.schedule.phases for job in phase.jobs]
+    overlaps = [job.cut.fields["overlaps"] for phase in kernel.schedule.phases for job in phase.jobs]
     assert set(overlaps) == {False, True}
     _, wanted = reference(b.graph, inputs)
     given_inputs = [allocate(t).copy_(x) for t, x in zip(tensors(b.graph, "input"), inputs, strict=True)]
@@ -359,8 +359,8 @@ def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn:
     for polled in (True, False):
         kernel = emulate(decoder(**sizes), workers=5, polled=polled)
         assert "LinearRows" in kernel.program.source
-        shapes = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
-        assert any(shape.split > 1 for shape in shapes) == (ffn == 4096)
+        fields = [job.cut.fields for phase in kernel.schedule.phases for job in phase.jobs if job.cut.shape]
+        assert any(each["split"] > 1 for each in fields) == (ffn == 4096)
         assert ("kBoxesOfX = true" in kernel.program.source) == (ffn > 192)  # windows onto what a phase has made
         torch.manual_seed(1)
         check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
@@ -370,8 +370,8 @@ def test_a_decoder_of_several_rows_and_its_fusions(batch: int, hidden: int, ffn:
 def test_workers_that_share_tiles_poll_their_columns(ffn: int, workers: int) -> None:
     sizes = {"batch": 32, "hidden": 128, "heads": 4, "groups": 2, "head_dim": 32, "ffn": ffn, "length": 40, "layers": 2}
     kernel = emulate(decoder(**sizes), workers=workers, polled=True)
-    jobs = [job for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
-    assert [(job.is_staged, job.shape.row_bytes) for job in jobs if job.shape.split == 4] == [(True, 2 * ffn)] * 2
+    cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs if job.cut.shape]
+    assert [(cut.input, cut.shape.row_bytes) for cut in cuts if cut.fields["split"] == 4] == [("columns", 2 * ffn)] * 2
     torch.manual_seed(1)
     check_decoder(kernel, [5] * 30 + [0, 40], 39, 2e-2)
 
@@ -390,8 +390,9 @@ def test_warpgroups_multiply_what_a_phase_has_made(
 ) -> None:
     sizes = {"batch": batch, "hidden": 1024, "heads": 4, "groups": 2, "head_dim": 32, "ffn": ffn, "length": 40}
     kernel = emulate(decoder(**sizes), workers=workers)
-    found = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
-    assert {(s.tile_rows, s.pass_tiles, s.parts) for s in found if s.window_bytes} == shapes
+    cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs if job.cut.shape]
+    found = [(cut.shape, cut.fields) for cut in cuts if cut.fields["by_warpgroups"]]
+    assert {(shape.tile_rows, fields["pass_tiles"], shape.parts) for shape, fields in found} == shapes
     assert kernel.schedule.warps.empty_arrivals == 4
     torch.manual_seed(1)
     check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
@@ -412,7 +413,7 @@ def test_norms_end_the_jobs_that_make_their_rows(batch: int, hidden: int, ffn: i
     sizes = {"heads": 4, "groups": 2, "head_dim": 32, "length": 40, "layers": 1}
     kernel = emulate(decoder(batch=batch, hidden=hidden, ffn=ffn, **sizes), workers=workers, polled=True)
     assert kernel.program.source.count("kEndsWithNorm = true") == kernel.program.source.count("kScalesRows = true") == 2
-    splits = {job.shape.split for phase in kernel.schedule.phases for job in phase.jobs if job.row_sums}
+    splits = {job.cut.fields["split"] for phase in kernel.schedule.phases for job in phase.jobs if job.cut.row_sums}
     assert (max(splits) > 1) == (ffn == 4096)
     torch.manual_seed(1)
     check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
@@ -439,7 +440,7 @@ def test_a_kernel_for_racecheck_hands_over_by_barriers_bit_by_bit(arch: int, siz
     for racecheck in (True, False):
         kernel = emulate(decoder(**sizes), arch=arch, racecheck=racecheck)
         jobs = [job for phase in kernel.schedule.phases for job in phase.jobs]
-        assert any(job.assignment == "claimed" or (job.shape and job.shape.window_bytes) for job in jobs)
+        assert any(job.assignment == "claimed" or job.cut.fields.get("by_warpgroups") for job in jobs)
         torch.manual_seed(1)
         left_behind.append(check_decoder(kernel, [40] * sizes.get("batch", 1), 5, 2e-2))
     assert all(map(torch.equal, *left_behind))

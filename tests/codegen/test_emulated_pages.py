@@ -190,8 +190,8 @@ def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
     case = Case(R=rows, S=16, M=30, P=rows * 8, H=2, G=1, D=16, has_new=False, layout="apart")
     kernel = emulate(case.graph(), workers=workers)
     [[job]] = [phase.jobs for phase in kernel.schedule.phases]
-    assert job.pieces.tiles > 0
-    assert job.pieces.overlap == (2 * rows > workers)
+    assert job.cut.fields["split_tiles"] > 0
+    assert job.cut.fields["overlaps"] == (2 * rows > workers)
     inputs = case.inputs(kernel.schedule.graph)
     inputs[-1][2] = 333
     before = launched(kernel, inputs)[0][2]

@@ -116,7 +116,7 @@ def test_rows_behind_wide_tiles_compile_without_local_memory() -> None:
     """A thread has 128 sums, which must be gone before the rows are worked on."""
     graph = Prompt(batch=1, tokens=2048, heads=32, groups=8, size=128, length=4096, hidden=4096, bias=True).graph()
     schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, SMEM_BYTES, fuse=True, polled=True))
-    assert [job.shape.tile_rows for phase in schedule.phases for job in phase.jobs] == [256]
+    assert [job.cut.shape.tile_rows for phase in schedule.phases for job in phase.jobs] == [256]
     resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
     assert resources.warnings == ()
     assert max(resources.stack_bytes, resources.spill_store_bytes) == 0

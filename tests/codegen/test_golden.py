@@ -69,92 +69,126 @@ phase 0, which waits for nothing
   44 static tiles
     prologue: 0 rms_norm layers.0.input_norm
     body: 1 linear layers.0.q, 2 linear layers.0.k, 3 linear layers.0.v
+    kernel: linear.vector
+    cost_ns: 764
     shape: tile_rows 3, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
-    staged: True
+    input: whole
     staged_bytes: 128
+    others: {'kernel': 'linear.direct', 'cost_ns': 8207}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.0.input_norm
 phase 1, which waits for nothing
   1 static tiles
     prologue: 4 rms_norm layers.0.q_norm, 5 rms_norm layers.0.k_norm, 6 rope layers.0.q_rope, 7 rope layers.0.k_rope
     body: 8 attention layers.0.attention
+    kernel: attention.split_kv
+    cost_ns: 40
     staged_bytes: 28272
-    pieces: count 4, of_row 0, results 2, few_results 2, result_bytes 544, offset 0, positions 16
+    scratch: bytes 4352, offset 0
+    fields: heads 2, few_heads 2, positions 16, split_tiles 0, few_splits 1, splits 4, result_bytes 544, overlaps 0
     unstored: layers.0.q_norm, layers.0.k_norm, layers.0.q_rope, layers.0.k_rope
 phase 2, which waits for nothing
   32 static tiles
     body: 9 linear layers.0.o
     epilogue: 10 pointwise layers.0.residual
+    kernel: linear.vector
+    cost_ns: 724
     shape: tile_rows 2, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
-    staged: True
+    input: whole
     staged_bytes: 128
+    others: {'kernel': 'linear.direct', 'cost_ns': 5471}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.0.o
 phase 3, which waits for nothing
   32 static tiles
     prologue: 11 rms_norm layers.0.post_norm
     body: 12 linear layers.0.gate, 13 linear layers.0.up
     epilogue: 14 pointwise layers.0.act
+    kernel: linear.vector
+    cost_ns: 1529
     shape: tile_rows 3, parts 2, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 2, run 1, in_flight 9, shares_entries False
-    staged: True
+    input: whole
     staged_bytes: 480
+    others: {'kernel': 'linear.direct', 'cost_ns': 13678}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.0.post_norm, layers.0.gate, layers.0.up
 phase 4, which waits for nothing
   32 static tiles
     body: 15 linear layers.0.down
     epilogue: 16 pointwise layers.0.output
+    kernel: linear.vector
+    cost_ns: 764
     shape: tile_rows 2, parts 1, chunk_parts 1, row_bytes 192, chunk_bytes 192, entries 1, run 1, in_flight 9, shares_entries True
-    staged: True
+    input: whole
     staged_bytes: 192
+    others: {'kernel': 'linear.direct', 'cost_ns': 5632}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.0.down
 phase 5, which waits for nothing
   44 static tiles
     prologue: 17 rms_norm layers.1.input_norm
     body: 18 linear layers.1.q, 19 linear layers.1.k, 20 linear layers.1.v
+    kernel: linear.vector
+    cost_ns: 764
     shape: tile_rows 3, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
-    staged: True
+    input: whole
     staged_bytes: 128
+    others: {'kernel': 'linear.direct', 'cost_ns': 8207}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.1.input_norm
 phase 6, which waits for nothing
   1 static tiles
     prologue: 21 rms_norm layers.1.q_norm, 22 rms_norm layers.1.k_norm, 23 rope layers.1.q_rope, 24 rope layers.1.k_rope
     body: 25 attention layers.1.attention
+    kernel: attention.split_kv
+    cost_ns: 40
     staged_bytes: 28272
-    pieces: count 4, of_row 0, results 2, few_results 2, result_bytes 544, offset 4352, positions 16
+    scratch: bytes 4352, offset 4352
+    fields: heads 2, few_heads 2, positions 16, split_tiles 0, few_splits 1, splits 4, result_bytes 544, overlaps 0
     unstored: layers.1.q_norm, layers.1.k_norm, layers.1.q_rope, layers.1.k_rope
 phase 7, which waits for nothing
   32 static tiles
     body: 26 linear layers.1.o
     epilogue: 27 pointwise layers.1.residual
+    kernel: linear.vector
+    cost_ns: 724
     shape: tile_rows 2, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
-    staged: True
+    input: whole
     staged_bytes: 128
+    others: {'kernel': 'linear.direct', 'cost_ns': 5471}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.1.o
 phase 8, which waits for nothing
   32 static tiles
     prologue: 28 rms_norm layers.1.post_norm
     body: 29 linear layers.1.gate, 30 linear layers.1.up
     epilogue: 31 pointwise layers.1.act
+    kernel: linear.vector
+    cost_ns: 1529
     shape: tile_rows 3, parts 2, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 2, run 1, in_flight 9, shares_entries False
-    staged: True
+    input: whole
     staged_bytes: 480
+    others: {'kernel': 'linear.direct', 'cost_ns': 13678}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.1.post_norm, layers.1.gate, layers.1.up
 phase 9, which waits for nothing
   32 static tiles
     body: 32 linear layers.1.down
     epilogue: 33 pointwise layers.1.output
+    kernel: linear.vector
+    cost_ns: 764
     shape: tile_rows 2, parts 1, chunk_parts 1, row_bytes 192, chunk_bytes 192, entries 1, run 1, in_flight 9, shares_entries True
-    staged: True
+    input: whole
     staged_bytes: 192
+    others: {'kernel': 'linear.direct', 'cost_ns': 5632}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.1.down
 phase 10, which waits for [9]
   34 static tiles
     prologue: 34 rms_norm norm
     body: 35 linear head
+    kernel: linear.vector
+    cost_ns: 764
     shape: tile_rows 3, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
-    staged: True
+    input: whole
     staged_bytes: 128
+    others: {'kernel': 'linear.direct', 'cost_ns': 8207}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: norm
   1 static tiles
     body: 36 pointwise counters
+    kernel: pointwise
 workspace:
 polled:
   0: layers.0.q
@@ -275,25 +309,25 @@ struct Attention1 {
   static constexpr int kPasses = 1;
   static constexpr int kHeads = 2;
   static constexpr int kFewHeads = 2;
-  static constexpr int kSize = 16;
-  static constexpr int kLength = 40;
   static constexpr int kTilePositions = 16;
-  static constexpr bool kZeroWithoutKeys = true;
-  static constexpr int kWorkers = 4;
   static constexpr int kPieceTiles = 0;
   static constexpr int kFewPieces = 1;
   static constexpr int kPieces = 4;
+  static constexpr int kPartialBytes = 544;
+  static constexpr bool kOverlaps = false;
+  static constexpr int kSize = 16;
+  static constexpr int kLength = 40;
+  static constexpr bool kZeroWithoutKeys = true;
+  static constexpr int kWorkers = 4;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int64_t>(1)[int64_t(b) * 1];
   }
-  static constexpr int kPartialBytes = 544;
   static MPK_DEVICE uint8_t* partials(const Job& job) {
     return job.pointer<uint8_t>(0);
   }
   static constexpr float kScale = 0.25f;
   static constexpr bool kHasNew = true;
   static constexpr bool kHasMask = false;
-  static constexpr bool kOverlaps = false;
   static constexpr uint32_t kPitchK = 32, kPitchV = 32;
   static MPK_DEVICE int64_t slot(const Job& job) {
     return *job.pointer<const int64_t>(2);
@@ -775,25 +809,25 @@ struct Attention0 {
   static constexpr int kPasses = 1;
   static constexpr int kHeads = 2;
   static constexpr int kFewHeads = 2;
-  static constexpr int kSize = 16;
-  static constexpr int kLength = 24;
   static constexpr int kTilePositions = 16;
-  static constexpr bool kZeroWithoutKeys = true;
-  static constexpr int kWorkers = 132;
   static constexpr int kPieceTiles = 0;
   static constexpr int kFewPieces = 1;
   static constexpr int kPieces = 132;
+  static constexpr int kPartialBytes = 544;
+  static constexpr bool kOverlaps = false;
+  static constexpr int kSize = 16;
+  static constexpr int kLength = 24;
+  static constexpr bool kZeroWithoutKeys = true;
+  static constexpr int kWorkers = 132;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int64_t>(1)[int64_t(b) * 1];
   }
-  static constexpr int kPartialBytes = 544;
   static MPK_DEVICE uint8_t* partials(const Job& job) {
     return job.pointer<uint8_t>(0);
   }
   static constexpr float kScale = 0.25f;
   static constexpr bool kHasNew = true;
   static constexpr bool kHasMask = false;
-  static constexpr bool kOverlaps = false;
   static constexpr uint32_t kPitchK = 32, kPitchV = 32;
   static MPK_DEVICE int64_t slot(const Job& job) {
     return *job.pointer<const int64_t>(2);
@@ -986,25 +1020,25 @@ struct PagedAttention0 {
   static constexpr int kPasses = 1;
   static constexpr int kHeads = 2;
   static constexpr int kFewHeads = 2;
-  static constexpr int kSize = 16;
-  static constexpr int kLength = 12;
   static constexpr int kTilePositions = 16;
-  static constexpr bool kZeroWithoutKeys = true;
-  static constexpr int kWorkers = 132;
   static constexpr int kPieceTiles = 0;
   static constexpr int kFewPieces = 1;
   static constexpr int kPieces = 132;
+  static constexpr int kPartialBytes = 544;
+  static constexpr bool kOverlaps = false;
+  static constexpr int kSize = 16;
+  static constexpr int kLength = 12;
+  static constexpr bool kZeroWithoutKeys = true;
+  static constexpr int kWorkers = 132;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int32_t>(1)[int64_t(b) * 1];
   }
-  static constexpr int kPartialBytes = 544;
   static MPK_DEVICE uint8_t* partials(const Job& job) {
     return job.pointer<uint8_t>(0);
   }
   static constexpr float kScale = 0.25f;
   static constexpr bool kHasNew = true;
   static constexpr bool kHasMask = false;
-  static constexpr bool kOverlaps = false;
   static constexpr uint32_t kPitchK = 64, kPitchV = 64;
   static constexpr bool kInBoxes = false;
   static constexpr int kPageSize = 3;

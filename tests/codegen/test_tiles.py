@@ -58,8 +58,8 @@ def random_inputs(graph: _C.TBGraph) -> list[torch.Tensor]:
 def test_many_rows_as_their_reference(rows: int, hidden: int, ffn: int, dtype: str, last_rows: int) -> None:
     graph = feed_forward(rows, hidden, ffn, dtype, last_rows=last_rows)
     kernel = emulate(graph, polled=True)
-    assert kernel.schedule.warps.warpgroups == 2
-    x_rows = [job.shape.x_rows for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
+    assert kernel.schedule.warps.moves_registers
+    x_rows = [job.cut.shape.x_rows for phase in kernel.schedule.phases for job in phase.jobs if job.cut.shape]
     assert x_rows[-1] == min(-(-(last_rows or rows) // 8) * 8, 128), "more rows of x come than there are"
     assert "LinearTiles" in kernel.program.source
     assert "LinearRows" not in kernel.program.source
@@ -106,8 +106,8 @@ def test_few_tiles_are_cut_among_workers_whose_sums_meet_in_order(
     y = b.node("linear", [("x", x), ("weight", weight)], b.buffer("workspace", "y", "bfloat16", [130, columns]))
     b.pointwise("add", [y, residual], b.buffer("output", "sum", "bfloat16", [130, columns]))
     kernel = emulate(b.graph, workers=workers, polled=True)
-    [tile] = [job.shape for phase in kernel.schedule.phases for job in phase.jobs if job.shape]
-    assert (tile.tile_rows, tile.split) == (tile_rows, split)
+    [cut] = [job.cut for phase in kernel.schedule.phases for job in phase.jobs if job.cut.shape]
+    assert (cut.shape.tile_rows, cut.fields["split"]) == (tile_rows, split)
     torch.manual_seed(0)
     inputs = random_inputs(b.graph)
     _, (want,) = reference(b.graph, inputs)

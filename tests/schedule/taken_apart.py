@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch_mpk import _C
 
 # What a job has besides numbers and lists of them.
-PLAIN = {"tickets": _C.Tickets, "shape": _C.TileShape, "pieces": _C.Pieces, "row_sums": _C.RowSums}
-PLAIN |= {"queries": _C.QueryTiles}
+PLAIN = {"tickets": _C.Tickets, "cut": _C.Cut, "shape": _C.TileShape, "scratch": _C.Scratch, "row_sums": _C.RowSums}
 
 
 def fields_of(plain: object) -> dict:
@@ -49,7 +48,8 @@ class Parts:
         )
 
     def jobs(self, part: str) -> list[dict]:
-        return [job for jobs, _ in self.phases for job in jobs if job[part]]
+        """Those that have this part, which may be one of their cuts."""
+        return [job for jobs, _ in self.phases for job in jobs if (job["cut"] if part in job["cut"] else job)[part]]
 
     def phases_with(self, condition: Callable[[int], bool]) -> list[int]:
         return [p for p in range(len(self.phases)) if condition(p)]

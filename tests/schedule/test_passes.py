@@ -59,8 +59,8 @@ def test_an_unknown_pass_is_refused_with_a_list() -> None:
 def test_choose_warps() -> None:
     many_rows = decoder(layers=1, batch=65)
     before, after = (Draft(graph, "choose_warps").schedule["warps"] for graph in (decoder(layers=1), many_rows))
-    assert "warpgroups" not in before
-    assert after["warpgroups"] == 2
+    assert "moves_registers" not in before
+    assert after["moves_registers"] and after["consumers"] == 8 and after["hands_over_rows"]
     assert "input_norm" not in Draft(many_rows, "find_prologues").recomputed, "the loader reads x where it is"
 
 
@@ -162,8 +162,8 @@ def test_end_with_rows_leaves_rows_that_others_read() -> None:
 def test_end_with_rows_shares_out_wide_heads_evenly() -> None:
     """A tile of Qwen3-8B has two heads."""
     graph = Prompt(batch=1, tokens=512, heads=32, groups=8, size=128, length=2560, hidden=4096).graph()
-    [[job]] = Draft(graph, "cut_jobs").phases
-    assert (job["shape"]["tile_rows"], job["shape"].get("split", 1)) == (256, 1)
+    [[job]] = Draft(graph, "choose_kernels").phases
+    assert (job["shape"]["tile_rows"], job["fields"]["split"]) == (256, 1)
 
 
 def test_assign_levels() -> None:
@@ -232,8 +232,7 @@ def test_choose_handover_by_what_each_worker_polls(batch: int, ffn: int, is_poll
     graph = decoder(layers=1, batch=batch, ffn=ffn)
     after = Draft(graph, "choose_handover").schedule
     assert [t for b, t in zip(graph.buffers, after["polled"], strict=True) if b.name == AT + "act"] == [is_polled]
-    down = by_label(Draft(graph, "cut_jobs"), "shape")["down"]
-    assert down.get("split", 1) == split
+    assert by_label(Draft(graph, "choose_kernels"), "fields")["down"]["split"] == split
 
 
 def test_place_workspace() -> None:
@@ -265,14 +264,16 @@ def test_lay_out_warps() -> None:
 def test_choose_staging() -> None:
     graph = decoder(layers=1, batch=8, ffn=8192)
     before, after = before_and_after(graph, "choose_staging")
-    assert not any(by_label(before, "staged").values())
+    assert set(by_label(before, "input").values()) == {None}
     staged = {"q": True, "attention": False, "o": True, "gate": True, "down": False, "head": True, "counters": False}
-    assert by_label(after, "staged") == staged  # of down's input, 128 KiB, the ring would have to make room
+    assert by_label(after, "input") == {
+        name: "whole" if staged[name] else None for name in staged
+    }  # of down's input, 128 KiB, the ring would have to make room
 
 
-def test_cut_jobs() -> None:
+def test_choose_kernels() -> None:
     graph = decoder(layers=1, hidden=4096, ffn=12288)
-    before, after = before_and_after(graph, "cut_jobs")
+    before, after = before_and_after(graph, "choose_kernels")
     assert not any(by_label(before, "shape").values())
     shapes, tiles = by_label(after, "shape"), by_label(after, "tiles")
     assert shapes["attention"] is None and tiles["q"] == 128
@@ -284,10 +285,11 @@ def test_cut_jobs() -> None:
     assert by_label(after, "staged_bytes")["down"] == 24576
 
 
-def test_cut_jobs_leaves_weights_that_cannot_be_copied() -> None:
-    after = Draft(decoder(layers=1, hidden=60, heads=4, head_dim=15), "cut_jobs")  # rows of 120 bytes
+def test_choose_kernels_leaves_weights_that_cannot_be_copied() -> None:
+    after = Draft(decoder(layers=1, hidden=60, heads=4, head_dim=15), "choose_kernels")  # rows of 120 bytes
     assert by_label(after, "shape")["o"] is None
-    assert by_label(after, "staged")["o"] and by_label(after, "tiles")["o"] == 60
+    assert by_label(after, "kernel")["o"] == "linear.direct"
+    assert by_label(after, "input")["o"] == "whole" and by_label(after, "tiles")["o"] == 60
 
 
 def test_deal_tiles() -> None:
@@ -312,62 +314,62 @@ def test_deal_tiles_shares_out_two_streams_of_a_phase_beforehand() -> None:
     assert by_label(Draft(b.graph, "deal_tiles"), "assignment") == {"a": "static", "b": "static"}
 
 
-def test_cut_jobs_leaves_what_cannot_leave_a_ring() -> None:
+def test_choose_kernels_leaves_what_cannot_leave_a_ring() -> None:
     small = _C.Target("cuda", 90, 132, 40000, polled=True)
-    assert by_label(Draft(decoder(layers=1), "cut_jobs", small), "pieces")["attention"] is None
+    assert by_label(Draft(decoder(layers=1), "choose_kernels", small), "kernel")["attention"] is None
     schedule = _C.make_schedule(decoder(layers=1), small)
     _C.validate(schedule)
-    with pytest.raises(Exception, match="attention .*it has no heads, or more than fit shared memory beside the ring"):
+    with pytest.raises(Exception, match="attention .*no way to cut it fits shared memory beside the ring"):
         _C.generate_cuda(schedule)
 
 
-def test_cut_jobs_into_pieces() -> None:
-    alone = Draft(decoder(layers=1, heads=16), "cut_jobs")  # two key heads, eight heads for each
-    expected = {"count": 132, "of_row": 0, "results": 8, "few_results": 2, "result_bytes": 8 * 64 + 32, "offset": -1}
-    expected |= {"positions": 16}  # of a tile
-    assert by_label(alone, "pieces")["attention"] == expected
-    two = Draft(decoder(layers=1, batch=2, heads=16, length=100), "cut_jobs")
-    assert by_label(two, "pieces")["attention"] == {**expected, "count": 4, "tiles": 8, "few_of_row": 33}
-    more = Draft(decoder(layers=1, batch=67, heads=4), "cut_jobs")  # groups of two key heads each
-    assert by_label(more, "pieces")["attention"] == {
-        **expected,
-        "count": 134,
-        "results": 2,
-        "tiles": 20,  # and a row has no more
-        "few_of_row": 1,
-        "overlap": True,
+def test_choose_kernels_splits_keys_and_rows() -> None:
+    alone = Draft(decoder(layers=1, heads=16), "choose_kernels")  # two key heads, eight heads for each
+    expected = {"heads": 8, "few_heads": 2, "positions": 16, "split_tiles": 0, "few_splits": 1, "splits": 132}
+    expected |= {"result_bytes": 8 * 64 + 32, "overlaps": 0}
+    assert by_label(alone, "fields")["attention"] == expected
+    assert by_label(alone, "scratch")["attention"] == {"bytes": 132 * 8 * (8 * 64 + 32), "offset": -1}
+    two = Draft(decoder(layers=1, batch=2, heads=16, length=100), "choose_kernels")
+    assert by_label(two, "fields")["attention"] == expected | {"splits": 4, "split_tiles": 8, "few_splits": 33}
+    more = Draft(decoder(layers=1, batch=67, heads=4), "choose_kernels")  # groups of two key heads each
+    assert by_label(more, "fields")["attention"] == expected | {
+        "splits": 134,
+        "heads": 2,
+        "split_tiles": 20,  # and a row has no more
+        "overlaps": 1,
         "positions": 32,  # what fits an entry of the ring
     }
-    reductions = json.loads(_C.draft_schedule(long_reductions(2, 100000), CUDA, "cut_jobs"))["schedule"]
-    pieces = [job["pieces"] for phase in reductions["phases"] for job in phase["jobs"]]
-    assert {(each["count"], each["of_row"]) for each in pieces} == {(2 * 48, 48)}  # of 2,048 elements and more
-    short = json.loads(_C.draft_schedule(long_reductions(2, 4000), CUDA, "cut_jobs"))["schedule"]
-    assert not any(job["pieces"] for phase in short["phases"] for job in phase["jobs"])
+    reductions = json.loads(_C.draft_schedule(long_reductions(2, 100000), CUDA, "choose_kernels"))["schedule"]
+    jobs = [job for phase in reductions["phases"] for job in phase["jobs"]]
+    assert {job["fields"]["splits"] for job in jobs} == {48}  # of 2,048 elements and more
+    assert {job["scratch"]["bytes"] for job in jobs} == {2 * 48 * 32}
+    short = json.loads(_C.draft_schedule(long_reductions(2, 4000), CUDA, "choose_kernels"))["schedule"]
+    assert not any(job["scratch"] for phase in short["phases"] for job in phase["jobs"])
 
 
-def test_cut_jobs_into_tiles_of_queries() -> None:
+def test_choose_kernels_into_tiles_of_queries() -> None:
     def cut(size: int, positions: int = 100, arch: int = 90) -> dict:
         b = Builder()
         shapes = {"q": [1, positions, 6, size], "k": [1, 2, 300, size], "v": [1, 2, 300, size]}
         operands = [(name, b.buffer("input", name, "bfloat16", shape)) for name, shape in shapes.items()]
         y = b.buffer("output", "y", "bfloat16", shapes["q"])
         b.node("prefill_attention", operands, y, {"scale": 0.1, "style": "sdpa"}, "attention")
-        [[job]] = Draft(b.graph, "cut_jobs", _C.Target("cuda", arch, 132, 232448)).phases
+        [[job]] = Draft(b.graph, "choose_kernels", _C.Target("cuda", arch, 132, 232448)).phases
         return job
 
     # Of two groups 300 rows each, or more; keys and values of a tile are 32 KiB.
-    assert (cut(64)["queries"], cut(64)["tiles"]) == ({"heads": 3, "rows": 128, "positions": 128}, 2 * 3)
-    assert (cut(128)["queries"], cut(128)["tiles"]) == ({"heads": 3, "rows": 64, "positions": 64}, 2 * 5)
-    assert [cut(128, n)["queries"]["rows"] for n in (64, 65, 192, 193, 704, 705, 1408, 1409)] == [
+    assert (cut(64)["fields"], cut(64)["tiles"]) == ({"heads": 3, "rows": 128, "positions": 128}, 2 * 3)
+    assert (cut(128)["fields"], cut(128)["tiles"]) == ({"heads": 3, "rows": 64, "positions": 64}, 2 * 5)
+    assert [cut(128, n)["fields"]["rows"] for n in (64, 65, 192, 193, 704, 705, 1408, 1409)] == [
         *(128, 64),  # one tile of keys, or two
         *(64, 32),  # three, or four
         *(32, 64),  # 132 tiles of queries, as many as workers, or 134
         *(64, 128),
     ]
-    assert "queries" not in cut(80) and "queries" not in cut(64, arch=80)
+    assert cut(80)["kernel"] is None and cut(64, arch=80)["kernel"] is None
 
 
-def test_cut_jobs_of_ragged_sequences() -> None:
+def test_choose_kernels_of_ragged_sequences() -> None:
     b = Builder()
     shapes = {"q": [300, 6, 128]} | {key: [300, 2, 128] for key in ("k_new", "v_new")}
     shapes |= {key: [500, 2, 128] for key in ("k_cache", "v_cache")}
@@ -376,30 +378,31 @@ def test_cut_jobs_of_ragged_sequences() -> None:
     rows += [(name, b.buffer("input", name, *of), True, False) for name, of in numbers.items()]
     y = b.buffer("output", "y", "bfloat16", shapes["q"])
     b.graph.add_node("varlen_attention", [*rows, ("y", y, False, True)], {"scale": 0.1, "window": 0}, None, "attention")
-    [[job]] = Draft(b.graph, "cut_jobs", _C.Target("cuda", 90, 132, 232448)).phases
+    [[job]] = Draft(b.graph, "choose_kernels", _C.Target("cuda", 90, 132, 232448)).phases
     # Of each of two groups 900 rows: seven tiles that are full, and one that is not at each of nine ends.
-    assert (job["queries"], job["tiles"]) == ({"heads": 3, "rows": 128, "positions": 64, "ends": 9}, 2 * (7 + 9))
+    assert (job["fields"], job["tiles"]) == ({"heads": 3, "rows": 128, "positions": 64}, 2 * (7 + 9))
 
 
 @pytest.mark.parametrize(
     ("batch", "splits"), [(8, (1, 1, 1, 1)), (16, (1, 1, 1, 2)), (32, (2, 4, 1, 4)), (64, (2, 2, 1, 4))]
 )
-def test_cut_jobs_lets_workers_share_tiles_where_x_is_most_of_what_they_read(batch: int, splits: tuple) -> None:
-    after = Draft(decoder(layers=1, hidden=4096, heads=32, groups=8, head_dim=128, ffn=12288, batch=batch), "cut_jobs")
-    shapes = by_label(after, "shape")
-    assert tuple(shapes[name].get("split", 1) for name in ("q", "o", "gate", "down")) == splits
-    pieces = by_label(after, "pieces")["down"]
-    assert (pieces["of_row"] if pieces else 1) == splits[-1]
+def test_choose_kernels_lets_workers_share_tiles_where_x_is_most_of_what_they_read(batch: int, splits: tuple) -> None:
+    after = Draft(
+        decoder(layers=1, hidden=4096, heads=32, groups=8, head_dim=128, ffn=12288, batch=batch), "choose_kernels"
+    )
+    fields = by_label(after, "fields")
+    assert tuple(fields[name]["split"] for name in ("q", "o", "gate", "down")) == splits
+    assert (by_label(after, "scratch")["down"] is not None) == (splits[-1] > 1)
 
 
-def test_cut_jobs_takes_high_boxes_of_many_rows() -> None:
+def test_choose_kernels_takes_high_boxes_of_many_rows() -> None:
     """Of 128,256 rows boxes of 8 are shared out the most evenly, but are eight times as many chunks as ones of 64."""
-    shapes = by_label(Draft(decoder(layers=1, hidden=2048, vocab=128256, batch=64), "cut_jobs"), "shape")
-    assert (shapes["head"]["tile_rows"], shapes["head"]["pass_tiles"]) == (32, 4)
+    after = Draft(decoder(layers=1, hidden=2048, vocab=128256, batch=64), "choose_kernels")
+    assert (by_label(after, "shape")["head"]["tile_rows"], by_label(after, "fields")["head"]["pass_tiles"]) == (32, 4)
 
 
-def test_place_pieces_keeps_sums_of_rows_until_they_are_read() -> None:
-    after = Draft(decoder(layers=2, batch=64, hidden=1024, ffn=256), "place_pieces")
+def test_place_scratch_keeps_sums_of_rows_until_they_are_read() -> None:
+    after = Draft(decoder(layers=2, batch=64, hidden=1024, ffn=256), "place_scratch")
     sums = [job["row_sums"] for jobs in after.phases for job in jobs if job.get("row_sums")]
     assert [each["count"] for each in sums] == [132] * 4
     post_norm, next_input_norm, next_post_norm, last = (each["offset"] for each in sums)
@@ -407,12 +410,12 @@ def test_place_pieces_keeps_sums_of_rows_until_they_are_read() -> None:
     assert (next_post_norm, last) == (post_norm, next_input_norm)
 
 
-def test_place_pieces() -> None:
-    before, after = before_and_after(decoder(layers=2), "place_pieces", _C.Target("cuda", 90, 132, 232448))
-    pieces = [job["pieces"] for jobs in after.phases for job in jobs if job["pieces"]]
+def test_place_scratch() -> None:
+    before, after = before_and_after(decoder(layers=2), "place_scratch", _C.Target("cuda", 90, 132, 232448))
+    scratch = [job["scratch"] for jobs in after.phases for job in jobs if job["scratch"]]
     begin = before.schedule["workspace_bytes"]
-    assert [each["offset"] for each in pieces] == [begin, begin]  # behind an event nobody polls the first any more
+    assert [each["offset"] for each in scratch] == [begin, begin]  # behind an event nobody polls the first any more
     assert after.schedule["workspace_bytes"] == begin + 132 * 2 * (8 * 64 + 32)
-    polled = Draft(decoder(layers=2), "place_pieces")  # without events in between each has its own
-    pieces = [job["pieces"] for jobs in polled.phases for job in jobs if job["pieces"]]
-    assert pieces[0]["offset"] != pieces[1]["offset"]
+    polled = Draft(decoder(layers=2), "place_scratch")  # without events in between each has its own
+    scratch = [job["scratch"] for jobs in polled.phases for job in jobs if job["scratch"]]
+    assert scratch[0]["offset"] != scratch[1]["offset"]

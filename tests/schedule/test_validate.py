@@ -196,7 +196,7 @@ BROKEN_CUTS: dict[str, tuple[str, str, Callable, str]] = {
     "an entry larger than a slot": (
         "shape", "tile_rows", lambda n: 8 * n, r"linear \(node .*: an entry of \d+ bytes exceeds a slot of 8192",
     ),
-    "a tile too few": ("", "num_tiles", lambda n: n - 1, r"\d+ tiles of \d rows do not cover its matrices, \d+ do"),
+    "a tile too few": ("cut", "num_tiles", lambda n: n - 1, r"\d+ tiles of \d rows do not cover its matrices, \d+ do"),
     "tiles of fewer rows": (
         "shape", "tile_rows", lambda n: max(n - 1, 1), r"\d+ tiles of 1 rows do not cover its matrices, \d+ do",
     ),
@@ -228,13 +228,16 @@ BROKEN_CUTS: dict[str, tuple[str, str, Callable, str]] = {
         "shape", "chunk_bytes", lambda n: 1040 if n == 1024 else n, "a box of 8 rows of 1040 bytes is none",
     ),
     "workers that share tiles and have unequal parts of them": (
-        "shape", "split", lambda n: 3 if n > 1 else n, "3 workers share tiles, but their parts are not equal",
+        "fields", "split", lambda n: 3 if n > 1 else n, "3 workers share tiles, but their parts are not equal",
     ),
-    "tiles that more workers share than meet": (
-        "pieces", "of_row", lambda n: 2 if n == 4 else n, "4 workers share tiles, but their sums have no place to meet",
+    "sums of workers that share tiles, and more than have a place": (
+        "scratch", "bytes", lambda n: n - 16, r"its workers leave \d+ bytes in the workspace, which has \d+ bytes for",
     ),
-    "sums that are larger than their place": (
-        "pieces", "result_bytes", lambda n: n - 16 if n > 16384 else n, r"a worker's sums of 64 rows do not fit \d+",
+    "fields of another kernel": ("cut", "kernel", lambda _: "linear.tiles", "its tiles have no rows of x"),
+    "a kernel of another task": ("cut", "kernel", lambda _: "reduce", "it has no kernel 'reduce'"),
+    "a kernel that nobody has": ("cut", "kernel", lambda _: "linear.none", "it has no kernel 'linear.none'"),
+    "boxes that more warps read than multiply": (
+        "shape", "readers", lambda n: 8 if n == 4 else n, "8 of 11 consumers read an entry",
     ),
     "a ticket too few": (
         "tickets", "drawn", lambda n: n - 1 if n else n, r"\d+ tickets of \d+ are not those of \d+ tiles",
@@ -248,18 +251,19 @@ BROKEN_CUTS: dict[str, tuple[str, str, Callable, str]] = {
     ),
     "drawn without tickets": ("", "assignment", lambda _: "claimed", "its tiles are drawn, but there are no tickets"),
     "less staged than there is": (
-        "", "staged_bytes", lambda n: n - 16 if n else n, r"it stages \d+ bytes in \d+",
+        "cut", "staged_bytes", lambda n: n - 16 if n else n, r"it stages \d+ bytes in \d+",
     ),
     "a row task in front of what is not staged": (
-        "", "is_staged", lambda _: False, "it reads buffer 'layers.0.input_norm' where it is, but that is polled",
+        "cut", "input", lambda _: "in place", "it reads buffer 'layers.0.input_norm' where it is, but that is polled",
     ),
 }  # fmt: skip
 
 
 def break_first(parts: Parts, part: str, name: str, change: Callable) -> bool:
     for job in parts.jobs("body"):
-        fields = job[part] if part else job
-        if fields is not None and change(fields[name]) != fields[name]:
+        cut = job["cut"]
+        fields = cut[part] if part in cut else cut if part == "cut" else job[part] if part else job
+        if fields is not None and name in fields and change(fields[name]) != fields[name]:
             fields[name] = change(fields[name])
             return True
     return False
@@ -279,10 +283,10 @@ def test_a_broken_cut_is_caught(part: str, name: str, change: Callable, message:
 def test_sums_that_would_be_overwritten_are_caught() -> None:
     graph = decoder(layers=1, hidden=64, ffn=4096 * 64)  # down's rows are 64 slots long
     parts = Parts.of(_C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, True, False)))
-    [job] = [job for job in parts.jobs("shape") if job["shape"]["row_bytes"] == 4096 * 64 * 2]
-    assert not job["shape"]["shares_entries"]
+    [job] = [job for job in parts.jobs("shape") if job["cut"]["shape"]["row_bytes"] == 4096 * 64 * 2]
+    assert not job["cut"]["shape"]["shares_entries"]
     _C.validate(parts.build())
-    job["shape"]["shares_entries"] = True
+    job["cut"]["shape"]["shares_entries"] = True
     with pytest.raises(RuntimeError, match="the sums of a tile of 64 entries, in runs of 1, may be overwritten"):
         _C.validate(parts.build())
 
@@ -294,7 +298,7 @@ def test_shares_of_a_tile_that_are_not_whole_columns_of_products_are_caught() ->
     parts = Parts.of(_C.make_schedule(b.graph, _C.Target("cuda", 90, 24, 232448)))
     _C.validate(parts.build())
     [job] = parts.jobs("shape")
-    job["shape"]["split"] = 6
+    job["cut"]["fields"]["split"] = 6
     with pytest.raises(RuntimeError, match="6 workers share tiles, but not the 32 rows of each, eight at a time"):
         _C.validate(parts.build())
 
@@ -304,15 +308,15 @@ def test_columns_of_rows_that_are_made_in_front_of_each_job_are_caught() -> None
     _C.validate(parts.build())
     for job in parts.jobs("shape"):
         if job["prologue"]:
-            job["shape"]["split"] = 4
-    with pytest.raises(RuntimeError, match="4 workers share tiles, but none of them finds its columns of .* polled"):
+            job["cut"]["input"] = "columns"
+    with pytest.raises(RuntimeError, match="its workers stage columns of .*, but do not find them polled"):
         _C.validate(parts.build())
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("window_bytes", 2048 + 128, "windows of 2176 bytes of x are not what warpgroups multiply"),
+        ("stage_columns", 1024 + 64, "stages of 1088 columns of x are not what warpgroups multiply"),
         ("turn_tiles", 3, "the sums of 3 tiles at a time are not a box of each warpgroup"),
     ],
 )
@@ -320,8 +324,8 @@ def test_what_warpgroups_cannot_do_is_caught(name: str, value: int, message: str
     graph = decoder(batch=64, hidden=1024, heads=4, groups=2, head_dim=32, ffn=640, length=40)
     parts = Parts.of(_C.make_schedule(graph, _C.Target("cuda", 90, 2, 232448)))
     _C.validate(parts.build())
-    job = next(job for job in parts.jobs("shape") if job["shape"]["turn_tiles"])
-    job["shape"][name] = value
+    fields = [job["cut"]["fields"] for job in parts.jobs("shape")]
+    next(each for each in fields if each["turn_tiles"] < each["pass_tiles"])[name] = value
     with pytest.raises(RuntimeError, match=message):
         _C.validate(parts.build())
 
@@ -334,7 +338,7 @@ def test_two_streams_that_draw_from_one_counter_are_caught() -> None:
     parts = Parts.of(_C.make_schedule(b.graph, _C.Target("cuda", 90, 132, 232448)))
     _C.validate(parts.build())
     [large, _] = parts.phases[0][0]
-    large |= {"assignment": "claimed", "tickets": {"size": 1, "own": 0, "drawn": large["num_tiles"]}}
+    large |= {"assignment": "claimed", "tickets": {"size": 1, "own": 0, "drawn": large["cut"]["num_tiles"]}}
     with pytest.raises(RuntimeError, match="phase 0 streams several jobs, so none of them can draw tiles"):
         _C.validate(parts.build())
 
@@ -350,7 +354,7 @@ BROKEN_WARPS = {
     ),
     "fewer registers than code needs": ("registers", 128, "threads of 128 registers, but code needs 168"),
     "more registers than there are": ("registers", 176, "384 threads may have 168"),
-    "fewer warps than rows to stage": ("consumers", 3, "a piece of 4 results, a key and a value need a warp each"),
+    "fewer warps than rows to stage": ("consumers", 3, "a split of 4 heads, a key and a value need a warp each"),
     "no consumers": ("consumers", 0, "0 consumers and 1 loaders, expected some and one"),
     "no loader": ("loaders", 0, "11 consumers and 0 loaders, expected some and one"),
     "a slot that is filled by nobody": ("full_arrivals", 32, "full after 32 arrivals, but loaders arrive 1 times"),
@@ -383,9 +387,9 @@ def test_more_staged_than_leaves_a_ring_is_caught() -> None:
     parts = Parts.of(CUT[0])
     room = 232448 - 4096 - 4 * 1024 - 2 * 8192
     job = parts.jobs("shape")[0]
-    job["staged_bytes"] = room
+    job["cut"]["staged_bytes"] = room
     _C.validate(parts.build())
-    job["staged_bytes"] = room + 16
+    job["cut"]["staged_bytes"] = room + 16
     with pytest.raises(RuntimeError, match=f"linear .*: it stages {room + 16} bytes, but .* room for {room}"):
         _C.validate(parts.build())
 
@@ -421,11 +425,10 @@ def ragged() -> _C.TBGraph:
 
 
 BROKEN_RAGGED: dict[str, tuple[str, str, Callable, str]] = {
-    "fewer ends": ("queries", "ends", lambda n: n - 1, "10 tiles of 128 rows do not cover .* 8 do"),
-    "no ends": ("queries", "ends", lambda n: 0, "2 heads side by side do not make all"),
-    "rows that no worker takes": ("", "num_tiles", lambda n: n - 1, "9 tiles of 128 rows do not cover .* 10 do"),
-    "no room for shared keys": ("", "staged_bytes", lambda n: n - 1, "warps hand each other 20480 bytes in 20479"),
-    "entries larger than slots": ("queries", "positions", lambda n: 176, "of 50688 bytes does not fit a slot of 49152"),
+    "heads of fewer groups": ("fields", "heads", lambda n: 4, "10 tiles of 128 rows do not cover .* 6 do"),
+    "rows that no worker takes": ("cut", "num_tiles", lambda n: n - 1, "9 tiles of 128 rows do not cover .* 10 do"),
+    "no room for shared keys": ("cut", "staged_bytes", lambda n: n - 1, "warps hand each other 20480 bytes in 20479"),
+    "entries larger than slots": ("fields", "positions", lambda n: 176, "of 50688 bytes does not fit a slot of 49152"),
 }
 
 
@@ -439,18 +442,18 @@ def test_broken_tiles_of_ragged_queries_are_caught(part: str, name: str, change:
 
 
 BROKEN_QUERIES: dict[str, tuple[str, str, Callable, str]] = {
-    "heads that do not make all": ("queries", "heads", lambda n: 3, "3 heads side by side do not make all"),
-    "heads of fewer groups": ("queries", "heads", lambda n: 4, "8 tiles of 128 rows do not cover .* 6 do"),
+    "heads that do not make all": ("fields", "heads", lambda n: 3, "3 heads side by side do not make all"),
+    "heads of fewer groups": ("fields", "heads", lambda n: 4, "8 tiles of 128 rows do not cover .* 6 do"),
     "rows for some warps": (
-        "queries",
+        "fields",
         "rows",
         lambda n: n - 16,
         "112 rows of queries are not 16 for each of some of 8",
     ),
-    "half a step of positions": ("queries", "positions", lambda n: n - 8, "120 positions is no box that tensor cores"),
-    "no positions": ("queries", "positions", lambda n: 0, "a tile of 0 positions"),
-    "entries larger than slots": ("queries", "positions", lambda n: 208, "of 53248 bytes does not fit a slot of 49152"),
-    "rows that no worker takes": ("", "num_tiles", lambda n: n - 1, "7 tiles of 128 rows do not cover .* 8 do"),
+    "half a step of positions": ("fields", "positions", lambda n: n - 8, "120 positions is no box that tensor cores"),
+    "no positions": ("fields", "positions", lambda n: 0, "a tile of 0 positions"),
+    "entries larger than slots": ("fields", "positions", lambda n: 208, "of 53248 bytes does not fit a slot of 49152"),
+    "rows that no worker takes": ("cut", "num_tiles", lambda n: n - 1, "7 tiles of 128 rows do not cover .* 8 do"),
 }
 
 
@@ -463,84 +466,95 @@ def test_broken_tiles_of_queries_are_caught(part: str, name: str, change: Callab
         _C.validate(parts.build())
 
 
-# ---- pieces
+# ---- splits, and what workers leave for each other
 
 
 POLLED = _C.Target("cuda", 90, 132, 232448, polled=True)
-BROKEN_PIECES: dict[str, tuple[_C.TBGraph, str, Callable, str]] = {
+LESS = r"its workers leave \d+ bytes in the workspace, which has \d+ bytes for them"
+BROKEN_SPLITS: dict[str, tuple[_C.TBGraph, str, str, Callable, str]] = {
     "fewer than lengths may give": (
-        decoder(layers=1), "count", lambda n: n - 1, "131 pieces are fewer than lengths at run time may give",
+        decoder(layers=1), "fields", "splits", lambda n: n - 1, LESS,
     ),
-    "none of a size": (decoder(layers=1), "results", lambda n: 0, "a size of its pieces is not positive"),
+    "none of a size": (decoder(layers=1), "fields", "heads", lambda n: 0, "a size of its splits is not positive"),
     "tiles of which a warp takes a part": (
-        decoder(layers=1), "positions", lambda n: 24, "tiles of 24 positions are none that a warp takes from a slot",
+        decoder(layers=1), "fields", "positions", lambda n: 24,
+        "tiles of 24 positions are none that a warp takes from a slot",
     ),
     "tiles that no slot holds": (
-        decoder(layers=1, head_dim=128), "positions", lambda n: 32, "tiles of 32 positions are none that a warp takes",
+        decoder(layers=1, head_dim=128), "fields", "positions", lambda n: 32,
+        "tiles of 32 positions are none that a warp takes",
     ),
-    "results that do not make the heads": (
-        decoder(layers=1), "results", lambda n: 3, "pieces of 3 results do not make 4",
-    ),
-    "an odd place": (decoder(layers=1), "offset", lambda n: n + 8, "not aligned to 16 bytes"),
-    "outside the workspace": (decoder(layers=1), "offset", lambda n: n + 256, "lie outside the workspace"),
-    "before the workspace": (decoder(layers=1), "offset", lambda n: -256, "lie outside the workspace"),
-    "a row without a last piece": (
-        long_reductions(2, 100000), "count", lambda n: n - 1, "95 pieces, 48 of a row, are not those of 2 rows",
-    ),
-    "rows in more pieces": (
-        long_reductions(2, 100000), "of_row", lambda n: n + 1, "96 pieces, 49 of a row, are not those of 2 rows",
-    ),
+    "an odd place": (decoder(layers=1), "scratch", "offset", lambda n: n + 8, "not aligned to 16 bytes"),
+    "outside the workspace": (decoder(layers=1), "scratch", "offset", lambda n: n + 256, "lie outside the workspace"),
+    "before the workspace": (decoder(layers=1), "scratch", "offset", lambda n: -256, "lie outside the workspace"),
+    "a row without a last part": (long_reductions(2, 100000), "scratch", "bytes", lambda n: n - 32, LESS),
+    "rows in more parts": (long_reductions(2, 100000), "fields", "splits", lambda n: n + 1, LESS),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("graph", "name", "change", "message"), BROKEN_PIECES.values(), ids=BROKEN_PIECES)
-def test_broken_pieces_are_caught(graph: _C.TBGraph, name: str, change: Callable, message: str) -> None:
+@pytest.mark.parametrize(("graph", "part", "name", "change", "message"), BROKEN_SPLITS.values(), ids=BROKEN_SPLITS)
+def test_broken_splits_are_caught(graph: _C.TBGraph, part: str, name: str, change: Callable, message: str) -> None:
     parts = Parts.of(_C.make_schedule(graph, AWAITED))
     _C.validate(parts.build())
-    assert break_first(parts, "pieces", name, change)
+    assert break_first(parts, part, name, change)
     with pytest.raises(RuntimeError, match="unsound schedule.*" + message):
         _C.validate(parts.build())
 
 
-def test_pieces_without_a_worker_each_are_caught() -> None:
-    parts = Parts.of(_C.make_schedule(long_reductions(2, 100000), AWAITED))
-    for name, value in (("of_row", 67), ("count", 134)):
-        parts.jobs("body")[0]["pieces"][name] = value
-    with pytest.raises(RuntimeError, match="134 pieces are more than 132 workers"):
+@pytest.mark.parametrize(
+    ("graph", "name", "value", "num_bytes", "message"),
+    [
+        (decoder(layers=1), "heads", 3, 132 * 3 * 544, "splits of 3 heads do not make 4"),
+        (decoder(layers=1), "splits", 131, 131 * 2 * 544, "131 splits are fewer than lengths at run time may give"),
+        (long_reductions(2, 100000), "splits", 67, 67 * 2 * 32, "134 parts of rows are more than 132 workers"),
+    ],
+)
+def test_splits_that_do_not_make_the_whole_are_caught(
+    graph: _C.TBGraph, name: str, value: int, num_bytes: int, message: str
+) -> None:
+    """With as many bytes in the workspace as they would leave."""
+    parts = Parts.of(_C.make_schedule(graph, AWAITED))
+    cut = next(job["cut"] for job in parts.jobs("scratch"))
+    cut["fields"][name], cut["scratch"]["bytes"] = value, num_bytes
+    parts.workspace_bytes += 1 << 20
+    with pytest.raises(RuntimeError, match=message):
         _C.validate(parts.build())
 
 
-def pieces_of(parts: Parts) -> list[dict]:
-    return [job["pieces"] for job in parts.jobs("body") if job["pieces"]]
+def scratch_of(parts: Parts) -> list[dict]:
+    return [job["cut"]["scratch"] for job in parts.jobs("scratch")]
 
 
-def test_pieces_over_a_live_buffer_are_caught() -> None:
+def test_scratch_over_a_live_buffer_is_caught() -> None:
     schedule = _C.make_schedule(decoder(layers=1, batch=2), AWAITED)
     parts = Parts.of(schedule)
-    pieces, names = pieces_of(parts)[0], [buffer.name for buffer in schedule.graph.buffers]
+    scratch, names = scratch_of(parts)[0], [buffer.name for buffer in schedule.graph.buffers]
     parts.workspace_bytes += 1 << 20
-    pieces["offset"] = parts.offsets[names.index("layers.0.q")]
-    with pytest.raises(RuntimeError, match="the pieces of attention .* and buffer 'layers.0.q' share workspace"):
+    scratch["offset"] = parts.offsets[names.index("layers.0.q")]
+    with pytest.raises(
+        RuntimeError, match="what workers leave of attention .* and buffer 'layers.0.q' share workspace"
+    ):
         _C.validate(parts.build())
 
 
-def test_pieces_of_a_phase_do_not_share_a_place() -> None:
+def test_jobs_of_a_phase_do_not_share_scratch() -> None:
     parts = Parts.of(_C.make_schedule(long_reductions(2, 100000), AWAITED))
-    first, second, *_ = pieces_of(parts)
+    first, second, *_ = scratch_of(parts)
     second["offset"] = first["offset"]
-    with pytest.raises(RuntimeError, match="the pieces of reduce .* and the pieces of reduce .* share workspace"):
+    message = "what workers leave of reduce .* and what workers leave of reduce .* share workspace"
+    with pytest.raises(RuntimeError, match=message):
         _C.validate(parts.build())
 
 
-def test_a_place_of_pieces_is_used_again_only_behind_an_event() -> None:
+def test_scratch_is_used_again_only_behind_an_event() -> None:
     parts = Parts.of(_C.make_schedule(decoder(layers=2), AWAITED))
-    first, second = pieces_of(parts)
+    first, second = scratch_of(parts)
     assert first["offset"] == second["offset"]
     _C.validate(parts.build())
     parts = Parts.of(_C.make_schedule(decoder(layers=2), POLLED))
-    first, second = pieces_of(parts)
+    first, second = scratch_of(parts)
     second["offset"] = first["offset"]
-    with pytest.raises(RuntimeError, match="the pieces of attention .* share workspace while both are needed"):
+    with pytest.raises(RuntimeError, match="what workers leave of attention .* share workspace while both are needed"):
         _C.validate(parts.build())
 
 
@@ -557,11 +571,11 @@ def with_split_norms() -> Parts:
 
 def test_sums_of_rows_without_a_place_for_each_are_caught() -> None:
     parts = with_split_norms()
-    parts.jobs("row_sums")[0]["row_sums"]["count"] -= 1
-    with pytest.raises(RuntimeError, match="the sums of rows of linear .* are 131, where workers leave 132"):
+    parts.jobs("row_sums")[0]["cut"]["row_sums"]["count"] -= 1
+    with pytest.raises(RuntimeError, match="workers leave 132 sums of a row, but 131 have a place"):
         _C.validate(parts.build())
     parts = with_split_norms()
-    first, second, *_ = (job["row_sums"] for job in parts.jobs("row_sums"))
+    first, second, *_ = (job["cut"]["row_sums"] for job in parts.jobs("row_sums"))
     second["offset"] = first["offset"]
     with pytest.raises(RuntimeError, match="the sums of rows of .* and the sums of rows of .* share workspace"):
         _C.validate(parts.build())
@@ -573,7 +587,7 @@ def test_sums_of_rows_without_a_place_for_each_are_caught() -> None:
 def test_a_norm_that_its_job_does_not_end_with_is_caught() -> None:
     parts = with_split_norms()
     job = parts.jobs("row_sums")[0]
-    job["row_sums"] = None
+    job["cut"]["row_sums"] = None
     with pytest.raises(RuntimeError, match="rms_norm .* and pointwise .*: no write happens before the read"):
         _C.validate(parts.build())
     parts = with_split_norms()
@@ -585,8 +599,8 @@ def test_a_norm_that_its_job_does_not_end_with_is_caught() -> None:
 
 def test_readers_that_take_rows_for_normed_are_caught() -> None:
     parts = with_split_norms()
-    gate = next(job for job in parts.jobs("shape") if job["shape"]["parts"] == 2)
-    gate["is_staged"] = True
+    gate = next(job for job in parts.jobs("shape") if job["cut"]["shape"]["parts"] == 2)
+    gate["cut"]["input"] = "whole"
     with pytest.raises(RuntimeError, match="is read by linear .*, which does not multiply its results by factors"):
         _C.validate(parts.build())
     parts = with_split_norms()
@@ -610,7 +624,7 @@ def with_rows_behind() -> Parts:
 def test_tiles_without_whole_rows_for_the_tasks_behind_are_caught() -> None:
     parts = with_rows_behind()
     [job] = parts.jobs("shape")
-    job["shape"]["tile_rows"], job["num_tiles"] = 64, 2 * job["num_tiles"]
+    job["cut"]["shape"]["tile_rows"], job["cut"]["num_tiles"] = 64, 2 * job["cut"]["num_tiles"]
     with pytest.raises(RuntimeError, match="its tiles of 64 rows, shared by 1, have no whole rows of 128"):
         _C.validate(parts.build())
 

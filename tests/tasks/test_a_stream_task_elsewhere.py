@@ -127,7 +127,7 @@ def test_it_runs_in_models_on_the_cpu() -> None:
         torch.testing.assert_close(got, step(*args)[0])
 
 
-def test_without_an_emitter_it_is_named_as_what_has_no_kernel(distances: Task) -> None:
+def test_without_a_kernel_it_is_named_as_what_has_no_kernel(distances: Task) -> None:
     schedule, _ = scheduled(step, arguments())
     with pytest.raises(UnsupportedError, match=distances.name):
         _C.generate_cuda(schedule)

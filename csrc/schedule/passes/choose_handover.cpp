@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "../access.h"
+#include "../kernel.h"
 #include "../passes.h"
-#include "../planner.h"
 #include "torch_mpk/abi/partition.h"
 
 namespace mpk {
@@ -46,8 +46,11 @@ Places places_of(const Draft& draft) {
 int64_t polled_elements(const Draft& draft, const Places& places, const Node& reader, const Tensor& made) {
   int64_t most = 0;
   for (const auto& [phase, job] : places[reader.id]) {
-    const Planner* planner = contains(job->epilogue, reader.id) ? nullptr : planner_of(draft.schedule, *job);
-    most = std::max(most, planner ? planner->polled_elements(draft.schedule, *job, made) : made.numel());
+    int64_t fewest = made.numel();
+    if (!contains(job->epilogue, reader.id))
+      for (const Kernel* kernel : kernels_of(draft.schedule, *job))
+        fewest = std::min(fewest, kernel->polled_elements(draft.schedule, *job, made));
+    most = std::max(most, fewest);
   }
   return most;
 }
@@ -103,10 +106,10 @@ std::vector<int> newest_awaited(const Draft& draft, const Places& places) {
 }  // namespace
 
 // A vector that stream tasks make and stage is polled. What a phase reads otherwise, it reads behind a completed
-// event. So does the last phase. Where warpgroups compute, rows are too many to be polled.
+// event. So does the last phase. Where rows are many, they are too many to be polled.
 void choose_handover(Draft& draft) {
   const Places places = places_of(draft);
-  for (int n = 0; n < draft.num_nodes() && draft.schedule.warps.warpgroups == 0; n++)
+  for (int n = 0; n < draft.num_nodes() && !draft.schedule.warps.hands_over_rows; n++)
     for (const Operand* made : outputs(draft.node(n)))
       draft.schedule.polled[made->tensor.buffer] = travels_polled(draft, places, n, *made);
   const std::vector<int> newest = newest_awaited(draft, places);

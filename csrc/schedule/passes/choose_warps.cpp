@@ -1,19 +1,31 @@
 #include <algorithm>
 
 #include "../../arch/arch.h"
+#include "../kernel.h"
 #include "../passes.h"
-#include "../planner.h"
 #include "torch_mpk/abi/sizes.h"
 
 namespace mpk {
+namespace {
+
+// What the launch has when it has this, too.
+void join(WarpLayout& warps, const Demands& demands) {
+  warps.consumers = std::max(warps.consumers, demands.consumers);
+  warps.registers = std::max(warps.registers, demands.registers);
+  warps.slot_bytes = std::max(warps.slot_bytes, demands.slot_bytes);
+  warps.moves_registers |= demands.moves_registers;
+  warps.all_read_entries |= demands.all_read_entries;
+  warps.loads_inputs |= demands.loads_inputs;
+  warps.hands_over_rows |= demands.hands_over_rows;
+}
+
+}  // namespace
 
 void choose_warps(Draft& draft) {
-  const std::vector<Node>& nodes = draft.graph().nodes();
-  const bool needed = std::any_of(nodes.begin(), nodes.end(), [](const Node& node) {
-    const Planner* planner = planners().find(*node.def);
-    return planner != nullptr && planner->needs_warpgroups(node);
-  });
-  if (needed && arch_of(draft.target().arch).has_warpgroup_products) draft.schedule.warps.warpgroups = kWarpgroups;
+  if (!arch_of(draft.target().arch).has_warpgroup_products) return;
+  for (const Node& node : draft.graph().nodes())
+    for (const Kernel* kernel : kernels_of(*node.def))
+      if (const std::optional<Demands> demands = kernel->demands(node)) join(draft.schedule.warps, *demands);
 }
 
 }  // namespace mpk

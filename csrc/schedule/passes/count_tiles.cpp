@@ -22,7 +22,7 @@ int64_t tiles_of(const Draft& draft, const Job& job) {
 
 void count_tiles(Draft& draft) {
   for (Phase& phase : draft.schedule.phases)
-    for (Job& job : phase.jobs) job.num_tiles = tiles_of(draft, job);
+    for (Job& job : phase.jobs) job.cut.num_tiles = tiles_of(draft, job);
 }
 
 }  // namespace mpk

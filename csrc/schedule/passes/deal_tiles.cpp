@@ -20,8 +20,8 @@ int64_t streamed_bytes(const Draft& draft, const Job& job) {
 
 // Runs of several entries are dealt out to the warps beforehand, and so are boxes.
 bool may_be_drawn(const Job& job) {
-  return job.num_tiles > 0 && job.shape && !job.shape->has_boxes() &&
-         (job.shape->run == 1 || !job.shape->shares_entries);
+  const std::optional<TileShape>& shape = job.cut.shape;
+  return job.cut.num_tiles > 0 && shape && !shape->is_boxed && (shape->run == 1 || !shape->shares_entries);
 }
 
 }  // namespace
@@ -36,8 +36,8 @@ void deal_tiles(Draft& draft) {
           streamed_bytes(draft, job) <= kMinClaimedSlots * kMinSlotBytes * workers)
         continue;
       job.assignment = Assignment::kClaimed;
-      job.tickets = make_tickets(static_cast<uint32_t>(job.num_tiles), static_cast<uint32_t>(job.shape->entries()),
-                                 static_cast<uint32_t>(workers));
+      job.tickets = make_tickets(static_cast<uint32_t>(job.cut.num_tiles),
+                                 static_cast<uint32_t>(job.cut.shape->entries()), static_cast<uint32_t>(workers));
     }
   }
 }

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "../access.h"
+#include "../kernel.h"
 #include "../passes.h"
-#include "../planner.h"
 
 namespace mpk {
 namespace {
@@ -42,7 +42,7 @@ bool meet_only_in_rows(const Draft& draft, int job, const std::vector<int>& node
 }  // namespace
 
 void end_with_rows(Draft& draft) {
-  if (draft.schedule.warps.warpgroups == 0) return;
+  if (!draft.schedule.warps.hands_over_rows) return;
   for (Job& rows : draft.jobs) {
     if (rows.body.size() != 1 || draft.node(rows.body.front()).def->role != Role::kRow) continue;
     const std::vector<int> nodes = members(rows);
@@ -55,8 +55,10 @@ void end_with_rows(Draft& draft) {
     std::sort(ended.epilogue.begin(), ended.epilogue.end());
     std::vector<int> all = draft.stored_nodes(j);
     all.insert(all.end(), nodes.begin(), nodes.end());
-    const Planner* planner = planner_of(draft.schedule, ended);
-    if (planner == nullptr || !planner->ends_with_rows(draft.schedule, ended) || !draft.contractible(all)) continue;
+    const bool ends = std::ranges::any_of(kernels_of(draft.schedule, ended), [&](const Kernel* kernel) {
+      return kernel->ends_with_rows(draft.schedule, ended);
+    });
+    if (!ends || !draft.contractible(all)) continue;
     rows = {};
     draft.jobs[j] = ended;
     for (int n : nodes) {

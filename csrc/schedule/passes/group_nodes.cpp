@@ -27,7 +27,7 @@ bool find_member(const Draft& draft, int n, Group& member) {
   if (draft.job_of[n] < 0) return true;
   const Job& job = draft.jobs[draft.job_of[n]];
   member.epilogue = job.epilogue;
-  return job.body.size() == 1 && draft.schedule.warps.warpgroups > 0;
+  return job.body.size() == 1 && draft.schedule.warps.hands_over_rows;
 }
 
 // Whether nothing of one needs, or overwrites, something of the other.

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "../../arch/arch.h"
+#include "../kernel.h"
 #include "../passes.h"
-#include "../planner.h"
 #include "torch_mpk/abi/table.h"
 
 namespace mpk {
@@ -16,8 +16,7 @@ int64_t choose_slot_bytes(const Schedule& schedule) {
     double total = 0;
     for (const Phase& phase : schedule.phases)
       for (const Job& job : phase.jobs)
-        if (const Planner* planner = planner_of(schedule, job))
-          total += planner->filled_bytes(schedule, job, slot_bytes);
+        for (const Kernel* kernel : kernels_of(schedule, job)) total += kernel->filled_bytes(schedule, job, slot_bytes);
     return total;
   };
   constexpr int64_t kSlotsForAll = 16;
@@ -34,13 +33,13 @@ int64_t choose_slot_bytes(const Schedule& schedule) {
 void lay_out_warps(Draft& draft) {
   WarpLayout& warps = draft.schedule.warps;
   warps.loaders = 1;
-  warps.consumers = warps.warpgroups > 0 ? kWarpgroupWarps * warps.warpgroups
-                                         : kRegisterFile / (32 * kFewestRegisters) - warps.loaders;  // as many as fit
-  warps.registers = warps.warpgroups > 0 ? kMultiplyingRegisters : registers_each(warps.threads());
+  if (warps.consumers == 0)
+    warps.consumers = kRegisterFile / (32 * kFewestRegisters) - warps.loaders;  // as many as fit
+  if (warps.registers == 0) warps.registers = registers_each(warps.threads());
   warps.max_slots = kMaxSlots;
   warps.full_arrivals = arch_of(draft.target().arch).has_bulk_copies ? 1 : 32;
-  warps.empty_arrivals = warps.warpgroups > 0 ? warps.consumers : 1;
-  warps.slot_bytes = warps.warpgroups > 0 ? kTileSlotBytes : choose_slot_bytes(draft.schedule);
+  warps.empty_arrivals = warps.all_read_entries ? warps.consumers : 1;
+  if (warps.slot_bytes == 0) warps.slot_bytes = choose_slot_bytes(draft.schedule);
 }
 
 }  // namespace mpk

@@ -1,15 +1,17 @@
 #include <algorithm>
 
 #include "../access.h"
+#include "../kernel.h"
 #include "../passes.h"
-#include "../planner.h"
 
 namespace mpk {
 namespace {
 
 bool can_split(const Draft& draft, int job) {
-  const Planner* planner = job < 0 ? nullptr : planner_of(draft.schedule, draft.jobs[job]);
-  return planner != nullptr && planner->splits_norms(draft.schedule, draft.jobs[job]);
+  if (job < 0) return false;
+  return std::ranges::any_of(kernels_of(draft.schedule, draft.jobs[job]), [&](const Kernel* kernel) {
+    return kernel->splits_norms(draft.schedule, draft.jobs[job]);
+  });
 }
 
 // The job that makes the norm's rows, each element as one of its own results; -1: none does.
@@ -57,7 +59,7 @@ void split_norms(Draft& draft) {
     all.push_back(n);
     if (!draft.contractible(all)) continue;
     draft.jobs[j].epilogue.push_back(n);
-    draft.jobs[j].row_sums = RowSums{};
+    draft.jobs[j].cut.row_sums = RowSums{};
     draft.job_of[n] = j;
   }
 }

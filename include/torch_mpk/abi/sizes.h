@@ -21,8 +21,8 @@ constexpr int registers_each(int threads) {
 inline constexpr int kWarpgroups = 2, kWarpgroupWarps = 4;
 inline constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;
 static_assert(32 * kWarpgroupWarps * (kWarpgroups * kMultiplyingRegisters + kLoadingRegisters) <= kRegisterFile);
-constexpr int threads_of(int consumer_warps, int loader_warps, int warpgroups) {
-  return 32 * (consumer_warps + (warpgroups > 0 ? kWarpgroupWarps : loader_warps));
+constexpr int threads_of(int consumer_warps, int loader_warps, bool moves_registers) {
+  return 32 * (consumer_warps + (moves_registers ? kWarpgroupWarps : loader_warps));
 }
 
 // Slots of the ring. A kernel's are as large as its weights' rows fill best, see choose_slot_bytes in csrc/schedule.

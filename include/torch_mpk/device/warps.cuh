@@ -12,7 +12,7 @@ namespace mpk {
 
 inline constexpr int kConsumerWarps = MPK_CONSUMER_WARPS;
 inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
-inline constexpr int kThreads = threads_of(kConsumerWarps, MPK_LOADER_WARPS, MPK_WARPGROUPS);
+inline constexpr int kThreads = threads_of(kConsumerWarps, MPK_LOADER_WARPS, MPK_WARPGROUPS > 0);
 static_assert(MPK_LOADER_WARPS == 1, "the ring is filled by one warp");
 
 }  // namespace mpk

@@ -14,6 +14,7 @@
 #include "torch_mpk/dtype.h"
 #include "torch_mpk/graph/program.h"
 #include "torch_mpk/graph/task_registry.h"
+#include "torch_mpk/kernel_api.h"
 
 namespace mpk {
 
@@ -27,7 +28,7 @@ struct Buffer {
 };
 
 // A strided view of a buffer; "global tensor" in the docs. Units are elements.
-struct Tensor {
+struct MPK_KERNEL_API Tensor {
   int buffer;
   DType dtype;
   std::vector<int64_t> shape;
@@ -47,7 +48,7 @@ struct Operand {
   bool is_write;
 };
 
-struct Node {
+struct MPK_KERNEL_API Node {
   int id;
   const TaskDef* def;
   std::vector<Operand> operands;

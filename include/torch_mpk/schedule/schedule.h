@@ -32,11 +32,14 @@ struct WarpLayout {
   int64_t slot_bytes = 0;  // of each
   // That make a slot full, and empty again.
   int full_arrivals = 0, empty_arrivals = 0;
-  // Warpgroups that the consumers are, where they multiply together and all of them read every entry; 0: each warp
-  // computes for itself.
-  int warpgroups = 0;
+  // What the kernels of the launch demand of all (see Demands in csrc/schedule/kernel.h):
+  bool moves_registers = false;  // the consumers are warpgroups, to which the loader's hands registers
+  bool all_read_entries =
+      false;                     // all consumers read every entry of the ring; otherwise each entry is of one job's few
+  bool loads_inputs = false;     // the loader brings the common inputs of jobs in boxes, where consumers staged them
+  bool hands_over_rows = false;  // rows are many: jobs hand them over behind events, take row tasks, and poll nothing
 
-  int threads() const { return threads_of(consumers, loaders, warpgroups); }
+  int threads() const { return threads_of(consumers, loaders, moves_registers); }
 };
 
 enum class Assignment : uint8_t { kStatic, kClaimed };
@@ -50,57 +53,35 @@ struct TileShape {
   int64_t row_bytes = 0, chunk_bytes = 0;  // of one matrix; the last chunk of a row may be shorter
   int64_t run = 1;                         // entries of a tile that one warp takes one after the other
   int64_t in_flight = 1;                   // entries that the loader has under way
+  int64_t readers = 1;                     // warps that read an entry, each of which releases its slot
   // The runs of a tile are dealt out to the warps, and their sums meet in shared memory; otherwise a warp has whole
   // tiles.
   bool shares_entries = false;
-  // Nonzero: entries are boxes, which the copy engine brings by a map of their matrix, and a worker takes so many tiles
-  // at a time: chunk after chunk, of each the boxes of all of them.
-  int64_t pass_tiles = 0;
-  // Nonzero: of so many rows of x a tile has the products with its rows of weights, and an entry also their chunk, all
-  // in boxes of 64 columns. Tiles of all rows of x follow each other, then those with the next rows of weights.
+  bool is_boxed = false;  // entries are boxes, which the copy engine brings by a map of their matrix
+  // Nonzero: a tile multiplies its rows of weights with so many rows of x, and an entry holds their chunk, too, all in
+  // boxes of 64 columns. Tiles of all rows of x follow each other, then those with the next rows of weights.
   int64_t x_rows = 0;
-  // Of boxes: workers that share the same tiles. Each has an equal part of the chunks, and so needs that part of x
-  // alone; their sums meet in the workspace (Job::pieces).
-  int64_t split = 1;
-  // Nonzero: warpgroups multiply the boxes of a pass with windows of x that have so many bytes of a row, as a box or as
-  // several.
-  int64_t window_bytes = 0;
-  // Nonzero: of a pass the sums of so many tiles at a time stand in shared memory, a box of each warpgroup.
-  int64_t turn_tiles = 0;
 
-  bool has_boxes() const { return pass_tiles > 0 || x_rows > 0; }
   int64_t rows_in_entry() const { return chunk_parts * tile_rows + x_rows; }
   int64_t chunks() const { return (row_bytes + chunk_bytes - 1) / chunk_bytes; }  // of a row
   int64_t entries() const { return parts / chunk_parts * chunks(); }              // of a tile
   int64_t entry_bytes() const { return rows_in_entry() * chunk_bytes; }
 };
 
-// Pieces that the work on a few rows is cut into, so that all workers have some. Their results meet in the workspace,
-// where the worker of a row's last piece polls those of the others.
-struct Pieces {
-  int64_t count = 0;         // of all rows, at most
-  int64_t of_row = 0;        // of each; 0: as lengths at run time give, see kv_row_length
-  int64_t results = 1;       // rows of results that a piece works on together,
-  int64_t few_results = 1;   // and where more pieces give more workers some
-  int64_t result_bytes = 0;  // of each before they are put together
-  int64_t offset = -1;       // of all of them, in the workspace
-  int64_t tiles = 0;         // of each at most; 0: as lengths at run time give
-  int64_t few_of_row = 1;    // of each as far as it is long enough, see kv_own_count
-  bool overlap = false;      // of a worker's pieces some warps stage the next while the others compute
-  int64_t positions = 0;     // of keys, that a tile has; 0: pieces are of something else
-
-  int64_t bytes() const { return count * results * result_bytes; }
+// How the operand that the nodes of a body have in common comes to shared memory.
+enum class Input : uint8_t {
+  kInPlace,    // it does not: consumers read it where it is
+  kWhole,      // every worker stages all of it before it computes
+  kColumns,    // of the workers that share tiles, each stages the columns that it multiplies
+  kStages,     // consumers copy a few columns at a time, while others compute
+  kBoxStages,  // the same, as boxes that the copy engine brings
+  kEntries,    // the loader brings it, in the ring
 };
 
-// How attention of many positions is cut. Of `heads` heads that share keys the rows of queries stand side by side, for
-// all positions of a sequence; a worker takes so many rows at a time, and an entry of the ring holds all that is loaded
-// of so many positions of keys. Where the rows are not enough for all warps, warps share the keys. With `ends`,
-// sequences have lengths that are known at run time alone, and keys come row by row: so many tiles may not be full.
-struct QueryTiles {
-  int64_t heads = 1, rows = 0, positions = 0, ends = 0;
-
-  // Of so many tokens of ragged sequences, for heads that share keys.
-  int64_t ragged_tiles(int64_t tokens) const { return tokens * heads / rows + (ends < tokens ? ends : tokens); }
+// What the workers of a job leave in the workspace for each other.
+struct Scratch {
+  int64_t bytes = 0;
+  int64_t offset = -1;
 };
 
 // What a job leaves where it ends with a norm: of each of its rows so many sums of squares, each of some elements that
@@ -110,24 +91,48 @@ struct RowSums {
   int64_t offset = -1;  // of all of them, in the workspace
 };
 
+// A number that the job's kernel alone knows, see csrc/kernels/fields.h.
+struct Field {
+  std::string name;
+  int64_t value = 0;
+};
+
+// How a kernel does a job on a GPU. The validator proves for every kernel what stands here by name, and leaves `fields`
+// to the kernel.
+struct Cut {
+  std::string kernel;  // empty: no kernel takes the job, and code generation says why
+  double cost_ns = 0;  // what the job takes, as the kernel expects
+  int64_t num_tiles = 1;
+  std::optional<TileShape> shape;  // of tiles of matrices that come through the ring without code of the job
+  Input input = Input::kInPlace;
+  int64_t staged_bytes = 0;  // of shared memory, at most: what it stages there and what else its code keeps there
+  std::optional<Scratch> scratch;
+  std::optional<RowSums> row_sums;  // of the norm that it ends with
+  std::vector<Field> fields;
+
+  bool is_staged() const { return input == Input::kWhole || input == Input::kColumns; }
+};
+
+// Another kernel that a job might have had.
+struct Alternative {
+  std::string kernel;
+  double cost_ns = 0;   // if it takes the job
+  std::string refusal;  // why it does not; empty: it does
+};
+
 // Nodes that one worker executes back to back on its share of the tiles.
 struct Job {
   std::vector<int> prologue;  // row tasks recomputed by every worker; their results stay in shared memory
   std::vector<int> body;      // one node, or several of one task and one input (their rows form one space)
   // Pointwise tasks on the body's output elements, inlined: each on those of one node, unless one combines several. Of
   // many rows there may be row tasks in front of them, of rows that tiles hold whole. And the last may be a norm of
-  // rows that the job makes (`row_sums`): what it stores lacks the factor of the row, by which its readers multiply
-  // their results instead.
+  // rows that the job makes (`Cut::row_sums`): what it stores lacks the factor of the row, by which its readers
+  // multiply their results instead.
   std::vector<int> epilogue;
-  int64_t num_tiles = 1;
+  Cut cut;
+  std::vector<Alternative> others;  // kernels that the cut's was chosen from, the next best first
   Assignment assignment = Assignment::kStatic;
-  Tickets tickets{};               // of claimed tiles
-  std::optional<TileShape> shape;  // of tiles of matrices that come through the ring without code of the job
-  bool is_staged = false;          // its whole input is brought to shared memory, not read where it is
-  int64_t staged_bytes = 0;        // of shared memory, at most: that and what else its code keeps there
-  std::optional<Pieces> pieces;
-  std::optional<RowSums> row_sums;  // of the norm that it ends with
-  std::optional<QueryTiles> queries;
+  Tickets tickets{};              // of claimed tiles
   std::vector<int> loader_waits;  // phases whose event the loader awaits before it loads for this job; usually none
   std::vector<int> unstored;      // buffers that exist only inside this job: never written to memory
 };
@@ -144,7 +149,7 @@ struct Schedule {
   Target target;
   std::vector<Phase> phases;                      // event i belongs to phase i and expects `num_workers` signals
   std::vector<int64_t> workspace_offsets;         // per buffer, bytes; -1 for inputs, outputs and unstored buffers
-  int64_t workspace_bytes = 0, polled_bytes = 0;  // the first with what pieces leave there
+  int64_t workspace_bytes = 0, polled_bytes = 0;  // the first with what jobs leave there
   // Per buffer: readers poll its elements themselves, so that no worker waits for the slowest one's fence. Polled
   // buffers share no bytes: they stand in a workspace of their own, of polled_bytes, in which a launch finds every
   // element absent and writes it once.

@@ -1,0 +1,83 @@
+// attention: a cache that the loader streams.
+#include "../../codegen/checks.h"
+#include "../../codegen/pattern.h"
+#include "../../codegen/text.h"
+#include "split_kv_writer.h"
+
+namespace mpk {
+namespace {
+
+using namespace codegen;
+
+class CacheWriter : public AttentionWriter {
+ public:
+  explicit CacheWriter(const JobPlace& place)
+      : AttentionWriter(place, "k_cache", "v_cache", "Attention"),
+        slot_(node_.find("slot")),
+        mask_(node_.find("mask")),
+        limit_(node_.find("limit")) {}
+
+ private:
+  int64_t groups() const override { return keys_.tensor.shape[1]; }
+  int64_t length() const override { return keys_.tensor.shape[2]; }
+  bool zero_without_keys() const override { return node_.string_attr("style") == "sdpa"; }
+  std::vector<const Operand*> lengths() const override { return {slot_, limit_}; }
+
+  void check() const override {
+    require((k_new_ == nullptr) == (v_new_ == nullptr) && (k_new_ == nullptr) == (slot_ == nullptr), node_,
+            "k_new, v_new and slot go together");
+    const std::string style = node_.string_attr("style");
+    require(style == "sdpa" || style == "eager", node_, "the style must be sdpa or eager, got " + style);
+    for (const Operand* number : {slot_, limit_})
+      if (number) require_dtype(node_, *number, DType::kI64);
+    if (mask_)
+      require(mask_->tensor.dtype == DType::kBool || is_row_dtype(mask_->tensor.dtype), node_,
+              "the mask must be bool, float32, float16 or bfloat16");
+  }
+
+  std::string limit() override {
+    if (!limit_) return "kLength";
+    return refs_.pointer(node_, limit_->tensor) + "[int64_t(b) * " + str(limit_->tensor.strides[0]) + "]";
+  }
+
+  void write_positions() override {
+    code_.body += pitches(2) + returning("int64_t", "slot(const Job& job)",
+                                         slot_ ? "*" + refs_.pointer(node_, slot_->tensor) : "-1");
+    for (const Operand* cache : {&keys_, &values_})
+      code_.body += returning("T*", cache->name + "(const Job& job, uint32_t b, uint32_t g)",
+                              refs_.pointer(node_, cache->tensor, true) + element_at(cache->tensor, {"b", "g"}));
+    write_mask();
+  }
+
+  void write_mask() {
+    if (!mask_) return;
+    const Tensor& m = mask_->tensor;
+    const std::string pointer = refs_.pointer(node_, m);
+    const std::string at = pointer + "[" + element_at(m, {"b", "h", "position"}).substr(3) + "]";
+    code_.body += returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t position)",
+                            m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
+  }
+
+  const Operand *slot_, *mask_, *limit_;  // null where absent
+};
+
+class Attention : public SplitKvKernel {
+ public:
+  Attention() : SplitKvKernel("attention.split_kv") {}
+
+ private:
+  AttentionSizes sizes_of(const Node& node) const override {
+    const Tensor &q = node.operand("q").tensor, &cache = node.operand("k_cache").tensor;
+    return {q.shape[0], q.shape[1], cache.shape[1], q.shape[2], q.dtype, cache.shape[2], 0};
+  }
+  bool has_several(const AttentionSizes& sizes, int64_t workers) const override {
+    return sizes.batch * sizes.units() > workers;
+  }
+  JobCode emit(const JobPlace& place) const override { return CacheWriter(place).run(); }
+};
+
+const Attention kKernel{};
+[[maybe_unused]] const bool kRegistered = add_kernel("attention", kKernel);
+
+}  // namespace
+}  // namespace mpk

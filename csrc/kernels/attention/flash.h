@@ -1,0 +1,74 @@
+// FlashAttention: attention of many positions, cut into tiles of queries, each of which goes over tiles of keys.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "../../schedule/kernel.h"
+#include "../fields.h"
+
+namespace mpk {
+
+inline constexpr int64_t kLargestHead = 128;  // a warp keeps queries and results in registers
+
+// The rows of queries of `heads` heads that share keys stand side by side, for all positions of a sequence. A worker
+// takes so many rows at a time, and an entry of the ring holds all that is loaded of so many positions of keys. Where
+// the rows are not enough for all warps, warps share the keys.
+struct FlashFields {
+  int64_t heads = 1, rows = 0, positions = 0;
+
+  static constexpr std::array<FieldOf<FlashFields>, 3> kAll = {{
+      {"heads", "kHeads", &FlashFields::heads},
+      {"rows", "kRows", &FlashFields::rows},
+      {"positions", "kKeys", &FlashFields::positions},
+  }};
+};
+
+// Whether each of the groups, of which there are some, has equally many heads.
+inline bool are_equal_groups(int64_t heads, int64_t groups) {
+  return groups > 0 && heads >= groups && heads % groups == 0;
+}
+
+// Of so many heads that share keys, which are of `head_bytes` each, as are values.
+inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, int64_t head_bytes) {
+  // A tile of keys and values: larger ones of causal prompts are seen in part.
+  constexpr int64_t kEntryBytes = 32 << 10;
+  FlashFields own;
+  own.heads = heads;
+  own.rows = kWarpRows * warps.consumers;
+  own.positions = std::min(kEntryBytes, warps.slot_bytes) / (2 * head_bytes);
+  return own;
+}
+
+// Of shared memory, where warps share the keys of their rows.
+inline int64_t united_bytes(const WarpLayout& warps) { return warps.consumers * kUnitedBytes; }
+
+// Every warp has as many rows as the tensor cores take at once, every row is in one tile, equally many warps have the
+// same ones, and all warps read an entry. `all_heads`: of the result. `tiles`: of all queries. `staged`: bytes that
+// warps hand each other. `entry`: bytes of a tile of keys and values.
+inline void prove_flash(const CutProof& proof, const FlashFields& own, int64_t all_heads, int64_t tiles, int64_t staged,
+                        int64_t entry) {
+  constexpr int64_t kMostBoxRows = 256;
+  const auto str = [](int64_t v) { return std::to_string(v); };
+  const Cut& cut = proof.cut();
+  const WarpLayout& warps = proof.schedule().warps;
+  proof.require(own.heads > 0 && all_heads % own.heads == 0,
+                str(own.heads) + " heads side by side do not make all of them");
+  proof.require(own.rows > 0 && kWarpRows * warps.consumers % own.rows == 0 && own.rows % kWarpRows == 0,
+                str(own.rows) + " rows of queries are not " + str(kWarpRows) + " for each of some of " +
+                    str(warps.consumers) + " warps, and for equally many others");
+  proof.require(cut.staged_bytes >= staged,
+                "its warps hand each other " + str(staged) + " bytes in " + str(cut.staged_bytes));
+  proof.require(own.positions > 0 && own.positions % kWarpRows == 0 && own.positions <= kMostBoxRows,
+                "a tile of " + str(own.positions) + " positions is no box that tensor cores take 16 at a time");
+  proof.require(cut.num_tiles == tiles, str(cut.num_tiles) + " tiles of " + str(own.rows) +
+                                            " rows do not cover the queries, " + str(tiles) + " do");
+  proof.require(warps.empty_arrivals == warps.consumers, "all of " + str(warps.consumers) +
+                                                             " consumers read an entry, but its slot is empty after " +
+                                                             str(warps.empty_arrivals) + " arrivals");
+  proof.require(entry <= warps.slot_bytes && warps.slot_bytes % kBoxAlignment == 0,
+                "an entry of " + str(entry) + " bytes does not fit a slot of " + str(warps.slot_bytes));
+  proof.require_plain_end();
+}
+
+}  // namespace mpk

@@ -1,0 +1,210 @@
+// prefill_attention: keys and values that the loader brings in boxes, and rows of queries that are read where they are.
+#include "../../codegen/checks.h"
+#include "../../codegen/job_code.h"
+#include "../../codegen/pattern.h"
+#include "../../codegen/text.h"
+#include "../../schedule/staging.h"
+#include "flash.h"
+#include "key_rows.h"
+
+namespace mpk {
+namespace {
+
+using namespace codegen;
+
+class PrefillAttentionWriter {
+ public:
+  explicit PrefillAttentionWriter(const JobPlace& place)
+      : context_(place.context),
+        job_(place.job),
+        own_(fields_of<FlashFields>(job_.cut)),
+        node_(place.node()),
+        q_(node_.operand("q")),
+        k_(node_.operand("k")),
+        v_(node_.operand("v")),
+        mask_(node_.find("mask")),
+        limit_(node_.find("limit")),
+        y_(node_.operands.back().tensor),
+        code_{"PrefillAttention", "prefill_attention::compute", "prefill_attention::load", "", "", {node_.def->header}},
+        refs_(context_, code_.refs) {}
+
+  JobCode run() {
+    check_operands();
+    write_sizes();
+    write_keys();
+    write_rows();
+    write_visible();
+    return std::move(code_);
+  }
+
+ private:
+  void check_operands() const {
+    const DType dtype = q_.tensor.dtype;
+    for (const Operand& operand : node_.operands) {
+      if (&operand == limit_)
+        require_dtype(node_, operand, DType::kI64);
+      else if (&operand != mask_)
+        require_dtype(node_, operand, dtype), require_inner_stride(node_, operand);
+    }
+    if (mask_)
+      require(mask_->tensor.dtype == DType::kBool || is_row_dtype(mask_->tensor.dtype), node_,
+              "the mask must be bool, float32, float16 or bfloat16");
+    const std::string style = node_.string_attr("style");
+    require(style == "sdpa" || style == "eager", node_, "the style must be sdpa or eager, got " + style);
+  }
+
+  void write_sizes() {
+    code_.body = "  using T = " + std::string(cuda_type(q_.tensor.dtype)) + ";\n" +
+                 constant("kBatch", q_.tensor.shape[0]) + constant("kPositions", q_.tensor.shape[1]) +
+                 constant("kGroups", groups()) + constants(own_) + constant("kSize", size()) +
+                 constant("kLength", k_.tensor.shape[2]) +
+                 "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
+                 flag("kZeroWithoutKeys", node_.string_attr("style") == "sdpa");
+    code_.num_small_workers = static_cast<uint32_t>(std::min<int64_t>(job_.cut.num_tiles, 1 << 20));
+    if (job_.cut.staged_bytes > 0) code_.staged_bytes = "prefill_attention::Shape<V>::kStagedBytes";
+  }
+
+  void write_keys() {
+    for (const Operand* operand : {&k_, &v_}) {
+      const KeyRows rows = *key_rows(operand->tensor);
+      context_.aligned_rows(rows.matrix, false);
+      const std::string number = str(refs_.add_map(node_, rows.matrix, own_.positions, size()));
+      code_.body +=
+          returning("mpk::prefill_attention::Keys", operand->name + "(const Job& job, uint32_t b, uint32_t g)",
+                    "{reinterpret_cast<const void*>(job.refs()[" + number + "]), int(b) * " + str(rows.rows_of_batch) +
+                        " + int(g) * " + str(rows.rows_of_group) + ", int(g) * " +
+                        str(rows.columns_of_group / kBoxColumns) + "}");
+    }
+  }
+
+  void write_rows() {
+    const auto row = [&](const Tensor& t, bool writable) {
+      return refs_.pointer(node_, t, writable) + element_at(t, {"b", "s", "h"});
+    };
+    const std::string at = "(const Job& job, uint32_t b, uint32_t s, uint32_t h)";
+    code_.body += flag("kAlignedQ", context_.aligned_rows(q_.tensor, true)) +
+                  returning("const T*", "q" + at, row(q_.tensor, false)) +
+                  flag("kAlignedY", context_.aligned_rows(y_, true)) + returning("T*", "y" + at, row(y_, true));
+  }
+
+  void write_visible() {
+    code_.body += flag("kHasLimit", limit_ != nullptr) + flag("kHasMask", mask_ != nullptr);
+    if (limit_)
+      code_.body +=
+          returning("int64_t", "limit(const Job& job, uint32_t b, uint32_t s)",
+                    "*(" + refs_.pointer(node_, limit_->tensor) + element_at(limit_->tensor, {"b", "s"}) + ")");
+    if (!mask_) return;
+    const Tensor& m = mask_->tensor;
+    const std::string pointer = refs_.pointer(node_, m);
+    const std::string at = "*(" + pointer + element_at(m, {"b", "h", "s", "position"}) + ")";
+    code_.body += returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t s, uint32_t position)",
+                            m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
+  }
+
+  int64_t heads() const { return q_.tensor.shape[2]; }
+  int64_t size() const { return q_.tensor.shape[3]; }
+  int64_t groups() const { return k_.tensor.shape[1]; }
+
+  KernelContext& context_;
+  const Job& job_;
+  const FlashFields own_;
+  const Node& node_;
+  const Operand &q_, &k_, &v_;
+  const Operand *mask_, *limit_;  // null where absent
+  const Tensor& y_;
+  JobCode code_;
+  Refs refs_;
+};
+
+class PrefillAttention : public Kernel {
+ public:
+  PrefillAttention() : Kernel("prefill_attention.flash") {}
+
+ private:
+  static constexpr int64_t kMostParts = 4;
+
+  std::optional<Demands> demands(const Node& node) const override {
+    if (refuses(node)) return std::nullopt;
+    return of_warpgroups();
+  }
+
+  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
+    if (const auto refusal = refuses(schedule.graph.nodes()[job.body.front()])) return refusal;
+    if (!schedule.warps.all_read_entries) return "it needs a GPU of compute capability 9.0";
+    return std::nullopt;
+  }
+
+  static std::optional<std::string> refuses(const Node& node) {
+    const Operand &k = node.operand("k"), &v = node.operand("v");
+    const Tensor& q = node.operand("q").tensor;
+    if (q.numel() == 0) return "there are no queries";
+    if (!are_equal_groups(q.shape[2], k.tensor.shape[1]))
+      return str(q.shape[2]) + " heads are no multiple of " + str(k.tensor.shape[1]) + " groups";
+    if (q.dtype != DType::kBF16 && q.dtype != DType::kF16)
+      return "q is " + std::string(info(q.dtype).name) + ", and tensor cores take bfloat16 and float16 alone";
+    if (q.shape[3] != kLargestHead && q.shape[3] != kLargestHead / 2)
+      return "the head size must be 64 or 128, got " + str(q.shape[3]);
+    for (const Operand* operand : {&k, &v})
+      if (!key_rows(operand->tensor))
+        return "operand " + operand->name +
+               " is no matrix of positions: its strides must be multiples of that from position to position, or that "
+               "from group to group a multiple of 64 within a position, and all of 16 bytes";
+    return std::nullopt;
+  }
+
+  static int64_t count(const Node& node, const FlashFields& own) {
+    const Tensor& q = node.operand("q").tensor;
+    return q.shape[0] * (q.shape[2] / own.heads) * ((q.shape[1] * own.heads + own.rows - 1) / own.rows);
+  }
+
+  static int64_t handed_bytes(const WarpLayout& warps, const FlashFields& own) {
+    return own.rows < kWarpRows * warps.consumers ? united_bytes(warps) : 0;
+  }
+
+  std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
+    const Node& node = schedule.graph.nodes()[job.body.front()];
+    const WarpLayout& warps = schedule.warps;
+    const Tensor &q = node.operand("q").tensor, &k = node.operand("k").tensor;
+    FlashFields own = flash_fields(warps, q.shape[2] / k.shape[1], k.shape[3] * size_bytes(k.dtype));
+    const auto halved = [&] {
+      FlashFields half = own;
+      half.rows /= 2;
+      return half;
+    };
+    // Smaller tiles, whose warps share the keys, as long as all workers have one at most, and every warp has keys.
+    const int64_t most_parts = std::min(kMostParts, (q.shape[1] + own.positions - 1) / own.positions);
+    while (kWarpRows * warps.consumers / own.rows * 2 <= most_parts &&
+           count(node, halved()) <= schedule.target.num_workers)
+      own = halved();
+    Cut cut = job.cut;
+    cut.staged_bytes = handed_bytes(warps, own);
+    cut.num_tiles = count(node, own);
+    cut.fields = list_fields(own);
+    cut.cost_ns = memory_ns(schedule, job);
+    return {cut};
+  }
+
+  void prove(const CutProof& proof) const override {
+    const auto own = fields_of<FlashFields>(proof.cut());
+    const Node& node = proof.first();
+    const WarpLayout& warps = proof.schedule().warps;
+    const Tensor& y = output(node).tensor;
+    int64_t entry = 0;
+    for (const Operand& operand : node.operands) {
+      if (!loader_reads(warps, node, operand) || operand.tensor.dtype != y.dtype) continue;
+      proof.require(key_rows(operand.tensor).has_value(),
+                    name_buffer(proof.schedule(), operand.tensor.buffer) + " cannot come in boxes of positions");
+      entry += own.positions * operand.tensor.shape.back() * size_bytes(y.dtype);
+    }
+    const bool is_cut = own.heads > 0 && own.rows > 0;
+    prove_flash(proof, own, y.shape[2], is_cut ? count(node, own) : 0, handed_bytes(warps, own), entry);
+  }
+
+  JobCode emit(const JobPlace& place) const override { return PrefillAttentionWriter(place).run(); }
+};
+
+const PrefillAttention kKernel{};
+[[maybe_unused]] const bool kRegistered = add_kernel("prefill_attention", kKernel);
+
+}  // namespace
+}  // namespace mpk

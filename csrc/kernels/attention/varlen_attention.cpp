@@ -1,0 +1,160 @@
+// varlen_attention: rows of keys and values that the loader finds by a list, and rows of queries that are read where
+// they are.
+#include <algorithm>
+
+#include "../../codegen/checks.h"
+#include "../../codegen/job_code.h"
+#include "../../codegen/pattern.h"
+#include "../../codegen/text.h"
+#include "flash.h"
+
+namespace mpk {
+namespace {
+
+using namespace codegen;
+
+// With sequences of lengths that are known at run time alone, keys come row by row, and so many tiles may not be full.
+int64_t num_ends(const Node& node) { return node.operand("cu_seq_lens_q").tensor.shape[0]; }
+
+// Of the tokens of ragged sequences, for heads that share keys.
+int64_t ragged_tiles(const Node& node, const FlashFields& own) {
+  const int64_t tokens = node.operand("q").tensor.shape[0];
+  return tokens * own.heads / own.rows + std::min(num_ends(node), tokens);
+}
+
+class VarlenAttentionWriter {
+ public:
+  explicit VarlenAttentionWriter(const JobPlace& place)
+      : context_(place.context),
+        job_(place.job),
+        own_(fields_of<FlashFields>(job_.cut)),
+        node_(place.node()),
+        q_(node_.operand("q").tensor),
+        y_(node_.operands.back().tensor),
+        code_{"VarlenAttention", "varlen_attention::compute", "varlen_attention::load", "", "", {node_.def->header}},
+        refs_(context_, code_.refs) {}
+
+  JobCode run() {
+    check();
+    write_sizes();
+    for (const char* name : {"q", "k_new", "v_new"}) write_rows(name, "uint32_t t", "t");
+    for (const char* name : {"k_cache", "v_cache"}) write_rows(name, "int64_t row", "row");
+    write_numbers("row", "int64_t", node_.operand("read_index"), DType::kI64);
+    write_numbers("end_q", "int32_t", node_.operand("cu_seq_lens_q"), DType::kI32);
+    write_numbers("end_k", "int32_t", node_.operand("cu_seq_lens_k"), DType::kI32);
+    return std::move(code_);
+  }
+
+ private:
+  void check() const {
+    require(cache().shape[0] > 0, node_, "the cache is empty");
+    for (const int64_t rows : {cache().shape[0], node_.operand("read_index").tensor.shape[0]})
+      require(rows < (int64_t(1) << 31), node_, str(rows) + " rows of a cache are not supported");
+    for (const Operand& operand : node_.operands)
+      if (is_float(operand.tensor.dtype)) require_dtype(node_, operand, q_.dtype), require_inner_stride(node_, operand);
+    for (const char* name : {"k_new", "v_new", "k_cache", "v_cache"})
+      require(context_.aligned_rows(node_.operand(name).tensor, false), node_,
+              "rows of " + std::string(name) + " do not begin at multiples of 16 bytes");
+  }
+
+  void write_sizes() {
+    code_.body =
+        "  using T = " + std::string(cuda_type(q_.dtype)) + ";\n" + constant("kTokens", q_.shape[0]) +
+        constant("kBlocks", ragged_tiles(node_, own_)) + constant("kGroups", groups()) + constants(own_) +
+        constant("kSize", size()) + constant("kEnds", num_ends(node_)) + constant("kWindow", node_.int_attr("window")) +
+        "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
+        flag("kZeroWithoutKeys", true) + flag("kHasMask", false) + flag("kAlignedQ", context_.aligned_rows(q_, true)) +
+        flag("kAlignedY", context_.aligned_rows(y_, true)) +
+        returning("T*", "y(const Job& job, uint32_t t, uint32_t h)",
+                  refs_.pointer(node_, y_, true) + element_at(y_, {"t", "h"}));
+    code_.body +=
+        returning("int32_t", "num_read(const Job& job)", refs_.number(node_.operand("read_index").tensor.shape[0]));
+    code_.body += returning("int32_t", "cache_rows(const Job& job)", refs_.number(cache().shape[0]));
+    code_.num_small_workers = static_cast<uint32_t>(std::min<int64_t>(job_.cut.num_tiles, 1 << 20));
+    code_.staged_bytes = "prefill_attention::Shape<V>::kStagedBytes";
+  }
+
+  // Of one token, or one row of the cache, a head's.
+  void write_rows(const std::string& name, const std::string& parameter, const std::string& index) {
+    const Tensor& t = node_.operand(name).tensor;
+    code_.body += returning("const T*", name + "(const Job& job, " + parameter + ", uint32_t h)",
+                            refs_.pointer(node_, t) + element_at(t, {index, "h"}));
+  }
+
+  void write_numbers(const std::string& name, const std::string& type, const Operand& operand, DType dtype) {
+    require_dtype(node_, operand, dtype);
+    code_.body += returning(type, name + "(const Job& job, uint32_t i)",
+                            "*(" + refs_.pointer(node_, operand.tensor) + element_at(operand.tensor, {"i"}) + ")");
+  }
+
+  const Tensor& cache() const { return node_.operand("k_cache").tensor; }
+  int64_t heads() const { return q_.shape[1]; }
+  int64_t size() const { return q_.shape[2]; }
+  int64_t groups() const { return cache().shape[1]; }
+
+  KernelContext& context_;
+  const Job& job_;
+  const FlashFields own_;
+  const Node& node_;
+  const Tensor &q_, &y_;
+  JobCode code_;
+  Refs refs_;
+};
+
+class VarlenAttention : public Kernel {
+ public:
+  VarlenAttention() : Kernel("varlen_attention.flash") {}
+
+ private:
+  std::optional<Demands> demands(const Node& node) const override {
+    if (refuses(node)) return std::nullopt;
+    return of_warpgroups();
+  }
+
+  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
+    if (const auto refusal = refuses(schedule.graph.nodes()[job.body.front()])) return refusal;
+    if (!schedule.warps.all_read_entries) return "it needs a GPU of compute capability 9.0";
+    return std::nullopt;
+  }
+
+  static std::optional<std::string> refuses(const Node& node) {
+    const Tensor &q = node.operand("q").tensor, &k = node.operand("k_cache").tensor;
+    if (q.numel() == 0) return "there are no queries";
+    if (!are_equal_groups(q.shape[1], k.shape[1]))
+      return str(q.shape[1]) + " heads are no multiple of " + str(k.shape[1]) + " groups";
+    if (q.dtype != DType::kBF16 && q.dtype != DType::kF16)
+      return "q is " + std::string(info(q.dtype).name) + ", and tensor cores take bfloat16 and float16 alone";
+    if (q.shape[2] != kLargestHead && q.shape[2] != kLargestHead / 2)
+      return "the head size must be 64 or 128, got " + str(q.shape[2]);
+    return std::nullopt;
+  }
+
+  std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
+    const Node& node = schedule.graph.nodes()[job.body.front()];
+    const Tensor &q = node.operand("q").tensor, &k = node.operand("k_cache").tensor;
+    const FlashFields own = flash_fields(schedule.warps, q.shape[1] / k.shape[1], k.shape[2] * size_bytes(k.dtype));
+    Cut cut = job.cut;
+    cut.num_tiles = k.shape[1] * ragged_tiles(node, own);
+    cut.staged_bytes = united_bytes(schedule.warps);
+    cut.fields = list_fields(own);
+    cut.cost_ns = memory_ns(schedule, job);
+    return {cut};
+  }
+
+  void prove(const CutProof& proof) const override {
+    const auto own = fields_of<FlashFields>(proof.cut());
+    const Tensor& y = output(proof.first()).tensor;
+    const int64_t entry = 2 * own.positions * (y.shape[2] * size_bytes(y.dtype) + kKeyRowPad);
+    const bool is_cut = own.heads > 0 && own.rows > 0;
+    const int64_t tiles = is_cut ? y.shape[1] / own.heads * ragged_tiles(proof.first(), own) : 0;
+    prove_flash(proof, own, y.shape[1], tiles, united_bytes(proof.schedule().warps), entry);
+  }
+
+  JobCode emit(const JobPlace& place) const override { return VarlenAttentionWriter(place).run(); }
+};
+
+const VarlenAttention kKernel{};
+[[maybe_unused]] const bool kRegistered = add_kernel("varlen_attention", kKernel);
+
+}  // namespace
+}  // namespace mpk

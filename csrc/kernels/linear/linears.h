@@ -1,0 +1,64 @@
+// What the kernels of linear ask of a job: linears whose results an epilogue combines are computed side by side, others
+// one after the other.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "../../arch/arch.h"
+#include "../../schedule/access.h"
+#include "../../schedule/staging.h"
+
+namespace mpk {
+
+struct Linears {
+  int64_t batch, size, element;  // rows of x, its columns, bytes of an element
+  int64_t parts;
+  std::vector<int64_t> rows;  // of the weights that follow each other
+  int64_t workers, warps, slot_bytes;
+  const Arch& arch;
+
+  Linears(const Schedule& schedule, const Job& job, int64_t slot_bytes)
+      : workers(schedule.target.num_workers),
+        warps(schedule.warps.consumers),
+        slot_bytes(slot_bytes),
+        arch(arch_of(schedule.target.arch)) {
+    const Tensor& x = input(schedule, job);
+    batch = x.shape[0], size = x.shape[1], element = size_bytes(x.dtype);
+    const bool paired = is_side_by_side(schedule.graph, job);
+    parts = paired ? static_cast<int64_t>(job.body.size()) : 1;
+    for (int n : job.body)
+      if (rows.empty() || !paired) rows.push_back(weight(schedule, n).shape[0]);
+  }
+  Linears(const Schedule& schedule, const Job& job) : Linears(schedule, job, schedule.warps.slot_bytes) {}
+
+  static const Tensor& input(const Schedule& schedule, const Job& job) {
+    return schedule.graph.nodes()[job.body.front()].operand("x").tensor;
+  }
+  static const Tensor& weight(const Schedule& schedule, int n) {
+    return schedule.graph.nodes()[n].operand("weight").tensor;
+  }
+
+  bool are_empty() const { return batch < 1 || size < 1; }
+  int64_t tiles(int64_t tile_rows) const {
+    int64_t count = 0;
+    for (int64_t n : rows) count += (n + tile_rows - 1) / tile_rows;
+    return count;
+  }
+};
+
+// Whether all weights pass.
+template <class Predicate>
+bool all_weights(const Schedule& schedule, const Job& job, const Predicate& predicate) {
+  return std::all_of(job.body.begin(), job.body.end(), [&](int n) { return predicate(Linears::weight(schedule, n)); });
+}
+
+inline bool has_boxed_weights(const Schedule& schedule, const Job& job) {
+  return all_weights(schedule, job, [&](const Tensor& weight) { return comes_in_boxes(schedule.graph, weight); });
+}
+
+// Why kernels of few rows do not take a launch in which all warps read every entry of the ring.
+inline constexpr const char* kNotTogether = "the launch's warps multiply together, as they do for more than 64 rows";
+
+}  // namespace mpk

@@ -1,0 +1,79 @@
+// What the code of linear's kernels has in common: operands and their checks, row tasks in front, what becomes of
+// results. The rows of several weights follow each other, or, where pointwise tasks combine what becomes of them, are
+// side by side. Behind each other, each may have pointwise tasks of its own.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../../codegen/chain.h"
+#include "../../codegen/job_code.h"
+#include "../../codegen/program.h"
+
+namespace mpk::codegen {
+
+class MPK_KERNEL_API LinearWriter {
+ public:
+  virtual ~LinearWriter() = default;
+  JobCode run();
+
+ protected:
+  LinearWriter(const JobPlace& place, JobCode code);
+
+  // References to a weight, and then what x comes by.
+  virtual void add_weight(const Node& node, const Tensor& weight) = 0;
+  virtual void add_input() {}
+  // How the loader and the warps share the matrices out.
+  virtual StreamRow stream_row() const;
+  virtual std::string shape_constants() const = 0;
+  // Where the variant finds what no other kernel has.
+  virtual std::string write_places() { return ""; }
+  virtual const char* type_of_x() const { return "const T*"; }
+  // Whether consumers read x where it is.
+  virtual bool reads_x() const;
+  virtual void write_behind() {}
+
+  // What it leaves of its rows where it ends with a norm, and what it finds of those of x that another job's norm made.
+  void write_row_sums();
+
+  KernelContext& context_;
+  const JobPlace& place_;
+  const Job& job_;
+  const Node& first_;
+  const Tensor& x_;
+  const int64_t batch_, size_, element_;
+  const std::vector<int> owners_;  // of the epilogues, in the body
+  const bool paired_;              // side by side
+  const TileShape shape_;          // of rows that do not come through the ring: one a tile
+  JobCode code_;
+  Refs refs_;
+
+ private:
+  void check_operands();
+  void check_staging() const;
+  void find_matrices();
+  void write_stream();
+  void write_sizes();
+  void write_early();
+  TileShape whole_rows() const;
+  void write_results();
+  bool has_common() const { return shape_.x_rows > 0; }
+  void write_result(int i);
+  void write_rows(int i, const std::vector<const Node*>& tasks);
+  void write_segments_with_rows();
+  void write_norm(const Node& norm);
+  void write_sums(const std::string& name, const std::string& count, const RowSums& sums);
+  void write_epilogues(int owner, std::string& finish, std::string& preload);
+
+  Chain chain_{};
+  bool early_ = false;
+  std::vector<int64_t> rows_;  // of each weight
+  int64_t tiles_ = 0;
+  std::vector<std::string> first_tile_, num_rows_;  // of each weight, expressions
+  std::string fields_, preload_, finish_, fetch_;   // of Extra, and the bodies of these functions
+  std::string common_fields_, common_;              // of Common
+  std::vector<LocalValue> locals_;
+  std::vector<int> segments_with_rows_;
+};
+
+}  // namespace mpk::codegen

@@ -1,0 +1,67 @@
+#include "kernel.h"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "../arch/arch.h"
+
+namespace mpk {
+namespace {
+
+using List = std::vector<const Kernel*>;
+
+// Filled in static initialisers, in any order.
+struct Kernels {
+  std::map<std::string, const Kernel*> by_name;
+  std::map<std::string, List> of_tasks;
+  std::map<Role, List> of_roles;
+};
+
+Kernels& kernels() {
+  static Kernels all;
+  return all;
+}
+
+bool add_to(List& list, const Kernel& kernel) {
+  if (!kernels().by_name.emplace(kernel.name(), &kernel).second)
+    throw std::logic_error("there are two kernels '" + kernel.name() + "'");
+  list.push_back(&kernel);
+  std::sort(list.begin(), list.end(), [](const Kernel* a, const Kernel* b) { return a->name() < b->name(); });
+  return true;
+}
+
+}  // namespace
+
+Demands of_warpgroups() {
+  Demands demands;
+  demands.consumers = kWarpgroups * kWarpgroupWarps;
+  demands.registers = kMultiplyingRegisters;
+  demands.slot_bytes = kTileSlotBytes;
+  demands.moves_registers = demands.all_read_entries = demands.loads_inputs = demands.hands_over_rows = true;
+  return demands;
+}
+
+bool add_kernel(const std::string& task, const Kernel& kernel) { return add_to(kernels().of_tasks[task], kernel); }
+bool add_kernel(Role role, const Kernel& kernel) { return add_to(kernels().of_roles[role], kernel); }
+
+const List& kernels_of(const TaskDef& def) {
+  const auto own = kernels().of_tasks.find(def.name);
+  return own == kernels().of_tasks.end() ? kernels().of_roles[def.role] : own->second;
+}
+
+const List& kernels_of(const Schedule& schedule, const Job& job) {
+  return kernels_of(*schedule.graph.nodes()[job.body.front()].def);
+}
+
+const Kernel* find_kernel(const std::string& name) {
+  const auto found = kernels().by_name.find(name);
+  return found == kernels().by_name.end() ? nullptr : found->second;
+}
+
+double memory_ns(const Schedule& schedule, const Job& job) {
+  const int64_t bytes = phase_bytes(schedule, Phase{{job}, {}});
+  return double(bytes) / arch_of(schedule.target.arch).costs.memory_bytes_per_ns / double(schedule.target.num_workers);
+}
+
+}  // namespace mpk

@@ -1,0 +1,107 @@
+// A kernel is one way to compute the jobs of a task on a GPU: which it accepts, how it cuts them, what that costs, how
+// the cut is proven, and how its code is written. A task, or a role, may have several; `choose_kernels` takes the
+// cheapest. Each is a file of csrc/kernels that registers itself.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/kernel_api.h"
+#include "torch_mpk/schedule/schedule.h"
+
+namespace mpk {
+
+namespace codegen {
+struct JobCode;
+struct JobPlace;
+struct SharedCode;
+struct Variant;
+}  // namespace codegen
+
+// Polls of more elements delay each other; beyond this an event is cheaper.
+inline constexpr int64_t kMaxPolledElements = 49152;
+
+// What a kernel needs of the launch's warps and of its ring, where it needs more than every launch has. The warps of a
+// launch are the same for all its jobs, so the pass `choose_warps` joins what its kernels demand.
+struct Demands {
+  int consumers = 0;       // warps; 0: as many as there are registers for
+  int registers = 0;       // of each of their threads; 0: what all threads have
+  int64_t slot_bytes = 0;  // of the ring; 0: what the rows of weights fill best
+  bool moves_registers = false, all_read_entries = false, loads_inputs = false, hands_over_rows = false;  // WarpLayout
+};
+
+class CutProof;
+
+class MPK_KERNEL_API Kernel {
+ public:
+  explicit Kernel(std::string name) : name_(std::move(name)) {}
+  virtual ~Kernel() = default;
+  Kernel(const Kernel&) = delete;
+
+  // As schedules name it: "linear.rows".
+  const std::string& name() const { return name_; }
+
+  // Why it does not take the job; nothing where it does.
+  virtual std::optional<std::string> refuses(const Schedule&, const Job&) const { return std::nullopt; }
+
+  // Ways to cut a job that it takes, each with its cost in nanoseconds; none where no way fits shared memory. The job
+  // comes with the number of tiles and the input that a job has that nothing is known of.
+  virtual std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const = 0;
+
+  // Throws by `proof.fail` where its own fields, or what it demands of the others, do not hold.
+  virtual void prove(const CutProof& proof) const = 0;
+
+  // Throws Unsupported naming the node when the job cannot be generated.
+  virtual codegen::JobCode emit(const codegen::JobPlace& place) const = 0;
+
+  // What variants of this kernel share in a launch, if anything.
+  virtual std::optional<codegen::SharedCode> share(const std::vector<codegen::Variant>& variants) const;
+
+  // Whether jobs may have other nodes beside the one that the body begins with.
+  virtual bool takes_companions() const { return false; }
+
+  // What the passes ask before jobs are cut. They take an answer of any kernel that the task has.
+
+  // What it demands of a launch for a node that no other kernel of the task takes; nothing: it takes any launch, or
+  // does not take the node.
+  virtual std::optional<Demands> demands(const Node&) const { return std::nullopt; }
+
+  // Bytes of the ring's slots, of which each has `slot_bytes`, that a launch fills for a job; 0: it has no say in that.
+  virtual double filled_bytes(const Schedule&, const Job&, int64_t /*slot_bytes*/) const { return 0; }
+
+  // Whether a job like this may end with a norm, and leave the factors of rows to those that read it (Job::epilogue),
+  // and may read such rows itself.
+  virtual bool splits_norms(const Schedule&, const Job&) const { return false; }
+
+  // Whether a job like this, whose epilogues have row tasks that could be a phase of their own, may have them.
+  virtual bool ends_with_rows(const Schedule&, const Job&) const { return false; }
+
+  // Of a vector that the job brings to shared memory: the elements that each worker would poll.
+  virtual int64_t polled_elements(const Schedule&, const Job&, const Tensor& made) const { return made.numel(); }
+
+ private:
+  const std::string name_;
+};
+
+// Where warpgroups multiply what the loader brings.
+Demands of_warpgroups();
+
+// Adds a kernel of a task, or of all tasks of a role that have none of their own. True, for a variable's initialiser.
+// Throws std::logic_error where there is one of that name.
+MPK_KERNEL_API bool add_kernel(const std::string& task, const Kernel& kernel);
+MPK_KERNEL_API bool add_kernel(Role role, const Kernel& kernel);
+
+// Those of a task, in the order of their names.
+const std::vector<const Kernel*>& kernels_of(const TaskDef& def);
+// Those of a job's body.
+const std::vector<const Kernel*>& kernels_of(const Schedule& schedule, const Job& job);
+
+// Null where there is none of that name.
+const Kernel* find_kernel(const std::string& name);
+
+// What a job takes that memory bounds: all that its nodes touch comes at what a worker gets of memory.
+MPK_KERNEL_API double memory_ns(const Schedule& schedule, const Job& job);
+
+}  // namespace mpk

@@ -1,0 +1,46 @@
+#include "../access.h"
+#include "../passes.h"
+#include "../staging.h"
+
+namespace mpk {
+namespace {
+
+struct Place {
+  int phase;  // the last that uses it
+  int64_t offset, bytes;
+};
+
+}  // namespace
+
+// What workers leave for each other is polled, with no event between writer and reader, so a place is used again only
+// by a phase that begins to write, behind its events, when all workers have signalled this one or a later: their polls
+// are over. Otherwise a phase has its own, behind all buffers. Launches follow each other. Sums of rows, which are read
+// behind an event, are needed as long as their norm.
+void place_scratch(Draft& draft) {
+  Schedule& schedule = draft.schedule;
+  const std::vector<Lifetime> lifetimes = buffer_lifetimes(schedule);
+  std::vector<Place> places;
+  const auto place = [&](int64_t size, int first, int last) {
+    const int64_t bytes = round_up(size, kWorkspaceAlignment);
+    const auto free = std::find_if(places.begin(), places.end(), [&](const Place& place) {
+      return place.phase < first && place.bytes >= bytes && happens_before(schedule, place.phase, first);
+    });
+    if (free != places.end()) {
+      free->phase = last;
+      return free->offset;
+    }
+    const int64_t offset = round_up(schedule.workspace_bytes, kWorkspaceAlignment);
+    schedule.workspace_bytes = offset + bytes;
+    places.push_back({last, offset, bytes});
+    return offset;
+  };
+  for (int p = 0; p < static_cast<int>(schedule.phases.size()); p++)
+    for (Job& job : schedule.phases[p].jobs) {
+      if (job.cut.scratch) job.cut.scratch->offset = place(job.cut.scratch->bytes, p, p);
+      if (!job.cut.row_sums) continue;
+      const int last = lifetimes[norm_result(schedule.graph, job).buffer].last;
+      job.cut.row_sums->offset = place(row_sums_bytes(schedule.graph, job), p, last);
+    }
+}
+
+}  // namespace mpk
