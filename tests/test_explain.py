@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_mpk import explain, task
+from tests.schedule.decoder_graph import decoder
+from torch_mpk import _C, explain, task
 from torch_mpk.__main__ import main
 from torch_mpk.errors import OptionError
+from torch_mpk.explain import Graph, Part, Report, kernels_of
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 
@@ -174,3 +176,16 @@ def test_torch_logs_shows_the_stages():
     assert done.returncode == 0, done.stderr
     assert re.search(r"a graph took .* s \(.*capture .* patterns .* partition .* lowering .* schedule ", done.stderr)
     assert "a graph of 1 operations is 1 megakernel(s); 0 operations fall back" in done.stderr
+
+
+def test_kernels_of_jobs_that_might_have_had_others() -> None:
+    """As on a GPU, without one: what ``explain`` says of a schedule's jobs."""
+    schedule = _C.make_schedule(decoder(layers=1), _C.Target("cuda", 90, 132, 232448, polled=True))
+    kernels = kernels_of([job for phase in schedule.phases for job in phase.jobs])
+    vector = kernels["linear.vector"]
+    assert vector.num_jobs == 5 and list(vector.next_best) == ["linear.direct"]
+    assert 0 < vector.us < vector.next_best["linear.direct"]
+    assert kernels["attention.split_kv"].next_best == {}
+    graph = Graph([Part("segment", True, 1, 0, 0, kernels=kernels)], [], None, {}, None)
+    text = str(Report([graph], torch.device("cuda"), None))
+    assert re.search(r"    5 jobs by linear\.vector, expected to take .* us; next best: linear\.direct .* us\n", text)

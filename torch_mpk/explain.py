@@ -18,7 +18,7 @@ from torch import fx
 from torch._guards import detect_fake_mode, tracing
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_mpk import registry, timing
+from torch_mpk import _C, registry, timing
 from torch_mpk.aliasing import tensors
 from torch_mpk.announcements import quiet
 from torch_mpk.backend import compile_call
@@ -44,6 +44,16 @@ _GATHERS = {embedding: 1, aten.embedding.default: 0, aten.index_select.default: 
 _LAYER = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")  # "model.layers.7.mlp" -> "model.layers.7"
 
 
+@dataclass
+class KernelUse:
+    """Jobs that one kernel computes on a GPU, and what they are expected to take. ``next_best`` has what others of
+    these jobs' kernels would take instead, by name, where a job has another."""
+
+    num_jobs: int = 0
+    us: float = 0.0
+    next_best: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Part:
     """A segment of a graph. ``num_bytes`` are those of inputs and constants, each counted once, caches in full."""
@@ -55,6 +65,7 @@ class Part:
     num_bytes: int
     tasks: Mapping[str, int] = field(default_factory=dict)  # how many of the operations are calls of each, by name
     phases: list[str] = field(default_factory=list)  # the module path that each phase of a megakernel makes a value of
+    kernels: Mapping[str, KernelUse] = field(default_factory=dict)  # by their names; none on the CPU
     num_awaited: int = 0  # events that its phases wait for
     workspace_bytes: int = 0
     result_bytes: int = 0  # allocated for each call
@@ -220,11 +231,26 @@ def _part(segment: Segment, compiled: CompiledGraph) -> Part:
     nodes, phases = schedule.graph.nodes, schedule.phases
     return dataclasses.replace(
         part,
+        kernels=kernels_of([job for phase in phases for job in phase.jobs]),
         phases=[nodes[phase.jobs[0].body[0]].label.split(", ")[-1] for phase in phases],
         num_awaited=sum(len(phase.waits) for phase in phases),
         workspace_bytes=schedule.workspace_bytes + 2 * schedule.polled_bytes,
         result_bytes=sum(fresh.dtype.itemsize * torch.Size(fresh.shape).numel() for fresh in plan.fresh),
     )
+
+
+def kernels_of(jobs: Sequence[_C.Job]) -> dict[str, KernelUse]:
+    kernels: dict[str, KernelUse] = {}
+    for job in jobs:
+        if not job.cut.kernel:
+            continue
+        use = kernels.setdefault(job.cut.kernel, KernelUse())
+        use.num_jobs += 1
+        use.us += job.cut.cost_ns / 1e3
+        for other in job.others[:1]:
+            if not other.refusal:
+                use.next_best[other.kernel] = use.next_best.get(other.kernel, 0.0) + other.cost_ns / 1e3
+    return kernels
 
 
 def _flops(gm: fx.GraphModule) -> int:
@@ -323,6 +349,7 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
             yield f"    tasks: {_tasks(part)}"
         if part.is_megakernel:
             yield f"    {_phases(part)}"
+            yield from (f"    {line}" for line in _kernels(part))
             memory = f"{_mib(part.workspace_bytes)} of workspace, {_mib(part.result_bytes)} of results a call"
             yield f"    memory: {memory}; weights are read in place"
     for node, source, why in graph.fallbacks:
@@ -337,6 +364,14 @@ def _tasks(part: Part) -> str:
     named = ", ".join(f"{count} {name}" for name, count in part.tasks.items())
     others = part.num_operations - sum(part.tasks.values())
     return named + (f", and {_count(others, 'other operation')}" if others else "")
+
+
+def _kernels(part: Part) -> Iterator[str]:
+    """A line for each kernel of jobs that might have had another one."""
+    for kernel, use in part.kernels.items():
+        if use.next_best:
+            instead = ", ".join(f"{name} {us:.3g} us" for name, us in use.next_best.items())
+            yield f"{_count(use.num_jobs, 'job')} by {kernel}, expected to take {use.us:.3g} us; next best: {instead}"
 
 
 def _phases(part: Part) -> str:

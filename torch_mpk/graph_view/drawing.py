@@ -109,7 +109,7 @@ def _rows(file: GraphFile) -> list[dict[str, Any]]:
                     {
                         "nodes": job.nodes,
                         "body": job.body,
-                        "note": f"{count(range(job.tiles), 'tile')}, {job.assignment}",
+                        "note": ", ".join(filter(None, (count(range(job.tiles), "tile"), job.assignment, job.kernel))),
                     }
                     for job in phase.jobs
                 ],

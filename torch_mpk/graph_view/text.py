@@ -98,6 +98,8 @@ def event(file: GraphFile, number: int) -> str:
     for job in file.phases[number].jobs:
         names = ", ".join(str(file.nodes[node]) for node in job.nodes)
         lines.append(f"  {count(range(job.tiles), 'tile')}, {job.assignment}: {names}")
+        if job.kernel:
+            lines.append(f"    by {job.kernel}")
     waiting = [f"phase {i}" for i, phase in enumerate(file.phases) if number in phase.waits]
     loading = [i for i, phase in enumerate(file.phases) if any(number in job.loader_waits for job in phase.jobs)]
     waiting += [f"the loader in phase {i}" for i in loading]
