@@ -1,5 +1,5 @@
 """Another kernel of ``linear``, compiled outside the core against its headers, is chosen, proven, emulated and right.
-No file of the core knows it or its fields. Each runs in a process of its own, since a kernel stays once it is loaded."""
+No file of the core knows it or its fields. Each has a process of its own, since a kernel stays once it is loaded."""
 
 from __future__ import annotations
 
