@@ -73,6 +73,11 @@ def _select(keep_first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) ->
     return lambda a, b: torch.where((a != a) | keep_first(a, b), a, b)
 
 
+def _truncdiv(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    special = (b == 0) | ((b < 0) & (b == -1))  # PyTorch raises, and dies of the smallest number by -1
+    return torch.where(special, a * b, torch.div(a, torch.where(special, 1, b), rounding_mode="trunc"))
+
+
 _AS_IN_TORCH = (
     *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "floor", "ceil", "round", "trunc", "fmod"),
@@ -100,6 +105,9 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
     **{name: getattr(torch, name) for name in _AS_IN_TORCH},
     "floordiv": lambda a, b: torch.where(b == 0, 0, torch.floor_divide(a, torch.where(b == 0, 1, b))),
     "remainder": lambda a, b: torch.where(b == 0, 0, torch.remainder(a, torch.where(b == 0, 1, b))),
+    "truncdiv": _truncdiv,
+    "shl": torch.bitwise_left_shift,
+    "shr": torch.bitwise_right_shift,
     "bit_and": torch.bitwise_and,
     "bit_or": torch.bitwise_or,
     "bit_xor": torch.bitwise_xor,

@@ -240,7 +240,8 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
                                 missing.front() + "', fn) first");
   fill_frame(inputs, outputs, scalars);
   if (!std::exchange(weights_moved_, true)) move_weights();
-  const Frame frame{buffers_.data(), scalars_.data()};
+  std::atomic<bool> divided_by_zero{false};
+  const Frame frame{buffers_.data(), scalars_.data(), &divided_by_zero};
   const int num_workers = inside_parallel_run() ? 1 : num_threads_;
   if (!phases_.empty()) phases_.front().offer_shares(0, 1);
   LaunchTimes times(recording_ ? num_threads_ * phases_.size() : 0);
@@ -253,6 +254,7 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
     for (const auto& body : bodies_) body->reset();
     throw;
   }
+  if (divided_by_zero) throw std::runtime_error("ZeroDivisionError");  // eager's error
   if (recording_) recorded_.push_back(std::move(times));
 }
 

@@ -11,13 +11,15 @@ from tests.cpu.net import ISAS, Net, name_of
 from torch_mpk import _C
 
 STRUCTURAL = {"const", "index", "size", "load", "store", "cast", "where", "bit_cast"}
-INTEGER = {"floordiv", "remainder", "bit_and", "bit_or", "bit_xor"}
+INTEGER = {"floordiv", "truncdiv", "remainder", "shl", "shr", "bit_and", "bit_or", "bit_xor"}
 COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan"}
 EVERYWHERE = {"add", "sub", "mul", "neg", "abs", "maximum", "minimum"}
 UNARY = {"neg", "abs", "logical_not", "isnan"}
 EAGER = {
     "sub": torch.sub, "bit_and": torch.bitwise_and, "bit_or": torch.bitwise_or, "bit_xor": torch.bitwise_xor,
-    "floordiv": torch.floor_divide, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+    "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "floordiv": torch.floor_divide,
+    "truncdiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda a: torch.nn.functional.gelu(a, approximate="tanh"), "softplus": torch.nn.functional.softplus,
     "div": torch.div, "atan2": torch.atan2, "fmod": torch.fmod, "pow": lambda a, b: torch.pow(a.abs(), b),
 }  # fmt: skip
@@ -69,8 +71,10 @@ def test_operations(op: str, isa: str) -> None:
             continue
         a, b = sample(dtype, 13, 41), sample(dtype, 41)
         b = b[torch.randperm(41)]
-        if op in ("floordiv", "remainder"):
+        if op in ("floordiv", "remainder", "truncdiv"):
             b = b.where(b != 0, 3)
+        if op == "truncdiv" and dtype != torch.uint8:
+            b = b.where(b != -1, 3)  # eager dies of the smallest integer by -1
         if op == "maximum" and dtype.is_floating_point:
             b[5] = torch.nan
         args = [a, b][:arity]
@@ -90,9 +94,20 @@ def test_operations(op: str, isa: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
 def test_dividing_the_smallest_integer_by_minus_one_does_not_trap(dtype: torch.dtype) -> None:
     least = torch.iinfo(dtype).min
-    a, b = torch.tensor([least, 5, 5, -5], dtype=dtype), torch.tensor([-1, 0, -1, -1], dtype=dtype)
-    assert apply("floordiv", [a, b], dtype).tolist() == [least, 0, -5, 5]
-    assert apply("remainder", [a, b], dtype).tolist() == [0, 0, 0, 0]
+    a, b = torch.tensor([least, 5, -5], dtype=dtype), torch.tensor([-1, -1, -1], dtype=dtype)
+    assert apply("floordiv", [a, b], dtype).tolist() == [least, -5, 5]
+    assert apply("truncdiv", [a, b], dtype).tolist() == [least, -5, 5]
+    assert apply("remainder", [a, b], dtype).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("op", ["floordiv", "truncdiv", "remainder"])
+@pytest.mark.parametrize("size", [3, 1000])  # one block of points, and several
+def test_a_divisor_of_zero_is_eagers_error(op: str, size: int) -> None:
+    a, b = torch.full((size,), 5), torch.ones(size, dtype=torch.int64)
+    apply(op, [a, b], torch.int64)
+    b[-1] = 0
+    with pytest.raises(RuntimeError, match="^ZeroDivisionError$"):
+        apply(op, [a, b], torch.int64)
 
 
 def test_an_unsigned_maximum_is_not_minus_one() -> None:

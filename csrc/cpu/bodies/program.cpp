@@ -25,6 +25,8 @@ bool is_compare(Op op) {
   }
 }
 
+bool is_integer_division(Op op) { return op == Op::k_floordiv || op == Op::k_truncdiv || op == Op::k_remainder; }
+
 // The dtype operations on mixed classes compute in: as PyTorch promotes.
 DType wider(DType a, DType b) {
   constexpr int kRank[kNumClasses] = {2, 3, 1, 0};  // in the order of ValueClass
@@ -171,6 +173,10 @@ void ProgramRunner::complete_operation(Step& step, const Node& node, const Instr
       step.args[a] = convert(step.args[a], class_dtype(class_of(dtype)));
     step.invariant &= steps_[step.args[a]].invariant;
   }
+  if (is_integer_division(instr.op) && class_of(dtype) == kInt) {
+    const Step& divisor = steps_[step.args[1]];
+    step.checks_divisors = divisor.op != Op::kConst || divisor.imm_int == 0;
+  }
   step.arith = kernels_.arith[static_cast<int>(instr.op)][class_of(dtype)];
   if (step.arith == nullptr)
     fail(node, std::string("operation ") + op_name(instr.op) + " is not defined for " + info(dtype).name);
@@ -284,6 +290,11 @@ void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* run
       kernels_.where[step.value_class](arg(0), arg(1), arg(2), out, count);
       break;
     default:
+      if (step.checks_divisors) {
+        const auto* divisors = reinterpret_cast<const int64_t*>(arg(1));
+        if (std::find(divisors, divisors + count, 0) != divisors + count)
+          frame.divided_by_zero->store(true, std::memory_order_relaxed);
+      }
       step.arith(arg(0), arg(1), out, count);
       if (step.round != nullptr) step.round(out, count);
   }

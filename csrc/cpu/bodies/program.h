@@ -43,6 +43,7 @@ class ProgramRunner {
     int scalar = -1;               // kSize
     double imm = 0;
     int64_t imm_int = 0;
+    bool checks_divisors = false;  // integers, any of which may be zero
     Kernels::Arith arith = nullptr;
     Kernels::Round round = nullptr;
     Kernels::Cast cast = nullptr;

@@ -57,9 +57,9 @@ template <class V>
 V combine(Reduction reduction, V a, V b) {
   switch (reduction) {
     case Reduction::kSum:
-      return a + b;
+      return V(Wrapping<V>(a) + Wrapping<V>(b));
     case Reduction::kProd:
-      return a * b;
+      return V(Wrapping<V>(a) * Wrapping<V>(b));
     case Reduction::kMax:
       return (b != b || b > a) ? b : a;
     default:

@@ -83,8 +83,8 @@ void where_values(const uint8_t* condition, const void* a, const void* b, void* 
 
 template <Reduction r, class V>
 MPK_INLINE V reduce_pair(V a, V b) {
-  if constexpr (r == Reduction::kSum) return a + b;
-  if constexpr (r == Reduction::kProd) return a * b;
+  if constexpr (r == Reduction::kSum) return Op_add::eval(a, b);
+  if constexpr (r == Reduction::kProd) return Op_mul::eval(a, b);
   if constexpr (r == Reduction::kMax) return (b != b || b > a) ? b : a;  // a NaN stays
   if constexpr (r == Reduction::kMin) return (b != b || b < a) ? b : a;
 }

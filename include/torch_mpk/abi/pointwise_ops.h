@@ -7,14 +7,37 @@
 // all made from this table.
 #pragma once
 
+#include <cstdint>
+
+namespace mpk {
+
+// The type that T's sums and products are computed in. Integers wrap: C++ says so of those without a sign alone.
+// Narrower ones are computed as int, which has room for every result.
+template <class T>
+struct WrappingType {
+  using type = T;
+};
+template <>
+struct WrappingType<int32_t> {
+  using type = uint32_t;
+};
+template <>
+struct WrappingType<int64_t> {
+  using type = uint64_t;
+};
+template <class T>
+using Wrapping = typename WrappingType<T>::type;
+
+}  // namespace mpk
+
 // Result type: the instruction's dtype.
-#define MPK_POINTWISE_ARITHMETIC(X)        \
-  X(add, 2, a + b)                         \
-  X(sub, 2, a - b)                         \
-  X(mul, 2, a* b)                          \
-  X(neg, 1, -a)                            \
-  X(abs, 1, a <= T(0) ? T(0) - a : a)      \
-  X(maximum, 2, (a != a || a > b) ? a : b) \
+#define MPK_POINTWISE_ARITHMETIC(X)                                \
+  X(add, 2, T(Wrapping<T>(a) + Wrapping<T>(b)))                    \
+  X(sub, 2, T(Wrapping<T>(a) - Wrapping<T>(b)))                    \
+  X(mul, 2, T(Wrapping<T>(a) * Wrapping<T>(b)))                    \
+  X(neg, 1, T(-Wrapping<T>(a)))                                    \
+  X(abs, 1, a <= T(0) ? T(Wrapping<T>(T(0)) - Wrapping<T>(a)) : a) \
+  X(maximum, 2, (a != a || a > b) ? a : b)                         \
   X(minimum, 2, (a != a || a < b) ? a : b)
 
 // Floating types only: what the C library has, by its name there.
@@ -62,16 +85,21 @@
   X(softplus, 1, a > T(20) ? a : math::log1p(math::exp(a)))                                                   \
   X(round, 1, math::rint(a))
 
-// Integer types only; division rounds toward minus infinity, as PyTorch's floor_divide and remainder do. Dividing by -1
-// is negation modulo 2^n, because x86 traps where the smallest integer is divided by it.
+// Integer types only. `floordiv` and `remainder` round toward minus infinity, as PyTorch's floor_divide and remainder
+// do, `truncdiv` toward zero. By zero they give 0: who must raise an error looks at the divisors. Dividing by -1 is
+// negation, because x86 traps where the smallest integer is divided by it. Shifts by a negative count, or by one that
+// leaves no bit, give what the largest shift does.
 #define MPK_POINTWISE_INTEGER(X)                                                                                    \
   X(floordiv, 2,                                                                                                    \
     b == T(0)                  ? T(0)                                                                               \
-    : (b < T(0) && b == T(-1)) ? T(0ull - static_cast<unsigned long long>(a))                                       \
+    : (b < T(0) && b == T(-1)) ? T(-Wrapping<T>(a))                                                                 \
                                : T(a / b - ((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? 1 : 0)))                \
+  X(truncdiv, 2, b == T(0) ? T(0) : (b < T(0) && b == T(-1)) ? T(-Wrapping<T>(a)) : T(a / b))                       \
   X(remainder, 2,                                                                                                   \
     (b == T(0) || (b < T(0) && b == T(-1))) ? T(0)                                                                  \
                                             : T((a % b != T(0)) && ((a < T(0)) != (b < T(0))) ? a % b + b : a % b)) \
+  X(shl, 2, (b < T(0) || b >= T(8 * sizeof(T))) ? T(0) : T(Wrapping<T>(a) << b))                                    \
+  X(shr, 2, (b < T(0) || b >= T(8 * sizeof(T))) ? T(a < T(0) ? -1 : 0) : T(a >> b))                                 \
   X(bit_and, 2, a& b)                                                                                               \
   X(bit_or, 2, a | b)                                                                                               \
   X(bit_xor, 2, a ^ b)

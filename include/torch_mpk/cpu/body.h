@@ -21,10 +21,11 @@ struct TileCode;
 
 namespace mpk::cpu {
 
-// What a run provides: where each buffer lies and the call's scalars.
+// What a run provides: where each buffer lies, the call's scalars, and where a body says that it divided by zero.
 struct Frame {
   uint8_t* const* buffers;
   const int64_t* scalars;
+  std::atomic<bool>* divided_by_zero;
 };
 
 // An operand's place: resolved against the frame of each run.

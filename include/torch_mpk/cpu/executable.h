@@ -49,7 +49,8 @@ class CpuExecutable {
                 const std::map<int, const TileCode*>& compiled = {});
 
   // Throws std::invalid_argument when a pointer or scalar is missing, std::out_of_range as expect_index says. One run
-  // at a time: a second caller waits; a run from within a run, by a reference, throws std::logic_error.
+  // at a time: a second caller waits; a run from within a run, by a reference, throws std::logic_error. After all else,
+  // throws std::runtime_error where an integer was divided by zero.
   void run(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);
 
   // Throws std::invalid_argument for an input or element size that there is not.

@@ -55,7 +55,7 @@ struct Mean : Sum<T> {
 template <class T>
 struct Prod : Sum<T> {
   static MPK_DEVICE T first() { return T(1); }
-  static MPK_DEVICE T combine(T a, T b) { return a * b; }
+  static MPK_DEVICE T combine(T a, T b) { return ops::mul<T>(a, b); }
 };
 
 template <class T>

@@ -63,6 +63,15 @@ template <>
 struct Convert<__half, __half> {
   static MPK_DEVICE __half apply(__half v) { return v; }
 };
+// Of the whole part's last byte, which a negative number has, too: C++ leaves its conversion undefined.
+template <class From>
+struct Convert<uint8_t, From> {
+  static MPK_DEVICE uint8_t apply(From v) { return static_cast<uint8_t>(Convert<int64_t, From>::apply(v)); }
+};
+template <>
+struct Convert<uint8_t, uint8_t> {
+  static MPK_DEVICE uint8_t apply(uint8_t v) { return v; }
+};
 
 template <class To, class From>
 MPK_DEVICE To cast(From v) {
