@@ -45,7 +45,8 @@ def lower(segment: fx.GraphModule) -> Lowered:
     placeholders = [n for n in segment.graph.nodes if n.op == "placeholder"]
     inputs = [n for n in placeholders if isinstance(n.meta["val"], torch.Tensor)]
     scalars = [n for n in placeholders if isinstance(n.meta["val"], torch.SymInt)]
-    lx.symbols = {n.meta["val"].node.expr: number for number, n in enumerate(scalars)}
+    for number, n in enumerate(scalars):
+        lx.add_symbol(number, n.meta["val"], n.meta["val"].node.expr)
     args = [_argument(lx, n, inputs) for n in placeholders]
 
     results = lx.run(segment.graph, segment, args)
@@ -84,7 +85,7 @@ class _Outputs:
         elif not isinstance(result, Expr):
             self.specs.append(Output("value", value=result))
         elif result.op == "size":
-            self.specs.append(Output("scalar", result.attr))
+            self.specs.append(Output("scalar", result.attr[0]))
         else:
             raise UnsupportedError("a size computed from sizes")
 
@@ -171,4 +172,4 @@ def _collect_symbols(lx: Lowerer, val: object) -> None:
     for size in sizes:
         if isinstance(size, torch.SymInt):
             for symbol in sorted(size.node.expr.free_symbols, key=str):
-                lx.symbols.setdefault(symbol, len(lx.symbols))
+                lx.add_symbol(len(lx.symbols), size, symbol)

@@ -3,6 +3,11 @@
 Expressions are interned, so equal ones are the same object: ``is`` compares them and a program built from them has no
 common subexpressions. int64 sums and products by constants are kept as one flat ``affine`` expression, so that
 addresses become strides and index arithmetic made by composed views cancels.
+
+Integers wrap. Sums and products stay equal modulo 2**64 however they are rearranged, so those of values are rearranged
+like those of addresses. Quotients, remainders and comparisons do not: they are simplified only where ``bounds`` prove
+that no sum in them wraps. Coordinates have bounds, and so has what is made of them; a value that is loaded has those of
+its dtype alone.
 """
 
 from __future__ import annotations
@@ -22,7 +27,10 @@ BOOL = torch.bool
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (BOOL, torch.uint8, torch.int8, torch.int16, torch.int32, INT64, *FLOATS)
 
-_SIZE_LIMIT = 2**40  # more elements than any tensor has: the assumed bound of a size that is known only at run time
+Interval = tuple[int, int]  # the least and the largest value, both included
+
+_WORDS = 2**64  # how many values an int64 has
+_SIZE_LIMIT = 2**40  # more elements than any tensor has: the bound of a dimension that is known only at run time
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Expr:
     """One scalar operation; ``attr`` holds a constant's value, a dimension, a scalar's number or what a load reads."""
 
-    __slots__ = ("__weakref__", "args", "attr", "dtype", "key", "op")
+    __slots__ = ("__weakref__", "args", "attr", "dtype", "interval", "key", "op")
     _interned: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()
     _keys = itertools.count()
 
@@ -41,6 +49,7 @@ class Expr:
     args: tuple[Expr, ...]
     attr: Any  # by op
     key: int  # creation order: gives sums a canonical order
+    interval: Interval | None  # its bounds, once somebody asked for them
 
     @classmethod
     def make(cls, op: str, dtype: torch.dtype, args: Sequence[Expr] = (), attr: object = None) -> Expr:
@@ -50,6 +59,7 @@ class Expr:
         if found is None:
             found = cls()
             found.op, found.dtype, found.args, found.attr, found.key = op, dtype, args, attr, next(cls._keys)
+            found.interval = None
             cls._interned[key] = found
         return found
 
@@ -59,16 +69,16 @@ class Expr:
 
 
 def const(value: bool | float, dtype: torch.dtype) -> Expr:
-    """A constant, rounded or wrapped to dtype."""
+    """A constant, rounded or wrapped to dtype. Like eager's, an int64 is rounded once, not to a double before."""
     if dtype in FLOATS:
-        value = float(value)
-        if dtype != torch.float64:
-            value = torch.tensor(value, dtype=torch.float64).to(dtype).item()
+        is_word = isinstance(value, int) and _wrapped(value) == value
+        number = torch.tensor(value, dtype=INT64) if is_word else torch.tensor(float(value), dtype=torch.float64)
+        value = number.to(dtype).item()
     elif dtype == BOOL:
         value = bool(value)
     else:
-        info = torch.iinfo(dtype)
-        value = (int(value) - info.min) % (info.max - info.min + 1) + info.min
+        low, high = dtype_bounds(dtype)
+        value = (int(value) - low) % (high - low + 1) + low
     return Expr.make("const", dtype, (), value)
 
 
@@ -77,9 +87,16 @@ def index(dim: int, size: int) -> Expr:
     return const(0, INT64) if size == 1 else Expr.make("index", INT64, (), (dim, size))
 
 
-def size(number: int) -> Expr:
-    """The call's scalar argument number ``number``."""
-    return Expr.make("size", INT64, (), number)
+def size(number: int, within: Interval) -> Expr:
+    """The call's scalar argument number ``number``, known to lie ``within`` an interval."""
+    return Expr.make("size", INT64, (), (number, within))
+
+
+def scalar_bounds(low: int | None, high: int | None) -> Interval:
+    """Of a call's scalar, by what tracing knows: one that cannot be negative is taken for a tensor's dimension."""
+    least, largest = dtype_bounds(INT64)
+    largest = largest if low is None or low < 0 else _SIZE_LIMIT
+    return least if low is None else low, largest if high is None else min(high, largest)
 
 
 def as_index(value: int | Expr) -> Expr:
@@ -103,6 +120,11 @@ def terms(e: Expr) -> tuple[dict[Expr, int], int]:
     return {e: 1}, 0
 
 
+def _wrapped(value: int) -> int:
+    """The int64 that equals value modulo 2**64."""
+    return (value + _WORDS // 2) % _WORDS - _WORDS // 2
+
+
 def _join_quotients(coefficients: dict[Expr, int]) -> tuple[dict[Expr, int], int]:
     """c * n * (x // n) + c * (x % n) = c * x. Returns the sum's terms and constant."""
     total = 0
@@ -111,7 +133,7 @@ def _join_quotients(coefficients: dict[Expr, int]) -> tuple[dict[Expr, int], int
             continue
         x, n = atom.args[0], int(atom.args[1].attr)
         quotient = floordiv(x, n)
-        wanted = {t: q * c * n for t, q in terms(quotient)[0].items()}
+        wanted = {t: _wrapped(q * c * n) for t, q in terms(quotient)[0].items()}
         if terms(quotient)[1] or not wanted or any(coefficients.get(t) != q for t, q in wanted.items()):
             continue
         for t in wanted:
@@ -121,14 +143,15 @@ def _join_quotients(coefficients: dict[Expr, int]) -> tuple[dict[Expr, int], int
         total += constant * c
         for t, q in whole.items():
             coefficients[t] = coefficients.get(t, 0) + q * c
-    return {a: c for a, c in coefficients.items() if c}, total
+    return {a: wrapped for a, c in coefficients.items() if (wrapped := _wrapped(c))}, total
 
 
 def from_terms(coefficients: dict[Expr, int], constant: int) -> Expr:
-    coefficients = {a: c for a, c in coefficients.items() if c}
+    coefficients = {a: wrapped for a, c in coefficients.items() if (wrapped := _wrapped(c))}
     if any(a.op == "remainder" for a in coefficients):
         coefficients, joined = _join_quotients(coefficients)
         constant += joined
+    constant = _wrapped(constant)
     if not coefficients:
         return const(constant, INT64)
     if constant == 0 and len(coefficients) == 1:
@@ -163,34 +186,66 @@ def imul(a: int | Expr, b: int | Expr) -> Expr:
     return out
 
 
-def bounds(e: Expr) -> tuple[float, float]:
-    """An interval that holds every value of an int64 expression."""
+# ---- bounds ----
+
+
+def dtype_bounds(dtype: torch.dtype) -> Interval:
+    """Of an integer or bool dtype."""
+    if dtype == BOOL:
+        return 0, 1
+    info = torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def _is_within(inner: Interval, outer: Interval) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _sum_bounds(coefficients: dict[Expr, int], constant: int) -> Interval:
+    """Of a sum of int64 expressions that does not wrap."""
+    low = high = constant
+    for atom, c in coefficients.items():
+        ends = [c * end for end in bounds(atom)]
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def is_exact(e: Expr) -> bool:
+    """Whether an int64 expression is proven to be the sum of its terms, none of which wraps."""
+    return e.op != "affine" or _is_within(_sum_bounds(*terms(e)), dtype_bounds(INT64))
+
+
+def bounds(e: Expr) -> Interval:
+    """An interval that holds every value of an expression of an integer dtype or bool."""
+    if e.interval is None:
+        known, possible = _known_bounds(e), dtype_bounds(e.dtype)
+        e.interval = known if known is not None and _is_within(known, possible) else possible
+    return e.interval
+
+
+def _known_bounds(e: Expr) -> Interval | None:
     if e.op == "const":
-        return e.attr, e.attr
+        return int(e.attr), int(e.attr)
     if e.op == "index":
         return 0, e.attr[1] - 1
     if e.op == "size":
-        return 1, _SIZE_LIMIT
+        return e.attr[1]
     if e.op == "affine":
-        coefficients, constant = e.attr
-        low = high = constant
-        for atom, c in zip(e.args, coefficients, strict=False):
-            lowest, highest = bounds(atom)
-            low, high = low + min(c * lowest, c * highest), high + max(c * lowest, c * highest)
-        return low, high
-    if e.op == "remainder" and is_const(e.args[1]) and e.args[1].attr > 0:
-        low, high = bounds(e.args[0])
-        return 0, min(e.args[1].attr - 1, high) if low >= 0 else e.args[1].attr - 1
-    if e.op == "floordiv" and is_const(e.args[1]) and e.args[1].attr > 0:
-        low, high = bounds(e.args[0])
-        n = e.args[1].attr
-        return low if math.isinf(low) else low // n, high if math.isinf(high) else high // n
+        return _sum_bounds(*terms(e))
     if e.op == "where":
-        (l1, h1), (l2, h2) = bounds(e.args[1]), bounds(e.args[2])
+        (l1, h1), (l2, h2) = map(bounds, e.args[1:])
         return min(l1, l2), max(h1, h2)
-    if e.op == "cast" and e.args[0].dtype == BOOL:
-        return 0, 1
-    return -math.inf, math.inf
+    if e.op == "cast" and e.args[0].dtype not in FLOATS:
+        return bounds(e.args[0])
+    if e.op in ("floordiv", "remainder") and is_const(e.args[1]) and e.args[1].attr > 0:
+        (low, high), n = bounds(e.args[0]), e.args[1].attr
+        if e.op == "floordiv":
+            return low // n, high // n
+        return 0, min(n - 1, high) if low >= 0 else n - 1
+    return None
+
+
+# ---- quotients and remainders ----
 
 
 def _split(x: Expr, n: int) -> tuple[Expr, Expr]:
@@ -205,13 +260,13 @@ def floordiv(x: int | Expr, n: int) -> Expr:
     x = as_index(x)
     if n == 1:
         return x
-    if n <= 0:
+    q, r = _split(x, n) if n > 0 and is_exact(x) else (const(0, INT64), x)
+    if n <= 0 or not is_exact(r):
         return Expr.make("floordiv", INT64, (x, const(n, INT64)))
-    q, r = _split(x, n)
     low, high = bounds(r)
     if low >= 0 and high < n:
         return q
-    if r.op == "floordiv" and is_const(r.args[1]) and r.args[1].attr > 0:
+    if r.op == "floordiv" and is_const(r.args[1]) and 0 < r.args[1].attr < _WORDS // 2 // n:
         return iadd(q, floordiv(r.args[0], r.args[1].attr * n))
     return iadd(q, Expr.make("floordiv", INT64, (r, const(n, INT64))))
 
@@ -220,8 +275,10 @@ def remainder(x: int | Expr, n: int) -> Expr:
     x = as_index(x)
     if n == 1:
         return const(0, INT64)
-    if n > 0:
-        _, x = _split(x, n)
+    if n > 0 and (is_exact(x) or _WORDS % n == 0):  # wrapping changes no remainder of a power of two
+        _, rest = _split(x, n)
+        if is_exact(rest) or _WORDS % n == 0:
+            x = rest
         low, high = bounds(x)
         if low >= 0 and high < n:
             return x
@@ -240,10 +297,24 @@ _COMPARE_BOUNDS = {  # of a - b: (certainly true, certainly false)
 }
 
 
+def _difference(a: Expr, b: Expr) -> Interval:
+    """An interval that holds a - b, of which no bit is lost, for every value of two int64 expressions."""
+    if a is b:
+        return 0, 0
+    if not (is_exact(a) and is_exact(b)):
+        (l1, h1), (l2, h2) = bounds(a), bounds(b)
+        return l1 - h2, h1 - l2
+    coefficients, constant = terms(a)
+    others, other_constant = terms(b)
+    for atom, c in others.items():
+        coefficients[atom] = coefficients.get(atom, 0) - c
+    return _sum_bounds(coefficients, constant - other_constant)
+
+
 def compare(op: str, a: Expr, b: Expr) -> Expr:
     """a op b for operands of one dtype."""
     if a.dtype == INT64 and b.dtype == INT64:
-        low, high = bounds(iadd(a, b, -1))
+        low, high = _difference(a, b)
         true, false = _COMPARE_BOUNDS[op]
         if true(low, high):
             return const(True, BOOL)
@@ -281,9 +352,15 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
 def cast(e: Expr, dtype: torch.dtype) -> Expr:
     if e.dtype == dtype:
         return e
-    if is_const(e) and not (e.dtype in FLOATS and dtype not in FLOATS and not math.isfinite(e.attr)):
+    if is_const(e) and (e.dtype not in FLOATS or dtype in (*FLOATS, BOOL) or _is_whole_part(e.attr, dtype)):
         return const(e.attr, dtype)
     return Expr.make("cast", dtype, (e,))
+
+
+def _is_whole_part(value: float, dtype: torch.dtype) -> bool:
+    """Whether an integer dtype has a float's whole part; else the processor says what the conversion gives."""
+    low, high = dtype_bounds(dtype)
+    return math.isfinite(value) and low <= int(value) <= high
 
 
 def apply(op: str, dtype: torch.dtype, *args: Expr) -> Expr:

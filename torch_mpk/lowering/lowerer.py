@@ -81,7 +81,7 @@ class Lowerer:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.buffers: list[Buffer] = []
-        self.symbols: dict[object, int] = {}  # sympy expression of a SymInt placeholder -> scalar number
+        self.symbols: dict[object, Expr] = {}  # sympy expression of a SymInt placeholder -> the scalar
         self.frames: list[dict[fx.Node, object]] = []
         self.traced: dict[Form, fx.GraphModule] = {}  # what nodes became other nodes by, for others of their form
         self.label = ""
@@ -98,9 +98,16 @@ class Lowerer:
             return int(value)
         return self._symbolic(value.node.expr)
 
+    def add_symbol(self, number: int, value: torch.SymInt, e: Any) -> None:
+        """A call's scalar ``number`` is what ``e`` stands for, an expression of the tracing that ``value`` is from."""
+        if e not in self.symbols:
+            known = value.node.shape_env.bound_sympy(e)
+            low, high = (int(n) if n.is_Integer else None for n in (known.lower, known.upper))
+            self.symbols[e] = E.size(number, E.scalar_bounds(low, high))
+
     def _symbolic(self, e: Any) -> Size:
         if e in self.symbols:
-            return E.size(self.symbols[e])
+            return self.symbols[e]
         if getattr(e, "is_Integer", False):
             return int(e)
         kind = type(e).__name__

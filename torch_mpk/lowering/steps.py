@@ -190,7 +190,7 @@ class ProgramBuilder:
         if e.op == "index":
             return emit("index", dtype, [], e.attr[0])
         if e.op == "size":
-            return emit("size", dtype, [], e.attr)
+            return emit("size", dtype, [], e.attr[0])
         if e.op == "load":
             strides, _ = self._split_address(e.args[0])
             return emit("load", dtype, args, self.position[e.attr.buffer], strides)
