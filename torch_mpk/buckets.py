@@ -385,6 +385,15 @@ def _product(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
         raise UnsupportedError("it sums over the positions of a prompt")
 
 
+@_rule(
+    *(aten.floor_divide.default, aten.div.Tensor_mode, aten.div_.Tensor_mode),
+    *(aten.remainder.Tensor, aten.remainder_.Tensor, aten.remainder.Scalar_Tensor, aten.fmod.Tensor, aten.fmod_.Tensor),
+)
+def _division(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
+    if not value(node).dtype.is_floating_point and check.dim(args["other"]) is not None:
+        raise UnsupportedError("it may divide by zero at padded positions")
+
+
 @_rule(aten.dropout.default)
 def _dropout(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     if args["train"]:

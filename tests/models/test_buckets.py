@@ -257,6 +257,7 @@ APART: dict[str, Callable[[torch.Tensor], Any]] = {
     "masked": lambda x: F.scaled_dot_product_attention(heads(x), KEYS, KEYS, torch.ones(x.shape[1], 64).bool()),
     "numbered": lambda x: x + torch.arange(x.shape[1])[:, None].float(),
     "scaled": lambda x: x * x.shape[1],
+    "divided": lambda x: x.long() // 3,
     "written": lambda x: KEYS.clone().index_copy_(2, torch.arange(x.shape[1]) + 3, heads(x)),
 }
 MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -274,6 +275,7 @@ MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
     "backwards": write_behind,
     "norm": lambda x: F.layer_norm(x, x.shape[1:]),
     "counter": lambda x: torch.arange(x.shape[1]).add_(1) * 2,
+    "divisors": lambda x: 7 % (x.abs().long() + 1),  # a padded one may be 0, which raises on the CPU
     "chosen": lambda x: WEIGHT[torch.arange(x.shape[1])],
 }
 

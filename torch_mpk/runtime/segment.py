@@ -173,6 +173,9 @@ class CompiledSegment:
             except (MegakernelTimeout, KeyboardInterrupt):
                 keep(self, args, fresh)
                 raise
+            except RuntimeError:  # an integer was divided by zero, in a launch that has run
+                increment_version(written)
+                raise
             increment_version(written)
             return results_of(args, fresh)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
-from torch_mpk.lowering.expr import Expr
+from torch_mpk.lowering.expr import BOOL, FLOATS, Expr
 from torch_mpk.lowering.lowerer import Lowerer, Meta
 
 aten = torch.ops.aten
@@ -28,6 +29,24 @@ def normalise_dim(dim: int, rank: int) -> int:
 def scalar(value: float | Expr, dtype: torch.dtype) -> Expr:
     """A Python number as an argument of an operation computed in ``dtype``: half types compute in fp32."""
     return E.cast(value, dtype) if isinstance(value, Expr) else E.const(value, wide(dtype))
+
+
+def element(value: float | Expr, dtype: torch.dtype) -> Expr:
+    """A Python number as an element of a tensor, which an integer dtype must have room for: eager raises an error where
+    operands of arithmetic wrap. It takes negative numbers for unsigned ones."""
+    if isinstance(value, Expr):
+        return E.cast(value, dtype)
+    if dtype != BOOL and dtype not in FLOATS:
+        low, high = E.dtype_bounds(dtype)
+        if not (low or -high) <= value <= high:
+            raise UnsupportedError(f"the number {value}, for which {E.dtype_name(dtype)} has no room")
+    return E.const(value, dtype)
+
+
+def check_is_integer(dtype: torch.dtype, what: str) -> None:
+    """Eager, too, refuses truth values, but only when it runs the operation."""
+    if dtype == BOOL or dtype in FLOATS:
+        raise UnsupportedError(f"{what} of {E.dtype_name(dtype)}")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

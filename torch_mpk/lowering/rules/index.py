@@ -10,7 +10,7 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import INT64, Expr
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
-from torch_mpk.lowering.rules.common import aten, normalise_dim, out_meta
+from torch_mpk.lowering.rules.common import aten, element, normalise_dim, out_meta
 from torch_mpk.lowering.rules.pointwise import cast
 from torch_mpk.lowering.table import rule
 from torch_mpk.lowering.values import Index, Lazy, Size, Value
@@ -74,6 +74,7 @@ def _constant_pad(lx, node, a, pad, value=0):
     rank = len(a.shape)
     before = {rank - 1 - i: pad[2 * i] for i in range(len(pad) // 2)}
     after = {rank - 1 - i: pad[2 * i + 1] for i in range(len(pad) // 2)}
+    filling = element(value, meta.dtype)
 
     def inner(idx: Index, predicate: Expr | None) -> Expr:
         inside: Expr | None = None
@@ -85,7 +86,7 @@ def _constant_pad(lx, node, a, pad, value=0):
             if not _is_zero(after[d]):
                 inside = E.both(inside, E.compare("lt", local[d], E.as_index(a.shape[d])))
         loaded = source.at(local, E.both(predicate, inside))
-        return loaded if inside is None else E.where(inside, loaded, E.const(value, meta.dtype))
+        return loaded if inside is None else E.where(inside, loaded, filling)
 
     return lx.lazy(meta.dtype, meta.shape, [source], inner, cost=4)
 

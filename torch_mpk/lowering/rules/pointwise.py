@@ -13,9 +13,9 @@ from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr
 from torch_mpk.lowering.lowerer import Lowerer
-from torch_mpk.lowering.rules.common import aten, named, out_meta, scalar, wide
+from torch_mpk.lowering.rules.common import aten, check_is_integer, element, named, out_meta, scalar, wide
 from torch_mpk.lowering.table import rule
-from torch_mpk.lowering.values import Lazy, Value
+from torch_mpk.lowering.values import Lazy, Value, is_static
 
 Number = bool | int | float
 
@@ -92,6 +92,8 @@ def _rsub(lx, node, a, b, alpha: Number = 1):
 
 def add_with_alpha(dtype: torch.dtype, op: str, alpha: Number):
     op = "logical_or" if dtype == BOOL and op == "add" else op
+    if dtype not in FLOATS:
+        element(alpha, dtype)
 
     def fn(x: Expr, y: Expr) -> Expr:
         if alpha != 1:
@@ -113,22 +115,44 @@ def _div(lx, node, a, b):
     return elementwise(lx, node, lambda x, y: E.apply("div", dtype, x, y), [a, b], cost=2)
 
 
+_INTEGER_DIVISIONS = {"floor": "floordiv", "trunc": "truncdiv"}
+
+
 @rule(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar)
-def _floor_div(lx, node, a, b, rounding_mode: str | None = "floor"):
+def _rounded_div(lx, node, a, b, rounding_mode: str | None = "floor"):
     dtype = out_meta(lx, node).dtype
     if rounding_mode is None:
         return _div(lx, node, a, b)
-    if rounding_mode != "floor" or dtype in FLOATS:
-        raise UnsupportedError(f"division of {E.dtype_name(dtype)} with rounding_mode={rounding_mode!r}")
-    return elementwise(lx, node, lambda x, y: E.apply("floordiv", dtype, x, y), [a, b])
+    check_is_integer(dtype, f"a division with rounding_mode={rounding_mode!r}")
+    op = _INTEGER_DIVISIONS[rounding_mode]
+    return _divided(lx, node, lambda x, y: E.apply(op, dtype, x, y), a, b)
 
 
-@rule(aten.remainder.Tensor, aten.remainder.Scalar)
+def _divided(lx: Lowerer, node: fx.Node, fn, a, b) -> Lazy:
+    """fn of integers divided by b.
+
+    On the CPU eager raises where a divisor is 0, whether or not anybody reads that quotient. So quotients by what may
+    be 0 are computed for themselves: all of them, and none at a point that is no element. A GPU's give 0.
+    """
+    meta = out_meta(lx, node)
+    out = elementwise(lx, node, fn, [a, b])
+    if meta.device.type == "cpu":
+        divisor = None if isinstance(b, Value) else scalar(b, meta.dtype)
+        if divisor is not None and E.is_const(divisor, 0):
+            raise UnsupportedError("an integer division by zero")
+        low, high = (0, 0) if divisor is None else E.bounds(divisor)
+        if low <= 0 <= high and not (is_static(meta.shape) and 0 in meta.shape):
+            lx.realise(out)
+    return out
+
+
+@rule(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def _remainder(lx, node, a, b):
     dtype = out_meta(lx, node).dtype
-    a, b = rounded(dtype, a, b)
     if dtype not in FLOATS:
-        return elementwise(lx, node, lambda x, y: E.apply("remainder", dtype, x, y), [a, b])
+        check_is_integer(dtype, "a remainder")
+        return _divided(lx, node, lambda x, y: E.apply("remainder", dtype, x, y), a, b)
+    a, b = rounded(dtype, a, b)
     compute = wide(dtype)
 
     def fn(x: Expr, y: Expr) -> Expr:  # fmod has the sign of x, the result that of y
@@ -143,9 +167,14 @@ def _remainder(lx, node, a, b):
 @rule(aten.fmod.Tensor, aten.fmod.Scalar)
 def _fmod(lx, node, a, b):
     dtype = out_meta(lx, node).dtype
-    if dtype not in FLOATS:
-        raise UnsupportedError("fmod of integers")
-    return _binary("fmod")(lx, node, *rounded(dtype, a, b))
+    if dtype in FLOATS:
+        return _binary("fmod")(lx, node, *rounded(dtype, a, b))
+    check_is_integer(dtype, "a remainder")
+
+    def fn(x: Expr, y: Expr) -> Expr:  # the quotient is computed also where it is multiplied by 0
+        return E.apply("sub", dtype, x, Expr.make("mul", dtype, (E.apply("truncdiv", dtype, x, y), y)))
+
+    return _divided(lx, node, fn, a, b)
 
 
 @rule(aten.pow.Tensor_Scalar)
@@ -207,6 +236,8 @@ def _neg(lx, node, a):
 
 @rule(aten.abs.default)
 def _abs(lx, node, a):
+    if a.dtype == BOOL:
+        raise UnsupportedError("an absolute value of bool")  # eager raises
     return _unary("abs")(lx, node, a)
 
 
@@ -246,6 +277,9 @@ def _maximum(lx, node, op: str, a, b):
 def _clamp(lx, node, a, min=None, max=None):  # noqa: A002  (ATen's names)
     dtype = out_meta(lx, node).dtype
     limits = [(op, x) for op, x in (("maximum", min), ("minimum", max)) if x is not None]
+    for _, x in limits:
+        if isinstance(x, (int, float)) and dtype not in FLOATS:
+            element(x, dtype)
 
     def fn(x: Expr, *rest: Expr) -> Expr:
         for (op, _), y in zip(limits, rest, strict=False):
@@ -309,6 +343,27 @@ for name, (bits, logical) in _BITWISE.items():
         rule(packet.Tensor, packet.Scalar)(_bitwise)
 
 
+_SHIFTS = {
+    getattr(packet, overload): op
+    for op, operator, function in (
+        ("shl", aten.__lshift__, aten.bitwise_left_shift),
+        ("shr", aten.__rshift__, aten.bitwise_right_shift),
+    )
+    for packet, overloads in (
+        (operator, ("Tensor", "Scalar")),
+        (function, ("Tensor", "Tensor_Scalar", "Scalar_Tensor")),
+    )
+    for overload in overloads
+}
+
+
+@rule(_SHIFTS)
+def _shift(lx, node, op: str, a, b):
+    dtype = out_meta(lx, node).dtype
+    check_is_integer(dtype, "a shift")
+    return elementwise(lx, node, lambda x, y: E.apply(op, dtype, x, y), [a, b])
+
+
 @rule(aten.view.dtype)
 def _bits(lx, node, a, dtype: torch.dtype):
     if dtype == a.dtype:
@@ -342,7 +397,7 @@ def _where(lx, node, condition, a, b):
 
     def fn(c: Expr, *rest: Expr) -> Expr:
         it = iter(rest)
-        x, y = (E.cast(next(it), meta.dtype) if isinstance(v, Value) else E.const(v, meta.dtype) for v in (a, b))
+        x, y = (E.cast(next(it), meta.dtype) if isinstance(v, Value) else element(v, meta.dtype) for v in (a, b))
         return E.where(E.cast(c, BOOL), x, y)
 
     return lx.pointwise(meta.dtype, meta.shape, fn, values)
@@ -356,6 +411,8 @@ def _masked_fill(lx, node, a, mask, value):
 @rule(aten.addcmul.default)
 def _addcmul(lx, node, a, b, c, value: Number = 1):
     dtype = out_meta(lx, node).dtype
+    if dtype not in FLOATS:
+        element(value, dtype)
 
     def fn(x: Expr, y: Expr, z: Expr) -> Expr:
         scaled = y if value == 1 else E.apply("mul", wide(dtype), scalar(value, dtype), y)
@@ -407,7 +464,8 @@ def _copy(lx, node, a, *_, **kwargs):  # strides are those of the node's result,
 
 def filled(lx: Lowerer, node: fx.Node, value: Number) -> Lazy:
     meta = out_meta(lx, node)
-    return Lazy(meta.dtype, meta.shape, (), lambda idx, predicate: E.const(value, meta.dtype))
+    filling = element(value, meta.dtype)
+    return Lazy(meta.dtype, meta.shape, (), lambda idx, predicate: filling)
 
 
 @rule(aten.full.default, aten.full_like.default, aten.new_full.default)

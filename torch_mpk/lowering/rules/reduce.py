@@ -51,7 +51,9 @@ def _sum(lx, node, op: str, a, dim=None, keepdim=False, dtype=None):
 def _cumsum(lx, node, a, dim, dtype=None):
     """Each result a sum of its own."""
     out, rank = out_meta(lx, node).dtype, len(a.shape)
-    source = lx.read(cast(lx, a, out if out in FLOATS else INT64))
+    source = lx.read(cast(lx, a, out))
+    if out not in FLOATS:
+        source = cast(lx, source, INT64)
     if rank == 0:
         return cast(lx, source, out)
     if not is_static(a.shape) or math.prod(a.shape) * a.shape[dim] > MAX_PRODUCTS:

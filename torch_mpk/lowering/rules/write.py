@@ -10,7 +10,7 @@ from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import Expr
 from torch_mpk.lowering.inline import inline
 from torch_mpk.lowering.lowerer import Lowerer, broadcast
-from torch_mpk.lowering.rules.common import aten
+from torch_mpk.lowering.rules.common import aten, element
 from torch_mpk.lowering.rules.index import check_index, index_places, indexed_dim, wrapped
 from torch_mpk.lowering.rules.pointwise import cast, copy_of
 from torch_mpk.lowering.table import RULES, rule
@@ -47,7 +47,9 @@ for name, overloads in {
     "add": ("Tensor", "Scalar"),
     "sub": ("Tensor", "Scalar"),
     "mul": ("Tensor", "Scalar"),
-    "div": ("Tensor", "Scalar"),
+    "div": ("Tensor", "Scalar", "Tensor_mode", "Scalar_mode"),
+    "remainder": ("Tensor", "Scalar"),
+    "fmod": ("Tensor", "Scalar"),
     **dict.fromkeys(("neg", "abs", "sqrt", "rsqrt", "reciprocal", "exp", "log", "sin", "cos", "tanh"), ("default",)),
     **dict.fromkeys(("sigmoid", "silu", "relu", "floor", "ceil", "round", "trunc"), ("default",)),
     "clamp": ("default", "Tensor"),
@@ -58,9 +60,21 @@ for name, overloads in {
     "bitwise_not": ("default",),
     "bitwise_and": ("Tensor", "Scalar"),
     "bitwise_or": ("Tensor", "Scalar"),
+    "bitwise_xor": ("Tensor", "Scalar"),
+    "bitwise_left_shift": ("Tensor", "Tensor_Scalar"),
+    "bitwise_right_shift": ("Tensor", "Tensor_Scalar"),
 }.items():
     for overload in overloads:
         rule(getattr(getattr(aten, f"{name}_"), overload))(_in_place(getattr(getattr(aten, name), overload)))
+
+
+for in_place, functional in {  # in-place forms of another name
+    aten.floor_divide_.Tensor: aten.floor_divide.default,
+    aten.floor_divide_.Scalar: aten.floor_divide.Scalar,
+    **{getattr(aten, f"__i{n}__").Tensor: getattr(aten, f"__{n}__").Tensor for n in ("lshift", "rshift")},
+    **{getattr(aten, f"__i{n}__").Scalar: getattr(aten, f"__{n}__").Scalar for n in ("lshift", "rshift")},
+}.items():
+    rule(in_place)(_in_place(functional))
 
 
 @rule(aten.copy_.default)
@@ -68,11 +82,15 @@ def _copy_(lx, node, a, source, non_blocking=False):
     return assign(lx, a, lx.read(source))
 
 
+def _constant(value: float, dtype: torch.dtype) -> Lazy:
+    filling = element(value, dtype)
+    return Lazy(dtype, (), (), lambda idx, predicate: filling)
+
+
 @rule(aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(lx, node, a, value):
     if not isinstance(value, Value):
-        number = value
-        value = Lazy(a.dtype, (), (), lambda idx, predicate: E.const(number, a.dtype))
+        value = _constant(value, a.dtype)
     return assign(lx, a, lx.read(value))
 
 
@@ -130,7 +148,7 @@ def _index_fill_(lx, node, a, dim, index, value):
     target = lx.owned_view(a)
     dim = indexed_dim(dim, a)
     positions = lx.read(index)
-    constant = Lazy(a.dtype, (), (), lambda idx, predicate: E.const(value, a.dtype))
+    constant = _constant(value, a.dtype)
 
     def place(idx: Index):
         i = wrapped(positions.at([idx[dim]] if index.shape else [], None), a.shape[dim])
@@ -148,7 +166,7 @@ def _scatter_(lx, node, a, dim, index, value):
     target = lx.owned_view(a)
     dim = indexed_dim(dim, a)
     positions = lx.read(index)
-    constant = Lazy(a.dtype, (), (), lambda idx, predicate: E.const(value, a.dtype))
+    constant = _constant(value, a.dtype)
 
     def place(idx: Index):
         i = E.cast(positions.at(idx, None), E.INT64)
