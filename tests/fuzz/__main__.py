@@ -9,13 +9,14 @@ import argparse
 import time
 from collections import Counter
 
-from tests.fuzz.judging import Verdict, judge
+from tests.fuzz.judging import KINDS, Verdict, judge
 from tests.fuzz.running import exit_with, judge_all
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--kind", choices=KINDS, default="models", help="integers: near the ends of their ranges")
     parser.add_argument("--seed", type=int, default=0, help="the first program's; the others count on from it")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--processes", type=int, default=1)
@@ -33,7 +34,7 @@ def main() -> int:
         return bool(verdict.error)
 
     seeds = range(args.seed, args.seed + args.programs)
-    done, wrong = judge_all(judge, seeds, args.device, report=report, num_processes=args.processes)
+    done, wrong = judge_all(judge, seeds, args.device, args.kind, report=report, num_processes=args.processes)
     minutes = (time.monotonic() - start) / 60
     print(f"{done} programs in {minutes:.1f} minutes: {dict(sorted(counts.items()))}")
     return wrong > 0

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.fuzz.random_programs import INPUTS, Program
+from tests.fuzz.random_integers import IntegerProgram
+from tests.fuzz.random_programs import Program
 from torch_mpk import _C, lowering, reference_vm
 from torch_mpk.admission import check_call, check_graph
 from torch_mpk.capture import capture
@@ -26,10 +27,12 @@ from torch_mpk.testing.emulator import emulate
 
 NOISY_RUNS = 3
 H200 = _C.Target("cuda", 90, 132, 232448, True, True)
+ZERO_DIVISOR = "ZeroDivisionError"  # what eager's RuntimeError says on the CPU
 # How much further than noisy runs of eager from the plain one a right result may lie.
 MARGIN = 8
 
 
+AnyProgram = Program | IntegerProgram
 # Makes a callable of a graph, for inputs like these, and tells how many of its segments are torch_mpk's.
 Way = Callable[[fx.GraphModule, list[Tensor]], tuple[Callable, int]]
 
@@ -38,15 +41,15 @@ class Wrong(AssertionError):
     """A program whose results differ from eager's."""
 
 
-def graph_of(program: Program) -> fx.GraphModule:
+def graph_of(program: AnyProgram) -> fx.GraphModule:
     """The program as one node, which the capture traces into."""
     graph = fx.Graph()
-    inputs = [graph.placeholder(name) for name in INPUTS]
+    inputs = [graph.placeholder(name) for name in program.input_names]
     graph.output(graph.call_function(program.run, tuple(inputs)))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def check(program: Program, how: Way, device: torch.device | str = "cpu", seed: int = 0) -> int:
+def check(program: AnyProgram, how: Way, device: torch.device | str = "cpu", seed: int = 0) -> int:
     """Runs the program twice, on new values, with the callable that ``how`` makes of its graph.
 
     Returns how many segments of the graph were torch_mpk's: 0 where all of it was left to PyTorch.
@@ -65,8 +68,12 @@ def check(program: Program, how: Way, device: torch.device | str = "cpu", seed: 
     return num_segments
 
 
-def compare(program: Program, run: Callable, device: torch.device | str, seed: int) -> None:
+def compare(program: AnyProgram, run: Callable, device: torch.device | str, seed: int) -> None:
     inputs = program.inputs(device, seed)
+    if _divides_by_zero(program, seed):
+        if torch.device(device).type == "cpu":  # elsewhere eager's results are undefined
+            _expect_zero_divisor(run, inputs)
+        return
     expected, allowed = _expectation(program, device, seed)
     actual = run(*inputs)
     everything = [*actual, *inputs]
@@ -80,12 +87,36 @@ def compare(program: Program, run: Callable, device: torch.device | str, seed: i
         raise Wrong(f"memory shared with: {_sharing(everything)}, expected {_sharing(expected)}")
 
 
-def _expectation(program: Program, device: torch.device | str, seed: int) -> tuple[list[Tensor], list[float]]:
+def _divides_by_zero(program: AnyProgram, seed: int) -> bool:
+    if not program.may_divide_by_zero:
+        return False
+    try:
+        program.run(*program.inputs("cpu", seed))
+    except RuntimeError as error:
+        if str(error) != ZERO_DIVISOR:
+            raise
+        return True
+    return False
+
+
+def _expect_zero_divisor(run: Callable, inputs: list[Tensor]) -> None:
+    """Ours raises as eager does; a GPU's kernels, and what imitates them, have a result."""
+    try:
+        run(*inputs)
+    except RuntimeError as error:
+        if str(error) != ZERO_DIVISOR:
+            raise
+    else:
+        if getattr(run, "raises", True):
+            raise Wrong("eager divides by zero, and this does not")
+
+
+def _expectation(program: AnyProgram, device: torch.device | str, seed: int) -> tuple[list[Tensor], list[float]]:
     """Eager's results and inputs afterwards, and the difference that rounding in another order may make to each."""
     inputs = program.inputs(device, seed)
     plain = [*program.run(*inputs), *inputs]
     spread = [0.0] * len(plain)
-    for i in range(NOISY_RUNS):
+    for i in range(0 if program.is_exact else NOISY_RUNS):
         inputs = program.inputs(device, seed)
         noisy = [*program.run(*inputs, noise=torch.Generator().manual_seed(i)), *inputs]
         spread = [max(s, _distance(n, p)) for s, n, p in zip(spread, noisy, plain, strict=True)]
@@ -165,6 +196,7 @@ def _with_ours(partitioned: Partitioned, run: type[_Lowered]) -> tuple[Callable,
     for i, segment in enumerate(partitioned.segments):
         if segment.ours:
             partitioned.gm.register_module(segment.name, run(segment.gm, seed=i))
+    partitioned.gm.raises = False
     return partitioned.gm, _num_ours(partitioned)
 
 

@@ -3,8 +3,11 @@
 import random
 from typing import NamedTuple
 
-from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
+from tests.fuzz.checking import AnyProgram, Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
+from tests.fuzz.random_integers import IntegerProgram
 from tests.fuzz.random_programs import Program
+
+KINDS = {"models": Program, "integers": IntegerProgram}
 
 
 class Verdict(NamedTuple):
@@ -14,17 +17,17 @@ class Verdict(NamedTuple):
     is_wrong: bool = False  # else it could not be built or run
 
 
-def judge(seed: int, device: str) -> Verdict:
-    way = by_stages
-    if seed % 20 == 0:
+def judge(seed: int, device: str, kind: str = "models") -> Verdict:
+    way, rarely = by_stages, 1 if kind == "models" else 10  # programs of integers are quick where they are not compiled
+    if seed % (20 * rarely) == 0:
         way = by_dynamo
     elif seed % 4 == 1 and device == "cpu":
         way = by_reference_vm
     elif seed % 8 == 2 and device == "cpu":
         way = by_codegen
-    elif seed % 40 == 7 and device == "cpu":  # takes seconds to compile
+    elif seed % (40 * rarely) == 7 and device == "cpu":  # takes seconds to compile
         way = by_emulator
-    program = Program.draw(random.Random(seed))
+    program = KINDS[kind].draw(random.Random(seed))
     error = failure(program, way, device, seed)
     if not isinstance(error, Exception):
         return Verdict(way.__name__, error, "")
@@ -34,7 +37,7 @@ def judge(seed: int, device: str) -> Verdict:
     return Verdict(way.__name__, 0, f"{type(error).__name__}: {error}\n{short}", isinstance(error, Wrong))
 
 
-def failure(program: Program, way, device: str, seed: int) -> int | Exception:
+def failure(program: AnyProgram, way, device: str, seed: int) -> int | Exception:
     """The number of segments, or what went wrong."""
     try:
         return check(program, way, device, seed)

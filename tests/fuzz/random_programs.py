@@ -54,6 +54,9 @@ class Program:
     steps: tuple[Step, ...]
     results: tuple[int, ...]  # which values are returned
 
+    is_exact = False  # whether every right implementation has the same bits
+    may_divide_by_zero = False
+
     @classmethod
     def draw(cls, rng: random.Random, max_steps: int = 14) -> Program:
         groups = rng.choice((1, 2, 3))
@@ -77,6 +80,10 @@ class Program:
             steps += (Step(last, rng.randrange(3), 0, rng.getrandbits(30)),)
         results = (0, *(rng.randrange(32) for _ in range(rng.randint(0, 3))))
         return cls(sizes, dtype, layouts, steps, results)
+
+    @property
+    def input_names(self) -> list[str]:
+        return list(INPUTS)
 
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> list[Tensor]:
         """Tensors to run the program on, in the order of ``INPUTS``. Some are views of larger memory."""
@@ -202,7 +209,7 @@ def _laid_out(tensor: Tensor, layout: int) -> Tensor:
 # ---- evaluation ----
 
 
-class _Choices:
+class Choices:
     def __init__(self, digits: int) -> None:
         self.digits = digits
 
@@ -227,7 +234,7 @@ class _Evaluation:
     def step(self, step: Step) -> None:
         a = self.values[-1 - step.first % len(self.values)]
         b = self.values[step.second % len(self.values)]
-        result = KINDS[step.kind](self, a, b, _Choices(step.choices))
+        result = KINDS[step.kind](self, a, b, Choices(step.choices))
         if 0 < result.numel() <= MAX_ELEMENTS and result.dim() <= MAX_RANK:
             self.values.append(result)
 
@@ -283,7 +290,7 @@ def _broadcastable(a: Tensor, b: Tensor) -> bool:
     return fits and torch.broadcast_shapes(a.shape, b.shape).numel() <= MAX_ELEMENTS
 
 
-def pointwise(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def pointwise(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     a, b = e.numeric(a), e.numeric(b)
     if not _broadcastable(a, b):
         b = a
@@ -310,7 +317,7 @@ def pointwise(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(c.of(ops)(), a, b)
 
 
-def discrete(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def discrete(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     """Where a small difference of the operands may make a large one of the result."""
     if not e.is_exact(a, b):
         return pointwise(e, a, b, c)
@@ -340,7 +347,7 @@ def discrete(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return c.of(ops)()
 
 
-def smooth(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def smooth(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     a = e.floating(a)
     ops: list[Callable[[], Tensor]] = [
         lambda: a.sigmoid(),
@@ -365,7 +372,7 @@ def smooth(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(_small(c.of(ops)()), a, exact=False)
 
 
-def cast(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def cast(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     ops: list[Callable[[], Tensor]] = [
         lambda: a.float(),
         lambda: a.to(torch.bfloat16),
@@ -378,7 +385,7 @@ def cast(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(c.of(ops)(), a)
 
 
-def view(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def view(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     if not a.dim():
         return a.expand(3)
     dim = c.below(a.dim())
@@ -414,7 +421,7 @@ def view(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(result, a)
 
 
-def index(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def index(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     if not a.dim():
         return e.made(a.clone(), a)
     dim = c.below(a.dim())
@@ -443,7 +450,7 @@ def index(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(c.of(ops)(), a)
 
 
-def made_from_nothing(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def made_from_nothing(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     n = e.sizes.hidden
     ops: list[Callable[[], Tensor]] = [
         lambda: torch.arange(n, device=a.device).remainder(7),
@@ -457,7 +464,7 @@ def made_from_nothing(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tens
     return c.of(ops)()
 
 
-def reduce(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def reduce(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     a = e.numeric(a)
     if not a.dim():
         return a.sum()
@@ -484,7 +491,7 @@ def reduce(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(result, a) if result.is_floating_point() and e.is_exact(result) else result
 
 
-def norm(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def norm(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     x = e.rows(a, e.sizes.hidden)
     weight, bias, eps = e.input["scale"], e.input["y"][0], c.of((1e-5, 1e-6))
 
@@ -504,7 +511,7 @@ def norm(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(_small(c.of(ops)()), x, weight, bias, exact=False)
 
 
-def linear(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def linear(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     x = e.rows(a, e.sizes.hidden)
     ops: list[Callable[[], Tensor]] = [
         lambda: F.linear(x, e.input["up"]),
@@ -520,7 +527,7 @@ def linear(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(_small(c.of(ops)()), x, *(e.input[n] for n in ("up", "down", "square", "bias", "table")))
 
 
-def gated(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def gated(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     x = e.rows(a, e.sizes.hidden)
     gate, up = F.linear(x, e.input["up"]), F.linear(x, e.input["up"], e.input["bias"])
     activation = c.of((F.silu, F.gelu, lambda t: F.gelu(t, approximate="tanh"), F.relu))
@@ -528,7 +535,7 @@ def gated(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.made(_small(F.linear(e.made(hidden, x, exact=False), e.input["down"])), x, exact=False)
 
 
-def attend(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def attend(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     """A layer's attention over a static cache, as Hugging Face writes it."""
     s = e.sizes
     x = e.rows(a, s.hidden)
@@ -593,7 +600,7 @@ def _is_writable(e: _Evaluation, a: Tensor) -> bool:
     return is_injective and a.untyped_storage()._cdata not in e.fixed
 
 
-def write(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def write(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     """In place, through whatever view a is. Inputs are among the targets."""
     if not _is_writable(e, a):
         a = e.input[c.of(("x", "y", "wide", "k_cache"))]
@@ -627,7 +634,7 @@ def write(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
     return e.wrote(a, source)
 
 
-def unsupported(e: _Evaluation, a: Tensor, b: Tensor, c: _Choices) -> Tensor:
+def unsupported(e: _Evaluation, a: Tensor, b: Tensor, c: Choices) -> Tensor:
     """What torch_mpk leaves to PyTorch: the graph comes apart here."""
     a = e.floating(a)
     ops: list[Callable[[], Tensor]] = [

@@ -14,10 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
+from tests.fuzz.random_integers import IntegerProgram
 from tests.fuzz.random_programs import KINDS, Program, Step, write
 from tests.thinned import thinned
 
 PROGRAMS = st.randoms(use_true_random=False).map(lambda rng: Program.draw(rng, max_steps=7))
+INTEGERS = st.randoms(use_true_random=False).map(IntegerProgram.draw)
 RANDOM = {"database": None, "suppress_health_check": list(HealthCheck)}
 
 
@@ -35,15 +37,25 @@ def test_programs_compute_what_eager_does(way: Callable, num_programs: int) -> N
     check_program()
 
 
+@pytest.mark.parametrize(("way", "num_programs"), thinned(FEW + MANY, *range(len(FEW))))
+def test_programs_of_integers_compute_what_eager_does(way: Callable, num_programs: int) -> None:
+    @settings(max_examples=2 * num_programs, **RANDOM)
+    @given(INTEGERS)
+    def check_program(program: IntegerProgram) -> None:
+        check(program, way)
+
+    check_program()
+
+
 @pytest.mark.parametrize("seed", [23])  # what its polled vectors stood in was used again before an update read them
 def test_emulated_kernels_of_programs_that_were_wrong_once(seed: int) -> None:
     check(Program.draw(random.Random(seed)), by_emulator, seed=seed)
 
 
 @pytest.mark.gpu
-@settings(max_examples=20, **RANDOM)
-@given(PROGRAMS)
-def test_kernels_compute_what_eager_does(program: Program) -> None:
+@settings(max_examples=30, **RANDOM)
+@given(st.one_of(PROGRAMS, INTEGERS))
+def test_kernels_compute_what_eager_does(program: Program | IntegerProgram) -> None:
     check(program, by_stages, "cuda")
 
 
