@@ -247,7 +247,7 @@ def choice(a: Tensor, b: Tensor, c: Choices) -> Tensor:
         lambda: a.clamp(low, high) if room else a.clamp(0, 100),
         lambda: a.clamp_max(b),
         lambda: a.masked_fill(b < 0, c.below(100)),
-        lambda: torch.cat([a, a // 2], -1),
+        lambda: torch.cat([a, a // 2], -1) if a.dim() else a,
         lambda: torch.stack([a, a + 1]),
         lambda: a.flip(-1) - a,
     ]
