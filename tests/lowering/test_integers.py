@@ -32,6 +32,7 @@ WRAPPING: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[int]]] = 
     "a hash": (lambda i: (i * 50257 + 9) % 50257, [2**62, -3]),
     "a hash of a power of two": (lambda i: (i * 65536 + 9) % 65536, [2**62, -3]),
     "a whole again": (lambda i: i // 7 * 7 + i % 7, [MOST, LEAST, -3]),
+    "the larger of a number and its successor": (lambda i: torch.maximum(i, i + 1), [MOST, 3]),
     "a counted multiple": (lambda i: torch.arange(4) * 2**62 + 0 * i >= 0, [0]),
     "a counted multiple of 2**64": (lambda i: torch.arange(4) * 2**32 * 2**32 + i, [5]),
     "a counted hash": (lambda i: (torch.arange(4) * 6364136223846793005 + i) // 3, [1442695040888963407]),
@@ -84,6 +85,9 @@ def test_addresses_are_simplified_within_their_bounds() -> None:
     assert E.is_const(E.compare("lt", i, E.iadd(i, j, 1)), None) is False  # j may be 0
     assert E.is_const(E.compare("le", i, E.iadd(i, j)), True)
     assert E.is_const(E.compare("lt", at, E.const(16000, E.INT64)), True)
+    for op, expected in (("minimum", at), ("maximum", E.const(15999, E.INT64))):
+        assert E.apply(op, E.INT64, at, E.const(15999, E.INT64)) is expected
+        assert E.apply(op, E.INT64, at, E.const(15998, E.INT64)).op == op
 
 
 def test_bounds_are_those_of_the_dtype_where_a_sum_may_wrap() -> None:

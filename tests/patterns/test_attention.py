@@ -385,3 +385,18 @@ def test_a_negative_position_averages_like_eager():
     gm = graph_of(function, inputs()[0], *inputs()[3:5], torch.tensor([3]))
     for position in (-5, -1, 0, L - 1, L + 5):
         assert_same(gm, patterns.apply(gm), inputs()[0], *inputs()[3:5], torch.tensor([position]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_a_limit_behind_the_largest_number_is_everything(dtype: torch.dtype) -> None:
+    def step(q, k, v, bound):
+        mask = (torch.arange(24) <= bound)[None, None].expand(1, 1, 1, 24)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    inputs = [torch.randn(1, 2, n, 8) for n in (1, 24, 24)]
+    ours = torch.compile(step, backend="mpk", options={"fallback": "error"})
+    info = torch.iinfo(dtype)
+    with torch.inference_mode():
+        for bound in (3, info.max - 1, info.max, -1, info.min):
+            call = *inputs, torch.tensor([[bound]], dtype=dtype)
+            torch.testing.assert_close(ours(*call), step(*call), rtol=1e-5, atol=1e-5)

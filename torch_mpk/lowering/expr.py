@@ -323,6 +323,14 @@ def compare(op: str, a: Expr, b: Expr) -> Expr:
     return Expr.make(op, BOOL, (a, b))
 
 
+def _extreme(op: str, a: Expr, b: Expr) -> Expr:
+    """The larger or the smaller of two int64 expressions."""
+    low, high = _difference(a, b)
+    if low >= 0 or high <= 0:
+        return a if (low >= 0) == (op == "maximum") else b
+    return Expr.make(op, INT64, (a, b))
+
+
 def logical_not(a: Expr) -> Expr:
     return const(not a.attr, BOOL) if is_const(a) else Expr.make("logical_not", BOOL, (a,))
 
@@ -376,6 +384,8 @@ def apply(op: str, dtype: torch.dtype, *args: Expr) -> Expr:
             return iadd(0, args[0], -1)
         if op == "mul":
             return imul(args[0], args[1])
+        if op in ("maximum", "minimum"):
+            return _extreme(op, *args)
         if op in ("floordiv", "remainder") and is_const(args[1]):
             return (floordiv if op == "floordiv" else remainder)(args[0], args[1].attr)
     if op == "mul" and dtype in FLOATS:

@@ -28,6 +28,7 @@ from torch_mpk.patterns.rewriter import (
 _ANDS = (aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default)
 _TRUES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 _WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+_LARGEST = torch.iinfo(torch.int64).max
 
 # op -> (argument that counts positions, argument with the bound, what to add to the bound to get the limit)
 _COMPARISONS = {
@@ -61,13 +62,16 @@ def lift_mask(
     rw.trust(mask)
     condition = mask if dtype(mask) == torch.bool else _where_condition(rw, mask)
     causal, is_all = _find_causal(rw, condition, (batch, positions), length) if condition is not None else (None, False)
-    if causal is not None and dtype(mask) != torch.bool:
-        # An all-masked row averages every position where the mask is added, so the comparison alone is not enough.
-        in_range = any(rw.is_same_value(causal.bound, index) for index in rw.checked_indices)
-        if not (is_all and in_range and causal.offset == 1):
-            causal = None
+    # An all-masked row averages every position where the mask is added, so the comparison alone is not enough.
+    is_enough = dtype(mask) == torch.bool or (is_all and causal and causal.offset == 1 and _is_checked(rw, causal))
+    causal = causal if is_enough else None
     limit = _limit_of_values(rw, mask, length) if causal is None else _limit_of_comparison(rw, causal)
     return None if causal is not None and is_all else rw.reshape(mask, sizes), limit
+
+
+def _is_checked(rw: Rewriter, causal: _Causal) -> bool:
+    """Whether the bound is where a cache is written, inside of it."""
+    return any(rw.is_same_value(causal.bound, index) for index in rw.checked_indices)
 
 
 def causal_limit(rw: Rewriter, q: fx.Node) -> fx.Node:
@@ -128,9 +132,9 @@ def _counts(node: fx.Node, length: int) -> bool:
     """Whether ``node`` holds 0 .. length-1 along its last dimension and nothing else."""
     while is_tensor(node) and shape(node)[-1:] == (length,) and numel(node) == length:
         if is_call(node, aten.arange.default):
-            return node.args[0] == length and not dtype(node).is_floating_point
+            return node.args[0] == length and dtype(node) in (torch.int64, torch.int32)
         if is_call(node, aten.arange.start):
-            return node.args[:2] == (0, length) and not dtype(node).is_floating_point
+            return node.args[:2] == (0, length) and dtype(node) in (torch.int64, torch.int32)
         if is_call(node, aten.add.Tensor) and isinstance(node.args[1], int) and node.args[1] == 0:
             node = node.args[0]
         else:
@@ -175,9 +179,12 @@ def _limit_of_comparison(rw: Rewriter, causal: _Causal) -> fx.Node:
     key = (causal.node, "comparison")
     if key not in rw.limits:
         # At the comparison, because the bound may be a view of a counter that the graph advances later.
-        limit = rw.call(aten.add.Tensor, causal.bound, causal.offset, after=causal.node)
+        limit, after = causal.bound, causal.node
         if dtype(limit) != torch.int64:
-            limit = rw.call(aten.to.dtype, limit, torch.int64, after=limit)
+            limit = after = rw.call(aten.to.dtype, limit, torch.int64, after=after)
+        elif causal.offset and not _is_checked(rw, causal):  # what the largest number is behind is everything
+            limit = after = rw.call(aten.clamp_max.default, limit, _LARGEST - causal.offset, after=after)
+        limit = rw.call(aten.add.Tensor, limit, causal.offset, after=after)
         sizes = [shape(limit)[0], shape(limit)[2]] if numel(limit) != 1 else [1, 1]
         rw.limits[key] = rw.call(aten.view.default, limit, sizes, after=limit)
     return rw.limits[key]
