@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from tests.thinned import thinned
 from torch_mpk import lowering
 from torch_mpk.errors import MpkWarning
 from torch_mpk.lowering import expr as E
+from torch_mpk.lowering.lowerer import Lowerer
 from torch_mpk.testing.emulator import emulate
 
 MOST, LEAST = 2**63 - 1, -(2**63)
@@ -54,6 +56,14 @@ def all_inputs() -> list[torch.Tensor]:
     return [torch.randn(2, 16), torch.randn(8, 16), *(torch.tensor(values) for _, values in WRAPPING.values())]
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has graphs that were captured on the CPU lowered as a GPU's."""
+    meta = Lowerer.meta
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(Lowerer, "meta", lambda self, val: dataclasses.replace(meta(self, val), device=gpu))
+
+
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     torch.testing.assert_close(got[0], want[0])
     for name, ours, eager in zip(WRAPPING, got[1:], want[1:], strict=True):
@@ -68,6 +78,7 @@ def test_values_wrap_beside_a_linear(device: torch.device) -> None:
             assert_same(ours(*inputs), all_wrapping(*inputs))
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 def test_values_wrap_in_a_gpus_kernel() -> None:
     inputs = all_inputs()
     lowered = lowering.lower(capture(all_wrapping, *clone(inputs)))
@@ -101,6 +112,7 @@ def test_bounds_are_those_of_the_dtype_where_a_sum_may_wrap() -> None:
 # ---- every width, near the ends of its range ----
 
 DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+SOME_AND_OTHERS = thinned([[torch.int64, torch.uint8], [torch.int32, torch.int16, torch.int8]], 0)
 
 
 def extremes(dtype: torch.dtype) -> torch.Tensor:
@@ -157,14 +169,17 @@ def assert_all_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         assert torch.equal(ours, eager), f"result {i}: {ours.tolist()}, expected {eager.tolist()}"
 
 
-def test_every_width_beside_a_linear_on_a_cpu() -> None:
-    inputs = widths(*DTYPES)
+@pytest.mark.parametrize("dtypes", SOME_AND_OTHERS)
+def test_every_width_beside_a_linear_on_a_cpu(dtypes: list[torch.dtype]) -> None:
+    torch.compiler.reset()
+    inputs = widths(*dtypes)
     ours = torch.compile(beside_a_linear, backend="mpk", options={"fallback": "error"})
     with torch.inference_mode():
         assert_all_equal(ours(*inputs), beside_a_linear(*inputs))
 
 
-@pytest.mark.parametrize("dtypes", thinned([[torch.int64, torch.uint8], [torch.int32, torch.int16, torch.int8]], 0))
+@pytest.mark.parametrize("dtypes", SOME_AND_OTHERS)
+@pytest.mark.usefixtures("on_a_gpu")
 def test_every_width_in_a_gpus_kernel(dtypes: list[torch.dtype]) -> None:
     inputs = widths(*dtypes)
     lowered = lowering.lower(capture(beside_a_linear, *clone(inputs)))
@@ -235,19 +250,19 @@ def test_a_division_by_zero_is_left_to_eager(fn: Callable) -> None:
         ours(torch.randn(4, 16), torch.arange(5))
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 def test_a_gpus_quotients_by_zero_are_zero() -> None:
     def fn(x, a, b):
-        return F.linear(x, x), *(divide(a, b) for divide in list(DIVISIONS.values())[:4])
+        return F.linear(x, x), *(divide(a, b) for divide in list(DIVISIONS.values())[:4]), F.pad(a // b, (3, 5)), a % 0
 
     x, (a, b) = torch.randn(4, 16), pairs(torch.int64)
     lowered = lowering.lower(capture(fn, x, a, torch.ones_like(b)))
     kernel = emulate(lowered.graph)
-    _, *quotients = run(lowered, [x, a, b], lambda given, outputs, _: kernel.launch(given, outputs))
+    _, *quotients, padded, rest = run(lowered, [x, a, b], lambda given, outputs, _: kernel.launch(given, outputs))
     floor, remainder, trunc, fmod = (quotient[b == 0] for quotient in quotients)
-    assert not (floor.any() or remainder.any() or trunc.any())
+    assert not (floor.any() or remainder.any() or trunc.any() or rest.any())
     assert torch.equal(fmod, a[b == 0])  # less 0 times the quotient
-    overflowing = (a == LEAST) & (b == 0)
-    assert not quotients[0][overflowing].any()
+    assert torch.equal(padded, F.pad(quotients[0], (3, 5)))
 
 
 def test_the_least_number_by_minus_one() -> None:
@@ -284,10 +299,14 @@ def test_a_number_that_does_not_fit_is_eagers_error(fn: Callable) -> None:
     torch.compiler.reset()
     ours = torch.compile(lambda x, a: (F.linear(x, x), fn(a)), backend="mpk", options={"fallback": "eager"})
     a = torch.arange(8, dtype=torch.int8)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="without overflow"):
-        fn(a)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="without overflow"):
-        ours(torch.randn(4, 16), a)
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match="without overflow"):
+            fn(a)
+        with (
+            pytest.warns(MpkWarning, match="has no room"),
+            pytest.raises(RuntimeError, match="without overflow"),
+        ):
+            ours(torch.randn(4, 16), a)
 
 
 def test_floats_become_integers_as_eagers_do() -> None:

@@ -142,6 +142,7 @@ def _divided(lx: Lowerer, node: fx.Node, fn, a, b) -> Lazy:
             raise UnsupportedError("an integer division by zero")
         low, high = (0, 0) if divisor is None else E.bounds(divisor)
         if low <= 0 <= high and not (is_static(meta.shape) and 0 in meta.shape):
+            out.eager_strides = meta.strides
             lx.realise(out)
     return out
 
