@@ -47,6 +47,21 @@ def test_values_wrap_where_addresses_would_be_simplified(name: str) -> None:
     check(fn, torch.tensor(values))
 
 
+def test_a_number_of_a_call_wraps_too() -> None:
+    def fn(x, i, n):
+        if n < 2:  # so that tracing knows of a lower bound
+            return F.linear(x, x), i
+        return F.linear(x, x), i // n, i % n, i * n // 4, torch.arange(4) * n >= 0, (i + n) // n, i < n
+
+    torch.compiler.reset()
+    ours = torch.compile(fn, backend="mpk", options={"fallback": "error"}, dynamic=True)
+    x, i = torch.randn(3, 16), torch.tensor([MOST, LEAST, -7, 5])
+    with torch.inference_mode():
+        for n in (7, 3, 2**62, 2**41, MOST):
+            for got, want in zip(ours(x, i, n)[1:], fn(x, i, n)[1:], strict=True):
+                assert torch.equal(got, want), n
+
+
 def all_wrapping(x: torch.Tensor, weight: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
     functions = [fn for fn, _ in WRAPPING.values()]
     return [F.linear(x, weight), *(fn(i) for fn, i in zip(functions, inputs, strict=True))]

@@ -45,8 +45,10 @@ def lower(segment: fx.GraphModule) -> Lowered:
     placeholders = [n for n in segment.graph.nodes if n.op == "placeholder"]
     inputs = [n for n in placeholders if isinstance(n.meta["val"], torch.Tensor)]
     scalars = [n for n in placeholders if isinstance(n.meta["val"], torch.SymInt)]
+    dimensions = {size.node.expr for n in inputs for size in n.meta["val"].shape if isinstance(size, torch.SymInt)}
     for number, n in enumerate(scalars):
-        lx.add_symbol(number, n.meta["val"], n.meta["val"].node.expr)
+        symbol = n.meta["val"].node.expr
+        lx.add_symbol(number, n.meta["val"], symbol, symbol in dimensions)
     args = [_argument(lx, n, inputs) for n in placeholders]
 
     results = lx.run(segment.graph, segment, args)
@@ -172,4 +174,4 @@ def _collect_symbols(lx: Lowerer, val: object) -> None:
     for size in sizes:
         if isinstance(size, torch.SymInt):
             for symbol in sorted(size.node.expr.free_symbols, key=str):
-                lx.add_symbol(len(lx.symbols), size, symbol)
+                lx.add_symbol(len(lx.symbols), size, symbol, isinstance(val, torch.Tensor))

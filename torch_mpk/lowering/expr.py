@@ -92,10 +92,10 @@ def size(number: int, within: Interval) -> Expr:
     return Expr.make("size", INT64, (), (number, within))
 
 
-def scalar_bounds(low: int | None, high: int | None) -> Interval:
-    """Of a call's scalar, by what tracing knows: one that cannot be negative is taken for a tensor's dimension."""
+def scalar_bounds(low: int | None, high: int | None, is_dimension: bool) -> Interval:
+    """Of a call's scalar, by what tracing knows of it."""
     least, largest = dtype_bounds(INT64)
-    largest = largest if low is None or low < 0 else _SIZE_LIMIT
+    largest = _SIZE_LIMIT if is_dimension else largest
     return least if low is None else low, largest if high is None else min(high, largest)
 
 

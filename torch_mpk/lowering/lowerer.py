@@ -98,12 +98,13 @@ class Lowerer:
             return int(value)
         return self._symbolic(value.node.expr)
 
-    def add_symbol(self, number: int, value: torch.SymInt, e: Any) -> None:
-        """A call's scalar ``number`` is what ``e`` stands for, an expression of the tracing that ``value`` is from."""
+    def add_symbol(self, number: int, value: torch.SymInt, e: Any, is_dimension: bool) -> None:
+        """A call's scalar ``number`` is what ``e`` stands for, an expression of the tracing that ``value`` is from, and
+        maybe known to be a dimension of a tensor."""
         if e not in self.symbols:
             known = value.node.shape_env.bound_sympy(e)
             low, high = (int(n) if n.is_Integer else None for n in (known.lower, known.upper))
-            self.symbols[e] = E.size(number, E.scalar_bounds(low, high))
+            self.symbols[e] = E.size(number, E.scalar_bounds(low, high, is_dimension))
 
     def _symbolic(self, e: Any) -> Size:
         if e in self.symbols:
