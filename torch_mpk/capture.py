@@ -260,6 +260,9 @@ _STATE_CALLS = {
 }
 
 
+_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
 # Operators whose results eager lays out in another way than PyTorch's fake tensors say, and how.
 _LAYOUTS = {
     ("cpu", aten.log_sigmoid.default): torch.contiguous_format,
@@ -290,6 +293,8 @@ class _Replay(torch.fx.Interpreter):
             if target is torch.amp.autocast_mode._enter_autocast and args[2]:
                 raise UnsupportedError("autocast is entered inside the graph")
             return None
+        if target is _DATA:  # ``tensor.data``, which no dispatch mode sees
+            target = torch.Tensor.detach
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -280,3 +280,17 @@ def test_a_python_float_that_changes_is_specialised():
         compiled(torch.ones(3), scale)
     assert refused == ["L['scale'] is a Python number that differs from call to call"]
     assert captured[-1].graph_module(torch.full((3,), 8.0), 7.0)[0].tolist() == [2.0] * 3
+
+
+def test_data_of_a_tensor_is_the_tensor():
+    linear = torch.nn.Linear(8, 8)
+
+    def function(x):
+        linear.bias.data.add_(1)
+        return torch.nn.functional.linear(x.data, linear.weight.data, linear.bias).data + 1
+
+    x, before = torch.randn(2, 8), linear.bias.detach().clone()
+    with torch.inference_mode():
+        actual = torch.compile(function, backend="mpk", options={"fallback": "error"})(x)
+        torch.testing.assert_close(actual, torch.nn.functional.linear(x, linear.weight, before + 1) + 1)
+    torch.testing.assert_close(linear.bias.detach(), before + 1)
