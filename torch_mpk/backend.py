@@ -16,7 +16,7 @@ from torch_mpk import buckets, build_cache, registry, timing
 from torch_mpk.admission import check_call, check_graph
 from torch_mpk.buckets import Numbers, Prompt, bucket_of
 from torch_mpk.build_cache import Stored, build_key
-from torch_mpk.capture import Captured, Conditions, capture, input_sources, number_positions
+from torch_mpk.capture import Captured, Conditions, capture, input_sources, number_positions, written_inputs
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options, env
 from torch_mpk.dry_run import is_dry_run, will_write
@@ -54,7 +54,8 @@ def mpk(
     if env.disable:
         return gm.forward
     warn_at_recompile_limit(gm)
-    will_write(example_inputs)
+    if is_dry_run():
+        will_write(example_inputs[i] for i in written_inputs(gm, example_inputs))
     with timing.build():
         try:
             return compile_call(gm, example_inputs, settings)
@@ -240,6 +241,7 @@ def compile_graph(
         compiled = _shared((graph, device, built_with), make, needs_graph)
         if key and compiled.plan is not None:
             build_cache.put(key, Stored(compiled.plan, graph, mutated))
+    will_write(inputs[i] for i in mutated)
     call = compiled.callable(gm.forward, options.freeze, memory, functools.partial(decline_call, options))
     call = prompt.callable(call) if prompt is not None else call
     return verified(call, compiled, gm.forward, mutated, device, options) if options.verify else call

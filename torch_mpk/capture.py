@@ -157,6 +157,14 @@ def capture(
     return captured
 
 
+def written_inputs(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Sequence[int]:
+    """The positions of the inputs that a graph writes in place; of all but parameters where that cannot be known."""
+    try:
+        return capture(gm, example_inputs, specialize=True).mutated
+    except UnsupportedError:
+        return [i for i, value in enumerate(example_inputs) if not isinstance(value, torch.nn.Parameter)]
+
+
 class Conditions:
     """What the numbers of a call must satisfy for a captured graph to be that call's; false where it holds for all."""
 

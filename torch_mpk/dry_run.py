@@ -5,29 +5,43 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_mpk.snapshot import Snapshot
 
 # By id: tensors, and copies of what they were; None where it is of no interest.
 Written = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 _written: contextvars.ContextVar[Written | None] = contextvars.ContextVar("torch_mpk dry run", default=None)
+_parameters = WeakIdKeyDictionary()  # that some graph writes
 
 
 @contextlib.contextmanager
-def dry_run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]]]:
-    """Gives deep copies of a call's arguments, but for modules and what cannot be copied, and restores random state
-    and the tensors that ``will_write`` was told of inside."""
+def dry_run(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], is_compiled: bool
+) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]]]:
+    """Gives deep copies of a call's arguments, but for modules and what cannot be copied, and afterwards restores
+    random state, the tensors that ``will_write`` was told of inside, and what the objects hold that ``fn`` leads to.
+
+    ``is_compiled``: graphs of the call may be there already, which tell nobody what they write.
+    """
     modules = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)}
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     written: Written = {}
-    with torch.random.fork_rng(cuda):
+    with torch.random.fork_rng(cuda), _random_state():
         # Tensors with a history and handles of the system cannot be copied.
         with contextlib.suppress(RuntimeError, TypeError), _Copying(written):
             args, kwargs = copy.deepcopy((args, kwargs), modules)
+        snapshot = Snapshot((fn, args, kwargs))
         token = _written.set(written)
+        if is_compiled:
+            will_write(t for t in snapshot.tensors if not isinstance(t, torch.nn.Parameter) or t in _parameters)
         try:
             yield args, kwargs
         finally:
@@ -36,6 +50,20 @@ def dry_run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Se
                 for tensor, before in reversed(written.values()):  # later ones may be views of earlier ones
                     if before is not None:
                         tensor.copy_(before)
+            snapshot.restore()
+
+
+@contextlib.contextmanager
+def _random_state() -> Iterator[None]:
+    """Restores the state of Python's random numbers and of NumPy's."""
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    python_state, numpy_state = random.getstate(), numpy and numpy.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
 
 
 class _Copying(TorchFunctionMode):
@@ -59,15 +87,15 @@ def is_dry_run() -> bool:
 
 
 def will_write(values: Iterable[Any]) -> None:
-    """Notes the tensors that a graph may write, before it runs: all of its inputs but parameters and what is expanded.
-
-    Without a dry run it does nothing.
-    """
+    """Notes tensors that a graph may write, before it runs. Without a dry run only parameters count, for later ones."""
     written = _written.get()
-    if written is None:
-        return
     for value in values:
-        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or 0 in value.stride():
-            continue
-        if id(value) not in written:
-            written[id(value)] = (value, value.clone())
+        if isinstance(value, torch.nn.Parameter):
+            _parameters[value] = True
+        if written is not None and isinstance(value, torch.Tensor) and id(value) not in written:
+            written[id(value)] = (value, None if _is_expanded(value) else value.clone())
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that nothing can write them in place."""
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -23,10 +23,10 @@ from torch_mpk.aliasing import tensors
 from torch_mpk.announcements import quiet
 from torch_mpk.backend import compile_call
 from torch_mpk.bandwidth import bytes_per_second
-from torch_mpk.capture import capture
+from torch_mpk.capture import capture, written_inputs
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
-from torch_mpk.dry_run import dry_run
+from torch_mpk.dry_run import dry_run, will_write
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import reason
 from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
@@ -140,9 +140,9 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     """What ``torch.compile(model, backend="mpk", options=options)(*args, **kwargs)`` does, under ``inference_mode``.
 
     The call is captured and built, run in eager for its results, and its graphs are timed. All of that works on deep
-    copies of the arguments (but for modules, and what cannot be copied) and on copies of the model's tensors that a
-    graph writes, so caches, buffers and random state are afterwards what they were. Python attributes that ``forward``
-    sets on the model are set, as by any call. It takes memory for one such copy, and for a second of what is written.
+    copies of the arguments, but for modules and what cannot be copied, and everything is afterwards what it was, also
+    where the call raises: the model's attributes, buffers and parameters are the same objects with the same contents,
+    and so are caches and random state. It takes memory for one such copy, and for two of what a graph writes.
 
     Args:
         model: a module or function, compiled already or not.
@@ -164,21 +164,25 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         dynamo = {} if graphs else {"dynamo": time.perf_counter() - start}
         devices.extend(value.device for value in inputs if isinstance(value, torch.Tensor))
-        graphs.append(_explain_graph(gm, inputs, settings, dynamo))
-        return lambda *args: gm(*_copies(args))
+        written = written_inputs(gm, inputs)
+        will_write(inputs[i] for i in written)
+        graphs.append(_explain_graph(gm, inputs, written, settings, dynamo))
+        return gm.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
     # A code object of its own: Dynamo counts recompilations by it.
     call = types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
-    with torch.inference_mode(), quiet(), dry_run(args, kwargs) as (copied_args, copied_kwargs):
+    with torch.inference_mode(), quiet(), dry_run(fn, args, kwargs, is_compiled=False) as (copied_args, copied_kwargs):
         torch.compile(call, backend=backend, dynamic=False)(*copied_args, **copied_kwargs)
     device = devices[0] if devices else torch.device("cpu")
     return Report(graphs, device, bytes_per_second(device, num_threads(settings)))
 
 
-def _explain_graph(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, seconds: dict[str, float]) -> Graph:
+def _explain_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], written: Sequence[int], options: Options, seconds: dict[str, float]
+) -> Graph:
     try:
         with timing.build():
             call = compile_call(gm, inputs, options, needs_graph=True)
@@ -194,7 +198,7 @@ def _explain_graph(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, 
         parts = [_part(segment, compiled) for segment in compiled.partitioned.segments if _is_work(segment)]
         misses = _misses(gm, inputs)
     return Graph(
-        parts, compiled.partitioned.fallbacks, None, seconds | compiled.seconds, _measure(call, inputs), misses
+        parts, compiled.partitioned.fallbacks, None, seconds | compiled.seconds, _measure(call, inputs, written), misses
     )
 
 
@@ -294,16 +298,11 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
     return torch.Size(sizes).numel() * tensor.dtype.itemsize
 
 
-def _copies(values: Sequence[Any]) -> list[Any]:
-    """The values, but copies of the tensors that a graph may write: all that are not parameters."""
-    return copied(values, [i for i, tensor in enumerate(values) if not isinstance(tensor, torch.nn.Parameter)])
-
-
-def _measure(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
-    """Median microseconds of a call on copies of the inputs, made new for each."""
+def _measure(call: Callable[..., Any], inputs: Sequence[Any], written: Sequence[int]) -> float:
+    """Median microseconds of a call, with new copies of the inputs at ``written`` for each."""
     times = []
     for _ in range(1 + _NUM_RUNS):
-        args = _copies(inputs)
+        args = copied(inputs, written)
         tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
         if tensor.is_cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

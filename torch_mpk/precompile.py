@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_mpk.config import Options
-from torch_mpk.dry_run import dry_run, will_write
+from torch_mpk.dry_run import dry_run
 
 
 def precompile(
@@ -22,11 +22,11 @@ def precompile(
     ``TORCH_MPK_FORBID_COMPILE`` forbids it to compile. Call it for each batch size and kind of mask, in
     ``inference_mode`` or ``no_grad`` as the calls will be; the default is ``inference_mode``.
 
-    The call is made, so that errors of a launch show here, but leaves caches, buffers and random state as they were: it
-    gets deep copies of its arguments, but for modules and what cannot be copied, and the model's buffers and whatever
-    else the graphs compiled here may write are restored. Until it returns it takes memory for one copy of all these.
-    Python attributes that ``forward`` sets on the model are set. The device must be there: a kernel is made for its
-    number of multiprocessors.
+    The call is made, so that errors of a launch show here, but leaves everything as it was, also where it raises. It
+    gets deep copies of its arguments, but for modules and what cannot be copied. Buffers and other tensors that the
+    model holds are restored, as are parameters that a graph writes: until it returns it takes memory for one copy of
+    all these. Attributes, and elements of lists and dicts, are afterwards the objects that they were, and random state
+    is what it was. The device must be there: a kernel is made for its number of multiprocessors.
 
     Args:
         model: a module or function, compiled already or not.
@@ -44,8 +44,6 @@ def precompile(
     fn = getattr(model, "_orig_mod", model)
     compiled = torch.compile(fn, backend="mpk", options=None if options is None else dict(options))
     mode = torch.inference_mode() if torch.is_grad_enabled() else contextlib.nullcontext()
-    with mode, dry_run(args, kwargs) as (copied_args, copied_kwargs):
-        if isinstance(fn, torch.nn.Module):  # its graphs may have been compiled before
-            will_write(fn.buffers())
+    with mode, dry_run(fn, args, kwargs, is_compiled=True) as (copied_args, copied_kwargs):
         compiled(*copied_args, **copied_kwargs)
     return compiled
