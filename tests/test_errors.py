@@ -64,15 +64,17 @@ def test_graphs_that_are_not_ours():
         compile_strictly(lambda x, y: (x.add_(1), y * 2), x[:3], x[1:])
 
 
-def test_a_prompt_is_declined_but_no_error_for_the_caller():
+def test_a_prompt_is_declined_but_no_error_unless_asked_for():
     def function(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     inputs = [torch.randn(1, 2, 5, 8) for _ in range(3)]
-    with pytest.raises(errors.PrefillDeclined, match=r"a step over 5 positions \(prefill\) runs eagerly"):
+    with pytest.raises(errors.PrefillDeclined, match=r"a step over 5 positions \(prefill\), where max_positions is 1"):
         admission.check_graph(capture(torch.fx.symbolic_trace(function), inputs))
+    with pytest.raises(errors.PrefillDeclined):
+        compile_strictly(function, *inputs)
     with torch.no_grad():
-        assert torch.equal(compile_strictly(function, *inputs)(*inputs), function(*inputs))
+        assert torch.equal(torch.compile(function, backend="mpk")(*inputs), function(*inputs))
 
 
 def test_what_should_not_happen(monkeypatch):

@@ -152,7 +152,7 @@ def test_prefill_is_left_to_pytorch_as_intended():
     assert report.num_megakernels == 0
     assert report.share("flops") == 0
     assert report.parts[0].flops > 0
-    assert "a step over 5 positions (prefill) runs eagerly" in str(report)
+    assert "a step over 5 positions (prefill), where max_positions is 1" in str(report)
     assert "as intended" in str(report)
 
 

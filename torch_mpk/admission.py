@@ -20,6 +20,7 @@ from torch_mpk.errors import (
     SeveralDevicesError,
     UnsupportedError,
 )
+from torch_mpk.prompts import positions_of
 
 aten = torch.ops.aten
 
@@ -27,12 +28,24 @@ _CACHE_SOURCE = re.compile(r"past_key_values|\.layers\[\d+\]\.(keys|values)$")
 _CACHE_CODE = re.compile(r"cache\w*\.py:\d+")
 
 
-def check_call(inputs: Sequence[Any]) -> torch.device:
-    """Checks the state around a call, which Dynamo guards: grad mode, autocast, devices.
+def check_call(inputs: Sequence[Any], names: Sequence[str] | None = None) -> torch.device:
+    """Checks the state around a call, which Dynamo guards: grad mode, autocast, devices, and what its tensors are.
 
-    Returns the one device of the inputs. Raises UnsupportedError.
+    Args:
+        inputs: but for numbers.
+        names: what messages call them.
+
+    Returns:
+        the one device of the inputs.
+
+    Raises:
+        UnsupportedError: such a call is not ours.
     """
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    for i, given in enumerate(inputs):
+        if not isinstance(given, torch.Tensor):
+            name = names[i] if names is not None else f"input {i}"
+            raise UnsupportedError(f"{name} is a {type(given).__qualname__}, neither a tensor nor a number")
+    tensors: Sequence[torch.Tensor] = inputs
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise GradModeError
     devices = sorted({str(tensor.device) for tensor in tensors})
@@ -45,12 +58,20 @@ def check_call(inputs: Sequence[Any]) -> torch.device:
         raise UnsupportedError(f"the inputs are on {device}, and torch_mpk runs on cpu and cuda")
     if torch.is_autocast_enabled(device.type):
         raise AutocastError(device=device.type)
-    for tensor in tensors:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            raise UnsupportedError(
-                f"an input is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor"
-            )
+    for i, tensor in enumerate(tensors):
+        if not is_plain(tensor):
+            name = names[i] if names is not None else f"input {i}"
+            kind = type(tensor).__qualname__
+            raise UnsupportedError(f"{name} is a {kind} of layout {tensor.layout}, not a plain tensor")
     return device
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether operations see no more in it than a strided tensor: its class, as some of parameters, changes none."""
+    cls = type(tensor)
+    if tensor.layout != torch.strided or cls.__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+        return False
+    return cls is torch.Tensor or cls.__torch_function__ == torch._C._disabled_torch_function_impl
 
 
 def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | None = None) -> None:
@@ -65,12 +86,14 @@ def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | 
             grown = [sources[part] for part in node.args[0] if _CACHE_SOURCE.search(sources.get(part, ""))]
             if grown:
                 raise GrowingCacheError(source=grown[0], line=source_line(node))
-    for node in nodes if not any(map(_is_paged, nodes)) else ():
-        batch, length = (n if isinstance(n, int) else n.node.hint for n in positions_of(node) or (1, 1))
-        if length > 1 and not takes_prompts(target, value(node).dtype):
-            max_positions = min(max_positions, MAX_ROWS if batch == 1 else 1)
-        if length > max_positions:
-            raise PrefillDeclined(length=length)
+    for *sizes, dtype in positions_of(captured) if not any(map(_is_paged, nodes)) else ():
+        batch, length = (n if isinstance(n, int) else n.node.hint for n in sizes)
+        most, why = max_positions, f"max_positions is {max_positions}"
+        if length > 1 and not takes_prompts(target, dtype):
+            most = min(most, MAX_ROWS if batch == 1 else 1)
+            why += f", and {dtype} on this device takes {MAX_ROWS} of one sequence, and 1 of several"
+        if length > most:
+            raise PrefillDeclined(length=length, why=why)
     for node in nodes:
         if node.target is aten.cat.default and any(map(_is_empty_cache, node.args[0])):
             raise GrowingCacheError(source="a key/value cache that is empty before this call", line=source_line(node))
@@ -93,13 +116,3 @@ def _is_paged(node: torch.fx.Node) -> bool:
     """Whether it calls a task to which tokens are rows of a batch, however the graph around it has them."""
     task = registry.of_operator(node.target)
     return task is not None and bool(task.streaming.paged_by)
-
-
-def positions_of(node: torch.fx.Node) -> tuple[int | torch.SymInt, int | torch.SymInt] | None:
-    """Sequences, and positions of each, that a node of a transformer works on; None where the node does not tell."""
-    if node.target is aten.scaled_dot_product_attention.default:
-        return node.args[0].meta["val"].shape[0], node.args[0].meta["val"].shape[-2]
-    if node.target is aten.embedding.default and node.args[1].meta["val"].dim() == 2:
-        batch, length = node.args[1].meta["val"].shape
-        return batch, length
-    return None

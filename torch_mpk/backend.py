@@ -79,7 +79,9 @@ def compile_call(
     Raises whatever makes it a graph that we do not run.
     """
     numbers = number_positions(gm, inputs)
-    device = check_call([value for i, value in enumerate(inputs) if i not in numbers])
+    known = [i for i in range(len(inputs)) if i not in numbers]
+    sources = input_sources(gm)
+    device = check_call([inputs[i] for i in known], [sources[i] for i in known])
     each_shape = _for_each_shape(gm, numbers, device, options)
     is_deferred = options.while_building == "eager" and not (needs_graph or is_dry_run())
     if not numbers:
@@ -89,6 +91,7 @@ def compile_call(
             captured = capture(gm, inputs, conditional=True)
         sizes = Numbers.of(captured) if options.max_positions > 1 else None
         if sizes is None:
+            check_graph(captured, options.max_positions, backend_of(device).target(device, options))
             conditions = Conditions(captured)
             run = None if is_deferred else compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
     except UnsupportedError as error:
@@ -135,7 +138,7 @@ def _in_buckets(
     def build(args: Sequence[Any]) -> Callable[..., Any]:
         size = bucket(args)
         if size is None:
-            raise PrefillDeclined(length=args[number])
+            raise PrefillDeclined(length=args[number], why=f"max_positions is {options.max_positions}")
         with timing.build():
             return compile_graph(gm, args, device, options, prompt.graph(size), prompt=prompt)
 

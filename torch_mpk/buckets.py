@@ -22,7 +22,6 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_mpk.admission import positions_of
 from torch_mpk.aliasing import (
     eliminate_dead_code,
     evaluate,
@@ -35,6 +34,7 @@ from torch_mpk.aliasing import (
 from torch_mpk.capture import Captured, Conditions, lay_out_as_eager, source_line
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.patterns.rewriter import CASTS, RESHAPES, arguments, aten, is_call
+from torch_mpk.prompts import looked_up, positions_of
 from torch_mpk.tracing import graph_module
 
 if TYPE_CHECKING:
@@ -90,9 +90,8 @@ class Numbers:
     def of(cls, captured: Captured) -> Numbers | None:
         """None where no number is how many positions the graph is over."""
         places = captured.symbols
-        for node in captured.graph_module.graph.nodes:
-            sizes = positions_of(node)
-            if sizes is None or isinstance(sizes[1], int):
+        for sizes in (*looked_up(captured), *(found[:2] for found in positions_of(captured))):
+            if isinstance(sizes[1], int):
                 continue
             batch, length = (None if isinstance(n, int) else places.get(n.node.expr, -1) for n in sizes)
             return cls(length, batch) if length is not None and -1 not in (batch, length) else None

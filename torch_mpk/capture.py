@@ -196,7 +196,10 @@ def number_positions(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) ->
     """The positions of the inputs that are numbers: sizes, and Python floats, which Dynamo passes in tensors."""
     placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")
     inputs = zip(placeholders, example_inputs, strict=True)
-    return [i for i, (node, value) in enumerate(inputs) if not isinstance(value, torch.Tensor) or _is_number(node)]
+    return [i for i, (node, value) in enumerate(inputs) if isinstance(value, _NUMBERS) or _is_number(node)]
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def _is_number(placeholder: torch.fx.Node) -> bool:

@@ -34,7 +34,7 @@ class Options:
     fallback: Literal["inductor", "eager", "error"] | None = None
     """What runs a graph, or the part of one, that torch_mpk cannot take. "error" raises instead. What Inductor cannot
     compile runs eagerly, and so do parts of a graph with symbolic sizes. None: Inductor on CUDA, eager on the CPU and
-    where TORCH_MPK_FORBID_COMPILE is set. A prefill that is not ours runs eagerly, unless this is "inductor"."""
+    where TORCH_MPK_FORBID_COMPILE is set. A prefill that is not ours runs eagerly where this is None."""
     min_segment_nodes: int | None = None
     """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
     max_positions: int = 1

@@ -109,18 +109,24 @@ class DeclinedError(MpkError):
 
 
 class PrefillDeclined(DeclinedError):
-    """A step over more positions than the option ``max_positions`` says, or on a GPU that multiplies no 16-bit elements
-    by warpgroups over more than 16, or over several of several sequences: it runs eagerly, with a line in the log."""
+    """A step over more positions than the option ``max_positions`` says, or than the device takes. It runs eagerly,
+    with a line in the log, and with a warning where prompts of several lengths were compiled."""
 
-    template = "a step over {length} positions (prefill) runs eagerly; {remedy}"
-    remedy = "steps over one run as a megakernel"
+    template = "a step over {length} positions (prefill), where {why}: {remedy}"
+    remedy = (
+        "options={'max_positions': n} has steps over up to n positions compiled, those of many lengths for buckets of "
+        "them; the model itself, called without torch.compile, spends no time on compiling what runs eagerly"
+    )
 
 
 class GrowingCacheError(DeclinedError):
     """A key/value cache that is a new, longer tensor after each call."""
 
     template = "{source} grows with every call, at {line}: {remedy}"
-    remedy = "pass a transformers.StaticCache as past_key_values (or cache_implementation='static' to generate)"
+    remedy = (
+        "pass a transformers.StaticCache as past_key_values (or cache_implementation='static' to generate), or "
+        "use_cache=False where nothing follows"
+    )
 
 
 class SharedMemoryError(DeclinedError):

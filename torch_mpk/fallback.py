@@ -59,16 +59,19 @@ def compile_others(partitioned: Partitioned, captured: Captured, options: Option
 
 def fall_back(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, error: Exception) -> Callable[..., Any]:
     """What runs a graph that we do not: Inductor or eager PyTorch."""
-    if isinstance(error, PrefillDeclined):  # no reason to keep a user waiting for Inductor who has not asked for it
-        logger.info("%s", error)
-        return (_inductor(gm, inputs) if options.fallback == "inductor" else None) or gm.forward
     how = choice(options, inputs)
     if how == "error":
         if isinstance(error, (MpkError, MemoryError)):
             raise error
         raise InternalError(reason(error)) from error
-    warn(_announcement("this graph", how, reason(error)))
-    logger.info("the error behind the warning", exc_info=error)
+    if isinstance(error, PrefillDeclined):
+        logger.info("torch_mpk leaves this graph to others: %s", error)
+        how = options.fallback or "eager"  # no reason to keep a user waiting for Inductor who has not asked for it
+        if how == "eager" and not all(isinstance(value, Tensor) for value in inputs):
+            warn(f"torch_mpk runs prompts of several lengths eagerly, so compiling them brings nothing: {error.remedy}")
+    else:
+        warn(_announcement("this graph", how, reason(error)))
+        logger.info("the error behind the warning", exc_info=error)
     return (_inductor(gm, inputs) if how == "inductor" else None) or gm.forward
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.backends import registry
 from torch._subclasses import FakeTensorMode
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache, T5Config, T5ForConditionalGeneration
 
 from tests.thinned import thinned
 from torch_mpk import _C, backend, fallback
@@ -94,24 +94,110 @@ def test_a_first_call_without_a_static_cache_says_what_to_pass(is_given):
     assert re.search(message, str(warning.message))
 
 
-def test_prefill_runs_eagerly_without_a_warning(caplog):
+@pytest.mark.parametrize("batch", thinned([1, 2], 0))
+@pytest.mark.parametrize("options", [{}, {"max_positions": 3}])
+def test_prefill_runs_eagerly_without_a_warning(caplog, options, batch):
     model = tiny_model(num_layers=1)
-    step = compiled(model, fallback="error")
-    decoding = Decoding(model, random_ids(1, 3))
+    prompt, ids = random_ids(batch, 3), random_ids(batch, 4)
+    caches = [Decoding(model, prompt).cache for _ in range(2)]
     with torch.inference_mode(), warnings.catch_warnings(), caplog.at_level(logging.INFO, "torch_mpk"):
         warnings.simplefilter("error", MpkWarning)
-        step(input_ids=random_ids(1, 4), past_key_values=decoding.cache)
-    assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
+        actual, expected = (
+            run(input_ids=ids, past_key_values=c).logits
+            for run, c in zip((compiled(model, **options), model), caches, strict=True)
+        )
+    assert torch.equal(actual, expected)
+    assert "a step over 4 positions (prefill), where max_positions is" in caplog.text
 
 
-@pytest.mark.parametrize("batch", thinned([1, 2], 0))
-def test_more_positions_than_asked_for_are_prefill(caplog, batch):
-    model = tiny_model(num_layers=1)
-    step = compiled(model, fallback="error", max_positions=3)
-    decoding = Decoding(model, random_ids(batch, 3))
-    with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
-        step(input_ids=random_ids(batch, 4), past_key_values=decoding.cache)
-    assert "a step over 4 positions (prefill) runs eagerly" in caplog.text
+@pytest.mark.parametrize("attention", thinned(["sdpa", "eager"], 1))
+@pytest.mark.parametrize("options", [{}, {"max_positions": 3}])
+def test_prefill_that_is_not_ours_is_an_error_where_asked_to(attention, options):
+    model = tiny_model(num_layers=1, attention=attention)
+    step = compiled(model, fallback="error", **options)
+    with torch.inference_mode(), pytest.raises(Exception, match=r"a step over 4 positions \(prefill\), where max_pos"):
+        step(input_ids=random_ids(2, 4), use_cache=False)
+
+
+def test_prompts_of_several_lengths_say_once_that_compiling_them_brings_nothing(monkeypatch):
+    model, captured = tiny_model(num_layers=1), []
+    capture = backend.capture
+    monkeypatch.setattr(backend, "capture", lambda *args, **kwargs: captured.append(0) or capture(*args, **kwargs))
+    step = compiled(model)
+    with torch.inference_mode(), warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always", MpkWarning)
+        for length in (3, 4, 5, 6, 7, 8, 9):
+            ids = random_ids(2, length)
+            logits = [run(input_ids=ids, use_cache=False).logits for run in (step, model)]
+            assert torch.equal(*logits)
+    (warning,) = (each for each in record if each.category is MpkWarning)
+    assert "prompts of several lengths eagerly, so compiling them brings nothing" in str(warning.message)
+    assert "options={'max_positions': n}" in str(warning.message)
+    assert len(captured) == 2  # the first length, and all others
+
+
+class DotInteractions(torch.nn.Module):
+    """A recommender: several categories of each row are looked up, and their products taken (Naumov et al., 2019)."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = torch.nn.ModuleList([torch.nn.Embedding(50, 16) for _ in range(2)])
+        self.bottom, self.top = torch.nn.Linear(8, 16), torch.nn.Linear(16 + 9, 1)
+
+    def forward(self, dense, ids):
+        x = self.bottom(dense)
+        vectors = torch.stack([x, *(table(each).sum(1) for table, each in zip(self.tables, ids, strict=True))], 1)
+        return self.top(torch.cat([x, torch.bmm(vectors, vectors.mT).flatten(1)], 1))
+
+
+class Resampler(torch.nn.Module):
+    """Learned queries that attend to the features of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys, self.out = torch.nn.Parameter(torch.randn(6, 32)), *_linears((32, 64), (32, 32))
+
+    def forward(self, x):
+        k, v = self.keys(x).unflatten(-1, (2, 4, 8)).permute(2, 0, 3, 1, 4)
+        q = self.queries.view(6, 4, 8).transpose(0, 1).expand(len(x), -1, -1, -1)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def _linears(*sizes):
+    return [torch.nn.Linear(*size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (DotInteractions, lambda: (torch.randn(3, 8), torch.randint(0, 50, (2, 3, 4)))),
+        (Resampler, lambda: (torch.randn(2, 9, 32),)),
+    ],
+)
+def test_several_ids_or_queries_alone_are_no_prompt(make, inputs):
+    model = make()
+    with torch.inference_mode():
+        args = inputs()
+        torch.testing.assert_close(compiled(model, fallback="error")(*args), model(*args))
+
+
+def test_a_step_with_a_table_of_distances_is_no_prompt():
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    config = T5Config(**sizes, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).eval()
+    caches = [EncoderDecoderCache(*(StaticCache(config, max_cache_len=n) for n in (16, 7))) for _ in range(2)]
+    with torch.inference_mode():
+        encoded, tokens = model.encoder(random_ids(1, 7)), random_ids(1, 3).split(1, 1)
+
+        def steps(run, cache):
+            for token, is_first in zip(tokens, (True, False, False), strict=True):  # the first fills the other cache
+                given = {"encoder_outputs": encoded, "decoder_input_ids": token, "past_key_values": cache}
+                yield (model if is_first else run)(**given).logits
+
+        ours = compiled(model, fallback="error")
+        for actual, expected in zip(steps(ours, caches[0]), steps(model, caches[1]), strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +216,7 @@ def test_more_positions_than_asked_for_are_prefill(caplog, batch):
 )
 def test_a_gpu_takes_prompts_or_a_few_positions_of_one_sequence(arch, dtype, batch, positions, is_declined):
     def function(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     with FakeTensorMode():
         inputs = [torch.empty(batch, 2, length, 8, dtype=dtype, device="cuda") for length in (positions, 80, 80)]

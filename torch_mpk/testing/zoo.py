@@ -210,8 +210,8 @@ MODELS: dict[str, Decoder | Module] = {
     "ALiBi": Module(
         "attention biased by distance", AlibiDecoder, lambda batch: (torch.randn(3, 32), torch.tensor([5]))
     ),
-    "BERT": Module("an encoder", _bert, lambda batch: (random_ids(batch, 7),), is_dense=False),
-    "ViT": Module("a vision encoder", _vit, lambda batch: (torch.randn(batch, 3, 16, 16),), is_dense=False),
+    "BERT": Module("an encoder", _bert, lambda batch: (random_ids(batch, 7),)),
+    "ViT": Module("a vision encoder", _vit, lambda batch: (torch.randn(batch, 3, 16, 16),)),
     "MLP": Module("linear layers", _mlp, lambda batch: (torch.randn(batch, 24),)),
 }
 
