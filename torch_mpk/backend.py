@@ -51,8 +51,15 @@ def mpk(
         MpkError: with ``options={"fallback": "error"}``, what would have been a fallback.
     """
     settings = Options.parse(mode, options)
-    if env.disable:
-        return gm.forward
+    run = gm.forward if env.disable else _run(gm, example_inputs, settings)
+    if getattr(torch._functorch.config, "bypass_autograd_cache_key", False):  # set ahead of time alone
+        from torch_mpk.serializable import Saveable  # which needs Dynamo, and importing torch_mpk should not
+
+        return Saveable(run, gm, mode, options)
+    return run
+
+
+def _run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
     warn_at_recompile_limit(gm)
     if is_dry_run():
         will_write(example_inputs[i] for i in written_inputs(gm, example_inputs))
