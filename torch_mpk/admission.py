@@ -20,6 +20,7 @@ from torch_mpk.errors import (
     SeveralDevicesError,
     UnsupportedError,
 )
+from torch_mpk.foreign import is_foreign, is_plain, path_of
 from torch_mpk.prompts import positions_of
 
 aten = torch.ops.aten
@@ -41,11 +42,7 @@ def check_call(inputs: Sequence[Any], names: Sequence[str] | None = None) -> tor
     Raises:
         UnsupportedError: such a call is not ours.
     """
-    for i, given in enumerate(inputs):
-        if not isinstance(given, torch.Tensor):
-            name = names[i] if names is not None else f"input {i}"
-            raise UnsupportedError(f"{name} is a {type(given).__qualname__}, neither a tensor nor a number")
-    tensors: Sequence[torch.Tensor] = inputs
+    tensors = [given for given in inputs if isinstance(given, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise GradModeError
     devices = sorted({str(tensor.device) for tensor in tensors})
@@ -58,20 +55,11 @@ def check_call(inputs: Sequence[Any], names: Sequence[str] | None = None) -> tor
         raise UnsupportedError(f"the inputs are on {device}, and torch_mpk runs on cpu and cuda")
     if torch.is_autocast_enabled(device.type):
         raise AutocastError(device=device.type)
-    for i, tensor in enumerate(tensors):
-        if not is_plain(tensor):
-            name = names[i] if names is not None else f"input {i}"
-            kind = type(tensor).__qualname__
-            raise UnsupportedError(f"{name} is a {kind} of layout {tensor.layout}, not a plain tensor")
+    for i, given in enumerate(inputs):
+        if isinstance(given, torch.Tensor) and not is_plain(given) and not is_foreign(given):
+            name = path_of(names[i]) if names is not None else f"input {i}"
+            raise UnsupportedError(f"{name} is a {type(given).__qualname__}, and so is what is made of it")
     return device
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether operations see no more in it than a strided tensor: its class, as some of parameters, changes none."""
-    cls = type(tensor)
-    if tensor.layout != torch.strided or cls.__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
-        return False
-    return cls is torch.Tensor or cls.__torch_function__ == torch._C._disabled_torch_function_impl
 
 
 def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | None = None) -> None:

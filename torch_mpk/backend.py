@@ -244,7 +244,8 @@ def compile_graph(
         check_graph(captured, options.max_positions, backend_of(device).target(device, options))
         mutated = captured.mutated
         sources = [graph_input.source for graph_input in captured.inputs]
-        memory = memory_of(sources, [graph_input.value for graph_input in captured.inputs], mutated)
+        values = [0 if graph_input.is_foreign else graph_input.value for graph_input in captured.inputs]
+        memory = memory_of(sources, values, mutated)
         check_apart(inputs, memory)
         graph = captured.key()
         make = functools.partial(build, captured, device, built_with)

@@ -25,6 +25,7 @@ from torch_mpk import _C
 from torch_mpk.capture import input_sources, number_positions
 from torch_mpk.config import Options, env
 from torch_mpk.errors import CacheError
+from torch_mpk.foreign import is_foreign
 from torch_mpk.jit import Cache
 from torch_mpk.lowering.table import RULES
 from torch_mpk.patterns.table import patterns
@@ -53,6 +54,7 @@ def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.dev
         target.device == "cuda"
         and env.dump is None  # a hit would leave no artefacts
         and not number_positions(gm, inputs)
+        and not any(map(is_foreign, inputs))
         and not any(_is_symbolic(node.meta.get("example_value")) for node in placeholders)
         and all(map(_is_known, gm.graph.nodes))
         and not _has_user_patterns()

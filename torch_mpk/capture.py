@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from torch_mpk.aliasing import written_storages
 from torch_mpk.errors import UnsupportedError, first_line
+from torch_mpk.foreign import Foreign, foreign_calls, is_foreign, stand_in
 from torch_mpk.tracing import make_fx
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class GraphInput:
     is_parameter: bool
     is_mutated: bool  # written in place, itself or through a view
     source: str  # where Dynamo found it: "L['kwargs']['past_key_values'].layers[0].keys"
+    is_foreign: bool = False  # no plain tensor: ``value`` stands in
 
     @property
     def is_tensor(self) -> bool:
@@ -106,15 +109,16 @@ def capture(
 
     Args:
         gm: Dynamo's graph; it is not changed.
-        example_inputs: tensors, ints and SymInts, one per placeholder. Their values are not read.
+        example_inputs: tensors, ints and SymInts, one per placeholder. Their values are not read. Calls that take
+            others are kept as calls of ``Foreign``.
         specialize: replace each number among the inputs by its value, so that the graph has concrete shapes, or those
             at such positions.
         conditional: take a graph that holds only for some values of the numbers among its inputs, too: Dynamo does not
             check its ``conditions``.
 
     Raises:
-        UnsupportedError: an input is neither tensor nor number, the graph cannot be replayed on fake tensors, or it
-            would hold only for some values of the numbers among its inputs (then ``specialize``, unless
+        UnsupportedError: an input that is no plain tensor is written in place, the graph cannot be replayed on fake
+            tensors, or it would hold only for some values of the numbers among its inputs (then ``specialize``, unless
             ``conditional``).
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -122,7 +126,9 @@ def capture(
     if not isinstance(specialize, bool):
         fakes.fix({placeholders[i].meta["example_value"].node.expr: example_inputs[i] for i in specialize})
     args = [fakes.make(node, value) for node, value in zip(placeholders, example_inputs, strict=True)]
-    replay = _Replay(gm)
+    calls = foreign_calls(gm.graph, example_inputs, input_sources(gm))
+    examples = {node: fakes.results(node.meta.get("example_value")) for node in calls}
+    replay = _Replay(gm, {node: Foreign(node, why, examples[node]) for node, why in calls.items()})
     try:
         # Under the lock, since whether a process keeps nodes' metadata is a setting of all its threads.
         lock = torch._dynamo.convert_frame.compile_lock
@@ -148,7 +154,9 @@ def capture(
     lay_out_as_eager(traced.graph)
     mutated = frozenset().union(*map(written_storages, traced.graph.nodes))
     inputs = [
-        GraphInput(node.name, arg, _is_parameter(node, value), _storage(arg) in mutated, _source(node))
+        GraphInput(
+            node.name, arg, _is_parameter(node, value), _storage(arg) in mutated, _source(node), is_foreign(value)
+        )
         for node, value, arg in zip(placeholders, example_inputs, args, strict=True)
     ]
     captured = Captured(traced, inputs, tuple(guard.expr for guard in fakes.shape_env.guards))
@@ -226,20 +234,35 @@ class _Fakes:
 
     def make(self, node: torch.fx.Node, value: Any) -> torch.Tensor | torch.SymInt | int | float:
         example = node.meta.get("example_value", value)
+        if is_foreign(value):
+            with self.mode:
+                return stand_in(value, torch.device("cpu"))
         if isinstance(value, torch.Tensor):
             if _is_number(node):
                 if not self._specialize:
                     raise UnsupportedError(f"{_source(node)} is a Python number that differs from call to call")
                 return value.item()
-            like = value if self._specialize else example
-            size, stride = ([self._size(dim) for dim in dims] for dims in (like.size(), like.stride()))
-            with self.mode:
-                return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+            return self._like(value if self._specialize else example, value)
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             return self._size(value if self._specialize else example)
         raise UnsupportedError(
             f"input {node.name} ({_source(node)}) is a {type(value).__name__}, not a tensor or integer"
         )
+
+    def results(self, examples: Any) -> Any:
+        """What stands in for results of a call, given Dynamo's stand-ins."""
+
+        def make(example: Any) -> Any:
+            if isinstance(example, torch.Tensor):
+                return self._like(example, example)
+            return self._size(example) if isinstance(example, torch.SymInt) else example
+
+        return tree_map(make, examples)
+
+    def _like(self, sizes: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        size, stride = ([self._size(dim) for dim in dims] for dims in (sizes.size(), sizes.stride()))
+        with self.mode:
+            return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
 
     def _size(self, dim: int | torch.SymInt) -> int | torch.SymInt:
         from torch._dynamo.source import ConstantSource
@@ -295,11 +318,17 @@ def lay_out_as_eager(graph: torch.fx.Graph) -> None:
 class _Replay(torch.fx.Interpreter):
     node: torch.fx.Node | None = None  # the one that runs, for error messages
 
+    def __init__(self, gm: torch.fx.GraphModule, foreign: Mapping[torch.fx.Node, Foreign]) -> None:
+        super().__init__(gm)
+        self._foreign = foreign
+
     def run_node(self, n: torch.fx.Node) -> Any:
         self.node = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.node in self._foreign:
+            return self._foreign[self.node].trace(args, kwargs)
         if target in _STATE_CALLS:
             if target is torch.amp.autocast_mode._enter_autocast and args[2]:
                 raise UnsupportedError("autocast is entered inside the graph")
@@ -309,6 +338,8 @@ class _Replay(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.node in self._foreign:
+            return self._foreign[self.node].trace(args, kwargs)
         if target == "item" and isinstance(args[0], (int, float)):  # a number that was specialised
             return args[0]
         return super().call_method(target, args, kwargs)

@@ -91,6 +91,7 @@ class Report:
     graphs: list[Graph]
     device: torch.device
     bytes_per_second: float | None  # of the device's memory
+    breaks: list[str] = field(default_factory=list)  # why Dynamo ends a graph, or captures none of a function
 
     @property
     def parts(self) -> list[Part]:
@@ -174,10 +175,26 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
 
     # A code object of its own: Dynamo counts recompilations by it.
     call = types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
+    known = _breaks()
     with torch.inference_mode(), quiet(), dry_run(fn, args, kwargs, is_compiled=False) as (copied_args, copied_kwargs):
         torch.compile(call, backend=backend, dynamic=False)(*copied_args, **copied_kwargs)
     device = devices[0] if devices else torch.device("cpu")
-    return Report(graphs, device, bytes_per_second(device, num_threads(settings)))
+    breaks = [_shortened(message) for message in _breaks() - known]
+    return Report(graphs, device, bytes_per_second(device, num_threads(settings)), breaks)
+
+
+def _breaks() -> Counter[str]:
+    """What Dynamo has said so far of what it cannot capture, and how often."""
+    counters = torch._dynamo.utils.counters
+    return Counter(counters["unimplemented"]) | Counter(counters["graph_break"])
+
+
+def _shortened(message: str) -> str:
+    """The first line, the explanation and the first hint of a message of Dynamo's, in a line."""
+    lines = [line.strip() for line in message.split("Developer debug context")[0].splitlines() if line.strip()]
+    hints = [line for line in lines if line.startswith("Hint: ")]
+    told = [line.removeprefix("Explanation: ") for line in lines if line not in hints]
+    return " ".join([f"{told[0]}:", *told[1:], *hints[:1]])
 
 
 def _explain_graph(
@@ -330,6 +347,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield "in megakernels: " + ", ".join(f"{report.share(key):.1%} of {what}" for what, key in shares.items())
     for number, graph in enumerate(report.graphs):
         yield from _graph_lines(number, graph)
+    for why in report.breaks:
+        yield f"\nPython runs what Dynamo does not capture: {why}"
     times = {"memory floor": report.floor_us, "estimated": report.estimated_us, "measured": report.measured_us}
     known = [f"{name} {us / 1e3:.3f} ms" for name, us in times.items() if us is not None]
     yield "time of a call: " + (", ".join(known) or "not known")

@@ -24,6 +24,7 @@ from torch import fx
 
 from torch_mpk import _C
 from torch_mpk.aliasing import is_scalar, is_view, read_through_inplace, storages, value, written_storages
+from torch_mpk.foreign import Foreign
 from torch_mpk.forms import Form, form_of
 from torch_mpk.lowering import supports
 from torch_mpk.provenance import where
@@ -193,7 +194,10 @@ def _reasons(graph: fx.Graph, target: _C.Target | None) -> dict[fx.Node, str]:
     taken: set[Form] = set()
     for node in work:
         form = form_of(node)
-        why = None if form in taken else supports(node, target)
+        if isinstance(node.target, Foreign):
+            why: str | None = node.target.why
+        else:
+            why = None if form in taken else supports(node, target)
         if why is None and form is not None:
             taken.add(form)
         if why is None and written_storages(node) & shared:

@@ -6,12 +6,10 @@ import expecttest
 import pytest
 import torch
 from torch._higher_order_ops.associative_scan import associative_scan
-from torch._library.opaque_object import get_opaque_type_name, register_opaque_type
-from torch._opaque_base import OpaqueBase
 
 from tests.thinned import thinned
 from torch_mpk.capture import Captured, capture, source_line
-from torch_mpk.errors import MpkWarning, UnsupportedError
+from torch_mpk.errors import UnsupportedError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 
@@ -236,10 +234,9 @@ def test_tensors_that_tracing_does_not_see_are_refused():
         capture_call(function, torch.ones(4, 4))
 
 
-def test_an_input_that_is_no_tensor_is_refused():
-    gm = torch.fx.symbolic_trace(lambda x, y: x)
-    with pytest.raises(UnsupportedError, match="input y .* is a str"):
-        capture(gm, [torch.ones(2), "text"])
+def test_an_input_that_is_no_tensor_has_a_stand_in():
+    captured = capture(torch.fx.symbolic_trace(lambda x, y: x), [torch.ones(2), object()])
+    assert [graph_input.is_foreign for graph_input in captured.inputs] == [False, True]
 
 
 def test_equal_keys_mean_equal_graphs():
@@ -315,27 +312,3 @@ def test_a_parameter_s_own_class_is_a_plain_tensor_where_it_changes_no_operation
     with torch.inference_mode():
         actual = torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
         torch.testing.assert_close(actual, torch.nn.functional.linear(x, model.weight, model.bias))
-
-
-class Name(OpaqueBase):
-    def __init__(self, text):
-        self.text = text
-
-
-def test_an_input_that_is_no_tensor_and_no_number_is_named():
-    register_opaque_type(Name, typ="reference")
-    with torch.library._scoped_library("mpk_capture_test", "FRAGMENT") as library:
-        library.define(f"scaled(Tensor x, {get_opaque_type_name(Name)} name) -> Tensor")
-        library.impl("scaled", lambda x, name: x * len(name.text), "CompositeExplicitAutograd")
-        torch.library.register_fake("mpk_capture_test::scaled", lambda x, name: torch.empty_like(x), lib=library)
-        weight = torch.randn(8, 8)
-
-        def function(x, name):
-            return torch.nn.functional.linear(torch.ops.mpk_capture_test.scaled(x, name), weight)
-
-        x, name = torch.randn(2, 8), Name("abc")
-        with (
-            torch.inference_mode(),
-            pytest.warns(MpkWarning, match=r"L\['name'\] is a Name, neither a tensor"),
-        ):
-            assert torch.equal(torch.compile(function, backend="mpk")(x, name), function(x, name))
