@@ -16,13 +16,22 @@ from torch_mpk import buckets, build_cache, registry, timing
 from torch_mpk.admission import check_call, check_graph
 from torch_mpk.buckets import Numbers, Prompt, bucket_of
 from torch_mpk.build_cache import Stored, build_key
-from torch_mpk.capture import Captured, Conditions, capture, input_sources, number_positions, written_inputs
+from torch_mpk.capture import (
+    Captured,
+    Conditions,
+    capture,
+    input_sources,
+    number_positions,
+    size_positions,
+    without_numbers,
+    written_inputs,
+)
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options, env
 from torch_mpk.dry_run import is_dry_run, will_write
 from torch_mpk.dump import Dump
 from torch_mpk.errors import DeclinedError, PrefillDeclined, UnsupportedError
-from torch_mpk.fallback import check_coverage, compile_others, decline_call, fall_back
+from torch_mpk.fallback import announce_fallbacks, check_coverage, compile_others, decline_call, fall_back
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.backend import backend_of
@@ -90,37 +99,70 @@ def compile_call(
     sources = input_sources(gm)
     device = check_call([inputs[i] for i in known], [sources[i] for i in known])
     each_shape = _for_each_shape(gm, numbers, device, options)
-    is_deferred = options.while_building == "eager" and not (needs_graph or is_dry_run())
     if not numbers:
+        is_deferred = _is_deferred(options, needs_graph)
         return each_shape if is_deferred else compile_graph(gm, inputs, device, options, needs_graph=needs_graph)
     try:
         with timing.stage("capture"):
-            captured = capture(gm, inputs, conditional=True)
-        sizes = Numbers.of(captured) if options.max_positions > 1 else None
-        if sizes is None:
+            concrete = capture(gm, inputs, specialize=True)
+        fixed = size_positions(gm, concrete.mutated)
+        if set(fixed) == set(numbers):
+            check_graph(concrete, options.max_positions, backend_of(device).target(device, options))
+            logger.info("building for each shape, because all that differ are sizes of what it writes")
+            return each_shape
+        with timing.stage("capture"):
+            captured = capture(gm, inputs, specialize=fixed, conditional=True)
+            prompt = Numbers.of(captured) if options.max_positions > 1 else None
+            if prompt is not None and prompt.batch is not None:
+                fixed.append(prompt.batch)
+                captured = capture(gm, inputs, specialize=fixed, conditional=True)
+        if prompt is None:
             check_graph(captured, options.max_positions, backend_of(device).target(device, options))
-            conditions = Conditions(captured)
-            run = None if is_deferred else compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
+        make = functools.partial(_for_numbers, gm, prompt, each_shape, device, options, needs_graph)
+        is_deferred = prompt is None and _is_deferred(options, needs_graph)
+        first = None if is_deferred else make(inputs, captured)
     except UnsupportedError as error:
         logger.info("building for each shape, because one build cannot hold for all: %s", error)
         return each_shape
-    if sizes is None:
-        run = run or per_call(
-            lambda args: None,
-            build=lambda args: compile_graph(gm, args, device, options, captured),
-            give_up=lambda args, error: each_shape,
-            meanwhile=_meanwhile(gm, options),
-        )
-        return _where(conditions, run, each_shape)
-    in_buckets = functools.partial(_in_buckets, gm, sizes.length, each_shape, device, options)
-    if sizes.batch is None:
-        return in_buckets(captured)
-    batch = [sizes.batch]
+    if first is not None and not fixed:
+        return first
+
+    def build(args: Sequence[Any]) -> Callable[..., Any]:
+        with timing.build():
+            with timing.stage("capture"):
+                own = capture(gm, args, specialize=fixed, conditional=True)
+            return make(args, own)
+
     return per_call_numbers(
-        batch,
-        build=lambda inputs: in_buckets(capture(gm, inputs, specialize=batch, conditional=True)),
-        give_up=lambda inputs, error: each_shape,
+        fixed,
+        build,
+        give_up=lambda args, error: each_shape,
+        meanwhile=_meanwhile(gm, options) if prompt is None else None,
+        first=None if first is None else ([inputs[i] for i in fixed], first),
     )
+
+
+def _is_deferred(options: Options, needs_graph: bool) -> bool:
+    return options.while_building == "eager" and not (needs_graph or is_dry_run())
+
+
+def _for_numbers(
+    gm: torch.fx.GraphModule,
+    prompt: Numbers | None,
+    each_shape: Callable[..., Any],
+    device: torch.device,
+    options: Options,
+    needs_graph: bool,
+    inputs: Sequence[Any],
+    captured: Captured,
+) -> Callable[..., Any]:
+    """What runs ``captured``, which has numbers of ``inputs``: in buckets if it is a prompt, else by one build; by
+    ``each_shape`` where that holds for some values of them alone."""
+    if prompt is not None:
+        return _in_buckets(gm, prompt.length, each_shape, device, options, captured)
+    conditions = Conditions(captured)
+    run = compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
+    return _where(conditions, run, each_shape)
 
 
 def _in_buckets(
@@ -172,8 +214,10 @@ def _for_each_shape(
     """What runs a graph by a build for the values of its numbers, of which there may be none."""
 
     def build(inputs: Sequence[Any]) -> Callable[..., Any]:
+        own, others = without_numbers(gm, inputs, numbers)
         with timing.build():
-            return compile_graph(gm, inputs, device, options, specialize=True)
+            run = compile_graph(own, [inputs[i] for i in others], device, options)
+        return lambda *args: run(*[args[i] for i in others])
 
     return per_call_numbers(
         numbers,
@@ -214,7 +258,6 @@ def compile_graph(
     options: Options,
     captured: Captured | None = None,
     *,
-    specialize: bool = False,
     needs_graph: bool = False,
     prompt: Prompt | None = None,
 ) -> Callable[..., Any]:
@@ -222,7 +265,6 @@ def compile_graph(
 
     Args:
         captured: what there is to build, where that is known.
-        specialize: see ``capture``.
         needs_graph: the result must have the graph it was made from, which an earlier process's build has not.
         prompt: what ``captured`` is a bucket's graph of.
     """
@@ -240,7 +282,7 @@ def compile_graph(
     else:
         if captured is None:
             with timing.stage("capture"):
-                captured = capture(gm, inputs, specialize=specialize)
+                captured = capture(gm, inputs)
         check_graph(captured, options.max_positions, backend_of(device).target(device, options))
         mutated = captured.mutated
         sources = [graph_input.source for graph_input in captured.inputs]
@@ -281,6 +323,7 @@ def build(captured: Captured, device: torch.device, options: Options) -> Compile
         dump.write("3.segments.txt", partitioned.__str__)
         check_coverage(partitioned, captured, options)
         compiled = CompiledGraph.build(partitioned, device, options, dump)
+        announce_fallbacks(partitioned, captured, options)
         if partitioned.fallbacks:
             with timing.stage("fallback"):
                 compiled.others = compile_others(partitioned, captured, options)

@@ -116,9 +116,6 @@ class Prompt:
             except UnsupportedError as error:
                 raise UnsupportedError(error.reason, node.name, source_line(node)) from error
         self.conditions = Conditions(captured)
-        for graph_input in captured.inputs:
-            if graph_input.is_mutated and check.dim(graph_input.value) is not None:
-                raise UnsupportedError(f"{graph_input.source}, which has its positions, is written in place")
 
     def graph(self, size: int) -> Captured:
         """The graph over ``size`` positions, with the same inputs; its results have ``size`` positions, too.

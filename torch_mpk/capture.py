@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from torch_mpk.aliasing import written_storages
 from torch_mpk.errors import UnsupportedError, first_line
 from torch_mpk.foreign import Foreign, foreign_calls, is_foreign, stand_in
-from torch_mpk.tracing import make_fx
+from torch_mpk.tracing import graph_module, make_fx
 
 if TYPE_CHECKING:
     import sympy  # type: ignore[import-untyped]
@@ -208,6 +208,38 @@ def number_positions(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) ->
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def size_positions(gm: torch.fx.GraphModule, written: Sequence[int]) -> list[int]:
+    """The positions of the inputs that are sizes of what the graph writes in place, by its positions: of caches, whose
+    lengths and batches have to be known to build for them."""
+    examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    symbols: set[sympy.Symbol] = set()
+    for example in (examples[i] for i in written):
+        for n in (*example.size(), *example.stride()):
+            symbols |= n.node.expr.free_symbols if isinstance(n, torch.SymInt) else set()
+    return [i for i, n in enumerate(examples) if isinstance(n, torch.SymInt) and n.node.expr.free_symbols & symbols]
+
+
+def without_numbers(
+    gm: torch.fx.GraphModule, args: Sequence[Any], numbers: Sequence[int]
+) -> tuple[torch.fx.GraphModule, list[int]]:
+    """The graph that Dynamo would have made had it known the numbers of a call, and the positions of its inputs."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    copies: dict[torch.fx.Node, Any] = {}
+    for node, arg in ((placeholders[i], args[i]) for i in numbers):
+        copies[node] = arg
+        if isinstance(arg, torch.Tensor):  # that holds a Python float
+            copies |= dict.fromkeys(node.users, arg.item())
+    graph = torch.fx.Graph()
+    for node in gm.graph.nodes:
+        if node in copies:
+            continue
+        copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+        if node.op == "placeholder":
+            copy.meta.pop("example_value", None)  # whose sizes are symbols
+            copy._dynamo_source = getattr(node, "_dynamo_source", None)
+    return graph_module(gm, graph), [i for i in range(len(args)) if i not in numbers]
 
 
 def _is_number(placeholder: torch.fx.Node) -> bool:

@@ -31,14 +31,24 @@ def check_coverage(partitioned: Partitioned, captured: Captured, options: Option
     """Raises UnsupportedError unless everything is ours, or what is not may run between our segments."""
     if not partitioned.fallbacks:
         return
-    node, source, why = partitioned.fallbacks[0]
-    error = UnsupportedError(why, str(node), source)
     how = _choice_for_parts(captured, options)
     if how == "error" or not any(segment.ours for segment in partitioned.segments):
-        raise error
+        raise _first_reason(partitioned)
+
+
+def announce_fallbacks(partitioned: Partitioned, captured: Captured, options: Options) -> None:
+    """Warns of the parts that are not ours, once the others are built: an attempt that fails says nothing of them."""
+    if not partitioned.fallbacks:
+        return
     others = len(partitioned.fallbacks) - 1
     more = f" (and {others} more nodes)" if others else ""
-    warn(_announcement("a part of this graph", how, f"{error}{more}"))
+    how = _choice_for_parts(captured, options)
+    warn(_announcement("a part of this graph", how, f"{_first_reason(partitioned)}{more}"))
+
+
+def _first_reason(partitioned: Partitioned) -> UnsupportedError:
+    node, source, why = partitioned.fallbacks[0]
+    return UnsupportedError(why, str(node), source)
 
 
 def compile_others(partitioned: Partitioned, captured: Captured, options: Options) -> dict[str, Callable[..., Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -34,18 +34,23 @@ def per_call_numbers(
     give_up: Callable[[Args, Exception], Callable[..., Any]],
     limit: int = MAX_BUILDS,
     meanwhile: Callable[..., Any] | None = None,
+    first: tuple[Sequence[int | torch.SymInt], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """``per_call`` with a build for the values of a call's numbers.
 
     Args:
         positions: of the numbers among the arguments: sizes, or tensors of one element that hold a Python float.
+        first: a build that there is, and the numbers that it is for.
     """
 
     def numbers(args: Args) -> Hashable:
         values = (args[position] for position in positions)
         return tuple(value if isinstance(value, int) else value.item() for value in values)
 
-    return per_call(numbers, build, give_up, limit, meanwhile)
+    known: dict[Hashable, Callable[..., Any]] = {}
+    if first is not None:
+        known[tuple(n if isinstance(n, int) else n.node.hint for n in first[0])] = first[1]
+    return per_call(numbers, build, give_up, limit, meanwhile, known)
 
 
 def per_call(
@@ -54,6 +59,7 @@ def per_call(
     give_up: Callable[[Args, Exception], Callable[..., Any]],
     limit: int = MAX_BUILDS,
     meanwhile: Callable[..., Any] | None = None,
+    known: Mapping[Hashable, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A callable that hands each call to a build of its own.
 
@@ -66,8 +72,9 @@ def per_call(
         limit: builds that are kept; the one not used for the longest time is dropped.
         meanwhile: what runs calls whose build another thread is at. None: they wait. What ``give_up`` raises there is
             raised by the next such call.
+        known: builds that there are, by their keys.
     """
-    built: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+    built: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict(known or {})
     given_up: list[Callable[..., Any]] = []
     pending: dict[Hashable, Future[Callable[..., Any]]] = {}  # in the background; those that failed, until a call asks
     lock = threading.Lock()  # of the two; held for moments only
