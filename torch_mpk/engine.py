@@ -18,8 +18,10 @@ import itertools
 import logging
 import operator
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 # What these leave unfinished is in pages of the requests that fail; after others nobody knows, and the engine ends.
 RECOVERABLE = MpkError, torch.OutOfMemoryError
 
+MAX_KINDS = 4  # of engines, whose compiled steps are kept for a model
 MAX_BUILDS = 32  # of an engine, where Dynamo has a limit of 8; sizes of steps are fewer
 COMPILE_TAKES_LIMITS = "recompile_limit" in inspect.signature(torch.compile).parameters  # from PyTorch 2.13 on
 # Tokens that a step with prompts is padded to at least: what tensor cores multiply at once, and rows of a CPU's pass.
@@ -52,7 +55,7 @@ COMPILED = {"cuda"}  # kinds of devices whose kernels take a compiler some secon
 class StepCompileConfig(CompileConfig):
     """How the engine compiles a step: what ``torch.compile`` takes, by its names.
 
-    Each number of rows is a graph of its own, and each engine compiles them anew; what was built for one serves all.
+    Each number of rows is a graph of its own. A model's engines of one kind share them (``own_step``).
     """
 
     fullgraph: bool = True
@@ -62,8 +65,7 @@ class StepCompileConfig(CompileConfig):
     options: dict[str, Any] | None = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        limits = {"recompile_limit": MAX_BUILDS, "isolate_recompiles": True}
-        return super().to_dict() | (limits if COMPILE_TAKES_LIMITS else {})
+        return super().to_dict() | ({"recompile_limit": MAX_BUILDS} if COMPILE_TAKES_LIMITS else {})
 
 
 def raise_recompile_limit() -> None:
@@ -135,6 +137,31 @@ def note_attention() -> None:
         _attending.add(model)
 
 
+_own_steps: weakref.WeakKeyDictionary[torch.nn.Module, OrderedDict[Hashable, types.FunctionType]]
+_own_steps = weakref.WeakKeyDictionary()
+_one_step = threading.Lock()
+
+
+def own_step(model: torch.nn.Module, kind: Hashable) -> types.FunctionType:
+    """The engine's step as a function for engines of one kind and one model alone.
+
+    Dynamo keeps what it compiles by code object, and counts it. With one for all engines it would keep the steps of
+    those that have ended until the process does, and compile none any more after so many; and an engine that follows
+    another of its kind takes over its steps. The function that is used by none, and not among the latest, frees them.
+    """
+    with _one_step:
+        kinds = _own_steps.setdefault(model, OrderedDict())
+        if kind not in kinds:
+            shared = continuous_api.ModelRunner._forward_process_and_sample
+            own = types.FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
+            weakref.finalize(own, torch._dynamo.eval_frame.reset_code, own.__code__)
+            kinds[kind] = own
+            if len(kinds) > 2 * MAX_KINDS:  # a kind has steps with prompts and without
+                kinds.popitem(last=False)
+        kinds.move_to_end(kind)
+        return kinds[kind]
+
+
 class Runner(continuous_api.ModelRunner):
     """Pads steps with prompts to few sizes, draws the random numbers of steps, and knows whose launches steps are,
     those of CUDA graphs too."""
@@ -143,11 +170,22 @@ class Runner(continuous_api.ModelRunner):
     times: torch.Tensor | None  # of the step that is being made: see _sample
 
     @classmethod
-    def of(cls, runner: continuous_api.ModelRunner) -> Runner:
+    def of(cls, runner: continuous_api.ModelRunner, model: torch.nn.Module) -> Runner:
+        """The same, which nobody has used yet."""
         runner.__class__ = cls
-        runner.segments, runner.times = set(), None
         result: Runner = runner
+        result.segments, result.times = set(), None
+        result._compiled_varlen = result._compiled(model, result.cb_config.varlen_compile_config)
+        result._compiled_decode = result._compiled(model, result.cb_config.decode_compile_config)
         return result
+
+    def _compiled(self, model: torch.nn.Module, settings: CompileConfig | None) -> Callable[..., None] | None:
+        if settings is None:
+            return None
+        shapes = tuple(allocator.cache_tensor.shape for allocator in self.cache.cache_allocators.values())
+        is_decode = settings is self.cb_config.decode_compile_config
+        kind = is_decode, str(self.cb_config), shapes, self.do_sample, self.return_logprobs
+        return torch.compile(types.MethodType(own_step(model, kind), self), **settings.to_dict())
 
     def compute_batch(self, model: Any, *args: Any, **kwargs: Any) -> None:
         if not COMPILE_TAKES_LIMITS:
@@ -263,11 +301,11 @@ class Processor(continuous_api.ContinuousBatchProcessor):
     most_tokens: int  # that an empty cache holds
 
     @classmethod
-    def of(cls, processor: continuous_api.ContinuousBatchProcessor) -> Processor:
+    def of(cls, processor: continuous_api.ContinuousBatchProcessor, model: torch.nn.Module) -> Processor:
         """The same, which nobody has used yet."""
         processor.__class__ = cls
         prepare_faster(processor.inputs_and_outputs)
-        processor.model_runner = Runner.of(processor.model_runner)
+        processor.model_runner = Runner.of(processor.model_runner, model)
         processor.most_tokens = infer_max_single_request_tokens(processor.cache)
         result: Processor = processor
         return result
@@ -374,6 +412,6 @@ def install(attention: str) -> None:
     def create_ours(self: continuous_api.ContinuousBatchingManager) -> continuous_api.ContinuousBatchProcessor:
         processor = create(self)  # which names its classes itself
         is_ours = processor.config._attn_implementation == attention
-        return Processor.of(processor) if is_ours and not isinstance(processor, Processor) else processor
+        return Processor.of(processor, self.model) if is_ours and not isinstance(processor, Processor) else processor
 
     continuous_api.ContinuousBatchingManager._create_batch_processor = create_ours

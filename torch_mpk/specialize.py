@@ -156,11 +156,25 @@ def in_background(make: Callable[[], T], future: Future[T]) -> None:
     threading.Thread(target=work, name="torch_mpk build", daemon=True).start()
 
 
+def _num_compiled() -> int | None:
+    """How often the function that Dynamo compiles has been compiled, as its limit counts: what was compiled for a model
+    that is gone does not count, nor, where ``torch.compile`` isolates calls from each other, what is another's."""
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is None:
+        return None
+    try:
+        from torch._dynamo.eval_frame import _get_cache_entries_for_region, get_eval_frame_isolate_recompiles_id
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+    except ImportError:  # before PyTorch 2.13
+        return compile_id.frame_compile_id
+    code = InstructionTranslator.current_tx().output.root_tx.f_code
+    return len(_get_cache_entries_for_region(code, get_eval_frame_isolate_recompiles_id()))
+
+
 def warn_at_recompile_limit(gm: torch.fx.GraphModule) -> None:
     """Announces the last compile of a function that Dynamo allows: it calls no backend after it, and says nothing."""
     limit = torch._dynamo.config.recompile_limit
-    compile_id = CompileContext.current_compile_id()
-    if compile_id is None or compile_id.frame_compile_id != limit - 1:
+    if _num_compiled() != limit - 1:
         return
     place = next(filter(None, map(source_line, gm.graph.nodes)), "a function")
     warn(

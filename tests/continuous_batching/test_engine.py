@@ -7,6 +7,7 @@ import runpy
 import sys
 import types
 import warnings
+import weakref
 from contextlib import nullcontext
 from copy import copy
 from pathlib import Path
@@ -286,6 +287,37 @@ def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.Monkey
         assert list(tmp_path.iterdir()) == []
 
 
+def test_engines_of_one_kind_share_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled for the second, and nothing stays of the first but its steps."""
+    model = serving_model()
+    runners: list[weakref.ref[Any]] = []
+    compiled: list[int] = []
+    of = torch_mpk.engine.Runner.of
+
+    def noted(*args: Any) -> Any:
+        runner = of(*args)
+        runners.append(weakref.ref(runner))
+        return runner
+
+    monkeypatch.setattr(torch_mpk.engine.Runner, "of", noted)
+    for _ in range(2):
+        prompts = [prompt_of(length) for length in (5, 9)]
+        assert batched(model, prompts) == [alone(model, prompt, 24) for prompt in prompts]
+        compiled.append(num_compiled())
+    assert compiled[0] == compiled[1] > 0
+    gc.collect()
+    assert [runner() for runner in runners] == [None, None]
+
+
+def test_steps_of_few_kinds_of_engines_are_kept() -> None:
+    model = torch.nn.Linear(1, 1)
+    kinds = range(2 * torch_mpk.engine.MAX_KINDS + 1)
+    functions = [weakref.ref(torch_mpk.engine.own_step(model, kind)) for kind in kinds]
+    assert [function() is None for function in functions] == [kind == 0 for kind in kinds]
+    assert torch_mpk.engine.own_step(model, 1) is functions[1]()
+    assert torch_mpk.engine.own_step(torch.nn.Linear(1, 1), 1) is not functions[1]()
+
+
 def last_step_on_a_gpu(model: Any, rows: int, **settings: Any) -> _C.Schedule:
     """What an engine's step of so many requests would be there."""
     step, schedules = planning_for_a_gpu()
@@ -405,7 +437,7 @@ def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None
         got = sorted(output.generated_tokens for output in outputs.values())
         assert got == sorted(alone(model, prompt, GREEDY.max_new_tokens) for prompt in prompts)
         assert settings.varlen_compile_config is None
-        assert (num_compiled() == before) == bool(window)
+        assert (num_compiled() == before) == (bool(window) or not is_first)  # another engine takes over what there is
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """Batch, query length, cache length and masks that change from call to call."""
 
+import inspect
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,3 +92,16 @@ def test_the_last_compile_that_dynamo_allows_is_announced(device):
             step(rows[1])
         for x in rows:
             torch.testing.assert_close(step(x), linear(x))
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="PyTorch isolates no compiles"
+)
+def test_what_is_compiled_for_others_is_no_reason_to_announce_a_limit(device):
+    linear = torch.nn.Linear(8, 8, device=device)
+    rows = torch.randn(3, 8, device=device)
+    with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
+        warnings.simplefilter("error", MpkWarning)
+        for _ in range(4):
+            step = torch.compile(linear, backend="mpk", isolate_recompiles=True)
+            torch.testing.assert_close(step(rows), linear(rows))
