@@ -24,19 +24,31 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_mpk.admission import takes_prompts
+from torch_mpk.arguments import (
+    cache_length,
+    check_chunks,
+    check_drafts,
+    check_model,
+    check_streamer,
+    check_tensors,
+    is_autocast,
+    is_of_transformers,
+    padding_of,
+    plain_model,
+)
 from torch_mpk.buckets import chunks_of
-from torch_mpk.config import MAX_POSITIONS, MAX_ROWS, Options, is_int
+from torch_mpk.config import Options
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.generation_settings import GenerationSettings, expect, settle
+from torch_mpk.model_inputs import TIMED, ModelInputs
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.backend import backend_of
-from torch_mpk.sampling import Choice, Draws, drawn, stopping
-from torch_mpk.static_cache import allocate, expect_written, rewind
+from torch_mpk.sampling import Choice, Draws, are_drawn_in_steps, drawn, processors_of, stopping
+from torch_mpk.static_cache import allocate, expect_right, expect_written, make_cache, rewind
 
 logger = logging.getLogger(__name__)
 
-_CACHE_LENGTH_MULTIPLE = 128  # so that prompts of similar length share a compiled step
 _CHUNK = 2048  # positions of a prompt's chunk, unless the call says
 _MAX_STEPS = 16  # compiled steps kept for one model
 _STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain when all rows have ended
@@ -44,7 +56,7 @@ _STEPS_BEHIND = 3  # that the host reads tokens: as many may be computed in vain
 _steps: WeakKeyDictionary[torch.nn.Module, OrderedDict[tuple[Any, ...], _Step]] = WeakKeyDictionary()
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not in inference mode, whose tensors, also those that a model keeps, could never be trained on
 def generate(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
@@ -58,8 +70,8 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
+    pad_token_id: int | torch.Tensor | None = None,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -73,21 +85,24 @@ def generate(
 ) -> torch.Tensor:
     """Generates tokens with a Hugging Face causal language model.
 
-    What a keyword does not say, ``generation_config`` does, and then ``model.generation_config``, as in Hugging Face's
-    ``generate``. A field of them that is no keyword here must have Hugging Face's default.
+    The model is called as its own ``generate`` calls it, so greedy tokens are the same. What a keyword does not say,
+    ``generation_config`` does, and then ``model.generation_config``, as in Hugging Face's ``generate``. Their fields
+    mean what they mean there; those that ask for another search, such as ``num_beams``, or another result, are refused.
+    Under autocast everything runs eagerly, with a warning.
 
     Args:
-        model: takes ``input_ids, attention_mask, position_ids, past_key_values, logits_to_keep``, and keeps what it has
-            seen in ``past_key_values``.
+        model: of Hugging Face, a decoder alone that keeps all it has seen in a ``StaticCache``. The adapters of PEFT
+            that change layers may be in it; prompt and prefix tuning may not.
         input_ids: int64[batch, prompt], on the model's device. ``**tokenizer(texts, padding=True,
             return_tensors="pt").to(model.device)`` gives both tensors, where the tokenizer has ``padding_side="left"``.
         max_new_tokens: tokens to generate, at least 1. A configuration may say ``max_length`` instead.
-        attention_mask: [batch, prompt], 0 where a prompt is padded, on the left.
+        attention_mask: [batch, prompt], 0 where a prompt is padded, on the left. Default: where ``pad_token_id`` is, if
+            that is given and ends no sequence; else nothing is padded.
         generation_config: a ``transformers.GenerationConfig``.
         do_sample: draw from the distribution that the next four leave, applied in this order; otherwise greedy.
         temperature: divides the logits, > 0. Default: 1.
         top_k: keep only so many most likely tokens; 0 keeps all. Default: 50, which is Hugging Face's.
-        top_p: keep only the most likely tokens whose probabilities add up to this, in (0, 1].
+        top_p: keep only the most likely tokens whose probabilities add up to this, in [0, 1].
         min_p: keep only tokens at least this times as likely as the most likely one, in [0, 1].
         repetition_penalty: divides the positive logits of tokens that were there before, prompt included, and
             multiplies negative ones, > 0. Before everything else; in greedy search, too.
@@ -97,7 +112,8 @@ def generate(
         tokenizer: of Hugging Face, for ``stop_strings``.
         streamer: of Hugging Face, such as ``TextStreamer`` and ``TextIteratorStreamer``, or anything that has their
             methods: ``put`` gets the prompt, int64[batch, prompt], and then each new batch of tokens, int64[batch], all
-            on the CPU, and ``end`` is called behind the last.
+            on the CPU, and ``end`` is called behind the last. One that is no class of transformers may change the model
+            while it generates; each step takes the host 0.1 to 0.3 ms more to see that.
         progress_bar: show on stderr how many tokens have come, until the call ends. Default: where stderr is a terminal
             and there is no ``streamer``.
         generator: of the model's device, for sampling. Default: PyTorch's, which ``torch.manual_seed`` seeds.
@@ -114,15 +130,18 @@ def generate(
             has the same.
 
     Returns:
-        int64[batch, prompt + generated].
+        int64[batch, prompt + generated], an ordinary tensor, which may be trained on.
 
     Raises:
-        ArgumentError: an argument, or a field of a configuration, has a wrong shape, type or range.
+        ArgumentError: an argument, or a field of a configuration, has a wrong shape, type or range, or the model cannot
+            be decoded so; the message says why.
+        AutocastError: autocast is on, and ``options`` say ``fallback="error"``.
         OptionError: so has an option, or there is none of that name.
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
-    _check(model, input_ids, attention_mask, streamer)
-    prompt = input_ids.shape[1]
+    model = plain_model(model)
+    check_tensors(model, input_ids, attention_mask)
+    check_streamer(streamer)
     given = {
         "max_new_tokens": max_new_tokens,
         "do_sample": do_sample,
@@ -137,79 +156,36 @@ def generate(
         "max_cache_len": max_cache_len,
         "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
     }
-    settings = settle(model, prompt, generation_config, given)
-    count, num_drafts = settings.max_new_tokens, settings.prompt_lookup_num_tokens or 0
-    _check_drafts(settings.prompt_lookup_num_tokens, input_ids, settings.is_plain)
-    _check_chunks(prefill_chunk_size)
+    settings = settle(model, input_ids.shape[1], generation_config, given)
+    check_drafts(settings, input_ids)
+    check_chunks(prefill_chunk_size)
     is_stopped = stopping(settings.stop_strings, tokenizer, input_ids)
-    Options.parse(None, options)
-    needed = prompt + count - 1 + num_drafts  # the last token is not written to the cache
-    length = settings.max_cache_len or -(-needed // _CACHE_LENGTH_MULTIPLE) * _CACHE_LENGTH_MULTIPLE
-    drafted = f" and drafts of {num_drafts}" if num_drafts else ""
-    expect(length >= needed, "max_cache_len", f"at least {needed} for {prompt} + {count} tokens{drafted}", length)
-    decode = _Decode(model, input_ids, attention_mask, length, options)
-    is_chosen = settings.max_cache_len is not None
-    if prefill_chunk_size is not None:
-        decode.compile_prompt(prefill_chunk_size)
-    elif is_chosen and decode.is_replayable and _is_fast_with_prompts(model, input_ids.device, options):
-        # The rest of a model that is not all ours is left to PyTorch, as the whole prompt would be.
-        decode.compile_prompt(_CHUNK, fallback="eager")
-    if not settings.is_plain:
-        decode.choose = Choice(input_ids, settings, generator)
-    if settings.do_sample and settings.repetition_penalty == 1:
-        decode.draws = functools.partial(Draws, settings, generator=generator)
-    with _watched(streamer, progress_bar, input_ids, count) as watchers:
+    length = cache_length(settings, input_ids, max_cache_len)
+    padding = padding_of(input_ids, attention_mask, settings)
+    decode = _Decode(model, input_ids, padding, length, options)
+    decode.may_change = not is_of_transformers(streamer)
+    decode.compile_prompt_where_fast(prefill_chunk_size, is_chosen=settings.max_cache_len is not None)
+    decode.choose_by(settings, processors_of(settings, model, input_ids, padding), generator)
+    with _watched(streamer, progress_bar, input_ids, settings.max_new_tokens) as watchers:
         start = time.perf_counter()
-        tokens = decode.checked_tokens(count, num_drafts) if num_drafts else decode.tokens(count)
+        tokens = decode.new_tokens(settings)
         first = next(tokens)
         first.tolist()  # waits
         prompt_done = time.perf_counter()
         expect_written(decode.cache, model)
-        collected = _collect(itertools.chain([first], tokens), settings, is_stopped, watchers)
+        end = None if settings.max_time is None else start + settings.max_time
+        collected = _collect(itertools.chain([first], tokens), settings, is_stopped, end, watchers)
         synchronize()
         seconds = time.perf_counter() - prompt_done
-    num_later = collected.numel() - len(collected)
-    speed = {
-        "first_token_seconds": prompt_done - start,
-        "seconds": seconds,
-        "tokens_per_second": num_later / seconds,
-    }
-    logger.info("%d tokens behind the first in %.3f s: %.1f tokens/s", num_later, seconds, speed["tokens_per_second"])
-    if stats is not None:
-        stats.update(speed)
+    _report(prompt_done - start, seconds, collected.numel() - len(collected), stats)
     return torch.cat([input_ids, collected.to(input_ids.device)], dim=1)
 
 
-def _check(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, streamer: Any) -> None:
-    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    expect(not has_encoder, "model", "a decoder alone", f"{type(model).__name__}, which has an encoder")
-    for name, value in {"input_ids": input_ids, "attention_mask": attention_mask}.items():
-        is_absent = name == "attention_mask" and value is None
-        expect(is_absent or isinstance(value, torch.Tensor), name, "a tensor", repr(value))
-    shape = list(input_ids.shape)
-    expect(input_ids.dtype == torch.int64, "input_ids", "int64", input_ids.dtype)
-    expect(len(shape) == 2 and min(shape) > 0, "input_ids", "a shape [batch, prompt]", shape)
-    if attention_mask is not None:
-        expect(list(attention_mask.shape) == shape, "attention_mask", f"the shape {shape}", list(attention_mask.shape))
-        ends = attention_mask[:, -1].bool().all().item()
-        expected = "padding on the left (a tokenizer's padding_side='left')"
-        expect(ends, "attention_mask", expected, "a last column with zeros")
-    is_streamer = streamer is None or all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
-    expect(is_streamer, "streamer", "an object with methods put and end, or None", repr(streamer))
-
-
-def _check_drafts(count: int | None, input_ids: torch.Tensor, is_plain: bool) -> None:
-    if count is None:
-        return
-    name, batch, most = "prompt_lookup_num_tokens", input_ids.shape[0], MAX_ROWS - 1
-    expect(is_int(count) and 0 < count <= most, name, f"an int from 1 to {most}, or None", repr(count))
-    expect(is_plain, name, "greedy search without a penalty", "do_sample or repetition_penalty")
-    expect(batch == 1, name, "one sequence", f"a batch of {batch}")
-
-
-def _check_chunks(size: int | None) -> None:
-    is_in_range = size is None or is_int(size) and MAX_ROWS <= size <= MAX_POSITIONS
-    expect(is_in_range, "prefill_chunk_size", f"an int from {MAX_ROWS} to {MAX_POSITIONS}, or None", repr(size))
+def _report(first: float, later: float, count: int, stats: dict[str, float] | None) -> None:
+    speed = count / later
+    logger.info("%d tokens behind the first in %.3f s: %.1f tokens/s", count, later, speed)
+    if stats is not None:
+        stats.update(first_token_seconds=first, seconds=later, tokens_per_second=speed)
 
 
 def _is_fast_with_prompts(model: Any, device: torch.device, options: dict[str, Any] | None) -> bool:
@@ -248,30 +224,39 @@ class _Decode:
     choose: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: greedy
     draws: Callable[..., Draws] | None = None  # what lets a step choose by itself, where it can
     prefill_chunk_size: int | None = None  # None: the prompt runs eagerly
+    may_change = False  # the model, between steps: each goes through Dynamo, which sees it
 
     def __init__(
         self,
         model: torch.nn.Module,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
         length: int,
         options: dict[str, Any] | None,
     ) -> None:
-        from transformers import StaticCache
+        from transformers import DynamicCache
         from transformers.cache_utils import StaticLayer
 
+        self.is_eager = is_autocast(input_ids.device, Options.parse(None, options))
+        check_model(model)
         self.model, self.prompt, self.options = model, input_ids, options
-        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        self.cache = DynamicCache(config=model.config) if self.is_eager else make_cache(model, length)
         # Layers of sliding windows, and recurrent ones, count in Python.
         self.is_replayable = all(type(layer) is StaticLayer for layer in self.cache.layers)
-        self.mask = self.position_ids = self.prompt_positions = None
-        if attention_mask is not None and not attention_mask.all():
-            # Later slots count as present: the causal part of the mask, made in the graph, hides them until written.
-            batch, prompt = attention_mask.shape
-            self.mask = torch.ones(batch, length, dtype=torch.bool, device=input_ids.device)
-            self.mask[:, :prompt] = attention_mask
-            self.prompt_positions = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
-            self.position_ids = self.prompt_positions[:, -1:] + 1
+        if not self.is_eager:
+            expect_right(model, input_ids.device)
+        self.inputs = ModelInputs(model, input_ids, padding, self.cache, None if self.is_eager else length)
+
+    def compile_prompt_where_fast(self, chunk_size: int | None, is_chosen: bool) -> None:
+        """In chunks of ``chunk_size``; where that is None, and the cache's length ``is_chosen``, in chunks if those are
+        fast."""
+        if self.is_eager:
+            return
+        if chunk_size is not None:
+            self.compile_prompt(chunk_size)
+        elif is_chosen and self.is_replayable and _is_fast_with_prompts(self.model, self.prompt.device, self.options):
+            # The rest of a model that is not all ours is left to PyTorch, as the whole prompt would be.
+            self.compile_prompt(_CHUNK, fallback="eager")
 
     def compile_prompt(self, chunk_size: int, **options: Any) -> None:
         """Lets the prompt run in chunks of at most so many positions; ``options`` are for where the call has none."""
@@ -281,32 +266,55 @@ class _Decode:
         # The cache's tensors are made now: made by a compiled chunk, they would be other inputs for the next one.
         allocate(self.cache, self.model, self.prompt)
 
+    def choose_by(self, settings: GenerationSettings, processors: Any, generator: torch.Generator | None) -> None:
+        if not settings.do_sample and not processors:
+            return
+        name, is_drafted = "prompt_lookup_num_tokens", settings.prompt_lookup_num_tokens is not None
+        expect(not is_drafted, name, "greedy search without a penalty", "do_sample or processors of logits")
+        self.choose = Choice(self.prompt, processors, settings.do_sample, generator)
+        if settings.do_sample and are_drawn_in_steps(processors):
+            self.draws = functools.partial(Draws, settings, generator=generator)
+
+    def new_tokens(self, settings: GenerationSettings) -> Iterator[torch.Tensor]:
+        """int64[batch, 1] each; the work for one is enqueued when it is asked for."""
+        count, num_drafts = settings.max_new_tokens, settings.prompt_lookup_num_tokens
+        if self.is_eager:
+            return self.eager_tokens(count)
+        return self.tokens(count) if num_drafts is None else self.checked_tokens(count, num_drafts)
+
     def _expect_full_attention(self, argument: str) -> None:
         expect(self.is_replayable, argument, "a model of full attention alone", "one with windows or recurrent layers")
 
     def tokens(self, count: int) -> Iterator[torch.Tensor]:
-        """New tokens, int64[batch, 1] each; the work for one is enqueued when it is asked for."""
-        inputs: dict[str, Any] = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
-        logits = self._prompt_logits(inputs)
-        token = self.choose(logits) if self.choose else logits.argmax(-1, keepdim=True)
+        """By the prompt, and then by a compiled step for each."""
+        inputs, logits = self._run_prompt()
+        token = self._chosen(logits)
         yield token
-        input_ids = token.clone()
-        args: tuple[Any, ...] = self.model, input_ids, self.position_ids, inputs
+        inputs["input_ids"].copy_(token)
         if self.draws is not None:
-            yield from self._drawn_tokens(args, self.draws(*logits.shape, logits.device), count - 1)
+            yield from self._drawn_tokens(inputs, self.draws(*logits.shape, logits.device), count - 1)
             return
         function = _greedy_step if self.choose is None else _logits_step
-        step = self._step(function).prepare(args, self.is_replayable)
+        step = self._step(function).prepare((self.model, inputs), self._is_replayed)
         for _ in range(1, count):
             token = step()
             if self.choose:
                 token = self.choose(token)
-                input_ids.copy_(token)
+                inputs["input_ids"].copy_(token)
             yield token
 
-    def _drawn_tokens(self, args: tuple[Any, ...], draws: Draws, count: int) -> Iterator[torch.Tensor]:
+    def eager_tokens(self, count: int) -> Iterator[torch.Tensor]:
+        """The same tokens, with nothing compiled, on a cache that grows."""
+        inputs = self.inputs.of_prompt()
+        for _ in range(count):
+            outputs = self.model(**inputs)
+            token = self._chosen(outputs.logits[:, -1])
+            yield token
+            inputs = self.inputs.of_next(outputs, token)
+
+    def _drawn_tokens(self, inputs: dict[str, Any], draws: Draws, count: int) -> Iterator[torch.Tensor]:
         step = self._step(_drawing_step, kind=tuple(draws.limits))
-        run = step.prepare((*args, draws.limits, draws.times), self.is_replayable)
+        run = step.prepare((self.model, inputs, draws.limits, draws.times), self._is_replayed)
         for _ in range(count):
             draws.renew()
             yield run()
@@ -319,11 +327,11 @@ class _Decode:
         """
         name = "prompt_lookup_num_tokens"
         self._expect_full_attention(name)
-        expect(self.mask is None, name, "a prompt without padding", "an attention_mask with zeros")
-        inputs: dict[str, Any] = {"attention_mask": None, "past_key_values": self.cache, "use_cache": True}
-        new = [int(self._prompt_logits(inputs).argmax())]
+        expect(self.inputs.mask is None, name, "a prompt without padding", "an attention_mask with zeros")
+        first, logits = self._run_prompt()
+        new = [int(logits.argmax())]
         lookup, position = PromptLookup(self.prompt[0].tolist()), self.prompt.shape[1]
-        steps: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
+        steps: dict[int, tuple[dict[str, Any], Callable[[], torch.Tensor]]] = {}
         while True:
             for token in new[:count]:
                 yield torch.tensor([[token]])
@@ -334,33 +342,43 @@ class _Decode:
             draft = lookup.draft(num_drafts)
             size = 1 + num_drafts if draft else 1  # two builds, whatever drafts there are
             if size not in steps:
-                ids = self.prompt.new_zeros(1, size)
+                inputs = first | {name: _widened(first[name], size) for name in TIMED if name in first}
                 compiled = self._step(_next_tokens, max_positions=size)
-                steps[size] = ids, compiled.prepare((self.model, ids, None, inputs), True)
-            ids, step = steps[size]
+                steps[size] = inputs, compiled.prepare((self.model, inputs), self._is_replayed)
+            inputs, step = steps[size]
             given = [new[-1], *draft]
-            ids.copy_(torch.tensor([given + given[-1:] * (size - len(given))]))
+            inputs["input_ids"].copy_(torch.tensor([given + given[-1:] * (size - len(given))]))
+            if "position_ids" in inputs:
+                inputs["position_ids"].copy_(first["position_ids"] + torch.arange(size, device=self.prompt.device))
             found = step()[0].tolist()
             num_right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
             new = found[: num_right + 1]
             position += len(new)
+            if "position_ids" in first:
+                first["position_ids"] += len(new)
             rewind(self.cache, position)
 
-    def _prompt_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """What follows the prompt, [batch, vocabulary]."""
+    def _run_prompt(self) -> tuple[dict[str, Any], torch.Tensor]:
+        """The inputs of the first step, and what follows the prompt, [batch, vocabulary]."""
+        inputs = self.inputs.of_prompt()
+        of_steps = self.inputs.of_steps()
         size, length = self.prefill_chunk_size, self.prompt.shape[1]
         if size is None:
-            if self.mask is not None:  # recurrent layers take the last columns for the prompt's
-                inputs = inputs | {"attention_mask": self.mask[:, :length]}
-            return _last_logits(self.model, self.prompt, self.prompt_positions, inputs)
+            return of_steps, _last_logits(self.model, inputs)
         begin = 0
         for count in chunks_of(length, size, self.prompt.device.type):
-            parts = (_columns(t, begin, begin + count) for t in (self.prompt, self.prompt_positions))
-            args = self.model, *parts, inputs
+            part = {name: _columns(inputs[name], begin, begin + count) for name in TIMED if name in inputs}
             step = self._step(_last_logits, dynamic=True, max_positions=size, **self.prompt_options)
-            logits = step.prepare(args, False)()
+            logits = step.prepare((self.model, inputs | part), False)()
             begin += count
-        return logits
+        return of_steps, logits
+
+    def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.choose(logits) if self.choose else logits.argmax(-1, keepdim=True)
+
+    @property
+    def _is_replayed(self) -> bool:
+        return self.is_replayable and not self.may_change
 
     def _step(
         self, function: Callable[..., torch.Tensor], dynamic: bool = False, kind: tuple[str, ...] = (), **options: Any
@@ -370,7 +388,8 @@ class _Decode:
         steps = _steps.setdefault(self.model, OrderedDict())
         options = (self.options or {}) | options
         chosen = tuple(sorted(options.items()))
-        key = (function, kind, dynamic, self.prompt.shape[0], self.cache.get_max_length(), self.mask is None, chosen)
+        call = len(self.prompt), self.cache.get_max_length(), self.inputs.mask is None
+        key = (function, kind, dynamic, *call, chosen)
         if key not in steps:
             # Where layers count in Python, each count would be a build.
             steps[key] = _Step(function, options, dynamic or not self.is_replayable)
@@ -380,14 +399,17 @@ class _Decode:
         return steps[key]
 
 
-def _columns(t: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
-    """A copy of ``t[:, begin:end]``, to Dynamo of any length, in which a single row, too, has the stride of its shape:
-    Dynamo looks at it."""
-    if t is None:
-        return None
-    part = t[:, begin:end].clone(memory_format=torch.contiguous_format)
-    torch._dynamo.maybe_mark_dynamic(part, 1)
+def _columns(t: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """A copy of ``t[..., begin:end]``, to Dynamo of any length, in which a single row, too, has the stride of its
+    shape: Dynamo looks at it."""
+    part = t[..., begin:end].clone(memory_format=torch.contiguous_format)
+    torch._dynamo.maybe_mark_dynamic(part, t.ndim - 1)
     return part
+
+
+def _widened(t: torch.Tensor, size: int) -> torch.Tensor:
+    """Of the next step's shape, with so many tokens."""
+    return t.new_zeros(*t.shape[:-1], size)
 
 
 class _Step:
@@ -455,58 +477,46 @@ class _GraphCall(NamedTuple):
         return self.graph is other.graph and same_args
 
 
-def _last_logits(
-    model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None, inputs: dict[str, Any]
-) -> torch.Tensor:
-    return model(input_ids=input_ids, position_ids=position_ids, logits_to_keep=1, **inputs).logits[:, -1]
+def _last_logits(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    return model(**inputs).logits[:, -1]
 
 
-def _logits_step(
-    model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None, inputs: dict[str, Any]
-) -> torch.Tensor:
-    logits = model(input_ids=input_ids, position_ids=position_ids, **inputs).logits[:, -1]
-    if position_ids is not None:
-        position_ids.add_(1)
+def _logits_step(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    logits = model(**inputs).logits[:, -1]
+    if "position_ids" in inputs:
+        inputs["position_ids"].add_(1)
     return logits
 
 
-def _greedy_step(
-    model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None, inputs: dict[str, Any]
-) -> torch.Tensor:
-    logits = _logits_step(model, input_ids, position_ids, inputs)
-    token = logits.argmax(-1, keepdim=True)
-    input_ids.copy_(token)
+def _greedy_step(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    token = _logits_step(model, inputs).argmax(-1, keepdim=True)
+    inputs["input_ids"].copy_(token)
     return token
 
 
 def _drawing_step(
-    model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    inputs: dict[str, Any],
-    limits: dict[str, torch.Tensor],
-    times: torch.Tensor,
+    model: torch.nn.Module, inputs: dict[str, Any], limits: dict[str, torch.Tensor], times: torch.Tensor
 ) -> torch.Tensor:
-    token = drawn(_logits_step(model, input_ids, position_ids, inputs), limits, times)
-    input_ids.copy_(token)
+    token = drawn(_logits_step(model, inputs), limits, times)
+    inputs["input_ids"].copy_(token)
     return token
 
 
-def _next_tokens(
-    model: torch.nn.Module, input_ids: torch.Tensor, position_ids: None, inputs: dict[str, Any]
-) -> torch.Tensor:
-    return model(input_ids=input_ids, position_ids=position_ids, **inputs).logits.argmax(-1)
+def _next_tokens(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    return model(**inputs).logits.argmax(-1)
 
 
 def _collect(
     tokens: Iterator[torch.Tensor],
     settings: GenerationSettings,
     is_stopped: Callable[[list[list[int]]], list[bool]] | None,
+    end: float | None,
     watchers: Sequence[Callable[[torch.Tensor], Any]],
 ) -> torch.Tensor:
-    """Reads new tokens, some steps behind the device, until all rows have ended. Returns int64[batch, generated]."""
+    """Reads new tokens, some steps behind the device, until all rows have ended, or the time ``end`` has come.
+    Returns int64[batch, generated]."""
     eos, pad = settings.eos_token_id, settings.pad_token_id
-    if not eos and is_stopped is None and not watchers:
+    if not eos and is_stopped is None and end is None and not watchers:
         return torch.cat(list(tokens), dim=1)
     columns: list[list[int]] = []
     ended: list[bool] = []
@@ -524,7 +534,7 @@ def _collect(
             ended = [end or stopped for end, stopped in zip(ended, is_stopped(columns), strict=True)]
         for watch in watchers:
             watch(torch.tensor(column))
-        return all(ended)
+        return all(ended) or end is not None and time.perf_counter() > end
 
     is_over = False
     for token in tokens:

@@ -7,41 +7,54 @@ from typing import Any
 
 import torch
 
+from torch_mpk.errors import ArgumentError
 from torch_mpk.generation_settings import GenerationSettings, expect
+
+
+def processors_of(settings: GenerationSettings, model: Any, prompt: torch.Tensor, mask: torch.Tensor | None) -> Any:
+    """Hugging Face's processors of logits, a LogitsProcessorList, in its order; those that change no choice left out.
+
+    Raises ArgumentError where Hugging Face does not take a field of the configuration.
+    """
+    from transformers.generation import LogitNormalization, LogitsProcessorList
+
+    config = settings.config
+    eos = settings.eos_token_id
+    config._eos_token_tensor = torch.tensor(eos, device=prompt.device) if eos else None
+    given = {"attention_mask": mask}
+    try:
+        found = model._get_logits_processor(
+            config, prompt.shape[1], encoder_input_ids=prompt, device=str(prompt.device), model_kwargs=given
+        )
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(name="generation_config", expected="what Hugging Face takes", value=str(error)) from error
+    return LogitsProcessorList(one for one in found if not isinstance(one, LogitNormalization))
+
+
+def are_drawn_in_steps(processors: Any) -> bool:
+    """Whether ``drawn`` does what they do."""
+    from transformers.generation import logits_process as hf
+
+    ours = {hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper}
+    return {type(processor) for processor in processors} <= ours
 
 
 class Choice:
     """Chooses tokens, int64[batch, 1], by logits[batch, vocabulary] and Hugging Face's processors of them."""
 
-    def __init__(self, prompt: torch.Tensor, settings: GenerationSettings, generator: torch.Generator | None) -> None:
-        from transformers.generation import logits_process as hf
-
-        self._tokens, self._do_sample, self._generator = prompt, settings.do_sample, generator
-        self._penalty = None
-        if settings.repetition_penalty != 1:
-            self._penalty = hf.RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))
-        self._warpers = hf.LogitsProcessorList()
-        if settings.do_sample:
-            if settings.temperature != 1:
-                self._warpers.append(hf.TemperatureLogitsWarper(float(settings.temperature)))
-            if settings.top_k:
-                self._warpers.append(hf.TopKLogitsWarper(settings.top_k))
-            if settings.top_p != 1:
-                self._warpers.append(hf.TopPLogitsWarper(float(settings.top_p)))
-            if settings.min_p:
-                self._warpers.append(hf.MinPLogitsWarper(float(settings.min_p)))
+    def __init__(
+        self, prompt: torch.Tensor, processors: Any, do_sample: bool, generator: torch.Generator | None
+    ) -> None:
+        self._tokens, self._processors = prompt, processors
+        self._do_sample, self._generator = do_sample, generator
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits.float()
-        if self._penalty is not None:
-            logits = self._penalty(self._tokens, logits)
-        logits = self._warpers(self._tokens, logits)
+        logits = self._processors(self._tokens, logits.to(torch.float32, copy=True))
         if self._do_sample:
             token = first_to_ring(logits, torch.empty_like(logits).exponential_(generator=self._generator))
         else:
             token = logits.argmax(-1, keepdim=True)
-        if self._penalty is not None:
-            self._tokens = torch.cat([self._tokens, token], dim=1)
+        self._tokens = torch.cat([self._tokens, token], dim=1)
         return token
 
 

@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from torch_mpk.errors import ArgumentError
 from torch_mpk.generation_settings import expect
+from torch_mpk.model_inputs import ModelInputs
 
 # Of each layer: how many heads have keys, the sizes of a key and of a value, and their dtype.
 _Heads = list[tuple[int, int, int, torch.dtype]]
+_TRIAL_LENGTH = 128
+_TRIAL_ERROR = 0.05  # relative: far above rounding in 16 bits, far below what other keys make of logits
+_faults: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # with a static cache; "": none
 _heads: WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, _Heads]] = WeakKeyDictionary()  # by the model's dtype
+
+
+def expect_right(model: Any, device: torch.device) -> None:
+    """Raises ArgumentError where a class that Hugging Face does not compile is wrong with a static cache: its attention
+    may, for one, count keys that are not written yet. A model is tried once, on two prompts of a few tokens."""
+    if getattr(type(model), "_can_compile_fullgraph", False):
+        return
+    if model not in _faults:
+        _faults[model] = _fault(model, device)
+    expected = "one that may have a static cache; model.generate takes others"
+    expect(not _faults[model], "model", expected, f"{type(model).__name__}, which {_faults[model]}")
+
+
+def _fault(model: Any, device: torch.device) -> str:
+    from transformers import DynamicCache
+
+    growing = _trial(model, device, DynamicCache(config=model.config), None)
+    try:
+        static = _trial(model, device, make_cache(model, _TRIAL_LENGTH), _TRIAL_LENGTH)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        return f"raises {type(error).__name__} with one"
+    difference = (static - growing).abs().max() / growing.abs().max()
+    return "" if difference <= _TRIAL_ERROR else "gives other logits with one"
+
+
+def _trial(model: Any, device: torch.device, cache: Any, length: int | None) -> torch.Tensor:
+    """float32 logits behind prompts of which one is padded, and behind one token more."""
+    ids = torch.arange(3, 9, device=device).view(2, 3)
+    mask = ids.ne(3).long() if "attention_mask" in inspect.signature(model.forward).parameters else None
+    inputs = ModelInputs(model, ids, mask, cache, length)
+    of_prompt = inputs.of_prompt()
+    step = None if length is None else inputs.of_steps()
+    outputs = model(**of_prompt)
+    if step is None:
+        step = inputs.of_next(outputs, ids[:, -1:])
+    return torch.cat([outputs.logits[:, -1], model(**step).logits[:, -1]]).float()
+
+
+def make_cache(model: Any, length: int) -> Any:
+    """A ``StaticCache`` for so many positions. Raises ArgumentError where a model's state is no such cache's."""
+    from transformers import StaticCache
+
+    kind = type(model).__name__
+    expected = "one that keeps all its state in a StaticCache; model.generate takes others"
+    expect(model._supports_default_dynamic_cache(), "model", expected, kind)
+    try:
+        return StaticCache(config=model.config, max_cache_len=length)
+    except KeyError as error:
+        raise ArgumentError(name="model", expected=expected, value=f"{kind}, with layers of type {error}") from error
 
 
 def allocate(cache: Any, model: Any, input_ids: torch.Tensor) -> None:
@@ -25,12 +82,10 @@ def allocate(cache: Any, model: Any, input_ids: torch.Tensor) -> None:
 
 def _heads_of(model: Any, input_ids: torch.Tensor) -> _Heads:
     """From what the model writes: its configuration may not say, as Falcon's does not."""
-    from transformers import StaticCache
-
     known = _heads.setdefault(model, {})
     if model.dtype not in known:
-        cache = StaticCache(config=model.config, max_cache_len=1)
-        model(input_ids=input_ids[:1, :1], past_key_values=cache, use_cache=True)
+        cache = make_cache(model, 1)
+        model(**ModelInputs(model, input_ids[:1, :1], None, cache, 1).of_prompt())
         expect_written(cache, model)
         written = ((layer.keys, layer.values) for layer in cache.layers)
         known[model.dtype] = [(k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in written]

@@ -21,7 +21,7 @@ import torch_mpk
 from tests.models.letters import letters
 from tests.thinned import thinned
 from torch_mpk import timing
-from torch_mpk.errors import ArgumentError
+from torch_mpk.errors import ArgumentError, AutocastError, MpkWarning
 from torch_mpk.prompt_lookup import PromptLookup
 from torch_mpk.testing.tiny import VOCAB_SIZE, random_ids, tiny_model
 from torch_mpk.testing.zoo import MODELS
@@ -213,12 +213,11 @@ def test_a_configured_sample_is_drawn_as_by_keywords(model):
     ("field", "value", "expected"),
     [
         ("num_beams", 2, "1, since"),
-        ("no_repeat_ngram_size", 3, "0, since"),
-        ("bad_words_ids", [[3]], "None, since"),
-        ("output_logits", True, "None, since"),
-        ("use_cache", False, "True, since"),
-        ("cache_implementation", "dynamic", "'static' or 'hybrid'"),
-        ("temprature", 0.5, "None, since"),
+        ("num_return_sequences", 2, "1, since"),
+        ("return_dict_in_generate", True, "None, since"),
+        ("penalty_alpha", 0.5, "None, since"),
+        ("dola_layers", "high", "None, since"),
+        ("cache_implementation", "quantized", "a cache of the model's dtype on its device"),
     ],
 )
 def test_what_a_configuration_asks_for_and_there_is_not_is_an_error(model, field, value, expected):
@@ -229,6 +228,158 @@ def test_what_a_configuration_asks_for_and_there_is_not_is_an_error(model, field
     setattr(model.generation_config, field, value)
     with pytest.raises(ArgumentError, match=rf"generation_config\.{field}"):
         torch_mpk.generate(model, random_ids(1, 3, model.device), 4)
+
+
+IGNORED = {
+    "temperature": 0.0,
+    "top_p": 0.0,
+    "top_k": -1,
+    "min_p": 7.0,
+    "typical_p": 0.3,
+    "epsilon_cutoff": 0.1,
+    "num_assistant_tokens": 3,
+    "disable_compile": True,
+    "renormalize_logits": True,
+    "use_cache": False,
+    "cache_implementation": "dynamic",
+    "a_field_of_later_versions": 1,
+    "output_logits": True,
+    "max_time": 1e4,
+    "suppress_tokens": [],
+    "max_cache_len": 2,
+    "prefill_chunk_size": 3,
+    "length_penalty": 2.0,
+    "guidance_scale": 1,
+}
+
+
+def test_greedy_search_takes_every_configuration_that_asks_for_no_other(model):
+    ids = random_ids(2, 5, model.device)
+    free = torch_mpk.generate(model, ids, 6, options=STRICT)
+    config = GenerationConfig(max_new_tokens=6, eos_token_id=[], do_sample=False)
+    vars(config).update(IGNORED)
+    assert torch.equal(torch_mpk.generate(model, ids, generation_config=config, options=STRICT), free)
+    model.generation_config = config  # as a checkpoint's file has it
+    assert torch.equal(torch_mpk.generate(model, ids, options=STRICT), free)
+    late = GenerationConfig(max_new_tokens=6, max_time=0.0)
+    assert torch_mpk.generate(model, ids, generation_config=late, options=STRICT).shape == (2, 6)
+    eos = free[:1, 8].clone()
+    expected = model.generate(ids, eos_token_id=eos, pad_token_id=0, max_new_tokens=6, do_sample=False, use_cache=True)
+    actual = torch_mpk.generate(model, ids, eos_token_id=eos, pad_token_id=torch.tensor(0), options=STRICT)
+    assert torch.equal(actual, expected)
+
+
+def test_logits_are_processed_as_hugging_faces_are(model):
+    """A penalty passes over padding."""
+    ids, mask = (tensor.to(model.device) for tensor in left_padded(3, 5))
+    free = torch_mpk.generate(model, ids, 10, attention_mask=mask, options=STRICT)
+    never, eos = free[0, 6:8].tolist(), int(free[0, 6])
+    settings = {
+        "repetition_penalty": 1.4,
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[never[0]], never],
+        "suppress_tokens": [int(free[1, 7])],
+        "sequence_bias": [[[int(free[2, 8])], -5.0]],
+        "min_new_tokens": 3,
+        "eos_token_id": eos,
+        "pad_token_id": 0,
+        "forced_eos_token_id": 7,
+    }
+    config = GenerationConfig(max_new_tokens=10, **settings)
+    expected = model.generate(ids, attention_mask=mask, generation_config=config, do_sample=False)
+    actual = torch_mpk.generate(model, ids, attention_mask=mask, generation_config=config, options=STRICT)
+    assert torch.equal(actual, expected)
+    with pytest.raises(ArgumentError, match="generation_config: expected what Hugging Face takes, got .*bad_words_ids"):
+        torch_mpk.generate(model, ids, generation_config=GenerationConfig(max_new_tokens=2, bad_words_ids=[["a"]]))
+
+
+def test_the_coldest_samples_are_greedy(model):
+    ids = random_ids(2, 5, model.device)
+    greedy = torch_mpk.generate(model, ids, 6, options=STRICT)
+    for settings in ({"temperature": 1e-40}, {"temperature": 1e-40, "top_k": 0}, {"top_p": 0.0}):
+        assert torch.equal(torch_mpk.generate(model, ids, 6, do_sample=True, options=STRICT, **settings), greedy)
+
+
+def test_a_pad_token_in_a_prompt_is_padding_as_for_hugging_face(model):
+    ids = random_ids(2, 5, model.device).clamp(min=1)
+    ids[0, :2] = 0
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert torch.equal(torch_mpk.generate(model, ids, 5, pad_token_id=0, options=STRICT), expected)
+    with pytest.raises(ArgumentError, match="attention_mask: expected one, since a prompt ends in pad_token_id"):
+        torch_mpk.generate(model, ids.flip(1), 5, pad_token_id=0)
+
+
+def test_results_can_be_trained_on(model):
+    """Neither they nor what a model keeps, as frequencies that follow the length, are tensors of inference mode."""
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model.config.max_position_embeddings = 8
+    changing = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval().to(model.device)
+    tokens = torch_mpk.generate(changing, random_ids(2, 6, model.device), 6)
+    assert not any(t.is_inference() for t in (tokens, *changing.buffers(), *changing.parameters()))
+    loss = changing(tokens, labels=tokens).loss
+    loss.backward()
+    assert all(weight.grad is not None for weight in changing.parameters())
+    tokens.clamp_(max=3)
+    assert tokens.max() == 3
+
+
+@pytest.mark.parametrize("given", ["ids", "weights"])
+def test_the_meta_device_is_refused(model, given):
+    ids = random_ids(1, 3, model.device)
+    if given == "ids":
+        with pytest.raises(ArgumentError, match="input_ids: expected a tensor that has values, got one on the meta"):
+            torch_mpk.generate(model, ids.to("meta"), 2)
+        return
+    model.lm_head.to("meta")
+    with pytest.raises(ArgumentError, match=r"weights that have values.*got lm_head\.weight on the meta device"):
+        torch_mpk.generate(model, ids, 2)
+
+
+class Replacing(BaseStreamer):
+    """Gives a model other modules, weights and settings while it generates."""
+
+    def __init__(self, model):
+        self.model, self.count = model, 0
+
+    def put(self, value):
+        self.count += 1
+        layer = self.model.model.layers[0]
+        if self.count == 5:
+            torch.manual_seed(1)
+            layer.mlp = torch.nn.Linear(64, 64)
+        if self.count == 8:
+            layer.mlp.weight = torch.nn.Parameter(-3 * layer.mlp.weight)
+        if self.count == 10:
+            self.model.model.norm.variance_epsilon = 100.0
+
+    def end(self):
+        pass
+
+
+def test_a_module_that_a_streamer_replaces_is_seen():
+    ids = random_ids(2, 5).clamp(min=1)  # 0 is padding to Hugging Face
+    results = []
+    for run in (lambda m, **kwargs: m.generate(ids, do_sample=False, pad_token_id=0, **kwargs), None):
+        torch.manual_seed(0)
+        model = tiny_model("qwen3", dtype=torch.float32, num_layers=1)
+        kwargs = {"max_new_tokens": 12, "streamer": Replacing(model)}
+        results.append(run(model, **kwargs) if run else torch_mpk.generate(model, ids, options=STRICT, **kwargs))
+    torch.manual_seed(0)
+    unchanged = torch_mpk.generate(tiny_model("qwen3", dtype=torch.float32, num_layers=1), ids, 12)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], unchanged)
+
+
+def test_under_autocast_everything_runs_eagerly_with_one_warning(model):
+    ids, mask = (tensor.to(model.device) for tensor in left_padded(3, 5))
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        with pytest.warns(MpkWarning, match="torch_mpk.generate runs eagerly: autocast is enabled") as caught:
+            actual = torch_mpk.generate(model, ids, 6, attention_mask=mask)
+        assert len(caught) == 1
+        with pytest.raises(AutocastError):
+            torch_mpk.generate(model, ids, 6, options=STRICT)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("left_out", thinned(["", "top_k", "top_p", "min_p", "temperature"], 0))
@@ -317,16 +468,19 @@ def test_a_model_is_not_kept_alive():
     assert alive() is None
 
 
+SAMPLED = {"do_sample": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"input_ids": torch.ones(3, dtype=torch.int64)}, r"input_ids: expected a shape \[batch, prompt\], got \[3\]"),
         ({"input_ids": torch.ones(1, 3)}, "input_ids: expected int64, got torch.float32"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
-        ({"temperature": 0.0}, "temperature: expected a number > 0"),
-        ({"top_p": 1.5}, r"top_p: expected a number in \(0, 1\], got 1.5"),
-        ({"top_k": -1}, "top_k: expected an int >= 0, got -1"),
-        ({"min_p": -0.1}, r"min_p: expected a number in \[0, 1\], got -0.1"),
+        (SAMPLED | {"temperature": 0.0}, "temperature: expected a number > 0"),
+        (SAMPLED | {"top_p": 1.5}, r"top_p: expected a number in \[0, 1\], got 1.5"),
+        (SAMPLED | {"top_k": -1}, "top_k: expected an int >= 0, got -1"),
+        (SAMPLED | {"min_p": -0.1}, r"min_p: expected a number in \[0, 1\], got -0.1"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected a number > 0, got 0"),
         ({"stop_strings": ""}, "stop_strings: expected a text or a list of texts, got ''"),
         ({"stop_strings": ["a"]}, "tokenizer: expected the model's tokenizer, which stop_strings need, got None"),
@@ -335,12 +489,15 @@ def test_a_model_is_not_kept_alive():
         ({"input_ids": [[1, 2]]}, r"input_ids: expected a tensor, got \[\[1, 2\]\]"),
         ({"attention_mask": [[1]]}, r"attention_mask: expected a tensor, got \[\[1\]\]"),
         ({"max_new_tokens": 3.0}, "max_new_tokens: expected an int, got 3.0"),
-        ({"eos_token_id": torch.tensor([1, 2])}, r"eos_token_id: expected an int, a list of ints or None, got tensor"),
-        ({"eos_token_id": "</s>"}, "eos_token_id: expected an int, a list of ints or None, got '</s>'"),
-        ({"eos_token_id": [1, 2.5]}, r"eos_token_id: expected an int, a list of ints or None, got \[1, 2.5\]"),
+        (
+            {"eos_token_id": torch.tensor([1.5])},
+            "eos_token_id: expected an int, a list or a tensor of ints, or None, got",
+        ),
+        ({"eos_token_id": "</s>"}, "eos_token_id: expected an int, a list or a tensor of ints, or None, got '</s>'"),
+        ({"eos_token_id": [1, 2.5]}, r"eos_token_id: expected an int, .* or None, got \[1, 2.5\]"),
         ({"pad_token_id": "0"}, "pad_token_id: expected an int or None, got '0'"),
-        ({"top_k": 2.5}, "top_k: expected an int >= 0, got 2.5"),
-        ({"temperature": "1"}, "temperature: expected a number > 0, got '1'"),
+        (SAMPLED | {"top_k": 2.5}, "top_k: expected an int >= 0, got 2.5"),
+        (SAMPLED | {"temperature": "1"}, "temperature: expected a number > 0, got '1'"),
         ({"max_cache_len": 32.0}, "max_cache_len: expected an int or None, got 32.0"),
         ({"max_new_tokens": None}, "max_new_tokens: expected an int, got None"),
         ({"do_sample": 1}, "do_sample: expected True or False, got 1"),
@@ -540,8 +697,6 @@ def test_a_model_with_an_encoder_is_refused():
 
 def test_a_model_that_keeps_nothing_in_the_cache_is_refused():
     """Each of its steps would see one token."""
-    sizes = {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1}
-    config = AutoConfig.for_model("mamba2", num_hidden_layers=1, vocab_size=VOCAB_SIZE, **sizes)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ArgumentError, match="model: expected one that keeps the prompt in past_key_values, got Mamba2"):
-        torch_mpk.generate(model, random_ids(1, 4), 2)
+    config = AutoConfig.for_model("openai-gpt", n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=VOCAB_SIZE)
+    with pytest.raises(ArgumentError, match="model: expected one .*, got OpenAIGPTLMHeadModel"):
+        torch_mpk.generate(AutoModelForCausalLM.from_config(config).eval(), random_ids(1, 4), 2)
