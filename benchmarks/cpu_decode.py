@@ -3,12 +3,15 @@
     python benchmarks/cpu_decode.py --models qwen3-0.6b llama-1b --dtypes bfloat16 float32 --threads 2
     python benchmarks/cpu_decode.py --models qwen3-0.6b --batch 1 2 4 8 16 --tokens 1
     python benchmarks/cpu_decode.py --models qwen3-0.6b --batch 1 --tokens 2 8 16
+    python benchmarks/cpu_decode.py --models qwen3-0.6b --beside-operators
     python benchmarks/cpu_decode.py --linear --threads 1 2 4 8 16
 
 All variants of a case run in one process, in rounds of changing order, so that whatever else the machine does meets
-each of them alike. mpk has a copy of the model to itself, because it moves its weights to huge pages. With --linear the
-times are those of one large matrix times one row, per instruction-set tier. Writes cpu_decode_<cpu>_<date>.json and .md
-(or cpu_linear_…), which benchmarks/chart.py draws; benchmarks/results/README.md explains the columns.
+each of them alike. mpk has a copy of the model to itself, because it moves its weights to huge pages. With
+--beside-operators each call comes behind operators of PyTorch, which are not timed; what their threads do then is.
+With --linear the times are those of one large matrix times one row, per instruction-set tier. Writes
+cpu_decode_<cpu>_<date>.json and .md (or cpu_linear_…), which benchmarks/chart.py draws; benchmarks/results/README.md
+explains the columns.
 """
 
 import argparse
@@ -40,21 +43,34 @@ BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {
     "inductor": lambda model: torch.compile(model),
     "inductor-freezing": lambda model: torch.compile(model, options={"freezing": True}),
 }
+SHARED = "position", "layers", "rounds", "calls", "baselines", "beside_operators"  # by all cases
 LINEAR_BYTES = 256 << 20  # far beyond the caches
 LINEAR_SIZES = (1024, 4096)
 
 
-def interleave(variants: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, dict[str, float]]:
-    """Milliseconds per call: each round runs every variant once to wake its threads, then ``calls`` times."""
+def interleave(
+    variants: dict[str, Callable[[], object]], rounds: int, calls: int, between: Callable[[], object] = lambda: None
+) -> dict[str, dict[str, float]]:
+    """Milliseconds per call: each round runs every variant once to wake its threads, then ``calls`` times, each time
+    behind ``between``."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, call in random.sample(list(variants.items()), len(variants)):
             call()
-            begin = time.perf_counter()
+            seconds = 0.0
             for _ in range(calls):
+                between()
+                begin = time.perf_counter()
                 call()
-            times[name].append(1e3 * (time.perf_counter() - begin) / calls)
+                seconds += time.perf_counter() - begin
+            times[name].append(1e3 * seconds / calls)
     return {name: summary(ms) for name, ms in times.items()}
+
+
+def operators() -> Callable[[], object]:
+    """Some work for all of PyTorch's threads, as a host has between steps."""
+    x, weight = torch.randn(64, 1024), torch.randn(1024, 1024)
+    return lambda: F.linear(x, weight).softmax(-1).sort(-1)
 
 
 def readers(tensors: list[Tensor], num_threads: int) -> dict[str, Callable[[], object]]:
@@ -129,7 +145,8 @@ def measure_step(case: dict[str, Any]) -> list[Result]:
 
     large = [p for p in ours.parameters() if p.nbytes >= 1 << 16]
     calls: dict[str, Callable[[], object]] = {name: lambda step=step: decode(step) for name, step in steps.items()}
-    times = interleave(calls | readers(large, num_threads), case["rounds"], case["calls"])
+    between = {"between": operators()} if case["beside_operators"] else {}
+    times = interleave(calls | readers(large, num_threads), case["rounds"], case["calls"], **between)
 
     rates = {name: sum(p.nbytes for p in large) / ms["median"] / 1e6 for name, ms in times.items() if "read" in name}
     ceiling, num_bytes = max(rates.values()), bytes_read(model, cache, position)
@@ -225,6 +242,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="of each sequence that a step takes")
     parser.add_argument("--position", type=int, default=512, help="tokens in the cache when the step begins")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
+    parser.add_argument("--beside-operators", action="store_true", help="each call behind operators of PyTorch")
     parser.add_argument("--linear", action="store_true", help="one large linear instead of a model")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=3, help="timed calls of each variant per round")
@@ -245,8 +263,9 @@ def main() -> None:
         dimensions = {"model": args.models, "dtype": args.dtypes, "threads": args.threads or [2]}
         dimensions |= {"batch": args.batch, "tokens": args.tokens}
         columns += ["× mpk's time", "differs from eager", "build s"]
-        title = f"One decode step on the CPU, position {args.position}, random weights"
-    shared = {name: getattr(args, name) for name in ("position", "layers", "rounds", "calls", "baselines")}
+        behind = ", behind operators of PyTorch" * args.beside_operators
+        title = f"One decode step on the CPU, position {args.position}, random weights{behind}"
+    shared = {name: getattr(args, name) for name in SHARED}
     report: Report = {
         "title": title,
         "environment": environment() | {"device": processor()},
@@ -254,8 +273,7 @@ def main() -> None:
         "ceiling": {},
         "results": [],
     }
-    for values in itertools.product(*dimensions.values()):
-        case = dict(zip(dimensions, values, strict=True))
+    for case in (dict(zip(dimensions, values, strict=True)) for values in itertools.product(*dimensions.values())):
         print(case, file=sys.stderr, flush=True)
         results = run_child(case | shared, args.limit)
         for result in results if isinstance(results, list) else [results]:
