@@ -119,7 +119,8 @@ def _integer(a: Tensor) -> Tensor:
 
 
 def _constant(c: Choices) -> int:
-    number = c.of(NUMBERS) + c.below(3) - 1
+    """A number other than 0: programs divide by 0 in ``checked_division`` only."""
+    number = c.of(NUMBERS) + c.below(3) - 1 or 4
     return min(number, 2**63 - 1) if c.below(4) else -number
 
 
@@ -295,7 +296,7 @@ def picked(a: Tensor, b: Tensor, c: Choices) -> Tensor:
     flat = a.reshape(-1)
     n, k = flat.shape[0], _constant(c)
     ops: list[Callable[[], Tensor]] = [
-        lambda: flat[b % n],
+        lambda: flat[(b % n).to(torch.int64)],
         lambda: flat[(b * k).to(torch.int64) % n],
         lambda: flat[(b * k).to(torch.int64) // 3 % n - n],
         lambda: F.embedding(b.to(torch.int64) % n, flat[:, None]),
