@@ -24,12 +24,12 @@ TAKEN = {
     torch.bfloat16: 259,
     torch.float16: 261,
     torch.float64: 259,
-    torch.int64: 200,
+    torch.int64: 211,
     torch.int32: 168,
-    torch.int16: 207,
+    torch.int16: 210,
     torch.int8: 183,
-    torch.uint8: 185,
-    torch.bool: 121,
+    torch.uint8: 206,
+    torch.bool: 124,
 }
 TAKEN_OF_SAMPLE = 29
 
