@@ -11,8 +11,8 @@
 
 namespace mpk {
 
-// The type that T's sums and products are computed in. Integers wrap: C++ says so of those without a sign alone.
-// Narrower ones are computed as int, which has room for every result.
+// The type that T's sums and products are computed in. Integers wrap, but in C++ only unsigned ones do: the overflow of
+// a signed one is undefined. Types narrower than int are computed as int, which has room for every result.
 template <class T>
 struct WrappingType {
   using type = T;
@@ -86,9 +86,9 @@ using Wrapping = typename WrappingType<T>::type;
   X(round, 1, math::rint(a))
 
 // Integer types only. `floordiv` and `remainder` round toward minus infinity, as PyTorch's floor_divide and remainder
-// do, `truncdiv` toward zero. By zero they give 0: who must raise an error looks at the divisors. Dividing by -1 is
-// negation, because x86 traps where the smallest integer is divided by it. Shifts by a negative count, or by one that
-// leaves no bit, give what the largest shift does.
+// do, `truncdiv` toward zero. By zero they give 0; the CPU's runtime looks for such divisors and raises an error.
+// Dividing by -1 is negation, because x86 traps where the smallest integer is divided by it. A shift by a negative
+// count, or by one that leaves no bit, gives what the largest shift does.
 #define MPK_POINTWISE_INTEGER(X)                                                                                    \
   X(floordiv, 2,                                                                                                    \
     b == T(0)                  ? T(0)                                                                               \

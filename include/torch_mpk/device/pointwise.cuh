@@ -63,7 +63,7 @@ template <>
 struct Convert<__half, __half> {
   static MPK_DEVICE __half apply(__half v) { return v; }
 };
-// Of the whole part's last byte, which a negative number has, too: C++ leaves its conversion undefined.
+// The last byte of the whole part. C++ leaves undefined what a negative float is as an unsigned integer.
 template <class From>
 struct Convert<uint8_t, From> {
   static MPK_DEVICE uint8_t apply(From v) { return static_cast<uint8_t>(Convert<int64_t, From>::apply(v)); }

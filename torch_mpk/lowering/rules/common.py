@@ -32,8 +32,8 @@ def scalar(value: float | Expr, dtype: torch.dtype) -> Expr:
 
 
 def element(value: float | Expr, dtype: torch.dtype) -> Expr:
-    """A Python number as an element of a tensor, which an integer dtype must have room for: eager raises an error where
-    operands of arithmetic wrap. It takes negative numbers for unsigned ones."""
+    """A Python number as an element of a tensor. An operand of arithmetic wraps; for an element that an integer dtype
+    has no room for, eager raises an error. Unsigned dtypes take negative numbers."""
     if isinstance(value, Expr):
         return E.cast(value, dtype)
     if dtype != BOOL and dtype not in FLOATS:
@@ -44,7 +44,7 @@ def element(value: float | Expr, dtype: torch.dtype) -> Expr:
 
 
 def check_is_integer(dtype: torch.dtype, what: str) -> None:
-    """Eager, too, refuses truth values, but only when it runs the operation."""
+    """Raises UnsupportedError for floats, and for bool, which eager refuses only when it runs the operation."""
     if dtype == BOOL or dtype in FLOATS:
         raise UnsupportedError(f"{what} of {E.dtype_name(dtype)}")
 
