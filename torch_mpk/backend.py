@@ -32,6 +32,7 @@ from torch_mpk.dry_run import is_dry_run, will_write
 from torch_mpk.dump import Dump
 from torch_mpk.errors import DeclinedError, PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import announce_fallbacks, check_coverage, compile_others, decline_call, fall_back
+from torch_mpk.packing import without_packing
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.backend import backend_of
@@ -175,7 +176,7 @@ def _in_buckets(
 ) -> Callable[..., Any]:
     """What runs prompts, of which input ``number`` is the length, in buckets; by ``each_shape`` what no bucket runs."""
     try:
-        prompt = Prompt(captured, number)
+        prompt = Prompt(without_packing(captured), number)
     except UnsupportedError as error:
         logger.info("building for each length, because prompts cannot be padded: %s", error)
         return each_shape

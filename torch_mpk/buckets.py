@@ -153,6 +153,8 @@ class _Check:
         results: those of the graph that have positions.
         counted: nodes that number the positions from 0 on.
         sized: nodes to which the number of positions is a size, rather than a value.
+        attending: attention to the prompt's own keys, and softmax of its scores: padded keys are to be hidden from it.
+        weights: what such softmax gives, 0 for padded keys.
     """
 
     def __init__(self, symbol: sympy.Symbol) -> None:
@@ -160,6 +162,8 @@ class _Check:
         self.results: list[_Result] = []
         self.counted: set[fx.Node] = set()
         self.sized: set[fx.Node] = set()
+        self.attending: set[fx.Node] = set()
+        self.weights: set[fx.Node] = set()
         self._inputs: frozenset[int] = frozenset()  # storages of those that have positions
         self._outside: set[fx.Node] = set()  # numbers of positions, far below 0 at padded ones
 
@@ -182,7 +186,17 @@ class _Check:
             raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} has positions not side by side")
         return dims[0] if dims else None
 
+    def is_pair(self, tensor: Any) -> bool:
+        """Whether a tensor, or a node's, has a number for each query and each key of a prompt: its last two sizes."""
+        tensor = value(tensor) if isinstance(tensor, fx.Node) else tensor
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+            return False
+        return all(map(self.is_length, tensor.shape[-2:])) and not any(map(self.is_number, tensor.shape[:-2]))
+
     def visit(self, node: fx.Node) -> None:
+        if node.op == "call_function" and any(map(self.is_pair, (node, *node.all_input_nodes))):
+            self._visit_pairs(node)
+            return
         dims = [self.dim(t) for t in tensors(node)]
         if node.op == "placeholder":
             self._inputs |= storages(node) if dims != [None] and dims else frozenset()
@@ -192,6 +206,19 @@ class _Check:
             numbers = [n for n in node.all_input_nodes if self.is_number(n)]
             if numbers or any(d is not None for d in (*dims, *map(self.dim, node.all_input_nodes))):
                 self._visit_call(node, bool(numbers))
+
+    def _visit_pairs(self, node: fx.Node) -> None:
+        """Masks and scores of attention to the prompt's own keys."""
+        if any(map(self.is_number, node.all_input_nodes)):
+            self._expect_size(node)
+        if node.target in _PAIRED:
+            _PAIRED[node.target](self, node, arguments(node))
+        elif not _is_pointwise(node) and node.target not in _PAIR_VIEWS or written_storages(node):
+            raise UnsupportedError("it may mix a prompt's positions")
+        if not self.is_pair(node) and node.target not in (*_PAIRED,):
+            raise UnsupportedError("it reshapes positions into others")
+        if node.target in (*CASTS, aten.dropout.default) and node.args[0] in self.weights:
+            self.weights.add(node)
 
     def _visit_call(self, node: fx.Node, has_numbers: bool) -> None:
         if written_storages(node) & frozenset().union(*map(storages, self._outside)):
@@ -405,10 +432,40 @@ def _embedding(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
 @_rule(aten.scaled_dot_product_attention.default)
 def _attention(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     q, k, v, mask = (args[name] for name in ("query", "key", "value", "attn_mask"))
-    if any(check.dim(t) is not None for t in (k, v)) or args["is_causal"]:
-        raise UnsupportedError("its keys are the prompt's own, not a cache's")
-    if any(check.dim(t) not in (None, _rank(t) - 2) for t in (q, mask) if t is not None) or args["dropout_p"] != 0:
+    own = [check.dim(t) is not None for t in (k, v)]
+    if any(own):
+        if any(check.dim(t) != _rank(t) - 2 for t in (q, k, v)) or mask is not None and not check.is_pair(mask):
+            raise UnsupportedError("it may mix a prompt's positions")
+        check.attending.add(node)
+    elif args["is_causal"] or any(check.dim(t) not in (None, _rank(t) - 2) for t in (q, mask) if t is not None):
         raise UnsupportedError("it may mix a prompt's positions")
+    if args["dropout_p"] != 0:
+        raise UnsupportedError("it draws random numbers")
+
+
+def _scores(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
+    """Products of queries and keys, or of weights and values."""
+    a, b = node.args[:2]
+    is_scores = not check.is_pair(a) and check.is_pair(node)
+    is_sum = a in check.weights and not check.is_pair(b) and check.dim(b) == _rank(b) - 2
+    if not is_sum and not (is_scores and (check.dim(a), check.dim(b)) == (_rank(a) - 2, _rank(b) - 1)):
+        raise UnsupportedError("it sums over the positions of a prompt")
+
+
+def _weights(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
+    if args["dim"] not in (-1, _rank(node) - 1):
+        raise UnsupportedError("it works along the positions of a prompt")
+    check.attending.add(node)
+    check.weights.add(node)
+
+
+_PAIRED: dict[Any, _Rule] = {
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.matmul.default: _scores,
+    aten.softmax.int: _weights,
+    aten.dropout.default: _dropout,
+}
+_PAIR_VIEWS = (aten.expand.default, aten.unsqueeze.default, aten.clone.default, aten.slice.Tensor)
 
 
 @_rule(aten.index_copy_.default)
@@ -438,6 +495,7 @@ class _Padding:
         self.nodes: dict[fx.Node, Any] = {}  # the captured graph's -> this one's
         self.number = gm.graph.find_nodes(op="placeholder")[number]
         self.positions: dict[torch.device, fx.Node] = {}
+        self.visible: dict[tuple[torch.device, bool, int], fx.Node] = {}
 
     def run(self) -> fx.Graph:
         placeholders = self.gm.graph.find_nodes(op="placeholder")
@@ -450,6 +508,8 @@ class _Padding:
         for node in list(self.gm.graph.nodes)[len(placeholders) :]:
             if node in self.check.counted:
                 self.nodes[node] = self._count(value(node))
+            elif node in self.check.attending:
+                self.nodes[node] = self._attend(node)
             else:
                 self.nodes[node] = self._copy(node)
         lay_out_as_eager(self.graph)
@@ -481,6 +541,46 @@ class _Padding:
         # Made by hand: PyTorch would ask how the length compares with the bucket.
         val = torch.empty(shape, dtype=value(source).dtype, device=value(source).device)
         return self._call(aten.constant_pad_nd.default, source, pad, 0, val=val)
+
+    def _attend(self, node: fx.Node) -> fx.Node:
+        """Attention, or softmax of scores, from which padded keys are hidden."""
+        device = value(node).device
+        args = {name: fx.node.map_arg(arg, self.nodes.__getitem__) for name, arg in arguments(node).items()}
+        if node.target is aten.softmax.int:
+            visible, scores = self._visible(device, False, _rank(node)), args.pop("self")
+            if is_call(scores, aten.add.Tensor) and isinstance(scores.args[1], fx.Node):  # a mask, which patterns know
+                masked = self._hidden(scores.args[1], visible)
+                scores = self._call(aten.add.Tensor, scores.args[0], masked, **scores.kwargs)
+            else:
+                scores = self._hidden(scores, visible)
+            given: tuple[Any, ...] = (scores, args.pop("dim"))
+        else:
+            visible, mask = self._visible(device, args.pop("is_causal"), _rank(node)), args.pop("attn_mask")
+            mask = visible if mask is None else self._hidden(mask, visible)
+            given = (*(args.pop(name) for name in ("query", "key", "value")), mask)
+        made = self._call(node.target, *given, **args)
+        made.meta = node.meta | {"val": made.meta["val"]}
+        return made
+
+    def _hidden(self, mask: fx.Node, visible: fx.Node) -> fx.Node:
+        if value(mask).dtype == torch.bool:
+            return self._call(aten.__and__.Tensor, mask, visible)
+        return self._call(aten.where.ScalarOther, visible, mask, -math.inf)
+
+    def _visible(self, device: torch.device, is_causal: bool, rank: int) -> fx.Node:
+        """Which keys a query may see, [1, 1, S, S] for patterns, [S, S] where there are fewer dimensions than four or
+        more: those of real positions; padded queries see padded keys, too, since a row that sees none is NaN."""
+        outer = [1, 1] if rank == 4 else []
+        key = (device, is_causal, len(outer))
+        if key not in self.visible:
+            places = self._call(aten.arange.default, self.size, device=device)
+            queries, keys = (self._call(aten.view.default, places, [*outer, *ends]) for ends in ((-1, 1), (1, -1)))
+            is_real = self._call(aten.ge.Scalar, keys, self.front)
+            visible = self._call(aten.__or__.Tensor, is_real, self._call(aten.lt.Scalar, queries, self.front))
+            if is_causal:
+                visible = self._call(aten.__and__.Tensor, self._call(aten.le.Tensor, keys, queries), visible)
+            self.visible[key] = visible
+        return self.visible[key]
 
     def _count(self, like: torch.Tensor) -> fx.Node:
         """The number of each position: from 0 on, and at padded ones far below."""

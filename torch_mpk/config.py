@@ -45,8 +45,9 @@ class Options:
     Where the number differs from call to call, so that Dynamo makes it a symbol, calls share a build for each bucket:
     16, 32, 64 and so on up to this option, on the CPU quarters of the way between two, too. A call takes as long as its
     bucket. The first number that Dynamo sees is no symbol yet, and 1 never is: each is a build of its own, the first
-    unless ``torch._dynamo.maybe_mark_dynamic(input_ids, 1)`` comes before it. Each number is a build, too, where
-    positions meet elsewhere than in a ``StaticCache`` (sliding windows, no cache); the log says so."""
+    unless ``torch._dynamo.maybe_mark_dynamic(input_ids, 1)`` comes before it. Without a cache, as prompts
+    are scored, prompts share buckets as well (``use_cache=False``). Each number is a build where positions meet
+    elsewhere; the log says so, and a warning, where builds are made again that were dropped for others."""
     while_building: Literal["wait", "eager"] = "wait"
     """What a call does while the kernel that it needs is built, some 20 seconds for a large model on a GPU: wait, or
     run eagerly, as do others until a thread in the background is done; a warning says so once. From then on calls of

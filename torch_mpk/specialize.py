@@ -21,6 +21,7 @@ from torch_mpk.capture import source_line
 from torch_mpk.dry_run import is_dry_run
 
 MAX_BUILDS = 16
+_MAX_DROPPED = 1024  # keys that are remembered
 MAX_FAILURES = 4  # after as many, a graph is taken to be none of ours whatever its numbers are
 
 
@@ -74,7 +75,7 @@ def per_call(
             raised by the next such call.
         known: builds that there are, by their keys.
     """
-    built: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict(known or {})
+    built = _Builds(limit, known)
     given_up: list[Callable[..., Any]] = []
     pending: dict[Hashable, Future[Callable[..., Any]]] = {}  # in the background; those that failed, until a call asks
     lock = threading.Lock()  # of the two; held for moments only
@@ -93,9 +94,13 @@ def per_call(
             run = give_up(args, error)
             given_up.append(run)
         with lock:
-            built[key] = run
-            if len(built) > limit:
-                built.popitem(last=False)
+            is_again = built.add(key, run)
+        if is_again:
+            warn(
+                f"torch_mpk builds again for sizes that it built for before: a graph keeps {limit} builds, and its "
+                "calls come with more sizes in turns. Pad inputs to fewer sizes; options={'max_positions': n} has "
+                "prompts share builds where they can, and the log of torch_mpk.backend says why they cannot"
+            )
         return run
 
     def wait_for(key: Hashable, args: Args) -> Callable[..., Any]:
@@ -127,6 +132,26 @@ def per_call(
         return run(*args)
 
     return call
+
+
+class _Builds(OrderedDict[Hashable, Callable[..., Any]]):
+    """The last ``limit`` builds, and the keys of those that were dropped for others."""
+
+    def __init__(self, limit: int, known: Mapping[Hashable, Callable[..., Any]] | None = None) -> None:
+        super().__init__(known or {})
+        self._limit = limit
+        self._dropped: OrderedDict[Hashable, None] = OrderedDict()
+
+    def add(self, key: Hashable, run: Callable[..., Any]) -> bool:
+        """Whether there was one before, which has been dropped."""
+        self[key] = run
+        if len(self) > self._limit:
+            self._dropped[self.popitem(last=False)[0]] = None
+        if len(self._dropped) > _MAX_DROPPED:
+            self._dropped.popitem(last=False)
+        is_again = key in self._dropped
+        self._dropped.pop(key, None)
+        return is_again
 
 
 _one_build = threading.Lock()  # in the background at a time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import Callable
@@ -84,6 +85,67 @@ def test_a_prompt_in_a_bucket_is_eager_s(
     alone = {first} | ({1} & {*others}) | ({3} & {*others} if kwargs.get("logits_to_keep") == 3 else set())
     built = {bucket_of(length, 8192, "cpu") for length in others if length not in alone}
     assert len(list(tmp_path.iterdir())) == len(alone) + len(built)
+
+
+@pytest.mark.parametrize(
+    ("batch", "attention", "dtype", "mask"),
+    thinned(
+        [
+            (2, "sdpa", torch.float32, None),
+            (1, "eager", torch.float32, "left"),
+            (2, "eager", torch.bfloat16, None),
+            (3, "sdpa", torch.float32, "left"),
+            (3, "sdpa", torch.bfloat16, "right"),
+        ],
+        0,
+        1,
+    ),
+)
+def test_prompts_that_are_scored_share_buckets(
+    batch: int, attention: str, dtype: torch.dtype, mask: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cache: a position sees the prompt's own keys, as evaluations ask for likelihoods."""
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(attention=attention, dtype=dtype, num_layers=2)
+    ours, exact, errors = compiled(model), copy.deepcopy(model).float(), (list[Any](), list[Any]())
+    with torch.inference_mode():
+        for length in (33, 40, 47, 20, 29, 34):
+            present = torch.ones(batch, length, dtype=torch.int64)
+            if mask is not None:
+                present[0, slice(0, 3) if mask == "left" else slice(-3, None)] = 0
+            given = {} if mask is None else {"attention_mask": marked(present)}
+            ids = marked(random_ids(batch, length))
+            logits = [run(input_ids=ids, use_cache=False, **given).logits for run in (ours, model)]
+            if dtype == torch.float32:
+                torch.testing.assert_close(*(each[present.bool()] for each in logits))
+            expected = exact(input_ids=ids, use_cache=False, **given).logits
+            for found, each in zip(errors, logits):
+                found.append((each.float() - expected)[present.bool()])
+    if dtype != torch.float32:  # as far from the exact result as eager
+        assert torch.cat(errors[0]).norm() < 1.2 * torch.cat(errors[1]).norm()
+    assert len(list(tmp_path.iterdir())) == 2  # buckets of 48 and of 32
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_to_a_sequence_s_own_keys_does_not_see_padding(
+    is_causal: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    table, weight = torch.randn(96, 32), torch.randn(96, 32) / 6
+
+    def function(ids: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(ids, table)
+        for _ in range(2):
+            q, k, v = F.linear(x, weight).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(2)
+        return x
+
+    ours = compiled(function)
+    with torch.inference_mode():
+        for length in (33, 40, 47, 20, 29, 34):
+            ids = marked(random_ids(2, length))
+            torch.testing.assert_close(ours(ids), function(ids))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.slow
@@ -247,6 +309,10 @@ def attend_to_itself(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True)
 
 
+def scores(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.transpose(1, 2) / 64
+
+
 def write_behind(x: torch.Tensor) -> torch.Tensor:
     cache = KEYS.clone()
     return cache.index_copy_(2, torch.arange(x.shape[1]).flip(0) + 3, heads(x))
@@ -258,6 +324,8 @@ APART: dict[str, Callable[[torch.Tensor], Any]] = {
     "numbered": lambda x: x + torch.arange(x.shape[1])[:, None].float(),
     "scaled": lambda x: x * x.shape[1],
     "divided": lambda x: x.long() // 3,
+    "itself": attend_to_itself,
+    "weights": lambda x: torch.softmax(scores(x), -1) @ x,
     "written": lambda x: KEYS.clone().index_copy_(2, torch.arange(x.shape[1]) + 3, heads(x)),
 }
 MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -270,7 +338,11 @@ MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
     "cat": lambda x: torch.cat([x, x], 1),
     "merged": lambda x: x.expand(2, -1, -1).reshape(-1, 16) + 1,
     "pad": lambda x: F.pad(x, (0, 0, 1, 0)),
-    "itself": attend_to_itself,
+    "pairs": lambda x: scores(x) @ x,
+    "pairs of queries": lambda x: torch.softmax(scores(x), -2) @ x,
+    "pairs turned": lambda x: torch.softmax(scores(x), -1).transpose(1, 2) @ x,
+    "pairs summed": lambda x: torch.softmax(scores(x), -1).sum(-2),
+    "pairs given back": lambda x: torch.softmax(scores(x), -1),
     "product": lambda x: x.transpose(1, 2) @ x,
     "backwards": write_behind,
     "norm": lambda x: F.layer_norm(x, x.shape[1:]),

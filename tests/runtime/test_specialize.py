@@ -1,6 +1,7 @@
 """One build for each combination of numbers."""
 
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -42,6 +43,26 @@ def test_a_failure_decides_for_its_own_numbers_only():
     call = per_call_numbers([0], build, give_up=lambda args, error: lambda *later: f"{error}: {later}")
     assert [call(n) for n in (1, 2, 3, 2, 1)] == ["built", "too odd: (2,)", "built", "too odd: (2,)", "built"]
     assert tried == [1, 2, 3]
+
+
+def test_builds_that_are_dropped_and_made_again_are_announced_once():
+    built = []
+
+    def build(args):
+        built.append(args[0])
+        return lambda n: n
+
+    call = per_call_numbers([0], build, give_up=None, limit=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MpkWarning)
+        for n in (*range(9), *range(8, 4, -1)):  # more than are kept, but not in turns
+            call(n)
+    assert built == [*range(9)]
+    with pytest.warns(MpkWarning, match="builds again for sizes .* a graph keeps 4 builds") as record:
+        for n in (*range(5), *range(5)):
+            call(n)
+    assert len(record) == 1
+    assert len(built) == 9 + 10
 
 
 def test_after_many_failures_no_other_numbers_are_tried():
