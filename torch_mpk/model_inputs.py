@@ -52,7 +52,7 @@ class ModelInputs:
 
     def of_next(self, outputs: Any, token: torch.Tensor) -> dict[str, Any]:
         """For a call on ``token``, int64[batch, 1], behind one that gave ``outputs``. Masks and positions are new."""
-        known = self._model._update_model_kwargs_for_generation(outputs, dict(self._known))
+        known = self._model._update_model_kwargs_for_generation(outputs, dict(self._known), is_encoder_decoder=False)
         self._known = {name: value for name, value in known.items() if name != self._cache_name}
         self._ids = torch.cat([self._ids, token], dim=1)
         return self._prepared(self._ids, next_sequence_length=1)
