@@ -226,7 +226,7 @@ REFUSED = {
     *("CpmAntForCausalLM", "DeepseekV4ForCausalLM", "GPTNeoForCausalLM", "GitForCausalLM", "Inkling2ForCausalLM"),
     *("Inkling2ForConditionalGeneration", "InklingForCausalLM", "MiniMaxForCausalLM", "MptForCausalLM"),
     *("OpenAIGPTLMHeadModel", "ProphetNetForCausalLM", "ReformerModelWithLMHead", "RwkvForCausalLM"),
-    *("XLMWithLMHeadModel", "XLNetLMHeadModel", "xLSTMForCausalLM"),
+    *("XLMWithLMHeadModel", "XLNetLMHeadModel"),
 }
 # No small configuration constructs, or Hugging Face's own generate fails on ids alone, as where an image has to come.
 WITHOUT_SMALL = {
@@ -274,8 +274,10 @@ WITHOUT_SMALL = {
     "Qwen3OmniMoeThinkerForConditionalGeneration",
     "Qwen4ExpForCausalLM",
     "Qwen4ExpForConditionalGeneration",
+    "VibeVoiceAsrForConditionalGeneration",
     "VibeVoiceForConditionalGeneration",
     "VoxtralRealtimeForConditionalGeneration",
+    "xLSTMForCausalLM",
 }
 
 
