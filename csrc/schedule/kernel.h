@@ -62,7 +62,7 @@ class MPK_KERNEL_API Kernel {
   // Whether jobs may have other nodes beside the one that the body begins with.
   virtual bool takes_companions() const { return false; }
 
-  // What the passes ask before jobs are cut. They take an answer of any kernel that the task has.
+  // What the passes ask before jobs are cut, of all kernels that the task has.
 
   // What it demands of a launch for a node that no other kernel of the task takes; nothing: it takes any launch, or
   // does not take the node.
@@ -78,7 +78,8 @@ class MPK_KERNEL_API Kernel {
   // Whether a job like this, whose epilogues have row tasks that could be a phase of their own, may have them.
   virtual bool ends_with_rows(const Schedule&, const Job&) const { return false; }
 
-  // Of a vector that the job brings to shared memory: the elements that each worker would poll.
+  // Of a vector that a job that it takes brings to shared memory: the elements that each worker would poll. More than
+  // kMaxPolledElements: it must not be polled.
   virtual int64_t polled_elements(const Schedule&, const Job&, const Tensor& made) const { return made.numel(); }
 
  private:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -17,12 +18,14 @@ struct Linears {
   int64_t parts;
   std::vector<int64_t> rows;  // of the weights that follow each other
   int64_t workers, warps, slot_bytes;
+  int64_t room_beside_boxes;  // for what is staged
   const Arch& arch;
 
   Linears(const Schedule& schedule, const Job& job, int64_t slot_bytes)
       : workers(schedule.target.num_workers),
         warps(schedule.warps.consumers),
         slot_bytes(slot_bytes),
+        room_beside_boxes(room(schedule) - kBoxAlignment - kMoreSlots * schedule.warps.slot_bytes),
         arch(arch_of(schedule.target.arch)) {
     const Tensor& x = input(schedule, job);
     batch = x.shape[0], size = x.shape[1], element = size_bytes(x.dtype);
@@ -40,6 +43,9 @@ struct Linears {
     return schedule.graph.nodes()[n].operand("weight").tensor;
   }
 
+  static constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries together
+
+  int64_t x_bytes() const { return batch * round_up(size * element, kAccessBytes); }
   bool are_empty() const { return batch < 1 || size < 1; }
   int64_t tiles(int64_t tile_rows) const {
     int64_t count = 0;
@@ -56,6 +62,15 @@ bool all_weights(const Schedule& schedule, const Job& job, const Predicate& pred
 
 inline bool has_boxed_weights(const Schedule& schedule, const Job& job) {
   return all_weights(schedule, job, [&](const Tensor& weight) { return comes_in_boxes(schedule.graph, weight); });
+}
+
+// What a job may stage of x where it must.
+inline int64_t most_staged(const Target& target) { return target.smem_bytes * 3 / 5; }
+
+// Elements to poll of x that is staged whole, which it must fit.
+inline int64_t polled_whole(const Schedule& schedule, const Job& job, const Tensor& made) {
+  const bool fits = Linears(schedule, job).x_bytes() <= most_staged(schedule.target);
+  return fits ? made.numel() : std::numeric_limits<int64_t>::max();
 }
 
 // Why kernels of few rows do not take a launch in which all warps read every entry of the ring.

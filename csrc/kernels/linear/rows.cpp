@@ -1,6 +1,7 @@
 // Linears of 2 to 64 rows of x on the tensor cores: weights come in boxes, and a worker takes all its rows of them at
 // once, K outermost, as far as the sums fit its registers (linear_rows.cuh).
 #include <array>
+#include <limits>
 #include <numeric>
 
 #include "../../codegen/text.h"
@@ -131,14 +132,24 @@ class Cutter {
     return c;
   }
 
-  // Boxes of 8 rows are shared out among workers more evenly; those of 16 need less of x at a time.
+  // Where shared memory is small, stages are narrower, and a pass has fewer sums.
   RowsCut of_warps(int64_t split) const {
+    int64_t columns = job_.batch <= 16 ? 512 : 256, held = blocks_held();
+    while (true) {
+      const RowsCut c = of_warps(split, columns, held);
+      const bool can_narrow = !is_staged() && columns > kBoxColumns;
+      if (staged_bytes(c) <= job_.room_beside_boxes || (!can_narrow && held == 1)) return c;
+      can_narrow ? columns /= 2 : held--;
+    }
+  }
+
+  // Boxes of 8 rows are shared out among workers more evenly; those of 16 need less of x at a time.
+  RowsCut of_warps(int64_t split, int64_t columns, int64_t held) const {
     const int64_t workers = job_.workers / split;  // that have tiles of their own
     const int64_t box_rows = job_.batch <= 16 || job_.tiles(kBlockRows) < workers ? 8 : kBlockRows;
-    const int64_t columns = job_.batch <= 16 ? 512 : 256;
     RowsCut c = boxed(box_rows, std::min(columns, job_.size) * job_.element, split);
     const int64_t mine = divide_up(job_.tiles(box_rows), workers);
-    const int64_t most = std::max<int64_t>(blocks_held() * warps() * (kBlockRows / box_rows) / job_.parts, 1);
+    const int64_t most = std::max<int64_t>(held * warps() * (kBlockRows / box_rows) / job_.parts, 1);
     c.pass_tiles = c.turn_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
     c.stage_columns = c.chunk_bytes / job_.element;
     return c;
@@ -204,7 +215,8 @@ class Cutter {
   int64_t warps() const { return job_.warps - (is_staged() ? 0 : kBringingWarps); }  // those that multiply
   int64_t blocks_held() const {
     const bool is_large = is_staged() && job_.batch * job_.size * job_.element > kMostWhole / 2;
-    return is_large ? 1 : job_.batch <= 16 ? 3 : 2;
+    const bool is_tall = job_.batch > kFewRows && !job_.arch.has_warpgroup_products;  // beyond a thread's registers
+    return is_large || is_tall ? 1 : job_.batch <= 16 ? 3 : 2;
   }
 
   const Linears& job_;
@@ -212,12 +224,6 @@ class Cutter {
   const bool ends_with_norm_;
   const bool by_warpgroups_;
 };
-
-// For what is staged.
-int64_t room_beside_boxes(const Schedule& schedule) {
-  constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries together
-  return room(schedule) - kBoxAlignment - kMoreSlots * schedule.warps.slot_bytes;
-}
 
 // Whether a worker may find columns of x alone, if they are polled. Rows whose norm's factors are to be found come in
 // stages.
@@ -229,7 +235,7 @@ bool comes_by_columns(const Schedule& schedule, const Job& job) {
 Input how_x_comes(const Schedule& schedule, const Job& job) {
   const Tensor& x = Linears::input(schedule, job);
   if (schedule.polled[x.buffer] && comes_by_columns(schedule, job)) return Input::kColumns;
-  const bool is_short = x.numel() * size_bytes(x.dtype) <= kMostWhole;
+  const bool is_short = x.numel() * size_bytes(x.dtype) <= kMostWhole && leaves_room(x, schedule.target);
   const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
   if (!job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) || (is_short && !lacks_factors))
     return Input::kWhole;
@@ -327,11 +333,11 @@ class Rows : public Kernel {
   }
 
   int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
-    if (refuses(schedule, job) || !comes_by_columns(schedule, job)) return made.numel();
+    if (!comes_by_columns(schedule, job)) return polled_whole(schedule, job, made);
     const Linears linears(schedule, job);
     const Cutter cutter(linears, Input::kColumns, norm_of(job) >= 0);
-    const bool fits = cutter.staged_bytes(cutter.best()) <= room_beside_boxes(schedule);
-    return fits ? cutter.polled_elements() : made.numel();
+    const bool fits = cutter.staged_bytes(cutter.best()) <= linears.room_beside_boxes;
+    return fits ? cutter.polled_elements() : std::numeric_limits<int64_t>::max();
   }
 
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
@@ -343,7 +349,7 @@ class Rows : public Kernel {
     Cut cut = job.cut;
     cut.input = x == Input::kColumns && best.split == 1 ? Input::kWhole : x;
     cut.staged_bytes = cutter.staged_bytes(best) + (lacks_factors ? kMultipliedRows * 4 : 0);
-    if (cut.staged_bytes > room_beside_boxes(schedule)) return {};
+    if (cut.staged_bytes > linears.room_beside_boxes) return {};
     cut.num_tiles = linears.tiles(best.tile_rows);
     cut.shape = static_cast<const TileShape&>(best);
     cut.fields = list_fields<RowsFields>(best);

@@ -87,8 +87,6 @@ bool can_stream(const Schedule& schedule, const Job& job, const Linears& linears
   return linears.size * linears.element % kAccessBytes == 0 && all_weights(schedule, job, can_be_streamed);
 }
 
-int64_t x_bytes(const Linears& job) { return job.batch * round_up(job.size * job.element, 16); }
-
 // Where each warp that has tiles of its own puts a tile's results together.
 int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
   if (shape.shares_entries) return 0;
@@ -103,7 +101,7 @@ std::optional<std::string> refuses_rows(const Schedule& schedule, const Job& job
     return "x has " + std::to_string(linears.batch) + " rows, at most " + std::to_string(kMostRows) +
            " are supported, and any with weights of 16-bit elements, in rows of a multiple of 64, that the call "
            "brings to a GPU of compute capability 9.0";
-  if (stages && x_bytes(linears) > schedule.target.smem_bytes * 3 / 5)
+  if (stages && linears.x_bytes() > most_staged(schedule.target))
     return "x of " + std::to_string(linears.batch) + " x " + std::to_string(linears.size) +
            " elements does not fit shared memory" +
            (job.prologue.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own");
@@ -136,6 +134,10 @@ class Vector : public Kernel {
     return std::nullopt;
   }
 
+  int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
+    return polled_whole(schedule, job, made);
+  }
+
   // Linears of several rows of x do not say how large slots are: there x takes the ring's room.
   double filled_bytes(const Schedule& schedule, const Job& job, int64_t slot_bytes) const override {
     const Linears linears(schedule, job, slot_bytes);
@@ -153,7 +155,7 @@ class Vector : public Kernel {
     shape.in_flight = entries_in_flight(static_cast<uint32_t>(shape.entry_bytes()));
     shape.shares_entries = linears.batch == 1 && cut.is_staged() && linears.parts * shape.tile_rows <= 4 &&
                            (shape.run == shape.entries() || meets_in_shared_memory(shape, schedule.warps));
-    cut.staged_bytes = (cut.is_staged() ? x_bytes(linears) : 0) + scratch_bytes(linears, shape);
+    cut.staged_bytes = (cut.is_staged() ? linears.x_bytes() : 0) + scratch_bytes(linears, shape);
     if (cut.staged_bytes > room(schedule)) return {};
     cut.num_tiles = linears.tiles(shape.tile_rows);
     cut.shape = shape;
@@ -205,6 +207,10 @@ class Direct : public Kernel {
     return refuses_rows(schedule, job, Linears(schedule, job), true);
   }
 
+  int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
+    return polled_whole(schedule, job, made);
+  }
+
   // It takes x from shared memory. Each lane waits for its own loads: an estimate.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     constexpr double kSlower = 4;
@@ -212,7 +218,7 @@ class Direct : public Kernel {
     const TileShape shape{1, linears.parts};
     Cut cut = job.cut;
     cut.input = Input::kWhole;
-    cut.staged_bytes = x_bytes(linears) + scratch_bytes(linears, shape);
+    cut.staged_bytes = linears.x_bytes() + scratch_bytes(linears, shape);
     if (cut.staged_bytes > room(schedule)) return {};
     cut.num_tiles = linears.tiles(shape.tile_rows);
     cut.cost_ns = kSlower * nanoseconds(linears, chunked(linears, 1, 1));

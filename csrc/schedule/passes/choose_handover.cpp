@@ -42,15 +42,16 @@ Places places_of(const Draft& draft) {
   return places;
 }
 
-// Elements of a result that a worker polls at most, in any job that the reader is part of.
+// Elements of a result that a worker polls at most, in any job that the reader is part of, with any kernel of it.
 int64_t polled_elements(const Draft& draft, const Places& places, const Node& reader, const Tensor& made) {
   int64_t most = 0;
   for (const auto& [phase, job] : places[reader.id]) {
-    int64_t fewest = made.numel();
+    std::vector<int64_t> polled;
     if (!contains(job->epilogue, reader.id))
       for (const Kernel* kernel : kernels_of(draft.schedule, *job))
-        fewest = std::min(fewest, kernel->polled_elements(draft.schedule, *job, made));
-    most = std::max(most, fewest);
+        if (!kernel->refuses(draft.schedule, *job))
+          polled.push_back(kernel->polled_elements(draft.schedule, *job, made));
+    most = std::max(most, polled.empty() ? made.numel() : *std::ranges::max_element(polled));
   }
   return most;
 }
