@@ -200,9 +200,9 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
     n = (tile - segments.first_tile) * s.tile_rows + lane;
     has_row = lane < s.tile_rows && n < segments.num_rows;
   };
-  // Before x is awaited the loader can issue as many entries as the ring has slots. Runs of drawn tiles are of one
-  // entry.
-  constexpr bool kFindsEarly = C::Config::kSlots >= kConsumerWarps;
+  // Before x is awaited the loader can issue as many entries as the ring has slots, but for those that its last round
+  // waits for together with one more. Runs of drawn tiles are of one entry.
+  constexpr bool kFindsEarly = C::Config::kSlots - (kLeastFilled<C::Config::kSlotBytes> - 1) >= kConsumerWarps;
   if (kFindsEarly) find();
   if (!L::prepare(c, job)) return;
   if (!kFindsEarly) find();
