@@ -81,6 +81,14 @@ bool runs_on(int compiled_for, int capability) {
   return capability / 10 == compiled_for / 10 && capability >= compiled_for;
 }
 
+std::string lacks(int number, bool Arch::* capability, const std::string& what) {
+  std::string having;
+  for (const Arch* arch : registered())
+    if (arch->*capability) having += (having.empty() ? "" : " and ") + capability_text(arch->number);
+  return "it needs " + what + ", which compute capability " + having + " has, and code for " + capability_text(number) +
+         " has not";
+}
+
 std::string capability_text(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }

@@ -87,6 +87,9 @@ std::string told_to_device_code(int number, int compiled_for);
 // Whether a device runs what was compiled, to machine code, for a compute capability.
 bool runs_on(int compiled_for, int capability);
 
+// Why code of a generation cannot do what takes `what`, which it lacks: names it, and the generations that have it.
+std::string lacks(int number, bool Arch::* capability, const std::string& what);
+
 // As in "compute capability 9.0".
 std::string capability_text(int capability);
 

@@ -278,7 +278,8 @@ def test_it_compiles_and_keeps_little_in_local_memory(size: int, window: int, dt
     [
         ({"dtype": "float32"}, 90, "q is float32, and tensor cores take bfloat16 and float16 alone"),
         ({"size": 80}, 90, "the head size must be 64 or 128, got 80"),
-        ({}, 80, "it needs a GPU of compute capability 9.0"),
+        ({}, 80, "it needs products of warpgroups, which compute capability 9.0 has, and code for 8.0 has not"),
+        ({}, 120, "it needs products of warpgroups, which .* has, and code for 12.0 has not"),
     ],
 )
 def test_what_there_is_no_code_for_says_so(changed: dict, arch: int, message: str) -> None:

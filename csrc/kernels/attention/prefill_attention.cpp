@@ -1,4 +1,5 @@
 // prefill_attention: keys and values that the loader brings in boxes, and rows of queries that are read where they are.
+#include "../../arch/arch.h"
 #include "../../codegen/checks.h"
 #include "../../codegen/job_code.h"
 #include "../../codegen/pattern.h"
@@ -130,7 +131,8 @@ class PrefillAttention : public Kernel {
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     if (const auto refusal = refuses(schedule.graph.nodes()[job.body.front()])) return refusal;
-    if (!schedule.warps.all_read_entries) return "it needs a GPU of compute capability 9.0";
+    if (!schedule.warps.all_read_entries)
+      return lacks(schedule.target.arch, &Arch::has_warpgroup_products, "products of warpgroups");
     return std::nullopt;
   }
 

@@ -2,6 +2,7 @@
 // they are.
 #include <algorithm>
 
+#include "../../arch/arch.h"
 #include "../../codegen/checks.h"
 #include "../../codegen/job_code.h"
 #include "../../codegen/pattern.h"
@@ -113,7 +114,8 @@ class VarlenAttention : public Kernel {
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     if (const auto refusal = refuses(schedule.graph.nodes()[job.body.front()])) return refusal;
-    if (!schedule.warps.all_read_entries) return "it needs a GPU of compute capability 9.0";
+    if (!schedule.warps.all_read_entries)
+      return lacks(schedule.target.arch, &Arch::has_warpgroup_products, "products of warpgroups");
     return std::nullopt;
   }
 
