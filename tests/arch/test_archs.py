@@ -55,6 +55,21 @@ def test_what_is_compiled_for_a_device_runs_on_it() -> None:
     assert _C.capability_text(120) == "12.0"
 
 
+@pytest.mark.parametrize(
+    ("capability", "numbers"),
+    [
+        (75, []),
+        (86, [80]),
+        (90, [80, 90, 100, 120]),
+        (103, [80, 100, 120]),
+        (121, [80, 100, 120]),
+        (130, [80, 100, 120]),
+    ],
+)
+def test_a_device_can_run_the_code_of_which_it_has_all_instructions(capability: int, numbers: list[int]) -> None:
+    assert [arch.number for arch in _C.archs() if _C.can_run(capability, arch)] == numbers
+
+
 def test_a_target_of_no_known_generation_is_refused() -> None:
     expected = "no kernels are generated for arch 95: expected 80, 90, 100 or 120"
     with pytest.raises(ValueError, match=expected):

@@ -62,7 +62,9 @@ def test_batches_whose_rows_come_in_windows(batch, hidden, ffn):
     run_both(model, compiled(model), batch=batch, mask="none")
 
 
-@pytest.mark.parametrize(("variable", "value"), [("TORCH_MPK_ARCH", "80"), ("TORCH_MPK_COMPILER", "nvrtc")])
+@pytest.mark.parametrize(
+    ("variable", "value"), [("TORCH_MPK_ARCH", "80"), ("TORCH_MPK_ARCH", "100"), ("TORCH_MPK_COMPILER", "nvrtc")]
+)
 def test_other_code_paths(variable, value, tmp_path, monkeypatch):
     """With its variable set for pytest itself, the whole suite runs on one of them."""
     monkeypatch.setenv(variable, value)
