@@ -69,34 +69,45 @@ inline constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x100
 // Contiguous global bytes to shared memory; both ends and the size are multiples of 16. By default they are the first
 // to leave L2: a launch reads them once, and what the phases tell each other stays there.
 MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t hint = kEvictFirst) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
-      "%4;" ::"r"(smem_addr(dst)),
-      "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(hint)
-      : "memory");
+#define MPK_COPY(space)                                                                                               \
+  asm volatile("cp.async.bulk." space                                                                                 \
+               ".global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(smem_addr(dst)), \
+               "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(hint)                                                   \
+               : "memory")
+  if constexpr (arch::kCopiesStayInCta)
+    MPK_COPY("shared::cta");
+  else
+    MPK_COPY("shared::cluster");
+#undef MPK_COPY
 }
 
-// A box of a matrix, from row `row` and from its `block`-th 64 columns on, as its map (a CUtensorMap) says. What is
-// outside of the matrix is zero. `hint`: how long it stays in L2.
+// What a map (a CUtensorMap) says from these coordinates on. What is outside of the matrix is zero.
+MPK_DEVICE void mapped_load(void* dst, const void* map, int column, int row, int block, uint64_t* bar, uint64_t hint) {
+#define MPK_COPY(space)                                                                                              \
+  asm volatile("cp.async.bulk.tensor.3d." space                                                                      \
+               ".global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"( \
+                   smem_addr(dst)),                                                                                  \
+               "l"(map), "r"(column), "r"(row), "r"(block), "r"(smem_addr(bar)), "l"(hint)                           \
+               : "memory")
+  if constexpr (arch::kCopiesStayInCta)
+    MPK_COPY("shared::cta");
+  else
+    MPK_COPY("shared::cluster");
+#undef MPK_COPY
+}
+
+// A box of a matrix, from row `row` and from its `block`-th 64 columns on. `hint`: how long it stays in L2.
 MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_t* bar, uint64_t hint = kEvictFirst) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-      "%3, %4}], [%5], %6;" ::"r"(smem_addr(dst)),
-      "l"(map), "r"(0), "r"(row), "r"(block), "r"(smem_addr(bar)), "l"(hint)
-      : "memory");
+  mapped_load(dst, map, 0, row, block, bar, hint);
+}
+
+// Rows of a matrix as they are, from row `row` and column `column` on.
+MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
+  mapped_load(dst, map, column, row, 0, bar, kEvictFirst);
 }
 
 // The map itself, for who soon loads a box.
 MPK_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
-// Rows of a matrix as they are, from row `row` and column `column` on, as its map says.
-MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-      "%3, %4}], [%5], %6;" ::"r"(smem_addr(dst)),
-      "l"(map), "r"(column), "r"(row), "r"(0), "r"(smem_addr(bar)), "l"(kEvictFirst)
-      : "memory");
-}
 
 // ---- what threads copy
 
