@@ -17,10 +17,8 @@ COSINE = (32, 0, 0)
 BUDGETS = {
     **{(name, capability): COSINE for name in ("Qwen3", "Granite 4") for capability in CHIPS},
     ("decoder of 8B, 4 rows", 100): (24, 28, 44),
-    ("decoder of 8B, 4 rows", 120): (8, 0, 0),
     ("decoder of 0.6B, 16 rows", 86): (56, 138, 356),
     ("decoder of 0.6B, 16 rows", 89): (24, 28, 104),
-    ("decoder of 0.6B, 16 rows", 120): (8, 0, 0),
 }
 STEPS = ("Qwen3", "Granite 4", "decoder of 8B, 4 rows", "decoder of 0.6B, 16 rows")
 
