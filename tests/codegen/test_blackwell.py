@@ -25,21 +25,22 @@ def schedule(batch: int, workers: int, hidden: int = 1024, ffn: int = 3072) -> _
 @pytest.mark.parametrize("workers", [82, CONSUMERS.num_sms])
 @pytest.mark.parametrize("sizes", [{}, {"hidden": 4096, "ffn": 12288}], ids=str)
 def test_every_number_of_rows_fits_little_shared_memory(sizes: dict[str, int], workers: int) -> None:
-    """Beside sums, what is staged whole, and polled, is as much as leaves a ring; windows onto x are narrower."""
+    """Beside sums, what is staged whole, and polled, is as much as leaves a ring; stages of x are narrower."""
     widths = {}
     for batch in (1, 2, 3, 8, 10, 12, 16, 17, 18, 24, 32, 33, 48, 56, 64):
         made = schedule(batch, workers, **sizes)
-        assert made.warps.warpgroups == 0
+        assert not made.warps.moves_registers
         assert "multiply_blocks" not in _C.generate_cuda(made).source
-        shapes = [job.shape for phase in made.phases for job in phase.jobs if job.shape and not job.is_staged]
-        assert batch == 1 or all(shape.pass_tiles > 0 and shape.window_bytes == 0 for shape in shapes)
-        widths[batch] = {shape.chunk_bytes for shape in shapes if shape.pass_tiles > 0}
+        cuts = [job.cut for phase in made.phases for job in phase.jobs if job.cut.shape]
+        in_stages = [cut for cut in cuts if "stages" in cut.input]
+        assert batch == 1 or all(cut.kernel == "linear.rows" and not cut.fields["by_warpgroups"] for cut in cuts)
+        widths[batch] = {cut.shape.chunk_bytes for cut in in_stages}
     assert widths[64] == {128}
     assert max(widths[12 if sizes else 16]) > 128
 
 
 def check(kernel: EmulatedKernel, batch: int) -> None:
-    assert kernel.schedule.warps.warpgroups == 0
+    assert not kernel.schedule.warps.moves_registers
     torch.manual_seed(batch)
     check_decoder(kernel, [5] * (batch - 2) + [0, 40][2 - min(batch, 2) :], 39, 2e-2)
 
@@ -49,7 +50,7 @@ def check(kernel: EmulatedKernel, batch: int) -> None:
     thinned(
         [
             *((120, batch, 512, 3) for batch in (1, 2, 8, 33, 64)),
-            (120, 20, 2048, 9),  # windows onto x, more than half of shared memory
+            (120, 20, 2048, 9),  # stages of x, more than half of shared memory
             (100, 64, 1024, 3),
         ],
         0,

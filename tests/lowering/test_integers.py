@@ -35,9 +35,12 @@ WRAPPING: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[int]]] = 
     "a hash of a power of two": (lambda i: (i * 65536 + 9) % 65536, [2**62, -3]),
     "a whole again": (lambda i: i // 7 * 7 + i % 7, [MOST, LEAST, -3]),
     "the larger of a number and its successor": (lambda i: torch.maximum(i, i + 1), [MOST, 3]),
-    "a counted multiple": (lambda i: torch.arange(4) * 2**62 + 0 * i >= 0, [0]),
-    "a counted multiple of 2**64": (lambda i: torch.arange(4) * 2**32 * 2**32 + i, [5]),
-    "a counted hash": (lambda i: (torch.arange(4) * 6364136223846793005 + i) // 3, [1442695040888963407]),
+    "a counted multiple": (lambda i: torch.arange(4, device=i.device) * 2**62 + 0 * i >= 0, [0]),
+    "a counted multiple of 2**64": (lambda i: torch.arange(4, device=i.device) * 2**32 * 2**32 + i, [5]),
+    "a counted hash": (
+        lambda i: (torch.arange(4, device=i.device) * 6364136223846793005 + i) // 3,
+        [1442695040888963407],
+    ),
 }
 
 

@@ -34,7 +34,7 @@ def consumers_gpu(monkeypatch: pytest.MonkeyPatch) -> _C.Target:
 @pytest.mark.parametrize("batch", [1, 2, 8, 33, 64])
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_decode_steps_as_a_consumers_gpu_takes_them(batch, name, consumers_gpu, tmp_path, monkeypatch):
-    """Of rows that are staged whole, and of some that come in windows, in less shared memory than they would take."""
+    """Of rows that are staged whole, and of some that come in stages, in less shared memory than they would take."""
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
     model = tiny_model(name, device=DEVICE, head_dim=64, initializer_range=0.02, **sizes)
@@ -45,10 +45,10 @@ def test_decode_steps_as_a_consumers_gpu_takes_them(batch, name, consumers_gpu, 
         schedule = json.loads(path.read_text())
         target = schedule["target"]
         assert (target["arch"], target["workers"], target["smem_bytes"]) == (120, NUM_WORKERS, 99 << 10)
-        assert "warpgroups" not in schedule["warps"]
+        assert "moves_registers" not in schedule["warps"]
         source = path.with_name("6.kernel.cu").read_text()
         assert ("#define MPK_ARCH 1200\n" in source) == (consumers_gpu.device_arch != 120)
         jobs = [job for phase in schedule["phases"] for job in phase["jobs"]]
-        in_boxes = [job for job in jobs if job["shape"] and "pass_tiles" in job["shape"]]
+        in_boxes = [job for job in jobs if job["shape"] and "is_boxed" in job["shape"]]
         assert bool(in_boxes) == (batch > 1)
-        assert any(not job["staged"] for job in in_boxes) == (batch > 8)  # x comes in windows
+        assert any("stages" in (job["input"] or "") for job in in_boxes) == (batch > 8)
