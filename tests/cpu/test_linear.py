@@ -10,7 +10,7 @@ from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 SHAPES = [
     (1, 256, 40, False), (1, 257, 7, True), (3, 31, 65, True), (16, 128, 33, False), (5, 1, 1, True),
     (18, 100, 20, False), (7, 64, 3, True), (17, 1, 1, True), (33, 31, 65, True), (64, 128, 96, False),
-    (600, 1100, 272, True),
+    (600, 1100, 272, True), (48, 33, 20, True), (16, 97, 3, False), (80, 35, 40, False),
 ]  # fmt: skip
 
 

@@ -93,7 +93,7 @@ MPK_INLINE void pack_panel(const uint8_t* rows, int64_t stride, int num_rows, in
   int64_t done = 0;
   if constexpr (sizeof(T) * P::kPairs == 4 && std::is_same_v<T, typename P::E>) {
     constexpr int kStep = kPanel * P::kPairs;
-    if (num_rows == kPanel)
+    if (num_rows == kPanel && stride % 4 == 0)  // rows of whole words
       for (; done + kStep <= k; done += kStep)
         transpose_words(reinterpret_cast<const uint32_t*>(rows + done * sizeof(T)), stride / 4,
                         reinterpret_cast<uint32_t*>(out + done * kPanel), kPanel);
