@@ -33,9 +33,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_foreign(value: Any) -> bool:
     """Whether calls that take an input are kept as they are. Not where its class makes others of its kind of all that
-    it meets, in Python alone: that would be the whole graph."""
+    it meets, in Python alone: that would be the whole graph. Fake tensors stand for plain ones."""
     if not isinstance(value, torch.Tensor):
         return not isinstance(value, _NUMBERS)
+    if isinstance(value, FakeTensor):
+        return False
     is_contagious = _dispatches_as_tensor(type(value)) and not isinstance(value, torch.nn.Parameter)
     return not is_plain(value) and not (is_contagious and value.layout == torch.strided)
 

@@ -73,8 +73,9 @@ def test_ptx_for_newer_devices(compiler):
 
 def test_every_device_header_compiles(compiler):
     root = include_dir()
-    headers = sorted((root / "torch_mpk" / "device").rglob("*.*h"))
-    assert headers
+    device = root / "torch_mpk" / "device"
+    headers = sorted(header for header in device.rglob("*.*h") if not (device / "arch").samefile(header.parent))
+    headers.append(device / "arch" / "arch.cuh")  # which includes that of the generation
     includes = "".join(f'#include "{header.relative_to(root)}"\n' for header in headers)
     compile_cuda(f"#define MPK_CONSUMER_WARPS 11\n#define MPK_LOADER_WARPS 1\n{includes}", 90, compiler=compiler)
 

@@ -133,7 +133,7 @@ def test_prompts_of_several_lengths_say_once_that_compiling_them_brings_nothing(
     (warning,) = (each for each in record if each.category is MpkWarning)
     assert "prompts of several lengths eagerly, so compiling them brings nothing" in str(warning.message)
     assert "options={'max_positions': n}" in str(warning.message)
-    assert len(captured) == 2  # the first length, and all others
+    assert len(captured) == 3  # the first length; and all others, once with their sizes and once for any
 
 
 class DotInteractions(torch.nn.Module):
