@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.fuzz.random_programs import Choices, Step
+from tests.fuzz.random_programs import Choices, Shortening, Step
 
 DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NUMBERS = (
@@ -27,7 +27,7 @@ MAX_ELEMENTS = 200
 
 
 @dataclass(frozen=True)
-class IntegerProgram:
+class IntegerProgram(Shortening):
     rows: int
     dtypes: tuple[torch.dtype, ...]  # of the integer inputs
     steps: tuple[Step, ...]
@@ -73,16 +73,6 @@ class IntegerProgram:
             if 0 < result.numel() <= MAX_ELEMENTS and result.dim() <= 3:
                 values.append(result)
         return [F.linear(x, weight), *(values[-1 - i % len(values)] for i in self.results), *quotients]
-
-    def shortened(self, fails: Callable[[IntegerProgram], bool]) -> IntegerProgram:
-        best, tried = self, True
-        while tried:
-            tried = False
-            for smaller in best._smaller():
-                if fails(smaller):
-                    best, tried = smaller, True
-                    break
-        return best
 
     def _smaller(self):
         for i in reversed(range(len(self.steps))):

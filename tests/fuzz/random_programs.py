@@ -15,6 +15,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +47,24 @@ class Step:
     choices: int  # read digit by digit
 
 
+class Shortening:
+    """A program that says which of its parts may go (``_smaller``)."""
+
+    def shortened(self, fails: Callable[[Any], bool]) -> Any:
+        """The program with fewer steps, results and odd layouts that still fails."""
+        best = self
+        tried = True
+        while tried:
+            tried = False
+            for smaller in best._smaller():
+                if fails(smaller):
+                    best, tried = smaller, True
+                    break
+        return best
+
+
 @dataclass(frozen=True)
-class Program:
+class Program(Shortening):
     sizes: Sizes
     dtype: torch.dtype
     layouts: tuple[int, ...]  # how each input lies in memory
@@ -102,18 +119,6 @@ class Program:
         for step in self.steps:
             evaluation.step(step)
         return [evaluation.values[-1 - i % len(evaluation.values)] for i in self.results]
-
-    def shortened(self, fails: Callable[[Program], bool]) -> Program:
-        """The program with fewer steps, results and odd layouts that still fails."""
-        best = self
-        tried = True
-        while tried:
-            tried = False
-            for smaller in best._smaller():
-                if fails(smaller):
-                    best, tried = smaller, True
-                    break
-        return best
 
     def _smaller(self):
         for i in reversed(range(len(self.steps))):

@@ -18,7 +18,8 @@ def expected(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", classes())
 def test_every_class_gives_hugging_faces_tokens_or_is_refused(name):
-    row = compare(name, cases=[(3, True)])
+    """Without tracing, which is two thirds of the time; the command traces."""
+    row = compare(name, cases=[(3, True)], num_traced=0)
     assert row.result == expected(name), str(row)
 
 
