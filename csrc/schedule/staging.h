@@ -1,4 +1,4 @@
-// What fits shared memory beside what, as the passes decide it and the validator checks it.
+// What fits shared memory beside what, and what can be copied there, for all who decide and who prove.
 #pragma once
 
 #include <algorithm>
@@ -10,20 +10,6 @@ namespace mpk {
 
 inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
 inline int64_t round_up(int64_t count, int64_t multiple) { return divide_up(count, multiple) * multiple; }
-
-// Of shared memory, beside an operand of so many rows: the ring at its smallest, the fixed part, and sums that all
-// warps put together of as many rows as they multiply at once.
-inline int64_t least_beside(int64_t rows, const Target& target) {
-  constexpr int64_t kWarps = kRegisterFile / (32 * kFewestRegisters), kRing = 40 * 1024;
-  return std::min(kRing, target.smem_bytes / 2) + kWarps * round_up(std::min<int64_t>(rows, kMultipliedRows), 8) * kSumPitch * 4;
-}
-
-// Staged activations and the ring share shared memory; the ring must keep most of what covers the memory latency. So an
-// operand that need not be staged is, and row tasks are recomputed in front of it, where it takes up to half, and fits.
-inline bool leaves_room(const Tensor& staged, const Target& target) {
-  const int64_t bytes = staged.numel() * size_bytes(staged.dtype), rows = staged.shape.empty() ? 1 : staged.shape[0];
-  return bytes <= std::min(target.smem_bytes / 2, target.smem_bytes - least_beside(rows, target));
-}
 
 // Of shared memory, for what a job stages: beside what all kernels have, rows of the table as long as they may be, and
 // as few slots as a ring can have.

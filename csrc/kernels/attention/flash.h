@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
+#include <string>
 
+#include "../../arch/arch.h"
 #include "../../schedule/kernel.h"
 #include "../fields.h"
 
@@ -28,6 +31,40 @@ struct FlashFields {
 inline bool are_equal_groups(int64_t heads, int64_t groups) {
   return groups > 0 && heads >= groups && heads % groups == 0;
 }
+
+// Why tiles do not take queries [..., heads, size]; nothing where they do.
+inline std::optional<std::string> refuses_queries(const Tensor& q, int64_t groups) {
+  const int64_t heads = q.shape[q.shape.size() - 2], size = q.shape.back();
+  if (q.numel() == 0) return "there are no queries";
+  if (!are_equal_groups(heads, groups))
+    return std::to_string(heads) + " heads are no multiple of " + std::to_string(groups) + " groups";
+  if (q.dtype != DType::kBF16 && q.dtype != DType::kF16)
+    return "q is " + std::string(info(q.dtype).name) + ", and tensor cores take bfloat16 and float16 alone";
+  if (size != kLargestHead && size != kLargestHead / 2)
+    return "the head size must be 64 or 128, got " + std::to_string(size);
+  return std::nullopt;
+}
+
+class FlashKernel : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  std::optional<Demands> demands(const Node& node) const override {
+    if (refuses_node(node)) return std::nullopt;
+    return of_warpgroups();
+  }
+
+  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
+    if (const auto refusal = refuses_node(schedule.graph.nodes()[job.body.front()])) return refusal;
+    if (!schedule.warps.all_read_entries)
+      return lacks(schedule.target.arch, &Arch::has_warpgroup_products, "products of warpgroups");
+    return std::nullopt;
+  }
+
+ private:
+  // Why it does not take a node in any launch.
+  virtual std::optional<std::string> refuses_node(const Node& node) const = 0;
+};
 
 // Of so many heads that share keys, which are of `head_bytes` each, as are values.
 inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, int64_t head_bytes) {

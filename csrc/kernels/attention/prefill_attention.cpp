@@ -1,5 +1,4 @@
 // prefill_attention: keys and values that the loader brings in boxes, and rows of queries that are read where they are.
-#include "../../arch/arch.h"
 #include "../../codegen/checks.h"
 #include "../../codegen/job_code.h"
 #include "../../codegen/pattern.h"
@@ -117,35 +116,16 @@ class PrefillAttentionWriter {
   Refs refs_;
 };
 
-class PrefillAttention : public Kernel {
+class PrefillAttention : public FlashKernel {
  public:
-  PrefillAttention() : Kernel("prefill_attention.flash") {}
+  PrefillAttention() : FlashKernel("prefill_attention.flash") {}
 
  private:
   static constexpr int64_t kMostParts = 4;
 
-  std::optional<Demands> demands(const Node& node) const override {
-    if (refuses(node)) return std::nullopt;
-    return of_warpgroups();
-  }
-
-  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
-    if (const auto refusal = refuses(schedule.graph.nodes()[job.body.front()])) return refusal;
-    if (!schedule.warps.all_read_entries)
-      return lacks(schedule.target.arch, &Arch::has_warpgroup_products, "products of warpgroups");
-    return std::nullopt;
-  }
-
-  static std::optional<std::string> refuses(const Node& node) {
+  std::optional<std::string> refuses_node(const Node& node) const override {
     const Operand &k = node.operand("k"), &v = node.operand("v");
-    const Tensor& q = node.operand("q").tensor;
-    if (q.numel() == 0) return "there are no queries";
-    if (!are_equal_groups(q.shape[2], k.tensor.shape[1]))
-      return str(q.shape[2]) + " heads are no multiple of " + str(k.tensor.shape[1]) + " groups";
-    if (q.dtype != DType::kBF16 && q.dtype != DType::kF16)
-      return "q is " + std::string(info(q.dtype).name) + ", and tensor cores take bfloat16 and float16 alone";
-    if (q.shape[3] != kLargestHead && q.shape[3] != kLargestHead / 2)
-      return "the head size must be 64 or 128, got " + str(q.shape[3]);
+    if (const auto refusal = refuses_queries(node.operand("q").tensor, k.tensor.shape[1])) return refusal;
     for (const Operand* operand : {&k, &v})
       if (!key_rows(operand->tensor))
         return "operand " + operand->name +

@@ -2,7 +2,6 @@
 // they are.
 #include <algorithm>
 
-#include "../../arch/arch.h"
 #include "../../codegen/checks.h"
 #include "../../codegen/job_code.h"
 #include "../../codegen/pattern.h"
@@ -102,33 +101,13 @@ class VarlenAttentionWriter {
   Refs refs_;
 };
 
-class VarlenAttention : public Kernel {
+class VarlenAttention : public FlashKernel {
  public:
-  VarlenAttention() : Kernel("varlen_attention.flash") {}
+  VarlenAttention() : FlashKernel("varlen_attention.flash") {}
 
  private:
-  std::optional<Demands> demands(const Node& node) const override {
-    if (refuses(node)) return std::nullopt;
-    return of_warpgroups();
-  }
-
-  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
-    if (const auto refusal = refuses(schedule.graph.nodes()[job.body.front()])) return refusal;
-    if (!schedule.warps.all_read_entries)
-      return lacks(schedule.target.arch, &Arch::has_warpgroup_products, "products of warpgroups");
-    return std::nullopt;
-  }
-
-  static std::optional<std::string> refuses(const Node& node) {
-    const Tensor &q = node.operand("q").tensor, &k = node.operand("k_cache").tensor;
-    if (q.numel() == 0) return "there are no queries";
-    if (!are_equal_groups(q.shape[1], k.shape[1]))
-      return str(q.shape[1]) + " heads are no multiple of " + str(k.shape[1]) + " groups";
-    if (q.dtype != DType::kBF16 && q.dtype != DType::kF16)
-      return "q is " + std::string(info(q.dtype).name) + ", and tensor cores take bfloat16 and float16 alone";
-    if (q.shape[2] != kLargestHead && q.shape[2] != kLargestHead / 2)
-      return "the head size must be 64 or 128, got " + str(q.shape[2]);
-    return std::nullopt;
+  std::optional<std::string> refuses_node(const Node& node) const override {
+    return refuses_queries(node.operand("q").tensor, node.operand("k_cache").tensor.shape[1]);
   }
 
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "../../codegen/text.h"
+#include "../../schedule/choices.h"
 #include "../../schedule/kernel.h"
 #include "../fields.h"
 #include "linears.h"

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "../access.h"
+#include "../choices.h"
 #include "../passes.h"
-#include "../staging.h"
 
 namespace mpk {
 
