@@ -28,7 +28,11 @@ struct ElsewhereFields {
 class Writer : public codegen::LinearWriter {
  public:
   explicit Writer(const codegen::JobPlace& place)
-      : LinearWriter(place, {"LinearElsewhere", "linear_elsewhere::compute", "", "linear::Shape<V>::kStagedBytes", "",
+      : LinearWriter(place, {"LinearElsewhere",
+                             "linear_elsewhere::compute",
+                             "",
+                             "linear::Shape<V>::kStagedBytes",
+                             "",
                              {ELSEWHERE_HEADER}}) {}
 
  private:
