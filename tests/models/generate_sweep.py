@@ -225,8 +225,8 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
 REFUSED = {
     *("CpmAntForCausalLM", "DeepseekV4ForCausalLM", "GPTNeoForCausalLM", "GitForCausalLM", "Inkling2ForCausalLM"),
     *("Inkling2ForConditionalGeneration", "InklingForCausalLM", "MiniMaxForCausalLM", "MptForCausalLM"),
-    *("OpenAIGPTLMHeadModel", "ProphetNetForCausalLM", "ReformerModelWithLMHead", "RwkvForCausalLM"),
-    *("XLMWithLMHeadModel", "XLNetLMHeadModel"),
+    *("OpenAIGPTLMHeadModel", "PaliGemmaForConditionalGeneration", "ProphetNetForCausalLM", "RwkvForCausalLM"),
+    *("ReformerModelWithLMHead", "XLMWithLMHeadModel", "XLNetLMHeadModel"),
 }
 # No small configuration constructs, or Hugging Face's own generate fails on ids alone, as where an image has to come.
 WITHOUT_SMALL = {
