@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from torch_mpk.aliasing import written_storages
 from torch_mpk.errors import UnsupportedError, first_line
-from torch_mpk.foreign import Foreign, foreign_calls, is_foreign, stand_in
+from torch_mpk.foreign import NUMBERS, Foreign, foreign_calls, is_foreign, stand_in
 from torch_mpk.tracing import graph_module, make_fx
 
 if TYPE_CHECKING:
@@ -204,10 +204,7 @@ def number_positions(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) ->
     """The positions of the inputs that are numbers: sizes, and Python floats, which Dynamo passes in tensors."""
     placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")
     inputs = zip(placeholders, example_inputs, strict=True)
-    return [i for i, (node, value) in enumerate(inputs) if isinstance(value, _NUMBERS) or _is_number(node)]
-
-
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+    return [i for i, (node, value) in enumerate(inputs) if isinstance(value, NUMBERS) or _is_number(node)]
 
 
 def size_positions(gm: torch.fx.GraphModule, written: Sequence[int]) -> list[int]:

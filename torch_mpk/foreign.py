@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_mpk.errors import UnsupportedError
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")  # as Dynamo names them
 _ROOT = re.compile(r"^L\['(?:self|fn)'\]\.")
 _IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand)
@@ -35,7 +35,7 @@ def is_foreign(value: Any) -> bool:
     """Whether calls that take an input are kept as they are. Not where its class makes others of its kind of all that
     it meets, in Python alone: that would be the whole graph. Fake tensors stand for plain ones."""
     if not isinstance(value, torch.Tensor):
-        return not isinstance(value, _NUMBERS)
+        return not isinstance(value, NUMBERS)
     if isinstance(value, FakeTensor):
         return False
     is_contagious = _dispatches_as_tensor(type(value)) and not isinstance(value, torch.nn.Parameter)

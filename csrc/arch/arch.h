@@ -26,7 +26,7 @@ struct Costs {
   double memory_bytes_per_ns;  // a multiprocessor's share, while all read
   FewRowsCosts by_warps, by_warpgroups;
 
-  // Of tiles of many rows of x.
+  // These are of tiles of many rows of x.
   double cycles_per_ns;
   double own_bytes_per_cycle, all_bytes_per_cycle;  // of L2, that one multiprocessor gets, and that all get together
   double all_memory_bytes_per_cycle;                // the same of memory
@@ -68,16 +68,17 @@ const std::vector<const Arch*>& archs();
 // Their numbers, as a message lists them: "80, 90 or 100".
 std::string known_archs();
 
-// That of a number, as targets have it. Throws std::invalid_argument where there is none.
+// The generation of a number, as targets have it. Throws std::invalid_argument where there is none.
 MPK_KERNEL_API const Arch& arch_of(int number);
 
-// That of a device. One that is not known yet has the newest before it whose code can go as PTX. Null: it is too old.
+// The generation of a device. A device that is not known yet has the newest before it whose code can go as PTX. Null:
+// the device is too old.
 const Arch* arch_of_device(int capability);
 
 // Whether a device has all that code of a generation may use.
 bool can_run(int capability, const Arch& arch);
 
-// What compilers call the architecture of a device, sm_90a; and what they make PTX for, sm_90.
+// The architecture of a device as compilers name it, sm_90a; as PTX, sm_90.
 std::string compiled_name(int capability, bool as_ptx = false);
 
 // What device code is told that is compiled for another architecture than that which it is generated for, and empty

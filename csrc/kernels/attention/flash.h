@@ -66,7 +66,7 @@ class FlashKernel : public Kernel {
   virtual std::optional<std::string> refuses_node(const Node& node) const = 0;
 };
 
-// Of so many heads that share keys, which are of `head_bytes` each, as are values.
+// The cut for so many heads that share keys, which are of `head_bytes` each, as are values.
 inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, int64_t head_bytes) {
   // A tile of keys and values: larger ones of causal prompts are seen in part.
   constexpr int64_t kEntryBytes = 32 << 10;
@@ -77,7 +77,7 @@ inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, int64_t 
   return own;
 }
 
-// Of shared memory, where warps share the keys of their rows.
+// Bytes of shared memory, where warps share the keys of their rows.
 inline int64_t united_bytes(const WarpLayout& warps) { return warps.consumers * kUnitedBytes; }
 
 // Every warp has as many rows as the tensor cores take at once, every row is in one tile, equally many warps have the

@@ -374,9 +374,7 @@ class Rows : public Kernel {
     prove_stages(proof, s, own);
     const int64_t workers = proof.schedule().target.num_workers;
     const int64_t bytes = own.split == 1 ? 0 : num_partials(own, workers) * partial_bytes(s, own, proof.rows());
-    proof.require((cut.scratch ? cut.scratch->bytes : 0) == bytes,
-                  "the sums of " + proof.str(own.split) + " workers that share tiles take " + proof.str(bytes) +
-                      " bytes of the workspace, not " + proof.str(cut.scratch ? cut.scratch->bytes : 0));
+    proof.require_scratch(bytes);
     if (!cut.row_sums) return;
     const int64_t sums = count_row_sums(s, own, cut.num_tiles, workers);
     proof.require(cut.row_sums->count >= sums, "workers leave " + proof.str(sums) + " sums of a row, but " +

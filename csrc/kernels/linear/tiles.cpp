@@ -225,9 +225,7 @@ class Tiles : public Kernel {
     proof.require(own.split == 1 || s.tile_rows % (8 * own.split) == 0,
                   proof.str(own.split) + " workers share tiles, but not the " + proof.str(s.tile_rows) +
                       " rows of each, eight at a time");
-    const int64_t bytes = scratch_bytes(s, own, cut.num_tiles), found = cut.scratch ? cut.scratch->bytes : 0;
-    proof.require(found == bytes, "the sums that its workers send each other take " + proof.str(bytes) +
-                                      " bytes of the workspace, not " + proof.str(found));
+    proof.require_scratch(scratch_bytes(s, own, cut.num_tiles));
     proof.require(!cut.row_sums, "no norm ends tiles");
     prove_rows_behind(proof, s, own);
   }

@@ -117,9 +117,6 @@ class VectorWriter : public codegen::LinearWriter {
 
  private:
   void add_weight(const Node& node, const Tensor& weight) override { refs_.add(node, weight); }
-  std::string shape_constants() const override {
-    return codegen::constant("kTileRows", shape_.tile_rows) + codegen::constant("kChunkParts", shape_.chunk_parts);
-  }
 };
 
 class Vector : public Kernel {
@@ -186,9 +183,6 @@ class DirectWriter : public codegen::LinearWriter {
   void add_weight(const Node& node, const Tensor& weight) override {
     weights_.push_back("job.pointer<const uint8_t>(" + codegen::str(refs_.add(node, weight)) + ")");
     pitches_.push_back("int64_t(" + codegen::str(weight.strides[0] * size_bytes(weight.dtype)) + ")");
-  }
-  std::string shape_constants() const override {
-    return codegen::constant("kTileRows", shape_.tile_rows) + codegen::constant("kChunkParts", shape_.chunk_parts);
   }
   std::string write_places() override {
     return codegen::returning("const uint8_t*", "weight(const Job& job, int i)", codegen::choose("i", weights_)) +

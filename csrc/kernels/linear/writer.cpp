@@ -103,6 +103,10 @@ void LinearWriter::write_stream() {
   code_.stream = stream_row();
 }
 
+std::string LinearWriter::shape_constants() const {
+  return constant("kTileRows", shape_.tile_rows) + constant("kChunkParts", shape_.chunk_parts);
+}
+
 bool LinearWriter::reads_x() const { return !job_.cut.is_staged(); }
 
 void LinearWriter::write_sizes() {

@@ -25,7 +25,7 @@ class MPK_KERNEL_API LinearWriter {
   virtual void add_input() {}
   // How the loader and the warps share the matrices out.
   virtual StreamRow stream_row() const;
-  virtual std::string shape_constants() const = 0;
+  virtual std::string shape_constants() const;
   // Where the variant finds what no other kernel has.
   virtual std::string write_places() { return ""; }
   virtual const char* type_of_x() const { return "const T*"; }
