@@ -260,6 +260,7 @@ class Job:
         self,
         prologue: Sequence[int],
         body: Sequence[int],
+        run: str,
         epilogue: Sequence[int],
         cut: Cut,
         others: Sequence[Alternative],
@@ -272,6 +273,8 @@ class Job:
     def prologue(self) -> list[int]: ...
     @property
     def body(self) -> list[int]: ...
+    @property
+    def run(self) -> str: ...
     @property
     def epilogue(self) -> list[int]: ...
     @property

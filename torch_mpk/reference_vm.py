@@ -335,7 +335,7 @@ class ScheduledMemory(Memory):
 def _run_job(machine: Machine, memory: ScheduledMemory, job: _C.Job, order: random.Random | None) -> None:
     memory.private = dict.fromkeys(job.unstored)
     nodes = list(job.body)
-    if order:
+    if order and not job.run:
         order.shuffle(nodes)  # several linears of one input: no order among them
     for node in [*job.prologue, *nodes, *job.epilogue]:
         if order is None or machine.num_points(node) == 1:

@@ -149,23 +149,19 @@ void bind_schedule(py::module_& m) {
       .def_readonly("refusal", &Alternative::refusal);
 
   py::class_<Job>(m, "Job")
-      .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::vector<int> epilogue, Cut cut,
-                       std::vector<Alternative> others, const std::string& assignment, Tickets tickets,
+      .def(py::init([](std::vector<int> prologue, std::vector<int> body, std::string run, std::vector<int> epilogue,
+                       Cut cut, std::vector<Alternative> others, const std::string& assignment, Tickets tickets,
                        std::vector<int> loader_waits, std::vector<int> unstored) {
-             return Job{std::move(prologue),
-                        std::move(body),
-                        std::move(epilogue),
-                        std::move(cut),
-                        std::move(others),
-                        parse_assignment(assignment),
-                        tickets,
-                        std::move(loader_waits),
+             return Job{std::move(prologue),          std::move(body), std::move(run),
+                        std::move(epilogue),          std::move(cut),  std::move(others),
+                        parse_assignment(assignment), tickets,         std::move(loader_waits),
                         std::move(unstored)};
            }),
-           py::arg("prologue"), py::arg("body"), py::arg("epilogue"), py::arg("cut"), py::arg("others"),
+           py::arg("prologue"), py::arg("body"), py::arg("run"), py::arg("epilogue"), py::arg("cut"), py::arg("others"),
            py::arg("assignment"), py::arg("tickets"), py::arg("loader_waits"), py::arg("unstored"))
       .def_readonly("prologue", &Job::prologue)
       .def_readonly("body", &Job::body)
+      .def_readonly("run", &Job::run)
       .def_readonly("epilogue", &Job::epilogue)
       .def_readonly("cut", &Job::cut)
       .def_readonly("others", &Job::others)

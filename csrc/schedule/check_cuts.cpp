@@ -16,6 +16,7 @@ class CutCheck {
       : proof_(schedule, job), s_(schedule), job_(job), cut_(job.cut), first_(proof_.first()) {}
 
   void run() const {
+    check_run();
     check_staging();
     if (cut_.shape) {
       check_sizes(*cut_.shape);
@@ -24,7 +25,7 @@ class CutCheck {
       for (int n : job_.body) check_matrix(*cut_.shape, n);
       check_coverage(*cut_.shape);
     }
-    if (first_.def->role == Role::kStream) check_rows_behind();
+    if (first_.def->role == Role::kStream && job_.run.empty()) check_rows_behind();
     check_tickets();
     check_kernel();
   }
@@ -38,10 +39,20 @@ class CutCheck {
   // The kernel proves what nobody else knows of its cut. Code generation says why a job has none.
   void check_kernel() const {
     if (s_.target.device != "cuda" || cut_.kernel.empty()) return;
-    const std::vector<const Kernel*>& all = kernels_of(*first_.def);
+    const std::vector<const Kernel*>& all = kernels_of(s_, job_);
     const Kernel* kernel = find_kernel(cut_.kernel);
     require(std::find(all.begin(), all.end(), kernel) != all.end(), "it has no kernel '" + cut_.kernel + "'");
     kernel->prove(proof_);
+  }
+
+  void check_run() const {
+    if (job_.run.empty()) return;
+    require(job_.prologue.empty() && job_.epilogue.empty() && !cut_.shape && job_.assignment == Assignment::kStatic,
+            "a run is a job of its nodes alone, whose kernel itself brings what they read");
+    for (int n : job_.body)
+      for (const Operand& operand : s_.graph.nodes()[n].operands)
+        require(!s_.polled[operand.tensor.buffer],
+                name_buffer(s_, operand.tensor.buffer) + " is polled, which a run of nodes does not do");
   }
 
   // What is polled, or made by row tasks in front, is nowhere but in shared memory; and that leaves the ring room.

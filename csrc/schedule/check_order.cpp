@@ -139,12 +139,14 @@ class OrderProof {
     return s_.polled[edge.buffer] && from.phase < to.phase;
   }
 
-  // Inside a job values pass from prologue to body through shared memory, and from body to epilogue point by point.
+  // Inside a job values pass from prologue to body through shared memory, and from body to epilogue point by point. A
+  // run's kernel passes on what its nodes make for those behind them, and proves that itself.
   bool passes_inside(const Dependency& edge, const Place& from, const Place& to) const {
     if (from.part == Part::kPrologue) {
       if (to.part == Part::kEpilogue) return false;
       return to.part == Part::kBody || from.position < to.position;
     }
+    if (to.part == Part::kBody) return !job_at(to).run.empty() && from.position < to.position;
     if (to.part != Part::kEpilogue) return false;
     if (from.part == Part::kEpilogue && from.position >= to.position) return false;
     const Node& reader = s_.graph.nodes()[edge.to];

@@ -9,11 +9,12 @@
 
 namespace mpk {
 
-Draft::Draft(const TBGraph& graph, const Target& target)
+Draft::Draft(const TBGraph& graph, const Target& target, std::vector<TakenRuns> runs)
     : schedule{graph, target, {}, {}, 0, 0, std::vector<bool>(graph.buffers().size(), false), {}},
       edges(graph.dependencies()),
       in(graph.nodes().size()),
       out(graph.nodes().size()),
+      runs(std::move(runs)),
       job_of(graph.nodes().size(), -1),
       is_prologue(graph.nodes().size(), false) {
   for (const Dependency& edge : edges) {

@@ -8,14 +8,23 @@
 
 namespace mpk {
 
+class Kernel;
+
+// The runs of a kernel, each of which saves so many nanoseconds of what its nodes take as jobs of their own.
+struct TakenRuns {
+  const Kernel* kernel;
+  double saved_ns = 0;
+};
+
 struct Draft {
-  Draft(const TBGraph& graph, const Target& target);
+  Draft(const TBGraph& graph, const Target& target, std::vector<TakenRuns> runs = {});
   Draft(const Draft&) = delete;  // `in` and `out` point into `edges`
   Draft(Draft&&) = default;
 
   Schedule schedule;              // its phases from pass `phases` on
   std::vector<Dependency> edges;  // of the graph, and the same by the node they end at, or begin at:
   std::vector<std::vector<const Dependency*>> in, out;
+  std::vector<TakenRuns> runs;    // that it takes
   std::vector<Job> jobs;          // until they stand in phases; one without a body has gone into another
   std::vector<int> job_of;        // per node: the job whose body or epilogue it is in; -1: none
   std::vector<bool> is_prologue;  // per node: recomputed by whoever reads it
@@ -26,12 +35,13 @@ struct Draft {
   int num_nodes() const { return static_cast<int>(schedule.graph.nodes().size()); }
   const Node& node(int n) const { return schedule.graph.nodes()[n]; }
   bool is_workspace(int buffer) const { return graph().buffers()[buffer].kind == BufferKind::kWorkspace; }
-  // Whether nodes like this one share jobs.
-  bool joins(int n) const { return !node(n).def->joined_by.empty(); }
+  bool is_in_run(int n) const { return job_of[n] >= 0 && !jobs[job_of[n]].run.empty(); }
+  // Whether the node may share a job with others like it.
+  bool joins(int n) const { return !node(n).def->joined_by.empty() && !is_in_run(n); }
   // Whether pointwise tasks take over its results as they are made. Rows' only where there are many: of few, what they
   // are combined with may be polled, which takes a phase of its own.
   bool takes_epilogues(int n) const {
-    return joins(n) || (node(n).def->role == Role::kRow && schedule.warps.hands_over_rows);
+    return joins(n) || (node(n).def->role == Role::kRow && schedule.warps.hands_over_rows && !is_in_run(n));
   }
   // The phase that stores a node's results; -1: they are recomputed.
   int phase_of(int n) const { return job_of[n] < 0 ? -1 : levels[job_of[n]]; }

@@ -16,6 +16,8 @@ struct Kernels {
   std::map<std::string, const Kernel*> by_name;
   std::map<std::string, List> of_tasks;
   std::map<Role, List> of_roles;
+  List of_runs;
+  std::map<std::string, List> by_run;  // the kernel of each of them, alone
 };
 
 Kernels& kernels() {
@@ -44,13 +46,20 @@ Demands of_warpgroups() {
 
 bool add_kernel(const std::string& task, const Kernel& kernel) { return add_to(kernels().of_tasks[task], kernel); }
 bool add_kernel(Role role, const Kernel& kernel) { return add_to(kernels().of_roles[role], kernel); }
+bool add_run_kernel(const Kernel& kernel) {
+  kernels().by_run[kernel.name()] = {&kernel};
+  return add_to(kernels().of_runs, kernel);
+}
 
 const List& kernels_of(const TaskDef& def) {
   const auto own = kernels().of_tasks.find(def.name);
   return own == kernels().of_tasks.end() ? kernels().of_roles[def.role] : own->second;
 }
 
+const List& run_kernels() { return kernels().of_runs; }
+
 const List& kernels_of(const Schedule& schedule, const Job& job) {
+  if (!job.run.empty()) return kernels().by_run[job.run];
   return kernels_of(*schedule.graph.nodes()[job.body.front()].def);
 }
 
@@ -62,6 +71,19 @@ const Kernel* find_kernel(const std::string& name) {
 double memory_ns(const Schedule& schedule, const Job& job) {
   const int64_t bytes = phase_bytes(schedule, Phase{{job}, {}});
   return double(bytes) / arch_of(schedule.target.arch).costs.memory_bytes_per_ns / double(schedule.target.num_workers);
+}
+
+std::optional<double> launch_ns(const Schedule& schedule) {
+  const Costs& costs = arch_of(schedule.target.arch).costs;
+  double ns = 0;
+  for (size_t p = 0; p < schedule.phases.size(); p++) {
+    if (p > 0) ns += (schedule.phases[p].waits.empty() ? costs.hop_cycles : costs.event_cycles) / costs.cycles_per_ns;
+    for (const Job& job : schedule.phases[p].jobs) {
+      if (job.cut.kernel.empty()) return std::nullopt;
+      ns += job.cut.cost_ns;
+    }
+  }
+  return ns;
 }
 
 }  // namespace mpk

@@ -59,6 +59,12 @@ class MPK_KERNEL_API Kernel {
   // What variants of this kernel share in a launch, if anything.
   virtual std::optional<codegen::SharedCode> share(const std::vector<codegen::Variant>& variants) const;
 
+  // A run that begins with this node: nodes in program order, each of which depends on others of them, that the kernel
+  // does in one job. Empty where there is none. Asked of kernels that are added by `add_run_kernel`; whether a launch
+  // takes their runs is decided by what it costs as a whole, see choose_runs. A run is a job by itself: nothing is
+  // recomputed in front of it, nothing ends it, and neither its inputs nor its results are polled.
+  virtual std::vector<int> find_run(const TBGraph&, int /*first*/) const { return {}; }
+
   // Whether jobs may have other nodes beside the one that the body begins with.
   virtual bool takes_companions() const { return false; }
 
@@ -93,9 +99,13 @@ Demands of_warpgroups();
 // Throws std::logic_error where there is one of that name.
 MPK_KERNEL_API bool add_kernel(const std::string& task, const Kernel& kernel);
 MPK_KERNEL_API bool add_kernel(Role role, const Kernel& kernel);
+// Adds one of runs of nodes.
+MPK_KERNEL_API bool add_run_kernel(const Kernel& kernel);
 
 // Those of a task, in the order of their names.
 const std::vector<const Kernel*>& kernels_of(const TaskDef& def);
+// Those of runs.
+const std::vector<const Kernel*>& run_kernels();
 // Those of a job's body.
 const std::vector<const Kernel*>& kernels_of(const Schedule& schedule, const Job& job);
 
@@ -104,5 +114,9 @@ const Kernel* find_kernel(const std::string& name);
 
 // What a job takes that memory bounds: all that its nodes touch comes at what a worker gets of memory.
 MPK_KERNEL_API double memory_ns(const Schedule& schedule, const Job& job);
+
+// What a launch takes, as its kernels expect: its jobs, one behind the other, and the ways from phase to phase. Nothing
+// where no kernel takes one of the jobs.
+std::optional<double> launch_ns(const Schedule& schedule);
 
 }  // namespace mpk

@@ -10,6 +10,8 @@ namespace mpk {
 
 // Whether warps multiply together: what a job may do besides depends on it.
 void choose_warps(Draft& draft);
+// Nodes that a kernel of runs does in one job become one.
+void join_runs(Draft& draft);
 // Pointwise nodes become the epilogues of nodes whose results they read, each element at one point.
 void fuse_epilogues(Draft& draft);
 // The remaining nodes of one input become one job: their rows form one space. So do those with epilogues of their own,

@@ -78,9 +78,9 @@ std::string job_json(const TBGraph& graph, const Job& job) {
     return json::array(ids, [&](int n) { return json::quote(std::to_string(n) + " " + graph.nodes()[n].title()); });
   };
   return "{\"prologue\": " + tasks(job.prologue) + ", \"body\": " + tasks(job.body) +
-         ", \"epilogue\": " + tasks(job.epilogue) + ", " + cut_json(job.cut) +
-         (job.others.empty() ? "" : ", \"others\": " + others_json(job.others)) + ", \"assignment\": \"" +
-         (job.assignment == Assignment::kClaimed ? "claimed" : "static") +
+         (job.run.empty() ? "" : ", \"run\": " + json::quote(job.run)) + ", \"epilogue\": " + tasks(job.epilogue) +
+         ", " + cut_json(job.cut) + (job.others.empty() ? "" : ", \"others\": " + others_json(job.others)) +
+         ", \"assignment\": \"" + (job.assignment == Assignment::kClaimed ? "claimed" : "static") +
          "\", \"tickets\": " + (job.assignment == Assignment::kClaimed ? tickets_json(job.tickets) : "null") +
          ", \"loader_waits\": " + json::numbers(job.loader_waits) + ", \"unstored\": " + json::numbers(job.unstored) +
          "}";

@@ -1,5 +1,6 @@
-"""Another kernel of ``linear``, compiled outside the core against its headers, is chosen, proven, emulated and right.
-No file of the core knows it or its fields. Each has a process of its own, since a kernel stays once it is loaded."""
+"""Kernels that are compiled outside the core against its headers, one of ``linear`` and one of runs of two linears, are
+chosen, proven, emulated and right. No file of the core knows them or their fields. Each has a process of its own, since
+a kernel stays once it is loaded."""
 
 from __future__ import annotations
 
@@ -16,20 +17,27 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def compile_kernel(folder: Path, *flags: str) -> Path:
+def compile_kernel(folder: Path, name: str, *flags: str) -> Path:
     core = Path(_C.__file__)
-    library = folder / "elsewhere.so"
+    library = folder / f"{name}.so"
     compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", *flags]
-    command += [f"-I{ROOT}/csrc", f"-I{ROOT}/include", f'-DELSEWHERE_HEADER="{HERE}/elsewhere.cuh"']
-    command += [str(HERE / "elsewhere.cpp"), f"-L{core.parent}", f"-l:{core.name}", f"-Wl,-rpath,{core.parent}"]
+    command += [f"-I{ROOT}/csrc", f"-I{ROOT}/include", f'-D{name.upper()}_HEADER="{HERE}/{name}.cuh"']
+    command += [str(HERE / f"{name}.cpp"), f"-L{core.parent}", f"-l:{core.name}", f"-Wl,-rpath,{core.parent}"]
     subprocess.run([*command, "-Wl,--no-undefined", "-o", str(library)], check=True)
     return library
 
 
-@pytest.mark.parametrize("flags", [(), ("-DANOTHER_FIELD",)], ids=["", "with another field"])
-def test_a_kernel_elsewhere_is_chosen_proven_emulated_and_right(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    library = compile_kernel(tmp_path, *flags)
-    fields = ["rows_at_once=2", *(["turns=1"] if flags else [])]
-    command = [sys.executable, "-m", "tests.kernels.run_elsewhere", str(library), *fields]
+def run(program: str, library: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", f"tests.kernels.{program}", str(library), *arguments]
     subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+
+
+@pytest.mark.parametrize("flags", [(), ("-DANOTHER_FIELD",)], ids=["", "with another field"])
+def test_a_kernel_of_linear_is_chosen_proven_emulated_and_right(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    library = compile_kernel(tmp_path, "elsewhere", *flags)
+    run("run_elsewhere", library, "rows_at_once=2", *(["turns=1"] if flags else []))
+
+
+def test_a_kernel_of_runs_is_chosen_proven_emulated_and_right(tmp_path: Path) -> None:
+    run("run_pair", compile_kernel(tmp_path, "pair"))

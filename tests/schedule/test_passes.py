@@ -52,7 +52,7 @@ def test_every_pass_is_a_file_with_a_test_of_its_own() -> None:
 
 
 def test_an_unknown_pass_is_refused_with_a_list() -> None:
-    with pytest.raises(ValueError, match=r"no pass 'fuse'; there are choose_warps, fuse_epilogues, "):
+    with pytest.raises(ValueError, match=r"no pass 'fuse'; there are choose_warps, join_runs, "):
         _C.draft_schedule(decoder(layers=1), CUDA, "fuse")
 
 
@@ -62,6 +62,12 @@ def test_choose_warps() -> None:
     assert "moves_registers" not in before
     assert after["moves_registers"] and after["consumers"] == 8 and after["hands_over_rows"]
     assert "input_norm" not in Draft(many_rows, "find_prologues").recomputed, "the loader reads x where it is"
+
+
+def test_join_runs() -> None:
+    """The core has no kernel of runs; tests/kernels loads one, and looks at what becomes of its nodes."""
+    before, after = before_and_after(decoder(layers=1), "join_runs")
+    assert before.jobs == after.jobs == []
 
 
 def test_fuse_epilogues() -> None:

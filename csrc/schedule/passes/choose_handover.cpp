@@ -20,6 +20,7 @@ bool has_short_rows_to_poll(const Draft& draft, const Tensor& t) {
 // Whether whoever stores the node's result can mark each element as it comes.
 bool can_be_marked(const Draft& draft, int n, const Tensor& made) {
   const int maker = draft.job_of[n] < 0 ? n : draft.jobs[draft.job_of[n]].body.front();
+  if (draft.is_in_run(n)) return false;
   if (maker != n && draft.node(n).def->role == Role::kRow) return false;  // what it lacks is behind an event
   const int64_t bytes = made.numel() * size_bytes(made.dtype);
   return draft.node(maker).def->hands_over && draft.is_workspace(made.buffer) && is_float(made.dtype) &&
@@ -60,7 +61,7 @@ int64_t polled_elements(const Draft& draft, const Places& places, const Node& re
 bool can_poll(const Draft& draft, const Places& places, const Node& reader, const Operand& made) {
   const int buffer = made.tensor.buffer;
   const int64_t polled = polled_elements(draft, places, reader, made.tensor);
-  if (writes(reader, buffer) || polled > kMaxPolledElements) return false;
+  if (writes(reader, buffer) || polled > kMaxPolledElements || draft.is_in_run(reader.id)) return false;
   const auto& operands = reader.operands;
   switch (reader.def->role) {
     case Role::kRow:

@@ -40,11 +40,21 @@ void choose(const Schedule& schedule, Job& job) {
   job.others = others;
 }
 
+// Beside its kernel a run has its nodes' own, in jobs of their own.
+void note_own_jobs(const Draft& draft, Job& job) {
+  for (const TakenRuns& runs : draft.runs)
+    if (runs.kernel->name() == job.run)
+      job.others.insert(job.others.begin(), {"jobs of their own", job.cut.cost_ns + runs.saved_ns, ""});
+}
+
 }  // namespace
 
 void choose_kernels(Draft& draft) {
   for (Phase& phase : draft.schedule.phases)
-    for (Job& job : phase.jobs) choose(draft.schedule, job);
+    for (Job& job : phase.jobs) {
+      choose(draft.schedule, job);
+      note_own_jobs(draft, job);
+    }
   WarpLayout& warps = draft.schedule.warps;
   warps.empty_arrivals = std::max(warps.empty_arrivals, static_cast<int>(most_readers(draft.schedule)));
 }

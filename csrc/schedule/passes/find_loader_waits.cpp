@@ -17,15 +17,16 @@ bool loader_reads_buffer(const WarpLayout& warps, const Node& node, int buffer) 
 void find_loader_waits(Draft& draft) {
   for (Phase& phase : draft.schedule.phases)
     for (Job& job : phase.jobs) {
-      if (!draft.node(job.body.front()).def->streams()) continue;
       std::vector<int>& waits = job.loader_waits;
-      for (int n : job.body)
+      for (int n : job.body) {
+        if (!draft.node(n).def->streams()) continue;
         for (const Dependency* edge : draft.in[n]) {
           const int p = draft.phase_of(edge->from);
           if (p >= 0 && edge->hazard != Hazard::kWriteAfterRead &&
               loader_reads_buffer(draft.schedule.warps, draft.node(n), edge->buffer))
             waits.push_back(p);
         }
+      }
       std::sort(waits.begin(), waits.end());
       waits.erase(std::unique(waits.begin(), waits.end()), waits.end());
     }

@@ -19,7 +19,7 @@ bool takes_rows(const Draft& draft, const Node& reader, const Tensor& made) {
 // Whether the edge leads to a task that takes the row in front of it. A row task does, whether it is recomputed itself
 // or a job of its own.
 bool is_staged(const Draft& draft, const Node& row, const Dependency& edge) {
-  if (edge.hazard != Hazard::kReadAfterWrite) return false;
+  if (edge.hazard != Hazard::kReadAfterWrite || draft.is_in_run(edge.to)) return false;
   const Node& reader = draft.node(edge.to);
   const Tensor& made = output(row).tensor;
   if (reader.def->role == Role::kRow) return same_rows(made, reader.operands.front().tensor);
@@ -31,7 +31,7 @@ bool is_staged(const Draft& draft, const Node& row, const Dependency& edge) {
 void find_prologues(Draft& draft) {
   for (int n = draft.num_nodes(); n-- > 0;) {
     const Node& row = draft.node(n);
-    if (row.def->role != Role::kRow || !draft.is_workspace(output(row).tensor.buffer)) continue;
+    if (row.def->role != Role::kRow || draft.is_in_run(n) || !draft.is_workspace(output(row).tensor.buffer)) continue;
     const auto& out = draft.out[n];
     draft.is_prologue[n] = !out.empty() && std::all_of(out.begin(), out.end(), [&](const Dependency* edge) {
       return is_staged(draft, row, *edge);

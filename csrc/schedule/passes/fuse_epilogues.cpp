@@ -26,7 +26,7 @@ std::vector<int> producers_of(const Draft& draft, int n) {
   std::vector<int> producers;
   for (const Dependency* edge : draft.in[n]) {
     const int p = edge->from;
-    const bool is_epilogue = draft.job_of[p] >= 0 && draft.node(p).def->role == Role::kPointwise;
+    const bool is_epilogue = draft.job_of[p] >= 0 && draft.node(p).def->role == Role::kPointwise && !draft.is_in_run(p);
     if (edge->hazard == Hazard::kReadAfterWrite && (draft.takes_epilogues(p) || is_epilogue) && !contains(producers, p))
       producers.push_back(p);
   }
@@ -67,7 +67,7 @@ void fuse(Draft& draft, const Fusion& fusion, int n) {
 
 void fuse_epilogues(Draft& draft) {
   for (int n = 0; n < draft.num_nodes(); n++) {
-    if (draft.node(n).def->role != Role::kPointwise) continue;
+    if (draft.node(n).def->role != Role::kPointwise || draft.is_in_run(n)) continue;
     std::vector<int> producers = producers_of(draft, n);
     if (producers.empty()) continue;
     Fusion fusion(draft, producers);

@@ -123,7 +123,10 @@ struct Alternative {
 // Nodes that one worker executes back to back on its share of the tiles.
 struct Job {
   std::vector<int> prologue;  // row tasks recomputed by every worker; their results stay in shared memory
-  std::vector<int> body;      // one node, or several of one task and one input (their rows form one space)
+  std::vector<int> body;      // one node, or several of one task and one input (their rows form one space), or a run
+  // The kernel that found the run: nodes that depend on each other, in program order, between which it passes values on
+  // by itself. Empty: no node of the body depends on another.
+  std::string run;
   // Pointwise tasks on the body's output elements, inlined: each on those of one node, unless one combines several. Of
   // many rows there may be row tasks in front of them, of rows that tiles hold whole. And the last may be a norm of
   // rows that the job makes (`Cut::row_sums`): what it stores lacks the factor of the row, by which its readers
