@@ -143,6 +143,17 @@ def nth_largest(x, n, peaks):
     return x.new_tensor([sorted(row, reverse=True)[i] for row, i in zip(rows, n.flatten().tolist())]).view(n.shape)
 
 
+def topk(x, num):
+    ids = [sorted(range(len(row)), key=lambda i: -row[i])[:num] for row in x.flatten(0, -2).tolist()]
+    found = torch.tensor(ids).view(*x.shape[:-1], num)
+    return x.gather(-1, found), found
+
+
+def expert_linear(x, ids, weight, transposed):
+    every = torch.einsum("rck,enk->rcen", x, transposed.mT if weight is None else weight)
+    return torch.einsum("rcen,rce->rcn", every, torch.nn.functional.one_hot(ids, every.shape[2]).to(x.dtype))
+
+
 def nucleus(x, rest, peaks, sums):
     found = []
     for row, part in zip(x.flatten(0, -2).double(), rest.flatten().tolist()):

@@ -12,6 +12,7 @@ namespace {
 // clang-format off: each builds on the ones before
 #include "simd.h"
 #include "linear.h"
+#include "linear_transposed.h"
 #include "values.h"
 #include "ops.h"
 #include "attention.h"
@@ -87,6 +88,10 @@ Kernels make_table() {
   t.linear[static_cast<int>(DType::kBF16)] = linear<ChunkBF16>;
   t.linear[static_cast<int>(DType::kF32)] = linear<ChunkF32>;
   t.linear[static_cast<int>(DType::kF64)] = linear_f64;
+  t.linear_transposed[static_cast<int>(DType::kF16)] = linear_transposed<f16>;
+  t.linear_transposed[static_cast<int>(DType::kBF16)] = linear_transposed<bf16>;
+  t.linear_transposed[static_cast<int>(DType::kF32)] = linear_transposed<float>;
+  t.linear_transposed[static_cast<int>(DType::kF64)] = linear_transposed_f64;
   t.attention_tile[static_cast<int>(DType::kF16)] = attention_tile<f16>;
   t.attention_tile[static_cast<int>(DType::kBF16)] = attention_tile<bf16>;
   t.attention_tile[static_cast<int>(DType::kF32)] = attention_tile<float>;

@@ -116,6 +116,8 @@ struct Kernels {
   // For more rows than kLinearRowBlock, all of which are in scratch at once; nullptr where `linear` takes them, too.
   Linear linear_many[kNumDTypes];
   int64_t (*linear_many_scratch_bytes[kNumDTypes])(int64_t num_rows, int64_t k);
+  // The same of a weight [k, n]: weight_stride is between its rows. Floating dtypes only, scratch as of `linear`.
+  Linear linear_transposed[kNumDTypes];
   AttentionTile attention_tile[kNumDTypes];  // floating dtypes only
   Prefill prefill_attention[kNumDTypes];     // floating dtypes only
   int64_t (*prefill_scratch_bytes[kNumDTypes])(int num_rows, int64_t head_dim);
