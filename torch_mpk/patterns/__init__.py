@@ -16,6 +16,7 @@ from torch import fx
 
 from torch_mpk.aliasing import eliminate_dead_code, is_view, storages, written_storages
 from torch_mpk.patterns.complex_numbers import expand
+from torch_mpk.patterns.experts import ungroup
 from torch_mpk.patterns.normalise import normalise
 from torch_mpk.patterns.references import declare_patterns, left_out
 from torch_mpk.patterns.rewriter import Rewriter, aten, has_same_layout, is_call, reshape_source, shape
@@ -49,6 +50,7 @@ def apply(gm: fx.GraphModule) -> fx.GraphModule:
     normalise(gm.graph)
     rewriter = Rewriter(gm.graph)
     expand(rewriter)
+    ungroup(rewriter)
     lifts: list[Lift] = []
     for anchor in reversed(list(gm.graph.nodes)):  # from the end, so that the largest subgraph is met first
         if anchor._erased:
