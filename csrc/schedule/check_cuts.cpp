@@ -39,7 +39,7 @@ class CutCheck {
   // The kernel proves what nobody else knows of its cut. Code generation says why a job has none.
   void check_kernel() const {
     if (s_.target.device != "cuda" || cut_.kernel.empty()) return;
-    const std::vector<const Kernel*>& all = kernels_of(s_, job_);
+    const std::vector<const Kernel*> all = kernels_of(s_, job_);
     const Kernel* kernel = find_kernel(cut_.kernel);
     require(std::find(all.begin(), all.end(), kernel) != all.end(), "it has no kernel '" + cut_.kernel + "'");
     kernel->prove(proof_);

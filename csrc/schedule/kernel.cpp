@@ -51,14 +51,20 @@ bool add_run_kernel(const Kernel& kernel) {
   return add_to(kernels().of_runs, kernel);
 }
 
-const List& kernels_of(const TaskDef& def) {
+List kernels_of(const TaskDef& def) {
   const auto own = kernels().of_tasks.find(def.name);
-  return own == kernels().of_tasks.end() ? kernels().of_roles[def.role] : own->second;
+  if (own == kernels().of_tasks.end()) return kernels().of_roles[def.role];
+  List all = own->second;
+  if (def.role == Role::kTile) {
+    const List& shared = kernels().of_roles[def.role];
+    all.insert(all.end(), shared.begin(), shared.end());
+  }
+  return all;
 }
 
 const List& run_kernels() { return kernels().of_runs; }
 
-const List& kernels_of(const Schedule& schedule, const Job& job) {
+List kernels_of(const Schedule& schedule, const Job& job) {
   if (!job.run.empty()) return kernels().by_run[job.run];
   return kernels_of(*schedule.graph.nodes()[job.body.front()].def);
 }

@@ -110,6 +110,7 @@ inline void __nanosleep(unsigned ns) {
   for (unsigned i = 0; i < ns / 256; i++) emulator::yield();
 }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+inline unsigned atomicOr(unsigned* p, unsigned v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
 template <class F>
 unsigned atomic_update(unsigned* p, F next) {
   unsigned old = __atomic_load_n(p, __ATOMIC_SEQ_CST);

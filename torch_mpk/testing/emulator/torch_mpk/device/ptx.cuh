@@ -108,6 +108,10 @@ inline ulonglong2 load_relaxed_gpu(const ulonglong2* p) {
   emulator::require_aligned(p);
   return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y)};
 }
+inline uint4 load_once(const uint4* p) {
+  emulator::require_aligned(p);
+  return *p;
+}
 inline void store_if(bool condition, uint16_t* p, uint16_t v) {
   if (condition) *p = v;
 }

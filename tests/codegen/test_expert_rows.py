@@ -1,0 +1,90 @@
+"""Experts' products on tensor cores, emulated. Which pairs and tiles there are follows from the ids of a launch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.cpu.test_experts import chosen_ids, exact
+from torch_mpk import _C
+from torch_mpk.capture import capture
+from torch_mpk.lowering import lower
+from torch_mpk.patterns import apply
+from torch_mpk.testing.emulator import aligned, emulate
+
+KERNEL = "expert_linear.rows"
+
+
+def lowered_product(operands: list[torch.Tensor]):
+    step = torch.fx.symbolic_trace(lambda x, ids, weight: torch.ops.mpk.expert_linear(x, ids, weight))
+    return lower(apply(capture(step, operands).graph_module))
+
+
+def kernel_of(schedule: _C.Schedule) -> str:
+    (job,) = (job for phase in schedule.phases for job in phase.jobs)
+    return job.cut.kernel
+
+
+# Rows, choices, experts, rows of weights, depth: with warps that share tiles, without, more than a group of pairs for
+# an expert, weights' rows that no tile divides, more experts than a lane has.
+SHAPES = [(1, 2, 8, 40, 512), (1, 4, 8, 16, 64), (9, 2, 3, 72, 96), (40, 2, 2, 24, 64), (2, 3, 100, 33, 256)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows, choices, experts, n, k = shape
+    kernel = None
+    for chosen in ("random", "one", "last", "none"):
+        x, weight = torch.randn(rows, choices, k).to(dtype), torch.randn(experts, n, k).to(dtype)
+        ids = chosen_ids(rows, choices, experts, "random" if chosen == "none" else chosen)
+        if chosen == "none":
+            ids.view(-1)[::2] = torch.tensor([-1, experts])[torch.randint(2, ids.view(-1)[::2].shape)]
+        operands = [aligned(t.numel() * t.itemsize).view(t.dtype).view(t.shape).copy_(t) for t in (x, ids, weight)]
+        lowered = lowered_product(operands)
+        kernel = kernel or emulate(lowered.graph)
+        assert kernel_of(kernel.schedule) == KERNEL
+        (made,) = (
+            aligned(f.dtype.itemsize * math.prod(f.shape), 0xFF).view(f.dtype).view(f.shape) for f in lowered.fresh
+        )
+        kernel.launch(operands, [made], order="shuffled", jitter=3)
+        valid = (ids >= 0) & (ids < experts)
+        expected = exact(x, ids.clamp(0, experts - 1), weight, False) * valid.unsqueeze(-1)
+        torch.testing.assert_close(made.double(), expected, rtol=8e-3, atol=2e-2)
+        assert not made[~valid].any()
+
+
+def test_a_row_s_result_does_not_depend_on_others() -> None:
+    rows, choices, experts, n, k = 12, 2, 4, 48, 128
+    x, weight = torch.randn(rows, choices, k).bfloat16(), torch.randn(experts, n, k).bfloat16()
+    ids = chosen_ids(rows, choices, experts, "random")
+    kernel, results = None, []
+    for change in (False, True):
+        if change:
+            x[1:], ids[1:] = torch.randn(rows - 1, choices, k), ids[:1]
+        operands = [aligned(t.numel() * t.itemsize).view(t.dtype).view(t.shape).copy_(t) for t in (x, ids, weight)]
+        kernel = kernel or emulate(lowered_product(operands).graph)
+        made = aligned(rows * choices * n * 2, 0xFF).view(torch.bfloat16).view(rows, choices, n)
+        kernel.launch(operands, [made])
+        results.append(made[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "why"),
+    [
+        ((1, 2, 4, 16, 64), torch.float32, "tensor cores multiply 16-bit floats"),
+        ((300, 2, 4, 16, 64), torch.bfloat16, "600 pairs of rows and experts, expected 1 to 512"),
+        ((1, 2, 4, 16, 40), torch.bfloat16, "rows of 40 elements, expected aligned ones of a multiple of 32"),
+    ],
+)
+def test_others_have_the_plain_kernel(sizes: tuple[int, ...], dtype: torch.dtype, why: str) -> None:
+    rows, choices, experts, n, k = sizes
+    operands = [torch.randn(rows, choices, k).to(dtype), chosen_ids(rows, choices, experts, "random")]
+    lowered = lowered_product([*operands, torch.randn(experts, n, k).to(dtype)])
+    schedule = _C.make_schedule(lowered.graph, _C.Target("cuda", 90, 132, 232448))
+    assert kernel_of(schedule) == "tile"
+    (job,) = (job for phase in schedule.phases for job in phase.jobs)
+    assert [(other.kernel, other.refusal) for other in job.others] == [(KERNEL, why)]
