@@ -45,7 +45,8 @@ def uninitialised_step(name: str, device: str) -> tuple[Call, dict[str, Any]]:
     model = model.to_empty(device=device)
     model.tie_weights()
     cache = StaticCache(config=config, max_cache_len=1024)
-    kv = torch.empty(1, config.num_key_value_heads, 1, config.head_dim, dtype=torch.bfloat16, device=device)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv = torch.empty(1, config.num_key_value_heads, 1, head_size, dtype=torch.bfloat16, device=device)
     for layer in cache.layers:
         layer.lazy_initialization(kv, kv)
     return model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=device), "past_key_values": cache}

@@ -8,11 +8,13 @@ from transformers import (
     GemmaConfig,
     GraniteConfig,
     LlamaConfig,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 
@@ -133,6 +135,48 @@ def _granite_3_2b() -> GraniteConfig:
     )
 
 
+def _olmoe_1b_7b() -> OlmoeConfig:
+    return OlmoeConfig(
+        vocab_size=50304,
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+        tie_word_embeddings=False,
+        eos_token_id=50279,
+        pad_token_id=1,
+    )
+
+
+def _qwen3_30b_a3b() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        bos_token_id=151643,
+        eos_token_id=151645,
+    )
+
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2.5-0.5b": lambda: _qwen2_5(896, 4864, 24, 14),  # biases
     "qwen2.5-1.5b": lambda: _qwen2_5(1536, 8960, 28, 12),
@@ -146,6 +190,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "phi-3-mini": _phi_3_mini_4k,  # head size 96, fused projections
     "gemma-2b": _gemma_2b,  # head size 256, one key head
     "granite-3-2b": _granite_3_2b,  # an odd vocabulary
+    "olmoe-1b-7b": _olmoe_1b_7b,  # 64 experts, of which a row chooses 8
+    "qwen3-30b-a3b": _qwen3_30b_a3b,  # 128 experts
 }
 
 

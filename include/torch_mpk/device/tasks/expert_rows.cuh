@@ -139,6 +139,7 @@ MPK_DEVICE void multiply(const Job& job, const Tile<V>& tile, int first_group, i
   RowPieces next[kStepsAhead];
 #pragma unroll
   for (int u = 0; u < kStepsAhead; u++) next[u] = begin + u < end ? tile.weights(begin + u) : RowPieces{};
+#pragma unroll 1
   for (int step = begin; step < end; step += kStepsAhead) {
 #pragma unroll
     for (int u = 0; u < kStepsAhead; u++) {
