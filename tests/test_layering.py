@@ -163,6 +163,7 @@ ROOMS = (
     "csrc/codegen/tasks",
     "csrc/cpu/bodies",
     "csrc/kernels/attention",
+    "csrc/kernels/experts",
     "csrc/kernels/linear",
     "torch_mpk/tasks",
     "torch_mpk/patterns",

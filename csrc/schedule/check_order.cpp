@@ -204,7 +204,6 @@ class OrderProof {
     for (const Dependency& edge : s_.graph.dependencies()) {
       if (edge.hazard == Hazard::kWriteAfterRead) continue;
       const Node& reader = s_.graph.nodes()[edge.to];
-      if (!reader.def->streams()) continue;
       for (const Place& to : places_[edge.to]) {
         const std::vector<int>& waits = job_at(to).loader_waits;
         for (const Operand& operand : reader.operands) {

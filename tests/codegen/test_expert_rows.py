@@ -14,7 +14,7 @@ from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
 from torch_mpk.testing.emulator import aligned, emulate
 
-KERNEL = "expert_linear.rows"
+ROWS, BOXES = "expert_linear.rows", "expert_linear.boxes"
 
 
 def lowered_product(operands: list[torch.Tensor]):
@@ -27,25 +27,37 @@ def kernel_of(schedule: _C.Schedule) -> str:
     return job.cut.kernel
 
 
-# Rows, choices, experts, rows of weights, depth: with warps that share tiles, without, more than a group of pairs for
-# an expert, weights' rows that no tile divides, more experts than a lane has.
-SHAPES = [(1, 2, 8, 40, 512), (1, 4, 8, 16, 64), (9, 2, 3, 72, 96), (40, 2, 2, 24, 64), (2, 3, 100, 33, 256)]
+# Rows, choices, experts, rows of weights, depth, and the kernel: boxes that columns fill and do not fill, more than a
+# group of pairs for an expert, fewer tiles than workers, weights' rows that no tile divides, more experts than a lane
+# has.
+SHAPES = [
+    ((1, 2, 8, 48, 512), BOXES),
+    ((1, 4, 8, 16, 64), BOXES),
+    ((9, 2, 3, 80, 320), BOXES),
+    ((40, 2, 2, 32, 128), BOXES),
+    ((2, 3, 100, 32, 256), BOXES),
+    ((9, 2, 3, 72, 96), ROWS),
+    ((40, 2, 2, 24, 64), ROWS),
+    ((2, 3, 100, 33, 320), ROWS),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("shape", "name"), SHAPES, ids=str)
+def test_products(shape: tuple[int, ...], name: str, dtype: torch.dtype) -> None:
     rows, choices, experts, n, k = shape
     kernel = None
-    for chosen in ("random", "one", "last", "none"):
+    for chosen in ("random", "one", "last", "none", "twice"):
         x, weight = torch.randn(rows, choices, k).to(dtype), torch.randn(experts, n, k).to(dtype)
-        ids = chosen_ids(rows, choices, experts, "random" if chosen == "none" else chosen)
+        ids = chosen_ids(rows, choices, experts, chosen if chosen in ("one", "last") else "random")
+        if chosen == "twice":
+            ids[:, 1] = ids[:, 0]
         if chosen == "none":
             ids.view(-1)[::2] = torch.tensor([-1, experts])[torch.randint(2, ids.view(-1)[::2].shape)]
         operands = [aligned(t.numel() * t.itemsize).view(t.dtype).view(t.shape).copy_(t) for t in (x, ids, weight)]
         lowered = lowered_product(operands)
         kernel = kernel or emulate(lowered.graph)
-        assert kernel_of(kernel.schedule) == KERNEL
+        assert kernel_of(kernel.schedule) == name
         (made,) = (
             aligned(f.dtype.itemsize * math.prod(f.shape), 0xFF).view(f.dtype).view(f.shape) for f in lowered.fresh
         )
@@ -87,4 +99,4 @@ def test_others_have_the_plain_kernel(sizes: tuple[int, ...], dtype: torch.dtype
     schedule = _C.make_schedule(lowered.graph, _C.Target("cuda", 90, 132, 232448))
     assert kernel_of(schedule) == "tile"
     (job,) = (job for phase in schedule.phases for job in phase.jobs)
-    assert [(other.kernel, other.refusal) for other in job.others] == [(KERNEL, why)]
+    assert [(other.kernel, other.refusal) for other in job.others] == [(BOXES, why), (ROWS, why)]

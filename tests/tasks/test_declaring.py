@@ -69,8 +69,8 @@ def declare(
         ),
         (
             "x[R, H] -> y[R, H]",
-            {"streaming": Streaming(loaded=("x",))},
-            "streaming= is for tasks of role 'stream', this one's is 'tile'",
+            {"streaming": Streaming(loaded=("x",), staged=("x",))},
+            "streaming= is for tasks of role 'stream', and loaded of it for role 'tile'; this one's role is 'tile'",
         ),
         ("x[R, H] -> y[R, H]", {"scales_rows": True}, "scales_rows= is for tasks of role 'row', this one's is 'tile'"),
         (

@@ -106,8 +106,12 @@ def check_streaming(task: Task, streaming: Streaming | None) -> Streaming:
     """By default the loader may read every input, and waits for what makes it."""
     if streaming is None:
         return Streaming(loaded=tuple(operand.name for operand in task.inputs) if task.role == "stream" else ())
-    if task.role != "stream":
-        raise TaskError(f"{task.name}: streaming= is for tasks of role 'stream', this one's is {task.role!r}")
+    only_loaded = task.role == "tile" and streaming == Streaming(loaded=streaming.loaded)
+    if task.role != "stream" and not only_loaded:
+        raise TaskError(
+            f"{task.name}: streaming= is for tasks of role 'stream', and loaded of it for role 'tile'; this one's role "
+            f"is {task.role!r}"
+        )
     unknown = {*streaming.operands()} - {operand.name for operand in task.inputs}
     if unknown:
         raise TaskError(

@@ -19,7 +19,6 @@ void find_loader_waits(Draft& draft) {
     for (Job& job : phase.jobs) {
       std::vector<int>& waits = job.loader_waits;
       for (int n : job.body) {
-        if (!draft.node(n).def->streams()) continue;
         for (const Dependency* edge : draft.in[n]) {
           const int p = draft.phase_of(edge->from);
           if (p >= 0 && edge->hazard != Hazard::kWriteAfterRead &&

@@ -100,6 +100,12 @@ inline unsigned __ballot_sync(unsigned, bool v) {
   for (int i = 0; i < 32; i++) votes |= unsigned(*static_cast<const bool*>(emulator::warp_value(i))) << i;
   return votes;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned v) {
+  emulator::warp_collect(&v, sizeof(v));
+  unsigned any = 0;
+  for (int i = 0; i < 32; i++) any |= *static_cast<const unsigned*>(emulator::warp_value(i));
+  return any;
+}
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
 inline void __syncwarp(unsigned = ~0u) { emulator::warp_collect(nullptr, 0); }
@@ -110,7 +116,6 @@ inline void __nanosleep(unsigned ns) {
   for (unsigned i = 0; i < ns / 256; i++) emulator::yield();
 }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
-inline unsigned atomicOr(unsigned* p, unsigned v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
 template <class F>
 unsigned atomic_update(unsigned* p, F next) {
   unsigned old = __atomic_load_n(p, __ATOMIC_SEQ_CST);

@@ -1,0 +1,86 @@
+// The same with weights that the loader brings through the ring, as boxes of 16 rows and 256 columns. It awaits the
+// choice, and finds the chosen experts as the consumers do. A tile's boxes follow each other, and one warp reads them.
+#pragma once
+
+#include "torch_mpk/device/ring.cuh"
+#include "torch_mpk/device/tasks/expert_rows.cuh"
+
+namespace mpk::experts {
+
+inline constexpr int kBoxSteps = 256 / kStepColumns;
+inline constexpr uint32_t kBoxBytes = kTileRows * 256 * 2;
+template <class V>
+inline constexpr uint32_t kBoxesOfTile = (V::kSize + 255) / 256;
+
+// ---- the loader's part
+
+template <class V, class L>
+MPK_DEVICE void load_boxes(L& l, const Job& job) {
+  const Chosen<V> chosen(V::ids(job), l.lane);
+  const Span mine = tiles_of<V>(chosen, l.worker(job), L::Config::kNumWorkers);
+  const uint32_t count = (mine.end - mine.begin) * kBoxesOfTile<V>;
+  if (count == 0) return;
+  const void* map = V::map(job);
+  l.fill_by(count, count * kBoxBytes, [&] {
+    return fill_entries(l.ring, count, entries_in_flight(kBoxBytes), l.phase, [&](uint32_t number) {
+      const uint32_t at = min(number, count - 1), tile = mine.begin + at / kBoxesOfTile<V>;
+      const uint32_t row = chosen[tile / kTilesOfExpert<V>] * V::kRows + tile % kTilesOfExpert<V> * kTileRows;
+      return Box{map, tile, row, at % kBoxesOfTile<V> * (256 / kBoxColumns), kBoxBytes};
+    });
+  });
+}
+
+// ---- the consumers' part
+
+// A lane's pieces of a box: 64 columns of its rows after the other, in which pieces of 16 bytes stand exchanged by the
+// row, as the copy engine leaves them.
+MPK_DEVICE RowPieces read_box(const uint8_t* slot, int step, int lane) {
+  const int row = lane / 4, piece = (step % 2 * 4 + lane % 4) ^ row;
+  const uint8_t* from = slot + step / 2 * (kTileRows * kBoxRowBytes) + row * kBoxRowBytes + piece * 16;
+  return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + 8 * kBoxRowBytes)};
+}
+
+// A tile's products with all pairs, from entry `entry` of the ring on; false when the launch was given up.
+template <class V, class C>
+MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint32_t row, uint32_t entry) {
+  using T = typename V::T;
+  const T* x[kGroups<V>];
+  SumFragment sums[kGroups<V>] = {};
+  const int num_groups = pairs.num_groups();
+#pragma unroll
+  for (int g = 0; g < kGroups<V>; g++) x[g] = pairs.x(job, g, c.lane);
+#pragma unroll 1
+  for (uint32_t box = 0; box < kBoxesOfTile<V>; box++, entry++) {
+    if (!c.ring.wait(entry, c.phase)) return false;
+    const uint8_t* slot = c.ring.slot(entry);
+#pragma unroll
+    for (int s = 0; s < kBoxSteps; s++) {
+      const int step = box * kBoxSteps + s;
+      if (V::kSize % 256 != 0 && step >= V::kSize / kStepColumns) continue;
+      const RowPieces weights = read_box(slot, s, c.lane);
+#pragma unroll
+      for (int g = 0; g < kGroups<V>; g++)
+        if (g == 0 || g < num_groups) multiply_pieces<T>(sums[g], sums[g], weights, piece_of(x[g], step));
+    }
+    c.ring.release(entry);
+  }
+#pragma unroll
+  for (int g = 0; g < kGroups<V>; g++) pairs.store(job, g, row, c.lane, sums[g]);
+  // Pairs of rows that name one expert more than once, which no router does.
+#pragma unroll 1
+  for (int g = kGroups<V>; g < num_groups; g++) multiply_group<V>(job, pairs, g, row, c.lane);
+  return true;
+}
+
+// V: as compute_rows has it, and map(job), of the weights of all experts.
+template <class V, class C>
+MPK_DEVICE void compute_boxes(C& c, const Job& job) {
+  if (!c.await()) return;
+  const uint32_t num_tiles = for_each_tile<V>(c, job, [&](const Pairs<V>& pairs, uint32_t row, uint32_t number) {
+    c.failed = !multiply_boxes<V>(c, job, pairs, row, c.entry + number * kBoxesOfTile<V>);
+    return !c.failed;
+  });
+  c.entry += num_tiles * kBoxesOfTile<V>;
+}
+
+}  // namespace mpk::experts
