@@ -1,5 +1,7 @@
 // The same with weights that the loader brings through the ring, as boxes of 16 rows and 256 columns. It awaits the
-// choice, and finds the chosen experts as the consumers do. A tile's boxes follow each other, and one warp reads them.
+// choice, and finds the chosen experts as the consumers do. Each warp has a tile, and boxes come for all of them in
+// turn: the products of one box wait for each other, and so all warps are at work while the ring holds one or two for
+// each.
 #pragma once
 
 #include "torch_mpk/device/ring.cuh"
@@ -12,20 +14,37 @@ inline constexpr uint32_t kBoxBytes = kTileRows * 256 * 2;
 template <class V>
 inline constexpr uint32_t kBoxesOfTile = (V::kSize + 255) / 256;
 
+// Where a box stands in the ring, of those that bring a worker's tiles.
+template <class V>
+struct Turns {
+  static constexpr uint32_t kWarps = kConsumerWarps, kOfPass = kWarps * kBoxesOfTile<V>;
+  uint32_t num_tiles;
+
+  // Tiles of a pass, which all have their first box before any has its second.
+  MPK_DEVICE uint32_t tiles_of(uint32_t pass) const { return min(kWarps, num_tiles - pass * kWarps); }
+  MPK_DEVICE uint32_t entry_of(uint32_t tile, uint32_t box) const {
+    const uint32_t pass = tile / kWarps;
+    return pass * kOfPass + box * tiles_of(pass) + tile % kWarps;
+  }
+};
+
 // ---- the loader's part
 
 template <class V, class L>
 MPK_DEVICE void load_boxes(L& l, const Job& job) {
   const Chosen<V> chosen(V::ids(job), l.lane);
   const Span mine = tiles_of<V>(chosen, l.worker(job), L::Config::kNumWorkers);
-  const uint32_t count = (mine.end - mine.begin) * kBoxesOfTile<V>;
+  const Turns<V> turns{mine.end - mine.begin};
+  const uint32_t count = turns.num_tiles * kBoxesOfTile<V>;
   if (count == 0) return;
   const void* map = V::map(job);
   l.fill_by(count, count * kBoxBytes, [&] {
     return fill_entries(l.ring, count, entries_in_flight(kBoxBytes), l.phase, [&](uint32_t number) {
-      const uint32_t at = min(number, count - 1), tile = mine.begin + at / kBoxesOfTile<V>;
+      const uint32_t at = min(number, count - 1), pass = at / turns.kOfPass, turn = at % turns.kOfPass;
+      const uint32_t size = turns.tiles_of(pass), box = turn / size;
+      const uint32_t tile = mine.begin + pass * turns.kWarps + turn % size;
       const uint32_t row = chosen[tile / kTilesOfExpert<V>] * V::kRows + tile % kTilesOfExpert<V> * kTileRows;
-      return Box{map, tile, row, at % kBoxesOfTile<V> * (256 / kBoxColumns), kBoxBytes};
+      return Box{map, tile, row, box * (256 / kBoxColumns), kBoxBytes};
     });
   });
 }
@@ -40,17 +59,20 @@ MPK_DEVICE RowPieces read_box(const uint8_t* slot, int step, int lane) {
   return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + 8 * kBoxRowBytes)};
 }
 
-// A tile's products with all pairs, from entry `entry` of the ring on; false when the launch was given up.
+// A tile's products with all pairs; its boxes stand `stride` entries apart, from `entry` on. False when the launch was
+// given up.
 template <class V, class C>
-MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint32_t row, uint32_t entry) {
+MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint32_t row, uint32_t entry,
+                               uint32_t stride) {
   using T = typename V::T;
+  constexpr int kChains = kGroups<V> == 1 ? 2 : 1;  // of products that wait for each other
   const T* x[kGroups<V>];
-  SumFragment sums[kGroups<V>] = {};
+  SumFragment sums[kGroups<V>][kChains] = {};
   const int num_groups = pairs.num_groups();
 #pragma unroll
   for (int g = 0; g < kGroups<V>; g++) x[g] = pairs.x(job, g, c.lane);
 #pragma unroll 1
-  for (uint32_t box = 0; box < kBoxesOfTile<V>; box++, entry++) {
+  for (uint32_t box = 0; box < kBoxesOfTile<V>; box++, entry += stride) {
     if (!c.ring.wait(entry, c.phase)) return false;
     const uint8_t* slot = c.ring.slot(entry);
 #pragma unroll
@@ -60,15 +82,20 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
       const RowPieces weights = read_box(slot, s, c.lane);
 #pragma unroll
       for (int g = 0; g < kGroups<V>; g++)
-        if (g == 0 || g < num_groups) multiply_pieces<T>(sums[g], sums[g], weights, piece_of(x[g], step));
+        if (g == 0 || g < num_groups)
+          multiply_pieces<T>(sums[g][0], sums[g][kChains - 1], weights, piece_of(x[g], step));
     }
     c.ring.release(entry);
   }
 #pragma unroll
-  for (int g = 0; g < kGroups<V>; g++) pairs.store(job, g, row, c.lane, sums[g]);
+  for (int g = 0; g < kGroups<V>; g++) {
+    if constexpr (kChains > 1)
+      for (int i = 0; i < 4; i++) sums[g][0][i] += sums[g][1][i];
+    pairs.store(job, g, row, c.lane, sums[g][0]);
+  }
   // Pairs of rows that name one expert more than once, which no router does.
 #pragma unroll 1
-  for (int g = kGroups<V>; g < num_groups; g++) multiply_group<V>(job, pairs, g, row, c.lane);
+  for (int g = kGroups<V>; g < num_groups; g++) multiply_group<1>(job, pairs, g, row, c.lane);
   return true;
 }
 
@@ -76,10 +103,13 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
 template <class V, class C>
 MPK_DEVICE void compute_boxes(C& c, const Job& job) {
   if (!c.await()) return;
-  const uint32_t num_tiles = for_each_tile<V>(c, job, [&](const Pairs<V>& pairs, uint32_t row, uint32_t number) {
-    c.failed = !multiply_boxes<V>(c, job, pairs, row, c.entry + number * kBoxesOfTile<V>);
-    return !c.failed;
-  });
+  const uint32_t num_tiles =
+      for_each_tile<V>(c, job, [&](const Pairs<V>& pairs, uint32_t row, uint32_t tile, uint32_t num_tiles) {
+        const Turns<V> turns{num_tiles};
+        const uint32_t entry = c.entry + turns.entry_of(tile, 0), stride = turns.tiles_of(tile / turns.kWarps);
+        c.failed = !multiply_boxes<V>(c, job, pairs, row, entry, stride);
+        return !c.failed;
+      });
   c.entry += num_tiles * kBoxesOfTile<V>;
 }
 

@@ -11,7 +11,7 @@
 namespace mpk::experts {
 
 inline constexpr int kTileRows = 16, kStepColumns = 32, kColumnsOfGroup = 8;
-inline constexpr int kStepsAhead = 8;  // whose weights a warp has under way, where it reads them itself
+inline constexpr int kStepsAhead = 8;  // whose weights a warp has under way, where it reads all of them itself
 
 template <class V>
 inline constexpr int kMaskWords = (V::kExperts + 31) / 32;
@@ -150,23 +150,23 @@ MPK_DEVICE ColumnPiece piece_of(const T* x, int step) {
 }
 
 // A tile's products with a group of pairs.
-template <class V>
+template <int ahead, class V>
 MPK_DEVICE void multiply_group(const Job& job, const Pairs<V>& pairs, int group, uint32_t row, int lane) {
   using T = typename V::T;
   constexpr int kSteps = V::kSize / kStepColumns;
   const WeightRows<V> weights(job, pairs.expert, row, lane);
   const T* x = pairs.x(job, group, lane);
   SumFragment sums = {};
-  RowPieces next[kStepsAhead];
+  RowPieces next[ahead];
 #pragma unroll
-  for (int u = 0; u < kStepsAhead; u++) next[u] = u < kSteps ? weights[u] : RowPieces{};
+  for (int u = 0; u < ahead; u++) next[u] = u < kSteps ? weights[u] : RowPieces{};
 #pragma unroll 1
-  for (int first = 0; first < kSteps; first += kStepsAhead)
+  for (int first = 0; first < kSteps; first += ahead)
 #pragma unroll
-    for (int u = 0; u < kStepsAhead; u++) {
+    for (int u = 0; u < ahead; u++) {
       const int step = first + u;
       const RowPieces now = next[u];
-      if (step + kStepsAhead < kSteps) next[u] = weights[step + kStepsAhead];
+      if (step + ahead < kSteps) next[u] = weights[step + ahead];
       if (step < kSteps) multiply_pieces<T>(sums, sums, now, piece_of(x, step));
     }
   pairs.store(job, group, row, lane, sums);
@@ -182,8 +182,8 @@ MPK_DEVICE void clear_others(C& c, const Job& job) {
   }
 }
 
-// Calls f(pairs, row, number) for each of the warp's tiles: the pairs of its expert, the first of its rows of weights,
-// and the tile's number among the worker's; false when f is. Behind await().
+// Calls f(pairs, row, number, num_tiles) for each of the warp's tiles, until f is false: the pairs of its expert, the
+// first of its rows of weights, and its number among the worker's. How many these are. Behind await().
 template <class V, class C, class F>
 MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
   clear_others<V>(c, job);
@@ -193,7 +193,7 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
 #pragma unroll 1
   for (uint32_t tile = mine.begin + c.warp; tile < mine.end; tile += kConsumerWarps) {
     pairs.find(job, chosen[tile / kTilesOfExpert<V>], c.lane);
-    if (!f(pairs, tile % kTilesOfExpert<V> * kTileRows, tile - mine.begin)) break;
+    if (!f(pairs, tile % kTilesOfExpert<V> * kTileRows, tile - mine.begin, mine.end - mine.begin)) break;
   }
   return mine.end - mine.begin;
 }
@@ -203,8 +203,9 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;
-  for_each_tile<V>(c, job, [&](const Pairs<V>& pairs, uint32_t row, uint32_t) {
-    for (int group = 0; group < pairs.num_groups(); group++) multiply_group<V>(job, pairs, group, row, c.lane);
+  for_each_tile<V>(c, job, [&](const Pairs<V>& pairs, uint32_t row, uint32_t, uint32_t) {
+    for (int group = 0; group < pairs.num_groups(); group++)
+      multiply_group<kStepsAhead>(job, pairs, group, row, c.lane);
     return true;
   });
 }
