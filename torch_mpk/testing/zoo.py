@@ -46,8 +46,11 @@ _GPT2_SIZES = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
 _MAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4}
 _MAMBA_2 = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_ssm": 64}
 _MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-_MLA |= {"v_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_MLA |= {"n_group": 2, "topk_group": 1, "num_hidden_layers": 2}
+_MLA |= {"v_head_dim": 8, "head_dim": 8}
+# Of two layers the first is dense.
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+_ROUTED |= {"n_group": 2, "topk_group": 1, "num_hidden_layers": 2, "first_k_dense_replace": 1}
 
 
 @dataclass(frozen=True)
@@ -150,11 +153,22 @@ def _mlp() -> nn.Module:
 MODELS: dict[str, Decoder | Module] = {
     "Qwen2": Decoder("qwen2", "biases of q, k and v"),
     "Qwen3": Decoder("qwen3", "norms of q and k", {"head_dim": 8}),
-    "Qwen3-MoE": Decoder(
-        "qwen3_moe",
-        "routed experts",
-        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        is_dense=False,
+    "Qwen2-MoE": Decoder(
+        "qwen2_moe", "experts, a gated shared one", _EXPERTS | {"shared_expert_intermediate_size": 16}
+    ),
+    "Qwen3-MoE": Decoder("qwen3_moe", "experts", _EXPERTS | {"head_dim": 8}),
+    "Qwen3-Next": _hybrid(
+        "qwen3_next",
+        "experts, gated delta rule",
+        _EXPERTS
+        | {"head_dim": 8, "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "OLMoE": Decoder("olmoe", "experts", _EXPERTS | {"intermediate_size": 16}),
+    "Mixtral": Decoder("mixtral", "experts whose weights stay in float32", {"num_local_experts": 6}),
+    "Llama 4": Decoder(
+        "llama4_text",
+        "every expert computed, one taken",
+        {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "interleave_moe_layer_step": 1},
     ),
     "Llama": Decoder("llama", ""),
     "Llama, linear rope": Decoder("llama", "positions scaled", _rope("linear", factor=2.0)),
@@ -195,11 +209,24 @@ MODELS: dict[str, Decoder | Module] = {
         {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
     ),
     "GLM-4": Decoder("glm4", "norms before and behind, interleaved rope", {"head_dim": 8}),
-    "DeepSeek-V2": Decoder("deepseek_v2", "latent attention, complex rope", _MLA | {"first_k_dense_replace": 2}),
-    "DeepSeek-V3": Decoder("deepseek_v3", "latent attention", _MLA | {"first_k_dense_replace": 2}),
-    "gpt-oss": Decoder("gpt_oss", "routed experts, sinks", _SLIDING | {"num_local_experts": 4}, is_dense=False),
+    "GLM-4-MoE": Decoder("glm4_moe", "experts in groups, a shared one", _ROUTED | {"head_dim": 8}),
+    "Granite-MoE": Decoder("granitemoe", "experts, multipliers", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "DeepSeek-V2": Decoder("deepseek_v2", "experts, latent attention, complex rope", _MLA | _ROUTED),
+    "DeepSeek-V3": Decoder("deepseek_v3", "experts in groups, latent attention", _MLA | _ROUTED),
+    "gpt-oss": Decoder(
+        "gpt_oss",
+        "experts with biases and clamps, sinks",
+        _SLIDING | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
     "LFM2": _hybrid("lfm2", "short convolutions in place of attention", {"layer_types": ["conv", "full_attention"]}),
     "Jamba": _hybrid("jamba", "Mamba", _MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}),
+    "Jamba with experts": _hybrid(
+        "jamba",
+        "Mamba, experts",
+        _MAMBA
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 2}
+        | {"expert_layer_period": 2, "expert_layer_offset": 1},
+    ),
     "Granite 4": _hybrid(
         "granitemoehybrid",
         "Mamba 2, multipliers",
@@ -331,6 +358,13 @@ What a call of each family's model is under `torch.compile(model, backend="mpk")
 the graph's operations runs in them, and why the others do not. Decoders are measured over one decode step on a static
 cache. `python -m torch_mpk.testing.zoo > docs/models.md` writes this page, from tiny configurations on the CPU; the
 tests compare every model here with eager PyTorch.
+
+Experts: the implementations `grouped_mm`, which is the default, and `batched_mm`, which Hugging Face's `generate` takes
+for steps on a GPU, become the same launch, which reads the weights of chosen experts where they lie. `eager` loops over
+experts that were hit, where Dynamo ends a graph: take another, `model.set_experts_implementation("grouped_mm")`.
+Of equal scores the experts with the lowest indices are taken, as eager does on CUDA; on the CPU eager may take others.
+Steps of all families of transformers that have this setting are one launch, but for five whose attention keeps them
+from it: GLM-5 Next and Qwen 4 (it branches on values), Inkling 2, Unlimited-OCR and Zaya.
 
 | model | what sets it apart | launches | operations in them | why not the others |
 |---|---|---|---|---|"""

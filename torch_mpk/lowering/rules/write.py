@@ -160,19 +160,28 @@ def _index_fill_(lx, node, a, dim, index, value):
 
 
 @rule(aten.scatter_.value)
-def _scatter_(lx, node, a, dim, index, value):
+def _scatter_value_(lx, node, a, dim, index, value):
+    return _scatter_along(lx, a, dim, index, _constant(value, a.dtype))
+
+
+@rule(aten.scatter_.src)
+def _scatter_src_(lx, node, a, dim, index, src):
+    return _scatter_along(lx, a, dim, index, lx.read(src))
+
+
+def _scatter_along(lx: Lowerer, a: Value, dim: int, index: Value, value: Lazy) -> Value:
+    """Write ``value``, which is as large as the index or larger, where the index says along one dimension."""
     if len(index.shape) != len(a.shape):  # of none, or of one element without a dimension
         raise UnsupportedError("a scatter by an index with other dimensions")
     target = lx.owned_view(a)
     dim = indexed_dim(dim, a)
     positions = lx.read(index)
-    constant = _constant(value, a.dtype)
 
     def place(idx: Index):
         i = E.cast(positions.at(idx, None), E.INT64)
         return [i if d == dim else x for d, x in enumerate(idx)], E.in_range(i, a.shape[dim])
 
-    _scatter(lx, target, index.shape, constant, [positions], place)
+    _scatter(lx, target, index.shape, value, [positions], place)
     return a
 
 
@@ -188,5 +197,6 @@ for functional, in_place in (
     (aten.index_put.default, aten.index_put_.default),
     (aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar),
     (aten.scatter.value, aten.scatter_.value),
+    (aten.scatter.src, aten.scatter_.src),
 ):
     rule(functional)(_on_a_copy(in_place))
