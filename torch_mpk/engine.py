@@ -18,6 +18,7 @@ import itertools
 import logging
 import operator
 import threading
+import time
 import types
 import weakref
 from collections import OrderedDict
@@ -31,8 +32,11 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.utils import stream_context
 
+from torch_mpk import request_draws
 from torch_mpk.errors import EngineError, MpkError, RequestError
+from torch_mpk.request_draws import RequestDraws
 from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead, is_compiling_ahead, launched_segments
 from torch_mpk.sampling import first_to_ring
 from torch_mpk.step_inputs import prepare_faster
@@ -168,13 +172,18 @@ class Runner(continuous_api.ModelRunner):
 
     segments: set[CompiledSegment]
     times: torch.Tensor | None  # of the step that is being made: see _sample
+    draws: RequestDraws | None  # whose times they are, where each request says how it draws
 
     @classmethod
-    def of(cls, runner: continuous_api.ModelRunner, model: torch.nn.Module) -> Runner:
+    def of(cls, runner: continuous_api.ModelRunner, model: Any) -> Runner:
         """The same, which nobody has used yet."""
         runner.__class__ = cls
         result: Runner = runner
-        result.segments, result.times = set(), None
+        result.segments, result.times, result.draws = set(), None, None
+        if result.do_sample and result.cb_config.per_request_processors:
+            vocab_size = model.config.get_text_config().vocab_size
+            result.draws = RequestDraws(result.cb_config.max_requests_per_batch, vocab_size, result.cache.device)
+            result.logit_processor.supported_keys |= request_draws.FIELDS
         result._compiled_varlen = result._compiled(model, result.cb_config.varlen_compile_config)
         result._compiled_decode = result._compiled(model, result.cb_config.decode_compile_config)
         return result
@@ -187,7 +196,7 @@ class Runner(continuous_api.ModelRunner):
         kind = is_decode, str(self.cb_config), shapes, self.do_sample, self.return_logprobs
         return torch.compile(types.MethodType(own_step(model, kind), self), **settings.to_dict())
 
-    def compute_batch(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
         if not COMPILE_TAKES_LIMITS:
             raise_recompile_limit()
         _stepping.set(type(model))
@@ -195,15 +204,26 @@ class Runner(continuous_api.ModelRunner):
         if steps.compute_stream is not None and not isinstance(steps, ContinuousBatchingAsyncIOs):
             # On which the engine writes the step's inputs.
             steps.compute_stream.wait_stream(torch.cuda.current_stream(steps.compute_stream.device))
+        self._renew_times(batch_data["logits_indices"].size(0))
         with launched_segments() as segments:
             try:
-                super().compute_batch(model, *args, **kwargs)
+                super().compute_batch(model, batch_data)
             except TorchDynamoException as error:  # nothing of the step has run
                 raise _reason(error) from None
             finally:
                 self.segments |= segments
         if type(model) not in _attending:  # its tokens have seen nothing of the cache
             raise EngineError(f"{type(model).__name__} does not call it")
+
+    def _renew_times(self, rows: int) -> None:
+        """Where each request says how it draws: outside of a CUDA graph, which reads them where they are."""
+        if self.draws is None:
+            return
+        steps = self.inputs_and_outputs
+        host = steps.io_pairs[steps.current_pair].host_io if isinstance(steps, ContinuousBatchingAsyncIOs) else steps
+        states = [future.state for future in host.requests_in_batch if future.has_new_token]
+        with stream_context(steps.compute_stream):
+            self.times = self.draws.renew(states, rows)
 
     def steps_of_prompts(self) -> list[int] | None:
         """To which numbers of tokens steps with prompts are padded, up to the engine's most. None where they are not
@@ -255,7 +275,7 @@ class Runner(continuous_api.ModelRunner):
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
         forward, is_captured = super()._get_forward_fn(use_block_table)
         is_captured = is_captured and not is_compiling_ahead()
-        if not self.do_sample:
+        if not self.do_sample or self.draws is not None:
             return forward, is_captured
 
         def forward_with_times(model: Any, batch: dict[str, Any], *args: Any) -> None:
@@ -299,6 +319,8 @@ class Processor(continuous_api.ContinuousBatchProcessor):
 
     model_runner: Runner
     most_tokens: int  # that an empty cache holds
+    on_step: Callable[[float], None] | None = None  # is told how many seconds a step took, as it ends
+    _step_begin: float | None = None
 
     @classmethod
     def of(cls, processor: continuous_api.ContinuousBatchProcessor, model: torch.nn.Module) -> Processor:
@@ -346,6 +368,8 @@ class Processor(continuous_api.ContinuousBatchProcessor):
         while True:
             try:
                 is_ready: bool = super().prepare_next_batch()
+                if not is_ready:
+                    self._step_begin = None
                 return is_ready
             except RuntimeError:
                 active = list(scheduler.active_requests.values())
@@ -356,6 +380,7 @@ class Processor(continuous_api.ContinuousBatchProcessor):
                 self._fail(active, RequestError(name=active[0].request_id, what=what))
 
     def _generation_step(self, model: Any) -> None:
+        self._step_begin = self._step_begin or time.perf_counter()  # unless it has begun behind the one before
         try:
             super()._generation_step(model)
         except RECOVERABLE as error:
@@ -371,6 +396,10 @@ class Processor(continuous_api.ContinuousBatchProcessor):
             super().update_batch()
         except RECOVERABLE as error:
             self._fail_steps(error)
+        now = time.perf_counter()
+        if self.on_step is not None and self._step_begin is not None:
+            self.on_step(now - self._step_begin)
+        self._step_begin = now
 
     def _end_if_cancelled(self, state: RequestState) -> None:
         """With asynchronous steps a request may be cancelled while its step runs: it has no pages any more that the
@@ -406,6 +435,7 @@ class Processor(continuous_api.ContinuousBatchProcessor):
 
 def install(attention: str) -> None:
     """Has engines of models with this attention use the classes above; others stay as they are."""
+    request_draws.install()
     create = continuous_api.ContinuousBatchingManager._create_batch_processor
 
     @functools.wraps(create)

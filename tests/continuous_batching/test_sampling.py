@@ -38,6 +38,7 @@ def drawn(*args: Any, **settings: Any) -> list[list[int]]:
 
 # The engine's own way.
 THEIRS = {name: getattr(ModelRunner, name) for name in ("_sample", "_get_forward_fn")}
+THEIRS["_renew_times"] = lambda runner, rows: None
 EAGER = dict.fromkeys(
     ("decode_compile_config", "varlen_compile_config"), StepCompileConfig(backend="eager", options=None)
 )
