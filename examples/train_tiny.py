@@ -3,8 +3,9 @@
     python examples/train_tiny.py --minutes 3
 
 The model is transformers' ``Qwen3ForCausalLM``; a token is a byte, and byte 0, which no source file contains, ends a
-file. Writes config.json, generation_config.json and model.safetensors (bfloat16), and heldout.txt: a sample of the
-files the model never saw, under the Python Software Foundation licence like everything in the standard library.
+file. Writes config.json, generation_config.json and model.safetensors (bfloat16), the tokenizer with its chat template,
+and heldout.txt: a sample of the files the model never saw, under the Python Software Foundation licence like everything
+in the standard library.
 """
 
 import argparse
@@ -17,12 +18,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CONTEXT = 512
 END_OF_FILE = b"\0"
 HELDOUT_TEXT_BYTES = 48 * 1024
+END_OF_TEXT = "<|endoftext|>"  # the name of token 0
+# Messages below each other: the model knows no roles, and goes on with the text.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 CONFIG = Qwen3Config(
     vocab_size=256,
@@ -39,6 +45,24 @@ CONFIG = Qwen3Config(
     eos_token_id=0,
     pad_token_id=0,
 )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token is a byte of UTF-8."""
+    names = {name: byte for byte, name in bytes_to_unicode().items()}  # of bytes, as text that JSON can hold
+    names = {END_OF_TEXT if byte == END_OF_FILE[0] else name: byte for name, byte in names.items()}
+    tokenizer = Tokenizer(models.BPE(names, merges=[], unk_token=END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONFIG.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def read_sources() -> tuple[bytes, bytes]:
@@ -132,6 +156,7 @@ def main() -> None:
     trained, unseen = (perplexity(model, as_tokens(text, device)) for text in (training, heldout))
     print(f"{num_steps} steps; perplexity per byte: {trained:.3f} on training text, {unseen:.3f} on held-out text")
     model.save_pretrained(args.out)
+    byte_tokenizer().save_pretrained(args.out)
     (args.out / "heldout.txt").write_bytes(heldout.replace(END_OF_FILE, b"\n")[:HELDOUT_TEXT_BYTES])
 
 
