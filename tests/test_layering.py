@@ -177,6 +177,7 @@ NAMESAKES = {  # words that mean something else there, or are what transformers 
     "torch_mpk/jit/expression.py": {"slot"},
     "torch_mpk/jit/kernels.py": {"slot"},
     "torch_mpk/new_task.py": {"weight"},
+    "torch_mpk/serve/text.py": {"length"},
     "torch_mpk/testing/zoo.py": {"linear", "attention"},
 }
 

@@ -192,9 +192,9 @@ def bench_file(arguments: argparse.Namespace) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    from torch_mpk import continuous_batching
+    from torch_mpk.serve import run
 
-    continuous_batching.serve(arguments.rest)
+    run(arguments.rest)
 
 
 def arguments_parser() -> argparse.ArgumentParser:

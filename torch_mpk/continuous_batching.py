@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -65,13 +65,6 @@ def config(
     if torch.cuda.is_available():
         ours["use_cuda_graph"] = (False, True)  # of prompts, the engine captures one for each length of the longest
     return ContinuousBatchingConfig(**ours | settings)
-
-
-def serve(arguments: Sequence[str]) -> None:
-    """Runs ``transformers serve`` with these arguments, continuous batching and ``ATTENTION``, until it is stopped."""
-    from transformers.cli.transformers import app
-
-    app(["serve", "--continuous-batching", "--attn-implementation", ATTENTION, *arguments])
 
 
 def attention(

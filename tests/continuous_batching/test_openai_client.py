@@ -1,15 +1,12 @@
 """What an OpenAI client gets from ``python -m torch_mpk serve``."""
 
-import socket
-import subprocess
-import sys
+from __future__ import annotations
+
+import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,58 +14,9 @@ import pytest
 import torch
 
 from tests.continuous_batching.engine import alone
-from tests.models.letters import letters
-from torch_mpk.testing.tiny import tiny_model
+from tests.continuous_batching.server import NUM_PAGES, PAGE, Server, pieces, post, text
 
-pytestmark = pytest.mark.slow
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-PAGE, NUM_PAGES = 16, 8
-REASON = f"its {PAGE * NUM_PAGES + 1} tokens are more than the {PAGE * NUM_PAGES} that the cache holds"
-
-
-class Server:
-    """A process that serves a tiny model."""
-
-    def __init__(self, folder: Path):
-        torch.manual_seed(0)
-        # Not Qwen3, whose replies the server takes apart by a template of its own.
-        self.model = tiny_model("llama", dtype=torch.float32, num_layers=1)
-        self.tokenizer = letters(chat_template=TEMPLATE)
-        self.name = str(folder / "model")
-        for part in (self.model, self.tokenizer):
-            part.save_pretrained(self.name)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        sizes = ["--cb-block-size", f"{PAGE}", "--cb-num-blocks", f"{NUM_PAGES}", "--cb-max-batch-tokens", "64"]
-        command = [sys.executable, "-m", "torch_mpk", "serve", self.name, "--device", "cpu", "--port", f"{self.port}"]
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen([*command, *sizes], stdout=log, stderr=subprocess.STDOUT)
-
-    def wait(self, seconds: float) -> None:
-        """Until it answers; an AssertionError with its log where it does not."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1).close()
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        raise AssertionError(self.log.read_text())
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120)
-
-    def ask(self, prompt: str, max_tokens: int = 12, **options: Any) -> Any:
-        messages = [{"role": "user", "content": prompt}]
-        return self.client().chat.completions.create(
-            model=self.name, messages=messages, max_tokens=max_tokens, temperature=0, **options
-        )
-
-    def alone(self, prompt: str, max_tokens: int = 12) -> str:
-        return self.tokenizer.decode(alone(self.model, self.tokenizer(prompt).input_ids, max_tokens))
+MOST = PAGE * NUM_PAGES  # tokens that the cache holds
 
 
 @pytest.fixture(scope="module")
@@ -78,36 +26,109 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.wait(120)
         yield server
     finally:
-        server.process.terminate()
-        try:
-            server.process.wait(20)
-        except subprocess.TimeoutExpired:
-            server.process.kill()
+        server.end()
 
 
-def text(reply: Any) -> str:
-    return reply.choices[0].message.content
-
-
-def pieces(stream: Any) -> list[str]:
-    return [c.delta.content for chunk in stream for c in chunk.choices if c.delta.content]
+def expected(server: Server, prompt: str, max_tokens: int = 12) -> str:
+    return server.tokenizer.decode(alone(server.model, server.tokenizer(prompt).input_ids, max_tokens))
 
 
 def test_a_client_gets_the_tokens_of_eager_generate(server: Server) -> None:
-    assert text(server.ask("a first question")) == server.alone("a first question")
+    """And the reply alone, not the prompt in front of it."""
+    reply = server.ask("a first question")
+    assert text(reply) == expected(server, "a first question")
+    assert reply.model == server.name
+    assert reply.choices[0].finish_reason == "length"
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (16, 12)
 
 
 def test_a_stream_brings_the_same_text_in_pieces(server: Server) -> None:
-    got = pieces(server.ask("tell me more", stream=True))
+    chunks = list(server.ask("tell me more", stream=True, stream_options={"include_usage": True}))
+    got = pieces(chunks)
     assert len(got) > 1
-    assert "".join(got) == server.alone("tell me more")
+    assert "".join(got) == expected(server, "tell me more")
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["length"]
+    assert chunks[-1].usage.completion_tokens == 12
 
 
 def test_two_clients_at_once_get_what_each_gets_alone(server: Server) -> None:
     prompts = ["one of two", "and the other, longer one"]
     with ThreadPoolExecutor(2) as clients:
         got = list(clients.map(lambda prompt: "".join(pieces(server.ask(prompt, 40, stream=True))), prompts))
-    assert got == [server.alone(prompt, 40) for prompt in prompts]
+    assert got == [expected(server, prompt, 40) for prompt in prompts]
+
+
+def test_requests_draw_each_in_its_own_way(server: Server) -> None:
+    flat = {"temperature": 2, "top_p": 1}
+    asked: list[dict[str, Any]] = [
+        flat | {"seed": 1},
+        flat | {"seed": 1},
+        flat | {"seed": 2},
+        flat,
+        flat | {"top_k": 1},
+        flat | {"min_p": 1},
+        flat | {"top_p": 1e-6},
+        {"temperature": 0, "seed": 1},
+        {"temperature": None},  # this model's own configuration is greedy
+    ]
+    with ThreadPoolExecutor(len(asked)) as clients:
+        got = list(clients.map(lambda how: text(server.ask("how", 24, **how)), asked))
+    assert got[0] == got[1]
+    assert len({got[0], got[2], got[3]}) == 3
+    assert set(got[4:]) == {expected(server, "how", 24)}
+
+
+def test_choices_are_drawn_each_for_itself(server: Server) -> None:
+    asked = {"n": 3, "temperature": 1, "seed": 5}
+    reply = server.ask("three of them", **asked)
+    texts = [choice.message.content for choice in reply.choices]
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert reply.usage.completion_tokens == 3 * 12
+    streamed = ["", "", ""]
+    for chunk in server.ask("three of them", stream=True, **asked):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_ends_in_front_of_a_stop_string(server: Server, stream: bool) -> None:
+    whole = expected(server, "stop here", 40)
+    stop = whole[17:20]
+    reply = server.ask("stop here", 40, stop=["nowhere in it", stop], stream=stream)
+    wanted = whole[: whole.index(stop)]
+    if stream:
+        assert "".join(pieces(reply)) == wanted
+    else:
+        assert text(reply) == wanted
+        assert reply.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities_are_the_models(server: Server) -> None:
+    reply = server.ask("how likely", logprobs=True)
+    prompt = server.tokenizer("how likely").input_ids
+    ids = alone(server.model, prompt, 12)
+    server.model.set_attn_implementation("sdpa")
+    logits = server.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+    found = reply.choices[0].logprobs.content
+    assert [token.token for token in found] == [server.tokenizer.decode([token]) for token in ids]
+    torch.testing.assert_close(torch.tensor([token.logprob for token in found]), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_prompts_without_a_chat(server: Server) -> None:
+    prompts = ["one prompt", "another"]
+    complete = server.client().completions.create
+    reply = complete(model=server.name, prompt=prompts, max_tokens=12, temperature=0, logprobs=0)
+    assert [choice.text for choice in reply.choices] == [expected(server, prompt) for prompt in prompts]
+    assert len(reply.choices[1].logprobs.token_logprobs) == 12
+    ids = server.tokenizer(prompts[0]).input_ids
+    assert (
+        complete(model=server.name, prompt=ids, max_tokens=12, temperature=0).choices[0].text == reply.choices[0].text
+    )
+    stream = complete(model=server.name, prompt=prompts[0], max_tokens=12, temperature=0, stream=True)
+    assert "".join(choice.text for chunk in stream for choice in chunk.choices) == reply.choices[0].text
 
 
 def test_a_stream_that_is_closed_frees_its_pages(server: Server) -> None:
@@ -116,14 +137,115 @@ def test_a_stream_that_is_closed_frees_its_pages(server: Server) -> None:
         stream = server.ask(f"{number} is closed early", 80, stream=True)
         assert len(list(islice(stream, 5))) == 5
         stream.close()
-    assert text(server.ask("after them", 80)) == server.alone("after them", 80)
+    assert text(server.ask("after them", 80)) == expected(server, "after them", 80)
 
 
-def test_a_prompt_beyond_the_cache_is_refused_and_others_are_served(server: Server) -> None:
-    with pytest.raises(openai.InternalServerError):
-        server.ask("x" * (PAGE * NUM_PAGES + 1))
-    end = time.monotonic() + 10
-    while REASON not in server.log.read_text() and time.monotonic() < end:  # which follows the answer
+def test_a_client_that_goes_ends_its_request(server: Server) -> None:
+    connection = server.connection()
+    body = {"messages": [{"role": "user", "content": "a long one"}], "max_tokens": 100}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    connection.close()
+    end = time.monotonic() + 20
+    while server.metrics()["mpk_requests_running"] and time.monotonic() < end:
         time.sleep(0.1)
-    assert REASON in server.log.read_text()
-    assert text(server.ask("and one that fits")) == server.alone("and one that fits")
+    assert server.metrics()["mpk_requests_running"] == 0
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x"}]} | fields
+
+
+TOO_LONG = chat(messages=[{"role": "user", "content": "x" * (MOST + 1)}])
+REFUSED = [
+    ("{", "the body is not JSON"),
+    ([], "expected a JSON object, got list"),
+    ({}, "messages: this field is required"),
+    (chat(messages=[]), "messages: "),
+    (chat(messages=["x"]), "messages.0: "),
+    (chat(messages=[{"role": "user", "content": ""}]), "is empty"),
+    (chat(messages=[{"role": "user"}]), "is empty"),
+    (chat(messages=[{"role": "user", "content": 5}]), "messages.0.content: expected a text, or a list of parts"),
+    (chat(messages=[{"role": "nobody", "content": "x"}]), "messages.0.role: "),
+    (chat(messages=[{"role": "system", "content": ""}]), "the prompt has no tokens"),
+    (chat(messages=[{"role": "assistant", "tool_calls": [{}]}]), "messages: "),
+    (TOO_LONG, f"{MOST + 1} tokens are more than the {MOST}"),
+    (chat(max_tokens=MOST), "max_tokens asks for"),
+    (chat(max_tokens=0), "max_tokens: "),
+    (chat(max_tokens=-1), "max_tokens: "),
+    (chat(max_tokens="5"), "max_tokens: "),
+    (chat(max_completion_tokens=1.5), "max_completion_tokens: "),
+    (chat(temperature="hot"), "temperature: "),
+    (chat(temperature=-1), "temperature: "),
+    (chat(temperature=1e-9), "temperature: expected 0"),
+    (chat(top_p=0), "top_p: "),
+    (chat(top_p=1.1), "top_p: "),
+    (chat(n=0), "n: "),
+    (chat(seed=1.5), "seed: "),
+    (chat(stop=[1]), "stop: expected a text or up to"),
+    (chat(stop=""), "stop: expected a text or up to"),
+    (chat(stream="yes"), "stream: "),
+    (chat(logprobs=1), "logprobs: "),
+    (chat(logprobs=True, top_logprobs=2), "top_logprobs: not supported"),
+    (chat(frequency_penalty=0.5), "frequency_penalty: not supported"),
+    (chat(response_format={"type": "json_object"}), "response_format: not supported"),
+    (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools: the chat template"),
+    (chat(logit_bias={"5": 1}), "logit_bias: not supported"),
+    (chat(no_such_field=1), "no_such_field: no field of this route"),
+]
+
+
+def test_what_cannot_be_answered_is_refused_and_the_connection_stays(server: Server) -> None:
+    connection = server.connection()
+    for body, reason in REFUSED:
+        status, answer = post(connection, "/v1/chat/completions", body)
+        assert status == 400, (body, answer)
+        assert reason in answer["error"]["message"], answer
+        assert answer["error"]["type"] == "invalid_request_error"
+    for body, reason in (({"prompt": []}, "prompt: expected a text"), ({"prompt": [10**6]}, "is not in [0, ")):
+        status, answer = post(connection, "/v1/completions", body)
+        assert status == 400
+        assert reason in answer["error"]["message"]
+    status, answer = post(connection, "/v1/nothing", {})
+    assert (status, answer["error"]["message"]) == (404, "POST /v1/nothing: Not Found")
+    socket = connection.sock
+    status, answer = post(connection, "/v1/chat/completions", chat(max_tokens=3))
+    assert (status, connection.sock is socket) == (200, True)
+    assert answer["choices"][0]["message"]["content"] == expected(server, "x", 3)
+
+
+def test_errors_are_those_of_openais_client(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.ask("x" * (MOST + 1), max_tokens=None)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.ask("x", presence_penalty=1)
+    assert refused.value.param == "presence_penalty"
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        server.client().completions.create(model="another", prompt="x")
+    assert text(server.ask("and one that fits")) == expected(server, "and one that fits")
+
+
+def test_what_changes_nothing_is_accepted(server: Server) -> None:
+    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "n": 1, "response_format": {"type": "text"}}
+    got = server.ask("neutral", user="somebody", logit_bias={}, top_logprobs=None, **neutral)
+    assert text(got) == expected(server, "neutral")
+
+
+def test_a_reply_may_take_all_room_that_there_is(server: Server) -> None:
+    reply = server.ask("x" * (MOST - 5), max_tokens=None)
+    assert reply.usage.completion_tokens == 5
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_the_server_says_what_it_serves_and_what_it_did(server: Server) -> None:
+    assert [model.id for model in server.client().models.list()] == [server.name]
+    assert server.health() == (200, {"status": "ready"})
+    before = server.metrics()
+    server.ask("count me", 7)
+    after = server.metrics()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown['mpk_requests_total{route="/v1/chat/completions",status="200"}'] == 1
+    assert grown["mpk_prompt_tokens_total"] == len("count me")
+    assert grown["mpk_generated_tokens_total"] == grown["mpk_step_seconds_count"] == 7
+    assert grown["mpk_step_seconds_sum"] > 0
+    assert after["mpk_requests_running"] == after["mpk_requests_waiting"] == 0

@@ -56,6 +56,20 @@ def test_requests_of_a_step_draw_each_in_its_own_way(is_asynchronous: bool) -> N
     assert answers(model, [(prompt_of(2), FLAT), seeded])[1] == got[0]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_they_do_on_a_gpu(graphs: bool) -> None:
+    """With CUDA graphs, too, which read the numbers where they are."""
+    model = serving_model(device="cuda")
+    mode = {"use_cuda_graph": (False, graphs), "use_async_batching": graphs}
+    seeded, greedy = (prompt_of(5), FLAT | {"seed": 7}), (prompt_of(3), GREEDY)
+    got = answers(model, [seeded, greedy, (seeded[0], FLAT), (seeded[0], FLAT)], **mode)
+    assert got[1] == alone(model, greedy[0], COUNT)
+    assert len({tuple(tokens) for tokens in (got[0], got[2], got[3])}) == 3
+    assert answers(model, [(prompt_of(2), GREEDY), seeded], **mode)[1] == got[0]
+    assert answers(model, [greedy, greedy], **mode) == [got[1]] * 2
+
+
 def test_min_p_is_each_requests_own() -> None:
     scores = torch.randn(3, VOCAB_SIZE)
     processors = ContinuousBatchingLogitsProcessorList(

@@ -1,0 +1,204 @@
+"""What a request may say, and how: a model of its body for each route. Everything else is refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from torch_mpk.serve.errors import Refusal, of_validation
+
+MAX_CHOICES = 64
+MAX_STOPS = 16
+MIN_TEMPERATURE = 0.01  # scores divided by less may be beyond float32
+
+# Of what may be of several types, where pydantic says what the first of them would be.
+EXPECTED = {
+    "prompt": "a text, a list of token ids, or a list of either, none of them empty",
+    "stop": f"a text or up to {MAX_STOPS} of them, none empty",
+    "content": "a text, or a list of parts such as {'type': 'text', 'text': '...'}",
+}
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+
+class Unsupported(NamedTuple):
+    """A field of OpenAI's, or of other servers', that is accepted where it changes nothing."""
+
+    neutral: tuple[Any, ...]  # values, beside null
+    reason: str
+
+
+_NO_PENALTIES = "the engine chooses a token by its scores alone, whatever came before"
+_NO_TOOL_FORM = "replies are not bound to a form: say what you want in the messages"
+_TEXT_ONLY = "replies are text"
+_NOTHING_KEPT = "nothing is kept of a request"
+_TEMPLATE = "what a template takes goes into chat_template_kwargs"
+
+UNSUPPORTED: dict[str, Unsupported] = {
+    "frequency_penalty": Unsupported((0,), _NO_PENALTIES),
+    "presence_penalty": Unsupported((0,), _NO_PENALTIES),
+    "repetition_penalty": Unsupported((1,), _NO_PENALTIES),
+    "logit_bias": Unsupported(({},), "the engine adds nothing to scores"),
+    "top_logprobs": Unsupported((0,), "the engine says the log probability of the token that it took alone"),
+    "response_format": Unsupported(({"type": "text"},), _NO_TOOL_FORM),
+    "parallel_tool_calls": Unsupported((True,), _NO_TOOL_FORM),
+    "functions": Unsupported(([],), "tools takes their place"),
+    "function_call": Unsupported(("none",), "tools takes its place"),
+    "modalities": Unsupported((["text"],), _TEXT_ONLY),
+    "audio": Unsupported((), _TEXT_ONLY),
+    "prediction": Unsupported((), "the engine makes a token a step"),
+    "web_search_options": Unsupported((), "the server reaches nothing else"),
+    "reasoning_effort": Unsupported((), _TEMPLATE),
+    "verbosity": Unsupported((), _TEMPLATE),
+    "store": Unsupported((False,), _NOTHING_KEPT),
+    "service_tier": Unsupported(("auto", "default"), "there is one"),
+    "best_of": Unsupported((1,), "all of a request's choices are answered: n says how many"),
+    "echo": Unsupported((False,), "replies do not repeat the prompt"),
+    "suffix": Unsupported(("",), "the model goes on behind the prompt"),
+    "generation_config": Unsupported((), "the fields of the request say the same"),
+}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class Sampling(BaseModel):
+    """Fields of every route. None is the model's own, of its generation_config.json, or what changes nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    unsupported: ClassVar[tuple[str, ...]]  # fields of the route
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, body: Any) -> Any:
+        """The request that a JSON body is. Raises Refusal where it is none that the server answers."""
+        if not isinstance(body, dict):
+            raise Refusal(f"the body: expected a JSON object, got {type(body).__name__}")
+        kept = {name: value for name, value in body.items() if not cls._is_dropped(name, value)}
+        try:
+            return cls.model_validate(kept)
+        except ValidationError as error:
+            raise of_validation(error, body, EXPECTED) from None
+
+    @classmethod
+    def _is_dropped(cls, name: str, value: Any) -> bool:
+        """Whether the field changes nothing; a Refusal where it would, and the server does not know how."""
+        if name in cls.model_fields:
+            return False
+        if name not in cls.unsupported:
+            raise Refusal(f"{name}: no field of this route; it takes {', '.join(cls.model_fields)}", param=name)
+        neutral, reason = UNSUPPORTED[name]
+        if value is None or any(type(value) in _kinds(one) and value == one for one in neutral):
+            return True
+        allowed = f" but as {' or '.join(map(repr, neutral))}" if neutral else ""
+        raise Refusal(f"{name}: not supported{allowed}: {reason}", param=name, code="unsupported_parameter")
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"expected 0, which is greedy, or {MIN_TEMPERATURE} to 2")
+        return value
+
+    def stops(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def most_tokens(self) -> tuple[str, int | None]:
+        """How many tokens a reply may have, and the field that says so."""
+        return "max_tokens", self.max_tokens
+
+    def has_usage_in_stream(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+def _kinds(value: Any) -> tuple[type, ...]:
+    """1 is 1.0, and not True."""
+    return (int, float) if type(value) is int else (type(value),)
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """Of a chat. What else a message has goes to the model's chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.role == "user" and not self.text():
+            raise ValueError("content of a user's message is empty")
+        return self
+
+    def text(self) -> str:
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+class Chat(Sampling):
+    """``POST /v1/chat/completions``."""
+
+    unsupported = tuple(name for name in UNSUPPORTED if name not in ("best_of", "echo", "suffix"))
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def has_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    def most_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().most_tokens()
+
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+class Completion(Sampling):
+    """``POST /v1/completions``."""
+
+    unsupported = tuple(UNSUPPORTED)
+
+    prompt: (
+        Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def prompts(self) -> list[str | list[int]]:
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
