@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import random
 import re
 import runpy
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,6 +44,21 @@ def test_speeds_are_medians_of_runs_in_turns(monkeypatch: pytest.MonkeyPatch) ->
     runs = [functools.partial(run, "eager", 0.5), functools.partial(run, "ours", 0.25)]
     assert example["in_turns"](runs, example["ByteText"]()) == [500, 250]
     assert order == ["eager", "ours"] * example["NUM_TURNS"]
+
+
+def test_the_tiny_models_tokens_are_bytes() -> None:
+    made = runpy.run_path(str(ROOT / "examples" / "train_tiny.py"))["byte_tokenizer"]()
+    shipped = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny-qwen3-bytes")
+    assert shipped.get_vocab() == made.get_vocab()
+    assert shipped.chat_template == made.chat_template
+    points = (random.choice((random.randrange(1, 128), random.randrange(160, 0xD800))) for _ in range(400))
+    text = "".join(map(chr, points))
+    assert shipped(text).input_ids == list(text.encode())
+    assert shipped.decode(list(text.encode())) == text
+    assert shipped("a\0").input_ids == [ord("a"), shipped.eos_token_id] == [ord("a"), 0]
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    asked = shipped.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert asked == "one\ntwo\n"
 
 
 @pytest.mark.slow

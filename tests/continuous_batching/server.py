@@ -39,7 +39,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        sizes = ["--cb-block-size", f"{PAGE}", "--cb-num-blocks", f"{NUM_PAGES}", "--cb-max-batch-tokens", "64"]
+        sizes = ["--cb-block-size", f"{PAGE}", "--cb-num-blocks", f"{NUM_PAGES}", "--cb-max-batch-tokens", "16"]
         command = [sys.executable, "-m", "torch_mpk", "serve", self.name, "--device", "cpu", "--host", "127.0.0.1"]
         self.log = folder / "log"
         with self.log.open("w") as log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -68,25 +69,45 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+def _field(description: str, **limits: Any) -> Any:
+    """``description``: what docs/serving.md says of it."""
+    return Field(None, description=description, **limits)
+
+
 class Sampling(BaseModel):
     """Fields of every route. None is the model's own, of its generation_config.json, or what changes nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     unsupported: ClassVar[tuple[str, ...]]  # fields of the route
 
-    model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    model: str | None = _field("the served model's name, as `/v1/models` has it, or nothing")
+    max_tokens: int | None = _field(
+        "tokens of the reply; prompt and reply must fit into the cache and the model's positions", ge=1
+    )
+    temperature: float | None = _field(
+        f"0, which is greedy, or {MIN_TEMPERATURE} to 2; by default the model's own", ge=0, le=2
+    )
+    top_p: float | None = _field("above 0, to 1", gt=0, le=1)
+    top_k: int | None = _field("tokens to choose from; 0 and -1 are all", ge=-1)
+    min_p: float | None = _field("0 to 1, of the likeliest token's probability", ge=0, le=1)
+    seed: int | None = _field(
+        "draws the same tokens again, whatever else the server does, as far as rounding lets it", ge=-(2**63), lt=2**63
+    )
+    stop: Text | Texts | None = _field(f"a text or up to {MAX_STOPS}; the reply ends in front of the first that comes")
+    n: int | None = _field(
+        f"replies to each prompt, 1 to {MAX_CHOICES}; each is a request to the engine", ge=1, le=MAX_CHOICES
+    )
+    stream: bool | None = _field("sends the reply in pieces, as server-sent events")
+    stream_options: StreamOptions | None = _field('`{"include_usage": true}`: the last piece counts tokens')
+    user: str | None = _field("a label, without effect")
+    metadata: dict[str, Any] | None = _field("labels, without effect")
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and len(value) > MAX_STOPS:
+            raise ValueError(f"expected {EXPECTED['stop']}")
+        return value
 
     @classmethod
     def of(cls, body: Any) -> Any:
@@ -167,12 +188,16 @@ class Chat(Sampling):
 
     unsupported = tuple(name for name in UNSUPPORTED if name not in ("best_of", "echo", "suffix"))
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: list[Message] = Field(
+        min_length=1, description="of system, developer, user, assistant and tool, with text; a user's is not empty"
+    )
+    max_completion_tokens: int | None = _field("as `max_tokens`, in front of which it goes", ge=1)
+    logprobs: bool | None = _field(
+        "the log probability of each token, [of what it was drawn from](#how-a-request-draws)"
+    )
+    tools: list[dict[str, Any]] | None = _field("where the chat template takes them")
+    tool_choice: Literal["auto", "none"] | None = _field('`"auto"` or `"none"`')
+    chat_template_kwargs: dict[str, Any] | None = _field("arguments of the chat template, such as `enable_thinking`")
 
     def has_logprobs(self) -> bool:
         return bool(self.logprobs)
@@ -191,10 +216,10 @@ class Completion(Sampling):
 
     unsupported = tuple(UNSUPPORTED)
 
-    prompt: (
-        Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1)] = Field(
+        description="a text or token ids, or a list of either"
     )
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: int | None = _field("0: as a chat's `logprobs`; a larger number would ask for other tokens'", ge=0, le=0)
 
     def has_logprobs(self) -> bool:
         return self.logprobs is not None
@@ -202,3 +227,17 @@ class Completion(Sampling):
     def prompts(self) -> list[str | list[int]]:
         given: Any = self.prompt
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+def table() -> str:
+    """What docs/serving.md says of fields, in Markdown."""
+    lines = ["| field | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {field.description} |" for name, field in Sampling.model_fields.items()]
+    for kind, what in ((Chat, "chats"), (Completion, "completions")):
+        own = {name: field for name, field in kind.model_fields.items() if name not in Sampling.model_fields}
+        lines += [f"| `{name}` ({what}) | {field.description} |" for name, field in own.items()]
+    lines += ["", "| refused | but as | because |", "|---|---|---|"]
+    for name, (neutral, reason) in UNSUPPORTED.items():
+        allowed = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
+        lines.append(f"| `{name}` | {allowed} | {reason} |")
+    return "\n".join(lines)

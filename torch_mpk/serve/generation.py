@@ -275,4 +275,4 @@ class Engine:
             **choosing.of_choice(number),
         )
         if taken is None:
-            raise Refusal(f"the engine takes no requests: {self.failure() or STOPPING}", status=503)
+            raise Refusal(f"the engine is ending: {self.failure() or 'the server log says why'}", status=503)
