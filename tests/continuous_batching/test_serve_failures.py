@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from torch_mpk.errors import MegakernelTimeout
 from torch_mpk.serve.generation import Engine
 from torch_mpk.serve.replies import Routes
 from torch_mpk.serve.server import install
+from torch_mpk.serve.text import TextOfTokens
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 6}
 
@@ -66,6 +68,8 @@ def test_a_step_that_fails_is_its_requests_error_alone() -> None:
             lines = (await served.ask(stream=True)).text.split("\n\n")
         assert '"error"' in lines[-2]
         assert lines[-1] == ""
+        with mock.patch.object(TextOfTokens, "add", side_effect=ZeroDivisionError("for one")):
+            assert error_of(await served.ask()) == (500, "the server failed: ZeroDivisionError: for one")
         await served.check_that_it_answers()
 
     run(Served(), test)

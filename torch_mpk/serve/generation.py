@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import functools
 import logging
 import threading
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeAlias
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -43,6 +44,19 @@ class Choosing:
         return self.draws if self.seed is None else self.draws | {"seed": self.seed + number}
 
 
+Pieces: TypeAlias = "asyncio.Queue[tuple[int, Piece | Refusal]]"
+
+
+@dataclasses.dataclass
+class _Choice:
+    """One of a request's replies, while it is made: a request of the engine's own."""
+
+    number: int
+    name: str
+    text: TextOfTokens
+    queue: Pieces
+
+
 class Engine:
     """The manager of transformers' continuous batching for one model, which is built and runs in threads of its own.
 
@@ -58,7 +72,7 @@ class Engine:
         self._warmup = warmup
         self._manager: ContinuousBatchingManager | None = None
         self._built = threading.Event()
-        self._open: dict[str, asyncio.Queue[tuple[int, Piece | Refusal]]] = {}
+        self._open: dict[str, Pieces] = {}
         self._is_stopping = False
         ends = model.generation_config.eos_token_id
         self._ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
@@ -202,7 +216,7 @@ class Engine:
         count: int,
         choosing: Choosing,
         is_stream: bool,
-        parsers: Sequence[Any],
+        parsers: Sequence[Callable[[], Any]],
     ) -> AsyncIterator[tuple[int, Piece]]:
         """Answers each prompt ``count`` times, and says which choice a piece is of: prompt ``i``'s are those from
         ``i * count`` on. ``parsers``: of each prompt's replies, ``ResponseParser`` or None, as functions that make one.
@@ -210,16 +224,16 @@ class Engine:
         Where nobody takes more of them, the rest is cancelled.
         """
         manager = await self._running()
-        queue: asyncio.Queue[tuple[int, Piece | Refusal]] = asyncio.Queue()
+        queue: Pieces = asyncio.Queue()
         name = uuid.uuid4().hex
-        running: dict[int, str] = {}
+        running: dict[int, _Choice] = {}
         self._open[name] = queue
         try:
             for number in range(len(prompts) * count):
                 prompt, parser = prompts[number // count], parsers[number // count]
                 text = TextOfTokens(self.tokenizer, choosing.stops, self._ends, choosing.max_tokens, parser())
-                running[number] = f"{name}-{number}"
-                self._send(manager, running[number], number, prompt, choosing, is_stream or bool(choosing.stops), text)
+                running[number] = _Choice(number, f"{name}-{number}", text, queue)
+                self._send(manager, running[number], prompt, choosing, is_stream or bool(choosing.stops))
             self.metrics.prompt_tokens.inc(sum(map(len, prompts)) * count)
             while running:
                 number, piece = await queue.get()
@@ -230,49 +244,49 @@ class Engine:
                 yield number, piece
         finally:
             del self._open[name]
-            for request_id in running.values():
-                self._cancel(manager, request_id)
-
-    @staticmethod
-    def _cancel(manager: ContinuousBatchingManager, request_id: str) -> None:
-        manager.cancel_request(request_id)
-        manager.output_router.result_handlers.pop(
-            request_id, None
-        )  # which the engine keeps for an end that never comes
+            for choice in running.values():
+                self._cancel(manager, choice)
 
     def _send(
         self,
         manager: ContinuousBatchingManager,
-        request_id: str,
-        number: int,
+        choice: _Choice,
         prompt: Sequence[int],
         choosing: Choosing,
         is_stream: bool,
-        text: TextOfTokens,
     ) -> None:
-        def take(output: GenerationOutput) -> None:
-            queue = self._open.get(request_id.partition("-")[0])
-            if queue is None or text.is_finished:
-                return
-            if output.error is not None:
-                status = 503 if self.failure() is not None else 500
-                queue.put_nowait((number, Refusal(output.error, status=status)))
-                return
-            piece = text.add(output.generated_tokens, output.logprobs, output.is_finished())
-            self.metrics.generated_tokens.inc(piece.num_tokens)
-            if text.is_finished and not output.is_finished():  # at a stop string
-                self._cancel(manager, request_id)
-            queue.put_nowait((number, piece))
-
-        manager.register_result_handler(request_id, take)
-        ends = sorted(self._ends) or -1
+        manager.register_result_handler(choice.name, functools.partial(self._take, manager, choice))
         taken = manager.add_request(
             prompt,
-            request_id=request_id,
+            request_id=choice.name,
             max_new_tokens=choosing.max_tokens,
             streaming=is_stream,
-            eos_token_id=ends,
-            **choosing.of_choice(number),
+            eos_token_id=sorted(self._ends) or -1,
+            **choosing.of_choice(choice.number),
         )
         if taken is None:
-            raise Refusal(f"the engine is ending: {self.failure() or 'the server log says why'}", status=503)
+            raise Refusal(f"the engine is ending: {self.failure() or 'its log says why'}", status=503)
+
+    def _take(self, manager: ContinuousBatchingManager, choice: _Choice, output: GenerationOutput) -> None:
+        """In the event loop: what the engine has made of a choice by now."""
+        if choice.text.is_finished:
+            return
+        piece: Piece | Refusal
+        if output.error is not None:
+            piece = Refusal(output.error, status=503 if self.failure() is not None else 500)
+        else:
+            try:
+                piece = choice.text.add(output.generated_tokens, output.logprobs, output.is_finished())
+                self.metrics.generated_tokens.inc(piece.num_tokens)
+            except Exception as error:  # which nobody would see here, and the client would wait
+                logger.exception("tokens did not become text")
+                piece = Refusal(f"the server failed: {type(error).__name__}: {error}", status=500)
+        if choice.text.is_finished and not output.is_finished():  # at a stop string
+            self._cancel(manager, choice)
+        choice.queue.put_nowait((choice.number, piece))
+
+    @staticmethod
+    def _cancel(manager: ContinuousBatchingManager, choice: _Choice) -> None:
+        manager.cancel_request(choice.name)
+        # The router keeps a handler until its request's end, and none comes.
+        manager.output_router.result_handlers.pop(choice.name, None)
