@@ -131,12 +131,37 @@ def test_prompts_without_a_chat(server: Server) -> None:
     assert "".join(choice.text for chunk in stream for choice in chunk.choices) == reply.choices[0].text
 
 
+def test_responses(server: Server) -> None:
+    create = server.client().responses.create
+    asked = {"model": server.name, "max_output_tokens": 12, "temperature": 0}
+    assert create(input="say it so", **asked).output_text == expected(server, "say it so")
+    turns = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "then"}]
+    reply = create(input=turns, instructions="so: ", **asked)
+    assert reply.output_text == expected(server, "so: firstthen")
+    assert (reply.usage.input_tokens, reply.usage.output_tokens) == (len("so: firstthen"), 12)
+    events = list(create(input="say it so", stream=True, **asked))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == expected(server, "say it so")
+    assert len(deltas) > 1 and events[-1].type == "response.completed"
+    for wrong, reason in (
+        ({"previous_response_id": "one"}, "previous_response_id: not supported"),
+        ({"input": []}, "input: expected a text"),
+        ({"input": [{"type": "input_image", "image_url": "x"}]}, "input: expected parts that are text"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "nothing"}]}, "Unsupported input item type"),
+        ({"max_output_tokens": MOST}, "max_output_tokens asks for"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            create(**{"input": "x"} | asked | wrong)
+
+
 def test_a_stream_that_is_closed_frees_its_pages(server: Server) -> None:
     """Each could have all pages but a few to itself, so that a leak would keep the last ones from being served."""
     for number in range(4):
         stream = server.ask(f"{number} is closed early", 80, stream=True)
         assert len(list(islice(stream, 5))) == 5
         stream.close()
+    with server.client().responses.create(model=server.name, input="a response", stream=True) as response:
+        next(iter(response))
     assert text(server.ask("after them", 80)) == expected(server, "after them", 80)
 
 

@@ -13,7 +13,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from torch_mpk.__main__ import main
 from torch_mpk.serve.errors import Refusal
-from torch_mpk.serve.fields import UNSUPPORTED, Chat, Completion
+from torch_mpk.serve.fields import UNSUPPORTED, Chat, Completion, Response
 from torch_mpk.serve.replies import Routes
 from torch_mpk.serve.text import Piece, TextOfTokens
 
@@ -49,7 +49,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 def test_what_is_not_supported_is_accepted_where_it_changes_nothing() -> None:
-    for kind, needed in ((Chat, {"messages": MESSAGES}), (Completion, {"prompt": "x"})):
+    for kind, needed in ((Chat, {"messages": MESSAGES}), (Completion, {"prompt": "x"}), (Response, {"input": "x"})):
         assert not set(kind.unsupported) & set(kind.model_fields)
         for name in kind.unsupported:
             for value in (None, *UNSUPPORTED[name].neutral):
@@ -99,7 +99,7 @@ def parser_of(prompt: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(BYTES)
     engine: Any = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model_type="qwen3")))
     routes = Routes(engine, "a model", tokenizer, {})
-    return tokenizer, routes._parser_of(Chat.of({"messages": MESSAGES}), tokenizer(prompt).input_ids)()
+    return tokenizer, routes._parser_of(tokenizer(prompt).input_ids, None)()
 
 
 @pytest.mark.parametrize("prompt", ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "hi\n"])

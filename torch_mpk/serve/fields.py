@@ -17,6 +17,7 @@ MIN_TEMPERATURE = 0.01  # scores divided by less may be beyond float32
 EXPECTED = {
     "prompt": "a text, a list of token ids, or a list of either, none of them empty",
     "stop": f"a text or up to {MAX_STOPS} of them, none empty",
+    "input": "a text, or a list of messages, calls and results, not empty",
     "content": "a text, or a list of parts such as {'type': 'text', 'text': '...'}",
 }
 
@@ -32,7 +33,7 @@ class Unsupported(NamedTuple):
     reason: str
 
 
-_NO_PENALTIES = "the engine chooses a token by its scores alone, whatever came before"
+_NO_PENALTIES = "the engine does not look at earlier tokens to change scores"
 _NO_TOOL_FORM = "replies are not bound to a form: say what you want in the messages"
 _TEXT_ONLY = "replies are text"
 _NOTHING_KEPT = "nothing is kept of a request"
@@ -43,7 +44,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "presence_penalty": Unsupported((0,), _NO_PENALTIES),
     "repetition_penalty": Unsupported((1,), _NO_PENALTIES),
     "logit_bias": Unsupported(({},), "the engine adds nothing to scores"),
-    "top_logprobs": Unsupported((0,), "the engine says the log probability of the token that it took alone"),
+    "top_logprobs": Unsupported((0,), "the engine keeps the log probability of the chosen token only"),
     "response_format": Unsupported(({"type": "text"},), _NO_TOOL_FORM),
     "parallel_tool_calls": Unsupported((True,), _NO_TOOL_FORM),
     "functions": Unsupported(([],), "tools takes their place"),
@@ -60,7 +61,22 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "echo": Unsupported((False,), "replies do not repeat the prompt"),
     "suffix": Unsupported(("",), "the model goes on behind the prompt"),
     "generation_config": Unsupported((), "the fields of the request say the same"),
+    "background": Unsupported((False,), _NOTHING_KEPT),
+    "conversation": Unsupported((), _NOTHING_KEPT),
+    "previous_response_id": Unsupported((), _NOTHING_KEPT),
+    "prompt": Unsupported((), "the server has no templates of prompts"),
+    "include": Unsupported(([],), "the reply is all that there is"),
+    "text": Unsupported(({"format": {"type": "text"}},), _NO_TOOL_FORM),
+    "max_tool_calls": Unsupported((), "the server calls no tools"),
+    "reasoning": Unsupported((), _TEMPLATE),
+    "truncation": Unsupported(("disabled",), "prompts are not cut"),
 }
+OF_COMPLETIONS = {"best_of", "echo", "suffix"}
+OF_RESPONSES = {
+    *("background", "conversation", "previous_response_id", "prompt", "include", "text"),
+    *("max_tool_calls", "reasoning", "truncation"),
+}
+LENGTH = "tokens of the reply; prompt and reply must fit into the cache and the model's positions"
 
 
 class StreamOptions(BaseModel):
@@ -81,9 +97,6 @@ class Sampling(BaseModel):
     unsupported: ClassVar[tuple[str, ...]]  # fields of the route
 
     model: str | None = _field("the served model's name, as `/v1/models` has it, or nothing")
-    max_tokens: int | None = _field(
-        "tokens of the reply; prompt and reply must fit into the cache and the model's positions", ge=1
-    )
     temperature: float | None = _field(
         f"0, which is greedy, or {MIN_TEMPERATURE} to 2; by default the model's own", ge=0, le=2
     )
@@ -94,11 +107,7 @@ class Sampling(BaseModel):
         "draws the same tokens again, whatever else the server does, as far as rounding lets it", ge=-(2**63), lt=2**63
     )
     stop: Text | Texts | None = _field(f"a text or up to {MAX_STOPS}; the reply ends in front of the first that comes")
-    n: int | None = _field(
-        f"replies to each prompt, 1 to {MAX_CHOICES}; each is a request to the engine", ge=1, le=MAX_CHOICES
-    )
     stream: bool | None = _field("sends the reply in pieces, as server-sent events")
-    stream_options: StreamOptions | None = _field('`{"include_usage": true}`: the last piece counts tokens')
     user: str | None = _field("a label, without effect")
     metadata: dict[str, Any] | None = _field("labels, without effect")
 
@@ -144,8 +153,24 @@ class Sampling(BaseModel):
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def most_tokens(self) -> tuple[str, int | None]:
-        """How many tokens a reply may have, and the field that says so."""
+        """The field that says how many tokens a reply may have, and how many."""
+        raise NotImplementedError
+
+
+class Choices(Sampling):
+    """Fields of chats and completions, whose replies may be several."""
+
+    max_tokens: int | None = _field(LENGTH, ge=1)
+    n: int | None = _field(
+        f"replies to each prompt, 1 to {MAX_CHOICES}; each is a request to the engine", ge=1, le=MAX_CHOICES
+    )
+    stream_options: StreamOptions | None = _field('`{"include_usage": true}`: the last piece counts tokens')
+
+    def most_tokens(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens
+
+    def has_logprobs(self) -> bool:
+        raise NotImplementedError
 
     def has_usage_in_stream(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -183,10 +208,10 @@ class Message(BaseModel):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class Chat(Sampling):
+class Chat(Choices):
     """``POST /v1/chat/completions``."""
 
-    unsupported = tuple(name for name in UNSUPPORTED if name not in ("best_of", "echo", "suffix"))
+    unsupported = tuple(name for name in UNSUPPORTED if name not in OF_COMPLETIONS | OF_RESPONSES)
 
     messages: list[Message] = Field(
         min_length=1, description="of system, developer, user, assistant and tool, with text; a user's is not empty"
@@ -211,15 +236,17 @@ class Chat(Sampling):
         return None if self.tool_choice == "none" else self.tools or None
 
 
-class Completion(Sampling):
+class Completion(Choices):
     """``POST /v1/completions``."""
 
-    unsupported = tuple(UNSUPPORTED)
+    unsupported = tuple(name for name in UNSUPPORTED if name not in OF_RESPONSES)
 
     prompt: Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1)] = Field(
         description="a text or token ids, or a list of either"
     )
-    logprobs: int | None = _field("0: as a chat's `logprobs`; a larger number would ask for other tokens'", ge=0, le=0)
+    logprobs: int | None = _field(
+        "0: as a chat's `logprobs`; a larger number asks for other tokens, too, and is refused", ge=0, le=0
+    )
 
     def has_logprobs(self) -> bool:
         return self.logprobs is not None
@@ -229,13 +256,36 @@ class Completion(Sampling):
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
+class Response(Sampling):
+    """``POST /v1/responses``."""
+
+    unsupported = tuple(name for name in UNSUPPORTED if name not in OF_COMPLETIONS)
+
+    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+        description="a text, or a list of messages, calls of tools and their results, as earlier replies have them"
+    )
+    instructions: str | None = _field("a system's message in front")
+    max_output_tokens: int | None = _field(LENGTH, ge=1)
+    tools: list[dict[str, Any]] | None = _field("where the chat template takes them")
+    tool_choice: Literal["auto", "none"] | None = _field('`"auto"` or `"none"`')
+    chat_template_kwargs: dict[str, Any] | None = _field("arguments of the chat template, such as `enable_thinking`")
+
+    def most_tokens(self) -> tuple[str, int | None]:
+        return "max_output_tokens", self.max_output_tokens
+
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools or None
+
+
 def table() -> str:
     """What docs/serving.md says of fields, in Markdown."""
-    lines = ["| field | meaning |", "|---|---|"]
-    lines += [f"| `{name}` | {field.description} |" for name, field in Sampling.model_fields.items()]
-    for kind, what in ((Chat, "chats"), (Completion, "completions")):
-        own = {name: field for name, field in kind.model_fields.items() if name not in Sampling.model_fields}
-        lines += [f"| `{name}` ({what}) | {field.description} |" for name, field in own.items()]
+    lines = ["| field | of | meaning |", "|---|---|---|"]
+    described: dict[tuple[str, str], list[str]] = {}
+    for route, kind in (("chat", Chat), ("completions", Completion), ("responses", Response)):
+        for name, field in kind.model_fields.items():
+            described.setdefault((name, str(field.description)), []).append(route)
+    for (name, description), routes in described.items():
+        lines.append(f"| `{name}` | {'all' if len(routes) == 3 else ', '.join(routes)} | {description} |")
     lines += ["", "| refused | but as | because |", "|---|---|---|"]
     for name, (neutral, reason) in UNSUPPORTED.items():
         allowed = ", ".join(f"`{json.dumps(value)}`" for value in neutral)

@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from torch_mpk.engine import Processor
 from torch_mpk.serve.errors import Refusal
-from torch_mpk.serve.fields import Chat, Completion
+from torch_mpk.serve.fields import Sampling
 from torch_mpk.serve.metrics import Metrics
 from torch_mpk.serve.text import Piece, TextOfTokens
 
@@ -162,7 +162,7 @@ class Engine:
 
     # -- requests
 
-    async def choosing(self, request: Chat | Completion, prompts: Sequence[Sequence[int]]) -> Choosing:
+    async def choosing(self, request: Sampling, prompts: Sequence[Sequence[int]]) -> Choosing:
         """How it answers a request. Raises Refusal where a prompt, or what was asked for, does not fit."""
         await self._running()
         processor = self._processor()
@@ -191,7 +191,7 @@ class Engine:
         seed = request.seed
         return Choosing(self._draws(request, vocab_size), seed, asked or min(usual, most - longest), request.stops())
 
-    def _draws(self, request: Chat | Completion, vocab_size: int) -> dict[str, Any]:
+    def _draws(self, request: Sampling, vocab_size: int) -> dict[str, Any]:
         """A request draws where it says anything about that, or the model's generation_config says so. What it leaves
         open is as there."""
         defaults: GenerationConfig = self.model.generation_config

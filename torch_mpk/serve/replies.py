@@ -13,7 +13,9 @@ from typing import Any
 
 import jinja2
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import (
     BaseHandler,
     Modality,
@@ -24,9 +26,11 @@ from transformers.cli.serving.utils import (
 )
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from torch_mpk.serve import fields
 from torch_mpk.serve.errors import Refusal
-from torch_mpk.serve.fields import Chat, Completion
+from torch_mpk.serve.fields import Chat, Completion, Sampling
 from torch_mpk.serve.generation import Engine
+from torch_mpk.serve.responses import last_response, response_events
 from torch_mpk.serve.text import Piece, TokenText
 
 Pieces = AsyncIterator[tuple[int, Piece]]
@@ -180,8 +184,12 @@ class Routes:
     async def chat(self, body: dict[str, Any], request_id: str) -> Response:
         request = Chat.of(body)
         self._check_model(request)
-        prompt = self._prompt_of_chat(request)
-        return await self._answer(request, [prompt], [self._parser_of(request, prompt)], ChatReply, request_id)
+        messages, tools = (
+            [message.model_dump(exclude_none=True) for message in request.messages],
+            request.offered_tools(),
+        )
+        prompt = self._prompt_of(messages, tools, request.chat_template_kwargs)
+        return await self._answer(request, [prompt], [self._parser_of(prompt, tools)], ChatReply, request_id)
 
     async def completion(self, body: dict[str, Any], request_id: str) -> Response:
         request = Completion.of(body)
@@ -190,11 +198,28 @@ class Routes:
         prompts = [self._tokenizer(one).input_ids if isinstance(one, str) else one for one in given]
         return await self._answer(request, prompts, [_no_parser] * len(prompts), CompletionReply, request_id)
 
+    async def response(self, body: dict[str, Any], request_id: str) -> Response:
+        request = fields.Response.of(body)
+        self._check_model(request)
+        try:
+            messages = ResponseHandler._normalize_input(body)
+            _check_parts(messages)
+            tools = ResponseHandler._normalize_tools(request.offered_tools())
+        except (KeyError, TypeError, AttributeError, HTTPException) as error:
+            raise Refusal(f"input: {type(error).__name__}: {error}", param="input") from error
+        prompt = self._prompt_of(messages, tools, request.chat_template_kwargs)
+        choosing = await self._engine.choosing(request, [prompt])
+        pieces = self._engine.choices([prompt], 1, choosing, bool(request.stream), [self._parser_of(prompt, tools)])
+        events = response_events(pieces, self._name, request_id, prompt)
+        if request.stream:
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse(await last_response(events))
+
     def models(self) -> dict[str, Any]:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "torch_mpk"}
         return {"object": "list", "data": [model]}
 
-    def _check_model(self, request: Chat | Completion) -> None:
+    def _check_model(self, request: Sampling) -> None:
         if request.model not in (None, self._name):
             message = f"model: {request.model!r} is not served here, {self._name!r} is"
             raise Refusal(message, status=404, param="model", code="model_not_found")
@@ -215,9 +240,9 @@ class Routes:
             return StreamingResponse(reply.stream(pieces), media_type="text/event-stream")
         return await reply.whole(pieces, len(prompts) * count)
 
-    def _prompt_of_chat(self, request: Chat) -> list[int]:
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        tools = request.offered_tools()
+    def _prompt_of(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, template_kwargs: dict[str, Any] | None
+    ) -> list[int]:
         template = self._tokenizer.chat_template
         if template is None:
             raise Refusal(f"messages: {self._name} has no chat template; /v1/completions takes a prompt")
@@ -225,7 +250,7 @@ class Routes:
             raise Refusal(f"tools: the chat template of {self._name} takes none", param="tools")
         try:
             given = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
-            kwargs = self._template_kwargs | (request.chat_template_kwargs or {})
+            kwargs = self._template_kwargs | (template_kwargs or {})
             ids = self._processor.apply_chat_template(
                 given, add_generation_prompt=True, tools=tools, return_dict=True, tokenize=True, **kwargs
             )["input_ids"]
@@ -234,14 +259,23 @@ class Routes:
             raise Refusal(message, param="messages") from error
         return list(ids)
 
-    def _parser_of(self, request: Chat, prompt: list[int]) -> Callable[[], Any]:
+    def _parser_of(self, prompt: list[int], tools: list[dict[str, Any]] | None) -> Callable[[], Any]:
         template = get_response_template(self._processor, self._engine.model)
         if template is None:
             return _no_parser
         # Without the place where the reply begins the parser would take the whole prompt for a part of it.
         has_begin = load_response_template(template).start_anchor_re.search(self._tokenizer.decode(prompt)) is not None
         shown = prompt if has_begin else []
-        return lambda: build_response_parser(self._processor, self._engine.model, shown, tools=request.offered_tools())
+        return lambda: build_response_parser(self._processor, self._engine.model, shown, tools=tools)
+
+
+def _check_parts(messages: list[dict[str, Any]]) -> None:
+    """Raises Refusal where one is no text: transformers would pass over it."""
+    for message in messages:
+        content = message.get("content") or ""
+        for part in content if isinstance(content, list) else ():
+            if part["type"] not in ("text", "input_text", "output_text"):
+                raise Refusal(f"input: expected parts that are text, got {part['type']}", param="input")
 
 
 def _no_parser() -> None:

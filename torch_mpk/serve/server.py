@@ -125,6 +125,10 @@ def install(app: FastAPI, engine: Engine, routes: Routes) -> None:
     async def completions(request: Request) -> Response:
         return await _unless_gone(request, routes.completion(await _body(request), request.state.request_id))
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await _unless_gone(request, routes.response(await _body(request), request.state.request_id))
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return routes.models()
@@ -172,7 +176,7 @@ async def _unless_gone(request: Request, answering: Awaitable[Response]) -> Resp
 HELP = """Serve a language model to OpenAI's clients.
 
 \b
-    POST /v1/chat/completions, /v1/completions
+    POST /v1/chat/completions, /v1/completions, /v1/responses
     GET  /v1/models, /health, /metrics
 
 docs/serving.md says which fields of requests are supported.
