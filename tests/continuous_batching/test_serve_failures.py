@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest import mock
@@ -31,9 +32,9 @@ class Served:
         self.model.generation_config.update(eos_token_id=None)
         self.engine = Engine(self.model, self.tokenizer, sized(**settings), warmup=False)
         self.routes = Routes(self.engine, "tiny", self.tokenizer, {})
-        app: Any = build_server(*[None] * 6, generation_state=None)  # type: ignore[arg-type]
-        install(app, self.engine, self.routes)
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=120)
+        self.app: Any = build_server(*[None] * 6, generation_state=None)  # type: ignore[arg-type]
+        install(self.app, self.engine, self.routes)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=120)
 
     async def ask(self, **fields: Any) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=CHAT | fields)
@@ -111,3 +112,38 @@ def test_what_nobody_foresaw_is_an_error_of_openais_form(monkeypatch: pytest.Mon
 
     served = Served()
     asyncio.run(test(served))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_ends_its_request(stream: bool) -> None:
+    """In the middle of 900 tokens."""
+
+    async def test(served: Served) -> None:
+        body = json.dumps(CHAT | {"max_tokens": 900, "stream": stream}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            while not served.engine._num_running():
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
+
+        answers: list[Any] = []
+
+        async def send(message: Any) -> None:
+            answers.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        await served.app(scope, receive, send)
+        assert not answers or answers[0]["status"] in (200, 499), answers
+        while served.engine._num_running() or served.engine._num_waiting():
+            await asyncio.sleep(0.01)
+        assert served.engine.metrics.prompt_tokens._value.get() == len("abc")
+        assert served.engine.metrics.generated_tokens._value.get() < 900
+        assert not served.engine._manager.output_router.result_handlers
+        await served.check_that_it_answers()
+
+    served = Served()
+    served.model.config.max_position_embeddings = 1024
+    run(served, test)

@@ -9,7 +9,7 @@ import functools
 import logging
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeAlias
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -217,7 +217,7 @@ class Engine:
         choosing: Choosing,
         is_stream: bool,
         parsers: Sequence[Callable[[], Any]],
-    ) -> AsyncIterator[tuple[int, Piece]]:
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Answers each prompt ``count`` times, and says which choice a piece is of: prompt ``i``'s are those from
         ``i * count`` on. ``parsers``: of each prompt's replies, ``ResponseParser`` or None, as functions that make one.
 

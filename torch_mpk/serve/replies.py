@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch_mpk.serve.generation import Engine
 from torch_mpk.serve.responses import last_response, response_events
 from torch_mpk.serve.text import Piece, TokenText
 
-Pieces = AsyncIterator[tuple[int, Piece]]
+Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 
 class Reply:
@@ -79,7 +79,7 @@ class Reply:
         begun: set[int] = set()
         head = self._head | {"object": self.chunk_kind}
         try:
-            async with aclosing(pieces) as source:  # type: ignore[type-var]
+            async with aclosing(pieces) as source:
                 async for number, piece in source:
                     self._num_tokens += piece.num_tokens
                     first = self.first_chunk()

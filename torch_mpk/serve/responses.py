@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch_mpk.serve.text import Piece
 class _Pieces:
     """Takes a manager's place in transformers' handler, and a streamer's: for one reply, which is under way."""
 
-    def __init__(self, pieces: AsyncIterator[tuple[int, Piece]]) -> None:
+    def __init__(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> None:
         self.total_tokens = 0
         self._pieces = pieces
 
@@ -30,7 +30,7 @@ class _Pieces:
     async def _fill(self, queue: asyncio.Queue[Any]) -> None:
         last: Any = None  # which ends a reply
         try:
-            async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
+            async with aclosing(self._pieces) as pieces:
                 async for _, piece in pieces:
                     self.total_tokens += piece.num_tokens
                     for part in piece.parts:
@@ -44,14 +44,14 @@ class _Pieces:
 
 
 async def response_events(
-    pieces: AsyncIterator[tuple[int, Piece]], name: str, request_id: str, prompt: Sequence[int]
+    pieces: AsyncGenerator[tuple[int, Piece], None], name: str, request_id: str, prompt: Sequence[int]
 ) -> AsyncIterator[str]:
     """The events of a response, as a stream has them."""
     manager = cast(BaseGenerateManager, _Pieces(pieces))
     handler = ResponseHandler(None, None)
     # It would make a parser of replies, which the pieces have behind them: hence a model of a family that has none.
     stream = handler._streaming(request_id, _NoModel(), _NoModel(), name, {}, {"input_ids": prompt}, None, manager)
-    async with aclosing(stream.body_iterator) as events:  # type: ignore[type-var]
+    async with aclosing(stream.body_iterator) as events:
         async for event in events:
             yield str(event)
 

@@ -29,7 +29,6 @@ from torch_mpk.serve.generation import Engine
 from torch_mpk.serve.replies import Routes
 
 SECONDS_TO_STOP = 1  # for replies in the middle, and then for the engine's step
-SECONDS_TO_NOTICE = 0.5  # that a client has gone, who waits for a whole answer
 
 # Options of transformers' that have one value here, and such as concern what is not served.
 FIXED = {"continuous_batching": True, "attn_implementation": ATTENTION, "non_blocking": True}
@@ -164,13 +163,22 @@ async def _body(request: Request) -> Any:
 async def _unless_gone(request: Request, answering: Awaitable[Response]) -> Response:
     """An answer, unless its client goes before it is there: then nothing is made for nobody."""
     task = asyncio.ensure_future(answering)
+    tasks = task, asyncio.ensure_future(_gone(request))
     try:
-        while not (await asyncio.wait([task], timeout=SECONDS_TO_NOTICE))[0]:
-            if await request.is_disconnected():
-                raise Refusal("the client has gone", status=499)
-        return task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Refusal("the client has gone", status=499)
     finally:
-        task.cancel()
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    """Waits until it is. ``request.is_disconnected`` does not see it from behind a middleware."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 HELP = """Serve a language model to OpenAI's clients.
