@@ -125,7 +125,7 @@ def test_a_client_that_goes_ends_its_request(stream: bool) -> None:
         async def receive() -> dict[str, Any]:
             if messages:
                 return messages.pop()
-            while not served.engine._num_running():
+            while not served.engine.num_running():
                 await asyncio.sleep(0.001)
             return {"type": "http.disconnect"}
 
@@ -137,11 +137,11 @@ def test_a_client_that_goes_ends_its_request(stream: bool) -> None:
         scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
         await served.app(scope, receive, send)
         assert not answers or answers[0]["status"] in (200, 499), answers
-        while served.engine._num_running() or served.engine._num_waiting():
+        while served.engine.num_running() or served.engine.num_waiting():
             await asyncio.sleep(0.01)
         assert served.engine.metrics.prompt_tokens._value.get() == len("abc")
         assert served.engine.metrics.generated_tokens._value.get() < 900
-        assert not served.engine._manager.output_router.result_handlers
+        assert not served.engine.manager.output_router.result_handlers
         await served.check_that_it_answers()
 
     served = Served()

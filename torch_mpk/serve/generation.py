@@ -61,16 +61,17 @@ class Engine:
     """The manager of transformers' continuous batching for one model, which is built and runs in threads of its own.
 
     Attributes:
+        manager: transformers' own, or None until it is built.
         error: why there is none, or None.
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: ContinuousBatchingConfig, warmup: bool) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.error: BaseException | None = None
-        self.metrics = Metrics(self._num_running, self._num_waiting)
+        self.metrics = Metrics(self.num_running, self.num_waiting)
         self._settings = dataclasses.replace(settings, per_request_processors=True, return_logprobs=True)
         self._warmup = warmup
-        self._manager: ContinuousBatchingManager | None = None
+        self.manager: ContinuousBatchingManager | None = None
         self._built = threading.Event()
         self._open: dict[str, Pieces] = {}
         self._is_stopping = False
@@ -96,7 +97,7 @@ class Engine:
                 manager.batch_processor = manager._create_batch_processor()
             manager.batch_processor.on_step = self.metrics.step_seconds.observe
             manager.start()
-            self._manager = manager
+            self.manager = manager
         except Exception as error:  # of any kind: clients are told, and the log
             logger.exception("the engine was not built")
             self.error = error
@@ -105,12 +106,12 @@ class Engine:
 
     def stop(self, seconds: float) -> None:
         """Has it end in the middle of its requests, and waits for so long at most."""
-        if self._manager is None:
+        if self.manager is None:
             return
-        status = self._manager.background_thread_status
-        status.request_stop(status.HARD_STOP, self._manager.distributed_helper.global_rank)
-        self._manager._wake_up_loop.set()
-        thread = self._manager._generation_thread
+        status = self.manager.background_thread_status
+        status.request_stop(status.HARD_STOP, self.manager.distributed_helper.global_rank)
+        self.manager._wake_up_loop.set()
+        thread = self.manager._generation_thread
         if thread is not None:
             thread.join(seconds)
 
@@ -131,9 +132,9 @@ class Engine:
 
     def failure(self) -> BaseException | None:
         """Why it takes no requests any more."""
-        if self.error is not None or self._manager is None:
+        if self.error is not None or self.manager is None:
             return self.error
-        error: BaseException | None = self._manager.background_thread_status.fatal_error
+        error: BaseException | None = self.manager.background_thread_status.fatal_error
         return error
 
     async def _running(self) -> ContinuousBatchingManager:
@@ -143,22 +144,24 @@ class Engine:
         if self._is_stopping:
             raise Refusal(STOPPING, status=503)
         error = self.failure()
-        if error is not None or self._manager is None:
+        if error is not None or self.manager is None:
             raise Refusal(f"the engine has ended: {error}", status=503)
-        return self._manager
+        return self.manager
 
     def _processor(self) -> Processor | None:
-        return None if self._manager is None else self._manager.batch_processor
+        return None if self.manager is None else self.manager.batch_processor
 
-    def _num_running(self) -> int:
+    def num_running(self) -> int:
+        """Choices that have pages of the cache."""
         processor = self._processor()
         return 0 if processor is None else len(processor.scheduler.active_requests)
 
-    def _num_waiting(self) -> int:
+    def num_waiting(self) -> int:
+        """Choices that have none yet, or none any more."""
         processor = self._processor()
         if processor is None:
             return 0
-        return len(processor.scheduler.waiting_requests) + self._manager.input_queue.qsize()  # type: ignore[union-attr]
+        return len(processor.scheduler.waiting_requests) + self.manager.input_queue.qsize()  # type: ignore[union-attr]
 
     # -- requests
 
