@@ -1,4 +1,7 @@
-"""Writes the pages of options and of the Python API from docstrings: ``python docs/reference.py``."""
+"""Writes what follows from docstrings and declarations: pages of options, the API and errors, and the stub of layers.
+
+``python docs/reference.py`` writes all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ from types import FunctionType
 from typing import Any
 
 import torch_mpk
-from torch_mpk import jit
+from torch_mpk import jit, registry
 from torch_mpk.config import Environment, Options
-from torch_mpk.explain import Report
-from torch_mpk.profile import KernelTimes, Profile, TaskTimes
+from torch_mpk.errors import errors
+from torch_mpk.persistent_kernel.task_layers import stub
 
 _NOTE = "<!-- python docs/reference.py writes this page -->"
-_SECTION = re.compile(r"^(Args|Returns|Raises):$")
+_SECTION = re.compile(r"^(Args|Returns|Raises|A call raises|Attributes):$")
+_ABOUT_ERRORS = """\
+Each is a class of `torch_mpk.errors`. While a graph is being compiled, `torch.compile` wraps an error in its own
+`BackendCompilerFailed`, whose `inner_exception` it is. Braces stand for what the message fills in, … for what to do."""
 _LINE = 100  # characters of a signature before its parameters stand one below the other
 
 
@@ -30,9 +36,14 @@ class _Text(str):
         return str(self)
 
 
-def pages() -> dict[str, str]:
-    """The text of each page, by its file name."""
-    return {"options.md": _joined(_options()), "api.md": _joined(_api())}
+def files() -> dict[str, str]:
+    """The text of each file, by its path in the repository."""
+    return {
+        "docs/options.md": _joined(_options()),
+        "docs/api.md": _joined(_api()),
+        "docs/errors.md": _joined(_errors()),
+        "torch_mpk/persistent_kernel/task_layers.pyi": stub([task for task in registry.tasks() if task.is_ours]),
+    }
 
 
 def _joined(blocks: Iterator[str]) -> str:
@@ -69,12 +80,8 @@ def _api() -> Iterator[str]:
     yield "Errors have [a page](errors.md) of their own, and single kernels [another](jit.md)."
     public = {f"torch_mpk.{name}": getattr(torch_mpk, name) for name in torch_mpk.__all__}
     public |= {
-        "torch_mpk.explain.Report": Report,
         "torch_mpk.jit.kernel": jit.kernel,
         "torch_mpk.jit.module": jit.module,
-        "torch_mpk.profile.KernelTimes": KernelTimes,
-        "torch_mpk.profile.Profile": Profile,
-        "torch_mpk.profile.TaskTimes": TaskTimes,
     }
     for name, value in sorted(public.items(), key=lambda item: item[0].lower()):
         if inspect.ismodule(value) or (isinstance(value, type) and issubclass(value, BaseException)):
@@ -89,6 +96,28 @@ def _api() -> Iterator[str]:
                 if isinstance(function, FunctionType):
                     yield _signature(member, function)
                 yield _doc(function)
+
+
+def _errors() -> Iterator[str]:
+    yield "# Errors"
+    yield _NOTE
+    yield _ABOUT_ERRORS
+    for cls in errors():
+        yield f"## {cls.__name__}"
+        bases = " and ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+        yield f"Derived from {bases}. {summary}"
+        message = cls.template.replace("{remedy}", "…")
+        if message != "{what}":
+            yield f"```text\n{message}\n```"
+        if cls.remedy:
+            yield f"What to do: {_capitalised(cls.remedy.rstrip('.'))}."
+
+
+def _capitalised(sentence: str) -> str:
+    """With a capital in front, unless code stands there."""
+    first = sentence.split()[0]
+    return sentence[0].upper() + sentence[1:] if first.isalpha() else sentence
 
 
 def _signature(name: str, function: Any) -> str:
@@ -125,5 +154,5 @@ def _doc(documented: Any) -> str:
 
 
 if __name__ == "__main__":
-    for name, text in pages().items():
-        (Path(__file__).parent / name).write_text(text)
+    for name, text in files().items():
+        (Path(__file__).parents[1] / name).write_text(text)

@@ -1,12 +1,14 @@
 """Pages whose examples run one after the other print what the page says; links and mentions lead somewhere."""
 
 import contextlib
+import functools
 import io
 import re
 from pathlib import Path
 
 import pytest
 
+import torch_mpk
 from docs import reference
 from tests.thinned import thinned
 from torch_mpk.testing.tiny import random_ids, tiny_model
@@ -44,9 +46,22 @@ def test_the_readmes_generate_compiles_on_a_cpu_too(tmp_path: Path, monkeypatch:
     assert [folder.name for folder in tmp_path.iterdir()] == ["001"]
 
 
-def test_the_pages_of_options_and_the_api_are_current() -> None:
-    for name, text in reference.pages().items():
-        assert (DOCS / name).read_text() == text, "run python docs/reference.py"
+@pytest.mark.parametrize("name", reference.files())
+def test_what_docstrings_and_declarations_say_is_current(name: str) -> None:
+    assert (ROOT / name).read_text() == reference.files()[name], "run python docs/reference.py"
+
+
+def test_every_name_of_the_api_resolves() -> None:
+    names = re.findall(r"^## (torch_mpk\..*)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert len(names) > 15
+    for name in names:
+        assert functools.reduce(getattr, name.split(".")[1:], torch_mpk).__doc__, name
+
+
+def test_nothing_says_to_install_from_a_registry() -> None:
+    files = [*PAGES, *(ROOT / "torch_mpk").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    found = [str(file) for file in files if re.search(r"pip install[^\n`]*torch_mpk\[", file.read_text())]
+    assert found == []
 
 
 def anchors(page: Path) -> set[str]:

@@ -1,11 +1,16 @@
-"""``python -m torch_mpk``."""
+"""``torch-mpk``, also ``python -m torch_mpk``."""
 
+import pkgutil
+import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import transformers
 
+import torch_mpk
 from torch_mpk.__main__ import main
 from torch_mpk.jit import Cache
 
@@ -51,7 +56,26 @@ def test_environment_runs_without_a_gpu_and_shows_settings():
         names
     )
     assert "TORCH_MPK_COMPILER: nvrtc" in done.stdout
+    assert f"transformers: {transformers.__version__}" in done.stdout
     assert not any(name.startswith("cuda:") for name in names)
+
+
+def test_the_script_is_main_and_has_the_packages_version(capsys):
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    [target] = re.findall(r'^torch-mpk = "(.*)"$', project, re.MULTILINE)
+    assert pkgutil.resolve_name(target) is main
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"torch_mpk {torch_mpk.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", torch_mpk.__version__)
+
+
+@pytest.mark.parametrize("arguments", [[], ["cache"]])
+def test_without_a_command_there_is_help(capsys, arguments):
+    main(arguments)
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: ")
+    assert "show " in printed if arguments else "check-task" in printed
 
 
 def test_an_error_ends_a_command_without_a_traceback(tmp_path, monkeypatch):

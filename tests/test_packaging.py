@@ -73,6 +73,11 @@ def test_wheel_works_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*install, str(wheel)], cwd=tmp_path, check=True, timeout=120)
     environment = {**os.environ, "PYTHONPATH": str(site), "TORCH_MPK_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(site / "bin" / "torch-mpk"), "--version"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert wheel.name.startswith(done.stdout.strip().replace(" ", "-")), done.stdout
     script = USE.format(site=str(site))
     subprocess.run(
         [sys.executable, "-c", script],

@@ -2,22 +2,28 @@
 
 from torch_mpk import jit, ops, plugins, tasks  # declares torch.ops.mpk and the tasks behind it
 from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError, VerificationError
-from torch_mpk.explain import explain
+from torch_mpk.explain import Report, explain
 from torch_mpk.generate import generate
 from torch_mpk.persistent_kernel import GlobalTensor, PersistentKernel, TBGraph, get_configurations_from_gpu
 from torch_mpk.precompile import precompile
-from torch_mpk.profile import profile
+from torch_mpk.profile import KernelTimes, Profile, TaskTimes, profile
 from torch_mpk.registry import task
 from torch_mpk.runtime import synchronize
 from torch_mpk.task_kernel import kernel_of
 
+__version__ = "0.1.0"  # pyproject.toml reads it from here
+
 __all__ = [
     "GlobalTensor",
+    "KernelTimes",
     "MegakernelTimeout",
     "MpkError",
     "MpkWarning",
     "PersistentKernel",
+    "Profile",
+    "Report",
     "TBGraph",
+    "TaskTimes",
     "UnsupportedError",
     "VerificationError",
     "explain",

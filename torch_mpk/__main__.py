@@ -1,4 +1,4 @@
-"""``python -m torch_mpk``: reports, compiled kernels, what becomes of a model, and tasks of one's own."""
+"""The command ``torch-mpk``, also ``python -m torch_mpk``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from torch_mpk import _C, graph_view, new_task, registry
+from torch_mpk import _C, __version__, graph_view, new_task, registry
 from torch_mpk.config import env
-from torch_mpk.errors import ArgumentError, CompileError, MpkError, catalogue
+from torch_mpk.errors import ArgumentError, CompileError, MpkError
 from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
 from torch_mpk.jit.host import HostCompiler, host_tier
-from torch_mpk.persistent_kernel.task_layers import stub
 from torch_mpk.profile import WARMUP, profile
 
 
 def environment() -> Iterator[tuple[str, str]]:
     """What a report about a problem should say of the machine, as (name, value)."""
-    yield "torch_mpk", importlib.metadata.version("torch_mpk")
+    yield "torch_mpk", __version__
     yield "torch", f"{torch.__version__} (CUDA {torch.version.cuda})"
+    yield "transformers", _version("transformers")
     yield "python", f"{platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs"
     yield "headers", str(include_dir())
     for name in ("nvcc", "nvrtc"):
@@ -51,6 +51,13 @@ def environment() -> Iterator[tuple[str, str]]:
     for name in sorted(os.environ):
         if name.startswith("TORCH_MPK_"):
             yield name, os.environ[name]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def show_environment(_: argparse.Namespace) -> None:
@@ -136,10 +143,6 @@ def show_graph(arguments: argparse.Namespace) -> None:
         print(graph_view.summary(file))
 
 
-def print_stub(_: argparse.Namespace) -> None:
-    print(stub([task for task in registry.tasks() if task.is_ours]), end="")
-
-
 def write_task(arguments: argparse.Namespace) -> None:
     paths = new_task.write(arguments.name, arguments.dir)
     print(f"wrote {' and '.join(map(str, paths))}; check them with: python -m torch_mpk check-task {paths[0]}")
@@ -198,8 +201,11 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def arguments_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torch_mpk", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    prog = "torch-mpk" if Path(sys.argv[0]).stem == "torch-mpk" else "python -m torch_mpk"
+    text = "Reports, compiled kernels, what becomes of a model, and tasks of your own."
+    parser = argparse.ArgumentParser(prog=prog, description=text)
+    parser.add_argument("--version", action="version", version=f"torch_mpk {__version__}")
+    commands = _add_group(parser)
 
     def add(
         parent: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], None], text: str
@@ -209,11 +215,10 @@ def arguments_parser() -> argparse.ArgumentParser:
         return command
 
     add(commands, "env", show_environment, "print versions, compilers, devices and settings")
-    cache = commands.add_parser("cache", help="the compiled kernels").add_subparsers(required=True)
+    cache = _add_group(commands.add_parser("cache", help="the compiled kernels"))
     add(cache, "show", show_cache, "list the compiled kernels, least recently used first")
     command = add(cache, "clear", clear_cache, "delete the compiled kernels")
     command.add_argument("name", metavar="NAME", nargs="?", help="of the kernel to delete (default: all)")
-    add(commands, "errors", lambda _: print(catalogue(), end=""), "print docs/errors.md")
     command = add(
         commands, "graph", show_graph, "show a task graph that a build left: its summary, or what is asked for"
     )
@@ -224,7 +229,6 @@ def arguments_parser() -> argparse.ArgumentParser:
     command.add_argument("--dot", action="store_true", help="print a Graphviz source")
     command.add_argument("--svg", type=Path, metavar="OUT", help="draw an SVG, where Graphviz is installed")
     command.add_argument("--html", type=Path, metavar="OUT", help="write a page to pan, zoom, search and click in")
-    add(commands, "stub", print_stub, "print torch_mpk/persistent_kernel/task_layers.pyi")
     text = "`transformers serve` with continuous batching, its decode steps on backend mpk (docs/serving.md)"
     command = commands.add_parser("serve", help=text, add_help=False, prefix_chars="\0")  # options are for the other
     command.set_defaults(run=serve)
@@ -232,6 +236,12 @@ def arguments_parser() -> argparse.ArgumentParser:
     _add_commands_of_models(functools.partial(add, commands))
     _add_commands_of_tasks(functools.partial(add, commands))
     return parser
+
+
+def _add_group(parser: argparse.ArgumentParser) -> argparse._SubParsersAction:
+    """Room for commands; without one of them the parser says what there is."""
+    parser.set_defaults(run=lambda _: parser.print_help())
+    return parser.add_subparsers(title="commands", metavar="COMMAND")
 
 
 def _add_commands_of_models(add: Callable[..., argparse.ArgumentParser]) -> None:

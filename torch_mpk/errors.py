@@ -1,8 +1,7 @@
-"""Every error and warning of torch_mpk. ``catalogue`` is docs/errors.md."""
+"""Every error and warning of torch_mpk. docs/errors.md lists them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -39,7 +38,7 @@ class OptionError(MpkError, ValueError):
     """An option of the backend or a ``TORCH_MPK_*`` variable has a value that cannot be used."""
 
     template = "{name}: expected {expected}, got {value!r}{hint}"
-    remedy = "Options and variables are described, each once, in torch_mpk/config.py."
+    remedy = "Options and variables are described, each once, in docs/options.md."
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**{"hint": ""} | fields)
@@ -207,7 +206,7 @@ class MissingPackageError(MpkError, ImportError):
     """A part of torch_mpk needs a package that is not installed, or a newer version of it."""
 
     template = "{name} needs {package} {version} or newer, found {found}: {remedy}"
-    remedy = "install it with pip install -U 'torch_mpk[serving]'"
+    remedy = "install it with pip install -e '.[serving]' in a clone of torch_mpk"
 
 
 class EngineError(MpkError, ValueError):
@@ -387,27 +386,3 @@ def errors(base: type[MpkError] = MpkError) -> Iterator[type[MpkError]]:
         if cls.__module__ == __name__:
             yield cls
             yield from errors(cls)
-
-
-def catalogue() -> str:
-    """Every error in Markdown: what it is, its message, and what to do."""
-    lines = ["# Errors", "", inspect.cleandoc(_INTRODUCTION)]
-    for cls in errors():
-        bases = " and ".join(f"`{base.__name__}`" for base in cls.__bases__)
-        summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        message = cls.template.replace("{remedy}", "…")
-        lines += ["", f"## {cls.__name__}", "", f"Derived from {bases}. {summary}"]
-        if message != "{what}":
-            lines += ["", "```text", message, "```"]
-        if cls.remedy:
-            remedy = cls.remedy[0].upper() + cls.remedy[1:].rstrip(".")
-            lines += ["", f"What to do: {remedy}."]
-    return "\n".join(lines) + "\n"
-
-
-_INTRODUCTION = """
-<!-- python -m torch_mpk errors > docs/errors.md -->
-
-Each is a class of `torch_mpk.errors`. While a graph is being compiled, `torch.compile` wraps an error in its own
-`BackendCompilerFailed`, whose `inner_exception` it is. Braces stand for what the message fills in, … for what to do.
-"""

@@ -1,4 +1,4 @@
-"""A layer for each registered task, made from its signature. ``stub`` writes task_layers.pyi."""
+"""A layer for each registered task, made from its signature. ``stub`` is task_layers.pyi."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def stub(tasks: Iterable[Task]) -> str:
 
 
 def _stub_lines(tasks: Iterable[Task]) -> Iterator[str]:
-    yield "# python -m torch_mpk stub > torch_mpk/persistent_kernel/task_layers.pyi"
+    yield "# python docs/reference.py writes this file"
     yield "from collections.abc import Iterable"
     yield from ("from typing import Any, overload", "")
     yield f"from {GlobalTensor.__module__} import Dim3, {GlobalTensor.__name__}"

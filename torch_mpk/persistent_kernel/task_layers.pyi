@@ -1,4 +1,4 @@
-# python -m torch_mpk stub > torch_mpk/persistent_kernel/task_layers.pyi
+# python docs/reference.py writes this file
 from collections.abc import Iterable
 from typing import Any, overload
 
