@@ -41,8 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves GPU tests out where there is no GPU, rather than skipping each; ``-m gpu`` means one was expected."""
     if torch.cuda.is_available():
         return
-    if config.option.markexpr == "gpu" or os.environ.get("TORCH_MPK_EXPECT_GPU") == "1":
-        raise pytest.UsageError("a GPU was expected (-m gpu or TORCH_MPK_EXPECT_GPU=1), and torch sees no CUDA device")
+    if config.option.markexpr == "gpu" or os.environ.get("EXPECT_GPU") == "1":
+        raise pytest.UsageError("a GPU was expected (-m gpu or EXPECT_GPU=1), and torch sees no CUDA device")
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=gpu)

@@ -6,8 +6,10 @@ import argparse
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -17,10 +19,11 @@ from typing import Any
 import torch
 
 from torch_mpk import _C, __version__, graph_view, new_task, registry
-from torch_mpk.config import env
-from torch_mpk.errors import ArgumentError, CompileError, MpkError
+from torch_mpk.config import closest, env
+from torch_mpk.errors import ArgumentError, MpkError, first_line
 from torch_mpk.explain import explain
 from torch_mpk.jit import Cache, find_compiler, include_dir
+from torch_mpk.jit.cache import NUM_KEY_DIGITS
 from torch_mpk.jit.host import HostCompiler, host_tier
 from torch_mpk.profile import WARMUP, profile
 
@@ -32,25 +35,31 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "transformers", _version("transformers")
     yield "python", f"{platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs"
     yield "headers", str(include_dir())
-    for name in ("nvcc", "nvrtc"):
-        try:
-            yield name, find_compiler(name).identity
-        except CompileError as error:
-            yield name, str(error)
-    try:
-        yield "host compiler", HostCompiler.find().version
-    except CompileError as error:
-        yield "host compiler", str(error)
-    yield "SIMD tier", f"{host_tier()} of {', '.join(_C.cpu_isas())}"
+    yield "nvcc", _or_error(lambda: find_compiler("nvcc").identity)
+    yield "nvrtc", _or_error(lambda: find_compiler("nvrtc").identity)
+    yield "host compiler", _or_error(lambda: HostCompiler.find().version)
+    yield "SIMD tier", _or_error(lambda: f"{host_tier()} of {', '.join(_C.cpu_isas())}")
     for ordinal in range(_C.num_devices()):
         info = _C.device_info(ordinal)
         driver = f"driver for CUDA {info.driver_version // 1000}.{info.driver_version % 1000 // 10}"
         memory = f"{info.smem_optin_bytes} bytes of shared memory"
         yield f"cuda:{ordinal}", f"{info.name}, sm_{info.arch}, {info.num_sms} multiprocessors, {memory}, {driver}"
-    yield "cache", f"{env.cache_dir}, limit {env.cache_bytes / 2**30:g} GiB"
+    yield "cache", _or_error(lambda: f"{env.cache_dir}, limit {env.cache_bytes / 2**30:g} GiB")
+    errors, unknown = env.errors(), env.unknown()
     for name in sorted(os.environ):
-        if name.startswith("TORCH_MPK_"):
+        if name in errors:
+            yield name, str(errors[name]).removeprefix(f"{name}: ")
+        elif name in unknown:
+            yield name, f"{os.environ[name]}, of a variable that is not known{unknown[name]}"
+        elif name.startswith("TORCH_MPK_"):
             yield name, os.environ[name]
+
+
+def _or_error(describe: Callable[[], str]) -> str:
+    try:
+        return describe()
+    except MpkError as error:
+        return str(error)
 
 
 def _version(package: str) -> str:
@@ -78,7 +87,7 @@ def show_cache(_: argparse.Namespace) -> None:
         report = entry.report
         what = f"{report.get('target', 'an earlier version')}, {report['compiler']}, {report['seconds']} s"
         names = ", ".join(report.get("names", ())) or "-"
-        print(f"{entry.key[:16]}  {used}  {size / 1024:7.0f} KiB  {names}  {what}")
+        print(f"{entry.key[:NUM_KEY_DIGITS]}  {used}  {size / 1024:7.0f} KiB  {names}  {what}")
     total = sum(len(data) for entry in entries for data in entry.files.values())
     print(f"{len(entries)} kernels, {total / 2**20:.1f} MiB in {cache.root}")
 
@@ -89,7 +98,8 @@ def clear_cache(arguments: argparse.Namespace) -> None:
         num_deleted = cache.clear_named(arguments.name)
         if not num_deleted:
             known = sorted({name for entry in cache.entries() for name in entry.report.get("names", ())})
-            raise ArgumentError(name="NAME", expected=f"one of {', '.join(known) or 'none'}", value=arguments.name)
+            expected = f"a key of `cache show`, or one of {', '.join(known) or 'none'}"
+            raise ArgumentError(name="NAME", expected=expected, value=arguments.name)
         print(f"deleted {num_deleted} kernels {arguments.name} from {cache.root}")
         return
     print(f"deleted {cache.clear()} kernels from {cache.root}")
@@ -97,17 +107,26 @@ def clear_cache(arguments: argparse.Namespace) -> None:
 
 def _decode_step(arguments: argparse.Namespace, position: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model of random weights, and the arguments of a step of it at a position of its cache."""
-    from transformers import AutoConfig
-
     from torch_mpk.testing.decode import prefill
-    from torch_mpk.testing.models import CONFIGS, random_model
 
-    name = arguments.model
-    config = CONFIGS[name]() if name in CONFIGS else AutoConfig.from_pretrained(name)
-    model = random_model(config, arguments.device, getattr(torch, arguments.dtype))
+    model = _random_model(arguments.model, arguments.device, getattr(torch, arguments.dtype))
     prompt = torch.zeros(arguments.batch, position, dtype=torch.int64, device=arguments.device)
     cache, _ = prefill(model, prompt, arguments.length)
     return model, {"input_ids": prompt[:, :1].contiguous(), "past_key_values": cache}
+
+
+def _random_model(name: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import AutoConfig
+
+    from torch_mpk.testing.models import CONFIGS, random_model
+
+    try:
+        config = CONFIGS[name]() if name in CONFIGS else AutoConfig.from_pretrained(name)
+        return random_model(config, device, dtype)
+    except (OSError, ValueError) as error:
+        known = ", ".join(CONFIGS)
+        expected = f"{known}, or the path or hub id of a causal language model's config{closest(name, [*CONFIGS])}"
+        raise ArgumentError(name="MODEL", expected=expected, value=f"{name!r}: {first_line(error)}") from None
 
 
 def explain_model(arguments: argparse.Namespace) -> None:
@@ -116,10 +135,10 @@ def explain_model(arguments: argparse.Namespace) -> None:
 
 
 def profile_model(arguments: argparse.Namespace) -> None:
-    most = arguments.length - arguments.steps - WARMUP
-    if not 0 < arguments.position <= most:
-        expected = f"1 to {most}, so that the steps fit into --length {arguments.length}"
-        raise ArgumentError(name="--position", expected=expected, value=arguments.position)
+    needed = arguments.position + arguments.steps + WARMUP
+    if arguments.length < needed:
+        expected = f"at least {needed}, for --position {arguments.position} and the steps after it"
+        raise ArgumentError(name="--length", expected=expected, value=arguments.length)
     model, inputs = _decode_step(arguments, arguments.position)
     step = torch.compile(model, backend="mpk", options={"profile": True})
     with torch.inference_mode():
@@ -128,19 +147,30 @@ def profile_model(arguments: argparse.Namespace) -> None:
 
 def show_graph(arguments: argparse.Namespace) -> None:
     file = graph_view.read(arguments.file)
+    texts = []
     for option, what in (("task", graph_view.task), ("event", graph_view.event)):
         if (value := getattr(arguments, option)) is not None:
-            print(what(file, value))
+            texts.append(what(file, value))
     if arguments.critical_path:
-        print(graph_view.critical_path(file))
+        texts.append(graph_view.critical_path(file))
     if arguments.dot:
-        print(graph_view.to_dot(file), end="")
-    for option, draw in (("svg", graph_view.to_svg), ("html", graph_view.to_html)):
-        if (out := getattr(arguments, option)) is not None:
-            out.write_text(draw(file))
-    asked = {"task", "event", "critical_path", "dot", "svg", "html"}
-    if not any(vars(arguments)[name] not in (None, False) for name in asked):
-        print(graph_view.summary(file))
+        texts.append(graph_view.to_dot(file).rstrip("\n"))
+    drawings = {"svg": graph_view.to_svg, "html": graph_view.to_html}
+    asked = {option: out for option in drawings if (out := getattr(arguments, option)) is not None}
+    if not texts and not asked:
+        texts.append(graph_view.summary(file))
+    for text in texts:
+        print(text)
+    for option, out in asked.items():
+        _write(f"--{option}", out, drawings[option](file))
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        expected = "a file in a folder that can be written to"
+        raise ArgumentError(name=option, expected=expected, value=f"{path} ({error.strerror})") from None
 
 
 def write_task(arguments: argparse.Namespace) -> None:
@@ -181,7 +211,7 @@ def bench_file(arguments: argparse.Namespace) -> None:
     from torch_mpk.testing import bench
 
     declared = _declared_in(arguments.file)
-    dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
+    dtype, device = getattr(torch, arguments.dtype), arguments.device
     failures = []
     print(f"{arguments.dtype} on {device}: medians in milliseconds, and as multiples of ours", bench.header(), sep="\n")
     with torch.inference_mode():
@@ -218,7 +248,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     cache = _add_group(commands.add_parser("cache", help="the compiled kernels"))
     add(cache, "show", show_cache, "list the compiled kernels, least recently used first")
     command = add(cache, "clear", clear_cache, "delete the compiled kernels")
-    command.add_argument("name", metavar="NAME", nargs="?", help="of the kernel to delete (default: all)")
+    command.add_argument("name", metavar="NAME", nargs="?", help="of the kernel or task, or its key (default: all)")
     command = add(
         commands, "graph", show_graph, "show a task graph that a build left: its summary, or what is asked for"
     )
@@ -250,15 +280,16 @@ def _add_commands_of_models(add: Callable[..., argparse.ArgumentParser]) -> None
     profiling = add("profile", profile_model, f"write a timeline of {of_what}, and print where its time goes")
     for command in (explaining, profiling):
         command.add_argument(
-            "model", help="qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama-1b, or a path or hub id of a config"
+            "model", metavar="MODEL", help="qwen3-0.6b, llama-1b and others, or the path or hub id of a config"
         )
-        command.add_argument("--batch", type=int, default=1, help="sequences (default: 1)")
-        command.add_argument("--length", type=int, default=1024, help="positions of the cache (default: 1024)")
+        command.add_argument("--batch", type=_int_from(1), default=1, help="sequences (default: 1)")
+        text = "positions of the cache (default: 1024)"
+        command.add_argument("--length", type=_int_from(2), default=1024, help=text)
         command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        _add_device(command)
     profiling.add_argument("--out", type=Path, default=Path("trace.json.gz"), help="(default: trace.json.gz)")
-    profiling.add_argument("--position", type=int, default=512, help="tokens in the cache (default: 512)")
-    profiling.add_argument("--steps", type=int, default=3, help="to record (default: 3)")
+    profiling.add_argument("--position", type=_int_from(1), default=512, help="tokens in the cache (default: 512)")
+    profiling.add_argument("--steps", type=_int_from(1), default=3, help="to record (default: 3)")
 
 
 def _add_commands_of_tasks(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -270,21 +301,69 @@ def _add_commands_of_tasks(add: Callable[..., argparse.ArgumentParser]) -> None:
     dtypes = ("float32", "bfloat16", "float16", "float64")
     text = "of operands (default: each but float64, which a task declares)"
     command.add_argument("--dtype", choices=dtypes, action="append", default=[], help=text)
-    command.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds a sample may take in a way")
+    text = "that a sample may take in a way (default: 60)"
+    command.add_argument("--time-limit", type=_seconds, default=60, metavar="SECONDS", help=text)
     text = "time the samples of a file's tasks, each in a kernel of its own, beside eager and Inductor"
     command = add("bench-task", bench_file, text)
     command.add_argument("file", metavar="FILE", type=Path, help="the Python file that declares them")
     command.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of operands (default: bfloat16)")
-    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    command.add_argument("--rounds", type=int, default=30, help="of calls that are timed on the CPU (default: 30)")
+    _add_device(command)
+    text = "of calls that are timed on the CPU (default: 30)"
+    command.add_argument("--rounds", type=_int_from(1), default=30, help=text)
+
+
+def _add_device(command: argparse.ArgumentParser) -> None:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    command.add_argument("--device", type=_device, default=default, help=f"cpu, cuda or cuda:N (default: {default})")
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"torch sees {torch.cuda.device_count()} CUDA devices here, got {text!r}")
+    return device
+
+
+def _int_from(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected an int of at least {least}, got {text!r}")
+        return value
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+    return value
 
 
 def main(arguments: list[str] | None = None) -> None:
     parsed = arguments_parser().parse_args(arguments)
     try:
         parsed.run(parsed)
+        sys.stdout.flush()
     except MpkError as error:  # it says what to do: no traceback
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        sys.exit(128 + signal.SIGPIPE)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from torch_mpk import _C
+from torch_mpk.announcements import warn
 from torch_mpk.errors import OptionError, UnknownOptionError
 
 WHILE_BUILDING = ("wait", "eager")
@@ -17,14 +19,20 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 FALLBACKS = ("inductor", "eager", "error")
 MAX_ROWS = 16  # of a batch, and positions of one sequence that are rows of a step: attention reads the cache for each
 MAX_POSITIONS = 8192
+MAX_THREADS = 4095  # of the CPU runtime: csrc/cpu/thread_pool.cpp
+MAX_SECONDS = 1e9  # some thirty years, and few enough to count them in nanoseconds
+COMPILERS = ("auto", "nvcc", "nvrtc")
 ARCHS = tuple(arch.number for arch in _C.archs())  # that kernels are generated for
 # Compute capabilities that code may be for by name; other devices run what there is for all.
 DEVICE_ARCHS = tuple(device for arch in _C.archs() for device in arch.devices)
 
 
-def _closest(name: str, known: list[str]) -> str:
+_PREFIX = "TORCH_MPK_"
+
+
+def closest(name: str, known: list[str], prefix: str = "") -> str:
     match = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    return f" (did you mean {prefix + match[0]!r}?)" if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +93,18 @@ class Options:
         ``mode`` may be any of PyTorch's; all mean the same here, because there is one way to run a graph.
 
         Raises:
-            OptionError: naming the option, what was expected and what was given.
+            OptionError: naming the option, or the ``TORCH_MPK_*`` variable, what was expected and what was given.
         """
+        env.check()
         if mode is not None and mode not in MODES:
-            hint = _closest(str(mode), [*MODES])
+            hint = closest(str(mode), [*MODES])
             raise OptionError(name="mode", expected=f"one of {', '.join(MODES)}", value=mode, hint=hint)
+        if not isinstance(options, Mapping | None):
+            raise OptionError(name="options", expected="a dict of options by their names", value=options)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options or {}:
             if name not in known:
-                raise UnknownOptionError(name=name, hint=_closest(name, known), known=", ".join(known))
+                raise UnknownOptionError(name=name, hint=closest(str(name), known), known=", ".join(known))
         return cls(**(options or {}))
 
     def __post_init__(self) -> None:
@@ -104,10 +115,13 @@ class Options:
         expect(
             self.fallback in (None, *FALLBACKS),
             "fallback",
-            f"one of {', '.join(FALLBACKS)}{_closest(str(self.fallback), [*FALLBACKS])}",
+            f"one of {', '.join(FALLBACKS)}{closest(str(self.fallback), [*FALLBACKS])}",
         )
+        threads = self.num_threads
         expect(
-            self.num_threads is None or is_int(self.num_threads) and self.num_threads > 0, "num_threads", "an int > 0"
+            threads is None or is_int(threads) and 0 < threads <= MAX_THREADS,
+            "num_threads",
+            f"an int from 1 to {MAX_THREADS}",
         )
         expect(self.while_building in WHILE_BUILDING, "while_building", f"one of {', '.join(WHILE_BUILDING)}")
         nodes = self.min_segment_nodes
@@ -117,9 +131,15 @@ class Options:
         expect(isinstance(self.verify, int) and self.verify >= 0, "verify", "True, False or an int >= 0")
         seconds = self.watchdog_seconds
         expect(
-            seconds is None or is_number(seconds) and 0 <= seconds < 1e9, "watchdog_seconds", "a number of seconds >= 0"
+            seconds is None or is_number(seconds) and 0 <= seconds <= MAX_SECONDS,
+            "watchdog_seconds",
+            f"a number of seconds from 0, which waits forever, to {MAX_SECONDS:g}",
         )
-        expect(self.arch in (None, *ARCHS), "arch", f"{', '.join(map(str, ARCHS))} or None")
+        expect(
+            self.arch is None or is_int(self.arch) and self.arch in ARCHS,
+            "arch",
+            f"{', '.join(map(str, ARCHS))} or None",
+        )
         for name in ("profile", "fuse", "freeze"):
             expect(isinstance(getattr(self, name), bool), name, "True or False")
 
@@ -133,7 +153,37 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 class Environment:
-    """The ``TORCH_MPK_*`` variables. Each is read when it is used, so a test or a notebook can set it late."""
+    """The ``TORCH_MPK_*`` variables. Each is read when it is used, so a test or a notebook can set it late.
+
+    Where a graph is compiled, a value that cannot be used raises ``OptionError``, and a name that is not known is a
+    warning."""
+
+    def check(self) -> None:
+        """Warns of variables that nothing reads. Raises OptionError where one has a value that cannot be used."""
+        for error in self.errors().values():
+            raise error
+        for name, hint in self.unknown().items():
+            warn(f"the environment variable {name} is not known and has no effect{hint}")
+
+    def errors(self) -> dict[str, OptionError]:
+        """What is wrong with variables' values, by their names."""
+        found = {}
+        for variable, attribute in _variables().items():
+            try:
+                getattr(self, attribute)
+            except OptionError as error:
+                found[variable] = error
+        return found
+
+    def unknown(self) -> dict[str, str]:
+        """The ``TORCH_MPK_*`` variables that are set and nothing reads, with a hint at the name that may be meant."""
+        known = _variables()
+        suffixes = [name.removeprefix(_PREFIX) for name in known]  # the prefix alone would make all of them alike
+        return {
+            name: closest(name.removeprefix(_PREFIX), suffixes, prefix=_PREFIX)
+            for name in sorted(os.environ)
+            if name.startswith(_PREFIX) and name not in known
+        }
 
     @property
     def disable(self) -> bool:
@@ -149,18 +199,22 @@ class Environment:
     def cache_dir(self) -> Path:
         """TORCH_MPK_CACHE_DIR: compiled kernels. Default: ``$XDG_CACHE_HOME/torch_mpk`` or ``~/.cache/torch_mpk``."""
         default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_mpk"
-        return self._path("TORCH_MPK_CACHE_DIR") or default
+        return self._folder("TORCH_MPK_CACHE_DIR") or default
 
     @property
     def cache_bytes(self) -> int:
         """TORCH_MPK_CACHE_GB: how much the compiled kernels may take, in GiB. Default: 4."""
-        gigabytes = self._number("TORCH_MPK_CACHE_GB", float, 0)
+        gigabytes = self._number("TORCH_MPK_CACHE_GB", float, 0, 1e9)
         return int((4 if gigabytes is None else gigabytes) * 2**30)
 
     @property
     def compiler(self) -> str:
         """TORCH_MPK_COMPILER: "nvcc", the path of an nvcc, "nvrtc", or "auto": nvcc if there is one. Default: auto."""
-        return os.environ.get("TORCH_MPK_COMPILER") or "auto"
+        value = os.environ.get("TORCH_MPK_COMPILER") or "auto"
+        if value not in COMPILERS and not Path(value).is_absolute():
+            expected = f"{', '.join(COMPILERS)} or the absolute path of an nvcc{closest(value, [*COMPILERS])}"
+            raise OptionError(name="TORCH_MPK_COMPILER", expected=expected, value=value)
+        return value
 
     @property
     def arch(self) -> int | None:
@@ -179,18 +233,27 @@ class Environment:
     @property
     def num_threads(self) -> int | None:
         """TORCH_MPK_NUM_THREADS: worker threads of the CPU runtime."""
-        return self._number("TORCH_MPK_NUM_THREADS", int, 1)
+        return self._number("TORCH_MPK_NUM_THREADS", int, 1, MAX_THREADS)
 
     @property
     def watchdog_seconds(self) -> float | None:
         """TORCH_MPK_WATCHDOG_SECONDS: see ``Options.watchdog_seconds``."""
-        return self._number("TORCH_MPK_WATCHDOG_SECONDS", float, 0)
+        return self._number("TORCH_MPK_WATCHDOG_SECONDS", float, 0, MAX_SECONDS)
 
     @property
     def cpu_isa(self) -> str | None:
         """TORCH_MPK_CPU_ISA: the instruction set of the CPU runtime and of CPU kernels ("generic", "avx2", "avx512",
-        "avx512_bf16", "amx"). Default: the best."""
-        return os.environ.get("TORCH_MPK_CPU_ISA") or None
+        "avx512_bf16", "amx"). Default: the best that this machine has."""
+        value, isas = os.environ.get("TORCH_MPK_CPU_ISA"), _C.cpu_isas()
+        if value and value not in isas:
+            expected = f"one of {', '.join(isas)}, which this machine has"
+            raise OptionError(name="TORCH_MPK_CPU_ISA", expected=expected, value=value)
+        return value or None
+
+    @property
+    def libcuda(self) -> Path | None:
+        """TORCH_MPK_LIBCUDA: the CUDA driver's library. Default: the system's libcuda.so.1."""
+        return self._path("TORCH_MPK_LIBCUDA")
 
     @staticmethod
     def _flag(name: str) -> bool:
@@ -204,10 +267,21 @@ class Environment:
     @staticmethod
     def _path(name: str) -> Path | None:
         value = os.environ.get(name)
-        return Path(value).expanduser() if value else None
+        try:
+            return Path(value).expanduser() if value else None
+        except RuntimeError:
+            expected = "a path; no home directory is known for the one that it begins with"
+            raise OptionError(name=name, expected=expected, value=value) from None
+
+    @classmethod
+    def _folder(cls, name: str) -> Path | None:
+        path = cls._path(name)
+        if path and os.path.exists(path) and not path.is_dir():
+            raise OptionError(name=name, expected="a folder, which is made where there is none", value=str(path))
+        return path
 
     @staticmethod
-    def _number(name: str, kind: type, least: int) -> Any:
+    def _number(name: str, kind: type, least: int, most: float) -> Any:
         text = os.environ.get(name)
         if not text:
             return None
@@ -215,9 +289,16 @@ class Environment:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not least <= value < 1e9:
-            raise OptionError(name=name, expected=f"a number >= {least}", value=text)
+        if value is None or not least <= value <= most:
+            what = "an int" if kind is int else "a number"
+            raise OptionError(name=name, expected=f"{what} from {least} to {most:g}", value=text)
         return value
+
+
+def _variables() -> dict[str, str]:
+    """The attribute of ``Environment`` for each variable, whose name its text begins with."""
+    texts = {name: member.__doc__ or "" for name, member in vars(Environment).items() if isinstance(member, property)}
+    return {re.split("[=:]", text)[0]: name for name, text in texts.items()}
 
 
 env = Environment()

@@ -195,6 +195,18 @@ def test_the_command(folder, capsys):
     assert capsys.readouterr().out.startswith("digraph")
 
 
+def test_the_command_shows_what_is_asked_for_alone(folder, capsys, tmp_path):
+    main(["graph", str(folder), "--event", "0"])
+    assert capsys.readouterr().out == graph_view.event(graph_view.read(folder), 0) + "\n"
+    main(["graph", str(folder), "--html", str(tmp_path / "page.html")])
+    assert capsys.readouterr().out == ""
+    for bad in (tmp_path, tmp_path / "none" / "page.html"):
+        with pytest.raises(SystemExit, match="^ArgumentError: --html: expected a file in a folder .*, got "):
+            main(["graph", str(folder), "--html", str(bad)])
+    with pytest.raises(SystemExit, match="^GraphFileError: .* no task or label is ''"):
+        main(["graph", str(folder), "--task", ""])
+
+
 def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path):
     with pytest.raises(SystemExit, match=f"^GraphFileError: {tmp_path}/nothing.json: there is no such file$"):
         main(["graph", str(tmp_path / "nothing.json")])

@@ -458,7 +458,7 @@ def test_disabled_is_eager(monkeypatch):
             r"unknown option 'num_thread' \(did you mean 'num_threads'\?\): the options are fallback, ",
         ),
         ({"fallback": "eagre"}, "fallback.*one of inductor, eager, error.*did you mean 'eager'"),
-        ({"num_threads": 0}, "num_threads.*an int > 0, got 0"),
+        ({"num_threads": 0}, "num_threads.*an int from 1 to 4095, got 0"),
         ({"arch": 75}, "arch.*80, 90, 100, 120 or None, got 75"),
     ],
 )

@@ -168,6 +168,6 @@ def test_the_command_profiles_a_model(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "2 launches" in capsys.readouterr().out
     assert len(read_tracks(out)["launches"].slices) == 2
     with pytest.raises(
-        SystemExit, match=r"--position: expected 1 to 11, so that the steps fit into --length 16, got 12"
+        SystemExit, match=r"--length: expected at least 17, for --position 12 and the steps after it, got 16"
     ):
         main(["profile", str(tmp_path), *sizes, "--position", "12"])

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_mpk.jit import Cache
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -34,4 +36,8 @@ def test_add_a_task(tmp_path: Path) -> None:
                 assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
                 commands.append(arguments[:3])
     assert len(commands) == 5
+    entries = Cache(tmp_path / "cache", 2**30).entries()
+    named = [entry.report["names"] for entry in entries]
+    assert all(named), "the cache lists what was compiled by a name, by which it can be cleared"
+    assert len([names for names in named if "l2_norm" in names]) > 3
     assert {path.name for path in tmp_path.iterdir()} >= {"l2_norm.py", "l2_norm.cuh", "use.py"}

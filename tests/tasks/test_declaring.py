@@ -226,7 +226,7 @@ def test_code_is_compiled_for_the_machine_s_instruction_set(monkeypatch: pytest.
     """
     for tier in _C.cpu_isas():
         monkeypatch.setenv("TORCH_MPK_CPU_ISA", tier)
-        assert cpu.tile_library(source).width() == {"generic": 16, "avx2": 32}.get(tier, 64)
+        assert cpu.tile_library(source, []).width() == {"generic": 16, "avx2": 32}.get(tier, 64)
 
 
 def test_without_a_host_compiler_references_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def task(file: GraphFile, name: str) -> str:
     """
     nodes = list(file.nodes.values())
     found = [node for node in nodes if name in (node.task, str(node.id))]
-    found = found or [node for node in nodes if name in node.label]
+    found = found or [node for node in nodes if name and name in node.label]
     if not found:
         names = sorted({node.task for node in nodes} | {node.label for node in nodes if node.label})
         close = difflib.get_close_matches(name, names, n=3)

@@ -22,6 +22,7 @@ from typing import Literal, get_args
 
 from torch_mpk.errors import CacheError
 
+NUM_KEY_DIGITS = 16  # of a key that lists show
 _REPORT = "report.json"
 Kind = Literal["kernels", "manifests", "builds"]
 _MAX_ATTEMPTS = 8  # to replace an entry, which other processes may do at the same time
@@ -125,8 +126,13 @@ class Cache:
         return [entry for path in _by_age(self._entries) if (entry := _read(path)) is not None]
 
     def clear_named(self, name: str) -> int:
-        """Delete the entries of a kernel, and return their number."""
-        named = [entry for entry in self.entries() if name in entry.report.get("names", ())]
+        """Delete the entries of a kernel or task, or the one whose key begins so, and return their number."""
+        is_key = len(name) >= NUM_KEY_DIGITS
+
+        def is_named(entry: Entry) -> bool:
+            return name in entry.report.get("names", ()) or (is_key and entry.key.startswith(name))
+
+        named = [entry for entry in self.entries() if is_named(entry)]
         for entry in named:
             self._remove(entry.path)
         return len(named)

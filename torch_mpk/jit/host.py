@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch_mpk import _C
 from torch_mpk.config import env
-from torch_mpk.errors import NoHostCompilerError, OptionError
+from torch_mpk.errors import NoHostCompilerError
 from torch_mpk.jit.compile import NOBODY, Build, Entry, Order, build_once
 from torch_mpk.jit.compiler import PREPROCESS, Compiled, first_line, preprocess, run
 from torch_mpk.jit.headers import include_dir
@@ -65,17 +65,20 @@ def compile_host(
     return _build(source, "kernel.cpp", name, [*_FLAGS, *_LINK, *flags], include_dirs, order).path / name
 
 
-def precompile_host(header: str, *, include_dirs: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
+def precompile_host(
+    header: str, *, include_dirs: Sequence[Path] = (), flags: Sequence[str] = (), order: Order = NOBODY
+) -> Path:
     """Parse a header once for many sources, and return its path in the cache.
 
     A source with the flags ``-include`` and that path begins with it. Where its other flags and ``include_dirs`` are
     the same, the compiler takes what is parsed; otherwise it parses anew. Raises what ``compile_host`` raises.
     """
-    return _build(header, "kernel.h", "kernel.h.gch", [*_FLAGS, *_HEADER, *flags], include_dirs).path / "kernel.h"
+    built = _build(header, "kernel.h", "kernel.h.gch", [*_FLAGS, *_HEADER, *flags], include_dirs, order)
+    return built.path / "kernel.h"
 
 
 def _build(
-    source: str, name: str, image: str, flags: Sequence[str], include_dirs: Sequence[Path], order: Order = NOBODY
+    source: str, name: str, image: str, flags: Sequence[str], include_dirs: Sequence[Path], order: Order
 ) -> Entry:
     compiler = HostCompiler.find()
     folders = [Path(folder).resolve() for folder in (*include_dirs, include_dir())]
@@ -96,11 +99,7 @@ def _build(
 
 def host_tier() -> str:
     """The instruction set that CPU kernels are compiled for: TORCH_MPK_CPU_ISA, else the best this machine has."""
-    tiers = _C.cpu_isas()
-    chosen = env.cpu_isa or tiers[-1]
-    if chosen not in tiers:
-        raise OptionError(name="TORCH_MPK_CPU_ISA", expected=f"one of {', '.join(tiers)}", value=chosen)
-    return chosen
+    return env.cpu_isa or _C.cpu_isas()[-1]
 
 
 def tier_flags() -> list[str]:

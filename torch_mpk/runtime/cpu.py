@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,21 +62,21 @@ def compile_tiles(graph: _C.TBGraph, dump: Dump) -> dict[int, int]:
     if not source:
         return {}
     dump.write("6.tiles.cpp", source)
+    tasks = sorted({graph.nodes[node].task for node, _ in functions})
     try:
-        library = tile_library(source)
+        library = tile_library(source, tasks)
     except NoHostCompilerError as error:
-        tasks = ", ".join(sorted({graph.nodes[node].task for node, _ in functions}))
-        warn(f"torch_mpk runs {tasks} by their references, not by their C++ code: {error}")
+        warn(f"torch_mpk runs {', '.join(tasks)} by their references, not by their C++ code: {error}")
         return {}
     return tile_addresses(library, [(node, place) for node, place in functions if _runs_code(graph.nodes[node])])
 
 
-def tile_library(source: str) -> ctypes.CDLL:
-    """What ``_C.generate_cpu_tiles`` wrote, compiled for the machine's instruction set. It is never unloaded.
+def tile_library(source: str, tasks: Iterable[str]) -> ctypes.CDLL:
+    """What ``_C.generate_cpu_tiles`` wrote for tasks, compiled for the machine's instruction set. It is never unloaded.
 
     Raises what ``compile_host`` raises.
     """
-    return ctypes.CDLL(str(compile_host(source, flags=tier_flags(), order=Order(names=("tiles",)))))
+    return ctypes.CDLL(str(compile_host(source, flags=tier_flags(), order=Order(names=tuple(tasks)))))
 
 
 def tile_addresses(library: ctypes.CDLL, functions: Sequence[tuple[int, int]]) -> dict[int, int]:

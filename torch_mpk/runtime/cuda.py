@@ -13,6 +13,7 @@ from torch_mpk.errors import OptionError, UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.jit.compile import Cubin, Order
 from torch_mpk.plan import Plan
+from torch_mpk.registry import get
 from torch_mpk.runtime.watchdog import watchdog_seconds
 from torch_mpk.timing import stage
 
@@ -62,7 +63,9 @@ def compile_plan(plan: Plan, device: torch.device) -> Cubin:
     assert plan.kernel is not None
     arch = plan.kernel.arch
     runs = _C.runs_on(arch, _C.device_info(device.index).arch)  # else the driver makes machine code of PTX
-    return compile_cuda(plan.kernel.source, arch, ptx=not runs, order=Order(names=("megakernel",)))
+    nodes = plan.schedule.graph.nodes if plan.schedule else ()  # else the cache has had the kernel, and its names
+    users = sorted({node.task for node in nodes if not get(node.task).is_ours})
+    return compile_cuda(plan.kernel.source, arch, ptx=not runs, order=Order(names=("megakernel", *users)))
 
 
 def load(plan: Plan, device: torch.device, options: Options, dump: Dump) -> _C.CudaExecutable:

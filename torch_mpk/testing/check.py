@@ -23,6 +23,7 @@ from torch_mpk.calls import Call
 from torch_mpk.config import env
 from torch_mpk.errors import CompileError, KernelCompileError, MpkError, TaskError, UnsupportedError, first_line
 from torch_mpk.jit import compile_cuda, find_compiler
+from torch_mpk.jit.compile import Order as Asked
 from torch_mpk.registry import Attr, Task
 from torch_mpk.runtime import cpu
 from torch_mpk.testing.emulator import EmulatedKernel, Order, compile_kernels, threads_of_tiles
@@ -461,11 +462,15 @@ def _in_groups(samples: list[Sample], build: Callable[[list[Sample]], Any]) -> l
         return [(samples, "; ".join(itertools.islice(lines, _NUM_ERRORS)) or str(error))]
 
 
+def _names(samples: Sequence[Sample]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(sample.task.name for sample in samples))
+
+
 def _compile_cpu(samples: Sequence[Sample]) -> dict[Sample, int]:
     """The addresses of the samples' code."""
     together = Calls([sample.call for sample in samples])
     source, functions = _C.generate_cpu_tiles(together.lowered.graph)
-    library = cpu.tile_library(source)
+    library = cpu.tile_library(source, _names(samples))
     return dict(zip(samples, cpu.tile_addresses(library, functions).values(), strict=True))
 
 
@@ -479,7 +484,7 @@ def _compile_emulated(samples: Sequence[Sample], arch: int) -> dict[int, dict[Sa
         for tile_bytes in (0, 1 << 30):
             made.append((sample, schedule, program))
             sources.append(_TILE_BYTES.sub(rf"\g<1>{tile_bytes};", program.source))
-    library = compile_kernels(sources, arch, ["-O0"])
+    library = compile_kernels(sources, arch, ["-O0"], names=_names(samples))
     kernels: dict[int, dict[Sample, EmulatedKernel]] = {}
     for number, (sample, schedule, program) in enumerate(made):
         of_samples = kernels.setdefault(threads_of_tiles(library, number), {})
@@ -489,7 +494,7 @@ def _compile_emulated(samples: Sequence[Sample], arch: int) -> dict[int, dict[Sa
 
 def _compile_cuda(samples: Sequence[Sample], arch: int) -> None:
     program = Calls([sample.call for sample in samples]).program(arch)
-    compile_cuda(program.source, program.arch)
+    compile_cuda(program.source, program.arch, order=Asked(names=_names(samples)))
 
 
 def _archs(samples: Sequence[Sample]) -> list[int]:

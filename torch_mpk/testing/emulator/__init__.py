@@ -17,6 +17,7 @@ import torch
 from torch_mpk import _C
 from torch_mpk.errors import NoCompilerError
 from torch_mpk.jit import compile_host, precompile_host
+from torch_mpk.jit.compile import Order as Asked
 from torch_mpk.jit.headers import cuda_roots, find_cuda_headers
 
 Order = Literal["forward", "reverse", "shuffled"]  # in which threads run to the next place where they wait
@@ -24,6 +25,7 @@ Order = Literal["forward", "reverse", "shuffled"]  # in which threads run to the
 HERE = Path(__file__).parent
 SMEM_BYTES = 232448
 MAP_BYTES = 128
+_NAME = "emulator"  # of what it compiles, in the list of the cache
 # A GPU traps where an access is not aligned.
 _FLAGS = ["-pthread", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
 # Threads jump from stack to stack, which glibc takes for an error where a compiler asks it to check, as Ubuntu's does.
@@ -127,8 +129,9 @@ def emulate_schedule(schedule: _C.Schedule, *, profiled: bool = False, racecheck
     return EmulatedKernel(schedule, program, compile_kernels([program.source], schedule.target.arch, flags))
 
 
-def compile_kernels(sources: Sequence[str], arch: int, flags: Sequence[str]) -> ctypes.CDLL:
-    """One library of all kernels, which have their places among ``sources`` as numbers. It is kept in the cache.
+def compile_kernels(sources: Sequence[str], arch: int, flags: Sequence[str], names: Sequence[str] = ()) -> ctypes.CDLL:
+    """One library of all kernels, which have their places among ``sources`` as numbers. It is kept in the cache, under
+    ``names`` and that of the emulator.
 
     Raises:
         NoCompilerError: CUDA's headers are missing.
@@ -140,10 +143,12 @@ def compile_kernels(sources: Sequence[str], arch: int, flags: Sequence[str]) -> 
     parts.append(f"const emulator::Kernel emulator::kernels[] = {{{', '.join(calls)}}};")
     threads = [_threads_of_tiles(source, f"{name}_{number}_parts") for number, source in enumerate(sources)]
     parts.append(f'extern "C" EMULATOR_EXPORT const int threads_of_tiles[] = {{{", ".join(threads)}}};\n')
-    header = precompile_host(_header(arch), include_dirs=_include_dirs(), flags=[*_FLAGS, *flags])
+    header = precompile_host(
+        _header(arch), include_dirs=_include_dirs(), flags=[*_FLAGS, *flags], order=Asked(names=(_NAME,))
+    )
     machine = _machine()
     parsed = ["-include", str(header)] if header.exists() else []  # a very small cache has room for one of them
-    library = _compile("\n".join(parts), [*flags, *parsed, str(machine)])
+    library = _compile("\n".join(parts), [*flags, *parsed, str(machine)], names)
     return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL)
 
 
@@ -156,8 +161,9 @@ def _header(arch: int) -> str:
     return f'#define EMULATED_ARCH {arch}0\n#include "emulator.h"\n'
 
 
-def _compile(source: str, flags: Sequence[str]) -> Path:
-    return compile_host(source, include_dirs=_include_dirs(), flags=[*_FLAGS, *flags])
+def _compile(source: str, flags: Sequence[str], names: Sequence[str] = ()) -> Path:
+    asked = Asked(names=(_NAME, *names))
+    return compile_host(source, include_dirs=_include_dirs(), flags=[*_FLAGS, *flags], order=asked)
 
 
 def _include_dirs() -> list[Path]:

@@ -24,6 +24,7 @@ import torch
 
 from torch_mpk.errors import MpkError, NoHostCompilerError, first_line
 from torch_mpk.jit import compile_host
+from torch_mpk.jit.compile import Order
 
 _GUARD_BYTES = 1 << 20  # beyond each end of a block: a wrong stride goes further than a page
 _CRASH = struct.Struct("=iiQ")  # Crash of crash.cpp
@@ -194,8 +195,9 @@ class _Process:
 
 def _crash_library() -> ctypes.CDLL | None:
     """None where no compiler is there, and so no code but PyTorch's runs."""
+    source = Path(__file__).with_name("crash.cpp").read_text()
     with contextlib.suppress(NoHostCompilerError):
-        return ctypes.CDLL(str(compile_host(Path(__file__).with_name("crash.cpp").read_text())))
+        return ctypes.CDLL(str(compile_host(source, order=Order(names=("crash",)))))
     return None
 
 
