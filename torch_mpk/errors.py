@@ -51,8 +51,8 @@ class UnknownOptionError(OptionError):
 
 
 class ArgumentError(MpkError, ValueError):
-    """An argument of ``torch_mpk.generate``, of ``torch_mpk.profile`` or of the command line has a wrong shape, type or
-    range."""
+    """An argument of ``torch_mpk.generate``, ``torch_mpk.profile``, a compiler's function of ``torch_mpk.jit`` or the
+    command line has a wrong shape, type or range."""
 
     template = "{name}: expected {expected}, got {value}"
     remedy = "The function's docstring says what each argument takes, and --help what a command does."
@@ -136,9 +136,10 @@ class SharedMemoryError(DeclinedError):
 
 
 class IndexRangeError(MpkError, IndexError):
-    """A token id or cache position of a call lies outside its tensor. Nothing was written. On the CPU only."""
+    """A token id, cache position or page of a call lies outside its tensor. Nothing was written. On the CPU only, and
+    in ``PersistentKernel.run_test_mode``."""
 
-    remedy = "Make the StaticCache longer (max_cache_len), or check the token ids."
+    remedy = "Make the StaticCache longer (max_cache_len), or check the token ids, pages and lengths that are given."
 
 
 class TaskError(MpkError, ValueError):
@@ -179,9 +180,10 @@ class LayerError(MpkError, ValueError):
 class GridError(LayerError):
     """``grid_dim``, ``block_dim`` or a partition does not fit a layer's tensors or the device."""
 
-    template = "{layer}: {what}, expected {expected}. {remedy}"
+    template = "{layer}: {what}, expected {expected}: {advice}"
     remedy = (
-        "Where a layer takes a grid_dim or block_dim, it may be left out: it is inferred. A TBGraph needs its grid_dim"
+        "The message says what would fit. Where a layer takes a grid_dim or block_dim, it may be left out: it is "
+        "inferred. A TBGraph needs its grid_dim."
     )
 
 
@@ -322,6 +324,15 @@ class KernelCompileError(CompileError):
 
     template = "a kernel does not compile:\n{errors}\ncommand: {command}\nsource: {source}\n{remedy}"
     remedy = "log.txt beside it has all messages. If the source is not yours, please report this with both files"
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.errors: str = fields["errors"]
+        self._fields = fields
+
+    def explained(self, why: str) -> KernelCompileError:
+        """The same with a reason in place of all of the compiler's errors but the first."""
+        return type(self)(**self._fields | {"errors": "\n".join([why, *self.errors.splitlines()[:1]])})
 
 
 class CompileForbiddenError(CompileError):

@@ -67,7 +67,7 @@ def linear(kernel, tensors, x=WHOLE, w=(0, -1, -1), y=(1, -1, -1), grid=(3, 1, 1
         ({"w": (2, -1, -1)}, "w: dimension 2 for x, expected -1 to 1"),
         ({"w": (0, -1)}, r"w: partition=\(0, -1\), expected three dimensions"),
         ({"w": WHOLE}, r"linear: axis x of grid_dim=\(3, 1, 1\) splits N, expected weight split along it too"),
-        ({"y": WHOLE}, r"splits N, expected y split along it too: partition\[0\]=1"),
+        ({"y": WHOLE}, r"splits N, expected y split along it too: give y partition\[0\]=1"),
         ({"w": WHOLE, "y": WHOLE}, "splits nothing, expected one of the dimensions it may split: R, N"),
         ({"x": (1, -1, -1), "w": (1, -1, -1), "grid": (2, 1, 1)}, "splits K, N, expected one of"),
         ({"x": (1, -1, -1), "w": (1, -1, -1), "y": WHOLE, "grid": (2, 1, 1)}, "splits K, expected one of"),
@@ -83,7 +83,7 @@ def test_partitions_that_do_not_fit(kernel, tensors, arguments, match):
 def test_operands_that_do_not_fit(kernel, tensors):
     with pytest.raises(LayerError, match=r"y is written: pass new_input\(..., is_write=True\)"):
         linear(kernel, tensors, writes=False)
-    with pytest.raises(GridError, match="forloop_range=0, expected 1 or more"):
+    with pytest.raises(GridError, match="forloop_range=0, expected an int > 0"):
         TBGraph((1, 1, 1), None, 0)
     graph = TBGraph((1, 1, 1))
     graph.new_input(tensors["x"])

@@ -15,8 +15,8 @@ from torch_mpk.aliasing import evaluate
 from torch_mpk.errors import GridError, LayerError
 from torch_mpk.lowering.values import is_injective
 from torch_mpk.persistent_kernel.dtypes import Operands, check_dtypes
-from torch_mpk.persistent_kernel.grid import Sizes, as_grid, check_grid, sizes_of, split_dims
-from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
+from torch_mpk.persistent_kernel.grid import LEFT_OUT, Sizes, as_grid, check_grid, sizes_of, split_dims
+from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved, kind_of
 from torch_mpk.registry import Task, bind_dims
 from torch_mpk.tasks.linear import linear
 from torch_mpk.tracing import make_fx
@@ -117,7 +117,7 @@ class Builder:
     def check(self, name: str, tensor: object) -> None:
         """Raises LayerError unless ``tensor`` is one of this kernel's."""
         if not isinstance(tensor, GlobalTensor):
-            what = f"{name} is a {type(tensor).__name__}: attach_input the tensor first, and pass what that returns"
+            what = f"{name} is {kind_of(tensor)}: attach_input the tensor first, and pass what that returns"
             raise LayerError(layer=self.layer, what=what)
         if tensor.kernel is not self.kernel:
             what = f"{name}={tensor.name} belongs to another PersistentKernel: attach it to this one too"
@@ -254,16 +254,17 @@ class Builder:
         known, last = packed.layout, packed.shape[-1] if packed.shape else 0
         num_groups = known.num_groups if known else 1
         if grid_dim is not None:
-            x, *rest = grid = as_grid(self.layer, grid_dim)
+            x, *rest = grid = as_grid(self.layer, grid_dim, LEFT_OUT)
             if known and x != num_groups:
                 what = f"grid_dim={grid} on {packed.name}, which was written in {num_groups} groups"
-                raise GridError(layer=self.layer, what=what, expected=f"({num_groups}, y, z)")
+                raise GridError(layer=self.layer, what=what, expected=f"({num_groups}, y, z)", advice=LEFT_OUT)
             num_groups = x
             rows = {f"...{i}": size for i, size in enumerate(packed.shape[:-1])}
             check_grid(self.layer, (1, *rest), rows, list(rows))
         if last == 0 or last % (num_parts * num_groups):
             what = f"{packed.name} has {last} columns, which are {num_groups} groups of {num_parts}"
-            raise GridError(layer=self.layer, what=what, expected=f"a multiple of {num_parts * num_groups}")
+            expected, advice = f"a multiple of {num_parts * num_groups}", "grid_dim[0] is the number of groups"
+            raise GridError(layer=self.layer, what=what, expected=expected, advice=advice)
         layout = Interleaved(packed.num_dims - 1, num_groups, (last // num_parts,) * num_parts)
         if known and known != layout:
             what = f"{packed.name} holds {known.sizes} columns of its parts, expected {layout.sizes}"

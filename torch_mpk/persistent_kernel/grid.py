@@ -10,11 +10,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from torch_mpk.config import is_int
 from torch_mpk.errors import GridError
+from torch_mpk.persistent_kernel.tensor import is_list_of
 from torch_mpk.registry import Operand, Task
 
 Sizes = Mapping[str, int]  # of named dimensions; those of "..." are "...0", "...1" and so on
 MAX_GRID = 2**31 - 1
+LEFT_OUT = "leave grid_dim out, and it is inferred"
 BLOCKS = ((128, 1, 1), (256, 1, 1))  # of Mirage's tasks, up to compute capability 8.9 and from 9.0 on
 
 
@@ -53,28 +56,31 @@ def split_dims(task: Task, sizes: Sizes) -> list[str]:
 
 def check_block(layer: str, block_dim: Sequence[int] | None) -> None:
     """Raises GridError unless ``block_dim`` is absent or one that Mirage's programs give, whatever their device."""
-    if block_dim is not None and (not isinstance(block_dim, Sequence) or tuple(block_dim) not in BLOCKS):
-        expected = " or ".join(map(str, BLOCKS))
-        raise GridError(layer=layer, what=f"block_dim={block_dim}", expected=f"{expected}, the blocks of tasks")
+    if block_dim is not None and (not is_list_of(block_dim, is_int) or tuple(block_dim) not in BLOCKS):
+        expected, advice = " or ".join(map(str, BLOCKS)), "tasks are written for any, so leave block_dim out"
+        raise GridError(layer=layer, what=f"block_dim={block_dim!r}", expected=expected, advice=advice)
 
 
 def check_grid(layer: str, grid_dim: Sequence[int] | None, sizes: Sizes, splittable: Sequence[str]) -> None:
     """Raises GridError unless each axis of ``grid_dim`` divides a dimension of its own among the splittable ones."""
     if grid_dim is None:
         return
-    grid = as_grid(layer, grid_dim)
+    grid = as_grid(layer, grid_dim, LEFT_OUT)
     axes = [n for n in grid if n > 1]
     if len(axes) <= len(splittable):
         for chosen in itertools.permutations(splittable, len(axes)):
             if all(sizes[name] % n == 0 for name, n in zip(chosen, axes)):
                 return
     dims = ", ".join(f"{name}={sizes[name]}" for name in splittable) or "nothing"
-    raise GridError(layer=layer, what=f"grid_dim={grid}", expected=f"axes that divide dimensions it may split: {dims}")
+    expected = f"axes that divide dimensions it may split: {dims}"
+    raise GridError(layer=layer, what=f"grid_dim={grid}", expected=expected, advice=LEFT_OUT)
 
 
-def as_grid(layer: str, grid_dim: Sequence[int]) -> tuple[int, ...]:
-    """Raises GridError unless ``grid_dim`` is three sizes from 1."""
-    grid = tuple(grid_dim) if isinstance(grid_dim, Sequence) else (grid_dim,)
-    if len(grid) != 3 or not all(isinstance(n, int) and n >= 1 for n in grid) or math.prod(grid) > MAX_GRID:
-        raise GridError(layer=layer, what=f"grid_dim={grid}", expected="three whole numbers from 1: (x, y, z)")
-    return grid
+def as_grid(layer: str, grid_dim: Sequence[int], advice: str) -> tuple[int, ...]:
+    """Raises GridError, with advice what to do, unless ``grid_dim`` is three sizes from 1."""
+    if not is_list_of(grid_dim, lambda n: is_int(n) and n >= 1) or len(grid_dim) != 3:
+        expected = "three whole numbers from 1"
+        raise GridError(layer=layer, what=f"grid_dim={grid_dim!r}", expected=expected, advice=advice)
+    if math.prod(grid_dim) > MAX_GRID:
+        raise GridError(layer=layer, what=f"grid_dim={grid_dim}", expected=f"at most {MAX_GRID} in all", advice=advice)
+    return tuple(grid_dim)

@@ -19,16 +19,25 @@ from torch_mpk import _C, registry, timing
 from torch_mpk.admission import check_call
 from torch_mpk.announcements import warn
 from torch_mpk.compiled_graph import CompiledGraph
-from torch_mpk.config import Options
+from torch_mpk.config import Options, is_int
 from torch_mpk.dump import Dump
-from torch_mpk.errors import GradModeError, InternalError, KernelStateError, LayerError, MpkError, first_line
+from torch_mpk.errors import (
+    GradModeError,
+    InternalError,
+    KernelStateError,
+    LayerError,
+    MpkError,
+    TaskAttributeError,
+    TaskError,
+    first_line,
+)
 from torch_mpk.fallback import decline_call
 from torch_mpk.persistent_kernel.builder import Builder, Made
 from torch_mpk.persistent_kernel.grid import BLOCKS, check_block
 from torch_mpk.persistent_kernel.hints import announce_hints
 from torch_mpk.persistent_kernel.layers import Layers
 from torch_mpk.persistent_kernel.tb_graph import TBGraph
-from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved
+from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved, check_name, is_list_of, kind_of
 from torch_mpk.planning import make_plan
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.cpu import num_threads
@@ -45,6 +54,25 @@ def get_configurations_from_gpu(rank: int = 0) -> tuple[int, int]:
         LaunchError: there are GPUs, but none of this rank.
     """
     return (_C.device_info(rank).num_sms if torch.cuda.is_available() else num_threads(Options())), 0
+
+
+def _check_meta_tensors(meta_tensors: object) -> None:
+    """Raises LayerError unless they are tensors by their names, or None."""
+    fault = None
+    if meta_tensors is not None and not isinstance(meta_tensors, Mapping):
+        fault = f"meta_tensors={meta_tensors!r}, expected a dict of tensors by their names"
+    for name, tensor in meta_tensors.items() if isinstance(meta_tensors, Mapping) else ():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            fault = f"meta_tensors has {name!r}: {kind_of(tensor)}, expected a name and a torch.Tensor"
+    if fault:
+        raise LayerError(layer="PersistentKernel", what=fault)
+
+
+def _check_inputs(layer: str, inputs: object) -> None:
+    if not is_list_of(inputs, lambda each: True):
+        raise LayerError(layer=layer, what=f"inputs is {kind_of(inputs)}, expected a list of attached tensors")
+    if not inputs:
+        raise LayerError(layer=layer, what="inputs is empty, expected at least one tensor")
 
 
 class PersistentKernel(Layers):
@@ -69,7 +97,7 @@ class PersistentKernel(Layers):
         options: of the backend, as ``torch.compile`` takes them.
 
     Raises:
-        LayerError: a size is below 1.
+        LayerError: a size is below 1 or no int, or a meta tensor is none.
         OptionError: an option has an unknown name or a wrong value.
     """
 
@@ -98,8 +126,10 @@ class PersistentKernel(Layers):
     ) -> None:
         given = locals()
         for name in ("num_workers", "page_size", *(name for name in given if name.startswith("max_"))):
-            if given[name] is not None and given[name] < 1:
-                raise LayerError(layer="PersistentKernel", what=f"{name}={given[name]}, expected 1 or more, or None")
+            if given[name] is not None and not (is_int(given[name]) and given[name] > 0):
+                raise LayerError(layer="PersistentKernel", what=f"{name}={given[name]!r}, expected an int > 0 or None")
+        _check_meta_tensors(meta_tensors)
+        Options.parse(None, options)
         announce_hints(given, self.get_default_init_parameters())
         self.test_mode, self.num_workers, self.world_size, self.mpi_rank = test_mode, num_workers, world_size, mpi_rank
         self.max_seq_length, self.max_num_pages, self.page_size = max_seq_length, max_num_pages, page_size
@@ -107,11 +137,11 @@ class PersistentKernel(Layers):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.meta_tensors = dict(meta_tensors or {})
         self.options = dict(options or {})
-        Options.parse(None, options)
         self._builder = Builder(self)
         self._attached: dict[str, torch.Tensor] = {}
         self._names: set[str] = set()
         self._meta: dict[str, GlobalTensor] = {}
+        self._checks: list[Callable[[], None]] = []  # of values that a run reads
         self._call: Callable[..., Any] | None = None
         self._compiled: CompiledGraph | None = None
         self._is_finalized = False
@@ -161,12 +191,21 @@ class PersistentKernel(Layers):
         """A tensor of the caller's as a layer's input or output: it is read and written where it is.
 
         Raises:
-            LayerError: the name is taken, or this is not a tensor on the device of the others.
+            LayerError: the name is taken or no string, or this is not a dense tensor on the device of the others.
         """
         self._check_building("attach_input")
-        if not isinstance(torch_tensor, torch.Tensor) or torch_tensor.device.type not in ("cpu", "cuda"):
-            what = f"{name}: expected a tensor on cpu or cuda, got {getattr(torch_tensor, 'device', torch_tensor)!r}"
+        check_name("attach_input", name)
+        if not isinstance(torch_tensor, torch.Tensor):
+            what = (
+                f"{name}: expected a torch.Tensor, got {kind_of(torch_tensor)}: torch.as_tensor makes one of an array"
+            )
             raise LayerError(layer="attach_input", what=what)
+        if torch_tensor.device.type not in ("cpu", "cuda"):
+            what = f"{name}: expected a tensor on cpu or cuda, got one on {torch_tensor.device}"
+            raise LayerError(layer="attach_input", what=what)
+        if torch_tensor.is_quantized or torch_tensor.is_nested:
+            kind = "quantized" if torch_tensor.is_quantized else "nested"
+            raise LayerError(layer="attach_input", what=f"{name}: expected a plain tensor, got a {kind} one")
         if torch_tensor.layout != torch.strided:
             what = f"{name}: expected a dense tensor, got one of layout {torch_tensor.layout}: attach its to_dense()"
             raise LayerError(layer="attach_input", what=what)
@@ -191,20 +230,28 @@ class PersistentKernel(Layers):
         It need not exist in memory: layers that hand it over may be fused.
 
         Args:
-            dims: the shape.
+            dims: the shape, ints >= 0.
             strides: of a contiguous tensor, or None.
+            name: a string that no other tensor has; None for a number.
             io_category: "cuda_tensor"; there is no other.
 
         Raises:
-            LayerError: the name is taken, or an argument has another value.
+            LayerError: the name is taken, or an argument has another type or value.
         """
-        layer, shape = "new_tensor", tuple(dims)
+        layer = "new_tensor"
         self._check_building(layer)
-        if strides is not None and tuple(strides) != tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))):
-            raise LayerError(layer=layer, what=f"{name}: strides={tuple(strides)} are not contiguous: leave them out")
+        name = self._new_name(layer, name)
+        if not is_list_of(dims, lambda size: is_int(size) and size >= 0):
+            raise LayerError(layer=layer, what=f"{name}: dims={dims!r}, expected a list of ints >= 0")
+        if not isinstance(dtype, torch.dtype):
+            raise LayerError(layer=layer, what=f"{name}: dtype={dtype!r}, expected a torch.dtype, as torch.bfloat16")
+        shape = tuple(dims)
+        contiguous = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        if strides is not None and (not is_list_of(strides, is_int) or [*strides] != contiguous):
+            what = f"{name}: strides={strides!r}, expected those of a contiguous tensor, {contiguous}: leave them out"
+            raise LayerError(layer=layer, what=what)
         if io_category != "cuda_tensor":
             raise LayerError(layer=layer, what=f"{name}: io_category={io_category!r}, expected 'cuda_tensor'")
-        name = name or f"tensor_{len(self._names)}"
         self._take(name)
         return GlobalTensor(name, shape, dtype, self)
 
@@ -229,6 +276,7 @@ class PersistentKernel(Layers):
         Raises:
             LayerError: see ``fuse_tensors``, or the shapes differ.
         """
+        _check_inputs("shuffle_tensors", inputs)
         shapes = {tuple(getattr(tensor, "shape", ())) for tensor in inputs}
         if len(shapes) > 1:
             what = f"{name}: the inputs have shapes {sorted(shapes)}, expected one; fuse_tensors takes several"
@@ -238,32 +286,37 @@ class PersistentKernel(Layers):
     def _fuse(
         self, layer: str, inputs: Sequence[GlobalTensor], dim: int, num_groups: int, name: str | None
     ) -> GlobalTensor:
-        name = name or f"tensor_{len(self._names)}"
+        self._check_building(layer)
+        name = self._new_name(layer, name)
 
         def fail(what: str) -> LayerError:
             return LayerError(layer=layer, what=f"{name}: {what}")
 
-        self._check_building(layer)
         self._builder.layer = layer
-        if not inputs:
-            raise fail("expected at least one input")
-        for tensor in inputs:
-            self._builder.check("inputs", tensor)
+        _check_inputs(layer, inputs)
+        for number, tensor in enumerate(inputs):
+            self._builder.check(f"inputs[{number}]", tensor)
         first = inputs[0]
-        if not 0 <= dim < first.num_dims:
-            raise fail(f"dimension {dim}, expected 0 to {first.num_dims - 1}")
+        if not is_int(dim) or not 0 <= dim < first.num_dims:
+            raise fail(f"dimension {dim!r}, expected 0 to {first.num_dims - 1}")
         shape = list(first.shape)
         for tensor in inputs:
             expected = [*shape[:dim], *tensor.shape[dim : dim + 1], *shape[dim + 1 :]]
             if (tensor.dtype, list(tensor.shape)) != (first.dtype, expected):
                 what = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, expected {first.dtype} {shape}"
                 raise fail(f"{what} as {first.name}, but for dimension {dim}")
-            if num_groups < 1 or tensor.shape[dim] % num_groups:
-                raise fail(f"num_groups={num_groups}, expected a divisor of {tensor.name}'s {tensor.shape[dim]}")
+            if not is_int(num_groups) or num_groups < 1 or tensor.shape[dim] % num_groups:
+                raise fail(f"num_groups={num_groups!r}, expected a divisor of {tensor.name}'s {tensor.shape[dim]}")
         self._take(name)
         layout = Interleaved(dim, num_groups, tuple(tensor.shape[dim] for tensor in inputs))
         shape[dim] = sum(layout.sizes)
         return GlobalTensor(name, tuple(shape), first.dtype, self, parts=tuple(inputs), layout=layout)
+
+    def _new_name(self, layer: str, name: str | None) -> str:
+        """The one that is given, or a number. Raises LayerError where that is no name."""
+        if name is not None:
+            check_name(layer, name)
+        return name or f"tensor_{len(self._names)}"
 
     def _take(self, name: str) -> None:
         if name in self._names:
@@ -283,6 +336,11 @@ class PersistentKernel(Layers):
             TaskError, TaskAttributeError, LayerError, GridError: operands, attributes or partition do not fit it.
         """
         task = registry.get(name)
+        if not isinstance(graph, TBGraph):
+            raise LayerError(layer=name, what=f"expected a TBGraph, got {kind_of(graph)}: TBGraph(grid_dim) makes one")
+        if not isinstance(params, Mapping) and not is_list_of(params, lambda value: True):
+            what = f"params={params!r}, expected a list or a dict of {', '.join(task.attrs) or 'nothing'}"
+            raise LayerError(layer=name, what=what)
         operands = graph.bind(task)
         output = operands.get(task.outputs[0].name) if task.outputs else None
         builder = self._begin(name, output, graph.block_dim)
@@ -301,6 +359,7 @@ class PersistentKernel(Layers):
                     f"it needs the meta tensor {name!r}, int32: pass PersistentKernel(meta_tensors={{{name!r}: ...}})"
                 )
                 raise LayerError(layer=self._builder.layer, what=what)
+            _check_meta_tensors(self.meta_tensors)
             if self.meta_tensors[name].dtype != torch.int32:
                 what = f"meta tensor {name!r} is {self.meta_tensors[name].dtype}, expected torch.int32"
                 raise LayerError(layer=self._builder.layer, what=what)
@@ -309,16 +368,26 @@ class PersistentKernel(Layers):
 
     def _begin(self, layer: str, output: GlobalTensor | None = None, block_dim: Dim3 = None) -> Builder:
         self._check_building(layer)
-        check_block(layer, block_dim)
         self._builder.begin(layer, output)
+        check_block(self._builder.layer, block_dim)
         return self._builder
 
     @contextlib.contextmanager
-    def _within(self, layer: str, output: GlobalTensor | None = None) -> Iterator[Builder]:
-        """``_begin``, of a layer that is made of others."""
+    def _within(
+        self, layer: str, output: GlobalTensor | None = None, **operands: GlobalTensor | None
+    ) -> Iterator[Builder]:
+        """``_begin``, of a layer that is made of others. ``operands`` are its own, by the names that it has for them.
+
+        An error of a task inside names the layer, too.
+        """
         self._check_building(layer)
         with self._builder.within(layer, output):
-            yield self._builder
+            for name, tensor in operands.items():
+                self._builder.check(name, tensor)
+            try:
+                yield self._builder
+            except (TaskError, TaskAttributeError) as error:
+                raise type(error)(f"{layer}: {error}") from None
 
     def _check_building(self, what: str) -> None:
         if self._is_finalized or self._compiled:
@@ -351,7 +420,7 @@ class PersistentKernel(Layers):
 
         Raises:
             KernelStateError: there is no layer, or it was compiled before.
-            LayerError: ``arch`` is given without ``output_dir``.
+            LayerError: ``output_dir`` cannot be written to, or ``arch`` is given without it.
             OptionError: there is no such ``arch``.
             UnsupportedError: a layer cannot be run, or an attached tensor is not a plain one.
             SharedMemoryError: a tensor that is written shares memory with another one.
@@ -365,9 +434,14 @@ class PersistentKernel(Layers):
         with torch.no_grad():
             device = check_call(tensors)
         options = self._options(device)
-        dump = Dump.next() if output_dir is None else Dump.at(Path(output_dir))
         if arch is not None and output_dir is None:
             raise LayerError(layer="compile", what=f"arch={arch!r} without output_dir: name the folder to write to")
+        try:
+            dump = Dump.next() if output_dir is None else Dump.at(Path(output_dir))
+        except (OSError, TypeError) as error:
+            why = error.strerror if isinstance(error, OSError) else f"it is {kind_of(output_dir)}"
+            what = f"output_dir={output_dir!r}, expected a folder that can be written to ({why})"
+            raise LayerError(layer="compile", what=what) from None
         graph.output(())
         gm = fx.GraphModule(torch.nn.Module(), graph)
         dump.write("2.tasks.txt", lambda: gm.print_readable(print_output=False))
@@ -403,6 +477,7 @@ class PersistentKernel(Layers):
         Raises:
             KernelStateError: it is not compiled, or finalized.
             GradModeError: gradients would have to be recorded.
+            IndexRangeError: on the CPU, requests of a paged attention are not what its caches can hold.
             MegakernelTimeout: an earlier run was aborted by the watchdog.
         """
         if self._call is None:
@@ -410,18 +485,32 @@ class PersistentKernel(Layers):
         tensors = self._attached.values()
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise GradModeError
+        if self.device.type == "cpu":
+            self._check_values()
         self._call(*tensors)
+
+    def before_run(self, check: Callable[[], None]) -> None:
+        """What looks at values that runs read, and raises where they cannot be used."""
+        self._checks.append(check)
+
+    def _check_values(self) -> None:
+        for check in self._checks:
+            check()
 
     def run_test_mode(self) -> None:
         """Run the program once: ``self()``, for kernels made with ``test_mode=True``.
 
         Raises:
             KernelStateError: it was made without, or see ``__call__``.
+            IndexRangeError: requests of a paged attention are not what its caches can hold, on CUDA, too, where this
+                waits for the tensors that say so.
         """
         if not self.test_mode:
             raise KernelStateError(
                 what="run_test_mode without test_mode=True: pass it to the constructor, or call self()"
             )
+        if self._call is not None:
+            self._check_values()
         self()
 
     def finalize(self) -> None:
@@ -431,4 +520,5 @@ class PersistentKernel(Layers):
                 segment.synchronize()
         self._is_finalized, self._call, self._compiled = True, None, None
         self._attached.clear()
+        self._checks.clear()
         self._builder = Builder(self)

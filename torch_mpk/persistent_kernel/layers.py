@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from torch_mpk.errors import LayerError
 from torch_mpk.persistent_kernel.builder import aten
 from torch_mpk.persistent_kernel.grid import check_grid
@@ -30,7 +32,7 @@ class Layers(TaskLayers):
         style: str = "llama",
     ) -> GlobalTensor:
         """``output[R, H] = rms_norm(input[R, H]) * weight[H]``; ``style``: see the task ``rms_norm``."""
-        with self._within("rmsnorm_layer", output):
+        with self._within("rmsnorm_layer", output, input=input):
             return self.rms_norm_layer(
                 x=input, weight=weight, y=output, eps=eps, style=style, grid_dim=grid_dim, block_dim=block_dim
             )
@@ -48,8 +50,7 @@ class Layers(TaskLayers):
 
         ``input_source`` is for programs that give it: ids are always those of ``input``.
         """
-        with self._within("embed_layer", output) as builder:
-            builder.check("input", input)
+        with self._within("embed_layer", output, input=input, weight=weight) as builder:
             is_column = output is not None and (*output.shape[:-1], 1) == input.shape
             ids = builder.reshaped("input", input, input.shape[:-1]) if is_column else input
             return self.embedding_layer(ids=ids, weight=weight, y=output, grid_dim=grid_dim, block_dim=block_dim)
@@ -67,7 +68,7 @@ class Layers(TaskLayers):
 
         With ``accumulate`` the product is added to what ``output`` holds, as Mirage's kernel always does.
         """
-        with self._within("splitk_linear_layer", output) as builder:
+        with self._within("splitk_linear_layer", output, input=input, weight=weight) as builder:
             sizes = builder.sizes(linear, {"x": input, "weight": weight, "y": output})
             check_grid(builder.layer, grid_dim, sizes, list(sizes))
             if not accumulate:
@@ -87,7 +88,7 @@ class Layers(TaskLayers):
         block_dim: Dim3 = None,
     ) -> GlobalTensor:
         """``output[R, N] = residual[R, N] + input[R, K] @ weight[N, K].T``, the product rounded before it is added."""
-        with self._within("linear_with_residual_layer", output):
+        with self._within("linear_with_residual_layer", output, input=input, weight=weight, residual=residual):
             product = self.linear_layer(x=input, weight=weight, grid_dim=grid_dim, block_dim=block_dim)
             return self.elementwise_add_layer(residual, product, output)
 
@@ -104,7 +105,9 @@ class Layers(TaskLayers):
         style: str = "llama",
     ) -> GlobalTensor:
         """``output[R, N] = rms_norm(input[R, K]) * weight_norm[K] @ weight_linear[N, K].T``."""
-        with self._within("rmsnorm_linear_layer", output):
+        with self._within(
+            "rmsnorm_linear_layer", output, input=input, weight_norm=weight_norm, weight_linear=weight_linear
+        ):
             normed = self.rmsnorm_layer(input, weight_norm, eps=eps, style=style)
             return self.linear_layer(x=normed, weight=weight_linear, y=output, grid_dim=grid_dim, block_dim=block_dim)
 
@@ -118,7 +121,7 @@ class Layers(TaskLayers):
         block_dim: Dim3 = None,
     ) -> GlobalTensor:
         """``silu_mul_layer`` of ``input[R, 2K]``, then ``linear_with_residual_layer``, whose grid is given."""
-        with self._within("silu_mul_linear_with_residual_layer", output):
+        with self._within("silu_mul_linear_with_residual_layer", output, input=input, weight=weight, residual=residual):
             activated = self.silu_mul_layer(input=input)
             return self.linear_with_residual_layer(activated, weight, residual, output, grid_dim, block_dim)
 
@@ -132,7 +135,14 @@ class Layers(TaskLayers):
     ) -> GlobalTensor:
         """``output = input_a + input_b``, broadcast and promoted as PyTorch's ``+``."""
         builder = self._begin("elementwise_add_layer", output, block_dim)
-        total = builder.call(aten.add.Tensor, builder.read("input_a", input_a), builder.read("input_b", input_b))
+        nodes = builder.read("input_a", input_a), builder.read("input_b", input_b)
+        try:
+            torch.broadcast_shapes(input_a.shape, input_b.shape)
+        except RuntimeError:
+            what = f"input_a={input_a.name} has shape {[*input_a.shape]} and input_b={input_b.name} {[*input_b.shape]}"
+            what += ", expected one shape, or shapes that broadcast to one"
+            raise LayerError(layer=builder.layer, what=what) from None
+        total = builder.call(aten.add.Tensor, *nodes)
         return builder.store(output, total, grid_dim)
 
     def identity_layer(
@@ -180,6 +190,9 @@ class Layers(TaskLayers):
 
         Returns:
             [tokens, heads * D]. Rows of tokens that no request has are zeros.
+
+        A run on the CPU, and ``run_test_mode`` everywhere, raises IndexRangeError where a page, a length or an order is
+        not what the caches can hold. Other runs on CUDA do not look: such tokens get zeros, and nothing is written.
         """
         builder = self._begin("paged_attention_layer", output, block_dim)
         tensors = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
-from torch_mpk.errors import LayerError
+from torch_mpk.errors import IndexRangeError, LayerError
 from torch_mpk.persistent_kernel.builder import Builder, aten
 from torch_mpk.persistent_kernel.dtypes import check_alike
 from torch_mpk.persistent_kernel.grid import check_grid
@@ -52,6 +54,41 @@ def places(
     page = kv_indices.long().index_select(0, entry.clamp(0, num_entries - 1))
     row = torch.where(is_live & (page >= 0), page * page_size + position % page_size, -1)
     return first, position.clamp(min=0), torch.where(is_live, position + 1, 0), row
+
+
+def check_requests(
+    layer: str, tokens: int, num_positions: int, cache: Sequence[int], meta: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises IndexRangeError where what the meta tensors hold is not what ``places`` takes it for.
+
+    Requests without new tokens read and write nothing, so their pages and lengths may be anything.
+    """
+    num_pages, page_size, *_ = cache
+    (name_q, q), (name_kv, kv), (name_pages, pages), (name_tail, tail) = (
+        (name, tensor.tolist()) for name, tensor in meta.items()
+    )
+
+    def expect(ok: bool, name: str, value: object, expected: str) -> None:
+        if not ok:
+            raise IndexRangeError(f"{layer}: {name} is {value}, expected {expected}: nothing was run")
+
+    for name, bounds, most, what in ((name_q, q, tokens, "tokens"), (name_kv, kv, len(pages), "pages")):
+        expect(
+            sorted([0, *bounds, most]) == [0, *bounds, most],
+            name,
+            bounds,
+            f"numbers in ascending order from 0 to {most}, the {what} there are",
+        )
+    for r, (begin, end) in enumerate(itertools.pairwise(q)):
+        if begin == end:
+            continue
+        own = pages[kv[r] : kv[r + 1]]
+        expect(0 < tail[r] <= page_size, f"{name_tail}[{r}]", tail[r], f"1 to {page_size}, the positions of a page")
+        for i, page in enumerate(own, kv[r]):
+            expect(0 <= page < num_pages, f"{name_pages}[{i}]", page, f"0 to {num_pages - 1}, the pages of the caches")
+        length = (len(own) - 1) * page_size + tail[r] if own else 0
+        expected = f"{end - begin}, its new tokens, to {num_positions}, the positions of cos_pos_embed"
+        expect(end - begin <= length <= num_positions, f"the length of request {r}", length, expected)
 
 
 def attend(
@@ -109,7 +146,13 @@ def attend(
     y = builder.call(
         get("paged_decode"), q, nodes["k_cache"], nodes["v_cache"], pages, first, limit, scale=scale or size**-0.5
     )
-    return builder.store(output, builder.call(aten.reshape.default, y, [tokens, heads * size]))
+    made = builder.store(output, builder.call(aten.reshape.default, y, [tokens, heads * size]))
+    values = {name: tensor.attached for name, tensor in meta.items() if tensor.attached is not None}
+    positions = min(shapes["cos_pos_embed"][0], shapes["sin_pos_embed"][0])
+    builder.kernel.before_run(
+        functools.partial(check_requests, builder.layer, tokens, positions, shapes["k_cache"], values)
+    )
+    return made
 
 
 def _num_requests(builder: Builder, meta: Mapping[str, GlobalTensor]) -> int:

@@ -109,6 +109,9 @@ def _layer(task: Task) -> Callable[..., Any]:
         operands = {operand: values.arguments[called[operand]] for operand in called}
         output = operands.get(task.outputs[0].name) if task.outputs else None
         builder = self._begin(name, output, block_dim)
+        for operand, tensor in operands.items():
+            if tensor is not None:
+                builder.check(called[operand], tensor)
         if form is mirage and is_packable(task):
             return builder.packed_task(task, operands[task.inputs[0].name], output, attrs, grid_dim)
         builder.check_grid(task, builder.sizes(task, operands), grid_dim)
@@ -151,7 +154,7 @@ def _stub_lines(tasks: Iterable[Task]) -> Iterator[str]:
     yield from ("", "class TaskLayers:")
     yield "    def _meta_tensor(self, name: str) -> GlobalTensor: ..."
     yield "    def _begin(self, layer: str, output: GlobalTensor | None = ..., block_dim: Dim3 = ...) -> Any: ..."
-    yield "    def _within(self, layer: str, output: GlobalTensor | None = ...) -> Any: ..."
+    yield "    def _within(self, layer: str, output: GlobalTensor | None = ..., **operands: Any) -> Any: ..."
     for task in sorted(filter(has_layer, tasks), key=lambda task: task.name):
         for form in (signature(task), signature(task, mirage=True)):
             yield "    @overload"

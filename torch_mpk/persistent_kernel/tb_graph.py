@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_mpk.config import is_int
 from torch_mpk.errors import GridError, LayerError
-from torch_mpk.persistent_kernel.grid import Sizes, as_grid, named_dims, split_dims
-from torch_mpk.persistent_kernel.tensor import GlobalTensor
+from torch_mpk.persistent_kernel.grid import Sizes, as_grid, check_block, named_dims, split_dims
+from torch_mpk.persistent_kernel.tensor import GlobalTensor, is_list_of, kind_of
 from torch_mpk.registry import Operand, Task
+
+_NO_SPLIT = "-1 splits nothing"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class TBGraph:
         reduction_dimx: for programs that state it; of no effect.
 
     Raises:
-        GridError: a size is not a whole number from 1.
+        GridError: a size is not a whole number from 1, or ``block_dim`` not one that Mirage's programs give.
     """
 
     def __init__(
@@ -41,10 +44,12 @@ class TBGraph:
         forloop_range: int = 1,
         reduction_dimx: int = 64,
     ) -> None:
-        self.grid_dim = as_grid("TBGraph", grid_dim)
+        self.grid_dim = as_grid("TBGraph", grid_dim, "(1, 1, 1) splits nothing")
+        check_block("TBGraph", block_dim)
         self.block_dim = None if block_dim is None else tuple(block_dim)
-        if forloop_range < 1:
-            raise GridError(layer="TBGraph", what=f"forloop_range={forloop_range}", expected="1 or more")
+        if not is_int(forloop_range) or forloop_range < 1:
+            what = f"forloop_range={forloop_range!r}"
+            raise GridError(layer="TBGraph", what=what, expected="an int > 0", advice="1 is no loop")
         self.forloop_range = forloop_range
         self.inputs: list[Input] = []
 
@@ -64,11 +69,16 @@ class TBGraph:
             is_write: the task writes it. Needed for what it writes, and of no effect elsewhere, as in Mirage.
 
         Raises:
+            LayerError: ``tensor`` is none of a ``PersistentKernel``.
             GridError: a dimension is not there, or the grid or loop does not divide it.
         """
+        if not isinstance(tensor, GlobalTensor | None):
+            what = f"tensor is {kind_of(tensor)}: attach_input it first, and pass what that returns"
+            raise LayerError(layer="TBGraph", what=what)
         what = tensor.name if tensor is not None else "None"
-        if len(partition) != 3:
-            raise GridError(layer="TBGraph", what=f"{what}: partition={tuple(partition)}", expected="three dimensions")
+        if not is_list_of(partition, is_int) or len(partition) != 3:
+            what = f"{what}: partition={partition!r}"
+            raise GridError(layer="TBGraph", what=what, expected="three dimensions", advice=_NO_SPLIT)
         x, y, z = partition
         operand = Input(tensor, (x, y, z), forloop_dim, is_write)
         if tensor is not None:
@@ -79,13 +89,14 @@ class TBGraph:
         left = list(tensor.shape)
         steps = [*zip("xyz", operand.partition, self.grid_dim), ("forloop", operand.forloop_dim, self.forloop_range)]
         for axis, dim, count in steps:
-            if not -1 <= dim < len(left):
-                what, expected = f"{tensor.name}: dimension {dim} for {axis}", f"-1 to {len(left) - 1}"
-                raise GridError(layer="TBGraph", what=what, expected=expected)
+            if not is_int(dim) or not -1 <= dim < len(left):
+                what, expected = f"{tensor.name}: dimension {dim!r} for {axis}", f"-1 to {len(left) - 1}"
+                raise GridError(layer="TBGraph", what=what, expected=expected, advice=_NO_SPLIT)
             if dim >= 0:
                 if left[dim] % count:
                     what = f"{tensor.name}: {axis}={count} splits dimension {dim} of {list(tensor.shape)}"
-                    raise GridError(layer="TBGraph", what=what, expected=f"a divisor of {left[dim]}")
+                    advice = f"make {'forloop_range' if axis == 'forloop' else 'grid_dim'} one"
+                    raise GridError(layer="TBGraph", what=what, expected=f"a divisor of {left[dim]}", advice=advice)
                 left[dim] //= count
 
     def bind(self, task: Task) -> dict[str, GlobalTensor | None]:
@@ -121,9 +132,11 @@ class TBGraph:
             what = f"axis {label} of grid_dim={self.grid_dim} splits {', '.join(found) or 'nothing'}"
             if len(found) != 1 or not set(found) <= set(splittable):
                 expected = f"one of the dimensions it may split: {', '.join(splittable) or 'none'}"
-                raise GridError(layer=task.name, what=what, expected=expected)
+                advice = f"split one in all operands that have it, or make axis {label} of grid_dim 1"
+                raise GridError(layer=task.name, what=what, expected=expected, advice=advice)
             (dim,) = found
             for name, names in dims.items():
                 if dim in names and split[name] != names.index(dim):
-                    expected = f"{name} split along it too: partition[{axis}]={names.index(dim)}"
-                    raise GridError(layer=task.name, what=what, expected=expected)
+                    expected = f"{name} split along it too"
+                    advice = f"give {name} partition[{axis}]={names.index(dim)}"
+                    raise GridError(layer=task.name, what=what, expected=expected, advice=advice)

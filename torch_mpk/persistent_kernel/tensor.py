@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import fx
+
+from torch_mpk.errors import LayerError
 
 if TYPE_CHECKING:
     from torch_mpk.persistent_kernel.kernel import PersistentKernel
 
 Dim3 = Sequence[int] | None  # the x, y and z of a grid or block; None: inferred
+
+
+def check_name(layer: str, name: object) -> None:
+    """Raises LayerError unless a tensor may be called so."""
+    if not isinstance(name, str) or not name:
+        raise LayerError(layer=layer, what=f"name={name!r}, expected a string that is not empty")
+
+
+def kind_of(value: object) -> str:
+    """What was given instead, for an error."""
+    return "None" if value is None else f"a {type(value).__module__}.{type(value).__name__}".replace("builtins.", "")
+
+
+def is_list_of(values: object, is_one: Callable[[Any], bool]) -> TypeGuard[Sequence[Any]]:
+    """Whether it is a list, a tuple or a torch.Size whose elements are such."""
+    return isinstance(values, (list, tuple)) and all(map(is_one, values))
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+import torch
+
 from torch_mpk.errors import TaskError
 from torch_mpk.signature import Operand
 
-_ATTR_TYPES = (float, int, bool, str)
+# Of each type that an attribute may have, those of its values: numpy's numbers and, while Dynamo traces, symbols too.
+_VALUES: dict[type, tuple[type, ...]] = {
+    float: (numbers.Real, torch.SymFloat, torch.SymInt),
+    int: (numbers.Integral, torch.SymInt),
+    bool: (bool, torch.SymBool),
+    str: (str,),
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,9 @@ class Attr:
     @property
     def required(self) -> bool:
         return self.default is inspect.Parameter.empty
+
+    def takes(self, value: object) -> bool:
+        return isinstance(value, _VALUES[self.type]) and (self.type is bool or not isinstance(value, bool))
 
 
 def read_attributes(name: str, reference: Callable[..., Any], inputs: Sequence[Operand]) -> dict[str, Attr]:
@@ -40,8 +52,9 @@ def read_attributes(name: str, reference: Callable[..., Any], inputs: Sequence[O
     attrs = {}
     for p in parameters:
         if p.kind is inspect.Parameter.KEYWORD_ONLY:
-            if hints.get(p.name) not in _ATTR_TYPES:
-                raise TaskError(f"{name}: attribute {p.name} needs one of the types float, int, bool, str")
+            if hints.get(p.name) not in _VALUES:
+                known = ", ".join(each.__name__ for each in _VALUES)
+                raise TaskError(f"{name}: attribute {p.name} needs one of the types {known}")
             if isinstance(p.default, float) and not math.isfinite(p.default):  # which an operator's schema cannot say
                 raise TaskError(
                     f"{name}: attribute {p.name} is {p.default} by default, expected a finite number or none"

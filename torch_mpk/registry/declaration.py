@@ -186,13 +186,22 @@ class Task:
         return [(dim, begin, min(step, size - begin)) for begin in range(0, size, step)]
 
     def bind_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """All attributes, in declaration order, with defaults. Raises TaskAttributeError where names do not fit."""
+        """All attributes, in declaration order, with defaults.
+
+        Raises TaskAttributeError where names or types do not fit.
+        """
         unknown = attrs.keys() - self.attrs.keys()
         missing = [a.name for a in self.attrs.values() if a.required and a.name not in attrs]
         if unknown or missing:
             problem = f"unknown attribute {sorted(unknown)}" if unknown else f"attribute {missing} is missing"
             raise TaskAttributeError(f"{self.name}: {problem}; it takes {list(self.attrs)}")
-        return {a.name: attrs.get(a.name, a.default) for a in self.attrs.values()}
+        bound = {a.name: attrs.get(a.name, a.default) for a in self.attrs.values()}
+        for a in self.attrs.values():
+            if not a.takes(bound[a.name]):
+                raise TaskAttributeError(
+                    f"{self.name}: {a.name}={bound[a.name]!r}, expected a value of type {a.type.__name__}"
+                )
+        return bound
 
     def check(
         self, shapes: Sequence[Sequence[int] | None], dtypes: Sequence[torch.dtype | None]
