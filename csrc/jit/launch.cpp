@@ -14,6 +14,8 @@
 namespace mpk::jit {
 namespace {
 
+constexpr int kMaxThreads = 1024;  // of a block, on every device
+
 std::string text(const unsigned (&extent)[3]) {
   return "(" + std::to_string(extent[0]) + ", " + std::to_string(extent[1]) + ", " + std::to_string(extent[2]) + ")";
 }
@@ -73,6 +75,11 @@ Geometry Plan::geometry(const Launch& launch, const Binding& binding, const Sign
   };
   fill("grid", launch.grid, geometry.grid);
   fill("block", launch.block, geometry.block);
+  const bool is_empty = std::find(geometry.grid, geometry.grid + 3, 0u) != geometry.grid + 3;  // or on the CPU
+  const double threads = double(geometry.block[0]) * geometry.block[1] * geometry.block[2];
+  if (!is_empty && (threads < 1 || threads > kMaxThreads))
+    signature.fail("the block is " + text(geometry.block) + ", expected 1 to " + std::to_string(kMaxThreads) +
+                   " threads in all");
   fill("cluster", cluster, geometry.cluster);
   if (!launch.shared_bytes.code.empty()) {
     const int64_t value = launch.shared_bytes.evaluate(binding, signature);

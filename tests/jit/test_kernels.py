@@ -1,6 +1,8 @@
 """Single kernels on the CPU: what they compute, what they refuse, and how PyTorch sees them."""
 
 import copy
+import ctypes
+import dataclasses
 import inspect
 import multiprocessing
 import os
@@ -14,7 +16,7 @@ import torch
 
 from torch_mpk import _C
 from torch_mpk.errors import KernelCompileError, KernelSignatureError, OptionError
-from torch_mpk.jit import kernel
+from torch_mpk.jit import Cubin, Library, kernel
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -313,7 +315,8 @@ def test_an_unknown_tier(monkeypatch):
 
 def test_compiling_ahead():
     library = scaled.compile(T=torch.bfloat16, TIMES=11)
-    assert library.name == "kernel.so"
+    assert (library.kind, library.file.parent) == ("so", library.path)
+    assert ctypes.CDLL(library.file)
     for values, message in [
         ({}, "compile takes T, TIMES: T is missing"),
         ({"T": torch.int8, "ALPHA": 3}, "compile takes T, TIMES: ALPHA is unknown"),
@@ -321,6 +324,12 @@ def test_compiling_ahead():
     ]:
         with pytest.raises(KernelSignatureError, match=message):
             scaled.compile(**values)
+
+
+def test_both_kinds_of_compiled_code_say_what_they_are():
+    common = {"kind", "key", "path", "compiler", "seconds"}
+    for kind in (Cubin, Library):
+        assert common <= {field.name for field in dataclasses.fields(kind)}
 
 
 def test_kernels_that_differ_are_different_operators():

@@ -127,6 +127,12 @@ def test_sizes_that_no_launch_can_have(fake, on_fake_device):
         scaled(torch.zeros(2, 2), torch.zeros(2, 2))
     with pytest.raises(KernelSignatureError, match=r"'BLOCK // \(K - 4\)' divides by 0"):
         scaled(torch.zeros(6, 4), torch.zeros(6, 4))
+    wide = on_fake_device(declare(f"scaled<T, BLOCK><<<M, (BLOCK, K)>>>{ARGUMENTS}"))
+    for columns in (0, 9):
+        with pytest.raises(
+            KernelSignatureError, match=rf"block is \(128, {columns}, 1\), expected 1 to 1024 threads in all"
+        ):
+            wide(torch.zeros(2, columns), torch.zeros(2, columns))
     huge = torch.empty(2**31, 1, dtype=torch.bfloat16)  # never touched
     with pytest.raises(KernelSignatureError, match=r"'M \* K' is 2147483648, which parameter 3 \(32 bits\) cannot"):
         on_fake_device(declare(LAUNCH))(huge, huge)

@@ -1,7 +1,7 @@
 """Stage 7: source to an image, CUDA for the driver and C++ for the host; and single kernels of a user's own."""
 
 from torch_mpk.jit.cache import Cache
-from torch_mpk.jit.compile import Cubin, compile_cuda
+from torch_mpk.jit.compile import Cubin, Library, compile_cuda
 from torch_mpk.jit.compiler import Compiler, find_compiler
 from torch_mpk.jit.headers import include_dir
 from torch_mpk.jit.host import compile_host, precompile_host
@@ -13,6 +13,7 @@ __all__ = [
     "Compiler",
     "Cubin",
     "Kernel",
+    "Library",
     "Module",
     "Resources",
     "compile_cuda",

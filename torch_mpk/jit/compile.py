@@ -15,8 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from torch_mpk import _C
-from torch_mpk.config import env
-from torch_mpk.errors import CacheError, CompileForbiddenError, KernelCompileError, TemporaryFolderError
+from torch_mpk.config import env, is_int
+from torch_mpk.errors import (
+    ArgumentError,
+    CacheError,
+    CompileForbiddenError,
+    KernelCompileError,
+    TemporaryFolderError,
+)
 from torch_mpk.jit.cache import Cache, Entry
 from torch_mpk.jit.compiler import Compiled, Compiler, find_compiler
 from torch_mpk.jit.headers import include_dir
@@ -38,6 +44,18 @@ class Order:
 
 
 NOBODY = Order()
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library of the CPU."""
+
+    file: Path
+    kind: str  # "so"
+    key: str  # of the cache
+    path: Path  # the cache entry: kernel.cpp, the library, log.txt, report.json
+    compiler: str  # name and version
+    seconds: float  # the compiler took, whenever that was
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,7 @@ def compile_cuda(
     reads had the content it has now; modification times and where files lie play no part.
 
     Raises:
+        ArgumentError: an argument has a wrong type.
         NoCompilerError: there is none, or none that can be used.
         KernelCompileError: the source does not compile; the message has the command, the first errors and where the
             source is kept.
@@ -83,6 +102,9 @@ def compile_cuda(
         CacheError: the cache directory cannot be used.
         TemporaryFolderError: nor can that of temporary files.
     """
+    check_words(flags, include_dirs)
+    if not is_int(arch):
+        raise ArgumentError(name="arch", expected="an int, as 90 for sm_90a", value=repr(arch))
     chosen = compiler or find_compiler(env.compiler)
     arch_name = _C.compiled_name(arch, ptx)
     ours = chosen.flags(arch_name, ptx)
@@ -103,6 +125,15 @@ def compile_cuda(
         run=lambda path, image: chosen.compile(path, image, all_flags, folders),
     )
     return _cubin(build_once(source, build, order))
+
+
+def check_words(flags: object, include_dirs: object) -> None:
+    """Raises ArgumentError unless these are lists of strings, and of paths."""
+    for name, given, types in (("flags", flags, (str,)), ("include_dirs", include_dirs, (str, os.PathLike))):
+        if not isinstance(given, (list, tuple)) or not all(isinstance(each, types) for each in given):
+            one = f"; of one word [{given!r}]" if isinstance(given, types) else ""
+            what = "strings" if name == "flags" else "folders"
+            raise ArgumentError(name=name, expected=f"a list of {what}{one}", value=repr(given))
 
 
 def hash_of(*parts: str) -> str:

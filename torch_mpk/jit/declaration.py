@@ -6,13 +6,15 @@ import ast
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
 
 from torch_mpk import signature
+from torch_mpk.config import is_int
 from torch_mpk.errors import KernelSignatureError
 from torch_mpk.jit import launch as launches
 from torch_mpk.jit.expression import Expression, Scope
@@ -22,6 +24,9 @@ from torch_mpk.signature import DTYPES, Signature
 _SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 
 _MAX_ARGUMENTS = 64  # of an operator of PyTorch, and slots of a call, as in signature.h
+_MAX_THREADS = 1024  # of a block, on every device
+_MAX_SHARED_BYTES = 227 * 1024  # of a block, on the devices that have most of it
+_MAX_CLUSTER = 16  # blocks
 
 # A size or stride: its slot, its value, nothing, or which of the declaration's ``extents`` computes it.
 Extent = tuple[Literal["slot", "literal", "any", "expression"], int]
@@ -81,13 +86,21 @@ class Declaration:
         cooperative: bool,
         pdl: bool | str,
     ) -> None:
+        if not isinstance(function, FunctionType):
+            raise KernelSignatureError(f"jit.kernel: expected a function to decorate, got {function!r}")
         self.name: str = function.__name__
-        self.signature = " ".join(text.split())
+        self.signature = " ".join(str(text).split())
         self.slots: list[str] = []
         self.extents: list[Expression] = []
         self._extent_nodes: list[tuple[str, ast.expr]] = []  # and whose they are
         if not self.name.isidentifier():
             self.fail("a kernel needs a function with a name")
+        for what, given in (("signature", text), ("launch", launch)):
+            if not isinstance(given, str):
+                self.fail(f"the {what} is {given!r}, expected a string")
+        requirements = [require] if isinstance(require, str) else require
+        if not isinstance(requirements, (list, tuple)) or not all(isinstance(each, str) for each in requirements):
+            self.fail(f"require={require!r}, expected a condition as a string, or a list of them")
         parsed = Signature(self.name, text, KernelSignatureError, is_kernel=True)
         self.operands = [self._resolved(operand) for operand in (*parsed.inputs, *parsed.outputs)]
         self._check_operands()
@@ -101,13 +114,64 @@ class Declaration:
             self.fail("there must be a launch, and where one has <<<grid, block>>>, all must have it")
         self.key_slots = self._find_key_slots()
         conditions = dataclasses.replace(self._scope, place="a condition", has_conditions=True)
-        self.requirements = [conditions.parse(text) for text in ([require] if isinstance(require, str) else require)]
+        self.requirements = [conditions.parse(text) for text in requirements]
         if len(self.operands) + len(self.attributes) > _MAX_ARGUMENTS or len(self.slots) > _MAX_ARGUMENTS:
             self.fail(f"a kernel takes at most {_MAX_ARGUMENTS} tensors and parameters, and as many names of sizes")
-        self.cluster = [self._scope.read(ast.Constant(extent)) for extent in self._three(cluster)]
+        extents = self._three(cluster)
+        if not all(is_int(extent) for extent in extents):
+            self.fail(f"cluster={cluster!r}, expected a number of blocks, or up to three")
+        if not isinstance(cooperative, bool) or not isinstance(pdl, (bool, str)):
+            self.fail(
+                f"cooperative={cooperative!r} and pdl={pdl!r}, expected True or False, and of pdl also a condition"
+            )
+        self.cluster = [self._scope.read(ast.Constant(extent)) for extent in extents]
         self.cooperative, self.pdl = cooperative, conditions.parse(str(pdl))
         if not self.is_cuda and (cluster != 1 or cooperative or pdl):
             self.fail("cluster, cooperative and pdl are for CUDA: the launch has no <<<grid, block>>>")
+        self.check_geometry({})
+
+    def check_geometry(self, values: Mapping[int, Any]) -> None:
+        """Raises KernelSignatureError where no device has launches like these, as far as slots' values say."""
+
+        def known(expressions: Sequence[Expression]) -> list[int] | None:
+            if any(expression.slots - values.keys() for expression in expressions):
+                return None
+            try:
+                return [expression.evaluate(dict(values)) for expression in expressions]
+            except ZeroDivisionError:
+                return self.fail(f"{', '.join(expression.text for expression in expressions)} divides by 0")
+
+        def expect(what: str, expressions: Sequence[Expression], least: int, most: Sequence[int], in_all: int) -> None:
+            numbers = known(expressions)
+            if numbers is None or not numbers:
+                return
+            if not all(least <= n <= limit for n, limit in zip(numbers, most)) or math.prod(numbers) > in_all:
+                limits = f"{least} to {tuple(most) if len(numbers) > 1 else most[0]}"
+                bound = f", and at most {in_all} in all" if len(numbers) > 1 and what != "grid" else ""
+                self.fail(
+                    f"the {what} is {tuple(numbers) if len(numbers) > 1 else numbers[0]}, expected {limits}{bound}"
+                )
+
+        for launch in self.launches:
+            expect("grid", launch.grid, 0, (2**31 - 1, 65535, 65535), 2**63)
+            expect("block", launch.block, 1, (_MAX_THREADS, _MAX_THREADS, 64), _MAX_THREADS)
+            if launch.shared_bytes is not None:
+                expect("shared memory", [launch.shared_bytes], 0, [_MAX_SHARED_BYTES], _MAX_SHARED_BYTES)
+        expect("cluster", self.cluster, 1, [_MAX_CLUSTER] * 3, _MAX_CLUSTER)
+
+    def value(self, name: str, value: Any) -> Any:
+        """What a name of a key slot stands for, given as ``compile`` takes it: a dtype by its name.
+
+        Raises KernelSignatureError where it cannot.
+        """
+        expected = dict(self.key)[name]
+        types = {"int": int, "size": int, "bool": bool, "float": float, "dtype": torch.dtype, "ScalarType": torch.dtype}
+        type_ = types[expected]
+        if not _is_a(type_, value) or (type_ in (int, float) and isinstance(value, bool)):
+            self.fail(f"{name} is {value!r}, expected a value of type {type_.__name__}")
+        if type_ is int and not -(2**63) <= value < 2**63:
+            self.fail(f"{name} is {value}, expected an int of 64 bits")
+        return str(value).removeprefix("torch.") if type_ is torch.dtype else value
 
     def __repr__(self) -> str:
         cluster = [extent.text for extent in self.cluster]

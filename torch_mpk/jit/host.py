@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch_mpk import _C
 from torch_mpk.config import env
-from torch_mpk.errors import NoHostCompilerError
-from torch_mpk.jit.compile import NOBODY, Build, Entry, Order, build_once
+from torch_mpk.errors import ArgumentError, NoHostCompilerError
+from torch_mpk.jit.compile import NOBODY, Build, Entry, Library, Order, build_once, check_words
 from torch_mpk.jit.compiler import PREPROCESS, Compiled, first_line, preprocess, run
 from torch_mpk.jit.headers import include_dir
 from torch_mpk.jit.manifest import Reading, settings
@@ -58,11 +58,22 @@ def compile_host(
     architecture; with ``flags=tier_flags()`` it may use all that this machine has.
 
     Raises:
+        ArgumentError: an argument has a wrong type.
         NoHostCompilerError: there is none, or CXX names one that does not run.
         KernelCompileError, CompileForbiddenError, CacheError: see ``compile_cuda``.
     """
+    return build_host(source, include_dirs, flags, order).file
+
+
+def build_host(source: str, include_dirs: Sequence[Path], flags: Sequence[str], order: Order) -> Library:
+    """``compile_host``, with what the cache knows of the library."""
+    check_words(flags, include_dirs)
+    if not isinstance(source, str):
+        raise ArgumentError(name="source", expected="C++ code as a string", value=repr(source))
     name = "kernel.so"
-    return _build(source, "kernel.cpp", name, [*_FLAGS, *_LINK, *flags], include_dirs, order).path / name
+    entry = _build(source, "kernel.cpp", name, [*_FLAGS, *_LINK, *flags], include_dirs, order)
+    report = entry.report
+    return Library(entry.path / name, "so", entry.key, entry.path, report["compiler"], report["seconds"])
 
 
 def precompile_host(

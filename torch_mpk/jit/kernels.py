@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from torch.autograd import _profiler_enabled as is_profiling
 from torch.profiler import record_function
 
 from torch_mpk import _C
-from torch_mpk.config import DEVICE_ARCHS
-from torch_mpk.errors import KernelSignatureError, TaskError
-from torch_mpk.jit.compile import Cubin, Order, compile_cuda
+from torch_mpk.config import DEVICE_ARCHS, is_int
+from torch_mpk.errors import ArgumentError, KernelCompileError, KernelSignatureError, TaskError
+from torch_mpk.jit.compile import Cubin, Library, Order, check_words, compile_cuda
 from torch_mpk.jit.declaration import Declaration
-from torch_mpk.jit.host import compile_host, tier_flags
+from torch_mpk.jit.host import build_host, tier_flags
 from torch_mpk.jit.unit import Entry, Unit
 from torch_mpk.signature import bind_dims
 
@@ -43,7 +44,8 @@ def kernel(
     template arguments and numbers it takes; its body is not run.
 
     Args:
-        source: C++ code, or a file; a relative path starts at the folder of the Python file.
+        source: C++ code, or a file: a string is code where it has a line break, a brace, a semicolon or a ``#``. A
+            relative path starts at the folder of the Python file.
         signature: the tensors, ``x[M, K], y[M // 2]!, z[M]? -> w[K]``. Names in brackets are sizes, bound where they
             first stand and the same everywhere; a number is itself, an expression is computed, and ``...`` in front is
             any number of sizes. ``!`` is updated in place, ``?`` may be None, and what stands behind ``->`` is
@@ -86,6 +88,12 @@ class Module:
     """
 
     def __init__(self, source: str | Path, include_dirs: Sequence[str | Path], flags: Sequence[str]) -> None:
+        if not isinstance(source, (str, Path)) or not str(source).strip():
+            raise KernelSignatureError(f"jit.kernel: source={source!r}, expected code or the path of a file")
+        try:
+            check_words(flags, include_dirs)
+        except ArgumentError as error:
+            raise KernelSignatureError(f"jit.kernel: {error}") from None
         self.source = source
         self.include_dirs = [Path(folder) for folder in include_dirs]
         self.flags = list(flags)
@@ -112,7 +120,8 @@ class Module:
 
     @property
     def is_code(self) -> bool:
-        return isinstance(self.source, str) and "\n" in self.source
+        """Whether it is no path: code has several lines, or in its one line what paths do not have."""
+        return isinstance(self.source, str) and re.search(r"[\n{};#]", self.source) is not None
 
 
 class Kernel:
@@ -130,7 +139,7 @@ class Kernel:
         else:
             path = home.parent / module.source
             if not path.is_file():
-                declaration.fail(f"there is no file {path}; code itself has more than one line")
+                declaration.fail(f"there is no file {path}; code would have a line break, a brace, a semicolon or a #")
             self._code, origin = f'#include "{path.name}"', str(module.source)
             self._include_dirs = [path.parent, *module.include_dirs]
         identity = (function.__module__, origin, declaration, module.include_dirs, module.flags)
@@ -179,11 +188,14 @@ class Kernel:
         """
         self._call.forget()
 
-    def compile(self, arch: int | None = None, **values: Any) -> Cubin | Path:
+    def compile(self, arch: int | None = None, **values: Any) -> Cubin | Library:
         """Compile without calling: a cubin for a compute capability (90 is sm_90a), or the CPU's library; of several
         launches, which may lie in several, the first one's.
 
         ``values`` are what the template arguments and dtypes stand for, by name, where they have no default.
+
+        Returns a ``Cubin`` or a ``Library``. Both have ``kind``, ``key``, ``path``, a folder of the cache, ``compiler``
+        and ``seconds``. Raises KernelSignatureError where a value does not fit, and what ``compile_cuda`` raises.
         """
         declaration = self.declaration
         names = [declaration.slots[slot] for slot in declaration.key_slots]
@@ -197,26 +209,40 @@ class Kernel:
             )
         if declaration.is_cuda != (arch is not None):
             declaration.fail("a CUDA kernel is compiled for an arch, as in arch=90, and no other")
-        if arch is not None and arch not in DEVICE_ARCHS:
+        if arch is not None and not (is_int(arch) and arch in DEVICE_ARCHS):
             archs = ", ".join(map(str, sorted(DEVICE_ARCHS)))
             declaration.fail(f"compile for arch={arch!r}: known are {archs}; those from 90 on mean sm_90a and so on")
-        chosen = {name: known[name] for name in names}
-        for name, value in chosen.items():
-            if isinstance(value, torch.dtype):
-                chosen[name] = str(value).removeprefix("torch.")
+        chosen = {name: declaration.value(name, known[name]) for name in names}
+        declaration.check_geometry({slot: chosen[declaration.slots[slot]] for slot in declaration.key_slots})
         first, *_ = [self._compile(unit, chosen, arch) for unit in self._units(chosen)]
         return first
 
-    def _compile(self, unit: Unit, values: dict[str, Any], arch: int | None) -> Cubin | Path:
+    def _compile(self, unit: Unit, values: dict[str, Any], arch: int | None) -> Cubin | Library:
+        for folder in self._include_dirs:
+            if not folder.is_dir():
+                self.declaration.fail(f"include_dirs has {str(folder)!r}, and there is no such folder")
         given = {name: f"torch.{value}" if isinstance(value, str) else repr(value) for name, value in values.items()}
         words = [f"arch={arch}"] * (arch is not None) + [f"{name}={value}" for name, value in given.items()]
         order = Order(names=unit.names, ahead=f"{self.declaration.name}.compile({', '.join(words)})")
-        if arch is None:
-            # What is defined nowhere is the linker's error, not the loader's.
-            flags = [*tier_flags(), "-Wl,-z,defs", *self._module.flags]
-            return compile_host(unit.source, include_dirs=self._include_dirs, flags=flags, order=order)
-        flags = ["-std=c++20", *self._module.flags]
-        return compile_cuda(unit.source, arch, include_dirs=self._include_dirs, flags=flags, order=order)
+        try:
+            if arch is None:
+                # What is defined nowhere is the linker's error, not the loader's.
+                flags = [*tier_flags(), "-Wl,-z,defs", *self._module.flags]
+                return build_host(unit.source, self._include_dirs, flags, order)
+            flags = ["-std=c++20", *self._module.flags]
+            return compile_cuda(unit.source, arch, include_dirs=self._include_dirs, flags=flags, order=order)
+        except KernelCompileError as error:
+            unknown = next((entry for entry in unit.entries if entry.is_unknown(error.errors)), None)
+            if unknown is None:
+                raise
+            raise error.explained(self._unknown(unknown, values)) from None
+
+    def _unknown(self, entry: Entry, values: dict[str, Any]) -> str:
+        """Why the source has no function such as a launch names."""
+        wide = [name for name, value in values.items() if is_int(value) and not -(2**31) <= value < 2**31]
+        hint = f" ({wide[0]}={values[wide[0]]} has more than 32 bits)" if wide else ""
+        parts = "its name or a template argument does not fit" if "<" in entry.function else "its name does not fit"
+        return f"{self.declaration.name}: the source has no function {entry.function}: {parts}{hint}"
 
     def _units(self, values: dict[str, Any]) -> list[Unit]:
         """The translation units of the kernels that are compiled for these values, the one of our first launch first.
@@ -265,9 +291,9 @@ class Kernel:
                     codes[id(entry.launch)] = self._code_of(entry, compiled, device)
         return [codes[id(launch)] for launch in self.declaration.launches]
 
-    def _code_of(self, entry: Entry, compiled: Cubin | Path, device: int) -> _C.JitCode:
-        if isinstance(compiled, Path):
-            return _C.CpuCode(str(compiled), str(entry.index))
+    def _code_of(self, entry: Entry, compiled: Cubin | Library, device: int) -> _C.JitCode:
+        if isinstance(compiled, Library):
+            return _C.CpuCode(str(compiled.file), str(entry.index))
         symbol, arguments = entry.symbol(compiled.kernels), entry.arguments(compiled.kernels)
         name, num_parameters = self.declaration.name, entry.launch.num_parameters
         return _C.CudaCode(compiled.image, name, symbol, device, num_parameters, arguments)
@@ -308,6 +334,10 @@ def _fake(name: str, *tensors: torch.Tensor | None, **attributes: Any) -> Any:
     except TaskError as error:
         raise KernelSignatureError(str(error)) from None
     given = [(operand, tensor) for operand, tensor in zip(declaration.inputs, tensors) if tensor is not None]
+    for operand, tensor in given:
+        (first, other), device = given[0], tensor.device
+        if device != other.device:
+            declaration.fail(f"{operand.name} is on {device}, but {first.name} is on {other.device}: put both on one")
     results = []
     for output in declaration.outputs:
         shape: list[Any] = []

@@ -25,6 +25,11 @@ class Entry:
         """Of a CUDA kernel that stands for a member function."""
         return f"{self.declaration.name}_{self.launch.path[-1]}_{self.index}"
 
+    def is_unknown(self, errors: str) -> bool:
+        """Whether a compiler's first error is that there is no such function."""
+        first = next((line for line in errors.splitlines() if "error" in line), "")
+        return re.match(rf"launch of {self.declaration.name}[:(]1[:)]", first) is not None
+
     def text(self, values: dict[str, Any]) -> str:
         P = f"mpk_launch_{self.index}::P"  # noqa: N806
         num_parameters = self.launch.num_parameters
