@@ -121,6 +121,15 @@ def test_without_a_compiler(monkeypatch, tmp_path):
         compile_host("")
 
 
+def test_libraries_among_the_flags_are_linked(tmp_path):
+    export = 'extern "C" __attribute__((visibility("default")))'
+    shutil.copy(compile_host(f"{export} int part() {{ return 7; }}"), tmp_path / "libpart.so")
+    source = f'extern "C" int part(); {export} int answer() {{ return 6 * part(); }}'
+    for words in (["-lpart"], [str(tmp_path / "libpart.so")]):
+        flags = ["-Wl,-z,defs", f"-L{tmp_path}", f"-Wl,-rpath,{tmp_path}", "-Wl,--as-needed", *words]
+        assert ctypes.CDLL(str(compile_host(source, flags=flags))).answer() == 42
+
+
 def test_a_compiler_with_a_launcher(monkeypatch, folder):
     monkeypatch.setenv("CXX", f"env {shutil.which('g++')} -Wall")
     assert build(folder)[1] == 3

@@ -118,6 +118,9 @@ def tier_flags() -> list[str]:
     return _TIERS[host_tier()]
 
 
+_LINKED = (".a", ".o", ".so")  # names of what is
+
+
 @dataclass(frozen=True)
 class HostCompiler:
     command: tuple[str, ...]  # several words with CXX="ccache g++"
@@ -152,7 +155,10 @@ class HostCompiler:
 
     def compile(self, source: Path, output: Path, flags: Sequence[str], include_dirs: Sequence[Path]) -> Compiled:
         # Names relative to the build's own directory, so that the image does not depend on where it was built.
-        return run([*self.command, *flags, *_includes(include_dirs), source.name, "-o", output.name], source.parent)
+        # Linkers look in a library for what stands in front of it.
+        first = next((i for i, word in enumerate(flags) if word.startswith("-l") or word.endswith(_LINKED)), len(flags))
+        words = [*flags[:first], *_includes(include_dirs), source.name, "-o", output.name, *flags[first:]]
+        return run([*self.command, *words], source.parent)
 
 
 def _includes(folders: Sequence[Path]) -> list[str]:
