@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 from pathlib import Path
 
+import torch
+
+from torch_mpk import registry
 from torch_mpk.errors import ArgumentError
+from torch_mpk.registry.checks import CPP_KEYWORDS
 
 PYTHON = '''\
 """TODO: what {name} is."""
@@ -59,10 +64,17 @@ MPK_DEVICE void compute(Threads& threads, const typename V::Tile& tile, uint8_t*
 def write(name: str, folder: Path) -> list[Path]:
     """Write ``<name>.py`` and ``<name>.cuh``; returns their paths.
 
-    Raises ArgumentError where the name is none, the folder is not there, or one of the files is.
+    Raises ArgumentError where the name is none or is taken, the folder is not there, or one of the files is.
     """
-    if not name.isidentifier() or keyword.iskeyword(name):
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise ArgumentError(name="NAME", expected="a name such as a Python function has", value=name)
+    if name in CPP_KEYWORDS:
+        raise ArgumentError(name="NAME", expected="a name that C++ has for nothing else", value=name)
+    if name in (task.name for task in registry.tasks()) or name.endswith("_") or hasattr(torch.ops.mpk, name):
+        expected = "one that no task has, nor another's in-place form, which ends in an underscore"
+        raise ArgumentError(name="NAME", expected=expected, value=name)
+    if _is_module(name) and not (folder / f"{name}.py").exists():
+        raise ArgumentError(name="NAME", expected="one that no module of Python has, as the file is one", value=name)
     if not folder.is_dir():
         raise ArgumentError(name="--dir", expected="a folder that exists", value=folder)
     contents = {folder / f"{name}.py": PYTHON, folder / f"{name}.cuh": CUDA}
@@ -70,5 +82,16 @@ def write(name: str, folder: Path) -> list[Path]:
         if path.exists():
             raise ArgumentError(name="NAME", expected="one that is not taken", value=path)
     for path, content in contents.items():
-        path.write_text(content.format(name=name))
+        try:
+            path.write_text(content.format(name=name))
+        except OSError as error:
+            expected = f"a folder that can be written to ({error.strerror})"
+            raise ArgumentError(name="--dir", expected=expected, value=folder) from None
     return list(contents)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return True

@@ -27,6 +27,8 @@ class TaskKernel:
     """
 
     def __init__(self, task: Task, or_reference: bool = False) -> None:
+        if not isinstance(task, Task):
+            raise TaskError(f"kernel_of: expected a task, which @torch_mpk.task has declared, got {task!r}")
         self.task = task
         self.or_reference = or_reference
         self._runs: dict[Hashable, Callable[..., Sequence[torch.Tensor]]] = {}
@@ -36,6 +38,7 @@ class TaskKernel:
 
     def __call__(self, *operands: torch.Tensor | None, **attrs: Any) -> Any:
         attrs = self.task.bind_attrs(attrs)
+        self.task.check_tensors(operands)
         present = [t for t in operands if t is not None]
         if torch.is_grad_enabled() and any(t.requires_grad for t in present):
             raise NoDerivativeError(op=f"the kernel of {self.task.name}")
@@ -53,19 +56,24 @@ class TaskKernel:
         """A program of this one call. What a tile task's ``compute`` is there, it is in a megakernel."""
         task = self.task
         absent = (None,) * (len(task.inputs) - len(operands))
-        gm = graph_of([Call(task, [*operands, *absent], attrs)])
         given = [(spec, t) for spec, t in zip(task.inputs, operands) if t is not None]
         devices = sorted({str(t.device) for _, t in given})
         if len(devices) != 1:
             if devices:
                 raise SeveralDevicesError(devices=", ".join(devices))
             raise TaskError(f"{task.name}: no operand was given (signature: {task.signature})")
+        gm = graph_of([Call(task, [*operands, *absent], attrs)])
         written = [i for i, (spec, _) in enumerate(given) if spec.is_write]
         memory = memory_of([spec.name for spec, _ in given], [t for _, t in given], written) if written else []
         try:
             segment = build_segment(gm, given[0][1].device, Options(), Dump(None), task.name)
         except (UnsupportedError, CompileError) as error:
             self._decline(error)
+            return gm
+        except ValueError as error:  # of the core, which knows what its code takes
+            if isinstance(error, MpkError):
+                raise
+            self._decline(UnsupportedError(str(error)))
             return gm
         return segment.callable(gm, memory=memory, decline=self._decline)
 
@@ -82,7 +90,7 @@ def kernel_of(task: Task) -> TaskKernel:
     runs the code that a megakernel runs: on CUDA the device code in one launch, on the CPU the C++ code, or the
     reference where there is none. Operands that the task updates are updated.
 
-    A call raises:
+    Raises TaskError where ``task`` is none. A call raises:
         TaskError, TaskAttributeError: the operands or attributes do not fit the task.
         UnsupportedError: the task has no device code, or torch_mpk cannot take the operands.
         SeveralDevicesError: the operands are on several devices.

@@ -47,6 +47,10 @@ def computes_in_double(x: torch.Tensor) -> torch.Tensor:
 def counts_threads(x: torch.Tensor) -> torch.Tensor:
     return (x.float() - x.float().mean(-1, keepdim=True)).to(x.dtype)
 
+@task("x[R, R] -> y[R, R]", samples=[{"R": 4}], pattern=True)
+def inverts(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.inv(x)
+
 @task("x[R, H] -> y[R, H]", samples=[SIZES])
 def raises(x: torch.Tensor) -> torch.Tensor:
     return x.view(x.shape[0], -1, 5).flatten(1)
@@ -88,6 +92,7 @@ BODIES = {
     "does_not_compile": FLIP.replace("threads.sync()", "threads.meet()"),
     "never_ends": FLIP + "  if (threads.rank < 40) threads.sync();",
     "sums_scaled": SUM,
+    "misspells": SUM.replace("sum * ", "threads.sums(sum) * "),
     "needs_a_row": SUM.replace("sum = 0", "sum = to_float(x[i])").replace("r = 0", "r = 1"),
     "knows_no_strides": SUM.replace("V::X::stride(0)", "V::kH"),
     "ignores_scale": SUM.replace("V::kScale", "2"),
@@ -200,6 +205,27 @@ def test_code_that_does_not_compile(module, monkeypatch: pytest.MonkeyPatch) -> 
     where = "task does_not_compile, device code for sm_90 on the CPU, float32, sample 0"
     with pytest.raises(AssertionError, match=rf"{where} .*does_not_compile.cuh:\d+:\d+: error: .*meet"):
         check_task(module.does_not_compile, [torch.float32])
+
+
+def test_a_line_that_does_not_compile_is_told_of_once(module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MPK_COMPILER", "/nonexistent/nvcc")
+    findings = check_tasks([module.misspells], [torch.float32])
+    [failure] = findings.failures
+    assert re.search(
+        r"task misspells, C\+\+ on the CPU, float32, sample 0 .*misspells.cuh:\d+:\d+: error: .*sums", failure
+    )
+    assert failure.count("error:") == 1
+    way = "device code for sm_90 on the CPU"
+    assert f"task misspells, {way}: not compiled, by what is among the failures" in findings.not_run
+
+
+def test_why_a_model_is_not_taken(module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MPK_COMPILER", "/nonexistent/nvcc")
+    monkeypatch.setattr(references, "declare_pattern", lambda task: None)
+    failures = check_tasks([module.inverts], [torch.float32]).failures
+    [failure] = [failure for failure in failures if "lifted from a model" in failure]
+    match = "task inverts, lifted from a model, .*: a model of the reference's operations is not taken: .*linalg_inv"
+    assert re.search(match, failure)
 
 
 def test_a_task_without_samples(tmp_path: Path) -> None:

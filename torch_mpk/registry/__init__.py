@@ -103,9 +103,20 @@ def task(
                 "operators and compiled graphs keep what came first. Give this one another name, or restart the "
                 "process (in a notebook the kernel) to have it instead"
             )
+        _register(declared)
+        _tasks[declared.name] = declared
+        for subscriber in _subscribers:
+            subscriber(declared)
+        return declared
+
+    return declare
+
+
+def _register(declared: Task) -> None:
+    try:
         _C.register_task(
             declared.name,
-            role,
+            str(declared.role),
             [(o.name, list(o.dims), o.optional, o.is_read, o.is_write) for o in declared.inputs + declared.outputs],
             [a.name for a in declared.attrs.values() if a.required],
             declared.header,
@@ -119,12 +130,8 @@ def task(
             declared.streaming.hands_over,
             declared.scales_rows,
         )
-        _tasks[declared.name] = declared
-        for subscriber in _subscribers:
-            subscriber(declared)
-        return declared
-
-    return declare
+    except ValueError as error:
+        raise TaskError(f"{declared.name}: {error}") from None
 
 
 def _is_same(earlier: Task, declared: Task) -> bool:

@@ -42,7 +42,13 @@ class Attr:
 def read_attributes(name: str, reference: Callable[..., Any], inputs: Sequence[Operand]) -> dict[str, Attr]:
     """Raises TaskError where the reference takes other operands than the signature has."""
     parameters = inspect.signature(reference).parameters.values()
-    hints = get_type_hints(reference)
+    try:
+        hints = get_type_hints(reference)
+    except (NameError, TypeError) as error:
+        raise TaskError(f"{name}: the annotations of the reference cannot be read: {error}") from None
+    starred = [str(p).split(":")[0] for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if starred:
+        raise TaskError(f"{name}: the reference takes {starred[0]}, expected its operands and attributes by name")
     positional = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     if positional != [operand.name for operand in inputs]:
         raise TaskError(

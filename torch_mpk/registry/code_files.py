@@ -37,6 +37,8 @@ def find_headers(name: str, reference: Callable[..., Any], header: str | None) -
 
 
 def find_file(name: str, reference: Callable[..., Any], given: str | None, default: str) -> str:
+    if given is not None and not isinstance(given, str):
+        raise TaskError(f"{name}: {given!r} is no path of a file, expected a string, relative to the declaring file")
     path = _beside(reference, given or default)
     if path.is_file():
         return str(path)

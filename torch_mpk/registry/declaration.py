@@ -13,7 +13,14 @@ import torch
 from torch_mpk import _C
 from torch_mpk.errors import TaskAttributeError, TaskError
 from torch_mpk.registry.attributes import read_attributes
-from torch_mpk.registry.checks import check_samples, check_stream, check_streaming, read_tile
+from torch_mpk.registry.checks import (
+    CPP_KEYWORDS,
+    check_reference,
+    check_samples,
+    check_stream,
+    check_streaming,
+    read_tile,
+)
 from torch_mpk.registry.code_files import code_of, find_file, find_headers
 from torch_mpk.signature import Operand, Signature, bind_dims
 from torch_mpk.streaming import Streaming
@@ -45,6 +52,7 @@ class Task:
         scales_rows: bool,
         alone: str,
     ):
+        check_reference(reference, signature)
         self.reference = reference
         self.name = self.__name__ = self.__qualname__ = reference.__name__
         if self.name.endswith("_"):
@@ -77,6 +85,8 @@ class Task:
         if role == "tile":
             self.header, self.headers = find_headers(self.name, reference, header)
             self.cpu_body = find_file(self.name, reference, cpu, f"{self.name}.cpp")
+        if self.name in CPP_KEYWORDS and (self.header or self.headers or self.cpu_body):
+            raise TaskError(f"{self.name}: C++ has this word for something else: give the task another name")
 
     def __repr__(self) -> str:
         return f"mpk.{self.name}"
@@ -136,6 +146,7 @@ class Task:
     def _checked(self, operands: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The reference's result, with operands and result checked against the signature, and all attributes."""
         attrs = self.bind_attrs(attrs)
+        self.check_tensors(operands)
         for operand, tensor in zip(self.inputs, operands):
             if tensor is not None and tensor.layout != torch.strided:
                 raise TaskError(
@@ -156,6 +167,15 @@ class Task:
                         f"(signature: {self.signature})"
                     )
         return result, attrs
+
+    def check_tensors(self, operands: Sequence[object]) -> None:
+        """Raises TaskError where an operand is neither a tensor nor None."""
+        for operand, given in zip(self.inputs, operands):
+            if not isinstance(given, torch.Tensor | None):
+                kind = type(given).__name__
+                raise TaskError(
+                    f"{self.name}: {operand.name} is a {kind}, expected a tensor (signature: {self.signature})"
+                )
 
     def results(self, result: Any) -> tuple[torch.Tensor, ...]:
         """What the reference returned, as a tuple. Raises TaskError where it is not as many tensors as the signature

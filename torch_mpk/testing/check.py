@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 import torch._dynamo  # here, so that the processes that checks run in need not import it each
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from torch_mpk import _C
@@ -289,8 +290,10 @@ def _check_lifting(sample: Sample) -> None:
         torch.compiler.reset()
         try:
             result = torch.compile(model, backend="mpk", options={"fallback": "error"})(*present)
-        except MpkError as error:
-            raise AssertionError(f"a model of the reference's operations is not taken: {error}") from None
+        except (MpkError, BackendCompilerFailed) as error:
+            inner = getattr(error, "inner_exception", error)
+            why = str(inner) if isinstance(inner, MpkError) else first_line(inner)
+            raise AssertionError(f"a model of the reference's operations is not taken: {why}") from None
         graphs = [json.loads(path.read_text()) for path in Path(folder).rglob("4.graph.json")]
     if not any(node.get("task") == task.name for graph in graphs for node in graph["nodes"]):
         raise AssertionError("pattern=True, but in a model of the reference's operations the task is not taken")
@@ -298,13 +301,31 @@ def _check_lifting(sample: Sample) -> None:
         compare(call, output.name, got, want)
 
 
+def _place_of(error: str) -> str:
+    """``file:line`` of a compiler's message, as GCC and nvcc spell it; all of the message where it has none."""
+    found = re.match(r"(.+?)[:(](\d+)", error)
+    return f"{found[1]}:{found[2]}" if found else error
+
+
 class _Checker:
     def __init__(self, report: Report, seconds: float) -> None:
         self.report, self.seconds = report, seconds
         self.findings = Findings()
+        self._told: set[tuple[Task, str]] = set()  # the lines of code that do not compile, and in which ways
 
     def fail(self, way: str, sample: Sample, what: str) -> None:
         self.findings.failures.append(f"{sample.task.file}: task {sample.task.name}, {way}, {sample}: {what}")
+
+    def fail_to_compile(self, way: str, sample: Sample, errors: Sequence[str]) -> None:
+        """A line of code is told of once, in the first way and sample that it breaks: it breaks all others, too."""
+        by_place = {_place_of(line): line for line in reversed(errors)}  # each instance of a template errs in its words
+        fresh = [line for place, line in by_place.items() if (sample.task, place) not in self._told]
+        self._told |= {(sample.task, place) for place in by_place}
+        if fresh:
+            self.fail(way, sample, "; ".join(fresh[::-1][:_NUM_ERRORS]))
+        elif (sample.task, way) not in self._told:
+            self.findings.not_run.append(f"task {sample.task.name}, {way}: not compiled, by what is among the failures")
+        self._told.add((sample.task, way))
 
     def leave_out(self, way: str, sample: Sample, why: str) -> None:
         self.findings.not_run.append(f"task {sample.task.name}, {way}, {sample}: {why}")
@@ -357,8 +378,8 @@ class _Checker:
             self.findings.not_run.append(f"{way}: {error}")
             built = []
         for group, compiled in built:
-            if isinstance(compiled, str):
-                self.fail(way, group[0], compiled)
+            if isinstance(compiled, tuple):
+                self.fail_to_compile(way, group[0], compiled)
             else:
                 code |= compiled
         self.run(way, list(code), functools.partial(_check_compiled, code))
@@ -375,13 +396,13 @@ class _Checker:
                 continue
             kernels: dict[int, dict[Sample, EmulatedKernel]] = {}
             for part, compiled in built:
-                if not isinstance(compiled, str):
+                if not isinstance(compiled, tuple):
                     for threads, of_samples in compiled.items():
                         kernels.setdefault(threads, {}).update(of_samples)
                 elif has_compiler:  # which knows whether the code is wrong, or more than the emulator has
-                    self.leave_out(way, part[0], f"the emulator does not compile it: {compiled}")
+                    self.leave_out(way, part[0], f"the emulator does not compile it: {compiled[0]}")
                 else:
-                    self.fail(way, part[0], compiled)
+                    self.fail_to_compile(way, part[0], compiled)
             for threads, of_samples in sorted(kernels.items()):
                 check = functools.partial(_check_emulated, of_samples)
                 code = _CODE.get(arch, f"device code for sm_{arch}")
@@ -412,7 +433,7 @@ class _Checker:
             taken = self.generated(way, [sample for sample in meant if sample.task.header_for(arch)], arch)
             for group, failure in _in_groups(taken, functools.partial(_compile_cuda, arch=arch)):
                 if failure:
-                    self.fail(way, group[0], failure)
+                    self.fail_to_compile(way, group[0], failure)
                     continue
                 compiled = ", ".join(dict.fromkeys(sample.task.name for sample in group))
                 self.report(f"{compiled}: compiles for sm_{arch}")
@@ -444,8 +465,8 @@ def _grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
 
 
 def _in_groups(samples: list[Sample], build: Callable[[list[Sample]], Any]) -> list[tuple[list[Sample], Any]]:
-    """What ``build`` makes of all samples at once. Where that does not compile, of smaller groups, in the end with the
-    compiler's errors in place of the result."""
+    """What ``build`` makes of all samples at once. Where that does not compile, of smaller groups, in the end with a
+    tuple of the compiler's errors in place of the result."""
     if not samples:
         return []
     try:
@@ -456,10 +477,10 @@ def _in_groups(samples: list[Sample], build: Callable[[list[Sample]], Any]) -> l
             if len(groups) > 1:
                 parts = [part for group in groups.values() for part in _in_groups(group, build)]
                 one_task = key(samples[0]) is not samples[0].task
-                same = one_task and isinstance(parts[0][1], str) and all(part[1] == parts[0][1] for part in parts)
+                same = one_task and isinstance(parts[0][1], tuple) and all(part[1] == parts[0][1] for part in parts)
                 return [(samples, parts[0][1])] if same else parts
-        lines = dict.fromkeys(line for line in str(error).splitlines() if re.search(r"\berror\b", line))
-        return [(samples, "; ".join(itertools.islice(lines, _NUM_ERRORS)) or str(error))]
+        lines = dict.fromkeys(line for line in error.errors.splitlines() if re.search(r"\berror\b", line))
+        return [(samples, tuple(lines) or (str(error),))]
 
 
 def _names(samples: Sequence[Sample]) -> tuple[str, ...]:
