@@ -4,46 +4,105 @@ import contextlib
 import functools
 import io
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 import torch_mpk
 from docs import reference
 from tests.thinned import thinned
-from torch_mpk.testing.tiny import random_ids, tiny_model
+from torch_mpk.testing.tiny import tiny_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 
 
-@pytest.mark.parametrize("page", thinned(["index.md", "how-it-works.md"], 1))
-def test_a_page_says_what_its_examples_print(page: str) -> None:
-    run_examples(page)
+# Every page with Python code is in one of these three. Here its blocks run one after the other, as they are written but
+# for these words: the device, the checkpoint, and how large an engine is.
+ON_THIS_MACHINE = {'"cuda"': '"cpu"', '"Qwen/Qwen3-0.6B"': "CHECKPOINT"}
+RUN_HERE: dict[str, dict[str, str]] = {
+    "README.md": ON_THIS_MACHINE
+    | {"mpk_cb.config()": "mpk_cb.config(num_blocks=4, max_batch_tokens=32, max_requests_per_batch=2)"},
+    "docs/how-it-works.md": {},
+    "docs/index.md": {},
+    "docs/profiling.md": ON_THIS_MACHINE,
+}
+RUN_ELSEWHERE = {  # with the files, commands and servers that belong to them
+    "docs/add-a-task.md": "tests/tasks/test_add_a_task.py",
+    "docs/jit.md": "tests/jit/test_docs.py",
+    "docs/serving.md": "tests/continuous_batching/test_docs.py",
+    "docs/test-mode.md": "tests/persistent_kernel/test_page.py",
+}
+NO_CODE = {"docs/api.md"}  # but signatures, of names that test_every_name_of_the_api_resolves looks up
 
 
-def run_examples(page: str) -> None:
-    """Of a page whose Python blocks follow each other, and print the text block behind them."""
-    blocks = re.findall(r"^```(python|text)\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+def test_python_code_of_every_page_runs_in_a_test() -> None:
+    with_code = [page for page in PAGES if re.search(r"^ *```python", page.read_text(), re.MULTILINE)]
+    assert {str(page.relative_to(ROOT)) for page in with_code} == {*RUN_HERE, *RUN_ELSEWHERE, *NO_CODE}
+    for page, test in RUN_ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model in a folder, with a tokenizer of bytes. Pages run there, and find the repository's examples."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    tokens = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {"eos_token": "!", "pad_token": "!", "model_input_names": ["input_ids", "attention_mask"]}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(tmp_path)
+    tiny_model(num_layers=1, vocab_size=len(tokens)).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("page", thinned(RUN_HERE, 1, 3))
+def test_a_page_runs_and_prints_what_it_says(page: str, checkpoint: str) -> None:
+    names = run_examples(page, RUN_HERE[page], CHECKPOINT=checkpoint)
+    if page == "README.md":
+        assert all(output.status == RequestStatus.FINISHED for output in names["outputs"].values())
+
+
+def test_the_readmes_calls_compile_on_a_cpu(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", "dump")
+    run_examples("README.md", RUN_HERE["README.md"], last="compile_config", CHECKPOINT=checkpoint)
+    assert len([*Path("dump").iterdir()]) >= 3  # a step's, generate's, and Hugging Face's generate's
+
+
+def run_examples(
+    page: str, substitutions: Mapping[str, str] | None = None, last: str | None = None, **names: Any
+) -> dict[str, Any]:
+    """Of a page whose Python blocks follow each other, and print the text block behind them. Returns its names.
+
+    The page's path starts at the root or at docs/. Blocks behind the one that has ``last`` in it are left out.
+    """
+    path = ROOT / page if (ROOT / page).exists() else DOCS / page
+    text = path.read_text()
+    for written, here in (substitutions or {}).items():
+        assert written in text, f"{page} no longer has {written}"
+        text = text.replace(written, here)
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert blocks
-    namespace: dict = {"__name__": "page"}
+    namespace: dict[str, Any] = {"__name__": "page"} | names
     printed = ""
-    for kind, text in blocks:
+    for kind, block in blocks:
         if kind == "text":
-            assert printed.strip() == text.strip()
+            assert printed.strip() == block.strip()
             continue
         with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            exec(compile(text, str(DOCS / page), "exec"), namespace)
+            exec(compile(block, str(path), "exec"), namespace)
         printed = stdout.getvalue()
-
-
-def test_the_readmes_generate_compiles_on_a_cpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    (block,) = (block for block in blocks if "compile_config" in block)
-    exec(block, {"model": tiny_model(num_layers=1), "prompt": random_ids(1, 3)})
-    assert [folder.name for folder in tmp_path.iterdir()] == ["001"]
+        if last and last in block:
+            break
+    return namespace
 
 
 @pytest.mark.parametrize("name", reference.files())

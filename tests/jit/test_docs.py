@@ -1,5 +1,7 @@
 """docs/jit.md as written: its files, its examples, and on a GPU those that need one."""
 
+import ast
+import builtins
 import importlib
 import re
 import sys
@@ -15,6 +17,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "jit.md").read_text()
 BLOCKS = re.findall(r"```(?:cpp|python)\n(.*?)```", PAGE, re.DOTALL)
 FILES = {match[1]: block for block in BLOCKS if (match := re.match(r"(?://|#) (\w+\.(?:cuh|cpp|py))\b", block))}
 EXAMPLES = [block for block in BLOCKS if block not in FILES.values()]
+
+
+def needs_gpu(example):
+    return example.startswith("# on a GPU")
 
 
 @pytest.fixture
@@ -43,9 +49,19 @@ def run(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_the_page_s_examples(run):
-    on_cpu = [example for example in EXAMPLES if not example.startswith("# on a GPU")]
-    assert (len(FILES), len(on_cpu), len(EXAMPLES)) == (6, 3, 5)
-    run(on_cpu)
+    """In order, as they are written. Where there is no GPU, those that need one are read: imports run, names exist."""
+    assert (len(FILES), sum(map(needs_gpu, EXAMPLES)), len(EXAMPLES)) == (6, 2, 5)
+    for example in EXAMPLES:
+        if torch.cuda.is_available() or not needs_gpu(example):
+            run([example])
+            continue
+        tree = ast.parse(example)
+        imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        module = run(map(ast.unparse, imports))
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        assert {node.id for node in names} <= {*vars(module), *vars(builtins), *bound}
 
 
 @pytest.mark.parametrize("name", ["doubled", "scaled"])
@@ -66,7 +82,7 @@ def test_dynamo_finds_what_an_example_defines(run):
 
 @pytest.mark.gpu
 def test_its_examples_on_a_gpu(run):
-    run([example for example in EXAMPLES if example.startswith("# on a GPU")])
+    run(filter(needs_gpu, EXAMPLES))
 
 
 @pytest.mark.gpu
