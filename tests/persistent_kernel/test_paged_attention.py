@@ -124,6 +124,8 @@ def test_places_of_tokens():
     assert row == [5 * 4, 5 * 4 + 1, 1 * 4 + 3, -1]
     assert of(1, [0, 1], [0, 0], [2], [0])[2:] == [[0], [-1]]  # no page
     assert of(1, [0, 1], [0, 3], [2], [1])[2:] == [[0], [-1]]  # more pages than there are entries
+    assert of(1, [0, 1], [0, 1, 2], [2, 3], [5])[2:] == [[0], [-1]]  # which would be another request's page
+    assert of(1, [0, 1], [0, 1], [2], [0])[2:] == [[0], [-1]]
 
 
 def test_what_is_missing_is_named():

@@ -38,7 +38,8 @@ def places(
 
     Request r has tokens ``qo_indptr[r] .. qo_indptr[r + 1]``, the last of what its pages
     ``kv_indptr[r] .. kv_indptr[r + 1]`` hold: all full but for the last one, which has ``last_page_len[r]``. A token of
-    no request attends to nothing and is written nowhere (row -1).
+    no request, or of one whose last page holds more than a page or nothing, attends to nothing and is written nowhere
+    (row -1).
     """
     token = torch.arange(num_tokens, device=qo_indptr.device)
     ends, num_entries = qo_indptr[1:].long(), kv_indices.shape[0]
@@ -50,7 +51,8 @@ def places(
     )
     position = (last - first - 1) * page_size + tail - end + token
     entry = first + position // page_size
-    is_live = is_live & (position >= 0) & (entry >= 0) & (entry < num_entries)
+    is_live = is_live & (position >= 0) & (entry >= 0) & (entry < num_entries) & (entry < last)
+    is_live = is_live & (tail > 0) & (tail <= page_size)
     page = kv_indices.long().index_select(0, entry.clamp(0, num_entries - 1))
     row = torch.where(is_live & (page >= 0), page * page_size + position % page_size, -1)
     return first, position.clamp(min=0), torch.where(is_live, position + 1, 0), row
