@@ -123,7 +123,7 @@ def measure_step(case: dict[str, Any]) -> list[Result]:
 
     ours = copy.deepcopy(model)
     steps = {name: BASELINES[name](model) for name in case["baselines"]}
-    steps["mpk"] = torch.compile(ours, backend="mpk", options={"max_positions": tokens, "fallback": "error"})
+    steps["mpk"] = torch.compile(ours, backend="mpk", options={"while_building": "wait", "fallback": "error"})
 
     def logits_of(step: Step) -> Tensor:
         rewind(cache, position)

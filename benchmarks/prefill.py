@@ -66,7 +66,7 @@ def measure_on_gpu(case: dict[str, Any]) -> list[Result]:
     model = random_model(CONFIGS[case["model"]](), "cuda", getattr(torch, case["dtype"]))
     ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1)).cuda()
     cache: StaticCache = fill(model, ids, tokens + 128)[0]
-    options = {"max_positions": tokens, "fallback": "error"}
+    options = {"while_building": "wait", "fallback": "error"}
     makers = {"mpk": lambda: last_logits(torch.compile(model, backend="mpk", options=options))}
     makers |= {name: lambda name=name: STEPS[name](last_logits(model)) for name in case["baselines"]}
     results: list[Result] = []
@@ -99,7 +99,7 @@ def measure(case: dict[str, Any]) -> list[Result]:
     ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1))
     cache: StaticCache = fill(model, ids, tokens)[0]
     steps = {name: BASELINES[name](model) for name in case["baselines"]}
-    options = {"max_positions": tokens, "fallback": "error"}
+    options = {"while_building": "wait", "fallback": "error"}
     steps["mpk"] = torch.compile(copy.deepcopy(model), backend="mpk", options=options)
 
     def logits_of(step: Step) -> Tensor:

@@ -28,9 +28,10 @@ def test_each_is_described_and_raised_by_a_test(error):
     assert is_base or re.search(rf"raises\(\s*(errors\.)?{error.__name__}\b", tests)
 
 
-def compile_strictly(function, *inputs):
+def compile_strictly(function, *inputs, **options):
     """What the backend raises, without the wrapping that torch.compile adds."""
-    return lookup_backend("mpk")(torch.fx.symbolic_trace(function), list(inputs), options={"fallback": "error"})
+    strict = {"fallback": "error"} | options
+    return lookup_backend("mpk")(torch.fx.symbolic_trace(function), list(inputs), options=strict)
 
 
 def test_options():
@@ -65,11 +66,12 @@ def test_a_prompt_is_declined_but_no_error_unless_asked_for():
 
     inputs = [torch.randn(1, 2, 5, 8) for _ in range(3)]
     with pytest.raises(errors.PrefillDeclined, match=r"a step over 5 positions \(prefill\), where max_positions is 1"):
-        admission.check_graph(capture(torch.fx.symbolic_trace(function), inputs))
+        admission.check_graph(capture(torch.fx.symbolic_trace(function), inputs), max_positions=1)
     with pytest.raises(errors.PrefillDeclined):
-        compile_strictly(function, *inputs)
+        compile_strictly(function, *inputs, max_positions=1)
     with torch.no_grad():
-        assert torch.equal(torch.compile(function, backend="mpk")(*inputs), function(*inputs))
+        step = torch.compile(function, backend="mpk", options={"max_positions": 1})
+        assert torch.equal(step(*inputs), function(*inputs))
 
 
 def test_what_should_not_happen(monkeypatch):

@@ -148,7 +148,8 @@ def test_graphs_that_are_not_ours_count_as_such():
 @pytest.mark.slow
 def test_prefill_is_left_to_pytorch_as_intended():
     model = tiny_model(num_layers=1)
-    report = explain(model, input_ids=random_ids(1, 5), use_cache=False)
+    assert explain(model, input_ids=random_ids(1, 5), use_cache=False).num_megakernels == 1
+    report = explain(model, input_ids=random_ids(1, 5), use_cache=False, options={"max_positions": 1})
     assert report.num_megakernels == 0
     assert report.share("flops") == 0
     assert report.parts[0].flops > 0

@@ -11,7 +11,7 @@ import torch
 from torch_mpk import _C, registry
 from torch_mpk.aliasing import value
 from torch_mpk.capture import Captured, source_line
-from torch_mpk.config import MAX_ROWS
+from torch_mpk.config import MAX_POSITIONS, MAX_ROWS
 from torch_mpk.errors import (
     AutocastError,
     GradModeError,
@@ -21,7 +21,7 @@ from torch_mpk.errors import (
     UnsupportedError,
 )
 from torch_mpk.foreign import is_foreign, is_plain, path_of
-from torch_mpk.prompts import positions_of
+from torch_mpk.prompts import Positions, hint, positions_of
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def check_call(inputs: Sequence[Any], names: Sequence[str] | None = None) -> tor
     return device
 
 
-def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | None = None) -> None:
+def check_graph(captured: Captured, max_positions: int = MAX_POSITIONS, target: _C.Target | None = None) -> None:
     """Raises DeclinedError for a cache that grows, and for a prefill that is left to others, unless it goes by page: a
     step over more positions than ``max_positions``, or where a GPU's warpgroups cannot multiply, over more than a few
     of one sequence. ``target``: what is built for, a CPU by default."""
@@ -74,17 +74,33 @@ def check_graph(captured: Captured, max_positions: int = 1, target: _C.Target | 
             grown = [sources[part] for part in node.args[0] if _CACHE_SOURCE.search(sources.get(part, ""))]
             if grown:
                 raise GrowingCacheError(source=grown[0], line=source_line(node))
-    for *sizes, dtype in positions_of(captured) if not any(map(_is_paged, nodes)) else ():
-        batch, length = (n if isinstance(n, int) else n.node.hint for n in sizes)
-        most, why = max_positions, f"max_positions is {max_positions}"
-        if length > 1 and not takes_prompts(target, dtype):
-            most = min(most, MAX_ROWS if batch == 1 else 1)
-            why += f", and {dtype} on this device takes {MAX_ROWS} of one sequence, and 1 of several"
-        if length > most:
-            raise PrefillDeclined(length=length, why=why)
+    lengths = [hint(length) for _, length, _ in _positions(captured)]
+    most, why = longest(captured, max_positions, target)
+    if lengths and max(lengths) > most:
+        raise PrefillDeclined(length=max(lengths), why=why)
     for node in nodes:
         if node.target is aten.cat.default and any(map(_is_empty_cache, node.args[0])):
             raise GrowingCacheError(source="a key/value cache that is empty before this call", line=source_line(node))
+
+
+def longest(captured: Captured, max_positions: int, target: _C.Target | None = None) -> tuple[int, str]:
+    """Over how many positions of a sequence a graph like this may be, and why over no more."""
+    most, why = max_positions, f"max_positions is {max_positions}"
+    for batch, _, dtype in _positions(captured):
+        rows = MAX_ROWS if hint(batch) == 1 else 1
+        if rows < most and not takes_prompts(target, dtype):
+            most, why = rows, f"{dtype} on this device takes {MAX_ROWS} of one sequence, and 1 of several"
+    return most, why
+
+
+def is_prompt(captured: Captured) -> bool:
+    """Whether it is over several positions of a sequence."""
+    return any(hint(length) > 1 for _, length, _ in _positions(captured))
+
+
+def _positions(captured: Captured) -> list[Positions]:
+    """Of each sequence. Where caches go by page, tokens are rows of a batch."""
+    return [] if any(map(_is_paged, captured.graph_module.graph.nodes)) else positions_of(captured)
 
 
 def takes_prompts(target: _C.Target | None, dtype: torch.dtype) -> bool:

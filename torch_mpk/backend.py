@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_mpk import buckets, build_cache, registry, timing
-from torch_mpk.admission import check_call, check_graph
+from torch_mpk import background, buckets, build_cache, registry, timing
+from torch_mpk.admission import check_call, check_graph, is_prompt, longest
 from torch_mpk.buckets import Numbers, Prompt, bucket_of
 from torch_mpk.build_cache import Stored, build_key
 from torch_mpk.capture import (
@@ -81,7 +82,9 @@ def _run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Opti
 
 
 def reset() -> None:
-    """Forgets what was built, as ``torch.compiler.reset()`` asks for; what is in use stays so."""
+    """Forgets what was built, and drops what is being built in the background, as ``torch.compiler.reset()`` asks for;
+    what is in use stays so, and asks for its builds again."""
+    background.drop()
     _compiled_graphs.clear()
 
 
@@ -99,18 +102,23 @@ def compile_call(
     known = [i for i in range(len(inputs)) if i not in numbers]
     sources = input_sources(gm)
     device = check_call([inputs[i] for i in known], [sources[i] for i in known])
-    each_shape = _for_each_shape(gm, numbers, device, options)
+    each_shape = functools.partial(_for_each_shape, gm, numbers, device, options)
+    meanwhile = _meanwhile(gm, options, for_prompt=False)
     if not numbers:
-        is_deferred = _is_deferred(options, needs_graph)
-        return each_shape if is_deferred else compile_graph(gm, inputs, device, options, needs_graph=needs_graph)
+        if needs_graph or is_dry_run():
+            return compile_graph(gm, inputs, device, options, needs_graph=needs_graph)
+        if meanwhile is not None:
+            return each_shape(meanwhile)
+        return compile_graph(gm, inputs, device, options, later=functools.partial(each_shape, gm.forward))
     try:
         with timing.stage("capture"):
             concrete = capture(gm, inputs, specialize=True)
+        meanwhile = _meanwhile(gm, options, is_prompt(concrete))
         fixed = size_positions(gm, concrete.mutated)
         if set(fixed) == set(numbers):
             check_graph(concrete, options.max_positions, backend_of(device).target(device, options))
             logger.info("building for each shape, because all that differ are sizes of what it writes")
-            return each_shape
+            return each_shape(meanwhile)
         with timing.stage("capture"):
             captured = capture(gm, inputs, specialize=fixed, conditional=True)
             prompt = Numbers.of(captured) if options.max_positions > 1 else None
@@ -119,12 +127,12 @@ def compile_call(
                 captured = capture(gm, inputs, specialize=fixed, conditional=True)
         if prompt is None:
             check_graph(captured, options.max_positions, backend_of(device).target(device, options))
-        make = functools.partial(_for_numbers, gm, prompt, each_shape, device, options, needs_graph)
-        is_deferred = prompt is None and _is_deferred(options, needs_graph)
+        make = functools.partial(_for_numbers, gm, prompt, each_shape(meanwhile), device, options, needs_graph)
+        is_deferred = prompt is None and meanwhile is not None and not (needs_graph or is_dry_run())
         first = None if is_deferred else make(inputs, captured)
     except UnsupportedError as error:
         logger.info("building for each shape, because one build cannot hold for all: %s", error)
-        return each_shape
+        return each_shape(meanwhile)
     if first is not None and not fixed:
         return first
 
@@ -137,14 +145,16 @@ def compile_call(
     return per_call_numbers(
         fixed,
         build,
-        give_up=lambda args, error: each_shape,
-        meanwhile=_meanwhile(gm, options) if prompt is None else None,
+        give_up=lambda args, error: each_shape(meanwhile),
+        meanwhile=meanwhile if prompt is None else None,
         first=None if first is None else ([inputs[i] for i in fixed], first),
     )
 
 
-def _is_deferred(options: Options, needs_graph: bool) -> bool:
-    return options.while_building == "eager" and not (needs_graph or is_dry_run())
+def _meanwhile(gm: torch.fx.GraphModule, options: Options, for_prompt: bool) -> Callable[..., Any] | None:
+    """What runs calls whose build is made in the background; None where they wait for it."""
+    is_eager = for_prompt if options.while_building is None else options.while_building == "eager"
+    return gm.forward if is_eager else None
 
 
 def _for_numbers(
@@ -159,11 +169,14 @@ def _for_numbers(
 ) -> Callable[..., Any]:
     """What runs ``captured``, which has numbers of ``inputs``: in buckets if it is a prompt, else by one build; by
     ``each_shape`` where that holds for some values of them alone."""
-    if prompt is not None:
-        return _in_buckets(gm, prompt.length, each_shape, device, options, captured)
+    run = None if prompt is None else _in_buckets(gm, prompt.length, each_shape, device, options, captured)
+    if run is not None:
+        return run
+    if prompt is not None and is_prompt(captured):
+        return each_shape
     conditions = Conditions(captured)
     run = compile_graph(gm, inputs, device, options, captured, needs_graph=needs_graph)
-    return _where(conditions, run, each_shape)
+    return _where(conditions.hold if conditions else None, run, each_shape)
 
 
 def _in_buckets(
@@ -173,24 +186,22 @@ def _in_buckets(
     device: torch.device,
     options: Options,
     captured: Captured,
-) -> Callable[..., Any]:
-    """What runs prompts, of which input ``number`` is the length, in buckets; by ``each_shape`` what no bucket runs."""
+) -> Callable[..., Any] | None:
+    """What runs prompts, of which input ``number`` is the length, in buckets; by ``each_shape`` what no bucket runs.
+    None where no bucket runs any."""
     try:
         prompt = Prompt(without_packing(captured), number)
     except UnsupportedError as error:
         logger.info("building for each length, because prompts cannot be padded: %s", error)
-        return each_shape
+        return None
+    most, why = longest(captured, options.max_positions, backend_of(device).target(device, options))
 
-    def bucket(args: Sequence[Any]) -> int | None:
-        length = args[number]
-        return bucket_of(length, options.max_positions, device.type) if length <= options.max_positions else None
+    def bucket(args: Sequence[Any]) -> int:
+        return bucket_of(args[number], most, device.type)
 
     def build(args: Sequence[Any]) -> Callable[..., Any]:
-        size = bucket(args)
-        if size is None:
-            raise PrefillDeclined(length=args[number], why=f"max_positions is {options.max_positions}")
         with timing.build():
-            return compile_graph(gm, args, device, options, prompt.graph(size), prompt=prompt)
+            return compile_graph(gm, args, device, options, prompt.graph(bucket(args)), prompt=prompt)
 
     def give_up(args: Sequence[Any], error: Exception) -> Callable[..., Any]:
         if isinstance(error, DeclinedError):
@@ -198,38 +209,45 @@ def _in_buckets(
         logger.info("building for each length, because the bucket of %s has no build: %s", bucket(args), error)
         return each_shape
 
-    in_buckets = per_call(bucket, build, give_up, buckets.MOST, _meanwhile(gm, options))
-    return _where(prompt.conditions, in_buckets, each_shape)
+    def decline(args: Sequence[Any]) -> Callable[..., Any]:
+        raise PrefillDeclined(length=args[number], why=why)
+
+    declined = per_call(lambda args: None, decline, give_up)
+    in_buckets = per_call(bucket, build, give_up, buckets.MOST, _meanwhile(gm, options, for_prompt=True))
+    run = _where(lambda args: args[number] <= most, in_buckets, declined)
+    return _where(prompt.conditions.hold if prompt.conditions else None, run, each_shape)
 
 
-def _where(conditions: Conditions, run: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs calls for which the conditions hold, and hands others on."""
-    if not conditions:
+def _where(
+    holds: Callable[[Sequence[Any]], bool] | None, run: Callable[..., Any], others: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What runs calls for which it holds, and hands others on; None: it holds for all."""
+    if holds is None:
         return run
-    return lambda *args: run(*args) if conditions.hold(args) else others(*args)
+    return lambda *args: run(*args) if holds(args) else others(*args)
 
 
 def _for_each_shape(
-    gm: torch.fx.GraphModule, numbers: Sequence[int], device: torch.device, options: Options
+    gm: torch.fx.GraphModule,
+    numbers: Sequence[int],
+    device: torch.device,
+    options: Options,
+    meanwhile: Callable[..., Any] | None,
+    captured: Captured | None = None,
 ) -> Callable[..., Any]:
-    """What runs a graph by a build for the values of its numbers, of which there may be none."""
+    """What runs a graph by a build for the values of its numbers, of which there may be none; then what there is to
+    build may be known."""
 
     def build(inputs: Sequence[Any]) -> Callable[..., Any]:
         own, others = without_numbers(gm, inputs, numbers)
         with timing.build():
-            run = compile_graph(own, [inputs[i] for i in others], device, options)
+            run = compile_graph(own, [inputs[i] for i in others], device, options, captured)
         return lambda *args: run(*[args[i] for i in others])
 
-    return per_call_numbers(
-        numbers,
-        build,
-        give_up=lambda inputs, error: _left_to_others(gm, inputs, options, error),
-        meanwhile=_meanwhile(gm, options),
-    )
+    def give_up(inputs: Sequence[Any], error: Exception) -> Callable[..., Any]:
+        return _left_to_others(gm, inputs, options, error)
 
-
-def _meanwhile(gm: torch.fx.GraphModule, options: Options) -> Callable[..., Any] | None:
-    return gm.forward if options.while_building == "eager" else None
+    return per_call_numbers(numbers, build, give_up, meanwhile=meanwhile)
 
 
 def _left_to_others(
@@ -261,23 +279,27 @@ def compile_graph(
     *,
     needs_graph: bool = False,
     prompt: Prompt | None = None,
+    later: Callable[[Captured], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """What runs a graph of Dynamo's on inputs like these.
+    """What runs a graph of Dynamo's on inputs like these, whose memory is not looked at where they are fake.
 
     Args:
         captured: what there is to build, where that is known.
         needs_graph: the result must have the graph it was made from, which an earlier process's build has not.
         prompt: what ``captured`` is a bucket's graph of.
+        later: what runs a prompt that is still to be built, if the options have it built in the background.
     """
     needs_graph = needs_graph or bool(options.verify)
-    built_with = dataclasses.replace(options, freeze=False, while_building="wait")  # which are matters of calls
+    built_with = dataclasses.replace(options, freeze=False, while_building=None)  # which are matters of calls
+    is_fake = any(isinstance(each, FakeTensor) for each in inputs)
     with timing.stage("look-up"):
         key = None if needs_graph else build_key(gm, inputs, device, built_with)
         stored = build_cache.get(key) if key else None
     if stored is not None:
         mutated = stored.mutated
         memory = memory_of(input_sources(gm), inputs, mutated)
-        check_apart(inputs, memory)
+        if not is_fake:
+            check_apart(inputs, memory)
         make = functools.partial(CompiledGraph.of_plan, stored.plan, device, built_with)
         compiled = _shared((stored.graph, device, built_with), make)
     else:
@@ -289,8 +311,12 @@ def compile_graph(
         sources = [graph_input.source for graph_input in captured.inputs]
         values = [0 if graph_input.is_foreign else graph_input.value for graph_input in captured.inputs]
         memory = memory_of(sources, values, mutated)
-        check_apart(inputs, memory)
+        if not is_fake:
+            check_apart(inputs, memory)
         graph = captured.key()
+        is_built = _key((graph, device, built_with)) in _compiled_graphs
+        if later is not None and not is_built and _meanwhile(gm, options, is_prompt(captured)) is not None:
+            return later(captured)
         make = functools.partial(build, captured, device, built_with)
         compiled = _shared((graph, device, built_with), make, needs_graph)
         if key and compiled.plan is not None:
@@ -303,12 +329,16 @@ def compile_graph(
 
 def _shared(key: tuple[Any, ...], make: Callable[[], CompiledGraph], needs_graph: bool = False) -> CompiledGraph:
     """A graph that was built before and is still in use is not built again, unless there are other patterns now."""
-    key += tuple(task.name for task in registry.tasks() if task.pattern)
+    key = _key(key)
     compiled = _compiled_graphs.get(key)
     if compiled is None or needs_graph and compiled.partitioned is None:
         compiled = _compiled_graphs[key] = make()
         compiled.seconds = timing.stages()
     return compiled
+
+
+def _key(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return key + tuple(task.name for task in registry.tasks() if task.pattern)
 
 
 def build(captured: Captured, device: torch.device, options: Options) -> CompiledGraph:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import _get_qualified_name
 
 from torch_mpk import _C
@@ -71,7 +72,8 @@ def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.dev
     add([(task.name, task.header, task.headers) for task in tasks() if is_ours(task)])  # a source includes some by path
     add(gm.code)
     for source, value in zip(input_sources(gm), inputs, strict=True):
-        add(source, type(value), value.dtype, value.size(), value.stride(), value.device)
+        cls = torch.Tensor if isinstance(value, FakeTensor) else type(value)  # for which it stands
+        add(source, cls, value.dtype, value.size(), value.stride(), value.device)
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ from torch_mpk import _C
 from torch_mpk.announcements import warn
 from torch_mpk.errors import OptionError, UnknownOptionError
 
-WHILE_BUILDING = ("wait", "eager")
+WHILE_BUILDING = (None, "wait", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 FALLBACKS = ("inductor", "eager", "error")
 MAX_ROWS = 16  # of a batch, and positions of one sequence that are rows of a step: attention reads the cache for each
@@ -45,22 +45,25 @@ class Options:
     where TORCH_MPK_FORBID_COMPILE is set. A prefill that is not ours runs eagerly where this is None."""
     min_segment_nodes: int | None = None
     """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
-    max_positions: int = 1
-    """Positions of each sequence that a step may be over and still be ours, at most 8192. Up to 16 of one sequence (1 +
-    the draft tokens that a step of speculative decoding checks) run on every device; more, and several of several
-    sequences, are prefill, which is ours on the CPU and, in 16-bit dtypes, on GPUs of compute capability 9.0.
+    max_positions: int = MAX_POSITIONS
+    """A bound on the positions of each sequence that a call may be over and still be ours, at most 8192, the default.
+    Up to 16 of one sequence (1 + the draft tokens that a step of speculative decoding checks) run on every device.
+    More, and several of several, are ours on the CPU and, in 16-bit dtypes, on GPUs of compute capability 9.0.
 
     Where the number differs from call to call, so that Dynamo makes it a symbol, calls share a build for each bucket:
     16, 32, 64 and so on up to this option, on the CPU quarters of the way between two, too. A call takes as long as its
     bucket. The first number that Dynamo sees is no symbol yet, and 1 never is: each is a build of its own, the first
-    unless ``torch._dynamo.maybe_mark_dynamic(input_ids, 1)`` comes before it. Without a cache, as prompts
-    are scored, prompts share buckets as well (``use_cache=False``). Each number is a build where positions meet
+    unless ``torch._dynamo.maybe_mark_dynamic(input_ids, 1)`` comes before it. Without a cache prompts share buckets as
+    well (``use_cache=False``), and so do texts that an encoder reads. Each number is a build where positions meet
     elsewhere; the log says so, and a warning, where builds are made again that were dropped for others."""
-    while_building: Literal["wait", "eager"] = "wait"
-    """What a call does while the kernel that it needs is built, some 20 seconds for a large model on a GPU: wait, or
-    run eagerly, as do others until a thread in the background is done; a warning says so once. From then on calls of
-    its kind are the kernel's, so results may change by rounding. What cannot be built raises, or falls back, at the
-    next call. Do not capture a CUDA graph meanwhile."""
+    while_building: Literal["wait", "eager"] | None = None
+    """What a call does while the kernel that it needs is built, some 20 seconds for a large model on a GPU. "wait": it
+    waits. "eager": it runs eagerly, as do others until a thread in the background has built the kernel; a warning says
+    so once. None: prompts, and texts in buckets, run eagerly, while all else, decode steps among it, waits.
+
+    When a kernel arrives, calls of its kind are the kernel's: their results may then have other bits, by rounding. Who
+    wants the same bits from the first call on takes "wait". What cannot be built raises, or falls back, at the next
+    call. A CUDA graph that is captured meanwhile keeps eager's kernels."""
     verify: bool | int = False
     """Compare with eager, on copies of what a call writes: True the first call, n the first and every n-th after it."""
     num_threads: int | None = None
@@ -123,7 +126,7 @@ class Options:
             "num_threads",
             f"an int from 1 to {MAX_THREADS}",
         )
-        expect(self.while_building in WHILE_BUILDING, "while_building", f"one of {', '.join(WHILE_BUILDING)}")
+        expect(self.while_building in WHILE_BUILDING, "while_building", "wait, eager or None")
         nodes = self.min_segment_nodes
         expect(nodes is None or is_int(nodes) and nodes > 0, "min_segment_nodes", "an int > 0")
         most = self.max_positions

@@ -113,8 +113,8 @@ class PrefillDeclined(DeclinedError):
 
     template = "a step over {length} positions (prefill), where {why}: {remedy}"
     remedy = (
-        "options={'max_positions': n} has steps over up to n positions compiled, those of many lengths for buckets of "
-        "them; the model itself, called without torch.compile, spends no time on compiling what runs eagerly"
+        "raise max_positions if that is the bound, or cut the prompt into chunks that are ours, as "
+        "torch_mpk.generate(prefill_chunk_size=...) does; the model itself, without torch.compile, compiles nothing"
     )
 
 

@@ -121,9 +121,10 @@ def generate(
         prompt_lookup_num_tokens: where the last tokens were there before, take so many that followed them for a draft,
             at most 15, and check it in one step. Greedy, one sequence without padding; the tokens are the same.
         prefill_chunk_size: compile the prompt, too, and run it in chunks of at most so many tokens, from 16 to 8192:
-            one launch each, built once for a bucket (docs/options.md), model, batch and cache length. Models of full
-            attention alone. None: 2048 where that is fast and the builds are few, which is on a GPU that takes prompts,
-            if ``max_cache_len`` is given; elsewhere the prompt runs eagerly.
+            one launch each, built once for a bucket (docs/options.md), model, batch and cache length; the call waits
+            for builds. Models of full attention alone. None: 2048 where that is fast and the builds are few, which is
+            on a GPU that takes prompts, if ``max_cache_len`` is given, and chunks run eagerly while their kernels are
+            built in the background; elsewhere the prompt runs eagerly.
         options: of the backend, as ``torch.compile(options=...)`` takes them.
         stats: gets "first_token_seconds" (the prompt), "seconds" (all later tokens, with the first call's compilation)
             and "tokens_per_second" (later tokens of all rows in that time, those behind a row's end included). The log
@@ -253,7 +254,7 @@ class _Decode:
         if self.is_eager:
             return
         if chunk_size is not None:
-            self.compile_prompt(chunk_size)
+            self.compile_prompt(chunk_size, while_building="wait")
         elif is_chosen and self.is_replayable and _is_fast_with_prompts(self.model, self.prompt.device, self.options):
             # The rest of a model that is not all ours is left to PyTorch, as the whole prompt would be.
             self.compile_prompt(_CHUNK, fallback="eager")
@@ -262,9 +263,13 @@ class _Decode:
         """Lets the prompt run in chunks of at most so many positions; ``options`` are for where the call has none."""
         self._expect_full_attention("prefill_chunk_size")
         self.prefill_chunk_size = chunk_size
-        self.prompt_options = {name: option for name, option in options.items() if name not in (self.options or {})}
+        self.prompt_options = self._unless_chosen(**options)
         # The cache's tensors are made now: made by a compiled chunk, they would be other inputs for the next one.
         allocate(self.cache, self.model, self.prompt)
+
+    def _unless_chosen(self, **options: Any) -> dict[str, Any]:
+        """Those that the call does not have."""
+        return {name: option for name, option in options.items() if name not in (self.options or {})}
 
     def choose_by(self, settings: GenerationSettings, processors: Any, generator: torch.Generator | None) -> None:
         if not settings.do_sample and not processors:
@@ -343,7 +348,7 @@ class _Decode:
             size = 1 + num_drafts if draft else 1  # two builds, whatever drafts there are
             if size not in steps:
                 inputs = first | {name: _widened(first[name], size) for name in TIMED if name in first}
-                compiled = self._step(_next_tokens, max_positions=size)
+                compiled = self._step(_next_tokens, **self._unless_chosen(while_building="wait"))
                 steps[size] = inputs, compiled.prepare((self.model, inputs), self._is_replayed)
             inputs, step = steps[size]
             given = [new[-1], *draft]

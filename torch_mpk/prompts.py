@@ -20,6 +20,11 @@ from torch_mpk.patterns.rewriter import CASTS, argument, aten, is_call, is_tenso
 Size = int | torch.SymInt
 
 
+def hint(size: Size) -> int:
+    """As large as it is in the call that a graph was captured from."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 class Positions(NamedTuple):
     """``batch`` sequences, and as many positions of each as ``length``, on which an operation works in ``dtype``."""
 

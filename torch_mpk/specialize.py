@@ -10,15 +10,18 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_mpk import background
 from torch_mpk.announcements import warn
+from torch_mpk.background import Job
 from torch_mpk.capture import source_line
 from torch_mpk.dry_run import is_dry_run
+from torch_mpk.foreign import is_plain
 
 MAX_BUILDS = 16
 _MAX_DROPPED = 1024  # keys that are remembered
@@ -26,7 +29,6 @@ MAX_FAILURES = 4  # after as many, a graph is taken to be none of ours whatever 
 
 
 Args = tuple[Any, ...]
-T = TypeVar("T")
 
 
 def per_call_numbers(
@@ -69,16 +71,16 @@ def per_call(
     Args:
         key_of: calls with equal keys share a build.
         build: makes the callable for a first call's arguments and all that share its key.
-        give_up: makes the callable where there is no build, once ``build`` has raised the error it is given.
+        give_up: makes the callable where there is no build, once ``build`` has raised the error it is given. It is
+            called by the thread of a call, whose error is what it raises.
         limit: builds that are kept; the one not used for the longest time is dropped.
-        meanwhile: what runs calls whose build another thread is at. None: they wait. What ``give_up`` raises there is
-            raised by the next such call.
+        meanwhile: what runs calls whose build is made in the background. None: they wait.
         known: builds that there are, by their keys.
     """
     built = _Builds(limit, known)
     given_up: list[Callable[..., Any]] = []
-    pending: dict[Hashable, Future[Callable[..., Any]]] = {}  # in the background; those that failed, until a call asks
-    lock = threading.Lock()  # of the two; held for moments only
+    pending: dict[Hashable, Job[Callable[..., Any]]] = {}  # in the background
+    lock = threading.Lock()  # of the first and the last; held for moments only, and never by the thread that builds
 
     def find(key: Hashable) -> Callable[..., Any] | None:
         with lock:
@@ -87,9 +89,9 @@ def per_call(
                 return built[key]
             return given_up[-1] if len(given_up) >= MAX_FAILURES else None
 
-    def make(key: Hashable, args: Args) -> Callable[..., Any]:
+    def make(key: Hashable, args: Args, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         try:
-            run = build(args)
+            run = build()
         except Exception as error:
             run = give_up(args, error)
             given_up.append(run)
@@ -98,30 +100,36 @@ def per_call(
         if is_again:
             warn(
                 f"torch_mpk builds again for sizes that it built for before: a graph keeps {limit} builds, and its "
-                "calls come with more sizes in turns. Pad inputs to fewer sizes; options={'max_positions': n} has "
-                "prompts share builds where they can, and the log of torch_mpk.backend says why they cannot"
+                "calls come with more sizes in turns. Pad inputs to fewer sizes; prompts share builds where they can, "
+                "and the log of torch_mpk.backend says why they cannot"
             )
         return run
 
     def wait_for(key: Hashable, args: Args) -> Callable[..., Any]:
         with torch._dynamo.convert_frame.compile_lock:
-            return find(key) or make(key, args)  # another thread may have made it meanwhile
+            # Another thread may have made it meanwhile.
+            return find(key) or make(key, args, functools.partial(build, args))
 
     def begin(key: Hashable, args: Args, eager: Callable[..., Any]) -> Callable[..., Any]:
         with lock:
-            if key in built:
+            if key in built:  # meanwhile
                 return built[key]
-            if key in pending:
-                return pending.pop(key).result() if pending[key].done() else eager
-            future = pending[key] = Future()
-
-        def end(future: Future[Callable[..., Any]]) -> None:
-            with lock:
-                if future.exception() is None:
-                    pending.pop(key, None)  # a call may have taken it as soon as it was done
-
-        future.add_done_callback(end)
-        in_background(functools.partial(make, key, args), future)
+            job = pending.get(key)
+            if job is None or job.is_lost:
+                job = background.submit(functools.partial(build, _stand_ins(args)), owner=call)
+                if job is None:  # the next call asks again
+                    return eager
+                pending[key] = job
+            is_done = job.is_done
+            if is_done:
+                del pending[key]
+        if is_done:
+            return make(key, args, job.result)
+        warn(
+            "torch_mpk builds kernels in the background, and runs calls that need them eagerly meanwhile. When a "
+            "kernel is there its calls may give other bits, by rounding; options={'while_building': 'wait'} has them "
+            "wait for it"
+        )
         return eager
 
     def call(*args: Any) -> Any:
@@ -132,6 +140,20 @@ def per_call(
         return run(*args)
 
     return call
+
+
+def _stand_ins(args: Args) -> Args:
+    """What a build needs to know of arguments, without their memory: a cache may go while a build for it waits.
+    Parameters are themselves, and so is what holds a number."""
+
+    def stand_in(arg: Any) -> Any:
+        is_itself = not isinstance(arg, torch.Tensor) or isinstance(arg, torch.nn.Parameter) or arg.dim() == 0
+        if is_itself or not is_plain(arg):
+            return arg
+        return torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device)
+
+    with FakeTensorMode():
+        return tuple(map(stand_in, args))
 
 
 class _Builds(OrderedDict[Hashable, Callable[..., Any]]):
@@ -152,33 +174,6 @@ class _Builds(OrderedDict[Hashable, Callable[..., Any]]):
         is_again = key in self._dropped
         self._dropped.pop(key, None)
         return is_again
-
-
-_one_build = threading.Lock()  # in the background at a time
-
-
-def in_background(make: Callable[[], T], future: Future[T]) -> None:
-    """Gives the future what ``make`` makes on a thread of its own, in the modes of this one.
-
-    Not under Dynamo's compile lock, which other functions' compilations would wait for: what must not meet them takes
-    it for itself.
-    """
-    warn(
-        "torch_mpk builds kernels in the background, and runs calls that need them eagerly meanwhile, as "
-        "options={'while_building': 'eager'} asks for"
-    )
-    inference_mode = torch.inference_mode(torch.is_inference_mode_enabled())
-    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
-    device = torch.cuda.device(torch.cuda.current_device() if torch.cuda.is_initialized() else -1)  # -1: none
-
-    def work() -> None:
-        try:
-            with _one_build, inference_mode, grad_mode, device:
-                future.set_result(make())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="torch_mpk build", daemon=True).start()
 
 
 def _num_compiled() -> int | None:

@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from torch_mpk.background import go_on
+
 logger = logging.getLogger(__name__)
 
 
@@ -52,7 +54,11 @@ def stages() -> dict[str, float]:
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Times a stage of the build that runs, if one does. Stages of several segments add up."""
+    """Times a stage of the build that runs, if one does. Stages of several segments add up.
+
+    Raises Dropped: see ``background.go_on``.
+    """
+    go_on()
     record = _current.get()
     if record is None:
         yield

@@ -128,7 +128,7 @@ def check_model(seed: int, device: torch.device, num_calls: int) -> None:
     dtype, wider = drawn.model["dtype"], WIDER[drawn.model["dtype"]]
     exact_model = copy.deepcopy(model).to(wider)
     torch.compiler.reset()
-    step = torch.compile(model, backend="mpk", options={"fallback": "error", "max_positions": drawn.positions})
+    step = torch.compile(model, backend="mpk", options={"fallback": "error", "while_building": "wait"})
     for call in range(num_calls):
         new = rng.randint(2, drawn.positions) if drawn.positions > 1 else 1
         length = drawn.cache - new if rng.random() < 0.1 else rng.randint(1, drawn.cache - new)

@@ -4,7 +4,7 @@ import torch
 
 from torch_mpk.testing.tiny import Decoding, random_ids
 
-STRICT = {"fallback": "error"}
+STRICT = {"fallback": "error", "while_building": "wait"}
 
 
 def compiled(model, **options):

@@ -16,10 +16,10 @@ from torch._guards import tracing
 from torch.nn import functional as F
 
 from tests.lowering.harness import run as run_lowered
+from tests.models.stepping import STRICT
 from tests.models.test_prompts import GPU_SIZES, Prompting, compiled, new_cache
-from tests.runtime.test_specialize import wait_for_builds
 from tests.thinned import thinned
-from torch_mpk import backend, lowering
+from torch_mpk import backend, background, lowering
 from torch_mpk.buckets import Numbers, Prompt, bucket_of, chunks_of
 from torch_mpk.capture import capture
 from torch_mpk.errors import IndexRangeError, MpkWarning
@@ -248,7 +248,7 @@ def test_a_full_cache_and_unknown_tokens_are_refused_before_anything_is_written(
 @pytest.mark.slow
 def test_more_positions_than_asked_for_run_eagerly_beside_those_in_buckets(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(dtype=torch.float32, num_layers=1)
-    ours = torch.compile(model, backend="mpk", options={"max_positions": 24})
+    ours = torch.compile(model, backend="mpk", options={"max_positions": 24, "while_building": "wait"})
     with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
         for length in (30, 20, 40, 24):
             ids = marked(random_ids(2, length))
@@ -261,7 +261,7 @@ def test_more_positions_than_asked_for_run_eagerly_beside_those_in_buckets(caplo
 @pytest.mark.slow
 def test_a_verified_prompt_in_a_bucket_is_right() -> None:
     model = tiny_model(dtype=torch.float32, num_layers=1)
-    ours = torch.compile(model, backend="mpk", options={"max_positions": 64, "fallback": "error", "verify": 1})
+    ours = torch.compile(model, backend="mpk", options=STRICT | {"verify": 1})
     with torch.inference_mode():
         for length in (20, 33, 40):
             ours(input_ids=marked(random_ids(2, length)), past_key_values=new_cache(model, 2, 64))
@@ -270,7 +270,7 @@ def test_a_verified_prompt_in_a_bucket_is_right() -> None:
 def test_prompts_run_eagerly_while_their_bucket_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = tiny_model(dtype=torch.float32, num_layers=1)
-    options = {"max_positions": 64, "fallback": "error", "while_building": "eager"}
+    options = {"fallback": "error", "while_building": "eager"}
     ours, num_built = torch.compile(model, backend="mpk", options=options), 0
     go_on, build = threading.Event(), backend.build
     monkeypatch.setattr(backend, "build", lambda *args: build(*args) if go_on.wait(60) else None)
@@ -291,7 +291,7 @@ def test_prompts_run_eagerly_while_their_bucket_is_built(tmp_path: Path, monkeyp
             take(lengths[1])
             assert len(list(tmp_path.iterdir())) == num_built
             go_on.set()
-            wait_for_builds()
+            assert background.wait(60)
             num_built += 1
             assert len(list(tmp_path.iterdir())) == num_built
             take(lengths[1])
@@ -358,7 +358,7 @@ def test_what_mixes_positions_is_built_for_each_length(name: str, caplog: pytest
         x = F.linear(F.embedding(ids, WEIGHT), weight)
         return x + 1, (APART | MIXED)[name](x)
 
-    ours = torch.compile(function, backend="mpk", options={"max_positions": 64, "min_segment_nodes": 1})
+    ours = torch.compile(function, backend="mpk", options={"while_building": "wait", "min_segment_nodes": 1})
     with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
         weight = torch.randn(16, 16) / 4  # keeps x near 1: sums of larger products differ by more, where they cancel
         for length in (20, 23, 33):
@@ -377,7 +377,7 @@ def test_inputs_with_positions_may_be_neither_written_nor_returned(caplog: pytes
         return F.linear(F.embedding(ids, WEIGHT), WEIGHT), ids.view(-1)
 
     for function in (write, give_back):
-        ours = torch.compile(function, backend="mpk", options={"max_positions": 64})
+        ours = torch.compile(function, backend="mpk", options={"while_building": "wait"})
         with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
             for length in (20, 23):
                 given = [marked(random_ids(1, length).clamp(max=90))]

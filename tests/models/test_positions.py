@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lowering.harness import capture, clone, run
-from tests.models.stepping import assert_as_near
+from tests.models.stepping import STRICT, assert_as_near
 from tests.patterns.positions_graph import causal, sdpa, step, with_holes
 from tests.thinned import thinned
 from torch_mpk import lowering
@@ -38,7 +38,7 @@ def test_a_step_over_several_positions_is_eagers(
     model = tiny_model(attention=attention, dtype=dtype, device=device)
     wider = {torch.float32: torch.float64}.get(dtype, torch.float32)
     exact = copy.deepcopy(model).to(wider)
-    ours = torch.compile(model, backend="mpk", options={"max_positions": num_positions, "fallback": "error"})
+    ours = torch.compile(model, backend="mpk", options=STRICT)
     prompt, tokens = random_ids(1, 7, device), random_ids(1, num_positions, device)
     cache, _ = prefill(model, prompt, 48)
     caches = [copy_cache(cache, model.config, t) for t in (dtype, dtype, wider)]
@@ -56,7 +56,7 @@ def test_a_step_over_several_positions_is_eagers(
 
 def test_a_cache_without_room_for_all_positions_is_named_as_one_for_one() -> None:
     model = tiny_model(num_layers=1)
-    ours = torch.compile(model, backend="mpk", options={"max_positions": 3, "fallback": "error"})
+    ours = torch.compile(model, backend="mpk", options=STRICT)
     cache, _ = prefill(model, random_ids(1, 14), 16)
     before = cache.layers[0].keys.clone()
     with (

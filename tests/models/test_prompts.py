@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import StaticCache
 
-from tests.models.stepping import assert_as_near
+from tests.models.stepping import STRICT, assert_as_near
 from tests.thinned import thinned
 from torch_mpk.errors import IndexRangeError
 from torch_mpk.generate import rewind
@@ -22,8 +22,8 @@ WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.floa
 
 
 def compiled(model: torch.nn.Module) -> Any:
-    """That falls back nowhere."""
-    return torch.compile(model, backend="mpk", options={"max_positions": 8192, "fallback": "error"})
+    """That falls back nowhere, nor runs otherwise while it builds."""
+    return torch.compile(model, backend="mpk", options=STRICT)
 
 
 def new_cache(model: torch.nn.Module, batch: int, max_cache_len: int) -> StaticCache:

@@ -2,11 +2,13 @@
 
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from torch_mpk import background
 from torch_mpk.errors import MpkWarning
 from torch_mpk.specialize import MAX_FAILURES, per_call, per_call_numbers
 
@@ -111,7 +113,7 @@ def test_calls_run_otherwise_while_the_background_builds():
         assert call(2, "z") == ("eager", 2, "z")
     assert len(record) == 1
     go_on.set()
-    wait_for_builds()
+    assert background.wait(60)
     assert [call(n) for n in (1, 2)] == [("built", 1), ("built", 2)]
     assert modes == [(True, False)] * 2
 
@@ -130,13 +132,65 @@ def test_what_the_background_could_not_build_is_raised_by_the_next_call():
     call = per_call(lambda args: None, build, give_up, meanwhile=lambda: "eager")
     for _ in range(2):
         assert call() == "eager"
-        wait_for_builds()
+        assert background.wait(60)
         with pytest.raises(RuntimeError, match="too odd"):
             call()
     assert len(tried) == 2
 
 
-def wait_for_builds():
-    for thread in threading.enumerate():
-        if thread.name == "torch_mpk build":
-            thread.join(60)
+def test_a_call_runs_otherwise_while_too_many_builds_wait(monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(background, "MAX_WAITING", 0)
+    call = per_call(lambda args: args[0], lambda args: lambda n: go_on.wait(60), None, meanwhile=lambda n: "eager")
+    assert call(1) == "eager"
+    monkeypatch.undo()
+    with pytest.warns(MpkWarning, match="in the background"):
+        assert call(1) == "eager"
+    go_on.set()
+    assert background.wait(60)
+    assert call(1) is True
+
+
+@pytest.mark.filterwarnings("ignore::torch_mpk.errors.MpkWarning")
+def test_a_build_that_was_dropped_is_asked_for_again():
+    building, go_on, tried = threading.Event(), threading.Event(), []
+
+    def build(args):
+        tried.append(args)
+        building.set()
+        assert go_on.wait(60)
+        background.go_on()
+        return lambda: "built"
+
+    call = per_call(lambda args: None, build, give_up=None, meanwhile=lambda: "eager")
+    assert call() == "eager" and building.wait(60)
+    background.drop()
+    go_on.set()
+    assert background.wait(60)
+    assert call() == "eager"
+    assert background.wait(60)
+    assert call() == "built"
+    assert len(tried) == 2
+
+
+@pytest.mark.filterwarnings("ignore::torch_mpk.errors.MpkWarning")
+def test_what_is_built_in_the_background_holds_no_memory_of_its_call():
+    go_on, given = threading.Event(), []
+
+    def build(args):
+        assert go_on.wait(60)
+        given.extend(args)
+        return lambda *later: "built"
+
+    call = per_call(lambda args: None, build, give_up=None, meanwhile=lambda *args: "eager")
+    cache, number = torch.randn(4, 3, dtype=torch.bfloat16).T, torch.tensor(0.5, dtype=torch.float64)
+    weight, expected = torch.nn.Parameter(torch.randn(2)), (cache.shape, cache.stride(), cache.dtype, cache.device)
+    assert call(cache, number, weight, 7) == "eager"
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None
+    go_on.set()
+    assert background.wait(60)
+    described, *others = given
+    assert (described.shape, described.stride(), described.dtype, described.device) == expected
+    assert others[0] is number and others[1] is weight and others[2] == 7

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_mpk.background import ended_by
 from torch_mpk.errors import CompileError, NoCompilerError, OptionError
 from torch_mpk.jit.manifest import Reading, parse_rule, parse_search
 
@@ -32,9 +33,16 @@ class Compiled:
 def run(command: Sequence[str], folder: Path, **variables: str) -> Compiled:
     """Runs a compiler in the folder of its build, with these variables added to its environment.
 
-    Where the caller is interrupted, the compiler and what it has started end with it: they are a process group.
+    Where the caller is interrupted, the compiler and what it has started end with it: they are a process group. So they
+    do where the build is dropped, in whatever thread.
     """
-    process = None
+    process: subprocess.Popen[str] | None = None
+
+    def kill() -> None:
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     try:
         with _interrupts_held():  # else one that came before the process has a name would leave it running
             process = subprocess.Popen(
@@ -49,11 +57,12 @@ def run(command: Sequence[str], folder: Path, **variables: str) -> Compiled:
                 errors="replace",
                 start_new_session=True,
             )
-        log, _ = process.communicate()
+        with ended_by(kill):
+            log, _ = process.communicate()
     except BaseException:
         if process is not None:
-            with process, contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            with process:
+                kill()
         raise
     return Compiled(process.returncode == 0, shlex.join(command), log)
 
