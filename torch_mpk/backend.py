@@ -32,7 +32,14 @@ from torch_mpk.config import Options, env
 from torch_mpk.dry_run import is_dry_run, will_write
 from torch_mpk.dump import Dump
 from torch_mpk.errors import DeclinedError, PrefillDeclined, UnsupportedError
-from torch_mpk.fallback import announce_fallbacks, check_coverage, compile_others, decline_call, fall_back
+from torch_mpk.fallback import (
+    announce_fallbacks,
+    check_coverage,
+    choice_for_parts,
+    compile_others,
+    decline_call,
+    fall_back,
+)
 from torch_mpk.packing import without_packing
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
@@ -350,9 +357,10 @@ def build(captured: Captured, device: torch.device, options: Options) -> Compile
             tasks = apply(captured.graph_module)
         dump.write("2.tasks.txt", lambda: tasks.print_readable(print_output=False))
         with timing.stage("partition"):
-            partitioned = partition(tasks, options.min_segment_nodes, backend_of(device).target(device, options))
+            target, how = backend_of(device).target(device, options), choice_for_parts(captured, options)
+            partitioned = partition(tasks, options.min_segment_nodes, target, how)
         dump.write("3.segments.txt", partitioned.__str__)
-        check_coverage(partitioned, captured, options)
+        partitioned.estimate = check_coverage(partitioned, captured, options, device)
         compiled = CompiledGraph.build(partitioned, device, options, dump)
         announce_fallbacks(partitioned, captured, options)
         if partitioned.fallbacks:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import types
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.autograd import _profiler_enabled as is_profiling
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.profiler import record_function
 
 from torch_mpk.config import Options
@@ -90,15 +92,13 @@ class CompiledGraph:
         else:
             assert self.partitioned is not None
             root = self.partitioned.gm  # calls the segments by their names
-            modules = dict(root.named_children())
+            plain = {name: _forward(module) for name, module in root.named_children()}
             ours = {
-                name: segment.callable(modules[name], freeze, decline=decline)
-                for name, segment in self.segments.items()
+                name: segment.callable(plain[name], freeze, decline=decline) for name, segment in self.segments.items()
             }
-            runs: dict[str, Callable[..., Any]] = {**modules, **self.others}
-            others = {name: _checked_results(runs[name], handed) for name, handed in _handed_over(root.graph, ours)}
-            modules |= {name: _Call(run) for name, run in (self.others | others | ours).items()}
-            call = _Call(_named(guarded(torch.fx.GraphModule(modules, root.graph).forward, eager, memory, decline)))
+            runs = plain | self.others
+            runs |= {name: _checked_results(runs[name], handed) for name, handed in _handed_over(root.graph, ours)}
+            call = _named(guarded(_straight_line(root.graph, runs | ours), eager, memory, decline))
         call.__dict__["compiled_graph"] = self
         return call
 
@@ -166,7 +166,32 @@ def _named(call: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-class _Call(torch.nn.Module):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = call
+def _forward(module: Any) -> Callable[..., Any]:
+    """What calls its code, and nothing of ``torch.nn.Module``'s around it."""
+    _LazyGraphModule.force_recompile(module)
+    forward = module.forward
+    return lambda *args: forward(*args)
+
+
+def _straight_line(graph: fx.Graph, runs: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """A function that calls the segments of a graph in order: a line of Python for each, and none between them."""
+    lines = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            args = fx.node.map_arg(node.args, copies.__getitem__)
+            copies[node] = lines.call_function(_function(node.target, runs[node.target]), args)
+        else:
+            copies[node] = lines.node_copy(node, copies.__getitem__)
+    return fx.GraphModule({}, lines).forward
+
+
+def _function(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """One with a name, by which FX's code calls it."""
+
+    def named(*args: Any) -> Any:
+        return run(*args)
+
+    function = run if isinstance(run, types.FunctionType) else named
+    function.__name__, function.__module__ = name, __name__
+    return function

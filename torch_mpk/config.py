@@ -44,7 +44,9 @@ class Options:
     compile runs eagerly, and so do parts of a graph with symbolic sizes. None: Inductor on CUDA, eager on the CPU and
     where TORCH_MPK_FORBID_COMPILE is set. A prefill that is not ours runs eagerly where this is None."""
     min_segment_nodes: int | None = None
-    """Operations that a part of a graph needs to be ours, where others fall back. None: what pays for a launch."""
+    """Operations that a part of a graph needs to be ours, where others fall back; 1 keeps every part that could be.
+    None: parts are ours where a call is estimated to be faster so than left whole to what ``fallback`` says.
+    ``torch_mpk.explain`` has both estimates."""
     max_positions: int = MAX_POSITIONS
     """A bound on the positions of each sequence that a call may be over and still be ours, at most 8192, the default.
     Up to 16 of one sequence (1 + the draft tokens that a step of speculative decoding checks) run on every device.

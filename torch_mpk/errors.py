@@ -86,6 +86,13 @@ class GradModeError(UnsupportedError):
     remedy = "wrap the call in torch.inference_mode() or torch.no_grad()"
 
 
+class PartsDeclined(UnsupportedError):
+    """A graph that could be ours in part, but is estimated to be faster without us."""
+
+    template = "{count} of its parts could be ours, but it is {estimate} ({first}): {remedy}"
+    remedy = "options={'min_segment_nodes': 1} keeps the parts regardless, and torch_mpk.explain shows them"
+
+
 class AutocastError(UnsupportedError):
     """Autocast chooses dtypes that the captured graph does not show."""
 

@@ -26,10 +26,11 @@ from torch_mpk.bandwidth import bytes_per_second
 from torch_mpk.capture import capture, written_inputs
 from torch_mpk.compiled_graph import CompiledGraph
 from torch_mpk.config import Options
+from torch_mpk.costs import COSTS, Estimate, extent_bytes
 from torch_mpk.dry_run import dry_run, will_write
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import reason
-from torch_mpk.partition import KERNEL_US, LAUNCH_US, PHASE_US, Fallback, Segment, operations
+from torch_mpk.partition import Fallback, Segment, operations
 from torch_mpk.patterns import apply
 from torch_mpk.registry import Task
 from torch_mpk.runtime import synchronize
@@ -81,6 +82,7 @@ class Graph:
     why: str | None
     seconds: Mapping[str, float]  # stages of the build
     measured_us: float | None  # of a call, from Python on the CPU, of the device's work on CUDA
+    estimate: Estimate | None = None  # where it is ours in part
     misses: list[str] = field(default_factory=list)
 
 
@@ -124,8 +126,8 @@ class Report:
         """The floor, and what launches and dependent phases add on CUDA (docs/architecture.md)."""
         if self.floor_us is None or self.device.type != "cuda":
             return None
-        num_phases = sum(len(part.phases) for part in self.parts)
-        fixed = LAUNCH_US * self.num_megakernels + PHASE_US * num_phases + KERNEL_US * self.num_operations
+        costs, num_phases = COSTS["cuda"], sum(len(part.phases) for part in self.parts)
+        fixed = costs.segment * self.num_megakernels + costs.phase * num_phases + costs.kernel * self.num_operations
         return self.floor_us + fixed
 
     @property
@@ -210,12 +212,18 @@ def _explain_graph(
         why = reason(error) + (" (as intended)" if isinstance(error, PrefillDeclined) else "")
     with tracing(None):
         if compiled is None:
-            return Graph([_whole(gm, inputs)], [], why, seconds, None, _misses(gm, inputs))
+            return Graph([_whole(gm, inputs)], [], why, seconds, None, misses=_misses(gm, inputs))
         assert compiled.partitioned is not None
         parts = [_part(segment, compiled) for segment in compiled.partitioned.segments if _is_work(segment)]
         misses = _misses(gm, inputs)
     return Graph(
-        parts, compiled.partitioned.fallbacks, None, seconds | compiled.seconds, _measure(call, inputs, written), misses
+        parts,
+        compiled.partitioned.fallbacks,
+        None,
+        seconds | compiled.seconds,
+        _measure(call, inputs, written),
+        compiled.partitioned.estimate,
+        misses,
     )
 
 
@@ -304,15 +312,9 @@ def _num_bytes(gm: fx.GraphModule) -> int:
                 continue
             position = _GATHERS.get(node.target)
             is_table = position is not None and node.args[position] is arg
-            needed = sum(map(_extent_bytes, tensors(node if is_table else arg)))
+            needed = sum(map(extent_bytes, tensors(node if is_table else arg)))
             read[arg] = max(read.get(arg, 0), needed)
     return sum(read.values())
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements, those that a stride of 0 repeats counted once."""
-    sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
-    return torch.Size(sizes).numel() * tensor.dtype.itemsize
 
 
 def _measure(call: Callable[..., Any], inputs: Sequence[Any], written: Sequence[int]) -> float:
@@ -370,6 +372,8 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
             yield from (f"    {line}" for line in _kernels(part))
             memory = f"{_mib(part.workspace_bytes)} of workspace, {_mib(part.result_bytes)} of results a call"
             yield f"    memory: {memory}; weights are read in place"
+    if graph.estimate is not None:
+        yield f"  taken in parts: {graph.estimate}"
     for node, source, why in graph.fallbacks:
         yield f"  falls back: {node}" + (f" from {source}" if source else "") + f": {why}"
     for miss in graph.misses:

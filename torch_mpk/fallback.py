@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch_mpk.announcements import warn
 from torch_mpk.capture import Captured
 from torch_mpk.config import Options, env
-from torch_mpk.errors import InternalError, MpkError, PrefillDeclined, UnsupportedError, first_line
+from torch_mpk.costs import COSTS, Estimate, estimate
+from torch_mpk.errors import InternalError, MpkError, PartsDeclined, PrefillDeclined, UnsupportedError, first_line
 from torch_mpk.partition import Partitioned
 
 logger = logging.getLogger(__name__)
@@ -27,13 +28,26 @@ def choice(options: Options, inputs: Sequence[Any]) -> str:
     return "inductor" if is_on_cuda and not env.forbid_compile else "eager"
 
 
-def check_coverage(partitioned: Partitioned, captured: Captured, options: Options) -> None:
-    """Raises UnsupportedError unless everything is ours, or what is not may run between our segments."""
+def check_coverage(
+    partitioned: Partitioned, captured: Captured, options: Options, device: torch.device
+) -> Estimate | None:
+    """Raises UnsupportedError unless everything is ours, or what is not may run between our segments.
+
+    Returns:
+        what made the parts worth it; None where nobody asked.
+    """
     if not partitioned.fallbacks:
-        return
-    how = _choice_for_parts(captured, options)
-    if how == "error" or not any(segment.ours for segment in partitioned.segments):
+        return None
+    how = choice_for_parts(captured, options)
+    parts = [(segment.gm.graph, segment.ours) for segment in partitioned.segments]
+    count = sum(is_ours for _, is_ours in parts)
+    if how == "error" or not count:
         raise _first_reason(partitioned)
+    whole = choice(options, [graph_input.value for graph_input in captured.inputs])
+    estimated = estimate(COSTS[device.type], parts, captured.graph_module.graph, whole, how)
+    if not estimated.pays and options.min_segment_nodes is None:
+        raise PartsDeclined(count=count, estimate=estimated, first=_first_reason(partitioned))
+    return estimated
 
 
 def announce_fallbacks(partitioned: Partitioned, captured: Captured, options: Options) -> None:
@@ -42,7 +56,7 @@ def announce_fallbacks(partitioned: Partitioned, captured: Captured, options: Op
         return
     others = len(partitioned.fallbacks) - 1
     more = f" (and {others} more nodes)" if others else ""
-    how = _choice_for_parts(captured, options)
+    how = choice_for_parts(captured, options)
     warn(_announcement("a part of this graph", how, f"{_first_reason(partitioned)}{more}"))
 
 
@@ -53,7 +67,7 @@ def _first_reason(partitioned: Partitioned) -> UnsupportedError:
 
 def compile_others(partitioned: Partitioned, captured: Captured, options: Options) -> dict[str, Callable[..., Any]]:
     """What runs the segments that are not ours, where that is more than PyTorch running their nodes one by one."""
-    if _choice_for_parts(captured, options) != "inductor":
+    if choice_for_parts(captured, options) != "inductor":
         return {}
     compiled: dict[str, Callable[..., Any]] = {}
     for segment in partitioned.segments:
@@ -100,7 +114,8 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, MpkError) else first_line(error)
 
 
-def _choice_for_parts(captured: Captured, options: Options) -> str:
+def choice_for_parts(captured: Captured, options: Options) -> str:
+    """The fallback between segments of ours."""
     how = choice(options, [graph_input.value for graph_input in captured.inputs])
     # Inductor compiles whole graphs with sizes in them, but not the parts that are cut out of one.
     return "eager" if how == "inductor" and captured.is_symbolic else how

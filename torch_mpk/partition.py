@@ -4,9 +4,8 @@ Segments follow each other in program order and a node never moves across anothe
 order whatever falls back. Views and sizes cost nothing: each segment makes those it needs again, and only tensors with
 memory of their own pass from one segment to another.
 
-Where some nodes fall back, what lies between them is ours only if it pays. The same bytes travel either way; beside it
-PyTorch takes about ``KERNEL_US`` for each operation, and a segment of ours ``LAUNCH_US`` once and ``PHASE_US`` for each
-input of matrix products or attention. A graph that is ours whole is one launch, whatever its size.
+Where some nodes fall back, what lies between them is ours only if one launch is estimated to take less than PyTorch
+does (``costs.py``). A graph that is ours whole is one launch, whatever its size.
 """
 
 from __future__ import annotations
@@ -24,17 +23,12 @@ from torch import fx
 
 from torch_mpk import _C
 from torch_mpk.aliasing import is_scalar, is_view, read_through_inplace, storages, value, written_storages
+from torch_mpk.costs import COSTS, Costs, Estimate, has_own_phase, others_us, ours_us
 from torch_mpk.foreign import Foreign
 from torch_mpk.forms import Form, form_of
 from torch_mpk.lowering import supports
 from torch_mpk.provenance import where
-from torch_mpk.registry import Task
 from torch_mpk.tracing import graph_module
-
-# Microseconds on an H200: docs/architecture.md, section Patterns and partition.
-KERNEL_US = 4
-LAUNCH_US = 20
-PHASE_US = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class Fallback(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Partitioned:
     """``gm`` calls the segments in order, by their names. Where there is one segment, it has all of ``gm``'s inputs and
     outputs, in their order."""
@@ -67,6 +61,7 @@ class Partitioned:
     gm: fx.GraphModule
     segments: list[Segment]
     fallbacks: list[Fallback]
+    estimate: Estimate | None = None  # where it was asked whether the parts pay
 
     def __str__(self) -> str:
         parts = [
@@ -84,18 +79,26 @@ class _Run:
     outputs: list[fx.Node] = field(default_factory=list)
 
 
-def partition(gm: fx.GraphModule, min_segment_nodes: int | None = None, target: _C.Target | None = None) -> Partitioned:
+def partition(
+    gm: fx.GraphModule,
+    min_segment_nodes: int | None = None,
+    target: _C.Target | None = None,
+    how: str = "eager",
+    costs: Costs | None = None,
+) -> Partitioned:
     """Split a graph of ATen and task calls, with example values in ``node.meta["val"]``, into segments.
 
     Ours are the runs of nodes that lowering, and codegen for ``target``, support, where they hold a stream task and pay
-    for a launch, or have ``min_segment_nodes`` if that is given.
+    for a launch, or have ``min_segment_nodes`` if that is given. ``how``: what runs the others, "inductor" or "eager";
+    ``costs``: of the target's kind of device, as a rule.
     """
     gm, graph = _prepared(gm)
+    costs = costs or COSTS["cpu" if target is None else target.device]
     reasons = _reasons(graph, target)
     runs = _runs(graph, reasons)
     fallbacks = [Fallback(node.name, where(node), why) for node, why in reasons.items()]
     for run in runs:
-        why = _why_not_worth(run, bool(reasons), min_segment_nodes) if run.ours else None
+        why = _why_not_worth(run, bool(reasons), min_segment_nodes, costs, how) if run.ours else None
         if why is not None:
             run.ours = False
             fallbacks.append(Fallback(run.nodes[0].name, where(run.nodes[0]), why))
@@ -132,24 +135,18 @@ def _prepared(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.Graph]:
     return copied, copied.graph
 
 
-def _why_not_worth(run: _Run, is_part: bool, min_nodes: int | None) -> str | None:
-    own_phases = [node for node in run.nodes if _has_own_phase(node)]
-    if not own_phases:
+def _why_not_worth(run: _Run, is_part: bool, min_nodes: int | None, costs: Costs, how: str) -> str | None:
+    if not any(map(has_own_phase, run.nodes)):
         return "it and its neighbours hold no matrix product or attention, and are not worth a launch"
     if not is_part:
         return None
     if min_nodes is not None:
         is_worth = len(run.nodes) >= min_nodes
     else:
-        num_phases = len({node.args[0] for node in own_phases})
-        is_worth = KERNEL_US * len(run.nodes) >= LAUNCH_US + PHASE_US * num_phases
+        is_worth = ours_us(costs, run.nodes) <= others_us(costs, run.nodes, how)
     if is_worth:
         return None
     return f"it and its neighbours, {len(run.nodes)} operations between what falls back, are not worth a launch"
-
-
-def _has_own_phase(node: fx.Node) -> bool:
-    return isinstance(node.target, Task) and node.target.role in ("stream", "tile")
 
 
 def _work(graph: fx.Graph) -> list[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import torch_mpk.partition as stage
 from torch_mpk import _C, patterns, registry
 from torch_mpk.aliasing import is_view, storages
 from torch_mpk.capture import capture
+from torch_mpk.costs import COSTS
 from torch_mpk.forms import form_of
 
 aten = torch.ops.aten
@@ -114,10 +116,11 @@ def test_a_small_run_between_fallbacks_is_left_to_them(monkeypatch):
 
     gm = graph_of(function, X, W)
     monkeypatch.setattr(stage, "supports", lambda node, target: "refused" if node.target is aten.sort.default else None)
-    monkeypatch.setattr(stage, "KERNEL_US", 4)
-    monkeypatch.setattr(stage, "LAUNCH_US", 20)
-    monkeypatch.setattr(stage, "PHASE_US", 8)
-    partitioned = stage.partition(gm)  # 4 operations for each phase: 16 us against 8, so 20 us need 3 of them
+    times = {"operation": 4, "segment": 20, "phase": 8, "bytes_per_us": 1e9, "others_bytes_per_us": 1e9}
+    costs = dataclasses.replace(COSTS["cpu"], **times)
+    partitioned = stage.partition(
+        gm, costs=costs
+    )  # 4 operations for each phase: 16 us against 8, so 20 us need 3 of them
     assert_well_formed(partitioned)
     assert ours(partitioned) == [False, True, False, True]
     assert [segment.num_operations for segment in partitioned.segments] == [8, 24, 2, 120]
