@@ -152,6 +152,8 @@ class _Check:
     Attributes:
         results: those of the graph that have positions.
         counted: nodes that number the positions from 0 on.
+        tables: slices of the first rows of something, one for each position, and the dimensions of these rows.
+        first: nodes that take the first position.
         sized: nodes to which the number of positions is a size, rather than a value.
         attending: attention to the prompt's own keys, and softmax of its scores: padded keys are to be hidden from it.
         weights: what such softmax gives, 0 for padded keys.
@@ -161,6 +163,8 @@ class _Check:
         self.symbol = symbol
         self.results: list[_Result] = []
         self.counted: set[fx.Node] = set()
+        self.tables: dict[fx.Node, int] = {}
+        self.first: set[fx.Node] = set()
         self.sized: set[fx.Node] = set()
         self.attending: set[fx.Node] = set()
         self.weights: set[fx.Node] = set()
@@ -230,6 +234,9 @@ class _Check:
                 raise UnsupportedError("it counts from or to other numbers than the prompt's length")
             self.counted.add(node)
             self._outside.add(node)
+        elif is_call(node, aten.slice.Tensor) and self._is_table(node, arguments(node)):
+            self.tables[node] = arguments(node)["dim"] % _rank(node)
+            return
         elif has_numbers and not is_pointwise:
             self._expect_size(node)
         rule = _RULES.get(node.target)
@@ -239,6 +246,10 @@ class _Check:
             raise UnsupportedError("it may mix a prompt's positions")
         if self._is_outside(node):
             self._outside.add(node)
+
+    def _is_table(self, node: fx.Node, args: dict[str, Any]) -> bool:
+        """Whether it takes as many rows as there are positions, as models do of numbers and embeddings of positions."""
+        return self.dim(args["self"]) is None and args["start"] in (None, 0) and self.is_length(args["end"])
 
     def _expect_size(self, node: fx.Node) -> None:
         name = _SIZES.get(node.target)
@@ -388,9 +399,12 @@ def _slice(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
 @_rule(aten.select.int)
 def _select(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     source, index = args["self"], args["index"]
-    is_along = args["dim"] % _rank(source) == check.dim(source)
-    if is_along and not (isinstance(index, int) and index < 0):
-        raise UnsupportedError("it takes a position that is not among the last")
+    if args["dim"] % _rank(source) != check.dim(source) or isinstance(index, int) and index < 0:
+        return
+    # Counted from the first real position it has another place in each call, so that it is a copy, and no view.
+    if index != 0 or any(written_storages(each) & storages(node) for each in node.graph.nodes):
+        raise UnsupportedError("it takes a position that is neither the first nor among the last")
+    check.first.add(node)
 
 
 @_rule(aten.rms_norm.default, aten.layer_norm.default)
@@ -426,6 +440,12 @@ def _dropout(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
 @_rule(aten.embedding.default)
 def _embedding(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     if check.dim(node.args[0]) is not None:  # its rows
+        raise UnsupportedError("it looks up positions of a prompt")
+
+
+@_rule(aten.gather.default)
+def _gather(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
+    if check.dim(args["self"]) is not None or check.is_outside(args["index"]):
         raise UnsupportedError("it looks up positions of a prompt")
 
 
@@ -494,7 +514,7 @@ class _Padding:
         self.graph = fx.Graph(owning_module=gm)
         self.nodes: dict[fx.Node, Any] = {}  # the captured graph's -> this one's
         self.number = gm.graph.find_nodes(op="placeholder")[number]
-        self.positions: dict[torch.device, fx.Node] = {}
+        self.positions: dict[tuple[torch.device, int], fx.Node] = {}
         self.visible: dict[tuple[torch.device, bool, int], fx.Node] = {}
 
     def run(self) -> fx.Graph:
@@ -508,6 +528,10 @@ class _Padding:
         for node in list(self.gm.graph.nodes)[len(placeholders) :]:
             if node in self.check.counted:
                 self.nodes[node] = self._count(value(node))
+            elif node in self.check.tables:
+                self.nodes[node] = self._take(node)
+            elif node in self.check.first:
+                self.nodes[node] = self._first(node)
             elif node in self.check.attending:
                 self.nodes[node] = self._attend(node)
             else:
@@ -583,12 +607,26 @@ class _Padding:
         return self.visible[key]
 
     def _count(self, like: torch.Tensor) -> fx.Node:
-        """The number of each position: from 0 on, and at padded ones far below."""
-        device = like.device
-        if device not in self.positions:
+        numbers = self._numbers(like.device, _PADDED)
+        return numbers if like.dtype == torch.int64 else self._call(aten.to.dtype, numbers, like.dtype)
+
+    def _take(self, node: fx.Node) -> fx.Node:
+        """A row for each position; any row there is for padded ones."""
+        rows = self._numbers(value(node).device, 0)
+        return self._call(aten.index_select.default, self.nodes[node.args[0]], self.check.tables[node], rows)
+
+    def _first(self, node: fx.Node) -> fx.Node:
+        source, dim = self.nodes[node.args[0]], arguments(node)["dim"]
+        places = self._call(aten.arange.default, 1, device=value(source).device)
+        place = self._call(aten.add.Tensor, places, self.front)
+        first = self._call(aten.index_select.default, source, dim, place)
+        return self._call(aten.select.int, first, dim, 0)
+
+    def _numbers(self, device: torch.device, padded: int) -> fx.Node:
+        """The number of each position: from 0 on, and ``padded`` at padded ones."""
+        if (device, padded) not in self.positions:
             places = self._call(aten.arange.default, self.size, device=device)
             is_real = self._call(aten.ge.Scalar, places, self.front)
             numbers = self._call(aten.sub.Tensor, places, self.front)
-            self.positions[device] = self._call(aten.where.ScalarOther, is_real, numbers, _PADDED)
-        numbers = self.positions[device]
-        return numbers if like.dtype == torch.int64 else self._call(aten.to.dtype, numbers, like.dtype)
+            self.positions[device, padded] = self._call(aten.where.ScalarOther, is_real, numbers, padded)
+        return self.positions[device, padded]

@@ -48,8 +48,28 @@ class Costs:
 
 # Measured by ``benchmarks/partial.py --constants``; docs/performance.md says where and when.
 COSTS = {
-    "cpu": Costs(60, 6, 3.5, 40, 3, 4, 16_000, 8_000, 60_000),
-    "cuda": Costs(20, 8, 5.4, 60, 4, 8, 4_000_000, 3_500_000, 500_000_000),
+    "cpu": Costs(
+        segment=52,
+        phase=1,
+        operation=2.6,
+        graph=5.4,
+        kernel=1.8,
+        part=3,
+        bytes_per_us=17_500,
+        others_bytes_per_us=15_000,
+        flops_per_us=50_000,
+    ),
+    "cuda": Costs(
+        segment=20,
+        phase=8,
+        operation=5.4,
+        graph=60,
+        kernel=4,
+        part=8,
+        bytes_per_us=4_000_000,
+        others_bytes_per_us=3_500_000,
+        flops_per_us=500_000_000,
+    ),
 }
 
 
@@ -156,6 +176,13 @@ class _Counter(TorchDispatchMode):
         self.num_operations, self.flops = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # asks for a device
+            return func(*args, **kwargs or {})
+        if func._overloadpacket not in flop_registry:
+            with self:  # inference mode decomposes nothing before it comes here
+                result = func.decompose(*args, **kwargs or {})
+            if result is not NotImplemented:
+                return result
         result = func(*args, **kwargs or {})
         self.num_operations += not (func.is_view or func in (aten.detach.default, aten.alias.default))
         count = flop_registry.get(func._overloadpacket)

@@ -320,6 +320,9 @@ def write_behind(x: torch.Tensor) -> torch.Tensor:
 
 APART: dict[str, Callable[[torch.Tensor], Any]] = {
     "last": lambda x: (x[:, -1:], x[:, -2]),
+    "first": lambda x: (x[:, 0], x[:, 0] * 2),
+    "row of a table": lambda x: x + WEIGHT[: x.shape[1]],
+    "gathered": lambda x: x + WEIGHT.T.contiguous().gather(0, (x[0] > 0).long()),
     "masked": lambda x: F.scaled_dot_product_attention(heads(x), KEYS, KEYS, torch.ones(x.shape[1], 64).bool()),
     "numbered": lambda x: x + torch.arange(x.shape[1])[:, None].float(),
     "scaled": lambda x: x * x.shape[1],
@@ -333,7 +336,10 @@ MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
     "mean": lambda x: x.mean(1),
     "softmax": lambda x: x.softmax(1),
     "flip": lambda x: x.flip(1),
-    "first": lambda x: x[:, :1],
+    "second": lambda x: x[:, 1],
+    "first, written": lambda x: x.clone()[:, 0].add_(1),
+    "first ones": lambda x: x[:, :1],
+    "rows from the second on": lambda x: x + WEIGHT[1 : x.shape[1] + 1],
     "rest": lambda x: x[:, 2:],
     "cat": lambda x: torch.cat([x, x], 1),
     "merged": lambda x: x.expand(2, -1, -1).reshape(-1, 16) + 1,
