@@ -320,10 +320,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--how", nargs="+", default=["inductor" if is_cuda else "eager"], choices=["eager", "inductor"])
     parser.add_argument("--dtype", default="bfloat16" if is_cuda else "float32")
+    parser.add_argument("--threads", type=int, help="of the CPU; on a busy machine take 1")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     warnings.simplefilter("ignore", MpkWarning)
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
     device, dtype = torch.device("cuda", 0) if is_cuda else torch.device("cpu"), getattr(torch, asked.dtype)
     with torch.inference_mode():
         if asked.constants:
@@ -339,7 +342,12 @@ def main() -> None:
     report = {
         "title": "Graphs that are ours in part, ms a call",
         "environment": environment(),
-        "setting": {"dtype": asked.dtype, "rounds": asked.rounds, "costs": dataclasses.asdict(COSTS[device.type])},
+        "setting": {
+            "dtype": asked.dtype,
+            "rounds": asked.rounds,
+            "threads": torch.get_num_threads(),
+            "costs": dataclasses.asdict(COSTS[device.type]),
+        },
         "ceiling": {},
         "results": results,
     }

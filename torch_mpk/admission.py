@@ -79,7 +79,8 @@ def check_graph(captured: Captured, max_positions: int = MAX_POSITIONS, target: 
     if lengths and max(lengths) > most:
         raise PrefillDeclined(length=max(lengths), why=why)
     for node in nodes:
-        if node.target is aten.cat.default and any(map(_is_empty_cache, node.args[0])):
+        is_first = node.target is aten.cat.default and any(map(_is_empty_cache, node.args[0]))
+        if is_first and max(lengths, default=1) == 1:  # a prompt is worth a launch whatever follows
             raise GrowingCacheError(source="a key/value cache that is empty before this call", line=source_line(node))
 
 

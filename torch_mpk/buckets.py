@@ -377,6 +377,10 @@ def _reshape(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
 @_rule(*_ALONG)
 def _along(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     several = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    if is_call(node, aten.cat.default):
+        several = [each for each in several if value(each).shape != (0,)]  # what a cache begins with
+        if len(several) == 1:
+            return
     dims = args.get("dim")
     for arg in several:
         dim = check.dim(arg)

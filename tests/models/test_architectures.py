@@ -42,7 +42,7 @@ def test_decode_equals_eager(device, name, batch, tmp_path, monkeypatch):
     """A window that slides is filled and left behind, under a mask that grows."""
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = MODELS[name].make().to(device)
-    step = torch.compile(model, backend="mpk")
+    step = torch.compile(model, backend="mpk", options={"min_segment_nodes": 1})
     prompt = random_ids(batch, PROMPT_LENGTH, device)
     slides = MODELS[name].slides
     ours, eager = (DecodeSteps(model, prompt, mask_grows=slides) for _ in range(2))
@@ -60,7 +60,7 @@ def test_decode_equals_eager(device, name, batch, tmp_path, monkeypatch):
 def test_a_module_equals_eager(device, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
     model = MODELS[name].make().to(device)
-    step = torch.compile(model, backend="mpk")
+    step = torch.compile(model, backend="mpk", options={"min_segment_nodes": 1})
     with torch.inference_mode():
         for batch in (1, 3):
             inputs = [tensor.to(device) for tensor in MODELS[name].inputs(batch)]

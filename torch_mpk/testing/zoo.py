@@ -298,7 +298,7 @@ class Coverage:
             self.reasons[_plain(str(error))] = None
             return
         with torch._guards.tracing(None):
-            partitioned = partition(apply(captured.graph_module))
+            partitioned = partition(apply(captured.graph_module), min_segment_nodes=1)
         for segment in partitioned.segments:
             work = sum(
                 node.op == "call_function" and not is_view(node) and not is_scalar(node)
@@ -355,8 +355,10 @@ def coverage(entry: Decoder | Module, batch: int = 1) -> Coverage:
 _PAGE = """# Models
 
 What a call of each family's model is under `torch.compile(model, backend="mpk")`: how many launches, which share of
-the graph's operations runs in them, and why the others do not. Decoders are measured over one decode step on a static
-cache. `python -m torch_mpk.testing.zoo > docs/models.md` writes this page, from tiny configurations on the CPU; the
+the graph's operations runs in them, and why the others do not. Where that is several launches, or not all, it is so
+with `options={"min_segment_nodes": 1}`; by default only [where that is faster](options.md#min_segment_nodes) than the
+whole call without us. Decoders are measured over one decode step on a static cache.
+`python -m torch_mpk.testing.zoo > docs/models.md` writes this page, from tiny configurations on the CPU; the
 tests compare every model here with eager PyTorch.
 
 Experts: the implementations `grouped_mm`, which is the default, and `batched_mm`, which Hugging Face's `generate` takes
