@@ -126,6 +126,17 @@ def test_parts_that_pay_are_ours_and_the_report_says_why(monkeypatch):
     assert explain(torch.nn.Linear(16, 16), x).graphs[0].estimate is None  # nobody asked: it is ours whole
 
 
+@pytest.mark.filterwarnings("ignore::torch_mpk.errors.MpkWarning")
+def test_parts_read_weights_where_they_are_at_each_call():
+    model, x = Sorting(16, 3), torch.randn(2, 16)
+    step = torch.compile(model, backend="mpk", options={"min_segment_nodes": 1})
+    with torch.inference_mode():
+        for linear in (None, *model.linears):
+            if linear is not None:
+                linear.weight.data = torch.randn(16, 16) / 4
+            torch.testing.assert_close(step(x), model(x))
+
+
 def test_an_estimate_in_words():
     assert str(Estimate(1234.0, 56.0, "inductor")) == (
         "estimated at 1.23 ms in parts, and at 0.056 ms left whole to Inductor"
