@@ -1,7 +1,8 @@
 """Graphs that are ours in part: what the backend estimates of both ways, beside what calls take.
 
     python benchmarks/partial.py --constants     # those of this machine, for torch_mpk/costs.py
-    python benchmarks/partial.py                 # the table; --how eager inductor: beside both
+    python benchmarks/partial.py                 # the table, by the constants of torch_mpk/costs.py
+    python benchmarks/partial.py --measured --how eager inductor     # by this machine's, beside both
 
 Calls are those of Dynamo's graphs, without its guards, the same for all ways. A time is the least of several rounds, in
 which the ways take turns: the question is which way is faster, and others on the machine only add to either.
@@ -226,9 +227,9 @@ def constants(device: torch.device, dtype: torch.dtype, rounds: int) -> Costs:
         return (many - few) / 32, max(0.0, few - 2 * (many - few) / 32)
 
     x, weight = torch.randn(1, 64, device=device, dtype=dtype), torch.randn(64, 64, device=device, dtype=dtype) / 8
-    large = torch.randn(16384, 8192, device=device, dtype=dtype)
+    large = torch.randn(32768 if device.type == "cuda" else 4096, 8192, device=device, dtype=dtype)
     rows = torch.randn(1, 8192, device=device, dtype=dtype)
-    many_rows = torch.randn(512, 8192, device=device, dtype=dtype)
+    many_rows = torch.randn(2048 if device.type == "cuda" else 64, 8192, device=device, dtype=dtype)
     operation, _ = slope(lambda x: x + 1, None)
     phase, segment = slope(lambda x: F.linear(x, weight), mpk)
     kernel, graph = slope(lambda x: F.linear(x, weight), whole_of("inductor"))
@@ -317,6 +318,7 @@ def main() -> None:
     is_cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--constants", action="store_true")
+    parser.add_argument("--measured", action="store_true", help="estimate by constants of this machine, measured first")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--how", nargs="+", default=["inductor" if is_cuda else "eager"], choices=["eager", "inductor"])
     parser.add_argument("--dtype", default="bfloat16" if is_cuda else "float32")
@@ -332,6 +334,8 @@ def main() -> None:
         if asked.constants:
             print(f'    "{device.type}": {constants(device, dtype, asked.rounds)},')
             return
+        if asked.measured:
+            COSTS[device.type] = constants(device, dtype, asked.rounds)
         results = []
         for how in asked.how:
             for name in asked.models:
