@@ -185,6 +185,7 @@ def test_a_prompt_with_gradients_is_pytorchs(model: torch.nn.Module) -> None:
     assert not background.is_building() and background.wait(0)
 
 
+@pytest.mark.slow
 def test_a_model_that_learns_between_prompts(model: torch.nn.Module) -> None:
     """Evaluated now and then, as trainers do: in training mode with gradients, in eval mode without."""
     ours, ids = torch.compile(model, backend="mpk"), random_ids(2, 20)
@@ -263,6 +264,7 @@ def test_weights_that_change_meanwhile_are_those_of_the_next_launch(model: torch
     assert prompts.take(22) == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_becomes_another_meanwhile(model: torch.nn.Module, gate: Gate) -> None:
     ours, ids = torch.compile(model, backend="mpk"), random_ids(2, 20)
     with torch.inference_mode():
