@@ -15,8 +15,9 @@ from ceiling import measure_ceiling
 from decode import Clock
 
 import torch_mpk
+from torch_mpk.generate import rewind
 from torch_mpk.profile import kernel_times, record
-from torch_mpk.testing.decode import bytes_read, prefill
+from torch_mpk.testing.decode import bytes_read, chosen_experts, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 
 
@@ -40,7 +41,9 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
         return statistics.median(clock.device_ms(1.0) for _ in range(args.steps))
 
     plain_ms = device_ms(clock_of({}))
-    share = bytes_read(model, cache, args.position) / ceiling / plain_ms / 1e9
+    rewind(cache, args.position)
+    chosen = chosen_experts(model, lambda: model(input_ids=token, past_key_values=cache))
+    share = bytes_read(model, cache, args.position, chosen) / ceiling / plain_ms / 1e9
     print(f"\n{name}, {config.num_hidden_layers} layers, position {args.position}, batch {args.batch}:", end=" ")
     print(f"{plain_ms:.4f} ms, {100 * share:.1f} % of the ceiling")
 

@@ -35,7 +35,7 @@ import torch_mpk.tasks  # noqa: F401 - registers the tasks
 from torch_mpk import _C
 from torch_mpk.generate import rewind
 from torch_mpk.testing.bench import summary
-from torch_mpk.testing.decode import Step, bytes_read, prefill
+from torch_mpk.testing.decode import Step, bytes_read, chosen_experts, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 
 BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {
@@ -149,7 +149,8 @@ def measure_step(case: dict[str, Any]) -> list[Result]:
     times = interleave(calls | readers(large, num_threads), case["rounds"], case["calls"], **between)
 
     rates = {name: sum(p.nbytes for p in large) / ms["median"] / 1e6 for name, ms in times.items() if "read" in name}
-    ceiling, num_bytes = max(rates.values()), bytes_read(model, cache, position)
+    chosen = chosen_experts(model, lambda: logits_of(model))
+    ceiling, num_bytes = max(rates.values()), bytes_read(model, cache, position, chosen)
     results: list[Result] = []
     for name in steps:
         rate = num_bytes / times[name]["median"] / 1e6

@@ -31,7 +31,15 @@ from transformers import PreTrainedModel, StaticCache
 
 from torch_mpk.generate import rewind
 from torch_mpk.testing.bench import summary
-from torch_mpk.testing.decode import Step, bytes_read, copy_cache, count_launches, decode_logits, prefill
+from torch_mpk.testing.decode import (
+    Step,
+    bytes_read,
+    chosen_experts,
+    copy_cache,
+    count_launches,
+    decode_logits,
+    prefill,
+)
 from torch_mpk.testing.models import CONFIGS, random_model
 
 NUM_WARMUP_STEPS = 5
@@ -181,7 +189,9 @@ def measure_batch(model: PreTrainedModel, case: dict[str, Any], batch: int, used
     if is_cuda:
         rewind(cache, position)
         result["launches"] = count_launches(clock.step)
-    result["bytes_read"] = bytes_read(model, cache, position)
+    rewind(cache, position)
+    chosen = chosen_experts(model, lambda: model(input_ids=start.decoded[:, :1], past_key_values=cache))
+    result["bytes_read"] = bytes_read(model, cache, position, chosen)
     return result
 
 

@@ -1,6 +1,6 @@
 """One decode step of a Hugging Face causal language model, set up the way tests, benchmarks and examples measure it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,9 +29,41 @@ def copy_cache(cache: StaticCache, config: PreTrainedConfig, dtype: torch.dtype 
     return copy
 
 
-def bytes_read(model: PreTrainedModel, cache: StaticCache, position: int) -> int:
-    """What a step cannot avoid reading: every weight but an untied embedding, and the keys and values so far."""
+@torch.inference_mode()
+def chosen_experts(model: PreTrainedModel, step: Callable[[], object]) -> dict[str, int]:
+    """How many experts the rows of a step choose together, by the name of each module that holds some. ``step`` runs
+    the model eagerly. Empty where a model has no experts."""
+    chosen: dict[str, int] = {}
+
+    def count(name: str) -> Callable[..., None]:
+        # Their forward takes (hidden_states, top_k_index, top_k_weights).
+        return lambda module, args: chosen.update({name: args[1].unique().numel()})
+
+    hooks = [
+        module.register_forward_pre_hook(count(name))
+        for name, module in model.named_modules()
+        if hasattr(module, "num_experts") and hasattr(module, "down_proj")
+    ]
+    if hooks:
+        step()
+    for hook in hooks:
+        hook.remove()
+    return chosen
+
+
+def bytes_read(
+    model: PreTrainedModel, cache: StaticCache, position: int, chosen: Mapping[str, int] | None = None
+) -> int:
+    """What a step cannot avoid reading: every weight but an untied embedding, and the keys and values so far.
+
+    Args:
+        chosen: see ``chosen_experts``; weights of experts that no row chose need not be read.
+    """
     weights = sum(p.nbytes for p in model.parameters())
+    for name, count in (chosen or {}).items():
+        module = model.get_submodule(name)
+        experts = sum(p.nbytes for p in module.parameters())
+        weights -= experts - experts * count // module.num_experts
     if not model.config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.nbytes
     return weights + sum(t[..., :position, :].nbytes for layer in cache.layers for t in (layer.keys, layer.values))
