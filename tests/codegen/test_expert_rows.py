@@ -100,3 +100,20 @@ def test_others_have_the_plain_kernel(sizes: tuple[int, ...], dtype: torch.dtype
     assert kernel_of(schedule) == "tile"
     (job,) = (job for phase in schedule.phases for job in phase.jobs)
     assert [(other.kernel, other.refusal) for other in job.others] == [(BOXES, why), (ROWS, why)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 2048, 2048), (8, 2048, 1024), (33, 1536, 2048), (64, 1536, 768)])
+@pytest.mark.parametrize("chosen", ["random", "one"])
+def test_products_on_a_gpu(rows: int, n: int, k: int, chosen: str) -> None:
+    """Of models' sizes, twice, with other experts: nothing of a launch stays behind."""
+    experts, choices = 64, 8
+    step = torch.compile(lambda *operands: torch.ops.mpk.expert_linear(*operands), backend="mpk", fullgraph=True)
+    weight = torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+    for _ in range(2):
+        x = torch.randn(rows, choices, k, device="cuda", dtype=torch.bfloat16)
+        ids = chosen_ids(rows, choices, experts, chosen).cuda()
+        y = step(x, ids, weight)
+        expected = torch.einsum("rcnk,rck->rcn", weight[ids].float(), x.float())
+        torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=2e-2)
+        assert torch.equal(step(x, ids, weight), y)
