@@ -49,6 +49,15 @@ HYBRIDS = [name for name, entry in MODELS.items() if isinstance(entry, Decoder) 
 @pytest.mark.parametrize(("name", "batch"), thinned([(name, (1, 3)[i % 2]) for i, name in enumerate(HYBRIDS)]))
 def test_recurrent_layers(name: str, batch: int) -> None:
     """Their state is written in place, and each step reads what the one before has left."""
+    check_steps(name, batch)
+
+
+@pytest.mark.parametrize(("name", "batch"), thinned([("Qwen3-MoE", 3), ("gpt-oss", 1), ("GLM-4-MoE", 2)], 0))
+def test_experts(name: str, batch: int) -> None:
+    check_steps(name, batch)
+
+
+def check_steps(name: str, batch: int) -> None:
     graph, inputs = lowered_step(name, batch)
     kernel = emulate(graph, polled=True)
     for launch in range(2):
