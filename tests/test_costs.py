@@ -10,9 +10,11 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_mpk import _C, explain
+from torch_mpk.backend import compile_call
 from torch_mpk.capture import capture
+from torch_mpk.config import Options
 from torch_mpk.costs import COSTS, Estimate, estimate, others_us, ours_us, work_of, working
-from torch_mpk.errors import MpkWarning
+from torch_mpk.errors import MpkWarning, PartsDeclined
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.segment import launched_segments
@@ -113,6 +115,18 @@ def test_parts_that_do_not_pay_are_left_with_the_whole_call(monkeypatch):
     assert report.num_megakernels == 0
     assert "not ours, because 3 of its parts could be ours" in str(report)
     assert "options={'min_segment_nodes': 1} keeps the parts" in str(report)
+
+
+def test_the_stage_that_declines_parts_raises(monkeypatch):
+    def function(x, weight):
+        return F.linear(F.linear(x, weight).sort(-1).values, weight)
+
+    inputs = [torch.randn(2, 16), torch.randn(16, 16)]
+    priced(monkeypatch, segment=5, operation=10, part=100, phase=0)
+    with torch.inference_mode():
+        with pytest.raises(PartsDeclined, match=r"2 of its parts could be ours, .* left whole to eager \(sort"):
+            compile_call(torch.fx.symbolic_trace(function), inputs, Options())
+        compile_call(torch.fx.symbolic_trace(function), inputs, Options(min_segment_nodes=1))
 
 
 def test_parts_that_pay_are_ours_and_the_report_says_why(monkeypatch):
