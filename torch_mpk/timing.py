@@ -21,6 +21,7 @@ class Build:
 
     stages: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds, in the order they began
     seconds: float = 0.0  # all of it
+    end: float = 0.0  # when that was, as ``time.perf_counter`` says
 
     def __str__(self) -> str:
         stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.stages.items())
@@ -40,7 +41,8 @@ def build() -> Iterator[Build]:
     try:
         yield record
     finally:
-        record.seconds = time.perf_counter() - start
+        record.end = time.perf_counter()
+        record.seconds = record.end - start
         _current.reset(token)
         recent.append(record)
         logger.info("a graph took %s", record)
