@@ -1,6 +1,7 @@
 """Attention of one query position per row over a cache in pages, which it can extend first."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
@@ -50,6 +51,8 @@ def paged_attention(
         raise TaskError(f"paged_attention: q has H={heads}, expected a multiple of k_pages' G={groups}")
     if (k_new is None) != (v_new is None):
         raise TaskError("paged_attention: k_new and v_new belong together: give both or neither")
+    if isinstance(q, FakeTensor):  # which has no values, and its sizes may be symbols
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     position = torch.arange(block_table.shape[1] * page_size, device=q.device)
     page = block_table.to(torch.int64).repeat_interleave(page_size, 1)  # [R, positions]
     live = (position < length.unsqueeze(1)) & (page >= 0) & (page < num_pages)

@@ -53,6 +53,9 @@ def varlen_attention(
         raise TaskError(f"varlen_attention: q has H={heads}, expected a multiple of k_cache's G={groups}")
     if window < 0:
         raise TaskError(f"varlen_attention: window={window}, expected a number of keys, or 0 for all of them")
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if isinstance(q, FakeTensor):  # which has no values, and its sizes may be symbols
+        return y
     bounds_q, bounds_k = cu_seq_lens_q.to(torch.int64), cu_seq_lens_k.to(torch.int64)
     num_cached = F.pad((bounds_k.diff() - bounds_q.diff()).clamp_min(0), (0, 1))  # of no sequence, the last: none
     token, key = (torch.arange(n, device=q.device) for n in (q.shape[0], read_index.shape[0]))
@@ -71,9 +74,6 @@ def varlen_attention(
     rows = read_index.clamp(0, k_cache.shape[0] - 1)
     seen = is_seen[:, None, None]
     k, v = (torch.cat((c[rows], n)).to(wide).where(seen, 0.0) for c, n in ((k_cache, k_new), (v_cache, v_new)))
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if isinstance(q, FakeTensor):  # which has no values, and its sizes may be symbols
-        return y
     in_block = max(1, MOST_SCORES // max(1, heads * len(is_seen)))
     for begin in range(0, len(q), in_block):
         tokens = slice(begin, begin + in_block)
