@@ -212,7 +212,7 @@ def _in_buckets(
 
     def give_up(args: Sequence[Any], error: Exception) -> Callable[..., Any]:
         if isinstance(error, DeclinedError):
-            return _left_to_others(gm, args, options, error)
+            return left_to_others(gm, args, options, error)
         logger.info("building for each length, because the bucket of %s has no build: %s", bucket(args), error)
         return each_shape
 
@@ -252,12 +252,12 @@ def _for_each_shape(
         return lambda *args: run(*[args[i] for i in others])
 
     def give_up(inputs: Sequence[Any], error: Exception) -> Callable[..., Any]:
-        return _left_to_others(gm, inputs, options, error)
+        return left_to_others(gm, inputs, options, error)
 
     return per_call_numbers(numbers, build, give_up, meanwhile=meanwhile)
 
 
-def _left_to_others(
+def left_to_others(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, error: Exception
 ) -> Callable[..., Any]:
     """What runs a graph for numbers for which it is not ours.
@@ -282,7 +282,7 @@ def compile_graph(
     inputs: Sequence[Any],
     device: torch.device,
     options: Options,
-    captured: Captured | None = None,
+    captured: Captured | Callable[[], Captured] | None = None,
     *,
     needs_graph: bool = False,
     prompt: Prompt | None = None,
@@ -291,7 +291,7 @@ def compile_graph(
     """What runs a graph of Dynamo's on inputs like these, whose memory is not looked at where they are fake.
 
     Args:
-        captured: what there is to build, where that is known.
+        captured: what there is to build, where that is known, or what captures it.
         needs_graph: the result must have the graph it was made from, which an earlier process's build has not.
         prompt: what ``captured`` is a bucket's graph of.
         later: what runs a prompt that is still to be built, if the options have it built in the background.
@@ -310,9 +310,9 @@ def compile_graph(
         make = functools.partial(CompiledGraph.of_plan, stored.plan, device, built_with)
         compiled = _shared((stored.graph, device, built_with), make)
     else:
-        if captured is None:
+        if not isinstance(captured, Captured):
             with timing.stage("capture"):
-                captured = capture(gm, inputs)
+                captured = capture(gm, inputs) if captured is None else captured()
         check_graph(captured, options.max_positions, backend_of(device).target(device, options))
         mutated = captured.mutated
         sources = [graph_input.source for graph_input in captured.inputs]

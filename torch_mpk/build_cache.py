@@ -67,7 +67,7 @@ def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.dev
     def add(*parts: Any) -> None:
         digest.update(repr(parts).encode())
 
-    add(_fingerprint(), torch.__version__, torch.get_default_dtype(), torch.get_default_device(), options, device)
+    add(fingerprint(), torch.__version__, torch.get_default_dtype(), torch.get_default_device(), options, device)
     add({name: getattr(target, name) for name in dir(_C.Target) if not name.startswith("_")})
     add([(task.name, task.header, task.headers) for task in tasks() if is_ours(task)])  # a source includes some by path
     add(gm.code)
@@ -131,7 +131,7 @@ def _has_user_patterns() -> bool:
 
 
 @functools.cache
-def _fingerprint() -> str:
+def fingerprint() -> str:
     """Hash of torch_mpk: its Python files and its C++ core."""
     package = Path(__file__).parent
     digest = hashlib.sha256()

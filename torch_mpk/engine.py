@@ -35,6 +35,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from transformers.generation.continuous_batching.utils import stream_context
 
 from torch_mpk import request_draws
+from torch_mpk.compiled_step import Step
 from torch_mpk.errors import EngineError, MpkError, RequestError
 from torch_mpk.request_draws import RequestDraws
 from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead, is_compiling_ahead, launched_segments
@@ -173,13 +174,14 @@ class Runner(continuous_api.ModelRunner):
     segments: set[CompiledSegment]
     times: torch.Tensor | None  # of the step that is being made: see _sample
     draws: RequestDraws | None  # whose times they are, where each request says how it draws
+    is_ready: bool  # it: see _is_ready
 
     @classmethod
     def of(cls, runner: continuous_api.ModelRunner, model: Any) -> Runner:
         """The same, which nobody has used yet."""
         runner.__class__ = cls
         result: Runner = runner
-        result.segments, result.times, result.draws = set(), None, None
+        result.segments, result.times, result.draws, result.is_ready = set(), None, None, True
         if result.do_sample and result.cb_config.per_request_processors:
             vocab_size = model.config.get_text_config().vocab_size
             result.draws = RequestDraws(result.cb_config.max_requests_per_batch, vocab_size, result.cache.device)
@@ -194,7 +196,10 @@ class Runner(continuous_api.ModelRunner):
         shapes = tuple(allocator.cache_tensor.shape for allocator in self.cache.cache_allocators.values())
         is_decode = settings is self.cb_config.decode_compile_config
         kind = is_decode, str(self.cb_config), shapes, self.do_sample, self.return_logprobs
-        return torch.compile(types.MethodType(own_step(model, kind), self), **settings.to_dict())
+        function = own_step(model, kind)
+        if settings.backend == "mpk" and settings.mode is None and settings.dynamic is False:
+            return Step(function, self, is_decode, settings.to_dict())
+        return torch.compile(types.MethodType(function, self), **settings.to_dict())
 
     def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
         if not COMPILE_TAKES_LIMITS:
@@ -205,6 +210,7 @@ class Runner(continuous_api.ModelRunner):
             # On which the engine writes the step's inputs.
             steps.compute_stream.wait_stream(torch.cuda.current_stream(steps.compute_stream.device))
         self._renew_times(batch_data["logits_indices"].size(0))
+        self.is_ready = self._is_ready(model, batch_data)
         with launched_segments() as segments:
             try:
                 super().compute_batch(model, batch_data)
@@ -212,8 +218,31 @@ class Runner(continuous_api.ModelRunner):
                 raise _reason(error) from None
             finally:
                 self.segments |= segments
+        if any(step.is_by_trace for step in self.steps):
+            _attending.add(type(model))
         if type(model) not in _attending:  # its tokens have seen nothing of the cache
             raise EngineError(f"{type(model).__name__} does not call it")
+        for step in self.steps:
+            step.publish()
+
+    @property
+    def steps(self) -> list[Step]:
+        """Those that are compiled for our backend."""
+        return [step for step in (self._compiled_varlen, self._compiled_decode) if isinstance(step, Step)]
+
+    def _is_ready(self, model: Any, batch_data: dict[str, Any]) -> bool:
+        """Whether the step is not the engine's own meanwhile, which no CUDA graph may keep."""
+        step = self._compiled_decode if self.inputs_and_outputs.use_block_table else self._compiled_varlen
+        if not isinstance(step, Step) or not step.is_meanwhile:
+            return True
+        if self.supports_logits_to_keep(model):
+            batch_data["logits_to_keep"] = batch_data["logits_indices"]
+        return step.is_ready(model, batch_data, *self.inputs_and_outputs.get_cb_kwargs())
+
+    def close(self) -> None:
+        """Ends what builds in the background."""
+        for step in self.steps:
+            step.close()
 
     def _renew_times(self, rows: int) -> None:
         """Where each request says how it draws: outside of a CUDA graph, which reads them where they are."""
@@ -276,6 +305,8 @@ class Runner(continuous_api.ModelRunner):
         forward, is_captured = super()._get_forward_fn(use_block_table)
         is_captured = is_captured and not is_compiling_ahead()
         if not self.do_sample or self.draws is not None:
+        is_captured = is_captured and self.is_ready and not is_compiling_ahead()
+        if not self.do_sample:
             return forward, is_captured
 
         def forward_with_times(model: Any, batch: dict[str, Any], *args: Any) -> None:
@@ -444,4 +475,16 @@ def install(attention: str) -> None:
         is_ours = processor.config._attn_implementation == attention
         return Processor.of(processor, self.model) if is_ours and not isinstance(processor, Processor) else processor
 
+    stop = continuous_api.ContinuousBatchingManager.stop
+
+    @functools.wraps(stop)
+    def stop_ours(self: continuous_api.ContinuousBatchingManager, *args: Any, **kwargs: Any) -> None:
+        processor = self.batch_processor
+        try:
+            stop(self, *args, **kwargs)
+        finally:
+            if isinstance(processor, Processor):
+                processor.model_runner.close()
+
     continuous_api.ContinuousBatchingManager._create_batch_processor = create_ours
+    continuous_api.ContinuousBatchingManager.stop = stop_ours

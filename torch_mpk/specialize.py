@@ -76,6 +76,9 @@ def per_call(
         limit: builds that are kept; the one not used for the longest time is dropped.
         meanwhile: what runs calls whose build is made in the background. None: they wait.
         known: builds that there are, by their keys.
+
+    The callable has ``prepare``, which builds ahead of a call with such arguments, and ``is_built``, which says whether
+    one would wait.
     """
     built = _Builds(limit, known)
     given_up: list[Callable[..., Any]] = []
@@ -139,6 +142,8 @@ def per_call(
             run = wait_for(key, args) if meanwhile is None or is_dry_run() else begin(key, args, meanwhile)
         return run(*args)
 
+    call.prepare = lambda *args: find(key_of(args)) or wait_for(key_of(args), args)  # type: ignore[attr-defined]
+    call.is_built = lambda *args: find(key_of(args)) is not None  # type: ignore[attr-defined]
     return call
 
 

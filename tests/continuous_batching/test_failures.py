@@ -29,7 +29,7 @@ from tests.runtime_cuda.conftest import fake, fake_library, simulated  # noqa: F
 from tests.runtime_cuda.fake_driver import Fake
 from tests.runtime_cuda.test_launch import abort
 from tests.thinned import thinned
-from torch_mpk import backend, continuous_batching
+from torch_mpk import continuous_batching, sizes
 from torch_mpk.errors import MegakernelTimeout, RequestError, UnsupportedError
 from torch_mpk.testing.tiny import VOCAB_SIZE
 
@@ -161,14 +161,14 @@ def test_a_step_whose_build_fails_takes_its_requests_with_it(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = serving_model()
-    compile_call, errors = backend.compile_call, [UnsupportedError("no kernel")]
+    compile_graph, errors = sizes.compile_graph, [UnsupportedError("no kernel")]
 
     def faulty(*args: Any) -> Any:
         if errors:
             raise errors.pop()
-        return compile_call(*args)
+        return compile_graph(*args)
 
-    monkeypatch.setattr(backend, "compile_call", faulty)
+    monkeypatch.setattr(sizes, "compile_graph", faulty)
     with managed(model, max_requests_per_batch=2, **settings) as manager:
         name = manager.add_request(prompt_of(4))
         assert re.search("no kernel", str(results(manager, 1)[name].error))

@@ -182,7 +182,7 @@ def test_the_key_changes_with_whatever_decides_the_build(simulated, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(registry.get("paged_decode"), "header", "/elsewhere/paged_decode.cuh")
         keys["place of a header"] = build_key(*traced(linear, X, W), CPU, Options())
-    monkeypatch.setattr(build_cache, "_fingerprint", lambda: "another torch_mpk")
+    monkeypatch.setattr(build_cache, "fingerprint", lambda: "another torch_mpk")
     keys["version"] = build_key(*traced(linear, X, W), CPU, Options())
     monkeypatch.undo()
     assert None not in keys.values()

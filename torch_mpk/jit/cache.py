@@ -1,4 +1,5 @@
-"""A directory of compiled kernels, of what was read for them, and of builds that use them, each found by a key.
+"""A directory of compiled kernels, of what was read for them, of builds that use them, and of traces, each found by a
+key.
 
 An entry is a directory, moved into place in one step, so that a reader or another process sees all of it or nothing:
 no locks. ``report.json`` lists size and hash of the other files; an entry that does not match is built again.
@@ -24,7 +25,7 @@ from torch_mpk.errors import CacheError
 
 NUM_KEY_DIGITS = 16  # of a key that lists show
 _REPORT = "report.json"
-Kind = Literal["kernels", "manifests", "builds"]
+Kind = Literal["kernels", "manifests", "builds", "traces"]
 _MAX_ATTEMPTS = 8  # to replace an entry, which other processes may do at the same time
 _ABANDONED_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that died
 

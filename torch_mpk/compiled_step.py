@@ -1,0 +1,286 @@
+"""A step of an engine as a function of its own: by a trace that there is, else by Dynamo, which then leaves one.
+
+All sizes of step share a trace, since what differs is marked as dynamic; one row is a trace of its own, because to
+Dynamo the size 1 is no symbol. A trace serves other engines, too, those of other model objects among them, and, from
+the disk, those of other processes.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+import logging
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_mpk import trace_store
+from torch_mpk.config import Options, env
+from torch_mpk.fallback import fall_back
+from torch_mpk.sizes import for_each_size
+from torch_mpk.specialize import warn_at_recompile_limit
+from torch_mpk.step_builder import StepBuilder
+from torch_mpk.traces import Recorder, Trace, Watch
+
+logger = logging.getLogger(__name__)
+
+MAX_KINDS = 16  # of steps whose traces are kept
+MAX_TRACES = 4  # of each kind
+
+_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("torch_mpk trace", default=None)
+_is_ahead: contextvars.ContextVar[bool] = contextvars.ContextVar("torch_mpk ahead", default=False)
+_kept: OrderedDict[Hashable, list[Trace]] = OrderedDict()
+_lock = threading.Lock()  # of these; held for moments only
+
+
+def forget() -> None:
+    """As ``torch.compiler.reset()`` asks for it; what engines use stays so."""
+    with _lock:
+        _kept.clear()
+
+
+def _compile(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend of steps."""
+    warn_at_recompile_limit(gm)
+    run = _run(gm, inputs, Options.parse(mode, options))
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.note_graph(gm, run)
+    return run
+
+
+_compile.reset = forget  # type: ignore[attr-defined]  # as Dynamo asks backends for it
+
+
+def _run(gm: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if env.disable:
+        return _Run(gm.forward)
+    try:
+        return _Run(for_each_size(gm, inputs, options))
+    except Exception as error:
+        return _Run(fall_back(gm, inputs, options, error))
+
+
+class _Run:
+    """What runs a trace's graph, and within ``_is_ahead`` builds what it needs in place of that."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        if not _is_ahead.get():
+            return self._call(*args)
+        prepare = getattr(self._call, "prepare", None)
+        if prepare is not None:
+            prepare(*args)
+        return ()
+
+    def is_built(self, *args: Any) -> bool:
+        found: Callable[..., bool] | None = getattr(self._call, "is_built", None)
+        return found is None or found(*args)
+
+
+def _note_guards(entries: Sequence[Any]) -> Sequence[bool]:
+    recorder = _recorder.get()
+    return [True] * len(entries) if recorder is None else recorder.note_guards(entries)
+
+
+class Step:
+    """A step of one engine. Called with its arguments, but for the engine's runner.
+
+    With ``options={"while_building": "eager"}`` a call that has no build yet runs as the engine's own, eagerly, while a
+    thread traces and builds.
+
+    Attributes:
+        is_by_trace: whether the last call was a trace's, without Dynamo.
+        is_own: whether it was the engine's own.
+    """
+
+    is_by_trace = is_own = False
+
+    def __init__(self, function: types.FunctionType, runner: Any, is_decode: bool, settings: Mapping[str, Any]) -> None:
+        """``settings``: what ``torch.compile`` takes, with options of backend mpk."""
+        self._is_decode = is_decode
+        self._runner = runner
+        self._own = types.MethodType(function, runner)
+        self._builder = StepBuilder() if (settings["options"] or {}).get("while_building") == "eager" else None
+        self._names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        self._options = dict(settings["options"] or {})
+        options = {"guard_filter_fn": _note_guards} | self._options  # with another there is no trace
+        chosen = {**settings, "backend": _compile, "dynamic": None, "options": options}
+        self._compiled = torch.compile(types.MethodType(function, runner), **chosen)
+        # By whether they are of one row: the last trace, None where Dynamo leaves none, and the model as it was then.
+        self._used: dict[bool, tuple[Trace | None, Watch]] = {}
+        self._looked_up: set[Hashable] = set()  # kinds of traces, on the disk
+        self._new: list[tuple[Hashable, Trace]] = []
+
+    def __call__(self, *args: Any) -> None:
+        local = dict(zip(self._names, (self._runner, *args), strict=True))
+        if self._builder is None or self.is_ready(*args):
+            self._run(local, args)
+        else:
+            kind, _ = self._kind(local)
+            rows = local["batch_data"]["input_ids"].shape[-1]
+            batch = {name: _copied(value) for name, value in local["batch_data"].items()}
+            given = [batch if value is local["batch_data"] else value for value in args]
+            name = f"a step of {rows} {'rows' if self._is_decode else 'tokens, with prompts'}"
+            self._builder.ask((kind, rows), name, functools.partial(self.build_ahead, given))
+            self.is_own, self.is_by_trace = True, False
+            self._own(*args)
+
+    @property
+    def is_meanwhile(self) -> bool:
+        """Whether calls run as the engine's own while they are built."""
+        return self._builder is not None
+
+    def is_ready(self, *args: Any) -> bool:
+        """Whether a call would build nothing, or waits for what it builds."""
+        if self._builder is None:
+            return True
+        local = dict(zip(self._names, (self._runner, *args), strict=True))
+        trace = self._trace(local)
+        if trace is None:
+            return self._is_untold(self._kind(local)[1])
+        run = trace.call
+        return not isinstance(run, _Run) or run.is_built(*trace.arguments(local))
+
+    def close(self) -> None:
+        """Ends what builds in the background."""
+        if self._builder is not None:
+            self._builder.close()
+
+    def build_ahead(self, args: Sequence[Any]) -> None:
+        """All that a call needs, without running it."""
+        token = _is_ahead.set(True)
+        try:
+            self._run(dict(zip(self._names, (self._runner, *args), strict=True)), args)
+        finally:
+            _is_ahead.reset(token)
+
+    def _run(self, local: Mapping[str, Any], args: Sequence[Any]) -> None:
+        self.is_own = False
+        trace = self._trace(local)
+        self.is_by_trace = trace is not None
+        if trace is not None:
+            trace.call(*trace.arguments(local))
+            return
+        for tensor in _tensors(local):
+            torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim, size in enumerate(tensor.shape) if size > 1])
+        with _lock:
+            has_others = bool(_kept.get(self._kind(local)[0]))
+        if has_others:  # to what makes them others Dynamo's guards may be blind, as to a method that was replaced
+            torch._dynamo.eval_frame.reset_code(self._own.__func__.__code__)
+        watch = Watch(local["model"])  # from before, so that it sees what changes meanwhile
+        recorder = Recorder()
+        token = _recorder.set(recorder)
+        try:
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):  # by default a new hook is not seen
+                self._compiled(*args)
+        finally:
+            _recorder.reset(token)
+        kind, is_one = self._kind(local)
+        if recorder.trace is not None:
+            self._used[is_one] = recorder.trace, watch
+            self._new.append((kind, recorder.trace))
+        elif recorder.is_used:
+            logger.info("a step's trace is not kept, so another engine's steps are traced again: %s", recorder.why)
+            self._used[is_one] = None, watch
+
+    def publish(self) -> None:
+        """Gives others the traces that this step has left: what it does turned out to be right."""
+        while self._new:
+            kind, trace = self._new.pop()
+            _keep(kind, trace)
+            trace_store.store(kind, trace)
+
+    def _kind(self, local: Mapping[str, Any]) -> tuple[Hashable, bool]:
+        """Of all traces that may serve a call, and whether it is of one row."""
+        is_one = local["batch_data"]["input_ids"].shape[-1] == 1
+        options = repr(sorted(self._options.items()))
+        return (type(local["model"]), self._is_decode, is_one, options, env.disable), is_one
+
+    def _is_untold(self, is_one: bool) -> bool:
+        """Whether steps are Dynamo's, which leaves no trace of this model as it is."""
+        trace, watch = self._used.get(is_one, (None, None))
+        return trace is None and watch is not None and watch.is_same()
+
+    def _trace(self, local: Mapping[str, Any]) -> Trace | None:
+        kind, is_one = self._kind(local)
+        if self._is_untold(is_one):
+            return None
+        trace, watch = self._used.get(is_one, (None, None))
+        if trace is not None and watch is not None:
+            if watch.is_same():
+                different = trace.difference_of_call(local)
+            else:
+                watch = Watch(local["model"])
+                different = trace.difference(local)
+            if different is None:
+                self._used[is_one] = trace, watch
+                return trace
+        return self._find(kind, local)
+
+    def _find(self, kind: Hashable, local: Mapping[str, Any]) -> Trace | None:
+        with _lock:
+            candidates = iter(list(_kept.get(kind, ())))
+        if kind not in self._looked_up:
+            self._looked_up.add(kind)
+            candidates = itertools.chain(candidates, trace_store.stored(kind))
+        watch = Watch(local["model"])
+        for trace in candidates:
+            different = trace.difference(local)
+            if different is not None:
+                logger.debug("a trace does not serve: %s", different)
+                continue
+            if not hasattr(trace, "call"):  # from the disk
+                trace.call = _run(trace.gm, trace.arguments(local), Options.parse(None, self._options))
+            self._used[self._kind(local)[1]] = trace, watch
+            _keep(kind, trace)
+            return trace
+        return None
+
+
+def _keep(kind: Hashable, trace: Trace) -> None:
+    with _lock:
+        traces = _kept.setdefault(kind, [])
+        traces[:] = [trace, *(each for each in traces if each is not trace)][:MAX_TRACES]
+        _kept.move_to_end(kind)
+        if len(_kept) > MAX_KINDS:
+            _kept.popitem(last=False)
+
+
+def _copied(value: Any) -> Any:
+    """Containers of a step's tensors: the engine fills its own anew for the next step."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+def _tensors(local: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Those of a step whose sizes differ from call to call and from engine to engine."""
+    yield from _within(local["batch_data"])
+    yield from _within([value for value in local.values() if isinstance(value, torch.Tensor)])
+    for allocator in local["batch_data"]["cache"].cache_allocators.values():
+        yield allocator.cache_tensor
+
+
+def _within(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _within(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _within(each)
