@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from torch_mpk.tracing import graph_module
 logger = logging.getLogger(__name__)
 
 MAX_BUILDS = 32  # of a trace
+MAX_CAPTURES = 4  # of a trace, with symbols
 
 
 def specialised(captured: Captured, args: Sequence[Any]) -> Captured:
@@ -97,13 +99,17 @@ def _is_operator(target: Any) -> bool:
 
 
 class _Captures:
-    """Of a graph of Dynamo's, for the numbers of calls. The first is captured by itself, and the second with symbols
-    for those numbers that have become others: of that one all are made that differ from it in these alone."""
+    """Of a graph of Dynamo's, for the numbers of calls. The first is captured by itself. The second shows which numbers
+    differ from step to step: with symbols for those it is captured once more, and all others are made of that. Where
+    other numbers differ, as in an engine with another cache, it begins anew: symbols for all take longer than they
+    save."""
 
     def __init__(self, gm: fx.GraphModule, numbers: Sequence[int]) -> None:
         self._gm, self._numbers = gm, numbers
-        self._last: dict[int, Any] | None = None  # the numbers of what was captured by itself
-        self._symbolic: list[tuple[dict[int, Any], Captured, Conditions]] = []  # with numbers that are no symbols
+        self._first: dict[int, Any] | None = None  # the numbers of what was captured first
+        self._is_hopeless = False  # to capture with symbols
+        self._fixed: list[int] = []  # the places of those that are no symbols
+        self._known: OrderedDict[tuple[Any, ...], tuple[Captured, Conditions] | None] = OrderedDict()  # by their values
 
     def make(self, own: fx.GraphModule, others: Sequence[Any], args: Sequence[Any]) -> Captured:
         """``own``, ``others``: the graph without its numbers, and what it takes of ``args``."""
@@ -113,24 +119,35 @@ class _Captures:
                 return specialised(found, args)
             except UnsupportedError as error:
                 logger.info("capturing this size, because it cannot be made from that of another: %s", error)
-        self._last = {i: args[i] for i in self._numbers}
         return capture(own, others)
 
     def _find(self, args: Sequence[Any]) -> Captured | None:
-        for fixed, captured, conditions in self._symbolic:
-            if all(args[i] == value for i, value in fixed.items()) and conditions.hold(args):
-                return captured
-        if self._last is None:
+        numbers = {i: args[i] for i in self._numbers}
+        if self._first is None or self._is_hopeless:
+            self._first = numbers
             return None
-        fixed = {i: args[i] for i in self._numbers if args[i] == self._last[i] or not isinstance(args[i], int)}
+        if not self._known:
+            self._fixed = [i for i, n in numbers.items() if n == self._first[i] or not isinstance(n, int)]
+            self._known[tuple(numbers[i] for i in self._fixed)] = None
+        key = tuple(numbers[i] for i in self._fixed)
+        if key not in self._known:
+            self._known[key] = None
+            if len(self._known) > MAX_CAPTURES:
+                self._known.popitem(last=False)
+            return None
+        found = self._known[key]
+        if found is None:
+            found = self._known[key] = self._symbolic(args)
+        return found[0] if found is not None and found[1].hold(args) else None
+
+    def _symbolic(self, args: Sequence[Any]) -> tuple[Captured, Conditions] | None:
         try:
-            captured = capture(self._gm, args, specialize=list(fixed), conditional=True)
-            conditions = Conditions(captured)
+            captured = capture(self._gm, args, specialize=self._fixed, conditional=True)
+            return captured, Conditions(captured)
         except UnsupportedError as error:
             logger.info("capturing each size, because one capture cannot hold for all: %s", error)
+            self._is_hopeless = True
             return None
-        self._symbolic = [*self._symbolic[-3:], (fixed, captured, conditions)]
-        return captured if conditions.hold(args) else None
 
 
 def for_each_size(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
