@@ -303,10 +303,8 @@ class Runner(continuous_api.ModelRunner):
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
         forward, is_captured = super()._get_forward_fn(use_block_table)
-        is_captured = is_captured and not is_compiling_ahead()
-        if not self.do_sample or self.draws is not None:
         is_captured = is_captured and self.is_ready and not is_compiling_ahead()
-        if not self.do_sample:
+        if not self.do_sample or self.draws is not None:
             return forward, is_captured
 
         def forward_with_times(model: Any, batch: dict[str, Any], *args: Any) -> None:

@@ -142,9 +142,17 @@ def per_call(
             run = wait_for(key, args) if meanwhile is None or is_dry_run() else begin(key, args, meanwhile)
         return run(*args)
 
-    call.prepare = lambda *args: find(key_of(args)) or wait_for(key_of(args), args)  # type: ignore[attr-defined]
-    call.is_built = lambda *args: find(key_of(args)) is not None  # type: ignore[attr-defined]
-    return call
+    return _that_prepares(
+        call,
+        prepare=lambda *args: find(key_of(args)) or wait_for(key_of(args), args),
+        is_built=lambda *args: find(key_of(args)) is not None,
+    )
+
+
+def _that_prepares(call: Any, **questions: Callable[..., Any]) -> Callable[..., Any]:
+    vars(call).update(questions)
+    result: Callable[..., Any] = call
+    return result
 
 
 def _stand_ins(args: Args) -> Args:

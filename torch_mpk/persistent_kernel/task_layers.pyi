@@ -85,6 +85,30 @@ class TaskLayers:
         block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
     @overload
+    def expert_linear_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        ids: GlobalTensor,
+        weight: GlobalTensor | None = ...,
+        transposed: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def expert_linear_layer(
+        self,
+        input: GlobalTensor,
+        ids: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        weight: GlobalTensor | None = ...,
+        transposed: GlobalTensor | None = ...,
+    ) -> GlobalTensor: ...
+    @overload
     def gelu_mul_layer(
         self,
         *,
@@ -353,6 +377,28 @@ class TaskLayers:
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
+    @overload
+    def topk_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        values: GlobalTensor | None = ...,
+        ids: GlobalTensor | None = ...,
+        num: int,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
+    @overload
+    def topk_layer(
+        self,
+        input: GlobalTensor,
+        values: GlobalTensor | None = ...,
+        ids: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        num: int,
+    ) -> tuple[GlobalTensor, ...]: ...
     @overload
     def varlen_attention_layer(
         self,
