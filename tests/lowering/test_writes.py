@@ -37,6 +37,7 @@ WRITES: dict[str, Callable] = {
     "scatter_": lambda x, y, i: x.scatter_(1, i.view(-1, 1), 9.0),
     "scatter_src": lambda x, y, i: x.scatter_(1, i.view(-1, 1), y),
     "scatter_src_dim0": lambda x, y, i: (x.scatter_(0, i.view(-1, 1).expand(2, 3), x + y), x.scatter(0, i[None], y)),
+    "no_elements": lambda x, y, i: (x[:, :1].expand(4, 4)[:, 4:].copy_(y[:, :0]), x + 1)[1],
     "functional": lambda x, y, i: (x.index_copy(0, i, y[:2]), x.index_put((i,), y[0]), x.index_fill(1, i, 2.0), x + 1),
     "counter": lambda x, y, i: (i + torch.arange(1), i.add_(1), i * 2)[::2],
     "old_value_kept": lambda x, y, i: (lambda old: (x.add_(1), old)[1])(x * 2),

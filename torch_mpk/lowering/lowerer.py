@@ -369,6 +369,8 @@ class Lowerer:
         """target[...] = value, broadcast."""
         if not (is_static(target.shape) and is_static(target.strides)):
             raise UnsupportedError("an in-place write to a tensor whose size is known only at run time")
+        if 0 in target.shape:
+            return
         if not is_injective(target.shape, target.strides):
             raise UnsupportedError("an in-place write to an expanded tensor")
         self.write(
