@@ -13,7 +13,7 @@ from torch_mpk.errors import OptionError, UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.jit.compile import Cubin, Order
 from torch_mpk.plan import Plan
-from torch_mpk.registry import get
+from torch_mpk.registry import tasks
 from torch_mpk.runtime.watchdog import watchdog_seconds
 from torch_mpk.timing import stage
 
@@ -64,7 +64,7 @@ def compile_plan(plan: Plan, device: torch.device) -> Cubin:
     arch = plan.kernel.arch
     runs = _C.runs_on(arch, _C.device_info(device.index).arch)  # else the driver makes machine code of PTX
     nodes = plan.schedule.graph.nodes if plan.schedule else ()  # else the cache has had the kernel, and its names
-    users = sorted({node.task for node in nodes if not get(node.task).is_ours})
+    users = sorted({task.name for task in tasks() if not task.is_ours} & {node.task for node in nodes})
     return compile_cuda(plan.kernel.source, arch, ptx=not runs, order=Order(names=("megakernel", *users)))
 
 
