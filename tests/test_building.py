@@ -14,7 +14,7 @@ FILES = {
     "include/answer.h": "inline int answer() { return 42; }\n",
     "csrc/reads.cpp": '#include "answer.h"\nint reads() { return answer(); }\n',
     "csrc/alone.cpp": "int alone() { return 1; }\n",
-    "torch_mpk/__init__.py": "",
+    "torch_mpk/__init__.py": "__version__ = '0'\n",
     "README.md": "",
 }
 

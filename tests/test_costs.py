@@ -158,13 +158,14 @@ def test_an_estimate_in_words():
     assert not Estimate(2.0, 2.0, "eager").pays
 
 
-def test_experts_of_a_decode_step_are_left_to_inductor_on_a_gpu():
-    """Two parts a layer, with few operations in each: on an H200 such a model took a fourth of the time left whole."""
+def test_many_small_parts_of_a_decode_step_are_left_to_inductor_on_a_gpu():
+    """Experts that are chosen by sorting: two parts a layer, with few operations in each. On an H200 such a model took
+    a fourth of the time left whole."""
     width, inner, num_experts, chosen = 2048, 1024, 64, 8
 
     def layer(x, q, k, v, o, router, up, down):
         x = x + F.linear(F.linear(x, q) * F.linear(x, k) + F.linear(x, v), o)
-        weights, ids = F.linear(x, router).float().softmax(-1).topk(chosen)
+        weights, ids = (each[:, :chosen] for each in F.linear(x, router).float().softmax(-1).sort(descending=True))
         gate, h = torch.bmm(up[ids[0]], x.expand(chosen, -1).unsqueeze(-1)).chunk(2, 1)
         y = torch.bmm(down[ids[0]], F.silu(gate) * h).squeeze(-1)
         return x + (y * weights[0, :, None].to(x.dtype)).sum(0)
@@ -184,6 +185,4 @@ def test_experts_of_a_decode_step_are_left_to_inductor_on_a_gpu():
         partitioned = partition(apply(captured.graph_module), None, H200, "inductor")
     parts = [(segment.gm.graph, segment.ours) for segment in partitioned.segments]
     assert sum(is_ours for _, is_ours in parts) >= 4
-    whole = captured.graph_module.graph
-    assert not estimate(COSTS["cuda"], parts, whole, "inductor", "inductor").pays
-    assert estimate(COSTS["cuda"], parts, whole, "eager", "eager").pays
+    assert not estimate(COSTS["cuda"], parts, captured.graph_module.graph, "inductor", "inductor").pays

@@ -14,7 +14,8 @@ import logging
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -175,8 +176,6 @@ class Step:
         if trace is not None:
             trace.call(*trace.arguments(local))
             return
-        for tensor in _tensors(local):
-            torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim, size in enumerate(tensor.shape) if size > 1])
         with _lock:
             has_others = bool(_kept.get(self._kind(local)[0]))
         if has_others:  # to what makes them others Dynamo's guards may be blind, as to a method that was replaced
@@ -185,7 +184,8 @@ class Step:
         recorder = Recorder()
         token = _recorder.set(recorder)
         try:
-            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):  # by default a new hook is not seen
+            # By default Dynamo does not see a new hook.
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), _dynamic(_tensors(local)):
                 self._compiled(*args)
         finally:
             _recorder.reset(token)
@@ -265,6 +265,20 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _dynamic(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Marks every dimension as one that differs from call to call. Afterwards others compile the tensors as before."""
+    marked = [tensor for tensor in tensors if not hasattr(tensor, "_dynamo_weak_dynamic_indices")]
+    for tensor in marked:
+        torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim, size in enumerate(tensor.shape) if size > 1])
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            for mark in ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"):
+                vars(tensor).pop(mark, None)
 
 
 def _tensors(local: Mapping[str, Any]) -> Iterator[torch.Tensor]:

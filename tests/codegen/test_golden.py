@@ -768,6 +768,105 @@ class TestTasks(expecttest.TestCase):
             "every_task_is_here",
         }
 
+    def test_expert_linear(self) -> None:
+        self.assertExpectedInline(
+            variants("expert_linear"),
+            """\
+struct Experts0 {
+  using T = __nv_bfloat16;
+  static constexpr int kPairs = 2;
+  static constexpr int kChoices = 2;
+  static constexpr int kExperts = 4;
+  static constexpr int kRows = 48;
+  static constexpr int kSize = 64;
+  static constexpr int kXRow = 128;
+  static constexpr int kXChoice = 64;
+  static constexpr int kIdsRow = 2;
+  static constexpr int kIdsChoice = 1;
+  static constexpr int64_t kExpertPitch = 3072, kRowPitch = 64;
+  static constexpr int kYRow = 96;
+  static constexpr int kYChoice = 48;
+  static MPK_DEVICE const __nv_bfloat16* x(const Job& job) {
+    return job.pointer<const __nv_bfloat16>(3);
+  }
+  static MPK_DEVICE const int64_t* ids(const Job& job) {
+    return job.pointer<const int64_t>(2);
+  }
+  static MPK_DEVICE const __nv_bfloat16* weight(const Job& job) {
+    return job.pointer<const __nv_bfloat16>(1);
+  }
+  static MPK_DEVICE __nv_bfloat16* y(const Job& job) {
+    return job.pointer<__nv_bfloat16>(0);
+  }
+  static MPK_DEVICE const void* map(const Job& job) {
+    return job.pointer<const void>(4);
+  }
+};
+experts::compute_boxes<Experts0>(c, job);
+experts::load_boxes<Experts0>(l, job);
+""",
+        )
+
+    def test_topk(self) -> None:
+        self.assertExpectedInline(
+            variants("topk"),
+            """\
+struct Tile0 {
+  static constexpr uint32_t kTiles = 1;
+  static constexpr int64_t kLeading = 1;
+  static constexpr int64_t kN = 64;
+  static constexpr int64_t kK = 1;
+  static constexpr int64_t kNum = 1;
+  struct X {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 2;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 1; }
+  };
+  struct Values {
+    using T = __nv_bfloat16;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 16;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 1; }
+  };
+  struct Ids {
+    using T = int64_t;
+    static constexpr bool kPresent = true;
+    static constexpr int kAlignment = 16;
+    static constexpr int64_t stride([[maybe_unused]] int d) { return 1; }
+  };
+  static constexpr int kTileBytes = 128;  // of the largest slice
+  struct Tile {
+    mpk::Range Leading;
+    mpk::Range N;
+    mpk::Range K;
+  };
+  static MPK_DEVICE Tile at([[maybe_unused]] uint32_t number) {
+    Tile tile;
+    tile.K = {0, 0, 1};
+    tile.N = {0, 0, 64};
+    tile.Leading = {0, 0, 1};
+    return tile;
+  }
+  template <class V_>
+  static constexpr int shared_bytes() {
+    static_assert(tasks::topk::kSharedBytes<V_> <= 98304,
+                  "task topk: kSharedBytes is more than the 98304 bytes that a tile may have: cut smaller tiles");
+    return tasks::topk::kSharedBytes<V_>;
+  }
+  template <class V_, class Threads_>
+  static MPK_DEVICE void compute(Threads_& threads, const mpk::Job& job, uint32_t number, uint8_t* shared) {
+    const Tile tile = at(number);
+    tasks::topk::compute<V_>(threads, tile, shared,
+        job.pointer<const __nv_bfloat16>(0) + 0,
+        job.pointer<__nv_bfloat16>(1) + 0,
+        job.pointer<int64_t>(2) + 0);
+  }
+};
+run_tiles<Tile0>(c, job);
+""",
+        )
+
     def test_argmax(self) -> None:
         self.assertExpectedInline(
             variants("argmax"),

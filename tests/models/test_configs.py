@@ -23,6 +23,8 @@ MILLIONS_OF_PARAMETERS = {
     "phi-3-mini": 3821.1,
     "gemma-2b": 2506.2,
     "granite-3-2b": 2533.5,
+    "olmoe-1b-7b": 6919.2,
+    "qwen3-30b-a3b": 30532.1,
 }
 
 

@@ -167,6 +167,11 @@ def test_pairs_without_rows_in_common() -> None:
     assert tasks_of(gm)["expert_linear"] == 1
 
 
+def test_columns_of_a_batched_product_that_are_no_view_of_rows() -> None:
+    gm = rewritten(lambda x, ids, weight: torch.bmm(weight[ids], x.unsqueeze(-1).relu()), *pairs(), tolerance=2e-2)
+    assert tasks_of(gm)["expert_linear"] == 1
+
+
 @pytest.mark.parametrize(("columns", "k", "found"), [(64, 8, 1), (1024, 1024, 1), (1025, 8, 0), (64, 1, 0)])
 def test_topk_of_short_rows(columns: int, k: int, found: int) -> None:
     gm = rewritten(lambda x: tuple(x.topk(k)), torch.randn(3, columns))

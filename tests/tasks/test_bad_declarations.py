@@ -73,7 +73,9 @@ def test_a_name_that_code_cannot_have(tmp_path, monkeypatch):
         __import__("named_double")
 
 
-@pytest.mark.parametrize("value", [lambda x: x, None, "rms_norm", torch.ops.mpk.rms_norm], ids=["lambda", "None", "name", "operator"])
+@pytest.mark.parametrize(
+    "value", [lambda x: x, None, "rms_norm", torch.ops.mpk.rms_norm], ids=["lambda", "None", "name", "operator"]
+)
 def test_what_no_kernel_is_of(value):
     with pytest.raises(TaskError, match="^kernel_of: expected a task, which @torch_mpk.task has declared, got"):
         kernel_of(value)

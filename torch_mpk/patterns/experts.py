@@ -68,6 +68,8 @@ def gathered_product(rw: Rewriter, node: fx.Node) -> fx.Node | None:
         pairs, depth = Pairs(rw, indices[0]), math.prod(shape(x)[1:])
         rw.see(node, gathered)
         rows = rw.below(x, (len(pairs), depth))
+        if shape(rows) != (len(pairs), depth):
+            rows = rw.reshape(x, (len(pairs), depth))
         if is_call(rows, aten.repeat_interleave.self_int) and rows.args[1:] == (pairs.num_choices, 0):
             rw.see(rows)
             rows = pairs.repeated(rows.args[0])
