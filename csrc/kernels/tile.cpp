@@ -29,8 +29,8 @@ class Tiles : public Kernel {
   Tiles() : Kernel("tile") {}
 
  private:
-  // Only the compiler knows what its device code takes of shared memory. Its loads are seldom as wide, and as far ahead,
-  // as memory asks for: an estimate.
+  // Only the compiler knows what its device code takes of shared memory. Its loads are seldom as wide, and as far
+  // ahead, as memory asks for: an estimate.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     constexpr double kSlower = 2;
     Cut cut = job.cut;

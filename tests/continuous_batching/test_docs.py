@@ -44,6 +44,7 @@ def test_the_tables_of_fields_and_options_are_whole() -> None:
     assert {option for row in rows for option in re.findall("`(--[a-z-]+)`", row)} == options
 
 
+@pytest.mark.slow
 def test_the_servers_examples_run_as_they_are_written(tmp_path: Path) -> None:
     """But for the port: the one that is written may be in use."""
     with socket.socket() as free:

@@ -72,6 +72,7 @@ def test_sizes_share_a_trace_and_so_do_other_engines_and_models() -> None:
         assert count() == 0  # from the disk
 
 
+@pytest.mark.slow
 def test_an_engine_finds_the_traces_of_another_process(cache: Path) -> None:
     program = (
         "import torch, torch_mpk\n"
@@ -98,9 +99,7 @@ def one_answer(model: Any, prompt: list[int]) -> list[int]:
     return answer
 
 
-@pytest.mark.parametrize(
-    "change", thinned(["hook", "method", "function", "attribute", "layer", "mode", "dtype"], 0, 1, 4)
-)
+@pytest.mark.parametrize("change", thinned(["hook", "method", "function", "attribute", "layer", "mode", "dtype"], 0))
 def test_what_was_traced_before_a_change_is_not_used_behind_it(change: str) -> None:
     model, prompt = serving_model(), prompt_of(6)
     one_answer(model, prompt)
@@ -148,6 +147,7 @@ def test_a_change_while_an_engine_runs_is_seen_by_its_next_step() -> None:
         assert answer() == alone(model, prompt, 6)
 
 
+@pytest.mark.slow
 def test_traces_that_cannot_be_read_or_kept_are_made_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, prompt = serving_model(), prompt_of(6)
     full = mock.patch.object(Cache, "write", side_effect=CacheError("no space left on device"))

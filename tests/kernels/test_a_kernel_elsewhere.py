@@ -33,7 +33,9 @@ def run(program: str, library: Path, *arguments: str) -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=240)
 
 
-@pytest.mark.parametrize("flags", [(), ("-DANOTHER_FIELD",)], ids=["", "with another field"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), marks=pytest.mark.slow), ("-DANOTHER_FIELD",)], ids=["", "with another field"]
+)
 def test_a_kernel_of_linear_is_chosen_proven_emulated_and_right(tmp_path: Path, flags: tuple[str, ...]) -> None:
     library = compile_kernel(tmp_path, "elsewhere", *flags)
     run("run_elsewhere", library, "rows_at_once=2", *(["turns=1"] if flags else []))

@@ -344,6 +344,7 @@ print("last line")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_meanwhile_ends_as_ever() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDING], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "last line\n", "")

@@ -45,7 +45,7 @@ def test_no_family_is_listed_that_is_none() -> None:
     assert NOT_ONE_LAUNCH.keys() <= set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, *map(FAMILIES.index, UNLIKE)))
+@pytest.mark.parametrize("family", thinned(FAMILIES, *map(FAMILIES.index, UNLIKE[:2])))
 def test_decode_steps_are_one_launch(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(family)
     for batch, implementation in IMPLEMENTATIONS.items():
@@ -63,7 +63,7 @@ def test_decode_steps_are_one_launch(family: str, tmp_path: Path, monkeypatch: p
                     assert (segments_of(tmp_path / implementation) != ["ours"]) == (family in NOT_ONE_LAUNCH)
 
 
-@pytest.mark.parametrize("family", thinned(UNLIKE, 1))
+@pytest.mark.parametrize("family", thinned(UNLIKE))
 def test_prompts_are_one_launch(family: str) -> None:
     model, options = make(family), OPTIONS | {"fallback": "error"}
     for implementation in IMPLEMENTATIONS.values():

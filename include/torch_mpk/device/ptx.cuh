@@ -220,8 +220,8 @@ MPK_DEVICE void prefetch_l2(const T* p) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(p));
 }
 
-// Of memory that no launch writes, what is read but once: it does not push anything out of L1, and what stands behind it
-// comes to L2 with it.
+// Of memory that no launch writes, what is read but once: it does not push anything out of L1, and what stands behind
+// it comes to L2 with it.
 MPK_DEVICE uint4 load_once(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
