@@ -41,7 +41,7 @@ from tests.continuous_batching.engine import (
     sized,
 )
 from tests.thinned import thinned
-from torch_mpk import _C
+from torch_mpk import _C, compiled_step
 from torch_mpk.continuous_batching import StepCompileConfig, config
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
 from torch_mpk.lowering import lowerer
@@ -94,7 +94,15 @@ def test_a_prefix_is_shared() -> None:
         assert 2 <= len(allocator.ledger.cached_blocks) < 4 * 3
 
 
+@pytest.fixture
+def no_traces(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache with nothing in it, and a process that knows no trace."""
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    compiled_step.forget()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_traces")
 def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,12 +111,12 @@ def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
     load = Load(model, num_prompts=6, longest=40, shared=0)
     before = num_compiled()
     with managed(model, warmup=True, max_requests_per_batch=4) as manager:
-        assert num_compiled() - before == 6  # for 1, 2 and 4 requests, and for 16, 32 and 64 tokens
+        assert num_compiled() - before == 3  # traces: of one request, of several, and of steps with prompts
         load.run(manager, count=25, seconds=60)
-        assert num_compiled() - before == 6
+        assert num_compiled() - before == 3
     load.check()
     parts = [(folder / "3.segments.txt").read_text() for folder in tmp_path.iterdir()]
-    assert len(parts) == 6
+    assert len(parts) == 6  # for 1, 2 and 4 requests, and for 16, 32 and 64 tokens
     for text in parts:  # each is one launch
         assert text.count("(ours)") == 1
         assert "(fallback)" not in text
@@ -416,6 +424,7 @@ def test_prompts_that_are_not_ours_run_eagerly_and_say_so(window: int | None, mo
     assert (num_compiled() == before) == bool(window)
 
 
+@pytest.mark.usefixtures("no_traces")
 @pytest.mark.parametrize("window", thinned([None, 20], 1))
 def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None:
     """Of models with windows then every step, which is said once; another engine does the same."""

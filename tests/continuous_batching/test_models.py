@@ -25,10 +25,11 @@ REFUSED = {
     "DeepSeek-V3": "varlen_attention: v_new has D=8, but D=16 was bound by q",
 }
 KEEP_THEIR_OWN = {"GPT-J", "Falcon", "gpt-oss"}  # attention, or one of transformers' choice
+NOT_THE_ENGINES = {"Llama 4"}  # transformers' engine refuses its layers, of attention in chunks
 DECODERS = {  # of those that transformers lets into its engine
     name: entry
     for name, entry in MODELS.items()
-    if isinstance(entry, Decoder) and not entry.is_hybrid and name not in KEEP_THEIR_OWN
+    if isinstance(entry, Decoder) and not entry.is_hybrid and name not in KEEP_THEIR_OWN | NOT_THE_ENGINES
 }
 SERVED = [name for name in DECODERS if name not in REFUSED]
 

@@ -32,7 +32,7 @@ NOT_ONE_LAUNCH = {
 UNLIKE = ["deepseek_v3", "gpt_oss", "granitemoe", "qwen3_moe"]
 FAMILIES = families()
 IMPLEMENTATIONS = {1: "grouped_mm", 4: "batched_mm"}
-OPTIONS = {"max_positions": 64}
+OPTIONS = {"max_positions": 64, "while_building": "wait"}
 
 
 def segments_of(folder: Path) -> list[str]:

@@ -26,7 +26,7 @@ DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-OPTIONS = Options(fallback="eager", min_segment_nodes=1)
+OPTIONS = Options(fallback="eager", min_segment_nodes=1, max_positions=1)
 MAX_ELEMENTS = 1 << 14  # of a call's tensors: more show nothing that fewer do not
 SEED = 42  # the one that the database sets in each call of a random operator
 # Their results are whatever the memory held.

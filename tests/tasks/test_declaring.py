@@ -361,7 +361,11 @@ def test_new_task_writes_what_check_task_passes(tmp_path: Path, capsys: pytest.C
         assert f"fresh_for_test: compiles for sm_{arch}" in lines
         without_gpu = f"  fresh_for_test: compiled for sm_{arch} and not run: no such GPU is here"
         assert without_gpu in lines or torch.cuda.is_available()
-    for name, message in {"fresh_for_test": "is not taken", "class": "a name such as", "a-b": "a name such as"}.items():
+    for name, message in {
+        "fresh_for_test": "one that no task has",
+        "class": "a name such as",
+        "a-b": "a name such as",
+    }.items():
         with pytest.raises(SystemExit, match=message):
             main(["new-task", name, "--dir", str(tmp_path)])
     with pytest.raises(SystemExit, match="a folder that exists"):
