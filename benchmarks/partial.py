@@ -179,7 +179,7 @@ def whole(gm: torch.fx.GraphModule, inputs: Sequence[Any], how: str) -> Call:
 
 
 def least_us(calls: Sequence[Call], inputs: Sequence[Any], rounds: int) -> list[float]:
-    """Of a call of each, the least of several rounds of as many calls as take a millisecond: none may come between."""
+    """Each call's time is the least of several rounds, and a round has as many calls of it as take a millisecond."""
     is_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
 
     def seconds(call: Call, count: int) -> float:
@@ -222,7 +222,7 @@ def constants(device: torch.device, dtype: torch.dtype, rounds: int) -> Costs:
         return run
 
     def slope(step: Callable[[torch.Tensor], torch.Tensor], way: Callable[[Any, Any], Call] | None) -> Any:
-        """What one step more takes, and what there is beside the steps."""
+        """One step more takes the first of these; the second is there beside the steps."""
         few, many = (least(chain(count, step), [x], way) for count in (2, 34))
         return (many - few) / 32, max(0.0, few - 2 * (many - few) / 32)
 

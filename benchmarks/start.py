@@ -54,7 +54,7 @@ def made_model(name: str, attention: str = "sdpa") -> Any:
 
 
 def decode_step(name: str) -> Callable[[int], float]:
-    """What calls one, and says when the first token was there."""
+    """The function calls one, and says when the first token was there."""
     model, arguments = uninitialised_step(name, DEVICE) if name != "tiny" else tiny_step()
 
     def call(number: int) -> float:

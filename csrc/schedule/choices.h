@@ -1,4 +1,4 @@
-// What passes and kernels choose by. The validator and code generation know nothing of it.
+// Passes and kernels choose by this. The validator and code generation know nothing of it.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace mpk {
 
-// Of shared memory, beside an operand of so many rows: the ring at its smallest, the fixed part, and sums that all
-// warps put together of as many rows as they multiply at once.
+// Shared memory beside an operand of so many rows holds the ring at its smallest, the fixed part, and the sums that all
+// warps put together, of as many rows as they multiply at once.
 inline int64_t least_beside(int64_t rows, const Target& target) {
   constexpr int64_t kWarps = kRegisterFile / (32 * kFewestRegisters), kRing = 40 * 1024;
   return std::min(kRing, target.smem_bytes / 2) +

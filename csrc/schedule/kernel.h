@@ -102,12 +102,12 @@ MPK_KERNEL_API bool add_kernel(Role role, const Kernel& kernel);
 // Adds one of runs of nodes.
 MPK_KERNEL_API bool add_run_kernel(const Kernel& kernel);
 
-// Those of a task, in the order of their names. A task of tiles has its function besides, whatever kernels it has of
+// A task's kernels, in the order of their names. A task of tiles has its function besides, whatever kernels it has of
 // its own.
 std::vector<const Kernel*> kernels_of(const TaskDef& def);
-// Those of runs.
+// Kernels of runs.
 const std::vector<const Kernel*>& run_kernels();
-// Those of a job's body.
+// A job's kernels: its run's, or those of its body's task.
 std::vector<const Kernel*> kernels_of(const Schedule& schedule, const Job& job);
 
 // Null where there is none of that name.

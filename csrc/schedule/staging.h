@@ -45,14 +45,17 @@ inline bool can_be_boxed(const Tensor& t) {
          (t.shape[0] == 1 || t.strides[0] >= t.shape[1]) && can_be_streamed(t);
 }
 
-// Whether the copy engine can bring boxes of the matrix before anything of the launch is awaited.
-inline bool comes_in_boxes(const TBGraph& graph, const Tensor& t) {
+// Whether the tensor is one of the call's, and the launch leaves it as it is.
+inline bool is_constant(const TBGraph& graph, const Tensor& t) {
   const auto writes = [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == t.buffer; };
-  return can_be_boxed(t) && graph.buffers()[t.buffer].kind == BufferKind::kInput &&
+  return graph.buffers()[t.buffer].kind == BufferKind::kInput &&
          std::none_of(graph.nodes().begin(), graph.nodes().end(), [&](const Node& node) {
            return std::any_of(node.operands.begin(), node.operands.end(), writes);
          });
 }
+
+// Whether the copy engine can bring boxes of the matrix before anything of the launch is awaited.
+inline bool comes_in_boxes(const TBGraph& graph, const Tensor& t) { return can_be_boxed(t) && is_constant(graph, t); }
 
 // Whether consumers can have the copy engine bring stages of x as boxes: the call's tensors may begin anywhere.
 inline bool can_be_windowed(const TBGraph& graph, const Tensor& x) {

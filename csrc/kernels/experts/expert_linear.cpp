@@ -16,14 +16,13 @@ namespace {
 
 using namespace codegen;
 
-constexpr int64_t kTileRows = 16;      // of weights
-constexpr int64_t kStepColumns = 32;   // of them that a warp multiplies at a time
-constexpr int64_t kMaxPairs = 512;     // of rows and experts
-constexpr int64_t kMaxExperts = 1024;  // a lane has 32 of them
+constexpr int64_t kTileRows = 16;       // of weights
+constexpr int64_t kStepColumns = 32;    // of them that a warp multiplies at a time
+constexpr int64_t kMaxPairs = 512;      // of rows and experts
+constexpr int64_t kMaxExperts = 1024;   // a lane has 32 of them
+constexpr int64_t kEntryColumns = 256;  // of weights, in a box
 
-constexpr int64_t kBoxColumnsOfEntry = 256;
-
-// What a node multiplies.
+// A node multiplies these.
 struct Experts {
   const Tensor &x, &ids, &weight, &y;
   int64_t experts, rows, size, pairs, choices;
@@ -47,7 +46,7 @@ struct Experts {
     return count * (1 - std::pow(1 - 1 / count, static_cast<double>(pairs)));
   }
 
-  // Of shared memory, a list of pairs for each warp.
+  // Each warp keeps a list of pairs in shared memory.
   int64_t staged_bytes(const Schedule& schedule) const { return schedule.warps.consumers * round_up(pairs * 2, 16); }
 
   // The weights of all experts, one below the other.
@@ -61,12 +60,7 @@ struct Experts {
 
 const Node& node_of(const Schedule& schedule, const Job& job) { return schedule.graph.nodes()[job.body.front()]; }
 
-bool is_constant(const TBGraph& graph, const Tensor& t) {
-  const auto writes_it = [&](const Node& node) { return writes(node, t.buffer); };
-  return graph.buffers()[t.buffer].kind == BufferKind::kInput && std::ranges::none_of(graph.nodes(), writes_it);
-}
-
-// What both kernels have in common.
+// Both kernels take the same nodes, but for how weights come.
 class ExpertKernel : public Kernel {
  public:
   ExpertKernel(std::string name, const char* compute, const char* load, double memory_share)
@@ -167,14 +161,14 @@ class ExpertBoxes : public ExpertKernel {
     ExpertKernel::prove(proof);
     const Experts own(proof.first());
     const int64_t slot = proof.schedule().warps.slot_bytes;
-    proof.require(slot % kBoxAlignment == 0 && slot >= kTileRows * kBoxColumnsOfEntry * size_bytes(own.x.dtype),
+    proof.require(slot % kBoxAlignment == 0 && slot >= kTileRows * kEntryColumns * size_bytes(own.x.dtype),
                   "its boxes do not fit slots of " + str(slot) + " bytes");
     proof.require(own.rows % kTileRows == 0 && comes_in_boxes(proof.schedule().graph, own.stacked()),
                   "its weights cannot come in boxes");
   }
 
   void add_map(JobCode& code, Refs& refs, const Node& node, const Experts& own) const override {
-    const int map = refs.add_map(node, own.stacked(), kTileRows, kBoxColumnsOfEntry);
+    const int map = refs.add_map(node, own.stacked(), kTileRows, kEntryColumns);
     code.body += returning("const void*", "map(const Job& job)", "job.pointer<const void>(" + str(map) + ")");
   }
 };

@@ -9,10 +9,11 @@
 
 namespace mpk::experts {
 
-inline constexpr int kBoxSteps = 256 / kStepColumns;
-inline constexpr uint32_t kBoxBytes = kTileRows * 256 * 2;
+inline constexpr int kEntryColumns = 256;  // of weights, in a box
+inline constexpr int kBoxSteps = kEntryColumns / kStepColumns;
+inline constexpr uint32_t kBoxBytes = kTileRows * kEntryColumns * 2;
 template <class V>
-inline constexpr uint32_t kBoxesOfTile = (V::kSize + 255) / 256;
+inline constexpr uint32_t kBoxesOfTile = (V::kSize + kEntryColumns - 1) / kEntryColumns;
 
 // Where a box stands in the ring, of those that bring a worker's tiles.
 template <class V>
@@ -44,7 +45,7 @@ MPK_DEVICE void load_boxes(L& l, const Job& job) {
       const uint32_t size = turns.tiles_of(pass), box = turn / size;
       const uint32_t tile = mine.begin + pass * turns.kWarps + turn % size;
       const uint32_t row = chosen[tile / kTilesOfExpert<V>] * V::kRows + tile % kTilesOfExpert<V> * kTileRows;
-      return Box{map, tile, row, box * (256 / kBoxColumns), kBoxBytes};
+      return Box{map, tile, row, box * (kEntryColumns / kBoxColumns), kBoxBytes};
     });
   });
 }
@@ -78,7 +79,7 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
 #pragma unroll
     for (int s = 0; s < kBoxSteps; s++) {
       const int step = box * kBoxSteps + s;
-      if (V::kSize % 256 != 0 && step >= V::kSize / kStepColumns) continue;
+      if (V::kSize % kEntryColumns != 0 && step >= V::kSize / kStepColumns) continue;
       const RowPieces weights = read_box(slot, s, c.lane);
 #pragma unroll
       for (int g = 0; g < kGroups<V>; g++)
