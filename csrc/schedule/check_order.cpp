@@ -2,6 +2,7 @@
 #include <map>
 
 #include "access.h"
+#include "kernel.h"
 #include "proof.h"
 
 namespace mpk {
@@ -129,7 +130,8 @@ class OrderProof {
       } else {
         // Every earlier access, wherever it is repeated, must be over before the write.
         for (const Place& from : places_[edge.from])
-          if (!happens_before(from, to)) fail(what + "the later write may overtake the earlier access");
+          if (!happens_before(from, to) && !follows_inside(from, to))
+            fail(what + "the later write may overtake the earlier access");
       }
     }
   }
@@ -153,6 +155,12 @@ class OrderProof {
     if (reader.def->role == Role::kRow)
       return job_at(to).cut.row_sums ? makes_rows(edge, from, reader) : hands_on_rows(edge, from, reader);
     return strides_behind(s_.graph, makers_of(job_at(to), edge.to), reader).has_value();
+  }
+
+  // Whether both are nodes of a run whose kernel does one behind the other.
+  bool follows_inside(const Place& from, const Place& to) const {
+    const std::string& run = job_at(to).run;
+    return from.same_job(to) && !run.empty() && from.position < to.position && find_kernel(run)->stores_values();
   }
 
   // Whether what a norm behind it takes over is its results, in the rows they are in.

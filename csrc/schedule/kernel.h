@@ -65,6 +65,10 @@ class MPK_KERNEL_API Kernel {
   // recomputed in front of it, nothing ends it, and neither its inputs nor its results are polled.
   virtual std::vector<int> find_run(const TBGraph&, int /*first*/) const { return {}; }
 
+  // Whether the nodes of its runs pass values on through the workspace, one node behind the other. Else what stays
+  // inside a run has no place there, and no node may overwrite what another touches.
+  virtual bool stores_values() const { return false; }
+
   // Whether jobs may have other nodes beside the one that the body begins with.
   virtual bool takes_companions() const { return false; }
 

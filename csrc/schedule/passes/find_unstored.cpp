@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "../access.h"
+#include "../kernel.h"
 #include "../passes.h"
 
 namespace mpk {
@@ -18,6 +19,7 @@ bool stays_inside(const Draft& draft, const std::vector<int>& job, int n, int bu
 void find_unstored(Draft& draft) {
   for (Phase& phase : draft.schedule.phases)
     for (Job& job : phase.jobs) {
+      if (!job.run.empty() && find_kernel(job.run)->stores_values()) continue;
       const std::vector<int> all = members(job);
       for (int n : all) {
         if (job.epilogue.empty() && job.body == std::vector<int>{n}) continue;

@@ -7,12 +7,12 @@
 namespace mpk {
 namespace {
 
-// Whether the nodes may be one job: no other has them, none overwrites what another touches, and nothing else stands
-// between them.
-bool is_run(const Draft& draft, const std::vector<int>& nodes) {
+// Whether the nodes may be one job: no other has them, none overwrites what another touches, unless their kernel does
+// one behind the other, and nothing else stands between them.
+bool is_run(const Draft& draft, const Kernel& kernel, const std::vector<int>& nodes) {
   const auto is_free = [&](int n) { return draft.job_of[n] < 0; };
   const auto is_apart = [&](const Dependency& edge) {
-    return edge.hazard == Hazard::kReadAfterWrite || !contains(nodes, edge.from) || !contains(nodes, edge.to);
+    return edge.hazard == Hazard::kReadAfterWrite || kernel.stores_values() || !contains(nodes, edge.from) || !contains(nodes, edge.to);
   };
   return nodes.size() > 1 && std::ranges::is_sorted(nodes) && std::ranges::all_of(nodes, is_free) &&
          std::ranges::all_of(draft.edges, is_apart) && draft.contractible(nodes);
@@ -25,7 +25,7 @@ void join_runs(Draft& draft) {
     for (int n = 0; n < draft.num_nodes(); n++) {
       if (draft.job_of[n] >= 0) continue;
       const std::vector<int> nodes = runs.kernel->find_run(draft.graph(), n);
-      if (is_run(draft, nodes)) draft.jobs[draft.new_job(nodes)].run = runs.kernel->name();
+      if (is_run(draft, *runs.kernel, nodes)) draft.jobs[draft.new_job(nodes)].run = runs.kernel->name();
     }
 }
 
