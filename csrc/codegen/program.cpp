@@ -193,6 +193,7 @@ class ProgramWriter {
         if (i.dtype == DType::kF32) return "__int_as_float(" + argument(i, 0, "int32_t") + ")";
         return "static_cast<int32_t>(__float_as_uint(" + argument(i, 0, "float") + "))";
       case Op::kLoad:
+        if (const std::string* variable = find_given(i)) return "cast<" + type + ">(" + *variable + ")";
         if (const LocalValue* local = find_local(i))
           return "cast<" + type + ">(" + local->variable + (in_each_ ? ".v[j]" : "") + ")";
         return load(i);
@@ -204,6 +205,13 @@ class ProgramWriter {
         return "cast<" + type + ">(" + call + "))";
       }
     }
+  }
+
+  // The variable that a load is, in place of memory; null where it is not given.
+  const std::string* find_given(const Instr& i) const {
+    if (!options_.given) return nullptr;
+    const auto found = options_.given->find(&i - program_.instrs.data());
+    return found == options_.given->end() ? nullptr : &found->second;
   }
 
   // The newest value of the job itself that a load reads; null where it reads memory.

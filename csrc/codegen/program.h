@@ -1,6 +1,7 @@
 // Pointwise programs as CUDA code.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,7 @@ struct ProgramOptions {
   bool early_loads = false;   // put unconditional loads into `preload`, as fields of `extra`
   bool common_loads = false;  // put those that are one for all points into `common`, as fields of `common`
   std::vector<LocalValue>* locals = nullptr;
+  const std::map<size_t, std::string>* given = nullptr;  // loads, by instruction, that are these variables
   const std::vector<int>* unstored = nullptr;
 };
 

@@ -31,33 +31,66 @@ struct Turns {
 
 // ---- the loader's part
 
-template <class V, class L>
-MPK_DEVICE void load_boxes(L& l, const Job& job) {
+// An entry of eight rows of each half.
+struct Halves {
+  const void* map;
+  uint32_t tile, upper, lower, block, bytes;
+
+  MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
+    ptx::mbar_arrive_expect(full, bytes);
+    ptx::box_load(to, map, upper, block, full);
+    ptx::box_load(to + bytes / 2, map, lower, block, full);
+  }
+};
+
+// entry(tile, expert, row, block): the one with these columns of a tile, see first_weight_row.
+template <class V, class L, class Entry>
+MPK_DEVICE void load_entries(L& l, const Job& job, Entry entry) {
   const Chosen<V> chosen(V::ids(job), l.lane);
   const Span mine = tiles_of<V>(chosen, l.worker(job), L::Config::kNumWorkers);
   const Turns<V> turns{mine.end - mine.begin};
   const uint32_t count = turns.num_tiles * kBoxesOfTile<V>;
   if (count == 0) return;
-  const void* map = V::map(job);
   l.fill_by(count, count * kBoxBytes, [&] {
     return fill_entries(l.ring, count, entries_in_flight(kBoxBytes), l.phase, [&](uint32_t number) {
       const uint32_t at = min(number, count - 1), pass = at / turns.kOfPass, turn = at % turns.kOfPass;
       const uint32_t size = turns.tiles_of(pass), box = turn / size;
       const uint32_t tile = mine.begin + pass * turns.kWarps + turn % size;
-      const uint32_t row = chosen[tile / kTilesOfExpert<V>] * V::kRows + tile % kTilesOfExpert<V> * kTileRows;
-      return Box{map, tile, row, box * (kEntryColumns / kBoxColumns), kBoxBytes};
+      const uint32_t expert = chosen[tile / kTilesOfExpert<V>], row = tile % kTilesOfExpert<V> * kTileRows;
+      return entry(tile, expert, row, box * (kEntryColumns / kBoxColumns));
     });
+  });
+}
+
+template <class V, class L>
+MPK_DEVICE void load_boxes(L& l, const Job& job) {
+  const void* map = V::map(job);
+  load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t block) {
+    return Box{map, tile, expert * V::kRows + row, block, kBoxBytes};
+  });
+}
+
+template <class V, class L>
+MPK_DEVICE void load_halves(L& l, const Job& job) {
+  const void* map = V::map(job);
+  load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t block) {
+    const uint32_t first = expert * V::kRows;
+    return Halves{map,      tile, first + first_weight_row<V>(row, false), first + first_weight_row<V>(row, true), block,
+                  kBoxBytes};
   });
 }
 
 // ---- the consumers' part
 
 // A lane's pieces of a box: 64 columns of its rows after the other, in which pieces of 16 bytes stand exchanged by the
-// row, as the copy engine leaves them.
+// row, as the copy engine leaves them. Halves are boxes of their own.
+template <class V>
 MPK_DEVICE RowPieces read_box(const uint8_t* slot, int step, int lane) {
+  constexpr int kBoxRows = Gated<V> ? kTileRows / 2 : kTileRows;
+  constexpr int kLower = Gated<V> ? int(kBoxBytes) / 2 : 8 * kBoxRowBytes;
   const int row = lane / 4, piece = (step % 2 * 4 + lane % 4) ^ row;
-  const uint8_t* from = slot + step / 2 * (kTileRows * kBoxRowBytes) + row * kBoxRowBytes + piece * 16;
-  return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + 8 * kBoxRowBytes)};
+  const uint8_t* from = slot + step / 2 * (kBoxRows * kBoxRowBytes) + row * kBoxRowBytes + piece * 16;
+  return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + kLower)};
 }
 
 // A tile's products with all pairs; its boxes stand `stride` entries apart, from `entry` on. False when the launch was
@@ -80,7 +113,7 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
     for (int s = 0; s < kBoxSteps; s++) {
       const int step = box * kBoxSteps + s;
       if (V::kSize % kEntryColumns != 0 && step >= V::kSize / kStepColumns) continue;
-      const RowPieces weights = read_box(slot, s, c.lane);
+      const RowPieces weights = read_box<V>(slot, s, c.lane);
 #pragma unroll
       for (int g = 0; g < kGroups<V>; g++)
         if (g == 0 || g < num_groups)

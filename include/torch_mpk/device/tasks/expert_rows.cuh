@@ -1,7 +1,8 @@
 // Products of few rows with the weights of experts that they chose, see csrc/kernels/experts/expert_linear.cpp.
 //
 // Every warp finds the chosen experts by itself. A tile is 16 rows of the weights of one; tiles are numbered expert by
-// expert, and a worker has some that follow each other. A warp multiplies a tile with all pairs that chose its expert,
+// expert, and a worker has some that follow each other. With an activation behind them, a tile is eight rows of the gate
+// and the eight of the other half that they meet. A warp multiplies a tile with all pairs that chose its expert,
 // eight at a time, so weights are read once. The order in which a pair's products are added depends on the sizes alone.
 #pragma once
 
@@ -22,6 +23,20 @@ template <class V>
 inline constexpr uint32_t kTilesOfExpert = (V::kRows + kTileRows - 1) / kTileRows;
 template <class V>
 inline constexpr int kListBytes = (V::kPairs * 2 + 15) / 16 * 16;  // of a warp's list
+
+// Whether an activation takes two results of each pair and point, of rows of weights from kFirstHalf and kSecondHalf on.
+template <class V>
+concept Gated = requires { V::kFirstHalf; };
+
+// The first of eight rows of weights in a tile, of the lanes' upper rows or of the lower ones; `row`: 16 times its
+// number among its expert's tiles.
+template <class V>
+MPK_DEVICE uint32_t first_weight_row(uint32_t row, bool is_lower) {
+  if constexpr (Gated<V>)
+    return row / 2 + uint32_t(is_lower ? V::kSecondHalf : V::kFirstHalf);
+  else
+    return row + (is_lower ? 8 : 0);
+}
 
 // The expert of a pair; -1: its id names none.
 template <class V>
@@ -111,15 +126,22 @@ struct Pairs {
     return V::x(job) + mine / V::kChoices * V::kXRow + mine % V::kChoices * V::kXChoice + lane % 4 * 8;
   }
 
-  // Stores the sums of a group and the weights' rows from `row` on.
+  // Makes results of a group's sums. The lane has those of two pairs.
   MPK_DEVICE void store(const Job& job, int group, uint32_t row, int lane, const SumFragment& sums) const {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int index = group * kColumnsOfGroup + lane % 4 * 2 + i % 2;
-      const uint32_t mine = row + lane / 4 + i / 2 * 8;
-      if (index >= count || mine >= V::kRows) continue;
-      const int pair = list[index];
-      V::y(job)[pair / V::kChoices * V::kYRow + pair % V::kChoices * V::kYChoice + mine] = cast<T>(sums[i]);
+    for (int i = 0; i < 2; i++) {
+      const int index = group * kColumnsOfGroup + lane % 4 * 2 + i;
+      if (index < count) store(job, list[index], row, lane / 4, cast<T>(sums[i]), cast<T>(sums[i + 2]));
+    }
+  }
+  static MPK_DEVICE void store(const Job& job, int pair, uint32_t row, int of_eight, T upper, T lower) {
+    if constexpr (Gated<V>) {
+      V::combine(job, pair * V::kColumns + int(row) / 2 + of_eight, upper, lower);
+    } else {
+      typename V::T* y = V::y(job) + pair / V::kChoices * V::kYRow + pair % V::kChoices * V::kYChoice;
+      const uint32_t mine = row + of_eight;
+      if (mine < V::kRows) y[mine] = upper;
+      if (mine + 8 < V::kRows) y[mine + 8] = lower;
     }
   }
 };
@@ -132,9 +154,9 @@ struct WeightRows {
 
   MPK_DEVICE WeightRows(const Job& job, int expert, uint32_t row, int lane) {
     const T* weight = V::weight(job) + expert * V::kExpertPitch + lane % 4 * 8;
-    const uint32_t last = V::kRows - 1, mine = row + lane / 4;
-    upper = weight + (mine < last ? mine : last) * V::kRowPitch;
-    lower = weight + (mine + 8 < last ? mine + 8 : last) * V::kRowPitch;
+    const uint32_t last = V::kRows - 1, of_eight = lane / 4;
+    upper = weight + min(first_weight_row<V>(row, false) + of_eight, last) * V::kRowPitch;
+    lower = weight + min(first_weight_row<V>(row, true) + of_eight, last) * V::kRowPitch;
   }
 
   MPK_DEVICE RowPieces operator[](int step) const {
@@ -177,8 +199,9 @@ template <class V, class C>
 MPK_DEVICE void clear_others(C& c, const Job& job) {
   for (int pair = c.worker(job); pair < V::kPairs; pair += C::Config::kNumWorkers) {
     if (expert_of<V>(V::ids(job), pair) >= 0) continue;
-    typename V::T* y = V::y(job) + pair / V::kChoices * V::kYRow + pair % V::kChoices * V::kYChoice;
-    for (int i = c.rank; i < V::kRows; i += kConsumerThreads) y[i] = cast<typename V::T>(0.0f);
+    using T = typename V::T;
+    for (int i = c.rank; i < int(kTilesOfExpert<V>) * kTileRows / 2; i += kConsumerThreads)
+      Pairs<V>::store(job, pair, i / 8 * kTileRows, i % 8, cast<T>(0.0f), cast<T>(0.0f));
   }
 }
 
@@ -199,7 +222,8 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
 }
 
 // V: T; kPairs, of kChoices each row; kExperts, whose weights have kRows rows of kSize, at kExpertPitch and kRowPitch;
-// kXRow, kXChoice, kIdsRow, kIdsChoice, kYRow, kYChoice, pitches; x(job), ids(job), weight(job), y(job).
+// kXRow, kXChoice, kIdsRow, kIdsChoice, pitches; x(job), ids(job), weight(job). What becomes of results: kYRow, kYChoice
+// and y(job), or kColumns, kFirstHalf, kSecondHalf, and combine(job, point, first, second).
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;

@@ -1,0 +1,168 @@
+#include "experts.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "../../arch/arch.h"
+#include "../../codegen/text.h"
+#include "../../schedule/staging.h"
+
+namespace mpk {
+
+using namespace codegen;
+
+namespace {
+
+constexpr int64_t kStepColumns = 32;   // of weights, that a warp multiplies at a time
+constexpr int64_t kMaxPairs = 512;     // of rows and experts
+constexpr int64_t kMaxExperts = 1024;  // a lane has 32 of them
+
+const Node& node_of(const Schedule& schedule, const Job& job) { return schedule.graph.nodes()[job.body.front()]; }
+
+}  // namespace
+
+Experts::Experts(const Node& node)
+    : x(node.operand("x").tensor),
+      ids(node.operand("ids").tensor),
+      weight(node.operand("weight").tensor),
+      y(output(node).tensor),
+      experts(weight.shape[0]),
+      rows(weight.shape[1]),
+      size(weight.shape[2]),
+      pairs(ids.shape[0] * ids.shape[1]),
+      choices(ids.shape[1]) {}
+
+double Experts::expected() const {
+  const auto count = static_cast<double>(experts);
+  return count * (1 - std::pow(1 - 1 / count, static_cast<double>(pairs)));
+}
+
+double Experts::memory_ns(const Schedule& schedule) const {
+  const double bytes = expected() * static_cast<double>(rows * size * size_bytes(x.dtype));
+  return bytes / static_cast<double>(schedule.target.num_workers) /
+         arch_of(schedule.target.arch).costs.memory_bytes_per_ns;
+}
+
+int64_t Experts::list_bytes(const Schedule& schedule) const {
+  return schedule.warps.consumers * round_up(pairs * 2, 16);
+}
+
+Tensor Experts::stacked() const {
+  Tensor all = weight;
+  all.shape = {experts * rows, size};
+  all.strides = {weight.strides[1], 1};
+  return all;
+}
+
+const Node* only_reader(const TBGraph& graph, const Node& node) {
+  const int made = output(node).tensor.buffer;
+  if (graph.buffers()[made].kind != BufferKind::kWorkspace) return nullptr;
+  const Node* found = nullptr;
+  for (const Node& other : graph.nodes())
+    for (const Operand& operand : other.operands) {
+      if (operand.tensor.buffer != made || other.id == node.id || found == &other) continue;
+      if (found != nullptr || operand.is_write) return nullptr;
+      found = &other;
+    }
+  return found;
+}
+
+// ---- all kernels
+
+std::optional<std::string> ExpertKernel::refuses(const Schedule& schedule, const Job& job) const {
+  const Node& node = node_of(schedule, job);
+  if (node.find("weight") == nullptr) return "the weights' rows are those of x, not of the result";
+  const Experts own(node);
+  if (size_bytes(own.x.dtype) != 2 || !is_float(own.x.dtype)) return "tensor cores multiply 16-bit floats";
+  if (own.pairs < 1 || own.pairs > kMaxPairs)
+    return str(own.pairs) + " pairs of rows and experts, expected 1 to " + str(kMaxPairs);
+  if (own.experts > kMaxExperts) return str(own.experts) + " experts, expected at most " + str(kMaxExperts);
+  if (own.size < kStepColumns || own.size % kStepColumns != 0 || !has_aligned_rows(own.weight) ||
+      !has_aligned_rows(own.x))
+    return "rows of " + str(own.size) + " elements, expected aligned ones of a multiple of " + str(kStepColumns);
+  if (!is_constant(schedule.graph, own.weight)) return "the launch writes the weights";
+  return std::nullopt;
+}
+
+int64_t ExpertKernel::staged_bytes(const Schedule& schedule, const Experts& own) const {
+  return own.list_bytes(schedule);
+}
+
+std::vector<Cut> ExpertKernel::candidates(const Schedule& schedule, const Job& job) const {
+  const Experts own(node_of(schedule, job));
+  Cut cut = job.cut;
+  cut.input = Input::kInPlace;
+  cut.staged_bytes = staged_bytes(schedule, own);
+  if (cut.staged_bytes > room(schedule)) return {};
+  cut.num_tiles = own.experts * own.tiles_of_expert();
+  cut.cost_ns = own.memory_ns(schedule) / memory_share_;
+  return {cut};
+}
+
+void ExpertKernel::prove(const CutProof& proof) const {
+  const int64_t bytes = staged_bytes(proof.schedule(), Experts(proof.first()));
+  proof.require(proof.cut().staged_bytes >= bytes,
+                "it stages " + str(bytes) + " bytes in " + str(proof.cut().staged_bytes));
+  proof.require(!proof.cut().is_staged(), "it reads x where it is");
+  proof.require_nothing_else();
+}
+
+JobCode ExpertKernel::emit(const JobPlace& place) const {
+  const Node& node = place.node();
+  const Experts own(node);
+  JobCode code{"Experts", compute_, load_, str(place.job.cut.staged_bytes)};
+  code.headers = {"torch_mpk/device/tasks/expert_boxes.cuh"};
+  Refs refs(place.context, code.refs);
+  const std::string type = cuda_type(own.x.dtype);
+  const auto getter = [&](const char* name, const std::string& of, const Tensor& t) {
+    return returning("const " + of + "*", std::string(name) + "(const Job& job)", refs.pointer(node, t));
+  };
+  place.context.aligned_rows(own.weight, false);
+  place.context.aligned_rows(own.x, true);
+  code.body = "  using T = " + type + ";\n" + constant("kPairs", own.pairs) + constant("kChoices", own.choices) +
+              constant("kExperts", own.experts) + constant("kRows", own.rows) + constant("kSize", own.size) +
+              constant("kXRow", own.x.strides[0]) + constant("kXChoice", own.x.strides[1]) +
+              constant("kIdsRow", own.ids.strides[0]) + constant("kIdsChoice", own.ids.strides[1]) +
+              "  static constexpr int64_t kExpertPitch = " + str(own.weight.strides[0]) +
+              ", kRowPitch = " + str(own.weight.strides[1]) + ";\n" + getter("x", type, own.x) +
+              getter("ids", "int64_t", own.ids) + getter("weight", type, own.weight);
+  add_map(code, refs, node, own);
+  add_results(place, code, refs, own);
+  return code;
+}
+
+void ExpertKernel::add_results(const JobPlace& place, JobCode& code, Refs& refs, const Experts& own) const {
+  code.body += constant("kYRow", own.y.strides[0]) + constant("kYChoice", own.y.strides[1]) +
+               returning(std::string(cuda_type(own.y.dtype)) + "*", "y(const Job& job)",
+                         refs.pointer(place.node(), own.y, true));
+}
+
+// ---- with boxes
+
+std::optional<std::string> BoxedExperts::refuses(const Schedule& schedule, const Job& job) const {
+  if (std::optional<std::string> refusal = ExpertKernel::refuses(schedule, job)) return refusal;
+  if (!arch_of(schedule.target.arch).has_bulk_copies) return "no copy engine brings boxes";
+  if (schedule.warps.all_read_entries) return "all warps of the launch read every entry of the ring";
+  const Experts own(node_of(schedule, job));
+  if (own.rows % kExpertTileRows != 0 || own.weight.strides[0] != own.rows * own.weight.strides[1])
+    return "experts' weights are not whole tiles of " + str(kExpertTileRows) + " rows one below the other";
+  if (!comes_in_boxes(schedule.graph, own.stacked())) return "the weights cannot come in boxes";
+  return std::nullopt;
+}
+
+void BoxedExperts::prove(const CutProof& proof) const {
+  ExpertKernel::prove(proof);
+  const Experts own(proof.first());
+  const int64_t slot = proof.schedule().warps.slot_bytes;
+  proof.require(slot % kBoxAlignment == 0 && slot >= kExpertTileRows * kExpertEntryColumns * size_bytes(own.x.dtype),
+                "its boxes do not fit slots of " + str(slot) + " bytes");
+  proof.require(own.rows % kExpertTileRows == 0 && comes_in_boxes(proof.schedule().graph, own.stacked()),
+                "its weights cannot come in boxes");
+}
+
+void BoxedExperts::add_map(JobCode& code, Refs& refs, const Node& node, const Experts& own) const {
+  const int map = refs.add_map(node, own.stacked(), box_rows_, kExpertEntryColumns);
+  code.body += returning("const void*", "map(const Job& job)", "job.pointer<const void>(" + str(map) + ")");
+}
+
+}  // namespace mpk

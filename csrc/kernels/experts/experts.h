@@ -1,0 +1,80 @@
+// What the kernels of experts' products have in common.
+#pragma once
+
+#include <string>
+
+#include "../../codegen/job_code.h"
+#include "../../schedule/kernel.h"
+#include "../../schedule/proof.h"
+
+namespace mpk {
+
+inline constexpr int64_t kExpertTileRows = 16;       // of weights
+inline constexpr int64_t kExpertEntryColumns = 256;  // of weights, in a box
+
+// What a node multiplies.
+struct Experts {
+  const Tensor &x, &ids, &weight, &y;
+  int64_t experts, rows, size, pairs, choices;
+
+  explicit Experts(const Node& node);
+
+  int64_t tiles_of_expert() const { return (rows + kExpertTileRows - 1) / kExpertTileRows; }
+  // How many experts are chosen, if all are as likely.
+  double expected() const;
+  // The bytes of weights that those have, and the time that memory takes for them.
+  double memory_ns(const Schedule& schedule) const;
+  // Each warp keeps a list of pairs in shared memory.
+  int64_t list_bytes(const Schedule& schedule) const;
+  // The weights of all experts, one below the other.
+  Tensor stacked() const;
+};
+
+// A kernel of a node of `expert_linear`, or of a run that begins with one. Kernels differ in how weights come, and in
+// what becomes of the products.
+class ExpertKernel : public Kernel {
+ public:
+  // `memory_share`: of what memory gives, that it reaches.
+  ExpertKernel(std::string name, const char* compute, const char* load, double memory_share)
+      : Kernel(std::move(name)), compute_(compute), load_(load), memory_share_(memory_share) {}
+
+ protected:
+  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override;
+  std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override;
+  void prove(const CutProof& proof) const override;
+  codegen::JobCode emit(const codegen::JobPlace& place) const override;
+
+  // Shared memory beside the ring.
+  virtual int64_t staged_bytes(const Schedule& schedule, const Experts& own) const;
+
+ private:
+  // What the variant says of how weights come, and of results. Products are stored as they are.
+  virtual void add_map(codegen::JobCode&, codegen::Refs&, const Node&, const Experts&) const {}
+  virtual void add_results(const codegen::JobPlace& place, codegen::JobCode& code, codegen::Refs& refs,
+                           const Experts& own) const;
+
+  const char *compute_, *load_;
+  const double memory_share_;
+};
+
+// One whose loader awaits the choice, and brings weights as boxes of so many rows.
+class BoxedExperts : public ExpertKernel {
+ public:
+  BoxedExperts(std::string name, const char* compute, const char* load = "experts::load_boxes",
+               int64_t box_rows = kExpertTileRows)
+      : ExpertKernel(std::move(name), compute, load, 0.9), box_rows_(box_rows) {}
+
+ protected:
+  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override;
+  void prove(const CutProof& proof) const override;
+
+ private:
+  void add_map(codegen::JobCode& code, codegen::Refs& refs, const Node& node, const Experts& own) const override;
+
+  const int64_t box_rows_;
+};
+
+// The one node that reads what another makes, if that is needed by no other; null otherwise.
+const Node* only_reader(const TBGraph& graph, const Node& node);
+
+}  // namespace mpk

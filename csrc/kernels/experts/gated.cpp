@@ -1,0 +1,103 @@
+// Products of experts, and the activation behind them: what a model makes of the gate and of the other half of an
+// expert's rows, such as silu(gate) * up. A tile has eight rows of each, so a lane has both values of a point.
+#include "../../codegen/program.h"
+#include "../../codegen/text.h"
+#include "experts.h"
+
+namespace mpk {
+namespace {
+
+using namespace codegen;
+
+constexpr int64_t kHalfRows = kExpertTileRows / 2;
+
+// A load of products: its instruction, and the first row of weights that it takes.
+struct Half {
+  size_t instr;
+  int64_t first;
+};
+
+// The activation behind a node, which takes `columns` results of each pair from both halves.
+struct Activation {
+  const Node& node;
+  std::vector<Half> halves = {};
+  int64_t columns = 0;
+};
+
+// How many elements behind the operand's first a load begins; -1: that is computed.
+int64_t start_of(const Program& program, const Instr& load) {
+  if (load.args.empty()) return 0;
+  const Instr& start = program.instrs[load.args.front()];
+  return load.args.size() == 1 && start.op == Op::kConst ? start.imm_int : -1;
+}
+
+// The first of the rows of weights whose results a load takes for a pair, one for each point; -1: they are others.
+int64_t first_row(const Experts& own, const Node& reader, const Instr& load) {
+  const std::vector<int64_t>& domain = reader.program->domain;
+  const Tensor& t = reader.operands[load.operand].tensor;
+  const int64_t start = start_of(*reader.program, load);
+  if (start < 0 || !own.y.is_contiguous() || t.dtype != own.y.dtype || load.strides.back() != 1) return -1;
+  int64_t pairs = 1;
+  for (size_t d = domain.size() - 1; d-- > 0; pairs *= domain[d])
+    if (domain[d] != 1 && load.strides[d] != pairs * own.rows) return -1;
+  const int64_t first = t.offset + start - own.y.offset;
+  const bool is_inside = first >= 0 && first % kHalfRows == 0 && first + domain.back() <= own.rows;
+  return pairs == own.pairs && is_inside ? first : -1;
+}
+
+std::optional<Activation> activation_of(const TBGraph& graph, const Node& node) {
+  if (node.def->name != "expert_linear" || node.find("weight") == nullptr) return std::nullopt;
+  const Experts own(node);
+  const Node* reader = only_reader(graph, node);
+  if (reader == nullptr || reader->def->role != Role::kPointwise) return std::nullopt;
+  const std::vector<int64_t>& domain = reader->program->domain;
+  if (domain.empty() || domain.back() * 2 != own.rows || domain.back() % kHalfRows != 0) return std::nullopt;
+  Activation found{*reader};
+  found.columns = domain.back();
+  for (size_t i = 0; i < reader->program->instrs.size(); i++) {
+    const Instr& instr = reader->program->instrs[i];
+    if (instr.op != Op::kLoad || reader->operands[instr.operand].tensor.buffer != own.y.buffer) continue;
+    const int64_t first = first_row(own, *reader, instr);
+    if (first < 0) return std::nullopt;
+    found.halves.push_back({i, first});
+  }
+  if (found.halves.size() != 2 || found.halves[0].first == found.halves[1].first) return std::nullopt;
+  return found;
+}
+
+class GatedExperts : public BoxedExperts {
+ public:
+  GatedExperts() : BoxedExperts("expert_linear.gated", "experts::compute_boxes", "experts::load_halves", kHalfRows) {}
+
+ private:
+  std::vector<int> find_run(const TBGraph& graph, int first) const override {
+    const std::optional<Activation> found = activation_of(graph, graph.nodes()[first]);
+    return found ? std::vector<int>{first, found->node.id} : std::vector<int>{};
+  }
+
+  bool takes_companions() const override { return true; }
+
+  void prove(const CutProof& proof) const override {
+    BoxedExperts::prove(proof);
+    const std::optional<Activation> found = activation_of(proof.schedule().graph, proof.first());
+    proof.require(proof.job().body.size() == 2 && found && found->node.id == proof.job().body.back(),
+                  "what follows takes other results than two of each pair and point");
+  }
+
+  void add_results(const JobPlace& place, JobCode& code, Refs& refs, const Experts&) const override {
+    const Activation found = *activation_of(place.context.graph(), place.node());
+    const std::map<size_t, std::string> given = {{found.halves[0].instr, "first"}, {found.halves[1].instr, "second"}};
+    const ProgramCode program =
+        emit_program(place.context, refs, found.node,
+                     {.point = "point", .given = &given, .unstored = &place.job.unstored});
+    code.body += constant("kColumns", found.columns) + constant("kFirstHalf", found.halves[0].first) +
+                 constant("kSecondHalf", found.halves[1].first) +
+                 function("void", "combine(const Job& job, int32_t point, T first, T second)", program.body);
+  }
+};
+
+const GatedExperts kGatedExperts{};
+[[maybe_unused]] const bool kRegistered = add_run_kernel(kGatedExperts);
+
+}  // namespace
+}  // namespace mpk
