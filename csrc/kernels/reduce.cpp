@@ -10,8 +10,27 @@
 #include "../codegen/text.h"
 #include "../schedule/kernel.h"
 #include "fields.h"
+#include "reduce.h"
 
 namespace mpk {
+
+ReducedSize::ReducedSize(const Node& reduction) {
+  const Program& program = *reduction.program;
+  inner = program.domain.back();
+  outer = inner == 0 ? 0 : program.num_points() / inner;
+}
+
+std::string reduction_class(const Node& node) {
+  static const std::map<std::string, std::string> kClasses = {
+      {"sum", "Sum"}, {"mean", "Mean"}, {"prod", "Prod"},     {"amax", "AMax"},    {"amin", "AMin"},
+      {"any", "Any"}, {"all", "All"},   {"argmax", "ArgMax"}, {"argmin", "ArgMin"}};
+  const std::string op = node.string_attr("op");
+  const auto found = kClasses.find(op);
+  codegen::require(found != kClasses.end(), node, "unknown reduction '" + op + "'");
+  const DType type = node.program->instrs.back().dtype;
+  return found->second + "<" + (type == DType::kF64 ? "double" : is_float(type) ? "float" : "int64_t") + ">";
+}
+
 namespace {
 
 using namespace codegen;
@@ -24,17 +43,6 @@ struct ReduceFields {
   static constexpr std::array<FieldOf<ReduceFields>, 1> kAll = {{{"splits", "kPieces", &ReduceFields::splits}}};
 };
 
-// The class of namespace reduce (see points.cuh) for the node's operation.
-std::string class_of(const Node& node) {
-  static const std::map<std::string, std::string> kClasses = {
-      {"sum", "Sum"}, {"mean", "Mean"}, {"prod", "Prod"},     {"amax", "AMax"},    {"amin", "AMin"},
-      {"any", "Any"}, {"all", "All"},   {"argmax", "ArgMax"}, {"argmin", "ArgMin"}};
-  const std::string op = node.string_attr("op");
-  const auto found = kClasses.find(op);
-  require(found != kClasses.end(), node, "unknown reduction '" + op + "'");
-  return found->second;
-}
-
 class Reduce : public Kernel {
  public:
   Reduce() : Kernel("reduce") {}
@@ -45,11 +53,11 @@ class Reduce : public Kernel {
     constexpr int64_t kLeast = 2048;  // elements of a part
     Cut cut = job.cut;
     cut.staged_bytes = 256;  // a state of each warp
-    const Program& program = *schedule.graph.nodes()[job.body.front()].program;
-    const int64_t inner = program.domain.back(), outer = inner == 0 ? 0 : program.num_points() / inner;
+    const ReducedSize size(schedule.graph.nodes()[job.body.front()]);
     ReduceFields own;
-    if (outer > 0) own.splits = std::max<int64_t>(std::min(schedule.target.num_workers / outer, inner / kLeast), 1);
-    if (own.splits > 1) cut.scratch = Scratch{outer * own.splits * kStateBytes};
+    if (size.outer > 0)
+      own.splits = std::max<int64_t>(std::min(schedule.target.num_workers / size.outer, size.inner / kLeast), 1);
+    if (own.splits > 1) cut.scratch = Scratch{size.outer * own.splits * kStateBytes};
     cut.fields = list_fields(own);
     cut.cost_ns = memory_ns(schedule, job);
     return {cut};
@@ -58,8 +66,7 @@ class Reduce : public Kernel {
   // A worker has one part.
   void prove(const CutProof& proof) const override {
     const auto own = fields_of<ReduceFields>(proof.cut());
-    const Program& program = *proof.first().program;
-    const int64_t rows = program.domain.back() == 0 ? 0 : program.num_points() / program.domain.back();
+    const int64_t rows = ReducedSize(proof.first()).outer;
     proof.require(own.splits > 0, "a size of its parts is not positive");
     proof.require_scratch(own.splits == 1 ? 0 : rows * own.splits * kStateBytes);
     proof.require(own.splits == 1 || rows * own.splits <= proof.schedule().target.num_workers,
@@ -72,23 +79,19 @@ class Reduce : public Kernel {
     const Node& node = place.node();
     JobCode code{"Reduce", "run_reduce", "", str(place.job.cut.staged_bytes)};
     Refs refs(place.context, code.refs);
-    const Program& program = *node.program;
-    const std::string reduction = class_of(node);
-    const DType value_type = program.instrs.back().dtype;
-    const std::string computed = value_type == DType::kF64 ? "double" : is_float(value_type) ? "float" : "int64_t";
-    const int64_t inner = program.domain.back(), outer = inner == 0 ? 0 : program.num_points() / inner;
-    const std::string index = program.num_points() < (int64_t(1) << 30) ? "int32_t" : "int64_t";
+    const ReducedSize size(node);
+    const std::string index = node.program->num_points() < (int64_t(1) << 30) ? "int32_t" : "int64_t";
     const ProgramCode value =
         emit_program(place.context, refs, node,
                      {.prefix = "", .index_type = index, .point = "outer", .inner = "inner", .early_loads = true});
     const Tensor& out = node.operands.back().tensor;
-    code.body = "  using Index = " + index + ";\n  using Op = reduce::" + reduction + "<" + computed +
-                ">;\n  static constexpr int64_t kOuter = " + str(outer) + ", kInner = " + str(inner) + ";\n" +
+    code.body = "  using Index = " + index + ";\n  using Op = reduce::" + reduction_class(node) +
+                ";\n  static constexpr int64_t kOuter = " + str(size.outer) + ", kInner = " + str(size.inner) + ";\n" +
                 "  struct Extra {\n" + value.preload_fields + "  };\n" +
                 function("Extra", "preload(const Job& job, Index outer, Index inner)",
                          "    Extra extra{};\n" + value.preload + "    return extra;\n") +
-                function(computed, "value(const Job& job, Index outer, Index inner, const Extra& extra)",
-                         value.body + "    return cast<" + computed + ">(" + value.result + ");\n") +
+                function("auto", "value(const Job& job, Index outer, Index inner, const Extra& extra)",
+                         value.body + "    return cast<typename Op::Value>(" + value.result + ");\n") +
                 "  template <class R>\n" +
                 function("void", "finish(const Job& job, Index outer, R result)",
                          "    " + refs.pointer(node, out, true) + "[" + element_offset(out, "outer") + "] = cast<" +

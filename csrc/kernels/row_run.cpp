@@ -143,8 +143,8 @@ struct Run {
   bool touches_elsewhere(const TBGraph& graph, const Node& node, const RowsOf& own) const {
     const auto is_elsewhere = [&](const Operand& operand) {
       const int b = operand.tensor.buffer;
-      const bool is_workspace = graph.buffers()[b].kind == BufferKind::kWorkspace;
-      return own.at_offsets.contains(b) ? operand.is_write || made.contains(b) : operand.is_write && !is_workspace;
+      const bool is_input = graph.buffers()[b].kind == BufferKind::kInput;
+      return own.at_offsets.contains(b) ? operand.is_write || made.contains(b) : operand.is_write && is_input;
     };
     return std::any_of(node.operands.begin(), node.operands.end(), is_elsewhere);
   }

@@ -54,19 +54,6 @@ Tensor Experts::stacked() const {
   return all;
 }
 
-const Node* only_reader(const TBGraph& graph, const Node& node) {
-  const int made = output(node).tensor.buffer;
-  if (graph.buffers()[made].kind != BufferKind::kWorkspace) return nullptr;
-  const Node* found = nullptr;
-  for (const Node& other : graph.nodes())
-    for (const Operand& operand : other.operands) {
-      if (operand.tensor.buffer != made || other.id == node.id || found == &other) continue;
-      if (found != nullptr || operand.is_write) return nullptr;
-      found = &other;
-    }
-  return found;
-}
-
 // ---- all kernels
 
 std::optional<std::string> ExpertKernel::refuses(const Schedule& schedule, const Job& job) const {
@@ -111,7 +98,7 @@ JobCode ExpertKernel::emit(const JobPlace& place) const {
   const Node& node = place.node();
   const Experts own(node);
   JobCode code{"Experts", compute_, load_, str(place.job.cut.staged_bytes)};
-  code.headers = {"torch_mpk/device/tasks/expert_boxes.cuh"};
+  code.headers = {"torch_mpk/device/tasks/expert_sums.cuh"};
   Refs refs(place.context, code.refs);
   const std::string type = cuda_type(own.x.dtype);
   const auto getter = [&](const char* name, const std::string& of, const Tensor& t) {

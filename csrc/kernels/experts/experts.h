@@ -74,7 +74,4 @@ class BoxedExperts : public ExpertKernel {
   const int64_t box_rows_;
 };
 
-// The one node that reads what another makes, if that is needed by no other; null otherwise.
-const Node* only_reader(const TBGraph& graph, const Node& node);
-
 }  // namespace mpk

@@ -2,6 +2,7 @@
 // expert's rows, such as silu(gate) * up. A tile has eight rows of each, so a lane has both values of a point.
 #include "../../codegen/program.h"
 #include "../../codegen/text.h"
+#include "../reduce.h"
 #include "experts.h"
 
 namespace mpk {

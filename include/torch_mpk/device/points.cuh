@@ -40,6 +40,7 @@ namespace reduce {
 
 template <class T>
 struct Sum {
+  using Value = T;
   using State = T;
   static MPK_DEVICE State first() { return T(0); }
   static MPK_DEVICE State of(T v, int64_t) { return v; }
@@ -92,6 +93,7 @@ using AMin = Extreme<T, false>;
 // The first place that has it.
 template <class T, bool kMax>
 struct Place {
+  using Value = T;
   struct State {
     T value;
     int64_t index;  // -1: nothing yet
@@ -235,6 +237,27 @@ MPK_DEVICE void run_reduce_in_pieces(C& c, const Job& job) {
   c.failed = __any_sync(~0u, c.failed);
   state = combine_lanes<Op>(state);
   if (c.lane == 0 && !c.failed) V::finish(job, outer, Op::result(state, V::kInner));
+}
+
+// A short row, by a thread, of what value(i) gives.
+template <class V, class Value>
+MPK_DEVICE auto reduce_short_row(Value value) {
+  using Op = typename V::Op;
+  typename V::Op::State state = Op::first();
+#pragma unroll
+  for (int i = 0; i < V::kInner; i++) state = Op::combine(state, Op::of(value(i), i));
+  return Op::result(state, V::kInner);
+}
+
+// Short rows, each by a thread, with what finish() does behind them. V: Index, Op, kOuter, kInner; value(job, outer,
+// inner), finish(job, outer, result). The order of sums is the elements'.
+template <class V, class C>
+MPK_DEVICE void run_reduced_points(C& c, const Job& job) {
+  using Index = typename V::Index;
+  if (!c.await()) return;
+  for (Index outer = Index(c.worker(job)) * kConsumerThreads + c.rank; outer < V::kOuter;
+       outer += C::Config::kNumWorkers * kConsumerThreads)
+    V::finish(job, outer, reduce_short_row<V>([&](int i) { return V::value(job, outer, Index(i)); }));
 }
 
 // Short rows, each by a warp, as many at once as have so few elements for a lane.

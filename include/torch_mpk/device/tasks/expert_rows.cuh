@@ -28,6 +28,10 @@ inline constexpr int kListBytes = (V::kPairs * 2 + 15) / 16 * 16;  // of a warp'
 template <class V>
 concept Gated = requires { V::kFirstHalf; };
 
+// Whether products are summed over a row's choices, in shared memory, see expert_sums.cuh.
+template <class V>
+concept Summed = requires { V::kInner; };
+
 // The first of eight rows of weights in a tile, of the lanes' upper rows or of the lower ones; `row`: 16 times its
 // number among its expert's tiles.
 template <class V>
@@ -111,6 +115,7 @@ template <class V>
 struct Pairs {
   using T = typename V::T;
   uint16_t* list;
+  T* products = nullptr;  // of 16 rows of weights and all pairs, where they are summed
   int expert = -1, count = 0;
 
   MPK_DEVICE void find(const Job& job, int chosen, int lane) {
@@ -134,8 +139,11 @@ struct Pairs {
       if (index < count) store(job, list[index], row, lane / 4, cast<T>(sums[i]), cast<T>(sums[i + 2]));
     }
   }
-  static MPK_DEVICE void store(const Job& job, int pair, uint32_t row, int of_eight, T upper, T lower) {
-    if constexpr (Gated<V>) {
+  MPK_DEVICE void store(const Job& job, int pair, uint32_t row, int of_eight, T upper, T lower) const {
+    if constexpr (Summed<V>) {
+      products[pair * kTileRows + of_eight] = upper;
+      products[pair * kTileRows + of_eight + 8] = lower;
+    } else if constexpr (Gated<V>) {
       V::combine(job, pair * V::kColumns + int(row) / 2 + of_eight, upper, lower);
     } else {
       typename V::T* y = V::y(job) + pair / V::kChoices * V::kYRow + pair % V::kChoices * V::kYChoice;
@@ -197,11 +205,12 @@ MPK_DEVICE void multiply_group(const Job& job, const Pairs<V>& pairs, int group,
 // Rows whose id names no expert are zeros.
 template <class V, class C>
 MPK_DEVICE void clear_others(C& c, const Job& job) {
+  using T = typename V::T;
+  const Pairs<V> pairs{};
   for (int pair = c.worker(job); pair < V::kPairs; pair += C::Config::kNumWorkers) {
     if (expert_of<V>(V::ids(job), pair) >= 0) continue;
-    using T = typename V::T;
     for (int i = c.rank; i < int(kTilesOfExpert<V>) * kTileRows / 2; i += kConsumerThreads)
-      Pairs<V>::store(job, pair, i / 8 * kTileRows, i % 8, cast<T>(0.0f), cast<T>(0.0f));
+      pairs.store(job, pair, i / 8 * kTileRows, i % 8, cast<T>(0.0f), cast<T>(0.0f));
   }
 }
 
