@@ -20,7 +20,7 @@ from torch_mpk.testing.tiny import tiny_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 
 
 # Every page with Python code is in one of these three. Here its blocks run one after the other, as they are written but
@@ -150,15 +150,15 @@ def test_pages_that_comments_mention_exist() -> None:
         f"{file.relative_to(ROOT)}: {mention}"
         for file in files
         if file.suffix in suffixes
-        for mention in re.findall(r"\bdocs/[\w-]+\.md\b", file.read_text())
+        for mention in re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text())
         if not (ROOT / mention).is_file()
     ]
     assert not gone
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
-    navigation = re.findall(r"^  - .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(navigation) == sorted(page.name for page in DOCS.glob("*.md"))
+    navigation = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
 def test_experiments_have_one_form() -> None:

@@ -44,7 +44,7 @@ SMALLEST = 16
 MOST = 32  # that there are, up to 8,192 positions
 # Of each doubling in length. A padded position costs its share of products: on a CPU much, beside its short builds.
 _STEPS = {"cpu": 4, "cuda": 1}
-# As many positions take as long as a launch does before it is bound by arithmetic: docs/architecture.md.
+# As many positions take as long as a launch does before it is bound by arithmetic: docs/internals/capture.md.
 _LAUNCH_POSITIONS = {"cpu": 16, "cuda": 256}
 _PADDED = -(2**30)  # the number of a padded position; no cache has as many, so a counter added leaves it below 0
 

@@ -123,7 +123,7 @@ class Report:
 
     @property
     def estimated_us(self) -> float | None:
-        """The floor, and what launches and dependent phases add on CUDA (docs/architecture.md)."""
+        """The floor, and what launches and dependent phases add on CUDA (docs/performance.md)."""
         if self.floor_us is None or self.device.type != "cuda":
             return None
         costs, num_phases = COSTS["cuda"], sum(len(part.phases) for part in self.parts)

@@ -57,7 +57,7 @@ def task(
 
     Args:
         signature: operands with named dimensions; see ``Operand``.
-        role: "tile", or one of those that torch_mpk's own tasks have: see docs/architecture.md.
+        role: "tile", or one of those that torch_mpk's own tasks have: see docs/internals/tasks.md.
         tile: the dimensions along which the work is cut into tiles that need nothing of each other: "R" or "B, H" for
             one index each, {"R": 1, "N": 64} for more. The reference of a slice must be the slice of the reference. By
             default all but the last dimension of the (last) output; "..." is always cut.

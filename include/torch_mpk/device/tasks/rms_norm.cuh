@@ -1,4 +1,4 @@
-// rms_norm: y = x / sqrt(mean(x^2) + eps), times the weight in one of three styles (see docs/architecture.md).
+// rms_norm: y = x / sqrt(mean(x^2) + eps), times the weight in one of three styles (see docs/internals/tasks.md).
 #pragma once
 
 #include "torch_mpk/device/polled.cuh"
