@@ -26,6 +26,7 @@ _SECTION = re.compile(r"^(Args|Returns|Raises|A call raises|Attributes):$")
 _ABOUT_ERRORS = """\
 Each is a class of `torch_mpk.errors`. While a graph is being compiled, `torch.compile` wraps an error in its own
 `BackendCompilerFailed`, whose `inner_exception` it is. Braces stand for what the message fills in, … for what to do."""
+_EXPERIMENTS = Path(__file__).parent / "experiments"
 _LINE = 100  # characters of a signature before its parameters stand one below the other
 
 
@@ -42,6 +43,7 @@ def files() -> dict[str, str]:
         "docs/options.md": _joined(_options()),
         "docs/api.md": _joined(_api()),
         "docs/errors.md": _joined(_errors()),
+        "docs/experiments.md": _experiments(),
         "torch_mpk/persistent_kernel/task_layers.pyi": stub([task for task in registry.tasks() if task.is_ours]),
     }
 
@@ -112,6 +114,25 @@ def _errors() -> Iterator[str]:
             yield f"```text\n{message}\n```"
         if cls.remedy:
             yield f"What to do: {_capitalised(cls.remedy.rstrip('.'))}."
+
+
+def _experiments() -> str:
+    """The page's introduction as it is, and a table of the entries, which say in one line each what stands in it."""
+    introduction, mark, _ = _EXPERIMENTS.with_suffix(".md").read_text().partition("from the entries -->\n")
+    lines = ["| date | part | experiment | effect | kept | commit |", "|---|---|---|---|---|---|"]
+    entries = []
+    for page in _EXPERIMENTS.glob("*.md"):
+        for heading, short in re.findall(r"^## (.*)\n\n- \*\*In short\*\*: (.*)$", page.read_text(), re.MULTILINE):
+            part, effect, kept, date, commit = short.split(" | ")
+            link = f"[{heading}](experiments/{page.name}#{anchor(heading)})"
+            entries.append((date, page.name, f"| {date} | {part} | {link} | {effect} | {kept} | `{commit}` |"))
+    entries.sort(key=lambda entry: entry[:2])  # those of a day and a page in the page's order
+    return introduction + mark + "\n" + "\n".join([*lines, *(line for _, _, line in entries)]) + "\n"
+
+
+def anchor(heading: str) -> str:
+    """The fragment of a heading, as mkdocs and GitHub make it."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
 
 
 def _capitalised(sentence: str) -> str:

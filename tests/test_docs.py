@@ -127,7 +127,7 @@ def anchors(page: Path) -> set[str]:
     """The fragments of a page's headings, as mkdocs and GitHub make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+    return {reference.anchor(heading) for heading in headings}
 
 
 def test_links_lead_to_files_and_headings() -> None:
@@ -162,9 +162,13 @@ def test_every_page_is_in_the_sites_navigation() -> None:
 
 
 def test_experiments_have_one_form() -> None:
-    entries = re.split(r"^### ", (DOCS / "experiments.md").read_text().partition("\n### ")[2], flags=re.MULTILINE)
+    texts = [page.read_text() for page in (DOCS / "experiments").glob("*.md") if page.stem not in ("steps", "next")]
+    entries = [entry for text in texts for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
     assert len(entries) > 50
     for entry in entries:
-        fields = re.findall(r"^- \*\*(\w+)\*\*: ", entry.partition("\n## ")[0], re.MULTILINE)
-        assert fields[:3] == ["Part", "Effect", "Why"], entry
-        assert set(fields[3:]) <= {"Hazards"}, entry
+        fields = re.findall(r"^- \*\*([\w ]+)\*\*: ", entry, re.MULTILINE)
+        assert fields[:4] == ["In short", "Part", "Effect", "Why"], entry
+        assert set(fields[4:]) <= {"Hazards"}, entry
+        assert re.search(r"\*\*In short\*\*: ([^|\n]+ \| ){3}\d{4}-\d\d-\d\d \| [0-9a-f]{7}$", entry, re.MULTILINE), (
+            entry
+        )
