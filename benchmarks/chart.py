@@ -1,17 +1,18 @@
 """Draws recorded decode steps: milliseconds, and the share of the ceiling that they reach; of many batches, and of
 prompts, milliseconds over the batch or the tokens.
 
-python benchmarks/chart.py benchmarks/results/decode_nvidia-h200_2026-11-23.json
+python benchmarks/chart.py decode_nvidia-h200_2026-11-23
 
-Writes a PNG beside each file. Needs matplotlib: pip install -e ".[benchmarks]".
+Writes a PNG of the run's name beside the records, which carries the run's digest; benchmarks/tables.py draws those that
+pages show. Needs matplotlib: pip install -e ".[benchmarks]".
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import records
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -44,7 +45,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     axes[0].set_yscale("log")
     figure.legend(loc="outside lower center", ncols=len(variants), frameon=False)
     figure.suptitle(f"{report['title']}\n{report['environment']['device']}, {report['environment']['date']}")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Run": records.digest(report)})
     plt.close(figure)
 
 
@@ -78,7 +79,7 @@ def draw_lines(report: dict[str, Any], path: Path, over: str) -> None:
     labels = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(f"{report['title']}\n{report['environment']['device']}, {report['environment']['date']}")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Run": records.digest(report)})
     plt.close(figure)
 
 
@@ -91,18 +92,21 @@ def panel_of(result: dict[str, Any], over: str) -> str:
     return f"{result['model']}, {rest}"
 
 
+def draw_run(report: records.Run, path: Path) -> None:
+    if any("prefill_ms" in result for result in report["results"]):
+        draw_lines(report, path, "tokens")
+    elif len({result["batch"] for result in report["results"] if "position" in result}) > 2:
+        draw_lines(report, path, "batch")
+    else:
+        draw(report, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reports", nargs="+", type=Path)
-    for path in parser.parse_args().reports:
-        report = json.loads(path.read_text())
-        drawn = path.with_suffix(".png")
-        if any("prefill_ms" in result for result in report["results"]):
-            draw_lines(report, drawn, "tokens")
-        elif len({result["batch"] for result in report["results"] if "position" in result}) > 2:
-            draw_lines(report, drawn, "batch")
-        else:
-            draw(report, drawn)
+    parser.add_argument("runs", nargs="+")
+    for name in parser.parse_args().runs:
+        drawn = records.RESULTS / f"{name}.png"
+        draw_run(records.find(name), drawn)
         print(drawn)
 
 

@@ -9,9 +9,8 @@
 All variants of a case run in one process, in rounds of changing order, so that whatever else the machine does meets
 each of them alike. mpk has a copy of the model to itself, because it moves its weights to huge pages. With
 --beside-operators each call comes behind operators of PyTorch, which are not timed; what their threads do then is.
-With --linear the times are those of one large matrix times one row, per instruction-set tier. Writes
-cpu_decode_<cpu>_<date>.json and .md (or cpu_linear_…), which benchmarks/chart.py draws; benchmarks/results/README.md
-explains the columns.
+With --linear the times are those of one large matrix times one row, per instruction-set tier. Records
+the run (records.py); benchmarks/results/README.md explains the columns.
 """
 
 import argparse
@@ -25,9 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Report, Result, environment, processor, run_child, spread, table, write
+from harness import Report, Result, environment, processor, run_child, spread, table
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -233,6 +233,13 @@ def row(result: Result) -> list[str]:
     return cells
 
 
+def text_of(results: list[Result]) -> str:
+    columns = ["case", "variant", "ms", "GB/s", "of the read"]
+    if any("model" in result for result in results):
+        columns += ["× mpk's time", "differs from eager", "build s"]
+    return table(columns, [row(result) for result in results])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-1b"])
@@ -248,7 +255,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=3, help="timed calls of each variant per round")
     parser.add_argument("--limit", type=float, default=1200, help="seconds for one case")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    records.add_arguments(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -256,14 +263,12 @@ def main() -> None:
         result_file.write_text(json.dumps(measure_linear(case) if "k" in case else measure_step(case)))
         return
 
-    columns = ["case", "variant", "ms", "GB/s", "of the read"]
     if args.linear:
         dimensions = {"dtype": args.dtypes, "k": LINEAR_SIZES, "threads": [args.threads or [1, 2, 4, 8, 16]]}
         title = f"A linear of {LINEAR_BYTES >> 20} MiB times one row, on the CPU"
     else:
         dimensions = {"model": args.models, "dtype": args.dtypes, "threads": args.threads or [2]}
         dimensions |= {"batch": args.batch, "tokens": args.tokens}
-        columns += ["× mpk's time", "differs from eager", "build s"]
         behind = ", behind operators of PyTorch" * args.beside_operators
         title = f"One decode step on the CPU, position {args.position}, random weights{behind}"
     shared = {name: getattr(args, name) for name in SHARED}
@@ -281,9 +286,8 @@ def main() -> None:
             one = case | result
             named = (f"{key} {one[key]}" if isinstance(one[key], int) else str(one[key]) for key in case)
             report["results"].append({"case": ", ".join(named)} | one)
-        text = table(columns, [row(result) for result in report["results"]])
-        write(report, text, args.out, "cpu_linear" if args.linear else "cpu_decode")
-    print(text)
+        records.write(report, args, "cpu_linear" if args.linear else "cpu_decode")
+    print(text_of(report["results"]))
 
 
 if __name__ == "__main__":

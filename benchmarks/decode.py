@@ -5,8 +5,8 @@
     python benchmarks/decode.py --batch 1 2 4 8 16 32 64 --baselines eager graph reduce-overhead --budget 1200
 
 Each variant runs in a process of its own, with all the batches that are asked for, each under a time limit: what one
-variant breaks, leaks or leaves compiled touches no other. Writes decode_<device>_<date>.json and .md, and prints the
-table last; benchmarks/chart.py draws the JSON. What the columns mean is in benchmarks/results/README.md. Without a GPU
+variant breaks, leaks or leaves compiled touches no other. Records the run (records.py), and prints
+its table last. What the columns mean is in benchmarks/results/README.md. Without a GPU
 the times are the host's; the benchmark made for the CPU is benchmarks/cpu_decode.py.
 """
 
@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from ceiling import measure_ceiling
-from harness import RESULTS, Report, Result, environment, run_parts, spread, table, write
+from harness import Report, Result, environment, run_parts, spread, table
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
@@ -257,6 +258,10 @@ def row(result: Result) -> list[str]:
     ]
 
 
+def text_of(results: list[Result]) -> str:
+    return table(COLUMNS, [row(result) for result in results])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-1b", "qwen3-8b"])
@@ -282,7 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=86400, help="seconds for all: what is not begun then is left out"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    records.add_arguments(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -313,8 +318,8 @@ def main() -> None:
                     result = finish(result, ceiling["tb_per_s"])
                     report["results"].append({"case": name, "batch": batch} | case | result)
                 # What is known so far, should a later one take the machine down.
-                write(report, table(COLUMNS, [row(r) for r in report["results"]]), args.out, "decode")
-    print(table(COLUMNS, [row(r) for r in report["results"]]))
+                records.write(report, args, "decode")
+    print(text_of(report["results"]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""What the benchmarks share: child processes, medians and spread, the environment, reports as JSON and Markdown.
-
-A report is a dictionary of ``title``, ``environment``, ``setting``, ``ceiling`` and ``results``, a dictionary for each
-case and variant. ``benchmarks/chart.py`` reads of a result: ``case``, ``variant``, ``step_ms`` and ``of_ceiling``.
-"""
+"""What the benchmarks share: child processes, medians and spread, the environment, tables. ``records`` keeps runs."""
 
 import datetime
 import json
@@ -20,7 +16,6 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
 Report = dict[str, Any]
 Result = dict[str, Any]
 
@@ -72,6 +67,16 @@ def run_parts(case: dict[str, Any], limit_s: float, deadline: float) -> tuple[li
         return [json.loads(line) for line in lines()], error
 
 
+class Log:
+    """Prints lines, and keeps them."""
+
+    text = ""
+
+    def __call__(self, line: str) -> None:
+        print(line, flush=True)
+        self.text += f"{line}\n"
+
+
 def output_of(*command: str) -> str:
     try:
         return subprocess.run(
@@ -109,14 +114,3 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown. Rows that are too short end in empty cells."""
     lines = [columns, ["---"] * len(columns), *([*row, *[""] * (len(columns) - len(row))] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def write(report: Report, text: str, folder: Path, stem: str) -> None:
-    """``<stem>_<device>_<date>.json`` and ``.md``, the second with ``text`` below what was measured where."""
-    facts = [f"- {name}: {value}" for name, value in (report["environment"] | report["ceiling"]).items()]
-    device = report["environment"]["device"].lower()
-    device = "-".join("".join(c if c.isalnum() else " " for c in device).split())
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{stem}_{device}_{report['environment']['date']}"
-    Path(f"{path}.json").write_text(json.dumps(report, indent=2) + "\n")
-    Path(f"{path}.md").write_text("\n\n".join([f"# {report['title']}", "\n".join(facts), text]) + "\n")

@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from ceiling import bulk_copies
+from harness import Log, environment
 from torch._guards import tracing
 from transformers import AutoModelForCausalLM, StaticCache
 
@@ -151,11 +153,10 @@ def measure(folders: list[Path], case: str, args: argparse.Namespace, ceiling: f
         logits = step.outputs[0].float()
         first = logits.clone() if first is None else first
         ms = statistics.median(times)
-        print(
+        args.log(
             f"{case}, {folder}: {ms:.4f} ms ({times[0]:.4f} to {times[-1]:.4f}), "
             f"{100 * step.bytes / ms / 1e9 / ceiling:.1f} % of the ceiling, "
-            f"differs by {((logits - first).norm() / first.norm()).item():.1e}",
-            flush=True,
+            f"differs by {((logits - first).norm() / first.norm()).item():.1e}"
         )
         if args.profile:
             kernel, executable = step.load(folder / f"{case}.profiled")
@@ -166,7 +167,7 @@ def measure(folders: list[Path], case: str, args: argparse.Namespace, ceiling: f
             launches = executable.stop_recording()
             device = torch.device("cuda", 0)
             recording = Recording.read(case, device, kernel.phase_names, kernel.phase_bytes, launches)
-            print(f"{ms:.4f} ms with stamps; {kernel_times(recording, 1e12 * ceiling)}")
+            args.log(f"{ms:.4f} ms with stamps; {kernel_times(recording, 1e12 * ceiling)}")
 
 
 def main() -> None:
@@ -181,6 +182,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--ceiling", type=float, help="TB/s, instead of measuring it")
+    parser.add_argument("--record", action="store_true", help="keep what time prints as a run")
+    records.add_arguments(parser)
     args = parser.parse_args()
     cases = list(itertools.product(args.models, args.batch, args.tokens))
     if args.action == "build":
@@ -190,10 +193,15 @@ def main() -> None:
             list(pool.map(lambda source: compile_one(*source), sources))
         return
     ceiling = args.ceiling or bulk_copies()["tb_per_s"]
-    print(f"ceiling {ceiling:.2f} TB/s")
+    args.log = Log()
+    args.log(f"ceiling {ceiling:.2f} TB/s")
     for case in cases:
         measure(args.folders, case_of(*case), args, ceiling)
         torch.cuda.empty_cache()
+        if args.record:
+            report = {"title": "Kernels alone, bfloat16, random weights", "environment": environment()}
+            report |= {"ceiling": {"tb_per_s": ceiling}}
+            records.write(report | {"text": records.page(report, f"```\n{args.log.text}```")}, args, "offline")
 
 
 if __name__ == "__main__":

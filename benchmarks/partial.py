@@ -15,13 +15,13 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import records
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, environment, table, write
+from harness import Result, environment, table
 from torch import nn
 from torch._guards import tracing
 
@@ -314,6 +314,10 @@ def cells(result: dict[str, Any]) -> list[str]:
     return [result["case"], result["how"], parts, *times, result["taken"], "yes" if is_right(result) else "no"]
 
 
+def text_of(results: list[Result]) -> str:
+    return table(COLUMNS, [cells(result) for result in results])
+
+
 def main() -> None:
     is_cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -324,7 +328,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16" if is_cuda else "float32")
     parser.add_argument("--threads", type=int, help="of the CPU; on a busy machine take 1")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    records.add_arguments(parser)
     asked = parser.parse_args()
     warnings.simplefilter("ignore", MpkWarning)
     if asked.threads is not None:
@@ -341,8 +345,7 @@ def main() -> None:
             for name in asked.models:
                 results += rows_of(name, device, dtype, how, asked.rounds)
                 print(*cells(results[-1]), sep=" | ", flush=True)
-    text = table(COLUMNS, [cells(result) for result in results])
-    print(text)
+    print(text_of(results))
     report = {
         "title": "Graphs that are ours in part, ms a call",
         "environment": environment(),
@@ -355,7 +358,7 @@ def main() -> None:
         "ceiling": {},
         "results": results,
     }
-    write(report, text, asked.out, "partial")
+    records.write(report, asked, "partial")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python benchmarks/prefill.py --models qwen3-0.6b qwen3-8b --tokens 128 512 2048 --baselines eager graph  # on a GPU
 
 All variants of a case run in one process; on a CPU in rounds of changing order, as in cpu_decode.py, and on a GPU one
-after the other, by the GPU's time alone, as decode.py times steps: "graph" is eager in a CUDA graph. Writes
-prefill_<device>_<date>.json and .md.
+after the other, by the GPU's time alone, as decode.py times steps: "graph" is eager in a CUDA graph.
+Records the run (records.py).
 """
 
 import argparse
@@ -19,11 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from ceiling import measure_ceiling
 from cpu_decode import BASELINES, interleave, make_model, wait_for_huge_pages
 from decode import Clock, captured, forget, used_bytes
-from harness import RESULTS, Report, Result, environment, processor, run_child, spread, table, write
+from harness import Report, Result, environment, processor, run_child, spread, table
 from torch import Tensor
 from transformers import StaticCache
 
@@ -144,6 +145,13 @@ def row(result: Result) -> list[str]:
     ]
 
 
+COLUMNS = ["case", "variant", "ms", "tokens/s", "× mpk's time", "differs from eager", "build s", "extra MB"]
+
+
+def text_of(results: list[Result]) -> str:
+    return table(COLUMNS, [row(result) for result in results])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b"])
@@ -155,7 +163,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit", type=float, default=1200, help="seconds for one case")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    records.add_arguments(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -172,7 +180,6 @@ def main() -> None:
         "ceiling": measure_ceiling() if IS_CUDA else {},
         "results": [],
     }
-    columns = ["case", "variant", "ms", "tokens/s", "× mpk's time", "differs from eager", "build s", "extra MB"]
     for values in itertools.product(*dimensions.values()):
         case = dict(zip(dimensions, values, strict=True))
         print(case, file=sys.stderr, flush=True)
@@ -181,9 +188,8 @@ def main() -> None:
             one = case | result
             named = (f"{key} {one[key]}" if isinstance(one[key], int) else str(one[key]) for key in case)
             report["results"].append({"case": ", ".join(named)} | one)
-        text = table(columns, [row(result) for result in report["results"]])
-        write(report, text, args.out, "prefill")
-    print(text)
+        records.write(report, args, "prefill")
+    print(text_of(report["results"]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Four parts: ``--requests`` that are there at once; ``--arrivals`` that come one 
 times (Poisson), both with prompts of random lengths within ``--prompts``; few requests of very different lengths, and
 of equal ones; and attention over pages alone, beside what PyTorch has for it. Models have random weights. Each variant
 has a process of its own, whose engine serves the first three parts one after the other, each within ``--limit``
-seconds. Writes serving_<device>_<date>.json and .md; what the columns mean is in benchmarks/results/README.md.
+seconds. Records the run (records.py); what the columns mean is in benchmarks/results/README.md.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Report, Result, environment, run_child, run_parts, table, write
+from harness import Report, Result, environment, run_child, run_parts, table
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import torch_mpk.continuous_batching as mpk_cb
@@ -379,7 +380,7 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help=f"draw tokens, with {LIKELY}, instead of the likeliest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one part of one variant")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    records.add_arguments(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -400,7 +401,7 @@ def main() -> None:
     for case in cases_of(args):
         print(case.get("case") or f"{case['model']} {case['variant']}", file=sys.stderr, flush=True)
         report["results"] += results_of(case, args.limit)
-        write(report, text_of(report["results"]), args.out, "serving")  # what is known so far
+        records.write(report, args, "serving")  # what is known so far
     print(text_of(report["results"]))
 
 

@@ -6,7 +6,7 @@
 "eager" is the task's reference, "op" the operator torch.ops.mpk.<task>, "mpk" a kernel of that one call, "inductor" the
 compiled reference (on a GPU Triton's code), and "library" what PyTorch has for it: cuBLAS, the fused attention kernels.
 Bytes are those of all operands and results, each counted once. Tasks of other packages are run on the samples that they
-declare; `python -m torch_mpk bench-task` does that for those of one file. Writes tasks_<device>_<date>.json and .md.
+declare; `python -m torch_mpk bench-task` does that for those of one file. Records the run (records.py).
 """
 
 import argparse
@@ -15,12 +15,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+import records
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Report, Result, environment, table, write
+from harness import Report, Result, environment, table
 
 import torch_mpk.tasks  # noqa: F401 - registers the tasks
 from torch_mpk import _C, registry
@@ -216,6 +216,10 @@ def row(result: Result) -> list[str]:
     return [*cells, f"{result['tflop_per_s']:.2f}"] if "tflop_per_s" in result else cells
 
 
+def text_of(results: list[Result]) -> str:
+    return "\n\n".join(filter(None, [against_library(results), table(COLUMNS, [row(result) for result in results])]))
+
+
 def main() -> None:
     known = {task.name: task for task in registry.tasks() if task.name in SHAPES or task.samples}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,7 +234,7 @@ def main() -> None:
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--budget", type=float, default=86400, help="seconds; cases that have not begun are left out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    records.add_arguments(parser)
     args = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -262,10 +266,8 @@ def main() -> None:
             for result in measure(task, shape, dtype, device, gb_per_s, args.rounds, args.variants):
                 report["results"].append(case | result)
             # What is known so far: a case whose variants are all to be compiled takes several seconds.
-            text = table(COLUMNS, [row(r) for r in report["results"]])
-            text = "\n\n".join(filter(None, [against_library(report["results"]), text]))
-            write(report, text, args.out, "tasks")
-    print(text)
+            records.write(report, args, "tasks")
+    print(text_of(report["results"]))
 
 
 if __name__ == "__main__":
