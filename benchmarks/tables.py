@@ -284,6 +284,22 @@ def attention_over_pages() -> str:
     return markdown(["rows", *map(str, numbers)], rows())
 
 
+@table
+def tested() -> str:
+    """Versions that ran together, by the environments of all runs that name them."""
+    environments = [
+        run["environment"] for file in sorted(records.RESULTS.glob("*.jsonl")) for run in records.runs(file)
+    ]
+    together: dict[tuple[str, ...], list[str]] = {}
+    for e in environments:
+        if "torch" in e:
+            cuda = re.sub(r".*cuda_(\d+\.\d+).*", r"\1", e["nvcc"])
+            versions = (e["device"], e["python"], e["torch"], e["transformers"], cuda, e["driver"])
+            together.setdefault(versions, []).append(e["date"])
+    rows = ([*versions, str(len(dates)), max(dates)] for versions, dates in sorted(together.items()))
+    return markdown(["device", "Python", "torch", "transformers", "nvcc", "driver", "runs", "last"], rows)
+
+
 def main() -> None:
     if sys.argv[1:]:
         for name in sys.argv[1:]:

@@ -32,9 +32,12 @@ RUN_HERE: dict[str, dict[str, str]] = {
     "docs/how-it-works.md": {},
     "docs/index.md": {},
     "docs/profiling.md": ON_THIS_MACHINE,
+    "docs/add-a-model.md": {},
 }
+TUTORIAL = [f"docs/{page.relative_to(DOCS)}" for page in sorted((DOCS / "tutorial").glob("*.md"))]
 RUN_ELSEWHERE = {  # with the files, commands and servers that belong to them
     "docs/add-a-task.md": "tests/tasks/test_add_a_task.py",
+    "docs/coming-from.md": "tests/test_coming_from.py",
     "docs/jit.md": "tests/jit/test_docs.py",
     "docs/serving.md": "tests/continuous_batching/test_docs.py",
     "docs/test-mode.md": "tests/persistent_kernel/test_page.py",
@@ -44,7 +47,7 @@ NO_CODE = {"docs/api.md"}  # but signatures, of names that test_every_name_of_th
 
 def test_python_code_of_every_page_runs_in_a_test() -> None:
     with_code = [page for page in PAGES if re.search(r"^ *```python", page.read_text(), re.MULTILINE)]
-    assert {str(page.relative_to(ROOT)) for page in with_code} == {*RUN_HERE, *RUN_ELSEWHERE, *NO_CODE}
+    assert {str(page.relative_to(ROOT)) for page in with_code} == {*RUN_HERE, *TUTORIAL, *RUN_ELSEWHERE, *NO_CODE}
     for page, test in RUN_ELSEWHERE.items():
         assert Path(page).name in (ROOT / test).read_text()
 
@@ -64,7 +67,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("page", thinned(RUN_HERE, 1, 3))
+@pytest.mark.parametrize("page", thinned(RUN_HERE, 1))
 def test_a_page_runs_and_prints_what_it_says(page: str, checkpoint: str) -> None:
     names = run_examples(page, RUN_HERE[page], CHECKPOINT=checkpoint)
     if page == "README.md":
@@ -77,10 +80,18 @@ def test_the_readmes_calls_compile_on_a_cpu(checkpoint: str, monkeypatch: pytest
     assert len([*Path("dump").iterdir()]) >= 3  # a step's, generate's, and Hugging Face's generate's
 
 
+@pytest.mark.parametrize("page", thinned(TUTORIAL, 1, 2, 3, 4))
+def test_a_page_of_the_tutorial_runs(page: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())
+    run_examples(page)
+
+
 def run_examples(
     page: str, substitutions: Mapping[str, str] | None = None, last: str | None = None, **names: Any
 ) -> dict[str, Any]:
     """Of a page whose Python blocks follow each other, and print the text block behind them. Returns its names.
+
+    Blocks that begin with a file's name are written there.
 
     The page's path starts at the root or at docs/. Blocks behind the one that has ``last`` in it are left out.
     """
@@ -89,11 +100,14 @@ def run_examples(
     for written, here in (substitutions or {}).items():
         assert written in text, f"{page} no longer has {written}"
         text = text.replace(written, here)
-    blocks = re.findall(r"^```(python|text)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(python|text|cpp|cuda)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert blocks
     namespace: dict[str, Any] = {"__name__": "page"} | names
     printed = ""
     for kind, block in blocks:
+        if file := re.match(r"(?:#|//) (\w+\.(?:py|cpp|cuh))\n", block):
+            Path(file[1]).write_text(block)
+            continue
         if kind == "text":
             assert printed.strip() == block.strip()
             continue

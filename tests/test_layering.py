@@ -24,7 +24,7 @@ PYTHON_ORDER = """
     jit
     runtime compiled_graph task_kernel prompts admission fallback guards packing buckets specialize serializable verify
     build_cache traces trace_store
-    backend sizes persistent_kernel prompt_lookup generation_settings step_inputs request_draws
+    backend sizes persistent_kernel mpk prompt_lookup generation_settings step_inputs request_draws
     arguments model_inputs compiled_step
     sampling static_cache engine
     continuous_batching serve explain profile generate ops plugins precompile new_task graph_view reference_vm testing
