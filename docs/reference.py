@@ -80,6 +80,8 @@ def _api() -> Iterator[str]:
     yield "# Python API"
     yield _NOTE
     yield "Errors have [a page](errors.md) of their own, and single kernels [another](jit.md)."
+    yield "Examples share names. They are of one file, `docs/api_examples.py`, which begins with"
+    yield f"```python\n{examples()['']}\n```"
     public = {f"torch_mpk.{name}": getattr(torch_mpk, name) for name in torch_mpk.__all__}
     public |= {
         "torch_mpk.jit.kernel": jit.kernel,
@@ -89,15 +91,35 @@ def _api() -> Iterator[str]:
         if inspect.ismodule(value) or (isinstance(value, type) and issubclass(value, BaseException)):
             continue
         yield f"## {name}"
-        if not dataclasses.is_dataclass(value):  # those are made by others
+        if dataclasses.is_dataclass(value):  # those are made by others
+            yield _doc(value)
+            shown = [field for field in dataclasses.fields(value) if field.repr and field.default != ()]
+            yield "Fields: " + ", ".join(f"`{field.name}: {field.type}`" for field in shown) + "."
+        else:
             yield _signature(name, value)
-        yield _doc(value)
-        for member, function in vars(value).items() if isinstance(value, type) else ():
-            if not member.startswith("_") and isinstance(function, (FunctionType, property)) and function.__doc__:
-                yield f"### {name.rpartition('.')[2]}.{member}"
-                if isinstance(function, FunctionType):
-                    yield _signature(member, function)
-                yield _doc(function)
+            yield _doc(value)
+        yield f"For example:\n\n```python\n{examples()[name]}\n```"
+        yield from _members(name.rpartition(".")[2], value)
+
+
+def _members(name: str, value: Any) -> Iterator[str]:
+    for member, function in vars(value).items() if isinstance(value, type) else ():
+        if not member.startswith("_") and isinstance(function, (FunctionType, property)) and function.__doc__:
+            yield f"### {name}.{member}"
+            if isinstance(function, FunctionType):
+                yield _signature(member, function)
+            else:
+                yield f"`{member}: {inspect.signature(function.fget).return_annotation}`"  # type: ignore[arg-type]
+            yield _doc(function)
+
+
+def examples() -> dict[str, str]:
+    """The example of each name of the API, and under "" what stands in front of all."""
+    text = (Path(__file__).parent / "api_examples.py").read_text()
+    front, *parts = re.split(r"^# (torch_mpk\.[\w.]+)\n", text.partition('"""\n\n')[2], flags=re.MULTILINE)
+    return {"": front.strip()} | {
+        name: code.strip().replace("  # noqa: N803", "") for name, code in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def _errors() -> Iterator[str]:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import re
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,12 @@ RUN_ELSEWHERE = {  # with the files, commands and servers that belong to them
     "docs/serving.md": "tests/continuous_batching/test_docs.py",
     "docs/test-mode.md": "tests/persistent_kernel/test_page.py",
 }
-NO_CODE = {"docs/api.md"}  # but signatures, of names that test_every_name_of_the_api_resolves looks up
+OF_REFERENCE = {"docs/api.md"}  # signatures, and examples from docs/api_examples.py
 
 
 def test_python_code_of_every_page_runs_in_a_test() -> None:
     with_code = [page for page in PAGES if re.search(r"^ *```python", page.read_text(), re.MULTILINE)]
-    assert {str(page.relative_to(ROOT)) for page in with_code} == {*RUN_HERE, *TUTORIAL, *RUN_ELSEWHERE, *NO_CODE}
+    assert {str(page.relative_to(ROOT)) for page in with_code} == {*RUN_HERE, *TUTORIAL, *RUN_ELSEWHERE, *OF_REFERENCE}
     for page, test in RUN_ELSEWHERE.items():
         assert Path(page).name in (ROOT / test).read_text()
 
@@ -129,6 +130,13 @@ def test_every_name_of_the_api_resolves() -> None:
     assert len(names) > 15
     for name in names:
         assert functools.reduce(getattr, name.split(".")[1:], torch_mpk).__doc__, name
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(DOCS / "api_examples.py"))
+    assert (tmp_path / "timeline.json.gz").exists()
 
 
 def test_nothing_says_to_install_from_a_registry() -> None:

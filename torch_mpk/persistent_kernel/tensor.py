@@ -66,7 +66,8 @@ class GlobalTensor:
     kernel: PersistentKernel = dataclasses.field(repr=False)
     attached: torch.Tensor | None = dataclasses.field(default=None, repr=False)
     parts: tuple[GlobalTensor, ...] = ()
-    layout: Interleaved | None = None  # of ``parts``, or of what a layer wrote here
+    # Of ``parts``, or of what a layer wrote here.
+    layout: Interleaved | None = dataclasses.field(default=None, repr=False)
     node: fx.Node | None = dataclasses.field(default=None, repr=False)  # its present value; None before it has one
 
     @property
