@@ -11,7 +11,6 @@ the times are the host's; the benchmark made for the CPU is benchmarks/cpu_decod
 """
 
 import argparse
-import copy
 import gc
 import itertools
 import json
@@ -39,6 +38,7 @@ from torch_mpk.testing.decode import (
     copy_cache,
     count_launches,
     decode_logits,
+    in_float32,
     prefill,
 )
 from torch_mpk.testing.models import CONFIGS, random_model
@@ -151,12 +151,13 @@ def exact_file(case: dict[str, Any], batch: int) -> Path:
 
 def save_exact(model: PreTrainedModel, case: dict[str, Any]) -> None:
     """The logits of the same model in float32, from the same caches, unless another variant has left them."""
-    missing = [batch for batch in case["batches"] if not exact_file(case, batch).is_file()]
-    exact_model = copy.deepcopy(model).float() if missing else model
-    for batch in missing:
-        start = Start(model, case, batch)
-        exact_cache = copy_cache(start.cache, model.config, torch.float32)
-        torch.save(decode_logits(exact_model, exact_cache, start.decoded).cpu(), exact_file(case, batch))
+    for batch in case["batches"]:
+        if not exact_file(case, batch).is_file():
+            start = Start(model, case, batch)
+            exact_cache = copy_cache(start.cache, model.config, torch.float32)
+            with in_float32(model):
+                logits = decode_logits(model, exact_cache, start.decoded)
+            torch.save(logits.cpu(), exact_file(case, batch))
 
 
 def forget() -> None:

@@ -110,6 +110,11 @@ def _is_written(layer: Any) -> bool:
 
 
 def rewind(cache: Any, position: int) -> None:
-    """Makes a cache whose layers all have full attention forget what lies at and beyond ``position``."""
+    """Makes a cache whose layers all have full attention forget what lies at and beyond ``position``.
+
+    Layers with a window count from there, too, but keep the keys and values they have: enough to time steps.
+    """
     for layer in cache.layers:
         layer.cumulative_length.fill_(position)
+        if layer.is_sliding:
+            layer.cumulative_length_int = position

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from tests.thinned import thinned
-from torch_mpk.testing.decode import copy_cache, decode_logits, prefill
+from torch_mpk.testing.decode import copy_cache, decode_logits, in_float32, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
 
 # As the model cards say; shared embeddings count once.
@@ -25,6 +27,8 @@ MILLIONS_OF_PARAMETERS = {
     "granite-3-2b": 2533.5,
     "olmoe-1b-7b": 6919.2,
     "qwen3-30b-a3b": 30532.1,
+    "gpt-oss-20b": 20914.8,
+    "deepseek-v2-lite": 15706.5,
 }
 
 
@@ -51,3 +55,17 @@ def test_a_layer_with_the_model_s_head_size_is_one_segment(name: str) -> None:
     cache, _ = prefill(model, tokens[:, :6], 16)
     expected = decode_logits(model, copy_cache(cache, config), tokens[:, 6:])
     torch.testing.assert_close(decode_logits(step, cache, tokens[:, 6:]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_in_float32_is_what_a_copy_would_be() -> None:
+    config = CONFIGS["gpt-oss-20b"]()
+    config.hidden_size, config.intermediate_size, config.vocab_size = 64, 32, 97
+    config.num_hidden_layers, config.layer_types, config.pad_token_id = 2, config.layer_types[:2], None
+    config.sliding_window = 8
+    model, tokens = random_model(config, "cpu"), torch.randint(97, (2, 9))
+    cache, _ = prefill(model, tokens[:, :6], 16)
+    expected = decode_logits(copy.deepcopy(model).float(), copy_cache(cache, config, torch.float32), tokens[:, 6:])
+    before = copy.deepcopy(model.state_dict())
+    with in_float32(model):
+        assert torch.equal(decode_logits(model, copy_cache(cache, config, torch.float32), tokens[:, 6:]), expected)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

@@ -1,10 +1,11 @@
 """One decode step of a Hugging Face causal language model, set up the way tests, benchmarks and examples measure it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, StaticCache
 
 Step = Callable[..., Any]  # the model, or what torch.compile made of it
@@ -20,13 +21,46 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, max_cache_len: int) -> tu
 
 def copy_cache(cache: StaticCache, config: PreTrainedConfig, dtype: torch.dtype | None = None) -> StaticCache:
     """A cache of the same contents in memory of its own, in ``dtype`` if one is given."""
-    copy = StaticCache(config=config, max_cache_len=cache.layers[0].max_cache_len)
+    copy = StaticCache(config=config, max_cache_len=max(layer.max_cache_len for layer in cache.layers))
     for new, old in zip(copy.layers, cache.layers, strict=True):
         new.lazy_initialization(old.keys.to(dtype or old.keys.dtype), old.values.to(dtype or old.values.dtype))
         new.keys.copy_(old.keys)
         new.values.copy_(old.values)
         new.cumulative_length.copy_(old.cumulative_length)
+        if old.is_sliding:
+            new.cumulative_length_int = old.cumulative_length_int
     return copy
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes in float32 meanwhile. A module's weights are float32 only while it runs: a whole copy of the
+    largest models would not fit beside them. A module in a list, as a decoder layer, is taken as one."""
+
+    dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
+    hooks = []
+
+    def widen(module: nn.Module, *_: object) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, *_: object) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtypes[parameter])
+
+    def hook(module: nn.Module, is_whole: bool) -> None:
+        if is_whole or not any(True for _ in module.children()):
+            hooks.extend([module.register_forward_pre_hook(widen), module.register_forward_hook(restore)])
+            return
+        for child in module.children():
+            hook(child, isinstance(module, nn.ModuleList))
+
+    hook(model, False)
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
 
 
 @torch.inference_mode()

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     GemmaConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     OlmoeConfig,
@@ -177,6 +179,76 @@ def _qwen3_30b_a3b() -> Qwen3MoeConfig:
     )
 
 
+def _gpt_oss_20b() -> GptOssConfig:
+    return GptOssConfig(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        sliding_window=128,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        tie_word_embeddings=False,
+        eos_token_id=200002,
+        pad_token_id=199999,
+    )
+
+
+def _deepseek_v2_lite() -> DeepseekV2Config:
+    return DeepseekV2Config(
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=27,
+        first_k_dense_replace=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        max_position_embeddings=163840,
+        rms_norm_eps=1e-6,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        tie_word_embeddings=False,
+        bos_token_id=100000,
+        eos_token_id=100001,
+    )
+
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2.5-0.5b": lambda: _qwen2_5(896, 4864, 24, 14),  # biases
     "qwen2.5-1.5b": lambda: _qwen2_5(1536, 8960, 28, 12),
@@ -192,6 +264,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "granite-3-2b": _granite_3_2b,  # an odd vocabulary
     "olmoe-1b-7b": _olmoe_1b_7b,  # 64 experts, of which a row chooses 8
     "qwen3-30b-a3b": _qwen3_30b_a3b,  # 128 experts
+    "gpt-oss-20b": _gpt_oss_20b,  # experts with biases, 2,880 columns, sinks
+    "deepseek-v2-lite": _deepseek_v2_lite,  # latent attention, a shared expert
 }
 
 
