@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.fuzz.random_experts import ExpertProgram
 from tests.fuzz.random_integers import IntegerProgram
 from tests.fuzz.random_programs import Program
 from torch_mpk import _C, lowering, reference_vm
@@ -32,7 +33,7 @@ ZERO_DIVISOR = "ZeroDivisionError"  # what eager's RuntimeError says on the CPU
 MARGIN = 8
 
 
-AnyProgram = Program | IntegerProgram
+AnyProgram = Program | IntegerProgram | ExpertProgram
 # Makes a callable of a graph, for inputs like these, and tells how many of its segments are torch_mpk's.
 Way = Callable[[fx.GraphModule, list[Tensor]], tuple[Callable, int]]
 
@@ -70,6 +71,11 @@ def check(program: AnyProgram, how: Way, device: torch.device | str = "cpu", see
 
 def compare(program: AnyProgram, run: Callable, device: torch.device | str, seed: int) -> None:
     inputs = program.inputs(device, seed)
+    if isinstance(program, ExpertProgram):
+        error = program.difference(program.inputs(device, seed), list(run(*inputs)), getattr(run, "is_ours", True))
+        if error:
+            raise Wrong(error)
+        return
     if _divides_by_zero(program, seed):
         if torch.device(device).type == "cpu":  # elsewhere eager's results are undefined
             _expect_zero_divisor(run, inputs)
@@ -173,6 +179,7 @@ def by_codegen(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Callable, int]
                 _C.generate_cuda(_C.make_schedule(lowering.lower(segment.gm).graph, H200))
             except UnsupportedError as error:
                 raise Wrong(f"{segment.name} is ours and has no kernel: {error}") from error
+    partitioned.gm.is_ours = False
     return partitioned.gm, _num_ours(partitioned)
 
 

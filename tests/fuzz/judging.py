@@ -4,10 +4,11 @@ import random
 from typing import NamedTuple
 
 from tests.fuzz.checking import AnyProgram, Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
+from tests.fuzz.random_experts import ExpertProgram
 from tests.fuzz.random_integers import IntegerProgram
 from tests.fuzz.random_programs import Program
 
-KINDS = {"models": Program, "integers": IntegerProgram}
+KINDS: dict[str, type[AnyProgram]] = {"models": Program, "integers": IntegerProgram, "experts": ExpertProgram}
 
 
 class Verdict(NamedTuple):
@@ -28,6 +29,8 @@ def judge(seed: int, device: str, kind: str = "models") -> Verdict:
     elif seed % (40 * rarely) == 7 and device == "cpu":  # takes seconds to compile
         way = by_emulator
     program = KINDS[kind].draw(random.Random(seed))
+    if isinstance(program, ExpertProgram) and way is by_emulator:
+        program = ExpertProgram.draw(random.Random(seed), is_small=True)
     error = failure(program, way, device, seed)
     if not isinstance(error, Exception):
         return Verdict(way.__name__, error, "")

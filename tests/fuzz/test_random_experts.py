@@ -1,0 +1,87 @@
+"""Random routers and experts are right beside float64, on the routes that were taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
+from tests.fuzz.random_experts import ExpertProgram
+from tests.thinned import thinned
+
+FEW = [(by_stages, 6), (by_reference_vm, 2)]
+MANY = [(by_stages, 100), (by_reference_vm, 40), (by_dynamo, 10), (by_codegen, 50), (by_emulator, 8)]
+
+
+@pytest.mark.parametrize(("way", "num_programs"), thinned(FEW + MANY, *range(len(FEW))))
+def test_programs_are_right(way: Callable, num_programs: int) -> None:
+    first = random.randrange(1 << 30)
+    for seed in range(first, first + num_programs):
+        program = ExpertProgram.draw(random.Random(seed), is_small=way is by_emulator)
+        try:
+            check(program, way, seed=seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {program}") from error
+
+
+@pytest.mark.gpu
+def test_kernels_are_right() -> None:
+    first = random.randrange(1 << 30)
+    for seed in range(first, first + 20):
+        check(ExpertProgram.draw(random.Random(seed)), by_stages, "cuda", seed)
+
+
+def other_experts(y: Tensor, ids: Tensor, scores: Tensor) -> None:
+    ids[-1] = ids[-1].roll(1)
+
+
+def other_weights(y: Tensor, ids: Tensor, scores: Tensor) -> None:
+    scores[0, 0] *= 1.5
+
+
+def other_rows(y: Tensor, ids: Tensor, scores: Tensor) -> None:
+    y.copy_(y.roll(1, 0))
+
+
+def a_choice_for_another(y: Tensor, ids: Tensor, scores: Tensor) -> None:
+    ids[0, 0] = next(i for i in range(8) if i not in ids[0])
+
+
+@pytest.mark.parametrize("change", [other_experts, other_weights, other_rows, a_choice_for_another])
+def test_what_is_wrong_is_seen(change: Callable) -> None:
+    drawn = ExpertProgram.draw(random.Random(0))
+    program = dataclasses.replace(
+        drawn, rows=3, experts=8, choices=2, hidden=20, width=12, router="softmax", chosen="by router", groups=1,
+        values="random", form="batched", is_normed=False, dtype=torch.float32,
+    )  # fmt: skip
+
+    def changed(gm, inputs):
+        def run(*args: Tensor) -> tuple[Tensor, ...]:
+            results = gm(*args)
+            change(*results)
+            return results
+
+        return run, 1
+
+    for seed in range(3):
+        check(program, lambda gm, inputs: (gm, 1), seed=seed)
+        with pytest.raises(Wrong):
+            check(program, changed, seed=seed)
+
+
+def test_ties_and_nan_are_taken_as_on_cuda() -> None:
+    """The lowest of equal ones, as often as scores tie; eager on the CPU takes others, and that is seen."""
+    drawn = ExpertProgram.draw(random.Random(0))
+    tied = dataclasses.replace(
+        drawn, rows=40, experts=64, choices=8, hidden=8, width=8, router="softmax", chosen="by router", groups=1,
+        values="exact", form="batched", dtype=torch.bfloat16,
+    )  # fmt: skip
+    for program in (tied, dataclasses.replace(tied, values="nan")):
+        check(program, by_stages, seed=1)
+    with pytest.raises(Wrong):
+        check(tied, lambda gm, inputs: (gm, 1), seed=1)
