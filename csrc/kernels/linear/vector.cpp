@@ -1,5 +1,5 @@
-// Linears of few rows of x on the vector units: weights come through the ring, row by row, or, where they cannot, are
-// read where they are.
+// Linears on the vector units. Of few rows of x weights come through the ring, row by row. What no other kernel takes,
+// such as more rows of 32-bit elements, reads weights where they are.
 #include "../../codegen/text.h"
 #include "../../schedule/kernel.h"
 #include "../../schedule/proof.h"
@@ -11,7 +11,11 @@
 namespace mpk {
 namespace {
 
-constexpr int64_t kMostRows = 16;  // of x
+constexpr int64_t kMostRows = 16;  // of x that weights come through the ring for
+// What is read where it is: rows of x, and of weights side by side, whose sums a warp has a lane for.
+constexpr int64_t kDirectRows = 8, kMostParts = 4;
+// Libraries are quicker with more rows of x, of 16-bit elements and of others, but for weights as small as a router's.
+constexpr int64_t kMostWideRows = 64, kMostScores = 512;
 
 int64_t slot(const Linears& job) { return job.slot_bytes / job.element; }                  // elements
 bool exceeds_slot(const Linears& job) { return job.size * job.element > job.slot_bytes; }  // a row
@@ -93,18 +97,19 @@ int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
   return job.warps * round_up(shape.parts * shape.tile_rows * job.batch * 4, 16);
 }
 
-std::optional<std::string> refuses_rows(const Schedule& schedule, const Job& job, const Linears& linears, bool stages) {
+bool fits(const Schedule& schedule, const Linears& linears) {
+  return linears.x_bytes() <= most_staged(schedule.target);
+}
+
+std::string too_large(const Job& job, const Linears& linears) {
+  return "x of " + std::to_string(linears.batch) + " x " + std::to_string(linears.size) +
+         " elements does not fit shared memory" +
+         (job.prologue.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own");
+}
+
+std::optional<std::string> refuses_any(const Schedule&, const Job& job, const Linears& linears) {
   if (linears.are_empty()) return "x is empty";
-  if (schedule.warps.all_read_entries) return kNotTogether;
   if (norm_of(job) >= 0) return "it ends with a norm";
-  if (linears.batch > kMostRows)
-    return "x has " + std::to_string(linears.batch) + " rows, at most " + std::to_string(kMostRows) +
-           " are supported, and any with weights of 16-bit elements, in rows of a multiple of 64, that the call "
-           "brings to a GPU of compute capability 9.0";
-  if (stages && linears.x_bytes() > most_staged(schedule.target))
-    return "x of " + std::to_string(linears.batch) + " x " + std::to_string(linears.size) +
-           " elements does not fit shared memory" +
-           (job.prologue.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own");
   return std::nullopt;
 }
 
@@ -126,9 +131,19 @@ class Vector : public Kernel {
  private:
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     const Linears linears(schedule, job);
-    if (const auto refusal = refuses_rows(schedule, job, linears, job.cut.is_staged())) return refusal;
+    if (const auto refusal = refuses_any(schedule, job, linears)) return refusal;
+    if (schedule.warps.all_read_entries) return kNotTogether;
+    if (linears.batch > kMostRows)
+      return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(kMostRows);
+    if (job.cut.is_staged() && !fits(schedule, linears)) return too_large(job, linears);
+    if (!job.cut.is_staged() && !has_aligned_x(schedule, job)) return "x is not staged, and may begin anywhere";
     if (!can_stream(schedule, job, linears)) return "rows of a weight are not aligned to 16 bytes";
     return std::nullopt;
+  }
+
+  static bool has_aligned_x(const Schedule& schedule, const Job& job) {
+    const Tensor& x = Linears::input(schedule, job);
+    return has_aligned_rows(x) && schedule.graph.buffers()[x.buffer].kind != BufferKind::kInput;
   }
 
   int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
@@ -177,18 +192,35 @@ class Vector : public Kernel {
 class DirectWriter : public codegen::LinearWriter {
  public:
   explicit DirectWriter(const codegen::JobPlace& place)
-      : LinearWriter(place, {"Linear", "linear::compute_direct", "", "linear::Shape<V>::kStagedBytes"}) {}
+      : LinearWriter(place, {"Linear", "linear::compute_direct", "", "linear::kDirectStagedBytes<V>"}) {}
 
  private:
   void add_weight(const Node& node, const Tensor& weight) override {
     weights_.push_back("job.pointer<const uint8_t>(" + codegen::str(refs_.add(node, weight)) + ")");
     pitches_.push_back("int64_t(" + codegen::str(weight.strides[0] * size_bytes(weight.dtype)) + ")");
+    are_aligned_ &= context_.aligned_rows(weight, false);
+  }
+  bool takes_any_x() const override { return true; }
+  // Rows of each weight that a warp multiplies at a time, unless that left some workers without any.
+  std::string shape_constants() const override {
+    const int64_t workers = context_.schedule.target.num_workers, x_rows = std::min(batch_, kDirectRows);
+    const int64_t at_once =
+        divide_up(job_.cut.num_tiles * divide_up(batch_, x_rows), workers * context_.schedule.warps.consumers);
+    const int64_t most = kMostParts / shape_.parts, rows = at_once < 2   ? 1
+                                                           : at_once < 4 ? std::min<int64_t>(2, most)
+                                                                         : most;
+    return LinearWriter::shape_constants() + codegen::constant("kXRows", x_rows) +
+           codegen::constant("kWeightRows", rows);
   }
   std::string write_places() override {
-    return codegen::returning("const uint8_t*", "weight(const Job& job, int i)", codegen::choose("i", weights_)) +
+    const bool are_aligned =
+        are_aligned_ && (job_.cut.is_staged() ? has_aligned_rows(x_) : context_.aligned_rows(x_, true));
+    return codegen::flag("kAligned", are_aligned) +
+           codegen::returning("const uint8_t*", "weight(const Job& job, int i)", codegen::choose("i", weights_)) +
            codegen::returning("int64_t", "weight_pitch(int i)", codegen::choose("i", pitches_));
   }
 
+  bool are_aligned_ = true;
   std::vector<std::string> weights_, pitches_;  // of each, expressions
 };
 
@@ -198,29 +230,55 @@ class Direct : public Kernel {
 
  private:
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
-    return refuses_rows(schedule, job, Linears(schedule, job), true);
+    const Linears linears(schedule, job);
+    if (const auto refusal = refuses_any(schedule, job, linears)) return refusal;
+    const int64_t weight_rows = *std::max_element(linears.rows.begin(), linears.rows.end());
+    const int64_t most = weight_rows <= kMostScores ? linears.batch : linears.element > 2 ? kMostWideRows : kMostRows;
+    if (linears.batch > most)
+      return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(most) +
+             ", or weights of at most " + std::to_string(kMostScores) + " rows";
+    if (linears.parts > kMostParts) return std::to_string(linears.parts) + " linears side by side";
+    if (find_norm(schedule, Linears::input(schedule, job).buffer) != nullptr) return "rows of x lack factors";
+    if ((!job.prologue.empty() || polls_x(schedule, job)) && !fits(schedule, linears)) return too_large(job, linears);
+    const bool are_few = linears.batch <= kMostRows && !schedule.warps.all_read_entries;
+    // How others take x, whether it is polled for one, is up to them.
+    if (!are_few && has_other(schedule, job)) return "another kernel takes it";
+    return std::nullopt;
+  }
+
+  bool has_other(const Schedule& schedule, const Job& job) const {
+    const std::vector<const Kernel*> all = kernels_of(schedule, job);
+    return std::any_of(all.begin(), all.end(),
+                       [&](const Kernel* other) { return other != this && !other->refuses(schedule, job); });
+  }
+
+  static bool polls_x(const Schedule& schedule, const Job& job) {
+    return schedule.polled[Linears::input(schedule, job).buffer];
   }
 
   int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
     return polled_whole(schedule, job, made);
   }
 
-  // It takes x from shared memory. Each lane waits for its own loads: an estimate.
+  // Few rows of x are staged, and others where row tasks make them, or where they are polled. Each lane waits for its
+  // own loads: an estimate.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     constexpr double kSlower = 4;
     const Linears linears(schedule, job);
-    const TileShape shape{1, linears.parts};
     Cut cut = job.cut;
-    cut.input = Input::kWhole;
-    cut.staged_bytes = linears.x_bytes() + scratch_bytes(linears, shape);
+    const bool is_staged =
+        !job.prologue.empty() || polls_x(schedule, job) ||
+        (linears.batch <= kMostRows && linears.x_bytes() <= room(schedule) && fits(schedule, linears));
+    cut.input = is_staged ? Input::kWhole : Input::kInPlace;
+    cut.staged_bytes = is_staged ? linears.x_bytes() : 0;
     if (cut.staged_bytes > room(schedule)) return {};
-    cut.num_tiles = linears.tiles(shape.tile_rows);
+    cut.num_tiles = linears.tiles(1);
     cut.cost_ns = kSlower * nanoseconds(linears, chunked(linears, 1, 1));
     return {cut};
   }
 
   void prove(const CutProof& proof) const override {
-    proof.require(!proof.cut().shape && proof.cut().is_staged(), "it reads weights where they are, and x staged");
+    proof.require(!proof.cut().shape, "it reads weights where they are");
     proof.require_plain_end();
   }
 

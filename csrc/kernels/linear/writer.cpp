@@ -68,7 +68,7 @@ void LinearWriter::check_operands() {
 
 // x is brought into shared memory, or read where it is.
 void LinearWriter::check_staging() const {
-  require(job_.cut.input != Input::kInPlace || context_.aligned_rows(x_, true), first_,
+  require(job_.cut.input != Input::kInPlace || takes_any_x() || context_.aligned_rows(x_, true), first_,
           "x is too large to stage and not aligned to 16 bytes");
 }
 

@@ -31,6 +31,8 @@ class MPK_KERNEL_API LinearWriter {
   virtual const char* type_of_x() const { return "const T*"; }
   // Whether consumers read x where it is.
   virtual bool reads_x() const;
+  // Also where its rows are not aligned.
+  virtual bool takes_any_x() const { return false; }
   virtual void write_behind() {}
 
   // What it leaves of its rows where it ends with a norm, and what it finds of those of x that another job's norm made.

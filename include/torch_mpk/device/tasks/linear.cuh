@@ -22,33 +22,76 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   }
 }
 
-// Weights whose rows are not multiples of 16 bytes: no ring, each warp reads rows where they are.
+// No ring: each warp reads rows of weights where they are, a few at a time, for some rows of x, which are staged or
+// where they are, too. In which order a sum is added depends on k alone.
+template <class V>
+inline constexpr int kDirectStagedBytes = V::kStaged ? V::kBatch * Shape<V>::kPitch : 0;
+
+// Rows `tile`, `tile` + 1, ... of the weights, times rows `first` and on of x.
+template <class V, class C>
+MPK_DEVICE void multiply_direct(C& c, const Job& job, uint32_t tile, int first, const typename V::T* x, int64_t pitch) {
+  using T = typename V::T;
+  constexpr int kParts = V::kParts, kTiles = V::kWeightRows, kX = V::kXRows;
+  constexpr int kWidth = V::kAligned ? kVecSize<T> : 1, kSums = next_power_of_two(kParts * kTiles * kX);
+  using Piece = Vec<T, kWidth>;
+  const T* rows[kParts * kTiles];
+#pragma unroll
+  for (int t = 0; t < kTiles; t++) {
+    const uint32_t each = min(tile + t, V::kNumTiles - 1);
+    const int segment = segment_of<V>(each);
+#pragma unroll
+    for (int p = 0; p < kParts; p++) {
+      const int which = kParts > 1 ? p : segment;
+      rows[p * kTiles + t] =
+          reinterpret_cast<const T*>(V::weight(job, which) + (each - V::first_tile(segment)) * V::weight_pitch(which));
+    }
+  }
+  float sums[kSums] = {};
+#pragma unroll 1
+  for (int k = c.lane * kWidth; k < V::kSize; k += 32 * kWidth) {
+    float weights[kParts * kTiles][kWidth];
+#pragma unroll
+    for (int i = 0; i < kParts * kTiles; i++) to_floats(*reinterpret_cast<const Piece*>(rows[i] + k), weights[i]);
+#pragma unroll
+    for (int r = 0; r < kX; r++) {
+      float values[kWidth];
+      to_floats(*reinterpret_cast<const Piece*>(x + min(first + r, V::kBatch - 1) * pitch + k), values);
+#pragma unroll
+      for (int i = 0; i < kParts * kTiles; i++)
+#pragma unroll
+        for (int j = 0; j < kWidth; j++) sums[i * kX + r] = fmaf(weights[i][j], values[j], sums[i * kX + r]);
+    }
+  }
+  const float total = sum_values(sums, c.lane);
+  const int t = c.lane / kX, r = first + c.lane % kX;  // of the lane's result
+  float results[kParts];
+#pragma unroll
+  for (int p = 0; p < kParts; p++) results[p] = __shfl_sync(~0u, total, (p * kTiles * kX + c.lane) * (32 / kSums) % 32);
+  if (t >= kTiles || tile + t >= V::kNumTiles || r >= V::kBatch) return;
+  const int segment = segment_of<V>(tile + t);
+  const uint32_t n = tile + t - V::first_tile(segment);
+  V::finish(c, job, segment, r, n, results, V::preload(job, segment, r, n));
+}
+
 template <class V, class C>
 MPK_DEVICE void compute_direct(C& c, const Job& job) {
   static_assert(DirectVariant<V, C>);
-  using S = Shape<V>;
   using T = typename V::T;
-  T* x = reinterpret_cast<T*>(c.staged() + S::kScratchBytes);
-  if (!stage<V>(c, job, x)) return;
-  const uint32_t worker = c.worker(job);
-  for (uint32_t tile = worker + c.warp * C::Config::kNumWorkers; tile < V::kNumTiles;
-       tile += kConsumerWarps * C::Config::kNumWorkers) {
-    const int segment = segment_of<V>(tile);
-    const uint32_t n = tile - V::first_tile(segment);
-    for (int r = 0; r < V::kBatch; r++) {
-      float results[V::kParts];
-#pragma unroll
-      for (int p = 0; p < V::kParts; p++) {
-        const int which = V::kParts > 1 ? p : segment;
-        const T* row = reinterpret_cast<const T*>(V::weight(job, which) + n * V::weight_pitch(which));
-        float sum = 0;
-        for (int k = c.lane; k < V::kSize; k += 32)
-          sum = fmaf(to_float(row[k]), to_float(x[r * (S::kPitch / int(sizeof(T))) + k]), sum);
-        results[p] = warp_sum(sum);
-      }
-      if (c.lane == 0) V::finish(c, job, segment, r, n, results, V::preload(job, segment, r, n));
-    }
+  const T* x = V::x(job);
+  int64_t pitch = V::kPitchX;
+  if constexpr (V::kStaged) {
+    T* staged = reinterpret_cast<T*>(c.staged());
+    if (!stage<V>(c, job, staged)) return;
+    x = staged, pitch = Shape<V>::kPitch / int(sizeof(T));
+  } else {
+    if (!c.await()) return;
   }
+  constexpr uint32_t kBlocks = (V::kBatch + V::kXRows - 1) / V::kXRows;
+  constexpr uint32_t kItems = (V::kNumTiles + V::kWeightRows - 1) / V::kWeightRows * kBlocks;
+  const uint32_t first = c.worker(job) + c.warp * C::Config::kNumWorkers,
+                 step = kConsumerWarps * C::Config::kNumWorkers;
+  for (uint32_t i = first; i < kItems; i += step)
+    multiply_direct<V>(c, job, i / kBlocks * V::kWeightRows, int(i % kBlocks) * V::kXRows, x, pitch);
 }
 
 }  // namespace mpk::linear

@@ -12,7 +12,7 @@ template <class V>
 concept Sizes = requires {
   // The element type of x, weights and results.
   typename V::T;
-  // Rows of x, at most 16; K.
+  // Rows of x; K.
   requires Constants<int, V::kBatch, V::kSize>;
   // Linears one after the other in row space, or linears whose row n is computed side by side.
   requires Constants<int, V::kSegments, V::kParts>;
@@ -56,10 +56,11 @@ concept Variant =
 
 // One whose weights are read without the ring.
 template <class V, class C>
-concept DirectVariant = Variant<V, C> && requires(const Job& job, int i) {
-  { V::weight(job, i) } -> Same<const uint8_t*>;  // of segment or part i
-  { V::weight_pitch(i) } -> Same<int64_t>;        // in bytes
-};
+concept DirectVariant = Variant<V, C> && Constants<int, V::kWeightRows, V::kXRows> && Constants<bool, V::kAligned> &&
+                        requires(const Job& job, int i) {
+                          { V::weight(job, i) } -> Same<const uint8_t*>;  // of segment or part i
+                          { V::weight_pitch(i) } -> Same<int64_t>;        // in bytes
+                        };
 
 // The elements of 16 bytes.
 template <class T>
