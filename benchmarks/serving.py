@@ -84,7 +84,7 @@ def configured(case: Case, settings: dict[str, Any]) -> ContinuousBatchingConfig
     sizes = {"page_size": case["page_size"], "num_blocks": case["blocks"], "max_batch_tokens": case["batch_tokens"]}
     common = {"max_requests_per_batch": mpk_cb.MAX_ROWS} | {k: v for k, v in sizes.items() if v} | settings
     if case["variant"].startswith("mpk"):
-        return mpk_cb.config({"fallback": "error"}, **common)
+        return mpk_cb.config({"fallback": "error", "while_building": "wait"}, **common)
     return ContinuousBatchingConfig(auto_switch_to_flash=False, **common)
 
 

@@ -9,8 +9,10 @@ eight layers.
 
 - decode step: the first call of ``torch.compile(model, backend="mpk")``.
 - generate: ``torch_mpk.generate``, of which the prompt runs eagerly on a CPU.
-- generate_batch: with Hugging Face's warm-up, which builds all sizes of steps before the first request.
-- engine: one request to an engine that runs without warm-up, as a server's is.
+- generate_batch: with Hugging Face's warm-up, which here waits for all sizes of steps before the first request.
+- engine: one that serves while it builds all sizes of its steps: one request after the other, until all are built.
+  "first token" is the first request's, by whatever way; "first by launches" the first one's whose steps are launches.
+- own engine: the same engine without us, one request.
 
 "CPU" is the process's and its compilers' time on processors, which another program's load changes least.
 """
@@ -23,14 +25,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from harness import table
 from host_cost import uninitialised_step
 from torch._dynamo.utils import compilation_time_metrics as dynamo_times
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import torch_mpk
 import torch_mpk.continuous_batching as mpk_cb
@@ -38,6 +41,7 @@ from torch_mpk import engine, timing
 from torch_mpk.testing.models import CONFIGS, random_model
 from torch_mpk.testing.tiny import tiny_model
 
+Times = dict[str, float]  # when what was there, as ``time.perf_counter`` says
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS = 8  # of the toy
 RUNS = ["first", "again", "another model"]
@@ -53,15 +57,15 @@ def made_model(name: str, attention: str = "sdpa") -> Any:
     return model
 
 
-def decode_step(name: str) -> Callable[[int], float]:
-    """The function calls one, and says when the first token was there."""
+def decode_step(name: str) -> Callable[[int], Times]:
+    """The function calls one, and says when its token was there."""
     model, arguments = uninitialised_step(name, DEVICE) if name != "tiny" else tiny_step()
 
-    def call(number: int) -> float:
+    def call(number: int) -> Times:
         with torch.inference_mode():
             torch.compile(model, backend="mpk", options={"fallback": "error"}, fullgraph=True)(**arguments)
         torch_mpk.synchronize()
-        return time.perf_counter()
+        return {"first token": time.perf_counter()}
 
     return call
 
@@ -76,14 +80,14 @@ def tiny_step() -> tuple[Any, dict[str, Any]]:
     return model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), "past_key_values": cache}
 
 
-def generate(name: str) -> Callable[[int], float]:
+def generate(name: str) -> Callable[[int], Times]:
     model = made_model(name)
 
-    def call(number: int) -> float:
+    def call(number: int) -> Times:
         begin, stats = time.perf_counter(), dict[str, float]()
         ids = torch.tensor([PROMPT], device=DEVICE)
         torch_mpk.generate(model, ids, 4, do_sample=False, eos_token_id=[], max_cache_len=128, stats=stats)
-        return begin + stats["first_token_seconds"]
+        return {"first token": begin + stats["first_token_seconds"]}
 
     return call
 
@@ -94,46 +98,75 @@ def sized(num_requests: int) -> dict[str, Any]:
     return size if DEVICE == "cpu" else {}
 
 
-def generate_batch(name: str) -> Callable[[int], float]:
+def generate_batch(name: str) -> Callable[[int], Times]:
     model = made_model(name, mpk_cb.ATTENTION)
 
-    def call(number: int) -> float:
+    def call(number: int) -> Times:
         prompts = [[k, *PROMPT] for k in range(1 + 4 * number)]
         outputs = model.generate_batch(
             prompts,
             generation_config=CHOICE,
-            continuous_batching_config=mpk_cb.config(**sized(len(prompts))),
+            continuous_batching_config=mpk_cb.config({"while_building": "wait"}, **sized(len(prompts))),
             record_timestamps=True,
             progress_bar=False,
         )
-        return min(output.timestamps[0] for output in outputs.values())
+        return {"first token": min(output.timestamps[0] for output in outputs.values())}
 
     return call
 
 
-def running_engine(name: str) -> Callable[[int], float]:
+def running_engine(name: str) -> Callable[[int], Times]:
     model = made_model(name, mpk_cb.ATTENTION)
 
-    def call(number: int) -> float:
-        manager = model.init_continuous_batching(
-            generation_config=CHOICE, continuous_batching_config=mpk_cb.config(**sized(1))
-        )
-        manager.start()
-        manager.add_request(PROMPT, record_timestamps=True)
-        output = manager.get_result(timeout=600)
-        assert output.error is None, output.error
-        manager.stop(block=True)
-        manager.destroy()
-        return output.timestamps[0]
+    def call(number: int) -> Times:
+        settings = mpk_cb.config(**sized(1))
+        with started(model, settings, warmup=True) as manager:
+            runner = manager.batch_processor.model_runner
+            times = {"first token": answer(manager)}
+            while runner.builder.num_waiting or "first by launches" not in times:
+                token = answer(manager)
+                if not any(step.is_own for step in runner.steps):
+                    times.setdefault("first by launches", token)
+            return times
 
     return call
 
 
-WAYS: dict[str, Callable[[str], Callable[[int], float]]] = {
+def own_engine(name: str) -> Callable[[int], Times]:
+    model = made_model(name)
+
+    def call(number: int) -> Times:
+        with started(model, ContinuousBatchingConfig(**sized(1)), warmup=False) as manager:
+            return {"first token": answer(manager)}
+
+    return call
+
+
+@contextmanager
+def started(model: Any, settings: ContinuousBatchingConfig, warmup: bool) -> Iterator[Any]:
+    manager = model.init_continuous_batching(generation_config=CHOICE, continuous_batching_config=settings)
+    if warmup:
+        manager.warmup()
+    manager.start()
+    yield manager
+    manager.stop(block=True)
+    manager.destroy()
+
+
+def answer(manager: Any) -> float:
+    """Of a request: when its first token was there."""
+    manager.add_request(PROMPT, record_timestamps=True)
+    output = manager.get_result(timeout=600)
+    assert output.error is None, output.error
+    return output.timestamps[0]
+
+
+WAYS: dict[str, Callable[[str], Callable[[int], Times]]] = {
     "decode step": decode_step,
     "generate": generate,
     "generate_batch": generate_batch,
     "engine": running_engine,
+    "own engine": own_engine,
 }
 
 
@@ -155,15 +188,15 @@ def watch_graphs() -> Counter[str]:
     return seconds
 
 
-def measured(call: Callable[[int], float], number: int, graphs: Counter[str]) -> dict[str, float]:
+def measured(call: Callable[[int], Times], number: int, graphs: Counter[str]) -> dict[str, float]:
     """Seconds of one call. Stages on several threads may add up to more than the call."""
     timing.recent.clear()
     dynamo_times.clear()
     graphs.clear()
     cpu, begin = cpu_seconds(), time.perf_counter()
-    first = call(number)
-    last = max((build.end for build in timing.recent), default=begin)
-    result = {"first token": first - begin, "last build": last - begin}
+    times = call(number)
+    times["last build"] = max((build.end for build in timing.recent), default=begin)
+    result = {name: time - begin for name, time in times.items()}
     result |= {"all": time.perf_counter() - begin, "CPU": cpu_seconds() - cpu, "builds": len(timing.recent)}
     whole, backend = (
         sum(dynamo_times.get(name, ())) for name in ("_compile.compile_inner", "OutputGraph.call_user_compiler")

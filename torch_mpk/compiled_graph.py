@@ -66,6 +66,11 @@ class CompiledGraph:
         return cls({"whole": CompiledSegment(plan, device, options, Dump(None))}, None)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether a call would wait for no compiler."""
+        return all(segment.is_compiled for segment in self.segments.values())
+
+    @property
     def plan(self) -> Plan | None:
         """What ``of_plan`` takes, where the graph is one segment."""
         return next(iter(self.segments.values())).plan if self._is_whole else None

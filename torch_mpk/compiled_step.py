@@ -8,6 +8,7 @@ the disk, those of other processes.
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 import itertools
 import logging
@@ -25,13 +26,14 @@ from torch_mpk.config import Options, env
 from torch_mpk.fallback import fall_back
 from torch_mpk.sizes import for_each_size
 from torch_mpk.specialize import warn_at_recompile_limit
-from torch_mpk.step_builder import StepBuilder
+from torch_mpk.step_builder import NOW, StepBuilder
 from torch_mpk.traces import Recorder, Trace, Watch
 
 logger = logging.getLogger(__name__)
 
 MAX_KINDS = 16  # of steps whose traces are kept
 MAX_TRACES = 4  # of each kind
+MOST_PADDING = 16  # times its rows that a step may have while its own size is built: fewer than eager steps pay for
 
 _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("torch_mpk trace", default=None)
 _is_ahead: contextvars.ContextVar[bool] = contextvars.ContextVar("torch_mpk ahead", default=False)
@@ -100,8 +102,13 @@ def _note_guards(entries: Sequence[Any]) -> Sequence[bool]:
 class Step:
     """A step of one engine. Called with its arguments, but for the engine's runner.
 
-    With ``options={"while_building": "eager"}`` a call that has no build yet runs as the engine's own, eagerly, while a
-    thread traces and builds.
+    Args:
+        function: the engine's, of the runner and the arguments.
+        is_decode: whether it is of one token of each request.
+        settings: what ``torch.compile`` takes, with options of backend mpk.
+        builder: builds in the background, unless ``options={"while_building": "wait"}``: a call that has no build yet
+            runs as the engine's own, eagerly.
+        is_right: whether what was traced may be given to others: see ``publish``.
 
     Attributes:
         is_by_trace: whether the last call was a trace's, without Dynamo.
@@ -110,35 +117,41 @@ class Step:
 
     is_by_trace = is_own = False
 
-    def __init__(self, function: types.FunctionType, runner: Any, is_decode: bool, settings: Mapping[str, Any]) -> None:
-        """``settings``: what ``torch.compile`` takes, with options of backend mpk."""
+    def __init__(
+        self,
+        function: types.FunctionType,
+        runner: Any,
+        is_decode: bool,
+        settings: Mapping[str, Any],
+        builder: StepBuilder,
+        is_right: Callable[[], bool],
+    ) -> None:
         self._is_decode = is_decode
         self._runner = runner
         self._own = types.MethodType(function, runner)
-        self._builder = StepBuilder() if (settings["options"] or {}).get("while_building") == "eager" else None
-        self._names = function.__code__.co_varnames[: function.__code__.co_argcount]
         self._options = dict(settings["options"] or {})
+        self._is_right = is_right
+        self._builder = None if self._options.get("while_building") == "wait" else builder
+        self._names = function.__code__.co_varnames[: function.__code__.co_argcount]
         options = {"guard_filter_fn": _note_guards} | self._options  # with another there is no trace
         chosen = {**settings, "backend": _compile, "dynamic": None, "options": options}
-        self._compiled = torch.compile(types.MethodType(function, runner), **chosen)
+        self._compiled = torch.compile(function, **chosen)
         # By whether they are of one row: the last trace, None where Dynamo leaves none, and the model as it was then.
         self._used: dict[bool, tuple[Trace | None, Watch]] = {}
         self._looked_up: set[Hashable] = set()  # kinds of traces, on the disk
         self._new: list[tuple[Hashable, Trace]] = []
 
     def __call__(self, *args: Any) -> None:
-        local = dict(zip(self._names, (self._runner, *args), strict=True))
         if self._builder is None or self.is_ready(*args):
-            self._run(local, args)
+            self._run(self._local(args))
         else:
-            kind, _ = self._kind(local)
-            rows = local["batch_data"]["input_ids"].shape[-1]
-            batch = {name: _copied(value) for name, value in local["batch_data"].items()}
-            given = [batch if value is local["batch_data"] else value for value in args]
-            name = f"a step of {rows} {'rows' if self._is_decode else 'tokens, with prompts'}"
-            self._builder.ask((kind, rows), name, functools.partial(self.build_ahead, given))
+            self._ask(args, NOW)
             self.is_own, self.is_by_trace = True, False
             self._own(*args)
+
+    def _local(self, args: Sequence[Any], runner: Any = None) -> dict[str, Any]:
+        """By the names of the function's variables."""
+        return dict(zip(self._names, (runner or self._runner, *args), strict=True))
 
     @property
     def is_meanwhile(self) -> bool:
@@ -149,30 +162,47 @@ class Step:
         """Whether a call would build nothing, or waits for what it builds."""
         if self._builder is None:
             return True
-        local = dict(zip(self._names, (self._runner, *args), strict=True))
+        local = self._local(args)
         trace = self._trace(local)
         if trace is None:
             return self._is_untold(self._kind(local)[1])
         run = trace.call
         return not isinstance(run, _Run) or run.is_built(*trace.arguments(local))
 
-    def close(self) -> None:
-        """Ends what builds in the background."""
-        if self._builder is not None:
-            self._builder.close()
+    def size_for(self, size: int, sizes: Iterable[int]) -> int:
+        """The one of ``sizes``, of rows or tokens from the smallest up, in which so many are to run: a larger one while
+        ``size`` is being built."""
+        if self._builder is None or not self._builder.is_asked((self._is_decode, size)):
+            return size
+        larger = (each for each in sizes if size < each <= size * MOST_PADDING)
+        return next((each for each in larger if self._builder.is_built((self._is_decode, each))), size)
 
-    def build_ahead(self, args: Sequence[Any]) -> None:
-        """All that a call needs, without running it."""
+    def ask(self, *args: Any, rank: float) -> None:
+        """Has a call that is not ready built in the background. Those of lower ranks come first."""
+        if not self.is_ready(*args):
+            self._ask(args, rank)
+
+    def _ask(self, args: Sequence[Any], rank: float) -> None:
+        assert self._builder is not None
+        rows = _rows(self._local(args))
+        kept = [_copied(value) for value in args]
+        runner = copy.copy(self._runner)  # with the numbers that this call is drawn with
+        name = f"a step of {rows} {'rows' if self._is_decode else 'tokens, with prompts'}"
+        self._builder.ask((self._is_decode, rows), name, functools.partial(self.build_ahead, kept, runner), rank)
+
+    def build_ahead(self, args: Sequence[Any], runner: Any) -> None:
+        """All that a call of a runner's needs, without running it."""
         token = _is_ahead.set(True)
         try:
-            self._run(dict(zip(self._names, (self._runner, *args), strict=True)), args)
+            self._run(self._local(args, runner))
+            self.publish()
         finally:
             _is_ahead.reset(token)
 
-    def _run(self, local: Mapping[str, Any], args: Sequence[Any]) -> None:
-        self.is_own = False
+    def _run(self, local: Mapping[str, Any]) -> None:
         trace = self._trace(local)
-        self.is_by_trace = trace is not None
+        if not _is_ahead.get():
+            self.is_own, self.is_by_trace = False, trace is not None
         if trace is not None:
             trace.call(*trace.arguments(local))
             return
@@ -186,27 +216,30 @@ class Step:
         try:
             # By default Dynamo does not see a new hook.
             with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), _dynamic(_tensors(local)):
-                self._compiled(*args)
+                self._compiled(*local.values())
         finally:
             _recorder.reset(token)
         kind, is_one = self._kind(local)
         if recorder.trace is not None:
             self._used[is_one] = recorder.trace, watch
             self._new.append((kind, recorder.trace))
-        elif recorder.is_used:
-            logger.info("a step's trace is not kept, so another engine's steps are traced again: %s", recorder.why)
+        else:
+            if recorder.is_used:
+                logger.info("a step's trace is not kept, so another engine's steps are traced again: %s", recorder.why)
             self._used[is_one] = None, watch
 
     def publish(self) -> None:
-        """Gives others the traces that this step has left: what it does turned out to be right."""
-        while self._new:
-            kind, trace = self._new.pop()
+        """Gives others the traces that this step has left, if what it does has turned out to be right."""
+        if not self._is_right():
+            return
+        new, self._new = self._new, []
+        for kind, trace in new:
             _keep(kind, trace)
             trace_store.store(kind, trace)
 
     def _kind(self, local: Mapping[str, Any]) -> tuple[Hashable, bool]:
         """Of all traces that may serve a call, and whether it is of one row."""
-        is_one = local["batch_data"]["input_ids"].shape[-1] == 1
+        is_one = _rows(local) == 1
         options = repr(sorted(self._options.items()))
         return (type(local["model"]), self._is_decode, is_one, options, env.disable), is_one
 
@@ -258,6 +291,12 @@ def _keep(kind: Hashable, trace: Trace) -> None:
         _kept.move_to_end(kind)
         if len(_kept) > MAX_KINDS:
             _kept.popitem(last=False)
+
+
+def _rows(local: Mapping[str, Any]) -> int:
+    """Or tokens, of a call."""
+    count: int = local["batch_data"]["input_ids"].shape[-1]
+    return count
 
 
 def _copied(value: Any) -> Any:

@@ -40,6 +40,7 @@ from torch_mpk.errors import EngineError, MpkError, RequestError
 from torch_mpk.request_draws import RequestDraws
 from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead, is_compiling_ahead, launched_segments
 from torch_mpk.sampling import first_to_ring
+from torch_mpk.step_builder import StepBuilder
 from torch_mpk.step_inputs import prepare_faster
 
 logger = logging.getLogger(__name__)
@@ -175,13 +176,16 @@ class Runner(continuous_api.ModelRunner):
     times: torch.Tensor | None  # of the step that is being made: see _sample
     draws: RequestDraws | None  # whose times they are, where each request says how it draws
     is_ready: bool  # it: see _is_ready
+    builder: StepBuilder  # of steps that are the engine's own meanwhile
+    asking_rank: float | None  # of builds, in a warm-up that waits for none
 
     @classmethod
     def of(cls, runner: continuous_api.ModelRunner, model: Any) -> Runner:
         """The same, which nobody has used yet."""
         runner.__class__ = cls
         result: Runner = runner
-        result.segments, result.times, result.draws, result.is_ready = set(), None, None, True
+        result.segments, result.times, result.draws = set(), None, None
+        result.is_ready, result.builder, result.asking_rank = True, StepBuilder(), None
         if result.do_sample and result.cb_config.per_request_processors:
             vocab_size = model.config.get_text_config().vocab_size
             result.draws = RequestDraws(result.cb_config.max_requests_per_batch, vocab_size, result.cache.device)
@@ -198,7 +202,8 @@ class Runner(continuous_api.ModelRunner):
         kind = is_decode, str(self.cb_config), shapes, self.do_sample, self.return_logprobs
         function = own_step(model, kind)
         if settings.backend == "mpk" and settings.mode is None and settings.dynamic is False:
-            return Step(function, self, is_decode, settings.to_dict())
+            cls = type(model)
+            return Step(function, self, is_decode, settings.to_dict(), self.builder, lambda: cls in _attending)
         return torch.compile(types.MethodType(function, self), **settings.to_dict())
 
     def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
@@ -211,6 +216,8 @@ class Runner(continuous_api.ModelRunner):
             steps.compute_stream.wait_stream(torch.cuda.current_stream(steps.compute_stream.device))
         self._renew_times(batch_data["logits_indices"].size(0))
         self.is_ready = self._is_ready(model, batch_data)
+        if self.asking_rank is not None and not (self.is_ready and self._has_graphs):
+            return
         with launched_segments() as segments:
             try:
                 super().compute_batch(model, batch_data)
@@ -223,26 +230,56 @@ class Runner(continuous_api.ModelRunner):
         if type(model) not in _attending:  # its tokens have seen nothing of the cache
             raise EngineError(f"{type(model).__name__} does not call it")
         for step in self.steps:
-            step.publish()
+            if not step.is_meanwhile:  # else it has done so as it was built
+                step.publish()
 
     @property
     def steps(self) -> list[Step]:
         """Those that are compiled for our backend."""
         return [step for step in (self._compiled_varlen, self._compiled_decode) if isinstance(step, Step)]
 
+    @property
+    def _step(self) -> Any:
+        """What computes the step that is prepared."""
+        return self._compiled_decode if self.inputs_and_outputs.use_block_table else self._compiled_varlen
+
+    @property
+    def _has_graphs(self) -> bool:
+        """Whether such steps are captured in CUDA graphs."""
+        is_decode = self.inputs_and_outputs.use_block_table
+        return bool(self.use_cuda_graph_decode if is_decode else self.use_cuda_graph_varlen)
+
     def _is_ready(self, model: Any, batch_data: dict[str, Any]) -> bool:
-        """Whether the step is not the engine's own meanwhile, which no CUDA graph may keep."""
-        step = self._compiled_decode if self.inputs_and_outputs.use_block_table else self._compiled_varlen
+        """Whether the step is not the engine's own meanwhile, which no CUDA graph may keep; a warm-up asks for it."""
+        step = self._step
         if not isinstance(step, Step) or not step.is_meanwhile:
             return True
         if self.supports_logits_to_keep(model):
             batch_data["logits_to_keep"] = batch_data["logits_indices"]
-        return step.is_ready(model, batch_data, *self.inputs_and_outputs.get_cb_kwargs())
+        args = model, batch_data, *self.inputs_and_outputs.get_cb_kwargs()
+        with self._with_times(model, batch_data):
+            is_ready = step.is_ready(*args)
+            if not is_ready and self.asking_rank is not None:
+                step.ask(*args, rank=self.asking_rank)
+        return is_ready
+
+    @contextlib.contextmanager
+    def _with_times(self, model: Any, batch_data: dict[str, Any]) -> Iterator[torch.Tensor | None]:
+        """Times to draw with inside, without numbers, where the step makes its own."""
+        if not self.do_sample or self.draws is not None:
+            yield None
+            return
+        shape = batch_data["logits_indices"].size(0), model.config.get_text_config().vocab_size
+        with stream_context(self.inputs_and_outputs.compute_stream):
+            self.times = torch.empty(shape, device=model.device)
+        try:
+            yield self.times
+        finally:
+            self.times = None
 
     def close(self) -> None:
-        """Ends what builds in the background."""
-        for step in self.steps:
-            step.close()
+        """Ends what builds in the background, but for compilers."""
+        self.builder.close()
 
     def _renew_times(self, rows: int) -> None:
         """Where each request says how it draws: outside of a CUDA graph, which reads them where they are."""
@@ -267,14 +304,30 @@ class Runner(continuous_api.ModelRunner):
 
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
         """Else to multiples of an interval, each of which would be a build."""
-        sizes = None if use_decode_fast_path else self.steps_of_prompts()
+        sizes = self.steps_of_rows() if use_decode_fast_path else self.steps_of_prompts()
         if sizes is None:
             padded: tuple[int, int] = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
             return padded
-        return next(size for size in sizes if size >= num_q_tokens), self.cache.max_tokens_read
+        size = next(size for size in sizes if size >= num_q_tokens)
+        step = self._compiled_decode if use_decode_fast_path else self._compiled_varlen
+        if isinstance(step, Step) and self.asking_rank is None:
+            size = step.size_for(size, sizes)
+        return size, 0 if use_decode_fast_path else self.cache.max_tokens_read
+
+    def steps_of_rows(self) -> list[int] | None:
+        """To which numbers of rows decode steps are padded, as the engine does. None where they are not ours."""
+        if not isinstance(self._compiled_decode, Step):
+            return None
+        most = self.cb_config.max_requests_per_batch
+        return [*itertools.takewhile(lambda size: size < most, (1 << i for i in itertools.count())), most]
 
     def warmup(self, model: Any) -> None:
-        """Twice where there are kernels: first all sizes are planned, while these are compiled beside each other."""
+        """Where steps wait for their builds, twice on devices that have kernels: first all sizes are planned, while
+        these are compiled beside each other. Else all sizes are asked for, small ones of each kind first, and those
+        run that are built and are to be captured in CUDA graphs."""
+        if any(step.is_meanwhile for step in self.steps):
+            self._ask_for_all(model)
+            return
         with garbage_waits():
             if torch.device(self.cache.device).type in COMPILED:
                 with compiling_ahead():
@@ -287,6 +340,25 @@ class Runner(continuous_api.ModelRunner):
         for size in self.steps_of_prompts() or ():
             self.run_one_warmup(model=model, num_q_tokens=min(size, room), max_kv_read=0)
         super().warmup(model)
+
+    @torch.no_grad()
+    def _ask_for_all(self, model: Any) -> None:
+        steps, room = self.inputs_and_outputs, infer_max_single_request_tokens(self.cache)
+        every = itertools.zip_longest(self.steps_of_prompts() or (), self.steps_of_rows() or ())
+        sizes = [(rank, *pair) for rank, pair in enumerate(every, 1)]
+        is_asynchronous = isinstance(steps, ContinuousBatchingAsyncIOs)
+        try:
+            for _ in range(2 if is_asynchronous else 1):  # each has CUDA graphs of its own
+                for self.asking_rank, tokens, rows in sizes:
+                    if tokens is not None:
+                        self.run_one_warmup(model=model, num_q_tokens=min(tokens, room), max_kv_read=0)
+                    if rows is not None and self.cache.max_decode_fast_path_length > 0:
+                        self.run_one_warmup(model=model, num_q_tokens=rows, max_kv_read=None)
+                if is_asynchronous:
+                    steps.swap_io_pairs()
+        finally:
+            self.asking_rank = None
+            self.cache.reset()
 
     def run_one_warmup(self, *args: Any, **kwargs: Any) -> float:
         """Waits for its step: the next one's inputs, which may be a request's, would be copied to where it reads its
@@ -308,12 +380,10 @@ class Runner(continuous_api.ModelRunner):
             return forward, is_captured
 
         def forward_with_times(model: Any, batch: dict[str, Any], *args: Any) -> None:
-            shape = batch["logits_indices"].size(0), model.config.get_text_config().vocab_size
-            self.times = torch.empty(shape, device=model.device).exponential_()
-            try:
+            with self._with_times(model, batch) as times:
+                assert times is not None
+                times.exponential_()
                 forward(model, batch, *args)
-            finally:
-                self.times = None
 
         return forward_with_times, is_captured
 

@@ -167,7 +167,12 @@ def for_each_size(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -
         others = [args[i] for i in places]
         with timing.build():
             run = compile_graph(own, others, device, options, functools.partial(captures.make, own, others, args))
-        return lambda *args: run(*[args[i] for i in places])
+
+        def call(*args: Any) -> Any:
+            return run(*[args[i] for i in places])
+
+        call.__dict__["compiled_graph"] = getattr(run, "compiled_graph", None)
+        return call
 
     def give_up(args: Sequence[Any], error: Exception) -> Callable[..., Any]:
         return left_to_others(gm, args, options, error)

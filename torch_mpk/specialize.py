@@ -145,8 +145,13 @@ def per_call(
     return _that_prepares(
         call,
         prepare=lambda *args: find(key_of(args)) or wait_for(key_of(args), args),
-        is_built=lambda *args: find(key_of(args)) is not None,
+        is_built=lambda *args: _is_compiled(find(key_of(args))),
     )
+
+
+def _is_compiled(run: Any) -> bool:
+    graph = getattr(run, "compiled_graph", None)
+    return run is not None and (graph is None or graph.is_compiled)
 
 
 def _that_prepares(call: Any, **questions: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,98 +1,162 @@
-"""Builds steps of an engine in the background, one after the other, while the engine goes on without them."""
+"""Builds steps of an engine in the background, while the engine goes on without them.
+
+One thread of the process makes one after the other, and leaves each to a compiler as it begins the next.
+"""
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import heapq
+import itertools
 import logging
+import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
-import torch
+from torch_mpk import background
+from torch_mpk.background import Job
+from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead
 
 logger = logging.getLogger(__name__)
 
+NOW = 0.0  # the rank of what a request asks for
+_BEGUN = -1.0
+
+
+class _Order(NamedTuple):
+    rank: float
+    number: int  # of those of a rank the first comes first
+    key: Hashable
+    name: str
+    build: Callable[[], None]
+
 
 class StepBuilder:
-    """A thread while there is something to build, and none otherwise.
-
-    It is no daemon, so that a process ends behind a build and the compilers of it, and begins no other then.
-    """
+    """The steps that one engine asks for. What waits for its turn, or for a compiler, is kept in the order of ranks."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Hashable, str, Callable[[], None]]] = deque()
-        self._asked: set[Hashable] = set()
+        self._state = threading.Condition()  # of all that follows; held for moments only
+        self._waiting: list[_Order] = []  # a heap
+        self._ranks: dict[Hashable, float] = {}  # of those that were asked for and are not built
+        self._built: set[Hashable] = set()
         self._failed: dict[Hashable, Exception] = {}
-        self._lock = threading.Lock()  # of all these; held for moments only
-        self._thread: threading.Thread | None = None
-        self._num_built = 0
+        self._job: Job[None] | None = None
+        self._is_building = False
+        self._numbers = itertools.count()
+        self._begin = 0.0
+        self._process = os.getpid()
 
-    def ask(self, key: Hashable, name: str, build: Callable[[], None]) -> None:
-        """Has a thread call ``build``, in the modes of this one, unless it was asked to before.
+    def ask(self, key: Hashable, name: str, build: Callable[[], None], rank: float = NOW) -> None:
+        """Has ``build`` called, in the modes and the context of this thread, unless it was asked to before.
 
         Raises what the build has raised: a step that cannot be built is no other's to run.
         """
-        with self._lock:
+        with self._state:
             if key in self._failed:
                 raise self._failed[key]
-            if key in self._asked:
-                return
-            self._asked.add(key)
-            self._waiting.append((key, name, self._kept(key, build)))
-            logger.info("building %s in the background; %d steps wait for that", name, len(self._waiting))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="torch_mpk steps")
-                self._thread.start()
+            self._built.discard(key)
+            if key not in self._ranks:
+                logger.info("building %s in the background; %d steps wait for that", name, len(self._ranks))
+                self._begin = self._begin if self._ranks else time.perf_counter()
+            if rank < self._ranks.get(key, float("inf")):
+                self._ranks[key] = rank
+                in_context = functools.partial(contextvars.copy_context().run, build)
+                heapq.heappush(self._waiting, _Order(rank, next(self._numbers), key, name, in_context))
+            self._go_on()
+
+    def is_asked(self, key: Hashable) -> bool:
+        """Whether it waits, or is being built."""
+        return key in self._ranks
+
+    def is_built(self, key: Hashable) -> bool:
+        return key in self._built
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """How many are not built yet."""
+        return len(self._ranks)
 
     def close(self) -> None:
-        """Forgets what waits, and waits for the build that runs."""
-        with self._lock:
-            for key, _, _ in self._waiting:
-                self._asked.discard(key)
+        """Forgets what waits, and waits for the step that is being made, but not for compilers."""
+        if self._process != os.getpid():  # where nobody builds
+            return
+        with self._state:
+            for order in self._waiting:
+                self._ranks.pop(order.key, None)
             self._waiting.clear()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+            self._state.wait_for(lambda: not self._is_building)
 
-    def _kept(self, key: Hashable, build: Callable[[], None]) -> Callable[[], None]:
-        inference_mode = torch.is_inference_mode_enabled()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # none
+    def _go_on(self) -> None:
+        if self._waiting and (self._job is None or self._job.is_done or self._job.is_lost):
+            self._job = background.submit(self._build_next, owner=self)  # none where too many wait: the next one asks
 
-        def work() -> None:
-            try:
-                with torch.inference_mode(inference_mode), torch.no_grad(), torch.cuda.device(device):
-                    build()
-            except Exception as error:
-                with self._lock:
-                    self._failed[key] = error
+    def _build_next(self) -> None:
+        order = self._next()
+        try:
+            if order is not None:
+                self._build(order)
+        finally:
+            with self._state:
+                self._is_building = False
+                self._state.notify_all()
+                self._job = None
+                self._go_on()
 
-        return work
+    def _build(self, order: _Order) -> None:
+        try:
+            with compiling_ahead(waits=False) as segments:
+                order.build()
+        except Exception as error:
+            self._finish(order, error)
+        except BaseException:  # it was dropped
+            with self._state:
+                del self._ranks[order.key]
+            raise
+        else:
+            self._finish_behind(order, segments)
 
-    def _work(self) -> None:
-        begin = time.perf_counter()
-        while True:
-            with self._lock:
-                if not self._waiting or not threading.main_thread().is_alive():
-                    self._thread = None
-                    break
-                _, name, build = self._waiting.popleft()
-            build()
-            with self._lock:
-                self._num_built += 1
-                self._show(name, time.perf_counter() - begin)
-        self._show("", time.perf_counter() - begin)
+    def _next(self) -> _Order | None:
+        with self._state:
+            while self._waiting:
+                order = heapq.heappop(self._waiting)
+                if self._ranks.get(order.key) == order.rank:  # else it has begun with a rank before this
+                    self._ranks[order.key] = _BEGUN
+                    self._is_building = True
+                    return order
+            return None
 
-    def _show(self, name: str, seconds: float) -> None:
-        """A line in the log for each build, and one that changes in a terminal."""
-        rest = len(self._waiting)
-        if name:
-            logger.info("built %s; %d are left, after %.0f s", name, rest, seconds)
+    def _finish_behind(self, order: _Order, segments: Sequence[CompiledSegment]) -> None:
+        """Once these are compiled."""
+        done, most = itertools.count(1), len(segments)
+
+        def follow() -> None:
+            if next(done) == most:
+                self._finish(order)
+
+        for segment in segments:
+            segment.when_compiled(follow)
+        if not segments:
+            self._finish(order)
+
+    def _finish(self, order: _Order, error: Exception | None = None) -> None:
+        with self._state:
+            self._ranks.pop(order.key, None)
+            if error is None:
+                self._built.add(order.key)
+            else:
+                self._failed[order.key] = error
+            rest, seconds = len(self._ranks), time.perf_counter() - self._begin
+        what = "built" if error is None else "could not build"
+        logger.info("%s %s; %d are left, after %.0f s", what, order.name, rest, seconds)
+        self._show(rest, seconds)
+
+    def _show(self, rest: int, seconds: float) -> None:
+        """A line that changes in a terminal, and goes with the last build."""
         if sys.stderr.isatty():
-            text = f"torch_mpk: {self._num_built} steps built, {rest} to go, {seconds:.0f} s"
-            sys.stderr.write(f"\r{text}" if name else f"\r{' ' * len(text)}\r")
+            text = f"torch_mpk: {len(self._built)} steps built, {rest} to go, {seconds:.0f} s"
+            sys.stderr.write(f"\r{text}" if rest else f"\r{' ' * len(text)}\r")
             sys.stderr.flush()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torch_mpk.background import go_on
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -21,7 +25,7 @@ class Build:
 
     stages: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds, in the order they began
     seconds: float = 0.0  # all of it
-    end: float = 0.0  # when that was, as ``time.perf_counter`` says
+    end: float = 0.0  # when it ended, as ``time.perf_counter`` says, or what of it another thread did
 
     def __str__(self) -> str:
         stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.stages.items())
@@ -70,4 +74,11 @@ def stage(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        record.stages[name] += time.perf_counter() - start
+        now = time.perf_counter()
+        record.stages[name] += now - start
+        record.end = max(record.end, now)
+
+
+def later(make: Callable[[], T]) -> Callable[[], T]:
+    """The same, for another thread, whose stages are of the build that runs here."""
+    return functools.partial(contextvars.copy_context().run, make)

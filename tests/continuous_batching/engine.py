@@ -26,7 +26,7 @@ from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.testing.tiny import VOCAB_SIZE, tiny_model
 
-STRICT = {"fallback": "error"}
+STRICT = {"fallback": "error", "while_building": "wait"}
 PAGE = 16
 SIZES = {"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 64, "max_requests_per_batch": 8}
 GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -22,7 +22,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from tests.continuous_batching.engine import alone, batched, managed, prompt_of, results, serving_model
 from tests.thinned import thinned
-from torch_mpk import compiled_step, sizes
+from torch_mpk import background, compiled_step, sizes
 from torch_mpk.backend import compile_graph
 from torch_mpk.capture import Captured, capture
 from torch_mpk.errors import CacheError
@@ -204,11 +204,11 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
     model, may_build = serving_model(), threading.Event()
     build = compiled_step.Step.build_ahead
 
-    def build_later(self: compiled_step.Step, args: Any) -> None:
+    def build_later(self: compiled_step.Step, *args: Any) -> None:
         assert may_build.wait(60)
-        build(self, args)
+        build(self, *args)
 
-    options = {"fallback": "error", "while_building": "eager"}
+    options = {"fallback": "error"}
     with (
         mock.patch.object(compiled_step.Step, "build_ahead", build_later),
         caplog.at_level("INFO", "torch_mpk.step_builder"),
@@ -228,8 +228,7 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
         assert all(step.is_own for step in steps)
         assert "building a step of" in caplog.text
         may_build.set()
-        while any(thread.name == "torch_mpk steps" for thread in threading.enumerate()):
-            time.sleep(0.01)
+        assert background.wait(60)
         check_answers()
         assert any(step.is_by_trace for step in steps)
 
@@ -248,14 +247,15 @@ def test_an_engine_that_stops_waits_for_no_more_than_the_build_that_runs() -> No
     assert begun.wait(60)
     closer = threading.Thread(target=builder.close)
     closer.start()
-    while builder.num_waiting:
+    while builder.num_waiting > 1:
         time.sleep(0.001)
     may_end.set()
     closer.join(60)
     assert built == [0]
-    assert not any(thread.name == "torch_mpk steps" for thread in threading.enumerate())
+    assert background.wait(60)
     builder.ask(2, "step 2", functools.partial(build, 2))  # one that had been forgotten
-    builder.close()
+    assert background.wait(60)
+    assert built == [0, 2]
 
 
 def test_what_failed_to_build_is_raised_by_the_next_step_that_wants_it() -> None:
@@ -265,7 +265,6 @@ def test_what_failed_to_build_is_raised_by_the_next_step_that_wants_it() -> None
         raise ValueError("no such step")
 
     builder.ask("a", "step a", fail)
-    while any(thread.name == "torch_mpk steps" for thread in threading.enumerate()):
-        time.sleep(0.001)
+    assert background.wait(60)
     with pytest.raises(ValueError, match="no such step"):
         builder.ask("a", "step a", fail)

@@ -9,14 +9,14 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.autograd import _profiler_enabled as is_profiling
 from torch.profiler import record_function
 
-from torch_mpk import _C
+from torch_mpk import _C, background, timing
+from torch_mpk.background import Job
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import (
@@ -41,28 +41,36 @@ class _Thread(threading.local):
     """What a thread is at."""
 
     launched: set[CompiledSegment] | None = None  # see launched_segments
-    compilers: ThreadPoolExecutor | None = None  # see compiling_ahead
+    ahead: list[CompiledSegment] | None = None  # see compiling_ahead
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def compiling_ahead() -> Iterator[None]:
+def compiling_ahead(waits: bool = True) -> Iterator[list[CompiledSegment]]:
     """For calls that are made to have their segments built: inside, compilers run beside each other, and calls give
-    zeros and change nothing. It ends when all compilers have.
+    zeros and change nothing. It ends when all compilers have, unless it does not wait.
 
-    What this thread builds inside is loaded at the first call behind it; without a kernel, calls of it fall back.
+    Gives what this thread builds inside. Without a kernel, calls of it fall back.
     """
-    with ThreadPoolExecutor() as _thread.compilers:
-        try:
-            yield
-        finally:
-            _thread.compilers = None
+    segments: list[CompiledSegment] = []
+    _thread.ahead = segments
+    try:
+        yield segments
+        _thread.ahead = None
+        for segment in segments if waits else ():
+            segment.wait()
+    except BaseException:
+        for segment in segments:
+            segment.drop()
+        raise
+    finally:
+        _thread.ahead = None
 
 
 def is_compiling_ahead() -> bool:
-    return _thread.compilers is not None
+    return _thread.ahead is not None
 
 
 class CompiledSegment:
@@ -72,16 +80,43 @@ class CompiledSegment:
         self.plan, self.device, self.name = plan, device, name
         self._backend = backend = backend_of(device)
         self._load = functools.partial(backend.load, plan, device, options, dump)
-        if _thread.compilers is None:
+        self._job: Job[Executable] | None = None  # that compiles and loads it beside others
+        if _thread.ahead is None:
             self.executable = self._load()
         else:
-            _thread.compilers.submit(backend.compile_plan, plan, device)
+            self._job = background.compile_beside(timing.later(self._load), owner=self)
+            _thread.ahead.append(self)
         _live.add(self)
         dump.write("8.launch.json", lambda: json.dumps({"device": str(device)} | plan.describe(), indent=2))
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a call would wait for no compiler, or for one of its own."""
+        return self._job is None or self._job.is_done or self._job.is_lost
+
+    def when_compiled(self, follow: Callable[[], None]) -> None:
+        """Has ``follow`` called, by whatever thread, once no call would wait for the compiler of others."""
+        if self._job is None or self._job.is_lost:
+            follow()
+        else:
+            self._job.then(follow)
+
+    def wait(self) -> None:
+        """For its compiler."""
+        if self._job is not None:
+            self._job.wait()
+
+    def drop(self) -> None:
+        """Ends its compiler."""
+        if self._job is not None and not self._job.is_done:
+            self._job.drop()
+
     @functools.cached_property
     def executable(self) -> Executable:
-        """Loaded here where the segment was built ahead."""
+        """Loaded here where nobody did it beside others."""
+        self.wait()
+        if self._job is not None and self._job.is_done:
+            return self._job.result()
         executable: Executable = self._load()
         return executable
 
@@ -155,7 +190,7 @@ class CompiledSegment:
             if not is_inference_mode() and any(map(is_inference, written)):
                 return eager(*args)  # which raises: such tensors may change in inference mode only
             fresh = [make() for make in allocate]
-            if _thread.compilers is not None:
+            if _thread.ahead is not None:
                 return results_of(args, [each.zero_() for each in fresh])
             if _thread.launched is not None:
                 _thread.launched.add(self)
