@@ -147,7 +147,7 @@ class Step:
         else:
             self._ask(args, NOW)
             self.is_own, self.is_by_trace = True, False
-            self._own(*args)
+            self._own(*(_without_marks(value) for value in args))
 
     def _local(self, args: Sequence[Any], runner: Any = None) -> dict[str, Any]:
         """By the names of the function's variables."""
@@ -191,11 +191,16 @@ class Step:
         self._builder.ask((self._is_decode, rows), name, functools.partial(self.build_ahead, kept, runner), rank)
 
     def build_ahead(self, args: Sequence[Any], runner: Any) -> None:
-        """All that a call of a runner's needs, without running it."""
-        token = _is_ahead.set(True)
+        """All that a call of a runner's needs, without running it. Less, if the model changes meanwhile."""
+        local = self._local(args, runner)
+        watch, token = Watch(local["model"]), _is_ahead.set(True)
         try:
-            self._run(self._local(args, runner))
+            self._run(local)
             self.publish()
+        except Exception as error:
+            if watch.is_same():
+                raise
+            logger.info("a step is to be built again, because the model has changed meanwhile: %s", error)
         finally:
             _is_ahead.reset(token)
 
@@ -297,6 +302,13 @@ def _rows(local: Mapping[str, Any]) -> int:
     """Or tokens, of a call."""
     count: int = local["batch_data"]["input_ids"].shape[-1]
     return count
+
+
+def _without_marks(value: Any) -> Any:
+    """A step's inputs without what says the usual: transformers writes it into the model's configuration for as long as
+    a call takes, where a thread that traces would see it."""
+    is_usual = isinstance(value, dict) and value.get("is_causal") is True
+    return {key: each for key, each in value.items() if key != "is_causal"} if is_usual else value
 
 
 def _copied(value: Any) -> Any:

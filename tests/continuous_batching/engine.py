@@ -26,15 +26,16 @@ from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.testing.tiny import VOCAB_SIZE, tiny_model
 
-STRICT = {"fallback": "error", "while_building": "wait"}
+STRICT = {"fallback": "error"}
 PAGE = 16
 SIZES = {"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 64, "max_requests_per_batch": 8}
 GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
 def sized(options: dict[str, Any] = STRICT, **settings: Any) -> ContinuousBatchingConfig:
-    """A configuration of the engine for tiny models; by default what falls back is an error."""
-    return config(options, **SIZES | {"max_blocks_per_request": 8} | settings)
+    """A configuration of the engine for tiny models; by default what falls back is an error, and steps wait for their
+    builds."""
+    return config({"while_building": "wait"} | options, **SIZES | {"max_blocks_per_request": 8} | settings)
 
 
 def serving_model(*args: Any, **kwargs: Any) -> Any:

@@ -201,36 +201,42 @@ def test_a_size_is_what_its_own_capture_would_be() -> None:
 
 
 def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFixture) -> None:
-    model, may_build = serving_model(), threading.Event()
+    model, may_build, may_build_one = serving_model(), threading.Event(), threading.Event()
+    prompts = [prompt_of(5), prompt_of(20), prompt_of(9)]
+    expected = [alone(model, prompt, 6) for prompt in prompts]
     build = compiled_step.Step.build_ahead
 
-    def build_later(self: compiled_step.Step, *args: Any) -> None:
+    def build_later(self: compiled_step.Step, args: Any, runner: Any) -> None:
         assert may_build.wait(60)
-        build(self, *args)
+        if args[1]["input_ids"].shape[-1] == 1:
+            assert may_build_one.wait(60)
+        build(self, args, runner)
 
-    options = {"fallback": "error"}
     with (
         mock.patch.object(compiled_step.Step, "build_ahead", build_later),
         caplog.at_level("INFO", "torch_mpk.step_builder"),
-        managed(model, options=options, **SIZED) as manager,
+        managed(model, options={"fallback": "error", "while_building": None}, **SIZED) as manager,
     ):
-        prompts = [prompt_of(5), prompt_of(20), prompt_of(9)]
 
-        def check_answers() -> None:
-            names = [manager.add_request(prompt, max_new_tokens=6) for prompt in prompts]
+        def check_answers(count: int) -> None:
+            names = [manager.add_request(prompt, max_new_tokens=6) for prompt in prompts[:count]]
             found = results(manager, len(names))
-            for name, prompt in zip(names, prompts, strict=True):
-                assert found[name].error is None
-                assert found[name].generated_tokens == alone(model, prompt, 6)
+            assert [found[name].generated_tokens for name in names] == expected[:count]
 
-        check_answers()
-        steps = manager.batch_processor.model_runner.steps
-        assert all(step.is_own for step in steps)
+        check_answers(3)
+        runner = manager.batch_processor.model_runner
+        varlen, decode = runner.steps
+        assert varlen.is_own and decode.is_own
         assert "building a step of" in caplog.text
         may_build.set()
+        while not (varlen.is_by_trace and decode.is_by_trace):  # each in the sizes that the engine happens to make
+            check_answers(3)
+        check_answers(1)
+        assert runner.builder.is_asked((True, 1)) and not decode.is_own  # but one of more rows
+        may_build_one.set()
         assert background.wait(60)
-        check_answers()
-        assert any(step.is_by_trace for step in steps)
+        check_answers(1)
+        assert decode.is_by_trace and runner.builder.is_built((True, 1))
 
 
 def test_an_engine_that_stops_waits_for_no_more_than_the_build_that_runs() -> None:
