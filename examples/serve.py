@@ -22,7 +22,7 @@ def main() -> None:
         generation_config=GenerationConfig(max_new_tokens=48, do_sample=False, eos_token_id=0),
         continuous_batching_config=mpk_cb.config(num_blocks=16, max_batch_tokens=256),
         progress_bar=False,
-        warmup=False,  # which would build for every number of requests there may be at once
+        warmup=False,  # which would have every number of requests built that there may be at once
     )
     for output in outputs.values():
         if output.error is not None:

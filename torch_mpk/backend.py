@@ -69,7 +69,7 @@ def mpk(
         MpkError: with ``options={"fallback": "error"}``, what would have been a fallback.
     """
     settings = Options.parse(mode, options)
-    run = gm.forward if env.disable else _run(gm, example_inputs, settings)
+    run = _run(gm, example_inputs, settings)
     if getattr(torch._functorch.config, "bypass_autograd_cache_key", False):  # set ahead of time alone
         from torch_mpk.serializable import Saveable  # which needs Dynamo, and importing torch_mpk should not
 
@@ -78,14 +78,26 @@ def mpk(
 
 
 def _run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
-    warn_at_recompile_limit(gm)
-    if is_dry_run():
+    if is_dry_run() and not env.disable:
         will_write(example_inputs[i] for i in written_inputs(gm, example_inputs))
     with timing.build():
-        try:
-            return compile_call(gm, example_inputs, settings)
-        except Exception as error:
-            return fall_back(gm, example_inputs, settings, error)
+        return run_of(gm, example_inputs, settings, compile_call)
+
+
+def run_of(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    settings: Options,
+    make: Callable[[torch.fx.GraphModule, Sequence[Any], Options], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """What ``make`` gives for a graph of Dynamo's, or what the options say where it raises."""
+    if env.disable:
+        return gm.forward
+    warn_at_recompile_limit(gm)
+    try:
+        return make(gm, inputs, settings)
+    except Exception as error:
+        return fall_back(gm, inputs, settings, error)
 
 
 def reset() -> None:

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from torch_mpk import trace_store
+from torch_mpk.backend import run_of
 from torch_mpk.config import Options, env
-from torch_mpk.fallback import fall_back
 from torch_mpk.sizes import for_each_size
-from torch_mpk.specialize import warn_at_recompile_limit
 from torch_mpk.step_builder import NOW, StepBuilder
-from torch_mpk.traces import Recorder, Trace, Watch
+from torch_mpk.traces import Recorder, Trace, Watch, guarding_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +54,7 @@ def _compile(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """The backend of steps."""
-    warn_at_recompile_limit(gm)
-    run = _run(gm, inputs, Options.parse(mode, options))
+    run = _Run(run_of(gm, inputs, Options.parse(mode, options), for_each_size))
     recorder = _recorder.get()
     if recorder is not None:
         recorder.note_graph(gm, run)
@@ -64,15 +62,6 @@ def _compile(
 
 
 _compile.reset = forget  # type: ignore[attr-defined]  # as Dynamo asks backends for it
-
-
-def _run(gm: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    if env.disable:
-        return _Run(gm.forward)
-    try:
-        return _Run(for_each_size(gm, inputs, options))
-    except Exception as error:
-        return _Run(fall_back(gm, inputs, options, error))
 
 
 class _Run:
@@ -219,8 +208,7 @@ class Step:
         recorder = Recorder()
         token = _recorder.set(recorder)
         try:
-            # By default Dynamo does not see a new hook.
-            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), _dynamic(_tensors(local)):
+            with guarding_hooks(), _dynamic(_tensors(local)):
                 self._compiled(*local.values())
         finally:
             _recorder.reset(token)
@@ -282,7 +270,8 @@ class Step:
                 logger.debug("a trace does not serve: %s", different)
                 continue
             if not hasattr(trace, "call"):  # from the disk
-                trace.call = _run(trace.gm, trace.arguments(local), Options.parse(None, self._options))
+                options = Options.parse(None, self._options)
+                trace.call = _Run(run_of(trace.gm, trace.arguments(local), options, for_each_size))
             self._used[self._kind(local)[1]] = trace, watch
             _keep(kind, trace)
             return trace

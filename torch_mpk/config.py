@@ -61,7 +61,8 @@ class Options:
     while_building: Literal["wait", "eager"] | None = None
     """What a call does while the kernel that it needs is built, some 20 seconds for a large model on a GPU. "wait": it
     waits. "eager": it runs eagerly, as do others until a thread in the background has built the kernel; a warning says
-    so once. None: prompts, and texts in buckets, run eagerly, while all else, decode steps among it, waits.
+    so once. None: prompts, and texts in buckets, run eagerly, while all else, decode steps among it, waits. Steps of
+    ``torch_mpk.continuous_batching`` wait where it says "wait" alone: docs/serving.md.
 
     When a kernel arrives, calls of its kind are the kernel's: their results may then have other bits, by rounding. Who
     wants the same bits from the first call on takes "wait". What cannot be built raises, or falls back, at the next

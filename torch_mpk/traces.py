@@ -12,6 +12,7 @@ so is not kept, and is Dynamo's as ever.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -429,6 +430,15 @@ def _attributes(value: Any) -> dict[Any, Any]:
     return vars(value) if hasattr(value, "to_json_string") else {}
 
 
+_HOOKS = "skip_nnmodule_hook_guards"  # Dynamo's setting; by default it does not see a new hook
+
+
+def guarding_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Has Dynamo guard hooks, where it can."""
+    settings: Any = torch._dynamo.config
+    return settings.patch({_HOOKS: False}) if hasattr(settings, _HOOKS) else contextlib.nullcontext()
+
+
 class Recorder:
     """Sees one compilation of Dynamo's: its backend calls ``note_graph`` and its guards go through ``note_guards``.
 
@@ -469,6 +479,10 @@ class Recorder:
         return [True] * len(entries)
 
     def _made(self, entries: Sequence[Any]) -> Trace:
+        if getattr(torch._dynamo.config, _HOOKS, True):
+            raise UntoldError(f"PyTorch {torch.__version__} does not say that hooks are guarded")
+        if self._graph is None and self._count == 1:
+            raise UntoldError(self.why)
         if self._graph is None or self._count != 1:
             raise UntoldError(f"there were {self._count} graphs")
         gm, output = self._graph

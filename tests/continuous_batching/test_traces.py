@@ -28,6 +28,7 @@ from torch_mpk.capture import Captured, capture
 from torch_mpk.errors import CacheError
 from torch_mpk.jit import Cache
 from torch_mpk.step_builder import StepBuilder
+from torch_mpk.traces import Recorder, guarding_hooks
 
 KINDS = 3  # of steps: with prompts, of one row, and of more
 SIZED = {"num_blocks": 32, "max_batch_tokens": 48, "max_requests_per_batch": 4}
@@ -274,3 +275,15 @@ def test_what_failed_to_build_is_raised_by_the_next_step_that_wants_it() -> None
     assert background.wait(60)
     with pytest.raises(ValueError, match="no such step"):
         builder.ask("a", "step a", fail)
+
+
+def test_where_this_pytorch_lacks_what_a_recorder_reads_it_says_so() -> None:
+    recorder = Recorder()
+    recorder.note_graph(
+        torch.fx.symbolic_trace(lambda x: x), lambda x: x
+    )  # outside of Dynamo, so it has no graph of its
+    with guarding_hooks():
+        assert recorder.note_guards([]) == []
+    assert recorder.trace is None and "AttributeError" in recorder.why
+    assert recorder.note_guards([]) == []
+    assert recorder.why.endswith("does not say that hooks are guarded")
