@@ -137,6 +137,9 @@ const T& attr(const Node& node, const std::string& name, const char* type) {
 
 int64_t Node::int_attr(const std::string& name) const { return attr<int64_t>(*this, name, "integer"); }
 double Node::float_attr(const std::string& name) const { return attr<double>(*this, name, "float"); }
+double Node::float_attr(const std::string& name, double otherwise) const {
+  return attrs.count(name) ? float_attr(name) : otherwise;
+}
 std::string Node::string_attr(const std::string& name) const { return attr<std::string>(*this, name, "string"); }
 
 int TBGraph::add_buffer(std::string name, BufferKind kind, int index, int64_t bytes) {

@@ -32,13 +32,21 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     layout: str = "turns"
     has_new: bool = True
+    V: int = 0  # the size of values, where they differ from keys; then pages lie apart
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def value_size(self) -> int:
+        return self.V or self.D
 
     def pages(self) -> dict[str, tuple[str, list[int], int]]:
         """Of keys and values: the buffer, strides, and the first element."""
         page = self.S * self.G * self.D
         strides = contiguous([self.P, self.S, self.G, self.D])
         if self.layout == "apart":
-            return {name: (name, strides, 0) for name in ("k_pages", "v_pages")}
+            of_values = contiguous([self.P, self.S, self.G, self.value_size])
+            return {"k_pages": ("k_pages", strides, 0), "v_pages": ("v_pages", of_values, 0)}
         step = page if self.layout == "turns" else 2 * page
         return {name: ("pages", [step, *strides[1:]], i * page) for i, name in enumerate(("k_pages", "v_pages"))}
 
@@ -47,17 +55,20 @@ class Case:
         dtype = str(self.dtype).removeprefix("torch.")
         shapes = {"q": [self.R, self.H, self.D]}
         if self.has_new:
-            shapes |= {name: [self.R, self.G, self.D] for name in ("k_new", "v_new")}
+            shapes |= {"k_new": [self.R, self.G, self.D], "v_new": [self.R, self.G, self.value_size]}
         operands = [(name, b.buffer("input", name, dtype, shape)) for name, shape in shapes.items()]
         buffers: dict[str, _C.Tensor] = {}
-        shape = [self.P, self.S, self.G, self.D]
         for name, (buffer, strides, first) in self.pages().items():
+            shape = [self.P, self.S, self.G, self.value_size if name == "v_pages" else self.D]
             if buffer not in buffers:
                 buffers[buffer] = b.buffer("input", buffer, dtype, [2 * self.P + 1, *shape[1:]])
             operands.append((name, _C.Tensor(buffers[buffer].buffer, dtype, shape, strides, first)))
         operands += [("block_table", b.buffer("input", "block_table", "int32", [self.R, self.M]))]
         operands += [("length", b.buffer("input", "length", "int32", [self.R]))]
-        b.node("paged_attention", operands, b.buffer("output", "y", dtype, shapes["q"]), {"scale": self.D**-0.5})
+        if self.has_sinks:
+            operands += [("sinks", b.buffer("input", "sinks", dtype, [self.H]))]
+        y = b.buffer("output", "y", dtype, [self.R, self.H, self.value_size])
+        b.node("paged_attention", operands, y, {"scale": self.D**-0.5, "softcap": self.softcap})
         return b.graph
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +106,7 @@ class Case:
                 made.append(allocate(t).copy_(given[name]))
             else:
                 x = aligned(size, 0xFF).view(self.dtype)
-                shape = t.shape if name in ("q", "k_new", "v_new") else [x.numel()]
+                shape = t.shape if name in ("q", "k_new", "v_new", "sinks") else [x.numel()]
                 made.append(x.view(shape).copy_(torch.randn(shape)))
         return made
 
@@ -115,7 +126,7 @@ def exact(graph: _C.TBGraph, inputs: list[torch.Tensor]) -> torch.Tensor:
         x = buffers[graph.buffers[t.buffer].index]
         x = x.as_strided(t.shape, t.strides, x.storage_offset() + t.offset)
         operands.append(x.double() if x.is_floating_point() else x)
-    return task(*operands, scale=node.attrs["scale"])
+    return task(*operands, **node.attrs)
 
 
 def launched(kernel: EmulatedKernel, inputs: list[torch.Tensor], **how: Any) -> list[torch.Tensor]:
@@ -138,7 +149,8 @@ def check(kernel: EmulatedKernel, case: Case, seeds: range) -> None:
             assert torch.equal(x, wanted), "something else was written"
         is_empty = (want == 0).flatten(1).all(1)
         assert not got[is_empty].any()
-        assert (is_empty == (inputs[-1] <= 0)).all() or case.M == 1 or case.R > 4
+        [lengths] = [x for name, x in zip(input_bytes(graph), inputs, strict=True) if name == "length"]
+        assert (is_empty == (lengths <= 0)).all() or case.M == 1 or case.R > 4
         for row in torch.arange(case.R)[~is_empty].tolist():
             assert relative_error(got[row], want[row]) < tolerance
             assert relative_error(got[row], exact(graph, inputs)[row]) < tolerance
@@ -159,10 +171,15 @@ CASES = [
     Case(R=1, S=5, M=90, P=110, layout="turns"),
     Case(R=16, S=16, M=70, P=400, H=4, G=1, D=16, layout="turns"),
     Case(R=5, S=256, M=6, P=20, H=8, G=1, D=128, layout="side by side", dtype=torch.float16),
+    Case(R=5, S=16, M=7, P=40, H=6, D=40, V=24, layout="apart", softcap=1.5, has_sinks=True),
+    Case(R=1, S=32, softcap=1.5, has_sinks=True),
+    Case(R=2, S=16, M=20, P=50, D=192, V=128, layout="apart", dtype=torch.float16),
+    Case(R=64, S=32, M=3, P=150, H=2, G=1, D=128, has_sinks=True),
+    Case(R=5, S=16, M=3, P=30, dtype=torch.float32, D=64, V=128, layout="apart", softcap=2.0, has_sinks=True),
 ]
 
 
-@pytest.mark.parametrize("case", thinned([pytest.param(c, id=str(i)) for i, c in enumerate(CASES)], 3, 7))
+@pytest.mark.parametrize("case", thinned([pytest.param(c, id=str(i)) for i, c in enumerate(CASES)], 3, 7, 12))
 def test_rows_over_pages(case: Case) -> None:
     kernel = emulate(case.graph())
     in_boxes = case.G > 1 and case.S % 16 == 0 and case.dtype != torch.float32

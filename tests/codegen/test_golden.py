@@ -316,8 +316,8 @@ struct Attention1 {
   static constexpr int kPartialBytes = 544;
   static constexpr bool kOverlaps = false;
   static constexpr int kSize = 16;
+  static constexpr int kValueSize = 16;
   static constexpr int kLength = 40;
-  static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 4;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int64_t>(1)[int64_t(b) * 1];
@@ -325,9 +325,12 @@ struct Attention1 {
   static MPK_DEVICE uint8_t* partials(const Job& job) {
     return job.pointer<uint8_t>(0);
   }
-  static constexpr float kScale = 0.25f;
   static constexpr bool kHasNew = true;
+  static constexpr float kScale = 0.25f;
+  static constexpr float kSoftCap = 0.0f;
+  static constexpr bool kZeroWithoutKeys = true;
   static constexpr bool kHasMask = false;
+  static constexpr bool kHasSinks = false;
   static constexpr uint32_t kPitchK = 32, kPitchV = 32;
   static MPK_DEVICE int64_t slot(const Job& job) {
     return *job.pointer<const int64_t>(2);
@@ -915,8 +918,8 @@ struct Attention0 {
   static constexpr int kPartialBytes = 544;
   static constexpr bool kOverlaps = false;
   static constexpr int kSize = 16;
+  static constexpr int kValueSize = 16;
   static constexpr int kLength = 24;
-  static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 132;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int64_t>(1)[int64_t(b) * 1];
@@ -924,9 +927,12 @@ struct Attention0 {
   static MPK_DEVICE uint8_t* partials(const Job& job) {
     return job.pointer<uint8_t>(0);
   }
-  static constexpr float kScale = 0.25f;
   static constexpr bool kHasNew = true;
+  static constexpr float kScale = 0.25f;
+  static constexpr float kSoftCap = 0.0f;
+  static constexpr bool kZeroWithoutKeys = true;
   static constexpr bool kHasMask = false;
+  static constexpr bool kHasSinks = false;
   static constexpr uint32_t kPitchK = 32, kPitchV = 32;
   static MPK_DEVICE int64_t slot(const Job& job) {
     return *job.pointer<const int64_t>(2);
@@ -1126,8 +1132,8 @@ struct PagedAttention0 {
   static constexpr int kPartialBytes = 544;
   static constexpr bool kOverlaps = false;
   static constexpr int kSize = 16;
+  static constexpr int kValueSize = 16;
   static constexpr int kLength = 12;
-  static constexpr bool kZeroWithoutKeys = true;
   static constexpr int kWorkers = 132;
   static MPK_DEVICE int64_t limit(const Job& job, uint32_t b) {
     return job.pointer<const int32_t>(1)[int64_t(b) * 1];
@@ -1135,9 +1141,12 @@ struct PagedAttention0 {
   static MPK_DEVICE uint8_t* partials(const Job& job) {
     return job.pointer<uint8_t>(0);
   }
-  static constexpr float kScale = 0.25f;
   static constexpr bool kHasNew = true;
+  static constexpr float kScale = 0.25f;
+  static constexpr float kSoftCap = 0.0f;
+  static constexpr bool kZeroWithoutKeys = true;
   static constexpr bool kHasMask = false;
+  static constexpr bool kHasSinks = false;
   static constexpr uint32_t kPitchK = 64, kPitchV = 64;
   static constexpr bool kInBoxes = false;
   static constexpr int kPageSize = 3;

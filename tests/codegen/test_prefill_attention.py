@@ -18,6 +18,7 @@ from torch_mpk import _C, registry
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.task_kernel import kernel_of
+from torch_mpk.tasks.attention import capped, softmax_beside
 from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, aligned, emulate
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
@@ -40,6 +41,9 @@ class Case:
     style: str = "sdpa"
     layout: str = "cache"  # of keys and values
     workers: int = 3  # with more, warps share the keys of their rows
+    value_size: int = 0  # where it differs from that of keys
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     @property
     def limited(self) -> bool:
@@ -53,20 +57,30 @@ class Case:
         if self.layout == "part of a cache":
             keys[2] += 3
         shapes = {"q": (self.dtype, [self.batch, self.positions, self.heads, self.size])}
-        shapes |= dict.fromkeys(("k", "v"), (self.dtype, keys))
+        shapes |= {"k": (self.dtype, keys), "v": (self.dtype, [*keys[:3], self.value_size or self.size])}
         if self.mask:
             heads = 1 if self.shared_mask else self.heads
             shapes["mask"] = (self.mask, [self.batch, heads, self.positions, self.length])
         if self.limited:
             shapes["limit"] = ("int64", [self.batch, self.positions])
+        if self.has_sinks:
+            shapes["sinks"] = (self.dtype, [self.heads])
         return shapes
+
+    @property
+    def y(self) -> tuple[str, list[int]]:
+        return self.dtype, [self.batch, self.positions, self.heads, self.value_size or self.size]
+
+    @property
+    def attrs(self) -> dict[str, float | str]:
+        return {"scale": self.size**-0.5, "style": self.style, "softcap": self.softcap}
 
     def view(self, name: str, t: _C.Tensor) -> _C.Tensor:
         """The operand, of a buffer's tensor."""
         if name in ("k", "v") and self.layout != "cache":
             b, first, second, d = t.strides
             strides = [b, second, first, d] if self.layout == "positions first" else t.strides
-            return _C.Tensor(t.buffer, t.dtype, [self.batch, self.groups, self.length, self.size], strides)
+            return _C.Tensor(t.buffer, t.dtype, [self.batch, self.groups, self.length, t.shape[3]], strides)
         if name == "mask" and self.shared_mask:
             b, _, s, position = t.strides
             shape = [self.batch, self.heads, self.positions, self.length]
@@ -76,8 +90,7 @@ class Case:
     def graph(self) -> _C.TBGraph:
         b = Builder()
         operands = [(n, self.view(n, b.buffer("input", n, *of))) for n, of in self.shapes().items()]
-        y = b.buffer("output", "y", *self.shapes()["q"])
-        b.node("prefill_attention", operands, y, {"scale": self.size**-0.5, "style": self.style})
+        b.node("prefill_attention", operands, b.buffer("output", "y", *self.y), self.attrs)
         return b.graph
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -99,14 +112,14 @@ class Case:
         if self.layout == "positions first":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         k, v = (t[:, :, : self.length].repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-        scores = torch.einsum("bshd,bhld->bhsl", q, k) * self.size**-0.5
+        scores = capped(torch.einsum("bshd,bhld->bhsl", q, k) * self.size**-0.5, self.softcap)
         if self.mask:
             mask = inputs["mask"]
             scores = scores.masked_fill(~mask, -torch.inf) if self.mask == "bool" else scores + mask
         if self.limited:
             hidden = torch.arange(self.length) >= inputs["limit"][:, None, :, None]
             scores, v = scores.masked_fill(hidden, -torch.inf), v.nan_to_num()
-        weights = scores.softmax(-1)
+        weights = softmax_beside(scores, inputs["sinks"][:, None] if self.has_sinks else None, torch.float64)
         if self.style == "sdpa":
             weights = weights.nan_to_num()
         return torch.einsum("bhsl,bhld->bshd", weights, v)
@@ -118,7 +131,7 @@ def empty(dtype: str, shape: list[int]) -> torch.Tensor:
 
 
 def call(kernel: EmulatedKernel, case: Case, inputs: dict[str, torch.Tensor], **kwargs) -> torch.Tensor:
-    y = empty(*case.shapes()["q"])
+    y = empty(*case.y)
     kernel.launch([*inputs.values()], [y], watchdog_ns=20 * 10**9, **kwargs)
     assert kernel.host_abort.sum() == 0
     return y
@@ -149,10 +162,24 @@ CASES = [
     Case(heads=4, groups=2, size=128, positions=20, length=90, past=(), mask="bool", dtype="float16", batch=2),
     Case(heads=1, groups=1, size=128, positions=200, length=300, past=(60,), workers=8),  # four warps of eight
     Case(heads=2, groups=1, size=64, positions=150, length=400, past=(0,), mask="bool", dtype="float16", workers=8),
+    Case(heads=4, groups=2, size=64, positions=40, length=100, past=(30,), softcap=1.5, has_sinks=True),
+    Case(
+        heads=4,
+        groups=2,
+        size=128,
+        positions=20,
+        length=90,
+        mask="bool",
+        softcap=2.0,
+        has_sinks=True,
+        batch=2,
+        past=(),
+        style="eager",
+    ),
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2, 10), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2, 10, 12), ids=str)
 def test_it_is_as_near_as_the_reference_in_any_order(case: Case) -> None:
     torch.manual_seed(0)
     kernel, inputs = emulate(case.graph(), workers=case.workers, polled=True), case.inputs()
@@ -303,9 +330,9 @@ def test_it_is_as_near_as_the_reference_on_a_gpu(case: Case) -> None:
         given[name] = cache[:, :, : case.length]
     if "mask" in given:
         given["mask"] = given["mask"].expand(-1, case.heads, -1, -1)
-    operands = [given.get(name) for name in ("q", "k", "v", "mask", "limit")]
+    operands = [given.get(name) for name in ("q", "k", "v", "mask", "limit", "sinks")]
     kernel = kernel_of(registry.get("prefill_attention"))
-    made = [kernel(*operands, scale=case.size**-0.5, style=case.style).cpu() for _ in range(3)]
+    made = [kernel(*operands, **case.attrs).cpu() for _ in range(3)]
     assert all(torch.equal(made[0].view(torch.int16), other.view(torch.int16)) for other in made[1:])
     assert_right(case, inputs, made[0])
 

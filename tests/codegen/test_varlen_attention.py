@@ -37,13 +37,25 @@ class Case:
     dtype: str = "bfloat16"
     more_sequences: int = 0
     is_split: bool = False  # the cache's rows stand between other layers'
+    value_size: int = 0  # where it differs from that of keys
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     def operands(self) -> dict[str, torch.Tensor]:
         sizes = self.heads, self.groups, self.size, self.padding
         made = operands_of([*self.tokens], [*self.cached], *sizes, getattr(torch, self.dtype))
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
             made[name] = torch.cat((made[name], made[name][-1:].repeat(self.more_sequences)))
+        if self.value_size:
+            for name in ("v_new", "v_cache"):
+                made[name] = torch.randn(*made[name].shape[:2], self.value_size).to(made[name].dtype)
+        if self.has_sinks:
+            made["sinks"] = torch.randn(self.heads).to(made["q"].dtype) + 1
         return made
+
+    @property
+    def y_shape(self) -> list[int]:
+        return [sum(self.tokens) + self.padding, self.heads, self.value_size or self.size]
 
     def like(self, other: Case) -> dict[str, torch.Tensor]:
         """This one's operands, for a kernel of ``other``'s sizes."""
@@ -67,7 +79,7 @@ class Case:
             if self.splits(name):
                 strides[0] *= 2
             rows.append((name, _C.Tensor(buffer.buffer, dtype, shape, strides), True, False))
-        y = b.buffer("output", "y", self.dtype, [sum(self.tokens) + self.padding, self.heads, self.size])
+        y = b.buffer("output", "y", self.dtype, self.y_shape)
         b.graph.add_node("varlen_attention", [*rows, ("y", y, False, True)], self.attrs, None, "")
         return b.graph
 
@@ -86,12 +98,12 @@ class Case:
 
     @property
     def attrs(self) -> dict[str, float]:
-        return {"scale": self.size**-0.5, "window": self.window}
+        return {"scale": self.size**-0.5, "window": self.window, "softcap": self.softcap}
 
 
 def call(kernel: EmulatedKernel, case: Case, operands: dict[str, torch.Tensor], **kwargs) -> torch.Tensor:
-    q = operands["q"]
-    y = aligned(q.nbytes, 0xFF).view(q.dtype).view(q.shape)
+    dtype = operands["q"].dtype
+    y = aligned(torch.Size(case.y_shape).numel() * dtype.itemsize, 0xFF).view(dtype).view(case.y_shape)
     kernel.launch(case.in_memory(operands), [y], watchdog_ns=20 * 10**9, **kwargs)
     assert kernel.host_abort.sum() == 0
     return y
@@ -99,7 +111,7 @@ def call(kernel: EmulatedKernel, case: Case, operands: dict[str, torch.Tensor], 
 
 def assert_right(case: Case, operands: dict[str, torch.Tensor], got: torch.Tensor) -> None:
     """As near to what float64 gives as the same in float32, rounded as the kernel rounds."""
-    wide = [t.double() if t.is_floating_point() else t for t in map(operands.get, NAMES)]
+    wide = [t.double() if t is not None and t.is_floating_point() else t for t in map(operands.get, NAMES)]
     exact = varlen_attention(*wide, **case.attrs)
     unit = torch.finfo(got.dtype).eps
     assert (got - exact).norm() <= 0.75 * unit * exact.norm()
@@ -117,10 +129,12 @@ CASES = [
     Case((20, 3), (140, 255), heads=14, groups=2, size=64, padding=9, window=64),
     Case((9, 2), (40, 0), heads=130, groups=1, size=64),
     Case((128, 64), (0, 128), heads=16, groups=8, is_split=True, more_sequences=40),
+    Case((70, 1, 40), (0, 130, 65), size=64, padding=5, softcap=1.5, has_sinks=True),
+    Case((9, 2), (140, 0), size=128, window=50, has_sinks=True, dtype="float16"),
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2, 5), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2, 5, 8), ids=str)
 def test_it_is_right_in_any_order(case: Case) -> None:
     torch.manual_seed(0)
     kernel, operands = emulate(case.graph(), polled=True), case.operands()
@@ -210,14 +224,14 @@ def test_a_launch_sees_what_it_has_written_itself() -> None:
     b = Builder()
     kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in case.operands().items()}
     shapes = {n: [*t.shape] for n, t in case.operands().items()}
-    given = {n: b.buffer("input", n, kinds[n], shapes[n]) for n in NAMES}
+    given = {n: b.buffer("input", n, kinds[n], shapes[n]) for n in kinds}
     made = dict(given)
     for name in ("q", "k_new", "v_new", "cu_seq_lens_q", "read_index"):
         added = b.buffer("input", f"{name}.added", kinds[name], shapes[name])
         made[name] = b.buffer("workspace", f"{name}.sum", kinds[name], shapes[name])
         b.pointwise("add", [given[name], added], made[name], name)
     y = b.buffer("workspace", "y", case.dtype, shapes["q"])
-    rows = [(name, made[name], True, False) for name in NAMES]
+    rows = [(name, of, True, False) for name, of in made.items()]
     b.graph.add_node("varlen_attention", [*rows, ("y", y, False, True)], case.attrs, None, "")
     b.pointwise("neg", [y], b.buffer("output", "negative", case.dtype, shapes["q"]))
     kernel = emulate(b.graph, polled=True)
@@ -251,10 +265,10 @@ def test_it_is_right_on_a_gpu(case: Case) -> None:
     torch.manual_seed(0)
     operands = case.operands()
     given = {name: t.cuda() for name, t in operands.items()}
-    for name in filter(case.splits, NAMES):
+    for name in filter(case.splits, given):
         given[name] = torch.stack((given[name], torch.full_like(given[name], torch.nan)), 1)[:, 0]
     kernel = kernel_of(registry.get("varlen_attention"))
-    made = [kernel(*(given[n] for n in NAMES), **case.attrs) for _ in range(3)]
+    made = [kernel(*map(given.get, NAMES), **case.attrs) for _ in range(3)]
     assert all(torch.equal(made[0].view(torch.int16), other.view(torch.int16)) for other in made[1:])
     assert_right(case, given, made[0])
 

@@ -8,17 +8,18 @@ import torch
 from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 from torch_mpk.tasks.attention import attention as reference
 
-NAMES = ("q", "k_new", "v_new", "slot", "k_cache", "v_cache", "mask", "limit")
+NAMES = ("q", "k_new", "v_new", "slot", "k_cache", "v_cache", "mask", "limit", "sinks")
 
 
 SHAPES = [(1, 4, 2, 40, 16), (2, 7, 1, 333, 64), (3, 16, 8, 70, 128), (1, 2, 2, 1, 5), (1, 3, 1, 1500, 80)]
 
 
-def net_of(operands: dict[str, torch.Tensor | None], scale: float, style: str = "sdpa") -> Net:
+def net_of(operands: dict[str, torch.Tensor | None], scale: float, style: str = "sdpa", softcap: float = 0.0) -> Net:
     net = Net()
-    attrs = {"scale": scale, "style": style}
+    attrs = {"scale": scale, "style": style, "softcap": softcap}
+    y_shape = (*operands["q"].shape[:2], operands["v_cache"].shape[3])
     net.node("attention", attrs, **{n: None if operands.get(n) is None else net.input(operands[n]) for n in NAMES},
-             y=net.output(torch.empty(operands["q"].shape, dtype=operands["q"].dtype)))  # fmt: skip
+             y=net.output(torch.empty(y_shape, dtype=operands["q"].dtype)))  # fmt: skip
     return net
 
 
@@ -26,11 +27,11 @@ def wide(t: torch.Tensor | None) -> torch.Tensor | None:
     return t.double() if t is not None and t.dtype.is_floating_point else t
 
 
-def check(operands: dict[str, torch.Tensor | None], isa: str = "") -> torch.Tensor:
+def check(operands: dict[str, torch.Tensor | None], isa: str = "", softcap: float = 0.0) -> torch.Tensor:
     scale, dtype = operands["q"].shape[-1] ** -0.5, operands["q"].dtype
     exact_operands = {n: wide(t.clone()) if t is not None else None for n, t in operands.items()}
-    exact = reference(*(exact_operands.get(n) for n in NAMES), scale=scale)
-    [y] = net_of(operands, scale).run(isa=isa)
+    exact = reference(*(exact_operands.get(n) for n in NAMES), scale=scale, softcap=softcap)
+    [y] = net_of(operands, scale, softcap=softcap).run(isa=isa)
     assert not y.isnan().any()
     assert rms_error(y, exact) < TOLERANCE[dtype]
     for cache in ("k_cache", "v_cache"):
@@ -57,6 +58,9 @@ def test_shapes(isa: str, dtype: torch.dtype, batch: int, heads: int, groups: in
     check(operands, isa)
     check({**operands, "limit": torch.randint(1, length + 2, (batch,))}, isa)
     check({**operands, "k_new": None, "v_new": None, "slot": None}, isa)
+    sinks = torch.randn(heads).to(dtype) + 2
+    wider = {n: torch.cat((operands[n], operands[n][..., :3]), -1) for n in ("v_new", "v_cache")}
+    check({**operands, **wider, "sinks": sinks}, isa, softcap=1.5)
 
 
 @pytest.mark.parametrize("isa", ISAS)

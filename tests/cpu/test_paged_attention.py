@@ -8,7 +8,7 @@ import torch
 from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 from torch_mpk.tasks.paged_attention import paged_attention as reference
 
-NAMES = ("q", "k_new", "v_new", "k_pages", "v_pages", "block_table", "length")
+NAMES = ("q", "k_new", "v_new", "k_pages", "v_pages", "block_table", "length", "sinks")
 
 # rows, heads, groups, size of a page, pages of a row, head size
 SHAPES = [
@@ -20,11 +20,12 @@ SHAPES = [
 ]
 
 
-def net_of(operands: dict[str, torch.Tensor | None], scale: float) -> Net:
+def net_of(operands: dict[str, torch.Tensor | None], scale: float, softcap: float = 0.0) -> Net:
     net = Net()
-    net.node("paged_attention", {"scale": scale},
-             **{n: None if operands[n] is None else net.input(operands[n]) for n in NAMES},
-             y=net.output(torch.empty(operands["q"].shape, dtype=operands["q"].dtype)))  # fmt: skip
+    y_shape = (*operands["q"].shape[:2], operands["v_pages"].shape[3])
+    net.node("paged_attention", {"scale": scale, "softcap": softcap},
+             **{n: None if operands.get(n) is None else net.input(operands[n]) for n in NAMES},
+             y=net.output(torch.empty(y_shape, dtype=operands["q"].dtype)))  # fmt: skip
     return net
 
 
@@ -32,11 +33,11 @@ def wide(t: torch.Tensor | None) -> torch.Tensor | None:
     return t.double() if t is not None and t.dtype.is_floating_point else t
 
 
-def check(operands: dict[str, torch.Tensor | None], isa: str = "") -> torch.Tensor:
+def check(operands: dict[str, torch.Tensor | None], isa: str = "", softcap: float = 0.0) -> torch.Tensor:
     scale, dtype = operands["q"].shape[-1] ** -0.5, operands["q"].dtype
     exact_operands = {n: wide(t.clone()) if t is not None else None for n, t in operands.items()}
-    exact = reference(*exact_operands.values(), scale=scale)
-    [y] = net_of(operands, scale).run(isa=isa)
+    exact = reference(*map(exact_operands.get, NAMES), scale=scale, softcap=softcap)
+    [y] = net_of(operands, scale, softcap).run(isa=isa)
     assert not y.isnan().any()
     assert rms_error(y, exact) < TOLERANCE[dtype]
     for pages in ("k_pages", "v_pages"):
@@ -71,6 +72,9 @@ def test_shapes(
     full = torch.full_like(operands["length"], num_pages * page_size)
     check({**operands, "length": full}, isa)
     check({**operands, "k_new": None, "v_new": None}, isa)
+    sinks = torch.randn(heads).to(dtype) + 2
+    wider = {n: torch.cat((operands[n], operands[n][..., :3]), -1) for n in ("v_new", "v_pages")}
+    check({**operands, **wider, "sinks": sinks}, isa, softcap=1.5)
 
 
 def test_rows_may_share_pages_that_none_writes() -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 from torch_mpk.tasks.prefill_attention import prefill_attention as reference
 
-NAMES = ("q", "k", "v", "mask", "limit")
+NAMES = ("q", "k", "v", "mask", "limit", "sinks")
 
 # batch, positions, heads, key heads, cache length, head size
 SHAPES = [
@@ -20,20 +20,20 @@ SHAPES = [
 ]
 
 
-def net_of(operands: dict[str, torch.Tensor | None], scale: float, style: str = "sdpa") -> Net:
+def net_of(operands: dict[str, torch.Tensor | None], scale: float, style: str = "sdpa", softcap: float = 0.0) -> Net:
     net = Net()
     given = {n: None if operands.get(n) is None else net.input(operands[n]) for n in NAMES}
-    y = net.output(torch.empty(operands["q"].shape, dtype=operands["q"].dtype))
-    net.node("prefill_attention", {"scale": scale, "style": style}, **given, y=y)
+    y = net.output(torch.empty(*operands["q"].shape[:3], operands["v"].shape[3], dtype=operands["q"].dtype))
+    net.node("prefill_attention", {"scale": scale, "style": style, "softcap": softcap}, **given, y=y)
     return net
 
 
-def check(operands: dict[str, torch.Tensor | None], isa: str = "") -> torch.Tensor:
+def check(operands: dict[str, torch.Tensor | None], isa: str = "", softcap: float = 0.0) -> torch.Tensor:
     scale, dtype = operands["q"].shape[-1] ** -0.5, operands["q"].dtype
     wide = [t.double() if t is not None and t.is_floating_point() else t for t in map(operands.get, NAMES)]
-    [y] = net_of(operands, scale).run(isa=isa)
+    [y] = net_of(operands, scale, softcap=softcap).run(isa=isa)
     # The weights are rounded to q's dtype before they meet the values, and so is the result.
-    assert rms_error(y, reference(*wide, scale=scale)) < 2 * TOLERANCE[dtype]
+    assert rms_error(y, reference(*wide, scale=scale, softcap=softcap)) < 2 * TOLERANCE[dtype]
     return y
 
 
@@ -54,7 +54,10 @@ def test_shapes(isa: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     operands = operands_of(*shape, dtype)
     batch, positions, *_, length, _ = shape
     check(operands, isa)
-    check({**operands, "limit": torch.randint(1, length + 2, (batch, positions))}, isa)
+    limited = {**operands, "limit": torch.randint(1, length + 2, (batch, positions))}
+    check(limited, isa)
+    sinks = torch.randn(operands["q"].shape[2]).to(dtype) + 2
+    check({**limited, "v": torch.cat((operands["v"], operands["v"][..., :3]), -1), "sinks": sinks}, isa, softcap=1.5)
 
 
 @pytest.mark.parametrize("isa", ISAS)

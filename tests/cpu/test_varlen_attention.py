@@ -11,7 +11,7 @@ from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 from torch_mpk.errors import TaskError
 from torch_mpk.tasks.varlen_attention import varlen_attention as reference
 
-NAMES = ("q", "k_new", "v_new", "k_cache", "v_cache", "read_index", "cu_seq_lens_q", "cu_seq_lens_k")
+NAMES = ("q", "k_new", "v_new", "k_cache", "v_cache", "read_index", "cu_seq_lens_q", "cu_seq_lens_k", "sinks")
 
 # tokens of each sequence, what the cache has of it, heads, key heads, head size, tokens behind the last sequence
 CASES = [
@@ -47,19 +47,20 @@ def operands_of(
     }
 
 
-def net_of(operands: dict[str, torch.Tensor], scale: float, window: int) -> Net:
+def net_of(operands: dict[str, torch.Tensor], scale: float, window: int, softcap: float = 0.0) -> Net:
     net = Net()
-    y = net.output(torch.empty(operands["q"].shape, dtype=operands["q"].dtype))
-    net.node("varlen_attention", {"scale": scale, "window": window}, **{n: net.input(operands[n]) for n in NAMES}, y=y)
+    y = net.output(torch.empty(*operands["q"].shape[:2], operands["v_cache"].shape[2], dtype=operands["q"].dtype))
+    attrs = {"scale": scale, "window": window, "softcap": softcap}
+    net.node("varlen_attention", attrs, **{n: net.input(operands[n]) for n in NAMES if n in operands}, y=y)
     return net
 
 
-def check(operands: dict[str, torch.Tensor], window: int = 0, isa: str = "") -> torch.Tensor:
+def check(operands: dict[str, torch.Tensor], window: int = 0, isa: str = "", softcap: float = 0.0) -> torch.Tensor:
     scale, dtype = operands["q"].shape[-1] ** -0.5, operands["q"].dtype
-    wide = [operands[n].double() if operands[n].is_floating_point() else operands[n] for n in NAMES]
-    [y] = net_of(operands, scale, window).run(isa=isa)
+    wide = [t.double() if t is not None and t.is_floating_point() else t for t in map(operands.get, NAMES)]
+    [y] = net_of(operands, scale, window, softcap).run(isa=isa)
     # The weights are rounded to q's dtype before they meet the values, and so is the result.
-    assert rms_error(y, reference(*wide, scale=scale, window=window)) < 2 * TOLERANCE[dtype]
+    assert rms_error(y, reference(*wide, scale=scale, window=window, softcap=softcap)) < 2 * TOLERANCE[dtype]
     return y
 
 
@@ -85,12 +86,15 @@ def test_ragged_sequences(isa: str, dtype: torch.dtype, case: tuple) -> None:
     assert not y[operands["cu_seq_lens_q"][-1] :].any()
     check(operands, window=50, isa=isa)
     check(operands, window=1, isa=isa)
+    sinks = torch.randn(operands["q"].shape[1]).to(dtype) + 2
+    wider = {n: torch.cat((operands[n], operands[n][..., :3]), -1) for n in ("v_new", "v_cache")}
+    check(operands | wider | {"sinks": sinks}, window=60, isa=isa, softcap=1.5)
 
 
 def test_the_reference_is_attention_of_each_sequence() -> None:
     operands = operands_of(*CASES[0], torch.float64)
     for window in (0, 40):
-        y = reference(*(operands[n] for n in NAMES), scale=0.2, window=window)
+        y = reference(*map(operands.get, NAMES), scale=0.2, window=window)
         (ends_q, ends_k) = (operands[f"cu_seq_lens_{n}"].tolist() for n in "qk")
         for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k)):
             rows = operands["read_index"][k0 : k1 - (q1 - q0)]
@@ -111,18 +115,18 @@ def test_the_reference_is_attention_of_each_sequence() -> None:
 @pytest.mark.parametrize("window", [0, 40])
 def test_the_reference_is_the_same_in_blocks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     operands = operands_of(*CASES[0], torch.float64)
-    whole = reference(*(operands[n] for n in NAMES), scale=0.2, window=window)
+    whole = reference(*map(operands.get, NAMES), scale=0.2, window=window)
     num_keys = len(operands["read_index"]) + len(operands["q"])
     monkeypatch.setattr("torch_mpk.tasks.varlen_attention.MOST_SCORES", 17 * 6 * num_keys)  # 6 heads
     largest: list[int] = []
     softmax = torch.Tensor.softmax
 
-    def seen(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    def seen(scores: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
         largest.append(scores.numel())
-        return softmax(scores, dim)
+        return softmax(scores, dim, dtype)
 
     monkeypatch.setattr(torch.Tensor, "softmax", seen)
-    in_blocks = reference(*(operands[n] for n in NAMES), scale=0.2, window=window)
+    in_blocks = reference(*map(operands.get, NAMES), scale=0.2, window=window)
     torch.testing.assert_close(in_blocks, whole)
     assert max(largest) == 17 * 6 * num_keys and len(largest) == 13
 
@@ -170,9 +174,11 @@ def test_what_is_refused() -> None:
     odd = {n: torch.randn(9, 4, 64) for n in NAMES if n[:2] in ("k_", "v_")}
     odd |= {n: torch.randn(len(operands["q"]), 4, 64) for n in ("k_new", "v_new")}
     with pytest.raises(TaskError, match="q has H=6, expected a multiple of k_cache's G=4"):
-        reference(*(({**operands, **odd})[n] for n in NAMES), scale=1.0)
+        reference(*map({**operands, **odd}.get, NAMES), scale=1.0)
     with pytest.raises(TaskError, match="window=-1, expected a number of keys, or 0 for all of them"):
-        reference(*(operands[n] for n in NAMES), scale=1.0, window=-1)
+        reference(*map(operands.get, NAMES), scale=1.0, window=-1)
+    with pytest.raises(TaskError, match=r"softcap=-1.0, expected a bound of scores, or 0 for none"):
+        reference(*map(operands.get, NAMES), scale=1.0, softcap=-1.0)
     wide = operands | {"cu_seq_lens_q": operands["cu_seq_lens_q"].long()}
     with pytest.raises(ValueError, match=r"varlen_attention \(node\): cu_seq_lens_q is int64, expected int32"):
         net_of(wide, 1.0, 0).compile()

@@ -6,11 +6,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
 from torch_mpk.streaming import Streaming
+from torch_mpk.tasks.attention import check_softcap, weights_of
 
 
 @task(
-    "q[R, H, D], k_new[R, G, D]?, v_new[R, G, D]?, k_pages[P, S, G, D]!, v_pages[P, S, G, D]!, "
-    "block_table[R, M]: int32, length[R]: int32 -> y[R, H, D]",
+    "q[R, H, D], k_new[R, G, D]?, v_new[R, G, V]?, k_pages[P, S, G, D]!, v_pages[P, S, G, V]!, "
+    "block_table[R, M]: int32, length[R]: int32, sinks[H]? -> y[R, H, V]",
     role="stream",
     streaming=Streaming(
         loaded=("k_pages", "v_pages", "block_table", "length"),
@@ -21,8 +22,21 @@ from torch_mpk.streaming import Streaming
     ),
     alone="kernel",
     samples=[
-        {"R": 1, "H": 4, "G": 2, "D": 16, "P": 6, "S": 3, "M": 4, "scale": 0.25},
-        {"R": 3, "H": 6, "G": 1, "D": 24, "P": 9, "S": 4, "M": 2, "scale": 0.2, "k_new": None, "v_new": None},
+        {"R": 1, "H": 4, "G": 2, "D": 16, "V": 16, "P": 6, "S": 3, "M": 4, "scale": 0.25, "sinks": None},
+        {
+            "R": 3,
+            "H": 6,
+            "G": 1,
+            "D": 24,
+            "V": 16,
+            "P": 9,
+            "S": 4,
+            "M": 2,
+            "scale": 0.2,
+            "k_new": None,
+            "v_new": None,
+            "softcap": 2.0,
+        },
     ],
 )
 def paged_attention(
@@ -33,8 +47,10 @@ def paged_attention(
     v_pages: torch.Tensor,
     block_table: torch.Tensor,
     length: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     *,
     scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """``softmax(scale * q @ k.T) @ v`` in fp32 or wider, of each row over the first ``length`` positions of its own.
 
@@ -42,17 +58,20 @@ def paged_attention(
     of the pages. With ``k_new`` and ``v_new``, each row first writes its last position, ``length - 1``: rows must then
     write to pages that no other row of the call has, as engines allot them. What lies beyond the table, or in a page
     that there is not, as -1 says, is neither written nor read; a row with nothing to attend to gives zeros, as one of
-    length 0 does, which pads a batch.
+    length 0 does, which pads a batch. Values may have another size, V, than keys. ``sinks`` and ``softcap`` change the
+    softmax as in ``attention``.
 
-    Raises TaskError when H is not a multiple of G, or one of ``k_new`` and ``v_new`` is missing.
+    Raises TaskError when H is not a multiple of G, one of ``k_new`` and ``v_new`` is missing, or ``softcap`` is
+    negative.
     """
     heads, (num_pages, page_size, groups) = q.shape[1], k_pages.shape[:3]
     if heads % groups:
         raise TaskError(f"paged_attention: q has H={heads}, expected a multiple of k_pages' G={groups}")
     if (k_new is None) != (v_new is None):
         raise TaskError("paged_attention: k_new and v_new belong together: give both or neither")
+    check_softcap("paged_attention", softcap)
     if isinstance(q, FakeTensor):  # which has no values, and its sizes may be symbols
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     position = torch.arange(block_table.shape[1] * page_size, device=q.device)
     page = block_table.to(torch.int64).repeat_interleave(page_size, 1)  # [R, positions]
     live = (position < length.unsqueeze(1)) & (page >= 0) & (page < num_pages)
@@ -65,7 +84,7 @@ def paged_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (pages[rows].to(wide).where(live[:, :, None, None], 0.0) for pages in (k_pages, v_pages))
     scores = scale * torch.einsum("rghd,rlgd->rghl", q.to(wide).unflatten(1, (groups, -1)), k)
-    weights = scores.masked_fill(~live[:, None, None], -torch.inf).softmax(-1)
+    weights = weights_of(scores, live[:, None, None], softcap, sinks)
     y = torch.einsum("rghl,rlgd->rghd", weights, v).flatten(1, 2)
     return y.where(live.any(1)[:, None, None], 0.0).to(q.dtype)
 

@@ -7,21 +7,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
 from torch_mpk.streaming import Streaming
+from torch_mpk.tasks.attention import check_softcap, weights_of
 
 MOST_SCORES = 1 << 25  # of the reference, at once: 128 MiB in fp32
 
 
 @task(
-    "q[T, H, D], k_new[T, G, D], v_new[T, G, D], k_cache[N, G, D], v_cache[N, G, D], read_index[K]: int64 < N, "
-    "cu_seq_lens_q[E]: int32, cu_seq_lens_k[E]: int32 -> y[T, H, D]",
+    "q[T, H, D], k_new[T, G, D], v_new[T, G, V], k_cache[N, G, D], v_cache[N, G, V], read_index[K]: int64 < N, "
+    "cu_seq_lens_q[E]: int32, cu_seq_lens_k[E]: int32, sinks[H]? -> y[T, H, V]",
     role="stream",
     streaming=Streaming(
         loaded=("k_new", "v_new", "k_cache", "v_cache", "read_index", "cu_seq_lens_q", "cu_seq_lens_k"),
         paged_by="read_index",
     ),
     samples=[
-        {"T": 9, "H": 4, "G": 2, "D": 16, "N": 20, "K": 12, "E": 2, "scale": 0.25},
-        {"T": 8, "H": 6, "G": 1, "D": 24, "N": 10, "K": 9, "E": 3, "scale": 0.2, "window": 3},
+        {"T": 9, "H": 4, "G": 2, "D": 16, "V": 16, "N": 20, "K": 12, "E": 2, "scale": 0.25, "sinks": None},
+        {"T": 8, "H": 6, "G": 1, "D": 24, "V": 16, "N": 10, "K": 9, "E": 3, "scale": 0.2, "window": 3, "softcap": 2.0},
     ],
 )
 def varlen_attention(
@@ -33,9 +34,11 @@ def varlen_attention(
     read_index: torch.Tensor,
     cu_seq_lens_q: torch.Tensor,
     cu_seq_lens_k: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """``softmax(scale * q @ k.T) @ v`` in fp32 or wider, of each new token over its sequence up to itself.
 
@@ -44,16 +47,18 @@ def varlen_attention(
     ``read_index[cu_seq_lens_k[i] + j]`` of the caches. Neither is written. With ``window`` a token sees that many keys
     at most, itself among them. H / G neighbouring query heads share a key head. Lengths and places are read in the
     launch, so one build serves sequences that come, go and grow. A token of no sequence, as behind the last, gives
-    zeros. What ``read_index`` has elsewhere may be anything.
+    zeros. What ``read_index`` has elsewhere may be anything. Values may have another size, V, than keys. ``sinks`` and
+    ``softcap`` change the softmax as in ``attention``.
 
-    Raises TaskError when H is not a multiple of G, or ``window`` is negative.
+    Raises TaskError when H is not a multiple of G, or ``window`` or ``softcap`` is negative.
     """
     heads, groups = q.shape[1], k_cache.shape[1]
     if heads % groups:
         raise TaskError(f"varlen_attention: q has H={heads}, expected a multiple of k_cache's G={groups}")
     if window < 0:
         raise TaskError(f"varlen_attention: window={window}, expected a number of keys, or 0 for all of them")
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    check_softcap("varlen_attention", softcap)
+    y = torch.empty((*q.shape[:2], v_cache.shape[2]), dtype=q.dtype, device=q.device)
     if isinstance(q, FakeTensor):  # which has no values, and its sizes may be symbols
         return y
     bounds_q, bounds_k = cu_seq_lens_q.to(torch.int64), cu_seq_lens_k.to(torch.int64)
@@ -82,7 +87,7 @@ def varlen_attention(
         if window:
             live &= behind < window
         scores = scale * torch.einsum("tghd,lgd->tghl", q[tokens].to(wide).unflatten(1, (groups, -1)), k)
-        weights = scores.masked_fill_(~live[:, None, None], -torch.inf).softmax(-1)
+        weights = weights_of(scores, live[:, None, None], softcap, sinks)
         of_block = torch.einsum("tghl,lgd->tghd", weights, v).flatten(1, 2)
         y[tokens] = of_block.where(has_one[tokens, None, None], 0.0).to(q.dtype)
     return y

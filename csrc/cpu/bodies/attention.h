@@ -14,6 +14,28 @@
 
 namespace mpk::cpu {
 
+// Of each query head the score of a key that there is not.
+class Sinks {
+ public:
+  Sinks() = default;
+  Sinks(const Node& node, const Kernels& kernels, const Operand& sinks)
+      : load_(kernels.load_of(float_dtype(node, sinks))),
+        is_double_(sinks.tensor.dtype == DType::kF64),
+        view_(sinks.tensor) {}
+  explicit operator bool() const { return static_cast<bool>(view_); }
+  double at(const Frame& frame, int64_t head) const {
+    double wide;
+    float narrow;
+    load_(view_.at(frame, head), 1, is_double_ ? static_cast<void*>(&wide) : &narrow, 1);
+    return is_double_ ? wide : narrow;
+  }
+
+ private:
+  Kernels::Load load_ = nullptr;
+  bool is_double_ = false;
+  View view_;
+};
+
 // C is the accumulation type: float, or double for float64.
 template <class C>
 class AttentionBody : public Body {
@@ -39,28 +61,30 @@ class AttentionBody : public Body {
         num_splits_(count_splits(key_heads, capacity)),
         arrivals_(node.operand("q").tensor.shape[0] * groups, num_splits_) {
     const Operand &q = node.operand("q"), &y = node.operand("y");
-    const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new");
+    const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new"), *sinks = node.find("sinks");
     dtype_ = float_dtype(node, q);
     for (const Operand* o : {&keys, &values, k_new, v_new, &y})
       if (o != nullptr) float_dtype(node, *o, &q);
     for (const Operand* o : {&q, &keys, &values, k_new, v_new, &y})
       if (o != nullptr) require_inner_stride(node, *o);
     const int64_t batch = q.tensor.shape[0], heads = q.tensor.shape[1];
-    head_dim_ = q.tensor.shape[2];
+    head_dim_ = q.tensor.shape[2], value_dim_ = values.tensor.shape.back();
     if (groups == 0 || heads % groups != 0)
       fail(node, "H=" + std::to_string(heads) + " is not a multiple of G=" + std::to_string(groups));
     heads_per_group_ = heads / groups;
-    scale_ = node.float_attr("scale");
+    scale_ = node.float_attr("scale"), softcap_ = node.float_attr("softcap", 0);
     q_ = View(q.tensor), k_ = View(keys.tensor), v_ = View(values.tensor), y_ = View(y.tensor);
     if (k_new != nullptr) k_new_ = View(k_new->tensor);
     if (v_new != nullptr) v_new_ = View(v_new->tensor);
+    if (sinks != nullptr) sinks_ = Sinks(node, kernels, *sinks);
 
-    padded_dim_ = round_up(head_dim_, kHeadDimPad);
+    padded_dim_ = round_up(value_dim_, kHeadDimPad), padded_keys_ = round_up(head_dim_, kHeadDimPad);
     state_size_ = round_up(heads_per_group_ * (padded_dim_ + 2), 16);  // acc, max, sum
     num_units_ = batch * groups * num_splits_;
     partials_.resize(num_units_ * state_size_);
-    unit_cost_ = static_cast<double>(capacity) / num_splits_ * head_dim_ * 2 * size_bytes(dtype_) / kBytesPerNs;
-    q_bytes_ = round_up(heads_per_group_ * padded_dim_ * static_cast<int64_t>(sizeof(C)), 64);
+    unit_cost_ =
+        static_cast<double>(capacity) / num_splits_ * (head_dim_ + value_dim_) * size_bytes(dtype_) / kBytesPerNs;
+    q_bytes_ = round_up(heads_per_group_ * padded_keys_ * static_cast<int64_t>(sizeof(C)), 64);
     tile_bytes_ = heads_per_group_ * kAttentionTile * static_cast<int64_t>(sizeof(C));
     scratch_bytes_ = q_bytes_ + 2 * tile_bytes_;
   }
@@ -82,9 +106,8 @@ class AttentionBody : public Body {
   virtual void attend_to(const Frame& frame, const Range& range, AttentionTileArgs& args, C* mask) const = 0;
 
   void write_rows(const Frame& frame, int64_t b, int64_t g, uint8_t* k, uint8_t* v) const {
-    const int64_t bytes = head_dim_ * size_bytes(dtype_);
-    std::memcpy(k, k_new_.at(frame, b, g), bytes);
-    std::memcpy(v, v_new_.at(frame, b, g), bytes);
+    std::memcpy(k, k_new_.at(frame, b, g), head_dim_ * size_bytes(dtype_));
+    std::memcpy(v, v_new_.at(frame, b, g), value_dim_ * size_bytes(dtype_));
   }
 
   void step(const AttentionTileArgs& args) const { kernels_.attention_tile[static_cast<int>(dtype_)](args); }
@@ -92,8 +115,9 @@ class AttentionBody : public Body {
   const Kernels& kernels_;
   DType dtype_;
   View q_, k_, v_, k_new_, v_new_, y_;
-  int64_t capacity_, num_groups_, heads_per_group_, head_dim_;
-  double scale_;
+  Sinks sinks_;
+  int64_t capacity_, num_groups_, heads_per_group_, head_dim_, value_dim_;
+  double scale_, softcap_;
   C without_keys_ = 0;  // what a head gives that attends to nothing
 
  private:
@@ -132,16 +156,16 @@ class AttentionBody : public Body {
 
     C* q = reinterpret_cast<C*>(scratch);
     for (int64_t h = 0; h < heads_per_group_; h++) {
-      C* row = q + h * padded_dim_;
+      C* row = q + h * padded_keys_;
       kernels_.load_of(dtype_)(q_.at(frame, b, g * heads_per_group_ + h), 1, row, static_cast<int>(head_dim_));
-      std::fill(row + head_dim_, row + padded_dim_, C(0));
+      std::fill(row + head_dim_, row + padded_keys_, C(0));
     }
     AttentionTileArgs args = {};
     args.k_stride = k_.strides[2], args.v_stride = v_.strides[2];
     args.q = q;
     args.num_heads = static_cast<int>(heads_per_group_);
-    args.head_dim = head_dim_;
-    args.scale = scale_;
+    args.head_dim = head_dim_, args.value_dim = value_dim_;
+    args.scale = scale_, args.softcap = softcap_;
     args.max = s.max, args.sum = s.sum, args.acc = s.acc;
     args.scores = scratch + q_bytes_;
     attend_to(frame, range, args, reinterpret_cast<C*>(scratch + q_bytes_ + tile_bytes_));
@@ -156,22 +180,25 @@ class AttentionBody : public Body {
         const C other = state(b, g, i).max[h];
         if (other != other || other > max) max = other;
       }
+      const C sink = sinks_ ? static_cast<C>(sinks_.at(frame, g * heads_per_group_ + h)) : max;
+      if (sink > max) max = sink;
       C* acc = first.acc + h * padded_dim_;
       for (int64_t i = 0; i < num_splits_; i++) {
         const State s = state(b, g, i);
         const C factor = s.sum[h] == 0 ? C(0) : std::exp(s.max[h] - max);
         sum += s.sum[h] * factor;
         const C* from = s.acc + h * padded_dim_;
-        for (int64_t d = 0; d < head_dim_; d++) acc[d] = (i == 0 ? C(0) : acc[d]) + from[d] * factor;
+        for (int64_t d = 0; d < value_dim_; d++) acc[d] = (i == 0 ? C(0) : acc[d]) + from[d] * factor;
       }
-      for (int64_t d = 0; d < head_dim_; d++) acc[d] = sum == 0 ? without_keys_ : acc[d] / sum;
-      kernels_.store_of(dtype_)(acc, y_.at(frame, b, g * heads_per_group_ + h), 1, static_cast<int>(head_dim_));
+      if (sinks_ && sink != -std::numeric_limits<C>::infinity()) sum += std::exp(sink - max);
+      for (int64_t d = 0; d < value_dim_; d++) acc[d] = sum == 0 ? without_keys_ : acc[d] / sum;
+      kernels_.store_of(dtype_)(acc, y_.at(frame, b, g * heads_per_group_ + h), 1, static_cast<int>(value_dim_));
     }
   }
 
   int64_t num_splits_;
   Arrivals arrivals_;
-  int64_t padded_dim_, state_size_, q_bytes_, tile_bytes_;
+  int64_t padded_dim_, padded_keys_, state_size_, q_bytes_, tile_bytes_;
   std::vector<C> partials_;
 };
 

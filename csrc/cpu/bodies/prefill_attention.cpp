@@ -2,6 +2,7 @@
 #include <cstring>
 #include <limits>
 
+#include "attention.h"
 #include "torch_mpk/cpu/body.h"
 
 namespace mpk::cpu {
@@ -31,9 +32,10 @@ class PrefillAttention : public Body {
     const std::string style = node.string_attr("style");
     if (style != "sdpa" && style != "eager") fail(node, "style is '" + style + "', expected 'sdpa' or 'eager'");
     q_ = View(q.tensor), k_ = View(k.tensor), v_ = View(v.tensor), y_ = View(y.tensor);
-    args_.head_dim = q.tensor.shape[3];
+    args_.head_dim = q.tensor.shape[3], args_.value_dim = v.tensor.shape[3];
     args_.k_stride = k_.strides[2], args_.v_stride = v_.strides[2];
-    args_.scale = node.float_attr("scale");
+    args_.scale = node.float_attr("scale"), args_.softcap = node.float_attr("softcap", 0);
+    if (const Operand* sinks = node.find("sinks")) sinks_ = Sinks(node, kernels, *sinks);
     args_.without_keys = style == "sdpa" ? 0 : std::numeric_limits<double>::quiet_NaN();
     if (limit != nullptr) limit_ = View(limit->tensor);
     if (mask != nullptr) {
@@ -49,10 +51,10 @@ class PrefillAttention : public Body {
     tiles_ = (num_positions_ + positions_per_unit_ - 1) / positions_per_unit_;
     num_units_ = batch_ * num_groups_ * tiles_;
     const int64_t rows = positions_per_unit_ * heads_per_group_;
-    unit_cost_ = 2.0 * static_cast<double>(rows * length_ * args_.head_dim) / kFlopsPerNs;
-    pointers_bytes_ = round_up(4 * rows * static_cast<int64_t>(sizeof(void*)), 64);
-    scratch_bytes_ = pointers_bytes_ +
-                     kernels.prefill_scratch_bytes[static_cast<int>(dtype)](static_cast<int>(rows), args_.head_dim);
+    unit_cost_ = static_cast<double>(rows * length_ * (args_.head_dim + args_.value_dim)) / kFlopsPerNs;
+    pointers_bytes_ = round_up(5 * rows * static_cast<int64_t>(sizeof(void*)), 64);
+    scratch_bytes_ = pointers_bytes_ + kernels.prefill_scratch_bytes[static_cast<int>(dtype)](
+                                           static_cast<int>(rows), args_.head_dim, args_.value_dim);
   }
 
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
@@ -69,6 +71,7 @@ class PrefillAttention : public Body {
     auto** y = reinterpret_cast<uint8_t**>(scratch + array_bytes);
     auto** mask = reinterpret_cast<const uint8_t**>(scratch + 2 * array_bytes);
     auto* limits = reinterpret_cast<int64_t*>(scratch + 3 * array_bytes);
+    auto* sinks = reinterpret_cast<double*>(scratch + 4 * array_bytes);
     int rows = 0;
     for (int64_t s = first; s < std::min(first + positions_per_unit_, num_positions_); s++) {
       int64_t limit = length_;
@@ -78,11 +81,13 @@ class PrefillAttention : public Body {
         y[rows] = y_.at(frame, b, s, h);
         limits[rows] = std::clamp<int64_t>(limit, 0, length_);
         if (mask_) mask[rows] = mask_.at(frame, b, h, s);
+        if (sinks_) sinks[rows] = sinks_.at(frame, h);
       }
     }
     PrefillArgs args = args_;
     args.q = q, args.y = y, args.limits = limits, args.num_rows = rows;
     args.mask = mask_ ? mask : nullptr;
+    args.sinks = sinks_ ? sinks : nullptr;
     args.k = k_.at(frame, b, g), args.v = v_.at(frame, b, g);
     args.scratch = scratch + pointers_bytes_;
     run_(args);
@@ -91,6 +96,7 @@ class PrefillAttention : public Body {
   Kernels::Prefill run_;
   PrefillArgs args_ = {};
   View q_, k_, v_, y_, mask_, limit_;
+  Sinks sinks_;
   int64_t batch_, num_positions_, num_groups_, heads_per_group_, length_;
   int64_t positions_per_unit_, tiles_, pointers_bytes_;
 };

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention.h"
 #include "torch_mpk/cpu/body.h"
 
 namespace mpk::cpu {
@@ -28,7 +29,8 @@ class VarlenAttention : public Body {
     if (read_index_.strides[0] != size_bytes(DType::kI64) && node.operand("read_index").tensor.shape[0] > 1)
       fail(node, "read_index is not contiguous");
 
-    num_tokens_ = q.tensor.shape[0], head_dim_ = q.tensor.shape[2];
+    num_tokens_ = q.tensor.shape[0];
+    const int64_t head_dim = q.tensor.shape[2], value_dim = node.operand("v_cache").tensor.shape[2];
     num_groups_ = node.operand("k_cache").tensor.shape[1];
     const int64_t num_heads = q.tensor.shape[1];
     if (num_groups_ == 0 || num_heads % num_groups_ != 0)
@@ -37,10 +39,11 @@ class VarlenAttention : public Body {
     num_read_ = node.operand("read_index").tensor.shape[0];
     num_sequences_ = std::max<int64_t>(0, node.operand("cu_seq_lens_q").tensor.shape[0] - 1);
     window_ = node.int_attr("window");
-    row_bytes_ = head_dim_ * size_bytes(dtype);
+    row_bytes_ = value_dim * size_bytes(dtype);
     run_ = kernels.prefill_attention[static_cast<int>(dtype)];
-    args_.head_dim = head_dim_;
-    args_.scale = node.float_attr("scale");
+    args_.head_dim = head_dim, args_.value_dim = value_dim;
+    args_.scale = node.float_attr("scale"), args_.softcap = node.float_attr("softcap", 0);
+    if (const Operand* sinks = node.find("sinks")) sinks_ = Sinks(node, kernels, *sinks);
     args_.k_stride = k_cache_.strides[0], args_.v_stride = v_cache_.strides[0];
     args_.k_new_stride = k_new_.strides[0], args_.v_new_stride = v_new_.strides[0];
     args_.cache_rows = node.operand("k_cache").tensor.shape[0];
@@ -50,10 +53,10 @@ class VarlenAttention : public Body {
     num_blocks_ = (num_tokens_ + tokens_per_unit_ - 1) / tokens_per_unit_;
     num_units_ = num_blocks_ * num_groups_;
     const int64_t rows = tokens_per_unit_ * heads_per_group_;
-    unit_cost_ = 2.0 * static_cast<double>(rows * num_tokens_ * head_dim_) / kFlopsPerNs;
+    unit_cost_ = static_cast<double>(rows * num_tokens_ * (head_dim + value_dim)) / kFlopsPerNs;
     array_bytes_ = round_up(rows * static_cast<int64_t>(sizeof(void*)), 64);
-    scratch_bytes_ =
-        4 * array_bytes_ + kernels.prefill_scratch_bytes[static_cast<int>(dtype)](static_cast<int>(rows), head_dim_);
+    scratch_bytes_ = 5 * array_bytes_ + kernels.prefill_scratch_bytes[static_cast<int>(dtype)](static_cast<int>(rows),
+                                                                                               head_dim, value_dim);
   }
 
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
@@ -95,6 +98,7 @@ class VarlenAttention : public Body {
     auto** y = reinterpret_cast<uint8_t**>(scratch + array_bytes_);
     auto* starts = reinterpret_cast<int64_t*>(scratch + 2 * array_bytes_);
     auto* limits = reinterpret_cast<int64_t*>(scratch + 3 * array_bytes_);
+    auto* sinks = reinterpret_cast<double*>(scratch + 4 * array_bytes_);
     int rows = 0;
     for (int64_t t = from; t < to; t++) {
       const int64_t limit = num_cached + t - begin_q + 1;
@@ -103,21 +107,24 @@ class VarlenAttention : public Body {
         y[rows] = y_.at(frame, t, h);
         starts[rows] = window_ > 0 ? std::max<int64_t>(0, limit - window_) : 0;
         limits[rows] = limit;
+        if (sinks_) sinks[rows] = sinks_.at(frame, h);
       }
     }
     PrefillArgs args = args_;
     args.q = q, args.y = y, args.starts = starts, args.limits = limits, args.num_rows = rows;
+    args.sinks = sinks_ ? sinks : nullptr;
     args.k = k_cache_.at(frame, 0, g), args.v = v_cache_.at(frame, 0, g);
     args.list = reinterpret_cast<const int64_t*>(read_index_.at(frame, begin_k)), args.num_listed = num_cached;
     args.k_new = k_new_.at(frame, begin_q, g), args.v_new = v_new_.at(frame, begin_q, g);
-    args.scratch = scratch + 4 * array_bytes_;
+    args.scratch = scratch + 5 * array_bytes_;
     run_(args);
   }
 
   Kernels::Prefill run_;
   PrefillArgs args_ = {};
   View q_, y_, k_new_, v_new_, k_cache_, v_cache_, read_index_, ends_q_, ends_k_;
-  int64_t num_tokens_, num_groups_, heads_per_group_, head_dim_, num_read_, num_sequences_, window_;
+  Sinks sinks_;
+  int64_t num_tokens_, num_groups_, heads_per_group_, num_read_, num_sequences_, window_;
   int64_t row_bytes_, array_bytes_, tokens_per_unit_, num_blocks_;
 };
 

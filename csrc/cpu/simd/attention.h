@@ -21,13 +21,13 @@ MPK_INLINE void score_row(const T* k, const float* q, int64_t q_stride, int64_t 
 // Adds the tile's values, weighted by the probabilities, to kHeads accumulators.
 template <class T, int kHeads>
 MPK_INLINE void add_values(const AttentionTileArgs& a, const float* p, float* acc, int64_t acc_stride) {
-  for (int64_t d = 0; d < a.head_dim; d += kLanes) {
+  for (int64_t d = 0; d < a.value_dim; d += kLanes) {
     vf sum[kHeads];
     for (int h = 0; h < kHeads; h++) sum[h] = load_vec(acc + h * acc_stride + d);
-    const bool whole = d + kLanes <= a.head_dim;
+    const bool whole = d + kLanes <= a.value_dim;
     for (int i = 0; i < a.num_positions; i++) {
       const T* v = reinterpret_cast<const T*>(a.v + a.positions[i] * a.v_stride) + d;
-      const vf row = whole ? load_vec(v) : load_vec_partial(v, a.head_dim - d);
+      const vf row = whole ? load_vec(v) : load_vec_partial(v, a.value_dim - d);
       for (int h = 0; h < kHeads; h++) {
         const float weight = p[h * kAttentionTile + i];
         sum[h] = vec_fma(row, vf{} + weight, sum[h]);
@@ -37,6 +37,24 @@ MPK_INLINE void add_values(const AttentionTileArgs& a, const float* p, float* ac
   }
 }
 
+MPK_INLINE int64_t padded_dim(int64_t dim) { return (dim + kHeadDimPad - 1) / kHeadDimPad * kHeadDimPad; }
+
+// Keeps scores between -softcap and softcap.
+template <class C>
+MPK_INLINE void cap_scores(C* scores, int n, double softcap) {
+  const C cap = static_cast<C>(softcap), inverse = static_cast<C>(1 / softcap);
+  for (int i = 0; i < n; i++) scores[i] = cap * math::tanh(scores[i] * inverse);
+}
+
+// Adds a score without a value to a sum of exponentials above `max`; returns what results so far count for beside it.
+template <class C>
+MPK_INLINE C add_sink(C sink, C max, C& sum) {
+  const C top = sink > max ? sink : max, base = top == -std::numeric_limits<C>::infinity() ? C(0) : top;
+  const C kept = math::exp(max - base);
+  sum = sum * kept + math::exp(sink - base);
+  return kept;
+}
+
 // Scales, masks and exponentiates one head's scores; returns the factor its accumulator must be scaled by.
 template <class C>
 MPK_INLINE C softmax_step(const AttentionTileArgs& a, int head, C* scores) {
@@ -44,8 +62,13 @@ MPK_INLINE C softmax_step(const AttentionTileArgs& a, int head, C* scores) {
   C* sum = static_cast<C*>(a.sum) + head;
   const C* mask = a.mask == nullptr ? nullptr : static_cast<const C*>(a.mask) + head * kAttentionTile;
   C new_max = *max;
+  if (a.softcap > 0) {
+    for (int i = 0; i < a.num_positions; i++) scores[i] *= static_cast<C>(a.scale);
+    cap_scores(scores, a.num_positions, a.softcap);
+  }
+  const C scale = a.softcap > 0 ? C(1) : static_cast<C>(a.scale);
   for (int i = 0; i < a.num_positions; i++) {
-    scores[i] = scores[i] * static_cast<C>(a.scale) + (mask == nullptr ? C(0) : mask[i]);
+    scores[i] = scores[i] * scale + (mask == nullptr ? C(0) : mask[i]);
     new_max = (scores[i] != scores[i] || scores[i] > new_max) ? scores[i] : new_max;
   }
   if (new_max == -std::numeric_limits<C>::infinity()) {
@@ -67,15 +90,15 @@ constexpr int kHeadsPerPass = 4;
 
 template <class T, int kHeads>
 void attention_pass(const AttentionTileArgs& a, int first) {
-  const int64_t stride = (a.head_dim + kHeadDimPad - 1) / kHeadDimPad * kHeadDimPad;
-  const float* q = static_cast<const float*>(a.q) + first * stride;
+  const int64_t stride = padded_dim(a.value_dim), q_stride = padded_dim(a.head_dim);
+  const float* q = static_cast<const float*>(a.q) + first * q_stride;
   float* scores = static_cast<float*>(a.scores) + first * kAttentionTile;
   float* acc = static_cast<float*>(a.acc) + first * stride;
   for (int i = 0; i < a.num_positions; i++) {
     const uint8_t* v = a.v + a.positions[i] * a.v_stride;
-    for (int64_t byte = 0; byte < a.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64)
+    for (int64_t byte = 0; byte < a.value_dim * static_cast<int64_t>(sizeof(T)); byte += 64)
       __builtin_prefetch(v + byte);
-    score_row<T, kHeads>(reinterpret_cast<const T*>(a.k + a.positions[i] * a.k_stride), q, stride, a.head_dim,
+    score_row<T, kHeads>(reinterpret_cast<const T*>(a.k + a.positions[i] * a.k_stride), q, q_stride, a.head_dim,
                          scores + i);
   }
   for (int h = 0; h < kHeads; h++) {
@@ -106,9 +129,9 @@ void attention_tile(const AttentionTileArgs& a) {
 }
 
 void attention_tile_f64(const AttentionTileArgs& a) {
-  const int64_t stride = (a.head_dim + kHeadDimPad - 1) / kHeadDimPad * kHeadDimPad;
+  const int64_t stride = padded_dim(a.value_dim);
   for (int h = 0; h < a.num_heads; h++) {
-    const double* q = static_cast<const double*>(a.q) + h * stride;
+    const double* q = static_cast<const double*>(a.q) + h * padded_dim(a.head_dim);
     double* scores = static_cast<double*>(a.scores) + h * kAttentionTile;
     double* acc = static_cast<double*>(a.acc) + h * stride;
     for (int i = 0; i < a.num_positions; i++) {
@@ -117,10 +140,10 @@ void attention_tile_f64(const AttentionTileArgs& a) {
       for (int64_t d = 0; d < a.head_dim; d++) scores[i] += q[d] * k[d];
     }
     const double factor = softmax_step<double>(a, h, scores);
-    for (int64_t d = 0; d < a.head_dim; d++) acc[d] *= factor;
+    for (int64_t d = 0; d < a.value_dim; d++) acc[d] *= factor;
     for (int i = 0; i < a.num_positions; i++) {
       const double* v = reinterpret_cast<const double*>(a.v + a.positions[i] * a.v_stride);
-      for (int64_t d = 0; d < a.head_dim; d++) acc[d] += scores[i] * v[d];
+      for (int64_t d = 0; d < a.value_dim; d++) acc[d] += scores[i] * v[d];
     }
   }
 }

@@ -13,10 +13,10 @@ struct PrefillScratch {
 
   static constexpr int64_t kKeyDepth = kPrefillKeys;  // a whole packed depth in every tier
 
-  PrefillScratch(uint8_t* base, int num_rows, int64_t head_dim) {
+  PrefillScratch(uint8_t* base, int num_rows, int64_t head_dim, int64_t value_dim) {
     rows = static_cast<int>(multiple(num_rows, kTileRows));
     depth = packed_depth<T>(head_dim);
-    acc_stride = multiple(head_dim, kPanel);
+    acc_stride = multiple(value_dim, kPanel);
     uint8_t* at = base;
     const auto take = [&](int64_t bytes) {
       uint8_t* part = at;
@@ -27,7 +27,7 @@ struct PrefillScratch {
     p = reinterpret_cast<T*>(take(rows * kPrefillKeys * sizeof(T)));
     k = take(kPrefillKeys / kPanel * panel_bytes<T>(head_dim));
     v = take(acc_stride / kPanel * panel_bytes<T>(kKeyDepth));
-    listed = take(kPrefillKeys * head_dim * sizeof(T));
+    listed = take(kPrefillKeys * (head_dim > value_dim ? head_dim : value_dim) * sizeof(T));
     scores = reinterpret_cast<C*>(take(rows * kPrefillKeys * sizeof(C)));
     mask = reinterpret_cast<C*>(take(rows * kPrefillKeys * sizeof(C)));
     acc = reinterpret_cast<C*>(take(rows * acc_stride * sizeof(C)));
@@ -89,13 +89,13 @@ MPK_INLINE PrefillRows prefill_rows(const PrefillArgs& a, const PrefillRows& cac
 
 // One row's scores of a tile of keys become weights; returns the factor that what it has summed up is scaled by.
 template <class T, class C>
-MPK_INLINE C prefill_softmax(C* scores, const C* mask, int begin, int live, C scale, C* max, C* sum, T* p) {
+MPK_INLINE C prefill_softmax(C* scores, const C* mask, int begin, int live, C scale, double softcap, C* max, C* sum,
+                             T* p) {
   constexpr C kNever = -std::numeric_limits<C>::infinity();
   constexpr int kLanesOf = 16;
-  for (int i = 0; i < kPrefillKeys; i++) {
-    const C score = scores[i] * scale;
-    scores[i] = begin <= i && i < live ? score : kNever;
-  }
+  for (int i = 0; i < kPrefillKeys; i++) scores[i] *= scale;
+  if (softcap > 0) cap_scores(scores, kPrefillKeys, softcap);
+  for (int i = 0; i < kPrefillKeys; i++) scores[i] = begin <= i && i < live ? scores[i] : kNever;
   if (mask != nullptr)
     for (int i = 0; i < live; i++) scores[i] += mask[i];
   C lanes[kLanesOf];
@@ -121,7 +121,7 @@ MPK_INLINE C prefill_softmax(C* scores, const C* mask, int begin, int live, C sc
 template <class T>
 void prefill_attention(const PrefillArgs& a) {
   using C = typename Packed<T>::C;
-  const PrefillScratch<T> s(a.scratch, a.num_rows, a.head_dim);
+  const PrefillScratch<T> s(a.scratch, a.num_rows, a.head_dim, a.value_dim);
   const Tiles tiles;
   __builtin_memset(s.q, 0, s.rows * s.depth * sizeof(T));
   __builtin_memset(s.p, 0, s.rows * kPrefillKeys * sizeof(T));
@@ -137,7 +137,7 @@ void prefill_attention(const PrefillArgs& a) {
   begin -= begin % kPrefillKeys;  // a row's sums are of the same tiles whichever rows stand beside it
   const PrefillRows k{a.k, a.k_stride}, v{a.v, a.v_stride}, k_new{a.k_new, a.k_new_stride},
       v_new{a.v_new, a.v_new_stride};
-  const int64_t row_bytes = a.head_dim * sizeof(T);
+  const int64_t row_bytes = a.head_dim * sizeof(T), value_bytes = a.value_dim * sizeof(T);
   const int value_panels = static_cast<int>(s.acc_stride / kPanel);
   for (int64_t first = begin; first < end; first += kPrefillKeys) {
     const int count = static_cast<int>(end - first < kPrefillKeys ? end - first : kPrefillKeys);
@@ -154,25 +154,27 @@ void prefill_attention(const PrefillArgs& a) {
       const int unseen = a.starts == nullptr ? 0 : in_tile(a.starts[r]);
       const C factor = prefill_softmax<T, C>(
           s.scores + r * kPrefillKeys, a.mask == nullptr ? nullptr : s.mask + r * kPrefillKeys, unseen,
-          in_tile(a.limits[r]), static_cast<C>(a.scale), s.max + r, s.sum + r, s.p + r * kPrefillKeys);
+          in_tile(a.limits[r]), static_cast<C>(a.scale), a.softcap, s.max + r, s.sum + r, s.p + r * kPrefillKeys);
       if (factor != 1)
         for (int64_t d = 0; d < s.acc_stride; d++) s.acc[r * s.acc_stride + d] *= factor;
     }
-    const PrefillRows values = prefill_rows(a, v, v_new, first, count, row_bytes, s.listed);
-    pack_columns<T>(values.first, values.stride, count, kPrefillKeys, a.head_dim, s.v);
+    const PrefillRows values = prefill_rows(a, v, v_new, first, count, value_bytes, s.listed);
+    pack_columns<T>(values.first, values.stride, count, kPrefillKeys, a.value_dim, s.v);
     product<T>(reinterpret_cast<const uint8_t*>(s.p), kPrefillKeys * sizeof(T), s.rows, s.v, value_panels, s.kKeyDepth,
                s.acc, s.acc_stride, true);
   }
   for (int r = 0; r < a.num_rows; r++) {
     const C* acc = s.acc + r * s.acc_stride;
     T* y = reinterpret_cast<T*>(a.y[r]);
-    const bool is_empty = s.sum[r] == 0;
-    for (int64_t d = 0; d < a.head_dim; d++)
-      to_storage(is_empty ? static_cast<C>(a.without_keys) : acc[d] / s.sum[r], y + d);
+    C kept = 1, sum = s.sum[r];
+    if (a.sinks != nullptr) kept = add_sink(static_cast<C>(a.sinks[r]), s.max[r], sum);
+    const bool is_empty = sum == 0;
+    for (int64_t d = 0; d < a.value_dim; d++)
+      to_storage(is_empty ? static_cast<C>(a.without_keys) : acc[d] * kept / sum, y + d);
   }
 }
 
 template <class T>
-int64_t prefill_scratch_bytes(int num_rows, int64_t head_dim) {
-  return PrefillScratch<T>(nullptr, num_rows, head_dim).bytes;
+int64_t prefill_scratch_bytes(int num_rows, int64_t head_dim, int64_t value_dim) {
+  return PrefillScratch<T>(nullptr, num_rows, head_dim, value_dim).bytes;
 }

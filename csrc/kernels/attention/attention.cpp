@@ -68,7 +68,8 @@ class Attention : public SplitKvKernel {
  private:
   AttentionSizes sizes_of(const Node& node) const override {
     const Tensor &q = node.operand("q").tensor, &cache = node.operand("k_cache").tensor;
-    return {q.shape[0], q.shape[1], cache.shape[1], q.shape[2], q.dtype, cache.shape[2], 0};
+    const int64_t value_size = node.operand("v_cache").tensor.shape[3];
+    return {q.shape[0], q.shape[1], cache.shape[1], q.shape[2], value_size, q.dtype, cache.shape[2], 0};
   }
   bool has_several(const AttentionSizes& sizes, int64_t workers) const override {
     return sizes.batch * sizes.units() > workers;

@@ -84,7 +84,8 @@ class PagedAttention : public SplitKvKernel {
   AttentionSizes sizes_of(const Node& node) const override {
     const Tensor &q = node.operand("q").tensor, &pages = node.operand("k_pages").tensor;
     const int64_t in_page = pages.shape[1], positions = node.operand("block_table").tensor.shape[1] * in_page;
-    return {q.shape[0], q.shape[1], pages.shape[2], q.shape[2], q.dtype, positions, in_page};
+    const int64_t value_size = node.operand("v_pages").tensor.shape[3];
+    return {q.shape[0], q.shape[1], pages.shape[2], q.shape[2], value_size, q.dtype, positions, in_page};
   }
   bool has_several(const AttentionSizes& sizes, int64_t workers) const override {
     return 2 * sizes.batch * sizes.units() > workers && sizes.batch > 1;

@@ -6,6 +6,7 @@
 #include "../../schedule/staging.h"
 #include "flash.h"
 #include "key_rows.h"
+#include "scores.h"
 
 namespace mpk {
 namespace {
@@ -43,7 +44,7 @@ class PrefillAttentionWriter {
     for (const Operand& operand : node_.operands) {
       if (&operand == limit_)
         require_dtype(node_, operand, DType::kI64);
-      else if (&operand != mask_)
+      else if (&operand != mask_ && operand.name != "sinks")
         require_dtype(node_, operand, dtype), require_inner_stride(node_, operand);
     }
     if (mask_)
@@ -57,9 +58,7 @@ class PrefillAttentionWriter {
     code_.body = "  using T = " + std::string(cuda_type(q_.tensor.dtype)) + ";\n" +
                  constant("kBatch", q_.tensor.shape[0]) + constant("kPositions", q_.tensor.shape[1]) +
                  constant("kGroups", groups()) + constants(own_) + constant("kSize", size()) +
-                 constant("kLength", k_.tensor.shape[2]) +
-                 "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
-                 flag("kZeroWithoutKeys", node_.string_attr("style") == "sdpa");
+                 constant("kLength", k_.tensor.shape[2]) + scores(refs_, node_, node_.string_attr("style") == "sdpa");
     code_.num_small_workers = static_cast<uint32_t>(std::min<int64_t>(job_.cut.num_tiles, 1 << 20));
     if (job_.cut.staged_bytes > 0) code_.staged_bytes = "prefill_attention::Shape<V>::kStagedBytes";
   }
@@ -88,7 +87,7 @@ class PrefillAttentionWriter {
   }
 
   void write_visible() {
-    code_.body += flag("kHasLimit", limit_ != nullptr) + flag("kHasMask", mask_ != nullptr);
+    code_.body += flag("kHasLimit", limit_ != nullptr);
     if (limit_)
       code_.body +=
           returning("int64_t", "limit(const Job& job, uint32_t b, uint32_t s)",

@@ -24,7 +24,7 @@ int64_t heads_at_a_time(int64_t shared, int64_t size) {
 int64_t staged_bytes(const AttentionSizes& sizes, int64_t warps, int64_t combined) {
   constexpr int64_t kFewestRows = 8;  // positions of a tile
   const int64_t together = sizes.together(), size = sizes.size, element = size_bytes(sizes.dtype);
-  const int64_t rows = (round_up(together, 4) + 2) * (size + 32) * element;
+  const int64_t rows = (round_up(together, 4) + 2) * (sizes.widest() + 32) * element;
   const auto padded = std::bit_ceil(static_cast<uint64_t>(std::max(together, 32 / kFewestRows)));
   const int64_t weights = (std::max<int64_t>(sizes.tile(), kWarpRows) + 1) * static_cast<int64_t>(padded) * 4;
   return rows + warps * weights + together * size * 4 + combined;
@@ -34,13 +34,14 @@ constexpr int64_t kCombined = 24 * 1024;  // bytes of results that are put toget
 
 }  // namespace
 
-int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups, size); }
+int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups, widest()); }
 
 // What is computed together, or, of splits that overlap, twice as much, if keys and values of 16-bit elements still fit
 // an entry: then bytes in flight decide, of which half-filled slots hold half.
 int64_t AttentionSizes::tile() const {
-  const int64_t row_bytes = size * size_bytes(dtype), tile = kv_tile(static_cast<int>(row_bytes));
-  const bool fits = size_bytes(dtype) == 2 && 2 * 2 * tile * row_bytes <= kMinSlotBytes && tile == kWarpRows;
+  const int64_t row_bytes = widest() * size_bytes(dtype), tile = kv_tile(static_cast<int>(row_bytes));
+  const bool fits =
+      size_bytes(dtype) == 2 && size == value_size && 2 * 2 * tile * row_bytes <= kMinSlotBytes && tile == kWarpRows;
   return overlap && fits && of_page % (2 * tile) == 0 ? 2 * tile : tile;
 }
 
@@ -75,7 +76,8 @@ std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& 
   AttentionSizes sizes = sizes_of(schedule.graph.nodes()[job.body.front()]);
   const int64_t batch = sizes.batch, together = sizes.together(), units = sizes.units();
   const int64_t workers = schedule.target.num_workers;
-  const int64_t warps = schedule.warps.consumers, tile_warps = warps - kBringingWarps, sums = (sizes.size + 4) * 4;
+  const int64_t warps = schedule.warps.consumers, tile_warps = warps - kBringingWarps,
+                sums = (sizes.value_size + 4) * 4;
   sizes.overlap = has_several(sizes, workers);
   const int64_t overlapped =
       2 * round_up(staged_bytes(sizes, tile_warps, tile_warps * together * sums), kSharedAlignment);
@@ -113,7 +115,8 @@ void SplitKvKernel::prove(const CutProof& proof) const {
                 "a size of its splits is not positive");
   proof.require(own.result_bytes % kAccessBytes == 0, "results of splits are not aligned to 16 bytes");
   proof.require_scratch(own.scratch_bytes());
-  const int64_t bytes = own.positions * y.shape.back() * size_bytes(y.dtype);
+  const int64_t widest = std::max(y.shape.back(), proof.first().operand("q").tensor.shape.back());
+  const int64_t bytes = own.positions * widest * size_bytes(y.dtype);
   const bool are_taken = own.positions >= 1 && own.positions <= 32 && 32 % own.positions == 0;
   proof.require(are_taken && bytes <= kMinSlotBytes && (own.positions <= kWarpRows || 2 * bytes <= kMinSlotBytes),
                 "tiles of " + str(own.positions) + " positions are none that a warp takes from a slot");

@@ -11,13 +11,15 @@
 namespace mpk {
 
 struct AttentionSizes {
-  int64_t batch, heads, groups, size;
+  int64_t batch, heads, groups;
+  int64_t size, value_size;  // of a query and a key; of a value and a result
   DType dtype;
   int64_t row_positions;  // of the longest row
   int64_t of_page;        // positions; 0: all lie side by side
   bool overlap = false;   // of a worker's splits
 
   bool are_possible() const { return batch >= 1 && groups >= 1 && heads >= groups && heads % groups == 0; }
+  int64_t widest() const { return std::max(size, value_size); }
   int64_t together() const;                             // heads that a split works on
   int64_t units() const { return heads / together(); }  // of a row: each has splits of its own
   int64_t tile() const;                                 // its positions
@@ -27,7 +29,9 @@ struct AttentionSizes {
   int64_t few_splits(int64_t workers) const;
   int64_t max_split_tiles(int64_t workers) const;
   // Of a head of a split: up to 256 elements, as the 32 lanes of a warp share them, the maximum and the sum.
-  int64_t result_bytes() const { return 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)), 64) + 32; }
+  int64_t result_bytes() const {
+    return 8 * std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(value_size)), 64) + 32;
+  }
 };
 
 struct SplitKvFields {

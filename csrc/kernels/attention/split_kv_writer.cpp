@@ -6,6 +6,7 @@
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
 #include "../../schedule/staging.h"
+#include "scores.h"
 
 namespace mpk::codegen {
 
@@ -43,8 +44,9 @@ void AttentionWriter::check_shapes() const {
   require_row_dtype(node_, dtype_);
   require(groups() > 0 && heads() % groups() == 0, node_,
           str(heads()) + " heads are no multiple of " + str(groups()) + " groups");
-  require(size() % 8 == 0 && size() >= 8 && size() <= 256, node_,
-          "the head size must be a multiple of 8 up to 256, got " + str(size()));
+  for (const int64_t size : {this->size(), value_size()})
+    require(size % 8 == 0 && size >= 8 && size <= 256, node_,
+            "the head size must be a multiple of 8 up to 256, got " + str(size));
   require(length() > 0 && length() < (int64_t(1) << 31), node_,
           "a cache of " + str(length()) + " positions is not supported");
 }
@@ -64,13 +66,11 @@ void AttentionWriter::write_sizes() {
   code_.takes_windows = own_.overlaps != 0;
   code_.body = "  using T = " + std::string(cuda_type(dtype_)) + ";\n" + constant("kBatch", batch()) +
                constant("kGroups", groups()) + constant("kPasses", heads() / groups() / own_.heads) + constants(own_) +
-               constant("kSize", size()) + constant("kLength", length()) +
-               flag("kZeroWithoutKeys", zero_without_keys()) +
+               constant("kSize", size()) + constant("kValueSize", value_size()) + constant("kLength", length()) +
                constant("kWorkers", context_.schedule.target.num_workers) +
                returning("int64_t", "limit(const Job& job, uint32_t b)", limit()) +
                returning("uint8_t*", "partials(const Job& job)", refs_.workspace(job_.cut.scratch->offset)) +
-               "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
-               flag("kHasNew", k_new_ != nullptr) + flag("kHasMask", node_.find("mask") != nullptr);
+               flag("kHasNew", k_new_ != nullptr) + scores(refs_, node_, zero_without_keys());
 }
 
 void AttentionWriter::write_result() {

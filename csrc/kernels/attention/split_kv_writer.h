@@ -53,6 +53,7 @@ class AttentionWriter {
   int64_t batch() const { return q_.tensor.shape[0]; }
   int64_t heads() const { return q_.tensor.shape[1]; }
   int64_t size() const { return q_.tensor.shape[2]; }
+  int64_t value_size() const { return y_.shape[2]; }
 };
 
 }  // namespace mpk::codegen

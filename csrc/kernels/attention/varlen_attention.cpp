@@ -7,6 +7,7 @@
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
 #include "flash.h"
+#include "scores.h"
 
 namespace mpk {
 namespace {
@@ -51,22 +52,22 @@ class VarlenAttentionWriter {
     for (const int64_t rows : {cache().shape[0], node_.operand("read_index").tensor.shape[0]})
       require(rows < (int64_t(1) << 31), node_, str(rows) + " rows of a cache are not supported");
     for (const Operand& operand : node_.operands)
-      if (is_float(operand.tensor.dtype)) require_dtype(node_, operand, q_.dtype), require_inner_stride(node_, operand);
+      if (is_float(operand.tensor.dtype) && operand.name != "sinks")
+        require_dtype(node_, operand, q_.dtype), require_inner_stride(node_, operand);
     for (const char* name : {"k_new", "v_new", "k_cache", "v_cache"})
       require(context_.aligned_rows(node_.operand(name).tensor, false), node_,
               "rows of " + std::string(name) + " do not begin at multiples of 16 bytes");
   }
 
   void write_sizes() {
-    code_.body =
-        "  using T = " + std::string(cuda_type(q_.dtype)) + ";\n" + constant("kTokens", q_.shape[0]) +
-        constant("kBlocks", ragged_tiles(node_, own_)) + constant("kGroups", groups()) + constants(own_) +
-        constant("kSize", size()) + constant("kEnds", num_ends(node_)) + constant("kWindow", node_.int_attr("window")) +
-        "  static constexpr float kScale = " + float_literal(node_.float_attr("scale")) + ";\n" +
-        flag("kZeroWithoutKeys", true) + flag("kHasMask", false) + flag("kAlignedQ", context_.aligned_rows(q_, true)) +
-        flag("kAlignedY", context_.aligned_rows(y_, true)) +
-        returning("T*", "y(const Job& job, uint32_t t, uint32_t h)",
-                  refs_.pointer(node_, y_, true) + element_at(y_, {"t", "h"}));
+    code_.body = "  using T = " + std::string(cuda_type(q_.dtype)) + ";\n" + constant("kTokens", q_.shape[0]) +
+                 constant("kBlocks", ragged_tiles(node_, own_)) + constant("kGroups", groups()) + constants(own_) +
+                 constant("kSize", size()) + constant("kEnds", num_ends(node_)) +
+                 constant("kWindow", node_.int_attr("window")) + scores(refs_, node_, true) +
+                 flag("kAlignedQ", context_.aligned_rows(q_, true)) +
+                 flag("kAlignedY", context_.aligned_rows(y_, true)) +
+                 returning("T*", "y(const Job& job, uint32_t t, uint32_t h)",
+                           refs_.pointer(node_, y_, true) + element_at(y_, {"t", "h"}));
     code_.body +=
         returning("int32_t", "num_read(const Job& job)", refs_.number(node_.operand("read_index").tensor.shape[0]));
     code_.body += returning("int32_t", "cache_rows(const Job& job)", refs_.number(cache().shape[0]));

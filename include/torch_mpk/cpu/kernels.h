@@ -58,23 +58,24 @@ struct AttentionTileArgs {
   const void* mask;  // C [num_heads, kAttentionTile], added to the scaled scores; nullptr adds nothing
   const void* q;     // C [num_heads, padded head_dim]
   int num_heads;
-  int64_t head_dim;
+  int64_t head_dim, value_dim;
   double scale;
-  void* max;     // C [num_heads]: running maximum of the scores; -inf before the first live key
-  void* sum;     // C [num_heads]: sum of exp(score - max)
-  void* acc;     // C [num_heads, padded head_dim]: sum of exp(score - max) * value
-  void* scores;  // C [num_heads, kAttentionTile]: scratch
+  double softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
+  void* max;       // C [num_heads]: running maximum of the scores; -inf before the first live key
+  void* sum;       // C [num_heads]: sum of exp(score - max)
+  void* acc;       // C [num_heads, padded value_dim]: sum of exp(score - max) * value
+  void* scores;    // C [num_heads, kAttentionTile]: scratch
 };
 
 // Attention of rows that share the keys and values of one (sequence, key head): query positions times query heads. Row
 // r attends to the positions from starts[r] on that are below limits[r], which is at most the sequence's length.
 struct PrefillArgs {
   const uint8_t* const* q;  // [num_rows], each [head_dim]
-  uint8_t* const* y;        // the same
+  uint8_t* const* y;        // [num_rows], each [value_dim]
   const int64_t* starts;    // [num_rows], 0 or more, or nullptr for zeros
   const int64_t* limits;    // the same
   int num_rows;
-  int64_t head_dim;
+  int64_t head_dim, value_dim;
   const uint8_t *k, *v;
   int64_t k_stride, v_stride;  // bytes
   const int64_t* list;         // [num_listed] rows of k and v that are the first positions, or nullptr: all, in order
@@ -87,6 +88,8 @@ struct PrefillArgs {
   void (*load_mask)(const void* from, int64_t stride, void* values, int n);
   ValueClass mask_class;
   double scale;
+  double softcap;       // as of AttentionTileArgs
+  const double* sinks;  // [num_rows]: of each row the score of a key that there is not; or nullptr
   double without_keys;  // what a row without a key gives
   uint8_t* scratch;     // prefill_scratch_bytes
 };
@@ -120,7 +123,7 @@ struct Kernels {
   Linear linear_transposed[kNumDTypes];
   AttentionTile attention_tile[kNumDTypes];  // floating dtypes only
   Prefill prefill_attention[kNumDTypes];     // floating dtypes only
-  int64_t (*prefill_scratch_bytes[kNumDTypes])(int num_rows, int64_t head_dim);
+  int64_t (*prefill_scratch_bytes[kNumDTypes])(int num_rows, int64_t head_dim, int64_t value_dim);
   Load load[kNumDTypes];
   Store store[kNumDTypes];  // of values already rounded to the dtype
   Gather gather[kNumDTypes];

@@ -62,6 +62,7 @@ struct MPK_KERNEL_API Node {
   const Operand& operand(const std::string& name) const;  // throws when absent
   int64_t int_attr(const std::string& name) const;
   double float_attr(const std::string& name) const;
+  double float_attr(const std::string& name, double otherwise) const;  // where it may be absent
   std::string string_attr(const std::string& name) const;
 };
 

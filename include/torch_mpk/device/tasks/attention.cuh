@@ -22,21 +22,61 @@ namespace mpk::attention {
 
 // ---- the loader's part
 
+// Keys or values of a tile, where they differ in size: fill_ring has rows of one.
+template <class Writer>
+struct CacheEntry {
+  const Writer& ring;
+  const uint8_t* from;
+  uint32_t pitch, rows, bytes, tile;
+
+  MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
+    if constexpr (arch::kHasBulkCopies) ptx::mbar_arrive_expect(full, rows * bytes);
+    ring.copy(to, from, pitch, rows, bytes, full);
+    if constexpr (!arch::kHasBulkCopies) ptx::copy_async_arrive(full);
+  }
+};
+
+template <class V, class Writer>
+MPK_OUT_OF_LINE uint32_t fill_unlike(Writer ring, Job job, KvPiece piece, uint32_t limit, uint32_t phase) {
+  using S = Shape<V>;
+  const uint32_t group = piece.group / V::kPasses;
+  return fill_entries(ring, 2 * piece.num_tiles, S::kInFlight, phase, [&](uint32_t number) {
+    const uint32_t tile = piece.first_tile + number / 2, first = tile * S::kTile;
+    const bool is_value = number % 2 != 0;
+    const uint32_t pitch = is_value ? V::kPitchV : V::kPitchK;
+    const auto* data = reinterpret_cast<const uint8_t*>(is_value ? V::v_cache(job, piece.row, group)
+                                                                 : V::k_cache(job, piece.row, group));
+    return CacheEntry<Writer>{ring,
+                              data + uint64_t(first) * pitch,
+                              pitch,
+                              first < limit ? min(uint32_t(S::kTile), limit - first) : 0,
+                              is_value ? S::kValueBytes : S::kRowBytes,
+                              tile};
+  });
+}
+
 template <class V>
 template <class L>
 MPK_DEVICE bool Positions<V>::load(L& l, const Job& job, const KvPiece& piece, uint32_t limit) {
   using S = Shape<V>;
-  constexpr uint32_t kParts = S::kParts, kBytes = S::kRowBytes, kEntries = S::kEntries;
-  constexpr Stream kStream{S::kTile,          2,           kParts, kBytes, kBytes, 1, kEntries, inverse(1),
-                           inverse(kEntries), S::kInFlight};
-  const uint32_t group = piece.group / V::kPasses, end = piece.first_tile + piece.num_tiles;
-  if (l.lane < 2) {
-    l.shared.data[l.lane] =
-        reinterpret_cast<uint64_t>(l.lane == 0 ? V::k_cache(job, piece.row, group) : V::v_cache(job, piece.row, group));
-    l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, limit, 0, end};
+  if constexpr (!S::kAlike) {
+    const uint32_t first = piece.first_tile * S::kTile;
+    const uint32_t positions = first < limit ? min(piece.num_tiles * S::kTile, limit - first) : 0;
+    return l.fill_by(2 * piece.num_tiles, positions * (S::kRowBytes + S::kValueBytes),
+                     [&] { return fill_unlike<V>(l.ring, job, piece, limit, l.phase); });
+  } else {
+    constexpr uint32_t kParts = S::kParts, kBytes = S::kRowBytes, kEntries = S::kEntries;
+    constexpr Stream kStream{S::kTile,          2,           kParts, kBytes, kBytes, 1, kEntries, inverse(1),
+                             inverse(kEntries), S::kInFlight};
+    const uint32_t group = piece.group / V::kPasses, end = piece.first_tile + piece.num_tiles;
+    if (l.lane < 2) {
+      l.shared.data[l.lane] = reinterpret_cast<uint64_t>(l.lane == 0 ? V::k_cache(job, piece.row, group)
+                                                                     : V::v_cache(job, piece.row, group));
+      l.shared.matrices[l.lane] = {l.lane == 0 ? V::kPitchK : V::kPitchV, limit, 0, end};
+    }
+    __syncwarp();
+    return l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end});
   }
-  __syncwarp();
-  return l.fill(kStream, l.shared.data, l.shared.matrices, {piece.first_tile, end});
 }
 
 template <class V, class L>
@@ -80,6 +120,15 @@ inline constexpr uint32_t kHeldTiles =
 template <class V, class C>
 inline constexpr uint32_t kStagedTiles = kHeldTiles<V, C> < kConsumerWarps ? kHeldTiles<V, C> : kConsumerWarps;
 
+// A key, or a value, by the lanes of a warp.
+template <class S, class T>
+MPK_DEVICE void copy_chunks(T* to, const T* from, bool is_value, int lane) {
+  const int chunks = S::kAlike || !is_value ? S::kChunks : S::kValueChunks;
+#pragma unroll
+  for (int i = 0; i < (S::kChunks > S::kValueChunks ? S::kChunks : S::kValueChunks); i += 32)
+    if (i + lane < chunks) reinterpret_cast<uint4*>(to)[i + lane] = reinterpret_cast<const uint4*>(from)[i + lane];
+}
+
 // Row `place` of those that a piece needs, brought to `staged` by a warp: first the rows of q, then, with a new
 // position, its key and value, which the worker with the first tile of a group also writes to the caches. begins() is
 // asked behind what is known of the rows beforehand; false when it says so.
@@ -120,10 +169,7 @@ MPK_DEVICE bool bring_row(C& c, const Job& job, const KvPiece& piece, Slot<V> sl
   T* to;
   if (is_new && piece.first_tile == 0 && piece.group % V::kPasses == 0 && slot >= 0 && slot < V::kLength &&
       Positions<V>::find(job, piece.row, group, slot, is_value, to)) {
-#pragma unroll
-    for (int i = 0; i < S::kChunks; i += 32)
-      if (i + c.lane < S::kChunks)
-        reinterpret_cast<uint4*>(to)[i + c.lane] = reinterpret_cast<const uint4*>(data)[i + c.lane];
+    copy_chunks<S>(to, data, is_value, c.lane);
   }
   return true;
 }
@@ -160,23 +206,16 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvPiece& piece, uint32_t in
   };
   if (Live<V>::kAreKnown) compare();
   auto data_of = [&](uint32_t e) { return reinterpret_cast<T*>(c.ring.slot(e)); };
-  auto replace_row = [&](T* data, const T* row) {
-    if (!has_new) return;
-    uint4* to = reinterpret_cast<uint4*>(data) + (uint32_t(slot) - first) * S::kChunks;
-#pragma unroll
-    for (int i = 0; i < S::kChunks; i += 32)
-      if (i + c.lane < S::kChunks) to[i + c.lane] = reinterpret_cast<const uint4*>(row)[i + c.lane];
-  };
   auto mend_keys = [&](T* keys) {
-    replace_row(keys, new_rows);
+    if (has_new) copy_chunks<S>(keys + (uint32_t(slot) - first) * S::kSize, new_rows, false, c.lane);
     if (!S::kTogether) __syncwarp();
   };
   auto mend_values = [&](T* values) {
     if (!mended) return;
-    replace_row(values, new_rows + S::kPitch);
+    if (has_new) copy_chunks<S>(values + (uint32_t(slot) - first) * S::kValueSize, new_rows + S::kPitch, true, c.lane);
 #pragma unroll 1
-    for (uint32_t i = live.num_first() * S::kChunks + c.lane; i < S::kTile * S::kChunks; i += 32)
-      if (Live<V>::kAreKnown || !live.has(i / S::kChunks)) reinterpret_cast<uint4*>(values)[i] = uint4{};
+    for (uint32_t i = live.num_first() * S::kValueChunks + c.lane; i < S::kTile * S::kValueChunks; i += 32)
+      if (Live<V>::kAreKnown || !live.has(i / S::kValueChunks)) reinterpret_cast<uint4*>(values)[i] = uint4{};
     __syncwarp();
   };
   auto wait = [&](uint32_t e) { return S::kTensorCoreSums ? c.ring.wait_here(e, c.phase) : c.ring.wait(e, c.phase); };

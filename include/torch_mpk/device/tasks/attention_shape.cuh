@@ -5,27 +5,26 @@
 #include "torch_mpk/device/fragment.cuh"
 #include "torch_mpk/device/polled.cuh"
 #include "torch_mpk/device/tasks/attention_pieces.cuh"
+#include "torch_mpk/device/tasks/attention_scores.cuh"
 #include "torch_mpk/device/tasks/linear_shape.cuh"
 
 namespace mpk::attention {
 
 // What a variant says of one job.
 template <class V>
-concept Sizes = requires {
+concept Sizes = Scores<V> && requires {
   typename V::T;
-  requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kLength, V::kWorkers, V::kTilePositions>;
+  // kSize: of a query and a key; kValueSize: of a value and a result.
+  requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kValueSize, V::kLength, V::kWorkers, V::kTilePositions>;
   // With several rows: of a piece, at most, and the pieces that rows have as far as they are long enough. There is room
   // for kPieces pieces' results.
   requires Constants<int, V::kPieceTiles, V::kFewPieces, V::kPieces>;
   // kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
   // kFewHeads divides kHeads, see Spread.
   requires Constants<int, V::kPasses, V::kHeads, V::kFewHeads>;
-  requires Constants<bool, V::kHasNew, V::kHasMask, V::kOverlaps>;
+  requires Constants<bool, V::kHasNew, V::kOverlaps>;
   // Bytes from position to position.
   requires Constants<uint32_t, V::kPitchK, V::kPitchV>;
-  { V::kScale } -> Same<const float&>;
-  // What a head that attends to nothing gives; otherwise it gives NaN.
-  requires Constants<bool, V::kZeroWithoutKeys>;
   // Scratch that the result of a head of a piece has.
   requires Constants<int, V::kPartialBytes>;
   // y travels as a polled vector.
@@ -66,7 +65,7 @@ concept Places = (InCaches<V> || InPages<V>) && requires(const Job& job, uint32_
   { V::limit(job, b) } -> Same<int64_t>;
   { V::partials(job) } -> Same<uint8_t*>;
   { V::y(job, b, h) } -> Same<typename Choose<V::kPolled, uint16_t*, typename V::T*>::Type>;
-} && (!V::kHasMask || Masked<V>);
+} && (!V::kHasMask || Masked<V>) && (!V::kHasSinks || HasSinks<V>);
 
 // How rows come: made with the row of the batch too, from references that begin with number `first`. C: the consumer.
 template <class Rows, class V, class C, auto first>
@@ -85,7 +84,7 @@ constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_
 
 // A warp's result: the unnormalised output, the maximum, the sum of exponentials, padding.
 template <class V>
-inline constexpr int kPartial = V::kSize + 4;
+inline constexpr int kPartial = V::kValueSize + 4;
 
 // Where a variant's positions lie, and which one a row writes first. In caches: all rows the same, side by side.
 template <class V>
@@ -144,23 +143,25 @@ inline constexpr int kTileWarps = kConsumerWarps - (V::kOverlaps ? kBringingWarp
 template <Sizes V>
 struct Shape {
   using T = typename V::T;
-  static constexpr int kHeads = V::kHeads, kSize = V::kSize, kTile = attention::kTile<V>;
-  static constexpr int kRowBytes = kSize * int(sizeof(T));
-  static constexpr bool kTogether = 2 * kTile * kRowBytes <= kMinSlotBytes;  // keys and values in one ring entry
-  static constexpr int kEntries = kTogether ? 1 : 2;                         // of a tile
-  static constexpr int kParts = kTogether ? 2 : 1;                           // of an entry
+  static constexpr int kHeads = V::kHeads, kSize = V::kSize, kValueSize = V::kValueSize, kTile = attention::kTile<V>;
+  static constexpr int kRowBytes = kSize * int(sizeof(T)), kValueBytes = kValueSize * int(sizeof(T));
+  static constexpr bool kAlike = kRowBytes == kValueBytes;
+  // Keys and values in one ring entry.
+  static constexpr bool kTogether = kAlike && 2 * kTile * kRowBytes <= kMinSlotBytes;
+  static constexpr int kEntries = kTogether ? 1 : 2;  // of a tile
+  static constexpr int kParts = kTogether ? 2 : 1;    // of an entry
   // Where workers have several pieces, nothing is polled that more entries in flight would delay.
   static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes) * (V::kOverlaps ? 2 : 1);
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kChunks = kSize / kVec;  // 16-byte chunks of a row
+  static constexpr int kChunks = kSize / kVec, kValueChunks = kValueSize / kVec;  // 16-byte chunks of a row
   static constexpr bool kTensorCores = kHasFragments<T> && kTile % kWarpRows == 0;
   // Where a warp has many tiles. With one row it has one or two, and what counts is how much code each layer fetches.
   static constexpr bool kTensorCoreSums = kTensorCores && V::kBatch > 1;
   // What a lane holds of every head's result: kWidth elements, and so many again for every 32 lanes.
-  static constexpr int kWidth = lane_width<T>(kSize);
-  static constexpr int kSteps = (kSize / kWidth + 31) / 32;
+  static constexpr int kWidth = lane_width<T>(kValueSize);
+  static constexpr int kSteps = (kValueSize / kWidth + 31) / 32;
   static MPK_DEVICE bool holds(int step, uint32_t lane) {
-    return kSize % (32 * kWidth) == 0 || (lane + 32 * step) * kWidth < kSize;
+    return kValueSize % (32 * kWidth) == 0 || (lane + 32 * step) * kWidth < kValueSize;
   }
   // Rows of values summed at a time: as many as are quick to read at once, as long as the code is short.
   static constexpr int kAtATime = floor_power_of_two(32 / kHeads), kRows = kAtATime < kTile ? kAtATime : kTile;
@@ -176,7 +177,8 @@ struct Shape {
   static constexpr int kStored = V::kOverlaps || kFit >= kHeads ? kHeads : kFit < 1 ? 1 : kFit;
   // Shared memory, in bytes from the staged area: rows of q, four at a time for tensor cores, then k_new and v_new.
   static constexpr int kNewRow = kTensorCores ? (kHeads + 3) / 4 * 4 : kHeads;
-  static constexpr int kPitch = kSize + (kTensorCores ? 32 : 0);  // elements: rows side by side in other banks
+  // Elements: rows side by side in other banks.
+  static constexpr int kPitch = (kSize > kValueSize ? kSize : kValueSize) + (kTensorCores ? 32 : 0);
   static constexpr int kWeightsOffset = (kNewRow + 2) * kPitch * int(sizeof(T));
   static constexpr int kFloatsOffset = kWeightsOffset + kTileWarps<V> * kWeights * 4;
   static constexpr int kCombineOffset = kFloatsOffset + (kTensorCores ? 0 : kHeads * kSize * 4);

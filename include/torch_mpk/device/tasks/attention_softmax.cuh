@@ -9,19 +9,9 @@ namespace mpk::attention {
 template <class V>
 struct Tile {
   using T = typename V::T;
-  const T *keys, *values;  // [position][kSize]
+  const T *keys, *values;  // [position][kSize], [position][kValueSize]
   Live<V> live;            // positions that count; values of others are zero
 };
-
-// The hardware's exponential is good to a millionth of the result: enough where that is rounded to 16 bits.
-template <class T>
-MPK_DEVICE float exponential(float x) {
-  return sizeof(T) == 2 ? ptx::exp2(x * 1.44269504f) : expf(x);
-}
-
-// What to subtract from scores and maxima up to `max` before taking exponentials: exp(-inf) is 0, and nothing else
-// comes of -inf, even where no score counts.
-MPK_DEVICE float subtrahend(float max) { return max == -infinity() ? 0.0f : max; }
 
 // Scores of 16 positions, from number `place` of the tile on, on tensor cores: S = K Q^T, by four heads. Which element
 // stands where along the summed dimension is free as long as both factors agree, so fragments are read in 16-byte
@@ -169,7 +159,7 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < S::kRounds; r++) {
       float* at = weights + head(r, lane);
-      const float score = live.has(place) ? __fadd_rn(__fmul_rn(at[place * S::kPad], V::kScale), mask[r]) : -infinity();
+      const float score = live.has(place) ? __fadd_rn(scored<V>(at[place * S::kPad]), mask[r]) : -infinity();
       float top = fmaxf(max[r], score);
 #pragma unroll
       for (int o = 1; o < S::kTile; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
@@ -196,7 +186,7 @@ struct Softmax {
 #pragma unroll
       for (int o = 1; o < S::kTile; o *= 2) total += __shfl_xor_sync(~0u, total, o);
       float* to = partial(head(r, lane));
-      if (lane % S::kTile == 0 && to != nullptr) *reinterpret_cast<Floats<2>*>(to + S::kSize) = {max[r], total};
+      if (lane % S::kTile == 0 && to != nullptr) *reinterpret_cast<Floats<2>*>(to + S::kValueSize) = {max[r], total};
     }
   }
 };
@@ -223,7 +213,7 @@ struct Combined {
     Floats<2> scales[kTileWarps<V>];
 #pragma unroll
     for (int i = 0; i < kTileWarps<V>; i++) {
-      scales[i] = *reinterpret_cast<const Floats<2>*>(results + i * stride + S::kSize);
+      scales[i] = *reinterpret_cast<const Floats<2>*>(results + i * stride + S::kValueSize);
       max = fmaxf(max, scales[i].v[0]);
     }
     const float less = subtrahend(max);
@@ -298,15 +288,18 @@ struct Combined {
 
   // Rounded, to where the head stands: anywhere, or in a polled vector. Without any key: zero or NaN.
   MPK_DEVICE void store(const Job& job, uint32_t row, uint32_t head, uint32_t lane) const {
-    const bool zero = V::kZeroWithoutKeys && sum == 0;
-    const float inverse = zero ? 0.0f : __fdividef(1.0f, sum);
+    float total = sum, kept = 1;
+    if constexpr (V::kHasSinks) kept = add_sink<T>(V::sink(job, head), max, total);
+    const bool zero = V::kZeroWithoutKeys && total == 0;
+    const float inverse = zero ? 0.0f : __fdividef(kept, total);
 #pragma unroll
     for (int s = 0; s < S::kSteps; s++) {
       if (!S::holds(s, lane)) continue;
       auto* y = V::y(job, row, head) + (lane + 32 * s) * S::kWidth;
       float v[S::kWidth];
 #pragma unroll
-      for (int e = 0; e < S::kWidth; e++) v[e] = sizeof(T) == 2 ? out[s][e] * inverse : zero ? 0.0f : out[s][e] / sum;
+      for (int e = 0; e < S::kWidth; e++)
+        v[e] = sizeof(T) == 2 ? out[s][e] * inverse : zero ? 0.0f : out[s][e] * kept / total;
       const Vec<T, S::kWidth> rounded = round_to<T>(v);
       if constexpr (V::kPolled) {
         store_elements(y, rounded);

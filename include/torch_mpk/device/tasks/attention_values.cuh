@@ -41,7 +41,7 @@ struct LaneSums {
 #pragma unroll
         for (int s = 0; s < S::kSteps; s++) {
           float x[S::kWidth];
-          to_floats(v[(first + p) * (S::kSize / S::kWidth) + (S::holds(s, lane) ? lane + 32 * s : 0)], x);
+          to_floats(v[(first + p) * (S::kValueSize / S::kWidth) + (S::holds(s, lane) ? lane + 32 * s : 0)], x);
 #pragma unroll
           for (int h = 0; h < S::kHeads; h++)
 #pragma unroll
@@ -80,8 +80,8 @@ struct TensorCoreSums {
   using T = typename S::T;
   static constexpr int kColumns = S::kHeads <= 4 ? 4 : 8;
   static constexpr bool kTwoColumns = kColumns == 4;
-  static constexpr int kEighth = (S::kChunks + 7) / 8;  // chunks
-  static constexpr int kWords = kEighth == 1 ? 2 : 4;   // of a unit
+  static constexpr int kEighth = (S::kValueChunks + 7) / 8;  // chunks
+  static constexpr int kWords = kEighth == 1 ? 2 : 4;        // of a unit
   static constexpr int kUnits = kEighth == 1 ? 2 : (kEighth + 1) / 2 * 2;
   static constexpr int kPositions = 4;  // of a lane
   using Unit = Vec<uint32_t, kWords>;
@@ -98,7 +98,7 @@ struct TensorCoreSums {
   static MPK_DEVICE uint32_t unit(int i, bool is_odd) { return kTwoColumns && is_odd ? i ^ 1 : i; }
   static MPK_DEVICE uint32_t units_before(uint32_t lane) { return lane / 4 * (kEighth == 1 ? 2 : kEighth); }
   static MPK_DEVICE bool has(uint32_t unit, uint32_t lane) {
-    return (kEighth == 1 || unit < kEighth) && (units_before(lane) + unit) * sizeof(Unit) < S::kRowBytes;
+    return (kEighth == 1 || unit < kEighth) && (units_before(lane) + unit) * sizeof(Unit) < S::kValueBytes;
   }
   static MPK_DEVICE uint32_t position(int i, uint32_t lane) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 
@@ -113,7 +113,7 @@ struct TensorCoreSums {
         for (int i = 0; i < kUnits; i++) {
           const uint32_t u = unit(i, lane % 2 != 0);
           const uint32_t row = k * kWarpRows + position(p, lane);
-          read.units[k][p][i] = has(u, lane) ? from[row * (S::kRowBytes / sizeof(Unit)) + u] : Unit{};
+          read.units[k][p][i] = has(u, lane) ? from[row * (S::kValueBytes / sizeof(Unit)) + u] : Unit{};
         }
     return read;
   }

@@ -90,6 +90,11 @@ struct PagedEntry {
   bool has_values;                    // and, if entries are apart, no keys
   uint32_t tile = 0;                  // what the consumers are told: a bit for each position that counts
 
+  static MPK_DEVICE uint32_t row_bytes(bool is_value) {
+    using S = Shape<V>;
+    return S::kAlike || !is_value ? S::kRowBytes : S::kValueBytes;
+  }
+
   MPK_DEVICE void copy(uint8_t* to, uint32_t begin, uint32_t end, int32_t page, bool is_value, uint64_t* full) const {
     if constexpr (V::kInBoxes) {  // a box is a tile
       const int row = page * (is_value ? V::kPageRowsV : V::kPageRowsK) + int(first % V::kPageSize);
@@ -98,15 +103,15 @@ struct PagedEntry {
     }
     const auto* from =
         reinterpret_cast<const uint8_t*>(Positions<V>::in_page(job, page, group, first + begin, is_value));
-    constexpr uint32_t kBytes = Shape<V>::kRowBytes;
-    ring.copy(to + begin * kBytes, from, is_value ? V::kPitchV : V::kPitchK, end - begin, kBytes, full);
+    const uint32_t bytes = row_bytes(is_value);
+    ring.copy(to + begin * bytes, from, is_value ? V::kPitchV : V::kPitchK, end - begin, bytes, full);
   }
 
   MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
     using S = Shape<V>;
     if constexpr (arch::kHasBulkCopies) {
       const uint32_t rows = !V::kInBoxes ? __popc(tile) : tile != 0 ? S::kTile : 0;
-      ptx::mbar_arrive_expect(full, S::kParts * rows * S::kRowBytes);
+      ptx::mbar_arrive_expect(full, S::kParts * rows * row_bytes(has_values));
     }
     for_runs<V>(job, row, first, limit, [&](uint32_t begin, uint32_t end, int32_t page) {
       copy(to, begin, end, page, has_values, full);
@@ -137,7 +142,7 @@ template <class L>
 MPK_DEVICE bool Positions<V>::load(L& l, const Job& job, const KvPiece& piece, uint32_t limit) {
   using S = Shape<V>;
   const uint32_t positions = min(piece.num_tiles * S::kTile, limit - piece.first_tile * S::kTile);
-  return l.fill_by(piece.num_tiles * S::kEntries, 2 * positions * S::kRowBytes,
+  return l.fill_by(piece.num_tiles * S::kEntries, positions * (S::kRowBytes + S::kValueBytes),
                    [&] { return fill_pages<V>(l.ring, job, piece, limit, l.phase); });
 }
 

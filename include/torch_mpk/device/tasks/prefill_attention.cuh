@@ -17,7 +17,7 @@
 #include "torch_mpk/device/concepts.cuh"
 #include "torch_mpk/device/consumer.cuh"
 #include "torch_mpk/device/fragment.cuh"
-#include "torch_mpk/device/pointwise.cuh"
+#include "torch_mpk/device/tasks/attention_scores.cuh"
 
 namespace mpk::prefill_attention {
 
@@ -29,19 +29,15 @@ struct Keys {
 
 // What a variant says of tiles of queries and of keys.
 template <class V>
-concept Tiles = requires {
+concept Tiles = attention::Scores<V> && requires {
   typename V::T;
   // kHeads query heads share a key head.
   requires Constants<int, V::kGroups, V::kHeads, V::kSize>;
   // Rows of queries that a worker takes at a time, at most, and positions whose keys and values are an entry.
   requires Constants<int, V::kRows, V::kKeys>;
-  requires Constants<bool, V::kHasMask>;
-  { V::kScale } -> Same<const float&>;
-  // What a row that sees nothing gives; otherwise it gives NaN.
-  requires Constants<bool, V::kZeroWithoutKeys>;
   // Rows begin at multiples of 16 bytes.
   requires Constants<bool, V::kAlignedQ, V::kAlignedY>;
-};
+} && (!V::kHasSinks || attention::HasSinks<V>);
 
 // And of one job.
 template <class V>
@@ -98,9 +94,9 @@ struct Shape {
   // A row's maximum is raised only where scores exceed it so far that exponentials would leave the range that 16 bits
   // have, since all results so far must be scaled down then: not more than once or twice for most rows.
   static constexpr float kSlack = 8;
-  // A score becomes an exponent of two by one multiplication, but for what must stand beside a mask first, and negative
-  // scales, by which the largest score would be the least.
-  static constexpr bool kScaleFirst = V::kHasMask || !(V::kScale > 0);
+  // A product becomes an exponent of two by one multiplication, but for what must stand beside a mask first or is
+  // capped, and negative scales, by which the largest score would be the least.
+  static constexpr bool kScaleFirst = V::kHasMask || V::kSoftCap > 0 || !(V::kScale > 0);
   static constexpr float kLog2E = 1.44269504f, kToExponent = kScaleFirst ? kLog2E : V::kScale * kLog2E;
   static constexpr int kStagedBytes = kConsumerWarps * kUnitedBytes;
 
@@ -309,7 +305,7 @@ struct Rows {
 #pragma unroll
       for (SumFragment& fragment : scores)
 #pragma unroll
-        for (float& score : fragment) score *= V::kScale;
+        for (float& score : fragment) score = attention::scored<V>(score);
     if constexpr (cut) hide(scores, begin);
     exponentiate(scores);
     add_values<cut>(scores, entry + S::kTileBytes, most - begin);
@@ -351,7 +347,7 @@ struct Rows {
     raise(scores);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const float base = subtrahend(maximum[i]), offset = -base * S::kToExponent;
+      const float base = attention::subtrahend(maximum[i]), offset = -base * S::kToExponent;
 #pragma unroll
       for (SumFragment& s : scores)
 #pragma unroll
@@ -389,8 +385,6 @@ struct Rows {
       }
     }
   }
-  // exp(-inf) is 0, and nothing else comes of -inf, even where no score counts.
-  static MPK_DEVICE float subtrahend(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
 
   // Each access of a warp brings 16 positions by 16 columns, transposed: of 8 columns 8 positions, then the next 8, and
   // of 8 more columns. With `cut`, values behind the first `count` count as zero: anything may stand there, and a
@@ -481,7 +475,9 @@ struct Rows {
     return true;
   }
   // What sums of exponentials above one maximum are multiplied with where it becomes another.
-  static MPK_DEVICE float factor(float from, float to) { return ptx::exp2((from - subtrahend(to)) * S::kToExponent); }
+  static MPK_DEVICE float factor(float from, float to) {
+    return ptx::exp2((from - attention::subtrahend(to)) * S::kToExponent);
+  }
 
   // Rounded. Rows that have seen nothing: zero or NaN.
   MPK_DEVICE void store() {
@@ -490,7 +486,10 @@ struct Rows {
       sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
       sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
       if (first + 8 * i >= unit.num_rows()) continue;
-      const float inverse = V::kZeroWithoutKeys && sum[i] == 0 ? 0.0f : __fdividef(1.0f, sum[i]);
+      float kept = 1;
+      if constexpr (V::kHasSinks)
+        kept = attention::add_sink<T>(V::sink(job, head(i)), maximum[i] * (S::kScaleFirst ? 1.0f : V::kScale), sum[i]);
+      const float inverse = V::kZeroWithoutKeys && sum[i] == 0 ? 0.0f : __fdividef(kept, sum[i]);
       T* y = unit.y(job, query(i), head(i)) + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < V::kSize / 8; n++)
