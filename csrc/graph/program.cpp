@@ -103,6 +103,7 @@ void check(const Program& program, int num_operands) {
       if (!(from == DType::kI32 && instr.dtype == DType::kF32) && !(from == DType::kF32 && instr.dtype == DType::kI32))
         fail(i, "it makes float32 of int32, or int32 of float32");
     }
+    if (is_only_stored(instr.dtype)) fail(i, std::string(info(instr.dtype).name) + " is a dtype of storage alone");
     if (op.family == Family::kFloat && !is_float(instr.dtype))
       fail(i, std::string("needs a floating dtype, got ") + info(instr.dtype).name);
     if (op.family == Family::kInteger && is_float(instr.dtype))

@@ -38,7 +38,7 @@ struct Torch {
   std::vector<py::object> dtypes;
 
   Torch() {
-    for (const DTypeInfo& dtype : kDTypeInfo) dtypes.push_back(from_torch("torch", dtype.name));
+    for (int i = 0; i < kNumDTypes; i++) dtypes.push_back(from_torch("torch", kDTypeInfo[i].name));
   }
 
   static const Torch& get() {
@@ -387,7 +387,7 @@ void bind_jit(py::module_& m) {
     }
   });
   py::list dtypes;
-  for (const DTypeInfo& dtype : kDTypeInfo) dtypes.append(dtype.name);
+  for (int i = 0; i < kNumDTypes; i++) dtypes.append(kDTypeInfo[i].name);
   m.attr("DTYPES") = py::tuple(dtypes);
   py::class_<Code, std::shared_ptr<Code>>(m, "JitCode", "A function compiled for one choice of template arguments.");
   py::class_<CpuCode, Code, std::shared_ptr<CpuCode>>(m, "CpuCode")

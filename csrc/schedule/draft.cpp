@@ -36,12 +36,35 @@ std::vector<int> Draft::stored_nodes(int job) const {
   return nodes;
 }
 
+namespace {
+
+bool is_literal(const OperandSpec& spec) {
+  return !spec.dims.empty() && std::all_of(spec.dims.begin(), spec.dims.end(), [](const std::string& dim) {
+    return dim.find_first_not_of("0123456789") == std::string::npos;
+  });
+}
+
+// Whether nodes of one task read what they have in common alike: by equal attributes and element types, and what is of
+// the signature's own size, such as a scale of x, is the same.
+bool works_alike(const Node& a, const Node& b) {
+  if (a.attrs != b.attrs) return false;
+  return std::all_of(a.def->operands.begin(), a.def->operands.end(), [&](const OperandSpec& spec) {
+    const Operand *of_a = a.find(spec.name), *of_b = b.find(spec.name);
+    if (is_literal(spec) && (of_a == nullptr) != (of_b == nullptr)) return false;
+    if (of_a == nullptr || of_b == nullptr) return true;
+    return of_a->tensor.dtype == of_b->tensor.dtype && (!is_literal(spec) || same_view(of_a->tensor, of_b->tensor));
+  });
+}
+
+}  // namespace
+
 bool Draft::have_same_input(const std::vector<int>& nodes) const {
   const Node& first = node(nodes.front());
   const std::string& common = first.def->joined_by;
   if (nodes.size() == 1 || common.empty()) return nodes.size() == 1;
   return std::all_of(nodes.begin(), nodes.end(), [&](int n) {
-    return node(n).def == first.def && same_view(node(n).operand(common).tensor, first.operand(common).tensor);
+    return node(n).def == first.def && same_view(node(n).operand(common).tensor, first.operand(common).tensor) &&
+           works_alike(node(n), first);
   });
 }
 

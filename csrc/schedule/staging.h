@@ -39,10 +39,18 @@ inline bool has_short_rows(const Tensor& t) {
 // Whether the loader can bring the tensor's rows to the ring.
 inline bool can_be_streamed(const Tensor& t) { return has_aligned_rows(t) && has_short_rows(t); }
 
-// Whether a map can describe the matrix to the copy engine, in boxes of 16-bit elements.
+// Whether a map can describe the matrix to the copy engine, in boxes of 16-bit elements, or of two bytes as one.
 inline bool can_be_boxed(const Tensor& t) {
-  return size_bytes(t.dtype) == 2 && t.shape.size() == 2 && t.shape[1] % kBoxColumns == 0 && t.shape[1] > 0 &&
+  const int64_t bytes = size_bytes(t.dtype);
+  return bytes <= 2 && t.shape.size() == 2 && t.shape[1] * bytes % kBoxRowBytes == 0 && t.shape[1] > 0 &&
          (t.shape[0] == 1 || t.strides[0] >= t.shape[1]) && can_be_streamed(t);
+}
+
+// A matrix of bytes that can be boxed, as one of 16-bit elements.
+inline Tensor in_words(Tensor t) {
+  t.dtype = DType::kBF16;
+  t.shape[1] /= 2, t.strides[0] /= 2, t.offset /= 2;
+  return t;
 }
 
 // Whether the tensor is one of the call's, and the launch leaves it as it is.

@@ -771,6 +771,94 @@ class TestTasks(expecttest.TestCase):
             "every_task_is_here",
         }
 
+    def test_quantized_linear(self) -> None:
+        self.assertExpectedInline(
+            variants("quantized_linear"),
+            """\
+struct QuantizedRows0 {
+  using T = __nv_bfloat16;
+  static constexpr int kBatch = 1;
+  static constexpr int kSize = 256;
+  static constexpr int kSegments = 1;
+  static constexpr int kParts = 1;
+  static constexpr int kBoxRows = 8;
+  static constexpr int kPassTiles = 1;
+  static constexpr int kWindowSize = 256;
+  static constexpr int kTurnTiles = 1;
+  static constexpr int kSplit = 1;
+  static constexpr bool kByWarpgroups = false;
+  static constexpr bool kBoxesOfX = false;
+  static constexpr int kXRows = 1;
+  static constexpr int kWorkerTiles = 1;
+  static MPK_DEVICE const void* map_of_x(const Job& job) {
+    return nullptr;
+  }
+  static constexpr int kChunkSize = 256;
+  static constexpr uint32_t kNumTiles = 24;
+  static constexpr bool kStaged = true;
+  static constexpr bool kRowTasks = false;
+  static constexpr bool kClaimed = false;
+  static constexpr bool kSharesLoop = false;
+  static MPK_DEVICE uint32_t first_tile(int i) {
+    return 0u;
+  }
+  static MPK_DEVICE uint32_t num_rows(int i) {
+    return 192u;
+  }
+  template <class Group>
+  struct Chain {
+    MPK_DEVICE Chain(const Group& group, const Job& job, uint32_t row) {}
+    MPK_DEVICE void fetch(Group& group, const Job& job, uint32_t row, __nv_bfloat16* data) {
+      copy_row<__nv_bfloat16, 256, false>(group, data, job.pointer<const __nv_bfloat16>(1) + 0);
+    }
+    MPK_DEVICE void apply(Group& group, const Job& job, uint32_t row, __nv_bfloat16* data) {
+    }
+    MPK_DEVICE void bring(Group& group, const Job& job, uint32_t row, __nv_bfloat16* data) {
+      copy_row<__nv_bfloat16, 256, false>(group, data, job.pointer<const __nv_bfloat16>(1) + 0);
+    }
+  };
+  static constexpr bool kIsE4M3 = true;
+  static constexpr bool kScalesByRow = false;
+  static constexpr int kScaleColumns = 128;
+  static constexpr int kXScaleColumns = 128;
+  static constexpr bool kGivenXScale = false;
+  static MPK_DEVICE float x_scale(const Job& job) {
+    return 0.0f;
+  }
+  using Scale = float;
+  static MPK_DEVICE const Scale* scale(const Job& job, int i) {
+    return job.pointer<const float>(2);
+  }
+  static MPK_DEVICE int64_t scale_pitch(int i) {
+    return 2;
+  }
+  static MPK_DEVICE uint32_t scale_rows(int i) {
+    return 128u;
+  }
+  static constexpr int kPitchX = 256;
+  static MPK_DEVICE const uint16_t* x(const Job& job) {
+    return nullptr;
+  }
+  static constexpr bool kEarly = true;
+  static constexpr bool kHasExtra = false;
+  struct Extra {
+  };
+  static MPK_DEVICE Extra preload(const Job& job, int segment, int r, uint32_t n) {
+    Extra extra{};
+    return extra;
+  }
+  template <class C>
+  static MPK_DEVICE void finish(C& c, const Job& job, int segment, int r, uint32_t n, const float (&results)[kParts], const Extra& extra) {
+    const T y0 = cast<T>(results[0]);
+    job.pointer<__nv_bfloat16>(3)[int64_t(r) * 192 + n] = y0;
+  }
+  static constexpr bool kEndsWithNorm = false;
+  static constexpr bool kScalesRows = false;
+};
+linear::compute_quantized_rows<QuantizedRows0>(c, job);
+""",
+        )
+
     def test_expert_linear(self) -> None:
         self.assertExpectedInline(
             variants("expert_linear"),

@@ -10,7 +10,7 @@ from math import prod
 
 from torch_mpk import _C
 
-SIZES = {"bool": 1, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4}
+SIZES = {"bool": 1, "float8_e4m3fn": 1, "int8": 1, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
 # The operands that are a layer's, by what stands before their names.
@@ -95,15 +95,25 @@ def paged_caches(b: Builder, dtype: str, shape: list[int], page_size: int, layer
     return of_layer
 
 
+def quantized_linear(b: Builder, weights: str, name: str, x: _C.Tensor, y: _C.Tensor) -> _C.Tensor:
+    (_, n), k, is_fp8 = y.shape, x.shape[1], weights == "fp8"
+    stored = b.buffer("input", f"{name}.weight", "float8_e4m3fn" if is_fp8 else "int8", [n, k])
+    scale = b.buffer("input", f"{name}.scale", "float32", [-(-n // 128), -(-k // 128)] if is_fp8 else [n, 1])
+    block, x_columns = ((128, 128), 128) if is_fp8 else ((1, 0), 0)
+    attrs = {"block_rows": block[0], "block_columns": block[1], "x_columns": x_columns}
+    return b.node("quantized_linear", [("x", x), ("weight", stored), ("weight_scale", scale)], y, attrs, name)
+
+
 def decoder(
     *, batch: int = 1, hidden: int = 64, heads: int = 4, groups: int = 2, head_dim: int = 16, ffn: int = 96,
     length: int = 40, vocab: int = 100, layers: int = 2, dtype: str = "bfloat16", computed_tables: bool = False,
-    page_size: int = 0,
+    page_size: int = 0, weights: str = "",
 ) -> _C.TBGraph:  # fmt: skip
     """A decode step: hidden state in, logits out; KV caches and counters updated in place.
 
     With ``computed_tables`` rope's tables are made of the inputs of those names, as in a model, not given. With
-    ``page_size`` caches are in pages, as many as all rows' ``length`` takes.
+    ``page_size`` caches are in pages, as many as all rows' ``length`` takes. ``weights``: "fp8", in blocks of 128 x
+    128, with x quantised, or "int8", by row; the head's are not.
     """
     b = Builder()
     x = b.buffer("input", "x", dtype, [batch, hidden])
@@ -122,6 +132,8 @@ def decoder(
         return b.node("rms_norm", operands, value(name, *t.shape), {"eps": 1e-6, "style": "llama"}, name)
 
     def linear(name: str, t: _C.Tensor, n: int) -> _C.Tensor:
+        if weights:
+            return quantized_linear(b, weights, name, t, value(name, batch, n))
         operands = [("x", t), ("weight", weight(f"{name}.weight", n, t.shape[1]))]
         return b.node("linear", operands, value(name, batch, n), {}, name)
 

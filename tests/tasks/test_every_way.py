@@ -33,7 +33,10 @@ def test_the_plugin_is_there() -> None:
 @pytest.mark.parametrize(("task", "sample"), thinned(SAMPLES, *FIRST_OF_EACH))
 def test_operator(task: registry.Task, sample: dict) -> None:
     operands, attrs = task.sample(sample, torch.float32)
-    torch.library.opcheck(getattr(torch.ops.mpk, task.name).default, tuple(operands), attrs)
+    checks = [*torch.testing._internal.optests.generate_tests.DEFAULT_TEST_UTILS]
+    if any(t is not None and t.dtype == torch.float8_e4m3fn for t in operands):
+        checks.remove("test_schema")  # compares operands by arithmetic that the dtype has not
+    torch.library.opcheck(getattr(torch.ops.mpk, task.name).default, tuple(operands), attrs, test_utils=checks)
 
 
 @pytest.mark.parametrize("dtype", FEWER, ids=str)

@@ -154,6 +154,18 @@ def expert_linear(x, ids, weight, transposed):
     return torch.einsum("rcen,rce->rcn", every, torch.nn.functional.one_hot(ids, every.shape[2]).to(x.dtype))
 
 
+def quantized_linear(x, weight, weight_scale, bias, x_scale, block_rows, block_columns, x_columns):
+    (n, k), rows = weight.shape, x.clone()
+    for r, first in itertools.product(range(len(x)), range(0, k, x_columns if x_columns > 0 else k)):
+        block = rows[r, first : first + (x_columns if x_columns > 0 else k)]  # written in place
+        if x_columns or x_scale is not None:
+            scale = block.abs().max() / 448 if x_scale is None else x_scale
+            block.copy_((block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+    place = torch.arange(n) // (block_rows or n), torch.arange(k) // (block_columns or k)
+    y = rows @ (weight.float() * weight_scale[place[0][:, None], place[1]]).T
+    return y if bias is None else y + bias
+
+
 def nucleus(x, rest, peaks, sums):
     found = []
     for row, part in zip(x.flatten(0, -2).double(), rest.flatten().tolist()):

@@ -26,6 +26,7 @@ INT64 = torch.int64
 BOOL = torch.bool
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (BOOL, torch.uint8, torch.int8, torch.int16, torch.int32, INT64, *FLOATS)
+STORED = (torch.float8_e4m3fn, torch.float8_e8m0fnu)  # that programs compute nothing with: of quantised weights
 
 Interval = tuple[int, int]  # the least and the largest value, both included
 
@@ -357,7 +358,13 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     return a if a is b else Expr.make("where", a.dtype, (condition, a, b))
 
 
+def _check_computed(dtype: torch.dtype) -> None:
+    if dtype in STORED:
+        raise UnsupportedError(f"dtype {dtype_name(dtype)} is supported for weights of quantized_linear alone")
+
+
 def cast(e: Expr, dtype: torch.dtype) -> Expr:
+    _check_computed(dtype)
     if e.dtype == dtype:
         return e
     if is_const(e) and (e.dtype not in FLOATS or dtype in (*FLOATS, BOOL) or _is_whole_part(e.attr, dtype)):
@@ -400,6 +407,7 @@ def apply(op: str, dtype: torch.dtype, *args: Expr) -> Expr:
 
 
 def load(source: object, dtype: torch.dtype, address: Expr, predicate: Expr | None) -> Expr:
+    _check_computed(dtype)
     if predicate is not None and is_const(predicate, False):
         return const(0, dtype)
     return Expr.make("load", dtype, (address,) if predicate is None else (address, predicate), source)

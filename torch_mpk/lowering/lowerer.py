@@ -126,7 +126,7 @@ class Lowerer:
         raise UnsupportedError(f"the size {e} is known only at run time and is not a scalar input of the graph")
 
     def meta(self, val: torch.Tensor) -> Meta:
-        if val.dtype not in E.DTYPES:
+        if val.dtype not in E.DTYPES + E.STORED:
             raise UnsupportedError(f"dtype {E.dtype_name(val.dtype)} is not supported")
         if val.layout != torch.strided:
             raise UnsupportedError(f"layout {val.layout} is not supported")

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from torch_mpk.errors import UnsupportedError
+from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.inline import inline
 from torch_mpk.lowering.values import Buffer, Value, View, is_injective, is_static
 from torch_mpk.registry import Operand, Task
@@ -29,6 +30,7 @@ def lower_task(
     out = kwargs.pop("out", None)
     present = [(spec, value) for spec, value in zip(task.inputs, args, strict=False) if value is not None]
     given = [(spec, out) for spec in task.outputs if isinstance(out, Value)]
+    _check_stored(task, present)
     operands = _operands(lx, task, present + given)
     results: list[Value] = [view for _, view, *_ in operands[len(present) :]]
     made = [] if given or not task.outputs else zip(task.outputs, task.results(node.meta["val"]), strict=True)
@@ -45,6 +47,15 @@ def lower_task(
         task.name, operands, {name: task.attrs[name].type(value) for name, value in task.bind_attrs(kwargs).items()}
     )
     return results if len(results) > 1 else next(iter(results), None)
+
+
+def _check_stored(task: Task, present: Sequence[tuple[Operand, object]]) -> None:
+    """Users' code knows no types for what only stores."""
+    for spec, value in present:
+        if task.role != "stream" and isinstance(value, Value) and value.dtype in E.STORED:
+            raise UnsupportedError(
+                f"{task.name}: {spec.name} is {E.dtype_name(value.dtype)}, which its code cannot read"
+            )
 
 
 def _check_tiles(lx: Lowerer, node: fx.Node, task: Task, written: Sequence[tuple[str, View]]) -> None:

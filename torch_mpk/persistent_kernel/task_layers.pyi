@@ -298,6 +298,38 @@ class TaskLayers:
         style: str = ...,
     ) -> GlobalTensor: ...
     @overload
+    def quantized_linear_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        bias: GlobalTensor | None = ...,
+        x_scale: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        x_columns: int = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def quantized_linear_layer(
+        self,
+        input: GlobalTensor,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        bias: GlobalTensor | None = ...,
+        x_scale: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        x_columns: int = ...,
+    ) -> GlobalTensor: ...
+    @overload
     def rms_norm_layer(
         self,
         *,

@@ -265,6 +265,8 @@ class Task:
                 sample[operand.bound] if operand.bound else 8, shape, dtype=operand.dtype, device=device
             )
         dtype = sample.get(operand.name, operand.dtype or dtype)
+        if dtype == torch.int8:
+            return torch.randint(-127, 128, shape, dtype=dtype, device=device)
         if not dtype.is_floating_point:
             return torch.rand(shape, device=device) < 0.5
         drawn = torch.float64 if dtype == torch.float64 else torch.float32  # so that float64 has all of its digits

@@ -13,6 +13,7 @@ namespace {
 #include "simd.h"
 #include "linear.h"
 #include "linear_transposed.h"
+#include "quantized.h"
 #include "values.h"
 #include "ops.h"
 #include "attention.h"
@@ -92,6 +93,10 @@ Kernels make_table() {
   t.linear_transposed[static_cast<int>(DType::kBF16)] = linear_transposed<bf16>;
   t.linear_transposed[static_cast<int>(DType::kF32)] = linear_transposed<float>;
   t.linear_transposed[static_cast<int>(DType::kF64)] = linear_transposed_f64;
+  t.quantized_e4m3 = quantized<WeightsE4M3>;
+  t.quantized_i8 = quantized<WeightsI8>;
+  t.quantized_pitch = quantized_pitch;
+  t.round_e4m3 = round_e4m3;
   t.attention_tile[static_cast<int>(DType::kF16)] = attention_tile<f16>;
   t.attention_tile[static_cast<int>(DType::kBF16)] = attention_tile<bf16>;
   t.attention_tile[static_cast<int>(DType::kF32)] = attention_tile<float>;

@@ -26,6 +26,7 @@ LinearWriter::LinearWriter(const JobPlace& place, JobCode code)
       batch_(x_.shape[0]),
       size_(x_.shape[1]),
       element_(size_bytes(x_.dtype)),
+      weight_element_(size_bytes(first_.operand("weight").tensor.dtype)),
       owners_(owners_of_epilogues(context_.graph(), job_)),
       paired_(!owners_.empty() && (job_.body.size() == 1 || is_side_by_side(context_.graph(), job_))),
       shape_(job_.cut.shape.value_or(whole_rows())),
@@ -52,7 +53,7 @@ void LinearWriter::check_operands() {
   for (int n : job_.body) {
     const Node& node = context_.node(n);
     for (const Operand& operand : node.operands) {
-      require_dtype(node, operand, x_.dtype);
+      check_operand(node, operand);
       require_inner_stride(node, operand);
     }
     const Tensor& x = node.operand("x").tensor;
@@ -64,6 +65,10 @@ void LinearWriter::check_operands() {
     require(!paired_ || rows_.back() == rows_.front(), node,
             "linears with a common epilogue must have equally many rows");
   }
+}
+
+void LinearWriter::check_operand(const Node& node, const Operand& operand) const {
+  require_dtype(node, operand, x_.dtype);
 }
 
 // x is brought into shared memory, or read where it is.
@@ -82,7 +87,7 @@ void LinearWriter::find_matrices() {
     tiles_ = first + (rows_[i] + shape_.tile_rows - 1) / shape_.tile_rows;
     add_weight(node, weight);
     if (job_.cut.shape && shape_.x_rows == 0)
-      code_.matrices.push_back({u32(weight.strides[0] * element_), u32(rows_[i]), u32(first), u32(tiles_)});
+      code_.matrices.push_back({u32(weight.strides[0] * weight_element_), u32(rows_[i]), u32(first), u32(tiles_)});
   }
   if (paired_) first_tile_ = {"0u"}, num_rows_ = {num_rows_.front()};
   add_input();
@@ -116,7 +121,7 @@ void LinearWriter::write_sizes() {
   code_.body = "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
                constant("kSize", size_) + constant("kSegments", static_cast<int64_t>(first_tile_.size())) +
                constant("kParts", shape_.parts) + shape_constants() +
-               constant("kChunkSize", shape_.chunk_bytes / element_) +
+               constant("kChunkSize", shape_.chunk_bytes / weight_element_) +
                "  static constexpr uint32_t kNumTiles = " + str(job_.cut.num_tiles) + ";\n" +
                flag("kStaged", job_.cut.is_staged()) + flag("kRowTasks", !chain_.tasks.empty()) +
                flag("kClaimed", job_.assignment == Assignment::kClaimed) + flag("kSharesLoop", shape_.shares_entries) +
@@ -147,7 +152,7 @@ void LinearWriter::write_early() {
 TileShape LinearWriter::whole_rows() const {
   TileShape shape;
   if (paired_) shape.parts = static_cast<int64_t>(job_.body.size());
-  shape.row_bytes = shape.chunk_bytes = size_ * element_;
+  shape.row_bytes = shape.chunk_bytes = size_ * weight_element_;
   return shape;
 }
 
@@ -177,6 +182,12 @@ void LinearWriter::write_result(int i) {
   const Tensor& y = node.operands.back().tensor;
   const bool is_segment = !paired_ && job_.body.size() > 1;
   std::string value = "results[" + (paired_ ? number : "0") + "]", store;
+  if (const std::string factor = row_factor(node); !factor.empty()) {
+    const std::string field = paired_ ? "factor" + number : "factor0", load = "extra." + field + " = " + factor + ";\n";
+    if (fields_.find(" " + field + ";") == std::string::npos) fields_ += "    float " + field + ";\n";
+    preload_ += "    " + (paired_ ? load : "if (segment == " + number + ") " + load);
+    value += " * extra." + field;
+  }
   if (const Operand* bias = node.find("bias")) {
     const std::string field = paired_ ? "bias" + number : "bias0";
     if (fields_.find(" " + field + ";") == std::string::npos) fields_ += "    uint32_t " + field + ";\n";

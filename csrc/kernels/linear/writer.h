@@ -29,6 +29,10 @@ class MPK_KERNEL_API LinearWriter {
   // Where the variant finds what no other kernel has.
   virtual std::string write_places() { return ""; }
   virtual const char* type_of_x() const { return "const T*"; }
+  // What an operand has to be, beside what all kernels ask.
+  virtual void check_operand(const Node& node, const Operand& operand) const;
+  // A factor of row `n` of a node's weight: an expression, in which n is the row; empty: there is none.
+  virtual std::string row_factor(const Node&) { return ""; }
   // Whether consumers read x where it is.
   virtual bool reads_x() const;
   // Also where its rows are not aligned.
@@ -43,7 +47,7 @@ class MPK_KERNEL_API LinearWriter {
   const Job& job_;
   const Node& first_;
   const Tensor& x_;
-  const int64_t batch_, size_, element_;
+  const int64_t batch_, size_, element_, weight_element_;
   const std::vector<int> owners_;  // of the epilogues, in the body
   const bool paired_;              // side by side
   const TileShape shape_;          // of rows that do not come through the ring: one a tile

@@ -46,6 +46,20 @@ struct LinearArgs {
   uint8_t* scratch;  // linear_scratch_bytes
 };
 
+// The same of a weight in bytes. Along k, runs of `run` elements (the last may be shorter) have sums of their own:
+// y[r, n] = sum over runs of factors of the run times sum_k x[r, k] * weight[n, k], + bias[n].
+struct QuantizedArgs {
+  const float* x;  // [num_rows, runs, padded run]: see quantized_pitch; behind a run's elements stand zeros
+  const uint8_t* weight;
+  int64_t weight_stride;  // bytes
+  int64_t num_rows, k, run;
+  const float* x_factors;       // [num_rows, runs]
+  const float* weight_factors;  // of row n and run i: [(n - begin) * weight_factors_stride + i]
+  int64_t weight_factors_stride;
+  int64_t begin, end;
+  float* sums;  // [num_rows, end - begin]
+};
+
 // One step of the online softmax: up to kAttentionTile key positions of one (batch, key head), for the `num_heads`
 // query heads that share it. C is float, or double for float64. Rows of q and acc are padded with zeros to a multiple
 // of kHeadDimPad elements.
@@ -99,6 +113,7 @@ inline constexpr int kNumReductions = 4;
 
 struct Kernels {
   using Linear = void (*)(const LinearArgs&);
+  using Quantized = void (*)(const QuantizedArgs&);
   using AttentionTile = void (*)(const AttentionTileArgs&);
   using Prefill = void (*)(const PrefillArgs&);
   using Load = void (*)(const void* from, int64_t stride, void* values, int n);
@@ -121,6 +136,10 @@ struct Kernels {
   int64_t (*linear_many_scratch_bytes[kNumDTypes])(int64_t num_rows, int64_t k);
   // The same of a weight [k, n]: weight_stride is between its rows. Floating dtypes only, scratch as of `linear`.
   Linear linear_transposed[kNumDTypes];
+  Quantized quantized_e4m3, quantized_i8;
+  int64_t (*quantized_pitch)(int64_t run);  // floats that a run of x takes
+  // Numbers over `scale`, rounded to e4m3, as floats; NaN and infinities as PyTorch's conversion behind a clamp.
+  void (*round_e4m3)(float* values, int64_t n, float scale);
   AttentionTile attention_tile[kNumDTypes];  // floating dtypes only
   Prefill prefill_attention[kNumDTypes];     // floating dtypes only
   int64_t (*prefill_scratch_bytes[kNumDTypes])(int num_rows, int64_t head_dim, int64_t value_dim);

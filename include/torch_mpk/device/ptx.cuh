@@ -115,6 +115,14 @@ MPK_DEVICE void copy_async_16(void* dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
 }
 
+// Makes a group of this thread's copies since the last one; and waits until no more than its latest `groups` are on
+// their way.
+MPK_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int groups>
+MPK_DEVICE void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
+
 // Arrives at `bar` when this thread's copies so far have landed.
 MPK_DEVICE void copy_async_arrive(uint64_t* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
@@ -349,6 +357,21 @@ MPK_DEVICE void mma<__half>(float (&d)[4], Quad a, Pair b) {
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[0]), "r"(b.v[1]));
 }
+
+// Two e4m3 numbers as float16, which has all of them, the lower byte's in the lower half; and two floats as e4m3, the
+// largest number for what is larger.
+MPK_DEVICE uint32_t halves_of_e4m3(uint16_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  return halves;
+}
+MPK_DEVICE uint16_t e4m3_of(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// Four bytes of a word and of another, chosen by the nibbles of `which`.
+MPK_DEVICE uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t which) { return __byte_perm(a, b, which); }
 
 // Four 8 x 8 matrices of 16-bit elements in shared memory, two elements of each in each lane. Lane 8 i + r gives the
 // address of row r of matrix i, 16 bytes.

@@ -51,6 +51,7 @@ struct Fiber {
   uint32_t left = 0;                     // the generation behind which it goes on
   uint32_t collected = 0;                // generation of its last warp_collect
   std::vector<struct Copy> copies;
+  std::vector<size_t> groups;  // where each ends among these
 
   bool can_run() const { return !done && (generation == nullptr || *generation != left); }
 };
@@ -249,6 +250,18 @@ void copy_thread(void* dst, const void* src, uint32_t bytes) {
   const uint8_t* from = static_cast<const uint8_t*>(src);
   cta->fibers[threadIdx.x].copies.push_back({dst, {from, from + bytes}, nullptr});
   std::memset(dst, 0xff, bytes);
+}
+void commit_copies() { cta->fibers[threadIdx.x].groups.push_back(cta->fibers[threadIdx.x].copies.size()); }
+void await_copies(size_t groups) {
+  auto& fiber = cta->fibers[threadIdx.x];
+  while (fiber.groups.size() > groups) {
+    const auto end = static_cast<ptrdiff_t>(fiber.groups.front());
+    for (auto copy = fiber.copies.begin(); copy != fiber.copies.begin() + end; copy++)
+      std::memcpy(copy->dst, copy->data.data(), copy->data.size());
+    fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + end);
+    fiber.groups.erase(fiber.groups.begin());
+    for (size_t& group : fiber.groups) group -= static_cast<size_t>(end);
+  }
 }
 void arrive_after_copies(uint64_t* bar) {
   for (const Copy& copy : cta->fibers[threadIdx.x].copies) std::memcpy(copy.dst, copy.data.data(), copy.data.size());

@@ -56,6 +56,8 @@ void barrier_arrive(uint64_t* bar, uint32_t expected_bytes);
 bool barrier_test(uint64_t* bar, uint32_t parity);
 void copy_async(void* dst, const void* src, uint32_t bytes, uint64_t* bar);  // completes `bytes` on `bar`
 void copy_thread(void* dst, const void* src, uint32_t bytes);                // belongs to the calling thread
+void commit_copies();
+void await_copies(size_t groups);
 void arrive_after_copies(uint64_t* bar);
 bool at_fault(const void* p);  // whether the signal or result about to be stored there are lost; may be late, too
 

@@ -294,7 +294,7 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
         return;
     } else {
       const Shares<V> shares(pass.end - pass.begin);
-      if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged)) return;
+      if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged, Products<V>{})) return;
       finish(pass, shares);
     }
     if (pass.end < tiles.end && !c.sync()) return;

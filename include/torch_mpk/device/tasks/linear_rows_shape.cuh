@@ -54,6 +54,16 @@ concept RowsVariant =
       { V::map_of_x(job) } -> Same<const void*>;
     };
 
+// Bytes of a weight: quantised ones have one, others are of x's type.
+template <class V>
+constexpr int weight_bytes() {
+  if constexpr (requires { V::kIsE4M3; }) {
+    return 1;
+  } else {
+    return sizeof(typename V::T);
+  }
+}
+
 // What follows from a variant.
 template <RowsSizes V>
 struct RowsShape {
@@ -62,7 +72,7 @@ struct RowsShape {
   // One or two, where a warp has a block; a warpgroup has the blocks of a box.
   static constexpr int kBoxesOfBlock = V::kByWarpgroups ? 1 : kWarpRows / V::kBoxRows;
   static constexpr int kBlocksOfBox = V::kByWarpgroups ? (V::kBoxRows + kWarpRows - 1) / kWarpRows : 1;
-  static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * int(sizeof(T));
+  static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * weight_bytes<V>();
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize / V::kSplit;    // of a worker
   static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kBringingWarps;  // that multiply
   static constexpr int kMaxBoxes = V::kPassTiles * V::kParts;

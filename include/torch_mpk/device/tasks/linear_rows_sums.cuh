@@ -117,11 +117,32 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], con
   }
 }
 
-// Adds the products of a chunk of `count` blocks, from number `block` on of a chunk's `boxes` boxes, of which the first
-// is ring entry `first`. False when the launch was given up.
-template <class V, int count, class C>
-MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], uint32_t first, uint32_t block,
-                            uint32_t boxes, const uint8_t* x, int blocks_of_64) {
+// How a chunk's boxes are multiplied: as they are.
+template <class V>
+struct Products {
+  // What the warps do that bring x. False when the launch was given up.
+  template <class C>
+  MPK_DEVICE bool bring(C& c, const Job& job, uint8_t* windows) const {
+    if constexpr (V::kBoxesOfX)
+      return bring_boxes<V>(c, job, windows);
+    else
+      return bring_windows<V>(c, job, windows);
+  }
+  // `chunk`: its number; `block`: that of the first of these.
+  template <int count>
+  MPK_DEVICE void add(SumFragment (*sums)[RowsShape<V>::kColumns], const uint8_t* const (&upper)[count],
+                      const uint8_t* const (&lower)[count], const uint8_t* x, uint32_t chunk, uint32_t /*block*/,
+                      int lane) const {
+    const int blocks_of_64 = min(V::kChunkSize, V::kSize - int(chunk) * V::kChunkSize) / 64;
+    multiply_blocks<V, count>(sums, upper, lower, x, blocks_of_64, lane);
+  }
+};
+
+// Adds the products of chunk `chunk` of `count` blocks, from number `block` on of a chunk's `boxes` boxes, of which the
+// first is ring entry `first`. False when the launch was given up.
+template <class V, int count, class C, class Products>
+MPK_DEVICE bool take_blocks(C& c, const Products& products, SumFragment (*sums)[RowsShape<V>::kColumns], uint32_t first,
+                            uint32_t block, uint32_t boxes, const uint8_t* x, uint32_t chunk) {
   using S = RowsShape<V>;
   const uint8_t *upper[count], *lower[count];
   const auto has_lower = [&](int j) { return S::kBoxesOfBlock == 2 && (block + j) * 2 + 1 < boxes; };
@@ -132,7 +153,7 @@ MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], u
     upper[j] = c.ring.slot(entry);
     lower[j] = has_lower(j) ? c.ring.slot(entry + 1) : upper[j] + (S::kBoxesOfBlock == 1 ? 8 * 128 : 0);
   }
-  multiply_blocks<V, count>(sums, upper, lower, x, blocks_of_64, c.lane);
+  products.template add<count>(sums, upper, lower, x, chunk, block, c.lane);
 #pragma unroll
   for (int j = 0; j < count; j++) {
     const uint32_t entry = first + (block + j) * S::kBoxesOfBlock;
@@ -143,8 +164,9 @@ MPK_DEVICE bool take_blocks(C& c, SumFragment (*sums)[RowsShape<V>::kColumns], u
 }
 
 // One pass over the worker's part of K: the sums of some tiles, from ring entry c.entry on, into shared memory.
-template <class V, class C>
-MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>& shares, uint8_t* staged) {
+template <class V, class C, class Products>
+MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>& shares, uint8_t* staged,
+                          const Products& products) {
   using S = RowsShape<V>;
   using T = typename V::T;
   const uint32_t boxes = tiles * V::kParts;
@@ -154,10 +176,7 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
   const bool has_work = !brings && turn < shares.sharers;
   SumFragment sums[S::kHeld][S::kColumns] = {};
   if (brings) {
-    if constexpr (V::kBoxesOfX)
-      c.failed |= !bring_boxes<V>(c, job, staged);
-    else if constexpr (!V::kStaged)
-      c.failed |= !bring_windows<V>(c, job, staged);
+    if constexpr (!V::kStaged) c.failed |= !products.bring(c, job, staged);
   } else if (has_work || !V::kStaged) {
     uint32_t next = turn;  // the warp's next chunk
 #pragma unroll 1
@@ -176,19 +195,18 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
       }
       if (mine) {
         next += shares.sharers;
-        const int blocks_of_64 = min(V::kChunkSize, V::kSize - int(chunk) * V::kChunkSize) / 64;
         const uint32_t entry = c.entry + at * boxes;
         if constexpr (S::kTogether == 2) {
           const uint32_t block = shares.template block<2>(first, 0);
           c.failed = !(shares.held == 2 && block + 1 < shares.blocks
-                           ? take_blocks<V, 2>(c, sums, entry, block, boxes, x, blocks_of_64)
-                           : take_blocks<V, 1>(c, sums, entry, block, boxes, x, blocks_of_64));
+                           ? take_blocks<V, 2>(c, products, sums, entry, block, boxes, x, chunk)
+                           : take_blocks<V, 1>(c, products, sums, entry, block, boxes, x, chunk));
         } else {
 #pragma unroll
           for (int h = 0; h < S::kHeld && !c.failed; h++) {
             const uint32_t block = shares.template block<1>(first, h);
             if (block >= shares.blocks) break;
-            c.failed = !take_blocks<V, 1>(c, sums + h, entry, block, boxes, x, blocks_of_64);
+            c.failed = !take_blocks<V, 1>(c, products, sums + h, entry, block, boxes, x, chunk);
           }
         }
         if (c.failed) break;

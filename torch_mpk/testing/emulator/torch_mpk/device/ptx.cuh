@@ -62,6 +62,11 @@ inline void rows_load(void* dst, const void* map, int row, int column, uint64_t*
     }
 }
 inline void copy_async_16(void* dst, const void* src) { emulator::copy_thread(dst, src, 16); }
+inline void commit_copies() { emulator::commit_copies(); }
+template <int groups>
+void await_copies() {
+  emulator::await_copies(groups);
+}
 inline void copy_async_arrive(uint64_t* bar) { emulator::arrive_after_copies(bar); }
 inline void fence_mbar_init() {}
 inline void fence_proxy_async() {}
@@ -189,6 +194,41 @@ void mma(float (&d)[4], Quad a, Pair b) {
       const T y = half_of<T>(bs[i % 2][lane].v[word], k % 2);
       d[i] = std::fma(static_cast<float>(x), static_cast<float>(y), d[i]);
     }
+}
+
+inline uint32_t halves_of_e4m3(uint16_t pair) {
+  uint32_t halves = 0;
+  for (int i = 0; i < 2; i++) {
+    const uint32_t bits = pair >> 8 * i & 0xff, magnitude = bits & 0x7f;
+    const float value = magnitude < 8 ? std::ldexp(float(magnitude), -9)
+                                      : std::ldexp(float(magnitude % 8 + 8), int(magnitude / 8) - 10);
+    const __half half = __float2half_rn(magnitude == 0x7f ? std::nanf("") : bits & 0x80 ? -value : value);
+    uint16_t of_half;
+    std::memcpy(&of_half, &half, 2);
+    halves |= uint32_t(of_half) << 16 * i;
+  }
+  return halves;
+}
+// By trying all: of two that are as near, the one of even bits.
+inline uint16_t e4m3_of(float low, float high) {
+  const auto nearest = [](float v) -> uint16_t {
+    if (v != v) return 0x7f;
+    uint16_t best = 0;
+    float least = std::numeric_limits<float>::infinity();
+    for (uint16_t bits = 0; bits < 0x7f; bits++) {
+      const float value = bits < 8 ? std::ldexp(float(bits), -9) : std::ldexp(float(bits % 8 + 8), bits / 8 - 10);
+      const float apart = std::fabs(std::fmin(std::fabs(v), 448.0f) - value);
+      if (apart < least || (apart == least && bits % 2 == 0)) least = apart, best = bits;
+    }
+    return best | (std::signbit(v) ? 0x80 : 0);
+  };
+  return static_cast<uint16_t>(nearest(low) | nearest(high) << 8);
+}
+inline uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t bytes = a | uint64_t(b) << 32;
+  uint32_t chosen = 0;
+  for (int i = 0; i < 4; i++) chosen |= uint32_t(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
 }
 
 inline Quad load_matrices(SharedAddress row) {

@@ -1,0 +1,152 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/graph/weight_format.h"
+
+namespace mpk::cpu {
+namespace {
+
+// Rows of weights that a unit has, and rows of x that meet them at a time.
+constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 64, kWantedUnits = 64;
+
+float float_of(DType dtype, const uint8_t* p, const Kernels& kernels) {
+  if (dtype == DType::kE8M0) return *p == 0xff ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, *p - 127);
+  float value;
+  kernels.load_of(dtype)(p, 1, &value, 1);
+  return value;
+}
+
+class QuantizedLinear : public Body {
+ public:
+  QuantizedLinear(const Node& node, const Kernels& kernels)
+      : kernels_(kernels), format_(checked(node)), dtype_(float_dtype(node, node.operand("x"))) {
+    const Operand &x = node.operand("x"), &weight = node.operand("weight"), &scale = node.operand("weight_scale");
+    const Operand &y = node.operand("y"), *bias = node.find("bias"), *x_scale = node.find("x_scale");
+    if (dtype_ == DType::kF64) fail(node, "x is float64, expected float32, float16 or bfloat16");
+    float_dtype(node, y, &x);
+    if (bias != nullptr) bias_dtype_ = float_dtype(node, *bias);
+    for (const Operand* o : {&x, &weight, &scale, bias, &y})
+      if (o != nullptr) require_inner_stride(node, *o);
+    x_ = View(x.tensor), weight_ = View(weight.tensor), scale_ = View(scale.tensor), y_ = View(y.tensor);
+    if (bias != nullptr) bias_ = Place(bias->tensor);
+    if (x_scale != nullptr) x_scale_ = Place(x_scale->tensor);
+    num_rows_ = x.tensor.shape[0], num_weight_rows_ = format_.rows;
+    depth_ = std::max<int64_t>(format_.columns, 1);
+    run_ = std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
+    pitch_ = kernels.quantized_pitch(run_);
+    product_ = format_.storage == DType::kI8 ? kernels.quantized_i8 : kernels.quantized_e4m3;
+    block_ = std::min<int64_t>(num_rows_, kLinearRowBlock);
+    rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
+                                kMaxRowsPerUnit);
+    const int64_t units = (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
+    num_units_ = num_rows_ == 0 || format_.columns == 0 ? (num_rows_ == 0 ? 0 : units) : units;
+    unit_cost_ = static_cast<double>(rows_per_unit_ * depth_) * std::max(1.0, num_rows_ / 2.0) / kBytesPerNs;
+    scratch_bytes_ = bytes_of(block_ * runs_ * pitch_) + bytes_of(block_ * runs_) + bytes_of(rows_per_unit_ * runs_) +
+                     2 * bytes_of(std::max(block_ * rows_per_unit_, depth_));
+  }
+
+  void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
+    const auto take = [&](int64_t floats) {
+      auto* p = reinterpret_cast<float*>(scratch);
+      scratch += bytes_of(floats);
+      return p;
+    };
+    float *x = take(block_ * runs_ * pitch_), *x_factors = take(block_ * runs_);
+    float* weight_factors = take(rows_per_unit_ * runs_);
+    float *sums = take(std::max(block_ * rows_per_unit_, depth_)),
+          *values = take(std::max(block_ * rows_per_unit_, depth_));
+    for (int64_t first = 0; first < num_rows_; first += block_) {
+      const int64_t count = std::min(block_, num_rows_ - first);
+      for (int64_t r = 0; r < count; r++)
+        prepare_row(frame, first + r, x + r * runs_ * pitch_, x_factors + r * runs_, values);
+      for (int64_t unit = begin; unit < end; unit++) {
+        QuantizedArgs args = {};
+        args.x = x, args.x_factors = x_factors, args.num_rows = count, args.k = format_.columns, args.run = run_;
+        args.weight = weight_.at(frame, 0), args.weight_stride = weight_.strides[0];
+        args.begin = unit * rows_per_unit_, args.end = std::min(args.begin + rows_per_unit_, num_weight_rows_);
+        find_factors(frame, args.begin, args.end, weight_factors);
+        args.weight_factors = weight_factors, args.weight_factors_stride = runs_, args.sums = sums;
+        product_(args);
+        store(frame, first, count, args.begin, args.end, sums, values);
+      }
+    }
+  }
+
+ private:
+  static WeightFormat checked(const Node& node) {
+    if (const auto why = WeightFormat::refuses(node)) fail(node, *why);
+    return WeightFormat::of(node);
+  }
+  static int64_t bytes_of(int64_t floats) { return round_up(floats * static_cast<int64_t>(sizeof(float)), 64); }
+
+  // A row of x in runs, and its factors.
+  void prepare_row(const Frame& frame, int64_t row, float* x, float* factors, float* values) const {
+    kernels_.load_of(dtype_)(x_.at(frame, row), 1, values, static_cast<int>(format_.columns));
+    const float given = x_scale_ ? float_of(DType::kF32, x_scale_.at(frame), kernels_) : 0;
+    for (int64_t first = 0; format_.quantizes_x() && first < format_.columns; first += format_.x_columns) {
+      const int64_t size = std::min(format_.x_columns, format_.columns - first);
+      const float scale = format_.has_static_x ? given : scale_of(values + first, size);
+      kernels_.round_e4m3(values + first, size, scale);
+      for (int64_t k = first; k < first + size; k += run_) factors[k / run_] = scale;
+    }
+    for (int64_t run = 0; run < runs_; run++) {
+      const int64_t size = std::clamp<int64_t>(format_.columns - run * run_, 0, run_);
+      std::memcpy(x + run * pitch_, values + run * run_, size * sizeof(float));
+      std::fill(x + run * pitch_ + size, x + (run + 1) * pitch_, 0.0f);
+      if (!format_.quantizes_x()) factors[run] = 1;
+    }
+  }
+
+  static float scale_of(const float* values, int64_t n) {
+    float most = 0;
+    bool has_nan = false;
+    for (int64_t i = 0; i < n; i++) {
+      const float magnitude = std::fabs(values[i]);
+      most = magnitude > most ? magnitude : most;
+      has_nan |= values[i] != values[i];
+    }
+    return has_nan ? std::numeric_limits<float>::quiet_NaN() : std::max(most / kLargestE4M3, kLeastScale);
+  }
+
+  void find_factors(const Frame& frame, int64_t begin, int64_t end, float* factors) const {
+    for (int64_t n = begin; n < end; n++) {
+      float* own = factors + (n - begin) * runs_;
+      if (n > begin && n % format_.block_rows != 0) {
+        std::memcpy(own, own - runs_, runs_ * sizeof(float));
+        continue;
+      }
+      for (int64_t run = 0; run < runs_; run++)
+        own[run] = float_of(format_.scale_dtype,
+                            scale_.at(frame, n / format_.block_rows, run * run_ / format_.block_columns), kernels_);
+    }
+  }
+
+  void store(const Frame& frame, int64_t first, int64_t count, int64_t begin, int64_t end, float* sums,
+             float* bias) const {
+    const auto size = static_cast<int>(end - begin);
+    if (bias_) kernels_.load_of(bias_dtype_)(bias_.at(frame) + begin * size_bytes(bias_dtype_), 1, bias, size);
+    for (int64_t r = 0; r < count; r++) {
+      float* row = sums + r * size;
+      for (int i = 0; bias_ && i < size; i++) row[i] += bias[i];
+      kernels_.store_of(dtype_)(row, y_.at(frame, first + r) + begin * size_bytes(dtype_), 1, size);
+    }
+  }
+
+  const Kernels& kernels_;
+  const WeightFormat format_;
+  const DType dtype_;
+  DType bias_dtype_ = DType::kF32;
+  Kernels::Quantized product_;
+  View x_, weight_, scale_, y_;
+  Place bias_, x_scale_;
+  int64_t num_rows_, num_weight_rows_, depth_, run_, runs_, pitch_, block_, rows_per_unit_;
+};
+
+[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(
+    "quantized_linear", [](const Node& n, const Kernels& k) { return std::make_unique<QuantizedLinear>(n, k); });
+
+}  // namespace
+}  // namespace mpk::cpu

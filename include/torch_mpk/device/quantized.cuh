@@ -1,0 +1,46 @@
+// Numbers that quantised weights and their scales are stored as, and how x is quantised.
+#pragma once
+
+#include "torch_mpk/device/pointwise.cuh"
+
+namespace mpk {
+
+// Four bits of exponent and three of mantissa; the largest number is 448, and the pattern above it NaN.
+struct E4M3 {
+  uint8_t bits;
+};
+// A power of two.
+struct E8M0 {
+  uint8_t bits;
+};
+
+// Exponent and mantissa moved to the place that a half has them in are 2^-8 of the number, denormals too.
+MPK_DEVICE float to_float(E4M3 v) {
+  if ((v.bits & 0x7f) == 0x7f) return __int_as_float(0x7fffffff);
+  const uint32_t magnitude = v.bits & 0x7f, sign = static_cast<uint32_t>(v.bits & 0x80) << 24;
+  const float value =
+      magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : __uint_as_float((magnitude << 20) + (120u << 23));
+  return __uint_as_float(__float_as_uint(value) | sign);
+}
+MPK_DEVICE float to_float(E8M0 v) {
+  if (v.bits == 0xff) return __int_as_float(0x7fffffff);
+  return __uint_as_float(v.bits == 0 ? 0x00400000u : static_cast<uint32_t>(v.bits) << 23);
+}
+
+inline constexpr float kLargestE4M3 = 448, kLeastScale = 1e-12f;
+
+// A float rounded to the numbers of e4m3: to nearest, ties to even, and what is larger to the largest.
+MPK_DEVICE float round_e4m3(float v) {
+  float magnitude = fabsf(v);
+  if (magnitude > kLargestE4M3) magnitude = kLargestE4M3;  // false for NaN
+  const uint32_t bits = __float_as_uint(magnitude);
+  const float normal = __uint_as_float((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000u);
+  const float denormal = (magnitude + 0x1p14f) - 0x1p14f;
+  const float rounded = magnitude < 0x1p-6f ? denormal : magnitude == magnitude ? normal : magnitude;
+  return copysignf(rounded, v);
+}
+
+// A scale of numbers whose largest magnitude is `most`.
+MPK_DEVICE float e4m3_scale(float most) { return fmaxf(most / kLargestE4M3, kLeastScale); }
+
+}  // namespace mpk

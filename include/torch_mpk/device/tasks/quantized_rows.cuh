@@ -1,0 +1,440 @@
+// quantized_linear on tensor cores: weights come in boxes as in linear_rows.cuh, two bytes as one 16-bit element, and
+// become float16 in registers. x stands in shared memory as float16, too: the e4m3 numbers that it is quantised to, or
+// its own numbers over a power of two. Both factors are exact, so sums of 128 columns, in fp32, are those of the
+// format, and take the scales of these columns.
+//
+// A lane loads four neighbouring bytes of a row of weights, and multiplies them as the elements 2 t, 2 t + 1, 2 t + 8
+// and 2 t + 9 of 16 columns. So x has its columns in that order: of each 16, words 0, 2, 4, 6, 1, 3, 5, 7.
+#pragma once
+
+#include "torch_mpk/device/tasks/linear_rows.cuh"
+#include "torch_mpk/device/tasks/quantized_format.cuh"
+
+namespace mpk::linear {
+
+template <class V, class C>
+concept QuantizedRowsVariant = RowsVariant<V, C> && QuantizedSizes<V> && HasScales<V> && sizeof(typename V::T) == 2 &&
+                               Constants<int, V::kWorkerTiles>;  // that a worker has at most
+
+template <class V>
+struct QuantizedShape {
+  using S = RowsShape<V>;
+  static constexpr int kStep = 128;  // columns whose sums are scaled together
+  static_assert(V::kSize % kStep == 0 && V::kChunkSize % kStep == 0 && V::kSplit == 1 && !V::kByWarpgroups);
+  static_assert(V::kXScaleColumns == 0 || V::kXScaleColumns == kStep || V::kXScaleColumns == V::kSize);
+  static constexpr int kSteps = V::kSize / kStep, kChunkSteps = V::kChunkSize / kStep;
+  static constexpr bool kScalesRowsOfX = V::kGivenXScale || V::kXScaleColumns > kStep;
+  static constexpr int kFactorRows = 8 * S::kColumns;  // of x, as many as are multiplied
+  // Behind rows and sums stand the factors of x, [step][row], of all steps or those of each window; scales of rows, if
+  // x comes in windows; and scales of weights, [box of the worker][of its row].
+  static constexpr int kFactorSteps = V::kStaged ? kSteps : S::kWindowsHeld * kChunkSteps;
+  static constexpr int kFactorsOffset = (S::kStagedBytes + 127) / 128 * 128;
+  static constexpr int kRowScalesOffset = kFactorsOffset + kFactorSteps * kFactorRows * 4;
+  static constexpr int kRowScalesBytes = V::kStaged || !kScalesRowsOfX ? 0 : kFactorRows * 4;
+  static constexpr int kScalesOffset = (kRowScalesOffset + kRowScalesBytes + 127) / 128 * 128;
+  static constexpr int kScalesOfBox = V::kScalesByRow ? 0 : (V::kSize + V::kScaleColumns - 1) / V::kScaleColumns;
+  static constexpr int kStagedBytes = kScalesOffset + V::kWorkerTiles * V::kParts * kScalesOfBox * 4;
+};
+
+// Four weights as two pairs of float16.
+template <class V>
+MPK_DEVICE void to_halves(uint32_t word, uint32_t& first, uint32_t& second) {
+  if constexpr (V::kIsE4M3) {
+    first = ptx::halves_of_e4m3(static_cast<uint16_t>(word));
+    second = ptx::halves_of_e4m3(static_cast<uint16_t>(word >> 16));
+  } else {
+    // With 128 added they are the last bits of numbers from 1024 on.
+    const uint32_t bytes = word ^ 0x80808080;
+    const __half2 offset = __float2half2_rn(1152);
+    const auto half = [&](uint32_t which) {
+      const uint32_t bits = ptx::choose_bytes(bytes, 0x64646464, which);
+      const __half2 value = __hsub2_rn(reinterpret_cast<const __half2&>(bits), offset);
+      return reinterpret_cast<const uint32_t&>(value);
+    };
+    first = half(0x4140);
+    second = half(0x4342);
+  }
+}
+
+// Two floats as float16, rounded to e4m3 if x is quantised.
+template <class V>
+MPK_DEVICE uint32_t x_pair(float low, float high) {
+  if constexpr (V::kXScaleColumns > 0) {
+    return ptx::halves_of_e4m3(ptx::e4m3_of(low, high));
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// What 128 columns of a row, or all, are divided by. Where x is not quantised, a power of two that leaves their largest
+// magnitude below 2^15.
+struct XScale {
+  float scale, inverse;
+
+  // Rounded as a division is: numbers of e4m3 are few, so many quotients lie half way between two.
+  template <class V>
+  MPK_DEVICE float divide(float v) const {
+    const float quotient = v * inverse;
+    return V::kXScaleColumns > 0 ? fmaf(fmaf(-quotient, scale, v), inverse, quotient) : quotient;
+  }
+};
+template <class V>
+MPK_DEVICE XScale x_scale_of(float most) {
+  if constexpr (V::kXScaleColumns > 0) {
+    const float scale = e4m3_scale(most);
+    return {scale, 1 / scale};
+  } else {
+    const uint32_t exponent = max(__float_as_uint(most) >> 23, 20u);
+    return {__uint_as_float((exponent - 14) << 23), __uint_as_float((268 - exponent) << 23)};
+  }
+}
+
+// A step of a row: where it stands, and where its factor belongs.
+struct XStep {
+  uint8_t* at;
+  float* factor;
+};
+
+// Steps of x become float16 where they stand, half a warp's each: those from number `first` on, 2 kAtOnce of every
+// `stride`, of `count`. They are converted together, since each waits for shared memory and for its half of the warp.
+template <class V, int kAtOnce, class Step, class Scale>
+MPK_DEVICE void convert_steps(int first, int count, int stride, int lane, Step step_of, Scale scale_of) {
+  const int half = lane / 16, piece = lane % 16;
+#pragma unroll 1
+  for (; first < count; first += stride) {
+    float v[kAtOnce][8];
+    XScale scales[kAtOnce];
+    XStep steps[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      const int number = min(first + 2 * i + half, count - 1);
+      steps[i] = step_of(number);
+      unpack<typename V::T>(*reinterpret_cast<const uint4*>(steps[i].at + piece * 16), v[i]);
+      scales[i] = scale_of(number, v[i]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      if (first + 2 * i + half >= count) continue;
+      uint32_t words[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        words[e] = x_pair<V>(scales[i].template divide<V>(v[i][2 * e]), scales[i].template divide<V>(v[i][2 * e + 1]));
+      uint8_t* to = steps[i].at + piece / 2 * 32 + piece % 2 * 8;  // of 16 columns, of which the piece is one half
+      *reinterpret_cast<uint2*>(to) = {words[0], words[2]};
+      *reinterpret_cast<uint2*>(to + 16) = {words[1], words[3]};
+      if (piece == 0) *steps[i].factor = scales[i].scale;
+    }
+  }
+}
+
+MPK_DEVICE float largest(const float (&v)[8]) {
+  float most = 0;
+#pragma unroll
+  for (float each : v) most = fmaxf(most, fabsf(each));
+  return most;
+}
+
+// The scale of a step by its own elements, a half of a warp's.
+template <class V>
+MPK_DEVICE XScale scale_of_step(const float (&v)[8]) {
+  float most = largest(v);
+#pragma unroll
+  for (int o = 8; o > 0; o /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  return x_scale_of<V>(most);
+}
+
+// The scale of a row, where all of it has one, by a warp.
+template <class V>
+MPK_DEVICE XScale scale_of_row(const Job& job, const uint8_t* row, int lane) {
+  if constexpr (V::kGivenXScale) {
+    const float scale = V::x_scale(job);
+    return {scale, 1 / scale};
+  } else {
+    float most = 0;
+#pragma unroll 4
+    for (int i = lane; i < V::kSize / 8; i += 32) {
+      float v[8];
+      unpack<typename V::T>(reinterpret_cast<const uint4*>(row)[i], v);
+      most = fmaxf(most, largest(v));
+    }
+    return x_scale_of<V>(warp_max(most));
+  }
+}
+
+// x that stands in shared memory whole.
+template <class V, class C>
+MPK_DEVICE void convert_x(C& c, const Job& job, uint8_t* x, float* factors) {
+  using Q = QuantizedShape<V>;
+  constexpr int kAtOnce = 2;
+  if constexpr (Q::kScalesRowsOfX) {
+#pragma unroll 1
+    for (int r = c.warp; r < V::kBatch; r += kConsumerWarps) {
+      uint8_t* row = x + r * RowsShape<V>::kPitch;
+      const XScale scale = scale_of_row<V>(job, row, c.lane);
+      convert_steps<V, kAtOnce>(
+          0, Q::kSteps, 2 * kAtOnce, c.lane,
+          [&](int step) { return XStep{row + step * 256, factors + step * Q::kFactorRows + r}; },
+          [&](int, const float (&)[8]) { return scale; });
+    }
+  } else {
+    convert_steps<V, kAtOnce>(
+        c.warp * 2 * kAtOnce, V::kBatch * Q::kSteps, kConsumerWarps * 2 * kAtOnce, c.lane,
+        [&](int number) {
+          const int r = number / Q::kSteps, step = number - r * Q::kSteps;
+          return XStep{x + r * RowsShape<V>::kPitch + step * 256, factors + step * Q::kFactorRows + r};
+        },
+        [&](int, const float (&v)[8]) { return scale_of_step<V>(v); });
+  }
+}
+
+// The windows of x, by the group's last warps: each copies some rows two windows ahead, and converts them when they
+// have come. False when the launch was given up.
+template <class V, class C>
+MPK_DEVICE bool bring_converted(C& c, const Job& job, uint8_t* windows, float* factors, const float* row_scales) {
+  using S = RowsShape<V>;
+  using Q = QuantizedShape<V>;
+  using T = typename V::T;
+  constexpr int kVec = kVecSize<T>, kAhead = 2, kAtOnce = 2;
+  const Chunks<V> chunks(c.worker(job));
+  const int first = c.warp - S::kWarps, rows = (V::kBatch - first + kBringingWarps - 1) / kBringingWarps;
+  const auto columns_of = [&](int chunk) { return min(V::kChunkSize, V::kSize - chunk * V::kChunkSize); };
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < S::kChunks + kAhead; turn++) {
+    if (turn < S::kChunks) {
+      const int chunk = chunks.at(turn);
+      const WindowPlace<V> place(c.window + turn);
+      if (!__all_sync(~0u, place.await_free(c))) return false;
+      const T* from = V::x(job) + first * V::kPitchX + chunk * V::kChunkSize;
+      uint8_t* to = windows + place.offset() + first * S::kPitch;
+      const bool is_aligned =
+          reinterpret_cast<uint64_t>(from) % kAccessBytes == 0;  // a call's tensor may begin anywhere
+#pragma unroll 1
+      for (int row = 0; row < rows; row++) {
+        if (is_aligned) {
+          for (int p = c.lane; p < columns_of(chunk) / kVec; p += 32) ptx::copy_async_16(to + p * 16, from + p * kVec);
+        } else {
+          for (int e = c.lane; e < columns_of(chunk); e += 32) reinterpret_cast<T*>(to)[e] = from[e];
+        }
+        from += kBringingWarps * V::kPitchX;
+        to += kBringingWarps * S::kPitch;
+      }
+    }
+    ptx::commit_copies();
+    if (turn < kAhead) continue;
+    ptx::await_copies<kAhead>();
+    __syncwarp();
+    const WindowPlace<V> place(c.window + turn - kAhead);
+    const int steps = columns_of(chunks.at(turn - kAhead)) / Q::kStep;
+    uint8_t* window = windows + place.offset();
+    float* own = factors + place.number % S::kWindowsHeld * (Q::kChunkSteps * Q::kFactorRows);
+    const auto row_of = [&](int number) { return first + number / steps * kBringingWarps; };
+    convert_steps<V, kAtOnce>(
+        0, rows * steps, 2 * kAtOnce, c.lane,
+        [&](int number) {
+          const int r = row_of(number), step = number % steps;
+          return XStep{window + r * S::kPitch + step * 256, own + step * Q::kFactorRows + r};
+        },
+        [&](int number, const float (&v)[8]) {
+          if constexpr (Q::kScalesRowsOfX) {
+            const float scale = row_scales[row_of(number)];
+            return XScale{scale, 1 / scale};
+          } else {
+            return scale_of_step<V>(v);
+          }
+        });
+    ptx::mbar_arrive(&c.windows().full[place.barrier()]);
+  }
+  return true;
+}
+
+// How a chunk's boxes are multiplied, see Products: `scales` are those of the boxes of a pass.
+template <class V>
+struct QuantizedProducts {
+  using S = RowsShape<V>;
+  using Q = QuantizedShape<V>;
+  uint8_t* staged;
+  const float* scales;
+
+  template <class C>
+  MPK_DEVICE bool bring(C& c, const Job& job, uint8_t* windows) const {
+    return bring_converted<V>(c, job, windows, reinterpret_cast<float*>(staged + Q::kFactorsOffset),
+                              reinterpret_cast<const float*>(staged + Q::kRowScalesOffset));
+  }
+
+  template <int count>
+  MPK_DEVICE void add(SumFragment (*sums)[S::kColumns], const uint8_t* const (&upper)[count],
+                      const uint8_t* const (&lower)[count], const uint8_t* x, uint32_t chunk, uint32_t block,
+                      int lane) const {
+    constexpr int kColumns = S::kColumns;
+    const uint32_t row = lane % 8, matrix = lane / 8;
+    ptx::SharedAddress weights[count];
+#pragma unroll
+    for (int j = 0; j < count; j++)
+      weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
+    // Rows of x that there are not repeat the last: their products go nowhere.
+    ptx::SharedAddress rows_of_x[kColumns];
+#pragma unroll
+    for (int n = 0; n < kColumns; n++)
+      rows_of_x[n] = ptx::smem_addr(x) + min(8 * n + row, uint32_t(V::kBatch - 1)) * S::kPitch + matrix * 16;
+    const int first = chunk * Q::kChunkSteps, steps = min(Q::kChunkSteps, Q::kSteps - first);
+    const int kept = V::kStaged ? first : static_cast<int>(x - staged) / S::kWindowBytes * Q::kChunkSteps;
+    const float* of_step =
+        reinterpret_cast<const float*>(staged + Q::kFactorsOffset) + kept * Q::kFactorRows + lane % 4 * 2;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      SumFragment products[count][kColumns] = {};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        ptx::Quad columns[kColumns];
+#pragma unroll
+        for (int n = 0; n < kColumns; n++) columns[n] = ptx::load_matrices(rows_of_x[n] + (step * 4 + i) * 64);
+#pragma unroll
+        for (int j = 0; j < count; j++) {
+          const ptx::Quad bytes = ptx::load_matrices(weights[j] ^ 32 * i);
+          ptx::Quad halves[2];
+#pragma unroll
+          for (int m = 0; m < 4; m++) to_halves<V>(bytes.v[m], halves[m / 2].v[m % 2], halves[m / 2].v[m % 2 + 2]);
+#pragma unroll
+          for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int n = 0; n < kColumns; n++)
+              ptx::mma<__half>(products[j][n], halves[k], {columns[n].v[2 * k], columns[n].v[2 * k + 1]});
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < count; j++) {
+        float of_rows[2];
+        find_scales(of_rows, block + j, first + step);
+#pragma unroll
+        for (int n = 0; n < kColumns; n++) {
+          const float2 of_columns = *reinterpret_cast<const float2*>(of_step + 8 * n);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const float factor = (i % 2 == 0 ? of_columns.x : of_columns.y) * of_rows[i / 2];
+            sums[j][n][i] = fmaf(products[j][n][i], factor, sums[j][n][i]);
+          }
+        }
+        weights[j] += V::kBoxRows * 128;
+      }
+      of_step += Q::kFactorRows;
+    }
+  }
+
+ private:
+  // Of a block's upper and lower rows.
+  MPK_DEVICE void find_scales(float (&scale)[2], uint32_t block, int step) const {
+    if constexpr (V::kScalesByRow) {
+      scale[0] = scale[1] = 1;
+    } else {
+      const float* own = scales + block * S::kBoxesOfBlock * Q::kScalesOfBox + step / (V::kScaleColumns / Q::kStep);
+      scale[0] = own[0];
+      scale[1] = own[(S::kBoxesOfBlock - 1) * Q::kScalesOfBox];
+    }
+  }
+};
+
+// The scales of a worker's boxes, of which a thread brings every kConsumerThreads'th.
+template <class V>
+struct BoxScales {
+  using Q = QuantizedShape<V>;
+  static constexpr int kMost = V::kWorkerTiles * V::kParts * Q::kScalesOfBox;
+  static constexpr int kMine = (kMost + kConsumerThreads - 1) / kConsumerThreads, kHeld = kMine < 8 ? kMine : 8;
+  float held[kHeld > 0 ? kHeld : 1];
+
+  MPK_DEVICE static float load(const Job& job, Span tiles, int i) {
+    const uint32_t box = i / Q::kScalesOfBox, tile = tiles.begin + box / V::kParts;
+    if (tile >= tiles.end) return 0;
+    const int segment = segment_of<V>(tile), which = V::kParts > 1 ? box % V::kParts : segment;
+    const uint32_t n = (tile - V::first_tile(segment)) * V::kBoxRows;
+    return to_float(V::scale(job, which)[(n / V::scale_rows(which)) * V::scale_pitch(which) + i % Q::kScalesOfBox]);
+  }
+  // Before anything is awaited, as many as registers hold.
+  MPK_DEVICE BoxScales(const Job& job, Span tiles, int rank) {
+#pragma unroll
+    for (int i = 0; i < kHeld; i++)
+      held[i] = rank + i * kConsumerThreads < kMost ? load(job, tiles, rank + i * kConsumerThreads) : 0;
+  }
+  MPK_DEVICE void store(const Job& job, Span tiles, int rank, float* scales) const {
+#pragma unroll
+    for (int i = 0; i < kHeld; i++)
+      if (rank + i * kConsumerThreads < kMost) scales[rank + i * kConsumerThreads] = held[i];
+    for (int i = rank + kHeld * kConsumerThreads; i < kMost; i += kConsumerThreads) scales[i] = load(job, tiles, i);
+  }
+};
+
+// Brings x to shared memory, or what is to be known before windows of it come.
+template <class V, class C>
+MPK_DEVICE bool bring_x(C& c, const Job& job, uint8_t* staged) {
+  using Q = QuantizedShape<V>;
+  if constexpr (!V::kStaged) {
+    if (!c.await()) return false;
+    if constexpr (Q::kScalesRowsOfX) {
+      float* row_scales = reinterpret_cast<float*>(staged + Q::kRowScalesOffset);
+      for (int r = c.warp; r < V::kBatch; r += kConsumerWarps) {
+        const XScale scale = scale_of_row<V>(job, reinterpret_cast<const uint8_t*>(V::x(job) + r * V::kPitchX), c.lane);
+        if (c.lane == 0) row_scales[r] = scale.scale;
+      }
+    }
+    return true;
+  } else {
+    constexpr int kWarps = warps_of_row(V::kBatch, kConsumerWarps);
+    if constexpr (kWarps == 1) {
+      return stage_whole<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, staged);
+    } else {
+      const WarpGroup<C, kWarps> group(c);
+      return stage_whole<V>(c, job, group, group.number, V::kBatch, staged);
+    }
+  }
+}
+
+template <class V, class C>
+MPK_DEVICE bool stage_quantized(C& c, const Job& job, Span tiles, uint8_t* staged) {
+  using Q = QuantizedShape<V>;
+  if constexpr (V::kScalesByRow) {
+    if (!bring_x<V>(c, job, staged)) return false;
+  } else {
+    const BoxScales<V> scales(job, tiles, c.rank);
+    if (!bring_x<V>(c, job, staged)) return false;
+    scales.store(job, tiles, c.rank, reinterpret_cast<float*>(staged + Q::kScalesOffset));
+  }
+  if (!c.sync()) return false;
+  if constexpr (V::kStaged) {
+    convert_x<V>(c, job, staged, reinterpret_cast<float*>(staged + Q::kFactorsOffset));
+    return c.sync();
+  }
+  return true;
+}
+
+template <class V, class C>
+MPK_DEVICE void compute_quantized_rows(C& c, const Job& job) {
+  static_assert(QuantizedRowsVariant<V, C>);
+  using S = RowsShape<V>;
+  using Q = QuantizedShape<V>;
+  static_assert(Q::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  static_assert(S::kBoxBytes <= C::Config::kSlotBytes);
+  static_assert(V::kWorkerTiles * C::Config::kNumWorkers >= V::kNumTiles);
+  uint8_t* staged = c.staged();
+  const Span tiles = shared_span(V::kNumTiles, c.worker(job), 1, C::Config::kNumWorkers);
+  const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
+  const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kPassTiles)}; };
+  typename V::Extra extra{};
+  if constexpr (V::kEarly && V::kHasExtra) extra = preload(pass_from(tiles.begin));
+  if (!stage_quantized<V>(c, job, tiles, staged)) return;
+  if constexpr (V::kStaged) c.stamp(&PhaseStamps::staged);
+  const float* scales = reinterpret_cast<const float*>(staged + Q::kScalesOffset);
+#pragma unroll 1
+  for (uint32_t first = tiles.begin; first < tiles.end; first += V::kPassTiles) {
+    const Span pass = pass_from(first);
+    if constexpr (V::kHasExtra)
+      if (!V::kEarly || first != tiles.begin) extra = preload(pass);
+    const Shares<V> shares(pass.end - pass.begin);
+    const QuantizedProducts<V> products{staged, scales + (first - tiles.begin) * V::kParts * Q::kScalesOfBox};
+    if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged, products)) return;
+    finish_tiles<V>(c, job, pass, PassSums<V>(shares, staged), RowSums<V>(c, job, 0), extra);
+    if (pass.end < tiles.end && !c.sync()) return;
+  }
+}
+
+}  // namespace mpk::linear

@@ -1,0 +1,110 @@
+"""Kernels of quantised linears, run thread by thread, against the task's reference; and compiled."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.schedule.decoder_graph import decoder
+from tests.tasks.test_every_way import launch
+from torch_mpk import _C
+from torch_mpk.calls import Call
+from torch_mpk.jit import compile_cuda
+from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
+from torch_mpk.testing.emulator import Order, emulate
+from torch_mpk.testing.tasks import Calls
+
+pytestmark = pytest.mark.slow  # compilers; tests/tasks/test_every_way.py runs samples of both kernels
+
+FP8 = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
+ROWS = {"block_rows": 1, "block_columns": 0}  # a scale for each row of the weight
+
+
+def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, storage: torch.dtype = E4M3,
+         scale: torch.dtype = torch.float32, x_scale: float = 0, bias: bool = False, **attrs: int) -> Call:  # fmt: skip
+    x = (torch.randn(rows, k) * 10 ** (2 * torch.rand(rows, 1) - 1)).to(dtype)
+    weight = torch.randint(-127, 128, (n, k), dtype=torch.int8) if storage == torch.int8 else torch.randn(n, k).to(E4M3)
+    sizes = [-(-size // (attrs[name] or size)) for name, size in (("block_rows", n), ("block_columns", k))]
+    operands = [x, weight, (torch.rand(sizes) + 0.1).to(scale), torch.randn(n).to(dtype) if bias else None]
+    operands.append(torch.tensor([x_scale]) if x_scale else None)
+    return Call(quantized_linear, operands, quantized_linear.bind_attrs(attrs))
+
+
+def check(calls: list[Call], arch: int, kernels: set[str]) -> None:
+    made = Calls(calls)
+    kernel = emulate(made.lowered.graph, arch=arch)
+    assert {job.cut.kernel for phase in kernel.schedule.phases for job in phase.jobs} == kernels
+    for order in get_args(Order):
+        made.check_graph(functools.partial(launch, kernel, order))
+
+
+def test_boxes_of_every_format() -> None:
+    """Whole rows of x, one and several passes, several blocks to a warp; steps, rows and all of x with a scale."""
+    check(
+        [
+            call(1, 64, 256, **FP8),
+            call(2, 200, 384, bias=True, **FP8),
+            call(9, 72, 128, scale=torch.float8_e8m0fnu, **FP8),
+            call(20, 40, 1152, **FP8),
+            call(3, 48, 256, storage=torch.int8, bias=True, **ROWS),
+            call(1, 40, 128, scale=torch.bfloat16, **ROWS),
+            call(5, 48, 384, x_columns=-1, **ROWS),
+            call(4, 32, 256, x_scale=0.02, block_rows=0, block_columns=0),
+        ],
+        90,
+        {"quantized_linear.rows"},
+    )
+
+
+def test_x_in_stages() -> None:
+    check(
+        [
+            call(16, 24, 4096, **FP8),
+            call(40, 40, 1408, dtype=torch.float16, bias=True, **FP8),
+            call(14, 24, 4096, x_columns=-1, storage=torch.int8, **ROWS),
+        ],
+        90,
+        {"quantized_linear.rows"},
+    )
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
+    check(
+        [
+            call(1, 33, 100, **FP8),
+            call(3, 20, 192, dtype=torch.float32, **FP8),
+            call(2, 17, 65, storage=torch.int8, bias=True, **ROWS),
+            call(2, 16, 80, block_rows=4, block_columns=16),
+        ],
+        arch,
+        {"quantized_linear.direct"},
+    )
+
+
+def special(call: Call) -> Call:
+    """NaN bytes among the weights, infinities and NaN in x."""
+    x, weight = call.operands[:2]
+    assert x is not None and weight is not None
+    weight.view(torch.uint8)[3, 5] = 0x7F
+    weight.view(torch.uint8)[7, 1] = 0xFF
+    x[1, 2], x[2, 3] = torch.inf, torch.nan
+    return call
+
+
+def test_numbers_that_are_none() -> None:
+    calls = [special(call(4, 24, 256, **attrs)) for attrs in (FP8, ROWS, ROWS | {"x_columns": -1})]
+    check([*calls, special(call(4, 24, 100, **FP8))], 90, {"quantized_linear.rows", "quantized_linear.direct"})
+
+
+@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 8), ("fp8", 32), ("int8", 1)])
+def test_compiles_without_spills(weights: str, batch: int) -> None:
+    sizes: dict[str, Any] = {"hidden": 4096, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 12288}
+    graph = decoder(batch=batch, layers=1, length=1024, vocab=512, weights=weights, **sizes)
+    schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, polled=True))
+    resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
+    assert resources.warnings == ()
+    assert resources.spill_store_bytes == 0
