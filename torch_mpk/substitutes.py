@@ -1,0 +1,84 @@
+"""Functions of other packages that Dynamo should not trace, and what it traces in their place.
+
+They load kernels of their own, which cannot be fetched everywhere, and which no graph of ours could hold. Calls outside
+of ``torch.compile`` stay as they are. Other backends of the process see the substitute, too: an operator of ours.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def fp8_linear(
+    input: torch.Tensor,  # noqa: A002 - transformers' name
+    weight: torch.Tensor,
+    weight_scale_inv: torch.Tensor,
+    block_size: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
+    activation_scale: torch.Tensor | None = None,
+    allow_deepgemm: bool = True,
+) -> torch.Tensor:
+    """``fp8_linear`` of transformers, of e4m3 weights: activations are quantised by row and block of columns."""
+    from transformers.integrations import finegrained_fp8
+
+    if weight.dtype != torch.float8_e4m3fn:
+        return finegrained_fp8.finegrained_fp8_linear(
+            input, weight, weight_scale_inv, block_size, bias, activation_scale
+        )
+    rows, columns = (0, 0) if block_size is None else (block_size[0], block_size[1])
+    y = torch.ops.mpk.quantized_linear(
+        input.reshape(-1, input.shape[-1]),
+        weight,
+        weight_scale_inv if weight_scale_inv.dim() == 2 else weight_scale_inv.reshape(1, 1),
+        bias,
+        None if activation_scale is None else activation_scale.reshape(1).float(),
+        block_rows=rows,
+        block_columns=columns,
+        x_columns=columns or -1,
+    )
+    return y.reshape(input.shape[:-1] + (weight.shape[0],))
+
+
+# By module and name.
+_SUBSTITUTES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "transformers.integrations.finegrained_fp8": ("fp8_linear", fp8_linear),
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds these modules as the other finders do, and substitutes once they are imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in _SUBSTITUTES:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                _substitute(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def install() -> None:
+    """Has Dynamo trace the substitutes, of what is imported already and of what will be."""
+    sys.meta_path.insert(0, _Finder())
+    for name in _SUBSTITUTES:
+        if name in sys.modules:
+            _substitute(sys.modules[name])
+
+
+def _substitute(module: Any) -> None:
+    name, substitute = _SUBSTITUTES[module.__name__]
+    if hasattr(module, name):
+        torch.compiler.substitute_in_graph(getattr(module, name), skip_signature_check=True)(substitute)

@@ -1,0 +1,80 @@
+"""Models whose linears are quantised, made without a GPU and without packages that models do not need."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers import FineGrainedFP8Config, PreTrainedModel
+
+Format = Literal["fp8", "int8"]
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear of int8 weights with a scale for each row."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+        self.weight = torch.nn.Parameter((weight.float() / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = torch.nn.Parameter(scale, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.ops.mpk.quantized_linear(rows, self.weight, self.scale, self.bias, block_rows=1, block_columns=0)
+        return y.reshape(*x.shape[:-1], -1)
+
+
+def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> PreTrainedModel:
+    """The model with quantised linears, but for its head: "fp8" as transformers' FP8Linear, by its own quantiser, or
+    "int8" as ``Int8Linear``. ``config``: what FineGrainedFP8Config takes, such as ``scale_fmt``."""
+    names = [
+        n for n, m in model.named_modules() if type(m) is torch.nn.Linear and m is not model.get_output_embeddings()
+    ]
+    if weights == "int8":
+        for name in names:
+            model.set_submodule(name, Int8Linear(model.get_submodule(name)))
+        return model
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize, replace_with_fp8_linear
+
+    settings = FineGrainedFP8Config(**config)
+    linears = {name: model.get_submodule(name) for name in names}
+    head = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    replace_with_fp8_linear(model, head, settings)
+    quantise = Fp8Quantize(_Quantizer(settings))
+    for name, linear in linears.items():
+        made = quantise.convert({f"{name}.weight": linear.weight.detach()})
+        module = model.get_submodule(name)
+        module.weight = torch.nn.Parameter(made[f"{name}.weight"], requires_grad=False)
+        scale = made.get(f"{name}.weight_scale_inv")  # none of a matrix that is not whole blocks, which stays as it is
+        module.weight_scale_inv = None if scale is None else torch.nn.Parameter(scale, requires_grad=False)
+        module.bias = linear.bias
+        linear.weight = None  # frees it, before the next one is quantised
+    return model
+
+
+class _Quantizer:
+    """What transformers' quantising operation asks of a quantiser."""
+
+    def __init__(self, quantization_config: FineGrainedFP8Config) -> None:
+        self.quantization_config = quantization_config
+
+
+def without_kernels() -> None:
+    """Has FP8Linear compute without packages that fetch kernels, outside of ``torch.compile``, too."""
+    from transformers.integrations import finegrained_fp8
+
+    from torch_mpk.substitutes import fp8_linear
+
+    finegrained_fp8.fp8_linear = fp8_linear
+
+
+def widened(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with 16-bit parameters and buffers in float32; quantised weights stay as they are."""
+    for tensors in (model.parameters(), model.buffers()):
+        for tensor in tensors:
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                tensor.data = tensor.data.float()
+    return model
