@@ -3,14 +3,17 @@
     python benchmarks/decode.py --models qwen3-0.6b llama-1b qwen3-8b --batch 1 8 --position 512 4096
     python benchmarks/decode.py --baselines eager default reduce-overhead max-autotune
     python benchmarks/decode.py --batch 1 2 4 8 16 32 64 --baselines eager graph reduce-overhead --budget 1200
+    python benchmarks/decode.py --models qwen3-8b qwen3-0.6b --batch 1 8 --weights fp8 --baselines reduce-overhead
 
 Each variant runs in a process of its own, with all the batches that are asked for, each under a time limit: what one
 variant breaks, leaks or leaves compiled touches no other. Records the run (records.py), and prints
-its table last. What the columns mean is in benchmarks/results/README.md. Without a GPU
+its table last. With --weights linears are quantised, and the baselines compute with what PyTorch has for that format
+(quantized_baselines.py). What the columns mean is in benchmarks/results/README.md. Without a GPU
 the times are the host's; the benchmark made for the CPU is benchmarks/cpu_decode.py.
 """
 
 import argparse
+import copy
 import gc
 import itertools
 import json
@@ -19,9 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import quantized_baselines
 import records
 import torch
 from ceiling import measure_ceiling
@@ -42,6 +47,7 @@ from torch_mpk.testing.decode import (
     prefill,
 )
 from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.quantized import quantize_linears, widened, without_kernels
 
 NUM_WARMUP_STEPS = 5
 NUM_ACCURACY_STEPS = 8
@@ -151,13 +157,17 @@ def exact_file(case: dict[str, Any], batch: int) -> Path:
 
 def save_exact(model: PreTrainedModel, case: dict[str, Any]) -> None:
     """The logits of the same model in float32, from the same caches, unless another variant has left them."""
-    for batch in case["batches"]:
-        if not exact_file(case, batch).is_file():
+    missing = [batch for batch in case["batches"] if not exact_file(case, batch).is_file()]
+    if not missing:
+        return
+    # Quantised linears are not computed in float32 where they are, so theirs is another model.
+    is_plain = case["weights"] == "bf16"
+    exact_model = model if is_plain else widened(copy.deepcopy(model))
+    with in_float32(model) if is_plain else nullcontext():
+        for batch in missing:
             start = Start(model, case, batch)
             exact_cache = copy_cache(start.cache, model.config, torch.float32)
-            with in_float32(model):
-                logits = decode_logits(model, exact_cache, start.decoded)
-            torch.save(logits.cpu(), exact_file(case, batch))
+            torch.save(decode_logits(exact_model, exact_cache, start.decoded).cpu(), exact_file(case, batch))
 
 
 def forget() -> None:
@@ -204,7 +214,12 @@ def measure(case: dict[str, Any], result_file: Path) -> None:
     torch.zeros(1, device=device)
     used_before = used_bytes()
     model = random_model(CONFIGS[case["model"]](), device)
+    if case["weights"] != "bf16":
+        quantize_linears(model, case["weights"])
+        without_kernels()
     save_exact(model, case)
+    if case["weights"] != "bf16" and case["variant"] != "mpk":
+        quantized_baselines.use(case["weights"], device)
     for batch in case["batches"]:
         forget()
         result = measure_batch(model, case, batch, used_before)
@@ -277,6 +292,7 @@ def main() -> None:
     parser.add_argument(
         "--position", type=int, nargs="+", default=[512], help="tokens in the cache when the step begins"
     )
+    parser.add_argument("--weights", choices=["bf16", "fp8", "int8"], default="bf16", help="how linears store theirs")
     parser.add_argument("--cache", type=int, help="positions that the StaticCache holds (default: rounded up to 1024)")
     parser.add_argument(
         "--steps",
@@ -301,7 +317,7 @@ def main() -> None:
 
     ceiling = measure_ceiling() if torch.cuda.is_available() else {"method": "not measured", "tb_per_s": None}
     report: Report = {
-        "title": "One decode step, bfloat16, random weights",
+        "title": f"One decode step, bfloat16 with {args.weights} weights, random",
         "environment": environment(),
         "setting": {"steps": args.steps},
         "ceiling": ceiling,
@@ -313,9 +329,11 @@ def main() -> None:
             for variant in ("mpk", *args.baselines):
                 cache = args.cache or -(-(position + needed) // 1024) * 1024
                 case = {"model": model, "position": position, "cache": cache, "variant": variant}
+                case |= {"weights": args.weights}
                 child = {"steps": args.steps, "exact_folder": folder}
                 for batch, result in run_batches(case | child, args.batch, args.limit, deadline):
-                    name = f"{model}\nbatch {batch}, position {position}"
+                    named = model if args.weights == "bf16" else f"{model} {args.weights}"
+                    name = f"{named}\nbatch {batch}, position {position}"
                     result = finish(result, ceiling["tb_per_s"])
                     report["results"].append({"case": name, "batch": batch} | case | result)
                 # What is known so far, should a later one take the machine down.
