@@ -54,6 +54,10 @@ def decoder_inputs(graph: _C.TBGraph, limits: list[int], slot: int) -> list[torc
             x.copy_(torch.randperm(x.numel()).view(x.shape))
         elif t.dtype == "int64":
             x.fill_(slot)
+        elif t.dtype == "int8":
+            x.copy_(torch.randint(-127, 128, x.shape))
+        elif ".scale" in names[i]:
+            x.copy_((torch.rand(x.shape) + 0.5) / (100 if x.shape[1] == 1 else 1))
         else:
             x.copy_(torch.randn(x.shape) / (t.shape[-1] ** 0.5 if "weight" in names[i] and len(t.shape) > 1 else 1))
         inputs.append(x)

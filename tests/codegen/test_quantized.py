@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from tests.codegen.test_emulated import check_decoder
 from tests.schedule.decoder_graph import decoder
 from tests.tasks.test_every_way import launch
 from torch_mpk import _C
@@ -98,6 +99,17 @@ def special(call: Call) -> Call:
 def test_numbers_that_are_none() -> None:
     calls = [special(call(4, 24, 256, **attrs)) for attrs in (FP8, ROWS, ROWS | {"x_columns": -1})]
     check([*calls, special(call(4, 24, 100, **FP8))], 90, {"quantized_linear.rows", "quantized_linear.direct"})
+
+
+@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 5), ("int8", 3)])
+def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> None:
+    """Norms in front, residuals and products behind, several linears of one input, elements that are polled."""
+    sizes = {"hidden": 256, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 384, "length": 40, "layers": 1}
+    kernel = emulate(decoder(batch=batch, weights=weights, **sizes), polled=True)
+    jobs = [job for phase in kernel.schedule.phases for job in phase.jobs if "quantized" in job.cut.kernel]
+    assert [len(job.body) for job in jobs] == [3, 1, 2, 1]
+    assert all(job.prologue or job.epilogue for job in jobs)
+    check_decoder(kernel, [40 - i for i in range(batch)], 39, 4e-2)
 
 
 @pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 8), ("fp8", 32), ("int8", 1)])

@@ -95,8 +95,11 @@ def paged_caches(b: Builder, dtype: str, shape: list[int], page_size: int, layer
     return of_layer
 
 
-def quantized_linear(b: Builder, weights: str, name: str, x: _C.Tensor, y: _C.Tensor) -> _C.Tensor:
+def linear_of(b: Builder, weights: str, name: str, x: _C.Tensor, y: _C.Tensor) -> _C.Tensor:
     (_, n), k, is_fp8 = y.shape, x.shape[1], weights == "fp8"
+    if not weights:
+        weight = b.buffer("input", f"{name}.weight", x.dtype, [n, k])
+        return b.node("linear", [("x", x), ("weight", weight)], y, {}, name)
     stored = b.buffer("input", f"{name}.weight", "float8_e4m3fn" if is_fp8 else "int8", [n, k])
     scale = b.buffer("input", f"{name}.scale", "float32", [-(-n // 128), -(-k // 128)] if is_fp8 else [n, 1])
     block, x_columns = ((128, 128), 128) if is_fp8 else ((1, 0), 0)
@@ -132,10 +135,7 @@ def decoder(
         return b.node("rms_norm", operands, value(name, *t.shape), {"eps": 1e-6, "style": "llama"}, name)
 
     def linear(name: str, t: _C.Tensor, n: int) -> _C.Tensor:
-        if weights:
-            return quantized_linear(b, weights, name, t, value(name, batch, n))
-        operands = [("x", t), ("weight", weight(f"{name}.weight", n, t.shape[1]))]
-        return b.node("linear", operands, value(name, batch, n), {}, name)
+        return linear_of(b, weights, name, t, value(name, batch, n))
 
     if computed_tables:
         cos, sin = (b.pointwise(op, [cos, sin], value(op, batch, head_dim)) for op in ("add", "mul"))
