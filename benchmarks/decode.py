@@ -4,6 +4,9 @@
     python benchmarks/decode.py --baselines eager default reduce-overhead max-autotune
     python benchmarks/decode.py --batch 1 2 4 8 16 32 64 --baselines eager graph reduce-overhead --budget 1200
     python benchmarks/decode.py --models qwen3-8b qwen3-0.6b --batch 1 8 --weights fp8 --baselines reduce-overhead
+    python benchmarks/decode.py --ranks 2 --models llama-1b qwen3-8b --baselines eager
+
+With --ranks each variant runs in so many processes, each with a GPU and its part of the weights; figures are rank 0's.
 
 Each variant runs in a process of its own, with all the batches that are asked for, each under a time limit: what one
 variant breaks, leaks or leaves compiled touches no other. Records the run (records.py), and prints
@@ -17,12 +20,13 @@ import copy
 import gc
 import itertools
 import json
+import os
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +50,12 @@ from torch_mpk.testing.decode import (
     in_float32,
     prefill,
 )
-from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.models import CONFIGS, random_model, random_sharded_model
 from torch_mpk.testing.quantized import quantize_linears, widened, without_kernels
 
 NUM_WARMUP_STEPS = 5
 NUM_ACCURACY_STEPS = 8
+STEPS_BETWEEN_EVENTS = 10  # of ranks, which begin at different times
 LONGEST_LOOP_MS = 1000  # of steps that take so long, as eager's, fewer are timed
 GPU_CYCLES_PER_MS = 2_000_000  # at most: only sets how long the GPU sleeps while the host enqueues a step
 
@@ -100,6 +105,7 @@ class Clock:
     def __init__(self, step: Callable[[], object], cache: StaticCache, position: int):
         self.step, self.cache, self.position = step, cache, position
         self.is_cuda = torch.cuda.is_available()
+        self.between_events = 1 if num_ranks() == 1 else STEPS_BETWEEN_EVENTS
 
     def synchronize(self) -> None:
         if self.is_cuda:
@@ -120,12 +126,38 @@ class Clock:
         """One step's time on the GPU, without the host's: the GPU sleeps until everything is enqueued."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         rewind(self.cache, self.position)
-        torch.cuda._sleep(int((1.5 * host_ms + 0.5) * GPU_CYCLES_PER_MS))
+        torch.cuda._sleep(int((1.5 * host_ms * self.between_events + 0.5) * GPU_CYCLES_PER_MS))
         begin.record()
-        self.step()
+        for _ in range(self.between_events):
+            self.step()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        return begin.elapsed_time(end) / self.between_events
+
+
+def num_ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def as_on_rank_0(value: int) -> int:
+    """A number that all ranks must have in common."""
+    if num_ranks() == 1:
+        return value
+    values = [value]
+    torch.distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def make_model(case: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    config = CONFIGS[case["model"]]()
+    if case["ranks"] == 1:
+        return random_model(config, "cuda" if torch.cuda.is_available() else "cpu", dtype)
+    local_rank = os.environ["LOCAL_RANK"]
+    return random_sharded_model(config, f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu", dtype)
 
 
 def used_bytes() -> int:
@@ -158,16 +190,30 @@ def exact_file(case: dict[str, Any], batch: int) -> Path:
 def save_exact(model: PreTrainedModel, case: dict[str, Any]) -> None:
     """The logits of the same model in float32, from the same caches, unless another variant has left them."""
     missing = [batch for batch in case["batches"] if not exact_file(case, batch).is_file()]
-    if not missing:
-        return
-    # Quantised linears are not computed in float32 where they are, so theirs is another model.
-    is_plain = case["weights"] == "bf16"
-    exact_model = model if is_plain else widened(copy.deepcopy(model))
-    with in_float32(model) if is_plain else nullcontext():
-        for batch in missing:
-            start = Start(model, case, batch)
-            exact_cache = copy_cache(start.cache, model.config, torch.float32)
-            torch.save(decode_logits(exact_model, exact_cache, start.decoded).cpu(), exact_file(case, batch))
+    if case["ranks"] > 1:
+        torch.distributed.barrier()  # all have seen which are missing
+    if missing:
+        with exact_of(model, case) as exact_model:
+            for batch in missing:
+                start = Start(model, case, batch)
+                exact_cache = copy_cache(start.cache, model.config, torch.float32)
+                logits = decode_logits(exact_model, exact_cache, start.decoded).cpu()
+                if rank() == 0:
+                    torch.save(logits, exact_file(case, batch))
+    if case["ranks"] > 1:
+        torch.distributed.barrier()
+
+
+@contextmanager
+def exact_of(model: PreTrainedModel, case: dict[str, Any]) -> Iterator[PreTrainedModel]:
+    """The model in float32. Where linears are quantised or sharded, it is another one."""
+    if case["ranks"] > 1:  # their modules' functions are the model's own, also in a copy of it
+        yield make_model(case, torch.float32)
+    elif case["weights"] != "bf16":
+        yield widened(copy.deepcopy(model))
+    else:
+        with in_float32(model):
+            yield model
 
 
 def forget() -> None:
@@ -190,13 +236,14 @@ def measure_batch(model: PreTrainedModel, case: dict[str, Any], batch: int, used
     token = start.decoded[:, :1].contiguous()
     clock = Clock(lambda: step(input_ids=token, past_key_values=cache), cache, position)
     step_ms, _ = clock.loop_ms(NUM_WARMUP_STEPS)
-    num_steps = min(case["steps"], max(NUM_WARMUP_STEPS, int(LONGEST_LOOP_MS / step_ms)))
+    num_steps = as_on_rank_0(min(case["steps"], max(NUM_WARMUP_STEPS, int(LONGEST_LOOP_MS / step_ms))))
     loops = [clock.loop_ms(num_steps) for _ in range(5)]
     result["loop_ms"] = summary([loop for loop, _ in loops])
     result["host_ms"] = summary([host for _, host in loops])
     if is_cuda:
         host_ms = result["host_ms"]["median"]
-        result["device_ms"] = summary([clock.device_ms(host_ms) for _ in range(num_steps)])
+        times = num_steps if clock.between_events == 1 else 10
+        result["device_ms"] = summary([clock.device_ms(host_ms) for _ in range(times)])
     result["memory_bytes"] = used_bytes() - used_before
     if is_cuda:
         rewind(cache, position)
@@ -210,21 +257,23 @@ def measure_batch(model: PreTrainedModel, case: dict[str, Any], batch: int, used
 @torch.inference_mode()
 def measure(case: dict[str, Any], result_file: Path) -> None:
     """A line of results for each batch."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.zeros(1, device=device)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.zeros(1, device="cuda")
     used_before = used_bytes()
-    model = random_model(CONFIGS[case["model"]](), device)
+    model = make_model(case)
     if case["weights"] != "bf16":
         quantize_linears(model, case["weights"])
         without_kernels()
     save_exact(model, case)
     if case["weights"] != "bf16" and case["variant"] != "mpk":
-        quantized_baselines.use(case["weights"], device)
+        quantized_baselines.use(case["weights"], model.device.type)
     for batch in case["batches"]:
         forget()
         result = measure_batch(model, case, batch, used_before)
-        with result_file.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+        if rank() == 0:
+            with result_file.open("a") as file:
+                file.write(json.dumps(result) + "\n")
 
 
 # All of them, in the parent.
@@ -293,6 +342,7 @@ def main() -> None:
         "--position", type=int, nargs="+", default=[512], help="tokens in the cache when the step begins"
     )
     parser.add_argument("--weights", choices=["bf16", "fp8", "int8"], default="bf16", help="how linears store theirs")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that the weights are shared out to")
     parser.add_argument("--cache", type=int, help="positions that the StaticCache holds (default: rounded up to 1024)")
     parser.add_argument(
         "--steps",
@@ -328,12 +378,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for variant in ("mpk", *args.baselines):
                 cache = args.cache or -(-(position + needed) // 1024) * 1024
-                case = {"model": model, "position": position, "cache": cache, "variant": variant}
+                case = {"model": model, "position": position, "cache": cache, "variant": variant, "ranks": args.ranks}
                 case |= {"weights": args.weights}
                 child = {"steps": args.steps, "exact_folder": folder}
                 for batch, result in run_batches(case | child, args.batch, args.limit, deadline):
                     named = model if args.weights == "bf16" else f"{model} {args.weights}"
                     name = f"{named}\nbatch {batch}, position {position}"
+                    name += f", {args.ranks} ranks" if args.ranks > 1 else ""
                     result = finish(result, ceiling["tb_per_s"])
                     report["results"].append({"case": name, "batch": batch} | case | result)
                 # What is known so far, should a later one take the machine down.

@@ -51,7 +51,7 @@ def run_parts(case: dict[str, Any], limit_s: float, deadline: float) -> tuple[li
             file.seek(0)
             return [line for line in file if line.endswith("\n")]
 
-        process = subprocess.Popen([sys.executable, sys.argv[0], "--child", json.dumps(case), file.name])
+        process = subprocess.Popen([*launcher(case), sys.argv[0], "--child", json.dumps(case), file.name])
         num_parts, since, error = 0, time.monotonic(), ""
         while process.poll() is None:
             time.sleep(0.1)
@@ -59,22 +59,28 @@ def run_parts(case: dict[str, Any], limit_s: float, deadline: float) -> tuple[li
             if len(lines()) > num_parts:
                 num_parts, since = len(lines()), now
             if now > min(since + limit_s, deadline):
-                process.kill()
-                process.wait()
+                end(process)
                 error = f"did not finish in {now - since:.0f} s"
         if process.returncode and not error:
             error = f"exit status {process.returncode}, see the log"
         return [json.loads(line) for line in lines()], error
 
 
-class Log:
-    """Prints lines, and keeps them."""
+def launcher(case: dict[str, Any]) -> list[str]:
+    """What runs a script: a process for each of the case's ranks, where it has some."""
+    if case.get("ranks", 1) == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case["ranks"])]
 
-    text = ""
 
-    def __call__(self, line: str) -> None:
-        print(line, flush=True)
-        self.text += f"{line}\n"
+def end(process: subprocess.Popen) -> None:
+    """Ends a process, and what it has started, if it sees to that when it is asked to end."""
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def output_of(*command: str) -> str:

@@ -23,11 +23,12 @@ PYTHON_ORDER = """
     tasks aliasing foreign forms costs capture provenance patterns lowering partition planning
     jit
     runtime compiled_graph task_kernel prompts admission fallback guards packing buckets specialize serializable verify
-    build_cache traces trace_store
+    build_cache traces trace_store sharding agreement
     backend sizes persistent_kernel mpk prompt_lookup generation_settings step_inputs request_draws
     arguments model_inputs compiled_step
     sampling static_cache engine
-    continuous_batching serve explain profile generate ops plugins substitutes precompile new_task graph_view reference_vm testing
+    continuous_batching serve explain profile generate ops plugins substitutes precompile new_task graph_view
+    reference_vm testing
     __main__ __init__
 """.split()
 # The same of the folders of csrc/ and include/torch_mpk/.
@@ -167,11 +168,13 @@ ROOMS = (
     "csrc/codegen/tasks",
     "csrc/cpu/bodies",
     "csrc/kernels/attention",
+    "csrc/kernels/collectives",
     "csrc/kernels/experts",
     "csrc/kernels/linear",
     "torch_mpk/tasks",
     "torch_mpk/patterns",
     "torch_mpk/persistent_kernel",
+    "torch_mpk/sharding.py",
 )
 NAMESAKES = {  # words that mean something else there, or are what transformers calls its own
     "csrc/codegen/program.cpp": {"v"},

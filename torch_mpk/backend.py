@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._guards import tracing
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_mpk import background, buckets, build_cache, registry, timing
 from torch_mpk.admission import check_call, check_graph, is_prompt, longest
+from torch_mpk.agreement import agreed, group_of
 from torch_mpk.buckets import Numbers, Prompt, bucket_of
 from torch_mpk.build_cache import Stored, build_key
 from torch_mpk.capture import (
@@ -44,11 +45,21 @@ from torch_mpk.packing import without_packing
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.backend import backend_of
-from torch_mpk.runtime.overlaps import check_apart, guarded, memory_of
+from torch_mpk.runtime.overlaps import Memory, check_apart, guarded, memory_of
+from torch_mpk.sharding import localise
 from torch_mpk.specialize import per_call, per_call_numbers, warn_at_recompile_limit
 from torch_mpk.verify import verified
 
 logger = logging.getLogger(__name__)
+
+
+class Built(NamedTuple):
+    """A graph that is built, the positions of the inputs that it writes, and its inputs' memory."""
+
+    compiled: CompiledGraph
+    mutated: Sequence[int]
+    memory: Sequence[Memory]
+
 
 _compiled_graphs: weakref.WeakValueDictionary[tuple[Any, ...], CompiledGraph] = weakref.WeakValueDictionary()
 
@@ -69,12 +80,25 @@ def mpk(
         MpkError: with ``options={"fallback": "error"}``, what would have been a fallback.
     """
     settings = Options.parse(mode, options)
-    run = _run(gm, example_inputs, settings)
+    run = gm.forward if env.disable else _run_localised(gm, example_inputs, settings)
     if getattr(torch._functorch.config, "bypass_autograd_cache_key", False):  # set ahead of time alone
         from torch_mpk.serializable import Saveable  # which needs Dynamo, and importing torch_mpk should not
 
         return Saveable(run, gm, mode, options)
     return run
+
+
+def _run_localised(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
+    """What runs a graph, of a sharded model's the part of this rank."""
+    try:
+        local = localise(gm, example_inputs)
+    except UnsupportedError as error:
+        return fall_back(gm, example_inputs, settings, error)
+    if local is None:
+        return _run(gm, example_inputs, settings)
+    # All ranks take the same way at the same call, whenever which of them has built what.
+    settings = dataclasses.replace(settings, while_building="wait")
+    return local.callable(_run(local.gm, local.pick(example_inputs), settings))
 
 
 def _run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
@@ -310,40 +334,57 @@ def compile_graph(
     """
     needs_graph = needs_graph or bool(options.verify)
     built_with = dataclasses.replace(options, freeze=False, while_building=None)  # which are matters of calls
+    make = functools.partial(_made, gm, inputs, device, options, built_with, captured, needs_graph, later)
+    group = group_of(gm)
+    built = make() if group is None else agreed(group, make)
+    if callable(built):
+        return built
+    compiled, mutated, memory = built
+    will_write(inputs[i] for i in mutated)
+    call = compiled.callable(gm.forward, options.freeze, memory, functools.partial(decline_call, options))
+    call = prompt.callable(call) if prompt is not None else call
+    return verified(call, compiled, gm.forward, mutated, device, options) if options.verify else call
+
+
+def _made(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    device: torch.device,
+    options: Options,
+    built_with: Options,
+    captured: Captured | Callable[[], Captured] | None,
+    needs_graph: bool,
+    later: Callable[[Captured], Callable[..., Any]] | None,
+) -> Built | Callable[..., Any]:
+    """See ``compile_graph``: what is built, or what runs a prompt that is still to be."""
     is_fake = any(isinstance(each, FakeTensor) for each in inputs)
     with timing.stage("look-up"):
         key = None if needs_graph else build_key(gm, inputs, device, built_with)
         stored = build_cache.get(key) if key else None
     if stored is not None:
-        mutated = stored.mutated
-        memory = memory_of(input_sources(gm), inputs, mutated)
+        memory = memory_of(input_sources(gm), inputs, stored.mutated)
         if not is_fake:
             check_apart(inputs, memory)
         make = functools.partial(CompiledGraph.of_plan, stored.plan, device, built_with)
-        compiled = _shared((stored.graph, device, built_with), make)
-    else:
-        if not isinstance(captured, Captured):
-            with timing.stage("capture"):
-                captured = capture(gm, inputs) if captured is None else captured()
-        check_graph(captured, options.max_positions, backend_of(device).target(device, options))
-        mutated = captured.mutated
-        sources = [graph_input.source for graph_input in captured.inputs]
-        values = [0 if graph_input.is_foreign else graph_input.value for graph_input in captured.inputs]
-        memory = memory_of(sources, values, mutated)
-        if not is_fake:
-            check_apart(inputs, memory)
-        graph = captured.key()
-        is_built = _key((graph, device, built_with)) in _compiled_graphs
-        if later is not None and not is_built and _meanwhile(gm, options, is_prompt(captured)) is not None:
-            return later(captured)
-        make = functools.partial(build, captured, device, built_with)
-        compiled = _shared((graph, device, built_with), make, needs_graph)
-        if key and compiled.plan is not None:
-            build_cache.put(key, Stored(compiled.plan, graph, mutated))
-    will_write(inputs[i] for i in mutated)
-    call = compiled.callable(gm.forward, options.freeze, memory, functools.partial(decline_call, options))
-    call = prompt.callable(call) if prompt is not None else call
-    return verified(call, compiled, gm.forward, mutated, device, options) if options.verify else call
+        return Built(_shared((stored.graph, device, built_with), make), stored.mutated, memory)
+    if not isinstance(captured, Captured):
+        with timing.stage("capture"):
+            captured = capture(gm, inputs) if captured is None else captured()
+    check_graph(captured, options.max_positions, backend_of(device).target(device, options))
+    sources = [graph_input.source for graph_input in captured.inputs]
+    values = [0 if graph_input.is_foreign else graph_input.value for graph_input in captured.inputs]
+    memory = memory_of(sources, values, captured.mutated)
+    if not is_fake:
+        check_apart(inputs, memory)
+    graph = captured.key()
+    is_built = _key((graph, device, built_with)) in _compiled_graphs
+    if later is not None and not is_built and _meanwhile(gm, options, is_prompt(captured)) is not None:
+        return later(captured)
+    make = functools.partial(build, captured, device, built_with)
+    compiled = _shared((graph, device, built_with), make, needs_graph)
+    if key and compiled.plan is not None:
+        build_cache.put(key, Stored(compiled.plan, graph, captured.mutated))
+    return Built(compiled, captured.mutated, memory)
 
 
 def _shared(key: tuple[Any, ...], make: Callable[[], CompiledGraph], needs_graph: bool = False) -> CompiledGraph:

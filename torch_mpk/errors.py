@@ -394,6 +394,15 @@ class MegakernelTimeout(LaunchError):
     )
 
 
+class RankLostError(MegakernelTimeout):
+    """A launch of a sharded model waited for another rank in vain, or the ranks cannot agree on what to launch."""
+
+    remedy = (
+        "Every rank must make the same calls. Where all ranks are still there, the next call brings them together "
+        "again and runs normally; otherwise start them anew. Where a rank is only late, raise watchdog_seconds."
+    )
+
+
 class MpkWarning(UserWarning):
     """The backend runs something the way it would have run without torch_mpk."""
 

@@ -49,7 +49,11 @@ void bind_codegen(py::module_& m) {
                              })
       .def_readonly("input_alignment", &CudaProgram::input_alignment)
       .def_readonly("phase_names", &CudaProgram::phase_names)
-      .def_readonly("phase_bytes", &CudaProgram::phase_bytes);
+      .def_readonly("phase_bytes", &CudaProgram::phase_bytes)
+      .def_readonly("ranks", &CudaProgram::ranks)
+      .def_readonly("group", &CudaProgram::group)
+      .def_readonly("exchange_key", &CudaProgram::exchange_key)
+      .def_readonly("mailbox_bytes", &CudaProgram::mailbox_bytes);
   m.def(
       "event_offset", [](int64_t phase) { return kEventsOffset + phase * kEventBytes; }, py::arg("phase"),
       "Where the event of a phase stands in a kernel's control block.");

@@ -12,6 +12,7 @@
 #include "text.h"
 #include "torch_mpk/abi/launch.h"
 #include "torch_mpk/codegen/unsupported.h"
+#include "torch_mpk/schedule/mailboxes.h"
 
 namespace mpk {
 namespace codegen {
@@ -103,6 +104,11 @@ CudaProgram generate_cuda(const Schedule& schedule, bool profiled, bool named) {
     program.phase_names.push_back(phase_name(schedule, phase));
     program.phase_bytes.push_back(phase_bytes(schedule, phase));
   }
+  const Mailboxes mailboxes = place_mailboxes(schedule);
+  program.ranks = mailboxes.ranks;
+  program.group = mailboxes.group;
+  program.exchange_key = mailboxes.key;
+  program.mailbox_bytes = mailboxes.bytes();
   const Offsets offsets = place_state(context, profiled, program);
   program.source = kernel_source(context, variants, table, offsets, program);
   program.table = std::move(table.bytes);

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "../arguments.h"
+#include "../errors.h"
 #include "../launch_times.h"
 #include "torch_mpk/cpu/executable.h"
 #include "torch_mpk/cpu/thread_pool.h"
@@ -59,8 +60,22 @@ cpu::Reference python_reference(const py::function& fn) {
 
 }  // namespace
 
+// Has Python handle its signals, such as an interrupt's, and throws what they raise.
+void look_for_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 // A list of what Python sees, with nothing to follow. NOLINTNEXTLINE(readability-function-size)
 void bind_cpu(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const cpu::RankLost& error) {
+      set_error("RankLostError", error);
+    }
+  });
+
   py::class_<CpuExecutable>(m, "CpuExecutable", "Runs an unfused schedule on worker threads of this process.")
       .def(py::init([](Schedule schedule, int num_threads, const std::string& isa,
                        const std::map<int, uintptr_t>& compiled) {
@@ -91,6 +106,22 @@ void bind_cpu(py::module_& m) {
           },
           py::arg("arguments"), py::arg("args"), py::arg("outputs"), py::arg("stream") = 0,
           "run, with inputs and sizes taken out of the arguments of a call.")
+      .def(
+          "join",
+          [](CpuExecutable& self, int rank, const std::vector<uintptr_t>& mailboxes, int64_t watchdog_ns) {
+            std::vector<uint8_t*> bases;
+            for (uintptr_t address : mailboxes) bases.push_back(reinterpret_cast<uint8_t*>(address));
+            self.join(rank, std::move(bases), watchdog_ns, look_for_signals);
+          },
+          py::arg("rank"), py::arg("mailboxes"), py::arg("watchdog_ns"),
+          "Exchange with other ranks through mailboxes at these addresses, in the order of ranks, each of "
+          "mailbox_bytes "
+          "that are zero. Launches are counted anew. Raises ValueError where there are not as many as the schedule "
+          "says.")
+      .def_property_readonly("ranks", [](const CpuExecutable& e) { return e.mailboxes().ranks; })
+      .def_property_readonly("group", [](const CpuExecutable& e) { return e.mailboxes().group; })
+      .def_property_readonly("exchange_key", [](const CpuExecutable& e) { return e.mailboxes().key; })
+      .def_property_readonly("mailbox_bytes", [](const CpuExecutable& e) { return e.mailboxes().bytes(); })
       .def(
           "set_reference",
           [](CpuExecutable& self, const std::string& task, const py::function& fn) {

@@ -60,6 +60,7 @@ CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::stri
     : schedule_(std::move(schedule)),
       kernels_(kernels(parse_isa(isa))),
       num_threads_(num_threads == 0 ? num_available_cpus() : num_threads),
+      mailboxes_(place_mailboxes(schedule_)),
       generation_(fork_generation()) {
   if (num_threads < 0)
     throw std::invalid_argument("num_threads is " + std::to_string(num_threads) +
@@ -111,6 +112,10 @@ void CpuExecutable::plan_phase(const Phase& phase, const std::map<int, const Til
       const auto tile = compiled.find(id);
       if (factory != nullptr || tile != compiled.end()) {
         bodies_.push_back(factory != nullptr ? (*factory)(node, kernels_) : make_tile_body(node, *tile->second));
+        if (is_exchange(node)) {
+          plan.exchanges.push_back(bodies_.back().get());
+          continue;
+        }
         bodies.push_back(bodies_.back().get());
         num_units += bodies.back()->num_units();
         total += bodies.back()->unit_cost() * static_cast<double>(bodies.back()->num_units());
@@ -162,6 +167,14 @@ std::vector<std::string> CpuExecutable::missing_references() const {
   for (const auto& [task, reference] : references_)
     if (!reference) missing.push_back(task);
   return missing;
+}
+
+void CpuExecutable::join(int rank, std::vector<uint8_t*> bases, int64_t watchdog_ns, std::function<void()> look) {
+  const std::lock_guard lock(*mutex_);
+  if (static_cast<int>(bases.size()) != mailboxes_.ranks || rank < 0 || rank >= mailboxes_.ranks)
+    throw std::invalid_argument("join: rank " + std::to_string(rank) + " of " + std::to_string(bases.size()) +
+                                ", but the schedule is for " + std::to_string(mailboxes_.ranks) + " ranks");
+  exchanges_.emplace(mailboxes_, rank, std::move(bases), watchdog_ns, std::move(look));
 }
 
 void CpuExecutable::expect_index(IndexBound bound) {
@@ -241,7 +254,10 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
   fill_frame(inputs, outputs, scalars);
   if (!std::exchange(weights_moved_, true)) move_weights();
   std::atomic<bool> divided_by_zero{false};
-  const Frame frame{buffers_.data(), scalars_.data(), &divided_by_zero};
+  if (mailboxes_.ranks > 1 && !exchanges_)
+    throw std::invalid_argument("run: it exchanges with " + std::to_string(mailboxes_.ranks - 1) +
+                                " other ranks: call join first");
+  const Frame frame{buffers_.data(), scalars_.data(), &divided_by_zero, exchanges_ ? &*exchanges_ : nullptr};
   const int num_workers = inside_parallel_run() ? 1 : num_threads_;
   if (!phases_.empty()) phases_.front().offer_shares(0, 1);
   LaunchTimes times(recording_ ? num_threads_ * phases_.size() : 0);
@@ -252,8 +268,10 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
     });
   } catch (...) {
     for (const auto& body : bodies_) body->reset();
+    if (exchanges_) exchanges_->give_up();
     throw;
   }
+  if (exchanges_) exchanges_->end_launch();
   if (divided_by_zero) throw std::runtime_error("ZeroDivisionError");  // eager's error
   if (recording_) recorded_.push_back(std::move(times));
 }
@@ -282,6 +300,7 @@ void CpuExecutable::compute(const Frame& frame, size_t p, int worker) {
   PhasePlan& phase = phases_[p];
   if (worker == 0) {
     for (const Node* node : phase.references) call_reference(frame, *node, p);
+    for (Body* exchange : phase.exchanges) exchange->run(frame, 0, 1, scratch);
     if (!phase.parallel())
       for (const Chunk& chunk : phase.chunks) run(chunk);
   }

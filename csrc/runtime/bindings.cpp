@@ -73,6 +73,10 @@ CudaProgram read_program(py::handle object) {
   MPK_READ(num_scalars);
   MPK_READ(input_alignment);
   MPK_READ(phase_names);
+  MPK_READ(ranks);
+  MPK_READ(group);
+  MPK_READ(exchange_key);
+  MPK_READ(mailbox_bytes);
 #undef MPK_READ
   for (const MatrixMap::Fields& fields : object.attr("maps").cast<std::vector<MatrixMap::Fields>>())
     program.maps.push_back(MatrixMap::of(fields));
@@ -123,6 +127,16 @@ void bind_runtime(py::module_& m) {
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
            "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
            "flight.")
+      .def("join", &CudaExecutable::join, py::arg("rank"), py::arg("mailboxes"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Exchange with other ranks through mailboxes at these addresses, in the order of ranks, each of "
+           "mailbox_bytes "
+           "that are zero. Launches are counted anew. Raises ValueError where there are not as many as the program "
+           "says.")
+      .def_property_readonly("ranks", &CudaExecutable::ranks)
+      .def_property_readonly("group", &CudaExecutable::group)
+      .def_property_readonly("exchange_key", &CudaExecutable::exchange_key)
+      .def_property_readonly("mailbox_bytes", &CudaExecutable::mailbox_bytes)
       .def_property_readonly("is_profiled", &CudaExecutable::is_profiled)
       .def("start_recording", &CudaExecutable::start_recording, py::call_guard<py::gil_scoped_release>(),
            "Record what a profiled kernel stamps, from the next launch on. Raises ValueError when it is not profiled.")

@@ -48,6 +48,10 @@ CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& im
       stalls_offset_(program.stalls_offset),
       stamps_offset_(program.stamps_offset),
       watchdog_ns_(watchdog_ns),
+      ranks_(program.ranks),
+      group_(program.group),
+      exchange_key_(program.exchange_key),
+      mailbox_bytes_(program.mailbox_bytes),
       process_(getpid()) {
   const size_t num_pointers = num_inputs_ + num_outputs_;
   if (num_pointers > std::size(LaunchBlock{}.pointers) || num_scalars_ > kMaxScalars)
@@ -183,6 +187,42 @@ cu::DevicePtr CudaExecutable::memory_of(cu::Stream stream, uint64_t capture) {
   return memory;
 }
 
+// Launches are counted in one place, since all ranks must count alike: so all streams and captures share it, and
+// another stream waits for the launches of the one before.
+cu::DevicePtr CudaExecutable::memory_of_ranks(cu::Stream stream, uint64_t capture) {
+  if (lanes_.empty()) {
+    if (capture)
+      throw cu::Error("the first launch of kernel " + kernel_name_ + " of several ranks is in a graph capture");
+    lanes_.push_back(Lane{stream, 0, std::exchange(spare_, 0), 0});
+  }
+  Lane& only = lanes_.front();
+  if (only.stream != stream && !capture) {
+    driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");
+    only.stream = stream;
+  }
+  only.last_used = ++num_runs_;
+  return only.memory;
+}
+
+void CudaExecutable::join(int rank, const std::vector<uint64_t>& mailboxes) {
+  check_process();
+  const std::lock_guard lock(mutex_);
+  if (static_cast<int>(mailboxes.size()) != ranks_ || rank < 0 || rank >= ranks_)
+    throw std::invalid_argument("join: rank " + std::to_string(rank) + " of " + std::to_string(mailboxes.size()) +
+                                ", but the megakernel is for " + std::to_string(ranks_) + " ranks");
+  const cu::ContextGuard current(driver_, context_);
+  const size_t bytes = mailboxes.size() * sizeof(uint64_t);
+  if (mailboxes_ == 0) driver_.check(driver_.mem_alloc(&mailboxes_, bytes), "allocating the addresses of mailboxes");
+  driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");
+  driver_.check(driver_.memcpy_htod_async(mailboxes_, mailboxes.data(), bytes, service_stream_), "cuMemcpyHtoDAsync");
+  for (const Lane& lane : lanes_)
+    driver_.check(driver_.memset_d8_async(lane.memory, 0, round_up(control_bytes_) + workspace_bytes_, service_stream_),
+                  "cuMemsetD8Async");
+  driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
+  std::atomic_ref<uint32_t>(*host_abort_).store(0, std::memory_order_release);
+  rank_ = rank;
+}
+
 // Weights rarely move, so the latest sets of maps are kept: a launch that has been made may read its own for as long as
 // it runs.
 cu::DevicePtr CudaExecutable::maps_of(const LaunchBlock& block, bool captured) {
@@ -292,7 +332,10 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   if (!capture && !spare_) spare_ = allocate();
 
   if (recording_ && !capture) make_room();
-  const cu::DevicePtr memory = memory_of(stream, capture);
+  if (ranks_ > 1 && mailboxes_ == 0)
+    throw std::invalid_argument("the megakernel exchanges with " + std::to_string(ranks_ - 1) +
+                                " other ranks: call join first");
+  const cu::DevicePtr memory = ranks_ > 1 ? memory_of_ranks(stream, capture) : memory_of(stream, capture);
   block.params.table = reinterpret_cast<const void*>(table_);
   block.params.workspace = reinterpret_cast<uint8_t*>(memory + round_up(control_bytes_));
   block.params.control = reinterpret_cast<Control*>(memory);
@@ -300,7 +343,9 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   block.params.host_abort = reinterpret_cast<uint32_t*>(host_abort_on_device_);
   block.params.watchdog_ns = watchdog_ns_;
   block.params.jitter = jitter.load(std::memory_order_relaxed);
-  block.params.reserved = 0;
+  block.params.rank = static_cast<uint16_t>(rank_);
+  block.params.ranks = static_cast<uint16_t>(mailboxes_ != 0 ? ranks_ : 1);
+  block.params.mailboxes = reinterpret_cast<uint8_t* const*>(mailboxes_);
 
   cu::LaunchAttribute cooperative{};
   cooperative.id = cu::kLaunchAttributeCooperative;
@@ -396,6 +441,7 @@ void CudaExecutable::release() noexcept {
     for (const Maps& maps : maps_) driver_.mem_free(maps.memory);
     if (spare_) driver_.mem_free(spare_);
     if (table_) driver_.mem_free(table_);
+    if (mailboxes_) driver_.mem_free(mailboxes_);
     if (host_abort_) driver_.mem_free_host(host_abort_);
     if (service_stream_) driver_.stream_destroy(service_stream_);
     if (module_) driver_.module_unload(module_);

@@ -28,6 +28,8 @@ std::string awaited(const StallRecord& stall, const std::vector<std::string>& na
       return "results of other workers, which it polls";
     case Waiting::kSum:
       return "another warp's sums";
+    case Waiting::kRank:
+      return "rank " + std::to_string(stall.event);
   }
   return "unknown (" + std::to_string(static_cast<uint32_t>(stall.waiting)) + ")";
 }

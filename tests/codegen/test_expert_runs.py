@@ -60,8 +60,8 @@ def kernels(schedule: _C.Schedule) -> list[str]:
 
 GATED, SUMMED = "expert_linear.gated", "expert_linear.summed"
 
-# Rows, choices, experts, width, experts' width, workers, and the kernels: tiles for more workers than there are, and for
-# fewer; more experts than warps, more pairs of one than a group, boxes that columns do not fill.
+# Rows, choices, experts, width, experts' width, workers, and the kernels: tiles for more workers than there are, and
+# for fewer; more experts than warps, more pairs of one than a group, boxes that columns do not fill.
 CASES = [
     ((1, 4, 16, 64, 256), 4, [GATED, SUMMED]),
     ((1, 3, 5, 320, 64), 30, [GATED, SUMMED]),

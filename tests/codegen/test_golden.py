@@ -771,6 +771,12 @@ class TestTasks(expecttest.TestCase):
             "every_task_is_here",
         }
 
+    def test_all_gather(self) -> None:
+        self.assertExpectedInline(variants("all_gather"), """""")
+
+    def test_all_reduce(self) -> None:
+        self.assertExpectedInline(variants("all_reduce"), """""")
+
     def test_quantized_linear(self) -> None:
         self.assertExpectedInline(
             variants("quantized_linear"),

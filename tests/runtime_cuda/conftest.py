@@ -70,6 +70,10 @@ def make_program() -> Callable[..., SimpleNamespace]:
             "input_alignment": [16, 8],
             "maps": [],
             "phase_names": ["embed", "qkv", "attention"],
+            "ranks": 1,
+            "group": "",
+            "exchange_key": "",
+            "mailbox_bytes": 0,
         }
         return SimpleNamespace(**(fields | changes))
 

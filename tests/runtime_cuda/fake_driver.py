@@ -41,7 +41,7 @@ class Fake(ctypes.Structure):
 
     def set_pointers(self, count: int) -> None:
         """How many tensors the megakernel takes."""
-        self.set_parameters(184 + 8 * count)
+        self.set_parameters(192 + 8 * count)
 
     def set_parameters(self, *sizes: int) -> None:
         """The bytes of each of the kernel's parameters."""

@@ -25,9 +25,9 @@ class Launch:
         data = bytes(fake.params)
         places = struct.unpack_from("<6Q", data)
         self.table, self.workspace, self.control, self.maps, self.host_abort, self.watchdog_ns = places
-        self.jitter, self.reserved = struct.unpack_from("<2I", data, 48)
-        self.scalars = struct.unpack_from("<16q", data, 56)
-        self.pointers = struct.unpack_from("<3Q", data, 184)
+        self.jitter, self.rank, self.ranks, self.mailboxes = struct.unpack_from("<I2HQ", data, 48)
+        self.scalars = struct.unpack_from("<16q", data, 64)
+        self.pointers = struct.unpack_from("<3Q", data, 192)
 
 
 def poke(address: int, *words: int) -> None:
@@ -51,7 +51,8 @@ def test_launch_arguments_byte_for_byte(fake, make_executable):
     launch = Launch(fake)
     assert launch.pointers == (*INPUTS, *OUTPUTS)
     assert launch.scalars == (-5, *[0] * 15)
-    assert (launch.watchdog_ns, launch.jitter, launch.reserved) == (123, 99, 0)
+    assert (launch.watchdog_ns, launch.jitter) == (123, 99)
+    assert (launch.rank, launch.ranks, launch.mailboxes) == (0, 1, 0)
     assert ctypes.string_at(launch.table, 15) == b"read-only table"
     assert ctypes.string_at(launch.control, 512) == bytes(512)
     assert ctypes.string_at(launch.host_abort, 4) == bytes(4)
@@ -374,7 +375,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
 
 def test_a_kernel_of_other_parameters_is_refused(fake, make_program):
     fake.set_parameters(160)
-    with pytest.raises(ValueError, match="takes 160 bytes of parameters, a launch has 208"):
+    with pytest.raises(ValueError, match="takes 160 bytes of parameters, a launch has 216"):
         _C.CudaExecutable(make_program(), b"", 0, 0)
 
 
@@ -401,12 +402,12 @@ def test_a_launch_of_many_tensors(fake, make_executable):
     tensors = [torch.zeros(16) for _ in range(400)]
     executable = make_executable(num_inputs=400, input_alignment=[16] * 400)
     executable.run(tensors, OUTPUTS, [0], STREAM)
-    pointers = struct.unpack_from("<401Q", bytes(fake.params), 184)
+    pointers = struct.unpack_from("<401Q", bytes(fake.params), 192)
     assert pointers == (*(t.data_ptr() for t in tensors), *OUTPUTS)
 
 
 def test_more_tensors_than_a_launch_can_carry(make_executable):
-    with pytest.raises(ValueError, match="at most 4072 tensors"):
+    with pytest.raises(ValueError, match="at most 4071 tensors"):
         make_executable(num_inputs=5000, input_alignment=[16] * 5000)
 
 

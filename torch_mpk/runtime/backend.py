@@ -27,6 +27,10 @@ class Executable(Protocol):
         """``run``, with inputs and sizes taken out of the arguments of the captured graph's call."""
 
     @property
+    def ranks(self) -> int:
+        """How many exchange in a launch; 1: none."""
+
+    @property
     def is_profiled(self) -> bool:
         """Whether it records."""
 

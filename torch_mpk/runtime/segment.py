@@ -28,8 +28,10 @@ from torch_mpk.errors import (
     UnsupportedError,
 )
 from torch_mpk.plan import Output, Plan
-from torch_mpk.runtime.backend import Executable, backend_of
+from torch_mpk.runtime.backend import Backend, Executable, backend_of
 from torch_mpk.runtime.overlaps import Memory
+from torch_mpk.runtime.ranks import RankedExecutable
+from torch_mpk.runtime.watchdog import watchdog_seconds
 
 
 def decline_none(error: MpkError) -> None:
@@ -79,7 +81,7 @@ class CompiledSegment:
     def __init__(self, plan: Plan, device: torch.device, options: Options, dump: Dump, name: str = "whole") -> None:
         self.plan, self.device, self.name = plan, device, name
         self._backend = backend = backend_of(device)
-        self._load = functools.partial(backend.load, plan, device, options, dump)
+        self._load = functools.partial(_loaded, backend, plan, device, options, dump)
         self._job: Job[Executable] | None = None  # that compiles and loads it beside others
         if _thread.ahead is None:
             self.executable = self._load()
@@ -239,6 +241,13 @@ class CompiledSegment:
         return lambda args, fresh: args[position].as_strided(
             output.shape, output.stride, args[position].storage_offset() + output.offset
         )
+
+
+def _loaded(backend: Backend[Any], plan: Plan, device: torch.device, options: Options, dump: Dump) -> Any:
+    executable = backend.load(plan, device, options, dump)
+    if executable.ranks == 1:
+        return executable
+    return RankedExecutable(executable, device, watchdog_seconds(options))
 
 
 _live: weakref.WeakSet[CompiledSegment] = weakref.WeakSet()

@@ -93,14 +93,19 @@ def bytes_read(
     Args:
         chosen: see ``chosen_experts``; weights of experts that no row chose need not be read.
     """
-    weights = sum(p.nbytes for p in model.parameters())
+    weights = sum(_local(p).nbytes for p in model.parameters())
     for name, count in (chosen or {}).items():
         module = model.get_submodule(name)
         experts = sum(p.nbytes for p in module.parameters())
         weights -= experts - experts * count // module.num_experts
     if not model.config.tie_word_embeddings:
-        weights -= model.get_input_embeddings().weight.nbytes
+        weights -= _local(model.get_input_embeddings().weight).nbytes
     return weights + sum(t[..., :position, :].nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's part of it."""
+    return getattr(parameter, "_local_tensor", parameter)
 
 
 @torch.inference_mode()

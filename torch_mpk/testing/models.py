@@ -1,5 +1,6 @@
 """Full-size models with random weights, from the public configurations: real shapes without a download."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -257,6 +258,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-4b": lambda: _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-8b": lambda: _qwen3(4096, 12288, 36, 32, tied=False),
     "qwen3-14b": lambda: _qwen3(5120, 17408, 40, 40, tied=False),
+    "qwen3-32b": lambda: _qwen3(5120, 25600, 64, 64, tied=False),
     "llama-1b": lambda: _llama_3_2(2048, 16, 32, 64),
     "llama-3.2-3b": lambda: _llama_3_2(3072, 28, 24, 128),
     "phi-3-mini": _phi_3_mini_4k,  # head size 96, fused projections
@@ -276,3 +278,50 @@ def random_model(
     torch.manual_seed(seed)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def random_sharded_model(
+    config: PreTrainedConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> PreTrainedModel:
+    """The same, with its weights shared out to all processes by the model's own plan: each makes its part. Collective.
+    The head has weights of its own. A seed's weights are those of bfloat16, whatever the dtype.
+
+    The process group is made where there is none, for the environment that ``torchrun`` sets.
+    """
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed import DistributedConfig
+
+    config = copy.deepcopy(config)
+    config.tie_word_embeddings = False
+    cls = AutoModelForCausalLM._model_mapping[type(config)]
+    plan, _, meshes = cls.prepare_distribute_model(DistributedConfig(tp_plan="auto"), device_map=None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = cls.maybe_distribute_model(model, plan, meshes)
+    own = torch.Generator(device).manual_seed(seed + 1 + torch.distributed.get_rank())
+    common = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                drawn = torch.empty(local.shape, dtype=torch.bfloat16, device=device)
+                if "Norm" in type(module).__name__:
+                    drawn.fill_(1)
+                else:
+                    drawn.normal_(std=0.02, generator=own if isinstance(parameter, DTensor) else common)
+                drawn = drawn.to(dtype)
+                if isinstance(parameter, DTensor):
+                    drawn = DTensor.from_local(
+                        drawn,
+                        parameter.device_mesh,
+                        parameter.placements,
+                        run_check=False,
+                        shape=parameter.shape,
+                        stride=parameter.stride(),
+                    )
+                setattr(module, name, torch.nn.Parameter(drawn, requires_grad=False))
+    for module in model.modules():  # what is computed of the configuration
+        if hasattr(module, "inv_freq"):
+            fresh = type(module)(config).to(device)
+            module.inv_freq, module.original_inv_freq = fresh.inv_freq, fresh.inv_freq
+    return model.eval()

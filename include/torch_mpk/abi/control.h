@@ -31,6 +31,7 @@ enum class Waiting : uint32_t {
   kLoader,   // rows of the table, or entries, that the loader brings
   kElement,  // an element that another worker makes, polled
   kSum,      // another warp's part of a sum
+  kRank,     // what another rank pushes; `event` is its number
 };
 
 // Written by a CTA that gives up waiting; read by the host after an aborted launch.

@@ -41,6 +41,9 @@ struct CudaProgram {
   std::vector<int> input_alignment;      // bytes each input's pointer must be a multiple of
   std::vector<std::string> phase_names;  // for error messages and profiles
   std::vector<int64_t> phase_bytes;      // for profiles
+  int ranks = 1;                         // whose launches exchange, see schedule/mailboxes.h, as is the rest
+  std::string group, exchange_key;
+  int64_t mailbox_bytes = 0;
 };
 
 // `profiled`: the kernel notes when each worker passes each phase. `named`: comments in the source say what jobs are

@@ -21,11 +21,15 @@ struct TileCode;
 
 namespace mpk::cpu {
 
-// What a run provides: where each buffer lies, the call's scalars, and where a body says that it divided by zero.
+class Exchanges;
+
+// What a run provides: where each buffer lies, the call's scalars, where a body says that it divided by zero, and the
+// way to other ranks, if there are any.
 struct Frame {
   uint8_t* const* buffers;
   const int64_t* scalars;
   std::atomic<bool>* divided_by_zero;
+  Exchanges* exchanges = nullptr;
 };
 
 // An operand's place: resolved against the frame of each run.

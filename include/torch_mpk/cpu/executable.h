@@ -8,12 +8,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/exchanges.h"
 #include "torch_mpk/launch_times.h"
 #include "torch_mpk/schedule/schedule.h"
 
@@ -60,6 +62,13 @@ class CpuExecutable {
   // may not exist; the lock is then made anew.
   void forget_lock_of_another_process();
 
+  // The mailboxes of a group's ranks, of which this process is number `rank`: what exchanges go through from now on, and
+  // they begin anew. All ranks have run the same schedule equally often since theirs did. `watchdog_ns`: how long a run
+  // waits for another rank, 0 for ever, before it throws RankLost. `look`: what is called now and then while it waits,
+  // and may throw. Throws std::invalid_argument where these are not as many as the schedule says.
+  void join(int rank, std::vector<uint8_t*> bases, int64_t watchdog_ns, std::function<void()> look);
+  const Mailboxes& mailboxes() const { return mailboxes_; }
+
   // What executes the nodes of a task without a CPU body. It is called on the thread that calls `run`.
   void set_reference(const std::string& task, Reference reference);
   std::vector<std::string> missing_references() const;
@@ -91,7 +100,8 @@ class CpuExecutable {
   struct PhasePlan {
     std::vector<Chunk> chunks;
     std::vector<Share> shares;            // by worker; none where the phase is too short for more than worker 0
-    std::vector<const Node*> references;  // run by worker 0
+    std::vector<const Node*> references;  // run by worker 0, and so are these, in this order on every rank
+    std::vector<Body*> exchanges;
 
     bool parallel() const { return !shares.empty(); }
     void offer_shares(int worker, int num_workers);
@@ -113,6 +123,8 @@ class CpuExecutable {
   int num_threads_;
   std::vector<std::unique_ptr<Body>> bodies_;
   std::vector<PhasePlan> phases_;
+  Mailboxes mailboxes_;
+  std::optional<Exchanges> exchanges_;  // once joined
   std::map<std::string, Reference> references_;  // of each task without a body; empty until set
   std::vector<IndexBound> index_bounds_;
   std::vector<bool> used_;  // buffers with at least one element that some node touches

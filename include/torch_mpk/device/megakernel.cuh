@@ -23,6 +23,7 @@
 // to the next barrier of the group, where all learn of it and leave; so no barrier is left waiting.
 #pragma once
 
+#include "torch_mpk/abi/mailboxes.h"
 #include "torch_mpk/device/consumer.cuh"
 #include "torch_mpk/device/loader.cuh"
 
@@ -85,6 +86,9 @@ MPK_DEVICE void leave(Consumer<Kernel>& c) {
       if (out.element == 8) *reinterpret_cast<uint64_t*>(data + b) = out.nan;
     }
   }
+  for (int r = c.rank; r < c.params.ranks; r += kConsumerThreads)  // other ranks wait in vain
+    if (r != c.params.rank)
+      ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(c.params.mailboxes[r]) + c.params.rank, kGaveUp);
   __threadfence_system();
   c.sync();
   if (c.rank == 0) ptx::store_release_sys(c.params.host_abort, 1);

@@ -328,6 +328,24 @@ MPK_DEVICE uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
   return old;
 }
 
+// Between GPUs. Each half comes, and goes, as a whole.
+MPK_DEVICE ulonglong2 load_relaxed_sys(const ulonglong2* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
+}
+MPK_DEVICE uint32_t load_relaxed_sys(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+MPK_DEVICE void store_relaxed_sys(ulonglong2* p, const ulonglong2& v) {
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y) : "memory");
+}
+MPK_DEVICE void store_relaxed_sys(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 MPK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) {
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -46,6 +46,15 @@ class CudaExecutable {
   int num_scalars() const { return num_scalars_; }
   const std::vector<std::string>& phase_names() const { return phase_names_; }
 
+  // Of the ranks whose launches exchange, as the program says.
+  int ranks() const { return ranks_; }
+  const std::string& group() const { return group_; }
+  const std::string& exchange_key() const { return exchange_key_; }
+  int64_t mailbox_bytes() const { return mailbox_bytes_; }
+  // Launches exchange through these mailboxes from now on, and are counted anew; no launch of any rank is under way.
+  // Throws std::invalid_argument where they are not as many as the program says.
+  void join(int rank, const std::vector<uint64_t>& mailboxes);
+
   // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that
   // was given up (this one is then not made, and the next may be), cu::Error when the driver refuses, or in the child
   // of a fork.
@@ -91,6 +100,7 @@ class CudaExecutable {
   void check_stream(cu::Stream stream) const;
   cu::DevicePtr allocate();
   cu::DevicePtr memory_of(cu::Stream stream, uint64_t capture);
+  cu::DevicePtr memory_of_ranks(cu::Stream stream, uint64_t capture);
   void make_room();
   void collect();
   cu::DevicePtr maps_of(const LaunchBlock& block, bool captured);
@@ -108,6 +118,9 @@ class CudaExecutable {
   const int num_inputs_, num_outputs_, num_scalars_, num_workers_, num_threads_;
   const int64_t smem_bytes_, workspace_bytes_, control_bytes_, stalls_offset_, stamps_offset_;
   const uint64_t watchdog_ns_;
+  const int ranks_;
+  const std::string group_, exchange_key_;
+  const int64_t mailbox_bytes_;
   const pid_t process_;  // the one that loaded it
 
   std::mutex mutex_;  // of everything below; never held by a thread that waits for Python's lock
@@ -116,6 +129,8 @@ class CudaExecutable {
   cu::Function function_ = nullptr;
   cu::Stream service_stream_ = nullptr;  // for what the host itself copies
   cu::DevicePtr table_ = 0;
+  cu::DevicePtr mailboxes_ = 0;  // their addresses, once joined
+  int rank_ = 0;
   uint32_t* host_abort_ = nullptr;
   cu::DevicePtr host_abort_on_device_ = 0;
   cu::DevicePtr spare_ = 0;  // for a capture, which should allocate nothing

@@ -56,11 +56,18 @@ class EmulatedKernel:
         self.host_abort = aligned(4)
         self.maps = aligned(max(MAP_BYTES * len(program.maps), 1))
         self.fault = Fault.in_dll(library, "emulated_fault")
+        self.rank, self.ranks, self.mailboxes = 0, 1, 0
 
     def spoil(self, phase: int, worker: int, is_late: bool = False) -> None:
         """The worker's signal at the end of the phase is lost, or comes when another worker has given up."""
         self.fault.place = self.control.data_ptr() + _C.event_offset(phase)
         self.fault.cta, self.fault.is_late = worker, is_late
+
+    def join(self, rank: int, mailboxes: torch.Tensor) -> None:
+        """Launches exchange with those of other kernels from now on. ``mailboxes``: int64, the address of each rank's
+        ``mailbox_bytes``, which are zero."""
+        self._kept = mailboxes
+        self.rank, self.ranks, self.mailboxes = rank, len(mailboxes), mailboxes.data_ptr()
 
     def repair(self) -> None:
         """Nothing is spoilt any more, and memory is as the host leaves it after an aborted launch."""
@@ -97,7 +104,7 @@ class EmulatedKernel:
         own = [t.data_ptr() for t in (self.table, self.workspace, self.control, self.maps, self.host_abort)]
         sizes = [*scalars, *[0] * (16 - len(scalars))]
         # LaunchParams, whose layout abi/launch.h asserts
-        block = struct.pack("=5QQII16q", *own, watchdog_ns, jitter, 0, *sizes)
+        block = struct.pack("=5QQIHHQ16q", *own, watchdog_ns, jitter, self.rank, self.ranks, self.mailboxes, *sizes)
         block += struct.pack(f"={len(pointers)}Q", *pointers)
         program = self.program
         self.library.emulate(

@@ -152,6 +152,10 @@ inline uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
   }
   return old;
 }
+inline ulonglong2 load_relaxed_sys(const ulonglong2* p) { return load_relaxed_gpu(p); }
+inline uint32_t load_relaxed_sys(const uint32_t* p) { return load_relaxed_gpu(p); }
+inline void store_relaxed_sys(ulonglong2* p, const ulonglong2& v) { store_relaxed_gpu(p, v); }
+inline void store_relaxed_sys(uint32_t* p, uint32_t v) { store_relaxed_gpu(p, v); }
 inline void store_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 
 template <int threads>

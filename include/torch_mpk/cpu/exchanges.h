@@ -1,0 +1,51 @@
+// How a run exchanges with the other ranks of its group: through mailboxes in memory that the processes share.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "torch_mpk/schedule/mailboxes.h"
+
+namespace mpk::cpu {
+
+// A run has waited too long for another rank, or that rank has given up.
+struct RankLost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class Exchanges {
+ public:
+  // See CpuExecutable::join.
+  Exchanges(const Mailboxes& mailboxes, int rank, std::vector<uint8_t*> bases, int64_t watchdog_ns,
+            std::function<void()> look);
+
+  int rank() const { return rank_; }
+  int ranks() const { return static_cast<int>(bases_.size()); }
+
+  // Gives all other ranks `bytes` of data for an exchange, so that none of them waits for what this rank does next.
+  void push(int node, const uint8_t* data, int64_t bytes);
+  // The bytes [begin, end) of what another rank has pushed, once they have come; both are multiples of 4, but for the
+  // last. Throws RankLost.
+  void take(const Node& node, int from, int64_t begin, int64_t end, uint8_t* data);
+
+  void end_launch() { launch_++; }
+  // Tells all other ranks that they wait in vain.
+  void give_up();
+
+ private:
+  uint64_t* words(int of_rank, int node, int from) const;
+  uint32_t tag(int node) const;
+  void await(const uint64_t* word, uint32_t tag, const Node& node, int from) const;
+
+  const Mailboxes mailboxes_;
+  const int rank_;
+  const std::vector<uint8_t*> bases_;
+  const int64_t watchdog_ns_;
+  const std::function<void()> look_;
+  uint32_t launch_ = 0;  // since all have joined
+};
+
+}  // namespace mpk::cpu

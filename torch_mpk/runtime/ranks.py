@@ -1,0 +1,223 @@
+"""Executables that exchange with other ranks: their mailboxes, and how ranks come together again after an error.
+
+torch.distributed brings processes and groups. Between processes of one machine mailboxes lie in shared memory, between
+GPUs in symmetric memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_mpk.errors import MegakernelTimeout, RankLostError, first_line
+
+SHARED_MEMORY = Path("/dev/shm")
+_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+def resolve(group: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+    return _resolve_process_group(GroupName(group))
+
+
+class Team:
+    """The ranks of a process group. What is said between them goes over a gloo group of its own, so that nothing of the
+    user's is in its way."""
+
+    def __init__(self, group: str) -> None:
+        """Collective. ``group``: a process group's name."""
+        self.group = resolve(group)
+        self.members = dist.get_process_group_ranks(self.group)
+        self.rank = self.members.index(dist.get_rank())
+        self.talk = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
+
+    def gather(self, said: Any) -> list[Any]:
+        """What each rank says. Collective."""
+        heard: list[Any] = [None] * len(self.members)
+        dist.all_gather_object(heard, said, group=self.talk)
+        return heard
+
+    def meet(self, seconds: float) -> None:
+        """Waits for all ranks.
+
+        Raises RankLostError naming those that do not come in time.
+        """
+        try:
+            dist.monitored_barrier(self.talk, timedelta(seconds=seconds), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RankLostError(f"rank {self.rank}: {first_line(error)}. {RankLostError.remedy}") from None
+
+
+@functools.cache
+def team_of(group: str) -> Team:
+    """The ranks of the group of that name. Collective where they meet for the first time."""
+    return Team(group)
+
+
+class RankedExecutable:
+    """An executable whose launches exchange with those of other ranks. It is called when all ranks have ``join``ed."""
+
+    def __init__(self, executable: Any, device: torch.device, seconds: float) -> None:
+        """``seconds``: how long a launch waits for another rank, 0 for ever."""
+        self._executable, self._device, self._seconds = executable, device, seconds
+        self.group: str = executable.group
+        self.ranks: int = executable.ranks
+        self.exchange_key: str = executable.exchange_key
+        self._team: Team | None = None
+        self._mailbox: torch.Tensor | None = None
+        self._kept: Any = None  # what the peers' mailboxes live as long as
+        self._addresses: list[int] = []
+        self._is_torn = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executable, name)
+
+    @property
+    def jitter(self) -> int:
+        """See ``_C.CudaExecutable``."""
+        return int(self._executable.jitter)
+
+    @jitter.setter
+    def jitter(self, seed: int) -> None:
+        self._executable.jitter = seed
+
+    @property
+    def is_joined(self) -> bool:
+        return self._team is not None
+
+    def join(self) -> None:
+        """Makes the mailboxes. Collective.
+
+        Raises RankLostError, on all ranks, where one cannot make or reach them.
+        """
+        team = team_of(self.group)
+        make = _symmetric_memory if self._device.type == "cuda" else _shared_memory
+        self._mailbox, self._addresses, self._kept = make(team, self._executable.mailbox_bytes, self._device)
+        self._begin(team)
+        self._team = team
+
+    def _begin(self, team: Team) -> None:
+        """Begins to count launches, with an empty mailbox. No rank launches until all have."""
+        assert self._mailbox is not None
+        self._mailbox.zero_()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._join(team)
+        team.gather(None)
+
+    def _join(self, team: Team) -> None:
+        if self._device.type == "cuda":
+            self._executable.join(team.rank, self._addresses)
+        else:
+            self._executable.join(team.rank, self._addresses, int(1e9 * self._seconds))
+
+    def call(self, *args: Any) -> None:
+        """See ``Executable``.
+
+        Raises RankLostError where another rank does not come, or has given up.
+        """
+        if self._is_torn:
+            self._reunite()
+        with self._torn_by_errors():
+            self._executable.call(*args)
+
+    def run(self, *args: Any) -> None:
+        if self._is_torn:
+            self._reunite()
+        with self._torn_by_errors():
+            self._executable.run(*args)
+
+    def check(self) -> None:
+        with self._torn_by_errors():
+            self._executable.check()
+
+    @contextlib.contextmanager
+    def _torn_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (MegakernelTimeout, KeyboardInterrupt):
+            self._is_torn = True
+            raise
+
+    def _reunite(self) -> None:
+        """Waits for all ranks, each of which comes when its own launch has been given up, and begins anew."""
+        assert self._team is not None
+        self._team.meet(3 * (self._seconds or 60) + 10)
+        self._begin(self._team)
+        self._is_torn = False
+
+
+def _agreed(team: Team, made: Any, error: Exception | None) -> list[Any]:
+    """What all ranks have made; raises on all of them where one could not."""
+    said = team.gather((made, None if error is None else first_line(error)))
+    failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why is not None]
+    if failed:
+        raise RankLostError(f"memory for exchanges cannot be had: {'; '.join(failed)}")
+    return [each for each, _ in said]
+
+
+def _shared_memory(team: Team, num_bytes: int, device: torch.device) -> tuple[torch.Tensor, list[int], Any]:
+    """This rank's mailbox, the addresses of all ranks', and what keeps these. The file of each is gone when all ranks
+    have opened it, so nothing is left behind."""
+    path: str | None = None
+    error: Exception | None = None
+    try:
+        file, path = tempfile.mkstemp(prefix="torch_mpk.", dir=SHARED_MEMORY)
+        try:
+            os.posix_fallocate(file, 0, num_bytes)  # else a full file system would be a bus error later
+        finally:
+            os.close(file)
+    except OSError as reason:
+        error = reason
+    opened: list[torch.Tensor] = []
+    try:
+        paths = _agreed(team, path, error)
+        try:
+            opened = [torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in paths]
+        except RuntimeError as reason:
+            error = reason
+        _agreed(team, None, error)
+    finally:
+        if path is not None:
+            os.unlink(path)
+    return opened[team.rank], [each.data_ptr() for each in opened], opened
+
+
+def _symmetric_memory(team: Team, num_bytes: int, device: torch.device) -> tuple[torch.Tensor, list[int], Any]:
+    """The same between GPUs, without NVLink's multicast, which needs more of a machine than peers' memory does."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    mailbox = handle = None
+    error: Exception | None = None
+    before = os.environ.get(_MULTICAST)
+    os.environ[_MULTICAST] = "1"
+    try:
+        mailbox = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(mailbox, team.group)
+    except (RuntimeError, ValueError) as reason:
+        error = reason
+    finally:
+        if before is None:
+            del os.environ[_MULTICAST]
+        else:
+            os.environ[_MULTICAST] = before
+    _agreed(team, None, error)
+    assert mailbox is not None and handle is not None
+    return mailbox, list(_addresses(handle, mailbox)), handle
+
+
+def _addresses(handle: Any, mailbox: torch.Tensor) -> Sequence[int]:
+    """Where the mailboxes of all ranks lie, as this device sees them."""
+    offset = mailbox.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return [pointer + offset for pointer in handle.buffer_ptrs]
