@@ -44,6 +44,7 @@ from torch_mpk.fallback import (
 from torch_mpk.packing import without_packing
 from torch_mpk.partition import partition
 from torch_mpk.patterns import apply
+from torch_mpk.quantized_inputs import unpack
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.overlaps import Memory, check_apart, guarded, memory_of
 from torch_mpk.sharding import localise
@@ -141,6 +142,10 @@ def compile_call(
 
     Raises whatever makes it a graph that we do not run.
     """
+    unpacked = unpack(gm, inputs)
+    if unpacked is not None:
+        run = compile_call(unpacked.gm, unpacked.args(inputs), options, needs_graph)
+        return unpacked.callable(run)
     numbers = number_positions(gm, inputs)
     known = [i for i in range(len(inputs)) if i not in numbers]
     sources = input_sources(gm)
