@@ -51,7 +51,7 @@ from torch_mpk.testing.decode import (
     prefill,
 )
 from torch_mpk.testing.models import CONFIGS, random_model, random_sharded_model
-from torch_mpk.testing.quantized import quantize_linears, widened, without_kernels
+from torch_mpk.testing.quantized import quantize_linears, widened
 
 NUM_WARMUP_STEPS = 5
 NUM_ACCURACY_STEPS = 8
@@ -264,7 +264,6 @@ def measure(case: dict[str, Any], result_file: Path) -> None:
     model = make_model(case)
     if case["weights"] != "bf16":
         quantize_linears(model, case["weights"])
-        without_kernels()
     save_exact(model, case)
     if case["weights"] != "bf16" and case["variant"] != "mpk":
         quantized_baselines.use(case["weights"], model.device.type)

@@ -66,6 +66,16 @@ def run_parts(case: dict[str, Any], limit_s: float, deadline: float) -> tuple[li
         return [json.loads(line) for line in lines()], error
 
 
+class Log:
+    """Prints lines, and keeps them."""
+
+    text = ""
+
+    def __call__(self, line: str) -> None:
+        print(line, flush=True)
+        self.text += f"{line}\n"
+
+
 def launcher(case: dict[str, Any]) -> list[str]:
     """What runs a script: a process for each of the case's ranks, where it has some."""
     if case.get("ranks", 1) == 1:

@@ -37,6 +37,7 @@ RUN_HERE: dict[str, dict[str, str]] = {
 }
 TUTORIAL = [f"docs/{page.relative_to(DOCS)}" for page in sorted((DOCS / "tutorial").glob("*.md"))]
 RUN_ELSEWHERE = {  # with the files, commands and servers that belong to them
+    "docs/weights.md": "tests/models/test_quantized.py",
     "docs/add-a-task.md": "tests/tasks/test_add_a_task.py",
     "docs/coming-from.md": "tests/test_coming_from.py",
     "docs/jit.md": "tests/jit/test_docs.py",

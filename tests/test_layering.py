@@ -184,6 +184,7 @@ NAMESAKES = {  # words that mean something else there, or are what transformers 
     "torch_mpk/jit/expression.py": {"slot"},
     "torch_mpk/jit/kernels.py": {"slot"},
     "torch_mpk/new_task.py": {"weight"},
+    "torch_mpk/quantized_inputs.py": {"weight", "bias"},
     "torch_mpk/serve/text.py": {"length"},
     "torch_mpk/testing/zoo.py": {"linear", "attention"},
 }

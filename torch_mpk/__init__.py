@@ -7,6 +7,7 @@ from torch_mpk.generate import generate
 from torch_mpk.persistent_kernel import GlobalTensor, PersistentKernel, TBGraph, get_configurations_from_gpu
 from torch_mpk.precompile import precompile
 from torch_mpk.profile import KernelTimes, Profile, TaskTimes, profile
+from torch_mpk.quantize import quantize
 from torch_mpk.registry import task
 from torch_mpk.runtime import synchronize
 from torch_mpk.task_kernel import kernel_of
@@ -34,6 +35,7 @@ __all__ = [
     "ops",
     "precompile",
     "profile",
+    "quantize",
     "synchronize",
     "task",
     "tasks",

@@ -218,6 +218,12 @@ class MissingPackageError(MpkError, ImportError):
     remedy = "install it with pip install -e '.[serving]' in a clone of torch_mpk"
 
 
+class MissingTorchaoError(MissingPackageError):
+    """``torch_mpk.quantize`` is called where torchao is not installed."""
+
+    remedy = "install it with pip install torchao"
+
+
 class EngineError(MpkError, ValueError):
     """Attention of ``torch_mpk.continuous_batching`` was called as it cannot be."""
 

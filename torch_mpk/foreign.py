@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_mpk import quantized_inputs
 from torch_mpk.errors import UnsupportedError
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -140,7 +141,8 @@ def _reason(value: Any, path: str) -> str:
         return f"{path} is of class {kind}, neither a tensor nor a number"
     if value.layout != torch.strided:
         return f"{path} is of layout {value.layout}"
-    return f"{path} is of class {kind}, whose operations are its own"
+    why = quantized_inputs.reason(value)
+    return f"{path} is of class {kind}, whose operations are its own" + (f": {why}" if why else "")
 
 
 def _writes(node: fx.Node) -> bool:

@@ -75,7 +75,7 @@ def reason(value: Any) -> str:
     try:
         return "" if parts_of(value) is None else "it is no weight of linears alone"
     except UnsupportedError as error:
-        return error.why
+        return error.reason
 
 
 class Unpacked:
@@ -83,23 +83,30 @@ class Unpacked:
 
     def __init__(self, gm: fx.GraphModule, parts: Mapping[int, Parts]) -> None:
         """``parts``: of the inputs, by position."""
-        self._getters = [operator.attrgetter(*_names(parts[i])) if i in parts else None for i in range(_count(gm))]
-        graph, copies = fx.Graph(), {}
+        graph = fx.Graph()
+        self._getters: list[Callable[[Any], Any] | None] = []
+        copies: dict[fx.Node, fx.Node] = {}
+        taken: dict[fx.Node, tuple[list[fx.Node], Mapping[str, int]]] = {}
         for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-            copies[node] = [_part(graph, node, n) for n in _names(parts[i])] if i in parts else graph.node_copy(node)
-            if i not in parts:
+            if i in parts:
+                names = parts[i].weight, parts[i].scale
+                self._getters.append(operator.attrgetter(*names))
+                taken[node] = [_part(graph, node, name) for name in names], parts[i].attrs
+            else:
+                self._getters.append(None)
+                copies[node] = graph.node_copy(node)
                 copies[node]._dynamo_source = getattr(node, "_dynamo_source", None)
-        attrs = {node: parts[i].attrs for i, node in enumerate(copies) if i in parts}
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 continue
-            used = next((arg for arg in node.all_input_nodes if arg in attrs), None)
+            used = next((arg for arg in node.all_input_nodes if arg in taken), None)
             if used is None:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 continue
             x, bias = _operands(node)
-            args = (copies[x], *copies[used], copies[bias] if isinstance(bias, fx.Node) else None)
-            copies[node] = graph.call_function(product, args, dict(attrs[used]))
+            nodes, attrs = taken[used]
+            args = (copies[x], *nodes, None if bias is None else copies[bias])
+            copies[node] = graph.call_function(product, args, dict(attrs))
             copies[node].meta = dict(node.meta)
         self.gm = graph_module(gm, graph)
 
@@ -143,14 +150,6 @@ def product(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _names(parts: Parts) -> tuple[str, str]:
-    return parts.weight, parts.scale
-
-
-def _count(gm: fx.GraphModule) -> int:
-    return len(gm.graph.find_nodes(op="placeholder"))
-
-
 def _is_linear(user: fx.Node, weight: fx.Node) -> bool:
     if user.op != "call_function" or user.target not in _LINEARS:
         return False
@@ -170,7 +169,6 @@ def _part(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
         part.meta["example_value"] = getattr(example, name)
     source: Any = getattr(node, "_dynamo_source", None)
     of_whole = getattr(source, "name", node.name)
-    part._dynamo_source = SimpleNamespace(  # type: ignore[attr-defined]
-        name=f"{of_whole() if callable(of_whole) else of_whole}.{name}"
-    )
+    of_whole = of_whole() if callable(of_whole) else of_whole
+    part._dynamo_source = SimpleNamespace(name=f"{of_whole}.{name}")
     return part

@@ -1,7 +1,8 @@
 """Functions of other packages that Dynamo should not trace, and what it traces in their place.
 
 They load kernels of their own, which cannot be fetched everywhere, and which no graph of ours could hold. Calls outside
-of ``torch.compile`` stay as they are. Other backends of the process see the substitute, too: an operator of ours.
+of ``torch.compile`` stay as they are, but for those of FP8Linear where there is no package to fetch its kernels, and so
+nothing else to call. Other backends of the process see the substitute, too: an operator of ours.
 """
 
 from __future__ import annotations
@@ -44,9 +45,31 @@ def fp8_linear(
     return y.reshape(input.shape[:-1] + (weight.shape[0],))
 
 
-# By module and name.
-_SUBSTITUTES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "transformers.integrations.finegrained_fp8": ("fp8_linear", fp8_linear),
+def quantize_fp8_per_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``CompressedTensorsFP8Linear`` of transformers does to x[R, K]: left to the product behind it."""
+    return x, x.new_ones(x.shape[0])
+
+
+def scaled_mm_rowwise(
+    input: torch.Tensor,  # noqa: A002 - transformers' name
+    weight: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Its product, of x as it was, weight[K, N] and scales [1, N]: activations are quantised by row."""
+    x, scale = input.to(out_dtype), scale_b.reshape(-1, 1)
+    return torch.ops.mpk.quantized_linear(x, weight.t(), scale, bias, block_rows=1, block_columns=0, x_columns=-1)
+
+
+# By module and name. Those of one module go together.
+_SUBSTITUTES: dict[str, dict[str, Callable[..., Any]]] = {
+    "transformers.integrations.finegrained_fp8": {"fp8_linear": fp8_linear},
+    "transformers.integrations.compressed_tensors": {
+        "quantize_fp8_per_row": quantize_fp8_per_row,
+        "_scaled_mm_rowwise": scaled_mm_rowwise,
+    },
 }
 
 
@@ -79,6 +102,9 @@ def install() -> None:
 
 
 def _substitute(module: Any) -> None:
-    name, substitute = _SUBSTITUTES[module.__name__]
-    if hasattr(module, name):
-        torch.compiler.substitute_in_graph(getattr(module, name), skip_signature_check=True)(substitute)
+    substitutes = _SUBSTITUTES[module.__name__]
+    if all(hasattr(module, name) for name in substitutes):
+        for name, substitute in substitutes.items():
+            torch.compiler.substitute_in_graph(getattr(module, name), skip_signature_check=True)(substitute)
+    if hasattr(module, "fp8_linear") and not module.is_kernels_available():
+        module.fp8_linear = fp8_linear

@@ -26,7 +26,6 @@ _PIECE = 1 << 24  # elements of a weight that the reference has in full precisio
         tiled_by="weight",
         hands_over=True,
     ),
-    alone="kernel",
     samples=[
         {"R": 1, "K": 256, "N": 192, "P": 256, "A": 2, "B": 2, "weight": E4M3, "weight_scale": torch.float32,
          "bias": None, "x_scale": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import FineGrainedFP8Config, PreTrainedModel
 
-Format = Literal["fp8", "int8"]
+Format = Literal["fp8", "fp8-rows", "int8"]
 
 
 class Int8Linear(torch.nn.Module):
@@ -28,11 +28,15 @@ class Int8Linear(torch.nn.Module):
 
 
 def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> PreTrainedModel:
-    """The model with quantised linears, but for its head: "fp8" as transformers' FP8Linear, by its own quantiser, or
-    "int8" as ``Int8Linear``. ``config``: what FineGrainedFP8Config takes, such as ``scale_fmt``."""
-    names = [
-        n for n, m in model.named_modules() if type(m) is torch.nn.Linear and m is not model.get_output_embeddings()
-    ]
+    """The model with quantised linears, but for its head: "fp8" as transformers' FP8Linear, by its own quantiser,
+    "fp8-rows" as its CompressedTensorsFP8Linear, or "int8" as ``Int8Linear``. ``config``: what FineGrainedFP8Config
+    takes, such as ``scale_fmt``."""
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and module is not head]
+    if weights == "fp8-rows":
+        for name in names:
+            model.set_submodule(name, _scaled_by_row(model.get_submodule(name)))
+        return model
     if weights == "int8":
         for name in names:
             model.set_submodule(name, Int8Linear(model.get_submodule(name)))
@@ -41,8 +45,8 @@ def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> 
 
     settings = FineGrainedFP8Config(**config)
     linears = {name: model.get_submodule(name) for name in names}
-    head = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
-    replace_with_fp8_linear(model, head, settings)
+    kept = [name for name, module in model.named_modules() if module is head]
+    replace_with_fp8_linear(model, kept, settings)
     quantise = Fp8Quantize(_Quantizer(settings))
     for name, linear in linears.items():
         made = quantise.convert({f"{name}.weight": linear.weight.detach()})
@@ -55,20 +59,23 @@ def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> 
     return model
 
 
+def _scaled_by_row(linear: torch.nn.Linear) -> torch.nn.Module:
+    from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear, quantize_fp8_per_row
+
+    with torch.device("meta"):
+        made = CompressedTensorsFP8Linear(linear.in_features, linear.out_features, linear.bias is not None)
+    weight, scale = quantize_fp8_per_row(linear.weight.detach())
+    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    made.weight_scale = torch.nn.Parameter(scale.unsqueeze(0), requires_grad=False)
+    made.bias = linear.bias
+    return made
+
+
 class _Quantizer:
     """What transformers' quantising operation asks of a quantiser."""
 
     def __init__(self, quantization_config: FineGrainedFP8Config) -> None:
         self.quantization_config = quantization_config
-
-
-def without_kernels() -> None:
-    """Has FP8Linear compute without packages that fetch kernels, outside of ``torch.compile``, too."""
-    from transformers.integrations import finegrained_fp8
-
-    from torch_mpk.substitutes import fp8_linear
-
-    finegrained_fp8.fp8_linear = fp8_linear
 
 
 def widened(model: PreTrainedModel) -> PreTrainedModel:

@@ -7,7 +7,11 @@
 namespace mpk::linear {
 
 template <class V, class C>
-concept QuantizedVariant = DirectVariant<V, C> && QuantizedSizes<V> && HasScales<V> && Constants<int, V::kRun>;
+concept QuantizedVariant =
+    Variant<V, C> && QuantizedSizes<V> && HasScales<V> && Constants<int, V::kRun> && requires(const Job& job, int i) {
+      { V::weight(job, i) } -> Same<const uint8_t*>;  // of segment or part i
+      { V::weight_pitch(i) } -> Same<int64_t>;        // in bytes
+    };
 
 template <class V>
 struct DirectShape {

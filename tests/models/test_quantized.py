@@ -1,0 +1,97 @@
+"""Models with quantised weights: one megakernel, and eager's logits. docs/weights.md says which formats there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+from transformers.integrations import compressed_tensors, finegrained_fp8
+
+import torch_mpk
+from tests.thinned import thinned
+from torch_mpk import substitutes
+from torch_mpk.errors import ArgumentError, MpkWarning
+from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
+from torch_mpk.testing.quantized import Format, quantize_linears
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 64}  # fmt: skip
+FORMATS: list[tuple[Format, dict[str, Any]]] = [
+    ("fp8", {}),
+    ("fp8", {"scale_fmt": "ue8m0", "weight_block_size": (64, 128)}),
+    ("fp8", {"weight_block_size": None}),
+    ("fp8", {"weight_block_size": (96, 128)}),  # of which q, k and v are no whole blocks, and stay in bfloat16
+    ("fp8-rows", {}),
+    ("int8", {}),
+]
+
+
+def random_model() -> Any:
+    return AutoModelForCausalLM.from_config(Qwen3Config(**SIZES), dtype=torch.bfloat16).eval()
+
+
+def logits(model: Any, config: Qwen3Config, ids: torch.Tensor) -> torch.Tensor:
+    cache = StaticCache(config, max_cache_len=8)
+    with torch.inference_mode():
+        return torch.cat([model(input_ids=token, past_key_values=cache).logits for token in ids.split(1, 1)], 1)
+
+
+def by_definition(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Eager logits, of linears that compute as the task's reference says."""
+    with monkeypatch.context() as patched:
+        patched.setattr(finegrained_fp8, "fp8_linear", substitutes.fp8_linear)
+        patched.setattr(compressed_tensors, "quantize_fp8_per_row", substitutes.quantize_fp8_per_row)
+        patched.setattr(compressed_tensors, "_scaled_mm_rowwise", substitutes.scaled_mm_rowwise)
+        patched.setattr(torch.ops.mpk, "quantized_linear", quantized_linear)
+        return logits(model, model.config, ids)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+@pytest.mark.parametrize(("weights", "settings"), thinned(FORMATS, 0), ids=str)
+def test_a_step_is_one_launch(weights: Format, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers' own quantisers; and weights that are loaded in place are those of the next step."""
+    model, ids = quantize_linears(random_model(), weights, **settings), torch.randint(128, (2, 3))
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    for _ in range(2):
+        assert relative_error(logits(step, model.config, ids), by_definition(model, ids, monkeypatch)) < 0.02
+        for parameter in model.parameters():
+            if parameter.dtype in (E4M3, torch.int8):
+                parameter.view(torch.int8).copy_(parameter.view(torch.int8).flip(0))
+
+
+@pytest.mark.slow
+def test_tokens_are_generated() -> None:
+    """The prompt eagerly, without the package that fetches kernels for it."""
+    model, ids = quantize_linears(random_model(), "fp8"), torch.randint(128, (1, 5))
+    tokens = torch_mpk.generate(model, ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert tokens.shape == (1, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
+def test_weights_of_torchao(weights: str) -> None:
+    pytest.importorskip("torchao")
+    model, ids = torch_mpk.quantize(random_model(), weights), torch.randint(128, (2, 3))
+    assert type(model.lm_head.weight) is torch.nn.Parameter
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    assert relative_error(logits(step, model.config, ids), logits(model, model.config, ids)) < 0.02
+
+
+@pytest.mark.slow
+def test_what_is_left_to_torchao_is_named() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model, ids = random_model(), torch.randint(128, (1, 1))
+    quantization.quantize_(model.model, quantization.Int8DynamicActivationInt8WeightConfig())
+    step = torch.compile(model, backend="mpk")
+    with pytest.warns(MpkWarning, match=r"q_proj.weight is of class .*Int8Tensor.* it quantises activations as well"):
+        assert relative_error(logits(step, model.config, ids), logits(model, model.config, ids)) < 0.02
+
+
+def test_other_formats_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="expected 'fp8' or 'int8', got 'int3'"):
+        torch_mpk.quantize(torch.nn.Linear(2, 2), "int3")
