@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers.integrations import compressed_tensors, finegrained_fp8
 import torch_mpk
 from tests.thinned import thinned
 from torch_mpk import substitutes
-from torch_mpk.errors import ArgumentError, MpkWarning
+from torch_mpk.errors import ArgumentError, MissingTorchaoError, MpkWarning
 from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
 from torch_mpk.testing.quantized import Format, quantize_linears
 
@@ -92,6 +93,9 @@ def test_what_is_left_to_torchao_is_named() -> None:
         assert relative_error(logits(step, model.config, ids), logits(model, model.config, ids)) < 0.02
 
 
-def test_other_formats_are_refused() -> None:
+def test_other_formats_are_refused_and_torchao_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingTorchaoError, match="quantize needs torchao .* pip install torchao"):
+        torch_mpk.quantize(torch.nn.Linear(2, 2), "fp8")
     with pytest.raises(ArgumentError, match="expected 'fp8' or 'int8', got 'int3'"):
         torch_mpk.quantize(torch.nn.Linear(2, 2), "int3")
