@@ -34,6 +34,7 @@ from torch_mpk.dry_run import is_dry_run, will_write
 from torch_mpk.dump import Dump
 from torch_mpk.errors import DeclinedError, PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import (
+    announce_break,
     announce_fallbacks,
     check_coverage,
     choice_for_parts,
@@ -81,6 +82,7 @@ def mpk(
         MpkError: with ``options={"fallback": "error"}``, what would have been a fallback.
     """
     settings = Options.parse(mode, options)
+    announce_break(gm)
     run = gm.forward if env.disable else _run_localised(gm, example_inputs, settings)
     if getattr(torch._functorch.config, "bypass_autograd_cache_key", False):  # set ahead of time alone
         from torch_mpk.serializable import Saveable  # which needs Dynamo, and importing torch_mpk should not

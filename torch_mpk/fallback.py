@@ -50,6 +50,23 @@ def check_coverage(
     return estimated
 
 
+def announce_break(gm: fx.GraphModule) -> None:
+    """Says where Dynamo ends the graph before the call does, and what to set, if that is known."""
+    why = getattr(gm, "compile_subgraph_reason", None)
+    if why is None or not why.graph_break or not why.user_stack:
+        return
+    where = why.user_stack[-1]
+    lines = [line.strip() for line in why.reason.split("Developer debug context")[0].splitlines() if line.strip()]
+    told = [line.removeprefix("Explanation: ") for line in lines if not line.startswith("Hint: ")]
+    hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
+    if "aten.nonzero" in why.reason and "transformers/models/" in where.filename:
+        hints = [
+            "If these are experts, call model.set_experts_implementation('grouped_mm'), which has no loop over them."
+        ]
+    what = f"Dynamo ends a graph at {where.filename}:{where.lineno}, in {where.name}: {' '.join(told[:2])}"
+    warn(f"{what} What follows is another launch. {' '.join(hints[:1])}".strip())
+
+
 def announce_fallbacks(partitioned: Partitioned, captured: Captured, options: Options) -> None:
     """Warns of the parts that are not ours, once the others are built: an attempt that fails says nothing of them."""
     if not partitioned.fallbacks:

@@ -1,8 +1,9 @@
 """Functions of other packages that Dynamo should not trace, and what it traces in their place.
 
-They load kernels of their own, which cannot be fetched everywhere, and which no graph of ours could hold. Calls outside
-of ``torch.compile`` stay as they are, but for those of FP8Linear where there is no package to fetch its kernels, and so
-nothing else to call. Other backends of the process see the substitute, too: an operator of ours.
+Some load kernels of their own, which cannot be fetched everywhere, and which no graph of ours could hold; in others it
+ends graphs. Calls outside of ``torch.compile`` stay as they are, but for those of FP8Linear where there is no package to
+fetch its kernels, and so nothing else to call. Other backends of the process see an operator of ours that is a
+substitute, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from torch_mpk.expert_loops import replace_loops
 
 
 def fp8_linear(
@@ -63,13 +66,28 @@ def scaled_mm_rowwise(
     return torch.ops.mpk.quantized_linear(x, weight.t(), scale, bias, block_rows=1, block_columns=0, x_columns=-1)
 
 
-# By module and name. Those of one module go together.
-_SUBSTITUTES: dict[str, dict[str, Callable[..., Any]]] = {
-    "transformers.integrations.finegrained_fp8": {"fp8_linear": fp8_linear},
-    "transformers.integrations.compressed_tensors": {
-        "quantize_fp8_per_row": quantize_fp8_per_row,
-        "_scaled_mm_rowwise": scaled_mm_rowwise,
-    },
+def _in_graphs(module: Any, **substitutes: Callable[..., Any]) -> None:
+    """Has Dynamo trace these for the module's functions of the same names, if it has all of them."""
+    if all(hasattr(module, name) for name in substitutes):
+        for name, substitute in substitutes.items():
+            torch.compiler.substitute_in_graph(getattr(module, name), skip_signature_check=True)(substitute)
+
+
+def _substitute_fp8(module: Any) -> None:
+    _in_graphs(module, fp8_linear=fp8_linear)
+    if hasattr(module, "fp8_linear") and not module.is_kernels_available():
+        module.fp8_linear = fp8_linear
+
+
+def _substitute_compressed(module: Any) -> None:
+    _in_graphs(module, quantize_fp8_per_row=quantize_fp8_per_row, _scaled_mm_rowwise=scaled_mm_rowwise)
+
+
+# What is done to a module once it is imported, by its name.
+_SUBSTITUTES: dict[str, Callable[[Any], None]] = {
+    "transformers.integrations.finegrained_fp8": _substitute_fp8,
+    "transformers.integrations.compressed_tensors": _substitute_compressed,
+    "transformers.integrations.moe": replace_loops,
 }
 
 
@@ -87,7 +105,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                _substitute(module)
+                _SUBSTITUTES[name](module)
 
             loader.exec_module = exec_module
         return spec
@@ -96,15 +114,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Has Dynamo trace the substitutes, of what is imported already and of what will be."""
     sys.meta_path.insert(0, _Finder())
-    for name in _SUBSTITUTES:
+    for name, substitute in _SUBSTITUTES.items():
         if name in sys.modules:
-            _substitute(sys.modules[name])
-
-
-def _substitute(module: Any) -> None:
-    substitutes = _SUBSTITUTES[module.__name__]
-    if all(hasattr(module, name) for name in substitutes):
-        for name, substitute in substitutes.items():
-            torch.compiler.substitute_in_graph(getattr(module, name), skip_signature_check=True)(substitute)
-    if hasattr(module, "fp8_linear") and not module.is_kernels_available():
-        module.fp8_linear = fp8_linear
+            substitute(sys.modules[name])

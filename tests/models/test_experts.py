@@ -19,6 +19,7 @@ from transformers import StaticCache
 from tests.models.expert_families import CHOSEN, EXPERTS, Calls, families, make
 from tests.models.test_architectures import assert_close
 from tests.thinned import thinned
+from torch_mpk.errors import MpkWarning
 from torch_mpk.testing.tiny import random_ids
 
 NOT_ONE_LAUNCH = {
@@ -32,6 +33,7 @@ NOT_ONE_LAUNCH = {
 UNLIKE = ["deepseek_v3", "gpt_oss", "granitemoe", "qwen3_moe"]
 FAMILIES = families()
 IMPLEMENTATIONS = {1: "grouped_mm", 4: "batched_mm"}
+LOOPS = {2: "eager"}
 OPTIONS = {"max_positions": 64, "while_building": "wait"}
 
 
@@ -45,10 +47,15 @@ def test_no_family_is_listed_that_is_none() -> None:
     assert NOT_ONE_LAUNCH.keys() <= set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, *map(FAMILIES.index, UNLIKE[:2])))
-def test_decode_steps_are_one_launch(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+EACH = [(family, IMPLEMENTATIONS) for family in FAMILIES] + [(family, LOOPS) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "implementations"), thinned(EACH, *map(FAMILIES.index, UNLIKE[:2])), ids=str)
+def test_decode_steps_are_one_launch(
+    family: str, implementations: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(family)
-    for batch, implementation in IMPLEMENTATIONS.items():
+    for batch, implementation in implementations.items():
         monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path / implementation))
         model.set_experts_implementation(implementation)  # type: ignore[operator]
         torch.compiler.reset()
@@ -76,6 +83,35 @@ def test_prompts_are_one_launch(family: str) -> None:
             with torch.inference_mode():
                 logits = [m(input_ids=ids, past_key_values=c).logits for m, c in ((run, ours), (model, eager))]
             assert_close(*logits)
+
+
+def test_loops_over_experts_stay_what_they_are_elsewhere() -> None:
+    """Eager calls and other backends have the loop, also of a model that this backend has traced without it."""
+    model = make("qwen3_moe")
+    model.set_experts_implementation("eager")  # type: ignore[operator]
+    x = torch.randn(3, 1, model.config.hidden_size)  # type: ignore[union-attr]
+    block, graphs = block_of(model), []
+
+    def other(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    with torch.inference_mode():
+        expected = first(block(x))
+        assert_close(first(torch.compile(block, backend="mpk", options={"fallback": "error"})(x)), expected)
+        assert torch.equal(first(torch.compile(block, backend=other)(x)), expected)
+        assert len(graphs) > 1
+
+
+def test_where_a_graph_ends_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where experts are no class that Transformers' decorator knows."""
+    monkeypatch.setattr("torch_mpk.expert_loops._is_traced_for_us", lambda: False)
+    model = make("qwen3_moe")
+    model.set_experts_implementation("eager")  # type: ignore[operator]
+    x = torch.randn(2, 1, model.config.hidden_size)  # type: ignore[union-attr]
+    torch.compiler.reset()
+    with torch.inference_mode(), pytest.warns(MpkWarning, match=r"modeling_qwen3_moe.py:\d+, in forward: .*grouped_mm"):
+        torch.compile(block_of(model), backend="mpk", options=OPTIONS)(x)
 
 
 # ---- in parts ----

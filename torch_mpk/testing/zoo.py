@@ -362,8 +362,10 @@ whole call without us. Decoders are measured over one decode step on a static ca
 tests compare every model here with eager PyTorch.
 
 Experts: the implementations `grouped_mm`, which is the default, and `batched_mm`, which Hugging Face's `generate` takes
-for steps on a GPU, become the same launch, which reads the weights of chosen experts where they lie. `eager` loops over
-experts that were hit, where Dynamo ends a graph: take another, `model.set_experts_implementation("grouped_mm")`.
+for steps on a GPU, become the same launch, which reads the weights of chosen experts where they lie. So does `eager`, whose
+loop over experts that were hit is traced as grouped products for this backend alone; its sums are those of `grouped_mm`.
+Where experts loop in code of their own, as JetMoE's and DBRX's do, Dynamo ends a graph in the loop, and a warning says
+where.
 Of equal scores the experts with the lowest indices are taken, as eager does on CUDA; on the CPU eager may take others.
 Steps of all families of transformers that have this setting are one launch, but for five whose attention keeps them
 from it: GLM-5 Next and Qwen 4 (it branches on values), Inkling 2, Unlimited-OCR and Zaya.
