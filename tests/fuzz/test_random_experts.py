@@ -14,7 +14,7 @@ from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_re
 from tests.fuzz.random_experts import ExpertProgram
 from tests.thinned import thinned
 
-FEW = [(by_stages, 6), (by_reference_vm, 2)]
+FEW = [(by_stages, 3)]
 MANY = [(by_stages, 100), (by_reference_vm, 40), (by_dynamo, 10), (by_codegen, 50), (by_emulator, 8)]
 
 

@@ -155,6 +155,22 @@ def test_routers_choose_as_well_as_eager(family: str, dtype: torch.dtype) -> Non
         assert errors[0].median() <= 2 * errors[1].median() + torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("family", thinned(UNLIKE, 2))
+@pytest.mark.parametrize("rows", [8, pytest.param(70, marks=pytest.mark.slow)])
+def test_a_row_has_the_same_bits_whatever_the_others_are(family: str, rows: int) -> None:
+    """Also where they choose other experts, or all of them those of this one."""
+    model = make(family)
+    block = block_of(model).bfloat16()
+    run = torch.compile(block, backend="mpk", options={"fallback": "error"})
+    x = torch.randn(rows, 1, model.config.hidden_size).bfloat16()  # type: ignore[union-attr]
+    with torch.inference_mode():
+        results = [first(run(x)) for _ in range(3)]
+        for others in (torch.randn_like(x), x[2:3].expand_as(x)):
+            results.append(first(run(torch.cat([others[:2], x[2:3], others[3:]]))))
+    assert all(torch.equal(result.view(rows, -1)[2], results[0].view(rows, -1)[2]) for result in results)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize(("family", "dtype"), thinned(HALF, 3, 6), ids=str)
 def test_experts_of_equal_routes_are_as_near_as_eager(family: str, dtype: torch.dtype) -> None:
     model = make(family)
