@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
+import torch_mpk
 from tests.models.expert_families import CHOSEN, EXPERTS, Calls, families, make
 from tests.models.test_architectures import assert_close
 from tests.thinned import thinned
@@ -83,6 +84,39 @@ def test_prompts_are_one_launch(family: str) -> None:
             with torch.inference_mode():
                 logits = [m(input_ids=ids, past_key_values=c).logits for m, c in ((run, ours), (model, eager))]
             assert_close(*logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", UNLIKE[:2])
+def test_experts_of_long_prompts(family: str) -> None:
+    """8,192 rows, whose products are in groups, and with two choices each more pairs than a group has."""
+    model = make(family)
+    block = block_of(model)
+    wide = copy.deepcopy(block).double()
+    wide.experts.config._experts_implementation = "batched_mm"  # grouped products take no float64
+    x = torch.randn(1, 8192, model.config.hidden_size)  # type: ignore[union-attr]
+    with torch.inference_mode():
+        ours = first(torch.compile(block, backend="mpk", options={"fallback": "error"})(x))
+        expected, exact = first(block(x)), first(wide(x.double()))
+    errors = [(t - exact).flatten(0, -2).norm(dim=-1) for t in (ours, expected)]
+    assert errors[0].median() <= 2 * errors[1].median()
+    assert (errors[0] > 1e-3).sum() <= 2 + 2 * (errors[1] > 1e-3).sum()  # rows whose routes rounding flips
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
+def test_several_positions_and_drafts(family: str) -> None:
+    """Steps over several positions of one sequence, and the tokens that generation with drafts gives."""
+    model = make(family)
+    run = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    ours, eager = (StaticCache(config=model.config, max_cache_len=32) for _ in range(2))  # type: ignore[arg-type]
+    with torch.inference_mode():
+        for length in (6, 5, 1, 5):
+            ids = random_ids(1, length)
+            assert_close(*(m(input_ids=ids, past_key_values=c).logits for m, c in ((run, ours), (model, eager))))
+    prompt = random_ids(1, 6).repeat(1, 2)
+    expected = torch_mpk.generate(model, prompt, 16)
+    assert torch.equal(torch_mpk.generate(model, prompt, 16, prompt_lookup_num_tokens=4), expected)
 
 
 def test_loops_over_experts_stay_what_they_are_elsewhere() -> None:
