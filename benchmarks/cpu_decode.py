@@ -4,13 +4,14 @@
     python benchmarks/cpu_decode.py --models qwen3-0.6b --batch 1 2 4 8 16 --tokens 1
     python benchmarks/cpu_decode.py --models qwen3-0.6b --batch 1 --tokens 2 8 16
     python benchmarks/cpu_decode.py --models qwen3-0.6b --beside-operators
+    python benchmarks/cpu_decode.py --models olmoe-1b-7b --batch 1 8 --dtypes bfloat16 --one-copy
     python benchmarks/cpu_decode.py --linear --threads 1 2 4 8 16
 
 All variants of a case run in one process, in rounds of changing order, so that whatever else the machine does meets
-each of them alike. mpk has a copy of the model to itself, because it moves its weights to huge pages. With
---beside-operators each call comes behind operators of PyTorch, which are not timed; what their threads do then is.
-With --linear the times are those of one large matrix times one row, per instruction-set tier. Records
-the run (records.py); benchmarks/results/README.md explains the columns.
+each of them alike. mpk has a copy of the model to itself, because it moves its weights to huge pages; with --one-copy,
+for models that do not fit twice, all of them have these. With --beside-operators each call comes behind operators of
+PyTorch, which are not timed; what their threads do then is. With --linear the times are those of one large matrix times
+one row, per instruction-set tier. Records the run (records.py); benchmarks/results/README.md explains the columns.
 """
 
 import argparse
@@ -43,7 +44,7 @@ BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {
     "inductor": lambda model: torch.compile(model),
     "inductor-freezing": lambda model: torch.compile(model, options={"freezing": True}),
 }
-SHARED = "position", "layers", "rounds", "calls", "baselines", "beside_operators"  # by all cases
+SHARED = "position", "layers", "rounds", "calls", "baselines", "beside_operators", "one_copy"  # by all cases
 LINEAR_BYTES = 256 << 20  # far beyond the caches
 LINEAR_SIZES = (1024, 4096)
 
@@ -121,7 +122,7 @@ def measure_step(case: dict[str, Any]) -> list[Result]:
         layer.values.normal_()
     rewind(cache, position)
 
-    ours = copy.deepcopy(model)
+    ours = model if case["one_copy"] else copy.deepcopy(model)
     steps = {name: BASELINES[name](model) for name in case["baselines"]}
     steps["mpk"] = torch.compile(ours, backend="mpk", options={"while_building": "wait", "fallback": "error"})
 
@@ -250,8 +251,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="of each sequence that a step takes")
     parser.add_argument("--position", type=int, default=512, help="tokens in the cache when the step begins")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
-    parser.add_argument("--beside-operators", action="store_true", help="each call behind operators of PyTorch")
-    parser.add_argument("--linear", action="store_true", help="one large linear instead of a model")
+    for flag, what in {
+        "--beside-operators": "each call behind operators of PyTorch",
+        "--one-copy": "all variants have the same weights, in huge pages",
+        "--linear": "one large linear instead of a model",
+    }.items():
+        parser.add_argument(flag, action="store_true", help=what)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=3, help="timed calls of each variant per round")
     parser.add_argument("--limit", type=float, default=1200, help="seconds for one case")
