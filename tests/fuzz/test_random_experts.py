@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 
@@ -10,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
-from tests.fuzz.random_experts import ExpertProgram
+from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check, graph_of
+from tests.fuzz.random_experts import LAYOUTS, ExpertProgram
 from tests.thinned import thinned
+from torch_mpk import _C
+from torch_mpk.capture import capture
+from torch_mpk.lowering import lower
+from torch_mpk.patterns import apply
 
 FEW = [(by_stages, 3)]
 MANY = [(by_stages, 100), (by_reference_vm, 40), (by_dynamo, 10), (by_codegen, 50), (by_emulator, 8)]
@@ -72,6 +77,23 @@ def test_what_is_wrong_is_seen(change: Callable) -> None:
         check(program, lambda gm, inputs: (gm, 1), seed=seed)
         with pytest.raises(Wrong):
             check(program, changed, seed=seed)
+
+
+def test_no_weight_is_copied() -> None:
+    """Nothing that a launch makes is as large as the weights of one expert, on neither device."""
+    targets = _C.Target("cuda", 90, 132, 232448, True, True), _C.Target("cpu", 0, 2)
+    drawn = ExpertProgram.draw(random.Random(0))
+    for form, layout in itertools.product(("batched", "grouped"), LAYOUTS):
+        program = dataclasses.replace(
+            drawn, rows=8, experts=16, choices=2, hidden=256, width=128, router="softmax", chosen="by router",
+            form=form, layout=layout, dtype=torch.bfloat16, groups=1,
+        )  # fmt: skip
+        inputs = program.inputs("cpu", 0)
+        with torch.no_grad():
+            graph = lower(apply(capture(graph_of(program), inputs).graph_module)).graph
+        least = min(t[0].nbytes for t in (inputs[5], inputs[6]))
+        assert all(buffer.bytes < least for buffer in graph.buffers if buffer.kind != "input")
+        assert all(_C.make_schedule(graph, target).workspace_bytes < least for target in targets)
 
 
 def test_ties_and_nan_are_taken_as_on_cuda() -> None:
