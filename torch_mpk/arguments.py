@@ -10,6 +10,8 @@ from torch_mpk.announcements import warn
 from torch_mpk.config import MAX_POSITIONS, MAX_ROWS, Options, is_int
 from torch_mpk.errors import AutocastError
 from torch_mpk.generation_settings import GenerationSettings, expect
+from torch_mpk.runtime.ranks import draw_as_first
+from torch_mpk.sharding import group_of_model
 
 _CACHE_LENGTH_MULTIPLE = 128  # so that prompts of similar length share a compiled step
 
@@ -48,6 +50,20 @@ def check_model(model: Any) -> None:
     empty = next((name for name, weight in model.named_parameters() if weight.is_meta), None)
     expected = "weights that have values; model.generate takes those that are offloaded"
     expect(empty is None, "model", expected, f"{empty} on the meta device")
+
+
+def sharing_draws(
+    model: Any, settings: GenerationSettings, generator: torch.Generator | None, device: torch.device
+) -> None:
+    """Has ranks that share a model take the same steps: all draw as rank 0 does, and none stops by its own clock.
+    Collective where there are several ranks."""
+    group = group_of_model(model)
+    if group is None:
+        return
+    expected = "None for a model whose weights are shared out to several ranks, which have clocks of their own"
+    expect(settings.max_time is None, "max_time", expected, settings.max_time)
+    if settings.do_sample:
+        draw_as_first(group, generator, device)
 
 
 def check_streamer(streamer: Any) -> None:

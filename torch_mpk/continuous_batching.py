@@ -228,7 +228,16 @@ def _why_prompts_are_not_ours(model_config: Any) -> str | None:
 
 
 def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
-    """Decides which steps are compiled: without a configuration, as of `transformers serve`, as ``config`` says."""
+    """Decides which steps are compiled: without a configuration, as of `transformers serve`, as ``config`` says.
+
+    Raises EngineError where the model's weights are shared out to several ranks.
+    """
+    ranks = getattr(getattr(model_config, "distributed_config", None), "tp_size", None) or 1
+    if ranks > 1:
+        raise EngineError(
+            f"the model's weights are shared out to {ranks} ranks, whose engines would not make the same steps at the "
+            "same time; torch_mpk.generate takes such a model"
+        )
     # ``config`` always has the one, and the other unless prompts are to be eager.
     takes_prompts = cb_config.varlen_compile_config is not None or cb_config.decode_compile_config is None
     types = initialization.group_layers_by_attn_type(model_config)

@@ -35,6 +35,7 @@ from torch_mpk.arguments import (
     is_of_transformers,
     padding_of,
     plain_model,
+    sharing_draws,
 )
 from torch_mpk.buckets import chunks_of
 from torch_mpk.config import Options
@@ -116,7 +117,8 @@ def generate(
             while it generates; each step takes the host 0.1 to 0.3 ms more to see that.
         progress_bar: show on stderr how many tokens have come, until the call ends. Default: where stderr is a terminal
             and there is no ``streamer``.
-        generator: of the model's device, for sampling. Default: PyTorch's, which ``torch.manual_seed`` seeds.
+        generator: of the model's device, for sampling. Default: PyTorch's, which ``torch.manual_seed`` seeds. Ranks
+            that share a model draw as the first of them does.
         max_cache_len: length of the key/value cache. Default: what is needed, rounded up to a multiple of 128.
         prompt_lookup_num_tokens: where the last tokens were there before, take so many that followed them for a draft,
             at most 15, and check it in one step. Greedy, one sequence without padding; the tokens are the same.
@@ -160,6 +162,7 @@ def generate(
     settings = settle(model, input_ids.shape[1], generation_config, given)
     check_drafts(settings, input_ids)
     check_chunks(prefill_chunk_size)
+    sharing_draws(model, settings, generator, input_ids.device)
     is_stopped = stopping(settings.stop_strings, tokenizer, input_ids)
     length = cache_length(settings, input_ids, max_cache_len)
     padding = padding_of(input_ids, attention_mask, settings)

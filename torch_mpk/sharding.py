@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,13 @@ def localise(gm: fx.GraphModule, inputs: Sequence[Any]) -> Local | None:
     if not any(map(_is_sharded, inputs)) and not any(map(_is_sum, gm.graph.nodes)):
         return None
     return _Localiser(gm, inputs).run()
+
+
+def group_of_model(model: torch.nn.Module) -> str | None:
+    """The name of the process group to which a model's weights are shared out; None where they are whole."""
+    weights: Iterator[Any] = filter(_is_sharded, model.parameters())
+    mesh = next((weight.device_mesh for weight in weights), None)
+    return None if mesh is None or mesh.size() == 1 else str(mesh.get_group().group_name)
 
 
 def _is_sharded(value: Any) -> bool:

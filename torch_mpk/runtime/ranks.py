@@ -65,6 +65,14 @@ def team_of(group: str) -> Team:
     return Team(group)
 
 
+def draw_as_first(group: str, generator: torch.Generator | None, device: torch.device) -> None:
+    """Gives a generator, by default the device's own, the state that it has on the group's first rank. Collective."""
+    if generator is None:
+        generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
+        generator = generators[device.index or 0]
+    generator.set_state(team_of(group).gather(generator.get_state())[0])
+
+
 class RankedExecutable:
     """An executable whose launches exchange with those of other ranks. It is called when all ranks have ``join``ed."""
 

@@ -62,10 +62,10 @@ class CpuExecutable {
   // may not exist; the lock is then made anew.
   void forget_lock_of_another_process();
 
-  // The mailboxes of a group's ranks, of which this process is number `rank`: what exchanges go through from now on, and
-  // they begin anew. All ranks have run the same schedule equally often since theirs did. `watchdog_ns`: how long a run
-  // waits for another rank, 0 for ever, before it throws RankLost. `look`: what is called now and then while it waits,
-  // and may throw. Throws std::invalid_argument where these are not as many as the schedule says.
+  // The mailboxes of a group's ranks, of which this process is number `rank`: what exchanges go through from now on,
+  // and they begin anew. All ranks have run the same schedule equally often since theirs did. `watchdog_ns`: how long a
+  // run waits for another rank, 0 for ever, before it throws RankLost. `look`: what is called now and then while it
+  // waits, and may throw. Throws std::invalid_argument where these are not as many as the schedule says.
   void join(int rank, std::vector<uint8_t*> bases, int64_t watchdog_ns, std::function<void()> look);
   const Mailboxes& mailboxes() const { return mailboxes_; }
 
@@ -124,7 +124,7 @@ class CpuExecutable {
   std::vector<std::unique_ptr<Body>> bodies_;
   std::vector<PhasePlan> phases_;
   Mailboxes mailboxes_;
-  std::optional<Exchanges> exchanges_;  // once joined
+  std::optional<Exchanges> exchanges_;           // once joined
   std::map<std::string, Reference> references_;  // of each task without a body; empty until set
   std::vector<IndexBound> index_bounds_;
   std::vector<bool> used_;  // buffers with at least one element that some node touches

@@ -1,0 +1,113 @@
+"""Models of Transformers whose weights are shared out to several ranks, on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_mpk
+from tests.ranks.team import run
+from tests.thinned import thinned
+from torch_mpk.errors import EngineError, MpkWarning
+from torch_mpk.testing.tiny import random_ids, tiny_model
+
+LENGTH, NEW = 7, 10
+pytestmark = pytest.mark.slow
+
+
+def sharded(folder: str, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_plan="auto"), dtype=dtype, attn_implementation=attention
+    ).eval()
+
+
+def generated(rank: int, folder: str, prompts: list[list[int]], options: dict) -> dict[str, object]:
+    """Tokens of a sharded model: all that is called runs here, or there is an error."""
+    model = sharded(folder)
+    torch.manual_seed(rank)
+    call = {"max_new_tokens": NEW, "options": {"fallback": "error", "num_threads": 1}, "eos_token_id": []} | options
+    mask = torch.tensor(call.pop("attention_mask")) if "attention_mask" in call else None
+    found = [
+        torch_mpk.generate(model, torch.tensor(prompts), attention_mask=mask, **call)[:, LENGTH:].tolist()
+        for _ in range(2)
+    ]
+    torch.manual_seed(5)
+    return {"tokens": found, "logits": logits_of(model, prompts)}
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, prompts: list[list[int]]) -> list:
+    """Of a prompt in one launch."""
+    step = torch.compile(model, backend="mpk", options={"fallback": "error", "while_building": "wait"})
+    return step(input_ids=torch.tensor(prompts), use_cache=False).logits.float().tolist()
+
+
+CASES = thinned(
+    [
+        ("qwen3", 2, {"tie_word_embeddings": True}, {}),
+        ("llama", 2, {"num_key_value_heads": 4}, {"do_sample": True, "top_p": 0.9}),
+        ("llama", 4, {"num_key_value_heads": 4}, {}),
+        ("qwen3", 2, {"attention_bias": True}, {"prefill_chunk_size": 16}),
+    ]
+)
+
+
+@pytest.mark.parametrize(("arch", "ranks", "config", "options"), CASES, ids=str)
+def test_a_sharded_model_says_what_the_whole_says(
+    tmp_path: Path, arch: str, ranks: int, config: dict, options: dict
+) -> None:
+    torch.manual_seed(3)
+    whole = tiny_model(arch, **config)
+    whole.save_pretrained(tmp_path / "model")
+    prompts = random_ids(2, LENGTH)
+    results = run(ranks, generated, tmp_path, str(tmp_path / "model"), prompts.tolist(), options)
+    assert all(each == results[0] for each in results), "ranks differ"
+    with torch.no_grad():
+        exact = whole.double()(input_ids=prompts).logits
+        own = whole.bfloat16()(input_ids=prompts).logits.double()
+    got = torch.tensor(results[0]["logits"], dtype=torch.float64)
+    assert (got - exact).norm() <= 1.5 * (own - exact).norm() + 1e-3 * exact.norm()
+    if "do_sample" not in options:
+        # From the prompt on, each token is the whole model's choice, or nearly so.
+        first = torch.tensor(results[0]["tokens"][0])
+        with torch.no_grad():
+            logits = whole.double()(input_ids=torch.cat([prompts, first], 1)).logits[:, LENGTH - 1 : -1]
+        lost = logits.amax(-1) - logits.gather(-1, first[..., None])[..., 0]
+        assert lost.max() < 0.05 * logits.std()
+        assert results[0]["tokens"][0] == results[0]["tokens"][1]
+
+
+def refused(rank: int, folder: str) -> str:
+    from torch_mpk import continuous_batching
+
+    model = sharded(folder, continuous_batching.ATTENTION)
+    try:
+        model.generate_batch([[1, 2, 3]], continuous_batching_config=continuous_batching.config())
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def test_continuous_batching_refuses_a_sharded_model(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    for said in run(2, refused, tmp_path, str(tmp_path / "model")):
+        assert "shared out to 2 ranks" in said and "torch_mpk.generate takes such a model" in said
+
+
+def with_few_key_heads(rank: int, folder: str) -> list[str]:
+    """A model that Transformers itself cannot shard."""
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MpkWarning)
+        try:
+            model = sharded(folder)
+            said.append(str(torch_mpk.generate(model, torch.tensor([[1, 2, 3]]), 4, eos_token_id=[]).tolist()))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said + [str(each.message) for each in caught]
