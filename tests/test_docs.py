@@ -41,6 +41,7 @@ RUN_ELSEWHERE = {  # with the files, commands and servers that belong to them
     "docs/add-a-task.md": "tests/tasks/test_add_a_task.py",
     "docs/coming-from.md": "tests/test_coming_from.py",
     "docs/jit.md": "tests/jit/test_docs.py",
+    "docs/parallel.md": "tests/ranks/test_models.py",
     "docs/serving.md": "tests/continuous_batching/test_docs.py",
     "docs/test-mode.md": "tests/persistent_kernel/test_page.py",
 }

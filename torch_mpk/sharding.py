@@ -160,7 +160,16 @@ class _Localiser:
             return self._redistributed(first, self._only(kwargs["placements"]))
         if name == "embedding":
             return self._embedded(*args)
+        if node.target in (operator.mul, torch.mul) and isinstance(first, _Sharded) and self._is_number(node.args[1]):
+            return dataclasses.replace(first, local=self._call(torch.mul, first.local, args[1]))  # as embeddings have
         raise self._refusal(f"{name} is called on a DTensor, and of DTensors only local tensors are taken")
+
+    def _is_number(self, arg: Any) -> bool:
+        """Whether it is a number, maybe in a tensor of its own."""
+        if not isinstance(arg, fx.Node):
+            return isinstance(arg, (int, float))
+        example = arg.meta.get("example_value")
+        return isinstance(self.env[arg], fx.Node) and isinstance(example, torch.Tensor) and example.dim() == 0
 
     def _copied(self) -> fx.Node:
         """The node as it is, of local tensors."""

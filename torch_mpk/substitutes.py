@@ -1,8 +1,8 @@
 """Functions of other packages that Dynamo should not trace, and what it traces in their place.
 
 Some load kernels of their own, which cannot be fetched everywhere, and which no graph of ours could hold; in others it
-ends graphs. Calls outside of ``torch.compile`` stay as they are, but for those of FP8Linear where there is no package to
-fetch its kernels, and so nothing else to call. Other backends of the process see an operator of ours that is a
+ends graphs. Calls outside of ``torch.compile`` stay as they are, but for those of FP8Linear where there is no package
+to fetch its kernels, and so nothing else to call. Other backends of the process see an operator of ours that is a
 substitute, too.
 """
 

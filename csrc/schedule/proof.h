@@ -79,6 +79,9 @@ void check_cuts(const Schedule& schedule);
 // What jobs leave in the workspace has places of its own, as long as it is needed.
 void check_scratch(const Schedule& schedule);
 
+// What ranks exchange: each rank pushes before it waits, and no mailbox is written before it has been read.
+void check_mailboxes(const Schedule& schedule);
+
 // Warps and the ring are what device code is written for, and every job's share of shared memory leaves a ring.
 void check_warps(const Schedule& schedule);
 

@@ -6,6 +6,7 @@ namespace mpk {
 void validate(const Schedule& schedule) {
   check_order(schedule);
   check_warps(schedule);
+  check_mailboxes(schedule);
   check_cuts(schedule);
   check_scratch(schedule);
 }

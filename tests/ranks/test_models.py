@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import torch_mpk
-from tests.ranks.team import run
+from tests.ranks.team import ROOT, run
 from tests.thinned import thinned
-from torch_mpk.errors import EngineError, MpkWarning
+from torch_mpk.errors import EngineError
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
 LENGTH, NEW = 7, 10
@@ -100,14 +102,26 @@ def test_continuous_batching_refuses_a_sharded_model(tmp_path: Path) -> None:
         assert "shared out to 2 ranks" in said and "torch_mpk.generate takes such a model" in said
 
 
-def with_few_key_heads(rank: int, folder: str) -> list[str]:
-    """A model that Transformers itself cannot shard."""
-    said = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", MpkWarning)
-        try:
-            model = sharded(folder)
-            said.append(str(torch_mpk.generate(model, torch.tensor([[1, 2, 3]]), 4, eos_token_id=[]).tolist()))
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said + [str(each.message) for each in caught]
+def page(rank: int, folder: str) -> list:
+    from tests.test_docs import run_examples
+
+    here = {'"Qwen/Qwen3-32B"': repr(folder), "input_ids, 100": "input_ids, 10"}
+    prompt = torch.tensor([[1, 2, 3]])
+    return run_examples("docs/parallel.md", here, input_ids=prompt)["tokens"].tolist()
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """docs/parallel.md, on two ranks."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    first, second = run(2, page, tmp_path, str(tmp_path / "model"))
+    assert first == second and len(first[0]) == 13
+
+
+def test_the_example() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "examples" / "parallel.py"), "--tokens", "20", "--sample"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *script], capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks: " in done.stdout and "def read_lines(path):" in done.stdout
+    assert "MpkWarning" not in done.stderr

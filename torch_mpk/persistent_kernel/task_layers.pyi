@@ -13,6 +13,50 @@ class TaskLayers:
     def _begin(self, layer: str, output: GlobalTensor | None = ..., block_dim: Dim3 = ...) -> Any: ...
     def _within(self, layer: str, output: GlobalTensor | None = ..., **operands: Any) -> Any: ...
     @overload
+    def all_gather_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        ranks: int,
+        group: str,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def all_gather_layer(
+        self,
+        input: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        ranks: int,
+        group: str,
+    ) -> GlobalTensor: ...
+    @overload
+    def all_reduce_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        y: GlobalTensor | None = ...,
+        ranks: int,
+        group: str,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def all_reduce_layer(
+        self,
+        input: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        ranks: int,
+        group: str,
+    ) -> GlobalTensor: ...
+    @overload
     def argmax_layer(
         self,
         *,
