@@ -248,8 +248,16 @@ def _is_work(segment: Segment) -> bool:
     return segment.ours or segment.num_operations > 0
 
 
+def _name(node: fx.Node) -> str:
+    """A call's task, and how its weights are stored where that is not as x is."""
+    dtypes = {arg.meta["val"].dtype for arg in node.all_input_nodes if isinstance(arg.meta["val"], torch.Tensor)}
+    stored = dtypes & {torch.float8_e4m3fn, torch.int8} if node.target.role == "stream" else set()
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in stored)
+    return f"{node.target.name} of {names}" if names else node.target.name
+
+
 def _part(segment: Segment, compiled: CompiledGraph) -> Part:
-    calls = [node.target.name for node in segment.gm.graph.nodes if isinstance(node.target, Task)]
+    calls = [_name(node) for node in segment.gm.graph.nodes if isinstance(node.target, Task)]
     tasks = dict(Counter(calls).most_common())
     part = Part(segment.name, segment.ours, segment.num_operations, _flops(segment.gm), _num_bytes(segment.gm), tasks)
     if not segment.ours:

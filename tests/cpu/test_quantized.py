@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -77,3 +79,25 @@ def test_infinities_and_nan_of_x() -> None:
         assert given[0] is not None
         given[0][0, 3], given[0][1, 4] = torch.inf, torch.nan
         assert torch.equal(run(given, name, ISAS[-1]).isfinite(), exact(given, name).isfinite()), name
+
+
+@pytest.mark.slow
+def test_random_formats_and_shapes() -> None:
+    """Blocks that divide nothing, strides, and what is the last of a block."""
+    for seed in range(2000):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        rows, n, k = draw.randint(1, 40), draw.randint(1, 90), draw.randint(1, 400)
+        block_columns = draw.choice([0, 1, 16, 32, 128, k])
+        divisors = [0, -1, *(size for size in (1, 16, 64, 128) if not block_columns or size % block_columns == 0)]
+        attrs = {
+            "block_rows": draw.choice([0, 1, 7, 16, 128]),
+            "block_columns": block_columns,
+            "x_columns": draw.choice(divisors),
+        }
+        FORMATS["random"] = (draw.choice([E4M3, torch.int8]), draw.choice([torch.float32, torch.float16]), attrs)
+        dtype = draw.choice(FLOATS[:3])
+        given = operands((rows, n, k), "random", dtype)
+        error = rms_error(run(given, "random", draw.choice(ISAS)), exact(given, "random"))
+        assert error < 1.5 * TOLERANCE[dtype], (seed, error, dtype, FORMATS.pop("random"))
+    FORMATS.pop("random")

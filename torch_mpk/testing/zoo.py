@@ -370,6 +370,8 @@ Of equal scores the experts with the lowest indices are taken, as eager does on 
 Steps of all families of transformers that have this setting are one launch, but for five whose attention keeps them
 from it: GLM-5 Next and Qwen 4 (it branches on values), Inkling 2, Unlimited-OCR and Zaya.
 
+Linears whose weights are quantised, in FP8 or int8, change nothing of that: [quantised weights](weights.md).
+
 | model | what sets it apart | launches | operations in them | why not the others |
 |---|---|---|---|---|"""
 
