@@ -10,40 +10,34 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
-import itertools
 import logging
-import threading
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from torch_mpk import trace_store
+from torch_mpk import known_traces
 from torch_mpk.backend import run_of
 from torch_mpk.config import Options, env
 from torch_mpk.sizes import for_each_size
 from torch_mpk.step_builder import NOW, StepBuilder
-from torch_mpk.traces import Recorder, Trace, Watch, guarding_hooks
+from torch_mpk.traces import Trace, Watch, note_graph, note_guards, recording
 
 logger = logging.getLogger(__name__)
 
-MAX_KINDS = 16  # of steps whose traces are kept
-MAX_TRACES = 4  # of each kind
 MOST_PADDING = 16  # times its rows that a step may have while its own size is built: fewer than eager steps pay for
 
-_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("torch_mpk trace", default=None)
+_is_own: contextvars.ContextVar[bool] = contextvars.ContextVar("torch_mpk own", default=False)
 _is_ahead: contextvars.ContextVar[bool] = contextvars.ContextVar("torch_mpk ahead", default=False)
-_kept: OrderedDict[Hashable, list[Trace]] = OrderedDict()
-_lock = threading.Lock()  # of these; held for moments only
 
 
-def forget() -> None:
-    """As ``torch.compiler.reset()`` asks for it; what engines use stays so."""
-    with _lock:
-        _kept.clear()
+@torch.compiler.assume_constant_result
+def is_own() -> bool:
+    """Whether this thread runs an engine's own step, which is to wait for no build. ``torch.compiler.is_compiling`` may
+    say what another thread is at. Dynamo calls this as it is."""
+    return _is_own.get()
 
 
 def _compile(
@@ -55,13 +49,11 @@ def _compile(
 ) -> Callable[..., Any]:
     """The backend of steps."""
     run = _Run(run_of(gm, inputs, Options.parse(mode, options), for_each_size))
-    recorder = _recorder.get()
-    if recorder is not None:
-        recorder.note_graph(gm, run)
+    note_graph(gm, run)
     return run
 
 
-_compile.reset = forget  # type: ignore[attr-defined]  # as Dynamo asks backends for it
+_compile.reset = known_traces.forget  # type: ignore[attr-defined]  # as Dynamo asks backends for it
 
 
 class _Run:
@@ -81,11 +73,6 @@ class _Run:
     def is_built(self, *args: Any) -> bool:
         found: Callable[..., bool] | None = getattr(self._call, "is_built", None)
         return found is None or found(*args)
-
-
-def _note_guards(entries: Sequence[Any]) -> Sequence[bool]:
-    recorder = _recorder.get()
-    return [True] * len(entries) if recorder is None else recorder.note_guards(entries)
 
 
 class Step:
@@ -122,7 +109,7 @@ class Step:
         self._is_right = is_right
         self._builder = None if self._options.get("while_building") == "wait" else builder
         self._names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        options = {"guard_filter_fn": _note_guards} | self._options  # with another there is no trace
+        options = {"guard_filter_fn": note_guards} | self._options  # with another there is no trace
         chosen = {**settings, "backend": _compile, "dynamic": None, "options": options}
         self._compiled = torch.compile(function, **chosen)
         # By whether they are of one row: the last trace, None where Dynamo leaves none, and the model as it was then.
@@ -136,7 +123,11 @@ class Step:
         else:
             self._ask(args, NOW)
             self.is_own, self.is_by_trace = True, False
-            self._own(*(_without_marks(value) for value in args))
+            token = _is_own.set(True)
+            try:
+                self._own(*(_without_marks(value) for value in args))
+            finally:
+                _is_own.reset(token)
 
     def _local(self, args: Sequence[Any], runner: Any = None) -> dict[str, Any]:
         """By the names of the function's variables."""
@@ -200,18 +191,12 @@ class Step:
         if trace is not None:
             trace.call(*trace.arguments(local))
             return
-        with _lock:
-            has_others = bool(_kept.get(self._kind(local)[0]))
-        if has_others:  # to what makes them others Dynamo's guards may be blind, as to a method that was replaced
+        if known_traces.are_kept(self._kind(local)[0]):
+            # To what makes them others Dynamo's guards may be blind, as to a method that was replaced.
             torch._dynamo.eval_frame.reset_code(self._own.__func__.__code__)
         watch = Watch(local["model"])  # from before, so that it sees what changes meanwhile
-        recorder = Recorder()
-        token = _recorder.set(recorder)
-        try:
-            with guarding_hooks(), _dynamic(_tensors(local)):
-                self._compiled(*local.values())
-        finally:
-            _recorder.reset(token)
+        with recording() as recorder, _dynamic(_tensors(local)):
+            self._compiled(*local.values())
         kind, is_one = self._kind(local)
         if recorder.trace is not None:
             self._used[is_one] = recorder.trace, watch
@@ -227,8 +212,7 @@ class Step:
             return
         new, self._new = self._new, []
         for kind, trace in new:
-            _keep(kind, trace)
-            trace_store.store(kind, trace)
+            known_traces.publish(kind, trace)
 
     def _kind(self, local: Mapping[str, Any]) -> tuple[Hashable, bool]:
         """Of all traces that may serve a call, and whether it is of one row."""
@@ -258,33 +242,15 @@ class Step:
         return self._find(kind, local)
 
     def _find(self, kind: Hashable, local: Mapping[str, Any]) -> Trace | None:
-        with _lock:
-            candidates = iter(list(_kept.get(kind, ())))
-        if kind not in self._looked_up:
-            self._looked_up.add(kind)
-            candidates = itertools.chain(candidates, trace_store.stored(kind))
-        watch = Watch(local["model"])
-        for trace in candidates:
-            different = trace.difference(local)
-            if different is not None:
-                logger.debug("a trace does not serve: %s", different)
-                continue
-            if not hasattr(trace, "call"):  # from the disk
-                options = Options.parse(None, self._options)
-                trace.call = _Run(run_of(trace.gm, trace.arguments(local), options, for_each_size))
+        watch = Watch(local["model"])  # from before, as above
+        waits = self._builder is None or _is_ahead.get()
+        trace = known_traces.find(kind, local, self._looked_up if waits else None, self._made)
+        if trace is not None:
             self._used[self._kind(local)[1]] = trace, watch
-            _keep(kind, trace)
-            return trace
-        return None
+        return trace
 
-
-def _keep(kind: Hashable, trace: Trace) -> None:
-    with _lock:
-        traces = _kept.setdefault(kind, [])
-        traces[:] = [trace, *(each for each in traces if each is not trace)][:MAX_TRACES]
-        _kept.move_to_end(kind)
-        if len(_kept) > MAX_KINDS:
-            _kept.popitem(last=False)
+    def _made(self, trace: Trace, local: Mapping[str, Any]) -> Callable[..., Any]:
+        return _Run(run_of(trace.gm, trace.arguments(local), Options.parse(None, self._options), for_each_size))
 
 
 def _rows(local: Mapping[str, Any]) -> int:

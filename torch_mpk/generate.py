@@ -17,12 +17,13 @@ import sys
 import time
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from torch_mpk import timing
 from torch_mpk.admission import takes_prompts
 from torch_mpk.arguments import (
     cache_length,
@@ -38,7 +39,8 @@ from torch_mpk.arguments import (
     sharing_draws,
 )
 from torch_mpk.buckets import chunks_of
-from torch_mpk.config import Options
+from torch_mpk.config import Options, env
+from torch_mpk.dry_run import is_dry_run
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.generation_settings import GenerationSettings, expect, settle
 from torch_mpk.model_inputs import TIMED, ModelInputs
@@ -47,6 +49,9 @@ from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.sampling import Choice, Draws, are_drawn_in_steps, drawn, processors_of, stopping
 from torch_mpk.static_cache import allocate, expect_right, expect_written, make_cache, rewind
+
+if TYPE_CHECKING:
+    from torch_mpk.traces import Trace, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -400,7 +405,8 @@ class _Decode:
         key = (function, kind, dynamic, *call, chosen)
         if key not in steps:
             # Where layers count in Python, each count would be a build.
-            steps[key] = _Step(function, options, dynamic or not self.is_replayable)
+            which = function.__name__, kind, dynamic, *call
+            steps[key] = _Step(function, options, dynamic or not self.is_replayable, (type(self.model), *which))
             if len(steps) > _MAX_STEPS:
                 steps.popitem(last=False)
         steps.move_to_end(key)
@@ -421,13 +427,64 @@ def _widened(t: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class _Step:
-    """A step function, compiled, that can be called again with the same arguments without Dynamo."""
+    """A step function, compiled, that can be called again with the same arguments without Dynamo. Until Dynamo has
+    compiled it, calls are a trace's that an earlier process, or another model object, has left, where one holds."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], options: dict[str, Any], dynamic: bool) -> None:
+    def __init__(
+        self, function: Callable[..., torch.Tensor], options: dict[str, Any], dynamic: bool, which: tuple[Any, ...]
+    ) -> None:
+        """``which``: what it is, in words that are equal in every process."""
+        from torch_mpk.traces import note_guards  # which needs Dynamo, and importing torch_mpk should not
+
         # A code object of its own, because Dynamo counts recompilations, and looks up graphs, by code object.
         own = types.FunctionType(function.__code__.replace(), function.__globals__)
+        self._names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        self._options = options
+        self._kind = (*which, repr(sorted(options.items())))
         self._recorder = _Recorder()
-        self._compiled = torch.compile(own, backend=self._recorder, dynamic=None if dynamic else False, options=options)
+        self._is_compiled = False
+        self._used: tuple[Trace, Watch] | None = None  # and the model as it was then
+        self._looked_up: set[Hashable] = set()
+        chosen = {"guard_filter_fn": note_guards} | options  # with another there is no trace
+        self._compiled = torch.compile(own, backend=self._recorder, dynamic=None if dynamic else False, options=chosen)
+
+    def _by_trace(self, args: Sequence[Any]) -> Callable[[], torch.Tensor] | None:
+        """What runs the step by a trace that holds; None where there is none, or Dynamo has compiled it."""
+        from torch_mpk import known_traces
+        from torch_mpk.backend import compile_call, run_of
+        from torch_mpk.traces import Watch
+
+        def make(trace: Trace, local: Mapping[str, Any]) -> Callable[..., Any]:
+            with timing.build():
+                return run_of(trace.gm, trace.arguments(local), Options.parse(None, self._options), compile_call)
+
+        if self._is_compiled or is_dry_run():
+            return None
+        local = dict(zip(self._names, args, strict=True))
+        trace, watch = self._used or (None, None)
+        if watch is None or not watch.is_same() or trace is None or trace.difference_of_call(local) is not None:
+            watch = Watch(local["model"])
+            trace = known_traces.find((*self._kind, env.disable), local, self._looked_up, make)
+        if trace is None:
+            return None
+        self._used, given = (trace, watch), trace.arguments(local)
+        return lambda: trace.call(*given)[0]
+
+    def _by_dynamo(self, args: Sequence[Any], is_kept: bool) -> torch.Tensor:
+        """``is_kept``: its trace, where it leaves one, for calls that ``_by_trace`` runs."""
+        from torch_mpk import known_traces
+        from torch_mpk.traces import recording
+
+        self._is_compiled = True
+        with recording(num_results=1) as recorder:
+            result: torch.Tensor = self._compiled(*args)
+        if recorder.is_used and is_kept and not is_dry_run():
+            returned = [call.results for call in self._recorder.calls]
+            if recorder.trace is not None and len(returned) == 1 and returned[0][0] is result:
+                known_traces.publish((*self._kind, env.disable), recorder.trace)
+            else:
+                logger.info("a step's trace is not kept for other processes: %s", recorder.why)
+        return result
 
     def prepare(self, args: Sequence[Any], is_replayable: bool) -> Callable[[], torch.Tensor]:
         """A function that runs the step on these arguments.
@@ -435,6 +492,9 @@ class _Step:
         ``is_replayable``: the step changes nothing but tensors, in place. The first two calls then go through Dynamo,
         and if they were one call each, of the same graph with the same objects, the others call the graph directly.
         """
+        by_trace = self._by_trace(args) if is_replayable else None
+        if by_trace is not None:
+            return by_trace
         previous: _GraphCall | None = None
         result_index: int | None = None
 
@@ -443,7 +503,7 @@ class _Step:
             if previous is not None and result_index is not None:
                 return previous.graph(*previous.args)[result_index]
             self._recorder.calls.clear()
-            result = self._compiled(*args)
+            result = self._by_dynamo(args, is_kept=is_replayable)
             calls = list(self._recorder.calls)
             self._recorder.calls.clear()
             current = calls[0] if is_replayable and len(calls) == 1 else None
@@ -464,8 +524,10 @@ class _Recorder:
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         from torch_mpk.backend import mpk  # which needs Dynamo, and importing torch_mpk should not
+        from torch_mpk.traces import note_graph
 
         graph = mpk(gm, inputs, **kwargs)
+        note_graph(gm, graph)
 
         def call(*args: Any) -> Any:
             results = graph(*args)

@@ -90,7 +90,7 @@ def _pack(trace: Trace) -> bytes:
         for node in trace.gm.graph.nodes
         if node.meta.get("nn_module_stack")
     }
-    facts = trace.inputs, trace.objects, trace.values, trace.sizes, trace.same, trace.state
+    facts = trace.inputs, trace.objects, trace.values, trace.sizes, trace.same, trace.module, trace.state
     return pickle.dumps((graph, modules, facts))
 
 
@@ -98,13 +98,13 @@ def _unpack(content: bytes) -> Trace:
     from torch._dynamo.aot_compile_types import GraphModuleSerializableCallable
 
     graph, modules, facts = pickle.loads(content)
-    inputs, objects, values, sizes, same, state = facts
+    inputs, objects, values, sizes, same, module, state = facts
     gm = GraphModuleSerializableCallable.deserialize_compile_artifacts(graph).graph_module
     for node in gm.graph.nodes:
         if node.name in modules:
             node.meta["nn_module_stack"] = {path: (path, None) for path in modules[node.name]}
     _set_examples(gm, inputs, sizes)
-    trace = Trace(gm, inputs, objects, values, sizes, same)
+    trace = Trace(gm, inputs, objects, values, sizes, same, module)
     trace.state = state
     return trace
 
@@ -125,13 +125,14 @@ def _set_examples(gm: fx.GraphModule, inputs: tuple[str, ...], sizes: Sizes) -> 
             return n
         return shape_env.create_symintnode(n.xreplace(own), hint=int(n.xreplace(sizes.hints)))
 
-    for node, place in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        node._dynamo_source = Place(place)
-        if place in sizes.numbers:
-            node.meta["example_value"] = number(sizes.numbers[place])
-            continue
-        layout = sizes.tensors[place]
-        size, stride = (list(map(number, dims)) for dims in (layout.size, layout.stride))
-        with mode:
+    # Another thread that traces would take these for calls of what it traces.
+    with torch._dynamo.convert_frame.compile_lock, mode:
+        for node, place in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            node._dynamo_source = Place(place)
+            if place in sizes.numbers:
+                node.meta["example_value"] = number(sizes.numbers[place])
+                continue
+            layout = sizes.tensors[place]
+            size, stride = (list(map(number, dims)) for dims in (layout.size, layout.stride))
             example = torch.empty_strided(size, stride, dtype=layout.dtype, device=layout.device)
-        node.meta["example_value"] = example
+            node.meta["example_value"] = example

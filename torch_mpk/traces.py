@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -194,14 +195,18 @@ def state() -> tuple[Any, ...]:
 
 
 class _Globals(dict[str, Any]):
-    """What a trace's places may name, also by the names that Dynamo gives modules."""
+    """What a trace's places may name: a module's globals, and others by the names that Dynamo gives them."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self._module = module
 
     def __missing__(self, name: str) -> Any:
         if name.startswith("__builtins_dict__"):
             return vars(builtins)
         if name.startswith("__import_"):
             return importlib.import_module(name.removeprefix("__import_").replace("_dot_", "."))
-        raise KeyError(name)
+        return vars(importlib.import_module(self._module))[name]
 
 
 def _names() -> dict[str, Any]:
@@ -287,7 +292,7 @@ class Sizes:
 
 
 class Trace:
-    """One of Dynamo's, of a function that changes nothing but tensors, in place, and returns nothing.
+    """One of Dynamo's, of a function that changes nothing but tensors, in place, and returns the graph's results.
 
     Attributes:
         gm: Dynamo's graph.
@@ -296,6 +301,7 @@ class Trace:
         values: the same of ``describe_value``.
         state: see ``state``.
         same: numbers of objects, and of tensors, by their places: equal where these are one.
+        module: whose globals the function names.
         call: runs the graph on its inputs; whoever makes a trace sets it.
     """
 
@@ -309,8 +315,10 @@ class Trace:
         values: Mapping[str, Any],
         sizes: Sizes,
         same: Mapping[str, int],
+        module: str,
     ) -> None:
         self.gm, self.inputs, self.sizes, self.same = gm, tuple(inputs), sizes, dict(same)
+        self.module = module
         self.objects, self.values, self.state = dict(objects), dict(values), state()
         self._tensors, self._numbers = tuple(sizes.tensors), tuple(sizes.numbers)
         self._same_tensors = _numbered([self.same[place] for place in self._tensors])
@@ -329,8 +337,8 @@ class Trace:
         if different is not None:
             return different
         try:
-            tensors = _finder(self._tensors)(local, _Globals())
-            numbers = _finder(self._numbers)(local, _Globals())
+            names = _Globals(self.module)
+            tensors, numbers = _finder(self._tensors)(local, names), _finder(self._numbers)(local, names)
         except _ELSEWHERE as error:
             return str(error)
         if not all(isinstance(t, torch.Tensor) for t in tensors) or _same(tensors) != self._same_tensors:
@@ -357,7 +365,7 @@ class Trace:
         return objects, values
 
     def _differing(self, objects: Mapping[str, Any], values: Mapping[str, Any], local: Mapping[str, Any]) -> str | None:
-        names = _Globals()
+        names = _Globals(self.module)
         try:
             constants = _finder(tuple(values))(local, names)
             found = _finder(tuple(objects))(local, names)
@@ -380,7 +388,7 @@ class Trace:
 
     def arguments(self, local: Mapping[str, Any]) -> tuple[Any, ...]:
         """The graph's."""
-        return _finder(self.inputs)(local, _Globals())
+        return _finder(self.inputs)(local, _Globals(self.module))
 
 
 def _same(values: Sequence[Any]) -> tuple[int, ...]:
@@ -442,12 +450,16 @@ def guarding_hooks() -> contextlib.AbstractContextManager[Any]:
 class Recorder:
     """Sees one compilation of Dynamo's: its backend calls ``note_graph`` and its guards go through ``note_guards``.
 
+    Args:
+        num_results: that the graph must have, all of which the function returns.
+
     Attributes:
         trace: what it has become; None where that cannot be said in facts, or there was none, or more than one.
         why: why there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_results: int = 0) -> None:
+        self._num_results = num_results
         self.trace: Trace | None = None
         self.why = "Dynamo's guards were not seen"
         self.run: Callable[..., Any] | None = None
@@ -486,8 +498,9 @@ class Recorder:
         if self._graph is None or self._count != 1:
             raise UntoldError(f"there were {self._count} graphs")
         gm, output = self._graph
-        if any(node.args[0] for node in gm.graph.find_nodes(op="output")):
-            raise UntoldError("the graph has results")
+        num_results = sum(len(node.args[0]) for node in gm.graph.find_nodes(op="output"))
+        if num_results != self._num_results:
+            raise UntoldError(f"the graph has {num_results} results")
         if not output.side_effects.is_empty():
             raise UntoldError("the function changes Python objects")
         inputs = input_sources(gm)
@@ -510,10 +523,37 @@ class Recorder:
         if unguarded is not None:
             raise UntoldError(f"{unguarded} has no guard")
         same = dict(zip(found, _same(list(found.values())), strict=True))
-        trace = Trace(gm, inputs, objects, values, sizes, same)
+        trace = Trace(gm, inputs, objects, values, sizes, same, output.global_scope["__name__"])
         assert self.run is not None
         trace.call = self.run
         return trace
+
+
+_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("torch_mpk trace", default=None)
+
+
+@contextlib.contextmanager
+def recording(num_results: int = 0) -> Iterator[Recorder]:
+    """A recorder of what Dynamo compiles inside, whose backend calls ``note_graph`` and whose ``guard_filter_fn`` is
+    ``note_guards``."""
+    recorder = Recorder(num_results)
+    token = _recorder.set(recorder)
+    try:
+        with guarding_hooks():
+            yield recorder
+    finally:
+        _recorder.reset(token)
+
+
+def note_graph(gm: fx.GraphModule, run: Callable[..., Any]) -> None:
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.note_graph(gm, run)
+
+
+def note_guards(entries: Sequence[Any]) -> Sequence[bool]:
+    recorder = _recorder.get()
+    return [True] * len(entries) if recorder is None else recorder.note_guards(entries)
 
 
 def _sizes(gm: fx.GraphModule, inputs: Sequence[str], output: Any, guarded: Container[str]) -> Sizes:

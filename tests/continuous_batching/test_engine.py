@@ -41,7 +41,7 @@ from tests.continuous_batching.engine import (
     sized,
 )
 from tests.thinned import thinned
-from torch_mpk import _C, compiled_step
+from torch_mpk import _C, known_traces
 from torch_mpk.continuous_batching import StepCompileConfig, config
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
 from torch_mpk.lowering import lowerer
@@ -98,7 +98,7 @@ def test_a_prefix_is_shared() -> None:
 def no_traces(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache with nothing in it, and a process that knows no trace."""
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    compiled_step.forget()
+    known_traces.forget()
 
 
 @pytest.mark.slow

@@ -22,12 +22,13 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from tests.continuous_batching.engine import alone, batched, managed, prompt_of, results, serving_model
 from tests.thinned import thinned
-from torch_mpk import background, compiled_step, sizes
+from torch_mpk import background, compiled_step, known_traces, sizes
 from torch_mpk.backend import compile_graph
 from torch_mpk.capture import Captured, capture
 from torch_mpk.errors import CacheError
 from torch_mpk.jit import Cache
 from torch_mpk.step_builder import StepBuilder
+from torch_mpk.task_kernel import TaskKernel
 from torch_mpk.traces import Recorder, guarding_hooks
 
 KINDS = 3  # of steps: with prompts, of one row, and of more
@@ -38,9 +39,9 @@ SIZED = {"num_blocks": 32, "max_batch_tokens": 48, "max_requests_per_batch": 4}
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache with nothing in it, and a process that knows no trace."""
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
-    compiled_step.forget()
+    known_traces.forget()
     yield tmp_path / "cache"
-    compiled_step.forget()
+    known_traces.forget()
 
 
 @contextmanager
@@ -155,14 +156,14 @@ def test_traces_that_cannot_be_read_or_kept_are_made_again(cache: Path, caplog: 
     with full, caplog.at_level("INFO", "torch_mpk"):
         expected = one_answer(model, prompt)
     assert "no space left on device" in caplog.text
-    compiled_step.forget()
+    known_traces.forget()
     torch.compiler.reset()
     one_answer(model, prompt)  # keeps them
     files = sorted(cache.glob("traces/*/trace.pickle"))
     assert files
     for file in files:
         file.write_bytes(file.read_bytes()[:-9])
-    compiled_step.forget()
+    known_traces.forget()
     torch.compiler.reset()
     with traces() as count:
         assert one_answer(model, prompt) == expected
@@ -215,6 +216,7 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
 
     with (
         mock.patch.object(compiled_step.Step, "build_ahead", build_later),
+        mock.patch.object(TaskKernel, "_build", side_effect=AssertionError("an own step is to wait for no build")),
         caplog.at_level("INFO", "torch_mpk.step_builder"),
         managed(model, options={"fallback": "error", "while_building": None}, **SIZED) as manager,
     ):
