@@ -37,7 +37,9 @@ from transformers.generation.continuous_batching.cache import PagedAttentionMemo
 from transformers.generation.continuous_batching.utils import find_head_dim
 
 from torch_mpk import engine
+from torch_mpk.compiled_step import is_own
 from torch_mpk.engine import StepCompileConfig
+from torch_mpk.tasks.paged_attention import paged_attention
 
 # "flash" says that it needs no masks; what is no name of transformers' own must look like a repository's to its server.
 ATTENTION = "torch_mpk/flash"
@@ -91,7 +93,8 @@ def attention(
         if given is not None:
             return _refuse(f"{name} has {what}, which it does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if block_table is None and not torch.compiler.is_compiling():
+    is_eager = is_own()
+    if block_table is None and (is_eager or not torch.compiler.is_compiling()):
         return _attend_eagerly(module, query, key, value, scale, cache, **lengths), None
     allocator = cache.layer_to_allocator[module.layer_idx]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -106,13 +109,12 @@ def attention(
         k_cache.index_copy_(0, write_index, k)
         v_cache.index_copy_(0, write_index, v)
         return y.unsqueeze(0), None
-    y = torch.ops.mpk.paged_attention(
-        *(q, k, v),
-        *_pages(allocator, module.layer_idx),
-        block_table[allocator.index] // (2 * len(allocator.layer_indices)),  # which counts pages of all layers
-        ends[1:] - ends[:-1],
-        scale=scale,
-    )
+    table = block_table[allocator.index] // (2 * len(allocator.layer_indices))  # which counts pages of all layers
+    pages, lengths_k = _pages(allocator, module.layer_idx), ends[1:] - ends[:-1]
+    if is_eager:  # the operator would be built for each number of rows
+        most = -(-int(lengths_k.max()) // allocator.tokens_per_page)
+        return paged_attention(q, k, v, *pages, table[:, :most], lengths_k, scale=scale).unsqueeze(0), None
+    y = torch.ops.mpk.paged_attention(q, k, v, *pages, table, lengths_k, scale=scale)
     return y.unsqueeze(0), None
 
 
