@@ -208,28 +208,34 @@ def measured(call: Callable[[int], Times], number: int, graphs: Counter[str]) ->
     return result | graphs
 
 
-def measure(way: str, model_name: str) -> list[dict[str, float]]:
-    """A process's runs."""
+def measure(way: str, model_name: str, num_runs: int) -> list[dict[str, float]]:
+    """A process's runs, each of which is printed as it ends."""
     graphs, make = watch_graphs(), WAYS[way]
     call = make(model_name)
-    runs = [measured(call, number, graphs) for number in range(2)]
-    return [*runs, measured(make(model_name), 0, graphs)]
+    runs: list[dict[str, float]] = []
+    for number in range(num_runs):
+        if number == 2:
+            call = make(model_name)
+        runs.append(measured(call, number % 2, graphs))
+        print(way, RUNS[number], {name: round(seconds, 2) for name, seconds in runs[-1].items()}, file=sys.stderr)
+    return runs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["tiny", *sorted(CONFIGS)], default="qwen3-0.6b")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--runs", type=int, choices=[1, 2, 3], default=3, help="of each process")
     parser.add_argument("--json", help="a file for the figures, too")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.child, args.model)))
+        print(json.dumps(measure(args.child, args.model, args.runs)))
         return
     every = {}
     for way in args.ways:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, "--model", args.model, "--child", way]
+            command = [sys.executable, __file__, "--model", args.model, "--child", way, "--runs", str(args.runs)]
             environment = os.environ | {"TORCH_MPK_CACHE_DIR": folder}
             runs = []
             for _ in range(2):
@@ -238,7 +244,7 @@ def main() -> None:
         every[way] = runs
         stages = list(dict.fromkeys(stage for run in runs for stage in run))
         rows = [[stage, *(f"{run[stage]:.2f}" if stage in run else "" for run in runs)] for stage in stages]
-        columns = [f"{process}, {run}" for process in ("cold", "second process") for run in RUNS]
+        columns = [f"{process}, {run}" for process in ("cold", "second process") for run in RUNS[: args.runs]]
         print(table([f"{args.model}, {way}, s", *columns], rows), end="\n\n", flush=True)
     if args.json:
         with open(args.json, "w") as file:

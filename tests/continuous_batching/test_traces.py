@@ -22,13 +22,12 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from tests.continuous_batching.engine import alone, batched, managed, prompt_of, results, serving_model
 from tests.thinned import thinned
-from torch_mpk import background, compiled_step, known_traces, sizes
+from torch_mpk import background, compiled_step, known_traces, sizes, task_kernel
 from torch_mpk.backend import compile_graph
 from torch_mpk.capture import Captured, capture
 from torch_mpk.errors import CacheError
 from torch_mpk.jit import Cache
 from torch_mpk.step_builder import StepBuilder
-from torch_mpk.task_kernel import TaskKernel
 from torch_mpk.traces import Recorder, guarding_hooks
 
 KINDS = 3  # of steps: with prompts, of one row, and of more
@@ -216,7 +215,7 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
 
     with (
         mock.patch.object(compiled_step.Step, "build_ahead", build_later),
-        mock.patch.object(TaskKernel, "_build", side_effect=AssertionError("an own step is to wait for no build")),
+        mock.patch.object(task_kernel, "build_segment", side_effect=AssertionError("an own step waits for a build")),
         caplog.at_level("INFO", "torch_mpk.step_builder"),
         managed(model, options={"fallback": "error", "while_building": None}, **SIZED) as manager,
     ):

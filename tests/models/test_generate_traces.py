@@ -42,6 +42,12 @@ def test_a_trace_serves_other_models_and_later_processes():
     assert num_traces(made()) == 0
     torch.compiler.reset()
     known_traces.forget()  # as in a new process: what is left is on the disk
+    assert num_traces(made()) == 0
+
+
+@pytest.mark.slow
+def test_changed_weights_need_no_other_trace_and_a_hook_does():
+    assert num_traces(made()) == 1
     another = made()
     assert num_traces(another) == 0
     with torch.no_grad():
