@@ -39,10 +39,12 @@ from transformers.generation.continuous_batching.utils import find_head_dim
 from torch_mpk import engine
 from torch_mpk.compiled_step import is_own
 from torch_mpk.engine import StepCompileConfig
+from torch_mpk.tasks.attention import Scores, attend
 from torch_mpk.tasks.paged_attention import paged_attention
 
 # "flash" says that it needs no masks; what is no name of transformers' own must look like a repository's to its server.
 ATTENTION = "torch_mpk/flash"
+WITH_SINKS = "kernels-community/vllm-flash-attn3"  # which models list whose attention differs by sinks alone
 MAX_ROWS = 64  # requests of a step; more are bound by arithmetic
 
 
@@ -84,18 +86,16 @@ def attention(
     **lengths: Any,
 ) -> tuple[torch.Tensor, None]:
     """What a model calls for attention in the engine. ``query`` [1, heads, tokens, size], ``key`` and ``value`` with
-    fewer heads, and a result [1, tokens, heads, size]. With ``block_table`` each token is a request's next one."""
+    fewer heads, and a result [1, tokens, heads, size]. With ``block_table`` each token is a request's next one. Scores
+    lie within ``softcap``, and ``s_aux`` [heads] are sinks: scores of a key that there is not."""
     engine.note_attention()
     name = type(module).__name__
     if cache is None:
         return _refuse(f"it is for generate_batch and `transformers serve`, whose cache {name} does not pass to it")
-    for what, given in (("scores with a soft cap", softcap), ("attention sinks", s_aux)):
-        if given is not None:
-            return _refuse(f"{name} has {what}, which it does not compute")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale, cap = query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0
     is_eager = is_own()
-    if block_table is None and (is_eager or not torch.compiler.is_compiling()):
-        return _attend_eagerly(module, query, key, value, scale, cache, **lengths), None
+    if block_table is None and (is_eager or not torch.compiler.is_compiling()):  # nothing looks at how a tuple is made
+        return _attend_eagerly(module, query, key, value, Scores(scale, cap, s_aux), cache, **lengths), None
     allocator = cache.layer_to_allocator[module.layer_idx]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     ends = lengths["cu_seq_lens_k"][allocator.layer_type]
@@ -103,8 +103,12 @@ def attention(
         k_cache, v_cache = _cache_rows(cache, allocator, module.layer_idx)
         read_index, write_index = (lengths[name][allocator.index] for name in ("read_index", "write_index"))
         window = lengths.get("sliding_window") or 0
-        bounds = lengths["cu_seq_lens_q"], ends
-        y = torch.ops.mpk.varlen_attention(q, k, v, k_cache, v_cache, read_index, *bounds, scale=scale, window=window)
+        y = torch.ops.mpk.varlen_attention(
+            *(q, k, v, k_cache, v_cache, read_index, lengths["cu_seq_lens_q"], ends, s_aux),
+            scale=scale,
+            window=window,
+            softcap=cap,
+        )
         # Behind it: where a window's keys go round, new ones take the places of such as the first new tokens see.
         k_cache.index_copy_(0, write_index, k)
         v_cache.index_copy_(0, write_index, v)
@@ -113,8 +117,9 @@ def attention(
     pages, lengths_k = _pages(allocator, module.layer_idx), ends[1:] - ends[:-1]
     if is_eager:  # the operator would be built for each number of rows
         most = -(-int(lengths_k.max()) // allocator.tokens_per_page)
-        return paged_attention(q, k, v, *pages, table[:, :most], lengths_k, scale=scale).unsqueeze(0), None
-    y = torch.ops.mpk.paged_attention(q, k, v, *pages, table, lengths_k, scale=scale)
+        y = paged_attention(q, k, v, *pages, table[:, :most], lengths_k, s_aux, scale=scale, softcap=cap)
+        return y.unsqueeze(0), None
+    y = torch.ops.mpk.paged_attention(q, k, v, *pages, table, lengths_k, s_aux, scale=scale, softcap=cap)
     return y.unsqueeze(0), None
 
 
@@ -157,7 +162,7 @@ def _attend_eagerly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float,
+    scores: Scores,
     cache: PagedAttentionCache,
     *,
     cu_seq_lens_q: torch.Tensor,
@@ -168,18 +173,19 @@ def _attend_eagerly(
     """Of requests with any number of new tokens each, one behind the other. ``lengths`` is what the cache takes."""
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths)
     cu_seq_lens_k, max_length_k = lengths["cu_seq_lens_k"], lengths["max_length_k"]
-    attend_to_all = varlen_attention() if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) else None
+    is_pytorchs = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and scores.are_plain
+    attend_to_all = varlen_attention() if is_pytorchs else None
     if attend_to_all is not None:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        return attend_to_all(q, k, v, *bounds, scale=scale, window_size=window).unsqueeze(0)
+        return attend_to_all(q, k, v, *bounds, scale=scores.scale, window_size=window).unsqueeze(0)
     y = torch.zeros_like(query)
     ends = zip(cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist())
     for (q_begin, k_begin), (q_end, k_end) in itertools.pairwise(ends):
         if q_begin < q_end:
             q, k, v = query[:, :, q_begin:q_end], key[:, :, k_begin:k_end], value[:, :, k_begin:k_end]
-            y[:, :, q_begin:q_end] = _attend_to_one(q, k, v, scale, sliding_window)
+            y[:, :, q_begin:q_end] = _attend_to_one(q, k, v, scores, sliding_window)
     return y.transpose(1, 2)
 
 
@@ -204,15 +210,17 @@ def varlen_attention() -> Callable[..., torch.Tensor] | None:
     return with_repeated_heads
 
 
-def _attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+def _attend_to_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, window: int | None
+) -> torch.Tensor:
     """Of the last tokens of one request, ``q``, to all up to each: [1, heads, tokens, size]."""
     num_new, length = q.shape[2], k.shape[2]
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    if window is None and num_new in (1, length):
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=num_new > 1)
+    if scores.are_plain and window is None and num_new in (1, length):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=scores.scale, is_causal=num_new > 1)
     reach = torch.arange(length - num_new, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
     mask = (reach >= 0) & (reach < (window or length))
-    return F.scaled_dot_product_attention(q, k, v, scale=scale, attn_mask=mask)
+    return attend("the engine: key", q, k, v, mask, None, scores, "sdpa")
 
 
 def _why_prompts_are_not_ours(model_config: Any) -> str | None:
@@ -226,7 +234,9 @@ def _why_prompts_are_not_ours(model_config: Any) -> str | None:
         return "that takes a GPU of compute capability 9.0"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the model is in {dtype}, and that takes bfloat16 or float16"
-    return None if size in (64, 128) else f"heads are of size {size}, and that takes 64 or 128"
+    return (
+        None if size % 8 == 0 and size <= 256 else f"heads are of size {size}, and that takes multiples of 8 up to 256"
+    )
 
 
 def _prepare(model_config: Any, cb_config: ContinuousBatchingConfig) -> None:
@@ -286,11 +296,13 @@ def _register() -> None:
     """Makes transformers know the attention.
 
     Two of its functions would otherwise look for a package of flash attention's, or a GPU: whether the engine may take
-    its path of one token a request, and what a model loads before it is called.
+    its path of one token a request, and what a model loads before it is called. A third would give models with sinks
+    another attention, since they list those that compute them.
     """
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: kwargs.get("attention_mask"))
     load, ensure = modeling_utils.lazy_import_flash_attention, initialization.ensure_decode_fast_path_is_available
+    adjust = modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation
 
     @functools.wraps(load)
     def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -305,6 +317,14 @@ def _register() -> None:
             raise OtherAttentionError(found=found)
         return ensure(model_config, cb_config, *args, **kwargs)
 
+    @functools.wraps(adjust)
+    def adjust_others(self: Any, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        takes_sinks = WITH_SINKS in (self._compatible_flash_implementations or ())
+        return (
+            ATTENTION if takes_sinks and implementation == ATTENTION else adjust(self, implementation, *args, **kwargs)
+        )
+
+    modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation = adjust_others
     modeling_utils.lazy_import_flash_attention = load_others
     initialization.ensure_decode_fast_path_is_available = ensure_for_others
     engine.install(ATTENTION)

@@ -84,7 +84,7 @@ def prompt_of(length: int) -> list[int]:
 
 def alone(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """What eager ``generate`` says of a prompt."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     ids = torch.tensor([prompt], device=model.device)
     every = torch.ones_like(ids)  # else generate masks what it takes for padding
     out = model.generate(

@@ -40,31 +40,41 @@ def kv_write(cache, new, slot):
     cache[:, :, slot.item()] = new
 
 
-def attention(q, k_new, v_new, slot, k_cache, v_cache, mask, limit, scale, style):
+def capped(scores, softcap):
+    return softcap * (2 / (1 + (-2 * scores / softcap).exp()) - 1) if softcap else scores
+
+
+def weights_beside(scores, sinks):
+    """Of [heads, keys]."""
+    e = scores.exp()
+    return e / (e.sum(-1, keepdim=True) + (0 if sinks is None else sinks[:, None].to(e.dtype).exp()))
+
+
+def attention(q, k_new, v_new, slot, k_cache, v_cache, mask, limit, sinks, scale, style, softcap):
     if k_new is not None:
         kv_write(k_cache, k_new, slot)
         kv_write(v_cache, v_new, slot)
-    y = torch.full_like(q, math.nan if style == "eager" else 0)
+    y = q.new_full((*q.shape[:2], v_cache.shape[3]), math.nan if style == "eager" else 0)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             g = h * k_cache.shape[1] // q.shape[1]
-            scores = scale * k_cache[b, g] @ q[b, h]
+            scores = capped(scale * k_cache[b, g] @ q[b, h], softcap)
             if mask is not None:
                 row = mask[b, h]
                 scores = scores.masked_fill(~row, -math.inf) if row.dtype == torch.bool else scores + row
             if limit is not None:
                 scores = scores[: limit[b]]
             if (scores > -math.inf).any():
-                weights = (scores - scores.max()).exp()
-                y[b, h] = weights / weights.sum() @ v_cache[b, g, : len(weights)]
+                [weights] = weights_beside(scores[None], None if sinks is None else sinks[h, None])
+                y[b, h] = weights @ v_cache[b, g, : len(weights)]
     return y
 
 
-def prefill_attention(q, k, v, mask, limit, scale, style):
-    y = torch.empty_like(q)
+def prefill_attention(q, k, v, mask, limit, sinks, scale, style, softcap):
+    y = q.new_empty((*q.shape[:3], v.shape[3]))
     for s in range(q.shape[1]):
         visible = None if mask is None else mask[:, :, s], None if limit is None else limit[:, s]
-        y[:, s] = attention(q[:, s], None, None, None, k, v, *visible, scale, style)
+        y[:, s] = attention(q[:, s], None, None, None, k, v, *visible, sinks, scale, style, softcap)
     return y
 
 
@@ -78,8 +88,8 @@ def paged_decode(q, k_cache, v_cache, pages, first, limit, scale):
     return y
 
 
-def paged_attention(q, k_new, v_new, k_pages, v_pages, block_table, length, scale):
-    y = torch.zeros_like(q)
+def paged_attention(q, k_new, v_new, k_pages, v_pages, block_table, length, sinks, scale, softcap):
+    y = q.new_zeros((*q.shape[:2], v_pages.shape[3]))
     places = [
         [divmod(p, k_pages.shape[1]) for p in range(n) if p < table.shape[0] * k_pages.shape[1]]
         for n, table in zip(length.tolist(), block_table)
@@ -96,12 +106,15 @@ def paged_attention(q, k_new, v_new, k_pages, v_pages, block_table, length, scal
                 torch.stack([t[place] for place in own]).repeat_interleave(q.shape[1] // t.shape[2], 1)
                 for t in (k_pages, v_pages)
             )
-            y[r] = torch.einsum("hl,lhd->hd", (scale * torch.einsum("hd,lhd->hl", q[r], k)).softmax(-1), v)
+            scores = capped(scale * torch.einsum("hd,lhd->hl", q[r], k), softcap)
+            y[r] = torch.einsum("hl,lhd->hd", weights_beside(scores, sinks), v)
     return y
 
 
-def varlen_attention(q, k_new, v_new, k_cache, v_cache, read_index, cu_seq_lens_q, cu_seq_lens_k, scale, window):
-    y = torch.zeros_like(q)
+def varlen_attention(
+    q, k_new, v_new, k_cache, v_cache, read_index, cu_seq_lens_q, cu_seq_lens_k, sinks, scale, window, softcap
+):
+    y = q.new_zeros((*q.shape[:2], v_cache.shape[2]))
     ends_q, ends_k = cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist()
     for begin, end, first, last in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
         rows = read_index[first : first + max(0, last - first - (end - begin))]
@@ -110,7 +123,8 @@ def varlen_attention(q, k_new, v_new, k_cache, v_cache, read_index, cu_seq_lens_
                 torch.cat((cache[rows], new[begin : t + 1]))[-window:].repeat_interleave(q.shape[1] // new.shape[1], 1)
                 for cache, new in ((k_cache, k_new), (v_cache, v_new))
             )
-            y[t] = torch.einsum("hl,lhd->hd", (scale * torch.einsum("hd,lhd->hl", q[t], k)).softmax(-1), v)
+            scores = capped(scale * torch.einsum("hd,lhd->hl", q[t], k), softcap)
+            y[t] = torch.einsum("hl,lhd->hd", weights_beside(scores, sinks), v)
     return y
 
 
