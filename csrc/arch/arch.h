@@ -24,6 +24,8 @@ struct Costs {
   const char* measured_on;  // empty: estimates, by data sheets and by what was measured elsewhere
 
   double memory_bytes_per_ns;  // a multiprocessor's share, while all read
+  double warp_tile_ns;         // a warp's, for one tile of a vector product: to await it, add up its lanes' sums, store
+  double attended_per_cycle;   // products of attention of many positions, on a multiprocessor
   FewRowsCosts by_warps, by_warpgroups;
 
   // These are of tiles of many rows of x.

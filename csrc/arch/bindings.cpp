@@ -25,7 +25,13 @@ void bind_arch(py::module_& m) {
       .def_readonly("overlaps_launches", &Arch::overlaps_launches)
       .def_property_readonly(
           "measured_on", [](const Arch& arch) { return std::string(arch.costs.measured_on); },
-          "The GPU on which what costs are estimated by was measured; empty: nowhere.");
+          "The GPU on which what costs are estimated by was measured; empty: nowhere.")
+      .def_property_readonly(
+          "hop_ns", [](const Arch& arch) { return arch.costs.hop_cycles / arch.costs.cycles_per_ns; },
+          "From a phase to the next by words that are polled.")
+      .def_property_readonly(
+          "event_ns", [](const Arch& arch) { return arch.costs.event_cycles / arch.costs.cycles_per_ns; },
+          "From a phase to the next by an event.");
   constexpr auto kStays = py::return_value_policy::reference;
   m.def("archs", &archs, kStays, "All, by their numbers.");
   m.def("known_archs", &known_archs, "Their numbers, as a message lists them.");

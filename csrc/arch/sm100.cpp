@@ -20,6 +20,8 @@ const Arch kArch = {
     .costs =
         {.measured_on = "",
          .memory_bytes_per_ns = 52,
+         .warp_tile_ns = 200,
+         .attended_per_cycle = 800,
          .by_warps = {.windows_bytes_per_ns = 30, .bytes_per_ns = 56, .hop_ns = 2000, .sums_bytes_per_ns = 23},
          .by_warpgroups = {.windows_bytes_per_ns = 30, .bytes_per_ns = 56, .hop_ns = 2000, .sums_bytes_per_ns = 23},
          .cycles_per_ns = 1.9,

@@ -19,6 +19,8 @@ const Arch kArch = {
     .costs =
         {.measured_on = "",
          .memory_bytes_per_ns = 10,
+         .warp_tile_ns = 200,
+         .attended_per_cycle = 800,
          .by_warps = {.windows_bytes_per_ns = 20, .bytes_per_ns = 22, .hop_ns = 2000, .sums_bytes_per_ns = 18},
          .by_warpgroups = {.windows_bytes_per_ns = 20, .bytes_per_ns = 22, .hop_ns = 2000, .sums_bytes_per_ns = 18},
          .cycles_per_ns = 2.4,

@@ -19,6 +19,8 @@ const Arch kArch = {
     .costs =
         {.measured_on = "H200",
          .memory_bytes_per_ns = 35,
+         .warp_tile_ns = 200,
+         .attended_per_cycle = 800,
          .by_warps = {.windows_bytes_per_ns = 30, .bytes_per_ns = 46, .hop_ns = 2000, .sums_bytes_per_ns = 23},
          .by_warpgroups = {.windows_bytes_per_ns = 38, .bytes_per_ns = 55, .hop_ns = 1000, .sums_bytes_per_ns = 10},
          .cycles_per_ns = 1.755,

@@ -45,7 +45,7 @@ class MPK_KERNEL_API Refs {
   // Of what workers leave in the workspace beside its buffers.
   std::string workspace(int64_t offset, const std::string& type = "uint8_t");
   // The map of a matrix, boxes of which come through the ring; nodes that read the same boxes share it.
-  int add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns, bool plain = false);
+  int add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns, MapForm form = kMapOfBlocks);
   int add(const Node& node, const Tensor& t);
 
  private:

@@ -271,19 +271,21 @@ void CudaExecutable::write_maps(Maps& maps) {
   std::vector<cu::TensorMap> encoded(matrices_.size());
   for (size_t i = 0; i < matrices_.size(); i++) {
     const MatrixMap& m = matrices_[i];
-    const int64_t columns = m.plain ? m.columns : 64, box_columns = m.plain ? m.box_columns : 64;
+    const bool in_blocks = m.form == kMapOfBlocks;
+    const int64_t columns = in_blocks ? 64 : m.columns, box_columns = in_blocks ? 64 : m.box_columns;
     const uint64_t sizes[] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(m.rows),
                               static_cast<uint64_t>(m.columns / columns)};
-    const uint64_t strides[] = {static_cast<uint64_t>(m.pitch), static_cast<uint64_t>(m.plain ? m.pitch : 128)};
+    const uint64_t strides[] = {static_cast<uint64_t>(m.pitch), static_cast<uint64_t>(in_blocks ? 128 : m.pitch)};
     const unsigned box[] = {static_cast<unsigned>(box_columns), static_cast<unsigned>(m.box_rows),
                             static_cast<unsigned>(m.box_columns / box_columns)};
     const unsigned steps[] = {1, 1, 1};
     // Of narrow boxes L2 brings the columns beside them, too, which are next.
     const int promotion = m.box_columns == 64 ? cu::kTensorMapPromotion256 : 0;
-    driver_.check(driver_.tensor_map_encode(
-                      &encoded[i], cu::kTensorMapUint16, 3, reinterpret_cast<void*>(maps.bases[i] + m.offset), sizes,
-                      strides, box, steps, 0, m.plain ? cu::kTensorMapPlain : cu::kTensorMapSwizzle128, promotion, 0),
-                  "cuTensorMapEncodeTiled");
+    driver_.check(
+        driver_.tensor_map_encode(&encoded[i], cu::kTensorMapUint16, 3,
+                                  reinterpret_cast<void*>(maps.bases[i] + m.offset), sizes, strides, box, steps, 0,
+                                  m.form == kMapOfRows ? cu::kTensorMapPlain : cu::kTensorMapSwizzle128, promotion, 0),
+        "cuTensorMapEncodeTiled");
   }
   driver_.check(driver_.memcpy_htod_async(maps.memory, encoded.data(), encoded.size() * kMapBytes, service_stream_),
                 "cuMemcpyHtoDAsync");

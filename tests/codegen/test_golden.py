@@ -70,11 +70,11 @@ phase 0, which waits for nothing
     prologue: 0 rms_norm layers.0.input_norm
     body: 1 linear layers.0.q, 2 linear layers.0.k, 3 linear layers.0.v
     kernel: linear.vector
-    cost_ns: 764
+    cost_ns: 200
     shape: tile_rows 3, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
     input: whole
     staged_bytes: 128
-    others: {'kernel': 'linear.direct', 'cost_ns': 8207}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 2400}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.0.input_norm
 phase 1, which waits for nothing
   1 static tiles
@@ -91,11 +91,11 @@ phase 2, which waits for nothing
     body: 9 linear layers.0.o
     epilogue: 10 pointwise layers.0.residual
     kernel: linear.vector
-    cost_ns: 724
+    cost_ns: 200
     shape: tile_rows 2, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
     input: whole
     staged_bytes: 128
-    others: {'kernel': 'linear.direct', 'cost_ns': 5471}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 1600}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.0.o
 phase 3, which waits for nothing
   32 static tiles
@@ -103,33 +103,33 @@ phase 3, which waits for nothing
     body: 12 linear layers.0.gate, 13 linear layers.0.up
     epilogue: 14 pointwise layers.0.act
     kernel: linear.vector
-    cost_ns: 1529
+    cost_ns: 400
     shape: tile_rows 3, parts 2, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 2, run 1, in_flight 9, shares_entries False
     input: whole
     staged_bytes: 480
-    others: {'kernel': 'linear.direct', 'cost_ns': 13678}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 4000}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.0.post_norm, layers.0.gate, layers.0.up
 phase 4, which waits for nothing
   32 static tiles
     body: 15 linear layers.0.down
     epilogue: 16 pointwise layers.0.output
     kernel: linear.vector
-    cost_ns: 764
+    cost_ns: 200
     shape: tile_rows 2, parts 1, chunk_parts 1, row_bytes 192, chunk_bytes 192, entries 1, run 1, in_flight 9, shares_entries True
     input: whole
     staged_bytes: 192
-    others: {'kernel': 'linear.direct', 'cost_ns': 5632}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 1600}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.0.down
 phase 5, which waits for nothing
   44 static tiles
     prologue: 17 rms_norm layers.1.input_norm
     body: 18 linear layers.1.q, 19 linear layers.1.k, 20 linear layers.1.v
     kernel: linear.vector
-    cost_ns: 764
+    cost_ns: 200
     shape: tile_rows 3, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
     input: whole
     staged_bytes: 128
-    others: {'kernel': 'linear.direct', 'cost_ns': 8207}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 2400}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.1.input_norm
 phase 6, which waits for nothing
   1 static tiles
@@ -146,11 +146,11 @@ phase 7, which waits for nothing
     body: 26 linear layers.1.o
     epilogue: 27 pointwise layers.1.residual
     kernel: linear.vector
-    cost_ns: 724
+    cost_ns: 200
     shape: tile_rows 2, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
     input: whole
     staged_bytes: 128
-    others: {'kernel': 'linear.direct', 'cost_ns': 5471}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 1600}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.1.o
 phase 8, which waits for nothing
   32 static tiles
@@ -158,33 +158,33 @@ phase 8, which waits for nothing
     body: 29 linear layers.1.gate, 30 linear layers.1.up
     epilogue: 31 pointwise layers.1.act
     kernel: linear.vector
-    cost_ns: 1529
+    cost_ns: 400
     shape: tile_rows 3, parts 2, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 2, run 1, in_flight 9, shares_entries False
     input: whole
     staged_bytes: 480
-    others: {'kernel': 'linear.direct', 'cost_ns': 13678}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 4000}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.1.post_norm, layers.1.gate, layers.1.up
 phase 9, which waits for nothing
   32 static tiles
     body: 32 linear layers.1.down
     epilogue: 33 pointwise layers.1.output
     kernel: linear.vector
-    cost_ns: 764
+    cost_ns: 200
     shape: tile_rows 2, parts 1, chunk_parts 1, row_bytes 192, chunk_bytes 192, entries 1, run 1, in_flight 9, shares_entries True
     input: whole
     staged_bytes: 192
-    others: {'kernel': 'linear.direct', 'cost_ns': 5632}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 1600}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: layers.1.down
 phase 10, which waits for [9]
   34 static tiles
     prologue: 34 rms_norm norm
     body: 35 linear head
     kernel: linear.vector
-    cost_ns: 764
+    cost_ns: 200
     shape: tile_rows 3, parts 1, chunk_parts 1, row_bytes 128, chunk_bytes 128, entries 1, run 1, in_flight 9, shares_entries True
     input: whole
     staged_bytes: 128
-    others: {'kernel': 'linear.direct', 'cost_ns': 8207}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
+    others: {'kernel': 'linear.direct', 'cost_ns': 2400}, {'kernel': 'linear.rows', 'refusal': 'x has 1 rows, expected 2 to 64'}, {'kernel': 'linear.tiles', 'refusal': "the launch's warps do not multiply together, for few rows of x"}
     unstored: norm
   1 static tiles
     body: 36 pointwise counters

@@ -363,3 +363,18 @@ def test_an_epilogue_that_reads_elements_twice_or_not_in_their_order_is_caught()
         parts.phases = parts.phases[:1]
         with pytest.raises(RuntimeError, match="read. and linear .*, on buffer .y.: no write happens before"):
             _C.validate(parts.build())
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "most"), [(16384, 64, 6), (65536, 128, 3), (4096, 1024, 1.1), (151936, 4096, 1.1)]
+)
+def test_a_linear_of_one_row_costs_about_what_its_bytes_take(rows: int, columns: int, most: float) -> None:
+    """What a warp takes for a tile passes while others' tiles come; where tiles are rows of 128 bytes it is more."""
+    b = Builder()
+    weight = b.buffer("input", "weight", "bfloat16", [rows, columns])
+    b.node("linear", [("x", b.buffer("input", "x", "bfloat16", [1, columns])), ("weight", weight)],
+           b.buffer("output", "y", "bfloat16", [1, rows]))  # fmt: skip
+    [[job]] = [phase.jobs for phase in _C.make_schedule(b.graph, CUDA).phases]
+    assert job.cut.kernel == "linear.vector"
+    bytes_ns = 2 * rows * columns / (132 * 35)
+    assert bytes_ns / 1.01 <= job.cut.cost_ns <= most * bytes_ns

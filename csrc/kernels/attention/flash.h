@@ -12,8 +12,6 @@
 
 namespace mpk {
 
-inline constexpr int64_t kLargestHead = 128;  // a warp keeps queries and results in registers
-
 // The rows of queries of `heads` heads that share keys stand side by side, for all positions of a sequence. A worker
 // takes so many rows at a time, and an entry of the ring holds all that is loaded of so many positions of keys. Where
 // the rows are not enough for all warps, warps share the keys.
@@ -32,16 +30,37 @@ inline bool are_equal_groups(int64_t heads, int64_t groups) {
   return groups > 0 && heads >= groups && heads % groups == 0;
 }
 
-// Why tiles do not take queries [..., heads, size]; nothing where they do.
-inline std::optional<std::string> refuses_queries(const Tensor& q, int64_t groups) {
-  const int64_t heads = q.shape[q.shape.size() - 2], size = q.shape.back();
+// Elements of a query and a key, and of a value and a result.
+struct HeadSizes {
+  int64_t key, value;
+
+  static HeadSizes of(const Node& node) {
+    return {node.operand("q").tensor.shape.back(), node.operands.back().tensor.shape.back()};
+  }
+  // Of a tile of so many positions: in boxes, or row by row.
+  int64_t entry_bytes(int64_t positions, bool by_row) const {
+    const auto bytes = [&](int64_t size) {
+      const int row = static_cast<int>(2 * size);
+      return by_row ? key_row_pitch(row) : boxed_row_bytes(row);
+    };
+    return positions * (bytes(key) + bytes(value));
+  }
+};
+
+// Why tiles do not take a node with queries [..., heads, size]; nothing where they do.
+inline std::optional<std::string> refuses_queries(const Node& node, int64_t groups) {
+  const Tensor& q = node.operand("q").tensor;
+  const HeadSizes sizes = HeadSizes::of(node);
+  const int64_t heads = q.shape[q.shape.size() - 2];
   if (q.numel() == 0) return "there are no queries";
   if (!are_equal_groups(heads, groups))
     return std::to_string(heads) + " heads are no multiple of " + std::to_string(groups) + " groups";
   if (q.dtype != DType::kBF16 && q.dtype != DType::kF16)
     return "q is " + std::string(info(q.dtype).name) + ", and tensor cores take bfloat16 and float16 alone";
-  if (size != kLargestHead && size != kLargestHead / 2)
-    return "the head size must be 64 or 128, got " + std::to_string(size);
+  for (const int64_t size : {sizes.key, sizes.value})
+    if (size % 8 != 0 || size < 8 || size > kLargestHead)
+      return "the head size must be a multiple of 8 up to " + std::to_string(kLargestHead) + ", got " +
+             std::to_string(size);
   return std::nullopt;
 }
 
@@ -66,23 +85,40 @@ class FlashKernel : public Kernel {
   virtual std::optional<std::string> refuses_node(const Node& node) const = 0;
 };
 
-// The cut for so many heads that share keys, which are of `head_bytes` each, as are values.
-inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, int64_t head_bytes) {
-  // A tile of keys and values: larger ones of causal prompts are seen in part.
-  constexpr int64_t kEntryBytes = 32 << 10;
+// The cut for so many heads that share keys.
+inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, const HeadSizes& sizes, bool by_row) {
+  // Of keys and values: more of causal prompts are seen in part, and of fewer the products of a tile are few.
+  constexpr int64_t kEntryBytes = 32 << 10, kFewPositions = 64;
   FlashFields own;
   own.heads = heads;
   own.rows = kWarpRows * warps.consumers;
-  own.positions = std::min(kEntryBytes, warps.slot_bytes) / (2 * head_bytes);
+  own.positions = kWarpRows;
+  while (sizes.entry_bytes(2 * own.positions, false) <= std::min(kEntryBytes, warps.slot_bytes) ||
+         (2 * own.positions <= kFewPositions && sizes.entry_bytes(2 * own.positions, by_row) <= warps.slot_bytes))
+    own.positions *= 2;
   return own;
 }
 
-// Bytes of shared memory, where warps share the keys of their rows.
-inline int64_t united_bytes(const WarpLayout& warps) { return warps.consumers * kUnitedBytes; }
+// What rows of queries take that each see so many positions on average: memory, or tensor cores.
+inline double flash_ns(const Schedule& schedule, const Job& job, double seen) {
+  const Node& node = schedule.graph.nodes()[job.body.front()];
+  const Costs& costs = arch_of(schedule.target.arch).costs;
+  const HeadSizes sizes = HeadSizes::of(node);
+  const double rows = double(node.operand("q").tensor.numel()) / double(sizes.key);
+  const double cycles = rows * seen * double(sizes.key + sizes.value) / costs.attended_per_cycle;
+  return std::max(memory_ns(schedule, job), cycles / costs.cycles_per_ns / double(schedule.target.num_workers));
+}
+
+// Bytes of shared memory that warps have for queries, and for what they hand each other where they share keys.
+inline int64_t flash_bytes(const WarpLayout& warps, const HeadSizes& sizes, bool share_keys) {
+  const int key = static_cast<int>(sizes.key);
+  const int queries = keeps_queries(key, static_cast<int>(sizes.value)) ? 0 : queries_bytes(key);
+  return warps.consumers * std::max(share_keys ? kUnitedBytes : 0, queries);
+}
 
 // Every warp has as many rows as the tensor cores take at once, every row is in one tile, equally many warps have the
 // same ones, and all warps read an entry. `all_heads`: of the result. `tiles`: of all queries. `staged`: bytes that
-// warps hand each other. `entry`: bytes of a tile of keys and values.
+// warps have. `entry`: bytes of a tile of keys and values.
 inline void prove_flash(const CutProof& proof, const FlashFields& own, int64_t all_heads, int64_t tiles, int64_t staged,
                         int64_t entry) {
   constexpr int64_t kMostBoxRows = 256;
@@ -94,8 +130,7 @@ inline void prove_flash(const CutProof& proof, const FlashFields& own, int64_t a
   proof.require(own.rows > 0 && kWarpRows * warps.consumers % own.rows == 0 && own.rows % kWarpRows == 0,
                 str(own.rows) + " rows of queries are not " + str(kWarpRows) + " for each of some of " +
                     str(warps.consumers) + " warps, and for equally many others");
-  proof.require(cut.staged_bytes >= staged,
-                "its warps hand each other " + str(staged) + " bytes in " + str(cut.staged_bytes));
+  proof.require(cut.staged_bytes >= staged, "its warps take " + str(staged) + " bytes of " + str(cut.staged_bytes));
   proof.require(own.positions > 0 && own.positions % kWarpRows == 0 && own.positions <= kMostBoxRows,
                 "a tile of " + str(own.positions) + " positions is no box that tensor cores take 16 at a time");
   proof.require(cut.num_tiles == tiles, str(cut.num_tiles) + " tiles of " + str(own.rows) +

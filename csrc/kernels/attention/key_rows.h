@@ -12,15 +12,16 @@ namespace mpk {
 struct KeyRows {
   Tensor matrix;
   int64_t rows_of_batch = 0, rows_of_group = 0, columns_of_group = 0;
+  bool in_blocks = false;  // heads begin and end at multiples of 64 columns, so that one box has all of a head's
 };
 
-// None where no rows are as far apart as the positions, or boxes of heads do not begin at multiples of their columns.
+// None where no rows are as far apart as the positions, or do not begin at multiples of 16 bytes.
 inline std::optional<KeyRows> key_rows(const Tensor& t) {
   if (t.shape.size() != 4 || t.numel() == 0 || t.strides[3] != 1 || size_bytes(t.dtype) != 2) return std::nullopt;
   const int64_t batch = t.shape[0], groups = t.shape[1], length = t.shape[2], size = t.shape[3];
   const int64_t pitch = length > 1 ? t.strides[2] : size;
   const int64_t of_batch = batch > 1 ? t.strides[0] : 0, of_group = groups > 1 ? t.strides[1] : 0;
-  if (size % kBoxColumns != 0 || pitch < size || of_batch % pitch != 0) return std::nullopt;
+  if (pitch < size || of_batch % pitch != 0) return std::nullopt;
   KeyRows k;
   k.rows_of_batch = of_batch / pitch;
   if (of_group % pitch == 0)
@@ -29,7 +30,9 @@ inline std::optional<KeyRows> key_rows(const Tensor& t) {
     k.columns_of_group = of_group;
   const int64_t rows = (batch - 1) * k.rows_of_batch + (groups - 1) * k.rows_of_group + length;
   const int64_t columns = (groups - 1) * k.columns_of_group + size;
-  if (k.columns_of_group % kBoxColumns != 0 || columns > pitch || rows >= int64_t{1} << 31) return std::nullopt;
+  if (columns > pitch || rows >= int64_t{1} << 31) return std::nullopt;
+  k.in_blocks = size % kBoxColumns == 0;
+  if (k.in_blocks && k.columns_of_group % kBoxColumns != 0) return std::nullopt;
   k.matrix = t;
   k.matrix.shape = {rows, columns};
   k.matrix.strides = {pitch, 1};

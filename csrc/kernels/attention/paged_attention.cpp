@@ -70,7 +70,7 @@ class PagesWriter : public AttentionWriter {
     code_.body += constant("kPageRows" + name, page_rows) + constant("kGroupColumns" + name, t.strides[2]) +
                   returning("const void*", "map_" + name + "(const Job& job)",
                             "job.pointer<const void>(" +
-                                str(refs_.add_map(node_, matrix, own_.positions, t.shape[3], true)) + ")");
+                                str(refs_.add_map(node_, matrix, own_.positions, t.shape[3], kMapOfRows)) + ")");
   }
 
   const Operand &table_, &length_;

@@ -57,8 +57,9 @@ class PrefillAttentionWriter {
   void write_sizes() {
     code_.body = "  using T = " + std::string(cuda_type(q_.tensor.dtype)) + ";\n" +
                  constant("kBatch", q_.tensor.shape[0]) + constant("kPositions", q_.tensor.shape[1]) +
-                 constant("kGroups", groups()) + constants(own_) + constant("kSize", size()) +
-                 constant("kLength", k_.tensor.shape[2]) + scores(refs_, node_, node_.string_attr("style") == "sdpa");
+                 constant("kGroups", groups()) + constants(own_) + constant("kSize", q_.tensor.shape[3]) +
+                 constant("kValueSize", y_.shape[3]) + constant("kLength", k_.tensor.shape[2]) +
+                 scores(refs_, node_, node_.string_attr("style") == "sdpa");
     code_.num_small_workers = static_cast<uint32_t>(std::min<int64_t>(job_.cut.num_tiles, 1 << 20));
     if (job_.cut.staged_bytes > 0) code_.staged_bytes = "prefill_attention::Shape<V>::kStagedBytes";
   }
@@ -67,12 +68,14 @@ class PrefillAttentionWriter {
     for (const Operand* operand : {&k_, &v_}) {
       const KeyRows rows = *key_rows(operand->tensor);
       context_.aligned_rows(rows.matrix, false);
-      const std::string number = str(refs_.add_map(node_, rows.matrix, own_.positions, size()));
+      const int64_t columns = rows.in_blocks ? operand->tensor.shape[3] : kBoxColumns;
+      const MapForm form = rows.in_blocks ? kMapOfBlocks : kMapOfColumns;
+      const std::string number = str(refs_.add_map(node_, rows.matrix, own_.positions, columns, form));
       code_.body +=
           returning("mpk::prefill_attention::Keys", operand->name + "(const Job& job, uint32_t b, uint32_t g)",
                     "{reinterpret_cast<const void*>(job.refs()[" + number + "]), int(b) * " + str(rows.rows_of_batch) +
                         " + int(g) * " + str(rows.rows_of_group) + ", int(g) * " +
-                        str(rows.columns_of_group / kBoxColumns) + "}");
+                        str(rows.columns_of_group / (rows.in_blocks ? kBoxColumns : 1)) + "}");
     }
   }
 
@@ -101,7 +104,6 @@ class PrefillAttentionWriter {
   }
 
   int64_t heads() const { return q_.tensor.shape[2]; }
-  int64_t size() const { return q_.tensor.shape[3]; }
   int64_t groups() const { return k_.tensor.shape[1]; }
 
   KernelContext& context_;
@@ -124,12 +126,13 @@ class PrefillAttention : public FlashKernel {
 
   std::optional<std::string> refuses_node(const Node& node) const override {
     const Operand &k = node.operand("k"), &v = node.operand("v");
-    if (const auto refusal = refuses_queries(node.operand("q").tensor, k.tensor.shape[1])) return refusal;
+    if (const auto refusal = refuses_queries(node, k.tensor.shape[1])) return refusal;
     for (const Operand* operand : {&k, &v})
       if (!key_rows(operand->tensor))
         return "operand " + operand->name +
                " is no matrix of positions: its strides must be multiples of that from position to position, or that "
-               "from group to group a multiple of 64 within a position, and all of 16 bytes";
+               "from group to group stay within a position, and all multiples of 16 bytes, or of 64 elements where "
+               "heads are";
     return std::nullopt;
   }
 
@@ -138,15 +141,15 @@ class PrefillAttention : public FlashKernel {
     return q.shape[0] * (q.shape[2] / own.heads) * ((q.shape[1] * own.heads + own.rows - 1) / own.rows);
   }
 
-  static int64_t handed_bytes(const WarpLayout& warps, const FlashFields& own) {
-    return own.rows < kWarpRows * warps.consumers ? united_bytes(warps) : 0;
+  static int64_t staged_bytes(const WarpLayout& warps, const Node& node, const FlashFields& own) {
+    return flash_bytes(warps, HeadSizes::of(node), own.rows < kWarpRows * warps.consumers);
   }
 
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     const Node& node = schedule.graph.nodes()[job.body.front()];
     const WarpLayout& warps = schedule.warps;
     const Tensor &q = node.operand("q").tensor, &k = node.operand("k").tensor;
-    FlashFields own = flash_fields(warps, q.shape[2] / k.shape[1], k.shape[3] * size_bytes(k.dtype));
+    FlashFields own = flash_fields(warps, q.shape[2] / k.shape[1], HeadSizes::of(node), false);
     const auto halved = [&] {
       FlashFields half = own;
       half.rows /= 2;
@@ -158,10 +161,13 @@ class PrefillAttention : public FlashKernel {
            count(node, halved()) <= schedule.target.num_workers)
       own = halved();
     Cut cut = job.cut;
-    cut.staged_bytes = handed_bytes(warps, own);
+    cut.staged_bytes = staged_bytes(warps, node, own);
+    if (cut.staged_bytes > room(schedule)) return {};
     cut.num_tiles = count(node, own);
     cut.fields = list_fields(own);
-    cut.cost_ns = memory_ns(schedule, job);
+    // With limits: as if each saw those before it, from the first on.
+    const double all = double(k.shape[2]);
+    cut.cost_ns = flash_ns(schedule, job, node.find("limit") ? std::min(all, double(q.shape[1] + 1) / 2) : all);
     return {cut};
   }
 
@@ -170,15 +176,13 @@ class PrefillAttention : public FlashKernel {
     const Node& node = proof.first();
     const WarpLayout& warps = proof.schedule().warps;
     const Tensor& y = output(node).tensor;
-    int64_t entry = 0;
-    for (const Operand& operand : node.operands) {
-      if (!loader_reads(warps, node, operand) || operand.tensor.dtype != y.dtype) continue;
-      proof.require(key_rows(operand.tensor).has_value(),
+    for (const Operand& operand : node.operands)
+      proof.require(!loader_reads(warps, node, operand) || operand.tensor.dtype != y.dtype ||
+                        key_rows(operand.tensor).has_value(),
                     name_buffer(proof.schedule(), operand.tensor.buffer) + " cannot come in boxes of positions");
-      entry += own.positions * operand.tensor.shape.back() * size_bytes(y.dtype);
-    }
+    const int64_t entry = HeadSizes::of(node).entry_bytes(own.positions, false);
     const bool is_cut = own.heads > 0 && own.rows > 0;
-    prove_flash(proof, own, y.shape[2], is_cut ? count(node, own) : 0, handed_bytes(warps, own), entry);
+    prove_flash(proof, own, y.shape[2], is_cut ? count(node, own) : 0, staged_bytes(warps, node, own), entry);
   }
 
   JobCode emit(const JobPlace& place) const override { return PrefillAttentionWriter(place).run(); }

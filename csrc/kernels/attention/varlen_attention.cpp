@@ -6,6 +6,7 @@
 #include "../../codegen/job_code.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
+#include "../../schedule/staging.h"
 #include "flash.h"
 #include "scores.h"
 
@@ -62,9 +63,9 @@ class VarlenAttentionWriter {
   void write_sizes() {
     code_.body = "  using T = " + std::string(cuda_type(q_.dtype)) + ";\n" + constant("kTokens", q_.shape[0]) +
                  constant("kBlocks", ragged_tiles(node_, own_)) + constant("kGroups", groups()) + constants(own_) +
-                 constant("kSize", size()) + constant("kEnds", num_ends(node_)) +
-                 constant("kWindow", node_.int_attr("window")) + scores(refs_, node_, true) +
-                 flag("kAlignedQ", context_.aligned_rows(q_, true)) +
+                 constant("kSize", q_.shape[2]) + constant("kValueSize", y_.shape[2]) +
+                 constant("kEnds", num_ends(node_)) + constant("kWindow", node_.int_attr("window")) +
+                 scores(refs_, node_, true) + flag("kAlignedQ", context_.aligned_rows(q_, true)) +
                  flag("kAlignedY", context_.aligned_rows(y_, true)) +
                  returning("T*", "y(const Job& job, uint32_t t, uint32_t h)",
                            refs_.pointer(node_, y_, true) + element_at(y_, {"t", "h"}));
@@ -90,7 +91,6 @@ class VarlenAttentionWriter {
 
   const Tensor& cache() const { return node_.operand("k_cache").tensor; }
   int64_t heads() const { return q_.shape[1]; }
-  int64_t size() const { return q_.shape[2]; }
   int64_t groups() const { return cache().shape[1]; }
 
   KernelContext& context_;
@@ -108,28 +108,35 @@ class VarlenAttention : public FlashKernel {
 
  private:
   std::optional<std::string> refuses_node(const Node& node) const override {
-    return refuses_queries(node.operand("q").tensor, node.operand("k_cache").tensor.shape[1]);
+    return refuses_queries(node, node.operand("k_cache").tensor.shape[1]);
   }
 
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     const Node& node = schedule.graph.nodes()[job.body.front()];
     const Tensor &q = node.operand("q").tensor, &k = node.operand("k_cache").tensor;
-    const FlashFields own = flash_fields(schedule.warps, q.shape[1] / k.shape[1], k.shape[2] * size_bytes(k.dtype));
+    const HeadSizes sizes = HeadSizes::of(node);
+    const FlashFields own = flash_fields(schedule.warps, q.shape[1] / k.shape[1], sizes, true);
     Cut cut = job.cut;
     cut.num_tiles = k.shape[1] * ragged_tiles(node, own);
-    cut.staged_bytes = united_bytes(schedule.warps);
+    cut.staged_bytes = flash_bytes(schedule.warps, sizes, true);
+    if (cut.staged_bytes > room(schedule)) return {};
     cut.fields = list_fields(own);
-    cut.cost_ns = memory_ns(schedule, job);
+    // As if all sequences were equally long, and what the list names were theirs.
+    const auto listed = double(node.operand("read_index").tensor.shape[0]);
+    const double each = listed / double(std::max<int64_t>(num_ends(node) - 1, 1));
+    const int64_t window = node.int_attr("window");
+    cut.cost_ns = flash_ns(schedule, job, window > 0 ? std::min(each, double(window)) : each);
     return {cut};
   }
 
   void prove(const CutProof& proof) const override {
     const auto own = fields_of<FlashFields>(proof.cut());
     const Tensor& y = output(proof.first()).tensor;
-    const int64_t entry = 2 * own.positions * (y.shape[2] * size_bytes(y.dtype) + kKeyRowPad);
+    const HeadSizes sizes = HeadSizes::of(proof.first());
     const bool is_cut = own.heads > 0 && own.rows > 0;
     const int64_t tiles = is_cut ? y.shape[1] / own.heads * ragged_tiles(proof.first(), own) : 0;
-    prove_flash(proof, own, y.shape[1], tiles, united_bytes(proof.schedule().warps), entry);
+    prove_flash(proof, own, y.shape[1], tiles, flash_bytes(proof.schedule().warps, sizes, true),
+                sizes.entry_bytes(own.positions, true));
   }
 
   JobCode emit(const JobPlace& place) const override { return VarlenAttentionWriter(place).run(); }

@@ -50,9 +50,9 @@ bool is_considered(const Linears& job, const TileShape& shape) {
   return streams_well || mine * shape.entries() * job.slot_bytes <= kBytesAtOnce;
 }
 
-// Elements that a worker's slowest warp takes, which decides: it takes tiles one after the other, each of which costs
-// its elements and, for waiting, summing over the warp and storing, as much as some more. With one row of x it takes
-// runs of a tile's chunks: of rows that fit a slot all, and otherwise one.
+// Elements that a worker's slowest warp takes, by which shapes are compared: it takes tiles one after the other, each
+// of which costs its elements and, for waiting, summing over the warp and storing, as much as some more. With one row
+// of x it takes runs of a tile's chunks: of rows that fit a slot all, and otherwise one.
 int64_t elements(const Linears& job, const TileShape& shape) {
   constexpr int64_t kOfTile = 1024;
   const int64_t mine = divide_up(job.tiles(shape.tile_rows), job.workers);
@@ -79,12 +79,16 @@ TileShape choose_shape(const Linears& job) {
   return best;
 }
 
-// All warps' elements come at what a worker gets of memory. Each row of x but the first adds a sixteenth of that for
-// its products, which is an estimate.
+// The worker with most tiles takes as long as its bytes do at what it gets of memory, or as its slowest warp does with
+// one tile after the other. Each row of x but the first adds an eighth of the bytes' time for its products, which is
+// an estimate.
 double nanoseconds(const Linears& job, const TileShape& shape) {
-  constexpr double kOfRow = 1.0 / 16;
-  const double bytes = double(elements(job, shape) * job.warps * job.element);
-  return bytes / job.arch.costs.memory_bytes_per_ns * (1 + kOfRow * double(job.batch - 1));
+  constexpr double kOfRow = 1.0 / 8;
+  const int64_t mine = divide_up(job.tiles(shape.tile_rows), job.workers);
+  const int64_t runs = job.batch > 1 ? mine : mine * shape.entries() / shape.run;
+  const double bytes = double(mine * shape.tile_rows * job.parts * shape.row_bytes);
+  const double streaming = bytes / job.arch.costs.memory_bytes_per_ns * (1 + kOfRow * double(job.batch - 1));
+  return std::max(streaming, double(divide_up(runs, job.warps)) * job.arch.costs.warp_tile_ns);
 }
 
 bool can_stream(const Schedule& schedule, const Job& job, const Linears& linears) {

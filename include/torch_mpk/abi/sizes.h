@@ -36,7 +36,6 @@ inline constexpr int kTileXRows = 64 * kWarpgroups, kWarpRows = 16, kStripPitch 
 inline constexpr int kStripBytes = kWarpRows * kStripPitch * 4;  // of a warp
 // Rows that row tasks take as a tile ends stand in the place of a strip, half of a warp's at a time, in other banks.
 constexpr int64_t row_behind_bytes(int64_t row_bytes) { return kWarpRows / 2 * (row_bytes + 32); }
-inline constexpr int kKeyRowPad = 16;        // bytes between rows of keys that come by themselves, in other banks
 inline constexpr int kTaggedFloatBytes = 8;  // of a sum that another worker polls, see device/tagged.cuh
 constexpr int strip_columns(int64_t parts) { return parts == 1 ? 32 : parts == 2 ? 16 : 8; }
 // Where warps of attention share the keys of its rows, they hand each other so many columns of results at a time, and
@@ -74,6 +73,15 @@ inline constexpr uint32_t kSumsOfRun = 2, kSumsKept = 64;
 constexpr bool keeps_sums(uint32_t tile_entries, uint32_t run, uint32_t consumer_warps) {
   return tile_entries + consumer_warps * run <= kSumsKept - kMaxSlots;
 }
+
+// Attention of many positions by tensor cores: bytes from row to row of keys or values that come by themselves, of
+// which 8 are to lie in different banks; bytes of a row that comes in boxes; and whether a warp keeps its queries in
+// registers, beside results, or reads them again for each tile of keys.
+inline constexpr int kLargestHead = 256;
+constexpr int key_row_pitch(int row_bytes) { return ((row_bytes / kAccessBytes + 1) | 1) * kAccessBytes; }
+constexpr int boxed_row_bytes(int row_bytes) { return (row_bytes + 127) / 128 * 128; }
+constexpr bool keeps_queries(int size, int value_size) { return size / 4 + value_size / 2 <= 144; }
+constexpr int queries_bytes(int size) { return kWarpRows * key_row_pitch(2 * size); }
 
 // Boxes: kBoxColumns columns of some rows of a matrix after the other, so that a row has as many bytes as the copy
 // engine's swizzle works on, which repeats after kBoxAlignment bytes.

@@ -12,11 +12,15 @@
 
 namespace mpk {
 
-// A matrix whose 16-bit elements come in boxes: 64 columns of `box_rows` rows after the other, in the copy engine's
-// swizzle, or, if it is `plain`, rows of `box_columns` as they are. Rows are `pitch` bytes apart, and the first is
-// `offset` bytes behind the call's pointer of number `base`, or behind the workspace (kWorkspaceIndex).
+// How boxes of a matrix come: in the copy engine's swizzle several 64s of columns of all its rows, or 64 columns from
+// any on, or rows as they are.
+enum MapForm : int64_t { kMapOfBlocks, kMapOfRows, kMapOfColumns };
+
+// A matrix whose 16-bit elements come in boxes of `box_rows` rows and `box_columns` columns. Rows are `pitch` bytes
+// apart, and the first is `offset` bytes behind the call's pointer of number `base`, or behind the workspace
+// (kWorkspaceIndex).
 struct MatrixMap {
-  int64_t base, offset, rows, columns, pitch, box_rows, box_columns, plain;
+  int64_t base, offset, rows, columns, pitch, box_rows, box_columns, form;
 
   using Fields = std::array<int64_t, 8>;
   Fields fields() const { return std::bit_cast<Fields>(*this); }

@@ -101,6 +101,11 @@ MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_
   mapped_load(dst, map, 0, row, block, bar, hint);
 }
 
+// 64 columns of a matrix, swizzled as in a box, from row `row` and column `first` on.
+MPK_DEVICE void columns_load(void* dst, const void* map, int row, int first, uint64_t* bar, uint64_t hint) {
+  mapped_load(dst, map, first, row, 0, bar, hint);
+}
+
 // Rows of a matrix as they are, from row `row` and column `column` on.
 MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
   mapped_load(dst, map, column, row, 0, bar, kEvictFirst);

@@ -96,9 +96,16 @@ class EmulatedKernel:
         for pointer, alignment in zip(pointers, self.program.input_alignment):
             if pointer % alignment != 0:
                 raise ValueError(f"an input at {pointer:#x} is not aligned to {alignment} bytes")
-        for number, (of, offset, rows, columns, pitch, box_rows, box_columns, plain) in enumerate(self.program.maps):
+        for number, (of, offset, rows, columns, pitch, box_rows, box_columns, form) in enumerate(self.program.maps):
             base = self.workspace.data_ptr() if of == _C.workspace_index() else pointers[of]
-            fields = base + offset, rows, columns, pitch, box_rows, box_columns // (1 if plain else 64)
+            fields = (
+                base + offset,
+                rows,
+                columns,
+                pitch,
+                box_rows,
+                box_columns // (1 if form == 1 else 64),
+            )  # of rows as they are
             content = struct.pack("=4Q2I", *fields)  # ptx::MatrixMap
             self.maps[MAP_BYTES * number :][: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         own = [t.data_ptr() for t in (self.table, self.workspace, self.control, self.maps, self.host_abort)]

@@ -21,18 +21,19 @@
 
 namespace mpk::prefill_attention {
 
-// Where keys or values of a sequence and a group begin in their matrix: a row, and 64s of columns.
+// Where keys or values of a sequence and a group begin in their matrix: a row, and 64s of columns, or of heads that are
+// no multiple of 64 a column.
 struct Keys {
   const void* map;
-  int row, block;
+  int row, column;
 };
 
 // What a variant says of tiles of queries and of keys.
 template <class V>
 concept Tiles = attention::Scores<V> && requires {
   typename V::T;
-  // kHeads query heads share a key head.
-  requires Constants<int, V::kGroups, V::kHeads, V::kSize>;
+  // kHeads query heads share a key head; kSize: of a query and a key, kValueSize: of a value and a result.
+  requires Constants<int, V::kGroups, V::kHeads, V::kSize, V::kValueSize>;
   // Rows of queries that a worker takes at a time, at most, and positions whose keys and values are an entry.
   requires Constants<int, V::kRows, V::kKeys>;
   // Rows begin at multiples of 16 bytes.
@@ -78,31 +79,19 @@ concept Places = requires(const Job& job, uint32_t b, uint32_t g, uint32_t s, ui
 template <class V>
 concept Variant = Sizes<V> && Places<V>;
 
-template <class V>
-struct Shape {
-  static constexpr int kRowBytes = V::kSize * int(sizeof(typename V::T));
-  // Bytes from row to row of a tile. Boxes are swizzled, so that 8 rows' pieces of 16 bytes lie in different banks;
-  // rows that come by themselves are a piece further apart than they are long.
-  static constexpr int kPitch = ByRow<V> ? kRowBytes + kKeyRowPad : kBoxRowBytes;
-  static constexpr int kTileBytes = V::kKeys * (ByRow<V> ? kPitch : kRowBytes);  // of keys, and of values
-  static constexpr int kEntryBytes = 2 * kTileBytes;
-  static constexpr int kColumnBytes = V::kKeys * kBoxRowBytes;  // of boxes: from 64 columns of a tile to the next
-  static constexpr int kSteps = V::kSize / 16;                  // of products along a row
-  // Positions of a tile whose scores a warp has at a time, as many as its registers hold beside the results, and beside
-  // where a mask stands.
-  static constexpr int kFit = (V::kHasMask ? 4096 : 8192) / V::kSize, kAtOnce = V::kKeys < kFit ? V::kKeys : kFit;
-  // A row's maximum is raised only where scores exceed it so far that exponentials would leave the range that 16 bits
-  // have, since all results so far must be scaled down then: not more than once or twice for most rows.
-  static constexpr float kSlack = 8;
-  // A product becomes an exponent of two by one multiplication, but for what must stand beside a mask first or is
-  // capped, and negative scales, by which the largest score would be the least.
-  static constexpr bool kScaleFirst = V::kHasMask || V::kSoftCap > 0 || !(V::kScale > 0);
-  static constexpr float kLog2E = 1.44269504f, kToExponent = kScaleFirst ? kLog2E : V::kScale * kLog2E;
-  static constexpr int kStagedBytes = kConsumerWarps * kUnitedBytes;
+constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
 
-  static_assert(kConsumerWarps % (V::kRows / kWarpRows) == 0 && V::kKeys % kAtOnce == 0 && kAtOnce % 16 == 0 &&
-                V::kSize % kBoxColumns == 0 && V::kSize % kUnitedColumns == 0);
-  static_assert(sizeof(typename V::T) == 2 && (ByRow<V> || kTileBytes % kBoxAlignment == 0));
+// Keys or values of a tile in shared memory, `size` elements of each position. Boxes are swizzled, so that 8 rows'
+// pieces of 16 bytes lie in different banks; of rows that come by themselves the pitch sees to that.
+template <class V, int size>
+struct TileMatrix {
+  static constexpr int kRowBytes = size * int(sizeof(typename V::T));
+  static constexpr int kPitch = ByRow<V> ? key_row_pitch(kRowBytes) : kBoxRowBytes;  // from row to row
+  static constexpr int kBytes = V::kKeys * (ByRow<V> ? kPitch : boxed_row_bytes(kRowBytes));
+  static constexpr int kColumnBytes = V::kKeys * kBoxRowBytes;  // of boxes: from 64 columns to the next
+  static constexpr int kSteps = (size + 15) / 16;               // of products along a row, or across it
+  static constexpr bool kEndsHalf = size % 16 != 0;             // the last of them has 8 columns
+  static_assert(size % 8 == 0 && size <= kLargestHead && (ByRow<V> || kBytes % kBoxAlignment == 0));
 
   // Of a tile, piece `piece` (0 or 1) of a row; and the same of the columns 16 k further on.
   static MPK_DEVICE ptx::SharedAddress piece_of(const uint8_t* tile, uint32_t row, uint32_t piece) {
@@ -111,6 +100,45 @@ struct Shape {
   static MPK_DEVICE ptx::SharedAddress columns_of(ptx::SharedAddress piece, int k) {
     return ByRow<V> ? piece + k * 32 : (piece ^ k % 4 * 32) + k / 4 * kColumnBytes;
   }
+
+  // By one lane, from row `row` of a tile's matrix on.
+  static MPK_DEVICE void start(uint8_t* to, const Keys& keys, int row, uint64_t* full) {
+    if constexpr (size % kBoxColumns == 0)
+      ptx::box_load(to, keys.map, keys.row + row, keys.column, full, ptx::kEvictNormal);
+    else
+#pragma unroll
+      for (int i = 0; i < size; i += kBoxColumns)
+        ptx::columns_load(to + i / kBoxColumns * kColumnBytes, keys.map, keys.row + row, keys.column + i, full,
+                          ptx::kEvictNormal);
+  }
+};
+
+template <class V>
+struct Shape {
+  using KeyTile = TileMatrix<V, V::kSize>;
+  using ValueTile = TileMatrix<V, V::kValueSize>;
+  static constexpr int kEntryBytes = KeyTile::kBytes + ValueTile::kBytes;
+  // Positions of a tile whose scores a warp has at a time, as many as its registers hold beside the results, and beside
+  // where a mask stands.
+  static constexpr int kWidest = V::kSize > V::kValueSize ? V::kSize : V::kValueSize;
+  static constexpr int kFit = floor_power_of_two((V::kHasMask ? 4096 : 8192) / kWidest);
+  static constexpr int kAtOnce = V::kKeys < kFit ? V::kKeys : kFit;
+  // Queries stay in registers, or in the warp's shared memory, which then is where warps hand each other results.
+  static constexpr bool kKeepsQueries = keeps_queries(V::kSize, V::kValueSize);
+  static constexpr int kQueriesPitch = key_row_pitch(KeyTile::kRowBytes);
+  static constexpr int kQueriesBytes = kKeepsQueries ? 0 : queries_bytes(V::kSize);
+  static constexpr int kWarpBytes = kQueriesBytes > kUnitedBytes ? kQueriesBytes : kUnitedBytes;
+  // A row's maximum is raised only where scores exceed it so far that exponentials would leave the range that 16 bits
+  // have, since all results so far must be scaled down then: not more than once or twice for most rows.
+  static constexpr float kSlack = 8;
+  // A product becomes an exponent of two by one multiplication, but for what must stand beside a mask first or is
+  // capped, and negative scales, by which the largest score would be the least.
+  static constexpr bool kScaleFirst = V::kHasMask || V::kSoftCap > 0 || !(V::kScale > 0);
+  static constexpr float kLog2E = 1.44269504f, kToExponent = kScaleFirst ? kLog2E : V::kScale * kLog2E;
+  static constexpr int kStagedBytes = kConsumerWarps * kWarpBytes;
+
+  static_assert(kConsumerWarps % (V::kRows / kWarpRows) == 0 && V::kKeys % kAtOnce == 0 && kAtOnce % 16 == 0);
+  static_assert(sizeof(typename V::T) == 2);
 };
 
 // Positions that one of the queries sees, but for a mask.
@@ -184,8 +212,8 @@ struct Entry {
   MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
     const int row = tile * V::kKeys;
     ptx::mbar_arrive_expect(full, S::kEntryBytes);
-    ptx::box_load(to, k.map, k.row + row, k.block, full, ptx::kEvictNormal);
-    ptx::box_load(to + S::kTileBytes, v.map, v.row + row, v.block, full, ptx::kEvictNormal);
+    S::KeyTile::start(to, k, row, full);
+    S::ValueTile::start(to + S::KeyTile::kBytes, v, row, full);
   }
 };
 
@@ -231,19 +259,23 @@ template <class V, class U>
 struct Rows {
   using S = Shape<V>;
   using T = typename V::T;
+  using KeyTile = typename S::KeyTile;
+  using ValueTile = typename S::ValueTile;
   using Scores = SumFragment[S::kAtOnce / 8];
+  static constexpr int kFragments = V::kValueSize / 8;  // of results
 
   const Job& job;
   const U& unit;
-  uint32_t first, lane;  // first: the lane's first row, where there is one
-  uint32_t limit[2];     // positions that both rows see, but for a mask
-  uint32_t least, most;  // and that the warp's rows see; 0 where it has none
-  ptx::Quad q[S::kSteps];
-  SumFragment out[V::kSize / 8] = {};
+  uint32_t first, lane;       // first: the lane's first row, where there is one
+  uint32_t limit[2];          // positions that both rows see, but for a mask
+  uint32_t least, most;       // and that the warp's rows see; 0 where it has none
+  ptx::SharedAddress staged;  // the lane's row of queries, if registers do not have them
+  ptx::Quad q[S::kKeepsQueries ? KeyTile::kSteps : 1];
+  SumFragment out[kFragments] = {};
   float maximum[2], sum[2] = {};  // sum: the lane's part of it
 
-  // Number `block` of the unit's 16s of rows.
-  MPK_DEVICE Rows(const Job& job, const U& unit, uint32_t block, uint32_t lane)
+  // Number `block` of the unit's 16s of rows; `place`: shared memory of the warp.
+  MPK_DEVICE Rows(const Job& job, const U& unit, uint32_t block, uint32_t lane, uint8_t* place)
       : job(job), unit(unit), first(unit.first + block * kWarpRows + lane / 4), lane(lane) {
     const T* rows[2];
 #pragma unroll
@@ -252,10 +284,7 @@ struct Rows {
       limit[i] = unit.limit(job, query(i));
       maximum[i] = -infinity();
     }
-#pragma unroll
-    for (int k = 0; k < S::kSteps; k++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) q[k].v[i] = load_pair<V::kAlignedQ>(rows[i % 2] + 16 * k + i / 2 * 8);
+    bring_queries(rows, place);
     least = min(limit[0], limit[1]);
     most = max(limit[0], limit[1]);
 #pragma unroll
@@ -264,6 +293,34 @@ struct Rows {
       most = max(most, __shfl_xor_sync(~0u, most, o));
     }
     if (unit.first + block * kWarpRows >= unit.num_rows()) most = 0;
+  }
+
+  MPK_DEVICE void bring_queries(const T* const (&rows)[2], uint8_t* place) {
+    const auto piece = [&](int k, int i) {
+      const bool is_there = !KeyTile::kEndsHalf || k + 1 < KeyTile::kSteps || i < 2;
+      return is_there ? load_pair<V::kAlignedQ>(rows[i % 2] + 16 * k + i / 2 * 8) : 0;
+    };
+    if constexpr (S::kKeepsQueries) {
+#pragma unroll
+      for (int k = 0; k < KeyTile::kSteps; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) q[k].v[i] = piece(k, i);
+    } else {
+      staged = ptx::smem_addr(place) + lane % 16 * S::kQueriesPitch + lane / 16 * 16;
+      uint8_t* mine = place + lane / 4 * S::kQueriesPitch + lane % 4 * 4;
+#pragma unroll 4
+      for (int k = 0; k < KeyTile::kSteps; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          *reinterpret_cast<uint32_t*>(mine + i % 2 * 8 * S::kQueriesPitch + 32 * k + i / 2 * 16) = piece(k, i);
+      __syncwarp();
+    }
+  }
+  MPK_DEVICE ptx::Quad queries(int k) const {
+    if constexpr (S::kKeepsQueries)
+      return q[k];
+    else
+      return ptx::load_matrices(staged + 32 * k);
   }
 
   // Read anew each time: what is computed from it takes no registers in between.
@@ -277,16 +334,18 @@ struct Rows {
   // A tile, so many positions at a time: all rows may see all of them, or not.
   MPK_DEVICE void attend(const uint8_t* entry, uint32_t tile) {
     uint32_t begin = tile * V::kKeys;
+    const uint8_t* values = entry + KeyTile::kBytes;
 #pragma unroll 1
     for (int part = 0; part < V::kKeys / S::kAtOnce && begin < most; part++) {
       if (is_behind(begin + S::kAtOnce - 1, least)) {
       } else if (V::kHasMask || begin + S::kAtOnce > least || is_behind(begin, most)) {
-        attend_part<true>(entry, begin);
+        attend_part<true>(entry, values, begin);
       } else {
-        attend_part<false>(entry, begin);
+        attend_part<false>(entry, values, begin);
       }
       begin += S::kAtOnce;
-      entry += S::kAtOnce * S::kPitch;
+      entry += S::kAtOnce * KeyTile::kPitch;
+      values += S::kAtOnce * ValueTile::kPitch;
     }
   }
 
@@ -298,9 +357,9 @@ struct Rows {
   }
 
   template <bool cut>
-  MPK_DEVICE void attend_part(const uint8_t* entry, uint32_t begin) {
+  MPK_DEVICE void attend_part(const uint8_t* keys, const uint8_t* values, uint32_t begin) {
     Scores scores = {};
-    multiply_keys(scores, entry);
+    multiply_keys(scores, keys);
     if constexpr (S::kScaleFirst)
 #pragma unroll
       for (SumFragment& fragment : scores)
@@ -308,21 +367,23 @@ struct Rows {
         for (float& score : fragment) score = attention::scored<V>(score);
     if constexpr (cut) hide(scores, begin);
     exponentiate(scores);
-    add_values<cut>(scores, entry + S::kTileBytes, most - begin);
+    add_values<cut>(scores, values, most - begin);
   }
 
   // Each access of a warp brings 16 keys by 16 columns: of 8 keys 8 columns, then the next 8, and of 8 more keys.
   MPK_DEVICE void multiply_keys(Scores& scores, const uint8_t* keys) const {
     const uint32_t lane = lane_anew(), matrix = lane / 8;
-    const ptx::SharedAddress from = S::piece_of(keys, matrix / 2 * 8 + lane % 8, matrix % 2);
+    const ptx::SharedAddress from = KeyTile::piece_of(keys, matrix / 2 * 8 + lane % 8, matrix % 2);
 #pragma unroll
-    for (int k = 0; k < S::kSteps; k++) {
-      const ptx::SharedAddress columns = S::columns_of(from, k);
+    for (int k = 0; k < KeyTile::kSteps; k++) {
+      const ptx::SharedAddress columns = KeyTile::columns_of(from, k);
+      const ptx::Quad a = queries(k);
 #pragma unroll
       for (int n = 0; n < S::kAtOnce / 16; n++) {
-        const ptx::Quad b = ptx::load_matrices(columns + n * 16 * S::kPitch);
-        ptx::mma<T>(scores[2 * n], q[k], {b.v[0], b.v[1]});
-        ptx::mma<T>(scores[2 * n + 1], q[k], {b.v[2], b.v[3]});
+        ptx::Quad b = ptx::load_matrices(columns + n * 16 * KeyTile::kPitch);
+        if (KeyTile::kEndsHalf && k + 1 == KeyTile::kSteps) b.v[1] = b.v[3] = 0;  // anything may stand behind a key
+        ptx::mma<T>(scores[2 * n], a, {b.v[0], b.v[1]});
+        ptx::mma<T>(scores[2 * n + 1], a, {b.v[2], b.v[3]});
       }
     }
   }
@@ -392,7 +453,7 @@ struct Rows {
   template <bool cut>
   MPK_DEVICE void add_values(const Scores& weights, const uint8_t* values, uint32_t count) {
     const uint32_t lane = lane_anew(), matrix = lane / 8;
-    const ptx::SharedAddress from = S::piece_of(values, matrix % 2 * 8 + lane % 8, matrix / 2);
+    const ptx::SharedAddress from = ValueTile::piece_of(values, matrix % 2 * 8 + lane % 8, matrix / 2);
 #pragma unroll
     for (int k = 0; k < S::kAtOnce / 16; k++) {
       const auto pair = [&](int n, int i) { return round_pair<T>(weights[n][i], weights[n][i + 1]); };
@@ -400,13 +461,13 @@ struct Rows {
       const uint32_t position = 16 * k + lane % 4 * 2;
       const uint32_t keeps[2] = {kept_of(position, count), kept_of(position + 8, count)};
 #pragma unroll
-      for (int n = 0; n < V::kSize / 16; n++) {
-        ptx::Quad b = ptx::load_matrices_transposed(S::columns_of(from, n) + k * 16 * S::kPitch);
+      for (int n = 0; n < ValueTile::kSteps; n++) {
+        ptx::Quad b = ptx::load_matrices_transposed(ValueTile::columns_of(from, n) + k * 16 * ValueTile::kPitch);
         if constexpr (cut)
 #pragma unroll
           for (int i = 0; i < 4; i++) b.v[i] &= keeps[i % 2];
         ptx::mma<T>(out[2 * n], a, {b.v[0], b.v[1]});
-        ptx::mma<T>(out[2 * n + 1], a, {b.v[2], b.v[3]});
+        if (2 * n + 1 < kFragments) ptx::mma<T>(out[2 * n + 1], a, {b.v[2], b.v[3]});
       }
     }
   }
@@ -418,7 +479,7 @@ struct Rows {
   // the number is larger by `stride` than the last one's. False where the launch was given up.
   template <class C>
   MPK_DEVICE bool unite(C& c, uint32_t stride) {
-    constexpr int kFragments = kUnitedColumns / 8, kPlace = kUnitedBytes / int(sizeof(float4));
+    constexpr int kAtATime = kUnitedColumns / 8, kPlace = S::kWarpBytes / int(sizeof(float4));
     float4* mine = reinterpret_cast<float4*>(c.staged()) + c.warp * kPlace + c.lane;
     const bool is_first = c.warp < stride;
     const auto for_others = [&](auto f) {
@@ -426,16 +487,17 @@ struct Rows {
 #pragma unroll 1
       for (uint32_t other = c.warp + stride; other < kConsumerWarps; other += stride) {
         theirs += stride * kPlace;
-        f(theirs, theirs[kFragments * 32]);
+        f(theirs, theirs[kAtATime * 32]);
       }
     };
     float high[2] = {maximum[0], maximum[1]}, kept[2];
-    if (!is_first) mine[kFragments * 32] = {maximum[0], maximum[1], sum[0], sum[1]};
+    if (!is_first) mine[kAtATime * 32] = {maximum[0], maximum[1], sum[0], sum[1]};
 #pragma unroll
-    for (int begin = 0; begin < V::kSize / 8; begin += kFragments) {
+    for (int begin = 0; begin < kFragments; begin += kAtATime) {
+      const int end = kFragments - begin < kAtATime ? kFragments - begin : kAtATime;
       if (!is_first)
 #pragma unroll
-        for (int n = 0; n < kFragments; n++) {
+        for (int n = 0; n < end; n++) {
           const SumFragment& o = out[begin + n];
           mine[n * 32] = {o[0], o[1], o[2], o[3]};
         }
@@ -454,13 +516,13 @@ struct Rows {
           });
         }
 #pragma unroll
-        for (int n = 0; n < kFragments; n++)
+        for (int n = 0; n < end; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++) out[begin + n][i] *= kept[i / 2];
         for_others([&](const float4* theirs, const float4& of) {
           const float factors[2] = {factor(of.x, high[0]), factor(of.y, high[1])};
 #pragma unroll
-          for (int n = 0; n < kFragments; n++) {
+          for (int n = 0; n < end; n++) {
             const float4 v = theirs[n * 32];
             SumFragment& o = out[begin + n];
             o[0] = fmaf(factors[0], v.x, o[0]);
@@ -472,6 +534,8 @@ struct Rows {
       }
       if (!c.sync()) return false;  // all have been read
     }
+#pragma unroll
+    for (int i = 0; i < 2; i++) maximum[i] = high[i];
     return true;
   }
   // What sums of exponentials above one maximum are multiplied with where it becomes another.
@@ -492,7 +556,7 @@ struct Rows {
       const float inverse = V::kZeroWithoutKeys && sum[i] == 0 ? 0.0f : __fdividef(kept, sum[i]);
       T* y = unit.y(job, query(i), head(i)) + lane % 4 * 2;
 #pragma unroll
-      for (int n = 0; n < V::kSize / 8; n++)
+      for (int n = 0; n < kFragments; n++)
         store_pair<V::kAlignedY>(y + 8 * n, round_pair<T>(out[n][2 * i] * inverse, out[n][2 * i + 1] * inverse));
     }
   }
@@ -503,7 +567,7 @@ template <class V, class U, class C>
 MPK_DEVICE bool attend(C& c, const Job& job, const U& unit, uint32_t begin, uint32_t end) {
   static_assert(Shape<V>::kEntryBytes <= C::Config::kSlotBytes && C::Config::kEmptyArrivals == kConsumerWarps);
   const uint32_t blocks = unit.warps_of_rows(), parts = kConsumerWarps / blocks;  // parts: of the keys
-  Rows<V, U> rows(job, unit, c.warp % blocks, c.lane);
+  Rows<V, U> rows(job, unit, c.warp % blocks, c.lane, c.staged() + c.warp * Shape<V>::kWarpBytes);
 #pragma unroll 1
   for (uint32_t tile = begin; tile < end; tile++) {
     if (!c.ring.wait(c.entry, c.phase)) {

@@ -137,7 +137,8 @@ MPK_DEVICE bool bring(L& l, const Job& job, const Unit<V>& unit, uint32_t tile) 
   if (!__all_sync(~0u, is_free)) return false;
   uint64_t* full = &w.ring.full[slot];
   uint8_t* to = w.data + slot * L::Config::kSlotBytes;
-  const uint32_t bytes = min(uint32_t(V::kKeys), end - first) * 2 * S::kRowBytes;
+  constexpr uint32_t kKeyBytes = S::KeyTile::kRowBytes, kValueBytes = S::ValueTile::kRowBytes;
+  const uint32_t bytes = min(uint32_t(V::kKeys), end - first) * (kKeyBytes + kValueBytes);
   if (l.lane == 0) ptx::mbar_arrive_expect(full, bytes);
   __syncwarp();
 #pragma unroll
@@ -148,8 +149,8 @@ MPK_DEVICE bool bring(L& l, const Job& job, const Unit<V>& unit, uint32_t tile) 
     const uint32_t token = is_cached ? 0 : unit.token + position - unit.cached;
     const auto* k = is_cached ? V::k_cache(job, rows[i], unit.group) : V::k_new(job, token, unit.group);
     const auto* v = is_cached ? V::v_cache(job, rows[i], unit.group) : V::v_new(job, token, unit.group);
-    ptx::bulk_load(to + place * S::kPitch, k, S::kRowBytes, full, ptx::kEvictNormal);
-    ptx::bulk_load(to + S::kTileBytes + place * S::kPitch, v, S::kRowBytes, full, ptx::kEvictNormal);
+    ptx::bulk_load(to + place * S::KeyTile::kPitch, k, kKeyBytes, full, ptx::kEvictNormal);
+    ptx::bulk_load(to + S::KeyTile::kBytes + place * S::ValueTile::kPitch, v, kValueBytes, full, ptx::kEvictNormal);
   }
   __syncwarp();
   w.entry++;

@@ -33,20 +33,23 @@ struct MatrixMap {
   uint64_t rows, columns, pitch;
   uint32_t box_rows, box_blocks;  // of 64 columns; of a plain map, columns
 };
-inline void box_load(void* dst, const void* map, int row, int block, uint64_t* bar, uint64_t = kEvictFirst) {
+inline void columns_load(void* dst, const void* map, int row, int first, uint64_t* bar, uint64_t = kEvictFirst) {
   emulator::require_aligned_to(dst, 1024);
   const MatrixMap& m = *static_cast<const MatrixMap*>(map);
   for (uint32_t b = 0; b < m.box_blocks; b++)
     for (uint32_t r = 0; r < m.box_rows; r++)
       for (uint32_t piece = 0; piece < 8; piece++) {
         alignas(16) static const uint8_t zero[16] = {};
-        const uint64_t from_row = row + r, column = (uint64_t(block) + b) * 64 + piece * 8;
+        const uint64_t from_row = row + r, column = uint64_t(first) + b * 64 + piece * 8;
         const bool is_in = from_row < m.rows && column < m.columns;
         // The swizzle follows addresses, not rows, which is the same only in boxes of whole eights of rows.
         const uint32_t line = b * m.box_rows + r;
         uint8_t* to = static_cast<uint8_t*>(dst) + line * 128 + (piece ^ line % 8) * 16;
         emulator::copy_async(to, is_in ? m.data + from_row * m.pitch + column * 2 : zero, 16, bar);
       }
+}
+inline void box_load(void* dst, const void* map, int row, int block, uint64_t* bar, uint64_t hint = kEvictFirst) {
+  columns_load(dst, map, row, block * 64, bar, hint);
 }
 inline void prefetch_map(const void*) {}
 inline void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
