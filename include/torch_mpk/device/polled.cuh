@@ -78,8 +78,7 @@ MPK_DEVICE uint32_t absent(const uint4& eight) {
 template <int kSteps, class Piece>
 MPK_DEVICE bool poll_each(uint4 (&to)[kSteps], Piece piece, const Watchdog& dog, uint32_t phase) {
   const uint4 nothing = make_uint4(~0u, ~0u, ~0u, ~0u);
-  uint64_t since = 0;
-  for (uint32_t polls = 1;; polls++) {
+  const bool are_there = poll(dog, phase, [&] {
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       const uint4* at = piece(s);
@@ -88,9 +87,9 @@ MPK_DEVICE bool poll_each(uint4 (&to)[kSteps], Piece piece, const Watchdog& dog,
     uint32_t missing = 0;
 #pragma unroll
     for (int s = 0; s < kSteps; s++) missing |= absent(to[s]);
-    if ((missing & kAbsentBits) == 0) break;
-    if ((polls & 4095) == 0 && (since = keep_polling(dog, phase, since)) == 0) return false;
-  }
+    return missing & kAbsentBits;
+  });
+  if (!are_there) return false;
 #pragma unroll
   for (int s = 0; s < kSteps; s++) to[s] = make_uint4(~to[s].x, ~to[s].y, ~to[s].z, ~to[s].w);
   return true;

@@ -35,4 +35,15 @@ MPK_DEVICE uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint64_t s
   return keep_waiting(dog, polling(phase), since);
 }
 
+// Until nothing is missing of what a thread polls: missing() begins all its loads before it looks at the first, and
+// gives 0 where all has come. False where the launch was given up.
+template <class Missing>
+MPK_DEVICE bool poll(const Watchdog& dog, uint32_t phase, Missing missing) {
+  uint64_t since = 0;
+  for (uint32_t polls = 1;; polls++) {
+    if (missing() == 0) return true;
+    if ((polls & 4095) == 0 && (since = keep_polling(dog, phase, since)) == 0) return false;
+  }
+}
+
 }  // namespace mpk

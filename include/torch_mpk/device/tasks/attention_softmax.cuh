@@ -236,7 +236,6 @@ struct Combined {
   template <class C>
   MPK_DEVICE bool add(C& c, const uint8_t* from, uint32_t count, uint32_t tag) {
     constexpr uint32_t kStride = kUnits<V> * kPieceBytes<V>;
-    uint64_t since = 0;
 #pragma unroll 1
     for (; count > 0; from += kAhead * kStride, count -= min(count, kAhead)) {
       ulonglong2 words[kAhead][kPairs], scale;
@@ -246,8 +245,7 @@ struct Combined {
                    ? ptx::load_relaxed_gpu(reinterpret_cast<const ulonglong2*>(from + piece * kStride) + place)
                    : tagged(0u, 0u, tag);
       };
-      bool are_there = false;
-      for (uint32_t polls = 1;; polls++) {
+      const bool are_there = poll(c.shared.watchdog, c.phase, [&] {
 #pragma unroll
         for (uint32_t i = 0; i < kAhead; i++)
 #pragma unroll
@@ -258,9 +256,8 @@ struct Combined {
         for (uint32_t i = 0; i < kAhead; i++)
 #pragma unroll
           for (int j = 0; j < kPairs; j++) missing |= differing(words[i][j], tag);
-        are_there = missing == 0;
-        if (are_there || ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, since)) == 0)) break;
-      }
+        return missing;
+      });
       if (!__all_sync(~0u, are_there)) return false;
       const float before = max;
 #pragma unroll

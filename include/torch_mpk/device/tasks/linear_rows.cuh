@@ -157,8 +157,7 @@ template <class V, class C>
 MPK_DEVICE bool receive_sums(C& c, const Meeting<V>& meeting, uint32_t quad, uint32_t strip,
                              ulonglong2 (&words)[V::kSplit - 1][2]) {
   const bool is_there = strip * 32 + c.lane < meeting.rows;
-  uint64_t since = 0;
-  for (uint32_t polls = 1;; polls++) {
+  return poll(c.shared.watchdog, c.phase, [&] {
 #pragma unroll
     for (uint32_t o = 0; o < meeting.kOthers; o++) {
       const ulonglong2* from = meeting.words(o < meeting.part ? o : o + 1, quad, strip, c.lane);
@@ -171,9 +170,8 @@ MPK_DEVICE bool receive_sums(C& c, const Meeting<V>& meeting, uint32_t quad, uin
     for (uint32_t o = 0; o < meeting.kOthers; o++)
 #pragma unroll
       for (int i = 0; i < 2; i++) missing |= differing(words[o][i], meeting.tag);
-    if (missing == 0) return true;
-    if ((polls & 4095) == 0 && (since = keep_polling(c.shared.watchdog, c.phase, since)) == 0) return false;
-  }
+    return missing;
+  });
 }
 
 // finish_tiles where workers share them. Sums are added in the order of the parts.
