@@ -185,6 +185,16 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     assert sorted(navigation) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
+def test_the_site_needs_no_network_and_cuts_nothing() -> None:
+    """At 1,280 pixels what is wider than the page scrolls in a box of its own, and code has colour offline."""
+    settings, style = (ROOT / "mkdocs.yml").read_text(), (DOCS / "site.css").read_text()
+    assert "highlightjs: false" in settings and "codehilite" in settings and "extra_css: [site.css]" in settings
+    for selector in (r"\.rst-content table", r"\.rst-content pre"):
+        assert re.search(selector + r" \{[^}]*max-width: 100%;[^}]*overflow-x: auto;", style)
+    assert re.search(r"table td,[^}]*white-space: normal;", style)
+    assert len(re.findall(r"^\.codehilite \.", style, re.MULTILINE)) > 50
+
+
 def test_experiments_have_one_form() -> None:
     texts = [page.read_text() for page in (DOCS / "experiments").glob("*.md") if page.stem not in ("steps", "next")]
     entries = [entry for text in texts for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
