@@ -21,7 +21,7 @@ def test_a_step_of_a_model_is_one_megakernel_and_changes_nothing():
     model = tiny_model(num_layers=1)
     decoding = Decoding(model, random_ids(1, 5))
     state = [tensor.clone() for tensor in decoding.state()]
-    report = explain(model, input_ids=random_ids(1, 1), past_key_values=decoding.cache)
+    report = explain(model, input_ids=random_ids(1, 1), past_key_values=decoding.cache, arch="sm_90a")
     assert all(map(torch.equal, decoding.state(), state))
 
     assert (report.num_megakernels, report.num_operations) == (1, 0)
@@ -38,7 +38,10 @@ def test_a_step_of_a_model_is_one_megakernel_and_changes_nothing():
     assert report.measured_us > 0
     assert report.floor_us > 0
     assert report.estimated_us is None  # the constants are a GPU's
+    assert part.kernels == {} and "linear.vector" in part.elsewhere.kernels  # none on a CPU, and those of an H200
+    assert "__global__" in part.elsewhere.source and "cp.async.bulk" not in part.elsewhere.source
     text = str(report)
+    assert re.search(r"\n    sm_90a: \d+ lines of CUDA; jobs: 1 by attention.split_kv, .* by linear.vector", text)
     assert "a call is 1 megakernel\n" in text
     counts = ", ".join(f"{count} {name}" for name, count in part.tasks.items())
     others = part.num_operations - sum(calls.values())
@@ -157,15 +160,27 @@ def test_prefill_is_left_to_pytorch_as_intended():
     assert "as intended" in str(report)
 
 
+def test_an_architecture_that_does_not_take_the_call_says_why():
+    report = explain(torch.nn.Linear(8, 8).double(), torch.ones(1, 8, dtype=torch.float64), arch="sm_90a")
+    (part,) = report.parts
+    assert part.is_megakernel and part.elsewhere.source == ""
+    assert "float64" in part.elsewhere.why
+    assert f"\n    sm_90a: not ours, because {part.elsewhere.why}" in str(report)
+
+
 def test_wrong_options_are_an_error():
+    with pytest.raises(OptionError, match="expected 'sm_80' or 'sm_90a'"):
+        explain(torch.sin, torch.ones(1), arch="sm_90")
     with pytest.raises(OptionError, match="unknown option 'verfy'"):
         explain(torch.sin, torch.ones(1), options={"verfy": 1})
 
 
 def test_the_command_line_explains_a_configuration(tmp_path, capsys):
     tiny_model(num_layers=1).config.save_pretrained(tmp_path)
-    main(["explain", str(tmp_path), "--batch", "2", "--length", "16", "--dtype", "float32", "--device", "cpu"])
+    shape = ["--batch", "2", "--length", "16", "--dtype", "bfloat16", "--device", "cpu"]
+    main(["explain", str(tmp_path), *shape, "--arch", "sm_100a", "--cuda", str(tmp_path / "step.cu")])
     assert "torch_mpk on cpu: a call is 1 megakernel" in capsys.readouterr().out
+    assert "__global__" in (tmp_path / "step.cu").read_text()
 
 
 @pytest.mark.slow

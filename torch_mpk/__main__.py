@@ -130,8 +130,14 @@ def _random_model(name: str, device: torch.device, dtype: torch.dtype) -> torch.
 
 
 def explain_model(arguments: argparse.Namespace) -> None:
+    if arguments.cuda is not None and arguments.arch is None:
+        raise ArgumentError(name="--cuda", expected="--arch beside it", value=arguments.cuda)
     model, inputs = _decode_step(arguments, position=1)
-    print(explain(model, **inputs))
+    report = explain(model, arch=arguments.arch, **inputs)
+    print(report)
+    if arguments.cuda is not None:
+        sources = [part.elsewhere.source for part in report.parts if part.elsewhere is not None]
+        _write("--cuda", arguments.cuda, max(sources, key=len, default=""))
 
 
 def profile_model(arguments: argparse.Namespace) -> None:
@@ -216,7 +222,7 @@ def bench_file(arguments: argparse.Namespace) -> None:
     print(f"{arguments.dtype} on {device}: medians in milliseconds, and as multiples of ours", bench.header(), sep="\n")
     with torch.inference_mode():
         for task in declared:
-            for timed in bench.bench_task(task, dtype, device, arguments.rounds):
+            for timed in bench.bench_task(task, dtype, device, arguments.rounds, arguments.gpu_ms):
                 print(timed, flush=True)
                 if timed.failure:
                     failures.append(f"{task.file}: task {task.name}, sample {timed.number}: {timed.failure}")
@@ -287,6 +293,9 @@ def _add_commands_of_models(add: Callable[..., argparse.ArgumentParser]) -> None
         command.add_argument("--length", type=_int_from(2), default=1024, help=text)
         command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
         _add_device(command)
+    text = "also what it would be there: sm_80, sm_90a, sm_100a or sm_120a, which need not be here"
+    explaining.add_argument("--arch", metavar="ARCH", help=text)
+    explaining.add_argument("--cuda", type=Path, metavar="OUT", help="write the CUDA source of its largest part there")
     profiling.add_argument("--out", type=Path, default=Path("trace.json.gz"), help="(default: trace.json.gz)")
     profiling.add_argument("--position", type=_int_from(1), default=512, help="tokens in the cache (default: 512)")
     profiling.add_argument("--steps", type=_int_from(1), default=3, help="to record (default: 3)")
@@ -310,6 +319,8 @@ def _add_commands_of_tasks(add: Callable[..., argparse.ArgumentParser]) -> None:
     _add_device(command)
     text = "of calls that are timed on the CPU (default: 30)"
     command.add_argument("--rounds", type=_int_from(1), default=30, help=text)
+    text = "that calls are repeated for on a GPU (default: 100)"
+    command.add_argument("--gpu-ms", type=_int_from(1), default=100, metavar="MS", help=text)
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from torch.autograd import _profiler_enabled as is_profiling
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.profiler import record_function
 
-from torch_mpk.config import Options
+from torch_mpk.config import Options, env
 from torch_mpk.dump import Dump
 from torch_mpk.errors import MpkError, UnsupportedError
 from torch_mpk.partition import Partitioned
@@ -20,6 +20,7 @@ from torch_mpk.plan import Plan
 from torch_mpk.planning import make_plan
 from torch_mpk.provenance import where
 from torch_mpk.runtime.backend import backend_of
+from torch_mpk.runtime.cuda import absent_target
 from torch_mpk.runtime.overlaps import Memory, guarded
 from torch_mpk.runtime.segment import CompiledSegment, decline_none
 
@@ -32,8 +33,19 @@ def build_segment(
     Raises:
         UnsupportedError: a node cannot be lowered or generated, or the device is not supported.
     """
+    if dump.is_wanted and env.dump_arch is not None:
+        _dump_elsewhere(gm, env.dump_arch, options, dump)
     plan = make_plan(gm, backend_of(device).target(device, options), options, dump)
     return CompiledSegment(plan, device, options, dump, name)
+
+
+def _dump_elsewhere(gm: torch.fx.GraphModule, arch: str, options: Options, dump: Dump) -> None:
+    """What the segment would be on a device that need not be there, or why it would not be ours."""
+    target = absent_target(arch, options)
+    try:
+        make_plan(gm, target, options, dump.inside(arch))
+    except UnsupportedError as error:
+        dump.inside(arch).write("unsupported.txt", f"{error}\n")
 
 
 class CompiledGraph:

@@ -202,6 +202,18 @@ class Environment:
         return self._path("TORCH_MPK_DUMP")
 
     @property
+    def dump_arch(self) -> str | None:
+        """TORCH_MPK_DUMP_ARCH: "sm_80", "sm_90a", "sm_100a" or "sm_120a": artefacts have a folder of that name, too,
+        with the schedule and the source for such a device, which need not be there."""
+        value = os.environ.get("TORCH_MPK_DUMP_ARCH")
+        known = [_C.compiled_name(arch.number) for arch in _C.archs()]
+        if value and value not in known:
+            raise OptionError(
+                name="TORCH_MPK_DUMP_ARCH", expected=f"{', '.join(known)}{closest(value, known)}", value=value
+            )
+        return value or None
+
+    @property
     def cache_dir(self) -> Path:
         """TORCH_MPK_CACHE_DIR: compiled kernels. Default: ``$XDG_CACHE_HOME/torch_mpk`` or ``~/.cache/torch_mpk``."""
         default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_mpk"

@@ -45,6 +45,19 @@ class Dump:
             folder.mkdir()
         return Dump(self._folder and folder, self._is_asked_for)
 
+    @property
+    def is_wanted(self) -> bool:
+        return self._folder is not None
+
+    def inside(self, name: str) -> Dump:
+        """A folder of that name in this one."""
+        if self._folder is None:
+            return self
+        folder = self._folder / name
+        with self._writing():
+            folder.mkdir(exist_ok=True)
+        return Dump(self._folder and folder, self._is_asked_for)
+
     def write(self, name: str, content: str | bytes | Callable[[], str | bytes]) -> None:
         """``content`` that takes long to make is a function, which is called where there is a folder."""
         if self._folder is not None:

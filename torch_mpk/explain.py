@@ -30,11 +30,13 @@ from torch_mpk.costs import COSTS, Estimate, extent_bytes
 from torch_mpk.dry_run import dry_run, will_write
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
 from torch_mpk.fallback import reason
+from torch_mpk.lowering import lower
 from torch_mpk.partition import Fallback, Segment, operations
 from torch_mpk.patterns import apply
 from torch_mpk.registry import Task
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.cpu import num_threads
+from torch_mpk.runtime.cuda import absent_target
 from torch_mpk.tasks.embedding import embedding
 from torch_mpk.verify import copied
 
@@ -56,6 +58,17 @@ class KernelUse:
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """What a segment would be on a device that need not be there: its CUDA source and the kernels of its jobs, or
+    ``why`` it would not be ours."""
+
+    arch: str
+    source: str = ""
+    kernels: Mapping[str, KernelUse] = field(default_factory=dict)
+    why: str | None = None
+
+
+@dataclass(frozen=True)
 class Part:
     """A segment of a graph. ``num_bytes`` are those of inputs and constants, each counted once, caches in full."""
 
@@ -68,6 +81,7 @@ class Part:
     phases: list[str] = field(default_factory=list)  # the module path that each phase of a megakernel makes a value of
     kernels: Mapping[str, KernelUse] = field(default_factory=dict)  # by their names; none on the CPU
     num_awaited: int = 0  # events that its phases wait for
+    elsewhere: Elsewhere | None = None  # where another architecture was asked for
     workspace_bytes: int = 0
     result_bytes: int = 0  # allocated for each call
 
@@ -139,7 +153,13 @@ class Report:
         return "\n".join(_lines(self))
 
 
-def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    arch: str | None = None,
+    **kwargs: Any,
+) -> Report:
     """What ``torch.compile(model, backend="mpk", options=options)(*args, **kwargs)`` does, under ``inference_mode``.
 
     The call is captured and built, run in eager for its results, and its graphs are timed. All of that works on deep
@@ -150,15 +170,19 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     Args:
         model: a module or function, compiled already or not.
         options: of the backend. ``verify`` plays no part.
+        arch: "sm_80", "sm_90a", "sm_100a" or "sm_120a": the report also has what the megakernels would be on an A100,
+            H200, B200 or RTX 5090, which need not be there: ``report.parts[0].elsewhere.source`` is CUDA, generated and
+            not compiled.
 
     Returns:
         a report; ``print`` shows it.
 
     Raises:
-        OptionError: an option has an unknown name or a value that cannot be used.
+        OptionError: an option has an unknown name or a value that cannot be used, or there is no such ``arch``.
         Exception: whatever the model itself raises for these arguments.
     """
     settings = dataclasses.replace(Options.parse(None, options), verify=False)
+    elsewhere = None if arch is None else (arch, absent_target(arch, settings))
     fn = getattr(model, "_orig_mod", model)  # the name that torch.compile's own wrapper uses: provenance.py knows it
     graphs: list[Graph] = []
     devices: list[torch.device] = []
@@ -169,7 +193,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
         devices.extend(value.device for value in inputs if isinstance(value, torch.Tensor))
         written = written_inputs(gm, inputs)
         will_write(inputs[i] for i in written)
-        graphs.append(_explain_graph(gm, inputs, written, settings, dynamo))
+        graphs.append(_explain_graph(gm, inputs, written, settings, dynamo, elsewhere))
         return gm.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +224,12 @@ def _shortened(message: str) -> str:
 
 
 def _explain_graph(
-    gm: fx.GraphModule, inputs: Sequence[Any], written: Sequence[int], options: Options, seconds: dict[str, float]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    written: Sequence[int],
+    options: Options,
+    seconds: dict[str, float],
+    elsewhere: tuple[str, _C.Target] | None,
 ) -> Graph:
     try:
         with timing.build():
@@ -215,6 +244,14 @@ def _explain_graph(
             return Graph([_whole(gm, inputs)], [], why, seconds, None, misses=_misses(gm, inputs))
         assert compiled.partitioned is not None
         parts = [_part(segment, compiled) for segment in compiled.partitioned.segments if _is_work(segment)]
+        if elsewhere is not None:
+            ours = {segment.name: segment.gm for segment in compiled.partitioned.segments if segment.ours}
+            parts = [
+                dataclasses.replace(part, elsewhere=_elsewhere(ours[part.name], *elsewhere, options))
+                if part.is_megakernel
+                else part
+                for part in parts
+            ]
         misses = _misses(gm, inputs)
     return Graph(
         parts,
@@ -274,6 +311,15 @@ def _part(segment: Segment, compiled: CompiledGraph) -> Part:
         workspace_bytes=schedule.workspace_bytes + 2 * schedule.polled_bytes,
         result_bytes=sum(fresh.dtype.itemsize * torch.Size(fresh.shape).numel() for fresh in plan.fresh),
     )
+
+
+def _elsewhere(gm: fx.GraphModule, arch: str, target: _C.Target, options: Options) -> Elsewhere:
+    try:
+        schedule = _C.make_schedule(lower(gm).graph, target)
+        source = _C.generate_cuda(schedule, options.profile, named=True).source
+    except UnsupportedError as error:
+        return Elsewhere(arch, why=str(error))
+    return Elsewhere(arch, source, kernels_of([job for phase in schedule.phases for job in phase.jobs]))
 
 
 def kernels_of(jobs: Sequence[_C.Job]) -> dict[str, KernelUse]:
@@ -380,6 +426,7 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
             yield from (f"    {line}" for line in _kernels(part))
             memory = f"{_mib(part.workspace_bytes)} of workspace, {_mib(part.result_bytes)} of results a call"
             yield f"    memory: {memory}; weights are read in place"
+            yield from (f"    {line}" for line in _elsewhere_lines(part.elsewhere))
     if graph.estimate is not None:
         yield f"  taken in parts: {graph.estimate}"
     for node, source, why in graph.fallbacks:
@@ -402,6 +449,16 @@ def _kernels(part: Part) -> Iterator[str]:
         if use.next_best:
             instead = ", ".join(f"{name} {us:.3g} us" for name, us in use.next_best.items())
             yield f"{_count(use.num_jobs, 'job')} by {kernel}, expected to take {use.us:.3g} us; next best: {instead}"
+
+
+def _elsewhere_lines(elsewhere: Elsewhere | None) -> Iterator[str]:
+    if elsewhere is None:
+        return
+    if elsewhere.why is not None:
+        yield f"{elsewhere.arch}: not ours, because {elsewhere.why}"
+        return
+    kernels = ", ".join(f"{use.num_jobs} by {name}" for name, use in sorted(elsewhere.kernels.items()))
+    yield f"{elsewhere.arch}: {_count(elsewhere.source.count(chr(10)), 'line')} of CUDA; jobs: {kernels}"
 
 
 def _phases(part: Part) -> str:

@@ -94,12 +94,25 @@ def test_a_task(folder):
   before 8 attention layers.0.attention (read after write of 'layers.0.q_rope')"""
     )
     file = graph_view.read(folder)
+    cut = r"\n  cut    \d+ tiles, static, tiles of \d+ rows of weights in entries of \d+ bytes, by linear\.vector \("
+    assert re.search(cut, graph_view.task(file, "layers.0.down"))
     assert graph_view.task(file, "rope").count("\n\n") == 1  # two of them
     assert "store %" in graph_view.task(file, "10")  # a program is shown
     with pytest.raises(GraphFileError, match=r"no task or label is 'ropes': did you mean rope\?"):
         graph_view.task(file, "ropes")
     with pytest.raises(GraphFileError, match="tasks are attention, linear, pointwise"):
         graph_view.task(file, "zzzz")
+
+
+def test_the_part_of_each_operand_that_a_tile_has(tmp_path):
+    with PersistentKernel() as kernel:
+        x = kernel.attach_input(torch.ones(3, 8), "x")
+        kernel.topk_layer(x, num=2)
+        kernel.compile()
+        text = graph_view.task(graph_view.read(leave(tmp_path, kernel.schedule.graph)), "topk")
+    assert re.search(r"reads   x: float32\[3, 8\] .*, tile \[1, 8\]\n", text)
+    assert re.search(r"writes  ids: int64\[3, 2\] .*, tile \[1, 2\]\n", text)
+    assert "\n  cut    3 tiles, static" in text
 
 
 def test_events(folder):

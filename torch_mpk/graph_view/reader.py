@@ -75,6 +75,7 @@ class Job:
     assignment: str
     loader_waits: tuple[int, ...]
     kernel: str = ""  # with what it and the next best are expected to take; empty on the CPU
+    stream: str = ""  # how its matrices come through the ring, if they do
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -191,6 +192,18 @@ def _kernel(job: dict[str, Any]) -> str:
     return f"{job['kernel']} ({'; '.join(costs)})"
 
 
+def _stream(job: dict[str, Any]) -> str:
+    """What a tile has of the job's matrices, as ``tiles of 3 rows of weights in entries of 384 bytes``."""
+    shape = job.get("shape")
+    if not shape:
+        return ""
+    both = f" and {shape['x_rows']} of x" if shape.get("x_rows") else ""
+    entry = (int(shape["chunk_parts"]) * int(shape["tile_rows"]) + int(shape.get("x_rows", 0))) * int(
+        shape["chunk_bytes"]
+    )
+    return f"tiles of {shape['tile_rows']} rows of weights{both} in entries of {entry} bytes"
+
+
 def _ints(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
@@ -219,6 +232,7 @@ def _read_schedule(file: GraphFile, content: dict[str, Any]) -> None:
                 str(j["assignment"]),
                 _ints(j["loader_waits"]),
                 _kernel(j),
+                _stream(j),
             )
             for j in p["jobs"]
         ]

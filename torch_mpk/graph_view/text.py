@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
-from torch_mpk.errors import GraphFileError
-from torch_mpk.graph_view.reader import GraphFile, Node
+from torch_mpk import registry
+from torch_mpk.errors import GraphFileError, UnknownTaskError
+from torch_mpk.graph_view.reader import GraphFile, Node, Operand
 
 _NUM_LARGEST = 5
 
@@ -69,9 +70,14 @@ def _describe(file: GraphFile, node: Node) -> Iterator[str]:
         buffer = file.buffers[operand.buffer]
         access = "updates" if operand.is_read and operand.is_write else "writes" if operand.is_write else "reads"
         strides = f" strides {list(operand.strides)}"
-        yield f"  {access:7} {operand}{strides} of {buffer.kind} {buffer.name!r}"
+        yield f"  {access:7} {operand}{strides} of {buffer.kind} {buffer.name!r}{_tile(node, operand)}"
     for name, value in node.attrs.items():
         yield f"  {name} = {value!r}"
+    for phase in file.phases:
+        for job in phase.jobs:
+            if node.id in job.body:
+                tiles = f"{count(range(job.tiles), 'tile')}, {job.assignment}"
+                yield f"  cut    {', '.join(filter(None, [tiles, job.stream, job.kernel and f'by {job.kernel}']))}"
     for title, pairs in (
         ("after", [(edge.source, edge) for edge in file.edges if edge.target == node.id]),
         ("before", [(edge.target, edge) for edge in file.edges if edge.source == node.id]),
@@ -80,6 +86,23 @@ def _describe(file: GraphFile, node: Node) -> Iterator[str]:
             yield f"  {title:7}{file.nodes[other]} ({edge.hazard} of {file.buffers[edge.buffer].name!r})"
     if node.program:
         yield from (f"  {line}" for line in node.program.rstrip().splitlines())
+
+
+def _tile(node: Node, operand: Operand) -> str:
+    """What a tile has of an operand, by the task's declaration: the part of each dimension along which the task is cut,
+    and all of the others."""
+    try:
+        task = registry.get(node.task)
+    except UnknownTaskError:  # of another process, or a program's
+        return ""
+    spec = next((each for each in (*task.inputs, *task.outputs) if each.name == operand.name), None)
+    if spec is None or task.role not in ("tile", "row"):
+        return ""
+    cut = task.tile if task.role == "tile" else {"...": 1, task.inputs[0].dims[0]: 1}
+    named = [dim for dim in spec.dims if dim != "..."]
+    leading = len(operand.shape) - len(named)
+    sizes = [1] * leading + [min(cut.get(dim, size), size) for dim, size in zip(named, operand.shape[leading:])]
+    return "" if sizes == [*operand.shape] else f", tile {sizes}"
 
 
 def event(file: GraphFile, number: int) -> str:

@@ -85,9 +85,11 @@ class TaskLayers:
         v_cache: GlobalTensor,
         mask: GlobalTensor | None = ...,
         limit: GlobalTensor | None = ...,
+        sinks: GlobalTensor | None = ...,
         y: GlobalTensor | None = ...,
         scale: float,
         style: str = ...,
+        softcap: float = ...,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
@@ -106,8 +108,10 @@ class TaskLayers:
         slot: GlobalTensor | None = ...,
         mask: GlobalTensor | None = ...,
         limit: GlobalTensor | None = ...,
+        sinks: GlobalTensor | None = ...,
         scale: float,
         style: str = ...,
+        softcap: float = ...,
     ) -> GlobalTensor: ...
     @overload
     def embedding_layer(
@@ -320,9 +324,11 @@ class TaskLayers:
         v: GlobalTensor,
         mask: GlobalTensor | None = ...,
         limit: GlobalTensor | None = ...,
+        sinks: GlobalTensor | None = ...,
         y: GlobalTensor | None = ...,
         scale: float,
         style: str = ...,
+        softcap: float = ...,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
@@ -338,8 +344,10 @@ class TaskLayers:
         *,
         mask: GlobalTensor | None = ...,
         limit: GlobalTensor | None = ...,
+        sinks: GlobalTensor | None = ...,
         scale: float,
         style: str = ...,
+        softcap: float = ...,
     ) -> GlobalTensor: ...
     @overload
     def quantized_linear_layer(
@@ -487,9 +495,11 @@ class TaskLayers:
         read_index: GlobalTensor,
         cu_seq_lens_q: GlobalTensor,
         cu_seq_lens_k: GlobalTensor,
+        sinks: GlobalTensor | None = ...,
         y: GlobalTensor | None = ...,
         scale: float,
         window: int = ...,
+        softcap: float = ...,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
@@ -508,7 +518,9 @@ class TaskLayers:
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
         *,
+        sinks: GlobalTensor | None = ...,
         scale: float,
         window: int = ...,
+        softcap: float = ...,
     ) -> GlobalTensor: ...
     def __getattr__(self, name: str) -> Any: ...  # layers of other packages' tasks

@@ -17,6 +17,7 @@ from torch_mpk.registry import Task
 from torch_mpk.task_kernel import kernel_of
 from torch_mpk.testing.tasks import Calls
 
+GPU_MS = 100.0  # of calls that are timed
 _OURS, _EAGER, _INDUCTOR = "ours", "eager", "Inductor"
 COLUMNS = (_OURS, _EAGER, _INDUCTOR)
 
@@ -53,8 +54,11 @@ def header() -> str:
     return "  ".join([*(f"{name:>9}{'' if name == _OURS else '  (/ours)':9}" for name in COLUMNS), "sample"])
 
 
-def bench_task(task: Task, dtype: torch.dtype, device: torch.device, rounds: int = 30) -> Iterator[Timed]:
-    """Times every sample of a task, after comparing what each way computes with the reference.
+def bench_task(
+    task: Task, dtype: torch.dtype, device: torch.device, rounds: int = 30, gpu_ms: float = GPU_MS
+) -> Iterator[Timed]:
+    """Times every sample of a task, after comparing what each way computes with the reference: ``rounds`` calls on a
+    CPU, and on a GPU as many as fill ``gpu_ms``.
 
     Raises TaskError where the task has no samples.
     """
@@ -65,7 +69,7 @@ def bench_task(task: Task, dtype: torch.dtype, device: torch.device, rounds: int
             torch.manual_seed(number)
             operands, attrs = task.sample(sample, dtype, device)
         ways, notes = _agreeing(Call(task, operands, attrs))
-        medians = {name: us["median"] / 1e3 for name, us in microseconds(ways, device, rounds).items()}
+        medians = {name: us["median"] / 1e3 for name, us in microseconds(ways, device, rounds, gpu_ms).items()}
         yield Timed(task, number, medians, notes)
 
 
@@ -93,13 +97,16 @@ def _agreeing(call: Call) -> tuple[dict[str, Run], dict[str, str]]:
     return ways, notes
 
 
-def microseconds(ways: Mapping[str, Run], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
-    """Of a call: on a GPU the device's time with a cold L2 cache, on the CPU a call's, in rounds of changing order."""
+def microseconds(
+    ways: Mapping[str, Run], device: torch.device, rounds: int, gpu_ms: float = GPU_MS
+) -> dict[str, dict[str, float]]:
+    """Of a call: on a GPU the device's time with a cold L2 cache, of as many calls as fill ``gpu_ms``; on the CPU a
+    call's, in rounds of changing order."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
         quantiles = [0.5, 0.1, 0.9]
-        times = {name: do_bench(call, quantiles=quantiles) for name, call in ways.items()}
+        times = {name: do_bench(call, rep=gpu_ms, quantiles=quantiles) for name, call in ways.items()}
         return {
             name: dict(zip(("median", "p10", "p90"), (1e3 * t for t in ts), strict=True)) for name, ts in times.items()
         }
