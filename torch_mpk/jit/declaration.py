@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -313,17 +314,32 @@ class Declaration:
         if positional != expected:
             self.fail(f"the function's parameters are {positional}, the signature's tensors {expected}")
         attributes = []
+        self.enums: dict[str, type[enum.IntEnum]] = {}  # of parameters, which are passed as integers
         for p in parameters:
             if p.kind is inspect.Parameter.KEYWORD_ONLY:
-                if hints.get(p.name) not in _SCHEMA_TYPES:
-                    self.fail(f"{p.name} must be annotated as int, float, bool or torch.dtype")
+                hint = hints.get(p.name)
+                if isinstance(hint, type) and issubclass(hint, enum.IntEnum):
+                    self.enums[p.name], hints[p.name] = hint, int
+                elif hint not in _SCHEMA_TYPES:
+                    self.fail(f"{p.name} must be annotated as int, float, bool, torch.dtype or an enum.IntEnum")
                 if p.name in (*self.slots, *(operand.name for operand in self.operands)):
                     self.fail(f"{p.name} is a parameter and a name of the signature")
                 default = None if p.default is inspect.Parameter.empty else p.default
                 if default is not None and not _is_a(hints[p.name], default):
                     self.fail(f"{p.name} is {default!r} by default, which is not what it is annotated as")
+                if default is not None and p.name in self.enums:
+                    default = int(self.member(p.name, default))
                 attributes.append(Attribute(p.name, hints[p.name], default, self._slot(p.name)))
         return attributes
+
+    def member(self, name: str, value: Any) -> int:
+        """The number of an enum's member. Raises KernelSignatureError where the value is none."""
+        known = self.enums[name]
+        try:
+            return int(known(value))
+        except ValueError:
+            members = ", ".join(f"{member.name} ({int(member)})" for member in known)
+            self.fail(f"{name} is {value!r}, expected a member of {known.__name__}: {members}")
 
     def _parse_launch(self, text: str) -> Launch:
         parts = launches.read(text)

@@ -25,11 +25,12 @@ from torch_mpk.signature import bind_dims
 
 _NAMESPACE = "mpk_jit"
 _library = torch.library.Library(_NAMESPACE, "DEF")
+Source = str | Path | Sequence[str | Path]
 _kernels: dict[str, Kernel] = {}  # by the name of their operator; a cell of a notebook that runs again replaces its own
 
 
 def kernel(
-    source: str | Path,
+    source: Source,
     signature: str,
     launch: str,
     *,
@@ -45,7 +46,7 @@ def kernel(
 
     Args:
         source: C++ code, or a file: a string is code where it has a line break, a brace, a semicolon or a ``#``. A
-            relative path starts at the folder of the Python file.
+            relative path starts at the folder of the Python file. Several files, in a list, are compiled as one.
         signature: the tensors, ``x[M, K], y[M // 2]!, z[M]? -> w[K]``. Names in brackets are sizes, bound where they
             first stand and the same everywhere; a number is itself, an expression is computed, and ``...`` in front is
             any number of sizes. ``!`` is updated in place, ``?`` may be None, and what stands behind ``->`` is
@@ -75,7 +76,7 @@ def kernel(
     )
 
 
-def module(source: str | Path, *, include_dirs: Sequence[str | Path] = (), flags: Sequence[str] = ()) -> Module:
+def module(source: Source, *, include_dirs: Sequence[str | Path] = (), flags: Sequence[str] = ()) -> Module:
     """A source of several kernels, which its method ``kernel`` declares. The arguments are those of ``jit.kernel``."""
     return Module(source, include_dirs, flags)
 
@@ -87,14 +88,18 @@ class Module:
     the variables of the source.
     """
 
-    def __init__(self, source: str | Path, include_dirs: Sequence[str | Path], flags: Sequence[str]) -> None:
-        if not isinstance(source, (str, Path)) or not str(source).strip():
-            raise KernelSignatureError(f"jit.kernel: source={source!r}, expected code or the path of a file")
+    def __init__(self, source: Source, include_dirs: Sequence[str | Path], flags: Sequence[str]) -> None:
+        files = [source] if isinstance(source, (str, Path)) else [*source] if isinstance(source, (list, tuple)) else []
+        if not files or not all(isinstance(file, (str, Path)) and str(file).strip() for file in files):
+            raise KernelSignatureError(
+                f"jit.kernel: source={source!r}, expected code, the path of a file, or a list of paths"
+            )
         try:
             check_words(flags, include_dirs)
         except ArgumentError as error:
             raise KernelSignatureError(f"jit.kernel: {error}") from None
         self.source = source
+        self.files = [str(file) for file in files]
         self.include_dirs = [Path(folder) for folder in include_dirs]
         self.flags = list(flags)
         self.kernels: dict[str, Kernel] = {}  # by the names of their functions
@@ -137,11 +142,16 @@ class Kernel:
             self._code, origin = f'#line 1 "{declaration.name} in {home.name}"\n{module.source}', str(module.source)
             self._include_dirs = module.include_dirs
         else:
-            path = home.parent / module.source
-            if not path.is_file():
-                declaration.fail(f"there is no file {path}; code would have a line break, a brace, a semicolon or a #")
-            self._code, origin = f'#include "{path.name}"', str(module.source)
-            self._include_dirs = [path.parent, *module.include_dirs]
+            paths = [home.parent / file for file in module.files]
+            for path in paths:
+                if not path.is_file():
+                    hint = "code would have a line break, a brace, a semicolon or a #"
+                    declaration.fail(f"there is no file {path}; {hint}")
+            # By names, so that a folder may move; of two with one name by their whole paths.
+            names = [path.name for path in paths]
+            names = names if len({*names}) == len(names) else [str(path) for path in paths]
+            self._code, origin = "\n".join(f'#include "{name}"' for name in names), str(module.source)
+            self._include_dirs = [*dict.fromkeys(path.parent for path in paths), *module.include_dirs]
         identity = (function.__module__, origin, declaration, module.include_dirs, module.flags)
         self.name = f"{declaration.name}_{hashlib.sha256(repr(identity).encode()).hexdigest()[:8]}"
         self.op = _define(self)
@@ -156,6 +166,9 @@ class Kernel:
         return f"<torch_mpk.jit.kernel {self.declaration.name}: {self.declaration.signature}>"
 
     def __call__(self, *tensors: torch.Tensor | None, **attributes: Any) -> Any:
+        for name in self.declaration.enums:
+            if name in attributes:
+                attributes[name] = self.declaration.member(name, attributes[name])
         # The dispatcher takes some microseconds, which only a tracer needs.
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
             return self._dispatch(*tensors, **attributes)
@@ -198,6 +211,7 @@ class Kernel:
         and ``seconds``. Raises KernelSignatureError where a value does not fit, and what ``compile_cuda`` raises.
         """
         declaration = self.declaration
+        values |= {name: declaration.member(name, values[name]) for name in declaration.enums if name in values}
         names = [declaration.slots[slot] for slot in declaration.key_slots]
         known = {attribute.name: attribute.default for attribute in declaration.attributes} | values
         missing = [name for name in names if known.get(name) is None]
