@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 # What torch_mpk/ holds, in the order of imports: a module imports modules before it, and none behind it.
 PYTHON_ORDER = """
-    errors announcements config background dump timing step_builder tracing streaming snapshot dry_run signature
+    errors announcements config background dump timing tracing streaming snapshot dry_run signature
     timeline bandwidth plan
     registry calls
     tasks aliasing foreign forms costs capture provenance patterns lowering partition planning
@@ -25,7 +25,7 @@ PYTHON_ORDER = """
     runtime compiled_graph task_kernel prompts admission fallback guards packing buckets specialize serializable verify
     build_cache traces trace_store sharding agreement
     backend sizes persistent_kernel mpk prompt_lookup generation_settings step_inputs request_draws
-    arguments model_inputs compiled_step
+    arguments model_inputs step_builder compiled_step
     sampling static_cache engine
     continuous_batching serve explain profile generate ops plugins expert_loops substitutes precompile new_task graph_view
     reference_vm testing
