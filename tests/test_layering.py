@@ -23,7 +23,7 @@ PYTHON_ORDER = """
     tasks aliasing foreign forms costs capture provenance patterns lowering partition planning
     jit
     runtime compiled_graph task_kernel prompts admission fallback guards packing buckets specialize serializable verify
-    build_cache traces trace_store sharding agreement
+    build_cache traces trace_store known_traces sharding agreement
     backend sizes persistent_kernel mpk prompt_lookup generation_settings step_inputs request_draws
     arguments model_inputs step_builder compiled_step
     sampling static_cache engine
