@@ -18,34 +18,37 @@ import torch
 from torch_mpk.expert_loops import replace_loops
 
 
-def fp8_linear(
-    input: torch.Tensor,  # noqa: A002 - transformers' name
-    weight: torch.Tensor,
-    weight_scale_inv: torch.Tensor,
-    block_size: Sequence[int] | None = None,
-    bias: torch.Tensor | None = None,
-    activation_scale: torch.Tensor | None = None,
-    allow_deepgemm: bool = True,
-) -> torch.Tensor:
-    """``fp8_linear`` of transformers, of e4m3 weights: activations are quantised by row and block of columns."""
-    from transformers.integrations import finegrained_fp8
+def fp8_linear_of(module: Any) -> Callable[..., torch.Tensor]:
+    """The substitute for a module's ``fp8_linear``. Nothing is imported where Dynamo traces: PyTorch 2.11 ends a graph
+    there."""
+    of_others = module.finegrained_fp8_linear
 
-    if weight.dtype != torch.float8_e4m3fn:
-        return finegrained_fp8.finegrained_fp8_linear(
-            input, weight, weight_scale_inv, block_size, bias, activation_scale
+    def fp8_linear(
+        input: torch.Tensor,  # noqa: A002 - transformers' name
+        weight: torch.Tensor,
+        weight_scale_inv: torch.Tensor,
+        block_size: Sequence[int] | None = None,
+        bias: torch.Tensor | None = None,
+        activation_scale: torch.Tensor | None = None,
+        allow_deepgemm: bool = True,
+    ) -> torch.Tensor:
+        """``fp8_linear`` of transformers, of e4m3 weights: activations are quantised by row and block of columns."""
+        if weight.dtype != torch.float8_e4m3fn:
+            return of_others(input, weight, weight_scale_inv, block_size, bias, activation_scale)
+        rows, columns = (0, 0) if block_size is None else (block_size[0], block_size[1])
+        y = torch.ops.mpk.quantized_linear(
+            input.reshape(-1, input.shape[-1]),
+            weight,
+            weight_scale_inv if weight_scale_inv.dim() == 2 else weight_scale_inv.reshape(1, 1),
+            bias,
+            None if activation_scale is None else activation_scale.reshape(1).float(),
+            block_rows=rows,
+            block_columns=columns,
+            x_columns=columns or -1,
         )
-    rows, columns = (0, 0) if block_size is None else (block_size[0], block_size[1])
-    y = torch.ops.mpk.quantized_linear(
-        input.reshape(-1, input.shape[-1]),
-        weight,
-        weight_scale_inv if weight_scale_inv.dim() == 2 else weight_scale_inv.reshape(1, 1),
-        bias,
-        None if activation_scale is None else activation_scale.reshape(1).float(),
-        block_rows=rows,
-        block_columns=columns,
-        x_columns=columns or -1,
-    )
-    return y.reshape(input.shape[:-1] + (weight.shape[0],))
+        return y.reshape(input.shape[:-1] + (weight.shape[0],))
+
+    return fp8_linear
 
 
 def quantize_fp8_per_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,8 +77,11 @@ def _in_graphs(module: Any, **substitutes: Callable[..., Any]) -> None:
 
 
 def _substitute_fp8(module: Any) -> None:
+    if not hasattr(module, "fp8_linear") or not hasattr(module, "finegrained_fp8_linear"):
+        return
+    fp8_linear = fp8_linear_of(module)
     _in_graphs(module, fp8_linear=fp8_linear)
-    if hasattr(module, "fp8_linear") and not module.is_kernels_available():
+    if not module.is_kernels_available():
         module.fp8_linear = fp8_linear
 
 

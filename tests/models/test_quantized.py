@@ -42,7 +42,7 @@ def logits(model: Any, config: Qwen3Config, ids: torch.Tensor) -> torch.Tensor:
 def by_definition(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Eager logits, of linears that compute as the task's reference says."""
     with monkeypatch.context() as patched:
-        patched.setattr(finegrained_fp8, "fp8_linear", substitutes.fp8_linear)
+        patched.setattr(finegrained_fp8, "fp8_linear", substitutes.fp8_linear_of(finegrained_fp8))
         patched.setattr(compressed_tensors, "quantize_fp8_per_row", substitutes.quantize_fp8_per_row)
         patched.setattr(compressed_tensors, "_scaled_mm_rowwise", substitutes.scaled_mm_rowwise)
         patched.setattr(torch.ops.mpk, "quantized_linear", quantized_linear)
