@@ -12,7 +12,8 @@ from tests.codegen.emulated_calls import allocate, decoder_inputs, input_bytes, 
 from tests.schedule.decoder_graph import Builder, contiguous, decoder
 from tests.thinned import thinned
 from torch_mpk import _C, registry
-from torch_mpk.testing.emulator import EmulatedKernel, aligned, emulate
+from torch_mpk.jit import compile_cuda
+from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, aligned, emulate
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
@@ -240,3 +241,20 @@ def test_a_decoder_with_norms_and_rope_in_front(batch: int, page_size: int, limi
                 assert torch.equal(got, want)
         assert bits is None or all(map(torch.equal, left, bits)), "the same call gave other bits"
         bits = left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(R=1, H=16, G=8, D=128, S=256, M=8, P=100, softcap=50.0, has_sinks=True),
+        Case(R=8, H=16, G=16, D=192, V=128, S=16, M=8, P=200, layout="apart"),
+        Case(R=64, H=64, G=8, D=64, S=256, M=8, P=600, has_sinks=True),
+    ],
+    ids=str,
+)
+def test_caps_sinks_and_unequal_sizes_keep_nothing_in_local_memory(case: Case) -> None:
+    schedule = _C.make_schedule(case.graph(), _C.Target("cuda", 90, 132, SMEM_BYTES, True, True))
+    resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
+    assert resources.warnings == ()
+    assert resources.stack_bytes == resources.spill_store_bytes == 0
