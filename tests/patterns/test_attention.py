@@ -24,8 +24,10 @@ def sdpa(q, k, v, mask=None, **kwargs):
     return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask, scale=0.3, **kwargs)
 
 
-def eager(q, k, v, mask=None, dtype=torch.float32):
+def eager(q, k, v, mask=None, dtype=torch.float32, softcap=None):
     scores = torch.matmul(q, repeat_kv(k).transpose(2, 3)) * 0.3
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
     weights = torch.softmax(scores, -1, dtype=dtype).to(q.dtype)
@@ -88,6 +90,26 @@ def test_the_cache_write_is_absorbed(attend, dtype):
     assert not any(node.target is aten.index_copy_.default for node in gm.graph.nodes)
 
 
+@pytest.mark.parametrize("masks", [lambda counter: None, lambda counter: added(causal(counter))])
+def test_scores_with_a_cap(masks):
+    gm = rewritten(partial(step, attend=partial(eager, softcap=1.5), mask=masks), *inputs())
+    assert the_attention(gm)["softcap"] == 1.5
+    assert {"k_new", "v_new", "slot"} <= the_attention(gm).keys()
+
+
+def test_values_of_another_size_than_keys():
+    """As of latent attention."""
+
+    def function(q, k_new, v_new, k, v, slot):
+        k.index_copy_(2, slot, k_new)
+        v.index_copy_(2, slot, v_new)
+        return (F.scaled_dot_product_attention(q, k, v),)
+
+    shapes = [*[(B, H, 1, D)] * 2, (B, H, 1, 8), (B, H, L, D), (B, H, L, 8)]
+    gm = rewritten(function, *map(torch.randn, shapes), torch.tensor([3]))
+    assert {"k_new", "v_new", "slot"} <= the_attention(gm).keys()
+
+
 def test_heads_that_are_not_grouped():
     def function(q, k_new, v_new, k, v, slot):
         k.index_copy_(2, slot, k_new)
@@ -102,7 +124,7 @@ def test_heads_that_are_not_grouped():
 
 def test_a_cache_that_is_only_read():
     call = the_attention(rewritten(lambda q, k, v: (sdpa(q, k, v),), *inputs()[:1], *inputs()[3:5]))
-    assert call.keys() == {"q", "k_cache", "v_cache", "scale", "style"}
+    assert call.keys() == {"q", "k_cache", "v_cache", "scale", "style", "softcap"}
 
 
 BOOL_MASKS = {

@@ -1,13 +1,14 @@
 """Attention over a static cache, with the write of one position that precedes it, or of a prompt's positions.
 
-Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention. Grouped heads
-may be repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``.
+Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention, whose scores a
+hyperbolic tangent may cap. Grouped heads may be repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left
+to ``enable_gqa``. Values may have another size than keys.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -30,6 +31,8 @@ from torch_mpk.patterns.rewriter import (
 )
 from torch_mpk.patterns.table import pattern
 
+LARGEST_HEAD = 256  # of kernels on a GPU
+
 
 @pattern(aten.scaled_dot_product_attention.default)
 def sdpa(rw: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -39,7 +42,7 @@ def sdpa(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     scale = argument(node, "scale")
     if scale is None:
         scale = 1 / math.sqrt(shape(q)[-1])
-    return _attention(rw, node, q, k, v, mask, scale, "sdpa")
+    return _attention(rw, node, q, k, v, mask, scale, "sdpa", 0.0)
 
 
 @pattern(aten.matmul.default)
@@ -54,9 +57,10 @@ def eager_attention(rw: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     rw.see(node, weights, softmax)
     masked = softmax.args[0]
-    for scaled, mask in [(masked, None), *(swapped(masked.args) if is_call(masked, aten.add.Tensor) else [])]:
+    for whole, mask in [(masked, None), *(swapped(masked.args) if is_call(masked, aten.add.Tensor) else [])]:
         if mask is not None and (not is_tensor(mask) or dtype(mask) != dtype(node) or argument(masked, "alpha") != 1):
             continue
+        scaled, softcap, between = _uncapped(whole)
         if not is_call(scaled, aten.mul.Tensor) or not isinstance(scaled.args[1], (int, float)):
             continue
         product, scale = scaled.args
@@ -65,9 +69,19 @@ def eager_attention(rw: Rewriter, node: fx.Node) -> fx.Node | None:
         q, transposed = product.args
         if not is_call(transposed, aten.transpose.int) or {d % 4 for d in transposed.args[1:]} != {2, 3}:
             continue
-        rw.see(masked, scaled, product, transposed)
-        return _attention(rw, node, q, transposed.args[0], v, mask, float(scale), "eager")
+        rw.see(masked, *between, scaled, product, transposed)
+        return _attention(rw, node, q, transposed.args[0], v, mask, float(scale), "eager", softcap)
     return None
+
+
+def _uncapped(scores: Any) -> tuple[Any, float, list[fx.Node]]:
+    """``x``, of which ``scores`` is ``tanh(x / cap) * cap``, the cap, and what lies between; else itself and 0."""
+    if is_call(scores, aten.mul.Tensor) and is_call(scores.args[0], aten.tanh.default):
+        tanh, cap = scores.args
+        quotient = tanh.args[0]
+        if is_call(quotient, aten.div.Tensor) and isinstance(cap, (int, float)) and quotient.args[1] == cap > 0:
+            return quotient.args[0], float(cap), [scores, tanh, quotient]
+    return scores, 0.0, []
 
 
 def _attention(
@@ -79,19 +93,23 @@ def _attention(
     mask: fx.Node | None,
     scale: float,
     style: str,
+    softcap: float,
 ) -> fx.Node | None:
     if any(len(shape(t)) != 4 or None in shape(t) for t in (q, k, v)) or len({dtype(q), dtype(k), dtype(v)}) != 1:
         return None
     batch, heads, positions, size = shape(q)
     length = shape(k)[2]
-    if shape(k) != shape(v) or shape(k)[0] != batch or shape(k)[3] != size:
+    if shape(k)[:3] != shape(v)[:3] or shape(k)[0] != batch or shape(k)[3] != size:
         return None
     if not dtype(q).is_floating_point or length == 0:
+        return None
+    sizes = size, shape(v)[3]
+    if sizes[0] != sizes[1] and any(each % 8 or each > LARGEST_HEAD for each in sizes):  # left to plain operations
         return None
 
     rw.see(node)
     k_cache, v_cache = _ungrouped(rw, k), _ungrouped(rw, v)
-    if shape(k_cache) != shape(v_cache) or heads % shape(k_cache)[1]:
+    if shape(k_cache)[:3] != shape(v_cache)[:3] or heads % shape(k_cache)[1]:
         return None
     is_grouped_by_op = style == "sdpa" and argument(node, "enable_gqa")
     if shape(k)[1] != heads and not is_grouped_by_op:
@@ -104,7 +122,7 @@ def _attention(
     if visible is None:
         return None
     if positions > 1 and (batch > 1 or positions > MAX_ROWS):
-        return _prompt(rw, node, q, k_cache, v_cache, visible, scale, style)
+        return _prompt(rw, node, q, k_cache, v_cache, visible, scale=scale, style=style, softcap=softcap)
     visible = _as_rows(rw, visible, shape(q), length)
     new: tuple[fx.Node | None, ...] = (None, None, None)
     others = [t for t in (q, *visible) if t is not None]
@@ -112,12 +130,13 @@ def _attention(
     if writes is not None:
         k_write, v_write = writes
         rw.absorb(k_write.node, v_write.node)
-        rows = (batch, shape(k_cache)[1], size)
-        new = (rw.reshape(k_write.new, rows), rw.reshape(v_write.new, rows), k_write.slot)
+        k_new, v_new = (rw.reshape(w.new, (batch, shape(k_cache)[1], shape(w.new)[3])) for w in writes)
+        new = k_new, v_new, k_write.slot
         k_cache, v_cache = k_write.cache, v_write.cache
     if positions > 1:  # of one sequence: its cache is that of all rows
         k_cache, v_cache = (rw.call(aten.expand.default, t, [positions, -1, -1, -1]) for t in (k_cache, v_cache))
-    y = rw.task("attention", as_rows(rw, q), *new, k_cache, v_cache, *visible, scale=scale, style=style)
+    attrs = {"scale": scale, "style": style, "softcap": softcap}
+    y = rw.task("attention", as_rows(rw, q), *new, k_cache, v_cache, *visible, **attrs)
     return from_rows(rw, y, node)
 
 
@@ -128,8 +147,7 @@ def _prompt(
     k_cache: fx.Node,
     v_cache: fx.Node,
     visible: tuple[fx.Node | None, fx.Node | None],
-    scale: float,
-    style: str,
+    **attrs: float | str,
 ) -> fx.Node:
     batch, heads, positions, _ = shape(q)
     mask, limit = visible
@@ -138,7 +156,7 @@ def _prompt(
     if limit is not None:
         limit = _expanded(rw, limit, (batch, positions))
     query = rw.call(aten.transpose.int, q, 1, 2)
-    y = rw.task("prefill_attention", query, k_cache, v_cache, mask, limit, scale=scale, style=style)
+    y = rw.task("prefill_attention", query, k_cache, v_cache, mask, limit, **attrs)
     return in_layout(rw, rw.call(aten.transpose.int, y, 1, 2), node)
 
 
