@@ -96,7 +96,7 @@ def test_requests_come_and_go_while_the_cache_is_too_small(
     model = serving_model(device=device)
     load = Load(model, num_prompts=10, longest=40, shared=2 * PAGE)
     with managed(model, num_blocks=12, **settings) as manager:  # of 48 that eight requests of 88 positions would take
-        load.run(manager, count=60, bad=0.05, seconds=60)
+        load.run(manager, count=60, bad=0.05, seconds=300)  # in which most sizes of steps are built
         load.run(manager, count=30, seconds=60, are_together=True)  # more than the cache holds, however fast it is
         cache = manager.batch_processor.cache
     load.check()
