@@ -348,7 +348,6 @@ class TaskLayers:
         scale: float,
         style: str = ...,
         softcap: float = ...,
-<<<<<<< HEAD
     ) -> GlobalTensor: ...
     @overload
     def quantized_linear_layer(
@@ -381,8 +380,6 @@ class TaskLayers:
         block_rows: int,
         block_columns: int,
         x_columns: int = ...,
-=======
->>>>>>> eaea5d2 (Write down the layers' new operands of attention)
     ) -> GlobalTensor: ...
     @overload
     def rms_norm_layer(
