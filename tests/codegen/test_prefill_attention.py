@@ -185,7 +185,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2, 10, 12, 14, 16), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 16, 17), ids=str)
 def test_it_is_as_near_as_the_reference_in_any_order(case: Case) -> None:
     torch.manual_seed(0)
     kernel, inputs = emulate(case.graph(), workers=case.workers, polled=True), case.inputs()

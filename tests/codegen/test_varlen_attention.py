@@ -138,7 +138,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2, 5, 8, 10, 12), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2, 10), ids=str)
 def test_it_is_right_in_any_order(case: Case) -> None:
     torch.manual_seed(0)
     kernel, operands = emulate(case.graph(), polled=True), case.operands()
