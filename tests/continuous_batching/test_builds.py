@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from tests.continuous_batching.engine import alone, asynchronous_on_the_cpu, managed, prompt_of, results, serving_model
 from tests.runtime.test_segment import build as build_segment
@@ -166,6 +167,24 @@ def test_a_model_that_changes_while_its_step_is_built() -> None:
         hook.remove()
         until_by_trace(manager, lambda: serve(manager, [prompt], [expected]))
     assert changed != expected
+
+
+@pytest.mark.slow
+def test_a_seed_draws_the_same_tokens_while_steps_are_built() -> None:
+    model, prompt = serving_model(), prompt_of(5)
+    sampling = GenerationConfig(max_new_tokens=12, do_sample=True, temperature=0.9, eos_token_id=-1, pad_token_id=0)
+    answers = []
+    for options in (DEFAULT, DEFAULT | {"while_building": "wait"}):
+        with managed(model, generation_config=sampling, options=options, seed=7) as manager:
+            found = []
+            for _ in range(3):
+                name = manager.add_request(prompt)
+                found.append(results(manager, 1)[name].generated_tokens)
+                assert background.wait(60)
+            assert not any(step.is_own for step in manager.batch_processor.model_runner.steps)
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]
 
 
 ENDING = """
