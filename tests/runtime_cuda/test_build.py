@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.runtime_cuda import simulated_gpu
+from torch_mpk import background
 from torch_mpk.config import Options
 from torch_mpk.dump import Dump
 from torch_mpk.errors import MpkWarning, UnsupportedError
@@ -112,6 +113,7 @@ def test_kernels_built_ahead_are_compiled_beside_each_other_and_loaded_at_a_call
             together.wait()
         return simulated_gpu.not_compiled(source, *args)
 
+    monkeypatch.setattr(background, "num_compilers", lambda: 2)
     monkeypatch.setattr(cuda, "compile_cuda", compile_kernel)
     step = torch.compile(F.linear, backend="mpk", options={"fallback": "error"}, dynamic=False)
     calls = [(torch.randn(1, size), torch.randn(16, size)) for size in (64, 128)]
