@@ -101,8 +101,8 @@ def _is_operator(target: Any) -> bool:
 class _Captures:
     """Of a graph of Dynamo's, for the numbers of calls. The first is captured by itself. The second shows which numbers
     differ from step to step: with symbols for those it is captured once more, and all others are made of that. Where
-    other numbers differ, as in an engine with another cache, it begins anew: symbols for all take longer than they
-    save."""
+    other numbers differ, as in an engine with another cache, it begins anew, with symbols at once: symbols for all take
+    longer than they save."""
 
     def __init__(self, gm: fx.GraphModule, numbers: Sequence[int]) -> None:
         self._gm, self._numbers = gm, numbers
@@ -131,10 +131,12 @@ class _Captures:
             self._known[tuple(numbers[i] for i in self._fixed)] = None
         key = tuple(numbers[i] for i in self._fixed)
         if key not in self._known:
+            is_one_of_few = not any(self._known.values())  # else all sizes of another engine are to come
             self._known[key] = None
             if len(self._known) > MAX_CAPTURES:
                 self._known.popitem(last=False)
-            return None
+            if is_one_of_few:
+                return None
         found = self._known[key]
         if found is None:
             found = self._known[key] = self._symbolic(args)
