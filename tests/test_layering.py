@@ -27,8 +27,8 @@ PYTHON_ORDER = """
     backend sizes persistent_kernel mpk prompt_lookup generation_settings step_inputs request_draws
     arguments model_inputs step_builder compiled_step
     sampling static_cache engine
-    continuous_batching serve explain profile generate ops plugins expert_loops substitutes precompile new_task graph_view
-    reference_vm testing
+    continuous_batching serve explain profile generate ops plugins expert_loops substitutes precompile new_task
+    graph_view reference_vm testing
     __main__ __init__
 """.split()
 # The same of the folders of csrc/ and include/torch_mpk/.

@@ -362,8 +362,8 @@ whole call without us. Decoders are measured over one decode step on a static ca
 tests compare every model here with eager PyTorch.
 
 Experts: the implementations `grouped_mm`, which is the default, and `batched_mm`, which Hugging Face's `generate` takes
-for steps on a GPU, become the same launch, which reads the weights of chosen experts where they lie. So does `eager`, whose
-loop over experts that were hit is traced as grouped products for this backend alone; its sums are those of `grouped_mm`.
+for steps on a GPU, become the same launch, which reads the weights of chosen experts where they lie. So does `eager`:
+its loop over experts that were hit is traced as grouped products for this backend alone, with the sums of `grouped_mm`.
 Where experts loop in code of their own, as JetMoE's and DBRX's do, Dynamo ends a graph in the loop, and a warning says
 where.
 Of equal scores the experts with the lowest indices are taken, as eager does on CUDA; on the CPU eager may take others.
