@@ -98,6 +98,20 @@ def shift(x, *, BY: int = 1):  # noqa: N803
 
 assert torch.equal(shift(torch.ones(3), BY=4), torch.full((3,), 5.0))
 
+
+# torch_mpk.jit.by_device
+@jit.kernel(
+    "__global__ void twice(const float* x, float* y, int64_t n) { for (int64_t i = 0; i < n; i++) y[i] = 2 * x[i]; }",
+    "x[...]: float32 -> y[...]: float32",
+    "twice<<<1, 1>>>(x, y, numel(x))",
+)
+def twice_cuda(x):
+    """Twice each element."""
+
+
+twice_anywhere = jit.by_device(cpu=twice, cuda=twice_cuda)
+assert torch.equal(twice_anywhere(x), 2 * x)
+
 # torch_mpk.get_configurations_from_gpu
 num_workers, num_schedulers = torch_mpk.get_configurations_from_gpu(0)
 assert num_workers >= 1 and num_schedulers == 0

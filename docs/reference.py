@@ -86,6 +86,7 @@ def _api() -> Iterator[str]:
     public |= {
         "torch_mpk.jit.kernel": jit.kernel,
         "torch_mpk.jit.module": jit.module,
+        "torch_mpk.jit.by_device": jit.by_device,
     }
     for name, value in sorted(public.items(), key=lambda item: item[0].lower()):
         if inspect.ismodule(value) or (isinstance(value, type) and issubclass(value, BaseException)):
