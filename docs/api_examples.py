@@ -139,3 +139,9 @@ with torch_mpk.PersistentKernel(test_mode=True) as pk:
     pk.register_task(graph, "rms_norm", {"eps": 1e-6, "style": "llama"})
     pk.compile()
     pk.run_test_mode()
+
+# torch_mpk.quantize
+try:
+    torch_mpk.quantize(model, "int8")  # in place
+except torch_mpk.MpkError as error:
+    print(error)  # torchao is not installed

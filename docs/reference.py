@@ -26,6 +26,7 @@ _SECTION = re.compile(r"^(Args|Returns|Raises|A call raises|Attributes):$")
 _ABOUT_ERRORS = """\
 Each is a class of `torch_mpk.errors`. While a graph is being compiled, `torch.compile` wraps an error in its own
 `BackendCompilerFailed`, whose `inner_exception` it is. Braces stand for what the message fills in, … for what to do."""
+_MISSING = "# docs/api_examples.py has none"
 _EXPERIMENTS = Path(__file__).parent / "experiments"
 _LINE = 100  # characters of a signature before its parameters stand one below the other
 
@@ -99,7 +100,7 @@ def _api() -> Iterator[str]:
         else:
             yield _signature(name, value)
             yield _doc(value)
-        yield f"For example:\n\n```python\n{examples()[name]}\n```"
+        yield f"For example:\n\n```python\n{examples().get(name, _MISSING)}\n```"
         yield from _members(name.rpartition(".")[2], value)
 
 

@@ -132,6 +132,7 @@ def test_every_name_of_the_api_resolves() -> None:
     assert len(names) > 15
     for name in names:
         assert functools.reduce(getattr, name.split(".")[1:], torch_mpk).__doc__, name
+        assert name in reference.examples(), f"docs/api_examples.py has no example of {name}"
 
 
 @pytest.mark.slow
