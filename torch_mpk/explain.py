@@ -3,6 +3,7 @@ a call costs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import statistics
@@ -37,6 +38,7 @@ from torch_mpk.registry import Task
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.cpu import num_threads
 from torch_mpk.runtime.cuda import absent_target
+from torch_mpk.sharding import localise
 from torch_mpk.tasks.embedding import embedding
 from torch_mpk.verify import copied
 
@@ -191,9 +193,10 @@ def explain(
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         dynamo = {} if graphs else {"dynamo": time.perf_counter() - start}
         devices.extend(value.device for value in inputs if isinstance(value, torch.Tensor))
-        written = written_inputs(gm, inputs)
-        will_write(inputs[i] for i in written)
-        graphs.append(_explain_graph(gm, inputs, written, settings, dynamo, elsewhere))
+        own, given = _own_part(gm, inputs)
+        written = written_inputs(own, given)
+        will_write(given[i] for i in written)
+        graphs.append(_explain_graph(own, given, written, settings, dynamo, elsewhere))
         return gm.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -207,6 +210,14 @@ def explain(
     device = devices[0] if devices else torch.device("cpu")
     breaks = [_shortened(message) for message in _breaks() - known]
     return Report(graphs, device, bytes_per_second(device, num_threads(settings)), breaks)
+
+
+def _own_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Sequence[Any]]:
+    """This rank's part of a sharded model's graph, with its inputs; else the graph."""
+    with contextlib.suppress(UnsupportedError):  # which compiling will meet, too
+        if (local := localise(gm, inputs)) is not None:
+            return local.gm, local.pick(inputs)
+    return gm, inputs
 
 
 def _breaks() -> Counter[str]:

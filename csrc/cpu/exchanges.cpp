@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -27,6 +28,12 @@ std::atomic_ref<uint32_t> gave_up_word(uint8_t* base, int rank) {
 
 uint64_t look_at(const uint64_t* word) {
   return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(word)).load(std::memory_order_relaxed);
+}
+
+std::string seconds(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", static_cast<double>(ns) * 1e-9);
+  return text;
 }
 
 }  // namespace
@@ -89,8 +96,7 @@ void Exchanges::await(const uint64_t* word, uint32_t tag, const Node& node, int 
       if (gave_up_word(bases_[rank_], r).load(std::memory_order_relaxed) == kGaveUp)
         lost("rank " + std::to_string(r) + " has given up");
     const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
-    if (watchdog_ns_ != 0 && waited > watchdog_ns_)
-      lost("it has not come for " + std::to_string(static_cast<double>(watchdog_ns_) * 1e-9) + " s");
+    if (watchdog_ns_ != 0 && waited > watchdog_ns_) lost("it has not come for " + seconds(watchdog_ns_) + " s");
   }
 }
 

@@ -331,7 +331,7 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
           "torch_mpk.synchronize() before the capture");
     report_abort();
   }
-  if (!capture && !spare_) spare_ = allocate();
+  if (!capture && !spare_ && (ranks_ == 1 || lanes_.empty())) spare_ = allocate();
 
   if (recording_ && !capture) make_room();
   if (ranks_ > 1 && mailboxes_ == 0)

@@ -10,6 +10,7 @@ import torch
 
 from tests.codegen.emulated_calls import allocate, relative_error, tensors
 from tests.ranks.step import graph_of, inputs_of, wanted
+from tests.thinned import thinned
 from torch_mpk import _C
 from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, aligned, compile_kernels
 
@@ -58,7 +59,7 @@ def in_aligned_memory(x: torch.Tensor) -> torch.Tensor:
     return aligned(x.numel() * x.element_size()).view(x.dtype).view(x.shape).copy_(x)
 
 
-CASES = [(2, 1, torch.bfloat16, True), (4, 3, torch.float16, True), (2, 2, torch.float32, False)]
+CASES = thinned([(2, 1, torch.bfloat16, True), (4, 3, torch.float16, True), (2, 2, torch.float32, False)], 0)
 
 
 @pytest.mark.parametrize(("ranks", "rows", "dtype", "polled"), CASES, ids=str)
@@ -76,6 +77,7 @@ def test_all_ranks_have_the_sums(ranks: int, rows: int, dtype: torch.dtype, poll
                 assert torch.equal(out, first), "ranks have different bits"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
     team = Ranks(2, 1, torch.bfloat16, True)
     team.launch()

@@ -62,6 +62,7 @@ def exchanged(rank: int) -> dict[str, object]:
     return {"digest": digest(found), "again": digest(again), "error": max(errors)}
 
 
+@pytest.mark.slow
 def test_sums_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
     results = run(2, exchanged, tmp_path)
     assert {each[key] for each in results for key in ("digest", "again")} == {results[0]["digest"]}

@@ -1,0 +1,97 @@
+"""The CPU's executables of several ranks, each on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.codegen.emulated_calls import allocate, relative_error, tensors
+from tests.ranks.step import graph_of, inputs_of, wanted
+from torch_mpk import _C
+from torch_mpk.errors import RankLostError
+
+WATCHDOG_NS = 3 * 10**8
+
+
+class Threads:
+    """Ranks that share memory because they share a process."""
+
+    def __init__(self, ranks: int, rows: int, dtype: torch.dtype) -> None:
+        self.inputs = inputs_of(ranks, rows, dtype)
+        graph = graph_of(self.inputs[0], ranks)
+        schedule = _C.make_schedule(graph, _C.Target("cpu", num_workers=1, fuse=False))
+        _C.validate(schedule)
+        self.ranks = [_C.CpuExecutable(schedule, 1) for _ in range(ranks)]
+        self.outputs = [[allocate(t) for t in tensors(graph, "output")] for _ in range(ranks)]
+        self.boxes = [torch.empty(self.ranks[0].mailbox_bytes, dtype=torch.uint8) for _ in range(ranks)]
+
+    def join(self, watchdog_ns: int = 0) -> None:
+        for box in self.boxes:
+            box.zero_()
+        for rank, executable in enumerate(self.ranks):
+            executable.join(rank, [box.data_ptr() for box in self.boxes], watchdog_ns)
+
+    def run(self, rank: int, times: int = 1) -> None:
+        for _ in range(times):
+            self.ranks[rank].run(self.inputs[rank], self.outputs[rank])
+
+    def run_all(self, times: int = 1) -> None:
+        threads = [threading.Thread(target=self.run, args=(rank, times)) for rank in range(len(self.ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "dtype"),
+    [(2, 1, torch.bfloat16), (4, 3, torch.float32), (3, 5, torch.float64), (2, 70, torch.float16)],
+    ids=str,
+)
+def test_all_ranks_have_the_sums(ranks: int, rows: int, dtype: torch.dtype) -> None:
+    team = Threads(ranks, rows, dtype)
+    team.join()
+    want = wanted(team.inputs)
+    for times in (1, 2, 50):
+        for outputs in team.outputs:
+            for out in outputs:
+                out.fill_(torch.nan)
+        team.run_all(times)
+        for outputs in team.outputs:
+            for out, first, exact in zip(outputs, team.outputs[0], want, strict=True):
+                assert torch.equal(out, first), "ranks have different bits"
+                assert relative_error(out, exact) < (2e-2 if out.element_size() == 2 else 1e-5)
+
+
+def test_sums_are_rounded_once_in_the_order_of_ranks() -> None:
+    team = Threads(3, 2, torch.bfloat16)
+    team.join()
+    team.run_all()
+    parts = [torch.nn.functional.linear(own[0], own[2]).float() for own in team.inputs]
+    total = (parts[0] + parts[1] + parts[2]).bfloat16()
+    first = team.inputs[0][1] + total
+    normed = torch.ops.mpk.rms_norm(first, team.inputs[0][3], eps=1e-6, style="llama")
+    parts = [torch.nn.functional.linear(normed, own[4]).float() for own in team.inputs]
+    second = first + (parts[0] + parts[1] + parts[2]).bfloat16()
+    assert (team.outputs[0][1] == second).float().mean() > 0.95  # products are added up in another order
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    team = Threads(2, 1, torch.bfloat16)
+    with pytest.raises(ValueError, match="call join first"):
+        team.run(0)
+    with pytest.raises(ValueError, match="rank 2 of 2, but the schedule is for 2 ranks"):
+        team.ranks[0].join(2, [box.data_ptr() for box in team.boxes], 0)
+    team.join(WATCHDOG_NS)
+    begin = time.monotonic()
+    with pytest.raises(RankLostError, match="rank 0 of 2 of group 0 waited for rank 1 in all_reduce.*not come for 0.3"):
+        team.run(0)
+    with pytest.raises(RankLostError, match="rank 0 has given up"):  # and so rank 1 waits no longer
+        team.run(1, times=2)
+    assert time.monotonic() - begin < 60
+    team.join()
+    team.run_all()
+    assert all(map(torch.equal, *team.outputs))
