@@ -157,6 +157,14 @@ def nth_largest(x, n, peaks):
     return x.new_tensor([sorted(row, reverse=True)[i] for row, i in zip(rows, n.flatten().tolist())]).view(n.shape)
 
 
+def all_reduce(x, ranks, group):
+    return ranks * x  # of which there is one
+
+
+def all_gather(x, ranks, group):
+    return x.repeat(*[1] * (x.dim() - 1), ranks)
+
+
 def topk(x, num):
     ids = [sorted(range(len(row)), key=lambda i: -row[i])[:num] for row in x.flatten(0, -2).tolist()]
     found = torch.tensor(ids).view(*x.shape[:-1], num)
