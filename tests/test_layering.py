@@ -20,14 +20,14 @@ PYTHON_ORDER = """
     errors announcements config background dump timing tracing streaming snapshot dry_run signature
     timeline bandwidth plan
     registry calls
-    tasks aliasing foreign forms costs capture provenance patterns lowering partition planning
+    tasks aliasing quantized_inputs foreign forms costs capture provenance patterns lowering partition planning
     jit
     runtime compiled_graph task_kernel prompts admission fallback guards packing buckets specialize serializable verify
     build_cache traces trace_store known_traces sharding agreement
     backend sizes persistent_kernel mpk prompt_lookup generation_settings step_inputs request_draws
     arguments model_inputs step_builder compiled_step
     sampling static_cache engine
-    continuous_batching serve explain profile generate ops plugins expert_loops substitutes precompile new_task
+    continuous_batching serve explain profile generate quantize ops plugins expert_loops substitutes precompile new_task
     graph_view reference_vm testing
     __main__ __init__
 """.split()

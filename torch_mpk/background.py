@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 MAX_WAITING = 16  # builds beside the one that runs
 MAX_COMPILERS = 16
-COMPILER_BYTES = 3 << 29  # that one may take: nvcc, for a prompt's kernel of the most tiles, 1.1 GB
+COMPILER_BYTES = 3 << 29  # that one may take, an estimate for nvcc with a prompt's kernel
 _FORK_SECONDS = 60  # that a fork waits for traces at most
 
 
