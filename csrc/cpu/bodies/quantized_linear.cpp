@@ -44,8 +44,8 @@ class QuantizedLinear : public Body {
     const int64_t units = (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
     num_units_ = num_rows_ == 0 || format_.columns == 0 ? (num_rows_ == 0 ? 0 : units) : units;
     unit_cost_ = static_cast<double>(rows_per_unit_ * depth_) * std::max(1.0, num_rows_ / 2.0) / kBytesPerNs;
-    scratch_bytes_ = bytes_of(block_ * runs_ * pitch_) + bytes_of(block_ * runs_) + bytes_of(rows_per_unit_ * runs_) +
-                     2 * bytes_of(std::max(block_ * rows_per_unit_, depth_));
+    scratch_bytes_ = 2 * bytes_of(block_ * runs_ * pitch_) + bytes_of(block_ * runs_) +
+                     bytes_of(rows_per_unit_ * runs_) + 2 * bytes_of(std::max(block_ * rows_per_unit_, depth_));
   }
 
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
@@ -54,7 +54,7 @@ class QuantizedLinear : public Body {
       scratch += bytes_of(floats);
       return p;
     };
-    float *x = take(block_ * runs_ * pitch_), *x_factors = take(block_ * runs_);
+    float *x = take(block_ * runs_ * pitch_), *pairs = take(block_ * runs_ * pitch_), *x_factors = take(block_ * runs_);
     float* weight_factors = take(rows_per_unit_ * runs_);
     float *sums = take(std::max(block_ * rows_per_unit_, depth_)),
           *values = take(std::max(block_ * rows_per_unit_, depth_));
@@ -69,6 +69,8 @@ class QuantizedLinear : public Body {
         args.begin = unit * rows_per_unit_, args.end = std::min(args.begin + rows_per_unit_, num_weight_rows_);
         find_factors(frame, args.begin, args.end, weight_factors);
         args.weight_factors = weight_factors, args.weight_factors_stride = runs_, args.sums = sums;
+        args.x_is_bf16 = format_.quantizes_x() || dtype_ == DType::kBF16;
+        args.scratch = reinterpret_cast<uint8_t*>(pairs);
         product_(args);
         store(frame, first, count, args.begin, args.end, sums, values);
       }

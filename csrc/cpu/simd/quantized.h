@@ -6,29 +6,69 @@
 // Four vectors of weights: their bytes are one register wide, or a part of one.
 constexpr int kQuantizedStep = 4 * kLanes;
 
-// e4m3 as float: exponent and mantissa move to a half's place, which is 2^-8 of the number, denormals too.
+#if defined(MPK_TIER_AVX512)
+// e4m3 from a table of its 128 magnitudes in bfloat16, which has all of them, and NaN. Arithmetic would meet denormals,
+// for which some processors take a hundred times as long.
 struct WeightsE4M3 {
+  static constexpr float kScale = 1;
+  __m512i table[4];
+
+  MPK_INLINE WeightsE4M3() {
+    alignas(64) uint16_t magnitudes[128];
+    for (int m = 0; m < 128; m++) {
+      const float value = m < 8 ? m * 0x1p-9f : as_float((static_cast<uint32_t>(m) << 20) + (120u << 23));
+      magnitudes[m] = m == 127 ? 0x7fc0 : static_cast<uint16_t>(as_bits(value) >> 16);
+    }
+    for (int i = 0; i < 4; i++) table[i] = _mm512_load_si512(magnitudes + 32 * i);
+  }
+  // 32 weights as bfloat16.
+  MPK_INLINE __m512i words(const uint8_t* p) const {
+    const __m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(w, _mm512_set1_epi16(0x40)),
+                                                      _mm512_permutex2var_epi16(table[0], w, table[1]),
+                                                      _mm512_permutex2var_epi16(table[2], w, table[3]));
+    return _mm512_or_si512(magnitude, _mm512_slli_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0x80)), 8));
+  }
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
+    for (int half = 0; half < 2; half++) {
+      const __m512i w = words(p + 32 * half);
+      out[2 * half] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(w)), 16);
+      out[2 * half + 1] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(w, 1)), 16);
+    }
+  }
+  MPK_INLINE bool has_nan(const uint8_t*) const { return false; }  // it is among the numbers
+};
+#else
+struct WeightsE4M3 {
+#if defined(MPK_TIER_AVX2)
+  static constexpr float kScale = 1;
+
+  // Below 2^-6 there is no implicit one: what it added is taken away. No number on the way is a denormal.
+  static MPK_INLINE vf load_vector(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i bits = _mm256_slli_epi32(_mm256_and_si256(wide, _mm256_set1_epi32(0x7f)), 20);
+    const __m256 value = _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(120 << 23)));
+    const __m256 less = _mm256_fmsub_ps(value, _mm256_set1_ps(2), _mm256_set1_ps(0x1p-6f));
+    const __m256 is_less = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(1 << 23), bits));
+    const __m256 sign = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_and_si256(wide, _mm256_set1_epi32(0x80)), 24));
+    return (vf)_mm256_or_ps(_mm256_blendv_ps(value, less, is_less), sign);
+  }
+#else
   static constexpr float kScale = 256;
 
-  static MPK_INLINE vf load(const uint8_t* p) {
-#if defined(MPK_TIER_AVX512)
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return (vf)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbf80))));
-#elif defined(MPK_TIER_AVX2)
-    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    return (vf)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(short(0xbf80))));
-#else
+  // Exponent and mantissa in a half's place are 2^-8 of the number, denormals too.
+  static MPK_INLINE vf load_vector(const uint8_t* p) {
     f16 halves[kLanes];
     for (int i = 0; i < kLanes; i++) halves[i].bits = static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
     return load_vec(halves);
-#endif
   }
-  // Whether one of kQuantizedStep weights is NaN.
-  static MPK_INLINE bool has_nan(const uint8_t* p) {
-#if defined(MPK_TIER_AVX512)
-    const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(0x7f));
-    return _mm512_cmpeq_epi8_mask(magnitude, _mm512_set1_epi8(0x7f)) != 0;
-#elif defined(MPK_TIER_AVX2)
+#endif
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
+    for (int v = 0; v < 4; v++) out[v] = load_vector(p + v * kLanes);
+  }
+  // Whether one of kQuantizedStep weights is NaN, of which the numbers have 480.
+  MPK_INLINE bool has_nan(const uint8_t* p) const {
+#if defined(MPK_TIER_AVX2)
     const __m256i most = _mm256_set1_epi8(0x7f);
     const __m256i magnitude = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), most);
     return _mm256_movemask_epi8(_mm256_cmpeq_epi8(magnitude, most)) != 0;
@@ -39,11 +79,12 @@ struct WeightsE4M3 {
 #endif
   }
 };
+#endif
 
 struct WeightsI8 {
   static constexpr float kScale = 1;
 
-  static MPK_INLINE vf load(const uint8_t* p) {
+  static MPK_INLINE vf load_vector(const uint8_t* p) {
 #if defined(MPK_TIER_AVX512)
     return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif defined(MPK_TIER_AVX2)
@@ -54,50 +95,68 @@ struct WeightsI8 {
     return v;
 #endif
   }
-  static MPK_INLINE bool has_nan(const uint8_t*) { return false; }
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
+    for (int v = 0; v < 4; v++) out[v] = load_vector(p + v * kLanes);
+  }
+  MPK_INLINE bool has_nan(const uint8_t*) const { return false; }
 };
 
 int64_t quantized_pitch(int64_t run) { return (run + kQuantizedStep - 1) / kQuantizedStep * kQuantizedStep; }
 
+// How a step of weights meets x: as floats, or, where the processor has their products, as pairs of bfloat16.
+struct FloatX {
+  using T = float;
+  template <class W, int kCols>
+  static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
+    vf weights[4];
+    w.load(from, weights);
+    for (int v = 0; v < 4; v++)
+      for (int j = 0; j < kCols; j++) acc[j] = vec_fma(weights[v], load_vec(x + j * pitch + v * kLanes), acc[j]);
+  }
+};
+#if defined(MPK_TIER_AVX512_BF16)
+struct PairsX {
+  using T = bf16;
+  template <class W, int kCols>
+  static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
+    for (int half = 0; half < 2; half++) {
+      const __m512i weights = w.words(from + 32 * half);
+      for (int j = 0; j < kCols; j++)
+        acc[j] = (vf)_mm512_dpbf16_ps((__m512)acc[j], (__m512bh)weights,
+                                      (__m512bh)_mm512_loadu_si512(x + j * pitch + 32 * half));
+    }
+  }
+};
+#endif
+
 // kRows weight rows times kCols rows of x.
-template <class W, int kRows, int kCols>
-MPK_INLINE void quantized_rows(const QuantizedArgs& a, const int64_t* rows, int64_t first_col, int64_t pitch) {
+template <class W, class X, int kRows, int kCols>
+MPK_INLINE void quantized_rows(const QuantizedArgs& a, const W& w, const typename X::T* all_x, const int64_t* rows,
+                               int64_t first_col, int64_t pitch) {
   const int64_t runs = (a.k + a.run - 1) / a.run;
-  const uint8_t* w[kRows];
+  const uint8_t* weights[kRows];
   vf total[kRows][kCols] = {};
   bool nan[kRows] = {};
-  for (int i = 0; i < kRows; i++) w[i] = a.weight + rows[i] * a.weight_stride;
+  for (int i = 0; i < kRows; i++) weights[i] = a.weight + rows[i] * a.weight_stride;
   for (int64_t run = 0; run < runs; run++) {
-    const float* x = a.x + (first_col * runs + run) * pitch;
+    const auto* x = all_x + (first_col * runs + run) * pitch;
     const int64_t size = a.k - run * a.run < a.run ? a.k - run * a.run : a.run;
     vf acc[kRows][kCols] = {};
     int64_t k = 0;
-    const auto step = [&](const uint8_t* const* from) {
-      for (int i = 0; i < kRows; i++) nan[i] |= W::has_nan(from[i]);
-      for (int v = 0; v < kQuantizedStep; v += kLanes)
-        for (int i = 0; i < kRows; i++) {
-          const vf weights = W::load(from[i] + v);
-          for (int j = 0; j < kCols; j++)
-            acc[i][j] = vec_fma(weights, load_vec(x + j * runs * pitch + k + v), acc[i][j]);
-        }
-    };
-    for (; k + kQuantizedStep <= size; k += kQuantizedStep) {
-      const uint8_t* from[kRows];
+    for (; k + kQuantizedStep <= size; k += kQuantizedStep)
       for (int i = 0; i < kRows; i++) {
-        from[i] = w[i] + run * a.run + k;
-        __builtin_prefetch(from[i] + kPrefetchBytes);
+        const uint8_t* from = weights[i] + run * a.run + k;
+        __builtin_prefetch(from + kPrefetchBytes);
+        nan[i] |= w.has_nan(from);
+        X::add(w, from, x + k, runs * pitch, acc[i]);
       }
-      step(from);
-    }
-    if (k < size) {
-      uint8_t whole[kRows][kQuantizedStep] = {};
-      const uint8_t* from[kRows];
+    if (k < size)
       for (int i = 0; i < kRows; i++) {
-        __builtin_memcpy(whole[i], w[i] + run * a.run + k, size - k);
-        from[i] = whole[i];
+        uint8_t whole[kQuantizedStep] = {};
+        __builtin_memcpy(whole, weights[i] + run * a.run + k, size - k);
+        nan[i] |= w.has_nan(whole);
+        X::add(w, whole, x + k, runs * pitch, acc[i]);
       }
-      step(from);
-    }
     for (int i = 0; i < kRows; i++) {
       const float of_weight = a.weight_factors[(rows[i] - a.begin) * a.weight_factors_stride + run] * W::kScale;
       for (int j = 0; j < kCols; j++)
@@ -110,24 +169,42 @@ MPK_INLINE void quantized_rows(const QuantizedArgs& a, const int64_t* rows, int6
           nan[i] ? __builtin_nanf("") : sum_lanes(total[i][j]);
 }
 
-template <class W, int kRows, int kCols = kMaxCols>
-MPK_INLINE void quantized_cols(const QuantizedArgs& a, const int64_t* rows, int64_t first_col, int64_t pitch) {
+template <class W, class X, int kRows, int kCols = kMaxCols>
+MPK_INLINE void quantized_cols(const QuantizedArgs& a, const W& w, const typename X::T* x, const int64_t* rows,
+                               int64_t first_col, int64_t pitch) {
   for (; first_col + kCols <= a.num_rows; first_col += kCols)
-    quantized_rows<W, kRows, kCols>(a, rows, first_col, pitch);
+    quantized_rows<W, X, kRows, kCols>(a, w, x, rows, first_col, pitch);
   if constexpr (kCols > 1) {
-    if (first_col < a.num_rows) quantized_cols<W, kRows, kCols - 1>(a, rows, first_col, pitch);
+    if (first_col < a.num_rows) quantized_cols<W, X, kRows, kCols - 1>(a, w, x, rows, first_col, pitch);
   }
+}
+
+template <class W, class X>
+MPK_INLINE void quantized_by(const QuantizedArgs& a, const typename X::T* x, int64_t pitch) {
+  const W w;
+  const int64_t length = (a.end - a.begin) / kRowStreams;
+  for (int64_t n = 0; n < length; n++) {
+    int64_t rows[kRowStreams];
+    for (int i = 0; i < kRowStreams; i++) rows[i] = a.begin + i * length + n;
+    quantized_cols<W, X, kRowStreams>(a, w, x, rows, 0, pitch);
+  }
+  for (int64_t n = a.begin + kRowStreams * length; n < a.end; n++) quantized_cols<W, X, 1>(a, w, x, &n, 0, pitch);
 }
 
 template <class W>
 void quantized(const QuantizedArgs& a) {
-  const int64_t pitch = quantized_pitch(a.run < a.k ? a.run : a.k), length = (a.end - a.begin) / kRowStreams;
-  for (int64_t n = 0; n < length; n++) {
-    int64_t rows[kRowStreams];
-    for (int i = 0; i < kRowStreams; i++) rows[i] = a.begin + i * length + n;
-    quantized_cols<W, kRowStreams>(a, rows, 0, pitch);
+  const int64_t pitch = quantized_pitch(a.run < a.k ? a.run : a.k);
+#if defined(MPK_TIER_AVX512_BF16)
+  if constexpr (std::is_same_v<W, WeightsE4M3>) {
+    if (a.x_is_bf16) {
+      auto* pairs = reinterpret_cast<bf16*>(a.scratch);
+      const int64_t count = a.num_rows * ((a.k + a.run - 1) / a.run) * pitch;
+      for (int64_t i = 0; i < count; i++) pairs[i].bits = static_cast<uint16_t>(as_bits(a.x[i]) >> 16);
+      return quantized_by<W, PairsX>(a, pairs, pitch);
+    }
   }
-  for (int64_t n = a.begin + kRowStreams * length; n < a.end; n++) quantized_cols<W, 1>(a, &n, 0, pitch);
+#endif
+  quantized_by<W, FloatX>(a, a.x, pitch);
 }
 
 // Round to nearest, ties to even. Behind the clamp a magnitude is at most 448, or NaN. Below 2^-6 numbers are multiples

@@ -57,7 +57,9 @@ struct QuantizedArgs {
   const float* weight_factors;  // of row n and run i: [(n - begin) * weight_factors_stride + i]
   int64_t weight_factors_stride;
   int64_t begin, end;
-  float* sums;  // [num_rows, end - begin]
+  float* sums;       // [num_rows, end - begin]
+  bool x_is_bf16;    // all of x are numbers of bfloat16
+  uint8_t* scratch;  // half as large as x
 };
 
 // One step of the online softmax: up to kAttentionTile key positions of one (batch, key head), for the `num_heads`
