@@ -147,10 +147,14 @@ class Cutter {
     const int64_t most_bytes = kMinSlotBytes / box_rows / kBoxRowBytes * kBoxRowBytes;
     RowsCut c{{box_rows, job_.parts, 1, job_.size, std::min({columns, job_.size, most_bytes})}, {}};
     c.is_boxed = true;
-    c.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes();
     const int64_t mine = tiles_of_worker(c);
     const int64_t most = std::max<int64_t>(held * warps() * (kBlockRows / box_rows) / job_.parts, 1);
     c.pass_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
+    // Where a pass has few blocks, warps take turns at chunks, of which there are to be enough for half of them.
+    const int64_t blocks = divide_up(c.pass_tiles * c.parts, kBlockRows / box_rows);
+    while (c.chunk_bytes > 2 * kStepColumns && 2 * blocks * c.chunks() <= warps())
+      c.chunk_bytes = c.chunk_bytes / 2 / kStepColumns * kStepColumns;
+    c.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes();
     c.stage_columns = c.chunk_bytes;
     return c;
   }
