@@ -8,6 +8,7 @@ same. Exchanges become the tasks ``all_reduce`` and ``all_gather``.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -137,9 +138,17 @@ class _Localiser:
             raise self._refusal(f"the mesh of ranks has {len(placements)} dimensions, and torch_mpk takes one")
         return placements[0]
 
+    def _placement(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Of ``from_local`` and ``redistribute``, behind the tensor and the mesh."""
+        return self._only(kwargs["placements"] if "placements" in kwargs else args[2])
+
     def _visit(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        if name.startswith("prim"):  # up to PyTorch 2.11 Dynamo keeps what is no tensor in a function of its own
+            held = inspect.getclosurevars(node.target).nonlocals
+            name = name.removeprefix("prim").lstrip("_ ")
+            args, kwargs = (*args, *held["args_as_value"]), {**kwargs, **held["kwargs_as_value"]}
         first: Any = args[0] if args else None
         if _is_sum(node):
             return _Exchanged(self._summed(*args))
@@ -149,7 +158,7 @@ class _Localiser:
             self.env[node.args[0]] = args[1]  # the copy is all that becomes of it
             return args[1]
         if name == "from_local" and node.op == "call_function":
-            placement, shape = self._only(args[2]), kwargs.get("shape")
+            placement, shape = self._placement(args, kwargs), kwargs.get("shape")
             size = shape[placement.dim] if shape is not None and placement.is_shard() else 0
             return self._part(first, args[1], placement, size)
         if not any(isinstance(self.env[arg], _Sharded) for arg in node.all_input_nodes):
@@ -157,7 +166,7 @@ class _Localiser:
         if name == "to_local":
             return first.local
         if name == "redistribute":
-            return self._redistributed(first, self._only(kwargs["placements"]))
+            return self._redistributed(first, self._placement(args, kwargs))
         if name == "embedding":
             return self._embedded(*args)
         if node.target in (operator.mul, torch.mul) and isinstance(first, _Sharded) and self._is_number(node.args[1]):
