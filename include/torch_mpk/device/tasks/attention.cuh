@@ -50,7 +50,7 @@ MPK_OUT_OF_LINE uint32_t fill_unlike(Writer ring, Job job, KvPiece piece, uint32
                               data + uint64_t(first) * pitch,
                               pitch,
                               first < limit ? min(uint32_t(S::kTile), limit - first) : 0,
-                              is_value ? S::kValueBytes : S::kRowBytes,
+                              uint32_t(is_value ? S::kValueBytes : S::kRowBytes),
                               tile};
   });
 }
