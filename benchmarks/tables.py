@@ -151,10 +151,12 @@ def batches_and_reading() -> str:
 
 @table
 def experts() -> str:
-    run, batch_sizes = "decode_nvidia-h200_2026-11-28_experts", [1, 8, 32]
+    run, batch_sizes = "decode_nvidia-h200_2026-11-28_experts-runs", [1, 8, 32]
+    before = run.removesuffix("-runs")
 
     def rows() -> Iterator[list[str]]:
-        yield ["ms a step", *(fixed(3)(figure(run, "step_ms.median", batch=b)) for b in batch_sizes)]
+        yield ["ms a step", *(bold(fixed(3)(figure(run, "step_ms.median", batch=b))) for b in batch_sizes)]
+        yield ["before runs", *(fixed(3)(figure(before, "step_ms.median", batch=b)) for b in batch_sizes)]
         yield ["share", *(percent(figure(run, "of_ceiling", batch=b)) for b in batch_sizes)]
 
     return markdown(["rows", *map(str, batch_sizes)], rows())
