@@ -36,7 +36,7 @@ std::optional<Touched> touched(const Tensor& t, const std::vector<int64_t>& size
   Touched found{t.buffer, t.offset, 0, 1};
   size_t d = 0;
   for (int64_t left = rows; left > 1; d++) {
-    if (d == sizes.size() || left % sizes[d] != 0) return std::nullopt;
+    if (d == sizes.size() || sizes[d] < 1 || left % sizes[d] != 0) return std::nullopt;
     if (sizes[d] == 1) continue;
     if (found.pitch != 0 && found.pitch != strides[d] * sizes[d]) return std::nullopt;
     left /= sizes[d];
@@ -192,6 +192,7 @@ class RowRuns : public Kernel {
     const std::vector<int64_t> sizes = node.program ? node.program->domain : node.operands.front().tensor.shape;
     int64_t rows = 1, points = 1;
     for (int64_t size : sizes) points *= size;
+    if (points < 1) return best;
     for (size_t d = 0; d < sizes.size() && (rows == 1 || points >= rows * kMinPoints); rows *= sizes[d++]) {
       Run run = run_of(graph, first, rows);
       if (run.nodes.size() >= best.nodes.size()) best = std::move(run);

@@ -487,7 +487,8 @@ def test_sizes_of_steps_with_prompts_are_few(most: int, sizes: list[int]) -> Non
     [
         ((8, 0), torch.bfloat16, 128, "that takes a GPU of compute capability 9.0"),
         ((9, 0), torch.float32, 128, "the model is in torch.float32, and that takes bfloat16 or float16"),
-        ((9, 0), torch.float16, 80, "heads are of size 80, and that takes 64 or 128"),
+        ((9, 0), torch.float16, 84, "heads are of size 84, and that takes multiples of 8 up to 256"),
+        ((9, 0), torch.float16, 80, None),
         ((9, 0), torch.float16, 64, None),
     ],
 )

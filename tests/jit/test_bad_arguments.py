@@ -34,8 +34,8 @@ def test_code_may_be_one_line():
         ({"flags": "-O2"}, r"jit.kernel: flags: expected a list of strings; of one word \['-O2'\], got '-O2'"),
         ({"flags": [2]}, r"jit.kernel: flags: expected a list of strings, got \[2\]"),
         ({"include_dirs": "folder"}, r"jit.kernel: include_dirs: expected a list of folders; .* got 'folder'"),
-        ({"source": None}, "jit.kernel: source=None, expected code or the path of a file"),
-        ({"source": ["a", "b"]}, r"jit.kernel: source=\['a', 'b'\], expected code or the path of a file"),
+        ({"source": None}, "jit.kernel: source=None, expected code, the path of a file, or a list of paths"),
+        ({"source": ["a", 5]}, r"jit.kernel: source=\['a', 5\], expected code, the path of a file, or a list of paths"),
         (
             {"source": "none.cpp"},
             "g: there is no file .*none.cpp; code would have a line break, a brace, a semicolon or",

@@ -124,9 +124,7 @@ def test_other_things_that_are_refused():
 
     def twice(x, *, N: int): ...  # noqa: N803
 
-    with pytest.raises(
-        KernelSignatureError, match="untyped: alpha must be annotated as int, float, bool or torch.dtype"
-    ):
+    with pytest.raises(KernelSignatureError, match="untyped: alpha must be annotated as int, float, bool, torch.dtype"):
         declare("x[N]", "f(x)", untyped)
     for annotation, default in [("int", "1.5"), ("float", "'x'"), ("bool", "1"), ("torch.dtype", "torch.complex64")]:
         namespace: dict = {"torch": torch}

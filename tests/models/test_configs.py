@@ -20,6 +20,7 @@ MILLIONS_OF_PARAMETERS = {
     "qwen3-4b": 4022.5,
     "qwen3-8b": 8190.7,
     "qwen3-14b": 14768.3,
+    "qwen3-32b": 32762.1,
     "llama-1b": 1235.8,
     "llama-3.2-3b": 3212.7,
     "phi-3-mini": 3821.1,

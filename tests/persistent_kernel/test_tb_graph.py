@@ -111,7 +111,7 @@ def test_what_instances_of_a_task_may_split():
     assert of("linear") == ["R", "N"]
     assert of("rms_norm") == ["R"]
     assert of("rope") == ["B", "H"]
-    assert of("attention") == ["B", "H"]
+    assert of("attention") == ["B", "H", "V"]
     assert of("silu_mul") == ["...0"]
     assert of("embedding") == ["...0", "H"]
     assert of("softmax") == of("argmax") == ["...0"]

@@ -235,7 +235,7 @@ def test_choose_handover() -> None:
 )
 def test_choose_handover_by_what_each_worker_polls(batch: int, ffn: int, is_polled: bool, split: int) -> None:
     """Of 32 rows workers share tiles, and so the columns of x; their part is as long as all of 16 rows."""
-    graph = decoder(layers=1, batch=batch, ffn=ffn)
+    graph = decoder(layers=1, batch=batch, ffn=ffn, hidden=1024)
     after = Draft(graph, "choose_handover").schedule
     assert [t for b, t in zip(graph.buffers, after["polled"], strict=True) if b.name == AT + "act"] == [is_polled]
     assert by_label(Draft(graph, "choose_kernels"), "fields")["down"]["split"] == split
@@ -372,7 +372,8 @@ def test_choose_kernels_into_tiles_of_queries() -> None:
         *(32, 64),  # 132 tiles of queries, as many as workers, or 134
         *(64, 128),
     ]
-    assert cut(80)["kernel"] is None and cut(64, arch=80)["kernel"] is None
+    assert cut(80)["fields"]["heads"] == 3
+    assert cut(84)["kernel"] is None and cut(64, arch=80)["kernel"] is None
 
 
 def test_choose_kernels_of_ragged_sequences() -> None:

@@ -427,7 +427,7 @@ def ragged() -> _C.TBGraph:
 BROKEN_RAGGED: dict[str, tuple[str, str, Callable, str]] = {
     "heads of fewer groups": ("fields", "heads", lambda n: 4, "10 tiles of 128 rows do not cover .* 6 do"),
     "rows that no worker takes": ("cut", "num_tiles", lambda n: n - 1, "9 tiles of 128 rows do not cover .* 10 do"),
-    "no room for shared keys": ("cut", "staged_bytes", lambda n: n - 1, "warps hand each other 20480 bytes in 20479"),
+    "no room for shared keys": ("cut", "staged_bytes", lambda n: n - 1, "its warps take 20480 bytes of 20479"),
     "entries larger than slots": ("fields", "positions", lambda n: 176, "of 50688 bytes does not fit a slot of 49152"),
 }
 
