@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import silu, softmax
 
 from tests.cpu.test_experts import chosen_ids
+from tests.thinned import thinned
 from torch_mpk import _C
 from torch_mpk.capture import capture
 from torch_mpk.lowering import lower
@@ -71,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(("sizes", "workers", "names"), CASES, ids=str)
+@pytest.mark.parametrize(("sizes", "workers", "names"), thinned(CASES, 0, 2), ids=str)
 def test_experts(sizes: tuple[int, ...], workers: int, names: list[str], dtype: torch.dtype) -> None:
     rows, choices, num, width, inner = sizes
     kernel: EmulatedKernel | None = None
@@ -91,7 +92,7 @@ def test_experts(sizes: tuple[int, ...], workers: int, names: list[str], dtype: 
         torch.testing.assert_close(made[0].double(), expected, rtol=2e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize(("rows", "num", "choices"), [(1, 64, 8), (5, 128, 8), (3, 8, 2)])
+@pytest.mark.parametrize(("rows", "num", "choices"), thinned([(1, 64, 8), (5, 128, 8), (3, 8, 2)], 1))
 def test_routers(rows: int, num: int, choices: int) -> None:
     logits = torch.randn(rows, num).bfloat16()
     operands = in_place([logits])

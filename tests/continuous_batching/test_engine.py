@@ -62,7 +62,6 @@ def num_compiled() -> int:
             ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
             ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
         ],
-        0,
     ),
     ids=["groups of heads", "a key head a head", "one key head"],
 )
@@ -295,6 +294,7 @@ def test_engines_share_what_was_built(tmp_path: Path, monkeypatch: pytest.Monkey
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_engines_of_one_kind_share_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled for the second, and nothing stays of the first but its steps."""
     model = serving_model()

@@ -110,7 +110,6 @@ def test_a_request_that_outgrows_the_cache_fails_alone() -> None:
             (torch.OutOfMemoryError("no room"), "before"),
             (MegakernelTimeout("stalled"), "behind"),
         ],
-        1,
     ),
     ids=repr,
 )

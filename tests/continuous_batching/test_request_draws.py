@@ -39,7 +39,8 @@ def answers(model: Any, requests: list[tuple[list[int], dict[str, Any]]], **sett
     return [found[name].generated_tokens for name in names]
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_requests_of_a_step_draw_each_in_its_own_way(is_asynchronous: bool) -> None:
     model = serving_model()
     prompts = [prompt_of(length) for length in (5, 3, 7)]

@@ -114,7 +114,7 @@ def test_what_nobody_foresaw_is_an_error_of_openais_form(monkeypatch: pytest.Mon
     asyncio.run(test(served))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_client_that_goes_ends_its_request(stream: bool) -> None:
     """In the middle of 900 tokens."""
 

@@ -57,6 +57,7 @@ def check(model: Any, **settings: Any) -> None:
     assert answers == [alone(model, prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
+@pytest.mark.slow
 def test_sizes_share_a_trace_and_so_do_other_engines_and_models() -> None:
     model = serving_model()
     with traces() as count:
@@ -100,7 +101,7 @@ def one_answer(model: Any, prompt: list[int]) -> list[int]:
     return answer
 
 
-@pytest.mark.parametrize("change", thinned(["hook", "method", "function", "attribute", "layer", "mode", "dtype"], 0))
+@pytest.mark.parametrize("change", thinned(["hook", "method", "function", "attribute", "layer", "mode", "dtype"]))
 def test_what_was_traced_before_a_change_is_not_used_behind_it(change: str) -> None:
     model, prompt = serving_model(), prompt_of(6)
     one_answer(model, prompt)
@@ -129,6 +130,7 @@ def test_what_was_traced_before_a_change_is_not_used_behind_it(change: str) -> N
     assert answer == alone(model, prompt, len(answer))
 
 
+@pytest.mark.slow
 def test_a_change_while_an_engine_runs_is_seen_by_its_next_step() -> None:
     model, prompt = serving_model(), prompt_of(6)
     with managed(model, **SIZED) as manager:

@@ -97,7 +97,6 @@ def test_a_prompt_in_a_bucket_is_eager_s(
             (3, "sdpa", torch.float32, "left"),
             (3, "sdpa", torch.bfloat16, "right"),
         ],
-        0,
         1,
     ),
 )

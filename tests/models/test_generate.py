@@ -293,6 +293,7 @@ def test_logits_are_processed_as_hugging_faces_are(model):
         torch_mpk.generate(model, ids, generation_config=GenerationConfig(max_new_tokens=2, bad_words_ids=[["a"]]))
 
 
+@pytest.mark.slow
 def test_the_coldest_samples_are_greedy(model):
     ids = random_ids(2, 5, model.device)
     greedy = torch_mpk.generate(model, ids, 6, options=STRICT)
