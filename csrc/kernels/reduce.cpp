@@ -1,4 +1,6 @@
 // A program reduced over the last dimension of its domain.
+#include "reduce.h"
+
 #include <algorithm>
 #include <array>
 #include <map>
@@ -10,7 +12,6 @@
 #include "../codegen/text.h"
 #include "../schedule/kernel.h"
 #include "fields.h"
-#include "reduce.h"
 
 namespace mpk {
 

@@ -17,8 +17,8 @@ struct ReducedSize {
   explicit ReducedSize(const Node& reduction);
 };
 
-// The class of namespace reduce (see points.cuh) for a node's operation, with the type to compute in. Throws Unsupported
-// naming the node where there is none.
+// The class of namespace reduce (see points.cuh) for a node's operation, with the type to compute in. Throws
+// Unsupported naming the node where there is none.
 std::string reduction_class(const Node& node);
 
 // A reduction of short rows, and the node behind it that takes each result at a point of its own, if there is one.

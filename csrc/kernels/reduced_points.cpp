@@ -1,7 +1,5 @@
 // Reductions of short rows, each by a thread, and the pointwise task behind them: an expert's results weighted and
 // summed, and the residual.
-#include "reduce.h"
-
 #include <algorithm>
 #include <map>
 
@@ -12,6 +10,7 @@
 #include "../schedule/access.h"
 #include "../schedule/kernel.h"
 #include "../schedule/proof.h"
+#include "reduce.h"
 
 namespace mpk {
 
@@ -69,8 +68,7 @@ std::string emit_short_reduction(KernelContext& context, Refs& refs, const Short
                                  const std::string& argument) {
   const Node& node = reduction.reduction;
   const ReducedSize size(node);
-  const ProgramCode value =
-      emit_program(context, refs, node, {.point = "outer", .inner = "inner", .given = &given});
+  const ProgramCode value = emit_program(context, refs, node, {.point = "outer", .inner = "inner", .given = &given});
   const Tensor& made = output(node).tensor;
   const std::string type = cuda_type(made.dtype);
   std::string finish = "    const " + type + " reduced = cast<" + type + ">(result);\n";

@@ -177,8 +177,6 @@ Run run_of(const TBGraph& graph, int first, int64_t rows) {
   return run;
 }
 
-int64_t rows_of(const Schedule& schedule, const Job& job);
-
 class RowRuns : public Kernel {
  public:
   RowRuns() : Kernel("row_run") {}
@@ -209,7 +207,7 @@ class RowRuns : public Kernel {
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     Cut cut = job.cut;
     cut.input = Input::kInPlace;
-    cut.num_tiles = rows_of(schedule, job);
+    cut.num_tiles = longest(schedule.graph, job.body.front()).rows;
     cut.staged_bytes = std::clamp<int64_t>(room(schedule), 0, kMaxTileBytes);
     const double turns = std::ceil(double(cut.num_tiles) / double(schedule.target.num_workers));
     cut.cost_ns = turns * kNodeNs * double(job.body.size());
@@ -251,9 +249,10 @@ class RowRuns : public Kernel {
       for (const std::string& header : own.headers)
         if (std::ranges::find(code.headers, header) == code.headers.end()) code.headers.push_back(header);
     }
-    code.body += "  static constexpr int staged_bytes() { return largest(" + staged + "); }\n" +
-                 "  template <class Run>\n  static MPK_DEVICE bool compute(Run& run, const Job& job, uint32_t row) {\n" +
-                 "    return " + calls + ";\n  }\n";
+    code.body +=
+        "  static constexpr int staged_bytes() { return largest(" + staged + "); }\n" +
+        "  template <class Run>\n  static MPK_DEVICE bool compute(Run& run, const Job& job, uint32_t row) {\n" +
+        "    return " + calls + ";\n  }\n";
     code.num_small_workers = static_cast<uint32_t>(std::min<int64_t>(place.job.cut.num_tiles, 1 << 20));
     return code;
   }
@@ -269,10 +268,6 @@ class RowRuns : public Kernel {
     return {"reduce", "reduce", {{"splits", 1}}};
   }
 };
-
-int64_t rows_of(const Schedule& schedule, const Job& job) {
-  return RowRuns::longest(schedule.graph, job.body.front()).rows;
-}
 
 const RowRuns kRowRuns{};
 [[maybe_unused]] const bool kRegistered = add_run_kernel(kRowRuns);

@@ -88,9 +88,8 @@ class GatedExperts : public BoxedExperts {
   void add_results(const JobPlace& place, JobCode& code, Refs& refs, const Experts&) const override {
     const Activation found = *activation_of(place.context.graph(), place.node());
     const std::map<size_t, std::string> given = {{found.halves[0].instr, "first"}, {found.halves[1].instr, "second"}};
-    const ProgramCode program =
-        emit_program(place.context, refs, found.node,
-                     {.point = "point", .given = &given, .unstored = &place.job.unstored});
+    const ProgramCode program = emit_program(place.context, refs, found.node,
+                                             {.point = "point", .given = &given, .unstored = &place.job.unstored});
     code.body += constant("kColumns", found.columns) + constant("kFirstHalf", found.halves[0].first) +
                  constant("kSecondHalf", found.halves[1].first) +
                  function("void", "combine(const Job& job, int32_t point, T first, T second)", program.body);

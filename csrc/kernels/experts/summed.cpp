@@ -98,8 +98,8 @@ class SummedExperts : public BoxedExperts {
 
   void add_results(const JobPlace& place, JobCode& code, Refs& refs, const Experts& own) const override {
     const ChoiceSum sum = *sum_of(place.context.graph(), place.node());
-    code.body += emit_short_reduction(place.context, refs, sum.reduction, place.job.unstored,
-                                      {{sum.load, "product"}}, ", " + std::string(cuda_type(own.y.dtype)) + " product");
+    code.body += emit_short_reduction(place.context, refs, sum.reduction, place.job.unstored, {{sum.load, "product"}},
+                                      ", " + std::string(cuda_type(own.y.dtype)) + " product");
   }
 };
 

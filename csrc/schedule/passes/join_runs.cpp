@@ -12,7 +12,8 @@ namespace {
 bool is_run(const Draft& draft, const Kernel& kernel, const std::vector<int>& nodes) {
   const auto is_free = [&](int n) { return draft.job_of[n] < 0; };
   const auto is_apart = [&](const Dependency& edge) {
-    return edge.hazard == Hazard::kReadAfterWrite || kernel.stores_values() || !contains(nodes, edge.from) || !contains(nodes, edge.to);
+    return edge.hazard == Hazard::kReadAfterWrite || kernel.stores_values() || !contains(nodes, edge.from) ||
+           !contains(nodes, edge.to);
   };
   return nodes.size() > 1 && std::ranges::is_sorted(nodes) && std::ranges::all_of(nodes, is_free) &&
          std::ranges::all_of(draft.edges, is_apart) && draft.contractible(nodes);

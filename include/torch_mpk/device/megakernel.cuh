@@ -86,9 +86,10 @@ MPK_DEVICE void leave(Consumer<Kernel>& c) {
       if (out.element == 8) *reinterpret_cast<uint64_t*>(data + b) = out.nan;
     }
   }
-  for (int r = c.rank; r < c.params.ranks; r += kConsumerThreads)  // other ranks wait in vain
-    if (r != c.params.rank)
-      ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(c.params.mailboxes[r]) + c.params.rank, kGaveUp);
+  // Other ranks would wait in vain. A thread for each: a loop takes registers that products lack.
+  static_assert(kMaxRanks <= kConsumerThreads);
+  if (c.rank < c.params.ranks && c.rank != c.params.rank)
+    ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(c.params.mailboxes[c.rank]) + c.params.rank, kGaveUp);
   __threadfence_system();
   c.sync();
   if (c.rank == 0) ptx::store_release_sys(c.params.host_abort, 1);

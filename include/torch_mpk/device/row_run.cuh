@@ -82,8 +82,7 @@ MPK_OUT_OF_LINE bool compute_rows_of_nodes(Shared& shared, Job job, uint32_t wor
 template <class V, class C>
 MPK_DEVICE void run_rows_of_nodes(C& c, const Job& job) {
   if (!c.await()) return;
-  c.call(
-      [&] { return compute_rows_of_nodes<V>(c.shared, job, c.worker(job), C::Config::kNumWorkers, c.staged()); });
+  c.call([&] { return compute_rows_of_nodes<V>(c.shared, job, c.worker(job), C::Config::kNumWorkers, c.staged()); });
 }
 
 }  // namespace mpk

@@ -5,9 +5,9 @@
 // so no two ranks wait for each other. Words carry their tags, so stores and loads may be relaxed; they cross the
 // system, not one GPU alone. Sums are added in the order of the ranks, so all ranks have the same bits.
 //
-// V: T, kRanks, kElements, kPolledX, kAlignedX, x(job); kByTurns, kTurns, kPlaceBytes, turn(job), offset(job) and kWords, see
-// schedule/mailboxes.h; Extra, preload(job, point). Of a sum finish(c, job, point, value, extra). Of what is gathered
-// kRow, and put(job, index, value).
+// V: T, kRanks, kElements, kPolledX, kAlignedX, x(job); kByTurns, kTurns, kPlaceBytes, turn(job), offset(job) and
+// kWords, see schedule/mailboxes.h; Extra, preload(job, point). Of a sum finish(c, job, point, value, extra). Of what
+// is gathered kRow, and put(job, index, value).
 #pragma once
 
 #include "torch_mpk/abi/mailboxes.h"

@@ -75,8 +75,8 @@ MPK_DEVICE void load_halves(L& l, const Job& job) {
   const void* map = V::map(job);
   load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t block) {
     const uint32_t first = expert * V::kRows;
-    return Halves{map,      tile, first + first_weight_row<V>(row, false), first + first_weight_row<V>(row, true), block,
-                  kBoxBytes};
+    return Halves{map,   tile,     first + first_weight_row<V>(row, false), first + first_weight_row<V>(row, true),
+                  block, kBoxBytes};
   });
 }
 

@@ -1,8 +1,8 @@
 // Products of few rows with the weights of experts that they chose, see csrc/kernels/experts/expert_linear.cpp.
 //
 // Every warp finds the chosen experts by itself. A tile is 16 rows of the weights of one; tiles are numbered expert by
-// expert, and a worker has some that follow each other. With an activation behind them, a tile is eight rows of the gate
-// and the eight of the other half that they meet. A warp multiplies a tile with all pairs that chose its expert,
+// expert, and a worker has some that follow each other. With an activation behind them, a tile is eight rows of the
+// gate and the eight of the other half that they meet. A warp multiplies a tile with all pairs that chose its expert,
 // eight at a time, so weights are read once. The order in which a pair's products are added depends on the sizes alone.
 #pragma once
 
@@ -24,7 +24,8 @@ inline constexpr uint32_t kTilesOfExpert = (V::kRows + kTileRows - 1) / kTileRow
 template <class V>
 inline constexpr int kListBytes = (V::kPairs * 2 + 15) / 16 * 16;  // of a warp's list
 
-// Whether an activation takes two results of each pair and point, of rows of weights from kFirstHalf and kSecondHalf on.
+// Whether an activation takes two results of each pair and point, of rows of weights from kFirstHalf and kSecondHalf
+// on.
 template <class V>
 concept Gated = requires { V::kFirstHalf; };
 
@@ -231,8 +232,8 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
 }
 
 // V: T; kPairs, of kChoices each row; kExperts, whose weights have kRows rows of kSize, at kExpertPitch and kRowPitch;
-// kXRow, kXChoice, kIdsRow, kIdsChoice, pitches; x(job), ids(job), weight(job). What becomes of results: kYRow, kYChoice
-// and y(job), or kColumns, kFirstHalf, kSecondHalf, and combine(job, point, first, second).
+// kXRow, kXChoice, kIdsRow, kIdsChoice, pitches; x(job), ids(job), weight(job). What becomes of results: kYRow,
+// kYChoice and y(job), or kColumns, kFirstHalf, kSecondHalf, and combine(job, point, first, second).
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;

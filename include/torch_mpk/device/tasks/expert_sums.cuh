@@ -66,8 +66,7 @@ MPK_DEVICE void compute_summed(C& c, const Job& job) {
     for (int i = c.rank; i < V::kPairs / V::kChoices * kTileRows; i += kConsumerThreads) {
       const int row = i / kTileRows, column = i % kTileRows, outer = row * V::kRows + int(tile) * kTileRows + column;
       const T* of_row = products + row * V::kChoices * kTileRows + column;
-      V::finish(job, outer,
-                reduce_short_row<V>([&](int k) { return V::value(job, outer, k, of_row[k * kTileRows]); }));
+      V::finish(job, outer, reduce_short_row<V>([&](int k) { return V::value(job, outer, k, of_row[k * kTileRows]); }));
     }
     if (!c.sync()) return;
   }
