@@ -40,7 +40,7 @@ def decode_step(driver) -> tuple[list[int], tuple, tuple[int, ...], list[str]]:
     known = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
     data = bytes(driver.params)[: driver.param_bytes[0]]
     table, *_ = struct.unpack_from("<Q", data)
-    pointers = struct.unpack_from(f"<{(len(data) - 184) // 8}Q", data, 184)
+    pointers = struct.unpack_from(f"<{(len(data) - 192) // 8}Q", data, 192)
     geometry = (driver.grid[:], driver.block[:], driver.shared_bytes, len(data))
     stages = list(timing.recent[-1].stages)
     return [known.get(p, -1) for p in pointers], geometry, tuple(ctypes.string_at(table, 256)), stages
