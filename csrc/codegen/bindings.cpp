@@ -11,15 +11,9 @@ namespace py = pybind11;
 
 namespace mpk {
 
-void bind_codegen(py::module_& m) {
-  py::register_exception_translator([](std::exception_ptr pointer) {
-    try {
-      if (pointer) std::rethrow_exception(pointer);
-    } catch (const Unsupported& error) {
-      set_error("UnsupportedError", error);
-    }
-  });
+namespace {
 
+void bind_program(py::module_& m) {
   py::class_<CudaProgram>(m, "CudaProgram", "One kernel's source and the tables it reads.")
       .def_readonly("source", &CudaProgram::source)
       .def_readonly("kernel_name", &CudaProgram::kernel_name)
@@ -54,6 +48,20 @@ void bind_codegen(py::module_& m) {
       .def_readonly("group", &CudaProgram::group)
       .def_readonly("exchange_key", &CudaProgram::exchange_key)
       .def_readonly("mailbox_bytes", &CudaProgram::mailbox_bytes);
+}
+
+}  // namespace
+
+void bind_codegen(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Unsupported& error) {
+      set_error("UnsupportedError", error);
+    }
+  });
+
+  bind_program(m);
   m.def(
       "event_offset", [](int64_t phase) { return kEventsOffset + phase * kEventBytes; }, py::arg("phase"),
       "Where the event of a phase stands in a kernel's control block.");
