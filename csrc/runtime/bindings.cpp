@@ -85,29 +85,7 @@ CudaProgram read_program(py::handle object) {
   return program;
 }
 
-}  // namespace
-
-void bind_runtime(py::module_& m) {
-  py::register_exception_translator([](std::exception_ptr pointer) {
-    try {
-      if (pointer) std::rethrow_exception(pointer);
-    } catch (const LaunchAborted& error) {
-      set_error("MegakernelTimeout", error);
-    } catch (const cu::Error& error) {
-      set_error("LaunchError", error);
-    }
-  });
-
-  py::class_<cu::DeviceInfo>(m, "DeviceInfo", "What the schedule needs to know of a CUDA device.")
-      .def_readonly("ordinal", &cu::DeviceInfo::ordinal)
-      .def_readonly("name", &cu::DeviceInfo::name)
-      .def_readonly("arch", &cu::DeviceInfo::arch, "10 * major + minor of the compute capability.")
-      .def_readonly("num_sms", &cu::DeviceInfo::num_sms)
-      .def_readonly("smem_optin_bytes", &cu::DeviceInfo::smem_optin_bytes, "Shared memory one CTA may use.")
-      .def_readonly("driver_version", &cu::DeviceInfo::driver_version, "12080 is CUDA 12.8.");
-  m.def("num_devices", &cu::num_devices, "CUDA devices of this process; 0 without a driver.");
-  m.def("device_info", &cu::device_info, py::arg("ordinal"), "Raises LaunchError without a driver or such a device.");
-
+void bind_executable(py::module_& m) {
   py::class_<CudaExecutable>(m, "CudaExecutable", "A megakernel loaded on one device.")
       .def(py::init([](py::handle program, const py::bytes& image, int device, uint64_t watchdog_ns) {
              const CudaProgram fields = read_program(program);
@@ -130,8 +108,8 @@ void bind_runtime(py::module_& m) {
       .def("join", &CudaExecutable::join, py::arg("rank"), py::arg("mailboxes"),
            py::call_guard<py::gil_scoped_release>(),
            "Exchange with other ranks through mailboxes at these addresses, in the order of ranks, each of "
-           "mailbox_bytes "
-           "that are zero. Launches are counted anew. Raises ValueError where there are not as many as the program "
+           "mailbox_bytes that are zero. Launches are counted anew. Raises ValueError where there are not as many as "
+           "the program "
            "says.")
       .def_property_readonly("ranks", &CudaExecutable::ranks)
       .def_property_readonly("group", &CudaExecutable::group)
@@ -153,6 +131,31 @@ void bind_runtime(py::module_& m) {
           "jitter", [](const CudaExecutable& e) { return e.jitter.load(); },
           [](CudaExecutable& e, uint32_t seed) { e.jitter = seed; },
           "Nonzero: random delays in the kernel, seeded by it, to test its synchronisation.");
+}
+
+}  // namespace
+
+void bind_runtime(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const LaunchAborted& error) {
+      set_error("MegakernelTimeout", error);
+    } catch (const cu::Error& error) {
+      set_error("LaunchError", error);
+    }
+  });
+
+  py::class_<cu::DeviceInfo>(m, "DeviceInfo", "What the schedule needs to know of a CUDA device.")
+      .def_readonly("ordinal", &cu::DeviceInfo::ordinal)
+      .def_readonly("name", &cu::DeviceInfo::name)
+      .def_readonly("arch", &cu::DeviceInfo::arch, "10 * major + minor of the compute capability.")
+      .def_readonly("num_sms", &cu::DeviceInfo::num_sms)
+      .def_readonly("smem_optin_bytes", &cu::DeviceInfo::smem_optin_bytes, "Shared memory one CTA may use.")
+      .def_readonly("driver_version", &cu::DeviceInfo::driver_version, "12080 is CUDA 12.8.");
+  m.def("num_devices", &cu::num_devices, "CUDA devices of this process; 0 without a driver.");
+  m.def("device_info", &cu::device_info, py::arg("ordinal"), "Raises LaunchError without a driver or such a device.");
+  bind_executable(m);
 }
 
 }  // namespace mpk
