@@ -63,13 +63,22 @@ int64_t count_runs(const Schedule& schedule, const std::string& kernel) {
   return count;
 }
 
+bool finds_runs(const Kernel& kernel, const TBGraph& graph) {
+  return std::ranges::any_of(graph.nodes(),
+                             [&](const Node& node) { return kernel.find_run(graph, node.id).size() > 1; });
+}
+
 // A kernel's runs are taken where the launch as a whole takes less time with them: what they save, phases among it, is
 // known when everything is placed.
 std::vector<TakenRuns> choose_runs(const TBGraph& graph, const Target& target) {
   std::vector<TakenRuns> taken;
-  if (target.device != "cuda" || !target.fuse || run_kernels().empty()) return taken;
+  if (target.device != "cuda" || !target.fuse) return taken;
+  std::vector<const Kernel*> kernels;  // each takes all passes once more
+  std::ranges::copy_if(run_kernels(), std::back_inserter(kernels),
+                       [&](const Kernel* kernel) { return finds_runs(*kernel, graph); });
+  if (kernels.empty()) return taken;
   std::optional<double> best = launch_ns(run_passes(graph, target, taken, "").schedule);
-  for (const Kernel* kernel : run_kernels()) {
+  for (const Kernel* kernel : kernels) {
     std::vector<TakenRuns> tried = taken;
     tried.push_back({kernel});
     const Schedule schedule = run_passes(graph, target, tried, "").schedule;
