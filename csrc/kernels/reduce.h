@@ -37,7 +37,4 @@ std::string emit_short_reduction(codegen::KernelContext& context, codegen::Refs&
                                  const std::vector<int>& unstored, const std::map<size_t, std::string>& given,
                                  const std::string& argument);
 
-// The one node that reads what another makes, if that is needed by no other; null otherwise.
-const Node* only_reader(const TBGraph& graph, const Node& node);
-
 }  // namespace mpk

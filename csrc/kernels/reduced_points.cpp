@@ -39,19 +39,6 @@ std::optional<size_t> load_of_result(const Node& reduction, const Node& behind) 
 
 }  // namespace
 
-const Node* only_reader(const TBGraph& graph, const Node& node) {
-  const int made = output(node).tensor.buffer;
-  if (graph.buffers()[made].kind != BufferKind::kWorkspace) return nullptr;
-  const Node* found = nullptr;
-  for (const Node& other : graph.nodes())
-    for (const Operand& operand : other.operands) {
-      if (operand.tensor.buffer != made || other.id == node.id || found == &other) continue;
-      if (found != nullptr || operand.is_write) return nullptr;
-      found = &other;
-    }
-  return found;
-}
-
 std::optional<ShortReduction> short_reduction(const TBGraph& graph, const Node& node) {
   if (node.def->role != Role::kReduce) return std::nullopt;
   const ReducedSize size(node);

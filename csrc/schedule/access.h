@@ -71,6 +71,30 @@ inline bool writes(const Node& node, int buffer) {
                      [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == buffer; });
 }
 
+// The one node that reads what another makes, if that is needed by no other; null otherwise.
+inline const Node* only_reader(const TBGraph& graph, const Node& node) {
+  const int made = output(node).tensor.buffer;
+  if (graph.buffers()[made].kind != BufferKind::kWorkspace) return nullptr;
+  const Node* found = nullptr;
+  for (const Node& other : graph.nodes())
+    for (const Operand& operand : other.operands) {
+      if (operand.tensor.buffer != made || other.id == node.id || found == &other) continue;
+      if (found != nullptr || operand.is_write) return nullptr;
+      found = &other;
+    }
+  return found;
+}
+
+// Whether the first `dims` dimensions of a domain are `count` in all, and an access goes from one to the next by
+// `pitch` elements.
+inline bool are_stacked(const std::vector<int64_t>& domain, const std::vector<int64_t>& strides, size_t dims,
+                        int64_t count, int64_t pitch) {
+  int64_t inner = 1;
+  for (size_t d = dims; d-- > 0; inner *= domain[d])
+    if (domain[d] != 1 && strides[d] != inner * pitch) return false;
+  return inner == count;
+}
+
 inline bool same_view(const Tensor& a, const Tensor& b) {
   return a.buffer == b.buffer && a.dtype == b.dtype && a.offset == b.offset && a.shape == b.shape &&
          a.strides == b.strides;

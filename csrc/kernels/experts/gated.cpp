@@ -2,7 +2,7 @@
 // expert's rows, such as silu(gate) * up. A tile has eight rows of each, so a lane has both values of a point.
 #include "../../codegen/program.h"
 #include "../../codegen/text.h"
-#include "../reduce.h"
+#include "../../schedule/access.h"
 #include "experts.h"
 
 namespace mpk {
@@ -38,12 +38,9 @@ int64_t first_row(const Experts& own, const Node& reader, const Instr& load) {
   const Tensor& t = reader.operands[load.operand].tensor;
   const int64_t start = start_of(*reader.program, load);
   if (start < 0 || !own.y.is_contiguous() || t.dtype != own.y.dtype || load.strides.back() != 1) return -1;
-  int64_t pairs = 1;
-  for (size_t d = domain.size() - 1; d-- > 0; pairs *= domain[d])
-    if (domain[d] != 1 && load.strides[d] != pairs * own.rows) return -1;
   const int64_t first = t.offset + start - own.y.offset;
   const bool is_inside = first >= 0 && first % kHalfRows == 0 && first + domain.back() <= own.rows;
-  return pairs == own.pairs && is_inside ? first : -1;
+  return is_inside && are_stacked(domain, load.strides, domain.size() - 1, own.pairs, own.rows) ? first : -1;
 }
 
 std::optional<Activation> activation_of(const TBGraph& graph, const Node& node) {

@@ -27,10 +27,7 @@ bool loads_products(const Experts& own, const Node& sum, const Instr& load) {
       domain.size() < 2 || domain[last] != own.choices || domain[last - 1] != own.rows ||
       (own.choices > 1 && load.strides[last] != own.rows) || load.strides[last - 1] != 1)
     return false;
-  int64_t rows = 1;
-  for (size_t d = last - 1; d-- > 0; rows *= domain[d])
-    if (domain[d] != 1 && load.strides[d] != rows * own.choices * own.rows) return false;
-  return rows * own.choices == own.pairs;
+  return are_stacked(domain, load.strides, last - 1, own.pairs / own.choices, own.choices * own.rows);
 }
 
 std::optional<ChoiceSum> sum_of(const TBGraph& graph, const Node& node) {
