@@ -48,19 +48,7 @@ struct RowRun {
   template <class Node>
   MPK_DEVICE bool tiles(const Job& job, uint32_t row) {
     constexpr uint32_t kOfRow = Node::kTiles / V::kRows;
-    if constexpr (kTilesByWarp<Node>) {
-      WarpTile threads{consumer.lane};
-      for (uint32_t i = consumer.warp; i < kOfRow; i += kConsumerWarps) {
-        Node::template compute<Node>(threads, job, row * kOfRow + i, staged + consumer.warp * kTilePitch<Node>);
-        threads.sync();
-      }
-    } else {
-      CtaTile threads(consumer);
-      for (uint32_t i = 0; i < kOfRow; i++) {
-        Node::template compute<Node>(threads, job, row * kOfRow + i, staged);
-        if (!consumer.sync()) return false;
-      }
-    }
+    if (!compute_every<Node>(consumer, job, row * kOfRow, (row + 1) * kOfRow, 1, staged)) return false;
     return consumer.sync();
   }
 };

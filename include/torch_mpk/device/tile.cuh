@@ -84,28 +84,35 @@ inline constexpr bool kTilesByWarp =
 template <class V>  // of shared memory
 inline constexpr int kTileStagedBytes = kTilePitch<V> * (kTilesByWarp<V> ? kConsumerWarps : 1);
 
+// Every `step`th tile from `first` on; false when the launch was given up.
+template <class V>
+MPK_DEVICE bool compute_every(TileConsumer& consumer, const Job& job, uint32_t first, uint32_t end, uint32_t step,
+                              uint8_t* staged) {
+  if constexpr (kTilesByWarp<V>) {
+    WarpTile threads{consumer.lane};
+    for (uint32_t number = first + consumer.warp * step; number < end; number += kConsumerWarps * step) {
+      V::template compute<V>(threads, job, number, staged + consumer.warp * kTilePitch<V>);
+      threads.sync();
+    }
+  } else {
+    CtaTile threads(consumer);
+    for (uint32_t number = first; number < end; number += step) {
+      V::template compute<V>(threads, job, number, staged);
+      if (!consumer.sync()) return false;
+    }
+  }
+  return true;
+}
+
 // A worker's tiles; false when the launch was given up. Out of line, and without the consumer: what a task's code needs
 // of registers, and what it hands to functions of its own by reference, which then stands in memory, is no other job's
 // concern.
 template <class V>
 MPK_OUT_OF_LINE bool compute_tiles(Shared& shared, Job job, uint32_t worker, uint32_t workers, uint8_t* staged) {
   __builtin_assume(__isShared(staged));
-  const int rank = ptx::thread_index(), warp = rank / 32, lane = rank % 32;
-  if constexpr (kTilesByWarp<V>) {
-    WarpTile threads{lane};
-    for (uint32_t number = worker + warp * workers; number < V::kTiles; number += kConsumerWarps * workers) {
-      V::template compute<V>(threads, job, number, staged + warp * kTilePitch<V>);
-      threads.sync();
-    }
-  } else {
-    TileConsumer consumer{shared, rank, warp, lane};
-    CtaTile threads(consumer);
-    for (uint32_t number = worker; number < V::kTiles; number += workers) {
-      V::template compute<V>(threads, job, number, staged);
-      if (!consumer.sync()) return false;
-    }
-  }
-  return true;
+  const int rank = ptx::thread_index();
+  TileConsumer consumer{shared, rank, rank / 32, rank % 32};
+  return compute_every<V>(consumer, job, worker, V::kTiles, workers, staged);
 }
 
 template <class V, class C>
