@@ -301,18 +301,13 @@ class DirectWriter : public QuantizedWriter {
                                 {"torch_mpk/device/tasks/quantized_linear.cuh"}}) {}
 
  private:
-  void add_weight(const Node& node, const Tensor& weight) override {
-    weights_.push_back("job.pointer<const uint8_t>(" + codegen::str(refs_.add(node, weight)) + ")");
-    pitches_.push_back("int64_t(" + codegen::str(weight.strides[0]) + ")");
-  }
+  void add_weight(const Node& node, const Tensor& weight) override { weights_.add(refs_, node, weight); }
   std::string write_places() override {
-    using namespace codegen;
-    return QuantizedWriter::write_places() + constant("kRun", std::min(format_.run(), size_)) +
-           returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights_)) +
-           returning("int64_t", "weight_pitch(int i)", choose("i", pitches_));
+    return QuantizedWriter::write_places() + codegen::constant("kRun", std::min(format_.run(), size_)) +
+           weights_.members();
   }
 
-  std::vector<std::string> weights_, pitches_;  // of each, expressions
+  codegen::WeightsInPlace weights_;
 };
 
 class Direct : public Kernel {

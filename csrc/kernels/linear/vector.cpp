@@ -200,8 +200,7 @@ class DirectWriter : public codegen::LinearWriter {
 
  private:
   void add_weight(const Node& node, const Tensor& weight) override {
-    weights_.push_back("job.pointer<const uint8_t>(" + codegen::str(refs_.add(node, weight)) + ")");
-    pitches_.push_back("int64_t(" + codegen::str(weight.strides[0] * size_bytes(weight.dtype)) + ")");
+    weights_.add(refs_, node, weight);
     are_aligned_ &= context_.aligned_rows(weight, false);
   }
   bool takes_any_x() const override { return true; }
@@ -219,13 +218,11 @@ class DirectWriter : public codegen::LinearWriter {
   std::string write_places() override {
     const bool are_aligned =
         are_aligned_ && (job_.cut.is_staged() ? has_aligned_rows(x_) : context_.aligned_rows(x_, true));
-    return codegen::flag("kAligned", are_aligned) +
-           codegen::returning("const uint8_t*", "weight(const Job& job, int i)", codegen::choose("i", weights_)) +
-           codegen::returning("int64_t", "weight_pitch(int i)", codegen::choose("i", pitches_));
+    return codegen::flag("kAligned", are_aligned) + weights_.members();
   }
 
   bool are_aligned_ = true;
-  std::vector<std::string> weights_, pitches_;  // of each, expressions
+  codegen::WeightsInPlace weights_;
 };
 
 class Direct : public Kernel {

@@ -332,4 +332,14 @@ void LinearWriter::write_epilogues(int owner, std::string& finish, std::string& 
   if (!loads.empty()) preload += point + loads;
 }
 
+void WeightsInPlace::add(Refs& refs, const Node& node, const Tensor& weight) {
+  weights_.push_back("job.pointer<const uint8_t>(" + str(refs.add(node, weight)) + ")");
+  pitches_.push_back("int64_t(" + str(weight.strides[0] * size_bytes(weight.dtype)) + ")");
+}
+
+std::string WeightsInPlace::members() const {
+  return returning("const uint8_t*", "weight(const Job& job, int i)", choose("i", weights_)) +
+         returning("int64_t", "weight_pitch(int i)", choose("i", pitches_));
+}
+
 }  // namespace mpk::codegen

@@ -82,4 +82,14 @@ class MPK_KERNEL_API LinearWriter {
   std::vector<int> segments_with_rows_;
 };
 
+// Weights that a job reads where they are: weight(job, i) and weight_pitch(i), in bytes, of segment or part i.
+class MPK_KERNEL_API WeightsInPlace {
+ public:
+  void add(Refs& refs, const Node& node, const Tensor& weight);
+  std::string members() const;
+
+ private:
+  std::vector<std::string> weights_, pitches_;  // of each, expressions
+};
+
 }  // namespace mpk::codegen
