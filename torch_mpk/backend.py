@@ -92,7 +92,7 @@ def mpk(
 
 
 def _run_localised(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
-    """What runs a graph, of a sharded model's the part of this rank."""
+    """The callable for a graph; for a sharded model's, this rank computes its part."""
     try:
         local = localise(gm, example_inputs)
     except UnsupportedError as error:
@@ -105,7 +105,7 @@ def _run_localised(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], sett
 
 
 def _run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
-    if is_dry_run() and not env.disable:
+    if is_dry_run():
         will_write(example_inputs[i] for i in written_inputs(gm, example_inputs))
     with timing.build():
         return run_of(gm, example_inputs, settings, compile_call)
@@ -117,7 +117,7 @@ def run_of(
     settings: Options,
     make: Callable[[torch.fx.GraphModule, Sequence[Any], Options], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """What ``make`` gives for a graph of Dynamo's, or what the options say where it raises."""
+    """The callable that ``make`` gives for a graph of Dynamo's; where it raises, the one that the options name."""
     if env.disable:
         return gm.forward
     warn_at_recompile_limit(gm)

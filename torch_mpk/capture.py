@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from torch_mpk.aliasing import written_storages
 from torch_mpk.errors import UnsupportedError, first_line
 from torch_mpk.foreign import NUMBERS, Foreign, foreign_calls, is_foreign, stand_in
-from torch_mpk.tracing import graph_module, make_fx
+from torch_mpk.tracing import copied, graph_module, make_fx
 
 if TYPE_CHECKING:
     import sympy  # type: ignore[import-untyped]
@@ -232,10 +232,9 @@ def without_numbers(
     for node in gm.graph.nodes:
         if node in copies:
             continue
-        copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copy = copied(graph, node, copies.__getitem__)
         if node.op == "placeholder":
             copy.meta.pop("example_value", None)  # whose sizes are symbols
-            copy._dynamo_source = getattr(node, "_dynamo_source", None)
     return graph_module(gm, graph), [i for i in range(len(args)) if i not in numbers]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torch_mpk.errors import UnsupportedError
-from torch_mpk.tracing import graph_module
+from torch_mpk.tracing import copied, graph_module
 
 _LINEARS = (torch._C._nn.linear, torch.nn.functional.linear)
 
@@ -94,8 +94,7 @@ class Unpacked:
                 taken[node] = [_part(graph, node, name) for name in names], parts[i].attrs
             else:
                 self._getters.append(None)
-                copies[node] = graph.node_copy(node)
-                copies[node]._dynamo_source = getattr(node, "_dynamo_source", None)
+                copies[node] = copied(graph, node)
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -117,7 +116,7 @@ class Unpacked:
         return flat
 
     def callable(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the arguments of Dynamo's graph, of what takes this one's."""
+        """``run``, which takes this graph's arguments, for those of Dynamo's."""
 
         def call(*args: Any) -> Any:
             return run(*self.args(args))

@@ -20,7 +20,7 @@ from torch import fx
 from torch_mpk.capture import source_line
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.runtime.ranks import resolve
-from torch_mpk.tracing import graph_module
+from torch_mpk.tracing import copied, graph_module
 
 # What makes a tensor with memory of its own, which nothing else is a view of.
 _MAKERS = (torch._C._nn.linear, F.linear, torch.matmul, operator.matmul, torch.bmm)
@@ -182,9 +182,7 @@ class _Localiser:
 
     def _copied(self) -> fx.Node:
         """The node as it is, of local tensors."""
-        copy = self.graph.node_copy(self.node, self._plain)
-        copy._dynamo_source = getattr(self.node, "_dynamo_source", None)
-        return copy
+        return copied(self.graph, self.node, self._plain)
 
     def _plain(self, arg: fx.Node) -> fx.Node:
         value = self.env[arg]

@@ -24,6 +24,13 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def copied(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any] = lambda arg: arg) -> fx.Node:
+    """A node of Dynamo's in another graph, with where Dynamo found it. ``of``: what its arguments are there."""
+    copy = graph.node_copy(node, of)
+    copy._dynamo_source = getattr(node, "_dynamo_source", None)
+    return copy
+
+
 class _Tracer(PythonKeyTracer):
     def trace(self, root: Any, concrete_args: Any = None) -> torch.fx.Graph:
         """What ``Tracer.trace`` does with a function, less what is said above."""
