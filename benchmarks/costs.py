@@ -41,7 +41,7 @@ ZOO = sorted(name for name, entry in MODELS.items() if isinstance(entry, Decoder
 
 
 def expected(schedule: _C.Schedule) -> list[dict[str, Any]]:
-    """Of each phase: the kernel of its longest job, and its nanoseconds."""
+    """The kernel of each phase's longest job, and its nanoseconds."""
     arch = _C.arch_of(schedule.target.arch)
     phases = []
     for number, phase in enumerate(schedule.phases):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: child processes, medians and spread, the environment, tables. ``records`` keeps runs."""
+"""The benchmarks share these: child processes, medians and spread, the environment, tables. ``records`` keeps runs."""
 
 import datetime
 import json
@@ -77,7 +77,7 @@ class Log:
 
 
 def launcher(case: dict[str, Any]) -> list[str]:
-    """What runs a script: a process for each of the case's ranks, where it has some."""
+    """The command in front of a script: it starts a process for each of the case's ranks, where it has some."""
     if case.get("ranks", 1) == 1:
         return [sys.executable]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case["ranks"])]

@@ -1,4 +1,4 @@
-"""What PyTorch itself offers for quantised linears, without packages that fetch kernels: the baselines of decode.py."""
+"""The baselines of decode.py for quantised linears: PyTorch itself offers them, and no package fetches kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, block: Sequence[int
 
 
 def dequantised_product(x: Tensor, weight: Tensor, scale: Tensor, block: Sequence[int]) -> Tensor:
-    """What Inductor may fuse: the weight in x's dtype, made in the graph. x is not quantised."""
+    """The graph makes the weight in x's dtype, which Inductor may fuse. x is not quantised."""
     return F.linear(x, dequantised(weight, scale, *block, x.dtype))
 
 

@@ -61,7 +61,7 @@ def find(name: str, folder: Path = RESULTS) -> Run:
 
 
 def digest(run: Run) -> str:
-    """What a chart of the run carries, so that a test sees whether it is the run's."""
+    """A chart of the run carries this, so that a test sees whether it is the run's."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 

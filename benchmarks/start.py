@@ -155,7 +155,7 @@ def started(model: Any, settings: ContinuousBatchingConfig, warmup: bool) -> Ite
 
 
 def answer(manager: Any) -> float:
-    """Of a request: when its first token was there."""
+    """The time when a request's first token was there."""
     manager.add_request(PROMPT, record_timestamps=True)
     output = manager.get_result(timeout=600)
     assert output.error is None, output.error

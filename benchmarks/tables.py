@@ -168,7 +168,7 @@ H100, H200 = "prefill_nvidia-h100-80gb-hbm3", "prefill_nvidia-h200"
 
 
 def _prompt(runs: list[str], model: str, variant: str, tokens: int) -> float | None:
-    """Of the first of the runs that has it."""
+    """The figure of the first run that has it."""
     found = (figure(run, "prefill_ms.median", model=model, variant=variant, tokens=tokens) for run in runs)
     return next((number for number in found if number is not None), None)
 

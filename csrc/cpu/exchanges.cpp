@@ -49,7 +49,7 @@ uint64_t* Exchanges::words(int of_rank, int node, int from) const {
   return reinterpret_cast<uint64_t*>(base) + from * own.words;
 }
 
-// Of two exchanges that use the same word after each other, another one.
+// It differs between two exchanges that use the same word after each other.
 uint32_t Exchanges::tag(int node) const {
   const auto turns = static_cast<uint32_t>(mailboxes_.turns);
   return (launch_ * turns + static_cast<uint32_t>(mailboxes_.of_nodes.at(node).turn)) | 1u << 31;

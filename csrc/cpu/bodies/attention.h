@@ -14,7 +14,7 @@
 
 namespace mpk::cpu {
 
-// Of each query head the score of a key that there is not.
+// The score of a key that there is not, for each query head.
 class Sinks {
  public:
   Sinks() = default;
