@@ -13,7 +13,7 @@ import torch
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_mpk import background, buckets, build_cache, registry, timing
+from torch_mpk import background, buckets, build_cache, known_traces, registry, timing
 from torch_mpk.admission import check_call, check_graph, is_prompt, longest
 from torch_mpk.agreement import agreed, group_of
 from torch_mpk.buckets import Numbers, Prompt, bucket_of
@@ -132,6 +132,7 @@ def reset() -> None:
     what is in use stays so, and asks for its builds again."""
     background.drop()
     _compiled_graphs.clear()
+    known_traces.forget()
 
 
 mpk.reset = reset  # type: ignore[attr-defined]  # as Dynamo asks backends for it

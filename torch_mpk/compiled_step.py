@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torch_mpk import known_traces
-from torch_mpk.backend import run_of
+from torch_mpk.backend import reset, run_of
 from torch_mpk.config import Options, env
 from torch_mpk.sizes import for_each_size
 from torch_mpk.step_builder import NOW, StepBuilder
@@ -53,7 +53,7 @@ def _compile(
     return run
 
 
-_compile.reset = known_traces.forget  # type: ignore[attr-defined]  # as Dynamo asks backends for it
+_compile.reset = reset  # type: ignore[attr-defined]  # as Dynamo asks backends for it
 
 
 class _Run:

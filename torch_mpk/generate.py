@@ -536,6 +536,12 @@ class _Recorder:
 
         return call
 
+    def reset(self) -> None:
+        """As Dynamo asks backends for it."""
+        from torch_mpk.backend import reset
+
+        reset()
+
 
 class _GraphCall(NamedTuple):
     graph: Callable[..., Any]

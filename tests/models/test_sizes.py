@@ -31,7 +31,7 @@ SIZES = {(batch, length) for batch, _, length in CALLS}
 
 @pytest.fixture
 def builds(monkeypatch, tmp_path):
-    """Every build of a graph, each of which has to be one launch; a warning is an error. No other test's trace serves."""
+    """Every build of a graph, each of which has to be one launch; a warning is an error. No earlier trace serves."""
     torch.compiler.reset()
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
     made, build = [], backend.build
