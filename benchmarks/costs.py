@@ -25,8 +25,9 @@ from harness import RESULTS, Report, environment, run_child, table, write
 from torch._guards import tracing
 from transformers import StaticCache
 
-from torch_mpk import _C, build_cache, lowering
-from torch_mpk.capture import capture
+from torch_mpk import _C, lowering
+from torch_mpk.capture.graph import capture
+from torch_mpk.dispatch import build_cache
 from torch_mpk.generate import rewind
 from torch_mpk.patterns import apply
 from torch_mpk.profile import record

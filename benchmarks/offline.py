@@ -25,16 +25,16 @@ from torch._guards import tracing
 from transformers import AutoModelForCausalLM, StaticCache
 
 from torch_mpk import _C
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.jit import compile_cuda
 from torch_mpk.lowering import lower
-from torch_mpk.partition import partition
+from torch_mpk.partition.segments import partition
 from torch_mpk.patterns import apply
 from torch_mpk.plan import Kernel, pack, unpack
 from torch_mpk.profile import kernel_times
+from torch_mpk.runtime.timeline import Recording
 from torch_mpk.testing.decode import bytes_read
 from torch_mpk.testing.models import CONFIGS
-from torch_mpk.timeline import Recording
 
 H200 = {"arch": 90, "num_workers": 132, "smem_bytes": 232448}
 KINDS = {"plain": False, "profiled": True}

@@ -1,7 +1,7 @@
 """Graphs that are ours in part: what the backend estimates of both ways, beside what calls take.
 
-    python benchmarks/partial.py --constants     # those of this machine, for torch_mpk/costs.py
-    python benchmarks/partial.py                 # the table, by the constants of torch_mpk/costs.py
+    python benchmarks/partial.py --constants     # those of this machine, for torch_mpk/partition/costs.py
+    python benchmarks/partial.py                 # the table, by the constants of torch_mpk/partition/costs.py
     python benchmarks/partial.py --measured --how eager inductor     # by this machine's, beside both
 
 Calls are those of Dynamo's graphs, without its guards, the same for all ways. A time is the least of several rounds, in
@@ -25,18 +25,18 @@ from harness import Result, environment, table
 from torch import nn
 from torch._guards import tracing
 
-from torch_mpk.backend import compile_call
-from torch_mpk.capture import Captured, capture, written_inputs
-from torch_mpk.compiled_graph import CompiledGraph
+from torch_mpk.backend.calls import compile_call
+from torch_mpk.builds.dump import Dump
+from torch_mpk.capture.graph import Captured, capture, written_inputs
 from torch_mpk.config import Options
-from torch_mpk.costs import COSTS, Costs, Estimate, estimate
-from torch_mpk.dump import Dump
+from torch_mpk.dispatch.compiled_graph import CompiledGraph
+from torch_mpk.dispatch.fallback import compile_others
 from torch_mpk.errors import MpkWarning
-from torch_mpk.fallback import compile_others
-from torch_mpk.partition import Partitioned, partition
+from torch_mpk.partition.costs import COSTS, Costs, Estimate, estimate
+from torch_mpk.partition.segments import Partitioned, partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.backend import backend_of
-from torch_mpk.verify import copied
+from torch_mpk.verify.comparison import copied
 
 Call = Callable[..., Any]
 

@@ -37,7 +37,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import torch_mpk
 import torch_mpk.continuous_batching as mpk_cb
-from torch_mpk import engine, timing
+from torch_mpk.batching import engine
+from torch_mpk.builds import timing
 from torch_mpk.testing.models import CONFIGS, random_model
 from torch_mpk.testing.tiny import tiny_model
 

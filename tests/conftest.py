@@ -71,7 +71,7 @@ def _fresh_state() -> None:
         torch.compiler.reset()
     if "torch_mpk.backend" in sys.modules:  # which Dynamo resets only where it has called it
         sys.modules["torch_mpk.backend"].reset()
-        sys.modules["torch_mpk.announcements"].forget()
+        sys.modules["torch_mpk.warn_once"].forget()
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch._dynamo import lookup_backend
 
-from torch_mpk import _C, admission, errors, registry
-from torch_mpk.capture import capture
+from torch_mpk import _C, errors, registry
+from torch_mpk.capture.graph import capture
 from torch_mpk.config import Options
+from torch_mpk.dispatch import admission
 from torch_mpk.generate import generate
 from torch_mpk.jit import headers
 from torch_mpk.tasks.rms_norm import rms_norm

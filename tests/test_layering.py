@@ -17,18 +17,12 @@ ROOT = Path(__file__).parents[1]
 
 # What torch_mpk/ holds, in the order of imports: a module imports modules before it, and none behind it.
 PYTHON_ORDER = """
-    errors announcements config background dump timing tracing streaming snapshot dry_run signature
-    timeline bandwidth plan
-    registry calls
-    tasks aliasing quantized_inputs foreign forms costs capture provenance patterns lowering partition planning
-    jit
-    runtime compiled_graph task_kernel prompts admission fallback guards packing buckets specialize serializable verify
-    build_cache traces trace_store known_traces sharding agreement
-    backend sizes persistent_kernel mpk prompt_lookup generation_settings step_inputs request_draws
-    arguments model_inputs step_builder compiled_step
-    sampling static_cache engine
-    continuous_batching serve explain profile generate quantize ops plugins expert_loops substitutes precompile new_task
-    graph_view reference_vm testing
+    errors warn_once config signature plan
+    builds registry tasks capture patterns lowering partition planning
+    jit runtime dispatch task_kernel verify traces ranks
+    backend persistent_kernel mpk generation batching
+    continuous_batching serve explain profile generate quantize ops plugins precompile tools
+    graph_view testing
     __main__ __init__
 """.split()
 # The same of the folders of csrc/ and include/torch_mpk/.
@@ -37,7 +31,12 @@ HOST_SUFFIXES = {".h", ".hpp", ".cpp"}  # a .cuh is device code: only generated 
 
 
 def imported_modules(path: Path, with_types: bool = False) -> Iterator[str]:
-    """torch_mpk's modules that a file imports, wherever in the file; those imported for types alone where asked for."""
+    """What a file imports of torch_mpk, by the names of what torch_mpk/ holds."""
+    return (name.split(".")[1] for name in imported_names(path, with_types) if name.startswith("torch_mpk."))
+
+
+def imported_names(path: Path, with_types: bool = False) -> Iterator[str]:
+    """What a file imports, wherever in the file, by whole names; for types alone where asked for."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
@@ -52,7 +51,7 @@ def imported_modules(path: Path, with_types: bool = False) -> Iterator[str]:
             names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from (name.split(".")[1] for name in names if name.startswith("torch_mpk."))
+        yield from names
 
 
 def python_dependencies() -> dict[str, set[str]]:
@@ -64,6 +63,21 @@ def python_dependencies() -> dict[str, set[str]]:
         imported = {name for name in imported_modules(path) if name in top_level}
         dependencies.setdefault(module, set()).update(imported - {module})
     return dependencies
+
+
+def file_dependencies() -> dict[str, set[str]]:
+    """What each file imports of the others, but for types; names of both are those of modules."""
+    paths = {module_name(path): path for path in sorted((ROOT / "torch_mpk").rglob("*.py"))}
+    dependencies = {}
+    for module, path in paths.items():
+        names = {name if name in paths else name.rpartition(".")[0] for name in imported_names(path)}
+        dependencies[module] = {name for name in names if name in paths} - {module}
+    return dependencies
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def cpp_dependencies() -> dict[str, set[str]]:
@@ -120,8 +134,16 @@ def test_python_imports_go_one_way() -> None:
     assert backward_edges(dependencies, PYTHON_ORDER) == []
     del dependencies["__init__"]  # gathers the public names
     assert find_cycle(dependencies) is None
+    files = file_dependencies()
+    del files["torch_mpk"]
+    assert find_cycle(files) is None
     users = [module for module, others in dependencies.items() if "testing" in others]
     assert users == ["__main__"], "the product imports torch_mpk.testing; only the command line may, for its models"
+
+
+def test_few_modules_stand_outside_of_a_folder() -> None:
+    """Users import these, or all folders do."""
+    assert len([*(ROOT / "torch_mpk").glob("*.py")]) <= 20
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "torch_mpk" / "runtime").glob("*.py")), ids=lambda path: path.stem)
@@ -174,7 +196,7 @@ ROOMS = (
     "torch_mpk/tasks",
     "torch_mpk/patterns",
     "torch_mpk/persistent_kernel",
-    "torch_mpk/sharding.py",
+    "torch_mpk/ranks/sharding.py",
 )
 NAMESAKES = {  # words that mean something else there, or are what transformers calls its own
     "csrc/codegen/program.cpp": {"v"},
@@ -183,8 +205,8 @@ NAMESAKES = {  # words that mean something else there, or are what transformers 
     "torch_mpk/jit/declaration.py": {"slot"},
     "torch_mpk/jit/expression.py": {"slot"},
     "torch_mpk/jit/kernels.py": {"slot"},
-    "torch_mpk/new_task.py": {"weight"},
-    "torch_mpk/quantized_inputs.py": {"weight", "bias"},
+    "torch_mpk/tools/new_task.py": {"weight"},
+    "torch_mpk/capture/quantized_inputs.py": {"weight", "bias"},
     "torch_mpk/serve/text.py": {"length"},
     "torch_mpk/testing/zoo.py": {"linear", "attention"},
 }

@@ -590,7 +590,7 @@ def register_task(
     tile: Sequence[tuple[str, int]] = [],
     stream: str = "",
     cpu_body: str = "",
-    streaming: Mapping[str, Sequence[str]] = {},
+    traits: Mapping[str, Sequence[str]] = {},
     joined_by: str = "",
     tiled_by: str = "",
     hands_over: bool = False,

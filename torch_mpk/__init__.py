@@ -1,6 +1,7 @@
 """torch_mpk runs a whole model forward as one persistent GPU kernel: ``torch.compile(model, backend="mpk")``."""
 
-from torch_mpk import jit, ops, plugins, substitutes, tasks  # declares torch.ops.mpk and the tasks behind it
+from torch_mpk import jit, ops, plugins, tasks  # declares torch.ops.mpk and the tasks behind it
+from torch_mpk.capture import substitutes
 from torch_mpk.errors import MegakernelTimeout, MpkError, MpkWarning, UnsupportedError, VerificationError
 from torch_mpk.explain import Report, explain
 from torch_mpk.generate import generate

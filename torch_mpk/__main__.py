@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torch_mpk import _C, __version__, graph_view, new_task, registry
+from torch_mpk import _C, __version__, graph_view, registry
 from torch_mpk.config import closest, env
 from torch_mpk.errors import ArgumentError, MpkError, first_line
 from torch_mpk.explain import explain
@@ -26,6 +26,7 @@ from torch_mpk.jit import Cache, find_compiler, include_dir
 from torch_mpk.jit.cache import NUM_KEY_DIGITS
 from torch_mpk.jit.host import HostCompiler, host_tier
 from torch_mpk.profile import WARMUP, profile
+from torch_mpk.tools import new_task
 
 
 def environment() -> Iterator[tuple[str, str]]:

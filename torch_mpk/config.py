@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from torch_mpk import _C
-from torch_mpk.announcements import warn
 from torch_mpk.errors import OptionError, UnknownOptionError
+from torch_mpk.warn_once import warn
 
 WHILE_BUILDING = (None, "wait", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from torch_mpk import _C
-from torch_mpk.announcements import warn
 from torch_mpk.errors import EngineError, MissingPackageError, OtherAttentionError
+from torch_mpk.warn_once import warn
 
 MIN_TRANSFORMERS = "5.23"
 try:
@@ -36,9 +36,9 @@ from transformers.generation.continuous_batching import PagedAttentionCache, ini
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.utils import find_head_dim
 
-from torch_mpk import engine
-from torch_mpk.compiled_step import is_own
-from torch_mpk.engine import StepCompileConfig
+from torch_mpk.batching import engine
+from torch_mpk.batching.compiled_step import is_own
+from torch_mpk.batching.engine import StepCompileConfig
 from torch_mpk.tasks.attention import Scores, attend
 from torch_mpk.tasks.paged_attention import paged_attention
 

@@ -19,28 +19,29 @@ from torch import fx
 from torch._guards import detect_fake_mode, tracing
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_mpk import _C, registry, timing
-from torch_mpk.aliasing import tensors
-from torch_mpk.announcements import quiet
-from torch_mpk.backend import compile_call
-from torch_mpk.bandwidth import bytes_per_second
-from torch_mpk.capture import capture, written_inputs
-from torch_mpk.compiled_graph import CompiledGraph
+from torch_mpk import _C, registry
+from torch_mpk.backend.calls import compile_call
+from torch_mpk.builds import timing
+from torch_mpk.builds.dry_run import dry_run, will_write
+from torch_mpk.capture.aliasing import tensors
+from torch_mpk.capture.graph import capture, written_inputs
 from torch_mpk.config import Options
-from torch_mpk.costs import COSTS, Estimate, extent_bytes
-from torch_mpk.dry_run import dry_run, will_write
+from torch_mpk.dispatch.compiled_graph import CompiledGraph
+from torch_mpk.dispatch.fallback import reason
 from torch_mpk.errors import PrefillDeclined, UnsupportedError
-from torch_mpk.fallback import reason
 from torch_mpk.lowering import lower
-from torch_mpk.partition import Fallback, Segment, operations
+from torch_mpk.partition.costs import COSTS, Estimate, extent_bytes
+from torch_mpk.partition.segments import Fallback, Segment, operations
 from torch_mpk.patterns import apply
+from torch_mpk.ranks.sharding import localise
 from torch_mpk.registry import Task
 from torch_mpk.runtime import synchronize
+from torch_mpk.runtime.bandwidth import bytes_per_second
 from torch_mpk.runtime.cpu import num_threads
 from torch_mpk.runtime.cuda import absent_target
-from torch_mpk.sharding import localise
 from torch_mpk.tasks.embedding import embedding
-from torch_mpk.verify import copied
+from torch_mpk.verify.comparison import copied
+from torch_mpk.warn_once import quiet
 
 aten = torch.ops.aten
 

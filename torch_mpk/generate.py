@@ -23,9 +23,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torch_mpk import timing
-from torch_mpk.admission import takes_prompts
-from torch_mpk.arguments import (
+from torch_mpk.builds import timing
+from torch_mpk.builds.dry_run import is_dry_run
+from torch_mpk.config import Options, env
+from torch_mpk.dispatch.admission import takes_prompts
+from torch_mpk.dispatch.buckets import chunks_of
+from torch_mpk.errors import UnsupportedError
+from torch_mpk.generation.arguments import (
     cache_length,
     check_chunks,
     check_drafts,
@@ -38,20 +42,16 @@ from torch_mpk.arguments import (
     plain_model,
     sharing_draws,
 )
-from torch_mpk.buckets import chunks_of
-from torch_mpk.config import Options, env
-from torch_mpk.dry_run import is_dry_run
-from torch_mpk.errors import UnsupportedError
-from torch_mpk.generation_settings import GenerationSettings, expect, settle
-from torch_mpk.model_inputs import TIMED, ModelInputs
-from torch_mpk.prompt_lookup import PromptLookup
+from torch_mpk.generation.model_inputs import TIMED, ModelInputs
+from torch_mpk.generation.prompt_lookup import PromptLookup
+from torch_mpk.generation.sampling import Choice, Draws, are_drawn_in_steps, drawn, processors_of, stopping
+from torch_mpk.generation.settings import GenerationSettings, expect, settle
+from torch_mpk.generation.static_cache import allocate, expect_right, expect_written, make_cache, rewind
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.backend import backend_of
-from torch_mpk.sampling import Choice, Draws, are_drawn_in_steps, drawn, processors_of, stopping
-from torch_mpk.static_cache import allocate, expect_right, expect_written, make_cache, rewind
 
 if TYPE_CHECKING:
-    from torch_mpk.traces import Trace, Watch
+    from torch_mpk.traces.trace import Trace, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -434,7 +434,7 @@ class _Step:
         self, function: Callable[..., torch.Tensor], options: dict[str, Any], dynamic: bool, which: tuple[Any, ...]
     ) -> None:
         """``which``: what it is, in words that are equal in every process."""
-        from torch_mpk.traces import note_guards  # which needs Dynamo, and importing torch_mpk should not
+        from torch_mpk.traces.trace import note_guards  # which needs Dynamo, and importing torch_mpk should not
 
         # A code object of its own, because Dynamo counts recompilations, and looks up graphs, by code object.
         own = types.FunctionType(function.__code__.replace(), function.__globals__)
@@ -450,9 +450,10 @@ class _Step:
 
     def _by_trace(self, args: Sequence[Any]) -> Callable[[], torch.Tensor] | None:
         """What runs the step by a trace that holds; None where there is none, or Dynamo has compiled it."""
-        from torch_mpk import known_traces
-        from torch_mpk.backend import compile_call, run_of
-        from torch_mpk.traces import Watch
+        from torch_mpk.backend import run_of
+        from torch_mpk.backend.calls import compile_call
+        from torch_mpk.traces import known
+        from torch_mpk.traces.trace import Watch
 
         def make(trace: Trace, local: Mapping[str, Any]) -> Callable[..., Any]:
             with timing.build():
@@ -464,7 +465,7 @@ class _Step:
         trace, watch = self._used or (None, None)
         if watch is None or not watch.is_same() or trace is None or trace.difference_of_call(local) is not None:
             watch = Watch(local["model"])
-            trace = known_traces.find((*self._kind, env.disable), local, self._looked_up, make)
+            trace = known.find((*self._kind, env.disable), local, self._looked_up, make)
         if trace is None:
             return None
         self._used, given = (trace, watch), trace.arguments(local)
@@ -472,8 +473,8 @@ class _Step:
 
     def _by_dynamo(self, args: Sequence[Any], is_kept: bool) -> torch.Tensor:
         """``is_kept``: its trace, where it leaves one, for calls that ``_by_trace`` runs."""
-        from torch_mpk import known_traces
-        from torch_mpk.traces import recording
+        from torch_mpk.traces import known
+        from torch_mpk.traces.trace import recording
 
         self._is_compiled = True
         with recording(num_results=1) as recorder:
@@ -481,7 +482,7 @@ class _Step:
         if recorder.is_used and is_kept and not is_dry_run():
             returned = [call.results for call in self._recorder.calls]
             if recorder.trace is not None and len(returned) == 1 and returned[0][0] is result:
-                known_traces.publish((*self._kind, env.disable), recorder.trace)
+                known.publish((*self._kind, env.disable), recorder.trace)
             else:
                 logger.info("a step's trace is not kept for other processes: %s", recorder.why)
         return result
@@ -524,7 +525,7 @@ class _Recorder:
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         from torch_mpk.backend import mpk  # which needs Dynamo, and importing torch_mpk should not
-        from torch_mpk.traces import note_graph
+        from torch_mpk.traces.trace import note_graph
 
         graph = mpk(gm, inputs, **kwargs)
         note_graph(gm, graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from torch_mpk.announcements import warn
+from torch_mpk.warn_once import warn
 
 GROUP = "torch_mpk.tasks"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from torch_mpk.builds.dry_run import dry_run
 from torch_mpk.config import Options
-from torch_mpk.dry_run import dry_run
 
 
 def precompile(

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_mpk.bandwidth import bytes_per_second
 from torch_mpk.config import is_int
 from torch_mpk.errors import ArgumentError, ProfileError
 from torch_mpk.runtime import synchronize
+from torch_mpk.runtime.bandwidth import bytes_per_second
 from torch_mpk.runtime.segment import CompiledSegment, live_segments
-from torch_mpk.timeline import PARTS, Recording, kinds_of, trace_events
+from torch_mpk.runtime.timeline import PARTS, Recording, kinds_of, trace_events
 
 WARMUP = 3  # calls: one compiles, and the next may build for what has changed
 

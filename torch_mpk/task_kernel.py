@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from torch_mpk.announcements import warn
-from torch_mpk.calls import Call, graph_of
-from torch_mpk.compiled_graph import build_segment
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
+from torch_mpk.dispatch.compiled_graph import build_segment
 from torch_mpk.errors import CompileError, MpkError, NoDerivativeError, SeveralDevicesError, TaskError, UnsupportedError
 from torch_mpk.registry import Task
+from torch_mpk.registry.calls import Call, graph_of
 from torch_mpk.runtime.overlaps import memory_of
+from torch_mpk.warn_once import warn
 
 MOST_BUILDS = 64  # of a task's kernel; the oldest is dropped for the next
 

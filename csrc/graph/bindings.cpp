@@ -66,12 +66,12 @@ void bind_graph(py::module_& m) {
          const std::vector<std::tuple<std::string, std::vector<std::string>, bool, bool, bool>>& operands,
          std::vector<std::string> attrs, std::string header, std::map<int, std::string> headers,
          std::vector<std::pair<std::string, int64_t>> tile, std::string stream, std::string cpu_body,
-         const std::map<std::string, std::vector<std::string>>& streaming, std::string joined_by, std::string tiled_by,
+         const std::map<std::string, std::vector<std::string>>& traits, std::string joined_by, std::string tiled_by,
          bool hands_over, bool scales_rows) {
         std::vector<OperandSpec> specs;
         for (const auto& [operand, dims, optional, is_read, is_write] : operands)
           specs.push_back({operand, dims, optional, is_read, is_write});
-        for (const auto& [trait, names] : streaming)
+        for (const auto& [trait, names] : traits)
           for (OperandSpec& spec : specs)
             if (std::find(names.begin(), names.end(), spec.name) != names.end()) trait_of(spec, trait) = true;
         TaskRegistry::global().add({std::move(name), parse<Role>(kRoleNames, role, "role"), std::move(specs),
@@ -82,7 +82,7 @@ void bind_graph(py::module_& m) {
       py::arg("name"), py::arg("role"), py::arg("operands"), py::arg("attrs"), py::arg("header"),
       py::arg("headers") = std::map<int, std::string>{},
       py::arg("tile") = std::vector<std::pair<std::string, int64_t>>{}, py::arg("stream") = "",
-      py::arg("cpu_body") = "", py::arg("streaming") = std::map<std::string, std::vector<std::string>>{},
+      py::arg("cpu_body") = "", py::arg("traits") = std::map<std::string, std::vector<std::string>>{},
       py::arg("joined_by") = "", py::arg("tiled_by") = "", py::arg("hands_over") = false,
       py::arg("scales_rows") = false,
       "Register a task kind. Raises ValueError when the name is taken by another signature.");

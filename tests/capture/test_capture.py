@@ -8,7 +8,7 @@ import torch
 from torch._higher_order_ops.associative_scan import associative_scan
 
 from tests.thinned import thinned
-from torch_mpk.capture import Captured, capture, source_line
+from torch_mpk.capture.graph import Captured, capture, source_line
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from torch_mpk import _C
-from torch_mpk.reference_vm import dtype_of, run_graph
 from torch_mpk.testing.emulator import aligned
+from torch_mpk.testing.reference_vm import dtype_of, run_graph
 
 
 def tensors(graph: _C.TBGraph, kind: str) -> list[_C.Tensor]:

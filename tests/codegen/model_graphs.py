@@ -10,8 +10,8 @@ from torch._guards import tracing
 from transformers import StaticCache
 
 from torch_mpk import _C, lowering
-from torch_mpk.buckets import Numbers, Prompt
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
+from torch_mpk.dispatch.buckets import Numbers, Prompt
 from torch_mpk.patterns import apply
 from torch_mpk.testing.models import CONFIGS, random_model
 

@@ -16,9 +16,9 @@ from tests.schedule.decoder_graph import Builder, decoder
 from tests.thinned import thinned
 from torch_mpk import _C
 from torch_mpk.errors import CompileError, UnsupportedError
+from torch_mpk.generation.sampling import first_to_ring
 from torch_mpk.jit import compile_cuda
 from torch_mpk.jit.report import Resources
-from torch_mpk.sampling import first_to_ring
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 QWEN3_06B = {"hidden": 1024, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "length": 1024, "vocab": 151936}

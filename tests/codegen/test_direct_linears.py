@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.thinned import thinned
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
 from torch_mpk.testing.emulator import EmulatedKernel, aligned, emulate

@@ -13,7 +13,8 @@ from tests.codegen.programs_graph import long_reductions, programs_and_reduction
 from tests.schedule.decoder_graph import Builder, decoder
 from tests.schedule.taken_apart import Parts
 from tests.thinned import thinned
-from torch_mpk import _C, reference_vm
+from torch_mpk import _C
+from torch_mpk.testing import reference_vm
 from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, emulate, emulate_schedule
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.codegen.test_expert_rows import BOXES, ROWS, kernel_of
 from tests.cpu.test_experts import chosen_ids
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
 from torch_mpk.testing.emulator import Order, aligned, emulate

@@ -11,11 +11,11 @@ from torch.nn.functional import silu, softmax
 from tests.cpu.test_experts import chosen_ids
 from tests.thinned import thinned
 from torch_mpk import _C
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
-from torch_mpk.reference_vm import run as run_schedule
 from torch_mpk.testing.emulator import EmulatedKernel, aligned, emulate
+from torch_mpk.testing.reference_vm import run as run_schedule
 
 
 def experts(x, ids, weights, gate_up, down, residual):

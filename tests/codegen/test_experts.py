@@ -12,7 +12,7 @@ import torch
 from tests.cpu.test_experts import chosen_ids, exact, scores
 from tests.thinned import thinned
 from torch_mpk import registry
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
 from torch_mpk.testing.emulator import Order, aligned, emulate

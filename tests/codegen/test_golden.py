@@ -15,8 +15,8 @@ import torch
 from tests.schedule.decoder_graph import decoder
 from tests.schedule.replay import describe
 from torch_mpk import _C
-from torch_mpk.calls import Call
 from torch_mpk.registry import tasks
+from torch_mpk.registry.calls import Call
 from torch_mpk.testing.tasks import Calls
 
 GOLDEN = Path(__file__).parent / "golden"

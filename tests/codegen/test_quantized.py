@@ -12,8 +12,8 @@ from tests.codegen.test_emulated import check_decoder
 from tests.schedule.decoder_graph import decoder
 from tests.tasks.test_every_way import launch
 from torch_mpk import _C
-from torch_mpk.calls import Call
 from torch_mpk.jit import compile_cuda
+from torch_mpk.registry.calls import Call
 from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
 from torch_mpk.testing.emulator import Order, emulate
 from torch_mpk.testing.tasks import Calls

@@ -10,7 +10,7 @@ import torch
 
 from tests.thinned import thinned
 from torch_mpk import registry
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
 from torch_mpk.task_kernel import kernel_of

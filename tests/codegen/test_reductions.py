@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.thinned import thinned
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
 from torch_mpk.testing.emulator import aligned, emulate
 

@@ -18,11 +18,11 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from torch_mpk import _C
-from torch_mpk.capture import capture
+from torch_mpk.batching.engine import Runner
+from torch_mpk.capture.graph import capture
 from torch_mpk.continuous_batching import ATTENTION, StepCompileConfig, config
-from torch_mpk.engine import Runner
 from torch_mpk.lowering import lower
-from torch_mpk.partition import partition
+from torch_mpk.partition.segments import partition
 from torch_mpk.patterns import apply
 from torch_mpk.testing.tiny import VOCAB_SIZE, tiny_model
 

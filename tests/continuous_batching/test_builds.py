@@ -15,16 +15,17 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.test_background import has_ended, written
 from transformers import GenerationConfig
 
 from tests.continuous_batching.engine import alone, asynchronous_on_the_cpu, managed, prompt_of, results, serving_model
 from tests.runtime.test_segment import build as build_segment
 from tests.runtime.test_segment import step
-from tests.test_background import has_ended, written
-from torch_mpk import background, compiled_step, timing
+from torch_mpk.batching import compiled_step
+from torch_mpk.batching.step_builder import StepBuilder
+from torch_mpk.builds import background, timing
 from torch_mpk.jit.compiler import run
 from torch_mpk.runtime import cpu
-from torch_mpk.step_builder import StepBuilder
 
 DEFAULT = {"fallback": "error", "while_building": None}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import torch_mpk.batching.engine
 import torch_mpk.continuous_batching
-import torch_mpk.engine
 from tests.codegen.emulated_calls import input_bytes, reference, relative_error, tensors
 from tests.continuous_batching.engine import batched, planning_for_a_gpu, prompt_of, serving_model
 from torch_mpk import _C
-from torch_mpk.reference_vm import dtype_of
 from torch_mpk.testing.emulator import aligned, emulate
+from torch_mpk.testing.reference_vm import dtype_of
 
 ENDS = {"cu_seq_lens_q": [0, 60, 61, 100], "cu_seq_lens_k": [0, 90, 161, 205]}
 
@@ -19,7 +19,7 @@ ENDS = {"cu_seq_lens_q": [0, 60, 61, 100], "cu_seq_lens_k": [0, 90, 161, 205]}
 @pytest.fixture
 def graph(monkeypatch: pytest.MonkeyPatch) -> _C.TBGraph:
     """Of the engine's step of 128 tokens, by a model of one layer."""
-    monkeypatch.setitem(torch_mpk.engine.MIN_TOKENS, "cpu", 128)
+    monkeypatch.setitem(torch_mpk.batching.engine.MIN_TOKENS, "cpu", 128)
     model = serving_model("qwen3", dtype=torch.bfloat16, head_dim=64)
     step, schedules = planning_for_a_gpu()
     batched(model, [prompt_of(40)], varlen_compile_config=step, max_batch_tokens=128, num_blocks=16)

@@ -22,8 +22,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionMemo
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
+import torch_mpk.batching.engine
 import torch_mpk.continuous_batching
-import torch_mpk.engine
 from tests.continuous_batching.engine import (
     GREEDY,
     PAGE,
@@ -41,13 +41,14 @@ from tests.continuous_batching.engine import (
     sized,
 )
 from tests.thinned import thinned
-from torch_mpk import _C, known_traces
+from torch_mpk import _C
+from torch_mpk.batching.step_inputs import HostInputs
 from torch_mpk.continuous_batching import StepCompileConfig, config
 from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, UnsupportedError
 from torch_mpk.lowering import lowerer
 from torch_mpk.runtime import cpu
 from torch_mpk.runtime.segment import is_compiling_ahead
-from torch_mpk.step_inputs import HostInputs
+from torch_mpk.traces import known
 
 
 def num_compiled() -> int:
@@ -97,7 +98,7 @@ def test_a_prefix_is_shared() -> None:
 def no_traces(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache with nothing in it, and a process that knows no trace."""
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    known_traces.forget()
+    known.forget()
 
 
 @pytest.mark.slow
@@ -127,13 +128,13 @@ def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_warm_up_that_plans_all_sizes_first(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_mpk.engine, "COMPILED", {"cpu"})
+    monkeypatch.setattr(torch_mpk.batching.engine, "COMPILED", {"cpu"})
     ahead: list[bool] = []  # whether a segment was loaded while the sizes were planned
     collecting: list[bool] = []
-    load, warm_up = cpu.load, torch_mpk.engine.Runner._warm_up
+    load, warm_up = cpu.load, torch_mpk.batching.engine.Runner._warm_up
     monkeypatch.setattr(cpu, "load", lambda *args: ahead.append(is_compiling_ahead()) or load(*args))
     monkeypatch.setattr(
-        torch_mpk.engine.Runner, "_warm_up", lambda *args: collecting.append(gc.isenabled()) or warm_up(*args)
+        torch_mpk.batching.engine.Runner, "_warm_up", lambda *args: collecting.append(gc.isenabled()) or warm_up(*args)
     )
     model = serving_model()
     prompts = [prompt_of(length) for length in (5, 20)]
@@ -300,14 +301,14 @@ def test_engines_of_one_kind_share_their_steps(monkeypatch: pytest.MonkeyPatch) 
     model = serving_model()
     runners: list[weakref.ref[Any]] = []
     compiled: list[int] = []
-    of = torch_mpk.engine.Runner.of
+    of = torch_mpk.batching.engine.Runner.of
 
     def noted(*args: Any) -> Any:
         runner = of(*args)
         runners.append(weakref.ref(runner))
         return runner
 
-    monkeypatch.setattr(torch_mpk.engine.Runner, "of", noted)
+    monkeypatch.setattr(torch_mpk.batching.engine.Runner, "of", noted)
     for _ in range(2):
         prompts = [prompt_of(length) for length in (5, 9)]
         assert batched(model, prompts) == [alone(model, prompt, 24) for prompt in prompts]
@@ -319,11 +320,11 @@ def test_engines_of_one_kind_share_their_steps(monkeypatch: pytest.MonkeyPatch) 
 
 def test_steps_of_few_kinds_of_engines_are_kept() -> None:
     model = torch.nn.Linear(1, 1)
-    kinds = range(2 * torch_mpk.engine.MAX_KINDS + 1)
-    functions = [weakref.ref(torch_mpk.engine.own_step(model, kind)) for kind in kinds]
+    kinds = range(2 * torch_mpk.batching.engine.MAX_KINDS + 1)
+    functions = [weakref.ref(torch_mpk.batching.engine.own_step(model, kind)) for kind in kinds]
     assert [function() is None for function in functions] == [kind == 0 for kind in kinds]
-    assert torch_mpk.engine.own_step(model, 1) is functions[1]()
-    assert torch_mpk.engine.own_step(torch.nn.Linear(1, 1), 1) is not functions[1]()
+    assert torch_mpk.batching.engine.own_step(model, 1) is functions[1]()
+    assert torch_mpk.batching.engine.own_step(torch.nn.Linear(1, 1), 1) is not functions[1]()
 
 
 def last_step_on_a_gpu(model: Any, rows: int, **settings: Any) -> _C.Schedule:
@@ -349,7 +350,7 @@ def test_a_step_is_one_launch_on_a_gpu_too(rows: int) -> None:
 def prompts_on_a_gpu(model: Any, **settings: Any) -> _C.Schedule:
     """What the one size of steps with prompts would be there."""
     step, schedules = planning_for_a_gpu()
-    with patch.dict(torch_mpk.engine.MIN_TOKENS, cpu=128):
+    with patch.dict(torch_mpk.batching.engine.MIN_TOKENS, cpu=128):
         batched(model, [prompt_of(40), prompt_of(3)], varlen_compile_config=step, max_batch_tokens=256, **settings)
     [schedule] = schedules
     return schedule
@@ -453,19 +454,19 @@ def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None
 def test_old_versions_build_all_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch before 2.13, whose torch.compile takes no limit, and whose default is eight builds: here two, but in the
     engine's thread."""
-    monkeypatch.setattr(torch_mpk.engine, "COMPILE_TAKES_LIMITS", False)
+    monkeypatch.setattr(torch_mpk.batching.engine, "COMPILE_TAKES_LIMITS", False)
     assert "recompile_limit" not in StepCompileConfig().to_dict()
     seen = []
-    raise_limit = torch_mpk.engine.raise_recompile_limit
+    raise_limit = torch_mpk.batching.engine.raise_recompile_limit
 
     def raised() -> None:
         with torch._dynamo.config.patch(recompile_limit=2):
             raise_limit()
             seen.append(torch._dynamo.config.recompile_limit)
 
-    monkeypatch.setattr(torch_mpk.engine, "raise_recompile_limit", raised)
+    monkeypatch.setattr(torch_mpk.batching.engine, "raise_recompile_limit", raised)
     [_] = batched(serving_model(), [prompt_of(3)])
-    assert set(seen) == {torch_mpk.engine.MAX_BUILDS}
+    assert set(seen) == {torch_mpk.batching.engine.MAX_BUILDS}
 
 
 @pytest.mark.parametrize(
@@ -479,7 +480,7 @@ def test_old_versions_build_all_sizes_too(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_sizes_of_steps_with_prompts_are_few(most: int, sizes: list[int]) -> None:
     runner = Mock(cb_config=config(), cache=Mock(max_batch_tokens=most, device="cuda"))
-    assert torch_mpk.engine.Runner.steps_of_prompts(runner) == sizes
+    assert torch_mpk.batching.engine.Runner.steps_of_prompts(runner) == sizes
 
 
 @pytest.mark.parametrize(

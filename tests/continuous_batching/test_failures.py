@@ -29,7 +29,8 @@ from tests.runtime_cuda.conftest import fake, fake_library, simulated  # noqa: F
 from tests.runtime_cuda.fake_driver import Fake
 from tests.runtime_cuda.test_launch import abort
 from tests.thinned import thinned
-from torch_mpk import continuous_batching, sizes
+from torch_mpk import continuous_batching
+from torch_mpk.batching import sizes
 from torch_mpk.errors import MegakernelTimeout, RequestError, UnsupportedError
 from torch_mpk.testing.tiny import VOCAB_SIZE
 

@@ -18,7 +18,7 @@ from tests.continuous_batching.engine import (
     results,
     serving_model,
 )
-from torch_mpk.request_draws import RequestDraws
+from torch_mpk.batching.request_draws import RequestDraws
 from torch_mpk.testing.tiny import VOCAB_SIZE
 
 COUNT = 8

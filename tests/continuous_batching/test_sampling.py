@@ -15,8 +15,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from tests.continuous_batching.engine import managed, planning_for_a_gpu, prompt_of, results, serving_model
 from tests.thinned import thinned
+from torch_mpk.batching.engine import Runner
 from torch_mpk.continuous_batching import StepCompileConfig
-from torch_mpk.engine import Runner
 
 
 def outputs(

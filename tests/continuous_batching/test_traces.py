@@ -22,13 +22,16 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from tests.continuous_batching.engine import alone, batched, managed, prompt_of, results, serving_model
 from tests.thinned import thinned
-from torch_mpk import background, compiled_step, known_traces, sizes, task_kernel
-from torch_mpk.backend import compile_graph
-from torch_mpk.capture import Captured, capture
+from torch_mpk import task_kernel
+from torch_mpk.backend.build import compile_graph
+from torch_mpk.batching import compiled_step, sizes
+from torch_mpk.batching.step_builder import StepBuilder
+from torch_mpk.builds import background
+from torch_mpk.capture.graph import Captured, capture
 from torch_mpk.errors import CacheError
 from torch_mpk.jit import Cache
-from torch_mpk.step_builder import StepBuilder
-from torch_mpk.traces import Recorder, guarding_hooks
+from torch_mpk.traces import known
+from torch_mpk.traces.trace import Recorder, guarding_hooks
 
 KINDS = 3  # of steps: with prompts, of one row, and of more
 SIZED = {"num_blocks": 32, "max_batch_tokens": 48, "max_requests_per_batch": 4}
@@ -38,9 +41,9 @@ SIZED = {"num_blocks": 32, "max_batch_tokens": 48, "max_requests_per_batch": 4}
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache with nothing in it, and a process that knows no trace."""
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
-    known_traces.forget()
+    known.forget()
     yield tmp_path / "cache"
-    known_traces.forget()
+    known.forget()
 
 
 @contextmanager
@@ -157,14 +160,14 @@ def test_traces_that_cannot_be_read_or_kept_are_made_again(cache: Path, caplog: 
     with full, caplog.at_level("INFO", "torch_mpk"):
         expected = one_answer(model, prompt)
     assert "no space left on device" in caplog.text
-    known_traces.forget()
+    known.forget()
     torch.compiler.reset()
     one_answer(model, prompt)  # keeps them
     files = sorted(cache.glob("traces/*/trace.pickle"))
     assert files
     for file in files:
         file.write_bytes(file.read_bytes()[:-9])
-    known_traces.forget()
+    known.forget()
     torch.compiler.reset()
     with traces() as count:
         assert one_answer(model, prompt) == expected
@@ -218,7 +221,7 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
     with (
         mock.patch.object(compiled_step.Step, "build_ahead", build_later),
         mock.patch.object(task_kernel, "build_segment", side_effect=AssertionError("an own step waits for a build")),
-        caplog.at_level("INFO", "torch_mpk.step_builder"),
+        caplog.at_level("INFO", "torch_mpk.batching.step_builder"),
         managed(model, options={"fallback": "error", "while_building": None}, **SIZED) as manager,
     ):
 

@@ -13,17 +13,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.fuzz.random_experts import ExpertProgram
 from tests.fuzz.random_integers import IntegerProgram
 from tests.fuzz.random_programs import Program
-from torch_mpk import _C, lowering, reference_vm
-from torch_mpk.admission import check_call, check_graph
-from torch_mpk.capture import capture
-from torch_mpk.compiled_graph import CompiledGraph
+from torch_mpk import _C, lowering
+from torch_mpk.builds.dump import Dump
+from torch_mpk.capture.graph import capture
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
+from torch_mpk.dispatch.admission import check_call, check_graph
+from torch_mpk.dispatch.compiled_graph import CompiledGraph
 from torch_mpk.errors import DeclinedError, MpkWarning, UnsupportedError
-from torch_mpk.partition import Partitioned, partition
+from torch_mpk.partition.segments import Partitioned, partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.overlaps import check_apart, memory_of
+from torch_mpk.testing import reference_vm
 from torch_mpk.testing.emulator import emulate
 
 NOISY_RUNS = 3

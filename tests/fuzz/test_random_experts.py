@@ -15,7 +15,7 @@ from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_re
 from tests.fuzz.random_experts import LAYOUTS, ExpertProgram
 from tests.thinned import thinned
 from torch_mpk import _C
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
 

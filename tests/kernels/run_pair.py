@@ -14,8 +14,8 @@ from tests.codegen.emulated_calls import allocate, reference, relative_error, te
 from tests.schedule.decoder_graph import Builder
 from tests.schedule.taken_apart import Parts
 from torch_mpk import _C
-from torch_mpk.reference_vm import run as run_schedule
 from torch_mpk.testing.emulator import emulate
+from torch_mpk.testing.reference_vm import run as run_schedule
 
 KERNEL = "linear.pair"
 

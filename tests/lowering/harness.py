@@ -9,8 +9,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_mpk import lowering, reference_vm
+from torch_mpk import lowering
 from torch_mpk.lowering import Lowered
+from torch_mpk.testing import reference_vm
 
 
 def capture(fn: Callable, *args: torch.Tensor, mode: str = "fake") -> fx.GraphModule:

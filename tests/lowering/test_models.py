@@ -11,9 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import torch_mpk.tasks  # noqa: F401  (declares them)
 from tests.lowering.harness import clone, run
 from tests.thinned import thinned
-from torch_mpk import _C, lowering, reference_vm
-from torch_mpk.capture import Captured, capture
+from torch_mpk import _C, lowering
+from torch_mpk.capture.graph import Captured, capture
 from torch_mpk.patterns import apply
+from torch_mpk.testing import reference_vm
 
 SIZES = {
     "hidden_size": 64,

@@ -19,9 +19,11 @@ from tests.lowering.harness import run as run_lowered
 from tests.models.stepping import STRICT
 from tests.models.test_prompts import GPU_SIZES, Prompting, compiled, new_cache
 from tests.thinned import thinned
-from torch_mpk import backend, background, lowering
-from torch_mpk.buckets import Numbers, Prompt, bucket_of, chunks_of
-from torch_mpk.capture import capture
+from torch_mpk import lowering
+from torch_mpk.backend import pipeline
+from torch_mpk.builds import background
+from torch_mpk.capture.graph import capture
+from torch_mpk.dispatch.buckets import Numbers, Prompt, bucket_of, chunks_of
 from torch_mpk.errors import IndexRangeError, MpkWarning
 from torch_mpk.generate import rewind
 from torch_mpk.patterns import apply
@@ -271,8 +273,8 @@ def test_prompts_run_eagerly_while_their_bucket_is_built(tmp_path: Path, monkeyp
     model = tiny_model(dtype=torch.float32, num_layers=1)
     options = {"fallback": "error", "while_building": "eager"}
     ours, num_built = torch.compile(model, backend="mpk", options=options), 0
-    go_on, build = threading.Event(), backend.build
-    monkeypatch.setattr(backend, "build", lambda *args: build(*args) if go_on.wait(60) else None)
+    go_on, build = threading.Event(), pipeline.build
+    monkeypatch.setattr(pipeline, "build", lambda *args: build(*args) if go_on.wait(60) else None)
 
     def take(length: int) -> None:
         ids = marked(random_ids(2, length))

@@ -19,7 +19,8 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
 from tests.models.stepping import assert_close
 from tests.models.test_prompts import new_cache
-from torch_mpk import backend, background
+from torch_mpk.backend import pipeline
+from torch_mpk.builds import background
 from torch_mpk.errors import MpkWarning, UnsupportedError
 from torch_mpk.runtime.segment import launched_segments
 from torch_mpk.testing.tiny import random_ids, tiny_model
@@ -53,8 +54,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open, self.is_reached, self.num_builds = threading.Event(), threading.Event(), 0
-        self._build = backend.build
-        monkeypatch.setattr(backend, "build", self.build)
+        self._build = pipeline.build
+        monkeypatch.setattr(pipeline, "build", self.build)
 
     def build(self, *args: Any) -> Any:
         self.num_builds += 1
@@ -159,7 +160,7 @@ def test_a_build_that_fails_is_announced_once(model: torch.nn.Module, monkeypatc
     def fail(*args: Any) -> Any:
         raise UnsupportedError("it is too odd")
 
-    monkeypatch.setattr(backend, "build", fail)
+    monkeypatch.setattr(pipeline, "build", fail)
     ours, ids = torch.compile(model, backend="mpk", dynamic=False), random_ids(2, 20)
     with torch.inference_mode(), warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
@@ -325,17 +326,17 @@ def test_a_forked_child_meanwhile(model: torch.nn.Module, gate: Gate) -> None:
 
 ENDING = """
 import sys, threading, time, torch
-from torch_mpk import backend
+from torch_mpk.backend import pipeline
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
-has_begun, build = threading.Event(), backend.build
+has_begun, build = threading.Event(), pipeline.build
 
 def slow(*args):
     has_begun.set()
     time.sleep(1)
     return build(*args)
 
-backend.build = slow
+pipeline.build = slow
 model = tiny_model(num_layers=1)
 with torch.inference_mode():
     torch.compile(model, backend="mpk")(input_ids=random_ids(2, 20), use_cache=False)

@@ -10,9 +10,9 @@ import torch
 from tests.codegen.emulated_calls import allocate, reference, relative_error, tensors
 from tests.thinned import thinned
 from torch_mpk import _C
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
-from torch_mpk.partition import partition
+from torch_mpk.partition.segments import partition
 from torch_mpk.patterns import apply
 from torch_mpk.testing.emulator import SMEM_BYTES, aligned, emulate
 from torch_mpk.testing.zoo import MODELS, Decoder, see_graphs

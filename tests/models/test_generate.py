@@ -20,9 +20,9 @@ from transformers.generation import BaseStreamer
 import torch_mpk
 from tests.models.letters import letters
 from tests.thinned import thinned
-from torch_mpk import timing
+from torch_mpk.builds import timing
 from torch_mpk.errors import ArgumentError, AutocastError, MpkWarning
-from torch_mpk.prompt_lookup import PromptLookup
+from torch_mpk.generation.prompt_lookup import PromptLookup
 from torch_mpk.testing.tiny import VOCAB_SIZE, random_ids, tiny_model
 from torch_mpk.testing.zoo import MODELS
 

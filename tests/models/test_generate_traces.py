@@ -5,8 +5,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import torch_mpk
-from torch_mpk import known_traces
 from torch_mpk.testing.tiny import random_ids, tiny_model
+from torch_mpk.traces import known
 
 ARGUMENTS = {"do_sample": False, "eos_token_id": [], "max_cache_len": 64, "options": {"fallback": "error"}}
 
@@ -14,9 +14,9 @@ ARGUMENTS = {"do_sample": False, "eos_token_id": [], "max_cache_len": 64, "optio
 @pytest.fixture(autouse=True)
 def _a_cache_with_nothing_in_it(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
-    known_traces.forget()
+    known.forget()
     yield
-    known_traces.forget()
+    known.forget()
 
 
 def made():
@@ -41,7 +41,7 @@ def test_a_trace_serves_other_models_and_later_processes():
     assert num_traces(model) == 1
     assert num_traces(made()) == 0
     torch.compiler.reset()
-    known_traces.forget()  # as in a new process: what is left is on the disk
+    known.forget()  # as in a new process: what is left is on the disk
     assert num_traces(made()) == 0
 
 
@@ -78,7 +78,7 @@ def test_drawn_tokens_come_by_a_trace_too():
     first, count = tokens(model)
     assert count == 1
     torch.compiler.reset()
-    known_traces.forget()
+    known.forget()
     another = made()
     another.load_state_dict(model.state_dict())
     second, count = tokens(another)

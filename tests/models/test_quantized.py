@@ -12,7 +12,7 @@ from transformers.integrations import compressed_tensors, finegrained_fp8
 
 import torch_mpk
 from tests.thinned import thinned
-from torch_mpk import substitutes
+from torch_mpk.capture import substitutes
 from torch_mpk.errors import ArgumentError, MissingTorchaoError, MpkWarning
 from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
 from torch_mpk.testing.quantized import Format, quantize_linears

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.thinned import thinned
-from torch_mpk import timing
+from torch_mpk.builds import timing
 from torch_mpk.errors import MpkWarning
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 from torch_mpk.testing.zoo import MODELS, PROMPT_LENGTH, DecodeSteps

@@ -8,7 +8,7 @@ from transformers import CompileConfig
 
 import torch_mpk
 from tests.thinned import thinned
-from torch_mpk import backend
+from torch_mpk.backend import pipeline
 from torch_mpk.errors import MpkWarning
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
@@ -34,7 +34,7 @@ def builds(monkeypatch, tmp_path):
     """Every build of a graph, each of which has to be one launch; a warning is an error. No earlier trace serves."""
     torch.compiler.reset()
     monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
-    made, build = [], backend.build
+    made, build = [], pipeline.build
 
     def recorded(captured, *args):
         compiled = build(captured, *args)
@@ -42,7 +42,7 @@ def builds(monkeypatch, tmp_path):
         made.append(captured)
         return compiled
 
-    monkeypatch.setattr(backend, "build", recorded)
+    monkeypatch.setattr(pipeline, "build", recorded)
     with warnings.catch_warnings():
         warnings.simplefilter("error", MpkWarning)
         yield made

@@ -18,7 +18,7 @@ from torch.testing._internal.common_utils import set_rng_seed
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, OpInfo, SampleInput, UnaryUfuncInfo
 from torch.utils import _pytree as pytree
 
-from torch_mpk.backend import compile_call
+from torch_mpk.backend.calls import compile_call
 from torch_mpk.config import Options
 from torch_mpk.errors import MpkError
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from tests.operators import database
 from tests.operators.database import DTYPES, Call, operators
 from tests.thinned import thinned
-from torch_mpk.backend import compile_call
+from torch_mpk.backend.calls import compile_call
 
 # Calls that are ours, at least, with the PyTorch that CI installs: fewer say that operators have gone.
 COUNTED_WITH = "2.13."

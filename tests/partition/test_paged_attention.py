@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from torch_mpk import _C, registry
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.errors import MpkWarning
 from torch_mpk.lowering import lower
-from torch_mpk.partition import Partitioned, partition
+from torch_mpk.partition.segments import Partitioned, partition
 from torch_mpk.patterns import apply
 
 TOKENS = 5

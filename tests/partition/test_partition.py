@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-import torch_mpk.partition as stage
+import torch_mpk.partition.segments as stage
 from torch_mpk import _C, patterns, registry
-from torch_mpk.aliasing import is_view, storages
-from torch_mpk.capture import capture
-from torch_mpk.costs import COSTS
-from torch_mpk.forms import form_of
+from torch_mpk.capture.aliasing import is_view, storages
+from torch_mpk.capture.graph import capture
+from torch_mpk.capture.node_keys import node_key
+from torch_mpk.partition.costs import COSTS
 
 aten = torch.ops.aten
 
@@ -398,8 +398,8 @@ def test_a_form_tells_numbers_places_and_sharing_apart():
         return (*sums, (x + y) + 1)
 
     nodes = [node for node in graph_of(function, X, X).graph.nodes if node.target is aten.add.Tensor]
-    assert len({form_of(node) for node in nodes}) == len(nodes) - 1 == 10  # x + y is there twice
-    assert None not in map(form_of, nodes)
+    assert len({node_key(node) for node in nodes}) == len(nodes) - 1 == 10  # x + y is there twice
+    assert None not in map(node_key, nodes)
 
 
 def test_a_reference_gives_example_values_once_for_layers_that_are_alike(monkeypatch):

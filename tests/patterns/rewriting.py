@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from torch_mpk import patterns
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.registry import Task
 
 

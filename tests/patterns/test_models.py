@@ -8,7 +8,7 @@ import torch
 from tests.patterns.rewriting import assert_same, clones, operands_of, tasks_of
 from tests.thinned import thinned
 from torch_mpk import patterns
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
 
 aten = torch.ops.aten

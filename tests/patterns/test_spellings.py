@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.thinned import thinned
-from torch_mpk import backend, registry, task
+from torch_mpk import registry, task
+from torch_mpk.backend import pipeline
 from torch_mpk.errors import MpkWarning
 
 # Of one operation: ways to write it on x[4, 8] (and w[8], b[8]); k is an attribute of the task where it has a default.
@@ -204,14 +205,14 @@ _SHAPES = {"glu": "x[R, H] -> y[R, G]", "linear": "x[R, H] -> y[R, R]"}
 def lifted(monkeypatch):
     """The names of the patterns that were taken. Those declared by a test are its own."""
     taken: list[str] = []
-    apply = backend.apply
+    apply = pipeline.apply
 
     def recording(gm):
         result = apply(gm)
         taken.extend(lift.pattern for lift in result.meta["lifts"])
         return result
 
-    monkeypatch.setattr(backend, "apply", recording)
+    monkeypatch.setattr(pipeline, "apply", recording)
     with registry.hidden([task.name for task in registry.tasks() if not task.is_ours]):
         yield taken
 

@@ -7,7 +7,7 @@ import torch
 
 import torch_mpk as mirage
 from tests.persistent_kernel.test_paged_attention import GROUPS, HEADS, D, attend_alone, batch
-from torch_mpk import announcements
+from torch_mpk import warn_once as announcements
 from torch_mpk.errors import MpkWarning
 from torch_mpk.mpk.persistent_kernel import PersistentKernel
 

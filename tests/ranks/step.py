@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_mpk import _C
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply
 

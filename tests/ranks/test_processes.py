@@ -180,14 +180,14 @@ def test_an_interrupt_ends_the_wait(tmp_path: Path) -> None:
 @torch.no_grad()
 def where_one_cannot(rank: int) -> dict[str, object]:
     """Rank 1 lacks what a build needs."""
-    from torch_mpk import backend
+    from torch_mpk.backend import pipeline
 
     if rank == 1:
 
         def refuse(*args: object) -> None:
             raise torch_mpk.errors.UnsupportedError("of no use here")
 
-        backend.build = refuse
+        pipeline.build = refuse
     step = torch.compile(Layers(rank), backend="mpk", options={"fallback": "eager"})
     import warnings
 

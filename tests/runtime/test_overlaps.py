@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch._dynamo.backends import registry
 
 from torch_mpk import _C
+from torch_mpk.dispatch.specialize import MAX_FAILURES
 from torch_mpk.errors import MpkWarning, SharedMemoryError
 from torch_mpk.runtime.overlaps import Memory, check_apart, memory_of
-from torch_mpk.specialize import MAX_FAILURES
 
 WEIGHT = torch.randn(8, 8)
 APART, MEETING = (slice(0, 4), slice(4, 8)), (slice(0, 4), slice(2, 6))

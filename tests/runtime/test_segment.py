@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from torch_mpk.capture import capture
-from torch_mpk.compiled_graph import CompiledGraph
+from torch_mpk.builds.dump import Dump
+from torch_mpk.capture.graph import capture
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
+from torch_mpk.dispatch.compiled_graph import CompiledGraph
 from torch_mpk.errors import CompileError, UnsupportedError
-from torch_mpk.partition import partition
+from torch_mpk.partition.segments import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime import cpu, synchronize
 from torch_mpk.runtime.segment import compiling_ahead

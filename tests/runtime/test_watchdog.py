@@ -13,8 +13,8 @@ import torch
 
 from tests.cpu.net import CPU, Net
 from torch_mpk import _C
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
 from torch_mpk.errors import MegakernelTimeout
 from torch_mpk.plan import Fresh, Output, Plan
 from torch_mpk.runtime import cpu

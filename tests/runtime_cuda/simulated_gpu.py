@@ -15,8 +15,8 @@ import torch
 
 from tests.runtime_cuda import fake_driver
 from torch_mpk import _C
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
 from torch_mpk.plan import Plan
 from torch_mpk.runtime import cuda
 from torch_mpk.runtime.backend import BACKENDS

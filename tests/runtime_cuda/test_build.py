@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.runtime_cuda import simulated_gpu
-from torch_mpk import background
+from torch_mpk.builds import background
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
 from torch_mpk.errors import MpkWarning, UnsupportedError
 from torch_mpk.plan import Plan
 from torch_mpk.runtime import cuda

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from tests.runtime_cuda import simulated_gpu
-from torch_mpk import backend, build_cache, precompile, registry, timing
-from torch_mpk.build_cache import build_key
+from torch_mpk import precompile, registry
+from torch_mpk.backend.calls import compile_call
+from torch_mpk.builds import timing
 from torch_mpk.config import Options
+from torch_mpk.dispatch import build_cache
+from torch_mpk.dispatch.build_cache import build_key
 from torch_mpk.errors import MpkWarning
 from torch_mpk.jit import Cache
 from torch_mpk.runtime.backend import BACKENDS
@@ -150,7 +153,7 @@ X, W = torch.ones(2, 8), torch.ones(4, 8)
 def test_explaining_and_verifying_need_the_graph_and_build_it(simulated):
     def build(options, needs_graph=False):
         with timing.build() as record, torch.inference_mode():
-            call = backend.compile_call(*traced(linear, X, W), options, needs_graph)
+            call = compile_call(*traced(linear, X, W), options, needs_graph)
         return call, "lowering" in record.stages
 
     assert build(Options())[1]

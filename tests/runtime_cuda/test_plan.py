@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from torch_mpk import planning
-from torch_mpk.compiled_graph import build_segment
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
+from torch_mpk.dispatch.compiled_graph import build_segment
 from torch_mpk.plan import pack, unpack
 from torch_mpk.registry import get
 from torch_mpk.runtime import cuda

@@ -17,15 +17,15 @@ import torch_mpk
 from tests.models.stepping import assert_close, compiled
 from tests.runtime.traces import Track, read_tracks
 from tests.runtime_cuda import simulated_gpu
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
 from torch_mpk.errors import ProfileError
 from torch_mpk.plan import Plan
 from torch_mpk.profile import record
 from torch_mpk.runtime.segment import live_segments
+from torch_mpk.runtime.timeline import FIELDS, Recording
 from torch_mpk.testing.emulator import SMEM_BYTES, compile_kernels
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
-from torch_mpk.timeline import FIELDS, Recording
 
 profiling = importlib.import_module("torch_mpk.profile")  # the package has the function by that name
 NUM_WORKERS = 3

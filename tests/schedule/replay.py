@@ -93,9 +93,9 @@ def capture_graphs() -> dict[str, _C.TBGraph]:
     """Of the models' launches, and of decoders of real sizes."""
     import torch
 
-    from torch_mpk.capture import capture
+    from torch_mpk.capture.graph import capture
     from torch_mpk.lowering import lower
-    from torch_mpk.partition import partition
+    from torch_mpk.partition.segments import partition
     from torch_mpk.patterns import apply
     from torch_mpk.testing.zoo import MODELS, see_graphs
 

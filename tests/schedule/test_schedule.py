@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.schedule.decoder_graph import Builder, decoder
 from tests.schedule.prompt_graph import Prompt
 from tests.schedule.taken_apart import Parts
-from torch_mpk import _C, reference_vm
+from torch_mpk import _C
+from torch_mpk.testing import reference_vm
 
 CUDA = _C.Target("cuda", 90, 132, 232448, True)
 CPU = _C.Target("cpu", 0, 2, 0, False)
@@ -173,7 +174,7 @@ def test_a_task_is_scheduled_by_its_traits_whatever_its_name(polled: bool) -> No
         ],
         [],
         "",
-        streaming=traits,
+        traits=traits,
         joined_by="rows",
         tiled_by="matrix",
         hands_over=True,
@@ -190,7 +191,7 @@ def test_a_task_is_scheduled_by_its_traits_whatever_its_name(polled: bool) -> No
 
 def test_a_stream_task_without_traits_is_a_job_of_its_own_that_waits() -> None:
     operands = [("x", ["R", "K"], False, True, False), ("y", ["R", "K"], False, False, True)]
-    _C.register_task("schedule_test_copy", "stream", operands, [], "", streaming={"loaded": ["x"]})
+    _C.register_task("schedule_test_copy", "stream", operands, [], "", traits={"loaded": ["x"]})
     b = Builder()
     x = b.buffer("input", "x", "bfloat16", [1, 64])
     normed = b.node(

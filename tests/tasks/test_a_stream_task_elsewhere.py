@@ -12,23 +12,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_mpk import _C, reference_vm
-from torch_mpk.capture import capture
+from torch_mpk import _C
+from torch_mpk.capture.graph import capture
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import Lowered, lower
 from torch_mpk.patterns import apply
 from torch_mpk.registry import Task
+from torch_mpk.testing import reference_vm
 
 FILE = """
 import torch
 from torch_mpk import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 
 
 @task(
     "x[R, K], codes[N, K] -> y[R, N]",
     role="stream",
-    streaming=Streaming(
+    traits=StreamTraits(
         loaded=("codes",),
         staged=("x",),
         whole=("x",),

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from torch_mpk import kernel_of, new_task, task
+from torch_mpk import kernel_of, task
 from torch_mpk.errors import ArgumentError, SeveralDevicesError, TaskAttributeError, TaskError, UnsupportedError
 from torch_mpk.tasks.rms_norm import rms_norm
+from torch_mpk.tools import new_task
 
 _numbers = itertools.count()
 

@@ -23,14 +23,14 @@ from tests.tasks.plugin.top_k import top_k
 from tests.thinned import thinned
 from torch_mpk import _C, lowering, registry
 from torch_mpk.__main__ import main
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
 from torch_mpk.errors import KernelCompileError, MpkWarning, NoDerivativeError, TaskError
 from torch_mpk.explain import explain
 from torch_mpk.jit import compile_cuda
 from torch_mpk.planning import make_plan
+from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.runtime import cpu
-from torch_mpk.streaming import Streaming
 from torch_mpk.testing import check_task
 from torch_mpk.testing.tasks import Calls, samples_of
 
@@ -69,18 +69,18 @@ def declare(
         ),
         (
             "x[R, H] -> y[R, H]",
-            {"streaming": Streaming(loaded=("x",), staged=("x",))},
-            "streaming= is for tasks of role 'stream', and loaded of it for role 'tile'; this one's role is 'tile'",
+            {"traits": StreamTraits(loaded=("x",), staged=("x",))},
+            "traits= is for tasks of role 'stream', and loaded of it for role 'tile'; this one's role is 'tile'",
         ),
         ("x[R, H] -> y[R, H]", {"scales_rows": True}, "scales_rows= is for tasks of role 'row', this one's is 'tile'"),
         (
             "x[R, H] -> y[R, H]",
-            {"role": "stream", "streaming": Streaming(loaded=("x",), joined_by="y")},
-            r"streaming= names \['y'\], expected inputs",
+            {"role": "stream", "traits": StreamTraits(loaded=("x",), joined_by="y")},
+            r"traits= names \['y'\], expected inputs",
         ),
         (
             "x[R, H] -> y[R, H]",
-            {"role": "stream", "streaming": Streaming(loaded=(), cursor="x")},
+            {"role": "stream", "traits": StreamTraits(loaded=(), cursor="x")},
             "the cursor 'x' needs a bound",
         ),
         ("x[R, tiles] -> y[R, tiles]", {}, "'tiles' and 'their number' have one name in device code, Tiles"),

@@ -14,7 +14,7 @@ from tests.schedule.taken_apart import Parts
 from tests.tasks.every_task import FIRST_OF_EACH, ON_CUDA, SAMPLES, TASKS
 from tests.thinned import thinned
 from torch_mpk import _C, registry
-from torch_mpk.capture import capture
+from torch_mpk.capture.graph import capture
 from torch_mpk.jit import compile_cuda
 from torch_mpk.lowering import lower
 from torch_mpk.patterns import apply

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from torch_mpk import registry
-from torch_mpk.calls import Call
 from torch_mpk.config import Options
 from torch_mpk.errors import StrayWriteError, TaskVerificationError
-from torch_mpk.guards import GuardedCall, way_of
+from torch_mpk.registry.calls import Call
+from torch_mpk.verify.guarded_memory import GuardedCall, way_of
 
 _CODE = """#pragma once
 #include "torch_mpk/cpu/tile.h"

@@ -9,17 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.backends import registry
 
-from torch_mpk import announcements, verify
-from torch_mpk.capture import capture
-from torch_mpk.compiled_graph import CompiledGraph
+from torch_mpk import warn_once as announcements
+from torch_mpk.builds.dump import Dump
+from torch_mpk.capture.graph import capture
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
+from torch_mpk.dispatch.compiled_graph import CompiledGraph
 from torch_mpk.errors import InductorVerificationError, MpkWarning, VerificationError
 from torch_mpk.lowering.lowerer import Lowerer
-from torch_mpk.partition import partition
+from torch_mpk.partition.segments import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.segment import compiling_ahead
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
+from torch_mpk.verify.comparison import comparison as verify
 
 
 def compiled(function, **options):

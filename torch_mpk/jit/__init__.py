@@ -3,7 +3,8 @@
 from torch_mpk.jit.cache import Cache
 from torch_mpk.jit.choice import ByDevice, by_device
 from torch_mpk.jit.compile import Cubin, Library, compile_cuda
-from torch_mpk.jit.compiler import Compiler, find_compiler
+from torch_mpk.jit.compiler import Compiler
+from torch_mpk.jit.find import find_compiler
 from torch_mpk.jit.headers import include_dir
 from torch_mpk.jit.host import compile_host, precompile_host
 from torch_mpk.jit.kernels import Kernel, Module, kernel, module

@@ -24,7 +24,8 @@ from torch_mpk.errors import (
     TemporaryFolderError,
 )
 from torch_mpk.jit.cache import Cache, Entry
-from torch_mpk.jit.compiler import Compiled, Compiler, find_compiler
+from torch_mpk.jit.compiler import Compiled, Compiler
+from torch_mpk.jit.find import find_compiler
 from torch_mpk.jit.headers import include_dir
 from torch_mpk.jit.manifest import SEARCH_VARIABLES, Manifest, Reading, named_files, settings, split
 from torch_mpk.jit.report import Resources, parse_kernels, parse_resources

@@ -1,4 +1,4 @@
-"""The interface of the two CUDA compilers, the choice between them, and how a compiler is run."""
+"""The interface of the CUDA compilers, and how a compiler is run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import signal
 import subprocess
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_mpk.background import ended_by
-from torch_mpk.errors import CompileError, NoCompilerError, OptionError
+from torch_mpk.builds.background import ended_by
 from torch_mpk.jit.manifest import Reading, parse_rule, parse_search
 
 MIN_VERSION = (12, 8)
@@ -131,32 +130,3 @@ class Compiler(ABC):
     @abstractmethod
     def compile(self, source: Path, output: Path, flags: list[str], include_dirs: list[Path]) -> Compiled:
         """Compile ``source`` to ``output``, a file of the same directory."""
-
-
-def find_compiler(name: str = "auto") -> Compiler:
-    """The compiler called ``nvcc``, the path of one, ``nvrtc``, or ``auto``: nvcc if there is one, as it spills less.
-
-    Raises:
-        NoCompilerError: not found; the message says where it was looked for and what to install.
-        OptionError: the name is none of these.
-    """
-    from torch_mpk.jit.nvcc import Nvcc
-    from torch_mpk.jit.nvrtc import Nvrtc
-
-    if Path(name).is_absolute():
-        return Nvcc.at(name)
-    finders: dict[str, list[Callable[[], Compiler]]] = {
-        "auto": [Nvcc.find, Nvrtc.find],
-        "nvcc": [Nvcc.find],
-        "nvrtc": [Nvrtc.find],
-    }
-    if name not in finders:
-        expected = "auto, nvcc, nvrtc or the absolute path of an nvcc"
-        raise OptionError(name="TORCH_MPK_COMPILER", expected=expected, value=name)
-    reasons = []
-    for find in finders[name]:
-        try:
-            return find()
-        except CompileError as error:
-            reasons.append(str(error))
-    raise NoCompilerError(reasons="; ".join(reasons))

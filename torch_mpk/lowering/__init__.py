@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from torch_mpk import _C
-from torch_mpk.aliasing import is_view
+from torch_mpk.capture.aliasing import is_view
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import rules  # noqa: F401  (they enter themselves into the table)
 from torch_mpk.lowering.expr import Expr

@@ -12,10 +12,10 @@ from torch import fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
 
+from torch_mpk.capture.node_keys import call_text, describe
+from torch_mpk.capture.tracing import make_fx
 from torch_mpk.errors import UnsupportedError, first_line
-from torch_mpk.forms import call_text, describe
 from torch_mpk.lowering.convolution import depthwise
-from torch_mpk.tracing import make_fx
 
 if TYPE_CHECKING:
     from torch_mpk.lowering.lowerer import Lowerer
@@ -33,11 +33,11 @@ def inline(lx: Lowerer, node: fx.Node, call: Callable[..., object], decompositio
         return call(*args, **kwargs)
 
     examples = [t.meta["val"] for t in tensors]
-    form = None
+    key = None
     described = tuple(map(describe, examples))
     if None not in described:
-        form = node.target, described, call_text(node, {t: i for i, t in enumerate(tensors)})
-    module = lx.traced.get(form) if form else None
+        key = node.target, described, call_text(node, {t: i for i, t in enumerate(tensors)})
+    module = lx.traced.get(key) if key else None
     if module is None:
         # The mode is for what ``call`` makes from nothing.
         with next(filter(None, map(maybe_get_fake_mode, examples)), nullcontext()):
@@ -48,8 +48,8 @@ def inline(lx: Lowerer, node: fx.Node, call: Callable[..., object], decompositio
                 pre_dispatch=decompositions is None,
                 _allow_non_fake_inputs=True,
             )(*examples)
-        if form:
-            lx.traced[form] = module
+        if key:
+            lx.traced[key] = module
     if any(n.target is node.target for n in module.graph.nodes):
         raise UnsupportedError("it has no decomposition")
     return lx.run(module.graph, module, [lx.env[t] for t in tensors])

@@ -11,9 +11,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from torch_mpk.capture import source_line
+from torch_mpk.capture.graph import source_line
+from torch_mpk.capture.node_keys import NodeKey
+from torch_mpk.capture.provenance import module_path
 from torch_mpk.errors import UnsupportedError, first_line
-from torch_mpk.forms import Form
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.constants import constant
 from torch_mpk.lowering.expr import Expr
@@ -47,7 +48,6 @@ from torch_mpk.lowering.values import (
     is_static,
     strided,
 )
-from torch_mpk.provenance import module_path
 from torch_mpk.registry import Task
 
 MAX_COST = 64  # instructions of one virtual tensor's expression before its operands get memory of their own
@@ -83,7 +83,7 @@ class Lowerer:
         self.buffers: list[Buffer] = []
         self.symbols: dict[object, Expr] = {}  # sympy expression of a SymInt placeholder -> the scalar
         self.frames: list[dict[fx.Node, object]] = []
-        self.traced: dict[Form, fx.GraphModule] = {}  # what nodes became other nodes by, for others of their form
+        self.traced: dict[NodeKey, fx.GraphModule] = {}  # what nodes became other nodes by, for others with their key
         self.label = ""
         self.node: fx.Node | None = None
 

@@ -14,15 +14,15 @@ from pkgutil import iter_modules
 
 from torch import fx
 
-from torch_mpk.aliasing import eliminate_dead_code, is_view, storages, written_storages
+from torch_mpk.capture.aliasing import eliminate_dead_code, is_view, storages, written_storages
+from torch_mpk.capture.provenance import where
+from torch_mpk.capture.tracing import graph_module
 from torch_mpk.patterns.complex_numbers import expand
 from torch_mpk.patterns.experts import ungroup
 from torch_mpk.patterns.normalise import normalise
 from torch_mpk.patterns.references import declare_patterns, left_out
 from torch_mpk.patterns.rewriter import Rewriter, aten, has_same_layout, is_call, reshape_source, shape
 from torch_mpk.patterns.table import patterns_of
-from torch_mpk.provenance import where
-from torch_mpk.tracing import graph_module
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

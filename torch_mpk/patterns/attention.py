@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from torch_mpk.aliasing import is_same_tensor, is_view, storages, value, written_args, written_storages
+from torch_mpk.capture.aliasing import is_same_tensor, is_view, storages, value, written_args, written_storages
 from torch_mpk.config import MAX_ROWS
 from torch_mpk.patterns.masks import causal_limit, lift_mask
 from torch_mpk.patterns.positions import as_rows, from_rows, in_layout

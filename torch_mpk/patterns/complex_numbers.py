@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_mpk.aliasing import storages, value, written_storages
+from torch_mpk.capture.aliasing import storages, value, written_storages
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.patterns.rewriter import Rewriter, argument, aten
 

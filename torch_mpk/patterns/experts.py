@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_mpk.aliasing import storages, value, written_args
+from torch_mpk.capture.aliasing import storages, value, written_args
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.patterns.rewriter import (
     CASTS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from torch_mpk.aliasing import is_view, value
+from torch_mpk.capture.aliasing import is_view, value
 from torch_mpk.patterns.linear import linear_task
 from torch_mpk.patterns.rewriter import (
     Rewriter,

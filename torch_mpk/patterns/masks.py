@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from torch_mpk.aliasing import value
+from torch_mpk.capture.aliasing import value
 from torch_mpk.patterns.rewriter import (
     Rewriter,
     aten,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_mpk.aliasing import tensors
+from torch_mpk.capture.aliasing import tensors
 from torch_mpk.patterns.rewriter import Rewriter, arguments, aten, is_call
 
 _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from torch_mpk import registry
-from torch_mpk.aliasing import (
+from torch_mpk.capture.aliasing import (
     eliminate_dead_code,
     evaluate,
     is_same_tensor,

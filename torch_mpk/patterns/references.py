@@ -20,9 +20,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_mpk import registry
-from torch_mpk.aliasing import is_view, storages, value, written_args, written_storages
-from torch_mpk.announcements import warn
-from torch_mpk.capture import clean
+from torch_mpk.capture.aliasing import is_view, storages, value, written_args, written_storages
+from torch_mpk.capture.graph import clean
+from torch_mpk.capture.provenance import where
+from torch_mpk.capture.tracing import make_fx
 from torch_mpk.errors import TaskError, first_line
 from torch_mpk.patterns.matching import Form, Match, Matching
 from torch_mpk.patterns.normalise import normalise
@@ -37,9 +38,8 @@ from torch_mpk.patterns.rewriter import (
     shape,
 )
 from torch_mpk.patterns.table import Pattern, pattern, withdraw
-from torch_mpk.provenance import where
 from torch_mpk.registry import Task
-from torch_mpk.tracing import make_fx
+from torch_mpk.warn_once import warn
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a cast may be none in one of them
 _COPIES = (aten.contiguous.default, aten.clone.default, *CASTS)

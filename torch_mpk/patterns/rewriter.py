@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import torch_mpk.tasks  # noqa: F401  (declares them)
 from torch_mpk import registry
-from torch_mpk.aliasing import evaluate, is_impure, is_view, storages, value, written_args, written_storages
+from torch_mpk.capture.aliasing import evaluate, is_impure, is_view, storages, value, written_args, written_storages
 
 if TYPE_CHECKING:
     from torch_mpk.patterns.references import Miss

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_mpk.aliasing import evaluate
+from torch_mpk.capture.aliasing import evaluate
+from torch_mpk.capture.tracing import make_fx
 from torch_mpk.errors import GridError, LayerError
 from torch_mpk.lowering.values import is_injective
 from torch_mpk.persistent_kernel.dtypes import Operands, check_dtypes
@@ -19,7 +20,6 @@ from torch_mpk.persistent_kernel.grid import LEFT_OUT, Sizes, as_grid, check_gri
 from torch_mpk.persistent_kernel.tensor import Dim3, GlobalTensor, Interleaved, kind_of
 from torch_mpk.registry import Task, bind_dims
 from torch_mpk.tasks.linear import linear
-from torch_mpk.tracing import make_fx
 
 if TYPE_CHECKING:
     from torch_mpk.persistent_kernel.kernel import PersistentKernel

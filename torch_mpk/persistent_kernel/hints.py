@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_mpk.announcements import warn
+from torch_mpk.warn_once import warn
 
 _SCHEDULERS = "the schedule is decided when a kernel is compiled"
 _PROFILE = "torch_mpk.profile shows what a kernel compiled with options={'profile': True} does"

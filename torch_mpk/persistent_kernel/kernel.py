@@ -15,12 +15,13 @@ import torch
 from torch import fx
 from torch._guards import tracing
 
-from torch_mpk import _C, registry, timing
-from torch_mpk.admission import check_call
-from torch_mpk.announcements import warn
-from torch_mpk.compiled_graph import CompiledGraph
+from torch_mpk import _C, registry
+from torch_mpk.builds import timing
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options, is_int
-from torch_mpk.dump import Dump
+from torch_mpk.dispatch.admission import check_call
+from torch_mpk.dispatch.compiled_graph import CompiledGraph
+from torch_mpk.dispatch.fallback import decline_call
 from torch_mpk.errors import (
     GradModeError,
     InternalError,
@@ -31,7 +32,6 @@ from torch_mpk.errors import (
     TaskError,
     first_line,
 )
-from torch_mpk.fallback import decline_call
 from torch_mpk.persistent_kernel.builder import Builder, Made
 from torch_mpk.persistent_kernel.grid import BLOCKS, check_block
 from torch_mpk.persistent_kernel.hints import announce_hints
@@ -44,6 +44,7 @@ from torch_mpk.runtime.cpu import num_threads
 from torch_mpk.runtime.cuda import absent_target
 from torch_mpk.runtime.overlaps import check_apart, memory_of
 from torch_mpk.runtime.segment import CompiledSegment
+from torch_mpk.warn_once import warn
 
 
 def get_configurations_from_gpu(rank: int = 0) -> tuple[int, int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from torch_mpk import _C
+from torch_mpk.builds.dump import Dump
+from torch_mpk.builds.timing import stage
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
 from torch_mpk.lowering import lower
 from torch_mpk.plan import Plan
 from torch_mpk.planning.bounds import index_bounds
-from torch_mpk.timing import stage
 
 
 def make_plan(gm: torch.fx.GraphModule, target: _C.Target, options: Options, dump: Dump) -> Plan:

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from torch_mpk import _C
-from torch_mpk.aliasing import storages, value, written_storages
+from torch_mpk.capture.aliasing import storages, value, written_storages
+from torch_mpk.capture.provenance import module_path
 from torch_mpk.lowering import Lowered
 from torch_mpk.patterns.rewriter import argument, aten, is_call, reshape_source, shape, swapped
 from torch_mpk.plan import IndexBound
-from torch_mpk.provenance import module_path
 from torch_mpk.registry import tasks
 from torch_mpk.tasks.embedding import embedding
 
@@ -26,15 +26,15 @@ def index_bounds(gm: fx.GraphModule, lowered: Lowered) -> Iterator[IndexBound]:
 
 
 def _cache_positions(graph: _C.TBGraph) -> Iterator[IndexBound]:
-    with_cursor = {task.name: task for task in tasks() if task.streaming.cursor}
+    with_cursor = {task.name: task for task in tasks() if task.traits.cursor}
     written: set[int] = set()
     for node in graph.nodes:
         if (task := with_cursor.get(node.task)) is not None:
             operands = {operand.name: operand.tensor for operand in node.operands}
-            slot = operands.get(task.streaming.cursor)
+            slot = operands.get(task.traits.cursor)
             if slot and graph.buffers[slot.buffer].kind == "input" and slot.offset == 0 and slot.buffer not in written:
                 shapes = [operands[o.name].shape if o.name in operands else None for o in task.inputs]
-                [dim] = [o.bound for o in task.inputs if o.name == task.streaming.cursor]
+                [dim] = [o.bound for o in task.inputs if o.name == task.traits.cursor]
                 length = task.check(shapes, [None] * len(shapes))[dim or ""][0]
                 yield _first_position(graph.buffers[slot.buffer].index, 8, length, 1, node.label)
         written.update(operand.tensor.buffer for operand in node.operands if operand.is_write)

@@ -12,8 +12,8 @@ from torch_mpk.errors import TaskError, UnknownTaskError
 from torch_mpk.registry.attributes import Attr
 from torch_mpk.registry.code_files import code_of
 from torch_mpk.registry.declaration import Task, is_ours
+from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.signature import Operand, bind_dims
-from torch_mpk.streaming import Streaming
 
 __all__ = [
     "Attr",
@@ -45,7 +45,7 @@ def task(
     cpu: str | None = None,
     pattern: bool = False,
     float64: bool = False,
-    streaming: Streaming | None = None,
+    traits: StreamTraits | None = None,
     scales_rows: bool = False,
     alone: str = "reference",
 ) -> Callable[[Callable[..., Any]], Task]:
@@ -74,7 +74,7 @@ def task(
         float64: the code computes in double where operands are float64. By default it is taken to compute in float, and
             is left out where that would be less than the operands promise: the reference runs there on the CPU, and
             the call is not taken on CUDA.
-        streaming: of role "stream", what the scheduler may do with it; by default as little as possible.
+        traits: of role "stream", what the scheduler may do with it; by default as little as possible.
         scales_rows: of role "row", an element of the result is the input's times one factor a column and one a row,
             which follows from the sum of the row's squares: so what makes the rows may apply the one, and what
             multiplies them with a matrix the other.
@@ -91,7 +91,7 @@ def task(
 
     def declare(reference: Callable[..., Any]) -> Task:
         declared = Task(
-            *(reference, signature, role, samples, header, tile, stream, cpu, pattern, float64, streaming),
+            *(reference, signature, role, samples, header, tile, stream, cpu, pattern, float64, traits),
             *(scales_rows, alone),
         )
         earlier = _tasks.get(declared.name)
@@ -124,10 +124,10 @@ def _register(declared: Task) -> None:
             list(declared.tile.items()),
             declared.stream,
             declared.cpu_body,
-            declared.streaming.of_operands(),
-            declared.streaming.joined_by,
-            declared.streaming.tiled_by,
-            declared.streaming.hands_over,
+            declared.traits.of_operands(),
+            declared.traits.joined_by,
+            declared.traits.tiled_by,
+            declared.traits.hands_over,
             declared.scales_rows,
         )
     except ValueError as error:

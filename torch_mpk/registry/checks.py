@@ -13,8 +13,8 @@ import torch
 
 from torch_mpk.config import is_int
 from torch_mpk.errors import TaskError
+from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.signature import Operand, pointed
-from torch_mpk.streaming import Streaming
 
 if TYPE_CHECKING:
     from torch_mpk.registry.declaration import Task
@@ -151,24 +151,22 @@ def check_stream(task: Task, stream: str | None) -> str:
     return stream
 
 
-def check_streaming(task: Task, streaming: Streaming | None) -> Streaming:
+def check_traits(task: Task, traits: StreamTraits | None) -> StreamTraits:
     """By default the loader may read every input, and waits for what makes it."""
-    if streaming is None:
-        return Streaming(loaded=tuple(operand.name for operand in task.inputs) if task.role == "stream" else ())
-    only_loaded = task.role == "tile" and streaming == Streaming(loaded=streaming.loaded)
+    if traits is None:
+        return StreamTraits(loaded=tuple(operand.name for operand in task.inputs) if task.role == "stream" else ())
+    only_loaded = task.role == "tile" and traits == StreamTraits(loaded=traits.loaded)
     if task.role != "stream" and not only_loaded:
         raise TaskError(
-            f"{task.name}: streaming= is for tasks of role 'stream', and loaded of it for role 'tile'; this one's role "
+            f"{task.name}: traits= is for tasks of role 'stream', and loaded of it for role 'tile'; this one's role "
             f"is {task.role!r}"
         )
-    unknown = {*streaming.operands()} - {operand.name for operand in task.inputs}
+    unknown = {*traits.operands()} - {operand.name for operand in task.inputs}
     if unknown:
-        raise TaskError(
-            f"{task.name}: streaming= names {sorted(unknown)}, expected inputs (signature: {task.signature})"
-        )
-    if streaming.cursor and not any(o.name == streaming.cursor and o.bound for o in task.inputs):
-        raise TaskError(f"{task.name}: the cursor {streaming.cursor!r} needs a bound: 'slot[1]: int64 < L'")
-    return streaming
+        raise TaskError(f"{task.name}: traits= names {sorted(unknown)}, expected inputs (signature: {task.signature})")
+    if traits.cursor and not any(o.name == traits.cursor and o.bound for o in task.inputs):
+        raise TaskError(f"{task.name}: the cursor {traits.cursor!r} needs a bound: 'slot[1]: int64 < L'")
+    return traits
 
 
 def _check_distinct(name: str, names: Sequence[str]) -> None:

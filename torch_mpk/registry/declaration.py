@@ -18,12 +18,12 @@ from torch_mpk.registry.checks import (
     check_reference,
     check_samples,
     check_stream,
-    check_streaming,
+    check_traits,
     read_tile,
 )
 from torch_mpk.registry.code_files import code_of, find_file, find_headers
+from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.signature import Operand, Signature, bind_dims
-from torch_mpk.streaming import Streaming
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _MAX_KNOWN_CALLS = 256  # of a task, which are not checked again
@@ -48,7 +48,7 @@ class Task:
         cpu: str | None,
         pattern: bool,
         float64: bool,
-        streaming: Streaming | None,
+        traits: StreamTraits | None,
         scales_rows: bool,
         alone: str,
     ):
@@ -68,7 +68,7 @@ class Task:
         self._known_calls: dict[Hashable, dict[str, Any]] = {}
         self.tile = read_tile(self, tile)
         self.stream = check_stream(self, stream)
-        self.streaming = check_streaming(self, streaming)
+        self.traits = check_traits(self, traits)
         self.pattern = pattern
         self.float64 = float64
         self.scales_rows = scales_rows

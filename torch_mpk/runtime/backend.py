@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torch_mpk import _C
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
 from torch_mpk.plan import Plan
 from torch_mpk.runtime import cpu, cuda
 

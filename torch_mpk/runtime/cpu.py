@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from torch_mpk import _C
-from torch_mpk.announcements import warn
+from torch_mpk.builds.dump import Dump
+from torch_mpk.builds.timing import stage
 from torch_mpk.config import Options, env
-from torch_mpk.dump import Dump
 from torch_mpk.errors import MegakernelTimeout, NoHostCompilerError
 from torch_mpk.jit import compile_host
 from torch_mpk.jit.compile import Order
@@ -22,7 +22,7 @@ from torch_mpk.plan import Plan
 from torch_mpk.registry import Task, get
 from torch_mpk.runtime.timeout import OverdueError, call_within, keep  # noqa: F401  (``keep`` is part of a backend)
 from torch_mpk.runtime.watchdog import watchdog_seconds
-from torch_mpk.timing import stage
+from torch_mpk.warn_once import warn
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ import json
 import torch
 
 from torch_mpk import _C
+from torch_mpk.builds.dump import Dump
+from torch_mpk.builds.timing import stage
 from torch_mpk.config import ARCHS, Options, env
-from torch_mpk.dump import Dump
 from torch_mpk.errors import OptionError, UnsupportedError
 from torch_mpk.jit import compile_cuda
 from torch_mpk.jit.compile import Cubin, Order
 from torch_mpk.plan import Plan
 from torch_mpk.registry import tasks
 from torch_mpk.runtime.watchdog import watchdog_seconds
-from torch_mpk.timing import stage
 
 # Devices that a schedule may be for where they are not there: each generation's largest.
 ABSENT = {_C.compiled_name(arch.number): arch for arch in _C.archs()}

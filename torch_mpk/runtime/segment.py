@@ -15,10 +15,11 @@ import torch
 from torch.autograd import _profiler_enabled as is_profiling
 from torch.profiler import record_function
 
-from torch_mpk import _C, background, timing
-from torch_mpk.background import Job
+from torch_mpk import _C
+from torch_mpk.builds import background, timing
+from torch_mpk.builds.background import Job
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
 from torch_mpk.errors import (
     CompileError,
     IndexRangeError,

@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from torch_mpk.engine import Processor
+from torch_mpk.batching.engine import Processor
 from torch_mpk.serve.errors import Refusal
 from torch_mpk.serve.fields import Sampling
 from torch_mpk.serve.metrics import Metrics

@@ -4,14 +4,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_mpk.registry import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 
 
 @task(
     "x[..., N] -> y[..., N]",
     role="stream",
     header="torch_mpk/device/tasks/exchange.cuh",
-    streaming=Streaming(loaded=(), staged=("x",), joined_by="x", hands_over=True),
+    traits=StreamTraits(loaded=(), staged=("x",), joined_by="x", hands_over=True),
     samples=[{"...": (1,), "N": 128, "ranks": 1, "group": ""}, {"...": (2, 3), "N": 64, "ranks": 1, "group": ""}],
 )
 def all_reduce(x: torch.Tensor, *, ranks: int, group: str) -> torch.Tensor:

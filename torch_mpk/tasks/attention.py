@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.tasks.kv_write import kv_write
 
 STYLES = ("sdpa", "eager")
@@ -17,7 +17,7 @@ STYLES = ("sdpa", "eager")
     "q[B, H, D], k_new[B, G, D]?, v_new[B, G, V]?, slot[1]?: int64 < L, k_cache[B, G, L, D]!, v_cache[B, G, L, V]!, "
     "mask[B, H, L]?, limit[B]?: int64 < L, sinks[H]? -> y[B, H, V]",
     role="stream",
-    streaming=Streaming(
+    traits=StreamTraits(
         loaded=("k_cache", "v_cache", "limit"),
         staged=("q", "k_new", "v_new"),
         takes_rows=("q", "k_new"),

@@ -3,13 +3,13 @@
 import torch
 
 from torch_mpk.registry import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 
 
 @task(
     "x[R, C, K], ids[R, C]: int64 < E, weight[E, N, K]?, transposed[E, K, N]? -> y[R, C, N]",
     tile={"R": 64, "N": 16},
-    streaming=Streaming(loaded=("ids",)),
+    traits=StreamTraits(loaded=("ids",)),
     samples=[
         {"R": 1, "C": 2, "E": 4, "N": 48, "K": 64, "transposed": None},
         {"R": 5, "C": 3, "E": 8, "N": 37, "K": 50, "transposed": None},

@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 
 from torch_mpk.registry import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 
 
 @task(
     "x[R, K], weight[N, K], bias[N]? -> y[R, N]",
     role="stream",
-    streaming=Streaming(
+    traits=StreamTraits(
         loaded=("weight",),
         staged=("x",),
         whole=("x",),

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.tasks.attention import check_softcap, weights_of
 
 
@@ -13,7 +13,7 @@ from torch_mpk.tasks.attention import check_softcap, weights_of
     "q[R, H, D], k_new[R, G, D]?, v_new[R, G, V]?, k_pages[P, S, G, D]!, v_pages[P, S, G, V]!, "
     "block_table[R, M]: int32, length[R]: int32, sinks[H]? -> y[R, H, V]",
     role="stream",
-    streaming=Streaming(
+    traits=StreamTraits(
         loaded=("k_pages", "v_pages", "block_table", "length"),
         staged=("q", "k_new", "v_new"),
         takes_rows=("q", "k_new"),

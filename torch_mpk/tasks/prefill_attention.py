@@ -3,7 +3,7 @@
 import torch
 
 from torch_mpk.registry import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.tasks.attention import Scores, attend
 
 
@@ -11,7 +11,7 @@ from torch_mpk.tasks.attention import Scores, attend
     "q[B, S, H, D], k[B, G, L, D], v[B, G, L, V], mask[B, H, S, L]?, limit[B, S]?: int64 < L, sinks[H]? "
     "-> y[B, S, H, V]",
     role="stream",
-    streaming=Streaming(loaded=("k", "v", "limit")),
+    traits=StreamTraits(loaded=("k", "v", "limit")),
     samples=[
         {"B": 1, "S": 20, "H": 4, "G": 2, "L": 24, "D": 16, "V": 16, "scale": 0.25, "mask": None, "sinks": None},
         {"B": 2, "S": 5, "H": 4, "G": 4, "L": 40, "D": 32, "V": 16, "scale": 0.2, "mask": torch.bool},

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 
 E4M3 = torch.float8_e4m3fn
 STORAGES = (E4M3, torch.int8)
@@ -17,7 +17,7 @@ _PIECE = 1 << 24  # elements of a weight that the reference has in full precisio
 @task(
     "x[R, K], weight[N, P], weight_scale[A, B], bias[N]?, x_scale[1]? -> y[R, N]",
     role="stream",
-    streaming=Streaming(
+    traits=StreamTraits(
         loaded=("weight", "weight_scale"),
         staged=("x",),
         whole=("x",),

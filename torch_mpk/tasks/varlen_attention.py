@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
-from torch_mpk.streaming import Streaming
+from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.tasks.attention import check_softcap, weights_of
 
 MOST_SCORES = 1 << 25  # of the reference, at once: 128 MiB in fp32
@@ -16,7 +16,7 @@ MOST_SCORES = 1 << 25  # of the reference, at once: 128 MiB in fp32
     "q[T, H, D], k_new[T, G, D], v_new[T, G, V], k_cache[N, G, D], v_cache[N, G, V], read_index[K]: int64 < N, "
     "cu_seq_lens_q[E]: int32, cu_seq_lens_k[E]: int32, sinks[H]? -> y[T, H, V]",
     role="stream",
-    streaming=Streaming(
+    traits=StreamTraits(
         loaded=("k_new", "v_new", "k_cache", "v_cache", "read_index", "cu_seq_lens_q", "cu_seq_lens_k"),
         paged_by="read_index",
     ),

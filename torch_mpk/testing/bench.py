@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from torch_mpk.calls import Call
 from torch_mpk.errors import MpkError, TaskError, first_line
 from torch_mpk.registry import Task
+from torch_mpk.registry.calls import Call
 from torch_mpk.task_kernel import kernel_of
 from torch_mpk.testing.tasks import Calls
 

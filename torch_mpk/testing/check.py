@@ -20,12 +20,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from torch_mpk import _C
-from torch_mpk.calls import Call
 from torch_mpk.config import env
 from torch_mpk.errors import CompileError, KernelCompileError, MpkError, TaskError, UnsupportedError, first_line
 from torch_mpk.jit import compile_cuda, find_compiler
 from torch_mpk.jit.compile import Order as Asked
 from torch_mpk.registry import Attr, Task
+from torch_mpk.registry.calls import Call
 from torch_mpk.runtime import cpu
 from torch_mpk.testing.emulator import EmulatedKernel, Order, compile_kernels, threads_of_tiles
 from torch_mpk.testing.guarded import Block, Check, LeftOut, announce, run_checks

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from torch_mpk import _C, lowering, reference_vm
-from torch_mpk.calls import Call, graph_of
-from torch_mpk.compiled_graph import build_segment
+from torch_mpk import _C, lowering
+from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
-from torch_mpk.dump import Dump
+from torch_mpk.dispatch.compiled_graph import build_segment
 from torch_mpk.registry import Task
+from torch_mpk.registry.calls import Call, graph_of
+from torch_mpk.testing import reference_vm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What other orders of sums may give.

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
 
-from torch_mpk.admission import check_call, check_graph
-from torch_mpk.aliasing import is_scalar, is_view
-from torch_mpk.capture import capture, number_positions
+from torch_mpk.capture.aliasing import is_scalar, is_view
+from torch_mpk.capture.graph import capture, number_positions
+from torch_mpk.dispatch.admission import check_call, check_graph
 from torch_mpk.errors import DeclinedError, UnsupportedError
-from torch_mpk.partition import partition
+from torch_mpk.partition.segments import partition
 from torch_mpk.patterns import apply
 from torch_mpk.testing.tiny import VOCAB_SIZE, random_ids
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_mpk.aliasing import storages, written_storages
+from torch_mpk.capture.aliasing import storages, written_storages
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.lowering import expr as E
 from torch_mpk.lowering.expr import BOOL, FLOATS, INT64, Expr

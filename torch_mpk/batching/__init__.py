@@ -1,0 +1,1 @@
+"""Steps of Hugging Face's engine of continuous batching, each of them one launch."""

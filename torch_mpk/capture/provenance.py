@@ -1,0 +1,26 @@
+"""Where a node of a captured graph comes from in the user's program."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from torch_mpk.capture.graph import source_line
+
+_ROOT = re.compile(r"^L\.(self|fn)\b\.?|^L\.")  # the model, called as itself or through torch.compile's wrapper
+_INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
+
+
+def module_path(node: fx.Node) -> str | None:
+    """The innermost module of the user's model that ``node`` runs in, as "model.layers.0.self_attn.k_proj"."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return None
+    path = _INDEX.sub(r".\1", stack[-1][0])  # "L['self'].layers[0].mlp" -> "L.self.layers.0.mlp"
+    return _ROOT.sub("", path.replace("._modules", "")) or None
+
+
+def where(node: fx.Node) -> str | None:
+    """Source line and module path of a node; None where the capture recorded neither."""
+    return ", ".join(filter(None, (source_line(node), module_path(node)))) or None

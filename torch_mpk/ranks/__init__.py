@@ -1,0 +1,1 @@
+"""Models that several processes share: each rank's part of a graph, and what the ranks agree on."""

@@ -1,0 +1,1 @@
+"""What Dynamo found, kept for other engines, model objects and processes."""

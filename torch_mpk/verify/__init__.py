@@ -1,0 +1,1 @@
+"""``options={"verify": ...}``: calls compared with eager, and users' tasks in guarded memory."""
