@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -39,9 +37,12 @@ SHAPES = [(1, 1, 1, 1, 1), (3, 2, 5, 21, 40), (2, 1100, 3, 1, 2), (67, 2, 4, 17,
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["weight", "transposed"])
-@pytest.mark.parametrize(("shape", "order"), thinned(itertools.product(SHAPES, get_args(Order)), 4, 11), ids=str)
-def test_products(shape: tuple[int, ...], order: Order, is_transposed: bool) -> None:
-    rows, choices, experts, n, k = shape
+@pytest.mark.parametrize(
+    ("number", "order"),
+    thinned([(1, "reverse"), (3, "shuffled"), (0, "shuffled"), (1, "forward"), (2, "reverse"), (3, "forward")], 0, 1),
+)
+def test_products(number: int, order: Order, is_transposed: bool) -> None:
+    rows, choices, experts, n, k = SHAPES[number]
     for chosen in ("random", "one", "last"):
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = torch.randn(rows, choices, k).to(dtype), torch.randn(experts, n, k).to(dtype)

@@ -87,8 +87,6 @@ def test_many_rows_as_their_reference(rows: int, hidden: int, ffn: int, dtype: s
     ("workers", "weight_shape", "tile_rows", "split"),
     [
         (5, (64, 3072), 64, 2),
-        (6, (96, 3072), 96, 3),
-        (8, (96, 3072), 96, 4),
         (16, (64, 3072), 32, 4),
         (12, (96, 6144), 96, 6),
         (16, (64, 9216), 64, 8),

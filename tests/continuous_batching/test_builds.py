@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import subprocess
 import sys
@@ -102,8 +101,7 @@ def until_by_trace(manager: Any, ask: Callable[[], None]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_engines_of_two_models_in_threads(asynchronous: bool) -> None:
+def test_engines_of_two_models_in_threads() -> None:
     models = [serving_model(), serving_model(intermediate_size=96)]
     prompts = [prompt_of(5), prompt_of(20)]
     expected = [[alone(model, prompt, 5) for prompt in prompts] for model in models]
@@ -111,12 +109,12 @@ def test_engines_of_two_models_in_threads(asynchronous: bool) -> None:
 
     def run_engine(number: int) -> None:
         try:
-            with managed(models[number], options=DEFAULT, use_async_batching=asynchronous) as manager:
+            with managed(models[number], options=DEFAULT, use_async_batching=True) as manager:
                 until_by_trace(manager, lambda: serve(manager, prompts, expected[number]))
         except BaseException as error:
             errors.append(error)
 
-    with asynchronous_on_the_cpu() if asynchronous else contextlib.nullcontext():
+    with asynchronous_on_the_cpu():
         threads = [threading.Thread(target=run_engine, args=(number,)) for number in (0, 1, 0)]
         for thread in threads:
             thread.start()

@@ -16,9 +16,9 @@ def expected(name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", classes())
-def test_every_class_gives_hugging_faces_tokens_or_is_refused(name):
-    """Without tracing, which is two thirds of the time; the command traces."""
+@pytest.mark.parametrize("name", [*classes()][::4])
+def test_classes_give_hugging_faces_tokens_or_are_refused(name):
+    """Of every fourth class and without tracing; ``python -m tests.models.generate_sweep`` traces, and takes all."""
     row = compare(name, cases=[(3, True), (1, False)], num_traced=0)
     assert row.result == expected(name), str(row)
 
