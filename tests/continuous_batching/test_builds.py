@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.test_background import has_ended, written
+from tests.builds.test_background import has_ended, written
 from transformers import GenerationConfig
 
 from tests.continuous_batching.engine import alone, asynchronous_on_the_cpu, managed, prompt_of, results, serving_model

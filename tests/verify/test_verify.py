@@ -20,7 +20,7 @@ from torch_mpk.partition.segments import partition
 from torch_mpk.patterns import apply
 from torch_mpk.runtime.segment import compiling_ahead
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
-from torch_mpk.verify.comparison import comparison as verify
+from torch_mpk.verify import comparison as verify
 
 
 def compiled(function, **options):
