@@ -3,6 +3,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "../schedule/refusals.h"
 #include "checks.h"
 #include "pattern.h"
 #include "text.h"
@@ -33,11 +34,8 @@ class ChainWriter {
   ChainCode run() {
     const int64_t width = 16 / size_bytes(source_.dtype);
     const Tensor* target = options_.target;
-    require(is_row_dtype(source_.dtype), node_,
-            "rows of " + std::string(info(source_.dtype).name) +
-                " are not supported, expected float32, float16 or bfloat16");
     for (const Node* task : chain_.tasks)
-      for (const Operand& operand : task->operands) require_inner_stride(*task, operand);
+      if (const auto why = refuses_row_task(*task)) fail(*task, *why);
     code_.vectorized = size_ % width == 0 && (options_.is_there || context_.aligned_rows(source_, true)) &&
                        (target == nullptr || context_.aligned_rows(*target, true));
     if (!options_.is_there) place_ = refs_.pointer(node_, source_) + " + " + row_offset(source_, "row");
@@ -52,9 +50,8 @@ class ChainWriter {
     require(input_of(task).shape.back() == size_ && input_of(task).dtype == source_.dtype &&
                 output_of(task).dtype == source_.dtype,
             task, "expected rows of " + str(size_) + " elements of " + info(source_.dtype).name + " on both sides");
-    const auto emitter = row_emitters().find(task.def->name);
-    require(emitter != row_emitters().end(), task, "this row task has no CUDA code");
-    const RowCode row = emitter->second({context_, refs_, task, options_, size_, source_.dtype, code_.vectorized});
+    const RowEmitter emit = row_emitters().at(task.def->name);
+    const RowCode row = emit({context_, refs_, task, options_, size_, source_.dtype, code_.vectorized});
     code_.vectorized &= row.vectorized;
     code_.early &= row.early;
     code_.text += "  struct " + traits + " {\n    using T = " + type_ +
@@ -114,6 +111,14 @@ class ChainWriter {
 };
 
 }  // namespace
+
+std::optional<std::string> refuses_row_task(const Node& task) {
+  if (!row_emitters().contains(task.def->name)) return "this row task has no CUDA code";
+  if (auto why = refuses_row_dtype(task.operands.front())) return why;
+  for (const Operand& operand : task.operands)
+    if (auto why = refuses_inner_stride(operand)) return why;
+  return std::nullopt;
+}
 
 bool add_row_emitter(const std::string& task, RowEmitter emitter) {
   if (!row_emitters().emplace(task, emitter).second)

@@ -2,6 +2,7 @@
 // prologues of stream tasks.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,9 @@ struct Chain {
   std::vector<const Node*> tasks;
   const Tensor* source;  // of the first
 };
+
+// Why no chain has the row task; nothing where one may.
+std::optional<std::string> refuses_row_task(const Node& task);
 
 // The chain that makes an operand of a node: found by following it back through the nodes of `prologue`.
 Chain find_chain(const KernelContext& context, const std::vector<int>& prologue, const Node& node,

@@ -1,4 +1,4 @@
-// What codegen demands of a node; raised as Unsupported, which names it.
+// What codegen demands of a job beyond what its kernel has been asked; raised as Unsupported, which names the node.
 #pragma once
 
 #include <string>
@@ -14,13 +14,5 @@ namespace mpk::codegen {
 inline void require(bool condition, const Node& node, const std::string& why) {
   if (!condition) fail(node, why);
 }
-
-MPK_KERNEL_API void require_dtype(const Node& node, const Operand& operand, DType expected);
-
-// One that rows, and what is streamed, may have.
-inline bool is_row_dtype(DType t) { return is_float(t) && t != DType::kF64; }
-MPK_KERNEL_API void require_row_dtype(const Node& node, DType t);
-
-MPK_KERNEL_API void require_inner_stride(const Node& node, const Operand& operand);
 
 }  // namespace mpk::codegen

@@ -30,6 +30,10 @@ class Rows : public Kernel {
   Rows() : Kernel("row") {}
 
  private:
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    return refuses_row_task(node);
+  }
+
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     const int64_t bytes = bytes_of_rows(schedule, job);
     if (bytes <= room(schedule)) return std::nullopt;

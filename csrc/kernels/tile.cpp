@@ -1,7 +1,6 @@
 // A tile task: its function, called for each tile of its worker.
 #include <algorithm>
 
-#include "../codegen/checks.h"
 #include "../codegen/job_code.h"
 #include "../codegen/pattern.h"
 #include "../codegen/text.h"
@@ -29,6 +28,11 @@ class Tiles : public Kernel {
   Tiles() : Kernel("tile") {}
 
  private:
+  std::optional<std::string> refuses_node(const Node& node, const Target& target) const override {
+    if (!node.def->header_for(target.device_arch, target.arch).empty()) return std::nullopt;
+    return missing_code(*node.def, target.device_arch);
+  }
+
   // Only the compiler knows what its device code takes of shared memory. Its loads are seldom as wide, and as far
   // ahead, as memory asks for: an estimate.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
@@ -46,7 +50,6 @@ class Tiles : public Kernel {
     const Node& node = place.node();
     const Target& target = context.schedule.target;
     const std::string& header = node.def->header_for(target.device_arch, target.arch);
-    require(!header.empty(), node, missing_code(*node.def, target.device_arch));
     JobCode code{"Tile", "run_tiles", "", "kTileStagedBytes<V>", "", {"torch_mpk/device/tile.cuh", header}};
     Refs refs(context, code.refs);
     Dialect cuda;

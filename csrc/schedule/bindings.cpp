@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include "kernel.h"
 #include "passes.h"
 #include "schedule_json.h"
 #include "torch_mpk/schedule/schedule.h"
@@ -200,6 +201,8 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("phase_bytes", [](const Schedule& s) { return of_phases(s, phase_bytes); })
       .def("to_json", &Schedule::to_json);
 
+  m.def("refusal", py::overload_cast<const TBGraph&, const Target&>(&refusal), py::arg("graph"), py::arg("target"),
+        "Why no kernel takes one of the graph's nodes on a CUDA target, naming the node; None where kernels take all.");
   m.def("make_schedule", &make_schedule, py::arg("graph"), py::arg("target"),
         "Place the graph's nodes on the target. A pure function.");
   m.def(

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <map>
 #include <stdexcept>
+#include <utility>
 
 #include "../arch/arch.h"
+#include "passes.h"
 
 namespace mpk {
 namespace {
@@ -33,7 +35,15 @@ bool add_to(List& list, const Kernel& kernel) {
   return true;
 }
 
+std::string name_of(const Node& node) { return node.def->name + (node.label.empty() ? "" : " (" + node.label + ")"); }
+
 }  // namespace
+
+std::optional<std::string> Kernel::refusal(const Schedule& schedule, const Job& job) const {
+  for (int n : job.body)
+    if (auto why = refuses_node(schedule.graph.nodes()[n], schedule.target)) return why;
+  return refuses(schedule, job);
+}
 
 Demands of_warpgroups() {
   Demands demands;
@@ -72,6 +82,31 @@ List kernels_of(const Schedule& schedule, const Job& job) {
 const Kernel* find_kernel(const std::string& name) {
   const auto found = kernels().by_name.find(name);
   return found == kernels().by_name.end() ? nullptr : found->second;
+}
+
+std::string why_none(const Job& job) {
+  if (job.others.empty()) return "this task has no CUDA code";
+  std::vector<std::pair<std::string, std::string>> whys;  // a refusal, and the kernels that give it
+  for (const Alternative& other : job.others) {
+    const auto same = [&](const auto& why) { return why.first == other.refusal; };
+    const auto found = std::find_if(whys.begin(), whys.end(), same);
+    if (found == whys.end())
+      whys.emplace_back(other.refusal, other.kernel);
+    else
+      found->second += ", " + other.kernel;
+  }
+  if (whys.size() == 1) return whys.front().first;
+  std::string text;
+  for (const auto& [refusal, kernels] : whys) text += (text.empty() ? "" : "; ") + refusal + " (" + kernels + ")";
+  return text;
+}
+
+std::optional<std::string> refusal(const TBGraph& graph, const Target& target) {
+  const Draft draft = make_draft(graph, target, "choose_kernels");
+  for (const Phase& phase : draft.schedule.phases)
+    for (const Job& job : phase.jobs)
+      if (job.cut.kernel.empty()) return name_of(draft.node(job.body.front())) + ": " + why_none(job);
+  return std::nullopt;
 }
 
 double memory_ns(const Schedule& schedule, const Job& job) {

@@ -43,8 +43,14 @@ class MPK_KERNEL_API Kernel {
   // As schedules name it: "linear.rows".
   const std::string& name() const { return name_; }
 
-  // Why it does not take the job; nothing where it does.
+  // Why it takes no job with this node, whatever else the job and its launch have; nothing where it may.
+  virtual std::optional<std::string> refuses_node(const Node&, const Target&) const { return std::nullopt; }
+
+  // Why it does not take a job of nodes that it may take; nothing where it does.
   virtual std::optional<std::string> refuses(const Schedule&, const Job&) const { return std::nullopt; }
+
+  // Both of these.
+  std::optional<std::string> refusal(const Schedule& schedule, const Job& job) const;
 
   // Ways to cut a job that it takes, each with its cost in nanoseconds; none where no way fits shared memory. The job
   // comes with the number of tiles and the input that a job has that nothing is known of.
@@ -116,6 +122,13 @@ std::vector<const Kernel*> kernels_of(const Schedule& schedule, const Job& job);
 
 // Null where there is none of that name.
 const Kernel* find_kernel(const std::string& name);
+
+// Why no kernel takes a job, of which `job.others` has all that were asked.
+std::string why_none(const Job& job);
+
+// Why a graph has no kernel for one of its nodes on this target, naming the node; nothing where it has all. Kernels are
+// asked as the scheduler asks them; no code is written.
+std::optional<std::string> refusal(const TBGraph& graph, const Target& target);
 
 // What a job takes that memory bounds: all that its nodes touch comes at what a worker gets of memory.
 MPK_KERNEL_API double memory_ns(const Schedule& schedule, const Job& job);

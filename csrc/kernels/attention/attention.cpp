@@ -1,7 +1,7 @@
 // attention: a cache that the loader streams.
-#include "../../codegen/checks.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
+#include "../../schedule/refusals.h"
 #include "split_kv_writer.h"
 
 namespace mpk {
@@ -22,18 +22,6 @@ class CacheWriter : public AttentionWriter {
   int64_t length() const override { return keys_.tensor.shape[2]; }
   bool zero_without_keys() const override { return node_.string_attr("style") == "sdpa"; }
   std::vector<const Operand*> lengths() const override { return {slot_, limit_}; }
-
-  void check() const override {
-    require((k_new_ == nullptr) == (v_new_ == nullptr) && (k_new_ == nullptr) == (slot_ == nullptr), node_,
-            "k_new, v_new and slot go together");
-    const std::string style = node_.string_attr("style");
-    require(style == "sdpa" || style == "eager", node_, "the style must be sdpa or eager, got " + style);
-    for (const Operand* number : {slot_, limit_})
-      if (number) require_dtype(node_, *number, DType::kI64);
-    if (mask_)
-      require(mask_->tensor.dtype == DType::kBool || is_row_dtype(mask_->tensor.dtype), node_,
-              "the mask must be bool, float32, float16 or bfloat16");
-  }
 
   std::string limit() override {
     if (!limit_) return "kLength";
@@ -70,6 +58,16 @@ class Attention : public SplitKvKernel {
     const Tensor &q = node.operand("q").tensor, &cache = node.operand("k_cache").tensor;
     const int64_t value_size = node.operand("v_cache").tensor.shape[3];
     return {q.shape[0], q.shape[1], cache.shape[1], q.shape[2], value_size, q.dtype, cache.shape[2], 0};
+  }
+  std::array<const Operand*, 2> caches_of(const Node& node) const override {
+    return {&node.operand("k_cache"), &node.operand("v_cache")};
+  }
+  std::optional<std::string> refuses_own(const Node& node) const override {
+    if ((node.find("k_new") == nullptr) != (node.find("slot") == nullptr)) return "k_new, v_new and slot go together";
+    for (const char* name : {"slot", "limit"})
+      if (const Operand* number = node.find(name))
+        if (auto why = refuses_dtype(*number, DType::kI64)) return why;
+    return std::nullopt;
   }
   bool has_several(const AttentionSizes& sizes, int64_t workers) const override {
     return sizes.batch * sizes.units() > workers;

@@ -8,7 +8,9 @@
 
 #include "../../arch/arch.h"
 #include "../../schedule/kernel.h"
+#include "../../schedule/refusals.h"
 #include "../fields.h"
+#include "scores.h"
 
 namespace mpk {
 
@@ -69,20 +71,33 @@ class FlashKernel : public Kernel {
   using Kernel::Kernel;
 
   std::optional<Demands> demands(const Node& node) const override {
-    if (refuses_node(node)) return std::nullopt;
+    if (refuses_products(node)) return std::nullopt;
     return of_warpgroups();
   }
 
-  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
-    if (const auto refusal = refuses_node(schedule.graph.nodes()[job.body.front()])) return refusal;
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    if (auto why = refuses_products(node)) return why;
+    const Operand& q = node.operand("q");
+    for (const Operand& operand : node.operands) {
+      if (!is_float(operand.tensor.dtype) || operand.name == "sinks" || operand.name == "mask") continue;
+      if (auto why = refuses_dtype(operand, q.tensor.dtype)) return why;
+      if (auto why = refuses_inner_stride(operand)) return why;
+    }
+    if (auto why = codegen::refuses_scores(node)) return why;
+    return refuses_own(node);
+  }
+
+  std::optional<std::string> refuses(const Schedule& schedule, const Job&) const override {
     if (!schedule.warps.all_read_entries)
       return lacks(schedule.target.arch, &Arch::has_warpgroup_products, "products of warpgroups");
     return std::nullopt;
   }
 
  private:
-  // Why it does not take a node in any launch.
-  virtual std::optional<std::string> refuses_node(const Node& node) const = 0;
+  // Why it does not multiply what the node has in any launch.
+  virtual std::optional<std::string> refuses_products(const Node& node) const = 0;
+  // Of operands that one of the kernels has.
+  virtual std::optional<std::string> refuses_own(const Node& node) const = 0;
 };
 
 // The cut for so many heads that share keys.

@@ -2,9 +2,9 @@
 #include <tuple>
 
 #include "../../arch/arch.h"
-#include "../../codegen/checks.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
+#include "../../schedule/refusals.h"
 #include "split_kv_writer.h"
 #include "torch_mpk/abi/sizes.h"
 
@@ -26,13 +26,6 @@ class PagesWriter : public AttentionWriter {
   int64_t length() const override { return table_.tensor.shape[1] * page_size(); }
   bool zero_without_keys() const override { return true; }
   std::vector<const Operand*> lengths() const override { return {&table_, &length_}; }
-
-  void check() const override {
-    require((k_new_ == nullptr) == (v_new_ == nullptr), node_, "k_new and v_new go together");
-    for (const Operand* numbers : {&table_, &length_}) require_dtype(node_, *numbers, DType::kI32);
-    const int64_t num_pages = keys_.tensor.shape[0];
-    require(num_pages < (int64_t(1) << 31), node_, str(num_pages) + " pages are not supported");
-  }
 
   std::string limit() override {
     return refs_.pointer(node_, length_.tensor) + "[int64_t(b) * " + str(length_.tensor.strides[0]) + "]";
@@ -86,6 +79,16 @@ class PagedAttention : public SplitKvKernel {
     const int64_t in_page = pages.shape[1], positions = node.operand("block_table").tensor.shape[1] * in_page;
     const int64_t value_size = node.operand("v_pages").tensor.shape[3];
     return {q.shape[0], q.shape[1], pages.shape[2], q.shape[2], value_size, q.dtype, positions, in_page};
+  }
+  std::array<const Operand*, 2> caches_of(const Node& node) const override {
+    return {&node.operand("k_pages"), &node.operand("v_pages")};
+  }
+  std::optional<std::string> refuses_own(const Node& node) const override {
+    for (const char* name : {"block_table", "length"})
+      if (auto why = refuses_dtype(node.operand(name), DType::kI32)) return why;
+    const int64_t num_pages = node.operand("k_pages").tensor.shape[0];
+    if (num_pages >= int64_t{1} << 31) return str(num_pages) + " pages are not supported";
+    return std::nullopt;
   }
   bool has_several(const AttentionSizes& sizes, int64_t workers) const override {
     return 2 * sizes.batch * sizes.units() > workers && sizes.batch > 1;

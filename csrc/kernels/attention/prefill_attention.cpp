@@ -1,5 +1,4 @@
 // prefill_attention: keys and values that the loader brings in boxes, and rows of queries that are read where they are.
-#include "../../codegen/checks.h"
 #include "../../codegen/job_code.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
@@ -30,7 +29,6 @@ class PrefillAttentionWriter {
         refs_(context_, code_.refs) {}
 
   JobCode run() {
-    check_operands();
     write_sizes();
     write_keys();
     write_rows();
@@ -39,21 +37,6 @@ class PrefillAttentionWriter {
   }
 
  private:
-  void check_operands() const {
-    const DType dtype = q_.tensor.dtype;
-    for (const Operand& operand : node_.operands) {
-      if (&operand == limit_)
-        require_dtype(node_, operand, DType::kI64);
-      else if (&operand != mask_ && operand.name != "sinks")
-        require_dtype(node_, operand, dtype), require_inner_stride(node_, operand);
-    }
-    if (mask_)
-      require(mask_->tensor.dtype == DType::kBool || is_row_dtype(mask_->tensor.dtype), node_,
-              "the mask must be bool, float32, float16 or bfloat16");
-    const std::string style = node_.string_attr("style");
-    require(style == "sdpa" || style == "eager", node_, "the style must be sdpa or eager, got " + style);
-  }
-
   void write_sizes() {
     code_.body = "  using T = " + std::string(cuda_type(q_.tensor.dtype)) + ";\n" +
                  constant("kBatch", q_.tensor.shape[0]) + constant("kPositions", q_.tensor.shape[1]) +
@@ -124,7 +107,7 @@ class PrefillAttention : public FlashKernel {
  private:
   static constexpr int64_t kMostParts = 4;
 
-  std::optional<std::string> refuses_node(const Node& node) const override {
+  std::optional<std::string> refuses_products(const Node& node) const override {
     const Operand &k = node.operand("k"), &v = node.operand("v");
     if (const auto refusal = refuses_queries(node, k.tensor.shape[1])) return refusal;
     for (const Operand* operand : {&k, &v})
@@ -134,6 +117,11 @@ class PrefillAttention : public FlashKernel {
                "from group to group stay within a position, and all multiples of 16 bytes, or of 64 elements where "
                "heads are";
     return std::nullopt;
+  }
+
+  std::optional<std::string> refuses_own(const Node& node) const override {
+    const Operand* limit = node.find("limit");
+    return limit == nullptr ? std::nullopt : refuses_dtype(*limit, DType::kI64);
   }
 
   static int64_t count(const Node& node, const FlashFields& own) {

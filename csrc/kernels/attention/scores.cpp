@@ -1,10 +1,21 @@
 #include "scores.h"
 
-#include "../../codegen/checks.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
+#include "../../schedule/refusals.h"
 
 namespace mpk::codegen {
+
+std::optional<std::string> refuses_scores(const Node& node) {
+  if (node.attrs.contains("style")) {
+    const std::string style = node.string_attr("style");
+    if (style != "sdpa" && style != "eager") return "the style must be sdpa or eager, got " + style;
+  }
+  if (const Operand* sinks = node.find("sinks"))
+    if (auto why = refuses_row_dtype(*sinks)) return why;
+  const Operand* mask = node.find("mask");
+  return mask == nullptr || mask->tensor.dtype == DType::kBool ? std::nullopt : refuses_row_dtype(*mask);
+}
 
 std::string scores(Refs& refs, const Node& node, bool zero_without_keys) {
   const Operand* sinks = node.find("sinks");
@@ -15,7 +26,6 @@ std::string scores(Refs& refs, const Node& node, bool zero_without_keys) {
                      flag("kZeroWithoutKeys", zero_without_keys) + flag("kHasMask", node.find("mask") != nullptr) +
                      flag("kHasSinks", sinks != nullptr);
   if (sinks == nullptr) return text;
-  require(is_row_dtype(sinks->tensor.dtype), node, "the sinks must be float32, float16 or bfloat16");
   return text + returning("float", "sink(const Job& job, uint32_t h)",
                           "to_float(*(" + refs.pointer(node, sinks->tensor) + element_at(sinks->tensor, {"h"}) + "))");
 }

@@ -1,12 +1,16 @@
 // What variants of all kernels of attention say of scores, see device/tasks/attention_scores.cuh.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "../../codegen/context.h"
 #include "torch_mpk/graph/tb_graph.h"
 
 namespace mpk::codegen {
+
+// Why no kernel of attention takes what a node says of its scores; nothing where one does.
+std::optional<std::string> refuses_scores(const Node& node);
 
 std::string scores(Refs& refs, const Node& node, bool zero_without_keys);
 

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <bit>
 
+#include "../../schedule/refusals.h"
 #include "../../schedule/staging.h"
+#include "scores.h"
 #include "torch_mpk/abi/partition.h"
 #include "torch_mpk/abi/sizes.h"
 
@@ -66,10 +68,30 @@ int64_t AttentionSizes::max_split_tiles(int64_t workers) const {
   return tiles;
 }
 
-std::optional<std::string> SplitKvKernel::refuses(const Schedule& schedule, const Job& job) const {
-  const AttentionSizes sizes = sizes_of(schedule.graph.nodes()[job.body.front()]);
-  if (sizes.are_possible()) return std::nullopt;
-  return std::to_string(sizes.heads) + " heads are no multiple of " + std::to_string(sizes.groups) + " groups";
+std::optional<std::string> SplitKvKernel::refuses_node(const Node& node, const Target&) const {
+  const Operand& q = node.operand("q");
+  const AttentionSizes sizes = sizes_of(node);
+  if (auto why = refuses_row_dtype(q)) return why;
+  if (!sizes.are_possible())
+    return std::to_string(sizes.heads) + " heads are no multiple of " + std::to_string(sizes.groups) + " groups";
+  for (const int64_t size : {sizes.size, sizes.value_size})
+    if (size % 8 != 0 || size < 8 || size > 256)
+      return "the head size must be a multiple of 8 up to 256, got " + std::to_string(size);
+  if (sizes.row_positions < 1 || sizes.row_positions >= int64_t{1} << 31)
+    return "a cache of " + std::to_string(sizes.row_positions) + " positions is not supported";
+  if ((node.find("k_new") == nullptr) != (node.find("v_new") == nullptr)) return "k_new and v_new go together";
+  const auto [keys, values] = caches_of(node);
+  for (const Operand* operand : {keys, values})
+    if (!can_be_streamed(operand->tensor))
+      return "operand " + operand->name +
+             " needs offsets and strides that are multiples of 16 bytes, and less than 4 GiB between positions";
+  for (const Operand* operand : {&q, node.find("k_new"), node.find("v_new"), keys, values, &node.operands.back()}) {
+    if (operand == nullptr) continue;
+    if (auto why = refuses_dtype(*operand, q.tensor.dtype)) return why;
+    if (auto why = refuses_inner_stride(*operand)) return why;
+  }
+  if (auto why = codegen::refuses_scores(node)) return why;
+  return refuses_own(node);
 }
 
 std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& job) const {

@@ -63,13 +63,17 @@ class SplitKvKernel : public Kernel {
  public:
   using Kernel::Kernel;
 
-  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override;
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override;
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override;
   void prove(const CutProof& proof) const override;
   bool takes_companions() const override { return true; }
 
  private:
   virtual AttentionSizes sizes_of(const Node& node) const = 0;
+  // The operands that keys and values lie in.
+  virtual std::array<const Operand*, 2> caches_of(const Node& node) const = 0;
+  // Of operands that one of the kernels has.
+  virtual std::optional<std::string> refuses_own(const Node& node) const = 0;
   // Whether workers have several splits each, which overlap if shared memory has room for two.
   virtual bool has_several(const AttentionSizes& sizes, int64_t workers) const = 0;
 };

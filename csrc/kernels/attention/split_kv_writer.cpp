@@ -30,36 +30,12 @@ AttentionWriter::AttentionWriter(const JobPlace& place, const std::string& keys,
 
 JobCode AttentionWriter::run() {
   require(job_.body.size() == 1 && job_.epilogue.empty(), node_, "attention takes no companions and no epilogue");
-  check_shapes();
-  check();
-  check_rows();
+  for (const Operand* operand : {&keys_, &values_}) context_.aligned_rows(operand->tensor, false);
   write_sizes();
   write_positions();
   write_result();
   write_chains();
   return std::move(code_);
-}
-
-void AttentionWriter::check_shapes() const {
-  require_row_dtype(node_, dtype_);
-  require(groups() > 0 && heads() % groups() == 0, node_,
-          str(heads()) + " heads are no multiple of " + str(groups()) + " groups");
-  for (const int64_t size : {this->size(), value_size()})
-    require(size % 8 == 0 && size >= 8 && size <= 256, node_,
-            "the head size must be a multiple of 8 up to 256, got " + str(size));
-  require(length() > 0 && length() < (int64_t(1) << 31), node_,
-          "a cache of " + str(length()) + " positions is not supported");
-}
-
-void AttentionWriter::check_rows() {
-  for (const Operand* operand : {&keys_, &values_}) {
-    require_dtype(node_, *operand, dtype_);
-    require(context_.aligned_rows(operand->tensor, false) && has_short_rows(operand->tensor), node_,
-            "operand " + operand->name +
-                " needs offsets and strides that are multiples of 16 bytes, and less than 4 GiB between positions");
-  }
-  for (const Operand* operand : {&q_, k_new_, v_new_, &keys_, &values_, &node_.operands.back()})
-    if (operand) require_inner_stride(node_, *operand);
 }
 
 void AttentionWriter::write_sizes() {
@@ -90,7 +66,6 @@ void AttentionWriter::write_chains() {
   using Named = std::pair<const char*, const Operand*>;
   for (const auto& [name, operand] : {Named{"Q", &q_}, Named{"K", k_new_}, Named{"V", v_new_}}) {
     if (!operand) continue;
-    require_dtype(node_, *operand, dtype_);
     const Chain chain = find_chain(context_, job_.prologue, node_, operand->tensor);
     std::vector<uint64_t> numbered;
     Refs own(context_, numbered);

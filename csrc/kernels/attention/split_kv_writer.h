@@ -26,7 +26,6 @@ class AttentionWriter {
   virtual bool zero_without_keys() const = 0;
   // Operands that the variant reads where it says whether there is a split, and that must be known by then.
   virtual std::vector<const Operand*> lengths() const = 0;
-  virtual void check() const = 0;
   virtual void write_positions() = 0;
 
   // Bytes from position to position, along a dimension of the keys and values.
@@ -45,8 +44,6 @@ class AttentionWriter {
   Refs refs_;
 
  private:
-  void check_shapes() const;
-  void check_rows();
   void write_sizes();
   void write_result();
   void write_chains();

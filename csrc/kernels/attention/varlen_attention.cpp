@@ -2,10 +2,10 @@
 // they are.
 #include <algorithm>
 
-#include "../../codegen/checks.h"
 #include "../../codegen/job_code.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
+#include "../../schedule/refusals.h"
 #include "../../schedule/staging.h"
 #include "flash.h"
 #include "scores.h"
@@ -37,29 +37,16 @@ class VarlenAttentionWriter {
         refs_(context_, code_.refs) {}
 
   JobCode run() {
-    check();
     write_sizes();
     for (const char* name : {"q", "k_new", "v_new"}) write_rows(name, "uint32_t t", "t");
     for (const char* name : {"k_cache", "v_cache"}) write_rows(name, "int64_t row", "row");
-    write_numbers("row", "int64_t", node_.operand("read_index"), DType::kI64);
-    write_numbers("end_q", "int32_t", node_.operand("cu_seq_lens_q"), DType::kI32);
-    write_numbers("end_k", "int32_t", node_.operand("cu_seq_lens_k"), DType::kI32);
+    write_numbers("row", "int64_t", node_.operand("read_index"));
+    write_numbers("end_q", "int32_t", node_.operand("cu_seq_lens_q"));
+    write_numbers("end_k", "int32_t", node_.operand("cu_seq_lens_k"));
     return std::move(code_);
   }
 
  private:
-  void check() const {
-    require(cache().shape[0] > 0, node_, "the cache is empty");
-    for (const int64_t rows : {cache().shape[0], node_.operand("read_index").tensor.shape[0]})
-      require(rows < (int64_t(1) << 31), node_, str(rows) + " rows of a cache are not supported");
-    for (const Operand& operand : node_.operands)
-      if (is_float(operand.tensor.dtype) && operand.name != "sinks")
-        require_dtype(node_, operand, q_.dtype), require_inner_stride(node_, operand);
-    for (const char* name : {"k_new", "v_new", "k_cache", "v_cache"})
-      require(context_.aligned_rows(node_.operand(name).tensor, false), node_,
-              "rows of " + std::string(name) + " do not begin at multiples of 16 bytes");
-  }
-
   void write_sizes() {
     code_.body = "  using T = " + std::string(cuda_type(q_.dtype)) + ";\n" + constant("kTokens", q_.shape[0]) +
                  constant("kBlocks", ragged_tiles(node_, own_)) + constant("kGroups", groups()) + constants(own_) +
@@ -79,12 +66,12 @@ class VarlenAttentionWriter {
   // Of one token, or one row of the cache, a head's.
   void write_rows(const std::string& name, const std::string& parameter, const std::string& index) {
     const Tensor& t = node_.operand(name).tensor;
+    if (name != "q") context_.aligned_rows(t, false);  // which it is, if its buffer is
     code_.body += returning("const T*", name + "(const Job& job, " + parameter + ", uint32_t h)",
                             refs_.pointer(node_, t) + element_at(t, {index, "h"}));
   }
 
-  void write_numbers(const std::string& name, const std::string& type, const Operand& operand, DType dtype) {
-    require_dtype(node_, operand, dtype);
+  void write_numbers(const std::string& name, const std::string& type, const Operand& operand) {
     code_.body += returning(type, name + "(const Job& job, uint32_t i)",
                             "*(" + refs_.pointer(node_, operand.tensor) + element_at(operand.tensor, {"i"}) + ")");
   }
@@ -107,8 +94,22 @@ class VarlenAttention : public FlashKernel {
   VarlenAttention() : FlashKernel("varlen_attention.flash") {}
 
  private:
-  std::optional<std::string> refuses_node(const Node& node) const override {
+  std::optional<std::string> refuses_products(const Node& node) const override {
     return refuses_queries(node, node.operand("k_cache").tensor.shape[1]);
+  }
+
+  std::optional<std::string> refuses_own(const Node& node) const override {
+    const Tensor &cache = node.operand("k_cache").tensor, &list = node.operand("read_index").tensor;
+    if (cache.shape[0] < 1) return "the cache is empty";
+    for (const int64_t rows : {cache.shape[0], list.shape[0]})
+      if (rows >= int64_t{1} << 31) return str(rows) + " rows of a cache are not supported";
+    for (const char* name : {"k_new", "v_new", "k_cache", "v_cache"})
+      if (!has_aligned_rows(node.operand(name).tensor))
+        return "rows of " + std::string(name) + " do not begin at multiples of 16 bytes";
+    if (auto why = refuses_dtype(node.operand("read_index"), DType::kI64)) return why;
+    for (const char* name : {"cu_seq_lens_q", "cu_seq_lens_k"})
+      if (auto why = refuses_dtype(node.operand(name), DType::kI32)) return why;
+    return std::nullopt;
   }
 
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {

@@ -10,6 +10,7 @@
 #include "../../schedule/access.h"
 #include "../../schedule/kernel.h"
 #include "../../schedule/proof.h"
+#include "../../schedule/refusals.h"
 #include "../../schedule/staging.h"
 #include "torch_mpk/abi/mailboxes.h"
 #include "torch_mpk/schedule/mailboxes.h"

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "../../arch/arch.h"
 #include "../../schedule/access.h"
+#include "../../schedule/refusals.h"
 #include "../../schedule/staging.h"
 
 namespace mpk {
@@ -53,6 +55,17 @@ struct Linears {
     return count;
   }
 };
+
+// Why no kernel of linears of one dtype takes the node.
+inline std::optional<std::string> refuses_linear(const Node& node) {
+  const Operand& x = node.operand("x");
+  if (auto why = refuses_row_dtype(x)) return why;
+  for (const Operand& operand : node.operands) {
+    if (auto why = refuses_dtype(operand, x.tensor.dtype)) return why;
+    if (auto why = refuses_inner_stride(operand)) return why;
+  }
+  return std::nullopt;
+}
 
 // Whether all weights pass.
 template <class Predicate>

@@ -26,10 +26,18 @@ WeightFormat format_of(const Schedule& schedule, const Job& job) {
   return WeightFormat::of(schedule.graph.nodes()[job.body.front()]);
 }
 
+std::optional<std::string> refuses_operands(const Node& node) {
+  const Operand& x = node.operand("x");
+  if (auto why = refuses_row_dtype(x)) return why;
+  if (auto why = refuses_dtype(node.operands.back(), x.tensor.dtype)) return why;
+  for (const Operand& operand : node.operands)
+    if (auto why = refuses_inner_stride(operand)) return why;
+  return WeightFormat::refuses(node);
+}
+
 std::optional<std::string> refuses_format(const Schedule& schedule, const Job& job) {
   for (int n : job.body) {
     const Node& node = schedule.graph.nodes()[n];
-    if (std::optional<std::string> why = WeightFormat::refuses(node)) return why;
     const WeightFormat mine = WeightFormat::of(node), first = format_of(schedule, job);
     if (mine.scales_rows() != first.scales_rows() || mine.block_columns != first.block_columns)
       return "weights of one job are scaled in blocks of different columns";
@@ -47,10 +55,6 @@ class QuantizedWriter : public codegen::LinearWriter {
  protected:
   QuantizedWriter(const codegen::JobPlace& place, codegen::JobCode code)
       : LinearWriter(place, std::move(code)), format_(WeightFormat::of(first_)) {}
-
-  void check_operand(const Node& node, const Operand& operand) const override {
-    if (operand.name == "x" || operand.name == "y") LinearWriter::check_operand(node, operand);
-  }
 
   // Where each row has one scale, that is a factor of its results; else scales stand beside the weights.
   std::string row_factor(const Node& node) override {
@@ -217,6 +221,10 @@ class Rows : public Kernel {
   Rows() : Kernel("quantized_linear.rows") {}
 
  private:
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    return refuses_operands(node);
+  }
+
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     if (auto refusal = refuses_format(schedule, job)) return refusal;
     const Linears linears(schedule, job);
@@ -315,6 +323,10 @@ class Direct : public Kernel {
   Direct() : Kernel("quantized_linear.direct") {}
 
  private:
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    return refuses_operands(node);
+  }
+
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     if (auto refusal = refuses_format(schedule, job)) return refusal;
     const Linears linears(schedule, job);

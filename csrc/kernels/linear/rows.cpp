@@ -312,6 +312,10 @@ class Rows : public Kernel {
   Rows() : Kernel("linear.rows") {}
 
  private:
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    return refuses_linear(node);
+  }
+
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     const Linears linears(schedule, job);
     if (linears.are_empty()) return "x is empty";
@@ -330,7 +334,7 @@ class Rows : public Kernel {
   bool splits_norms(const Schedule& schedule, const Job& job) const override {
     constexpr int64_t kMostOfStages = 96 * 1024;  // that stages of x take, or the sums in their place
     return schedule.target.smem_bytes / 2 >= kMostOfStages && Linears::input(schedule, job).dtype == DType::kBF16 &&
-           !refuses(schedule, job);
+           !refusal(schedule, job);
   }
 
   int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {

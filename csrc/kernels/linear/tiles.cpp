@@ -161,6 +161,10 @@ class Tiles : public Kernel {
     return of_warpgroups();
   }
 
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    return refuses_linear(node);
+  }
+
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     const Linears linears(schedule, job);
     if (linears.are_empty()) return "x is empty";

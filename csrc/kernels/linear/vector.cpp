@@ -133,6 +133,10 @@ class Vector : public Kernel {
   Vector() : Kernel("linear.vector") {}
 
  private:
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    return refuses_linear(node);
+  }
+
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     const Linears linears(schedule, job);
     if (const auto refusal = refuses_any(schedule, job, linears)) return refusal;
@@ -230,6 +234,10 @@ class Direct : public Kernel {
   Direct() : Kernel("linear.direct") {}
 
  private:
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    return refuses_linear(node);
+  }
+
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     const Linears linears(schedule, job);
     if (const auto refusal = refuses_any(schedule, job, linears)) return refusal;
@@ -250,7 +258,7 @@ class Direct : public Kernel {
   bool has_other(const Schedule& schedule, const Job& job) const {
     const std::vector<const Kernel*> all = kernels_of(schedule, job);
     return std::any_of(all.begin(), all.end(),
-                       [&](const Kernel* other) { return other != this && !other->refuses(schedule, job); });
+                       [&](const Kernel* other) { return other != this && !other->refusal(schedule, job); });
   }
 
   static bool polls_x(const Schedule& schedule, const Job& job) {

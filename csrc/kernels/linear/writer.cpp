@@ -49,13 +49,8 @@ JobCode LinearWriter::run() {
 }
 
 void LinearWriter::check_operands() {
-  require_row_dtype(first_, x_.dtype);
   for (int n : job_.body) {
     const Node& node = context_.node(n);
-    for (const Operand& operand : node.operands) {
-      check_operand(node, operand);
-      require_inner_stride(node, operand);
-    }
     const Tensor& x = node.operand("x").tensor;
     require(pattern(x) == pattern(x_) && x.buffer == x_.buffer, node, "linears of one job must have one input");
     const Tensor& weight = node.operand("weight").tensor;
@@ -65,10 +60,6 @@ void LinearWriter::check_operands() {
     require(!paired_ || rows_.back() == rows_.front(), node,
             "linears with a common epilogue must have equally many rows");
   }
-}
-
-void LinearWriter::check_operand(const Node& node, const Operand& operand) const {
-  require_dtype(node, operand, x_.dtype);
 }
 
 // x is brought into shared memory, or read where it is.
@@ -263,7 +254,7 @@ void LinearWriter::write_norm(const Node& norm) {
                                     [&](const LocalValue& local) { return local.buffer == rows.buffer; });
   require(element != locals_.rend() && job_.cut.row_sums, norm, "the job that ends with it does not make its rows");
   if (weight) {
-    require_dtype(norm, *weight, x_.dtype);
+    require(weight->tensor.dtype == x_.dtype, norm, "its weight has another dtype than x");
     fields_ += "    uint32_t factor;\n";
     preload_ += "    extra.factor = to_word(" + refs_.pointer(norm, weight->tensor) + "[n]);\n";
     fetch_ = "    ptx::prefetch_l2(" + refs_.pointer(norm, weight->tensor) + " + n);\n";

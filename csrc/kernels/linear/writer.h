@@ -30,7 +30,6 @@ class MPK_KERNEL_API LinearWriter {
   virtual std::string write_places() { return ""; }
   virtual const char* type_of_x() const { return "const T*"; }
   // What an operand has to be, beside what all kernels ask.
-  virtual void check_operand(const Node& node, const Operand& operand) const;
   // A factor of row `n` of a node's weight: an expression, in which n is the row; empty: there is none.
   virtual std::string row_factor(const Node&) { return ""; }
   // Whether consumers read x where it is.

@@ -50,7 +50,7 @@ int64_t polled_elements(const Draft& draft, const Places& places, const Node& re
     std::vector<int64_t> polled;
     if (!contains(job->epilogue, reader.id))
       for (const Kernel* kernel : kernels_of(draft.schedule, *job))
-        if (!kernel->refuses(draft.schedule, *job))
+        if (!kernel->refusal(draft.schedule, *job))
           polled.push_back(kernel->polled_elements(draft.schedule, *job, made));
     most = std::max(most, polled.empty() ? made.numel() : *std::ranges::max_element(polled));
   }

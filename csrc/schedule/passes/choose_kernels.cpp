@@ -21,7 +21,7 @@ void choose(const Schedule& schedule, Job& job) {
   std::optional<Cut> best;
   std::vector<Alternative> others, refused;
   for (const Kernel* kernel : kernels_of(schedule, job)) {
-    if (const std::optional<std::string> refusal = kernel->refuses(schedule, job)) {
+    if (const std::optional<std::string> refusal = kernel->refusal(schedule, job)) {
       refused.push_back({kernel->name(), 0, *refusal});
       continue;
     }
