@@ -220,6 +220,19 @@ def _is_variable(word: str) -> bool:
     return not is_dtype and not difflib.get_close_matches(word, DTYPES, cutoff=0.8) and not _BITS.search(word)
 
 
+def draw(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu", below: int | None = None
+) -> torch.Tensor:
+    """Random elements for an operand: normal ones, or integers from 0 to ``below``, by default small ones."""
+    if dtype == torch.bool:
+        return torch.rand(tuple(shape), device=device) < 0.5
+    if not dtype.is_floating_point:
+        least, end = (-127, 128) if dtype == torch.int8 and below is None else (0, 8 if below is None else below)
+        return torch.randint(least, end, tuple(shape), device=device).to(dtype)
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32  # so that float64 has all of its digits
+    return torch.randn(tuple(shape), dtype=drawn, device=device).to(dtype)
+
+
 def bind_dims(
     name: str,
     signature: str,

@@ -1,5 +1,7 @@
 """One function of two kernels: the device of its first tensor says which runs."""
 
+import copy
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -30,6 +32,22 @@ def test_the_device_chooses() -> None:
         assert shifted(torch.empty(3, device="cuda")).device.type == "cuda"
     with pytest.raises(KernelSignatureError, match="its first tensor is on meta, expected a CPU or a CUDA device"):
         shifted(torch.empty(3, device="meta"))
+
+
+def test_as_a_decorator_both_take_the_function() -> None:
+    source = f"void shift(const float* x, float* y, int64_t n, int64_t by) {{ {LOOP} }}"
+
+    @jit.by_device(
+        cpu=jit.kernel(source, SIGNATURE, "shift(x, y, N, by)"),
+        cuda=jit.kernel(f"__global__ {source}", SIGNATURE, "shift<<<1, 1>>>(x, y, N, by)"),
+    )
+    def shifted(x, *, by: int = 1):
+        return x + by
+
+    x = torch.randn(7)
+    assert torch.equal(shifted(x, by=3), shifted.reference(x, by=3))
+    assert shifted.cpu.reference is shifted.cuda.reference is shifted.reference
+    assert copy.deepcopy(shifted) is shifted
 
 
 @pytest.mark.gpu

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, overload
 
 import torch
 
 from torch_mpk.errors import KernelSignatureError
 from torch_mpk.jit.kernels import Kernel
 
+_Declare = Callable[[Callable[..., Any]], Kernel]  # what ``jit.kernel`` returns
 
-def by_device(cpu: Kernel, cuda: Kernel) -> ByDevice:
+
+@overload
+def by_device(cpu: Kernel, cuda: Kernel) -> ByDevice: ...
+@overload
+def by_device(cpu: _Declare, cuda: _Declare) -> Callable[[Callable[..., Any]], ByDevice]: ...
+def by_device(cpu: Any, cuda: Any) -> Any:
     """A kernel that is ``cpu`` for tensors on a CPU and ``cuda`` for those on a GPU, in eager mode and under
     ``torch.compile``.
+
+    Of two ``jit.kernel(...)`` that decorate nothing yet it is a decorator, whose function both take.
 
     Args:
         cpu: declared by ``jit.kernel`` with a launch without ``<<<>>>``.
@@ -23,6 +33,8 @@ def by_device(cpu: Kernel, cuda: Kernel) -> ByDevice:
         KernelSignatureError: they are no such kernels, or differ in what they take. A call raises what the chosen one
             does, or where its first tensor is on another device.
     """
+    if all(isinstance(each, FunctionType) for each in (cpu, cuda)):
+        return lambda function: ByDevice(cpu(function), cuda(function))
     return ByDevice(cpu, cuda)
 
 
@@ -44,7 +56,10 @@ class ByDevice:
                     f"jit.by_device: the {what} of cpu, {one}, and of cuda, {other}, differ; give both the same"
                 )
         functools.update_wrapper(self, cpu)
-        self.cpu, self.cuda = cpu, cuda
+        self.cpu, self.cuda, self.reference = cpu, cuda, cpu.reference
+
+    def __reduce__(self) -> str:
+        return self.cpu.__reduce__()  # copied and pickled as the function would be
 
     def __repr__(self) -> str:
         return f"<torch_mpk.jit.by_device {self.cpu!r}, {self.cuda!r}>"

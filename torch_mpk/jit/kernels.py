@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch_mpk.errors import ArgumentError, KernelCompileError, KernelSignatureE
 from torch_mpk.jit.compile import Cubin, Library, Order, check_words, compile_cuda
 from torch_mpk.jit.declaration import Declaration
 from torch_mpk.jit.host import build_host, tier_flags
+from torch_mpk.jit.samples import check_samples
 from torch_mpk.jit.unit import Entry, Unit
 from torch_mpk.signature import bind_dims
 
@@ -38,11 +39,13 @@ def kernel(
     cluster: int | Sequence[int] = 1,
     cooperative: bool = False,
     pdl: bool | str = False,
+    samples: Sequence[Mapping[str, Any]] = (),
     include_dirs: Sequence[str | Path] = (),
     flags: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declare a kernel. The decorated function gives the name, the docstring and, as keyword-only parameters, the
-    template arguments and numbers it takes; its body is not run.
+    template arguments and numbers it takes. A call does not run its body: that is the reference, in PyTorch, which
+    ``python -m torch_mpk check-kernel`` compares the kernel with, and may be missing.
 
     Args:
         source: C++ code, or a file: a string is code where it has a line break, a brace, a semicolon or a ``#``. A
@@ -64,6 +67,8 @@ def kernel(
         cluster, cooperative, pdl: how blocks are launched (CUDA): in clusters of so many, all resident at once, and
             before the kernel in front has ended, for which see ``mpk::pdl_wait``. ``pdl`` may be a condition, such as
             the name of a bool parameter. They hold for each launch.
+        samples: what ``check-kernel`` and ``bench-kernel`` call it with, ``[{"M": 3, "K": 100, "alpha": 2.0}]``: sizes
+            and parameters by name, None for an absent tensor, and for one of integers what they stay below.
         include_dirs: searched for headers, behind the folder of the source.
         flags: for the compiler. The code is C++20.
 
@@ -72,7 +77,7 @@ def kernel(
     """
 
     return Module(source, include_dirs, flags).kernel(
-        signature, launch, require=require, cluster=cluster, cooperative=cooperative, pdl=pdl
+        signature, launch, require=require, cluster=cluster, cooperative=cooperative, pdl=pdl, samples=samples
     )
 
 
@@ -113,12 +118,13 @@ class Module:
         cluster: int | Sequence[int] = 1,
         cooperative: bool = False,
         pdl: bool | str = False,
+        samples: Sequence[Mapping[str, Any]] = (),
     ) -> Callable[[Callable[..., Any]], Kernel]:
         """Declare a kernel of this source; see ``jit.kernel``."""
 
         def declare(function: Callable[..., Any]) -> Kernel:
             declaration = Declaration(function, signature, launch, require, cluster, cooperative, pdl)
-            declared = self.kernels[declaration.name] = Kernel(function, declaration, self)
+            declared = self.kernels[declaration.name] = Kernel(function, declaration, self, samples)
             return declared
 
         return declare
@@ -132,8 +138,15 @@ class Module:
 class Kernel:
     """A kernel that can be called with tensors, in eager mode, under ``torch.compile`` and in CUDA graphs."""
 
-    def __init__(self, function: Callable[..., Any], declaration: Declaration, module: Module) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        declaration: Declaration,
+        module: Module,
+        samples: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         functools.update_wrapper(self, function)
+        self.reference, self.samples = function, check_samples(declaration, samples)
         self._qualname = function.__qualname__
         self.declaration = declaration
         self._module = module

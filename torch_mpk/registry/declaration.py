@@ -23,7 +23,7 @@ from torch_mpk.registry.checks import (
 )
 from torch_mpk.registry.code_files import code_of, find_file, find_headers
 from torch_mpk.registry.stream_traits import StreamTraits
-from torch_mpk.signature import Operand, Signature, bind_dims
+from torch_mpk.signature import Operand, Signature, bind_dims, draw
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _MAX_KNOWN_CALLS = 256  # of a task, which are not checked again
@@ -261,16 +261,8 @@ class Task:
         for dim in operand.dims:
             shape += sample[dim] if dim == "..." else [int(dim) if dim.isdigit() else sample[dim]]
         if operand.dtype is not None and not operand.dtype.is_floating_point:
-            return torch.randint(
-                sample[operand.bound] if operand.bound else 8, shape, dtype=operand.dtype, device=device
-            )
-        dtype = sample.get(operand.name, operand.dtype or dtype)
-        if dtype == torch.int8:
-            return torch.randint(-127, 128, shape, dtype=dtype, device=device)
-        if not dtype.is_floating_point:
-            return torch.rand(shape, device=device) < 0.5
-        drawn = torch.float64 if dtype == torch.float64 else torch.float32  # so that float64 has all of its digits
-        return torch.randn(shape, dtype=drawn, device=device).to(dtype)
+            return draw(shape, operand.dtype, device, sample[operand.bound] if operand.bound else 8)
+        return draw(shape, sample.get(operand.name, operand.dtype or dtype), device)
 
 
 def _key(operands: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]) -> Hashable:
