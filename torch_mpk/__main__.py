@@ -11,22 +11,27 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_mpk import _C, __version__, graph_view, registry
-from torch_mpk.config import closest, env
+from torch_mpk.config import DEVICE_ARCHS, closest, env
 from torch_mpk.errors import ArgumentError, MpkError, first_line
 from torch_mpk.explain import explain
-from torch_mpk.jit import Cache, find_compiler, include_dir
+from torch_mpk.jit import ByDevice, Cache, Kernel, find_compiler, include_dir
 from torch_mpk.jit.cache import NUM_KEY_DIGITS
 from torch_mpk.jit.host import HostCompiler, host_tier
 from torch_mpk.profile import WARMUP, profile
-from torch_mpk.tools import new_task
+from torch_mpk.tools import new_kernel, new_task
+
+if TYPE_CHECKING:
+    from torch_mpk.testing.bench import Timed
+    from torch_mpk.testing.checker import Findings
 
 
 def environment() -> Iterator[tuple[str, str]]:
@@ -181,52 +186,119 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def write_task(arguments: argparse.Namespace) -> None:
-    paths = new_task.write(arguments.name, arguments.dir)
-    print(f"wrote {' and '.join(map(str, paths))}; check them with: python -m torch_mpk check-task {paths[0]}")
+    _say_written("check-task", new_task.write(arguments.name, arguments.dir))
+
+
+def write_kernel(arguments: argparse.Namespace) -> None:
+    _say_written("check-kernel", new_kernel.write(arguments.name, arguments.dir))
+
+
+def _say_written(command: str, paths: Sequence[Path]) -> None:
+    *others, last = map(str, paths)
+    print(f"wrote {', '.join(others)} and {last}; check them with: python -m torch_mpk {command} {paths[0]}")
+
+
+def _imported(file: Path, what: str) -> ModuleType:
+    """A file as a module. Raises ArgumentError for what is none: ``what`` it should declare."""
+    path = file.resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ArgumentError(name="FILE", expected=f"a Python file that declares {what}", value=file)
+    sys.path.insert(0, str(path.parent))  # as if it were run
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _declared_in(file: Path) -> list[registry.Task]:
     """The tasks that a file declares. Exits where there is none, and raises ArgumentError for what is no such file."""
-    path = file.resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ArgumentError(name="FILE", expected="a Python file that declares tasks", value=file)
     before = registry.tasks()
-    sys.path.insert(0, str(path.parent))  # as if it were run
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    _imported(file, "tasks")
     declared = [task for task in registry.tasks() if task not in before]
     if not declared:
-        sys.exit(f"{path}: it declares no tasks, expected functions with @torch_mpk.task")
+        sys.exit(f"{file.resolve()}: it declares no tasks, expected functions with @torch_mpk.task")
     return declared
 
 
-def check_file(arguments: argparse.Namespace) -> None:
+def _kernels_in(file: Path) -> list[Kernel | ByDevice]:
+    """The same of kernels, which are the module's by name. One that another chooses by device is not by itself."""
+    module = _imported(file, "kernels")
+    declared = {id(each): each for each in vars(module).values() if isinstance(each, (Kernel, ByDevice))}
+    chosen = [part for each in declared.values() if isinstance(each, ByDevice) for part in (each.cpu, each.cuda)]
+    kernels = [
+        each
+        for each in declared.values()
+        if each.reference.__code__.co_filename == module.__file__ and not any(each is part for part in chosen)
+    ]
+    if not kernels:
+        sys.exit(f"{file.resolve()}: it declares no kernels, expected functions with @torch_mpk.jit.kernel")
+    return kernels
+
+
+def check_tasks_of_file(arguments: argparse.Namespace) -> None:
     from torch_mpk.testing.check import DTYPES, check_tasks
 
     declared = _declared_in(arguments.file)
-    dtypes = [getattr(torch, name) for name in arguments.dtype] or DTYPES
-    findings = check_tasks(declared, dtypes, functools.partial(print, flush=True), arguments.time_limit)
+    findings = check_tasks(declared, _dtypes(arguments) or DTYPES, _print_now, arguments.time_limit)
+    _tell(findings, f"{len(declared)} tasks pass")
+
+
+def check_kernels_of_file(arguments: argparse.Namespace) -> None:
+    from torch_mpk.testing.check import ARCHS
+    from torch_mpk.testing.check_kernel import check_kernels
+
+    kernels = _kernels_in(arguments.file)
+    archs = arguments.arch or ARCHS
+    findings = check_kernels(kernels, _dtypes(arguments), _print_now, arguments.time_limit, archs)
+    _tell(findings, f"{len(kernels)} kernels pass")
+
+
+_print_now = functools.partial(print, flush=True)
+
+
+def _dtypes(arguments: argparse.Namespace) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in arguments.dtype]
+
+
+def _tell(findings: Findings, passed: str) -> None:
     if findings.not_run:
         print("not run:", *findings.not_run, sep="\n  ")
     if findings.failures:
         sys.exit("\n".join(["failed:", *findings.failures]))
-    print(f"{len(declared)} tasks pass")
+    print(passed)
 
 
-def bench_file(arguments: argparse.Namespace) -> None:
+def bench_tasks_of_file(arguments: argparse.Namespace) -> None:
     from torch_mpk.testing import bench
 
-    declared = _declared_in(arguments.file)
-    dtype, device = getattr(torch, arguments.dtype), arguments.device
+    [dtype] = _dtypes(arguments) or [torch.bfloat16]
+    rest = arguments.device, arguments.rounds, arguments.gpu_ms
+    name = str(dtype).removeprefix("torch.")
+    timed = [(f"{task.file}: task ", bench.bench_task(task, dtype, *rest)) for task in _declared_in(arguments.file)]
+    _print_times(f"{name} on {arguments.device}", timed)
+
+
+def bench_kernels_of_file(arguments: argparse.Namespace) -> None:
+    from torch_mpk.testing import bench
+
+    rest = _dtypes(arguments), arguments.device, arguments.rounds, arguments.gpu_ms
+    kernels = _kernels_in(arguments.file)
+    timed = [(f"{arguments.file}: kernel ", bench.bench_kernel(kernel, *rest)) for kernel in kernels]
+    _print_times(f"on {arguments.device}", timed)
+
+
+def _print_times(how: str, benches: Sequence[tuple[str, Iterator[Timed]]]) -> None:
+    """Each with what a failure begins with. Exits where there is one."""
+    from torch_mpk.testing import bench
+
     failures = []
-    print(f"{arguments.dtype} on {device}: medians in milliseconds, and as multiples of ours", bench.header(), sep="\n")
+    print(f"{how}: medians in milliseconds, and as multiples of ours", bench.header(), sep="\n")
     with torch.inference_mode():
-        for task in declared:
-            for timed in bench.bench_task(task, dtype, device, arguments.rounds, arguments.gpu_ms):
+        for owner, times in benches:
+            for timed in times:
                 print(timed, flush=True)
                 if timed.failure:
-                    failures.append(f"{task.file}: task {task.name}, sample {timed.number}: {timed.failure}")
+                    failures.append(f"{owner}{timed.what}: {timed.failure}")
     if failures:
         sys.exit("\n".join(["failed:", *failures]))
 
@@ -239,7 +311,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 def arguments_parser() -> argparse.ArgumentParser:
     prog = "torch-mpk" if Path(sys.argv[0]).stem == "torch-mpk" else "python -m torch_mpk"
-    text = "Reports, compiled kernels, what becomes of a model, and tasks of your own."
+    text = "Reports, compiled kernels, what becomes of a model, and tasks and kernels of your own."
     parser = argparse.ArgumentParser(prog=prog, description=text)
     parser.add_argument("--version", action="version", version=f"torch_mpk {__version__}")
     commands = _add_group(parser)
@@ -272,6 +344,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     command.add_argument("rest", nargs="*")
     _add_commands_of_models(functools.partial(add, commands))
     _add_commands_of_tasks(functools.partial(add, commands))
+    _add_commands_of_kernels(functools.partial(add, commands))
     return parser
 
 
@@ -305,23 +378,56 @@ def _add_commands_of_models(add: Callable[..., argparse.ArgumentParser]) -> None
 def _add_commands_of_tasks(add: Callable[..., argparse.ArgumentParser]) -> None:
     command = add("new-task", write_task, "write the two files of a task, a working example to start from")
     command.add_argument("name", metavar="NAME", help="of the task, as in torch.ops.mpk.NAME")
+    _add_dir(command)
+    command = add("check-task", check_tasks_of_file, "run the samples of a file's tasks in every way they can run")
+    _add_check(command, "default: each but float64, which a task declares")
+    text = "time the samples of a file's tasks, each in a kernel of its own, beside eager and Inductor"
+    _add_bench(add("bench-task", bench_tasks_of_file, text), "default: bfloat16")
+
+
+def _add_commands_of_kernels(add: Callable[..., argparse.ArgumentParser]) -> None:
+    text = "write the files of a kernel for CPUs and GPUs and of its test, a working example to start from"
+    command = add("new-kernel", write_kernel, text)
+    command.add_argument("name", metavar="NAME", help="of the kernel and its files")
+    _add_dir(command)
+    text = "run the samples of a file's kernels against their references, and compile those for GPUs"
+    command = add("check-kernel", check_kernels_of_file, text)
+    _add_check(command, "default: each of the signature")
+    text = "compute capability to compile CUDA kernels for, as 90 (default: 80 and 90, and the GPU's)"
+    command.add_argument(
+        "--arch", type=int, choices=DEVICE_ARCHS, action="append", default=[], metavar="ARCH", help=text
+    )
+    text = "time the samples of a file's kernels beside their references in eager mode and Inductor"
+    _add_bench(add("bench-kernel", bench_kernels_of_file, text), "default: each of the signature")
+
+
+_FILE = "the Python file that declares them"
+
+
+def _add_dir(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dir", type=Path, default=Path(), help="where to write them (default: here)")
-    command = add("check-task", check_file, "run the samples of a file's tasks in every way they can run")
-    command.add_argument("file", metavar="FILE", type=Path, help="the Python file that declares them")
-    dtypes = ("float32", "bfloat16", "float16", "float64")
-    text = "of operands (default: each but float64, which a task declares)"
-    command.add_argument("--dtype", choices=dtypes, action="append", default=[], help=text)
+
+
+def _add_check(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument("file", metavar="FILE", type=Path, help=_FILE)
+    _add_dtype(command, default, action="append")
     text = "that a sample may take in a way (default: 60)"
     command.add_argument("--time-limit", type=_seconds, default=60, metavar="SECONDS", help=text)
-    text = "time the samples of a file's tasks, each in a kernel of its own, beside eager and Inductor"
-    command = add("bench-task", bench_file, text)
-    command.add_argument("file", metavar="FILE", type=Path, help="the Python file that declares them")
-    command.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of operands (default: bfloat16)")
+
+
+def _add_bench(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument("file", metavar="FILE", type=Path, help=_FILE)
+    _add_dtype(command, default, nargs=1)
     _add_device(command)
     text = "of calls that are timed on the CPU (default: 30)"
     command.add_argument("--rounds", type=_int_from(1), default=30, help=text)
     text = "that calls are repeated for on a GPU (default: 100)"
     command.add_argument("--gpu-ms", type=_int_from(1), default=100, metavar="MS", help=text)
+
+
+def _add_dtype(command: argparse.ArgumentParser, default: str, **options: Any) -> None:
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    command.add_argument("--dtype", choices=dtypes, default=[], help=f"of tensors ({default})", **options)
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:

@@ -164,7 +164,7 @@ def test_bench_task_refuses_code_that_differs(
 ) -> None:
     without_inductor(monkeypatch)
     path = written(tmp_path, "wrong_for_test", "1.0f")
-    with pytest.raises(SystemExit, match=r"^failed:\n.*wrong_for_test.py: task wrong_for_test, sample 1: .*y: "):
+    with pytest.raises(SystemExit, match=r"^failed:\n.*wrong_for_test.py: task wrong_for_test, sample 1 .*: .*y: "):
         main(["bench-task", path, "--dtype", "float32", "--device", "cpu", "--rounds", "2"])
     assert re.search(r"- +\d+\.\d{4} +\d.*wrong_for_test, sample 1 .*; ours: ", capsys.readouterr().out)
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 
 from torch_mpk.errors import KernelSignatureError
 from torch_mpk.jit.kernels import Kernel
 
-_Declare = Callable[[Callable[..., Any]], Kernel]  # what ``jit.kernel`` returns
+Declare = Callable[[Callable[..., Any]], Kernel]  # what ``jit.kernel`` returns
 
 
 @overload
 def by_device(cpu: Kernel, cuda: Kernel) -> ByDevice: ...
 @overload
-def by_device(cpu: _Declare, cuda: _Declare) -> Callable[[Callable[..., Any]], ByDevice]: ...
-def by_device(cpu: Any, cuda: Any) -> Any:
+def by_device(cpu: Declare, cuda: Declare) -> Callable[[Callable[..., Any]], ByDevice]: ...
+def by_device(cpu: Kernel | Declare, cuda: Kernel | Declare) -> ByDevice | Callable[[Callable[..., Any]], ByDevice]:
     """A kernel that is ``cpu`` for tensors on a CPU and ``cuda`` for those on a GPU, in eager mode and under
     ``torch.compile``.
 
@@ -33,9 +33,9 @@ def by_device(cpu: Any, cuda: Any) -> Any:
         KernelSignatureError: they are no such kernels, or differ in what they take. A call raises what the chosen one
             does, or where its first tensor is on another device.
     """
-    if all(isinstance(each, FunctionType) for each in (cpu, cuda)):
+    if isinstance(cpu, FunctionType) and isinstance(cuda, FunctionType):
         return lambda function: ByDevice(cpu(function), cuda(function))
-    return ByDevice(cpu, cuda)
+    return ByDevice(cast(Kernel, cpu), cast(Kernel, cuda))  # which refuses others
 
 
 class ByDevice:

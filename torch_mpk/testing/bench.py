@@ -1,7 +1,8 @@
-"""Times of tasks in kernels of their own, beside their references in eager mode and compiled by Inductor."""
+"""Times of tasks and of single kernels, beside their references in eager mode and compiled by Inductor."""
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
@@ -12,24 +13,27 @@ from typing import Any
 import torch
 
 from torch_mpk.errors import MpkError, TaskError, first_line
+from torch_mpk.jit import ByDevice, Kernel
 from torch_mpk.registry import Task
 from torch_mpk.registry.calls import Call
 from torch_mpk.task_kernel import kernel_of
+from torch_mpk.testing.check_kernel import Sample, implementations, samples_of
 from torch_mpk.testing.tasks import Calls
 
+ROUNDS = 30  # of calls on a CPU
 GPU_MS = 100.0  # of calls that are timed
 _OURS, _EAGER, _INDUCTOR = "ours", "eager", "Inductor"
 COLUMNS = (_OURS, _EAGER, _INDUCTOR)
 
 Run = Callable[[], object]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A sample of a task, in each way that agrees with the reference; as a line, with ratios to ours."""
+    """A sample of a task or a kernel, in each way that agrees with the reference; as a line, with ratios to ours."""
 
-    task: Task
-    number: int
+    what: str  # as in "l2_norm, sample 0 {'H': 64}"
     milliseconds: dict[str, float]  # medians, by the names in COLUMNS
     notes: dict[str, str]  # of a way that has no time, why
 
@@ -45,8 +49,7 @@ class Timed:
             ms = self.milliseconds.get(name)
             ratio = f" ({ms / ours:.2f}x)" if ms and ours and name != _OURS else ""
             cells.append(f"{'-' if ms is None else format(ms, '.4f'):>9}{ratio:9}")
-        sample = f"{self.task.name}, sample {self.number} {dict(self.task.samples[self.number])}"
-        return "  ".join([*cells, sample]) + "".join(f"; {name}: {note}" for name, note in self.notes.items())
+        return "  ".join([*cells, self.what]) + "".join(f"; {name}: {note}" for name, note in self.notes.items())
 
 
 def header() -> str:
@@ -55,7 +58,7 @@ def header() -> str:
 
 
 def bench_task(
-    task: Task, dtype: torch.dtype, device: torch.device, rounds: int = 30, gpu_ms: float = GPU_MS
+    task: Task, dtype: torch.dtype, device: torch.device, rounds: int = ROUNDS, gpu_ms: float = GPU_MS
 ) -> Iterator[Timed]:
     """Times every sample of a task, after comparing what each way computes with the reference: ``rounds`` calls on a
     CPU, and on a GPU as many as fill ``gpu_ms``.
@@ -68,32 +71,76 @@ def bench_task(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
             operands, attrs = task.sample(sample, dtype, device)
-        ways, notes = _agreeing(Call(task, operands, attrs))
-        medians = {name: us["median"] / 1e3 for name, us in microseconds(ways, device, rounds, gpu_ms).items()}
-        yield Timed(task, number, medians, notes)
+        call = Call(task, operands, attrs)
+        calls = Calls([call])
+
+        def check(function: Function, call: Call = call, calls: Calls = calls) -> None:
+            def run(*present: torch.Tensor) -> Sequence[torch.Tensor]:
+                given = iter(present)
+                operands = [None if t is None else next(given) for t in call.operands]
+                return call.task.results(function(*operands, **call.attrs))
+
+            calls.check(run)
+
+        ways, notes = _agreeing(kernel_of(task), task.reference, check, operands, attrs)
+        what = f"{task.name}, sample {number} {dict(sample)}"
+        yield _timed(what, ways, notes, device, rounds, gpu_ms)
 
 
-def _agreeing(call: Call) -> tuple[dict[str, Run], dict[str, str]]:
-    """The ways that compute what the reference does, and what the others said."""
+def bench_kernel(
+    kernel: Kernel | ByDevice,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    rounds: int = ROUNDS,
+    gpu_ms: float = GPU_MS,
+) -> Iterator[Timed]:
+    """The same of a kernel of ``torch_mpk.jit``, in each dtype that its signature has, or those of them that ``dtypes``
+    names.
+
+    Raises KernelSignatureError where it has no samples, or does not run on the device.
+    """
+    is_cuda = device.type == "cuda"
+    chosen = [part for part in implementations(kernel) if part[0].declaration.is_cuda == is_cuda]
+    if not chosen:
+        implementations(kernel)[0][0].declaration.fail(f"it does not run on {device}: --device chooses another")
+    for sample in samples_of(*chosen[0], dtypes):
+        inputs = [None if t is None else t.to(device) for t in sample.inputs]
+
+        def check(function: Function, sample: Sample = sample) -> None:
+            sample.check(function, device)
+
+        ways, notes = _agreeing(sample.kernel, sample.kernel.reference, check, inputs, sample.attributes)
+        yield _timed(f"{sample.name}, {sample}", ways, notes, device, rounds, gpu_ms)
+
+
+def _timed(
+    what: str, ways: Mapping[str, Run], notes: dict[str, str], device: torch.device, rounds: int, gpu_ms: float
+) -> Timed:
+    return Timed(
+        what, {name: us["median"] / 1e3 for name, us in microseconds(ways, device, rounds, gpu_ms).items()}, notes
+    )
+
+
+def _agreeing(
+    ours: Function,
+    reference: Function,
+    check: Callable[[Function], None],
+    operands: Sequence[torch.Tensor | None],
+    attrs: Mapping[str, Any],
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """Calls in the ways that compute what the reference does, and what the others said."""
     torch.compiler.reset()  # a function is compiled for some eight samples, and then runs eagerly
-    task, attrs = call.task, call.attrs
-    compiled = torch.compile(task.reference, dynamic=False)
-    functions: dict[str, Callable[..., Any]] = {_OURS: kernel_of(task), _EAGER: task.reference, _INDUCTOR: compiled}
+    compiled = torch.compile(reference, dynamic=False)
+    functions: dict[str, Function] = {_OURS: ours, _EAGER: reference, _INDUCTOR: compiled}
     ways: dict[str, Run] = {}
     notes: dict[str, str] = {}
-    calls = Calls([call])
     for name, function in functions.items():
-
-        def run(*present: torch.Tensor, function: Callable[..., Any] = function) -> Sequence[torch.Tensor]:
-            given = iter(present)
-            return task.results(function(*(None if t is None else next(given) for t in call.operands), **attrs))
-
         try:
-            calls.check(run)
+            check(function)
         except (AssertionError, MpkError, RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             notes[name] = first_line(error)
         else:
-            ways[name] = lambda function=function: function(*call.operands, **attrs)  # type: ignore[misc]
+            ways[name] = functools.partial(function, *operands, **attrs)
     return ways, notes
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 import torch._dynamo  # here, so that the processes that checks run in need not import it each
@@ -27,23 +26,25 @@ from torch_mpk.jit.compile import Order as Asked
 from torch_mpk.registry import Attr, Task
 from torch_mpk.registry.calls import Call
 from torch_mpk.runtime import cpu
+from torch_mpk.testing.checker import Checker, Findings, Report, grouped
 from torch_mpk.testing.emulator import EmulatedKernel, Order, compile_kernels, threads_of_tiles
-from torch_mpk.testing.guarded import Block, Check, LeftOut, announce, run_checks
+from torch_mpk.testing.guarded import Block, LeftOut, run_in_turns
 from torch_mpk.testing.tasks import DTYPES, Calls, compare, copies
 
 AS_DECLARED, DEFAULTS, ZERO_ROWS, STRIDES = "", "at the default attributes", "with zero rows", "with strides"
 
 _WORKERS = 3  # of an emulated kernel, and threads on the CPU
 # The oldest generations with a copy engine and without: device code of tiles sees no other difference.
-_ARCHS = sorted({arch.has_bulk_copies: arch.number for arch in reversed(_C.archs())}.values())
-_CODE = {max(_ARCHS): "device code"}  # as reports call it; of others by the number
-_NUM_ERRORS = 3  # of a compiler that are told
+ARCHS = sorted({arch.has_bulk_copies: arch.number for arch in reversed(_C.archs())}.values())
+_CODE = {max(ARCHS): "device code"}  # as reports call it; of others by the number
+_TURNS = [
+    f"threads run in {order} order or operands lie elsewhere: does a barrier (threads.sync()) miss, or is memory read "
+    "that nobody has written?"
+    for order in get_args(Order)
+]
 _PADDING = 3  # elements behind a row of a strided operand
 # What decides whether a warp or all warps take a tile: kernels are made for both.
 _TILE_BYTES = re.compile(r"(constexpr int kTileBytes = )\d+;")
-
-Report = Callable[[str], object]
-T = TypeVar("T")
 
 
 def check_task(
@@ -54,12 +55,6 @@ def check_task(
     if findings.failures:
         raise AssertionError("\n".join(findings.failures))
     return findings.not_run
-
-
-@dataclass
-class Findings:
-    failures: list[str] = field(default_factory=list)  # each names file, task, way, dtype, sample and operand
-    not_run: list[str] = field(default_factory=list)  # and why
 
 
 def check_tasks(
@@ -89,7 +84,7 @@ def check_tasks(
     runnable = checker.lowered(samples)
     checker.run("tiles in any order", runnable, lambda sample: sample.calls.check_schedule(seed=0))
     checker.check_cpu(runnable)
-    has_compiler = _has_cuda_compiler()
+    has_compiler = has_cuda_compiler()
     checker.check_device_code([s for s in runnable if s.has_device_code], has_compiler)
     checker.run("lifted from a model", [s for s in samples if s.can_be_lifted], _check_lifting)
     checker.compile_for_cuda([s for s in runnable if s.has_device_code], has_compiler)
@@ -109,6 +104,18 @@ class Sample:
     values: Mapping[str, Any]
     kind: str
     dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def owner(self) -> str:
+        return f"task {self.task.name}"
+
+    @property
+    def file(self) -> str:
+        return self.task.file
 
     def __str__(self) -> str:
         return f"{self.types}, sample {self.number} {dict(self.values)}{self.kind and ' '}{self.kind}"
@@ -208,7 +215,7 @@ def _check_reference(sample: Sample) -> None:
     for change in (torch.Tensor.contiguous, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t):
         got = task.results(task(*(None if t is None else change(t).clone() for t in operands), **attrs))
         for output, a, b in zip(task.outputs, got, expected, strict=True):
-            compare(sample.call, output.name, a, b)
+            compare(f"{sample.task} {output.name}", a, b)
 
 
 def _check_operator(sample: Sample) -> None:
@@ -222,34 +229,12 @@ def _check_operator(sample: Sample) -> None:
 def _on_guarded_memory(sample: Sample, alignment: Sequence[int], run: Callable[[int, list[Block]], None]) -> None:
     """``run(turn, blocks)`` with inputs and results in blocks, in each turn placed differently, and always the same
     results."""
-    calls, names = sample.calls, list(itertools.chain(*sample.names))
+    names = list(itertools.chain(*sample.names))
 
     def launch(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], _: Sequence[int]) -> None:
-        tensors = [*inputs, *outputs]
-        first: list[Block] = []
-        for turn in range(3):
-            aligned_to = [*alignment, *[16] * len(outputs)]
-            blocks = [Block(*each, at_end=turn != 1) for each in zip(names, tensors, aligned_to, strict=True)]
-            announce(blocks)
-            run(turn, blocks)
-            for block in blocks:
-                block.check_rest()
-            for block, before in zip(blocks, first):
-                if not torch.equal(_bits(block.tensor), _bits(before.tensor)):
-                    order = get_args(Order)[turn]
-                    raise AssertionError(
-                        f"{block.name} differs where threads run in {order} order or operands lie elsewhere: does a "
-                        "barrier (threads.sync()) miss, or is memory read that nobody has written?"
-                    )
-            first = first or blocks
-        for t, block in zip(tensors, first, strict=True):
-            t.copy_(block.tensor)
+        run_in_turns(names, [*inputs, *outputs], [*alignment, *[16] * len(outputs)], run, _TURNS)
 
-    calls.check_graph(launch)
-
-
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().flatten().view(torch.uint8)
+    sample.calls.check_graph(launch)
 
 
 def _check_emulated(kernels: Mapping[Sample, EmulatedKernel], sample: Sample) -> None:
@@ -298,62 +283,10 @@ def _check_lifting(sample: Sample) -> None:
     if not any(node.get("task") == task.name for graph in graphs for node in graph["nodes"]):
         raise AssertionError("pattern=True, but in a model of the reference's operations the task is not taken")
     for output, got, want in zip(task.outputs, task.results(result), task.results(model(*present)), strict=True):
-        compare(call, output.name, got, want)
+        compare(f"{task} {output.name}", got, want)
 
 
-def _place_of(error: str) -> str:
-    """``file:line`` of a compiler's message, as GCC and nvcc spell it; all of the message where it has none."""
-    found = re.match(r"(.+?)[:(](\d+)", error)
-    return f"{found[1]}:{found[2]}" if found else error
-
-
-class _Checker:
-    def __init__(self, report: Report, seconds: float) -> None:
-        self.report, self.seconds = report, seconds
-        self.findings = Findings()
-        self._told: set[tuple[Task, str]] = set()  # the lines of code that do not compile, and in which ways
-
-    def fail(self, way: str, sample: Sample, what: str) -> None:
-        self.findings.failures.append(f"{sample.task.file}: task {sample.task.name}, {way}, {sample}: {what}")
-
-    def fail_to_compile(self, way: str, sample: Sample, errors: Sequence[str]) -> None:
-        """A line of code is told of once, in the first way and sample that it breaks: it breaks all others, too."""
-        by_place = {_place_of(line): line for line in reversed(errors)}  # each instance of a template errs in its words
-        fresh = [line for place, line in by_place.items() if (sample.task, place) not in self._told]
-        self._told |= {(sample.task, place) for place in by_place}
-        if fresh:
-            self.fail(way, sample, "; ".join(fresh[::-1][:_NUM_ERRORS]))
-        elif (sample.task, way) not in self._told:
-            self.findings.not_run.append(f"task {sample.task.name}, {way}: not compiled, by what is among the failures")
-        self._told.add((sample.task, way))
-
-    def leave_out(self, way: str, sample: Sample, why: str) -> None:
-        self.findings.not_run.append(f"task {sample.task.name}, {way}, {sample}: {why}")
-
-    def run(self, way: str, samples: Sequence[Sample], check: Callable[[Sample], None]) -> list[Sample]:
-        """Run a check of each sample in other processes. Returns the samples that pass."""
-        passed: list[Sample] = []
-        for (task, types), group in _grouped(samples, lambda sample: (sample.task, sample.types)).items():
-            checks = [Check(functools.partial(check, sample), sample.task.file) for sample in group]
-            good: list[Sample] = []
-            num_failures = len(self.findings.failures)
-            with contextlib.closing(run_checks(checks, self.seconds)) as outcomes:
-                for number, outcome in enumerate(outcomes):
-                    if outcome.failure is not None:
-                        self.fail(way, group[number], outcome.failure)
-                    elif outcome.left_out is not None:
-                        self.leave_out(way, group[number], outcome.left_out)
-                    else:
-                        good.append(group[number])
-                    if outcome.overdue:
-                        for sample in group[number + 1 :]:
-                            self.leave_out(way, sample, "an earlier sample has not ended")
-                        break
-            if good and len(self.findings.failures) == num_failures:
-                self.report(f"{task.name}: {way}, {types}: {len(good)} samples pass")
-            passed += good
-        return passed
-
+class _Checker(Checker[Sample]):
     def lowered(self, samples: Sequence[Sample]) -> list[Sample]:
         """Those that torch_mpk takes. What has no elements to compute is PyTorch's."""
         taken = []
@@ -429,7 +362,7 @@ class _Checker:
             return
         for arch in _archs(samples):
             way = f"compiled for sm_{arch}"
-            meant = [sample for sample in samples if arch in _ARCHS or arch in sample.task.headers]
+            meant = [sample for sample in samples if arch in ARCHS or arch in sample.task.headers]
             taken = self.generated(way, [sample for sample in meant if sample.task.header_for(arch)], arch)
             for group, failure in _in_groups(taken, functools.partial(_compile_cuda, arch=arch)):
                 if failure:
@@ -437,7 +370,7 @@ class _Checker:
                     continue
                 compiled = ", ".join(dict.fromkeys(sample.task.name for sample in group))
                 self.report(f"{compiled}: compiles for sm_{arch}")
-                if not torch.cuda.is_available() or not _C.runs_on(arch, _device_arch()):
+                if not torch.cuda.is_available() or not _C.runs_on(arch, device_arch()):
                     self.findings.not_run.append(f"{compiled}: compiled for sm_{arch} and not run: no such GPU is here")
 
     def check_cuda(self, samples: Sequence[Sample]) -> None:
@@ -457,13 +390,6 @@ class _Checker:
             self.report(f"{sample.task.name}: CUDA kernel, {sample}: passes")
 
 
-def _grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    groups: dict[Any, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
 def _in_groups(samples: list[Sample], build: Callable[[list[Sample]], Any]) -> list[tuple[list[Sample], Any]]:
     """What ``build`` makes of all samples at once. Where that does not compile, of smaller groups, in the end with a
     tuple of the compiler's errors in place of the result."""
@@ -473,7 +399,7 @@ def _in_groups(samples: list[Sample], build: Callable[[list[Sample]], Any]) -> l
         return [(samples, build(samples))]
     except KernelCompileError as error:
         for key in (lambda sample: sample.task, lambda sample: sample.kind):
-            groups = _grouped(samples, key)
+            groups = grouped(samples, key)
             if len(groups) > 1:
                 parts = [part for group in groups.values() for part in _in_groups(group, build)]
                 one_task = key(samples[0]) is not samples[0].task
@@ -520,7 +446,7 @@ def _compile_cuda(samples: Sequence[Sample], arch: int) -> None:
 
 def _archs(samples: Sequence[Sample]) -> list[int]:
     """Those that kernels are generated for, and those that tasks have code for."""
-    return sorted({*_ARCHS, *(arch for sample in samples for arch in sample.task.headers)})
+    return sorted({*ARCHS, *(arch for sample in samples for arch in sample.task.headers)})
 
 
 def _by_header(samples: Sequence[Sample]) -> Iterator[tuple[int, list[Sample]]]:
@@ -534,7 +460,7 @@ def _by_header(samples: Sequence[Sample]) -> Iterator[tuple[int, list[Sample]]]:
             yield arch, [sample for sample in samples if sample.task in fresh]
 
 
-def _has_cuda_compiler() -> bool:
+def has_cuda_compiler() -> bool:
     try:
         find_compiler(env.compiler)
     except CompileError:
@@ -542,6 +468,6 @@ def _has_cuda_compiler() -> bool:
     return True
 
 
-def _device_arch() -> int:
+def device_arch() -> int:
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor

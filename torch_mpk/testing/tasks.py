@@ -62,7 +62,7 @@ class Calls:
 
         def run(*operands: torch.Tensor) -> list[torch.Tensor]:
             fresh = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype) for f in self.lowered.fresh]
-            runner(operands, [_poison(t) for t in fresh], ())
+            runner(operands, [poison(t) for t in fresh], ())
             return [fresh[o.index].as_strided(o.shape, o.stride, o.offset) for o in self.lowered.outputs]
 
         self.check(run)
@@ -86,18 +86,18 @@ class Calls:
             for call, operands in zip(self.calls, before, strict=True):
                 expected = call.task.results(call.task(*operands, **call.attrs))
                 for output, wanted in zip(call.task.outputs, expected, strict=True):
-                    compare(call, output.name, next(results), wanted)
+                    compare(f"{call.task} {output.name}", next(results), wanted)
                 for operand, got, want in zip(call.task.inputs, call.operands, operands, strict=True):
                     if got is not None and want is not None:
-                        compare(call, operand.name, got, want)
+                        compare(f"{call.task} {operand.name}", got, want)
 
 
-def _poison(t: torch.Tensor) -> torch.Tensor:
+def poison(t: torch.Tensor) -> torch.Tensor:
     return t.fill_(torch.nan if t.dtype.is_floating_point else 77)
 
 
-def compare(call: Call, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Raises AssertionError where two values of an operand differ by more than other orders of sums may give."""
+def compare(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Raises AssertionError where two values of ``what`` differ by more than other orders of sums may give."""
     tolerance = TOLERANCE.get(want.dtype, 0)
     # Where terms of a sum cancel, its error is still of their size.
     size = want[want.isfinite()].double().square().mean().sqrt().nan_to_num().item() if tolerance else 0
@@ -107,5 +107,5 @@ def compare(call: Call, name: str, got: torch.Tensor, want: torch.Tensor) -> Non
         rtol=tolerance,
         atol=tolerance * max(size, 1),
         equal_nan=True,
-        msg=lambda text: f"{call.task} {name}: {text}",
+        msg=lambda text: f"{what}: {text}",
     )

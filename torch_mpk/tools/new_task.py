@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -66,24 +67,37 @@ def write(name: str, folder: Path) -> list[Path]:
 
     Raises ArgumentError where the name is none or is taken, the folder is not there, or one of the files is.
     """
+    check_name(name)
+    if name in (task.name for task in registry.tasks()) or name.endswith("_") or hasattr(torch.ops.mpk, name):
+        expected = "one that no task has, nor another's in-place form, which ends in an underscore"
+        raise ArgumentError(name="NAME", expected=expected, value=name)
+    return write_files(name, folder, {f"{name}.py": PYTHON, f"{name}.cuh": CUDA})
+
+
+def check_name(name: str) -> None:
+    """Raises ArgumentError for what no function of Python and of C++ can be called."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise ArgumentError(name="NAME", expected="a name such as a Python function has", value=name)
     if name in CPP_KEYWORDS:
         raise ArgumentError(name="NAME", expected="a name that C++ has for nothing else", value=name)
-    if name in (task.name for task in registry.tasks()) or name.endswith("_") or hasattr(torch.ops.mpk, name):
-        expected = "one that no task has, nor another's in-place form, which ends in an underscore"
-        raise ArgumentError(name="NAME", expected=expected, value=name)
+
+
+def write_files(name: str, folder: Path, templates: Mapping[str, str]) -> list[Path]:
+    """Write files, by their names, with ``name`` in their text; returns their paths.
+
+    Raises ArgumentError where a module has the name, the folder is not there, or one of the files is.
+    """
     if _is_module(name) and not (folder / f"{name}.py").exists():
         raise ArgumentError(name="NAME", expected="one that no module of Python has, as the file is one", value=name)
     if not folder.is_dir():
         raise ArgumentError(name="--dir", expected="a folder that exists", value=folder)
-    contents = {folder / f"{name}.py": PYTHON, folder / f"{name}.cuh": CUDA}
+    contents = {folder / file: text.format(name=name) for file, text in templates.items()}
     for path in contents:
         if path.exists():
             raise ArgumentError(name="NAME", expected="one that is not taken", value=path)
     for path, content in contents.items():
         try:
-            path.write_text(content.format(name=name))
+            path.write_text(content)
         except OSError as error:
             expected = f"a folder that can be written to ({error.strerror})"
             raise ArgumentError(name="--dir", expected=expected, value=folder) from None

@@ -114,6 +114,36 @@ def announce(blocks: Sequence[Block]) -> None:
         _child.send(("blocks", [block.place for block in blocks]))
 
 
+def run_in_turns(
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    alignment: Sequence[int],
+    run: Callable[[int, list[Block]], None],
+    turns: Sequence[str],
+) -> None:
+    """``run(turn, blocks)`` with the tensors in blocks, in each turn placed differently; then they have its results.
+
+    ``turns`` say of each why its results might differ from the first's. Raises AssertionError where they do.
+    """
+    first: list[Block] = []
+    for turn, why in enumerate(turns):
+        blocks = [Block(*each, at_end=turn != 1) for each in zip(names, tensors, alignment, strict=True)]
+        announce(blocks)
+        run(turn, blocks)
+        for block in blocks:
+            block.check_rest()
+        for block, before in zip(blocks, first):
+            if not torch.equal(_bits(block.tensor), _bits(before.tensor)):
+                raise AssertionError(f"{block.name} differs where {why}")
+        first = first or blocks
+    for t, block in zip(tensors, first, strict=True):
+        t.copy_(block.tensor)
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().flatten().view(torch.uint8)
+
+
 def run_checks(checks: Sequence[Check], seconds: float) -> Generator[Outcome, None, None]:
     """What becomes of each check, in their order. One that does not end within ``seconds`` is given up."""
     done = 0
