@@ -106,7 +106,8 @@ class Kernel {
   bool read_tensor(PyObject* object, int operand, Binding& binding) const;
   py::object allocate(int operand, PyObject* device, Binding& binding) const;
   std::shared_ptr<const Codes> codes_for(const Binding& binding);
-  void run(const Codes& codes, const Binding& binding, void* stream) const;
+  // Lets other threads of Python run meanwhile. The versions of what is written are bumped.
+  void run(const Codes& codes, const Binding& binding, void* stream, const py::list& written) const;
 
   const Torch& torch_ = Torch::get();
   std::unique_ptr<const Signature> signature_;
@@ -114,6 +115,7 @@ class Kernel {
   std::vector<Attribute> attributes_;
   Plan plan_;
   std::vector<int> key_slots_;
+  int sms_slot_;  // of the device's number of multiprocessors; -1 where nothing asks for it
   std::vector<Specialization> specializations_;  // changed under Python's lock
   py::object compile_, dispatch_;
 };
@@ -127,8 +129,8 @@ Enum read_enum(py::handle name, const char* const (&names)[n]) {
   return static_cast<Enum>(found - std::begin(names));
 }
 
-constexpr const char* kOps[] = {"constant", "slot", "+", "-",  "*", "//", "%",   "cdiv", "min", "max",
-                                "==",       "!=",   "<", "<=", ">", ">=", "not", "and",  "or"};
+constexpr const char* kOps[] = {"constant", "slot", "+",  "-", "*",  "//",  "%",   "cdiv", "min", "max", "==",
+                                "!=",       "<",    "<=", ">", ">=", "not", "and", "or",   "if",  "skip"};
 constexpr const char* kExtents[] = {"slot", "literal", "any", "expression"};
 constexpr const char* kArguments[] = {"pointer", "integer", "float"};
 constexpr const char* kAttributes[] = {"int", "float", "bool", "ScalarType"};
@@ -213,6 +215,7 @@ Kernel::Kernel(py::handle declaration, py::object compile, py::object dispatch)
       declaration.attr("name").cast<std::string>(), declaration.attr("signature").cast<std::string>(),
       declaration.attr("is_cuda").cast<bool>() ? dlpack::kCuda : dlpack::kCpu, std::move(operands),
       declaration.attr("slots").cast<std::vector<std::string>>(), read_expressions(declaration.attr("extents")));
+  sms_slot_ = declaration.attr("sms_slot").cast<int>();
   key_slots_ = declaration.attr("key_slots").cast<std::vector<int>>();
   plan_.requirements = read_expressions(declaration.attr("requirements"));
   plan_.cluster = read_expressions(declaration.attr("cluster"));
@@ -303,15 +306,26 @@ std::shared_ptr<const Kernel::Codes> Kernel::codes_for(const Binding& binding) {
   return found->codes;
 }
 
-void Kernel::run(const Codes& codes, const Binding& binding, void* stream) const {
+void Kernel::run(const Codes& codes, const Binding& binding, void* stream, const py::list& written) const {
   const auto prepare = [&](size_t i, bool launches) {
     const Geometry geometry = plan_.geometry(plan_.launches[i], binding, *signature_);
     Parameters parameters(plan_.launches[i], codes[i]->layout(), binding, *signature_);
     if (launches) codes[i]->run(geometry, parameters.pointers(), stream);
   };
-  // What cannot be launched is refused before anything runs.
-  for (size_t i = 1; i < codes.size(); i++) prepare(i, false);
-  for (size_t i = 0; i < codes.size(); i++) prepare(i, true);
+  const auto tell_of_writes = [&] {
+    if (!written.empty()) torch_.increment_version(written);
+  };
+  try {
+    // The CPU's kernel runs now, and a launch blocks while the device's queue is full.
+    const py::gil_scoped_release release;
+    // What cannot be launched is refused before anything runs.
+    for (size_t i = 1; i < codes.size(); i++) prepare(i, false);
+    for (size_t i = 0; i < codes.size(); i++) prepare(i, true);
+  } catch (...) {  // a kernel may have written before it threw
+    tell_of_writes();
+    throw;
+  }
+  tell_of_writes();
 }
 
 py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dispatched) {
@@ -350,6 +364,7 @@ py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dis
     if (operands[i].is_written) written.append(py::handle(objects[i]));
   }
   if (binding.device_by < 0) signature_->fail("no tensor was given");
+  if (sms_slot_ >= 0) binding.values[sms_slot_] = cu::device_info(binding.device.id).num_sms;
   plan_.require(binding, *signature_);
   py::list results, scratch;
   if (static_cast<size_t>(num_inputs_) < operands.size()) {
@@ -363,12 +378,7 @@ py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dis
   if (binding.device.type == dlpack::kCuda &&
       torch_.api->current_stream(binding.device.type, binding.device.id, &stream) != 0)
     throw py::error_already_set();
-  {
-    // The CPU's kernel runs now, and a launch blocks while the device's queue is full.
-    const py::gil_scoped_release release;
-    run(*codes, binding, stream);
-  }
-  if (!written.empty()) torch_.increment_version(written);
+  run(*codes, binding, stream, written);
   if (results.empty()) return py::none();
   return results.size() == 1 ? py::object(results[0]) : py::tuple(results);
 }

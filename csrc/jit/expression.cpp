@@ -81,6 +81,12 @@ int64_t Expression::evaluate(const Binding& binding, const Signature& signature)
         else
           depth--;
         break;
+      case Op::kIf:
+        if (stack[--depth] == 0) i += instruction.operand;
+        break;
+      case Op::kSkip:
+        i += instruction.operand;
+        break;
       case Op::kNot:
         stack[depth - 1] = !stack[depth - 1];
         break;

@@ -97,6 +97,7 @@ def test_signatures_that_are_refused(signature, message):
         ("f(x, abs(N))", r"cannot read 'abs\(N\)' in the launch: the functions are cdiv\(a, b\), min"),
         ("f(x, numel(N))", r"cannot read 'numel\(N\)'"),
         ("f(x, min(N))", r"cannot read 'min\(N\)'"),
+        ("f(x, num_sms)", r"pdl and num_sms are for CUDA: the launch has no <<<grid, block>>>"),
         ("f(x, N[)", "cannot read"),
         ("f(x)(N)", "cannot read"),
         ("f(x), f(N)", "cannot read"),
@@ -133,7 +134,7 @@ def test_other_things_that_are_refused():
             declare("x[N]", "f(x)", namespace["take"])
     with pytest.raises(KernelSignatureError, match="N is a parameter and a name of the signature"):
         declare("x[N]", "f(x)", twice)
-    with pytest.raises(KernelSignatureError, match="cluster, cooperative and pdl are for CUDA"):
+    with pytest.raises(KernelSignatureError, match="cluster, cooperative, pdl and num_sms are for CUDA"):
         declare("x[N]", "f(x)", pdl=True)
     with pytest.raises(KernelSignatureError, match="have one to three dimensions"):
         declare("x[N]", "f<<<1, 1>>>(x)", cluster=(1, 1, 1, 2))
@@ -147,9 +148,7 @@ def test_other_things_that_are_refused():
     with pytest.raises(KernelSignatureError, match="many: a kernel takes at most 64 tensors"):
         declare(", ".join(f"{name}[N]: int8" for name in names), "f(x0)", namespace["many"])
     for require, message in [("N = 4", "cannot read 'N = 4' in a condition"), ("N in x", "cannot read 'N in x'")]:
-        with pytest.raises(
-            KernelSignatureError, match=rf"{message}.*== != < <= > >=, and these joined by and, or, not"
-        ):
+        with pytest.raises(KernelSignatureError, match=rf"{message}.*== != < <= > >=, these joined by and, or, not"):
             declare("x[N]", "f(x)", require=require)
 
 

@@ -35,7 +35,9 @@ def leaves():
 def branches(children):
     binary = st.tuples(children, st.sampled_from(["+", "-", "*", "//", "%"]), children)
     calls = st.tuples(st.sampled_from(["cdiv", "min", "max"]), children, children)
+    chosen = st.tuples(children, children, st.sampled_from(["==", "<", ">="]), children, children)
     return st.one_of(
+        chosen.map(lambda t: f"({t[0]} if {t[1]} {t[2]} {t[3]} else {t[4]})"),
         binary.map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
         calls.map(lambda t: f"{t[0]}({t[1]}, {t[2]})"),
         children.map(lambda t: f"(-{t})"),

@@ -225,12 +225,32 @@ def test_a_wrong_source_is_the_compiler_s_error():
         compile_with("void f(const float* x) {}", "f(x, N)")
 
 
-def test_an_exception_of_the_kernel_reaches_python():
-    @kernel('#include <stdexcept>\nvoid f(const float*) { throw std::out_of_range("row 7"); }', "x[N]: float32", "f(x)")
-    def f(x): ...
+def test_what_a_kernel_finds_wrong_with_its_data_reaches_python():
+    @kernel(
+        """
+        #include "torch_mpk/jit/check.h"
+        void take(const float* x, const int64_t* index, float* y, int64_t n, int64_t m) {
+          for (int64_t i = 0; i < m; i++) {
+            if (index[i] == 77) throw std::out_of_range("row 77");
+            mpk::check(index[i] >= 0 && index[i] < n, "take: index[", i, "] is ", index[i], ", and x has ", n, " rows");
+            y[i] = x[index[i]];
+          }
+        }
+        """,
+        "x[N]: float32, index[M]: int64, y[M]!: float32",
+        "take(x, index, y, N, M)",
+    )
+    def take(x, index, y): ...
 
-    with pytest.raises(IndexError, match="row 7"):
-        f(torch.zeros(3))
+    x, y = torch.randn(3), torch.zeros(2)
+    take(x, torch.tensor([2, 0]), y)
+    assert torch.equal(y, x[[2, 0]])
+    version = y._version
+    with pytest.raises(ValueError, match=r"take: index\[1\] is -1, and x has 3 rows"):
+        take(x, torch.tensor([1, -1]), y)
+    assert y[0] == x[1] and y._version > version  # written before it threw
+    with pytest.raises(IndexError, match="row 77"):
+        take(x, torch.tensor([0, 77]), y)
 
 
 def write_kernel(folder: Path, value: int):

@@ -69,6 +69,19 @@ def test_the_launch_is_what_its_declaration_says(fake, on_fake_device):
 
 
 @pytest.mark.slow
+def test_a_grid_by_multiprocessors_and_a_branch_between_kernels(fake, on_fake_device):
+    """The branch that is not taken has no blocks, and is not launched."""
+    wide = f"scaled<T, 256><<<min(cdiv(M * K, 256), 2 * num_sms) if K % 4 == 0 else 0, 256>>>{ARGUMENTS}"
+    narrow = f"scaled<T, 32><<<cdiv(M * K, 32) * (K % 4 != 0), 32>>>{ARGUMENTS}"
+    scaled = on_fake_device(declare(f"{wide}; {narrow}"))
+    for columns, grid, block in ((40960, 2 * fake.num_sms, 256), (4, 1, 256), (33, 10, 32)):
+        before = fake.num_launches
+        x = torch.zeros(9, columns)
+        scaled(x, x.clone())
+        assert (fake.grid[0], fake.block[0], fake.num_launches - before) == (grid, block, 1)
+
+
+@pytest.mark.slow
 def test_each_choice_of_template_arguments_is_loaded_once(fake, on_fake_device):
     scaled = on_fake_device(declare(LAUNCH))
     for dtype, block, symbol in [

@@ -28,6 +28,7 @@ _MAX_ARGUMENTS = 64  # of an operator of PyTorch, and slots of a call, as in sig
 _MAX_THREADS = 1024  # of a block, on every device
 _MAX_SHARED_BYTES = 227 * 1024  # of a block, on the devices that have most of it
 _MAX_CLUSTER = 16  # blocks
+_NUM_SMS = "num_sms"  # in a launch, where the signature has no such name: the device's multiprocessors
 
 # A size or stride: its slot, its value, nothing, or which of the declaration's ``extents`` computes it.
 Extent = tuple[Literal["slot", "literal", "any", "expression"], int]
@@ -106,7 +107,6 @@ class Declaration:
         self.operands = [self._resolved(operand) for operand in (*parsed.inputs, *parsed.outputs)]
         self._check_operands()
         self.attributes = self._parse_parameters(function)
-        self._scope = Scope(self._integer_slot, self._numel_slot, self.fail)
         self._read_extents()
         self.launch = " ".join(launch.split())
         self.launches = [self._parse_launch(part) for part in launches.split(self.launch)]
@@ -114,7 +114,7 @@ class Declaration:
         if not self.launches or any(bool(launch.grid) != self.is_cuda for launch in self.launches):
             self.fail("there must be a launch, and where one has <<<grid, block>>>, all must have it")
         self.key_slots = self._find_key_slots()
-        conditions = dataclasses.replace(self._scope, place="a condition", has_conditions=True)
+        conditions = dataclasses.replace(self._scope, place="a condition")
         self.requirements = [conditions.parse(text) for text in requirements]
         if len(self.operands) + len(self.attributes) > _MAX_ARGUMENTS or len(self.slots) > _MAX_ARGUMENTS:
             self.fail(f"a kernel takes at most {_MAX_ARGUMENTS} tensors and parameters, and as many names of sizes")
@@ -127,8 +127,8 @@ class Declaration:
             )
         self.cluster = [self._scope.read(ast.Constant(extent)) for extent in extents]
         self.cooperative, self.pdl = cooperative, conditions.parse(str(pdl))
-        if not self.is_cuda and (cluster != 1 or cooperative or pdl):
-            self.fail("cluster, cooperative and pdl are for CUDA: the launch has no <<<grid, block>>>")
+        if not self.is_cuda and (cluster != 1 or cooperative or pdl or self.sms_slot >= 0):
+            self.fail(f"cluster, cooperative, pdl and {_NUM_SMS} are for CUDA: the launch has no <<<grid, block>>>")
         self.check_geometry({})
 
     def check_geometry(self, values: Mapping[int, Any]) -> None:
@@ -286,6 +286,8 @@ class Declaration:
 
     def _read_extents(self) -> None:
         """Sizes and strides that are computed, from parameters and from what stands in front of them by name."""
+        self.sms_slot = -1
+        self._scope = Scope(self._integer_slot, self._numel_slot, self.fail)
         for name, node in self._extent_nodes:
             scope = dataclasses.replace(self._scope, place=f"a size of {name}")
             self.extents.append(scope.read(node))
@@ -300,6 +302,7 @@ class Declaration:
                     self.fail(f"{what}, which no required tensor in front of it has for itself")
             if not operand.optional and operand.is_read:
                 known = bound | {operand.numel_slot}
+        self._scope = dataclasses.replace(self._scope, has_conditions=True)  # of what is no size
 
     def _slot(self, name: str) -> int:
         if name not in self.slots:
@@ -401,6 +404,9 @@ class Declaration:
         return None
 
     def _integer_slot(self, name: str) -> int:
+        if name == _NUM_SMS and name not in self.slots and self._scope.has_conditions:  # no size depends on a device
+            self.sms_slot = self._slot(name)
+            return self.sms_slot
         types = {attribute.name: attribute.type for attribute in self.attributes}
         is_dtype = any(operand.dtype_name == name for operand in self.operands)
         if types.get(name) is float:

@@ -18,7 +18,8 @@ _FORMS = (
     f"{', '.join(f'{name}(a, b)' for name in _FUNCTIONS)} and numel(x)"
 )
 
-Instruction = tuple[str, int]  # "constant" or "slot" and which, "and" or "or" and what they skip, or an operation
+# "constant" or "slot" and which, "and", "or", "if" or "skip" and how many they skip, or an operation.
+Instruction = tuple[str, int]
 
 _EVALUATE: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
@@ -59,6 +60,8 @@ class Expression:
                 stack.append(values[operand] if op == "slot" else operand)
             elif op == "not":
                 stack.append(not stack.pop())
+            elif op in ("if", "skip"):
+                skip = 0 if op == "if" and stack.pop() else operand
             elif op in ("and", "or"):
                 if bool(stack[-1]) == (op == "or"):
                     skip = operand
@@ -92,7 +95,8 @@ class Scope:
 
     @property
     def _forms(self) -> str:
-        return _FORMS + (", compared by == != < <= > >=, and these joined by and, or, not" * self.has_conditions)
+        conditions = ", compared by == != < <= > >=, these joined by and, or, not, and a if condition else b"
+        return _FORMS + conditions * self.has_conditions
 
     def _code(self, node: ast.expr) -> Iterator[Instruction]:
         text = ast.unparse(node)
@@ -110,6 +114,9 @@ class Scope:
             yield from self._call(node.func.id, node.args, text)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             self.fail(f"'{text}' is not an integer: write // or cdiv(a, b)")
+        elif self.has_conditions and isinstance(node, ast.IfExp):
+            chosen, other = tuple(self._code(node.body)), tuple(self._code(node.orelse))
+            yield from (*self._code(node.test), ("if", len(chosen) + 1), *chosen, ("skip", len(other)), *other)
         elif self.has_conditions and isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
             yield from self._condition(node, text)
         else:

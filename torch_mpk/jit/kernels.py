@@ -59,8 +59,9 @@ def kernel(
         launch: the call, as in CUDA: ``name<T, BLOCK><<<cdiv(M, BLOCK), BLOCK, 4 * K>>>(x, y, w, M, K)``. Without
             ``<<<>>>`` the function runs on the CPU. Template arguments are names of sizes, strides, dtypes and
             parameters, or C++; each choice of their values is compiled for itself. The rest are expressions of sizes
-            and of int and bool parameters with + - * // %, ``cdiv``, ``min``, ``max`` and ``numel(x)``; a grid or a
-            block of several dimensions is a tuple. The kernel gets the addresses of tensors (null for None), integers
+            and of int and bool parameters with + - * // %, ``cdiv``, ``min``, ``max`` and ``numel(x)``, conditions, and
+            ``a if condition else b``; ``num_sms`` is the device's number of multiprocessors. A grid or a block of
+            several dimensions is a tuple. The kernel gets the addresses of tensors (null for None), integers
             as ``int`` or ``int64_t``, and float parameters as ``float`` or ``double``; ``{.x = x, .n = N}`` is a struct
             of them. Several launches, with ``;`` between them, run one after the other.
         require: what sizes and parameters must fulfil, as in ``"K % 8 == 0 and K <= 4096"``, or several of these.

@@ -10,7 +10,8 @@ namespace mpk::jit {
 struct Binding;
 class Signature;
 
-// The comparisons are 1 or 0. kAnd and kOr skip `operand` instructions, their second side, where the first decides.
+// The comparisons are 1 or 0. kAnd and kOr skip `operand` instructions, their second side, where the first decides. kIf
+// takes a condition and skips where it is 0, kSkip always.
 enum class Op {
   kConstant,
   kSlot,
@@ -30,12 +31,14 @@ enum class Op {
   kGreaterEqual,
   kNot,
   kAnd,
-  kOr
+  kOr,
+  kIf,
+  kSkip
 };
 
 struct Instruction {
   Op op;
-  int64_t operand;  // of kConstant, kSlot, kAnd and kOr
+  int64_t operand;  // of kConstant, kSlot, and how many those skip that do
 };
 
 // In postfix order.
