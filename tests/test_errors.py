@@ -79,7 +79,7 @@ def test_what_should_not_happen(monkeypatch):
     def broken(*args):
         raise RuntimeError("unsound schedule: phase 3 waits for itself")
 
-    monkeypatch.setattr("torch_mpk.backend.apply", broken)
+    monkeypatch.setattr("torch_mpk.backend.pipeline.apply", broken)
     with (
         torch.no_grad(),
         pytest.raises(errors.InternalError, match="RuntimeError: unsound schedule.* please report"),

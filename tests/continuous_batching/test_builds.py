@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.builds.test_background import has_ended, written
 from transformers import GenerationConfig
 
+from tests.builds.test_background import has_ended, written
 from tests.continuous_batching.engine import alone, asynchronous_on_the_cpu, managed, prompt_of, results, serving_model
 from tests.runtime.test_segment import build as build_segment
 from tests.runtime.test_segment import step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch_mpk.new_task import check_name, write_files
+from torch_mpk.tools.new_task import check_name, write_files
 
 PYTHON = '''\
 """TODO: what {name} is."""
