@@ -73,7 +73,7 @@ class Options:
     """Worker threads of the CPU runtime. None: TORCH_MPK_NUM_THREADS, else ``torch.get_num_threads()``."""
     watchdog_seconds: float | None = None
     """A launch without progress for so long is aborted, waiting for multiprocessors aside, and on the CPU a task's
-    reference that takes longer is given up; 0 waits forever. None: TORCH_MPK_WATCHDOG_SECONDS, else 10."""
+    reference that takes longer is aborted; 0 waits forever. None: TORCH_MPK_WATCHDOG_SECONDS, else 10."""
     arch: int | None = None
     """The generation of GPUs to generate CUDA code for: 80 (8.x, and as PTX newer devices), 90 (9.0), 100 (10.x, 11.0)
     or 120 (12.x), which may be another than the device's where the device has all its instructions: an H200 runs all

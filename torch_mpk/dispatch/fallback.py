@@ -76,7 +76,7 @@ def announce_fallbacks(partitioned: Partitioned, captured: Captured, options: Op
     others = len(partitioned.fallbacks) - 1
     more = f" (and {others} more nodes)" if others else ""
     how = choice_for_parts(captured, options)
-    warn(_announcement("a part of this graph", how, f"{_first_reason(partitioned)}{more}"))
+    warn(_notice("a part of this graph", how, f"{_first_reason(partitioned)}{more}"))
 
 
 def _first_reason(partitioned: Partitioned) -> UnsupportedError:
@@ -113,7 +113,7 @@ def fall_back(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, error
         if how == "eager" and not all(isinstance(value, Tensor) for value in inputs):
             warn(f"torch_mpk runs prompts of several lengths eagerly, so compiling them brings nothing: {error.remedy}")
     else:
-        warn(_announcement("this graph", how, reason(error)))
+        warn(_notice("this graph", how, reason(error)))
         logger.info("the error behind the warning", exc_info=error)
     return (_inductor(gm, inputs) if how == "inductor" else None) or gm.forward
 
@@ -145,7 +145,7 @@ def decline_call(options: Options, error: MpkError) -> None:
     """
     if options.fallback == "error":
         raise error
-    warn(_announcement("a call", "eager", str(error)))
+    warn(_notice("a call", "eager", str(error)))
 
 
 def reason(error: Exception) -> str:
@@ -160,7 +160,7 @@ def choice_for_parts(captured: Captured, options: Options) -> str:
     return "eager" if how == "inductor" and captured.is_symbolic else how
 
 
-def _announcement(what: str, how: str, why: str) -> str:
+def _notice(what: str, how: str, why: str) -> str:
     return (
         f"torch_mpk leaves {what} to inductor: {why}" if how == "inductor" else f"torch_mpk runs {what} eagerly: {why}"
     )

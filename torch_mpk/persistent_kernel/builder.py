@@ -232,8 +232,8 @@ class Builder:
         for i, weight in enumerate(weights):
             operands = [self.read("x", x), self.read("weight", weight)]
             if bias is not None:
-                piece = self.part(self.read("bias", bias), rows, i)
-                operands.append(self.call(aten.reshape.default, piece, [rows.sizes[i]]))
+                part = self.part(self.read("bias", bias), rows, i)
+                operands.append(self.call(aten.reshape.default, part, [rows.sizes[i]]))
             products.append(self.call(linear, *operands))
         output = self.store(output, self.interleave(products, columns))
         output.layout = columns

@@ -515,7 +515,7 @@ class PersistentKernel(Layers):
         self()
 
     def finalize(self) -> None:
-        """Gives up the kernel, its workspace and the attached tensors. Runs in flight are waited for."""
+        """Frees the kernel, its workspace and the attached tensors. Runs in flight are waited for."""
         if self._compiled is not None and not self._is_finalized:
             for segment in self._compiled.segments.values():
                 segment.synchronize()

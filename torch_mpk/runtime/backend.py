@@ -67,7 +67,7 @@ class Backend(Protocol[ExecutableT]):
         """Raises MegakernelTimeout where a launch is known to have been aborted. Waits for no other."""
 
     def keep(self, *objects: object) -> None:
-        """Keeps what a call that was given up may still read, for as long as it may."""
+        """Keeps what a call that was aborted may still read, for as long as it may."""
 
 
 _CPU: Backend[_C.CpuExecutable] = cpu

@@ -111,7 +111,7 @@ def _run_reference(
         result = call_within(seconds, call)
     except OverdueError:
         raise MegakernelTimeout(
-            f"the reference of task {task.name} has run for {seconds:g} s and was given up: the call has no results, "
+            f"the reference of task {task.name} has run for {seconds:g} s and was aborted: the call has no results, "
             "and its in-place updates may be made, or still come. The reference's thread goes on until it returns, and "
             f"keeps the call's tensors.\n{_who_waits(task, num_workers, phase)}\n{_remedy(task)}"
         ) from None
@@ -152,4 +152,4 @@ def synchronize(executable: _C.CpuExecutable, device: torch.device) -> None:
 
 
 def check(executable: _C.CpuExecutable) -> None:
-    """Nothing: a run that is given up says so itself."""
+    """Nothing: a run that is aborted says so itself."""

@@ -89,7 +89,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def keep(*objects: object) -> None:
-    """Nothing: what a launch that was given up has read, it reads no more."""
+    """Nothing: what a launch that aborted has read, it reads no more."""
 
 
 def check(executable: _C.CudaExecutable) -> None:

@@ -133,7 +133,7 @@ class RankedExecutable:
     def call(self, *args: Any) -> None:
         """See ``Executable``.
 
-        Raises RankLostError where another rank does not come, or has given up.
+        Raises RankLostError where another rank does not come, or has aborted.
         """
         if self._is_torn:
             self._reunite()
@@ -159,7 +159,7 @@ class RankedExecutable:
             raise
 
     def _reunite(self) -> None:
-        """Waits for all ranks, each of which comes when its own launch has been given up, and begins anew."""
+        """Waits for all ranks, each of which comes when its own launch has aborted, and begins anew."""
         assert self._team is not None
         self._team.meet(3 * (self._seconds or 60) + 10)
         self._begin(self._team)

@@ -71,8 +71,8 @@ def quantized_linear(
     if weight.shape[0] <= height:
         return F.linear(rows, dequantised(weight, weight_scale, block_rows, block_columns, computed), bias).to(x.dtype)
     products = [
-        F.linear(rows, dequantised(piece, scales, block_rows, block_columns, computed))
-        for piece, scales in zip(weight.split(height), weight_scale.split(height // block_rows), strict=True)
+        F.linear(rows, dequantised(part, scales, block_rows, block_columns, computed))
+        for part, scales in zip(weight.split(height), weight_scale.split(height // block_rows), strict=True)
     ]
     y = torch.cat(products, -1)
     return (y if bias is None else y + bias).to(x.dtype)

@@ -228,14 +228,14 @@ class Machine:
         self.nodes, self.memory, self.scalars = graph.nodes, memory, scalars
 
     def num_points(self, node_id: int) -> int:
-        """Independent pieces of a node: points of a pointwise program, a task's tiles, 1 for anything else."""
+        """Independent parts of a node: points of a pointwise program, a task's tiles, 1 for anything else."""
         node = self.nodes[node_id]
         if node.program is None:
             return len(self._tiles(node))
         return max(1, torch.Size(node.program.domain).numel()) if node.role == "pointwise" else 1
 
     def run(self, node_id: int, points: torch.Tensor | None = None) -> None:
-        """All of a node, or some of its pieces."""
+        """All of a node, or some of its parts."""
         node = self.nodes[node_id]
         if node.program is None:
             tiles = self._tiles(node)

@@ -52,7 +52,7 @@ def verified(
     Raises VerificationError; the inputs are then as they were before the call.
     """
     calls = 0
-    guards = _Guards(compiled, device, options)
+    users_tasks = _UsersTasks(compiled, device, options)
 
     def verify(*args: Any) -> Any:
         nonlocal calls
@@ -63,7 +63,7 @@ def verified(
             calls += 1
             return call(*args)
         before = copied(args, written)
-        guards.check(copied(before, written))
+        users_tasks.check(copied(before, written))
         results = call(*args)
         difference = _difference(results, args, eager, before, written)
         if difference is not None:
@@ -79,7 +79,7 @@ def verified(
     return verify
 
 
-class _Guards:
+class _UsersTasks:
     """Runs the users' tasks of a graph in guarded memory, on what they are given in eager."""
 
     def __init__(self, compiled: CompiledGraph, device: torch.device, options: Options) -> None:
@@ -108,14 +108,14 @@ class _Guards:
 
 
 class _Guarding(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, guards: _Guards) -> None:
+    def __init__(self, gm: fx.GraphModule, users_tasks: _UsersTasks) -> None:
         super().__init__(gm)
-        self.guards = guards
+        self.users_tasks = users_tasks
 
     def run_node(self, n: fx.Node) -> Any:
-        if is_guarded(n.target, self.guards.device):
+        if is_guarded(n.target, self.users_tasks.device):
             operands, attrs = self.fetch_args_kwargs_from_env(n)
-            self.guards.call(n, operands, attrs)
+            self.users_tasks.call(n, operands, attrs)
         return super().run_node(n)
 
 

@@ -18,7 +18,7 @@ from torch_mpk.registry import Task
 from torch_mpk.registry.calls import Call, graph_of
 from torch_mpk.runtime.backend import backend_of
 
-_MIN_GUARD_BYTES, _MAX_GUARD_BYTES = 2**16, 2**26
+_MIN_REDZONE_BYTES, _MAX_REDZONE_BYTES = 2**16, 2**26
 
 
 def way_of(task: Task, dtypes: Iterable[torch.dtype], device: torch.device, options: Options) -> str:
@@ -56,7 +56,7 @@ class GuardedCall:
     ) -> None:
         self.task, self.device = call.task, device
         self.dtypes = [t.dtype for t in call.operands if t is not None]
-        self.options = options = dataclasses.replace(options, num_threads=1)  # behind whose scratch memory is a guard
+        self.options = options = dataclasses.replace(options, num_threads=1)  # behind whose scratch memory is a redzone
         self.segment = build_segment(graph_of([call]), device, options, Dump(None))
         self.plan = self.segment.plan
 
@@ -104,21 +104,21 @@ class _Guarded:
         self.name = name
         num_elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
         self.num_bytes = num_elements * dtype.itemsize
-        self.guard = min(max(self.num_bytes, _MIN_GUARD_BYTES), _MAX_GUARD_BYTES) // 512 * 512
-        self.memory = torch.arange(2 * self.guard + self.num_bytes, device=device).mul_(37).remainder_(251).byte()
+        self.redzone = min(max(self.num_bytes, _MIN_REDZONE_BYTES), _MAX_REDZONE_BYTES) // 512 * 512
+        self.memory = torch.arange(2 * self.redzone + self.num_bytes, device=device).mul_(37).remainder_(251).byte()
         self.before = self.memory.clone()
         self.tensor = self._view(self.memory, shape, stride, dtype)
 
     def _view(
         self, memory: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        return memory[self.guard : self.guard + self.num_bytes].view(dtype).as_strided(shape, stride)
+        return memory[self.redzone : self.redzone + self.num_bytes].view(dtype).as_strided(shape, stride)
 
     def stray(self) -> Iterator[str]:
         """Where bytes have changed that are not the tensor's."""
         own = self._view(self.before, self.tensor.shape, self.tensor.stride(), self.tensor.dtype)
         own.copy_(self.tensor)
-        changed = (self.memory != self.before).nonzero().flatten() - self.guard
+        changed = (self.memory != self.before).nonzero().flatten() - self.redzone
         before, after = changed[changed < 0], changed[changed >= self.num_bytes]
         if len(before):
             yield f"from {-int(before[0])} bytes before its first element on"

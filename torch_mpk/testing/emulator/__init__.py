@@ -59,7 +59,7 @@ class EmulatedKernel:
         self.rank, self.ranks, self.mailboxes = 0, 1, 0
 
     def spoil(self, phase: int, worker: int, is_late: bool = False) -> None:
-        """The worker's signal at the end of the phase is lost, or comes when another worker has given up."""
+        """The worker's signal at the end of the phase is lost, or comes when another worker has aborted."""
         self.fault.place = self.control.data_ptr() + _C.event_offset(phase)
         self.fault.cta, self.fault.is_late = worker, is_late
 

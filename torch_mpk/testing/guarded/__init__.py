@@ -26,7 +26,7 @@ from torch_mpk.errors import MpkError, NoHostCompilerError, first_line
 from torch_mpk.jit import compile_host
 from torch_mpk.jit.compile import Order
 
-_GUARD_BYTES = 1 << 20  # beyond each end of a block: a wrong stride goes further than a page
+_REDZONE_BYTES = 1 << 20  # beyond each end of a block: a wrong stride goes further than a page
 _CRASH = struct.Struct("=iiQ")  # Crash of crash.cpp
 _NUM_LINES = 12  # of what a process wrote before it ended
 
@@ -66,16 +66,16 @@ class Block:
         nbytes = extent * t.itemsize
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         alignment = max(alignment, t.itemsize)
-        self._map = mmap.mmap(-1, size + 2 * _GUARD_BYTES)
+        self._map = mmap.mmap(-1, size + 2 * _REDZONE_BYTES)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._skip = (size - nbytes) // alignment * alignment if at_end else 0
-        self.address = start + _GUARD_BYTES + self._skip
+        self.address = start + _REDZONE_BYTES + self._skip
         self.place = name, start, start + len(self._map), self.address, self.address + nbytes
-        for guard in (start, start + _GUARD_BYTES + size):
-            _protect(guard)
+        for redzone in (start, start + _REDZONE_BYTES + size):
+            _protect(redzone)
         self._bytes = torch.empty(0, dtype=torch.uint8)
         if size:
-            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=_GUARD_BYTES).fill_(0xFF)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=_REDZONE_BYTES).fill_(0xFF)
         self._nbytes = nbytes
         self.tensor = self._of(self._bytes)
         self.tensor.copy_(t)
@@ -104,7 +104,7 @@ def _where(place: int, begin: int, end: int) -> str:
 
 def _protect(address: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(_GUARD_BYTES), 0) != 0:
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(_REDZONE_BYTES), 0) != 0:
         raise OSError(ctypes.get_errno(), "mprotect")
 
 
@@ -145,7 +145,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def run_checks(checks: Sequence[Check], seconds: float) -> Generator[Outcome, None, None]:
-    """What becomes of each check, in their order. One that does not end within ``seconds`` is given up."""
+    """What becomes of each check, in their order. One that does not end within ``seconds`` is killed."""
     done = 0
     while done < len(checks):
         with contextlib.closing(_Process(checks[done:])) as process:
