@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_mpk import graph_view
 from torch_mpk.config import env
 from torch_mpk.errors import OptionError
 
@@ -25,6 +26,8 @@ def test_artefacts_of_a_device_that_is_not_there(tmp_path: Path, monkeypatch: py
     assert {path.name for path in (folder / "sm_90a").iterdir()} == {"4.graph.json", "5.schedule.json", "6.kernel.cu"}
     assert json.loads((folder / "sm_90a" / "5.schedule.json").read_text())["target"]["arch"] == 90
     assert "__global__" in (folder / "sm_90a" / "6.kernel.cu").read_text()
+    assert "\nmodel: Linear\n" in (folder / "1.capture.txt").read_text()
+    assert "of input 'weight'" in graph_view.task(graph_view.read(folder / "sm_90a"), "linear")
 
 
 def test_what_such_a_device_does_not_take_is_written_and_changes_nothing(

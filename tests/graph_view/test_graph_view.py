@@ -190,11 +190,25 @@ def test_the_page_is_whole_and_safe(tmp_path):
         kernel.compile(tmp_path)
     page = graph_view.to_html(graph_view.read(tmp_path))
     assert page.count("</script>") == 1
-    assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg")""", page)
+    assert not re.search(r"""(src|href)=|url\((?!#)|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg")""", page)
     [data] = re.findall(r"^const data = (.*);$", page, re.MULTILINE)
     data = json.loads(data)
     assert data["nodes"][0]["label"] == f"elementwise_add.{name}"
     assert [row["name"] for row in data["rows"]] == ["phase 0"]
+
+
+def test_inputs_and_the_model_have_their_names_from_the_capture(folder):
+    """Which lies beside the graph, or above it where the graph is a part's or another device's."""
+    sources = "cos: input torch.bfloat16[1, 16] strides [16, 1] cpu L['fn']._modules['rotary']._buffers['cos']\n"
+    (folder / "1.capture.txt").write_text(f"{sources}model: Tiny\n\nsin: not one L['fn'].sin\n")
+    inner = folder / "segment_0" / "sm_90a"
+    inner.mkdir(parents=True)
+    for name in (GRAPH, SCHEDULE):
+        shutil.copy(folder / name, inner / name)
+    for place in (folder, inner):
+        text = graph_view.task(graph_view.read(place), "layers.0.q_rope")
+        assert "of input 'rotary.cos'" in text and "of input 'sin'" in text
+        assert f'"title": "Tiny of {place}"' in graph_view.to_html(graph_view.read(place))
 
 
 def test_the_command(folder, capsys):

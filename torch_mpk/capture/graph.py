@@ -78,6 +78,7 @@ class Captured:
             f"{node.name}: {_describe(graph_input)}"
             for node, graph_input in zip(self.graph_module.graph.nodes, self.inputs, strict=False)
         ]
+        lines += [f"model: {name}" for name in [_model_class(self.graph_module)] if name]
         return "\n".join([*lines, "", self.graph_module.print_readable(print_output=False)])
 
     def key(self) -> str:
@@ -421,6 +422,13 @@ def _storage(value: Any) -> int | None:
 
 def _is_parameter(node: torch.fx.Node, value: Any) -> bool:
     return isinstance(value, torch.nn.Parameter) or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+
+
+def _model_class(gm: torch.fx.GraphModule) -> str:
+    """The class of the outermost module that an operation runs in; empty where none does."""
+    stacks = (list((node.meta.get("nn_module_stack") or {}).values()) for node in gm.graph.nodes)
+    outermost = next((stack[0][1] for stack in stacks if stack), "")
+    return getattr(outermost, "__name__", str(outermost).rpartition(".")[2])
 
 
 def _source(node: torch.fx.Node) -> str:

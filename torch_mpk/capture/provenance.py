@@ -9,6 +9,7 @@ from torch import fx
 from torch_mpk.capture.graph import source_line
 
 _ROOT = re.compile(r"^L\.(self|fn)\b\.?|^L\.")  # the model, called as itself or through torch.compile's wrapper
+_HOLDERS = re.compile(r"\._(modules|parameters|buffers)(?=\[)")
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 
 
@@ -17,8 +18,12 @@ def module_path(node: fx.Node) -> str | None:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return None
-    path = _INDEX.sub(r".\1", stack[-1][0])  # "L['self'].layers[0].mlp" -> "L.self.layers.0.mlp"
-    return _ROOT.sub("", path.replace("._modules", "")) or None
+    return plain_path(stack[-1][0]) or None
+
+
+def plain_path(source: str) -> str:
+    """Dynamo's path of a module, parameter or argument as the model has it: of "L['self'].layers[0]" "layers.0"."""
+    return _ROOT.sub("", _INDEX.sub(r".\1", _HOLDERS.sub("", source)))
 
 
 def where(node: fx.Node) -> str | None:

@@ -80,17 +80,22 @@ def _page_data(file: GraphFile) -> dict[str, Any]:
         ]
         return {
             "id": n.id, "task": n.task, "label": n.label, "operands": operands, "attrs": n.attrs, "program": n.program,
-            "size": size(n.bytes),
+            "size": size(n.bytes), "bytes": n.bytes,
         }  # fmt: skip
 
     return {
-        "title": str(file.path),
+        "title": " of ".join(filter(None, [file.model, str(file.path)])),
         "target": describe(file.target) if file.target else "no schedule",
         "nodes": [node(n) for n in file.nodes.values()],
         "edges": [
-            {"source": e.source, "target": e.target, "flows": e.hazard == _FLOW, "why": f"{e.hazard}: {name}"}
+            {
+                "source": e.source,
+                "target": e.target,
+                "flows": e.hazard == _FLOW,
+                "bytes": file.buffers[e.buffer].bytes,
+                "why": f"{e.hazard}: {file.buffers[e.buffer].name}",
+            }
             for e in file.edges
-            for name in [file.buffers[e.buffer].name]
         ],
         "critical": [n.id for n in file.critical_path()] if file.edges else [],
         "scheduled": bool(file.phases),

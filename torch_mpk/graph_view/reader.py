@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 import torch
 
 from torch_mpk.errors import GraphFileError
+from torch_mpk.provenance import plain_path
 
-GRAPH, SCHEDULE = "4.graph.json", "5.schedule.json"
+CAPTURE, GRAPH, SCHEDULE = "1.capture.txt", "4.graph.json", "5.schedule.json"
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class GraphFile:
     """A task graph, its schedule, or both. What a file does not have is empty, and ``target`` None."""
 
     path: Path
+    model: str = ""  # its class, where the capture is beside it
     nodes: dict[int, Node] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
@@ -149,7 +153,23 @@ def read(path: Path) -> GraphFile:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             what = f"not a task graph or schedule of torch_mpk ({type(error).__name__}: {error})"
             raise GraphFileError(path=p, what=what) from error
+    _read_capture(file, found[0].parent)
     return file
+
+
+def _read_capture(file: GraphFile, folder: Path) -> None:
+    """Inputs by their names in the model, and its class, from what the first stage has left; of a segment, or for
+    another device, in a folder above."""
+    capture = next((p for p in (each / CAPTURE for each in (folder, *folder.parents[:2])) if p.is_file()), None)
+    if capture is None:
+        return
+    lines = capture.read_text(errors="replace").partition("\n\n")[0].splitlines()
+    sources = dict(re.findall(r"^(\w+): .* (L\[.*)$", "\n".join(lines), re.MULTILINE))
+    file.model = next((line.removeprefix("model: ") for line in lines if line.startswith("model: ")), "")
+    file.buffers = [
+        dataclasses.replace(buffer, name=plain_path(sources[buffer.name])) if buffer.name in sources else buffer
+        for buffer in file.buffers
+    ]
 
 
 def _absent(path: Path, segments: Sequence[str]) -> str:
