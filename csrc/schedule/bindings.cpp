@@ -5,6 +5,7 @@
 #include "kernel.h"
 #include "passes.h"
 #include "schedule_json.h"
+#include "torch_mpk/schedule/mailboxes.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace py = pybind11;
@@ -32,6 +33,37 @@ std::vector<T> of_phases(const Schedule& schedule, T (*of)(const Schedule&, cons
   std::vector<T> all;
   for (const Phase& phase : schedule.phases) all.push_back(of(schedule, phase));
   return all;
+}
+
+void bind_mailboxes(py::module_& m) {
+  py::class_<Mailbox>(m, "Mailbox")
+      .def(py::init<int64_t, int64_t, int64_t>(), py::arg("turn"), py::arg("offset"), py::arg("words"))
+      .def_readonly("turn", &Mailbox::turn)
+      .def_readonly("offset", &Mailbox::offset)
+      .def_readonly("words", &Mailbox::words);
+
+  py::class_<Mailboxes>(
+      m, "Mailboxes",
+      "Made by place_mailboxes; the constructor is for mailboxes made by hand, which `validate_mailboxes` must see.")
+      .def(py::init([](int ranks, std::string group, int64_t turns, bool by_turns, int64_t place_bytes,
+                       std::map<int, Mailbox> of_nodes) {
+             return Mailboxes{ranks, std::move(group), turns, by_turns, place_bytes, std::move(of_nodes), ""};
+           }),
+           py::arg("ranks"), py::arg("group"), py::arg("turns"), py::arg("by_turns"), py::arg("place_bytes"),
+           py::arg("of_nodes"))
+      .def_readonly("ranks", &Mailboxes::ranks)
+      .def_readonly("group", &Mailboxes::group)
+      .def_readonly("turns", &Mailboxes::turns)
+      .def_readonly("by_turns", &Mailboxes::by_turns)
+      .def_readonly("place_bytes", &Mailboxes::place_bytes)
+      .def_readonly("of_nodes", &Mailboxes::of_nodes)
+      .def("place_of", &Mailboxes::place_of, py::arg("launch"), py::arg("turn"));
+
+  m.def("place_mailboxes", &place_mailboxes, py::arg("schedule"),
+        "Where the exchanges of a schedule stand in the ranks' mailboxes. Raises ValueError where they are between "
+        "several groups, or too many ranks.");
+  m.def("validate_mailboxes", &validate_mailboxes, py::arg("schedule"), py::arg("mailboxes"),
+        "Raise RuntimeError, naming a node, where ranks might wait for each other or read another exchange's words.");
 }
 
 }  // namespace
@@ -203,6 +235,8 @@ void bind_schedule(py::module_& m) {
 
   m.def("refusal", py::overload_cast<const TBGraph&, const Target&>(&refusal), py::arg("graph"), py::arg("target"),
         "Why no kernel takes one of the graph's nodes on a CUDA target, naming the node; None where kernels take all.");
+  bind_mailboxes(m);
+
   m.def("make_schedule", &make_schedule, py::arg("graph"), py::arg("target"),
         "Place the graph's nodes on the target. A pure function.");
   m.def(

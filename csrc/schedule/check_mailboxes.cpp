@@ -19,13 +19,14 @@ struct Exchange {
 
 class MailboxProof {
  public:
-  explicit MailboxProof(const Schedule& schedule) : s_(schedule), order_(schedule), boxes_(place_mailboxes(schedule)) {}
+  MailboxProof(const Schedule& schedule, const Mailboxes& boxes) : s_(schedule), order_(schedule), boxes_(boxes) {}
 
   void run() {
     for (size_t p = 0; p < s_.phases.size(); p++)
       for (const Job& job : s_.phases[p].jobs) place(static_cast<int>(p), job);
     for (const Exchange& a : exchanges_) {
       check_size(a);
+      check_turn(a);
       for (const Exchange& b : exchanges_)
         if (a.node < b.node) check_apart(a, b);
     }
@@ -58,6 +59,17 @@ class MailboxProof {
     const int64_t data = e.box.words * static_cast<int64_t>(sizeof(uint32_t));
     if (data < x.numel() * size_bytes(x.dtype) || e.box.offset < 0 || e.end() > boxes_.place_bytes)
       unsound(name_node(s_, e.node) + " pushes more than its mailbox holds");
+    if (e.box.offset % kUnitBytes != 0 || e.box.words % kUnitWords != 0)
+      unsound(name_node(s_, e.node) + " has a mailbox that is not of whole units of " + std::to_string(kUnitBytes) +
+              " bytes");
+  }
+
+  // Turns are counted from launch to launch. Were one left out or counted twice, places would not alternate, and a word
+  // that stands there since an earlier launch would have the right tag.
+  void check_turn(const Exchange& e) const {
+    if (e.box.turn < 0 || e.box.turn >= boxes_.turns)
+      unsound(name_node(s_, e.node) + " has turn " + std::to_string(e.box.turn) + " of " +
+              std::to_string(boxes_.turns) + ": the next launch counts it again");
   }
 
   // Two of one launch that may stand in one place at the same time.
@@ -75,6 +87,9 @@ class MailboxProof {
     for (const Exchange& e : exchanges_)
       if (const auto [at, fresh] = phases.emplace(e.box.turn, e.phase); !fresh && at->second != e.phase)
         unsound(name_node(s_, e.node) + " exchanges in a phase of its own, but in another's turn");
+    if (static_cast<int64_t>(phases.size()) != boxes_.turns)
+      unsound("a launch has " + std::to_string(boxes_.turns) + " turns, but " + std::to_string(phases.size()) +
+              " phases that exchange: places would not alternate");
     const bool is_cpu = s_.target.device != "cuda";  // whose threads meet between phases
     for (auto turn = phases.begin(); turn != phases.end() && std::next(turn) != phases.end(); ++turn) {
       const int now = turn->second, next = std::next(turn)->second;
@@ -86,12 +101,16 @@ class MailboxProof {
 
   const Schedule& s_;
   const Order order_;
-  const Mailboxes boxes_;
+  const Mailboxes& boxes_;
   std::vector<Exchange> exchanges_;
 };
 
 }  // namespace
 
-void check_mailboxes(const Schedule& schedule) { MailboxProof(schedule).run(); }
+void check_mailboxes(const Schedule& schedule) { validate_mailboxes(schedule, place_mailboxes(schedule)); }
+
+void validate_mailboxes(const Schedule& schedule, const Mailboxes& mailboxes) {
+  MailboxProof(schedule, mailboxes).run();
+}
 
 }  // namespace mpk

@@ -7,8 +7,8 @@ the workers of a device might, after poisoning the workspace, so that a missing 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -301,7 +301,7 @@ def run(
     machine = Machine(schedule.graph, memory, scalars)
     with torch.no_grad():
         for phase, job in _interleaving(schedule, order):
-            _run_job(machine, memory, schedule.phases[phase].jobs[job], order)
+            run_job(machine, memory, schedule.phases[phase].jobs[job], order)
 
 
 class ScheduledMemory(Memory):
@@ -332,7 +332,8 @@ class ScheduledMemory(Memory):
         return self.workspaces[self.polled[buffer]][start : start + info.bytes].view(dtype_of(dtype))
 
 
-def _run_job(machine: Machine, memory: ScheduledMemory, job: _C.Job, order: random.Random | None) -> None:
+def run_job(machine: Machine, memory: ScheduledMemory, job: _C.Job, order: random.Random | None) -> None:
+    """All of a job; with an order, its nodes' pieces in any."""
     memory.private = dict.fromkeys(job.unstored)
     nodes = list(job.body)
     if order and not job.run:
@@ -361,34 +362,72 @@ def _polled(schedule: _C.Schedule) -> dict[tuple[int, int], set[tuple[int, int]]
     return polled
 
 
-def _interleaving(schedule: _C.Schedule, order: random.Random | None) -> list[tuple[int, int]]:
-    """(phase, job) in an order that events and polls allow.
-
-    Each worker passes the phases in order, owns some of the jobs, and awaits what they read of polled buffers.
-    """
-    phases = schedule.phases
+def _interleaving(schedule: _C.Schedule, order: random.Random | None) -> Iterator[tuple[int, int]]:
+    """(phase, job) in an order that events and polls allow."""
     if order is None:
-        return [(p, j) for p, phase in enumerate(phases) for j in range(len(phase.jobs))]
-    num_workers = order.randint(2, 4)
-    owned: list[list[list[int]]] = [[[] for _ in phases] for _ in range(num_workers)]
-    for p, phase in enumerate(phases):
-        for j in order.sample(range(len(phase.jobs)), len(phase.jobs)):
-            order.choice(owned)[p].append(j)
-    position = [0] * num_workers  # the phase each worker is in
-    out: list[tuple[int, int]] = []
-    polled = _polled(schedule)
+        yield from ((p, j) for p, phase in enumerate(schedule.phases) for j in range(len(phase.jobs)))
+        return
+    workers = Workers(schedule, order, order.randint(2, 4))
+    while not workers.are_done:
+        piece = workers.step(order.choice(workers.ready()))
+        if piece is not None:
+            yield piece.phase, piece.job
 
-    def may_run(worker: int) -> bool:
-        p = position[worker]
-        if p == len(phases) or any(min(position) <= w for w in phases[p].waits):
+
+class Piece(NamedTuple):
+    """What a worker does at once: a job, or a step of one."""
+
+    phase: int
+    job: int
+    step: Any = None
+
+
+class Workers:
+    """The workers of a launch: each passes the phases in order, owns some of the jobs, and awaits what they read of
+    polled buffers."""
+
+    def __init__(self, schedule: _C.Schedule, order: random.Random, count: int) -> None:
+        self.phases, self.order = schedule.phases, order
+        self.position = [0] * count  # the phase each worker is in
+        self.to_do: list[list[list[Piece]]] = [[[] for _ in self.phases] for _ in range(count)]  # last ones first
+        self.left: dict[tuple[int, int], int] = {}  # pieces of a job that are still to be done
+        for p, phase in enumerate(self.phases):
+            for worker, piece in self.dealt(p, phase):
+                self.to_do[worker][p].insert(0, piece)
+                self.left[p, piece.job] = self.left.get((p, piece.job), 0) + 1
+        self._polled = _polled(schedule)
+
+    def dealt(self, number: int, phase: _C.Phase) -> Iterator[tuple[int, Piece]]:
+        """The pieces of a phase, each with its worker, which does its own in this order."""
+        for job in self.order.sample(range(len(phase.jobs)), len(phase.jobs)):
+            yield self.order.randrange(len(self.position)), Piece(number, job)
+
+    @property
+    def are_done(self) -> bool:
+        return min(self.position) == len(self.phases)
+
+    def next_piece(self, worker: int) -> Piece | None:
+        """What the worker does next in its phase; None where nothing is left of it."""
+        p = self.position[worker]
+        return self.to_do[worker][p][-1] if p < len(self.phases) and self.to_do[worker][p] else None
+
+    def may_step(self, worker: int) -> bool:
+        p = self.position[worker]
+        if p == len(self.phases) or any(min(self.position) <= w for w in self.phases[p].waits):
             return False
-        return not owned[worker][p] or polled[p, owned[worker][p][-1]] <= set(out)
+        piece = self.next_piece(worker)
+        return piece is None or not any(self.left[made] for made in self._polled[p, piece.job])
 
-    while min(position) < len(phases):
-        worker = order.choice([w for w in range(num_workers) if may_run(w)])
-        p = position[worker]
-        if owned[worker][p]:
-            out.append((p, owned[worker][p].pop()))
+    def ready(self) -> list[int]:
+        """Workers that may do something now."""
+        return [worker for worker in range(len(self.position)) if self.may_step(worker)]
+
+    def step(self, worker: int) -> Piece | None:
+        """The worker's next piece, which counts as done; None where it went on to the next phase."""
+        piece = self.next_piece(worker)
+        if piece is None:
+            self.position[worker] += 1
         else:
-            position[worker] += 1
-    return out
+            self.to_do[worker][piece.phase].pop()
+            self.left[piece.phase, piece.job] -= 1
+        return piece

@@ -42,4 +42,8 @@ struct Mailboxes {
 // Throws std::invalid_argument where exchanges are between several groups, or too many ranks.
 Mailboxes place_mailboxes(const Schedule& schedule);
 
+// Throws std::runtime_error, naming a node, where ranks that use these mailboxes might wait for each other, or read
+// what another exchange has pushed. `validate` asks it of those that `place_mailboxes` gives.
+void validate_mailboxes(const Schedule& schedule, const Mailboxes& mailboxes);
+
 }  // namespace mpk
