@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from torch_mpk.capture.provenance import plain_path
 from torch_mpk.errors import GraphFileError
-from torch_mpk.provenance import plain_path
 
 CAPTURE, GRAPH, SCHEDULE = "1.capture.txt", "4.graph.json", "5.schedule.json"
 
