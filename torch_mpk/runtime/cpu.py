@@ -101,7 +101,7 @@ def _run_reference(
     attrs: dict[str, Any],
     phase: str,
 ) -> None:
-    """Runs a task that has no CPU body by its reference, on the memory of its operands.
+    """Runs a task that has no CPU kernel by its reference, on the memory of its operands.
 
     Raises MegakernelTimeout when that takes longer than ``seconds``, unless they are 0.
     """
