@@ -7,8 +7,8 @@ namespace py = pybind11;
 namespace mpk {
 namespace {
 
-// Looking `data_ptr` up costs as much as calling it, so it is looked up once for each type in a row of tensors, of
-// which a model has two: Tensor and Parameter.
+// Looking up `data_ptr` costs as much as calling it, so it is looked up once for each type in a row of tensors. A model
+// has two types, Tensor and Parameter.
 class AddressReader {
  public:
   explicit AddressReader(const char* what) : what_(what) {}
@@ -130,7 +130,7 @@ void Arguments::read(const py::tuple& args, std::span<uint64_t> addresses, std::
   if (overlaps_.may_occur()) check_apart(args, addresses);
   if (!freeze_) return;
   last_addresses_.assign(addresses.begin(), addresses.end());
-  const py::object before = std::exchange(last_, args);  // freed when all is consistent: that may run Python code
+  const py::object before = std::exchange(last_, args);  // freed last, since that may run Python code
 }
 
 void Arguments::check(const py::tuple& args) {

@@ -1,5 +1,5 @@
-// How the arguments of a call become the addresses and sizes of a run. All that is done for each tensor of each call is
-// here: what a call costs the host is mostly this.
+// Turns a call's arguments into the addresses and sizes of a run. All per-tensor work of a call is here: it is most of
+// a call's host time.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -28,22 +28,22 @@ struct InputMemory {
 };
 constexpr int64_t kUnknownBytes = -1;
 
-// Which of a call's arguments are the inputs and the sizes of an executable.
+// The arguments of a call that are an executable's inputs and sizes.
 class Arguments {
  public:
-  // `inputs` and `sizes` are positions among a call's arguments. `freeze`: a tensor that is the same object as in the
-  // last call has the address it had then. The last call's arguments are then kept alive, so that no other object can
-  // take their place in memory. `memory`: that of each input; empty where none may overlap in a way that counts.
+  // `inputs` and `sizes`: positions among a call's arguments. `freeze`: a tensor object of the last call keeps its
+  // address. The last call's arguments are then kept alive, so that no other object takes their place in memory.
+  // `memory`: of each input; empty if no overlap matters.
   Arguments(std::vector<int> inputs, std::vector<int> sizes, bool freeze, const std::vector<InputMemory>& memory = {});
 
   size_t num_inputs() const { return inputs_.size(); }
   size_t num_sizes() const { return sizes_.size(); }
 
-  // `args` is a tuple. The spans are as long as the executable has inputs, and sizes. Throws what the functions above
-  // do, and Python's SharedMemoryError where an input that is written overlaps another.
+  // `args` is a tuple. The spans are as long as the executable has inputs and sizes. Throws what the functions above
+  // throw, and Python's SharedMemoryError if an input that is written overlaps another.
   void read(const pybind11::tuple& args, std::span<uint64_t> addresses, std::span<int64_t> sizes);
 
-  // What `read` throws for these arguments.
+  // Throws what `read` throws for these arguments.
   void check(const pybind11::tuple& args);
 
  private:
@@ -51,12 +51,12 @@ class Arguments {
 
   const std::vector<int> inputs_, sizes_;
   const bool freeze_;
-  size_t num_needed_ = 0;           // arguments
-  std::vector<std::string> names_;  // of the inputs, as is the next; empty where none may overlap in a way that counts
+  size_t num_needed_ = 0;           // arguments that are read
+  std::vector<std::string> names_;  // of the inputs, like the next; empty if no overlap matters
   std::vector<int64_t> bytes_;
   bool has_unknown_bytes_ = false;
   Overlaps overlaps_;
-  pybind11::object last_;  // the last call's, where frozen
+  pybind11::object last_;  // the last call's arguments, if frozen
   std::vector<uint64_t> last_addresses_;
 };
 

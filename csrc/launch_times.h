@@ -1,4 +1,4 @@
-// Launches' times as Python reads them.
+// Launches' times in the layout that Python reads.
 #pragma once
 
 #include <pybind11/pybind11.h>

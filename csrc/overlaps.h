@@ -1,4 +1,4 @@
-// Which inputs of a call share memory where a graph was built for inputs that do not.
+// Finds inputs of a call that share memory, though the graph was built for separate inputs.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,22 +9,22 @@
 
 namespace mpk {
 
-// Blocks of an input, a turn apart from each other, which may have other inputs' between them; 0 bytes: it is no such.
+// An input's blocks, one in each turn; other inputs' blocks may lie in between. 0 bytes: it has no blocks.
 struct Turns {
   int64_t bytes, block;
 };
 
-// In a graph that writes an input in place, reads and writes are ordered as for inputs that lie apart. That holds until
-// an address changes, so a call with the last one's addresses costs a comparison each.
+// A graph that writes an input in place orders reads and writes as if inputs were separate. That remains true until an
+// address changes, so a call with the last call's addresses costs a comparison each.
 class Overlaps {
  public:
   Overlaps() = default;
-  // `turns`: of each input. `written`: which of them are written.
+  // `turns`: each input's. `written`: the inputs that are written.
   Overlaps(std::vector<Turns> turns, std::vector<size_t> written);
 
   bool may_occur() const { return !written_.empty(); }
 
-  // Two inputs that share memory, one of which is written, if there are any. `bytes`: the inputs' extents.
+  // Two inputs that share memory, of which one is written; nothing if there are none. `bytes`: the inputs' extents.
   std::optional<std::pair<size_t, size_t>> find(std::span<const uint64_t> addresses, std::span<const int64_t> bytes);
 
  private:
@@ -33,7 +33,7 @@ class Overlaps {
   std::vector<Turns> turns_;
   std::vector<bool> is_written_;
   std::vector<size_t> written_;
-  std::vector<uint64_t> apart_;  // where the last inputs were that lay apart, and their extents
+  std::vector<uint64_t> apart_;  // addresses and extents of the last separate inputs
   std::vector<int64_t> apart_bytes_;
 };
 

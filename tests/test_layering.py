@@ -188,7 +188,7 @@ def test_device_code_reads_of_ours_what_both_sides_share_alone() -> None:
 # Where the hand-written tasks and their operands have their names: what they are, and who makes calls of them.
 ROOMS = (
     "csrc/codegen/tasks",
-    "csrc/cpu/bodies",
+    "csrc/cpu/kernels",
     "csrc/kernels/attention",
     "csrc/kernels/collectives",
     "csrc/kernels/experts",

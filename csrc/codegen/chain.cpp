@@ -76,8 +76,8 @@ class ChainWriter {
     };
     code_.fetch = "      " + copy(polled ? "copy_polled_row" : "copy_row") + "data, " + place_ + ");\n";
     if (!code_.vectorized && !chain_.tasks.empty()) first_applied_ = "      group.sync();\n" + first_applied_;
-    std::string brought = code_.fetch + first_applied_;
-    if (polled && first_polls_) brought = "      task0.apply_to_polled(group, data, " + place_ + ");\n";
+    std::string staged = code_.fetch + first_applied_;
+    if (polled && first_polls_) staged = "      task0.apply_to_polled(group, data, " + place_ + ");\n";
     if (const Tensor* target = options_.target) {
       if (!code_.vectorized) applied_ += "      group.sync();\n";
       applied_ += "      " + copy("copy_row") + refs_.pointer(node_, *target, true) + " + " +
@@ -92,7 +92,7 @@ class ChainWriter {
                   (options_.batch_row ? ", uint32_t batch_row)" : ")") +
                   (constructed_.empty() ? "" : " : " + constructed_) + " {}\n" +
                   (options_.is_there ? "" : member("fetch", code_.fetch)) + member("apply", first_applied_ + applied_) +
-                  (options_.is_there ? "" : member("bring", brought + applied_)) + "  };\n";
+                  (options_.is_there ? "" : member("stage", staged + applied_)) + "  };\n";
   }
 
   KernelContext& context_;

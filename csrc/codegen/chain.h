@@ -1,5 +1,5 @@
-// Row tasks applied one after the other to a row in shared memory, the first reading memory: jobs of their own, and
-// prologues of stream tasks.
+// Row tasks applied in sequence to a row in shared memory, of which the first reads memory. They are jobs of their own,
+// or prologues of stream tasks.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,7 @@ namespace mpk::codegen {
 
 struct Chain {
   std::vector<const Node*> tasks;
-  const Tensor* source;  // of the first
+  const Tensor* source;  // of the first task
 };
 
 // Why no chain has the row task; nothing where one may.
@@ -22,24 +22,24 @@ std::optional<std::string> refuses_row_task(const Node& task);
 Chain find_chain(const KernelContext& context, const std::vector<int>& prologue, const Node& node,
                  const Tensor& operand);
 
-// The class of the chain (see row.cuh) with the traits of its tasks.
+// The chain's class (see row.cuh), with its tasks' traits.
 struct ChainCode {
   std::string text, fetch;  // `fetch`: the part of `text` that fetches the row
   bool vectorized = true;
-  bool early = true;  // what the constructor reads is known before the phase's events
+  bool early = true;  // the constructor's operands are known before the phase's events
   std::vector<std::string> headers;
 };
 
 struct ChainOptions {
   int phase;
-  const Tensor* target = nullptr;  // where the row is stored besides
-  bool batch_row = false;          // the row of the batch is given, not computed from the row
-  bool is_there = false;           // the row stands in shared memory, and is not brought
+  const Tensor* target = nullptr;  // where the row is also stored
+  bool batch_row = false;          // the batch row is a parameter, not computed from the row
+  bool is_there = false;           // the row is in shared memory already
 };
 ChainCode emit_chain(KernelContext& context, Refs& refs, const Node& node, const Chain& chain,
                      const ChainOptions& options);
 
-// A row task of a chain, as what writes its part of it sees it.
+// A row task of a chain, as its emitter sees it.
 struct RowPlace {
   KernelContext& context;
   Refs& refs;
@@ -53,12 +53,12 @@ struct RowPlace {
   bool known(const Tensor& t) const { return context.known_before(t.buffer, options.phase); }
 };
 
-// What a chain is told of a row task.
+// What a row task's emitter returns.
 struct RowCode {
-  std::string traits = "";  // members of the struct V that its class gets, besides T and kSize
-  std::string row = "row";  // expression of the number that its class gets
+  std::string traits = "";  // members of its class's struct V, besides T and kSize
+  std::string row = "row";  // expression of the row number that its class gets
   bool vectorized = true;   // rows may still be read and written several elements at a time
-  bool early = true;        // what its class reads as it is made is known before the phase's events
+  bool early = true;        // its constructor's operands are known before the phase's events
   bool polls = false;       // its class has apply_to_polled
 };
 

@@ -1,4 +1,4 @@
-// What codegen demands of a job beyond what its kernel has been asked; raised as Unsupported, which names the node.
+// Codegen's checks of a job, beyond what its kernel refuses. They raise Unsupported, which names the node.
 #pragma once
 
 #include <string>

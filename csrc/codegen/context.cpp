@@ -75,11 +75,11 @@ int Refs::add(const Node& node, const Tensor& t) {
   return add_raw(place.index, place.offset);
 }
 
-int Refs::add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns, MapForm form) {
+int Refs::add_map(const Node& node, const Tensor& t, int64_t box_rows, int64_t box_columns, MapLayout layout) {
   const Place place = place_of(node, t);
   const int64_t pitch = (t.shape[0] == 1 ? t.shape[1] : t.strides[0]) * size_bytes(t.dtype);
-  const MatrixMap map{place.index, place.offset, t.shape[0], t.shape[1], pitch, box_rows, box_columns, form};
-  context_.has_swizzle |= form != kMapOfRows;
+  const MatrixMap map{place.index, place.offset, t.shape[0], t.shape[1], pitch, box_rows, box_columns, layout};
+  context_.has_swizzle |= layout != kMapOfRows;
   size_t number = 0;
   while (number < context_.maps.size() && context_.maps[number].fields() != map.fields()) number++;
   if (number == context_.maps.size()) context_.maps.push_back(map);

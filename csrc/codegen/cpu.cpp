@@ -13,7 +13,7 @@ CpuTiles generate_cpu_tiles(const TBGraph& graph) {
   using namespace codegen;
   std::set<std::string> headers = {"torch_mpk/cpu/tile.h"};
   std::map<std::string, int> numbers;
-  std::vector<std::string> bodies;
+  std::vector<std::string> structs;
   CpuTiles tiles;
   for (const Node& node : graph.nodes()) {
     if (node.def->cpu_body.empty()) continue;
@@ -28,17 +28,17 @@ CpuTiles generate_cpu_tiles(const TBGraph& graph) {
     };
     cpu.alignment = [](const Tensor& t) { return size_bytes(t.dtype); };
     const std::string body = TileWriter(node, cpu).body();
-    const auto [found, fresh] = numbers.try_emplace(body, static_cast<int>(bodies.size()));
-    if (fresh) bodies.push_back(body);
+    const auto [found, fresh] = numbers.try_emplace(body, static_cast<int>(structs.size()));
+    if (fresh) structs.push_back(body);
     tiles.functions.emplace_back(node.id, found->second);
   }
-  if (bodies.empty()) return tiles;
+  if (structs.empty()) return tiles;
   for (const std::string& header : headers) tiles.source += "#include \"" + header + "\"\n";
   tiles.source += "\nnamespace {\n\nusing namespace mpk;\n\n";
   std::string table;
-  for (size_t i = 0; i < bodies.size(); i++) {
+  for (size_t i = 0; i < structs.size(); i++) {
     const std::string name = "Tile" + std::to_string(i);
-    tiles.source += "struct " + name + " {\n" + bodies[i] + "};\n\n";
+    tiles.source += "struct " + name + " {\n" + structs[i] + "};\n\n";
     table += (i > 0 ? ", " : "") + ("kTileCode<" + name + ">");
   }
   tiles.source += "}  // namespace\n\nextern \"C\" __attribute__((visibility(\"default\"))) const mpk::TileCode " +

@@ -1,4 +1,4 @@
-// Schedule -> the source of one kernel, and its table.
+// Schedule -> the source of a kernel, and its table.
 #include "torch_mpk/codegen/cuda.h"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ void check_launch(const KernelContext& context) {
                       " outputs, whose pointers do not fit the " + str(kMaxLaunchBytes) + " bytes of a launch");
 }
 
-// Writes every job's code, with its row of the table.
+// Writes every job's code and table row.
 Table emit_jobs(KernelContext& context, Variants& variants, bool named) {
   TableWriter table(context);
   for (size_t p = 0; p < context.schedule.phases.size(); p++) {
@@ -52,8 +52,8 @@ Table emit_jobs(KernelContext& context, Variants& variants, bool named) {
   return table.finish();
 }
 
-// The device's own architecture where all code of its generation is compiled for that, or a task has code for it:
-// others may not have the instructions.
+// The device's own architecture, if all code of its generation is compiled for it, or a task has code for it. Other
+// devices may lack the instructions.
 int compiled_for(const KernelContext& context) {
   const Target& target = context.schedule.target;
   const bool is_own = std::ranges::any_of(context.graph().nodes(), [&](const Node& node) {
@@ -62,7 +62,7 @@ int compiled_for(const KernelContext& context) {
   return is_own || arch_of(target.arch).is_compiled_by_device ? target.device_arch : target.arch;
 }
 
-// How the memory that outlives a launch is laid out.
+// Lays out the memory that outlives a launch.
 Offsets place_state(const KernelContext& context, bool profiled, CudaProgram& program) {
   Offsets offsets;
   offsets.events = kEventsOffset;

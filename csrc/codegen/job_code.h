@@ -1,6 +1,6 @@
-// The code of jobs, as kernels (csrc/kernels) write it. A job becomes the body of a struct (its "variant") that holds
-// everything static, and the list of references to memory that its row of the table carries; jobs with equal bodies
-// share code. Kernels only write down what the schedule decided.
+// The code of jobs, written by kernels (csrc/kernels). A job becomes the body of a struct (its "variant") with
+// everything static, and a list of references to memory for its table row. Jobs with equal variants share code. Kernels
+// only write down what the schedule decided.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,21 @@
 namespace mpk::codegen {
 
 struct JobCode {
-  std::string kind;               // the variant's name, but for its number: "Points"
+  std::string kind;               // the variant's name without its number: "Points"
   std::string compute;            // the consumers' function, called with (c, job)
-  std::string load = "";          // the loader's, for what the table does not say; empty: nothing
-  std::string staged_bytes = "";  // expression of the shared memory staged, <V> standing for the variant; empty: none
+  std::string load = "";          // the loader's function, for what the table does not say; empty: none
+  std::string staged_bytes = "";  // expression of the staged bytes, where <V> stands for the variant; empty: none
   std::string body = "";          // of the variant's struct
   std::vector<std::string> headers = {};
   std::vector<uint64_t> refs = {};
   StreamRow stream = {};  // of `matrices`
   std::vector<MatrixRow> matrices = {};
-  bool has_extra = false;          // a result needs something besides, which is fetched early
-  std::string shared_loop = "";    // variants of one kernel with the same may share code, see Kernel::share
-  uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another one
-  bool loads_early = false;        // `load` awaits by itself what the launch computes, behind what it can load before
-  bool takes_windows = false;      // some warps stage the next of what others compute with, see device/windows.cuh
-  const Kernel* kernel = nullptr;  // that wrote this; emit_job says it
+  bool has_extra = false;          // a result needs operands of its own, which are fetched early
+  std::string shared_loop = "";    // variants of a kernel that name the same loop may share code, see Kernel::share
+  uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another worker
+  bool loads_early = false;        // `load` itself awaits results of the launch, after loads that need none
+  bool has_stages = false;         // producer warps stage for the others, see StageBarriers in device/launch.cuh
+  const Kernel* kernel = nullptr;  // which wrote this; set by emit_job
 };
 
 // A job to be written.
@@ -49,11 +49,11 @@ struct Variant {
   const JobCode& code;
 };
 
-// Code that several variants share, in place of a call for each.
+// Code that several variants share, instead of a call for each.
 struct SharedCode {
   std::vector<uint32_t> variants;  // their numbers
   std::string declarations;        // before the launch's
-  std::string compute;             // statements of Kernel::compute that return where the job's variant is one of these
+  std::string compute;             // statements of Kernel::compute, which return if the job has one of these variants
 };
 
 // Throws Unsupported naming the node when it cannot be generated.

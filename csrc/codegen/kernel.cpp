@@ -17,7 +17,7 @@ std::string member(const char* type, const char* name, const std::string& value)
 }
 std::string member(const char* type, const char* name, int64_t value) { return member(type, name, str(value)); }
 
-// What device code is compiled for, see device/warps.cuh.
+// The macros that device code is compiled with, see device/warps.cuh.
 std::string warps(const WarpLayout& layout) {
   return "#define MPK_CONSUMER_WARPS " + str(layout.consumers) + "\n#define MPK_LOADER_WARPS " + str(layout.loaders) +
          "\n" +
@@ -32,7 +32,7 @@ std::string includes(const Target& target, const Variants& variants) {
   return text;
 }
 
-// The shared memory that jobs stage: what the largest may take, by the schedule.
+// The most shared memory that a job stages, by the schedule.
 int64_t most_staged(const Schedule& schedule) {
   int64_t most = kFewestStagedBytes;
   for (const Phase& phase : schedule.phases)
@@ -40,7 +40,7 @@ int64_t most_staged(const Schedule& schedule) {
   return most;
 }
 
-// And what it does, an expression.
+// The bytes that the code stages, as an expression.
 std::string staged_bytes(const Variants& variants) {
   std::string staged = str(kFewestStagedBytes);
   for (size_t i = 0; i < variants.codes().size(); i++) {
@@ -53,16 +53,16 @@ std::string staged_bytes(const Variants& variants) {
   return staged;
 }
 
-// Where the ring begins: boxes need it aligned, and boxes and what else takes windows have them in front of it.
-std::string windows(const KernelContext& context, const Variants& variants) {
-  const bool has_windows = context.has_swizzle || std::ranges::any_of(variants.codes(), &JobCode::takes_windows);
+// The place of the ring. Boxes need it aligned, and jobs with stages have barriers in front of it.
+std::string stages(const KernelContext& context, const Variants& variants) {
+  const bool has_stages = context.has_swizzle || std::ranges::any_of(variants.codes(), &JobCode::has_stages);
   const std::string staged_end = "kStagedOffset + round_up(kStagedBytes)", alignment = str(kBoxAlignment);
   const std::string flags =
-      member("bool", "kHasBoxes", truth(context.has_swizzle)) + member("bool", "kHasWindows", truth(has_windows));
-  if (!has_windows) return flags + member("int", "kRingOffset", staged_end);
-  return flags + member("int", "kWindowsOffset", staged_end) +
+      member("bool", "kHasBoxes", truth(context.has_swizzle)) + member("bool", "kHasStages", truth(has_stages));
+  if (!has_stages) return flags + member("int", "kRingOffset", staged_end);
+  return flags + member("int", "kStagesOffset", staged_end) +
          member("int", "kRingOffset",
-                "(kWindowsOffset + int(sizeof(Windows)) + " + str(kBoxAlignment - 1) + ") / " + alignment + " * " +
+                "(kStagesOffset + int(sizeof(StageBarriers)) + " + str(kBoxAlignment - 1) + ") / " + alignment + " * " +
                     alignment);
 }
 
@@ -81,7 +81,7 @@ std::string layout(const KernelContext& context, const Variants& variants, const
          member("int64_t", "kPolledBytes", context.schedule.polled_bytes) +
          member("int", "kRowBytes", table.row_bytes) + member("int", "kRowsOffset", "sizeof(Shared)") +
          member("int", "kStagedOffset", "round_up(kRowsOffset + kPhasesAhead * kRowBytes)") +
-         member("int", "kStagedBytes", staged_bytes(variants)) + windows(context, variants) +
+         member("int", "kStagedBytes", staged_bytes(variants)) + stages(context, variants) +
          member("int", "kSlotBytes", warps.slot_bytes) +
          member("int", "kFittingSlots", "(" + str(program.smem_bytes) + " - kRingOffset) / kSlotBytes") +
          member("int", "kSlots", "kFittingSlots < " + most + " ? kFittingSlots : " + most) +
@@ -90,8 +90,8 @@ std::string layout(const KernelContext& context, const Variants& variants, const
          ", \"a job stages more than the schedule says\");\n\n";
 }
 
-// What consumers and the loader call for a job, by its variant.
-// `awaits`: the loader's code must await what its copies depend on.
+// The functions that consumers and the loader call for a job, by its variant. `awaits`: the loader's code must await
+// what its copies depend on.
 std::string dispatch(const Variants& variants, const std::vector<SharedCode>& shared, bool awaits) {
   std::set<uint32_t> sharing;
   std::string shared_compute, compute, load;
@@ -114,7 +114,7 @@ std::string dispatch(const Variants& variants, const std::vector<SharedCode>& sh
          load + "      default: break;\n    }\n  }\n";
 }
 
-// The kernel function, whose parameter is a launch's.
+// The kernel function. Its parameter is a launch's.
 std::string entry_point(const KernelContext& context, const CudaProgram& program) {
   return "struct LaunchBlock {\n  LaunchParams params;\n  void* pointers[" +
          str(std::max(1, context.num_inputs + context.num_outputs)) +

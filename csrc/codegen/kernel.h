@@ -11,11 +11,11 @@
 
 namespace mpk::codegen {
 
-// The different jobs of a kernel. Those whose code is the same text have one number.
+// The variants of a kernel. Jobs with equal text have one number.
 class Variants {
  public:
   uint32_t number_of(JobCode code);
-  // What stands above the variant of this number.
+  // Adds a comment above the variant of this number.
   void add_comment(uint32_t number, const std::string& text) { comments_[number] += text; }
 
   const std::vector<JobCode>& codes() const { return codes_; }
@@ -25,7 +25,7 @@ class Variants {
     return found == comments_.end() ? "" : found->second;
   }
 
-  // What kernels have their variants share.
+  // The code that kernels let their variants share.
   std::vector<SharedCode> shared() const;
 
  private:
@@ -34,7 +34,7 @@ class Variants {
   std::map<uint32_t, std::string> comments_;
 };
 
-// Where parts of the control block and of the workspace begin.
+// Offsets in the control block and in the workspace.
 struct Offsets {
   int64_t events, tickets, polled;
 };

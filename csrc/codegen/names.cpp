@@ -11,7 +11,7 @@ std::string tensor_text(const KernelContext& context, const Operand& operand) {
   return text + "]";
 }
 
-// Names are a user's: whatever is in them stays in the comment's line.
+// Users choose names. Whatever they contain stays in the comment's line.
 std::string comment(std::string text) {
   for (char& c : text)
     if (static_cast<unsigned char>(c) < ' ' || c == '\\') c = '?';

@@ -1,4 +1,4 @@
-// What the jobs of a kernel are called and what they work on, for people.
+// Names of a kernel's jobs and tensors, for people.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Where the elements of a view stand.
+// Addresses of a view's elements.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ inline Pattern pattern(const Tensor& t) { return pattern(t.shape, t.strides, t.o
 // The element offset of row number `row` (an expression) among a tensor's leading dimensions.
 std::string row_offset(const Tensor& t, const std::string& row);
 
-// The same of a tensor whose every element is a row.
+// The same for a tensor whose every element is a row.
 std::string element_offset(Tensor t, const std::string& element);
 
 // " + int64_t(b) * 64 + ...": from a tensor's first element to the one with these indices in the leading dimensions.

@@ -20,10 +20,10 @@ std::string literal(const Instr& i) {
 
 bool is_comparison(Op op) { return op >= Op::k_eq; }
 
-// Whether a number is one that says how large a cache is, or where in it something begins: these differ between builds,
-// and between layers, where nothing else does.
+// Whether a number is a cache's length or a place in a cache. Such numbers differ between builds and layers that are
+// equal otherwise.
 bool says_where(const Program& program, size_t number) {
-  constexpr int64_t kLeast = 1024, kEnd = int64_t(1) << 31;  // of places in a cache; of `Refs::number`
+  constexpr int64_t kLeast = 1024, kEnd = int64_t(1) << 31;  // places in a cache; limit of
   const Instr& i = program.instrs[number];
   if (i.op != Op::kConst || i.dtype != DType::kI64 || i.imm_int < kLeast || i.imm_int >= kEnd) return false;
   return std::all_of(program.instrs.begin(), program.instrs.end(), [&](const Instr& user) {
@@ -34,14 +34,14 @@ bool says_where(const Program& program, size_t number) {
 
 const char* compute_type(DType t) { return is_reduced_float(t) ? "float" : cuda_type(t); }
 
-// How far from the offset an access may reach, in elements.
+// The largest distance from the offset that an access may reach, in elements.
 int64_t reach(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   int64_t r = 0;
   for (size_t d = 0; d < sizes.size(); d++) r += (sizes[d] > 0 ? sizes[d] - 1 : 0) * std::abs(strides[d]);
   return r;
 }
 
-// The strides of the dimensions in a point's number, with or without the last one.
+// The dimensions' strides in a point's number, with or without the last dimension.
 std::vector<int64_t> row_major(std::vector<int64_t> domain, bool without_last) {
   if (without_last) domain.back() = 1;
   return contiguous_strides(domain);
@@ -98,8 +98,8 @@ class ProgramWriter {
     return statements;
   }
 
-  // Of dimension `d`; `first` is the one that no other is around. A row's number and one within it need less arithmetic
-  // than what is made of both.
+  // The index in dimension `d`; `first`: the outermost dimension. The numbers of a row and within it take less
+  // arithmetic than one made of both.
   std::string index_of(size_t d, size_t first) const {
     int64_t step = strides_[d];
     std::string from = options_.point;
@@ -125,14 +125,14 @@ class ProgramWriter {
     return std::any_of(i.args.begin(), i.args.end(), [&](int a) { return varies_[a]; });
   }
 
-  // Whether an access reaches neighbouring elements, for all of them or for none.
+  // Whether an access reaches neighbouring elements, for all points or for none.
   bool go_together(const Instr& i, size_t offset_arg) const {
     return options_.width > 1 && together_ >= 0 && i.strides[together_] == 1 &&
            !context_.polled(node_.operands[i.operand].tensor.buffer) &&
            std::none_of(i.args.begin() + offset_arg, i.args.end(), [&](int a) { return varies_[a]; });
   }
 
-  // Defines a variable, of each point's value where they differ: then `write` writes the expression for point j.
+  // Defines a variable, with a value for each point if they differ: `write` then writes the expression for point j.
   template <class Write>
   void define(const std::string& name, DType dtype, bool differs, Write write) {
     const std::string type = cuda_type(dtype);
@@ -160,7 +160,7 @@ class ProgramWriter {
     return "cast<" + as + ">(" + value(i.args[k]) + ")";
   }
 
-  // Where a load or store goes, from the operand's first element; args[offset_arg], if there is one, is an offset.
+  // The address of a load or store, from the operand's first element. args[offset_arg], if it exists, is an offset.
   std::string address(const Instr& i, size_t offset_arg) const {
     std::string text;
     const bool wide = reach(program_.domain, i.strides) > std::numeric_limits<int32_t>::max();
@@ -207,14 +207,14 @@ class ProgramWriter {
     }
   }
 
-  // The variable that a load is, in place of memory; null where it is not given.
+  // The variable that replaces a load; null if there is none.
   const std::string* find_given(const Instr& i) const {
     if (!options_.given) return nullptr;
     const auto found = options_.given->find(&i - program_.instrs.data());
     return found == options_.given->end() ? nullptr : &found->second;
   }
 
-  // The newest value of the job itself that a load reads; null where it reads memory.
+  // The job's newest value that a load reads; null if it reads memory.
   const LocalValue* find_local(const Instr& i) const {
     if (!options_.locals) return nullptr;
     const Tensor& t = node_.operands[i.operand].tensor;
@@ -227,7 +227,7 @@ class ProgramWriter {
     return local;
   }
 
-  // The elements that an access reaches, in the order of the points' numbers.
+  // The elements that an access reaches, in the order of points.
   Pattern where(const Instr& i) const {
     std::vector<int64_t> sizes, strides;
     for (size_t d : by_falling_stride(program_.domain, strides_)) {
@@ -306,8 +306,8 @@ class ProgramWriter {
     if (in_each_) statement = "for_each<" + str(options_.width) + ">([&](int j) { " + statement + " });";
     in_each_ = false;
     code_.body += "    " + statement + "\n";
-    // A step advances a counter for each layer. Without fences the compiler fetches all their addresses at once, which
-    // take more registers than all else that the kernel does.
+    // A decode step advances a counter for each layer. Without fences the compiler loads all their addresses at once,
+    // which takes more registers than the rest of the kernel.
     constexpr int kStoresAtOnce = 4;
     if (++num_stores_ % kStoresAtOnce == 0) code_.body += "    ptx::compiler_fence();\n";
   }
@@ -317,11 +317,11 @@ class ProgramWriter {
   const Node& node_;
   const ProgramOptions& options_;
   const Program& program_;
-  const std::vector<int64_t> strides_;   // of the dimensions in the point's number
+  const std::vector<int64_t> strides_;   // of the dimensions, in the point's number
   std::vector<std::string> coordinate_;  // of each dimension, an expression
-  int together_ = -1;                    // the dimension in which points evaluated together follow each other
-  std::vector<bool> varies_;             // per instruction: it has a value for each of them
-  bool in_each_ = false;                 // what is written is evaluated for one of them, number j
+  int together_ = -1;                    // the dimension along which points are evaluated together
+  std::vector<bool> varies_;             // per instruction: has a value for each point
+  bool in_each_ = false;                 // the code being written is for one point, number j
   int num_stores_ = 0;
   ProgramCode code_;
 };

@@ -10,8 +10,8 @@
 namespace mpk::codegen {
 namespace {
 
-// Neighbouring elements that a lane takes at a time for the epilogues, of the `lanes` that share a row: as many as one
-// access may have, while each has some, and they are neighbours in all programs.
+// Neighbouring elements that a lane takes at a time for the epilogues, where `lanes` lanes share a row: as many as one
+// access may have, while each lane has some and they are neighbours in all programs.
 int64_t epilogue_width(const KernelContext& context, const Job& job, const std::vector<int>& nodes, const Tensor& y,
                        int64_t lanes) {
   const int64_t size = y.shape.back();

@@ -8,9 +8,8 @@
 
 namespace mpk::codegen {
 
-// What is made of rows y that are complete in shared memory, by epilogues of the job: the members of a variant that
-// HasEpilogue in row.cuh asks for. `lanes` share a row; `store` is a statement in front, for `elements` that stand at
-// `column` of `row`.
+// The epilogue of rows y that are complete in shared memory: the members of a variant that HasEpilogue in row.cuh
+// requires. `lanes` share a row. `store`: a statement in front, for `elements` at `column` of `row`.
 std::string emit_row_epilogues(KernelContext& context, Refs& refs, const Job& job, const std::vector<int>& nodes,
                                const Tensor& y, int64_t lanes, const std::string& store = "");
 

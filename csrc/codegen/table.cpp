@@ -100,7 +100,7 @@ Table TableWriter::finish() {
   return table;
 }
 
-// So long that phases take as few rows as they can, but for the last one, which runs only once.
+// As short as possible while phases take as few rows as they can. The last phase, which runs once, does not count.
 size_t TableWriter::choose_row_bytes() const {
   size_t most = 0;
   for (const PhaseJobs& phase : phases_) {
@@ -110,7 +110,7 @@ size_t TableWriter::choose_row_bytes() const {
   return most;
 }
 
-// The rows of a phase: as few as hold its jobs.
+// Writes a phase's rows, as few as hold its jobs.
 void TableWriter::append_rows(Table& table, const PhaseJobs& phase) const {
   const size_t row_bytes = static_cast<size_t>(table.row_bytes);
   Bytes row = phase.head;

@@ -1,4 +1,4 @@
-// The table that a kernel reads: rows for each phase (see torch_mpk/abi/table.h), then what its outputs are.
+// The table that a kernel reads: rows for each phase (see torch_mpk/abi/table.h), then descriptions of its outputs.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Table {
   int num_rows = 0, num_output_rows = 0;
 };
 
-// Phases and their jobs are added in order.
+// Adds phases and their jobs in order.
 class TableWriter {
  public:
   explicit TableWriter(const KernelContext& context);
@@ -26,7 +26,7 @@ class TableWriter {
   Table finish();
 
  private:
-  // A phase's part of the table, yet to be cut into rows.
+  // A phase's part of the table, before it is cut into rows.
   struct PhaseJobs {
     std::vector<uint8_t> head;  // PhaseRow and waits
     std::vector<std::vector<uint8_t>> jobs;

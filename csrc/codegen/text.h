@@ -1,4 +1,4 @@
-// The pieces that generated code is put together from.
+// Helpers that write generated code.
 #pragma once
 
 #include <cstdint>

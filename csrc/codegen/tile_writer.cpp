@@ -85,7 +85,7 @@ std::string TileWriter::body(bool through_ring) const {
   return text + "    " + task + "::compute<V_>(threads, tile, shared" + arguments + ");\n  }\n";
 }
 
-// The tiled dimension that is an operand's dimension number d, or null where its size is literal.
+// The tiled dimension of an operand's dimension d, or null if its size is literal.
 const TiledDim* TileWriter::dim_of(const OperandSpec& spec, const Tensor& t, size_t d) const {
   const size_t leading = num_leading(spec, t);
   const std::string& name = d < leading ? spec.dims.front() : spec.dims[d - leading + spec.has_leading()];
@@ -110,7 +110,7 @@ std::string TileWriter::traits(const OperandSpec& spec, const Operand* operand) 
          (strides.empty() ? "0" : strides) + "; }\n  };\n";
 }
 
-// Bytes that the address of every tile's slice is known to be a multiple of.
+// The known alignment in bytes of every tile's slice.
 int64_t TileWriter::alignment(const OperandSpec& spec, const Tensor& t) const {
   int64_t known = dialect_.alignment(t);
   const auto limit = [&](int64_t elements) {
@@ -168,7 +168,7 @@ std::string TileWriter::stream_members(const OperandSpec& spec, const Operand& o
          (dim ? "tile." + camel(dim->name) + ".size" : "kStreamRows") + "; }\n";
 }
 
-// Tile number `number`: of each dimension, what it has of it.
+// Tile number `number`: its range of each dimension.
 std::string TileWriter::tile() const {
   std::string fields, statements;
   for (size_t i = tiling_.dims.size(); i-- > 0;) {

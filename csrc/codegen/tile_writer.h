@@ -1,5 +1,4 @@
-// Tile tasks: what a task's function is told of a node at compile time, and where a tile's slices begin, for any
-// device.
+// Tile tasks: what a task's function knows of a node at compile time, and where a tile's slices begin, for any device.
 #pragma once
 
 #include <functional>
@@ -9,7 +8,7 @@
 
 namespace mpk::codegen {
 
-// What differs between devices: how a type is called, where an operand is, and what its address is a multiple of.
+// Differences between devices: the names of types, the places of operands, and their alignment.
 struct Dialect {
   std::function<std::string(DType)> type;
   std::function<std::string(const Operand&)> pointer;
@@ -21,7 +20,7 @@ class TileWriter {
  public:
   TileWriter(const Node& node, Dialect dialect) : node_(node), dialect_(std::move(dialect)), tiling_(tiling(node)) {}
 
-  // Of the struct that the task's function gets. `through_ring`: the streamed operand is.
+  // The body of the struct that the task's function gets. `through_ring`: the streamed operand comes through the ring.
   std::string body(bool through_ring = false) const;
   uint32_t num_tiles() const { return static_cast<uint32_t>(tiling_.num_tiles()); }
 

@@ -38,8 +38,8 @@ std::vector<uint64_t> addresses(const py::sequence& items, const char* what) {
   return out;
 }
 
-// fn(operands, attrs, phase), operands being {name: (address, dtype, shape, strides)}. It is called, and in the end
-// freed, with the GIL.
+// Calls fn(operands, attrs, phase), where operands is {name: (address, dtype, shape, strides)}. It is called, and at
+// last freed, with the GIL.
 cpu::Reference python_reference(const py::function& fn) {
   const std::shared_ptr<py::function> shared(new py::function(fn), [](py::function* f) {
     py::gil_scoped_acquire gil;
@@ -60,7 +60,7 @@ cpu::Reference python_reference(const py::function& fn) {
 
 }  // namespace
 
-// Has Python handle its signals, such as an interrupt's, and throws what they raise.
+// Lets Python handle its signals, such as an interrupt, and throws what handlers raise.
 void look_for_signals() {
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -128,7 +128,8 @@ void bind_cpu(py::module_& m) {
             self.set_reference(task, python_reference(fn));
           },
           py::arg("task"), py::arg("fn"),
-          "Execute the nodes of a task that has no CPU body with fn(operands, attrs, phase), where operands maps names "
+          "Execute the nodes of a task that has no CPU kernel with fn(operands, attrs, phase), where operands maps "
+          "names "
           "to (address, dtype, shape, strides) and phase is number and name. It is called on the thread that calls "
           "run, "
           "and writes its results in place.")
@@ -178,14 +179,14 @@ void bind_cpu(py::module_& m) {
   m.def(
       "cpu_read_words",
       [](uintptr_t address, int64_t num_words, int num_threads) {
-        const cpu::Kernels& kernels = cpu::kernels(cpu::supported_isas().back());
+        const cpu::Microkernels& microkernels = cpu::microkernels(cpu::supported_isas().back());
         const auto* words = reinterpret_cast<const uint64_t*>(address);
         const int64_t n = num_threads == 0 ? cpu::num_available_cpus() : num_threads;
         std::atomic<uint64_t> sum{0};
         py::gil_scoped_release release;
         cpu::parallel_run(static_cast<int>(n), [&](int worker, cpu::SpinBarrier&) {
           const int64_t begin = num_words * worker / n, end = num_words * (worker + 1) / n;
-          sum += kernels.read_words(words + begin, end - begin);
+          sum += microkernels.read_words(words + begin, end - begin);
         });
         return sum.load();
       },

@@ -16,13 +16,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kPollsBeforeYield = 200;  // another rank may need this processor to come
+constexpr int kPollsBeforeYield = 200;  // another rank may need this processor to proceed
 constexpr int kYieldsBeforeLook = 256;
 constexpr int64_t kWordData = sizeof(uint32_t);
 
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free && std::atomic_ref<uint32_t>::is_always_lock_free);
 
-std::atomic_ref<uint32_t> gave_up_word(uint8_t* base, int rank) {
+std::atomic_ref<uint32_t> abort_word(uint8_t* base, int rank) {
   return std::atomic_ref<uint32_t>(reinterpret_cast<uint32_t*>(base)[rank]);
 }
 
@@ -49,7 +49,7 @@ uint64_t* Exchanges::words(int of_rank, int node, int from) const {
   return reinterpret_cast<uint64_t*>(base) + from * own.words;
 }
 
-// It differs between two exchanges that use the same word after each other.
+// Differs between two consecutive exchanges that use the same word.
 uint32_t Exchanges::tag(int node) const {
   const auto turns = static_cast<uint32_t>(mailboxes_.turns);
   return (launch_ * turns + static_cast<uint32_t>(mailboxes_.of_nodes.at(node).turn)) | 1u << 31;
@@ -93,16 +93,16 @@ void Exchanges::await(const uint64_t* word, uint32_t tag, const Node& node, int 
     if (polls / kPollsBeforeYield % kYieldsBeforeLook != 0) continue;
     if (look_) look_();
     for (int r = 0; r < ranks(); r++)
-      if (gave_up_word(bases_[rank_], r).load(std::memory_order_relaxed) == kGaveUp)
-        lost("rank " + std::to_string(r) + " has given up");
+      if (abort_word(bases_[rank_], r).load(std::memory_order_relaxed) == kRankAborted)
+        lost("rank " + std::to_string(r) + " has aborted");
     const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
     if (watchdog_ns_ != 0 && waited > watchdog_ns_) lost("it has not come for " + seconds(watchdog_ns_) + " s");
   }
 }
 
-void Exchanges::give_up() {
+void Exchanges::abort() {
   for (int r = 0; r < ranks(); r++)
-    if (r != rank_) gave_up_word(bases_[r], rank_).store(kGaveUp, std::memory_order_relaxed);
+    if (r != rank_) abort_word(bases_[r], rank_).store(kRankAborted, std::memory_order_relaxed);
 }
 
 }  // namespace mpk::cpu

@@ -18,8 +18,8 @@ namespace {
 
 constexpr double kMinParallelNs = 4000;  // a phase shorter than this is faster on one thread than behind a barrier
 constexpr double kChunkNs = 16000;       // long beside claiming it, short beside a phase
-constexpr int64_t kGuardBytes = 65536;
-constexpr uint8_t kGuard = 0xa5;
+constexpr int64_t kCanaryBytes = 65536;
+constexpr uint8_t kCanary = 0xa5;
 
 void check_indices(const IndexBound& expected, const uint8_t* elements, std::span<const int64_t> scalars) {
   const int64_t num_elements = expected.num_elements * (expected.times < 0 ? 1 : scalars[expected.times]);
@@ -42,7 +42,7 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-// Records the thread inside a run for as long as it is.
+// Records the thread that is inside a run.
 class Running {
  public:
   explicit Running(std::atomic<std::thread::id>& on) : on_(on) { on_.store(std::this_thread::get_id()); }
@@ -58,7 +58,7 @@ class Running {
 CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::string& isa,
                              const std::map<int, const TileCode*>& compiled)
     : schedule_(std::move(schedule)),
-      kernels_(kernels(parse_isa(isa))),
+      microkernels_(microkernels(parse_isa(isa))),
       num_threads_(num_threads == 0 ? num_available_cpus() : num_threads),
       mailboxes_(place_mailboxes(schedule_)),
       generation_(fork_generation()) {
@@ -79,10 +79,10 @@ CpuExecutable::CpuExecutable(Schedule schedule, int num_threads, const std::stri
     if (buffer.kind == BufferKind::kOutput) num_outputs_ = std::max(num_outputs_, buffer.index + 1);
   }
   for (const Phase& phase : schedule_.phases) plan_phase(phase, compiled);
-  for (const auto& body : bodies_) scratch_bytes_ = std::max(scratch_bytes_, round_up(body->scratch_bytes(), 64));
+  for (const auto& kernel : kernels_) scratch_bytes_ = std::max(scratch_bytes_, round_up(kernel->scratch_bytes(), 64));
   workspace_ = allocate(schedule_.workspace_bytes);
-  scratch_ = allocate(scratch_bytes_ * num_threads_ + kGuardBytes);
-  std::memset(scratch_.get() + scratch_bytes_ * num_threads_, kGuard, kGuardBytes);
+  scratch_ = allocate(scratch_bytes_ * num_threads_ + kCanaryBytes);
+  std::memset(scratch_.get() + scratch_bytes_ * num_threads_, kCanary, kCanaryBytes);
   buffers_.resize(graph.buffers().size());
   for (size_t b = 0; b < buffers_.size(); b++)
     if (schedule_.workspace_offsets[b] >= 0) buffers_[b] = workspace_.get() + schedule_.workspace_offsets[b];
@@ -100,7 +100,7 @@ std::unique_ptr<uint8_t, CpuExecutable::FreeAligned> CpuExecutable::allocate(int
 // Lays the units of all jobs of the phase end to end, weighted by cost, and cuts them into shares of chunks.
 void CpuExecutable::plan_phase(const Phase& phase, const std::map<int, const TileCode*>& compiled) {
   PhasePlan plan;
-  std::vector<Body*> bodies;
+  std::vector<Kernel*> kernels;
   int64_t num_units = 0;
   double total = 0;
   for (const Job& job : phase.jobs) {
@@ -108,17 +108,18 @@ void CpuExecutable::plan_phase(const Phase& phase, const std::map<int, const Til
       throw std::invalid_argument("the CPU runs unfused schedules: make this one with Target(fuse=False)");
     for (int id : job.body) {
       const Node& node = schedule_.graph.nodes()[id];
-      const BodyFactory* factory = BodyRegistry::global().find(*node.def);
+      const KernelFactory* factory = KernelRegistry::global().find(*node.def);
       const auto tile = compiled.find(id);
       if (factory != nullptr || tile != compiled.end()) {
-        bodies_.push_back(factory != nullptr ? (*factory)(node, kernels_) : make_tile_body(node, *tile->second));
+        kernels_.push_back(factory != nullptr ? (*factory)(node, microkernels_)
+                                              : make_tile_kernel(node, *tile->second));
         if (is_exchange(node)) {
-          plan.exchanges.push_back(bodies_.back().get());
+          plan.exchanges.push_back(kernels_.back().get());
           continue;
         }
-        bodies.push_back(bodies_.back().get());
-        num_units += bodies.back()->num_units();
-        total += bodies.back()->unit_cost() * static_cast<double>(bodies.back()->num_units());
+        kernels.push_back(kernels_.back().get());
+        num_units += kernels.back()->num_units();
+        total += kernels.back()->unit_cost() * static_cast<double>(kernels.back()->num_units());
       } else {
         references_.try_emplace(node.def->name);
         plan.references.push_back(&node);
@@ -130,17 +131,17 @@ void CpuExecutable::plan_phase(const Phase& phase, const std::map<int, const Til
   for (int w = 0; w < num_shares; w++) {
     const int first_chunk = static_cast<int>(plan.chunks.size());
     double start = 0;
-    for (Body* body : bodies) {
-      const double cost = std::max(body->unit_cost(), 1e-6);
+    for (Kernel* kernel : kernels) {
+      const double cost = std::max(kernel->unit_cost(), 1e-6);
       const auto boundary = [&](int share) -> int64_t {
-        if (share == num_shares) return body->num_units();
+        if (share == num_shares) return kernel->num_units();
         const double units = std::round((total * share / num_shares - start) / cost);
-        return static_cast<int64_t>(std::clamp(units, 0.0, static_cast<double>(body->num_units())));
+        return static_cast<int64_t>(std::clamp(units, 0.0, static_cast<double>(kernel->num_units())));
       };
       const int64_t end = boundary(w + 1), step = std::max<int64_t>(1, static_cast<int64_t>(kChunkNs / cost));
       for (int64_t begin = boundary(w); begin < end; begin += step)
-        plan.chunks.push_back({body, begin, std::min(end, begin + step)});
-      start += body->unit_cost() * static_cast<double>(body->num_units());
+        plan.chunks.push_back({kernel, begin, std::min(end, begin + step)});
+      start += kernel->unit_cost() * static_cast<double>(kernel->num_units());
     }
     if (plan.parallel()) {
       plan.shares[w].begin = first_chunk;
@@ -189,8 +190,8 @@ void CpuExecutable::expect_index(IndexBound bound) {
 }
 
 bool CpuExecutable::scratch_is_intact() const {
-  const uint8_t* guard = scratch_.get() + scratch_bytes_ * num_threads_;
-  return std::all_of(guard, guard + kGuardBytes, [](uint8_t byte) { return byte == kGuard; });
+  const uint8_t* canary = scratch_.get() + scratch_bytes_ * num_threads_;
+  return std::all_of(canary, canary + kCanaryBytes, [](uint8_t byte) { return byte == kCanary; });
 }
 
 void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* const> outputs,
@@ -219,7 +220,7 @@ void CpuExecutable::fill_frame(std::span<void* const> inputs, std::span<void* co
   scalars_.assign(scalars.begin(), scalars.end());
 }
 
-// Once, for the tensors of the first run: weights rarely change places, and moving takes longer than many steps.
+// Once, for the tensors of the first run: weights rarely move, and moving them takes longer than many steps.
 void CpuExecutable::move_weights() {
   const std::vector<Buffer>& list = schedule_.graph.buffers();
   std::vector<bool> is_written(list.size());
@@ -239,7 +240,7 @@ void CpuExecutable::forget_lock_of_another_process() {
   mutex_.release();  // destroying a locked mutex is undefined: leak it
   mutex_ = std::make_unique<std::mutex>();
   running_on_.store({});
-  for (const auto& body : bodies_) body->reset();
+  for (const auto& kernel : kernels_) kernel->reset();
 }
 
 void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> outputs,
@@ -249,7 +250,7 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
   std::lock_guard lock(*mutex_);
   const Running running(running_on_);
   if (const auto missing = missing_references(); !missing.empty())
-    throw std::invalid_argument("task '" + missing.front() + "' has no CPU body: call set_reference('" +
+    throw std::invalid_argument("task '" + missing.front() + "' has no CPU kernel: call set_reference('" +
                                 missing.front() + "', fn) first");
   fill_frame(inputs, outputs, scalars);
   if (!std::exchange(weights_moved_, true)) move_weights();
@@ -267,8 +268,8 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
       work(frame, worker, num_workers, barrier, times_of(worker));
     });
   } catch (...) {
-    for (const auto& body : bodies_) body->reset();
-    if (exchanges_) exchanges_->give_up();
+    for (const auto& kernel : kernels_) kernel->reset();
+    if (exchanges_) exchanges_->abort();
     throw;
   }
   if (exchanges_) exchanges_->end_launch();
@@ -276,7 +277,7 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
   if (recording_) recorded_.push_back(std::move(times));
 }
 
-// `times`: the worker's, of each phase; null where nobody asks.
+// `times`: the worker's, for each phase; null if not recorded.
 void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBarrier& barrier, PhaseTimes* times) {
   if (phases_.empty()) return;
   if (times != nullptr) times[0].begin = times[0].joined = now_ns();
@@ -288,19 +289,19 @@ void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBa
     if (p + 1 == phases_.size()) return;  // the run's end is the last phase's barrier
     if (times != nullptr) times[p + 1].begin = times[p + 1].joined = now_ns();
     phases_[p + 1].offer_shares(worker, num_workers);
-    // Phases that only worker 0 takes part in follow each other without a barrier.
+    // Phases with worker 0 alone need no barrier in between.
     if (num_workers > 1 && (phase.parallel() || phases_[p + 1].parallel()) && !barrier.arrive_and_wait()) return;
   }
 }
 
-// The worker's part of a phase.
+// Computes the worker's part of a phase.
 void CpuExecutable::compute(const Frame& frame, size_t p, int worker) {
   uint8_t* scratch = scratch_.get() + worker * scratch_bytes_;
-  const auto run = [&](const Chunk& chunk) { chunk.body->run(frame, chunk.begin, chunk.end, scratch); };
+  const auto run = [&](const Chunk& chunk) { chunk.kernel->run(frame, chunk.begin, chunk.end, scratch); };
   PhasePlan& phase = phases_[p];
   if (worker == 0) {
     for (const Node* node : phase.references) call_reference(frame, *node, p);
-    for (Body* exchange : phase.exchanges) exchange->run(frame, 0, 1, scratch);
+    for (Kernel* exchange : phase.exchanges) exchange->run(frame, 0, 1, scratch);
     if (!phase.parallel())
       for (const Chunk& chunk : phase.chunks) run(chunk);
   }

@@ -19,13 +19,14 @@ bool is_allowed() {
   return std::getline(file, setting) && setting.find("[never]") == std::string::npos;
 }
 
-// Whole huge pages inside [begin, end): what lies around is not ours to move.
+// Moves whole huge pages inside [begin, end). Memory around them belongs to others.
 void move(const uint8_t* begin, const uint8_t* end) {
   const auto first = (reinterpret_cast<uintptr_t>(begin) + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
   const auto last = reinterpret_cast<uintptr_t>(end) / kHugePageBytes * kHugePageBytes;
   if (first >= last) return;
   void* pages = reinterpret_cast<void*>(first);
-  if (madvise(pages, last - first, kMadvCollapse) != 0) madvise(pages, last - first, MADV_HUGEPAGE);  // in due course
+  // the kernel moves them later
+  if (madvise(pages, last - first, kMadvCollapse) != 0) madvise(pages, last - first, MADV_HUGEPAGE);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ struct CpuidLeaf {
 
 bool all_set(unsigned value, unsigned mask) { return (value & mask) == mask; }
 
-// Tile registers are large, so a process asks for them, once for all of its threads.
+// Tile registers are large, so a process must request them, once for all of its threads.
 bool may_use_tiles() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -31,8 +31,8 @@ bool may_use_tiles() {
 #endif
 }
 
-// __builtin_cpu_supports of the oldest compiler we build with does not know every feature, so ask the processor. A
-// feature counts only when the operating system saves its registers (XCR0).
+// The oldest supported compiler's __builtin_cpu_supports lacks some features, so this asks the processor. A feature
+// counts only if the operating system saves its registers (XCR0).
 void detect_x86(std::vector<Isa>& isas) {
   const CpuidLeaf base(1, 0), features(7, 0), more(7, 1);
   constexpr unsigned kFma = 1u << 12, kOsxsave = 1u << 27, kF16c = 1u << 29;

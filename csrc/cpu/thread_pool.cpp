@@ -14,13 +14,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A thread that waits spins, then offers its processor to others but stays ready, then sleeps. The first covers a phase
-// that is nearly done; the second costs nothing on an idle machine and much less than spinning on a busy one; the sum
-// is about the time between two decode steps.
+// A waiting thread spins, then yields its processor, then sleeps. Spinning covers a phase that is nearly done. Yielding
+// costs nothing on an idle machine, and much less than spinning on a busy one. Both together last about as long as the
+// time between two decode steps.
 constexpr auto kSpinTime = std::chrono::microseconds(20);
 constexpr auto kReadyTime = std::chrono::microseconds(100);
 constexpr int kPausesPerCheck = 64;
-constexpr int kMaxThreads = 4095;  // what fits beside the generation in a command word
+constexpr int kMaxThreads = 4095;  // limited by the command word, beside the generation
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -30,7 +30,7 @@ inline void pause() {
 #endif
 }
 
-// Waits until word differs from old. Waking a sleeping thread costs tens of microseconds, so sleep comes last.
+// Waits until word differs from old. Sleep comes last: waking a thread takes tens of microseconds.
 uint32_t await_change(std::atomic<uint32_t>& word, uint32_t old) {
   const auto start = Clock::now();
   for (auto waited = Clock::duration::zero(); waited < kReadyTime; waited = Clock::now() - start) {
@@ -52,7 +52,7 @@ class ThreadPool {
     grow(num_threads);
     task_ = &fn;
     pending_.store(num_threads - 1, std::memory_order_relaxed);
-    // The word names the run and its size at once, so that a worker that is not part of it reads nothing else.
+    // The word names both the run and its size, so a worker outside of it reads nothing else.
     generation_ = (generation_ + 1) & 0xfffff;
     command_.store(generation_ << 12 | static_cast<uint32_t>(num_threads), std::memory_order_release);
     command_.notify_all();
@@ -90,7 +90,8 @@ std::atomic<ThreadPool*> pool{nullptr};
 std::atomic<int> generation{0};
 thread_local bool inside_run = false;
 
-// Never destroyed: its threads wait in it until the process ends. A fork's child has no such threads and makes its own.
+// Never destroyed: its threads wait in it until the process ends. The child of a fork has no such threads, and makes
+// its own.
 ThreadPool& global_pool() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] {
     pool.store(nullptr);
@@ -133,7 +134,7 @@ void parallel_run(int num_threads, const std::function<void(int, SpinBarrier&)>&
   SpinBarrier barrier(num_threads);
   std::exception_ptr error;
   std::once_flag first;
-  const auto guarded = [&](int worker) {
+  const auto catching = [&](int worker) {
     const bool outer = inside_run;
     inside_run = true;
     try {
@@ -145,11 +146,11 @@ void parallel_run(int num_threads, const std::function<void(int, SpinBarrier&)>&
     inside_run = outer;
   };
   if (num_threads == 1) {
-    guarded(0);
+    catching(0);
   } else if (inside_run) {
     throw std::logic_error("the CPU runtime's threads are busy with the run that called this one: use one thread");
   } else {
-    global_pool().run(num_threads, guarded);
+    global_pool().run(num_threads, catching);
   }
   if (error) std::rethrow_exception(error);
 }

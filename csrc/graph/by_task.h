@@ -1,5 +1,5 @@
-// What the stages know of tasks: one thing for each task that has one of its own, and one for each role whose other
-// tasks share it. Files of tasks and roles register it in static initialisers.
+// What stages know of tasks: one object for a task, or for a role whose tasks share it. Files of tasks and roles
+// register them in static initialisers.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ class ByTask {
  public:
   explicit ByTask(std::string what) : what_(std::move(what)) {}
 
-  // Both return true, for the initialiser to be one of a variable.
+  // Both return true, for use in a variable's initialiser.
   bool add(const std::string& task, const T& own) {
     if (!of_tasks_.emplace(task, &own).second) throw std::logic_error("task '" + task + "' has two " + what_);
     return true;
@@ -26,7 +26,7 @@ class ByTask {
     return true;
   }
 
-  // The task's, or its role's; null where it has none.
+  // The task's object, or its role's; null if there is none.
   const T* find(const TaskDef& def) const {
     if (const auto own = of_tasks_.find(def.name); own != of_tasks_.end()) return own->second;
     const auto shared = of_roles_.find(def.role);

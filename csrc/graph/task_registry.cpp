@@ -31,7 +31,7 @@ const OperandSpec* TaskDef::find(const std::string& operand) const {
 TaskRegistry& TaskRegistry::global() {
   static TaskRegistry registry = [] {
     TaskRegistry r;
-    // What lowering makes from plain ATen nodes; their operands are whatever their program accesses.
+    // Tasks that lowering makes from plain ATen nodes. Their operands are whatever their programs access.
     r.add({"pointwise", Role::kPointwise, {}, {}, "", {}, {}, "", ""});
     r.add({"reduce", Role::kReduce, {}, {"op"}, "", {}, {}, "", ""});
     return r;

@@ -11,7 +11,7 @@ namespace {
 
 std::string shape_text(const std::vector<int64_t>& shape) { return json::numbers(shape); }
 
-// The bytes a view may touch, as a half-open interval of its buffer.
+// The bytes that a view may touch, as a half-open interval of its buffer.
 struct Extent {
   int64_t begin, end;
 };
@@ -26,12 +26,12 @@ Extent extent(const Tensor& t) {
   return {low * size_bytes(t.dtype), (high + 1) * size_bytes(t.dtype)};
 }
 
-// Whether two views take turns: blocks of one, a stride apart, lie between blocks of the other, as layers' pages do.
+// Whether two views interleave: blocks of one, a stride apart, lie between blocks of the other, as layers' pages do.
 bool take_turns(const Tensor& a, const Tensor& b) {
   if (a.shape.empty() || b.shape.empty() || a.strides[0] != b.strides[0] || a.strides[0] <= 0 ||
       size_bytes(a.dtype) != size_bytes(b.dtype))
     return false;
-  const auto block = [](Tensor t) {  // of the first index, from the beginning of its turn on
+  const auto block = [](Tensor t) {  // of the first index, from the start of its turn on
     t.shape.front() = 1, t.offset %= t.strides.front();
     return extent(t);
   };
@@ -41,7 +41,7 @@ bool take_turns(const Tensor& a, const Tensor& b) {
          (one.end <= other.begin || other.end <= one.begin);
 }
 
-// Whether no element of one is an element of the other.
+// Whether two views share no element.
 bool are_apart(const Tensor& a, const Tensor& b) {
   const Extent one = extent(a), other = extent(b);
   return one.end <= other.begin || other.end <= one.begin || take_turns(a, b);
@@ -49,7 +49,7 @@ bool are_apart(const Tensor& a, const Tensor& b) {
 
 void check_signature(const TaskDef& def, const std::vector<Operand>& operands) {
   std::map<std::string, std::pair<int64_t, std::string>> bound;         // dimension -> size, operand that bound it
-  std::optional<std::pair<std::vector<int64_t>, std::string>> leading;  // the same of "..."
+  std::optional<std::pair<std::vector<int64_t>, std::string>> leading;  // the same for "..."
   size_t next = 0;
   for (const OperandSpec& spec : def.operands) {
     if (next >= operands.size() || operands[next].name != spec.name) {

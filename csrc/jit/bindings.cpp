@@ -27,7 +27,7 @@ const dlpack::ExchangeApi* exchange_api() {
   return api;
 }
 
-// What is used of PyTorch for each call.
+// The parts of PyTorch that each call uses.
 struct Torch {
   const dlpack::ExchangeApi* api = exchange_api();
   py::object tensor = from_torch("torch", "Tensor"), parameter = from_torch("torch.nn", "Parameter");
@@ -87,22 +87,22 @@ class Kernel {
   // `declaration`: an object with the fields of torch_mpk.jit.declaration.Declaration.
   Kernel(py::handle declaration, py::object compile, py::object dispatch);
 
-  // Checks the arguments and launches. `dispatched`: they come from PyTorch's dispatcher, which has nothing left to do
-  // for them; else what is not a plain tensor, or requires grad, is sent there.
+  // Checks the arguments and launches. `dispatched`: PyTorch's dispatcher passed them, and has nothing left to do.
+  // Otherwise arguments that are no plain tensors, or require grad, go to the dispatcher.
   py::object call(const py::args& args, const py::kwargs& kwargs, bool dispatched);
 
-  // The next call compiles, or finds what has been compiled. Calls in flight keep what they run.
+  // The next call compiles, or finds compiled code. Calls in flight keep theirs.
   void forget() { specializations_.clear(); }
 
  private:
-  using Codes = std::vector<std::shared_ptr<Code>>;  // of each launch
+  using Codes = std::vector<std::shared_ptr<Code>>;  // for each launch
   struct Specialization {
     std::vector<int64_t> key;  // values of key_slots_, then the device
     std::shared_ptr<const Codes> codes;
   };
 
   void read_attributes(const py::kwargs& kwargs, PyObject** operands, Binding& binding) const;
-  // False, and a Python error set, for a tensor without memory that can be read: a fake one, or one of a transform.
+  // False, with a Python error, for a tensor without readable memory: a fake one, or one of a transform.
   bool read_tensor(PyObject* object, int operand, Binding& binding) const;
   py::object allocate(int operand, PyObject* device, Binding& binding) const;
   std::shared_ptr<const Codes> codes_for(const Binding& binding);
@@ -120,7 +120,7 @@ class Kernel {
   py::object compile_, dispatch_;
 };
 
-// The position of a name in a list, which is that of an enum's constants.
+// The position of a name in a list, which has the names of an enum's constants.
 template <class Enum, size_t n>
 Enum read_enum(py::handle name, const char* const (&names)[n]) {
   const auto text = name.cast<std::string>();
@@ -257,7 +257,7 @@ bool Kernel::read_tensor(PyObject* object, int operand, Binding& binding) const 
   dlpack::Tensor& tensor = binding.tensors[operand];
   if (torch_.api->tensor_from_object(object, &tensor) != 0) return false;
   signature_->match(operand, binding);
-  // A view like x.conj().imag is the negative of what its memory holds. It has odd strides, or one element.
+  // A view like x.conj().imag is the negative of its memory. It has odd strides, or one element.
   const bool may_be_negative = !o.strides.empty() || std::all_of(tensor.shape, tensor.shape + tensor.ndim,
                                                                  [](int64_t size) { return size == 1; });
   if (may_be_negative && is_true(PyObject_CallMethodNoArgs(object, torch_.is_neg.ptr())))
@@ -297,7 +297,7 @@ std::shared_ptr<const Kernel::Codes> Kernel::codes_for(const Binding& binding) {
     auto codes = std::make_shared<const Codes>(
         compile_(py::tuple(py::cast(key)), binding.device.id).cast<std::vector<std::shared_ptr<Code>>>());
     for (size_t i = 0; i < plan_.launches.size(); i++) check(codes->at(i)->layout(), plan_.launches[i]);
-    found = look_up();  // another thread may have been faster
+    found = look_up();  // another thread may have compiled it
     if (found == specializations_.end()) {
       key.push_back(binding.device.id);
       found = specializations_.insert(specializations_.end(), {std::move(key), std::move(codes)});
@@ -316,9 +316,9 @@ void Kernel::run(const Codes& codes, const Binding& binding, void* stream, const
     if (!written.empty()) torch_.increment_version(written);
   };
   try {
-    // The CPU's kernel runs now, and a launch blocks while the device's queue is full.
+    // A CPU kernel runs now, and a launch blocks while the device's queue is full.
     const py::gil_scoped_release release;
-    // What cannot be launched is refused before anything runs.
+    // Refuses what cannot be launched, before anything runs.
     for (size_t i = 1; i < codes.size(); i++) prepare(i, false);
     for (size_t i = 0; i < codes.size(); i++) prepare(i, true);
   } catch (...) {  // a kernel may have written before it threw
@@ -353,7 +353,7 @@ py::object Kernel::call(const py::args& args, const py::kwargs& kwargs, bool dis
       signature_->fail(operands[i].name + " is " + py::repr(py::handle(objects[i])).cast<std::string>() +
                        ", expected a tensor");
     if (!dispatched && !is_plain) return dispatch_(*args, **kwargs);
-    // Autograd refuses it, with its reason.
+    // Autograd refuses it, and says why.
     if (has_grad_mode && is_true(PyObject_GetAttr(objects[i], torch_.requires_grad.ptr())))
       return dispatch_(*args, **kwargs);
     if (!read_tensor(objects[i], i, binding)) {

@@ -13,7 +13,7 @@ int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) 
 
 bool divides(Op op) { return op == Op::kFloorDiv || op == Op::kMod || op == Op::kCdiv; }
 
-// The result of an operation on two numbers into `a`; true where it is beyond 64 bits.
+// Stores an operation's result in `a`. True if it is beyond 64 bits.
 bool apply(Op op, int64_t& a, int64_t b) {
   switch (op) {
     case Op::kAdd:
@@ -55,7 +55,7 @@ bool apply(Op op, int64_t& a, int64_t b) {
     case Op::kGreaterEqual:
       a = a >= b;
       break;
-    default:  // has no two numbers
+    default:  // takes no two numbers
       break;
   }
   return false;

@@ -119,8 +119,7 @@ Parameters::Parameters(const Launch& launch, const Layout& layout, const Binding
     const int whole = layout.parameter_bytes[parameter];
     pointers_[parameter] = next;
     const auto is_of_it = [&] { return i < launch.arguments.size() && launch.arguments[i].parameter == parameter; };
-    if (!is_of_it() || !launch.arguments[i].field.empty())
-      std::memset(next, 0, whole);  // fields that are not named are 0
+    if (!is_of_it() || !launch.arguments[i].field.empty()) std::memset(next, 0, whole);  // unnamed fields are 0
     for (; is_of_it(); i++) {
       const Place place = layout.place(launch, i);
       const uint64_t value = argument_value(launch.arguments[i], place, binding, signature);

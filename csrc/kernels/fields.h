@@ -1,11 +1,11 @@
-// The numbers of a cut that its kernel alone knows. A kernel has a struct of them, which lists each once:
+// The fields of a cut that its kernel alone knows. A kernel declares each once, in a struct:
 //
 //   struct RowsFields {
 //     int64_t split = 1;
 //     static constexpr auto kAll = std::array{FieldOf<RowsFields>{"split", "kSplit", &RowsFields::split}};
 //   };
 //
-// From that list follow what a schedule holds, its JSON, what Python sees, and constants of the variant.
+// The list yields the schedule's fields, its JSON, what Python sees, and the variant's constants.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ std::vector<Field> list_fields(const F& fields) {
   return list;
 }
 
-// Those of a cut. Throws std::runtime_error, as `validate` does, where it has others.
+// The fields of a cut. Throws std::runtime_error, as `validate` does, if it has others.
 template <class F>
 F fields_of(const Cut& cut) {
   F fields;

@@ -12,7 +12,7 @@ namespace {
 
 using namespace codegen;
 
-// Points of a thread whose loads are in flight together, where it has so many.
+// Points of a thread whose loads are in flight together, if it has so many.
 constexpr int64_t kAtOnce = 8;
 
 class Points : public Kernel {

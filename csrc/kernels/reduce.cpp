@@ -36,12 +36,12 @@ namespace {
 
 using namespace codegen;
 
-constexpr int64_t kStateBytes = 32;  // of a part of a row
+constexpr int64_t kStateBytes = 32;  // of a split
 
 struct ReduceFields {
-  int64_t splits = 1;  // parts that a row is cut into, each with a worker of its own
+  int64_t splits = 1;  // splits of a row, each with a worker of its own
 
-  static constexpr std::array<FieldOf<ReduceFields>, 1> kAll = {{{"splits", "kPieces", &ReduceFields::splits}}};
+  static constexpr std::array<FieldOf<ReduceFields>, 1> kAll = {{{"splits", "kSplits", &ReduceFields::splits}}};
 };
 
 class Reduce : public Kernel {
@@ -49,9 +49,9 @@ class Reduce : public Kernel {
   Reduce() : Kernel("reduce") {}
 
  private:
-  // Rows are split where there are fewer than workers.
+  // Rows are split if they are fewer than workers.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
-    constexpr int64_t kLeast = 2048;  // elements of a part
+    constexpr int64_t kLeast = 2048;  // elements of a split
     Cut cut = job.cut;
     cut.staged_bytes = 256;  // a state of each warp
     const ReducedSize size(schedule.graph.nodes()[job.body.front()]);
@@ -64,7 +64,7 @@ class Reduce : public Kernel {
     return {cut};
   }
 
-  // A worker has one part.
+  // A worker has at most one split.
   void prove(const CutProof& proof) const override {
     const auto own = fields_of<ReduceFields>(proof.cut());
     const int64_t rows = ReducedSize(proof.first()).outer;
@@ -99,7 +99,7 @@ class Reduce : public Kernel {
                              cuda_type(out.dtype) + ">(result);\n");
     code.body += constants(fields_of<ReduceFields>(place.job.cut));
     if (place.job.cut.scratch)
-      code.body += constant("kPieceBytes", kStateBytes) +
+      code.body += constant("kSplitBytes", kStateBytes) +
                    returning("uint8_t*", "partials(const Job& job)", refs.workspace(place.job.cut.scratch->offset));
     return code;
   }

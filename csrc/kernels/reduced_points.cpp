@@ -1,5 +1,5 @@
-// Reductions of short rows, each by a thread, and the pointwise task behind them: an expert's results weighted and
-// summed, and the residual.
+// Reductions of short rows, each by a thread, and the pointwise task behind them: for example the weighted sum of
+// experts' results, and the residual.
 #include <algorithm>
 #include <map>
 
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kLongestRow = 64;
 
-// The load of what the reduction makes, if the program takes each result at a point of its own, in their order.
+// The load of the reduction's result, if the program takes each result at a point of its own, in their order.
 std::optional<size_t> load_of_result(const Node& reduction, const Node& behind) {
   const Tensor& made = output(reduction).tensor;
   std::optional<size_t> found;

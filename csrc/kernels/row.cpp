@@ -1,4 +1,4 @@
-// A row task, with those in front of it, and the pointwise tasks behind it.
+// A row task, with the row tasks in front of it, and the pointwise tasks behind it.
 #include <algorithm>
 
 #include "../codegen/chain.h"
@@ -16,7 +16,7 @@ namespace {
 
 using namespace codegen;
 
-// Of shared memory: rows for each warp, or one.
+// Shared memory: rows for each warp, or one row.
 int64_t bytes_of_rows(const Schedule& schedule, const Job& job) {
   const Tensor& x = schedule.graph.nodes()[job.body.front()].operands.front().tensor;
   if (x.numel() == 0 || x.shape.empty()) return 0;

@@ -1,5 +1,5 @@
-// Runs of small nodes, such as a router's softmax and choice: a worker computes all of them for a row, one behind the
-// other, in place of a phase for each. Values go through the workspace.
+// Runs of small nodes, such as a router's softmax and choice: a worker computes all of them for a row, in sequence,
+// instead of a phase for each. Values go through the workspace.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -19,9 +19,9 @@ namespace {
 
 using namespace codegen;
 
-constexpr int64_t kMaxPoints = 4096;  // of a node and a row: more are faster with all workers
-constexpr int64_t kMinPoints = 32;    // of a run's first node and a row: of fewer, several rows are one
-constexpr int64_t kMaxInner = 1024;   // of a reduction, by a warp
+constexpr int64_t kMaxPoints = 4096;  // of a node and a row; more are faster with all workers
+constexpr int64_t kMinPoints = 32;    // of a run's first node and a row; with fewer, several rows count as one
+constexpr int64_t kMaxInner = 1024;   // of a warp's reduction
 constexpr double kNodeNs = 600;       // of a node and a row: a trip to L2, and a barrier
 
 // The elements of a buffer that a node touches for row r: `extent` from `first` + r * `pitch` on.
@@ -30,7 +30,7 @@ struct Touched {
   int64_t first, pitch, extent;
 };
 
-// How an access goes from row to row, where its outermost dimensions count `rows`.
+// How an access moves from row to row, if its outermost dimensions count `rows`.
 std::optional<Touched> touched(const Tensor& t, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                                int64_t rows) {
   Touched found{t.buffer, t.offset, 0, 1};
@@ -52,7 +52,7 @@ std::optional<Touched> touched(const Tensor& t, const std::vector<int64_t>& size
 // A node as rows, if it can be computed row by row.
 struct RowsOf {
   std::vector<Touched> touched;
-  std::set<int> at_offsets;  // buffers of which it computes an element's place
+  std::set<int> at_offsets;  // buffers in which it computes elements' places
   int64_t points = 0;        // of a row
 
   void add(std::optional<Touched> access) {
@@ -90,7 +90,7 @@ struct RowsOf {
     add(mpk::touched(made, made.shape, made.strides, rows));
   }
 
-  // Tiles are numbered row by row where each has one row of all operands.
+  // Tiles are numbered row by row if each has one row of all operands.
   void add_tiles(const Node& node, int64_t rows) {
     const Tiling tiles = tiling(node);
     is_whole_ = !tiles.dims.empty() && tiles.dims.front().name == "..." && tiles.dims.front().step == 1 &&
@@ -116,14 +116,14 @@ bool touches(const Node& node, const std::set<int>& buffers) {
                      [&](const Operand& operand) { return buffers.contains(operand.tensor.buffer); });
 }
 
-// Nodes that are computed row by row, together.
+// Nodes that are computed together, row by row.
 struct Run {
   int64_t rows;
   std::vector<int> nodes = {};
   std::set<int> made = {};                        // buffers
   std::map<int, std::vector<Touched>> uses = {};  // of buffers
 
-  // Takes the node where each row of it needs of the others that row alone.
+  // Takes the node if each of its rows needs only that row of the others.
   bool take(const TBGraph& graph, const Node& node) {
     const RowsOf own(node, rows);
     if (!own || own.points > kMaxPoints || touches_elsewhere(graph, node, own)) return false;
@@ -149,7 +149,7 @@ struct Run {
     return std::any_of(node.operands.begin(), node.operands.end(), is_elsewhere);
   }
 
-  // Whether what is touched for one row is touched for no other.
+  // Whether no two rows touch the same elements.
   bool is_apart(const std::vector<Touched>& all) const {
     if (rows == 1) return true;
     int64_t begin = all.front().first, end = begin;
@@ -162,12 +162,12 @@ struct Run {
   }
 };
 
-// The nodes from `first` on that make a run of so many rows: each needs what the run made before, and nothing that
-// others make of that.
+// The nodes from `first` on that make a run of so many rows: each needs earlier results of the run, but none that
+// depend on nodes outside.
 Run run_of(const TBGraph& graph, int first, int64_t rows) {
   Run run{rows};
   if (!run.take(graph, graph.nodes()[first])) return run;
-  std::set<int> of_others;  // buffers that nodes write which need the run
+  std::set<int> of_others;  // buffers written by outside nodes that need the run
   for (size_t n = first + 1; n < graph.nodes().size(); n++) {
     const Node& node = graph.nodes()[n];
     if (!touches(node, run.made) && !touches(node, of_others)) continue;
@@ -181,8 +181,8 @@ class RowRuns : public Kernel {
  public:
   RowRuns() : Kernel("row_run") {}
 
-  // The longest run that begins with a reduction or tiles: what stands in front of them is better off as the epilogue
-  // of what makes its operands.
+  // The longest run that begins with a reduction or tiles. Nodes in front of these are better as the epilogue of their
+  // operands' makers.
   static Run longest(const TBGraph& graph, int first) {
     const Node& node = graph.nodes()[first];
     Run best{1};

@@ -33,8 +33,8 @@ class Tiles : public Kernel {
     return missing_code(*node.def, target.device_arch);
   }
 
-  // Only the compiler knows what its device code takes of shared memory. Its loads are seldom as wide, and as far
-  // ahead, as memory asks for: an estimate.
+  // Only the compiler knows the shared memory of its device code. The cost is an estimate: loads are seldom as wide,
+  // and as far ahead, as memory needs.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     constexpr double kSlower = 2;
     Cut cut = job.cut;
@@ -55,7 +55,7 @@ class Tiles : public Kernel {
     Dialect cuda;
     cuda.type = cuda_type;
     cuda.pointer = [&](const Operand& operand) { return refs.pointer(node, operand.tensor, operand.is_write); };
-    cuda.alignment = [&](const Tensor& t) -> int64_t {  // inputs may come from anywhere
+    cuda.alignment = [&](const Tensor& t) -> int64_t {  // inputs may have any address
       int64_t known = 16;
       while (t.offset * size_bytes(t.dtype) % known != 0) known /= 2;
       const bool is_input = context.graph().buffers()[t.buffer].kind == BufferKind::kInput;

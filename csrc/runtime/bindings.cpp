@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace mpk {
 namespace {
 
-// A launch's parameters, 32 KB of which only what the kernel reads is written.
+// A launch's parameters: of these 32 KB, only what the kernel reads is written.
 struct Launch {
   explicit Launch(const CudaExecutable& executable)
       : inputs(block.pointers, executable.num_inputs()),
@@ -56,7 +56,7 @@ std::vector<LaunchTimes> stop_recording(CudaExecutable& executable) {
   return executable.stop_recording();
 }
 
-// Any object with CudaProgram's fields: what code generation returns, or what a test writes by hand.
+// Any object with CudaProgram's fields: generated, or handwritten by a test.
 CudaProgram read_program(py::handle object) {
   CudaProgram program;
 #define MPK_READ(field) program.field = object.attr(#field).cast<decltype(program.field)>()

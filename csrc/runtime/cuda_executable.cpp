@@ -15,7 +15,7 @@
 namespace mpk {
 namespace {
 
-constexpr size_t kMaxStreams = 16;  // lanes kept for direct launches; beyond, the least recently used one moves
+constexpr size_t kMaxStreams = 16;  // lanes kept for direct launches; beyond, the least recently used lane moves
 constexpr size_t kMaxMaps = 4;      // sets of maps kept beside those of captures
 constexpr int64_t kAlignment = 256;
 
@@ -169,7 +169,7 @@ cu::DevicePtr CudaExecutable::memory_of(cu::Stream stream, uint64_t capture) {
       lane.last_used = ++num_runs_;
       return lane.memory;
     }
-    if (lane.capture) continue;  // belongs to its graph for as long as this executable lives
+    if (lane.capture) continue;  // belongs to its graph while this executable lives
     num_streams++;
     if (!oldest || lane.last_used < oldest->last_used) oldest = &lane;
   }
@@ -187,8 +187,8 @@ cu::DevicePtr CudaExecutable::memory_of(cu::Stream stream, uint64_t capture) {
   return memory;
 }
 
-// Launches are counted in one place, since all ranks must count alike: so all streams and captures share it, and
-// another stream waits for the launches of the one before.
+// All ranks must count launches alike, so all streams and captures share one counter, and another stream waits for the
+// launches of the one before.
 cu::DevicePtr CudaExecutable::memory_of_ranks(cu::Stream stream, uint64_t capture) {
   if (lanes_.empty()) {
     if (capture)
@@ -223,8 +223,7 @@ void CudaExecutable::join(int rank, const std::vector<uint64_t>& mailboxes) {
   rank_ = rank;
 }
 
-// Weights rarely move, so the latest sets of maps are kept: a launch that has been made may read its own for as long as
-// it runs.
+// Weights rarely move, so the latest sets of maps are kept. Launches in flight may read theirs.
 cu::DevicePtr CudaExecutable::maps_of(const LaunchBlock& block, bool captured) {
   if (matrices_.empty()) return 0;
   size_t num_free = 0;  // of captures
@@ -250,9 +249,9 @@ cu::DevicePtr CudaExecutable::maps_of(const LaunchBlock& block, bool captured) {
     maps_.push_back({{}, memory, false, 0});
     oldest = &maps_.back();
   } else {
-    driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");  // launches may read them
+    driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");  // launches in flight may read them
   }
-  oldest->bases.clear();  // of no use if this fails
+  oldest->bases.clear();  // invalid if this fails
   oldest->bases.resize(matrices_.size());
   for (size_t i = 0; i < matrices_.size(); i++) oldest->bases[i] = base_of(block, matrices_[i]);
   try {
@@ -266,12 +265,12 @@ cu::DevicePtr CudaExecutable::maps_of(const LaunchBlock& block, bool captured) {
   return oldest->memory;
 }
 
-// Where they are swizzled, blocks of 64 columns are the outermost dimension, so that one copy brings several of them.
+// Swizzled maps have blocks of 64 columns as their outermost dimension, so that one copy loads several of them.
 void CudaExecutable::write_maps(Maps& maps) {
   std::vector<cu::TensorMap> encoded(matrices_.size());
   for (size_t i = 0; i < matrices_.size(); i++) {
     const MatrixMap& m = matrices_[i];
-    const bool in_blocks = m.form == kMapOfBlocks;
+    const bool in_blocks = m.layout == kMapOfBlocks;
     const int64_t columns = in_blocks ? 64 : m.columns, box_columns = in_blocks ? 64 : m.box_columns;
     const uint64_t sizes[] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(m.rows),
                               static_cast<uint64_t>(m.columns / columns)};
@@ -279,12 +278,12 @@ void CudaExecutable::write_maps(Maps& maps) {
     const unsigned box[] = {static_cast<unsigned>(box_columns), static_cast<unsigned>(m.box_rows),
                             static_cast<unsigned>(m.box_columns / box_columns)};
     const unsigned steps[] = {1, 1, 1};
-    // Of narrow boxes L2 brings the columns beside them, too, which are next.
+    // With narrow boxes, L2 also loads the columns beside them, which are next.
     const int promotion = m.box_columns == 64 ? cu::kTensorMapPromotion256 : 0;
     driver_.check(
-        driver_.tensor_map_encode(&encoded[i], cu::kTensorMapUint16, 3,
-                                  reinterpret_cast<void*>(maps.bases[i] + m.offset), sizes, strides, box, steps, 0,
-                                  m.form == kMapOfRows ? cu::kTensorMapPlain : cu::kTensorMapSwizzle128, promotion, 0),
+        driver_.tensor_map_encode(
+            &encoded[i], cu::kTensorMapUint16, 3, reinterpret_cast<void*>(maps.bases[i] + m.offset), sizes, strides,
+            box, steps, 0, m.layout == kMapOfRows ? cu::kTensorMapPlain : cu::kTensorMapSwizzle128, promotion, 0),
         "cuTensorMapEncodeTiled");
   }
   driver_.check(driver_.memcpy_htod_async(maps.memory, encoded.data(), encoded.size() * kMapBytes, service_stream_),
@@ -292,7 +291,7 @@ void CudaExecutable::write_maps(Maps& maps) {
   driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
 }
 
-// Before anything is locked: in the child of a fork, the thread that held the lock may not exist.
+// Checked before anything is locked: in the child of a fork, the thread that held the lock may not exist.
 void CudaExecutable::check_process() const {
   if (getpid() != process_)
     throw cu::Error("kernel " + kernel_name_ +
@@ -300,7 +299,7 @@ void CudaExecutable::check_process() const {
                     "processes with the spawn method, and compile the model in each");
 }
 
-// Stream 0 is the current context's. Of a green context it is not a stream of the context that the kernel is in.
+// Stream 0 belongs to the current context. With a green context, that is not the kernel's context.
 void CudaExecutable::check_stream(cu::Stream stream) const {
   if (stream != nullptr) return;
   cu::Context current = nullptr;

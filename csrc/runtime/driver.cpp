@@ -83,7 +83,8 @@ void Driver::check(Result result, const std::string& what) const {
 
 const Driver& driver() {
   static std::mutex mutex;
-  // By path, so that a test's driver does not replace the real one. Never freed: executables may outlive this map.
+  // Keyed by path, so that a test's driver does not replace the real one. Never freed: executables may outlive this
+  // map.
   static auto* drivers = new std::map<std::string, std::unique_ptr<Driver>>;
   const char* path = std::getenv("TORCH_MPK_LIBCUDA");
   const std::lock_guard lock(mutex);

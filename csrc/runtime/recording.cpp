@@ -1,4 +1,4 @@
-// What launches of a profiled kernel have stamped: read from the device, and put on one axis.
+// Reads the stamps of a profiled kernel's launches from the device, and puts them on one time axis.
 #include <algorithm>
 #include <cmath>
 #include <span>
@@ -9,12 +9,12 @@
 namespace mpk {
 namespace {
 
-// A role's stamps, in the order in which they were taken, as cycles since its worker's begin.
+// A role's stamps in order, as cycles since its worker's beginning.
 class Unwrapped {
  public:
   explicit Unwrapped(uint32_t begin) : last_(begin) {}
 
-  // The clock wraps, though not twice between two stamps. The loader's first may be a little before the begin.
+  // The clock wraps, but not twice between two stamps. The loader's first stamp may be slightly before the beginning.
   int64_t operator()(uint32_t stamp) {
     const uint32_t passed = stamp - std::exchange(last_, stamp);
     cycles_ += std::exchange(is_first_, false) ? static_cast<int32_t>(passed) : static_cast<int64_t>(passed);
@@ -27,7 +27,7 @@ class Unwrapped {
   bool is_first_ = true;
 };
 
-// Cycles as nanoseconds of the clock that all workers share, between a worker's two moments by both.
+// Converts cycles to nanoseconds of the shared clock, between a worker's two moments by both clocks.
 struct Axis {
   int64_t begin_ns;
   double ns_per_cycle;
@@ -65,7 +65,7 @@ void put_on_axis(const WorkerStamps& worker, const PhaseStamps* phases, const Lo
       if (t.*time != 0) t.*time = axis(t.*time);
 }
 
-// Launches are counted for as long as the stream lives, so their number wraps.
+// Launches are counted while the stream lives, so their number wraps.
 bool is_after(uint32_t launch, uint32_t other) { return static_cast<int32_t>(launch - other) > 0; }
 
 }  // namespace
@@ -86,13 +86,14 @@ std::vector<LaunchTimes> CudaExecutable::stop_recording() {
   return std::exchange(recorded_, {});
 }
 
-// For the stamps of another launch.
+// Makes room for the stamps of another launch.
 void CudaExecutable::make_room() {
   if (num_uncollected_ == kLaunchesKept) collect();
   num_uncollected_++;
 }
 
-// Waits for all launches; the mutex is held. Those of graph captures are not recorded: nobody knows when they run.
+// Waits for all launches. The caller holds the mutex. Launches in graph captures are not recorded: nobody knows when
+// they run.
 void CudaExecutable::collect() {
   const cu::ContextGuard current(driver_, context_);
   const cu::RelaxedCaptureGuard relaxed(driver_);

@@ -1,4 +1,4 @@
-// Turns what the workers of an aborted launch left behind into words.
+// Describes the stall records of an aborted launch in words.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace mpk {
 
-// A table with one line for each run of workers that wait in the same place; `stalls` has one record a worker.
+// A table with one line for each run of workers that wait in the same place. `stalls` has one record for each worker.
 std::string describe_stalls(const std::vector<StallRecord>& stalls, const std::vector<std::string>& phase_names);
 
 }  // namespace mpk

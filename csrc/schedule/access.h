@@ -35,10 +35,10 @@ inline std::vector<int> members(const Job& job) {
   return nodes;
 }
 
-// The norm that it ends with, and whose factors it leaves to others; -1: none.
+// The norm at the job's end, whose rows' factors it leaves to readers; -1: none.
 inline int norm_of(const Job& job) { return job.cut.row_sums && !job.epilogue.empty() ? job.epilogue.back() : -1; }
 
-// The job that ends with the norm that makes a buffer; null: none does.
+// The job whose final norm makes a buffer; null if none does.
 inline const Job* find_norm(const Schedule& schedule, int buffer) {
   for (const Phase& phase : schedule.phases)
     for (const Job& job : phase.jobs) {
@@ -48,18 +48,18 @@ inline const Job* find_norm(const Schedule& schedule, int buffer) {
   return nullptr;
 }
 
-// What that norm makes.
+// That norm's result.
 inline const Tensor& norm_result(const TBGraph& graph, const Job& job) {
   return output(graph.nodes()[norm_of(job)]).tensor;
 }
 
-// What the sums of a job's rows take, four of a row side by side.
+// Bytes of a job's sums of rows, four sums of a row side by side.
 inline int64_t row_sums_bytes(const TBGraph& graph, const Job& job) {
   const Tensor& y = norm_result(graph, job);
   return (job.cut.row_sums->count + 3) / 4 * 16 * (y.numel() / y.shape.back());
 }
 
-// Those whose results one of its epilogues may take over: the body, and epilogues before it.
+// Nodes whose results an epilogue may take: the body, and earlier epilogues.
 inline std::vector<int> makers_of(const Job& job, int epilogue) {
   std::vector<int> nodes = job.body;
   nodes.insert(nodes.end(), job.epilogue.begin(), std::find(job.epilogue.begin(), job.epilogue.end(), epilogue));
@@ -71,7 +71,7 @@ inline bool writes(const Node& node, int buffer) {
                      [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == buffer; });
 }
 
-// The one node that reads what another makes, if that is needed by no other; null otherwise.
+// The only reader of a node's result, if it has exactly one; else null.
 inline const Node* only_reader(const TBGraph& graph, const Node& node) {
   const int made = output(node).tensor.buffer;
   if (graph.buffers()[made].kind != BufferKind::kWorkspace) return nullptr;
@@ -85,8 +85,7 @@ inline const Node* only_reader(const TBGraph& graph, const Node& node) {
   return found;
 }
 
-// Whether the first `dims` dimensions of a domain are `count` in all, and an access goes from one to the next by
-// `pitch` elements.
+// Whether the first `dims` dimensions of a domain have `count` elements in all, at a constant distance of `pitch`.
 inline bool are_stacked(const std::vector<int64_t>& domain, const std::vector<int64_t>& strides, size_t dims,
                         int64_t count, int64_t pitch) {
   int64_t inner = 1;
@@ -100,21 +99,21 @@ inline bool same_view(const Tensor& a, const Tensor& b) {
          a.strides == b.strides;
 }
 
-// The same elements in the same order, though perhaps in rows of another length: what a linear makes is, in shorter
-// rows, heads.
+// Whether both have the same elements in the same order, perhaps in rows of another length: shorter rows of a linear's
+// result are heads.
 inline bool same_elements(const Tensor& made, const Tensor& read) {
   return made.buffer == read.buffer && made.dtype == read.dtype && made.offset == read.offset &&
          made.numel() == read.numel() && made.is_contiguous() && read.is_contiguous();
 }
 
-// The same elements in rows of one length, though perhaps of another rank: what a row task makes is what its reader
-// stages.
+// Whether both have the same elements in rows of one length, perhaps with another rank: a row task's result, and what
+// its reader stages.
 inline bool same_rows(const Tensor& made, const Tensor& read) {
   return same_elements(made, read) && !made.shape.empty() && !read.shape.empty() &&
          made.shape.back() == read.shape.back();
 }
 
-// As many rows of the same length, wherever they are.
+// Whether both have equally many rows of the same length, wherever they are.
 inline bool same_row_space(const Tensor& a, const Tensor& b) {
   return !a.shape.empty() && !b.shape.empty() && a.shape.back() == b.shape.back() && a.numel() == b.numel();
 }
@@ -125,7 +124,7 @@ inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape
   return strides;
 }
 
-// Strides address point i of the domain at element i; dimensions of size 1 may have any stride.
+// Whether strides address point i of the domain at element i. Dimensions of size 1 may have any stride.
 inline bool is_identity(const Program& program, const std::vector<int64_t>& strides) {
   const std::vector<int64_t> expected = contiguous_strides(program.domain);
   for (size_t d = 0; d < strides.size(); d++)
@@ -133,7 +132,7 @@ inline bool is_identity(const Program& program, const std::vector<int64_t>& stri
   return true;
 }
 
-// The dimensions of a domain that have more than one index, those of greater strides first.
+// A domain's dimensions of more than one index, by falling stride.
 inline std::vector<size_t> by_falling_stride(const std::vector<int64_t>& domain, const std::vector<int64_t>& strides) {
   std::vector<size_t> dims;
   for (size_t d = 0; d < domain.size(); d++)
@@ -142,8 +141,8 @@ inline std::vector<size_t> by_falling_stride(const std::vector<int64_t>& domain,
   return dims;
 }
 
-// The strides by which a program reads `made`, where each point reads one element of its own: those of a contiguous
-// tensor, in any order. Nothing where it reads or writes it otherwise.
+// The strides by which a program reads `made`, if each point reads one element of its own: those of a contiguous
+// tensor, in any order. Nothing if it reads otherwise, or writes it.
 inline std::optional<std::vector<int64_t>> strides_over(const Node& node, const Operand& made) {
   if (!node.program || made.tensor.numel() != node.program->num_points() || !made.tensor.is_contiguous()) return {};
   const std::vector<int64_t>& domain = node.program->domain;
@@ -155,7 +154,7 @@ inline std::optional<std::vector<int64_t>> strides_over(const Node& node, const 
     if (instr.op == Op::kStore || !instr.args.empty() || accessed.offset != made.tensor.offset ||
         accessed.dtype != made.tensor.dtype)
       return {};
-    std::vector<int64_t> strides(domain.size(), 0);  // 0 where there is but one index
+    std::vector<int64_t> strides(domain.size(), 0);  // 0 for dimensions of one index
     int64_t expected = 1;
     const std::vector<size_t> dims = by_falling_stride(domain, instr.strides);
     for (size_t i = dims.size(); i-- > 0; expected *= domain[dims[i]])
@@ -166,13 +165,13 @@ inline std::optional<std::vector<int64_t>> strides_over(const Node& node, const 
   return found;
 }
 
-// Every access of the program to `made` is to the element whose index is the point's.
+// Whether every access of the program to `made` is to the element with the point's index.
 inline bool reads_at_same_point(const Node& node, const Operand& made) {
   const std::optional<std::vector<int64_t>> strides = strides_over(node, made);
   return strides && is_identity(*node.program, *strides);
 }
 
-// Every store of the program to `made` is.
+// Whether every store of the program to `made` is.
 inline bool stores_at_same_point(const Node& node, const Operand& made) {
   return std::all_of(node.program->instrs.begin(), node.program->instrs.end(), [&](const Instr& instr) {
     return instr.op != Op::kStore || node.operands[instr.operand].tensor.buffer != made.tensor.buffer ||
@@ -185,9 +184,9 @@ inline bool touches(const Node& node, int buffer) {
                      [&](const Operand& operand) { return operand.tensor.buffer == buffer; });
 }
 
-// How the points of an epilogue follow from the elements of the results that it takes over: coordinate d of a point is
-// element / strides[d] % domain[d]. `makers` are the nodes of the job before it. Nothing where what it takes over of
-// them is not one element of each. What another epilogue makes, it takes over only if all three are the same point.
+// Strides that map the elements of an epilogue's operands to its points: coordinate d of a point is element /
+// strides[d] % domain[d]. `makers`: the job's nodes before it. Nothing unless it takes one element of each maker at
+// each point. Results of another epilogue count only if all three nodes share the point.
 inline std::optional<std::vector<int64_t>> strides_behind(const TBGraph& graph, const std::vector<int>& makers,
                                                           const Node& node) {
   std::optional<std::vector<int64_t>> found;
@@ -207,9 +206,9 @@ inline std::optional<std::vector<int64_t>> strides_behind(const TBGraph& graph, 
   return found;
 }
 
-// Of each epilogue of a job, the position in the body of the node whose results it takes over; -1: of several nodes.
+// For each epilogue of a job: the position in the body of the node whose results it takes; -1: several nodes.
 inline std::vector<int> owners_of_epilogues(const TBGraph& graph, const Job& job) {
-  std::map<int, int> owner_of;  // of a buffer
+  std::map<int, int> owner_of;  // by buffer
   const auto make = [&](int n, int owner) {
     for (const Operand* made : outputs(graph.nodes()[n])) owner_of[made->tensor.buffer] = owner;
   };
@@ -226,7 +225,7 @@ inline std::vector<int> owners_of_epilogues(const TBGraph& graph, const Job& job
   return owners;
 }
 
-// The row tasks that a node of a job's body ends with, one behind the other.
+// The row tasks behind a node of a job's body, in sequence.
 inline std::vector<const Node*> rows_behind(const TBGraph& graph, const Job& job, const Node& node) {
   std::vector<const Node*> rows;
   if (job.cut.row_sums) return rows;
@@ -240,8 +239,7 @@ inline std::vector<const Node*> rows_behind(const TBGraph& graph, const Job& job
   return rows;
 }
 
-// What the rows that a job's row tasks end it with are multiples of, in elements, each to stand in one tile; 1: there
-// are none.
+// The number of elements that must lie in one tile for the row tasks at a job's end; 1: there are none.
 inline int64_t whole_rows(const TBGraph& graph, const Job& job) {
   int64_t size = 1;
   for (int n : job.body)
@@ -250,14 +248,14 @@ inline int64_t whole_rows(const TBGraph& graph, const Job& job) {
   return size;
 }
 
-// Whether epilogues combine results of the job's nodes, which then share one index space; otherwise the rows of these
-// follow each other, and an epilogue is of one of them.
+// Whether epilogues combine the results of the body's nodes, which then share one index space. Otherwise their rows
+// follow each other, and an epilogue belongs to one node.
 inline bool is_side_by_side(const TBGraph& graph, const Job& job) {
   const std::vector<int> owners = owners_of_epilogues(graph, job);
   return std::any_of(owners.begin(), owners.end(), [](int owner) { return owner < 0; });
 }
 
-// No two points store to one place, as far as is known at compile time.
+// Whether no two points store to the same place, as far as is known at compile time.
 inline bool writes_each_point_once(const Node& node) {
   for (const Instr& instr : node.program->instrs) {
     if (instr.op != Op::kStore || instr.args.size() > 1) continue;
@@ -267,26 +265,26 @@ inline bool writes_each_point_once(const Node& node) {
   return true;
 }
 
-// Whether the loader brings in boxes what consumers otherwise stage.
-inline bool comes_boxed(const WarpLayout& warps, const OperandSpec& spec) {
+// Whether the loader copies as boxes what consumers otherwise stage.
+inline bool is_loaded_as_boxes(const WarpLayout& warps, const OperandSpec& spec) {
   return warps.loads_inputs && spec.is_boxed;
 }
 
-// Whether the loader does, ahead of the phase.
+// Whether the loader reads the operand, ahead of the phase.
 inline bool loader_reads(const WarpLayout& warps, const Node& node, const Operand& operand) {
   const OperandSpec* spec = node.def->find(operand.name);
-  return spec != nullptr && operand.is_read && (spec->is_loaded || comes_boxed(warps, *spec));
+  return spec != nullptr && operand.is_read && (spec->is_loaded || is_loaded_as_boxes(warps, *spec));
 }
 
-// The last phase that may still run while `phase` does: up to the next one that waits for everybody.
+// The last phase that may still run while `phase` does: up to the next one that waits for all workers.
 inline int last_concurrent(const Schedule& schedule, int phase) {
   const int num_phases = static_cast<int>(schedule.phases.size());
   while (phase + 1 < num_phases && schedule.phases[phase + 1].waits.empty()) phase++;
   return phase;
 }
 
-// Whether everything of phase `a` is visible to phase `b` once that has awaited its events: every worker runs the
-// phases in order, and what it has waited for once it need not wait for again.
+// Whether all of phase `a` is visible to phase `b` after `b` has awaited its events. Workers run the phases in order,
+// and an event that has come once need not be awaited again.
 inline bool happens_before(const Schedule& schedule, int a, int b) {
   for (int p = 0; p <= b; p++)
     for (int wait : schedule.phases[p].waits)
@@ -294,7 +292,7 @@ inline bool happens_before(const Schedule& schedule, int a, int b) {
   return false;
 }
 
-// The phases in which a workspace buffer holds a value somebody may need, both ends included.
+// The phases in which a workspace buffer's value is needed, both ends included.
 struct Lifetime {
   int first = -1, last = -1;
 
@@ -306,8 +304,8 @@ struct Lifetime {
   bool overlaps(const Lifetime& other) const { return first <= other.last && other.first <= last; }
 };
 
-// A buffer that every job leaves unstored has none. Where one stores it, a later job that updates it in place and
-// leaves the update unstored still reads what was there.
+// The lifetimes of buffers. A buffer that no job stores has none. If one job stores it, a later job that updates it in
+// place without a store still reads the old value.
 inline std::vector<Lifetime> buffer_lifetimes(const Schedule& schedule) {
   std::vector<Lifetime> lifetimes(schedule.graph.buffers().size());
   std::vector<bool> stored(lifetimes.size(), false);

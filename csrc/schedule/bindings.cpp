@@ -27,7 +27,7 @@ Input parse_input(const std::string& name) {
   throw std::invalid_argument("no input comes '" + name + "'");
 }
 
-// What `of` says of each phase.
+// The values of `of` for each phase.
 template <class T>
 std::vector<T> of_phases(const Schedule& schedule, T (*of)(const Schedule&, const Phase&)) {
   std::vector<T> all;

@@ -9,7 +9,7 @@ namespace {
 
 std::string str(int64_t v) { return std::to_string(v); }
 
-// What holds for the cuts of all kernels.
+// Properties of all kernels' cuts.
 class CutCheck {
  public:
   CutCheck(const Schedule& schedule, const Job& job)
@@ -36,7 +36,7 @@ class CutCheck {
 
   const Tensor& matrix(int n) const { return s_.graph.nodes()[n].operand(first_.def->tiled_by).tensor; }
 
-  // The kernel proves what nobody else knows of its cut. Code generation says why a job has none.
+  // The kernel proves the rest of its cut. Code generation says why a job has no kernel.
   void check_kernel() const {
     if (s_.target.device != "cuda" || cut_.kernel.empty()) return;
     const std::vector<const Kernel*> all = kernels_of(s_, job_);
@@ -48,14 +48,14 @@ class CutCheck {
   void check_run() const {
     if (job_.run.empty()) return;
     require(job_.prologue.empty() && job_.epilogue.empty() && !cut_.shape && job_.assignment == Assignment::kStatic,
-            "a run is a job of its nodes alone, whose kernel itself brings what they read");
+            "a run is a job of its nodes alone, whose kernel itself loads what they read");
     for (int n : job_.body)
       for (const Operand& operand : s_.graph.nodes()[n].operands)
         require(!s_.polled[operand.tensor.buffer],
                 name_buffer(s_, operand.tensor.buffer) + " is polled, which a run of nodes does not do");
   }
 
-  // What is polled, or made by row tasks in front, is nowhere but in shared memory; and that leaves the ring room.
+  // Operands that are polled, or made by row tasks in front, must be staged, and must leave the ring room.
   void check_staging() const {
     for (const OperandSpec& spec : first_.def->operands) {
       const Operand* operand = spec.is_whole ? first_.find(spec.name) : nullptr;
@@ -88,18 +88,18 @@ class CutCheck {
     const std::string box = "a box of " + str(s.tile_rows) + " rows of " + str(s.chunk_bytes) + " bytes";
     require(s.tile_rows <= 256 && s.tile_rows % 8 == 0 && s.chunk_bytes % kBoxRowBytes == 0 &&
                 s_.warps.slot_bytes % kBoxAlignment == 0,
-            box + " is none that the copy engine brings to slots of " + str(s_.warps.slot_bytes));
+            box + " is none that the copy engine copies to slots of " + str(s_.warps.slot_bytes));
     require(s.run == 1 && !s.shares_entries && job_.assignment == Assignment::kStatic,
             box + " is not cut up, of tiles that are dealt out beforehand");
     for (int n : job_.body)
-      require(comes_in_boxes(s_.graph, matrix(n)),
+      require(can_load_boxes(s_.graph, matrix(n)),
               name_buffer(s_, matrix(n).buffer) +
                   " cannot come in boxes: it is none of the call's matrices of 16-bit " +
                   "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
     if (s.x_rows > 0) check_x();
   }
 
-  // Rows of x that the loader brings beside the weights.
+  // Rows of x that the loader copies beside the weights.
   void check_x() const {
     for (const OperandSpec& spec : first_.def->operands)
       if (spec.is_boxed)
@@ -124,7 +124,7 @@ class CutCheck {
     require(can_be_streamed(t), "rows of " + name_buffer(s_, t.buffer) + " are not aligned for the loader");
   }
 
-  // Every row of every matrix is in one tile.
+  // Every row of every matrix is in exactly one tile.
   void check_coverage(const TileShape& s) const {
     int64_t tiles = 0;
     for (int n : job_.body) {
@@ -137,7 +137,7 @@ class CutCheck {
                                          " rows do not cover its matrices, " + str(tiles) + " do");
   }
 
-  // What row tasks that end it take is needed nowhere else, and each takes what the one before it makes.
+  // The row tasks at a job's end are the only readers of their operands, and each takes the result of the one before.
   void check_rows_behind() const {
     int64_t found = 0;
     for (int n : job_.body)

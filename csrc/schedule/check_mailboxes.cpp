@@ -1,4 +1,4 @@
-// Exchanges between ranks, for any number of them and however far apart they are.
+// Checks exchanges between ranks, for any number of ranks and any delay between them.
 #include <algorithm>
 #include <map>
 
@@ -34,8 +34,8 @@ class MailboxProof {
   }
 
  private:
-  // Waits have no cycle if all ranks push what others wait for before they wait: a job's own code does, for the part of
-  // a worker. So that part must be the same on every rank, and one job's part be all that a job waits for.
+  // Waits have no cycle if all ranks push what others await before they wait themselves. A job's code does so for a
+  // worker's part. So that part must be the same on every rank, and a job must wait for one job's part alone.
   void place(int phase, const Job& job) {
     const auto exchanges = [&](int n) { return is_exchange(s_.graph.nodes()[n]); };
     for (const std::vector<int>* list : {&job.prologue, &job.epilogue})
@@ -72,25 +72,25 @@ class MailboxProof {
               std::to_string(boxes_.turns) + ": the next launch counts it again");
   }
 
-  // Two of one launch that may stand in one place at the same time.
+  // Two exchanges of a launch that may use one place at the same time.
   void check_apart(const Exchange& a, const Exchange& b) const {
     const bool same_place = !boxes_.by_turns || a.box.turn == b.box.turn;
     if (same_place && a.box.offset < b.end() && b.box.offset < a.end())
       unsound(name_node(s_, a.node) + " and " + name_node(s_, b.node) + " push into the same words of a mailbox");
   }
 
-  // A place is used again by the next turn but one. Who pushes then has had something of the next turn from each rank,
-  // which that rank pushed when it had read what stood there: if its workers were all done with that turn before any of
-  // them began the next. Between the last turn and the next launch's first all workers are.
+  // A place is used again two turns later. A rank that pushes then has received something of the turn in between from
+  // each rank, which that rank pushed after it had read the place, if all its workers had finished the earlier turn
+  // before any began the next. Between a launch's last turn and the next launch's first, all workers have finished.
   void check_turns() const {
-    std::map<int64_t, int> phases;  // of turns
+    std::map<int64_t, int> phases;  // by turn
     for (const Exchange& e : exchanges_)
       if (const auto [at, fresh] = phases.emplace(e.box.turn, e.phase); !fresh && at->second != e.phase)
         unsound(name_node(s_, e.node) + " exchanges in a phase of its own, but in another's turn");
     if (static_cast<int64_t>(phases.size()) != boxes_.turns)
       unsound("a launch has " + std::to_string(boxes_.turns) + " turns, but " + std::to_string(phases.size()) +
               " phases that exchange: places would not alternate");
-    const bool is_cpu = s_.target.device != "cuda";  // whose threads meet between phases
+    const bool is_cpu = s_.target.device != "cuda";  // whose threads synchronise between phases
     for (auto turn = phases.begin(); turn != phases.end() && std::next(turn) != phases.end(); ++turn) {
       const int now = turn->second, next = std::next(turn)->second;
       if (is_cpu ? now >= next : !order_.happens_before(now, next))

@@ -75,8 +75,8 @@ class OrderProof {
     }
   }
 
-  // One that stands in an epilogue, and leaves sums of its rows, is a norm of rows that the job makes, whose factors
-  // its readers multiply by: so it is the last, and all that reads it is multiplied with matrices, behind an event.
+  // A norm in an epilogue that leaves sums of its rows: its readers multiply by the rows' factors. So it must be the
+  // last epilogue, of rows that the job makes, and all its readers must multiply it with matrices, behind an event.
   void check_norm(const Job& job, int n) const {
     const Node& node = s_.graph.nodes()[n];
     const auto require = [&](bool holds, const std::string& what) {
@@ -97,7 +97,7 @@ class OrderProof {
           }
   }
 
-  // Readers of a polled buffer take what has come for the result.
+  // Readers of a polled buffer take whatever has come as the result.
   void check_makers() const {
     std::vector<int> maker(s_.polled.size(), -1);
     for (size_t n = 0; n < s_.graph.nodes().size(); n++)
@@ -123,12 +123,12 @@ class OrderProof {
       if (edge.hazard == Hazard::kReadAfterWrite) {
         bool satisfied = false;
         for (const Place& from : places_[edge.from])
-          satisfied |= from.same_job(to)
-                           ? passes_inside(edge, from, to)
-                           : !unstored(from, edge.buffer) && (happens_before(from, to) || announced(edge, from, to));
+          satisfied |= from.same_job(to) ? passes_inside(edge, from, to)
+                                         : !unstored(from, edge.buffer) &&
+                                               (happens_before(from, to) || is_polled_later(edge, from, to));
         if (!satisfied) fail(what + "no write happens before the read");
       } else {
-        // Every earlier access, wherever it is repeated, must be over before the write.
+        // Every earlier access, repeated ones included, must be over before the write.
         for (const Place& from : places_[edge.from])
           if (!happens_before(from, to) && !follows_inside(from, to))
             fail(what + "the later write may overtake the earlier access");
@@ -136,13 +136,13 @@ class OrderProof {
     }
   }
 
-  // Readers of a polled buffer wait for its elements, in a later phase: then the writer cannot depend on them.
-  bool announced(const Dependency& edge, const Place& from, const Place& to) const {
+  // Readers of a polled buffer, in a later phase, wait for its elements. So the writer cannot depend on them.
+  bool is_polled_later(const Dependency& edge, const Place& from, const Place& to) const {
     return s_.polled[edge.buffer] && from.phase < to.phase;
   }
 
-  // Inside a job values pass from prologue to body through shared memory, and from body to epilogue point by point. A
-  // run's kernel passes on what its nodes make for those behind them, and proves that itself.
+  // Inside a job, values pass from prologue to body through shared memory, and from body to epilogue point by point. A
+  // run's kernel passes its nodes' values on, and proves that itself.
   bool passes_inside(const Dependency& edge, const Place& from, const Place& to) const {
     if (from.part == Part::kPrologue) {
       if (to.part == Part::kEpilogue) return false;
@@ -157,13 +157,13 @@ class OrderProof {
     return strides_behind(s_.graph, makers_of(job_at(to), edge.to), reader).has_value();
   }
 
-  // Whether both are nodes of a run whose kernel does one behind the other.
+  // Whether both are nodes of a run whose kernel computes them in sequence.
   bool follows_inside(const Place& from, const Place& to) const {
     const std::string& run = job_at(to).run;
     return from.same_job(to) && !run.empty() && from.position < to.position && find_kernel(run)->stores_values();
   }
 
-  // Whether what a norm behind it takes over is its results, in the rows they are in.
+  // Whether a norm behind it takes its results, in the rows that they have.
   bool makes_rows(const Dependency& edge, const Place& from, const Node& norm) const {
     const Node& maker = s_.graph.nodes()[edge.from];
     const Tensor& results = output(s_.graph.nodes()[job_at(from).body.front()]).tensor;
@@ -175,7 +175,7 @@ class OrderProof {
     return false;
   }
 
-  // Whether a row task behind a node of the body takes over what that makes, or what another row task behind it does.
+  // Whether a row task behind a node of the body takes the node's result, or that of another row task behind it.
   bool hands_on_rows(const Dependency& edge, const Place& from, const Node& row) const {
     const Node& maker = s_.graph.nodes()[edge.from];
     const Tensor& x = row.operands.front().tensor;
@@ -207,7 +207,7 @@ class OrderProof {
     }
   }
 
-  // The loader runs ahead of its phase: what it reads must have been written before the launch, or behind a wait.
+  // The loader runs ahead of its phase. What it reads must be written before the launch, or be awaited.
   void check_loader_waits() const {
     for (const Dependency& edge : s_.graph.dependencies()) {
       if (edge.hazard == Hazard::kWriteAfterRead) continue;

@@ -7,7 +7,7 @@
 namespace mpk {
 namespace {
 
-// Bytes of the workspace, and the phases in which somebody needs what stands there.
+// Bytes of the workspace, and the phases in which they are needed.
 struct Use {
   std::string what;
   int64_t begin, end;
@@ -24,7 +24,7 @@ std::vector<Use> uses_of_buffers(const Schedule& s, const std::vector<Lifetime>&
   return uses;
 }
 
-// Places of the sums that a norm's readers add up.
+// The places of the sums that a norm's readers add up.
 void check_row_sums(const Schedule& s, const Job& job) {
   const std::string name = "the sums of rows of " + name_node(s, job.body.front());
   const int norm = norm_of(job);

@@ -18,8 +18,8 @@ void check_ring(const Schedule& s) {
               str(kMinSlotBytes) + " on");
   require(w.max_slots >= kFewestSlots && w.max_slots <= kMaxSlots,
           "a ring of " + str(w.max_slots) + " slots, expected " + str(kFewestSlots) + " to " + str(kMaxSlots));
-  // A slot is full when the copy engine, or every lane of the loader, has arrived; and empty when the one consumer that
-  // owns the entry has, or all that multiply together.
+  // A slot is full once the copy engine, or every lane of the loader, has arrived. It is empty once the consumer that
+  // owns the entry has arrived, or all that multiply together.
   const int64_t full = arch_of(s.target.arch).has_bulk_copies ? w.loaders : 32 * w.loaders;
   require(w.full_arrivals == full,
           "slots are full after " + str(w.full_arrivals) + " arrivals, but loaders arrive " + str(full) + " times");

@@ -44,8 +44,8 @@ bool is_literal(const OperandSpec& spec) {
   });
 }
 
-// Whether nodes of one task read what they have in common alike: by equal attributes and element types, and what is of
-// the signature's own size, such as a scale of x, is the same.
+// Whether two nodes of one task read their common operand alike: their attributes and element types are equal, and so
+// are operands whose size the signature fixes, such as a scale of x.
 bool works_alike(const Node& a, const Node& b) {
   if (a.attrs != b.attrs) return false;
   return std::all_of(a.def->operands.begin(), a.def->operands.end(), [&](const OperandSpec& spec) {

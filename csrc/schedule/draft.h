@@ -1,4 +1,4 @@
-// A schedule in the making: what the passes (passes.h) read and change, one after the other.
+// A schedule in the making, which the passes (passes.h) change one after the other.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@ namespace mpk {
 
 class Kernel;
 
-// The runs of a kernel, each of which saves so many nanoseconds of what its nodes take as jobs of their own.
+// A kernel's runs. Each saves so many nanoseconds against jobs of its nodes' own.
 struct TakenRuns {
   const Kernel* kernel;
   double saved_ns = 0;
@@ -21,13 +21,13 @@ struct Draft {
   Draft(const Draft&) = delete;  // `in` and `out` point into `edges`
   Draft(Draft&&) = default;
 
-  Schedule schedule;              // its phases from pass `phases` on
-  std::vector<Dependency> edges;  // of the graph, and the same by the node they end at, or begin at:
+  Schedule schedule;              // its phases are valid from pass `build_phases` on
+  std::vector<Dependency> edges;  // of the graph, and by the node they end at, or begin at:
   std::vector<std::vector<const Dependency*>> in, out;
-  std::vector<TakenRuns> runs;    // that it takes
-  std::vector<Job> jobs;          // until they stand in phases; one without a body has gone into another
-  std::vector<int> job_of;        // per node: the job whose body or epilogue it is in; -1: none
-  std::vector<bool> is_prologue;  // per node: recomputed by whoever reads it
+  std::vector<TakenRuns> runs;    // taken runs
+  std::vector<Job> jobs;          // until they are in phases; one without a body has been merged into another
+  std::vector<int> job_of;        // per node: the job with it in body or epilogue; -1: none
+  std::vector<bool> is_prologue;  // per node: its readers recompute it
   std::vector<int> levels;        // per job: the phase it runs in
 
   const TBGraph& graph() const { return schedule.graph; }
@@ -38,8 +38,8 @@ struct Draft {
   bool is_in_run(int n) const { return job_of[n] >= 0 && !jobs[job_of[n]].run.empty(); }
   // Whether the node may share a job with others like it.
   bool joins(int n) const { return !node(n).def->joined_by.empty() && !is_in_run(n); }
-  // Whether pointwise tasks take over its results as they are made. Rows' only where there are many: of few, what they
-  // are combined with may be polled, which takes a phase of its own.
+  // Whether pointwise tasks may take its results as they are made. Row tasks' results only if rows are many: with few
+  // rows, the other operands may be polled, which takes a phase of its own.
   bool takes_epilogues(int n) const {
     return joins(n) || (node(n).def->role == Role::kRow && schedule.warps.hands_over_rows && !is_in_run(n));
   }
@@ -49,8 +49,7 @@ struct Draft {
   int new_job(std::vector<int> body);
   // The nodes of a job's body and epilogue.
   std::vector<int> stored_nodes(int job) const;
-  // Whether one job may have these nodes as its body: one, or several of one task that have its common operand in
-  // common.
+  // Whether these nodes may be a job's body: one node, or several of one task with a common operand.
   bool have_same_input(const std::vector<int>& nodes) const;
   // Whether making one job of these nodes creates no cycle with the rest of the graph.
   bool contractible(const std::vector<int>& nodes) const;

@@ -19,7 +19,7 @@ struct Kernels {
   std::map<std::string, List> of_tasks;
   std::map<Role, List> of_roles;
   List of_runs;
-  std::map<std::string, List> by_run;  // the kernel of each of them, alone
+  std::map<std::string, List> by_run;  // each kernel alone
 };
 
 Kernels& kernels() {

@@ -1,6 +1,6 @@
-// A kernel is one way to compute the jobs of a task on a GPU: which it accepts, how it cuts them, what that costs, how
-// the cut is proven, and how its code is written. A task, or a role, may have several; `choose_kernels` takes the
-// cheapest. Each is a file of csrc/kernels that registers itself.
+// A kernel is one way to compute a task's jobs on a GPU: which jobs it accepts, how it cuts them, the cost, the proof
+// of the cut, and the code. A task, or a role, may have several; `choose_kernels` takes the cheapest. Each is a file of
+// csrc/kernels that registers itself.
 #pragma once
 
 #include <memory>
@@ -20,15 +20,15 @@ struct SharedCode;
 struct Variant;
 }  // namespace codegen
 
-// Polls of more elements delay each other; beyond this an event is cheaper.
+// More polls than this delay each other, and an event is cheaper.
 inline constexpr int64_t kMaxPolledElements = 49152;
 
-// What a kernel needs of the launch's warps and of its ring, where it needs more than every launch has. The warps of a
-// launch are the same for all its jobs, so the pass `choose_warps` joins what its kernels demand.
+// What a kernel demands of the launch's warps and ring, beyond the default. All jobs of a launch share its warps, so
+// the pass `choose_warps` joins its kernels' demands.
 struct Demands {
-  int consumers = 0;       // warps; 0: as many as there are registers for
-  int registers = 0;       // of each of their threads; 0: what all threads have
-  int64_t slot_bytes = 0;  // of the ring; 0: what the rows of weights fill best
+  int consumers = 0;       // warps; 0: as many as registers allow
+  int registers = 0;       // of each of their threads; 0: the default
+  int64_t slot_bytes = 0;  // of the ring; 0: what weight rows fill best
   bool moves_registers = false, all_read_entries = false, loads_inputs = false, hands_over_rows = false;  // WarpLayout
 };
 
@@ -40,61 +40,61 @@ class MPK_KERNEL_API Kernel {
   virtual ~Kernel() = default;
   Kernel(const Kernel&) = delete;
 
-  // As schedules name it: "linear.rows".
+  // The name in schedules: "linear.rows".
   const std::string& name() const { return name_; }
 
-  // Why it takes no job with this node, whatever else the job and its launch have; nothing where it may.
+  // Why it refuses every job with this node, in any launch; nothing if it may accept one.
   virtual std::optional<std::string> refuses_node(const Node&, const Target&) const { return std::nullopt; }
 
-  // Why it does not take a job of nodes that it may take; nothing where it does.
+  // Why it refuses a job whose nodes it accepts; nothing if it accepts the job.
   virtual std::optional<std::string> refuses(const Schedule&, const Job&) const { return std::nullopt; }
 
   // Both of these.
   std::optional<std::string> refusal(const Schedule& schedule, const Job& job) const;
 
-  // Ways to cut a job that it takes, each with its cost in nanoseconds; none where no way fits shared memory. The job
-  // comes with the number of tiles and the input that a job has that nothing is known of.
+  // The ways to cut a job that it accepts, each with its cost in nanoseconds; none if none fits shared memory. The job
+  // comes with the default number of tiles and input.
   virtual std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const = 0;
 
-  // Throws by `proof.fail` where its own fields, or what it demands of the others, do not hold.
+  // Throws by `proof.fail` if its fields, or its demands on other fields, do not hold.
   virtual void prove(const CutProof& proof) const = 0;
 
   // Throws Unsupported naming the node when the job cannot be generated.
   virtual codegen::JobCode emit(const codegen::JobPlace& place) const = 0;
 
-  // What variants of this kernel share in a launch, if anything.
+  // The code that variants of this kernel share in a launch, if any.
   virtual std::optional<codegen::SharedCode> share(const std::vector<codegen::Variant>& variants) const;
 
-  // A run that begins with this node: nodes in program order, each of which depends on others of them, that the kernel
-  // does in one job. Empty where there is none. Asked of kernels that are added by `add_run_kernel`; whether a launch
-  // takes their runs is decided by what it costs as a whole, see choose_runs. A run is a job by itself: nothing is
-  // recomputed in front of it, nothing ends it, and neither its inputs nor its results are polled.
+  // A run that begins with this node: nodes in program order, each dependent on others of them, that the kernel
+  // computes in one job. Empty if there is none. Called for kernels added by `add_run_kernel`. Whether a launch takes
+  // their runs depends on the whole launch's cost, see choose_runs. A run is a job by itself: it has no prologue and no
+  // epilogue, and neither its inputs nor its results are polled.
   virtual std::vector<int> find_run(const TBGraph&, int /*first*/) const { return {}; }
 
-  // Whether the nodes of its runs pass values on through the workspace, one node behind the other. Else what stays
-  // inside a run has no place there, and no node may overwrite what another touches.
+  // Whether the nodes of its runs pass values on through the workspace, in sequence. Otherwise values inside a run have
+  // no place there, and no node may overwrite what another touches.
   virtual bool stores_values() const { return false; }
 
-  // Whether jobs may have other nodes beside the one that the body begins with.
+  // Whether jobs may have nodes beside the body's first.
   virtual bool takes_companions() const { return false; }
 
-  // What the passes ask before jobs are cut, of all kernels that the task has.
+  // Questions of passes before jobs are cut, to all kernels of the task.
 
-  // What it demands of a launch for a node that no other kernel of the task takes; nothing: it takes any launch, or
-  // does not take the node.
+  // Its demands on a launch for a node that no other kernel of the task accepts; nothing: any launch will do, or it
+  // refuses the node.
   virtual std::optional<Demands> demands(const Node&) const { return std::nullopt; }
 
-  // Bytes of the ring's slots, of which each has `slot_bytes`, that a launch fills for a job; 0: it has no say in that.
+  // The bytes of ring slots, each of `slot_bytes`, that a launch fills for a job; 0: no say.
   virtual double filled_bytes(const Schedule&, const Job&, int64_t /*slot_bytes*/) const { return 0; }
 
-  // Whether a job like this may end with a norm, and leave the factors of rows to those that read it (Job::epilogue),
-  // and may read such rows itself.
+  // Whether such a job may end with a norm that leaves the rows' factors to its readers (Job::epilogue), and may read
+  // such rows itself.
   virtual bool splits_norms(const Schedule&, const Job&) const { return false; }
 
-  // Whether a job like this, whose epilogues have row tasks that could be a phase of their own, may have them.
+  // Whether such a job may have row tasks in its epilogue that could be a phase of their own.
   virtual bool ends_with_rows(const Schedule&, const Job&) const { return false; }
 
-  // Of a vector that a job that it takes brings to shared memory: the elements that each worker would poll. More than
+  // The elements of a staged vector that each worker would poll, for a job that it accepts. More than
   // kMaxPolledElements: it must not be polled.
   virtual int64_t polled_elements(const Schedule&, const Job&, const Tensor& made) const { return made.numel(); }
 
@@ -102,39 +102,37 @@ class MPK_KERNEL_API Kernel {
   const std::string name_;
 };
 
-// Where warpgroups multiply what the loader brings.
+// The demands of kernels whose warpgroups multiply what the loader copies.
 Demands of_warpgroups();
 
-// Adds a kernel of a task, or of all tasks of a role that have none of their own. True, for a variable's initialiser.
-// Throws std::logic_error where there is one of that name.
+// Adds a kernel of a task, or of all tasks of a role without kernels of their own. Returns true, for a variable's
+// initialiser. Throws std::logic_error if the name is taken.
 MPK_KERNEL_API bool add_kernel(const std::string& task, const Kernel& kernel);
 MPK_KERNEL_API bool add_kernel(Role role, const Kernel& kernel);
-// Adds one of runs of nodes.
+// Adds a kernel of runs of nodes.
 MPK_KERNEL_API bool add_run_kernel(const Kernel& kernel);
 
-// A task's kernels, in the order of their names. A task of tiles has its function besides, whatever kernels it has of
-// its own.
+// A task's kernels, by name. A tile task has its function besides.
 std::vector<const Kernel*> kernels_of(const TaskDef& def);
 // Kernels of runs.
 const std::vector<const Kernel*>& run_kernels();
 // A job's kernels: its run's, or those of its body's task.
 std::vector<const Kernel*> kernels_of(const Schedule& schedule, const Job& job);
 
-// Null where there is none of that name.
+// Null if there is none of that name.
 const Kernel* find_kernel(const std::string& name);
 
-// Why no kernel takes a job, of which `job.others` has all that were asked.
+// Why no kernel accepts a job. `job.others` has each kernel's reason.
 std::string why_none(const Job& job);
 
-// Why a graph has no kernel for one of its nodes on this target, naming the node; nothing where it has all. Kernels are
-// asked as the scheduler asks them; no code is written.
+// Why a graph has no kernel for one of its nodes on this target, naming the node; nothing if it has all. It asks as the
+// scheduler does, and writes no code.
 std::optional<std::string> refusal(const TBGraph& graph, const Target& target);
 
-// What a job takes that memory bounds: all that its nodes touch comes at what a worker gets of memory.
+// The time of a job bound by memory: all that its nodes touch, at a worker's share of the bandwidth.
 MPK_KERNEL_API double memory_ns(const Schedule& schedule, const Job& job);
 
-// What a launch takes, as its kernels expect: its jobs, one behind the other, and the ways from phase to phase. Nothing
-// where no kernel takes one of the jobs.
+// The expected time of a launch: its jobs in sequence, and the hops between phases. Nothing if a job has no kernel.
 std::optional<double> launch_ns(const Schedule& schedule);
 
 }  // namespace mpk

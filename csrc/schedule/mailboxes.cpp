@@ -16,7 +16,7 @@ int64_t words_of(const Node& node) {
   return units * kUnitWords;
 }
 
-// Phases that exchange, in order, with the nodes that do.
+// The phases with exchanges, in order, and their nodes.
 std::vector<std::pair<int, std::vector<int>>> exchanges(const Schedule& schedule) {
   std::vector<std::pair<int, std::vector<int>>> found;
   for (size_t p = 0; p < schedule.phases.size(); p++) {
@@ -82,7 +82,8 @@ Mailboxes place_mailboxes(const Schedule& schedule) {
   Mailboxes mailboxes;
   const auto phases = exchanges(schedule);
   mailboxes.turns = static_cast<int64_t>(phases.size());
-  // Threads of the CPU meet between phases. On a GPU a phase is over for all where a later one awaits its event.
+  // CPU threads synchronise between phases. On a GPU a phase is over for all workers once a later phase has awaited its
+  // event.
   mailboxes.by_turns = true;
   for (size_t i = 1; i < phases.size() && schedule.target.device == "cuda"; i++)
     mailboxes.by_turns &= happens_before(schedule, phases[i - 1].first, phases[i].first);

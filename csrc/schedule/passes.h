@@ -1,4 +1,4 @@
-// The passes that make a schedule, in order. Each is a file of its name in passes/, and does one thing to the draft.
+// The passes that make a schedule, in order. Each is a file of its name in passes/, and changes one thing of the draft.
 #pragma once
 
 #include <string>
@@ -8,54 +8,53 @@
 
 namespace mpk {
 
-// Whether warps multiply together: what a job may do besides depends on it.
+// Decides whether warps multiply together, which limits what else jobs may do.
 void choose_warps(Draft& draft);
-// Nodes that a kernel of runs does in one job become one.
+// Joins the nodes of each run that a kernel computes in one job.
 void join_runs(Draft& draft);
-// Pointwise nodes become the epilogues of nodes whose results they read, each element at one point.
+// Makes pointwise nodes the epilogues of nodes whose results they read, each element at one point.
 void fuse_epilogues(Draft& draft);
-// The remaining nodes of one input become one job: their rows form one space. So do those with epilogues of their own,
-// where rows are many.
+// Groups the remaining nodes of one input into one job, whose rows form one space. Nodes with epilogues of their own
+// are grouped if rows are many.
 void group_nodes(Draft& draft);
-// Row tasks read only by row tasks, or by stream tasks as the operand those stage in shared memory, are recomputed by
-// each reader.
+// Finds row tasks whose readers recompute them: row tasks, or stream tasks that stage the row.
 void find_prologues(Draft& draft);
-// Norms of rows that many workers make, and that only matrices are multiplied with, end the jobs that make the rows:
-// beyond a factor for each row, which is left to those, an element of the norm is one of the row.
+// Moves norms of rows that many workers make, and that are only multiplied with matrices, to the end of the jobs that
+// make the rows. Readers multiply by each row's factor; the rest of a norm's element depends on one element alone.
 void split_norms(Draft& draft);
-// What is neither in a job nor recomputed becomes a job of its own.
+// Makes a job of each node that is neither in a job nor recomputed.
 void make_single_jobs(Draft& draft);
-// Jobs get the row tasks that they recompute.
+// Attaches to jobs the row tasks that they recompute.
 void attach_prologues(Draft& draft);
-// Row tasks of many rows end the jobs whose tiles hold their rows whole, such as norms and rotations of a prompt's
-// heads those that make queries and keys, where that spares more than such tiles cost.
+// Moves row tasks of many rows to the end of jobs whose tiles hold whole rows, such as norms and rotations of a
+// prompt's heads, if that saves more than such tiles cost.
 void end_with_rows(Draft& draft);
-// A job's level is the length of the longest chain of jobs before it.
+// Assigns levels: the length of the longest chain of jobs before a job.
 void assign_levels(Draft& draft);
-// The jobs of a level become a phase, which waits for the one before it.
+// Makes a phase of each level's jobs, which waits for the phase before.
 void build_phases(Draft& draft);
-// How many tiles a job has, unless its kernel cuts it otherwise.
+// Counts a job's tiles, which its kernel may change.
 void count_tiles(Draft& draft);
-// Buffers that exist only inside a job are not written to memory.
+// Finds buffers that exist inside a job alone, which are not stored.
 void find_unstored(Draft& draft);
-// The loader waits for what the launch computes before it loads that.
+// Finds what the loader must await before it loads results of the launch.
 void find_loader_waits(Draft& draft);
-// The warps of a CTA and their ring.
+// Lays out the warps of a CTA and their ring.
 void lay_out_warps(Draft& draft);
-// Which vectors are polled, and which phases therefore wait for no event.
+// Chooses the vectors that are polled, and thereby the phases that await no event.
 void choose_handover(Draft& draft);
-// Where intermediates live.
+// Places intermediates in the workspace.
 void place_workspace(Draft& draft);
-// Which jobs bring their whole input to shared memory.
+// Chooses the jobs that stage their whole input.
 void choose_staging(Draft& draft);
-// Each job gets the kernel that takes the least time for it, and is cut as that asks for, see Kernel.
+// Chooses the fastest kernel of each job, and its cut, see Kernel.
 void choose_kernels(Draft& draft);
-// Where workers leave things for each other.
+// Places what workers leave for each other.
 void place_scratch(Draft& draft);
-// Which tiles workers draw at run time.
+// Chooses which tiles workers draw at run time.
 void deal_tiles(Draft& draft);
 
-// Buffers, and what jobs leave, begin at multiples of this in the workspace.
+// Buffers and scratch begin at multiples of this in the workspace.
 inline constexpr int64_t kWorkspaceAlignment = 256;
 
 struct Pass {

@@ -1,4 +1,4 @@
-// What the phases of a schedule are called, and how much memory they touch.
+// Names of a schedule's phases, and the memory that they touch.
 #include <algorithm>
 #include <set>
 #include <tuple>
@@ -8,7 +8,7 @@
 namespace mpk {
 namespace {
 
-// Of a view, elements that a stride of 0 repeats counted once; a program reads of a table what its points ask for.
+// A view's bytes. Elements that a stride of 0 repeats count once. A program reads of a table what its points need.
 int64_t touched_bytes(const Node& node, const Tensor& t) {
   int64_t elements = 1;
   for (size_t d = 0; d < t.shape.size(); d++)

@@ -10,10 +10,10 @@ Order::Order(const Schedule& schedule) {
       if (w < 0 || w >= p)
         unsound("phase " + std::to_string(p) + " waits for phase " + std::to_string(w) + ", which does not precede it");
       before_[w][p] = true;
-      // Every worker runs the phases in order, so a complete event also orders what came before its phase.
+      // Workers run the phases in order, so a completed event also orders what came before its phase.
       for (int q = 0; q < w; q++) before_[q][p] = true;
     }
-  for (int p = 1; p < num_phases; p++)  // and what a worker has waited for once, it need not wait for again
+  for (int p = 1; p < num_phases; p++)  // and an event that has come once need not be awaited again
     for (int q = 0; q < p; q++) before_[q][p] = before_[q][p] || before_[q][p - 1];
 }
 

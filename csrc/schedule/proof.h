@@ -1,5 +1,4 @@
-// What the parts of the validator share: how they name things, how they say that a schedule is unsound, and which
-// phases are over when others begin.
+// The common parts of the validator: names, the error for an unsound schedule, and the order of phases.
 #pragma once
 
 #include <stdexcept>
@@ -22,15 +21,15 @@ inline std::string name_buffer(const Schedule& schedule, int b) {
   return "buffer '" + schedule.graph.buffers()[b].name + "'";
 }
 
-// The validator's own reckoning of what passes and code generation ask `happens_before` of access.h.
+// The validator's own computation of what passes and code generation get from `happens_before` of access.h.
 class Order {
  public:
-  // Throws what `validate` does where a phase waits for one that does not precede it.
+  // Throws what `validate` throws if a phase waits for one that does not precede it.
   explicit Order(const Schedule& schedule);
 
-  // Whether everything of phase a is visible to phase b.
+  // Whether all of phase a is visible to phase b.
   bool happens_before(int a, int b) const { return before_[a][b]; }
-  // Whether all use of one happens before all use of the other: then they may share bytes.
+  // Whether all use of one happens before all use of the other, so that they may share bytes.
   bool follow_each_other(const Lifetime& a, const Lifetime& b) const;
 
  private:
@@ -48,7 +47,7 @@ class MPK_KERNEL_API CutProof {
   const Node& first() const { return schedule_.graph.nodes()[job_.body.front()]; }
   // The row tasks behind the nodes of its body.
   std::vector<const Node*> rows_behind() const;
-  // Rows that its first node makes, and bytes of an element of them.
+  // The rows of its first node's result, and the bytes of their elements.
   int64_t rows() const { return output(first()).tensor.shape.front(); }
   int64_t element() const { return size_bytes(output(first()).tensor.dtype); }
 
@@ -56,12 +55,12 @@ class MPK_KERNEL_API CutProof {
   void require(bool holds, const std::string& what) const {
     if (!holds) fail(what);
   }
-  // That it leaves so many bytes in the workspace.
+  // Requires that it has so many bytes of scratch.
   void require_scratch(int64_t bytes) const;
-  // That no row tasks end it; and no norm, either.
+  // Requires that no row tasks end it, and that no norm does, either.
   void require_no_rows_behind() const;
   void require_plain_end() const;
-  // That it has no stream, no scratch and no fields, either.
+  // Requires that it has no stream, no scratch and no fields, either.
   void require_nothing_else() const;
   static std::string str(int64_t v) { return std::to_string(v); }
 
@@ -70,19 +69,20 @@ class MPK_KERNEL_API CutProof {
   const Job& job_;
 };
 
-// Every node runs once, after what it needs, and its result stays until it is read.
+// Checks that every node runs once, after its operands' makers, and that its result stays until it is read.
 void check_order(const Schedule& schedule);
 
-// Jobs are cut into tiles that cover them and fit the ring, and every tile is taken once.
+// Checks that tiles cover their jobs and fit the ring, and that every tile is computed once.
 void check_cuts(const Schedule& schedule);
 
-// What jobs leave in the workspace has places of its own, as long as it is needed.
+// Checks that scratch has places of its own while it is needed.
 void check_scratch(const Schedule& schedule);
 
-// What ranks exchange: each rank pushes before it waits, and no mailbox is written before it has been read.
+// Checks exchanges between ranks: each rank pushes before it waits, and no mailbox is overwritten before it has been
+// read.
 void check_mailboxes(const Schedule& schedule);
 
-// Warps and the ring are what device code is written for, and every job's share of shared memory leaves a ring.
+// Checks that device code supports the warps and the ring, and that every job leaves room for a ring.
 void check_warps(const Schedule& schedule);
 
 }  // namespace mpk

@@ -68,8 +68,8 @@ bool finds_runs(const Kernel& kernel, const TBGraph& graph) {
                              [&](const Node& node) { return kernel.find_run(graph, node.id).size() > 1; });
 }
 
-// A kernel's runs are taken where the launch as a whole takes less time with them: what they save, phases among it, is
-// known when everything is placed.
+// Takes a kernel's runs if the whole launch is faster with them: their savings, phases among them, are known once
+// everything is placed.
 std::vector<TakenRuns> choose_runs(const TBGraph& graph, const Target& target) {
   std::vector<TakenRuns> taken;
   if (target.device != "cuda" || !target.fuse) return taken;

@@ -43,7 +43,7 @@ std::string others_json(const std::vector<Alternative>& others) {
   });
 }
 
-// What a kernel decided.
+// A kernel's decisions.
 std::string cut_json(const Cut& cut) {
   return "\"kernel\": " + (cut.kernel.empty() ? "null" : json::quote(cut.kernel)) + ", " +
          field("cost_ns", std::llround(cut.cost_ns)) + ", " + field("tiles", cut.num_tiles) +

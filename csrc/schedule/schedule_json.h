@@ -1,4 +1,4 @@
-// Parts of a schedule's JSON that stand in a draft's, too.
+// The parts of a schedule's JSON that drafts share.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What fits shared memory beside what, and what can be copied there, for all who decide and who prove.
+// What fits in shared memory together, and what can be copied there, for passes, kernels and validator.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@ namespace mpk {
 inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
 inline int64_t round_up(int64_t count, int64_t multiple) { return divide_up(count, multiple) * multiple; }
 
-// Of shared memory, for what a job stages: beside what all kernels have, rows of the table as long as they may be, and
-// as few slots as a ring can have.
+// Shared memory for a job's staged operands, beside the fixed part, rows of the table of the greatest length, and the
+// smallest ring.
 inline int64_t room(const Schedule& schedule) {
   const int64_t fixed = kMaxFixedBytes + int64_t(kPhasesAhead) * kMaxRowBytes;
   const int64_t rest = schedule.target.smem_bytes - fixed - kFewestSlots * schedule.warps.slot_bytes;
@@ -29,17 +29,17 @@ inline bool has_aligned_rows(const Tensor& t) {
   return aligned;
 }
 
-// Whether the bytes of a row, and from row to row, fit the 32 bits that the loader has for them.
+// Whether the bytes of a row, and from row to row, fit the loader's 32 bits.
 inline bool has_short_rows(const Tensor& t) {
   const int64_t row = t.shape.empty() ? 1 : t.shape.back();
   const int64_t pitch = t.shape.size() < 2 ? row : t.strides[t.strides.size() - 2];
   return std::max(row, pitch) * size_bytes(t.dtype) < int64_t{1} << 32;
 }
 
-// Whether the loader can bring the tensor's rows to the ring.
+// Whether the loader can stream the tensor's rows.
 inline bool can_be_streamed(const Tensor& t) { return has_aligned_rows(t) && has_short_rows(t); }
 
-// Whether a map can describe the matrix to the copy engine, in boxes of 16-bit elements, or of two bytes as one.
+// Whether a tensor map can describe the matrix in boxes of 16-bit elements, or of two bytes as one.
 inline bool can_be_boxed(const Tensor& t) {
   const int64_t bytes = size_bytes(t.dtype);
   return bytes <= 2 && t.shape.size() == 2 && t.shape[1] * bytes % kBoxRowBytes == 0 && t.shape[1] > 0 &&
@@ -53,7 +53,7 @@ inline Tensor in_words(Tensor t) {
   return t;
 }
 
-// Whether the tensor is one of the call's, and the launch leaves it as it is.
+// Whether the tensor is an input that the launch does not write.
 inline bool is_constant(const TBGraph& graph, const Tensor& t) {
   const auto writes = [&](const Operand& operand) { return operand.is_write && operand.tensor.buffer == t.buffer; };
   return graph.buffers()[t.buffer].kind == BufferKind::kInput &&
@@ -62,15 +62,15 @@ inline bool is_constant(const TBGraph& graph, const Tensor& t) {
          });
 }
 
-// Whether the copy engine can bring boxes of the matrix before anything of the launch is awaited.
-inline bool comes_in_boxes(const TBGraph& graph, const Tensor& t) { return can_be_boxed(t) && is_constant(graph, t); }
+// Whether the copy engine can load boxes of the matrix before the launch awaits anything.
+inline bool can_load_boxes(const TBGraph& graph, const Tensor& t) { return can_be_boxed(t) && is_constant(graph, t); }
 
-// Whether consumers can have the copy engine bring stages of x as boxes: the call's tensors may begin anywhere.
-inline bool can_be_windowed(const TBGraph& graph, const Tensor& x) {
+// Whether producer warps can load stages of x as boxes. The call's own tensors may have any address.
+inline bool can_be_box_stages(const TBGraph& graph, const Tensor& x) {
   return can_be_boxed(x) && graph.buffers()[x.buffer].kind == BufferKind::kWorkspace;
 }
 
-// Of the entries of any job: a slot is empty when so many warps have released it.
+// The most warps that read an entry in any job, after whose release a slot is empty.
 inline int64_t most_readers(const Schedule& schedule) {
   int64_t most = 1;
   for (const Phase& phase : schedule.phases)
@@ -79,12 +79,12 @@ inline int64_t most_readers(const Schedule& schedule) {
   return most;
 }
 
-// Whether row tasks that end a job can have rows of so many elements: lanes hand them over in eights.
+// Whether row tasks at a job's end can have rows of so many elements: lanes pass them on in eights.
 inline bool fits_tile_rows(int64_t size, DType dtype) {
   return size % 8 == 0 && row_behind_bytes(size * size_bytes(dtype)) <= kStripBytes;
 }
 
-// Whether the sums of a tile's runs find each other in shared memory, see keeps_sums.
+// Whether the sums of a tile's runs can wait for each other in shared memory, see keeps_sums.
 inline bool meets_in_shared_memory(const TileShape& shape, const WarpLayout& warps) {
   return shape.rows_in_entry() <= kSumsOfRun &&
          keeps_sums(static_cast<uint32_t>(shape.entries()), static_cast<uint32_t>(shape.run),

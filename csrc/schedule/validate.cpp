@@ -1,4 +1,4 @@
-// The proof, independent of how the schedule was made, that every possible execution of it computes the graph.
+// Proves, independently of how the schedule was made, that every possible execution of it computes the graph.
 #include "proof.h"
 
 namespace mpk {

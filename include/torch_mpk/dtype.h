@@ -9,8 +9,8 @@ namespace mpk {
 
 enum class DType : uint8_t { kBool, kU8, kI8, kI16, kI32, kI64, kF16, kBF16, kF32, kF64, kE4M3, kE8M0 };
 
-// Programs and kernels compute with the first kNumDTypes. Those behind them only store: quantised weights and their
-// scales have them, see weight_format.h.
+// Programs and kernels compute with the first kNumDTypes. The others are storage of quantised weights and their scales,
+// see weight_format.h.
 inline constexpr int kNumDTypes = 10, kNumStoredDTypes = 12;
 
 struct DTypeInfo {

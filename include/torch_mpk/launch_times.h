@@ -1,4 +1,4 @@
-// When the workers of a launch passed its phases: what the runtimes of both devices record.
+// The times at which a launch's workers passed its phases, as both devices' runtimes record them.
 #pragma once
 
 #include <cstdint>
@@ -6,14 +6,14 @@
 
 namespace mpk {
 
-// In nanoseconds of a clock that all workers share; 0 where a worker has nothing to say.
+// In nanoseconds of a clock that all workers share; 0: no time.
 struct PhaseTimes {
-  int64_t begin;     // came to the phase
-  int64_t joined;    // all of the worker was done with the phase before
-  int64_t ready;     // the phases that it waits for were
+  int64_t begin;     // entered the phase
+  int64_t joined;    // all of the worker had left the phase before
+  int64_t ready;     // the awaited phases were over
   int64_t staged;    // the first activations stood in shared memory
-  int64_t computed;  // was done
-  // The same of the loader, see LoaderStamps.
+  int64_t computed;  // was finished
+  // The loader's times, see LoaderStamps.
   int64_t load_begin, described, waits, awaited, loaded;
   int64_t loaded_bytes;
 };

@@ -1,11 +1,11 @@
-// What the code of a tile task is told of its tile, on every device.
+// What a tile task's code knows of its tile, on every device.
 #pragma once
 
 #include <cstdint>
 
 namespace mpk {
 
-// What a tile has of a dimension: `size` from `begin` on; the tile is number `index` along it.
+// A tile's range of a dimension: `size` from `begin` on. The tile is number `index` along it.
 struct Range {
   int64_t index, begin, size;
 };
@@ -15,13 +15,13 @@ constexpr Range range(uint32_t index, int64_t step, int64_t size) {
   return {index, begin, size - begin < step ? size - begin : step};
 }
 
-// The slice of the operand that a task streams, where it is read from where it lies: `rows` rows of `size` elements.
+// The slice of a streamed operand that is read in place: `rows` rows of `size` elements.
 template <class T>
 struct DirectStream {
   const T* data;
   int64_t rows, size, pitch;
 
-  // f(piece, row, begin, count): `count` elements of a row of the slice, from `begin` on.
+  // Calls f(chunk, row, begin, count): `count` elements of a row of the slice, from `begin` on.
   template <class F>
   constexpr void for_each(F f) {
     for (int64_t r = 0; r < rows; r++) f(data + r * pitch, r, int64_t{0}, size);

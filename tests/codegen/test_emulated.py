@@ -130,7 +130,7 @@ def test_heads_of_a_group_by_number_and_size(heads: int, groups: int, head_dim: 
     ("groups", "workers", "dtype", "limits"),
     thinned(
         [
-            (1, 16, "bfloat16", [2800, 30, 2800]),  # 16 pieces, 1 and, not for the first time, 16
+            (1, 16, "bfloat16", [2800, 30, 2800]),  # 16 splits, 1 and, not for the first time, 16
             (2, 6, "bfloat16", [450, 300]),  # 3 and 2
             (1, 6, "bfloat16", [2000]),  # 6, of several tiles a warp
             (2, 3, "bfloat16", [300]),  # 1, of several tiles a warp
@@ -139,7 +139,7 @@ def test_heads_of_a_group_by_number_and_size(heads: int, groups: int, head_dim: 
         1,
     ),
 )
-def test_decoder_with_caches_cut_into_pieces(groups: int, workers: int, dtype: str, limits: list[int]) -> None:
+def test_decoder_with_caches_cut_into_splits(groups: int, workers: int, dtype: str, limits: list[int]) -> None:
     sizes = {"heads": 4, "groups": groups, "head_dim": 64, "ffn": 96, "length": max(limits), "layers": 1}
     is_short = dtype == "bfloat16"
     kernel = emulate(decoder(dtype=dtype, **sizes), workers=workers, polled=is_short)
@@ -200,7 +200,7 @@ def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
 @pytest.mark.parametrize("dtype", thinned(["bfloat16", "float16"], 0))
 def test_heads_of_any_size_that_share_a_key(dtype: str) -> None:
     """As attention's values are read and multiplied in batches: one launch of heads of 8 to 136 elements, of which one
-    to eight share a key, workers with a piece each and with several."""
+    to eight share a key, workers with a split each and with several."""
     b, inputs = Builder(), []
     given = functools.partial(add_input, b, inputs)
     values = getattr(torch, dtype)
@@ -223,7 +223,7 @@ def test_heads_of_any_size_that_share_a_key(dtype: str) -> None:
 
 @pytest.mark.slow
 def test_a_batch_whose_rows_are_cut_differently() -> None:
-    """A worker has several pieces, and may have several of one group."""
+    """A worker has several splits, and may have several of one group."""
     sizes = {"batch": 4, "heads": 4, "groups": 2, "head_dim": 64, "length": 2400, "layers": 1}
     kernel = emulate(decoder(**sizes), workers=3, polled=True)
     check_decoder(kernel, [2400, 16, 0, 500], 15, 2e-2)
@@ -393,7 +393,7 @@ def test_warpgroups_multiply_what_a_phase_has_made(
     kernel = emulate(decoder(**sizes), workers=workers)
     cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs if job.cut.shape]
     found = [(cut.shape, cut.fields) for cut in cuts if cut.fields["by_warpgroups"]]
-    assert {(shape.tile_rows, fields["pass_tiles"], shape.parts) for shape, fields in found} == shapes
+    assert {(shape.tile_rows, fields["mainloop_tiles"], shape.parts) for shape, fields in found} == shapes
     assert kernel.schedule.warps.empty_arrivals == 4
     torch.manual_seed(1)
     check_decoder(kernel, [5] * (batch - 2) + [0, 40], 39, 2e-2)
@@ -405,7 +405,7 @@ def test_warpgroups_multiply_what_a_phase_has_made(
         [
             (64, 1024, 512, 8),  # by warpgroups
             (48, 1536, 320, 5),  # sums of a row are no multiple of four
-            (20, 3072, 128, 2),  # several passes, of which a worker has fewer; no whole eights of rows in a window of x
+            (20, 3072, 128, 2),  # several passes, of which a worker has fewer; no whole eights of rows in a stage of x
             (64, 1024, 4096, 21),  # workers share tiles, and one has none
         ],
     ),
@@ -450,7 +450,7 @@ def test_a_kernel_for_racecheck_hands_over_by_barriers_bit_by_bit(arch: int, siz
 @pytest.mark.parametrize(
     ("rows", "size", "workers"), thinned([(1, 9000, 5), (2, 5001, 5), (1, 90000, 40), (3, 2500, 2)], 0)
 )
-def test_long_rows_are_cut_into_pieces(rows: int, size: int, workers: int) -> None:
+def test_long_rows_are_split(rows: int, size: int, workers: int) -> None:
     graph = long_reductions(rows, size)
     kernel = emulate(graph, workers=workers)
     assert ("partials(" in kernel.program.source) == (rows < workers)

@@ -147,7 +147,7 @@ def test_signals_that_never_come_where_most_phases_poll() -> None:
 
 
 @pytest.mark.slow
-def test_a_piece_of_attention_whose_result_never_comes() -> None:
+def test_a_split_of_attention_whose_result_never_comes() -> None:
     graph = decoder(layers=1, groups=1, head_dim=64, length=450)
     kernel = emulate(graph, workers=WORKERS, polled=True)
     launches = Launches(kernel, limit=450)

@@ -225,7 +225,7 @@ def test_a_task_without_a_body_calls_its_reference() -> None:
     executable = net.compile()
     assert executable.missing_references == ["test_cumsum"]
     with pytest.raises(
-        ValueError, match=r"task 'test_cumsum' has no CPU body: call set_reference\('test_cumsum', fn\) first"
+        ValueError, match=r"task 'test_cumsum' has no CPU kernel: call set_reference\('test_cumsum', fn\) first"
     ):
         executable.run(net.inputs, net.outputs)
     executable.set_reference("test_cumsum", cumsum)

@@ -53,7 +53,7 @@ def test_a_step_is_one_launch():
     [(12, 5120, 512), (20, 3072, 512), (32, 2048, 512), (64, 1024, 512), (32, 512, 2048)],
 )
 def test_batches_whose_rows_come_in_windows(batch, hidden, ffn):
-    """By warps and by warpgroups, with norms that end the jobs in front and attention's pieces that overlap; and the
+    """By warps and by warpgroups, with norms that end the jobs in front and attention's splits that overlap; and the
     last by columns."""
     if batch > 16 and os.environ.get("TORCH_MPK_ARCH") == "80":
         pytest.skip("code for Ampere takes up to 16 rows")

@@ -89,7 +89,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     begin = time.monotonic()
     with pytest.raises(RankLostError, match="rank 0 of 2 of group 0 waited for rank 1 in all_reduce.*not come for 0.3"):
         team.run(0)
-    with pytest.raises(RankLostError, match="rank 0 has given up"):  # and so rank 1 waits no longer
+    with pytest.raises(RankLostError, match="rank 0 has aborted"):  # and so rank 1 waits no longer
         team.run(1, times=2)
     assert time.monotonic() - begin < 60
     team.join()

@@ -93,7 +93,7 @@ def after_a_late_rank(rank: int) -> dict[str, object]:
 def test_a_rank_that_comes_too_late_is_named_and_the_next_step_works(tmp_path: Path) -> None:
     results = run(2, after_a_late_rank, tmp_path)
     assert all(each["is_right"] for each in results)
-    assert "waited for rank 1" in results[0]["said"] and "rank 0 has given up" in results[1]["said"]
+    assert "waited for rank 1" in results[0]["said"] and "rank 0 has aborted" in results[1]["said"]
     assert all(each["s"] < 2 * WATCHDOG for each in results)
 
 
@@ -173,7 +173,7 @@ def after_an_interrupt(rank: int) -> dict[str, object]:
 @pytest.mark.slow
 def test_an_interrupt_ends_the_wait(tmp_path: Path) -> None:
     results = run(2, after_an_interrupt, tmp_path)
-    assert results[0]["said"] == "interrupted" and "rank 0 has given up" in results[1]["said"]
+    assert results[0]["said"] == "interrupted" and "rank 0 has aborted" in results[1]["said"]
     assert all(each["s"] < 10 and each["is_right"] for each in results)
 
 

@@ -24,7 +24,7 @@ SHAPE, STRIDE = (2, 8), (8, 1)
 
 
 class Doubled:
-    """A task without a CPU body; ``before`` is called in its reference."""
+    """A task without a CPU kernel; ``before`` is called in its reference."""
 
     name, is_ours, place = "test_doubled", False, "doubled.py:7"
     inputs, outputs = (SimpleNamespace(name="x"),), (SimpleNamespace(name="y"),)

@@ -317,7 +317,7 @@ def test_columns_of_rows_that_are_made_in_front_of_each_job_are_caught() -> None
     ("name", "value", "message"),
     [
         ("stage_columns", 1024 + 64, "stages of 1088 columns of x are not what warpgroups multiply"),
-        ("turn_tiles", 3, "the sums of 3 tiles at a time are not a box of each warpgroup"),
+        ("epilogue_tiles", 3, "the sums of 3 tiles at a time are not a box of each warpgroup"),
     ],
 )
 def test_what_warpgroups_cannot_do_is_caught(name: str, value: int, message: str) -> None:
@@ -325,7 +325,7 @@ def test_what_warpgroups_cannot_do_is_caught(name: str, value: int, message: str
     parts = Parts.of(_C.make_schedule(graph, _C.Target("cuda", 90, 2, 232448)))
     _C.validate(parts.build())
     fields = [job["cut"]["fields"] for job in parts.jobs("shape")]
-    next(each for each in fields if each["turn_tiles"] < each["pass_tiles"])[name] = value
+    next(each for each in fields if each["epilogue_tiles"] < each["mainloop_tiles"])[name] = value
     with pytest.raises(RuntimeError, match=message):
         _C.validate(parts.build())
 

@@ -1,12 +1,12 @@
-// Products with the weights of experts, the plain way: a tile's (row, choice) pairs are sorted by expert, and of each
-// expert that somebody chose a block of columns meets a block of its pairs. A sum's order depends on K alone.
+// Products with the weights of experts, the plain way: a tile's (row, choice) pairs are sorted by expert, and blocks of
+// a chosen expert's columns are multiplied with blocks of its pairs. The order of a sum depends on K alone.
 #pragma once
 
 #include "torch_mpk/device/tile.cuh"
 
 namespace mpk::tasks::expert_linear {
 
-inline constexpr int kMaxPairs = 2048;  // that are sorted at a time
+inline constexpr int kMaxPairs = 2048;  // sorted at a time
 inline constexpr int kPairsAtOnce = 4, kColumnsAtOnce = 4;
 
 template <class V>
@@ -14,7 +14,7 @@ inline constexpr int kPairs = 64 * V::kC < kMaxPairs ? 64 * V::kC : kMaxPairs;
 template <class V>
 inline constexpr int kSharedBytes = V::kE * int(sizeof(uint32_t)) + kPairs<V> * int(sizeof(uint16_t));
 
-// Sorts `count` pairs from `first` on: those of expert e end at ends[e]. What no expert has is left out.
+// Sorts `count` pairs from `first` on: those of expert e end at ends[e]. Pairs without an expert are left out.
 template <class V, class Threads>
 MPK_DEVICE void sort_pairs(Threads& threads, const int64_t* ids, int first, int count, uint32_t* ends,
                            uint16_t* order) {
@@ -42,7 +42,7 @@ MPK_DEVICE void sort_pairs(Threads& threads, const int64_t* ids, int first, int 
   threads.sync();
 }
 
-// Columns from n on of pairs that chose one expert, whose matrix has the given strides.
+// Computes columns from n on for pairs of one expert, whose matrix has the given strides.
 template <class V, class Threads, class T>
 MPK_DEVICE void multiply(Threads& threads, const T* x, const T* matrix, int64_t column_stride, int64_t depth_stride,
                          const int* pairs, int num_pairs, int n, int num_columns, T* y) {

@@ -1,4 +1,4 @@
-// A row's value at a rank, by partitions of what may have it.
+// A row's value at a rank, found by partitioning the candidates.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const int6
   if constexpr (V::Peaks::kPresent) {
     std::vector<float> ordered(V::kC);
     for (int64_t part = 0; part < V::kC; part++) ordered[part] = to_float(peaks[part]);
-    // That many peaks are no less than this one, and so are that many values of the row.
+    // So many peaks are at least this one, and so are so many values of the row.
     const auto least = ordered.begin() + std::min<int64_t>(rank, V::kC - 1);
     std::nth_element(ordered.begin(), least, ordered.end(), is_before);
     for (int64_t part = 0; part < V::kC; part++)

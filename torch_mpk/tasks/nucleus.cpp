@@ -1,4 +1,4 @@
-// Where a row's probabilities, from the least on, exceed what may go: only those that may be the ones are sorted.
+// Finds where a row's probabilities, summed from the least on, exceed the limit. Only candidates are sorted.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ template <class V, class Threads, class T>
 void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const float* rest,
              const typename V::Peaks::T* peaks, const typename V::Sums::T* sums, T* least, int64_t* first) {
   static_assert(V::Peaks::kPresent == V::Sums::kPresent, "nucleus takes peaks and sums together");
-  // Parts are single elements where the operands say nothing of larger ones.
+  // Parts are single elements if the operands have no peaks of larger ones.
   int64_t parts = V::kN, size = 1;
   if constexpr (V::Peaks::kPresent) {
     parts = V::kC;
@@ -33,7 +33,7 @@ void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const floa
     is_number &= peak == peak && peak != infinity();
     most = std::max(most, peak);
   }
-  if (!is_number || most == -infinity()) {  // probabilities are NaN, and nothing goes
+  if (!is_number || most == -infinity()) {  // probabilities are NaN: nothing is dropped
     least[0] = cast<T>(-infinity());
     first[0] = 0;
     return;
@@ -46,7 +46,7 @@ void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const floa
     total += weights[part];
   }
   const float limit = rest[0] * total;
-  // What has less than an N-th of the limit goes: all of that together does not exceed it, but for rounding.
+  // Drops what has less than an N-th of the limit: all of it together does not exceed the limit, but for rounding.
   const float enough = limit > 0 ? std::min(0.99f * limit / float(V::kN), 0.5f) : -1.0f;
   struct Candidate {
     float value;
@@ -56,7 +56,7 @@ void compute(Threads&, const typename V::Tile&, uint8_t*, const T* x, const floa
   std::vector<Candidate> left;
   float gone = 0;
   for (int64_t part = 0; part < parts; part++) {
-    if (weights[part] <= enough) {  // and so has each of its values
+    if (weights[part] <= enough) {  // so does each of its values
       gone += weights[part];
       continue;
     }

@@ -1,4 +1,4 @@
-// A token and a cache head: softmax on the way, a chunk of positions at a time.
+// A token and a cache head: online softmax, a chunk of positions at a time.
 #pragma once
 
 #include "torch_mpk/device/tile.cuh"
@@ -7,7 +7,7 @@ namespace mpk::tasks::paged_decode {
 
 inline constexpr int kChunk = 64;
 
-// The chunk's scores, then its weights, and for each query head what of the chunks before it counts.
+// The chunk's scores, then its weights; for each query head the factor of the chunks before.
 struct Softmax {
   float *weights, *most, *total, *rescale;
 };

@@ -7,7 +7,7 @@ namespace mpk::tasks::paged_kv_write {
 template <class V>
 inline constexpr int kSharedBytes = 0;
 
-// A thread has an element of every token, so that of tokens with one slot the last counts.
+// A thread has an element of every token, so that the last of several tokens with one slot counts.
 template <class V, class Threads, class T>
 MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t*, T* cache, const T* fresh,
                         const int64_t* slot) {

@@ -1,7 +1,7 @@
-// Where a row's values, in ascending order, have used up a limit: their number in nth_largest, their probabilities in
-// nucleus. Nothing is sorted: threads keep what lies between two bounds, and search among it. Where that is too much,
-// the bounds come together first, by the sums of bins between them. Of parts of the row whose largest value is too
-// small nothing is read.
+// Finds where a row's values, in ascending order, use up a limit: their number in nth_largest, their probabilities in
+// nucleus. Nothing is sorted. Threads keep the values between two bounds, and search among them. If these are too many,
+// sums of bins between the bounds narrow the bounds first. Parts of the row whose largest value is too small are not
+// read.
 #pragma once
 
 #include "torch_mpk/device/tile.cuh"
@@ -9,7 +9,7 @@
 namespace mpk::tasks {
 namespace ranks {
 
-// As unsigned numbers values compare as they do as floats, NaN above all; both zeros are one.
+// An order of values as unsigned numbers: that of floats, with NaN above all, and both zeros equal.
 MPK_DEVICE uint32_t order_of(float v) {
   if (v != v) return 0xffffffffu;
   union {
@@ -29,8 +29,8 @@ MPK_DEVICE float value_of(uint32_t order) {
 
 MPK_DEVICE uint32_t middle_of(uint32_t low, uint32_t high) { return low + (high - low) / 2 + (high - low) % 2; }
 
-// The last number from `low` to `high` for which it holds; it does for `low`, and for none behind one for which it does
-// not.
+// The last number from `low` to `high` for which the predicate holds. It holds for `low`, and once it fails it fails
+// for all higher numbers.
 template <class P>
 MPK_DEVICE uint32_t last_where(uint32_t low, uint32_t high, P holds) {
   while (low < high) {
@@ -59,16 +59,16 @@ struct Element {
 };
 
 template <class V>
-inline constexpr int kKept = V::kN < 8 * 32 ? (V::kN + 31) / 32 : 8;  // of each thread
+inline constexpr int kKept = V::kN < 8 * 32 ? (V::kN + 31) / 32 : 8;  // of a thread
 inline constexpr int kBins = 1024;
 
-// Sums of weights, 1 at most, as integers, so that their order does not matter. In halves, which shared memory adds to
-// where they lie.
+// Sums of weights, at most 1, as integers, so that their order does not matter. They are in halves, which shared memory
+// adds in place.
 struct BinSums {
   static constexpr float kUnit = 1ull << 40;
   uint32_t low[kBins], high[kBins];
 
-  static MPK_DEVICE uint64_t units_of(float weight) {  // none of them as 0
+  static MPK_DEVICE uint64_t units_of(float weight) {  // never 0
     return static_cast<uint64_t>(weight * kUnit) + (weight > 0);
   }
   MPK_DEVICE void add(int bin, float weight) {
@@ -80,8 +80,8 @@ struct BinSums {
   MPK_DEVICE uint64_t units(int bin) const { return uint64_t(high[bin]) << 32 | low[bin]; }
 };
 
-// What all threads have kept, where that is little enough for each of it to be compared with all others: in a search
-// threads would wait for each other at every step.
+// The values that all threads keep, if few enough to compare each with all others. In a search, threads would wait for
+// each other at every step.
 struct List {
   static constexpr uint32_t kMost = 256;
   uint32_t count, best, least, below_bits, index;
@@ -89,7 +89,7 @@ struct List {
   uint64_t units[kMost];
 };
 
-// What each thread keeps, or sums of bins; and the list.
+// Each thread's kept values, or sums of bins; and the list.
 template <class V>
 inline constexpr int kKeptBytes = kKept<V> * kConsumerWarps * 32 * sizeof(Element);
 template <class V>
@@ -97,8 +97,8 @@ inline constexpr int kListOffset = kKeptBytes<V> > int(sizeof(BinSums)) ? kKeptB
 template <class V>
 inline constexpr int kRoomBytes = kListOffset<V> + int(sizeof(List));
 
-// Calls f(value, index) for some of kCount elements, of which it reads a group of 16 bytes at once where they lie so:
-// for those of every `step`-th group from number `first` on, of which some are under way together.
+// Calls f(value, index) for some of kCount elements: those of every `step`-th group from number `first` on. It reads a
+// group of 16 bytes at once if aligned, and several groups are in flight together.
 template <class V, int kCount, class T, class F>
 MPK_DEVICE void for_each_of(const T* x, int first, int step, F f) {
   constexpr int kMost = 16 / sizeof(T);
@@ -122,15 +122,15 @@ MPK_DEVICE void for_each_of(const T* x, int first, int step, F f) {
   }
 }
 
-// A row, and the largest value of each of its parts, where the operands say that. Sums over it are formed in one order:
-// which thread has which elements depends on the row alone.
+// A row, and the peak of each of its parts if the operands have peaks. Sums have one order: the row alone decides which
+// thread has which elements.
 template <class V, class Threads, class T>
 struct Row {
   Threads& threads;
   const T* x;
   const typename V::Peaks::T* peaks;
 
-  // Whether few of the parts have the order `least` or a higher one.
+  // Whether few parts have the order `least` or a higher one.
   MPK_DEVICE bool has_few(uint32_t least) const {
     if constexpr (V::Peaks::kPresent) {
       float count = 0;
@@ -142,8 +142,8 @@ struct Row {
     }
   }
 
-  // f(value, index) for this thread's elements that may have the order `least` or a higher one, and passed(part) for
-  // its parts that have none. Of few parts that have some each is a warp's.
+  // Calls f(value, index) for this thread's elements that may have the order `least` or a higher one, and passed(part)
+  // for its parts without any. If few parts have some, each is a warp's.
   template <class F, class P>
   MPK_DEVICE void for_each(uint32_t least, bool are_few, F f, P passed) const {
     if constexpr (V::Peaks::kPresent) {
@@ -165,7 +165,7 @@ struct Row {
     for_each_of<V, V::kN>(x, threads.rank, Threads::kSize, f);
   }
 
-  // f(value, number) for this thread's parts, or elements where there are none.
+  // Calls f(value, number) for this thread's parts, or elements if there are none.
   template <class F>
   MPK_DEVICE void for_each_peak(F f) const {
     if constexpr (V::Peaks::kPresent) {
@@ -176,21 +176,21 @@ struct Row {
   }
 };
 
-// Of the values of a row the one at which the sum of what is less than it, by `weight`, exceeds `limit` for the next.
+// The value of a row at which the sum, by `weight`, of lesser values would next exceed `limit`.
 struct Found {
   uint32_t order;
-  float below;              // the sum of what is less
-  int count;                // that this thread has kept
-  bool are_kept;            // all elements that are equal to it,
-  bool are_listed = false;  // and in the list
+  float below;              // the sum of lesser values
+  int count;                // kept by this thread
+  bool are_kept;            // all equal elements are kept,
+  bool are_listed = false;  // and listed
 };
 
-// What is between two bounds.
+// The values between two bounds.
 struct Range {
   uint32_t low, high;
 };
 
-// A range in bins: as many equal ranges of values, or of orders where values have none.
+// A range in bins: equal ranges of values, or of orders if there are no values.
 struct Bins {
   uint32_t low, shift = 0;
   float first, scale;
@@ -207,12 +207,12 @@ struct Bins {
 };
 
 struct Seen {
-  float below;  // of this thread: the sum of what is less
+  float below;  // this thread's sum of lesser values
   int count;    // of this thread's elements between the bounds
 };
 
-// Goes through a row, and keeps a thread's elements between the bounds, as many as it has room for, or adds all
-// threads' to bins: once for both, since it is long.
+// Goes through a row, and keeps a thread's elements between the bounds, as far as it has room, or adds all threads'
+// elements to bins. One function does both, since it is long.
 template <class V, class Threads, class T, class Weight, class PartWeight>
 MPK_DEVICE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bool are_few, bool is_for_bins, Weight weight,
                      PartWeight weight_of_part) {
@@ -237,11 +237,11 @@ MPK_DEVICE Seen look(Row<V, Threads, T> row, uint8_t* room, Range range, bool ar
   return seen;
 }
 
-// The bin where the limit is met, as bounds. `below`: the sum of what is less than all bins.
+// The bin in which the limit is met, as bounds. `below`: the sum of values below all bins.
 template <class Threads>
 MPK_DEVICE Range narrowed(Threads& threads, const BinSums& sums, Range range, float below, float limit) {
   const Bins bins(range);
-  int last = 0;  // of this thread's that have something
+  int last = 0;  // this thread's last bin with a value
   for (int i = threads.rank; i < kBins; i += Threads::kSize)
     if (sums.units(i) != 0) last = i;
   const uint32_t bin = last_where(0, threads.max(float(last)), [&](uint32_t end) {
@@ -254,12 +254,12 @@ MPK_DEVICE Range narrowed(Threads& threads, const BinSums& sums, Range range, fl
   return range;
 }
 
-// By a search among what is kept. All of it may seem to go, by rounding of sums that were formed otherwise before.
+// By a search among the kept values. All of them may seem to be dropped, since earlier sums were rounded otherwise.
 template <class Threads, class Weight>
 MPK_DEVICE void find_kept(Threads& threads, const Element* mine, Found& found, Range range, float limit,
                           Weight weight) {
   const float below = found.below;
-  const auto goes = [&](uint32_t order) {  // what is less
+  const auto goes = [&](uint32_t order) {  // lesser values
     float more = 0;
     for (int i = 0; i < found.count; i++) {
       const uint32_t other = mine[i * Threads::kSize].order;
@@ -318,14 +318,14 @@ MPK_DEVICE void find_listed(Threads& threads, const Element* mine, List& list, F
   atomicMax(&list.best, order);
   atomicMin(&list.least, least);
   threads.sync();
-  found.order = list.best > 0 ? list.best : list.least;  // none may seem to go, by the same rounding
-  if (order == found.order || least == found.order)      // all write the same
+  found.order = list.best > 0 ? list.best : list.least;  // none may seem to be dropped, by the same rounding
+  if (order == found.order || least == found.order)      // all write the same value
     atomicExch(&list.below_bits, __float_as_uint(order == found.order ? below : below_least));
   threads.sync();
   found.below = __uint_as_float(list.below_bits);
 }
 
-// Where `has_many`, more than threads can keep is likely to lie between the bounds, unless few parts have any of it.
+// `has_many`: the bounds probably contain more than threads can keep, unless few parts have any.
 template <class V, class Threads, class T, class Weight, class PartWeight>
 MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range, bool has_many, float limit,
                       Weight weight, PartWeight weight_of_part) {
@@ -363,7 +363,7 @@ MPK_DEVICE Found find(const Row<V, Threads, T>& row, uint8_t* room, Range range,
   return found;
 }
 
-// f(index) for a thread's elements that have this order.
+// Calls f(index) for a thread's elements of this order.
 template <class V, class Threads, class T, class F>
 MPK_DEVICE void for_each_equal(const Row<V, Threads, T>& row, const uint8_t* room, const Found& found, F f) {
   if (found.are_kept) {
@@ -371,7 +371,7 @@ MPK_DEVICE void for_each_equal(const Row<V, Threads, T>& row, const uint8_t* roo
       const Element& element = reinterpret_cast<const Element*>(room)[i * Threads::kSize + row.threads.rank];
       if (element.order == found.order) f(int(element.index));
     }
-  } else {  // more of them than there is room for, which is rare
+  } else {  // more than fit, which is rare
 #pragma unroll 1
     for (int i = row.threads.rank; i < V::kN; i += Threads::kSize)
       if (order_of(to_float(row.x[i])) == found.order) f(i);
@@ -394,7 +394,7 @@ MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shar
     const uint32_t order = ranks::order_of(value);
     most = order > most ? order : most;
   });
-  // The n-th largest of the threads' largest is at most that of all.
+  // The n-th largest of the threads' maxima is at most that of all values.
   uint32_t low = 0;
   if (n[0] < Threads::kSize) {
     uint32_t* orders = reinterpret_cast<uint32_t*>(shared);
@@ -434,7 +434,7 @@ MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shar
     most = value > most ? value : most;
   });
   most = threads.max(most);
-  // Of a part, or of an element where there are none.
+  // The sum of a part, or of an element if there are no parts.
   const auto sum_of = [&](float peak, int number) {
     float sum = expf(peak - most);
     if constexpr (V::Sums::kPresent) sum *= sums[number];
@@ -442,25 +442,25 @@ MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shar
   };
   row.for_each_peak([&](float peak, int number) { total += sum_of(peak, number); });
   total = threads.sum(total);
-  if (threads.sum(!is_number) > 0 || most == -infinity()) {  // probabilities are NaN, and nothing goes
+  if (threads.sum(!is_number) > 0 || most == -infinity()) {  // probabilities are NaN: nothing is dropped
     if (threads.rank == 0) {
       least[0] = cast<T>(-infinity());
       first[0] = 0;
     }
     return;
   }
-  // Where nothing goes, not even what has no probability, the least is found by number.
+  // If nothing is dropped, not even values of probability 0, the least is found by number.
   const bool is_by_number = rest[0] < 0;
   const float limit = is_by_number ? 0.0f : rest[0] * total;
   const auto weight = [&](float value) { return is_by_number ? 1.0f : expf(value - most); };
   const auto weight_of_part = [&](int part) {
     return is_by_number ? float(ranks::kPartSize<V>) : sum_of(to_float(peaks[part]), part);
   };
-  // What has less than an N-th of the limit goes: all of that together does not exceed it, but for rounding.
+  // Drops what has less than an N-th of the limit: all of it together does not exceed the limit, but for rounding.
   const float bound = most + logf(limit / float(V::kN)) - 0.01f;
   const uint32_t high = ranks::order_of(most), low = !is_by_number && bound < most ? ranks::order_of(bound) : 0;
   const auto found = ranks::find(row, shared, {low, high}, true, limit, weight, weight_of_part);
-  // Of those that are equal the first go, too, but not the last of all.
+  // The first of equal values are dropped, too, but never the last of all.
   const float value = ranks::value_of(found.order), more = floorf((limit - found.below) / weight(value));
   const auto gone = [&](float count) { return more > 0 ? (more < count ? more : count - 1) : 0; };
   uint32_t stays = 0;

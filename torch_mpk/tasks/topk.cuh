@@ -1,4 +1,5 @@
-// The largest of a row. An element's place among them is the number of those before it, so no thread waits for another.
+// The largest elements of a row. An element's place is the number of elements before it, so no thread waits for
+// another.
 #pragma once
 
 #include "torch_mpk/device/tile.cuh"

@@ -46,7 +46,7 @@ MPK_INLINE void cap_scores(C* scores, int n, double softcap) {
   for (int i = 0; i < n; i++) scores[i] = cap * math::tanh(scores[i] * inverse);
 }
 
-// Adds a score without a value to a sum of exponentials above `max`; returns what results so far count for beside it.
+// Adds a score without a value to a sum of exponentials above `max`. Returns the factor for the results so far.
 template <class C>
 MPK_INLINE C add_sink(C sink, C max, C& sum) {
   const C top = sink > max ? sink : max, base = top == -std::numeric_limits<C>::infinity() ? C(0) : top;

@@ -1,9 +1,10 @@
-// Matrix times few vectors: every weight row is read from memory once and meets all rows of x on its way.
+// Matrix times few vectors: every weight row is read from memory once, and multiplied with all rows of x.
 //
 // The order of an output element's sum depends only on K: neither on the rows computed beside it nor on the thread.
 #pragma once
 
-// How one vector register of weights meets x. `X` is what x is kept as: expanded once, zero-padded to whole chunks.
+// How a vector register of weights is multiplied with x. `X`: the type of x's copy, which is expanded once, and
+// zero-padded to whole chunks.
 struct ChunkF32 {
   using T = float;
   static constexpr int kElems = kLanes;
@@ -47,8 +48,7 @@ struct ChunkBF16 {
   }
 };
 #else
-// A 32-bit lane holds two elements. Shifting or masking makes a float of each, so x is kept as even and odd elements
-// too.
+// A 32-bit lane holds two elements. A shift or a mask makes each a float, so x is kept as even and odd elements, too.
 struct ChunkBF16 {
   using T = bf16;
   static constexpr int kElems = 2 * kLanes;
@@ -68,7 +68,7 @@ struct ChunkBF16 {
 #endif
 
 constexpr int kRowStreams = 4;                     // weight rows read at a time
-constexpr int kMaxCols = kVecBytes == 64 ? 4 : 2;  // rows of x per pass over them, what the registers hold
+constexpr int kMaxCols = kVecBytes == 64 ? 4 : 2;  // rows of x per pass over them, limited by registers
 constexpr int64_t kPrefetchBytes = 1024;           // ahead in each stream
 
 MPK_INLINE float from_storage(float v) { return v; }
@@ -144,7 +144,7 @@ void linear(const LinearArgs& a) {
         x[j * x_chunks + chunks] = C::expand(whole);
       }
     }
-    // Streams far apart, each read without a gap: what prefetchers like best.
+    // Distant streams, each read without gaps, suit prefetchers best.
     const int64_t length = (a.end - a.begin) / kRowStreams;
     for (int64_t n = 0; n < length; n++) {
       int64_t rows[kRowStreams];

@@ -1,10 +1,10 @@
-// Matrix times few vectors, where the matrix is stored by its columns: y[r, n] = sum_k x[r, k] * weight[k, n].
+// Matrix times few vectors, with the matrix stored by columns: y[r, n] = sum_k x[r, k] * weight[k, n].
 //
 // The order of an output element's sum depends only on K: neither on what is computed beside it nor on the thread.
 #pragma once
 
 constexpr int kDepthAtOnce = 8;              // rows of weight that are read side by side
-constexpr int64_t kTransposedColumns = 256;  // whose sums lie in the first cache
+constexpr int64_t kTransposedColumns = 256;  // whose sums fit the L1 cache
 
 // Adds kDepth rows of weight to the sums of `columns` columns. x: [rows][x_pitch], its columns k to k + kDepth.
 template <class T, int kDepth>

@@ -65,13 +65,13 @@ MPK_INLINE bool load_prefill_mask(const PrefillArgs& a, int64_t first, int count
   return is_live;
 }
 
-// Rows of keys, or of values, as far apart as `stride` says.
+// Rows of keys or values, `stride` apart.
 struct PrefillRows {
   const uint8_t* first;
   int64_t stride;
 };
 
-// Those of positions [first, first + count): where they lie, or of positions that are listed, side by side in `to`.
+// The rows of positions [first, first + count): in place, or gathered in `to` if positions are listed.
 MPK_INLINE PrefillRows prefill_rows(const PrefillArgs& a, const PrefillRows& cache, const PrefillRows& fresh,
                                     int64_t first, int count, int64_t bytes, uint8_t* to) {
   if (a.list == nullptr) return {cache.first + first * cache.stride, cache.stride};
@@ -87,7 +87,7 @@ MPK_INLINE PrefillRows prefill_rows(const PrefillArgs& a, const PrefillRows& cac
   return {to, bytes};
 }
 
-// One row's scores of a tile of keys become weights; returns the factor that what it has summed up is scaled by.
+// Turns a row's scores of a tile into weights. Returns the factor for the row's sums so far.
 template <class T, class C>
 MPK_INLINE C prefill_softmax(C* scores, const C* mask, int begin, int live, C scale, double softcap, C* max, C* sum,
                              T* p) {
@@ -104,7 +104,7 @@ MPK_INLINE C prefill_softmax(C* scores, const C* mask, int begin, int live, C sc
     for (int i = 0; i < kLanesOf; i++) lanes[i] = scores[first + i] > lanes[i] ? scores[first + i] : lanes[i];
   C new_max = lanes[0];
   for (int i = 1; i < kLanesOf; i++) new_max = lanes[i] > new_max ? lanes[i] : new_max;
-  const C base = new_max == kNever ? C(0) : new_max;  // a NaN is in no maximum, and in the sum
+  const C base = new_max == kNever ? C(0) : new_max;  // the maximum ignores a NaN; the sum keeps it
   for (int i = 0; i < kPrefillKeys; i++) scores[i] = math::exp(scores[i] - base);
   for (int i = 0; i < kLanesOf; i++) lanes[i] = 0;
   for (int first = 0; first < kPrefillKeys; first += kLanesOf)
@@ -134,7 +134,7 @@ void prefill_attention(const PrefillArgs& a) {
     if (a.starts != nullptr) begin = a.starts[r] < begin ? a.starts[r] : begin;
     end = a.limits[r] > end ? a.limits[r] : end;
   }
-  begin -= begin % kPrefillKeys;  // a row's sums are of the same tiles whichever rows stand beside it
+  begin -= begin % kPrefillKeys;  // a row's sums cover the same tiles beside any other rows
   const PrefillRows k{a.k, a.k_stride}, v{a.v, a.v_stride}, k_new{a.k_new, a.k_new_stride},
       v_new{a.v_new, a.v_new_stride};
   const int64_t row_bytes = a.head_dim * sizeof(T), value_bytes = a.value_dim * sizeof(T);

@@ -1,5 +1,5 @@
-// Products of matrices with many rows each: c[n, m] = sum_k a[n, k] * b[m, k]. The rows of `a` are read where they are;
-// those of `b` are packed once into panels of kPanel, which every row of `a` meets.
+// Products of matrices with many rows each: c[n, m] = sum_k a[n, k] * b[m, k]. Rows of `a` are read in place. Rows of
+// `b` are packed once into panels of kPanel, which all rows of `a` use.
 //
 // The order of an element's sum depends only on K: neither on what is computed beside it nor on the thread.
 #pragma once
@@ -7,9 +7,10 @@
 constexpr int kPanel = 16;          // rows of b side by side
 constexpr int kTileRows = 16;       // rows of a that a tile register holds
 constexpr int kBlock2D = 32;        // rows of a, and of b, whose products are accumulated at a time
-constexpr int kExpandedDepth = 64;  // elements of a row of `a` that are floats at a time
+constexpr int kExpandedDepth = 64;  // elements of a row of `a` that are expanded to floats at a time
 
-// What a panel keeps of storage type T: [depth / kPairs][kPanel][kPairs] elements E, zeros up to a multiple of kDepth.
+// The layout of a panel of storage type T: [depth / kPairs][kPanel][kPairs] elements E, zeros up to a multiple of
+// kDepth.
 template <class T>
 struct Packed {
   using E = float;
@@ -107,7 +108,7 @@ MPK_INLINE void pack_panel(const uint8_t* rows, int64_t stride, int num_rows, in
   }
 }
 
-// Packs `num_rows` rows of b; returns how many panels they are.
+// Packs `num_rows` rows of b. Returns the number of panels.
 template <class T>
 MPK_INLINE int pack_rows(const uint8_t* rows, int64_t stride, int64_t num_rows, int64_t k, uint8_t* packed) {
   int panels = 0;
@@ -118,7 +119,7 @@ MPK_INLINE int pack_rows(const uint8_t* rows, int64_t stride, int64_t num_rows, 
   return panels;
 }
 
-// Packs b given by its columns, of which there are `k`, up to `depth` with zeros; each has `size` elements.
+// Packs b from its `k` columns of `size` elements, up to `depth` with zeros.
 template <class T>
 MPK_INLINE int pack_columns(const uint8_t* columns, int64_t stride, int k, int depth, int64_t size, uint8_t* packed) {
   using P = Packed<T>;
@@ -205,8 +206,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// The tile registers as products want them, for as long as it lives; libraries on this thread may have set them up,
-// too.
+// Configures the tile registers for products while it lives. Libraries on this thread may have configured them, too.
 class Tiles {
  public:
   Tiles() {
@@ -226,7 +226,7 @@ class Tiles {
   TileConfig before_;
 };
 
-// 16 * kRowTiles rows of a times kPanels panels. With `next`, the rows that come next are fetched meanwhile.
+// 16 * kRowTiles rows of a times kPanels panels. With `next`, prefetches the next rows.
 template <int kRowTiles, int kPanels>
 MPK_INLINE void product_tiles(const uint8_t* a, int64_t a_stride, const uint8_t* next, const uint8_t* b, int64_t k,
                               float* c, int64_t c_stride, bool adds) {
@@ -267,7 +267,7 @@ MPK_INLINE void product_tiles(const uint8_t* a, int64_t a_stride, const uint8_t*
 }
 #else
 struct Tiles {
-  Tiles() {}  // so that it counts as used
+  Tiles() {}  // so that objects count as used
 };
 #endif
 
@@ -298,7 +298,7 @@ MPK_INLINE void product_block(const uint8_t* a, int64_t a_stride, int num_rows, 
 #endif
   } else {
     constexpr int kRows = kVecBytes == 64 ? 8 : kVecBytes == 32 ? 4 : 2;
-    constexpr int kAtOnce = kVecBytes == 64 ? kPanels : 1;  // what the registers hold
+    constexpr int kAtOnce = kVecBytes == 64 ? kPanels : 1;  // limited by registers
     for (int panel = 0; panel < kPanels; panel += kAtOnce) {
       const uint8_t* columns = b + panel * panel_bytes<T>(k);
       int i = 0;
@@ -312,7 +312,7 @@ MPK_INLINE void product_block(const uint8_t* a, int64_t a_stride, int num_rows, 
   }
 }
 
-// All of it: `a` has whole multiples of kRowGranularity rows, and k elements of a whole packed depth.
+// The whole product: `a` has a multiple of kRowGranularity rows, and k elements of a whole packed depth.
 template <class T>
 void product(const uint8_t* a, int64_t a_stride, int num_rows, const uint8_t* b, int panels, int64_t k,
              typename Packed<T>::C* c, int64_t c_stride, bool adds) {
@@ -330,7 +330,7 @@ void product(const uint8_t* a, int64_t a_stride, int num_rows, const uint8_t* b,
   }
 }
 
-// y of `count` rows of x from the products [rows of weight][kBlock2D].
+// Stores y of `count` rows of x from the products [rows of weight][kBlock2D].
 template <class T>
 MPK_INLINE void store_products(const LinearArgs& a, const float* c, int64_t n, int rows, int64_t first_col, int count) {
   alignas(64) float bias[kBlock2D] = {}, turned[kBlock2D][kBlock2D];
@@ -351,7 +351,8 @@ MPK_INLINE void store_products(const LinearArgs& a, const float* c, int64_t n, i
   }
 }
 
-// Linear of more rows of x than kLinearRowBlock: x is packed, and each block of weight rows meets all of it.
+// Linear with more rows of x than kLinearRowBlock: x is packed, and each block of weight rows is multiplied with all of
+// it.
 template <class T>
 void linear_many(const LinearArgs& a) {
   const int64_t depth = packed_depth<T>(a.k), bytes = panel_bytes<T>(a.k);

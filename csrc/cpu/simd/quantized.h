@@ -1,4 +1,4 @@
-// Matrix times few vectors, of weights in bytes: each is converted in registers, once for several rows of x.
+// Matrix times few vectors, with weights in bytes, which are converted in registers once for several rows of x.
 //
 // The order of an output element's sum depends on K and on the runs alone.
 #pragma once
@@ -7,8 +7,8 @@
 constexpr int kQuantizedStep = 4 * kLanes;
 
 #if defined(MPK_TIER_AVX512)
-// e4m3 from a table of its 128 magnitudes in bfloat16, which has all of them, and NaN. Arithmetic would meet denormals,
-// for which some processors take a hundred times as long.
+// e4m3 by a table of its 128 magnitudes in bfloat16, NaN included. Arithmetic would produce denormals, which some
+// processors handle a hundred times more slowly.
 struct WeightsE4M3 {
   static constexpr float kScale = 1;
   __m512i table[4];
@@ -43,7 +43,7 @@ struct WeightsE4M3 {
 #if defined(MPK_TIER_AVX2)
   static constexpr float kScale = 1;
 
-  // Below 2^-6 there is no implicit one: what it added is taken away. No number on the way is a denormal.
+  // Below 2^-6 there is no implicit one, so it is subtracted again. No intermediate is a denormal.
   static MPK_INLINE vf load_vector(const uint8_t* p) {
     const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     const __m256i bits = _mm256_slli_epi32(_mm256_and_si256(wide, _mm256_set1_epi32(0x7f)), 20);
@@ -56,7 +56,7 @@ struct WeightsE4M3 {
 #else
   static constexpr float kScale = 256;
 
-  // Exponent and mantissa in a half's place are 2^-8 of the number, denormals too.
+  // In a half's place, exponent and mantissa give 2^-8 of the number, denormals included.
   static MPK_INLINE vf load_vector(const uint8_t* p) {
     f16 halves[kLanes];
     for (int i = 0; i < kLanes; i++) halves[i].bits = static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
@@ -66,7 +66,7 @@ struct WeightsE4M3 {
   MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
     for (int v = 0; v < 4; v++) out[v] = load_vector(p + v * kLanes);
   }
-  // Whether one of kQuantizedStep weights is NaN, of which the numbers have 480.
+  // Whether one of kQuantizedStep weights is NaN, which numbers have as 480.
   MPK_INLINE bool has_nan(const uint8_t* p) const {
 #if defined(MPK_TIER_AVX2)
     const __m256i most = _mm256_set1_epi8(0x7f);
@@ -103,7 +103,7 @@ struct WeightsI8 {
 
 int64_t quantized_pitch(int64_t run) { return (run + kQuantizedStep - 1) / kQuantizedStep * kQuantizedStep; }
 
-// How a step of weights meets x: as floats, or, where the processor has their products, as pairs of bfloat16.
+// How a step of weights is multiplied with x: as floats or, if the processor multiplies them, as pairs of bfloat16.
 struct FloatX {
   using T = float;
   template <class W, int kCols>

@@ -1,4 +1,4 @@
-// Vectors of one tier: GCC/Clang vector extensions, with intrinsics only where those have no word for it.
+// Vectors of one tier: GCC/Clang vector extensions, with intrinsics only where extensions lack an operation.
 //
 // Included inside the tier's own (unnamed) namespace, after its target pragma; see tier.h. Nothing in here may be
 // shared between tiers: a linker that merged two copies could pick the one this processor cannot run.

@@ -22,7 +22,7 @@ namespace {
 // clang-format on
 
 template <ValueClass c>
-void fill_class(Kernels& t) {
+void fill_class(Microkernels& t) {
   using V = typename ValueType<c>::type;
 #define X(name, arity, expression) t.arith[static_cast<int>(Op::k_##name)][c] = arith_values<Op_##name, c, false>;
   MPK_POINTWISE_ARITHMETIC(X)
@@ -44,7 +44,7 @@ void fill_class(Kernels& t) {
 }
 
 template <DType d>
-void fill_dtype(Kernels& t) {
+void fill_dtype(Microkernels& t) {
   constexpr int i = static_cast<int>(d);
   t.load[i] = load_values<d>;
   t.store[i] = store_values<d>;
@@ -58,7 +58,7 @@ void fill_dtype(Kernels& t) {
 }
 
 template <class T>
-void fill_prefill(Kernels& t, DType dtype) {
+void fill_prefill(Microkernels& t, DType dtype) {
   const int i = static_cast<int>(dtype);
   t.prefill_attention[i] = prefill_attention<T>;
   t.prefill_scratch_bytes[i] = prefill_scratch_bytes<T>;
@@ -68,8 +68,8 @@ void fill_prefill(Kernels& t, DType dtype) {
   }
 }
 
-Kernels make_table() {
-  Kernels t = {};
+Microkernels make_table() {
+  Microkernels t = {};
   t.isa = MPK_TIER_ISA;
   fill_class<kFloat>(t);
   fill_class<kDouble>(t);
@@ -112,8 +112,8 @@ Kernels make_table() {
 
 }  // namespace
 
-const Kernels& MPK_TIER() {
-  static const Kernels table = make_table();
+const Microkernels& MPK_TIER() {
+  static const Microkernels table = make_table();
   return table;
 }
 

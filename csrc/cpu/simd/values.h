@@ -1,4 +1,4 @@
-// Between memory and the values of a program: load, store, gather, scatter, cast, round.
+// Moves between memory and the values of a program: load, store, gather, scatter, cast, round.
 #pragma once
 
 template <ValueClass c>
@@ -118,8 +118,8 @@ void scatter_values(const void* values, void* to, int64_t stride, const int64_t*
     if (predicate == nullptr || predicate[i]) p[i * stride + (offsets == nullptr ? 0 : offsets[i])] = S::from(in[i]);
 }
 
-// A float outside the integer's range (or a NaN) becomes what the processor's conversion gives, as in PyTorch: the
-// smallest int64, or the smallest int32 for int32; the narrow types keep the low bits of an int32 or int64.
+// A float outside the integer's range (or a NaN) becomes the result of the processor's conversion, as in PyTorch: the
+// smallest int64, or int32. Narrow types keep the low bits of an int32 or int64.
 template <class F>
 MPK_INLINE int64_t to_int64(F v) {
   return v >= F(-0x1p63) && v < F(0x1p63) ? static_cast<int64_t>(v) : INT64_MIN;

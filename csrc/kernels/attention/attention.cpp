@@ -1,4 +1,4 @@
-// attention: a cache that the loader streams.
+// attention over a cache that the loader streams.
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
 #include "../../schedule/refusals.h"

@@ -1,4 +1,4 @@
-// FlashAttention: attention of many positions, cut into tiles of queries, each of which goes over tiles of keys.
+// FlashAttention: attention of many positions. Each tile of queries goes over tiles of keys.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 
 namespace mpk {
 
-// The rows of queries of `heads` heads that share keys stand side by side, for all positions of a sequence. A worker
-// takes so many rows at a time, and an entry of the ring holds all that is loaded of so many positions of keys. Where
-// the rows are not enough for all warps, warps share the keys.
+// The query rows of `heads` heads that share keys lie side by side, for all positions of a sequence. A worker takes
+// `rows` of them at a time, and a ring entry holds the keys and values of `positions` positions. If the rows are too
+// few for all warps, warps share the keys.
 struct FlashFields {
   int64_t heads = 1, rows = 0, positions = 0;
 
@@ -27,19 +27,19 @@ struct FlashFields {
   }};
 };
 
-// Whether each of the groups, of which there are some, has equally many heads.
+// Whether there are groups, and each has equally many heads.
 inline bool are_equal_groups(int64_t heads, int64_t groups) {
   return groups > 0 && heads >= groups && heads % groups == 0;
 }
 
-// Elements of a query and a key, and of a value and a result.
+// Elements of a query or key, and of a value or result.
 struct HeadSizes {
   int64_t key, value;
 
   static HeadSizes of(const Node& node) {
     return {node.operand("q").tensor.shape.back(), node.operands.back().tensor.shape.back()};
   }
-  // Of a tile of so many positions: in boxes, or row by row.
+  // Bytes of a tile of so many positions, in boxes or row by row.
   int64_t entry_bytes(int64_t positions, bool by_row) const {
     const auto bytes = [&](int64_t size) {
       const int row = static_cast<int>(2 * size);
@@ -49,7 +49,7 @@ struct HeadSizes {
   }
 };
 
-// Why tiles do not take a node with queries [..., heads, size]; nothing where they do.
+// Why tiles refuse a node with queries [..., heads, size]; nothing if they accept it.
 inline std::optional<std::string> refuses_queries(const Node& node, int64_t groups) {
   const Tensor& q = node.operand("q").tensor;
   const HeadSizes sizes = HeadSizes::of(node);
@@ -94,15 +94,15 @@ class FlashKernel : public Kernel {
   }
 
  private:
-  // Why it does not multiply what the node has in any launch.
+  // Why tensor cores do not take the node's products.
   virtual std::optional<std::string> refuses_products(const Node& node) const = 0;
-  // Of operands that one of the kernels has.
+  // Why it refuses operands that no other kernel has.
   virtual std::optional<std::string> refuses_own(const Node& node) const = 0;
 };
 
 // The cut for so many heads that share keys.
 inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, const HeadSizes& sizes, bool by_row) {
-  // Of keys and values: more of causal prompts are seen in part, and of fewer the products of a tile are few.
+  // Of keys and values. Larger tiles see more of a causal prompt in part; smaller ones have few products.
   constexpr int64_t kEntryBytes = 32 << 10, kFewPositions = 64;
   FlashFields own;
   own.heads = heads;
@@ -114,7 +114,7 @@ inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, const He
   return own;
 }
 
-// What rows of queries take that each see so many positions on average: memory, or tensor cores.
+// The time of query rows that each see so many positions on average: by memory, or tensor cores.
 inline double flash_ns(const Schedule& schedule, const Job& job, double seen) {
   const Node& node = schedule.graph.nodes()[job.body.front()];
   const Costs& costs = arch_of(schedule.target.arch).costs;
@@ -124,16 +124,16 @@ inline double flash_ns(const Schedule& schedule, const Job& job, double seen) {
   return std::max(memory_ns(schedule, job), cycles / costs.cycles_per_ns / double(schedule.target.num_workers));
 }
 
-// Bytes of shared memory that warps have for queries, and for what they hand each other where they share keys.
+// Bytes of shared memory for warps' queries, and for merging results where warps share keys.
 inline int64_t flash_bytes(const WarpLayout& warps, const HeadSizes& sizes, bool share_keys) {
   const int key = static_cast<int>(sizes.key);
   const int queries = keeps_queries(key, static_cast<int>(sizes.value)) ? 0 : queries_bytes(key);
-  return warps.consumers * std::max(share_keys ? kUnitedBytes : 0, queries);
+  return warps.consumers * std::max(share_keys ? kMergeBytes : 0, queries);
 }
 
-// Every warp has as many rows as the tensor cores take at once, every row is in one tile, equally many warps have the
-// same ones, and all warps read an entry. `all_heads`: of the result. `tiles`: of all queries. `staged`: bytes that
-// warps have. `entry`: bytes of a tile of keys and values.
+// Proves that every warp has as many rows as tensor cores take, every row is in one tile, equally many warps share the
+// same rows, and all warps read each entry. `all_heads`: of the result. `tiles`: of all queries. `staged`: bytes for
+// warps. `entry`: bytes of a tile of keys and values.
 inline void prove_flash(const CutProof& proof, const FlashFields& own, int64_t all_heads, int64_t tiles, int64_t staged,
                         int64_t entry) {
   constexpr int64_t kMostBoxRows = 256;

@@ -1,4 +1,4 @@
-// A cache [B, G, L, D], or what is like one, as a matrix that the copy engine brings boxes of.
+// A cache [B, G, L, D], or a tensor like it, as a matrix that the copy engine copies boxes of.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct KeyRows {
   bool in_blocks = false;  // heads begin and end at multiples of 64 columns, so that one box has all of a head's
 };
 
-// None where no rows are as far apart as the positions, or do not begin at multiples of 16 bytes.
+// Nothing if positions are not equally far apart, or do not begin at multiples of 16 bytes.
 inline std::optional<KeyRows> key_rows(const Tensor& t) {
   if (t.shape.size() != 4 || t.numel() == 0 || t.strides[3] != 1 || size_bytes(t.dtype) != 2) return std::nullopt;
   const int64_t batch = t.shape[0], groups = t.shape[1], length = t.shape[2], size = t.shape[3];

@@ -1,4 +1,4 @@
-// paged_attention: pages that a table names, which the loader streams.
+// paged_attention over pages that a table lists, which the loader streams.
 #include <tuple>
 
 #include "../../arch/arch.h"
@@ -46,8 +46,8 @@ class PagesWriter : public AttentionWriter {
     if (in_boxes) write_boxes("K", keys_.tensor), write_boxes("V", values_.tensor);
   }
 
-  // Whether a tile is a box of a matrix: positions are its rows, and a group's heads columns of it, if pages are whole
-  // rows apart. A tile whose positions are not side by side is then one copy all the same.
+  // Whether a tile is a box of a matrix: positions are its rows, and a group's heads are columns, if pages are whole
+  // rows apart. Then a tile is one copy even if its positions are not side by side.
   bool has_boxed_tiles(const Tensor& t) const {
     const auto [page, position, group, element] = std::tie(t.strides[0], t.strides[1], t.strides[2], t.strides[3]);
     return arch_of(context_.schedule.target.arch).has_bulk_copies && size_bytes(t.dtype) == 2 &&

@@ -1,4 +1,4 @@
-// prefill_attention: keys and values that the loader brings in boxes, and rows of queries that are read where they are.
+// prefill_attention: the loader copies keys and values as boxes; queries are read in place.
 #include "../../codegen/job_code.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
@@ -52,8 +52,8 @@ class PrefillAttentionWriter {
       const KeyRows rows = *key_rows(operand->tensor);
       context_.aligned_rows(rows.matrix, false);
       const int64_t columns = rows.in_blocks ? operand->tensor.shape[3] : kBoxColumns;
-      const MapForm form = rows.in_blocks ? kMapOfBlocks : kMapOfColumns;
-      const std::string number = str(refs_.add_map(node_, rows.matrix, own_.positions, columns, form));
+      const MapLayout layout = rows.in_blocks ? kMapOfBlocks : kMapOfColumns;
+      const std::string number = str(refs_.add_map(node_, rows.matrix, own_.positions, columns, layout));
       code_.body +=
           returning("mpk::prefill_attention::Keys", operand->name + "(const Job& job, uint32_t b, uint32_t g)",
                     "{reinterpret_cast<const void*>(job.refs()[" + number + "]), int(b) * " + str(rows.rows_of_batch) +
@@ -143,7 +143,7 @@ class PrefillAttention : public FlashKernel {
       half.rows /= 2;
       return half;
     };
-    // Smaller tiles, whose warps share the keys, as long as all workers have one at most, and every warp has keys.
+    // Smaller tiles, whose warps share the keys, while no worker has more than one tile and every warp has keys.
     const int64_t most_parts = std::min(kMostParts, (q.shape[1] + own.positions - 1) / own.positions);
     while (kWarpRows * warps.consumers / own.rows * 2 <= most_parts &&
            count(node, halved()) <= schedule.target.num_workers)

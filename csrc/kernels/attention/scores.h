@@ -1,4 +1,4 @@
-// What variants of all kernels of attention say of scores, see device/tasks/attention_scores.cuh.
+// The members about scores in all variants of attention, see device/tasks/attention_scores.cuh.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// How attention is cut into pieces of the cache.
+// Cuts attention into splits of the cache.
 #include "split_kv.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace mpk {
 namespace {
 
-// Heads that share a key head are worked on together, as far as registers hold them.
+// Heads that share a key head are computed together, as far as registers hold them.
 int64_t heads_at_a_time(int64_t shared, int64_t size) {
   const int64_t most = size <= 128 ? 8 : 2;
   int64_t passes = 1;
@@ -21,8 +21,8 @@ int64_t heads_at_a_time(int64_t shared, int64_t size) {
   return shared / passes;
 }
 
-// At most: rows of q and of the new position, a tile's weights of each warp, sums, and results to be put together, of
-// which `combined` bytes are at hand.
+// An upper bound: rows of q and of the new position, a tile's weights of each warp, sums, and `combined` bytes of
+// results that are merged at a time.
 int64_t staged_bytes(const AttentionSizes& sizes, int64_t warps, int64_t combined) {
   constexpr int64_t kFewestRows = 8;  // positions of a tile
   const int64_t together = sizes.together(), size = sizes.size, element = size_bytes(sizes.dtype);
@@ -32,14 +32,14 @@ int64_t staged_bytes(const AttentionSizes& sizes, int64_t warps, int64_t combine
   return rows + warps * weights + together * size * 4 + combined;
 }
 
-constexpr int64_t kCombined = 24 * 1024;  // bytes of results that are put together at a time, or of one
+constexpr int64_t kCombined = 24 * 1024;  // bytes of results that are merged at a time, or of one
 
 }  // namespace
 
 int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups, widest()); }
 
-// What is computed together, or, of splits that overlap, twice as much, if keys and values of 16-bit elements still fit
-// an entry: then bytes in flight decide, of which half-filled slots hold half.
+// As many positions as are computed together. For overlapping splits twice as many, if keys and values of 16-bit
+// elements still fit an entry: then bytes in flight decide, and half-filled slots hold half.
 int64_t AttentionSizes::tile() const {
   const int64_t row_bytes = widest() * size_bytes(dtype), tile = kv_tile(static_cast<int>(row_bytes));
   const bool fits =
@@ -47,18 +47,18 @@ int64_t AttentionSizes::tile() const {
   return overlap && fits && of_page % (2 * tile) == 0 ? 2 * tile : tile;
 }
 
-// So a row has the bits that it has beside any other rows of the same kernel. Where workers have several splits, these
-// are long enough to be worth bringing what they need, and short enough for rows of any lengths to be shared out
-// evenly: of 16, 32 and 64 rows with 128 to 1,280 positions the busiest worker has some 28, 11 and 7 % more to do than
-// the mean. Otherwise all workers have a split as far as rows are long enough, and none has another one until rows have
-// some kUsual positions: to bring what a second one needs takes as long as some 20 tiles.
+// A row's bits do not depend on the other rows of the same kernel. Where workers have several splits, these are long
+// enough to be worth staging, and short enough to share out rows of any lengths evenly: with 16, 32 and 64 rows of 128
+// to 1,280 positions, the busiest worker has about 28, 11 and 7 % more to do than the mean. Otherwise each worker has
+// one split if rows are long enough, and none has a second one before rows have some kUsual positions, since staging
+// another split takes as long as about 20 tiles.
 int64_t AttentionSizes::few_splits(int64_t workers) const {
   return overlap ? 1 : std::max<int64_t>(workers / (batch * units()), 1);
 }
 
 int64_t AttentionSizes::max_split_tiles(int64_t workers) const {
-  constexpr int64_t kUsual = 2048, kFewest = kKvPieceTiles, kMost = 64, kOfSeveral = 640;
-  constexpr int64_t kMostBytes = 64 << 20;  // of all results of splits in the workspace
+  constexpr int64_t kUsual = 2048, kFewest = kKvSplitTiles, kMost = 64, kOfSeveral = 640;
+  constexpr int64_t kMostBytes = 64 << 20;  // of all splits' results in the workspace
   const int64_t units_of_rows = batch * units();
   const auto usual =
       static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(kUsual / tile() * units_of_rows / workers)));
@@ -98,7 +98,7 @@ std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& 
   AttentionSizes sizes = sizes_of(schedule.graph.nodes()[job.body.front()]);
   const int64_t batch = sizes.batch, together = sizes.together(), units = sizes.units();
   const int64_t workers = schedule.target.num_workers;
-  const int64_t warps = schedule.warps.consumers, tile_warps = warps - kBringingWarps,
+  const int64_t warps = schedule.warps.consumers, tile_warps = warps - kProducerWarps,
                 sums = (sizes.value_size + 4) * 4;
   sizes.overlap = has_several(sizes, workers);
   const int64_t overlapped =
@@ -108,7 +108,7 @@ std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& 
   own.overlaps = sizes.overlap;
   own.positions = sizes.tile();
   if (batch == 1) {
-    own.splits = kv_max_pieces(static_cast<uint32_t>(units), static_cast<uint32_t>(workers));
+    own.splits = kv_max_splits(static_cast<uint32_t>(units), static_cast<uint32_t>(workers));
   } else {
     own.few_splits = sizes.few_splits(workers);
     own.split_tiles = sizes.max_split_tiles(workers);
@@ -148,12 +148,12 @@ void SplitKvKernel::prove(const CutProof& proof) const {
   proof.require(
       own.heads + 2 <= consumers,
       "a split of " + str(own.heads) + " heads, a key and a value need a warp each, but there are " + str(consumers));
-  proof.require(!own.overlaps || consumers > kBringingWarps, "splits overlap, but of " + str(consumers) +
-                                                                 " consumers " + str(kBringingWarps) +
+  proof.require(!own.overlaps || consumers > kProducerWarps, "splits overlap, but of " + str(consumers) +
+                                                                 " consumers " + str(kProducerWarps) +
                                                                  " are at others' rows and none is left for tiles");
   const auto workers = static_cast<uint32_t>(proof.schedule().target.num_workers);
   proof.require(own.split_tiles > 0 ? own.splits % units == 0
-                                    : own.splits >= kv_max_pieces(static_cast<uint32_t>(units), workers),
+                                    : own.splits >= kv_max_splits(static_cast<uint32_t>(units), workers),
                 str(own.splits) + " splits are fewer than lengths at run time may give");
   proof.require_plain_end();
 }

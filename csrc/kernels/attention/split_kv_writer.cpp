@@ -39,7 +39,7 @@ JobCode AttentionWriter::run() {
 }
 
 void AttentionWriter::write_sizes() {
-  code_.takes_windows = own_.overlaps != 0;
+  code_.has_stages = own_.overlaps != 0;
   code_.body = "  using T = " + std::string(cuda_type(dtype_)) + ";\n" + constant("kBatch", batch()) +
                constant("kGroups", groups()) + constant("kPasses", heads() / groups() / own_.heads) + constants(own_) +
                constant("kSize", size()) + constant("kValueSize", value_size()) + constant("kLength", length()) +
@@ -55,7 +55,7 @@ void AttentionWriter::write_result() {
                           refs_.pointer(node_, y_, true) + element_at(y_, {"b", "h"}));
 }
 
-// How the rows of q, of k_new and of v_new come. Chains number their references from 0, so that equal chains have
+// The chains that stage rows of q, k_new and v_new. Chains number their references from 0, so that equal chains have
 // equal code.
 void AttentionWriter::write_chains() {
   bool early = true;

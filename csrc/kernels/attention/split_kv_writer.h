@@ -1,5 +1,5 @@
-// What variants of attention have in common, whatever their keys and values lie in: sizes, the result, and rows of q
-// and of new positions that come through chains of row tasks.
+// The common part of split_kv's variants, for any layout of keys and values: sizes, the result, and rows of q and of
+// new positions, which come through chains of row tasks.
 #pragma once
 
 #include <string>
@@ -17,14 +17,14 @@ class AttentionWriter {
   JobCode run();
 
  protected:
-  // `keys` and `values`: the operands that have them.
+  // `keys` and `values`: the names of their operands.
   AttentionWriter(const JobPlace& place, const std::string& keys, const std::string& values, const char* kind);
 
   virtual int64_t groups() const = 0;
-  virtual int64_t length() const = 0;  // positions that a row may have
-  virtual std::string limit() = 0;     // expression of how many it has, for row b
+  virtual int64_t length() const = 0;  // the most positions of a row
+  virtual std::string limit() = 0;     // expression of row b's positions
   virtual bool zero_without_keys() const = 0;
-  // Operands that the variant reads where it says whether there is a split, and that must be known by then.
+  // Operands that decide whether there is a split, which must be known by then.
   virtual std::vector<const Operand*> lengths() const = 0;
   virtual void write_positions() = 0;
 

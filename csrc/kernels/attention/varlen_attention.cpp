@@ -1,5 +1,4 @@
-// varlen_attention: rows of keys and values that the loader finds by a list, and rows of queries that are read where
-// they are.
+// varlen_attention: the loader finds rows of keys and values by a list; queries are read in place.
 #include <algorithm>
 
 #include "../../codegen/job_code.h"
@@ -15,10 +14,10 @@ namespace {
 
 using namespace codegen;
 
-// With sequences of lengths that are known at run time alone, keys come row by row, and so many tiles may not be full.
+// The lengths of sequences are known at run time only, so keys come row by row, and as many tiles may be partly empty.
 int64_t num_ends(const Node& node) { return node.operand("cu_seq_lens_q").tensor.shape[0]; }
 
-// Of the tokens of ragged sequences, for heads that share keys.
+// The tiles of ragged sequences' tokens, for heads that share keys.
 int64_t ragged_tiles(const Node& node, const FlashFields& own) {
   const int64_t tokens = node.operand("q").tensor.shape[0];
   return tokens * own.heads / own.rows + std::min(num_ends(node), tokens);
@@ -63,7 +62,7 @@ class VarlenAttentionWriter {
     code_.staged_bytes = "prefill_attention::Shape<V>::kStagedBytes";
   }
 
-  // Of one token, or one row of the cache, a head's.
+  // Addresses of a head's row, of a token or of the cache.
   void write_rows(const std::string& name, const std::string& parameter, const std::string& index) {
     const Tensor& t = node_.operand(name).tensor;
     if (name != "q") context_.aligned_rows(t, false);  // which it is, if its buffer is
@@ -122,7 +121,7 @@ class VarlenAttention : public FlashKernel {
     cut.staged_bytes = flash_bytes(schedule.warps, sizes, true);
     if (cut.staged_bytes > room(schedule)) return {};
     cut.fields = list_fields(own);
-    // As if all sequences were equally long, and what the list names were theirs.
+    // As if all sequences were equally long and shared the listed rows.
     const auto listed = double(node.operand("read_index").tensor.shape[0]);
     const double each = listed / double(std::max<int64_t>(num_ends(node) - 1, 1));
     const int64_t window = node.int_attr("window");

@@ -1,5 +1,5 @@
-// Sums, and rows side by side, of what ranks have: each worker pushes its part of the vector to the other ranks, and
-// polls theirs of the same part. See device/tasks/exchange.cuh.
+// all_reduce and all_gather: each worker pushes its part of the vector to the other ranks, and polls the same part of
+// theirs. See device/tasks/exchange.cuh.
 #include <algorithm>
 
 #include "../../codegen/checks.h"
@@ -20,8 +20,8 @@ namespace {
 
 using namespace codegen;
 
-constexpr int64_t kDataBytes = 8;     // that a thread pushes at a time
-constexpr double kExchangeNs = 1400;  // one, beside memory's stream, between two H200s over NVLink
+constexpr int64_t kDataBytes = 8;     // pushed by a thread at a time
+constexpr double kExchangeNs = 1400;  // of one, while memory streams, between two H200s over NVLink
 constexpr double kLinkBytesPerNs = 300;
 
 class ExchangeWriter {
@@ -68,7 +68,7 @@ class ExchangeWriter {
         returning("uint32_t", "offset(const Job& job)", offset);
   }
 
-  // What becomes of a sum: it is stored, if anybody reads it there, and the pointwise tasks behind take it over.
+  // Finishes a sum: stores it, if anybody reads it there, and evaluates the pointwise tasks behind it.
   void write_finish() {
     std::string fields, loads, body;
     if (!contains(job_.unstored, y_.buffer))
@@ -116,10 +116,10 @@ class ExchangeKernel : public Kernel {
     const int64_t element = size_bytes(x.dtype), part = sums_ || x.shape.empty() ? x.numel() : x.shape.back();
     if (job.body.size() != 1) return "it exchanges one vector at a time";
     if (!is_row_dtype(x.dtype) || y.dtype != x.dtype) return "it exchanges float32, bfloat16 and float16";
-    if (!x.is_contiguous() || !y.is_contiguous()) return "x and y must lie in one piece";
+    if (!x.is_contiguous() || !y.is_contiguous()) return "x and y must be contiguous";
     if (x.numel() == 0 || y.numel() >= int64_t{1} << 31) return "it exchanges 1 to 2^31 elements";
     if (part * element % kDataBytes != 0 || x.offset * element % kDataBytes != 0)
-      return "x must come in whole pieces of " + str(kDataBytes) + " bytes";
+      return "the bytes of x must be a multiple of " + str(kDataBytes);
     return std::nullopt;
   }
 
@@ -139,7 +139,7 @@ class ExchangeKernel : public Kernel {
     proof.require_nothing_else();
   }
 
-  // Epilogues of sums.
+  // Sums take epilogues.
   bool takes_companions() const override { return sums_; }
 
   JobCode emit(const JobPlace& place) const override {
@@ -147,7 +147,7 @@ class ExchangeKernel : public Kernel {
     return ExchangeWriter(place, "exchange::compute_rows").rows();
   }
 
-  // A worker polls its part.
+  // A worker polls its part alone.
   int64_t polled_elements(const Schedule& schedule, const Job&, const Tensor& made) const override {
     return divide_up(made.numel(), schedule.target.num_workers) + kDataBytes;
   }

@@ -1,6 +1,6 @@
-// Products of few rows with the experts that they chose, on tensor cores. Which experts' weights are read is known when
-// the launch has chosen: `boxes` has the loader await that, and bring them as boxes; with `rows` consumers read weights
-// that no boxes can be made of where they are.
+// Products of few rows with their chosen experts, on tensor cores. The launch itself chooses the experts. In `boxes`
+// the loader awaits the choice, and copies weights as boxes. In `rows` consumers read in place weights that cannot be
+// boxes.
 #include "experts.h"
 
 namespace mpk {

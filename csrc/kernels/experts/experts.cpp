@@ -128,12 +128,12 @@ void ExpertKernel::add_results(const JobPlace& place, JobCode& code, Refs& refs,
 
 std::optional<std::string> BoxedExperts::refuses(const Schedule& schedule, const Job& job) const {
   if (std::optional<std::string> refusal = ExpertKernel::refuses(schedule, job)) return refusal;
-  if (!arch_of(schedule.target.arch).has_bulk_copies) return "no copy engine brings boxes";
+  if (!arch_of(schedule.target.arch).has_bulk_copies) return "the GPU has no copy engine for boxes";
   if (schedule.warps.all_read_entries) return "all warps of the launch read every entry of the ring";
   const Experts own(node_of(schedule, job));
   if (own.rows % kExpertTileRows != 0 || own.weight.strides[0] != own.rows * own.weight.strides[1])
     return "experts' weights are not whole tiles of " + str(kExpertTileRows) + " rows one below the other";
-  if (!comes_in_boxes(schedule.graph, own.stacked())) return "the weights cannot come in boxes";
+  if (!can_load_boxes(schedule.graph, own.stacked())) return "the weights cannot come in boxes";
   return std::nullopt;
 }
 
@@ -143,7 +143,7 @@ void BoxedExperts::prove(const CutProof& proof) const {
   const int64_t slot = proof.schedule().warps.slot_bytes;
   proof.require(slot % kBoxAlignment == 0 && slot >= kExpertTileRows * kExpertEntryColumns * size_bytes(own.x.dtype),
                 "its boxes do not fit slots of " + str(slot) + " bytes");
-  proof.require(own.rows % kExpertTileRows == 0 && comes_in_boxes(proof.schedule().graph, own.stacked()),
+  proof.require(own.rows % kExpertTileRows == 0 && can_load_boxes(proof.schedule().graph, own.stacked()),
                 "its weights cannot come in boxes");
 }
 

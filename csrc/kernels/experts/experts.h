@@ -1,4 +1,4 @@
-// What the kernels of experts' products have in common.
+// The common part of the kernels of experts' products.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ namespace mpk {
 inline constexpr int64_t kExpertTileRows = 16;       // of weights
 inline constexpr int64_t kExpertEntryColumns = 256;  // of weights, in a box
 
-// What a node multiplies.
+// A node's factors.
 struct Experts {
   const Tensor &x, &ids, &weight, &y;
   int64_t experts, rows, size, pairs, choices;
@@ -20,21 +20,21 @@ struct Experts {
   explicit Experts(const Node& node);
 
   int64_t tiles_of_expert() const { return (rows + kExpertTileRows - 1) / kExpertTileRows; }
-  // How many experts are chosen, if all are as likely.
+  // The expected number of chosen experts, if all are equally likely.
   double expected() const;
-  // The bytes of weights that those have, and the time that memory takes for them.
+  // The time to read their weights from memory.
   double memory_ns(const Schedule& schedule) const;
   // Each warp keeps a list of pairs in shared memory.
   int64_t list_bytes(const Schedule& schedule) const;
-  // The weights of all experts, one below the other.
+  // The weights of all experts, stacked.
   Tensor stacked() const;
 };
 
-// A kernel of a node of `expert_linear`, or of a run that begins with one. Kernels differ in how weights come, and in
-// what becomes of the products.
+// A kernel of a node of `expert_linear`, or of a run that begins with one. Kernels differ in how weights are loaded,
+// and in the epilogue.
 class ExpertKernel : public Kernel {
  public:
-  // `memory_share`: of what memory gives, that it reaches.
+  // `memory_share`: the share of the bandwidth that it reaches.
   ExpertKernel(std::string name, const char* compute, const char* load, double memory_share)
       : Kernel(std::move(name)), compute_(compute), load_(load), memory_share_(memory_share) {}
 
@@ -48,7 +48,7 @@ class ExpertKernel : public Kernel {
   virtual int64_t staged_bytes(const Schedule& schedule, const Experts& own) const;
 
  private:
-  // What the variant says of how weights come, and of results. Products are stored as they are.
+  // Members of the variant: the map of weights, and the results. By default products are stored as they are.
   virtual void add_map(codegen::JobCode&, codegen::Refs&, const Node&, const Experts&) const {}
   virtual void add_results(const codegen::JobPlace& place, codegen::JobCode& code, codegen::Refs& refs,
                            const Experts& own) const;
@@ -57,7 +57,7 @@ class ExpertKernel : public Kernel {
   const double memory_share_;
 };
 
-// One whose loader awaits the choice, and brings weights as boxes of so many rows.
+// A kernel whose loader awaits the choice, and copies weights as boxes of so many rows.
 class BoxedExperts : public ExpertKernel {
  public:
   BoxedExperts(std::string name, const char* compute, const char* load = "experts::load_boxes",

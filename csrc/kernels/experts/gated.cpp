@@ -1,5 +1,5 @@
-// Products of experts, and the activation behind them: what a model makes of the gate and of the other half of an
-// expert's rows, such as silu(gate) * up. A tile has eight rows of each, so a lane has both values of a point.
+// Products of experts and the activation behind them, such as silu(gate) * up: it combines the gate with the other half
+// of an expert's rows. A tile has eight rows of each half, so a lane has both values of a point.
 #include "../../codegen/program.h"
 #include "../../codegen/text.h"
 #include "../../schedule/access.h"
@@ -12,27 +12,27 @@ using namespace codegen;
 
 constexpr int64_t kHalfRows = kExpertTileRows / 2;
 
-// A load of products: its instruction, and the first row of weights that it takes.
+// A load of products: its instruction, and its first row of weights.
 struct Half {
   size_t instr;
   int64_t first;
 };
 
-// The activation behind a node, which takes `columns` results of each pair from both halves.
+// The activation behind a node. It makes `columns` results of each pair from both halves.
 struct Activation {
   const Node& node;
   std::vector<Half> halves = {};
   int64_t columns = 0;
 };
 
-// How many elements behind the operand's first a load begins; -1: that is computed.
+// The offset in elements at which a load begins; -1: it is computed.
 int64_t start_of(const Program& program, const Instr& load) {
   if (load.args.empty()) return 0;
   const Instr& start = program.instrs[load.args.front()];
   return load.args.size() == 1 && start.op == Op::kConst ? start.imm_int : -1;
 }
 
-// The first of the rows of weights whose results a load takes for a pair, one for each point; -1: they are others.
+// The first weight row whose results a load takes for a pair, one for each point; -1: the load is another.
 int64_t first_row(const Experts& own, const Node& reader, const Instr& load) {
   const std::vector<int64_t>& domain = reader.program->domain;
   const Tensor& t = reader.operands[load.operand].tensor;

@@ -1,5 +1,5 @@
-// Products of experts that are weighted and summed, row by row, with what stands behind that: every worker has the same
-// rows of all chosen experts' weights, so the sums are its own. It reads all of x, so this is for few rows.
+// Products of experts, weighted and summed row by row, and the nodes behind them. Every worker has the same rows of all
+// chosen experts' weights, so it computes whole sums. It reads all of x, so this is for few rows.
 #include "../../arch/arch.h"
 #include "../../codegen/text.h"
 #include "../../schedule/access.h"
@@ -18,7 +18,7 @@ struct ChoiceSum {
   size_t load;
 };
 
-// Whether a load takes, at choice `inner` of result `outer`, the product of that row, choice and row of weights.
+// Whether a load takes, at choice `inner` of result `outer`, the product of that row, choice and weight row.
 bool loads_products(const Experts& own, const Node& sum, const Instr& load) {
   const std::vector<int64_t>& domain = sum.program->domain;
   const Tensor& t = sum.operands[load.operand].tensor;
@@ -66,7 +66,7 @@ class SummedExperts : public BoxedExperts {
 
   bool takes_companions() const override { return true; }
 
-  // And the products of a tile with all pairs.
+  // Adds the products of a tile with all pairs.
   int64_t staged_bytes(const Schedule& schedule, const Experts& own) const override {
     return own.list_bytes(schedule) + own.pairs * kExpertTileRows * size_bytes(own.y.dtype);
   }

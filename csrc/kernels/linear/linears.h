@@ -1,5 +1,5 @@
-// What the kernels of linear ask of a job: linears whose results an epilogue combines are computed side by side, others
-// one after the other.
+// A job's linears, as their kernels see them. Linears whose results an epilogue combines are computed side by side,
+// others one after the other.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +18,9 @@ namespace mpk {
 struct Linears {
   int64_t batch, size, element;  // rows of x, its columns, bytes of an element
   int64_t parts;
-  std::vector<int64_t> rows;  // of the weights that follow each other
+  std::vector<int64_t> rows;  // of the weights, one after the other
   int64_t workers, warps, slot_bytes;
-  int64_t room_beside_boxes;  // for what is staged
+  int64_t room_beside_boxes;  // for staged operands
   const Arch& arch;
 
   Linears(const Schedule& schedule, const Job& job, int64_t slot_bytes)
@@ -45,7 +45,7 @@ struct Linears {
     return schedule.graph.nodes()[n].operand("weight").tensor;
   }
 
-  static constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries together
+  static constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries
 
   int64_t x_bytes() const { return batch * round_up(size * element, kAccessBytes); }
   bool are_empty() const { return batch < 1 || size < 1; }
@@ -56,7 +56,7 @@ struct Linears {
   }
 };
 
-// Why no kernel of linears of one dtype takes the node.
+// Why kernels of one dtype refuse the node.
 inline std::optional<std::string> refuses_linear(const Node& node) {
   const Operand& x = node.operand("x");
   if (auto why = refuses_row_dtype(x)) return why;
@@ -67,26 +67,26 @@ inline std::optional<std::string> refuses_linear(const Node& node) {
   return std::nullopt;
 }
 
-// Whether all weights pass.
+// Whether the predicate holds for all weights.
 template <class Predicate>
 bool all_weights(const Schedule& schedule, const Job& job, const Predicate& predicate) {
   return std::all_of(job.body.begin(), job.body.end(), [&](int n) { return predicate(Linears::weight(schedule, n)); });
 }
 
 inline bool has_boxed_weights(const Schedule& schedule, const Job& job) {
-  return all_weights(schedule, job, [&](const Tensor& weight) { return comes_in_boxes(schedule.graph, weight); });
+  return all_weights(schedule, job, [&](const Tensor& weight) { return can_load_boxes(schedule.graph, weight); });
 }
 
-// What a job may stage of x where it must.
+// The most that a job may stage of x, if it must.
 inline int64_t most_staged(const Target& target) { return target.smem_bytes * 3 / 5; }
 
-// Elements to poll of x that is staged whole, which it must fit.
+// The elements to poll of a wholly staged x, which must fit.
 inline int64_t polled_whole(const Schedule& schedule, const Job& job, const Tensor& made) {
   const bool fits = Linears(schedule, job).x_bytes() <= most_staged(schedule.target);
   return fits ? made.numel() : std::numeric_limits<int64_t>::max();
 }
 
-// Why kernels of few rows do not take a launch in which all warps read every entry of the ring.
+// Why kernels of few rows refuse a launch in which all warps read every ring entry.
 inline constexpr const char* kNotTogether = "the launch's warps multiply together, as they do for more than 64 rows";
 
 }  // namespace mpk

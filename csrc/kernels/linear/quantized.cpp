@@ -1,6 +1,6 @@
-// Linears whose weights are quantised, with up to 64 rows of x. `rows` brings them in boxes, converts them in
-// registers, and multiplies on tensor cores (quantized_rows.cuh), also with one row of x: there vector units would
-// convert longer than memory takes. `direct` reads all other weights where they are.
+// Linears with quantised weights and up to 64 rows of x. `rows` copies weights as boxes, converts them in registers,
+// and multiplies on tensor cores (quantized_rows.cuh), even with one row of x, where vector units would take longer to
+// convert than memory to load. `direct` reads other weights in place.
 #include <array>
 
 #include "../../codegen/checks.h"
@@ -17,11 +17,11 @@ namespace mpk {
 namespace {
 
 constexpr int64_t kMostRows = 64, kMostRowsDirect = 16;  // of x
-constexpr int64_t kBlockRows = 16;                       // of weights, that a warp multiplies at a time
-constexpr int64_t kStepColumns = 128;                    // of weights, behind which sums are scaled
-constexpr int64_t kMostWhole = 100 * 1024;  // bytes of x that is staged whole although it could be otherwise
+constexpr int64_t kBlockRows = 16;                       // of weights, multiplied by a warp at a time
+constexpr int64_t kStepColumns = 128;                    // of weights, whose sums are scaled together
+constexpr int64_t kMostWhole = 100 * 1024;               // the most bytes of x that are staged as a whole by choice
 
-// What a job's weights have in common.
+// The format of all of a job's weights.
 WeightFormat format_of(const Schedule& schedule, const Job& job) {
   return WeightFormat::of(schedule.graph.nodes()[job.body.front()]);
 }
@@ -50,13 +50,13 @@ std::optional<std::string> refuses_format(const Schedule& schedule, const Job& j
   return std::nullopt;
 }
 
-// Code of both kernels: where scales are.
+// The common code of both kernels: the places of scales.
 class QuantizedWriter : public codegen::LinearWriter {
  protected:
   QuantizedWriter(const codegen::JobPlace& place, codegen::JobCode code)
       : LinearWriter(place, std::move(code)), format_(WeightFormat::of(first_)) {}
 
-  // Where each row has one scale, that is a factor of its results; else scales stand beside the weights.
+  // If each row has one scale, it is a factor of the row's results. Otherwise scales stand beside the weights.
   std::string row_factor(const Node& node) override {
     if (!format_.scales_rows()) return "";
     const Tensor& scale = node.operand("weight_scale").tensor;
@@ -94,18 +94,18 @@ class QuantizedWriter : public codegen::LinearWriter {
 // ---- weights in boxes
 
 struct RowsFields {
-  int64_t pass_tiles = 1;     // that a worker takes at a time
-  int64_t stage_columns = 0;  // of x, where it comes in stages
+  int64_t mainloop_tiles = 1;  // tiles of one mainloop
+  int64_t stage_columns = 0;   // of a stage of x, where it comes in stages
 
   static constexpr std::array<FieldOf<RowsFields>, 2> kAll = {{
-      {"pass_tiles", "kPassTiles", &RowsFields::pass_tiles},
-      {"stage_columns", "kWindowSize", &RowsFields::stage_columns},
+      {"mainloop_tiles", "kMainloopTiles", &RowsFields::mainloop_tiles},
+      {"stage_columns", "kStageColumns", &RowsFields::stage_columns},
   }};
 };
 
 struct RowsCut : TileShape, RowsFields {};
 
-// What shared memory holds beside rows of x, see QuantizedShape in quantized_rows.cuh.
+// The use of shared memory, see QuantizedShape in quantized_rows.cuh.
 class Cutter {
  public:
   Cutter(const Linears& job, const WeightFormat& format, Input x) : job_(job), format_(format), x_(x) {}
@@ -122,10 +122,10 @@ class Cutter {
   }
 
   int64_t staged_bytes(const RowsCut& c) const {
-    const int64_t blocks = divide_up(c.pass_tiles * c.parts, kBlockRows / c.tile_rows);
+    const int64_t blocks = divide_up(c.mainloop_tiles * c.parts, kBlockRows / c.tile_rows);
     const int64_t rows = round_up(job_.batch, 8), sums = std::max(blocks, warps()) * rows * kSumPitch * 4;
-    const int64_t at_hand = is_staged() ? job_.size : kWindows * c.stage_columns;
-    const int64_t x = job_.batch * (at_hand * job_.element + (is_staged() ? 1 : kWindows) * kAccessBytes);
+    const int64_t at_hand = is_staged() ? job_.size : kStages * c.stage_columns;
+    const int64_t x = job_.batch * (at_hand * job_.element + (is_staged() ? 1 : kStages) * kAccessBytes);
     const int64_t factors = (at_hand / kStepColumns + 1) * rows * 4;  // and one for each row
     const int64_t scales = format_.scales_rows() ? 0 : tiles_of_worker(c) * c.parts * format_.scale_columns() * 4;
     const int64_t whole = is_staged() ? round_up(x, kSharedAlignment) + sums : std::max(x, sums);
@@ -136,13 +136,13 @@ class Cutter {
     const Costs& costs = job_.arch.costs;
     const double tiles = double(divide_up(job_.tiles(c.tile_rows), job_.workers));
     const double weights = tiles * double(c.tile_rows * job_.parts * c.row_bytes);
-    const double x = double(job_.batch * job_.size * job_.element) * tiles / double(c.pass_tiles);
+    const double x = double(job_.batch * job_.size * job_.element) * tiles / double(c.mainloop_tiles);
     return std::max(weights / costs.memory_bytes_per_ns, (weights + x) / costs.by_warps.bytes_per_ns);
   }
 
  private:
   bool is_staged() const { return x_ == Input::kWhole; }
-  int64_t warps() const { return job_.warps - (is_staged() ? 0 : kBringingWarps); }
+  int64_t warps() const { return job_.warps - (is_staged() ? 0 : kProducerWarps); }
   int64_t tiles_of_worker(const RowsCut& c) const { return divide_up(job_.tiles(c.tile_rows), job_.workers); }
 
   RowsCut cut(int64_t columns, int64_t held) const {
@@ -153,9 +153,9 @@ class Cutter {
     c.is_boxed = true;
     const int64_t mine = tiles_of_worker(c);
     const int64_t most = std::max<int64_t>(held * warps() * (kBlockRows / box_rows) / job_.parts, 1);
-    c.pass_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
-    // Where a pass has few blocks, warps take turns at chunks, of which there are to be enough for half of them.
-    const int64_t blocks = divide_up(c.pass_tiles * c.parts, kBlockRows / box_rows);
+    c.mainloop_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
+    // If a pass has few blocks, warps take turns at chunks, so there must be chunks enough for half of the warps.
+    const int64_t blocks = divide_up(c.mainloop_tiles * c.parts, kBlockRows / box_rows);
     while (c.chunk_bytes > 2 * kStepColumns && 2 * blocks * c.chunks() <= warps())
       c.chunk_bytes = c.chunk_bytes / 2 / kStepColumns * kStepColumns;
     c.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes();
@@ -190,13 +190,13 @@ class RowsWriter : public QuantizedWriter {
     row.stream.entries = 1;
     row.stream.by_entries = inverse(1);
     row.stream.rotates = 1;
-    row.run = static_cast<uint32_t>(own_.pass_tiles);
+    row.run = static_cast<uint32_t>(own_.mainloop_tiles);
     return row;
   }
 
   std::string shape_constants() const override {
     using namespace codegen;
-    return constant("kBoxRows", shape_.tile_rows) + constants(own_) + constant("kTurnTiles", own_.pass_tiles) +
+    return constant("kBoxRows", shape_.tile_rows) + constants(own_) + constant("kEpilogueTiles", own_.mainloop_tiles) +
            constant("kSplit", 1) + flag("kByWarpgroups", false) + flag("kBoxesOfX", false) +
            constant("kXRows", batch_) +
            constant("kWorkerTiles", divide_up(job_.cut.num_tiles, context_.schedule.target.num_workers)) +
@@ -242,8 +242,8 @@ class Rows : public Kernel {
     return std::nullopt;
   }
 
-  // Where shared memory has no room for all of x it comes in stages, unless it is nowhere else.
-  static Input how_x_comes(const Schedule& schedule, const Job& job) {
+  // x comes in stages if shared memory has no room for all of it, unless it must be staged.
+  static Input input_of_x(const Schedule& schedule, const Job& job) {
     const Tensor& x = Linears::input(schedule, job);
     const bool must_be_whole = !job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x);
     const bool is_short = x.numel() * size_bytes(x.dtype) <= kMostWhole && leaves_room(x, schedule.target);
@@ -259,10 +259,10 @@ class Rows : public Kernel {
 
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     const Linears linears(schedule, job);
-    const Cutter cutter(linears, format_of(schedule, job), how_x_comes(schedule, job));
+    const Cutter cutter(linears, format_of(schedule, job), input_of_x(schedule, job));
     const RowsCut best = cutter.best();
     Cut cut = job.cut;
-    cut.input = how_x_comes(schedule, job);
+    cut.input = input_of_x(schedule, job);
     cut.staged_bytes = cutter.staged_bytes(best);
     if (cut.staged_bytes > linears.room_beside_boxes) return {};
     cut.num_tiles = linears.tiles(best.tile_rows);
@@ -280,7 +280,7 @@ class Rows : public Kernel {
     proof.require(s.chunk_parts == 1 && s.readers == 1 && !proof.schedule().warps.all_read_entries,
                   "a box of " + proof.str(s.tile_rows) + " rows is taken by one warp");
     proof.require(s.tile_rows == 8 || s.tile_rows == kBlockRows, "a box is not a block of products, or half of one");
-    proof.require(own.pass_tiles > 0 && own.stage_columns == s.chunk_bytes, "stages of x are not as wide as boxes");
+    proof.require(own.mainloop_tiles > 0 && own.stage_columns == s.chunk_bytes, "stages of x are not as wide as boxes");
     proof.require_plain_end();
     proof.require_scratch(0);
     const WeightFormat format = WeightFormat::of(proof.first());
@@ -340,7 +340,7 @@ class Direct : public Kernel {
     return polled_whole(schedule, job, made);
   }
 
-  // A lane takes a byte at a time, and waits for it: an estimate.
+  // An estimate: a lane takes a byte at a time, and waits for it.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     constexpr double kSlower = 16;
     const Linears linears(schedule, job);

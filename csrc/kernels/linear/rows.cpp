@@ -1,5 +1,5 @@
-// Linears of 2 to 64 rows of x on the tensor cores: weights come in boxes, and a worker takes all its rows of them at
-// once, K outermost, as far as the sums fit its registers (linear_rows.cuh).
+// Linears of 2 to 64 rows of x on tensor cores: weights come as boxes, and a worker computes all its weight rows at
+// once, K outermost, as far as its registers hold the sums (linear_rows.cuh).
 #include <array>
 #include <limits>
 #include <numeric>
@@ -16,47 +16,47 @@ namespace mpk {
 namespace {
 
 constexpr int64_t kMostRows = 64;   // of x
-constexpr int64_t kBlockRows = 16;  // of weights, that a warp multiplies at a time
+constexpr int64_t kBlockRows = 16;  // of weights, multiplied by a warp at a time
 constexpr int64_t kMostSplit = 4;
-constexpr int64_t kFewRows = 32;  // of x, that warps multiply as quickly as warpgroups
-constexpr int64_t kMostHeld = 2;  // boxes that a warpgroup holds the sums of, 32 in each thread
-// Bytes of x that is staged whole although it could come in stages: beyond that the ring's room is worth more.
+constexpr int64_t kFewRows = 32;  // of x, which warps multiply as fast as warpgroups
+constexpr int64_t kMostHeld = 2;  // boxes whose sums a warpgroup holds, 32 in each thread
+// The most bytes of x that are staged as a whole by choice: beyond, the ring needs the room more.
 constexpr int64_t kMostWhole = 100 * 1024;
 
 struct RowsFields {
-  int64_t pass_tiles = 1;  // that a worker takes at a time: chunk after chunk, of each the boxes of all of them
-  int64_t turn_tiles = 1;  // of a pass, whose sums stand in shared memory at a time
-  // Workers that share the same tiles. Each has an equal part of the chunks, and so needs that part of x alone; their
-  // sums meet in the workspace.
+  int64_t mainloop_tiles = 1;  // tiles of one mainloop: chunk after chunk, the boxes of all of them
+  int64_t epilogue_tiles = 1;  // tiles whose sums the epilogue has in shared memory at a time
+  // split_k: workers that share the same tiles. Each takes an equal part of the chunks, and needs that part of x alone.
+  // They exchange their sums in the workspace.
   int64_t split = 1;
   int64_t by_warpgroups = 0;
-  int64_t stage_columns = 0;  // of x, where it comes in stages: one box or several
+  int64_t stage_columns = 0;  // of a stage of x, where it comes in stages: one box or several
 
   static constexpr std::array<FieldOf<RowsFields>, 5> kAll = {{
-      {"pass_tiles", "kPassTiles", &RowsFields::pass_tiles},
-      {"turn_tiles", "kTurnTiles", &RowsFields::turn_tiles},
+      {"mainloop_tiles", "kMainloopTiles", &RowsFields::mainloop_tiles},
+      {"epilogue_tiles", "kEpilogueTiles", &RowsFields::epilogue_tiles},
       {"split", "kSplit", &RowsFields::split},
       {"by_warpgroups", "kByWarpgroups", &RowsFields::by_warpgroups, true},
-      {"stage_columns", "kWindowSize", &RowsFields::stage_columns},
+      {"stage_columns", "kStageColumns", &RowsFields::stage_columns},
   }};
 };
 
-// What stands in the stream, and beside it.
+// The stream's shape, and the kernel's fields.
 struct RowsCut : TileShape, RowsFields {
   int64_t stage_bytes(int64_t element) const { return stage_columns * element; }
 };
 
-// What workers that share tiles send of a pass: words of two floats and their tags, see finish_shared.
+// The bytes that a worker sends of a pass in the split-K exchange: words of two floats and their tags, see
+// finish_shared.
 int64_t partial_bytes(const TileShape& shape, const RowsFields& own, int64_t batch) {
-  return round_up(own.pass_tiles * shape.tile_rows, 32) * batch * kTaggedFloatBytes;
+  return round_up(own.mainloop_tiles * shape.tile_rows, 32) * batch * kTaggedFloatBytes;
 }
 int64_t num_partials(const RowsFields& own, int64_t workers) { return workers / own.split * own.split; }
 
-// What a worker leaves of each row where a norm follows: a sum of squares for every 32 of the results that it makes of
-// the row in a pass.
+// The sums of squares that workers leave of each row where a norm follows: one for every 32 results of a pass.
 int64_t count_row_sums(const TileShape& shape, const RowsFields& own, int64_t tiles, int64_t workers) {
-  const int64_t groups = workers / own.split, passes = divide_up(divide_up(tiles, groups), own.pass_tiles);
-  return groups * passes * divide_up(own.pass_tiles * shape.tile_rows, 32);
+  const int64_t groups = workers / own.split, passes = divide_up(divide_up(tiles, groups), own.mainloop_tiles);
+  return groups * passes * divide_up(own.mainloop_tiles * shape.tile_rows, 32);
 }
 
 class Cutter {
@@ -69,7 +69,7 @@ class Cutter {
 
   bool is_staged() const { return x_ == Input::kWhole || x_ == Input::kColumns; }
 
-  // The quickest of the ways in which workers may share tiles.
+  // The fastest cut over split_k.
   RowsCut best() const {
     RowsCut best = cut(1);
     if (is_staged()) return best_of_columns().value_or(best);
@@ -80,7 +80,7 @@ class Cutter {
     return best;
   }
 
-  // Elements of x that a worker polls.
+  // The elements of x that a worker polls.
   int64_t polled_elements() const {
     const std::optional<RowsCut> c = best_of_columns();
     return job_.batch * job_.size / (c ? c->split : 1);
@@ -89,20 +89,21 @@ class Cutter {
   // See RowsShape in linear_rows_shape.cuh.
   int64_t staged_bytes(const RowsCut& c) const {
     if (by_warpgroups_) {
-      const int64_t boxes = c.pass_tiles * c.parts, at_a_time = c.turn_tiles < c.pass_tiles ? kWarpgroups : boxes;
+      const int64_t boxes = c.mainloop_tiles * c.parts,
+                    at_a_time = c.epilogue_tiles < c.mainloop_tiles ? kWarpgroups : boxes;
       const int64_t sums = sums_bytes(c, boxes == 1 ? kWarpgroups : at_a_time);
       return std::max(stages_bytes(c), sums) + kBoxAlignment;
     }
-    const int64_t blocks = divide_up(c.pass_tiles * c.parts, kBlockRows / c.tile_rows);
+    const int64_t blocks = divide_up(c.mainloop_tiles * c.parts, kBlockRows / c.tile_rows);
     const int64_t sums = std::max(blocks, warps()) * round_up(job_.batch, 8) * kSumPitch * 4;
     const int64_t x = job_.batch * ((is_staged() ? c.row_bytes / c.split : c.chunk_bytes) + kAccessBytes);
     if (is_staged()) return round_up(x, kSharedAlignment) + sums;
     const int64_t box = round_up(round_up(job_.batch, 8) * c.chunk_bytes, kBoxAlignment);
-    return x_ == Input::kBoxStages ? std::max(kWindows * box, sums) + kBoxAlignment : std::max(kWindows * x, sums);
+    return x_ == Input::kBoxStages ? std::max(kStages * box, sums) + kBoxAlignment : std::max(kStages * x, sums);
   }
 
-  // What a worker takes, by the bandwidths of its chip; and by what was measured on an H200 (docs/experiments.md): what
-  // a warpgroup takes for a chunk at least, and both for the products of a row of weights with 64 columns.
+  // A worker's time, from its chip's bandwidths and from measurements on an H200 (docs/experiments.md): a warpgroup's
+  // least time for a chunk, and that of both warpgroups for the products of a weight row with 64 columns.
   double nanoseconds(const RowsCut& c) const {
     constexpr double kOfChunk = 250, kOfRow = 73.0 / 64;
     const Costs& costs = job_.arch.costs;
@@ -111,12 +112,12 @@ class Cutter {
     const double split = double(c.split),
                  of_worker = by_warpgroups_ ? double(share) / split : double(tiles) / double(job_.workers);
     const double rows = double(c.tile_rows * job_.parts) * of_worker, weights = rows * double(c.row_bytes);
-    const double passes = double(divide_up(share, c.pass_tiles));
+    const double passes = double(divide_up(share, c.mainloop_tiles));
     const double x = passes * double(job_.batch) * double(c.row_bytes) / split;
     const double sums = 8 * rows * double(job_.batch) * (split - 1);  // sent, and as many received
     const double chunks = double(job_.parts) * of_worker * double(c.chunks()) / kWarpgroups;
     const double multiplied = by_warpgroups_ ? std::max(chunks * kOfChunk, weights / kBoxRowBytes * kOfRow) : 0;
-    const double products = std::max({weights / costs.memory_bytes_per_ns, x / few.windows_bytes_per_ns,
+    const double products = std::max({weights / costs.memory_bytes_per_ns, x / few.stages_bytes_per_ns,
                                       (weights + x) / few.bytes_per_ns, multiplied});
     return products + (c.split == 1 ? 0 : few.hop_ns + sums / few.sums_bytes_per_ns);
   }
@@ -133,7 +134,7 @@ class Cutter {
     return c;
   }
 
-  // Where shared memory is small, stages are narrower, and a pass has fewer sums.
+  // If shared memory is small, stages are narrower, and a pass has fewer sums.
   RowsCut of_warps(int64_t split) const {
     int64_t columns = job_.batch <= 16 ? 512 : 256, held = blocks_held();
     while (true) {
@@ -144,20 +145,20 @@ class Cutter {
     }
   }
 
-  // Boxes of 8 rows are shared out among workers more evenly; those of 16 need less of x at a time.
+  // Boxes of 8 rows balance workers better; boxes of 16 rows need less of x at a time.
   RowsCut of_warps(int64_t split, int64_t columns, int64_t held) const {
-    const int64_t workers = job_.workers / split;  // that have tiles of their own
+    const int64_t workers = job_.workers / split;  // groups with tiles of their own
     const int64_t box_rows = job_.batch <= 16 || job_.tiles(kBlockRows) < workers ? 8 : kBlockRows;
     RowsCut c = boxed(box_rows, std::min(columns, job_.size) * job_.element, split);
     const int64_t mine = divide_up(job_.tiles(box_rows), workers);
     const int64_t most = std::max<int64_t>(held * warps() * (kBlockRows / box_rows) / job_.parts, 1);
-    c.pass_tiles = c.turn_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
+    c.mainloop_tiles = c.epilogue_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
     c.stage_columns = c.chunk_bytes / job_.element;
     return c;
   }
 
-  // Each warpgroup multiplies up to 64 rows of weights with all of x. Boxes are as high as is quickest: lower ones
-  // share the rows out more evenly, but are as many products each, and fewer fit a pass, each of which reads x.
+  // Each warpgroup multiplies up to 64 weight rows with all of x. Takes the fastest height of boxes: lower boxes
+  // balance workers better, but take as many products each, and fewer fit a pass, which reads all of x.
   RowsCut of_warpgroups(int64_t split) const {
     RowsCut best = of_warpgroups(split, kWarpgroupWarps * kWarpRows);
     for (int64_t rows = best.tile_rows - 8; rows > 0; rows -= 8) {
@@ -168,24 +169,24 @@ class Cutter {
   }
 
   RowsCut of_warpgroups(int64_t split, int64_t box_rows) const {
-    // In blocks of 64 columns: a worker has whole stages, and a stage whole boxes, which fit a slot.
-    const int64_t of_stage = std::gcd(job_.size / kBoxColumns / split, int64_t{kWidestWindow / kBoxColumns});
+    // In blocks of 64 columns: a worker has whole stages, and a stage has whole boxes, which fit a slot.
+    const int64_t of_stage = std::gcd(job_.size / kBoxColumns / split, int64_t{kWidestStage / kBoxColumns});
     const int64_t of_box = std::gcd(of_stage, kMinSlotBytes / (box_rows * kBoxRowBytes));
     RowsCut c = boxed(box_rows, of_box * kBoxRowBytes, split);
     c.readers = kWarpgroupWarps;
     const int64_t share = divide_up(job_.tiles(box_rows), job_.workers / split);
     const int64_t most = std::max<int64_t>(kWarpgroups * kMostHeld / job_.parts, 1);
-    c.pass_tiles = c.turn_tiles = std::max<int64_t>(divide_up(share, divide_up(share, most)), 1);
+    c.mainloop_tiles = c.epilogue_tiles = std::max<int64_t>(divide_up(share, divide_up(share, most)), 1);
     c.stage_columns = of_stage * kBoxColumns;
-    // Where the sums of a pass take more room than the stages, in whose place they stand.
-    const int64_t boxes = c.pass_tiles * c.parts;
-    const bool can_take_turns = boxes > kWarpgroups && kWarpgroups % c.parts == 0 && split == 1 && !ends_with_norm_;
-    if (can_take_turns && sums_bytes(c, boxes) > stages_bytes(c)) c.turn_tiles = kWarpgroups / c.parts;
+    // The sums of a pass take the stages' place, and may need more room.
+    const int64_t boxes = c.mainloop_tiles * c.parts;
+    const bool can_have_subtiles = boxes > kWarpgroups && kWarpgroups % c.parts == 0 && split == 1 && !ends_with_norm_;
+    if (can_have_subtiles && sums_bytes(c, boxes) > stages_bytes(c)) c.epilogue_tiles = kWarpgroups / c.parts;
     return c;
   }
 
-  // x in shared memory that is more than a worker may poll, but whose columns are not: as few as may be, if they take
-  // no more room than is worth it. Of fewer rows stages are as quick.
+  // The cut for an x that is too large for a worker to poll, but whose columns are not: the fewest columns whose room
+  // is worth it. With fewer rows, stages are as fast.
   std::optional<RowsCut> best_of_columns() const {
     constexpr int64_t kMostOfColumns = 48 * 1024, kFewestRows = 17;
     const bool is_too_much = job_.batch * job_.size > kMaxPolledElements;
@@ -198,25 +199,25 @@ class Cutter {
     return std::nullopt;
   }
 
-  // Chunks in equal parts, tiles in one pass, and of x the rows that a warp finishes together. What comes through row
-  // tasks does not come by columns.
+  // Split-K needs chunks in equal parts, tiles in one pass, and whole groups of the rows of x that a warp finishes
+  // together. Row tasks in front rule it out.
   bool can_split(const RowsCut& c) const {
     const int64_t workers = job_.workers / c.split;
     return x_ != Input::kWhole && job_.parts == 1 && job_.batch % (4 * c.split) == 0 && c.chunks() % c.split == 0 &&
-           job_.tiles(c.tile_rows) <= workers * c.pass_tiles;
+           job_.tiles(c.tile_rows) <= workers * c.mainloop_tiles;
   }
 
-  // By warpgroups.
+  // With warpgroups:
   int64_t stages_bytes(const RowsCut& c) const {
-    return windows_held(static_cast<int>(c.stage_columns)) * c.stage_bytes(job_.element) * kMultipliedRows;
+    return stages_held(static_cast<int>(c.stage_columns)) * c.stage_bytes(job_.element) * kMultipliedRows;
   }
   static int64_t sums_bytes(const RowsCut& c, int64_t boxes) {
     return boxes * divide_up(c.tile_rows, kWarpRows) * kSumPitch * 4 * kMultipliedRows;
   }
-  int64_t warps() const { return job_.warps - (is_staged() ? 0 : kBringingWarps); }  // those that multiply
+  int64_t warps() const { return job_.warps - (is_staged() ? 0 : kProducerWarps); }  // without producer warps
   int64_t blocks_held() const {
     const bool is_large = is_staged() && job_.batch * job_.size * job_.element > kMostWhole / 2;
-    const bool is_tall = job_.batch > kFewRows && !job_.arch.has_warpgroup_products;  // beyond a thread's registers
+    const bool is_tall = job_.batch > kFewRows && !job_.arch.has_warpgroup_products;  // more than a thread's registers
     return is_large || is_tall ? 1 : job_.batch <= 16 ? 3 : 2;
   }
 
@@ -226,21 +227,20 @@ class Cutter {
   const bool by_warpgroups_;
 };
 
-// Whether a worker may find columns of x alone, if they are polled. Rows whose norm's factors are to be found come in
-// stages.
-bool comes_by_columns(const Schedule& schedule, const Job& job) {
+// Whether a worker may poll its columns of x alone. Rows that lack their norm's factors come in stages.
+bool can_poll_columns(const Schedule& schedule, const Job& job) {
   const Tensor& x = Linears::input(schedule, job);
   return job.prologue.empty() && has_aligned_rows(x) && find_norm(schedule, x.buffer) == nullptr;
 }
 
-Input how_x_comes(const Schedule& schedule, const Job& job) {
+Input input_of_x(const Schedule& schedule, const Job& job) {
   const Tensor& x = Linears::input(schedule, job);
-  if (schedule.polled[x.buffer] && comes_by_columns(schedule, job)) return Input::kColumns;
+  if (schedule.polled[x.buffer] && can_poll_columns(schedule, job)) return Input::kColumns;
   const bool is_short = x.numel() * size_bytes(x.dtype) <= kMostWhole && leaves_room(x, schedule.target);
   const bool lacks_factors = find_norm(schedule, x.buffer) != nullptr;
   if (!job.prologue.empty() || schedule.polled[x.buffer] || !has_aligned_rows(x) || (is_short && !lacks_factors))
     return Input::kWhole;
-  return can_be_windowed(schedule.graph, x) ? Input::kBoxStages : Input::kStages;
+  return can_be_box_stages(schedule.graph, x) ? Input::kBoxStages : Input::kStages;
 }
 
 // ---- code ----
@@ -273,7 +273,7 @@ class RowsWriter : public codegen::LinearWriter {
     row.stream.entries = static_cast<uint32_t>(own_.split);
     row.stream.by_entries = inverse(row.stream.entries);
     row.stream.rotates = map_of_x_.empty() ? 1 : 0;
-    row.run = static_cast<uint32_t>(own_.pass_tiles);
+    row.run = static_cast<uint32_t>(own_.mainloop_tiles);
     return row;
   }
 
@@ -297,14 +297,14 @@ class RowsWriter : public codegen::LinearWriter {
 
   void write_behind() override { write_row_sums(); }
 
-  // Rows of a box of x. They are whole eights, after which the copy engine's swizzle begins anew, so that boxes behind
-  // each other are swizzled alike; what is behind x's last row is zero.
+  // The rows of a box of x: a multiple of eight, after which the copy engine's swizzle repeats, so all boxes are
+  // swizzled alike. Rows behind x's last are zero.
   int64_t x_rows() const {
     return own_.by_warpgroups ? kMultipliedRows : job_.cut.is_staged() ? batch_ : round_up(batch_, 8);
   }
 
   const RowsFields own_;
-  std::string map_of_x_;  // an expression, where x comes by one
+  std::string map_of_x_;  // an expression, where x comes as boxes
 };
 
 class Rows : public Kernel {
@@ -330,15 +330,15 @@ class Rows : public Kernel {
     return std::nullopt;
   }
 
-  // Rows without their factors may be as large as the squares of others: beyond what float16 holds.
+  // Rows without their factors may be as large as others' squares, which exceeds float16.
   bool splits_norms(const Schedule& schedule, const Job& job) const override {
-    constexpr int64_t kMostOfStages = 96 * 1024;  // that stages of x take, or the sums in their place
+    constexpr int64_t kMostOfStages = 96 * 1024;  // bytes of the stages of x, or of the sums in their place
     return schedule.target.smem_bytes / 2 >= kMostOfStages && Linears::input(schedule, job).dtype == DType::kBF16 &&
            !refusal(schedule, job);
   }
 
   int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
-    if (!comes_by_columns(schedule, job)) return polled_whole(schedule, job, made);
+    if (!can_poll_columns(schedule, job)) return polled_whole(schedule, job, made);
     const Linears linears(schedule, job);
     const Cutter cutter(linears, Input::kColumns, norm_of(job) >= 0);
     const bool fits = cutter.staged_bytes(cutter.best()) <= linears.room_beside_boxes;
@@ -347,7 +347,7 @@ class Rows : public Kernel {
 
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     const Linears linears(schedule, job);
-    const Input x = how_x_comes(schedule, job);
+    const Input x = input_of_x(schedule, job);
     const bool lacks_factors = find_norm(schedule, Linears::input(schedule, job).buffer) != nullptr;
     const Cutter cutter(linears, x, norm_of(job) >= 0);
     const RowsCut best = cutter.best();
@@ -372,7 +372,7 @@ class Rows : public Kernel {
     const auto own = fields_of<RowsFields>(cut);
     proof.require(s.chunk_parts == 1 && !proof.schedule().warps.all_read_entries,
                   "a box of " + proof.str(s.tile_rows) + " rows is taken by one warp");
-    proof.require(own.pass_tiles > 0 && own.split > 0, "a size of its tiles is not positive");
+    proof.require(own.mainloop_tiles > 0 && own.split > 0, "a size of its tiles is not positive");
     proof.require_no_rows_behind();
     if (own.split != 1) prove_split(proof, s, own);
     prove_stages(proof, s, own);
@@ -385,31 +385,31 @@ class Rows : public Kernel {
                                                    proof.str(cut.row_sums->count) + " have a place");
   }
 
-  // Warpgroups take boxes of up to 64 rows of weights at a time, and find x in stages of equally many columns.
+  // Warpgroups take boxes of up to 64 weight rows, and stages of x of a fixed number of columns.
   static void prove_stages(const CutProof& proof, const TileShape& s, const RowsFields& own) {
     const Cut& cut = proof.cut();
     const int64_t stage_bytes = own.stage_columns * proof.element();
     if (own.by_warpgroups)
       proof.require(cut.input == Input::kBoxStages && s.tile_rows <= kWarpgroupWarps * kWarpRows &&
                         own.stage_columns > 0 && stage_bytes % s.chunk_bytes == 0 &&
-                        own.stage_columns <= kWidestWindow && s.row_bytes % (own.split * stage_bytes) == 0,
+                        own.stage_columns <= kWidestStage && s.row_bytes % (own.split * stage_bytes) == 0,
                     "stages of " + proof.str(own.stage_columns) + " columns of x are not what warpgroups multiply");
     else
       proof.require(stage_bytes == s.chunk_bytes, "stages of x are not as wide as boxes of weights");
     proof.require(s.readers == (own.by_warpgroups ? kWarpgroupWarps : 1),
                   proof.str(s.readers) + " warps do not multiply a box together");
-    const bool takes_turns = own.turn_tiles != own.pass_tiles;
-    proof.require(!takes_turns || (own.by_warpgroups && own.turn_tiles * s.parts == kWarpgroups &&
-                                   own.turn_tiles < own.pass_tiles && own.split == 1 && !cut.row_sums),
-                  "the sums of " + proof.str(own.turn_tiles) + " tiles at a time are not a box of each warpgroup");
+    const bool has_subtiles = own.epilogue_tiles != own.mainloop_tiles;
+    proof.require(!has_subtiles || (own.by_warpgroups && own.epilogue_tiles * s.parts == kWarpgroups &&
+                                    own.epilogue_tiles < own.mainloop_tiles && own.split == 1 && !cut.row_sums),
+                  "the sums of " + proof.str(own.epilogue_tiles) + " tiles at a time are not a box of each warpgroup");
   }
 
-  // Each of the workers that share tiles has one part of one pass, so that none waits for itself.
+  // Each worker that shares tiles has one part of one pass, so none waits for itself.
   static void prove_split(const CutProof& proof, const TileShape& s, const RowsFields& own) {
     const Cut& cut = proof.cut();
     const int64_t groups = proof.schedule().target.num_workers / own.split;
     const std::string shared = proof.str(own.split) + " workers share tiles";
-    proof.require(groups > 0 && s.chunks() % own.split == 0 && cut.num_tiles <= groups * own.pass_tiles,
+    proof.require(groups > 0 && s.chunks() % own.split == 0 && cut.num_tiles <= groups * own.mainloop_tiles,
                   shared + ", but their parts are not equal, or take more than a pass");
     proof.require(cut.input != Input::kWhole && cut.scratch, shared + ", but their sums have no place to meet");
     if (cut.input == Input::kColumns)

@@ -17,8 +17,8 @@ Variants of_shared_loop(const Variants& variants) {
   return sharing;
 }
 
-// Code that runs `leaf` of the job's variant, which is one of these. By comparisons: a switch would jump to an address
-// from a table in memory, which takes longer where the code is not in a loop.
+// Code that runs `leaf` for the job's variant, which is one of these. It compares: a switch would jump by a table in
+// memory, which is slower outside of loops.
 template <class Leaf>
 std::string by_variant(const Variants& variants, size_t begin, size_t end, const Leaf& leaf) {
   if (begin == end) return "";
@@ -29,7 +29,7 @@ std::string by_variant(const Variants& variants, size_t begin, size_t end, const
          "    }\n";
 }
 
-// Whether the job's variant is one of these.
+// An expression: whether the job has one of these variants.
 std::string is_one_of(const Variants& variants) {
   std::string text;
   for (const Variant& variant : variants)
@@ -37,7 +37,7 @@ std::string is_one_of(const Variants& variants) {
   return text.empty() ? "false" : text;
 }
 
-// What compute_shared asks of them, by variant.
+// The members that compute_shared needs, by variant.
 std::string declarations(const Variants& sharing) {
   Variants with_extra;
   std::string extras;

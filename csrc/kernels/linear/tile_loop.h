@@ -8,7 +8,7 @@
 
 namespace mpk::codegen {
 
-// Those of the first element type there is. One alone needs no choice.
+// Shares the loop among variants of the first element type. A single one needs no choice.
 std::optional<SharedCode> share_tile_loop(const std::vector<Variant>& variants);
 
 }  // namespace mpk::codegen

@@ -1,4 +1,4 @@
-// Linears of more than 64 rows of x: warpgroups multiply tiles of rows of x by rows of weights, which all come in boxes
+// Linears of more than 64 rows of x: warpgroups multiply tiles of rows of x by weight rows, all copied as boxes
 // (linear_tiles.cuh).
 #include <array>
 
@@ -14,15 +14,15 @@ namespace mpk {
 namespace {
 
 struct TilesFields {
-  int64_t split = 1;  // workers that share a tile: each has an equal part of its entries, and finishes a share of it
+  int64_t split = 1;  // split_k: each worker takes an equal part of a tile's entries, and finishes a share of it
 
   static constexpr std::array<FieldOf<TilesFields>, 1> kAll = {{{"split", "kSplit", &TilesFields::split}}};
 };
 
 struct TilesCut : TileShape, TilesFields {};
 
-// What the workers of each tile send each other, every one its sums but for those of its own share. A thread has sums
-// of all rows that warpgroups multiply, also where x has fewer.
+// The bytes that workers of a tile exchange: each sends its sums, except those of its own share. A thread has sums of
+// all rows that warpgroups multiply, even if x has fewer.
 int64_t partial_bytes(const TileShape& shape) { return kTileXRows * shape.tile_rows * shape.parts * kTaggedFloatBytes; }
 int64_t scratch_bytes(const TileShape& shape, const TilesFields& own, int64_t tiles) {
   return tiles * (own.split - 1) * partial_bytes(shape);
@@ -30,13 +30,13 @@ int64_t scratch_bytes(const TileShape& shape, const TilesFields& own, int64_t ti
 
 class Cutter {
  public:
-  // Row tasks that end the job take rows of `row` elements, or fewer, whole from each worker.
+  // `row`: the elements of the longest row of the row tasks behind; a worker must have whole rows.
   explicit Cutter(const Linears& job, int64_t row = 1) : job_(job), row_(row) {}
 
-  // The quickest way; nothing where no tile takes as many parts.
+  // The fastest cut; nothing if no tile takes as many parts.
   std::optional<TilesCut> best() const {
     std::optional<TilesCut> best;
-    for (int64_t columns : {32, 64, 96, 128, 192, 256}) {  // of results, as many as the tensor cores take at a time
+    for (int64_t columns : {32, 64, 96, 128, 192, 256}) {  // of results, as tensor cores take them
       if (job_.parts > 4 || columns % (job_.parts * strip_columns(job_.parts)) != 0) continue;
       TilesCut c = of_columns(columns);
       for (c.split = 1; c.split <= kMostSplit; c.split++)
@@ -48,11 +48,11 @@ class Cutter {
   int64_t x_tiles() const { return (job_.batch + kTileXRows - 1) / kTileXRows; }
   int64_t count(const TileShape& shape) const { return x_tiles() * job_.tiles(shape.tile_rows); }
 
-  // Of the slowest worker. A step of 64 columns takes what tensor cores do; or its boxes, of which one multiprocessor
-  // gets so many bytes a cycle from L2, all together fewer, of weights that come from memory fewer still, and none
-  // sooner than the ring's slots take to come, which is longer from memory. Behind the steps come the sums that are
-  // sent and received, the results, and the way to the next tile. Measured, see docs/experiments.md: a sum that is sent
-  // costs most of all, since it is written and read twice as wide.
+  // The slowest worker's cycles. A step of 64 columns takes the time of the tensor cores, or of its boxes: one
+  // multiprocessor has a bandwidth from L2, all together have less, weights from memory have still less, and no box
+  // lands sooner than the ring's slots allow, which takes longer from memory. Then come the exchanged sums, the
+  // results, and the way to the next tile. Measured, see docs/experiments.md: a sum that is sent costs most, since it
+  // is written and read at twice its width.
   double cycles(const TilesCut& c) const {
     const Costs& costs = job_.arch.costs;
     constexpr double kSlots = 4, kOfColumn = 40, kOfTile = 1500, kOfSentColumn = 150;
@@ -60,7 +60,7 @@ class Cutter {
     const double active = double(std::min(units, job_.workers)), weights = double(columns * kBoxRowBytes);
     const double bytes = double(c.x_rows * kBoxRowBytes) + weights;
     const double blocks = double(c.chunk_bytes) / kBoxRowBytes;
-    const bool from_memory = x_tiles() == 1;  // else other tiles have brought them to L2
+    const bool from_memory = x_tiles() == 1;  // else other tiles have loaded them to L2
     const double step = std::max({costs.column_cycles * double(columns), bytes / costs.own_bytes_per_cycle,
                                   bytes * active / costs.all_bytes_per_cycle,
                                   from_memory ? weights * active / costs.all_memory_bytes_per_cycle : 0,
@@ -71,8 +71,8 @@ class Cutter {
     return double((units + job_.workers - 1) / job_.workers) * (steps * step + others + kOfColumn * share + kOfTile);
   }
 
-  // And of a phase of row tasks, so many rows, that the job does not end with: an event, the way of a row through a
-  // warp, and that of all through the workers.
+  // The cycles of a phase of row tasks behind, with so many rows, if the job does not end with it: an event, a row's
+  // way through a warp, and all rows' way through the workers.
   double cycles_of_rows(int64_t rows) const {
     constexpr double kOfRow = 3000, kOfRows = 55;
     return job_.arch.costs.event_cycles + kOfRow + kOfRows * double(rows) / double(job_.workers);
@@ -91,8 +91,8 @@ class Cutter {
     return c;
   }
 
-  // In parts of equally many entries, each with a worker of its own that finishes an equal share of the results; and
-  // beside wider ones a thread has no registers for those of others.
+  // Split-K needs parts with equally many entries, and each worker finishes an equal share of the results. Wider shares
+  // leave no registers for others' sums.
   bool can_be_split(const TilesCut& c) const {
     return c.split == 1 || (c.chunks() % c.split == 0 && c.tile_rows % (8 * c.split) == 0 &&
                             count(c) * c.split <= job_.workers && c.tile_rows * c.parts <= kWidestSplit);
@@ -104,7 +104,7 @@ class Cutter {
   const int64_t row_;
 };
 
-bool comes_in_tiles(const Schedule& schedule, const Job& job) {
+bool can_load_tiles(const Schedule& schedule, const Job& job) {
   return can_be_boxed(Linears::input(schedule, job)) && has_boxed_weights(schedule, job);
 }
 
@@ -154,7 +154,7 @@ class Tiles : public Kernel {
   Tiles() : Kernel("linear.tiles") {}
 
  private:
-  static constexpr int64_t kFewestRows = 65;  // of x, that no other kernel takes
+  static constexpr int64_t kFewestRows = 65;  // rows of x that no other kernel takes
 
   std::optional<Demands> demands(const Node& node) const override {
     if (node.operand("x").tensor.shape[0] < kFewestRows) return std::nullopt;
@@ -170,9 +170,9 @@ class Tiles : public Kernel {
     if (linears.are_empty()) return "x is empty";
     if (!schedule.warps.all_read_entries) return "the launch's warps do not multiply together, for few rows of x";
     if (norm_of(job) >= 0) return "it ends with a norm";
-    if (!comes_in_tiles(schedule, job))
+    if (!can_load_tiles(schedule, job))
       return "in a kernel with more than 64 rows, x and the weights need 16-bit elements, rows of a multiple of 64 and "
-             "of 16 bytes apart, and the call must bring the weights";
+             "of 16 bytes apart, and the weights must be inputs of the call";
     return std::nullopt;
   }
 
@@ -190,7 +190,7 @@ class Tiles : public Kernel {
     }
     const Cutter any(linears), whole(linears, whole_rows(schedule.graph, job));
     const std::optional<TilesCut> apart = any.best(), with_rows = whole.best();
-    return apart && with_rows && comes_in_tiles(schedule, job) &&
+    return apart && with_rows && can_load_tiles(schedule, job) &&
            whole.cycles(*with_rows) <= any.cycles(*apart) + any.cycles_of_rows(rows);
   }
 
@@ -234,7 +234,7 @@ class Tiles : public Kernel {
     prove_rows_behind(proof, s, own);
   }
 
-  // A worker has whole rows of what row tasks take as its tiles end, and stores what the last of them makes.
+  // A worker has whole rows of the row tasks at its tiles' end, and stores the last one's result.
   static void prove_rows_behind(const CutProof& proof, const TileShape& s, const TilesFields& own) {
     for (const Node* row : proof.rows_behind()) {
       const Tensor& x = row->operands.front().tensor;

@@ -1,5 +1,5 @@
-// Linears on the vector units. Of few rows of x weights come through the ring, row by row. What no other kernel takes,
-// such as more rows of 32-bit elements, reads weights where they are.
+// Linears on vector units. With few rows of x, weights are streamed through the ring, row by row. Jobs that no other
+// kernel takes, such as more rows of 32-bit elements, read weights in place.
 #include "../../codegen/text.h"
 #include "../../schedule/kernel.h"
 #include "../../schedule/proof.h"
@@ -11,10 +11,10 @@
 namespace mpk {
 namespace {
 
-constexpr int64_t kMostRows = 16;  // of x that weights come through the ring for
-// What is read where it is: rows of x, and of weights side by side, whose sums a warp has a lane for.
+constexpr int64_t kMostRows = 16;  // rows of x for which weights are streamed
+// Reading in place: rows of x; weights side by side, for whose sums a warp has a lane each.
 constexpr int64_t kDirectRows = 8, kMostParts = 4;
-// Libraries are quicker with more rows of x, of 16-bit elements and of others, but for weights as small as a router's.
+// Libraries are faster with more rows of x, of 16-bit elements and of others, but for weights as small as a router's.
 constexpr int64_t kMostWideRows = 64, kMostScores = 512;
 
 int64_t slot(const Linears& job) { return job.slot_bytes / job.element; }                  // elements
@@ -26,7 +26,7 @@ TileShape chunked(const Linears& job, int64_t tile_rows, int64_t chunk_parts) {
   int64_t chunk = job.size;
   if (rows * job.size > slot(job)) {
     chunk = std::max<int64_t>(slot(job) / rows / 256, 1) * 256;
-    for (int64_t equal = chunk; equal >= chunk / 2 && equal > 0; equal -= 256)  // equal ones are quicker
+    for (int64_t equal = chunk; equal >= chunk / 2 && equal > 0; equal -= 256)  // equal chunks are faster
       if (job.size % equal == 0) {
         chunk = equal;
         break;
@@ -37,8 +37,8 @@ TileShape chunked(const Linears& job, int64_t tile_rows, int64_t chunk_parts) {
   return shape;
 }
 
-// Whether a shape is worth a look with one row of x: it fills slots, or the ring holds all of a worker's rows at once.
-// Rows longer than a slot stand alone, so that the bits of their sums, which several warps add up, depend on their
+// Whether to consider a shape with one row of x: it fills slots, or the ring holds all rows of a worker. Rows longer
+// than a slot have tiles of their own, so that the bits of their sums, which several warps add up, depend on the row's
 // length alone.
 bool is_considered(const Linears& job, const TileShape& shape) {
   constexpr int64_t kBytesAtOnce = 20 * 8192;
@@ -50,9 +50,9 @@ bool is_considered(const Linears& job, const TileShape& shape) {
   return streams_well || mine * shape.entries() * job.slot_bytes <= kBytesAtOnce;
 }
 
-// Elements that a worker's slowest warp takes, by which shapes are compared: it takes tiles one after the other, each
-// of which costs its elements and, for waiting, summing over the warp and storing, as much as some more. With one row
-// of x it takes runs of a tile's chunks: of rows that fit a slot all, and otherwise one.
+// The elements of a worker's slowest warp, by which shapes are compared. It takes tiles one after the other; each costs
+// its elements, and some more for waiting, the sum over lanes, and the store. With one row of x it takes runs of a
+// tile's chunks: all of them if rows fit a slot, otherwise one.
 int64_t elements(const Linears& job, const TileShape& shape) {
   constexpr int64_t kOfTile = 1024;
   const int64_t mine = divide_up(job.tiles(shape.tile_rows), job.workers);
@@ -61,8 +61,8 @@ int64_t elements(const Linears& job, const TileShape& shape) {
   return divide_up(mine * shape.entries() / shape.run, job.warps) * (kOfTile + shape.rows_in_entry() * of_run);
 }
 
-// Chunks of a tile fit one slot. With several rows of x, a chunk holds several weight rows, so that a value of x read
-// from shared memory is used more than once.
+// A tile's chunks fit a slot. With several rows of x, a chunk holds several weight rows, to use each value of x from
+// shared memory more than once.
 TileShape choose_shape(const Linears& job) {
   const int64_t batch = job.batch;
   const int64_t most = batch == 1 ? 4 : batch <= 4 ? 2 : batch <= 8 ? 4 : 2;  // weight rows in a chunk
@@ -79,23 +79,22 @@ TileShape choose_shape(const Linears& job) {
   return best;
 }
 
-// The worker with most tiles takes as long as its bytes do at what it gets of memory, or as its slowest warp does with
-// one tile after the other. Each row of x but the first adds an eighth of the bytes' time for its products, which is
-// an estimate.
+// The time of the worker with most tiles: of its bytes at its share of the bandwidth, or of its slowest warp. Each row
+// of x but the first adds an eighth of the bytes' time for its products, which is an estimate.
 double nanoseconds(const Linears& job, const TileShape& shape) {
   constexpr double kOfRow = 1.0 / 8;
   const int64_t mine = divide_up(job.tiles(shape.tile_rows), job.workers);
   const int64_t runs = job.batch > 1 ? mine : mine * shape.entries() / shape.run;
   const double bytes = double(mine * shape.tile_rows * job.parts * shape.row_bytes);
-  const double streaming = bytes / job.arch.costs.memory_bytes_per_ns * (1 + kOfRow * double(job.batch - 1));
-  return std::max(streaming, double(divide_up(runs, job.warps)) * job.arch.costs.warp_tile_ns);
+  const double load = bytes / job.arch.costs.memory_bytes_per_ns * (1 + kOfRow * double(job.batch - 1));
+  return std::max(load, double(divide_up(runs, job.warps)) * job.arch.costs.warp_tile_ns);
 }
 
 bool can_stream(const Schedule& schedule, const Job& job, const Linears& linears) {
   return linears.size * linears.element % kAccessBytes == 0 && all_weights(schedule, job, can_be_streamed);
 }
 
-// Where each warp that has tiles of its own puts a tile's results together.
+// Scratch in which each warp with tiles of its own combines a tile's results.
 int64_t scratch_bytes(const Linears& job, const TileShape& shape) {
   if (shape.shares_entries) return 0;
   return job.warps * round_up(shape.parts * shape.tile_rows * job.batch * 4, 16);
@@ -158,7 +157,7 @@ class Vector : public Kernel {
     return polled_whole(schedule, job, made);
   }
 
-  // Linears of several rows of x do not say how large slots are: there x takes the ring's room.
+  // Linears with several rows of x have no say in the size of slots, since x takes the ring's room.
   double filled_bytes(const Schedule& schedule, const Job& job, int64_t slot_bytes) const override {
     const Linears linears(schedule, job, slot_bytes);
     if (linears.batch != 1 || linears.size < 1) return 0;
@@ -208,7 +207,7 @@ class DirectWriter : public codegen::LinearWriter {
     are_aligned_ &= context_.aligned_rows(weight, false);
   }
   bool takes_any_x() const override { return true; }
-  // Rows of each weight that a warp multiplies at a time, unless that left some workers without any.
+  // The rows of each weight that a warp multiplies at a time, unless that leaves workers idle.
   std::string shape_constants() const override {
     const int64_t workers = context_.schedule.target.num_workers, x_rows = std::min(batch_, kDirectRows);
     const int64_t at_once =
@@ -250,7 +249,7 @@ class Direct : public Kernel {
     if (find_norm(schedule, Linears::input(schedule, job).buffer) != nullptr) return "rows of x lack factors";
     if ((!job.prologue.empty() || polls_x(schedule, job)) && !fits(schedule, linears)) return too_large(job, linears);
     const bool are_few = linears.batch <= kMostRows && !schedule.warps.all_read_entries;
-    // How others take x, whether it is polled for one, is up to them.
+    // The other kernel decides how it takes x, polled or not.
     if (!are_few && has_other(schedule, job)) return "another kernel takes it";
     return std::nullopt;
   }
@@ -269,8 +268,8 @@ class Direct : public Kernel {
     return polled_whole(schedule, job, made);
   }
 
-  // Few rows of x are staged, and others where row tasks make them, or where they are polled. Each lane waits for its
-  // own loads: an estimate.
+  // Few rows of x are staged, and more rows if row tasks make them, or they are polled. The cost is an estimate: each
+  // lane waits for its own loads.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     constexpr double kSlower = 4;
     const Linears linears(schedule, job);

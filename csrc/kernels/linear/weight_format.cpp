@@ -9,7 +9,7 @@ std::string str(int64_t v) { return std::to_string(v); }
 
 bool is_scale(DType t) { return t == DType::kF32 || is_reduced_float(t) || t == DType::kE8M0; }
 
-// A block's size as the node has it, where 0 stands for all.
+// A block's size from the node's attribute, in which 0 means all.
 int64_t block(const Node& node, const char* name, int64_t all) {
   const int64_t size = node.int_attr(name);
   return size <= 0 || size > all ? std::max<int64_t>(all, 1) : size;

@@ -62,7 +62,7 @@ void LinearWriter::check_operands() {
   }
 }
 
-// x is brought into shared memory, or read where it is.
+// x is staged, or read in place.
 void LinearWriter::check_staging() const {
   require(job_.cut.input != Input::kInPlace || takes_any_x() || context_.aligned_rows(x_, true), first_,
           "x is too large to stage and not aligned to 16 bytes");
@@ -123,7 +123,7 @@ void LinearWriter::write_sizes() {
                 returning(type_of_x(), "x(const Job& job)", reads_x() ? refs_.pointer(first_, x_) : "nullptr");
 }
 
-// Whether what chains and extras fetch first is known before the phase's events.
+// Whether chains and extras may fetch their first operands before the phase's events.
 void LinearWriter::write_early() {
   const auto made_here = [&](int buffer) {
     const auto makes = [&](int n) { return writes(context_.node(n), buffer); };
@@ -147,7 +147,7 @@ TileShape LinearWriter::whole_rows() const {
   return shape;
 }
 
-// What becomes of a value: bias, rounding, the linear's own result, the epilogues.
+// The epilogue of a value: bias, rounding, the linear's own result, the pointwise tasks.
 void LinearWriter::write_results() {
   for (size_t i = 0; i < job_.body.size(); i++) write_result(static_cast<int>(i));
   if (!segments_with_rows_.empty()) write_segments_with_rows();
@@ -204,7 +204,7 @@ void LinearWriter::write_result(int i) {
   preload_ += of_segment(preload);
 }
 
-// The row tasks that a segment's results end with, and what becomes of their rows, see linear_tile_rows.cuh.
+// The row tasks at the end of a segment, and the stores of their rows, see linear_tile_rows.cuh.
 void LinearWriter::write_rows(int i, const std::vector<const Node*>& tasks) {
   const Node& node = context_.node(job_.body[i]);
   require(shape_.x_rows > 0 && shape_.parts == 1, node, "its tiles have no whole rows for the row tasks behind it");
@@ -220,7 +220,7 @@ void LinearWriter::write_rows(int i, const std::vector<const Node*>& tasks) {
                      is_aligned ? "*reinterpret_cast<const " + type + "*>(" + elements + " + n)"
                                 : type + "{" + elements + "[n], " + elements + "[n + 1]}");
   }
-  // Stored with what else is made of rows, not by the chain, which lanes go through whose rows are beyond x's last.
+  // Stored with the rows' epilogues, not by the chain: lanes whose rows are past x's end go through the chain, too.
   const std::string store = contains(job_.unstored, y.buffer)
                                 ? ""
                                 : "    store_together(" + refs_.pointer(*tasks.back(), y, true) + " + " +
@@ -246,7 +246,7 @@ void LinearWriter::write_segments_with_rows() {
                 function("void", "with_rows(int segment, F f)", calls);
 }
 
-// The norm that the job ends with: of each element its part, and for the sums of rows the element's square.
+// The norm at the job's end: its part of each element, and the element's square for the rows' sums.
 void LinearWriter::write_norm(const Node& norm) {
   const Operand* weight = norm.find("weight");
   const Tensor &rows = norm.operands.front().tensor, &y = norm.operands.back().tensor;
@@ -267,7 +267,8 @@ void LinearWriter::write_norm(const Node& norm) {
   code_.headers.push_back(norm.def->header);
 }
 
-// What it leaves of its rows where it ends with a norm, and what it finds of those of x that another job's norm made.
+// Members for the sums of squares that it leaves, if it ends with a norm, and for those of x's rows, if another job's
+// norm made x.
 void LinearWriter::write_row_sums() {
   const Job* maker = find_norm(context_.schedule, x_.buffer);
   code_.body += flag("kEndsWithNorm", job_.cut.row_sums.has_value()) + flag("kScalesRows", maker != nullptr);
@@ -287,10 +288,10 @@ void LinearWriter::write_sums(const std::string& name, const std::string& count,
                 returning("float*", name + "(const Job& job)", refs_.workspace(sums.offset, "float"));
 }
 
-// Those of an owner, or, side by side, all.
+// The epilogues of an owner, or all of them if linears are side by side.
 void LinearWriter::write_epilogues(int owner, std::string& finish, std::string& preload) {
   const int64_t row = rows_[std::max(owner, 0)], points = batch_ * row;
-  // Of tiles, whose epilogues reorder dimensions, numbers are unsigned: what they are divided by is a shift then.
+  // Tiles' epilogues reorder dimensions. Unsigned numbers turn their divisions into shifts.
   const bool is_tile = shape_.x_rows > 0;
   const std::string point =
       "    const " + std::string(is_tile ? "uint32_t" : "int32_t") + " point = r * " + str(row) + " + n;\n";

@@ -1,6 +1,6 @@
-// What the code of linear's kernels has in common: operands and their checks, row tasks in front, what becomes of
-// results. The rows of several weights follow each other, or, where pointwise tasks combine what becomes of them, are
-// side by side. Behind each other, each may have pointwise tasks of its own.
+// The common code of linear's kernels: operands and their checks, row tasks in front, epilogues. The rows of several
+// weights follow each other and may have pointwise tasks of their own, or are side by side if a pointwise task combines
+// their results.
 #pragma once
 
 #include <string>
@@ -20,25 +20,25 @@ class MPK_KERNEL_API LinearWriter {
  protected:
   LinearWriter(const JobPlace& place, JobCode code);
 
-  // References to a weight, and then what x comes by.
+  // Adds the references of a weight, and then of x.
   virtual void add_weight(const Node& node, const Tensor& weight) = 0;
   virtual void add_input() {}
-  // How the loader and the warps share the matrices out.
+  // How loader and warps share the matrices.
   virtual StreamRow stream_row() const;
   virtual std::string shape_constants() const;
-  // Where the variant finds what no other kernel has.
+  // Members for memory that no other kernel needs.
   virtual std::string write_places() { return ""; }
   virtual const char* type_of_x() const { return "const T*"; }
-  // What an operand has to be, beside what all kernels ask.
-  // A factor of row `n` of a node's weight: an expression, in which n is the row; empty: there is none.
+  // An expression of n for the factor of row `n` of a node's weight; empty: none.
   virtual std::string row_factor(const Node&) { return ""; }
-  // Whether consumers read x where it is.
+  // Whether consumers read x in place.
   virtual bool reads_x() const;
-  // Also where its rows are not aligned.
+  // Whether x's rows may be unaligned.
   virtual bool takes_any_x() const { return false; }
   virtual void write_behind() {}
 
-  // What it leaves of its rows where it ends with a norm, and what it finds of those of x that another job's norm made.
+  // Members for the sums of squares that it leaves, if it ends with a norm, and for those of x's rows, if another job's
+  // norm made x.
   void write_row_sums();
 
   KernelContext& context_;
@@ -47,9 +47,9 @@ class MPK_KERNEL_API LinearWriter {
   const Node& first_;
   const Tensor& x_;
   const int64_t batch_, size_, element_, weight_element_;
-  const std::vector<int> owners_;  // of the epilogues, in the body
+  const std::vector<int> owners_;  // the epilogues' owners, positions in the body
   const bool paired_;              // side by side
-  const TileShape shape_;          // of rows that do not come through the ring: one a tile
+  const TileShape shape_;          // if weights are not streamed: one row a tile
   JobCode code_;
   Refs refs_;
 
@@ -75,13 +75,13 @@ class MPK_KERNEL_API LinearWriter {
   std::vector<int64_t> rows_;  // of each weight
   int64_t tiles_ = 0;
   std::vector<std::string> first_tile_, num_rows_;  // of each weight, expressions
-  std::string fields_, preload_, finish_, fetch_;   // of Extra, and the bodies of these functions
+  std::string fields_, preload_, finish_, fetch_;   // of Extra, and of these functions
   std::string common_fields_, common_;              // of Common
   std::vector<LocalValue> locals_;
   std::vector<int> segments_with_rows_;
 };
 
-// Weights that a job reads where they are: weight(job, i) and weight_pitch(i), in bytes, of segment or part i.
+// Weights that a job reads in place: weight(job, i) and weight_pitch(i), in bytes, of segment or part i.
 class MPK_KERNEL_API WeightsInPlace {
  public:
   void add(Refs& refs, const Node& node, const Tensor& weight);

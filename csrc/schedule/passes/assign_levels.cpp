@@ -7,7 +7,7 @@
 namespace mpk {
 namespace {
 
-// Which jobs must be over before which others begin. Several jobs may hold the same prologue node.
+// The order of jobs. Several jobs may hold the same prologue node.
 struct Order {
   std::vector<std::vector<int>> before, after;
 
@@ -16,7 +16,7 @@ struct Order {
     for (size_t j = 0; j < draft.jobs.size(); j++)
       for (int n : members(draft.jobs[j])) jobs_of_node[n].push_back(static_cast<int>(j));
     for (const Dependency& edge : draft.edges) {
-      // Where the reader recomputes the value itself, other holders of it do not matter.
+      // If the reader recomputes the value itself, other holders do not matter.
       if (edge.hazard == Hazard::kReadAfterWrite && draft.is_prologue[edge.from]) continue;
       for (int to : jobs_of_node[edge.to])
         for (int from : jobs_of_node[edge.from]) {
@@ -28,7 +28,8 @@ struct Order {
   }
 };
 
-// In-place updates of the caller's tensors that nothing waits for go last: an aborted launch leaves counters alone.
+// Moves in-place updates of the caller's tensors that nothing waits for to the end: an aborted launch leaves counters
+// alone.
 void delay_counters(Draft& draft, const Order& order, int num_levels) {
   for (size_t j = 0; j < draft.jobs.size(); j++) {
     const Job& job = draft.jobs[j];

@@ -8,7 +8,7 @@
 namespace mpk {
 namespace {
 
-// So much of a row does a warp poll, since its lanes keep in registers what they poll.
+// The most of a row that a warp polls, since its lanes keep polled elements in registers.
 constexpr int64_t kMaxPolledByWarp = 6144;
 
 bool has_short_rows_to_poll(const Draft& draft, const Tensor& t) {
@@ -17,17 +17,17 @@ bool has_short_rows_to_poll(const Draft& draft, const Tensor& t) {
   return row <= kMaxPolledByWarp * warps_of_row(t.numel() / row, draft.schedule.warps.consumers);
 }
 
-// Whether whoever stores the node's result can mark each element as it comes.
+// Whether each element of the node's result can be marked as it is stored.
 bool can_be_marked(const Draft& draft, int n, const Tensor& made) {
   const int maker = draft.job_of[n] < 0 ? n : draft.jobs[draft.job_of[n]].body.front();
   if (draft.is_in_run(n)) return false;
-  if (maker != n && draft.node(n).def->role == Role::kRow) return false;  // what it lacks is behind an event
+  if (maker != n && draft.node(n).def->role == Role::kRow) return false;  // its missing factor is behind an event
   const int64_t bytes = made.numel() * size_bytes(made.dtype);
   return draft.node(maker).def->hands_over && draft.is_workspace(made.buffer) && is_float(made.dtype) &&
          size_bytes(made.dtype) == 2 && made.is_contiguous() && bytes == draft.graph().buffers()[made.buffer].bytes;
 }
 
-// Per node: the jobs that it is part of, each in its phase.
+// Per node: its jobs, each in its phase.
 struct Place {
   int phase;
   const Job* job;
@@ -43,7 +43,7 @@ Places places_of(const Draft& draft) {
   return places;
 }
 
-// Elements of a result that a worker polls at most, in any job that the reader is part of, with any kernel of it.
+// The most elements of a result that a worker polls, in any job with the reader, with any of its kernels.
 int64_t polled_elements(const Draft& draft, const Places& places, const Node& reader, const Tensor& made) {
   int64_t most = 0;
   for (const auto& [phase, job] : places[reader.id]) {
@@ -83,7 +83,7 @@ bool can_poll(const Draft& draft, const Places& places, const Node& reader, cons
 bool travels_polled(const Draft& draft, const Places& places, int n, const Operand& made) {
   const int buffer = made.tensor.buffer;
   if (!can_be_marked(draft, n, made.tensor)) return false;
-  // An element that has come stays as it is.
+  // An element must not change once it has come.
   for (const Dependency* edge : draft.in[n])
     if (edge->buffer == buffer) return false;
   return std::all_of(draft.out[n].begin(), draft.out[n].end(), [&](const Dependency* edge) {
@@ -92,7 +92,7 @@ bool travels_polled(const Draft& draft, const Places& places, int n, const Opera
   });
 }
 
-// Per phase: the newest one whose results it needs and does not poll; -1: none.
+// Per phase: the newest phase whose results it needs and does not poll; -1: none.
 std::vector<int> newest_awaited(const Draft& draft, const Places& places) {
   std::vector<int> newest(draft.schedule.phases.size(), -1);
   for (const Dependency& edge : draft.edges) {
@@ -107,8 +107,8 @@ std::vector<int> newest_awaited(const Draft& draft, const Places& places) {
 
 }  // namespace
 
-// A vector that stream tasks make and stage is polled. What a phase reads otherwise, it reads behind a completed
-// event. So does the last phase. Where rows are many, they are too many to be polled.
+// Vectors that stream tasks make and stage are polled. A phase reads everything else behind a completed event, and so
+// does the last phase. Many rows are too many to be polled.
 void choose_handover(Draft& draft) {
   const Places places = places_of(draft);
   for (int n = 0; n < draft.num_nodes() && !draft.schedule.warps.hands_over_rows; n++)

@@ -8,7 +8,7 @@
 namespace mpk {
 namespace {
 
-// Of a kernel's cuts the cheapest; nothing where it has none.
+// The cheapest of a kernel's cuts; nothing if it has none.
 std::optional<Cut> cheapest(const Kernel& kernel, const Schedule& schedule, const Job& job) {
   std::optional<Cut> best;
   for (Cut& cut : kernel.candidates(schedule, job))
@@ -40,7 +40,7 @@ void choose(const Schedule& schedule, Job& job) {
   job.others = others;
 }
 
-// Beside its kernel a run has its nodes' own, in jobs of their own.
+// A run's alternative is its nodes' own jobs.
 void note_own_jobs(const Draft& draft, Job& job) {
   for (const TakenRuns& runs : draft.runs)
     if (runs.kernel->name() == job.run)

@@ -8,7 +8,7 @@
 namespace mpk {
 namespace {
 
-// What the launch has when it has this, too.
+// Adds a kernel's demands to the launch's warps.
 void join(WarpLayout& warps, const Demands& demands) {
   warps.consumers = std::max(warps.consumers, demands.consumers);
   warps.registers = std::max(warps.registers, demands.registers);

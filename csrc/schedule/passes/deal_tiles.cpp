@@ -6,7 +6,7 @@
 namespace mpk {
 namespace {
 
-// Tiles are drawn eight at a time, so fewer slots than this of a worker are shared out more evenly beforehand.
+// Workers draw eight tiles at a time, so fewer slots than this for a worker are balanced better by static assignment.
 constexpr int64_t kMinClaimedSlots = 40;
 
 int64_t streamed_bytes(const Draft& draft, const Job& job) {
@@ -18,7 +18,7 @@ int64_t streamed_bytes(const Draft& draft, const Job& job) {
   return bytes;
 }
 
-// Runs of several entries are dealt out to the warps beforehand, and so are boxes.
+// Runs of several entries, and boxes, are assigned to warps statically.
 bool may_be_drawn(const Job& job) {
   const std::optional<TileShape>& shape = job.cut.shape;
   return job.cut.num_tiles > 0 && shape && !shape->is_boxed && (shape->run == 1 || !shape->shares_entries);

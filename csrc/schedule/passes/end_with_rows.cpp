@@ -7,14 +7,14 @@
 namespace mpk {
 namespace {
 
-// Whether everything that reads the node's result is among the nodes, and nothing of it is the caller's.
+// Whether all readers of the node's result are among the nodes, and it is no output.
 bool stays_among(const Draft& draft, int n, const std::vector<int>& nodes) {
   const auto& out = draft.out[n];
   return draft.is_workspace(output(draft.node(n)).tensor.buffer) &&
          std::all_of(out.begin(), out.end(), [&](const Dependency* edge) { return contains(nodes, edge->to); });
 }
 
-// The job in whose body the rows of these nodes are made, for them alone; -1: none is.
+// The job whose body makes the rows of these nodes, for them alone; -1: none.
 int maker_of_rows(const Draft& draft, const std::vector<int>& nodes) {
   const Tensor& x = draft.node(nodes.front()).operands.front().tensor;
   const auto& in = draft.in[nodes.front()];
@@ -28,7 +28,7 @@ int maker_of_rows(const Draft& draft, const std::vector<int>& nodes) {
   return is_made ? j : -1;
 }
 
-// Whether nothing else of the job needs something of the nodes, or they something of it, or overwrite it.
+// Whether the rest of the job neither needs nor overwrites anything of the nodes, and they nothing of it.
 bool meet_only_in_rows(const Draft& draft, int job, const std::vector<int>& nodes) {
   const std::vector<int> others = draft.stored_nodes(job);
   const int x = draft.node(nodes.front()).operands.front().tensor.buffer;

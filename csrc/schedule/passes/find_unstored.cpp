@@ -7,7 +7,7 @@
 namespace mpk {
 namespace {
 
-// Whether all readers of what the node writes to the buffer are in the job, or recompute it.
+// Whether all readers of the node's write to the buffer are in the job, or recompute it.
 bool stays_inside(const Draft& draft, const std::vector<int>& job, int n, int buffer) {
   return std::all_of(draft.out[n].begin(), draft.out[n].end(), [&](const Dependency* edge) {
     return edge->buffer != buffer || draft.is_prologue[n] || std::find(job.begin(), job.end(), edge->to) != job.end();

@@ -6,7 +6,7 @@
 namespace mpk {
 namespace {
 
-// What a job would have as its body and its epilogue, both in program order.
+// A job's future body and epilogue, both in program order.
 struct Fusion {
   std::vector<int> body, epilogue;
 
@@ -21,7 +21,7 @@ struct Fusion {
   }
 };
 
-// What makes the node's operands and could take it as an epilogue: nodes that take some, or their epilogues.
+// The makers of the node's operands that could take it as an epilogue: nodes that take epilogues, or their epilogues.
 std::vector<int> producers_of(const Draft& draft, int n) {
   std::vector<int> producers;
   for (const Dependency* edge : draft.in[n]) {

@@ -19,8 +19,8 @@ struct Group {
   }
 };
 
-// The node with its epilogues, if it may share a job. One that has some does only where rows are many: there tiles are
-// few and large, and of two jobs some workers would have a tile of each.
+// The node with its epilogues, if it may share a job. With epilogues it may only if rows are many: then tiles are few
+// and large, and of two jobs some workers would have a tile of each.
 bool find_member(const Draft& draft, int n, Group& member) {
   if (!draft.joins(n)) return false;
   member.body = {n};
@@ -30,7 +30,7 @@ bool find_member(const Draft& draft, int n, Group& member) {
   return job.body.size() == 1 && draft.schedule.warps.hands_over_rows;
 }
 
-// Whether nothing of one needs, or overwrites, something of the other.
+// Whether neither group needs or overwrites anything of the other.
 bool are_independent(const Draft& draft, const Group& a, const Group& b) {
   const std::vector<int> nodes = a.nodes(), others = b.nodes();
   const auto holds = [](const std::vector<int>& list, int n) {

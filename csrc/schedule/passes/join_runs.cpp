@@ -7,8 +7,8 @@
 namespace mpk {
 namespace {
 
-// Whether the nodes may be one job: no other has them, none overwrites what another touches, unless their kernel does
-// one behind the other, and nothing else stands between them.
+// Whether the nodes may be one job: they are in no other job, no other node stands between them, and none overwrites
+// what another touches, unless their kernel computes them in sequence.
 bool is_run(const Draft& draft, const Kernel& kernel, const std::vector<int>& nodes) {
   const auto is_free = [&](int n) { return draft.job_of[n] < 0; };
   const auto is_apart = [&](const Dependency& edge) {

@@ -8,9 +8,8 @@
 namespace mpk {
 namespace {
 
-// How large the ring's slots are: what the rows of the schedule's weights fill best. Candidates are compared by the
-// bytes of the slots that a launch fills with weights; a larger one must spare a twentieth, and leave slots for all
-// warps.
+// Chooses the ring's slot size that the weights' rows fill best. Candidates are compared by the bytes of slots that a
+// launch fills with weights. A larger slot must save a twentieth, and leave slots for all warps.
 int64_t choose_slot_bytes(const Schedule& schedule) {
   const auto filled = [&](int64_t slot_bytes) {
     double total = 0;

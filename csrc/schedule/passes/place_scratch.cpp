@@ -6,16 +6,16 @@ namespace mpk {
 namespace {
 
 struct Place {
-  int phase;  // the last that uses it
+  int phase;  // the last phase that uses it
   int64_t offset, bytes;
 };
 
 }  // namespace
 
-// What workers leave for each other is polled, with no event between writer and reader, so a place is used again only
-// by a phase that begins to write, behind its events, when all workers have signalled this one or a later: their polls
-// are over. Otherwise a phase has its own, behind all buffers. Launches follow each other. Sums of rows, which are read
-// behind an event, are needed as long as their norm.
+// Workers poll what others leave, with no event in between. So a place is reused only by a phase that starts to write,
+// behind its events, when all workers have signalled this phase or a later one, and their polls are over. Otherwise a
+// phase has a place of its own, behind all buffers. Launches follow each other. Sums of rows are read behind an event,
+// and are needed as long as their norm.
 void place_scratch(Draft& draft) {
   Schedule& schedule = draft.schedule;
   const std::vector<Lifetime> lifetimes = buffer_lifetimes(schedule);

@@ -8,7 +8,7 @@
 namespace mpk {
 namespace {
 
-// The first place of so many bytes beside what is taken.
+// The first free place of so many bytes beside those taken.
 int64_t first_fit(std::vector<std::pair<int64_t, int64_t>> taken, int64_t bytes) {
   std::sort(taken.begin(), taken.end());
   int64_t offset = 0;
@@ -21,8 +21,8 @@ int64_t first_fit(std::vector<std::pair<int64_t, int64_t>> taken, int64_t bytes)
 
 }  // namespace
 
-// First fit in order of first use; a byte is reused only after the phase of its last use. A launch writes every
-// polled element once: their places are not shared.
+// First fit, in order of first use. A byte is reused only after the phase of its last use. A launch writes every polled
+// element once, so their places are not shared.
 void place_workspace(Draft& draft) {
   Schedule& schedule = draft.schedule;
   const std::vector<Buffer>& buffers = draft.graph().buffers();

@@ -14,7 +14,7 @@ bool can_split(const Draft& draft, int job) {
   });
 }
 
-// The job that makes the norm's rows, each element as one of its own results; -1: none does.
+// The job that makes the norm's rows, each element as a result of its own; -1: none.
 int maker_of_rows(const Draft& draft, const Node& norm) {
   const Tensor& x = norm.operands.front().tensor;
   if (draft.in[norm.id].size() != 1) return -1;  // its weight is made here, too, or its place was somebody else's
@@ -31,7 +31,7 @@ int maker_of_rows(const Draft& draft, const Node& norm) {
   return same_row_space(results, x) && std::any_of(made.begin(), made.end(), is_made) ? j : -1;
 }
 
-// Whether everything that reads the norm multiplies it with matrices.
+// Whether all readers of the norm multiply it with matrices.
 bool is_multiplied(const Draft& draft, const Node& norm) {
   const Tensor& made = output(norm).tensor;
   const auto multiplies = [&](const Dependency* edge) {

@@ -1,4 +1,4 @@
-// The read-only table of what differs between two jobs that share code.
+// The read-only table: how jobs that share code differ.
 //
 // It starts with rows of Kernel::kRowBytes, one per phase or, where a phase has many jobs, several; then one
 // OutputRow per output.
@@ -10,17 +10,17 @@
 
 namespace mpk {
 
-// Two accesses of each lane of the loader warp. A kernel's rows are as long as its phases need: the shorter, the more
-// room the ring has.
+// At most two accesses of each lane of the loader warp. A kernel's rows are as long as its phases need; short rows
+// leave more room for the ring.
 inline constexpr int kMaxRowBytes = 2 * 32 * kAccessBytes;
 
 inline constexpr uint32_t kWorkspaceIndex = 0xffff, kControlIndex = 0xfffe, kPolledIndex = 0xfffd, kMapsIndex = 0xfffc,
                           kNumberIndex = 0xfffb;
 
-// What the end of a phase tells others; nothing where nobody awaits its event.
+// What the end of a phase signals; nothing if nobody awaits its event.
 enum Signal : uint32_t {
-  kReleases = 1,   // a phase awaits this one's event: all that was written is visible to it
-  kPublishes = 2,  // what was written is copied from: the stores must reach the copy engine, too
+  kReleases = 1,   // a phase awaits this one's event, and sees all its writes
+  kPublishes = 2,  // the copy engine, too, must see its writes
 };
 
 // Jobs of a phase: PhaseRow, uint32_t waits[num_waits] padded to kAccessBytes, then the jobs.
@@ -35,50 +35,49 @@ struct PhaseRow {
 // A job: JobRow, uint64_t refs[num_refs], uint64_t loader_waits[num_loader_waits], and, if there are any, StreamRow and
 // MatrixRow matrices[num_matrices]; padded to kAccessBytes.
 struct JobRow {
-  uint32_t variant;  // index of the code
-  uint32_t
-      rotation;    // worker w plays worker (w + rotation) mod num_workers: small jobs of a phase go to different ones
-  uint16_t bytes;  // of this row
+  uint32_t variant;   // index of the code
+  uint32_t rotation;  // worker w acts as worker (w + rotation) mod num_workers, which spreads small jobs
+  uint16_t bytes;     // of this row
   uint16_t num_refs;
   uint16_t num_loader_waits;
   uint16_t num_matrices;
 };
 
-// How matrices come through the ring. A tile is `tile_rows` rows of each of `parts` matrices of equally many rows. It
-// takes `entries` entries, and an entry holds a chunk of those rows, side by side, of `chunk_parts` of the parts: all
-// chunks of the first parts, then those of the next.
+// How matrices are streamed through the ring. A tile is `tile_rows` rows of each of `parts` matrices with equally many
+// rows. It takes `entries` entries. An entry holds a chunk of those rows, side by side, of `chunk_parts` of the parts:
+// all chunks of the first parts, then those of the next.
 //
-// Where `chunk_parts` is 0, matrices come as boxes instead, by their maps and in the copy engine's swizzle: of a pass
-// of StreamRow::run tiles chunk after chunk, and of each chunk the boxes of all parts of all the tiles. `entries` is
-// then how many workers share the tiles, see shared_span.
+// Where `chunk_parts` is 0, matrices are streamed as boxes, in the copy engine's swizzle: chunk after chunk of a pass
+// of StreamRow::run tiles, and for each chunk the boxes of all parts of all tiles. `entries` is then split_k, see
+// shared_span.
 struct Stream {
   uint32_t tile_rows, parts, chunk_parts;
-  uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of kAccessBytes; the last chunk of a row may be shorter
+  uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of kAccessBytes; a row's last chunk may be shorter
   uint32_t chunks;                  // of a row
-  uint32_t entries;                 // parts / chunk_parts * chunks; of boxes: see above
+  uint32_t entries;                 // parts / chunk_parts * chunks; with boxes: split_k
   uint32_t by_chunks, by_entries;   // their inverses, see quotient
   uint32_t in_flight;               // see entries_in_flight
-  uint32_t rotates;                 // of boxes: 1 where each worker begins with another chunk, or 0
+  uint32_t rotates;                 // with boxes: 1 if each worker begins with another chunk, else 0
 };
 
 struct MatrixRow {
   uint32_t pitch;                 // bytes from row to row
-  uint32_t num_rows;              // those of a tile that are beyond do not come
-  uint32_t first_tile, end_tile;  // tiles are numbered through the matrices that a job streams one after the other
+  uint32_t num_rows;              // a tile's rows beyond it are not copied
+  uint32_t first_tile, end_tile;  // tiles are numbered through all matrices of a job
 };
 
-// Matrices that the loader streams without any code of the job, `parts` at a time. They, or their maps, are where the
-// job's first references say.
+// Matrices that the loader streams without code of the job, `parts` at a time. The job's first references are their
+// addresses, or those of their maps.
 struct StreamRow {
   Stream stream;
-  Tickets tickets;  // that workers draw at run time; none: tiles are dealt out beforehand
+  Tickets tickets;  // drawn at run time; none: tiles are assigned statically
   uint32_t run;     // entries that a warp takes one after the other, where those of a tile are dealt out to warps; or
                     // tiles of a pass of boxes
 };
 
-// Which of the call's pointers (or the workspace, the control block, the launch's polled vectors, or its maps), and the
-// byte offset from it. The loader turns references into addresses as it brings a row to shared memory. Of kNumberIndex
-// the offset is a number that code reads as it is, and that may differ between kernels of equal code.
+// A reference: which of the call's pointers (or workspace, control block, polled vectors, maps), and a byte offset from
+// it. The loader resolves references when it copies a row to shared memory. With kNumberIndex the offset is a plain
+// number for the code, which may differ between kernels of equal code.
 inline constexpr int kRefOffsetBits = 48;
 MPK_HOST_DEVICE constexpr uint64_t make_ref(uint32_t index, uint64_t byte_offset) {
   return (uint64_t(index) << kRefOffsetBits) | byte_offset;

@@ -1,4 +1,4 @@
-// Codegen for the CPU: one translation unit of what tasks with a C++ body compute in a graph.
+// Codegen for the CPU: one translation unit with a graph's tasks that have C++ code for the CPU.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ namespace mpk {
 
 struct CpuTiles {
   std::string source;  // exports `const mpk::TileCode torch_mpk_tiles[]`; empty without such tasks
-  std::vector<std::pair<int, int>> functions;  // a node, and its place in that table
+  std::vector<std::pair<int, int>> functions;  // nodes, and their places in that table
 };
 
 // Throws Unsupported naming the node when it cannot be generated.

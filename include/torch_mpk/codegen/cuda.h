@@ -12,15 +12,15 @@
 
 namespace mpk {
 
-// How boxes of a matrix come: in the copy engine's swizzle several 64s of columns of all its rows, or 64 columns from
-// any on, or rows as they are.
-enum MapForm : int64_t { kMapOfBlocks, kMapOfRows, kMapOfColumns };
+// The layout of a matrix's boxes: several blocks of 64 columns of all its rows, in the copy engine's swizzle; rows as
+// they are; or 64 columns from any column on.
+enum MapLayout : int64_t { kMapOfBlocks, kMapOfRows, kMapOfColumns };
 
-// A matrix whose 16-bit elements come in boxes of `box_rows` rows and `box_columns` columns. Rows are `pitch` bytes
-// apart, and the first is `offset` bytes behind the call's pointer of number `base`, or behind the workspace
+// A matrix that is copied in boxes of `box_rows` rows and `box_columns` columns of 16-bit elements. Rows are `pitch`
+// bytes apart. The first is `offset` bytes behind the call's pointer of number `base`, or behind the workspace
 // (kWorkspaceIndex).
 struct MatrixMap {
-  int64_t base, offset, rows, columns, pitch, box_rows, box_columns, form;
+  int64_t base, offset, rows, columns, pitch, box_rows, box_columns, layout;
 
   using Fields = std::array<int64_t, 8>;
   Fields fields() const { return std::bit_cast<Fields>(*this); }
@@ -38,21 +38,21 @@ struct CudaProgram {
   int64_t workspace_bytes = 0;
   int64_t control_bytes = 0;  // Control and everything behind it
   int64_t stalls_offset = 0;  // of StallRecord[num_workers] in the control block
-  int64_t stamps_offset = 0;  // of what the latest launches have stamped there, see abi/control.h; 0: not profiled
+  int64_t stamps_offset = 0;  // of the latest launches' stamps there, see abi/control.h; 0: not profiled
   int num_phases = 0;
   int num_inputs = 0, num_outputs = 0, num_scalars = 0;
   std::vector<MatrixMap> maps;           // see LaunchParams
   std::vector<int> input_alignment;      // bytes each input's pointer must be a multiple of
   std::vector<std::string> phase_names;  // for error messages and profiles
   std::vector<int64_t> phase_bytes;      // for profiles
-  int ranks = 1;                         // whose launches exchange, see schedule/mailboxes.h, as is the rest
+  int ranks = 1;                         // of a group, see schedule/mailboxes.h, like the rest
   std::string group, exchange_key;
   int64_t mailbox_bytes = 0;
 };
 
-// `profiled`: the kernel notes when each worker passes each phase. `named`: comments in the source say what jobs are
-// called and work on; it is for people, because kernels that differ in names alone are compiled once. Throws
-// Unsupported naming the node when a task cannot be generated for the schedule's target.
+// `profiled`: the kernel stamps when each worker passes each phase. `named`: comments in the source describe the jobs,
+// for people; kernels that differ in names alone are compiled once. Throws Unsupported naming the node if a task cannot
+// be generated for the schedule's target.
 CudaProgram generate_cuda(const Schedule& schedule, bool profiled = false, bool named = false);
 
 }  // namespace mpk

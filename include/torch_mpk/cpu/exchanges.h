@@ -1,4 +1,4 @@
-// How a run exchanges with the other ranks of its group: through mailboxes in memory that the processes share.
+// A run's exchanges with the other ranks of its group, through mailboxes in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace mpk::cpu {
 
-// A run has waited too long for another rank, or that rank has given up.
+// A run has waited too long for another rank, or that rank has aborted.
 struct RankLost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -25,15 +25,15 @@ class Exchanges {
   int rank() const { return rank_; }
   int ranks() const { return static_cast<int>(bases_.size()); }
 
-  // Gives all other ranks `bytes` of data for an exchange, so that none of them waits for what this rank does next.
+  // Pushes `bytes` of data to all other ranks, so that none of them waits for this rank's next steps.
   void push(int node, const uint8_t* data, int64_t bytes);
-  // The bytes [begin, end) of what another rank has pushed, once they have come; both are multiples of 4, but for the
-  // last. Throws RankLost.
+  // Waits for the bytes [begin, end) of another rank's data. Both are multiples of 4, but for the data's end. Throws
+  // RankLost.
   void take(const Node& node, int from, int64_t begin, int64_t end, uint8_t* data);
 
   void end_launch() { launch_++; }
   // Tells all other ranks that they wait in vain.
-  void give_up();
+  void abort();
 
  private:
   uint64_t* words(int of_rank, int node, int from) const;
@@ -45,7 +45,7 @@ class Exchanges {
   const std::vector<uint8_t*> bases_;
   const int64_t watchdog_ns_;
   const std::function<void()> look_;
-  uint32_t launch_ = 0;  // since all have joined
+  uint32_t launch_ = 0;  // since all ranks have joined
 };
 
 }  // namespace mpk::cpu

@@ -1,4 +1,4 @@
-// The instruction-set tiers of the CPU bodies.
+// The instruction-set tiers of the CPU kernels.
 #pragma once
 
 #include <string>

@@ -22,18 +22,18 @@ class SpinBarrier {
   std::atomic<bool> aborted_{false};
 };
 
-// Calls fn(worker, barrier) on `num_threads` threads, worker 0 being the caller, and returns when all have returned.
-// The first exception aborts the barrier and is thrown here. Runs of several threads queue for the pool; a run inside a
-// run (from a task's reference) must do with one thread. Works in the child of a fork, where the pool starts anew.
+// Calls fn(worker, barrier) on `num_threads` threads, of which worker 0 is the caller, and returns when all have
+// returned. The first exception aborts the barrier and is rethrown here. Runs of several threads queue for the pool. A
+// run inside a run (by a task's reference) may use one thread only. In the child of a fork, the pool starts anew.
 void parallel_run(int num_threads, const std::function<void(int, SpinBarrier&)>& fn);
 bool inside_parallel_run();
-void enter_parallel_run();  // for good: this thread works for a run, though the run did not begin it
+void enter_parallel_run();  // for good: this thread works for a run that it did not begin
 
 // Processors this process may run on.
 int num_available_cpus();
 
-// How often this process was forked from one that had loaded this library; a lock made in another generation may be
-// held by a thread that does not exist.
+// How often this process was forked from one that had loaded this library. A thread that does not exist may hold a lock
+// of another generation.
 int fork_generation();
 
 }  // namespace mpk::cpu

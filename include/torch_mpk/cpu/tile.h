@@ -1,4 +1,4 @@
-// The same vocabulary for the CPU as device/tile.cuh has for CUDA: a tile is computed by a group of one thread.
+// The vocabulary of device/tile.cuh for the CPU: a tile is computed by a group of one thread.
 #pragma once
 
 #include <cmath>

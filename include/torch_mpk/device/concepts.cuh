@@ -1,4 +1,4 @@
-// What a standard library's <type_traits> and <concepts> would have, as far as it is needed: NVRTC has none.
+// The parts of <type_traits> and <concepts> that device code needs. NVRTC has no standard library.
 #pragma once
 
 namespace mpk {
@@ -11,7 +11,7 @@ inline constexpr bool kSame<A, A> = true;
 template <class A, class B>
 concept Same = kSame<A, B>;
 
-// Values of one type that are known as a kernel is compiled: Constants<int, V::kBatch, V::kSize>.
+// Compile-time constants of one type: Constants<int, V::kBatch, V::kSize>.
 template <class T, auto... values>
 concept Constants = (kSame<const T, const decltype(values)> && ...);  // g++ 12 keeps the const of a member
 

@@ -5,8 +5,8 @@
 
 namespace mpk {
 
-// Until the events of a phase have come. Out of line as the other waits are, see event.cuh. The last phase, which
-// advances counters, does not begin where another worker has given up: one that stalled may have signalled since.
+// Waits for the events of a phase. Out of line as other waits are, see event.cuh. The last phase, which advances
+// counters, does not begin where another worker has aborted: a stalled worker may have signalled since.
 MPK_OUT_OF_LINE bool wait_events(const Watchdog& dog, const PhaseRow* waiting, const uint32_t* events, uint32_t target,
                                  uint32_t phase, bool is_last) {
   for (uint32_t i = 0; i < waiting->num_waits; i++) {
@@ -24,12 +24,12 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   // Where all warps multiply together, none owns an entry.
   RingReader<Kernel::kSlots, Kernel::kSlotBytes, MPK_WARPGROUPS == 0 ? Kernel::kEmptyArrivals : 1> ring;
   uint32_t row = 0, phase = 0;
-  uint32_t entry = 0;    // the ring entry the running job begins with
-  uint32_t window = 0;   // and the window of x
-  bool failed = false;   // this warp gave up a wait
-  bool alive = true;     // no warp of the group has, as far as the group knows
+  uint32_t entry = 0;    // ring entry that the running job begins with
+  uint32_t stage = 0;    // and its first stage of x
+  bool failed = false;   // a wait of this warp was aborted
+  bool alive = true;     // no warp of the group has failed, as far as the group knows
   bool awaited = false;  // the events of this phase have come
-  bool apart = false;    // other warps may not be done with the phase before
+  bool apart = false;    // other warps may still be in the phase before
   PhaseRow current{};    // the row's, in registers
 
   MPK_DEVICE Consumer(const Launch<Kernel>& launch, int thread)
@@ -39,14 +39,14 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
         lane(thread % 32),
         ring{launch.shared.ring, launch.smem + Kernel::kRingOffset, launch.shared.watchdog, thread % 32} {}
 
-  // The barrier of the consumer group. False, for all of them, when one has given up: return at once.
+  // The barrier of the consumer group. False for all of them when one has aborted: return at once.
   MPK_DEVICE bool sync() {
     if (alive) alive = !ptx::barrier_or<kConsumerThreads>(failed);
     return alive;
   }
 
-  // At the beginning of a job: the compiler would otherwise compute what all jobs derive from these once for the whole
-  // launch, and spill it.
+  // Called at the beginning of a job. Otherwise the compiler computes what all jobs derive from these values once for
+  // the whole launch, and spills it.
   MPK_DEVICE void begin_job() {
     rank = ptx::thread_index();
     warp = rank / 32;
@@ -56,22 +56,22 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   // Shared memory for the running job, Kernel::kRingOffset - Kernel::kStagedOffset bytes, aligned to 128.
   MPK_DEVICE uint8_t* staged() const { return this->smem + Kernel::kStagedOffset; }
 
-  // This worker's number as the job sees it.
+  // This worker's number in the job.
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
-  // Calls f, which does a job's work out of line, behind await(), and is false when the launch was given up. What is
-  // kept from job to job stands in memory meanwhile: f may need all registers, and what the compiler itself moves to
-  // memory for that, it leaves there for the whole launch.
+  // Calls f, which computes a job out of line, behind await(), and returns false when the launch was aborted. State
+  // that lives across jobs is saved to memory meanwhile, since f may need all registers. Spills of the compiler's own
+  // would stay in memory for the whole launch.
   template <class F>
   MPK_DEVICE void call(F f) {
-    volatile uint32_t kept[] = {row, phase, entry, window, ring.issued};
+    volatile uint32_t kept[] = {row, phase, entry, stage, ring.issued};
     alive = f();
-    row = kept[0], phase = kept[1], entry = kept[2], window = kept[3], ring.issued = kept[4];
+    row = kept[0], phase = kept[1], entry = kept[2], stage = kept[3], ring.issued = kept[4];
     failed = apart = false, awaited = true;
     current = *current_row();
   }
 
-  // Waits for the next row of the table; null when the launch was given up.
+  // Waits for the next row of the table; null when the launch was aborted.
   MPK_DEVICE const PhaseRow* next_row() {
     const uint32_t target = row + 1;
     uint32_t* described = &this->shared.described;
@@ -84,14 +84,14 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
         return nullptr;
       }
     }
-    this->shared.await_shown(row);
+    this->shared.await_published(row);
     current = *current_row();
     return current_row();
   }
 
-  // Until the worker's warps are done with the phase before, and the events of this one have come; once a phase. A job
-  // calls it where it first writes to shared memory, or reads what earlier phases of this launch wrote, or may have
-  // written since the phase before the last; behind it elements are polled. False when the launch was given up.
+  // Waits until the worker's warps have finished the phase before, and the events of this one have come, once a phase.
+  // A job calls it before it writes to shared memory, and before it reads what earlier phases of this launch wrote, or
+  // may have written since the phase before the last. Elements are polled behind it. False when the launch was aborted.
   MPK_DEVICE bool await() {
     if (awaited) return alive;
     if (!await_warps()) return false;
@@ -103,8 +103,8 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
     return true;
   }
 
-  // The same in two steps, without the barrier of the group that follows the events, for jobs in which some warps bring
-  // what the events stand for, and the others wait for these. First all warps, once a phase;
+  // The same in two steps, without the group's barrier behind the events, for jobs whose producer warps alone read what
+  // earlier phases wrote. First all warps call this, once a phase;
   MPK_DEVICE bool await_warps() {
     if (awaited) return alive;
     awaited = true;
@@ -113,7 +113,8 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
     this->stamp(&PhaseStamps::ready);
     return true;
   }
-  // then each warp that brings, or that no barrier of the job would tell. It has failed where the launch was given up.
+  // then each producer warp calls this, and each warp that meets no barrier of the job. It sets `failed` when the
+  // launch was aborted.
   MPK_DEVICE void await_events() {
     if (current.num_waits != 0) failed = !__all_sync(~0u, events_come());
   }
@@ -147,7 +148,7 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
                        phase + 1 == Kernel::kNumPhases);
   }
 
-  // All warps are done with the phase before.
+  // Joins the warps: all have finished the phase before.
   MPK_DEVICE bool join(uint32_t signal) {
     apart = false;
     if (!sync()) return false;
@@ -163,13 +164,13 @@ struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   MPK_DEVICE const PhaseRow* current_row() const { return reinterpret_cast<const PhaseRow*>(this->place_of(row)); }
 };
 
-// Until one of the barriers of window `number` has been passed: Windows::full, or empty. False when the launch was
-// given up.
+// Waits for a barrier of stage `number`: StageBarriers::full or empty. False when the launch was
+// aborted.
 template <class C>
-MPK_DEVICE bool await_window(C& c, uint64_t* windows, uint32_t number, Waiting what) {
-  const uint32_t place = number % kWindows, parity = number / kWindows & 1;
-  return ptx::mbar_peek(&windows[place], parity) ||
-         wait_barrier(c.shared.watchdog, &windows[place], parity, c.phase, WarpRole::kConsumer, what, place, number);
+MPK_DEVICE bool await_stage(C& c, uint64_t* stages, uint32_t number, Waiting what) {
+  const uint32_t place = number % kStages, parity = number / kStages & 1;
+  return ptx::mbar_peek(&stages[place], parity) ||
+         wait_barrier(c.shared.watchdog, &stages[place], parity, c.phase, WarpRole::kConsumer, what, place, number);
 }
 
 }  // namespace mpk

@@ -8,7 +8,7 @@ namespace mpk {
 
 inline constexpr int kEventStride = kEventBytes / sizeof(uint32_t);  // from one event, or ticket, to the next
 
-// What every wait needs in order to give up. One per CTA, in shared memory.
+// The state that every wait needs in order to abort. A CTA has one, in shared memory.
 struct Watchdog {
   Control* control;
   StallRecord* stall;  // this CTA's
@@ -16,39 +16,39 @@ struct Watchdog {
   uint32_t num_workers;
 };
 
-// What a warp that gives up was waiting for.
+// Describes what the warp waited for.
 MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uint32_t event, uint32_t seen,
                              uint32_t expected, uint32_t entry) {
   return {1, phase, role, waiting, event, seen, expected, entry};
 }
 
-// Whether a wait that began to be watched at `since`, or begins to be now, is over: the launch has to be given up.
+// Whether the launch must be aborted. `since`: when the wait was first seen, or 0.
 MPK_DEVICE bool is_over(const Watchdog& dog, uint64_t& since) {
   const uint64_t time = ptx::watched_time_ns();
-  // Workers that another kernel's multiprocessors are still denied are queued, and nobody is stuck.
+  // Workers that wait for a multiprocessor which another kernel holds are queued, not stuck.
   if (since == 0 || ptx::load_relaxed_gpu(&dog.control->started) < dog.num_workers) since = time;
   const bool late = dog.limit_ns != 0 && time - since > dog.limit_ns;
   return late || ptx::load_relaxed_gpu(&dog.control->aborted) != 0;
 }
 
-// Gives the launch up, and records what this CTA was waiting for.
-MPK_OUT_OF_LINE void give_up(const Watchdog& dog, StallRecord now) {
-  // The first warp of the CTA to notice. A loader without a free slot only tells that consumers wait for something
-  // else.
+// Aborts the launch, and records what this CTA was waiting for.
+MPK_OUT_OF_LINE void do_abort(const Watchdog& dog, StallRecord now) {
+  // The CTA's first warp to notice records it. A loader without a free slot only shows that consumers wait for
+  // something else.
   if (now.waiting != Waiting::kFreeSlot && atomicExch(&dog.stall->valid, 1u) == 0) *dog.stall = now;
   __threadfence();
   atomicExch(&dog.control->aborted, 1u);
 }
 
-// Called every few thousand polls of a wait, with what to report of it. Returns 0 when the launch was given up;
-// otherwise the time to pass to the next call. Out of line, so that loops that wait are short.
+// Waits call it every few thousand polls. Returns 0 when the launch was aborted, else the time to pass to the next
+// call. Out of line, so that polling loops are short.
 MPK_OUT_OF_LINE uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
   if (!is_over(dog, since)) return since;
-  give_up(dog, now);
+  do_abort(dog, now);
   return 0;
 }
 
-// Polls `ready()` until it is true; false when the launch was given up. `report()` says what was waited for.
+// Polls `ready()` until it is true. False when the launch was aborted. `report()` says what was waited for.
 template <class Ready, class Report>
 MPK_DEVICE bool spin(const Watchdog& dog, Ready ready, Report report) {
   uint64_t since = 0;
@@ -57,13 +57,13 @@ MPK_DEVICE bool spin(const Watchdog& dog, Ready ready, Report report) {
   return true;
 }
 
-// The same where much is held in registers, of which a call leaves half: it calls nothing before it gives up.
+// The same for code that holds many registers, half of which a call would lose: it calls nothing until it aborts.
 template <class Ready, class Report>
 MPK_DEVICE bool spin_here(const Watchdog& dog, Ready ready, Report report) {
   uint64_t since = 0;
   for (uint32_t i = 1; !ready(); i++)
     if ((i & 4095) == 0 && is_over(dog, since)) {
-      give_up(dog, report());
+      do_abort(dog, report());
       return false;
     }
   return true;
@@ -72,10 +72,10 @@ MPK_DEVICE bool spin_here(const Watchdog& dog, Ready ready, Report report) {
 // Counters wrap: compare by signed difference.
 MPK_DEVICE bool reached(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
 
-// The waits themselves are out of line: there are dozens of places that wait, and code that is not there need not be
-// fetched. Each returns false, or a count short of `target`, when the launch was given up.
+// Waits are out of line: dozens of places wait, and shared code need not be fetched again. Each returns false, or a
+// count short of `target`, when the launch was aborted.
 
-// Until every worker has signalled `event` in this launch; it grows by num_workers in every launch.
+// Waits until every worker has signalled `event` in this launch. The counter grows by num_workers in every launch.
 MPK_OUT_OF_LINE bool wait_event(const Watchdog& dog, const uint32_t* event, uint32_t target, uint32_t phase,
                                 WarpRole role, uint32_t event_idx) {
   uint32_t seen = 0;
@@ -84,7 +84,7 @@ MPK_OUT_OF_LINE bool wait_event(const Watchdog& dog, const uint32_t* event, uint
       [&] { return stall(phase, role, Waiting::kEvent, event_idx, seen, target, 0); });
 }
 
-// Until a count in shared memory has reached `target`. Returns the count.
+// Waits until a count in shared memory has reached `target`. Returns the count.
 MPK_OUT_OF_LINE uint32_t wait_count(const Watchdog& dog, const uint32_t* count, uint32_t target, uint32_t phase,
                                     WarpRole role, Waiting waiting, uint32_t entry) {
   uint32_t seen = 0;
@@ -94,7 +94,7 @@ MPK_OUT_OF_LINE uint32_t wait_count(const Watchdog& dog, const uint32_t* count, 
   return seen;
 }
 
-// Until a slot's barrier has passed the phase of this parity.
+// Waits until a barrier has completed the phase of this parity.
 MPK_OUT_OF_LINE bool wait_barrier(const Watchdog& dog, uint64_t* barrier, uint32_t parity, uint32_t phase,
                                   WarpRole role, Waiting waiting, uint32_t slot, uint32_t entry) {
   return spin(
@@ -102,7 +102,7 @@ MPK_OUT_OF_LINE bool wait_barrier(const Watchdog& dog, uint64_t* barrier, uint32
       [&] { return stall(phase, role, waiting, slot, 0, 0, entry); });
 }
 
-// A random delay of up to 4 microseconds: with jitter, any order of events that is legal happens sooner or later.
+// A random delay of up to 4 microseconds: jitter makes every legal order of events happen sooner or later.
 MPK_OUT_OF_LINE void delay_randomly(uint32_t jitter, uint32_t worker, uint32_t step) {
   uint32_t h = jitter * 0x9e3779b1u ^ worker * 0x85ebca77u ^ step * 0xc2b2ae3du;
   h = (h ^ (h >> 15)) * 0x2c1b3c6du;

@@ -1,4 +1,4 @@
-// What both roles know of a launch: shared memory, the rows of the table, and where things stand.
+// The state of a launch that both roles share: shared memory, rows of the table, places in memory.
 #pragma once
 
 #include "torch_mpk/device/ring.cuh"
@@ -7,20 +7,20 @@
 
 namespace mpk {
 
-// In a kernel for racecheck, what `described` and `done` say of rows of the table as barriers, too; otherwise nothing.
+// In a kernel for racecheck, barriers that repeat what `described` and `done` say of the table's rows. Otherwise empty.
 struct RowBarriers {
 #ifdef MPK_RACECHECK
-  uint64_t shown[kPhasesAhead], finished[kPhasesAhead];
+  uint64_t published[kPhasesAhead], finished[kPhasesAhead];
 
   MPK_DEVICE void init() {
     for (int i = 0; i < kPhasesAhead; i++) {
-      ptx::mbar_init(&shown[i], 32);
+      ptx::mbar_init(&published[i], 32);
       ptx::mbar_init(&finished[i], kConsumerThreads);
     }
   }
-  MPK_DEVICE void show(uint32_t row) { ptx::mbar_arrive(&shown[row % kPhasesAhead]); }
+  MPK_DEVICE void publish(uint32_t row) { ptx::mbar_arrive(&published[row % kPhasesAhead]); }
   MPK_DEVICE void finish(uint32_t row) { ptx::mbar_arrive(&finished[row % kPhasesAhead]); }
-  MPK_DEVICE void await_shown(uint32_t row) { await(shown, row); }
+  MPK_DEVICE void await_published(uint32_t row) { await(published, row); }
   MPK_DEVICE void await_finished(uint32_t row) { await(finished, row); }
 
  private:
@@ -30,40 +30,40 @@ struct RowBarriers {
   }
 #else
   MPK_DEVICE void init() {}
-  MPK_DEVICE void show(uint32_t) {}
+  MPK_DEVICE void publish(uint32_t) {}
   MPK_DEVICE void finish(uint32_t) {}
-  MPK_DEVICE void await_shown(uint32_t) {}
+  MPK_DEVICE void await_published(uint32_t) {}
   MPK_DEVICE void await_finished(uint32_t) {}
 #endif
 };
 
-// The fixed part of dynamic shared memory; behind it kPhasesAhead rows of the table (kRowsOffset), the staged
-// activations (kStagedOffset), then the ring (kRingOffset).
+// The fixed part of dynamic shared memory. Behind it: kPhasesAhead rows of the table (kRowsOffset), staged activations
+// (kStagedOffset), the ring (kRingOffset).
 struct Shared : RowBarriers {
   RingState ring;
   Watchdog watchdog;
-  uint32_t described;  // rows of the table that the loader has brought
-  uint32_t done;       // rows that the consumers have finished
+  uint32_t described;  // rows of the table that the loader has published
+  uint32_t done;       // rows that consumers have finished
   uint32_t word;       // for broadcasts within the group
   alignas(16) float partials[2][(kConsumerWarps + 3) / 4 * 4];
   uint64_t run_sums[kSumsKept][kSumsOfRun];  // each below the number of the entry behind its run
-  uint64_t data[2];                          // of matrices that a job's own code has the loader stream, see fill_ring
+  uint64_t data[2];                          // addresses of matrices that a job's own code streams, see fill_ring
   MatrixRow matrices[2];
 };
 
-// The last warp's: the last ones have fewer neighbours to share their scheduler with.
+// In the last warp, which shares its scheduler with fewer warps.
 inline constexpr int kPollingThread = kConsumerThreads - 32;
 
 // A job of the running phase, as tasks see it.
 struct Job {
   const JobRow* row;
   const LaunchParams* params;
-  uint32_t variant;  // the row's
+  uint32_t variant;  // of the row
   uint32_t first_ref = 0;
 
   MPK_DEVICE Job(const JobRow* row, const LaunchParams* params) : row(row), params(params), variant(row->variant) {}
 
-  // The same job, seen by code whose references begin with number `first`.
+  // The same job for code whose references begin at number `first`.
   MPK_DEVICE Job from(uint32_t first) const {
     Job job = *this;
     job.first_ref = first;
@@ -80,7 +80,7 @@ struct Job {
   MPK_DEVICE int32_t number(int i) const { return static_cast<int32_t>(refs()[i]); }
 };
 
-// What a job that streams matrices has of them; the matrices follow.
+// The StreamRow of a job that streams matrices. The matrices follow it.
 MPK_DEVICE const StreamRow* stream_of(const Job& job) {
   return reinterpret_cast<const StreamRow*>(job.refs() + (job.row->num_refs + job.row->num_loader_waits));
 }
@@ -94,22 +94,22 @@ MPK_DEVICE const JobRow* next_job(const JobRow* job) {
   return reinterpret_cast<const JobRow*>(reinterpret_cast<const uint8_t*>(job) + job->bytes);
 }
 
-// Windows onto what some consumer warps bring to shared memory and the others work on: columns of x, or the rows that a
-// piece of attention needs.
-struct Windows {
-  uint64_t full[kWindows], empty[kWindows];
+// The barriers of stages in shared memory: producer warps fill a stage, and the other consumer warps read it. A stage
+// holds columns of x, or the rows that a split of attention needs.
+struct StageBarriers {
+  uint64_t full[kStages], empty[kStages];
 
   MPK_DEVICE void init() {
-    for (int i = 0; i < kWindows; i++) {
-      ptx::mbar_init(&full[i], 32 * kBringingWarps);
-      ptx::mbar_init(&empty[i], (kConsumerWarps - kBringingWarps) * kLanesThatArrive);
+    for (int i = 0; i < kStages; i++) {
+      ptx::mbar_init(&full[i], 32 * kProducerWarps);
+      ptx::mbar_init(&empty[i], (kConsumerWarps - kProducerWarps) * kLanesThatArrive);
     }
   }
-  // By a warp that works on what is in window `place`, and is done with it.
+  // Called by a warp that has read stage `place`.
   MPK_DEVICE void release(uint32_t place, int lane) { arrive_for_warp(&empty[place], lane); }
 };
 
-// What both roles know of the launch.
+// The launch, as both roles see it.
 template <class Kernel>
 struct Launch {
   const LaunchParams& params;
@@ -128,15 +128,15 @@ struct Launch {
   MPK_DEVICE uint32_t* control_word(int64_t offset) const {
     return reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(params.control) + offset);
   }
-  // Where a row of the table stands in shared memory.
+  // The place of a row of the table in shared memory.
   MPK_DEVICE uint8_t* place_of(uint32_t row) const {
     return smem + Kernel::kRowsOffset + row % kPhasesAhead * Kernel::kRowBytes;
   }
-  // Where polled vectors stand in launches of an epoch like this one.
+  // The polled vectors of launches with this epoch's parity.
   MPK_DEVICE uint8_t* polled(uint32_t epoch) const {
     return static_cast<uint8_t*>(params.workspace) + Kernel::kPolledOffset + epoch % 2 * Kernel::kPolledBytes;
   }
-  MPK_DEVICE Windows& windows() const { return *reinterpret_cast<Windows*>(smem + Kernel::kWindowsOffset); }
+  MPK_DEVICE StageBarriers& stages() const { return *reinterpret_cast<StageBarriers*>(smem + Kernel::kStagesOffset); }
   MPK_DEVICE const uint8_t* table() const { return static_cast<const uint8_t*>(params.table); }
 };
 

@@ -1,4 +1,4 @@
-// The loader warp: it brings the rows of the table, and goes through the phases ahead of the consumers.
+// The loader warp: it publishes the table's rows, and goes through the phases ahead of the consumers.
 #pragma once
 
 #include "torch_mpk/device/launch.cuh"
@@ -21,13 +21,13 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
 
   MPK_DEVICE uint32_t worker(const Job& job) const { return (blockIdx.x + job.row->rotation) % Kernel::kNumWorkers; }
 
-  // A ticket to draw meanwhile, from a counter until it is drawn; lane 0 has it.
+  // A ticket to draw from a counter meanwhile. Lane 0 has it.
   struct Draw {
     uint32_t* from;
     uint32_t ticket;
   };
 
-  // Streams tiles, see fill_ring; false when the launch was given up: return at once.
+  // Streams tiles, see fill_ring. False when the launch was aborted: return at once.
   MPK_DEVICE bool fill(const Stream& stream, const uint64_t* data, const MatrixRow* matrices, Span tiles,
                        Draw* draw = nullptr) {
     const uint32_t end = ring.entry + (tiles.end - tiles.begin) * stream.entries;
@@ -40,7 +40,7 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     return !failed;
   }
 
-  // Has a job's own code stream `count` entries of `bytes` in all: fill() gives the next entry, as fill_ring does.
+  // A job's own code streams `count` entries of `bytes` in all. fill() returns the next entry, as fill_ring does.
   template <class Fill>
   MPK_DEVICE bool fill_by(uint32_t count, [[maybe_unused]] uint32_t bytes, Fill fill) {
     const uint32_t end = ring.entry + count;
@@ -50,15 +50,15 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     return !failed;
   }
 
-  // Loads what the table says of a job: all there is to load, unless it has code for the rest. Where warpgroups
-  // multiply that code loads everything, and awaits what it must.
+  // Loads what the table says of a job. That is all, unless the job has load code of its own. Where warpgroups
+  // multiply, that code loads everything, and awaits what it must.
   MPK_DEVICE void load([[maybe_unused]] const Job& job) {
 #if MPK_WARPGROUPS == 0
     if (await(job) && job.row->num_matrices != 0) load_matrices(job, *stream_of(job));
 #endif
   }
 
-  // Until what the launch computes, and the job's copies depend on, is there; false when the launch was given up.
+  // Waits for results of this launch that the job's copies depend on. False when the launch was aborted.
   MPK_DEVICE bool await(const Job& job) {
     const uint32_t num_waits = job.row->num_loader_waits;
     const uint64_t* waits = job.refs() + job.row->num_refs;
@@ -76,10 +76,10 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     return !failed;
   }
 
-  // A row of the table, one access and, of long rows, another for each lane.
+  // A row of the table: one access for each lane, or two if rows are long.
   struct Row {
-    static constexpr int kPieces = Kernel::kRowBytes > 32 * kAccessBytes ? 2 : 1;
-    uint4 pieces[kPieces];
+    static constexpr int kAccesses = Kernel::kRowBytes > 32 * kAccessBytes ? 2 : 1;
+    uint4 accesses[kAccesses];
     static_assert(sizeof(uint4) == kAccessBytes && Kernel::kRowBytes % kAccessBytes == 0);
     static_assert(Kernel::kRowBytes <= kMaxRowBytes);
   };
@@ -87,12 +87,12 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     Row row{};
     const uint4* from = reinterpret_cast<const uint4*>(this->table() + number * Kernel::kRowBytes);
 #pragma unroll
-    for (int i = 0; i < Row::kPieces; i++)
-      if (32 * i + lane < Kernel::kRowBytes / kAccessBytes) row.pieces[i] = __ldg(from + 32 * i + lane);
+    for (int i = 0; i < Row::kAccesses; i++)
+      if (32 * i + lane < Kernel::kRowBytes / kAccessBytes) row.accesses[i] = __ldg(from + 32 * i + lane);
     return row;
   }
 
-  // Brings a row, loaded earlier, into shared memory once its place there is free. Null when the launch was given up.
+  // Writes a row, loaded earlier, to shared memory once its place there is free. Null when the launch was aborted.
   MPK_DEVICE const PhaseRow* publish_row(uint32_t number, const Row& row) {
     Shared& s = this->shared;
     const uint32_t target = number + 1 - kPhasesAhead;
@@ -102,9 +102,9 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     if (number >= kPhasesAhead) s.await_finished(number - kPhasesAhead);
     uint8_t* place = this->place_of(number);
 #pragma unroll
-    for (int i = 0; i < Row::kPieces; i++)
+    for (int i = 0; i < Row::kAccesses; i++)
       if (32 * i + lane < Kernel::kRowBytes / kAccessBytes)
-        reinterpret_cast<uint4*>(place)[32 * i + lane] = row.pieces[i];
+        reinterpret_cast<uint4*>(place)[32 * i + lane] = row.accesses[i];
     __syncwarp();
     const PhaseRow* phase_row = reinterpret_cast<const PhaseRow*>(place);
     const JobRow* job = first_job(phase_row);
@@ -113,13 +113,13 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
       for (uint32_t i = lane; i < job->num_refs; i += 32) refs[i] = address(refs[i]);
     }
     __syncwarp();
-    s.show(number);
+    s.publish(number);
     if (lane == 0) ptx::store_release_cta(&s.described, number + 1);
     return phase_row;
   }
 
  private:
-  // Of each of a job's matrices the tiles that are this worker's.
+  // Loads this worker's tiles of each of a job's matrices.
   MPK_DEVICE void load_matrices(const Job& job, const StreamRow& row) {
     constexpr uint32_t kWorkers = Kernel::kNumWorkers;
     const MatrixRow* matrices = reinterpret_cast<const MatrixRow*>(&row + 1);
@@ -129,7 +129,7 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     const Tickets tickets = row.tickets;
     const bool claimed = tickets.size != 0;
     Span mine = claimed ? Span{} : static_span(num_tiles, worker(job), kWorkers);
-    uint32_t ticket = worker(job);  // of a worker's own: every kWorkers'th
+    uint32_t ticket = worker(job);  // the worker's own: every kWorkers'th
 #pragma unroll 1
     for (uint32_t number = 0;; number++) {
       Draw draw{claimed && number + 1 >= tickets.own ? this->ticket(phase) : nullptr, 0};
@@ -151,7 +151,7 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
     }
   }
 
-  // The same as boxes, tiles of all matrices side by side.
+  // The same as boxes, with the tiles of all matrices side by side.
   MPK_DEVICE void load_boxes(const Job& job, const StreamRow& row, const MatrixRow* matrices) {
     const uint32_t num_tiles = matrices[job.row->num_matrices - 1].end_tile;
     const uint32_t split = row.stream.entries, group = worker(job) / split, part = worker(job) - group * split;

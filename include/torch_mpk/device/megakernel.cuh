@@ -1,26 +1,25 @@
 // The persistent kernel: roles, phases, and the way out.
 //
-// One CTA runs on each multiprocessor. Consumer warps go through the phases in order; within a phase each runs
-// its share of every job. Where the phase's event is awaited, they then meet at a barrier, and the CTA signals it once;
-// otherwise they meet in the next phase, before it overwrites what some of them may still read. A loader warp goes
-// through the same phases as far ahead of them as the ring allows, streaming what the jobs will need. Generated code
-// supplies a `Kernel`:
+// One CTA runs on each multiprocessor. Consumer warps go through the phases in order. In a phase each warp computes its
+// share of every job. If the phase's event is awaited, they then meet at a barrier, and the CTA signals the event once.
+// Otherwise they meet in the next phase, before it overwrites what some may still read. A loader warp goes through the
+// same phases, as far ahead as the ring allows, and streams what the jobs need. Generated code supplies a `Kernel`:
 //
 //   static constexpr int kFullArrivals, kEmptyArrivals;                  // see WarpLayout
 //   static constexpr int kNumRows, kNumPhases, kNumWorkers, kSlots, kSlotBytes, kNumOutputs;
 //   static constexpr int kRowBytes;                                      // of a row of the table
 //   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
 //   static constexpr bool kHasBoxes;                                     // some entries of the ring are boxes
-//   static constexpr bool kHasWindows;                                   // some jobs use Windows
-//   static constexpr int kWindowsOffset;                                 // then
+//   static constexpr bool kHasStages;                                    // some jobs use StageBarriers
+//   static constexpr int kStagesOffset;                                  // then
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;
 //   static constexpr int64_t kStampsOffset;                              // 0: not profiled
 //   static constexpr int64_t kPolledOffset, kPolledBytes;                // of the workspace, see Launch::polled
 //   template <class C> static void compute(C& c, const Job& job);        // a switch over the job's variant
 //   template <class L> static void load(L& l, const Job& job);           // what the table does not say
 //
-// Giving up: a wait that is given up returns false. A consumer warp then sets `failed`, does no more work, and goes on
-// to the next barrier of the group, where all learn of it and leave; so no barrier is left waiting.
+// Abort: a wait that aborts returns false. A consumer warp then sets `failed`, does no more work, and goes on to the
+// next barrier of the group, where all warps learn of it and leave. So no barrier is left waiting.
 #pragma once
 
 #include "torch_mpk/abi/mailboxes.h"
@@ -29,14 +28,14 @@
 
 namespace mpk {
 
-// What the next launch polls: the one before this has read it.
+// Clears what the next launch polls. The launch before this one has read it.
 template <class Kernel>
 MPK_DEVICE void clear_polled(const Launch<Kernel>& launch) {
-  uint4* pieces = reinterpret_cast<uint4*>(launch.polled(launch.epoch + 1));
+  uint4* accesses = reinterpret_cast<uint4*>(launch.polled(launch.epoch + 1));
   constexpr uint32_t kStep = Kernel::kNumWorkers * kConsumerThreads;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kConsumerThreads + threadIdx.x; i < Kernel::kPolledBytes / 16; i += kStep)
-    pieces[i] = uint4{};
+    accesses[i] = uint4{};
 }
 
 template <class Kernel>
@@ -51,7 +50,7 @@ MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
     const JobRow* job = first_job(row);
 #pragma unroll 1
     for (uint32_t j = 0; j < c.current.num_jobs; j++, job = next_job(job)) {
-      if (j > 0 && !c.sync()) return;  // the previous job's staged data is no longer read
+      if (j > 0 && !c.sync()) return;  // the previous job's staged data has been read
       c.begin_job();
       Kernel::compute(c, Job{job, &c.params});
       if (!c.alive) return;
@@ -61,11 +60,11 @@ MPK_DEVICE void run_consumer(Consumer<Kernel>& c) {
   if (c.rank == 0) stamp_end<Kernel>(c.params.control, c.epoch);
 }
 
-// The last CTA to leave closes the launch: all others have finished. Called by all consumer threads.
+// The last CTA to leave closes the launch, since all others have finished. Called by all consumer threads.
 template <class Kernel>
 MPK_DEVICE void leave(Consumer<Kernel>& c) {
   Control& control = *c.params.control;
-  c.failed = false;  // all threads come here past the same barrier, whether the launch was completed or given up
+  c.failed = false;  // all threads have passed the same barrier, aborted or not
   c.alive = true;
   if (c.rank == 0)
     c.shared.word = ptx::fetch_inc_acq_rel_gpu(&control.exited, Kernel::kNumWorkers - 1) == Kernel::kNumWorkers - 1;
@@ -86,10 +85,10 @@ MPK_DEVICE void leave(Consumer<Kernel>& c) {
       if (out.element == 8) *reinterpret_cast<uint64_t*>(data + b) = out.nan;
     }
   }
-  // Other ranks would wait in vain. A thread for each: a loop takes registers that products lack.
+  // Other ranks would wait in vain. One thread for each: a loop would take registers that products need.
   static_assert(kMaxRanks <= kConsumerThreads);
   if (c.rank < c.params.ranks && c.rank != c.params.rank)
-    ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(c.params.mailboxes[c.rank]) + c.params.rank, kGaveUp);
+    ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(c.params.mailboxes[c.rank]) + c.params.rank, kRankAborted);
   __threadfence_system();
   c.sync();
   if (c.rank == 0) ptx::store_release_sys(c.params.host_abort, 1);
@@ -112,7 +111,7 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   static_assert(Kernel::kOutputsOffset % alignof(OutputRow) == 0);
   if (threadIdx.x == 0) {
     init_ring<Kernel>(shared.ring);
-    if constexpr (Kernel::kHasWindows) reinterpret_cast<Windows*>(smem + Kernel::kWindowsOffset)->init();
+    if constexpr (Kernel::kHasStages) reinterpret_cast<StageBarriers*>(smem + Kernel::kStagesOffset)->init();
     shared.init();
     uint8_t* control = reinterpret_cast<uint8_t*>(params.control);
     shared.watchdog = {params.control, reinterpret_cast<StallRecord*>(control + Kernel::kStallsOffset) + blockIdx.x,
@@ -123,7 +122,7 @@ MPK_DEVICE void run(const LaunchParams& params, void* const* pointers) {
   for (uint32_t i = threadIdx.x; i < kSumsKept * kSumsOfRun; i += kThreads)
     shared.run_sums[i / kSumsOfRun][i % kSumsOfRun] = 0;
   const uint32_t epoch = ptx::load_relaxed_gpu(&params.control->epoch);
-  const bool aborted = ptx::load_relaxed_gpu(&params.control->aborted) != 0;  // by an earlier launch: run nothing
+  const bool aborted = ptx::load_relaxed_gpu(&params.control->aborted) != 0;  // an earlier launch was: run nothing
   const Launch<Kernel> launch{params, pointers, shared, smem, epoch};
   const bool skip = __syncthreads_or(aborted);
   const int warp = threadIdx.x / 32;

@@ -16,8 +16,8 @@ MPK_DEVICE void run_points(C& c, const Job& job) {
     V::point(job, i);
 }
 
-// The same where a thread has many points: of V::kAtOnce of them the loads are in flight together. V::preload(job, i)
-// gives what point(job, i, extra) takes.
+// The same for threads with many points. The loads of V::kAtOnce points are in flight together: V::preload(job, i)
+// returns what point(job, i, extra) takes.
 template <class V, class C>
 MPK_DEVICE void run_many_points(C& c, const Job& job) {
   using Index = typename V::Index;
@@ -35,7 +35,7 @@ MPK_DEVICE void run_many_points(C& c, const Job& job) {
   }
 }
 
-// Reductions. `Value` is what a point gives, `State` what is accumulated.
+// Reductions. `Value`: the value of a point. `State`: the accumulator.
 namespace reduce {
 
 template <class T>
@@ -71,7 +71,7 @@ struct All : Any<T> {
   static MPK_DEVICE T combine(T a, T b) { return T(a != T(0) && b != T(0)); }
 };
 
-// The extreme value; NaN is more extreme than any number.
+// The extreme value. NaN is more extreme than any number.
 template <class T, bool kMax>
 struct Extreme : Sum<T> {
   static MPK_DEVICE T first() {
@@ -90,7 +90,7 @@ using AMax = Extreme<T, true>;
 template <class T>
 using AMin = Extreme<T, false>;
 
-// The first place that has it.
+// The first index of the extreme value.
 template <class T, bool kMax>
 struct Place {
   using Value = T;
@@ -140,8 +140,8 @@ MPK_DEVICE State combine_lanes(State state) {
   return state;
 }
 
-// What the warps have left in shared memory, in their order; in the group's first thread. False when the launch was
-// given up.
+// Combines the warps' states in shared memory, in their order, into the group's first thread. False when the launch was
+// aborted.
 template <class Op, class State, class C>
 MPK_DEVICE bool combine_warps(C& c, State& state) {
   State* of_warps = reinterpret_cast<State*>(c.staged());
@@ -153,10 +153,10 @@ MPK_DEVICE bool combine_warps(C& c, State& state) {
   return true;
 }
 
-// Elements that are loaded together: one after the other they would take a trip to memory each.
+// Elements that are loaded together. One by one, each would take a trip to memory.
 inline constexpr int kLoadedAtOnce = 8;
 
-// Adds a thread's elements of some rows, every `step`th from `begin` on, to the rows' states in their order.
+// Accumulates a thread's elements of some rows, every `step`th from `begin` on, in their order.
 template <class V, int kRows, int kOfRow = kLoadedAtOnce / kRows, class Index = typename V::Index>
 MPK_DEVICE void reduce_elements(const Job& job, const Index (&rows)[kRows], Index begin, Index end, Index step,
                                 typename V::Op::State (&states)[kRows]) {
@@ -179,7 +179,7 @@ MPK_DEVICE void reduce_elements(const Job& job, const Index (&rows)[kRows], Inde
   }
 }
 
-// The same of one row.
+// The same for one row.
 template <class V, class Index = typename V::Index>
 MPK_DEVICE typename V::Op::State reduce_row(const Job& job, Index row, Index begin, Index end, Index step) {
   typename V::Op::State states[] = {V::Op::first()};
@@ -187,50 +187,50 @@ MPK_DEVICE typename V::Op::State reduce_row(const Job& job, Index row, Index beg
   return states[0];
 }
 
-// A state as tagged words, in a place of kPieceBytes.
+// A state as tagged words, kSplitBytes long.
 template <class State>
-union PieceState {
+union SplitState {
   State state;
   uint32_t words[4];
   static_assert(sizeof(State) <= sizeof(words));
 };
 
-// The workers' pieces of rows that there are too few of: the worker of a row's last piece polls the results of all,
-// which its first warp combines. Lane l takes pieces l, l + 32, ...; then the tree of lanes.
+// Rows fewer than workers are split among workers. The worker of a row's last split polls the results of all splits,
+// and its first warp combines them: lane l takes splits l, l + 32, ...; then the tree of lanes.
 template <class V, class C>
-MPK_DEVICE void run_reduce_in_pieces(C& c, const Job& job) {
+MPK_DEVICE void run_split_reduce(C& c, const Job& job) {
   using Op = typename V::Op;
   using State = typename Op::State;
-  constexpr int64_t kLength = (V::kInner + V::kPieces - 1) / V::kPieces;
-  static_assert(V::kOuter * V::kPieces <= C::Config::kNumWorkers, "no worker has two pieces");
-  static_assert(2 * sizeof(ulonglong2) == V::kPieceBytes, "codegen and device disagree on partial results");
-  const uint32_t number = c.worker(job), outer = number % uint32_t(V::kOuter), piece = number / uint32_t(V::kOuter);
-  if (piece >= V::kPieces) return;
-  const int64_t begin = piece * kLength, end = min(begin + kLength, V::kInner);
+  constexpr int64_t kLength = (V::kInner + V::kSplits - 1) / V::kSplits;
+  static_assert(V::kOuter * V::kSplits <= C::Config::kNumWorkers, "no worker has two splits");
+  static_assert(2 * sizeof(ulonglong2) == V::kSplitBytes, "codegen and device disagree on partial results");
+  const uint32_t number = c.worker(job), outer = number % uint32_t(V::kOuter), split = number / uint32_t(V::kOuter);
+  if (split >= V::kSplits) return;
+  const int64_t begin = split * kLength, end = min(begin + kLength, V::kInner);
   using Index = typename V::Index;
   State state = reduce_row<V>(job, Index(outer), Index(begin + c.rank), Index(end), Index(kConsumerThreads));
   if (!combine_warps<Op>(c, state)) return;
   const uint32_t tag = tag_of(c);
-  ulonglong2* pieces = reinterpret_cast<ulonglong2*>(V::partials(job)) + 2 * outer * V::kPieces;
+  ulonglong2* splits = reinterpret_cast<ulonglong2*>(V::partials(job)) + 2 * outer * V::kSplits;
   if (c.rank == 0) {
-    PieceState<State> made{};
+    SplitState<State> made{};
     made.state = state;
     for (int i = 0; i < 2; i++)
-      ptx::store_relaxed_gpu(pieces + 2 * piece + i, tagged(made.words[2 * i], made.words[2 * i + 1], tag));
+      ptx::store_relaxed_gpu(splits + 2 * split + i, tagged(made.words[2 * i], made.words[2 * i + 1], tag));
   }
-  if (c.warp != 0 || piece + 1 < V::kPieces) return;
+  if (c.warp != 0 || split + 1 < V::kSplits) return;
   state = Op::first();
-  for (uint32_t p = c.lane; p < V::kPieces; p += 32) {
+  for (uint32_t p = c.lane; p < V::kSplits; p += 32) {
     ulonglong2 words[2];
     const bool is_there = spin(
         c.shared.watchdog,
         [&] {
-          for (int i = 0; i < 2; i++) words[i] = ptx::load_relaxed_gpu(pieces + 2 * p + i);
+          for (int i = 0; i < 2; i++) words[i] = ptx::load_relaxed_gpu(splits + 2 * p + i);
           return (differing(words[0], tag) | differing(words[1], tag)) == 0;
         },
         [&] { return polling(c.phase); });
     if (!is_there) c.failed = true;
-    PieceState<State> made{};
+    SplitState<State> made{};
     for (int i = 0; i < 4; i++) made.words[i] = static_cast<uint32_t>(i % 2 == 0 ? words[i / 2].x : words[i / 2].y);
     state = Op::combine(state, made.state);
   }
@@ -239,7 +239,7 @@ MPK_DEVICE void run_reduce_in_pieces(C& c, const Job& job) {
   if (c.lane == 0 && !c.failed) V::finish(job, outer, Op::result(state, V::kInner));
 }
 
-// A short row, by a thread, of what value(i) gives.
+// Reduces a short row of value(i), by one thread.
 template <class V, class Value>
 MPK_DEVICE auto reduce_short_row(Value value) {
   using Op = typename V::Op;
@@ -249,8 +249,8 @@ MPK_DEVICE auto reduce_short_row(Value value) {
   return Op::result(state, V::kInner);
 }
 
-// Short rows, each by a thread, with what finish() does behind them. V: Index, Op, kOuter, kInner; value(job, outer,
-// inner), finish(job, outer, result). The order of sums is the elements'.
+// Short rows, each by a thread, with the epilogue finish(). V: Index, Op, kOuter, kInner; value(job, outer, inner),
+// finish(job, outer, result). Sums follow the order of the elements.
 template <class V, class C>
 MPK_DEVICE void run_reduced_points(C& c, const Job& job) {
   using Index = typename V::Index;
@@ -260,7 +260,7 @@ MPK_DEVICE void run_reduced_points(C& c, const Job& job) {
     V::finish(job, outer, reduce_short_row<V>([&](int i) { return V::value(job, outer, Index(i)); }));
 }
 
-// Short rows, each by a warp, as many at once as have so few elements for a lane.
+// Short rows, each by a warp, several at once if a lane has few elements.
 template <class V, class C>
 MPK_DEVICE void run_reduce_by_warps(C& c, const Job& job) {
   using Op = typename V::Op;
@@ -285,17 +285,17 @@ MPK_DEVICE void run_reduce_by_warps(C& c, const Job& job) {
   }
 }
 
-// V: Index, Op (one of reduce::), kOuter, kInner; preload(job, outer, inner) gives what value(job, outer, inner, extra)
-// takes; finish(job, outer, result); kPieces, of a row, and where that is more than one kPieceBytes and partials(job).
-// Fixed order: lane l adds elements l, l + size,
-// ...; then the tree of lanes; then the warps in order; then pieces.
+// V: Index, Op (one of reduce::), kOuter, kInner; preload(job, outer, inner) returns what value(job, outer, inner,
+// extra) takes; finish(job, outer, result); kSplits of a row, and if there are several, kSplitBytes and partials(job).
+// The order is fixed: lane l accumulates elements l, l + size, ...; then the tree of lanes, then warps in order, then
+// splits.
 template <class V, class C>
 MPK_DEVICE void run_reduce(C& c, const Job& job) {
   using Op = typename V::Op;
   using Index = typename V::Index;
   if (!c.await()) return;
-  if constexpr (V::kPieces > 1) {
-    run_reduce_in_pieces<V>(c, job);
+  if constexpr (V::kSplits > 1) {
+    run_split_reduce<V>(c, job);
   } else if constexpr (V::kInner <= 1024) {
     run_reduce_by_warps<V>(c, job);
   } else {

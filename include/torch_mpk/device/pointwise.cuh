@@ -1,6 +1,5 @@
-// The vocabulary of generated elementwise code: conversions, the operations of pointwise_ops.h, memory accesses.
-// Every operation rounds where the eager graph does, whatever it is fused with: sums are never contracted with
-// products.
+// The vocabulary of generated elementwise code: conversions, the operations of pointwise_ops.h, memory accesses. Every
+// operation rounds where the eager graph rounds, whatever it is fused with: sums and products are never contracted.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -63,7 +62,7 @@ template <>
 struct Convert<__half, __half> {
   static MPK_DEVICE __half apply(__half v) { return v; }
 };
-// The last byte of the whole part. C++ leaves undefined what a negative float is as an unsigned integer.
+// The integer part's lowest byte. In C++, converting a negative float to an unsigned integer is undefined.
 template <class From>
 struct Convert<uint8_t, From> {
   static MPK_DEVICE uint8_t apply(From v) { return static_cast<uint8_t>(Convert<int64_t, From>::apply(v)); }
@@ -144,7 +143,7 @@ MPK_DEVICE double sub(double a, double b) {
   return __dsub_rn(a, b);
 }
 MPK_POINTWISE_FLOAT(MPK_OPERATION)
-// Within two units of the last place of what is rounded next, without the branch that a correctly rounded quotient has.
+// Within two units of the last place before the final rounding, without the branch of a correctly rounded quotient.
 template <>
 MPK_DEVICE float sigmoid(float a) {
   return __fdividef(1.0f, 1.0f + math::exp(-a));
@@ -163,7 +162,7 @@ MPK_POINTWISE_COMPARE(MPK_COMPARISON)
 
 // ---- memory
 
-// A value this launch does not write: it may come from the read-only cache.
+// Loads a value that this launch does not write, possibly through the read-only cache.
 template <class T>
 MPK_DEVICE T load_constant(const T* p) {
   if constexpr (sizeof(T) == 1) {
@@ -193,7 +192,7 @@ struct alignas(sizeof(T) * N) Vec {
 template <class T>
 inline constexpr int kVecSize = 16 / sizeof(T);
 
-// f(0), f(1), ..., and their values.
+// Calls f(0), f(1), ... and returns their values.
 template <int N, class F>
 MPK_DEVICE void for_each(F f) {
 #pragma unroll
@@ -207,7 +206,7 @@ MPK_DEVICE Vec<T, N> each(F f) {
   return values;
 }
 
-// Neighbouring elements in memory: moved together where they begin at a multiple of their bytes, else one by one.
+// Moves neighbouring elements in one access if they are aligned to their total size, else one by one.
 template <class T, int N>
 MPK_DEVICE bool begins_aligned(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % sizeof(Vec<T, N>) == 0;
@@ -225,7 +224,7 @@ MPK_DEVICE void store_together(T* p, const Vec<T, N>& values) {
     for_each<N>([&](int i) { p[i] = values.v[i]; });
 }
 
-// An element of at most four bytes as a word: put into a register of its own, a load is not waited for before it is
+// Loads an element of at most four bytes as a word. In a register of its own, a load is not awaited before its value is
 // needed.
 template <class T>
 MPK_DEVICE uint32_t to_word(const T& v) {
@@ -244,7 +243,7 @@ MPK_DEVICE void to_floats(const Vec<T, N>& v, float (&f)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) f[i] = to_float(v.v[i]);
 }
-// The upper half of a float: the compiler takes two instructions for every other element.
+// A bf16 is the upper half of a float. The compiler would take two instructions for every other element.
 template <int N>
 MPK_DEVICE void to_floats(const Vec<__nv_bfloat16, N>& v, float (&f)[N]) {
   static_assert(N % 2 == 0 || N == 1);
@@ -272,13 +271,13 @@ struct PairOf<__half> {
   static MPK_DEVICE type round(float a, float b) { return __floats2half2_rn(a, b); }
 };
 
-// Two as a word.
+// Two elements as a word.
 template <class T>
 MPK_DEVICE uint32_t round_pair(float a, float b) {
   return to_word(PairOf<T>::round(a, b));
 }
 
-// Of 16 bits, as elements of caches are, without a branch: of many that are stored together none waits for another.
+// For 16-bit elements, such as those of caches: without a branch, so that of many stores none waits for another.
 template <class T>
 MPK_DEVICE void store_if(bool condition, T* p, const T& v) {
   if constexpr (sizeof(T) == 2) {
@@ -302,7 +301,7 @@ MPK_DEVICE Vec<T, N> round_to(const float (&v)[N]) {
   return r;
 }
 
-// Each result is rounded once, whether it is computed in T or in float: float has more than twice as many bits.
+// Each result is rounded once, whether computed in T or in float, since float has more than twice as many bits.
 template <class T, int N, class Pairs, class Singles>
 MPK_DEVICE Vec<T, N> elementwise(const Vec<T, N>& a, const Vec<T, N>& b, Pairs pairs, Singles singles) {
   Vec<T, N> r;

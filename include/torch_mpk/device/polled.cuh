@@ -1,13 +1,13 @@
-// Polled vectors: how a small vector travels from one phase to the next without a completed event (Schedule::polled).
+// Polled vectors: a small vector travels from one phase to the next without a completed event (Schedule::polled).
 //
-// Whoever needs an element polls it: it then has it after one trip to L2 behind its maker's store, where an event takes
-// a fence, a signal, a poll, a barrier and a load. Elements have 16 bits. In memory they stand complemented, and 0 is
-// an element that has not come. The one element whose complement is 0, a NaN, travels as another NaN. Launches of even
-// and of odd epochs have places of their own: a launch clears those of the next one, in which nobody reads or writes
-// meanwhile, and finds its own cleared by the launch before it, or zeroed as the workspace was made.
+// Readers poll the elements that they need. They get an element one trip to L2 after its store; an event takes a fence,
+// a signal, a poll, a barrier and a load. Elements have 16 bits, and are stored complemented; 0 marks an absent
+// element. One NaN has 0 as its complement, and travels as another NaN. Launches of even and odd epochs use separate
+// places. Each launch clears the next one's place, which nobody uses meanwhile, and finds its own cleared by the launch
+// before, or zeroed with the workspace.
 //
-// Elements are read and written with relaxed operations, which go to L2; an element orders nothing but itself. Readers
-// take several at a time: the hardware never splits 16 bits, in accesses that are aligned as these are.
+// Elements are read and written with relaxed operations, which go to L2. An element orders nothing but itself. Readers
+// take several at a time: the hardware never splits 16 bits in such aligned accesses.
 #pragma once
 
 #include "torch_mpk/device/row.cuh"
@@ -26,7 +26,7 @@ MPK_DEVICE void store_element(uint16_t* p, T v) {
   ptx::store_relaxed_gpu(p, static_cast<uint16_t>(max(bits ^ 0xffffu, 1u)));
 }
 
-// Elements that stand side by side, from an address that is a multiple of their size.
+// N neighbouring elements, aligned to their total size.
 template <class T, int N>
 MPK_DEVICE void store_elements(uint16_t* p, const Vec<T, N>& v) {
   static_assert(sizeof(T) == 2);
@@ -46,14 +46,14 @@ MPK_DEVICE void store_elements(uint16_t* p, const Vec<T, N>& v) {
   }
 }
 
-// The element at p once it has come, as it is stored, or kAbsent when the launch was given up.
+// Waits for the element at p, and returns it as stored, or kAbsent when the launch was aborted.
 __device__ __noinline__ uint32_t wait_element(const Watchdog& dog, const uint16_t* p, uint32_t phase) {
   uint32_t stored = kAbsent;
   spin(dog, [&] { return (stored = ptx::load_relaxed_gpu(p)) != kAbsent; }, [&] { return polling(phase); });
   return stored;
 }
 
-// The element at p, which has been read already as it is stored, though perhaps too early.
+// The element at p, of which `stored` was read earlier, perhaps too early.
 template <class T, class C>
 MPK_DEVICE T element_of(C& c, uint32_t stored, const uint16_t* p) {
   if (stored == kAbsent) {
@@ -64,8 +64,8 @@ MPK_DEVICE T element_of(C& c, uint32_t stored, const uint16_t* p) {
   return *reinterpret_cast<const T*>(&bits);
 }
 
-// Has one of kAbsentBits when an element of two, as they are stored, is absent; the other bits say nothing. (S. E.
-// Anderson, Bit Twiddling Hacks: "Determine if a word has a zero byte".)
+// Has one of kAbsentBits set if one of two stored elements is absent. Other bits mean nothing. (S. E. Anderson, Bit
+// Twiddling Hacks: "Determine if a word has a zero byte".)
 inline constexpr uint32_t kAbsentBits = 0x80008000u;
 MPK_DEVICE uint32_t absent(uint32_t two) { return (two - 0x00010001u) & ~two; }
 MPK_DEVICE uint32_t absent(const uint2& four) { return absent(four.x) | absent(four.y); }
@@ -73,15 +73,15 @@ MPK_DEVICE uint32_t absent(const uint4& eight) {
   return absent(eight.x) | absent(eight.y) | absent(eight.z) | absent(eight.w);
 }
 
-// Pieces of 16 bytes of a polled vector, at piece(0) to piece(kSteps - 1); where that is null, unspecified. False when
-// the launch was given up. A thread has all its loads in flight before it looks at the first element.
-template <int kSteps, class Piece>
-MPK_DEVICE bool poll_each(uint4 (&to)[kSteps], Piece piece, const Watchdog& dog, uint32_t phase) {
+// Polls the 16-byte accesses access(0) to access(kSteps - 1) of a polled vector; null ones are left unspecified. False
+// when the launch was aborted. A thread has all its loads in flight before it checks the first element.
+template <int kSteps, class Access>
+MPK_DEVICE bool poll_each(uint4 (&to)[kSteps], Access access, const Watchdog& dog, uint32_t phase) {
   const uint4 nothing = make_uint4(~0u, ~0u, ~0u, ~0u);
   const bool are_there = poll(dog, phase, [&] {
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
-      const uint4* at = piece(s);
+      const uint4* at = access(s);
       to[s] = at != nullptr ? ptx::load_relaxed_gpu(at) : nothing;
     }
     uint32_t missing = 0;
@@ -95,32 +95,32 @@ MPK_DEVICE bool poll_each(uint4 (&to)[kSteps], Piece piece, const Watchdog& dog,
   return true;
 }
 
-// Pieces rank, rank + stride, ... of `pieces` in all, at most kSteps for a thread.
+// Polls accesses rank, rank + stride, ... of `accesses` in all, at most kSteps for a thread.
 template <int kSteps>
-MPK_DEVICE bool poll_pieces(uint4 (&to)[kSteps], const uint16_t* src, int rank, int stride, int pieces,
-                            const Watchdog& dog, uint32_t phase) {
+MPK_DEVICE bool poll_accesses(uint4 (&to)[kSteps], const uint16_t* src, int rank, int stride, int accesses,
+                              const Watchdog& dog, uint32_t phase) {
   __builtin_assume(__isGlobal(src));
-  const auto piece = [&](int s) {
+  const auto access = [&](int s) {
     const int i = s * stride + rank;
-    return i < pieces ? reinterpret_cast<const uint4*>(src) + i : nullptr;
+    return i < accesses ? reinterpret_cast<const uint4*>(src) + i : nullptr;
   };
-  return poll_each<kSteps>(to, piece, dog, phase);
+  return poll_each<kSteps>(to, access, dog, phase);
 }
 
-// The same, to shared memory. Out of line: jobs share it.
+// The same, and copies them to shared memory. Out of line: jobs share it.
 template <int kSteps>
-__device__ __noinline__ bool copy_pieces(uint4* dst, const uint16_t* src, int rank, int stride, int pieces,
+__device__ __noinline__ bool copy_polled(uint4* dst, const uint16_t* src, int rank, int stride, int accesses,
                                          const Watchdog& dog, uint32_t phase) {
   __builtin_assume(__isShared(dst));
   uint4 polled[kSteps];
-  if (!poll_pieces(polled, src, rank, stride, pieces, dog, phase)) return false;
+  if (!poll_accesses(polled, src, rank, stride, accesses, dog, phase)) return false;
 #pragma unroll
   for (int s = 0; s < kSteps; s++)
-    if (const int i = s * stride + rank; i < pieces) dst[i] = polled[s];
+    if (const int i = s * stride + rank; i < accesses) dst[i] = polled[s];
   return true;
 }
 
-// Four elements once they have come, as they are stored; some are absent when the launch was given up.
+// Waits for four elements, and returns them as stored. Some are absent when the launch was aborted.
 __device__ __noinline__ uint2 wait_four(const Watchdog& dog, const uint2* p, uint32_t phase) {
   uint2 four{};
   spin(
@@ -140,8 +140,9 @@ MPK_DEVICE void copy_polled_row(Group& group, T* dst, const uint16_t* src) {
     if ((absent(four) & kAbsentBits) != 0) group.c.failed = true;
     reinterpret_cast<uint2*>(dst)[group.rank] = make_uint2(~four.x, ~four.y);
   } else if constexpr (vectorized) {
-    constexpr int kPieces = N / kVecSize<T>, kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
-    if (!copy_pieces<kSteps>(reinterpret_cast<uint4*>(dst), src, group.rank, Group::kSize, kPieces, dog, group.c.phase))
+    constexpr int kAccesses = N / kVecSize<T>, kSteps = (kAccesses + Group::kSize - 1) / Group::kSize;
+    if (!copy_polled<kSteps>(reinterpret_cast<uint4*>(dst), src, group.rank, Group::kSize, kAccesses, dog,
+                             group.c.phase))
       group.c.failed = true;
   } else {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = element_of<T>(group.c, kAbsent, src + i);

@@ -1,5 +1,5 @@
-// The instructions CUDA C++ has no name for. Who uses those that some generations lack asks device/arch whether they
-// are there; fences and tests that all may use ask themselves.
+// Instructions without a name in CUDA C++. Callers of instructions that some generations lack ask device/arch first.
+// Fences and tests, which all may use, ask themselves.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,7 +26,7 @@ MPK_DEVICE void mbar_arrive(uint64_t* bar) {
   asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.shared::cta.b64 t, [%0];\n}" ::"r"(smem_addr(bar)) : "memory");
 }
 
-// As so many.
+// Arrives as `arrivals` threads.
 template <int arrivals>
 MPK_DEVICE void mbar_arrive_as(uint64_t* bar) {
   if constexpr (arrivals == 1)
@@ -36,7 +36,7 @@ MPK_DEVICE void mbar_arrive_as(uint64_t* bar) {
                  : "memory");
 }
 
-// Whether the phase of this parity is complete, at once.
+// Whether the phase of this parity is complete. Does not block.
 MPK_DEVICE bool mbar_peek(uint64_t* bar, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -46,7 +46,7 @@ MPK_DEVICE bool mbar_peek(uint64_t* bar, uint32_t parity) {
   return done;
 }
 
-// The same. Where there is a copy engine, the hardware may suspend the thread for a while first.
+// The same, but where there is a copy engine the hardware may suspend the thread for a while first.
 MPK_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
   if constexpr (!arch::kHasBulkCopies) return mbar_peek(bar, parity);
   uint32_t done;
@@ -63,11 +63,11 @@ MPK_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
 
-// Policies of L2 as createpolicy.fractional makes them: evict_first, and none.
+// L2 policies as createpolicy.fractional makes them: evict_first, and none.
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x1000000000000000;
 
-// Contiguous global bytes to shared memory; both ends and the size are multiples of 16. By default they are the first
-// to leave L2: a launch reads them once, and what the phases tell each other stays there.
+// Copies contiguous bytes to shared memory; both addresses and the size are multiples of 16. By default they leave L2
+// first: a launch reads weights once, and what phases exchange should stay.
 MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t hint = kEvictFirst) {
 #define MPK_COPY(space)                                                                                               \
   asm volatile("cp.async.bulk." space                                                                                 \
@@ -81,7 +81,7 @@ MPK_DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* 
 #undef MPK_COPY
 }
 
-// What a map (a CUtensorMap) says from these coordinates on. What is outside of the matrix is zero.
+// Copies the box of a map (a CUtensorMap) at these coordinates. Elements outside of the matrix are zero.
 MPK_DEVICE void mapped_load(void* dst, const void* map, int column, int row, int block, uint64_t* bar, uint64_t hint) {
 #define MPK_COPY(space)                                                                                              \
   asm volatile("cp.async.bulk.tensor.3d." space                                                                      \
@@ -96,22 +96,22 @@ MPK_DEVICE void mapped_load(void* dst, const void* map, int column, int row, int
 #undef MPK_COPY
 }
 
-// A box of a matrix, from row `row` and from its `block`-th 64 columns on. `hint`: how long it stays in L2.
+// Copies a box of a matrix, from row `row` and the `block`-th 64 columns on. `hint`: L2 policy.
 MPK_DEVICE void box_load(void* dst, const void* map, int row, int block, uint64_t* bar, uint64_t hint = kEvictFirst) {
   mapped_load(dst, map, 0, row, block, bar, hint);
 }
 
-// 64 columns of a matrix, swizzled as in a box, from row `row` and column `first` on.
+// Copies 64 columns of a matrix, swizzled as in a box, from row `row` and column `first` on.
 MPK_DEVICE void columns_load(void* dst, const void* map, int row, int first, uint64_t* bar, uint64_t hint) {
   mapped_load(dst, map, first, row, 0, bar, hint);
 }
 
-// Rows of a matrix as they are, from row `row` and column `column` on.
+// Copies rows of a matrix without a swizzle, from row `row` and column `column` on.
 MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
   mapped_load(dst, map, column, row, 0, bar, kEvictFirst);
 }
 
-// The map itself, for who soon loads a box.
+// Prefetches the map itself.
 MPK_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // ---- what threads copy
@@ -120,8 +120,8 @@ MPK_DEVICE void copy_async_16(void* dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
 }
 
-// Makes a group of this thread's copies since the last one; and waits until no more than its latest `groups` are on
-// their way.
+// commit_copies groups this thread's copies since the last group. await_copies waits until at most the latest `groups`
+// groups are in flight.
 MPK_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups>
 MPK_DEVICE void await_copies() {
@@ -207,23 +207,23 @@ MPK_DEVICE void store_release_cta(uint64_t* p, uint64_t v) {
 MPK_DEVICE void store_relaxed_cta(uint64_t* p, uint64_t v) { store_release_cta(p, v); }
 #endif
 
-// Words that another warp's release shows, or will show.
+// Words that another warp's release publishes.
 template <class T>
-MPK_DEVICE T load_shown(const T* p) {
+MPK_DEVICE T load_published(const T* p) {
   if constexpr (kRacecheck)
     return load_acquire_cta(p);
   else
     return *p;
 }
 template <class T>
-MPK_DEVICE void store_shown(T* p, T v) {
+MPK_DEVICE void store_published(T* p, T v) {
   if constexpr (kRacecheck)
     store_release_cta(p, v);
   else
     *p = v;
 }
 
-// What stands there, for whoever reads it later: this multiprocessor, or any.
+// Prefetches for later readers: of this multiprocessor, or of any.
 template <class T>
 MPK_DEVICE void prefetch_l1(const T* p) {
   asm volatile("prefetch.global.L1 [%0];" : : "l"(p));
@@ -233,8 +233,7 @@ MPK_DEVICE void prefetch_l2(const T* p) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(p));
 }
 
-// Of memory that no launch writes, what is read but once: it does not push anything out of L1, and what stands behind
-// it comes to L2 with it.
+// Loads memory that no launch writes and that is read once. It evicts nothing from L1, and L2 prefetches what follows.
 MPK_DEVICE uint4 load_once(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -276,15 +275,15 @@ MPK_DEVICE uint4 load_relaxed_gpu(const uint4* p) {
   return v;
 }
 
-// Each half comes as a whole.
+// Each half is loaded atomically.
 MPK_DEVICE ulonglong2 load_relaxed_gpu(const ulonglong2* p) {
   ulonglong2 v;
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
   return v;
 }
 
-// Without a branch. The compiler may move other accesses across it, though not across a barrier: nothing of a job reads
-// what it stores so.
+// A store without a branch. The compiler may move other accesses across it, but not across a barrier. Jobs do not read
+// what they store this way.
 MPK_DEVICE void store_if(bool condition, uint16_t* p, uint16_t v) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.u16 [%0], %1;\n}" ::"l"(p), "h"(v),
                "r"(uint32_t(condition)));
@@ -307,7 +306,7 @@ MPK_DEVICE void store_relaxed_gpu(uint4* p, const uint4& v) {
                : "memory");
 }
 
-// Each half goes as a whole.
+// Each half is stored atomically.
 MPK_DEVICE void store_relaxed_gpu(ulonglong2* p, const ulonglong2& v) {
   asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y) : "memory");
 }
@@ -333,7 +332,7 @@ MPK_DEVICE uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
   return old;
 }
 
-// Between GPUs. Each half comes, and goes, as a whole.
+// Between GPUs. Each half is loaded, or stored, atomically.
 MPK_DEVICE ulonglong2 load_relaxed_sys(const ulonglong2* p) {
   ulonglong2 v;
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
@@ -381,8 +380,7 @@ MPK_DEVICE void mma<__half>(float (&d)[4], Quad a, Pair b) {
       : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[0]), "r"(b.v[1]));
 }
 
-// Two e4m3 numbers as float16, which has all of them, the lower byte's in the lower half; and two floats as e4m3, the
-// largest number for what is larger.
+// Converts two e4m3 numbers to float16, exactly, the lower byte to the lower half; and two floats to e4m3, saturating.
 MPK_DEVICE uint32_t halves_of_e4m3(uint16_t pair) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
@@ -393,11 +391,11 @@ MPK_DEVICE uint16_t e4m3_of(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// Four bytes of a word and of another, chosen by the nibbles of `which`.
+// Selects four bytes of two words, by the nibbles of `which`.
 MPK_DEVICE uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t which) { return __byte_perm(a, b, which); }
 
-// Four 8 x 8 matrices of 16-bit elements in shared memory, two elements of each in each lane. Lane 8 i + r gives the
-// address of row r of matrix i, 16 bytes.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory; each lane gets two elements of each. Lane 8 i + r
+// gives the address of row r of matrix i, 16 bytes.
 MPK_DEVICE Quad load_matrices(SharedAddress row) {
   Quad m;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -417,7 +415,7 @@ MPK_DEVICE Quad load_matrices_transposed(SharedAddress row) {
   return m;
 }
 
-// An 8 x 8 matrix of 16-bit elements, two of a row in each lane, transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements, two of a row in each lane.
 MPK_DEVICE uint32_t transpose(uint32_t v) {
   uint32_t t;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
@@ -430,8 +428,8 @@ MPK_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, 
 
 // ---- products of warpgroups: D = A B^T + D with A[64][16] and B[columns][16] in shared memory, summed in fp32
 
-// 16-bit elements in rows of 128 bytes, one after the other, in the copy engine's 128-byte swizzle. What stands here
-// begins at a multiple of 1,024 bytes: its address, the bytes from 8 rows to the next 8, and which swizzle it is.
+// A matrix of 16-bit elements in consecutive rows of 128 bytes, in the copy engine's 128-byte swizzle, aligned to 1,024
+// bytes. The descriptor has its address, the bytes from 8 rows to the next 8, and the swizzle.
 using SwizzledMatrix = uint64_t;
 MPK_DEVICE SwizzledMatrix swizzled(const void* p) {
   return (smem_addr(p) & 0x3ffff) >> 4 | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
@@ -471,7 +469,7 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
 #define MPK_OF_64(d, i) MPK_OF_32(d, i), MPK_OF_32(d, i + 32)
 #define MPK_OF_96(d, i) MPK_OF_64(d, i), MPK_OF_32(d, i + 64)
 #define MPK_OF_128(d, i) MPK_OF_64(d, i), MPK_OF_64(d, i + 64)
-// `sums`: of a thread, columns / 2; `a` and `b` are the numbers of the operands behind them.
+// `sums`: columns / 2 of a thread. `a` and `b`: the numbers of the operands behind them.
 #define MPK_MULTIPLY(T, type, columns, sums, a, b)                                                      \
   template <>                                                                                           \
   MPK_DEVICE void multiply_matrices<T, columns>(float (&d)[sums], SwizzledMatrix x, SwizzledMatrix y) { \
@@ -525,8 +523,8 @@ MPK_MULTIPLY_ALL(__half, "f16")
 #undef MPK_4
 #undef MPK_TEN
 
-// The registers of each thread of this warpgroup, all of whose warps call it: fewer, or more once others have given up
-// theirs. A multiple of 8.
+// Sets the registers of each thread of this warpgroup, called by all its warps: fewer, or more once other warpgroups
+// have released theirs. A multiple of 8.
 template <int registers>
 MPK_DEVICE void give_up_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
@@ -536,16 +534,16 @@ MPK_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// Before the first product that uses registers or shared memory that the warp has written.
+// Call it before the first product that uses registers or shared memory that the warp has written.
 MPK_DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Ends a group of products.
 MPK_DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until no more than the latest `groups` are under way.
+// Waits until at most the latest `groups` groups are in flight.
 template <int groups>
 MPK_DEVICE void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
-// Until all are done. What the compiler does with the sums stays behind it.
+// Waits until all products are done. The compiler keeps uses of the sums behind it.
 template <int n>
 MPK_DEVICE void await_sums(float (&d)[n]) {
   await_products<0>();
@@ -555,7 +553,7 @@ MPK_DEVICE void await_sums(float (&d)[n]) {
 
 // ---- the rest
 
-// Barrier 1 among `threads` threads; true for all when `value` is true for any.
+// Barrier 1 among `threads` threads. True for all if `value` is true for any.
 template <int threads>
 MPK_DEVICE bool barrier_or(bool value) {
   uint32_t any;
@@ -569,7 +567,7 @@ MPK_DEVICE bool barrier_or(bool value) {
   return any;
 }
 
-// A barrier among `threads` threads, whole warps; barriers 0 and 1 have other uses.
+// A barrier among `threads` threads, whole warps. Barriers 0 and 1 have other uses.
 template <int threads>
 MPK_DEVICE void barrier(int number) {
   __syncwarp();
@@ -583,7 +581,7 @@ MPK_DEVICE float exp2(float x) {
   return y;
 }
 
-// What stands in front of it is not moved behind it, nor the other way round, by the compiler.
+// The compiler moves no access across it.
 MPK_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
 
 MPK_DEVICE uint64_t global_time_ns() {
@@ -592,10 +590,10 @@ MPK_DEVICE uint64_t global_time_ns() {
   return t;
 }
 
-// By which the watchdog sees how long a wait has lasted. The emulator's is not the global one.
+// The watchdog's clock. The emulator's differs from the global one.
 MPK_DEVICE uint64_t watched_time_ns() { return global_time_ns(); }
 
-// threadIdx.x, read anew: what is computed from it is not kept in registers from one job to the next.
+// threadIdx.x, read anew, so that values computed from it hold no registers from one job to the next.
 MPK_DEVICE int thread_index() {
   int t;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));

@@ -1,11 +1,11 @@
-// Numbers that quantised weights and their scales are stored as, and how x is quantised.
+// The number formats of quantised weights and scales, and how x is quantised.
 #pragma once
 
 #include "torch_mpk/device/pointwise.cuh"
 
 namespace mpk {
 
-// Four bits of exponent and three of mantissa; the largest number is 448, and the pattern above it NaN.
+// 4 bits of exponent, 3 of mantissa. The largest number is 448, and the pattern above it is NaN.
 struct E4M3 {
   uint8_t bits;
 };
@@ -14,7 +14,7 @@ struct E8M0 {
   uint8_t bits;
 };
 
-// Exponent and mantissa moved to the place that a half has them in are 2^-8 of the number, denormals too.
+// Moved to a half's place, exponent and mantissa give 2^-8 of the number, denormals included.
 MPK_DEVICE float to_float(E4M3 v) {
   if ((v.bits & 0x7f) == 0x7f) return __int_as_float(0x7fffffff);
   const uint32_t magnitude = v.bits & 0x7f, sign = static_cast<uint32_t>(v.bits & 0x80) << 24;
@@ -29,7 +29,7 @@ MPK_DEVICE float to_float(E8M0 v) {
 
 inline constexpr float kLargestE4M3 = 448, kLeastScale = 1e-12f;
 
-// A float rounded to the numbers of e4m3: to nearest, ties to even, and what is larger to the largest.
+// Rounds a float to e4m3: to nearest, ties to even, saturating.
 MPK_DEVICE float round_e4m3(float v) {
   float magnitude = fabsf(v);
   if (magnitude > kLargestE4M3) magnitude = kLargestE4M3;  // false for NaN
@@ -40,7 +40,7 @@ MPK_DEVICE float round_e4m3(float v) {
   return copysignf(rounded, v);
 }
 
-// A scale of numbers whose largest magnitude is `most`.
+// The scale for numbers of at most this magnitude.
 MPK_DEVICE float e4m3_scale(float most) { return fmaxf(most / kLargestE4M3, kLeastScale); }
 
 }  // namespace mpk

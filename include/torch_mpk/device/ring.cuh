@@ -1,10 +1,10 @@
-// The ring of shared-memory slots through which the loader warp streams large operands to the consumer warps.
+// The ring of shared-memory slots through which the loader warp streams large operands to consumer warps.
 //
-// Entries are numbered 0, 1, 2, ... over the whole launch; entry g lives in slot g mod slots. The loader fills an
-// entry's metadata, starts its copies and publishes the count `issued`; the one consumer warp that owns the entry
-// awaits `issued > g`, then the slot's `full` barrier, and frees the slot through its `empty` barrier; so does each of
-// several warps that multiply together. Because a consumer looks at `full` only after the loader has armed it for entry
-// g, its parity cannot be mistaken for that of an earlier or a later round, whichever warps share a slot.
+// Entries are numbered 0, 1, 2, ... over the whole launch; entry g uses slot g mod slots. The loader fills an entry's
+// metadata, starts its copies, and publishes the count `issued`. The consumer warp that owns the entry awaits `issued >
+// g`, then the slot's `full` barrier, and frees the slot through its `empty` barrier. Several warps that multiply
+// together all do so. A consumer looks at `full` only after the loader has armed it for entry g, so its parity cannot
+// be that of an earlier or later round, whichever warps share a slot.
 #pragma once
 
 #include "torch_mpk/abi/table.h"
@@ -16,20 +16,20 @@ namespace mpk {
 struct RingState {
   uint64_t full[kMaxSlots];
   uint64_t empty[kMaxSlots];
-  uint32_t tile[kMaxSlots];          // the tile an entry begins, when tiles are claimed
+  uint32_t tile[kMaxSlots];          // the tile that an entry begins, if tiles are claimed
   uint64_t phase_end[kPhasesAhead];  // phase + 1 in the upper half, entries issued by its end in the lower
   uint32_t issued;
 };
 
-inline constexpr int kFillWidth = arch::kHasBulkCopies ? 32 : 1;  // entries that the loader works out at once
-// Entries that a round waits for: a round for each small one would take as long as the memory does.
+inline constexpr int kFillWidth = arch::kHasBulkCopies ? 32 : 1;  // entries that the loader describes at once
+// Entries that a round waits for. A round for each small entry would take as long as the memory does.
 template <int slot_bytes>
 inline constexpr uint32_t kLeastFilled = kFillWidth > 1 && slot_bytes <= kMaxSlotBytes ? 2 : 1;
 
-// Of a warp that is done with what it read: for racecheck all of them, see kRacecheck.
+// Lanes of a warp that arrive at `empty`: all of them for racecheck, see kRacecheck.
 inline constexpr uint32_t kLanesThatArrive = ptx::kRacecheck ? 32 : 1;
 
-// By all lanes of a warp, which counts as so many.
+// Called by all lanes of a warp. They count as `arrivals`.
 template <int arrivals = 1>
 MPK_DEVICE void arrive_for_warp(uint64_t* bar, int lane) {
   __syncwarp();
@@ -41,8 +41,8 @@ MPK_DEVICE void arrive_for_warp(uint64_t* bar, int lane) {
   }
 }
 
-// A slot is full when the copy engine, of whose bytes one arrival announces how many, or every lane has brought its
-// copies; and empty when the consumer that owns the entry arrives.
+// A slot is full once the copy engine has written the expected bytes, or every lane has made its copies. It is empty
+// once the consumer that owns the entry arrives.
 template <class Kernel>
 MPK_DEVICE void init_ring(RingState& ring) {
   static_assert(Kernel::kFullArrivals == (kFillWidth > 1 ? 1 : 32), "the schedule is for another generation");
@@ -62,20 +62,21 @@ struct RingWriter {
   uint8_t* data;
   const Watchdog& dog;
   int lane;
-  uint32_t entry = 0;  // the next
+  uint32_t entry = 0;  // the next entry
 
   MPK_DEVICE void end_phase(uint32_t phase) {
     if (lane == 0) ptx::store_release_cta(&ring.phase_end[phase % kPhasesAhead], (uint64_t(phase + 1) << 32) | entry);
   }
 
-  // Waits for the copies in flight: they must not land in the shared memory of a CTA that has exited.
+  // Waits for the copies in flight, which must not land in the shared memory of a CTA that has exited.
   MPK_DEVICE void drain() {
     for (uint32_t g = entry > slots ? entry - slots : 0; g < entry; g++)
       while (!ptx::mbar_test(&ring.full[g % slots], (g / slots) & 1)) {
       }
   }
 
-  // `rows` rows, `pitch` bytes apart in memory, side by side in a slot: by the copy engine, or this lane's share.
+  // Copies `rows` rows, `pitch` bytes apart in memory, to a slot, side by side: by the copy engine, or this lane's
+  // share.
   MPK_DEVICE void copy(uint8_t* to, const uint8_t* from, uint32_t pitch, uint32_t rows, uint32_t row_bytes,
                        [[maybe_unused]] uint64_t* full) const {
     if (rows != 0 && pitch == row_bytes) {
@@ -92,15 +93,15 @@ struct RingWriter {
   }
 };
 
-// Fills the next `count` entries and shows them to the consumers, of which `in_flight` may be in flight. Returns the
-// next entry, short of `count` more when the launch was given up.
+// Fills the next `count` entries and publishes them to the consumers, with at most `in_flight` in flight. Returns the
+// next entry, short of `count` more when the launch was aborted.
 //
-// One multiprocessor's share of the memory bandwidth is a slot every 240 ns, and the loader, whose instructions the
-// consumers' displace, needs longer for a round of the loop. So with the copy engine each lane works out an entry of
-// its own, once for 32 entries, and a round fills all that can be filled. Without it all lanes copy parts of one entry.
+// A multiprocessor's share of the bandwidth is a slot every 240 ns. A round of the loop takes the loader longer, since
+// consumers evict its instructions. So with the copy engine each lane describes an entry of its own, once for 32
+// entries, and a round fills all free slots. Without it all lanes copy parts of one entry.
 //
-// describe(number): the entry that is so many behind the first, when it is less than `count`; its `tile`, and
-// start(to, full), which begins its copies.
+// describe(number): the entry `number` behind the first, for number < count. It has `tile`, and start(to, full), which
+// starts its copies.
 template <int slots, int slot_bytes, class Describe>
 MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t count, uint32_t in_flight, uint32_t phase,
                                  Describe describe) {
@@ -115,19 +116,19 @@ MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t coun
     uint64_t* full = &ring.full[slot];
     uint64_t* empty = &ring.empty[slot];
     uint8_t* to = w.data + slot * slot_bytes;
-    // All before the earlier entry have landed when it is asked for, so its barrier is not two rounds behind.
+    // All entries before the earlier one have landed by then, so its barrier is at most one round behind.
     const uint32_t earlier = g - in_flight, earlier_parity = (earlier / slots) & 1;
     uint64_t* earlier_full = &ring.full[earlier % slots];
     const bool has_earlier = kFillWidth > 1 && in_flight < slots && g >= in_flight;
     const auto may_fly = [&] { return !has_earlier || ptx::mbar_peek(earlier_full, earlier_parity); };
 #pragma unroll 1
     for (uint32_t done = 0; done < size;) {
-      // Those in front that are free are filled; the first ones are waited for. A new barrier counts as free. The
-      // parity says nothing of entries that are a round of the ring ahead.
+      // Fills free slots at the front, and waits for the first ones. A new barrier counts as free. The parity says
+      // nothing of entries a whole round of the ring ahead.
       const bool is_next = mine - done < min(size - done, uint32_t(slots));
       bool is_free = is_next && ptx::mbar_peek(empty, parity) && may_fly();
       if (!is_free &&
-          mine - done < min(kLeastFilled<slot_bytes>, size - done))  // not out of line: a call waits for the ticket
+          mine - done < min(kLeastFilled<slot_bytes>, size - done))  // inline: a call would wait for the ticket
         is_free = spin(
             w.dog, [&] { return ptx::mbar_test(empty, parity) && may_fly(); },
             [&] { return stall(phase, WarpRole::kLoader, Waiting::kFreeSlot, slot, 0, 0, g); });
@@ -135,7 +136,7 @@ MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t coun
       if (n == 0) return w.entry;
       if (mine - done < n) {
         entry.start(to, full);
-        if (kFillWidth > 1 || w.lane == 0) ptx::store_shown(&ring.tile[slot], entry.tile);
+        if (kFillWidth > 1 || w.lane == 0) ptx::store_published(&ring.tile[slot], entry.tile);
       }
       __syncwarp();
       done += n;
@@ -146,9 +147,9 @@ MPK_DEVICE uint32_t fill_entries(RingWriter<slots, slot_bytes>& w, uint32_t coun
   return w.entry;
 }
 
-// Entries whose copies begin in two steps: begin_entries begins what nothing need be awaited for, of as many entries as
-// there are slots at most, and finish_entries the rest, and shows them to the consumers. An entry is a lane's. False
-// when the launch was given up: then nothing is under way.
+// Entries whose copies start in two steps. begin_entries starts the copies that need no wait, for at most as many
+// entries as there are slots. finish_entries starts the others, and publishes the entries. Each lane has an entry.
+// False when the launch was aborted; then nothing is in flight.
 template <int slots, int slot_bytes, class Describe>
 MPK_DEVICE bool begin_entries(RingWriter<slots, slot_bytes>& w, uint32_t count, uint32_t phase, Describe describe) {
   const uint32_t lane = w.lane, g = w.entry + lane, slot = g % slots, parity = (g / slots - 1) & 1;
@@ -176,7 +177,7 @@ MPK_DEVICE void finish_entries(RingWriter<slots, slot_bytes>& w, uint32_t count,
   if (w.lane == 0) ptx::store_release_cta(&w.ring.issued, w.entry);
 }
 
-// The lane's entry in fill_ring: which tile's, which part's or parts', from which byte of their rows on.
+// The lane's entry in fill_ring: its tile, its parts, and the first byte of their rows.
 template <int slots, int slot_bytes>
 struct Chunk {
   const RingWriter<slots, slot_bytes>& w;
@@ -200,11 +201,11 @@ struct Chunk {
   }
 };
 
-// Fills the next entries with tiles. `matrices` and their addresses, `data`, stand in shared memory, one of each for
-// every part. Returns the next entry, short of all the tiles' when the launch was given up; and, in lane 0's upper
-// half, what it has drawn meanwhile from the counter `tickets`, if there is one: the counter's answer takes over a
-// microsecond. Out of line: all that is streamed comes this way, and the loader's instructions compete with the
-// consumers' for the cache. So a job brings sizes, not code.
+// Fills the next entries with tiles. `matrices` and their addresses, `data`, stand in shared memory, one for every
+// part. Returns the next entry, short of the tiles' end when the launch was aborted. Lane 0's upper half is what it
+// drew meanwhile from the counter `tickets`, if there is one, since an answer takes over a microsecond. Out of line:
+// all streams use it, and the loader's instructions compete with the consumers' for the cache. So jobs supply sizes,
+// not code.
 template <int slots, int slot_bytes>
 MPK_OUT_OF_LINE uint64_t fill_ring(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* data,
                                    const MatrixRow* matrices, Span tiles, uint32_t phase, uint32_t* tickets) {
@@ -241,8 +242,8 @@ struct Box {
   }
 };
 
-// The same with boxes: chunk after chunk those of all tiles, part by part; of `s.chunks` chunks from number `begin` of
-// a row on, first chunk `first` of these and then those before it. `maps`: addresses of the matrices' maps.
+// The same with boxes: chunk after chunk of all tiles, part by part, for `s.chunks` chunks of a row from number `begin`
+// on. They start at chunk `first` and wrap around. `maps`: addresses of the matrices' maps.
 template <int slots, int slot_bytes>
 MPK_OUT_OF_LINE uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* maps,
                                     const MatrixRow* matrices, Span tiles, uint32_t begin, uint32_t first,
@@ -266,13 +267,12 @@ MPK_DEVICE bool ends_before(const RingState& ring, uint32_t g, uint32_t phase) {
   return (end >> 32) == phase + 1 && reached(g, static_cast<uint32_t>(end));
 }
 
-// In place of a claimed tile: there is none, or the launch was given up.
-inline constexpr uint32_t kNoTile = ~0u, kGivenUp = ~0u - 1;
+// In place of a claimed tile: there is none, or the launch was aborted.
+inline constexpr uint32_t kNoTile = ~0u, kAborted = ~0u - 1;
 
-// For claimed tiles: waits until entry g has been issued for this phase, or it is known that the phase ends before it.
-// The loader announces the end of a phase before it issues entries of the next one. Returns the tile that the entry
-// begins, and in the upper half the count of entries issued, of which the warp has seen `issued`. Out of line, as
-// wait_entry is.
+// For claimed tiles: waits until entry g has been issued for this phase, or the phase has ended before it. The loader
+// publishes a phase's end before it issues entries of the next phase. Returns the entry's tile, and in the upper half
+// the count of issued entries; the warp has seen `issued`. Out of line, as wait_entry is.
 template <int slots>
 MPK_OUT_OF_LINE uint64_t next_tile(const RingState& ring, const Watchdog& dog, uint32_t g, uint32_t phase,
                                    uint32_t issued) {
@@ -281,21 +281,21 @@ MPK_OUT_OF_LINE uint64_t next_tile(const RingState& ring, const Watchdog& dog, u
     spin(
         dog, [&] { return reached(seen = ptx::load_acquire_cta(&ring.issued), g + 1) || ends_before(ring, g, phase); },
         [&] { return stall(phase, WarpRole::kConsumer, Waiting::kLoader, phase, seen, g + 1, g); });
-    if (!__all_sync(~0u, reached(seen, g + 1) || ends_before(ring, g, phase))) return kGivenUp;
-    issued = __shfl_sync(~0u, seen, 0);  // lanes must agree on it, or some would skip the vote above
+    if (!__all_sync(~0u, reached(seen, g + 1) || ends_before(ring, g, phase))) return kAborted;
+    issued = __shfl_sync(~0u, seen, 0);  // lanes must agree, or some would skip the vote above
   }
-  return uint64_t(issued) << 32 | (ends_before(ring, g, phase) ? kNoTile : ptx::load_shown(&ring.tile[g % slots]));
+  return uint64_t(issued) << 32 | (ends_before(ring, g, phase) ? kNoTile : ptx::load_published(&ring.tile[g % slots]));
 }
 
-// Until entry g, which is known to come, is issued and its data there. `issued` is the count of entries that the warp
-// has seen issued; returns the count seen now, or one short of the entry when the launch was given up. Called by all
-// lanes, out of line: every tile of every task comes here.
+// Waits until entry g, which is certain to come, is issued and its data has landed. `issued`: the count that the warp
+// has seen. Returns the count seen now, or one below the entry when the launch was aborted. All lanes call it. Out of
+// line: every tile of every task uses it.
 template <int slots>
 MPK_OUT_OF_LINE uint32_t wait_entry(RingState& ring, const Watchdog& dog, uint32_t g, uint32_t phase, uint32_t issued) {
   if (!reached(issued, g + 1)) {
     const uint32_t seen = wait_count(dog, &ring.issued, g + 1, phase, WarpRole::kConsumer, Waiting::kLoader, g);
     if (!__all_sync(~0u, reached(seen, g + 1))) return g;
-    issued = __shfl_sync(~0u, seen, 0);  // lanes must agree on it
+    issued = __shfl_sync(~0u, seen, 0);  // lanes must agree
   }
   const uint32_t slot = g % slots, parity = (g / slots) & 1;
   bool there = ptx::mbar_test(&ring.full[slot], parity);
@@ -304,7 +304,7 @@ MPK_OUT_OF_LINE uint32_t wait_entry(RingState& ring, const Watchdog& dog, uint32
   return __all_sync(~0u, there) ? issued : g;
 }
 
-// A consumer warp's end. All lanes call all functions. `arrivals` are those of a warp that owns an entry.
+// A consumer warp's end. All lanes call all functions. `arrivals`: those of a warp that owns an entry.
 template <int slots, int slot_bytes, int arrivals>
 struct RingReader {
   RingState& ring;
@@ -313,27 +313,28 @@ struct RingReader {
   int lane;
   uint32_t issued = 0;  // what the warp has seen of ring.issued
 
-  // The tile that entry g begins, or kNoTile, or kGivenUp.
+  // The tile that entry g begins, or kNoTile, or kAborted.
   MPK_DEVICE uint32_t next_tile(uint32_t g, uint32_t phase) {
     look(g);
-    if (reached(issued, g + 1)) return ends_before(ring, g, phase) ? kNoTile : ptx::load_shown(&ring.tile[g % slots]);
+    if (reached(issued, g + 1))
+      return ends_before(ring, g, phase) ? kNoTile : ptx::load_published(&ring.tile[g % slots]);
     const uint64_t found = mpk::next_tile<slots>(ring, dog, g, phase, issued);
     issued = static_cast<uint32_t>(found >> 32);
     return static_cast<uint32_t>(found);
   }
 
-  // Looks whether entry g has been issued, unless the warp knows.
+  // Updates the count, unless the warp knows that entry g has been issued.
   MPK_DEVICE void look(uint32_t g) {
     if (!reached(issued, g + 1)) issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0);
   }
 
-  // Whether the data of entry g is there.
+  // Whether the data of entry g has landed.
   MPK_DEVICE bool has(uint32_t g) {
     look(g);
     return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
   }
 
-  // Waits for the data of entry g, which is known to come.
+  // Waits for the data of entry g, which is certain to come.
   MPK_DEVICE bool wait(uint32_t g, uint32_t phase) { return has(g) || wait_longer(g, phase); }
   MPK_DEVICE bool wait_longer(uint32_t g, uint32_t phase) {
     issued = wait_entry<slots>(ring, dog, g, phase, issued);
@@ -349,17 +350,17 @@ struct RingReader {
 
   MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * slot_bytes; }
 
-  // What the loader says of entry g, in place of a tile's number. The entry's data is there.
-  MPK_DEVICE uint32_t said_of(uint32_t g) const { return ptx::load_shown(&ring.tile[g % slots]); }
+  // What the loader wrote for entry g in place of a tile's number. The entry's data has landed.
+  MPK_DEVICE uint32_t word_of(uint32_t g) const { return ptx::load_published(&ring.tile[g % slots]); }
 
-  // The number of entries issued by the end of a phase, which next_tile has found ended.
+  // The entries issued by the end of a phase that next_tile has found ended.
   MPK_DEVICE uint32_t phase_end(uint32_t phase) const {
-    return static_cast<uint32_t>(ptx::load_shown(&ring.phase_end[phase % kPhasesAhead]));
+    return static_cast<uint32_t>(ptx::load_published(&ring.phase_end[phase % kPhasesAhead]));
   }
 
   MPK_DEVICE uint64_t* empty(uint32_t g) const { return &ring.empty[g % slots]; }
   MPK_DEVICE void release(uint32_t g) { arrive_for_warp<arrivals>(empty(g), lane); }
-  // Of an entry that several warps read.
+  // Releases an entry that several warps read.
   MPK_DEVICE void release_share(uint32_t g) { arrive_for_warp(empty(g), lane); }
 };
 

@@ -1,8 +1,8 @@
-// Groups of threads that work on a row together, and jobs made of rows.
+// Groups of threads that share a row, and jobs of rows.
 //
-// A row task is a class Task<V, Group>, where V has its sizes, attributes and where its operands are: see RowTask.
-// Every thread touches elements in the order of its rank, so the result does not depend on which group does the work.
-// Generated code puts the tasks of a row into a class Chain<Group>: see RowChain.
+// A row task is a class Task<V, Group>. V has its sizes, attributes and operands: see RowTask. The order of elements
+// follows a thread's rank, so results do not depend on the kind of group. Generated code puts the tasks of a row into a
+// class Chain<Group>: see RowChain.
 #pragma once
 
 #include "torch_mpk/device/concepts.cuh"
@@ -11,7 +11,7 @@
 
 namespace mpk {
 
-// Over so many neighbouring lanes; all of a warp call it.
+// Sums over `lanes` neighbouring lanes. All lanes of the warp call it.
 template <int lanes = 32>
 MPK_DEVICE float warp_sum(float v) {
 #pragma unroll
@@ -19,7 +19,7 @@ MPK_DEVICE float warp_sum(float v) {
   return v;
 }
 
-// Over this lane and those before it.
+// Sums over this lane and those before it.
 MPK_DEVICE uint32_t warp_sum_so_far(uint32_t v, uint32_t lane) {
 #pragma unroll
   for (int o = 1; o < 32; o *= 2) {
@@ -46,7 +46,7 @@ struct WarpThreads {
   MPK_DEVICE void sync() { __syncwarp(); }
 };
 
-// Neighbouring lanes of a warp, each group at a row of its own, all in step.
+// Neighbouring lanes of a warp. Each group has a row of its own, and all groups keep step.
 template <class C, int lanes>
 struct LaneGroup {
   static constexpr int kSize = lanes;
@@ -58,7 +58,7 @@ struct LaneGroup {
   MPK_DEVICE void sync() { __syncwarp(); }
 };
 
-// What the warps have put into Shared::partials, added in their order.
+// Adds the warps' values in Shared::partials, in their order.
 MPK_DEVICE float sum_partials(const float* partials) {
   float total = 0;
 #pragma unroll
@@ -80,7 +80,7 @@ struct CtaThreads {
   int flip = 0;
   MPK_DEVICE explicit CtaThreads(C& c) : c(c), rank(c.rank) {}
 
-  // Alternating: one barrier a sum.
+  // Two places in turn, so that a sum takes one barrier.
   MPK_DEVICE float* partials() {
     flip ^= 1;
     return c.shared.partials[flip];
@@ -96,11 +96,11 @@ struct CtaThreads {
   MPK_DEVICE void settle(bool ok) { c.alive = ok; }
 };
 
-// Among the neighbouring warps of a group: their barrier, and their sum of v through `partials`, which has a place for
-// each warp of the CTA.
+// For neighbouring warps of a group: their barrier, and their sum of v. `partials` has a place for each warp of the
+// CTA.
 template <int warps>
 MPK_DEVICE void sync_group() {
-  constexpr int kFirstBarrier = 2;  // before it: that of the CTA, that of the consumers
+  constexpr int kFirstBarrier = 2;  // 0: the CTA's; 1: the consumers'
   ptx::barrier<32 * warps>(kFirstBarrier + ptx::thread_index() / (32 * warps));
 }
 template <int warps>
@@ -115,7 +115,7 @@ MPK_DEVICE float sum_over(float v, float* partials) {
   return total;
 }
 
-// So many neighbouring warps, each group at a row of its own; what is left over has the number of a group too many.
+// `warps` neighbouring warps. Each group has a row of its own. Warps left over have the number of a group too many.
 template <class C, int warps>
 struct WarpGroup {
   static constexpr int kSize = 32 * warps;
@@ -134,7 +134,7 @@ struct WarpGroup {
   MPK_DEVICE void settle(bool ok) { c.failed |= !ok; }
 };
 
-// Constructed by every thread of a group with the job's operands, which it may start to fetch, and applied to a row in
+// Every thread of a group constructs it with the job's operands, whose loads it may start, and applies it to a row in
 // shared memory, in place.
 template <class Task, class Group, class T>
 concept RowTask = requires(Task task, Group& group, const Job& job, uint32_t row, T* data) {
@@ -142,17 +142,17 @@ concept RowTask = requires(Task task, Group& group, const Job& job, uint32_t row
   task.apply(group, data);  // the row is complete on entry; no barrier at the end
 };
 
-// `Row`: uint32_t, or more of them: what a chain is constructed with, besides the job.
+// `Row`: one uint32_t or several, which a chain is constructed with besides the job.
 template <class Chain, class Group, class T, class... Row>
 concept RowChain = requires(Chain chain, Group& group, const Job& job, uint32_t row, T* data, Row... rows) {
   Chain(group, job, rows...);          // constructs the tasks
-  chain.fetch(group, job, row, data);  // the row, from memory, into `data`
+  chain.fetch(group, job, row, data);  // loads the row from memory to `data`
   chain.apply(group, job, row, data);  // the tasks
-  chain.bring(group, job, row, data);  // both
+  chain.stage(group, job, row, data);  // fetch, then apply
 };
 
-// Elements that a lane takes at a time of a row that a warp works on, or fewer lanes: as few as leave it with one
-// access, or 16 bytes.
+// Elements in a lane's access, for rows of a warp or of fewer lanes: as few as give the lane one access, at most 16
+// bytes.
 template <class T>
 constexpr int lane_width(int size, int lanes = 32) {
   int width = 1;
@@ -160,14 +160,14 @@ constexpr int lane_width(int size, int lanes = 32) {
   return width;
 }
 
-// Whether rows are shared out among the warps, or the whole CTA works on each. The same rule for all jobs, for equal
+// Whether each warp has rows of its own, or the whole CTA works on each row. All jobs use the same rule, for equal
 // bits.
 constexpr bool rows_by_warp(int row_bytes, int64_t num_rows) {
   return row_bytes <= 512 || (row_bytes <= kLongestWarpRow && num_rows >= 4);
 }
 
-// Elements that a thread takes at a time of a row of N whose rows begin at 16 bytes: short rows keep a whole warp busy,
-// or as many of its lanes as work on one.
+// Elements in a thread's access to a row of N that begins at 16 bytes. Short rows keep a whole warp busy, or the lanes
+// that share one.
 template <class T, int N, class Group>
 inline constexpr int kRowWidth = N <= 4 * (Group::kSize < 32 ? Group::kSize : 32) ? 4 : kVecSize<T>;
 
@@ -175,23 +175,23 @@ inline constexpr int kRowWidth = N <= 4 * (Group::kSize < 32 ? Group::kSize : 32
 template <class T, int N, bool vectorized, class Group>
 MPK_DEVICE void copy_row(const Group& group, T* dst, const T* src) {
   if constexpr (vectorized) {
-    using Piece = Vec<T, kRowWidth<T, N, Group>>;
-    constexpr int kPieces = N / kRowWidth<T, N, Group>, kAtOnce = 8;
-    if constexpr (kPieces > 2 * Group::kSize) {  // accesses in flight together
-      for (int first = group.rank; first < kPieces; first += kAtOnce * Group::kSize) {
-        Piece pieces[kAtOnce];
+    using Access = Vec<T, kRowWidth<T, N, Group>>;
+    constexpr int kAccesses = N / kRowWidth<T, N, Group>, kAtOnce = 8;
+    if constexpr (kAccesses > 2 * Group::kSize) {  // accesses in flight together
+      for (int first = group.rank; first < kAccesses; first += kAtOnce * Group::kSize) {
+        Access accesses[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++)
-          if (const int at = first + i * Group::kSize; at < kPieces)
-            pieces[i] = reinterpret_cast<const Piece*>(src)[at];
+          if (const int at = first + i * Group::kSize; at < kAccesses)
+            accesses[i] = reinterpret_cast<const Access*>(src)[at];
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++)
-          if (const int at = first + i * Group::kSize; at < kPieces) reinterpret_cast<Piece*>(dst)[at] = pieces[i];
+          if (const int at = first + i * Group::kSize; at < kAccesses) reinterpret_cast<Access*>(dst)[at] = accesses[i];
       }
       return;
     }
     for (int i = group.rank; i < N / kRowWidth<T, N, Group>; i += Group::kSize)
-      reinterpret_cast<Piece*>(dst)[i] = reinterpret_cast<const Piece*>(src)[i];
+      reinterpret_cast<Access*>(dst)[i] = reinterpret_cast<const Access*>(src)[i];
   } else {
     for (int i = group.rank; i < N; i += Group::kSize) dst[i] = src[i];
   }
@@ -209,11 +209,11 @@ inline constexpr int kRowStagedBytes = kByWarp<V> ? kConsumerWarps * V::kAtOnce 
 template <class Chain, class Group, class T>
 MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
   Chain chain(group, job, row);
-  chain.bring(group, job, row, data);
+  chain.stage(group, job, row, data);
 }
 
-// Jobs that make more of their rows. V: kWidth, Common; common(job) loads what all elements need, and finish(job, row,
-// column, elements, common) takes kWidth neighbouring elements of a row.
+// Jobs with an epilogue for their rows. V: kWidth, Common; common(job) loads what all elements need, and finish(job,
+// row, column, elements, common) takes kWidth neighbouring elements of a row.
 template <class V>
 concept HasEpilogue = Constants<int, V::kWidth>;
 
@@ -226,7 +226,7 @@ MPK_DEVICE auto common_of(const Job& job) {
     return Nothing{};
 }
 
-// Of a row that is complete in shared memory.
+// Runs the epilogue of a row that is complete in shared memory.
 template <class V, class Group, class Common>
 MPK_DEVICE void finish_row(const Group& group, const Job& job, uint32_t row, const typename V::T* data,
                            const Common& common) {
@@ -235,8 +235,7 @@ MPK_DEVICE void finish_row(const Group& group, const Job& job, uint32_t row, con
       V::finish(job, row, i, *reinterpret_cast<const Vec<typename V::T, V::kWidth>*>(data + i), common);
 }
 
-// Rows that warps have several of at once, one after the other in memory. Lanes without a row do the last one's again,
-// in step with those who have it.
+// Each warp takes several rows at a time, neighbours in memory. Lanes without a row repeat the last one, to keep step.
 template <class V, class C>
 MPK_DEVICE void run_rows_by_lanes(C& c, const Job& job) {
   using T = typename V::T;
@@ -257,8 +256,8 @@ MPK_DEVICE void run_rows_by_lanes(C& c, const Job& job) {
   }
 }
 
-// A job of row tasks, with what is made of their rows besides. V: T, kRows, kAtOnce, kSize; Chain<Group>, which also
-// stores the row where others need it; or HasEpilogue.
+// A job of row tasks and its epilogue. V: T, kRows, kAtOnce, kSize; Chain<Group>, which also stores the row where
+// others need it; or HasEpilogue.
 template <class V, class C>
 MPK_DEVICE void run_rows(C& c, const Job& job) {
   using T = typename V::T;

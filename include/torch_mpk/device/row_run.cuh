@@ -1,5 +1,5 @@
-// Runs of small nodes, see csrc/kernels/row_run.cpp: a worker computes all of them for a row before it takes the next.
-// What a node stores is seen by those behind it, since all threads of the worker meet in between.
+// Runs of small nodes, see csrc/kernels/row_run.cpp: a worker computes all nodes of a run for a row before it takes the
+// next row. All threads of the worker meet between two nodes, so later nodes see what earlier ones store.
 #pragma once
 
 #include "torch_mpk/device/points.cuh"
@@ -16,8 +16,8 @@ constexpr int largest(int value, Others... others) {
 template <class V>
 inline constexpr int kRowRunStagedBytes = V::staged_bytes();
 
-// Of each node the variant that it would have by itself, and its order of sums. Each call is false when the launch was
-// given up.
+// Runs the variant that a node would have by itself, with the same order of sums. Each call is false when the launch
+// was aborted.
 template <class V>
 struct RowRun {
   TileConsumer& consumer;

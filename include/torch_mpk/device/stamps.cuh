@@ -1,5 +1,4 @@
-// When the warps of a profiled kernel pass its phases, see abi/control.h. In other kernels nothing here is code or
-// data.
+// Timestamps of a profiled kernel's warps, see abi/control.h. In other kernels this is neither code nor data.
 #pragma once
 
 #include "torch_mpk/abi/control.h"
@@ -8,7 +7,7 @@
 
 namespace mpk {
 
-// Where the stamps of a kernel's launch stand, in bytes.
+// Byte offsets of the stamps of a launch.
 template <class Kernel>
 struct StampPlaces {
   static constexpr int64_t kPhases = phase_stamps_offset(Kernel::kNumWorkers);
@@ -34,7 +33,7 @@ MPK_DEVICE void read_clocks(uint64_t& ns, uint32_t& cycles) {
   cycles = ptx::clock();
 }
 
-// By one thread of the worker, in front of all other stamps of the launch.
+// One thread of the worker calls it before all other stamps of the launch.
 template <class Kernel>
 MPK_DEVICE void stamp_begin(Control* control, uint32_t epoch) {
   if constexpr (kProfiled<Kernel>) {
@@ -43,7 +42,7 @@ MPK_DEVICE void stamp_begin(Control* control, uint32_t epoch) {
   }
 }
 
-// And behind them, where the worker has completed the launch.
+// One thread calls it after all other stamps, if the worker has completed the launch.
 template <class Kernel>
 MPK_DEVICE void stamp_end(Control* control, uint32_t epoch) {
   if constexpr (kProfiled<Kernel>) {
@@ -53,7 +52,7 @@ MPK_DEVICE void stamp_end(Control* control, uint32_t epoch) {
   }
 }
 
-// What those of the tiles that are a matrix's have in memory, all parts of them.
+// The bytes of the tiles that belong to a matrix, in all its parts.
 MPK_DEVICE uint32_t streamed_bytes(const Stream& stream, const MatrixRow& matrix, Span tiles) {
   if (tiles.end <= matrix.first_tile) return 0;
   const uint32_t begin = (max(tiles.begin, matrix.first_tile) - matrix.first_tile) * stream.tile_rows;
@@ -61,7 +60,7 @@ MPK_DEVICE uint32_t streamed_bytes(const Stream& stream, const MatrixRow& matrix
   return begin < end ? (end - begin) * stream.row_bytes * stream.parts : 0;
 }
 
-// What a role notes of the phase that it is in.
+// A role's stamps of the running phase.
 template <class Kernel, class Stamps, bool profiled = kProfiled<Kernel>>
 struct PhaseClock {
   Stamps stamps{};
@@ -70,7 +69,7 @@ struct PhaseClock {
   MPK_DEVICE void stamp_first(uint32_t Stamps::* when) {
     if (stamps.*when == 0) stamp(when);
   }
-  // Begins the next phase. Of the last, one thread leaves what was noted, at this offset among the launch's stamps.
+  // Begins the next phase. After the last job of a phase, one thread stores the stamps at this offset of the launch's.
   MPK_DEVICE void next_stamps(Control* control, uint32_t epoch, int64_t offset, uint32_t phase, bool leaves) {
     Stamps* all = reinterpret_cast<Stamps*>(StampPlaces<Kernel>::of_launch(control, epoch) + offset);
     if (leaves) all[blockIdx.x * Kernel::kNumPhases + phase] = stamps;

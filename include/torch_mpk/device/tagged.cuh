@@ -1,9 +1,9 @@
-// Tagged words: how workers of one phase hand partial results to those among them that put these together.
+// Tagged words: workers of one phase pass partial results to the workers among them that merge these.
 //
-// A word of 64 bits holds 32 bits of a result and, above them, the tag of the launch and phase that made it, so that
-// whoever polls it has it after one trip to L2. Which of these words a launch writes may depend on lengths, so they
-// cannot be cleared for the next one, as polled vectors are. A tag comes again after 2^31 phases. No later phase writes
-// in a place before all that this one has written there is read, see allocate_partials in codegen.
+// A 64-bit word holds 32 bits of a result and, above them, the tag of its launch and phase, so a poller has it one trip
+// to L2 after the store. Lengths may decide which words a launch writes, so they cannot be cleared for the next launch,
+// as polled vectors are. A tag recurs after 2^31 phases. No later phase writes to a place before all readers of this
+// phase's words are done, see allocate_partials in codegen.
 #pragma once
 
 #include "torch_mpk/device/consumer.cuh"
@@ -27,7 +27,7 @@ MPK_DEVICE uint32_t differing(const ulonglong2& words, uint32_t tag) {
 }
 MPK_DEVICE float float_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
 
-// What to report of a wait for what is polled in a phase, and keep_waiting for it.
+// The report of a wait for polled words, and keep_waiting for it.
 MPK_DEVICE StallRecord polling(uint32_t phase) {
   return stall(phase, WarpRole::kConsumer, Waiting::kElement, phase, 0, 0, 0);
 }
@@ -35,8 +35,8 @@ MPK_DEVICE uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint64_t s
   return keep_waiting(dog, polling(phase), since);
 }
 
-// Until nothing is missing of what a thread polls: missing() begins all its loads before it looks at the first, and
-// gives 0 where all has come. False where the launch was given up.
+// Polls until nothing is missing. missing() starts all its loads before it checks the first, and returns 0 once all
+// words have come. False when the launch was aborted.
 template <class Missing>
 MPK_DEVICE bool poll(const Watchdog& dog, uint32_t phase, Missing missing) {
   uint64_t since = 0;

@@ -1,4 +1,4 @@
-// Tile tasks: what a task's device code is given, and the job that runs it.
+// Tile tasks: the interface of a task's device code, and the job that runs it.
 //
 // A task `name` of role tile is two names of namespace mpk::tasks::name, in a header of its own:
 //
@@ -25,12 +25,12 @@
 // the node alone. Nothing is to be read from threadIdx or blockIdx. Conversions are to_float(v) and cast<To>(v);
 // Compute<T> is the type to compute in.
 //
-// The operand named by @task(stream=...) comes as a `Stream&` in place of its pointer, and its slice in pieces that the
-// loader has brought to shared memory ahead of time: stream.for_each([&](const T* piece, int64_t row, int64_t begin,
-// int64_t count) {...}), once for all pieces, in order; `piece` holds `count` elements of that row from `begin` on. The
+// The operand named by @task(stream=...) is passed as a `Stream&` in place of its pointer. The loader copies its slice
+// to shared memory ahead of time, in chunks: stream.for_each([&](const T* chunk, int64_t row, int64_t begin, int64_t
+// count) {...}) is called for all chunks in order, and `chunk` holds `count` elements of that row from `begin` on. The
 // group is a warp then.
 //
-// Code that keeps to that, and to the C library's functions, can serve the CPU too: there the group is one thread.
+// Code that keeps to that, and to the C library's functions, can serve the CPU, too: there the group is one thread.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDA_ARCH__)
@@ -84,7 +84,7 @@ inline constexpr bool kTilesByWarp =
 template <class V>  // of shared memory
 inline constexpr int kTileStagedBytes = kTilePitch<V> * (kTilesByWarp<V> ? kConsumerWarps : 1);
 
-// Every `step`th tile from `first` on; false when the launch was given up.
+// Computes every `step`th tile from `first` on. False when the launch was aborted.
 template <class V>
 MPK_DEVICE bool compute_every(TileConsumer& consumer, const Job& job, uint32_t first, uint32_t end, uint32_t step,
                               uint8_t* staged) {
@@ -104,9 +104,9 @@ MPK_DEVICE bool compute_every(TileConsumer& consumer, const Job& job, uint32_t f
   return true;
 }
 
-// A worker's tiles; false when the launch was given up. Out of line, and without the consumer: what a task's code needs
-// of registers, and what it hands to functions of its own by reference, which then stands in memory, is no other job's
-// concern.
+// Computes a worker's tiles. False when the launch was aborted. Out of line, and without the consumer: the registers of
+// a task's code, and what it passes to its own functions by reference, which lives in memory, must not affect other
+// jobs.
 template <class V>
 MPK_OUT_OF_LINE bool compute_tiles(Shared& shared, Job job, uint32_t worker, uint32_t workers, uint8_t* staged) {
   __builtin_assume(__isShared(staged));
@@ -124,8 +124,7 @@ MPK_DEVICE void run_tiles(C& c, const Job& job) {
 // ---- with an operand that is streamed. V: StreamT, kStreamRows (of a tile), kStreamSize (elements of a row, a
 // multiple of 16 bytes), kStreamPitch; stream_data(job, tile), stream_rows(tile).
 
-// Entries of the ring hold several rows, or a part of one. All tiles have as many entries: some of the last may be
-// empty.
+// A ring entry holds several rows, or a part of one. All tiles have equally many entries; the last may be empty.
 template <class V>
 struct StreamShape {
   using T = typename V::StreamT;
@@ -135,13 +134,13 @@ struct StreamShape {
   static constexpr uint32_t kEntries = (V::kStreamRows + kRows - 1) / kRows * kParts;
 };
 
-// What an entry has of a slice of `rows` rows.
+// The part of a slice of `rows` rows that an entry holds.
 template <class V>
-struct StreamPiece {
+struct StreamChunk {
   using S = StreamShape<V>;
   int64_t row, rows, begin, count;
 
-  MPK_DEVICE StreamPiece(uint32_t index, int64_t slice_rows)
+  MPK_DEVICE StreamChunk(uint32_t index, int64_t slice_rows)
       : row(index / S::kParts * S::kRows),
         rows(slice_rows - row < 0          ? 0
              : slice_rows - row < S::kRows ? slice_rows - row
@@ -185,9 +184,9 @@ struct RingStream {
         c.failed = true;
         return;
       }
-      const StreamPiece<V> piece(next, rows);
+      const StreamChunk<V> chunk(next, rows);
       const auto* data = reinterpret_cast<const typename V::StreamT*>(c.ring.slot(entry + next));
-      for (int64_t r = 0; r < piece.rows; r++) f(data + r * piece.count, piece.row + r, piece.begin, piece.count);
+      for (int64_t r = 0; r < chunk.rows; r++) f(data + r * chunk.count, chunk.row + r, chunk.begin, chunk.count);
       c.ring.release(entry + next);
     }
   }
@@ -196,7 +195,7 @@ struct RingStream {
 template <class V>
 inline constexpr int kStreamStagedBytes = kTilePitch<V> * kConsumerWarps;
 
-// A warp takes every eleventh of the worker's tiles, in the order in which the loader brings them.
+// A warp takes every kConsumerWarps'th of the worker's tiles, in the loader's order.
 template <class V, class C>
 MPK_DEVICE void run_stream_tiles(C& c, const Job& job) {
   static_assert(kStreamStagedBytes<V> <= kMaxTileBytes,
@@ -209,7 +208,7 @@ MPK_DEVICE void run_stream_tiles(C& c, const Job& job) {
     const uint32_t number = worker + i * kWorkers;
     RingStream<V, C> stream{c, c.entry + i * StreamShape<V>::kEntries, V::stream_rows(V::at(number))};
     V::template compute<V>(threads, job, number, c.staged() + c.warp * kTilePitch<V>, stream);
-    stream.for_each([](const auto*, int64_t, int64_t, int64_t) {});  // gives back what was not read
+    stream.for_each([](const auto*, int64_t, int64_t, int64_t) {});  // releases what was not read
     threads.sync();
   }
   c.entry += count * StreamShape<V>::kEntries;

@@ -1,4 +1,4 @@
-// Products of warpgroups: four warps multiply matrices that stand in shared memory (wgmma, compute capability 9.0).
+// Products of warpgroups: four warps multiply matrices in shared memory (wgmma, compute capability 9.0).
 #pragma once
 
 #include "torch_mpk/device/consumer.cuh"
@@ -9,16 +9,16 @@ namespace mpk {
 inline constexpr int kWarpgroupRows = kWarpgroupWarps * kWarpRows;
 static_assert(kTileXRows == kWarpgroups * kWarpgroupRows);
 
-// A thread's share of the sums of 64 rows by `columns`: of columns 8 j + 2 (lane % 4) and the next, elements 4 j and
-// 4 j + 1 are those of the warp's row lane / 4, elements 4 j + 2 and 4 j + 3 those of the row 8 below.
+// A thread's share of the sums of 64 rows by `columns`. Elements 4 j and 4 j + 1 are columns 8 j + 2 (lane % 4) and the
+// next of the warp's row lane / 4; elements 4 j + 2 and 4 j + 3 are those of the row 8 below.
 template <int columns>
 using WarpgroupSums = float[columns / 2];
 
-// What is the same in all lanes, for the compiler to know it: products take their addresses from the warp's registers.
+// Tells the compiler that a value is equal in all lanes: products take addresses from uniform registers.
 MPK_DEVICE uint32_t warp_uniform(uint32_t v) { return __shfl_sync(~0u, v, 0); }
 
-// Adds the products of 64 columns of both factors, each a block of rows as boxes bring them: x [64][64] and
-// weights [columns][64]. They are under way until they are awaited.
+// Multiplies 64 columns of both factors, blocks of rows as boxes have them: x [64][64] and weights [columns][64].
+// Products are in flight until they are awaited.
 template <class T, int columns>
 MPK_DEVICE void multiply_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, const uint8_t* weights) {
   const ptx::SwizzledMatrix a = ptx::swizzled(x), b = ptx::swizzled(weights);

@@ -1,4 +1,4 @@
-// The warps of a CTA: what the kernel's schedule says of them (WarpLayout), which its source defines first.
+// The warps of a CTA, as the schedule's WarpLayout has them. The kernel's source defines the macros first.
 #pragma once
 
 #include "torch_mpk/abi/sizes.h"

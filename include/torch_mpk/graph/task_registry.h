@@ -27,12 +27,12 @@ struct OperandSpec {
   bool is_read = true;
   bool is_write = false;
 
-  // Of stream tasks, and of what a tile task streams:
+  // For stream tasks, and for the streamed operand of a tile task:
   bool is_loaded = false;   // the loader reads it, ahead of its phase
-  bool is_staged = false;   // consumers bring its rows to shared memory, and may poll them
+  bool is_staged = false;   // consumers stage its rows in shared memory, and may poll them
   bool is_whole = false;    // each worker stages all of it
-  bool is_boxed = false;    // where warpgroups compute, the loader brings it in boxes, and nobody stages it
-  bool takes_rows = false;  // row tasks in front of it may be recomputed by every worker that stages it
+  bool is_boxed = false;    // where warpgroups compute, the loader copies it as boxes, and nobody stages it
+  bool takes_rows = false;  // every worker that stages it may recompute row tasks in front of it
 
   bool has_leading() const { return !dims.empty() && dims.front() == "..."; }
 };
@@ -42,31 +42,31 @@ struct TaskDef {
   Role role;
   std::vector<OperandSpec> operands;  // inputs, then outputs, as declared
   std::vector<std::string> attrs;     // required attributes, by name
-  // Device code: a file below include/ ("torch_mpk/device/tasks/linear.cuh") or, of a user's task, an absolute path.
+  // Device code: a file below include/ ("torch_mpk/device/tasks/linear.cuh") or, for a user's task, an absolute path.
   std::string header;                                 // empty: none
-  std::map<int, std::string> headers;                 // in place of that one, by architecture
+  std::map<int, std::string> headers;                 // replace it, by architecture
   std::vector<std::pair<std::string, int64_t>> tile;  // kTile: the dimensions that are cut, and a tile's size in each
 
-  std::string stream;    // kTile: the operand that comes through the ring; empty: none
+  std::string stream;    // kTile: the operand that is streamed through the ring; empty: none
   std::string cpu_body;  // kTile: C++ code for the CPU, an absolute path; empty: none
 
-  // kStream: the operand that nodes of one job have in common, whose results pointwise tasks may take over as they are
-  // made; empty: a node is a job of its own, and has no epilogue.
+  // kStream: the operand that nodes of one job share. Pointwise tasks may then take results as they are made. Empty: a
+  // node is a job of its own, without an epilogue.
   std::string joined_by = "";
-  // kStream: the operand whose rows are the job's tiles, which workers may draw; empty: they are the result's.
+  // kStream: the operand whose rows are the job's tiles, which workers may draw; empty: the result's rows are.
   std::string tiled_by = "";
   bool hands_over = false;  // kStream: results may be polled
-  // kRow: of an element it makes its product with one factor a column and one a row, which follows from the sum of the
-  // row's squares.
+  // kRow: it multiplies an element by a factor of its column and one of its row, which follows from the row's sum of
+  // squares.
   bool scales_rows = false;
 
-  // Whether the loader, which runs ahead of its phase, reads something of it.
+  // Whether the loader, which runs ahead of the phase, reads an operand.
   bool streams() const { return role == Role::kStream || !stream.empty(); }
 
   const OperandSpec* find(const std::string& operand) const;  // nullptr: there is none
 
-  // The device code for a device: of its own compute capability, of the one that kernels are generated for there, or
-  // of all; empty: none.
+  // The device code for a device: for its own compute capability, for the one that kernels are generated for, or for
+  // all; empty: none.
   const std::string& header_for(int device_arch, int arch) const {
     for (int each : {device_arch, arch})
       if (const auto found = headers.find(each); found != headers.end()) return found->second;

@@ -39,7 +39,7 @@ constexpr auto cdiv(A a, B b) {
 
 namespace jit {
 
-// How the runtime calls a function: with the address of each parameter's value.
+// Calls a function with the addresses of its parameters' values.
 template <auto function, class F = decltype(function)>
 struct Entry;
 template <auto function, class... P>

@@ -22,12 +22,12 @@ __host__ __device__ constexpr auto cdiv(A a, B b) {
   return (a + b - 1) / b;
 }
 
-// For kernels launched with pdl=True. Nothing that the kernel before has written may be read ahead of pdl_wait().
+// For kernels launched with pdl=True. Nothing that the previous kernel writes may be read before pdl_wait().
 __device__ inline void pdl_wait() {
   if constexpr (arch::kOverlapsLaunches) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The next kernel of the stream may start.
+// Lets the next kernel of the stream start.
 __device__ inline void pdl_launch() {
   if constexpr (arch::kOverlapsLaunches) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

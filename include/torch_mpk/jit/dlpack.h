@@ -1,5 +1,5 @@
-// The part of DLPack's exchange protocol by which a tensor of Python is read in some 10 ns. Types are declared as
-// dlpack.h 1.3 lays them out, which PyTorch ships and a test compares.
+// The part of DLPack's exchange protocol that reads a Python tensor in about 10 ns. Types are declared as dlpack.h 1.3
+// lays them out, which PyTorch ships; a test compares them.
 #pragma once
 
 #include <cstdint>

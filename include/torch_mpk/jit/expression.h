@@ -1,4 +1,4 @@
-// Integer expressions over what a call has bound: sizes of a signature, requirements, and the numbers of a launch.
+// Integer expressions over a call's bindings: sizes of a signature, requirements, and the sizes of a launch.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace mpk::jit {
 struct Binding;
 class Signature;
 
-// The comparisons are 1 or 0. kAnd and kOr skip `operand` instructions, their second side, where the first decides. kIf
-// takes a condition and skips where it is 0, kSkip always.
+// Comparisons give 1 or 0. kAnd and kOr skip `operand` instructions, their second side, if the first decides. kIf takes
+// a condition and skips if it is 0; kSkip always skips.
 enum class Op {
   kConstant,
   kSlot,
@@ -49,7 +49,7 @@ struct Expression {
   // Throws SignatureError for a division by zero and for a result beyond 64 bits.
   int64_t evaluate(const Binding& binding, const Signature& signature) const;
 
-  // What its names stand for: "N=8, K=3".
+  // The values of its names: "N=8, K=3".
   std::string values(const Binding& binding, const Signature& signature) const;
 };
 

@@ -1,4 +1,4 @@
-// One call of a single kernel: its launches, and the compiled code that they run.
+// A call of a single kernel: its launches, and their compiled code.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +20,10 @@ inline constexpr size_t kMaxParameterBytes = 4096;  // as CUDA has it, with each
 // One value that is passed: a parameter of the C++ function, or a field of one that is a struct.
 struct Argument {
   enum Kind { kPointer, kInteger, kFloat } kind;
-  int index;         // of kPointer: the operand; of kFloat: the slot that holds a double's bits
-  Expression value;  // of kInteger
+  int index;         // kPointer: the operand; kFloat: the slot with a double's bits
+  Expression value;  // kInteger
   int parameter;
-  std::string field;  // of a parameter that is a struct
+  std::string field;  // if the parameter is a struct
 };
 
 struct Geometry {
@@ -39,7 +39,7 @@ struct Launch {
   int num_parameters;
 };
 
-// How the operands of a call become launches, which run one after the other.
+// Turns a call's operands into launches, which run in sequence.
 struct Plan {
   std::vector<Expression> requirements;
   std::vector<Expression> cluster;  // three
@@ -54,23 +54,23 @@ struct Plan {
   Geometry geometry(const Launch& launch, const Binding& binding, const Signature& signature) const;
 };
 
-// Where an argument lies in its parameter. The bits are an integer's, negative where it has a sign, and 1 of a bool.
+// The place of an argument in its parameter. `bits`: an integer's, negative if it is signed; 1 for a bool.
 struct Place {
   int offset, bytes, bits;
 };
 
-// Of a compiled function's parameters.
+// The layout of a compiled function's parameters.
 struct Layout {
   std::vector<int> parameter_bytes;
-  std::vector<Place> arguments;  // none: each is a parameter, and where it is an integer it has a sign
+  std::vector<Place> arguments;  // none: each is a parameter, and integers are signed
 
   Place place(const Launch& launch, size_t argument) const;
 };
 
-// Throws std::runtime_error where a function cannot take what a launch passes.
+// Throws std::runtime_error if a function cannot take a launch's arguments.
 void check(const Layout& layout, const Launch& launch);
 
-// The values of a function's parameters, each in as many bytes as the function has for it.
+// The values of a function's parameters, each in the parameter's size.
 class Parameters {
  public:
   // Throws SignatureError where an integer does not fit its parameter.

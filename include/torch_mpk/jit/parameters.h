@@ -1,4 +1,4 @@
-// For the unit that torch_mpk.jit compiles around a kernel: compares the kernel's parameters with what a call passes.
+// For the unit that torch_mpk.jit compiles around a kernel: compares the kernel's parameters with a call's arguments.
 // Plain C++17 without a standard library, as NVRTC has none.
 #pragma once
 
@@ -6,13 +6,13 @@
 
 namespace mpk::jit {
 
-// What is passed for one parameter.
+// The argument of a parameter.
 template <class T>
 struct Read {};  // the address of elements that are only read
 template <class T>
 struct Write {};
 template <class T>
-struct Either {};   // of elements that another launch of the call may write
+struct Either {};   // the address of elements that another launch of the call may write
 struct Integer {};  // a size, a stride, an int or a bool
 struct Float {};
 
@@ -23,11 +23,11 @@ struct Number {
   constexpr operator double() const { return value; }
 };
 
-// A parameter that is filled field by field, at their offsets.
+// A struct that is filled field by field, at their offsets.
 template <class T>
 inline constexpr bool is_struct = __is_class(T) && __is_standard_layout(T) && __is_trivially_copyable(T);
 
-// For decltype alone: an object, and the type of a value without const and __restrict__.
+// For decltype only: an object, and a value's type without const and __restrict__.
 template <class T>
 T& lvalue();
 template <class T>
@@ -51,7 +51,7 @@ template <>
 inline constexpr bool accepts<Float, double> = true;
 template <>
 inline constexpr bool accepts<Integer, bool> = true;
-// Of an integer; negative where it has a sign.
+// An integer's bits, negative if it is signed.
 template <class T>
 inline constexpr int integer_bits = 0;
 template <>
@@ -70,7 +70,7 @@ MPK_INTEGER(long long)
 MPK_INTEGER(unsigned long long)
 #undef MPK_INTEGER
 
-// Of arguments' places, each an offset, bytes and an integer's bits.
+// Places of arguments: offset, bytes and bits of each.
 template <int... places>
 inline constexpr bool has_unsigned = false;
 template <int offset, int bytes, int bits, int... rest>

@@ -1,4 +1,4 @@
-// What the arguments of a single kernel must be, and the sizes, strides and dtypes that they bind.
+// A kernel's signature: requirements on arguments, and the sizes, strides and dtypes that they bind.
 #pragma once
 
 #include <cstdint>
@@ -20,27 +20,27 @@ struct SignatureError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A size or a stride: bound to a slot by the first operand that has it, a number, not looked at, or computed.
+// A size or stride: bound to a slot by the first operand that has it, a number, ignored, or computed.
 struct Extent {
   enum Kind { kSlot, kLiteral, kAny, kExpression } kind;
-  int64_t value;  // the slot, the number, or which expression of the signature
+  int64_t value;  // slot, number, or index of an expression of the signature
 };
 
 struct Operand {
   std::string name, text;  // text: as in the signature, "x[M, K; S, 1]"
   bool has_leading;        // "...": any number of dimensions in front of `sizes`, the same in every operand
   std::vector<Extent> sizes;
-  std::vector<Extent> strides;  // of each size; empty: contiguous
-  uint32_t dtypes;              // a bit for each DType that is accepted
+  std::vector<Extent> strides;  // one for each size; empty: contiguous
+  uint32_t dtypes;              // a bit for each accepted DType
   int dtype_slot, numel_slot;   // -1: none
   bool is_optional, is_output, is_written;
   bool is_scratch;  // an output that is not returned
 };
 
-// What a call has bound so far.
+// A call's bindings so far.
 struct Binding {
   int64_t values[kMaxSlots];   // a DType as its number
-  int8_t bound_by[kMaxSlots];  // an operand, or one of the below
+  int8_t bound_by[kMaxSlots];  // an operand, or one of the constants below
   static constexpr int8_t kFree = -1, kAttribute = -2;
   dlpack::Tensor tensors[kMaxOperands];
   bool is_present[kMaxOperands];
@@ -58,11 +58,11 @@ class Signature {
 
   void start(Binding& binding) const;
 
-  // Checks one operand, whose tensor is in the binding, against the signature and those before; binds what it brings.
+  // Checks an operand, whose tensor is in the binding, against the signature and earlier operands, and binds its sizes.
   // Throws SignatureError.
   void match(int operand, Binding& binding) const;
 
-  // Of an output that is about to be allocated. Throws SignatureError for a negative one.
+  // The size of an output before it is allocated. Throws SignatureError for a negative one.
   int64_t size_of(int operand, const Extent& extent, const Binding& binding) const;
 
   [[noreturn]] void fail(const std::string& what) const;
@@ -76,10 +76,10 @@ class Signature {
   void match_device(int operand, Binding& binding) const;
   void match_sizes(int operand, Binding& binding) const;
   void match_strides(int operand, Binding& binding) const;
-  // Whether `value` is what the extent says, binding it where it is free.
+  // Whether `value` fits the extent; binds a free one.
   bool bind(const Extent& extent, int64_t value, int operand, Binding& binding) const;
   std::string origin(int64_t slot, const Binding& binding) const;
-  // What a size or a stride had to be.
+  // The expected size or stride.
   std::string expected(const Extent& extent, const Binding& binding) const;
 
   const std::string kernel_, text_;
@@ -89,7 +89,7 @@ class Signature {
   const std::vector<Expression> expressions_;
 };
 
-// The type of a tensor's elements; -1 for one that kernels do not take.
+// The type of a tensor's elements; -1 if kernels do not support it.
 int dtype_of(const dlpack::Tensor& tensor);
 
 bool is_contiguous(const dlpack::Tensor& tensor);

@@ -17,20 +17,20 @@
 
 namespace mpk {
 
-// A launch that the kernel's watchdog gave up. what(): which worker waited for what.
+// The kernel's watchdog aborted a launch. what(): which worker waited for what.
 struct LaunchAborted : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The kernel's only parameter. The caller of `run` fills scalars and pointers, `run` the rest.
+// The kernel's only parameter. The caller of `run` fills in scalars and pointers, `run` the rest.
 struct LaunchBlock {
   LaunchParams params;
   uint64_t pointers[(kMaxLaunchBytes - sizeof(LaunchParams)) / sizeof(uint64_t)];  // inputs, then outputs
 };
 
-// Launches are asynchronous and may come from any thread, on any stream of the device: each stream has a workspace and
-// a control block of its own, and so has each stream of each graph capture, because a captured launch may run again
-// beside any other. A stream that was destroyed must have finished its work before another gets its handle.
+// Launches are asynchronous, from any thread, on any stream of the device. Each stream has a workspace and a control
+// block of its own. So has each stream of each graph capture, because a captured launch may run beside any other. A
+// destroyed stream must have finished its work before another gets its handle.
 class CudaExecutable {
  public:
   // Loads `image` (a cubin, or PTX text) and allocates everything a launch needs. `watchdog_ns` 0: wait forever.
@@ -46,28 +46,28 @@ class CudaExecutable {
   int num_scalars() const { return num_scalars_; }
   const std::vector<std::string>& phase_names() const { return phase_names_; }
 
-  // Of the ranks whose launches exchange, as the program says.
+  // The number of ranks that exchange, by the program.
   int ranks() const { return ranks_; }
   const std::string& group() const { return group_; }
   const std::string& exchange_key() const { return exchange_key_; }
   int64_t mailbox_bytes() const { return mailbox_bytes_; }
-  // Launches exchange through these mailboxes from now on, and are counted anew; no launch of any rank is under way.
-  // Throws std::invalid_argument where they are not as many as the program says.
+  // From now on, launches exchange through these mailboxes, and are counted anew. No rank may have a launch in flight.
+  // Throws std::invalid_argument if the mailboxes are not as many as the program's ranks.
   void join(int rank, const std::vector<uint64_t>& mailboxes);
 
-  // Throws std::invalid_argument for a pointer that is null or not aligned, LaunchAborted for an earlier launch that
-  // was given up (this one is then not made, and the next may be), cu::Error when the driver refuses, or in the child
-  // of a fork.
+  // Throws std::invalid_argument for a pointer that is null or not aligned; LaunchAborted if an earlier launch was
+  // aborted (this launch is then not made, and the next may be); cu::Error if the driver refuses, or in the child of a
+  // fork.
   void run(LaunchBlock& block, cu::Stream stream);
 
   bool is_profiled() const { return stamps_offset_ != 0; }
-  // Of a profiled program: what the launches between the two calls have stamped, in any order; not those that graphs
-  // make, nor any that was given up. Both wait for all launches, and every kLaunchesKept'th launch in
-  // between does. Throws std::invalid_argument where the program is not profiled.
+  // For profiled programs: the stamps of the launches between the two calls, in any order, without graphs' launches and
+  // aborted ones. Both calls wait for all launches, and in between every kLaunchesKept'th launch does. Throws
+  // std::invalid_argument if the program is not profiled.
   void start_recording();
   std::vector<LaunchTimes> stop_recording();
 
-  // Throws LaunchAborted when a launch was given up since the last call. Does not wait for launches in flight.
+  // Throws LaunchAborted when a launch was aborted since the last call. Does not wait for launches in flight.
   void check();
 
   std::atomic<uint32_t> jitter{0};  // see LaunchParams
@@ -81,14 +81,14 @@ class CudaExecutable {
     uint64_t capture;      // id of the graph capture; 0 for launches made directly
     cu::DevicePtr memory;  // the control block, then the workspace
     uint64_t last_used;
-    uint32_t collected = 0;  // the number behind the latest launch whose stamps were read
+    uint32_t collected = 0;  // number behind the latest launch whose stamps were read
   };
 
   // The maps of a launch's matrices, on the device.
   struct Maps {
     std::vector<uint64_t> bases;  // of the matrices, see MatrixMap
     cu::DevicePtr memory;
-    bool captured;  // belongs to a graph for as long as this executable lives
+    bool captured;  // belongs to a graph while this executable lives
     uint64_t last_used;
   };
 
@@ -121,15 +121,15 @@ class CudaExecutable {
   const int ranks_;
   const std::string group_, exchange_key_;
   const int64_t mailbox_bytes_;
-  const pid_t process_;  // the one that loaded it
+  const pid_t process_;  // which loaded it
 
   std::mutex mutex_;  // of everything below; never held by a thread that waits for Python's lock
   cu::Context context_ = nullptr;
   cu::Module module_ = nullptr;
   cu::Function function_ = nullptr;
-  cu::Stream service_stream_ = nullptr;  // for what the host itself copies
+  cu::Stream service_stream_ = nullptr;  // for the host's own copies
   cu::DevicePtr table_ = 0;
-  cu::DevicePtr mailboxes_ = 0;  // their addresses, once joined
+  cu::DevicePtr mailboxes_ = 0;  // the mailboxes' addresses, once joined
   int rank_ = 0;
   uint32_t* host_abort_ = nullptr;
   cu::DevicePtr host_abort_on_device_ = 0;

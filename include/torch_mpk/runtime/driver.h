@@ -1,6 +1,5 @@
-// The part of the CUDA driver interface that the runtime uses, found with dlopen when it is first needed, so that
-// neither building nor importing torch_mpk needs CUDA. Types are declared as cuda.h lays them out; tests compare the
-// two.
+// The part of the CUDA driver API that the runtime uses, loaded by dlopen when it is first needed, so that neither
+// building nor importing torch_mpk needs CUDA. Types are declared as cuda.h lays them out; tests compare the two.
 #pragma once
 
 #include <cstddef>
@@ -112,7 +111,7 @@ struct LaunchConfig {
     (TensorMap*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*, const unsigned*, int, int,   \
      int, int))
 
-// There is no usable driver or device, or the driver refused a call: what(), with what to do where that is known.
+// There is no usable driver or device, or the driver refused a call. what(): with the remedy, if known.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -135,7 +134,7 @@ struct Driver {
 // another library than libcuda.so.1, for tests.
 const Driver& driver();
 
-// Makes a context current for a scope; free when it is already, as it is under PyTorch.
+// Makes a context current for a scope. Free if it is current already, as it is under PyTorch.
 class ContextGuard {
  public:
   ContextGuard(const Driver& driver, Context context) : driver_(driver) {

@@ -1,4 +1,4 @@
-// Where the exchanges of a schedule stand in the ranks' mailboxes.
+// The places of a schedule's exchanges in the ranks' mailboxes.
 #pragma once
 
 #include <cstdint>
@@ -9,37 +9,37 @@
 
 namespace mpk {
 
-// A task exchanges where it has the attributes `ranks` and `group`.
+// Whether a task exchanges: it has the attributes `ranks` and `group`.
 bool is_exchange(const Node& node);
 
 struct Mailbox {
-  int64_t turn = 0;    // which of the launch's phases of exchanges it is in
-  int64_t offset = 0;  // in a place, bytes
+  int64_t turn = 0;    // number of its phase among the launch's phases with exchanges
+  int64_t offset = 0;  // within a place, in bytes
   int64_t words = 0;   // of each rank
 };
 
-// A place is used again by the exchange after the next, where a phase of exchanges is over for a rank before it begins
-// the next; otherwise by the launch after the next. Who pushes into it again has then had something from every rank
-// that the rank pushed when it had read what stood there.
+// If a rank finishes each phase of exchanges before it begins the next, the exchange after the next reuses a place;
+// otherwise the launch after the next does. A rank that pushes into it again has then received something from every
+// rank which that rank pushed after it had read the place.
 struct Mailboxes {
-  int ranks = 1;      // 1: nothing is exchanged
+  int ranks = 1;      // 1: no exchange
   std::string group;  // its name in torch.distributed
-  int64_t turns = 0;  // phases of a launch that exchange
+  int64_t turns = 0;  // phases of a launch with exchanges
   bool by_turns = false;
   int64_t place_bytes = 0;
   std::map<int, Mailbox> of_nodes;
-  // What schedules of ranks that launch together have in common: equal where tiles are dealt out and exchanged alike.
-  // Programs may differ, since a rank's number is a constant in them.
+  // The common part of the ranks' schedules: equal if tiles are shared out and exchanged alike. Programs may differ,
+  // since a rank's number is a constant in them.
   std::string key;
 
   int64_t bytes() const;  // of a rank
-  // Which place an exchange of a launch uses, by the launch's number.
+  // The place of an exchange of a launch, by the launch's number.
   int64_t place_of(uint32_t launch, int64_t turn) const {
     return by_turns ? (launch * static_cast<uint32_t>(turns) + static_cast<uint32_t>(turn)) % 2 : launch % 2;
   }
 };
 
-// Throws std::invalid_argument where exchanges are between several groups, or too many ranks.
+// Throws std::invalid_argument if exchanges belong to several groups, or ranks are too many.
 Mailboxes place_mailboxes(const Schedule& schedule);
 
 // Throws std::runtime_error, naming a node, where ranks that use these mailboxes might wait for each other, or read

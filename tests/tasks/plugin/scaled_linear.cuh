@@ -12,9 +12,9 @@ MPK_DEVICE void compute(Threads& threads, const typename V::Tile& tile, uint8_t*
                         const T* scale, T* y) {
   constexpr int kB = V::kB;
   float sums[kB] = {};
-  weight.for_each([&](const T* piece, int64_t row, int64_t begin, int64_t count) {
+  weight.for_each([&](const T* chunk, int64_t row, int64_t begin, int64_t count) {
     for (int64_t k = threads.rank; k < count; k += Threads::kSize) {
-      const float w = to_float(piece[k]);
+      const float w = to_float(chunk[k]);
       for (int b = 0; b < kB; b++) sums[b] += w * to_float(x[b * V::X::stride(0) + begin + k]);
     }
     if (begin + count < V::kK) return;  // the row goes on

@@ -1,4 +1,4 @@
-// Included behind emulator.h. Linked with the file that has the kernels and the table of them.
+// Included behind emulator.h. Linked with the file that has the kernels and their table.
 #include <sched.h>
 #include <setjmp.h>
 #include <time.h>
@@ -17,12 +17,12 @@
 
 __thread uint3 threadIdx, blockIdx;
 
-// What goes wrong in launches, set by tests: a signal or result that one CTA stores.
+// Faults of launches, set by tests: a signal or result that a CTA stores is lost or late.
 extern "C" {
 EMULATOR_EXPORT struct {
-  const void* place;  // of these; null: nothing does
+  const void* place;  // its place; null: no fault
   uint32_t cta;
-  uint32_t is_late;    // until another CTA has given up; otherwise the signal is lost
+  uint32_t is_late;    // late until another CTA has aborted; otherwise lost
   uint32_t queued_ms;  // how long the CTA waits for a multiprocessor
 } emulated_fault = {};
 }
@@ -47,11 +47,11 @@ struct Fiber {
   jmp_buf here;
   std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
   bool started = false, done = false;
-  const uint32_t* generation = nullptr;  // of the lanes or threads that it waits for, while it does
-  uint32_t left = 0;                     // the generation behind which it goes on
+  const uint32_t* generation = nullptr;  // of the lanes or threads that it waits for, if it does
+  uint32_t left = 0;                     // the generation after which it goes on
   uint32_t collected = 0;                // generation of its last warp_collect
   std::vector<struct Copy> copies;
-  std::vector<size_t> groups;  // where each ends among these
+  std::vector<size_t> groups;  // where each group ends in the list
 
   bool can_run() const { return !done && (generation == nullptr || *generation != left); }
 };
@@ -129,7 +129,7 @@ void land(size_t i) {
   settle(copy.bar);
 }
 
-// 0 to size - 1 in the order in which they are to run until each has to wait.
+// 0 to size - 1 in the order in which they run until each has to wait.
 std::array<uint8_t, 32> in_order(int size) {
   std::array<uint8_t, 32> numbers;
   const auto end = numbers.begin() + size;
@@ -139,7 +139,7 @@ std::array<uint8_t, 32> in_order(int size) {
   return numbers;
 }
 
-// Lets each lane run to the next place where it waits, and the warp go on as long as lanes meet.
+// Lets each lane run to its next wait, and the warp go on as long as lanes meet.
 void run_warp(int warp) {
   Fiber* lanes = &cta->fibers[32 * warp];
   const uint32_t& generation = cta->warps[warp].generation;
@@ -173,7 +173,7 @@ void run_cta(const Launch& launch, int index) {
       if (self.random() % 4 != 0) land(self.random() % self.in_flight.size());
     sched_yield();
   }
-  if (!self.in_flight.empty()) abort();  // copies into the shared memory of a CTA that has exited
+  if (!self.in_flight.empty()) abort();  // copies to the shared memory of an exited CTA
 }
 
 }  // namespace
@@ -183,7 +183,7 @@ void yield() {
   if (_setjmp(f.here) == 0) _longjmp(cta->scheduler, 1);
 }
 
-// Until those that meet have gone on from generation `left`.
+// Waits until the others have gone on from generation `left`.
 void await(const uint32_t& generation, uint32_t left) {
   if (generation != left) return;
   Fiber& f = cta->fibers[threadIdx.x];
@@ -290,7 +290,7 @@ uint64_t mpk::ptx::watched_time_ns() {
   return 1'000'000'000ull * time.tv_sec + time.tv_nsec;
 }
 
-// One launch of a kernel of the table. `block`: LaunchParams and the pointers behind it, as on the device.
+// Launches a kernel of the table. `block`: LaunchParams and the pointers behind it, as on the device.
 extern "C" EMULATOR_EXPORT void emulate(int kernel, const void* block, int num_ctas, int num_threads, int order,
                                         uint32_t seed) {
   const emulator::Launch launch{emulator::kernels[kernel], block, num_threads, emulator::Order(order), seed};

@@ -1,8 +1,8 @@
 // Runs generated kernels on the CPU: every CUDA thread a fiber, every CTA an OS thread.
 //
-// Included before everything else. It supplies what CUDA C++ has built in; torch_mpk/device/ptx.cuh beside it replaces
-// the file of that name. Copies of the copy engine land late and in random order, and until then the target holds NaN,
-// so that code which does not wait for them fails.
+// Included before everything else. It supplies CUDA C++'s built-ins; torch_mpk/device/ptx.cuh beside it replaces the
+// file of that name. Bulk copies land late and in random order. Until then the target holds NaN, so that code that does
+// not wait for them fails.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,19 +37,19 @@ void call(const void* block) {
 }
 extern const Kernel kernels[];
 
-// In which the threads of a warp, and the warps of a CTA, run to the next place where they wait for others. A barrier
-// that is missing shows in one of them: what another thread writes is read too early there.
+// The order in which the threads of a warp, and the warps of a CTA, run to their next wait. In one of these orders, a
+// missing barrier lets a thread read too early.
 enum class Order { kForward, kReverse, kShuffled };
 
-// Accesses of the processor itself are checked by the compiler's sanitizer.
+// The compiler's sanitizer checks the processor's own accesses.
 inline void require_aligned_to(const void* p, unsigned bytes) {
   if (reinterpret_cast<uintptr_t>(p) % bytes != 0) abort();
 }
 inline void require_aligned(const void* p) { require_aligned_to(p, 16); }
 void yield();                                        // lets the other fibers of the CTA run
 void warp_collect(const void* value, size_t bytes);  // blocks until all lanes of the warp have called it
-const void* warp_value(int lane);                    // what that lane gave; valid until the next call
-// Barrier `number` of the CTA, among `threads` threads, or all where that is 0; gives the OR of the values.
+const void* warp_value(int lane);                    // that lane's value; valid until the next call
+// Barrier `number` of the CTA, among `threads` threads, or all if that is 0. Returns the OR of the values.
 bool barrier(int number, int threads, bool value);
 void barrier_init(uint64_t* bar, uint32_t count);
 void barrier_arrive(uint64_t* bar, uint32_t expected_bytes);
@@ -59,7 +59,7 @@ void copy_thread(void* dst, const void* src, uint32_t bytes);                // 
 void commit_copies();
 void await_copies(size_t groups);
 void arrive_after_copies(uint64_t* bar);
-bool at_fault(const void* p);  // whether the signal or result about to be stored there are lost; may be late, too
+bool at_fault(const void* p);  // whether the signal or result about to be stored there is lost; may be late, too
 
 template <class T>
 T exchange(T v, int lane) {

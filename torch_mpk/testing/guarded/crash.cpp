@@ -9,7 +9,7 @@
 namespace {
 
 struct Crash {               // `Crash` of __init__.py
-  int32_t signal, is_write;  // is_write: -1 where the processor does not say
+  int32_t signal, is_write;  // is_write: -1 if the processor does not say
   uint64_t address;
 };
 

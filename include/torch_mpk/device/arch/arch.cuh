@@ -1,7 +1,7 @@
-// What the generation of GPUs has that a kernel is generated for. Here alone device code looks at its number; the rest
-// asks for what it needs, by name, as csrc/arch has it for the host.
+// The features of the GPU generation that a kernel is generated for. No other device code looks at the architecture's
+// number. It asks for features by name, as csrc/arch does on the host.
 //
-// A kernel that is compiled for a device of another generation, for a task's own code or for a test, defines MPK_ARCH.
+// MPK_ARCH overrides the generation: for a task's own code, or for a test that compiles for another device.
 #pragma once
 
 #ifndef MPK_ARCH

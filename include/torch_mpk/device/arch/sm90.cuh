@@ -4,12 +4,12 @@
 namespace mpk::arch {
 
 inline constexpr bool kHasBulkCopies = true;
-// Bulk copies are told that they stay in the CTA. Where they may go to others of its cluster, the driver sets gigabytes
-// of an RTX 5090's memory aside; compilers before CUDA 12.8 know no other copies.
+// Whether bulk copies name the CTA as their only target. Where a copy may go to other CTAs of a cluster, the driver
+// reserves gigabytes of an RTX 5090's memory. Compilers before CUDA 12.8 know no other copies.
 inline constexpr bool kCopiesStayInCta = false;
 inline constexpr bool kHasWarpgroupProducts = true;
 inline constexpr bool kOverlapsLaunches = true;
-// Accesses of 16 bytes that a thread may have under way together without spilling, where a tile fills its registers.
+// Accesses of 16 bytes that a thread may have in flight without spilling, while a tile fills its registers.
 inline constexpr int kReadsTogether = 4;
 
 }  // namespace mpk::arch

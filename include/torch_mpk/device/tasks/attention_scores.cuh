@@ -1,4 +1,4 @@
-// What both of attention's loops, split_kv (attention.cuh) and flash (prefill_attention.cuh), make of scores.
+// Scores, shared by both of attention's loops: split_kv (attention.cuh) and flash (prefill_attention.cuh).
 #pragma once
 
 #include "torch_mpk/device/concepts.cuh"
@@ -6,35 +6,34 @@
 
 namespace mpk::attention {
 
-// What a variant says of scores, which are products of queries and keys.
+// What a variant declares of scores, the products of queries and keys.
 template <class V>
 concept Scores = requires {
   { V::kScale } -> Same<const float&>;
-  { V::kSoftCap } -> Same<const float&>;  // scores lie between this and its negative; 0: anywhere
+  { V::kSoftCap } -> Same<const float&>;  // bounds the scores' magnitude; 0: no bound
   requires Constants<bool, V::kHasMask, V::kHasSinks>;
-  // What a row that sees nothing gives; otherwise it gives NaN.
+  // Whether a row without visible keys gives zeros; otherwise it gives NaN.
   requires Constants<bool, V::kZeroWithoutKeys>;
 };
 
-// Of each head the score of a key that there is not, which takes its share of the weights.
+// Each head's sink: a score without a key, which takes its share of the weights.
 template <class V>
 concept HasSinks = requires(const Job& job, uint32_t h) {
   { V::sink(job, h) } -> Same<float>;
 };
 
-// The hardware's exponential is good to a millionth of the result: enough where that is rounded to 16 bits.
+// The hardware's exponential has a relative error of a millionth, which is enough for results of 16 bits.
 template <class T>
 MPK_DEVICE float exponential(float x) {
   return sizeof(T) == 2 ? ptx::exp2(x * 1.44269504f) : expf(x);
 }
 
-// What to subtract from scores and maxima up to `max` before taking exponentials: exp(-inf) is 0, and nothing else
-// comes of -inf, even where no score counts.
+// The number to subtract from scores and from maxima up to `max` before taking exponentials. With it exp(-inf) is 0
+// even where no score counts.
 MPK_DEVICE float subtrahend(float max) { return max == -infinity() ? 0.0f : max; }
 
-// A product as a score, before a mask: scaled, then capped. tanh(x) = 1 - 2 / (exp(2 x) + 1), to a ten-millionth of
-// the cap. Rounding is spelled out: a row has the same bits wherever the compiler could have joined a product and a
-// sum.
+// A product as a score, before a mask: scaled, then capped. tanh(x) = 1 - 2 / (exp(2 x) + 1), to a ten-millionth of the
+// cap. Rounding is explicit, so that a row has the same bits wherever the compiler could contract a product and a sum.
 template <class V>
 MPK_DEVICE float scored(float product) {
   if constexpr (V::kSoftCap > 0) {
@@ -49,7 +48,7 @@ MPK_DEVICE float scored(float product) {
   }
 }
 
-// Adds a sink to a sum of exponentials above `max`. What results so far count for beside it.
+// Adds a sink to a sum of exponentials above `max`. Returns the factor for the results so far.
 template <class T>
 MPK_DEVICE float add_sink(float sink, float max, float& sum) {
   const float base = subtrahend(fmaxf(max, sink)), kept = exponential<T>(max - base);

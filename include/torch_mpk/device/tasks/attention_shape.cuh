@@ -1,37 +1,36 @@
-// What attention knows of a job before it runs: what its variant says, where positions lie, and how a piece stands in
-// shared memory.
+// What attention's variants declare, where positions lie, and how a split uses shared memory.
 #pragma once
 
 #include "torch_mpk/device/fragment.cuh"
 #include "torch_mpk/device/polled.cuh"
-#include "torch_mpk/device/tasks/attention_pieces.cuh"
 #include "torch_mpk/device/tasks/attention_scores.cuh"
+#include "torch_mpk/device/tasks/attention_splits.cuh"
 #include "torch_mpk/device/tasks/linear_shape.cuh"
 
 namespace mpk::attention {
 
-// What a variant says of one job.
+// What a variant declares of one job.
 template <class V>
 concept Sizes = Scores<V> && requires {
   typename V::T;
   // kSize: of a query and a key; kValueSize: of a value and a result.
   requires Constants<int, V::kBatch, V::kGroups, V::kSize, V::kValueSize, V::kLength, V::kWorkers, V::kTilePositions>;
-  // With several rows: of a piece, at most, and the pieces that rows have as far as they are long enough. There is room
-  // for kPieces pieces' results.
-  requires Constants<int, V::kPieceTiles, V::kFewPieces, V::kPieces>;
-  // kHeads query heads are worked on at a time; kPasses such groups share a key-value head, each streaming it anew;
+  // With several rows: the most tiles of a split, and the splits that a long enough row has. Scratch has room for the
+  // results of kSplits splits.
+  requires Constants<int, V::kSplitTiles, V::kFewSplits, V::kSplits>;
+  // kHeads query heads are computed at a time. kPasses such groups share a key-value head, and each streams it anew.
   // kFewHeads divides kHeads, see Spread.
   requires Constants<int, V::kPasses, V::kHeads, V::kFewHeads>;
   requires Constants<bool, V::kHasNew, V::kOverlaps>;
   // Bytes from position to position.
   requires Constants<uint32_t, V::kPitchK, V::kPitchV>;
-  // Scratch that the result of a head of a piece has.
+  // Scratch for the result of a head of a split.
   requires Constants<int, V::kPartialBytes>;
-  // y travels as a polled vector.
+  // y is a polled vector.
   requires Constants<bool, V::kPolled>;
-  // RowsK is RowsQ, and RowsV fetches as RowsQ does and applies nothing.
+  // RowsK is RowsQ, and RowsV fetches rows as RowsQ does, without tasks.
   requires Constants<bool, V::kOneChain>;
-  // Limits, the slot and what the chains fetch first are known before the phase's events.
+  // Limits, the slot and the chains' first operands are known before the phase's events.
   requires Constants<bool, V::kEarly>;
 };
 
@@ -40,7 +39,7 @@ concept Masked = requires(const Job& job, uint32_t b, uint32_t h, uint32_t posit
   { V::mask(job, b, h, position) } -> Same<float>;
 };
 
-// Where keys and values are: a cache of each batch row b and group g,
+// Keys and values lie in a cache of each batch row b and group g,
 template <class V>
 concept InCaches = requires(const Job& job, uint32_t b, uint32_t g) {
   { V::k_cache(job, b, g) } -> Same<typename V::T*>;
@@ -48,18 +47,18 @@ concept InCaches = requires(const Job& job, uint32_t b, uint32_t g) {
   { V::slot(job) } -> Same<int64_t>;
 };
 
-// or pages, of which a table has the numbers: its place m of row b has that of positions m kPageSize to (m + 1)
-// kPageSize, which is none if it is not below num_pages.
+// or in pages. Entry m of row b in the table is the page of positions m kPageSize to (m + 1) kPageSize; there is none
+// if the entry is not below num_pages.
 template <class V>
 concept InPages = Constants<int, V::kPageSize> && requires(const Job& job, uint32_t b, int32_t page) {
-  requires Constants<bool, V::kInBoxes>;  // keys and values come by maps
+  requires Constants<bool, V::kInBoxes>;  // keys and values are copied as boxes
   { V::num_pages(job) } -> Same<int32_t>;
   { V::page_at(job, b, b) } -> Same<const int32_t*>;
   { V::k_pages(job, page, b) } -> Same<typename V::T*>;
   { V::v_pages(job, page, b) } -> Same<typename V::T*>;
 };
 
-// Where its operands are, for batch row b, group g and head h.
+// Operands, for batch row b, group g and head h.
 template <class V>
 concept Places = (InCaches<V> || InPages<V>) && requires(const Job& job, uint32_t b, uint32_t h) {
   { V::limit(job, b) } -> Same<int64_t>;
@@ -67,18 +66,19 @@ concept Places = (InCaches<V> || InPages<V>) && requires(const Job& job, uint32_
   { V::y(job, b, h) } -> Same<typename Choose<V::kPolled, uint16_t*, typename V::T*>::Type>;
 } && (!V::kHasMask || Masked<V>) && (!V::kHasSinks || HasSinks<V>);
 
-// How rows come: made with the row of the batch too, from references that begin with number `first`. C: the consumer.
+// Stages rows, with the batch row as a parameter, from references that begin at number `first`. C: the consumer.
 template <class Rows, class V, class C, auto first>
-concept Brings =
+concept StagesRows =
     Constants<uint32_t, first> &&
     RowChain<typename Rows::template Chain<WarpThreads<C>>, WarpThreads<C>, typename V::T, uint32_t, uint32_t>;
 
 template <class V, class C>
-concept BringsNew = Brings<typename V::RowsK, V, C, V::kRefsK> && Brings<typename V::RowsV, V, C, V::kRefsV>;
+concept StagesNewRows =
+    StagesRows<typename V::RowsK, V, C, V::kRefsK> && StagesRows<typename V::RowsV, V, C, V::kRefsV>;
 
 template <class V, class C>
 concept Variant =
-    Sizes<V> && Places<V> && Brings<typename V::RowsQ, V, C, V::kRefsQ> && (!V::kHasNew || BringsNew<V, C>);
+    Sizes<V> && Places<V> && StagesRows<typename V::RowsQ, V, C, V::kRefsQ> && (!V::kHasNew || StagesNewRows<V, C>);
 
 constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
 
@@ -86,7 +86,8 @@ constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_
 template <class V>
 inline constexpr int kPartial = V::kValueSize + 4;
 
-// Where a variant's positions lie, and which one a row writes first. In caches: all rows the same, side by side.
+// The positions of a variant, and the one that a row writes first. In caches they lie side by side, the same for all
+// rows.
 template <class V>
 struct Positions {
   using T = typename V::T;
@@ -95,32 +96,32 @@ struct Positions {
 
   MPK_DEVICE explicit Positions(const Job& job) : slot(V::slot(job)) {}
 
-  // What the row writes; outside [0, kLength): nothing.
+  // The position that the row writes; outside [0, kLength): none.
   MPK_DEVICE Slot written(const Job&, uint32_t) const { return slot; }
 
-  // Finds the key or value of a position. False where it has none.
+  // Finds the key or value of a position. False if it has none.
   static MPK_DEVICE bool find(const Job& job, uint32_t row, uint32_t group, Slot position, bool is_value, T*& at) {
     T* cache = is_value ? V::v_cache(job, row, group) : V::k_cache(job, row, group);
     at = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(cache) + position * (is_value ? V::kPitchV : V::kPitchK));
     return true;
   }
 
-  // Before limits are known: nothing.
-  static MPK_DEVICE void foresee(const Job&, int) {}
+  // Prefetches, before limits are known. Caches need nothing.
+  static MPK_DEVICE void prefetch(const Job&, int) {}
 
-  // Streams a piece's tiles; false when the launch was given up. Keys and values are the two parts of a tile, positions
-  // its rows, of which the batch row has `limit`.
+  // Streams a split's tiles: keys and values are a tile's two parts, positions its rows, and `limit` bounds the batch
+  // row's. False when the launch was aborted.
   template <class L>
-  static MPK_DEVICE bool load(L& l, const Job& job, const KvPiece& piece, uint32_t limit);
+  static MPK_DEVICE bool load(L& l, const Job& job, const KvSplit& split, uint32_t limit);
 };
 
 template <class V>
 using Slot = typename Positions<V>::Slot;
 
-// Those of a tile's positions that count. In caches: all below the row's limit.
+// The positions of a tile that count. In caches: all below the row's limit.
 template <class V>
 struct Live {
-  static constexpr bool kAreKnown = true;  // and not said by the loader; those that count are in front of the others
+  static constexpr bool kAreKnown = true;  // not told by the loader; those that count come first
   uint32_t rows;
 
   MPK_DEVICE Live(uint32_t first, uint32_t limit) : rows(min(uint32_t(kTile<V>), limit - first)) {}
@@ -129,16 +130,16 @@ struct Live {
     return position >= int64_t(first) && position < int64_t(first) + rows;
   }
   MPK_DEVICE bool has_all() const { return rows == kTile<V>; }
-  MPK_DEVICE uint32_t num_first() const { return rows; }  // in front of the first that does not count
+  MPK_DEVICE uint32_t num_first() const { return rows; }  // before the first that does not count
 };
 
-// Of the partial results of a piece.
+// Bytes of the partial results of a split.
 template <class V>
-inline constexpr uint32_t kPieceBytes = V::kHeads * V::kPartialBytes;
+inline constexpr uint32_t kSplitBytes = V::kHeads * V::kPartialBytes;
 
-// Warps that work on tiles.
+// Warps that compute tiles.
 template <class V>
-inline constexpr int kTileWarps = kConsumerWarps - (V::kOverlaps ? kBringingWarps : 0);
+inline constexpr int kTileWarps = kConsumerWarps - (V::kOverlaps ? kProducerWarps : 0);
 
 template <Sizes V>
 struct Shape {
@@ -146,45 +147,46 @@ struct Shape {
   static constexpr int kHeads = V::kHeads, kSize = V::kSize, kValueSize = V::kValueSize, kTile = attention::kTile<V>;
   static constexpr int kRowBytes = kSize * int(sizeof(T)), kValueBytes = kValueSize * int(sizeof(T));
   static constexpr bool kAlike = kRowBytes == kValueBytes;
-  // Keys and values in one ring entry.
+  // Keys and values share a ring entry.
   static constexpr bool kTogether = kAlike && 2 * kTile * kRowBytes <= kMinSlotBytes;
   static constexpr int kEntries = kTogether ? 1 : 2;  // of a tile
   static constexpr int kParts = kTogether ? 2 : 1;    // of an entry
-  // Where workers have several pieces, nothing is polled that more entries in flight would delay.
+  // Overlapping splits poll nothing that more entries in flight would delay.
   static constexpr uint32_t kInFlight = entries_in_flight(kParts * kTile * kRowBytes) * (V::kOverlaps ? 2 : 1);
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kChunks = kSize / kVec, kValueChunks = kValueSize / kVec;  // 16-byte chunks of a row
   static constexpr bool kTensorCores = kHasFragments<T> && kTile % kWarpRows == 0;
-  // Where a warp has many tiles. With one row it has one or two, and what counts is how much code each layer fetches.
+  // Worth it where a warp has many tiles. With one row it has one or two, and the code that each layer fetches counts
+  // more.
   static constexpr bool kTensorCoreSums = kTensorCores && V::kBatch > 1;
-  // What a lane holds of every head's result: kWidth elements, and so many again for every 32 lanes.
+  // A lane's elements of every head's result: kWidth neighbouring ones in each of kSteps.
   static constexpr int kWidth = lane_width<T>(kValueSize);
   static constexpr int kSteps = (kValueSize / kWidth + 31) / 32;
   static MPK_DEVICE bool holds(int step, uint32_t lane) {
     return kValueSize % (32 * kWidth) == 0 || (lane + 32 * step) * kWidth < kValueSize;
   }
-  // Rows of values summed at a time: as many as are quick to read at once, as long as the code is short.
+  // Rows of values summed at a time: as many as are quick to read together while the code is short.
   static constexpr int kAtATime = floor_power_of_two(32 / kHeads), kRows = kAtATime < kTile ? kAtATime : kTile;
-  // The softmax of a tile: a lane has one score of a head, the warp kAtOnce heads.
+  // Softmax of a tile: a lane has one score of a head, and the warp has kAtOnce heads.
   static constexpr int kAtOnce = 32 / kTile, kRounds = (kHeads + kAtOnce - 1) / kAtOnce;
-  // Scores, two heads at a time from tensor cores, then weights [position][kPad], with a row behind them: what to
-  // multiply results so far by.
+  // Scores, two heads at a time from tensor cores, then weights [position][kPad]. The row behind them has the factors
+  // of earlier results.
   static constexpr int kLeastPad = kTensorCores && kAtOnce < 2 ? 2 : kAtOnce;
   static constexpr int kPad = linear::next_power_of_two(kHeads > kLeastPad ? kHeads : kLeastPad);
   static constexpr int kWeights = ((kTile + 1) * kPad + 3) / 4 * 4;
   static constexpr int kFit = 24 * 1024 / (kConsumerWarps * kPartial<V> * 4);
-  // Heads put together at a time.
+  // Heads merged at a time.
   static constexpr int kStored = V::kOverlaps || kFit >= kHeads ? kHeads : kFit < 1 ? 1 : kFit;
-  // Shared memory, in bytes from the staged area: rows of q, four at a time for tensor cores, then k_new and v_new.
+  // Shared memory from the staged area on: rows of q, a multiple of four for tensor cores, then k_new and v_new.
   static constexpr int kNewRow = kTensorCores ? (kHeads + 3) / 4 * 4 : kHeads;
-  // Elements: rows side by side in other banks.
+  // In elements; neighbouring rows begin in different banks.
   static constexpr int kPitch = (kSize > kValueSize ? kSize : kValueSize) + (kTensorCores ? 32 : 0);
   static constexpr int kWeightsOffset = (kNewRow + 2) * kPitch * int(sizeof(T));
   static constexpr int kFloatsOffset = kWeightsOffset + kTileWarps<V> * kWeights * 4;
   static constexpr int kCombineOffset = kFloatsOffset + (kTensorCores ? 0 : kHeads * kSize * 4);
-  static constexpr int kStagedOfPiece = kCombineOffset + kTileWarps<V> * kStored * kPartial<V> * 4;
-  static constexpr int kBufferBytes = (kStagedOfPiece + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
-  static constexpr int kStagedBytes = V::kOverlaps ? 2 * kBufferBytes : kStagedOfPiece;
+  static constexpr int kStagedOfSplit = kCombineOffset + kTileWarps<V> * kStored * kPartial<V> * 4;
+  static constexpr int kBufferBytes = (kStagedOfSplit + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+  static constexpr int kStagedBytes = V::kOverlaps ? 2 * kBufferBytes : kStagedOfSplit;
 };
 
 }  // namespace mpk::attention

@@ -1,23 +1,23 @@
-// A warp's running softmax over its tiles, and how the results of warps and pieces are put together.
+// A warp's online softmax over its tiles, and the merge of warps and splits.
 #pragma once
 
 #include "torch_mpk/device/tasks/attention_values.cuh"
 
 namespace mpk::attention {
 
-// A tile in shared memory, as a warp meets it.
+// A tile in shared memory.
 template <class V>
 struct Tile {
   using T = typename V::T;
   const T *keys, *values;  // [position][kSize], [position][kValueSize]
-  Live<V> live;            // positions that count; values of others are zero
+  Live<V> live;            // positions that count; other values are zero
 };
 
-// Scores of 16 positions, from number `place` of the tile on, on tensor cores: S = K Q^T, by four heads. Which element
-// stands where along the summed dimension is free as long as both factors agree, so fragments are read in 16-byte
-// chunks. Eight lanes read at a time, of two keys, which begin in the same bank: so odd keys' lanes read the halves of
-// 8 chunks in reverse, and meet other banks. The columns of four more heads, which are free, hold the same heads with
-// those halves reversed: in them odd keys meet the elements that are theirs.
+// Scores of 16 positions, from position `place` of the tile on, on tensor cores: S = K Q^T, four heads at a time. The
+// order of elements along the summed dimension is free, as long as both factors agree, so fragments are 16-byte chunks.
+// Eight lanes read two keys at a time, and both begin in the same bank. So the lanes of odd keys read the halves of 8
+// chunks in reverse order. The free columns of four more heads hold the same heads with those halves reversed, which
+// odd keys are multiplied with.
 template <class V>
 MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, int place, const uint8_t* staged, float* scores,
                                    uint32_t lane) {
@@ -40,7 +40,7 @@ MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, int place, const uint8_t
       const uint4* k = keys[i / 4 % 2] + i / 8 * 8;
       const uint4 low = in ? k[0] : uint4{}, high = in ? k[8 * S::kChunks] : uint4{};
       const uint4 q = in ? queries[i / 4 % 2][i / 8 * 8 + first * (S::kPitch / S::kVec)] : uint4{};
-      multiply_pieces<T>(sums[i / 4 % kChains], sums[kChains + i / 4 % kChains], {low, high}, {q});
+      multiply_fragments<T>(sums[i / 4 % kChains], sums[kChains + i / 4 % kChains], {low, high}, {q});
     }
 #pragma unroll
     for (int apart = 1; apart < 2 * kChains; apart *= 2)
@@ -58,8 +58,8 @@ MPK_DEVICE void tensor_core_scores(const Tile<V>& tile, int place, const uint8_t
   }
 }
 
-// Where element d of a query head stands for fma_scores: the quads of a 16-byte chunk side by side, so that lanes
-// reading different chunks meet different banks.
+// The place of element d of a query head for fma_scores. The quads of a 16-byte chunk lie apart, so that lanes with
+// different chunks meet different banks.
 template <class V>
 MPK_DEVICE int query_place(int d) {
   using S = Shape<V>;
@@ -67,7 +67,7 @@ MPK_DEVICE int query_place(int d) {
   return (e / 4) * (S::kChunks * 4) + chunk * 4 + e % 4;
 }
 
-// Scores with fused multiply-adds, for fp32: 32 / kTile lanes share a position, and take its chunks in turn.
+// Scores by fused multiply-adds, for fp32. 32 / kTile lanes share a position, and take its chunks in turn.
 template <class V>
 MPK_DEVICE void fma_scores(const Tile<V>& tile, const uint8_t* staged, float* to, uint32_t lane) {
   using S = Shape<V>;
@@ -76,7 +76,7 @@ MPK_DEVICE void fma_scores(const Tile<V>& tile, const uint8_t* staged, float* to
   const uint32_t place = lane % S::kTile;
   float scores[S::kHeads] = {};
   const uint4* keys = reinterpret_cast<const uint4*>(tile.keys + place * S::kSize);
-  const uint32_t start = place % S::kChunks;  // rows begin in the same bank: lanes begin at different chunks
+  const uint32_t start = place % S::kChunks;  // all rows begin in the same bank
 #pragma unroll 4
   for (uint32_t i = lane / S::kTile; i < S::kChunks; i += S::kAtOnce) {
     const uint32_t chunk = i + start < S::kChunks ? i + start : i + start - S::kChunks;
@@ -102,14 +102,14 @@ MPK_DEVICE void fma_scores(const Tile<V>& tile, const uint8_t* staged, float* to
 }
 
 // A lane's softmax: position lane % kTile of head kAtOnce r + lane / kTile in round r, and its share of the sums of
-// values. Weights go through the warp's shared memory.
+// values. Weights pass through the warp's shared memory.
 template <class V>
 struct Softmax {
   using S = Shape<V>;
   using T = typename S::T;
   using Sums = typename Choose<S::kTensorCoreSums, TensorCoreSums<V>, LaneSums<V>>::Type;
-  float max[S::kRounds], sum[S::kRounds] = {};  // maxima are a head's, the sum is a lane's own share
-  float mask[S::kRounds] = {};                  // of the tile at hand
+  float max[S::kRounds], sum[S::kRounds] = {};  // a head's maxima, the lane's share of sums
+  float mask[S::kRounds] = {};                  // of the current tile
   Sums sums;
 
   MPK_DEVICE Softmax() {
@@ -119,16 +119,16 @@ struct Softmax {
 
   static MPK_DEVICE uint32_t head(int r, uint32_t lane) { return r * S::kAtOnce + lane / S::kTile; }
 
-  // Begins to read the masks of a tile.
-  MPK_DEVICE void fetch_mask(const Job& job, const KvPiece& piece, uint32_t first, const Live<V>& live, uint32_t lane) {
+  // Starts the loads of a tile's masks.
+  MPK_DEVICE void fetch_mask(const Job& job, const KvSplit& split, uint32_t first, const Live<V>& live, uint32_t lane) {
     if constexpr (V::kHasMask)
 #pragma unroll
       for (int r = 0; r < S::kRounds; r++)
         if (live.has(lane % S::kTile) && head(r, lane) < S::kHeads)
-          mask[r] = V::mask(job, piece.row, piece.group * S::kHeads + head(r, lane), first + lane % S::kTile);
+          mask[r] = V::mask(job, split.row, split.group * S::kHeads + head(r, lane), first + lane % S::kTile);
   }
 
-  // values() waits for the tile's values, done() is told that the tile is no longer read.
+  // values() waits for the tile's values. done() frees the tile.
   template <class Values, class Done>
   MPK_DEVICE bool add(const Tile<V>& tile, uint8_t* staged, uint32_t warp, uint32_t lane, Values values, Done done) {
     float* weights = reinterpret_cast<float*>(staged + S::kWeightsOffset) + warp * S::kWeights;
@@ -153,7 +153,7 @@ struct Softmax {
     return true;
   }
 
-  // Scores become weights, behind which comes what to multiply sums so far by.
+  // Turns scores into weights. The factors of earlier results stand behind them.
   MPK_DEVICE void weigh(const Live<V>& live, float* weights, uint32_t lane) {
     const uint32_t place = lane % S::kTile;
 #pragma unroll
@@ -193,7 +193,7 @@ struct Softmax {
 
 // ---- combining
 
-// A head's result, by one warp: a lane's unnormalised elements, the maximum, the sum of exponentials.
+// A head's result in a warp: a lane's unnormalised elements, the maximum, the sum of exponentials.
 template <class V>
 struct Combined {
   using S = Shape<V>;
@@ -202,13 +202,13 @@ struct Combined {
   float out[S::kSteps][S::kWidth] = {};
   float max = -infinity(), sum = 0;
 
-  // As a partial result in memory: a lane's elements, two at a time, then the maximum and the sum.
+  // As a partial result in memory: a lane's elements in pairs, then the maximum and the sum.
   static constexpr int kElements = S::kSteps * S::kWidth, kPairs = (kElements + 1) / 2;
   static_assert((32 * kPairs + 1) * sizeof(ulonglong2) <= V::kPartialBytes,
                 "codegen and device disagree on partial results");
-  static constexpr uint32_t kAhead = 4;  // pieces
+  static constexpr uint32_t kAhead = 4;  // splits
 
-  // Of the warps' results, `stride` floats apart, added in order.
+  // Merges the warps' results, `stride` floats apart, in order.
   MPK_DEVICE Combined(const float* results, int stride, uint32_t lane) {
     Floats<2> scales[kTileWarps<V>];
 #pragma unroll
@@ -230,19 +230,18 @@ struct Combined {
     }
   }
 
-  // Adds the results of the group's `count` other pieces, in order; `from`: of the first. Those of some pieces are all
-  // in flight before the first tag is looked at; a lane has the maximum and the sum of one of them. False when the
-  // launch was given up.
+  // Adds the group's `count` other splits in order, of which the first is at `from`. Several are in flight before the
+  // first tag is checked. A lane has the maximum and sum of one of them. False when the launch was aborted.
   template <class C>
   MPK_DEVICE bool add(C& c, const uint8_t* from, uint32_t count, uint32_t tag) {
-    constexpr uint32_t kStride = kUnits<V> * kPieceBytes<V>;
+    constexpr uint32_t kStride = kUnits<V> * kSplitBytes<V>;
 #pragma unroll 1
     for (; count > 0; from += kAhead * kStride, count -= min(count, kAhead)) {
       ulonglong2 words[kAhead][kPairs], scale;
       const uint32_t lane = c.lane;
-      const auto load = [&](uint32_t piece, uint32_t place) {
-        return piece < count && piece < kAhead
-                   ? ptx::load_relaxed_gpu(reinterpret_cast<const ulonglong2*>(from + piece * kStride) + place)
+      const auto load = [&](uint32_t split, uint32_t place) {
+        return split < count && split < kAhead
+                   ? ptx::load_relaxed_gpu(reinterpret_cast<const ulonglong2*>(from + split * kStride) + place)
                    : tagged(0u, 0u, tag);
       };
       const bool are_there = poll(c.shared.watchdog, c.phase, [&] {
@@ -262,19 +261,19 @@ struct Combined {
       const float before = max;
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; i++) {
-        const float of_piece = __shfl_sync(~0u, float_of(scale.x), i);
-        if (i < count) max = fmaxf(max, of_piece);
+        const float of_split = __shfl_sync(~0u, float_of(scale.x), i);
+        if (i < count) max = fmaxf(max, of_split);
       }
       const float less = subtrahend(max), keep = exponential<T>(before - less);
-      const float factors = exponential<T>(float_of(scale.x) - less);  // the lane's piece's
+      const float factors = exponential<T>(float_of(scale.x) - less);  // the lane's split's
       sum *= keep;
 #pragma unroll
       for (int e = 0; e < kElements; e++) element(e) *= keep;
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; i++) {
-        const float factor = __shfl_sync(~0u, factors, i), of_piece = __shfl_sync(~0u, float_of(scale.y), i);
+        const float factor = __shfl_sync(~0u, factors, i), of_split = __shfl_sync(~0u, float_of(scale.y), i);
         if (i >= count) continue;
-        sum = fmaf(of_piece, factor, sum);
+        sum = fmaf(of_split, factor, sum);
 #pragma unroll
         for (int e = 0; e < kElements; e++)
           element(e) = fmaf(float_of(e % 2 == 0 ? words[i][e / 2].x : words[i][e / 2].y), factor, element(e));
@@ -283,7 +282,7 @@ struct Combined {
     return true;
   }
 
-  // Rounded, to where the head stands: anywhere, or in a polled vector. Without any key: zero or NaN.
+  // Stores the rounded result in memory, or in a polled vector. Without any key it is zero or NaN.
   MPK_DEVICE void store(const Job& job, uint32_t row, uint32_t head, uint32_t lane) const {
     float total = sum, kept = 1;
     if constexpr (V::kHasSinks) kept = add_sink<T>(V::sink(job, head), max, total);
@@ -307,7 +306,7 @@ struct Combined {
     }
   }
 
-  // For the worker of the group's last piece.
+  // Stores a partial result for the worker of the group's last split.
   MPK_DEVICE void store_partial(uint8_t* at, uint32_t tag, uint32_t lane) {
     ulonglong2* to = reinterpret_cast<ulonglong2*>(at);
 #pragma unroll

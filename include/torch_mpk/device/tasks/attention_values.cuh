@@ -1,17 +1,17 @@
-// Sums of a tile's values, each times its position's weight, of all heads of a piece.
+// Sums of a tile's values times their positions' weights, for all heads of a split.
 #pragma once
 
 #include "torch_mpk/device/tasks/attention_shape.cuh"
 
 namespace mpk::attention {
 
-// N floats moved in accesses of 16 bytes, or of all.
+// N floats, moved in accesses of 16 bytes, or in one if they are less.
 template <int N>
 struct alignas(N < 4 ? 4 * N : 16) Floats {
   float v[N];
 };
 
-// With fused multiply-adds: a lane has the same elements of all heads.
+// By fused multiply-adds: a lane has the same elements of all heads.
 template <class V>
 struct LaneSums {
   using S = Shape<V>;
@@ -22,7 +22,7 @@ struct LaneSums {
   static constexpr bool kReadsFirst = false;
   static MPK_DEVICE Values read(const T* values, uint32_t) { return values; }
 
-  // `weights`: [position][kPad], and behind them what to multiply sums so far by.
+  // `weights`: [position][kPad], and behind them the factors of earlier sums.
   MPK_DEVICE void add(Values values, const float* weights, uint32_t lane) {
     const auto keep = reinterpret_cast<const Floats<S::kPad>*>(weights)[S::kTile];
 #pragma unroll
@@ -50,7 +50,7 @@ struct LaneSums {
     }
   }
 
-  // `to(h)`: where the sums of head h go; nowhere if it is null.
+  // `to(h)`: the place of head h's sums, or null.
   template <class To>
   MPK_DEVICE void store(To to, uint32_t lane) {
 #pragma unroll
@@ -66,14 +66,14 @@ struct LaneSums {
   }
 };
 
-// On tensor cores, 16 positions at a time: O^T = V^T W^T, elements by heads. Lanes 4 g to 4 g + 3 read the g-th eighth
-// of the elements, each of four positions, in units of 16 bytes, or of 8 where an eighth is no more. Of two
-// neighbouring elements one is in row g of a product's first factor, and one in row g + 8.
+// By tensor cores, 16 positions at a time: O^T = V^T W^T, elements by heads. Lanes 4 g to 4 g + 3 read the g-th eighth
+// of the elements, each of four positions, in units of 16 bytes, or of 8 if an eighth is no more. Of two neighbouring
+// elements, one is in row g of a product's first factor, and one in row g + 8.
 //
-// All positions begin in the same bank. So lanes at odd places read the units of each pair in reverse: a product then
-// has one unit's elements at even lanes' positions, and the other's at odd ones'. Heads have two columns each, as long
-// as there are enough, one with the weights of even lanes' positions and one with those of odd ones', which keeps both
-// units' sums apart. (An infinite value makes NaN of its element in the other unit, too: zero times infinity.)
+// All positions begin in the same bank, so lanes at odd places read the units of each pair in reverse order. A product
+// then has one unit's elements at even lanes' positions, and the other's at odd ones'. If there are enough columns, a
+// head has two: one with the weights of even lanes' positions, one with those of odd ones'. That keeps both units' sums
+// apart. (An infinite value makes NaN of its element in the other unit, too: zero times infinity.)
 template <class V>
 struct TensorCoreSums {
   using S = Shape<V>;
@@ -90,11 +90,11 @@ struct TensorCoreSums {
   };
   float out[kUnits][kWords][4] = {};  // as SumFragment
 
-  // A tile's values fit the registers, so that their entry is free before the weights are known.
+  // A tile's values fit the registers, so that their entry is free before weights are known.
   static constexpr bool kReadsFirst = S::kTogether;
 
-  // The unit that a lane has in place `i`, the units in front of the lane's, and whether it has one: an eighth may be
-  // less than a whole number of units.
+  // The unit in a lane's place `i`; the units before the lane's; whether the place has one, since an eighth may be no
+  // whole number of units.
   static MPK_DEVICE uint32_t unit(int i, bool is_odd) { return kTwoColumns && is_odd ? i ^ 1 : i; }
   static MPK_DEVICE uint32_t units_before(uint32_t lane) { return lane / 4 * (kEighth == 1 ? 2 : kEighth); }
   static MPK_DEVICE bool has(uint32_t unit, uint32_t lane) {
@@ -150,7 +150,7 @@ struct TensorCoreSums {
     }
   }
 
-  // As of LaneSums.
+  // See LaneSums.
   template <class To>
   MPK_DEVICE void store(To to, uint32_t lane) {
     constexpr int kElements = 2 * kWords;

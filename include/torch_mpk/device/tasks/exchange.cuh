@@ -1,13 +1,13 @@
-// all_reduce and all_gather: what the ranks of a group have, each on a GPU of its own, in the launches of all of them.
+// all_reduce and all_gather over the ranks of a group. Each rank has a GPU of its own, and all launch the same kernel.
 //
-// A rank pushes what it has to every other rank's mailbox as tagged words (abi/mailboxes.h), and polls its own, in its
-// own memory. A worker pushes all that is its part before it waits for any of it, and has the same part on every rank:
-// so no two ranks wait for each other. Words carry their tags, so stores and loads may be relaxed; they cross the
-// system, not one GPU alone. Sums are added in the order of the ranks, so all ranks have the same bits.
+// A rank pushes its data as tagged words (abi/mailboxes.h) to the mailboxes of all other ranks, and polls its own
+// mailbox, which is in its own memory. A worker pushes all of its part before it waits for any word, and has the same
+// part on every rank, so ranks cannot deadlock. Words carry their tags, so relaxed stores and loads suffice, at system
+// scope. Sums are added in the order of the ranks, so all ranks have the same bits.
 //
 // V: T, kRanks, kElements, kPolledX, kAlignedX, x(job); kByTurns, kTurns, kPlaceBytes, turn(job), offset(job) and
-// kWords, see schedule/mailboxes.h; Extra, preload(job, point). Of a sum finish(c, job, point, value, extra). Of what
-// is gathered kRow, and put(job, index, value).
+// kWords, see schedule/mailboxes.h; Extra, preload(job, point). all_reduce: finish(c, job, point, value, extra).
+// all_gather: kRow, put(job, index, value).
 #pragma once
 
 #include "torch_mpk/abi/mailboxes.h"
@@ -15,24 +15,24 @@
 
 namespace mpk::exchange {
 
-inline constexpr int kDataBytes = 8;  // of two words, which a thread pushes or takes at a time
+inline constexpr int kDataBytes = 8;  // two words, which a thread pushes or polls at a time
 
 template <class V>
 inline constexpr int kPer = kDataBytes / int(sizeof(typename V::T));  // elements
 template <class V>
 inline constexpr uint32_t kUnits = V::kElements / kPer<V>;
 
-// Two words of another rank once they have come; with other tags when the launch was given up, here or by any rank.
+// Waits for two words of another rank. Their tags differ when the launch was aborted, here or by another rank.
 __device__ __noinline__ ulonglong2 wait_words(const Watchdog& dog, const ulonglong2* p, uint32_t tag, uint32_t from,
-                                              const uint32_t* gave_up, uint32_t ranks, uint32_t phase) {
+                                              const uint32_t* aborted, uint32_t ranks, uint32_t phase) {
   uint64_t since = 0;
   ulonglong2 words = ptx::load_relaxed_sys(p);
   for (uint32_t i = 1; differing(words, tag) != 0; words = ptx::load_relaxed_sys(p), i++) {
     if ((i & 4095) != 0) continue;
     const StallRecord now = stall(phase, WarpRole::kConsumer, Waiting::kRank, from, 0, 0, 0);
     bool is_lost = false;
-    for (uint32_t r = 0; r < ranks; r++) is_lost |= ptx::load_relaxed_sys(gave_up + r) == kGaveUp;
-    if (is_lost) give_up(dog, now);
+    for (uint32_t r = 0; r < ranks; r++) is_lost |= ptx::load_relaxed_sys(aborted + r) == kRankAborted;
+    if (is_lost) do_abort(dog, now);
     if (is_lost || (since = keep_waiting(dog, now, since)) == 0) return words;
   }
   return words;
@@ -52,18 +52,18 @@ struct Mailboxes {
     place = kMailboxHeaderBytes + turn % 2 * int64_t(V::kPlaceBytes) + int64_t(V::offset(job)) * kUnitBytes;
   }
 
-  // The words of a unit that rank `from` has pushed to the rank whose mailbox begins at `base`.
+  // The words of a unit from rank `from`, in the mailbox at `base`.
   MPK_DEVICE ulonglong2* words(uint8_t* base, uint32_t from, uint32_t unit) const {
     return reinterpret_cast<ulonglong2*>(base + place + int64_t(from) * V::kWords * sizeof(uint64_t)) + unit;
   }
   MPK_DEVICE void push(uint32_t unit, uint2 data) const {
 #pragma unroll
-    for (int i = 1; i < V::kRanks; i++) {  // each rank begins with another
+    for (int i = 1; i < V::kRanks; i++) {  // each rank begins with another one
       const uint32_t to = (rank + i) % V::kRanks;
       ptx::store_relaxed_sys(words(bases[to], rank, unit), tagged(data.x, data.y, tag));
     }
   }
-  // False when the launch was given up.
+  // False when the launch was aborted.
   MPK_DEVICE bool take(C& c, uint32_t unit, uint32_t from, uint2& data) const {
     const ulonglong2 got = wait_words(c.shared.watchdog, words(own, from, unit), tag, from,
                                       reinterpret_cast<const uint32_t*>(own), V::kRanks, c.phase);
@@ -72,7 +72,7 @@ struct Mailboxes {
   }
 };
 
-// A unit of what this rank has. False when the launch was given up.
+// This rank's data of a unit. False when the launch was aborted.
 template <class V, class C>
 MPK_DEVICE bool load_own(C& c, const Job& job, uint32_t unit, uint2& data) {
   if constexpr (V::kPolledX) {
@@ -106,7 +106,7 @@ MPK_DEVICE Span units_of(const C& c, const Job& job, uint32_t units) {
   return static_span(units, c.worker(job), C::Config::kNumWorkers);
 }
 
-// Whether a thread has one unit at most.
+// Whether each thread has at most one unit.
 template <class V, class C>
 inline constexpr bool kOnce = (kUnits<V> + C::Config::kNumWorkers - 1) / C::Config::kNumWorkers <= kConsumerThreads;
 
@@ -120,7 +120,7 @@ struct Extras {
   }
 };
 
-// Adds a unit of all ranks, and hands the sums on. False when the launch was given up.
+// Adds up a unit of all ranks, and passes the sums on. False when the launch was aborted.
 template <class V, class C>
 MPK_DEVICE bool add_unit(C& c, const Job& job, const Mailboxes<V, C>& boxes, uint32_t unit, uint2 own,
                          const Extras<V>& extras) {
@@ -165,7 +165,7 @@ MPK_DEVICE void compute_sum(C& c, const Job& job) {
   }
 }
 
-// A unit of rank `from` to where its columns are.
+// Stores a unit of rank `from` in its columns.
 template <class V>
 MPK_DEVICE void put_unit(const Job& job, uint32_t unit, uint32_t from, const uint2& data) {
   const uint32_t first = unit * kPer<V>, row = first / V::kRow, column = first - row * V::kRow;

@@ -1,7 +1,6 @@
-// The same with weights that the loader brings through the ring, as boxes of 16 rows and 256 columns. It awaits the
-// choice, and finds the chosen experts as the consumers do. Each warp has a tile, and boxes come for all of them in
-// turn: the products of one box wait for each other, and so all warps are at work while the ring holds one or two for
-// each.
+// The same with weights that the loader copies to the ring, as boxes of 16 rows and 256 columns. The loader awaits the
+// choice, and finds the chosen experts as consumers do. Each warp has a tile, and the tiles' boxes come in turn. The
+// products of a box depend on each other, so this keeps all warps busy while the ring holds one or two boxes for each.
 #pragma once
 
 #include "torch_mpk/device/ring.cuh"
@@ -15,13 +14,13 @@ inline constexpr uint32_t kBoxBytes = kTileRows * kEntryColumns * 2;
 template <class V>
 inline constexpr uint32_t kBoxesOfTile = (V::kSize + kEntryColumns - 1) / kEntryColumns;
 
-// Where a box stands in the ring, of those that bring a worker's tiles.
+// The position in the ring of a box of a worker's tiles.
 template <class V>
 struct Turns {
   static constexpr uint32_t kWarps = kConsumerWarps, kOfPass = kWarps * kBoxesOfTile<V>;
   uint32_t num_tiles;
 
-  // Tiles of a pass, which all have their first box before any has its second.
+  // Tiles of a pass: all have their first box before any has its second.
   MPK_DEVICE uint32_t tiles_of(uint32_t pass) const { return min(kWarps, num_tiles - pass * kWarps); }
   MPK_DEVICE uint32_t entry_of(uint32_t tile, uint32_t box) const {
     const uint32_t pass = tile / kWarps;
@@ -31,7 +30,7 @@ struct Turns {
 
 // ---- the loader's part
 
-// An entry of eight rows of each half.
+// An entry with eight rows of each half.
 struct Halves {
   const void* map;
   uint32_t tile, upper, lower, block, bytes;
@@ -43,7 +42,7 @@ struct Halves {
   }
 };
 
-// entry(tile, expert, row, block): the one with these columns of a tile, see first_weight_row.
+// entry(tile, expert, row, block): the entry with these columns of a tile, see first_weight_row.
 template <class V, class L, class Entry>
 MPK_DEVICE void load_entries(L& l, const Job& job, Entry entry) {
   const Chosen<V> chosen(V::ids(job), l.lane);
@@ -82,19 +81,19 @@ MPK_DEVICE void load_halves(L& l, const Job& job) {
 
 // ---- the consumers' part
 
-// A lane's pieces of a box: 64 columns of its rows after the other, in which pieces of 16 bytes stand exchanged by the
-// row, as the copy engine leaves them. Halves are boxes of their own.
+// A lane's fragment of a box. A box holds 64 columns of all its rows, then the next 64. The copy engine swizzles
+// accesses of 16 bytes by the row. Halves are boxes of their own.
 template <class V>
-MPK_DEVICE RowPieces read_box(const uint8_t* slot, int step, int lane) {
+MPK_DEVICE RowFragment read_box(const uint8_t* slot, int step, int lane) {
   constexpr int kBoxRows = Gated<V> ? kTileRows / 2 : kTileRows;
   constexpr int kLower = Gated<V> ? int(kBoxBytes) / 2 : 8 * kBoxRowBytes;
-  const int row = lane / 4, piece = (step % 2 * 4 + lane % 4) ^ row;
-  const uint8_t* from = slot + step / 2 * (kBoxRows * kBoxRowBytes) + row * kBoxRowBytes + piece * 16;
+  const int row = lane / 4, access = (step % 2 * 4 + lane % 4) ^ row;
+  const uint8_t* from = slot + step / 2 * (kBoxRows * kBoxRowBytes) + row * kBoxRowBytes + access * 16;
   return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + kLower)};
 }
 
-// A tile's products with all pairs; its boxes stand `stride` entries apart, from `entry` on. False when the launch was
-// given up.
+// Multiplies a tile with all pairs. Its boxes stand `stride` entries apart, from `entry` on. False when the launch was
+// aborted.
 template <class V, class C>
 MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint32_t row, uint32_t entry,
                                uint32_t stride) {
@@ -113,11 +112,11 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
     for (int s = 0; s < kBoxSteps; s++) {
       const int step = box * kBoxSteps + s;
       if (V::kSize % kEntryColumns != 0 && step >= V::kSize / kStepColumns) continue;
-      const RowPieces weights = read_box<V>(slot, s, c.lane);
+      const RowFragment weights = read_box<V>(slot, s, c.lane);
 #pragma unroll
       for (int g = 0; g < kGroups<V>; g++)
         if (g == 0 || g < num_groups)
-          multiply_pieces<T>(sums[g][0], sums[g][kChains - 1], weights, piece_of(x[g], step));
+          multiply_fragments<T>(sums[g][0], sums[g][kChains - 1], weights, fragment_of(x[g], step));
     }
     c.ring.release(entry);
   }
@@ -133,7 +132,7 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
   return true;
 }
 
-// V: as compute_rows has it, and map(job), of the weights of all experts.
+// V: as for compute_rows, and map(job), the map of all experts' weights.
 template <class V, class C>
 MPK_DEVICE void compute_boxes(C& c, const Job& job) {
   if (!c.await()) return;

@@ -1,9 +1,9 @@
-// Products of few rows with the weights of experts that they chose, see csrc/kernels/experts/expert_linear.cpp.
+// Products of few rows with the weights of their chosen experts, see csrc/kernels/experts/expert_linear.cpp.
 //
-// Every warp finds the chosen experts by itself. A tile is 16 rows of the weights of one; tiles are numbered expert by
-// expert, and a worker has some that follow each other. With an activation behind them, a tile is eight rows of the
-// gate and the eight of the other half that they meet. A warp multiplies a tile with all pairs that chose its expert,
-// eight at a time, so weights are read once. The order in which a pair's products are added depends on the sizes alone.
+// Every warp finds the chosen experts by itself. A tile is 16 rows of one expert's weights. Tiles are numbered expert
+// by expert, and a worker has consecutive ones. With an activation behind the products, a tile is eight rows of the
+// gate and the matching eight rows of the other half. A warp multiplies a tile with all pairs that chose its expert,
+// eight at a time, so weights are read once. The order of a pair's sums depends on sizes alone.
 #pragma once
 
 #include "torch_mpk/device/fragment.cuh"
@@ -12,11 +12,11 @@
 namespace mpk::experts {
 
 inline constexpr int kTileRows = 16, kStepColumns = 32, kColumnsOfGroup = 8;
-inline constexpr int kStepsAhead = 8;  // whose weights a warp has under way, where it reads all of them itself
+inline constexpr int kStepsAhead = 8;  // weights that a warp has in flight, where it reads all of them itself
 
 template <class V>
 inline constexpr int kMaskWords = (V::kExperts + 31) / 32;
-// Groups of pairs whose sums are in registers together: all that chose an expert, where no row chose it twice.
+// Groups of pairs whose sums are in registers at once: all pairs of an expert, if no row chose it twice.
 template <class V>
 inline constexpr int kGroups = (V::kPairs / V::kChoices + kColumnsOfGroup - 1) / kColumnsOfGroup;
 template <class V>
@@ -24,8 +24,7 @@ inline constexpr uint32_t kTilesOfExpert = (V::kRows + kTileRows - 1) / kTileRow
 template <class V>
 inline constexpr int kListBytes = (V::kPairs * 2 + 15) / 16 * 16;  // of a warp's list
 
-// Whether an activation takes two results of each pair and point, of rows of weights from kFirstHalf and kSecondHalf
-// on.
+// Whether an activation combines two results of each pair and point, from weight rows at kFirstHalf and kSecondHalf.
 template <class V>
 concept Gated = requires { V::kFirstHalf; };
 
@@ -33,8 +32,8 @@ concept Gated = requires { V::kFirstHalf; };
 template <class V>
 concept Summed = requires { V::kInner; };
 
-// The first of eight rows of weights in a tile, of the lanes' upper rows or of the lower ones; `row`: 16 times its
-// number among its expert's tiles.
+// The first of the eight weight rows of the lanes' upper, or lower, rows. `row`: 16 times the tile's number within its
+// expert.
 template <class V>
 MPK_DEVICE uint32_t first_weight_row(uint32_t row, bool is_lower) {
   if constexpr (Gated<V>)
@@ -43,17 +42,17 @@ MPK_DEVICE uint32_t first_weight_row(uint32_t row, bool is_lower) {
     return row + (is_lower ? 8 : 0);
 }
 
-// The expert of a pair; -1: its id names none.
+// The expert of a pair, or -1 if its id names none.
 template <class V>
 MPK_DEVICE int expert_of(const int64_t* ids, int pair) {
   const int64_t id = ids[pair / V::kChoices * V::kIdsRow + pair % V::kChoices * V::kIdsChoice];
   return id >= 0 && id < V::kExperts ? int(id) : -1;
 }
 
-// The chosen experts, in ascending order, as a warp holds them: 32 in a lane, as bits.
+// The chosen experts in ascending order. A warp holds them as bits, 32 in each lane.
 template <class V>
 struct Chosen {
-  uint32_t mine = 0, before;  // of them, in this lane, and how many in those before it
+  uint32_t mine = 0, before;  // this lane's experts; how many the lanes before have
   uint32_t count;
 
   MPK_DEVICE Chosen(const int64_t* ids, int lane) {
@@ -74,7 +73,7 @@ struct Chosen {
     before -= __popc(mine);
   }
 
-  // The one that so many stand before, of each lane its own.
+  // The expert with this rank, which may differ by lane.
   MPK_DEVICE int operator[](uint32_t rank) const {
     int found = 0;
 #pragma unroll 1
@@ -89,17 +88,17 @@ struct Chosen {
   }
 };
 
-// The tiles of a worker, of all that the chosen experts have.
+// A worker's tiles among all tiles of the chosen experts.
 template <class V>
 MPK_DEVICE Span tiles_of(const Chosen<V>& chosen, uint32_t worker, uint32_t num_workers) {
   return static_span(chosen.count * kTilesOfExpert<V>, worker, num_workers);
 }
 
-// Lists the pairs that chose an expert, in ascending order; how many.
+// Lists the pairs that chose an expert, in ascending order. Returns their number.
 template <class V>
 MPK_DEVICE int list_pairs(const int64_t* ids, int expert, int lane, uint16_t* list) {
   int count = 0;
-  __syncwarp();  // others read the list before
+  __syncwarp();  // other lanes have read the list
   for (int first = 0; first < V::kPairs; first += 32) {
     const int pair = first + lane;
     const bool is_mine = pair < V::kPairs && expert_of<V>(ids, pair) == expert;
@@ -111,12 +110,12 @@ MPK_DEVICE int list_pairs(const int64_t* ids, int expert, int lane, uint16_t* li
   return count;
 }
 
-// The pairs that chose one expert, as a warp multiplies them.
+// The pairs of one expert, as a warp multiplies them.
 template <class V>
 struct Pairs {
   using T = typename V::T;
   uint16_t* list;
-  T* products = nullptr;  // of 16 rows of weights and all pairs, where they are summed
+  T* products = nullptr;  // 16 weight rows by all pairs, where products are summed
   int expert = -1, count = 0;
 
   MPK_DEVICE void find(const Job& job, int chosen, int lane) {
@@ -126,13 +125,13 @@ struct Pairs {
   }
   MPK_DEVICE int num_groups() const { return (count + kColumnsOfGroup - 1) / kColumnsOfGroup; }
 
-  // The lane's row of x in a group; one that is there where the group has fewer, for its products are not kept.
+  // The lane's row of x in a group. A lane without a row reads another lane's, and its products are dropped.
   MPK_DEVICE const T* x(const Job& job, int group, int lane) const {
     const int index = group * kColumnsOfGroup + lane / 4, mine = list[index < count ? index : 0];
     return V::x(job) + mine / V::kChoices * V::kXRow + mine % V::kChoices * V::kXChoice + lane % 4 * 8;
   }
 
-  // Makes results of a group's sums. The lane has those of two pairs.
+  // Computes the results of a group's sums. The lane has those of two pairs.
   MPK_DEVICE void store(const Job& job, int group, uint32_t row, int lane, const SumFragment& sums) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -155,7 +154,7 @@ struct Pairs {
   }
 };
 
-// A lane's rows of a tile of weights, where they are.
+// The addresses of a lane's rows of a tile of weights.
 template <class V>
 struct WeightRows {
   using T = typename V::T;
@@ -168,7 +167,7 @@ struct WeightRows {
     lower = weight + min(first_weight_row<V>(row, true) + of_eight, last) * V::kRowPitch;
   }
 
-  MPK_DEVICE RowPieces operator[](int step) const {
+  MPK_DEVICE RowFragment operator[](int step) const {
     const int column = step * kStepColumns;
     return {ptx::load_once(reinterpret_cast<const uint4*>(upper + column)),
             ptx::load_once(reinterpret_cast<const uint4*>(lower + column))};
@@ -176,11 +175,11 @@ struct WeightRows {
 };
 
 template <class T>
-MPK_DEVICE ColumnPiece piece_of(const T* x, int step) {
+MPK_DEVICE ColumnFragment fragment_of(const T* x, int step) {
   return {*reinterpret_cast<const uint4*>(x + step * kStepColumns)};
 }
 
-// A tile's products with a group of pairs.
+// Multiplies a tile with a group of pairs.
 template <int ahead, class V>
 MPK_DEVICE void multiply_group(const Job& job, const Pairs<V>& pairs, int group, uint32_t row, int lane) {
   using T = typename V::T;
@@ -188,17 +187,17 @@ MPK_DEVICE void multiply_group(const Job& job, const Pairs<V>& pairs, int group,
   const WeightRows<V> weights(job, pairs.expert, row, lane);
   const T* x = pairs.x(job, group, lane);
   SumFragment sums = {};
-  RowPieces next[ahead];
+  RowFragment next[ahead];
 #pragma unroll
-  for (int u = 0; u < ahead; u++) next[u] = u < kSteps ? weights[u] : RowPieces{};
+  for (int u = 0; u < ahead; u++) next[u] = u < kSteps ? weights[u] : RowFragment{};
 #pragma unroll 1
   for (int first = 0; first < kSteps; first += ahead)
 #pragma unroll
     for (int u = 0; u < ahead; u++) {
       const int step = first + u;
-      const RowPieces now = next[u];
+      const RowFragment now = next[u];
       if (step + ahead < kSteps) next[u] = weights[step + ahead];
-      if (step < kSteps) multiply_pieces<T>(sums, sums, now, piece_of(x, step));
+      if (step < kSteps) multiply_fragments<T>(sums, sums, now, fragment_of(x, step));
     }
   pairs.store(job, group, row, lane, sums);
 }
@@ -215,8 +214,8 @@ MPK_DEVICE void clear_others(C& c, const Job& job) {
   }
 }
 
-// Calls f(pairs, row, number, num_tiles) for each of the warp's tiles, until f is false: the pairs of its expert, the
-// first of its rows of weights, and its number among the worker's. How many these are. Behind await().
+// Calls f(pairs, row, number, num_tiles) for each of the warp's tiles until f returns false: the pairs of its expert,
+// its first weight row, its number among the worker's tiles, and their count. Call it after await().
 template <class V, class C, class F>
 MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
   clear_others<V>(c, job);
@@ -231,9 +230,9 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
   return mine.end - mine.begin;
 }
 
-// V: T; kPairs, of kChoices each row; kExperts, whose weights have kRows rows of kSize, at kExpertPitch and kRowPitch;
-// kXRow, kXChoice, kIdsRow, kIdsChoice, pitches; x(job), ids(job), weight(job). What becomes of results: kYRow,
-// kYChoice and y(job), or kColumns, kFirstHalf, kSecondHalf, and combine(job, point, first, second).
+// V: T; kPairs, kChoices for each row; kExperts, whose weights have kRows rows of kSize, at kExpertPitch and kRowPitch;
+// pitches kXRow, kXChoice, kIdsRow, kIdsChoice; x(job), ids(job), weight(job). Results: kYRow, kYChoice and y(job), or
+// kColumns, kFirstHalf, kSecondHalf and combine(job, point, first, second).
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;

@@ -1,5 +1,5 @@
-// The same with the sum over a row's choices, see csrc/kernels/experts/summed.cpp. A tile is 16 rows of the weights of
-// every expert; a worker has few. Each warp multiplies the tile's rows of one expert, then of another, and leaves the
+// The same with the sum over a row's choices, see csrc/kernels/experts/summed.cpp. A tile is 16 weight rows of every
+// expert, and a worker has few tiles. Each warp multiplies the tile's rows of one expert after another, and leaves the
 // products in shared memory, where all threads sum them.
 #pragma once
 
@@ -32,7 +32,7 @@ MPK_DEVICE void load_summed(L& l, const Job& job) {
   });
 }
 
-// The products of a tile's rows of all chosen experts. False when the launch was given up.
+// Multiplies a tile's rows of all chosen experts. False when the launch was aborted.
 template <class V, class C>
 MPK_DEVICE bool multiply_chosen(C& c, const Job& job, const Chosen<V>& chosen, Pairs<V>& pairs, uint32_t tile,
                                 uint32_t entry) {
@@ -46,8 +46,7 @@ MPK_DEVICE bool multiply_chosen(C& c, const Job& job, const Chosen<V>& chosen, P
   return true;
 }
 
-// V: as compute_boxes has it; what becomes of results as run_reduced_points has it, but for value(job, outer, inner,
-// product).
+// V: as for compute_boxes. Results: as for run_reduced_points, with value(job, outer, inner, product).
 template <class V, class C>
 MPK_DEVICE void compute_summed(C& c, const Job& job) {
   using T = typename V::T;

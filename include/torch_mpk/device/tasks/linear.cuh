@@ -1,10 +1,10 @@
 // linear: y[r, n] = sum over k of x[r, k] * weight[n, k], with the weights streamed through the ring, as the table
 // says.
 //
-// A tile is a few complete output rows (rows of the weight); its bytes come as consecutive ring entries ("chunks") of
-// at most one slot. It belongs to one warp; with one row of x, runs of its entries are dealt out among the warps, whose
-// sums are added in order. Which k a lane takes and in which order it adds depends on k alone, so a value has the same
-// bits whatever tile it is part of.
+// A tile is a few complete output rows (rows of the weight). Its bytes are consecutive ring entries ("chunks") of at
+// most one slot. It belongs to one warp. With one row of x, warps share the runs of its entries, and their sums are
+// added in order. The k of a lane, and the order of its sums, depend on k alone, so a value has the same bits in any
+// tile.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_alone.cuh"
@@ -22,18 +22,18 @@ MPK_DEVICE void compute(C& c, const Job& job) {
   }
 }
 
-// No ring: each warp reads rows of weights where they are, a few at a time, for some rows of x, which are staged or
-// where they are, too. In which order a sum is added depends on k alone.
+// Without the ring: each warp reads a few rows of weights in place, for some rows of x, which are staged or read in
+// place, too. The order of a sum depends on k alone.
 template <class V>
 inline constexpr int kDirectStagedBytes = V::kStaged ? V::kBatch * Shape<V>::kPitch : 0;
 
-// Rows `tile`, `tile` + 1, ... of the weights, times rows `first` and on of x.
+// Multiplies weight rows `tile`, `tile` + 1, ... with rows `first` and on of x.
 template <class V, class C>
 MPK_DEVICE void multiply_direct(C& c, const Job& job, uint32_t tile, int first, const typename V::T* x, int64_t pitch) {
   using T = typename V::T;
   constexpr int kParts = V::kParts, kTiles = V::kWeightRows, kX = V::kXRows;
   constexpr int kWidth = V::kAligned ? kVecSize<T> : 1, kSums = next_power_of_two(kParts * kTiles * kX);
-  using Piece = Vec<T, kWidth>;
+  using Access = Vec<T, kWidth>;
   const T* rows[kParts * kTiles];
 #pragma unroll
   for (int t = 0; t < kTiles; t++) {
@@ -51,11 +51,11 @@ MPK_DEVICE void multiply_direct(C& c, const Job& job, uint32_t tile, int first, 
   for (int k = c.lane * kWidth; k < V::kSize; k += 32 * kWidth) {
     float weights[kParts * kTiles][kWidth];
 #pragma unroll
-    for (int i = 0; i < kParts * kTiles; i++) to_floats(*reinterpret_cast<const Piece*>(rows[i] + k), weights[i]);
+    for (int i = 0; i < kParts * kTiles; i++) to_floats(*reinterpret_cast<const Access*>(rows[i] + k), weights[i]);
 #pragma unroll
     for (int r = 0; r < kX; r++) {
       float values[kWidth];
-      to_floats(*reinterpret_cast<const Piece*>(x + min(first + r, V::kBatch - 1) * pitch + k), values);
+      to_floats(*reinterpret_cast<const Access*>(x + min(first + r, V::kBatch - 1) * pitch + k), values);
 #pragma unroll
       for (int i = 0; i < kParts * kTiles; i++)
 #pragma unroll

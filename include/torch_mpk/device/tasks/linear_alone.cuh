@@ -5,11 +5,11 @@
 
 namespace mpk::linear {
 
-// What a warp has summed of its weight rows' products with the rows of x. Lane l takes pieces l, l + 32, ... of 16
-// bytes; value(i, lane) is a lane's share of sum i, which is row i / kBatch of the weights with row i % kBatch of x.
-// Either class adds in an order that depends on the piece alone.
+// A warp's sums of the products of its weight rows with the rows of x. Lane l takes accesses l, l + 32, ... of 16
+// bytes. value(i, lane) is a lane's share of sum i, which is weight row i / kBatch with row i % kBatch of x. Both
+// classes add in an order that depends on the access alone.
 
-// With fused multiply-adds. With one row of x, even and odd elements are summed apart, as compute_shared does.
+// By fused multiply-adds. With one row of x, even and odd elements are summed separately, as in compute_shared.
 template <class V>
 struct FmaSums {
   using T = typename V::T;
@@ -38,14 +38,14 @@ struct FmaSums {
   MPK_DEVICE float value(int i, int) const { return kApart == 1 ? sums[i][0] : sums[i][0] + sums[i][1]; }
 };
 
-// Whether a variant's products are worth tensor cores, whose use alone makes the whole chip run 8 % slower.
+// Whether a variant's products are worth tensor cores: using them at all slows the whole chip by 8 %.
 template <class V>
 inline constexpr bool kOnTensorCores = kHasFragments<typename V::T> && V::kBatch > 2;
 
-// On tensor cores, which spare unpacking: 8 weights of a lane take one instruction instead of 16. They multiply 16 rows
-// by 8 columns, and here there is one row of x at a time. So lanes 4 g to 4 g + 3 put their pieces of two weight rows
-// into rows g and g + 8 of the first factor, and their piece of x into column g of the second: of the products, those
-// on the two diagonals are wanted.
+// By tensor cores, which need no unpacking: 8 weights of a lane take one instruction instead of 16. They multiply 16
+// rows by 8 columns, but x has one row at a time. So lanes 4 g to 4 g + 3 put two weight rows into rows g and g + 8 of
+// the first factor, and their elements of x into column g of the second. The two diagonals of the products are the
+// results.
 template <class V>
 struct TensorCoreSums {
   using S = Shape<V>;
@@ -60,7 +60,7 @@ struct TensorCoreSums {
 #pragma unroll
       for (int p = 0; p < kPairs; p++) {
         const uint4 a = weights[2 * p], b = 2 * p + 1 < S::kRows ? weights[(2 * p + 1) % S::kRows] : uint4{};
-        multiply_pieces<typename V::T>(products[p][r], products[p][r], {a, b}, {column});
+        multiply_fragments<typename V::T>(products[p][r], products[p][r], {a, b}, {column});
       }
     }
   }
@@ -71,10 +71,10 @@ struct TensorCoreSums {
   }
 };
 
-// Either of them.
+// A class of sums.
 template <class S, class V>
 concept Sums = requires(S sums, const S& summed, const uint4 (&weights)[Shape<V>::kRows], uint4 (*x)(int), int i) {
-  sums.add(weights, x);  // x(r): the lane's piece of row r
+  sums.add(weights, x);  // x(r): the lane's access of row r
   { summed.value(i, i) } -> Same<float>;
 };
 
@@ -84,20 +84,20 @@ MPK_DEVICE void multiply(const uint8_t* slot, int chunk_size, const uint4* x, in
   using S = Shape<V>;
   const uint4* weights = reinterpret_cast<const uint4*>(slot);
   constexpr bool kEqual = V::kSize % V::kChunkSize == 0 && V::kChunkSize % (32 * S::kVec) == 0;
-  const int pieces = (kEqual ? V::kChunkSize : chunk_size) / S::kVec;
+  const int accesses = (kEqual ? V::kChunkSize : chunk_size) / S::kVec;
   constexpr int kUnroll = S::kSums <= 2 ? 4 : S::kSums <= 4 ? 2 : 1;
 #pragma unroll kUnroll
-  for (int i = 0; i < (kEqual ? pieces / 32 : (pieces + 31) / 32); i++) {
+  for (int i = 0; i < (kEqual ? accesses / 32 : (accesses + 31) / 32); i++) {
     const int j = 32 * i + lane;
-    const bool in = kEqual || j < pieces;
+    const bool in = kEqual || j < accesses;
     uint4 w[S::kRows];
 #pragma unroll
-    for (int row = 0; row < S::kRows; row++) w[row] = in ? weights[row * pieces + j] : uint4{};
+    for (int row = 0; row < S::kRows; row++) w[row] = in ? weights[row * accesses + j] : uint4{};
     sums.add(w, [&](int r) { return in ? x[r * x_pitch + j] : uint4{}; });
   }
 }
 
-// What the first round of a tile's results needs from memory.
+// The operands of a tile's first round of results.
 template <class V>
 MPK_DEVICE typename V::Extra preload(const Job& job, uint32_t tile, int lane) {
   const int segment = segment_of<V>(tile);
@@ -106,7 +106,7 @@ MPK_DEVICE typename V::Extra preload(const Job& job, uint32_t tile, int lane) {
   return V::preload(job, segment, lane / V::kTileRows, row);
 }
 
-// One tile, from its first ring entry to its stores; false when the launch was given up.
+// Computes one tile, from its first ring entry to its stores. False when the launch was aborted.
 template <class V, class C>
 MPK_DEVICE bool compute_tile(C& c, const Job& job, uint32_t tile, uint32_t entry, const uint4* x, int x_pitch,
                              float* scratch, typename V::Extra extra) {
@@ -190,7 +190,7 @@ MPK_DEVICE void compute_alone(C& c, const Job& job) {
         c.entry = c.ring.phase_end(c.phase);
         return;
       }
-      if (tile == kGivenUp) {
+      if (tile == kAborted) {
         c.failed = true;
         return;
       }

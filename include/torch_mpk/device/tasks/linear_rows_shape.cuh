@@ -1,4 +1,4 @@
-// How a worker goes through linears with several rows of x, see linear_rows.cuh.
+// Sizes and order of linears with several rows of x, see linear_rows.cuh.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_shape.cuh"
@@ -11,33 +11,33 @@ concept RowsSizes = requires {
   typename V::T;
   // Rows of x; K.
   requires Constants<int, V::kBatch, V::kSize>;
-  // Linears one after the other in row space, or linears whose row n is computed side by side.
+  // Segments: linears one after the other in row space. Parts: linears whose row n is computed side by side.
   requires Constants<int, V::kSegments, V::kParts>;
-  // Of a box. A tile is V::kBoxRows rows of every part.
+  // The rows and columns of a box. A tile is V::kBoxRows rows of every part.
   requires Constants<int, V::kBoxRows, V::kChunkSize>;
   requires Constants<uint32_t, V::kNumTiles>;
-  // Tiles that a worker takes at a time, and of which it has the sums in shared memory at a time, where these are
-  // fewer a box of each warpgroup; workers that share them, see finish_shared.
-  requires Constants<int, V::kPassTiles, V::kTurnTiles, V::kSplit>;
-  // x stands in shared memory, after row tasks: whole, or, where workers share tiles, the worker's columns. Otherwise
-  // it is kPitchX elements from row to row, and comes in windows, or has a map, by which windows are boxes.
+  // Tiles of one mainloop; tiles whose sums the epilogue has in shared memory at a time, a box of each warpgroup where
+  // it has fewer; split_k, the workers that share tiles (see finish_shared).
+  requires Constants<int, V::kMainloopTiles, V::kEpilogueTiles, V::kSplit>;
+  // Whether x is staged, through row tasks if there are any: all of x, or the worker's columns where workers share
+  // tiles. Otherwise rows are kPitchX elements apart and x comes in stages; with a map, stages are boxes.
   requires Constants<bool, V::kStaged, V::kRowTasks, V::kBoxesOfX> && Constants<int, V::kPitchX>;
-  // What chains and extras fetch first is known before the phase's events.
+  // Chains and extras may fetch their first operands before the phase's events.
   requires Constants<bool, V::kEarly>;
-  // Warpgroups multiply the boxes, each of one block of 64 columns or of several. Columns of a window, and the rows it
-  // has of x: those that the tensor cores take.
-  requires Constants<bool, V::kByWarpgroups> && Constants<int, V::kWindowSize, V::kXRows>;
-  // A norm's rows are what the job makes; or what x is, but for a factor for each row. See linear_rows_norm.cuh.
+  // Whether warpgroups multiply boxes, of one block of 64 columns or several. The columns of a stage, and its rows of
+  // x, which are those that the tensor cores take.
+  requires Constants<bool, V::kByWarpgroups> && Constants<int, V::kStageColumns, V::kXRows>;
+  // Whether a norm follows, or x lacks its norm's factors of rows. See linear_rows_norm.cuh.
   requires Constants<bool, V::kEndsWithNorm, V::kScalesRows>;
 };
 
-// Where sums of squares of the rows are left, so many of each.
+// The place for sums of squares of the results' rows, and their number for each row.
 template <class V>
 concept LeavesRowSums = Constants<int, V::kRowSums> && requires(const Job& job) {
   { V::row_sums(job) } -> Same<float*>;
-  V::fetch_factor(job, 0u);  // to L2, with those behind
+  V::fetch_factor(job, 0u);  // prefetches it to L2, and those behind
 };
-// And where those of x's rows are.
+// The sums of squares of x's rows.
 template <class V>
 concept FindsRowSums = Constants<int, V::kSumsOfX> && requires(const Job& job) {
   { V::kEps } -> Same<const float&>;
@@ -46,15 +46,15 @@ concept FindsRowSums = Constants<int, V::kSumsOfX> && requires(const Job& job) {
 
 template <class V, class C>
 concept RowsVariant =
-    RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || Meets<V>) && (!V::kEndsWithNorm || LeavesRowSums<V>) &&
+    RowsSizes<V> && Results<V, C> && (V::kSplit == 1 || SplitsK<V>) && (!V::kEndsWithNorm || LeavesRowSums<V>) &&
     (!V::kScalesRows || FindsRowSums<V>) && requires(const Job& job, int i) {
       { V::first_tile(i) } -> Same<uint32_t>;  // of segment i
       { V::num_rows(i) } -> Same<uint32_t>;
-      { V::x(job) } -> Same<const typename Choose<V::kStaged, uint16_t, typename V::T>::Type*>;  // staged: polled
+      { V::x(job) } -> Same<const typename Choose<V::kStaged, uint16_t, typename V::T>::Type*>;  // staged x is polled
       { V::map_of_x(job) } -> Same<const void*>;
     };
 
-// Bytes of a weight: quantised ones have one, others are of x's type.
+// Bytes of a weight: one if it is quantised, else those of x's type.
 template <class V>
 constexpr int weight_bytes() {
   if constexpr (requires { V::kIsE4M3; }) {
@@ -64,106 +64,105 @@ constexpr int weight_bytes() {
   }
 }
 
-// What follows from a variant.
+// Constants derived from a variant.
 template <RowsSizes V>
 struct RowsShape {
   using T = typename V::T;
-  static constexpr int kColumns = (V::kXRows + 7) / 8;  // fragments of sums that a block has
-  // One or two, where a warp has a block; a warpgroup has the blocks of a box.
+  static constexpr int kColumns = (V::kXRows + 7) / 8;  // fragments of sums in a block
+  // One or two for a warp. A warpgroup has all blocks of a box.
   static constexpr int kBoxesOfBlock = V::kByWarpgroups ? 1 : kWarpRows / V::kBoxRows;
   static constexpr int kBlocksOfBox = V::kByWarpgroups ? (V::kBoxRows + kWarpRows - 1) / kWarpRows : 1;
   static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * weight_bytes<V>();
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize / V::kSplit;    // of a worker
-  static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kBringingWarps;  // that multiply
-  static constexpr int kMaxBoxes = V::kPassTiles * V::kParts;
+  static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kProducerWarps;  // that multiply
+  static constexpr int kMaxBoxes = V::kMainloopTiles * V::kParts;
   static constexpr int kMaxBlocks = (kMaxBoxes * kBlocksOfBox + kBoxesOfBlock - 1) / kBoxesOfBlock;
   static constexpr int kHeld = V::kByWarpgroups ? (kMaxBoxes + kWarpgroups - 1) / kWarpgroups
                                                 : (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
-  // Windows of x of a worker, and chunks of each.
-  static constexpr int kChunksOfWindow = V::kWindowSize / V::kChunkSize, kNumWindows = kChunks / kChunksOfWindow;
-  static_assert(kChunks % kChunksOfWindow == 0);
-  static constexpr int kWindowsHeld = V::kByWarpgroups ? windows_held(V::kWindowSize) : kWindows;
-  // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit.
+  // A worker's stages of x, and the chunks of a stage.
+  static constexpr int kChunksOfStage = V::kStageColumns / V::kChunkSize, kNumStages = kChunks / kChunksOfStage;
+  static_assert(kChunks % kChunksOfStage == 0);
+  static constexpr int kStagesHeld = V::kByWarpgroups ? stages_held(V::kStageColumns) : kStages;
+  // Blocks that a warp multiplies together, to read x once for them where x, not memory, is the limit.
   static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 ? 2 : 1;
-  // Rows of x side by side begin in other banks, but in a box, which is swizzled, and has 64 columns of all rows after
-  // the other.
+  // Rows of x are padded to begin in different banks. A box is swizzled instead, and holds 64 columns of all rows, then
+  // the next 64.
   static constexpr int kPitch =
       V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize / V::kSplit : V::kChunkSize) * int(sizeof(T)) + 16;
   static_assert(!V::kBoxesOfX || V::kXRows % 8 == 0, "blocks of 64 columns would be swizzled differently");
   static constexpr int kBlockPitch = V::kBoxesOfX ? V::kXRows * kBoxRowBytes : kBoxRowBytes;  // to the next 64 columns
-  static constexpr int kBytesOfX = V::kXRows * V::kWindowSize * int(sizeof(T));               // of a box
-  static constexpr int kWindowBytes =
+  static constexpr int kBytesOfX = V::kXRows * V::kStageColumns * int(sizeof(T));             // of a box
+  static constexpr int kStageBytes =
       V::kBoxesOfX ? (kBytesOfX + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment : V::kBatch * kPitch;
-  // Sums of a block in shared memory, [row of x][row of weights], without conflicts of banks.
+  // Sums of a block in shared memory, [row of x][row of weights], free of bank conflicts.
   static constexpr int kBlockFloats = 8 * kColumns * kSumPitch;
   static constexpr int kSumBlocks = V::kByWarpgroups      ? (kMaxBoxes == 1 ? kWarpgroups : 1) * kMaxBlocks
                                     : kMaxBlocks > kWarps ? kMaxBlocks
                                                           : kWarps;
-  static constexpr int kXBytes = V::kStaged ? kWindowBytes : kWindowsHeld * kWindowBytes;
-  static constexpr bool kInTurns = V::kTurnTiles < V::kPassTiles;
-  static_assert(!kInTurns ||
-                (V::kByWarpgroups && V::kTurnTiles * V::kParts == kWarpgroups && V::kSplit == 1 && !V::kEndsWithNorm));
-  static constexpr int kSumBytes = (kInTurns ? kWarpgroups * kBlocksOfBox : kSumBlocks) * kBlockFloats * 4;
-  // Sums follow x where it is whole, and take the windows' place otherwise.
-  static constexpr int kSumsOffset = V::kStaged ? (kWindowBytes + 127) / 128 * 128 : 0;
-  // Behind windows and sums, the factors of rows.
+  static constexpr int kXBytes = V::kStaged ? kStageBytes : kStagesHeld * kStageBytes;
+  static constexpr bool kHasSubtiles = V::kEpilogueTiles < V::kMainloopTiles;
+  static_assert(!kHasSubtiles || (V::kByWarpgroups && V::kEpilogueTiles * V::kParts == kWarpgroups && V::kSplit == 1 &&
+                                  !V::kEndsWithNorm));
+  static constexpr int kSumBytes = (kHasSubtiles ? kWarpgroups * kBlocksOfBox : kSumBlocks) * kBlockFloats * 4;
+  // Sums stand behind staged x, and otherwise take the place of its stages.
+  static constexpr int kSumsOffset = V::kStaged ? (kStageBytes + 127) / 128 * 128 : 0;
+  // The factors of rows stand behind stages and sums.
   static constexpr int kFactorsOffset = kXBytes > kSumBytes ? kXBytes : kSumBytes;
   static constexpr int kFactorBytes = V::kScalesRows ? V::kBatch * 4 : 0;
-  // Boxes, and so the sums in their place, begin up to kBoxAlignment bytes behind what is staged.
+  // Aligning boxes, and the sums in their place, takes up to kBoxAlignment bytes more.
   static constexpr int kStagedBytes =
       V::kStaged ? kSumsOffset + kSumBytes : kFactorsOffset + kFactorBytes + (V::kBoxesOfX ? kBoxAlignment : 0);
 };
 
-// In which order a worker takes its windows of x; one is a chunk of K, but where warpgroups multiply. Boxes that all
-// workers read at the same time L2 serves together; of what warps read each worker begins with another chunk.
+// The order of a worker's stages of x; without warpgroups a stage is a chunk of K. L2 serves boxes that all workers
+// read at the same time together. Where warps read x, each worker begins with another chunk.
 template <class V>
 struct Chunks {
   using S = RowsShape<V>;
   uint32_t begin, first;
 
   MPK_DEVICE explicit Chunks(uint32_t worker)
-      : begin(worker % V::kSplit * S::kNumWindows), first(V::kBoxesOfX ? 0 : worker / V::kSplit % S::kChunks) {}
-  // Where the columns of chunk `chunk` stand, in bytes, of x that stands in shared memory.
+      : begin(worker % V::kSplit * S::kNumStages), first(V::kBoxesOfX ? 0 : worker / V::kSplit % S::kChunks) {}
+  // The offset in bytes of a chunk's columns in staged x.
   MPK_DEVICE uint32_t offset(uint32_t chunk) const { return (chunk - begin) * (V::kChunkSize * sizeof(typename V::T)); }
-  MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, S::kNumWindows); }
+  MPK_DEVICE uint32_t at(uint32_t turn) const { return begin + chunk_at(turn, first, S::kNumStages); }
 };
 
-// A window, which have numbers through the launch: where it stands, and its barriers. Waits are false when the launch
-// was given up.
+// A stage by its number in the launch: its place and barriers. Waits are false when the launch was aborted.
 template <class V>
-struct WindowPlace {
+struct StageState {
   using S = RowsShape<V>;
   uint32_t number;
 
-  MPK_DEVICE explicit WindowPlace(uint32_t number) : number(number) {}
-  MPK_DEVICE uint32_t barrier() const { return number % kWindows; }
-  MPK_DEVICE uint32_t parity() const { return number / kWindows & 1; }
-  MPK_DEVICE uint32_t offset() const { return number % S::kWindowsHeld * S::kWindowBytes; }
+  MPK_DEVICE explicit StageState(uint32_t number) : number(number) {}
+  MPK_DEVICE uint32_t barrier() const { return number % kStages; }
+  MPK_DEVICE uint32_t parity() const { return number / kStages & 1; }
+  MPK_DEVICE uint32_t offset() const { return number % S::kStagesHeld * S::kStageBytes; }
   template <class C>
   MPK_DEVICE bool await(C& c) const {
-    return await_window(c, c.windows().full, number, Waiting::kFullSlot);
+    return await_stage(c, c.stages().full, number, Waiting::kFullSlot);
   }
-  // Until those that work on the window before it in its place are done.
+  // Waits until the stage that was in this place before has been read.
   template <class C>
   MPK_DEVICE bool await_free(C& c) const {
-    const WindowPlace before(number - S::kWindowsHeld);
-    return number < S::kWindowsHeld ||
-           wait_barrier(c.shared.watchdog, &c.windows().empty[before.barrier()], before.parity(), c.phase,
+    const StageState before(number - S::kStagesHeld);
+    return number < S::kStagesHeld ||
+           wait_barrier(c.shared.watchdog, &c.stages().empty[before.barrier()], before.parity(), c.phase,
                         WarpRole::kConsumer, Waiting::kFreeSlot, barrier(), number);
   }
 };
 
-// How the warps share out the blocks of a pass: each has `held` of them, or `sharers` of them take turns at one. All
-// are few, so divisions, which take longer than what they are for, are comparisons.
+// How warps share the blocks of a pass: each warp has `held` blocks, or `sharers` warps take turns at a block. Numbers
+// are small, so comparisons replace divisions, which would take longer than the work they place.
 template <class V>
 struct Shares {
   using S = RowsShape<V>;
   static constexpr uint32_t kMostSharers = V::kByWarpgroups         ? (S::kMaxBoxes == 1 ? kWarpgroups : 1)
                                            : S::kWarps < S::kChunks ? S::kWarps
                                                                     : S::kChunks;
-  uint32_t blocks, sharers = 1, held = 1, warps;  // warps: those that have work, or of a sharer's turn
+  uint32_t blocks, sharers = 1, held = 1, warps;  // warps with work, or of one sharer's turn
 
-  // Of the boxes of so many tiles.
+  // For the boxes of `tiles` tiles.
   MPK_DEVICE explicit Shares(uint32_t tiles)
       : blocks((tiles * V::kParts * S::kBlocksOfBox + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock), warps(blocks) {
     if (V::kByWarpgroups) {
@@ -177,17 +176,17 @@ struct Shares {
         if (held == h) warps = (blocks + h - 1) / h;
     }
   }
-  // Whose turn it is that a warp has; none's, if it is not less than `sharers`.
+  // The turn that a warp has; none if it is not below `sharers`.
   MPK_DEVICE uint32_t turn(uint32_t warp) const { return times<1, kMostSharers>(warps, warp); }
-  // Number `i` of those that warp `first` of a turn holds. Those multiplied together come one after the other: a warp
-  // that waited for one far behind would keep the slots between from being filled.
+  // The i-th block of warp `first` of a turn. Blocks that are multiplied together are neighbours: a warp that waited
+  // for a distant one would block the slots in between.
   template <int together>
   MPK_DEVICE uint32_t block(uint32_t first, uint32_t i) const {
     return together == 1 ? first + i * warps : first * held + i;
   }
 
  private:
-  // How many of the numbers from `first` to `last` times n are at most `limit`.
+  // Counts the i in [first, last] with i * n <= limit.
   template <uint32_t first, uint32_t last>
   MPK_DEVICE static uint32_t times(uint32_t n, uint32_t limit) {
     uint32_t count = 0;

@@ -1,14 +1,14 @@
-// The products of linears with several rows of x, and the sums that they leave in shared memory, see linear_rows.cuh.
+// The mainloop of linears with several rows of x, and the sums that it leaves in shared memory, see linear_rows.cuh.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_rows_x.cuh"
 
 namespace mpk::linear {
 
-// A block's sums from a warp's registers to shared memory, see RowsShape::kBlockFloats: as the tensor cores leave them,
-// four of each eight rows of x in a lane.
+// Writes a block's sums from a warp's registers to shared memory, see RowsShape::kBlockFloats. Tensor cores leave four
+// of each eight rows of x in a lane.
 template <class V>
-MPK_DEVICE void show_block(float* block, const float* sums, int lane) {
+MPK_DEVICE void store_block(float* block, const float* sums, int lane) {
   float* mine = block + lane / 4 + lane % 4 * 2 * kSumPitch;
 #pragma unroll
   for (int n = 0; n < RowsShape<V>::kColumns; n++)
@@ -18,41 +18,39 @@ MPK_DEVICE void show_block(float* block, const float* sums, int lane) {
 
 // ---- by warps
 
-// Adds the products of a chunk of some blocks. `upper` and `lower`: rows 0 to 7 and 8 to 15 of a block, 128 bytes from
-// row to row and box_rows rows from 64 columns to the next, in the copy engine's swizzle, in which bits 4 to 6 of an
-// address are those of the row, added without carry. `x`: the chunk's columns of row 0, S::kPitch bytes from row to
-// row.
+// Multiplies a chunk of some blocks. `upper` and `lower`: rows 0 to 7 and 8 to 15 of a block, 128 bytes from row to
+// row, and box_rows rows from 64 columns to the next. They are in the copy engine's swizzle, which xors bits 4 to 6 of
+// an address with the row. `x`: the chunk's columns of row 0, S::kPitch bytes from row to row.
 template <class V, int blocks>
 MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], const uint8_t* const (&upper)[blocks],
                                 const uint8_t* const (&lower)[blocks], const uint8_t* x, int blocks_of_64, int lane) {
   using S = RowsShape<V>;
   using T = typename V::T;
   constexpr int kColumns = S::kColumns;
-  // Of x four matrices are loaded at once: two columns of sums, or, where there is one, two steps along K.
+  // Four matrices of x are loaded at a time: two columns of sums, or, if there is one, two steps along K.
   constexpr int kPair = kColumns == 1 ? 1 : 2, kSteps = 2 / kPair, kMatrices = 4 / kPair;
   constexpr int kLast = (kColumns - 1) / kPair * kPair;
-  const uint32_t row = lane % 8, matrix = lane / 8, piece = matrix % kMatrices;
-  // A lane's first 16 bytes; where they are swizzled, those 32 i bytes further along the row have another address
-  // but for no carry.
+  const uint32_t row = lane % 8, matrix = lane / 8, access = matrix % kMatrices;
+  // A lane's first 16 bytes. With swizzled rows, xor gives the address 32 i bytes further along the row.
   ptx::SharedAddress weights[blocks];
 #pragma unroll
   for (int j = 0; j < blocks; j++)
     weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
   const auto place_of_x = [&](uint32_t r) {
-    return ptx::smem_addr(x) + r * S::kPitch + (V::kBoxesOfX ? r % 8 ^ piece : piece) * 16;
+    return ptx::smem_addr(x) + r * S::kPitch + (V::kBoxesOfX ? r % 8 ^ access : access) * 16;
   };
   const uint32_t first = 8 * (matrix / kMatrices) + row, last = 8 * kLast + first;
-  // Rows that there are not repeat the last: their products go nowhere.
+  // Missing rows repeat the last one. Their products are not used.
   ptx::SharedAddress first_x = place_of_x(kLast == 0 ? min(first, uint32_t(V::kBatch - 1)) : first);
   ptx::SharedAddress last_x = place_of_x(min(last, uint32_t(V::kBatch - 1)));
   constexpr bool kHasAll = V::kBatch % (8 * kPair) == 0;
-  // A product takes the sums of the one two or four before it, where there are registers for so many chains.
+  // Each product adds to the sums of the product kChains before it, if registers suffice.
   constexpr int kChains = blocks > 1 || kColumns > 4 ? 1 : kColumns == 1 ? 4 : 2;
   SumFragment apart[kChains > 1 ? kChains - 1 : 1][kColumns] = {};
   struct Factors {
     ptx::Quad weights[kSteps][blocks], x[(kColumns + kPair - 1) / kPair];
   };
-  // Of 16 columns, or of 32, from number i on of the 64 at hand.
+  // Loads 16 columns, or 32, at number i of the current 64.
   const auto load = [&](Factors& to, int i) {
 #pragma unroll
     for (int k = 0; k < kSteps; k++)
@@ -64,7 +62,7 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], con
       to.x[n / kPair] = ptx::load_matrices(n == kLast && !kHasAll ? at(last_x) : at(first_x) + 8 * n * S::kPitch);
     }
   };
-  // Products that take each other's sums stand apart: the compiler leaves them in this order.
+  // Dependent products stand apart. The compiler keeps this order.
   const auto multiply = [&](const Factors& by, int i) {
 #pragma unroll
     for (int k = 0; k < kSteps; k++)
@@ -84,8 +82,8 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], con
     first_x += count * S::kBlockPitch;
     last_x += count * S::kBlockPitch;
   };
-  // Where there are registers for them, the next factors are on their way while these are multiplied; but with up to
-  // eight long rows of x that is slower, see docs/experiments.md.
+  // Where registers suffice, the next factors are loaded while these are multiplied. With up to eight long rows of x
+  // that is slower, see docs/experiments.md.
   constexpr bool kIsLong = V::kBatch * V::kSize * int(sizeof(T)) > 48 * 1024;
   constexpr bool kAhead = S::kHeld * kColumns <= 8 && !(kColumns == 1 && kIsLong);
   Factors now;
@@ -117,18 +115,18 @@ MPK_DEVICE void multiply_blocks(SumFragment (*sums)[RowsShape<V>::kColumns], con
   }
 }
 
-// How a chunk's boxes are multiplied: as they are.
+// Multiplies a chunk's boxes as they are.
 template <class V>
 struct Products {
-  // What the warps do that bring x. False when the launch was given up.
+  // The producer warps' part: stages x. False when the launch was aborted.
   template <class C>
-  MPK_DEVICE bool bring(C& c, const Job& job, uint8_t* windows) const {
+  MPK_DEVICE bool produce(C& c, const Job& job, uint8_t* stages) const {
     if constexpr (V::kBoxesOfX)
-      return bring_boxes<V>(c, job, windows);
+      return load_boxes<V>(c, job, stages);
     else
-      return bring_windows<V>(c, job, windows);
+      return load_stages<V>(c, job, stages);
   }
-  // `chunk`: its number; `block`: that of the first of these.
+  // `chunk`: its number; `block`: the number of the first block.
   template <int count>
   MPK_DEVICE void add(SumFragment (*sums)[RowsShape<V>::kColumns], const uint8_t* const (&upper)[count],
                       const uint8_t* const (&lower)[count], const uint8_t* x, uint32_t chunk, uint32_t /*block*/,
@@ -138,8 +136,8 @@ struct Products {
   }
 };
 
-// Adds the products of chunk `chunk` of `count` blocks, from number `block` on of a chunk's `boxes` boxes, of which the
-// first is ring entry `first`. False when the launch was given up.
+// Multiplies chunk `chunk` of `count` blocks from number `block` on. A chunk has `boxes` boxes, and the first of them
+// is ring entry `first`. False when the launch was aborted.
 template <class V, int count, class C, class Products>
 MPK_DEVICE bool take_blocks(C& c, const Products& products, SumFragment (*sums)[RowsShape<V>::kColumns], uint32_t first,
                             uint32_t block, uint32_t boxes, const uint8_t* x, uint32_t chunk) {
@@ -163,7 +161,8 @@ MPK_DEVICE bool take_blocks(C& c, const Products& products, SumFragment (*sums)[
   return true;
 }
 
-// One pass over the worker's part of K: the sums of some tiles, from ring entry c.entry on, into shared memory.
+// One pass over the worker's part of K: sums some tiles, from ring entry c.entry on, and writes the sums to shared
+// memory.
 template <class V, class C, class Products>
 MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>& shares, uint8_t* staged,
                           const Products& products) {
@@ -172,11 +171,11 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
   const uint32_t boxes = tiles * V::kParts;
   const uint32_t warp = c.warp, turn = shares.turn(warp), first = warp - turn * shares.warps;
   const Chunks<V> chunks(c.worker(job));
-  const bool brings = !V::kStaged && warp >= S::kWarps;
-  const bool has_work = !brings && turn < shares.sharers;
+  const bool is_producer = !V::kStaged && warp >= S::kWarps;
+  const bool has_work = !is_producer && turn < shares.sharers;
   SumFragment sums[S::kHeld][S::kColumns] = {};
-  if (brings) {
-    if constexpr (!V::kStaged) c.failed |= !products.bring(c, job, staged);
+  if (is_producer) {
+    if constexpr (!V::kStaged) c.failed |= !products.produce(c, job, staged);
   } else if (has_work || !V::kStaged) {
     uint32_t next = turn;  // the warp's next chunk
 #pragma unroll 1
@@ -184,10 +183,10 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
       const bool mine = has_work && at == next;
       if (V::kStaged && !mine) continue;
       const uint32_t chunk = chunks.at(at);
-      const WindowPlace<V> window(c.window + at);
-      const uint8_t* x = staged + (V::kStaged ? chunks.offset(chunk) : window.offset());
+      const StageState<V> stage(c.stage + at);
+      const uint8_t* x = staged + (V::kStaged ? chunks.offset(chunk) : stage.offset());
       if (!V::kStaged) {
-        if (!window.await(c)) {
+        if (!stage.await(c)) {
           c.failed = true;
           break;
         }
@@ -211,13 +210,13 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
         }
         if (c.failed) break;
       }
-      if constexpr (!V::kStaged) c.windows().release(window.barrier(), c.lane);
+      if constexpr (!V::kStaged) c.stages().release(stage.barrier(), c.lane);
     }
   }
   c.entry += S::kChunks * boxes;
   if constexpr (!V::kStaged) {
-    c.window += S::kChunks;
-    if (!c.sync()) return false;  // the windows are no longer read
+    c.stage += S::kChunks;
+    if (!c.sync()) return false;  // the stages are no longer read
   }
   if (has_work) {
     float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
@@ -225,7 +224,7 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
     for (int h = 0; h < S::kHeld; h++) {
       const uint32_t block = shares.template block<S::kTogether>(first, h);
       if (h >= shares.held || block >= shares.blocks) break;
-      show_block<V>(to + (turn * shares.blocks + block) * S::kBlockFloats, sums[h][0], c.lane);
+      store_block<V>(to + (turn * shares.blocks + block) * S::kBlockFloats, sums[h][0], c.lane);
     }
   }
   return c.sync();
@@ -233,38 +232,38 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
 
 // ---- by warpgroups
 
-// The products of a warpgroup: of a chunk's `boxes` boxes every kWarpgroups'th from number `group` on, or, where there
-// is one, of every kWarpgroups'th chunk. Rows of x are the first factor, since it has 64 rows, and the second as many
-// as a box. A warp that gives up a wait goes on with whatever stands in the ring, since the others of its warpgroup
-// cannot multiply without it.
+// A warpgroup's mainloop. It multiplies every kWarpgroups'th box of a chunk's `boxes` from number `group` on, or, if
+// there is one box, every kWarpgroups'th chunk. Rows of x are the first factor, since it has 64 rows, and rows of
+// weights the second. A warp whose wait aborts goes on with whatever stands in the ring, since the other warps of its
+// warpgroup cannot multiply without it.
 template <class V, class C>
 MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
-                                      uint32_t group, const uint8_t* windows) {
+                                      uint32_t group, const uint8_t* stages) {
   using S = RowsShape<V>;
   constexpr bool kTakesTurns = S::kMaxBoxes == 1;
   constexpr int kBlocks = V::kChunkSize / kBoxColumns;  // of a chunk
-  uint32_t entry = 0;                                   // the one that is multiplied, from the second on
+  uint32_t entry = 0;                                   // the entry being multiplied, from the second on
   bool is_first = true;
 #pragma unroll 1
-  for (uint32_t turn = 0; turn < S::kNumWindows; turn++) {
-    const WindowPlace<V> window(c.window + turn);
-    if (!c.failed) c.failed = !window.await(c);
+  for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
+    const StageState<V> stage(c.stage + turn);
+    if (!c.failed) c.failed = !stage.await(c);
     c.stamp_first(&PhaseStamps::staged);
 #pragma unroll 1
-    for (uint32_t i = kTakesTurns ? (group + turn * S::kChunksOfWindow) % kWarpgroups : 0; i < S::kChunksOfWindow;
+    for (uint32_t i = kTakesTurns ? (group + turn * S::kChunksOfStage) % kWarpgroups : 0; i < S::kChunksOfStage;
          i += kTakesTurns ? kWarpgroups : 1) {
-      const uint32_t chunk = turn * S::kChunksOfWindow + i;
+      const uint32_t chunk = turn * S::kChunksOfStage + i;
 #pragma unroll
       for (int h = 0; h < S::kHeld; h++) {
         const uint32_t box = kTakesTurns ? 0 : group + h * kWarpgroups, next = c.entry + chunk * boxes + box;
         if (box >= boxes) break;
         if (!c.failed && !c.ring.has(next)) {
-          // A call: it may use registers that products under way would write.
+          // A call may use registers that products in flight would write.
 #pragma unroll
           for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
           c.failed = !c.ring.wait_longer(next, c.phase);
         }
-        const uint8_t* x = windows + warp_uniform(window.offset());
+        const uint8_t* x = stages + warp_uniform(stage.offset());
         const uint8_t* weights = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(next) - c.smem));
         ptx::begin_products();
 #pragma unroll
@@ -279,31 +278,31 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kBoxRows> (&sums)[R
       }
     }
     ptx::await_products<0>();
-    c.windows().release(window.barrier(), c.lane);
+    c.stages().release(stage.barrier(), c.lane);
   }
 #pragma unroll
   for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
   if (!is_first) c.ring.release_share(entry);
 }
 
-// One pass over the worker's part of K: the sums of a warpgroup's boxes.
+// One pass over the worker's part of K: sums a warpgroup's boxes.
 template <class V, class C>
 MPK_DEVICE bool sum_by_warpgroups(C& c, const Job& job, uint32_t boxes, uint8_t* staged,
                                   WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld]) {
   using S = RowsShape<V>;
   static_assert(V::kBoxesOfX && S::kWarps == kWarpgroups * kWarpgroupWarps && V::kXRows == kWarpgroupRows);
   if (c.warp >= S::kWarps)
-    c.failed |= !bring_boxes<V>(c, job, staged);
+    c.failed |= !load_boxes<V>(c, job, staged);
   else
     multiply_by_warpgroup<V>(c, sums, boxes, c.warp / kWarpgroupWarps, staged);
   c.entry += S::kChunks * boxes;
-  c.window += S::kNumWindows;
-  return c.sync();  // the windows are no longer read
+  c.stage += S::kNumStages;
+  return c.sync();  // the stages are no longer read
 }
 
-// A box's sums from a warpgroup's registers to shared memory, where its blocks follow each other.
+// Writes a box's sums from a warpgroup's registers to shared memory, block by block.
 template <class V>
-MPK_DEVICE void show_box(float* blocks, const WarpgroupSums<V::kBoxRows>& sums, uint32_t warp, int lane) {
+MPK_DEVICE void store_box(float* blocks, const WarpgroupSums<V::kBoxRows>& sums, uint32_t warp, int lane) {
   float* mine = blocks + (warp * kWarpRows + lane / 4) * kSumPitch + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < V::kBoxRows / 8; j++)
@@ -313,10 +312,10 @@ MPK_DEVICE void show_box(float* blocks, const WarpgroupSums<V::kBoxRows>& sums, 
           sums[4 * j + 2 * i], sums[4 * j + 2 * i + 1]};
 }
 
-// Of the boxes from number `first` on, of which each warpgroup has `held` at most.
+// Writes the sums of the boxes from number `first` on; each warpgroup has at most `held` of them.
 template <class V, int first, int held, class C>
-MPK_DEVICE bool show_boxes(C& c, const WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
-                           uint8_t* staged) {
+MPK_DEVICE bool store_boxes(C& c, const WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
+                            uint8_t* staged) {
   using S = RowsShape<V>;
   if (c.warp < S::kWarps) {
     float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
@@ -324,8 +323,8 @@ MPK_DEVICE bool show_boxes(C& c, const WarpgroupSums<V::kBoxRows> (&sums)[RowsSh
     for (int h = 0; h < held; h++) {
       const uint32_t box = c.warp / kWarpgroupWarps + h * kWarpgroups;  // or the turn of the chunks
       if (S::kMaxBoxes > 1 && first + box >= boxes) break;
-      show_box<V>(to + box * S::kBlocksOfBox * S::kBlockFloats, sums[first / kWarpgroups + h], c.warp % kWarpgroupWarps,
-                  c.lane);
+      store_box<V>(to + box * S::kBlocksOfBox * S::kBlockFloats, sums[first / kWarpgroups + h],
+                   c.warp % kWarpgroupWarps, c.lane);
     }
   }
   return c.sync();

@@ -1,4 +1,4 @@
-// What a linear knows of a job before it runs, and how x comes to shared memory.
+// What a linear's variant declares, and how x is staged.
 #pragma once
 
 #include "torch_mpk/abi/partition.h"
@@ -7,40 +7,41 @@
 
 namespace mpk::linear {
 
-// What a variant says of one job.
+// What a variant declares of one job.
 template <class V>
 concept Sizes = requires {
   // The element type of x, weights and results.
   typename V::T;
   // Rows of x; K.
   requires Constants<int, V::kBatch, V::kSize>;
-  // Linears one after the other in row space, or linears whose row n is computed side by side.
+  // Segments: linears one after the other in row space. Parts: linears whose row n is computed side by side.
   requires Constants<int, V::kSegments, V::kParts>;
-  // Rows a tile has of each part; parts and k that share a chunk.
+  // A tile's rows of each part; the parts, and the columns, of a chunk.
   requires Constants<int, V::kTileRows, V::kChunkParts, V::kChunkSize>;
   requires Constants<uint32_t, V::kNumTiles>;
-  // x stands in shared memory, after row tasks; otherwise it is read where it is, kPitchX elements from row to row.
+  // Whether x is staged, through row tasks if there are any; otherwise it is read in place, rows kPitchX elements
+  // apart.
   requires Constants<bool, V::kStaged, V::kRowTasks> && Constants<int, V::kPitchX>;
-  // One row of staged x, whose tiles have up to four sums: see compute_shared.
+  // One row of staged x, and tiles of up to four sums: see compute_shared.
   requires Constants<bool, V::kSharesLoop>;
-  // Workers draw tiles at run time; otherwise they are dealt out beforehand.
+  // Workers draw tiles at run time; otherwise tiles are assigned statically.
   requires Constants<bool, V::kClaimed>;
-  // What chains and extras fetch first is known before the phase's events.
+  // Chains and extras may fetch their first operands before the phase's events.
   requires Constants<bool, V::kEarly>;
 };
 
-// And what it does with a value: bias, epilogue, stores. C: the consumer.
+// What it does with a result: bias, epilogue, stores. C: the consumer.
 template <class V, class C>
-concept Results = Constants<bool, V::kHasExtra> &&  // there is something to preload
+concept Results = Constants<bool, V::kHasExtra> &&  // results need operands of their own
                   requires(C& c, const Job& job, int segment, int r, uint32_t n, const float (&sums)[V::kParts],
                            const typename V::Extra& extra) {
                     { V::preload(job, segment, r, n) } -> Same<typename V::Extra>;
                     V::finish(c, job, segment, r, n, sums, extra);
                   };
 
-// Where the sums of workers that share tiles meet, kPartialBytes of each.
+// Scratch for the split-K exchange, kPartialBytes for each worker.
 template <class V>
-concept Meets = Constants<int, V::kPartialBytes> && requires(const Job& job) {
+concept SplitsK = Constants<int, V::kPartialBytes> && requires(const Job& job) {
   { V::partials(job) } -> Same<uint8_t*>;
 };
 
@@ -52,13 +53,13 @@ concept Variant =
       { V::num_rows(i) } -> Same<uint32_t>;
       { V::x(job) } -> Same<const typename V::T*>;
     } && RowChain<typename V::template Chain<WarpThreads<C>>, WarpThreads<C>, typename V::T, uint32_t> &&
-    RowChain<typename V::template Chain<CtaThreads<C>>, CtaThreads<C>, typename V::T, uint32_t>;  // bring a row of x
+    RowChain<typename V::template Chain<CtaThreads<C>>, CtaThreads<C>, typename V::T, uint32_t>;  // to stage a row of x
 
-// One whose weights are read without the ring.
+// A variant whose weights bypass the ring.
 template <class V, class C>
 concept DirectVariant = Variant<V, C> && Constants<int, V::kWeightRows, V::kXRows> && Constants<bool, V::kAligned> &&
                         requires(const Job& job, int i) {
-                          { V::weight(job, i) } -> Same<const uint8_t*>;  // of segment or part i
+                          { V::weight(job, i) } -> Same<const uint8_t*>;  // i: segment or part
                           { V::weight_pitch(i) } -> Same<int64_t>;        // in bytes
                         };
 
@@ -68,8 +69,8 @@ MPK_DEVICE void unpack(const uint4& v, float (&f)[kVecSize<T>]) {
   to_floats(reinterpret_cast<const Vec<T, kVecSize<T>>&>(v), f);
 }
 
-// Sums each of N values (a power of two up to 32) over the warp; lane l returns the sum of value l / (32 / N). Every
-// value goes through the same tree of lanes, whatever N is.
+// Sums each of N values (a power of two up to 32) over the warp. Lane l returns the sum of value l / (32 / N). Each
+// value goes through the same tree of lanes for every N.
 template <int N>
 MPK_DEVICE float sum_values(float (&v)[N], int lane) {
 #pragma unroll
@@ -92,7 +93,7 @@ MPK_DEVICE float sum_values(float (&v)[N], int lane) {
 
 constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 
-// Which of the linears that follow each other in row space a tile is of.
+// The segment of a tile.
 template <class V>
 MPK_DEVICE int segment_of(uint32_t tile) {
   int s = 0;
@@ -101,7 +102,7 @@ MPK_DEVICE int segment_of(uint32_t tile) {
   return s;
 }
 
-// What follows from a variant.
+// Constants derived from a variant.
 template <Sizes V>
 struct Shape {
   using T = typename V::T;
@@ -120,7 +121,7 @@ struct Shape {
   static MPK_DEVICE int chunk_size(int along_k) { return min(V::kChunkSize, V::kSize - along_k * V::kChunkSize); }
 };
 
-// Rows first, first + step, ... of x into shared memory, by one group of threads.
+// Stages rows first, first + step, ... of x, by one group of threads.
 template <class V, class C, class Group>
 MPK_DEVICE bool stage_rows(C& c, const Job& job, Group group, int first, int step, typename V::T* x) {
   using Chain = typename V::template Chain<Group>;
@@ -130,13 +131,13 @@ MPK_DEVICE bool stage_rows(C& c, const Job& job, Group group, int first, int ste
   Chain chain(group, job, first);
   if (V::kEarly && !c.await()) return false;
   for (int r = first;;) {
-    chain.bring(group, job, r, x + r * kPitch);
+    chain.stage(group, job, r, x + r * kPitch);
     if ((r += step) >= V::kBatch) return true;
     chain = Chain(group, job, r);
   }
 }
 
-// Brings x into shared memory, through the row tasks in front of the linear. False when the launch was given up.
+// Stages x in shared memory, through the row tasks in front of the linear. False when the launch was aborted.
 template <class V, class C>
 MPK_DEVICE bool stage(C& c, const Job& job, typename V::T* x) {
   bool ok;

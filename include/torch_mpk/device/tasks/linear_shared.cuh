@@ -1,5 +1,5 @@
-// One row of x in shared memory: the tile loop that all such linears of a kernel share. Instructions that a phase
-// executes are fetched anew in each layer, see docs/performance.md. So what linears differ in is read from the table.
+// The tile loop that all linears of a kernel with one row of staged x share. Each layer fetches its instructions anew,
+// see docs/performance.md, so linears differ in what the table says.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_shape.cuh"
@@ -11,9 +11,9 @@ struct Constant {
   static constexpr int value = n;
 };
 
-// A lane's products of a chunk of kRows weight rows, of even elements and odd ones, each in the order of elements.
+// A lane's sums of a chunk of kRows weight rows: even elements and odd ones, each in order.
 template <class T, int kRows>
-MPK_DEVICE void add_rows(float (&sums)[4][2], const uint4* weights, const uint4* x, int pieces, int lane) {
+MPK_DEVICE void add_rows(float (&sums)[4][2], const uint4* weights, const uint4* x, int accesses, int lane) {
   constexpr int kVec = kVecSize<T>, kAtOnce = 4 / kRows;
   const auto add = [&](auto count, int first) {
     constexpr int kCount = decltype(count)::value;
@@ -22,7 +22,7 @@ MPK_DEVICE void add_rows(float (&sums)[4][2], const uint4* weights, const uint4*
     for (int i = 0; i < kCount; i++) {
       xs[i] = x[first + 32 * i];
 #pragma unroll
-      for (int row = 0; row < kRows; row++) ws[i][row] = weights[row * pieces + first + 32 * i];
+      for (int row = 0; row < kRows; row++) ws[i][row] = weights[row * accesses + first + 32 * i];
     }
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
@@ -39,13 +39,13 @@ MPK_DEVICE void add_rows(float (&sums)[4][2], const uint4* weights, const uint4*
   };
   int j = lane;
 #pragma unroll 1
-  for (; j + 32 * (kAtOnce - 1) < pieces; j += 32 * kAtOnce) add(Constant<kAtOnce>{}, j);
+  for (; j + 32 * (kAtOnce - 1) < accesses; j += 32 * kAtOnce) add(Constant<kAtOnce>{}, j);
   if constexpr (kAtOnce > 1)
 #pragma unroll 1
-    for (; j < pieces; j += 32) add(Constant<1>{}, j);
+    for (; j < accesses; j += 32) add(Constant<1>{}, j);
 }
 
-// f(Constant<rows>), where `rows` is one of those whose bits the mask has.
+// Calls f(Constant<rows>) for a number of rows that the mask contains.
 template <uint32_t mask, int least = 1, class F>
 MPK_DEVICE void with_rows(uint32_t rows, F f) {
   constexpr bool kHas = mask >> least & 1, kIsLast = mask >> (least + 1) == 0;
@@ -54,7 +54,7 @@ MPK_DEVICE void with_rows(uint32_t rows, F f) {
   if constexpr (!kIsLast) with_rows<mask, least + 1>(rows, f);
 }
 
-// What a variant makes of the sums of its tile's row n, those of part p being values[p].
+// Finishes row n of a tile. values[p]: the sum of part p.
 template <class V, class C>
 MPK_DEVICE void finish_row(C& c, const Job& job, int segment, uint32_t n, const float (&values)[4],
                            const typename V::Extra& extra) {
@@ -64,7 +64,7 @@ MPK_DEVICE void finish_row(C& c, const Job& job, int segment, uint32_t n, const 
   V::finish(c, job, segment, 0, n, results, extra);
 }
 
-// Brings x to shared memory; false when the launch was given up.
+// Stages x in shared memory; false when the launch was aborted.
 template <class V, class C>
 MPK_DEVICE bool prepare(C& c, const Job& job) {
   static_assert(Variant<V, C>);
@@ -75,7 +75,7 @@ MPK_DEVICE bool prepare(C& c, const Job& job) {
   return true;
 }
 
-// The linears that share the loop, when there is only one.
+// The single linear that shares the loop.
 template <class V>
 struct Only {
   using T = typename V::T;
@@ -94,8 +94,8 @@ struct Only {
   }
 };
 
-// The sum of the run that ends before `entry`, below that number, once its warp has published it; below another when
-// the launch was given up.
+// Waits for the sum of the run that ends before `entry`. Its lower word is then that number; another when the launch
+// was aborted.
 __device__ __noinline__ uint64_t run_sum(const Watchdog& dog, const uint64_t* sum, uint32_t entry, uint32_t phase) {
   uint64_t word = 0;
   spin(
@@ -104,7 +104,7 @@ __device__ __noinline__ uint64_t run_sum(const Watchdog& dog, const uint64_t* su
   return word;
 }
 
-// The matrices of a job's tiles, which a warp takes in the order of their numbers.
+// The matrices of a job's tiles. A warp takes tiles in ascending order.
 struct Segments {
   const MatrixRow* matrix;
   uint32_t parts;
@@ -125,7 +125,7 @@ struct Segments {
   MPK_DEVICE void read() { first_tile = matrix->first_tile, end_tile = matrix->end_tile, num_rows = matrix->num_rows; }
 };
 
-// The warp of a tile's last run adds up the tile: lane l returns sum l / 8, which is a row of a part, part by part.
+// The warp with a tile's last run adds up the tile. Lane l returns sum l / 8, a row of a part, part by part.
 template <class C>
 MPK_DEVICE float tile_sum(C& c, const Stream& s, uint32_t run, uint32_t first_entry) {
   static_assert(kSumsOfRun == 2, "one or two rows in a chunk");
@@ -146,19 +146,19 @@ MPK_DEVICE float tile_sum(C& c, const Stream& s, uint32_t run, uint32_t first_en
   return total;
 }
 
-// The linears that share the loop: of whichever the job is one.
+// All linears that share the loop; the job says which one runs.
 template <class L, class C>
 concept Sharing =
     requires(C& c, const Job& job, int segment, uint32_t n, const float (&values)[4], const typename L::Extra& extra) {
       typename L::T;
-      requires Constants<uint32_t, L::kRowCounts>;  // the numbers of rows that chunks have, as bits
+      requires Constants<uint32_t, L::kRowCounts>;  // the row counts of chunks, as bits
       { L::has_extra(job) } -> Same<bool>;          // whether there is anything to preload
       { L::prepare(c, job) } -> Same<bool>;         // see prepare
       { L::preload(job, segment, n) } -> Same<typename L::Extra>;
       L::finish(c, job, segment, n, values, extra);  // see finish_row
     };
 
-// What the table says, and where the first run stands, is read before x is awaited.
+// Read before x is awaited: the table's entries, and the place of the first run.
 template <class L, class C>
 MPK_DEVICE void compute_shared(C& c, const Job& job) {
   static_assert(Sharing<L, C>);
@@ -168,11 +168,11 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
   const Stream s = row.stream;
   const bool claimed = row.tickets.size != 0;
   const Span tiles = static_span(matrices[job.row->num_matrices - 1].end_tile, c.worker(job),
-                                 C::Config::kNumWorkers);  // if not claimed
+                                 C::Config::kNumWorkers);  // if tiles are assigned statically
   const uint32_t run = row.run, in_chunk = s.tile_rows * s.chunk_parts, step = kConsumerWarps * run;
   const uint32_t count = (tiles.end - tiles.begin) * s.entries;
   // The run begins with the worker's entry i, which is entry of_tile of its tile number `whole`, and with that chunk of
-  // its row. Warps take turns.
+  // the row. Warps take runs in turn.
   uint32_t i = c.warp * run, whole = c.warp, of_tile = 0, whole_step = kConsumerWarps, of_tile_step = 0, chunk = 0,
            chunk_step = 0;
   if (run != s.entries) {
@@ -193,37 +193,37 @@ MPK_DEVICE void compute_shared(C& c, const Job& job) {
       c.ring.look(c.entry + i);
     else
       tile = kNoTile;
-    if (tile == kGivenUp) c.failed = true;
-    if (tile >= kGivenUp) return;
+    if (tile == kAborted) c.failed = true;
+    if (tile >= kAborted) return;
     segments.find(tile);
     const uint32_t lane = c.lane;
     n = (tile - segments.first_tile) * s.tile_rows + lane;
     has_row = lane < s.tile_rows && n < segments.num_rows;
   };
-  // Before x is awaited the loader can issue as many entries as the ring has slots, but for those that its last round
-  // waits for together with one more. Runs of drawn tiles are of one entry.
+  // Before x is awaited, the loader can issue an entry for each slot of the ring, except the entries that its last
+  // round waits for together. Drawn tiles have runs of one entry.
   constexpr bool kFindsEarly = C::Config::kSlots - (kLeastFilled<C::Config::kSlotBytes> - 1) >= kConsumerWarps;
   if (kFindsEarly) find();
   if (!L::prepare(c, job)) return;
   if (!kFindsEarly) find();
   const uint4* x = reinterpret_cast<const uint4*>(c.staged());
   float sums[4][2] = {};
-  uint32_t in_run = 0;  // of the run's entries the next
+  uint32_t in_run = 0;  // the next entry of the run
 #pragma unroll 1
-  while (tile < kGivenUp) {
+  while (tile < kAborted) {
     const uint32_t entry = c.entry + i + in_run;
     if (!c.ring.has(entry) && !c.ring.wait_longer(entry, c.phase)) {
       c.failed = true;
       return;
     }
-    const bool is_last = of_tile + run == s.entries;  // of the tile's runs
+    const bool is_last = of_tile + run == s.entries;  // the last run of the tile
     typename L::Extra extra{};
     if (has_extra && is_last && in_run + 1 == run && has_row) extra = L::preload(job, segments.segment, n);
     const uint32_t begin = (chunk + in_run) * s.chunk_bytes;  // of the chunk in its rows
     const uint4* weights = reinterpret_cast<const uint4*>(c.ring.slot(entry));
-    const int pieces = min(s.chunk_bytes, s.row_bytes - begin) / 16;
+    const int accesses = min(s.chunk_bytes, s.row_bytes - begin) / 16;
     with_rows<L::kRowCounts>(in_chunk, [&](auto rows) {
-      add_rows<T, decltype(rows)::value>(sums, weights, x + begin / 16, pieces, c.lane);
+      add_rows<T, decltype(rows)::value>(sums, weights, x + begin / 16, accesses, c.lane);
     });
     c.ring.release(entry);
     if (++in_run < run) continue;

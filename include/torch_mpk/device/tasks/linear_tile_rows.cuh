@@ -1,6 +1,6 @@
-// Row tasks that linears with many rows of x end with: of a prompt's heads, norms and rotations. Of a tile a warp has
-// 16 rows of x in registers, with whole rows of what the tasks take, each in four lanes. Half of them at a time it puts
-// into shared memory, where the same lanes do to them what a job of row tasks does (row.cuh).
+// Row tasks behind linears with many rows of x, such as norms and rotations of a prompt's heads. A warp has 16 rows of
+// x of a tile in registers, with whole rows of the tasks, each in four lanes. It writes half of them at a time to
+// shared memory, where the same lanes run the tasks as a job of row tasks does (row.cuh).
 #pragma once
 
 #include "torch_mpk/device/row.cuh"
@@ -8,17 +8,17 @@
 
 namespace mpk::linear {
 
-// What becomes of a linear's rows. R: kSize, of a row; kOfX, rows of a row of x; a chain of tasks that need no row
-// brought; and what is made of the row that they leave.
+// The row tasks of a linear's rows. R: kSize, of a row; kOfX, rows of a row of x; a chain of tasks whose row is in
+// place; and the store of the finished row.
 template <class R>
 concept RowsBehind = HasEpilogue<R> && Constants<int, R::kSize, R::kOfX>;
 template <class R>
 concept HasBias = requires(const Job& job, uint32_t n) {
-  { R::bias(job, n) } -> Same<Vec<typename R::T, 2>>;  // of column n, which is even, and the next
+  { R::bias(job, n) } -> Same<Vec<typename R::T, 2>>;  // of columns n and n + 1, n even
 };
 
-// A warp's rows of x from number x_row on, of columns begin to end: `sums` as those of a warpgroup's products. `strip`:
-// the warp's, of kStripBytes.
+// Finishes a warp's rows of x from number x_row on, columns begin to end. `sums`: as from a warpgroup's products.
+// `strip`: the warp's, of kStripBytes.
 template <RowsBehind R, int kBatch, int kSums, class C>
 MPK_DEVICE void finish_rows_behind(C& c, const Job& job, int x_row, uint32_t begin, uint32_t end,
                                    const float (&sums)[kSums], uint8_t* strip) {
@@ -29,7 +29,7 @@ MPK_DEVICE void finish_rows_behind(C& c, const Job& job, int x_row, uint32_t beg
   static_assert(kBytes <= kStripBytes && R::kSize % 8 == 0 && kAllPairs % (2 * kPairs) == 0, "rows are not whole");
   if (begin >= end) return;
   Group group(c);
-  // In the order in which they are taken, and rounded at once, since sums take twice the registers.
+  // In the order of their use, rounded at once, since sums take twice the registers.
   uint32_t pairs[kAllPairs];
 #pragma unroll
   for (int p = 0; p < kAllPairs; p++) {

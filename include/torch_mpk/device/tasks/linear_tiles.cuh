@@ -1,13 +1,13 @@
 // linear with many rows of x, by warpgroups: y[r, n] = sum over k of x[r, k] * weight[n, k].
 //
-// A tile is V::kXRows rows of x by V::kTileRows rows of each part's weight, a worker's job one after the other: each
-// entry of the ring holds some columns of all of them, and every warpgroup multiplies 64 of the rows of x. Sums stay in
-// registers. Where there are few tiles, the columns of each are cut into V::kSplit parts, each with a worker: these
-// tell each other their sums, and each finishes its share of the results. At the tile's end each warp takes its 16 rows
-// through shared memory, a strip of columns at a time, so that neighbouring lanes have neighbouring results.
+// A tile is V::kXRows rows of x by V::kTileRows rows of each part's weight. A worker computes its tiles one after the
+// other. Each ring entry holds some columns of all of a tile's rows, and every warpgroup multiplies 64 rows of x. Sums
+// stay in registers. Where there are few tiles, V::kSplit workers share a tile, each with an equal part of the columns
+// (split-K). They exchange their sums, and each finishes its share of the results. In the epilogue each warp passes its
+// 16 rows through shared memory, a strip of columns at a time, so that neighbouring lanes hold neighbouring results.
 //
-// Where x has fewer rows than warpgroups multiply, no more come than it has, and those behind are multiplied with
-// whatever stands there: a row's sums depend on no other row, and theirs are nobody's.
+// Where x has fewer rows than warpgroups multiply, only these are loaded. The products of the other rows are of
+// whatever stands in shared memory, and nothing reads them.
 #pragma once
 
 #include "torch_mpk/device/tagged.cuh"
@@ -21,14 +21,14 @@ concept TilesSizes = requires {
   typename V::T;
   // Rows of x; K.
   requires Constants<int, V::kBatch, V::kSize>;
-  // Linears one after the other in row space, or linears whose row n is computed side by side.
+  // Segments: linears one after the other in row space. Parts: linears whose row n is computed side by side.
   requires Constants<int, V::kSegments, V::kParts>;
-  // Of a tile; the columns of an entry; parts of a tile's columns.
+  // The rows of a tile; the columns of an entry; split_k.
   requires Constants<int, V::kXRows, V::kTileRows, V::kChunkSize, V::kSplit>;
   requires Constants<uint32_t, V::kNumTiles>;
 };
 
-// See Results; what all results have in common is loaded once.
+// See Results. Loads what all results have in common once.
 template <class V, class C>
 concept TilesResults = Constants<bool, V::kHasExtra> &&
                        requires(C& c, const Job& job, int segment, int r, uint32_t n, const float (&sums)[V::kParts],
@@ -40,39 +40,40 @@ concept TilesResults = Constants<bool, V::kHasExtra> &&
 
 template <class V, class C>
 concept TilesVariant = TilesSizes<V> && TilesResults<V, C> && requires(int i) {
-  { V::first_tile(i) } -> Same<uint32_t>;  // of segment i, of those with the first rows of x
+  { V::first_tile(i) } -> Same<uint32_t>;  // of segment i, counting the tiles with the first rows of x
   { V::num_rows(i) } -> Same<uint32_t>;
-} && (V::kSplit == 1 || Meets<V>);
+} && (V::kSplit == 1 || SplitsK<V>);
 
-// V: has_rows(segment), whether its results end with row tasks, and with_rows(segment, f), which calls f with an object
-// of the class of these, see RowsBehind.
+// V: has_rows(segment) says whether its results end with row tasks. with_rows(segment, f) calls f with an object of
+// their class, see RowsBehind.
 template <class V>
 concept EndsWithRows = requires(int segment) {
   { V::has_rows(segment) } -> Same<bool>;
 };
 
-// Columns of a strip, `most` or fewer, by which a share can be cut.
+// Columns of a strip, at most `most`, that divide a share.
 constexpr int strip_of(int share, int most) { return share % most == 0 ? most : strip_of(share, most / 2); }
 
-// What follows from a variant.
+// Constants derived from a variant.
 template <TilesSizes V>
 struct TilesShape {
   static constexpr int kColumns = V::kTileRows * V::kParts;    // of a tile's results
-  static constexpr int kBlocks = V::kChunkSize / kBoxColumns;  // of an entry, each of 64 columns: x, then weights
+  static constexpr int kBlocks = V::kChunkSize / kBoxColumns;  // of an entry, 64 columns each: x, then weights
   static constexpr int kXBytes = V::kXRows * kBoxRowBytes, kWeightBytes = kColumns * kBoxRowBytes;  // of a block
   static constexpr int kEntryBytes = kBlocks * (kXBytes + kWeightBytes);
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
   static constexpr int kPartChunks = kChunks / V::kSplit;  // of a part
   static constexpr uint32_t kUnits = V::kNumTiles * V::kSplit;
   static constexpr int kXTiles = (V::kBatch + V::kXRows - 1) / V::kXRows;
-  // Of each part's columns, those that a worker finishes; a thread's sums of them.
+  // The columns of each part that a worker finishes, and a thread's sums of them.
   static constexpr int kShare = V::kTileRows / V::kSplit, kShareSums = kShare / 2;
-  // And those that a strip has, of which so many rows are 32 lanes' results.
+  // The columns of a strip, and the rows that make 32 results of it.
   static constexpr int kStrip = strip_of(kShare, strip_columns(V::kParts)), kRowsAtOnce = 32 / kStrip;
   static constexpr int kStagedBytes = kConsumerWarps * kStripBytes;
 };
 
-// A tile: those of all rows of x follow each other, so that workers at the same time read the same weights.
+// A tile. Tiles with all rows of x and the same weights follow each other, so that workers read the same weights at the
+// same time.
 template <class V>
 struct TilePlace {
   uint32_t x_row, weight_row;
@@ -87,14 +88,14 @@ struct TilePlace {
   }
 };
 
-// Of so many units that workers take in turn, those of one.
+// How many of `count` units a worker has, if workers take them in turn.
 MPK_DEVICE uint32_t units_in_turn(uint32_t count, uint32_t worker, uint32_t workers) {
   return worker < count ? (count - 1 - worker) / workers + 1 : 0;
 }
 
 // ---- the loader's part
 
-// The job's references begin with maps: of the weights, then of x.
+// The job's references begin with the maps of the weights, then of x.
 template <class V>
 struct TileEntry {
   using S = TilesShape<V>;
@@ -105,7 +106,7 @@ struct TileEntry {
     start_weights(to, full);
     start_x(to, full);
   }
-  // Also announces the bytes of x.
+  // Expects the bytes of x, too.
   MPK_DEVICE void start_weights(uint8_t* to, uint64_t* full) const {
     const TilePlace<V> place(tile);
     ptx::mbar_arrive_expect(full, S::kEntryBytes);
@@ -130,8 +131,8 @@ struct TileEntry {
   }
 };
 
-// Weights fill the ring's slots while x is awaited, which is what the phase before makes. Copies under way must land,
-// so those of x begin even where the launch was given up.
+// Weights fill the ring while the phase before still makes x. Copies in flight must land, so those of x are started
+// even when the launch was aborted.
 template <class V, class L>
 MPK_DEVICE void load_tiles(L& l, const Job& job) {
   using S = TilesShape<V>;
@@ -157,8 +158,8 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
 
 // ---- the consumers' part
 
-// The sums of a part of a tile, from ring entry c.entry on. A warp that gives up a wait goes on with whatever stands in
-// the ring, since the others of its warpgroup cannot multiply without it.
+// Sums a tile's part of the columns, from ring entry c.entry on. A warp whose wait aborts goes on with whatever stands
+// in the ring, since the other warps of its warpgroup cannot multiply without it.
 template <class V, class C>
 MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   using S = TilesShape<V>;
@@ -184,19 +185,19 @@ MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   c.entry += S::kPartChunks;
 }
 
-// The sums of a warp's share of a tile, of each part one after the other.
+// A warp's sums of its share of a tile, part by part.
 template <class V>
 using ShareSums = WarpgroupSums<TilesShape<V>::kShare * V::kParts>;
 
-// How workers that share a tile put their sums together: each finishes its share of the columns, and sends its sums of
-// the other shares to those that finish them, as tagged words, two of a thread's side by side.
+// Split-K exchange: each worker finishes its share of the columns, and sends its sums of the other shares to their
+// workers, as tagged words, two of a thread's side by side.
 template <class V, class C>
 struct Partials {
   using S = TilesShape<V>;
-  static constexpr int kPairs = S::kShare * V::kParts / 4, kOthers = V::kSplit - 1;  // pairs: of a thread's share
+  static constexpr int kPairs = S::kShare * V::kParts / 4, kOthers = V::kSplit - 1;  // pairs in a thread's share
   C& c;
   uint32_t part, tag;
-  ulonglong2* first;  // of the thread's, of those that go to the tile's first part
+  ulonglong2* first;  // the thread's first word for the tile's first part
 
   MPK_DEVICE Partials(C& c, const Job& job, uint32_t tile, uint32_t part)
       : c(c),
@@ -206,12 +207,12 @@ struct Partials {
     static_assert(V::kPartialBytes == V::kSplit * kPairs * kConsumerThreads * int(sizeof(ulonglong2)));
   }
 
-  // Of those that go to part `to`, number `other` in the order of the parts that send them.
+  // The place of word `pair` for part `to`; `other` counts the parts that send to it.
   MPK_DEVICE ulonglong2* place(int to, int other, int pair) const {
     return first + ((to * kOthers + other) * kPairs + pair) * kConsumerThreads;
   }
 
-  // Keeps those of the own share.
+  // Keeps the sums of its own share.
   MPK_DEVICE void send(const WarpgroupSums<S::kColumns>& sums, ShareSums<V>& mine) const {
 #pragma unroll
     for (int to = 0; to < V::kSplit; to++) {
@@ -227,13 +228,13 @@ struct Partials {
     }
   }
 
-  // To the own share what the other parts have of it, in the order of the parts.
+  // Adds the other parts' sums to its own share, in the order of the parts.
   MPK_DEVICE void add(ShareSums<V>& mine) const {
     constexpr int kAtOnce = pairs_at_once(kPairs);
 #pragma unroll
     for (int begin = 0; begin < kPairs && !c.failed; begin += kAtOnce) {
       ulonglong2 words[kOthers][kAtOnce];
-      const bool has_come = spin(
+      const bool is_received = spin(
           c.shared.watchdog,
           [&] {
             uint32_t differs = 0;
@@ -248,7 +249,7 @@ struct Partials {
             return differs == 0;
           },
           [&] { return polling(c.phase); });
-      if (!has_come) c.failed = true;
+      if (!is_received) c.failed = true;
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce; i++) {
         const float own = mine[2 * begin + i];
@@ -265,14 +266,14 @@ struct Partials {
   }
 
  private:
-  // As many as there are registers for.
+  // Limited by registers.
   static constexpr int pairs_at_once(int pairs) {
     constexpr int kWords = 16;
     return pairs % 2 == 0 && pairs * kOthers > kWords ? pairs_at_once(pairs / 2) : pairs;
   }
 };
 
-// The sums' next strip of every part, [row][part][column], which is then gone from the registers.
+// Writes the next strip of every part, [row][part][column], and frees its registers.
 template <class V>
 MPK_DEVICE void show_strip(ShareSums<V>& sums, float* strip, int lane) {
   using S = TilesShape<V>;
@@ -291,7 +292,7 @@ MPK_DEVICE void show_strip(ShareSums<V>& sums, float* strip, int lane) {
   }
 }
 
-// What a lane's results of a strip need besides their sums, from the strip's column `first` of the tile on.
+// What a lane's results of a strip need besides their sums; the strip begins at column `first` of the tile.
 template <class V, class C>
 struct Strip {
   using S = TilesShape<V>;
@@ -314,9 +315,9 @@ struct Strip {
   MPK_DEVICE int row(int i) const { return first_row + i * S::kRowsAtOnce; }
   MPK_DEVICE bool has(int i) const { return is_there && row(i) < V::kBatch; }
 
-  // Each segment has a loop of its own: in a common one every result would be asked whose it is, and one segment's
-  // branches would keep the others' results from being stored together. And where all results are there, as in most
-  // strips, none is asked whether it is: what a result waits for is hidden by the others'.
+  // Each segment has a loop of its own. In a common loop each result would have to find its segment, and one segment's
+  // branches would keep the others' results from being stored together. A second loop, without bounds checks, serves
+  // strips whose results all exist, which are most.
   MPK_DEVICE void finish(C& c, const Job& job, int segment, const float* strip,
                          const typename V::Common& common) const {
 #pragma unroll
@@ -360,8 +361,8 @@ struct Strip {
   }
 };
 
-// A warp's rows of its worker's share of a tile, from its first strip on, which is `next`. What results need besides is
-// on its way while the strip before is finished.
+// Finishes a warp's rows of its worker's share of a tile. `next`: the first strip. Loads what a strip's results need
+// while the strip before is finished.
 template <class V, class C>
 MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place, int share, Strip<V, C> next,
                             ShareSums<V>& sums, const typename V::Common& common) {
@@ -404,7 +405,7 @@ MPK_DEVICE void compute_tiles(C& c, const Job& job) {
     const TilePlace<V> place(tile);
     WarpgroupSums<S::kColumns> sums = {};
     sum_part<V>(c, sums);
-    if (c.failed) continue;  // the others of its warpgroup multiply on
+    if (c.failed) continue;  // the other warps of its warpgroup go on
     if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
     const int share = part * S::kShare;
     if constexpr (V::kSplit > 1) {

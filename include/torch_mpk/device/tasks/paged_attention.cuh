@@ -1,22 +1,22 @@
 // paged_attention: attention.cuh with keys and values in pages. A row's last position is the one that it writes.
 //
-// The loader looks tiles' pages up in the table, each lane those of its own tile, and says with an entry which of its
-// positions count, so that consumers never read the table but for where a new position is written.
+// The loader looks up tiles' pages in the table, each lane those of a tile. It tells consumers with each entry which of
+// its positions count. So consumers read the table only where they write a new position.
 #pragma once
 
 #include "torch_mpk/device/tasks/attention.cuh"
 
 namespace mpk::attention {
 
-// The page of a position, below kLength; negative where there is none.
+// The page of a position below kLength, or negative if it has none.
 template <InPages V>
 MPK_DEVICE int32_t page_of(const Job& job, uint32_t row, uint32_t position) {
   const int32_t page = *V::page_at(job, row, position / V::kPageSize);
   return page < V::num_pages(job) ? page : -1;
 }
 
-// Calls with(begin, end, page): positions of the tile that begins at `first`, those in one page at a time, as far as
-// they are below `limit` and have one. With pages of whole tiles there is one such run.
+// Calls with(begin, end, page) for each run of positions of the tile at `first` that share a page, below `limit`. Pages
+// of whole tiles give one run.
 template <InPages V, class With>
 MPK_DEVICE void for_runs(const Job& job, uint32_t row, uint32_t first, uint32_t limit, With with) {
   const uint32_t all = first < limit ? min(uint32_t(kTile<V>), limit - first) : 0;
@@ -51,9 +51,9 @@ struct Positions<V> {
     return page >= 0;
   }
 
-  // Asks for what a piece's copies begin with, which would come a trip to memory behind the rows' limits: the
-  // line in which a row's pages begin, and the maps. How many pages that brings is the hardware's choice.
-  static MPK_DEVICE void foresee(const Job& job, int lane) {
+  // Prefetches what a split's copies need first: the line with a row's first pages, and the maps. Otherwise they would
+  // cost a trip to memory after the rows' limits. The hardware decides how many pages the line has.
+  static MPK_DEVICE void prefetch(const Job& job, int lane) {
 #pragma unroll
     for (int row = lane; row < V::kBatch; row += 32) ptx::prefetch_l1(V::page_at(job, row, 0));
     if constexpr (V::kInBoxes)
@@ -61,7 +61,7 @@ struct Positions<V> {
   }
 
   template <class L>
-  static MPK_DEVICE bool load(L& l, const Job& job, const KvPiece& piece, uint32_t limit);
+  static MPK_DEVICE bool load(L& l, const Job& job, const KvSplit& split, uint32_t limit);
 };
 
 template <InPages V>
@@ -81,14 +81,14 @@ struct Live<V> {
   MPK_DEVICE uint32_t num_first() const { return __ffs(~bits) - 1; }
 };
 
-// An entry of the ring, see fill_entries: the keys of a tile, its values, or both.
+// An entry of the ring, see fill_entries: a tile's keys, its values, or both.
 template <class V, class Writer>
 struct PagedEntry {
   const Writer& ring;
   const Job& job;
   uint32_t row, group, first, limit;  // of the tile: its first position
-  bool has_values;                    // and, if entries are apart, no keys
-  uint32_t tile = 0;                  // what the consumers are told: a bit for each position that counts
+  bool has_values;                    // and no keys, where entries are separate
+  uint32_t tile = 0;                  // for the consumers: a bit for each position that counts
 
   static MPK_DEVICE uint32_t row_bytes(bool is_value) {
     using S = Shape<V>;
@@ -121,16 +121,16 @@ struct PagedEntry {
   }
 };
 
-// Fills the next entries with a piece's tiles; returns the next one. Out of line, so that what the loader has at hand
-// meanwhile takes no registers.
+// Fills the next entries with a split's tiles, and returns the next entry. Out of line, so that the loader's other
+// state holds no registers.
 template <InPages V, class Writer>
-MPK_OUT_OF_LINE uint32_t fill_pages(Writer ring, Job job, KvPiece piece, uint32_t limit, uint32_t phase) {
+MPK_OUT_OF_LINE uint32_t fill_pages(Writer ring, Job job, KvSplit split, uint32_t limit, uint32_t phase) {
   using S = Shape<V>;
-  const uint32_t group = piece.group / V::kPasses, count = piece.num_tiles * S::kEntries;
+  const uint32_t group = split.group / V::kPasses, count = split.num_tiles * S::kEntries;
   return fill_entries(ring, count, S::kInFlight, phase, [&](uint32_t number) {
-    const uint32_t first = (piece.first_tile + number / S::kEntries) * S::kTile;
+    const uint32_t first = (split.first_tile + number / S::kEntries) * S::kTile;
     PagedEntry<V, Writer> entry{
-        ring, job, piece.row, group, first, number < count ? limit : 0, number % S::kEntries != 0};
+        ring, job, split.row, group, first, number < count ? limit : 0, number % S::kEntries != 0};
     for_runs<V>(job, entry.row, entry.first, entry.limit,
                 [&](uint32_t begin, uint32_t end, int32_t) { entry.tile |= ~0u >> (32 - (end - begin)) << begin; });
     return entry;
@@ -139,11 +139,11 @@ MPK_OUT_OF_LINE uint32_t fill_pages(Writer ring, Job job, KvPiece piece, uint32_
 
 template <InPages V>
 template <class L>
-MPK_DEVICE bool Positions<V>::load(L& l, const Job& job, const KvPiece& piece, uint32_t limit) {
+MPK_DEVICE bool Positions<V>::load(L& l, const Job& job, const KvSplit& split, uint32_t limit) {
   using S = Shape<V>;
-  const uint32_t positions = min(piece.num_tiles * S::kTile, limit - piece.first_tile * S::kTile);
-  return l.fill_by(piece.num_tiles * S::kEntries, positions * (S::kRowBytes + S::kValueBytes),
-                   [&] { return fill_pages<V>(l.ring, job, piece, limit, l.phase); });
+  const uint32_t positions = min(split.num_tiles * S::kTile, limit - split.first_tile * S::kTile);
+  return l.fill_by(split.num_tiles * S::kEntries, positions * (S::kRowBytes + S::kValueBytes),
+                   [&] { return fill_pages<V>(l.ring, job, split, limit, l.phase); });
 }
 
 }  // namespace mpk::attention

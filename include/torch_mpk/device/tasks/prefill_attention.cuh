@@ -1,16 +1,16 @@
-// prefill_attention: many positions of each sequence against the keys and values that they share, softmax in fp32.
+// prefill_attention: many positions of each sequence attend to the keys and values that they share, softmax in fp32.
 //
-// As FlashAttention-2 does it. The heads of a group at all positions of a sequence are rows of queries side by side, a
-// worker takes V::kRows of them at a time, and each of its warps 16 from the first key to the last: queries, running
-// maxima and sums, and results stay in registers. The loader brings tiles of keys and values, as boxes, an entry of the
-// ring for both of a tile; every consumer warp waits for every entry. A row's sums are taken in the order of positions,
-// so its bits depend on nothing but its own query and what it sees.
+// The algorithm is FlashAttention-2. The heads of a group, at all positions of a sequence, are rows of queries. A
+// worker takes V::kRows rows at a time, and each of its warps takes 16 of them from the first key to the last. Queries,
+// running maxima and sums, and results stay in registers. The loader copies tiles of keys and values as boxes, both of
+// a tile in one ring entry, and every consumer warp reads every entry. Sums follow the order of positions, so a row's
+// bits depend on its query and on what it sees alone.
 //
-// Where workers would have fewer rows than warps multiply, warps share the keys instead: of N warps with the same rows
-// each takes every Nth tile, and the first adds up what they have.
+// Where a worker has fewer rows than its warps multiply, warps share the keys: of N warps with the same rows, each
+// takes every Nth tile, and the first merges their results.
 //
-// How many tiles there are is what the rows of a block see, which the loader and each warp find by themselves. Later
-// positions see more of a causal prompt, so blocks are dealt out from the last to the first.
+// The number of tiles follows from what the rows of a block see. The loader and each warp find it by themselves. Later
+// positions of a causal prompt see more, so blocks are dealt out from the last to the first.
 #pragma once
 
 #include "torch_mpk/abi/partition.h"
@@ -21,37 +21,37 @@
 
 namespace mpk::prefill_attention {
 
-// Where keys or values of a sequence and a group begin in their matrix: a row, and 64s of columns, or of heads that are
-// no multiple of 64 a column.
+// The place of a sequence's and group's keys or values in their matrix: a row, and a block of 64 columns, or a column
+// where heads are no multiple of 64.
 struct Keys {
   const void* map;
   int row, column;
 };
 
-// What a variant says of tiles of queries and of keys.
+// What a variant declares of tiles of queries and keys.
 template <class V>
 concept Tiles = attention::Scores<V> && requires {
   typename V::T;
-  // kHeads query heads share a key head; kSize: of a query and a key, kValueSize: of a value and a result.
+  // kHeads query heads share a key head. kSize: of a query and a key; kValueSize: of a value and a result.
   requires Constants<int, V::kGroups, V::kHeads, V::kSize, V::kValueSize>;
-  // Rows of queries that a worker takes at a time, at most, and positions whose keys and values are an entry.
+  // The most rows of queries that a worker takes at a time, and the positions of an entry.
   requires Constants<int, V::kRows, V::kKeys>;
   // Rows begin at multiples of 16 bytes.
   requires Constants<bool, V::kAlignedQ, V::kAlignedY>;
 } && (!V::kHasSinks || attention::HasSinks<V>);
 
-// And of one job.
+// What it declares of one job.
 template <class V>
 concept Sizes = Tiles<V> && requires {
   requires Constants<int, V::kBatch, V::kPositions, V::kLength>;
   requires Constants<bool, V::kHasLimit>;
 };
 
-// A row sees so many positions at most, the last of those up to its own; 0: all of them.
+// The sliding window: a row sees at most its last kWindow positions; 0: all of them.
 template <class V>
 concept Windowed = requires { requires Constants<int, V::kWindow>; };
 
-// Keys and values come row by row, not in boxes.
+// Keys and values are copied row by row, not in boxes.
 template <class V>
 concept ByRow = requires(const Job& job) {
   { V::cache_rows(job) } -> Same<int32_t>;
@@ -67,7 +67,7 @@ concept Masked = requires(const Job& job, uint32_t b, uint32_t h, uint32_t s, ui
   { V::mask(job, b, h, s, position) } -> Same<float>;
 };
 
-// Where its operands are, for sequence b, group g, head h and position s.
+// Operands, for sequence b, group g, head h and position s.
 template <class V>
 concept Places = requires(const Job& job, uint32_t b, uint32_t g, uint32_t s, uint32_t h) {
   { V::k(job, b, g) } -> Same<Keys>;
@@ -81,8 +81,8 @@ concept Variant = Sizes<V> && Places<V>;
 
 constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
 
-// Keys or values of a tile in shared memory, `size` elements of each position. Boxes are swizzled, so that 8 rows'
-// pieces of 16 bytes lie in different banks; of rows that come by themselves the pitch sees to that.
+// Keys or values of a tile in shared memory, `size` elements of each position. 16-byte accesses of 8 rows meet
+// different banks: boxes are swizzled, and rows that come one by one are padded.
 template <class V, int size>
 struct TileMatrix {
   static constexpr int kRowBytes = size * int(sizeof(typename V::T));
@@ -93,15 +93,15 @@ struct TileMatrix {
   static constexpr bool kEndsHalf = size % 16 != 0;             // the last of them has 8 columns
   static_assert(size % 8 == 0 && size <= kLargestHead && (ByRow<V> || kBytes % kBoxAlignment == 0));
 
-  // Of a tile, piece `piece` (0 or 1) of a row; and the same of the columns 16 k further on.
-  static MPK_DEVICE ptx::SharedAddress piece_of(const uint8_t* tile, uint32_t row, uint32_t piece) {
-    return ptx::smem_addr(tile) + row * kPitch + (ByRow<V> ? piece : piece ^ row % 8) * 16;
+  // The address of 16 bytes of a row of a tile, of columns 8 `half` on (0 or 1); then the same 16 k columns further on.
+  static MPK_DEVICE ptx::SharedAddress fragment_of(const uint8_t* tile, uint32_t row, uint32_t half) {
+    return ptx::smem_addr(tile) + row * kPitch + (ByRow<V> ? half : half ^ row % 8) * 16;
   }
-  static MPK_DEVICE ptx::SharedAddress columns_of(ptx::SharedAddress piece, int k) {
-    return ByRow<V> ? piece + k * 32 : (piece ^ k % 4 * 32) + k / 4 * kColumnBytes;
+  static MPK_DEVICE ptx::SharedAddress columns_of(ptx::SharedAddress fragment, int k) {
+    return ByRow<V> ? fragment + k * 32 : (fragment ^ k % 4 * 32) + k / 4 * kColumnBytes;
   }
 
-  // By one lane, from row `row` of a tile's matrix on.
+  // One lane copies a tile, from row `row` of the matrix on.
   static MPK_DEVICE void start(uint8_t* to, const Keys& keys, int row, uint64_t* full) {
     if constexpr (size % kBoxColumns == 0)
       ptx::box_load(to, keys.map, keys.row + row, keys.column, full, ptx::kEvictNormal);
@@ -118,21 +118,21 @@ struct Shape {
   using KeyTile = TileMatrix<V, V::kSize>;
   using ValueTile = TileMatrix<V, V::kValueSize>;
   static constexpr int kEntryBytes = KeyTile::kBytes + ValueTile::kBytes;
-  // Positions of a tile whose scores a warp has at a time, as many as its registers hold beside the results, and beside
-  // where a mask stands.
+  // Positions whose scores a warp computes at a time: as many as registers hold beside the results and a mask.
   static constexpr int kWidest = V::kSize > V::kValueSize ? V::kSize : V::kValueSize;
   static constexpr int kFit = floor_power_of_two((V::kHasMask ? 4096 : 8192) / kWidest);
   static constexpr int kAtOnce = V::kKeys < kFit ? V::kKeys : kFit;
-  // Queries stay in registers, or in the warp's shared memory, which then is where warps hand each other results.
+  // Whether queries stay in registers; otherwise they stay in the warp's shared memory, through which warps later
+  // merge.
   static constexpr bool kKeepsQueries = keeps_queries(V::kSize, V::kValueSize);
   static constexpr int kQueriesPitch = key_row_pitch(KeyTile::kRowBytes);
   static constexpr int kQueriesBytes = kKeepsQueries ? 0 : queries_bytes(V::kSize);
-  static constexpr int kWarpBytes = kQueriesBytes > kUnitedBytes ? kQueriesBytes : kUnitedBytes;
-  // A row's maximum is raised only where scores exceed it so far that exponentials would leave the range that 16 bits
-  // have, since all results so far must be scaled down then: not more than once or twice for most rows.
+  static constexpr int kWarpBytes = kQueriesBytes > kMergeBytes ? kQueriesBytes : kMergeBytes;
+  // A row's maximum is raised only where scores exceed it so far that exponentials would overflow 16 bits, since
+  // raising it rescales all results so far. Most rows raise it once or twice.
   static constexpr float kSlack = 8;
-  // A product becomes an exponent of two by one multiplication, but for what must stand beside a mask first or is
-  // capped, and negative scales, by which the largest score would be the least.
+  // Whether scores are scaled first: where they are masked or capped, or where a negative scale would turn the largest
+  // score into the smallest. Otherwise one multiplication turns a product into an exponent of two.
   static constexpr bool kScaleFirst = V::kHasMask || V::kSoftCap > 0 || !(V::kScale > 0);
   static constexpr float kLog2E = 1.44269504f, kToExponent = kScaleFirst ? kLog2E : V::kScale * kLog2E;
   static constexpr int kStagedBytes = kConsumerWarps * kWarpBytes;
@@ -141,7 +141,7 @@ struct Shape {
   static_assert(sizeof(typename V::T) == 2);
 };
 
-// Positions that one of the queries sees, but for a mask.
+// Positions that a query sees, masks aside.
 template <class V>
 MPK_DEVICE uint32_t visible(const Job& job, uint32_t batch, uint32_t position) {
   if constexpr (V::kHasLimit) {
@@ -152,7 +152,7 @@ MPK_DEVICE uint32_t visible(const Job& job, uint32_t batch, uint32_t position) {
   }
 }
 
-// A block of rows of queries of a sequence and a group.
+// A block of query rows of a sequence and a group.
 template <class V>
 struct Unit {
   using T = typename V::T;
@@ -162,7 +162,7 @@ struct Unit {
 
   uint32_t batch, group, first;  // row
 
-  // By falling number of positions that a causal prompt's rows see.
+  // In falling order of the positions that a causal prompt's rows see.
   MPK_DEVICE explicit Unit(uint32_t number) {
     constexpr uint32_t kOfBlock = V::kBatch * V::kGroups;
     const uint32_t block = number / kOfBlock, rest = number - block * kOfBlock;
@@ -172,14 +172,14 @@ struct Unit {
   }
 
   MPK_DEVICE uint32_t num_rows() const { return kGroupRows; }
-  // Warps that have rows of their own; the others share the keys of these.
+  // Warps with rows of their own. The other warps share the keys of these rows.
   MPK_DEVICE uint32_t warps_of_rows() const { return V::kRows / kWarpRows; }
   MPK_DEVICE const T* q(const Job& job, uint32_t s, uint32_t h) const { return V::q(job, batch, s, h); }
   MPK_DEVICE T* y(const Job& job, uint32_t s, uint32_t h) const { return V::y(job, batch, s, h); }
   MPK_DEVICE uint32_t limit(const Job& job, uint32_t s) const { return visible<V>(job, batch, s); }
 };
 
-// The tiles that a unit's rows see something of. All lanes of a warp call it, and learn the same.
+// The tiles that a unit's rows see. All lanes of a warp call it, and get the same result.
 template <class V>
 MPK_DEVICE uint32_t tiles_of(const Job& job, const Unit<V>& unit, uint32_t lane) {
   using U = Unit<V>;
@@ -254,7 +254,7 @@ MPK_DEVICE void store_pair(T* p, uint32_t pair) {
   }
 }
 
-// 16 rows: a lane has parts of two of them, `lane / 4` and 8 behind it, as fragments have them (fragment.cuh).
+// 16 rows of queries. A lane has parts of two of them, `lane / 4` and the one 8 below, as in fragments (fragment.cuh).
 template <class V, class U>
 struct Rows {
   using S = Shape<V>;
@@ -266,15 +266,15 @@ struct Rows {
 
   const Job& job;
   const U& unit;
-  uint32_t first, lane;       // first: the lane's first row, where there is one
+  uint32_t first, lane;       // the lane's first row; its lane
   uint32_t limit[2];          // positions that both rows see, but for a mask
-  uint32_t least, most;       // and that the warp's rows see; 0 where it has none
-  ptx::SharedAddress staged;  // the lane's row of queries, if registers do not have them
+  uint32_t least, most;       // fewest and most that the warp's rows see; 0 where it has none
+  ptx::SharedAddress staged;  // the lane's row of queries, where registers do not hold it
   ptx::Quad q[S::kKeepsQueries ? KeyTile::kSteps : 1];
   SumFragment out[kFragments] = {};
   float maximum[2], sum[2] = {};  // sum: the lane's part of it
 
-  // Number `block` of the unit's 16s of rows; `place`: shared memory of the warp.
+  // `block`: the number of 16 rows within the unit. `place`: the warp's shared memory.
   MPK_DEVICE Rows(const Job& job, const U& unit, uint32_t block, uint32_t lane, uint8_t* place)
       : job(job), unit(unit), first(unit.first + block * kWarpRows + lane / 4), lane(lane) {
     const T* rows[2];
@@ -284,7 +284,7 @@ struct Rows {
       limit[i] = unit.limit(job, query(i));
       maximum[i] = -infinity();
     }
-    bring_queries(rows, place);
+    load_queries(rows, place);
     least = min(limit[0], limit[1]);
     most = max(limit[0], limit[1]);
 #pragma unroll
@@ -295,8 +295,8 @@ struct Rows {
     if (unit.first + block * kWarpRows >= unit.num_rows()) most = 0;
   }
 
-  MPK_DEVICE void bring_queries(const T* const (&rows)[2], uint8_t* place) {
-    const auto piece = [&](int k, int i) {
+  MPK_DEVICE void load_queries(const T* const (&rows)[2], uint8_t* place) {
+    const auto fragment = [&](int k, int i) {
       const bool is_there = !KeyTile::kEndsHalf || k + 1 < KeyTile::kSteps || i < 2;
       return is_there ? load_pair<V::kAlignedQ>(rows[i % 2] + 16 * k + i / 2 * 8) : 0;
     };
@@ -304,7 +304,7 @@ struct Rows {
 #pragma unroll
       for (int k = 0; k < KeyTile::kSteps; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) q[k].v[i] = piece(k, i);
+        for (int i = 0; i < 4; i++) q[k].v[i] = fragment(k, i);
     } else {
       staged = ptx::smem_addr(place) + lane % 16 * S::kQueriesPitch + lane / 16 * 16;
       uint8_t* mine = place + lane / 4 * S::kQueriesPitch + lane % 4 * 4;
@@ -312,7 +312,7 @@ struct Rows {
       for (int k = 0; k < KeyTile::kSteps; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          *reinterpret_cast<uint32_t*>(mine + i % 2 * 8 * S::kQueriesPitch + 32 * k + i / 2 * 16) = piece(k, i);
+          *reinterpret_cast<uint32_t*>(mine + i % 2 * 8 * S::kQueriesPitch + 32 * k + i / 2 * 16) = fragment(k, i);
       __syncwarp();
     }
   }
@@ -323,22 +323,22 @@ struct Rows {
       return ptx::load_matrices(staged + 32 * k);
   }
 
-  // Read anew each time: what is computed from it takes no registers in between.
+  // Read anew each time, so that values computed from it hold no registers in between.
   static MPK_DEVICE uint32_t lane_anew() { return ptx::thread_index() % 32; }
 
-  // Rows behind the last one repeat it, and are not stored.
+  // Rows past the end repeat the last one, and are not stored.
   MPK_DEVICE uint32_t row(int i) const { return min(first + 8 * i, unit.num_rows() - 1); }
   MPK_DEVICE uint32_t query(int i) const { return row(i) / V::kHeads; }
   MPK_DEVICE uint32_t head(int i) const { return unit.group * V::kHeads + row(i) % V::kHeads; }
 
-  // A tile, so many positions at a time: all rows may see all of them, or not.
+  // Adds a tile, some positions at a time. They need no check if all rows see all of them.
   MPK_DEVICE void attend(const uint8_t* entry, uint32_t tile) {
     uint32_t begin = tile * V::kKeys;
     const uint8_t* values = entry + KeyTile::kBytes;
 #pragma unroll 1
     for (int part = 0; part < V::kKeys / S::kAtOnce && begin < most; part++) {
-      if (is_behind(begin + S::kAtOnce - 1, least)) {
-      } else if (V::kHasMask || begin + S::kAtOnce > least || is_behind(begin, most)) {
+      if (is_before_window(begin + S::kAtOnce - 1, least)) {
+      } else if (V::kHasMask || begin + S::kAtOnce > least || is_before_window(begin, most)) {
         attend_part<true>(entry, values, begin);
       } else {
         attend_part<false>(entry, values, begin);
@@ -349,8 +349,8 @@ struct Rows {
     }
   }
 
-  // Whether a position is too far behind for a row that sees those up to `limit`.
-  static MPK_DEVICE bool is_behind(uint32_t position, uint32_t limit) {
+  // Whether a position lies before the window of a row with this limit.
+  static MPK_DEVICE bool is_before_window(uint32_t position, uint32_t limit) {
     if constexpr (Windowed<V>)
       if constexpr (V::kWindow > 0) return position + V::kWindow < limit;
     return false;
@@ -370,10 +370,10 @@ struct Rows {
     add_values<cut>(scores, values, most - begin);
   }
 
-  // Each access of a warp brings 16 keys by 16 columns: of 8 keys 8 columns, then the next 8, and of 8 more keys.
+  // Each load of a warp covers 16 keys by 16 columns: 8 columns of 8 keys, the next 8 columns, then 8 more keys.
   MPK_DEVICE void multiply_keys(Scores& scores, const uint8_t* keys) const {
     const uint32_t lane = lane_anew(), matrix = lane / 8;
-    const ptx::SharedAddress from = KeyTile::piece_of(keys, matrix / 2 * 8 + lane % 8, matrix % 2);
+    const ptx::SharedAddress from = KeyTile::fragment_of(keys, matrix / 2 * 8 + lane % 8, matrix % 2);
 #pragma unroll
     for (int k = 0; k < KeyTile::kSteps; k++) {
       const ptx::SharedAddress columns = KeyTile::columns_of(from, k);
@@ -388,7 +388,7 @@ struct Rows {
     }
   }
 
-  // What a mask adds; and nothing is left of positions that a row does not see, whatever stands there.
+  // Adds the mask, and hides positions that a row does not see, whatever stands there.
   MPK_DEVICE void hide(Scores& scores, uint32_t begin) const {
     const uint32_t lane = lane_anew();
 #pragma unroll
@@ -396,14 +396,14 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const uint32_t position = begin + 8 * n + lane % 4 * 2 + i % 2;
-        const bool sees = position < limit[i / 2] && !is_behind(position, limit[i / 2]);
+        const bool sees = position < limit[i / 2] && !is_before_window(position, limit[i / 2]);
         if constexpr (V::kHasMask)
           if (sees) scores[n][i] += V::mask(job, unit.batch, head(i / 2), query(i / 2), position);
         if (!sees) scores[n][i] = -infinity();
       }
   }
 
-  // Scores become exponentials. Rounding is spelled out: a row has the same bits whichever parts are cut.
+  // Turns scores into exponentials. Rounding is explicit, so a row has the same bits whichever tiles are cut.
   MPK_DEVICE void exponentiate(Scores& scores) {
     raise(scores);
 #pragma unroll
@@ -419,7 +419,7 @@ struct Rows {
     }
   }
 
-  // Raises the maxima, each by its own row's scores, and scales down what there is so far.
+  // Raises each row's maximum by its scores, and rescales the results so far.
   MPK_DEVICE void raise(const Scores& scores) {
     float kept[2] = {1, 1};
     bool raises = false;
@@ -447,13 +447,13 @@ struct Rows {
     }
   }
 
-  // Each access of a warp brings 16 positions by 16 columns, transposed: of 8 columns 8 positions, then the next 8, and
-  // of 8 more columns. With `cut`, values behind the first `count` count as zero: anything may stand there, and a
+  // Each load of a warp covers 16 positions by 16 columns, transposed: 8 positions of 8 columns, the next 8 positions,
+  // then 8 more columns. With `cut`, values from number `count` on count as zero: anything may stand there, and a
   // weight of 0 would make NaN of it.
   template <bool cut>
   MPK_DEVICE void add_values(const Scores& weights, const uint8_t* values, uint32_t count) {
     const uint32_t lane = lane_anew(), matrix = lane / 8;
-    const ptx::SharedAddress from = ValueTile::piece_of(values, matrix % 2 * 8 + lane % 8, matrix / 2);
+    const ptx::SharedAddress from = ValueTile::fragment_of(values, matrix % 2 * 8 + lane % 8, matrix / 2);
 #pragma unroll
     for (int k = 0; k < S::kAtOnce / 16; k++) {
       const auto pair = [&](int n, int i) { return round_pair<T>(weights[n][i], weights[n][i + 1]); };
@@ -475,11 +475,11 @@ struct Rows {
     return (position < count ? 0xffff : 0) | (position + 1 < count ? 0xffff0000 : 0);
   }
 
-  // Adds to what the first warp of these rows has what the others have, in their order, through shared memory: of each
-  // the number is larger by `stride` than the last one's. False where the launch was given up.
+  // Merges the results of the warps that share rows, through shared memory, in their order, into the first warp's.
+  // Their numbers are `stride` apart. False when the launch was aborted.
   template <class C>
-  MPK_DEVICE bool unite(C& c, uint32_t stride) {
-    constexpr int kAtATime = kUnitedColumns / 8, kPlace = S::kWarpBytes / int(sizeof(float4));
+  MPK_DEVICE bool merge(C& c, uint32_t stride) {
+    constexpr int kAtATime = kMergedColumns / 8, kPlace = S::kWarpBytes / int(sizeof(float4));
     float4* mine = reinterpret_cast<float4*>(c.staged()) + c.warp * kPlace + c.lane;
     const bool is_first = c.warp < stride;
     const auto for_others = [&](auto f) {
@@ -538,12 +538,12 @@ struct Rows {
     for (int i = 0; i < 2; i++) maximum[i] = high[i];
     return true;
   }
-  // What sums of exponentials above one maximum are multiplied with where it becomes another.
+  // The factor of sums of exponentials when their maximum changes.
   static MPK_DEVICE float factor(float from, float to) {
     return ptx::exp2((from - attention::subtrahend(to)) * S::kToExponent);
   }
 
-  // Rounded. Rows that have seen nothing: zero or NaN.
+  // Stores results, rounded. Rows that saw nothing give zero or NaN.
   MPK_DEVICE void store() {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -562,7 +562,7 @@ struct Rows {
   }
 };
 
-// A unit's tiles [begin, end), as the loader brings them. False where the launch was given up.
+// A unit's tiles [begin, end), in the loader's order. False when the launch was aborted.
 template <class V, class U, class C>
 MPK_DEVICE bool attend(C& c, const Job& job, const U& unit, uint32_t begin, uint32_t end) {
   static_assert(Shape<V>::kEntryBytes <= C::Config::kSlotBytes && C::Config::kEmptyArrivals == kConsumerWarps);
@@ -577,7 +577,7 @@ MPK_DEVICE bool attend(C& c, const Job& job, const U& unit, uint32_t begin, uint
     if ((tile - begin) % parts == c.warp / blocks) rows.attend(c.ring.slot(c.entry), tile);
     c.ring.release(c.entry++);
   }
-  if (parts > 1 && !rows.unite(c, blocks)) return false;
+  if (parts > 1 && !rows.merge(c, blocks)) return false;
   if (c.warp < blocks) rows.store();
   return true;
 }

@@ -1,5 +1,5 @@
-// quantized_linear, of weights that no box can be made of: each warp reads rows of them where they are. x stands in
-// shared memory, as the numbers that it is quantised to, with a factor for each run of columns.
+// quantized_linear for weights that cannot be copied as boxes: each warp reads rows of them in place. x is staged as
+// the numbers that it is quantised to, with a factor for each run of columns.
 #pragma once
 
 #include "torch_mpk/device/tasks/quantized_format.cuh"
@@ -9,7 +9,7 @@ namespace mpk::linear {
 template <class V, class C>
 concept QuantizedVariant =
     Variant<V, C> && QuantizedSizes<V> && HasScales<V> && Constants<int, V::kRun> && requires(const Job& job, int i) {
-      { V::weight(job, i) } -> Same<const uint8_t*>;  // of segment or part i
+      { V::weight(job, i) } -> Same<const uint8_t*>;  // i: segment or part
       { V::weight_pitch(i) } -> Same<int64_t>;        // in bytes
     };
 
@@ -21,7 +21,7 @@ struct DirectShape {
   static constexpr int kStagedBytes = kFactorsOffset + V::kBatch * kRuns * 4;
 };
 
-// Rows of x become numbers of e4m3, by one warp each.
+// Quantises rows of x to e4m3, one warp for each.
 template <class V, class C>
 MPK_DEVICE void quantize_rows(C& c, const Job& job, uint8_t* staged) {
   using T = typename V::T;

@@ -1,10 +1,10 @@
-// quantized_linear on tensor cores: weights come in boxes as in linear_rows.cuh, two bytes as one 16-bit element, and
-// become float16 in registers. x stands in shared memory as float16, too: the e4m3 numbers that it is quantised to, or
-// its own numbers over a power of two. Both factors are exact, so sums of 128 columns, in fp32, are those of the
-// format, and take the scales of these columns.
+// quantized_linear on tensor cores. Weights come in boxes as in linear_rows.cuh, two bytes as one 16-bit element, and
+// become float16 in registers. x is staged as float16, too: as the e4m3 numbers that it is quantised to, or divided by
+// a power of two. Both factors are exact, so fp32 sums of 128 columns are those of the format, and take these columns'
+// scales.
 //
-// A lane loads four neighbouring bytes of a row of weights, and multiplies them as the elements 2 t, 2 t + 1, 2 t + 8
-// and 2 t + 9 of 16 columns. So x has its columns in that order: of each 16, words 0, 2, 4, 6, 1, 3, 5, 7.
+// A lane loads four neighbouring bytes of a row of weights, and multiplies them as elements 2 t, 2 t + 1, 2 t + 8 and 2
+// t + 9 of 16 columns. So x has its columns in that order: the words of each 16 are 0, 2, 4, 6, 1, 3, 5, 7.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_rows.cuh"
@@ -14,7 +14,7 @@ namespace mpk::linear {
 
 template <class V, class C>
 concept QuantizedRowsVariant = RowsVariant<V, C> && QuantizedSizes<V> && HasScales<V> && sizeof(typename V::T) == 2 &&
-                               Constants<int, V::kWorkerTiles>;  // that a worker has at most
+                               Constants<int, V::kWorkerTiles>;  // the most tiles of a worker
 
 template <class V>
 struct QuantizedShape {
@@ -24,10 +24,10 @@ struct QuantizedShape {
   static_assert(V::kXScaleColumns == 0 || V::kXScaleColumns == kStep || V::kXScaleColumns == V::kSize);
   static constexpr int kSteps = V::kSize / kStep, kChunkSteps = V::kChunkSize / kStep;
   static constexpr bool kScalesRowsOfX = V::kGivenXScale || V::kXScaleColumns > kStep;
-  static constexpr int kFactorRows = 8 * S::kColumns;  // of x, as many as are multiplied
-  // Behind rows and sums stand the factors of x, [step][row], of all steps or those of each window; scales of rows, if
-  // x comes in windows; and scales of weights, [box of the worker][of its row].
-  static constexpr int kFactorSteps = V::kStaged ? kSteps : S::kWindowsHeld * kChunkSteps;
+  static constexpr int kFactorRows = 8 * S::kColumns;  // rows of x that are multiplied
+  // Behind rows and sums stand the factors of x, [step][row], of all steps or of each stage; the scales of rows, if x
+  // comes in stages; and the scales of weights, [box of the worker][row of the box].
+  static constexpr int kFactorSteps = V::kStaged ? kSteps : S::kStagesHeld * kChunkSteps;
   static constexpr int kFactorsOffset = (S::kStagedBytes + 127) / 128 * 128;
   static constexpr int kRowScalesOffset = kFactorsOffset + kFactorSteps * kFactorRows * 4;
   static constexpr int kRowScalesBytes = V::kStaged || !kScalesRowsOfX ? 0 : kFactorRows * 4;
@@ -43,7 +43,7 @@ MPK_DEVICE void to_halves(uint32_t word, uint32_t& first, uint32_t& second) {
     first = ptx::halves_of_e4m3(static_cast<uint16_t>(word));
     second = ptx::halves_of_e4m3(static_cast<uint16_t>(word >> 16));
   } else {
-    // With 128 added they are the last bits of numbers from 1024 on.
+    // Adding 128 makes them the low bits of numbers from 1024 on.
     const uint32_t bytes = word ^ 0x80808080;
     const __half2 offset = __float2half2_rn(1152);
     const auto half = [&](uint32_t which) {
@@ -56,7 +56,7 @@ MPK_DEVICE void to_halves(uint32_t word, uint32_t& first, uint32_t& second) {
   }
 }
 
-// Two floats as float16, rounded to e4m3 if x is quantised.
+// Converts two floats to float16, rounded to e4m3 if x is quantised.
 template <class V>
 MPK_DEVICE uint32_t x_pair(float low, float high) {
   if constexpr (V::kXScaleColumns > 0) {
@@ -67,12 +67,12 @@ MPK_DEVICE uint32_t x_pair(float low, float high) {
   }
 }
 
-// What 128 columns of a row, or all, are divided by. Where x is not quantised, a power of two that leaves their largest
-// magnitude below 2^15.
+// The divisor of 128 columns, or of a row. Where x is not quantised, a power of two that brings the largest magnitude
+// below 2^15.
 struct XScale {
   float scale, inverse;
 
-  // Rounded as a division is: numbers of e4m3 are few, so many quotients lie half way between two.
+  // Rounded as a division: e4m3 has so few numbers that many quotients lie half way between two.
   template <class V>
   MPK_DEVICE float divide(float v) const {
     const float quotient = v * inverse;
@@ -90,17 +90,17 @@ MPK_DEVICE XScale x_scale_of(float most) {
   }
 }
 
-// A step of a row: where it stands, and where its factor belongs.
+// A step of a row, and the place of its factor.
 struct XStep {
   uint8_t* at;
   float* factor;
 };
 
-// Steps of x become float16 where they stand, half a warp's each: those from number `first` on, 2 kAtOnce of every
-// `stride`, of `count`. They are converted together, since each waits for shared memory and for its half of the warp.
+// Converts steps of x to float16 in place, half a warp each: 2 kAtOnce of every `stride`, from number `first` to
+// `count`. Several are converted together, since each waits for shared memory and for its half of the warp.
 template <class V, int kAtOnce, class Step, class Scale>
 MPK_DEVICE void convert_steps(int first, int count, int stride, int lane, Step step_of, Scale scale_of) {
-  const int half = lane / 16, piece = lane % 16;
+  const int half = lane / 16, access = lane % 16;
 #pragma unroll 1
   for (; first < count; first += stride) {
     float v[kAtOnce][8];
@@ -110,7 +110,7 @@ MPK_DEVICE void convert_steps(int first, int count, int stride, int lane, Step s
     for (int i = 0; i < kAtOnce; i++) {
       const int number = min(first + 2 * i + half, count - 1);
       steps[i] = step_of(number);
-      unpack<typename V::T>(*reinterpret_cast<const uint4*>(steps[i].at + piece * 16), v[i]);
+      unpack<typename V::T>(*reinterpret_cast<const uint4*>(steps[i].at + access * 16), v[i]);
       scales[i] = scale_of(number, v[i]);
     }
     __syncwarp();
@@ -121,10 +121,10 @@ MPK_DEVICE void convert_steps(int first, int count, int stride, int lane, Step s
 #pragma unroll
       for (int e = 0; e < 4; e++)
         words[e] = x_pair<V>(scales[i].template divide<V>(v[i][2 * e]), scales[i].template divide<V>(v[i][2 * e + 1]));
-      uint8_t* to = steps[i].at + piece / 2 * 32 + piece % 2 * 8;  // of 16 columns, of which the piece is one half
+      uint8_t* to = steps[i].at + access / 2 * 32 + access % 2 * 8;  // 16 columns, of which the access is a half
       *reinterpret_cast<uint2*>(to) = {words[0], words[2]};
       *reinterpret_cast<uint2*>(to + 16) = {words[1], words[3]};
-      if (piece == 0) *steps[i].factor = scales[i].scale;
+      if (access == 0) *steps[i].factor = scales[i].scale;
     }
   }
 }
@@ -136,7 +136,7 @@ MPK_DEVICE float largest(const float (&v)[8]) {
   return most;
 }
 
-// The scale of a step by its own elements, a half of a warp's.
+// Finds the scale of a step from its own elements, by half a warp.
 template <class V>
 MPK_DEVICE XScale scale_of_step(const float (&v)[8]) {
   float most = largest(v);
@@ -145,7 +145,7 @@ MPK_DEVICE XScale scale_of_step(const float (&v)[8]) {
   return x_scale_of<V>(most);
 }
 
-// The scale of a row, where all of it has one, by a warp.
+// Finds the scale of a whole row, by a warp.
 template <class V>
 MPK_DEVICE XScale scale_of_row(const Job& job, const uint8_t* row, int lane) {
   if constexpr (V::kGivenXScale) {
@@ -163,7 +163,7 @@ MPK_DEVICE XScale scale_of_row(const Job& job, const uint8_t* row, int lane) {
   }
 }
 
-// x that stands in shared memory whole.
+// Converts an x that is staged as a whole.
 template <class V, class C>
 MPK_DEVICE void convert_x(C& c, const Job& job, uint8_t* x, float* factors) {
   using Q = QuantizedShape<V>;
@@ -189,25 +189,25 @@ MPK_DEVICE void convert_x(C& c, const Job& job, uint8_t* x, float* factors) {
   }
 }
 
-// The windows of x, by the group's last warps: each copies some rows two windows ahead, and converts them when they
-// have come. False when the launch was given up.
+// The producer warps copy stages of x: each copies some rows two stages ahead, and converts them once they have landed.
+// False when the launch was aborted.
 template <class V, class C>
-MPK_DEVICE bool bring_converted(C& c, const Job& job, uint8_t* windows, float* factors, const float* row_scales) {
+MPK_DEVICE bool load_converted(C& c, const Job& job, uint8_t* stages, float* factors, const float* row_scales) {
   using S = RowsShape<V>;
   using Q = QuantizedShape<V>;
   using T = typename V::T;
   constexpr int kVec = kVecSize<T>, kAhead = 2, kAtOnce = 2;
   const Chunks<V> chunks(c.worker(job));
-  const int first = c.warp - S::kWarps, rows = (V::kBatch - first + kBringingWarps - 1) / kBringingWarps;
+  const int first = c.warp - S::kWarps, rows = (V::kBatch - first + kProducerWarps - 1) / kProducerWarps;
   const auto columns_of = [&](int chunk) { return min(V::kChunkSize, V::kSize - chunk * V::kChunkSize); };
 #pragma unroll 1
   for (uint32_t turn = 0; turn < S::kChunks + kAhead; turn++) {
     if (turn < S::kChunks) {
       const int chunk = chunks.at(turn);
-      const WindowPlace<V> place(c.window + turn);
+      const StageState<V> place(c.stage + turn);
       if (!__all_sync(~0u, place.await_free(c))) return false;
       const T* from = V::x(job) + first * V::kPitchX + chunk * V::kChunkSize;
-      uint8_t* to = windows + place.offset() + first * S::kPitch;
+      uint8_t* to = stages + place.offset() + first * S::kPitch;
       const bool is_aligned =
           reinterpret_cast<uint64_t>(from) % kAccessBytes == 0;  // a call's tensor may begin anywhere
 #pragma unroll 1
@@ -217,24 +217,24 @@ MPK_DEVICE bool bring_converted(C& c, const Job& job, uint8_t* windows, float* f
         } else {
           for (int e = c.lane; e < columns_of(chunk); e += 32) reinterpret_cast<T*>(to)[e] = from[e];
         }
-        from += kBringingWarps * V::kPitchX;
-        to += kBringingWarps * S::kPitch;
+        from += kProducerWarps * V::kPitchX;
+        to += kProducerWarps * S::kPitch;
       }
     }
     ptx::commit_copies();
     if (turn < kAhead) continue;
     ptx::await_copies<kAhead>();
     __syncwarp();
-    const WindowPlace<V> place(c.window + turn - kAhead);
+    const StageState<V> place(c.stage + turn - kAhead);
     const int steps = columns_of(chunks.at(turn - kAhead)) / Q::kStep;
-    uint8_t* window = windows + place.offset();
-    float* own = factors + place.number % S::kWindowsHeld * (Q::kChunkSteps * Q::kFactorRows);
-    const auto row_of = [&](int number) { return first + number / steps * kBringingWarps; };
+    uint8_t* stage = stages + place.offset();
+    float* own = factors + place.number % S::kStagesHeld * (Q::kChunkSteps * Q::kFactorRows);
+    const auto row_of = [&](int number) { return first + number / steps * kProducerWarps; };
     convert_steps<V, kAtOnce>(
         0, rows * steps, 2 * kAtOnce, c.lane,
         [&](int number) {
           const int r = row_of(number), step = number % steps;
-          return XStep{window + r * S::kPitch + step * 256, own + step * Q::kFactorRows + r};
+          return XStep{stage + r * S::kPitch + step * 256, own + step * Q::kFactorRows + r};
         },
         [&](int number, const float (&v)[8]) {
           if constexpr (Q::kScalesRowsOfX) {
@@ -244,12 +244,12 @@ MPK_DEVICE bool bring_converted(C& c, const Job& job, uint8_t* windows, float* f
             return scale_of_step<V>(v);
           }
         });
-    ptx::mbar_arrive(&c.windows().full[place.barrier()]);
+    ptx::mbar_arrive(&c.stages().full[place.barrier()]);
   }
   return true;
 }
 
-// How a chunk's boxes are multiplied, see Products: `scales` are those of the boxes of a pass.
+// Multiplies a chunk's boxes, see Products. `scales`: of the boxes of a pass.
 template <class V>
 struct QuantizedProducts {
   using S = RowsShape<V>;
@@ -258,9 +258,9 @@ struct QuantizedProducts {
   const float* scales;
 
   template <class C>
-  MPK_DEVICE bool bring(C& c, const Job& job, uint8_t* windows) const {
-    return bring_converted<V>(c, job, windows, reinterpret_cast<float*>(staged + Q::kFactorsOffset),
-                              reinterpret_cast<const float*>(staged + Q::kRowScalesOffset));
+  MPK_DEVICE bool produce(C& c, const Job& job, uint8_t* stages) const {
+    return load_converted<V>(c, job, stages, reinterpret_cast<float*>(staged + Q::kFactorsOffset),
+                             reinterpret_cast<const float*>(staged + Q::kRowScalesOffset));
   }
 
   template <int count>
@@ -273,13 +273,13 @@ struct QuantizedProducts {
 #pragma unroll
     for (int j = 0; j < count; j++)
       weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
-    // Rows of x that there are not repeat the last: their products go nowhere.
+    // Missing rows of x repeat the last one. Their products are not used.
     ptx::SharedAddress rows_of_x[kColumns];
 #pragma unroll
     for (int n = 0; n < kColumns; n++)
       rows_of_x[n] = ptx::smem_addr(x) + min(8 * n + row, uint32_t(V::kBatch - 1)) * S::kPitch + matrix * 16;
     const int first = chunk * Q::kChunkSteps, steps = min(Q::kChunkSteps, Q::kSteps - first);
-    const int kept = V::kStaged ? first : static_cast<int>(x - staged) / S::kWindowBytes * Q::kChunkSteps;
+    const int kept = V::kStaged ? first : static_cast<int>(x - staged) / S::kStageBytes * Q::kChunkSteps;
     const float* of_step =
         reinterpret_cast<const float*>(staged + Q::kFactorsOffset) + kept * Q::kFactorRows + lane % 4 * 2;
 #pragma unroll 1
@@ -323,7 +323,7 @@ struct QuantizedProducts {
   }
 
  private:
-  // Of a block's upper and lower rows.
+  // The scales of a block's upper and lower rows.
   MPK_DEVICE void find_scales(float (&scale)[2], uint32_t block, int step) const {
     if constexpr (V::kScalesByRow) {
       scale[0] = scale[1] = 1;
@@ -335,7 +335,7 @@ struct QuantizedProducts {
   }
 };
 
-// The scales of a worker's boxes, of which a thread brings every kConsumerThreads'th.
+// The scales of a worker's boxes. A thread loads every kConsumerThreads'th.
 template <class V>
 struct BoxScales {
   using Q = QuantizedShape<V>;
@@ -350,7 +350,7 @@ struct BoxScales {
     const uint32_t n = (tile - V::first_tile(segment)) * V::kBoxRows;
     return to_float(V::scale(job, which)[(n / V::scale_rows(which)) * V::scale_pitch(which) + i % Q::kScalesOfBox]);
   }
-  // Before anything is awaited, as many as registers hold.
+  // Loads as many as registers hold, before anything is awaited.
   MPK_DEVICE BoxScales(const Job& job, Span tiles, int rank) {
 #pragma unroll
     for (int i = 0; i < kHeld; i++)
@@ -364,9 +364,9 @@ struct BoxScales {
   }
 };
 
-// Brings x to shared memory, or what is to be known before windows of it come.
+// Stages x in shared memory, or finds what its stages need beforehand.
 template <class V, class C>
-MPK_DEVICE bool bring_x(C& c, const Job& job, uint8_t* staged) {
+MPK_DEVICE bool stage_x(C& c, const Job& job, uint8_t* staged) {
   using Q = QuantizedShape<V>;
   if constexpr (!V::kStaged) {
     if (!c.await()) return false;
@@ -393,10 +393,10 @@ template <class V, class C>
 MPK_DEVICE bool stage_quantized(C& c, const Job& job, Span tiles, uint8_t* staged) {
   using Q = QuantizedShape<V>;
   if constexpr (V::kScalesByRow) {
-    if (!bring_x<V>(c, job, staged)) return false;
+    if (!stage_x<V>(c, job, staged)) return false;
   } else {
     const BoxScales<V> scales(job, tiles, c.rank);
-    if (!bring_x<V>(c, job, staged)) return false;
+    if (!stage_x<V>(c, job, staged)) return false;
     scales.store(job, tiles, c.rank, reinterpret_cast<float*>(staged + Q::kScalesOffset));
   }
   if (!c.sync()) return false;
@@ -418,14 +418,14 @@ MPK_DEVICE void compute_quantized_rows(C& c, const Job& job) {
   uint8_t* staged = c.staged();
   const Span tiles = shared_span(V::kNumTiles, c.worker(job), 1, C::Config::kNumWorkers);
   const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
-  const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kPassTiles)}; };
+  const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kMainloopTiles)}; };
   typename V::Extra extra{};
   if constexpr (V::kEarly && V::kHasExtra) extra = preload(pass_from(tiles.begin));
   if (!stage_quantized<V>(c, job, tiles, staged)) return;
   if constexpr (V::kStaged) c.stamp(&PhaseStamps::staged);
   const float* scales = reinterpret_cast<const float*>(staged + Q::kScalesOffset);
 #pragma unroll 1
-  for (uint32_t first = tiles.begin; first < tiles.end; first += V::kPassTiles) {
+  for (uint32_t first = tiles.begin; first < tiles.end; first += V::kMainloopTiles) {
     const Span pass = pass_from(first);
     if constexpr (V::kHasExtra)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);

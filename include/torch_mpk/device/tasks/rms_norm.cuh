@@ -33,48 +33,49 @@ MPK_DEVICE Vec<T, N> normalised(const Vec<T, N>& x, float scale, const Vec<Weigh
   }
 }
 
-// Where a polled row is, and what polling it takes.
+// A polled row, and what polling it takes.
 struct Polled {
   const uint16_t* src;
   uint32_t phase;
   const Watchdog* dog;
 };
 
-// A row of `pieces` pieces by neighbouring warps, all of the CTA or of a WarpGroup, with weights of its own dtype;
-// polled where it travels so, and then written. False when the launch was given up. Out of line: jobs share it. It
-// fetches the weights itself, since a call waits for what is in flight.
+// Normalises a row of `accesses` accesses, by neighbouring warps: all of the CTA, or of a WarpGroup. The row is polled
+// and then written if it is a polled vector. Weights have the row's dtype. False when the launch was aborted. Out of
+// line, since jobs share it. It fetches the weights itself, because a call waits for loads in flight.
 template <class T, Style style, bool has_weight, bool is_polled, int kSteps, int warps>
-MPK_OUT_OF_LINE bool normalise(uint4* row, const uint4* weights, int pieces, float inverse_size, float eps,
+MPK_OUT_OF_LINE bool normalise(uint4* row, const uint4* weights, int accesses, float inverse_size, float eps,
                                float* partials, bool failed, Polled polled) {
   __builtin_assume(__isShared(row));
   __builtin_assume(__isShared(partials));
   constexpr int kWidth = kVecSize<T>, kThreads = 32 * warps;
-  using Piece = Vec<T, kWidth>;
+  using Access = Vec<T, kWidth>;
   const int rank = warps == kConsumerWarps ? ptx::thread_index() : ptx::thread_index() % kThreads;
-  // What is polled was in registers already; of other rows so many pieces as leave the callers theirs are read once.
+  // A polled row is in registers anyway. Another row is kept in registers only if it is short, so that callers keep
+  // theirs.
   constexpr bool kKeeps = is_polled || kSteps <= 4;
   uint4 kept[kKeeps ? kSteps : 1], factors[kSteps] = {};
-  const auto piece = [&](int s) -> const Piece& {
-    return reinterpret_cast<const Piece&>(kKeeps ? kept[kKeeps ? s : 0] : row[s * kThreads + rank]);
+  const auto access = [&](int s) -> const Access& {
+    return reinterpret_cast<const Access&>(kKeeps ? kept[kKeeps ? s : 0] : row[s * kThreads + rank]);
   };
   if constexpr (has_weight) {
     __builtin_assume(__isGlobal(weights));
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
-      if (const int i = s * kThreads + rank; i < pieces) factors[s] = weights[i];
+      if (const int i = s * kThreads + rank; i < accesses) factors[s] = weights[i];
   }
   if constexpr (is_polled) {
-    failed |= !poll_pieces(kept, polled.src, rank, kThreads, pieces, *polled.dog, polled.phase);
+    failed |= !poll_accesses(kept, polled.src, rank, kThreads, accesses, *polled.dog, polled.phase);
   } else if constexpr (kKeeps) {
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
-      if (const int i = s * kThreads + rank; i < pieces) kept[s] = row[i];
+      if (const int i = s * kThreads + rank; i < accesses) kept[s] = row[i];
   }
   float sum = 0, x[kWidth];
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
-    if (s * kThreads + rank >= pieces) break;
-    to_floats(piece(s), x);
+    if (s * kThreads + rank >= accesses) break;
+    to_floats(access(s), x);
 #pragma unroll
     for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
   }
@@ -91,9 +92,9 @@ MPK_OUT_OF_LINE bool normalise(uint4* row, const uint4* weights, int pieces, flo
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
     const int i = s * kThreads + rank;
-    if (i >= pieces) break;
-    reinterpret_cast<Piece*>(row)[i] =
-        normalised<T, style, has_weight>(piece(s), scale, reinterpret_cast<const Piece&>(factors[s]));
+    if (i >= accesses) break;
+    reinterpret_cast<Access*>(row)[i] =
+        normalised<T, style, has_weight>(access(s), scale, reinterpret_cast<const Access&>(factors[s]));
   }
   return true;
 }
@@ -103,7 +104,7 @@ concept Weighted = requires(const Job& job) {
   { V::weight(job) } -> Same<const typename V::Weight*>;
 };
 
-// What it is told of a row.
+// What a variant declares of a row.
 template <class V>
 concept Traits = requires {
   typename V::T;
@@ -119,10 +120,10 @@ struct Task {
   using T = typename V::T;
   using Weight = typename V::Weight;
   static constexpr int kWidth = V::kVectorized ? kRowWidth<T, V::kSize, Group> : 1;  // elements of one access
-  static constexpr int kPieces = V::kSize / kWidth;
-  static constexpr int kSteps = (kPieces + Group::kSize - 1) / Group::kSize;
+  static constexpr int kAccesses = V::kSize / kWidth;
+  static constexpr int kSteps = (kAccesses + Group::kSize - 1) / Group::kSize;
   static constexpr bool kKeeps = V::kVectorized && kSteps <= 4 && sizeof(Weight) == sizeof(T);
-  // Weights that are fetched at once where they are not kept.
+  // Weights fetched at a time, where they are not kept.
   static constexpr int kAhead = kSteps < 16 ? kSteps : 16;
   static constexpr bool kOutOfLine = V::kVectorized && kSame<T, Weight> && kWidth == kVecSize<T> && Group::kSize > 32 &&
                                      kSteps <= (Group::kSize == kConsumerThreads ? 4 : 8);
@@ -136,7 +137,7 @@ struct Task {
     if constexpr (V::kHasWeight && kKeeps && !kOutOfLine) {
 #pragma unroll
       for (int s = 0; s < kSteps; s++)
-        if (const int i = s * Group::kSize + group.rank; i < kPieces)
+        if (const int i = s * Group::kSize + group.rank; i < kAccesses)
           kept[s] = reinterpret_cast<const Weights*>(weight)[i];
     }
   }
@@ -156,16 +157,16 @@ struct Task {
     if constexpr (kOutOfLine) {
       call<false>(group, row, {});
     } else {
-      Vec<T, kWidth>* pieces = reinterpret_cast<Vec<T, kWidth>*>(row);
+      Vec<T, kWidth>* accesses = reinterpret_cast<Vec<T, kWidth>*>(row);
       Weights fetched[kKeeps ? 1 : kAhead];
       if constexpr (!kKeeps) fetch(fetched, 0, group.rank);
       float sum = 0;
 #pragma unroll
       for (int s = 0; s < kSteps; s++) {
         const int i = s * Group::kSize + group.rank;
-        if (kPieces % Group::kSize != 0 && i >= kPieces) break;
+        if (kAccesses % Group::kSize != 0 && i >= kAccesses) break;
         float x[kWidth];
-        to_floats(pieces[i], x);
+        to_floats(accesses[i], x);
 #pragma unroll
         for (int e = 0; e < kWidth; e++) sum = fmaf(x[e], x[e], sum);
       }
@@ -176,9 +177,9 @@ struct Task {
 #pragma unroll
         for (int s = 0; s < kAhead && first + s < kSteps; s++) {
           const int i = (first + s) * Group::kSize + group.rank;
-          if (kPieces % Group::kSize != 0 && i >= kPieces) break;
+          if (kAccesses % Group::kSize != 0 && i >= kAccesses) break;
           const Weights w = kKeeps ? kept[kKeeps ? s : 0] : fetched[kKeeps ? 0 : s];
-          pieces[i] = normalised<T, V::kStyle, V::kHasWeight>(pieces[i], scale, w);
+          accesses[i] = normalised<T, V::kStyle, V::kHasWeight>(accesses[i], scale, w);
         }
       }
     }
@@ -191,7 +192,7 @@ struct Task {
     for (int s = 0; s < N; s++) {
       to[s] = {};
       const int i = (first + s) * Group::kSize + rank;
-      if (V::kHasWeight && first + s < kSteps && i < kPieces) to[s] = reinterpret_cast<const Weights*>(weight)[i];
+      if (V::kHasWeight && first + s < kSteps && i < kAccesses) to[s] = reinterpret_cast<const Weights*>(weight)[i];
     }
   }
 
@@ -199,7 +200,7 @@ struct Task {
   MPK_DEVICE void call(Group& group, T* row, Polled polled) {
     if (!group.c.alive) return;
     group.settle(normalise<T, V::kStyle, V::kHasWeight, is_polled, kSteps, Group::kSize / 32>(
-        reinterpret_cast<uint4*>(row), reinterpret_cast<const uint4*>(weight), kPieces, 1.0f / V::kSize, V::kEps,
+        reinterpret_cast<uint4*>(row), reinterpret_cast<const uint4*>(weight), kAccesses, 1.0f / V::kSize, V::kEps,
         group.partials(), group.c.failed, polled));
   }
 };

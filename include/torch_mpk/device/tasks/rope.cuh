@@ -5,13 +5,13 @@
 
 namespace mpk::rope {
 
-// What it is told of a row.
+// What a variant declares of a row.
 template <class V>
 concept Traits = requires(const Job& job, uint32_t angle) {
   typename V::T;
   // The head size.
   requires Constants<int, V::kSize>;
-  // Rows of x begin at 16 bytes; those of the tables, too.
+  // Rows of x are aligned to 16 bytes, and so are those of the tables.
   requires Constants<bool, V::kVectorized, V::kAlignedTables>;
   // Rows of the tables.
   { V::cos(job, angle) } -> Same<const typename V::T*>;
@@ -22,13 +22,13 @@ template <Traits V, class Group>
 struct Task {
   using T = typename V::T;
   static constexpr int kHalf = V::kSize / 2;
-  // Elements of one access: two or more, if possible, since two take one instruction.
+  // Elements of one access: at least two, if possible, since one instruction computes two.
   static constexpr int kLane = lane_width<T>(kHalf, Group::kSize), kLeast = kLane < 2 ? 2 : kLane;
   static constexpr int kWidth = V::kVectorized && kHalf % kLeast == 0 ? kLeast : 1;
   static constexpr int kSteps = (kHalf / kWidth + Group::kSize - 1) / Group::kSize;
-  using Piece = Vec<T, kWidth>;
+  using Access = Vec<T, kWidth>;
 
-  Piece cos[kSteps][2] = {}, sin[kSteps][2] = {};  // of pieces i and i + kHalf / kWidth
+  Access cos[kSteps][2] = {}, sin[kSteps][2] = {};  // of accesses i and i + kHalf / kWidth
 
   MPK_DEVICE Task(const Group& group, const Job& job, uint32_t angle) {
     const T* cos_row = V::cos(job, angle);
@@ -48,28 +48,28 @@ struct Task {
 
   MPK_DEVICE void apply(Group& group, T* row) {
     group.sync();  // pairs cross the threads that wrote them
-    Piece* pieces = reinterpret_cast<Piece*>(row);
+    Access* accesses = reinterpret_cast<Access*>(row);
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       const int i = s * Group::kSize + group.rank;
       if (i < kHalf / kWidth) {
-        const Piece low = pieces[i], high = pieces[i + kHalf / kWidth];
-        pieces[i] = subtract(multiply(low, cos[s][0]), multiply(high, sin[s][0]));
-        pieces[i + kHalf / kWidth] = add(multiply(high, cos[s][1]), multiply(low, sin[s][1]));
+        const Access low = accesses[i], high = accesses[i + kHalf / kWidth];
+        accesses[i] = subtract(multiply(low, cos[s][0]), multiply(high, sin[s][0]));
+        accesses[i + kHalf / kWidth] = add(multiply(high, cos[s][1]), multiply(low, sin[s][1]));
       }
     }
     group.sync();
   }
 
  private:
-  static MPK_DEVICE Piece load(const T* p) {
+  static MPK_DEVICE Access load(const T* p) {
     if constexpr (V::kAlignedTables) {
-      return *reinterpret_cast<const Piece*>(p);
+      return *reinterpret_cast<const Access*>(p);
     } else {
-      Piece piece;
+      Access access;
 #pragma unroll
-      for (int e = 0; e < kWidth; e++) piece.v[e] = p[e];
-      return piece;
+      for (int e = 0; e < kWidth; e++) access.v[e] = p[e];
+      return access;
     }
   }
 };

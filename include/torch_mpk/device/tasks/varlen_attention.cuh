@@ -1,9 +1,9 @@
-// varlen_attention: ragged sequences against what a cache has of each, softmax in fp32.
+// varlen_attention: ragged sequences attend to themselves and to cached keys and values, softmax in fp32.
 //
-// prefill_attention's tiles, of sequences whose lengths are read in the launch: a block of rows of queries is of one
-// sequence, so there are as many as the lengths give, and at most as many as if each sequence ended a block. Tokens
-// behind the last sequence are rows that see nothing. Keys and values are rows of a cache that a list names, and then
-// the new tokens' own; the loader brings them one by one, all its lanes some of a tile's.
+// It computes prefill_attention's tiles for sequences whose lengths are read in the launch. A block of query rows
+// belongs to one sequence, so lengths decide how many blocks there are; at most as many as if each sequence ended a
+// block. Tokens behind the last sequence are rows that see nothing. Keys and values are the rows of a cache that a list
+// names, then the new tokens' own. The loader copies them row by row, each lane some rows of a tile.
 #pragma once
 
 #include "torch_mpk/device/row.cuh"
@@ -13,14 +13,14 @@ namespace mpk::varlen_attention {
 
 namespace prefill = prefill_attention;
 
-// What a variant says of one job.
+// What a variant declares of one job.
 template <class V>
 concept Sizes = prefill::Tiles<V> && prefill::Windowed<V> && prefill::ByRow<V> && requires {
-  // kBlocks: of rows of queries, at most; kEnds: bounds of sequences, one more than there are.
+  // kBlocks: the most blocks of query rows. kEnds: the bounds of sequences, one more than there are sequences.
   requires Constants<int, V::kTokens, V::kBlocks, V::kEnds>;
 };
 
-// Where its operands are, for token t, head h, group g and a row of the cache.
+// Operands, for token t, head h, group g and a row of the cache.
 template <class V>
 concept Places = requires(const Job& job, uint32_t t, uint32_t h, uint32_t g, uint32_t i, int64_t row) {
   { V::q(job, t, h) } -> Same<const typename V::T*>;
@@ -29,7 +29,7 @@ concept Places = requires(const Job& job, uint32_t t, uint32_t h, uint32_t g, ui
   { V::v_new(job, t, g) } -> Same<const typename V::T*>;
   { V::k_cache(job, row, g) } -> Same<const typename V::T*>;
   { V::v_cache(job, row, g) } -> Same<const typename V::T*>;
-  { V::num_read(job) } -> Same<int32_t>;  // rows that the list names
+  { V::num_read(job) } -> Same<int32_t>;  // rows in the list
   { V::row(job, i) } -> Same<int64_t>;
   { V::end_q(job, i) } -> Same<int32_t>;
   { V::end_k(job, i) } -> Same<int32_t>;
@@ -47,17 +47,17 @@ MPK_DEVICE uint32_t clamped(int64_t value, uint32_t least, uint32_t most) {
   return value < least ? least : value > most ? most : static_cast<uint32_t>(value);
 }
 
-// A block of rows of queries of a sequence and a group.
+// A block of query rows of a sequence and a group.
 template <class V>
 struct Unit {
   using T = typename V::T;
 
   uint32_t group, first;   // row
-  uint32_t token, tokens;  // the sequence's first, and how many there are: none where there is no such unit
-  uint32_t list, cached;   // where the list names its rows, and how many
+  uint32_t token, tokens;  // the sequence's first token, and its tokens; 0: there is no such unit
+  uint32_t list, cached;   // its first place in the list, and its rows there
   bool is_padding;
 
-  // All lanes of a warp call it, with the same number, and find the same.
+  // All lanes of a warp call it with the same number, and get the same result.
   MPK_DEVICE Unit(const Job& job, uint32_t number, uint32_t lane) {
     const uint32_t block = number / V::kGroups;
     group = number - block * V::kGroups;
@@ -65,7 +65,7 @@ struct Unit {
     uint32_t before = 0;  // blocks of the sequences in front
 #pragma unroll 1
     for (uint32_t begin = 0; begin < V::kEnds; begin += 32) {
-      const uint32_t i = begin + lane;  // the last bound is that of the padding
+      const uint32_t i = begin + lane;  // the last bound ends the padding
       const bool exists = i < V::kEnds;
       const uint32_t from = exists ? clamped(V::end_q(job, i), 0, V::kTokens) : 0;
       const uint32_t to = i + 1 < V::kEnds ? clamped(V::end_q(job, i + 1), from, V::kTokens) : V::kTokens;
@@ -80,7 +80,7 @@ struct Unit {
       const uint32_t sequence = begin + owner;
       token = __shfl_sync(~0u, from, owner);
       tokens = __shfl_sync(~0u, to, owner) - token;
-      // By falling number of positions that rows see.
+      // In falling order of the positions that rows see.
       first = (before + __shfl_sync(~0u, end, owner) - 1 - block) * V::kRows;
       is_padding = sequence + 1 == V::kEnds;
       list = cached = 0;
@@ -117,15 +117,15 @@ struct Unit {
   MPK_DEVICE uint32_t limit(uint32_t s) const { return is_padding ? 0 : cached + s + 1; }
 };
 
-// Fills the next entry with a tile's keys, then values. False when the launch was given up.
+// Fills the next entry with a tile's keys, then its values. False when the launch was aborted.
 template <class V, class L>
-MPK_DEVICE bool bring(L& l, const Job& job, const Unit<V>& unit, uint32_t tile) {
+MPK_DEVICE bool load_tile(L& l, const Job& job, const Unit<V>& unit, uint32_t tile) {
   using S = Shape<V>;
   constexpr int kSlots = L::Config::kSlots, kEach = V::kKeys / 32;  // rows of a lane
   static_assert(V::kKeys % 32 == 0 && S::kEntryBytes <= L::Config::kSlotBytes);
   auto& w = l.ring;
   const uint32_t first = tile * V::kKeys, end = unit.end(), slot = w.entry % kSlots;
-  uint32_t rows[kEach];  // of the cache; asked for before the slot is free
+  uint32_t rows[kEach];  // of the cache; loaded before the slot is free
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     const uint32_t position = first + 32 * i + l.lane;
@@ -171,7 +171,7 @@ MPK_DEVICE void load(L& l, const Job& job) {
     if (!unit.exists()) return;  // nor do those with higher numbers
 #pragma unroll 1
     for (uint32_t tile = unit.first_tile(); tile < unit.end_tile(); tile++) {
-      l.failed = !bring<V>(l, job, unit, tile);
+      l.failed = !load_tile<V>(l, job, unit, tile);
       if (l.failed) return;
     }
   }

@@ -1,4 +1,4 @@
-// The emulator's version of the instructions CUDA C++ has no name for.
+// The emulator's version of instructions without a name in CUDA C++.
 #pragma once
 
 #include "torch_mpk/abi/launch.h"
@@ -27,24 +27,24 @@ inline constexpr uint64_t kEvictFirst = 0, kEvictNormal = 0;
 inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t = kEvictFirst) {
   emulator::copy_async(dst, src, bytes, bar);
 }
-// The emulator's maps of matrices, see EmulatedKernel.
+// The emulator's tensor maps, see EmulatedKernel.
 struct MatrixMap {
   const uint8_t* data;
   uint64_t rows, columns, pitch;
-  uint32_t box_rows, box_blocks;  // of 64 columns; of a plain map, columns
+  uint32_t box_rows, box_blocks;  // of 64 columns; for a plain map, columns
 };
 inline void columns_load(void* dst, const void* map, int row, int first, uint64_t* bar, uint64_t = kEvictFirst) {
   emulator::require_aligned_to(dst, 1024);
   const MatrixMap& m = *static_cast<const MatrixMap*>(map);
   for (uint32_t b = 0; b < m.box_blocks; b++)
     for (uint32_t r = 0; r < m.box_rows; r++)
-      for (uint32_t piece = 0; piece < 8; piece++) {
+      for (uint32_t access = 0; access < 8; access++) {
         alignas(16) static const uint8_t zero[16] = {};
-        const uint64_t from_row = row + r, column = uint64_t(first) + b * 64 + piece * 8;
+        const uint64_t from_row = row + r, column = uint64_t(first) + b * 64 + access * 8;
         const bool is_in = from_row < m.rows && column < m.columns;
-        // The swizzle follows addresses, not rows, which is the same only in boxes of whole eights of rows.
+        // The swizzle follows addresses, not rows, which is the same only in boxes of a multiple of eight rows.
         const uint32_t line = b * m.box_rows + r;
-        uint8_t* to = static_cast<uint8_t*>(dst) + line * 128 + (piece ^ line % 8) * 16;
+        uint8_t* to = static_cast<uint8_t*>(dst) + line * 128 + (access ^ line % 8) * 16;
         emulator::copy_async(to, is_in ? m.data + from_row * m.pitch + column * 2 : zero, 16, bar);
       }
 }
@@ -86,11 +86,11 @@ void store_release_cta(T* p, std::type_identity_t<T> v) {
 }
 inline void store_relaxed_cta(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 template <class T>
-T load_shown(const T* p) {
+T load_published(const T* p) {
   return *p;
 }
 template <class T>
-void store_shown(T* p, T v) {
+void store_published(T* p, T v) {
   *p = v;
 }
 #ifdef MPK_RACECHECK
@@ -99,22 +99,22 @@ inline constexpr bool kRacecheck = true;
 inline constexpr bool kRacecheck = false;
 #endif
 inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_acquire_cta(p); }
-// Of a vector each of the pieces that its maker stores comes by itself.
+// The stored units of a vector arrive separately.
 template <class T>
-T load_relaxed_piece(const T* p) {
+T load_relaxed_unit(const T* p) {
   emulator::yield();
   return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
-inline uint32_t load_relaxed_gpu(const uint16_t* p) { return load_relaxed_piece(p); }
-inline uint32_t load_relaxed_gpu(const uint32_t* p) { return load_relaxed_piece(p); }
-inline uint2 load_relaxed_gpu(const uint2* p) { return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y)}; }
+inline uint32_t load_relaxed_gpu(const uint16_t* p) { return load_relaxed_unit(p); }
+inline uint32_t load_relaxed_gpu(const uint32_t* p) { return load_relaxed_unit(p); }
+inline uint2 load_relaxed_gpu(const uint2* p) { return {load_relaxed_unit(&p->x), load_relaxed_unit(&p->y)}; }
 inline uint4 load_relaxed_gpu(const uint4* p) {
   emulator::require_aligned(p);
-  return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y), load_relaxed_piece(&p->z), load_relaxed_piece(&p->w)};
+  return {load_relaxed_unit(&p->x), load_relaxed_unit(&p->y), load_relaxed_unit(&p->z), load_relaxed_unit(&p->w)};
 }
 inline ulonglong2 load_relaxed_gpu(const ulonglong2* p) {
   emulator::require_aligned(p);
-  return {load_relaxed_piece(&p->x), load_relaxed_piece(&p->y)};
+  return {load_relaxed_unit(&p->x), load_relaxed_unit(&p->y)};
 }
 inline uint4 load_once(const uint4* p) {
   emulator::require_aligned(p);
@@ -187,7 +187,7 @@ T half_of(uint32_t word, int i) {
 
 template <class T>
 void mma(float (&d)[4], Quad a, Pair b) {
-  const int row = lane_id() / 4, column = lane_id() % 4 * 2;  // the first of two, of which rows are 8 apart
+  const int row = lane_id() / 4, column = lane_id() % 4 * 2;  // the first of two; rows are 8 apart
   Quad as[4];                                                 // of both rows
   Pair bs[2][4];
   emulator::warp_collect(&a, sizeof(a));
@@ -216,7 +216,7 @@ inline uint32_t halves_of_e4m3(uint16_t pair) {
   }
   return halves;
 }
-// By trying all: of two that are as near, the one of even bits.
+// Tries all numbers; of two equally near ones, takes that of even bits.
 inline uint16_t e4m3_of(float low, float high) {
   const auto nearest = [](float v) -> uint16_t {
     if (v != v) return 0x7f;
@@ -266,7 +266,7 @@ inline Quad load_matrices_transposed(SharedAddress row) {
   return m;
 }
 
-// Products of warpgroups are done when they begin.
+// Products of warpgroups are complete when they begin.
 struct SwizzledMatrix {
   const uint8_t* rows;
   int column;
@@ -276,7 +276,7 @@ inline SwizzledMatrix swizzled(const void* p) {
   return {static_cast<const uint8_t*>(p), 0};
 }
 inline SwizzledMatrix from_column(SwizzledMatrix m, int column) { return {m.rows, m.column + column}; }
-// 16 elements of a row, of which the first one's column is a multiple of 8.
+// 16 elements of a row; the first one's column is a multiple of 8.
 template <class T>
 void read_row(float (&x)[16], const SwizzledMatrix& m, int row) {
   for (int k = 0; k < 16; k += 8) {
@@ -333,9 +333,9 @@ void prefetch_l2(const T*) {}
 inline int thread_index() { return threadIdx.x; }
 inline void compiler_fence() {}
 uint64_t global_time_ns();
-// For how long this CTA has run: a busy machine keeps it from running for seconds, and nobody is stuck.
+// How long this CTA has run. A busy machine may stop it for seconds, and it is not stuck.
 uint64_t watched_time_ns();
-// As on a GPU, each multiprocessor's says something else.
+// As on a GPU, the clocks of multiprocessors differ.
 inline uint32_t clock() { return static_cast<uint32_t>(2 * global_time_ns() + 1000000007ull * blockIdx.x); }
 
 }  // namespace mpk::ptx

@@ -7,16 +7,16 @@
 namespace mpk::cpu {
 namespace {
 
-// Positions of a page are one tile of the online softmax, or several: each page has an address of its own. Rows are
-// split as if each were alone, so that a request's bits do not depend on how many others there are.
+// A page's positions are one or several tiles of the online softmax, since each page has its own address. Rows are
+// split as if each were alone, so a request's bits do not depend on how many others there are.
 template <class C>
-class PagedAttention : public AttentionBody<C> {
+class PagedAttention : public AttentionKernel<C> {
  public:
-  PagedAttention(const Node& node, const Kernels& kernels)
-      : AttentionBody<C>(node, kernels, node.operand("k_pages"), node.operand("v_pages"),
-                         node.operand("k_pages").tensor.shape[2],
-                         node.operand("block_table").tensor.shape[1] * node.operand("k_pages").tensor.shape[1],
-                         node.operand("k_pages").tensor.shape[2]) {
+  PagedAttention(const Node& node, const Microkernels& microkernels)
+      : AttentionKernel<C>(node, microkernels, node.operand("k_pages"), node.operand("v_pages"),
+                           node.operand("k_pages").tensor.shape[2],
+                           node.operand("block_table").tensor.shape[1] * node.operand("k_pages").tensor.shape[1],
+                           node.operand("k_pages").tensor.shape[2]) {
     const Operand &table = node.operand("block_table"), &length = node.operand("length");
     if (static_cast<bool>(this->k_new_) != static_cast<bool>(this->v_new_))
       fail(node, "expected both of k_new and v_new, or neither");
@@ -29,7 +29,7 @@ class PagedAttention : public AttentionBody<C> {
   }
 
  private:
-  using typename AttentionBody<C>::Range;
+  using typename AttentionKernel<C>::Range;
 
   static int64_t read(const uint8_t* at) {
     int32_t value;
@@ -37,7 +37,7 @@ class PagedAttention : public AttentionBody<C> {
     return value;
   }
 
-  // Of a position of row b; -1 where there is none.
+  // The page of a position of row b, or -1.
   int64_t page_of(const Frame& frame, int64_t b, int64_t position) const {
     const int64_t page = read(table_.at(frame, b, position / page_size_));
     return page < num_pages_ ? page : -1;
@@ -80,12 +80,13 @@ class PagedAttention : public AttentionBody<C> {
   int32_t positions_[kAttentionTile];
 };
 
-std::unique_ptr<Body> make(const Node& node, const Kernels& kernels) {
-  if (node.operand("q").tensor.dtype == DType::kF64) return std::make_unique<PagedAttention<double>>(node, kernels);
-  return std::make_unique<PagedAttention<float>>(node, kernels);
+std::unique_ptr<Kernel> make(const Node& node, const Microkernels& microkernels) {
+  if (node.operand("q").tensor.dtype == DType::kF64)
+    return std::make_unique<PagedAttention<double>>(node, microkernels);
+  return std::make_unique<PagedAttention<float>>(node, microkernels);
 }
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add("paged_attention", make);
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add("paged_attention", make);
 
 }  // namespace
 }  // namespace mpk::cpu

@@ -1,13 +1,13 @@
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 namespace {
 
 // One unit is one head of one batch row. V is the type it computes in: float, or double for float64.
 template <class V>
-class Rope : public Body {
+class Rope : public Kernel {
  public:
-  Rope(const Node& node, const Kernels& kernels) : kernels_(kernels) {
+  Rope(const Node& node, const Microkernels& microkernels) : microkernels_(microkernels) {
     const Operand &x = node.operand("x"), &cos = node.operand("cos"), &sin = node.operand("sin"),
                   &y = node.operand("y");
     dtype_ = float_dtype(node, x);
@@ -32,9 +32,9 @@ class Rope : public Body {
 
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
     const int n = static_cast<int>(head_dim_), half = n / 2;
-    const auto load = kernels_.load_of(dtype_);
+    const auto load = microkernels_.load_of(dtype_);
     const auto round = [&](V* values) {
-      if (kernels_.round_of(dtype_) != nullptr) kernels_.round_of(dtype_)(values, n);
+      if (microkernels_.round_of(dtype_) != nullptr) microkernels_.round_of(dtype_)(values, n);
     };
     V* x = reinterpret_cast<V*>(scratch);
     V* cos = reinterpret_cast<V*>(scratch + vector_bytes_);
@@ -57,23 +57,23 @@ class Rope : public Body {
       round(turned);
       round(x);
       for (int i = 0; i < n; i++) x[i] += turned[i];
-      kernels_.store_of(dtype_)(x, y_.at(frame) + b * y_strides_[0] + h * y_strides_[1], 1, n);
+      microkernels_.store_of(dtype_)(x, y_.at(frame) + b * y_strides_[0] + h * y_strides_[1], 1, n);
     }
   }
 
  private:
-  const Kernels& kernels_;
+  const Microkernels& microkernels_;
   DType dtype_;
   Place x_, cos_, sin_, y_;
   int64_t x_strides_[2], y_strides_[2], cos_stride_, sin_stride_, num_heads_, head_dim_, vector_bytes_;
 };
 
-std::unique_ptr<Body> make(const Node& node, const Kernels& kernels) {
-  if (node.operand("x").tensor.dtype == DType::kF64) return std::make_unique<Rope<double>>(node, kernels);
-  return std::make_unique<Rope<float>>(node, kernels);
+std::unique_ptr<Kernel> make(const Node& node, const Microkernels& microkernels) {
+  if (node.operand("x").tensor.dtype == DType::kF64) return std::make_unique<Rope<double>>(node, microkernels);
+  return std::make_unique<Rope<float>>(node, microkernels);
 }
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add("rope", make);
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add("rope", make);
 
 }  // namespace
 }  // namespace mpk::cpu

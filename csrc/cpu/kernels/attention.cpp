@@ -7,17 +7,17 @@
 namespace mpk::cpu {
 namespace {
 
-// A mask entry at or below this counts as "not attended" wherever its row attends to anything at all: what it would add
-// is exp(-1e30) = 0. Models fill masks with the smallest finite number of bfloat16 or float32.
+// A mask entry at or below this counts as "not attended" if its row attends to anything: it would add exp(-1e30) = 0.
+// Models fill masks with the smallest finite number of bfloat16 or float32.
 constexpr double kLowest = -1e30;
 
 template <class C>
-class Attention : public AttentionBody<C> {
+class Attention : public AttentionKernel<C> {
  public:
-  Attention(const Node& node, const Kernels& kernels)
-      : AttentionBody<C>(node, kernels, node.operand("k_cache"), node.operand("v_cache"),
-                         node.operand("k_cache").tensor.shape[1], node.operand("k_cache").tensor.shape[2],
-                         node.operand("k_cache").tensor.shape[0] * node.operand("k_cache").tensor.shape[1]) {
+  Attention(const Node& node, const Microkernels& microkernels)
+      : AttentionKernel<C>(node, microkernels, node.operand("k_cache"), node.operand("v_cache"),
+                           node.operand("k_cache").tensor.shape[1], node.operand("k_cache").tensor.shape[2],
+                           node.operand("k_cache").tensor.shape[0] * node.operand("k_cache").tensor.shape[1]) {
     const Operand *slot = node.find("slot"), *mask = node.find("mask"), *limit = node.find("limit");
     if (static_cast<bool>(this->k_new_) != (slot != nullptr) || static_cast<bool>(this->v_new_) != (slot != nullptr))
       fail(node, "expected all of k_new, v_new and slot, or none of them");
@@ -38,8 +38,9 @@ class Attention : public AttentionBody<C> {
   }
 
  private:
-  using typename AttentionBody<C>::Range;
-  using AttentionBody<C>::kernels_, AttentionBody<C>::k_, AttentionBody<C>::v_, AttentionBody<C>::heads_per_group_;
+  using typename AttentionKernel<C>::Range;
+  using AttentionKernel<C>::microkernels_, AttentionKernel<C>::k_, AttentionKernel<C>::v_,
+      AttentionKernel<C>::heads_per_group_;
 
   int64_t live_positions(const Frame& frame, int64_t b) const override {
     if (!limit_) return this->capacity_;
@@ -59,12 +60,12 @@ class Attention : public AttentionBody<C> {
     this->write_rows(frame, b, g, k_.at(frame, b, g) + slot * k_.strides[2], v_.at(frame, b, g) + slot * v_.strides[2]);
   }
 
-  // Row h's mask of `count` positions from `first`, as numbers to add; -inf where it is False.
+  // Loads row h's mask of `count` positions from `first` as numbers to add; -inf for False.
   void load_mask(const Frame& frame, int64_t b, int64_t h, int64_t first, int count, C* out) const {
     const uint8_t* from = mask_.at(frame, b, h) + first * mask_.strides[2];
     const int64_t stride = mask_.strides[2] / size_bytes(mask_dtype_);
     alignas(64) uint8_t raw[kAttentionTile * 8];
-    kernels_.load_of(mask_dtype_)(from, stride, raw, count);
+    microkernels_.load_of(mask_dtype_)(from, stride, raw, count);
     const auto copy = [&](auto* values) {
       for (int i = 0; i < count; i++) out[i] = static_cast<C>(values[i]);
     };
@@ -80,7 +81,7 @@ class Attention : public AttentionBody<C> {
     }
   }
 
-  // Whether every head of the group attends to something: then the smallest finite numbers in its mask mean "never".
+  // Whether every head of the group attends to something. Then the smallest finite numbers in its mask mean "never".
   bool attends_somewhere(const Frame& frame, int64_t b, int64_t g, int64_t live) const {
     const int64_t heads = mask_.strides[1] == 0 ? 1 : heads_per_group_;
     for (int64_t h = 0; h < heads; h++) {
@@ -116,7 +117,7 @@ class Attention : public AttentionBody<C> {
     return kept;
   }
 
-  // The same where one row serves all heads, as in most models: tiles that are all live or all dead are quickly told.
+  // The same if one mask row serves all heads, as in most models. Finds all-live and all-dead tiles quickly.
   int select_shared(const Frame& frame, int64_t b, int64_t first, int count, C lowest, int32_t* positions,
                     C* mask) const {
     load_mask(frame, b, 0, first, count, mask);
@@ -134,7 +135,7 @@ class Attention : public AttentionBody<C> {
   }
 
   void attend_to(const Frame& frame, const Range& range, AttentionTileArgs& args, C* mask) const override {
-    // The smallest float16 is too small a number for the shortcut: a score could outweigh it.
+    // The smallest float16 is too close to zero for the shortcut: a score could outweigh it.
     const bool shortcut = mask_ && is_float(mask_dtype_) && mask_dtype_ != DType::kF16 &&
                           attends_somewhere(frame, range.b, range.g, range.live);
     const C lowest = shortcut ? C(kLowest) : -std::numeric_limits<C>::infinity();
@@ -159,12 +160,12 @@ class Attention : public AttentionBody<C> {
   Place slot_;
 };
 
-std::unique_ptr<Body> make(const Node& node, const Kernels& kernels) {
-  if (node.operand("q").tensor.dtype == DType::kF64) return std::make_unique<Attention<double>>(node, kernels);
-  return std::make_unique<Attention<float>>(node, kernels);
+std::unique_ptr<Kernel> make(const Node& node, const Microkernels& microkernels) {
+  if (node.operand("q").tensor.dtype == DType::kF64) return std::make_unique<Attention<double>>(node, microkernels);
+  return std::make_unique<Attention<float>>(node, microkernels);
 }
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add("attention", make);
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add("attention", make);
 
 }  // namespace
 }  // namespace mpk::cpu

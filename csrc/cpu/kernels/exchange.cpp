@@ -1,23 +1,23 @@
-// Sums and rows of what all ranks of a group have. All is pushed before anything is waited for.
+// Sums, or gathered rows, over all ranks of a group. A rank pushes all of its data before it waits.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
-#include "torch_mpk/cpu/body.h"
 #include "torch_mpk/cpu/exchanges.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 namespace {
 
 constexpr int64_t kBlock = 512;  // elements
 
-// x, which lies in one piece as what makes it leaves it, or is brought together.
-class Exchange : public Body {
+// Pushes x, which is contiguous, or is copied to be so.
+class Exchange : public Kernel {
  public:
   explicit Exchange(const Node& node) : node_(node), x_(node.operand("x")), y_(node.operand("y")) {
     dtype_ = float_dtype(node, x_);
     float_dtype(node, y_, &x_);
-    if (!x_.tensor.is_contiguous() || !y_.tensor.is_contiguous()) fail(node, "x and y must lie in one piece");
+    if (!x_.tensor.is_contiguous() || !y_.tensor.is_contiguous()) fail(node, "x and y must be contiguous");
     element_ = size_bytes(dtype_);
     numel_ = x_.tensor.numel();
     num_units_ = numel_ == 0 ? 0 : 1;
@@ -35,15 +35,15 @@ class Exchange : public Body {
   int64_t element_, numel_;
 };
 
-// C: the type that sums are in.
+// C: the type of sums.
 template <class C>
 class AllReduce : public Exchange {
  public:
-  AllReduce(const Node& node, const Kernels& kernels)
+  AllReduce(const Node& node, const Microkernels& microkernels)
       : Exchange(node),
-        load_(kernels.load_of(dtype_)),
-        store_(kernels.store_of(dtype_)),
-        round_(kernels.round_of(dtype_)) {
+        load_(microkernels.load_of(dtype_)),
+        store_(microkernels.store_of(dtype_)),
+        round_(microkernels.round_of(dtype_)) {
     scratch_bytes_ = kBlock * static_cast<int64_t>(sizeof(double) + 2 * sizeof(C));
   }
 
@@ -72,9 +72,9 @@ class AllReduce : public Exchange {
   }
 
  private:
-  Kernels::Load load_;
-  Kernels::Store store_;
-  Kernels::Round round_;
+  Microkernels::Load load_;
+  Microkernels::Store store_;
+  Microkernels::Round round_;
 };
 
 class AllGather : public Exchange {
@@ -104,14 +104,14 @@ class AllGather : public Exchange {
 };
 
 [[maybe_unused]] const bool kRegistered =
-    BodyRegistry::global().add("all_reduce",
-                               [](const Node& n, const Kernels& k) -> std::unique_ptr<Body> {
-                                 if (n.operand("x").tensor.dtype == DType::kF64)
-                                   return std::make_unique<AllReduce<double>>(n, k);
-                                 return std::make_unique<AllReduce<float>>(n, k);
-                               }) &&
-    BodyRegistry::global().add("all_gather",
-                               [](const Node& n, const Kernels&) { return std::make_unique<AllGather>(n); });
+    KernelRegistry::global().add("all_reduce",
+                                 [](const Node& n, const Microkernels& k) -> std::unique_ptr<Kernel> {
+                                   if (n.operand("x").tensor.dtype == DType::kF64)
+                                     return std::make_unique<AllReduce<double>>(n, k);
+                                   return std::make_unique<AllReduce<float>>(n, k);
+                                 }) &&
+    KernelRegistry::global().add("all_gather",
+                                 [](const Node& n, const Microkernels&) { return std::make_unique<AllGather>(n); });
 
 }  // namespace
 }  // namespace mpk::cpu

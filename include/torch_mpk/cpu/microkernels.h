@@ -1,5 +1,5 @@
-// The inner loops of the CPU bodies: one table of functions per instruction-set tier, all made from the same source
-// (csrc/cpu/simd). Everything here works on raw pointers and has been checked by its caller.
+// The inner loops of the CPU kernels: a table of functions for each instruction-set tier, all from the same source
+// (csrc/cpu/simd). They take raw pointers, which callers have checked.
 //
 // Inside a program a value lives in the compute type of its class: float for float16, bfloat16 and float32, double for
 // float64, int64_t for integers, uint8_t (0 or 1) for bool.
@@ -46,8 +46,8 @@ struct LinearArgs {
   uint8_t* scratch;  // linear_scratch_bytes
 };
 
-// The same of a weight in bytes. Along k, runs of `run` elements (the last may be shorter) have sums of their own:
-// y[r, n] = sum over runs of factors of the run times sum_k x[r, k] * weight[n, k], + bias[n].
+// The same for a weight in bytes. Along k, runs of `run` elements (the last may be shorter) have sums of their own:
+// y[r, n] = sum over runs of the run's factors times sum_k x[r, k] * weight[n, k], + bias[n].
 struct QuantizedArgs {
   const float* x;  // [num_rows, runs, padded run]: see quantized_pitch; behind a run's elements stand zeros
   const uint8_t* weight;
@@ -93,10 +93,10 @@ struct PrefillArgs {
   int num_rows;
   int64_t head_dim, value_dim;
   const uint8_t *k, *v;
-  int64_t k_stride, v_stride;  // bytes
-  const int64_t* list;         // [num_listed] rows of k and v that are the first positions, or nullptr: all, in order
-  int64_t num_listed, cache_rows;  // cache_rows: that there are; what is listed beyond them means the last
-  const uint8_t *k_new, *v_new;    // the positions behind those listed
+  int64_t k_stride, v_stride;      // bytes
+  const int64_t* list;             // [num_listed] rows of k and v with the first positions, or nullptr: all, in order
+  int64_t num_listed, cache_rows;  // cache_rows: the cache's; larger numbers in the list mean the last
+  const uint8_t *k_new, *v_new;    // the positions behind the listed ones
   int64_t k_new_stride, v_new_stride;
   const uint8_t* const* mask;  // [num_rows], or nullptr
   int64_t mask_stride;         // elements, between neighbouring positions
@@ -104,16 +104,16 @@ struct PrefillArgs {
   void (*load_mask)(const void* from, int64_t stride, void* values, int n);
   ValueClass mask_class;
   double scale;
-  double softcap;       // as of AttentionTileArgs
-  const double* sinks;  // [num_rows]: of each row the score of a key that there is not; or nullptr
-  double without_keys;  // what a row without a key gives
+  double softcap;       // as in AttentionTileArgs
+  const double* sinks;  // [num_rows]: each row's sink, or nullptr
+  double without_keys;  // result of a row without keys
   uint8_t* scratch;     // prefill_scratch_bytes
 };
 
 enum class Reduction : uint8_t { kSum, kProd, kMax, kMin };
 inline constexpr int kNumReductions = 4;
 
-struct Kernels {
+struct Microkernels {
   using Linear = void (*)(const LinearArgs&);
   using Quantized = void (*)(const QuantizedArgs&);
   using AttentionTile = void (*)(const AttentionTileArgs&);
@@ -162,6 +162,6 @@ struct Kernels {
   Round round_of(DType t) const { return round[static_cast<int>(t)]; }
 };
 
-const Kernels& kernels(Isa isa);
+const Microkernels& microkernels(Isa isa);
 
 }  // namespace mpk::cpu

@@ -69,10 +69,10 @@ V combine(Reduction reduction, V a, V b) {
 
 // One unit is a chunk of one row; the last chunk of a row to finish combines them. V is the class's type.
 template <class V, ValueClass kClass>
-class Reduce : public Body {
+class Reduce : public Kernel {
  public:
-  Reduce(const Node& node, const Kernels& kernels, ProgramRunner runner)
-      : kernels_(kernels),
+  Reduce(const Node& node, const Microkernels& microkernels, ProgramRunner runner)
+      : microkernels_(microkernels),
         runner_(std::move(runner)),
         reducer_(parse_reducer(node)),
         reduction_(reduction_of(reducer_)),
@@ -130,7 +130,7 @@ class Reduce : public Body {
   }
 
   Partial reduce_chunk(const Frame& frame, int64_t row, int64_t begin, int64_t end, uint8_t* scratch) {
-    const auto accumulate = kernels_.reduce[static_cast<int>(reduction_)][kClass];
+    const auto accumulate = microkernels_.reduce[static_cast<int>(reduction_)][kClass];
     const bool arg = reducer_ == Reducer::kArgmax || reducer_ == Reducer::kArgmin;
     alignas(64) V lanes[kReduceLanes];
     std::fill_n(lanes, kReduceLanes, identity<V>(reduction_));
@@ -175,15 +175,15 @@ class Reduce : public Body {
     const int dtype = static_cast<int>(out_dtype_);
     int64_t cast[2];  // room for a value of any class
     if (reducer_ == Reducer::kArgmax || reducer_ == Reducer::kArgmin) {
-      kernels_.cast[kInt][dtype](&total.index, cast, 1);
+      microkernels_.cast[kInt][dtype](&total.index, cast, 1);
     } else {
       if (reducer_ == Reducer::kMean) total.value /= static_cast<V>(row_);
-      kernels_.cast[kClass][dtype](&total.value, cast, 1);
+      microkernels_.cast[kClass][dtype](&total.value, cast, 1);
     }
-    kernels_.store[dtype](cast, to, 1, 1);
+    microkernels_.store[dtype](cast, to, 1, 1);
   }
 
-  const Kernels& kernels_;
+  const Microkernels& microkernels_;
   ProgramRunner runner_;
   Reducer reducer_;
   Reduction reduction_;
@@ -195,11 +195,11 @@ class Reduce : public Body {
   std::vector<int64_t> out_shape_, out_strides_;
 };
 
-std::unique_ptr<Body> make(const Node& node, const Kernels& kernels) {
+std::unique_ptr<Kernel> make(const Node& node, const Microkernels& microkernels) {
   if (node.program->domain.empty() || node.program->instrs.empty())
     fail(node, "its program has no dimension or no value to reduce");
   const Reducer reducer = parse_reducer(node);
-  ProgramRunner runner(node, kernels, true);
+  ProgramRunner runner(node, microkernels, true);
   if (reducer == Reducer::kAny || reducer == Reducer::kAll) {
     runner.require_result(DType::kBool);
   } else if (runner.result_class() == kTruth) {
@@ -207,17 +207,17 @@ std::unique_ptr<Body> make(const Node& node, const Kernels& kernels) {
   }
   switch (runner.result_class()) {
     case kFloat:
-      return std::make_unique<Reduce<float, kFloat>>(node, kernels, std::move(runner));
+      return std::make_unique<Reduce<float, kFloat>>(node, microkernels, std::move(runner));
     case kDouble:
-      return std::make_unique<Reduce<double, kDouble>>(node, kernels, std::move(runner));
+      return std::make_unique<Reduce<double, kDouble>>(node, microkernels, std::move(runner));
     case kInt:
-      return std::make_unique<Reduce<int64_t, kInt>>(node, kernels, std::move(runner));
+      return std::make_unique<Reduce<int64_t, kInt>>(node, microkernels, std::move(runner));
     default:
-      return std::make_unique<Reduce<uint8_t, kTruth>>(node, kernels, std::move(runner));
+      return std::make_unique<Reduce<uint8_t, kTruth>>(node, microkernels, std::move(runner));
   }
 }
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add("reduce", make);
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add("reduce", make);
 
 }  // namespace
 }  // namespace mpk::cpu

@@ -2,18 +2,18 @@
 #include <cstring>
 
 #include "attention.h"
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 namespace {
 
-constexpr int64_t kRowsPerUnit = 128;  // queries times the heads that share a key head: what packing keys is worth
+constexpr int64_t kRowsPerUnit = 128;  // queries times heads that share a key head: enough to be worth packing keys
 constexpr double kFlopsPerNs = 100;
 
-// One unit is a run of tokens, of whichever sequences, with all heads that share a key head.
-class VarlenAttention : public Body {
+// One unit is a run of tokens, possibly of several sequences, with all heads that share a key head.
+class VarlenAttention : public Kernel {
  public:
-  VarlenAttention(const Node& node, const Kernels& kernels) {
+  VarlenAttention(const Node& node, const Microkernels& microkernels) {
     const Operand& q = node.operand("q");
     const DType dtype = float_dtype(node, q);
     const auto matrix = [&](const char* name) {
@@ -40,10 +40,10 @@ class VarlenAttention : public Body {
     num_sequences_ = std::max<int64_t>(0, node.operand("cu_seq_lens_q").tensor.shape[0] - 1);
     window_ = node.int_attr("window");
     row_bytes_ = value_dim * size_bytes(dtype);
-    run_ = kernels.prefill_attention[static_cast<int>(dtype)];
+    run_ = microkernels.prefill_attention[static_cast<int>(dtype)];
     args_.head_dim = head_dim, args_.value_dim = value_dim;
     args_.scale = node.float_attr("scale"), args_.softcap = node.float_attr("softcap", 0);
-    if (const Operand* sinks = node.find("sinks")) sinks_ = Sinks(node, kernels, *sinks);
+    if (const Operand* sinks = node.find("sinks")) sinks_ = Sinks(node, microkernels, *sinks);
     args_.k_stride = k_cache_.strides[0], args_.v_stride = v_cache_.strides[0];
     args_.k_new_stride = k_new_.strides[0], args_.v_new_stride = v_new_.strides[0];
     args_.cache_rows = node.operand("k_cache").tensor.shape[0];
@@ -55,15 +55,15 @@ class VarlenAttention : public Body {
     const int64_t rows = tokens_per_unit_ * heads_per_group_;
     unit_cost_ = static_cast<double>(rows * num_tokens_ * (head_dim + value_dim)) / kFlopsPerNs;
     array_bytes_ = round_up(rows * static_cast<int64_t>(sizeof(void*)), 64);
-    scratch_bytes_ = 5 * array_bytes_ + kernels.prefill_scratch_bytes[static_cast<int>(dtype)](static_cast<int>(rows),
-                                                                                               head_dim, value_dim);
+    scratch_bytes_ = 5 * array_bytes_ + microkernels.prefill_scratch_bytes[static_cast<int>(dtype)](
+                                            static_cast<int>(rows), head_dim, value_dim);
   }
 
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
     for (int64_t unit = begin; unit < end; unit++) {
       const int64_t first = unit % num_blocks_ * tokens_per_unit_, g = unit / num_blocks_;
       const int64_t last = std::min(first + tokens_per_unit_, num_tokens_);
-      for (int64_t t = first; t < last; t++)  // those of no sequence stay so
+      for (int64_t t = first; t < last; t++)  // tokens without a sequence stay so
         for (int64_t h = 0; h < heads_per_group_; h++)
           std::memset(y_.at(frame, t, g * heads_per_group_ + h), 0, row_bytes_);
       for (int64_t i = 0; i < num_sequences_; i++) {
@@ -88,7 +88,7 @@ class VarlenAttention : public Body {
     return value;
   }
 
-  // Tokens [from, to) of sequence i, whose tokens are [begin_q, end_q), to its positions.
+  // Attends for tokens [from, to) of sequence i, whose tokens are [begin_q, end_q), to its positions.
   void attend(const Frame& frame, int64_t i, int64_t g, int64_t begin_q, int64_t end_q, int64_t from, int64_t to,
               uint8_t* scratch) const {
     const int64_t begin_k = std::clamp<int64_t>(read(ends_k_, frame, i), 0, num_read_);
@@ -120,7 +120,7 @@ class VarlenAttention : public Body {
     run_(args);
   }
 
-  Kernels::Prefill run_;
+  Microkernels::Prefill run_;
   PrefillArgs args_ = {};
   View q_, y_, k_new_, v_new_, k_cache_, v_cache_, read_index_, ends_q_, ends_k_;
   Sinks sinks_;
@@ -128,8 +128,8 @@ class VarlenAttention : public Body {
   int64_t row_bytes_, array_bytes_, tokens_per_unit_, num_blocks_;
 };
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(
-    "varlen_attention", [](const Node& n, const Kernels& k) { return std::make_unique<VarlenAttention>(n, k); });
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add(
+    "varlen_attention", [](const Node& n, const Microkernels& k) { return std::make_unique<VarlenAttention>(n, k); });
 
 }  // namespace
 }  // namespace mpk::cpu

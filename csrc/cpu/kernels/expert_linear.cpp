@@ -1,21 +1,21 @@
 #include <algorithm>
 #include <cstring>
 
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 namespace {
 
-// Rows of x above which products take the kernel for many: what a row gives then depends on how many rows there are,
-// but on nothing else of the others.
+// Rows of x above which products use the microkernel for many rows. A row's result then depends on the number of rows,
+// but not on the other rows.
 constexpr int64_t kMaxFewRows = 64, kMaxManyRows = 512;
 constexpr int64_t kMinColumnsPerUnit = 8, kMaxColumnsPerUnit = 32, kWantedUnits = 64, kWantedManyUnits = 16;
 constexpr double kFlopsPerNs = 200;
 
-// A unit is columns of y of all experts: so it has as much to do as any other, whatever was chosen.
-class ExpertLinear : public Body {
+// A unit is some columns of y for all experts, so all units have equal work, whatever was chosen.
+class ExpertLinear : public Kernel {
  public:
-  ExpertLinear(const Node& node, const Kernels& kernels) {
+  ExpertLinear(const Node& node, const Microkernels& microkernels) {
     const Operand &x = node.operand("x"), &ids = node.operand("ids"), &y = node.operand("y");
     const Operand *weight = node.find("weight"), *transposed = node.find("transposed");
     if ((weight == nullptr) == (transposed == nullptr)) fail(node, "expected weight or transposed, and not both");
@@ -32,16 +32,18 @@ class ExpertLinear : public Body {
     num_experts_ = matrices.tensor.shape[0], num_columns_ = y.tensor.shape[2];
     is_transposed_ = transposed != nullptr;
     const int d = static_cast<int>(dtype);
-    const bool is_many = x.tensor.shape[0] > kMaxFewRows && !is_transposed_ && kernels.linear_many[d] != nullptr;
-    run_ = is_transposed_ ? kernels.linear_transposed[d] : is_many ? kernels.linear_many[d] : kernels.linear[d];
+    const bool is_many = x.tensor.shape[0] > kMaxFewRows && !is_transposed_ && microkernels.linear_many[d] != nullptr;
+    run_ = is_transposed_ ? microkernels.linear_transposed[d]
+           : is_many      ? microkernels.linear_many[d]
+                          : microkernels.linear[d];
     block_ = std::min(num_pairs_, is_many ? kMaxManyRows : static_cast<int64_t>(kLinearRowBlock));
     plan(is_many);
     order_bytes_ = round_up((num_experts_ + num_pairs_) * static_cast<int64_t>(sizeof(int32_t)), 64);
     x_bytes_ = round_up(block_ * depth_ * element_bytes_, 64);
     y_bytes_ = round_up(block_ * num_columns_ * element_bytes_, 64);
-    scratch_bytes_ =
-        order_bytes_ + x_bytes_ + y_bytes_ +
-        (is_many ? kernels.linear_many_scratch_bytes[d](block_, depth_) : kernels.linear_scratch_bytes(block_, depth_));
+    scratch_bytes_ = order_bytes_ + x_bytes_ + y_bytes_ +
+                     (is_many ? microkernels.linear_many_scratch_bytes[d](block_, depth_)
+                              : microkernels.linear_scratch_bytes(block_, depth_));
   }
 
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
@@ -61,7 +63,7 @@ class ExpertLinear : public Body {
                   wanted = is_many ? kWantedManyUnits : kWantedUnits;
     columns_per_unit_ = std::clamp(num_columns_ / wanted / kMinColumnsPerUnit * kMinColumnsPerUnit, kMinColumnsPerUnit,
                                    std::max(most, kMinColumnsPerUnit));
-    // A row of a transposed weight is read by units in turns: in whole lines, and some of them.
+    // Units read a row of a transposed weight in turns, each some whole cache lines.
     if (is_transposed_) columns_per_unit_ = round_up(columns_per_unit_, 128 / element_bytes_);
     num_units_ = num_pairs_ == 0 ? 0 : (num_columns_ + columns_per_unit_ - 1) / columns_per_unit_;
     const double elements = static_cast<double>(columns_per_unit_ * depth_);
@@ -69,8 +71,8 @@ class ExpertLinear : public Body {
     unit_cost_ = std::max(read / kBytesPerNs, 2 * elements * static_cast<double>(num_pairs_) / kFlopsPerNs);
   }
 
-  // (row, choice) pairs by expert, in ascending order; those of expert e end at ends[e]. Columns of what names no
-  // expert are zeros.
+  // Sorts (row, choice) pairs by expert, in ascending order. Those of expert e end at ends[e]. Columns of pairs that
+  // name no expert become zeros.
   void sort_pairs(const Frame& frame, int32_t* ends, int32_t* order, int64_t column, int64_t last) const {
     const auto expert_of = [&](int64_t pair) {
       int64_t id;
@@ -95,8 +97,8 @@ class ExpertLinear : public Body {
       if (const int64_t expert = expert_of(pair); expert >= 0) order[ends[expert]++] = static_cast<int32_t>(pair);
   }
 
-  // Columns [column, last) of `count` pairs that chose one expert. Several are brought together, since kernels take
-  // rows at one stride.
+  // Computes columns [column, last) of `count` pairs that chose one expert. Several rows are gathered first, since
+  // microkernels take rows at one stride.
   void multiply(const Frame& frame, int64_t expert, const int32_t* pairs, int64_t count, int64_t column, int64_t last,
                 uint8_t* scratch) const {
     uint8_t *x = scratch + order_bytes_, *y = x + x_bytes_;
@@ -122,15 +124,15 @@ class ExpertLinear : public Body {
     return y_.at(frame, pair / num_choices_, pair % num_choices_) + column * element_bytes_;
   }
 
-  Kernels::Linear run_;
+  Microkernels::Linear run_;
   View x_, ids_, matrices_, y_;
   bool is_transposed_;
   int64_t num_pairs_, num_choices_, num_experts_, num_columns_, depth_, element_bytes_, block_, columns_per_unit_;
   int64_t order_bytes_, x_bytes_, y_bytes_;
 };
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(
-    "expert_linear", [](const Node& n, const Kernels& k) { return std::make_unique<ExpertLinear>(n, k); });
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add(
+    "expert_linear", [](const Node& n, const Microkernels& k) { return std::make_unique<ExpertLinear>(n, k); });
 
 }  // namespace
 }  // namespace mpk::cpu

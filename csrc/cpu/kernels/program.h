@@ -3,19 +3,19 @@
 
 #include <vector>
 
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 
 class ProgramRunner {
  public:
   // With `keep_inner`, the last dimension of the domain is walked apart from the others (a reduction's).
-  ProgramRunner(const Node& node, const Kernels& kernels, bool keep_inner);
+  ProgramRunner(const Node& node, const Microkernels& microkernels, bool keep_inner);
 
   int64_t scratch_bytes() const { return scratch_bytes_; }
   double point_cost() const { return point_cost_; }
 
-  // Must precede a thread's first block of each run: fills the registers that are the same at every point.
+  // Call it before a thread's first block of each run. Fills the registers that are the same at every point.
   void start(const Frame& frame, uint8_t* scratch) const;
   // Executes the points [first, first + count) of the domain in row-major order, count <= kBlock.
   void run_block(const Frame& frame, int64_t first, int count, uint8_t* scratch) const;
@@ -34,7 +34,7 @@ class ProgramRunner {
     DType dtype = DType::kF32;
     ValueClass value_class = kFloat;  // of the result
     int args[3] = {-1, -1, -1};       // steps
-    int64_t out_offset = 0;           // of its register in the scratch memory
+    int64_t out_offset = 0;           // place of its register in the scratch memory
     bool invariant = false;
     Place place;
     int64_t element_bytes = 0;
@@ -44,9 +44,9 @@ class ProgramRunner {
     double imm = 0;
     int64_t imm_int = 0;
     bool checks_divisors = false;  // integers, any of which may be zero
-    Kernels::Arith arith = nullptr;
-    Kernels::Round round = nullptr;
-    Kernels::Cast cast = nullptr;
+    Microkernels::Arith arith = nullptr;
+    Microkernels::Round round = nullptr;
+    Microkernels::Cast cast = nullptr;
   };
 
   // Points of a block that differ in the innermost coordinate only.
@@ -68,7 +68,7 @@ class ProgramRunner {
   static void fill_constant(const Step& step, uint8_t* out);
   void access(const Step& step, const Frame& frame, const Run& run, uint8_t* scratch) const;
 
-  const Kernels& kernels_;
+  const Microkernels& microkernels_;
   std::vector<int64_t> sizes_;             // of the merged dimensions
   std::vector<std::vector<int>> members_;  // program dimensions of each merged dimension
   std::vector<Step> steps_;

@@ -3,18 +3,18 @@
 #include <limits>
 
 #include "attention.h"
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 namespace {
 
-constexpr int64_t kRowsPerUnit = 128;  // queries times the heads that share a key head: what packing keys is worth
+constexpr int64_t kRowsPerUnit = 128;  // queries times heads that share a key head: enough to be worth packing keys
 constexpr double kFlopsPerNs = 100;
 
 // One unit is a run of query positions of one sequence with all heads that share a key head.
-class PrefillAttention : public Body {
+class PrefillAttention : public Kernel {
  public:
-  PrefillAttention(const Node& node, const Kernels& kernels) {
+  PrefillAttention(const Node& node, const Microkernels& microkernels) {
     const Operand &q = node.operand("q"), &k = node.operand("k"), &v = node.operand("v"), &y = node.operand("y");
     const Operand *mask = node.find("mask"), *limit = node.find("limit");
     const DType dtype = float_dtype(node, q);
@@ -22,7 +22,7 @@ class PrefillAttention : public Body {
     for (const Operand* o : {&q, &k, &v, &y}) require_inner_stride(node, *o);
     if (limit != nullptr && limit->tensor.dtype != DType::kI64)
       fail(node, std::string("limit is ") + info(limit->tensor.dtype).name + ", expected int64");
-    run_ = kernels.prefill_attention[static_cast<int>(dtype)];
+    run_ = microkernels.prefill_attention[static_cast<int>(dtype)];
     batch_ = q.tensor.shape[0], num_positions_ = q.tensor.shape[1];
     const int64_t num_heads = q.tensor.shape[2];
     num_groups_ = k.tensor.shape[1], length_ = k.tensor.shape[2];
@@ -35,7 +35,7 @@ class PrefillAttention : public Body {
     args_.head_dim = q.tensor.shape[3], args_.value_dim = v.tensor.shape[3];
     args_.k_stride = k_.strides[2], args_.v_stride = v_.strides[2];
     args_.scale = node.float_attr("scale"), args_.softcap = node.float_attr("softcap", 0);
-    if (const Operand* sinks = node.find("sinks")) sinks_ = Sinks(node, kernels, *sinks);
+    if (const Operand* sinks = node.find("sinks")) sinks_ = Sinks(node, microkernels, *sinks);
     args_.without_keys = style == "sdpa" ? 0 : std::numeric_limits<double>::quiet_NaN();
     if (limit != nullptr) limit_ = View(limit->tensor);
     if (mask != nullptr) {
@@ -43,7 +43,7 @@ class PrefillAttention : public Body {
       if (type != DType::kBool && !is_float(type))
         fail(node, std::string("mask is ") + info(type).name + ", expected bool or a floating dtype");
       mask_ = View(mask->tensor);
-      args_.load_mask = kernels.load_of(type), args_.mask_class = class_of(type);
+      args_.load_mask = microkernels.load_of(type), args_.mask_class = class_of(type);
       args_.mask_bytes = size_bytes(type), args_.mask_stride = mask_.strides[3] / size_bytes(type);
     }
     positions_per_unit_ = std::clamp<int64_t>(kRowsPerUnit / std::max<int64_t>(1, heads_per_group_), 1,
@@ -53,7 +53,7 @@ class PrefillAttention : public Body {
     const int64_t rows = positions_per_unit_ * heads_per_group_;
     unit_cost_ = static_cast<double>(rows * length_ * (args_.head_dim + args_.value_dim)) / kFlopsPerNs;
     pointers_bytes_ = round_up(5 * rows * static_cast<int64_t>(sizeof(void*)), 64);
-    scratch_bytes_ = pointers_bytes_ + kernels.prefill_scratch_bytes[static_cast<int>(dtype)](
+    scratch_bytes_ = pointers_bytes_ + microkernels.prefill_scratch_bytes[static_cast<int>(dtype)](
                                            static_cast<int>(rows), args_.head_dim, args_.value_dim);
   }
 
@@ -93,7 +93,7 @@ class PrefillAttention : public Body {
     run_(args);
   }
 
-  Kernels::Prefill run_;
+  Microkernels::Prefill run_;
   PrefillArgs args_ = {};
   View q_, k_, v_, y_, mask_, limit_;
   Sinks sinks_;
@@ -101,8 +101,8 @@ class PrefillAttention : public Body {
   int64_t positions_per_unit_, tiles_, pointers_bytes_;
 };
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(
-    "prefill_attention", [](const Node& n, const Kernels& k) { return std::make_unique<PrefillAttention>(n, k); });
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add(
+    "prefill_attention", [](const Node& n, const Microkernels& k) { return std::make_unique<PrefillAttention>(n, k); });
 
 }  // namespace
 }  // namespace mpk::cpu

@@ -1,6 +1,6 @@
-// What attention over a cache and attention over its pages share. One unit is a range of positions of one key head of
-// one row: it writes its part of the new keys and values, then attends for all query heads that share the key head. The
-// last unit of a key head combines the ranges.
+// Attention over a cache or over pages. A unit is a range of positions of one key head of one row. It writes its part
+// of the new keys and values, then attends for all query heads that share the key head. The last unit of a key head
+// merges the ranges.
 #pragma once
 
 #include <algorithm>
@@ -10,16 +10,16 @@
 #include <string>
 #include <vector>
 
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 
-// The score of a key that there is not, for each query head.
+// Sinks: for each query head, a score without a key.
 class Sinks {
  public:
   Sinks() = default;
-  Sinks(const Node& node, const Kernels& kernels, const Operand& sinks)
-      : load_(kernels.load_of(float_dtype(node, sinks))),
+  Sinks(const Node& node, const Microkernels& microkernels, const Operand& sinks)
+      : load_(microkernels.load_of(float_dtype(node, sinks))),
         is_double_(sinks.tensor.dtype == DType::kF64),
         view_(sinks.tensor) {}
   explicit operator bool() const { return static_cast<bool>(view_); }
@@ -31,14 +31,14 @@ class Sinks {
   }
 
  private:
-  Kernels::Load load_ = nullptr;
+  Microkernels::Load load_ = nullptr;
   bool is_double_ = false;
   View view_;
 };
 
 // C is the accumulation type: float, or double for float64.
 template <class C>
-class AttentionBody : public Body {
+class AttentionKernel : public Kernel {
  public:
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
     for (int64_t unit = begin; unit < end; unit++) {
@@ -51,11 +51,11 @@ class AttentionBody : public Body {
   void reset() override { arrivals_.reset(); }
 
  protected:
-  // `keys` and `values`: where the cache lies, with `groups` key heads and room for `capacity` positions of a row,
-  // which are split as if there were `key_heads` to keep threads busy.
-  AttentionBody(const Node& node, const Kernels& kernels, const Operand& keys, const Operand& values, int64_t groups,
-                int64_t capacity, int64_t key_heads)
-      : kernels_(kernels),
+  // `keys` and `values`: the cache, with `groups` key heads and room for `capacity` positions of a row. Positions are
+  // split as if there were `key_heads` key heads, to keep threads busy.
+  AttentionKernel(const Node& node, const Microkernels& microkernels, const Operand& keys, const Operand& values,
+                  int64_t groups, int64_t capacity, int64_t key_heads)
+      : microkernels_(microkernels),
         capacity_(capacity),
         num_groups_(groups),
         num_splits_(count_splits(key_heads, capacity)),
@@ -76,7 +76,7 @@ class AttentionBody : public Body {
     q_ = View(q.tensor), k_ = View(keys.tensor), v_ = View(values.tensor), y_ = View(y.tensor);
     if (k_new != nullptr) k_new_ = View(k_new->tensor);
     if (v_new != nullptr) v_new_ = View(v_new->tensor);
-    if (sinks != nullptr) sinks_ = Sinks(node, kernels, *sinks);
+    if (sinks != nullptr) sinks_ = Sinks(node, microkernels, *sinks);
 
     padded_dim_ = round_up(value_dim_, kHeadDimPad), padded_keys_ = round_up(head_dim_, kHeadDimPad);
     state_size_ = round_up(heads_per_group_ * (padded_dim_ + 2), 16);  // acc, max, sum
@@ -93,16 +93,16 @@ class AttentionBody : public Body {
   struct Range {
     int64_t b, g;
     int64_t begin, end;  // positions of this unit
-    int64_t live;        // how many the row attends to
+    int64_t live;        // positions that the row attends to
   };
 
-  // How many positions row b attends to: at most the capacity.
+  // The positions that row b attends to: at most the capacity.
   virtual int64_t live_positions(const Frame& frame, int64_t b) const = 0;
-  // The position that row b writes before it attends; -1 for none.
+  // The position that row b writes before it attends, or -1.
   virtual int64_t new_position(const Frame& frame, int64_t b) const = 0;
   virtual void write(const Frame& frame, int64_t b, int64_t g, int64_t position) const = 0;
-  // Attends to the range. Of `args`, all is filled in but the positions, where their rows lie, and the mask, for which
-  // there is room at `mask`.
+  // Attends to the range. `args` is complete, except for the positions, their rows, and the mask, which may be stored
+  // at `mask`.
   virtual void attend_to(const Frame& frame, const Range& range, AttentionTileArgs& args, C* mask) const = 0;
 
   void write_rows(const Frame& frame, int64_t b, int64_t g, uint8_t* k, uint8_t* v) const {
@@ -110,18 +110,18 @@ class AttentionBody : public Body {
     std::memcpy(v, v_new_.at(frame, b, g), value_dim_ * size_bytes(dtype_));
   }
 
-  void step(const AttentionTileArgs& args) const { kernels_.attention_tile[static_cast<int>(dtype_)](args); }
+  void step(const AttentionTileArgs& args) const { microkernels_.attention_tile[static_cast<int>(dtype_)](args); }
 
-  const Kernels& kernels_;
+  const Microkernels& microkernels_;
   DType dtype_;
   View q_, k_, v_, k_new_, v_new_, y_;
   Sinks sinks_;
   int64_t capacity_, num_groups_, heads_per_group_, head_dim_, value_dim_;
   double scale_, softcap_;
-  C without_keys_ = 0;  // what a head gives that attends to nothing
+  C without_keys_ = 0;  // result of a head that attends to nothing
 
  private:
-  static constexpr int64_t kMinSplit = 256;    // positions that are worth a unit of their own
+  static constexpr int64_t kMinSplit = 256;    // the fewest positions worth a unit
   static constexpr int64_t kWantedUnits = 64;  // enough for many threads; a constant: bits must not depend on them
 
   struct State {
@@ -141,7 +141,7 @@ class AttentionBody : public Body {
 
   void attend(const Frame& frame, int64_t b, int64_t g, int64_t split, uint8_t* scratch) {
     const int64_t live = live_positions(frame, b);
-    // The ranges follow the live length, so that all units have something to do in a cache that is mostly empty.
+    // Ranges follow the live length, so that all units have work in a mostly empty cache.
     const int64_t length =
         std::max<int64_t>(kAttentionTile, round_up((live + num_splits_ - 1) / num_splits_, kAttentionTile));
     const int64_t position = new_position(frame, b);
@@ -157,7 +157,7 @@ class AttentionBody : public Body {
     C* q = reinterpret_cast<C*>(scratch);
     for (int64_t h = 0; h < heads_per_group_; h++) {
       C* row = q + h * padded_keys_;
-      kernels_.load_of(dtype_)(q_.at(frame, b, g * heads_per_group_ + h), 1, row, static_cast<int>(head_dim_));
+      microkernels_.load_of(dtype_)(q_.at(frame, b, g * heads_per_group_ + h), 1, row, static_cast<int>(head_dim_));
       std::fill(row + head_dim_, row + padded_keys_, C(0));
     }
     AttentionTileArgs args = {};
@@ -171,7 +171,7 @@ class AttentionBody : public Body {
     attend_to(frame, range, args, reinterpret_cast<C*>(scratch + q_bytes_ + tile_bytes_));
   }
 
-  // Brings the ranges of one key head to a common maximum and writes its heads' rows.
+  // Merges the ranges of a key head by their common maximum, and writes its heads' rows.
   void combine(const Frame& frame, int64_t b, int64_t g) {
     const State first = state(b, g, 0);
     for (int64_t h = 0; h < heads_per_group_; h++) {
@@ -192,7 +192,7 @@ class AttentionBody : public Body {
       }
       if (sinks_ && sink != -std::numeric_limits<C>::infinity()) sum += std::exp(sink - max);
       for (int64_t d = 0; d < value_dim_; d++) acc[d] = sum == 0 ? without_keys_ : acc[d] / sum;
-      kernels_.store_of(dtype_)(acc, y_.at(frame, b, g * heads_per_group_ + h), 1, static_cast<int>(value_dim_));
+      microkernels_.store_of(dtype_)(acc, y_.at(frame, b, g * heads_per_group_ + h), 1, static_cast<int>(value_dim_));
     }
   }
 

@@ -1,18 +1,18 @@
-#include "torch_mpk/cpu/kernels.h"
+#include "torch_mpk/cpu/microkernels.h"
 
 #include <stdexcept>
 
 namespace mpk::cpu {
 
-const Kernels& generic_kernels();
+const Microkernels& generic_kernels();
 #if defined(__x86_64__)
-const Kernels& avx2_kernels();
-const Kernels& avx512_kernels();
-const Kernels& avx512_bf16_kernels();
-const Kernels& amx_kernels();
+const Microkernels& avx2_kernels();
+const Microkernels& avx512_kernels();
+const Microkernels& avx512_bf16_kernels();
+const Microkernels& amx_kernels();
 #endif
 
-const Kernels& kernels(Isa isa) {
+const Microkernels& microkernels(Isa isa) {
   switch (isa) {
 #if defined(__x86_64__)
     case Isa::kAvx2:

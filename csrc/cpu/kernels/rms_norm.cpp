@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 namespace {
@@ -18,10 +18,10 @@ Style parse_style(const Node& node) {
 
 // One unit is one row. V is the type it computes in: float, or double for float64.
 template <class V>
-class RmsNorm : public Body {
+class RmsNorm : public Kernel {
  public:
-  RmsNorm(const Node& node, const Kernels& kernels)
-      : kernels_(kernels), style_(parse_style(node)), eps_(static_cast<V>(node.float_attr("eps"))) {
+  RmsNorm(const Node& node, const Microkernels& microkernels)
+      : microkernels_(microkernels), style_(parse_style(node)), eps_(static_cast<V>(node.float_attr("eps"))) {
     const Operand &x = node.operand("x"), &y = node.operand("y");
     const Operand* weight = node.find("weight");
     dtype_ = float_dtype(node, x);
@@ -48,13 +48,13 @@ class RmsNorm : public Body {
     V* row = reinterpret_cast<V*>(scratch);
     V* weight = reinterpret_cast<V*>(scratch + scratch_bytes_ / 2);
     if (weight_) {
-      kernels_.load_of(weight_dtype_)(weight_.at(frame), 1, weight, n);
+      microkernels_.load_of(weight_dtype_)(weight_.at(frame), 1, weight, n);
       if (style_ == Style::kGemma)
         for (int i = 0; i < n; i++) weight[i] += 1;
     }
-    const auto sum = kernels_.reduce[static_cast<int>(Reduction::kSum)][class_of(dtype_)];
+    const auto sum = microkernels_.reduce[static_cast<int>(Reduction::kSum)][class_of(dtype_)];
     for (int64_t r = begin; r < end; r++) {
-      kernels_.load_of(dtype_)(x_.at(frame) + r * x_stride_, 1, row, n);
+      microkernels_.load_of(dtype_)(x_.at(frame) + r * x_stride_, 1, row, n);
       alignas(64) V lanes[kReduceLanes] = {};
       alignas(64) V squares[kBlock];
       for (int first = 0; first < n; first += kBlock) {
@@ -69,16 +69,16 @@ class RmsNorm : public Body {
       if (style_ == Style::kLlama) round(dtype_, row, n);
       if (weight_)
         for (int i = 0; i < n; i++) row[i] *= weight[i];
-      kernels_.store_of(y_dtype_)(row, y_.at(frame) + r * y_stride_, 1, n);
+      microkernels_.store_of(y_dtype_)(row, y_.at(frame) + r * y_stride_, 1, n);
     }
   }
 
  private:
   void round(DType dtype, V* values, int n) const {
-    if (kernels_.round_of(dtype) != nullptr) kernels_.round_of(dtype)(values, n);
+    if (microkernels_.round_of(dtype) != nullptr) microkernels_.round_of(dtype)(values, n);
   }
 
-  const Kernels& kernels_;
+  const Microkernels& microkernels_;
   Style style_;
   V eps_;
   DType dtype_, y_dtype_, weight_dtype_;
@@ -86,12 +86,12 @@ class RmsNorm : public Body {
   int64_t x_stride_, y_stride_, size_;
 };
 
-std::unique_ptr<Body> make(const Node& node, const Kernels& kernels) {
-  if (node.operand("x").tensor.dtype == DType::kF64) return std::make_unique<RmsNorm<double>>(node, kernels);
-  return std::make_unique<RmsNorm<float>>(node, kernels);
+std::unique_ptr<Kernel> make(const Node& node, const Microkernels& microkernels) {
+  if (node.operand("x").tensor.dtype == DType::kF64) return std::make_unique<RmsNorm<double>>(node, microkernels);
+  return std::make_unique<RmsNorm<float>>(node, microkernels);
 }
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add("rms_norm", make);
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add("rms_norm", make);
 
 }  // namespace
 }  // namespace mpk::cpu

@@ -1,7 +1,7 @@
-// A body executes one node of the task graph on the CPU.
+// A kernel executes one node of the task graph on the CPU.
 //
-// Its work is cut into units that any thread may take; which results a unit computes, and in which order it adds them,
-// depends on the node alone, so that every number of threads gives the same bits.
+// Its work is cut into units, which any thread may take. A unit's results, and the order of its sums, depend on the
+// node alone, so any number of threads gives the same bits.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "torch_mpk/cpu/kernels.h"
+#include "torch_mpk/cpu/microkernels.h"
 #include "torch_mpk/graph/tb_graph.h"
 
 namespace mpk {
@@ -23,8 +23,8 @@ namespace mpk::cpu {
 
 class Exchanges;
 
-// What a run provides: where each buffer lies, the call's scalars, where a body says that it divided by zero, and the
-// way to other ranks, if there are any.
+// A run's state: the buffers' addresses, the call's scalars, the flag of a division by zero, and the exchanges with
+// other ranks, if any.
 struct Frame {
   uint8_t* const* buffers;
   const int64_t* scalars;
@@ -58,13 +58,13 @@ struct View {
   }
 };
 
-class Body {
+class Kernel {
  public:
-  virtual ~Body() = default;
-  // Work for units [begin, end). `scratch` is the calling thread's own, of scratch_bytes(), aligned to 64 bytes.
+  virtual ~Kernel() = default;
+  // Computes units [begin, end). `scratch`: the calling thread's own, of scratch_bytes(), aligned to 64 bytes.
   virtual void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) = 0;
 
-  // A run was aborted somewhere: forget what its units left behind.
+  // Called after an aborted run: forgets what its units left behind.
   virtual void reset() {}
 
   int64_t num_units() const { return num_units_; }
@@ -81,21 +81,21 @@ class Body {
 inline constexpr double kBytesPerNs = 16;
 inline constexpr double kPointsPerNs = 2;
 
-using BodyFactory = std::function<std::unique_ptr<Body>(const Node&, const Kernels&)>;
+using KernelFactory = std::function<std::unique_ptr<Kernel>(const Node&, const Microkernels&)>;
 
-// Bodies by task name; programs (roles pointwise and reduce) have one body for all.
-class BodyRegistry {
+// Kernels by task name; programs (roles pointwise and reduce) have one kernel for all.
+class KernelRegistry {
  public:
-  static BodyRegistry& global();
-  bool add(const std::string& task, BodyFactory factory);  // returns true, for use in a static initialiser
-  const BodyFactory* find(const TaskDef& def) const;       // nullptr when the task has no body
+  static KernelRegistry& global();
+  bool add(const std::string& task, KernelFactory factory);  // returns true, for use in a static initialiser
+  const KernelFactory* find(const TaskDef& def) const;       // nullptr when the task has no kernel
 
  private:
-  std::map<std::string, BodyFactory> factories_;
+  std::map<std::string, KernelFactory> factories_;
 };
 
-// The body of a tile task whose code was compiled for this node.
-std::unique_ptr<Body> make_tile_body(const Node& node, const TileCode& code);
+// The kernel of a tile task whose code was compiled for this node.
+std::unique_ptr<Kernel> make_tile_kernel(const Node& node, const TileCode& code);
 
 // Throws std::invalid_argument: "<task> (<label>): <what>".
 [[noreturn]] void fail(const Node& node, const std::string& what);
@@ -106,7 +106,7 @@ DType float_dtype(const Node& node, const Operand& operand, const Operand* like 
 // Requires the operand's last dimension to have stride 1 (or at most one element).
 void require_inner_stride(const Node& node, const Operand& operand);
 
-// Counts the units of one result; the last to arrive combines their partial results, in a fixed order.
+// Counts the units of a result. The last to arrive combines their partial results, in a fixed order.
 class Arrivals {
  public:
   Arrivals(int64_t num_results, int64_t num_units) : counts_(num_results), num_units_(num_units) {}

@@ -27,7 +27,7 @@ bool is_compare(Op op) {
 
 bool is_integer_division(Op op) { return op == Op::k_floordiv || op == Op::k_truncdiv || op == Op::k_remainder; }
 
-// The dtype operations on mixed classes compute in: as PyTorch promotes.
+// The dtype in which operations on mixed classes compute: PyTorch's promotion.
 DType wider(DType a, DType b) {
   constexpr int kRank[kNumClasses] = {2, 3, 1, 0};  // in the order of ValueClass
   return kRank[class_of(a)] >= kRank[class_of(b)] ? a : b;
@@ -35,7 +35,8 @@ DType wider(DType a, DType b) {
 
 }  // namespace
 
-ProgramRunner::ProgramRunner(const Node& node, const Kernels& kernels, bool keep_inner) : kernels_(kernels) {
+ProgramRunner::ProgramRunner(const Node& node, const Microkernels& microkernels, bool keep_inner)
+    : microkernels_(microkernels) {
   merge_dims(*node.program, keep_inner);
   if (sizes_.size() > kMaxDims)
     fail(node, "its program has " + std::to_string(sizes_.size()) + " dimensions that cannot be merged, at most " +
@@ -44,7 +45,7 @@ ProgramRunner::ProgramRunner(const Node& node, const Kernels& kernels, bool keep
   allocate();
 }
 
-// Neighbouring dimensions through which every access steps evenly become one; an indexed dimension stays itself.
+// Merges neighbouring dimensions that every access walks evenly. An indexed dimension stays.
 void ProgramRunner::merge_dims(const Program& program, bool keep_inner) {
   const int num_dims = static_cast<int>(program.domain.size());
   std::vector<bool> alone(num_dims, false);
@@ -79,7 +80,7 @@ int ProgramRunner::add(Step step) {
   return static_cast<int>(steps_.size()) - 1;
 }
 
-// The step's value in the class and with the rounding of `dtype`.
+// Converts the step's value to the class and rounding of `dtype`.
 int ProgramRunner::convert(int step, DType dtype) {
   if (steps_[step].dtype == dtype) return step;
   Step cast;
@@ -87,7 +88,7 @@ int ProgramRunner::convert(int step, DType dtype) {
   cast.dtype = dtype;
   cast.value_class = class_of(dtype);
   cast.args[0] = step;
-  cast.cast = kernels_.cast[steps_[step].value_class][static_cast<int>(dtype)];
+  cast.cast = microkernels_.cast[steps_[step].value_class][static_cast<int>(dtype)];
   cast.invariant = steps_[step].invariant;
   return add(std::move(cast));
 }
@@ -109,13 +110,13 @@ void ProgramRunner::compile(const Node& node) {
   }
 }
 
-// What a step needs besides its arguments. Those of another dtype are converted first, where that matters.
+// Completes a step. Arguments of another dtype are converted first, where that matters.
 void ProgramRunner::complete(Step& step, const Node& node, const Instr& instr) {
   switch (instr.op) {
     case Op::kConst:
       step.imm = instr.imm;
       step.imm_int = instr.imm_int;
-      step.round = kernels_.round_of(instr.dtype);
+      step.round = microkernels_.round_of(instr.dtype);
       step.invariant = true;
       break;
     case Op::kSize:
@@ -131,7 +132,7 @@ void ProgramRunner::complete(Step& step, const Node& node, const Instr& instr) {
       complete_access(step, node, instr);
       break;
     case Op::kCast:
-      step.cast = kernels_.cast[steps_[step.args[0]].value_class][static_cast<int>(instr.dtype)];
+      step.cast = microkernels_.cast[steps_[step.args[0]].value_class][static_cast<int>(instr.dtype)];
       step.invariant = steps_[step.args[0]].invariant;
       break;
     case Op::kBitCast:
@@ -159,16 +160,16 @@ void ProgramRunner::complete_access(Step& step, const Node& node, const Instr& i
 }
 
 void ProgramRunner::complete_operation(Step& step, const Node& node, const Instr& instr) {
-  DType dtype = instr.dtype;  // what it computes in
+  DType dtype = instr.dtype;  // the dtype that it computes in
   if (is_compare(instr.op)) {
     dtype = node.program->instrs[instr.args[0]].dtype;
     for (int arg : instr.args) dtype = wider(dtype, node.program->instrs[arg].dtype);
   } else {
-    step.round = kernels_.round_of(instr.dtype);
+    step.round = microkernels_.round_of(instr.dtype);
   }
   step.invariant = true;
   for (size_t a = 0; a < instr.args.size(); a++) {
-    // An argument in another class is converted first; one that differs only in rounding is used as it is.
+    // Converts an argument of another class first. One that differs only in rounding is used as it is.
     if (steps_[step.args[a]].value_class != class_of(dtype))
       step.args[a] = convert(step.args[a], class_dtype(class_of(dtype)));
     step.invariant &= steps_[step.args[a]].invariant;
@@ -177,7 +178,7 @@ void ProgramRunner::complete_operation(Step& step, const Node& node, const Instr
     const Step& divisor = steps_[step.args[1]];
     step.checks_divisors = divisor.op != Op::kConst || divisor.imm_int == 0;
   }
-  step.arith = kernels_.arith[static_cast<int>(instr.op)][class_of(dtype)];
+  step.arith = microkernels_.arith[static_cast<int>(instr.op)][class_of(dtype)];
   if (step.arith == nullptr)
     fail(node, std::string("operation ") + op_name(instr.op) + " is not defined for " + info(dtype).name);
 }
@@ -190,7 +191,7 @@ void ProgramRunner::require_result(DType dtype) {
   allocate();
 }
 
-// Gives each step a register that nobody needs any more. Invariant steps and the result have theirs for themselves.
+// Gives each step a free register. Invariant steps and the result have registers of their own.
 void ProgramRunner::allocate() {
   std::vector<int> last_use(steps_.size());
   for (size_t i = 0; i < steps_.size(); i++) {
@@ -287,7 +288,7 @@ void ProgramRunner::execute(const Step& step, const Frame& frame, const Run* run
       }
       break;
     case Op::kWhere:
-      kernels_.where[step.value_class](arg(0), arg(1), arg(2), out, count);
+      microkernels_.where[step.value_class](arg(0), arg(1), arg(2), out, count);
       break;
     default:
       if (step.checks_divisors) {
@@ -335,14 +336,14 @@ void ProgramRunner::access(const Step& step, const Frame& frame, const Run& run,
                     run.begin * kClassBytes[class_of(step.dtype)];
   const int64_t stride = step.strides.back();
   if (offsets == nullptr) {
-    is_store ? kernels_.store[dtype](values, memory, stride, run.count)
-             : kernels_.load[dtype](memory, stride, values, run.count);
+    is_store ? microkernels_.store[dtype](values, memory, stride, run.count)
+             : microkernels_.load[dtype](memory, stride, values, run.count);
     return;
   }
   offsets += run.begin;
   if (predicate != nullptr) predicate += run.begin;
-  is_store ? kernels_.scatter[dtype](values, memory, stride, offsets, predicate, run.count)
-           : kernels_.gather[dtype](memory, stride, offsets, predicate, values, run.count);
+  is_store ? microkernels_.scatter[dtype](values, memory, stride, offsets, predicate, run.count)
+           : microkernels_.gather[dtype](memory, stride, offsets, predicate, values, run.count);
 }
 
 }  // namespace mpk::cpu

@@ -1,21 +1,21 @@
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 #include <stdexcept>
 
 namespace mpk::cpu {
 
-BodyRegistry& BodyRegistry::global() {
-  static BodyRegistry registry;
+KernelRegistry& KernelRegistry::global() {
+  static KernelRegistry registry;
   return registry;
 }
 
-bool BodyRegistry::add(const std::string& task, BodyFactory factory) {
+bool KernelRegistry::add(const std::string& task, KernelFactory factory) {
   if (!factories_.emplace(task, std::move(factory)).second)
-    throw std::logic_error("task '" + task + "' has two CPU bodies");
+    throw std::logic_error("task '" + task + "' has two CPU kernels");
   return true;
 }
 
-const BodyFactory* BodyRegistry::find(const TaskDef& def) const {
+const KernelFactory* KernelRegistry::find(const TaskDef& def) const {
   const bool is_program = def.role == Role::kPointwise || def.role == Role::kReduce;
   const auto found = factories_.find(!is_program ? def.name : def.role == Role::kPointwise ? "pointwise" : "reduce");
   return found == factories_.end() ? nullptr : &found->second;

@@ -1,21 +1,21 @@
 #include <algorithm>
 
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 namespace {
 
-// Rows of weights that a unit has: enough to be worth preparing x for, unless that left too few units to share.
+// Weight rows of a unit: enough to be worth preparing x for, unless that leaves too few units to share.
 constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 32, kWantedUnits = 64;
 
-// With many rows of x a unit is a block of them, packed, and enough rows of weights to be worth packing it for.
+// With many rows of x, a unit is a packed block of them, and enough weight rows to be worth packing it for.
 constexpr int64_t kPackedElements = 1 << 19, kMaxBlock = 512;
 constexpr int64_t kManyRowsPerUnit = 256, kMaxManyRowsPerUnit = 512, kWantedManyUnits = 16;
 constexpr double kFlopsPerNs = 200;
 
-class Linear : public Body {
+class Linear : public Kernel {
  public:
-  Linear(const Node& node, const Kernels& kernels) {
+  Linear(const Node& node, const Microkernels& microkernels) {
     const Operand &x = node.operand("x"), &weight = node.operand("weight"), &y = node.operand("y");
     const Operand* bias = node.find("bias");
     const DType dtype = float_dtype(node, x);
@@ -32,12 +32,13 @@ class Linear : public Body {
     args_.num_rows = x.tensor.shape[0];
     args_.k = x.tensor.shape[1];
     num_weight_rows_ = weight.tensor.shape[0];
-    const bool is_many = args_.num_rows > kLinearRowBlock && kernels.linear_many[static_cast<int>(dtype)] != nullptr;
-    run_ = (is_many ? kernels.linear_many : kernels.linear)[static_cast<int>(dtype)];
+    const bool is_many =
+        args_.num_rows > kLinearRowBlock && microkernels.linear_many[static_cast<int>(dtype)] != nullptr;
+    run_ = (is_many ? microkernels.linear_many : microkernels.linear)[static_cast<int>(dtype)];
     if (is_many)
-      plan_many(kernels, dtype);
+      plan_many(microkernels, dtype);
     else
-      plan_few(kernels, bytes);
+      plan_few(microkernels, bytes);
   }
 
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
@@ -60,7 +61,7 @@ class Linear : public Body {
   }
 
  private:
-  void plan_few(const Kernels& kernels, int64_t bytes) {
+  void plan_few(const Microkernels& microkernels, int64_t bytes) {
     rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
                                 kMaxRowsPerUnit);
     block_rows_ = args_.num_rows;
@@ -68,10 +69,10 @@ class Linear : public Body {
     num_units_ = args_.num_rows == 0 ? 0 : (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
     unit_cost_ =
         static_cast<double>(rows_per_unit_ * args_.k * bytes) * std::max(1.0, args_.num_rows / 4.0) / kBytesPerNs;
-    scratch_bytes_ = kernels.linear_scratch_bytes(args_.num_rows, args_.k);
+    scratch_bytes_ = microkernels.linear_scratch_bytes(args_.num_rows, args_.k);
   }
 
-  void plan_many(const Kernels& kernels, DType dtype) {
+  void plan_many(const Microkernels& microkernels, DType dtype) {
     block_rows_ = std::clamp<int64_t>(kPackedElements / std::max<int64_t>(1, args_.k) / 32 * 32, 32, kMaxBlock);
     const int64_t num_blocks = (args_.num_rows + block_rows_ - 1) / block_rows_;
     block_rows_ = round_up((args_.num_rows + num_blocks - 1) / num_blocks, 32);
@@ -80,17 +81,17 @@ class Linear : public Body {
     units_per_block_ = std::max<int64_t>(1, (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_);
     num_units_ = num_weight_rows_ == 0 ? 0 : units_per_block_ * ((args_.num_rows + block_rows_ - 1) / block_rows_);
     unit_cost_ = 2.0 * static_cast<double>(rows_per_unit_ * args_.k * block_rows_) / kFlopsPerNs;
-    scratch_bytes_ = kernels.linear_many_scratch_bytes[static_cast<int>(dtype)](block_rows_, args_.k);
+    scratch_bytes_ = microkernels.linear_many_scratch_bytes[static_cast<int>(dtype)](block_rows_, args_.k);
   }
 
-  Kernels::Linear run_;
+  Microkernels::Linear run_;
   Place x_, weight_, bias_, y_;
   LinearArgs args_ = {};
   int64_t num_weight_rows_, rows_per_unit_, units_per_block_, block_rows_;
 };
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(
-    "linear", [](const Node& n, const Kernels& k) { return std::make_unique<Linear>(n, k); });
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add(
+    "linear", [](const Node& n, const Microkernels& k) { return std::make_unique<Linear>(n, k); });
 
 }  // namespace
 }  // namespace mpk::cpu

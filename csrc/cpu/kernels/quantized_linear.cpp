@@ -3,26 +3,26 @@
 #include <cstring>
 #include <limits>
 
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 #include "torch_mpk/graph/weight_format.h"
 
 namespace mpk::cpu {
 namespace {
 
-// Rows of weights that a unit has, and rows of x that meet them at a time.
+// Weight rows of a unit, and the rows of x that are multiplied with them at a time.
 constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 64, kWantedUnits = 64;
 
-float float_of(DType dtype, const uint8_t* p, const Kernels& kernels) {
+float float_of(DType dtype, const uint8_t* p, const Microkernels& microkernels) {
   if (dtype == DType::kE8M0) return *p == 0xff ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, *p - 127);
   float value;
-  kernels.load_of(dtype)(p, 1, &value, 1);
+  microkernels.load_of(dtype)(p, 1, &value, 1);
   return value;
 }
 
-class QuantizedLinear : public Body {
+class QuantizedLinear : public Kernel {
  public:
-  QuantizedLinear(const Node& node, const Kernels& kernels)
-      : kernels_(kernels), format_(checked(node)), dtype_(float_dtype(node, node.operand("x"))) {
+  QuantizedLinear(const Node& node, const Microkernels& microkernels)
+      : microkernels_(microkernels), format_(checked(node)), dtype_(float_dtype(node, node.operand("x"))) {
     const Operand &x = node.operand("x"), &weight = node.operand("weight"), &scale = node.operand("weight_scale");
     const Operand &y = node.operand("y"), *bias = node.find("bias"), *x_scale = node.find("x_scale");
     if (dtype_ == DType::kF64) fail(node, "x is float64, expected float32, float16 or bfloat16");
@@ -36,8 +36,8 @@ class QuantizedLinear : public Body {
     num_rows_ = x.tensor.shape[0], num_weight_rows_ = format_.rows;
     depth_ = std::max<int64_t>(format_.columns, 1);
     run_ = std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
-    pitch_ = kernels.quantized_pitch(run_);
-    product_ = format_.storage == DType::kI8 ? kernels.quantized_i8 : kernels.quantized_e4m3;
+    pitch_ = microkernels.quantized_pitch(run_);
+    product_ = format_.storage == DType::kI8 ? microkernels.quantized_i8 : microkernels.quantized_e4m3;
     block_ = std::min<int64_t>(num_rows_, kLinearRowBlock);
     rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
                                 kMaxRowsPerUnit);
@@ -84,14 +84,14 @@ class QuantizedLinear : public Body {
   }
   static int64_t bytes_of(int64_t floats) { return round_up(floats * static_cast<int64_t>(sizeof(float)), 64); }
 
-  // A row of x in runs, and its factors.
+  // Prepares a row of x in runs, and its factors.
   void prepare_row(const Frame& frame, int64_t row, float* x, float* factors, float* values) const {
-    kernels_.load_of(dtype_)(x_.at(frame, row), 1, values, static_cast<int>(format_.columns));
-    const float given = x_scale_ ? float_of(DType::kF32, x_scale_.at(frame), kernels_) : 0;
+    microkernels_.load_of(dtype_)(x_.at(frame, row), 1, values, static_cast<int>(format_.columns));
+    const float given = x_scale_ ? float_of(DType::kF32, x_scale_.at(frame), microkernels_) : 0;
     for (int64_t first = 0; format_.quantizes_x() && first < format_.columns; first += format_.x_columns) {
       const int64_t size = std::min(format_.x_columns, format_.columns - first);
       const float scale = format_.has_static_x ? given : scale_of(values + first, size);
-      kernels_.round_e4m3(values + first, size, scale);
+      microkernels_.round_e4m3(values + first, size, scale);
       for (int64_t k = first; k < first + size; k += run_) factors[k / run_] = scale;
     }
     for (int64_t run = 0; run < runs_; run++) {
@@ -121,34 +121,35 @@ class QuantizedLinear : public Body {
         continue;
       }
       for (int64_t run = 0; run < runs_; run++)
-        own[run] = float_of(format_.scale_dtype,
-                            scale_.at(frame, n / format_.block_rows, run * run_ / format_.block_columns), kernels_);
+        own[run] =
+            float_of(format_.scale_dtype, scale_.at(frame, n / format_.block_rows, run * run_ / format_.block_columns),
+                     microkernels_);
     }
   }
 
   void store(const Frame& frame, int64_t first, int64_t count, int64_t begin, int64_t end, float* sums,
              float* bias) const {
     const auto size = static_cast<int>(end - begin);
-    if (bias_) kernels_.load_of(bias_dtype_)(bias_.at(frame) + begin * size_bytes(bias_dtype_), 1, bias, size);
+    if (bias_) microkernels_.load_of(bias_dtype_)(bias_.at(frame) + begin * size_bytes(bias_dtype_), 1, bias, size);
     for (int64_t r = 0; r < count; r++) {
       float* row = sums + r * size;
       for (int i = 0; bias_ && i < size; i++) row[i] += bias[i];
-      kernels_.store_of(dtype_)(row, y_.at(frame, first + r) + begin * size_bytes(dtype_), 1, size);
+      microkernels_.store_of(dtype_)(row, y_.at(frame, first + r) + begin * size_bytes(dtype_), 1, size);
     }
   }
 
-  const Kernels& kernels_;
+  const Microkernels& microkernels_;
   const WeightFormat format_;
   const DType dtype_;
   DType bias_dtype_ = DType::kF32;
-  Kernels::Quantized product_;
+  Microkernels::Quantized product_;
   View x_, weight_, scale_, y_;
   Place bias_, x_scale_;
   int64_t num_rows_, num_weight_rows_, depth_, run_, runs_, pitch_, block_, rows_per_unit_;
 };
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(
-    "quantized_linear", [](const Node& n, const Kernels& k) { return std::make_unique<QuantizedLinear>(n, k); });
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add(
+    "quantized_linear", [](const Node& n, const Microkernels& k) { return std::make_unique<QuantizedLinear>(n, k); });
 
 }  // namespace
 }  // namespace mpk::cpu

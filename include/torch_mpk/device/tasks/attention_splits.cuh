@@ -1,4 +1,4 @@
-// How attention's tiles are cut into pieces, and which worker has which, see KvPiece in partition.h. V: attention's
+// How attention's tiles are cut into splits, and which worker has which; see KvSplit in partition.h. V: attention's
 // Sizes and Places (attention_shape.cuh).
 #pragma once
 
@@ -26,8 +26,8 @@ MPK_DEVICE constexpr uint32_t tiles_of(uint32_t visible) {
 template <class V>
 inline constexpr uint32_t kUnits = V::kGroups * V::kPasses;  // of a batch row
 
-// What each of the batch's rows sees, and the tiles that a group of it so has: a lane has those of rows lane,
-// lane + 32, ... All lanes of a warp call all functions, and learn the same.
+// The limit of each batch row, and the tiles of a group of it. A lane has rows lane, lane + 32, ... All lanes of a warp
+// call all functions, and get the same results.
 template <class V>
 struct RowTiles {
   static constexpr int kEach = (V::kBatch + 31) / 32;
@@ -49,8 +49,8 @@ struct RowTiles {
     return limit;
   }
 
-  // Adds to each of the lane's rows the weights of those with larger keys, which no two rows have equal. All rows'
-  // weight; weight(i, lane): of that lane's.
+  // Adds to each of the lane's rows the weights of all rows with larger keys. No two rows have equal keys. weight(i,
+  // lane): the weight of that lane's i-th row.
   template <class Weight>
   MPK_DEVICE static uint32_t rank(const uint32_t (&keys)[kEach], Weight weight, uint32_t (&before)[kEach]) {
     uint32_t all = 0;
@@ -71,50 +71,50 @@ struct RowTiles {
 template <class V>
 struct Cut {
   uint32_t first;
-  uint32_t length;  // of a piece
+  uint32_t length;  // of a split
 
   MPK_DEVICE explicit Cut(const Job& job)
-      : first(visible<V>(job, 0)), length(kv_row_length(tiles_of<V>(first), kUnits<V>, kKvPieceTiles, V::kWorkers)) {}
+      : first(visible<V>(job, 0)), length(kv_row_length(tiles_of<V>(first), kUnits<V>, kKvSplitTiles, V::kWorkers)) {}
   MPK_DEVICE uint32_t limit(uint32_t) const { return first; }
-  // The worker's `turn`-th.
-  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
-    return kv_row_piece(0, tiles_of<V>(first), kUnits<V>, length, 0, turn * V::kWorkers + worker);
+  // The worker's split number `turn`.
+  MPK_DEVICE KvSplit split(uint32_t turn, uint32_t worker) const {
+    return kv_row_split(0, tiles_of<V>(first), kUnits<V>, length, 0, turn * V::kWorkers + worker);
   }
 };
 
-// Where workers have one piece as far as lengths allow, a row's are about equally long (kv_own_length). Rows with the
-// longest come first, so that of workers that have two, dealt out to and fro, none has two long ones.
+// For workers that have one split each, if lengths allow. A row's splits are about equally long (kv_own_length). The
+// longest come first, and workers with two splits are dealt them to and fro, so no worker has two long ones.
 template <class V>
-struct OwnPieces {
+struct OwnSplits {
   static constexpr int kEach = RowTiles<V>::kEach;
   RowTiles<V> rows;
-  uint32_t lengths[kEach], firsts[kEach];  // of the lane's rows: tiles of a piece, and the number of the first piece
-  uint32_t count;                          // of all rows' pieces
+  uint32_t lengths[kEach], firsts[kEach];  // of the lane's rows: tiles of a split, number of the first split
+  uint32_t count;                          // of all rows' splits
 
-  MPK_DEVICE uint32_t pieces(int i) const { return kv_count(rows.tiles(i), lengths[i]) * kUnits<V>; }
+  MPK_DEVICE uint32_t splits(int i) const { return kv_count(rows.tiles(i), lengths[i]) * kUnits<V>; }
 
-  MPK_DEVICE explicit OwnPieces(const Job& job) : rows(job) {
-    uint32_t keys[kEach], counts[kEach];  // keys: larger for rows with longer pieces, and different for each row
+  MPK_DEVICE explicit OwnSplits(const Job& job) : rows(job) {
+    uint32_t keys[kEach], counts[kEach];  // keys: unique, and larger for rows with longer splits
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const uint32_t tiles = rows.tiles(i);
-      lengths[i] = tiles == 0 ? 1 : kv_own_length(tiles, V::kFewPieces, V::kPieceTiles);
+      lengths[i] = tiles == 0 ? 1 : kv_own_length(tiles, V::kFewSplits, V::kSplitTiles);
       keys[i] = tiles == 0 ? 0 : lengths[i] * V::kBatch + (V::kBatch - 1 - rows.row_of(i));
-      counts[i] = pieces(i);
+      counts[i] = splits(i);
       firsts[i] = 0;
     }
     count = rows.rank(keys, [&](int i, int lane) { return __shfl_sync(~0u, counts[i], lane); }, firsts);
   }
 
-  MPK_DEVICE KvPiece piece(uint32_t number) const {
-    KvPiece found{};
+  MPK_DEVICE KvSplit split(uint32_t number) const {
+    KvSplit found{};
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
-      const uint32_t here = __ballot_sync(~0u, number - firsts[i] < pieces(i));
+      const uint32_t here = __ballot_sync(~0u, number - firsts[i] < splits(i));
       if (here == 0) continue;
       const int from = __ffs(here) - 1;
       const uint32_t first = __shfl_sync(~0u, firsts[i], from);
-      found = kv_row_piece(32 * i + from, __shfl_sync(~0u, rows.tiles(i), from), kUnits<V>,
+      found = kv_row_split(32 * i + from, __shfl_sync(~0u, rows.tiles(i), from), kUnits<V>,
                            __shfl_sync(~0u, lengths[i], from), first, number - first);
     }
     return found;
@@ -122,40 +122,40 @@ struct OwnPieces {
 };
 // Out of line: with several rows it is long.
 template <class V>
-__device__ __noinline__ KvPiece find_piece(OwnPieces<V> pieces, uint32_t number) {
-  return pieces.piece(number);
+__device__ __noinline__ KvSplit find_split(OwnSplits<V> splits, uint32_t number) {
+  return splits.split(number);
 }
 
 template <class V>
   requires(V::kBatch > 1 && !V::kOverlaps)
 struct Cut<V> {
-  OwnPieces<V> pieces;
+  OwnSplits<V> splits;
 
-  MPK_DEVICE explicit Cut(const Job& job) : pieces(job) {}
-  MPK_DEVICE uint32_t limit(uint32_t row) const { return pieces.rows.limit(row); }
-  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
+  MPK_DEVICE explicit Cut(const Job& job) : splits(job) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return splits.rows.limit(row); }
+  MPK_DEVICE KvSplit split(uint32_t turn, uint32_t worker) const {
     const uint32_t number = dealt(turn, worker, V::kWorkers);
-    return number < pieces.count ? find_piece<V>(pieces, number) : KvPiece{};
+    return number < splits.count ? find_split<V>(splits, number) : KvSplit{};
   }
 };
 
-// Where workers have several pieces, these are of one length. All but the rows' last come first, in the order of row,
-// place within the group, and group; then the last, the longest first. So, dealt out to and fro, workers have about as
-// many tiles. To find the order takes a microsecond.
+// For workers that have several splits each: all splits have one length. The rows' last splits come behind all others,
+// the longest first. Dealt out to and fro, they give workers about equally many tiles. Finding the order takes a
+// microsecond.
 template <class V>
-struct EqualPieces {
+struct EqualSplits {
   static constexpr int kEach = RowTiles<V>::kEach;
-  static constexpr uint32_t kLength = V::kPieceTiles;
+  static constexpr uint32_t kLength = V::kSplitTiles;
   RowTiles<V> rows;
-  uint32_t places[kEach];  // of the lane's rows among all, by their last pieces
+  uint32_t places[kEach];  // places of the lane's rows, by the length of their last splits
 
   MPK_DEVICE uint32_t others(int i) const {  // of a group
     const uint32_t tiles = rows.tiles(i);
     return tiles == 0 ? 0 : (tiles - 1) / kLength;
   }
 
-  MPK_DEVICE explicit EqualPieces(const Job& job) : rows(job) {
-    uint32_t keys[kEach];  // larger for rows with longer last pieces, and different for each row
+  MPK_DEVICE explicit EqualSplits(const Job& job) : rows(job) {
+    uint32_t keys[kEach];  // unique, and larger for rows with longer last splits
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const uint32_t row = rows.row_of(i);
@@ -165,8 +165,8 @@ struct EqualPieces {
     rows.rank(keys, [](int, int) { return 1; }, places);
   }
 
-  MPK_DEVICE KvPiece piece(uint32_t number) const {
-    uint32_t firsts[kEach], num_others = 0;  // the row's first piece; pieces that are no last ones
+  MPK_DEVICE KvSplit split(uint32_t number) const {
+    uint32_t firsts[kEach], num_others = 0;  // the row's first split; the number of splits that are not last
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const uint32_t mine = others(i) * kUnits<V>, end = warp_sum_so_far(mine, ptx::thread_index() % 32);
@@ -175,7 +175,7 @@ struct EqualPieces {
     }
     const bool is_last = number >= num_others;
     const uint32_t place = (number - num_others) / kUnits<V>;
-    KvPiece found{};
+    KvSplit found{};
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const bool is_here =
@@ -193,24 +193,24 @@ struct EqualPieces {
   }
 };
 template <class V>
-__device__ __noinline__ KvPiece find_piece(EqualPieces<V> pieces, uint32_t number) {
-  return pieces.piece(number);
+__device__ __noinline__ KvSplit find_split(EqualSplits<V> splits, uint32_t number) {
+  return splits.split(number);
 }
 
 template <class V>
   requires(V::kBatch > 1 && V::kOverlaps)
 struct Cut<V> {
-  EqualPieces<V> pieces;
+  EqualSplits<V> splits;
 
-  MPK_DEVICE explicit Cut(const Job& job) : pieces(job) {}
-  MPK_DEVICE uint32_t limit(uint32_t row) const { return pieces.rows.limit(row); }
-  MPK_DEVICE KvPiece piece(uint32_t turn, uint32_t worker) const {
-    return find_piece<V>(pieces, dealt(turn, worker, V::kWorkers));
+  MPK_DEVICE explicit Cut(const Job& job) : splits(job) {}
+  MPK_DEVICE uint32_t limit(uint32_t row) const { return splits.rows.limit(row); }
+  MPK_DEVICE KvSplit split(uint32_t turn, uint32_t worker) const {
+    return find_split<V>(splits, dealt(turn, worker, V::kWorkers));
   }
 };
 
-// The variant that works on kFewHeads at a time. It has more pieces to share out, which are done sooner each, but
-// streams keys and values more often: for as few positions as leave all pieces a worker and the least length.
+// The variant that takes kFewHeads heads at a time. It has more splits, each of which is done sooner, but it streams
+// keys and values more often. It serves positions few enough that each split gets a worker and the least length.
 template <class V>
 struct Spread : V {
   static constexpr int kPasses = V::kPasses * (V::kHeads / V::kFewHeads), kHeads = V::kFewHeads;
@@ -219,14 +219,14 @@ template <class V>
 inline constexpr bool kMaySpread = V::kBatch == 1 && V::kFewHeads < V::kHeads;
 template <class V>
 MPK_DEVICE bool spreads(const Job& job) {
-  return kv_count(tiles_of<V>(visible<V>(job, 0)), kKvPieceTiles) * kUnits<Spread<V>> <= V::kWorkers;
+  return kv_count(tiles_of<V>(visible<V>(job, 0)), kKvSplitTiles) * kUnits<Spread<V>> <= V::kWorkers;
 }
 
-// Whether a group may be more than one piece.
+// Whether a group may have more than one split.
 template <class V>
 MPK_DEVICE constexpr bool may_cut() {
-  if (V::kBatch > 1) return kv_own_count(tiles_of<V>(V::kLength), V::kFewPieces, V::kPieceTiles) > 1;
-  return kv_max_pieces(kUnits<V>, V::kWorkers) / kUnits<V> > 1 && V::kLength > kTile<V> * kKvPieceTiles;
+  if (V::kBatch > 1) return kv_own_count(tiles_of<V>(V::kLength), V::kFewSplits, V::kSplitTiles) > 1;
+  return kv_max_splits(kUnits<V>, V::kWorkers) / kUnits<V> > 1 && V::kLength > kTile<V> * kKvSplitTiles;
 }
 template <class V>
 inline constexpr bool kMayCut = may_cut<V>();

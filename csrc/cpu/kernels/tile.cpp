@@ -1,13 +1,13 @@
 // Tile tasks with C++ code of their own, compiled when a graph that calls them is built.
 #include "torch_mpk/cpu/tile.h"
 
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 #include "torch_mpk/graph/tiling.h"
 
 namespace mpk::cpu {
 namespace {
 
-class Tiles : public Body {
+class Tiles : public Kernel {
  public:
   Tiles(const Node& node, const TileCode& code) : code_(code) {
     double bytes = 0;
@@ -33,7 +33,7 @@ class Tiles : public Body {
 
 }  // namespace
 
-std::unique_ptr<Body> make_tile_body(const Node& node, const TileCode& code) {
+std::unique_ptr<Kernel> make_tile_kernel(const Node& node, const TileCode& code) {
   return std::make_unique<Tiles>(node, code);
 }
 

@@ -1,15 +1,15 @@
 #include <algorithm>
 
-#include "torch_mpk/cpu/body.h"
+#include "torch_mpk/cpu/kernel.h"
 
 namespace mpk::cpu {
 namespace {
 
-// The largest of each row; a unit is a row. V is the type that elements are compared in.
+// The largest elements of each row; a unit is a row. V is the type that elements are compared in.
 template <class V>
-class TopK : public Body {
+class TopK : public Kernel {
  public:
-  TopK(const Node& node, const Kernels& kernels) {
+  TopK(const Node& node, const Microkernels& microkernels) {
     const Operand &x = node.operand("x"), &values = node.operand("values"), &ids = node.operand("ids");
     const DType dtype = float_dtype(node, x);
     float_dtype(node, values, &x);
@@ -20,7 +20,7 @@ class TopK : public Body {
     num_ = node.int_attr("num");
     if (num_ < 1 || num_ > size_)
       fail(node, "num is " + std::to_string(num_) + ", expected 1 to " + std::to_string(size_));
-    load_ = kernels.load_of(dtype), store_ = kernels.store_of(dtype);
+    load_ = microkernels.load_of(dtype), store_ = microkernels.store_of(dtype);
     x_ = Rows(x.tensor), values_ = Rows(values.tensor), ids_ = Rows(ids.tensor);
     num_units_ = size_ == 0 ? 0 : x.tensor.numel() / size_;
     unit_cost_ = static_cast<double>(8 * size_) / kPointsPerNs;
@@ -68,14 +68,14 @@ class TopK : public Body {
     std::vector<int64_t> shape_, strides_;
   };
 
-  Kernels::Load load_;
-  Kernels::Store store_;
+  Microkernels::Load load_;
+  Microkernels::Store store_;
   Rows x_, values_, ids_;
   int64_t size_, num_, index_bytes_, row_bytes_;
 };
 
 [[maybe_unused]] const bool kRegistered =
-    BodyRegistry::global().add("topk", [](const Node& n, const Kernels& k) -> std::unique_ptr<Body> {
+    KernelRegistry::global().add("topk", [](const Node& n, const Microkernels& k) -> std::unique_ptr<Kernel> {
       if (n.operand("x").tensor.dtype == DType::kF64) return std::make_unique<TopK<double>>(n, k);
       return std::make_unique<TopK<float>>(n, k);
     });

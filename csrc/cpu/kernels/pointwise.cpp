@@ -6,10 +6,10 @@ namespace mpk::cpu {
 namespace {
 
 // One unit is one block of points.
-class Pointwise : public Body {
+class Pointwise : public Kernel {
  public:
-  Pointwise(const Node& node, const Kernels& kernels)
-      : runner_(node, kernels, false), num_points_(node.program->num_points()) {
+  Pointwise(const Node& node, const Microkernels& microkernels)
+      : runner_(node, microkernels, false), num_points_(node.program->num_points()) {
     num_units_ = (num_points_ + kBlock - 1) / kBlock;
     unit_cost_ = runner_.point_cost() * static_cast<double>(std::min<int64_t>(kBlock, num_points_));
     scratch_bytes_ = runner_.scratch_bytes();
@@ -28,8 +28,8 @@ class Pointwise : public Body {
   int64_t num_points_;
 };
 
-[[maybe_unused]] const bool kRegistered = BodyRegistry::global().add(
-    "pointwise", [](const Node& n, const Kernels& k) { return std::make_unique<Pointwise>(n, k); });
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add(
+    "pointwise", [](const Node& n, const Microkernels& k) { return std::make_unique<Pointwise>(n, k); });
 
 }  // namespace
 }  // namespace mpk::cpu
