@@ -32,11 +32,11 @@ PYBIND11_MODULE(_C, m) {
            }),
            py::arg("inputs"), py::arg("sizes"), py::arg("freeze") = false,
            py::arg("memory") = std::vector<std::tuple<std::string, int64_t, bool, int64_t, int64_t>>{},
-           "Positions among the arguments. With freeze, a tensor that is the same object as in the last call is taken "
-           "to be where it was, and the last call's arguments are kept alive. memory: of each input its name, its "
-           "extent (-1 where calls differ), whether it is written in place, how far its blocks are apart, and how long "
-           "they are (0 where there are none), in bytes; a call with one written that overlaps another raises "
-           "SharedMemoryError.")
+           "Positions among the arguments. With freeze, a tensor object of the last call keeps its address, and the "
+           "last "
+           "call's arguments are kept alive. memory: each input's name, extent (-1 if calls differ), whether it is "
+           "written in place, the distance of its blocks, and their length (0: no blocks), in bytes. A call in which a "
+           "written input overlaps another raises SharedMemoryError.")
       .def("check", &mpk::Arguments::check, py::arg("args"),
            "Raises what a call with these arguments would raise, SharedMemoryError among it.");
   mpk::bind_runtime(m);

@@ -25,15 +25,15 @@ void bind_arch(py::module_& m) {
       .def_readonly("overlaps_launches", &Arch::overlaps_launches)
       .def_property_readonly(
           "measured_on", [](const Arch& arch) { return std::string(arch.costs.measured_on); },
-          "The GPU on which what costs are estimated by was measured; empty: nowhere.")
+          "The GPU on which the costs were measured; empty: they are estimates.")
       .def_property_readonly(
           "hop_ns", [](const Arch& arch) { return arch.costs.hop_cycles / arch.costs.cycles_per_ns; },
-          "From a phase to the next by words that are polled.")
+          "The hop to the next phase by polled words.")
       .def_property_readonly(
           "event_ns", [](const Arch& arch) { return arch.costs.event_cycles / arch.costs.cycles_per_ns; },
-          "From a phase to the next by an event.");
+          "The hop to the next phase by an event.");
   constexpr auto kStays = py::return_value_policy::reference;
-  m.def("archs", &archs, kStays, "All, by their numbers.");
+  m.def("archs", &archs, kStays, "All generations, by number.");
   m.def("known_archs", &known_archs, "Their numbers, as a message lists them.");
   m.def("arch_of", &arch_of, py::arg("number"), kStays, "Raises ValueError where there is none of this number.");
   m.def(
@@ -42,12 +42,12 @@ void bind_arch(py::module_& m) {
         if (const Arch* arch = arch_of_device(capability)) return *arch;
         return std::nullopt;
       },
-      py::arg("capability"), kStays, "That of a device of a compute capability. None: it is too old.");
+      py::arg("capability"), kStays, "The generation of a device, by its compute capability. None: it is too old.");
   m.def("can_run", &can_run, py::arg("capability"), py::arg("arch"),
-        "Whether a device of a compute capability has all that code of a generation may use.");
+        "Whether a device of this compute capability has all features that code of a generation may use.");
   m.def("compiled_name", &compiled_name, py::arg("capability"), py::arg("as_ptx") = false);
   m.def("runs_on", &runs_on, py::arg("compiled_for"), py::arg("capability"),
-        "Whether a device runs what was compiled, to machine code, for a compute capability.");
+        "Whether a device runs machine code for a compute capability.");
   m.def("capability_text", &capability_text, py::arg("capability"));
 }
 

@@ -64,13 +64,11 @@ void bind_codegen(py::module_& m) {
   bind_program(m);
   m.def(
       "event_offset", [](int64_t phase) { return kEventsOffset + phase * kEventBytes; }, py::arg("phase"),
-      "Where the event of a phase stands in a kernel's control block.");
-  m.def(
-      "workspace_index", [] { return kWorkspaceIndex; },
-      "In place of a call's pointer, of matrices that a kernel has in its workspace.");
+      "The place of a phase's event in a kernel's control block.");
+  m.def("workspace_index", [] { return kWorkspaceIndex; }, "The pointer number of matrices in a kernel's workspace.");
   m.def("generate_cuda", &generate_cuda, py::arg("schedule"), py::arg("profiled") = false, py::arg("named") = false,
-        "Write the kernel of a schedule for a CUDA target; named, with comments that say what jobs are called and work "
-        "on. Raises UnsupportedError naming the node that cannot be generated.");
+        "Write the kernel of a schedule for a CUDA target; named, with comments that describe its jobs. "
+        "Raises UnsupportedError naming the node that cannot be generated.");
   m.def(
       "generate_cpu_tiles",
       [](const TBGraph& graph) {
@@ -78,8 +76,8 @@ void bind_codegen(py::module_& m) {
         return std::pair(tiles.source, tiles.functions);
       },
       py::arg("graph"),
-      "The C++ source of what tasks with a body for the CPU compute in a graph, empty where there is none, and "
-      "[(node, place in its table torch_mpk_tiles)].");
+      "The C++ source of a graph's tasks with C++ code for the CPU, empty if there are none, and [(node, place in its "
+      "table torch_mpk_tiles)].");
 }
 
 }  // namespace mpk

@@ -143,8 +143,7 @@ void bind_cpu(py::module_& m) {
           py::arg("message"), py::arg("times") = -1, py::arg("less") = -1,
           "Every run first checks that the elements of an input (int64 or int32, `stride` elements apart) are in [0, "
           "bound), or raises IndexError with the message and the element, and writes nothing. `times` and `less` "
-          "number "
-          "scalars of the run: there are so many times the elements, and the bound is so much less.")
+          "number scalars of the run, which multiply the elements and reduce the bound.")
       .def_property_readonly("is_profiled", [](const CpuExecutable&) { return true; })
       .def(
           "start_recording",
@@ -153,19 +152,19 @@ void bind_cpu(py::module_& m) {
             const py::gil_scoped_release release;
             self.start_recording();
           },
-          "Record what the workers do when, from the next run on.")
+          "Record the times of workers' phases, from the next run on.")
       .def(
           "stop_recording", [](CpuExecutable& self) { return as_bytes(stop_recording(self)); },
           "PhaseTimes[num_workers][num_phases] of each run since start_recording.")
       .def_property_readonly("missing_references", &CpuExecutable::missing_references)
       .def_property_readonly("num_threads", &CpuExecutable::num_threads)
       .def_property_readonly("scratch_is_intact", &CpuExecutable::scratch_is_intact,
-                             "Whether nothing was written behind the scratch memory of the last worker.")
+                             "Whether nothing was written behind the last worker's scratch memory.")
       .def_property_readonly("isa",
                              [](const CpuExecutable& self) { return cpu::kIsaNames[static_cast<int>(self.isa())]; });
 
   m.def("cpu_enter_run", &cpu::enter_parallel_run,
-        "The calling thread is one that a reference has begun: what it runs may not wait for the runtime's threads.");
+        "Marks the calling thread as one that a reference began: its runs may not wait for the runtime's threads.");
 
   m.def(
       "cpu_isas",

@@ -101,23 +101,22 @@ void bind_executable(py::module_& m) {
            "earlier launch was\n"
            "aborted, LaunchError when the driver refuses.")
       .def("call", &call, py::arg("arguments"), py::arg("args"), py::arg("outputs"), py::arg("stream"),
-           "run, with inputs and sizes taken out of the arguments of a call.")
+           "run, with inputs and sizes from a call's arguments.")
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
            "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
            "flight.")
       .def("join", &CudaExecutable::join, py::arg("rank"), py::arg("mailboxes"),
            py::call_guard<py::gil_scoped_release>(),
            "Exchange with other ranks through mailboxes at these addresses, in the order of ranks, each of "
-           "mailbox_bytes that are zero. Launches are counted anew. Raises ValueError where there are not as many as "
-           "the program "
-           "says.")
+           "mailbox_bytes that are zero. Launches are counted anew. Raises ValueError if they are not as many as "
+           "the program's ranks.")
       .def_property_readonly("ranks", &CudaExecutable::ranks)
       .def_property_readonly("group", &CudaExecutable::group)
       .def_property_readonly("exchange_key", &CudaExecutable::exchange_key)
       .def_property_readonly("mailbox_bytes", &CudaExecutable::mailbox_bytes)
       .def_property_readonly("is_profiled", &CudaExecutable::is_profiled)
       .def("start_recording", &CudaExecutable::start_recording, py::call_guard<py::gil_scoped_release>(),
-           "Record what a profiled kernel stamps, from the next launch on. Raises ValueError when it is not profiled.")
+           "Record a profiled kernel's stamps, from the next launch on. Raises ValueError when it is not profiled.")
       .def(
           "stop_recording", [](CudaExecutable& e) { return as_bytes(stop_recording(e)); },
           "Wait for all launches, and return PhaseTimes[num_workers][num_phases] of each since start_recording, in any "

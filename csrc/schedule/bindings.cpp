@@ -253,8 +253,8 @@ void bind_schedule(py::module_& m) {
         return make_draft(graph, target, last_pass).to_json();
       },
       py::arg("graph"), py::arg("target"), py::arg("last_pass"),
-      "The schedule in the making behind a pass, as JSON: its jobs, which nodes they recompute, their levels, and the "
-      "schedule as far as it is made. Raises ValueError, listing the passes, where there is none of that name.");
+      "The draft behind a pass, as JSON: its jobs, the nodes that they recompute, their levels, and the schedule so "
+      "far. Raises ValueError, listing the passes, if there is none of that name.");
   m.def("validate", &validate, py::arg("schedule"),
         "Raise RuntimeError, naming phase, node and buffer, when the schedule is unsound.");
 }
