@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch_mpk.runtime.segment import CompiledSegment, live_segments
 from torch_mpk.runtime.timeline import PARTS, Recording, kinds_of, trace_events
 
 WARMUP = 3  # calls: one compiles, and the next may build for what has changed
+_COLUMNS = 100  # of the printed table, where the terminal has no more
+_NUMBERS = 28 + 12 * len(PARTS)  # columns behind the tasks' names
 
 
 class Spread(NamedTuple):
@@ -28,7 +31,7 @@ class Spread(NamedTuple):
     most: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f} ({self.least:.2f}-{self.most:.2f})"
+        return f"{_short(self.mean)} ({_short(self.most)})"
 
 
 @dataclass(frozen=True)
@@ -193,19 +196,28 @@ def kernel_times(recording: Recording, speed: float | None) -> KernelTimes:
     return KernelTimes(f"{recording.name} on {device}", len(recording.times), took, tasks, speed)
 
 
+def _short(number: float) -> str:
+    """In four characters, but for large ones."""
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"
+
+
 def _lines(kernel: KernelTimes) -> Iterator[str]:
     num_phases = sum(task.num_phases for task in kernel.tasks)
     share = kernel.share(kernel.num_bytes, kernel.us)
     reached = f", {share:.1%} of the memory's speed" if share is not None else ""
     yield (
         f"{kernel.name}, {kernel.num_launches} launches of {num_phases} phases: {kernel.us:.1f} us, "
-        f"{kernel.num_bytes / 1e6:.1f} MB{reached}; in us, in parentheses the least and the most of a worker:"
+        f"{kernel.num_bytes / 1e6:.1f} MB{reached}"
     )
-    yield f"{'tasks':<60}{'phases':>8}{'all':>10}{'MB':>10}{'speed':>8}" + "".join(f"{part:>24}" for part in PARTS)
+    yield "us of a phase: the mean of the workers, in parentheses the most of one"
+    columns = max(shutil.get_terminal_size((_COLUMNS, 24)).columns, _COLUMNS)
+    width = min(columns - _NUMBERS, max(len(task.tasks) for task in kernel.tasks) + 1)
+    yield f"{'tasks':{width}}{'n':>4}{'us':>8}{'MB':>8}{'speed':>8}" + "".join(f"{part:>12}" for part in PARTS)
     for task in kernel.tasks:
         share = kernel.share(task.num_bytes, task.us)
-        numbers = f"{task.num_phases:>8}{task.us:>10.1f}{task.num_bytes / 1e6:>10.2f}"
         speed = f"{share:>8.1%}" if share is not None else f"{'-':>8}"
-        yield f"{task.tasks[:59]:<60}{numbers}{speed}" + "".join(f"{task.parts[part]!s:>24}" for part in PARTS)
+        name = task.tasks if len(task.tasks) < width else f"{task.tasks[: width - 2]}…"
+        numbers = f"{task.num_phases:>4}{_short(task.us):>8}{_short(task.num_bytes / 1e6):>8}{speed}"
+        yield f"{name:{width}}{numbers}" + "".join(f"{task.parts[part]!s:>12}" for part in PARTS)
     totals = ((part, sum(task.num_phases * task.parts[part].mean for task in kernel.tasks)) for part in PARTS)
     yield "of a launch, us: " + ", ".join(f"{part} {total:.1f}" for part, total in totals)

@@ -1,8 +1,11 @@
 """``torch_mpk.profile`` on the CPU's runtime."""
 
 import gc
+import gzip
 import importlib
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,11 @@ def test_a_timeline_has_every_phase_of_every_launch_in_order(tmp_path: Path, nam
         if worker == 0:  # it has a part in all of them
             assert numbers == 4 * [*range(len(schedule.phases))]
     assert any(tracks[f"worker {w}"].of("wait for events") for w in range(NUM_THREADS))
+    content = (gzip.open if name.endswith(".gz") else open)(tmp_path / name).read()
+    events = [event for event in json.loads(content)["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"] for event in events} >= {"launch", "work", "wait"}
+    for event in events:
+        assert event["name"].startswith("wait") == (event["cat"] == "wait") == (event.get("cname") == "grey")
 
 
 @pytest.mark.slow
@@ -94,6 +102,7 @@ def test_totals_add_up_to_the_launch(tmp_path: Path) -> None:
     assert embedding.num_bytes < step.model.model.embed_tokens.weight.nbytes, "of the table one row is read"
     assert 0 < max(task.us for task in kernel.tasks) <= sum(task.us for task in kernel.tasks)
     text = str(kernel)
+    assert max(map(len, text.splitlines())) <= max(100, shutil.get_terminal_size().columns)
     assert "linear down_proj" in text and "of the memory's speed" in text and "5 launches" in text
 
 

@@ -26,6 +26,7 @@ class Slice(NamedTuple):
     begin: int
     end: int
     args: dict[str, Any]
+    category: str = "work"  # or "launch", "load", "stage" and "wait"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ class Recording:
     def tracks(self) -> Iterator[tuple[str, list[Slice]]]:
         """The slices of each track: launches, then of each worker its consumers and its loader, if it has one."""
         launches = zip(self.begins.tolist(), self.ends.tolist(), self.phase_bytes.sum(1).tolist(), strict=True)
-        yield "launches", [Slice(f"launch {i}", begin, end, {"bytes": n}) for i, (begin, end, n) in enumerate(launches)]
+        yield (
+            "launches",
+            [Slice(f"launch {i}", begin, end, {"bytes": n}, "launch") for i, (begin, end, n) in enumerate(launches)],
+        )
         times, num_bytes = self.times.tolist(), self.phase_bytes.tolist()
         kinds = [kinds_of(name) for name in self.phase_names]
         has_loader = bool(self.field("loaded").any())
@@ -122,20 +126,20 @@ def kinds_of(phase_name: str) -> str:
 
 def _compute_slices(kind: str, row: Sequence[int], args: dict[str, Any]) -> Iterator[Slice]:
     begin, joined, ready, staged, computed = row[:5]
-    yield Slice("wait for own warps", begin, joined, {})
-    yield Slice("wait for events", joined, ready, {})
+    yield Slice("wait for own warps", begin, joined, {}, "wait")
+    yield Slice("wait for events", joined, ready, {}, "wait")
     if computed:
         yield Slice(kind, ready, computed, args)
-        yield Slice("stage", ready, staged, {})
+        yield Slice("stage", ready, staged, {}, "stage")
 
 
 def _load_slices(kind: str, row: Sequence[int], args: dict[str, Any]) -> Iterator[Slice]:
     begin, described, waits, awaited, loaded, num_bytes = row[5:]
-    yield Slice("wait for consumers", begin, described, {})
+    yield Slice("wait for consumers", begin, described, {}, "wait")
     if num_bytes:
-        yield Slice(f"load {kind}", described, loaded, args)
+        yield Slice(f"load {kind}", described, loaded, args, "load")
     if waits:
-        yield Slice("wait for events", waits, awaited, {})
+        yield Slice("wait for events", waits, awaited, {}, "wait")
 
 
 def trace_events(recordings: Sequence[Recording]) -> Iterator[str]:
@@ -164,7 +168,7 @@ def _events(recording: Recording, pid: int, origin: int) -> Iterator[str]:
     for number, (track, slices) in enumerate(recording.tracks()):
         tid = pid * _TRACKS_OF_A_PROCESS + number
         yield json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
-        for name, begin, end, args in slices:
+        for name, begin, end, args, category in slices:
             if end <= begin:
                 continue
             text = quoted.get(name) or quoted.setdefault(name, json.dumps(name))
@@ -172,4 +176,5 @@ def _events(recording: Recording, pid: int, origin: int) -> Iterator[str]:
             # A nanosecond less: viewers read floats, in which an end may lie behind the next begin that it equals, and
             # show what overlaps as nested.
             when = f'"ts": {(begin - origin) / 1e3:.3f}, "dur": {(end - begin - 1) / 1e3:.3f}'
-            yield f'{{"ph": "X", "pid": {pid}, "tid": {tid}, {when}, "name": {text}{rest}}}'
+            kind = f'"cat": "{category}"' + (', "cname": "grey"' if category == "wait" else "")
+            yield f'{{"ph": "X", "pid": {pid}, "tid": {tid}, {when}, {kind}, "name": {text}{rest}}}'
