@@ -15,6 +15,7 @@ import torch
 from torch_mpk import jit
 from torch_mpk.__main__ import main
 from torch_mpk.errors import KernelSignatureError
+from torch_mpk.jit.samples import dtype_choices
 from torch_mpk.testing import bench, check_kernel
 from torch_mpk.testing.check_kernel import check_kernels, check_on_device, samples_of
 from torch_mpk.testing.checker import Findings
@@ -141,6 +142,27 @@ def test_a_launch_that_no_gpu_has() -> None:
     cuda = jit.kernel("__global__ void twice() {}", FLOATS, "twice<<<1, N>>>(x, y)", samples=[{"N": 1025}])(twice)
     with pytest.raises(AssertionError, match="launch, float32, sample 0 .* the block is .*1025.*, expected 1 to"):
         check_kernel(cuda, archs=())
+
+
+def test_a_kernel_for_another_device_is_not_timed() -> None:
+    cuda = jit.kernel("__global__ void twice() {}", FLOATS, "twice<<<1, N>>>(x, y)", samples=[{"N": 3}])(twice)
+    [timed] = bench.bench_kernel(cuda, [], torch.device("cpu"))
+    assert str(timed).split() == ["-", "-", "-", "twice;", "not", "timed:", "it", "does", "not", "run", "on", "cpu"]
+    assert timed.failure is None
+
+
+def test_dtypes_of_several_tensors_are_combined() -> None:
+    three = "float32|float16|bfloat16"
+    two, all_three = f"x[N]: T={three}, y[N]: U={three}, z[N]: T", f"x[N]: {three}, y[N]: {three}, z[N]: {three}"
+    for signature, num_choices in ((two, 9), (all_three, 3)):
+        declared = jit.kernel("//\n", signature, "f(x)")(f)
+        choices = [*dtype_choices(declared.declaration)]
+        assert len({*map(str, choices)}) == len(choices) == num_choices
+        assert all({choice[slot] for choice in choices} == {*three.split("|")} for slot in choices[0])
+        assert [*dtype_choices(declared.declaration, ["float16"])] == [dict.fromkeys(choices[0], "float16")]
+
+
+def f(x, y, z): ...
 
 
 def test_memory_around_tensors_of_a_gpu_is_looked_at() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch_mpk.jit.declaration import Declaration, Extent, Operand
 from torch_mpk.signature import DTYPES, draw
 
 _FREE_DTYPES = ("float32", "bfloat16", "float16")  # of a tensor whose signature names no dtype
+_MOST_CHOICES = 9  # of dtypes: each is compiled for itself
 _PADDING = 3  # elements behind a row whose stride the signature leaves open
 
 
@@ -151,7 +153,8 @@ def _named(value: Any) -> Any:
 
 
 def dtype_choices(declaration: Declaration, wanted: Sequence[str] = ()) -> Iterator[dict[int, str]]:
-    """For each dtype that a tensor may have a choice of all tensors' dtypes, by slot; ``wanted`` narrows them."""
+    """Choices of the tensors' dtypes, by slot; ``wanted`` narrows them. All that there are, or where these are many,
+    some with each dtype of each tensor."""
     allowed: dict[int, list[str]] = {}
     for operand in declaration.inputs:
         if operand.dtype_slot >= 0:
@@ -160,5 +163,8 @@ def dtype_choices(declaration: Declaration, wanted: Sequence[str] = ()) -> Itera
             before = allowed.get(operand.dtype_slot, dtypes)
             allowed[operand.dtype_slot] = [name for name in before if name in operand.dtypes]
     narrowed = {slot: [n for n in names if n in wanted] or names for slot, names in allowed.items()}
-    for i in range(max(map(len, narrowed.values()), default=1)):
+    if math.prod(map(len, narrowed.values())) <= _MOST_CHOICES:
+        yield from (dict(zip(narrowed, names)) for names in itertools.product(*narrowed.values()))
+        return
+    for i in range(max(map(len, narrowed.values()))):
         yield {slot: names[i % len(names)] for slot, names in narrowed.items()}
