@@ -61,7 +61,7 @@ def test_a_timeline_has_every_phase_of_every_launch_in_order(tmp_path: Path, nam
     [segment] = profiling.live_segments()
     schedule = segment.plan.schedule
     tracks = read_tracks(profile.path)
-    assert [*tracks] == ["launches", *(f"worker {w}" for w in range(NUM_THREADS))]
+    assert [*tracks] == [*(f"worker {w}" for w in range(NUM_THREADS)), "launches"]
     launches = tracks["launches"].slices
     assert [name for _, _, name, _ in launches] == [f"launch {i}" for i in range(4)]
     assert all(args["bytes"] == sum(schedule.phase_bytes) for *_, args in launches)

@@ -104,7 +104,8 @@ def test_a_timeline_shows_consumers_and_loaders(emulated: None, tmp_path: Path) 
     [own] = profiling.live_segments()
     tracks = read_tracks(profile.path)
     workers = range(NUM_WORKERS)
-    assert [*tracks] == ["launches", *(f"worker {w} {role}" for w in workers for role in ("consumers", "loader"))]
+    of_workers = [f"worker {w} {role}" for w in workers for role in ("consumers", "loader")]
+    assert [*tracks] == [*of_workers, "launches"]
     launches = tracks["launches"].slices
     assert len(launches) == steps == profile.kernels[0].num_launches
     assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(launches)), "launches overlap"

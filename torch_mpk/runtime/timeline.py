@@ -91,12 +91,8 @@ class Recording:
         return torch.stack([joined - begin, ready - joined, staged - ready, computed - staged], -1).double()
 
     def tracks(self) -> Iterator[tuple[str, list[Slice]]]:
-        """The slices of each track: launches, then of each worker its consumers and its loader, if it has one."""
-        launches = zip(self.begins.tolist(), self.ends.tolist(), self.phase_bytes.sum(1).tolist(), strict=True)
-        yield (
-            "launches",
-            [Slice(f"launch {i}", begin, end, {"bytes": n}, "launch") for i, (begin, end, n) in enumerate(launches)],
-        )
+        """The slices of each track: of each worker its consumers and its loader, if it has one, then launches. Some
+        viewers open on the first track, and that is to show work."""
         times, num_bytes = self.times.tolist(), self.phase_bytes.tolist()
         kinds = [kinds_of(name) for name in self.phase_names]
         has_loader = bool(self.field("loaded").any())
@@ -111,6 +107,11 @@ class Recording:
             yield f"worker {worker}" + (" consumers" if has_loader else ""), consumers
             if has_loader:
                 yield f"worker {worker} loader", loader
+        launches = zip(self.begins.tolist(), self.ends.tolist(), self.phase_bytes.sum(1).tolist(), strict=True)
+        yield (
+            "launches",
+            [Slice(f"launch {i}", begin, end, {"bytes": n}, "launch") for i, (begin, end, n) in enumerate(launches)],
+        )
 
 
 def kinds_of(phase_name: str) -> str:
