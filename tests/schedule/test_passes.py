@@ -405,7 +405,8 @@ def test_choose_kernels_lets_workers_share_tiles_where_x_is_most_of_what_they_re
 def test_choose_kernels_takes_high_boxes_of_many_rows() -> None:
     """Of 128,256 rows boxes of 8 are shared out the most evenly, but are eight times as many chunks as ones of 64."""
     after = Draft(decoder(layers=1, hidden=2048, vocab=128256, batch=64), "choose_kernels")
-    assert (by_label(after, "shape")["head"]["tile_rows"], by_label(after, "fields")["head"]["mainloop_tiles"]) == (32, 4)
+    shape, fields = by_label(after, "shape")["head"], by_label(after, "fields")["head"]
+    assert (shape["tile_rows"], fields["mainloop_tiles"]) == (32, 4)
 
 
 def test_place_scratch_keeps_sums_of_rows_until_they_are_read() -> None:
