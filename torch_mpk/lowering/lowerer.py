@@ -453,11 +453,13 @@ class Lowerer:
     ) -> None:
         """Emit a row or stream task; its reads have been committed by ``operand``."""
         reads = {v.buffer for _, v, is_read, _ in operands if is_read}
-        writes = {v.buffer for _, v, _, is_write in operands if is_write}
+        # A set's order would differ from process to process, and so what is built: ranks would not agree.
+        writes = dict.fromkeys(v.buffer for _, v, _, is_write in operands if is_write)
         for buffer in writes:
             self._commit(buffer, buffer.issued)
+        for buffer in writes:
             self._keep_old(buffer, buffer.issued + 1)
-        self.steps.append(TaskStep(name, [self.label], reads, writes, list(operands), attrs))
+        self.steps.append(TaskStep(name, [self.label], reads, set(writes), list(operands), attrs))
         for buffer in writes:
             buffer.issued += 1
             buffer.committed = buffer.issued
