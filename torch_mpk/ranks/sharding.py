@@ -72,7 +72,7 @@ def localise(gm: fx.GraphModule, inputs: Sequence[Any]) -> Local | None:
     Raises UnsupportedError where something is done to a DTensor that is not known here, or where ranks' shards differ
     in size.
     """
-    if not any(map(_is_sharded, inputs)) and not any(map(_is_sum, gm.graph.nodes)):
+    if not any(_is_sharded(value) or _is_mesh(value) for value in inputs) and not any(map(_is_sum, gm.graph.nodes)):
         return None
     return _Localiser(gm, inputs).run()
 
@@ -84,8 +84,21 @@ def group_of_model(model: torch.nn.Module) -> str | None:
     return None if mesh is None or mesh.size() == 1 else str(mesh.get_group().group_name)
 
 
+def _are_alike(a: Any, b: Any, dims: int) -> bool:
+    """Whether two placements of a tensor of so many dimensions are the same."""
+    if a.is_partial() or b.is_partial():
+        return a.is_partial() and b.is_partial() and a.reduce_op == b.reduce_op
+    if a.is_shard() and b.is_shard():
+        return bool(a.dim % dims == b.dim % dims)
+    return bool(a == b)
+
+
 def _is_sharded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor"
+
+
+def _is_mesh(value: Any) -> bool:
+    return type(value).__name__ == "DeviceMesh"
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -107,6 +120,7 @@ class _Localiser:
         for node in self.gm.graph.nodes:
             self.node = node
             self.env[node] = self._take(values[node]) if node in values else self._visit(node)
+            self._check_placement(self.env[node])
         taken = [i for i, node in enumerate(placeholders) if isinstance(self.env[node], (fx.Node, _Sharded))]
         for node in reversed(list(self.graph.nodes)):  # from_local asks for strides in this way
             if node.target is torch.empty and not node.users:
@@ -115,7 +129,7 @@ class _Localiser:
 
     def _take(self, value: Any) -> Any:
         """An input, as what stands for it."""
-        if type(value).__name__ == "DeviceMesh":
+        if _is_mesh(value):
             return value
         copy = self._copied()
         if not _is_sharded(value):
@@ -132,6 +146,15 @@ class _Localiser:
         if mesh.ndim != 1:
             raise self._refusal(f"the mesh of ranks has {mesh.ndim} dimensions, and torch_mpk takes one")
         return _Sharded(local, mesh, placement, size)
+
+    def _check_placement(self, value: Any) -> None:
+        """That a DTensor is a part of the whole in the way that DTensor says, whose operators may redistribute."""
+        told = getattr(self.node.meta.get("example_value"), "placements", None)
+        if isinstance(value, _Sharded) and told and not _are_alike(value.placement, told[0], self._dims()):
+            raise self._refusal(f"its result is {told[0]} where torch_mpk makes it {value.placement}")
+
+    def _dims(self) -> int:
+        return int(self.node.meta["example_value"].dim())
 
     def _only(self, placements: Sequence[Any]) -> Any:
         if len(placements) != 1:
@@ -170,8 +193,14 @@ class _Localiser:
         if name == "embedding":
             return self._embedded(*args)
         if node.target in (operator.mul, torch.mul) and isinstance(first, _Sharded) and self._is_number(node.args[1]):
-            return dataclasses.replace(first, local=self._call(torch.mul, first.local, args[1]))  # as embeddings have
+            return self._scaled(first, args[1])
         raise self._refusal(f"{name} is called on a DTensor, and of DTensors only local tensors are taken")
+
+    def _scaled(self, x: _Sharded, factor: Any) -> _Sharded:
+        """As embeddings are. DTensor sums partial ones before."""
+        told = getattr(self.node.meta.get("example_value"), "placements", None)
+        x = self._redistributed(x, told[0]) if told and x.placement.is_partial() and told[0].is_replicate() else x
+        return dataclasses.replace(x, local=self._call(torch.mul, x.local, factor))
 
     def _is_number(self, arg: Any) -> bool:
         """Whether it is a number, maybe in a tensor of its own."""
@@ -219,8 +248,21 @@ class _Localiser:
             return _Sharded(self._exchange("all_reduce", x.local, group), x.mesh, placement, 0)
         if x.placement.is_shard(-1) and placement.is_replicate():
             return _Sharded(self._exchange("all_gather", x.local, group), x.mesh, placement, 0)
+        if x.placement.is_replicate() and placement.is_shard(-1):
+            return self._split(x, placement)
         raise self._refusal(
             f"a DTensor goes from {x.placement} to {placement}, an exchange that torch_mpk has no task for"
+        )
+
+    def _split(self, x: _Sharded, placement: Any) -> _Sharded:
+        """This rank's columns of what all have."""
+        example = self.node.meta.get("example_value")
+        size = example.shape[-1] if isinstance(example, torch.Tensor) else 0
+        if not isinstance(size, int) or size == 0 or size % x.mesh.size() != 0:
+            raise self._refusal(f"{size} columns are not shared out evenly to {x.mesh.size()} ranks")
+        own = size // x.mesh.size()
+        return self._part(
+            self._call(torch.narrow, x.local, -1, x.mesh.get_local_rank() * own, own), x.mesh, placement, size
         )
 
     def _embedded(self, ids: Any, weight: Any, *others: Any) -> _Sharded:
