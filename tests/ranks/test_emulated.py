@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from tests.codegen.emulated_calls import allocate, relative_error, tensors
-from tests.ranks.step import graph_of, inputs_of, wanted
+from tests.ranks.step import HIDDEN, graph_of, inputs_of, wanted
+from tests.ranks.team import ROOT
 from tests.thinned import thinned
 from torch_mpk import _C
+from torch_mpk.capture.graph import capture
+from torch_mpk.lowering import lower
+from torch_mpk.patterns import apply
 from torch_mpk.testing.emulator import SMEM_BYTES, EmulatedKernel, aligned, compile_kernels
 
+HEADER = ROOT / "include" / "torch_mpk" / "device" / "tasks" / "exchange.cuh"
 RANK = 6  # a StallRecord's waiting: see abi/control.h
 
 
 class Ranks:
     """Kernels of one schedule, each with its own weights."""
 
-    def __init__(self, ranks: int, rows: int, dtype: torch.dtype, polled: bool, workers: int = 3) -> None:
-        self.inputs = [list(map(in_aligned_memory, own)) for own in inputs_of(ranks, rows, dtype)]
-        graph = graph_of(self.inputs[0], ranks)
+    def __init__(
+        self,
+        graph: _C.TBGraph,
+        inputs: Sequence[Sequence[torch.Tensor]],
+        polled: bool,
+        workers: int = 3,
+        change: Callable[[str], str] = str,
+    ) -> None:
+        """``change``: of the source."""
+        ranks = len(inputs)
+        self.inputs = [list(map(in_aligned_memory, own)) for own in inputs]
         schedule = _C.make_schedule(graph, _C.Target("cuda", 90, workers, SMEM_BYTES, True, polled))
         _C.validate(schedule)
         program = _C.generate_cuda(schedule)
-        library = compile_kernels([program.source], 90, ["-O1"])
+        library = compile_kernels([change(program.source)], 90, ["-O1"])
         self.kernels = [EmulatedKernel(schedule, program, library) for _ in range(ranks)]
         self.outputs = [[allocate(t) for t in tensors(graph, "output")] for _ in range(ranks)]
         self.boxes = [aligned(program.mailbox_bytes) for _ in range(ranks)]
@@ -55,6 +68,20 @@ class Ranks:
             thread.join()
 
 
+def layers(ranks: int, rows: int, dtype: torch.dtype, polled: bool) -> Ranks:
+    inputs = inputs_of(ranks, rows, dtype)
+    return Ranks(graph_of(inputs[0], ranks), inputs, polled)
+
+
+def one_sum(ranks: int, change: Callable[[str], str]) -> Ranks:
+    def forward(x):
+        return torch.ops.mpk.all_reduce(x, ranks=ranks, group="0")
+
+    inputs = [[torch.randn(1, HIDDEN)] for _ in range(ranks)]
+    graph = lower(apply(capture(torch.fx.symbolic_trace(forward), inputs[0]).graph_module)).graph
+    return Ranks(graph, inputs, polled=True, workers=2, change=change)
+
+
 def in_aligned_memory(x: torch.Tensor) -> torch.Tensor:
     return aligned(x.numel() * x.element_size()).view(x.dtype).view(x.shape).copy_(x)
 
@@ -64,7 +91,7 @@ CASES = thinned([(2, 1, torch.bfloat16, True), (4, 3, torch.float16, True), (2, 
 
 @pytest.mark.parametrize(("ranks", "rows", "dtype", "polled"), CASES, ids=str)
 def test_all_ranks_have_the_sums(ranks: int, rows: int, dtype: torch.dtype, polled: bool) -> None:
-    team = Ranks(ranks, rows, dtype, polled)
+    team = layers(ranks, rows, dtype, polled)
     want = wanted(team.inputs)
     for seed in range(3):
         for outputs in team.outputs:
@@ -77,9 +104,40 @@ def test_all_ranks_have_the_sums(ranks: int, rows: int, dtype: torch.dtype, poll
                 assert torch.equal(out, first), "ranks have different bits"
 
 
+def with_header(source: str, old: str, new: str) -> str:
+    """A kernel whose exchange.cuh is another."""
+    text = HEADER.read_text()
+    assert text.count(old) == 1
+    include = '#include "torch_mpk/device/tasks/exchange.cuh"'
+    assert include in source
+    return source.replace(include, text.replace(old, new).replace("#pragma once", ""))
+
+
+def one_tag_for_both(source: str) -> str:
+    """A thread looks at the tag of the second of its words, and takes both."""
+    by_second = "words.x = words.x << 32 >> 32 | uint64_t(tag) << 32"
+    loop = "for (uint32_t i = 1; differing(words, tag) != 0; words = ptx::load_relaxed_sys(p), i++) {"
+    return with_header(source, loop, loop.replace("differing(words, tag)", f"({by_second}, differing(words, tag))"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [str, one_tag_for_both])
+def test_words_come_in_any_order(change: Callable[[str], str]) -> None:
+    """A word is right as soon as its own tag is: a kernel that asks for another's tag has old data in some order."""
+    team = one_sum(2, change)
+    is_right = []
+    for seed in range(4):
+        for own in team.inputs:
+            own[0].copy_(torch.randn_like(own[0]))
+        team.launch(seed=seed, jitter=seed)
+        total = sum(own[0] for own in team.inputs)
+        is_right += [torch.equal(out, total) for [out] in team.outputs]
+    assert all(is_right) == (change is str)
+
+
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
-    team = Ranks(2, 1, torch.bfloat16, True)
+    team = layers(2, 1, torch.bfloat16, True)
     team.launch()
     right = [out.clone() for out in team.outputs[0]]
     team.launch(skipped=[1], watchdog_ns=3 * 10**8)

@@ -62,6 +62,11 @@ struct Copy {
   uint64_t* bar;
 };
 
+struct Store {
+  uint64_t* to;
+  uint64_t value;
+};
+
 struct Launch {
   Kernel kernel;
   const void* block;
@@ -77,6 +82,7 @@ struct Cta {
   int num_running;
   jmp_buf scheduler;
   std::vector<Copy> in_flight;
+  std::vector<Store> stores;  // for other GPUs, the oldest first
   std::mt19937 random;
   struct {
     int arrived = 0;
@@ -129,6 +135,15 @@ void land(size_t i) {
   settle(copy.bar);
 }
 
+// Lands a store. Of several to one place it takes the oldest.
+void land_store() {
+  std::vector<Store>& stores = cta->stores;
+  const uint64_t* to = stores[cta->random() % stores.size()].to;
+  const auto oldest = std::find_if(stores.begin(), stores.end(), [&](const Store& s) { return s.to == to; });
+  __atomic_store_n(oldest->to, oldest->value, __ATOMIC_RELAXED);
+  stores.erase(oldest);
+}
+
 // 0 to size - 1 in the order in which they run until each has to wait.
 std::array<uint8_t, 32> in_order(int size) {
   std::array<uint8_t, 32> numbers;
@@ -159,6 +174,7 @@ void run_cta(const Launch& launch, int index) {
            launch.num_threads,
            {},
            {},
+           {},
            std::mt19937(launch.seed + index),
            {}};
   cta = &self;
@@ -171,8 +187,10 @@ void run_cta(const Launch& launch, int index) {
     for (int i = 0; i < num_warps; i++) run_warp(order[i]);
     for (size_t n = self.in_flight.size(), i = 0; i < (n + 1) / 2; i++)
       if (self.random() % 4 != 0) land(self.random() % self.in_flight.size());
+    for (size_t n = self.stores.size(), i = 0; i < (n + 1) / 2; i++) land_store();
     sched_yield();
   }
+  land_stores();
   if (!self.in_flight.empty()) abort();  // copies to the shared memory of an exited CTA
 }
 
@@ -267,6 +285,12 @@ void arrive_after_copies(uint64_t* bar) {
   for (const Copy& copy : cta->fibers[threadIdx.x].copies) std::memcpy(copy.dst, copy.data.data(), copy.data.size());
   cta->fibers[threadIdx.x].copies.clear();
   barrier_arrive(bar, 0);
+}
+
+void store_late(uint64_t* p, uint64_t v) { cta->stores.push_back({p, v}); }
+void land_stores() {
+  for (const Store& s : cta->stores) __atomic_store_n(s.to, s.value, __ATOMIC_RELAXED);
+  cta->stores.clear();
 }
 
 bool at_fault(const void* p) {

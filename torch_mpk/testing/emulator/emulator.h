@@ -2,7 +2,7 @@
 //
 // Included before everything else. It supplies CUDA C++'s built-ins; torch_mpk/device/ptx.cuh beside it replaces the
 // file of that name. Bulk copies land late and in random order. Until then the target holds NaN, so that code that does
-// not wait for them fails.
+// not wait for them fails. Words for other GPUs land late and in random order, too.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -59,6 +59,8 @@ void copy_thread(void* dst, const void* src, uint32_t bytes);                // 
 void commit_copies();
 void await_copies(size_t groups);
 void arrive_after_copies(uint64_t* bar);
+void store_late(uint64_t* p, uint64_t v);  // for another GPU
+void land_stores();                        // all, before later stores
 bool at_fault(const void* p);  // whether the signal or result about to be stored there is lost; may be late, too
 
 template <class T>
@@ -113,7 +115,10 @@ inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
 inline void __syncwarp(unsigned = ~0u) { emulator::warp_collect(nullptr, 0); }
 inline bool __syncthreads_or(bool v) { return emulator::barrier(0, 0, v); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __threadfence(); }
+inline void __threadfence_system() {
+  emulator::land_stores();
+  __threadfence();
+}
 inline void __nanosleep(unsigned ns) {
   for (unsigned i = 0; i < ns / 256; i++) emulator::yield();
 }

@@ -157,9 +157,17 @@ inline uint32_t fetch_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
 }
 inline ulonglong2 load_relaxed_sys(const ulonglong2* p) { return load_relaxed_gpu(p); }
 inline uint32_t load_relaxed_sys(const uint32_t* p) { return load_relaxed_gpu(p); }
-inline void store_relaxed_sys(ulonglong2* p, const ulonglong2& v) { store_relaxed_gpu(p, v); }
+// Each of the two words travels by itself.
+inline void store_relaxed_sys(ulonglong2* p, const ulonglong2& v) {
+  emulator::require_aligned(p);
+  emulator::store_late(reinterpret_cast<uint64_t*>(&p->x), v.x);
+  emulator::store_late(reinterpret_cast<uint64_t*>(&p->y), v.y);
+}
 inline void store_relaxed_sys(uint32_t* p, uint32_t v) { store_relaxed_gpu(p, v); }
-inline void store_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_release_sys(uint32_t* p, uint32_t v) {
+  emulator::land_stores();
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
 
 template <int threads>
 bool barrier_or(bool value) {
