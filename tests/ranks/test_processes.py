@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import torch_mpk
 from tests.ranks.team import run, start
 from torch_mpk.errors import RankLostError
 
@@ -175,32 +174,3 @@ def test_an_interrupt_ends_the_wait(tmp_path: Path) -> None:
     results = run(2, after_an_interrupt, tmp_path)
     assert results[0]["said"] == "interrupted" and "rank 0 has aborted" in results[1]["said"]
     assert all(each["s"] < 10 and each["is_right"] for each in results)
-
-
-@torch.no_grad()
-def where_one_cannot(rank: int) -> dict[str, object]:
-    """Rank 1 lacks what a build needs."""
-    from torch_mpk.backend import pipeline
-
-    if rank == 1:
-
-        def refuse(*args: object) -> None:
-            raise torch_mpk.errors.UnsupportedError("of no use here")
-
-        pipeline.build = refuse
-    step = torch.compile(Layers(rank), backend="mpk", options={"fallback": "eager"})
-    import warnings
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = step(inputs(0))
-    wide = Layers(rank).double()(inputs(0).double())
-    return {"error": (result - wide).abs().max().item(), "said": " ".join(str(each.message) for each in caught)}
-
-
-@pytest.mark.slow
-def test_where_one_rank_cannot_build_none_runs_its_own(tmp_path: Path) -> None:
-    results = run(2, where_one_cannot, tmp_path)
-    assert all(each["error"] < 1e-5 for each in results)
-    assert "rank 1 of group" in results[0]["said"] and "of no use here" in results[0]["said"]
-    assert "of no use here" in results[1]["said"]

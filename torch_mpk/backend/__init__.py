@@ -20,7 +20,7 @@ from torch_mpk.capture.graph import written_inputs
 from torch_mpk.config import Options, env
 from torch_mpk.dispatch.fallback import announce_break, fall_back
 from torch_mpk.dispatch.specialize import warn_at_recompile_limit
-from torch_mpk.errors import UnsupportedError
+from torch_mpk.errors import RankLostError, UnsupportedError
 from torch_mpk.ranks.sharding import localise
 from torch_mpk.traces import known
 
@@ -82,6 +82,8 @@ def run_of(
     warn_at_recompile_limit(gm)
     try:
         return make(gm, inputs, settings)
+    except RankLostError:  # others wait in vain, or for what eager's exchanges are not
+        raise
     except Exception as error:
         return fall_back(gm, inputs, settings, error)
 

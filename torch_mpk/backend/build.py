@@ -72,7 +72,7 @@ def compile_graph(
     """
     request = _Request(gm, inputs, device, options, captured, needs_graph or bool(options.verify), later)
     group = group_of(gm)
-    built = request.built() if group is None else agreed(group, request.built)
+    built = request.built() if group is None else agreed(group, options, request.built)
     if callable(built):
         return built
     compiled, mutated, memory = built

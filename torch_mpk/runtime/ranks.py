@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_mpk.errors import MegakernelTimeout, RankLostError, first_line
+from torch_mpk.errors import MegakernelTimeout, RankLostError, UnsupportedError, first_line
 
+COMING_SECONDS = 1800.0  # how long ranks wait for one that still builds
 SHARED_MEMORY = Path("/dev/shm")
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -36,27 +37,38 @@ class Team:
     user's is in its way."""
 
     def __init__(self, group: str) -> None:
-        """Collective. ``group``: a process group's name."""
+        """Collective. ``group``: a process group's name.
+
+        Raises RankLostError where not all of its ranks come.
+        """
         self.group = resolve(group)
         self.members = dist.get_process_group_ranks(self.group)
         self.rank = self.members.index(dist.get_rank())
-        self.talk = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
+        try:
+            self.talk = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            raise self._lost(error) from None
 
-    def gather(self, said: Any) -> list[Any]:
-        """What each rank says. Collective."""
-        heard: list[Any] = [None] * len(self.members)
-        dist.all_gather_object(heard, said, group=self.talk)
-        return heard
+    def gather(self, purpose: str, said: Any = None, seconds: float = COMING_SECONDS) -> list[Any]:
+        """What each rank says. Collective.
 
-    def meet(self, seconds: float) -> None:
-        """Waits for all ranks.
-
-        Raises RankLostError naming those that do not come in time.
+        Raises RankLostError naming ranks that do not come in time, or that come for another ``purpose``.
         """
+        heard: list[Any] = [None] * len(self.members)
         try:
             dist.monitored_barrier(self.talk, timedelta(seconds=seconds), wait_all_ranks=True)
+            dist.all_gather_object(heard, (purpose, said), group=self.talk)
         except RuntimeError as error:
-            raise RankLostError(f"rank {self.rank}: {first_line(error)}. {RankLostError.remedy}") from None
+            raise self._lost(error) from None
+        for rank, (other, _) in enumerate(heard):
+            if other != purpose:
+                raise RankLostError(
+                    f"rank {self.rank} has come to {purpose}, but rank {rank} to {other}. {RankLostError.remedy}"
+                )
+        return [said for _, said in heard]
+
+    def _lost(self, error: Exception) -> RankLostError:
+        return RankLostError(f"rank {self.rank}: {first_line(error)}. {RankLostError.remedy}")
 
 
 @functools.cache
@@ -70,7 +82,7 @@ def draw_as_first(group: str, generator: torch.Generator | None, device: torch.d
     if generator is None:
         generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
         generator = generators[device.index or 0]
-    generator.set_state(team_of(group).gather(generator.get_state())[0])
+    generator.set_state(team_of(group).gather("draw tokens alike", generator.get_state())[0])
 
 
 class RankedExecutable:
@@ -107,7 +119,9 @@ class RankedExecutable:
     def join(self) -> None:
         """Makes the mailboxes. Collective.
 
-        Raises RankLostError, on all ranks, where one cannot make or reach them.
+        Raises:
+            UnsupportedError: on all ranks, where one cannot make or reach them.
+            RankLostError: one does not come.
         """
         team = team_of(self.group)
         make = _symmetric_memory if self._device.type == "cuda" else _shared_memory
@@ -122,7 +136,7 @@ class RankedExecutable:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._join(team)
-        team.gather(None)
+        team.gather("begin to count launches")
 
     def _join(self, team: Team) -> None:
         if self._device.type == "cuda":
@@ -161,17 +175,17 @@ class RankedExecutable:
     def _reunite(self) -> None:
         """Waits for all ranks, each of which comes when its own launch has aborted, and begins anew."""
         assert self._team is not None
-        self._team.meet(3 * (self._seconds or 60) + 10)
+        self._team.gather("begin anew after an error", seconds=3 * (self._seconds or 60) + 10)
         self._begin(self._team)
         self._is_torn = False
 
 
 def _agreed(team: Team, made: Any, error: Exception | None) -> list[Any]:
     """What all ranks have made; raises on all of them where one could not."""
-    said = team.gather((made, None if error is None else first_line(error)))
+    said = team.gather("make mailboxes", (made, None if error is None else first_line(error)))
     failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why is not None]
     if failed:
-        raise RankLostError(f"memory for exchanges cannot be had: {'; '.join(failed)}")
+        raise UnsupportedError(f"memory for exchanges cannot be had: {'; '.join(failed)}")
     return [each for each, _ in said]
 
 
