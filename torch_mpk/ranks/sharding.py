@@ -20,6 +20,7 @@ from torch import fx
 from torch_mpk.capture.graph import source_line
 from torch_mpk.capture.tracing import copied, graph_module
 from torch_mpk.errors import UnsupportedError
+from torch_mpk.ranks.choices import Gathered, choose_before_gathering
 from torch_mpk.runtime.ranks import resolve
 
 # What makes a tensor with memory of its own, which nothing else is a view of.
@@ -112,6 +113,7 @@ class _Localiser:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
         self.sums: dict[Any, fx.Node] = {}  # of what
+        self.gathered: list[Gathered] = []
         self.node: fx.Node = next(iter(gm.graph.nodes))
 
     def run(self) -> Local:
@@ -125,6 +127,8 @@ class _Localiser:
         for node in reversed(list(self.graph.nodes)):  # from_local asks for strides in this way
             if node.target is torch.empty and not node.users:
                 self.graph.erase_node(node)
+        for gathered in self.gathered:
+            choose_before_gathering(gathered)
         return Local(graph_module(self.gm, self.graph), tuple(taken))
 
     def _take(self, value: Any) -> Any:
@@ -247,12 +251,20 @@ class _Localiser:
         if x.placement.is_partial() and placement.is_replicate() and x.placement.reduce_op == "sum":
             return _Sharded(self._exchange("all_reduce", x.local, group), x.mesh, placement, 0)
         if x.placement.is_shard(-1) and placement.is_replicate():
-            return _Sharded(self._exchange("all_gather", x.local, group), x.mesh, placement, 0)
+            return _Sharded(self._gathered(x, group), x.mesh, placement, 0)
         if x.placement.is_replicate() and placement.is_shard(-1):
             return self._split(x, placement)
         raise self._refusal(
             f"a DTensor goes from {x.placement} to {placement}, an exchange that torch_mpk has no task for"
         )
+
+    def _gathered(self, x: _Sharded, group: str) -> fx.Node:
+        """What all ranks have, side by side."""
+        exchange, told = self._exchange("all_gather", x.local, group), self.node.meta.get("example_value")
+        if isinstance(told, torch.Tensor) and x.size:
+            begin = x.mesh.get_local_rank() * (x.size // x.mesh.size())
+            self.gathered.append(Gathered(exchange, told.shape, told.dtype, begin))
+        return exchange
 
     def _split(self, x: _Sharded, placement: Any) -> _Sharded:
         """This rank's columns of what all have."""
