@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_mpk
+from tests.ranks import sweep
 from tests.ranks.team import ROOT, run
 from tests.thinned import thinned
 from torch_mpk.errors import EngineError
@@ -83,6 +84,14 @@ def test_a_sharded_model_says_what_the_whole_says(
         lost = logits.amax(-1) - logits.gather(-1, first[..., None])[..., 0]
         assert lost.max() < 0.05 * logits.std()
         assert results[0]["tokens"][0] == results[0]["tokens"][1]
+
+
+def test_families_of_models(tmp_path: Path) -> None:
+    """An embedding that is scaled, and experts behind norms of all heads: ``python -m tests.ranks.sweep`` runs all."""
+    names = ["Gemma 2", "OLMoE"]
+    sweep.save(names, tmp_path)
+    for found in run(2, sweep.see, tmp_path, names, str(tmp_path)):
+        assert [sweep.verdict(found[name]) for name in names] == ["", ""]
 
 
 def refused(rank: int, folder: str) -> str:

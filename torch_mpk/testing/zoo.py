@@ -22,6 +22,7 @@ from torch_mpk.dispatch.admission import check_call, check_graph
 from torch_mpk.errors import DeclinedError, UnsupportedError
 from torch_mpk.partition.segments import partition
 from torch_mpk.patterns import apply
+from torch_mpk.ranks.sharding import localise
 from torch_mpk.testing.tiny import VOCAB_SIZE, random_ids
 
 CACHE_LENGTH = 16
@@ -290,6 +291,8 @@ class Coverage:
         if self.graphs == 2:
             self.reasons["the model branches on a tensor's value, where Dynamo ends a graph"] = None
         try:
+            local = localise(gm, inputs)
+            gm, inputs = (gm, inputs) if local is None else (local.gm, local.pick(inputs))
             numbers = number_positions(gm, inputs)
             check_call([value for i, value in enumerate(inputs) if i not in numbers])
             captured = capture(gm, inputs)
