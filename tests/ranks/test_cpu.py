@@ -48,7 +48,13 @@ class Threads:
 
 @pytest.mark.parametrize(
     ("ranks", "rows", "dtype"),
-    [(2, 1, torch.bfloat16), (4, 3, torch.float32), (3, 5, torch.float64), (2, 70, torch.float16)],
+    [
+        (2, 1, torch.bfloat16),
+        (4, 3, torch.float32),
+        (3, 5, torch.float64),
+        (8, 2, torch.bfloat16),
+        (2, 70, torch.float16),
+    ],
     ids=str,
 )
 def test_all_ranks_have_the_sums(ranks: int, rows: int, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from tests.ranks import sweep
 from tests.ranks.team import ROOT, run
 from tests.thinned import thinned
 from torch_mpk.errors import EngineError
+from torch_mpk.testing.quantized import quantize_linears
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
 LENGTH, NEW = 7, 10
@@ -86,12 +87,46 @@ def test_a_sharded_model_says_what_the_whole_says(
         assert results[0]["tokens"][0] == results[0]["tokens"][1]
 
 
+def families(rank: int, names: list[str], folder: str, quantised: str) -> dict[str, object]:
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    found = sweep.see(rank, names, folder)
+    FineGrainedFP8HfQuantizer.validate_environment = lambda *args, **kwargs: None  # it would make them bf16 on a CPU
+    model = sharded(quantised, dtype=torch.float32)
+    linear = model.model.layers[0].self_attn.o_proj
+    assert {str(weight.dtype) for weight in linear.parameters()} == {"torch.float8_e4m3fn", "torch.float32"}
+    return {"verdicts": {name: sweep.verdict(found[name]) for name in names}, "fp8": logits_of(model, PROMPT)}
+
+
+PROMPT = [[1, 2, 3, 4, 5]]
+
+
+def save_quantised(folder: Path) -> list:
+    """A model of FP8 blocks, whose logits it returns."""
+    from safetensors.torch import save_file
+    from transformers import FineGrainedFP8Config
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+    model = quantize_linears(
+        tiny_model("llama", dtype=torch.float32, num_layers=1, initializer_range=0.05, **sizes), "fp8"
+    )
+    model.config.quantization_config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
+    model.config.save_pretrained(folder)
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return logits_of(model, PROMPT)
+
+
 def test_families_of_models(tmp_path: Path) -> None:
-    """An embedding that is scaled, and experts behind norms of all heads: ``python -m tests.ranks.sweep`` runs all."""
+    """An embedding that is scaled, experts behind norms of all heads (``python -m tests.ranks.sweep`` runs all), and
+    FP8 blocks, of whose weights and scales each rank has its part."""
     names = ["Gemma 2", "OLMoE"]
     sweep.save(names, tmp_path)
-    for found in run(2, sweep.see, tmp_path, names, str(tmp_path)):
-        assert [sweep.verdict(found[name]) for name in names] == ["", ""]
+    whole = torch.tensor(save_quantised(tmp_path / "fp8"))
+    for found in run(2, families, tmp_path, names, str(tmp_path), str(tmp_path / "fp8")):
+        assert found["verdicts"] == dict.fromkeys(names, "")
+        # Activations that round to another FP8 value are rare where sums are in another order.
+        assert (torch.tensor(found["fp8"]) - whole).norm() < 1e-2 * whole.norm()
 
 
 def refused(rank: int, folder: str) -> str:
