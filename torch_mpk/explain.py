@@ -45,6 +45,7 @@ from torch_mpk.warn_once import quiet
 
 aten = torch.ops.aten
 
+_WORD_BYTES = 8  # of a mailbox, with 4 of data
 _NUM_RUNS = 5  # timed, after one that is not
 _GATHERS = {embedding: 1, aten.embedding.default: 0, aten.index_select.default: 0}  # -> the argument they read rows of
 _LAYER = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")  # "model.layers.7.mlp" -> "model.layers.7"
@@ -87,6 +88,9 @@ class Part:
     elsewhere: Elsewhere | None = None  # where another architecture was asked for
     workspace_bytes: int = 0
     result_bytes: int = 0  # allocated for each call
+    group: str = ""  # of the ranks that it exchanges with
+    peers: int = 0  # other ranks
+    peer_bytes: int = 0  # pushed to each of them by a call, with the tags of words
 
 
 @dataclass(frozen=True)
@@ -314,7 +318,7 @@ def _part(segment: Segment, compiled: CompiledGraph) -> Part:
     plan = compiled.segments[segment.name].plan
     schedule = plan.schedule
     assert schedule is not None
-    nodes, phases = schedule.graph.nodes, schedule.phases
+    nodes, phases, boxes = schedule.graph.nodes, schedule.phases, _C.place_mailboxes(schedule)
     return dataclasses.replace(
         part,
         kernels=kernels_of([job for phase in phases for job in phase.jobs]),
@@ -322,6 +326,9 @@ def _part(segment: Segment, compiled: CompiledGraph) -> Part:
         num_awaited=sum(len(phase.waits) for phase in phases),
         workspace_bytes=schedule.workspace_bytes + 2 * schedule.polled_bytes,
         result_bytes=sum(fresh.dtype.itemsize * torch.Size(fresh.shape).numel() for fresh in plan.fresh),
+        group=boxes.group,
+        peers=boxes.ranks - 1,
+        peer_bytes=sum(_WORD_BYTES * box.words for box in boxes.of_nodes.values()) if boxes.ranks > 1 else 0,
     )
 
 
@@ -438,6 +445,9 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
             yield from (f"    {line}" for line in _kernels(part))
             memory = f"{_mib(part.workspace_bytes)} of workspace, {_mib(part.result_bytes)} of results a call"
             yield f"    memory: {memory}; weights are read in place"
+            if part.peers:
+                others = f"{_count(part.peers, 'other rank')} of group {part.group}"
+                yield f"    exchanges: {_mib(part.peer_bytes)} a call to each of {others}"
             yield from (f"    {line}" for line in _elsewhere_lines(part.elsewhere))
     if graph.estimate is not None:
         yield f"  taken in parts: {graph.estimate}"

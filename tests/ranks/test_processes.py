@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import torch_mpk
 from tests.ranks.team import run, start
 from torch_mpk.errors import RankLostError
 
@@ -58,7 +59,10 @@ def exchanged(rank: int) -> dict[str, object]:
     wide = Layers(rank).double()
     errors = [(a.double() - wide(inputs(i).double())).abs().max().item() for i, a in enumerate(found)]
     again = [step(inputs(i)) for i in range(5)]
-    return {"digest": digest(found), "again": digest(again), "error": max(errors)}
+    explained = torch_mpk.explain(model, inputs(0))
+    [part] = explained.graphs[0].parts
+    told = {"explained": str(explained), "bytes": part.peer_bytes}
+    return {"digest": digest(found), "again": digest(again), "error": max(errors)} | told
 
 
 @pytest.mark.slow
@@ -66,6 +70,9 @@ def test_sums_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
     results = run(2, exchanged, tmp_path)
     assert {each[key] for each in results for key in ("digest", "again")} == {results[0]["digest"]}
     assert max(each["error"] for each in results) < 1e-5
+    for each in results:
+        assert "a call to each of 1 other rank of group 0" in each["explained"]
+        assert each["bytes"] == 2 * ROWS * HIDDEN * 2 * 4  # of two sums, half of it tags
 
 
 @torch.no_grad()
