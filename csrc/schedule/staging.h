@@ -39,17 +39,20 @@ inline bool has_short_rows(const Tensor& t) {
 // Whether the loader can stream the tensor's rows.
 inline bool can_be_streamed(const Tensor& t) { return has_aligned_rows(t) && has_short_rows(t); }
 
-// Whether a tensor map can describe the matrix in boxes of 16-bit elements, or of two bytes as one.
+// Whether a map can describe the matrix to the copy engine, in boxes of 16-bit elements, or of two bytes as one; words
+// hold several weights.
 inline bool can_be_boxed(const Tensor& t) {
   const int64_t bytes = size_bytes(t.dtype);
-  return bytes <= 2 && t.shape.size() == 2 && t.shape[1] * bytes % kBoxRowBytes == 0 && t.shape[1] > 0 &&
-         (t.shape[0] == 1 || t.strides[0] >= t.shape[1]) && can_be_streamed(t);
+  return (bytes <= 2 || t.dtype == DType::kI32) && t.strides.back() == 1 && t.shape.size() == 2 &&
+         t.shape[1] * bytes % kBoxRowBytes == 0 && t.shape[1] > 0 && (t.shape[0] == 1 || t.strides[0] >= t.shape[1]) &&
+         can_be_streamed(t);
 }
 
-// A matrix of bytes that can be boxed, as one of 16-bit elements.
+// A matrix of bytes or words that can be boxed, as one of 16-bit elements.
 inline Tensor in_words(Tensor t) {
+  const int64_t bytes = size_bytes(t.dtype);
   t.dtype = DType::kBF16;
-  t.shape[1] /= 2, t.strides[0] /= 2, t.offset /= 2;
+  for (int64_t* count : {&t.shape[1], &t.strides[0], &t.offset}) *count = *count * bytes / 2;
   return t;
 }
 

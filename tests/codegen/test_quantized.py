@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.codegen.test_emulated import check_decoder
+from tests.cpu.test_quantized import random_bits
 from tests.schedule.decoder_graph import decoder
 from tests.tasks.test_every_way import launch
 from torch_mpk import _C
@@ -22,15 +23,24 @@ pytestmark = pytest.mark.slow  # compilers; tests/tasks/test_every_way.py runs s
 
 FP8 = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
 ROWS = {"block_rows": 1, "block_columns": 0}  # a scale for each row of the weight
+GROUPS = {"packed": 2, "block_rows": 1, "block_columns": 128}
 
 
 def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, storage: torch.dtype = E4M3,
-         scale: torch.dtype = torch.float32, x_scale: float = 0, bias: bool = False, **attrs: int) -> Call:  # fmt: skip
+         scale: torch.dtype = torch.float32, x_scale: float = 0, bias: bool = False, packed: int = 1,
+         zero: torch.dtype | None = None, apart: bool = False, **attrs: int) -> Call:  # fmt: skip
     x = (torch.randn(rows, k) * 10 ** (2 * torch.rand(rows, 1) - 1)).to(dtype)
-    weight = torch.randint(-127, 128, (n, k), dtype=torch.int8) if storage == torch.int8 else torch.randn(n, k).to(E4M3)
+    weight = torch.randn(n, k).to(E4M3) if storage == E4M3 else random_bits([n, k // packed], storage)
     sizes = [-(-size // (attrs[name] or size)) for name, size in (("block_rows", n), ("block_columns", k))]
     operands = [x, weight, (torch.rand(sizes) + 0.1).to(scale), torch.randn(n).to(dtype) if bias else None]
     operands.append(torch.tensor([x_scale]) if x_scale else None)
+    if zero is not None:
+        shape = [-(-sizes[0] // 8), sizes[1]] if zero == torch.int32 else sizes
+        operands.append(torch.randn(shape).to(zero) if zero.is_floating_point else random_bits(shape, zero))
+    else:
+        operands.append(None)
+    if apart:
+        operands[1:3] = [t.T.contiguous().T for t in (weight, operands[2])]
     return Call(quantized_linear, operands, quantized_linear.bind_attrs(attrs))
 
 
@@ -60,9 +70,37 @@ def test_boxes_of_every_format() -> None:
     )
 
 
+def test_boxes_of_4_bits() -> None:
+    """Groups of each size, of rows and of a scale's own blocks; zero points of each kind; 8 bits in groups as well."""
+    check(
+        [
+            call(1, 64, 512, storage=torch.int8, scale=torch.bfloat16, zero=torch.bfloat16, **GROUPS),
+            call(2, 200, 768, storage=torch.uint8, bias=True, **GROUPS),
+            call(9, 72, 256, storage=torch.int32, zero=torch.int32, **(GROUPS | {"packed": 8, "block_columns": 32})),
+            call(20, 40, 1280, storage=torch.int8, zero=torch.float32, **(GROUPS | {"block_columns": 64})),
+            call(
+                3,
+                43,
+                512,
+                storage=torch.uint8,
+                scale=torch.float16,
+                zero=torch.uint8,
+                **(GROUPS | {"block_columns": 0}),
+            ),
+            call(1, 40, 256, storage=torch.uint8, **(GROUPS | {"block_columns": 0})),
+            call(4, 32, 512, storage=torch.int8, x_columns=128, **(GROUPS | {"block_rows": 16})),
+            call(5, 48, 256, storage=torch.int8, packed=1, zero=torch.int8, block_rows=1, block_columns=64),
+        ],
+        90,
+        {"quantized_linear.rows"},
+    )
+
+
 def test_x_in_stages() -> None:
     check(
         [
+            call(16, 24, 4096, storage=torch.uint8, zero=torch.bfloat16, scale=torch.bfloat16, **GROUPS),
+            call(40, 40, 1536, storage=torch.int8, dtype=torch.float16, bias=True, **(GROUPS | {"block_columns": 32})),
             call(16, 24, 4096, **FP8),
             call(40, 40, 1408, dtype=torch.float16, bias=True, **FP8),
             call(14, 24, 4096, x_columns=-1, storage=torch.int8, **ROWS),
@@ -80,6 +118,8 @@ def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
             call(3, 20, 192, dtype=torch.float32, **FP8),
             call(2, 17, 65, storage=torch.int8, bias=True, **ROWS),
             call(2, 16, 80, block_rows=4, block_columns=16),
+            call(3, 21, 96, storage=torch.int8, zero=torch.bfloat16, **(GROUPS | {"block_columns": 16})),
+            call(2, 24, 256, storage=torch.int32, zero=torch.int32, apart=True, **(GROUPS | {"packed": 8})),
         ],
         arch,
         {"quantized_linear.direct"},
@@ -101,7 +141,7 @@ def test_numbers_that_are_none() -> None:
     check([*calls, special(call(4, 24, 100, **FP8))], 90, {"quantized_linear.rows", "quantized_linear.direct"})
 
 
-@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 5), ("int8", 3)])
+@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 5), ("int8", 3), ("int4", 2)])
 def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> None:
     """Norms in front, residuals and products behind, several linears of one input, elements that are polled."""
     sizes = {"hidden": 256, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 384, "length": 40, "layers": 1}
@@ -112,7 +152,7 @@ def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> 
     check_decoder(kernel, [40 - i for i in range(batch)], 39, 4e-2)
 
 
-@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 8), ("fp8", 32), ("int8", 1)])
+@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 32), ("int8", 1), ("int4", 1), ("int4", 32)])
 def test_compiles_without_spills(weights: str, batch: int) -> None:
     sizes: dict[str, Any] = {"hidden": 4096, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 12288}
     graph = decoder(batch=batch, layers=1, length=1024, vocab=512, weights=weights, **sizes)

@@ -96,15 +96,20 @@ def paged_caches(b: Builder, dtype: str, shape: list[int], page_size: int, layer
 
 
 def linear_of(b: Builder, weights: str, name: str, x: _C.Tensor, y: _C.Tensor) -> _C.Tensor:
-    (_, n), k, is_fp8 = y.shape, x.shape[1], weights == "fp8"
+    (_, n), k = y.shape, x.shape[1]
     if not weights:
         weight = b.buffer("input", f"{name}.weight", x.dtype, [n, k])
         return b.node("linear", [("x", x), ("weight", weight)], y, {}, name)
-    stored = b.buffer("input", f"{name}.weight", "float8_e4m3fn" if is_fp8 else "int8", [n, k])
-    scale = b.buffer("input", f"{name}.scale", "float32", [-(-n // 128), -(-k // 128)] if is_fp8 else [n, 1])
-    block, x_columns = ((128, 128), 128) if is_fp8 else ((1, 0), 0)
-    attrs = {"block_rows": block[0], "block_columns": block[1], "x_columns": x_columns}
-    return b.node("quantized_linear", [("x", x), ("weight", stored), ("weight_scale", scale)], y, attrs, name)
+    of_byte = 2 if weights == "int4" else 1
+    stored = b.buffer("input", f"{name}.weight", "float8_e4m3fn" if weights == "fp8" else "int8", [n, k // of_byte])
+    (rows, columns), x_columns = {"fp8": ((128, 128), 128), "int8": ((1, 0), 0), "int4": ((1, 128), 0)}[weights]
+    blocks = [-(-n // rows), -(-k // (columns or k))]
+    dtype = "bfloat16" if weights == "int4" else "float32"
+    operands = [("x", x), ("weight", stored), ("weight_scale", b.buffer("input", f"{name}.scale", dtype, blocks))]
+    if weights == "int4":
+        operands.append(("zero", b.buffer("input", f"{name}.zero", dtype, blocks)))
+    attrs = {"block_rows": rows, "block_columns": columns, "x_columns": x_columns}
+    return b.node("quantized_linear", operands, y, attrs, name)
 
 
 def decoder(
@@ -116,7 +121,7 @@ def decoder(
 
     With ``computed_tables`` rope's tables are made of the inputs of those names, as in a model, not given. With
     ``page_size`` caches are in pages, as many as all rows' ``length`` takes. ``weights``: "fp8", in blocks of 128 x
-    128, with x quantised, or "int8", by row; the head's are not.
+    128, with x quantised, "int8", by row, or "int4", in groups of 128 with zero points; the head's are not.
     """
     b = Builder()
     x = b.buffer("input", "x", dtype, [batch, hidden])

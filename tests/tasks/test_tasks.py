@@ -176,15 +176,29 @@ def expert_linear(x, ids, weight, transposed):
     return torch.einsum("rcen,rce->rcn", every, torch.nn.functional.one_hot(ids, every.shape[2]).to(x.dtype))
 
 
-def quantized_linear(x, weight, weight_scale, bias, x_scale, block_rows, block_columns, x_columns):
-    (n, k), rows = weight.shape, x.clone()
+def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, block_rows, block_columns, x_columns):
+    (n, p), k, rows = weight.shape, x.shape[1], x.clone()
+    codes = weight.view(torch.uint8).view(n, -1) if p < k else weight  # of 4 bits: the first of two is the low one
+    if p < k:
+        codes = torch.stack([codes % 16, codes // 16], -1).flatten(1).to(torch.int8)
+        codes = (codes + 8) % 16 - 8 if weight.dtype == torch.int8 else codes
     for r, first in itertools.product(range(len(x)), range(0, k, x_columns if x_columns > 0 else k)):
         block = rows[r, first : first + (x_columns if x_columns > 0 else k)]  # written in place
         if x_columns or x_scale is not None:
             scale = block.abs().max() / 448 if x_scale is None else x_scale
             block.copy_((block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
     place = torch.arange(n) // (block_rows or n), torch.arange(k) // (block_columns or k)
-    y = rows @ (weight.float() * weight_scale[place[0][:, None], place[1]]).T
+    points = zero
+    if zero is not None and zero.dtype == torch.int32:
+        points = torch.tensor([[word % 2**32 >> 4 * i & 15 for word in row] for row in zero.tolist() for i in range(8)])
+    middle = 8 if p < k and weight.dtype != torch.int8 and (zero is None or zero.is_floating_point()) else 0
+    numbers = codes.float() - middle
+    if zero is not None and not zero.is_floating_point():
+        numbers = numbers - points[place[0][:, None], place[1]]
+    matrix = numbers * weight_scale[place[0][:, None], place[1]].float()
+    if zero is not None and zero.is_floating_point():
+        matrix = matrix + zero[place[0][:, None], place[1]]
+    y = rows @ matrix.T.to(rows.dtype)
     return y if bias is None else y + bias
 
 

@@ -89,7 +89,9 @@ def _operands(lx: Lowerer, task: Task, present: Sequence[tuple]) -> list[tuple[s
     return [
         (
             spec.name,
-            _in_place(lx, task, spec, value) if spec.is_write else _read(lx, value, written),
+            _in_place(lx, task, spec, value)
+            if spec.is_write
+            else _read(lx, value, written, spec.name in task.traits.any_strides),
             spec.is_read,
             spec.is_write,
         )
@@ -97,11 +99,12 @@ def _operands(lx: Lowerer, task: Task, present: Sequence[tuple]) -> list[tuple[s
     ]
 
 
-def _read(lx: Lowerer, value: Value, written: Sequence[Buffer]) -> View:
+def _read(lx: Lowerer, value: Value, written: Sequence[Buffer], any_strides: bool) -> View:
     view = lx.operand(value)
     if not is_static((*view.shape, *view.strides)):
         raise UnsupportedError("an operand whose size is known only at run time")
-    if (view.shape and view.shape[-1] != 1 and view.strides[-1] != 1) or view.buffer in written:
+    are_apart = view.shape and view.shape[-1] != 1 and view.strides[-1] != 1
+    if (are_apart and not any_strides) or view.buffer in written:
         return lx.copy(view, version=view.buffer.committed)  # writes that are only issued come after this operation
     return view
 

@@ -262,7 +262,11 @@ class Task:
             shape += sample[dim] if dim == "..." else [int(dim) if dim.isdigit() else sample[dim]]
         if operand.dtype is not None and not operand.dtype.is_floating_point:
             return draw(shape, operand.dtype, device, sample[operand.bound] if operand.bound else 8)
-        return draw(shape, sample.get(operand.name, operand.dtype or dtype), device)
+        dtype = sample.get(operand.name, operand.dtype or dtype)
+        if dtype in (torch.uint8, torch.int32):  # packed numbers, of which every bit counts
+            limits = torch.iinfo(dtype)
+            return torch.randint(limits.min, limits.max + 1, shape, dtype=dtype, device=device)
+        return draw(shape, dtype, device)
 
 
 def _key(operands: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]) -> Hashable:

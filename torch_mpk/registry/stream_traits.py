@@ -21,6 +21,8 @@ class StreamTraits:
             as they are made.
         tiled_by: an operand whose rows are the job's tiles, which workers may draw at run time.
         hands_over: results may be stored for readers to poll.
+        any_strides: all other operands are copied where neighbours of a row lie apart; these are read in place. It is
+            for lowering alone.
         cursor: which row of what it updates in place a call writes; an element outside writes nothing.
         paged_by: says where a cache has what came before each row of the result, of a sequence of its own: rows are
             tokens of a batch, in whatever shape a model has them.
@@ -34,16 +36,18 @@ class StreamTraits:
     joined_by: str = ""
     tiled_by: str = ""
     hands_over: bool = False
+    any_strides: tuple[str, ...] = ()
     cursor: str = ""
     paged_by: str = ""
 
     def of_operands(self) -> dict[str, list[str]]:
-        """The traits that each name several operands."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        """The traits that each name several operands, but for what lowering alone knows."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "any_strides"}
         return {trait: list(names) for trait, names in values.items() if isinstance(names, tuple)}
 
     def operands(self) -> Iterator[str]:
         """Every operand that is named."""
         for names in self.of_operands().values():
             yield from names
+        yield from self.any_strides
         yield from filter(None, (self.joined_by, self.tiled_by, self.cursor, self.paged_by))

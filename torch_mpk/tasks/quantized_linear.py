@@ -1,4 +1,4 @@
-"""``linear`` whose weight is quantised: in bytes, with scales, read where it lies."""
+"""``linear`` whose weight is quantised: of 8 or 4 bits, with scales, read where it lies."""
 
 import torch
 import torch.nn.functional as F
@@ -8,35 +8,45 @@ from torch_mpk.registry import task
 from torch_mpk.registry.stream_traits import StreamTraits
 
 E4M3 = torch.float8_e4m3fn
-STORAGES = (E4M3, torch.int8)
+# Elements of a row that an element of the storage has. Those with 4 bits have the first in their lowest bits.
+PACKED = {E4M3: (1,), torch.int8: (1, 2), torch.uint8: (2,), torch.int32: (8,)}
+_OFFSET = {torch.uint8: 8, torch.int32: 8}  # what codes of 4 bits are above their numbers, where they have no sign
+ZEROS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32)
 LARGEST_E4M3 = torch.finfo(E4M3).max
 LEAST_SCALE = 1e-12
 _PIECE = 1 << 24  # elements of a weight that the reference has in full precision at a time
 
 
 @task(
-    "x[R, K], weight[N, P], weight_scale[A, B], bias[N]?, x_scale[1]? -> y[R, N]",
+    "x[R, K], weight[N, P], weight_scale[A, B], bias[N]?, x_scale[1]?, zero[Z, B]? -> y[R, N]",
     role="stream",
     traits=StreamTraits(
-        loaded=("weight", "weight_scale"),
+        loaded=("weight", "weight_scale", "zero"),
         staged=("x",),
         whole=("x",),
         takes_rows=("x",),
         joined_by="x",
         tiled_by="weight",
         hands_over=True,
+        any_strides=("weight", "weight_scale", "zero"),
     ),
     samples=[
         {"R": 1, "K": 256, "N": 192, "P": 256, "A": 2, "B": 2, "weight": E4M3, "weight_scale": torch.float32,
-         "bias": None, "x_scale": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},
+         "bias": None, "x_scale": None, "zero": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},
         {"R": 3, "K": 320, "N": 80, "P": 320, "A": 1, "B": 3, "weight": E4M3, "weight_scale": torch.float32,
-         "x_scale": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},
+         "x_scale": None, "zero": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},
         {"R": 2, "K": 128, "N": 48, "P": 128, "A": 48, "B": 1, "weight": E4M3, "weight_scale": torch.bfloat16,
-         "x_scale": None, "block_rows": 1, "block_columns": 0, "x_columns": -1},
+         "x_scale": None, "zero": None, "block_rows": 1, "block_columns": 0, "x_columns": -1},
         {"R": 5, "K": 256, "N": 64, "P": 256, "A": 64, "B": 1, "weight": torch.int8, "weight_scale": torch.float32,
-         "x_scale": None, "block_rows": 1, "block_columns": 0},
+         "x_scale": None, "zero": None, "block_rows": 1, "block_columns": 0},
         {"R": 4, "K": 100, "N": 33, "P": 100, "A": 1, "B": 1, "weight": E4M3, "weight_scale": torch.float32,
-         "x_scale": torch.float32, "bias": None, "block_rows": 0, "block_columns": 0},
+         "x_scale": torch.float32, "bias": None, "zero": None, "block_rows": 0, "block_columns": 0},
+        {"R": 2, "K": 256, "N": 48, "P": 128, "A": 48, "B": 2, "Z": 48, "weight": torch.int8,
+         "weight_scale": torch.bfloat16, "zero": torch.bfloat16, "x_scale": None, "block_rows": 1,
+         "block_columns": 128},
+        {"R": 3, "K": 96, "N": 24, "P": 12, "A": 24, "B": 3, "Z": 3, "weight": torch.int32,
+         "weight_scale": torch.float16, "zero": torch.int32, "bias": None, "x_scale": None, "block_rows": 1,
+         "block_columns": 32},
     ],
 )  # fmt: skip
 def quantized_linear(
@@ -45,34 +55,47 @@ def quantized_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
     *,
     block_rows: int,
     block_columns: int,
     x_columns: int = 0,
 ) -> torch.Tensor:
-    """``x @ w.T + bias``, where ``w[n, k] = weight[n, k] * weight_scale[n // block_rows, k // block_columns]``.
+    """``x @ w.T + bias``, where ``w[n, k] = number[n, k] * weight_scale[n // block_rows, k // block_columns]``.
 
-    ``weight`` is float8_e4m3fn or int8, and P is K. ``weight_scale`` is float32, bfloat16, float16 or float8_e8m0fnu. A
-    block size of 0 means the whole dimension, and the last block of one may be smaller. With ``x_columns``, x is
-    quantised, too: each row, in blocks of so many columns (-1: all of them), is divided by its scale s, the block's
-    largest magnitude over 448, at least 1e-12, rounded to float8_e4m3fn, and multiplied by s again. With ``x_scale``,
-    that is s for all of x, and what exceeds 448 then is 448. Sums are in fp32, or in fp64 where x has it, rounded once.
+    Numbers of 8 bits are those of ``weight``, which is float8_e4m3fn or int8, and P is K. Numbers of 4 bits stand two
+    to a byte, or eight to an int32, the first in the lowest bits: int8 holds -8 to 7, P is K / 2; uint8, P is K / 2,
+    and int32, P is K / 8, hold 0 to 15, of which 8 is taken. ``weight_scale`` is float32, bfloat16, float16 or
+    float8_e8m0fnu. A block size of 0 means the whole dimension, and the last block of one may be smaller.
+
+    ``zero`` belongs to integer numbers, and has a value for each scale. Of a floating type it is added to the products
+    of numbers and scales. Integers are taken from the numbers instead, and no 8 from those of 0 to 15; int32 has eight
+    of them, of 4 bits, for eight blocks of rows that follow each other: Z is A / 8, rounded up.
+
+    With ``x_columns``, x is quantised, too: each row, in blocks of so many columns (-1: all of them), is divided by its
+    scale s, the block's largest magnitude over 448, at least 1e-12, rounded to float8_e4m3fn, and multiplied by s
+    again. With ``x_scale``, that is s for all of x, and what exceeds 448 then is 448. Sums are in fp32, or in fp64
+    where x has it, rounded once.
 
     Raises TaskError when dtypes or sizes do not fit each other.
     """
-    _check(x, weight, weight_scale, block_rows, block_columns)
+    _check(x, weight, weight_scale, zero, block_rows, block_columns)
     if x_scale is not None:
         x_columns = -1
     computed = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = quantise(x.to(computed), x_columns, x_scale) if x_columns else x.to(computed)
     bias = None if bias is None else bias.to(computed)
-    block_rows, block_columns = block_rows or weight.shape[0], block_columns or weight.shape[1]
-    height = max(_PIECE // max(weight.shape[1], 1) // block_rows, 1) * block_rows
+    block_rows, block_columns = block_rows or weight.shape[0], block_columns or x.shape[1]
+    offsets = None if zero is None else _offsets(zero, weight, weight_scale, x.shape[1], computed)
+    height = max(_PIECE // max(x.shape[1], 1) // block_rows, 1) * block_rows
     if weight.shape[0] <= height:
-        return F.linear(rows, dequantised(weight, weight_scale, block_rows, block_columns, computed), bias).to(x.dtype)
+        matrix = dequantised(weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets)
+        return F.linear(rows, matrix, bias).to(x.dtype)
+    blocks = height // block_rows
+    parts = weight_scale.split(blocks), [None] * len(weight) if offsets is None else offsets.split(blocks)
     products = [
-        F.linear(rows, dequantised(part, scales, block_rows, block_columns, computed))
-        for part, scales in zip(weight.split(height), weight_scale.split(height // block_rows), strict=True)
+        F.linear(rows, dequantised(part, scales, block_rows, block_columns, computed, x.shape[1], own))
+        for part, scales, own in zip(weight.split(height), *parts, strict=True)
     ]
     y = torch.cat(products, -1)
     return (y if bias is None else y + bias).to(x.dtype)
@@ -91,26 +114,79 @@ def quantise(x: torch.Tensor, columns: int, scale: torch.Tensor | None = None) -
 
 
 def dequantised(
-    weight: torch.Tensor, scale: torch.Tensor, block_rows: int, block_columns: int, dtype: torch.dtype
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    dtype: torch.dtype,
+    columns: int | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The matrix that weight and scale stand for."""
-    rows, columns = weight.shape
-    scales = scale.to(dtype).repeat_interleave(block_rows, 0)[:rows] if block_rows > 1 else scale.to(dtype)
-    scales = scales.repeat_interleave(block_columns, 1)[:, :columns] if block_columns > 1 else scales
-    return weight.to(dtype) * scales
+    """The matrix that weight and scale stand for; ``offsets``: what is added to each block."""
+    columns = weight.shape[1] if columns is None else columns
+    shape = len(weight), columns
+
+    def spread(blocks: torch.Tensor) -> torch.Tensor:
+        each = blocks.to(dtype).repeat_interleave(block_rows, 0)[: shape[0]] if block_rows > 1 else blocks.to(dtype)
+        return each.repeat_interleave(block_columns, 1)[:, : shape[1]] if block_columns > 1 else each
+
+    matrix = _numbers(weight, columns).to(dtype) * spread(scale)
+    return matrix if offsets is None else matrix + spread(offsets)
+
+
+def _numbers(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    if weight.shape[1] == columns:
+        return weight
+    codes = _nibbles(weight, 1)
+    return codes - _OFFSET[weight.dtype] if weight.dtype in _OFFSET else (codes ^ 8) - 8
+
+
+def _nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """The 4-bit codes that stand in a matrix's elements, one after the other along ``dim``."""
+    bits = torch.arange(0, 8 * packed.element_size(), 4, device=packed.device)
+    codes = packed.to(torch.int32).unsqueeze(-1) >> bits.to(torch.int32) & 15
+    return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
+
+
+def _offsets(
+    zero: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    if zero.dtype.is_floating_point:
+        return zero.to(dtype)
+    points = _nibbles(zero, 0)[: len(scale)] if zero.dtype == torch.int32 else zero
+    middle = _OFFSET.get(weight.dtype, 0) if weight.shape[1] != columns else 0
+    return (middle - points.to(dtype)) * scale.to(dtype)
 
 
 def _check(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, block_rows: int, block_columns: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    block_rows: int,
+    block_columns: int,
 ) -> None:
-    if weight.dtype not in STORAGES:
-        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in STORAGES)
-        raise TaskError(f"quantized_linear: weight is {weight.dtype}, expected {expected}")
-    if weight.shape[1] != x.shape[1]:
-        raise TaskError(f"quantized_linear: weight has {weight.shape[1]} columns, expected x's {x.shape[1]}")
-    sizes = [-(-size // (block or max(size, 1))) for size, block in zip(weight.shape, (block_rows, block_columns))]
+    if weight.dtype not in PACKED:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in PACKED)
+        raise TaskError(f"quantized_linear: weight is {weight.dtype}, expected one of {expected}")
+    rows, columns = weight.shape[0], x.shape[1]
+    if all(weight.shape[1] * packed != columns for packed in PACKED[weight.dtype]):
+        expected = " or ".join(f"K / {packed}" if packed > 1 else "K" for packed in PACKED[weight.dtype])
+        raise TaskError(
+            f"quantized_linear: weight has {weight.shape[1]} columns of {weight.dtype}, expected {expected}, "
+            f"where K is x's {columns}"
+        )
+    sizes = [-(-size // (block or max(size, 1))) for size, block in zip((rows, columns), (block_rows, block_columns))]
     if list(weight_scale.shape) != sizes:
         raise TaskError(
             f"quantized_linear: weight_scale is {list(weight_scale.shape)}, expected {sizes} for a weight of "
-            f"{list(weight.shape)} in blocks of {block_rows} x {block_columns}"
+            f"{[rows, columns]} in blocks of {block_rows} x {block_columns}"
         )
+    if zero is None:
+        return
+    if weight.dtype == E4M3 or zero.dtype not in ZEROS:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZEROS)
+        raise TaskError(f"quantized_linear: zero is {zero.dtype}, expected one of {expected}, and integer weights")
+    sizes[0] = -(-sizes[0] // 8) if zero.dtype == torch.int32 else sizes[0]
+    if list(zero.shape) != sizes:
+        raise TaskError(f"quantized_linear: zero is {list(zero.shape)}, expected {sizes}, as many as there are scales")

@@ -9,7 +9,8 @@
 namespace mpk::cpu {
 namespace {
 
-// Weight rows of a unit, and the rows of x that are multiplied with them at a time.
+// Rows of weights that a unit has, and rows of x that meet them at a time.
+constexpr int64_t kOffsetsStep = 16;  // that numbers of zero points are a multiple of, see QuantizedArgs
 constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 64, kWantedUnits = 64;
 
 float float_of(DType dtype, const uint8_t* p, const Microkernels& microkernels) {
@@ -25,27 +26,34 @@ class QuantizedLinear : public Kernel {
       : microkernels_(microkernels), format_(checked(node)), dtype_(float_dtype(node, node.operand("x"))) {
     const Operand &x = node.operand("x"), &weight = node.operand("weight"), &scale = node.operand("weight_scale");
     const Operand &y = node.operand("y"), *bias = node.find("bias"), *x_scale = node.find("x_scale");
+    const Operand* zero = node.find("zero");
     if (dtype_ == DType::kF64) fail(node, "x is float64, expected float32, float16 or bfloat16");
     float_dtype(node, y, &x);
     if (bias != nullptr) bias_dtype_ = float_dtype(node, *bias);
-    for (const Operand* o : {&x, &weight, &scale, bias, &y})
+    for (const Operand* o : {&x, bias, &y})
       if (o != nullptr) require_inner_stride(node, *o);
+    is_gathered_ = weight.tensor.strides[1] != 1;
     x_ = View(x.tensor), weight_ = View(weight.tensor), scale_ = View(scale.tensor), y_ = View(y.tensor);
     if (bias != nullptr) bias_ = Place(bias->tensor);
     if (x_scale != nullptr) x_scale_ = Place(x_scale->tensor);
+    if (zero != nullptr) zero_ = View(zero->tensor), zero_dtype_ = zero->tensor.dtype;
     num_rows_ = x.tensor.shape[0], num_weight_rows_ = format_.rows;
     depth_ = std::max<int64_t>(format_.columns, 1);
     run_ = std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
     pitch_ = microkernels.quantized_pitch(run_);
-    product_ = format_.storage == DType::kI8 ? microkernels.quantized_i8 : microkernels.quantized_e4m3;
+    offsets_pitch_ = format_.has_zero() ? round_up(runs_, kOffsetsStep) : 0;
+    product_ = product_of(format_, microkernels);
     block_ = std::min<int64_t>(num_rows_, kLinearRowBlock);
     rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
                                 kMaxRowsPerUnit);
     const int64_t units = (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
     num_units_ = num_rows_ == 0 || format_.columns == 0 ? (num_rows_ == 0 ? 0 : units) : units;
-    unit_cost_ = static_cast<double>(rows_per_unit_ * depth_) * std::max(1.0, num_rows_ / 2.0) / kBytesPerNs;
+    unit_cost_ =
+        static_cast<double>(rows_per_unit_ * format_.row_bytes()) * std::max(1.0, num_rows_ / 2.0) / kBytesPerNs;
     scratch_bytes_ = 2 * bytes_of(block_ * runs_ * pitch_) + bytes_of(block_ * runs_) +
-                     bytes_of(rows_per_unit_ * runs_) + 2 * bytes_of(std::max(block_ * rows_per_unit_, depth_));
+                     bytes_of(rows_per_unit_ * runs_) + 2 * bytes_of(std::max(block_ * rows_per_unit_, depth_)) +
+                     bytes_of(block_ * offsets_pitch_) + bytes_of(rows_per_unit_ * offsets_pitch_) +
+                     (is_gathered_ ? round_up(rows_per_unit_ * format_.row_bytes(), 64) : 0);
   }
 
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
@@ -58,16 +66,23 @@ class QuantizedLinear : public Kernel {
     float* weight_factors = take(rows_per_unit_ * runs_);
     float *sums = take(std::max(block_ * rows_per_unit_, depth_)),
           *values = take(std::max(block_ * rows_per_unit_, depth_));
+    float *x_sums = take(block_ * offsets_pitch_), *offsets = take(rows_per_unit_ * offsets_pitch_);
     for (int64_t first = 0; first < num_rows_; first += block_) {
       const int64_t count = std::min(block_, num_rows_ - first);
       for (int64_t r = 0; r < count; r++)
-        prepare_row(frame, first + r, x + r * runs_ * pitch_, x_factors + r * runs_, values);
+        prepare_row(frame, first + r, x + r * runs_ * pitch_, x_factors + r * runs_, x_sums + r * offsets_pitch_,
+                    values);
       for (int64_t unit = begin; unit < end; unit++) {
         QuantizedArgs args = {};
         args.x = x, args.x_factors = x_factors, args.num_rows = count, args.k = format_.columns, args.run = run_;
         args.weight = weight_.at(frame, 0), args.weight_stride = weight_.strides[0];
         args.begin = unit * rows_per_unit_, args.end = std::min(args.begin + rows_per_unit_, num_weight_rows_);
         find_factors(frame, args.begin, args.end, weight_factors);
+        if (format_.has_zero()) {
+          find_offsets(frame, args.begin, args.end, weight_factors, offsets);
+          args.offsets = offsets, args.x_sums = x_sums, args.offsets_stride = offsets_pitch_;
+        }
+        if (is_gathered_) gather(frame, args, scratch);
         args.weight_factors = weight_factors, args.weight_factors_stride = runs_, args.sums = sums;
         args.x_is_bf16 = format_.quantizes_x() || dtype_ == DType::kBF16;
         args.scratch = reinterpret_cast<uint8_t*>(pairs);
@@ -84,8 +99,8 @@ class QuantizedLinear : public Kernel {
   }
   static int64_t bytes_of(int64_t floats) { return round_up(floats * static_cast<int64_t>(sizeof(float)), 64); }
 
-  // Prepares a row of x in runs, and its factors.
-  void prepare_row(const Frame& frame, int64_t row, float* x, float* factors, float* values) const {
+  // A row of x in runs, and its factors.
+  void prepare_row(const Frame& frame, int64_t row, float* x, float* factors, float* sums, float* values) const {
     microkernels_.load_of(dtype_)(x_.at(frame, row), 1, values, static_cast<int>(format_.columns));
     const float given = x_scale_ ? float_of(DType::kF32, x_scale_.at(frame), microkernels_) : 0;
     for (int64_t first = 0; format_.quantizes_x() && first < format_.columns; first += format_.x_columns) {
@@ -100,6 +115,16 @@ class QuantizedLinear : public Kernel {
       std::fill(x + run * pitch_ + size, x + (run + 1) * pitch_, 0.0f);
       if (!format_.quantizes_x()) factors[run] = 1;
     }
+    for (int64_t run = 0; run < offsets_pitch_; run++)
+      sums[run] = run < runs_ ? factors[run] * sum_of(x + run * pitch_, pitch_) : 0;
+  }
+
+  static float sum_of(const float* values, int64_t n) {
+    float sums[kOffsetsStep] = {};
+    for (int64_t i = 0; i < n; i++) sums[i % kOffsetsStep] += values[i];
+    float sum = 0;
+    for (float each : sums) sum += each;
+    return sum;
   }
 
   static float scale_of(const float* values, int64_t n) {
@@ -127,6 +152,53 @@ class QuantizedLinear : public Kernel {
     }
   }
 
+  // What zero points add to a number of each run, where scales are `factors`.
+  void find_offsets(const Frame& frame, int64_t begin, int64_t end, const float* factors, float* offsets) const {
+    const float middle = format_.has_middle() ? WeightFormat::kMiddle : 0;
+    for (int64_t n = begin; n < end; n++)
+      for (int64_t run = 0; run < offsets_pitch_; run++) {
+        float* offset = offsets + (n - begin) * offsets_pitch_ + run;
+        const int64_t row = n / format_.block_rows, column = run * run_ / format_.block_columns;
+        if (run >= runs_)
+          *offset = 0;
+        else if (format_.zero == ZeroKind::kAdded)
+          *offset = float_of(zero_dtype_, zero_.at(frame, row, column), microkernels_);
+        else
+          *offset = (middle - point(frame, row, column)) * factors[(n - begin) * runs_ + run];
+      }
+  }
+  float point(const Frame& frame, int64_t row, int64_t column) const {
+    if (format_.zero == ZeroKind::kPoints) {
+      const uint8_t byte = *zero_.at(frame, row, column);
+      return zero_dtype_ == DType::kI8 ? static_cast<int8_t>(byte) : byte;
+    }
+    uint32_t word;
+    std::memcpy(&word, zero_.at(frame, row / 8, column), sizeof word);
+    return static_cast<float>(word >> row % 8 * 4 & 15);
+  }
+
+  // Rows whose elements lie apart, one after the other.
+  void gather(const Frame& frame, QuantizedArgs& args, uint8_t* rows) const {
+    if (format_.storage == DType::kI32)
+      gather_elements<4>(frame, args, rows);
+    else
+      gather_elements<1>(frame, args, rows);
+    args.weight = rows - args.begin * format_.row_bytes(), args.weight_stride = format_.row_bytes();
+  }
+
+  template <int kBytes>
+  void gather_elements(const Frame& frame, const QuantizedArgs& args, uint8_t* rows) const {
+    const int64_t count = format_.row_bytes() / kBytes;
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t n = args.begin; n < args.end; n++)
+        std::memcpy(rows + ((n - args.begin) * count + i) * kBytes, weight_.at(frame, n, i), kBytes);
+  }
+
+  static Microkernels::Quantized product_of(const WeightFormat& format, const Microkernels& microkernels) {
+    if (format.bits() == 4) return format.has_middle() ? microkernels.quantized_u4 : microkernels.quantized_i4;
+    return format.storage == DType::kI8 ? microkernels.quantized_i8 : microkernels.quantized_e4m3;
+  }
+
   void store(const Frame& frame, int64_t first, int64_t count, int64_t begin, int64_t end, float* sums,
              float* bias) const {
     const auto size = static_cast<int>(end - begin);
@@ -143,8 +215,11 @@ class QuantizedLinear : public Kernel {
   const DType dtype_;
   DType bias_dtype_ = DType::kF32;
   Microkernels::Quantized product_;
-  View x_, weight_, scale_, y_;
+  View x_, weight_, scale_, zero_, y_;
   Place bias_, x_scale_;
+  DType zero_dtype_ = DType::kF32;
+  bool is_gathered_;
+  int64_t offsets_pitch_;
   int64_t num_rows_, num_weight_rows_, depth_, run_, runs_, pitch_, block_, rows_per_unit_;
 };
 

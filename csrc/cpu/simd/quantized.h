@@ -3,7 +3,7 @@
 // The order of an output element's sum depends on K and on the runs alone.
 #pragma once
 
-// Four vectors of weights: their bytes are one register wide, or a part of one.
+// Four vectors of weights: where a weight has a byte they are one register wide, or a part of one.
 constexpr int kQuantizedStep = 4 * kLanes;
 
 #if defined(MPK_TIER_AVX512)
@@ -11,6 +11,7 @@ constexpr int kQuantizedStep = 4 * kLanes;
 // processors handle a hundred times more slowly.
 struct WeightsE4M3 {
   static constexpr float kScale = 1;
+  static constexpr int kPacked = 1;  // weights to a byte
   __m512i table[4];
 
   MPK_INLINE WeightsE4M3() {
@@ -40,6 +41,7 @@ struct WeightsE4M3 {
 };
 #else
 struct WeightsE4M3 {
+  static constexpr int kPacked = 1;
 #if defined(MPK_TIER_AVX2)
   static constexpr float kScale = 1;
 
@@ -83,6 +85,7 @@ struct WeightsE4M3 {
 
 struct WeightsI8 {
   static constexpr float kScale = 1;
+  static constexpr int kPacked = 1;
 
   static MPK_INLINE vf load_vector(const uint8_t* p) {
 #if defined(MPK_TIER_AVX512)
@@ -100,6 +103,73 @@ struct WeightsI8 {
   }
   MPK_INLINE bool has_nan(const uint8_t*) const { return false; }
 };
+
+// Two to a byte, the first in its low bits. kIsSigned: -8 to 7 as they are; else 8 more.
+template <bool kIsSigned>
+struct WeightsI4 {
+  static constexpr float kScale = 1;
+  static constexpr int kPacked = 2;
+  static constexpr int kMiddle = 8;
+#if defined(MPK_TIER_AVX512)
+  __m512i table;  // the numbers of all codes, in bfloat16
+
+  MPK_INLINE WeightsI4() {
+    alignas(64) uint16_t numbers[32];
+    for (int code = 0; code < 32; code++) {
+      const int number = kIsSigned ? ((code & 15) ^ kMiddle) - kMiddle : (code & 15) - kMiddle;
+      numbers[code] = static_cast<uint16_t>(as_bits(static_cast<float>(number)) >> 16);
+    }
+    table = _mm512_load_si512(numbers);
+  }
+#endif
+#if defined(MPK_TIER_AVX2) || defined(MPK_TIER_AVX512)
+  // The codes of 16 bytes, each in a byte.
+  static MPK_INLINE __m256i codes(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), most = _mm_set1_epi8(15);
+    const __m128i low = _mm_and_si128(bytes, most), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), most);
+    return _mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high));
+  }
+#endif
+#if defined(MPK_TIER_AVX512)
+  // 32 weights as bfloat16.
+  MPK_INLINE __m512i words(const uint8_t* p) const {
+    return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(codes(p)), table);
+  }
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
+    for (int half = 0; half < 2; half++) {
+      const __m512i w = words(p + 16 * half);
+      out[2 * half] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(w)), 16);
+      out[2 * half + 1] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(w, 1)), 16);
+    }
+  }
+#elif defined(MPK_TIER_AVX2)
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
+    const __m256i flipped = _mm256_xor_si256(codes(p), _mm256_set1_epi8(kIsSigned ? kMiddle : 0));
+    const __m256i numbers = _mm256_sub_epi8(flipped, _mm256_set1_epi8(kMiddle));
+    const __m128i halves[2] = {_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1)};
+    for (int v = 0; v < 4; v++) {
+      const __m128i eight = v % 2 == 0 ? halves[v / 2] : _mm_srli_si128(halves[v / 2], 8);
+      out[v] = (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
+    }
+  }
+#else
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
+    for (int v = 0; v < 4; v++, p += kLanes / 2) {
+      vf numbers;
+      for (int i = 0; i < kLanes; i++) {
+        const int code = p[i / 2] >> i % 2 * 4 & 15;
+        numbers[i] = static_cast<float>((kIsSigned ? code ^ kMiddle : code) - kMiddle);
+      }
+      out[v] = numbers;
+    }
+  }
+#endif
+  MPK_INLINE bool has_nan(const uint8_t*) const { return false; }
+};
+
+// Whether weights can be had as words, which are bfloat16.
+template <class W>
+constexpr bool kHasWords = requires(const W& w, const uint8_t* p) { w.words(p); };
 
 int64_t quantized_pitch(int64_t run) { return (run + kQuantizedStep - 1) / kQuantizedStep * kQuantizedStep; }
 
@@ -120,7 +190,7 @@ struct PairsX {
   template <class W, int kCols>
   static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
     for (int half = 0; half < 2; half++) {
-      const __m512i weights = w.words(from + 32 * half);
+      const __m512i weights = w.words(from + 32 * half / W::kPacked);
       for (int j = 0; j < kCols; j++)
         acc[j] = (vf)_mm512_dpbf16_ps((__m512)acc[j], (__m512bh)weights,
                                       (__m512bh)_mm512_loadu_si512(x + j * pitch + 32 * half));
@@ -128,6 +198,17 @@ struct PairsX {
   }
 };
 #endif
+
+// What zero points add: that of each run times the sum of its x.
+template <int kRows, int kCols>
+MPK_INLINE void add_offsets(const QuantizedArgs& a, const int64_t* rows, int64_t first_col, vf (&total)[kRows][kCols]) {
+  for (int64_t run = 0; run < a.offsets_stride; run += kLanes)
+    for (int i = 0; i < kRows; i++) {
+      const vf offsets = load_vec(a.offsets + (rows[i] - a.begin) * a.offsets_stride + run);
+      for (int j = 0; j < kCols; j++)
+        total[i][j] = vec_fma(offsets, load_vec(a.x_sums + (first_col + j) * a.offsets_stride + run), total[i][j]);
+    }
+}
 
 // kRows weight rows times kCols rows of x.
 template <class W, class X, int kRows, int kCols>
@@ -145,7 +226,7 @@ MPK_INLINE void quantized_rows(const QuantizedArgs& a, const W& w, const typenam
     int64_t k = 0;
     for (; k + kQuantizedStep <= size; k += kQuantizedStep)
       for (int i = 0; i < kRows; i++) {
-        const uint8_t* from = weights[i] + run * a.run + k;
+        const uint8_t* from = weights[i] + (run * a.run + k) / W::kPacked;
         __builtin_prefetch(from + kPrefetchBytes);
         nan[i] |= w.has_nan(from);
         X::add(w, from, x + k, runs * pitch, acc[i]);
@@ -153,7 +234,7 @@ MPK_INLINE void quantized_rows(const QuantizedArgs& a, const W& w, const typenam
     if (k < size)
       for (int i = 0; i < kRows; i++) {
         uint8_t whole[kQuantizedStep] = {};
-        __builtin_memcpy(whole, weights[i] + run * a.run + k, size - k);
+        __builtin_memcpy(whole, weights[i] + (run * a.run + k) / W::kPacked, (size - k) / W::kPacked);
         nan[i] |= w.has_nan(whole);
         X::add(w, whole, x + k, runs * pitch, acc[i]);
       }
@@ -163,6 +244,7 @@ MPK_INLINE void quantized_rows(const QuantizedArgs& a, const W& w, const typenam
         total[i][j] = vec_fma(acc[i][j], vf{} + of_weight * a.x_factors[(first_col + j) * runs + run], total[i][j]);
     }
   }
+  if (a.offsets != nullptr) add_offsets<kRows, kCols>(a, rows, first_col, total);
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kCols; j++)
       a.sums[(first_col + j) * (a.end - a.begin) + rows[i] - a.begin] =
@@ -195,7 +277,7 @@ template <class W>
 void quantized(const QuantizedArgs& a) {
   const int64_t pitch = quantized_pitch(a.run < a.k ? a.run : a.k);
 #if defined(MPK_TIER_AVX512_BF16)
-  if constexpr (std::is_same_v<W, WeightsE4M3>) {
+  if constexpr (kHasWords<W>) {
     if (a.x_is_bf16) {
       auto* pairs = reinterpret_cast<bf16*>(a.scratch);
       const int64_t count = a.num_rows * ((a.k + a.run - 1) / a.run) * pitch;

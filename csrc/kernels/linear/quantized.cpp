@@ -17,9 +17,11 @@ namespace mpk {
 namespace {
 
 constexpr int64_t kMostRows = 64, kMostRowsDirect = 16;  // of x
-constexpr int64_t kBlockRows = 16;                       // of weights, multiplied by a warp at a time
-constexpr int64_t kStepColumns = 128;                    // of weights, whose sums are scaled together
-constexpr int64_t kMostWhole = 100 * 1024;               // the most bytes of x that are staged as a whole by choice
+constexpr int64_t kBlockRows = 16;                       // of weights, that a warp multiplies at a time
+constexpr int64_t kStepColumns = 128;                    // of x, that have a factor
+constexpr int64_t kFewColumns = 256;                     // of a chunk, which is not made narrower
+constexpr int64_t kLineBytes = 128;                      // of a row of weights, that a box has side by side
+constexpr int64_t kMostWhole = 100 * 1024;  // bytes of x that is staged whole although it could be otherwise
 
 // The format of all of a job's weights.
 WeightFormat format_of(const Schedule& schedule, const Job& job) {
@@ -30,8 +32,9 @@ std::optional<std::string> refuses_operands(const Node& node) {
   const Operand& x = node.operand("x");
   if (auto why = refuses_row_dtype(x)) return why;
   if (auto why = refuses_dtype(node.operands.back(), x.tensor.dtype)) return why;
-  for (const Operand& operand : node.operands)
-    if (auto why = refuses_inner_stride(operand)) return why;
+  for (const char* name : {"x", "bias", "y"})
+    if (const Operand* operand = node.find(name))
+      if (auto why = refuses_inner_stride(*operand)) return why;
   return WeightFormat::refuses(node);
 }
 
@@ -39,10 +42,12 @@ std::optional<std::string> refuses_format(const Schedule& schedule, const Job& j
   for (int n : job.body) {
     const Node& node = schedule.graph.nodes()[n];
     const WeightFormat mine = WeightFormat::of(node), first = format_of(schedule, job);
-    if (mine.scales_rows() != first.scales_rows() || mine.block_columns != first.block_columns)
-      return "weights of one job are scaled in blocks of different columns";
-    for (const char* name : {"weight", "weight_scale"})
-      if (!is_constant(schedule.graph, node.operand(name).tensor)) return "the launch writes a " + std::string(name);
+    if (mine.scales_rows() != first.scales_rows() || mine.block_columns != first.block_columns ||
+        (mine.block_rows == 1) != (first.block_rows == 1))
+      return "weights of one job are scaled in different blocks";
+    for (const char* name : {"weight", "weight_scale", "zero"})
+      if (const Operand* operand = node.find(name); operand != nullptr && !is_constant(schedule.graph, operand->tensor))
+        return "the launch writes a " + std::string(name);
   }
   if (schedule.warps.all_read_entries) return kNotTogether;
   if (norm_of(job) >= 0) return "it ends with a norm";
@@ -56,7 +61,7 @@ class QuantizedWriter : public codegen::LinearWriter {
   QuantizedWriter(const codegen::JobPlace& place, codegen::JobCode code)
       : LinearWriter(place, std::move(code)), format_(WeightFormat::of(first_)) {}
 
-  // If each row has one scale, it is a factor of the row's results. Otherwise scales stand beside the weights.
+  // Where each row has one scale, that is a factor of its results; else scales stand beside the weights.
   std::string row_factor(const Node& node) override {
     if (!format_.scales_rows()) return "";
     const Tensor& scale = node.operand("weight_scale").tensor;
@@ -67,28 +72,45 @@ class QuantizedWriter : public codegen::LinearWriter {
 
   std::string write_places() override {
     using namespace codegen;
-    std::vector<std::string> scales, pitches, block_rows;
-    for (int n : format_.scales_rows() ? std::vector<int>{} : job_.body) {
-      const Node& node = context_.node(n);
-      const Tensor& scale = node.operand("weight_scale").tensor;
-      scales.push_back(refs_.pointer(node, scale));
-      pitches.push_back(str(scale.strides[0]));
-      block_rows.push_back(str(WeightFormat::of(node).block_rows) + "u");
-    }
     const Operand* given = first_.find("x_scale");
-    std::string text = flag("kIsE4M3", format_.storage == DType::kE4M3) + flag("kScalesByRow", format_.scales_rows()) +
+    std::string text = constant("kWeightBits", format_.bits()) + flag("kIsE4M3", format_.storage == DType::kE4M3) +
+                       flag("kHasMiddle", format_.has_middle()) +
+                       constant("kZero", static_cast<int64_t>(format_.zero)) +
+                       flag("kScalesByRow", format_.scales_rows()) +
                        constant("kScaleColumns", format_.scales_rows() ? 0 : format_.block_columns) +
                        constant("kXScaleColumns", format_.x_columns) + flag("kGivenXScale", given != nullptr) +
                        returning("float", "x_scale(const Job& job)",
                                  given != nullptr ? refs_.pointer(first_, given->tensor) + "[0]" : "0.0f");
-    if (scales.empty()) return text;
-    text += "  using Scale = " + std::string(cuda_type(format_.scale_dtype)) + ";\n";
-    return text + returning("const Scale*", "scale(const Job& job, int i)", choose("i", scales)) +
-           returning("int64_t", "scale_pitch(int i)", choose("i", pitches)) +
-           returning("uint32_t", "scale_rows(int i)", choose("i", block_rows));
+    if (format_.scales_rows()) return text;
+    std::vector<std::string> block_rows;
+    for (int n : job_.body) block_rows.push_back(str(WeightFormat::of(context_.node(n)).block_rows) + "u");
+    text += flag("kRowsHaveScales", format_.block_rows == 1) +
+            returning("uint32_t", "scale_rows(int i)", choose("i", block_rows)) +
+            write_blocks("weight_scale", "Scale", "scale");
+    return format_.has_zero() ? text + write_blocks("zero", "Zero", "zero") : text;
   }
 
   const WeightFormat format_;
+
+ private:
+  // Where an operand is that has a value for each block.
+  std::string write_blocks(const char* operand, const std::string& type, const std::string& name) {
+    using namespace codegen;
+    std::vector<std::string> places, pitches, column_pitches;
+    DType dtype = DType::kF32;
+    for (int n : job_.body) {
+      const Node& node = context_.node(n);
+      const Tensor& blocks = node.operand(operand).tensor;
+      dtype = blocks.dtype;
+      places.push_back(refs_.pointer(node, blocks));
+      pitches.push_back(str(blocks.strides[0]));
+      column_pitches.push_back(str(blocks.strides[1]));
+    }
+    return "  using " + type + " = " + cuda_type(dtype) + ";\n" +
+           returning("const " + type + "*", name + "(const Job& job, int i)", choose("i", places)) +
+           returning("int64_t", name + "_pitch(int i)", choose("i", pitches)) +
+           returning("int64_t", name + "_column_pitch(int i)", choose("i", column_pitches));
+  }
 };
 
 // ---- weights in boxes
@@ -111,13 +133,15 @@ class Cutter {
   Cutter(const Linears& job, const WeightFormat& format, Input x) : job_(job), format_(format), x_(x) {}
 
   RowsCut best() const {
-    int64_t columns = is_staged() || job_.batch <= 8 ? 1024 : job_.batch <= 16 ? 512 : 256;
-    int64_t held = job_.batch <= 16 ? 3 : 2;
+    const int64_t columns = job_.batch <= 8 ? 1024 : job_.batch <= 16 ? 512 : kFewColumns;
+    int64_t bytes = is_staged() ? 1024 : bytes_of(columns);
+    // Blocks of a warp: as many as there are registers for their sums, beside what 4 bits become.
+    int64_t held = job_.batch <= 16 ? 3 : job_.batch <= 32 || format_.bits() == 8 ? 2 : 1;
     while (true) {
-      const RowsCut c = cut(columns, held);
-      const bool can_narrow = columns > 2 * kStepColumns;
+      const RowsCut c = cut(bytes, held);
+      const bool can_narrow = bytes > bytes_of(kFewColumns);
       if (staged_bytes(c) <= job_.room_beside_boxes || (!can_narrow && held == 1)) return c;
-      can_narrow ? columns /= 2 : held--;
+      can_narrow ? bytes /= 2 : held--;
     }
   }
 
@@ -126,8 +150,9 @@ class Cutter {
     const int64_t rows = round_up(job_.batch, 8), sums = std::max(blocks, warps()) * rows * kSumPitch * 4;
     const int64_t at_hand = is_staged() ? job_.size : kStages * c.stage_columns;
     const int64_t x = job_.batch * (at_hand * job_.element + (is_staged() ? 1 : kStages) * kAccessBytes);
-    const int64_t factors = (at_hand / kStepColumns + 1) * rows * 4;  // and one for each row
-    const int64_t scales = format_.scales_rows() ? 0 : tiles_of_worker(c) * c.parts * format_.scale_columns() * 4;
+    const int64_t sums_of_x = format_.has_zero() ? kStepColumns / std::min(format_.block_columns, kStepColumns) : 0;
+    const int64_t factors = (at_hand / kStepColumns * (1 + sums_of_x) + 1) * rows * 4;  // and one for each row
+    const int64_t scales = tiles_of_worker(c) * c.parts * scale_bytes(c);
     const int64_t whole = is_staged() ? round_up(x, kSharedAlignment) + sums : std::max(x, sums);
     return round_up(whole, kSharedAlignment) + round_up(factors, kSharedAlignment) + scales;
   }
@@ -135,7 +160,7 @@ class Cutter {
   double nanoseconds(const RowsCut& c) const {
     const Costs& costs = job_.arch.costs;
     const double tiles = double(divide_up(job_.tiles(c.tile_rows), job_.workers));
-    const double weights = tiles * double(c.tile_rows * job_.parts * c.row_bytes);
+    const double weights = tiles * double(job_.parts * (c.tile_rows * c.row_bytes + scale_bytes(c)));
     const double x = double(job_.batch * job_.size * job_.element) * tiles / double(c.mainloop_tiles);
     return std::max(weights / costs.memory_bytes_per_ns, (weights + x) / costs.by_warps.bytes_per_ns);
   }
@@ -145,21 +170,33 @@ class Cutter {
   int64_t warps() const { return job_.warps - (is_staged() ? 0 : kProducerWarps); }
   int64_t tiles_of_worker(const RowsCut& c) const { return divide_up(job_.tiles(c.tile_rows), job_.workers); }
 
-  RowsCut cut(int64_t columns, int64_t held) const {
+  int64_t bytes_of(int64_t columns) const { return columns * format_.bits() / 8; }
+
+  // What a box has beside its weights, see BlockScale in quantized_format.cuh.
+  int64_t scale_bytes(const RowsCut& c) const {
+    if (format_.scales_rows()) return 0;
+    const int64_t scale = is_reduced_float(format_.scale_dtype) ? 2 : 4;
+    const int64_t with_zero = scale == 2 && format_.zero_bytes != 4 ? 4 : 8;
+    return format_.scale_columns() * (format_.block_rows == 1 ? c.tile_rows : 1) *
+           (format_.has_zero() ? with_zero : scale);
+  }
+
+  RowsCut cut(int64_t bytes, int64_t held) const {
     const bool is_even = job_.batch <= 16 || job_.tiles(kBlockRows) < job_.workers;
     const int64_t box_rows = is_even ? 8 : kBlockRows;
     const int64_t most_bytes = kMinSlotBytes / box_rows / kBoxRowBytes * kBoxRowBytes;
-    RowsCut c{{box_rows, job_.parts, 1, job_.size, std::min({columns, job_.size, most_bytes})}, {}};
+    const int64_t row_bytes = format_.row_bytes();
+    RowsCut c{{box_rows, job_.parts, 1, row_bytes, std::min({bytes, row_bytes, most_bytes})}, {}};
     c.is_boxed = true;
     const int64_t mine = tiles_of_worker(c);
     const int64_t most = std::max<int64_t>(held * warps() * (kBlockRows / box_rows) / job_.parts, 1);
     c.mainloop_tiles = std::max<int64_t>(divide_up(mine, divide_up(mine, most)), 1);
-    // If a pass has few blocks, warps take turns at chunks, so there must be chunks enough for half of the warps.
+    // Where a pass has few blocks, warps take turns at chunks, of which there are to be enough for half of them.
     const int64_t blocks = divide_up(c.mainloop_tiles * c.parts, kBlockRows / box_rows);
-    while (c.chunk_bytes > 2 * kStepColumns && 2 * blocks * c.chunks() <= warps())
-      c.chunk_bytes = c.chunk_bytes / 2 / kStepColumns * kStepColumns;
+    while (c.chunk_bytes > bytes_of(kFewColumns) && 2 * blocks * c.chunks() <= warps())
+      c.chunk_bytes = c.chunk_bytes / 2 / kLineBytes * kLineBytes;
     c.in_flight = entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes();
-    c.stage_columns = c.chunk_bytes;
+    c.stage_columns = format_.columns_of(c.chunk_bytes);
     return c;
   }
 
@@ -209,10 +246,11 @@ class RowsWriter : public QuantizedWriter {
   const RowsFields own_;
 };
 
+// Whether groups of sums that are scaled together are of columns that the kernel scales, and of rows of a box, or one.
 bool has_whole_blocks(const WeightFormat& f) {
-  return f.columns % kStepColumns == 0 &&
-         (f.scales_rows() ||
-          (f.block_columns % kStepColumns == 0 && (f.block_rows % kBlockRows == 0 || f.block_rows >= f.rows))) &&
+  const bool are_columns = f.block_columns % kStepColumns == 0 || f.block_columns == 64 || f.block_columns == 32;
+  const bool are_rows = f.block_rows == 1 || f.block_rows % kBlockRows == 0 || f.block_rows >= f.rows;
+  return f.row_bytes() % kLineBytes == 0 && (f.scales_rows() || (are_columns && are_rows)) &&
          (!f.quantizes_x() || f.x_columns == kStepColumns || f.x_columns >= f.columns);
 }
 
@@ -277,13 +315,14 @@ class Rows : public Kernel {
     proof.require(cut.shape && cut.shape->is_boxed && cut.shape->x_rows == 0, "its weights do not come in boxes");
     const TileShape& s = *cut.shape;
     const auto own = fields_of<RowsFields>(cut);
+    const WeightFormat format = WeightFormat::of(proof.first());
     proof.require(s.chunk_parts == 1 && s.readers == 1 && !proof.schedule().warps.all_read_entries,
                   "a box of " + proof.str(s.tile_rows) + " rows is taken by one warp");
     proof.require(s.tile_rows == 8 || s.tile_rows == kBlockRows, "a box is not a block of products, or half of one");
-    proof.require(own.mainloop_tiles > 0 && own.stage_columns == s.chunk_bytes, "stages of x are not as wide as boxes");
+    proof.require(own.mainloop_tiles > 0 && own.stage_columns == format.columns_of(s.chunk_bytes),
+                  "stages of x are not as wide as boxes");
     proof.require_plain_end();
     proof.require_scratch(0);
-    const WeightFormat format = WeightFormat::of(proof.first());
     proof.require(has_whole_blocks(format), "its scales are not those of whole blocks");
     const Linears linears(proof.schedule(), proof.job());
     RowsCut c{s, own};
@@ -311,8 +350,16 @@ class DirectWriter : public QuantizedWriter {
  private:
   void add_weight(const Node& node, const Tensor& weight) override { weights_.add(refs_, node, weight); }
   std::string write_places() override {
-    return QuantizedWriter::write_places() + codegen::constant("kRun", std::min(format_.run(), size_)) +
-           weights_.members();
+    using namespace codegen;
+    const bool is_apart = first_.operand("weight").tensor.strides[1] != 1;
+    std::vector<std::string> pitches;
+    for (int n : job_.body) {
+      const Tensor& weight = context_.node(n).operand("weight").tensor;
+      pitches.push_back(str(weight.strides[1] * size_bytes(weight.dtype)));
+    }
+    return QuantizedWriter::write_places() + constant("kRun", std::min(format_.run(), size_)) + weights_.members() +
+           constant("kWordColumns", is_apart ? format_.packed : size_) +
+           returning("int64_t", "word_pitch(int i)", is_apart ? choose("i", pitches) : "0");
   }
 
   codegen::WeightsInPlace weights_;
@@ -333,6 +380,10 @@ class Direct : public Kernel {
     if (linears.batch > kMostRowsDirect)
       return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(kMostRowsDirect);
     if (linears.x_bytes() > most_staged(schedule.target)) return "x does not fit shared memory";
+    const auto are_apart = [](const Tensor& weight) { return weight.strides[1] != 1; };
+    if (!all_weights(schedule, job, are_apart) &&
+        !all_weights(schedule, job, [&](const Tensor& weight) { return !are_apart(weight); }))
+      return "neighbours of some weights lie side by side, and of others apart";
     return std::nullopt;
   }
 
@@ -349,7 +400,8 @@ class Direct : public Kernel {
     cut.staged_bytes = staged_bytes(linears, format_of(schedule, job));
     if (cut.staged_bytes > room(schedule)) return {};
     cut.num_tiles = linears.tiles(1);
-    const double bytes = double(divide_up(cut.num_tiles, linears.workers) * linears.parts * linears.size);
+    const double row_bytes = double(format_of(schedule, job).row_bytes());
+    const double bytes = double(divide_up(cut.num_tiles, linears.workers) * linears.parts) * row_bytes;
     cut.cost_ns = kSlower * double(linears.batch) * bytes / linears.arch.costs.memory_bytes_per_ns;
     return {cut};
   }

@@ -15,6 +15,10 @@ int64_t block(const Node& node, const char* name, int64_t all) {
   return size <= 0 || size > all ? std::max<int64_t>(all, 1) : size;
 }
 
+ZeroKind zero_kind(DType t) {
+  return is_float(t) ? ZeroKind::kAdded : t == DType::kI32 ? ZeroKind::kPackedPoints : ZeroKind::kPoints;
+}
+
 }  // namespace
 
 WeightFormat WeightFormat::of(const Node& node) {
@@ -22,49 +26,80 @@ WeightFormat WeightFormat::of(const Node& node) {
   const int64_t rows = weight.shape[0], columns = node.operand("x").tensor.shape[1];
   const bool has_static_x = node.find("x_scale") != nullptr;
   const int64_t x_columns = has_static_x ? columns : node.int_attr("x_columns");
+  const Operand* zero = node.find("zero");
   return {weight.dtype,
           scale.dtype,
           rows,
           columns,
+          columns / std::max<int64_t>(weight.shape[1], 1),
           block(node, "block_rows", rows),
           block(node, "block_columns", columns),
           x_columns < 0 || x_columns > columns ? std::max<int64_t>(columns, 1) : x_columns,
-          has_static_x};
+          has_static_x,
+          zero == nullptr ? ZeroKind::kNone : zero_kind(zero->tensor.dtype),
+          zero != nullptr && is_float(zero->tensor.dtype) ? size_bytes(zero->tensor.dtype) : 0};
 }
 
 std::optional<std::string> WeightFormat::refuses(const Node& node) {
-  const Tensor &weight = node.operand("weight").tensor, &scale = node.operand("weight_scale").tensor;
-  if (weight.dtype != DType::kE4M3 && weight.dtype != DType::kI8)
-    return "weight is " + std::string(info(weight.dtype).name) + ", expected float8_e4m3fn or int8";
   const WeightFormat f = of(node);
-  if (weight.shape[1] != f.columns)
-    return "weight has " + str(weight.shape[1]) + " columns, but x has " + str(f.columns);
-  if (!is_scale(scale.dtype))
-    return "weight_scale is " + std::string(info(scale.dtype).name) +
-           ", expected float32, bfloat16, float16 or float8_e8m0fnu";
-  if (scale.shape[0] != f.scale_rows() || scale.shape[1] != f.scale_columns())
-    return "weight_scale is " + str(scale.shape[0]) + " x " + str(scale.shape[1]) + ", expected " +
-           str(f.scale_rows()) + " x " + str(f.scale_columns()) + " for blocks of " + str(f.block_rows) + " x " +
-           str(f.block_columns);
+  if (auto why = f.refuses_storage(node)) return why;
+  if (auto why = f.refuses_scales(node)) return why;
   if (f.has_static_x && node.operand("x_scale").tensor.dtype != DType::kF32) return "x_scale is not float32";
-  if (f.quantizes_x() && std::max(f.x_columns, f.block_columns) % f.run() != 0 && !f.scales_rows() &&
+  if (f.bits() == 4 && f.run() % 2 != 0 && f.run() < f.columns)
+    return "blocks of " + str(f.run()) + " columns part the two numbers of a byte";
+  if (f.quantizes_x() && std::max(f.x_columns, f.block_columns) % f.run() != 0 && f.block_columns < f.columns &&
       f.x_columns < f.columns)
     return "blocks of " + str(f.block_columns) + " columns, and of " + str(f.x_columns) +
            " of x, divide each other not";
   return std::nullopt;
 }
 
+std::optional<std::string> WeightFormat::refuses_storage(const Node& node) const {
+  const Tensor& weight = node.operand("weight").tensor;
+  const auto is = [&](DType dtype, int64_t columns_of_element) {
+    return storage == dtype && weight.shape[1] * columns_of_element == columns;
+  };
+  if (columns == 0 || is(DType::kE4M3, 1) || is(DType::kI8, 1) || is(DType::kI8, 2) || is(DType::kU8, 2) ||
+      is(DType::kI32, 8))
+    return std::nullopt;
+  return "weight is " + std::string(info(storage).name) + " of " + str(weight.shape[1]) + " columns, where x has " +
+         str(columns) + ", expected float8_e4m3fn or int8, of as many, int8 or uint8 of half, or int32 of an eighth";
+}
+
+std::optional<std::string> WeightFormat::refuses_scales(const Node& node) const {
+  const Tensor& scale = node.operand("weight_scale").tensor;
+  const auto differs = [&](const char* name, const Tensor& t, int64_t expected_rows) {
+    std::optional<std::string> why;
+    if (t.shape[0] != expected_rows || t.shape[1] != scale_columns())
+      why = std::string(name) + " is " + str(t.shape[0]) + " x " + str(t.shape[1]) + ", expected " +
+            str(expected_rows) + " x " + str(scale_columns()) + " for blocks of " + str(block_rows) + " x " +
+            str(block_columns);
+    return why;
+  };
+  if (!is_scale(scale_dtype))
+    return "weight_scale is " + std::string(info(scale_dtype).name) +
+           ", expected float32, bfloat16, float16 or float8_e8m0fnu";
+  if (auto why = differs("weight_scale", scale, scale_rows())) return why;
+  if (!has_zero()) return std::nullopt;
+  const Tensor& given = node.operand("zero").tensor;
+  const bool is_integer = given.dtype == DType::kI8 || given.dtype == DType::kU8 || given.dtype == DType::kI32;
+  if (storage == DType::kE4M3 || !(is_integer || given.dtype == DType::kF32 || is_reduced_float(given.dtype)))
+    return "zero is " + std::string(info(given.dtype).name) + " beside weights of " + info(storage).name;
+  return differs("zero", given, zero == ZeroKind::kPackedPoints ? count(scale_rows(), 8) : scale_rows());
+}
+
 int64_t WeightFormat::run() const { return quantizes_x() ? std::min(x_columns, block_columns) : block_columns; }
 
 std::string WeightFormat::name() const {
-  const std::string of_scale = scales_rows()
+  const std::string of_scale = block_columns >= columns
                                    ? block_rows >= rows ? "one scale" : "a scale for " + str(block_rows) + " rows"
                                    : "blocks of " + str(block_rows) + " x " + str(block_columns);
   const std::string of_x = !quantizes_x()         ? ""
                            : has_static_x         ? ", activations by a given scale"
                            : x_columns >= columns ? ", activations by row"
                                                   : ", activations by " + str(x_columns) + " columns";
-  return std::string(info(storage).name) + ", " + of_scale + of_x;
+  const std::string number = bits() == 4 ? "4 bits in " : "", points = has_zero() ? ", zero points" : "";
+  return number + info(storage).name + ", " + of_scale + points + of_x;
 }
 
 }  // namespace mpk

@@ -27,6 +27,7 @@ LinearWriter::LinearWriter(const JobPlace& place, JobCode code)
       size_(x_.shape[1]),
       element_(size_bytes(x_.dtype)),
       weight_element_(size_bytes(first_.operand("weight").tensor.dtype)),
+      row_bytes_(first_.operand("weight").tensor.shape[1] * weight_element_),
       owners_(owners_of_epilogues(context_.graph(), job_)),
       paired_(!owners_.empty() && (job_.body.size() == 1 || is_side_by_side(context_.graph(), job_))),
       shape_(job_.cut.shape.value_or(whole_rows())),
@@ -112,7 +113,7 @@ void LinearWriter::write_sizes() {
   code_.body = "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
                constant("kSize", size_) + constant("kSegments", static_cast<int64_t>(first_tile_.size())) +
                constant("kParts", shape_.parts) + shape_constants() +
-               constant("kChunkSize", shape_.chunk_bytes / weight_element_) +
+               constant("kChunkSize", shape_.chunk_bytes * size_ / std::max<int64_t>(row_bytes_, 1)) +
                "  static constexpr uint32_t kNumTiles = " + str(job_.cut.num_tiles) + ";\n" +
                flag("kStaged", job_.cut.is_staged()) + flag("kRowTasks", !chain_.tasks.empty()) +
                flag("kClaimed", job_.assignment == Assignment::kClaimed) + flag("kSharesLoop", shape_.shares_entries) +
@@ -143,7 +144,7 @@ void LinearWriter::write_early() {
 TileShape LinearWriter::whole_rows() const {
   TileShape shape;
   if (paired_) shape.parts = static_cast<int64_t>(job_.body.size());
-  shape.row_bytes = shape.chunk_bytes = size_ * weight_element_;
+  shape.row_bytes = shape.chunk_bytes = row_bytes_;
   return shape;
 }
 

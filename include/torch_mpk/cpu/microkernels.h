@@ -46,8 +46,9 @@ struct LinearArgs {
   uint8_t* scratch;  // linear_scratch_bytes
 };
 
-// The same for a weight in bytes. Along k, runs of `run` elements (the last may be shorter) have sums of their own:
-// y[r, n] = sum over runs of the run's factors times sum_k x[r, k] * weight[n, k], + bias[n].
+// The same of a weight in bytes, or in half bytes. Along k, runs of `run` elements (the last may be shorter) have sums
+// of their own: y[r, n] = sum over runs of factors of the run times sum_k x[r, k] * weight[n, k], + offset of the run
+// times that of x.
 struct QuantizedArgs {
   const float* x;  // [num_rows, runs, padded run]: see quantized_pitch; behind a run's elements stand zeros
   const uint8_t* weight;
@@ -56,6 +57,9 @@ struct QuantizedArgs {
   const float* x_factors;       // [num_rows, runs]
   const float* weight_factors;  // of row n and run i: [(n - begin) * weight_factors_stride + i]
   int64_t weight_factors_stride;
+  const float *offsets,
+      *x_sums;             // nullptr, or of row n - begin, and of a row of x: [offsets_stride], zeros behind runs
+  int64_t offsets_stride;  // a multiple of 16
   int64_t begin, end;
   float* sums;       // [num_rows, end - begin]
   bool x_is_bf16;    // all of x are numbers of bfloat16
@@ -138,8 +142,8 @@ struct Microkernels {
   int64_t (*linear_many_scratch_bytes[kNumDTypes])(int64_t num_rows, int64_t k);
   // The same of a weight [k, n]: weight_stride is between its rows. Floating dtypes only, scratch as of `linear`.
   Linear linear_transposed[kNumDTypes];
-  Quantized quantized_e4m3, quantized_i8;
-  int64_t (*quantized_pitch)(int64_t run);  // floats that a run of x takes
+  Quantized quantized_e4m3, quantized_i8, quantized_i4, quantized_u4;  // u4: see WeightFormat::has_middle
+  int64_t (*quantized_pitch)(int64_t run);                             // floats that a run of x takes
   // Numbers over `scale`, rounded to e4m3, as floats; NaN and infinities as PyTorch's conversion behind a clamp.
   void (*round_e4m3)(float* values, int64_t n, float scale);
   AttentionTile attention_tile[kNumDTypes];  // floating dtypes only

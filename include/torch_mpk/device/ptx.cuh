@@ -391,7 +391,9 @@ MPK_DEVICE uint16_t e4m3_of(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// Selects four bytes of two words, by the nibbles of `which`.
+// a * b + c of two halves each, rounded once.
+MPK_DEVICE __half2 fma_halves(__half2 a, __half2 b, __half2 c) { return __hfma2(a, b, c); }
+// Four bytes of a word and of another, chosen by the nibbles of `which`.
 MPK_DEVICE uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t which) { return __byte_perm(a, b, which); }
 
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory; each lane gets two elements of each. Lane 8 i + r

@@ -1,11 +1,17 @@
 // The memory layout of a quantised weight, and the meaning of a product with it. A format is described here once:
 // kernels ask this, and never the node.
 //
-//   y[r, n] = sum over k of x'[r, k] * weight[n, k] * scale[n / block_rows, k / block_columns]
+//   y[r, n] = sum over k of x'[r, k] * (number[n, k] * scale[i, j] + offset[i, j]),  i = n / block_rows,
+//                                                                                    j = k / block_columns
 //
-// Weights are e4m3 or int8, one byte each. x' is x or, if activations are quantised, too, the e4m3 number nearest to x
-// / s, times s. s is given (x_scale), or is the largest magnitude of some columns of a row over 448, at least
-// kLeastScale.
+// Numbers are e4m3 or int8, one to a byte; or integers of 4 bits, two to a byte, the first of them in the low bits. An
+// int32 of eight such numbers is four bytes of them. Those of int8 have a sign; uint8 and int32 hold 8 more than the
+// number. Where there are zero points they say offset: it is the zero point itself, of a floating type, or minus the
+// zero point times the scale, where 8 belongs to the zero point, too, if it belongs to the numbers. int32 has eight
+// zero points of 4 bits, of eight blocks of rows.
+//
+// x' is x; or, where activations are quantised, too, the e4m3 number next to x / s, times s. s is given (x_scale), or
+// the largest magnitude of some columns of a row over 448, at least kLeastScale.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +24,31 @@ namespace mpk {
 
 inline constexpr float kLargestE4M3 = 448, kLeastScale = 1e-12f;
 
+enum class ZeroKind { kNone, kAdded, kPoints, kPackedPoints };
+
 struct WeightFormat {
   DType storage, scale_dtype;
   int64_t rows, columns;              // of the matrix
-  int64_t block_rows, block_columns;  // of a scale
-  int64_t x_columns;                  // of a scale of x; 0: x is not quantised
-  bool has_static_x;                  // x's scale is given
+  int64_t packed;                     // columns to an element of the storage
+  int64_t block_rows, block_columns;  // that a scale is for
+  int64_t x_columns;                  // that a scale of x is for; 0: x is not quantised
+  bool has_static_x;                  // that scale is given
+  ZeroKind zero;
+  int64_t zero_bytes;  // of one, where they are added
+
+  static constexpr int kMiddle = 8;  // what a number of 4 bits without a sign is stored above
 
   bool quantizes_x() const { return x_columns > 0; }
+  bool has_zero() const { return zero != ZeroKind::kNone; }
+  int64_t bits() const { return packed == 1 ? 8 : 4; }
+  bool has_middle() const { return bits() == 4 && storage != DType::kI8; }
+  int64_t row_bytes() const { return columns * bits() / 8; }
+  int64_t columns_of(int64_t bytes) const { return bytes * 8 / bits(); }
   int64_t scale_rows() const { return count(rows, block_rows); }
   int64_t scale_columns() const { return count(columns, block_columns); }
-  // Whether each row of the weight has one scale for all of its columns.
-  bool scales_rows() const { return block_columns >= columns; }
-  // Columns between changes of a scale, of the weight or of x.
+  // Whether all that a row of the weight has beside its numbers is one scale.
+  bool scales_rows() const { return block_columns >= columns && !has_zero(); }
+  // Columns from one change of a scale, of the weight or of x, to the next.
   int64_t run() const;
   std::string name() const;  // for people
 
@@ -40,6 +58,8 @@ struct WeightFormat {
 
  private:
   static int64_t count(int64_t size, int64_t block) { return (size + block - 1) / block; }
+  std::optional<std::string> refuses_storage(const Node& node) const;
+  std::optional<std::string> refuses_scales(const Node& node) const;
 };
 
 }  // namespace mpk

@@ -54,13 +54,13 @@ concept RowsVariant =
       { V::map_of_x(job) } -> Same<const void*>;
     };
 
-// Bytes of a weight: one if it is quantised, else those of x's type.
+// Bits of a weight: a format of quantised ones says it, others are of x's type.
 template <class V>
-constexpr int weight_bytes() {
-  if constexpr (requires { V::kIsE4M3; }) {
-    return 1;
+constexpr int weight_bits() {
+  if constexpr (requires { V::kWeightBits; }) {
+    return V::kWeightBits;
   } else {
-    return sizeof(typename V::T);
+    return 8 * sizeof(typename V::T);
   }
 }
 
@@ -72,7 +72,7 @@ struct RowsShape {
   // One or two for a warp. A warpgroup has all blocks of a box.
   static constexpr int kBoxesOfBlock = V::kByWarpgroups ? 1 : kWarpRows / V::kBoxRows;
   static constexpr int kBlocksOfBox = V::kByWarpgroups ? (V::kBoxRows + kWarpRows - 1) / kWarpRows : 1;
-  static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * weight_bytes<V>();
+  static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * weight_bits<V>() / 8;
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize / V::kSplit;    // of a worker
   static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kProducerWarps;  // that multiply
   static constexpr int kMaxBoxes = V::kMainloopTiles * V::kParts;
@@ -83,10 +83,11 @@ struct RowsShape {
   static constexpr int kChunksOfStage = V::kStageColumns / V::kChunkSize, kNumStages = kChunks / kChunksOfStage;
   static_assert(kChunks % kChunksOfStage == 0);
   static constexpr int kStagesHeld = V::kByWarpgroups ? stages_held(V::kStageColumns) : kStages;
-  // Blocks that a warp multiplies together, to read x once for them where x, not memory, is the limit.
-  static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 ? 2 : 1;
-  // Rows of x are padded to begin in different banks. A box is swizzled instead, and holds 64 columns of all rows, then
-  // the next 64.
+  // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit,
+  // and there are registers for them, as there are not while weights of 4 bits are converted.
+  static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 && weight_bits<V>() > 4 ? 2 : 1;
+  // Rows of x side by side begin in other banks, but in a box, which is swizzled, and has 64 columns of all rows after
+  // the other.
   static constexpr int kPitch =
       V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize / V::kSplit : V::kChunkSize) * int(sizeof(T)) + 16;
   static_assert(!V::kBoxesOfX || V::kXRows % 8 == 0, "blocks of 64 columns would be swizzled differently");

@@ -6,21 +6,108 @@
 
 namespace mpk::linear {
 
+// How zero points are given, see WeightFormat: they are added, or taken from the numbers, one or eight to an element.
+inline constexpr int kNoZero = 0, kAddedZero = 1, kPackedPoints = 3;
+
+// What the format of weights says.
 template <class V>
 concept QuantizedSizes = requires {
-  // Weights are e4m3, or else int8. Each row has one scale, which V::finish applies.
-  requires Constants<bool, V::kIsE4M3, V::kScalesByRow, V::kGivenXScale>;
-  // Columns that share a scale of the weight, where a row has several; columns that share a scale of x, 0 if x is not
-  // quantised.
-  requires Constants<int, V::kScaleColumns, V::kXScaleColumns>;
+  // Of 8 bits, weights are e4m3, or else int8. Of 4 bits, they are 8 more than their numbers, or have a sign. Each row
+  // has one scale and nothing else, which V::finish applies.
+  requires Constants<bool, V::kIsE4M3, V::kHasMiddle, V::kScalesByRow, V::kGivenXScale>;
+  // Columns of a scale of the weight, where it has several to a row; of a scale of x, 0 if x is not quantised.
+  requires Constants<int, V::kWeightBits, V::kZero, V::kScaleColumns, V::kXScaleColumns>;
 };
 
-// The place of scales of blocks.
+// Where scales are, that have blocks of some rows and columns; and zero points, of the same blocks.
 template <class V>
 concept HasScales = V::kScalesByRow || requires(const Job& job, int i) {
-  { V::scale(job, i) } -> Same<const typename V::Scale*>;  // i: segment or part
-  { V::scale_pitch(i) } -> Same<int64_t>;
+  requires Constants<bool, V::kRowsHaveScales>;            // of their own
+  { V::scale(job, i) } -> Same<const typename V::Scale*>;  // of segment or part i
+  { V::scale_pitch(i) } -> Same<int64_t>;                  // to the next rows
+  { V::scale_column_pitch(i) } -> Same<int64_t>;
   { V::scale_rows(i) } -> Same<uint32_t>;
+  requires V::kZero == kNoZero || requires {
+    { V::zero(job, i) } -> Same<const typename V::Zero*>;
+    { V::zero_pitch(i) } -> Same<int64_t>;
+    { V::zero_column_pitch(i) } -> Same<int64_t>;
+  };
 };
+
+// A type of 16 bits as it is, others as float.
+template <class T>
+struct KeptAs {
+  using Type = typename Choose<sizeof(T) == 2, T, float>::Type;
+};
+
+// What belongs to the numbers of a block: its scale alone, or its zero point, too, which is added, or else is what is
+// taken from them. They keep the types in which they are given, if these are of 16 bits: all values are exact.
+template <class V, int zero = V::kZero>
+struct BlockScale {
+  using Scale = typename KeptAs<typename V::Scale>::Type;
+  using Zero = typename Choose<zero == kAddedZero, typename KeptAs<typename V::Zero>::Type, Scale>::Type;
+  Scale scale;
+  Zero zero_point;
+
+  MPK_DEVICE float offset() const {
+    const float point = to_float(zero_point);
+    return zero == kAddedZero ? point : -point * to_float(scale);
+  }
+};
+template <class V>
+struct BlockScale<V, kNoZero> {
+  using Scale = typename KeptAs<typename V::Scale>::Type;
+  Scale scale;
+
+  MPK_DEVICE float offset() const { return 0; }
+};
+
+// Where a block's scale and zero point are, of the block of row n and of column block `column`.
+template <class V>
+MPK_DEVICE const typename V::Scale* place_of_scale(const Job& job, int which, uint32_t row, uint32_t column) {
+  return V::scale(job, which) + row * V::scale_pitch(which) + column * V::scale_column_pitch(which);
+}
+template <class V>
+MPK_DEVICE const typename V::Zero* place_of_zero(const Job& job, int which, uint32_t row, uint32_t column) {
+  const uint32_t line = V::kZero == kPackedPoints ? row / 8 : row;
+  return V::zero(job, which) + line * V::zero_pitch(which) + column * V::zero_column_pitch(which);
+}
+
+// To L2.
+template <class V>
+MPK_DEVICE void fetch_block_scale(const Job& job, int which, uint32_t n, uint32_t column) {
+  const uint32_t row = n / V::scale_rows(which);
+  ptx::prefetch_l2(place_of_scale<V>(job, which, row, column));
+  if constexpr (V::kZero != kNoZero) ptx::prefetch_l2(place_of_zero<V>(job, which, row, column));
+}
+
+template <class V>
+MPK_DEVICE BlockScale<V> load_block_scale(const Job& job, int which, uint32_t n, uint32_t column) {
+  using Block = BlockScale<V>;
+  const uint32_t row = n / V::scale_rows(which);
+  Block block;
+  block.scale = cast<typename Block::Scale>(to_float(*place_of_scale<V>(job, which, row, column)));
+  if constexpr (V::kZero != kNoZero) {
+    const auto zero = *place_of_zero<V>(job, which, row, column);
+    if constexpr (V::kZero == kAddedZero) {
+      block.zero_point = cast<typename Block::Zero>(to_float(zero));
+    } else {
+      const int point = V::kZero == kPackedPoints ? static_cast<int>(zero >> row % 8 * 4 & 15) : static_cast<int>(zero);
+      block.zero_point = cast<typename Block::Zero>(static_cast<float>(point - (V::kHasMiddle ? 8 : 0)));
+    }
+  }
+  return block;
+}
+
+// The number of column k, which is in `byte`.
+template <class V>
+MPK_DEVICE float weight_of(uint8_t byte, int k) {
+  if constexpr (V::kWeightBits == 4) {
+    const int code = byte >> k % 2 * 4 & 15;
+    return static_cast<float>((V::kHasMiddle ? code : code ^ 8) - 8);
+  } else {
+    return V::kIsE4M3 ? to_float(E4M3{byte}) : static_cast<float>(static_cast<int8_t>(byte));
+  }
+}
 
 }  // namespace mpk::linear

@@ -11,6 +11,9 @@ concept QuantizedVariant =
     Variant<V, C> && QuantizedSizes<V> && HasScales<V> && Constants<int, V::kRun> && requires(const Job& job, int i) {
       { V::weight(job, i) } -> Same<const uint8_t*>;  // i: segment or part
       { V::weight_pitch(i) } -> Same<int64_t>;        // in bytes
+      // Columns that stand side by side, and bytes to those behind them.
+      requires Constants<int, V::kWordColumns>;
+      { V::word_pitch(i) } -> Same<int64_t>;
     };
 
 template <class V>
@@ -70,14 +73,19 @@ MPK_DEVICE void compute_quantized_direct(C& c, const Job& job) {
         float total = 0;
         for (int run = 0; run < S::kRuns; run++) {
           const int first = run * V::kRun, end = min(first + V::kRun, V::kSize);
-          float sum = 0, factor = factors[r * S::kRuns + run];
+          float sum = 0, sum_of_x = 0;
+          const float factor = factors[r * S::kRuns + run];
           for (int k = first + c.lane; k < end; k += 32) {
-            const float weight = V::kIsE4M3 ? to_float(E4M3{row[k]}) : static_cast<float>(static_cast<int8_t>(row[k]));
-            sum = fmaf(weight, to_float(x[k]), sum);
+            const uint8_t byte =
+                row[k / V::kWordColumns * V::word_pitch(which) + k % V::kWordColumns * V::kWeightBits / 8];
+            sum = fmaf(weight_of<V>(byte, k), to_float(x[k]), sum);
+            if constexpr (V::kZero != kNoZero) sum_of_x += to_float(x[k]);
           }
-          if constexpr (!V::kScalesByRow)
-            factor *= to_float(
-                V::scale(job, which)[(n / V::scale_rows(which)) * V::scale_pitch(which) + first / V::kScaleColumns]);
+          if constexpr (!V::kScalesByRow) {
+            const BlockScale<V> block = load_block_scale<V>(job, which, n, first / V::kScaleColumns);
+            sum *= to_float(block.scale);
+            if constexpr (V::kZero != kNoZero) sum = fmaf(sum_of_x, block.offset(), sum);
+          }
           total = fmaf(sum, factor, total);
         }
         results[p] = warp_sum(total);

@@ -1,10 +1,13 @@
-// quantized_linear on tensor cores. Weights come in boxes as in linear_rows.cuh, two bytes as one 16-bit element, and
-// become float16 in registers. x is staged as float16, too: as the e4m3 numbers that it is quantised to, or divided by
-// a power of two. Both factors are exact, so fp32 sums of 128 columns are those of the format, and take these columns'
-// scales.
+// quantized_linear on tensor cores: weights come in boxes as in linear_rows.cuh, two bytes as one 16-bit element, and
+// become float16 in registers. x stands in shared memory as float16, too: the e4m3 numbers that it is quantised to, or
+// its own numbers over a power of two. Both factors are exact, so sums of a group of columns, in fp32, are those of the
+// format, and take the scales of these columns. A zero point is added to them times the sum of these columns of x.
 //
-// A lane loads four neighbouring bytes of a row of weights, and multiplies them as elements 2 t, 2 t + 1, 2 t + 8 and 2
-// t + 9 of 16 columns. So x has its columns in that order: the words of each 16 are 0, 2, 4, 6, 1, 3, 5, 7.
+// A lane loads four neighbouring bytes of a row of weights. If they are four weights, it multiplies them as the
+// elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16 columns. So x has its columns in that order: of each 16, words 0, 2,
+// 4, 6, 1, 3, 5, 7. Eight weights are four pairs of neighbours at a distance of four, since the low and the high half
+// of a register are converted together. They are elements 2 t and 2 t + 1, 2 t + 8 and 2 t + 9, of two products. So x
+// has, of each 32 columns, first those that are 0 and 4, of all eights, then 1 and 5, 2 and 6, 3 and 7.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_rows.cuh"
@@ -19,24 +22,61 @@ concept QuantizedRowsVariant = RowsVariant<V, C> && QuantizedSizes<V> && HasScal
 template <class V>
 struct QuantizedShape {
   using S = RowsShape<V>;
-  static constexpr int kStep = 128;  // columns whose sums are scaled together
-  static_assert(V::kSize % kStep == 0 && V::kChunkSize % kStep == 0 && V::kSplit == 1 && !V::kByWarpgroups);
+  static constexpr int kStep = 128;  // columns of x that have a factor
+  // Columns whose sums are scaled together; columns of 128 bytes of a box's row.
+  static constexpr int kGroup = V::kScaleColumns > 0 && V::kScaleColumns < kStep ? V::kScaleColumns : kStep;
+  static constexpr int kLine = 128 * 8 / V::kWeightBits;
+  static_assert(V::kSize % kLine == 0 && V::kChunkSize % kLine == 0 && V::kSplit == 1 && !V::kByWarpgroups);
+  static_assert(kGroup % 32 == 0 && V::kScaleColumns % kGroup == 0);
   static_assert(V::kXScaleColumns == 0 || V::kXScaleColumns == kStep || V::kXScaleColumns == V::kSize);
   static constexpr int kSteps = V::kSize / kStep, kChunkSteps = V::kChunkSize / kStep;
   static constexpr bool kScalesRowsOfX = V::kGivenXScale || V::kXScaleColumns > kStep;
-  static constexpr int kFactorRows = 8 * S::kColumns;  // rows of x that are multiplied
-  // Behind rows and sums stand the factors of x, [step][row], of all steps or of each stage; the scales of rows, if x
-  // comes in stages; and the scales of weights, [box of the worker][row of the box].
+  static constexpr int kFactorRows = 8 * S::kColumns;  // of x, as many as are multiplied
+  // Of a step stand side by side the factors of all rows, and where there are zero points the sums of each group.
+  static constexpr int kStepFloats = kFactorRows * (V::kZero != kNoZero ? 1 + kStep / kGroup : 1);
+  // Behind rows and sums stand these steps, all or those of each stage; scales of rows, if x comes in stages; and
+  // scales of weights, [box of the worker][of its row][row, if each has its own].
   static constexpr int kFactorSteps = V::kStaged ? kSteps : S::kStagesHeld * kChunkSteps;
   static constexpr int kFactorsOffset = (S::kStagedBytes + 127) / 128 * 128;
-  static constexpr int kRowScalesOffset = kFactorsOffset + kFactorSteps * kFactorRows * 4;
+  static constexpr int kRowScalesOffset = kFactorsOffset + kFactorSteps * kStepFloats * 4;
   static constexpr int kRowScalesBytes = V::kStaged || !kScalesRowsOfX ? 0 : kFactorRows * 4;
   static constexpr int kScalesOffset = (kRowScalesOffset + kRowScalesBytes + 127) / 128 * 128;
-  static constexpr int kScalesOfBox = V::kScalesByRow ? 0 : (V::kSize + V::kScaleColumns - 1) / V::kScaleColumns;
-  static constexpr int kStagedBytes = kScalesOffset + V::kWorkerTiles * V::kParts * kScalesOfBox * 4;
+  static constexpr int scale_rows() {
+    if constexpr (V::kScalesByRow) {
+      return 0;
+    } else {
+      return V::kRowsHaveScales ? V::kBoxRows : 1;
+    }
+  }
+  static constexpr int scale_bytes() {
+    if constexpr (V::kScalesByRow) {
+      return 0;
+    } else {
+      return sizeof(BlockScale<V>);
+    }
+  }
+  static constexpr int kScaleRows = scale_rows();
+  static constexpr int kScalesOfBox =
+      V::kScalesByRow ? 0 : (V::kSize + V::kScaleColumns - 1) / V::kScaleColumns * kScaleRows;
+  static constexpr int kStagedBytes = kScalesOffset + V::kWorkerTiles * V::kParts * kScalesOfBox * scale_bytes();
 };
 
-// Four weights as two pairs of float16.
+// Eight weights of 4 bits as four pairs of float16: of columns 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+template <class V>
+MPK_DEVICE void to_halves(uint32_t word, uint32_t (&pairs)[4]) {
+  const uint32_t codes = V::kHasMiddle ? word : word ^ 0x88888888;
+  // They are the last bits of numbers from 1024 on, or those before, which makes them 16 times as large.
+  const __half2 low = __float2half2_rn(-1032), high = __float2half2_rn(-72), sixteenth = __float2half2_rn(0.0625f);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t bits = (codes >> i / 2 * 8 & (i % 2 == 0 ? 0x000f000fu : 0x00f000f0u)) | 0x64006400u;
+    const __half2 number = reinterpret_cast<const __half2&>(bits);
+    const __half2 pair = i % 2 == 0 ? __hadd2_rn(number, low) : ptx::fma_halves(number, sixteenth, high);
+    pairs[i] = reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// Four weights of 8 bits as two pairs of float16.
 template <class V>
 MPK_DEVICE void to_halves(uint32_t word, uint32_t& first, uint32_t& second) {
   if constexpr (V::kIsE4M3) {
@@ -96,14 +136,51 @@ struct XStep {
   float* factor;
 };
 
-// Converts steps of x to float16 in place, half a warp each: 2 kAtOnce of every `stride`, from number `first` to
-// `count`. Several are converted together, since each waits for shared memory and for its half of the warp.
+// Eight columns of x, a access, as float16 in the order that they stand in.
+template <class V>
+MPK_DEVICE void convert_access(const XScale& scale, const float (&v)[8], uint32_t (&words)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const int low = V::kWeightBits == 4 ? e : 2 * e, high = V::kWeightBits == 4 ? e + 4 : 2 * e + 1;
+    words[e] = x_pair<V>(scale.template divide<V>(v[low]), scale.template divide<V>(v[high]));
+  }
+}
+template <class V>
+MPK_DEVICE void store_access(uint8_t* step, int access, const uint32_t (&words)[4]) {
+  if constexpr (V::kWeightBits == 4) {
+    uint8_t* to = step + access / 4 * 64 + access % 4 * 4;  // of 32 columns
+#pragma unroll
+    for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t*>(to + 16 * e) = words[e];
+  } else {
+    uint8_t* to = step + access / 2 * 32 + access % 2 * 8;  // of 16 columns, of which the access is one half
+    *reinterpret_cast<uint2*>(to) = {words[0], words[2]};
+    *reinterpret_cast<uint2*>(to + 16) = {words[1], words[3]};
+  }
+}
+// The sum of some accesses, as many neighbouring lanes have.
+template <int accesses>
+MPK_DEVICE float sum_accesses(const uint32_t (&words)[4]) {
+  float sum = 0;
+#pragma unroll
+  for (uint32_t word : words) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
+    sum += pair.x + pair.y;
+  }
+#pragma unroll
+  for (int o = accesses / 2; o > 0; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
+  return sum;
+}
+
+// Steps of x become float16 where they stand, half a warp's each: those from number `first` on, 2 kAtOnce of every
+// `stride`, of `count`. They are converted together, since each waits for shared memory and for its half of the warp.
 template <class V, int kAtOnce, class Step, class Scale>
 MPK_DEVICE void convert_steps(int first, int count, int stride, int lane, Step step_of, Scale scale_of) {
   const int half = lane / 16, access = lane % 16;
+  constexpr int kAccesses = QuantizedShape<V>::kGroup / 8;  // of a group
 #pragma unroll 1
   for (; first < count; first += stride) {
-    float v[kAtOnce][8];
+    float v[kAtOnce][8], sums[kAtOnce];
+    uint32_t words[kAtOnce][4];
     XScale scales[kAtOnce];
     XStep steps[kAtOnce];
 #pragma unroll
@@ -112,19 +189,18 @@ MPK_DEVICE void convert_steps(int first, int count, int stride, int lane, Step s
       steps[i] = step_of(number);
       unpack<typename V::T>(*reinterpret_cast<const uint4*>(steps[i].at + access * 16), v[i]);
       scales[i] = scale_of(number, v[i]);
+      convert_access<V>(scales[i], v[i], words[i]);
+      if constexpr (V::kZero != kNoZero) sums[i] = sum_accesses<kAccesses>(words[i]);
     }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
       if (first + 2 * i + half >= count) continue;
-      uint32_t words[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        words[e] = x_pair<V>(scales[i].template divide<V>(v[i][2 * e]), scales[i].template divide<V>(v[i][2 * e + 1]));
-      uint8_t* to = steps[i].at + access / 2 * 32 + access % 2 * 8;  // 16 columns, of which the access is a half
-      *reinterpret_cast<uint2*>(to) = {words[0], words[2]};
-      *reinterpret_cast<uint2*>(to + 16) = {words[1], words[3]};
+      store_access<V>(steps[i].at, access, words[i]);
       if (access == 0) *steps[i].factor = scales[i].scale;
+      if constexpr (V::kZero != kNoZero)
+        if (access % kAccesses == 0)
+          steps[i].factor[(1 + access / kAccesses) * QuantizedShape<V>::kFactorRows] = sums[i];
     }
   }
 }
@@ -175,7 +251,7 @@ MPK_DEVICE void convert_x(C& c, const Job& job, uint8_t* x, float* factors) {
       const XScale scale = scale_of_row<V>(job, row, c.lane);
       convert_steps<V, kAtOnce>(
           0, Q::kSteps, 2 * kAtOnce, c.lane,
-          [&](int step) { return XStep{row + step * 256, factors + step * Q::kFactorRows + r}; },
+          [&](int step) { return XStep{row + step * 256, factors + step * Q::kStepFloats + r}; },
           [&](int, const float (&)[8]) { return scale; });
     }
   } else {
@@ -183,7 +259,7 @@ MPK_DEVICE void convert_x(C& c, const Job& job, uint8_t* x, float* factors) {
         c.warp * 2 * kAtOnce, V::kBatch * Q::kSteps, kConsumerWarps * 2 * kAtOnce, c.lane,
         [&](int number) {
           const int r = number / Q::kSteps, step = number - r * Q::kSteps;
-          return XStep{x + r * RowsShape<V>::kPitch + step * 256, factors + step * Q::kFactorRows + r};
+          return XStep{x + r * RowsShape<V>::kPitch + step * 256, factors + step * Q::kStepFloats + r};
         },
         [&](int, const float (&v)[8]) { return scale_of_step<V>(v); });
   }
@@ -228,13 +304,13 @@ MPK_DEVICE bool load_converted(C& c, const Job& job, uint8_t* stages, float* fac
     const StageState<V> place(c.stage + turn - kAhead);
     const int steps = columns_of(chunks.at(turn - kAhead)) / Q::kStep;
     uint8_t* stage = stages + place.offset();
-    float* own = factors + place.number % S::kStagesHeld * (Q::kChunkSteps * Q::kFactorRows);
+    float* own = factors + place.number % S::kStagesHeld * (Q::kChunkSteps * Q::kStepFloats);
     const auto row_of = [&](int number) { return first + number / steps * kProducerWarps; };
     convert_steps<V, kAtOnce>(
         0, rows * steps, 2 * kAtOnce, c.lane,
         [&](int number) {
           const int r = row_of(number), step = number % steps;
-          return XStep{stage + r * S::kPitch + step * 256, own + step * Q::kFactorRows + r};
+          return XStep{stage + r * S::kPitch + step * 256, own + step * Q::kStepFloats + r};
         },
         [&](int number, const float (&v)[8]) {
           if constexpr (Q::kScalesRowsOfX) {
@@ -249,13 +325,117 @@ MPK_DEVICE bool load_converted(C& c, const Job& job, uint8_t* stages, float* fac
   return true;
 }
 
-// Multiplies a chunk's boxes, see Products. `scales`: of the boxes of a pass.
+// The scales of a worker's boxes, of which a thread loads every kConsumerThreads'th.
+template <class V, bool there = !V::kScalesByRow>
+struct BoxScales {
+  using Q = QuantizedShape<V>;
+  using Block = BlockScale<V>;
+  static constexpr int kMost = V::kWorkerTiles * V::kParts * Q::kScalesOfBox;
+  // Where rows have scales of their own, these are too many for registers.
+  static constexpr int kMine = (kMost + kConsumerThreads - 1) / kConsumerThreads;
+  static constexpr int kHeld = V::kRowsHaveScales ? 0 : kMine < 8 ? kMine : 8;
+  Block held[kHeld > 0 ? kHeld : 1];
+
+  // Calls `use` with the place of block i: which weight's, its row, and its column of blocks.
+  template <class Use>
+  MPK_DEVICE static void find_block(Span tiles, int i, Use use) {
+    const uint32_t box = i / Q::kScalesOfBox, tile = tiles.begin + box / V::kParts;
+    if (tile >= tiles.end) return;
+    const int segment = segment_of<V>(tile), which = V::kParts > 1 ? box % V::kParts : segment;
+    const uint32_t n = (tile - V::first_tile(segment)) * V::kBoxRows + i % Q::kScaleRows;
+    use(which, min(n, V::num_rows(segment) - 1), i % Q::kScalesOfBox / Q::kScaleRows);
+  }
+  MPK_DEVICE static Block load(const Job& job, Span tiles, int i) {
+    Block block{};
+    find_block(tiles, i,
+               [&](int which, uint32_t n, int column) { block = load_block_scale<V>(job, which, n, column); });
+    return block;
+  }
+  // Before anything is awaited: to registers as many as they hold, the others to L2.
+  MPK_DEVICE BoxScales(const Job& job, Span tiles, int rank) {
+    for (int i = rank + kHeld * kConsumerThreads; i < kMost; i += kConsumerThreads)
+      find_block(tiles, i, [&](int which, uint32_t n, int column) { fetch_block_scale<V>(job, which, n, column); });
+#pragma unroll
+    for (int i = 0; i < kHeld; i++)
+      if (rank + i * kConsumerThreads < kMost) held[i] = load(job, tiles, rank + i * kConsumerThreads);
+  }
+  MPK_DEVICE void store(const Job& job, Span tiles, int rank, uint8_t* staged) const {
+    Block* blocks = reinterpret_cast<Block*>(staged + Q::kScalesOffset);
+#pragma unroll
+    for (int i = 0; i < kHeld; i++)
+      if (rank + i * kConsumerThreads < kMost) blocks[rank + i * kConsumerThreads] = held[i];
+    for (int i = rank + kHeld * kConsumerThreads; i < kMost; i += kConsumerThreads) blocks[i] = load(job, tiles, i);
+  }
+
+  // What belongs to the sums of a group in a block's upper and lower rows, of which a lane has one each. `box`: the
+  // block's first, of the worker's.
+  MPK_DEVICE static void find(float (&scale)[2], float (&offset)[2], const uint8_t* staged, uint32_t box, int group,
+                              int lane) {
+    const Block* upper = reinterpret_cast<const Block*>(staged + Q::kScalesOffset) + box * Q::kScalesOfBox +
+                         group / (V::kScaleColumns / Q::kGroup) * Q::kScaleRows;
+    constexpr int kToLower = Q::S::kBoxesOfBlock == 2 ? Q::kScalesOfBox : V::kRowsHaveScales ? 8 : 0;
+    if (V::kRowsHaveScales) upper += lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const Block block = upper[i * kToLower];
+      scale[i] = to_float(block.scale), offset[i] = block.offset();
+    }
+  }
+};
+// Where V::finish applies them.
+template <class V>
+struct BoxScales<V, false> {
+  MPK_DEVICE BoxScales(const Job&, Span, int) {}
+  MPK_DEVICE void store(const Job&, Span, int, uint8_t*) const {}
+  MPK_DEVICE static void find(float (&scale)[2], float (&offset)[2], const uint8_t*, uint32_t, int, int) {
+    scale[0] = scale[1] = 1, offset[0] = offset[1] = 0;
+  }
+};
+
+// Weights of some blocks, 32 columns at a time.
+template <class V, int count>
+struct BlockWeights {
+  static constexpr bool kIsPacked = V::kWeightBits == 4;
+  ptx::SharedAddress lines[count];  // where a lane's part of 128 bytes of each row begins
+  ptx::Quad bytes[count];           // 32 bytes of it
+
+  MPK_DEVICE BlockWeights(const uint8_t* const (&upper)[count], const uint8_t* const (&lower)[count], int lane) {
+    const uint32_t row = lane % 8, matrix = lane / 8;
+#pragma unroll
+    for (int j = 0; j < count; j++)
+      lines[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
+  }
+  // The 32 columns with number `i` of a step: first factors of two products.
+  MPK_DEVICE void load(int i, int j, ptx::Quad (&halves)[2]) {
+    if (!kIsPacked || i % 2 == 0) bytes[j] = ptx::load_matrices(lines[j] ^ 32 * (kIsPacked ? i / 2 : i));
+    if constexpr (kIsPacked) {
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        uint32_t pairs[4];
+        to_halves<V>(bytes[j].v[i % 2 * 2 + m], pairs);
+#pragma unroll
+        for (int p = 0; p < 4; p++) halves[p / 2].v[m + p % 2 * 2] = pairs[p];
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < 4; m++) to_halves<V>(bytes[j].v[m], halves[m / 2].v[m % 2], halves[m / 2].v[m % 2 + 2]);
+    }
+  }
+  // To the step behind number `step` of a chunk, of which a line has one or two.
+  MPK_DEVICE void advance(int step) {
+#pragma unroll
+    for (int j = 0; j < count; j++)
+      lines[j] = kIsPacked ? (lines[j] ^ 64) + step % 2 * (V::kBoxRows * 128) : lines[j] + V::kBoxRows * 128;
+  }
+};
+
+// How a chunk's boxes are multiplied, see Products: `box` is the first of a pass, of the worker's.
 template <class V>
 struct QuantizedProducts {
   using S = RowsShape<V>;
   using Q = QuantizedShape<V>;
   uint8_t* staged;
-  const float* scales;
+  uint32_t box;
 
   template <class C>
   MPK_DEVICE bool produce(C& c, const Job& job, uint8_t* stages) const {
@@ -267,104 +447,74 @@ struct QuantizedProducts {
   MPK_DEVICE void add(SumFragment (*sums)[S::kColumns], const uint8_t* const (&upper)[count],
                       const uint8_t* const (&lower)[count], const uint8_t* x, uint32_t chunk, uint32_t block,
                       int lane) const {
-    constexpr int kColumns = S::kColumns;
+    constexpr int kColumns = S::kColumns, kGroups = Q::kStep / Q::kGroup;
+    BlockWeights<V, count> weights(upper, lower, lane);
     const uint32_t row = lane % 8, matrix = lane / 8;
-    ptx::SharedAddress weights[count];
-#pragma unroll
-    for (int j = 0; j < count; j++)
-      weights[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
-    // Missing rows of x repeat the last one. Their products are not used.
+    // Rows of x that there are not repeat the last: their products go nowhere.
     ptx::SharedAddress rows_of_x[kColumns];
 #pragma unroll
     for (int n = 0; n < kColumns; n++)
       rows_of_x[n] = ptx::smem_addr(x) + min(8 * n + row, uint32_t(V::kBatch - 1)) * S::kPitch + matrix * 16;
     const int first = chunk * Q::kChunkSteps, steps = min(Q::kChunkSteps, Q::kSteps - first);
     const int kept = V::kStaged ? first : static_cast<int>(x - staged) / S::kStageBytes * Q::kChunkSteps;
-    const float* of_step =
-        reinterpret_cast<const float*>(staged + Q::kFactorsOffset) + kept * Q::kFactorRows + lane % 4 * 2;
+    const float* of_x =
+        reinterpret_cast<const float*>(staged + Q::kFactorsOffset) + kept * Q::kStepFloats + lane % 4 * 2;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-      SumFragment products[count][kColumns] = {};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        ptx::Quad columns[kColumns];
+      for (int group = 0; group < kGroups; group++) {
+        SumFragment products[count][kColumns] = {};
 #pragma unroll
-        for (int n = 0; n < kColumns; n++) columns[n] = ptx::load_matrices(rows_of_x[n] + (step * 4 + i) * 64);
+        for (int i = group * Q::kGroup / 32; i < (group + 1) * Q::kGroup / 32; i++) {
+          ptx::Quad columns[kColumns];
 #pragma unroll
-        for (int j = 0; j < count; j++) {
-          const ptx::Quad bytes = ptx::load_matrices(weights[j] ^ 32 * i);
-          ptx::Quad halves[2];
+          for (int n = 0; n < kColumns; n++) columns[n] = ptx::load_matrices(rows_of_x[n] + (step * 4 + i) * 64);
 #pragma unroll
-          for (int m = 0; m < 4; m++) to_halves<V>(bytes.v[m], halves[m / 2].v[m % 2], halves[m / 2].v[m % 2 + 2]);
+          for (int j = 0; j < count; j++) {
+            ptx::Quad halves[2];
+            weights.load(i, j, halves);
 #pragma unroll
-          for (int k = 0; k < 2; k++)
+            for (int k = 0; k < 2; k++)
 #pragma unroll
-            for (int n = 0; n < kColumns; n++)
-              ptx::mma<__half>(products[j][n], halves[k], {columns[n].v[2 * k], columns[n].v[2 * k + 1]});
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < count; j++) {
-        float of_rows[2];
-        find_scales(of_rows, block + j, first + step);
-#pragma unroll
-        for (int n = 0; n < kColumns; n++) {
-          const float2 of_columns = *reinterpret_cast<const float2*>(of_step + 8 * n);
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const float factor = (i % 2 == 0 ? of_columns.x : of_columns.y) * of_rows[i / 2];
-            sums[j][n][i] = fmaf(products[j][n][i], factor, sums[j][n][i]);
+              for (int n = 0; n < kColumns; n++)
+                ptx::mma<__half>(products[j][n], halves[k], {columns[n].v[2 * k], columns[n].v[2 * k + 1]});
           }
         }
-        weights[j] += V::kBoxRows * 128;
+#pragma unroll
+        for (int j = 0; j < count; j++)
+          add_scaled(sums[j], products[j], of_x, group, block + j, (first + step) * kGroups + group, lane);
       }
-      of_step += Q::kFactorRows;
+      weights.advance(step);
+      of_x += Q::kStepFloats;
     }
   }
 
  private:
-  // The scales of a block's upper and lower rows.
-  MPK_DEVICE void find_scales(float (&scale)[2], uint32_t block, int step) const {
-    if constexpr (V::kScalesByRow) {
-      scale[0] = scale[1] = 1;
-    } else {
-      const float* own = scales + block * S::kBoxesOfBlock * Q::kScalesOfBox + step / (V::kScaleColumns / Q::kStep);
-      scale[0] = own[0];
-      scale[1] = own[(S::kBoxesOfBlock - 1) * Q::kScalesOfBox];
+  // A group's products, to the sums of a block. `of_x`: what stands of x's step, in which the group has number `part`.
+  MPK_DEVICE void add_scaled(SumFragment (&sums)[S::kColumns], const SumFragment (&products)[S::kColumns],
+                             const float* of_x, int part, uint32_t block, int group, int lane) const {
+    float scale[2], offset[2];
+    BoxScales<V>::find(scale, offset, staged, box + block * S::kBoxesOfBlock, group, lane);
+#pragma unroll
+    for (int n = 0; n < S::kColumns; n++) {
+      const float2 factors = *reinterpret_cast<const float2*>(of_x + 8 * n);
+      if constexpr (V::kZero == kNoZero) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          sums[n][i] = fmaf(products[n][i], (i % 2 == 0 ? factors.x : factors.y) * scale[i / 2], sums[n][i]);
+      } else {
+        const float2 of_group = *reinterpret_cast<const float2*>(of_x + (1 + part) * Q::kFactorRows + 8 * n);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float added = (i % 2 == 0 ? of_group.x : of_group.y) * offset[i / 2];
+          sums[n][i] = fmaf(fmaf(products[n][i], scale[i / 2], added), i % 2 == 0 ? factors.x : factors.y, sums[n][i]);
+        }
+      }
     }
   }
 };
 
-// The scales of a worker's boxes. A thread loads every kConsumerThreads'th.
-template <class V>
-struct BoxScales {
-  using Q = QuantizedShape<V>;
-  static constexpr int kMost = V::kWorkerTiles * V::kParts * Q::kScalesOfBox;
-  static constexpr int kMine = (kMost + kConsumerThreads - 1) / kConsumerThreads, kHeld = kMine < 8 ? kMine : 8;
-  float held[kHeld > 0 ? kHeld : 1];
-
-  MPK_DEVICE static float load(const Job& job, Span tiles, int i) {
-    const uint32_t box = i / Q::kScalesOfBox, tile = tiles.begin + box / V::kParts;
-    if (tile >= tiles.end) return 0;
-    const int segment = segment_of<V>(tile), which = V::kParts > 1 ? box % V::kParts : segment;
-    const uint32_t n = (tile - V::first_tile(segment)) * V::kBoxRows;
-    return to_float(V::scale(job, which)[(n / V::scale_rows(which)) * V::scale_pitch(which) + i % Q::kScalesOfBox]);
-  }
-  // Loads as many as registers hold, before anything is awaited.
-  MPK_DEVICE BoxScales(const Job& job, Span tiles, int rank) {
-#pragma unroll
-    for (int i = 0; i < kHeld; i++)
-      held[i] = rank + i * kConsumerThreads < kMost ? load(job, tiles, rank + i * kConsumerThreads) : 0;
-  }
-  MPK_DEVICE void store(const Job& job, Span tiles, int rank, float* scales) const {
-#pragma unroll
-    for (int i = 0; i < kHeld; i++)
-      if (rank + i * kConsumerThreads < kMost) scales[rank + i * kConsumerThreads] = held[i];
-    for (int i = rank + kHeld * kConsumerThreads; i < kMost; i += kConsumerThreads) scales[i] = load(job, tiles, i);
-  }
-};
-
-// Stages x in shared memory, or finds what its stages need beforehand.
+// Stages x, or what its stages need beforehand.
 template <class V, class C>
 MPK_DEVICE bool stage_x(C& c, const Job& job, uint8_t* staged) {
   using Q = QuantizedShape<V>;
@@ -392,13 +542,9 @@ MPK_DEVICE bool stage_x(C& c, const Job& job, uint8_t* staged) {
 template <class V, class C>
 MPK_DEVICE bool stage_quantized(C& c, const Job& job, Span tiles, uint8_t* staged) {
   using Q = QuantizedShape<V>;
-  if constexpr (V::kScalesByRow) {
-    if (!stage_x<V>(c, job, staged)) return false;
-  } else {
-    const BoxScales<V> scales(job, tiles, c.rank);
-    if (!stage_x<V>(c, job, staged)) return false;
-    scales.store(job, tiles, c.rank, reinterpret_cast<float*>(staged + Q::kScalesOffset));
-  }
+  const BoxScales<V> scales(job, tiles, c.rank);
+  if (!stage_x<V>(c, job, staged)) return false;
+  scales.store(job, tiles, c.rank, staged);
   if (!c.sync()) return false;
   if constexpr (V::kStaged) {
     convert_x<V>(c, job, staged, reinterpret_cast<float*>(staged + Q::kFactorsOffset));
@@ -423,14 +569,13 @@ MPK_DEVICE void compute_quantized_rows(C& c, const Job& job) {
   if constexpr (V::kEarly && V::kHasExtra) extra = preload(pass_from(tiles.begin));
   if (!stage_quantized<V>(c, job, tiles, staged)) return;
   if constexpr (V::kStaged) c.stamp(&PhaseStamps::staged);
-  const float* scales = reinterpret_cast<const float*>(staged + Q::kScalesOffset);
 #pragma unroll 1
   for (uint32_t first = tiles.begin; first < tiles.end; first += V::kMainloopTiles) {
     const Span pass = pass_from(first);
     if constexpr (V::kHasExtra)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
     const Shares<V> shares(pass.end - pass.begin);
-    const QuantizedProducts<V> products{staged, scales + (first - tiles.begin) * V::kParts * Q::kScalesOfBox};
+    const QuantizedProducts<V> products{staged, (first - tiles.begin) * V::kParts};
     if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged, products)) return;
     finish_tiles<V>(c, job, pass, PassSums<V>(shares, staged), RowSums<V>(c, job, 0), extra);
     if (pass.end < tiles.end && !c.sync()) return;

@@ -211,6 +211,13 @@ void mma(float (&d)[4], Quad a, Pair b) {
     }
 }
 
+// In float, where the sums are exact that kernels make of halves.
+inline __half2 fma_halves(__half2 a, __half2 b, __half2 c) {
+  const auto one = [](__half x, __half y, __half z) {
+    return __float2half_rn(std::fma(__half2float(x), __half2float(y), __half2float(z)));
+  };
+  return __halves2half2(one(a.x, b.x, c.x), one(a.y, b.y, c.y));
+}
 inline uint32_t halves_of_e4m3(uint16_t pair) {
   uint32_t halves = 0;
   for (int i = 0; i < 2; i++) {
