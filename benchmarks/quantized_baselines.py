@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from torch_mpk.tasks.quantized_linear import LARGEST_E4M3, LEAST_SCALE, dequantised
-from torch_mpk.testing.quantized import Int8Linear
+from torch_mpk.testing.quantized import IntegerLinear
 
 
 def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, block: Sequence[int]) -> Tensor:
@@ -35,7 +35,7 @@ def dequantised_product(x: Tensor, weight: Tensor, scale: Tensor, block: Sequenc
 def use(weights: str, device: str) -> None:
     """Has models of ``quantize_linears`` compute so from here on."""
     if weights == "int8":
-        Int8Linear.forward = _int8_linear  # type: ignore[method-assign]
+        IntegerLinear.forward = _int8_linear  # type: ignore[method-assign]
         return
     from transformers.integrations import finegrained_fp8
 
@@ -56,7 +56,7 @@ def use(weights: str, device: str) -> None:
     finegrained_fp8.fp8_linear = fp8_linear
 
 
-def _int8_linear(self: Int8Linear, x: Tensor) -> Tensor:
+def _int8_linear(self: IntegerLinear, x: Tensor) -> Tensor:
     y = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype).squeeze(1)
     return y if self.bias is None else y + self.bias
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.thinned import thinned
 from torch_mpk.capture import substitutes
 from torch_mpk.errors import ArgumentError, MissingTorchaoError, MpkWarning
 from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
-from torch_mpk.testing.quantized import Format, quantize_linears
+from torch_mpk.testing.quantized import Format, IntegerLinear, quantize_linears
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 64}  # fmt: skip
@@ -26,6 +27,8 @@ FORMATS: list[tuple[Format, dict[str, Any]]] = [
     ("fp8", {"weight_block_size": (96, 128)}),  # of which q, k and v are no whole blocks, and stay in bfloat16
     ("fp8-rows", {}),
     ("int8", {}),
+    ("int4", {}),
+    ("int4", {"group": 32}),
 ]
 
 
@@ -84,6 +87,24 @@ def test_weights_of_torchao(weights: str) -> None:
 
 
 @pytest.mark.slow
+def test_groups_of_4_bits_in_torchao_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no CPU multiplies eagerly: against the same numbers in linears of their own."""
+    pytest.importorskip("torchao")
+    model, ids = random_model(), torch.randint(128, (2, 3))
+    defined = quantize_linears(copy.deepcopy(model), "int4")
+    torch_mpk.quantize(model, "int4")
+    assert type(model.lm_head.weight) is torch.nn.Parameter
+    assert model.model.layers[0].mlp.down_proj.weight.qdata.shape == (256, 192)
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    for _ in range(2):
+        assert relative_error(logits(step, model.config, ids), by_definition(defined, ids, monkeypatch)) < 0.02
+        for name, module in defined.named_modules():  # weights that are loaded in place are those of the next step
+            if isinstance(module, IntegerLinear):
+                module.weight.copy_(module.weight.flip(0))
+                model.get_submodule(name).weight.qdata.copy_(module.weight)
+
+
+@pytest.mark.slow
 def test_what_is_left_to_torchao_is_named() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model, ids = random_model(), torch.randint(128, (1, 1))
@@ -97,5 +118,5 @@ def test_other_formats_are_refused_and_torchao_is_asked_for(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingTorchaoError, match="quantize needs torchao .* pip install torchao"):
         torch_mpk.quantize(torch.nn.Linear(2, 2), "fp8")
-    with pytest.raises(ArgumentError, match="expected 'fp8' or 'int8', got 'int3'"):
+    with pytest.raises(ArgumentError, match="expected 'fp8', 'int8' or 'int4', got 'int3'"):
         torch_mpk.quantize(torch.nn.Linear(2, 2), "int3")

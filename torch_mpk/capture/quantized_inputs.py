@@ -23,10 +23,13 @@ _LINEARS = (torch._C._nn.linear, torch.nn.functional.linear)
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """How a weight is a product's operands: attributes of it, and ``quantized_linear``'s own."""
+    """How a weight is a product's operands: attributes of it, and ``quantized_linear``'s own.
 
-    weight: str
-    scale: str
+    Attributes:
+        operands: the weight's attribute, by the operand of ``product``.
+    """
+
+    operands: Mapping[str, str]
     attrs: Mapping[str, int]
 
 
@@ -48,7 +51,8 @@ def _torchao(value: Any, storage: torch.dtype) -> Parts:
         raise UnsupportedError(f"it stores {value.qdata.dtype} in blocks of {block}")
     if value.qdata.stride(-1) != 1:
         raise UnsupportedError("its rows lie apart, as those of a transposed weight")
-    return Parts("qdata", "scale", {"block_rows": block[0], "block_columns": block[1], "x_columns": 0})
+    attrs = {"block_rows": block[0], "block_columns": block[1], "x_columns": 0}
+    return Parts({"weight": "qdata", "scale": "scale"}, attrs)
 
 
 def _torchao_int8(value: Any) -> Parts:
@@ -60,6 +64,25 @@ def _torchao_int8(value: Any) -> Parts:
     return _torchao(value, torch.int8)
 
 
+def _torchao_int4(value: Any) -> Parts:
+    """Two numbers of -8 to 7 to a byte; scales and zero points, which are added, are [columns of blocks, rows]."""
+    block = list(value.block_size)
+    if value.act_pre_scale is not None:
+        raise UnsupportedError("it scales activations before the product")
+    if value.activation_dtype != torch.bfloat16:
+        raise UnsupportedError("it quantises activations as well")
+    if value.qdata.dtype != torch.int8 or value.qdata.dim() != 2 or block[:-1] != [1]:
+        raise UnsupportedError(f"it stores {value.qdata.dim()}-dimensional {value.qdata.dtype} in blocks of {block}")
+    if value.qdata.stride(-1) != 1:
+        raise UnsupportedError("its rows lie apart, as those of a transposed weight")
+    attrs = {"block_rows": 1, "block_columns": block[1], "x_columns": 0}
+    return Parts({"weight": "qdata", "scales_by_column": "scale", "zeros_by_column": "zero_point"}, attrs)
+
+
+def _packed_elsewhere(value: Any) -> Parts:
+    raise UnsupportedError("its packing is not the plain one")
+
+
 def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
@@ -67,6 +90,8 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 _READERS: dict[str, Callable[[Any], Parts]] = {
     "Float8Tensor": lambda value: _torchao(value, torch.float8_e4m3fn),
     "Int8Tensor": _torchao_int8,
+    "Int4Tensor": _torchao_int4,
+    **dict.fromkeys(("Int4TilePackedTo4dTensor", "Int4PreshuffledTensor", "Int4PlainInt32Tensor"), _packed_elsewhere),
 }
 
 
@@ -86,12 +111,12 @@ class Unpacked:
         graph = fx.Graph()
         self._getters: list[Callable[[Any], Any] | None] = []
         copies: dict[fx.Node, fx.Node] = {}
-        taken: dict[fx.Node, tuple[list[fx.Node], Mapping[str, int]]] = {}
+        taken: dict[fx.Node, tuple[dict[str, fx.Node], Mapping[str, int]]] = {}
         for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             if i in parts:
-                names = parts[i].weight, parts[i].scale
-                self._getters.append(operator.attrgetter(*names))
-                taken[node] = [_part(graph, node, name) for name in names], parts[i].attrs
+                self._getters.append(operator.attrgetter(*parts[i].operands.values()))
+                nodes = {operand: _part(graph, node, name) for operand, name in parts[i].operands.items()}
+                taken[node] = nodes, parts[i].attrs
             else:
                 self._getters.append(None)
                 copies[node] = copied(graph, node)
@@ -104,8 +129,8 @@ class Unpacked:
                 continue
             x, bias = _operands(node)
             nodes, attrs = taken[used]
-            args = (copies[x], *nodes, None if bias is None else copies[bias])
-            copies[node] = graph.call_function(product, args, dict(attrs))
+            args = (copies[x], None if bias is None else copies[bias])
+            copies[node] = graph.call_function(product, args, nodes | dict(attrs))
             copies[node].meta = dict(node.meta)
         self.gm = graph_module(gm, graph)
 
@@ -141,12 +166,38 @@ def unpack(gm: fx.GraphModule, inputs: Sequence[Any]) -> Unpacked | None:
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, **attrs: int
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    scales_by_column: torch.Tensor | None = None,
+    zeros_by_column: torch.Tensor | None = None,
+    **attrs: int,
 ) -> torch.Tensor:
-    """``F.linear`` with a weight in parts."""
-    sizes = [-(-size // (attrs[name] or size)) for size, name in zip(weight.shape, ("block_rows", "block_columns"))]
-    y = torch.ops.mpk.quantized_linear(x.reshape(-1, x.shape[-1]), weight, scale.reshape(sizes), bias, **attrs)
+    """``F.linear`` with a weight in parts. Scales and zero points by column are transposed."""
+    if scales_by_column is not None:
+        scales = scales_by_column.t()
+    else:
+        assert scale is not None
+        sizes = [-(-size // (attrs[name] or size)) for size, name in zip(weight.shape, ("block_rows", "block_columns"))]
+        scales = scale.reshape(sizes)
+    zero = None if zeros_by_column is None else zeros_by_column.t()
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.ops.mpk.quantized_linear(rows, weight, scales, bias, None, zero, **attrs)
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def product_with(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
+    """``F.linear`` with a weight of a class that is known.
+
+    Raises UnsupportedError where it is not.
+    """
+    parts = parts_of(weight)
+    if parts is None:
+        raise UnsupportedError(f"{type(weight).__name__} is no class of quantised weights that is known")
+    operands: dict[str, Any] = {name: getattr(weight, part) for name, part in parts.operands.items()}
+    return product(input, bias, **(operands | dict(parts.attrs)))
 
 
 def _is_linear(user: fx.Node, weight: fx.Node) -> bool:

@@ -1,9 +1,9 @@
 """Functions of other packages that Dynamo should not trace, and what it traces in their place.
 
 Some load kernels of their own, which cannot be fetched everywhere, and which no graph of ours could hold; in others it
-ends graphs. Calls outside of ``torch.compile`` stay as they are, but for those of FP8Linear where there is no package
-to fetch its kernels, and so nothing else to call. Other backends of the process see an operator of ours that is a
-substitute, too.
+ends graphs. Calls outside of ``torch.compile`` stay as they are, but for those of FP8Linear and of torchao's int4
+tensors where there is no package with their kernels, and so nothing else to call. Other backends of the process see an
+operator of ours that is a substitute, too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torch_mpk.capture import quantized_inputs
 from torch_mpk.capture.expert_loops import replace_loops
 
 
@@ -89,11 +90,25 @@ def _substitute_compressed(module: Any) -> None:
     _in_graphs(module, quantize_fp8_per_row=quantize_fp8_per_row, _scaled_mm_rowwise=scaled_mm_rowwise)
 
 
+def _substitute_int4(module: Any) -> None:
+    """Products with weights of ``Int4Tensor``, where the package is missing that torchao calls for them."""
+    tensor = getattr(module, "Int4Tensor", None)
+    if tensor is None or getattr(module, "int4_row_quantize_zp", None) is not None:
+        return
+
+    def linear(_: Any, __: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        return quantized_inputs.product_with(*args, **kwargs)
+
+    tensor.implements_torch_function(torch.nn.functional.linear)(linear)
+    tensor.implements(torch.ops.aten.linear.default)(linear)
+
+
 # What is done to a module once it is imported, by its name.
 _SUBSTITUTES: dict[str, Callable[[Any], None]] = {
     "transformers.integrations.finegrained_fp8": _substitute_fp8,
     "transformers.integrations.compressed_tensors": _substitute_compressed,
     "transformers.integrations.moe": replace_loops,
+    "torchao.quantization.quantize_.workflows.int4.int4_tensor": _substitute_int4,
 }
 
 

@@ -7,39 +7,50 @@ from typing import Any, Literal
 import torch
 from transformers import FineGrainedFP8Config, PreTrainedModel
 
-Format = Literal["fp8", "fp8-rows", "int8"]
+from torch_mpk.quantize import GROUP, groups_of, packed
+
+Format = Literal["fp8", "fp8-rows", "int8", "int4"]
 
 
-class Int8Linear(torch.nn.Module):
-    """A linear of int8 weights with a scale for each row."""
+class IntegerLinear(torch.nn.Module):
+    """A linear of int8 weights with a scale for each row; or of 4 bits, in the groups of ``torch_mpk.quantize``."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    def __init__(self, linear: torch.nn.Linear, bits: int, group: int = GROUP) -> None:
         super().__init__()
         weight = linear.weight.detach()
-        scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
-        self.weight = torch.nn.Parameter((weight.float() / scale).round().to(torch.int8), requires_grad=False)
+        zero = None
+        if bits == 4:
+            numbers, scale, zero = groups_of(weight, group)
+            numbers = packed(numbers)
+        else:
+            scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+            numbers = (weight.float() / scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(numbers, requires_grad=False)
         self.scale = torch.nn.Parameter(scale, requires_grad=False)
+        self.zero = None if zero is None else torch.nn.Parameter(zero, requires_grad=False)
         self.bias = linear.bias
+        self.block_columns = group if bits == 4 else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        operands = self.weight, self.scale, self.bias, None, self.zero
         rows = x.reshape(-1, x.shape[-1])
-        y = torch.ops.mpk.quantized_linear(rows, self.weight, self.scale, self.bias, block_rows=1, block_columns=0)
+        y = torch.ops.mpk.quantized_linear(rows, *operands, block_rows=1, block_columns=self.block_columns)
         return y.reshape(*x.shape[:-1], -1)
 
 
 def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> PreTrainedModel:
     """The model with quantised linears, but for its head: "fp8" as transformers' FP8Linear, by its own quantiser,
-    "fp8-rows" as its CompressedTensorsFP8Linear, or "int8" as ``Int8Linear``. ``config``: what FineGrainedFP8Config
-    takes, such as ``scale_fmt``."""
+    "fp8-rows" as its CompressedTensorsFP8Linear, "int8" and "int4" as ``IntegerLinear``. ``config``: what
+    FineGrainedFP8Config takes, such as ``scale_fmt``, or for "int4" the ``group``."""
     head = model.get_output_embeddings()
     names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and module is not head]
     if weights == "fp8-rows":
         for name in names:
             model.set_submodule(name, _scaled_by_row(model.get_submodule(name)))
         return model
-    if weights == "int8":
+    if weights in ("int8", "int4"):
         for name in names:
-            model.set_submodule(name, Int8Linear(model.get_submodule(name)))
+            model.set_submodule(name, IntegerLinear(model.get_submodule(name), int(weights[-1]), **config))
         return model
     from transformers.integrations.finegrained_fp8 import Fp8Quantize, replace_with_fp8_linear
 
