@@ -405,14 +405,14 @@ struct BlockWeights {
     for (int j = 0; j < count; j++)
       lines[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
   }
-  // The 32 columns with number `i` of a step: first factors of two products.
-  MPK_DEVICE void load(int i, int j, ptx::Quad (&halves)[2]) {
-    if (!kIsPacked || i % 2 == 0) bytes[j] = ptx::load_matrices(lines[j] ^ 32 * (kIsPacked ? i / 2 : i));
+  // The 32 columns with number `i` of a step, which is even or odd: first factors of two products.
+  MPK_DEVICE void load(int i, int is_odd, int j, ptx::Quad (&halves)[2]) {
+    if (!kIsPacked || !is_odd) bytes[j] = ptx::load_matrices(lines[j] ^ 32 * (kIsPacked ? i / 2 : i));
     if constexpr (kIsPacked) {
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         uint32_t pairs[4];
-        to_halves<V>(bytes[j].v[i % 2 * 2 + m], pairs);
+        to_halves<V>(bytes[j].v[is_odd * 2 + m], pairs);
 #pragma unroll
         for (int p = 0; p < 4; p++) halves[p / 2].v[m + p % 2 * 2] = pairs[p];
       }
@@ -447,7 +447,9 @@ struct QuantizedProducts {
   MPK_DEVICE void add(SumFragment (*sums)[S::kColumns], const uint8_t* const (&upper)[count],
                       const uint8_t* const (&lower)[count], const uint8_t* x, uint32_t chunk, uint32_t block,
                       int lane) const {
-    constexpr int kColumns = S::kColumns, kGroups = Q::kStep / Q::kGroup;
+    constexpr int kColumns = S::kColumns, kGroups = Q::kStep / Q::kGroup, kPieces = Q::kGroup / 32;
+    // More of 4 bits, unrolled, would take more registers than there are.
+    constexpr int kAtOnce = V::kWeightBits == 4 && kPieces > 2 ? 2 : kPieces;
     BlockWeights<V, count> weights(upper, lower, lane);
     const uint32_t row = lane % 8, matrix = lane / 8;
     // Rows of x that there are not repeat the last: their products go nowhere.
@@ -464,20 +466,24 @@ struct QuantizedProducts {
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
         SumFragment products[count][kColumns] = {};
+#pragma unroll(kAtOnce == kPieces ? kPieces : 1)
+        for (int from = group * kPieces; from < (group + 1) * kPieces; from += kAtOnce) {
 #pragma unroll
-        for (int i = group * Q::kGroup / 32; i < (group + 1) * Q::kGroup / 32; i++) {
-          ptx::Quad columns[kColumns];
+          for (int i = 0; i < kAtOnce; i++) {
+            ptx::Quad columns[kColumns];
 #pragma unroll
-          for (int n = 0; n < kColumns; n++) columns[n] = ptx::load_matrices(rows_of_x[n] + (step * 4 + i) * 64);
+            for (int n = 0; n < kColumns; n++)
+              columns[n] = ptx::load_matrices(rows_of_x[n] + (step * 4 + from + i) * 64);
 #pragma unroll
-          for (int j = 0; j < count; j++) {
-            ptx::Quad halves[2];
-            weights.load(i, j, halves);
+            for (int j = 0; j < count; j++) {
+              ptx::Quad halves[2];
+              weights.load(from + i, (kPieces == 1 ? group : i) % 2, j, halves);
 #pragma unroll
-            for (int k = 0; k < 2; k++)
+              for (int k = 0; k < 2; k++)
 #pragma unroll
-              for (int n = 0; n < kColumns; n++)
-                ptx::mma<__half>(products[j][n], halves[k], {columns[n].v[2 * k], columns[n].v[2 * k + 1]});
+                for (int n = 0; n < kColumns; n++)
+                  ptx::mma<__half>(products[j][n], halves[k], {columns[n].v[2 * k], columns[n].v[2 * k + 1]});
+            }
           }
         }
 #pragma unroll
