@@ -139,7 +139,7 @@ def test_loops_over_experts_stay_what_they_are_elsewhere() -> None:
 
 def test_where_a_graph_ends_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where experts are no class that Transformers' decorator knows."""
-    monkeypatch.setattr("torch_mpk.capture.expert_loops._is_traced_for_us", lambda: False)
+    monkeypatch.setattr("torch_mpk.capture.expert_loops.is_traced_for_us", lambda: False)
     model = make("qwen3_moe")
     model.set_experts_implementation("eager")  # type: ignore[operator]
     x = torch.randn(2, 1, model.config.hidden_size)  # type: ignore[union-attr]

@@ -105,6 +105,23 @@ def test_groups_of_4_bits_in_torchao_tensors(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("group", [32, -1])
+def test_words_of_gptq(group: int) -> None:
+    """Of linears as gptqmodel loads them, against its own products."""
+    gptq = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+    model, ids = random_model(), torch.randint(128, (2, 3))
+    for name, linear in [(n, m) for n, m in model.model.named_modules() if isinstance(m, torch.nn.Linear)]:
+        sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+        made = gptq.TorchLinear(4, group, False, False, **sizes, register_buffers=True).eval()
+        for words in (made.qweight, made.qzeros):
+            words.random_(-(2**31), 2**31 - 1)
+        made.scales.uniform_(0.002, 0.004)
+        model.model.set_submodule(name, made)
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    assert relative_error(logits(step, model.config, ids), logits(model, model.config, ids)) < 0.02
+
+
+@pytest.mark.slow
 def test_what_is_left_to_torchao_is_named() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model, ids = random_model(), torch.randint(128, (1, 1))

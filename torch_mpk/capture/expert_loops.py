@@ -19,7 +19,7 @@ def replace_loops(moe: Any) -> None:
     if not hasattr(moe, "ExpertsInterface"):
         return
     known = moe.ExpertsInterface.get_interface
-    is_ours = torch.compiler.assume_constant_result(lambda: _is_traced_for_us())
+    is_ours = torch.compiler.assume_constant_result(lambda: is_traced_for_us())
 
     def get_interface(self: Any, experts_implementation: str, default: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if experts_implementation == "eager" and torch.compiler.is_compiling() and is_ours():
@@ -37,7 +37,7 @@ def replace_loops(moe: Any) -> None:
     moe.ExpertsInterface.get_interface = get_interface
 
 
-def _is_traced_for_us() -> bool:
+def is_traced_for_us() -> bool:
     """Whether the graph that is being traced goes to this package. Another backend's code is traced anew."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

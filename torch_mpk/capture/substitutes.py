@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torch_mpk.capture import quantized_inputs
-from torch_mpk.capture.expert_loops import replace_loops
+from torch_mpk.capture.expert_loops import is_traced_for_us, replace_loops
 
 
 def fp8_linear_of(module: Any) -> Callable[..., torch.Tensor]:
@@ -103,11 +103,41 @@ def _substitute_int4(module: Any) -> None:
     tensor.implements(torch.ops.aten.linear.default)(linear)
 
 
+def _substitute_gptq(module: Any) -> None:
+    """Products of gptqmodel's linears that keep a checkpoint's words: of four bits, in groups of columns that follow each
+    other."""
+    linears = getattr(module, "TorchLinear", None)
+    if linears is None:
+        return
+    known = linears.forward
+    is_ours = torch.compiler.assume_constant_result(lambda: is_traced_for_us())
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        is_plain = self.bits == 4 and self.pack_dtype == torch.int32 and not self.desc_act
+        is_changed = self.training or self.adapter is not None or self.online_full_had or self.online_partial_had
+        if not torch.compiler.is_compiling() or not is_plain or is_changed or not is_ours():
+            return known(self, x)
+        y = torch.ops.mpk.quantized_linear(
+            x.reshape(-1, x.shape[-1]),
+            self.qweight.t(),
+            self.scales.t(),
+            self.bias,
+            None,
+            self.qzeros.t(),
+            block_rows=1,
+            block_columns=self.group_size,
+        )
+        return y.reshape(x.shape[:-1] + (self.out_features,))
+
+    linears.forward = forward
+
+
 # What is done to a module once it is imported, by its name.
 _SUBSTITUTES: dict[str, Callable[[Any], None]] = {
     "transformers.integrations.finegrained_fp8": _substitute_fp8,
     "transformers.integrations.compressed_tensors": _substitute_compressed,
     "transformers.integrations.moe": replace_loops,
+    "gptqmodel.nn_modules.qlinear.torch": _substitute_gptq,
     "torchao.quantization.quantize_.workflows.int4.int4_tensor": _substitute_int4,
 }
 
