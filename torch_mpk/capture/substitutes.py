@@ -104,7 +104,7 @@ def _substitute_int4(module: Any) -> None:
 
 
 def _substitute_gptq(module: Any) -> None:
-    """Products of gptqmodel's linears that keep a checkpoint's words: of four bits, in groups of columns that follow each
+    """Products of gptqmodel's linears that keep a checkpoint's words: 4 bits, in groups of columns that follow each
     other."""
     linears = getattr(module, "TorchLinear", None)
     if linears is None:
