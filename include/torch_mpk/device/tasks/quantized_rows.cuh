@@ -367,11 +367,11 @@ struct BoxScales {
     for (int i = rank + kHeld * kConsumerThreads; i < kMost; i += kConsumerThreads) blocks[i] = load(job, tiles, i);
   }
 
-  // What belongs to the sums of a group in a block's upper and lower rows, of which a lane has one each. `box`: the
-  // block's first, of the worker's.
-  MPK_DEVICE static void find(float (&scale)[2], float (&offset)[2], const uint8_t* staged, uint32_t box, int group,
+  // The scales and offsets for a group's sums in a block's upper and lower rows; a lane has one of each. `scales`: of
+  // the boxes of a pass, of which `box` is the block's first.
+  MPK_DEVICE static void find(float (&scale)[2], float (&offset)[2], const uint8_t* scales, uint32_t box, int group,
                               int lane) {
-    const Block* upper = reinterpret_cast<const Block*>(staged + Q::kScalesOffset) + box * Q::kScalesOfBox +
+    const Block* upper = reinterpret_cast<const Block*>(scales) + box * Q::kScalesOfBox +
                          group / (V::kScaleColumns / Q::kGroup) * Q::kScaleRows;
     constexpr int kToLower = Q::S::kBoxesOfBlock == 2 ? Q::kScalesOfBox : V::kRowsHaveScales ? 8 : 0;
     if (V::kRowsHaveScales) upper += lane / 4;
@@ -407,8 +407,8 @@ struct BlockWeights {
   }
   // The 32 columns with number `i` of a step, which is even or odd: first factors of two products.
   MPK_DEVICE void load(int i, int is_odd, int j, ptx::Quad (&halves)[2]) {
-    if (!kIsPacked || !is_odd) bytes[j] = ptx::load_matrices(lines[j] ^ 32 * (kIsPacked ? i / 2 : i));
     if constexpr (kIsPacked) {
+      if (!is_odd) bytes[j] = ptx::load_matrices(lines[j] ^ 32 * (i / 2));
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         uint32_t pairs[4];
@@ -417,8 +417,9 @@ struct BlockWeights {
         for (int p = 0; p < 4; p++) halves[p / 2].v[m + p % 2 * 2] = pairs[p];
       }
     } else {
+      const ptx::Quad own = ptx::load_matrices(lines[j] ^ 32 * i);
 #pragma unroll
-      for (int m = 0; m < 4; m++) to_halves<V>(bytes[j].v[m], halves[m / 2].v[m % 2], halves[m / 2].v[m % 2 + 2]);
+      for (int m = 0; m < 4; m++) to_halves<V>(own.v[m], halves[m / 2].v[m % 2], halves[m / 2].v[m % 2 + 2]);
     }
   }
   // To the step behind number `step` of a chunk, of which a line has one or two.
@@ -429,13 +430,13 @@ struct BlockWeights {
   }
 };
 
-// How a chunk's boxes are multiplied, see Products: `box` is the first of a pass, of the worker's.
+// Multiplies a chunk's boxes, see Products. `scales`: of the boxes of a pass.
 template <class V>
 struct QuantizedProducts {
   using S = RowsShape<V>;
   using Q = QuantizedShape<V>;
   uint8_t* staged;
-  uint32_t box;
+  const uint8_t* scales;
 
   template <class C>
   MPK_DEVICE bool produce(C& c, const Job& job, uint8_t* stages) const {
@@ -447,9 +448,7 @@ struct QuantizedProducts {
   MPK_DEVICE void add(SumFragment (*sums)[S::kColumns], const uint8_t* const (&upper)[count],
                       const uint8_t* const (&lower)[count], const uint8_t* x, uint32_t chunk, uint32_t block,
                       int lane) const {
-    constexpr int kColumns = S::kColumns, kGroups = Q::kStep / Q::kGroup, kPieces = Q::kGroup / 32;
-    // More of 4 bits, unrolled, would take more registers than there are.
-    constexpr int kAtOnce = V::kWeightBits == 4 && kPieces > 2 ? 2 : kPieces;
+    constexpr int kColumns = S::kColumns, kGroups = Q::kStep / Q::kGroup, kSlices = Q::kGroup / 32;  // of 32 columns
     BlockWeights<V, count> weights(upper, lower, lane);
     const uint32_t row = lane % 8, matrix = lane / 8;
     // Rows of x that there are not repeat the last: their products go nowhere.
@@ -466,25 +465,27 @@ struct QuantizedProducts {
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
         SumFragment products[count][kColumns] = {};
-#pragma unroll(kAtOnce == kPieces ? kPieces : 1)
-        for (int from = group * kPieces; from < (group + 1) * kPieces; from += kAtOnce) {
+        const auto multiply = [&](int i, int is_odd) {
+          ptx::Quad columns[kColumns];
 #pragma unroll
-          for (int i = 0; i < kAtOnce; i++) {
-            ptx::Quad columns[kColumns];
+          for (int n = 0; n < kColumns; n++) columns[n] = ptx::load_matrices(rows_of_x[n] + (step * 4 + i) * 64);
 #pragma unroll
-            for (int n = 0; n < kColumns; n++)
-              columns[n] = ptx::load_matrices(rows_of_x[n] + (step * 4 + from + i) * 64);
+          for (int j = 0; j < count; j++) {
+            ptx::Quad halves[2];
+            weights.load(i, is_odd, j, halves);
 #pragma unroll
-            for (int j = 0; j < count; j++) {
-              ptx::Quad halves[2];
-              weights.load(from + i, (kPieces == 1 ? group : i) % 2, j, halves);
+            for (int k = 0; k < 2; k++)
 #pragma unroll
-              for (int k = 0; k < 2; k++)
-#pragma unroll
-                for (int n = 0; n < kColumns; n++)
-                  ptx::mma<__half>(products[j][n], halves[k], {columns[n].v[2 * k], columns[n].v[2 * k + 1]});
-            }
+              for (int n = 0; n < kColumns; n++)
+                ptx::mma<__half>(products[j][n], halves[k], {columns[n].v[2 * k], columns[n].v[2 * k + 1]});
           }
+        };
+        if constexpr (V::kWeightBits == 4 && kSlices > 2) {  // unrolled, they would take more registers than there are
+#pragma unroll 1
+          for (int i = group * kSlices; i < (group + 1) * kSlices; i += 2) multiply(i, 0), multiply(i + 1, 1);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kSlices; i++) multiply(group * kSlices + i, (kSlices == 1 ? group : i) % 2);
         }
 #pragma unroll
         for (int j = 0; j < count; j++)
@@ -500,7 +501,7 @@ struct QuantizedProducts {
   MPK_DEVICE void add_scaled(SumFragment (&sums)[S::kColumns], const SumFragment (&products)[S::kColumns],
                              const float* of_x, int part, uint32_t block, int group, int lane) const {
     float scale[2], offset[2];
-    BoxScales<V>::find(scale, offset, staged, box + block * S::kBoxesOfBlock, group, lane);
+    BoxScales<V>::find(scale, offset, scales, block * S::kBoxesOfBlock, group, lane);
 #pragma unroll
     for (int n = 0; n < S::kColumns; n++) {
       const float2 factors = *reinterpret_cast<const float2*>(of_x + 8 * n);
@@ -581,7 +582,8 @@ MPK_DEVICE void compute_quantized_rows(C& c, const Job& job) {
     if constexpr (V::kHasExtra)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
     const Shares<V> shares(pass.end - pass.begin);
-    const QuantizedProducts<V> products{staged, (first - tiles.begin) * V::kParts};
+    const uint32_t box = (first - tiles.begin) * V::kParts;
+    const QuantizedProducts<V> products{staged, staged + Q::kScalesOffset + box * Q::kScalesOfBox * Q::scale_bytes()};
     if (!sum_boxes<V>(c, job, pass.end - pass.begin, shares, staged, products)) return;
     finish_tiles<V>(c, job, pass, PassSums<V>(shares, staged), RowSums<V>(c, job, 0), extra);
     if (pass.end < tiles.end && !c.sync()) return;
