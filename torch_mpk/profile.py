@@ -43,7 +43,7 @@ class TaskTimes:
         num_phases: how many there are.
         us: microseconds of all of them.
         num_bytes: what their loaders bring, or where there is nothing to load, what the tasks read and write.
-        parts: of one phase, "join": waiting for the worker's own warps; "wait": for earlier phases; "stage": bringing
+        parts: of one phase, "join": waiting for the worker's own warps; "wait": for earlier phases; "stage": loading
             activations to shared memory, with the wait for those that are polled; "compute": the rest.
     """
 

@@ -89,7 +89,7 @@ def test_ranks_that_differ_are_told_in_what(tmp_path: Path) -> None:
         *before, last = found["other inputs"]
         assert "RankLostError" in last
         if rank == 0:
-            assert "rank 1 has given up" in found["after that"]
+            assert "rank 1 has aborted" in found["after that"]
             assert "rank 0 has come to compare builds, but rank 1 to begin anew after an error" in last
         else:
             assert "rank 1 has come to begin anew after an error, but rank 0 to compare builds" in last

@@ -22,7 +22,7 @@ class Resources:
     spill_store_bytes: int = 0
     spill_load_bytes: int = 0
     warnings: tuple[str, ...] = ()
-    """Lines with a code C75xx: the assembler gave up an optimisation (serialised wgmma, ignored setmaxnreg)."""
+    """Lines with a code C75xx: the assembler dropped an optimisation (serialised wgmma, ignored setmaxnreg)."""
 
 
 def parse_resources(log: str) -> Resources:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from torch_mpk import _C
-from torch_mpk.testing.reference_vm import Machine, Piece, ScheduledMemory, Workers, dtype_of, run_job
+from torch_mpk.testing.reference_vm import Machine, WorkItem, ScheduledMemory, Workers, dtype_of, run_job
 
 _UNIT_BYTES, _UNIT_WORDS, _WORD_BYTES = 16, 4, 8  # of abi/mailboxes.h
-_PIECES = 3  # in which the words of a part travel
+_CHUNKS = 3  # in which the words of a part travel
 
 Arguments = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # inputs and outputs
 
@@ -104,9 +104,9 @@ class _Network:
         words = (data.to(torch.int64) & 0xFFFFFFFF) | self._tag(launch, part.node) << 32
         for to in range(self.ranks):
             first = self._first_word(launch, part.node, rank) + part.words.start
-            for piece in words.chunk(_PIECES) if to != rank else ():
-                self.in_flight.append(_Words(to, first, piece))
-                first += len(piece)
+            for chunk in words.chunk(_CHUNKS) if to != rank else ():
+                self.in_flight.append(_Words(to, first, chunk))
+                first += len(chunk)
 
     def deliver(self) -> int:
         """Some words come, whichever. The rank that they come to."""
@@ -164,18 +164,18 @@ class _Rank:
         return self._ready
 
     def step(self) -> None:
-        piece = self.workers.step(self.speeds.choose(self.ready()))
-        if piece is not None:
+        item = self.workers.step(self.speeds.choose(self.ready()))
+        if item is not None:
             with torch.no_grad():
-                self._run(piece)
+                self._run(item)
         self.look_again()
         if self.workers.are_done:
             self.launch += 1
             if not self.is_done:
                 self._begin()
 
-    def _run(self, piece: Piece) -> None:
-        job, part = self.schedule.phases[piece.phase].jobs[piece.job], piece.step
+    def _run(self, item: WorkItem) -> None:
+        job, part = self.schedule.phases[item.phase].jobs[item.job], item.step
         if part is None:
             run_job(self.machine, self.memory, job, self.network.order)
             return
@@ -231,10 +231,10 @@ class _Rank:
         """Where its workers are, for whoever wonders why it does not go on."""
         found = []
         for worker in range(self.num_workers):
-            piece = self.workers.next_piece(worker)
-            if piece is not None and piece.step is not None and piece.step.takes:
-                node = self.schedule.graph.nodes[piece.step.node]
-                rank = self.missing(piece.step)
+            item = self.workers.next_item(worker)
+            if item is not None and item.step is not None and item.step.takes:
+                node = self.schedule.graph.nodes[item.step.node]
+                rank = self.missing(item.step)
                 found.append(f"worker {worker} for rank {rank} in {node.task} (node {node.id})")
         return f"rank {self.number} waits in launch {self.launch}: {', '.join(found) or 'for its own workers'}"
 
@@ -246,17 +246,17 @@ class _RankWorkers(Workers):
         self.rank = rank
         super().__init__(rank.schedule, rank.network.order, rank.num_workers)
 
-    def dealt(self, number: int, phase: _C.Phase) -> Iterator[tuple[int, Piece]]:
+    def dealt(self, number: int, phase: _C.Phase) -> Iterator[tuple[int, WorkItem]]:
         """Jobs in any order, but exchanges in the schedule's, as on a device."""
         known = self.rank.network.boxes.of_nodes
         exchanges = [j for j, job in enumerate(phase.jobs) if any(node in known for node in job.body)]
-        yield from ((worker, piece) for worker, piece in super().dealt(number, phase) if piece.job not in exchanges)
+        yield from ((worker, item) for worker, item in super().dealt(number, phase) if item.job not in exchanges)
         for j in exchanges:
             body, assignment = phase.jobs[j].body, phase.jobs[j].assignment
             for worker, part in self._parts(len(self.rank.spans_of(body[0])), assignment):
                 for node in self.order.sample(body, len(body)):  # there is no order among the nodes of a body
                     for takes in (False, True):
-                        yield worker, Piece(number, j, _Part(node, takes, *self.rank.spans_of(node)[part]))
+                        yield worker, WorkItem(number, j, _Part(node, takes, *self.rank.spans_of(node)[part]))
 
     def _parts(self, count: int, assignment: str) -> Iterator[tuple[int, int]]:
         """Each part of an exchange with its worker."""
@@ -273,5 +273,5 @@ class _RankWorkers(Workers):
             return False
         if not super().may_step(worker):
             return False
-        piece = self.next_piece(worker)
-        return piece is None or piece.step is None or not piece.step.takes or self.rank.missing(piece.step) is None
+        item = self.next_item(worker)
+        return item is None or item.step is None or not item.step.takes or self.rank.missing(item.step) is None

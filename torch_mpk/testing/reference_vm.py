@@ -333,7 +333,7 @@ class ScheduledMemory(Memory):
 
 
 def run_job(machine: Machine, memory: ScheduledMemory, job: _C.Job, order: random.Random | None) -> None:
-    """All of a job; with an order, its nodes' pieces in any."""
+    """All of a job; with an order, its nodes' items in any."""
     memory.private = dict.fromkeys(job.unstored)
     nodes = list(job.body)
     if order and not job.run:
@@ -369,12 +369,12 @@ def _interleaving(schedule: _C.Schedule, order: random.Random | None) -> Iterato
         return
     workers = Workers(schedule, order, order.randint(2, 4))
     while not workers.are_done:
-        piece = workers.step(order.choice(workers.ready()))
-        if piece is not None:
-            yield piece.phase, piece.job
+        item = workers.step(order.choice(workers.ready()))
+        if item is not None:
+            yield item.phase, item.job
 
 
-class Piece(NamedTuple):
+class WorkItem(NamedTuple):
     """What a worker does at once: a job, or a step of one."""
 
     phase: int
@@ -389,24 +389,24 @@ class Workers:
     def __init__(self, schedule: _C.Schedule, order: random.Random, count: int) -> None:
         self.phases, self.order = schedule.phases, order
         self.position = [0] * count  # the phase each worker is in
-        self.to_do: list[list[list[Piece]]] = [[[] for _ in self.phases] for _ in range(count)]  # last ones first
-        self.left: dict[tuple[int, int], int] = {}  # pieces of a job that are still to be done
+        self.to_do: list[list[list[WorkItem]]] = [[[] for _ in self.phases] for _ in range(count)]  # last ones first
+        self.left: dict[tuple[int, int], int] = {}  # items of a job that are still to be done
         for p, phase in enumerate(self.phases):
-            for worker, piece in self.dealt(p, phase):
-                self.to_do[worker][p].insert(0, piece)
-                self.left[p, piece.job] = self.left.get((p, piece.job), 0) + 1
+            for worker, item in self.dealt(p, phase):
+                self.to_do[worker][p].insert(0, item)
+                self.left[p, item.job] = self.left.get((p, item.job), 0) + 1
         self._polled = _polled(schedule)
 
-    def dealt(self, number: int, phase: _C.Phase) -> Iterator[tuple[int, Piece]]:
-        """The pieces of a phase, each with its worker, which does its own in this order."""
+    def dealt(self, number: int, phase: _C.Phase) -> Iterator[tuple[int, WorkItem]]:
+        """The items of a phase, each with its worker, which does its own in this order."""
         for job in self.order.sample(range(len(phase.jobs)), len(phase.jobs)):
-            yield self.order.randrange(len(self.position)), Piece(number, job)
+            yield self.order.randrange(len(self.position)), WorkItem(number, job)
 
     @property
     def are_done(self) -> bool:
         return min(self.position) == len(self.phases)
 
-    def next_piece(self, worker: int) -> Piece | None:
+    def next_item(self, worker: int) -> WorkItem | None:
         """What the worker does next in its phase; None where nothing is left of it."""
         p = self.position[worker]
         return self.to_do[worker][p][-1] if p < len(self.phases) and self.to_do[worker][p] else None
@@ -415,19 +415,19 @@ class Workers:
         p = self.position[worker]
         if p == len(self.phases) or any(min(self.position) <= w for w in self.phases[p].waits):
             return False
-        piece = self.next_piece(worker)
-        return piece is None or not any(self.left[made] for made in self._polled[p, piece.job])
+        item = self.next_item(worker)
+        return item is None or not any(self.left[made] for made in self._polled[p, item.job])
 
     def ready(self) -> list[int]:
         """Workers that may do something now."""
         return [worker for worker in range(len(self.position)) if self.may_step(worker)]
 
-    def step(self, worker: int) -> Piece | None:
-        """The worker's next piece, which counts as done; None where it went on to the next phase."""
-        piece = self.next_piece(worker)
-        if piece is None:
+    def step(self, worker: int) -> WorkItem | None:
+        """The worker's next item, which counts as done; None where it went on to the next phase."""
+        item = self.next_item(worker)
+        if item is None:
             self.position[worker] += 1
         else:
-            self.to_do[worker][piece.phase].pop()
-            self.left[piece.phase, piece.job] -= 1
-        return piece
+            self.to_do[worker][item.phase].pop()
+            self.left[item.phase, item.job] -= 1
+        return item
