@@ -392,7 +392,7 @@ class LaunchError(MpkError):
 
 
 class MegakernelTimeout(LaunchError):
-    """The watchdog aborted a launch that made no progress for ``watchdog_seconds``, or a task's reference that did not end."""
+    """The watchdog aborted a launch that made no progress for ``watchdog_seconds``, or a task's reference."""
 
     remedy = (
         "The next call runs normally. Under a debugger or a profiler raise watchdog_seconds; else please report the "
