@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from torch_mpk import _C
-from torch_mpk.testing.reference_vm import Machine, WorkItem, ScheduledMemory, Workers, dtype_of, run_job
+from torch_mpk.testing.reference_vm import Machine, ScheduledMemory, Workers, WorkItem, dtype_of, run_job
 
 _UNIT_BYTES, _UNIT_WORDS, _WORD_BYTES = 16, 4, 8  # of abi/mailboxes.h
 _CHUNKS = 3  # in which the words of a part travel
