@@ -92,6 +92,7 @@ def test_an_unknown_way_is_the_requests_error() -> None:
     assert "typical_p" in str(output.error)
 
 
+@pytest.mark.slow
 def test_such_a_step_is_one_launch_on_a_gpu_too() -> None:
     step, schedules = planning_for_a_gpu()
     model = serving_model(dtype=torch.bfloat16)

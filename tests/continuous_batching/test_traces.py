@@ -190,6 +190,7 @@ def listed(captured: Captured) -> list[Any]:
     return lines
 
 
+@pytest.mark.slow
 def test_a_size_is_what_its_own_capture_would_be() -> None:
     def compare(gm: Any, inputs: Any, device: Any, options: Any, make: Callable[[], Captured]) -> Callable[..., Any]:
         made, own = make(), capture(gm, inputs)

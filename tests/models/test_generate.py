@@ -357,6 +357,7 @@ class Replacing(BaseStreamer):
         pass
 
 
+@pytest.mark.slow
 def test_a_module_that_a_streamer_replaces_is_seen():
     ids = random_ids(2, 5).clamp(min=1)  # 0 is padding to Hugging Face
     results = []

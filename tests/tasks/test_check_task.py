@@ -207,6 +207,7 @@ def test_code_that_does_not_compile(module, monkeypatch: pytest.MonkeyPatch) -> 
         check_task(module.does_not_compile, [torch.float32])
 
 
+@pytest.mark.slow
 def test_a_line_that_does_not_compile_is_told_of_once(module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_MPK_COMPILER", "/nonexistent/nvcc")
     findings = check_tasks([module.misspells], [torch.float32])

@@ -355,12 +355,12 @@ class _Checker(Checker[Sample]):
                 self.fail("launch", sample, str(error))
             else:
                 fitting.append(sample)
-        here = device_arch() if torch.cuda.is_available() else None
-        for arch in dict.fromkeys([*archs, *([here] if here else [])]):
+        here = [device_arch()] if torch.cuda.is_available() else []
+        for arch in dict.fromkeys([*archs, *here]):
             good = self.compiled(f"compiled for sm_{arch}", fitting, arch)
-            if arch == here:
+            if arch in here:
                 self._run_on_gpu(good)
-            elif here is None:
+            elif not here:
                 for name in dict.fromkeys(sample.name for sample in good):
                     self.findings.not_run.append(f"kernel {name}: compiled for sm_{arch} and not run: no GPU is here")
 
