@@ -168,7 +168,7 @@ class _Graph:
             own, others = without_numbers(self.gm, inputs, self.numbers)
             with timing.build():
                 run = compile_graph(own, [inputs[i] for i in others], self.device, self.options, captured)
-            return lambda *args: run(*[args[i] for i in others])
+            return _with_some(others, run)
 
         def on_failure(inputs: Sequence[Any], error: Exception) -> Callable[..., Any]:
             return leave_to_others(self.gm, inputs, self.options, error)
@@ -197,6 +197,11 @@ class _Graph:
 
     def _target(self) -> Any:
         return backend_of(self.device).target(self.device, self.options)
+
+
+def _with_some(positions: Sequence[int], run: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs calls with the arguments at these positions."""
+    return lambda *args: run(*[args[i] for i in positions])
 
 
 def _where(
