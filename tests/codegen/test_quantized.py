@@ -153,11 +153,10 @@ def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> 
 
 
 @pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 32), ("int8", 1), ("int4", 1), ("int4", 32)])
-def test_compiles_with_next_to_no_spills(weights: str, batch: int) -> None:
+def test_compiles_without_spills(weights: str, batch: int) -> None:
     sizes: dict[str, Any] = {"hidden": 4096, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 12288}
     graph = decoder(batch=batch, layers=1, length=1024, vocab=512, weights=weights, **sizes)
     schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448, polled=True))
     resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
     assert resources.warnings == ()
-    # Recorded: FP8 of 32 rows keeps two words in local memory.
-    assert resources.spill_store_bytes <= (8 if (weights, batch) == ("fp8", 32) else 0)
+    assert resources.spill_store_bytes == 0

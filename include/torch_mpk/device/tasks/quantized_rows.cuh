@@ -357,7 +357,7 @@ struct BoxScales {
       find_block(tiles, i, [&](int which, uint32_t n, int column) { fetch_block_scale<V>(job, which, n, column); });
 #pragma unroll
     for (int i = 0; i < kHeld; i++)
-      if (rank + i * kConsumerThreads < kMost) held[i] = load(job, tiles, rank + i * kConsumerThreads);
+      held[i] = rank + i * kConsumerThreads < kMost ? load(job, tiles, rank + i * kConsumerThreads) : Block{};
   }
   MPK_DEVICE void store(const Job& job, Span tiles, int rank, uint8_t* staged) const {
     Block* blocks = reinterpret_cast<Block*>(staged + Q::kScalesOffset);
