@@ -1,4 +1,4 @@
-// Reasons to refuse a node, in words that kernels share. Nothing where an operand is as expected.
+// Reasons to refuse a node, which kernels share; nothing if an operand is as expected.
 #pragma once
 
 #include <optional>
@@ -9,7 +9,7 @@
 
 namespace mpk {
 
-// One that rows, and what is streamed, may have.
+// A dtype that rows and streamed operands may have.
 inline bool is_row_dtype(DType t) { return is_float(t) && t != DType::kF64; }
 
 MPK_KERNEL_API std::optional<std::string> refuses_dtype(const Operand& operand, DType expected);
