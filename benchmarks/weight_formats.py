@@ -1,4 +1,4 @@
-"""What formats of weights cost in bytes and accuracy: ``python -m benchmarks.weight_formats``.
+"""Bytes and accuracy of formats of weights: ``python -m benchmarks.weight_formats``.
 
 Perplexity per byte is that of the small model in examples/, on the text beside it that it never saw; the error is that
 of a random model's logits, relative to those of the same model in float32. Quantised models run by the backend.
@@ -54,7 +54,7 @@ def random_model() -> Any:
 
 
 def bits(model: Any) -> float:
-    """Of an element of the layers' linears, with scales and zero points."""
+    """Bits of an element of the layers' linears, with its share of scales and zero points."""
     linears = [
         module for module in model.model.layers.modules() if hasattr(module, "weight") and module.weight.dim() == 2
     ]

@@ -53,7 +53,7 @@ struct RowPlace {
   bool known(const Tensor& t) const { return context.known_before(t.buffer, options.phase); }
 };
 
-// What a row task's emitter returns.
+// The result of a row task's emitter.
 struct RowCode {
   std::string traits = "";  // members of its class's struct V, besides T and kSize
   std::string row = "row";  // expression of the row number that its class gets

@@ -1,5 +1,5 @@
-// What stages know of tasks: one object for a task, or for a role whose tasks share it. Files of tasks and roles
-// register them in static initialisers.
+// A stage keeps one object for a task, or for a role whose tasks share it. Files of tasks and roles register them in
+// static initialisers.
 #pragma once
 
 #include <map>

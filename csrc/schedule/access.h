@@ -48,7 +48,7 @@ inline const Job* find_norm(const Schedule& schedule, int buffer) {
   return nullptr;
 }
 
-// That norm's result.
+// The norm's result.
 inline const Tensor& norm_result(const TBGraph& graph, const Job& job) {
   return output(graph.nodes()[norm_of(job)]).tensor;
 }

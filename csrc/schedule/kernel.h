@@ -23,7 +23,7 @@ struct Variant;
 // More polls than this delay each other, and an event is cheaper.
 inline constexpr int64_t kMaxPolledElements = 49152;
 
-// What a kernel demands of the launch's warps and ring, beyond the default. All jobs of a launch share its warps, so
+// A kernel's demands on the launch's warps and ring, beyond the default. All jobs of a launch share its warps, so
 // the pass `choose_warps` joins its kernels' demands.
 struct Demands {
   int consumers = 0;       // warps; 0: as many as registers allow

@@ -1,4 +1,4 @@
-// Reasons to refuse a node, which kernels share; nothing if an operand is as expected.
+// Kernels share these reasons to refuse a node. They are nothing if an operand is as expected.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// What fits in shared memory together, and what can be copied there, for passes, kernels and validator.
+// Passes, kernels and the validator ask here what fits in shared memory together, and what can be copied there.
 #pragma once
 
 #include <algorithm>

@@ -94,7 +94,7 @@ class _Request:
     needs_graph: bool
     later: Callable[[Captured], Callable[..., Any]] | None
 
-    @property
+    @functools.cached_property
     def built_with(self) -> Options:
         """The options without those that are matters of calls."""
         return dataclasses.replace(self.options, freeze=False, while_building=None)

@@ -14,6 +14,10 @@
 
 namespace mpk::cpu {
 
+// Kernels of many queries pack keys. A unit's queries, times heads that share a key head, are enough to be worth that.
+inline constexpr int64_t kPackedRowsPerUnit = 128;
+inline constexpr double kPackedFlopsPerNs = 100;
+
 // Sinks: for each query head, a score without a key.
 class Sinks {
  public:

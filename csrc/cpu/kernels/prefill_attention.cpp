@@ -8,9 +8,6 @@
 namespace mpk::cpu {
 namespace {
 
-constexpr int64_t kRowsPerUnit = 128;  // queries times heads that share a key head: enough to be worth packing keys
-constexpr double kFlopsPerNs = 100;
-
 // One unit is a run of query positions of one sequence with all heads that share a key head.
 class PrefillAttention : public Kernel {
  public:
@@ -46,12 +43,12 @@ class PrefillAttention : public Kernel {
       args_.load_mask = microkernels.load_of(type), args_.mask_class = class_of(type);
       args_.mask_bytes = size_bytes(type), args_.mask_stride = mask_.strides[3] / size_bytes(type);
     }
-    positions_per_unit_ = std::clamp<int64_t>(kRowsPerUnit / std::max<int64_t>(1, heads_per_group_), 1,
+    positions_per_unit_ = std::clamp<int64_t>(kPackedRowsPerUnit / std::max<int64_t>(1, heads_per_group_), 1,
                                               std::max<int64_t>(1, num_positions_));
     tiles_ = (num_positions_ + positions_per_unit_ - 1) / positions_per_unit_;
     num_units_ = batch_ * num_groups_ * tiles_;
     const int64_t rows = positions_per_unit_ * heads_per_group_;
-    unit_cost_ = static_cast<double>(rows * length_ * (args_.head_dim + args_.value_dim)) / kFlopsPerNs;
+    unit_cost_ = static_cast<double>(rows * length_ * (args_.head_dim + args_.value_dim)) / kPackedFlopsPerNs;
     pointers_bytes_ = round_up(5 * rows * static_cast<int64_t>(sizeof(void*)), 64);
     scratch_bytes_ = pointers_bytes_ + microkernels.prefill_scratch_bytes[static_cast<int>(dtype)](
                                            static_cast<int>(rows), args_.head_dim, args_.value_dim);

@@ -152,7 +152,7 @@ class QuantizedLinear : public Kernel {
     }
   }
 
-  // What zero points add to a number of each run, where scales are `factors`.
+  // Finds the offset that zero points add to each run's numbers. `factors`: the scales.
   void find_offsets(const Frame& frame, int64_t begin, int64_t end, const float* factors, float* offsets) const {
     const float middle = format_.has_middle() ? WeightFormat::kMiddle : 0;
     for (int64_t n = begin; n < end; n++)

@@ -7,9 +7,6 @@
 namespace mpk::cpu {
 namespace {
 
-constexpr int64_t kRowsPerUnit = 128;  // queries times heads that share a key head: enough to be worth packing keys
-constexpr double kFlopsPerNs = 100;
-
 // One unit is a run of tokens, possibly of several sequences, with all heads that share a key head.
 class VarlenAttention : public Kernel {
  public:
@@ -48,12 +45,12 @@ class VarlenAttention : public Kernel {
     args_.k_new_stride = k_new_.strides[0], args_.v_new_stride = v_new_.strides[0];
     args_.cache_rows = node.operand("k_cache").tensor.shape[0];
 
-    tokens_per_unit_ = std::clamp<int64_t>(kRowsPerUnit / std::max<int64_t>(1, heads_per_group_), 1,
+    tokens_per_unit_ = std::clamp<int64_t>(kPackedRowsPerUnit / std::max<int64_t>(1, heads_per_group_), 1,
                                            std::max<int64_t>(1, num_tokens_));
     num_blocks_ = (num_tokens_ + tokens_per_unit_ - 1) / tokens_per_unit_;
     num_units_ = num_blocks_ * num_groups_;
     const int64_t rows = tokens_per_unit_ * heads_per_group_;
-    unit_cost_ = static_cast<double>(rows * num_tokens_ * (head_dim + value_dim)) / kFlopsPerNs;
+    unit_cost_ = static_cast<double>(rows * num_tokens_ * (head_dim + value_dim)) / kPackedFlopsPerNs;
     array_bytes_ = round_up(rows * static_cast<int64_t>(sizeof(void*)), 64);
     scratch_bytes_ = 5 * array_bytes_ + microkernels.prefill_scratch_bytes[static_cast<int>(dtype)](
                                             static_cast<int>(rows), head_dim, value_dim);

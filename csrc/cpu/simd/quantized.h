@@ -199,7 +199,7 @@ struct PairsX {
 };
 #endif
 
-// What zero points add: that of each run times the sum of its x.
+// Adds the offset of each run, which its zero points make, times the sum of its x.
 template <int kRows, int kCols>
 MPK_INLINE void add_offsets(const QuantizedArgs& a, const int64_t* rows, int64_t first_col, vf (&total)[kRows][kCols]) {
   for (int64_t run = 0; run < a.offsets_stride; run += kLanes)

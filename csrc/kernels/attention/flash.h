@@ -102,7 +102,7 @@ class FlashKernel : public Kernel {
 
 // The cut for so many heads that share keys.
 inline FlashFields flash_fields(const WarpLayout& warps, int64_t heads, const HeadSizes& sizes, bool by_row) {
-  // Of keys and values. Larger tiles see more of a causal prompt in part; smaller ones have few products.
+  // Larger tiles of keys and values see more of a causal prompt in part; smaller ones have few products.
   constexpr int64_t kEntryBytes = 32 << 10, kFewPositions = 64;
   FlashFields own;
   own.heads = heads;

@@ -172,7 +172,7 @@ class Cutter {
 
   int64_t bytes_of(int64_t columns) const { return columns * format_.bits() / 8; }
 
-  // What a box has beside its weights, see BlockScale in quantized_format.cuh.
+  // Bytes of a box's scales and zero points, see BlockScale in quantized_format.cuh.
   int64_t scale_bytes(const RowsCut& c) const {
     if (format_.scales_rows()) return 0;
     const int64_t scale = is_reduced_float(format_.scale_dtype) ? 2 : 4;
