@@ -8,8 +8,8 @@ The schedule of a launch has for each job the nanoseconds by which its kernel wa
 two phases a hop, or an event. A launch with stamps (docs/profiling.md) says how long each phase was: the mean over
 workers of the time from the end of the phase before, its median over launches. Attention is expected to take as long as
 a full cache does, so steps are near its end. A table has a line for each kernel: how many phases have it as their
-longest job, what these are expected to take and take, and the mean of ``|expected - measured| / measured``. Writes
-costs_<device>_<date>.json and .md.
+longest job, what these are expected to take and take, and the mean of ``|expected - measured| / measured``. Records
+the run (records.py).
 """
 
 import argparse
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import records
 import torch
-from harness import RESULTS, Report, environment, run_child, table, write
+from harness import Report, environment, run_child, table
 from torch._guards import tracing
 from transformers import StaticCache
 
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=20)
     parser.add_argument("--zoo", action=argparse.BooleanOptionalAction, default=True, help="the zoo's tiny models, too")
     parser.add_argument("--dry", action="store_true", help="only what is expected, on an H200")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    records.add_arguments(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -196,12 +197,22 @@ def main() -> None:
             continue
         results.append({"case": label} | found)
         print(f"{label}: {rows_of([results[-1]])[-1][2:]}", flush=True)
-    text = "\n\n".join([table(COLUMNS, rows_of(results)), *failed]) if results else "\n".join(failed)
-    print(text)
+    print("\n\n".join([text_of(results), *failed]) if results else "\n".join(failed))
     if not args.dry:
-        title = "What kernels are expected to take, and take"
-        report: Report = {"title": title, "environment": environment(), "setting": vars(args) | {"output": ""}}
-        write(report | {"ceiling": {}, "results": results}, text, args.output, "costs")
+        names = ("models", "layers", "batch", "tokens", "position", "launches", "zoo")
+        report: Report = {
+            "title": "What kernels are expected to take, and take",
+            "environment": environment(),
+            "setting": {name: getattr(args, name) for name in names},
+            "ceiling": {},
+            "results": results,
+            "failed": failed,
+        }
+        records.write(report, args, "costs")
+
+
+def text_of(results: list[dict[str, Any]]) -> str:
+    return table(COLUMNS, rows_of(results))
 
 
 if __name__ == "__main__":

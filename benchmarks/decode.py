@@ -266,7 +266,7 @@ def measure(case: dict[str, Any], result_file: Path) -> None:
         quantize_linears(model, case["weights"])
     save_exact(model, case)
     if case["weights"] != "bf16" and case["variant"] != "mpk":
-        quantized_baselines.use(case["weights"], model.device.type)
+        quantized_baselines.use(model, case["weights"], model.device.type)
     for batch in case["batches"]:
         forget()
         result = measure_batch(model, case, batch, used_before)
@@ -340,7 +340,7 @@ def main() -> None:
     parser.add_argument(
         "--position", type=int, nargs="+", default=[512], help="tokens in the cache when the step begins"
     )
-    parser.add_argument("--weights", choices=["bf16", "fp8", "int8"], default="bf16", help="how linears store theirs")
+    parser.add_argument("--weights", choices=["bf16", "fp8", "int8", "int4"], default="bf16", help="how linears store theirs")
     parser.add_argument("--ranks", type=int, default=1, help="processes that the weights are shared out to")
     parser.add_argument("--cache", type=int, help="positions that the StaticCache holds (default: rounded up to 1024)")
     parser.add_argument(
