@@ -386,8 +386,9 @@ def main() -> None:
                     name += f", {args.ranks} ranks" if args.ranks > 1 else ""
                     result = finish(result, ceiling["tb_per_s"])
                     report["results"].append({"case": name, "batch": batch} | case | result)
-                # What is known so far, should a later one take the machine down.
-                records.write(report, args, "decode")
+                    print(row(report["results"][-1]), file=sys.stderr, flush=True)
+                    # What is known so far, should a later one take the machine down.
+                    records.write(report, args, "decode")
     print(text_of(report["results"]))
 
 

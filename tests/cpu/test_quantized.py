@@ -10,6 +10,7 @@ import torch
 
 from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 from tests.thinned import thinned
+from torch_mpk.tasks import quantized_linear as definition
 from torch_mpk.tasks.quantized_linear import E4M3, PACKED, quantise, quantized_linear
 
 # Rows of x, rows and columns of the weight.
@@ -95,6 +96,16 @@ def test_products(isa: str, dtype: torch.dtype, name: str) -> None:
     for shape in SHAPES:
         given = operands(shape, FORMATS[name], dtype)
         assert rms_error(run(given, FORMATS[name], isa), exact(given, FORMATS[name])) < 1.2 * TOLERANCE[dtype], shape
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_definition_takes_a_large_weight_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in SHAPES:
+        given = operands(shape, FORMATS[name], torch.float64)
+        whole = exact(given, FORMATS[name])
+        with monkeypatch.context() as patch:
+            patch.setattr(definition, "_AT_ONCE", 1 << 10)
+            torch.testing.assert_close(exact(given, FORMATS[name]), whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("isa", ISAS)

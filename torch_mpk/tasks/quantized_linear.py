@@ -91,12 +91,12 @@ def quantized_linear(
     if weight.shape[0] <= height:
         matrix = dequantised(weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets)
         return F.linear(rows, matrix, bias).to(x.dtype)
-    blocks = height // block_rows
-    parts = weight_scale.split(blocks), [None] * len(weight) if offsets is None else offsets.split(blocks)
-    products = [
-        F.linear(rows, dequantised(part, scales, block_rows, block_columns, computed, x.shape[1], own))
-        for part, scales, own in zip(weight.split(height), *parts, strict=True)
-    ]
+    products = []
+    for first in range(0, weight.shape[0], height):  # a whole number of blocks at a time
+        part, blocks = weight[first : first + height], slice(first // block_rows, (first + height) // block_rows)
+        own = None if offsets is None else offsets[blocks]
+        matrix = dequantised(part, weight_scale[blocks], block_rows, block_columns, computed, x.shape[1], own)
+        products.append(F.linear(rows, matrix))
     y = torch.cat(products, -1)
     return (y if bias is None else y + bias).to(x.dtype)
 

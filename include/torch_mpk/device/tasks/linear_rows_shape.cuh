@@ -85,7 +85,7 @@ struct RowsShape {
   static constexpr int kStagesHeld = V::kByWarpgroups ? stages_held(V::kStageColumns) : kStages;
   // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit,
   // and there are registers for them, as there are not while weights of 4 bits are converted.
-  static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 && weight_bits<V>() > 4 ? 2 : 1;
+  static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 && weight_bits<V>() > (V::kBatch > 32 ? 8 : 4) ? 2 : 1;
   // Rows of x side by side begin in other banks, but in a box, which is swizzled, and has 64 columns of all rows after
   // the other.
   static constexpr int kPitch =
