@@ -221,6 +221,7 @@ void CudaExecutable::join(int rank, const std::vector<uint64_t>& mailboxes) {
   driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
   std::atomic_ref<uint32_t>(*host_abort_).store(0, std::memory_order_release);
   rank_ = rank;
+  is_torn_ = false;
 }
 
 // Weights rarely move, so the latest sets of maps are kept. Launches in flight may read theirs.
@@ -399,6 +400,8 @@ bool CudaExecutable::aborted() const {
   return std::atomic_ref<uint32_t>(*host_abort_).load(std::memory_order_acquire) != 0;
 }
 
+// Where ranks exchange, control blocks stay aborted until `join`. A launch that were counted from 0 before that, as
+// graphs may have it, might take words of an early launch of other ranks for theirs.
 void CudaExecutable::report_abort() {
   const cu::RelaxedCaptureGuard relaxed(driver_);
   driver_.check(driver_.ctx_synchronize(), "waiting for an aborted megakernel");
@@ -415,19 +418,29 @@ void CudaExecutable::report_abort() {
     std::vector<StallRecord> stalls(num_workers_);
     std::memcpy(stalls.data(), bytes.data() + stalls_offset_, num_workers_ * sizeof(StallRecord));
     text += describe_stalls(stalls, phase_names_);
+    if (ranks_ > 1) continue;
     driver_.check(driver_.memset_d8_async(lane.memory, 0, round_up(control_bytes_) + workspace_bytes_, service_stream_),
                   "cuMemsetD8Async");
     driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
   }
   std::atomic_ref<uint32_t>(*host_abort_).store(0, std::memory_order_release);
+  const std::string kernel = "kernel " + kernel_name_ + " on " + device_.name;
+  if (std::exchange(is_torn_, ranks_ > 1))
+    throw LaunchAborted(
+        kernel + ", which exchanges with other ranks, has not begun anew since a launch was aborted, so a " +
+        "CUDA graph with it does nothing: call what was compiled on all ranks before they replay graphs");
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%g", watchdog_ns_ / 1e9);
-  throw LaunchAborted(
-      "kernel " + kernel_name_ + " on " + device_.name + " made no progress for " + seconds +
-      " s and was aborted: the outputs of that launch, and of later ones on its stream, are not valid.\n" + text +
-      "The next call runs normally. If this repeats without a debugger or other work on the device, please report it "
-      "with "
-      "the files that TORCH_MPK_DUMP=<folder> leaves");
+  const std::string why = " made no progress for " + std::string(seconds) + " s" +
+                          (ranks_ > 1 ? ", or was told that another rank's had been aborted," : "") +
+                          " and was aborted";
+  const std::string next =
+      ranks_ > 1 ? "Every rank must make the same calls, and replay a CUDA graph as often. The next call waits for all "
+                   "ranks to come, and begins anew. Where a rank is only late, raise watchdog_seconds"
+                 : "The next call runs normally. If this repeats without a debugger or other work on the device, "
+                   "please report it with the files that TORCH_MPK_DUMP=<folder> leaves";
+  throw LaunchAborted(kernel + why + ": the outputs of that launch, and of later ones on its stream, are not valid.\n" +
+                      text + next);
 }
 
 void CudaExecutable::release() noexcept {

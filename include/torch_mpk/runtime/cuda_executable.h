@@ -130,6 +130,7 @@ class CudaExecutable {
   cu::Stream service_stream_ = nullptr;  // for the host's own copies
   cu::DevicePtr table_ = 0;
   cu::DevicePtr mailboxes_ = 0;  // the mailboxes' addresses, once joined
+  bool is_torn_ = false;         // a launch was aborted, and ranks have not joined since
   int rank_ = 0;
   uint32_t* host_abort_ = nullptr;
   cu::DevicePtr host_abort_on_device_ = 0;
