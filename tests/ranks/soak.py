@@ -1,6 +1,8 @@
 """Steps of a sharded model with random delays, of which every rank must have the same bits each time:
 
 torchrun --nproc-per-node 2 -m tests.ranks.soak --steps 10000
+
+Where there is one GPU all ranks take turns on it, which takes milliseconds for each exchange: 100 steps will do.
 """
 
 import argparse
@@ -34,6 +36,9 @@ def main() -> None:
         num_key_value_heads=8,
         head_dim=64,
     )
+    if torch.cuda.device_count() == 1:
+        os.environ |= {"LOCAL_RANK": "0", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+        dist.init_process_group("gloo")  # NCCL takes a GPU once
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
