@@ -118,6 +118,8 @@ void bind_cpu(py::module_& m) {
           "mailbox_bytes "
           "that are zero. Launches are counted anew. Raises ValueError where there are not as many as the schedule "
           "says.")
+      .def_property_readonly("is_torn", &CpuExecutable::is_torn,
+                             "Whether a run of several ranks has raised: all must join again.")
       .def_property_readonly("ranks", [](const CpuExecutable& e) { return e.mailboxes().ranks; })
       .def_property_readonly("group", [](const CpuExecutable& e) { return e.mailboxes().group; })
       .def_property_readonly("exchange_key", [](const CpuExecutable& e) { return e.mailboxes().key; })

@@ -101,6 +101,7 @@ void Exchanges::await(const uint64_t* word, uint32_t tag, const Node& node, int 
 }
 
 void Exchanges::abort() {
+  is_aborted_ = true;
   for (int r = 0; r < ranks(); r++)
     if (r != rank_) abort_word(bases_[r], rank_).store(kRankAborted, std::memory_order_relaxed);
 }

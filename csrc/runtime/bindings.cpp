@@ -110,6 +110,8 @@ void bind_executable(py::module_& m) {
            "Exchange with other ranks through mailboxes at these addresses, in the order of ranks, each of "
            "mailbox_bytes that are zero. Launches are counted anew. Raises ValueError if they are not as many as "
            "the program's ranks.")
+      .def_property_readonly("is_torn", &CudaExecutable::is_torn,
+                             "Whether MegakernelTimeout was raised for a launch of several ranks: all must join again.")
       .def_property_readonly("ranks", &CudaExecutable::ranks)
       .def_property_readonly("group", &CudaExecutable::group)
       .def_property_readonly("exchange_key", &CudaExecutable::exchange_key)

@@ -425,7 +425,7 @@ void CudaExecutable::report_abort() {
   }
   std::atomic_ref<uint32_t>(*host_abort_).store(0, std::memory_order_release);
   const std::string kernel = "kernel " + kernel_name_ + " on " + device_.name;
-  if (std::exchange(is_torn_, ranks_ > 1))
+  if (is_torn_.exchange(ranks_ > 1))
     throw LaunchAborted(
         kernel + ", which exchanges with other ranks, has not begun anew since a launch was aborted, so a " +
         "CUDA graph with it does nothing: call what was compiled on all ranks before they replay graphs");

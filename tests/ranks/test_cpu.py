@@ -98,6 +98,8 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankLostError, match="rank 0 has aborted"):  # and so rank 1 waits no longer
         team.run(1, times=2)
     assert time.monotonic() - begin < 60
+    assert all(rank.is_torn for rank in team.ranks)
     team.join()
+    assert not any(rank.is_torn for rank in team.ranks)
     team.run_all()
     assert all(map(torch.equal, *team.outputs))

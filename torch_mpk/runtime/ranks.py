@@ -6,11 +6,10 @@ GPUs in symmetric memory.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_mpk.errors import MegakernelTimeout, RankLostError, UnsupportedError, first_line
+from torch_mpk.errors import RankLostError, UnsupportedError, first_line
 
 COMING_SECONDS = 1800.0  # how long ranks wait for one that still builds
 SHARED_MEMORY = Path("/dev/shm")
@@ -98,7 +97,6 @@ class RankedExecutable:
         self._mailbox: torch.Tensor | None = None
         self._kept: Any = None  # what the peers' mailboxes live as long as
         self._addresses: list[int] = []
-        self._is_torn = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executable, name)
@@ -130,15 +128,12 @@ class RankedExecutable:
         self._team = team
 
     def _begin(self, team: Team) -> None:
-        """Begins to count launches, with an empty mailbox. No rank launches until all have."""
+        """Begins to count launches, with an empty mailbox. No rank launches until all have one."""
         assert self._mailbox is not None
         self._mailbox.zero_()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._join(team)
         team.gather("begin to count launches")
-
-    def _join(self, team: Team) -> None:
         if self._device.type == "cuda":
             self._executable.join(team.rank, self._addresses)
         else:
@@ -149,35 +144,20 @@ class RankedExecutable:
 
         Raises RankLostError where another rank does not come, or has aborted.
         """
-        if self._is_torn:
+        if self._executable.is_torn:
             self._reunite()
-        with self._torn_by_errors():
-            self._executable.call(*args)
+        self._executable.call(*args)
 
     def run(self, *args: Any) -> None:
-        if self._is_torn:
+        if self._executable.is_torn:
             self._reunite()
-        with self._torn_by_errors():
-            self._executable.run(*args)
-
-    def check(self) -> None:
-        with self._torn_by_errors():
-            self._executable.check()
-
-    @contextlib.contextmanager
-    def _torn_by_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (MegakernelTimeout, KeyboardInterrupt):
-            self._is_torn = True
-            raise
+        self._executable.run(*args)
 
     def _reunite(self) -> None:
         """Waits for all ranks, each of which comes when its own launch has aborted, and begins anew."""
         assert self._team is not None
         self._team.gather("begin anew after an error", seconds=3 * (self._seconds or 60) + 10)
         self._begin(self._team)
-        self._is_torn = False
 
 
 def _agreed(team: Team, made: Any, error: Exception | None) -> list[Any]:

@@ -34,6 +34,7 @@ class Exchanges {
   void end_launch() { launch_++; }
   // Tells all other ranks that they wait in vain.
   void abort();
+  bool is_aborted() const { return is_aborted_; }
 
  private:
   uint64_t* words(int of_rank, int node, int from) const;
@@ -46,6 +47,7 @@ class Exchanges {
   const int64_t watchdog_ns_;
   const std::function<void()> look_;
   uint32_t launch_ = 0;  // since all ranks have joined
+  bool is_aborted_ = false;
 };
 
 }  // namespace mpk::cpu

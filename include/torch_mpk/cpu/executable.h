@@ -69,6 +69,8 @@ class CpuExecutable {
   // if the mailboxes are not as many as the schedule's ranks.
   void join(int rank, std::vector<uint8_t*> bases, int64_t watchdog_ns, std::function<void()> look);
   const Mailboxes& mailboxes() const { return mailboxes_; }
+  // Whether a run has not come to its end since, so that ranks must join again.
+  bool is_torn() const { return exchanges_ && exchanges_->is_aborted(); }
 
   // Sets what executes the nodes of a task without a CPU kernel. It is called on the thread that calls `run`.
   void set_reference(const std::string& task, Reference reference);

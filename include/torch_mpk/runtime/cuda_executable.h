@@ -54,6 +54,8 @@ class CudaExecutable {
   // From now on, launches exchange through these mailboxes, and are counted anew. No rank may have a launch in flight.
   // Throws std::invalid_argument if the mailboxes are not as many as the program's ranks.
   void join(int rank, const std::vector<uint64_t>& mailboxes);
+  // Whether an abort was reported since, so that ranks must join again.
+  bool is_torn() const { return is_torn_; }
 
   // Throws std::invalid_argument for a pointer that is null or not aligned; LaunchAborted if an earlier launch was
   // aborted (this launch is then not made, and the next may be); cu::Error if the driver refuses, or in the child of a
@@ -130,7 +132,7 @@ class CudaExecutable {
   cu::Stream service_stream_ = nullptr;  // for the host's own copies
   cu::DevicePtr table_ = 0;
   cu::DevicePtr mailboxes_ = 0;  // the mailboxes' addresses, once joined
-  bool is_torn_ = false;         // a launch was aborted, and ranks have not joined since
+  std::atomic<bool> is_torn_{false};
   int rank_ = 0;
   uint32_t* host_abort_ = nullptr;
   cu::DevicePtr host_abort_on_device_ = 0;
