@@ -25,6 +25,7 @@ import torch
 
 from torch_mpk.builds import timing
 from torch_mpk.builds.dry_run import is_dry_run
+from torch_mpk.capture.packed_linears import keep_packed
 from torch_mpk.config import Options, env
 from torch_mpk.dispatch.admission import takes_prompts
 from torch_mpk.dispatch.buckets import chunks_of
@@ -148,6 +149,7 @@ def generate(
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
     model = plain_model(model)
+    keep_packed(model)
     check_tensors(model, input_ids, attention_mask)
     check_streamer(streamer)
     given = {

@@ -25,11 +25,11 @@ _SKIPPED = (
 _warned: set[str] = set()
 
 
-def warn(message: str) -> None:
-    """Say it, unless it has been said."""
-    if message in _warned:
+def warn(message: str, key: str = "") -> None:
+    """Say it, unless it has been said; or whatever has the same key, if one is given."""
+    if (key or message) in _warned:
         return
-    _warned.add(message)
+    _warned.add(key or message)
     frame = _users_frame()
     warnings.warn_explicit(
         message,

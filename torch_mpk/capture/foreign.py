@@ -19,7 +19,7 @@ from torch_mpk.capture import quantized_inputs
 from torch_mpk.errors import UnsupportedError
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
-_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")  # as Dynamo names them
+_MEMBER = re.compile(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']+)'\]")  # as Dynamo names them
 _ROOT = re.compile(r"^L\['(?:self|fn)'\]\.")
 _IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand)
 

@@ -8,6 +8,7 @@ operator of ours that is a substitute, too.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import sys
 from collections.abc import Callable, Sequence
@@ -15,14 +16,15 @@ from typing import Any
 
 import torch
 
-from torch_mpk.capture import quantized_inputs
-from torch_mpk.capture.expert_loops import is_traced_for_us, replace_loops
+from torch_mpk.capture import gptqmodel_linears, packed_linears, quantized_inputs, quantized_modules
+from torch_mpk.capture.expert_loops import replace_loops
 
 
 def fp8_linear_of(module: Any) -> Callable[..., torch.Tensor]:
     """The substitute for a module's ``fp8_linear``. Nothing is imported where Dynamo traces: PyTorch 2.11 ends a graph
     there."""
     of_others = module.finegrained_fp8_linear
+    is_ours, tell = quantized_modules.constants()
 
     def fp8_linear(
         input: torch.Tensor,  # noqa: A002 - transformers' name
@@ -35,6 +37,8 @@ def fp8_linear_of(module: Any) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         """``fp8_linear`` of transformers, of e4m3 weights: activations are quantised by row and block of columns."""
         if weight.dtype != torch.float8_e4m3fn:
+            if torch.compiler.is_compiling() and is_ours():
+                tell("transformers.FP8Linear", f"it stores {weight.dtype}")
             return of_others(input, weight, weight_scale_inv, block_size, bias, activation_scale)
         rows, columns = (0, 0) if block_size is None else (block_size[0], block_size[1])
         y = torch.ops.mpk.quantized_linear(
@@ -80,6 +84,9 @@ def _in_graphs(module: Any, **substitutes: Callable[..., Any]) -> None:
 def _substitute_fp8(module: Any) -> None:
     if not hasattr(module, "fp8_linear") or not hasattr(module, "finegrained_fp8_linear"):
         return
+    if hasattr(module, "FP8GroupedLinear"):
+        why = "it multiplies groups of columns apart"
+        quantized_modules.take(module.FP8GroupedLinear, lambda linear: why if linear.weight.itemsize == 1 else "")
     fp8_linear = fp8_linear_of(module)
     _in_graphs(module, fp8_linear=fp8_linear)
     if not module.is_kernels_available():
@@ -103,33 +110,13 @@ def _substitute_int4(module: Any) -> None:
     tensor.implements(torch.ops.aten.linear.default)(linear)
 
 
-def _substitute_gptq(module: Any) -> None:
-    """Products of gptqmodel's linears that keep a checkpoint's words: 4 bits, in groups of columns that follow each
-    other."""
-    linears = getattr(module, "TorchLinear", None)
-    if linears is None:
-        return
-    known = linears.forward
-    is_ours = torch.compiler.assume_constant_result(lambda: is_traced_for_us())
+def _leave_bitsandbytes(module: Any) -> None:
+    quantized_modules.leave(module, ["Linear8bitLt"], "which columns it multiplies in 8 bits depends on the data")
+    quantized_modules.leave(module, ["Linear4bit"], "numbers of 4 bits that are looked up in a table are not known")
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        is_plain = self.bits == 4 and self.pack_dtype == torch.int32 and not self.desc_act
-        is_changed = self.training or self.adapter is not None or self.online_full_had or self.online_partial_had
-        if not torch.compiler.is_compiling() or not is_plain or is_changed or not is_ours():
-            return known(self, x)
-        y = torch.ops.mpk.quantized_linear(
-            x.reshape(-1, x.shape[-1]),
-            self.qweight.t(),
-            self.scales.t(),
-            self.bias,
-            None,
-            self.qzeros.t(),
-            block_rows=1,
-            block_columns=self.group_size,
-        )
-        return y.reshape(x.shape[:-1] + (self.out_features,))
 
-    linears.forward = forward
+def _left(*names: str) -> Callable[[Any], None]:
+    return functools.partial(quantized_modules.leave, names=names, why="its format is not known")
 
 
 # What is done to a module once it is imported, by its name.
@@ -137,8 +124,20 @@ _SUBSTITUTES: dict[str, Callable[[Any], None]] = {
     "transformers.integrations.finegrained_fp8": _substitute_fp8,
     "transformers.integrations.compressed_tensors": _substitute_compressed,
     "transformers.integrations.moe": replace_loops,
-    "gptqmodel.nn_modules.qlinear.torch": _substitute_gptq,
+    "gptqmodel.nn_modules.qlinear": gptqmodel_linears.take_linears,
+    "compressed_tensors.compressors.model_compressors.model_compressor": packed_linears.take_compressor,
+    "bitsandbytes.nn.modules": _leave_bitsandbytes,
     "torchao.quantization.quantize_.workflows.int4.int4_tensor": _substitute_int4,
+    "hqq.core.quantize": _left("HQQLinear"),
+    "optimum.quanto.nn.qlinear": _left("QLinear"),
+    "sinq.sinqlinear_hf": _left("SINQLinear"),
+    "transformers.integrations.bitnet": _left("BitLinear", "AutoBitLinear"),
+    "transformers.integrations.eetq": _left("EetqLinear"),
+    "transformers.integrations.fbgemm_fp8": _left("FbgemmFp8Linear"),
+    "transformers.integrations.gemma_quant": _left("QuantizedLinear"),
+    "transformers.integrations.higgs": _left("HiggsLinear"),
+    "transformers.integrations.metal_quantization": _left("MetalLinear"),
+    "transformers.integrations.nvfp4": _left("NVFP4Linear"),
 }
 
 

@@ -1,0 +1,99 @@
+"""Linears of packages that quantise: in our launch, or named with a reason. Words are read where they lie."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import torch_mpk
+from tests.models.gptqmodel_linears import MarlinLinear, TorchLinear
+from tests.models.test_quantized import logits, random_model, relative_error
+from torch_mpk.errors import MpkWarning
+
+
+def error_of(linear: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> float:
+    """Of a compiled module's results, against its own, in float64."""
+    x = torch.randn(3, linear.in_features).to(dtype)
+    step = torch.compile(linear.eval(), backend="mpk", options=options)
+    with torch.inference_mode():
+        want = linear(x.double())
+        return ((step(x) - want).norm() / want.norm()).item()
+
+
+class Model(torch.nn.Module):
+    def __init__(self, *linears: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(linears)
+        self.in_features = linears[0].in_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_each_class_and_reason_is_named_once() -> None:
+    made = [
+        TorchLinear((64, 64), 32),
+        TorchLinear((64, 64), 32),
+        MarlinLinear((64, 64), 32),
+        MarlinLinear((64, 64), 32),
+    ]
+    made[1].bits = 3
+    with pytest.warns(MpkWarning) as told:
+        assert error_of(Model(*made)) < 0.01
+    messages = [str(each.message) for each in told if "leaves linears" in str(each.message)]
+    assert len(messages) == 2
+    assert "TorchLinear to their package: it has 3 bits" in messages[0] and "(the first is layers.1)" in messages[0]
+    assert "MarlinLinear to their package: its kernel" in messages[1] and "(the first is layers.2)" in messages[1]
+
+
+def packed(folder: Path, symmetric: bool, group: int = 32, bits: int = 4) -> Any:
+    """A model in the format of compressed-tensors, by that package, saved to a folder and still in memory."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import ModelCompressor
+
+    model = random_model()
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    config = quantization.QuantizationConfig(config_groups=groups, format="pack-quantized", ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
+    for module in model.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            most = module.weight.data.float().unflatten(1, (-1, group)).abs().amax(-1)
+            module.weight_scale.data.copy_(most / (2 ** (bits - 1) - 0.5))
+            if not symmetric:
+                module.weight_zero_point.data.random_(-4, 4)
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_weights_of_compressed_tensors_stay_packed(symmetric: bool, tmp_path: Path) -> None:
+    """Loaded by transformers, which does not load zero points of this format: those stay in memory."""
+    made = packed(tmp_path, symmetric)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval() if symmetric else made.eval()
+    dense, ids = copy.deepcopy(model), torch.randint(128, (2, 3))
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    assert relative_error(logits(step, model.config, ids), logits(dense, model.config, ids)) < 0.02
+    assert torch_mpk.generate(model, ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 5)
+    projection = model.model.layers[0].self_attn.q_proj
+    assert projection.weight_packed.shape == (256, 32) and not hasattr(projection, "weight")
+    logits(model, model.config, ids)  # the definition: nothing is unpacked from now on
+    assert not hasattr(projection, "weight")
+
+
+@pytest.mark.slow
+def test_what_is_not_known_makes_a_packed_model_dense(tmp_path: Path) -> None:
+    """As compressed-tensors does by itself."""
+    why = packed(tmp_path, True, bits=8).unpacked_because
+    assert why == "model.layers.0.self_attn.q_proj has 8 bits of int by group, expected int4 by group or channel"

@@ -1,0 +1,76 @@
+"""gptqmodel's linears: of GPTQ and AWQ checkpoints, as transformers loads them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_mpk.capture.quantized_modules import product, take
+
+
+def take_linears(package: Any) -> None:
+    """All classes of linears that gptqmodel's folder of them has or will have."""
+    base = getattr(package, "BaseQuantLinear", None)
+    if base is None:
+        return
+
+    def take_class(cls: Any) -> None:
+        if "forward" in vars(cls):
+            refuses, of_words = _GPTQMODEL.get(cls.__name__, (_has_own_order, None))
+            take(cls, functools.partial(refuses, cls), of_words)
+
+    def derive(cls: Any, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        take_class(cls)
+
+    base.__init_subclass__ = classmethod(derive)
+    for cls in _below(base):
+        take_class(cls)
+
+
+def _below(cls: Any) -> Iterator[Any]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+def _has_own_order(cls: Any, module: Any) -> str:
+    return "its kernel has its words in an order of its own; backend='torch' or 'torch_awq' keeps the checkpoint's"
+
+
+def _refuses_words(cls: Any, module: Any) -> str:
+    if type(module) is not cls:
+        return "it is derived from a class that is known, and may store something else"
+    if module.bits != 4 or module.pack_dtype != torch.int32:
+        return f"it has {module.bits} bits in {module.pack_dtype}, expected 4 in torch.int32"
+    if module.training:
+        return "it is being trained"
+    if module.adapter is not None:
+        return "it has an adapter"
+    return ""
+
+
+def _refuses_gptq(cls: Any, module: Any) -> str:
+    why = _refuses_words(cls, module)
+    if not why and module.desc_act:
+        return "desc_act has its columns in an order of their own"
+    if not why and (module.online_full_had or module.online_partial_had):
+        return "it rotates activations before the product"
+    return why
+
+
+def _gptq(self: Any, x: Tensor) -> Tensor:
+    """Eight numbers of neighbouring columns are a word, and eight zero points of neighbouring rows."""
+    operands = self.qweight.t(), self.scales.t(), self.bias, None, self.qzeros.t()
+    return product(x, self.out_features, *operands, block_rows=1, block_columns=self.group_size)
+
+
+# By the class's name: what speaks against a module, and its product.
+_GPTQMODEL: dict[str, tuple[Callable[[Any, Any], str], Callable[[Any, Tensor], Tensor] | None]] = {
+    "TorchLinear": (_refuses_gptq, _gptq),
+    "TritonV2Linear": (_refuses_gptq, _gptq),
+}
