@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
+from tests.cpu.test_quantized import FORMATS, Format, operands
 from tests.thinned import thinned
 from torch_mpk import registry
+from torch_mpk.tasks.quantized_expert_linear import quantized_expert_linear
 
 # Rows, choices, experts, columns, depth.
 SHAPES = [(1, 1, 1, 1, 1), (1, 8, 16, 40, 64), (5, 2, 3, 7, 33), (4, 4, 4, 130, 100), (64, 2, 3, 48, 31),
@@ -85,6 +87,39 @@ def test_ids_of_no_expert_give_zeros() -> None:
     is_there = (ids >= 0) & (ids < 4)
     torch.testing.assert_close(y[is_there], exact(x, ids.where(is_there, 0), weight, False)[is_there].float())
     assert not y[~is_there].any()
+
+
+def stacked(sizes: tuple[int, int, int, int, int], of: Format, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x, weights, their scales and zero points, of rows, choices, experts, columns and depth."""
+    rows, choices, experts, n, k = sizes
+    matrices = [operands((1, n, k), of, dtype) for _ in range(experts)]
+    weights = [torch.stack(each) for i in (1, 2, 5) if (each := [t for m in matrices if (t := m[i]) is not None])]
+    return [(torch.randn(rows, choices, k + -k % of.packed) * 3).to(dtype), *weights]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["blocks", "rows, int8", "groups, zero points added"])
+def test_quantised_products(isa: str, name: str) -> None:
+    """With rows that choose as others do, ids of no expert among them; a row does not depend on the others."""
+    of = FORMATS[name]
+    for sizes in [(1, 8, 16, 40, 64), (5, 2, 3, 7, 33), (70, 2, 3, 130, 200)]:
+        x, weight, scale, *zero = stacked(sizes, of, torch.bfloat16)
+        for chosen in ("random", "one", "none"):
+            ids = chosen_ids(*sizes[:3], "random" if chosen == "none" else chosen)
+            if chosen == "none":
+                ids.view(-1)[::2] = torch.tensor([-1, sizes[2]])[torch.randint(2, ids.view(-1)[::2].shape)]
+
+            def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+                net, names = Net(), ("x", "ids", "weight", "weight_scale", "zero")
+                given = {name: net.input(t) for name, t in zip(names, (x, ids, weight, scale, *zero))}  # noqa: B023
+                y = net.output(x.new_empty(*ids.shape, weight.shape[1]))  # noqa: B023
+                net.node("quantized_expert_linear", of.attrs, **given, y=y)
+                return net.run(isa=isa)[0]
+
+            y = run(x, ids)
+            expected = quantized_expert_linear(x.double(), ids, weight, scale, *zero, **of.attrs)
+            assert rms_error(y, expected) < 1.2 * TOLERANCE[torch.bfloat16], (sizes, chosen)
+            assert torch.equal(run(x[-1:].clone(), ids[-1:].clone())[0], y[-1])
 
 
 def scores(columns: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig, StaticCache
 from transformers.integrations import compressed_tensors, finegrained_fp8
 
 import torch_mpk
@@ -66,6 +66,22 @@ def test_a_step_is_one_launch(weights: Format, settings: dict[str, Any], monkeyp
         for parameter in model.parameters():
             if parameter.dtype in (E4M3, torch.int8):
                 parameter.view(torch.int8).copy_(parameter.view(torch.int8).flip(0))
+
+
+@pytest.mark.parametrize("implementation", thinned(["grouped_mm", "batched_mm", "eager"], 0))
+def test_experts_are_one_launch(implementation: str) -> None:
+    """Those of FP8Experts, on equal routes; eager calls have the task's definition where kernels cannot be fetched."""
+    sizes = SIZES | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes), dtype=torch.bfloat16).eval()
+    experts = quantize_linears(model, "fp8").model.layers[0].mlp.experts
+    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == E4M3
+    model.set_experts_implementation(implementation)
+    torch.compiler.reset()
+    x, ids = torch.randn(5, 256).bfloat16(), torch.rand(5, 8).topk(2).indices
+    weights = torch.rand(5, 2).bfloat16()
+    run = torch.compile(experts, backend="mpk", options={"fallback": "error"})
+    with torch.inference_mode():
+        assert relative_error(run(x, ids, weights), experts(x, ids, weights)) < 0.02
 
 
 @pytest.mark.slow

@@ -202,6 +202,15 @@ def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, block_rows, b
     return y if bias is None else y + bias
 
 
+def quantized_expert_linear(x, ids, weight, weight_scale, zero, **attrs):
+    y = torch.zeros(*ids.shape, weight.shape[1])
+    for e in range(len(weight)):
+        operands = weight[e], weight_scale[e], None, None, None if zero is None else zero[e]
+        rows = ids.flatten() == e  # in one product, whose sums have an order
+        y.flatten(0, 1)[rows] = quantized_linear(x.flatten(0, 1)[rows], *operands, **attrs)
+    return y
+
+
 def nucleus(x, rest, peaks, sums):
     found = []
     for row, part in zip(x.flatten(0, -2).double(), rest.flatten().tolist()):

@@ -22,7 +22,8 @@ def replace_loops(moe: Any) -> None:
     is_ours = torch.compiler.assume_constant_result(lambda: is_traced_for_us())
 
     def get_interface(self: Any, experts_implementation: str, default: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        if experts_implementation == "eager" and torch.compiler.is_compiling() and is_ours():
+        is_loop = experts_implementation == "eager" and type(self) is moe.ExpertsInterface
+        if is_loop and torch.compiler.is_compiling() and is_ours():
             return products
         return known(self, experts_implementation, default)
 

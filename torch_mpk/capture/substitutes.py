@@ -1,9 +1,9 @@
 """Functions of other packages that Dynamo should not trace, and what it traces in their place.
 
 Some load kernels of their own, which cannot be fetched everywhere, and which no graph of ours could hold; in others it
-ends graphs. Calls outside of ``torch.compile`` stay as they are, but for those of FP8Linear and of torchao's int4
-tensors where there is no package with their kernels, and so nothing else to call. Other backends of the process see an
-operator of ours that is a substitute, too.
+ends graphs. Calls outside of ``torch.compile`` stay as they are, but for those of FP8Linear, FP8Experts and torchao's
+int4 tensors where there is no package with their kernels, and so nothing else to call. Other backends of the process
+see an operator of ours that is a substitute, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torch_mpk.capture import gptqmodel_linears, packed_linears, quantized_inputs, quantized_modules
+from torch_mpk.capture import fp8_experts, gptqmodel_linears, packed_linears, quantized_inputs, quantized_modules
 from torch_mpk.capture.expert_loops import replace_loops
 
 
@@ -91,6 +91,8 @@ def _substitute_fp8(module: Any) -> None:
     _in_graphs(module, fp8_linear=fp8_linear)
     if not module.is_kernels_available():
         module.fp8_linear = fp8_linear
+    if hasattr(module, "FP8ExpertsInterface"):
+        fp8_experts.replace_products(module)
 
 
 def _substitute_compressed(module: Any) -> None:

@@ -350,6 +350,38 @@ class TaskLayers:
         softcap: float = ...,
     ) -> GlobalTensor: ...
     @overload
+    def quantized_expert_linear_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        ids: GlobalTensor,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        zero: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        x_columns: int = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def quantized_expert_linear_layer(
+        self,
+        input: GlobalTensor,
+        ids: GlobalTensor,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        zero: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        x_columns: int = ...,
+    ) -> GlobalTensor: ...
+    @overload
     def quantized_linear_layer(
         self,
         *,

@@ -79,7 +79,7 @@ def quantized_linear(
 
     Raises TaskError when dtypes or sizes do not fit each other.
     """
-    _check(x, weight, weight_scale, zero, block_rows, block_columns)
+    check_format("quantized_linear", x.shape[1], weight, weight_scale, zero, block_rows, block_columns)
     if x_scale is not None:
         x_columns = -1
     computed = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -158,35 +158,39 @@ def _offsets(
     return (middle - points.to(dtype)) * scale.to(dtype)
 
 
-def _check(
-    x: torch.Tensor,
+def check_format(
+    task_name: str,
+    columns: int,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     zero: torch.Tensor | None,
     block_rows: int,
     block_columns: int,
 ) -> None:
+    """Checks what a matrix is given by, or several that are stacked; x has ``columns``. Raises TaskError."""
     if weight.dtype not in PACKED:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in PACKED)
-        raise TaskError(f"quantized_linear: weight is {weight.dtype}, expected one of {expected}")
-    rows, columns = weight.shape[0], x.shape[1]
-    if all(weight.shape[1] * packed != columns for packed in PACKED[weight.dtype]):
+        raise TaskError(f"{task_name}: weight is {weight.dtype}, expected one of {expected}")
+    *stack, rows, elements = weight.shape
+    if all(elements * packed != columns for packed in PACKED[weight.dtype]):
         expected = " or ".join(f"K / {packed}" if packed > 1 else "K" for packed in PACKED[weight.dtype])
         raise TaskError(
-            f"quantized_linear: weight has {weight.shape[1]} columns of {weight.dtype}, expected {expected}, "
+            f"{task_name}: weight has {elements} columns of {weight.dtype}, expected {expected}, "
             f"where K is x's {columns}"
         )
     sizes = [-(-size // (block or max(size, 1))) for size, block in zip((rows, columns), (block_rows, block_columns))]
-    if list(weight_scale.shape) != sizes:
+    if list(weight_scale.shape) != [*stack, *sizes]:
         raise TaskError(
-            f"quantized_linear: weight_scale is {list(weight_scale.shape)}, expected {sizes} for a weight of "
-            f"{[rows, columns]} in blocks of {block_rows} x {block_columns}"
+            f"{task_name}: weight_scale is {list(weight_scale.shape)}, expected {[*stack, *sizes]} for a weight of "
+            f"{[*stack, rows, columns]} in blocks of {block_rows} x {block_columns}"
         )
     if zero is None:
         return
     if weight.dtype == E4M3 or zero.dtype not in ZEROS:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZEROS)
-        raise TaskError(f"quantized_linear: zero is {zero.dtype}, expected one of {expected}, and integer weights")
+        raise TaskError(f"{task_name}: zero is {zero.dtype}, expected one of {expected}, and integer weights")
     sizes[0] = -(-sizes[0] // 8) if zero.dtype == torch.int32 else sizes[0]
-    if list(zero.shape) != sizes:
-        raise TaskError(f"quantized_linear: zero is {list(zero.shape)}, expected {sizes}, as many as there are scales")
+    if list(zero.shape) != [*stack, *sizes]:
+        raise TaskError(
+            f"{task_name}: zero is {list(zero.shape)}, expected {[*stack, *sizes]}, as many as there are scales"
+        )

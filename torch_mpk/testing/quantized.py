@@ -39,7 +39,8 @@ class IntegerLinear(torch.nn.Module):
 
 
 def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> PreTrainedModel:
-    """The model with quantised linears, but for its head: "fp8" as transformers' FP8Linear, by its own quantiser,
+    """The model with quantised linears, but for its head: "fp8" as transformers' FP8Linear, and experts as its
+    FP8Experts, by its own quantiser,
     "fp8-rows" as its CompressedTensorsFP8Linear, "int8" and "int4" as ``IntegerLinear``. ``config``: what
     FineGrainedFP8Config takes, such as ``scale_fmt``, or for "int4" the ``group``."""
     head = model.get_output_embeddings()
@@ -55,19 +56,28 @@ def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> 
     from transformers.integrations.finegrained_fp8 import Fp8Quantize, replace_with_fp8_linear
 
     settings = FineGrainedFP8Config(**config)
-    linears = {name: model.get_submodule(name) for name in names}
-    kept = [name for name, module in model.named_modules() if module is head]
-    replace_with_fp8_linear(model, kept, settings)
+    experts = [name for name, module in model.named_modules() if _has_plain_experts(name, module)]
+    given = {name: model.get_submodule(name) for name in names + experts}
+    kept = [name for name, module in model.named_modules() if module is head or name.endswith(".experts")]
+    replace_with_fp8_linear(model, [name for name in kept if name not in experts], settings)
     quantise = Fp8Quantize(_Quantizer(settings))
-    for name, linear in linears.items():
-        made = quantise.convert({f"{name}.weight": linear.weight.detach()})
+    for name, linear in given.items():
         module = model.get_submodule(name)
-        module.weight = torch.nn.Parameter(made[f"{name}.weight"], requires_grad=False)
-        scale = made.get(f"{name}.weight_scale_inv")  # none of a matrix that is not whole blocks, which stays as it is
-        module.weight_scale_inv = None if scale is None else torch.nn.Parameter(scale, requires_grad=False)
-        module.bias = linear.bias
-        linear.weight = None  # frees it, before the next one is quantised
+        for weight in [weight for weight, value in linear.named_parameters() if value.dim() > 1]:
+            made = quantise.convert({f"{name}.{weight}": getattr(linear, weight).detach()})
+            setattr(module, weight, torch.nn.Parameter(made[f"{name}.{weight}"], requires_grad=False))
+            scale = made.get(f"{name}.{weight}_scale_inv")  # none of what is not whole blocks, which stays as it is
+            scale = None if scale is None else torch.nn.Parameter(scale, requires_grad=False)
+            setattr(module, f"{weight}_scale_inv", scale)
+            setattr(linear, weight, None)  # frees it, before the next one is quantised
+        if name in names:
+            module.bias = linear.bias
     return model
+
+
+def _has_plain_experts(name: str, module: Any) -> bool:
+    """Whether FP8Experts holds such experts: without biases, a matrix's rows those of the result."""
+    return name.endswith(".experts") and not (getattr(module, "has_bias", True) or module.is_transposed)
 
 
 def _scaled_by_row(linear: torch.nn.Linear) -> torch.nn.Module:

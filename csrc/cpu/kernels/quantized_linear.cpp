@@ -1,9 +1,10 @@
+// Products with quantised weights, of linears and of experts.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
-#include "torch_mpk/cpu/kernel.h"
+#include "expert_pairs.h"
 #include "torch_mpk/graph/weight_format.h"
 
 namespace mpk::cpu {
@@ -20,9 +21,18 @@ float float_of(DType dtype, const uint8_t* p, const Microkernels& microkernels) 
   return value;
 }
 
-class QuantizedLinear : public Kernel {
- public:
-  QuantizedLinear(const Node& node, const Microkernels& microkernels)
+// Rows of x that meet one matrix, and where their results begin.
+struct Rows {
+  const uint8_t* x[kLinearRowBlock];
+  uint8_t* y[kLinearRowBlock];
+  int64_t count;
+};
+
+// Products of rows of x with a matrix, or with one of several matrices of one format. A unit is some rows of weights.
+class QuantizedProducts : public Kernel {
+ protected:
+  // `most_rows`: of x, that meet a matrix.
+  QuantizedProducts(const Node& node, const Microkernels& microkernels, int64_t most_rows)
       : microkernels_(microkernels), format_(checked(node)), dtype_(float_dtype(node, node.operand("x"))) {
     const Operand &x = node.operand("x"), &weight = node.operand("weight"), &scale = node.operand("weight_scale");
     const Operand &y = node.operand("y"), *bias = node.find("bias"), *x_scale = node.find("x_scale");
@@ -32,31 +42,32 @@ class QuantizedLinear : public Kernel {
     if (bias != nullptr) bias_dtype_ = float_dtype(node, *bias);
     for (const Operand* o : {&x, bias, &y})
       if (o != nullptr) require_inner_stride(node, *o);
-    is_gathered_ = weight.tensor.strides[1] != 1;
-    x_ = View(x.tensor), weight_ = View(weight.tensor), scale_ = View(scale.tensor), y_ = View(y.tensor);
+    is_gathered_ = weight.tensor.strides.back() != 1;
+    weight_ = stacked(weight.tensor), scale_ = stacked(scale.tensor);
     if (bias != nullptr) bias_ = Place(bias->tensor);
     if (x_scale != nullptr) x_scale_ = Place(x_scale->tensor);
-    if (zero != nullptr) zero_ = View(zero->tensor), zero_dtype_ = zero->tensor.dtype;
-    num_rows_ = x.tensor.shape[0], num_weight_rows_ = format_.rows;
+    if (zero != nullptr) zero_ = stacked(zero->tensor), zero_dtype_ = zero->tensor.dtype;
+    num_weight_rows_ = format_.rows;
     depth_ = std::max<int64_t>(format_.columns, 1);
     run_ = std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
     pitch_ = microkernels.quantized_pitch(run_);
     offsets_pitch_ = format_.has_zero() ? round_up(runs_, kOffsetsStep) : 0;
     product_ = product_of(format_, microkernels);
-    block_ = std::min<int64_t>(num_rows_, kLinearRowBlock);
+    block_ = std::min<int64_t>(most_rows, kLinearRowBlock);
     rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
                                 kMaxRowsPerUnit);
-    const int64_t units = (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
-    num_units_ = num_rows_ == 0 || format_.columns == 0 ? (num_rows_ == 0 ? 0 : units) : units;
+    num_units_ = most_rows == 0 ? 0 : (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
     unit_cost_ =
-        static_cast<double>(rows_per_unit_ * format_.row_bytes()) * std::max(1.0, num_rows_ / 2.0) / kBytesPerNs;
+        static_cast<double>(rows_per_unit_ * format_.row_bytes()) * std::max(1.0, most_rows / 2.0) / kBytesPerNs;
     scratch_bytes_ = 2 * bytes_of(block_ * runs_ * pitch_) + bytes_of(block_ * runs_) +
                      bytes_of(rows_per_unit_ * runs_) + 2 * bytes_of(std::max(block_ * rows_per_unit_, depth_)) +
                      bytes_of(block_ * offsets_pitch_) + bytes_of(rows_per_unit_ * offsets_pitch_) +
                      (is_gathered_ ? round_up(rows_per_unit_ * format_.row_bytes(), 64) : 0);
   }
 
-  void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
+  // Computes units [begin, end) of the products of at most block_ rows with matrix number `matrix`.
+  void multiply(const Frame& frame, int64_t matrix, const Rows& rows, int64_t begin, int64_t end,
+                uint8_t* scratch) const {
     const auto take = [&](int64_t floats) {
       auto* p = reinterpret_cast<float*>(scratch);
       scratch += bytes_of(floats);
@@ -67,28 +78,24 @@ class QuantizedLinear : public Kernel {
     float *sums = take(std::max(block_ * rows_per_unit_, depth_)),
           *values = take(std::max(block_ * rows_per_unit_, depth_));
     float *x_sums = take(block_ * offsets_pitch_), *offsets = take(rows_per_unit_ * offsets_pitch_);
-    for (int64_t first = 0; first < num_rows_; first += block_) {
-      const int64_t count = std::min(block_, num_rows_ - first);
-      for (int64_t r = 0; r < count; r++)
-        prepare_row(frame, first + r, x + r * runs_ * pitch_, x_factors + r * runs_, x_sums + r * offsets_pitch_,
-                    values);
-      for (int64_t unit = begin; unit < end; unit++) {
-        QuantizedArgs args = {};
-        args.x = x, args.x_factors = x_factors, args.num_rows = count, args.k = format_.columns, args.run = run_;
-        args.weight = weight_.at(frame, 0), args.weight_stride = weight_.strides[0];
-        args.begin = unit * rows_per_unit_, args.end = std::min(args.begin + rows_per_unit_, num_weight_rows_);
-        find_factors(frame, args.begin, args.end, weight_factors);
-        if (format_.has_zero()) {
-          find_offsets(frame, args.begin, args.end, weight_factors, offsets);
-          args.offsets = offsets, args.x_sums = x_sums, args.offsets_stride = offsets_pitch_;
-        }
-        if (is_gathered_) gather(frame, args, scratch);
-        args.weight_factors = weight_factors, args.weight_factors_stride = runs_, args.sums = sums;
-        args.x_is_bf16 = format_.quantizes_x() || dtype_ == DType::kBF16;
-        args.scratch = reinterpret_cast<uint8_t*>(pairs);
-        product_(args);
-        store(frame, first, count, args.begin, args.end, sums, values);
+    for (int64_t r = 0; r < rows.count; r++)
+      prepare_row(frame, rows.x[r], x + r * runs_ * pitch_, x_factors + r * runs_, x_sums + r * offsets_pitch_, values);
+    for (int64_t unit = begin; unit < end; unit++) {
+      QuantizedArgs args = {};
+      args.x = x, args.x_factors = x_factors, args.num_rows = rows.count, args.k = format_.columns, args.run = run_;
+      args.weight = weight_.at(frame, matrix), args.weight_stride = weight_.strides[1];
+      args.begin = unit * rows_per_unit_, args.end = std::min(args.begin + rows_per_unit_, num_weight_rows_);
+      find_factors(frame, matrix, args.begin, args.end, weight_factors);
+      if (format_.has_zero()) {
+        find_offsets(frame, matrix, args.begin, args.end, weight_factors, offsets);
+        args.offsets = offsets, args.x_sums = x_sums, args.offsets_stride = offsets_pitch_;
       }
+      if (is_gathered_) gather(frame, matrix, args, scratch);
+      args.weight_factors = weight_factors, args.weight_factors_stride = runs_, args.sums = sums;
+      args.x_is_bf16 = format_.quantizes_x() || dtype_ == DType::kBF16;
+      args.scratch = reinterpret_cast<uint8_t*>(pairs);
+      product_(args);
+      store(frame, rows, args.begin, args.end, sums, values);
     }
   }
 
@@ -99,9 +106,15 @@ class QuantizedLinear : public Kernel {
   }
   static int64_t bytes_of(int64_t floats) { return round_up(floats * static_cast<int64_t>(sizeof(float)), 64); }
 
+  // A matrix, as one of a stack.
+  static View stacked(Tensor t) {
+    if (t.shape.size() == 2) t.shape.insert(t.shape.begin(), 1), t.strides.insert(t.strides.begin(), 0);
+    return View(t);
+  }
+
   // A row of x in runs, and its factors.
-  void prepare_row(const Frame& frame, int64_t row, float* x, float* factors, float* sums, float* values) const {
-    microkernels_.load_of(dtype_)(x_.at(frame, row), 1, values, static_cast<int>(format_.columns));
+  void prepare_row(const Frame& frame, const uint8_t* row, float* x, float* factors, float* sums, float* values) const {
+    microkernels_.load_of(dtype_)(row, 1, values, static_cast<int>(format_.columns));
     const float given = x_scale_ ? float_of(DType::kF32, x_scale_.at(frame), microkernels_) : 0;
     for (int64_t first = 0; format_.quantizes_x() && first < format_.columns; first += format_.x_columns) {
       const int64_t size = std::min(format_.x_columns, format_.columns - first);
@@ -138,7 +151,7 @@ class QuantizedLinear : public Kernel {
     return has_nan ? std::numeric_limits<float>::quiet_NaN() : std::max(most / kLargestE4M3, kLeastScale);
   }
 
-  void find_factors(const Frame& frame, int64_t begin, int64_t end, float* factors) const {
+  void find_factors(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, float* factors) const {
     for (int64_t n = begin; n < end; n++) {
       float* own = factors + (n - begin) * runs_;
       if (n > begin && n % format_.block_rows != 0) {
@@ -146,14 +159,15 @@ class QuantizedLinear : public Kernel {
         continue;
       }
       for (int64_t run = 0; run < runs_; run++)
-        own[run] =
-            float_of(format_.scale_dtype, scale_.at(frame, n / format_.block_rows, run * run_ / format_.block_columns),
-                     microkernels_);
+        own[run] = float_of(format_.scale_dtype,
+                            scale_.at(frame, matrix, n / format_.block_rows, run * run_ / format_.block_columns),
+                            microkernels_);
     }
   }
 
   // Finds the offset that zero points add to each run's numbers. `factors`: the scales.
-  void find_offsets(const Frame& frame, int64_t begin, int64_t end, const float* factors, float* offsets) const {
+  void find_offsets(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, const float* factors,
+                    float* offsets) const {
     const float middle = format_.has_middle() ? WeightFormat::kMiddle : 0;
     for (int64_t n = begin; n < end; n++)
       for (int64_t run = 0; run < offsets_pitch_; run++) {
@@ -162,36 +176,36 @@ class QuantizedLinear : public Kernel {
         if (run >= runs_)
           *offset = 0;
         else if (format_.zero == ZeroKind::kAdded)
-          *offset = float_of(zero_dtype_, zero_.at(frame, row, column), microkernels_);
+          *offset = float_of(zero_dtype_, zero_.at(frame, matrix, row, column), microkernels_);
         else
-          *offset = (middle - point(frame, row, column)) * factors[(n - begin) * runs_ + run];
+          *offset = (middle - point(frame, matrix, row, column)) * factors[(n - begin) * runs_ + run];
       }
   }
-  float point(const Frame& frame, int64_t row, int64_t column) const {
+  float point(const Frame& frame, int64_t matrix, int64_t row, int64_t column) const {
     if (format_.zero == ZeroKind::kPoints) {
-      const uint8_t byte = *zero_.at(frame, row, column);
+      const uint8_t byte = *zero_.at(frame, matrix, row, column);
       return zero_dtype_ == DType::kI8 ? static_cast<int8_t>(byte) : byte;
     }
     uint32_t word;
-    std::memcpy(&word, zero_.at(frame, row / 8, column), sizeof word);
+    std::memcpy(&word, zero_.at(frame, matrix, row / 8, column), sizeof word);
     return static_cast<float>(word >> row % 8 * 4 & 15);
   }
 
   // Rows whose elements lie apart, one after the other.
-  void gather(const Frame& frame, QuantizedArgs& args, uint8_t* rows) const {
+  void gather(const Frame& frame, int64_t matrix, QuantizedArgs& args, uint8_t* rows) const {
     if (format_.storage == DType::kI32)
-      gather_elements<4>(frame, args, rows);
+      gather_elements<4>(frame, matrix, args, rows);
     else
-      gather_elements<1>(frame, args, rows);
+      gather_elements<1>(frame, matrix, args, rows);
     args.weight = rows - args.begin * format_.row_bytes(), args.weight_stride = format_.row_bytes();
   }
 
   template <int kBytes>
-  void gather_elements(const Frame& frame, const QuantizedArgs& args, uint8_t* rows) const {
+  void gather_elements(const Frame& frame, int64_t matrix, const QuantizedArgs& args, uint8_t* rows) const {
     const int64_t count = format_.row_bytes() / kBytes;
     for (int64_t i = 0; i < count; i++)
       for (int64_t n = args.begin; n < args.end; n++)
-        std::memcpy(rows + ((n - args.begin) * count + i) * kBytes, weight_.at(frame, n, i), kBytes);
+        std::memcpy(rows + ((n - args.begin) * count + i) * kBytes, weight_.at(frame, matrix, n, i), kBytes);
   }
 
   static Microkernels::Quantized product_of(const WeightFormat& format, const Microkernels& microkernels) {
@@ -199,14 +213,13 @@ class QuantizedLinear : public Kernel {
     return format.storage == DType::kI8 ? microkernels.quantized_i8 : microkernels.quantized_e4m3;
   }
 
-  void store(const Frame& frame, int64_t first, int64_t count, int64_t begin, int64_t end, float* sums,
-             float* bias) const {
+  void store(const Frame& frame, const Rows& rows, int64_t begin, int64_t end, float* sums, float* bias) const {
     const auto size = static_cast<int>(end - begin);
     if (bias_) microkernels_.load_of(bias_dtype_)(bias_.at(frame) + begin * size_bytes(bias_dtype_), 1, bias, size);
-    for (int64_t r = 0; r < count; r++) {
+    for (int64_t r = 0; r < rows.count; r++) {
       float* row = sums + r * size;
       for (int i = 0; bias_ && i < size; i++) row[i] += bias[i];
-      microkernels_.store_of(dtype_)(row, y_.at(frame, first + r) + begin * size_bytes(dtype_), 1, size);
+      microkernels_.store_of(dtype_)(row, rows.y[r] + begin * size_bytes(dtype_), 1, size);
     }
   }
 
@@ -215,16 +228,69 @@ class QuantizedLinear : public Kernel {
   const DType dtype_;
   DType bias_dtype_ = DType::kF32;
   Microkernels::Quantized product_;
-  View x_, weight_, scale_, zero_, y_;
+  View weight_, scale_, zero_;
   Place bias_, x_scale_;
   DType zero_dtype_ = DType::kF32;
   bool is_gathered_;
   int64_t offsets_pitch_;
-  int64_t num_rows_, num_weight_rows_, depth_, run_, runs_, pitch_, block_, rows_per_unit_;
+  int64_t depth_, run_, runs_, pitch_;
+
+ protected:
+  int64_t num_weight_rows_, rows_per_unit_, block_;  // the last: rows of x that are multiplied at a time
 };
 
-[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add(
-    "quantized_linear", [](const Node& n, const Microkernels& k) { return std::make_unique<QuantizedLinear>(n, k); });
+class QuantizedLinear : public QuantizedProducts {
+ public:
+  QuantizedLinear(const Node& node, const Microkernels& microkernels)
+      : QuantizedProducts(node, microkernels, node.operand("x").tensor.shape[0]),
+        x_(node.operand("x").tensor),
+        y_(node.operand("y").tensor),
+        num_rows_(node.operand("x").tensor.shape[0]) {}
+
+  void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
+    for (int64_t first = 0; first < num_rows_; first += block_) {
+      Rows rows = {};
+      rows.count = std::min(block_, num_rows_ - first);
+      for (int64_t r = 0; r < rows.count; r++) rows.x[r] = x_.at(frame, first + r), rows.y[r] = y_.at(frame, first + r);
+      multiply(frame, 0, rows, begin, end, scratch);
+    }
+  }
+
+ private:
+  const View x_, y_;
+  const int64_t num_rows_;
+};
+
+// A unit is some rows of all experts' weights, so all units have equal work, whatever was chosen.
+class QuantizedExperts : public QuantizedProducts {
+ public:
+  QuantizedExperts(const Node& node, const Microkernels& microkernels)
+      : QuantizedProducts(node, microkernels, node.operand("ids").tensor.numel()), pairs_(node) {
+    scratch_bytes_ += pairs_.scratch_bytes();
+  }
+
+  void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
+    const int64_t column = begin * rows_per_unit_, last = std::min(end * rows_per_unit_, num_weight_rows_);
+    uint8_t* own = scratch + pairs_.scratch_bytes();
+    pairs_.for_each(frame, column, last, block_, scratch, [&](int64_t expert, const int32_t* pairs, int64_t count) {
+      Rows rows = {};
+      rows.count = count;
+      for (int64_t r = 0; r < count; r++) rows.x[r] = pairs_.x(frame, pairs[r]), rows.y[r] = pairs_.y(frame, pairs[r]);
+      multiply(frame, expert, rows, begin, end, own);
+    });
+  }
+
+ private:
+  const ExpertPairs pairs_;
+};
+
+template <class K>
+bool add(const char* task) {
+  return KernelRegistry::global().add(task,
+                                      [](const Node& n, const Microkernels& k) { return std::make_unique<K>(n, k); });
+}
+[[maybe_unused]] const bool kRegistered =
+    add<QuantizedLinear>("quantized_linear") && add<QuantizedExperts>("quantized_expert_linear");
 
 }  // namespace
 }  // namespace mpk::cpu

@@ -6,10 +6,10 @@
 namespace mpk {
 namespace {
 
-const ExpertKernel kExpertRows{"expert_linear.rows", "experts::compute_rows", "", 0.65};
-const BoxedExperts kExpertBoxes{"expert_linear.boxes", "experts::compute_boxes"};
+const ExpertKernel kExpertRows{kExpertLinear, "rows", "experts::compute_rows", "", 0.65};
+const BoxedExperts kExpertBoxes{kExpertLinear, "boxes", "experts::compute_boxes"};
 [[maybe_unused]] const bool kRegistered =
-    add_kernel("expert_linear", kExpertRows) && add_kernel("expert_linear", kExpertBoxes);
+    add_kernel(kExpertLinear, kExpertRows) && add_kernel(kExpertLinear, kExpertBoxes);
 
 }  // namespace
 }  // namespace mpk

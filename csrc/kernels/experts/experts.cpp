@@ -28,9 +28,11 @@ Experts::Experts(const Node& node)
       y(output(node).tensor),
       experts(weight.shape[0]),
       rows(weight.shape[1]),
-      size(weight.shape[2]),
+      size(x.shape[2]),
       pairs(ids.shape[0] * ids.shape[1]),
-      choices(ids.shape[1]) {}
+      choices(ids.shape[1]) {
+  if (node.def->name == kQuantizedExpertLinear) format = WeightFormat::of(node);
+}
 
 double Experts::expected() const {
   const auto count = static_cast<double>(experts);
@@ -38,7 +40,7 @@ double Experts::expected() const {
 }
 
 double Experts::memory_ns(const Schedule& schedule) const {
-  const double bytes = expected() * static_cast<double>(rows * size * size_bytes(x.dtype));
+  const double bytes = expected() * static_cast<double>(rows * row_bytes());
   return bytes / static_cast<double>(schedule.target.num_workers) /
          arch_of(schedule.target.arch).costs.memory_bytes_per_ns;
 }
@@ -49,9 +51,9 @@ int64_t Experts::list_bytes(const Schedule& schedule) const {
 
 Tensor Experts::stacked() const {
   Tensor all = weight;
-  all.shape = {experts * rows, size};
+  all.shape = {experts * rows, weight.shape[2]};
   all.strides = {weight.strides[1], 1};
-  return all;
+  return format ? in_words(all) : all;
 }
 
 // ---- all kernels
@@ -59,15 +61,24 @@ Tensor Experts::stacked() const {
 std::optional<std::string> ExpertKernel::refuses(const Schedule& schedule, const Job& job) const {
   const Node& node = node_of(schedule, job);
   if (node.find("weight") == nullptr) return "the weights' rows are those of x, not of the result";
+  if (node.def->name == kQuantizedExpertLinear)
+    if (std::optional<std::string> why = refuses_operands(node)) return why;
   const Experts own(node);
+  if (own.experts > kMaxExperts) return str(own.experts) + " experts, expected at most " + str(kMaxExperts);
+  if (std::optional<std::string> why = refuses_factors(own)) return why;
+  for (const char* name : {"weight", "weight_scale", "zero"})
+    if (const Operand* operand = node.find(name); operand != nullptr && !is_constant(schedule.graph, operand->tensor))
+      return "the launch writes the weights";
+  return std::nullopt;
+}
+
+std::optional<std::string> ExpertKernel::refuses_factors(const Experts& own) const {
   if (size_bytes(own.x.dtype) != 2 || !is_float(own.x.dtype)) return "tensor cores multiply 16-bit floats";
   if (own.pairs < 1 || own.pairs > kMaxPairs)
     return str(own.pairs) + " pairs of rows and experts, expected 1 to " + str(kMaxPairs);
-  if (own.experts > kMaxExperts) return str(own.experts) + " experts, expected at most " + str(kMaxExperts);
   if (own.size < kStepColumns || own.size % kStepColumns != 0 || !has_aligned_rows(own.weight) ||
       !has_aligned_rows(own.x))
     return "rows of " + str(own.size) + " elements, expected aligned ones of a multiple of " + str(kStepColumns);
-  if (!is_constant(schedule.graph, own.weight)) return "the launch writes the weights";
   return std::nullopt;
 }
 
@@ -97,22 +108,27 @@ void ExpertKernel::prove(const CutProof& proof) const {
 JobCode ExpertKernel::emit(const JobPlace& place) const {
   const Node& node = place.node();
   const Experts own(node);
-  JobCode code{"Experts", compute_, load_, str(place.job.cut.staged_bytes)};
-  code.headers = {"torch_mpk/device/tasks/expert_sums.cuh"};
+  JobCode code{own.format ? "QuantizedExperts" : "Experts", compute_, load_, str(place.job.cut.staged_bytes)};
+  code.headers = {own.format ? "torch_mpk/device/tasks/quantized_experts.cuh"
+                             : "torch_mpk/device/tasks/expert_sums.cuh"};
   Refs refs(place.context, code.refs);
-  const std::string type = cuda_type(own.x.dtype);
+  const std::string type = cuda_type(own.x.dtype), weights = own.format ? "uint8_t" : type;
+  const int64_t unit = own.format ? size_bytes(own.weight.dtype) : 1;  // of pitches
   const auto getter = [&](const char* name, const std::string& of, const Tensor& t) {
-    return returning("const " + of + "*", std::string(name) + "(const Job& job)", refs.pointer(node, t));
+    return returning("const " + of + "*", std::string(name) + "(const Job& job)",
+                     "job.pointer<const " + of + ">(" + str(refs.add(node, t)) + ")");
   };
   place.context.aligned_rows(own.weight, false);
   place.context.aligned_rows(own.x, true);
   code.body = "  using T = " + type + ";\n" + constant("kPairs", own.pairs) + constant("kChoices", own.choices) +
               constant("kExperts", own.experts) + constant("kRows", own.rows) + constant("kSize", own.size) +
-              constant("kXRow", own.x.strides[0]) + constant("kXChoice", own.x.strides[1]) +
-              constant("kIdsRow", own.ids.strides[0]) + constant("kIdsChoice", own.ids.strides[1]) +
-              "  static constexpr int64_t kExpertPitch = " + str(own.weight.strides[0]) +
-              ", kRowPitch = " + str(own.weight.strides[1]) + ";\n" + getter("x", type, own.x) +
-              getter("ids", "int64_t", own.ids) + getter("weight", type, own.weight);
+              constant("kRowBytes", own.row_bytes()) + constant("kXRow", own.x.strides[0]) +
+              constant("kXChoice", own.x.strides[1]) + constant("kIdsRow", own.ids.strides[0]) +
+              constant("kIdsChoice", own.ids.strides[1]) +
+              "  static constexpr int64_t kExpertPitch = " + str(own.weight.strides[0] * unit) +
+              ", kRowPitch = " + str(own.weight.strides[1] * unit) + ";\n" + getter("x", type, own.x) +
+              getter("ids", "int64_t", own.ids) + getter("weight", weights, own.weight);
+  if (own.format) code.body += quantized_members(node, refs);
   add_map(code, refs, node, own);
   add_results(place, code, refs, own);
   return code;
@@ -133,6 +149,8 @@ std::optional<std::string> BoxedExperts::refuses(const Schedule& schedule, const
   const Experts own(node_of(schedule, job));
   if (own.rows % kExpertTileRows != 0 || own.weight.strides[0] != own.rows * own.weight.strides[1])
     return "experts' weights are not whole tiles of " + str(kExpertTileRows) + " rows one below the other";
+  if (own.format)
+    if (std::optional<std::string> why = refuses_format(*own.format)) return why;
   if (!can_load_boxes(schedule.graph, own.stacked())) return "the weights cannot come in boxes";
   return std::nullopt;
 }
@@ -141,7 +159,7 @@ void BoxedExperts::prove(const CutProof& proof) const {
   ExpertKernel::prove(proof);
   const Experts own(proof.first());
   const int64_t slot = proof.schedule().warps.slot_bytes;
-  proof.require(slot % kBoxAlignment == 0 && slot >= kExpertTileRows * kExpertEntryColumns * size_bytes(own.x.dtype),
+  proof.require(slot % kBoxAlignment == 0 && slot >= kExpertTileRows * kExpertEntryColumns * 2,
                 "its boxes do not fit slots of " + str(slot) + " bytes");
   proof.require(own.rows % kExpertTileRows == 0 && can_load_boxes(proof.schedule().graph, own.stacked()),
                 "its weights cannot come in boxes");
@@ -149,7 +167,8 @@ void BoxedExperts::prove(const CutProof& proof) const {
 
 void BoxedExperts::add_map(JobCode& code, Refs& refs, const Node& node, const Experts& own) const {
   const int map = refs.add_map(node, own.stacked(), box_rows_, kExpertEntryColumns);
-  code.body += returning("const void*", "map(const Job& job)", "job.pointer<const void>(" + str(map) + ")");
+  code.body += constant("kBoxRows", box_rows_) +
+               returning("const void*", "map(const Job& job)", "job.pointer<const void>(" + str(map) + ")");
 }
 
 }  // namespace mpk

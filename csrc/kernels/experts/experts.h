@@ -6,19 +6,25 @@
 #include "../../codegen/job_code.h"
 #include "../../schedule/kernel.h"
 #include "../../schedule/proof.h"
+#include "torch_mpk/graph/weight_format.h"
 
 namespace mpk {
 
 inline constexpr int64_t kExpertTileRows = 16;       // of weights
 inline constexpr int64_t kExpertEntryColumns = 256;  // of weights, in a box
 
+// The tasks of experts' products. The second is that of quantised weights.
+inline constexpr const char *kExpertLinear = "expert_linear", *kQuantizedExpertLinear = "quantized_expert_linear";
+
 // A node's factors.
 struct Experts {
   const Tensor &x, &ids, &weight, &y;
   int64_t experts, rows, size, pairs, choices;
+  std::optional<WeightFormat> format;  // of quantised weights
 
   explicit Experts(const Node& node);
 
+  int64_t row_bytes() const { return format ? format->row_bytes() : size * size_bytes(x.dtype); }
   int64_t tiles_of_expert() const { return (rows + kExpertTileRows - 1) / kExpertTileRows; }
   // The expected number of chosen experts, if all are equally likely.
   double expected() const;
@@ -26,23 +32,30 @@ struct Experts {
   double memory_ns(const Schedule& schedule) const;
   // Each warp keeps a list of pairs in shared memory.
   int64_t list_bytes(const Schedule& schedule) const;
-  // The weights of all experts, stacked.
+  // The weights of all experts, stacked, in elements of 16 bits.
   Tensor stacked() const;
 };
 
-// A kernel of a node of `expert_linear`, or of a run that begins with one. Kernels differ in how weights are loaded,
+// A kernel of a node of one of the tasks, or of a run that begins with one. Kernels differ in how weights are loaded,
 // and in the epilogue.
 class ExpertKernel : public Kernel {
  public:
   // `memory_share`: the share of the bandwidth that it reaches.
-  ExpertKernel(std::string name, const char* compute, const char* load, double memory_share)
-      : Kernel(std::move(name)), compute_(compute), load_(load), memory_share_(memory_share) {}
+  ExpertKernel(const std::string& task, const std::string& way, const char* compute, const char* load,
+               double memory_share)
+      : Kernel(task + "." + way), task_(task), compute_(compute), load_(load), memory_share_(memory_share) {}
 
  protected:
+  // Whether it takes runs that begin with this node.
+  bool begins(const Node& node) const { return node.def->name == task_ && node.find("weight") != nullptr; }
+
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override;
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override;
   void prove(const CutProof& proof) const override;
   codegen::JobCode emit(const codegen::JobPlace& place) const override;
+
+  // Why it refuses what it multiplies.
+  virtual std::optional<std::string> refuses_factors(const Experts& own) const;
 
   // Shared memory beside the ring.
   virtual int64_t staged_bytes(const Schedule& schedule, const Experts& own) const;
@@ -53,6 +66,7 @@ class ExpertKernel : public Kernel {
   virtual void add_results(const codegen::JobPlace& place, codegen::JobCode& code, codegen::Refs& refs,
                            const Experts& own) const;
 
+  const std::string task_;
   const char *compute_, *load_;
   const double memory_share_;
 };
@@ -60,9 +74,9 @@ class ExpertKernel : public Kernel {
 // A kernel whose loader awaits the choice, and copies weights as boxes of so many rows.
 class BoxedExperts : public ExpertKernel {
  public:
-  BoxedExperts(std::string name, const char* compute, const char* load = "experts::load_boxes",
-               int64_t box_rows = kExpertTileRows)
-      : ExpertKernel(std::move(name), compute, load, 0.9), box_rows_(box_rows) {}
+  BoxedExperts(const std::string& task, const std::string& way, const char* compute,
+               const char* load = "experts::load_boxes", int64_t box_rows = kExpertTileRows)
+      : ExpertKernel(task, way, compute, load, 0.9), box_rows_(box_rows) {}
 
  protected:
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override;
@@ -73,5 +87,11 @@ class BoxedExperts : public ExpertKernel {
 
   const int64_t box_rows_;
 };
+
+// Of nodes of quantised weights: why no kernel takes the operands, why tensor cores do not multiply the weights, and
+// members of a variant.
+std::optional<std::string> refuses_operands(const Node& node);
+std::optional<std::string> refuses_format(const WeightFormat& format);
+std::string quantized_members(const Node& node, codegen::Refs& refs);
 
 }  // namespace mpk

@@ -44,7 +44,6 @@ int64_t first_row(const Experts& own, const Node& reader, const Instr& load) {
 }
 
 std::optional<Activation> activation_of(const TBGraph& graph, const Node& node) {
-  if (node.def->name != "expert_linear" || node.find("weight") == nullptr) return std::nullopt;
   const Experts own(node);
   const Node* reader = only_reader(graph, node);
   if (reader == nullptr || reader->def->role != Role::kPointwise) return std::nullopt;
@@ -65,11 +64,14 @@ std::optional<Activation> activation_of(const TBGraph& graph, const Node& node) 
 
 class GatedExperts : public BoxedExperts {
  public:
-  GatedExperts() : BoxedExperts("expert_linear.gated", "experts::compute_boxes", "experts::load_halves", kHalfRows) {}
+  explicit GatedExperts(const char* task)
+      : BoxedExperts(task, "gated", "experts::compute_boxes", "experts::load_halves", kHalfRows) {}
 
  private:
   std::vector<int> find_run(const TBGraph& graph, int first) const override {
-    const std::optional<Activation> found = activation_of(graph, graph.nodes()[first]);
+    const Node& node = graph.nodes()[first];
+    if (!begins(node)) return {};
+    const std::optional<Activation> found = activation_of(graph, node);
     return found ? std::vector<int>{first, found->node.id} : std::vector<int>{};
   }
 
@@ -93,8 +95,8 @@ class GatedExperts : public BoxedExperts {
   }
 };
 
-const GatedExperts kGatedExperts{};
-[[maybe_unused]] const bool kRegistered = add_run_kernel(kGatedExperts);
+const GatedExperts kGatedExperts{kExpertLinear}, kQuantizedGatedExperts{kQuantizedExpertLinear};
+[[maybe_unused]] const bool kRegistered = add_run_kernel(kGatedExperts) && add_run_kernel(kQuantizedGatedExperts);
 
 }  // namespace
 }  // namespace mpk

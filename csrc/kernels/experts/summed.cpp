@@ -31,7 +31,6 @@ bool loads_products(const Experts& own, const Node& sum, const Instr& load) {
 }
 
 std::optional<ChoiceSum> sum_of(const TBGraph& graph, const Node& node) {
-  if (node.def->name != "expert_linear" || node.find("weight") == nullptr) return std::nullopt;
   const Experts own(node);
   const Node* reader = only_reader(graph, node);
   if (reader == nullptr) return std::nullopt;
@@ -55,11 +54,13 @@ std::vector<int> nodes_of(const Node& node, const ChoiceSum& sum) {
 
 class SummedExperts : public BoxedExperts {
  public:
-  SummedExperts() : BoxedExperts("expert_linear.summed", "experts::compute_summed", "experts::load_summed") {}
+  explicit SummedExperts(const char* task)
+      : BoxedExperts(task, "summed", "experts::compute_summed", "experts::load_summed") {}
 
  private:
   std::vector<int> find_run(const TBGraph& graph, int first) const override {
     const Node& node = graph.nodes()[first];
+    if (!begins(node)) return {};
     const std::optional<ChoiceSum> found = sum_of(graph, node);
     return found ? nodes_of(node, *found) : std::vector<int>{};
   }
@@ -100,8 +101,8 @@ class SummedExperts : public BoxedExperts {
   }
 };
 
-const SummedExperts kSummedExperts{};
-[[maybe_unused]] const bool kRegistered = add_run_kernel(kSummedExperts);
+const SummedExperts kSummedExperts{kExpertLinear}, kQuantizedSummedExperts{kQuantizedExpertLinear};
+[[maybe_unused]] const bool kRegistered = add_run_kernel(kSummedExperts) && add_run_kernel(kQuantizedSummedExperts);
 
 }  // namespace
 }  // namespace mpk

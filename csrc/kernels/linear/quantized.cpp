@@ -8,6 +8,7 @@
 #include "../../schedule/choices.h"
 #include "../../schedule/kernel.h"
 #include "../fields.h"
+#include "format_members.h"
 #include "linears.h"
 #include "torch_mpk/abi/table.h"
 #include "torch_mpk/graph/weight_format.h"
@@ -73,12 +74,9 @@ class QuantizedWriter : public codegen::LinearWriter {
   std::string write_places() override {
     using namespace codegen;
     const Operand* given = first_.find("x_scale");
-    std::string text = constant("kWeightBits", format_.bits()) + flag("kIsE4M3", format_.storage == DType::kE4M3) +
-                       flag("kHasMiddle", format_.has_middle()) +
-                       constant("kZero", static_cast<int64_t>(format_.zero)) +
-                       flag("kScalesByRow", format_.scales_rows()) +
+    std::string text = format_members(format_) + flag("kScalesByRow", format_.scales_rows()) +
                        constant("kScaleColumns", format_.scales_rows() ? 0 : format_.block_columns) +
-                       constant("kXScaleColumns", format_.x_columns) + flag("kGivenXScale", given != nullptr) +
+                       flag("kGivenXScale", given != nullptr) +
                        returning("float", "x_scale(const Job& job)",
                                  given != nullptr ? refs_.pointer(first_, given->tensor) + "[0]" : "0.0f");
     if (format_.scales_rows()) return text;

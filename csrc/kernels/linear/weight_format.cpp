@@ -9,6 +9,9 @@ std::string str(int64_t v) { return std::to_string(v); }
 
 bool is_scale(DType t) { return t == DType::kF32 || is_reduced_float(t) || t == DType::kE8M0; }
 
+// The size of a matrix's dimension, or of matrices that are stacked: 1 is that of rows, 0 of columns.
+int64_t size_of(const Tensor& t, int dim) { return t.shape[t.shape.size() - 1 - dim]; }
+
 // A block's size from the node's attribute, in which 0 means all.
 int64_t block(const Node& node, const char* name, int64_t all) {
   const int64_t size = node.int_attr(name);
@@ -23,7 +26,7 @@ ZeroKind zero_kind(DType t) {
 
 WeightFormat WeightFormat::of(const Node& node) {
   const Tensor &weight = node.operand("weight").tensor, &scale = node.operand("weight_scale").tensor;
-  const int64_t rows = weight.shape[0], columns = node.operand("x").tensor.shape[1];
+  const int64_t rows = size_of(weight, 1), columns = size_of(node.operand("x").tensor, 0);
   const bool has_static_x = node.find("x_scale") != nullptr;
   const int64_t x_columns = has_static_x ? columns : node.int_attr("x_columns");
   const Operand* zero = node.find("zero");
@@ -31,7 +34,7 @@ WeightFormat WeightFormat::of(const Node& node) {
           scale.dtype,
           rows,
           columns,
-          columns / std::max<int64_t>(weight.shape[1], 1),
+          columns / std::max<int64_t>(size_of(weight, 0), 1),
           block(node, "block_rows", rows),
           block(node, "block_columns", columns),
           x_columns < 0 || x_columns > columns ? std::max<int64_t>(columns, 1) : x_columns,
@@ -57,12 +60,12 @@ std::optional<std::string> WeightFormat::refuses(const Node& node) {
 std::optional<std::string> WeightFormat::refuses_storage(const Node& node) const {
   const Tensor& weight = node.operand("weight").tensor;
   const auto is = [&](DType dtype, int64_t columns_of_element) {
-    return storage == dtype && weight.shape[1] * columns_of_element == columns;
+    return storage == dtype && size_of(weight, 0) * columns_of_element == columns;
   };
   if (columns == 0 || is(DType::kE4M3, 1) || is(DType::kI8, 1) || is(DType::kI8, 2) || is(DType::kU8, 2) ||
       is(DType::kI32, 8))
     return std::nullopt;
-  return "weight is " + std::string(info(storage).name) + " of " + str(weight.shape[1]) + " columns, where x has " +
+  return "weight is " + std::string(info(storage).name) + " of " + str(size_of(weight, 0)) + " columns, where x has " +
          str(columns) + ", expected float8_e4m3fn or int8, of as many, int8 or uint8 of half, or int32 of an eighth";
 }
 
@@ -70,8 +73,8 @@ std::optional<std::string> WeightFormat::refuses_scales(const Node& node) const 
   const Tensor& scale = node.operand("weight_scale").tensor;
   const auto differs = [&](const char* name, const Tensor& t, int64_t expected_rows) {
     std::optional<std::string> why;
-    if (t.shape[0] != expected_rows || t.shape[1] != scale_columns())
-      why = std::string(name) + " is " + str(t.shape[0]) + " x " + str(t.shape[1]) + ", expected " +
+    if (size_of(t, 1) != expected_rows || size_of(t, 0) != scale_columns())
+      why = std::string(name) + " is " + str(size_of(t, 1)) + " x " + str(size_of(t, 0)) + ", expected " +
             str(expected_rows) + " x " + str(scale_columns()) + " for blocks of " + str(block_rows) + " x " +
             str(block_columns);
     return why;

@@ -52,7 +52,8 @@ struct WeightFormat {
   int64_t run() const;
   std::string name() const;  // for people
 
-  // The format of a node with `quantized_linear`'s operands and attributes. Says what is wrong if it has none.
+  // The format of a node with `quantized_linear`'s operands and attributes, or of all matrices of one that has several.
+  // Says what is wrong if it has none.
   static WeightFormat of(const Node& node);
   static std::optional<std::string> refuses(const Node& node);
 

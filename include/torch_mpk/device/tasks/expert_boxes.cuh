@@ -8,11 +8,11 @@
 
 namespace mpk::experts {
 
-inline constexpr int kEntryColumns = 256;  // of weights, in a box
+inline constexpr int kEntryColumns = 256;  // of weights, in a box: elements of 16 bits
 inline constexpr int kBoxSteps = kEntryColumns / kStepColumns;
 inline constexpr uint32_t kBoxBytes = kTileRows * kEntryColumns * 2;
 template <class V>
-inline constexpr uint32_t kBoxesOfTile = (V::kSize + kEntryColumns - 1) / kEntryColumns;
+inline constexpr uint32_t kBoxesOfTile = (V::kRowBytes + kEntryColumns * 2 - 1) / (kEntryColumns * 2);
 
 // The position in the ring of a box of a worker's tiles.
 template <class V>
@@ -81,15 +81,17 @@ MPK_DEVICE void load_halves(L& l, const Job& job) {
 
 // ---- the consumers' part
 
+// Where the lower eight rows of a tile begin in an entry.
+template <class V>
+inline constexpr int kLowerRows = Gated<V> ? int(kBoxBytes) / 2 : 8 * kBoxRowBytes;
+
 // A lane's fragment of a box. A box holds 64 columns of all its rows, then the next 64. The copy engine swizzles
 // accesses of 16 bytes by the row. Halves are boxes of their own.
 template <class V>
 MPK_DEVICE RowFragment read_box(const uint8_t* slot, int step, int lane) {
-  constexpr int kBoxRows = Gated<V> ? kTileRows / 2 : kTileRows;
-  constexpr int kLower = Gated<V> ? int(kBoxBytes) / 2 : 8 * kBoxRowBytes;
   const int row = lane / 4, access = (step % 2 * 4 + lane % 4) ^ row;
-  const uint8_t* from = slot + step / 2 * (kBoxRows * kBoxRowBytes) + row * kBoxRowBytes + access * 16;
-  return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + kLower)};
+  const uint8_t* from = slot + step / 2 * (V::kBoxRows * kBoxRowBytes) + row * kBoxRowBytes + access * 16;
+  return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + kLowerRows<V>)};
 }
 
 // Multiplies a tile with all pairs. Its boxes stand `stride` entries apart, from `entry` on. False when the launch was
@@ -132,7 +134,7 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
   return true;
 }
 
-// V: as for compute_rows, and map(job), the map of all experts' weights.
+// V: as for compute_rows, and map(job), the map of all experts' weights, whose boxes have kBoxRows.
 template <class V, class C>
 MPK_DEVICE void compute_boxes(C& c, const Job& job) {
   if (!c.await()) return;

@@ -126,10 +126,11 @@ struct Pairs {
   MPK_DEVICE int num_groups() const { return (count + kColumnsOfGroup - 1) / kColumnsOfGroup; }
 
   // The lane's row of x in a group. A lane without a row reads another lane's, and its products are dropped.
-  MPK_DEVICE const T* x(const Job& job, int group, int lane) const {
+  MPK_DEVICE const T* row_of_x(const Job& job, int group, int lane) const {
     const int index = group * kColumnsOfGroup + lane / 4, mine = list[index < count ? index : 0];
-    return V::x(job) + mine / V::kChoices * V::kXRow + mine % V::kChoices * V::kXChoice + lane % 4 * 8;
+    return V::x(job) + mine / V::kChoices * V::kXRow + mine % V::kChoices * V::kXChoice;
   }
+  MPK_DEVICE const T* x(const Job& job, int group, int lane) const { return row_of_x(job, group, lane) + lane % 4 * 8; }
 
   // Computes the results of a group's sums. The lane has those of two pairs.
   MPK_DEVICE void store(const Job& job, int group, uint32_t row, int lane, const SumFragment& sums) const {
@@ -230,9 +231,9 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
   return mine.end - mine.begin;
 }
 
-// V: T; kPairs, kChoices for each row; kExperts, whose weights have kRows rows of kSize, at kExpertPitch and kRowPitch;
-// pitches kXRow, kXChoice, kIdsRow, kIdsChoice; x(job), ids(job), weight(job). Results: kYRow, kYChoice and y(job), or
-// kColumns, kFirstHalf, kSecondHalf and combine(job, point, first, second).
+// V: T; kPairs, kChoices for each row; kExperts, whose weights have kRows rows of kSize, which are kRowBytes, at
+// kExpertPitch and kRowPitch; pitches kXRow, kXChoice, kIdsRow, kIdsChoice; x(job), ids(job), weight(job). Results:
+// kYRow, kYChoice and y(job), or kColumns, kFirstHalf, kSecondHalf and combine(job, point, first, second).
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;

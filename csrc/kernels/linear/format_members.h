@@ -1,0 +1,18 @@
+// What a variant says of the format of its weights, see QuantizedSizes in quantized_format.cuh.
+#pragma once
+
+#include <string>
+
+#include "../../codegen/text.h"
+#include "torch_mpk/graph/weight_format.h"
+
+namespace mpk::codegen {
+
+// All but where scales are.
+inline std::string format_members(const WeightFormat& format) {
+  return constant("kWeightBits", format.bits()) + flag("kIsE4M3", format.storage == DType::kE4M3) +
+         flag("kHasMiddle", format.has_middle()) + constant("kZero", static_cast<int64_t>(format.zero)) +
+         constant("kXScaleColumns", format.x_columns);
+}
+
+}  // namespace mpk::codegen
