@@ -73,9 +73,10 @@ struct Job {
   MPK_DEVICE const uint64_t* refs() const { return reinterpret_cast<const uint64_t*>(row + 1) + first_ref; }
   template <class T>
   MPK_DEVICE T* pointer(int i) const {
-    T* p = reinterpret_cast<T*>(refs()[i]);
+    // As bytes: of a pointer to a struct of one byte nvcc 13.0 makes a broken call.
+    uint8_t* p = reinterpret_cast<uint8_t*>(refs()[i]);
     __builtin_assume(__isGlobal(p));
-    return p;
+    return reinterpret_cast<T*>(p);
   }
   MPK_DEVICE int32_t number(int i) const { return static_cast<int32_t>(refs()[i]); }
 };
