@@ -8,6 +8,7 @@
 #include "../../schedule/choices.h"
 #include "../../schedule/kernel.h"
 #include "../fields.h"
+#include "blocks.h"
 #include "format_members.h"
 #include "linears.h"
 #include "torch_mpk/abi/table.h"
@@ -24,11 +25,6 @@ constexpr int64_t kFewColumns = 256;                     // of a chunk, which is
 constexpr int64_t kLineBytes = 128;                      // of a row of weights, that a box has side by side
 constexpr int64_t kMostWhole = 100 * 1024;  // bytes of x that is staged whole although it could be otherwise
 
-// The format of all of a job's weights.
-WeightFormat format_of(const Schedule& schedule, const Job& job) {
-  return WeightFormat::of(schedule.graph.nodes()[job.body.front()]);
-}
-
 std::optional<std::string> refuses_operands(const Node& node) {
   const Operand& x = node.operand("x");
   if (auto why = refuses_row_dtype(x)) return why;
@@ -40,16 +36,7 @@ std::optional<std::string> refuses_operands(const Node& node) {
 }
 
 std::optional<std::string> refuses_format(const Schedule& schedule, const Job& job) {
-  for (int n : job.body) {
-    const Node& node = schedule.graph.nodes()[n];
-    const WeightFormat mine = WeightFormat::of(node), first = format_of(schedule, job);
-    if (mine.scales_rows() != first.scales_rows() || mine.block_columns != first.block_columns ||
-        (mine.block_rows == 1) != (first.block_rows == 1))
-      return "weights of one job are scaled in different blocks";
-    for (const char* name : {"weight", "weight_scale", "zero"})
-      if (const Operand* operand = node.find(name); operand != nullptr && !is_constant(schedule.graph, operand->tensor))
-        return "the launch writes a " + std::string(name);
-  }
+  if (auto refusal = refuses_weights(schedule, job)) return refusal;
   if (schedule.warps.all_read_entries) return kNotTogether;
   if (norm_of(job) >= 0) return "it ends with a norm";
   if (Linears(schedule, job).are_empty()) return "x is empty";
@@ -80,35 +67,12 @@ class QuantizedWriter : public codegen::LinearWriter {
                        returning("float", "x_scale(const Job& job)",
                                  given != nullptr ? refs_.pointer(first_, given->tensor) + "[0]" : "0.0f");
     if (format_.scales_rows()) return text;
-    std::vector<std::string> block_rows;
-    for (int n : job_.body) block_rows.push_back(str(WeightFormat::of(context_.node(n)).block_rows) + "u");
-    text += flag("kRowsHaveScales", format_.block_rows == 1) +
-            returning("uint32_t", "scale_rows(int i)", choose("i", block_rows)) +
-            write_blocks("weight_scale", "Scale", "scale");
-    return format_.has_zero() ? text + write_blocks("zero", "Zero", "zero") : text;
+    text += flag("kRowsHaveScales", format_.block_rows == 1) + write_block_rows(context_, job_) +
+            write_blocks(context_, refs_, job_, "weight_scale", "Scale", "scale");
+    return format_.has_zero() ? text + write_blocks(context_, refs_, job_, "zero", "Zero", "zero") : text;
   }
 
   const WeightFormat format_;
-
- private:
-  // Where an operand is that has a value for each block.
-  std::string write_blocks(const char* operand, const std::string& type, const std::string& name) {
-    using namespace codegen;
-    std::vector<std::string> places, pitches, column_pitches;
-    DType dtype = DType::kF32;
-    for (int n : job_.body) {
-      const Node& node = context_.node(n);
-      const Tensor& blocks = node.operand(operand).tensor;
-      dtype = blocks.dtype;
-      places.push_back(refs_.pointer(node, blocks));
-      pitches.push_back(str(blocks.strides[0]));
-      column_pitches.push_back(str(blocks.strides[1]));
-    }
-    return "  using " + type + " = " + cuda_type(dtype) + ";\n" +
-           returning("const " + type + "*", name + "(const Job& job, int i)", choose("i", places)) +
-           returning("int64_t", name + "_pitch(int i)", choose("i", pitches)) +
-           returning("int64_t", name + "_column_pitch(int i)", choose("i", column_pitches));
-  }
 };
 
 // ---- weights in boxes

@@ -26,6 +26,7 @@ LinearWriter::LinearWriter(const JobPlace& place, JobCode code)
       batch_(x_.shape[0]),
       size_(x_.shape[1]),
       element_(size_bytes(x_.dtype)),
+      dtype_(first_.operands.back().tensor.dtype),
       weight_element_(size_bytes(first_.operand("weight").tensor.dtype)),
       row_bytes_(first_.operand("weight").tensor.shape[1] * weight_element_),
       owners_(owners_of_epilogues(context_.graph(), job_)),
@@ -96,7 +97,7 @@ StreamRow LinearWriter::stream_row() const {
 
 void LinearWriter::write_stream() {
   if (code_.matrices.empty()) return;
-  if (shape_.shares_entries) code_.shared_loop = cuda_type(x_.dtype);
+  if (shape_.shares_entries) code_.shared_loop = cuda_type(dtype_);
   code_.stream = stream_row();
 }
 
@@ -110,7 +111,7 @@ void LinearWriter::write_sizes() {
   const ChainCode prologue = emit_chain(context_, refs_, first_, chain_, {.phase = place_.phase});
   code_.headers.insert(code_.headers.end(), prologue.headers.begin(), prologue.headers.end());
   early_ = prologue.early;
-  code_.body = "  using T = " + std::string(cuda_type(x_.dtype)) + ";\n" + constant("kBatch", batch_) +
+  code_.body = "  using T = " + std::string(cuda_type(dtype_)) + ";\n" + constant("kBatch", batch_) +
                constant("kSize", size_) + constant("kSegments", static_cast<int64_t>(first_tile_.size())) +
                constant("kParts", shape_.parts) + shape_constants() +
                constant("kChunkSize", shape_.chunk_bytes * size_ / std::max<int64_t>(row_bytes_, 1)) +
@@ -191,7 +192,7 @@ void LinearWriter::write_result(int i) {
   if (!contains(job_.unstored, y.buffer))
     store = "    " + emit_store(context_, refs_, node, y, "int64_t(r) * " + str(y.strides[0]) + " + n", name) + "\n";
   std::string statements = "    const T " + name + " = cast<T>(" + value + ");\n" + store;
-  if (!owners_.empty()) locals_.push_back({y.buffer, pattern(y), name, x_.dtype});
+  if (!owners_.empty()) locals_.push_back({y.buffer, pattern(y), name, dtype_});
   if (!is_segment) {
     finish_ += statements;
     return;
@@ -230,7 +231,7 @@ void LinearWriter::write_rows(int i, const std::vector<const Node*>& tasks) {
   for (size_t e = 0; e < job_.epilogue.size(); e++)
     if (owners_[e] == i && context_.node(job_.epilogue[e]).program) epilogues.push_back(job_.epilogue[e]);
   constexpr int64_t kLanes = 4;  // of a row
-  code_.body += "  struct Rows" + str(i) + " {\n  using T = " + cuda_type(x_.dtype) + ";\n" + constant("kSize", size) +
+  code_.body += "  struct Rows" + str(i) + " {\n  using T = " + cuda_type(dtype_) + ";\n" + constant("kSize", size) +
                 constant("kOfX", rows_[i] / size) + chain.text + bias +
                 emit_row_epilogues(context_, refs_, job_, epilogues, y, kLanes, store) + "  };\n";
   segments_with_rows_.push_back(i);
@@ -255,7 +256,7 @@ void LinearWriter::write_norm(const Node& norm) {
                                     [&](const LocalValue& local) { return local.buffer == rows.buffer; });
   require(element != locals_.rend() && job_.cut.row_sums, norm, "the job that ends with it does not make its rows");
   if (weight) {
-    require(weight->tensor.dtype == x_.dtype, norm, "its weight has another dtype than x");
+    require(weight->tensor.dtype == dtype_, norm, "its weight has another dtype than its rows");
     fields_ += "    uint32_t factor;\n";
     preload_ += "    extra.factor = to_word(" + refs_.pointer(norm, weight->tensor) + "[n]);\n";
     fetch_ = "    ptx::prefetch_l2(" + refs_.pointer(norm, weight->tensor) + " + n);\n";

@@ -46,10 +46,12 @@ class MPK_KERNEL_API LinearWriter {
   const Job& job_;
   const Node& first_;
   const Tensor& x_;
-  const int64_t batch_, size_, element_, weight_element_, row_bytes_;  // bytes of a row of weights
-  const std::vector<int> owners_;                                      // of the epilogues, in the body
-  const bool paired_;                                                  // side by side
-  const TileShape shape_;                                              // if weights are not streamed: one row a tile
+  const int64_t batch_, size_, element_;
+  const DType dtype_;                         // of results
+  const int64_t weight_element_, row_bytes_;  // bytes of a row of weights
+  const std::vector<int> owners_;             // of the epilogues, in the body
+  const bool paired_;                         // side by side
+  const TileShape shape_;                     // if weights are not streamed: one row a tile
   JobCode code_;
   Refs refs_;
 

@@ -54,11 +54,22 @@ concept EndsWithRows = requires(int segment) {
 // Columns of a strip, at most `most`, that divide a share.
 constexpr int strip_of(int share, int most) { return share % most == 0 ? most : strip_of(share, most / 2); }
 
+// The bytes of an element of x, and of the weights: two, unless the variant says otherwise.
+template <class V>
+constexpr int element_bytes() {
+  if constexpr (requires { V::kElementBytes; }) {
+    return V::kElementBytes;
+  } else {
+    return 2;
+  }
+}
+
 // Constants derived from a variant.
 template <TilesSizes V>
 struct TilesShape {
-  static constexpr int kColumns = V::kTileRows * V::kParts;    // of a tile's results
-  static constexpr int kBlocks = V::kChunkSize / kBoxColumns;  // of an entry, 64 columns each: x, then weights
+  static constexpr int kColumns = V::kTileRows * V::kParts;  // of a tile's results
+  // Of an entry, 128 bytes of each row: x, then weights.
+  static constexpr int kBlocks = V::kChunkSize * element_bytes<V>() / kBoxRowBytes;
   static constexpr int kXBytes = V::kXRows * kBoxRowBytes, kWeightBytes = kColumns * kBoxRowBytes;  // of a block
   static constexpr int kEntryBytes = kBlocks * (kXBytes + kWeightBytes);
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
@@ -158,12 +169,18 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
 
 // ---- the consumers' part
 
+// Where the rows of x that a warp multiplies begin, in a block.
+template <class V>
+MPK_DEVICE int rows_of_warpgroup(int warp) {
+  return V::kXRows > kWarpgroupRows ? warp / kWarpgroupWarps * (kWarpgroupRows * kBoxRowBytes) : 0;
+}
+
 // Sums a tile's part of the columns, from ring entry c.entry on. A warp whose wait aborts goes on with whatever stands
 // in the ring, since the other warps of its warpgroup cannot multiply without it.
 template <class V, class C>
 MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   using S = TilesShape<V>;
-  const int x_offset = V::kXRows > kWarpgroupRows ? c.warp / kWarpgroupWarps * (kWarpgroupRows * kBoxRowBytes) : 0;
+  const int x_offset = rows_of_warpgroup<V>(c.warp);
 #pragma unroll 1
   for (uint32_t chunk = 0; chunk < S::kPartChunks; chunk++) {
     const uint32_t entry = c.entry + chunk;
@@ -388,8 +405,9 @@ MPK_DEVICE void finish_rows(C& c, const Job& job, const TilePlace<V>& place, int
   }
 }
 
-template <class V, class C>
-MPK_DEVICE void compute_tiles(C& c, const Job& job) {
+// A worker's tiles. `sum` sums a part of a tile: sum(place, part, sums).
+template <class V, class C, class Sum>
+MPK_DEVICE void compute_tiles_by(C& c, const Job& job, Sum sum) {
   static_assert(TilesVariant<V, C>);
   using S = TilesShape<V>;
   static_assert(V::kXRows <= kTileXRows && V::kXRows % 8 == 0 && V::kTileRows % (8 * V::kSplit) == 0 &&
@@ -404,7 +422,7 @@ MPK_DEVICE void compute_tiles(C& c, const Job& job) {
     const uint32_t tile = unit / V::kSplit, part = unit - tile * V::kSplit;
     const TilePlace<V> place(tile);
     WarpgroupSums<S::kColumns> sums = {};
-    sum_part<V>(c, sums);
+    sum(place, part, sums);
     if (c.failed) continue;  // the other warps of its warpgroup go on
     if (place.x_row + c.warp * kWarpRows >= V::kBatch) continue;
     const int share = part * S::kShare;
@@ -419,6 +437,12 @@ MPK_DEVICE void compute_tiles(C& c, const Job& job) {
       finish_rows<V>(c, job, place, share, Strip<V, C>(c, job, place, share), sums, common);
     }
   }
+}
+
+template <class V, class C>
+MPK_DEVICE void compute_tiles(C& c, const Job& job) {
+  using Sums = WarpgroupSums<TilesShape<V>::kColumns>;
+  compute_tiles_by<V>(c, job, [&](const TilePlace<V>&, uint32_t, Sums& sums) { sum_part<V>(c, sums); });
 }
 
 }  // namespace mpk::linear
