@@ -3,9 +3,11 @@
     python benchmarks/prefill.py --models qwen3-0.6b --tokens 128 512 2048 --threads 2
     python benchmarks/prefill.py --models qwen3-0.6b --batch 4 --tokens 128
     python benchmarks/prefill.py --models qwen3-0.6b qwen3-8b --tokens 128 512 2048 --baselines eager graph  # on a GPU
+    python benchmarks/prefill.py --models qwen3-8b --weights fp8 --tokens 512 2048 --baselines eager  # on a GPU
 
 All variants of a case run in one process; on a CPU in rounds of changing order, as in cpu_decode.py, and on a GPU one
-after the other, by the GPU's time alone, as decode.py times steps: "graph" is eager in a CUDA graph.
+after the other, by the GPU's time alone, as decode.py times steps: "graph" is eager in a CUDA graph. With --weights
+linears are quantised, and the baselines compute with what PyTorch has for that format, see quantized_baselines.py.
 Records the run (records.py).
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import quantized_baselines
 import records
 import torch
 from ceiling import measure_ceiling
@@ -33,6 +36,7 @@ from torch_mpk.testing.bench import summary
 from torch_mpk.testing.decode import Step
 from torch_mpk.testing.decode import prefill as fill
 from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.quantized import quantize_linears
 
 IS_CUDA = torch.cuda.is_available()
 STEPS = {"eager": lambda step: step, "graph": captured, "inductor": torch.compile}
@@ -40,6 +44,11 @@ STEPS = {"eager": lambda step: step, "graph": captured, "inductor": torch.compil
 
 def last_logits(model: Step) -> Step:
     return lambda **inputs: model(**inputs, logits_to_keep=1)
+
+
+def quantise(model: torch.nn.Module, weights: str) -> None:
+    if weights != "bf16":
+        quantize_linears(model, weights)
 
 
 def time_on_gpu(step: Step, ids: Tensor, cache: StaticCache, rounds: int) -> tuple[Result, Tensor]:
@@ -65,6 +74,7 @@ def time_on_gpu(step: Step, ids: Tensor, cache: StaticCache, rounds: int) -> tup
 def measure_on_gpu(case: dict[str, Any]) -> list[Result]:
     batch, tokens = case["batch"], case["tokens"]
     model = random_model(CONFIGS[case["model"]](), "cuda", getattr(torch, case["dtype"]))
+    quantise(model, case["weights"])
     ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1)).cuda()
     cache: StaticCache = fill(model, ids, tokens + 128)[0]
     options = {"while_building": "wait", "fallback": "error"}
@@ -76,6 +86,8 @@ def measure_on_gpu(case: dict[str, Any]) -> list[Result]:
     for name, make in makers.items():
         try:
             forget()
+            if name != "mpk" and case["weights"] != "bf16":
+                quantized_baselines.use(case["weights"], "cuda")
             before = used_bytes()
             result, logits = time_on_gpu(make(), ids, cache, case["rounds"])
             result["extra_bytes"] = result.pop("peak_bytes") - before
@@ -97,6 +109,7 @@ def measure(case: dict[str, Any]) -> list[Result]:
     batch, tokens = case["batch"], case["tokens"]
     torch.set_num_threads(case["threads"])
     model = make_model(case)
+    quantise(model, case["weights"])
     ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1))
     cache: StaticCache = fill(model, ids, tokens)[0]
     steps = {name: BASELINES[name](model) for name in case["baselines"]}
@@ -160,6 +173,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512], help="of each sequence")
     parser.add_argument("--baselines", nargs="*", choices=[*BASELINES, "graph"], default=["eager", "inductor"])
+    parser.add_argument("--weights", choices=["bf16", "fp8", "int8"], default="bf16", help="how linears store theirs")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit", type=float, default=1200, help="seconds for one case")
@@ -172,9 +186,9 @@ def main() -> None:
 
     dimensions = {"model": args.models, "dtype": args.dtypes} | ({} if IS_CUDA else {"threads": args.threads})
     dimensions |= {"batch": args.batch, "tokens": args.tokens}
-    shared = {name: getattr(args, name) for name in ("layers", "rounds", "baselines")}
+    shared = {name: getattr(args, name) for name in ("layers", "rounds", "baselines", "weights")}
     report: Report = {
-        "title": "Prompts, an empty cache, random weights",
+        "title": f"Prompts, an empty cache, random {args.weights} weights",
         "environment": environment() | ({} if IS_CUDA else {"device": processor()}),
         "setting": shared,
         "ceiling": measure_ceiling() if IS_CUDA else {},
@@ -187,7 +201,8 @@ def main() -> None:
         for result in results if isinstance(results, list) else [results]:
             one = case | result
             named = (f"{key} {one[key]}" if isinstance(one[key], int) else str(one[key]) for key in case)
-            report["results"].append({"case": ", ".join(named)} | one)
+            name = ", ".join([*named, *([] if args.weights == "bf16" else [args.weights])])
+            report["results"].append({"case": name} | one)
         records.write(report, args, "prefill")
     print(text_of(report["results"]))
 
