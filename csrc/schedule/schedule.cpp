@@ -8,6 +8,7 @@
 
 #include "kernel.h"
 #include "passes.h"
+#include "rewrite.h"
 
 namespace mpk {
 
@@ -104,7 +105,8 @@ Draft make_draft(const TBGraph& graph, const Target& target, const std::string& 
     for (const Pass& pass : passes()) known += (known.empty() ? "" : ", ") + std::string(pass.name);
     throw std::invalid_argument("no pass '" + last_pass + "'; there are " + known);
   }
-  return run_passes(graph, target, choose_runs(graph, target), last_pass);
+  const TBGraph own = rewritten(graph, target);
+  return run_passes(own, target, choose_runs(own, target), last_pass);
 }
 
 Schedule make_schedule(const TBGraph& graph, const Target& target) {

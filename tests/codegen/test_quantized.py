@@ -141,6 +141,36 @@ def test_numbers_that_are_none() -> None:
     check([*calls, special(call(4, 24, 100, **FP8))], 90, {"quantized_linear.rows", "quantized_linear.direct"})
 
 
+PROMPTS: list[dict[str, Any]] = [
+    {"rows": 70, "n": 200, "k": 384, "bias": True, **FP8},
+    {"rows": 130, "n": 72, "k": 128, "dtype": torch.float16, "scale": torch.float8_e8m0fnu, **FP8},
+    {"rows": 70, "n": 200, "k": 256, "bias": True, "x_columns": -1, **ROWS},
+    {"rows": 66, "n": 40, "k": 384, "x_scale": 0.02, "block_rows": 0, "block_columns": 0},
+]
+
+
+def test_prompts_in_fp8() -> None:
+    """Rows of x, and of weights, that are no whole tiles; blocks, rows and all of x with a scale."""
+    check([call(**sizes) for sizes in PROMPTS], 90, {"tile", "e4m3_linear.tiles"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *PROMPTS,
+        {"rows": 512, "n": 6144, "k": 4096, **FP8},
+        {"rows": 300, "n": 1024, "k": 12288, "bias": True, **FP8},
+        {"rows": 2048, "n": 1024, "k": 3072, "x_columns": -1, **ROWS},
+    ],
+    ids=str,
+)
+def test_prompts_in_fp8_on_a_gpu(sizes: dict[str, Any]) -> None:
+    made = call(**sizes)
+    operands = [None if t is None else t.cuda() for t in made.operands]
+    Calls([Call(made.task, operands, made.attrs)]).check_pipeline(torch.device("cuda"))
+
+
 @pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 5), ("int8", 3), ("int4", 2)])
 def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> None:
     """Norms in front, residuals and products behind, several linears of one input, elements that are polled."""
@@ -152,7 +182,7 @@ def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> 
     check_decoder(kernel, [40 - i for i in range(batch)], 39, 4e-2)
 
 
-@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 32), ("int8", 1), ("int4", 1), ("int4", 32)])
+@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 96), ("int8", 1), ("int4", 1), ("int4", 32)])
 def test_compiles_without_spills(weights: str, batch: int) -> None:
     sizes: dict[str, Any] = {"hidden": 4096, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 12288}
     graph = decoder(batch=batch, layers=1, length=1024, vocab=512, weights=weights, **sizes)

@@ -114,6 +114,40 @@ class TaskLayers:
         softcap: float = ...,
     ) -> GlobalTensor: ...
     @overload
+    def e4m3_linear_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        x_scales: GlobalTensor,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        bias: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        x_columns: int,
+        dtype: str,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def e4m3_linear_layer(
+        self,
+        input: GlobalTensor,
+        x_scales: GlobalTensor,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        bias: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        x_columns: int,
+        dtype: str,
+    ) -> GlobalTensor: ...
+    @overload
     def embedding_layer(
         self,
         *,
@@ -381,6 +415,28 @@ class TaskLayers:
         block_columns: int,
         x_columns: int = ...,
     ) -> GlobalTensor: ...
+    @overload
+    def quantise_rows_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        scale: GlobalTensor | None = ...,
+        numbers: GlobalTensor | None = ...,
+        scales: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
+    @overload
+    def quantise_rows_layer(
+        self,
+        input: GlobalTensor,
+        numbers: GlobalTensor | None = ...,
+        scales: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        scale: GlobalTensor | None = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
     @overload
     def quantized_linear_layer(
         self,

@@ -24,6 +24,7 @@ def make_plan(gm: torch.fx.GraphModule, target: _C.Target, options: Options, dum
     dump.write("4.graph.json", lowered.graph.to_json)
     with stage("schedule"):
         schedule = _C.make_schedule(lowered.graph, target)
+    dump.write("4.graph.json", schedule.graph.to_json)  # whose nodes the schedule counts: some are the target's own
     dump.write("5.schedule.json", schedule.to_json)
     with stage("validate"):
         _C.validate(schedule)

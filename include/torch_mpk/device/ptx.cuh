@@ -441,6 +441,10 @@ MPK_DEVICE SwizzledMatrix from_column(SwizzledMatrix m, int column) { return m +
 
 template <class T, int columns>
 MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b);
+// The same of e4m3 numbers, A[64][32] and B[columns][32]: where a row has 16 elements, it has 32 bytes. Unless `adds`,
+// D = A B^T.
+template <int columns, bool adds>
+MPK_DEVICE void multiply_bytes(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b);
 
 #define MPK_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
@@ -496,6 +500,24 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
   MPK_MULTIPLY(T, type, 256, 128, 128, 129)
 MPK_MULTIPLY_ALL(__nv_bfloat16, "bf16")
 MPK_MULTIPLY_ALL(__half, "f16")
+#define MPK_MULTIPLY_BYTES(columns, sums, a, b, adds)                                                               \
+  template <>                                                                                                       \
+  MPK_DEVICE void multiply_bytes<columns, adds>(float (&d)[sums], SwizzledMatrix x, SwizzledMatrix y) {             \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3 {" MPK_##sums "}, %" #a ", %" #b   \
+                                                                                               ", " #adds ", 1, 1;" \
+                 : MPK_OF_##sums(d, 0)                                                                              \
+                 : "l"(x), "l"(y)                                                                                   \
+                 : "memory");                                                                                       \
+  }
+#define MPK_MULTIPLY_BYTES_ALL(adds)       \
+  MPK_MULTIPLY_BYTES(32, 16, 16, 17, adds) \
+  MPK_MULTIPLY_BYTES(64, 32, 32, 33, adds) \
+  MPK_MULTIPLY_BYTES(96, 48, 48, 49, adds) \
+  MPK_MULTIPLY_BYTES(128, 64, 64, 65, adds)
+MPK_MULTIPLY_BYTES_ALL(0)
+MPK_MULTIPLY_BYTES_ALL(1)
+#undef MPK_MULTIPLY_BYTES_ALL
+#undef MPK_MULTIPLY_BYTES
 #undef MPK_MULTIPLY_ALL
 #undef MPK_MULTIPLY
 #undef MPK_OF_128
@@ -545,12 +567,17 @@ template <int groups>
 MPK_DEVICE void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
+// The compiler moves no use of these sums across it.
+template <int n>
+MPK_DEVICE void hold_sums(float (&d)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
 // Waits until all products are done. The compiler keeps uses of the sums behind it.
 template <int n>
 MPK_DEVICE void await_sums(float (&d)[n]) {
   await_products<0>();
-#pragma unroll
-  for (int i = 0; i < n; i++) asm volatile("" : "+f"(d[i])::"memory");
+  hold_sums(d);
 }
 
 // ---- the rest

@@ -43,4 +43,11 @@ MPK_DEVICE float round_e4m3(float v) {
 // The scale for numbers of at most this magnitude.
 MPK_DEVICE float e4m3_scale(float most) { return fmaxf(most / kLargestE4M3, kLeastScale); }
 
+// v / scale, rounded as a division, from the scale's inverse: e4m3 has so few numbers that many quotients lie half way
+// between two.
+MPK_DEVICE float divide_rounded(float v, float scale, float inverse) {
+  const float quotient = v * inverse;
+  return fmaf(fmaf(-quotient, scale, v), inverse, quotient);
+}
+
 }  // namespace mpk

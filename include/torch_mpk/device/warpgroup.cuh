@@ -27,4 +27,14 @@ MPK_DEVICE void multiply_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, 
     ptx::multiply_matrices<T, columns>(sums, ptx::from_column(a, k), ptx::from_column(b, k));
 }
 
+// The sums of 128 columns of e4m3 numbers, of blocks of rows as boxes have them, in place of what `sums` hold.
+template <int columns>
+MPK_DEVICE void multiply_byte_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, const uint8_t* weights) {
+  const ptx::SwizzledMatrix a = ptx::swizzled(x), b = ptx::swizzled(weights);
+  ptx::multiply_bytes<columns, false>(sums, a, b);
+#pragma unroll
+  for (int k = 16; k < kBoxColumns; k += 16)  // of two bytes
+    ptx::multiply_bytes<columns, true>(sums, ptx::from_column(a, k), ptx::from_column(b, k));
+}
+
 }  // namespace mpk

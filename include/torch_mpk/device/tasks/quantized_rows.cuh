@@ -112,11 +112,9 @@ MPK_DEVICE uint32_t x_pair(float low, float high) {
 struct XScale {
   float scale, inverse;
 
-  // Rounded as a division: e4m3 has so few numbers that many quotients lie half way between two.
   template <class V>
   MPK_DEVICE float divide(float v) const {
-    const float quotient = v * inverse;
-    return V::kXScaleColumns > 0 ? fmaf(fmaf(-quotient, scale, v), inverse, quotient) : quotient;
+    return V::kXScaleColumns > 0 ? divide_rounded(v, scale, inverse) : v * inverse;
   }
 };
 template <class V>

@@ -218,13 +218,16 @@ inline __half2 fma_halves(__half2 a, __half2 b, __half2 c) {
   };
   return __halves2half2(one(a.x, b.x, c.x), one(a.y, b.y, c.y));
 }
+inline float float_of_e4m3(uint32_t bits) {
+  const uint32_t magnitude = bits & 0x7f;
+  const float value =
+      magnitude < 8 ? std::ldexp(float(magnitude), -9) : std::ldexp(float(magnitude % 8 + 8), int(magnitude / 8) - 10);
+  return magnitude == 0x7f ? std::nanf("") : bits & 0x80 ? -value : value;
+}
 inline uint32_t halves_of_e4m3(uint16_t pair) {
   uint32_t halves = 0;
   for (int i = 0; i < 2; i++) {
-    const uint32_t bits = pair >> 8 * i & 0xff, magnitude = bits & 0x7f;
-    const float value = magnitude < 8 ? std::ldexp(float(magnitude), -9)
-                                      : std::ldexp(float(magnitude % 8 + 8), int(magnitude / 8) - 10);
-    const __half half = __float2half_rn(magnitude == 0x7f ? std::nanf("") : bits & 0x80 ? -value : value);
+    const __half half = __float2half_rn(float_of_e4m3(pair >> 8 * i & 0xff));
     uint16_t of_half;
     std::memcpy(&of_half, &half, 2);
     halves |= uint32_t(of_half) << 16 * i;
@@ -300,19 +303,42 @@ void read_row(float (&x)[16], const SwizzledMatrix& m, int row) {
     for (int i = 0; i < 8; i++) x[k + i] = static_cast<float>(v[i]);
   }
 }
-template <class T, int columns>
-void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
+// The products of a thread. `read` reads a row of either matrix.
+template <int columns, int size, class Read>
+void multiply_rows(float (&d)[columns / 2], const SwizzledMatrix& a, const SwizzledMatrix& b, Read read) {
   const int first = threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
-  float x[2][16], y[16];
-  for (int i = 0; i < 2; i++) read_row<T>(x[i], a, first + 8 * i);
+  float x[2][size], y[size];
+  for (int i = 0; i < 2; i++) read(x[i], a, first + 8 * i);
   for (int j = 0; j < columns / 8; j++)
     for (int e = 0; e < 2; e++) {
-      read_row<T>(y, b, 8 * j + lane_id() % 4 * 2 + e);
+      read(y, b, 8 * j + lane_id() % 4 * 2 + e);
       for (int i = 0; i < 2; i++) {
         float& sum = d[4 * j + 2 * i + e];
-        for (int k = 0; k < 16; k++) sum = std::fma(x[i][k], y[k], sum);
+        for (int k = 0; k < size; k++) sum = std::fma(x[i][k], y[k], sum);
       }
     }
+}
+template <class T, int columns>
+void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
+  multiply_rows<columns, 16>(d, a, b, [](float (&x)[16], const SwizzledMatrix& m, int row) { read_row<T>(x, m, row); });
+}
+// 32 e4m3 numbers of a row, where 16 elements would be.
+inline void read_row_of_bytes(float (&x)[32], const SwizzledMatrix& m, int row) {
+  static const struct Numbers {
+    float of[256];
+    Numbers() {
+      for (uint32_t bits = 0; bits < 256; bits++) of[bits] = float_of_e4m3(bits);
+    }
+  } numbers;
+  for (int k = 0; k < 16; k += 8) {
+    const uint8_t* bytes = m.rows + row * 128 + ((m.column + k) / 8 ^ row % 8) * 16;
+    for (int i = 0; i < 16; i++) x[2 * k + i] = numbers.of[bytes[i]];
+  }
+}
+template <int columns, bool adds>
+void multiply_bytes(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
+  if (!adds) std::fill_n(d, columns / 2, 0.0f);
+  multiply_rows<columns, 32>(d, a, b, read_row_of_bytes);
 }
 template <int registers>
 void give_up_registers() {}
@@ -322,6 +348,8 @@ inline void begin_products() {}
 inline void commit_products() {}
 template <int groups>
 void await_products() {}
+template <int n>
+void hold_sums(float (&)[n]) {}
 template <int n>
 void await_sums(float (&)[n]) {}
 

@@ -1,0 +1,215 @@
+// FP8 linears of many rows of x: warpgroups multiply e4m3 numbers (e4m3_linear.cuh). A graph has quantized_linear,
+// which leaves it open who quantises x. In launches whose warps multiply together it becomes e4m3_linear, behind a
+// quantise_rows that all linears of one x share.
+#include <algorithm>
+#include <array>
+
+#include "../../codegen/text.h"
+#include "../../schedule/rewrite.h"
+#include "blocks.h"
+#include "tiles.h"
+
+namespace mpk {
+namespace {
+
+constexpr int64_t kStepColumns = 128;     // whose sums tensor cores leave to fp32 registers
+constexpr int64_t kFewestBlockRows = 32;  // of weights: some tile has its part's rows in one block of scales
+// Of a tile's results. A thread has its sums twice: what tensor cores add up, and what is scaled.
+const std::vector<int64_t> kWidths = {32, 64, 96, 128};
+
+std::optional<std::string> refuses_scales(const WeightFormat& f) {
+  const bool are_whole = f.scales_rows() || (f.block_columns % kStepColumns == 0 &&
+                                             (f.block_rows % kFewestBlockRows == 0 || f.block_rows >= f.rows));
+  if (are_whole && (f.x_columns == kStepColumns || f.x_columns >= f.columns) && f.columns % kStepColumns == 0)
+    return std::nullopt;
+  return "blocks of " + std::to_string(f.block_rows) + " x " + std::to_string(f.block_columns) + ", and of " +
+         std::to_string(f.x_columns) + " columns of x, are not multiples of " + std::to_string(kFewestBlockRows) +
+         " x " + std::to_string(kStepColumns);
+}
+
+// ---- the rewrite
+
+// A quantised x: of which tensor, and with which scale, if one is given.
+struct Quantised {
+  Tensor x;
+  std::optional<Tensor> scale;
+  int64_t columns;
+  Tensor numbers, scales;
+
+  bool reads(int buffer) const { return x.buffer == buffer || (scale && scale->buffer == buffer); }
+};
+
+class QuantisesRows {
+ public:
+  QuantisesRows(const TBGraph& graph, const Target& target) : graph_(graph) {
+    const bool has_many = std::ranges::any_of(graph.nodes(), [&](const Node& node) {
+      return takes(node) && node.operand("x").tensor.shape[0] >= kFewestTileRows;
+    });
+    if (!has_many && !multiplies_together(graph, target)) return;
+    for (const Buffer& b : graph.buffers()) result_.add_buffer(b.name, b.kind, b.index, b.bytes);
+    for (const Node& node : graph.nodes()) {
+      takes(node) ? add_e4m3(node) : copy(node);
+      for (const Operand& operand : node.operands)
+        if (operand.is_write) std::erase_if(made_, [&](const Quantised& q) { return q.reads(operand.tensor.buffer); });
+    }
+  }
+
+  // Nothing if no node has changed.
+  std::optional<TBGraph> result() { return is_changed_ ? std::optional(std::move(result_)) : std::nullopt; }
+
+ private:
+  bool takes(const Node& node) const {
+    if (node.def->name != "quantized_linear" || WeightFormat::refuses(node)) return false;
+    const WeightFormat format = WeightFormat::of(node);
+    const Tensor &x = node.operand("x").tensor, &y = node.operands.back().tensor;
+    const Operand* bias = node.find("bias");
+    return format.storage == DType::kE4M3 && format.quantizes_x() && !refuses_scales(format) &&
+           is_reduced_float(x.dtype) && x.strides[1] == 1 && x.numel() > 0 && y.dtype == x.dtype &&
+           (bias == nullptr || bias->tensor.dtype == x.dtype) && can_load_boxes(graph_, node.operand("weight").tensor);
+  }
+
+  void copy(const Node& n) { result_.add_node(n.def->name, n.operands, n.attrs, n.program, n.label); }
+
+  void add_e4m3(const Node& node) {
+    is_changed_ = true;
+    const Quantised x = quantised(node);
+    std::vector<Operand> operands = {{"x", x.numbers, true, false}, {"x_scales", x.scales, true, false}};
+    for (const char* name : {"weight", "weight_scale", "bias", "y"})
+      if (const Operand* operand = node.find(name)) operands.push_back(*operand);
+    std::map<std::string, Attr> attrs = node.attrs;
+    attrs["x_columns"] = x.columns < x.x.shape[1] ? x.columns : -1;
+    attrs["dtype"] = std::string(info(node.operands.back().tensor.dtype).name);
+    result_.add_node("e4m3_linear", operands, attrs, std::nullopt, node.label);
+  }
+
+  // Of the node's x, from what quantises it. Nodes of one x share that.
+  Quantised quantised(const Node& node) {
+    const Operand* given = node.find("x_scale");
+    Quantised q{node.operand("x").tensor, std::nullopt, WeightFormat::of(node).x_columns, {}, {}};
+    if (given != nullptr) q.scale = given->tensor;
+    const auto is_same = [&](const Quantised& other) {
+      return same_view(other.x, q.x) && other.columns == q.columns && other.scale.has_value() == q.scale.has_value() &&
+             (!q.scale || same_view(*other.scale, *q.scale));
+    };
+    if (const auto found = std::ranges::find_if(made_, is_same); found != made_.end()) return *found;
+    const int64_t rows = q.x.shape[0], columns = q.x.shape[1], blocks = columns / q.columns;
+    q.numbers = add_tensor(node, "e4m3", DType::kE4M3, rows, columns);
+    q.scales = add_tensor(node, "scales", DType::kF32, rows, blocks);
+    const auto in_blocks = [&](Tensor t) {
+      t.shape = {rows, blocks, q.columns}, t.strides = {t.strides[0], q.columns, 1};
+      return t;
+    };
+    std::vector<Operand> operands = {{"x", in_blocks(q.x), true, false}};
+    if (q.scale) operands.push_back({"scale", *q.scale, true, false});
+    operands.push_back({"numbers", in_blocks(q.numbers), false, true});
+    operands.push_back({"scales", q.scales, false, true});
+    result_.add_node("quantise_rows", operands, {}, std::nullopt, node.label.empty() ? "" : node.label + ".x");
+    made_.push_back(q);
+    return q;
+  }
+
+  Tensor add_tensor(const Node& node, const std::string& what, DType dtype, int64_t rows, int64_t columns) {
+    const std::string& x = graph_.buffers()[node.operand("x").tensor.buffer].name;
+    const int buffer =
+        result_.add_buffer(x + "." + what, BufferKind::kWorkspace, -1, rows * columns * size_bytes(dtype));
+    return {buffer, dtype, {rows, columns}, {columns, 1}};
+  }
+
+  const TBGraph& graph_;
+  TBGraph result_;
+  std::vector<Quantised> made_;
+  bool is_changed_ = false;
+};
+
+std::optional<TBGraph> quantise_rows(const TBGraph& graph, const Target& target) {
+  if (target.device != "cuda" || !arch_of(target.arch).has_warpgroup_products) return std::nullopt;
+  return QuantisesRows(graph, target).result();
+}
+
+// ---- the kernel
+
+class E4M3Writer : public TilesWriter {
+ public:
+  explicit E4M3Writer(const codegen::JobPlace& place)
+      : TilesWriter(place, "E4M3Tiles", "linear::compute_e4m3_tiles", "torch_mpk/device/tasks/e4m3_linear.cuh") {}
+
+ private:
+  std::string write_places() override {
+    using namespace codegen;
+    const WeightFormat format = WeightFormat::of(first_);
+    const Tensor& scales = first_.operand("x_scales").tensor;
+    return TilesWriter::write_places() + constant("kElementBytes", element_) +
+           flag("kScalesByRow", format.scales_rows()) + constant("kScaleColumns", format.block_columns) +
+           constant("kXScaleColumns", format.x_columns) +
+           returning("const float*", "x_scales(const Job& job)", refs_.pointer(first_, scales)) +
+           constant("kXScalePitch", scales.strides[0]) + constant("kXScaleStep", scales.strides[1]) +
+           write_block_rows(context_, job_) + write_blocks(context_, refs_, job_, "weight_scale", "Scale", "scale");
+  }
+};
+
+class E4M3Tiles : public TilesKernel {
+ public:
+  E4M3Tiles() : TilesKernel("e4m3_linear.tiles") {}
+
+ private:
+  std::optional<Demands> demands(const Node&) const override { return of_warpgroups(); }
+
+  std::optional<std::string> refuses_node(const Node& node, const Target& target) const override {
+    if (!arch_of(target.arch).has_warpgroup_products) return "the chip's warps do not multiply together";
+    for (const char* name : {"x", "weight"})
+      if (auto why = refuses_dtype(node.operand(name), DType::kE4M3)) return why;
+    if (auto why = refuses_dtype(node.operand("x_scales"), DType::kF32)) return why;
+    const Operand& y = node.operands.back();
+    if (!is_reduced_float(y.tensor.dtype)) return "its result is not of 16-bit floats";
+    if (const Operand* bias = node.find("bias"))
+      if (auto why = refuses_dtype(*bias, y.tensor.dtype)) return why;
+    for (const char* name : {"x", "weight", "bias", "y"})
+      if (const Operand* operand = node.find(name))
+        if (auto why = refuses_inner_stride(*operand)) return why;
+    if (auto why = WeightFormat::refuses(node)) return why;
+    const WeightFormat format = WeightFormat::of(node);
+    if (format.columns / std::max<int64_t>(format.x_columns, 1) != node.operand("x_scales").tensor.shape[1])
+      return "x_scales are not those of " + std::to_string(format.x_columns) + " columns";
+    return refuses_scales(format);
+  }
+
+  std::optional<std::string> refuses_matrices(const Schedule& schedule, const Job& job) const override {
+    if (auto why = refuses_weights(schedule, job)) return why;
+    const auto scales = [&](int n) { return schedule.graph.nodes()[n].operand("x_scales").tensor; };
+    if (!std::ranges::all_of(job.body, [&](int n) { return same_view(scales(n), scales(job.body.front())); }))
+      return "linears of one x have different scales of it";
+    if (!can_load_tiles(schedule, job)) return "x or a weight is not in aligned rows of a multiple of 128 numbers";
+    return std::nullopt;
+  }
+
+  // Those of which a part has its rows of weights in one block of scales.
+  std::vector<int64_t> widths(const Schedule& schedule, const Job& job) const override {
+    const int64_t parts = Linears(schedule, job).parts;
+    std::vector<int64_t> fitting;
+    std::ranges::copy_if(kWidths, std::back_inserter(fitting), [&](int64_t width) {
+      return width % parts == 0 && has_whole_blocks(schedule, job, width / parts);
+    });
+    return fitting;
+  }
+
+  static bool has_whole_blocks(const Schedule& schedule, const Job& job, int64_t tile_rows) {
+    return std::ranges::all_of(job.body, [&](int n) {
+      const WeightFormat format = WeightFormat::of(schedule.graph.nodes()[n]);
+      return format.scales_rows() || format.block_rows >= format.rows || format.block_rows % tile_rows == 0;
+    });
+  }
+
+  void prove(const CutProof& proof) const override {
+    TilesKernel::prove(proof);
+    proof.require(has_whole_blocks(proof.schedule(), proof.job(), proof.cut().shape->tile_rows),
+                  "a tile's rows of weights have several scales");
+  }
+
+  codegen::JobCode emit(const codegen::JobPlace& place) const override { return E4M3Writer(place).run(); }
+};
+
+const E4M3Tiles kTiles{};
+[[maybe_unused]] const bool kRegistered = add_kernel("e4m3_linear", kTiles) && add_rewrite(quantise_rows);
+
+}  // namespace
+}  // namespace mpk
