@@ -33,7 +33,7 @@ def quantize(model: Model, weights: str) -> Model:
         the model.
 
     Raises:
-        ArgumentError: another format.
+        ArgumentError: another format, or weights that are shared out to ranks.
         MissingTorchaoError: torchao cannot be imported.
     """
     if weights not in (*_CONFIGS, "int4"):
@@ -42,6 +42,11 @@ def quantize(model: Model, weights: str) -> Model:
         from torchao import quantization
     except ImportError as error:
         raise MissingTorchaoError(name="quantize", package="torchao", version="0.18", found="none") from error
+    if any(type(each.data).__name__ == "DTensor" for each in model.parameters()):
+        expected = (
+            "a model whose weights are not shared out (from_pretrained shares out those of a TorchAoConfig itself)"
+        )
+        raise ArgumentError(name="model", expected=expected, value=type(model).__name__)
     head = getattr(model, "get_output_embeddings", lambda: None)()
 
     def is_quantised(module: torch.nn.Module, _: str) -> bool:

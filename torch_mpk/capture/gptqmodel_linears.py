@@ -39,7 +39,11 @@ def _below(cls: Any) -> Iterator[Any]:
 
 
 def _has_own_order(cls: Any, module: Any) -> str:
-    return "its kernel has its words in an order of its own; backend='torch' or 'torch_awq' keeps the checkpoint's"
+    return "its kernel has its words in an order of its own; backend='torch' keeps the checkpoint's"
+
+
+def _refuses_awq(cls: Any, module: Any) -> str:
+    return "words along rows, in AWQ's order, are not known"
 
 
 def _refuses_words(cls: Any, module: Any) -> str:
@@ -71,6 +75,8 @@ def _gptq(self: Any, x: Tensor) -> Tensor:
 
 # By the class's name: what speaks against a module, and its product.
 _GPTQMODEL: dict[str, tuple[Callable[[Any, Any], str], Callable[[Any, Tensor], Tensor] | None]] = {
+    "AwqGEMMLinear": (_refuses_awq, None),
+    "AwqTorchLinear": (_refuses_awq, None),
     "TorchLinear": (_refuses_gptq, _gptq),
     "TritonV2Linear": (_refuses_gptq, _gptq),
 }

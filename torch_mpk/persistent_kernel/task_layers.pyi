@@ -384,6 +384,28 @@ class TaskLayers:
         softcap: float = ...,
     ) -> GlobalTensor: ...
     @overload
+    def quantise_rows_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        scale: GlobalTensor | None = ...,
+        numbers: GlobalTensor | None = ...,
+        scales: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
+    @overload
+    def quantise_rows_layer(
+        self,
+        input: GlobalTensor,
+        numbers: GlobalTensor | None = ...,
+        scales: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        scale: GlobalTensor | None = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
+    @overload
     def quantized_expert_linear_layer(
         self,
         *,
@@ -415,28 +437,6 @@ class TaskLayers:
         block_columns: int,
         x_columns: int = ...,
     ) -> GlobalTensor: ...
-    @overload
-    def quantise_rows_layer(
-        self,
-        *,
-        x: GlobalTensor,
-        scale: GlobalTensor | None = ...,
-        numbers: GlobalTensor | None = ...,
-        scales: GlobalTensor | None = ...,
-        grid_dim: Dim3 = ...,
-        block_dim: Dim3 = ...,
-    ) -> tuple[GlobalTensor, ...]: ...
-    @overload
-    def quantise_rows_layer(
-        self,
-        input: GlobalTensor,
-        numbers: GlobalTensor | None = ...,
-        scales: GlobalTensor | None = ...,
-        grid_dim: Dim3 = ...,
-        block_dim: Dim3 = ...,
-        *,
-        scale: GlobalTensor | None = ...,
-    ) -> tuple[GlobalTensor, ...]: ...
     @overload
     def quantized_linear_layer(
         self,
