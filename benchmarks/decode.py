@@ -340,7 +340,9 @@ def main() -> None:
     parser.add_argument(
         "--position", type=int, nargs="+", default=[512], help="tokens in the cache when the step begins"
     )
-    parser.add_argument("--weights", choices=["bf16", "fp8", "int8", "int4"], default="bf16", help="how linears store theirs")
+    parser.add_argument(
+        "--weights", choices=["bf16", "fp8", "int8", "int4"], default="bf16", help="how linears store theirs"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="processes that the weights are shared out to")
     parser.add_argument("--cache", type=int, help="positions that the StaticCache holds (default: rounded up to 1024)")
     parser.add_argument(
