@@ -43,9 +43,7 @@ def quantize(model: Model, weights: str) -> Model:
     except ImportError as error:
         raise MissingTorchaoError(name="quantize", package="torchao", version="0.18", found="none") from error
     if any(type(each.data).__name__ == "DTensor" for each in model.parameters()):
-        expected = (
-            "a model whose weights are not shared out (from_pretrained shares out quantised ones itself)"
-        )
+        expected = "a model whose weights are not shared out (from_pretrained shares out quantised ones itself)"
         raise ArgumentError(name="model", expected=expected, value=type(model).__name__)
     head = getattr(model, "get_output_embeddings", lambda: None)()
 

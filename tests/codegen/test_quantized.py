@@ -168,7 +168,7 @@ def test_prompts_in_fp8() -> None:
 def test_prompts_in_fp8_on_a_gpu(sizes: dict[str, Any]) -> None:
     made = call(**sizes)
     operands = [None if t is None else t.cuda() for t in made.operands]
-    Calls([Call(made.task, operands, made.attrs)]).check_pipeline(torch.device("cuda"))
+    Calls([Call(made.task, operands, made.attrs)]).check_pipeline(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 5), ("int8", 3), ("int4", 2)])

@@ -104,7 +104,7 @@ def test_the_definition_takes_a_large_weight_in_parts(name: str, monkeypatch: py
         given = operands(shape, FORMATS[name], torch.float64)
         whole = exact(given, FORMATS[name])
         with monkeypatch.context() as patch:
-            patch.setattr(definition, "_AT_ONCE", 1 << 10)
+            patch.setattr(definition, "MOST_ELEMENTS", 1 << 10)
             torch.testing.assert_close(exact(given, FORMATS[name]), whole, rtol=1e-12, atol=1e-12)
 
 

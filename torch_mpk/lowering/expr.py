@@ -360,7 +360,9 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
 
 def _check_computed(dtype: torch.dtype) -> None:
     if dtype in STORED:
-        raise UnsupportedError(f"dtype {dtype_name(dtype)} is supported for weights of quantized_linear alone")
+        raise UnsupportedError(
+            f"dtype {dtype_name(dtype)} is taken as an operand of tasks, and not computed with"
+        )
 
 
 def cast(e: Expr, dtype: torch.dtype) -> Expr:

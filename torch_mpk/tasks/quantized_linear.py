@@ -14,7 +14,7 @@ _OFFSET = {torch.uint8: 8, torch.int32: 8}  # what codes of 4 bits are above the
 ZEROS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32)
 LARGEST_E4M3 = torch.finfo(E4M3).max
 LEAST_SCALE = 1e-12
-_AT_ONCE = 1 << 24  # elements of a weight that the reference has in full precision at a time
+MOST_ELEMENTS = 1 << 24  # elements of a weight that the reference has in full precision at a time
 
 
 @task(
@@ -87,7 +87,7 @@ def quantized_linear(
     bias = None if bias is None else bias.to(computed)
     block_rows, block_columns = block_rows or weight.shape[0], block_columns or x.shape[1]
     offsets = None if zero is None else _offsets(zero, weight, weight_scale, x.shape[1], computed)
-    height = max(_AT_ONCE // max(x.shape[1], 1) // block_rows, 1) * block_rows
+    height = max(MOST_ELEMENTS // max(x.shape[1], 1) // block_rows, 1) * block_rows
     if weight.shape[0] <= height:
         matrix = dequantised(weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets)
         return F.linear(rows, matrix, bias).to(x.dtype)
