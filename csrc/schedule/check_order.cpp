@@ -92,9 +92,15 @@ class OrderProof {
           for (const Operand& operand : s_.graph.nodes()[m].operands) {
             if (m == n || operand.tensor.buffer != made.buffer) continue;
             const OperandSpec* spec = s_.graph.nodes()[m].def->find(operand.name);
-            require(spec != nullptr && spec->takes_rows && !reader.cut.is_staged() && same_rows(made, operand.tensor),
+            require(spec != nullptr && spec->takes_rows && !reader.cut.is_staged() && same_rows(made, operand.tensor) &&
+                        applies_factors(reader),
                     "is read by " + name(m) + ", which does not multiply its results by factors of rows");
           }
+  }
+
+  bool applies_factors(const Job& reader) const {
+    const Kernel* kernel = find_kernel(reader.cut.kernel);
+    return kernel != nullptr && kernel->splits_norms(s_, reader);
   }
 
   // Readers of a polled buffer take whatever has come as the result.

@@ -125,6 +125,16 @@ def test_split_norms_leaves_rows_that_others_read_normed() -> None:
     assert not any(parts(Draft(b.graph, "split_norms").jobs, "epilogue"))
 
 
+def test_few_results_of_rows_without_their_factors() -> None:
+    """Another kernel would be cheaper for them, if it multiplied by factors."""
+    schedule = _C.make_schedule(
+        decoder(batch=12, hidden=5120, ffn=512, vocab=128, layers=1), _C.Target("cuda", 90, 132, 232448, polled=True)
+    )
+    _C.validate(schedule)
+    *_, down, head = [job for phase in schedule.phases for job in phase.jobs if job.cut.kernel.startswith("linear")]
+    assert down.cut.row_sums and head.cut.kernel == "linear.rows"
+
+
 def test_make_single_jobs() -> None:
     before, after = before_and_after(decoder(layers=1), "make_single_jobs")
     assert parts(after.jobs, "body") == [*parts(before.jobs, "body"), ["attention"], ["counters"]]

@@ -610,6 +610,11 @@ def test_readers_that_take_rows_for_normed_are_caught() -> None:
     parts.polled[made] = True
     with pytest.raises(RuntimeError, match="rms_norm .* is polled before its rows' squares are added up"):
         _C.validate(parts.build())
+    parts = with_split_norms()
+    gate = next(job for job in parts.jobs("shape") if job["cut"]["shape"]["parts"] == 2)
+    gate["cut"]["kernel"] = "linear.vector"
+    with pytest.raises(RuntimeError, match="is read by linear .*, which does not multiply its results by factors"):
+        _C.validate(parts.build())
 
 
 # ---- row tasks that end jobs

@@ -110,9 +110,10 @@ std::string too_large(const Job& job, const Linears& linears) {
          (job.prologue.empty() ? "" : "; schedule the row tasks in front of it as jobs of their own");
 }
 
-std::optional<std::string> refuses_any(const Schedule&, const Job& job, const Linears& linears) {
+std::optional<std::string> refuses_any(const Schedule& schedule, const Job& job, const Linears& linears) {
   if (linears.are_empty()) return "x is empty";
   if (norm_of(job) >= 0) return "it ends with a norm";
+  if (find_norm(schedule, Linears::input(schedule, job).buffer) != nullptr) return "rows of x lack factors";
   return std::nullopt;
 }
 
@@ -246,7 +247,6 @@ class Direct : public Kernel {
       return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(most) +
              ", or weights of at most " + std::to_string(kMostScores) + " rows";
     if (linears.parts > kMostParts) return std::to_string(linears.parts) + " linears side by side";
-    if (find_norm(schedule, Linears::input(schedule, job).buffer) != nullptr) return "rows of x lack factors";
     if ((!job.prologue.empty() || polls_x(schedule, job)) && !fits(schedule, linears)) return too_large(job, linears);
     const bool are_few = linears.batch <= kMostRows && !schedule.warps.all_read_entries;
     // The other kernel decides how it takes x, polled or not.
