@@ -7,7 +7,8 @@ import torch
 
 import torch_mpk.tasks  # noqa: F401  declares the tasks
 from tests.codegen.emulated_calls import allocate, reference, relative_error, tensors
-from tests.schedule.decoder_graph import Builder
+from tests.codegen.test_emulated import check_decoder
+from tests.schedule.decoder_graph import Builder, decoder
 from tests.thinned import thinned
 from torch_mpk import _C
 from torch_mpk.errors import UnsupportedError
@@ -133,3 +134,11 @@ def test_what_does_not_come_in_boxes_is_refused_by_name(dtype: str, hidden: int)
     target = _C.Target("cuda", 90, 3, SMEM_BYTES, True, True)
     with pytest.raises(UnsupportedError, match="16-bit elements"):
         _C.generate_cuda(_C.make_schedule(feed_forward(70, hidden, 64, dtype), target))
+
+
+def test_a_decoder_of_many_rows_whose_keys_come_in_entries_of_one_warp() -> None:
+    """More tiles of keys than the ring holds."""
+    sizes = {"hidden": 128, "heads": 2, "groups": 1, "head_dim": 64, "ffn": 128, "vocab": 64, "layers": 1}
+    kernel = emulate(decoder(batch=66, length=260, **sizes), workers=2, polled=True)
+    assert kernel.schedule.warps.all_read_entries
+    check_decoder(kernel, [260 - i for i in range(66)], 259, 2e-2)

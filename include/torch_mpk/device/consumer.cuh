@@ -21,8 +21,7 @@ template <class Kernel>
 struct Consumer : Launch<Kernel>, PhaseClock<Kernel, PhaseStamps> {
   using Config = Kernel;
   int rank, warp, lane;
-  // Where all warps multiply together, none owns an entry.
-  RingReader<Kernel::kSlots, Kernel::kSlotBytes, MPK_WARPGROUPS == 0 ? Kernel::kEmptyArrivals : 1> ring;
+  RingReader<Kernel::kSlots, Kernel::kSlotBytes, Kernel::kEmptyArrivals> ring;
   uint32_t row = 0, phase = 0;
   uint32_t entry = 0;    // ring entry that the running job begins with
   uint32_t stage = 0;    // and its first stage of x

@@ -360,7 +360,7 @@ struct RingReader {
 
   MPK_DEVICE uint64_t* empty(uint32_t g) const { return &ring.empty[g % slots]; }
   MPK_DEVICE void release(uint32_t g) { arrive_for_warp<arrivals>(empty(g), lane); }
-  // Releases an entry that several warps read.
+  // Releases an entry that several warps read, each of which does: those that multiply together, or share it.
   MPK_DEVICE void release_share(uint32_t g) { arrive_for_warp(empty(g), lane); }
 };
 

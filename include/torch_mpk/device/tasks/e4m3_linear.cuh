@@ -116,7 +116,7 @@ MPK_DEVICE void sum_e4m3_part(C& c, const Job& job, const TilePlace<V>& place, u
       const int number = first + chunk * S::kBlocks + b;
       next = scales.at(min(number + 1, kAllBlocks - 1), place.segment);
       ptx::await_sums(products);
-      if (b + 1 == S::kBlocks) c.ring.release(entry);
+      if (b + 1 == S::kBlocks) c.ring.release_share(entry);
       // Columns past the last are zero, if the last entry has fewer blocks, but those of weights may have no scale.
       if (V::kSize % V::kChunkSize != 0 && number >= kAllBlocks) continue;
       for_sums<V>([&](int p, int i, int sum) {

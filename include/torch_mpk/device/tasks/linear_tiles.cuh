@@ -194,11 +194,11 @@ MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
     ptx::commit_products();
     if (chunk > 0) {
       ptx::await_products<1>();
-      c.ring.release(entry - 1);
+      c.ring.release_share(entry - 1);
     }
   }
   ptx::await_sums(sums);
-  c.ring.release(c.entry + S::kPartChunks - 1);
+  c.ring.release_share(c.entry + S::kPartChunks - 1);
   c.entry += S::kPartChunks;
 }
 

@@ -575,7 +575,7 @@ MPK_DEVICE bool attend(C& c, const Job& job, const U& unit, uint32_t begin, uint
       return false;
     }
     if ((tile - begin) % parts == c.warp / blocks) rows.attend(c.ring.slot(c.entry), tile);
-    c.ring.release(c.entry++);
+    c.ring.release_share(c.entry++);
   }
   if (parts > 1 && !rows.merge(c, blocks)) return false;
   if (c.warp < blocks) rows.store();
