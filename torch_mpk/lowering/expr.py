@@ -360,9 +360,7 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
 
 def _check_computed(dtype: torch.dtype) -> None:
     if dtype in STORED:
-        raise UnsupportedError(
-            f"dtype {dtype_name(dtype)} is taken as an operand of tasks, and not computed with"
-        )
+        raise UnsupportedError(f"dtype {dtype_name(dtype)} is taken as an operand of tasks, and not computed with")
 
 
 def cast(e: Expr, dtype: torch.dtype) -> Expr:
