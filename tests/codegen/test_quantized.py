@@ -15,6 +15,7 @@ from tests.tasks.test_every_way import launch
 from torch_mpk import _C
 from torch_mpk.jit import compile_cuda
 from torch_mpk.registry.calls import Call
+from torch_mpk.tasks.quantise_rows import quantise_rows
 from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
 from torch_mpk.testing.emulator import Order, emulate
 from torch_mpk.testing.tasks import Calls, compare
@@ -137,6 +138,10 @@ def special(call: Call) -> Call:
 
 
 def test_numbers_that_are_none() -> None:
+    given = call(2, 32, 256, x_scale=0.02, block_rows=0, block_columns=0)
+    assert given.operands[0] is not None
+    given.operands[0][1, 2] = torch.inf  # becomes 448
+    check([given], 90, {"quantized_linear.rows"})
     calls = [special(call(4, 24, 256, **attrs)) for attrs in (FP8, ROWS, ROWS | {"x_columns": -1})]
     check([*calls, special(call(4, 24, 100, **FP8))], 90, {"quantized_linear.rows", "quantized_linear.direct"})
 
@@ -147,6 +152,22 @@ PROMPTS: list[dict[str, Any]] = [
     {"rows": 70, "n": 200, "k": 256, "bias": True, "x_columns": -1, **ROWS},
     {"rows": 66, "n": 40, "k": 384, "x_scale": 0.02, "block_rows": 0, "block_columns": 0},
 ]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_number_is_rounded_to_e4m3(arch: int) -> None:
+    """All of bfloat16, infinities too, by an instruction, and where a chip has none."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.where(x.isnan(), 1, x).view(1, 512, 128)
+    made = Calls([Call(quantise_rows, [x, torch.ones(1)], quantise_rows.bind_attrs({}))])
+    kernel = emulate(made.lowered.graph, arch=arch)
+
+    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], scalars: tuple[int, ...]) -> None:
+        launch(kernel, "forward", inputs, outputs, scalars)
+        want, _ = quantise_rows(*inputs)
+        assert torch.equal(outputs[0].float(), want.float())
+
+    made.check_graph(run)
 
 
 def test_prompts_in_fp8() -> None:

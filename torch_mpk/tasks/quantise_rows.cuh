@@ -70,12 +70,13 @@ struct Block {
         uint16_t pairs[4];
 #pragma unroll
         for (int e = 0; e < 4; e++)
-          pairs[e] = ptx::e4m3_of(divide_rounded(to_float(access.v[2 * e]), scale, inverse),
-                                  divide_rounded(to_float(access.v[2 * e + 1]), scale, inverse));
+          pairs[e] = e4m3_pair(divide_rounded<true>(to_float(access.v[2 * e]), scale, inverse),
+                               divide_rounded<true>(to_float(access.v[2 * e + 1]), scale, inverse));
         reinterpret_cast<uint2*>(numbers)[i] = {pairs[0] | uint32_t(pairs[1]) << 16, pairs[2] | uint32_t(pairs[3])
                                                                                                     << 16};
       } else {
-        numbers[i].bits = static_cast<uint8_t>(ptx::e4m3_of(divide_rounded(to_float(access.v[0]), scale, inverse), 0));
+        numbers[i].bits =
+            static_cast<uint8_t>(e4m3_pair(divide_rounded<true>(to_float(access.v[0]), scale, inverse), 0));
       }
     });
   }

@@ -1,6 +1,7 @@
 // The number formats of quantised weights and scales, and how x is quantised.
 #pragma once
 
+#include "torch_mpk/device/arch/arch.cuh"
 #include "torch_mpk/device/pointwise.cuh"
 
 namespace mpk {
@@ -40,13 +41,33 @@ MPK_DEVICE float round_e4m3(float v) {
   return copysignf(rounded, v);
 }
 
+// The bits of a float that is rounded to e4m3.
+MPK_DEVICE uint32_t e4m3_bits(float v) {
+  const float rounded = round_e4m3(v), magnitude = fabsf(rounded);
+  const uint32_t sign = __float_as_uint(rounded) >> 24 & 0x80;
+  if (magnitude != magnitude) return sign | 0x7f;
+  if (magnitude < 0x1p-6f) return sign | static_cast<uint32_t>(magnitude * 0x1p9f);
+  return sign | ((__float_as_uint(magnitude) >> 20) - (120 << 3));
+}
+// Those of two floats, of the first in the lower byte.
+MPK_DEVICE uint16_t e4m3_pair(float low, float high) {
+  if constexpr (arch::kConvertsE4M3) {
+    return ptx::e4m3_of(low, high);
+  } else {
+    return static_cast<uint16_t>(e4m3_bits(low) | e4m3_bits(high) << 8);
+  }
+}
+
 // The scale for numbers of at most this magnitude.
 MPK_DEVICE float e4m3_scale(float most) { return fmaxf(most / kLargestE4M3, kLeastScale); }
 
 // v / scale, rounded as a division, from the scale's inverse: e4m3 has so few numbers that many quotients lie half way
-// between two.
+// between two. A scale that is not v's own may make the quotient infinite: with `saturates`, it is then only known to
+// be beyond e4m3's numbers.
+template <bool saturates>
 MPK_DEVICE float divide_rounded(float v, float scale, float inverse) {
-  const float quotient = v * inverse;
+  float quotient = v * inverse;
+  if constexpr (saturates) quotient = fminf(fmaxf(quotient, -2 * kLargestE4M3), 2 * kLargestE4M3);
   return fmaf(fmaf(-quotient, scale, v), inverse, quotient);
 }
 

@@ -9,6 +9,8 @@ inline constexpr bool kHasBulkCopies = false;
 inline constexpr bool kCopiesStayInCta = false;
 inline constexpr bool kHasWarpgroupProducts = false;
 inline constexpr bool kOverlapsLaunches = false;
+// Whether an instruction rounds floats to e4m3.
+inline constexpr bool kConvertsE4M3 = false;
 // Accesses of 16 bytes that a thread may have in flight without spilling, while a tile fills its registers.
 inline constexpr int kReadsTogether = 2;
 

@@ -100,7 +100,7 @@ MPK_DEVICE void to_halves(uint32_t word, uint32_t& first, uint32_t& second) {
 template <class V>
 MPK_DEVICE uint32_t x_pair(float low, float high) {
   if constexpr (V::kXScaleColumns > 0) {
-    return ptx::halves_of_e4m3(ptx::e4m3_of(low, high));
+    return ptx::halves_of_e4m3(e4m3_pair(low, high));
   } else {
     const __half2 pair = __floats2half2_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
@@ -114,7 +114,7 @@ struct XScale {
 
   template <class V>
   MPK_DEVICE float divide(float v) const {
-    return V::kXScaleColumns > 0 ? divide_rounded(v, scale, inverse) : v * inverse;
+    return V::kXScaleColumns > 0 ? divide_rounded<V::kGivenXScale>(v, scale, inverse) : v * inverse;
   }
 };
 template <class V>
