@@ -93,6 +93,10 @@ std::vector<TakenRuns> choose_runs(const TBGraph& graph, const Target& target) {
   return taken;
 }
 
+std::optional<double> launch_ns(const TBGraph& graph, const Target& target, const std::vector<TakenRuns>& runs) {
+  return launch_ns(run_passes(graph, target, runs, "").schedule);
+}
+
 }  // namespace
 
 Draft make_draft(const TBGraph& graph, const Target& target, const std::string& last_pass) {
@@ -105,8 +109,14 @@ Draft make_draft(const TBGraph& graph, const Target& target, const std::string& 
     for (const Pass& pass : passes()) known += (known.empty() ? "" : ", ") + std::string(pass.name);
     throw std::invalid_argument("no pass '" + last_pass + "'; there are " + known);
   }
-  const TBGraph own = rewritten(graph, target);
-  return run_passes(own, target, choose_runs(own, target), last_pass);
+  std::vector<TakenRuns> runs = choose_runs(graph, target);
+  if (const std::optional<TBGraph> other = rewritten(graph, target)) {
+    std::vector<TakenRuns> other_runs = choose_runs(*other, target);
+    const std::optional<double> ns = launch_ns(graph, target, runs), other_ns = launch_ns(*other, target, other_runs);
+    // Without kernels for either, those that the other graph lacks say what is missing.
+    if (!ns || (other_ns && *other_ns < *ns)) return run_passes(*other, target, std::move(other_runs), last_pass);
+  }
+  return run_passes(graph, target, std::move(runs), last_pass);
 }
 
 Schedule make_schedule(const TBGraph& graph, const Target& target) {

@@ -207,7 +207,18 @@ def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> 
     check_decoder(kernel, [40 - i for i in range(batch)], 39, 4e-2)
 
 
-@pytest.mark.parametrize(("weights", "batch"), [("fp8", 1), ("fp8", 96), ("int8", 1), ("int4", 1), ("int4", 32)])
+@pytest.mark.parametrize("batch", [40, 70])
+def test_a_decoder_of_rows_that_are_quantised_once(batch: int) -> None:
+    sizes = {"hidden": 512, "heads": 4, "groups": 2, "head_dim": 128, "ffn": 1024, "length": 90, "layers": 1}
+    kernel = emulate(decoder(batch=batch, weights="fp8", **sizes), workers=8, polled=True)
+    kernels = {job.cut.kernel for phase in kernel.schedule.phases for job in phase.jobs}
+    assert {"e4m3_linear.tiles", "linear.tiles", "attention.split_kv"} <= kernels
+    check_decoder(kernel, [90 - i for i in range(batch)], 89, 4e-2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "batch"), [("fp8", 1), ("fp8", 8), ("fp8", 32), ("fp8", 96), ("int8", 1), ("int4", 1), ("int4", 32)]
+)
 def test_compiles_without_spills(weights: str, batch: int) -> None:
     sizes: dict[str, Any] = {"hidden": 4096, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 12288}
     graph = decoder(batch=batch, layers=1, length=1024, vocab=512, weights=weights, **sizes)

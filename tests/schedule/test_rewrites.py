@@ -1,4 +1,4 @@
-"""What a graph becomes before it is scheduled: FP8 linears of a prompt read an x that is quantised once."""
+"""What a graph becomes before it is scheduled: FP8 linears of several rows read an x that is quantised once."""
 
 import pytest
 
@@ -8,14 +8,14 @@ from torch_mpk import _C
 ATTRS = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
 
 
-def schedule(rows: int, *, overwritten: bool = False, arch: int = 90) -> _C.Schedule:
-    """Three linears of one x, which a pointwise node may overwrite in front of the last."""
+def schedule(rows: int, *, overwritten: bool = False, arch: int = 90, storage: str = "float8_e4m3fn") -> _C.Schedule:
+    """Three linears of one x, which a pointwise node may overwrite in front of the last, whose weight is in ``storage``."""
     b = Builder()
     x = b.buffer("input", "x", "bfloat16", [rows, 256])
     for i in range(3):
         if overwritten and i == 2:
             b.pointwise("add", [x, x], x)
-        weight = b.buffer("input", f"weight{i}", "float8_e4m3fn", [128, 256])
+        weight = b.buffer("input", f"weight{i}", storage if i == 2 else "float8_e4m3fn", [128, 256])
         scale = b.buffer("input", f"scale{i}", "float32", [1, 2])
         y = b.buffer("output", f"y{i}", "bfloat16", [rows, 128])
         b.node("quantized_linear", [("x", x), ("weight", weight), ("weight_scale", scale)], y, ATTRS, f"y{i}")
@@ -31,6 +31,15 @@ def test_x_is_quantised_once_until_it_is_written(overwritten: bool, times: int) 
     assert tasks.count("e4m3_linear") == 3
 
 
-@pytest.mark.parametrize(("rows", "arch"), [(64, 90), (70, 100)])
-def test_few_rows_and_other_chips_keep_the_graph(rows: int, arch: int) -> None:
-    assert [node.task for node in schedule(rows, arch=arch).graph.nodes] == ["quantized_linear"] * 3
+@pytest.mark.parametrize("rows", [4, 64])
+def test_the_quicker_launch_is_taken(rows: int) -> None:
+    """Few rows are quantised by every worker sooner than phases of their own take."""
+    tasks = {node.task for node in schedule(rows).graph.nodes}
+    assert tasks == ({"quantized_linear"} if rows == 4 else {"quantise_rows", "e4m3_linear"})
+
+
+@pytest.mark.parametrize(("rows", "arch", "storage"), [(70, 100, "float8_e4m3fn"), (64, 90, "int8")])
+def test_what_cannot_be_multiplied_together_keeps_the_graph(rows: int, arch: int, storage: str) -> None:
+    """On another chip, and beside weights that are converted in registers."""
+    tasks = [node.task for node in schedule(rows, arch=arch, storage=storage).graph.nodes]
+    assert tasks == ["quantized_linear"] * 3

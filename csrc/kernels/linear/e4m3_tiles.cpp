@@ -1,6 +1,6 @@
-// FP8 linears of many rows of x: warpgroups multiply e4m3 numbers (e4m3_linear.cuh). A graph has quantized_linear,
-// which leaves it open who quantises x. In launches whose warps multiply together it becomes e4m3_linear, behind a
-// quantise_rows that all linears of one x share.
+// FP8 linears of some rows of x and more: warpgroups multiply e4m3 numbers (e4m3_linear.cuh). A graph has
+// quantized_linear, which leaves it open who quantises x. In launches whose warps multiply together it becomes
+// e4m3_linear, behind a quantise_rows that all linears of one x share.
 #include <algorithm>
 #include <array>
 
@@ -12,6 +12,7 @@
 namespace mpk {
 namespace {
 
+constexpr int64_t kFewestRows = 5;        // of x: fewer are quantised by every worker in less time than phases take
 constexpr int64_t kStepColumns = 128;     // whose sums tensor cores leave to fp32 registers
 constexpr int64_t kFewestBlockRows = 32;  // of weights: some tile has its part's rows in one block of scales
 // Of a tile's results. A thread has its sums twice: what tensor cores add up, and what is scaled.
@@ -41,11 +42,12 @@ struct Quantised {
 
 class QuantisesRows {
  public:
-  QuantisesRows(const TBGraph& graph, const Target& target) : graph_(graph) {
-    const bool has_many = std::ranges::any_of(graph.nodes(), [&](const Node& node) {
-      return takes(node) && node.operand("x").tensor.shape[0] >= kFewestTileRows;
+  explicit QuantisesRows(const TBGraph& graph) : graph_(graph) {
+    const bool has_some = std::ranges::any_of(graph.nodes(), [](const Node& node) {
+      const Operand* x = node.find("x");  // also of a linear that another launch would not take
+      return x != nullptr && x->tensor.shape[0] >= kFewestRows;
     });
-    if (!has_many && !multiplies_together(graph, target)) return;
+    if (!has_some) return;
     for (const Buffer& b : graph.buffers()) result_.add_buffer(b.name, b.kind, b.index, b.bytes);
     for (const Node& node : graph.nodes()) {
       takes(node) ? add_e4m3(node) : copy(node);
@@ -123,7 +125,7 @@ class QuantisesRows {
 
 std::optional<TBGraph> quantise_rows(const TBGraph& graph, const Target& target) {
   if (target.device != "cuda" || !arch_of(target.arch).has_warpgroup_products) return std::nullopt;
-  return QuantisesRows(graph, target).result();
+  return QuantisesRows(graph).result();
 }
 
 // ---- the kernel
