@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ def _fresh_state() -> None:
     if "torch_mpk.backend" in sys.modules:  # which Dynamo resets only where it has called it
         sys.modules["torch_mpk.backend"].reset()
         sys.modules["torch_mpk.warn_once"].forget()
+
+
+@pytest.fixture
+def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache with nothing in it, and a process that knows no trace of another."""
+    from torch_mpk.traces import known
+
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(folder))
+    known.forget()
+    yield folder
+    known.forget()
 
 
 @pytest.fixture

@@ -48,7 +48,6 @@ from torch_mpk.errors import EngineError, MissingPackageError, MpkWarning, Unsup
 from torch_mpk.lowering import lowerer
 from torch_mpk.runtime import cpu
 from torch_mpk.runtime.segment import is_compiling_ahead
-from torch_mpk.traces import known
 
 
 def num_compiled() -> int:
@@ -94,15 +93,8 @@ def test_a_prefix_is_shared() -> None:
         assert 2 <= len(allocator.ledger.cached_blocks) < 4 * 3
 
 
-@pytest.fixture
-def no_traces(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache with nothing in it, and a process that knows no trace."""
-    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    known.forget()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_traces")
+@pytest.mark.usefixtures("empty_cache")
 def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +417,7 @@ def test_prompts_that_are_not_ours_run_eagerly_and_say_so(window: int | None, mo
     assert (num_compiled() == before) == bool(window)
 
 
-@pytest.mark.usefixtures("no_traces")
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("window", thinned([None, 20], 1))
 def test_prompts_run_eagerly_where_that_is_asked_for(window: int | None) -> None:
     """Of models with windows then every step, which is said once; another engine does the same."""

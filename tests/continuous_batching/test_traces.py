@@ -37,13 +37,7 @@ KINDS = 3  # of steps: with prompts, of one row, and of more
 SIZED = {"num_blocks": 32, "max_batch_tokens": 48, "max_requests_per_batch": 4}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache with nothing in it, and a process that knows no trace."""
-    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path / "cache"))
-    known.forget()
-    yield tmp_path / "cache"
-    known.forget()
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 @contextmanager
@@ -78,7 +72,7 @@ def test_sizes_share_a_trace_and_so_do_other_engines_and_models() -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_finds_the_traces_of_another_process(cache: Path) -> None:
+def test_an_engine_finds_the_traces_of_another_process(empty_cache: Path) -> None:
     program = (
         "import torch, torch_mpk\n"
         "from tests.continuous_batching.test_traces import SIZED, traces\n"
@@ -88,7 +82,7 @@ def test_an_engine_finds_the_traces_of_another_process(cache: Path) -> None:
         "with traces() as count:\n"
         "    print(batched(model, [[5, 6, 7], [8, 9]], **SIZED), count())\n"
     )
-    environment = os.environ | {"TORCH_MPK_CACHE_DIR": str(cache)}
+    environment = os.environ | {"TORCH_MPK_CACHE_DIR": str(empty_cache)}
     outputs = []
     for seed in "12":  # the order of sets
         command = [sys.executable, "-c", program]
@@ -154,7 +148,7 @@ def test_a_change_while_an_engine_runs_is_seen_by_its_next_step() -> None:
 
 
 @pytest.mark.slow
-def test_traces_that_cannot_be_read_or_kept_are_made_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_traces_that_cannot_be_read_or_kept_are_made_again(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, prompt = serving_model(), prompt_of(6)
     full = mock.patch.object(Cache, "write", side_effect=CacheError("no space left on device"))
     with full, caplog.at_level("INFO", "torch_mpk"):
@@ -163,7 +157,7 @@ def test_traces_that_cannot_be_read_or_kept_are_made_again(cache: Path, caplog: 
     known.forget()
     torch.compiler.reset()
     one_answer(model, prompt)  # keeps them
-    files = sorted(cache.glob("traces/*/trace.pickle"))
+    files = sorted(empty_cache.glob("traces/*/trace.pickle"))
     assert files
     for file in files:
         file.write_bytes(file.read_bytes()[:-9])

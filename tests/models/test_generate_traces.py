@@ -10,13 +10,7 @@ from torch_mpk.traces import known
 
 ARGUMENTS = {"do_sample": False, "eos_token_id": [], "max_cache_len": 64, "options": {"fallback": "error"}}
 
-
-@pytest.fixture(autouse=True)
-def _a_cache_with_nothing_in_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_MPK_CACHE_DIR", str(tmp_path))
-    known.forget()
-    yield
-    known.forget()
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def made():

@@ -9,7 +9,7 @@ ATTRS = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
 
 
 def schedule(rows: int, *, overwritten: bool = False, arch: int = 90, storage: str = "float8_e4m3fn") -> _C.Schedule:
-    """Three linears of one x, which a pointwise node may overwrite in front of the last, whose weight is in ``storage``."""
+    """Three linears of one x, which a pointwise node may overwrite in front of the last, of weights in ``storage``."""
     b = Builder()
     x = b.buffer("input", "x", "bfloat16", [rows, 256])
     for i in range(3):
