@@ -44,14 +44,22 @@ bool is_literal(const OperandSpec& spec) {
   });
 }
 
+// Whether rows are of one length, and their elements side by side in both or apart in both.
+bool have_like_rows(const Tensor& a, const Tensor& b) {
+  if (a.shape.empty() || b.shape.empty()) return a.shape.empty() == b.shape.empty();
+  return a.shape.back() == b.shape.back() && (a.strides.back() == 1) == (b.strides.back() == 1);
+}
+
 // Whether two nodes of one task read their common operand alike: their attributes and element types are equal, and so
-// are operands whose size the signature fixes, such as a scale of x.
+// are operands whose size the signature fixes, such as a scale of x. What the loader reads is there in both or neither,
+// in rows of one length, so that quantised weights of one storage are packed alike.
 bool works_alike(const Node& a, const Node& b) {
   if (a.attrs != b.attrs) return false;
   return std::all_of(a.def->operands.begin(), a.def->operands.end(), [&](const OperandSpec& spec) {
     const Operand *of_a = a.find(spec.name), *of_b = b.find(spec.name);
-    if (is_literal(spec) && (of_a == nullptr) != (of_b == nullptr)) return false;
+    if ((is_literal(spec) || spec.is_loaded) && (of_a == nullptr) != (of_b == nullptr)) return false;
     if (of_a == nullptr || of_b == nullptr) return true;
+    if (spec.is_loaded && !have_like_rows(of_a->tensor, of_b->tensor)) return false;
     return of_a->tensor.dtype == of_b->tensor.dtype && (!is_literal(spec) || same_view(of_a->tensor, of_b->tensor));
   });
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.codegen.test_emulated import check_decoder
+from tests.codegen.test_expert_runs import fresh, in_place, lowered_call
 from tests.cpu.test_quantized import random_bits
 from tests.schedule.decoder_graph import decoder
 from tests.tasks.test_every_way import launch
@@ -29,11 +30,18 @@ GROUPS = {"packed": 2, "block_rows": 1, "block_columns": 128}
 
 def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, storage: torch.dtype = E4M3,
          scale: torch.dtype = torch.float32, x_scale: float = 0, bias: bool = False, packed: int = 1,
-         zero: torch.dtype | None = None, apart: bool = False, **attrs: int) -> Call:  # fmt: skip
+         zero: torch.dtype | None = None, apart: bool = False, bias_dtype: torch.dtype | None = None,
+         **attrs: int) -> Call:  # fmt: skip
     x = (torch.randn(rows, k) * 10 ** (2 * torch.rand(rows, 1) - 1)).to(dtype)
-    weight = torch.randn(n, k).to(E4M3) if storage == E4M3 else random_bits([n, k // packed], storage)
+    stored = [n // 8, k] if storage == torch.int32 and packed == 1 else [n, k // packed]
+    weight = torch.randn(n, k).to(E4M3) if storage == E4M3 else random_bits(stored, storage)
     sizes = [-(-size // (attrs[name] or size)) for name, size in (("block_rows", n), ("block_columns", k))]
-    operands = [x, weight, (torch.rand(sizes) + 0.1).to(scale), torch.randn(n).to(dtype) if bias else None]
+    operands = [
+        x,
+        weight,
+        (torch.rand(sizes) + 0.1).to(scale),
+        torch.randn(n).to(bias_dtype or dtype) if bias else None,
+    ]
     operands.append(torch.tensor([x_scale]) if x_scale else None)
     if zero is not None:
         shape = [-(-sizes[0] // 8), sizes[1]] if zero == torch.int32 else sizes
@@ -121,10 +129,41 @@ def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
             call(2, 16, 80, block_rows=4, block_columns=16),
             call(3, 21, 96, storage=torch.int8, zero=torch.bfloat16, **(GROUPS | {"block_columns": 16})),
             call(2, 24, 256, storage=torch.int32, zero=torch.int32, apart=True, **(GROUPS | {"packed": 8})),
+            call(3, 40, 256, storage=torch.int32, zero=torch.int32, apart=True, **(GROUPS | {"packed": 1})),
+            call(1, 16, 96, storage=torch.int32, bias=True, bias_dtype=torch.float16, **ROWS),
         ],
         arch,
         {"quantized_linear.direct"},
     )
+
+
+def test_formats_of_one_input_are_jobs_of_their_own() -> None:
+    """Of one storage, in the same blocks: 8 and 4 bits, words of columns and of rows, with zero points and without."""
+    x, attrs = torch.randn(2, 256).bfloat16(), ROWS | {"x_columns": 0}
+    words = {"storage": torch.int32, **ROWS}
+    made = [
+        call(2, 48, 256, storage=torch.int8, **ROWS),
+        call(2, 48, 256, storage=torch.int8, packed=2, **ROWS),
+        call(2, 48, 256, packed=8, scale=torch.float16, zero=torch.int32, apart=True, **words),
+        call(2, 48, 256, packed=1, scale=torch.float16, zero=torch.int32, apart=True, **words),
+        call(2, 48, 256, packed=1, scale=torch.float16, **words),
+    ]
+
+    def products(x: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+        left, results = list(operands), []
+        for each in made:
+            given = [None if t is None else left.pop(0) for t in each.operands[1:]]
+            results.append(torch.ops.mpk.quantized_linear(x, *given, **attrs))
+        return results
+
+    given = in_place([x, *(t for each in made for t in each.operands[1:] if t is not None)])
+    lowered = lowered_call(products, given)
+    kernel = emulate(lowered.graph, workers=4)
+    assert all(len(job.body) == 1 for phase in kernel.schedule.phases for job in phase.jobs)
+    results = fresh(lowered)
+    kernel.launch(given, results)
+    for result, want in zip(results, products(*given), strict=True):
+        torch.testing.assert_close(result, want, rtol=2e-2, atol=2e-2 * want.float().abs().max().item())
 
 
 def special(call: Call) -> Call:

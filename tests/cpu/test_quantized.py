@@ -19,7 +19,8 @@ SHAPES = [(1, 64, 256), (3, 37, 129), (17, 130, 300), (2, 5, 1), (5, 9, 40)]
 
 @dataclass(frozen=True)
 class Format:
-    """Of a weight: ``packed`` columns to an element of ``storage``, whose rows lie apart where it is ``transposed``."""
+    """Of a weight: ``packed`` columns to an element of ``storage``, or eight rows to an int32 that has one; rows lie
+    apart where it is ``transposed``."""
 
     storage: torch.dtype
     scale: torch.dtype
@@ -30,6 +31,10 @@ class Format:
     packed: int = 1
     zero: torch.dtype | None = None
     transposed: bool = False
+
+    @property
+    def word_rows(self) -> int:
+        return 8 if self.storage == torch.int32 and self.packed == 1 else 1
 
     @property
     def attrs(self) -> dict[str, int]:
@@ -45,6 +50,7 @@ FORMATS = {
     "groups, zero points added": Format(torch.int8, torch.bfloat16, 1, 128, packed=2, zero=torch.bfloat16),
     "groups in words": Format(torch.int32, torch.float16, 1, 32, packed=8),
     "columns of words": Format(torch.int32, torch.float16, 1, 64, packed=8, zero=torch.int32, transposed=True),
+    "words of rows": Format(torch.int32, torch.float16, 1, 64, zero=torch.int32, transposed=True),
     "rows of 4 bits": Format(torch.uint8, torch.float32, 1, 0, packed=2, zero=torch.uint8),
 }
 
@@ -56,8 +62,8 @@ def random_bits(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 def operands(shape: tuple[int, int, int], of: Format, dtype: torch.dtype) -> list[torch.Tensor | None]:
     rows, n, k = shape
-    k += -k % of.packed
-    stored = [n, k // of.packed]
+    n, k = n + -n % of.word_rows, k + -k % max(of.packed, min(of.word_rows, 2))
+    stored = [n // of.word_rows, k // of.packed]
     weight = (torch.randn(stored) * 2).to(E4M3) if of.storage == E4M3 else random_bits(stored, of.storage)
     sizes = [-(-size // (block or size)) for size, block in ((n, of.block_rows), (k, of.block_columns))]
     scale = (torch.rand(sizes) + 0.1).to(of.scale)
@@ -80,7 +86,7 @@ def run(given: list[torch.Tensor | None], of: Format, isa: str) -> torch.Tensor:
     net = Net()
     names = ("x", "weight", "weight_scale", "bias", "x_scale", "zero")
     inputs = {name: net.input(t) for name, t in zip(names, given, strict=True) if t is not None}
-    net.node("quantized_linear", of.attrs, **inputs, y=net.output(x.new_empty(len(x), len(weight))))
+    net.node("quantized_linear", of.attrs, **inputs, y=net.output(x.new_empty(len(x), len(weight) * of.word_rows)))
     return net.run(isa=isa)[0]
 
 
@@ -143,8 +149,8 @@ def test_random_formats_and_shapes() -> None:
         rows, n, k = draw.randint(1, 40), draw.randint(1, 90), draw.randint(1, 400)
         storage, columns = draw.choice(list(PACKED.items()))
         packed = draw.choice(columns)
-        k += -k % packed
-        block_columns = draw.choice([0, 16, 32, 128, 1 if packed == 1 else 64, k])
+        k += -k % (2 if storage == torch.int32 and packed == 1 else packed)
+        block_columns = draw.choice([0, 16, 32, 128, 1 if packed == 1 and storage != torch.int32 else 64, k])
         divisors = [0, -1, *(size for size in (1, 16, 64, 128) if not block_columns or size % block_columns == 0)]
         points = [torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int32]
         of = Format(

@@ -25,7 +25,8 @@ class BaseQuantLinear(torch.nn.Module):
         self.register_buffer("scales", (torch.rand(groups, self.out_features) + 1).mul(0.01).half())
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.double() @ self.matrix()).to(x.dtype)
+        bias = 0 if self.bias is None else self.bias.double()
+        return (x.double() @ self.matrix() + bias).to(x.dtype)
 
 
 def codes(words: torch.Tensor, order: range | list[int] = range(8)) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_mpk
-from tests.models.gptqmodel_linears import MarlinLinear, TorchLinear
+from tests.models.gptqmodel_linears import AwqTorchLinear, MarlinLinear, TorchLinear
 from tests.models.test_quantized import logits, random_model, relative_error
 from torch_mpk.errors import MpkWarning
 
@@ -51,6 +51,14 @@ def test_each_class_and_reason_is_named_once() -> None:
     assert len(messages) == 2
     assert "TorchLinear to their package: it has 3 bits" in messages[0] and "(the first is layers.1)" in messages[0]
     assert "MarlinLinear to their package: its kernel" in messages[1] and "(the first is layers.2)" in messages[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_words_are_read_where_they_lie(dtype: torch.dtype) -> None:
+    """Of GPTQ and AWQ, in one launch, a bias of another dtype among them."""
+    made = [TorchLinear((64, 40), 32), AwqTorchLinear((40, 48), 20), AwqTorchLinear((48, 64), 48)]
+    made[1].bias = torch.randn(48).half()
+    assert error_of(Model(*made), dtype, fallback="error") < (1e-5 if dtype == torch.float32 else 0.01)
 
 
 def packed(folder: Path, symmetric: bool, group: int = 32, bits: int = 4) -> Any:

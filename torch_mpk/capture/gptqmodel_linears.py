@@ -42,15 +42,13 @@ def _has_own_order(cls: Any, module: Any) -> str:
     return "its kernel has its words in an order of its own; backend='torch' keeps the checkpoint's"
 
 
-def _refuses_awq(cls: Any, module: Any) -> str:
-    return "words along rows, in AWQ's order, are not known"
-
-
 def _refuses_words(cls: Any, module: Any) -> str:
     if type(module) is not cls:
         return "it is derived from a class that is known, and may store something else"
     if module.bits != 4 or module.pack_dtype != torch.int32:
         return f"it has {module.bits} bits in {module.pack_dtype}, expected 4 in torch.int32"
+    if module.in_features % 8:
+        return f"it has {module.in_features} columns, expected a multiple of 8"
     if module.training:
         return "it is being trained"
     if module.adapter is not None:
@@ -73,10 +71,17 @@ def _gptq(self: Any, x: Tensor) -> Tensor:
     return product(x, self.out_features, *operands, block_rows=1, block_columns=self.group_size)
 
 
+def _awq(self: Any, x: Tensor) -> Tensor:
+    """Eight numbers of neighbouring rows are a word, and eight zero points, in AWQ's order."""
+    operands = self.qweight.t(), self.scales.t(), self.bias, None, self.qzeros.t()
+    return product(x, self.out_features, *operands, block_rows=1, block_columns=self.group_size)
+
+
 # By the class's name: what speaks against a module, and its product.
 _GPTQMODEL: dict[str, tuple[Callable[[Any, Any], str], Callable[[Any, Tensor], Tensor] | None]] = {
-    "AwqGEMMLinear": (_refuses_awq, None),
-    "AwqTorchLinear": (_refuses_awq, None),
+    "AwqGEMMLinear": (_refuses_words, _awq),
+    "AwqGEMMTritonLinear": (_refuses_words, _awq),
+    "AwqTorchLinear": (_refuses_words, _awq),
     "TorchLinear": (_refuses_gptq, _gptq),
     "TritonV2Linear": (_refuses_gptq, _gptq),
 }

@@ -1,5 +1,7 @@
 """``linear`` whose weight is quantised: of 8 or 4 bits, with scales, read where it lies."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -8,8 +10,10 @@ from torch_mpk.registry import task
 from torch_mpk.registry.stream_traits import StreamTraits
 
 E4M3 = torch.float8_e4m3fn
-# Elements of a row that an element of the storage has. Those with 4 bits have the first in their lowest bits.
-PACKED = {E4M3: (1,), torch.int8: (1, 2), torch.uint8: (2,), torch.int32: (8,)}
+# Elements of a row that an element of the storage has. Those with 4 bits have the first in their lowest bits. An int32
+# that has one of each row has eight rows, as AWQ packs them: these are the places of rows 0 to 7.
+PACKED = {E4M3: (1,), torch.int8: (1, 2), torch.uint8: (2,), torch.int32: (8, 1)}
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _OFFSET = {torch.uint8: 8, torch.int32: 8}  # what codes of 4 bits are above their numbers, where they have no sign
 ZEROS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32)
 LARGEST_E4M3 = torch.finfo(E4M3).max
@@ -18,7 +22,7 @@ MOST_ELEMENTS = 1 << 24  # elements of a weight that the reference has in full p
 
 
 @task(
-    "x[R, K], weight[N, P], weight_scale[A, B], bias[N]?, x_scale[1]?, zero[Z, B]? -> y[R, N]",
+    "x[R, K], weight[W, P], weight_scale[A, B], bias[N]?, x_scale[1]?, zero[Z, B]? -> y[R, N]",
     role="stream",
     traits=StreamTraits(
         loaded=("weight", "weight_scale", "zero"),
@@ -31,20 +35,23 @@ MOST_ELEMENTS = 1 << 24  # elements of a weight that the reference has in full p
         any_strides=("weight", "weight_scale", "zero"),
     ),
     samples=[
-        {"R": 1, "K": 256, "N": 192, "P": 256, "A": 2, "B": 2, "weight": E4M3, "weight_scale": torch.float32,
+        {"R": 1, "K": 256, "N": 192, "W": 192, "P": 256, "A": 2, "B": 2, "weight": E4M3, "weight_scale": torch.float32,
          "bias": None, "x_scale": None, "zero": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},
-        {"R": 3, "K": 320, "N": 80, "P": 320, "A": 1, "B": 3, "weight": E4M3, "weight_scale": torch.float32,
+        {"R": 3, "K": 320, "N": 80, "W": 80, "P": 320, "A": 1, "B": 3, "weight": E4M3, "weight_scale": torch.float32,
          "x_scale": None, "zero": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},
-        {"R": 2, "K": 128, "N": 48, "P": 128, "A": 48, "B": 1, "weight": E4M3, "weight_scale": torch.bfloat16,
+        {"R": 2, "K": 128, "N": 48, "W": 48, "P": 128, "A": 48, "B": 1, "weight": E4M3, "weight_scale": torch.bfloat16,
          "x_scale": None, "zero": None, "block_rows": 1, "block_columns": 0, "x_columns": -1},
-        {"R": 5, "K": 256, "N": 64, "P": 256, "A": 64, "B": 1, "weight": torch.int8, "weight_scale": torch.float32,
-         "x_scale": None, "zero": None, "block_rows": 1, "block_columns": 0},
-        {"R": 4, "K": 100, "N": 33, "P": 100, "A": 1, "B": 1, "weight": E4M3, "weight_scale": torch.float32,
+        {"R": 5, "K": 256, "N": 64, "W": 64, "P": 256, "A": 64, "B": 1, "weight": torch.int8,
+         "weight_scale": torch.float32, "x_scale": None, "zero": None, "block_rows": 1, "block_columns": 0},
+        {"R": 4, "K": 100, "N": 33, "W": 33, "P": 100, "A": 1, "B": 1, "weight": E4M3, "weight_scale": torch.float32,
          "x_scale": torch.float32, "bias": None, "zero": None, "block_rows": 0, "block_columns": 0},
-        {"R": 2, "K": 256, "N": 48, "P": 128, "A": 48, "B": 2, "Z": 48, "weight": torch.int8,
+        {"R": 2, "K": 256, "N": 48, "W": 48, "P": 128, "A": 48, "B": 2, "Z": 48, "weight": torch.int8,
          "weight_scale": torch.bfloat16, "zero": torch.bfloat16, "x_scale": None, "block_rows": 1,
          "block_columns": 128},
-        {"R": 3, "K": 96, "N": 24, "P": 12, "A": 24, "B": 3, "Z": 3, "weight": torch.int32,
+        {"R": 3, "K": 96, "N": 24, "W": 24, "P": 12, "A": 24, "B": 3, "Z": 3, "weight": torch.int32,
+         "weight_scale": torch.float16, "zero": torch.int32, "bias": None, "x_scale": None, "block_rows": 1,
+         "block_columns": 32},
+        {"R": 3, "K": 96, "N": 24, "W": 3, "P": 96, "A": 24, "B": 3, "Z": 3, "weight": torch.int32,
          "weight_scale": torch.float16, "zero": torch.int32, "bias": None, "x_scale": None, "block_rows": 1,
          "block_columns": 32},
     ],
@@ -65,12 +72,15 @@ def quantized_linear(
 
     Numbers of 8 bits are those of ``weight``, which is float8_e4m3fn or int8, and P is K. Numbers of 4 bits stand two
     to a byte, or eight to an int32, the first in the lowest bits: int8 holds -8 to 7, P is K / 2; uint8, P is K / 2,
-    and int32, P is K / 8, hold 0 to 15, of which 8 is taken. ``weight_scale`` is float32, bfloat16, float16 or
-    float8_e8m0fnu. A block size of 0 means the whole dimension, and the last block of one may be smaller.
+    and int32, P is K / 8, hold 0 to 15, of which 8 is taken. W is N. An int32 weight of W = N / 8 and P = K, an even
+    number, has eight rows to a word instead, in AWQ's order: from the lowest bits, rows 0, 2, 4, 6, 1, 3, 5, 7.
+    ``weight_scale`` is float32, bfloat16, float16 or float8_e8m0fnu. A block size of 0 means the whole dimension, and
+    the last block of one may be smaller.
 
     ``zero`` belongs to integer numbers, and has a value for each scale. Of a floating type it is added to the products
     of numbers and scales. Integers are taken from the numbers instead, and no 8 from those of 0 to 15; int32 has eight
-    of them, of 4 bits, for eight blocks of rows that follow each other: Z is A / 8, rounded up.
+    of them, of 4 bits, for eight blocks of rows that follow each other, in the order of rows of ``weight``'s words: Z
+    is A / 8, rounded up.
 
     With ``x_columns``, x is quantised, too: each row, in blocks of so many columns (-1: all of them), is divided by its
     scale s, the block's largest magnitude over 448, at least 1e-12, rounded to float8_e4m3fn, and multiplied by s
@@ -85,15 +95,19 @@ def quantized_linear(
     computed = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = quantise(x.to(computed), x_columns, x_scale) if x_columns else x.to(computed)
     bias = None if bias is None else bias.to(computed)
-    block_rows, block_columns = block_rows or weight.shape[0], block_columns or x.shape[1]
+    word = _word_rows(weight, x.shape[1])
+    rows_of_weight = weight.shape[0] * word
+    block_rows, block_columns = block_rows or rows_of_weight, block_columns or x.shape[1]
     offsets = None if zero is None else _offsets(zero, weight, weight_scale, x.shape[1], computed)
-    height = max(MOST_ELEMENTS // max(x.shape[1], 1) // block_rows, 1) * block_rows
-    if weight.shape[0] <= height:
+    step = block_rows * word
+    height = max(MOST_ELEMENTS // max(x.shape[1], 1) // step, 1) * step
+    if rows_of_weight <= height:
         matrix = dequantised(weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets)
         return F.linear(rows, matrix, bias).to(x.dtype)
     products = []
-    for first in range(0, weight.shape[0], height):  # a whole number of blocks at a time
-        part, blocks = weight[first : first + height], slice(first // block_rows, (first + height) // block_rows)
+    for first in range(0, rows_of_weight, height):  # a whole number of blocks, and of words, at a time
+        part = weight[first // word : (first + height) // word]
+        blocks = slice(first // block_rows, (first + height) // block_rows)
         own = None if offsets is None else offsets[blocks]
         matrix = dequantised(part, weight_scale[blocks], block_rows, block_columns, computed, x.shape[1], own)
         products.append(F.linear(rows, matrix))
@@ -124,7 +138,7 @@ def dequantised(
 ) -> torch.Tensor:
     """The matrix that weight and scale stand for; ``offsets``: what is added to each block."""
     columns = weight.shape[1] if columns is None else columns
-    shape = len(weight), columns
+    shape = len(weight) * _word_rows(weight, columns), columns
 
     def spread(blocks: torch.Tensor) -> torch.Tensor:
         each = blocks.to(dtype).repeat_interleave(block_rows, 0)[: shape[0]] if block_rows > 1 else blocks.to(dtype)
@@ -134,17 +148,24 @@ def dequantised(
     return matrix if offsets is None else matrix + spread(offsets)
 
 
+def _word_rows(weight: torch.Tensor, columns: int) -> int:
+    """Rows that an element of the weight has, of a matrix of so many columns."""
+    return len(PLACES) if weight.dtype == torch.int32 and weight.shape[-1] == columns else 1
+
+
 def _numbers(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    if _word_rows(weight, columns) > 1:
+        return _nibbles(weight, 0, PLACES) - _OFFSET[weight.dtype]
     if weight.shape[1] == columns:
         return weight
-    codes = _nibbles(weight, 1)
+    codes = _nibbles(weight, 1, range(2 * weight.element_size()))
     return codes - _OFFSET[weight.dtype] if weight.dtype in _OFFSET else (codes ^ 8) - 8
 
 
-def _nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """The 4-bit codes that stand in a matrix's elements, one after the other along ``dim``."""
-    bits = torch.arange(0, 8 * packed.element_size(), 4, device=packed.device)
-    codes = packed.to(torch.int32).unsqueeze(-1) >> bits.to(torch.int32) & 15
+def _nibbles(packed: torch.Tensor, dim: int, places: Sequence[int]) -> torch.Tensor:
+    """The 4-bit codes at these places of a matrix's elements, one after the other along ``dim``."""
+    bits = torch.tensor([4 * place for place in places], dtype=torch.int32, device=packed.device)
+    codes = packed.to(torch.int32).unsqueeze(-1) >> bits & 15
     return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
 
 
@@ -153,8 +174,11 @@ def _offsets(
 ) -> torch.Tensor:
     if zero.dtype.is_floating_point:
         return zero.to(dtype)
-    points = _nibbles(zero, 0)[: len(scale)] if zero.dtype == torch.int32 else zero
-    middle = _OFFSET.get(weight.dtype, 0) if weight.shape[1] != columns else 0
+    has_word_rows = _word_rows(weight, columns) > 1
+    points = zero
+    if zero.dtype == torch.int32:
+        points = _nibbles(zero, 0, PLACES if has_word_rows else range(8))[: len(scale)]
+    middle = _OFFSET.get(weight.dtype, 0) if weight.shape[1] != columns or has_word_rows else 0
     return (middle - points.to(dtype)) * scale.to(dtype)
 
 
@@ -178,6 +202,13 @@ def check_format(
             f"{task_name}: weight has {elements} columns of {weight.dtype}, expected {expected}, "
             f"where K is x's {columns}"
         )
+    word = _word_rows(weight, columns)
+    if word > 1 and (stack or columns % 2):
+        raise TaskError(
+            f"{task_name}: weight has eight rows to an int32, which is for a single matrix of an even number of columns"
+            f", given {[*stack, rows * word, columns]}"
+        )
+    rows *= word
     sizes = [-(-size // (block or max(size, 1))) for size, block in zip((rows, columns), (block_rows, block_columns))]
     if list(weight_scale.shape) != [*stack, *sizes]:
         raise TaskError(

@@ -42,7 +42,7 @@ class QuantizedProducts : public Kernel {
     if (bias != nullptr) bias_dtype_ = float_dtype(node, *bias);
     for (const Operand* o : {&x, bias, &y})
       if (o != nullptr) require_inner_stride(node, *o);
-    is_gathered_ = weight.tensor.strides.back() != 1;
+    is_gathered_ = weight.tensor.strides.back() != 1 || format_.has_word_rows();
     weight_ = stacked(weight.tensor), scale_ = stacked(scale.tensor);
     if (bias != nullptr) bias_ = Place(bias->tensor);
     if (x_scale != nullptr) x_scale_ = Place(x_scale->tensor);
@@ -188,12 +188,14 @@ class QuantizedProducts : public Kernel {
     }
     uint32_t word;
     std::memcpy(&word, zero_.at(frame, matrix, row / 8, column), sizeof word);
-    return static_cast<float>(word >> row % 8 * 4 & 15);
+    return static_cast<float>(word >> format_.place(row) * 4 & 15);
   }
 
   // Rows whose elements lie apart, one after the other.
   void gather(const Frame& frame, int64_t matrix, QuantizedArgs& args, uint8_t* rows) const {
-    if (format_.storage == DType::kI32)
+    if (format_.has_word_rows())
+      gather_words(frame, matrix, args, rows);
+    else if (format_.storage == DType::kI32)
       gather_elements<4>(frame, matrix, args, rows);
     else
       gather_elements<1>(frame, matrix, args, rows);
@@ -206,6 +208,35 @@ class QuantizedProducts : public Kernel {
     for (int64_t i = 0; i < count; i++)
       for (int64_t n = args.begin; n < args.end; n++)
         std::memcpy(rows + ((n - args.begin) * count + i) * kBytes, weight_.at(frame, matrix, n, i), kBytes);
+  }
+
+  // Words of eight rows become words of eight columns.
+  void gather_words(const Frame& frame, int64_t matrix, const QuantizedArgs& args, uint8_t* rows) const {
+    constexpr int kWord = WeightFormat::kWordRows;
+    const int64_t pitch = format_.row_bytes();
+    for (int64_t first = 0; first < format_.columns; first += kWord) {
+      const int64_t columns = std::min<int64_t>(kWord, format_.columns - first);
+      for (int64_t n = args.begin; n < args.end; n += kWord) {
+        uint32_t words[kWord] = {};
+        for (int64_t i = 0; i < columns; i++)
+          std::memcpy(&words[i], weight_.at(frame, matrix, n / kWord, first + i), sizeof(uint32_t));
+        transpose(words);
+        for (int64_t r = 0; r < kWord; r++)
+          std::memcpy(rows + (n - args.begin + r) * pitch + first / 2, &words[format_.place(r)], columns / 2);
+      }
+    }
+  }
+
+  // Of eight words of eight times 4 bits: swaps halves of words, then halves of these, and those of a byte.
+  static void transpose(uint32_t (&words)[8]) {
+    constexpr uint32_t kLow[] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
+    for (int step = 0; step < 3; step++)
+      for (int i = 0; i < 8; i++)
+        if (const int other = i | 1 << step; other != i) {
+          const int bits = 4 << step;
+          const uint32_t swapped = (words[i] >> bits ^ words[other]) & kLow[step];
+          words[i] ^= swapped << bits, words[other] ^= swapped;
+        }
   }
 
   static Microkernels::Quantized product_of(const WeightFormat& format, const Microkernels& microkernels) {

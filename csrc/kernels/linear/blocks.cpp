@@ -15,8 +15,10 @@ std::optional<std::string> refuses_weights(const Schedule& schedule, const Job& 
     const Node& node = schedule.graph.nodes()[n];
     const WeightFormat mine = WeightFormat::of(node);
     if (mine.scales_rows() != first.scales_rows() || mine.block_columns != first.block_columns ||
-        (mine.block_rows == 1) != (first.block_rows == 1))
+        (mine.block_rows == 1) != (first.block_rows == 1) || mine.zero != first.zero)
       return "weights of one job are scaled in different blocks";
+    if (mine.packed != first.packed || mine.word_rows != first.word_rows)
+      return "weights of one job are packed in different ways";
     for (const char* name : {"weight", "weight_scale", "zero"})
       if (const Operand* operand = node.find(name); operand != nullptr && !is_constant(schedule.graph, operand->tensor))
         return "the launch writes a " + std::string(name);

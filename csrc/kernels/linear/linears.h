@@ -34,7 +34,7 @@ struct Linears {
     const bool paired = is_side_by_side(schedule.graph, job);
     parts = paired ? static_cast<int64_t>(job.body.size()) : 1;
     for (int n : job.body)
-      if (rows.empty() || !paired) rows.push_back(weight(schedule, n).shape[0]);
+      if (rows.empty() || !paired) rows.push_back(weight_rows(schedule.graph.nodes()[n]));
   }
   Linears(const Schedule& schedule, const Job& job) : Linears(schedule, job, schedule.warps.slot_bytes) {}
 
@@ -44,6 +44,9 @@ struct Linears {
   static const Tensor& weight(const Schedule& schedule, int n) {
     return schedule.graph.nodes()[n].operand("weight").tensor;
   }
+
+  // A word of a quantised weight may have several rows, but the result has a column for each.
+  static int64_t weight_rows(const Node& node) { return output(node).tensor.shape[1]; }
 
   static constexpr int64_t kMoreSlots = 2;  // a warp holds a box while the loader fills two entries
 

@@ -218,7 +218,7 @@ class RowsWriter : public QuantizedWriter {
 bool has_whole_blocks(const WeightFormat& f) {
   const bool are_columns = f.block_columns % kStepColumns == 0 || f.block_columns == 64 || f.block_columns == 32;
   const bool are_rows = f.block_rows == 1 || f.block_rows % kBlockRows == 0 || f.block_rows >= f.rows;
-  return f.row_bytes() % kLineBytes == 0 && (f.scales_rows() || (are_columns && are_rows)) &&
+  return !f.has_word_rows() && f.row_bytes() % kLineBytes == 0 && (f.scales_rows() || (are_columns && are_rows)) &&
          (!f.quantizes_x() || f.x_columns == kStepColumns || f.x_columns >= f.columns);
 }
 
@@ -319,7 +319,7 @@ class DirectWriter : public QuantizedWriter {
   void add_weight(const Node& node, const Tensor& weight) override { weights_.add(refs_, node, weight); }
   std::string write_places() override {
     using namespace codegen;
-    const bool is_apart = first_.operand("weight").tensor.strides[1] != 1;
+    const bool is_apart = first_.operand("weight").tensor.strides[1] != 1 || format_.has_word_rows();
     std::vector<std::string> pitches;
     for (int n : job_.body) {
       const Tensor& weight = context_.node(n).operand("weight").tensor;

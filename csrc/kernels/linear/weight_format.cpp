@@ -26,7 +26,9 @@ ZeroKind zero_kind(DType t) {
 
 WeightFormat WeightFormat::of(const Node& node) {
   const Tensor &weight = node.operand("weight").tensor, &scale = node.operand("weight_scale").tensor;
-  const int64_t rows = size_of(weight, 1), columns = size_of(node.operand("x").tensor, 0);
+  const int64_t columns = size_of(node.operand("x").tensor, 0);
+  const int64_t word_rows = weight.dtype == DType::kI32 && size_of(weight, 0) == columns ? kWordRows : 1;
+  const int64_t rows = size_of(weight, 1) * word_rows;
   const bool has_static_x = node.find("x_scale") != nullptr;
   const int64_t x_columns = has_static_x ? columns : node.int_attr("x_columns");
   const Operand* zero = node.find("zero");
@@ -35,6 +37,7 @@ WeightFormat WeightFormat::of(const Node& node) {
           rows,
           columns,
           columns / std::max<int64_t>(size_of(weight, 0), 1),
+          word_rows,
           block(node, "block_rows", rows),
           block(node, "block_columns", columns),
           x_columns < 0 || x_columns > columns ? std::max<int64_t>(columns, 1) : x_columns,
@@ -62,11 +65,14 @@ std::optional<std::string> WeightFormat::refuses_storage(const Node& node) const
   const auto is = [&](DType dtype, int64_t columns_of_element) {
     return storage == dtype && size_of(weight, 0) * columns_of_element == columns;
   };
-  if (columns == 0 || is(DType::kE4M3, 1) || is(DType::kI8, 1) || is(DType::kI8, 2) || is(DType::kU8, 2) ||
-      is(DType::kI32, 8))
+  if (has_word_rows() && (weight.shape.size() > 2 || columns % 2 != 0))
+    return "weight has eight rows to a word, expected one matrix of an even number of columns";
+  if (columns == 0 || has_word_rows() || is(DType::kE4M3, 1) || is(DType::kI8, 1) || is(DType::kI8, 2) ||
+      is(DType::kU8, 2) || is(DType::kI32, 8))
     return std::nullopt;
   return "weight is " + std::string(info(storage).name) + " of " + str(size_of(weight, 0)) + " columns, where x has " +
-         str(columns) + ", expected float8_e4m3fn or int8, of as many, int8 or uint8 of half, or int32 of an eighth";
+         str(columns) +
+         ", expected float8_e4m3fn or int8, of as many, int8 or uint8 of half, or int32 of an eighth, or as many";
 }
 
 std::optional<std::string> WeightFormat::refuses_scales(const Node& node) const {
@@ -102,7 +108,8 @@ std::string WeightFormat::name() const {
                            : x_columns >= columns ? ", activations by row"
                                                   : ", activations by " + str(x_columns) + " columns";
   const std::string number = bits() == 4 ? "4 bits in " : "", points = has_zero() ? ", zero points" : "";
-  return number + info(storage).name + ", " + of_scale + points + of_x;
+  const std::string words = has_word_rows() ? " of eight rows" : "";
+  return number + info(storage).name + words + ", " + of_scale + points + of_x;
 }
 
 }  // namespace mpk

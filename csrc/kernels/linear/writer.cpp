@@ -9,6 +9,7 @@
 #include "../../codegen/tasks/rms_norm.h"
 #include "../../codegen/text.h"
 #include "../../schedule/access.h"
+#include "linears.h"
 
 namespace mpk::codegen {
 namespace {
@@ -58,7 +59,7 @@ void LinearWriter::check_operands() {
     const Tensor& weight = node.operand("weight").tensor;
     require(!job_.cut.shape || context_.aligned_rows(weight, false), node,
             "a weight that streams is not aligned to 16 bytes");
-    rows_.push_back(weight.shape[0]);
+    rows_.push_back(Linears::weight_rows(node));
     require(!paired_ || rows_.back() == rows_.front(), node,
             "linears with a common epilogue must have equally many rows");
   }
@@ -186,7 +187,7 @@ void LinearWriter::write_result(int i) {
     if (fields_.find(" " + field + ";") == std::string::npos) fields_ += "    uint32_t " + field + ";\n";
     const std::string load = "extra." + field + " = to_word(" + refs_.pointer(node, bias->tensor) + "[n]);\n";
     preload_ += "    " + (paired_ ? load : "if (segment == " + number + ") " + load);
-    value += " + to_float(from_word<T>(extra." + field + "))";
+    value += " + to_float(from_word<" + std::string(cuda_type(bias->tensor.dtype)) + ">(extra." + field + "))";
   }
   const std::string name = "y" + number;
   if (!contains(job_.unstored, y.buffer))

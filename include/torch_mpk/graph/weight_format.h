@@ -5,10 +5,11 @@
 //                                                                                    j = k / block_columns
 //
 // Numbers are e4m3 or int8, one to a byte; or integers of 4 bits, two to a byte, the first of them in the low bits. An
-// int32 of eight such numbers is four bytes of them. Those of int8 have a sign; uint8 and int32 hold 8 more than the
-// number. Where there are zero points they say offset: it is the zero point itself, of a floating type, or minus the
-// zero point times the scale, where 8 belongs to the zero point, too, if it belongs to the numbers. int32 has eight
-// zero points of 4 bits, of eight blocks of rows.
+// int32 of eight such numbers is four bytes of them; or, as AWQ has it, eight rows of one column, see place(). Those of
+// int8 have a sign; uint8 and int32 hold 8 more than the number. Where there are zero points they say offset: it is the
+// zero point itself, of a floating type, or minus the zero point times the scale, where 8 belongs to the zero point,
+// too, if it belongs to the numbers. int32 has eight zero points of 4 bits, of eight blocks of rows, which stand in a
+// word as the weight's rows do.
 //
 // x' is x; or, where activations are quantised, too, the e4m3 number next to x / s, times s. s is given (x_scale), or
 // the largest magnitude of some columns of a row over 448, at least kLeastScale.
@@ -29,7 +30,7 @@ enum class ZeroKind { kNone, kAdded, kPoints, kPackedPoints };
 struct WeightFormat {
   DType storage, scale_dtype;
   int64_t rows, columns;              // of the matrix
-  int64_t packed;                     // columns to an element of the storage
+  int64_t packed, word_rows;          // columns, and rows, to an element of the storage
   int64_t block_rows, block_columns;  // that a scale is for
   int64_t x_columns;                  // that a scale of x is for; 0: x is not quantised
   bool has_static_x;                  // that scale is given
@@ -37,10 +38,14 @@ struct WeightFormat {
   int64_t zero_bytes;  // of one, where they are added
 
   static constexpr int kMiddle = 8;  // what a number of 4 bits without a sign is stored above
+  static constexpr int kWordRows = 8;
 
   bool quantizes_x() const { return x_columns > 0; }
   bool has_zero() const { return zero != ZeroKind::kNone; }
-  int64_t bits() const { return packed == 1 ? 8 : 4; }
+  bool has_word_rows() const { return word_rows > 1; }
+  // The place of a row's 4 bits in a word of rows; of a block's zero point in a word of them.
+  int64_t place(int64_t row) const { return has_word_rows() ? row % 8 / 2 + row % 2 * 4 : row % 8; }
+  int64_t bits() const { return packed * word_rows == 1 ? 8 : 4; }
   bool has_middle() const { return bits() == 4 && storage != DType::kI8; }
   int64_t row_bytes() const { return columns * bits() / 8; }
   int64_t columns_of(int64_t bytes) const { return bytes * 8 / bits(); }

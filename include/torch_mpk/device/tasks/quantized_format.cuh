@@ -16,7 +16,8 @@ concept QuantizedSizes = requires {
   // has one scale and nothing else, which V::finish applies.
   requires Constants<bool, V::kIsE4M3, V::kHasMiddle, V::kScalesByRow, V::kGivenXScale>;
   // Columns of a scale of the weight, where it has several to a row; of a scale of x, 0 if x is not quantised.
-  requires Constants<int, V::kWeightBits, V::kZero, V::kScaleColumns, V::kXScaleColumns>;
+  // Rows that a word has of 4-bit weights, and of zero points that are packed with them; 1: it has columns.
+  requires Constants<int, V::kWeightBits, V::kWordRows, V::kZero, V::kScaleColumns, V::kXScaleColumns>;
 };
 
 // Where scales are, that have blocks of some rows and columns; and zero points, of the same blocks.
@@ -73,6 +74,12 @@ MPK_DEVICE const typename V::Zero* place_of_zero(const Job& job, int which, uint
   return V::zero(job, which) + line * V::zero_pitch(which) + column * V::zero_column_pitch(which);
 }
 
+// The place of a row's 4 bits in a word of eight rows, see WeightFormat::place.
+template <class V>
+MPK_DEVICE uint32_t place_in_word(uint32_t row) {
+  return V::kWordRows > 1 ? row % 8 / 2 + row % 2 * 4 : row % 8;
+}
+
 // To L2.
 template <class V>
 MPK_DEVICE void fetch_block_scale(const Job& job, int which, uint32_t n, uint32_t column) {
@@ -92,7 +99,8 @@ MPK_DEVICE BlockScale<V> load_block_scale(const Job& job, int which, uint32_t n,
     if constexpr (V::kZero == kAddedZero) {
       block.zero_point = cast<typename Block::Zero>(to_float(zero));
     } else {
-      const int point = V::kZero == kPackedPoints ? static_cast<int>(zero >> row % 8 * 4 & 15) : static_cast<int>(zero);
+      const int point =
+          V::kZero == kPackedPoints ? static_cast<int>(zero >> place_in_word<V>(row) * 4 & 15) : static_cast<int>(zero);
       block.zero_point = cast<typename Block::Zero>(static_cast<float>(point - (V::kHasMiddle ? 8 : 0)));
     }
   }

@@ -69,7 +69,9 @@ MPK_DEVICE void compute_quantized_direct(C& c, const Job& job) {
 #pragma unroll
       for (int p = 0; p < V::kParts; p++) {
         const int which = V::kParts > 1 ? p : segment;
-        const uint8_t* row = V::weight(job, which) + n * V::weight_pitch(which);
+        // The row; or where its 4 bits of column 0 are, in a word that has them of several rows.
+        const uint32_t place = V::kWordRows > 1 ? place_in_word<V>(n) : 0;
+        const uint8_t* row = V::weight(job, which) + n / V::kWordRows * V::weight_pitch(which) + place / 2;
         float total = 0;
         for (int run = 0; run < S::kRuns; run++) {
           const int first = run * V::kRun, end = min(first + V::kRun, V::kSize);
@@ -78,7 +80,7 @@ MPK_DEVICE void compute_quantized_direct(C& c, const Job& job) {
           for (int k = first + c.lane; k < end; k += 32) {
             const uint8_t byte =
                 row[k / V::kWordColumns * V::word_pitch(which) + k % V::kWordColumns * V::kWeightBits / 8];
-            sum = fmaf(weight_of<V>(byte, k), to_float(x[k]), sum);
+            sum = fmaf(weight_of<V>(byte, V::kWordRows > 1 ? place : k), to_float(x[k]), sum);
             if constexpr (V::kZero != kNoZero) sum_of_x += to_float(x[k]);
           }
           if constexpr (!V::kScalesByRow) {
