@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.codegen.test_expert_runs import lowered_call
 from tests.cpu.test_experts import chosen_ids, exact
 from tests.thinned import thinned
 from torch_mpk import _C
@@ -101,6 +102,36 @@ def test_others_have_the_plain_kernel(sizes: tuple[int, ...], dtype: torch.dtype
     assert kernel_of(schedule) == "tile"
     (job,) = (job for phase in schedule.phases for job in phase.jobs)
     assert [(other.kernel, other.refusal) for other in job.others] == [(BOXES, why), (ROWS, why)]
+
+
+def quantized_product(x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mpk.quantized_expert_linear(x, ids, weight, scale, block_rows=128, block_columns=128)
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "name", "alignment"),
+    [
+        (48, torch.bfloat16, BOXES, 16),
+        (40, torch.bfloat16, ROWS, 16),
+        (48, torch.float32, "tile", 4),
+        (48, torch.float8_e4m3fn, "quantized_expert_linear.boxes", 16),
+        (40, torch.float8_e4m3fn, "quantized_expert_linear.direct", 2),
+    ],
+    ids=str,
+)
+def test_alignment_of_a_call_s_x(n: int, dtype: torch.dtype, name: str, alignment: int) -> None:
+    """A launch refuses an address that its kernel cannot read from."""
+    is_quantized = dtype.itemsize == 1
+    x = torch.randn(2, 2, 128).to(torch.bfloat16 if is_quantized else dtype)
+    operands = [x, chosen_ids(2, 2, 4, "random"), torch.randn(4, n, 128).to(dtype)]
+    if is_quantized:
+        operands.append(torch.rand(4, 1, 1))
+        lowered = lowered_call(quantized_product, operands)
+    else:
+        lowered = lowered_product(operands)
+    schedule = _C.make_schedule(lowered.graph, _C.Target("cuda", 90, 132, 232448))
+    assert kernel_of(schedule) == name
+    assert _C.generate_cuda(schedule).input_alignment[0] == alignment
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "../../arch/arch.h"
+#include "../../codegen/checks.h"
 #include "../../codegen/text.h"
 #include "../../schedule/staging.h"
 
@@ -118,8 +119,9 @@ JobCode ExpertKernel::emit(const JobPlace& place) const {
     return returning("const " + of + "*", std::string(name) + "(const Job& job)",
                      "job.pointer<const " + of + ">(" + str(refs.add(node, t)) + ")");
   };
-  place.context.aligned_rows(own.weight, false);
-  place.context.aligned_rows(own.x, true);
+  if (reads_aligned())
+    for (const Tensor* factor : {&own.weight, &own.x})
+      require(place.context.aligned_rows(*factor, false), node, "rows of x or of a weight are not aligned to 16 bytes");
   code.body = "  using T = " + type + ";\n" + constant("kPairs", own.pairs) + constant("kChoices", own.choices) +
               constant("kExperts", own.experts) + constant("kRows", own.rows) + constant("kSize", own.size) +
               constant("kRowBytes", own.row_bytes()) + constant("kXRow", own.x.strides[0]) +

@@ -57,6 +57,9 @@ class ExpertKernel : public Kernel {
   // Why it refuses what it multiplies.
   virtual std::optional<std::string> refuses_factors(const Experts& own) const;
 
+  // Whether it reads rows of x and of weights by 16 bytes, so that a call's tensors must begin at multiples of them.
+  virtual bool reads_aligned() const { return true; }
+
   // Shared memory beside the ring.
   virtual int64_t staged_bytes(const Schedule& schedule, const Experts& own) const;
 

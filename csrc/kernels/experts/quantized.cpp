@@ -22,6 +22,7 @@ class DirectExperts : public ExpertKernel {
  private:
   std::optional<std::string> refuses_factors(const Experts&) const override { return std::nullopt; }
   int64_t staged_bytes(const Schedule&, const Experts&) const override { return 0; }
+  bool reads_aligned() const override { return false; }
 };
 
 const DirectExperts kDirect{};
