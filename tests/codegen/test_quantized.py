@@ -31,7 +31,7 @@ GROUPS = {"packed": 2, "block_rows": 1, "block_columns": 128}
 def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, storage: torch.dtype = E4M3,
          scale: torch.dtype = torch.float32, x_scale: float = 0, bias: bool = False, packed: int = 1,
          zero: torch.dtype | None = None, apart: bool = False, bias_dtype: torch.dtype | None = None,
-         **attrs: int) -> Call:  # fmt: skip
+         grouped: bool = False, **attrs: int) -> Call:  # fmt: skip
     x = (torch.randn(rows, k) * 10 ** (2 * torch.rand(rows, 1) - 1)).to(dtype)
     stored = [n // 8, k] if storage == torch.int32 and packed == 1 else [n, k // packed]
     weight = torch.randn(n, k).to(E4M3) if storage == E4M3 else random_bits(stored, storage)
@@ -48,6 +48,7 @@ def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, stor
         operands.append(torch.randn(shape).to(zero) if zero.is_floating_point else random_bits(shape, zero))
     else:
         operands.append(None)
+    operands.append(torch.randint(0, sizes[1], [k], dtype=torch.int32) if grouped else None)
     if apart:
         operands[1:3] = [t.T.contiguous().T for t in (weight, operands[2])]
     return Call(quantized_linear, operands, quantized_linear.bind_attrs(attrs))
@@ -130,6 +131,10 @@ def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
             call(3, 21, 96, storage=torch.int8, zero=torch.bfloat16, **(GROUPS | {"block_columns": 16})),
             call(2, 24, 256, storage=torch.int32, zero=torch.int32, apart=True, **(GROUPS | {"packed": 8})),
             call(3, 40, 256, storage=torch.int32, zero=torch.int32, apart=True, **(GROUPS | {"packed": 1})),
+            call(
+                2, 24, 256, storage=torch.int32, zero=torch.int32, apart=True, grouped=True, **(GROUPS | {"packed": 8})
+            ),
+            call(3, 21, 96, storage=torch.uint8, dtype=torch.float32, grouped=True, **(GROUPS | {"block_columns": 32})),
             call(1, 16, 96, storage=torch.int32, bias=True, bias_dtype=torch.float16, **ROWS),
         ],
         arch,

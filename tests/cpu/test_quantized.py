@@ -31,6 +31,7 @@ class Format:
     packed: int = 1
     zero: torch.dtype | None = None
     transposed: bool = False
+    grouped: bool = False  # each column says its group
 
     @property
     def word_rows(self) -> int:
@@ -51,6 +52,9 @@ FORMATS = {
     "groups in words": Format(torch.int32, torch.float16, 1, 32, packed=8),
     "columns of words": Format(torch.int32, torch.float16, 1, 64, packed=8, zero=torch.int32, transposed=True),
     "words of rows": Format(torch.int32, torch.float16, 1, 64, zero=torch.int32, transposed=True),
+    "columns in any order": Format(
+        torch.int32, torch.float16, 1, 64, packed=8, zero=torch.int32, transposed=True, grouped=True
+    ),
     "rows of 4 bits": Format(torch.uint8, torch.float32, 1, 0, packed=2, zero=torch.uint8),
 }
 
@@ -77,14 +81,15 @@ def operands(shape: tuple[int, int, int], of: Format, dtype: torch.dtype) -> lis
         weight, scale = weight.T.contiguous().T, scale.T.contiguous().T
     given = torch.tensor([of.x_scale]) if of.x_scale else None
     x, bias = (torch.randn(rows, k) * 3).to(dtype), torch.randn(n).to(dtype)
-    return [x, weight, scale, bias, given, zero]
+    groups = torch.randint(0, sizes[1], [k], dtype=torch.int32) if of.grouped else None
+    return [x, weight, scale, bias, given, zero, groups]
 
 
 def run(given: list[torch.Tensor | None], of: Format, isa: str) -> torch.Tensor:
     x, weight, *_ = given
     assert x is not None and weight is not None
     net = Net()
-    names = ("x", "weight", "weight_scale", "bias", "x_scale", "zero")
+    names = ("x", "weight", "weight_scale", "bias", "x_scale", "zero", "groups")
     inputs = {name: net.input(t) for name, t in zip(names, given, strict=True) if t is not None}
     net.node("quantized_linear", of.attrs, **inputs, y=net.output(x.new_empty(len(x), len(weight) * of.word_rows)))
     return net.run(isa=isa)[0]
@@ -118,7 +123,7 @@ def test_the_definition_takes_a_large_weight_in_parts(name: str, monkeypatch: py
 def test_every_number_of_e4m3(isa: str) -> None:
     """NaN among them, which spoils its row alone; rows inside a larger matrix."""
     weight = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 5)[:, 3:70].view(E4M3)
-    given = [torch.eye(67)[:40], weight, torch.ones(16, 1), None, None, None]
+    given = [torch.eye(67)[:40], weight, torch.ones(16, 1), None, None, None, None]
     y = run(given, FORMATS["rows, int8"], isa)
     torch.testing.assert_close(y, weight.float()[:, :40].T.contiguous() + 0 * weight.float().sum(1), equal_nan=True)
 
@@ -152,16 +157,19 @@ def test_random_formats_and_shapes() -> None:
         k += -k % (2 if storage == torch.int32 and packed == 1 else packed)
         block_columns = draw.choice([0, 16, 32, 128, 1 if packed == 1 and storage != torch.int32 else 64, k])
         divisors = [0, -1, *(size for size in (1, 16, 64, 128) if not block_columns or size % block_columns == 0)]
+        grouped = storage == torch.int32 and draw.random() < 0.3
+        divisors = [0] if grouped else divisors if packed == 1 and storage != torch.int32 else [0, -1]
         points = [torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int32]
         of = Format(
             storage,
             draw.choice([torch.float32, torch.float16]),
             draw.choice([0, 1, 7, 16, 128]),
             block_columns,
-            draw.choice(divisors if packed == 1 else [0, -1]),
+            draw.choice(divisors),
             packed=packed,
             zero=None if storage == E4M3 else draw.choice([None, *points]),
             transposed=storage == torch.int32 and draw.random() < 0.5,
+            grouped=grouped,
         )
         dtype = draw.choice(FLOATS[:3])
         given = operands((rows, n, k), of, dtype)
@@ -170,12 +178,14 @@ def test_random_formats_and_shapes() -> None:
         x = given[0].float() if given[0] is not None else torch.empty(0)
         given[0] = quantise(x, of.x_columns).double() if of.x_columns else x.double()
         want = exact(given, replace(of, x_columns=0))
-        _, weight, scale, bias, _, zero = given
+        _, weight, scale, bias, _, zero, groups = given
         assert bias is not None
         # Of what may cancel: numbers and zero points apart, where they are both there.
-        parts = [exact([torch.eye(k).double(), weight, scale, None, None, None], replace(of, x_columns=0)).T.abs()]
+        parts = [
+            exact([torch.eye(k).double(), weight, scale, None, None, None, groups], replace(of, x_columns=0)).T.abs()
+        ]
         if zero is not None:
-            whole = exact([torch.eye(k).double(), weight, scale, None, None, zero], replace(of, x_columns=0)).T
+            whole = exact([torch.eye(k).double(), weight, scale, None, None, zero, groups], replace(of, x_columns=0)).T
             parts.append((whole - parts[0]).abs())
         sizes = given[0].abs() @ sum(parts).T + bias.double().abs()
         apart = (y - want).abs() / (want.abs() + 0.1 * sizes)

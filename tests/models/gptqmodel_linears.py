@@ -35,13 +35,18 @@ def codes(words: torch.Tensor, order: range | list[int] = range(8)) -> torch.Ten
 
 
 class TorchLinear(BaseQuantLinear):
-    """Of GPTQ: a word has eight neighbouring columns of a row."""
+    """Of GPTQ: a word has eight neighbouring columns of a row, which with ``desc_act`` are of groups in any order."""
 
     forward = BaseQuantLinear.multiply
 
     def __init__(self, sizes: tuple[int, int], group: int, desc_act: bool = False) -> None:
         super().__init__(sizes, group, [sizes[0] // 8, sizes[1]], desc_act)
-        self.register_buffer("g_idx", torch.arange(sizes[0], dtype=torch.int32) // group)
+        order = torch.randperm(sizes[0]) if desc_act else torch.arange(sizes[0])
+        self.register_buffer("g_idx", order.int() // group)
+        self.post_init()
+
+    def post_init(self) -> None:
+        pass
 
     def matrix(self) -> torch.Tensor:
         numbers = codes(self.qweight.t()).flatten(1).t()

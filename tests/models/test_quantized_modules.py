@@ -55,10 +55,23 @@ def test_each_class_and_reason_is_named_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_words_are_read_where_they_lie(dtype: torch.dtype) -> None:
-    """Of GPTQ and AWQ, in one launch, a bias of another dtype among them."""
-    made = [TorchLinear((64, 40), 32), AwqTorchLinear((40, 48), 20), AwqTorchLinear((48, 64), 48)]
-    made[1].bias = torch.randn(48).half()
+    """Of GPTQ, by act-order too, and AWQ, in one launch, a bias of another dtype among them."""
+    made = [
+        TorchLinear((64, 64), 32),
+        TorchLinear((64, 40), 32, desc_act=True),
+        AwqTorchLinear((40, 48), 20),
+        AwqTorchLinear((48, 64), 48),
+    ]
+    made[2].bias = torch.randn(48).half()
     assert error_of(Model(*made), dtype, fallback="error") < (1e-5 if dtype == torch.float32 else 0.01)
+
+
+def test_columns_in_an_order_that_no_flag_tells() -> None:
+    """Of a model of a class that has been compiled for one whose columns are in order."""
+    in_order, others = TorchLinear((64, 48), 32), TorchLinear((64, 48), 32, desc_act=True)
+    others.desc_act = False
+    assert error_of(in_order, torch.float32) < 1e-5
+    assert error_of(others, torch.float32) < 1e-5
 
 
 def packed(folder: Path, symmetric: bool, group: int = 32, bits: int = 4) -> Any:

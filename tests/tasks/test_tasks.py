@@ -176,7 +176,18 @@ def expert_linear(x, ids, weight, transposed):
     return torch.einsum("rcen,rce->rcn", every, torch.nn.functional.one_hot(ids, every.shape[2]).to(x.dtype))
 
 
-def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, block_rows, block_columns, x_columns):
+def nibbles(words, order):
+    """Of int32 [N, K]: [8 N, K], where each word's number i, from its low bits, is row ``order[i]``."""
+    rows = [[[word % 2**32 >> 4 * order.index(r) & 15 for word in line] for r in range(8)] for line in words.tolist()]
+    return torch.tensor(rows).flatten(0, 1)
+
+
+def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, block_rows, block_columns, x_columns):
+    order = list(range(8))
+    if weight.dtype == torch.int32 and weight.shape[1] == x.shape[1]:
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        weight = nibbles(weight, order).to(torch.uint8)
+        weight = weight[:, ::2] + 16 * weight[:, 1::2]
     (n, p), k, rows = weight.shape, x.shape[1], x.clone()
     codes = weight.view(torch.uint8).view(n, -1) if p < k else weight  # of 4 bits: the first of two is the low one
     if p < k:
@@ -187,10 +198,8 @@ def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, block_rows, b
         if x_columns or x_scale is not None:
             scale = block.abs().max() / 448 if x_scale is None else x_scale
             block.copy_((block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
-    place = torch.arange(n) // (block_rows or n), torch.arange(k) // (block_columns or k)
-    points = zero
-    if zero is not None and zero.dtype == torch.int32:
-        points = torch.tensor([[word % 2**32 >> 4 * i & 15 for word in row] for row in zero.tolist() for i in range(8)])
+    place = torch.arange(n) // (block_rows or n), torch.arange(k) // (block_columns or k) if groups is None else groups
+    points = nibbles(zero, order) if zero is not None and zero.dtype == torch.int32 else zero
     middle = 8 if p < k and weight.dtype != torch.int8 and (zero is None or zero.is_floating_point()) else 0
     numbers = codes.float() - middle
     if zero is not None and not zero.is_floating_point():
@@ -205,7 +214,7 @@ def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, block_rows, b
 def quantized_expert_linear(x, ids, weight, weight_scale, zero, **attrs):
     y = torch.zeros(*ids.shape, weight.shape[1])
     for e in range(len(weight)):
-        operands = weight[e], weight_scale[e], None, None, None if zero is None else zero[e]
+        operands = weight[e], weight_scale[e], None, None, None if zero is None else zero[e], None
         rows = ids.flatten() == e  # in one product, whose sums have an order
         y.flatten(0, 1)[rows] = quantized_linear(x.flatten(0, 1)[rows], *operands, **attrs)
     return y

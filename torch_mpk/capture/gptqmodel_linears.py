@@ -11,6 +11,8 @@ from torch import Tensor
 
 from torch_mpk.capture.quantized_modules import product, take
 
+_IN_ORDER = "mpk_columns_are_in_order"  # an attribute, since Dynamo has guards for these
+
 
 def take_linears(package: Any) -> None:
     """All classes of linears that gptqmodel's folder of them has or will have."""
@@ -19,6 +21,8 @@ def take_linears(package: Any) -> None:
         return
 
     def take_class(cls: Any) -> None:
+        if "post_init" in vars(cls):
+            _note_order(cls)
         if "forward" in vars(cls):
             refuses, of_words = _GPTQMODEL.get(cls.__name__, (_has_own_order, None))
             take(cls, functools.partial(refuses, cls), of_words)
@@ -30,6 +34,21 @@ def take_linears(package: Any) -> None:
     base.__init_subclass__ = classmethod(derive)
     for cls in _below(base):
         take_class(cls)
+
+
+def _note_order(cls: Any) -> None:
+    """Has a class's modules know whether groups are runs of columns, once their weights have been loaded."""
+    known = cls.post_init
+
+    @functools.wraps(known)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        known(self, *args, **kwargs)
+        groups = getattr(self, "g_idx", None)
+        if groups is not None:
+            columns = torch.arange(len(groups), dtype=groups.dtype, device=groups.device)
+            setattr(self, _IN_ORDER, torch.equal(groups, columns // self.group_size))
+
+    cls.post_init = post_init
 
 
 def _below(cls: Any) -> Iterator[Any]:
@@ -58,16 +77,18 @@ def _refuses_words(cls: Any, module: Any) -> str:
 
 def _refuses_gptq(cls: Any, module: Any) -> str:
     why = _refuses_words(cls, module)
-    if not why and module.desc_act:
-        return "desc_act has its columns in an order of their own"
     if not why and (module.online_full_had or module.online_partial_had):
         return "it rotates activations before the product"
+    if not why and module.g_idx.shape[0] != module.in_features:
+        return "it is several linears in one"
     return why
 
 
 def _gptq(self: Any, x: Tensor) -> Tensor:
-    """Eight numbers of neighbouring columns are a word, and eight zero points of neighbouring rows."""
-    operands = self.qweight.t(), self.scales.t(), self.bias, None, self.qzeros.t()
+    """Eight numbers of neighbouring columns are a word, and eight zero points of neighbouring rows. g_idx says each
+    column's group, unless it is known that groups are neighbours."""
+    groups = None if not self.desc_act and getattr(self, _IN_ORDER, False) else self.g_idx
+    operands = self.qweight.t(), self.scales.t(), self.bias, None, self.qzeros.t(), groups
     return product(x, self.out_features, *operands, block_rows=1, block_columns=self.group_size)
 
 

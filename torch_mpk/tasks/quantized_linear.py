@@ -21,11 +21,17 @@ LEAST_SCALE = 1e-12
 MOST_ELEMENTS = 1 << 24  # elements of a weight that the reference has in full precision at a time
 
 
+_FP8 = {"weight": E4M3, "weight_scale": torch.float32, "x_scale": None, "zero": None, "groups": None}
+_WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.int32, "x_scale": None, "groups": None,
+          "bias": None, "K": 96, "A": 24, "B": 3, "Z": 3, "block_rows": 1, "block_columns": 32}  # fmt: skip
+
+
 @task(
-    "x[R, K], weight[W, P], weight_scale[A, B], bias[N]?, x_scale[1]?, zero[Z, B]? -> y[R, N]",
+    "x[R, K], weight[W, P], weight_scale[A, B], bias[N]?, x_scale[1]?, zero[Z, B]?, "
+    "groups[K]?: int32 < B -> y[R, N]",
     role="stream",
     traits=StreamTraits(
-        loaded=("weight", "weight_scale", "zero"),
+        loaded=("weight", "weight_scale", "zero", "groups"),
         staged=("x",),
         whole=("x",),
         takes_rows=("x",),
@@ -35,25 +41,21 @@ MOST_ELEMENTS = 1 << 24  # elements of a weight that the reference has in full p
         any_strides=("weight", "weight_scale", "zero"),
     ),
     samples=[
-        {"R": 1, "K": 256, "N": 192, "W": 192, "P": 256, "A": 2, "B": 2, "weight": E4M3, "weight_scale": torch.float32,
-         "bias": None, "x_scale": None, "zero": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},
-        {"R": 3, "K": 320, "N": 80, "W": 80, "P": 320, "A": 1, "B": 3, "weight": E4M3, "weight_scale": torch.float32,
-         "x_scale": None, "zero": None, "block_rows": 128, "block_columns": 128, "x_columns": 128},
-        {"R": 2, "K": 128, "N": 48, "W": 48, "P": 128, "A": 48, "B": 1, "weight": E4M3, "weight_scale": torch.bfloat16,
-         "x_scale": None, "zero": None, "block_rows": 1, "block_columns": 0, "x_columns": -1},
-        {"R": 5, "K": 256, "N": 64, "W": 64, "P": 256, "A": 64, "B": 1, "weight": torch.int8,
-         "weight_scale": torch.float32, "x_scale": None, "zero": None, "block_rows": 1, "block_columns": 0},
-        {"R": 4, "K": 100, "N": 33, "W": 33, "P": 100, "A": 1, "B": 1, "weight": E4M3, "weight_scale": torch.float32,
-         "x_scale": torch.float32, "bias": None, "zero": None, "block_rows": 0, "block_columns": 0},
-        {"R": 2, "K": 256, "N": 48, "W": 48, "P": 128, "A": 48, "B": 2, "Z": 48, "weight": torch.int8,
-         "weight_scale": torch.bfloat16, "zero": torch.bfloat16, "x_scale": None, "block_rows": 1,
-         "block_columns": 128},
-        {"R": 3, "K": 96, "N": 24, "W": 24, "P": 12, "A": 24, "B": 3, "Z": 3, "weight": torch.int32,
-         "weight_scale": torch.float16, "zero": torch.int32, "bias": None, "x_scale": None, "block_rows": 1,
-         "block_columns": 32},
-        {"R": 3, "K": 96, "N": 24, "W": 3, "P": 96, "A": 24, "B": 3, "Z": 3, "weight": torch.int32,
-         "weight_scale": torch.float16, "zero": torch.int32, "bias": None, "x_scale": None, "block_rows": 1,
-         "block_columns": 32},
+        {"R": 1, "K": 256, "N": 192, "W": 192, "P": 256, "A": 2, "B": 2, "bias": None, **_FP8,
+         "block_rows": 128, "block_columns": 128, "x_columns": 128},
+        {"R": 3, "K": 320, "N": 80, "W": 80, "P": 320, "A": 1, "B": 3, **_FP8,
+         "block_rows": 128, "block_columns": 128, "x_columns": 128},
+        {"R": 2, "K": 128, "N": 48, "W": 48, "P": 128, "A": 48, "B": 1, **_FP8, "weight_scale": torch.bfloat16,
+         "block_rows": 1, "block_columns": 0, "x_columns": -1},
+        {"R": 5, "K": 256, "N": 64, "W": 64, "P": 256, "A": 64, "B": 1, **_FP8, "weight": torch.int8,
+         "block_rows": 1, "block_columns": 0},
+        {"R": 4, "K": 100, "N": 33, "W": 33, "P": 100, "A": 1, "B": 1, **_FP8, "x_scale": torch.float32, "bias": None,
+         "block_rows": 0, "block_columns": 0},
+        {"R": 2, "K": 256, "N": 48, "W": 48, "P": 128, "A": 48, "B": 2, "Z": 48, **_FP8, "weight": torch.int8,
+         "weight_scale": torch.bfloat16, "zero": torch.bfloat16, "block_rows": 1, "block_columns": 128},
+        {"R": 3, "N": 24, "W": 24, "P": 12, **_WORDS},
+        {"R": 3, "N": 24, "W": 3, "P": 96, **_WORDS},
+        {"R": 2, "N": 24, "W": 24, "P": 12, **_WORDS, "groups": torch.int32},
     ],
 )  # fmt: skip
 def quantized_linear(
@@ -63,6 +65,7 @@ def quantized_linear(
     bias: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
     *,
     block_rows: int,
     block_columns: int,
@@ -82,6 +85,9 @@ def quantized_linear(
     of them, of 4 bits, for eight blocks of rows that follow each other, in the order of rows of ``weight``'s words: Z
     is A / 8, rounded up.
 
+    ``groups`` says which block of columns each column belongs to, in place of ``k // block_columns``, as GPTQ has it
+    with act-order. x is not quantised then.
+
     With ``x_columns``, x is quantised, too: each row, in blocks of so many columns (-1: all of them), is divided by its
     scale s, the block's largest magnitude over 448, at least 1e-12, rounded to float8_e4m3fn, and multiplied by s
     again. With ``x_scale``, that is s for all of x, and what exceeds 448 then is 448. Sums are in fp32, or in fp64
@@ -92,6 +98,8 @@ def quantized_linear(
     check_format("quantized_linear", x.shape[1], weight, weight_scale, zero, block_rows, block_columns)
     if x_scale is not None:
         x_columns = -1
+    if groups is not None and x_columns:
+        raise TaskError("quantized_linear: x is quantised in blocks of columns, which groups has in another order")
     computed = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = quantise(x.to(computed), x_columns, x_scale) if x_columns else x.to(computed)
     bias = None if bias is None else bias.to(computed)
@@ -102,14 +110,14 @@ def quantized_linear(
     step = block_rows * word
     height = max(MOST_ELEMENTS // max(x.shape[1], 1) // step, 1) * step
     if rows_of_weight <= height:
-        matrix = dequantised(weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets)
+        matrix = dequantised(weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets, groups)
         return F.linear(rows, matrix, bias).to(x.dtype)
     products = []
     for first in range(0, rows_of_weight, height):  # a whole number of blocks, and of words, at a time
         part = weight[first // word : (first + height) // word]
         blocks = slice(first // block_rows, (first + height) // block_rows)
         own = None if offsets is None else offsets[blocks]
-        matrix = dequantised(part, weight_scale[blocks], block_rows, block_columns, computed, x.shape[1], own)
+        matrix = dequantised(part, weight_scale[blocks], block_rows, block_columns, computed, x.shape[1], own, groups)
         products.append(F.linear(rows, matrix))
     y = torch.cat(products, -1)
     return (y if bias is None else y + bias).to(x.dtype)
@@ -135,13 +143,19 @@ def dequantised(
     dtype: torch.dtype,
     columns: int | None = None,
     offsets: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The matrix that weight and scale stand for; ``offsets``: what is added to each block."""
+    """The matrix that weight and scale stand for.
+
+    ``offsets``: what is added to each block; ``groups``: the block of each column.
+    """
     columns = weight.shape[1] if columns is None else columns
     shape = len(weight) * _word_rows(weight, columns), columns
 
     def spread(blocks: torch.Tensor) -> torch.Tensor:
         each = blocks.to(dtype).repeat_interleave(block_rows, 0)[: shape[0]] if block_rows > 1 else blocks.to(dtype)
+        if groups is not None:
+            return each.index_select(1, groups)
         return each.repeat_interleave(block_columns, 1)[:, : shape[1]] if block_columns > 1 else each
 
     matrix = _numbers(weight, columns).to(dtype) * spread(scale)

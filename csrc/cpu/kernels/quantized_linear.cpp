@@ -12,6 +12,7 @@ namespace {
 
 // Rows of weights that a unit has, and rows of x that meet them at a time.
 constexpr int64_t kOffsetsStep = 16;  // that numbers of zero points are a multiple of, see QuantizedArgs
+constexpr int64_t kWideRows = 8;      // of weights, that are converted to float32 before a product
 constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 64, kWantedUnits = 64;
 
 float float_of(DType dtype, const uint8_t* p, const Microkernels& microkernels) {
@@ -40,7 +41,7 @@ class QuantizedProducts : public Kernel {
     if (dtype_ == DType::kF64) fail(node, "x is float64, expected float32, float16 or bfloat16");
     float_dtype(node, y, &x);
     if (bias != nullptr) bias_dtype_ = float_dtype(node, *bias);
-    for (const Operand* o : {&x, bias, &y})
+    for (const Operand* o : {&x, bias, node.find("groups"), &y})
       if (o != nullptr) require_inner_stride(node, *o);
     is_gathered_ = weight.tensor.strides.back() != 1 || format_.has_word_rows();
     weight_ = stacked(weight.tensor), scale_ = stacked(scale.tensor);
@@ -51,7 +52,9 @@ class QuantizedProducts : public Kernel {
     depth_ = std::max<int64_t>(format_.columns, 1);
     run_ = std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
     pitch_ = microkernels.quantized_pitch(run_);
-    offsets_pitch_ = format_.has_zero() ? round_up(runs_, kOffsetsStep) : 0;
+    blocks_ = format_.has_groups ? format_.scale_columns() : runs_;
+    offsets_pitch_ = format_.has_zero() ? round_up(blocks_, kOffsetsStep) : 0;
+    if (format_.has_groups) groups_ = Place(node.operand("groups").tensor);
     product_ = product_of(format_, microkernels);
     block_ = std::min<int64_t>(most_rows, kLinearRowBlock);
     rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
@@ -60,9 +63,10 @@ class QuantizedProducts : public Kernel {
     unit_cost_ =
         static_cast<double>(rows_per_unit_ * format_.row_bytes()) * std::max(1.0, most_rows / 2.0) / kBytesPerNs;
     scratch_bytes_ = 2 * bytes_of(block_ * runs_ * pitch_) + bytes_of(block_ * runs_) +
-                     bytes_of(rows_per_unit_ * runs_) + 2 * bytes_of(std::max(block_ * rows_per_unit_, depth_)) +
+                     bytes_of(rows_per_unit_ * blocks_) + 2 * bytes_of(std::max(block_ * rows_per_unit_, depth_)) +
                      bytes_of(block_ * offsets_pitch_) + bytes_of(rows_per_unit_ * offsets_pitch_) +
-                     (is_gathered_ ? round_up(rows_per_unit_ * format_.row_bytes(), 64) : 0);
+                     (is_gathered_ ? round_up(rows_per_unit_ * format_.row_bytes(), 64) : 0) +
+                     (is_wide() ? bytes_of(kWideRows * depth_) + microkernels.linear_scratch_bytes(block_, depth_) : 0);
   }
 
   // Computes units [begin, end) of the products of at most block_ rows with matrix number `matrix`.
@@ -74,10 +78,11 @@ class QuantizedProducts : public Kernel {
       return p;
     };
     float *x = take(block_ * runs_ * pitch_), *pairs = take(block_ * runs_ * pitch_), *x_factors = take(block_ * runs_);
-    float* weight_factors = take(rows_per_unit_ * runs_);
+    float* weight_factors = take(rows_per_unit_ * blocks_);
     float *sums = take(std::max(block_ * rows_per_unit_, depth_)),
           *values = take(std::max(block_ * rows_per_unit_, depth_));
     float *x_sums = take(block_ * offsets_pitch_), *offsets = take(rows_per_unit_ * offsets_pitch_);
+    float* wide = is_wide() ? take(kWideRows * depth_) : nullptr;
     for (int64_t r = 0; r < rows.count; r++)
       prepare_row(frame, rows.x[r], x + r * runs_ * pitch_, x_factors + r * runs_, x_sums + r * offsets_pitch_, values);
     for (int64_t unit = begin; unit < end; unit++) {
@@ -91,10 +96,10 @@ class QuantizedProducts : public Kernel {
         args.offsets = offsets, args.x_sums = x_sums, args.offsets_stride = offsets_pitch_;
       }
       if (is_gathered_) gather(frame, matrix, args, scratch);
-      args.weight_factors = weight_factors, args.weight_factors_stride = runs_, args.sums = sums;
+      args.weight_factors = weight_factors, args.weight_factors_stride = blocks_, args.sums = sums;
       args.x_is_bf16 = format_.quantizes_x() || dtype_ == DType::kBF16;
       args.scratch = reinterpret_cast<uint8_t*>(pairs);
-      product_(args);
+      is_wide() ? multiply_wide(frame, args, wide) : product_(args);
       store(frame, rows, args.begin, args.end, sums, values);
     }
   }
@@ -151,16 +156,18 @@ class QuantizedProducts : public Kernel {
     return has_nan ? std::numeric_limits<float>::quiet_NaN() : std::max(most / kLargestE4M3, kLeastScale);
   }
 
+  // Of a run's scales, or of a group's.
+  int64_t column_of(int64_t run) const { return format_.has_groups ? run : run * run_ / format_.block_columns; }
+
   void find_factors(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, float* factors) const {
     for (int64_t n = begin; n < end; n++) {
-      float* own = factors + (n - begin) * runs_;
+      float* own = factors + (n - begin) * blocks_;
       if (n > begin && n % format_.block_rows != 0) {
-        std::memcpy(own, own - runs_, runs_ * sizeof(float));
+        std::memcpy(own, own - blocks_, blocks_ * sizeof(float));
         continue;
       }
-      for (int64_t run = 0; run < runs_; run++)
-        own[run] = float_of(format_.scale_dtype,
-                            scale_.at(frame, matrix, n / format_.block_rows, run * run_ / format_.block_columns),
+      for (int64_t run = 0; run < blocks_; run++)
+        own[run] = float_of(format_.scale_dtype, scale_.at(frame, matrix, n / format_.block_rows, column_of(run)),
                             microkernels_);
     }
   }
@@ -172,13 +179,13 @@ class QuantizedProducts : public Kernel {
     for (int64_t n = begin; n < end; n++)
       for (int64_t run = 0; run < offsets_pitch_; run++) {
         float* offset = offsets + (n - begin) * offsets_pitch_ + run;
-        const int64_t row = n / format_.block_rows, column = run * run_ / format_.block_columns;
-        if (run >= runs_)
+        const int64_t row = n / format_.block_rows, column = column_of(run);
+        if (run >= blocks_)
           *offset = 0;
         else if (format_.zero == ZeroKind::kAdded)
           *offset = float_of(zero_dtype_, zero_.at(frame, matrix, row, column), microkernels_);
         else
-          *offset = (middle - point(frame, matrix, row, column)) * factors[(n - begin) * runs_ + run];
+          *offset = (middle - point(frame, matrix, row, column)) * factors[(n - begin) * blocks_ + run];
       }
   }
   float point(const Frame& frame, int64_t matrix, int64_t row, int64_t column) const {
@@ -239,6 +246,41 @@ class QuantizedProducts : public Kernel {
         }
   }
 
+  // Whether rows of weights become float32 before the product.
+  bool is_wide() const { return format_.has_groups; }
+
+  void multiply_wide(const Frame& frame, const QuantizedArgs& args, float* wide) const {
+    const auto* groups = reinterpret_cast<const int32_t*>(groups_.at(frame));
+    const int64_t row_bytes = depth_ * static_cast<int64_t>(sizeof(float));
+    LinearArgs own = {};
+    own.x = reinterpret_cast<const uint8_t*>(args.x), own.x_stride = pitch_ * static_cast<int64_t>(sizeof(float));
+    own.weight = reinterpret_cast<const uint8_t*>(wide), own.weight_stride = row_bytes;
+    own.y_stride = (args.end - args.begin) * static_cast<int64_t>(sizeof(float));
+    own.num_rows = args.num_rows, own.k = format_.columns;
+    own.scratch = reinterpret_cast<uint8_t*>(wide) + bytes_of(kWideRows * depth_);
+    for (int64_t n = args.begin; n < args.end; n += kWideRows) {
+      own.end = std::min(kWideRows, args.end - n);
+      for (int64_t i = 0; i < own.end; i++) widen(args, n + i, groups, wide + i * depth_);
+      own.y = reinterpret_cast<uint8_t*>(args.sums + n - args.begin);
+      microkernels_.linear[static_cast<int>(DType::kF32)](own);
+    }
+  }
+
+  // A row of weights whose columns each say their group; NaN where there is none of that number.
+  void widen(const QuantizedArgs& args, int64_t n, const int32_t* groups, float* row) const {
+    const uint8_t* bytes = args.weight + n * args.weight_stride;
+    const float* factors = args.weight_factors + (n - args.begin) * blocks_;
+    const float* offsets = args.offsets == nullptr ? nullptr : args.offsets + (n - args.begin) * offsets_pitch_;
+    for (int64_t k = 0; k < format_.columns; k++) {
+      const int code = bytes[k / 2] >> k % 2 * 4 & 15, middle = WeightFormat::kMiddle;
+      const auto number = static_cast<float>((format_.has_middle() ? code : code ^ middle) - middle);
+      const uint32_t group = groups[k];
+      row[k] = group >= blocks_     ? std::numeric_limits<float>::quiet_NaN()
+               : offsets == nullptr ? number * factors[group]
+                                    : number * factors[group] + offsets[group];
+    }
+  }
+
   static Microkernels::Quantized product_of(const WeightFormat& format, const Microkernels& microkernels) {
     if (format.bits() == 4) return format.has_middle() ? microkernels.quantized_u4 : microkernels.quantized_i4;
     return format.storage == DType::kI8 ? microkernels.quantized_i8 : microkernels.quantized_e4m3;
@@ -260,10 +302,10 @@ class QuantizedProducts : public Kernel {
   DType bias_dtype_ = DType::kF32;
   Microkernels::Quantized product_;
   View weight_, scale_, zero_;
-  Place bias_, x_scale_;
+  Place bias_, x_scale_, groups_;
   DType zero_dtype_ = DType::kF32;
   bool is_gathered_;
-  int64_t offsets_pitch_;
+  int64_t offsets_pitch_, blocks_;  // the latter: scales of a row
   int64_t depth_, run_, runs_, pitch_;
 
  protected:

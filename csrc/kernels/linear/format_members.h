@@ -12,7 +12,8 @@ namespace mpk::codegen {
 inline std::string format_members(const WeightFormat& format) {
   return constant("kWeightBits", format.bits()) + constant("kWordRows", format.word_rows) +
          flag("kIsE4M3", format.storage == DType::kE4M3) + flag("kHasMiddle", format.has_middle()) +
-         constant("kZero", static_cast<int64_t>(format.zero)) + constant("kXScaleColumns", format.x_columns);
+         constant("kZero", static_cast<int64_t>(format.zero)) + flag("kHasGroups", format.has_groups) +
+         constant("kXScaleColumns", format.x_columns);
 }
 
 }  // namespace mpk::codegen

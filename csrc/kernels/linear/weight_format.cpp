@@ -42,6 +42,7 @@ WeightFormat WeightFormat::of(const Node& node) {
           block(node, "block_columns", columns),
           x_columns < 0 || x_columns > columns ? std::max<int64_t>(columns, 1) : x_columns,
           has_static_x,
+          node.find("groups") != nullptr,
           zero == nullptr ? ZeroKind::kNone : zero_kind(zero->tensor.dtype),
           zero != nullptr && is_float(zero->tensor.dtype) ? size_bytes(zero->tensor.dtype) : 0};
 }
@@ -50,6 +51,7 @@ std::optional<std::string> WeightFormat::refuses(const Node& node) {
   const WeightFormat f = of(node);
   if (auto why = f.refuses_storage(node)) return why;
   if (auto why = f.refuses_scales(node)) return why;
+  if (auto why = f.refuses_groups(node)) return why;
   if (f.has_static_x && node.operand("x_scale").tensor.dtype != DType::kF32) return "x_scale is not float32";
   if (f.bits() == 4 && f.run() % 2 != 0 && f.run() < f.columns)
     return "blocks of " + str(f.run()) + " columns part the two numbers of a byte";
@@ -97,7 +99,18 @@ std::optional<std::string> WeightFormat::refuses_scales(const Node& node) const 
   return differs("zero", given, zero == ZeroKind::kPackedPoints ? count(scale_rows(), 8) : scale_rows());
 }
 
-int64_t WeightFormat::run() const { return quantizes_x() ? std::min(x_columns, block_columns) : block_columns; }
+std::optional<std::string> WeightFormat::refuses_groups(const Node& node) const {
+  if (!has_groups) return std::nullopt;
+  const Tensor& groups = node.operand("groups").tensor;
+  if (groups.dtype != DType::kI32) return "groups is " + std::string(info(groups.dtype).name) + ", expected int32";
+  if (bits() != 4 || quantizes_x()) return "groups belong to weights of 4 bits, and to an x that is not quantised";
+  return std::nullopt;
+}
+
+int64_t WeightFormat::run() const {
+  if (has_groups) return std::max<int64_t>(columns, 1);
+  return quantizes_x() ? std::min(x_columns, block_columns) : block_columns;
+}
 
 std::string WeightFormat::name() const {
   const std::string of_scale = block_columns >= columns
@@ -107,9 +120,10 @@ std::string WeightFormat::name() const {
                            : has_static_x         ? ", activations by a given scale"
                            : x_columns >= columns ? ", activations by row"
                                                   : ", activations by " + str(x_columns) + " columns";
-  const std::string number = bits() == 4 ? "4 bits in " : "", points = has_zero() ? ", zero points" : "";
+  const std::string number = bits() == 4 ? "4 bits in " : "", points = has_zero() ? ", zero points" : "",
+                    order = has_groups ? ", columns in any order" : "";
   const std::string words = has_word_rows() ? " of eight rows" : "";
-  return number + info(storage).name + words + ", " + of_scale + points + of_x;
+  return number + info(storage).name + words + ", " + of_scale + points + order + of_x;
 }
 
 }  // namespace mpk

@@ -34,6 +34,7 @@ struct WeightFormat {
   int64_t block_rows, block_columns;  // that a scale is for
   int64_t x_columns;                  // that a scale of x is for; 0: x is not quantised
   bool has_static_x;                  // that scale is given
+  bool has_groups;                    // j is given for each k
   ZeroKind zero;
   int64_t zero_bytes;  // of one, where they are added
 
@@ -52,8 +53,8 @@ struct WeightFormat {
   int64_t scale_rows() const { return count(rows, block_rows); }
   int64_t scale_columns() const { return count(columns, block_columns); }
   // Whether all that a row of the weight has beside its numbers is one scale.
-  bool scales_rows() const { return block_columns >= columns && !has_zero(); }
-  // Columns from one change of a scale, of the weight or of x, to the next.
+  bool scales_rows() const { return block_columns >= columns && !has_zero() && !has_groups; }
+  // Columns from one change of a scale, of the weight or of x, to the next; all of them if they are in no order.
   int64_t run() const;
   std::string name() const;  // for people
 
@@ -66,6 +67,7 @@ struct WeightFormat {
   static int64_t count(int64_t size, int64_t block) { return (size + block - 1) / block; }
   std::optional<std::string> refuses_storage(const Node& node) const;
   std::optional<std::string> refuses_scales(const Node& node) const;
+  std::optional<std::string> refuses_groups(const Node& node) const;
 };
 
 }  // namespace mpk

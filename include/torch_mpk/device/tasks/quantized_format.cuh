@@ -13,8 +13,8 @@ inline constexpr int kNoZero = 0, kAddedZero = 1, kPackedPoints = 3;
 template <class V>
 concept QuantizedSizes = requires {
   // Of 8 bits, weights are e4m3, or else int8. Of 4 bits, they are 8 more than their numbers, or have a sign. Each row
-  // has one scale and nothing else, which V::finish applies.
-  requires Constants<bool, V::kIsE4M3, V::kHasMiddle, V::kScalesByRow, V::kGivenXScale>;
+  // has one scale and nothing else, which V::finish applies. Each column says which group it belongs to.
+  requires Constants<bool, V::kIsE4M3, V::kHasMiddle, V::kScalesByRow, V::kHasGroups, V::kGivenXScale>;
   // Columns of a scale of the weight, where it has several to a row; of a scale of x, 0 if x is not quantised.
   // Rows that a word has of 4-bit weights, and of zero points that are packed with them; 1: it has columns.
   requires Constants<int, V::kWeightBits, V::kWordRows, V::kZero, V::kScaleColumns, V::kXScaleColumns>;

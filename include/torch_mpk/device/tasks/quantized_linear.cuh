@@ -14,6 +14,11 @@ concept QuantizedVariant =
       // Columns that stand side by side, and bytes to those behind them.
       requires Constants<int, V::kWordColumns>;
       { V::word_pitch(i) } -> Same<int64_t>;
+      // Of each column, the one of so many groups that it belongs to.
+      requires !V::kHasGroups || requires {
+        requires Constants<int, V::kGroups>;
+        { V::groups(job, i) } -> Same<const int32_t*>;
+      };
     };
 
 template <class V>
@@ -48,6 +53,55 @@ MPK_DEVICE void quantize_rows(C& c, const Job& job, uint8_t* staged) {
   }
 }
 
+// A row of weights where it is.
+template <class V>
+struct RowInPlace {
+  const Job& job;
+  const int which;  // segment or part
+  const uint32_t n;
+  const uint32_t place;      // of its 4 bits, in words that have several rows
+  const uint8_t* const row;  // or where these bits of column 0 are
+
+  MPK_DEVICE RowInPlace(const Job& job, int which, uint32_t n)
+      : job(job),
+        which(which),
+        n(n),
+        place(V::kWordRows > 1 ? place_in_word<V>(n) : 0),
+        row(V::weight(job, which) + n / V::kWordRows * V::weight_pitch(which) + place / 2) {}
+
+  MPK_DEVICE float number(int k) const {
+    const uint8_t byte = row[k / V::kWordColumns * V::word_pitch(which) + k % V::kWordColumns * V::kWeightBits / 8];
+    return weight_of<V>(byte, V::kWordRows > 1 ? place : k);
+  }
+  // The weight of column k, whose group has any number; NaN if there is none of that number.
+  MPK_DEVICE float of_group(int k) const {
+    const uint32_t group = V::groups(job, which)[k];
+    if (group >= V::kGroups) return __int_as_float(0x7fffffff);
+    const BlockScale<V> block = load_block_scale<V>(job, which, n, group);
+    return fmaf(number(k), to_float(block.scale), block.offset());
+  }
+
+  // A lane's part of the product with a run of x.
+  template <class T>
+  MPK_DEVICE float sum(const T* x, int first, int end, int lane) const {
+    float sum = 0, sum_of_x = 0;
+    for (int k = first + lane; k < end; k += 32) {
+      if constexpr (V::kHasGroups) {
+        sum = fmaf(of_group(k), to_float(x[k]), sum);
+      } else {
+        sum = fmaf(number(k), to_float(x[k]), sum);
+        if constexpr (V::kZero != kNoZero) sum_of_x += to_float(x[k]);
+      }
+    }
+    if constexpr (!V::kScalesByRow && !V::kHasGroups) {
+      const BlockScale<V> block = load_block_scale<V>(job, which, n, first / V::kScaleColumns);
+      sum *= to_float(block.scale);
+      if constexpr (V::kZero != kNoZero) sum = fmaf(sum_of_x, block.offset(), sum);
+    }
+    return sum;
+  }
+};
+
 template <class V, class C>
 MPK_DEVICE void compute_quantized_direct(C& c, const Job& job) {
   static_assert(QuantizedVariant<V, C>);
@@ -69,26 +123,11 @@ MPK_DEVICE void compute_quantized_direct(C& c, const Job& job) {
 #pragma unroll
       for (int p = 0; p < V::kParts; p++) {
         const int which = V::kParts > 1 ? p : segment;
-        // The row; or where its 4 bits of column 0 are, in a word that has them of several rows.
-        const uint32_t place = V::kWordRows > 1 ? place_in_word<V>(n) : 0;
-        const uint8_t* row = V::weight(job, which) + n / V::kWordRows * V::weight_pitch(which) + place / 2;
+        const RowInPlace<V> row(job, which, n);
         float total = 0;
         for (int run = 0; run < S::kRuns; run++) {
           const int first = run * V::kRun, end = min(first + V::kRun, V::kSize);
-          float sum = 0, sum_of_x = 0;
-          const float factor = factors[r * S::kRuns + run];
-          for (int k = first + c.lane; k < end; k += 32) {
-            const uint8_t byte =
-                row[k / V::kWordColumns * V::word_pitch(which) + k % V::kWordColumns * V::kWeightBits / 8];
-            sum = fmaf(weight_of<V>(byte, V::kWordRows > 1 ? place : k), to_float(x[k]), sum);
-            if constexpr (V::kZero != kNoZero) sum_of_x += to_float(x[k]);
-          }
-          if constexpr (!V::kScalesByRow) {
-            const BlockScale<V> block = load_block_scale<V>(job, which, n, first / V::kScaleColumns);
-            sum *= to_float(block.scale);
-            if constexpr (V::kZero != kNoZero) sum = fmaf(sum_of_x, block.offset(), sum);
-          }
-          total = fmaf(sum, factor, total);
+          total = fmaf(row.sum(x, first, end, c.lane), factors[r * S::kRuns + run], total);
         }
         results[p] = warp_sum(total);
       }
